@@ -1,6 +1,6 @@
 // emulator.h - CUDA kernels on the CPU: the threads of a block are fibers of one OS thread
-//   The kernels' own source is compiled by g++ with -DEMULATE; llmc/memory.h includes this file in
-//   place of the CUDA headers. What it finds, each shown by a planted bug in test_emulator.cpp:
+//   g++ compiles the kernels' own source with -DEMULATE; llmc/memory.h then includes this file in
+//   place of the CUDA headers. It finds these faults, each shown by a bug in test_emulator.cpp:
 //     a race or a missing barrier   results differ between thread orders (forward, reverse,
 //                                   shuffled); with -fsanitize=thread the kernel's line
 //     a divergent barrier           __syncthreads from two places; a deadlock: who waits where
@@ -9,10 +9,10 @@
 //     out of bounds                 with -fsanitize=address, shared arrays included
 //     memory nobody wrote           shared memory is NaN when a block starts
 //   A fiber runs until it waits: at a barrier for the block, at a shuffle for the lanes in its
-//   mask. All state is per OS thread, so rank threads may launch at the same time. Kernels of a
-//   stream run when they are launched. Under ThreadSanitizer a fiber is a thread of its own, and
-//   barriers and atomics alone order fibers: shuffles exchange registers and order no memory.
-//   What it cannot show: weak memory order, bank conflicts, register pressure, time.
+//   mask. All state is per OS thread, so rank threads may launch at the same time. A kernel runs
+//   when it is launched, whatever its stream. ThreadSanitizer sees each fiber as a thread. Only
+//   barriers and atomics order fibers: shuffles exchange registers and order no memory.
+//   It cannot show weak memory order, bank conflicts, register pressure or time.
 #pragma once
 #include <sys/mman.h>
 #include <algorithm>
@@ -58,7 +58,8 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 #else
 #define EMULATOR_TSAN(x)
 #endif
-#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline)) // by ThreadSanitizer
+// A function that ThreadSanitizer does not look into.
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 struct dim3 {
     unsigned x, y, z;
@@ -79,22 +80,23 @@ typedef std::source_location Site;
 enum class Order { FORWARD, REVERSE, SHUFFLED };
 
 struct Settings {
-    // Threads of a block, and blocks of a grid, take turns in this order.
+    // The order in which a block's threads, and a grid's blocks, take turns.
     Order order = Order::FORWARD;
-    uint64_t seed = 1; // of SHUFFLED
-    // Asynchronous copies and products happen at their wait, else at their issue.
+    uint64_t seed = 1; // for SHUFFLED
+    // Asynchronous copies and products happen as late as they may, where the program waits for
+    // them. Otherwise they happen as soon as they are issued.
     bool latest = false;
 };
 inline thread_local Settings settings;
 
-// How often this thread has launched each kernel, by address; products and memory sets count too,
-// and a graph of them counts once.
+// How often this OS thread has launched each kernel, by the kernel's address. Matrix products and
+// memory sets count as well. A graph's launch counts once, however many kernels it holds.
 inline thread_local std::map<const void*, size_t> launches;
 template <typename F> void note_launch(F* kernel) {
     launches[reinterpret_cast<const void*>(kernel)]++;
 }
 
-// Mistakes found since the last take_messages(): the first twenty.
+// The mistakes found since the last take_messages(). The first twenty are kept.
 inline std::mutex messages_lock;
 inline std::vector<std::string> messages;
 
@@ -108,7 +110,7 @@ inline std::vector<std::string> take_messages() {
 
 constexpr size_t STACK_BYTES = size_t(256) << 10, PAGE = 4096;
 
-// A fiber's stack, and what sanitizers keep of it; made once, used by many blocks.
+// A fiber's stack, with what the sanitizers store for it. It is made once and serves many blocks.
 struct Worker {
     unsigned char* stack = nullptr;
     void* tsan = nullptr;
@@ -125,27 +127,31 @@ struct Fiber {
     Block* block = nullptr;
     State state = State::READY;
     uint3 thread = {0, 0, 0};
-    unsigned index = 0; // in its block
+    unsigned index = 0; // the thread's number in its block
 
-    // While it waits: for what, where, and whether it still has to.
+    // A waiting fiber: what it waits for, the line where it waits, and pending(), which is true as
+    // long as it must go on waiting. The first two are for the message of a deadlock.
     const char* what = "";
     Site site;
     bool (*pending)(void*) = nullptr;
     void* pending_arg = nullptr;
 
-    // While it waits for the lanes of a warp operation: what it brings and where its result goes.
+    // A lane in a warp operation: the lanes that take part, the value that this lane brings, and
+    // where its result is to be written.
     unsigned mask = 0;
     const void* in = nullptr;
     void* out = nullptr;
     bool in_operation = false;
 
-    // This thread's asynchronous copies (emulator_warp.h), stores and products (emulator_hopper.h).
+    // The thread's own asynchronous work: copies (emulator_warp.h), bulk stores and products
+    // (both in emulator_hopper.h).
     std::shared_ptr<void> async, stores, products;
     void (*at_return)(Fiber&) = nullptr;
 };
 
-// Arrivals at one of a block's 16 barriers. Two objects for ThreadSanitizer, by turns: a thread
-// that is already at the next barrier must not seem ordered before one that has not left this one.
+// One of a block's 16 barriers. ThreadSanitizer sees a barrier as an object that threads release
+// and acquire. Generations use two such objects in turn: a thread that has already reached the next
+// generation must not look ordered before one that has yet to leave this generation.
 struct Barrier {
     unsigned arrived = 0, expected = 0;
     uint64_t generation = 0;
@@ -153,7 +159,7 @@ struct Barrier {
     char order[2];
 };
 
-// A __shared__ array, known by the line that declares it.
+// A __shared__ array. The source line that declares it is its key.
 struct SharedArray {
     const char* file;
     unsigned line;
@@ -161,14 +167,14 @@ struct SharedArray {
 };
 
 constexpr size_t STATIC_SHARED_BYTES = size_t(48) << 10; // CUDA's limit for declared arrays
-constexpr size_t ARENA_BYTES = size_t(384) << 10;        // room for the gaps between arrays
+constexpr size_t ARENA_BYTES = size_t(384) << 10;        // beyond any limit: room for gaps
 
-// The GPU that launchers meet: the one with the least shared memory, so that what runs here runs on
-// all. Tests of Hopper's kernels set theirs.
+// The GPU that launchers ask about. By default it is the one with the least shared memory, so that
+// a launch which fits here fits every GPU. Tests of Hopper's kernels choose HOPPER instead.
 struct Gpu {
     int major, minor;
-    size_t block_shared_bytes; // declared and dynamic
-    int processors = 1;        // blocks that stay have more than one tile each
+    size_t block_shared_bytes; // limit of a block, declared and dynamic arrays together
+    int processors = 1;        // few, so that a persistent kernel's block gets several tiles
 };
 constexpr Gpu AMPERE = {8, 6, size_t(99) << 10}, HOPPER = {9, 0, size_t(227) << 10};
 inline Gpu gpu = AMPERE;
@@ -178,26 +184,26 @@ struct Block {
     std::vector<Fiber> fibers;
     unsigned returned = 0;
     Barrier barriers[16];
-    char warp_order[32][2]; // for ThreadSanitizer, as in Barrier
+    char warp_order[32][2]; // a warp's objects for ThreadSanitizer, as in Barrier
     uint64_t warp_generation[32] = {};
 
-    // Shared memory, 1024-byte aligned.
+    // Shared memory starts at `arena`, which is 1024-byte aligned.
     unsigned char* arena = nullptr;
     void* arena_start = nullptr;
     size_t arena_used = 0, static_bytes = 0, dynamic_bytes = 0;
     std::vector<SharedArray> arrays;
 
-    // Hopper's (emulator_hopper.h).
+    // State of Hopper's models (emulator_hopper.h).
     std::map<const void*, std::shared_ptr<void>> objects; // mbarriers, by address
-    std::vector<unsigned char> async_view;                // shared memory, as that proxy sees it
-    std::vector<uint64_t> wgmma_log[8];                   // of each warpgroup
+    std::vector<unsigned char> async_view; // shared memory as the asynchronous proxy sees it
+    std::vector<uint64_t> wgmma_log[8];    // each warpgroup's products, in order of issue
     bool registers_set = false;
-    int free_registers = 0;
-    unsigned registers[32] = {}; // of each warp's threads
+    int free_registers = 0;      // given back with setmaxnreg.dec, for others to take
+    unsigned registers[32] = {}; // a thread's registers, for each warp
     void (*at_end)(Block&) = nullptr;
 };
 
-// One OS thread's GPU: the launch that runs, and the stack that its fibers return to.
+// One OS thread's GPU: the launch that is running, and the stack to which its fibers return.
 struct Machine {
     dim3 grid, block;
     void (*body)(void*) = nullptr;
@@ -211,14 +217,15 @@ struct Machine {
     const void* main_stack = nullptr;
     size_t main_stack_bytes = 0;
 
-    std::vector<std::vector<Worker>> workers; // one set for each block that is resident
+    std::vector<std::vector<Worker>> workers; // a set of stacks for each resident block
     uint64_t random = 1;
-    std::vector<std::function<void()>> late; // writes that nothing waits for but the launch's end
-    char launched, done;                     // objects for ThreadSanitizer
+    std::vector<std::function<void()>> late; // writes that only the end of the launch waits for
+    char launched, done; // ThreadSanitizer's objects for the launch's start and its end
 };
 inline thread_local Machine machine;
 
-// Inside, ThreadSanitizer looks away: the emulator's own state is no part of the kernel.
+// While an Unseen is alive ThreadSanitizer ignores this thread's reads and writes: the emulator's
+// own state is not part of the kernel under test.
 struct Unseen {
     Unseen() { EMULATOR_TSAN(AnnotateIgnoreReadsBegin("", 0); AnnotateIgnoreWritesBegin("", 0);) }
     ~Unseen() { EMULATOR_TSAN(AnnotateIgnoreWritesEnd("", 0); AnnotateIgnoreReadsEnd("", 0);) }
@@ -231,13 +238,13 @@ EMULATOR_UNSEEN inline unsigned thread_number() { return machine.running->index;
 EMULATOR_UNSEEN inline dim3 block_size() { return machine.block; }
 EMULATOR_UNSEEN inline dim3 grid_size() { return machine.grid; }
 
-// A line of the kernel's source: "layernorm.cuh:218".
+// The name of a line in the kernel's source, such as "layernorm.cuh:218".
 inline std::string where(const Site& s) {
     const char* name = strrchr(s.file_name(), '/');
     return std::string(name ? name + 1 : s.file_name()) + ":" + std::to_string(s.line());
 }
 
-// Note what is wrong: the line, the block and the thread, and a text as printf has it.
+// Record a mistake: the line, the block and thread that ran it, and a text formatted as by printf.
 inline void error(const Site& site, const char* format, ...) {
     Unseen unseen;
     char text[1024];
@@ -246,7 +253,7 @@ inline void error(const Site& site, const char* format, ...) {
     vsnprintf(text, sizeof(text), format, list);
     va_end(list);
 
-    // Say which thread ran, if a kernel runs.
+    // Name the thread, if a kernel is running.
     std::string line = where(site) + ": ";
     if (machine.running) {
         const Fiber& f = *machine.running;
@@ -260,7 +267,8 @@ inline void error(const Site& site, const char* format, ...) {
     if (messages.size() < 20) messages.push_back(line + text);
 }
 
-// Save the registers that a call must keep and this stack's pointer; load those of another stack.
+// Switch stacks: push the callee-saved registers, store this stack's pointer in *save_sp, load the
+// other stack's pointer and pop its registers. `ret` then continues where that stack left off.
 #if defined(__x86_64__)
 extern "C" void emulator_switch(void** save_sp, void* load_sp);
 asm(R"(.text
@@ -288,7 +296,8 @@ emulator_switch:
 #error "the emulator's fiber switch is written for x86-64; add one for this machine here"
 #endif
 
-// Leave the running fiber for the scheduler. Sanitizers are told before and after.
+// Leave the running fiber and continue in the scheduler. The sanitizers are told before and after,
+// because otherwise they would take the new stack for a fault.
 EMULATOR_UNSEEN inline void to_main() {
     Fiber& f = *machine.running;
     EMULATOR_ASAN(__sanitizer_start_switch_fiber(&f.worker->fake_stack, machine.main_stack,
@@ -299,7 +308,7 @@ EMULATOR_UNSEEN inline void to_main() {
                                                   &machine.main_stack_bytes);)
 }
 
-// Let a fiber run until it waits or returns.
+// Run a fiber until it waits or returns.
 EMULATOR_UNSEEN inline void to_fiber(Fiber& f) {
     machine.running = &f;
     EMULATOR_ASAN(__sanitizer_start_switch_fiber(&machine.main_fake_stack, f.worker->stack + PAGE,
@@ -310,12 +319,12 @@ EMULATOR_UNSEEN inline void to_fiber(Fiber& f) {
     machine.running = nullptr;
 }
 
-// Where each fiber begins: the kernel, once, for one thread.
+// The function in which every fiber begins: it runs the kernel once, as one thread.
 EMULATOR_UNSEEN inline void fiber_entry() {
     EMULATOR_ASAN(
         __sanitizer_finish_switch_fiber(nullptr, &machine.main_stack, &machine.main_stack_bytes);)
 
-    // Stand behind the launch and before its end, and run.
+    // Run the kernel, ordered after the launch and before its end for ThreadSanitizer.
     EMULATOR_TSAN(__tsan_acquire(&machine.launched);)
     machine.body(machine.body_arg);
     if (machine.running->at_return) machine.running->at_return(*machine.running);
@@ -327,12 +336,12 @@ EMULATOR_UNSEEN inline void fiber_entry() {
     abort(); // nobody resumes a thread that has returned
 }
 
-// The running fiber waits while pending() is true; others run meanwhile.
+// Suspend the running fiber while pending() is true. Other fibers run meanwhile.
 template <typename F> void wait_while(F pending, const char* what, const Site& site) {
     Unseen unseen;
     if (!pending()) return;
 
-    // Leave word for the scheduler, and for the message of a deadlock.
+    // Tell the scheduler what to test, and a deadlock's message what to name.
     Fiber& f = self();
     f.what = what;
     f.site = site;
@@ -345,7 +354,7 @@ template <typename F> void wait_while(F pending, const char* what, const Site& s
 // ----------------------------------------------------------------------------
 // barriers
 
-// Count a thread in. The last one opens the barrier and begins its next generation.
+// Count one arrival. The last arrival opens the barrier and starts its next generation.
 inline void barrier_arrive(Barrier& b, unsigned expected, const Site& site) {
     if (b.arrived == 0) {
         b.expected = expected;
@@ -362,7 +371,7 @@ inline void barrier_arrive(Barrier& b, unsigned expected, const Site& site) {
     b.generation++;
 }
 
-// Count a thread in and wait for the others.
+// Count one arrival, then wait until all `expected` threads have arrived.
 inline void barrier_sync(Barrier& b, unsigned expected, const char* what, const Site& site) {
     Unseen unseen;
     uint64_t mine = b.generation;
@@ -371,7 +380,8 @@ inline void barrier_sync(Barrier& b, unsigned expected, const char* what, const 
     EMULATOR_TSAN(__tsan_acquire(&b.order[mine & 1]);)
 }
 
-// Barrier 0, of all threads of the block. From two places it is an error, though a GPU may pass it.
+// __syncthreads: barrier 0, with all threads of the block. Threads that wait at two different lines
+// are reported as an error here, although a GPU may let them pass.
 inline void syncthreads(const Site& site) {
     Unseen unseen;
     Block& block = *self().block;
@@ -385,7 +395,7 @@ inline void syncthreads(const Site& site) {
     barrier_sync(b, unsigned(block.fibers.size()), "__syncthreads", site);
 }
 
-// bar.sync and bar.arrive on barriers 1 to 15, of `threads` threads
+// The barrier of bar.sync and bar.arrive: ids 1 to 15, a multiple of 32 threads.
 inline Barrier& named_barrier(int id, int threads, const Site& site) {
     Block& block = *self().block;
     if (id < 1 || id > 15 || threads % 32 || threads > int(block.fibers.size()))
@@ -395,9 +405,9 @@ inline Barrier& named_barrier(int id, int threads, const Site& site) {
 }
 
 // ----------------------------------------------------------------------------
-// warp operations: each lane brings `in` and gets f(lane, ins), once all of the mask are there
+// warp operations: each lane brings `in` and gets f(lane, ins), once the whole mask is there
 
-// Lets a lane read what the lanes of its mask bring, and no others.
+// The values that the lanes brought, indexed by lane. Reading a lane outside the mask is reported.
 template <typename In> struct Lanes {
     const Fiber* warp;
     unsigned mask;
@@ -411,7 +421,8 @@ template <typename In> struct Lanes {
     }
 };
 
-// The lanes of a mask that stand in the same operation: `there`, once none is missing.
+// The lanes of a mask that have reached the same operation. `there` is their set; it can be used
+// when `complete` says that none is missing.
 struct Meeting {
     bool complete = true;
     unsigned there = 0;
@@ -423,7 +434,7 @@ inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mas
         if (!(mask >> l & 1)) continue;
         const Fiber& other = warp[l];
 
-        // A lane that is gone will never come: go on without it.
+        // A lane that has returned will never come. Report it and go on without it.
         if (l >= present || other.state == State::RETURNED) {
             error(site, "%s: lane %u is in the mask %08x but has returned", what, l, mask);
             continue;
@@ -433,7 +444,7 @@ inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mas
             continue;
         }
 
-        // A lane in another operation, or with another mask, is a mistake of the kernel.
+        // A lane in another operation, or with another mask, is a mistake in the kernel.
         bool same = other.mask == mask && !strcmp(other.what, what);
         if (!same || other.site.line() != site.line()) {
             error(site, "%s: lane %u is in %s at %s with mask %08x", what, l, other.what,
@@ -446,6 +457,8 @@ inline Meeting lanes_that_meet(const Fiber* warp, unsigned present, unsigned mas
     return m;
 }
 
+// One lane's call of a warp operation: it waits for the other lanes of `mask` and returns f(lane,
+// ins). `what` names the operation in messages.
 template <typename In, typename F>
 auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Site& site) {
     typedef decltype(f(0u, std::declval<Lanes<In>>())) Out;
@@ -462,7 +475,7 @@ auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Si
         return out;
     }
 
-    // Bring what this lane has, and say where its result goes.
+    // Publish what this lane brings, and where its result goes.
     me.mask = mask;
     me.in = &in;
     me.out = &out;
@@ -470,7 +483,7 @@ auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Si
     me.what = what;
     me.site = site;
 
-    // The last lane to come computes for all, and lets them go.
+    // The last lane to arrive computes every lane's result and lets them all go on.
     Meeting m = lanes_that_meet(warp, present, mask, what, site);
     if (m.complete) {
         Lanes<In> lanes = {warp, m.there, site};
@@ -483,7 +496,7 @@ auto warp_operation(unsigned mask, const char* what, const In& in, F f, const Si
     return out;
 }
 
-// A warp operation that brings nothing; it orders memory, which the others do not.
+// __syncwarp: a warp operation without data. It orders memory; the other warp operations do not.
 inline void syncwarp(unsigned mask, const Site& site) {
     Block& block = *self().block;
     unsigned warp = self().index / 32;
@@ -494,7 +507,7 @@ inline void syncwarp(unsigned mask, const Site& site) {
     }
     (void)generation;
 
-    // Release, meet, acquire: the first lane of the mask turns the generation.
+    // Release, meet, acquire. The first lane of the mask advances the warp's generation.
     EMULATOR_TSAN(__tsan_release(&block.warp_order[warp][generation & 1]);)
     warp_operation(
         mask, "__syncwarp", 0,
@@ -507,9 +520,9 @@ inline void syncwarp(unsigned mask, const Site& site) {
 }
 
 // ----------------------------------------------------------------------------
-// shared memory: one arena a block, NaN when it starts; gaps between arrays for AddressSanitizer
+// shared memory: one arena a block, all NaN at first, with gaps between arrays for AddressSanitizer
 
-// Take room in the arena, with a gap of 128 bytes behind it.
+// Reserve `bytes` in the arena, followed by a gap of 128 bytes.
 inline void* take_shared(Block& b, size_t bytes, size_t align) {
     size_t at = (b.arena_used + align - 1) / align * align;
     if (at + bytes + 128 > ARENA_BYTES) {
@@ -521,7 +534,8 @@ inline void* take_shared(Block& b, size_t bytes, size_t align) {
     return b.arena + at;
 }
 
-// The array that a line declares: the first thread to come there makes it, the others find it.
+// The array that a line declares. The first thread to reach the line creates the
+// array; the others find it.
 template <typename T> T* shared_array(size_t count, const Site& site) {
     Unseen unseen;
     Block& b = *self().block;
@@ -529,7 +543,7 @@ template <typename T> T* shared_array(size_t count, const Site& site) {
         if (a.line == site.line() && a.file == site.file_name())
             return reinterpret_cast<T*>(b.arena + a.offset);
 
-    // Count it against the GPU's two limits.
+    // Create it, and check the GPU's two limits: 48 KiB declared, and a block's total.
     size_t bytes = count * sizeof(T);
     unsigned char* p = static_cast<unsigned char*>(take_shared(b, bytes, 128));
     b.static_bytes += bytes;
@@ -548,24 +562,26 @@ EMULATOR_UNSEEN inline unsigned char* dynamic_shared_memory() { return self().bl
 // ----------------------------------------------------------------------------
 // the scheduler
 
-// A linear congruential generator: the same seed gives the same turns on every machine.
+// The next number of a linear congruential generator, so that a seed gives the same
+// turns on every machine.
 inline uint64_t next_random() {
     machine.random = machine.random * 6364136223846793005ull + 1442695040888963407ull;
     return machine.random >> 33;
 }
 
-// The numbers below n, in the order of the settings.
+// The numbers 0 to n-1 in the order that the settings ask for.
 inline std::vector<unsigned> turns(size_t n) {
     std::vector<unsigned> order(n);
     for (size_t i = 0; i < n; i++)
         order[i] = unsigned(settings.order == Order::REVERSE ? n - 1 - i : i);
     if (settings.order != Order::SHUFFLED) return order;
+    // Shuffle by Fisher and Yates's method.
     for (size_t i = n; i > 1; i--)
         std::swap(order[i - 1], order[next_random() % i]);
     return order;
 }
 
-// A stack of its own pages; an overflow stops at the first, which nobody may touch.
+// A new stack of whole pages. Its first page is protected, so that an overflow faults at once.
 inline Worker make_worker() {
     Worker w;
     void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -580,19 +596,21 @@ inline Worker make_worker() {
     return w;
 }
 
-// Lay the stack as emulator_switch() leaves one, so that the switch to it enters fiber_entry().
+// Fill a stack as emulator_switch() leaves one, so that the first switch to it enters
+// fiber_entry(). Returns its stack pointer.
 inline void* first_stack_pointer(const Worker& w) {
     EMULATOR_ASAN(__asan_unpoison_memory_region(w.stack + PAGE, STACK_BYTES - PAGE);)
     void** sp = reinterpret_cast<void**>(w.stack + STACK_BYTES);
-    *--sp = nullptr; // the entry finds its stack aligned as after a call
+    *--sp = nullptr; // fiber_entry finds its stack aligned as after a call
     *--sp = reinterpret_cast<void*>(fiber_entry);
     for (int r = 0; r < 6; r++)
         *--sp = nullptr;
     return sp;
 }
 
-// Give a block its fibers and its shared memory. slot: the set of stacks that it takes
+// Give a block its fibers and its shared memory. `slot` names the set of stacks that it uses.
 inline void start_block(Block& b, size_t number, size_t slot, size_t shared_bytes) {
+    // Make the stacks that this slot still lacks.
     dim3 size = machine.block;
     unsigned n = size.x * size.y * size.z;
     if (machine.workers.size() <= slot) machine.workers.resize(slot + 1);
@@ -600,7 +618,8 @@ inline void start_block(Block& b, size_t number, size_t slot, size_t shared_byte
     while (workers.size() < n)
         workers.push_back(make_worker());
 
-    // Thread i takes another stack in each block: ThreadSanitizer must not think it the same one.
+    // Thread i gets a different stack in each block: on the same stack ThreadSanitizer would take
+    // thread i of two blocks for one thread.
     b.fibers.assign(n, {});
     for (unsigned i = 0; i < n; i++) {
         Fiber& f = b.fibers[i];
@@ -611,7 +630,8 @@ inline void start_block(Block& b, size_t number, size_t slot, size_t shared_byte
         f.sp = first_stack_pointer(*f.worker);
     }
 
-    // Take fresh memory, so that ThreadSanitizer does not see two blocks share it; all NaN.
+    // Allocate fresh memory for each block, so that ThreadSanitizer does not see two blocks share
+    // it. Fill it with ones, which is NaN in every floating-point type.
     b.arena_start = malloc(ARENA_BYTES + 1024);
     b.arena = reinterpret_cast<unsigned char*>((uintptr_t(b.arena_start) + 1023) / 1024 * 1024);
     memset(b.arena, 0xff, ARENA_BYTES);
@@ -626,10 +646,11 @@ inline void end_block(Block& b) {
     free(b.arena_start);
 }
 
-// Threads that can go on do so, each until it waits again; false: none could.
+// Run each fiber that can go on until it waits again. Returns false if none could.
 inline bool run_turn(Block& b) {
     bool any = false;
     for (unsigned i : turns(b.fibers.size())) {
+        // A wait whose condition has come true is over.
         Fiber& f = b.fibers[i];
         if (f.state == State::WAITS && !f.pending(f.pending_arg)) f.state = State::READY;
         if (f.state != State::READY) continue;
@@ -639,7 +660,7 @@ inline bool run_turn(Block& b) {
     return any;
 }
 
-// Say how many threads wait where, and how many have returned.
+// Report how many threads wait at which line, and how many have returned.
 inline void report_deadlock(const Block& b) {
     std::map<std::string, std::vector<unsigned>> places;
     for (const Fiber& f : b.fibers) {
@@ -655,21 +676,22 @@ inline void report_deadlock(const Block& b) {
           text.c_str());
 }
 
-// The blocks that are on the GPU now, each with a set of stacks.
+// The blocks that are on the GPU now, each with its own set of stacks.
 struct Residents {
     struct Resident {
         Block* block;
         size_t slot;
     };
     std::vector<Resident> list;
-    std::vector<bool> taken; // slots
+    std::vector<bool> taken; // by slot
 
+    // Take the first free set of stacks.
     void start(size_t number, size_t shared_bytes) {
         size_t slot = size_t(std::find(taken.begin(), taken.end(), false) - taken.begin());
         taken.resize(std::max(taken.size(), slot + 1));
         taken[slot] = true;
 
-        // A block's index, x first.
+        // Turn the block's number into its index, x fastest.
         dim3 g = machine.grid;
         Block* b = new Block;
         b->index = {unsigned(number % g.x), unsigned(number / g.x % g.y),
@@ -684,7 +706,8 @@ struct Residents {
         list.erase(list.begin() + ptrdiff_t(r));
     }
 
-    // Let each block take a turn; false: none could go on.
+    // Give each block a turn, and end those whose threads have all returned. Returns false if
+    // no block could go on.
     bool run() {
         bool any = false;
         for (size_t r = 0; r < list.size();) {
@@ -701,9 +724,10 @@ struct Residents {
     }
 };
 
-// Blocks start in order, one at a time; when all resident blocks wait, the next is started beside
-// them. In FORWARD order a block must be able to end with only earlier ones before it, as on a GPU
-// that is full.
+// Run all blocks of the grid. Blocks start in order, one at a time; when every resident block
+// waits, the next block starts beside them. FORWARD order is the exception: there a block must be
+// able to finish with only earlier blocks before it, as on a GPU that has no room for more. If no
+// block can go on, report the deadlock of each resident block.
 inline void run_blocks(size_t shared_bytes) {
     dim3 g = machine.grid;
     size_t count = size_t(g.x) * g.y * g.z, started = 0;
@@ -713,10 +737,12 @@ inline void run_blocks(size_t shared_bytes) {
         if (residents.list.empty()) residents.start(order[started++], shared_bytes);
         if (residents.run()) continue;
 
-        // All wait. Another block may be what they wait for.
+        // Every block waits, perhaps for one that has not started: start another.
         if (started < count && settings.order != Order::FORWARD) {
             residents.start(order[started++], shared_bytes);
             continue;
+
+        // No block is left to start. This is a deadlock.
         }
         while (!residents.list.empty()) {
             report_deadlock(*residents.list[0].block);
@@ -727,18 +753,19 @@ inline void run_blocks(size_t shared_bytes) {
 }
 
 // ----------------------------------------------------------------------------
-// streams: what the host has given them, and graphs of it
+// streams: work the host has given them, and graphs of that work
 
-// Copies from the host that a stream was given. They happen as late as they may: before the
-// stream's next work, or when somebody waits. A host that has changed or freed what they read
-// learns of it.
+// Host-to-device copies that have been issued and not run yet. Each runs as late as CUDA allows:
+// before the stream's next work, or when somebody waits. A host that changes or frees the source
+// too early therefore copies the wrong bytes, as it might on a GPU.
 inline thread_local std::vector<std::function<void()>> given;
 inline void catch_up() {
     for (auto& copy : given) copy();
     given.clear();
 }
 
-// A stream's work: a launch, a product, a copy; with its arguments' bytes, padding zeroed.
+// One piece of a stream's work: a launch, a product or a copy. `arguments` are the arguments' bytes
+// with padding zeroed, so that two pieces can be compared.
 struct Given {
     const void* what = nullptr;
     std::string arguments = {};
@@ -747,18 +774,19 @@ struct Given {
         return what == other.what && arguments == other.arguments;
     }
 };
-// While a stream is captured its work goes into a graph, and nothing happens. `notes` only listens.
+// The work captured into a graph. While a stream is captured nothing runs.
 struct Graph {
     std::vector<Given> given;
-    std::vector<void*> kept;           // memory of cudaMallocAsync
-    std::map<cudaStream_t, size_t> of; // work of each stream that is captured,
-    std::map<cudaStream_t, size_t> joined; // and how much of it the first stream has waited for
+    std::vector<void*> kept;               // memory from cudaMallocAsync, freed with the graph
+    std::map<cudaStream_t, size_t> of;     // pieces of work from each captured stream
+    std::map<cudaStream_t, size_t> joined; // ... and how many of them `first` has waited for
     cudaStream_t first = nullptr;
 };
 inline thread_local Graph* capture = nullptr;
+// A record of all work, without its functions. The work happens as it would without the record.
 inline thread_local std::vector<Given>* notes = nullptr;
 
-// The bytes of a launch's arguments, one behind the other.
+// The bytes of a launch's arguments, one after the other.
 template <typename... A> std::string bytes_of(A... arguments) {
     std::string bytes;
     [[maybe_unused]] auto add = [&](auto x) {
@@ -768,7 +796,8 @@ template <typename... A> std::string bytes_of(A... arguments) {
     (add(arguments), ...);
     return bytes;
 }
-// Do the work, or keep it for the graph. A captured stream's work alone can be a graph's.
+// Run the work, or put it into the graph that is being captured. Only a captured stream's work may
+// become part of a graph.
 template <typename W, typename... A>
 void give(const void* what, cudaStream_t stream, W work, const A&... arguments) {
     if (!capture && !notes) return work();
@@ -776,20 +805,21 @@ void give(const void* what, cudaStream_t stream, W work, const A&... arguments) 
     if (notes) notes->push_back({what, given.arguments});
     if (!capture) return work();
 
-    // Keep it for the graph.
+    // Keep it for the graph, and count it for its stream.
     auto at = capture->of.find(stream);
     if (at == capture->of.end())
         return error(Site::current(), "work for a stream that is not captured, beside one that is");
     at->second++;
     capture->given.push_back(std::move(given));
 }
-// A call that CUDA does not allow while this thread captures a stream; true: it was one.
+// Report a call that CUDA does not allow while this thread captures a stream. Returns true if
+// the thread was capturing.
 inline bool not_captured(const char* call) {
     if (capture) error(Site::current(), "%s while a stream is captured", call);
     return capture;
 }
 
-// CUDA's limits on a launch, and this GPU's.
+// Whether a launch is within CUDA's limits and this GPU's shared memory.
 inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
     size_t threads = size_t(block.x) * block.y * block.z;
     bool block_fits = threads > 0 && threads <= 1024 && block.z <= 64;
@@ -798,7 +828,7 @@ inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
     return block_fits && some && grid_fits && shared_bytes <= gpu.block_shared_bytes;
 }
 
-// Run a kernel, all of it: it is over on return.
+// Run a whole kernel. It has finished when this function returns.
 template <typename F>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     catch_up();
@@ -810,7 +840,8 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
         return;
     }
 
-    // Set the machine, and run between the launch and its end as ThreadSanitizer sees them.
+    // Describe the launch to the machine and run it. ThreadSanitizer sees every fiber between
+    // the launch and its end.
     machine.grid = grid;
     machine.block = block;
     machine.random = settings.seed;
@@ -821,7 +852,7 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     run_blocks(shared_bytes);
     EMULATOR_TSAN(__tsan_acquire(&machine.done);)
 
-    // Do what nothing has waited for.
+    // Run the writes that nothing has waited for, the last first.
     for (; !machine.late.empty(); machine.late.pop_back())
         machine.late.back()();
 }
@@ -858,11 +889,12 @@ inline void __syncwarp(unsigned mask = 0xffffffffu,
 // shuffles and votes
 
 namespace emulator {
-// A lane's part of a shuffle.
+// The value that a lane brings to a shuffle, and the lane that it reads.
 struct Exchange {
     uint64_t value;
-    unsigned from; // lane to read from; 32: my own
+    unsigned from; // the lane to read from; 32 means this lane's own value
 };
+// Every shuffle comes down to this one: lane `from` gives its value.
 template <typename T> T shuffle(unsigned mask, const char* what, T x, unsigned from, Site site) {
     static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles move 4 or 8 bytes");
     Exchange in = {0, from};
@@ -934,7 +966,8 @@ inline int __all_sync(unsigned mask, int predicate,
 // ----------------------------------------------------------------------------
 // atomics, and CUDA's functions of numbers
 
-// Atomics are relaxed, as on the GPU; a fence before and after orders what they guard.
+// Atomics are relaxed, as on the GPU. A kernel orders the data that they guard with a
+// fence before and after.
 template <typename T> T atomicAdd(T* p, T x) {
     if constexpr (std::is_floating_point_v<T>) {
         std::atomic_ref<T> a(*p);

@@ -1,18 +1,18 @@
 // emulator_hopper.h - models of hopper.cuh's wrappers: mbarrier, TMA, wgmma, proxy fences
-//   Asynchronous operations happen at their issue, or, with settings.latest, where the program
-//   waits for them: until then what a load or a product writes is NaN, and what it reads is read
-//   late, so that a missing wait shows in the result.
+//   An asynchronous operation happens when it is issued or, with settings.latest, when the program
+//   waits for it. Until then a load or a product leaves NaN where it will write, and it reads its
+//   inputs only then, so that a missing wait shows in the result. With settings.latest:
 //     TMA load        lands when a thread waits on its mbarrier
 //     store, reduce   reads shared memory at bulk_wait_read, writes global memory at bulk_wait, or
 //                     when the launch ends, the last one first
 //     wgmma           reads its operands and writes its accumulators at the wg_wait that covers it
-//   Shared memory has two views: memory itself, and what the asynchronous proxy has been shown of
-//   it, by fence_async_smem() or by its own writes. An operand of a store or product on which they
-//   differ was written without a fence. A fence shows all that is written until then, by any
-//   thread: that every writer has its own is seen in another order of threads.
-//   Swizzle, descriptors and fragments as the PTX manual has them (ISA 8.7: Tensors, wgmma).
-//   What it cannot show: orders that only weak memory has, and what the hardware does with what the
-//   manual leaves open.
+//   Shared memory has two views: memory itself and the asynchronous proxy's. The proxy sees its own
+//   writes and whatever fence_async_smem() has shown it. If the two views differ on an operand of a
+//   store or product, the operand was written without a fence. A fence shows everything that any
+//   thread has written until then; a writer that lacks its own is found in another thread order.
+//   Swizzle, descriptors and fragments follow the PTX manual (ISA 8.7: Tensors, wgmma).
+//   It cannot show orders that only weak memory has, nor what the hardware does where the manual
+//   leaves it open.
 #pragma once
 #include <climits>
 #include <deque>
@@ -20,10 +20,11 @@
 namespace emulator {
 
 // ----------------------------------------------------------------------------
-// addresses in shared memory's own space; they do not start at 0, as on the GPU
+// addresses in shared memory's own space; as on the GPU, they do not start at 0
 
 constexpr uint32_t SHARED_BASE = 1024;
 
+// The address of p in shared memory's space. Both directions report what lies outside the block.
 inline uint32_t shared_address(const void* p, const Site& site) {
     Unseen unseen;
     ptrdiff_t at = static_cast<const unsigned char*>(p) - self().block->arena;
@@ -39,18 +40,22 @@ inline unsigned char* shared_pointer(uint32_t address, const Site& site) {
     error(site, "an operand at shared address %u, beyond the block's shared memory", address);
     return b.arena;
 }
-// 128-byte swizzle: which of 8 chunks of 16 bytes, by which of 8 rows of 128
+// The 128-byte swizzle of an address: the number of its row of 128 bytes, modulo 8, is xored into
+// the number of its chunk of 16 bytes.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // ----------------------------------------------------------------------------
-// what the asynchronous proxy has been shown of shared memory
+// the asynchronous proxy's view of shared memory
 
 #define EMULATOR_RAW __attribute__((no_sanitize("thread", "address", "undefined"), noinline))
 
-inline unsigned char* async_view(Block& b) { // as shared memory starts: all ones
+// The view starts as shared memory does: all ones.
+inline unsigned char* async_view(Block& b) {
     if (b.async_view.empty()) b.async_view.assign(ARENA_BYTES, 0xff);
     return b.async_view.data();
 }
+
+// Copy, or compare, bytes where the sanitizers must not look: neither is an access of the kernel.
 EMULATOR_RAW inline void copy_raw(unsigned char* to, const unsigned char* from, size_t bytes) {
     typedef uint64_t Wide __attribute__((vector_size(32), aligned(1), may_alias));
     size_t i = 0;
@@ -63,12 +68,12 @@ EMULATOR_RAW inline bool same_raw(const unsigned char* a, const unsigned char* b
     for (size_t i = 0; i < bytes; i++) same &= a[i] == b[i];
     return same;
 }
-// The proxy writes: its view changes too.
+// The proxy has written these bytes, so it sees them.
 inline void show_async(Block& b, const unsigned char* p, size_t bytes) {
     Unseen unseen;
     copy_raw(async_view(b) + (p - b.arena), p, bytes);
 }
-// The proxy reads.
+// The proxy reads these bytes. Report them if it has not been shown how they are now.
 inline void check_shown(Block& b, const unsigned char* p, size_t bytes, const char* what,
                         const Site& site) {
     Unseen unseen;
@@ -76,7 +81,7 @@ inline void check_shown(Block& b, const unsigned char* p, size_t bytes, const ch
     error(site,
           "%s reads shared memory at +%zu that was written with no fence_async_smem() after it",
           what, size_t(p - b.arena));
-    copy_raw(async_view(b), b.arena, b.arena_used); // one message is enough
+    copy_raw(async_view(b), b.arena, b.arena_used); // one message for each missing fence is enough
 }
 
 // ----------------------------------------------------------------------------
@@ -84,30 +89,33 @@ inline void check_shown(Block& b, const unsigned char* p, size_t bytes, const ch
 
 } // namespace emulator
 
+// A tensor in global memory and the box that one load or store moves, as the driver's type.
 struct alignas(64) CUtensorMap {
     unsigned char* base;
-    unsigned rank, element;       // bytes of an element
-    uint64_t dims[5], strides[5]; // innermost first; bytes
+    unsigned rank, element;       // element: its size in bytes
+    uint64_t dims[5], strides[5]; // innermost first; strides in bytes
     unsigned box[5];
-    bool swizzle; // of 128 bytes
+    bool swizzle; // the 128-byte pattern, or none
 };
 
 namespace emulator {
 
-// Bytes of a tile.
+// The bytes of a tile.
 inline size_t box_bytes(const CUtensorMap& m) {
     size_t bytes = m.element;
     for (unsigned d = 0; d < m.rank; d++) bytes *= m.box[d];
     return bytes;
 }
 
-// f(offset of a chunk in the tile, its elements in global memory or null, bytes): the tile's chunks
-// of 16 bytes, or of single elements where a tensor ends. `address`: where the tile is.
+// Call f(offset in the tile, address in global memory or null, bytes) for each piece of a tile. A
+// piece is a chunk of 16 bytes, or one element where the tensor ends inside a chunk; null marks a
+// piece beyond the tensor. `at`: the tile's first coordinates. `address`: where the tile lies in
+// shared memory, which decides its swizzle.
 template <typename F>
 void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) {
     size_t row_bytes = m.box[0] * m.element, rows = box_bytes(m) / row_bytes;
     for (size_t row = 0; row < rows; row++) {
-        // Find the row in global memory; it may lie beyond the tensor.
+        // Find the row in global memory. It may lie beyond the tensor.
         unsigned char* from = m.base;
         bool inside = true;
         size_t rest = row;
@@ -117,7 +125,7 @@ void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) 
             from += c * int64_t(m.strides[d]);
         }
 
-        // Cut it into chunks, where the tensor ends into elements.
+        // Cut the row into chunks, and into elements where the tensor ends inside a chunk.
         for (size_t byte = 0; byte < row_bytes;) {
             auto real = [&](size_t b) {
                 int64_t c = int64_t(at[0]) + int64_t(b / m.element);
@@ -134,7 +142,8 @@ void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) 
     }
 }
 
-// Check a tile's place against the map and the rules of alignment.
+// Check that the coordinates fit the map, and that the tile is aligned: to 128 bytes,
+// with a swizzle to 1024.
 inline void check_tile(const CUtensorMap& m, unsigned rank, uint32_t address, const char* what,
                        const Site& site) {
     if (m.rank != rank) error(site, "%s: %u coordinates, the map has %u", what, rank, m.rank);
@@ -146,15 +155,16 @@ inline void check_tile(const CUtensorMap& m, unsigned rank, uint32_t address, co
 // ----------------------------------------------------------------------------
 // mbarriers, and the loads that complete on them
 
-// A bulk load: of a tile, or of `bytes` that follow each other.
+// A bulk load: of a tile, or of `bytes` consecutive bytes.
 struct Load {
-    Block* block; // whose shared memory it writes
+    Block* block; // its shared memory is the destination
     unsigned char* to;
     uint32_t address, bytes;
     bool tile;
-    CUtensorMap map;
-    int at[5];
-    const unsigned char* from; // of a load that is no tile
+    CUtensorMap map;           // for a tile
+    int at[5];                 // for a tile
+    const unsigned char* from; // for consecutive bytes
+    // Write the bytes to shared memory; elements beyond the tensor become 0.
     void run() const {
         if (!tile) {
             memcpy(to, from, bytes);
@@ -167,15 +177,15 @@ struct Load {
     }
 };
 
-// A phase is over when nobody's arrival and no byte is missing.
+// A phase is over when all arrivals have come and no expected byte is missing.
 struct Mbarrier {
-    unsigned count, pending; // arrivals of a phase, and how many are missing
-    int64_t bytes = 0;       // that are expected and have not come
+    unsigned count, pending; // arrivals in a phase, and how many of them are missing
+    int64_t bytes = 0;       // expected and not loaded yet
     uint64_t phase = 0;
-    bool fenced = false; // mbar_init_fence() after it
-    unsigned owner;      // who made it
+    bool fenced = false; // mbar_init_fence() came after mbar_init()
+    unsigned owner;      // the thread that made it
     Site site;
-    std::vector<Load> loads; // on their way
+    std::vector<Load> loads; // in flight
     char order[2];           // for ThreadSanitizer, as in Barrier
 
     void complete_if_over() {
@@ -183,6 +193,8 @@ struct Mbarrier {
         phase++;
         pending = count;
     }
+
+    // Run the loads in flight, and count their bytes.
     // Let the loads that are on their way happen.
     void land() {
         Unseen unseen;
@@ -196,7 +208,7 @@ struct Mbarrier {
     }
 };
 
-// Check at a block's end that nothing writes its shared memory later.
+// Check that no load is still to write the shared memory of a block that ends.
 inline void block_ends(Block& b) {
     for (auto& [address, object] : b.objects) {
         const Mbarrier& bar = *static_cast<Mbarrier*>(object.get());
@@ -206,10 +218,10 @@ inline void block_ends(Block& b) {
     }
 }
 
-// The mbarrier at an address, or null and a message.
+// The mbarrier at an address, or null after a message.
 inline Mbarrier* find_mbarrier(Block& b, const uint64_t* p, const char* what, const Site& site) {
-    // Read the word, which mbar_init() alone writes: ThreadSanitizer sees a use that no order puts
-    // behind that write.
+    // Read the word in shared memory. mbar_init() alone writes it, so ThreadSanitizer reports a use
+    // that nothing orders after the initialisation.
     (void)*static_cast<const volatile uint64_t*>(p);
     Unseen unseen;
     auto found = b.objects.find(p);
@@ -225,7 +237,7 @@ inline Mbarrier* find_mbarrier(Block& b, const uint64_t* p, const char* what, co
     return bar;
 }
 
-// Count an arrival, and the bytes that it says will come.
+// Count one arrival, and the bytes that it expects.
 inline void mbarrier_arrive(Mbarrier& bar, int64_t bytes, const char* what, const Site& site) {
     Unseen unseen;
     EMULATOR_TSAN(__tsan_release(&bar.order[bar.phase & 1]);)
@@ -236,7 +248,7 @@ inline void mbarrier_arrive(Mbarrier& bar, int64_t bytes, const char* what, cons
     bar.complete_if_over();
 }
 
-// Issue a load: it happens now, or lands when somebody waits on its mbarrier.
+// Issue a load. It happens now, or with settings.latest when a thread waits on its mbarrier.
 inline void start_load(Load load, uint64_t* p, const char* what, const Site& site) {
     Mbarrier* bar = find_mbarrier(*load.block, p, what, site);
     if (!bar) return;
@@ -244,7 +256,7 @@ inline void start_load(Load load, uint64_t* p, const char* what, const Site& sit
         return error(site, "%s: %u bytes at +%u go beyond the block's shared memory", what,
                      load.bytes, load.address - SHARED_BASE);
 
-    // Write what is loaded, or NaN until it lands.
+    // Load the bytes, or write NaN until they land.
     if (settings.latest) {
         memset(load.to, 0xff, load.bytes);
         show_async(*load.block, load.to, load.bytes);
@@ -252,7 +264,7 @@ inline void start_load(Load load, uint64_t* p, const char* what, const Site& sit
         load.run();
     }
 
-    // Count its bytes.
+    // Count the bytes as loaded, or as in flight.
     Unseen unseen;
     EMULATOR_TSAN(__tsan_release(&bar->order[bar->phase & 1]);)
     if (settings.latest) {
@@ -263,6 +275,7 @@ inline void start_load(Load load, uint64_t* p, const char* what, const Site& sit
     }
 }
 
+// Issue a load of the tile whose first element has the coordinates `at`, innermost first.
 inline void load_tile(void* to, const CUtensorMap* m, uint64_t* bar, unsigned rank,
                       const int (&at)[5], const char* what, const Site& site) {
     uint32_t address = shared_address(to, site);
@@ -279,25 +292,29 @@ inline void load_tile(void* to, const CUtensorMap* m, uint64_t* bar, unsigned ra
 }
 
 // ----------------------------------------------------------------------------
-// stores and reductions: a thread's, in groups
+// bulk stores and reductions: each thread has its own, committed in groups
 
-// A bulk store, or a reduction to floats. It reads shared memory first, then writes global memory.
+// A bulk store, or a reduction that adds floats. It reads shared memory first and
+// writes global memory later.
 struct Store {
-    bool tile, add, read = false; // add: to float
-    CUtensorMap map;
-    int at[5];
-    unsigned char* to; // of one that is no tile
+    // add: to add floats, instead of writing bytes. read: shared memory has been read into `data`.
+    bool tile, add, read = false;
+    CUtensorMap map;   // for a tile
+    int at[5];         // for a tile
+    unsigned char* to; // for consecutive bytes
     const unsigned char* from;
     uint32_t address, bytes;
     Site site;
     std::vector<unsigned char> data;
 
+    // Read the source once, and check that the proxy sees it.
     void read_shared() {
         if (read) return;
         read = true;
         data.assign(from, from + bytes);
         check_shown(*self().block, from, bytes, "a bulk store", site);
     }
+    // Write or add n bytes. The additions of several blocks may meet, so each is atomic.
     static void put(unsigned char* to, const unsigned char* x, size_t n, bool add) {
         if (!add) {
             memcpy(to, x, n);
@@ -310,6 +327,7 @@ struct Store {
                 .fetch_add(value, std::memory_order_relaxed);
         }
     }
+    // Write the destination; elements beyond the tensor are left out.
     void write_global() {
         read_shared();
         if (!tile) return put(to, data.data(), bytes, add);
@@ -320,14 +338,15 @@ struct Store {
 };
 struct StoreGroup {
     std::vector<Store> stores;
-    bool read = false; // somebody has waited for it
+    bool read = false; // a bulk_wait_read() has covered it
 };
 struct Stores {
-    std::vector<Store> open; // of the group that is not committed yet
+    std::vector<Store> open; // the group that is not committed yet
     std::deque<StoreGroup> groups;
 };
 
 inline void thread_returns(Fiber& f);
+// The running thread's stores. The first call makes thread_returns() check them at the end.
 inline Stores& my_stores() {
     Unseen unseen;
     Fiber& f = self();
@@ -338,7 +357,7 @@ inline Stores& my_stores() {
     return *static_cast<Stores*>(f.stores.get());
 }
 
-// Issue a store: it happens now, or when somebody waits for its group.
+// Issue a store. It happens now, or with settings.latest when the thread waits for its group.
 inline void start_store(Store s, const char* what) {
     if (s.address - SHARED_BASE + s.bytes > self().block->arena_used)
         return error(s.site, "%s: %u bytes at +%u go beyond the block's shared memory", what,
@@ -347,6 +366,8 @@ inline void start_store(Store s, const char* what) {
     Unseen unseen;
     my_stores().open.push_back(std::move(s));
 }
+
+// Issue a store of the tile whose first element has the coordinates `at`, innermost first.
 inline void store_tile(const CUtensorMap* m, const void* from, unsigned rank,
                        const int (&at)[5], const char* what, const Site& site) {
     uint32_t address = shared_address(from, site);
@@ -364,7 +385,7 @@ inline void store_tile(const CUtensorMap* m, const void* from, unsigned rank,
                {}};
     start_store(s, what);
 }
-// Check a copy without a map: addresses and sizes are multiples of 16.
+// Check a copy without a map: both addresses and the size must be multiples of 16.
 inline void check_bulk(const void* shared, const void* global, uint32_t bytes, const char* what,
                        const Site& site) {
     if (uintptr_t(shared) % 16 || uintptr_t(global) % 16 || bytes % 16 || bytes == 0)
@@ -373,10 +394,10 @@ inline void check_bulk(const void* shared, const void* global, uint32_t bytes, c
 }
 
 // ----------------------------------------------------------------------------
-// wgmma: 64 rows of a and of the result, 16 of them a warp; rows g and g + 8 are with lanes 4 g to
-// 4 g + 3, of every 8 columns two with each
+// wgmma: 64 rows of a and d, 16 for each warp. Lanes 4 g to 4 g + 3 hold rows g and g + 8 of them,
+// and each of these lanes holds two of every 8 columns.
 
-// An operand in shared memory, as the descriptor's 64 bits say.
+// An operand in shared memory, decoded from the descriptor's 64 bits.
 struct Descriptor {
     uint32_t start, leading, stride; // bytes
     bool mn_major;
@@ -385,7 +406,7 @@ struct Descriptor {
           leading(uint32_t(x >> 16 & 0x3fff) << 4),
           stride(uint32_t(x >> 32 & 0x3fff) << 4),
           mn_major(mn) {}
-    // Where the element in row i of the operand, at k of the sum, lies.
+    // The shared address of the element in row i of the operand, at index k of the sum.
     uint32_t address(uint32_t i, uint32_t k) const {
         return swizzled(mn_major
                             ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
@@ -393,10 +414,11 @@ struct Descriptor {
     }
 };
 
-struct QuadRegisters { // of a, of the four lanes that have a row
+struct QuadRegisters { // the registers of a in the four lanes that share a row
     uint32_t a[4][4];
 };
-// A product of 64 rows and N columns, summed over 16.
+// One wgmma as a thread sees it: 64 rows and N columns, summed over 16. a comes from registers or,
+// like b, from shared memory; `number` converts 16 bits to float.
 struct Product64 {
     float* d;
     unsigned N;
@@ -408,13 +430,13 @@ struct Product64 {
     float (*number)(uint16_t);
     Site site;
 };
-// A thread's products: issued, in groups, until it waits.
+// A thread's products: issued, then committed in groups, then waited for.
 struct Products {
-    bool fenced = false; // since the registers could last be touched
+    bool fenced = false; // wg_fence() came since the registers could last be touched
     size_t issued = 0;
-    std::vector<Product64> open; // of the group that is not committed yet
+    std::vector<Product64> open; // the group that is not committed yet
     std::deque<std::vector<Product64>> groups;
-    std::map<float*, std::vector<float>> results; // of accumulators that are NaN until a wait
+    std::map<float*, std::vector<float>> results; // values of accumulators that are NaN for now
 };
 inline Products& my_products() {
     Unseen unseen;
@@ -426,12 +448,13 @@ inline Products& my_products() {
     return *static_cast<Products*>(f.products.get());
 }
 
-// One element of an operand, from memory as the asynchronous proxy has been shown it.
+// One element of an operand in shared memory. A value that the asynchronous proxy has not
+// been shown is reported.
 inline float operand(const Product64& p, const Descriptor& d, uint32_t i, uint32_t k, Block& b,
                      const unsigned char* view) {
     uint32_t offset = d.address(i, k) - SHARED_BASE;
     if (offset >= b.arena_used) {
-        shared_pointer(offset + SHARED_BASE, p.site); // says what is wrong
+        shared_pointer(offset + SHARED_BASE, p.site); // reports it
         offset = 0;
     }
     uint16_t x = *reinterpret_cast<const uint16_t*>(b.arena + offset), shown;
@@ -440,7 +463,7 @@ inline float operand(const Product64& p, const Descriptor& d, uint32_t i, uint32
     return p.number(x);
 }
 
-// The registers of a that the four lanes of a row hold.
+// The registers of a that the four lanes of a row hold. Each lane gets all four.
 inline QuadRegisters exchange_registers(const Product64& p, const Site& site) {
     return warp_operation(
         0xffffffffu, "wgmma", p.registers,
@@ -452,7 +475,7 @@ inline QuadRegisters exchange_registers(const Product64& p, const Site& site) {
         site);
 }
 
-// Make this thread's part of the product: two rows, N / 4 columns.
+// Compute this thread's part of a product: two rows and N / 4 columns, added to or put into d.
 inline void multiply(float* d, const Product64& p) {
     unsigned thread = thread_number() % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
     float a[2][16], b[64][16];
@@ -464,7 +487,7 @@ inline void multiply(float* d, const Product64& p) {
         view = async_view(block);
     }
 
-    // Read the thread's rows of a, from registers or from shared memory, and its columns of b.
+    // Read the thread's two rows of a, from registers or from shared memory, and its columns of b.
     for (unsigned k = 0; k < 16; k++)
         for (unsigned r = 0; r < 2; r++)
             a[r][k] = p.from_registers
@@ -483,7 +506,7 @@ inline void multiply(float* d, const Product64& p) {
         }
 }
 
-// Check that a descriptor is of the kind that this file models.
+// Report a descriptor of a kind that this file does not model.
 inline void check_descriptor(uint64_t x, bool mn, const char* which, const Site& site) {
     Descriptor d(x, mn);
     if (x >> 62 != 1)
@@ -492,37 +515,39 @@ inline void check_descriptor(uint64_t x, bool mn, const char* which, const Site&
         error(site, "wgmma: operand %s starts in row %u of a swizzle's 8", which, d.start >> 7 & 7);
 }
 
-// The warps of a warpgroup issue the same products, in the same order.
+// Check that the four warps of a warpgroup issue the same products in the same order.
 inline void check_warpgroup(Products& mine, const Product64& p, const Site& site) {
     Unseen unseen;
     std::vector<uint64_t>& log = self().block->wgmma_log[thread_number() / 128 % 8];
+    // Fold what the warps must agree on into one word, and hold it against the first warp's.
     uint64_t word = p.a * 31 ^ p.b * 0x9e3779b97f4a7c15ull ^ (p.N * 2 + p.accumulate);
     if (mine.issued == log.size()) log.push_back(word);
     if (log[mine.issued++] != word)
         error(site, "wgmma: the warps of a warpgroup disagree on product %zu", mine.issued - 1);
 }
 
-// Issue a product: it happens now, or at the wait that covers its group.
+// Issue a product. It happens now, or with settings.latest at the wait that covers its group.
 inline void issue_product(Product64 p, const Site& site) {
     Products& mine = my_products();
 
-    // Check what a GPU takes on trust: equal descriptors, a whole warpgroup, a fence before.
+    // Check what a GPU takes on trust: the same descriptors in all lanes, a whole
+    // warpgroup, a fence before.
     uint64_t first = warp_operation(
         0xffffffffu, "wgmma", p.a ^ p.b,
         [](unsigned, const Lanes<uint64_t>& all) { return all[0]; }, site);
     if (first != (p.a ^ p.b)) error(site, "wgmma: the lanes of a warp bring different descriptors");
     if (block_size().x < 128) error(site, "wgmma: a block of fewer than 128 threads");
     if (!mine.fenced) error(site, "wgmma: no wg_fence() since its registers could be touched");
-    mine.fenced = true; // one message is enough
+    mine.fenced = true; // one message for each missing fence is enough
     if (!p.from_registers) check_descriptor(p.a, p.a_mn, "a", site);
     check_descriptor(p.b, p.b_mn, "b", site);
     check_warpgroup(mine, p, site);
 
-    // Multiply, or take the sums' values away until the wait.
+    // Multiply now, or set the accumulators' values aside and leave NaN until the wait.
     if (!settings.latest) {
         if (p.from_registers) p.quad = exchange_registers(p, site);
         multiply(p.d, p);
-    } else if (!mine.results.count(p.d)) { // else: NaN already
+    } else if (!mine.results.count(p.d)) { // an earlier product has not set them aside already
         mine.results[p.d].assign(p.d, p.d + p.N / 2);
         memset(p.d, 0xff, p.N / 2 * sizeof(float));
     }
@@ -537,7 +562,7 @@ inline void wait_products(size_t left, const Site& site) {
         error(site, "wg_wait(): products at %s are not committed",
               where(mine.open[0].site).c_str());
 
-    // Multiply for the groups that are waited for.
+    // Run the products of the groups that are waited for.
     for (; mine.groups.size() > left; mine.groups.pop_front()) {
         if (!settings.latest) continue;
         for (Product64& p : mine.groups.front()) {
@@ -545,10 +570,10 @@ inline void wait_products(size_t left, const Site& site) {
             multiply(mine.results[p.d].data(), p);
         }
     }
-    syncwarp(0xffffffffu, site); // every lane has read its operands
+    syncwarp(0xffffffffu, site); // by now every lane has read its operands
     if (!settings.latest) return;
 
-    // Give back the sums of which no product is in flight any more.
+    // Give back the accumulators that no product in flight will add to.
     auto in_flight = [&](float* d) {
         bool found = false;
         for (Product64& p : mine.open) found |= p.d == d;
@@ -566,9 +591,10 @@ inline void wait_products(size_t left, const Site& site) {
     }
 }
 
-// Check what a thread leaves behind, and let its stores happen late.
+// Check what a returning thread leaves behind, and put its last stores off to
+// the end of the launch.
 inline void thread_returns(Fiber& f) {
-    // Products must be over.
+    // No product may be in flight.
     if (f.products) {
         Products& p = *static_cast<Products*>(f.products.get());
         p.groups.push_back(std::move(p.open));
@@ -578,7 +604,7 @@ inline void thread_returns(Fiber& f) {
     }
     if (!f.stores) return;
 
-    // Stores must have read shared memory; global memory they may write until the launch ends.
+    // Stores must have read shared memory. They may write global memory until the launch ends.
     Stores& s = *static_cast<Stores*>(f.stores.get());
     if (!s.open.empty())
         error(s.open[0].site, "a thread returns with a bulk store that it has not committed");
@@ -597,24 +623,28 @@ inline void thread_returns(Fiber& f) {
 }
 
 // ----------------------------------------------------------------------------
-// setmaxnreg: a block starts with as many registers a thread as 64 Ki allow, a multiple of 8; there
-// are no others to take
+// setmaxnreg: at the start each thread has an equal share of the 64 Ki registers, rounded down to a
+// multiple of 8 and at most 248. A warp can take only what other warps have given back.
 
-// Give registers away, or wait until others have given enough.
+// Give registers back, or wait until other warps have given back enough. n: a thread's
+// registers afterwards; `more`: setmaxnreg.inc.
 inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned agreed = warp_operation(
         0xffffffffu, "setmaxnreg", n, [](unsigned, const Lanes<unsigned>& all) { return all[0]; },
         site);
     Unseen unseen;
+    // The block's first setmaxnreg sets the table up.
     Block& b = *self().block;
     unsigned threads = unsigned(b.fibers.size()), &mine = b.registers[self().index / 32];
     unsigned start = std::min(65536 / threads / 8 * 8, 248u);
     if (!b.registers_set) {
         b.registers_set = true;
-        b.free_registers = 0; // none but what others give away
+        b.free_registers = 0; // nothing is free until a warp gives registers back
         for (unsigned& r : b.registers)
             r = start;
     }
+
+    // Check the number: the instruction's range, and the same in all lanes.
     if (n % 8 || n < 24 || n > 256 || agreed != n)
         error(site, "setmaxnreg %u: a multiple of 8 from 24 to 256, the same in a warp", n);
 
@@ -632,7 +662,7 @@ inline void set_registers(unsigned n, bool more, const Site& site) {
 } // namespace emulator
 
 // ----------------------------------------------------------------------------
-// the wrappers
+// hopper.cuh's wrappers, under their own names
 
 #define SITE emulator::Site site = emulator::Site::current()
 
@@ -645,6 +675,8 @@ inline void mbar_init(uint64_t* b, uint32_t arrivals, SITE) {
     if (uintptr_t(b) % 8 || arrivals == 0)
         emulator::error(site, "mbar_init(): %u arrivals at %p", arrivals, (void*)b);
     if (block.objects.count(b)) emulator::error(site, "mbar_init() of a live mbarrier");
+
+    // Make the mbarrier, unknown to other threads until mbar_init_fence().
     auto bar = std::make_shared<emulator::Mbarrier>();
     bar->count = bar->pending = arrivals;
     bar->owner = emulator::thread_number();
@@ -652,6 +684,7 @@ inline void mbar_init(uint64_t* b, uint32_t arrivals, SITE) {
     block.objects[b] = bar;
     block.at_end = emulator::block_ends;
 }
+// Fences all mbarriers that the calling thread has made.
 inline void mbar_init_fence() {
     emulator::Unseen unseen;
     for (auto& [address, object] : emulator::self().block->objects) {
@@ -659,6 +692,7 @@ inline void mbar_init_fence() {
         if (bar.owner == emulator::thread_number()) bar.fenced = true;
     }
 }
+// Arrives, and expects `bytes` of loads before the phase may end.
 inline void mbar_expect_tx(uint64_t* b, uint32_t bytes, SITE) {
     if (auto* bar = emulator::find_mbarrier(*emulator::self().block, b, "mbar_expect_tx", site))
         emulator::mbarrier_arrive(*bar, bytes, "mbar_expect_tx", site);
@@ -667,6 +701,7 @@ inline void mbar_arrive(uint64_t* b, SITE) {
     if (auto* bar = emulator::find_mbarrier(*emulator::self().block, b, "mbar_arrive", site))
         emulator::mbarrier_arrive(*bar, 0, "mbar_arrive", site);
 }
+// Waits for the phase of this parity to end. Waiting is also what makes loads in flight land.
 inline void mbar_wait(uint64_t* b, uint32_t parity, SITE) {
     auto* bar = emulator::find_mbarrier(*emulator::self().block, b, "mbar_wait", site);
     if (!bar) return;
@@ -679,6 +714,7 @@ inline void mbar_wait(uint64_t* b, uint32_t parity, SITE) {
         "mbar_wait", site);
     EMULATOR_TSAN(__tsan_acquire(&bar->order[parity]);)
 }
+// Shows the asynchronous proxy all of shared memory as it is now.
 inline void fence_async_smem() {
     emulator::Unseen unseen;
     emulator::Block& b = *emulator::self().block;
@@ -693,7 +729,8 @@ inline void bar_arrive(int id, int n, SITE) {
     emulator::Unseen unseen;
     emulator::barrier_arrive(emulator::named_barrier(id, n, site), unsigned(n), site);
 }
-inline bool elect_one(SITE) { // which lane is not said: another in another order
+// The hardware does not say which lane it elects, so each thread order elects another one.
+inline bool elect_one(SITE) {
     using emulator::Order;
     unsigned lane = emulator::warp_operation(
         0xffffffffu, "elect_one", 0,
@@ -749,13 +786,15 @@ inline void bulk_store_1d(void* g, const void* s, uint32_t bytes, SITE) {
 inline void bulk_reduce_add_f32(float* g, const void* s, uint32_t bytes, SITE) {
     bulk_store(g, s, bytes, true, "bulk_reduce_add_f32", site);
 }
+// The stores issued so far become one group, whose reading and writing can be waited for.
 inline void bulk_commit() {
     emulator::Unseen unseen;
     emulator::Stores& s = emulator::my_stores();
     s.groups.push_back({std::move(s.open)});
     s.open.clear();
 }
-template <int N> void bulk_wait_read() { // shared memory may be written again
+// Waits until all groups but the last N have read shared memory, which may then be written again.
+template <int N> void bulk_wait_read() {
     emulator::Stores& s = emulator::my_stores();
     for (size_t i = 0; i + N < s.groups.size(); i++) {
         s.groups[i].read = true;
@@ -763,7 +802,8 @@ template <int N> void bulk_wait_read() { // shared memory may be written again
             for (emulator::Store& store : s.groups[i].stores) store.read_shared();
     }
 }
-template <int N> void bulk_wait() { // global memory is written
+// Waits until all groups but the last N have written global memory.
+template <int N> void bulk_wait() {
     emulator::Stores& s = emulator::my_stores();
     for (; s.groups.size() > size_t(N); s.groups.pop_front())
         if (emulator::settings.latest)
@@ -773,7 +813,7 @@ template <int N> void bulk_wait() { // global memory is written
 inline void wg_fence() { emulator::my_products().fenced = true; }
 inline void wg_commit() {
     emulator::Products& mine = emulator::my_products();
-    mine.groups.push_back(std::move(mine.open)); // of no product, too
+    mine.groups.push_back(std::move(mine.open)); // an empty group counts too, as on the GPU
     mine.open.clear();
 }
 template <int N> void wg_wait(SITE) { emulator::wait_products(N, site); }
@@ -795,8 +835,9 @@ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumul
         {d, N, accumulate != 0, true, 0, b, false, tB != 0, a, {}, number_of<T>, site}, site);
 }
 
-// A word in global memory says whose turn it is. After so many looks a thread gives up, for all
-// who wait, as one on a GPU does; 0: never, and a wait without end is a message of its own.
+// wait_for_turn() spins on a word in global memory that says whose turn it is. After turn_polls
+// looks a thread gives up for everybody who waits, as a thread on a GPU does. With 0 it never gives
+// up, and an endless wait is reported as a deadlock.
 namespace emulator {
 inline thread_local long turn_polls = 0;
 }
@@ -814,5 +855,6 @@ inline void wait_for_turn(int* turn, int mine, SITE) {
 inline void check_turn(const int* turn, SITE) {
     if (*turn < 0) emulator::error(site, "check_turn(): turns were lost");
 }
+// Let the next block have its turn.
 inline void pass_turn(int* turn) { __atomic_fetch_add(turn, 1, __ATOMIC_RELEASE); }
 #undef SITE

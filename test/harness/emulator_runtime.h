@@ -1,8 +1,8 @@
 // emulator_runtime.h - the part of CUDA's runtime library that the trainer and the tests use
-//   Device memory is heap memory of the exact size. Kernels happen when they are issued, copies
-//   from the host as late as they may (emulator::catch_up), so streams and events are always in
-//   order. emulator::blocking counts the calls in which a host waits for a device: synchronization,
-//   allocation, copies from or to memory that is not pinned.
+//   Device memory is heap memory of the exact size. A kernel runs when it is issued, and a copy
+//   from the host as late as it may (emulator::catch_up), so streams and events are always in order.
+//   emulator::blocking counts the calls in which the host waits for the device: synchronization,
+//   allocation, and copies from or to memory that is not pinned.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -43,7 +43,8 @@ struct cudaDeviceProp {
     cudaUUID_t uuid;
 };
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-// Each kind of GPU has a number of its own, so that facts of one are not taken for another's.
+// Each kind of GPU has a device number of its own, so that what is cached about one is
+// not used for another.
 inline cudaError_t cudaGetDevice(int* device) {
     return *device = 10 * emulator::gpu.major + emulator::gpu.minor, cudaSuccess;
 }
@@ -52,7 +53,7 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 }
 
 namespace emulator {
-inline std::atomic<long> questions = 0; // to a device or a kernel
+inline std::atomic<long> questions = 0; // calls that ask a device or set a kernel's attribute
 }
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <typename F> cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int) {
@@ -76,6 +77,7 @@ inline std::atomic<long> blocking = 0;
 inline std::mutex pinned_lock;
 inline std::map<const char*, size_t> pinned; // start, bytes
 
+// Whether an address is in memory from cudaMallocHost.
 inline bool is_pinned(const void* p) {
     std::lock_guard<std::mutex> lock(pinned_lock);
     const char* at = static_cast<const char*>(p);
@@ -88,9 +90,9 @@ template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
     if (emulator::not_captured("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
     *p = static_cast<T*>(
-        malloc(bytes ? bytes : 1)); // the exact size: AddressSanitizer sees each byte
+        malloc(bytes ? bytes : 1)); // the exact size: AddressSanitizer checks every byte
     if (!*p) return cudaErrorMemoryAllocation;
-    memset(static_cast<void*>(*p), 0xff, bytes); // NaN: nobody has written it
+    memset(static_cast<void*>(*p), 0xff, bytes); // NaN until somebody writes it
     return cudaSuccess;
 }
 template <typename T> cudaError_t cudaMallocHost(T** p, size_t bytes) {
@@ -111,11 +113,17 @@ inline cudaError_t cudaFreeHost(void* p) {
     return cudaFree(p);
 }
 
+// A copy from the host waits in emulator::given. Every other copy runs those first, then itself. A
+// copy whose host side is not pinned blocks the host.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
+
+    // Count a copy that blocks the host.
     if (kind == cudaMemcpyHostToDevice) emulator::blocking += !emulator::is_pinned(from);
     if (kind == cudaMemcpyDeviceToHost) emulator::blocking += !emulator::is_pinned(to);
+
+    // Run the copy, or put it into the graph that is being captured.
     auto copy = [=] {
         emulator::given.push_back([=] { memcpy(to, from, bytes); });
         if (kind != cudaMemcpyHostToDevice) emulator::catch_up();
@@ -143,7 +151,7 @@ inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_
     return emulator::give(name, stream, set, p, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
-    static std::atomic<uintptr_t> made = 0; // a name: nobody looks behind it
+    static std::atomic<uintptr_t> made = 0; // a stream is a number; nothing reads through it
     return *s = reinterpret_cast<cudaStream_t>(++made), cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
@@ -152,7 +160,8 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     emulator::blocking++;
     return emulator::catch_up(), cudaSuccess;
 }
-// So many queries of this thread are to say that its stream still has work: a peer does not come.
+// The number of this thread's next stream queries that report unfinished work, as
+// when a peer never comes.
 namespace emulator {
 inline thread_local long busy_queries = 0;
 }
@@ -162,7 +171,8 @@ inline cudaError_t cudaStreamQuery(cudaStream_t) {
     return emulator::busy_queries-- > 0 ? cudaErrorNotReady : cudaSuccess;
 }
 
-// The pool of cudaMallocAsync, and the bytes that it keeps for its next caller.
+// The pool of cudaMallocAsync: pool_keeps is the number of free bytes that it
+// retains for later allocations.
 typedef struct Pool* cudaMemPool_t;
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold };
 namespace emulator {
@@ -174,11 +184,11 @@ inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
 inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
     return emulator::pool_keeps = *static_cast<uint64_t*>(value), cudaSuccess;
 }
-// A graph's memory has the same address in each replay; it goes with the graph.
+// Memory that a graph allocates has the same address in each replay, and is freed with the graph.
 template <typename T> cudaError_t cudaMallocAsync(T** p, size_t bytes, cudaStream_t) {
     if (emulator::Graph* graph = emulator::capture)
         return graph->kept.push_back(*p = static_cast<T*>(malloc(bytes))), cudaSuccess;
-    emulator::blocking--; // the host goes on
+    emulator::blocking--; // undoes cudaMalloc's count: here the host does not wait
     return cudaMalloc(p, bytes);
 }
 inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
@@ -187,8 +197,8 @@ inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
     return cudaFree(p);
 }
 
-// An event passes when it is recorded: all before it has happened. In a capture it is a place in
-// its stream's work.
+// An event has passed as soon as it is recorded, because all work before it has happened. In a
+// capture it is a position in its stream's work.
 typedef struct Event {
     std::chrono::steady_clock::time_point passed;
     cudaStream_t stream = nullptr;
@@ -208,7 +218,7 @@ inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t
     std::chrono::duration<float, std::milli> time = to->passed - from->passed;
     return *ms = time.count(), cudaSuccess;
 }
-// A stream that waits for a captured one is captured with it.
+// A stream that waits for a captured stream's event joins the capture.
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsigned) {
     emulator::Graph* graph = emulator::capture;
     if (e->capture != graph && emulator::not_captured("a wait for an event from before"))
@@ -221,7 +231,7 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsig
 inline cudaError_t cudaEventDestroy(cudaEvent_t e) { return delete e, cudaSuccess; }
 
 // ----------------------------------------------------------------------------
-// graphs: what a stream was given between begin and end, done again at each launch
+// graphs: the work given to a stream between begin and end of a capture, repeated by each launch
 
 typedef emulator::Graph* cudaGraph_t;
 typedef emulator::Graph* cudaGraphExec_t;
@@ -234,6 +244,7 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCapture
     emulator::capture->first = stream;
     return emulator::capture->of[stream], cudaSuccess;
 }
+// Ends the capture. Each other captured stream must have been joined at its last piece of work.
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
     *graph = emulator::capture;
     emulator::capture = nullptr;
@@ -246,7 +257,7 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
                                         unsigned long long) {
     return *exec = graph, cudaSuccess;
 }
-inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; } // the other has it
+inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; } // cudaGraphExec_t owns it
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
     emulator::note_launch(&cudaGraphLaunch);
     for (const emulator::Given& given : graph->given) given.work();

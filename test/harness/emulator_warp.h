@@ -1,8 +1,8 @@
 // emulator_warp.h - models of hopper.cuh's warp-level wrappers: ldmatrix, stmatrix, mma, cp.async
-//   Fragments are laid out as the PTX manual says (ISA 8.7, sections on ldmatrix and mma.m16n8k16):
-//   matrix rows of 8 elements of 16 bits; lane l has row l / 4, columns 2 (l % 4) and the next.
-//   A lane reads and writes shared memory for itself, where the hardware does it for the warp, so
-//   that ThreadSanitizer sees the lane that uses the data.
+//   Fragments are laid out as the PTX manual says (ISA 8.7, sections on ldmatrix and mma.m16n8k16).
+//   A matrix has rows of 8 elements of 16 bits; lane l holds columns 2 (l % 4) and the next of row
+//   l / 4. Each lane reads and writes shared memory for itself, although the hardware does it for
+//   the whole warp: so ThreadSanitizer sees which lane uses the data.
 #pragma once
 #include <cfloat>
 #include <deque>
@@ -29,7 +29,8 @@ inline MatrixRows matrix_rows(const void* mine, const char* what, const Site& si
         site);
 }
 
-// where element `half` of this lane's register of matrix m is
+// The place of one element in the row that another lane named: element `half` (0 or 1) of this
+// lane's register of matrix m.
 inline const uint16_t* matrix_element(const MatrixRows& rows, unsigned m, unsigned half,
                                       bool transposed) {
     unsigned lane = thread_number() % 32, row = lane / 4, column = 2 * (lane % 4) + half;
@@ -52,7 +53,7 @@ inline void store_matrix(const void* s, const uint32_t (&r)[4], const Site& site
 }
 
 // ----------------------------------------------------------------------------
-// mma: row g and g + 8 of a and d are with lanes 4 g to 4 g + 3, column g of b as well
+// mma: lanes 4 g to 4 g + 3 hold rows g and g + 8 of a and d, and column g of b
 
 struct MmaOperands {
     uint32_t a[4], b[2];
@@ -61,12 +62,12 @@ struct MmaResult {
     float d[4];
 };
 
-// number k of a register's two
+// Number k, 0 or 1, of the two in a register.
 template <typename T> float mma_number(uint32_t word, unsigned k) {
     return to_float(T{uint16_t(word >> (16 * k))});
 }
-// row times column of the operands: a register of lane i of four holds numbers 2 i and the next of
-// a half of the sum
+// One element of the product: a row of a times a column of b. The sum over 16 has two halves of 8.
+// For each half, register i of four lanes holds numbers 2 i and 2 i + 1.
 template <typename T>
 float mma_element(const Lanes<MmaOperands>& all, unsigned row, unsigned column) {
     constexpr unsigned P = 2, HALF = 8;
@@ -81,6 +82,7 @@ float mma_element(const Lanes<MmaOperands>& all, unsigned row, unsigned column) 
 }
 template <typename T>
 void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Site& site) {
+    // Bring this lane's registers. The warp operation returns the lane's four sums.
     MmaOperands in;
     memcpy(in.a, a, sizeof(a)), memcpy(in.b, b, sizeof(b));
     MmaResult sum = warp_operation(
@@ -96,15 +98,17 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Si
 }
 
 // ----------------------------------------------------------------------------
-// cp.async: a thread's copies, in groups; they happen at once, or at the wait that covers them
+// cp.async: a thread's copies, committed in groups. They happen at once or, with settings.latest,
+// at the wait that covers them.
 
 struct AsyncCopy {
     unsigned char* to;
     const void* from;
-    size_t bytes; // the rest of the 16 is zero
+    size_t bytes; // of 16; the rest becomes zero
     Site site;
     void run() const {
-        // g++ makes instructions of these, after which ThreadSanitizer would not see them
+        // The compiler turns a small memcpy into plain instructions, which ThreadSanitizer
+        // would not see. So tell it.
         EMULATOR_TSAN(__tsan_read_range(const_cast<void*>(from), bytes);
                       __tsan_write_range(to, 16);)
         memcpy(to, from, bytes);
@@ -112,11 +116,11 @@ struct AsyncCopy {
     }
 };
 struct AsyncCopies {
-    std::vector<AsyncCopy> open; // of the group that is not committed yet
+    std::vector<AsyncCopy> open; // the group that is not committed yet
     std::deque<std::vector<AsyncCopy>> groups;
     AsyncCopies() = default;
     AsyncCopies(const AsyncCopies&) = delete;
-    ~AsyncCopies() { // of the thread
+    ~AsyncCopies() { // when the thread returns
         groups.push_front(std::move(open));
         for (const std::vector<AsyncCopy>& group : groups)
             if (!group.empty()) error(group[0].site, "cp.async: no wait covers this copy");
@@ -155,9 +159,11 @@ LLMC_DEV void cp_async16(void* s, const void* g, int bytes = 16,
         emulator::error(site, "cp.async: %p to %p, both must be 16-byte aligned", g, s);
     if (bytes < 0 || bytes > 16) emulator::error(site, "cp.async: %d bytes of 16", bytes);
     emulator::AsyncCopy copy = {static_cast<unsigned char*>(s), g, size_t(bytes) % 17, site};
+
+    // Copy now, or leave NaN until the wait.
     if (!emulator::settings.latest) return copy.run();
     EMULATOR_TSAN(__tsan_write_range(s, 16);)
-    memset(s, 0xff, 16); // until it lands
+    memset(s, 0xff, 16); // NaN until the copy lands
     emulator::async_copies().open.push_back(copy);
 }
 LLMC_DEV void cp_async_commit() {
@@ -165,16 +171,19 @@ LLMC_DEV void cp_async_commit() {
     copies.groups.push_back(std::move(copies.open));
     copies.open.clear();
 }
-template <int N> void cp_async_wait() { // all groups but the last N have landed
+// Waits until all groups but the last N have landed.
+template <int N> void cp_async_wait() {
     emulator::AsyncCopies& copies = emulator::async_copies();
     for (; copies.groups.size() > size_t(N); copies.groups.pop_front())
         for (const emulator::AsyncCopy& copy : copies.groups.front()) copy.run();
 }
 
-LLMC_DEV float ex2(float x) { // no subnormal numbers
+// 2^x. As with ex2.approx.ftz, subnormal inputs and results are 0.
+LLMC_DEV float ex2(float x) {
     float y = exp2f(fabsf(x) < FLT_MIN ? 0 : x);
     return y < FLT_MIN ? 0 : y;
 }
+// Two numbers rounded to T in one register, `low` in the lower 16 bits.
 template <typename T> uint32_t pack(float low, float high) {
     return llmc::from_acc<T>(low).bits | uint32_t(llmc::from_acc<T>(high).bits) << 16;
 }

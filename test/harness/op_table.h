@@ -1,7 +1,7 @@
 // op_table.h - the harness of the op table: random inputs, comparisons, finite differences, rates
-//   A row is an operator: test (float and bf16 against the same operator in double, known answers),
-//   grad (backward against central finite differences in double), perf (share of the ceiling
-//   measured in the same run).
+//   A row of the table is an operator. test: float and bf16 against the same operator in double,
+//   and known answers. grad: backward against central finite differences in double. perf: share
+//   of the ceiling that was measured in the same run.
 #pragma once
 #include <chrono>
 #include <cstring>
@@ -13,12 +13,14 @@
 
 using namespace llmc;
 
+// One row's run: its random numbers, and how many of its checks failed.
 struct Check {
     std::mt19937_64 random;
     const char* row = "";
     int failures = 0, checks = 0;
 };
 
+// The machine's ceilings.
 struct Perf {
     double copy_bytes = 0;                    // a second, read plus written by a large copy
     double product_f32 = 0, product_bf16 = 0; // FLOP/s of a 1024^3 product
@@ -34,8 +36,10 @@ struct Row {
 // ----------------------------------------------------------------------------
 // inputs
 
+// A random size between low and high, inclusive: mostly one that no tile divides.
 inline size_t odd(Check& c, size_t low, size_t high) { return low + c.random() % (high - low + 1); }
 
+// n normally distributed numbers.
 inline std::vector<double> normals(Check& c, size_t n, double scale = 1) {
     std::normal_distribution<double> normal(0, scale);
     std::vector<double> x(n);
@@ -43,6 +47,7 @@ inline std::vector<double> normals(Check& c, size_t n, double scale = 1) {
     return x;
 }
 
+// n integers, uniform between low and high, inclusive.
 inline std::vector<int> integers(Check& c, size_t n, int low, int high) {
     std::vector<int> x(n);
     for (int& v : x) v = low + int(c.random() % uint64_t(high - low + 1));
@@ -59,7 +64,7 @@ template <typename T> std::vector<double> as_double(const std::vector<T>& x) {
     for (size_t i = 0; i < x.size(); i++) y[i] = double(to_acc(x[i]));
     return y;
 }
-// Inputs that T holds exactly, so that both sides of a comparison read the same numbers.
+// Numbers that T holds exactly. Both sides of a comparison then read the same inputs.
 template <typename T> std::vector<double> rounded(const std::vector<double>& x) {
     return as_double(as<T>(x));
 }
@@ -67,6 +72,7 @@ template <typename T> std::vector<double> rounded(const std::vector<double>& x) 
 // ----------------------------------------------------------------------------
 // comparisons
 
+// Count one check. The first five failures of a row are printed.
 inline void expect(Check& c, bool good, const std::string& what) {
     c.checks++;
     if (good) return;
@@ -85,6 +91,7 @@ inline std::vector<double> magnitudes(std::vector<double> x) {
     return x;
 }
 
+// The product a b (M,N) in double, by definition.
 inline std::vector<double> product(const std::vector<double>& a, const std::vector<double>& b,
                                    size_t M, size_t N, size_t K, Strides sa, Strides sb) {
     std::vector<double> out(M * N);
@@ -95,8 +102,8 @@ inline std::vector<double> product(const std::vector<double>& a, const std::vect
     return out;
 }
 
-// The largest |got - want| in units of max|want| (or of `terms`, where large terms cancel), and
-// where it is; NaN is larger than any.
+// The largest |got - want|, relative to max|want|, and its index in *at. Where large terms cancel,
+// `terms` is their size and the error is relative to it. NaN counts as larger than any error.
 template <typename T>
 double largest_error(const std::vector<T>& got, const std::vector<double>& want, double terms,
                      size_t* at) {
@@ -115,6 +122,7 @@ double largest_error(const std::vector<T>& got, const std::vector<double>& want,
     return worst;
 }
 
+// Check that the largest error is within the tolerance.
 template <typename T>
 void close(Check& c, const char* what, const std::vector<T>& got, const std::vector<double>& want,
            double tolerance, double terms = 0) {
@@ -129,9 +137,10 @@ void close(Check& c, const char* what, const std::vector<T>& got, const std::vec
     expect(c, false, text);
 }
 
-// The error allowed to a sum of `length` terms in float, stored as T: a random walk of roundings of
-// 2^-24 each (and a margin of 8), exp and tanh at 3e-7, and `roundings` times 2^-8 for bf16, of 8
-// significant bits, 2^-11 for fp16, of 11.
+// The error allowed to a sum of `length` terms in float that is stored as T. Roundings of 2^-24
+// each walk at random, so they grow with sqrt(length); 8 is a margin. exp and tanh are good to
+// 3e-7. Each of `roundings` roundings to T adds 2^-8 for bf16, which has 8 significant bits, or
+// 2^-11 for fp16, which has 11.
 template <typename T> double tolerance(size_t length, int roundings = 1) {
     double f = 8 * 5.96e-8 * std::sqrt(double(length)) + 6e-7;
     switch (type_of<T>()) {
@@ -143,9 +152,9 @@ template <typename T> double tolerance(size_t length, int roundings = 1) {
     return f;
 }
 
-// dx against central differences of `loss` at up to 24 elements of x. Truncation, h^2/6 times the
-// third derivative, and rounding, eps |f| / h, balance near h = 1e-5; both stay below 1e-7 of the
-// loss and of the largest gradient.
+// Check dx against central differences of `loss` at up to 24 elements of x. Truncation is h^2/6
+// times the third derivative, and rounding is eps |f| / h. The two balance near h = 1e-5, where
+// both stay below 1e-7 of the loss and of the largest gradient.
 inline void gradient(Check& c, const char* what, const std::function<double()>& loss,
                      std::vector<double>& x, const std::vector<double>& dx) {
     const double h = 1e-5;
@@ -155,6 +164,7 @@ inline void gradient(Check& c, const char* what, const std::function<double()>& 
         size_t i = x.size() <= 24 ? size_t(k) : c.random() % x.size();
         if (i >= x.size()) break;
 
+        // Move one element both ways, and put it back.
         double keep = x[i];
         x[i] = keep + h;
         double up = loss();
@@ -162,6 +172,7 @@ inline void gradient(Check& c, const char* what, const std::function<double()>& 
         double down = loss();
         x[i] = keep;
 
+        // Hold the difference quotient against dx[i].
         double numeric = (up - down) / (2 * h);
         double error = std::fabs(numeric - dx[i]);
         char text[200];
@@ -184,6 +195,7 @@ inline std::vector<double> plus(std::vector<double> a, const std::vector<double>
 // ----------------------------------------------------------------------------
 // rates
 
+// The shortest of `runs` runs, in seconds.
 inline double seconds_of(const std::function<void()>& f, int runs = 7) {
     double best = 1e30;
     for (int i = 0; i <= runs; i++) { // the first warms up
@@ -195,12 +207,14 @@ inline double seconds_of(const std::function<void()>& f, int runs = 7) {
     return best;
 }
 
+// Print an operator's bytes a second, and its share of a copy's.
 inline void memory_rate(const Perf& p, const char* what, double bytes,
                         const std::function<void()>& f) {
     double rate = bytes / seconds_of(f);
     printf("  %-58s %8.1f GB/s  %5.1f%% of copy\n", what, rate / 1e9, 100 * rate / p.copy_bytes);
 }
 
+// Print a product's FLOP/s, and its share of a large product's.
 inline void product_rate(const char* what, double ceiling, double flops,
                          const std::function<void()>& f) {
     double rate = flops / seconds_of(f, 4);
@@ -208,7 +222,7 @@ inline void product_rate(const char* what, double ceiling, double flops,
            100 * rate / ceiling);
 }
 
-// A copy of 256 MiB by all threads: the ceiling of what only moves memory.
+// The bytes a second of a copy of 256 MiB by all threads: the ceiling for what only moves memory.
 inline double copy_rate() {
     size_t n = size_t(32) << 20;
     std::vector<double> a(n, 1.0), b(n, 2.0);

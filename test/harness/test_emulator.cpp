@@ -1,10 +1,10 @@
 // test_emulator.cpp - the emulator's own tests: small kernels with planted bugs, and right twins
-//   test_emulator             every bug must be reported, or show in the result; no right twin may
-//   test_emulator bug NAME    one kernel with its bug, or
-//   test_emulator right NAME  without, in every order: for a sanitizer to look (emulator_bugs.sh);
-//                             NAME "all": all of them
-//   A kernel is a template over whether it has its bug. Known answers of swizzle, descriptors and
-//   fragments are written from the PTX manual's figures, not from the models.
+//   test_emulator             each bug must be reported or show in the result; no right twin may
+//   test_emulator bug NAME    run one kernel with its bug, or
+//   test_emulator right NAME  without it, in every order, for a sanitizer to watch
+//                             (emulator_bugs.sh); NAME "all" runs all of them
+//   A kernel is a template over whether it has its bug. The known answers of swizzle, descriptors
+//   and fragments are written from the PTX manual's figures, not from the models.
 #include <cinttypes>
 #include <set>
 #include "../../llmc/hopper.cuh"
@@ -26,9 +26,11 @@ constexpr size_t OUTPUTS = 16384;
 typedef std::vector<float> Output;
 typedef void (*Kernel)(float* out);
 
+// A planted bug, and the launch that shows it.
 struct Bug {
     const char* name;
-    const char* message; // what is reported; null: results differ; "": only a sanitizer sees it
+    // The message expected. null: results differ between orders. "": only a sanitizer sees the bug.
+    const char* message;
     unsigned threads, blocks;
     size_t shared_bytes;
     Kernel bug, right;
@@ -36,11 +38,12 @@ struct Bug {
 
 struct Findings {
     std::vector<std::string> messages;
-    std::set<std::string> results; // bits
+    std::set<std::string> results; // the outputs that occurred, as bytes
     bool poison = false;           // NaN in a result
 };
 
-// in the three thread orders, asynchronous operations at their earliest and latest
+// Run a kernel in the three thread orders, with asynchronous operations at their
+// earliest and at their latest.
 Findings run_all(Kernel kernel, const Bug& b) {
     Findings f;
     for (int order = 0; order < 3; order++)
@@ -56,6 +59,7 @@ Findings run_all(Kernel kernel, const Bug& b) {
     return f;
 }
 
+// A right twin reports nothing, and has one result without NaN.
 void check_right(const Bug& b) {
     Findings f = run_all(b.right, b);
     std::string why = !f.messages.empty()     ? f.messages[0]
@@ -65,10 +69,14 @@ void check_right(const Bug& b) {
     verdict(why.empty(), std::string(b.name) + ", right", why);
 }
 void check_bug(const Bug& b) {
-    if (b.message && !*b.message) return; // emulator_bugs.sh
+    if (b.message && !*b.message) return; // emulator_bugs.sh looks for these
+
+    // Two results, or NaN, show the bug where no message is expected.
     Findings f = run_all(b.bug, b);
     bool found = !b.message && (f.results.size() > 1 || f.poison);
     std::string why = b.message ? "not reported" : "the same result in every order";
+
+    // Otherwise one of the messages must say what is expected.
     if (b.message)
         for (const std::string& m : f.messages) {
             found |= m.find(b.message) != std::string::npos;
@@ -87,7 +95,7 @@ template <bool BUG> void missing_barrier(float* out) {
     out[threadIdx.x] = x[63 - threadIdx.x]; // LINE missing_barrier
 }
 
-// the value is written again as it was: only ThreadSanitizer can see it
+// The bug writes the value that is there already, so only ThreadSanitizer can see it.
 template <bool BUG> void write_after_read(float* out) {
     LLMC_SHARED(float, x, 64);
     x[threadIdx.x] = 1;
@@ -97,7 +105,8 @@ template <bool BUG> void write_after_read(float* out) {
     x[threadIdx.x] = 1; // LINE write_after_read
 }
 
-// likewise by a copy whose size the compiler knows to be small, and copies by instructions
+// The same bug with a copy. The compiler knows that the size is small, and
+// copies by plain instructions.
 template <bool BUG> void copy_into_a_tile_in_use(float* out) {
     LLMC_SHARED(float, x, 256);
     for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = 0;
@@ -110,6 +119,7 @@ template <bool BUG> void copy_into_a_tile_in_use(float* out) {
     cp_async_wait<0>();
 }
 
+// The two branches hold two barriers.
 template <bool BUG> void divergent_barrier(float* out) {
     if (BUG && threadIdx.x % 2)
         __syncthreads();
@@ -118,6 +128,7 @@ template <bool BUG> void divergent_barrier(float* out) {
     out[threadIdx.x] = 1;
 }
 
+// Thread 5 never comes to the barrier.
 template <bool BUG> void return_before_barrier(float* out) {
     if (BUG && threadIdx.x == 5) return;
     __syncthreads();
@@ -155,6 +166,7 @@ template <bool BUG> void beyond_shared(float* out) {
 template <bool BUG> void beyond_global(float* out) {
     out[threadIdx.x + (BUG && threadIdx.x == 63 ? OUTPUTS - 63 : 0)] = 1; // LINE beyond_global
 }
+// Shared memory starts as NaN, so an element that nobody wrote shows in the result.
 template <bool BUG> void never_written(float* out) {
     LLMC_SHARED(float, x, 65);
     x[threadIdx.x] = 1;
@@ -167,7 +179,7 @@ template <bool BUG> void too_much_shared(float* out) {
     out[threadIdx.x] = x[threadIdx.x];
 }
 
-// a warp waits for a barrier that nobody else comes to
+// A warp waits at a barrier to which no other warp comes.
 template <bool BUG> void deadlock(float* out) {
     if (!BUG || threadIdx.x < 32) bar_sync(3, 64);
     out[threadIdx.x] = 1;
@@ -176,14 +188,14 @@ template <bool BUG> void barrier_of_two_sizes(float* out) {
     bar_sync(1, BUG && threadIdx.x < 32 ? 32 : 64);
     out[threadIdx.x] = 1;
 }
-// a consumer that says it is done before it has read
+// A consumer that reports the slot as free before it has read it.
 template <bool BUG> void named_barriers(float* out) {
     LLMC_SHARED(float, x, 32);
     for (int i = 0; i < 4; i++)
         if (threadIdx.x < 32) {
-            if (i > 0) bar_sync(2, 64); // free
+            if (i > 0) bar_sync(2, 64); // the slot is free
             x[threadIdx.x] = float(i * 100 + threadIdx.x);
-            bar_arrive(1, 64); // full
+            bar_arrive(1, 64); // the slot is full
         } else {
             bar_sync(1, 64);
             if (BUG && i < 3) bar_arrive(2, 64);
@@ -193,7 +205,7 @@ template <bool BUG> void named_barriers(float* out) {
             out[i * 32 + threadIdx.x - 32] = y;
         }
 }
-// a block that waits for the next one's turn
+// Block 2 waits for the turn that comes after its own.
 template <bool BUG> void turns_of_blocks(float* out) {
     int* turn = reinterpret_cast<int*>(out + 1000);
     if (threadIdx.x == 0) {
@@ -206,6 +218,8 @@ template <bool BUG> void turns_of_blocks(float* out) {
 // ----------------------------------------------------------------------------
 // cp.async
 
+// The copy is read before the wait. The last line waits in both twins, so that
+// only the read differs.
 template <bool BUG> void copy_without_wait(float* out) {
     LLMC_SHARED(float, x, 128);
     out[1000 + threadIdx.x * 4] = float(threadIdx.x);
@@ -215,6 +229,7 @@ template <bool BUG> void copy_without_wait(float* out) {
     out[threadIdx.x] = x[threadIdx.x * 4];
     cp_async_wait<0>();
 }
+// The wait leaves the second of two groups in flight, and the second is what is read.
 template <bool BUG> void copy_waits_for_too_few(float* out) {
     LLMC_SHARED(float, x, 256);
     for (int stage = 0; stage < 2; stage++) {
@@ -228,20 +243,22 @@ template <bool BUG> void copy_waits_for_too_few(float* out) {
 }
 
 // ----------------------------------------------------------------------------
-// mbarrier and TMA. The tensor is out + 4096, rows of 64 numbers of 16 bits.
+// mbarrier and TMA. The tensor lies at out + 4096 and has rows of 64 numbers of 16 bits.
 
 CUtensorMap map_of(float* out, size_t columns = 64, size_t rows = 16, unsigned box_rows = 8) {
     const size_t all = 64 * rows;
     return make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(out + 4096), {columns, rows, 1, 1},
                                     {64, all, all}, {64, box_rows, 1, 1}, true);
 }
-void fill_tensor(float* out, int rows) { // by the first warp; bf16 0 to 255
+// The first warp writes the numbers 0 to 255 in bf16, over and over.
+void fill_tensor(float* out, int rows) {
     bf16* x = reinterpret_cast<bf16*>(out + 4096);
     if (threadIdx.x < 32)
         for (int i = int(threadIdx.x); i < rows * 64; i += 32)
             x[i] = from_acc<bf16>(float(i % 256));
 }
-float number_at(const unsigned char* tile, int row, int column) { // of a swizzled tile
+// One number of a tile that is stored with the 128-byte swizzle.
+float number_at(const unsigned char* tile, int row, int column) {
     int chunk = (column / 8) ^ (row % 8);
     return to_float(reinterpret_cast<const bf16*>(tile + row * 128 + chunk * 16)[column % 8]);
 }
@@ -281,9 +298,12 @@ template <bool BUG> void load_waits_for_the_phase_before(float* out) {
     }
     mbar_wait(bar, 1);
 }
-// the slot is loaded again while it is read
+// A ring of one slot: the consumer says that the slot is free before it has read it, so the next
+// load overwrites what is being read.
 template <bool BUG> void load_into_a_slot_in_use(float* out) {
     unsigned char* tile = dynamic_shared();
+
+    // The producer fills the slot four times, whenever it is free.
     LLMC_SHARED(uint64_t, bar, 2); // full, empty
     CUtensorMap map = map_of(out, 64, 32);
     fill_tensor(out, 32);
@@ -296,10 +316,12 @@ template <bool BUG> void load_into_a_slot_in_use(float* out) {
                 mbar_expect_tx(bar, 1024);
                 tma_load_4d(tile, &map, bar, 0, i * 8, 0, 0); // LINE load_into_a_slot_in_use
             }
+
+    // The consumer reads it.
     } else {
         for (int i = 0; i < 4; i++) {
             mbar_wait(bar, i & 1);
-            if (BUG) mbar_arrive(bar + 1); // says that the slot is free, and reads it then
+            if (BUG) mbar_arrive(bar + 1); // says that the slot is free, and reads it afterwards
             float x = number_at(tile, i, int(threadIdx.x));
             if (!BUG) mbar_arrive(bar + 1);
             out[i * 32 + threadIdx.x] = x;
@@ -337,7 +359,8 @@ template <bool BUG> void never_initialised(float* out) {
     if (!BUG) mbar_wait(bar, 0);
     out[threadIdx.x] = 1;
 }
-// the barrier that orders the initialisation is missing; the order of threads hides it
+// No barrier orders the initialisation before its use; in some thread orders it
+// comes first all the same.
 template <bool BUG> void init_without_barrier(float* out) {
     LLMC_SHARED(uint64_t, bar, 1);
     if (threadIdx.x == 0) mbar_init(bar, 1), mbar_init_fence(); // LINE init_without_barrier
@@ -391,7 +414,8 @@ template <bool BUG> void unaligned_tile(float* out) {
 // ----------------------------------------------------------------------------
 // stores
 
-void write_tile(unsigned char* tile, float x) { // 64 threads, 8 rows
+// 64 threads write 8 rows.
+void write_tile(unsigned char* tile, float x) {
     for (int i = int(threadIdx.x); i < 8 * 64; i += int(blockDim.x))
         reinterpret_cast<bf16*>(tile)[i] = from_acc<bf16>(x + float(i % 64));
 }
@@ -403,7 +427,7 @@ template <bool BUG> void store_without_fence(float* out) {
     __syncthreads();
     if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
 }
-// one thread's fence does not show what the others write
+// Only one thread fences, but the others' writes need fences of their own.
 template <bool BUG> void store_with_one_fence(float* out) {
     unsigned char* tile = dynamic_shared();
     CUtensorMap map = map_of(out);
@@ -412,6 +436,7 @@ template <bool BUG> void store_with_one_fence(float* out) {
     __syncthreads();
     if (threadIdx.x == 0) tma_store_4d(&map, tile, 0, 0, 0, 0), bulk_commit(), bulk_wait<0>();
 }
+// The second tile overwrites the first while its store may still read it.
 template <bool BUG> void source_changes_under_a_store(float* out) {
     unsigned char* tile = dynamic_shared();
     CUtensorMap map = map_of(out);
@@ -449,7 +474,7 @@ template <bool BUG> void store_not_committed(float* out) {
         bulk_wait<0>();
     }
 }
-// wait_group.read says that the source is read, not that the sum has arrived
+// bulk_wait_read() says that the source has been read, not that the sum has arrived.
 template <bool BUG> void reads_a_sum_too_early(float* out) {
     float* x = reinterpret_cast<float*>(dynamic_shared());
     for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = float(i);
@@ -467,7 +492,8 @@ template <bool BUG> void reads_a_sum_too_early(float* out) {
 // ----------------------------------------------------------------------------
 // wgmma: 64 rows of a, 64 columns, K = 16, by one warpgroup
 
-// K-major operands of 64 rows and 64 columns at `tile`: small whole numbers
+// Write a K-major operand of 64 rows and 64 columns at `tile`. The numbers are small integers, so
+// that every sum is exact.
 void write_operand(unsigned char* tile, int seed) {
     for (int i = int(threadIdx.x); i < 64 * 64; i += int(blockDim.x)) {
         int row = i / 64, column = i % 64;
@@ -607,7 +633,7 @@ template <bool BUG> void products_in_flight_at_end(float* out) {
     if (!BUG) wg_wait<0>();
     out[threadIdx.x] = 1;
 }
-// one warp reads what another has not finished writing: no barrier
+// One warp reads an operand that another warp is still writing: there is no barrier between.
 template <bool BUG> void operand_without_barrier(float* out) {
     unsigned char *a = dynamic_shared(), *b = a + 8192;
     write_operand(a, 1), write_operand(b, 2); // LINE operand_without_barrier
@@ -645,6 +671,7 @@ template <bool BUG> void more_is_less(float* out) {
 }
 
 // ----------------------------------------------------------------------------
+// the table: a bug, what is expected, and its launch: threads, blocks, bytes of shared memory
 
 #define BUG_ROW(name, message, threads, blocks, shared) \
     { #name, message, threads, blocks, shared, name < true>, name < false> }
@@ -704,6 +731,7 @@ const Bug BUGS[] = {
 // ----------------------------------------------------------------------------
 // known answers
 
+// Whether `good` stays true, with no message, in each order and at both times of asynchronous work.
 template <typename F> bool answers(unsigned threads, size_t shared, F kernel) {
     bool good = true;
     for (int order = 0; order < 3; order++)
@@ -717,7 +745,8 @@ template <typename F> bool answers(unsigned threads, size_t shared, F kernel) {
     return good;
 }
 
-// which chunk of a row of 8 chunks is at which place under the 128-byte swizzle
+// The 128-byte swizzle, as the manual's figure has it: row r, place
+// p holds chunk SWIZZLE_128[r][p].
 const int SWIZZLE_128[8][8] = {{0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6},
                                {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
                                {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2},
@@ -729,11 +758,14 @@ std::vector<uint16_t> counting(size_t n) {
     return x;
 }
 
+// A loaded tile of counting numbers has its chunks where the manual's figure has them.
 void known_swizzle() {
     std::vector<uint16_t> x = counting(16 * 64);
     auto map =
         make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(x.data()), {64, 16, 1, 1},
                                  {64, 1024, 1024}, {64, 16, 1, 1}, true);
+
+    // Load the tile and compare each number with the figure.
     bool good = answers(32, 2048, [&](bool& good) {
         LLMC_SHARED(uint64_t, bar, 1);
         auto* tile = reinterpret_cast<uint16_t*>(dynamic_shared());
@@ -749,7 +781,8 @@ void known_swizzle() {
     verdict(good, "known answer: the 128-byte swizzle");
 }
 
-// a box over the edges of a (5,3,2,2) tensor of rows of 72: zeros, and no store
+// A box over the edges of a tensor. B = 2, T = 5, H = 3, and rows of D = 40 with a box of 64:
+// elements beyond the tensor load as zeros and are not stored.
 void known_edges() {
     constexpr size_t D = 40, H = 3, T = 5, B = 2;
     std::vector<uint16_t> x = counting(B * T * H * D), y(x.size(), 7);
@@ -758,6 +791,8 @@ void known_edges() {
                                         {D, H * D, T * H * D}, {64, 1, 4, 1}, true);
     };
     auto from = map_of(x), to = map_of(y);
+
+    // Load a tile of which two rows and 40 columns are inside, and compare.
     bool good = answers(32, 1024, [&](bool& good) {
         LLMC_SHARED(uint64_t, bar, 1);
         auto* tile = reinterpret_cast<uint16_t*>(dynamic_shared());
@@ -770,9 +805,13 @@ void known_edges() {
                 bool inside = c < D && row < 2;
                 good &= got == (inside ? uint16_t(((1 * T + 3 + row) * H + 2) * D + c) : 0);
             }
+
+        // Store the tile again.
         __syncthreads();
         if (threadIdx.x == 0) tma_store_4d(&to, tile, 0, 2, 3, 1), bulk_commit(), bulk_wait<0>();
     });
+
+    // Only what lies inside the tensor has been written.
     for (size_t i = 0; i < y.size(); i++) {
         size_t h = i / D % H, t = i / (H * D) % T, b = i / (T * H * D);
         good &= y[i] == (b == 1 && h == 2 && t >= 3 ? uint16_t(i) : 7);
@@ -781,15 +820,15 @@ void known_edges() {
 }
 
 void known_descriptor() {
-    // address 0x400, leading 16, stride 1024 bytes: fields of 16 bytes, swizzle mode 1 in
-    // bits 62, 63
+    // Address 0x400, leading 16 and stride 1024 bytes. Each field counts units of 16 bytes; bits 62
+    // and 63 hold swizzle mode 1.
     verdict(descriptor(0x400, 16, 1024) == 0x4000004000010040ull &&
                 descriptor(0x22000, 8192, 1024) == 0x4000004002002200ull,
             "known answer: descriptors");
 }
 
-// d = a b^T with operands of either major-ness, by a layout of this test's own
-uint32_t place(bool mn_major, int i, int k, int rows) { // in numbers, of (row i, k)
+// d = a b^T, where each operand is K-major or MN-major. place() is this test's own layout.
+uint32_t place(bool mn_major, int i, int k, int rows) { // the index of element (row i, k)
     int line = mn_major ? k : i, column = mn_major ? i : k, lines = mn_major ? 64 : rows;
     return uint32_t(column / 64 * lines * 64 + line * 64 +
                     SWIZZLE_128[line % 8][column % 64 / 8] * 8 + column % 8);
@@ -798,6 +837,7 @@ template <typename T, int N, int tA, int tB> void known_product(const char* name
     auto a_of = [](int i, int k) { return float((i * 5 + k * 3) % 7 - 3); };
     auto b_of = [](int j, int k) { return float((j * 2 + k * 5) % 11 - 5); };
     bool good = answers(128, 8192 + N * 128, [&](bool& good) {
+        // Write both operands, K-major or MN-major.
         T *a = reinterpret_cast<T*>(dynamic_shared()), *b = a + 4096;
         for (int i = int(threadIdx.x); i < 64 * 64; i += 128)
             a[place(tA, i / 64, i % 64, 64)] = from_acc<T>(a_of(i / 64, i % 64));
@@ -805,14 +845,19 @@ template <typename T, int N, int tA, int tB> void known_product(const char* name
             b[place(tB, i / 64, i % 64, N)] = from_acc<T>(b_of(i / 64, i % 64));
         fence_async_smem();
         __syncthreads();
+
+        // Multiply in four steps of 16 along K.
         float d[N / 2];
         wg_fence();
-        for (int k = 0; k < 4; k++) { // 64 of K
+        for (int k = 0; k < 4; k++) {
             uint32_t step_a = tA ? 2048 : 32, step_b = tB ? 2048 : 32;
             wgmma<T, N, tA, tB>(d, descriptor(smem_u32(a) + k * step_a, 8192, 1024),
                                 descriptor(smem_u32(b) + k * step_b, 8192, 1024), k > 0);
         }
         wg_commit(), wg_wait<0>();
+
+        // Compare this thread's accumulators with the definition. Small integers
+        // make every sum exact.
         for (int x = 0; x < N / 2; x++) {
             int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4 + (x & 2) * 4;
             int column = x / 4 * 8 + int(threadIdx.x) % 4 * 2 + x % 2;
@@ -824,7 +869,7 @@ template <typename T, int N, int tA, int tB> void known_product(const char* name
     verdict(good, std::string("known answer: wgmma ") + name);
 }
 
-// where fragments are, element by element as the manual's figures have them
+// A point of a figure: element `index` of the thread's fragment is (row, column) of the matrix.
 struct Place {
     unsigned thread, index;
     int row, column;
@@ -834,7 +879,8 @@ void known_accumulators() {
                             {0, 4, 0, 8},   {1, 0, 0, 2},    {4, 0, 1, 0},     {31, 3, 15, 7},
                             {32, 0, 16, 0}, {37, 6, 25, 10}, {127, 31, 63, 63}};
 
-    // a (row, 0) = row, b (column, 1) = column and ones: d = row + 64 column
+    // Give each element of d a number that names it: a (row, 0) = row, a (row, 1) = 64, b (column,
+    // 0) = 1 and b (column, 1) = column make d = row + 64 column.
     bool good = answers(128, 16384, [&](bool& good) {
         bf16 *a = reinterpret_cast<bf16*>(dynamic_shared()), *b = a + 4096;
         for (int i = int(threadIdx.x); i < 64 * 64; i += 128) {
@@ -846,6 +892,8 @@ void known_accumulators() {
                                                                  : column == 1 ? row
                                                                                : 0);
         }
+
+        // Multiply, and look at the figure's points.
         fence_async_smem();
         __syncthreads();
         float d[32];
@@ -858,19 +906,23 @@ void known_accumulators() {
     });
     verdict(good, "known answer: accumulators of wgmma");
 }
-// a register operand: (thread, number of 16 bits) has (row, k)
+// A register operand: 16-bit number `index` of the thread is (row, k) of a.
 void known_register_operand() {
     const Place figure[] = {{0, 0, 0, 0},  {0, 1, 0, 1},    {0, 2, 8, 0},   {0, 4, 0, 8},
                             {0, 6, 8, 8},  {5, 0, 1, 2},    {5, 3, 9, 3},   {5, 5, 1, 11},
                             {5, 7, 9, 11}, {31, 7, 15, 15}, {66, 4, 32, 12}};
     bool good = true;
     for (const Place& p : figure)
+        // Set one number of a to 3, with b the identity: d is 3 at that number's
+        // place and 0 elsewhere.
         good &= answers(128, 8192, [&](bool& good) {
-            bf16* b = reinterpret_cast<bf16*>(dynamic_shared()); // b (n, k) = n == k
+            bf16* b = reinterpret_cast<bf16*>(dynamic_shared()); // b (n, k) = (n == k)
             for (int i = int(threadIdx.x); i < 64 * 64; i += 128)
                 b[place(false, i / 64, i % 64, 64)] = from_acc<bf16>(float(i / 64 == i % 64));
             fence_async_smem();
             __syncthreads();
+
+            // Multiply, with a in registers.
             float d[32];
             uint32_t a[4] = {};
             if (threadIdx.x == p.thread)
@@ -878,6 +930,8 @@ void known_register_operand() {
             wg_fence();
             wgmma_rs<bf16, 64, 0>(d, a, descriptor(smem_u32(b), 16, 1024), 0);
             wg_commit(), wg_wait<0>();
+
+            // Look for the 3.
             for (int x = 0; x < 32; x++) {
                 int row = int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 4 + (x & 2) * 4;
                 int column = x / 4 * 8 + int(threadIdx.x) % 4 * 2 + x % 2;
@@ -887,7 +941,7 @@ void known_register_operand() {
     verdict(good, "known answer: register operands of wgmma");
 }
 
-// mma.m16n8k16: numbers of a, b, and d of lane 5, and of its neighbours in the figures
+// mma.m16n8k16: the numbers of a, b and d that lane 5 holds, and some other lanes of the figures.
 void known_mma() {
     const Place a_figure[] = {{5, 0, 1, 2},  {5, 1, 1, 3},  {5, 2, 9, 2},
                               {5, 4, 1, 10}, {5, 7, 9, 11}, {31, 7, 15, 15}};
@@ -896,7 +950,8 @@ void known_mma() {
     const Place d_figure[] = {
         {5, 0, 1, 2}, {5, 1, 1, 3}, {5, 2, 9, 2}, {5, 3, 9, 3}, {31, 3, 15, 7}};
     bool good = answers(32, 0, [&](bool& good) {
-        // one number of a against one of b: the product is where their row and column are
+        // Multiply one number of a by one of b. They meet where a's column is b's row, and the
+        // product shows where d has it.
         for (const Place& pa : a_figure)
             for (const Place& pb : b_figure) {
                 uint32_t a[4] = {}, b[2] = {};
@@ -905,6 +960,8 @@ void known_mma() {
                 if (threadIdx.x == pb.thread) b[pb.index / 2] = two << (pb.index % 2 * 16);
                 float d[4] = {};
                 mma_m16n8k16<bf16>(d, a, b);
+
+                // Look at the sum of all of d, and then at the figure's points.
                 float sum = warp_sum(d[0] + d[1] + d[2] + d[3]);
                 good &= sum == (pa.column == pb.row ? 4 : 0);
                 for (const Place& pd : d_figure)
@@ -921,6 +978,8 @@ void known_ldmatrix() {
         LLMC_SHARED(uint16_t, x, 256);
         for (int i = int(threadIdx.x); i < 256; i += 32) x[i] = uint16_t(i);
         __syncthreads();
+
+        // Load four matrices, straight and transposed, and look at lanes 5 and 31.
         uint32_t r[4], t[4];
         ldmatrix_x4(r, x + threadIdx.x * 8);
         ldmatrix_x4_t(t, x + threadIdx.x * 8);
@@ -928,8 +987,10 @@ void known_ldmatrix() {
             good &= r[0] == (10u | 11u << 16) && r[3] == (202u | 203u << 16) &&
                     t[0] == (17u | 25u << 16) && t[2] == (145u | 153u << 16);
         if (threadIdx.x == 31) good &= r[1] == (126u | 127u << 16) && t[1] == (119u | 127u << 16);
+
+        // Store the transposed matrices: each is the transpose of what was there.
         __syncthreads();
-        stmatrix_x4(x + threadIdx.x * 8, t); // the transpose of each matrix
+        stmatrix_x4(x + threadIdx.x * 8, t);
         __syncthreads();
         for (int i = int(threadIdx.x); i < 256; i += 32)
             good &= x[i] == i / 64 * 64 + i % 8 * 8 + i % 64 / 8;
@@ -942,8 +1003,9 @@ void known_ldmatrix() {
 
 __global__ void add_kernel(float* x, float y) { *x += y; }
 
-// A launch of a graph repeats what its stream was given while it captured, with the arguments of
-// then; a forked stream must be joined; and some calls are not for a host that captures.
+// A launch of a graph repeats what its streams were given during the capture, with the arguments
+// they had then. A forked stream must be joined before the capture ends. A host that captures
+// may not make some calls.
 void captures() {
     cudaStream_t one, two;
     cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
@@ -959,6 +1021,9 @@ void captures() {
         cudaEventCreate(&e), cudaEventRecord(e, is_waited_for);
         cudaStreamWaitEvent(waits, e, 0), cudaEventDestroy(e);
     };
+
+    // A graph of two streams: x + y, then x + 2 y. Nothing runs until it is launched, and a later
+    // change of y has no effect. Two launches make 2 (1 + 2) = 6.
     float x = 0, y = 1;
     auto [status, graph] = capture([&] {
         launch(add_kernel, 1, 1, 0, one, &x, y);
@@ -972,15 +1037,18 @@ void captures() {
     verdict(good && x == 6 && emulator::take_messages().empty(), "a graph is what was captured");
     cudaGraphExecDestroy(graph);
 
+    // The second stream is forked and never joined.
     auto [unjoined, half] =
         capture([&] { join(two, one), launch(add_kernel, 1, 1, 0, two, &x, y); });
     verdict(unjoined == cudaErrorStreamCaptureUnjoined, "a captured stream that is not joined");
     cudaGraphExecDestroy(half);
 
+    // The second stream takes no part in the capture.
     auto [outside, none] = capture([&] { launch(add_kernel, 1, 1, 0, two, &x, y); });
     verdict(x == 6 && emulator::take_messages().size() == 1, "work beside a capture");
     cudaGraphExecDestroy(none);
 
+    // A host that captures may not wait for the device.
     float* memory = nullptr;
     auto [waits, nothing] = capture([&] {
         good = cudaStreamSynchronize(one) != cudaSuccess && cudaStreamQuery(one) != cudaSuccess &&
@@ -993,7 +1061,9 @@ void captures() {
 } // namespace
 
 int main(int argc, char** argv) {
-    setvbuf(stdout, nullptr, _IOLBF, 1 << 12); // what has passed before a crash is seen
+    setvbuf(stdout, nullptr, _IOLBF, 1 << 12); // a crash does not lose the lines before it
+
+    // Run the kernels that are named, for a sanitizer to watch.
     if (argc == 3) {
         int found = 0;
         for (const Bug& b : BUGS)
@@ -1002,6 +1072,8 @@ int main(int argc, char** argv) {
         if (found == 0) fprintf(stderr, "test_emulator: no bug is called %s\n", argv[2]);
         return found == 0;
     }
+
+    // Hold each bug against its right twin, then the models against known answers.
     for (const Bug& b : BUGS) check_bug(b), check_right(b);
     known_swizzle(), known_edges(), known_descriptor(), known_accumulators();
     known_register_operand(), known_mma(), known_ldmatrix();

@@ -1,11 +1,12 @@
 // testing.h - what the tests share: files of their own, the program, the fixtures, EXPECT_HAS
-//   scratch(name)   a path in this process's own folder, which goes when the tests are over
+//   scratch(name)   a path in this process's own folder, which is removed when the tests are over
 //   Scratch         a test with a folder of its own: dir, path(name), put(name, bytes)
-//   program()       train_gpt: $TRAIN_GPT, or build/train_gpt; shell() runs it, or anything
+//   program()       train_gpt: $TRAIN_GPT, or build/train_gpt; shell() runs it, or any command
 //   FIXTURES        reference files of other projects: texts, tokenizers, trained models, and what
-//                   their own programs made of them. $FIXTURES is their folder; without it
-//                   fixtures/ in this repository, or else shared/fixtures beside the repository.
-//                   Tests that need them are skipped where there are none, and say so.
+//                   those projects' programs made of them. $FIXTURES names their folder. Without it
+//                   the folder is fixtures/ in this repository or, if there is none,
+//                   shared/fixtures beside the repository. Tests that need missing files say so
+//                   and are skipped.
 #pragma once
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -25,6 +26,7 @@ inline bool has(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
 
+// The check behind EXPECT_HAS: a failure prints both texts.
 inline testing::AssertionResult holds(const char*, const char*, const std::string& text,
                                       const std::string& part) {
     if (has(text, part)) return testing::AssertionSuccess();
@@ -48,7 +50,7 @@ inline std::string put_file(const std::string& path, const std::string& bytes) {
     return path;
 }
 
-// A folder's files and their bytes, by name.
+// The bytes of each file in a folder, by the file's name.
 inline std::map<std::string, std::string> folder_bytes(const std::string& folder) {
     std::map<std::string, std::string> files;
     for (const fs::directory_entry& e : fs::directory_iterator(folder))
@@ -56,6 +58,7 @@ inline std::map<std::string, std::string> folder_bytes(const std::string& folder
     return files;
 }
 
+// A path in the folder of this process. The folder exists from the first call on.
 inline std::string scratch(const std::string& name) {
     static const std::string folder =
         testing::TempDir() + "train_gpt_test_" + std::to_string(getpid());
@@ -69,6 +72,7 @@ struct RemoveScratch : testing::Environment {
 inline testing::Environment* const remove_scratch =
     testing::AddGlobalTestEnvironment(new RemoveScratch);
 
+// A test with an empty folder of its own, which is removed after the test.
 struct Scratch : testing::Test {
     std::string dir;
     void SetUp() override {
@@ -112,6 +116,7 @@ struct Ran {
     std::string text;
 };
 
+// Run a command in a shell, with no input.
 inline Ran shell(const std::string& command) {
     FILE* pipe = popen(("(" + command + ") 2>&1 </dev/null").c_str(), "r");
     Ran r = {-1, ""};

@@ -19,7 +19,7 @@ except ImportError:
 
 sys.path.insert(0, os.path.join(SCRIPTS, "../../test/harness"))
 from fixtures import FIXTURES
-CONTENT = random.Random(1).randbytes(700_001)  # three blocks of the reader, the last not full
+CONTENT = random.Random(1).randbytes(700_001)  # three blocks of the reader, the last one not full
 HASH = hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -33,12 +33,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path, ranges = self.path, self.headers.get("Range")
         self.server.requests.append((path, ranges))
         fault = self.server.faults.pop(0) if self.server.faults else ""
+
+        # Refuse, or send the client elsewhere.
         if path not in self.server.files or fault.isdigit():
             return self.send_error(int(fault or 404))
         if fault == "redirect":
             self.send_response(302)
             self.send_header("Location", self.path)
             return self.end_headers()
+
+        # Where the answer begins.
         body = self.server.files[path]
         start = int(re.fullmatch(r"bytes=(\d+)-", ranges)[1]) if ranges else 0
         if fault == "no ranges":
@@ -47,6 +51,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(416)
             self.send_header("Content-Range", f"bytes */{len(body)}")
             return self.end_headers()
+
+        # The header, with what is wrong in it.
         self.send_response(206 if start else 200)
         if start:
             first = start + 1 if fault == "shifted" else start
@@ -56,8 +62,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault != "no length":
             self.send_header("Content-Length", len(body) - start)
         self.end_headers()
+
+        # The body, up to where the server stops.
         stop = int(fault.split()[1]) if fault.startswith("stop ") else len(body)
-        with contextlib.suppress(ConnectionError):  # the client refused, and left
+        with contextlib.suppress(ConnectionError):  # the client may refuse, and leave
             self.wfile.write(body[start:max(start, stop)])
             if fault.endswith("hang"):
                 time.sleep(0.5)

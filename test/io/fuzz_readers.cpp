@@ -2,11 +2,11 @@
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
 //   Kinds: safetensors, models of llm.c and llama2.c, token shards and texts; config.json, an index
 //   of safetensors, tokenizer.json, a checkpoint's manifest, --prepare's progress file. Inputs
-//   begin as whole files made here; each is damaged one to four times: bits, bytes, lengths, cuts,
-//   splices, numbers of the JSON, brackets. A manifest with a checksum gets a right one again:
-//   whoever means harm can compute it. A reader must return a message or a file that can be read
-//   whole: no crash, no throw, and no tensor of a size other than its shape's. Batches run in child
-//   processes: the data reader's mappings end with them, and the input of a crash is kept.
+//   begin as whole files made here. Each is damaged one to four times: bits, bytes, lengths, cuts,
+//   splices, numbers of the JSON, brackets. A manifest mostly gets a right checksum again, since an
+//   attacker can compute it. A reader must return a message, or a file that can be read
+//   whole: no crash, no throw, and no tensor of another size than its shape's. Batches run in child
+//   processes, so that mappings end with them and the input of a crash is kept.
 #include <inttypes.h>
 #include <sys/wait.h>
 #include <chrono>
@@ -19,9 +19,10 @@
 
 using namespace llmc;
 
-// the sanitizer of undefined behaviour only prints unless told
+// The sanitizer of undefined behaviour only prints unless it is told to halt.
 extern "C" const char* __ubsan_default_options() { return "halt_on_error=1:print_stacktrace=1"; }
 
+// Random numbers that depend on the seed and on how many were drawn.
 struct Random {
     uint64_t seed, next;
     uint64_t below(uint64_t n) { return random_block(seed, fnv1a("fuzz"), next++)[0] % n; }
@@ -31,6 +32,7 @@ struct Random {
 // ----------------------------------------------------------------------------
 // whole files
 
+// A file of up to five tensors of random types and shapes.
 static std::string valid_safetensors(Random& r) {
     static const char* dtypes[] = {"F32", "BF16", "F16", "F64", "I64", "U8", "BOOL", "I32"};
     std::string header = "{", body;
@@ -38,16 +40,21 @@ static std::string valid_safetensors(Random& r) {
     for (uint64_t i = 0, count = r.below(6); i < count; i++) {
         std::string dtype = dtypes[r.below(8)], shape;
         size_t bytes = dtype_bytes(dtype);
+
         for (uint64_t d = r.below(4); d > 0; d--) {
             size_t size = r.one_in(8) ? 0 : 1 + r.below(9);
             bytes *= size;
             shape += (shape.empty() ? "" : ",") + std::to_string(size);
         }
+
+        // Write the entry, and random data.
         std::string begin = std::to_string(body.size()), end = std::to_string(body.size() + bytes);
         header += "\"h." + std::to_string(i) + ".weight\":{\"dtype\":\"" + dtype +
                   "\",\"shape\":[" + shape + "],\"data_offsets\":[" + begin + "," + end + "]},";
         for (size_t b = 0; b < bytes; b++) body += char(r.below(256));
     }
+
+    // Close the header, and pad it to a multiple of 8.
     if (header.back() == ',') header.pop_back();
     header += "}";
     header.resize(round_up(header.size(), 8), ' ');
@@ -66,19 +73,22 @@ static std::string valid_shard(Random& r) {
     return bytes;
 }
 
-// llm.c's GPT-2 and Llama 3, llama2.c's two forms: a header, and as many bytes as it asks for
+// A model of llm.c (GPT-2 or Llama 3) or of llama2.c (either form): a header, and as many bytes
+// as the header asks for.
 static std::string valid_model(Random& r) {
     uint64_t kind = r.below(4), version = kind == 2 || r.one_in(2) ? 3 : 5;
     size_t L = 1 + r.below(3), NKV = 1 + r.below(2), NH = NKV * (1 + r.below(2)),
            HS = 2 + 2 * r.below(3), C = NH * HS, V = 1 + r.below(20), P = 1 + r.below(9),
            F = 1 + r.below(20), Vp = V + r.below(9);
     bool tied = kind > 1 && r.one_in(2);
+
+    // The header.
     std::string bytes;
     auto words = [&](std::vector<size_t> list) {
         for (size_t word : list) bytes.append(reinterpret_cast<char*>(&word), 4);
     };
     if (kind == 0) words({20240326, version, P, V, L, NH, C, Vp}), bytes.resize(1024);
-    if (kind == 1) { // an ffn of multiples of 8 C / 3 and more: one of them
+    if (kind == 1) { // any ffn that is a multiple of 8 C / 3 or larger is allowed; take one
         F = 8 * C;
         words({20240803, version, P, V, L, NH, NKV, C, F, r.below(2), 3, r.below(2)});
         bytes.resize(1024);
@@ -88,6 +98,8 @@ static std::string valid_model(Random& r) {
     if (kind == 2) words({0x616b3432, 1});
     if (kind > 1) words({C, F, L, NH, NKV, tied || kind == 2 ? V : size_t(-int64_t(V)), P});
     if (kind == 2) bytes += char(tied), bytes.resize(256);
+
+    // The weights, all with the same bytes.
     size_t elements = kind == 0 ? (Vp + P + 2) * C + L * (12 * C + 13) * C
                                 : (V + 1) * C + L * (2 + 2 * C + 2 * NKV * HS + 3 * F) * C +
                                       (tied ? 0 : V * C) + (kind == 3 ? P * HS : 0);
@@ -95,11 +107,13 @@ static std::string valid_model(Random& r) {
     return bytes;
 }
 
+// A configuration of one of four families.
 static std::string valid_config(Random& r) {
     static const char* types[] = {"gpt2", "llama", "mistral", "qwen2"};
     size_t NKV = 1 + r.below(2), NH = NKV * (1 + r.below(2)), C = NH * (2 + 2 * r.below(3));
     std::string type = types[r.below(4)];
     nlohmann::json j;
+
     if (type == "gpt2")
         j = {{"n_embd", C},        {"n_head", NH},        {"n_layer", 1 + r.below(3)},
              {"vocab_size", 9},    {"n_positions", 16},   {"n_inner", nullptr},
@@ -122,6 +136,7 @@ static std::string valid_config(Random& r) {
                {"low_freq_factor", 1.0},
                {"high_freq_factor", 4.0},
                {"original_max_position_embeddings", 16}}}};
+
     j["model_type"] = type;
     if (type == "qwen2" || r.one_in(2)) j.erase("rope_scaling");
     return j.dump();
@@ -135,7 +150,7 @@ static std::string valid_index(Random& r) {
     return nlohmann::json{{"metadata", {{"total_size", 12}}}, {"weight_map", map}}.dump();
 }
 
-// Byte-level BPE with one merge.
+// A byte-level BPE with one merge.
 static std::string valid_tokenizer(Random&) {
     nlohmann::json vocabulary = nlohmann::json::object();
     for (size_t c = 0, n = byte_letters().size(); c < n; c++) {
@@ -154,6 +169,7 @@ static std::string valid_tokenizer(Random&) {
         .dump();
 }
 
+// A manifest's text with a right checksum.
 static std::string sealed(nlohmann::json j) {
     j["crc32"] = manifest_crc(j);
     return manifest_text(j);
@@ -174,9 +190,9 @@ static std::string valid_progress(Random& r) {
 // ----------------------------------------------------------------------------
 // damage
 
-// Another number in the place of one of the text's; the header's length word is set right again, so
-// that what
-// follows it is read.
+// Damage the JSON of a safetensors header: put another number in the place of one of the
+// text's, insert a word, or insert brackets. The header's length is set right again, so that
+// what follows it is read.
 static void edit_header(std::string& s, Random& r) {
     static const char* numbers[] = {"0",
                                     "1",
@@ -206,17 +222,20 @@ static void edit_header(std::string& s, Random& r) {
                                     "\"\\ud800\""};
     static const char* words[] = {"{",  "}",       "[",    "]",   ",",   ":",     "\"",
                                   "\\", "\\u0000", "\xff", "F64", "I64", "dtype", "__metadata__"};
+
+    // Split the file. An earlier damage may have left no header.
     uint64_t length = 0;
     if (s.size() < 8) return;
     memcpy(&length, s.data(), 8);
     if (length > s.size() - 8) return;
     std::string header = s.substr(8, length), body = s.substr(8 + length);
-    if (header.empty()) return; // an earlier damage may have left none
+    if (header.empty()) return;
+
     std::vector<size_t> at;
     for (size_t i = 1; i < header.size(); i++)
         if (isdigit((unsigned char)header[i]) && !isdigit((unsigned char)header[i - 1]))
             at.push_back(i);
-    if (r.one_in(4)) { // a word, a sign, or a whole piece of it in another place
+    if (r.one_in(4)) { // insert a word, a sign, or a piece of the header from elsewhere
         size_t place = r.below(header.size() + 1);
         if (r.one_in(3))
             header.insert(place, header.substr(r.below(header.size() + 1), r.below(80)));
@@ -238,11 +257,12 @@ static void edit_header(std::string& s, Random& r) {
                 std::to_string(std::strtoull(header.c_str() + from, nullptr, 10) + r.below(9) - 4);
         header.replace(from, to - from, number);
     }
+
     length = header.size();
     s = std::string(reinterpret_cast<char*>(&length), 8) + header + body;
 }
 
-// The same to a text that is JSON from its first byte.
+// Damage a text that is JSON from its first byte in the same ways.
 static void edit_json(std::string& s, Random& r) {
     uint64_t length = s.size();
     s = std::string(reinterpret_cast<char*>(&length), 8) + s;
@@ -250,16 +270,17 @@ static void edit_json(std::string& s, Random& r) {
     s.erase(0, 8);
 }
 
-// Compute the checksum again, where what is left is an object and has one.
+// Compute the checksum again, if what is left is an object that has one.
 static void seal(std::string& s) {
     nlohmann::json j;
     if (parse_json(s, "", &j).empty() && j.contains("crc32")) s = sealed(j);
 }
 
-// `other`: a second file to splice with
+// Damage a file in one way. `other`: a second file to splice with.
 static void damage(std::string& s, const std::string& other, bool json, Random& r) {
     if (s.empty()) return;
     size_t place = r.one_in(2) ? r.below(std::min(s.size(), size_t(16))) : r.below(s.size());
+
     switch (r.below(json ? 12 : 7)) {
     case 0: s[place] = char(s[place] ^ 1 << r.below(8)); break;
     case 1: s[place] = char(r.below(256)); break;
@@ -270,7 +291,7 @@ static void damage(std::string& s, const std::string& other, bool json, Random& 
         s = s.substr(0, place) + other.substr(std::min(other.size(), from));
         break;
     }
-    case 5: { // a word of eight or four bytes with a meaning, at the front or anywhere
+    case 5: { // a word of eight or four bytes that means something, at the front or anywhere
         uint64_t words[] = {0,          1,          7,          8,          s.size(), s.size() - 8,
                             255,        1ull << 31, 1ull << 32, 1ull << 63, ~0ull,    ~7ull,
                             100000000,  20240520,   20240801,   20240326,   20240803, 0x616b3432,
@@ -288,31 +309,35 @@ static void damage(std::string& s, const std::string& other, bool json, Random& 
 // ----------------------------------------------------------------------------
 // readers
 
-static volatile double sink; // what is read must be used
+static volatile double sink; // uses what is read, so that the reads happen
 
-// "" or what a reader did that it must not
+// Each reader returns "", or what it did that it must not do. *whole counts the
+// files that it opened.
 static std::string read_safetensors(const std::string& path, size_t* whole) {
     SafeTensors s;
     std::string wrong = safetensors_open(&s, path);
     if (!wrong.empty()) return s.map || !s.tensors.empty() ? "a refused file is left open" : "";
     *whole += 1;
+
+    // Each tensor lies inside the file and has its shape's size.
     uint64_t length;
     memcpy(&length, s.map, 8);
     size_t rest = s.bytes - 8 - length;
     for (const SafeTensor& t : s.tensors) {
         size_t n = t.elements();
-        double exact = double(dtype_bytes(t.dtype)); // products that wrap around do not here
+        double exact = double(dtype_bytes(t.dtype)); // a product in double does not wrap around
         for (size_t d : t.shape) exact *= double(d);
         rest -= t.bytes;
         if (double(t.bytes) != exact || t.bytes != n * dtype_bytes(t.dtype))
             return "a tensor's size is not its shape's";
 
-        // the rest of a mapping's last page can be read without a fault
+        // Check the bounds by hand: the rest of a mapping's last page can be read without a fault.
         const unsigned char* file = static_cast<const unsigned char*>(s.map);
         if (t.data < file + 8 || t.bytes > s.bytes ||
             t.data - file > std::ptrdiff_t(s.bytes - t.bytes))
             return "a tensor lies outside its file";
         if (safetensors_find(s, t.name) != &t) return "a tensor is not found by its name";
+
         unsigned all = 0;
         for (size_t i = 0; i < t.bytes; i++) all += t.data[i];
         sink = all;
@@ -321,6 +346,7 @@ static std::string read_safetensors(const std::string& path, size_t* whole) {
         tensor_to_float(out.data(), t, 0, n);
         for (float f : out) sink = f;
     }
+
     safetensors_close(&s);
     if (rest != 0) return "the tensors overlap or leave a hole";
     return "";
@@ -331,6 +357,7 @@ static std::string read_model(const std::string& path, size_t* whole) {
     std::string wrong = model_file_open(&m, path);
     if (!wrong.empty()) return m.file.map ? "a refused file is left open" : "";
     *whole += 1;
+
     const unsigned char* file = static_cast<const unsigned char*>(m.file.map);
     for (const SafeTensor& t : m.file.tensors) {
         if (t.data < file || t.bytes > m.file.bytes ||
@@ -352,12 +379,15 @@ static std::string read_data(const std::string& path, Random& r, size_t* whole) 
     Split split = r.one_in(2) ? Split::TRAIN : Split::VAL;
     if (!data_open(&d, path, split, own, {"byte", 256}, T, V, r.below(100)).empty()) return "";
     *whole += 1;
+
+    // Windows lie inside the file, and their tokens in the vocabulary.
     for (const DataFile& f : d.files) {
         struct stat st;
         size_t header = f.width == 1 ? 0 : 1024, last = f.windows ? f.first + f.windows * T + 1 : 0;
         if (stat(path.c_str(), &st) != 0 || header + last * f.width > size_t(st.st_size))
             return "a window lies outside its file";
     }
+
     std::vector<int> tokens(T), targets(T);
     for (uint64_t s :
          {uint64_t(0), uint64_t(1), d.windows - 1, d.windows, r.below(1u << 31) * 7919}) {
@@ -370,7 +400,7 @@ static std::string read_data(const std::string& path, Random& r, size_t* whole) 
     return "";
 }
 
-// A checkpoint that is whole but for its manifest, and a trainer to load into.
+// A whole checkpoint, whose manifest will be damaged, and a trainer to load it into.
 struct SavedRun {
     std::unique_ptr<Small<float>> model;
     std::string out, manifest;
@@ -453,15 +483,15 @@ static const char* FILE_NAMES[KINDS] = {"input.bin",
                                         "x.progress",
                                         "out/step_00000001/manifest.json"};
 
-// Read inputs `first` to `first + count`, each a function of its number; `counts` returns how many
-// of each kind were opened.
+// Read the inputs `first` to `first + count`, each of which depends only on its number. Returns ""
+// or what is wrong; *counts grows by the files that were opened, by kind.
 static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
                              const std::string& folder, size_t* counts) {
     SavedRun run = saved_run(folder);
     for (uint64_t i = first; i < first + count; i++) {
         Random r = {seed, i << 24};
 
-        // half of all are safetensors, models and shards
+        // Half of all inputs are safetensors, models and shards.
         size_t kind = r.one_in(2) ? r.below(3) : r.below(KINDS);
         auto valid = [&]() -> std::string {
             switch (kind) {
@@ -477,7 +507,7 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
         };
         std::string bytes = valid(), other = valid();
 
-        // one in 32 stays whole: the inputs themselves must be accepted
+        // One in 32 stays whole, to show that whole files are accepted.
         bool damaged = !r.one_in(32), json = kind >= CONFIG;
         for (uint64_t n = damaged ? 1 + r.below(4) : 0; n > 0; n--) {
             if (json && !r.one_in(4))
@@ -486,6 +516,8 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
                 damage(bytes, other, kind == SAFETENSORS, r);
         }
         if ((kind == PROGRESS || kind == MANIFEST) && !r.one_in(4)) seal(bytes);
+
+        // Write the file, and read it.
         const char* name = kind == SHARD && r.one_in(20) ? "input.txt" : FILE_NAMES[kind];
         std::string path = folder + "/" + name, wrong;
         size_t& opened = counts[kind];
@@ -507,6 +539,8 @@ static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
         } catch (const std::exception& e) {
             wrong = std::string("throws: ") + e.what();
         }
+
+        // A whole file must be accepted.
         if (wrong.empty() && kind != SHARD && !damaged && opened == before)
             wrong = "a whole file is refused";
         if (!wrong.empty()) return path + ": input " + std::to_string(i) + ": " + wrong;
@@ -527,16 +561,17 @@ int main(int argc, char** argv) {
     }
     omp_set_num_threads(1); // the files are tiny
 
-    // memory-backed where there is such a folder: the disk is not what is tested
+    // Use a folder in memory where there is one: the disk is not under test.
     std::string folder =
         std::string(access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp") + "/fuzz_readers.XXXXXX";
     if (!mkdtemp(folder.data())) return perror(folder.c_str()), 1;
 
-    // the children count into memory that they share with their parent
+    // The children count into memory that they share with their parent.
     void* shared = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED) return perror("mmap"), 1;
     size_t* counts = static_cast<size_t*>(shared);
 
+    // Run batches until the time is up.
     const uint64_t batch = 1000;
     uint64_t done = 0;
     auto start = std::chrono::steady_clock::now();
@@ -546,7 +581,7 @@ int main(int argc, char** argv) {
         pid_t child = fork();
         if (child < 0) return perror("fork"), 1;
         if (child == 0) {
-            alarm(300); // a reader that does not end is a crash too
+            alarm(300); // a reader that does not end counts as a crash
             std::string wrong = run_batch(seed, done, batch, folder, counts);
             if (!wrong.empty()) fprintf(stderr, "%s\n", wrong.c_str());
             _exit(wrong.empty() ? 0 : 1);
@@ -561,6 +596,7 @@ int main(int argc, char** argv) {
         }
         done += batch;
     }
+
     std::filesystem::remove_all(folder);
     printf("seed %" PRIu64 ", accepted:", seed);
     for (int kind = 0; kind < KINDS; kind++)

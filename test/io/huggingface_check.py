@@ -50,8 +50,11 @@ GEMMA2, GEMMA3 = (dict(LLAMA, model_type=t, pad_token_id=None, head_dim=12, quer
                   for t in ("gemma2", "gemma3_text"))
 
 
+# Each family's keys, one change at a time: those that are read and those that must be refused.
 def configurations():
     """(family, keys that differ)"""
+
+    # GPT-2.
     for more in ({}, dict(n_inner=40), dict(n_inner=None), dict(tie_word_embeddings=False),
                  dict(layer_norm_epsilon=0.1), dict(activation_function="gelu_new"),
                  dict(activation_function="gelu_pytorch_tanh"), dict(activation_function="gelu"),
@@ -59,6 +62,8 @@ def configurations():
                  dict(scale_attn_weights=False), dict(scale_attn_by_inverse_layer_idx=True),
                  dict(reorder_and_upcast_attn=True), dict(add_cross_attention=True), dict(n_head=4)):
         yield GPT2, more
+
+    # Llama and its kin, of which some keys mean nothing to some families.
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3):
         for more in ({}, dict(num_key_value_heads=1), dict(num_key_value_heads=4), dict(num_key_value_heads=None),
                      dict(head_dim=6), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=True),
@@ -79,13 +84,19 @@ def configurations():
                                             long_factor=[2.0] * 4)),
                      dict(partial_rotary_factor=0.5)):
             yield family, more
+
+    # Windows.
     for family in (QWEN2, QWEN3):
         for more in (WINDOWS, dict(WINDOWS, max_window_layers=0), dict(WINDOWS, max_window_layers=3),
                      dict(WINDOWS, layer_types=[FULL, FULL, WINDOW]), dict(WINDOWS, layer_types=[WINDOW, FULL, WINDOW]),
                      dict(layer_types=[FULL] * 3), dict(use_sliding_window=True, sliding_window=8)):
             yield family, more
+
+    # Several changes at once.
     yield LLAMA, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_scaling=YARN)
     yield QWEN3, dict(WINDOWS, attention_bias=True, rope_scaling=LLAMA3, num_key_value_heads=1)
+
+    # The later variants of Llama, and Gemma.
     for family in (OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3):
         for more in ({}, dict(num_key_value_heads=1), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=False),
                      dict(tie_word_embeddings=True), dict(rope_theta=50.0), dict(attention_bias=True), dict(mlp_bias=True),
@@ -104,6 +115,8 @@ def configurations():
             yield family, more
     yield GEMMA3, dict(rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=500.0, factor=3.0),
                                             sliding_attention=dict(rope_type="default", rope_theta=30.0)))
+
+    # Families that this program does not have, or not in this form.
     for other in ("phi", "gemma", "mixtral", "olmo", "qwen2_moe", "gpt_neox"):
         yield dict(LLAMA, model_type=other), {}
 
@@ -114,6 +127,8 @@ def make_model(folder, config):
     json.dump(config, open(f"{folder}/config.json", "w"))
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager")
+
+        # Draw weights so large that a wrong variant shows in the loss, with norms around 1.
         torch.manual_seed(5)
         for name, p in model.named_parameters():
             p.data = torch.randn_like(p) * 0.2 + (1.0 if "norm" in name or "ln_" in name else 0.0) * (p.dim() == 1)
@@ -127,13 +142,17 @@ def make_model(folder, config):
 
 def theirs(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+
+    # The loss of whole windows of the text.
     ids = torch.tensor(list(TEXT.encode()))
     windows = (len(ids) - 1) // SEQ
     x, y = ids[: windows * SEQ].view(-1, SEQ), ids[1 : windows * SEQ + 1].view(-1, SEQ)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1).double(), y.flatten()).item()
+
     prompt = torch.tensor([list(PROMPT.encode())])
-    # without a cache: transformers' own forgets behind a window that Llama's attention does not have
+    # Generate without a cache: transformers' own cache forgets what lies behind a window, even if
+    # the model's attention has no window.
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED, do_sample=False, use_cache=False,
                          eos_token_id=None, pad_token_id=0)
     return loss, bytes(out[0].tolist())
@@ -146,6 +165,8 @@ class TheirsFails(Exception):
 def check_model(folder, data):
     """What differs; "" where all agrees; a refusal is an exception."""
     common = ["--model", folder, "--device", "cpu", "--tokenizer", "byte", "--seq", SEQ, "--data", data, "--val", data + ".val.txt"]
+
+    # Evaluate, and then sample and export.
     rc, out, error = run(*common, "--eval")
     if rc:
         raise PermissionError(error)
@@ -154,16 +175,19 @@ def check_model(folder, data):
                          "--prompt", PROMPT, "--export", folder + ".export")
     if rc:
         raise PermissionError(error)
+
+    # Let transformers run the model and the export.
     try:
         their_loss, their_text = theirs(folder)
-    except Exception as e:  # it reads the configuration and cannot run it: there is nothing to compare with
+    except Exception as e:  # transformers reads the configuration and cannot run it: nothing to compare
         raise TheirsFails(f"transformers: {type(e).__name__}: {e}".split("\n")[0])
     try:
         export_loss, _ = theirs(folder + ".export")
     except Exception as e:
         return f"the export does not load: {type(e).__name__}: {e}".split("\n")[0]
     text = out.split(b"---\n", 1)[1]
-    # ours is printed with four digits
+
+    # Our loss is printed with four digits.
     if not abs(loss - their_loss) < 1e-4 + 2e-6 * abs(their_loss):
         return f"loss {loss:.4f}, transformers {their_loss:.4f}"
     if not abs(export_loss - their_loss) < 1e-5:
@@ -200,9 +224,11 @@ def byte_fallback(normalizer=None, pre=None, **bpe):
     vocab = {"<unk>": 0, END: 1, **{f"<0x{b:02X}>": b + 2 for b in range(256)}}
     letters = sorted({c for text in CORPUS for c in text.replace(" ", "▁")} - set("🙂你好世"))
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("d", "o"), ("do", "g"), ("▁", "dog"), ("▁", "▁"), ("i", "n"), ("o", "v")]
+
     for piece in letters + [a + b for a, b in merges]:
         vocab.setdefault(piece, len(vocab))
     t = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True, **bpe))
+
     if normalizer:
         t.normalizer = normalizer
     if pre:
@@ -231,6 +257,8 @@ def tokenizer_kinds():
         yield name, byte_level(getattr(N, name)())
     yield "NFD, then lower case", byte_level(N.Sequence([N.NFD(), N.Lowercase()]))
     yield "replace", byte_level(N.Replace("dog", "cat"))
+
+    # Ways to cut words.
     yield "digits alone", byte_level(pre=P.Digits(individual_digits=True))
     yield "digits together", byte_level(pre=P.Digits(individual_digits=False))
     yield "split", byte_level(pre=P.Split(Regex(r"\w+|[^\w\s]+|\s+"), "isolated"))
@@ -240,16 +268,21 @@ def tokenizer_kinds():
     yield "split, words", byte_level(pre=P.Split(Regex(r"\W|\b\w+?\b|[\w']+"), "isolated"))
     yield "white space", byte_level(pre=P.Whitespace())
     yield "punctuation", byte_level(pre=P.Punctuation())
+
     yield "prefix space", (lambda j: (j["pre_tokenizer"].update(add_prefix_space=True), j)[1])(edited(byte_level()))
     yield "ignore_merges", edited(byte_level(), ignore_merges=True)
     yield "dropout", edited(byte_level(), dropout=0.0)
     yield "suffix", edited(byte_level(), end_of_word_suffix="</w>")
+
+    # Spaces written as U+2581.
     prepend = N.Sequence([N.Prepend("▁"), N.Replace(" ", "▁")])
     yield "prepend", byte_fallback(prepend)
     yield "replace alone", byte_fallback(N.Replace(" ", "▁"))
     for scheme in ("always", "first", "never"):
         yield f"metaspace {scheme}", byte_fallback(pre=P.Metaspace(prepend_scheme=scheme))
     yield "metaspace, no split", byte_fallback(pre=P.Metaspace(prepend_scheme="always", split=False))
+
+    # Added tokens with every rule, and several of them together.
     for flags in (dict(lstrip=True), dict(rstrip=True), dict(lstrip=True, rstrip=True), dict(single_word=True),
                   dict(single_word=True, lstrip=True, rstrip=True)):
         for special in (False, True):
@@ -263,9 +296,12 @@ def tokenizer_kinds():
     yield "added, prepend", added(byte_fallback(prepend), *mixed)
     for scheme in ("always", "first", "never"):
         yield f"added, metaspace {scheme}", added(byte_fallback(pre=P.Metaspace(prepend_scheme=scheme)), *mixed)
+
     t = byte_level()
     t.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, t.token_to_id(END))])
     yield "template", t
+
+    # Other kinds of model.
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁the", -1.0), ("a", -2.0), (END, 0.0)], 0))
     yield "unigram", unigram
     yield "word level", Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, END: 2}, unk_token="<unk>"))
@@ -276,6 +312,8 @@ def prepared(folder, data, end):
     rc, out, error = run("--prepare", f"{folder}/out.bin", "--data", data, "--tokenizer", folder, "--document-end", end)
     if rc:
         raise PermissionError(error)
+
+    # The tokens of all shards, which are then removed.
     tokens = []
     for name in sorted(n for n in os.listdir(folder) if re.fullmatch(r"out(_\d+)?\.bin", n)):
         raw = open(f"{folder}/{name}", "rb").read()
@@ -291,10 +329,11 @@ def check_tokenizer(folder, kind):
     os.makedirs(folder)
     text = json.dumps(kind) if isinstance(kind, dict) else kind.to_str()
     open(f"{folder}/tokenizer.json", "w").write(text)
+
     t = Tokenizer.from_str(text)
     end = t.token_to_id(END)
 
-    # documents, in which special tokens are text; then one text, in which they are tokens
+    # First documents, in which special tokens are text. Then one text, in which they are tokens.
     with open(f"{folder}/x.jsonl", "w") as f:
         f.writelines(json.dumps({"text": text}) + "\n" for text in TEXTS)
     whole = "\n".join(TEXTS)
@@ -306,6 +345,8 @@ def check_tokenizer(folder, kind):
         got = prepared(folder, f"{folder}/{data}", end)
         if special and got[:1] != [end]:
             got = [end, *got]
+
+        # Show the tokens around the first difference.
         if got != want:
             at = next((i for i, (a, b) in enumerate(zip(got, want)) if a != b), min(len(got), len(want)))
             show = lambda ids: [t.id_to_token(i) for i in ids[max(at - 3, 0) : at + 3]]
@@ -320,7 +361,7 @@ def report(name, check, counts):
         wrong = check()
         state = "FAIL" if wrong else "ok"
     except PermissionError as e:
-        # one line of ours, which names what is not built
+        # A refusal is one line of ours, which names what is not built.
         wrong = str(e).split("error: ", 1)[-1]
         state = "refused" if "\n" not in wrong and "error: " in str(e) else "FAIL"
     except TheirsFails as e:
@@ -335,6 +376,8 @@ def main():
         data = f"{scratch}/data.txt"
         open(data, "w").write(PROMPT * 100)
         open(data + ".val.txt", "w").write(TEXT)
+
+        # Models. Where transformers refuses there is nothing to compare with.
         for number, (family, more) in enumerate(configurations()):
             folder = f"{scratch}/model{number}"
             name = f"{family['model_type']} {json.dumps(more) if more else ''}"
@@ -347,6 +390,8 @@ def main():
             else:
                 report(name, lambda: check_model(folder, data), counts)
             shutil.rmtree(folder + ".export", ignore_errors=True)
+
+        # Tokenizers.
         for number, (name, kind) in enumerate(tokenizer_kinds()):
             report(f"tokenizer.json, {name}", lambda: check_tokenizer(f"{scratch}/tokenizer{number}", kind), counts)
     print(", ".join(f"{n} {state}" for state, n in counts.items()))

@@ -27,7 +27,7 @@ STORIES = os.path.join(FIXTURES, "checkpoints/stories260K/hf")
 HELLASWAG = os.path.join(FIXTURES, "eval/hellaswag_val_first400.txt")
 TEXT = os.path.join(FIXTURES, "text/tinyshakespeare.txt")
 PROGRAM = sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "build/train_gpt")
-TASKS = {  # the harness's files
+TASKS = {  # paths of the harness's files
     "hellaswag": "hellaswag/hellaswag", "arc-easy": "arc/arc_easy",
     "arc-challenge": "arc/arc_challenge", "piqa": "piqa/piqa",
     "winogrande": "winogrande/default", "lambada": "lambada/lambada_openai",
@@ -103,7 +103,7 @@ def copy_task(name, path, folder, prepared):
     source = os.path.join(os.path.dirname(lm_eval.__file__), "tasks", TASKS[name] + ".yaml")
     shutil.copytree(os.path.dirname(source), folder,
                     ignore=lambda _, all: [f for f in all if not f.endswith(".py")])
-    # arc-challenge takes all but its name from the other
+    # arc-challenge takes everything but its name from arc-easy.
     with open(source.replace("arc_challenge", "arc_easy"), encoding="utf-8") as f:
         lines = f.read().splitlines()
     ours = r"(tag|task|group|dataset_\w+|\w+_split):|  ?- (\w+|ai2_arc)$"
@@ -117,6 +117,7 @@ def harness(lm, folder, files, prepared=False):
     tasks = os.path.join(folder, "tasks")
     for name, path in files.items():
         copy_task(name, path, os.path.join(tasks, name), prepared)
+
     manager = lm_eval.tasks.TaskManager(include_path=tasks, include_defaults=False)
     results = lm_eval.simple_evaluate(model=lm, tasks=[f"our_{name}" for name in files],
                                       task_manager=manager, bootstrap_iters=100)["results"]
@@ -184,6 +185,7 @@ class Stories(HFLM):
 
 
 def main():
+    # Words of Shakespeare's, and questions made of them.
     wrong, pick = 0, random.Random(1)
     with open(TEXT, encoding="utf-8") as f:
         words = sorted(set(re.findall(r"\w+", f.read(20000))))
@@ -192,11 +194,15 @@ def main():
         lines[name].append(question)
     spoken = passages(words[:6], pick, 60)
     lines["lambada"] = [{"text": passage} for passage in spoken]
+
+    # A small model on all tasks, by both programs.
     with tempfile.TemporaryDirectory() as folder:
         place = lambda name: os.path.join(folder, name)
         export, lm = small_model(folder, write_lines(place("text.txt"), spoken * 3))
         files = {name: write_lines(place(name + ".json"), lines[name]) for name in TASKS}
         wrong += compare(ours(export, GPT2, files), harness(lm, folder, files))
+
+    # stories260K on the fixture's questions, whose texts need no preparation.
     with tempfile.TemporaryDirectory() as folder:
         path = write_lines(os.path.join(folder, "hellaswag.json"), real_questions())
         lm = Stories(pretrained=transformers.AutoModelForCausalLM.from_pretrained(STORIES),

@@ -65,7 +65,7 @@ class Plot(unittest.TestCase):
         once = [step(n) for n in range(1, 7)]
         run = self.read(FIRST, *once[:2], val(2, 9), *once[2:], val(6, 9), step(2, 1.0),
                         val(2, 1.5), step(3, 0.5), val(3, 0.7), val(3, 0.6))
-        self.assertEqual(run.steps, [1, 2, 3])  # 4 to 6 are of the life that was given up
+        self.assertEqual(run.steps, [1, 2, 3])  # 4 to 6 belong to the life that was given up
         self.assertEqual(run.curves["loss"], (4.9, 1.0, 0.5))
         self.assertEqual(run.val, [(2, 1.5), (3, 0.6)])
         self.assertEqual(run.broken, [])
@@ -103,9 +103,10 @@ class Plot(unittest.TestCase):
         self.assertEqual(list(plot.x_values(run, "tokens")), [128, 256, 640])
         self.assertEqual(plot.x_values(run, "flops"), [128e3, 256e3, 640e3])
         for found, expected in zip(plot.x_values(run, "time"), (0.5, 2.0, 2.3)):
-            self.assertAlmostEqual(found, expected)  # steps 3 and 4 are not there: 100 ms too
+            self.assertAlmostEqual(found, expected)  # steps 3 and 4 are missing: 100 ms each too
         self.assertEqual(plot.val_points(run, [10, 20, 50]), ([0, 20, 50], [6, 5, 4]))
-        # a part of a log: its first step took its own time
+
+        # In a log that begins later, the first step counts with its own time.
         self.assertEqual(plot.x_values(self.read(step(7)), "time"), [0.5])
 
     def test_smoothing_does_not_lag(self):
@@ -113,12 +114,14 @@ class Plot(unittest.TestCase):
         self.assertEqual(plot.smoothed(line, 1), line)
         for a, b in zip(plot.smoothed(line, 7), line):
             self.assertAlmostEqual(a, b)
-        # one neighbour each side from the fifth on; none at the end
+
+        # One neighbour on each side from the fifth value on, and none at the end.
         self.assertEqual(plot.smoothed([0, 3, 0, 3, 0, 3, 0, 3], 3), [0, 3, 0, 3, 2, 1, 2, 3])
+
         gap = plot.smoothed([0] * 4 + [6, 0, math.nan, 3, 1], 3)
         self.assertTrue(math.isnan(gap.pop(6)))
         self.assertEqual(gap, [0, 0, 0, 0, 2, 3, 2, 1])
-        self.assertEqual(plot.smoothed([0.0] * 8 + [5, 0, 0, 0, 0], 99)[8], 1)  # two each side
+        self.assertEqual(plot.smoothed([0.0] * 8 + [5, 0, 0, 0, 0], 99)[8], 1)  # two on each side
 
     def test_names(self):
         self.assertEqual(plot.run_names(["x/a/log.jsonl", "y/b/log.jsonl"]), ["a", "b"])
@@ -156,6 +159,8 @@ class Plot(unittest.TestCase):
         a = self.log(FIRST, "{", *(step(n) for n in range(1, 301)), val(300, 2.5))
         self.log(FIRST, *(step(n, 3 + 1 / n) for n in range(1, 30)), name="b")
         out = os.path.join(self.folder, "out.svg")
+
+        # Every axis has its name, and the pictures their words.
         for x, name in (("step", "step"), ("tokens", "tokens"), ("flops", "FLOPs"),
                         ("time", "time in minutes")):
             status, text = self.main(a, os.path.join(self.folder, "b"), "--x", x, "--out", out,
@@ -167,14 +172,19 @@ class Plot(unittest.TestCase):
             for words in (name, "2 runs: tiny, T 32", "a: best validation loss 2.500", ">b<",
                           "learning rate", "gradient norm", "tokens a second"):
                 self.assertIn(words, svg)
+
+        # The same picture has the same bytes.
         self.main(a, os.path.join(self.folder, "b"), "--x", "time", "--out", out, "--log", "xy")
         with open(out, encoding="utf-8") as f:
-            self.assertEqual(f.read(), svg)  # the same bytes again
+            self.assertEqual(f.read(), svg)
+
+        # Names that matplotlib would take for a formula, or leave out of its legend.
         self.main(a, a, "--names", "$a$,_b", "--out", out)
         with open(out, encoding="utf-8") as f:
             svg = f.read()
         for name in (">$a$: best", " _b: best"):
             self.assertIn(name, svg)
+
         png = os.path.join(self.folder, "out.png")
         self.assertEqual(self.main(a, "--out", png, "--title", "T")[0], 0)
         with open(png, "rb") as f:
@@ -187,6 +197,8 @@ class Plot(unittest.TestCase):
         out = os.path.join(self.folder, "a.svg")
         figure = plot.draw([run], out, "step", "", "", 0, small=True)
         self.assertEqual([ax.get_ylabel() for ax in figure.axes], ["nats a token"])
+
+        # Every third step is drawn, and the validation loss as a point.
         raw, smooth, points = figure.axes[0].lines
         self.assertEqual(list(raw.get_xdata()), list(range(1, 1202, 3)))
         self.assertEqual(list(raw.get_ydata()), list(run.curves["loss"][::3]))
@@ -204,6 +216,8 @@ class Plot(unittest.TestCase):
             xs, ys = axes[title].lines[0].get_data()
             self.assertEqual(list(xs), [128.0 * n for n in range(1, 11)])
             self.assertEqual(list(ys), list(run.curves[key]), title)
+
+        # A task's score instead of the loss.
         tasks = self.read(FIRST, step(1), {"step": 1, "piqa": 0.25}, step(2),
                           {"step": 2, "piqa": 0.5})
         figure = plot.draw([tasks], os.path.join(self.folder, "a.svg"), "step", "", "", 0, "piqa")
@@ -211,13 +225,18 @@ class Plot(unittest.TestCase):
         xs, ys = scores["piqa"].lines[0].get_data()
         self.assertEqual((list(xs), list(ys), len(scores["piqa"].lines)), ([1, 2], [0.25, 0.5], 1))
         self.assertEqual(scores["piqa"].get_ylabel(), "")
+
+        # A long log is drawn raw and as an average.
         long = self.read(*(step(n) for n in range(1, 201)))
         figure = plot.draw([long], os.path.join(self.folder, "a.svg"), "step", "", "", 0)
-        self.assertEqual([len(ax.lines) for ax in figure.axes], [3, 1, 2, 2])  # raw and average
+        self.assertEqual([len(ax.lines) for ax in figure.axes], [3, 1, 2, 2])
+
         hours = self.read(step(1, ms=3.6e6), step(2, ms=7.2e6))
         figure = plot.draw([hours], os.path.join(self.folder, "a.svg"), "time", "", "", 0)
         self.assertEqual(list(figure.axes[0].lines[0].get_xdata()), [1, 3])
         self.assertEqual(figure.axes[0].get_xlabel(), "time in hours")
+
+        # A log without numbers is drawn all the same.
         nothing = self.read(dict(step(1), loss=None, grad_norm=0), val(1, None))
         plot.draw([nothing], os.path.join(self.folder, "a.svg"), "time", "xy", "", 0)
         points = axes["loss, validation loss as points"].lines[1].get_data()

@@ -11,8 +11,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 import sass
 
 NAME = "_ZN4llmc31attention_hopper_forward_kernelINS_4bf16ELi64EEEvPT_"
-# One instruction a line, as cuobjdump prints them. A loop from 0x20 to 0x120: whole tiles jump over the
-# mask, 0x80 to 0xa0; the wait for a barrier spins outside, at 0x150.
+# One instruction a line, as cuobjdump prints them. The loop goes from 0x20 to 0x120. Whole tiles
+# jump over the mask at 0x80 to 0xa0. The wait for a barrier spins outside of the loop, at 0x150.
 CODE = """
 0000 S2R R0, SR_TID.X
 0010 @P0 BRA 0x140
@@ -92,7 +92,7 @@ class Sass(unittest.TestCase):
         self.assertEqual(masked, sloped)  # nothing is converted to float
         self.assertEqual([i.address for i in whole],
                          [*range(0x20, 0x80, 16), *range(0xb0, 0x130, 16)])
-        self.assertEqual(len(masked), len(whole) + 3 + 3)  # the mask, and the wait that spins
+        self.assertEqual(len(masked), len(whole) + 3 + 3)  # plus the mask, and the wait that spins
         self.assertEqual(sass.count(masked, "FSEL"), 2)
 
     def test_masked_path_has_no_alibi(self):
@@ -118,7 +118,7 @@ class Sass(unittest.TestCase):
         (whole, _, _), = sass.tensor_loops(self.kernel())
         clocks = sass.clocks_of(whole, sass.GPUS["sm_90a"])
         self.assertEqual(4 * clocks["tensor"], 128 / 2 + 64 / 2)
-        # Both operands of the first product lie in shared memory, of the second only one.
+        # Both operands of the first product lie in shared memory, and only one of the second's.
         self.assertEqual(4 * clocks["shared"], ((64 + 128) * 32 + 64 * 32) / 128)
         self.assertEqual(4 * clocks["issue"], 14)
         self.assertEqual(4 * clocks["mufu"], 3 * 8)
@@ -132,7 +132,7 @@ class Sass(unittest.TestCase):
     def test_warps_of_an_sm(self):
         self.assertEqual(sass.warps_resident(168, 384, 163840), 12)
         self.assertEqual(sass.warps_resident(32, 256, 0), 64)
-        self.assertEqual(sass.warps_resident(33, 256, 0), 48)  # given out in eights: 40
+        self.assertEqual(sass.warps_resident(33, 256, 0), 48)  # registers come in eights: 40
         self.assertEqual(sass.warps_resident(32, 256, 65536), 24)
 
     def test_causal_tiles(self):

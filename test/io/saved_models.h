@@ -1,5 +1,5 @@
 // saved_models.h - small models whose files are written and read: shapes of every family, random
-// weights, and what to compare; for tests of exports, checkpoints and golden files
+// weights, and ways to compare them; for tests of exports, checkpoints and golden files
 #pragma once
 #include <omp.h>
 #include "../../llmc/io/checkpoint_load.h"
@@ -11,7 +11,7 @@
 using namespace llmc;
 using nlohmann::json;
 
-// The models are tiny: a team of threads would only wait, and a forked child has none.
+// The models are tiny. A team of threads would only wait, and a forked child has no threads.
 inline const int one_thread = (omp_set_num_threads(1), 1);
 
 inline json read_json(const std::string& path) { return json::parse(read_file(path)); }
@@ -25,7 +25,7 @@ inline Plan plan_of(Mode mode, size_t B, size_t T, size_t cache = 0) {
     return p;
 }
 
-// The logits behind a prompt.
+// The logits for the token after a prompt.
 template <typename T>
 std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<int>& prompt) {
     generate_batch(t, plan, prompt.data(), prompt.size(), 0);
@@ -34,6 +34,7 @@ std::vector<float> logits_after(Trainer<T, Cpu>& t, int plan, const std::vector<
     return std::vector<float>(logits, logits + t.model.shape.V);
 }
 
+// The prompt and `count` tokens after it, each the likeliest.
 template <typename T>
 std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, size_t count) {
     std::vector<int> ids = prompt;
@@ -62,9 +63,9 @@ struct TensorFile {
         if (t) memcpy(x.data(), t->data, t->bytes);
         return x;
     }
-    // a tensor of this parameter as the trainer holds it, [out, in]
+    // A tensor that belongs to this parameter, as the trainer holds it: [out, in].
     std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
-        // Each matrix of a stack is a tensor.
+        // Join the matrices of a stack: in the file each is a tensor.
         if (p.stack > 1) {
             std::vector<float> all;
             for (size_t k = 0; k < p.stack; k++) {
@@ -73,6 +74,9 @@ struct TensorFile {
             }
             return all;
         }
+
+        // Find the tensor, under the family's name or an exported name, and
+        // take the parameter's rows.
         HfPlace place = hf_place(s, p);
         std::string name = kind + place.tensor;
         if (!safetensors_find(file, name)) name = kind + export_name(p, s);
@@ -80,6 +84,8 @@ struct TensorFile {
         EXPECT_EQ(x.size(), place.rows * p.cols()) << name;
         x.erase(x.begin(), x.begin() + long(place.first * p.cols()));
         x.resize(p.file_elements());
+
+        // Turn it as the trainer holds it.
         if (by_heads(p)) x = swap_outer(x, s.NH, 3);
         return p.transposed ? transpose(x, p.cols(), p.rows()) : x;
     }
@@ -94,7 +100,7 @@ inline double largest(const std::vector<float>& x) {
 // ----------------------------------------------------------------------------
 // models
 
-// Every family, tied and not; 61 words, which the trainer pads to 128.
+// Every family, tied and untied, with 61 words, which the trainer pads to 128.
 inline std::vector<Shape> saved_shapes() {
     Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), gpt2_untied = gpt2;
     Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama,
@@ -104,11 +110,15 @@ inline std::vector<Shape> saved_shapes() {
     llama_tied.norm_eps = 1e-3f;
     mistral.hf_type = "mistral", mistral.sliding_window = 7;
     qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
+
+    // Windows, biases, and norms of queries and keys.
     Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama,
           qwen3 = qwen2;
     mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
     qwen2.sliding_window = 5, qwen2.window_from = 1;
     qwen3.hf_type = "qwen3", qwen3.qk_norm = true, qwen3.qkv_bias = false, qwen3.HS = 6;
+
+    // Experts.
     Shape mixtral = mistral_endless, qwen3_moe = qwen3, olmoe = mistral_endless;
     set_variant(olmoe, "olmoe");
     olmoe.family = Family::MIXTRAL, olmoe.hf_type = "olmoe", olmoe.E = 4, olmoe.K = 2;
@@ -117,13 +127,17 @@ inline std::vector<Shape> saved_shapes() {
     mixtral.hf_type = "mixtral", mixtral.E = 3, mixtral.K = 2;
     qwen3_moe.hf_type = "qwen3_moe", qwen3_moe.E = 11, qwen3_moe.K = 3;
     qwen3_moe.router = Router::SOFTMAX;
-    Shape qwen2_moe = qwen3_moe; // an ffn first, then experts beside a shared one
+    Shape qwen2_moe = qwen3_moe; // a dense layer first, then experts beside a shared one
     qwen2_moe.hf_type = "qwen2_moe", qwen2_moe.qk_norm = false, qwen2_moe.qkv_bias = true;
     qwen2_moe.sliding_window = 0, qwen2_moe.window_from = 0, qwen2_moe.dense_first = 1;
     qwen2_moe.dense_F = 14, qwen2_moe.shared_F = 9, qwen2_moe.shared_gate = true;
+
+    // Biases everywhere, and scalings of RoPE.
     biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
     biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
     yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
+
+    // Latent attention, with experts and without.
     LatentSizes sizes = {5, 6, 4, 2, 3};
     Shape latents = llama_shape(2, 4, 4, 16, 0, 61, 32, 10000);
     Shape deepseek = deepseek_shape("deepseek_v2", latents, sizes, 14);
@@ -133,13 +147,15 @@ inline std::vector<Shape> saved_shapes() {
     deepseek_v3.gate_scale = 2.5f;
     deepseek_v3.expert_groups = 4, deepseek_v3.kept_groups = 2;
     Shape deepseek_v2 = with_experts(deepseek, 1, 6, 2, 10, 1);
+
+    // Collect them, then add the variants of Llama and GPT-NeoX.
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
                               qwen2, qwen2_tied, biased, yarn, qwen3,
                               mixtral, qwen3_moe, olmoe, qwen2_moe,
                               deepseek, deepseek_v2, deepseek_v3};
     for (const char* type : VARIANTS) {
         Shape s = small_variant(mistral_endless, type);
-        s.L = 3; // layers of each kind
+        s.L = 3; // at least one layer of each kind
         all.push_back(s);
     }
     all.push_back(small_neox(2, 3, 24));
@@ -150,7 +166,8 @@ inline std::string shape_name(const Shape& s) {
     return s.hf_type + (s.tied ? ", tied" : ", untied");
 }
 
-template <typename T> void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // norms and biases too
+// Random weights everywhere: init_weights() leaves norms and biases constant.
+template <typename T> void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) {
     for (const Parameter& p : t.model.parameters) {
         std::vector<float> v(p.elements());
         for (size_t i = 0; i < p.file_elements(); i++)
@@ -159,6 +176,7 @@ template <typename T> void fill_weights(Trainer<T, Cpu>& t, uint64_t seed) { // 
     }
 }
 
+// Windows of 16 tokens that follow the squares, starting elsewhere in each sample.
 inline Window squares_window(size_t V) {
     return [V](uint64_t sample, int* tokens, int* targets) {
         for (uint64_t i = 0; i < 16; i++) {
@@ -169,6 +187,7 @@ inline Window squares_window(size_t V) {
     };
 }
 
+// A model with random weights and a plan to train it.
 template <typename T>
 std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool adamw = true) {
     Plan plan = plan_of(Mode::TRAIN, 2, 16);

@@ -63,6 +63,7 @@ def read_events(path):
         turned = (crc >> 15 | (crc & 0x7FFF) << 17) + 0xA282EAD8 & 0xFFFFFFFF
         assert turned == struct.unpack("<I", stored)[0]
 
+    # A record: its length, the body, and a checksum of each.
     while at < len(data):
         length, = struct.unpack_from("<Q", data, at)
         check(data[at:at + 8], data[at + 8:at + 12])
@@ -70,6 +71,8 @@ def read_events(path):
         assert len(body) == length
         check(body, data[at + 12 + length:at + 16 + length])
         at += 16 + length
+
+        # The event: a file version, or points.
         event = dict(fields(body))
         time, = struct.unpack("<d", event[1])
         if 3 in event:
@@ -134,11 +137,15 @@ class TensorBoard(unittest.TestCase):
                     ("loss", 300, 4.25, 1000), ("ms", 300, 1500, 1000),
                     ("val_loss", 300, 4.5, 1000), ("hellaswag", 300, 0.3, 1000)]
         self.assertEqual(len(points), len(expected))
+
+        # Each point is there, and steps rise.
         for (tag, step, value, time), (*e, at) in zip(sorted(points), sorted(expected)):
             self.assertEqual((tag, step), (e[0], e[1]))
             self.assertAlmostEqual(value, e[2], 6)
             self.assertAlmostEqual(time, at)
-        self.assertEqual(sorted(p[1] for p in points), [p[1] for p in points])  # steps rise
+        self.assertEqual(sorted(p[1] for p in points), [p[1] for p in points])
+
+        # The same log makes the same bytes.
         with open(f"{self.folder}/tb/a/{converter.FILE}", "rb") as f:
             first = f.read()
         self.main(log)
@@ -154,6 +161,7 @@ class TensorBoard(unittest.TestCase):
         self.assertEqual(found["loss"], [(1, 1), (2, 20), (3, 30)])
         self.assertEqual(found["val_loss"], [(2, 7)])
         self.assertEqual(found["hellaswag"], [(2, 0.5)])
+
         found = self.series(FIRST, *steps, {"step": 5, "val_loss": 8}, {"step": 5, "loss": 50})
         self.assertEqual((found["loss"][-1], "val_loss" in found), ((5, 50), False))
 
@@ -180,6 +188,7 @@ class TensorBoard(unittest.TestCase):
         self.assertEqual(self.events(".._x_y")[1][0][:3], ("loss", 1, 1))
 
     def test_the_package_reads_it(self):
+        # Import the package tensorboard in place of our file of that name.
         folder = sys.path.pop(0)
         ours = sys.modules.pop("tensorboard")
         try:
@@ -189,6 +198,7 @@ class TensorBoard(unittest.TestCase):
         finally:
             sys.path.insert(0, folder)
             sys.modules["tensorboard"] = ours
+
         steps = ({"step": n, "loss": 6 / n, "ms": 1000} for n in range(1, 400))
         self.main(self.log(FIRST, *steps))
         accumulator = EventAccumulator(f"{self.folder}/tb/a").Reload()

@@ -1,7 +1,7 @@
 // test_chat.cpp - conversations: formats as strings and tokens, answers that are trained, refusals
 //   Rendered strings are those of the models' published templates, written out here by hand. The
 //   tokenizer has a token for each byte and the special tokens of all formats, so that a string
-//   says the tokens; Llama 2's own tokenizer is compared where the fixtures are at hand.
+//   tells the tokens. Llama 2's own tokenizer is compared where the fixtures are at hand.
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/io/rollouts.h"
@@ -11,12 +11,14 @@ using namespace llmc;
 
 typedef std::vector<int> Tokens;
 
-// A byte-level tokenizer, a token a byte, with special tokens behind them.
+// A byte-level tokenizer with one token a byte, and special tokens after them.
 static Tokenizer tokenizer_with(const std::vector<std::string>& special) {
     Tokenizer t;
     t.name = "test";
     t.kind = TokenizerKind::BPE;
     t.pieces.resize(256);
+
+    // The bytes, then the special tokens.
     for (int b = 0; b < 256; b++) {
         t.pieces[b] = std::string(1, char(b));
         t.ids[t.pieces[b]] = t.byte_token[b] = b;
@@ -38,15 +40,17 @@ static const std::vector<std::string> ALL_SPECIAL = {
     "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"};
 
-// Tokens as text, special ones by their names; what is trained stands in { }.
+// Tokens as text, with special tokens by their names. The trained part stands in { }.
 static std::string shown(const Tokenizer& t, const ChatTokens& c) {
     std::string text;
+
     bool in = false;
     for (size_t i = 0; i <= c.tokens.size(); i++) {
         bool trained = i < c.tokens.size() && c.trained[i];
         if (trained != in) text += trained ? "{" : "}";
         in = trained;
         if (i == c.tokens.size()) break;
+
         std::string piece = decode(t, c.tokens[i]);
         for (const auto& [name, token] : t.special)
             if (token == c.tokens[i]) piece = name;
@@ -95,13 +99,13 @@ TEST(Chat, EachFormatIsItsTemplatesStringAndTrainsItsAnswers) {
         ASSERT_EQ(chat_tokens(chat, TALK, &out), "");
         EXPECT_EQ(shown(t, out), row.rendered) << row.format;
 
-        // Its special tokens are the text's own, and its bytes too.
+        // Encoding the rendered string gives the same tokens, special ones included.
         std::string plain;
         for (char c : row.rendered)
             if (c != '{' && c != '}') plain += c;
         EXPECT_EQ(out.tokens, encode(t, plain, true)) << row.format;
 
-        // The prompt has the same tokens, up to the answer.
+        // The prompt's tokens are the same, up to the answer.
         Tokens prompt;
         Conversation asked(TALK.begin(), TALK.end() - 1);
         ASSERT_EQ(chat_prompt(chat, asked, &prompt), "");
@@ -125,12 +129,15 @@ TEST(Chat, SystemTextsThatFormatsBring) {
     EXPECT_HAS(shown(t, out), "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
                               "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
                               "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>");
+
+    // Alpaca's text depends on whether the instruction has an input.
     ASSERT_EQ(choose_chat(&chat, "alpaca", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "Add.", "1 2"}, {"assistant", "3"}}, &out), "");
     EXPECT_EQ(shown(t, out),
               "<s>Below is an instruction that describes a task, paired with an input that "
               "provides further context. Write a response that appropriately completes the "
               "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n{3</s>}");
+
     ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "Add.", "1 2"}, {"assistant", "3"}}, &out), "");
     EXPECT_EQ(shown(t, out), "<s>User: Add.\n\n1 2\nAssistant:{ 3</s>}");
@@ -204,15 +211,18 @@ TEST(Chat, AutoKnowsATemplateByItsTextAndATokenizerByItsTokens) {
              {"<|user|>\n' + message['content'] + eos_token", "zephyr"},
              {"<|user|>\n' + message['content'] + '<|end|>' eos_token", ""},
              {"<|im_start|> <think>", ""},
+
              {"<start_of_turn>", ""}})
         EXPECT_EQ(recognise_template(known.text, all), known.format) << known.text;
+
+    // The tokenizer decides where the text fits two formats, or where there is no template.
     EXPECT_EQ(recognise_template("'[INST] ' + message['content'] + ' [/INST]'", few), "mistral");
     EXPECT_EQ(recognise_tokens(tokenizer_with({"<|im_start|>"})), "chatml");
     EXPECT_EQ(recognise_tokens(few), "plain");
 }
 
 TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
-    // A string in tokenizer_config.json, with the system text that ChatML's brings.
+    // The template is a string in tokenizer_config.json. ChatML's brings a system text of its own.
     Tokenizer t = tokenizer_with(ALL_SPECIAL);
     Chat chat;
     ChatTokens out;
@@ -225,7 +235,7 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
     EXPECT_EQ(shown(t, out), "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nU"
                              "<|im_end|>\n<|im_start|>assistant\n{T<|im_end|>}\n");
 
-    // A list; then a file of its own, which wins, and which no row renders.
+    // A list of templates; then a file of its own, which wins, and which we cannot render.
     config = {{"chat_template", {{{"name", "tools"}, {"template", "<<SYS>>"}},
                                  {{"name", "default"}, {"template", "<|start_header_id|>"}}}}};
     put_file(folder + "/tokenizer_config.json", config.dump());
@@ -238,7 +248,7 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
 
 TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
     Tokenizer few = tokenizer_with({"</s>"}), none = tokenizer_with({});
-    none.byte_token[0] = -1; // with one, the byte zero would end an answer
+    none.byte_token[0] = -1; // otherwise the byte zero would end an answer
     Chat chat;
     EXPECT_HAS(choose_chat(&chat, "chatml", "", few),
                "--chat-format chatml: --tokenizer test has no special token <|im_start|>");
@@ -287,7 +297,7 @@ TEST(Conversations, LinesOfTheUsualShapesSayTheSame) {
         EXPECT_TRUE(c[1].trained);
     }
 
-    // An answer's weight, an instruction's input and system text; and what is none of them.
+    // An answer's weight, an instruction's input and system text, and lines of no known shape.
     Conversation c;
     auto read = [&](const char* line) { return read_conversation(nlohmann::json::parse(line), &c); };
     EXPECT_EQ(read(R"({"messages": [{"role": "assistant", "content": "a", "weight": 0}]})"), "");
@@ -305,7 +315,8 @@ static std::string line_of(const std::string& question, const std::string& answe
     return nlohmann::json{{"prompt", question}, {"completion", answer}}.dump() + "\n";
 }
 
-// "User: qq\nAssistant: aa" and a zero: 20 bytes more than both texts.
+// Eight conversations. Each is "User: q\nAssistant: ", the answer and a zero, which is 20 bytes
+// more than its answer.
 static std::string eight_lines() {
     std::string text;
     for (int n : {3, 20, 11, 1, 7, 30, 2, 15}) text += line_of("q", std::string(n, 'a' + n % 26));
@@ -321,7 +332,8 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
     ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, T, 256, 1, &chat), "");
 
-    // 169 bytes of answers' tokens with their zeros and spaces, in windows of whole conversations.
+    // The answers have 89 bytes. Each also trains the space before it and the zero that ends it.
+    // Windows hold whole conversations.
     size_t trained = 0, found = 0, bytes = 0;
     std::vector<int> tokens(T), targets(T), start(T);
     for (size_t w = 0; w < d.windows; w++) {
@@ -334,7 +346,8 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
                 EXPECT_EQ(targets[i], tokens[i + 1]);
             }
             trained += targets[i] >= 0;
-            // Each conversation begins with its question, and its answer ends with the zero.
+
+            // A conversation begins with its question, and its answer ends with the zero.
             bool begins = start[i] == int(i);
             if (begins && tokens[i] == 'U') {
                 std::string text = decode(t, Tokens(tokens.begin() + long(i), tokens.end()));
@@ -343,7 +356,7 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
                 ASSERT_NE(end, std::string::npos);
                 for (size_t k = i; k <= i + end; k++) {
                     EXPECT_EQ(start[k], int(i));
-                    bool answer = k >= i + 17 && k < i + end; // the space before it is predicted
+                    bool answer = k >= i + 17 && k < i + end; // the space before it too
                     EXPECT_EQ(targets[k] >= 0, answer) << k - i << " of " << end;
                 }
                 found++;
@@ -351,10 +364,11 @@ TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {
             }
         }
     }
+
     EXPECT_EQ(found, 8u);
     EXPECT_EQ(trained, 89u + 2 * 8);
     EXPECT_EQ(bytes, 89u + 20 * 8);
-    EXPECT_EQ(d.windows, 5u); // 249 tokens: best fit leaves 71 as padding
+    EXPECT_EQ(d.windows, 5u); // 249 tokens: best fit leaves 71 tokens of padding
     EXPECT_EQ(check_tokens(d, 1 << 20), "");
 }
 
@@ -363,23 +377,25 @@ TEST(Conversations, AnswersThatAreCutAreCountedAndThoseWithoutAnyLeftOut) {
     Chat chat;
     ConversationCounts n;
     ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+
     std::string text = line_of("q", std::string(30, 'a')) + line_of(std::string(40, 'q'), "a") +
                        "{\"messages\": []}\nno JSON\n" + line_of("q", "a");
     std::vector<int> windows = pack_lines(text, 7, "talks", chat, 32, &n);
     EXPECT_EQ(windows.size(), 64u);
     EXPECT_EQ(n.conversations, 2u);
     EXPECT_EQ(n.cut, 1u);
-    EXPECT_EQ(n.lost, 18u); // 19 tokens stand before 30 and a zero, of which 13 fit
+    EXPECT_EQ(n.lost, 18u); // 19 tokens come first, so of 30 and a zero 13 fit
     EXPECT_EQ(n.dropped, 1u);
     EXPECT_EQ(n.trained, 14u + 3);
     EXPECT_EQ(n.malformed, 2u);
+
     EXPECT_HAS(conversations_text(n), "2 conversations, 17 tokens of answers; 1 are longer than a "
                                       "window and lost 18 tokens of answers");
     EXPECT_HAS(conversations_text(n), "the first talks:9: ends without an answer");
 }
 
 TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
-    // Prepare them.
+    // Prepare shards of the conversations, refusing sizes that would cut them.
     Tokenizer t;
     Config c;
     std::string path = put_file(scratch("more.jsonl"), eight_lines());
@@ -394,7 +410,7 @@ TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
     ASSERT_EQ(prepare(c, t, "./"), "");
     EXPECT_HAS(read_file(scratch("talks.json")), "\"documents\": 8");
 
-    // Compare.
+    // The shards hold the windows of the text.
     Chat chat;
     DataLoader text, shards;
     ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
@@ -408,7 +424,7 @@ TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
         EXPECT_EQ(a, b);
     }
 
-    // Refuse what would read them as something else, or text as them.
+    // Refuse to read conversations as anything else, or text as conversations.
     auto open = [&](const std::string& file, size_t T, const Chat* format) {
         DataLoader d;
         return data_open(&d, file, Split::VAL, true, t, T, 256, 1, format);
@@ -427,6 +443,7 @@ TEST(Conversations, BothSplitsAreWholeWindowsAndShareNone) {
     ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
     ASSERT_EQ(data_open(&train, path, Split::TRAIN, false, t, 64, 256, 1, &chat), "");
     ASSERT_EQ(data_open(&val, path, Split::VAL, false, t, 64, 256, 1, &chat), "");
+
     EXPECT_EQ(train.windows, 4u);
     EXPECT_EQ(val.windows, 1u);
     EXPECT_EQ(val.files[0].first, 4u * 64);
@@ -446,8 +463,9 @@ static std::vector<double> losses(const std::string& out) {
 }
 
 TEST(Sft, TheMeanOverAnswersIsTheSameInEveryLayout) {
-    // Answers of 1 to 30 tokens: a mean of micro-batches' means would differ by percents. In float,
-    // sums in another order differ by less than a millionth, which three steps hardly enlarge.
+    // Answers have 1 to 30 tokens, so a mean of the micro-batches' means would differ by percents.
+    // Sums in float that are added in another order differ by less than a millionth, and three
+    // steps hardly enlarge that.
     std::string path = put_file(scratch("sft.jsonl"), eight_lines());
     std::vector<double> expected;
     for (std::string layout :
@@ -460,6 +478,7 @@ TEST(Sft, TheMeanOverAnswersIsTheSameInEveryLayout) {
                         "--warmup 1 --sample-tokens 0 --device cpu --out '" + out + "' " + layout);
         ASSERT_EQ(ran.status, 0) << ran.text;
         EXPECT_HAS(ran.text, "8 conversations, 105 tokens of answers");
+
         std::vector<double> got = losses(out);
         if (expected.empty()) expected = got;
         ASSERT_EQ(got.size(), 3u);
@@ -467,6 +486,8 @@ TEST(Sft, TheMeanOverAnswersIsTheSameInEveryLayout) {
     }
 }
 
+// Five steps in one run, and in two runs with a resume between: the exported
+// weights have the same bits.
 TEST(Sft, ARunThatGoesOnHasTheSameBits) {
     std::string path = put_file(scratch("bits.jsonl"), eight_lines());
     std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
@@ -475,27 +496,37 @@ TEST(Sft, ARunThatGoesOnHasTheSameBits) {
     std::string whole = scratch("bits_whole"), parts = scratch("bits_parts");
     EXPECT_EQ(shell(common + whole + " --steps 5 --export " + whole + "_x").status, 0);
     EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+
     Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
                     "--device cpu --out " + parts + " --export " + parts + "_x");
     EXPECT_EQ(ran.status, 0) << ran.text;
     EXPECT_HAS(ran.text, "resumed at step 2");
+
     std::string weights = read_file(whole + "_x/model.safetensors");
     EXPECT_GT(weights.size(), 10000u);
     EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
 }
 
+// --loss sft chooses smaller steps for loaded weights than for new ones, and
+// larger ones for adapters.
 TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
     std::string path = put_file(scratch("prompt.jsonl"), eight_lines()), model = scratch("model");
     std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
                          " --seq 64 --micro-batch 1 --device cpu ";
+
+    // New weights.
     Ran made = shell(common + "--layers 1 --channels 32 --heads 2 --steps 1 --sample-tokens 0 "
                      "--export " + model);
     ASSERT_EQ(made.status, 0) << made.text;
     EXPECT_FALSE(has(made.text, "TRL's defaults"));
+
+    // Loaded weights, with a prompt that is asked as a question.
     Ran tuned = shell(common + "--model " + model + " --steps 1 --prompt Hello --sample-tokens 2");
     EXPECT_EQ(tuned.status, 0) << tuned.text;
     EXPECT_HAS(tuned.text, "--loss sft takes TRL's defaults: --lr 2e-05 --weight-decay 0");
     EXPECT_HAS(tuned.text, "chat format: plain");
+
+    // Adapters.
     Ran adapted = shell(common + "--model " + model + " --steps 1 --lora 2 --sample-tokens 0");
     EXPECT_EQ(adapted.status, 0) << adapted.text;
     EXPECT_HAS(adapted.text, "--loss sft takes TRL's defaults: --lr 2e-04 --weight-decay 0");
@@ -504,7 +535,7 @@ TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
 // ----------------------------------------------------------------------------
 // preferences
 
-// Eight pairs, each shape of a line among them.
+// Eight pairs, among them every shape of a line.
 static std::string eight_pairs() {
     return R"({"prompt": "Say one", "chosen": "one", "rejected": "two and three"}
 {"prompt": "Say two", "chosen": "two two", "rejected": "one"}
@@ -527,7 +558,7 @@ TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
         return pair_tokens(chat, j, 128, tokens, &n);
     };
 
-    // The prompt's tokens begin both, and none of them is trained; the answers' are.
+    // Both answers begin with the prompt's tokens, which are not trained. The answers' tokens are.
     std::vector<int> tokens;
     ASSERT_EQ(tokens_of(R"({"prompt": "Hm", "chosen": "ab", "rejected": "xyz"})", &tokens), "");
     std::string text, marks;
@@ -537,6 +568,7 @@ TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
         marks += tokens[i] & TRAINED ? '1' : '.';
         if (tokens[i] & REJECTED) second = i;
     }
+
     EXPECT_EQ(text.substr(0, second), "User: Hm\nAssistant: ab" + text.substr(second - 1, 1));
     EXPECT_EQ(text.substr(second, 23), "User: Hm\nAssistant: xyz");
     EXPECT_EQ(marks.substr(0, second), std::string(19, '.') + "1111");
@@ -544,7 +576,7 @@ TEST(Preferences, ALineBecomesTwoConversationsThatAskTheSame) {
     EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS);
     EXPECT_EQ(tokens[second] & (BEGINS | REJECTED), BEGINS | REJECTED);
 
-    // An answer that both have belongs to the question.
+    // An answer that both conversations share belongs to the question.
     ASSERT_EQ(tokens_of(R"({"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "e"}]})",
                         &tokens), "");
     EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 * 3);
@@ -578,8 +610,9 @@ static std::string preference_run(const std::string& data, const std::string& fl
 }
 
 TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
-    // Windows hold two pairs or one, so a mean of micro-batches' means would differ by percents.
-    // Sums in another order differ by less than a millionth, which two steps hardly enlarge.
+    // Windows hold two pairs or one, so a mean of the micro-batches' means would differ by
+    // percents. Sums that are added in another order differ by less than a millionth, and two
+    // steps hardly enlarge that.
     std::string path = put_file(scratch("pairs.jsonl"), eight_pairs());
     put_file(path + "2.jsonl", eight_pairs());
     std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 512 --steps 2 ";
@@ -587,7 +620,7 @@ TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
         std::vector<double> expected;
         for (std::string layout :
              {"--micro-batch 4", "--micro-batch 1", "--micro-batch 2 --local-ranks 2 --zero 3",
-              "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1 --verify-every 1", // replays, too
+              "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1 --verify-every 1", // with replays
               "--micro-batch 2 --local-ranks 2 --tp 2 --sequence-parallel"}) {
             if (loss != "dpo" && !layout.ends_with("4") && !has(layout, "pp")) continue;
             std::string out = scratch(loss + layout);
@@ -595,13 +628,15 @@ TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
                                                      "' " + layout));
             ASSERT_EQ(ran.status, 0) << ran.text;
             EXPECT_HAS(ran.text, "8 pairs");
+
             std::vector<double> got = preference_log(out);
             if (expected.empty()) expected = got;
             ASSERT_EQ(got.size(), 8u);
             for (size_t i = 0; i < 8; i++)
                 EXPECT_NEAR(got[i], expected[i], 2e-5 * std::max(1.0, expected[i]))
                     << loss << layout << i;
-            // A policy that is its reference draws.
+
+            // A policy that equals its reference draws.
             if (loss == "dpo") {
                 EXPECT_EQ(float(got[0]), float(std::log(2.0)));
                 EXPECT_EQ(got[1], 0);
@@ -615,6 +650,8 @@ TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
     }
 }
 
+// Five steps in one run, and in two runs with a resume between: the exported
+// weights have the same bits.
 TEST(Preferences, ARunThatGoesOnHasTheSameBits) {
     std::string path = put_file(scratch("prefer.jsonl"), eight_pairs());
     put_file(path + "2.jsonl", eight_pairs());
@@ -624,11 +661,13 @@ TEST(Preferences, ARunThatGoesOnHasTheSameBits) {
     Ran first = shell(common + whole + " --steps 5 --export " + whole + "_x --merge");
     EXPECT_EQ(first.status, 0) << first.text;
     EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+
     Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 --lora 4 "
                     "--device cpu --out " + parts + " --merge --export " + parts + "_x");
     EXPECT_EQ(ran.status, 0) << ran.text;
     EXPECT_HAS(ran.text, "reference: the starting weights");
     EXPECT_HAS(ran.text, "resumed at step 2");
+
     std::string weights = read_file(whole + "_x/model.safetensors");
     EXPECT_GT(weights.size(), 10000u);
     EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
@@ -637,7 +676,7 @@ TEST(Preferences, ARunThatGoesOnHasTheSameBits) {
 // ----------------------------------------------------------------------------
 // answers with a label
 
-// Fourteen answers in lines of both shapes, of which five are undesirable: four windows.
+// Fourteen answers in lines of both shapes, five of them undesirable. They fill four windows.
 static std::string fourteen_answers() {
     std::string lines;
     const char* names[] = {"one", "two", "three", "four", "five", "six",
@@ -650,7 +689,8 @@ static std::string fourteen_answers() {
 }
 
 TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
-    // Letters are questions, digits trained answers, as load_conversations() gives them.
+    // Letters are questions and digits are trained answers, as load_conversations() gives them. A
+    // capital begins a conversation.
     auto window = [](const std::string& text, std::vector<int>* tokens, std::vector<int>* targets) {
         tokens->clear();
         targets->assign(text.size(), -1);
@@ -661,11 +701,15 @@ TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
         }
     };
     std::vector<int> tokens, targets, before, before_targets;
-    window("Xx9Yy78Z..", &before, &before_targets); // Z: padding
+    window("Xx9Yy78Z..", &before, &before_targets); // Z begins padding
     window("Aa123Bb4Cc56", &tokens, &targets);
+
     auto answers = questions_of(before.data(), before_targets.data(), before.size());
     EXPECT_EQ(answers.size(), 2u);
     EXPECT_EQ(mismatched_window(answers, tokens.data(), targets.data(), 12, '.'), 3u);
+
+    // Each question now has the answer before its own; the first takes the last
+    // of the window before.
     std::string text, trained;
     for (size_t i = 0; i < 12; i++) {
         text += char(tokens[i] & 0x7f);
@@ -675,7 +719,8 @@ TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
     EXPECT_EQ(text, "Aa78Bb123Cc4");
     EXPECT_EQ(trained, ".78..123..4.");
 
-    // A longer answer loses its end where the window ends; a shorter one leaves padding apart.
+    // An answer that is too long is cut at the window's end, and one that is shorter
+    // leaves padding after it.
     window("Xx2345", &before, &before_targets);
     window("Aa1Bb2", &tokens, &targets);
     answers = questions_of(before.data(), before_targets.data(), before.size());
@@ -709,20 +754,24 @@ TEST(Labels, ALineHasOneAnswerAndItsLabel) {
     };
     ASSERT_EQ(tokens_of(R"({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}], "completion": "de", "label": false})"), "");
     EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS | REJECTED);
-    // The first answer is the question's.
-    EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 + 2); // and how it ends
+
+    // The answer inside the prompt belongs to the question. Trained are "de", the space before it,
+    // and the zero that ends it.
+    EXPECT_EQ(std::count_if(tokens.begin(), tokens.end(), [](int x) { return x < 0; }), 2 + 2);
+
     ASSERT_EQ(tokens_of(R"({"prompt": "a", "completion": "b", "label": true})"), "");
     EXPECT_EQ(tokens[0] & (BEGINS | REJECTED), BEGINS);
     EXPECT_EQ(n.undesirable, 1u);
+
     EXPECT_HAS(tokens_of(R"({"prompt": "a", "completion": "b", "label": 1})"),
                "no \"label\" that is true or false");
     EXPECT_HAS(tokens_of(R"({"prompt": "a", "label": true})"), "has no \"completion\"");
 }
 
 TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
-    // The point is of the whole batch: of a micro-batch or a rank it would differ by tens of
-    // percents. Sums in another order differ by less than a millionth; the rate is high so that
-    // the policy leaves its reference.
+    // The reference point is a mean over the whole batch; over a micro-batch or a rank it would
+    // differ by tens of percents. Sums that are added in another order differ by less than a
+    // millionth. The learning rate is high, so that the policy leaves its reference.
     std::string path = put_file(scratch("labels.jsonl"), fourteen_answers());
     put_file(path + "2.jsonl", fourteen_answers());
     std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 512 --steps 3 "
@@ -735,19 +784,22 @@ TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
         Ran ran = shell(preference_run(path, common + "--out '" + out + "' " + layout));
         ASSERT_EQ(ran.status, 0) << ran.text;
         EXPECT_HAS(ran.text, "14 conversations, 5 of them undesirable");
+
         std::vector<double> got = preference_log(out);
         std::istringstream lines(read_file(out + "/log.jsonl"));
         for (std::string line; std::getline(lines, line);)
             if (has(line, "\"kl\"")) got.push_back(nlohmann::json::parse(line)["kl"]);
+
         ASSERT_EQ(got.size(), 15u);
         if (expected.empty()) expected = got;
         for (size_t i = 0; i < got.size(); i++)
             EXPECT_NEAR(got[i], expected[i], 5e-5 * std::max(1.0, std::abs(expected[i])))
                 << layout << i;
-        EXPECT_EQ(got[12], 0); // the policy is its reference
+        EXPECT_EQ(got[12], 0); // the policy still equals its reference
         EXPECT_GT(got[13], 0.01);
     }
-    // Half of each answer's weight at first.
+
+    // At first each answer has half of its weight.
     EXPECT_NEAR(expected[0], 0.5 * (9 * 1 + 5 * 0.5) / 14, 1e-6);
 }
 
@@ -760,6 +812,7 @@ TEST(Rewards, VerifiersTellRightAnswersFromWrongOnes) {
     EXPECT_EQ(reward_of("exact", "", " "), 1);
     EXPECT_EQ(reward_of("number", "so it is $1,234.50.", "#### 1234.5"), 1);
     EXPECT_EQ(reward_of("number", "7, or -7", "-7"), 1);
+    EXPECT_EQ(reward_of("number", "7", "-7"), 0);
     EXPECT_EQ(reward_of("number", "10-7", "7"), 1);
     EXPECT_EQ(reward_of("number", "17", "7"), 0);
     EXPECT_EQ(reward_of("number", "it is...42", "42"), 1);
@@ -776,11 +829,13 @@ TEST(Rewards, VerifiersTellRightAnswersFromWrongOnes) {
     EXPECT_EQ(reward_of("regex", noise, "(a+)+b"), 0);
 }
 
+// Advantages over a group's mean, as Dr. GRPO has them, and divided by the deviation, as GRPO has
+// them. A group of equal rewards has none.
 TEST(Rewards, AdvantagesAreThoseOfThePapers) {
     const std::vector<double> rewards = {1, 0, 0, 1, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1};
     std::vector<float> mean = advantages(rewards, 8, false), deviation = advantages(rewards, 8, true);
     for (size_t i = 0; i < 16; i++) {
-        bool equal = i >= 8; // whose mean is not 0.1 to the bit
+            bool equal = i >= 8; // their mean is not exactly 0.1
         EXPECT_EQ(mean[i], equal ? 0 : rewards[i] == 1 ? 0.75f : -0.25f) << i;
         EXPECT_NEAR(deviation[i], equal ? 0 : rewards[i] == 1 ? 1.61984 : -0.53995, 1e-5) << i;
     }
@@ -797,6 +852,7 @@ TEST(Rollouts, RefuseLinesThatCannotBeAnswered) {
         std::string path = put_file(scratch("asked.jsonl"), "\n" + line + "\n");
         return read_exercises(path, chat, 40, verifier, &exercises);
     };
+
     EXPECT_EQ(read(R"({"prompt": "1+1", "answer": 2})", "number"), "");
     EXPECT_EQ(read(R"({"prompt": [{"role": "user", "content": "Hi"}], "answer": "Hello"})"), "");
     EXPECT_HAS(read("{"), "asked.jsonl:2: is no JSON object");
@@ -809,22 +865,25 @@ TEST(Rollouts, RefuseLinesThatCannotBeAnswered) {
     EXPECT_HAS(read(R"({"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"})"), ":2: ");
     EXPECT_HAS(read("{\"prompt\": \"" + std::string(60, 'x') + "\", \"answer\": \"y\"}"),
                "give a larger --seq than 40");
+
     EXPECT_HAS(read(""), "asked.jsonl: holds no prompt");
     std::vector<Exercise> none;
     EXPECT_HAS(read_exercises(scratch("asked.txt"), chat, 40, "exact", &none), "");
 }
 
+// A window trains the answer and its end.
 TEST(Rollouts, TrainTheAnswerAndItsEndAndNothingElse) {
     Rollouts r = {5, {{9}, {10, 11, 12, 20, 21, 3}, {10, 20, 21, 22, 23, 24, 25}}, {1, 3, 1}};
     Tokens tokens(6), targets(6);
     rollout_window(r, 6, 6, tokens.data(), targets.data());
     EXPECT_EQ(tokens, Tokens({10, 11, 12, 20, 21, 3}));
     EXPECT_EQ(targets, Tokens({-1, -1, 20, 21, 3, -1}));
-    rollout_window(r, 7, 6, tokens.data(), targets.data()); // one token more than the window
+
+    rollout_window(r, 7, 6, tokens.data(), targets.data()); // an answer longer than the window
     EXPECT_EQ(tokens, Tokens({10, 20, 21, 22, 23, 24}));
     EXPECT_EQ(targets, Tokens({20, 21, 22, 23, 24, 25}));
 
-    // Each exercise comes once an epoch, in another order.
+    // Each exercise comes once an epoch, and in another order in the next epoch.
     std::set<size_t> first, second;
     std::vector<size_t> order, next;
     for (uint64_t i = 0; i < 20; i++) {
@@ -837,7 +896,7 @@ TEST(Rollouts, TrainTheAnswerAndItsEndAndNothingElse) {
     EXPECT_NE(order, next);
 }
 
-// Prompts of two lengths, and a pattern that one byte in ten fits at first.
+// Prompts of several lengths, and a pattern that one byte in ten fits at first.
 static std::string letters() {
     std::string lines;
     for (const char* prompt : {"a", "bcd", "e", "fgh", "ijklm"})
@@ -851,7 +910,7 @@ static std::string rollout_run(const std::string& data, const std::string& flags
            "--sample-tokens 0 --device cpu " + flags;
 }
 
-// Some numbers of each step of a run.
+// The numbers under some keys of each step of a run.
 static std::vector<double> rollout_log(const std::string& out, std::vector<const char*> keys) {
     std::vector<double> found;
     std::istringstream lines(read_file(out + "/log.jsonl"));
@@ -864,8 +923,9 @@ static std::vector<double> rollout_log(const std::string& out, std::vector<const
 }
 
 TEST(Rollouts, AreTheSameInEveryLayout) {
-    // Answers of unequal lengths in each micro-batch: a mean of means would differ by percents. What
-    // is sampled is the same to the last token, so rewards are equal; losses but for sums' order.
+    // Each micro-batch has answers of unequal lengths, so a mean of means would differ by
+    // percents. The sampled tokens are the same in every layout, so rewards are equal. Losses
+    // differ by the order of sums.
     std::string path = put_file(scratch("letters.jsonl"), letters());
     std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 1024 --group 4 --steps 3 "
                          "--lr 3e-3 --seed 5 --out ";
@@ -879,6 +939,7 @@ TEST(Rollouts, AreTheSameInEveryLayout) {
         Ran ran = shell(rollout_run(path, common + "'" + out + "' " + layout));
         ASSERT_EQ(ran.status, 0) << ran.text;
         EXPECT_HAS(ran.text, "data: 5 prompts, 32 answers a step, 4 to each prompt");
+
         std::vector<double> got =
             rollout_log(out, {"reward", "length", "cut", "equal_groups", "loss", "entropy", "grad_norm"});
         ASSERT_EQ(got.size(), 21u);
@@ -886,26 +947,31 @@ TEST(Rollouts, AreTheSameInEveryLayout) {
         for (size_t i = 0; i < got.size(); i++)
             EXPECT_NEAR(got[i], expected[i], i % 7 < 4 ? 0 : 2e-5) << layout << " " << i;
     }
+
     EXPECT_GT(expected[0], 0);
     EXPECT_NEAR(expected[5], std::log(256), 0.3); // new weights guess
     EXPECT_GT(expected[6], 0.1);
 }
 
 TEST(Rollouts, EachStepSamplesAnewAndEndsCount) {
-    // One prompt, weights that stay, and answers of one token: an answer is empty where it ended.
+    // One prompt, weights that stay, and answers of at most one token: an answer that ends at
+    // once is empty, and right.
     std::string path = put_file(scratch("one.jsonl"), R"({"prompt": "a", "answer": "^$"})");
     std::string out = scratch("one");
     Ran ran = shell(rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 16384 "
                                       "--micro-batch 64 --slots 64 --steps 3 --lr 0 "
                                       "--answer-tokens 1 --out " + out));
     ASSERT_EQ(ran.status, 0) << ran.text;
+
     std::vector<double> got = rollout_log(out, {"reward", "cut", "length", "entropy"});
     ASSERT_EQ(got.size(), 12u);
     for (size_t i = 0; i < 12; i += 4) {
         EXPECT_NEAR(got[i], 1 - got[i + 1], 1e-12);
         EXPECT_EQ(got[i + 2], 1);
     }
-    EXPECT_GT(got[0] + got[4] + got[8], 0); // of 1536, six are expected
+
+    // Empty answers occur: six are expected in 1536. Steps sample differently.
+    EXPECT_GT(got[0] + got[4] + got[8], 0);
     EXPECT_NE(got[3], got[7]);
     EXPECT_NE(got[7], got[11]);
 }
@@ -918,10 +984,12 @@ TEST(Rollouts, RewardsRise) {
     ASSERT_EQ(ran.status, 0) << ran.text;
     std::vector<double> rewards = rollout_log(out, {"reward"});
     ASSERT_EQ(rewards.size(), 30u);
-    EXPECT_LT(rewards[0], 0.25); // 26 of 256
+    EXPECT_LT(rewards[0], 0.25); // 26 of 256 bytes are letters
     EXPECT_GT(rewards[29], 0.8);
 }
 
+// Five steps in one run, and in two runs with a resume between: the exported
+// weights have the same bits.
 TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
     std::string path = put_file(scratch("go_on.jsonl"), letters());
     std::string common = rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 512 "
@@ -930,10 +998,12 @@ TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
     Ran first = shell(common + whole + " --steps 5 --export " + whole + "_x");
     EXPECT_EQ(first.status, 0) << first.text;
     EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
+
     Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
                     "--warmup 0 --device cpu --out " + parts + " --export " + parts + "_x");
     EXPECT_EQ(ran.status, 0) << ran.text;
     EXPECT_HAS(ran.text, "resumed at step 2");
+
     std::string weights = read_file(whole + "_x/model.safetensors");
     EXPECT_GT(weights.size(), 10000u);
     EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));

@@ -1,5 +1,5 @@
 // test_checkpoint.cpp - checkpoints: every layout's round trip to the bit, and broken files
-//   A broken file is skipped or refused by name; a save that fails or is killed loses nothing.
+//   A broken file is skipped or refused by name. A save that fails or is killed loses nothing.
 #include <bit>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -12,18 +12,21 @@ struct Checkpoints : Scratch {};
 // ----------------------------------------------------------------------------
 // checkpoints
 
-// Weights, masters, moments, and the optimizer's count of steps, whole on every rank.
+// A model's whole state, the same on every rank: masters, moments, weights, the loss scale and the
+// optimizer's count of steps. Layouts pad the vocabulary differently, so padding is left out.
 template <typename T> std::string state_of(const Small<T>& m) {
     std::string state;
-    auto append = [&](auto values, const Parameter& p) { // layouts pad the vocabulary as they need
+    auto append = [&](auto values, const Parameter& p) {
         auto words = values.begin() + long(p.file_elements());
         EXPECT_TRUE(std::all_of(words, values.end(), [](auto x) { return to_acc(x) == 0; }));
         state.append((const char*)values.data(), p.file_elements() * sizeof(values[0]));
     };
+
     for (const StateTensor& s : state_tensors(m.t))
         append(fetch<acc_t<T>>(m.t, s.data, *s.p), *s.p);
     for (const Parameter& p : m.t.model.parameters)
         append(fetch<T>(m.t, {Kind::WEIGHT, p.bucket}, p), p);
+
     const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
     const LossScale& loss = scale.loss;
     std::vector<unsigned char> bytes;
@@ -43,25 +46,32 @@ template <typename T> Loaded load_checkpoint(Small<T>& m, const std::string& out
     return l;
 }
 
+// Save a model after three steps, load it into another with other weights, and go on with both:
+// their states must have the same bits before and after.
 template <typename T>
 void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     SCOPED_TRACE(shape_name(s) + (adamw ? ", adamw" : ", sgd"));
     auto a = random_model<T>(s, 3, adamw), b = random_model<T>(s, 4, adamw);
     auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 2; };
-    if (type_of<T>() == Type::F16) // so large that the first steps overflow, and so do later ones
+
+    if (type_of<T>() == Type::F16) // a scale so large that early steps overflow, and later ones too
         for (auto* m : {a.get(), b.get()}) {
             m->t.hyper.loss_scaling = {.on = true, .start = 0x1p24f, .window = 1, .hysteresis = 1};
             init_loss_scale(m->t);
         }
+
     std::string out = dir + "/out", stale = out + "/step_00000001.tmp";
     fs::remove_all(out);
-    fs::create_directories(stale); // what a crash left
+    fs::create_directories(stale); // an earlier crash left this folder
     put_file(stale + "/rank_00000.safetensors", "half");
+
+    // Both have trained. Save one, and load it into the other, whose moments and count must go.
     for (int i = 0; i < 3; i++) step(*a);
-    if (adamw) step(*b); // its own moments and count of steps are to go
+    if (adamw) step(*b);
     ASSERT_TRUE(state_of(*a) != state_of(*b));
     ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, ~0ull, {{"lr", 1}}}, out, 2), "");
     EXPECT_FALSE(fs::exists(stale));
+
     Loaded l = load_checkpoint(*b, out);
     ASSERT_EQ(l.wrong, "");
     EXPECT_EQ(l.notes, std::vector<std::string>());
@@ -70,11 +80,15 @@ void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     EXPECT_EQ(l.info.seed, ~0ull);
     EXPECT_EQ(l.info.config, (json{{"lr", 1}}));
     EXPECT_TRUE(state_of(*a) == state_of(*b));
+
+    // The file holds each tensor without its padding.
     TensorFile g(out + "/step_00000003/rank_00000.safetensors");
-    for (const StateTensor& x : state_tensors(a->t)) // no padding
+    for (const StateTensor& x : state_tensors(a->t))
         EXPECT_EQ(safetensors_find(g.file, x.name)->elements(), x.p->file_elements()) << x.name;
     EXPECT_EQ(g.file.tensors.size(), a->t.model.parameters.size() * (adamw ? 3 : 1));
-    b->t.cursor = l.info.cursor; // and both go on alike
+
+    // Both go on alike.
+    b->t.cursor = l.info.cursor;
     step(*a), step(*b);
     EXPECT_TRUE(state_of(*a) == state_of(*b));
 }
@@ -87,7 +101,8 @@ TEST_F(Checkpoints, CheckpointsLoadToTheSameBits) {
             checkpoint_round_trip<fp16>(dir, s, adamw);
         }
     checkpoint_round_trip<double>(dir, saved_shapes()[0], true);
-    // Delayed scaling, whose ring has gone round.
+
+    // Delayed scaling, whose ring of maxima has gone round.
     Shape late = saved_shapes()[0];
     late.fp8 = Fp8::DELAYED, late.fp8_rule.length = 3;
     checkpoint_round_trip<bf16>(dir, late, true);
@@ -100,9 +115,12 @@ TEST_F(Checkpoints, CheckpointsOfOtherPrecisionAreNoted) {
     Loaded l = load_checkpoint(*b, dir);
     EXPECT_EQ(l.wrong, "");
     EXPECT_EQ(l.notes, (std::vector<std::string>{"the checkpoint was trained in BF16"}));
-    expect_same_weights(*a, *b); // float takes the masters
+    expect_same_weights(*a, *b); // a float model reads the fp32 masters of a BF16 one
+
     auto c = random_model<double>(saved_shapes()[0]);
     EXPECT_HAS(load_checkpoint(*c, dir).wrong, "param.wte.weight is F32(732), not F64(732)");
+
+    // A checkpoint that another machine wrote: its bits may differ, which is noted.
     std::string manifest = dir + "/step_00000001/manifest.json";
     json m = read_json(manifest);
     m["threads"] = 99, m["cpu"] = "Another";
@@ -120,17 +138,24 @@ TEST_F(Checkpoints, KeepRemovesOlderCheckpoints) {
         m->t.cursor = uint64_t(step);
         ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 2), "");
     }
+
+    // Folders with other names are no checkpoints.
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
     for (const char* other :
-         {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"}) // no checkpoints
+         {"/step_1", "/step_00000009x", "/step_00000007.tmp.tmp", "/notes"})
         fs::create_directories(dir + other);
     EXPECT_EQ(load_checkpoint(*m, dir).info.step, 4);
-    ASSERT_EQ(checkpoint_save(m->t, {4, 44, 0, {}}, dir, 2), ""); // again
+
+    // A step that is saved again replaces itself.
+    ASSERT_EQ(checkpoint_save(m->t, {4, 44, 0, {}}, dir, 2), "");
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
     EXPECT_EQ(load_checkpoint(*m, dir).info.cursor, 44u);
+
+    // A run that went back keeps the newer steps.
     ASSERT_EQ(checkpoint_save(m->t, {3, 33, 0, {}}, dir, 1),
-              ""); // a run that went back: what is newer stays
+              "");
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{4, 3}));
+
     ASSERT_EQ(checkpoint_save(m->t, {10, 10, 0, {}}, dir, 1), "");
     EXPECT_EQ(checkpoint_steps(dir), (std::vector<int64_t>{10}));
     EXPECT_TRUE(fs::exists(dir + "/notes") && fs::exists(dir + "/step_1"));
@@ -141,11 +166,14 @@ TEST_F(Checkpoints, KeepRemovesOlderCheckpoints) {
 TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
     auto m = random_model<float>(saved_shapes()[0]),
          saved = random_model<float>(saved_shapes()[0], 4);
+
+    // Two steps. The newer one is broken in one way after another, and the older one is loaded.
     run_plan(saved->t, 0);
     ASSERT_EQ(checkpoint_save(saved->t, {1, 1, 0, {}}, dir, 5), "");
     std::string older = state_of(*saved);
     run_plan(saved->t, 0);
     ASSERT_EQ(checkpoint_save(saved->t, {2, 2, 0, {}}, dir, 5), "");
+
     std::string newest = dir + "/step_00000002", file = newest + "/rank_00000.safetensors";
     std::string manifest = newest + "/manifest.json", whole = read_file(file),
                 list = read_file(manifest);
@@ -161,6 +189,8 @@ TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
         EXPECT_HAS(l.notes[0], part);
         EXPECT_HAS(l.notes[0], ": skipped");
     };
+
+    // A rank's file of another size, or with a bit turned.
     for (size_t size : {size_t(0), size_t(7), size_t(1000), whole.size() - 1}) {
         put_file(file, whole.substr(0, size));
         falls_back("is " + std::to_string(size) + " bytes, the manifest says " +
@@ -173,6 +203,8 @@ TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
         flipped[at] ^= char(1 << at % 8);
         put_file(file, flipped), falls_back("its checksum is");
     }
+
+    // Files that are missing, a manifest that is cut or is no object, fields of the wrong type.
     fs::remove(file), falls_back("rank_00000.safetensors: No such file");
     put_file(file, whole);
     fs::remove(manifest), falls_back("has no manifest.json");
@@ -185,19 +217,24 @@ TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
         for (json bad : {json(), json(2.5), json({1}), json({{"file", 1}}), json(true)}) {
             json changed = json::parse(list);
             changed[key] = bad;
-            if (key == std::string("model") && bad.is_object()) continue; // of another model
+            if (key == std::string("model") && bad.is_object()) continue; // names another model
             put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
             changed.erase(key);
             put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
         }
+
+    // A manifest without files would leave nothing to check.
     json changed = json::parse(list);
-    changed["files"] = json::array(); // nothing to check is nothing whole
+    changed["files"] = json::array();
     put_file(manifest, changed.dump()), falls_back("manifest.json is broken");
+
+    // The whole checkpoint loads again.
     put_file(manifest, list);
     EXPECT_EQ(load_checkpoint(*m, dir).info.step, 2);
     EXPECT_TRUE(state_of(*m) == state_of(*saved));
 
-    fs::resize_file(file, 10); // all of them
+    // Both steps are broken, and then both are gone.
+    fs::resize_file(file, 10);
     fs::resize_file(dir + "/step_00000001/rank_00000.safetensors", 10);
     Loaded l = load_checkpoint(*m, dir);
     EXPECT_HAS(l.wrong, dir + ": holds no whole checkpoint (the broken ones are named above)");
@@ -235,15 +272,16 @@ TEST_F(Checkpoints, ACheckpointOfAnotherModelIsRefusedByName) {
     refused("rope_factor", "8.0", "2.0", [](Shape& s) { s.rope_scaling.factor = 2; });
     refused("position", "\"rope\"", "\"alibi\"", [](Shape& s) { s.position = Position::ALIBI; });
 
+    // A run with SGD leaves the checkpoint's moments out. A run with AdamW needs them.
     auto sgd = random_model<float>(base, 3, false);
-    EXPECT_EQ(load_checkpoint(*sgd, dir).wrong, ""); // leaves the moments
+    EXPECT_EQ(load_checkpoint(*sgd, dir).wrong, "");
     expect_same_weights(*a, *sgd);
     ASSERT_EQ(checkpoint_save(sgd->t, {2, 0, 0, {}}, dir, 2), "");
     EXPECT_HAS(load_checkpoint(*a, dir).wrong,
                "was trained with sgd and has no moments of adamw's: go on with --optimizer sgd");
 }
 
-// An evaluation has no moments, and takes the weights alone.
+// An evaluation keeps no moments and loads the weights alone.
 TEST_F(Checkpoints, AnEvaluationLoadsACheckpointOfTraining) {
     for (bool adamw : {true, false}) {
         auto a = random_model<bf16>(saved_shapes()[7], 3, adamw);
@@ -254,6 +292,7 @@ TEST_F(Checkpoints, AnEvaluationLoadsACheckpointOfTraining) {
         Loaded l = load_checkpoint(e, dir);
         EXPECT_EQ(l.wrong, "");
         EXPECT_EQ(l.info.cursor, 2u);
+
         for (const Parameter& p : a->t.model.parameters) {
             const bf16* x = address<bf16>(a->t, {Kind::WEIGHT, p.bucket}) + p.offset;
             const bf16* y = address<bf16>(e.t, {Kind::WEIGHT, p.bucket}) + p.offset;
@@ -265,11 +304,12 @@ TEST_F(Checkpoints, AnEvaluationLoadsACheckpointOfTraining) {
 // ----------------------------------------------------------------------------
 // checkpoints of many ranks
 
+// A layout, and the number of files in its checkpoints.
 struct LayoutCase {
     int dp, pp, zero, shards;
-    int files; // that a checkpoint has
+    int files;
     int tp = 1;
-    bool whole_matrices = false; // in each shard
+    bool whole_matrices = false; // a shard holds whole matrices
     int ep = 1;
     int ranks() const { return dp * pp * tp; }
 };
@@ -285,20 +325,23 @@ static std::string layout_name(const LayoutCase& l) {
            std::to_string(l.ep);
 }
 
-// Ranks as threads, each with its part of the same random model: body(model).
+// Run ranks as threads. Each has its part of the same random model: body(model).
 template <typename T, typename F>
 void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
     int status = run_local_ranks(l.ranks(), {}, [&](const Comm& world) {
         omp_set_num_threads(1);
+
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
         sizes.zero = l.zero;
         sizes.zero_group = l.ep > 1 ? 0 : l.shards;
         sizes.ep = l.ep;
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
+
         Plan p = plan_of(Mode::TRAIN, 1, 16);
         p.micro_batches = std::max(8 / l.dp, 1);
         p.layout = layout_at(sizes, world.rank);
+
         Small<T> m(s, {p});
         m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
         fill_weights(m.t, seed);
@@ -308,13 +351,14 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
     EXPECT_EQ(status, 0) << layout_name(l);
 }
 
-// Parameters are cut by shards, and the vocabulary's padding is.
+// Models whose shards cut parameters and the vocabulary's padding.
 static std::vector<Shape> shapes_to_cut() {
-    Shape llama = llama_shape(2, 4, 2, 64, 64, 61, 32, 10000); // a shard of nothing but padding
+    Shape llama = llama_shape(2, 4, 2, 64, 64, 61, 32, 10000); // one shard is padding only
     return {gpt2_shape(2, 4, 48, 100, 16), llama};
 }
 
-// Load on one rank, two shards, two stages: all say the same, and what is refused changes nothing.
+// Load on one rank, on two shards and on two stages. All ranks must say the same, and a
+// refusal must change nothing.
 static Loaded load_everywhere(const std::string& out, const Shape& s, bool changes) {
     std::vector<Loaded> said;
     std::mutex mutex;
@@ -326,6 +370,7 @@ static Loaded load_everywhere(const std::string& out, const Shape& s, bool chang
             std::lock_guard<std::mutex> lock(mutex);
             said.push_back(now);
         });
+
     for (const Loaded& l : said) {
         EXPECT_EQ(l.wrong, said[0].wrong);
         if (changes) {
@@ -336,6 +381,8 @@ static Loaded load_everywhere(const std::string& out, const Shape& s, bool chang
     return said[0];
 }
 
+// Save in each layout and load in each: the state has the same bits, and a run that goes on in its
+// own layout makes the same next step.
 template <typename T>
 void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
                                   const std::vector<LayoutCase>& layouts) {
@@ -351,8 +398,10 @@ void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
             std::string later = state_of(m);
             if (m.t.comms.world.rank == 0) saved = state, next = later;
         });
+
         EXPECT_EQ(int(folder_bytes(out + "/step_00000002").size()), from.files + 1)
             << layout_name(from);
+
         for (const LayoutCase& to : layouts)
             on_ranks<T>(to, s, 4, [&](Small<T>& m) {
                 SCOPED_TRACE(layout_name(from) + " read by " + layout_name(to));
@@ -373,8 +422,8 @@ TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1], layouts);
 }
 
-// One of 64 ranks reads each byte of a checkpoint, whatever cut it: together they read the files'
-// tensors once. Only a tied table goes to two stages, and it too is read once.
+// Together 64 ranks read each byte of a checkpoint once, whatever layout wrote it. A tied table is
+// needed on two stages, and it too is read once.
 TEST_F(Checkpoints, EachByteIsReadOnce) {
     Shape s = shapes_to_cut()[0];
     for (const LayoutCase& from : {layouts[5]}) {
@@ -387,11 +436,15 @@ TEST_F(Checkpoints, EachByteIsReadOnce) {
             std::string state = state_of(m);
             if (m.t.comms.world.rank == 0) saved = state;
         });
+
+        // The bytes of all tensors in the files.
         size_t all = 0;
         for (const auto& [name, bytes] : folder_bytes(out + "/step_00000001"))
             if (name.ends_with(".safetensors"))
                 for (const SafeTensor& x : TensorFile(out + "/step_00000001/" + name).file.tensors)
                     all += x.bytes;
+
+        // Ranks of two other layouts share the reading.
         for (const LayoutCase& to : {LayoutCase{8, 2, 3, 8, 0, 4}, {3, 1, 1, 3, 0}}) {
             std::atomic<size_t> read = 0;
             on_ranks<float>(to, s, 4, [&](Small<float>& m) {
@@ -405,8 +458,8 @@ TEST_F(Checkpoints, EachByteIsReadOnce) {
     }
 }
 
-// Adapters in the last blocks alone leave the first stage without a moment, and it still reads the
-// file that the other one needs.
+// Adapters in the last blocks only leave the first stage without a moment. The first stage still
+// reads its part of a file that the other stage needs.
 TEST_F(Checkpoints, AStageWithoutAdaptersReadsForTheOthers) {
     Shape s = with_late_lora(shapes_to_cut()[0], 4);
     std::string saved;
@@ -417,11 +470,13 @@ TEST_F(Checkpoints, AStageWithoutAdaptersReadsForTheOthers) {
             std::string wrong = load ? load_checkpoint(m, dir).wrong
                                      : checkpoint_save(m.t, {1, 8, 0, {}}, dir, 1);
             EXPECT_EQ(wrong, "");
+
             std::string state;
             for (const StateTensor& x : state_tensors(m.t)) {
                 std::vector<float> values = fetch<float>(m.t, x.data, *x.p);
                 state.append((const char*)values.data(), values.size() * sizeof(float));
             }
+
             if (m.t.comms.world.rank) return;
             EXPECT_TRUE(!load || state == saved);
             saved = state;
@@ -429,7 +484,7 @@ TEST_F(Checkpoints, AStageWithoutAdaptersReadsForTheOthers) {
     EXPECT_GT(saved.size(), 1000u);
 }
 
-// Experts that ranks share out are read by any number of them, and tensor-parallel ones.
+// Experts that ranks share out are loaded by any other number of ranks, tensor-parallel ones too.
 TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
     std::vector<LayoutCase> shared = {
         {1, 1, 0, 1, 1}, {2, 1, 0, 2, 2, 1, false, 2}, {4, 1, 3, 4, 2, 1, false, 2},
@@ -443,7 +498,7 @@ TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
     save_and_load_in_all_layouts<bf16>(dir, s, shared);
 }
 
-// Another number of experts than the ranks that wrote them can share is no
+// Files that say another number of expert-parallel ranks than can share the experts belong to no
 // checkpoint of this model.
 TEST_F(Checkpoints, ExpertsOfRanksThatCannotBeAreRefused) {
     Shape s = small_mixtral();
@@ -464,19 +519,24 @@ TEST_F(Checkpoints, ExpertsOfRanksThatCannotBeAreRefused) {
     }
 }
 
-// Shares as two ranks of tensor parallelism would write them, each cut once more at a third.
+// Write the shares that two tensor-parallel ranks hold, each cut once more at a third of it.
 TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
-    Shape s = gpt2_shape(2, 4, 64, 200, 256); // ffn and positions are as many as padded words
+    Shape s = gpt2_shape(2, 4, 64, 200, 256); // as many ffn channels and positions as padded words
     auto a = random_model<float>(s);
     for (const Parameter& p : a->t.model.parameters)
         EXPECT_EQ(p.file_rows, p.name == "wte.weight" ? 200 : p.rows()) << p.name;
+
+    // Begin with a checkpoint of one rank.
     run_plan(a->t, 0);
     ASSERT_EQ(checkpoint_save(a->t, {1, 0, 0, {}}, dir, 1), "");
     std::string folder = dir + "/step_00000001", manifest = folder + "/manifest.json";
     json m = read_json(manifest);
+
     m["files"] = json::array();
     Model cut_in_two = make_model(s, small_layout(1, 2));
     TensorFile whole(folder + "/rank_00000.safetensors");
+
+    // Write four files: two ranks, each in two parts.
     for (int rank = 0; rank < 4; rank++) {
         int tp_rank = rank % 2, third = rank / 2;
         std::vector<TensorSpec> specs;
@@ -485,11 +545,12 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
         for (const StateTensor& x : state_tensors(a->t)) {
             std::vector<float> values = whole.floats(x.name), local;
             const Parameter& p = cut_in_two.parameters[size_t(x.p - &a->t.model.parameters[0])];
-            bool mine = p.shard.axis >= 0 || tp_rank == 0; // of what both have one writes
+            bool mine = p.shard.axis >= 0 || tp_rank == 0; // the first writes what both have
             for_each_run(p, tp_rank, 2, [&](size_t, size_t global, size_t n) {
                 for (size_t i = global; mine && i < std::min(global + n, values.size()); i++)
                     local.push_back(values[i]);
             });
+
             size_t cut = local.size() / 3, first = third ? cut : 0,
                    count = third ? local.size() - cut : cut;
             if (count == 0) continue;
@@ -498,6 +559,7 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
             data.insert(data.end(), local.begin() + long(first),
                         local.begin() + long(first + count));
         }
+
         FileWriter w;
         writer_open(&w, folder + "/" + rank_file(rank), specs, {});
         writer_put(w, data.data(), data.size() * sizeof(float));
@@ -509,6 +571,8 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
                               {"tp_rank", tp_rank},
                               {"tensors", ranges}});
     }
+
+    // Load them on one rank and on four.
     m["crc32"] = manifest_crc(m);
     put_file(manifest, manifest_text(m));
     std::string saved = state_of(*a);
@@ -519,21 +583,23 @@ TEST_F(Checkpoints, SharesOfTensorParallelRanksAreReadWhole) {
         });
 }
 
-// Elements that change places are another sum, and a bit that turns changes half of a term's bits.
+// Two elements that change places change the sum, and one turned bit changes half
+// the bits of its term.
 TEST_F(Checkpoints, ASumKnowsPlacesAndBits) {
     for (uint64_t i = 0; i < 1000; i++) {
         uint64_t a = element_sum(i, 7) + element_sum(i + 1, 8);
         EXPECT_NE(a, element_sum(i, 8) + element_sum(i + 1, 7));
     }
+
     double changed = 0;
     for (int bit = 0; bit < 32; bit++)
         for (uint64_t i = 0; i < 100; i++)
             changed += std::popcount(element_sum(i, 0x3f800000) ^
                                      element_sum(i, 0x3f800000 ^ (uint64_t(1) << bit)));
-    EXPECT_NEAR(changed / 3200, 32, 0.5); // of 3200 terms, each 32 +- 4: 7 deviations of the mean
+    EXPECT_NEAR(changed / 3200, 32, 0.5); // 32 +- 4 in each of 3200 terms: 7 standard deviations
 }
 
-// Sums are those of a definition with neither parts nor runs, and of any layout.
+// The sums in any layout equal a definition that knows neither shards nor runs.
 TEST_F(Checkpoints, WeightsSumsAreThoseOfTheWholeInAnyLayout) {
     for (const Shape& s : shapes_to_cut()) {
         std::vector<uint64_t> want;
@@ -544,6 +610,7 @@ TEST_F(Checkpoints, WeightsSumsAreThoseOfTheWholeInAnyLayout) {
             for (size_t i = 0; i < p.file_elements(); i++) sum += element_sum(i, x[i].bits);
             want.push_back(sum);
         }
+
         for (const LayoutCase& l : layouts)
             on_ranks<bf16>(l, s, 3, [&](Small<bf16>& m) {
                 EXPECT_EQ(weight_sums(m.t), want) << layout_name(l);
@@ -552,8 +619,9 @@ TEST_F(Checkpoints, WeightsSumsAreThoseOfTheWholeInAnyLayout) {
     }
 }
 
-// A bit of a weight turns on one rank. All ranks name the parameter; of three or more that hold it
-// they name the one, and what one rank alone holds nobody can compare.
+// Turn a bit of a weight on one rank. All ranks must name the parameter. Among three or
+// more holders they name the rank; with two they name both; an element that one rank alone
+// holds cannot be compared.
 template <typename T = float>
 static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& name, int rank,
                        Data of = {Kind::WEIGHT}, std::string called = "") {
@@ -563,6 +631,7 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
     on_ranks<T>(l, s, 3, [&](Small<T>& m) {
         Trainer<T, Cpu>& t = m.t;
         if (of.kind != Kind::WEIGHT) run_plan(t, 0); // then moments are not zero
+
         const Comm& world = t.comms.world;
         const Parameter* p = nullptr;
         for (const Parameter& x : t.model.parameters)
@@ -571,7 +640,7 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         weight.of = p->bucket;
         KeptRange range = kept_range(t, weight, *p);
 
-        // Count those that keep the elements of the rank that fails.
+        // Count the ranks that hold the same elements as the rank that fails.
         int64_t piece = t.layout.tp.rank / replication(p->shard, l.tp) + l.tp * p->experts.rank;
         std::vector<int64_t> mine = {piece, int64_t(range.first), int64_t(range.count)};
         std::vector<int64_t> all(size_t(l.ranks()) * 3);
@@ -579,16 +648,19 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         bool same = std::equal(mine.begin(), mine.end(), all.begin() + rank * 3);
         holders += same && range.count;
 
-        // Turn the lowest bit of the first one.
+        // Turn the lowest bit of its first element.
         if (world.rank == rank && range.count) {
             uint32_t bits;
             read_kept(t, &bits, weight, range.at, 1);
             fill_kept<uint32_t>(t, weight, range.at, 1, [=](size_t) { return bits ^ 1; });
         }
         std::string text = replicas_differ(t);
+
         std::lock_guard<std::mutex> lock(mutex);
         said.insert(text);
     });
+
+    // Every rank says the same: the rank, both ranks, or nothing.
     ASSERT_EQ(said.size(), 1u);
     std::string one = concat(called, name, ": rank ", rank, " has other values than ranks ");
     std::string two = concat(called, name, ": ranks ");
@@ -605,20 +677,20 @@ TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
             for (int rank = 0; rank < l.ranks(); rank += 2)
                 turn_a_bit(l, shapes_to_cut()[0], name, rank);
 
-    // Four ranks share a layer: two have the same key head, and all have the norms.
+    // Four ranks share a layer. Two of them hold the same key head, and all of them hold the norms.
     for (const char* name : {"self_attn.k_proj.weight", "self_attn.q_proj.weight",
                              "input_layernorm.weight"})
         for (int rank = 0; rank < 4; rank++)
             turn_a_bit({1, 1, 0, 1, 0, 4}, shapes_to_cut()[1], concat("model.layers.1.", name),
                        rank);
 
-    // Six ranks see other tokens: three have the same experts.
+    // Six ranks see different tokens. Three of them hold the same experts.
     for (int rank : {0, 1, 5})
         turn_a_bit({6, 1, 0, 6, 0, 1, false, 2}, small_mixtral(),
                    "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
 }
 
-// Masters and moments have copies too, where ZeRO leaves them whole or its groups repeat.
+// Masters and moments have copies too, where ZeRO leaves them whole or where its groups repeat.
 TEST_F(Checkpoints, ATurnedBitOfAMomentOrAMasterIsFound) {
     Shape s = shapes_to_cut()[0];
     const char* name = "h.1.mlp.c_fc.weight";
@@ -627,12 +699,14 @@ TEST_F(Checkpoints, ATurnedBitOfAMomentOrAMasterIsFound) {
         turn_a_bit(l, s, name, 0, {Kind::STATE, 0, 1}, "v of ");
         turn_a_bit<bf16>(l, s, name, 1, {Kind::MASTER}, "the master of ");
     }
-    // A norm's are on all ranks of a layer.
+
+    // A norm's moments are on all ranks of a layer.
     turn_a_bit({1, 1, 0, 1, 0, 4}, s, "h.1.ln_1.weight", 3, {Kind::STATE, 0, 1}, "v of ");
 }
 
-// A rank that computes wrong, in an action and from some time on. Its gradients go into everybody's
-// sums, so all ranks stay alike: a replay names it, says where it begins, and changes nothing.
+// One rank computes a wrong result, in one action and at some of its times. Its gradients enter
+// everybody's sums, so all ranks stay alike. A replay of the step must name the rank and the
+// action, and must change nothing.
 enum class Wrong { NEVER, ALWAYS, AT_TIMES, ONCE };
 static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op op, Wrong wrong) {
     std::set<std::string> said;
@@ -640,6 +714,8 @@ static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op
     on_ranks<float>(l, s, 3, [&](Small<float>& m) {
         Trainer<float, Cpu>& t = m.t;
         int times = 0;
+
+        // Spoil the rank's result of layer 1 in the first micro-batch.
         t.after = [&](const Action& a) {
             if (t.comms.world.rank != rank || a.op != op || a.layer != 1 || a.micro) return;
             float* x = op == Op::F ? output_of(t, a) : input_gradient(t, a);
@@ -648,11 +724,14 @@ static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op
             if (now) x[5] *= 1.001f;
             if (wrong == Wrong::AT_TIMES) x[5] *= 1 + 0.001f * float(times);
         };
+
+        // Train one step, then replay it.
         run_plan(t, 0);
         t.cursor += 8;
-        if (l.tp == 1) { // else ranks of a layer have gone apart already
+        if (l.tp == 1) { // ranks that share a layer differ by now
             EXPECT_EQ(replicas_differ(t), "");
         }
+
         std::string before = state_of(m), text = replay_step(t, 0);
         EXPECT_TRUE(state_of(m) == before) << layout_name(l);
         EXPECT_EQ(t.cursor, 8u);
@@ -677,13 +756,14 @@ TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
                   replay + " 2 made another result of B(0,1) than the others");
     }
 
-    // Between two ranks nobody can say which is wrong, unless one errs only now and then.
+    // With two ranks nobody can say which one is wrong, unless a rank differs
+    // from its own first time.
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::ALWAYS),
               replay + "s 0 and 1 made different results of F(0,1), each its own again");
     EXPECT_EQ(replay_with(two, s, 1, Op::F, Wrong::AT_TIMES),
               replay + " 1 made another result of F(0,1) than the time before");
 
-    // The first of a replica's ranks is meant, and not those that compute with what it gave.
+    // The first wrong rank of a replica is named, and not the ranks that compute with its result.
     EXPECT_EQ(replay_with(stages, s, 4, Op::F, Wrong::NEVER), "");
     EXPECT_EQ(replay_with(stages, s, 2, Op::F, Wrong::ALWAYS),
               replay + " 2 made another result of F(0,1) than the others");
@@ -691,7 +771,8 @@ TEST_F(Checkpoints, ARankThatComputesWrongIsNamedByAReplay) {
                replay + " 3 made another result of F(0,1)");
 }
 
-// Weights that differ are no reason to blame who computes with them.
+// A rank is not blamed for computing with weights that differ: the replay reports them until
+// even_weights() makes them equal.
 TEST_F(Checkpoints, AReplayBeginsWithEvenWeights) {
     on_ranks<float>({2, 1, 0, 2, 0, 2}, shapes_to_cut()[1], 3, [&](Small<float>& m) {
         const Parameter& p = m.t.model.parameters[3];
@@ -707,7 +788,8 @@ TEST_F(Checkpoints, AReplayBeginsWithEvenWeights) {
     });
 }
 
-// A load whose weights are not those that were saved says so, whatever the files' checksums say.
+// A load whose weights differ from those that were saved says so, even if
+// the files' checksums agree.
 TEST_F(Checkpoints, ALoadComparesTheWeightsSums) {
     Shape s = shapes_to_cut()[0];
     on_ranks<float>(layouts[3], s, 3, [&](Small<float>& m) {
@@ -728,12 +810,13 @@ TEST_F(Checkpoints, ALoadComparesTheWeightsSums) {
         });
         return wrong;
     };
+
     EXPECT_EQ(load(m), "");
     json other = m;
     other["weight_sums"]["ln_f.weight"] = m["weight_sums"]["ln_f.weight"].get<uint64_t>() + 1;
     EXPECT_HAS(load(other), "tensor ln_f.weight is not what was saved");
 
-    // Weights rounded otherwise, and manifests without sums, are not compared.
+    // Weights that are rounded in another way, and manifests without sums, are not compared.
     other["rounding"] = "remainder";
     EXPECT_EQ(load(other), "");
     m.erase("weight_sums");
@@ -747,6 +830,7 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
             run_plan(m.t, 0);
             EXPECT_EQ(checkpoint_save(m.t, {step, uint64_t(step), 0, {}}, dir, 5), "");
         });
+
     std::string folder = dir + "/step_00000002", manifest = folder + "/manifest.json",
                 list = read_file(manifest);
     auto falls_back = [&](const std::string& part) {
@@ -756,6 +840,8 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
         EXPECT_HAS(l.notes.at(0), part);
         EXPECT_HAS(l.notes.at(0), ": skipped");
     };
+
+    // Each rank's file in turn: missing, cut, and with a bit turned.
     for (const char* name : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
         std::string file = folder + "/" + name, whole = read_file(file), flipped = whole;
         fs::remove(file), falls_back(std::string(name) + ": No such file");
@@ -765,7 +851,8 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
         put_file(file, flipped), falls_back(std::string(name) + ": its checksum is");
         put_file(file, whole);
     }
-    // manifests that are whole and wrong: refused
+
+    // Manifests with a right checksum and wrong contents are refused.
     auto change_manifest = [&](auto change) {
         json m = json::parse(list);
         change(m["files"]);
@@ -779,6 +866,8 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
         EXPECT_HAS(l.wrong, part);
         EXPECT_EQ(l.notes.size(), 0u);
     };
+
+    // A matrix that both ranks hold a part of: the first rank's elements, then the second's.
     const std::string cut = "m.h.0.mlp.c_fc.weight"; // [0, 6528) is the first rank's, of 9216
     auto range = [&](json& files, int rank) -> json& { return files[rank]["tensors"][cut]; };
     json files = json::parse(list)["files"];
@@ -786,6 +875,8 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
     ASSERT_TRUE(at > 0 && at < 9216);
     ASSERT_EQ(range(files, 0), json({0, at}));
     ASSERT_EQ(range(files, 1), json({at, 9216 - at}));
+
+    // Elements that are twice in the files, or in none.
     std::string where = "tensor " + cut + ": elements ", edge = std::to_string(at);
     refused("are there twice", [&](json& f) { f.push_back(f[1]); });
     refused("are in no file", [&](json& f) { f.erase(1); });
@@ -799,11 +890,14 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
             [&](json& f) { range(f, 1)[0] = at + 1; });
     refused("tensor " + cut + " reaches beyond its parameter",
             [&](json& f) { range(f, 1)[0] = ~size_t(0); });
-    const std::string table = "param.wte.weight"; // 100 of 128 rows are words
+
+    // Elements of the vocabulary's padding, which no file may hold.
+    const std::string table = "param.wte.weight"; // 100 of its 128 rows are words
     FileWriter w;
     writer_open(&w, folder + "/rank_00002.safetensors", {{table, Type::F32, {10}}}, {});
     writer_put(w, std::vector<float>(10).data(), 40);
     ASSERT_EQ(writer_close(&w), "");
+
     refused(
         "elements 4800 to 4810 of 4800 are vocabulary padding; to go on from the checkpoint "
         "before, remove " +
@@ -816,12 +910,16 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
                          {"tp_rank", 0},
                          {"tensors", {{table, {4800, 10}}}}});
         });
+
+    // A tensor of another size than its range, and a tensor that its file lacks.
     refused("tensor " + cut + " is F32(" + edge + "), not F32(" + std::to_string(at - 1) + ")",
             [&](json& f) { range(f, 0)[1] = at - 1; });
     const std::string lost = "m.h.1.ln_1.bias";
     refused("rank_00001.safetensors: tensor " + lost + " is missing", [&](json& f) {
         f[1]["tensors"][lost] = f[0]["tensors"][lost], f[0]["tensors"].erase(lost);
     });
+
+    // Fields that are missing or make no sense are a broken manifest.
     for (json bad : {json(3), json({0}), json({0, -1}), json({0, 1.5}), json({0, 1, 2}), json()}) {
         change_manifest([&](json& f) { range(f, 1) = bad; });
         falls_back("manifest.json is broken");
@@ -834,7 +932,7 @@ TEST_F(Checkpoints, ARanksFileThatIsBrokenIsNoticedByAll) {
     EXPECT_HAS(load_everywhere(dir + "/nowhere", s, false).wrong, "holds no whole checkpoint");
 }
 
-// A full disk: one line, and the checkpoints before it are as they were.
+// On a full disk a save ends with one line, and the checkpoints before it stay as they were.
 TEST_F(Checkpoints, ASaveThatFailsLosesNothing) {
     auto m = random_model<float>(saved_shapes()[0]);
     ASSERT_EQ(checkpoint_save(m->t, {1, 1, 0, {}}, dir, 1), "");
@@ -842,6 +940,7 @@ TEST_F(Checkpoints, ASaveThatFailsLosesNothing) {
     rlimit saved, small;
     getrlimit(RLIMIT_FSIZE, &saved);
     auto handler = signal(SIGXFSZ, SIG_IGN);
+
     for (size_t bytes : {size_t(0), size_t(100), size_t(20000)}) {
         small = saved, small.rlim_cur = bytes;
         setrlimit(RLIMIT_FSIZE, &small);
@@ -856,8 +955,8 @@ TEST_F(Checkpoints, ASaveThatFailsLosesNothing) {
     signal(SIGXFSZ, handler);
 }
 
-// A child is killed at each of its writes in turn: what is there afterwards loads to an older or
-// the new state.
+// Kill a child at each of its writes in turn. The files that it leaves load to the older
+// state or to the new one.
 TEST_F(Checkpoints, KilledAtAnyWriteNothingIsLost) {
     Shape s = saved_shapes()[0];
     for (const LayoutCase& layout : {layouts[0], layouts[5]}) {
@@ -866,11 +965,13 @@ TEST_F(Checkpoints, KilledAtAnyWriteNothingIsLost) {
                 EXPECT_EQ(checkpoint_save(m.t, {step, 0, 0, {}}, dir, 5), "");
             });
         };
+
         save(1);
         size_t largest_file = 0;
         for (const auto& [name, bytes] : folder_bytes(dir + "/step_00000001"))
             largest_file = std::max(largest_file, bytes.size());
         int killed = 0, whole = 0;
+
         for (size_t limit = 0; limit < largest_file * 11 / 10; limit += largest_file / 23) {
             pid_t child = fork();
             if (child == 0) {

@@ -7,6 +7,7 @@
 
 using namespace llmc;
 
+// Read the words of a command line. Returns "" or what is wrong.
 static std::string parse(Config& c, std::vector<std::string> words) {
     std::vector<char*> argv = {(char*)"train_gpt"};
     for (std::string& w : words) argv.push_back(w.data());
@@ -16,6 +17,7 @@ static std::string parse(std::vector<std::string> words) {
     Config c;
     return parse(c, words);
 }
+// Read the words and check them against a model's shape, GPT-2's by default.
 static std::string check(std::vector<std::string> words,
                          Shape s = gpt2_shape(4, 4, 128, 256, 1024)) {
     Config c;
@@ -47,7 +49,7 @@ TEST(Config, ReadsFlagsAndSwitches) {
     EXPECT_EQ(c.model, "gpt2");
 }
 
-// `--name=value` is `--name value`, for a value that holds an equals sign too, and for switches.
+// `--name=value` means `--name value`, for a value that holds an equals sign too, and for switches.
 TEST(Config, ReadsAValueBehindAnEqualsSign) {
     Config c;
     EXPECT_EQ(parse(c, {"--lr=3e-4", "--evaluate=piqa=a.jsonl", "--prompt=", "--resume=false",
@@ -63,7 +65,8 @@ TEST(Config, ReadsAValueBehindAnEqualsSign) {
     EXPECT_HAS(parse({"--resume=maybe"}), "--resume wants true or false, not 'maybe'");
 }
 
-// Defaults that follow from other flags must know what the user has set, even to the same value.
+// A default that follows from other flags must know whether the user has set the flag,
+// even to the same value.
 TEST(Config, RemembersWhatWasGiven) {
     std::string path = scratch("given.conf");
     std::ofstream(path) << "lr = 0.001\n";
@@ -81,10 +84,11 @@ TEST(Config, FilesHoldTheSameNames) {
         << "# a run\nsteps = 12   # few\n\n  lr=0.5\nmodel = gpt2-xl\nresume = true\n";
     Config c;
     EXPECT_EQ(parse(c, {"--config", path, "--steps", "13"}), "");
-    EXPECT_EQ(c.steps, 13); // later flags win
+    EXPECT_EQ(c.steps, 13); // a later flag wins
     EXPECT_EQ(c.lr, 0.5);
     EXPECT_EQ(c.model, "gpt2-xl");
     EXPECT_TRUE(c.resume);
+
     std::ofstream(path) << "steps = 12\nstepz = 4\n";
     EXPECT_HAS(parse({"--config", path}), ":2: unknown flag --stepz: did you mean --steps?");
     std::ofstream(path) << "steps 12\n";
@@ -92,14 +96,17 @@ TEST(Config, FilesHoldTheSameNames) {
     EXPECT_HAS(parse({"--config", "/no/such"}), "no such file");
 }
 
+// Names and values that cannot be read.
 TEST(Config, RefusesWhatItCannotRead) {
     EXPECT_HAS(parse({"--stpes", "3"}), "did you mean --steps?");
     for (const char* far : {"--completely-unknown", "--bogus", "--xy", "--foo"})
         EXPECT_EQ(parse({far, "3"}).find("did you mean"), std::string::npos) << far;
+
     EXPECT_HAS(parse({"--batch-token", "3"}), "did you mean --batch-tokens?");
     EXPECT_HAS(parse({"--led", "3"}), "unknown flag --led");
     EXPECT_HAS(parse({"--steps"}), "wants a value");
     EXPECT_HAS(parse({"steps"}), "is no flag");
+
     EXPECT_HAS(parse({"--steps", "ten"}), "wants a whole number from 0");
     EXPECT_HAS(parse({"--steps", "1.5"}), "wants a whole number");
     EXPECT_HAS(parse({"--steps", "-1"}), "wants a whole number from 0");
@@ -110,8 +117,11 @@ TEST(Config, RefusesWhatItCannotRead) {
     EXPECT_HAS(parse({"--seed", "-1"}), "from 0 to 9007199254740991");
 }
 
+// Refusals of techniques that cannot be combined, or that this program lacks.
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
+
+    // fp8 and its options.
     EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
     EXPECT_HAS(parse({"--fp8-weights", "layer"}), "step|product");
     EXPECT_HAS(parse({"--fp8-margin", "7"}), "from 0 to 6, not");
@@ -120,6 +130,8 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
     EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
     EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
+
+    // Machines whose time is simulated.
     EXPECT_HAS(check({"--machine", "h100"}), "how long a step would take there: give --explain");
     EXPECT_HAS(check({"--machine", "h1000", "--explain"}),
                "neither a machine nor a file; machines:");
@@ -131,6 +143,8 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "the time of --lora 8 is not simulated");
     EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--plan", "auto"}), "");
+
+    // Plans that the program chooses.
     EXPECT_HAS(check({"--gpus", "8"}), "--gpus 8 is what --plan plans for: give --plan auto");
     EXPECT_HAS(check({"--gpus", "8", "--plan", "auto"}), "need not be there: give --explain");
     EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
@@ -141,11 +155,12 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "chooses --micro-batch where --batch-tokens says the batch");
     EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer"}),
                "adapters is not simulated: plan without them");
+
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
 
-// Frozen weights serve what only reads them.
+// Frozen weights may be narrow where they are only read.
 TEST(Config, FrozenWeightsAreRead) {
     for (const char* use : {"--steps=0", "--eval"}) EXPECT_EQ(check({"--weights", "nf4", use}), "");
     EXPECT_HAS(check({"--weights", "nf4"}),
@@ -155,7 +170,7 @@ TEST(Config, FrozenWeightsAreRead) {
     EXPECT_HAS(check({"--weights", "int3"}), "float|nf4|int8|int4");
 }
 
-// Adapters: what follows from the rank, and what is not built beside them.
+// Adapters: the defaults that follow from the rank, and the flags that they exclude.
 TEST(Config, AdaptersHaveARank) {
     Config few, more;
     Shape s = gpt2_shape(4, 4, 128, 256, 1024);
@@ -163,10 +178,13 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_EQ(config_check(few, s), "");
     EXPECT_EQ(few.lora_alpha, 16);
     EXPECT_EQ(few.weight_decay, 0);
+
     EXPECT_EQ(parse(more, {"--lora", "8", "--lora-alpha", "4", "--weight-decay", "0.2"}), "");
     EXPECT_EQ(config_check(more, s), "");
     EXPECT_EQ(more.lora_alpha, 4);
     EXPECT_EQ(more.weight_decay, 0.2);
+
+    // Flags that are for adapters, and those that adapters exclude.
     EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
     EXPECT_HAS(check({"--lora-plus", "16"}), "--lora-plus is for adapters");
     EXPECT_HAS(
@@ -180,11 +198,12 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_HAS(check({"--lora", "2", "--export", "x.gguf"}), "give a folder, or --merge");
     EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}),
               "");
+
     EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "give --export FILE.gguf");
     EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
     EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
 
-    // Frozen weights may be narrow, where nothing cuts or writes them.
+    // Frozen weights may be narrow where no rank cuts them and no file holds them.
     EXPECT_EQ(check({"--lora", "2", "--weights", "nf4", "--zero", "2", "--export", "x"}), "");
     EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--zero", "3"}), "or give --zero 2");
     EXPECT_EQ(check({"--lora", "2", "--weights", "nf4", "--out", "x", "--verify-every", "1"}), "");
@@ -196,6 +215,7 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
     for (const char* order : {"zigzag", "contiguous", "striped"})
         EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}),
                   "");
+
     EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64"}),
                "2 x --cp 3 does not divide --seq 64: try --seq 60 or 66");
     EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64", "--cp-order", "striped"}),
@@ -206,13 +226,15 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
                "--zero-group 4 does not divide --dp 1 x --cp 2");
     EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--precision", "bf16", "--fp8", "block"}),
                "--fp8 block is not built with --cp: leave one of them out");
+
+    // The methods.
     EXPECT_HAS(check({"--cp-method", "any"}), "gather|ulysses|ring");
     EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ulysses"}), "");
     EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ring"}), "");
     EXPECT_HAS(check({"--cp", "8", "--local-ranks", "8", "--cp-method", "ulysses"}),
                "does not share 4 heads and 4 key/value heads: try --cp 2, 4 or --cp-method gather");
 
-    // Hybrids, of 4 heads.
+    // Hybrid methods, for 4 heads.
     auto hybrid = [&](const char* cp, const char* method) {
         return check({"--cp", cp, "--local-ranks", cp, "--cp-method", method});
     };
@@ -226,6 +248,7 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
         hybrid("8", "ulysses:8,gather:1"),
         "--cp-method ulysses:8,gather:1: 8 ranks do not share 4 heads and 4 key/value heads: try "
         "ulysses:2,gather:4, ulysses:4,gather:2");
+
     for (const char* wrong :
          {"ulysses:2", "ulysses:2,ring", "ulysses:2,ulysses:2", "ring:2,ulysses:2",
           "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2", ""})
@@ -233,6 +256,7 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
                    "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R");
 }
 
+// The product of the axes is the number of ranks.
 TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
     EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");
@@ -246,22 +270,27 @@ TEST(Config, TheLayoutMakesTheRanks) {
 
 TEST(Config, TensorParallelRanksShareEqually) {
     Shape llama = llama_shape(2, 8, 2, 64, 132, 256, 128, 10000);
-    EXPECT_EQ(check({"--local-ranks", "4", "--tp", "4"}, llama), ""); // two ranks a key/value head
+    EXPECT_EQ(check({"--local-ranks", "4", "--tp", "4"}, llama), ""); // 2 ranks to a key/value head
+
     EXPECT_EQ(check({"--tp", "4", "--explain", "--sequence-parallel"}), "");
     EXPECT_HAS(check({"--tp", "3", "--explain"}), "--tp 3 does not divide 4 heads: try --tp 1, 2");
     EXPECT_HAS(check({"--tp", "8", "--explain"}, llama),
                "--tp 8 does not divide the ffn's 132 channels: try --tp 1, 2, 4");
     llama = llama_shape(2, 12, 4, 96, 192, 256, 128, 10000);
     EXPECT_HAS(check({"--tp", "6", "--explain"}, llama), "4 key/value heads do not divide each");
+
+    // A size is offered only if it works with the ranks that are there.
     Shape two =
-        gpt2_shape(2, 2, 32, 256, 128); // what is offered works with the ranks that are there
+        gpt2_shape(2, 2, 32, 256, 128);
     EXPECT_EQ(check({"--local-ranks", "4", "--tp", "3"}, two),
               "--tp 3 does not divide 2 heads: try --tp 1, 2");
     EXPECT_EQ(check({"--local-ranks", "3", "--tp", "2"}, two),
               "--dp 1 x --tp 2 x --pp 1 are 2 ranks, and there are 3: use --local-ranks 2 or "
               "mpirun -np 2");
     EXPECT_EQ(check({"--local-ranks", "6", "--tp", "6"}, gpt2_shape(2, 4, 32, 256, 128)),
-              "--tp 6 does not divide 4 heads: try --tp 1, 2"); // 4 ranks do not make 6
+              "--tp 6 does not divide 4 heads: try --tp 1, 2"); // 6 ranks are no multiple of 4
+
+    // Sequence parallelism.
     EXPECT_HAS(check({"--sequence-parallel"}), "give --tp");
     EXPECT_HAS(check({"--tp", "4", "--explain", "--sequence-parallel", "--seq", "9",
                       "--micro-batch", "1"}),
@@ -270,15 +299,20 @@ TEST(Config, TensorParallelRanksShareEqually) {
                "--dp 4 x --tp 2 x --pp 1 are 8 ranks, and there are 4");
 }
 
+// Numbers that do not fit each other, or the loss. Each message offers a fix.
 TEST(Config, RefusesShapesThatDoNotFit) {
+    // Sizes that do not divide.
     EXPECT_HAS(check({"--heads", "3"}),
                "--heads 3 does not divide --channels 128: heads that do, near it: 1 2 4 8");
     EXPECT_HAS(check({"--seq", "2000"}),
                "beyond the model's 1024 positions: use --seq 1024 or less");
     EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
     EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
+
     EXPECT_HAS(check({"--resume"}), "--out DIR");
     EXPECT_HAS(check({"--document-end", "10"}), "--document-mask");
+
+    // Losses that need their data.
     EXPECT_HAS(check({"--loss", "sft"}), "give --data FILE.jsonl");
     EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
                "leave --document-mask out");
@@ -293,13 +327,17 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--loss", "dpo", "--gamma", "1"}), "--gamma 1 is for --loss simpo");
     EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}),
                "--loss dpo sums over whole sequences, and --cp 2 cuts them: give --cp 1");
+
+    // Answers that are sampled.
     const std::vector<std::string> grpo = {"--loss", "grpo", "--data", "a.jsonl"};
     auto sampled = [&](std::vector<std::string> more) {
         more.insert(more.begin(), grpo.begin(), grpo.end());
         return check(more);
     };
+
     EXPECT_EQ(sampled({"--reward", "exact"}), "");
     EXPECT_EQ(sampled({"--steps", "0"}), "");
+
     EXPECT_HAS(check({"--loss", "grpo", "--reward", "exact"}), "give --data FILE.jsonl");
     EXPECT_HAS(check({"--group", "4"}), "--group is of answers that are sampled: give --loss grpo");
     EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number or regex");
@@ -311,6 +349,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");
     EXPECT_HAS(sampled({"--reward", "exact", "--val", "b"}), "rewards of validation are not built");
     EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}), "not simulated");
+
+    // Saves.
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
     EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}),
@@ -319,8 +359,11 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--save-minutes", "auto"}),
                "--save-minutes auto wants a folder: give --out DIR");
     EXPECT_HAS(check({"--failure-hours", "9", "--out", "x"}), "give that too");
+
     for (const char* minutes : {"often", "-1", "", "1e7", "5m", "nan"})
         EXPECT_HAS(check({"--save-minutes", minutes, "--out", "x"}), "neither auto nor a number");
+
+    // A Llama's shape.
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
     EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
     EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
@@ -329,11 +372,13 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
     llama.sliding_window = 64;
     EXPECT_EQ(check({"--seq", "100"}, llama), "");
+
     EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
 }
 
 TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
-    // Half of 16 channels turn. Of 4 channels half turn too; of 2 that is no pair.
+    // Half of 16 channels turn. With a head size of 4 half of them turn as well. With 2
+    // that half is no pair.
     Config c;
     Shape part = llama_shape(2, 4, 4, 64, 128, 256, 128, 10000);
     part.rotary = 8;
@@ -343,7 +388,8 @@ TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
     EXPECT_EQ(s.HS, 4u);
     EXPECT_EQ(s.rotary, 2u);
     EXPECT_HAS(check({"--heads", "32"}, part), "of a head size of 2 that part is 1");
-    // Rounded down to nothing it would be all.
+
+    // A part that would round down to nothing is refused, since 0 stands for the whole.
     part.rotary = 2;
     EXPECT_HAS(check({"--heads", "16"}, part), "of a head size of 4 that part is 0");
 }
@@ -354,15 +400,19 @@ TEST(Config, RefusesWhatCannotWork) {
         std::string wrong = parse(c, words);
         return wrong.empty() ? refuse_idle_flags(c) : wrong;
     };
+
     EXPECT_HAS(check({"--beta1", "1"}), "--beta1 1 never forgets");
     EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
+
     EXPECT_HAS(check({"--threads", "4"}), "OMP_NUM_THREADS=4");
     EXPECT_HAS(check({"--offload", "optimizer,wigths"}),
                "--offload wigths: give some of optimizer,");
     EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
     EXPECT_HAS(check({"--offload", "weights", "--weights", "nf4", "--steps", "0"}),
                "--offload weights: those of --weights nf4 stay on the device");
+
+    // Graphs.
     EXPECT_HAS(check({"--graphs", "--device", "cpu"}), "--graphs is for GPUs");
     EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}),
                "--graphs: the threads of --local-ranks 2");
@@ -371,6 +421,8 @@ TEST(Config, RefusesWhatCannotWork) {
                "give --ep-method gather");
     EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
     EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
+
+    // Prompts.
     EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
     EXPECT_HAS(check({"--chat", "--prompts", "x"}), "--chat and --prompts both say");
     EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}),
@@ -379,10 +431,13 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}),
                "--prompts: --sample-tokens 0 continues nothing");
     EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
+
+    // Drafts.
     EXPECT_HAS(check({"--draft", "d", "--eval"}), "--draft d: --eval continues nothing");
     EXPECT_HAS(check({"--draft", "d", "--sample-tokens", "0"}), "--draft d: --sample-tokens 0 continues");
     EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}), "--draft d guesses in one process, and this run has 2 ranks");
     EXPECT_EQ(check({"--draft", "d", "--draft-tokens", "8"}), "");
+
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
     EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");
@@ -390,6 +445,8 @@ TEST(Config, RefusesWhatCannotWork) {
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
 }
 
+// Experts, routers, upcycling and expert-parallel ranks, each for a model that
+// can have them or not.
 TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     Shape s;
     auto check = [&](std::vector<std::string> words, const char* model = "tiny-llama") {
@@ -400,6 +457,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
         if (wrong.empty()) wrong = override_shape(c, s);
         return wrong.empty() ? config_check(c, s) : wrong;
     };
+
     EXPECT_EQ(check({"--experts", "8"}), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 8 && s.K == 2 && s.balance == 0.01);
     EXPECT_EQ(check({"--experts", "4"}, "qwen3-0.6b"), "");
@@ -407,6 +465,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(check({"--router", "sigmoid", "--balance", "0", "--z-loss", "1e-3"}, "tiny-moe"), "");
     EXPECT_TRUE(s.router == Router::SIGMOID && s.balance == 0 && s.z_loss == 1e-3);
     EXPECT_EQ(check({"--experts-per-token", "1", "--router", "softmax"}, "tiny-moe"), "");
+
     EXPECT_HAS(check({"--experts-per-token", "1"}, "tiny-moe"), "give --router softmax");
     EXPECT_HAS(check({"--experts-per-token", "9"}, "tiny-moe"), "of --experts 8: at most 8");
     EXPECT_HAS(check({"--experts", "8"}, "tiny"), "built for Llama");
@@ -415,15 +474,20 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
     EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"),
                "--weights nf4 is not built with");
+
+    // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
     EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"),
                "give --masters float");
     EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
+
     EXPECT_HAS(check({"--add-tokens", "<a>", "--lora", "2"}), "new rows would not learn");
     EXPECT_HAS(check({"--add-tokens", "<a>", "--weights", "nf4"}), "give --weights float");
     EXPECT_HAS(check({"--add-tokens", "<a>", "--upcycle", "4"}), "--export the tokens with");
+
+    // Upcycling.
     EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
     EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),
@@ -432,6 +496,8 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
     EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
+
+    // Expert-parallel ranks.
     auto ranks = [&](const char* ep, std::vector<std::string> more = {}) {
         std::vector<std::string> words = {"--explain", "--dp", "6", "--ep", ep, "--batch-tokens",
                                           "6144", "--seq", "256", "--micro-batch", "4"};
@@ -446,6 +512,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(ranks("2", {"--ep-method", "ring"}), "wants one of gather|exchange, not 'ring'");
     EXPECT_HAS(ranks("2", {"--zero", "1", "--zero-group", "2"}),
                "--zero-group 2 is not built with --ep: leave one of them out");
+
     EXPECT_EQ(check({}), "");
     EXPECT_EQ(s.balance, 0);
 }
@@ -456,6 +523,8 @@ TEST(Config, RefusesSmallMastersThatCannotBe) {
         std::string wrong = parse(c, words);
         return wrong.empty() ? config_check(c, gpt2_shape(4, 4, 128, 256, 1024)) : wrong;
     };
+
+    // Narrow masters.
     for (const char* masters : {"remainder", "none"}) {
         EXPECT_EQ(check({"--precision", "bf16", "--masters", masters}), "");
         EXPECT_HAS(check({"--masters", masters}), "these are fp32: give --precision bf16");
@@ -463,14 +532,18 @@ TEST(Config, RefusesSmallMastersThatCannotBe) {
         EXPECT_HAS(check({"--precision", "bf16", "--optimizer", "sgd", "--masters", masters}),
                    "is for --optimizer adamw");
     }
+
     EXPECT_EQ(check({"--masters", "float"}), "");
     EXPECT_HAS(check({"--masters", "half"}), "float|remainder|none");
+
+    // Narrow moments.
     for (const char* precision : {"fp32", "bf16", "fp16"})
         EXPECT_EQ(check({"--precision", precision, "--states", "bf16"}), "");
     EXPECT_HAS(check({"--optimizer", "sgd", "--states", "bf16"}), "--states bf16 is for");
     EXPECT_EQ(check({"--optimizer", "sgd"}), "");
 }
 
+// Flags that change nothing are noted, unless the user has not set them.
 TEST(Config, NotesWhatDoesNothing) {
     auto notes = [](std::vector<std::string> words) {
         Config c;
@@ -482,13 +555,16 @@ TEST(Config, NotesWhatDoesNothing) {
     };
     EXPECT_EQ(notes({}), "");
     EXPECT_EQ(notes({"--steps", "2"}), "") << "the default warm-up is nobody's choice";
+
     EXPECT_EQ(notes({"--steps", "2", "--warmup", "2"}),
               "--warmup 2 is all of --steps 2: the learning rate never reaches --lr; ");
     EXPECT_EQ(notes({"--steps", "3", "--warmup", "2"}), "");
+
     EXPECT_EQ(notes({"--zero", "1"}), "--zero 1 shards nothing: there is one data-parallel rank; ");
     EXPECT_EQ(notes({"--zero", "1", "--local-ranks", "2"}), "");
     EXPECT_EQ(notes({"--keep", "3"}), "--keep does nothing without --out; ");
     EXPECT_EQ(notes({"--keep", "3", "--out", "x"}), "");
+
     EXPECT_EQ(notes({"--top-k", "3", "--temperature", "0"}),
               "--top-k does nothing without a --temperature above 0; ");
     EXPECT_EQ(notes({"--prefetch=2", "--zero=2", "--local-ranks=2"}),
@@ -504,9 +580,9 @@ TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
 }
 
 // ----------------------------------------------------------------------------
-// DeepSpeed's and Accelerate's files, as their documentation shows them
+// DeepSpeed's and Accelerate's configuration files, in the form that their documentation shows
 
-// Flags of the command line, then a file: what became of its keys, or what is wrong.
+// Read flags, then a file. Returns a line for each of the file's keys, or what is wrong.
 static std::string translate(Config& c, std::vector<std::string> words, const std::string& text,
                              int processes = 1) {
     std::string path = scratch("ds.json"), all;
@@ -522,6 +598,7 @@ static std::string translate(const std::string& text, std::vector<std::string> w
     return translate(c, words, text);
 }
 
+// A file with a value for most of the keys that become flags.
 static const char* DS_ZERO3 = R"({
     "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 15,
              "hysteresis": 3, "min_loss_scale": 2},
@@ -541,6 +618,8 @@ static const char* DS_ZERO3 = R"({
 TEST(DsConfig, BecomesFlags) {
     Config c;
     std::string lines = translate(c, {"--local-ranks", "2", "--seq", "128"}, DS_ZERO3);
+
+    // The loss scale.
     EXPECT_EQ(c.precision, "fp16");
     EXPECT_EQ(c.loss_scale, "dynamic");
     EXPECT_EQ(c.loss_scale_rule, "deepspeed");
@@ -548,22 +627,28 @@ TEST(DsConfig, BecomesFlags) {
     EXPECT_EQ(c.loss_scale_window, 500);
     EXPECT_EQ(c.loss_scale_hysteresis, 3);
     EXPECT_EQ(c.loss_scale_min, 2);
+
+    // The optimizer and the schedule.
     EXPECT_EQ(c.optimizer, "adamw");
     EXPECT_EQ(c.beta1, 0.8);
     EXPECT_EQ(c.beta2, 0.999);
     EXPECT_EQ(c.eps, 1e-7);
     EXPECT_EQ(c.weight_decay, 3e-7);
     EXPECT_EQ(c.schedule, "linear");
-    EXPECT_EQ(c.lr, 4e-5); // the schedule's peak, and not the optimizer's
+    EXPECT_EQ(c.lr, 4e-5); // the schedule's peak, not the optimizer's rate
     EXPECT_EQ(c.min_lr, 0);
     EXPECT_EQ(c.warmup, 50);
     EXPECT_EQ(c.steps, 900);
+
+    // ZeRO and the batch.
     EXPECT_EQ(c.zero, 3);
     EXPECT_EQ(c.clip, 0.5);
     EXPECT_EQ(c.log_every, 2000);
     EXPECT_EQ(c.micro_batch, 4);
     EXPECT_EQ(c.batch_tokens, 32 * 128);
     EXPECT_TRUE(given(c, "zero") && given(c, "batch-tokens")); // as the user's: --resume keeps them
+
+    // The lines say what became of each key.
     EXPECT_HAS(lines, "fp16.enabled true -> --precision fp16\n");
     EXPECT_HAS(lines,
                "zero_optimization.offload_optimizer.device \"none\" -> --offload stays none");
@@ -574,7 +659,8 @@ TEST(DsConfig, BecomesFlags) {
     EXPECT_HAS(lines, "train_batch_size 32 = 4 a micro-batch x 4 accumulated x dp 2 -> --batch");
 }
 
-// "auto" is filled in by the command line, or by our default, where Hugging Face's Trainer would.
+// "auto" takes the command line's value or our default, where Hugging Face's
+// Trainer would fill it in.
 TEST(DsConfig, AutoIsTheCommandLines) {
     std::string text = R"({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0,
         "initial_scale_power": 32}, "zero_optimization": {"stage": 2}, "gradient_clipping": "auto",
@@ -586,6 +672,7 @@ TEST(DsConfig, AutoIsTheCommandLines) {
         "gradient_accumulation_steps": "auto"})";
     Config c, plain;
     std::string lines = translate(c, {"--lr", "2e-4"}, text);
+
     EXPECT_EQ(c.zero, 2);
     EXPECT_EQ(c.schedule, "constant");
     EXPECT_EQ(c.lr, 2e-4);
@@ -595,6 +682,7 @@ TEST(DsConfig, AutoIsTheCommandLines) {
         EXPECT_EQ(field_text(c, field), field_text(plain, field)) << name;
         EXPECT_FALSE(given(c, name)) << name;
     }
+
     EXPECT_HAS(lines, "gradient_clipping \"auto\" -> --clip stays 1\n");
     EXPECT_HAS(lines, "fp16.initial_scale_power 32: for fp16's dynamic loss scale: left out");
 }
@@ -603,14 +691,17 @@ TEST(DsConfig, AutoIsTheCommandLines) {
 TEST(DsConfig, LeftOutIsDeepSpeedsDefault) {
     Config c;
     std::string lines = translate(c, {}, R"({"optimizer": {"type": "Adam"}})");
+
     EXPECT_EQ(c.clip, 0);
     EXPECT_EQ(c.beta1, 0.9);
     EXPECT_EQ(c.beta2, 0.999);
     EXPECT_EQ(c.weight_decay, 0);
     EXPECT_EQ(c.warmup, Config().warmup);
     EXPECT_HAS(lines, "gradient_clipping left out, 0 -> --clip 0\n");
+
     EXPECT_HAS(translate(R"({"optimizer": {"params": {"lr": 1}}})"), "optimizer.type: is left out");
     EXPECT_HAS(translate(R"({"scheduler": {"type": "WarmupLR"}})"), "warmup_max_lr: is left out");
+
     Config fixed;
     translate(fixed, {}, R"({"fp16": {"enabled": true, "loss_scale": 1024, "hysteresis": 2}})");
     EXPECT_EQ(fixed.loss_scale, "1024");
@@ -623,16 +714,18 @@ TEST(DsConfig, TheCommandLineWins) {
                                       "--seq", "64"}, DS_ZERO3);
     EXPECT_EQ(c.zero, 1);
     EXPECT_EQ(c.precision, "bf16");
-    EXPECT_EQ(c.batch_tokens, 32 * 64); // the batch stays, and accumulation follows
+    EXPECT_EQ(c.batch_tokens, 32 * 64); // the batch stays, so accumulation changes
     EXPECT_FALSE(given(c, "loss-scale-window"));
     EXPECT_HAS(lines, "zero_optimization.stage 3 -> --zero stays 1: the command line wins\n");
     EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1 -> --micro-batch stays 8");
+
     Config all;
     lines = translate(all, {"--micro-batch", "8", "--seq", "4"}, R"({"train_batch_size": 32,
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8})");
     EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1");
 }
 
+// Two of a batch's three sizes give the third. All three must agree.
 TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
     auto sizes = [](const std::string& text, int processes) {
         Config c;
@@ -640,12 +733,15 @@ TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
         return has(wrong, "wants") || has(wrong, "is not") ? wrong
                    : concat(c.micro_batch, " ", c.batch_tokens / 16);
     };
+
     EXPECT_EQ(sizes(R"("train_batch_size": 24, "gradient_accumulation_steps": 3)", 8), "2 24");
     EXPECT_EQ(sizes(R"("train_batch_size": 24)", 8), "6 24");
     EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3)", 8), "3 12");
     EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2)", 8),
               "3 24");
     EXPECT_EQ(sizes(R"("gradient_accumulation_steps": 2)", 4), "8 32"); // --micro-batch's default
+
+    // Sizes that disagree, or that cannot be.
     EXPECT_HAS(sizes(R"("train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
                         "gradient_accumulation_steps": 4)", 8),
                "train_batch_size 24 is not train_micro_batch_size_per_gpu 3 x "
@@ -655,6 +751,7 @@ TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
     EXPECT_HAS(sizes(R"("train_batch_size": 2.5)", 2),
                "train_batch_size 2.5: wants a whole number");
     EXPECT_HAS(sizes(R"("gradient_accumulation_steps": 0)", 2), "wants a whole number from 1");
+
     EXPECT_HAS(translate(R"({"gradient_accumulation_steps": 2})"), "counts tokens: give --seq");
 }
 
@@ -667,11 +764,13 @@ TEST(DsConfig, AcceleratesOwnFile) {
             "zero3_init_flag": true, "zero_stage": 2},
         "downcast_bf16": "no", "machine_rank": 0, "main_training_function": "main",
         "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "use_cpu": false})");
+
     EXPECT_EQ(c.precision, "bf16");
     EXPECT_EQ(c.zero, 2);
     EXPECT_EQ(c.clip, 2);
     EXPECT_EQ(c.dp, 4);
     EXPECT_EQ(c.batch_tokens, 4 * 8 * 4 * 32);
+
     EXPECT_HAS(translate(R"({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})"),
                "fsdp_config.fsdp_version: is not known here");
     EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}),
@@ -680,7 +779,7 @@ TEST(DsConfig, AcceleratesOwnFile) {
                "sequence_parallel_size 2 -> --cp 2, by");
 }
 
-// A file, and what the one line about it says.
+// Files that are refused, each with part of the line that says why.
 TEST(DsConfig, RefusesByName) {
     const std::pair<const char*, const char*> rows[] = {
         {"[1, 2]", "ds.json: is no JSON object"},
@@ -707,10 +806,12 @@ TEST(DsConfig, RefusesByName) {
         {R"({"\u001b[31m": 1})", "\\x1b[31m: is not known here"},
     };
     for (auto& [text, says] : rows) EXPECT_HAS(translate(text), says);
+
     Config c;
     std::vector<std::string> lines;
     EXPECT_HAS(read_ds_config(c, "/no/such.json", 1, &lines), "--ds-config /no/such.json");
-    // Offload is a flag's matter, which refuses it by its own name.
+
+    // Offload becomes a flag, which checks the value under the flag's own name.
     translate(c, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
     EXPECT_EQ(c.offload, "optimizer");
     EXPECT_EQ(c.offload_to, "cpu");
@@ -722,15 +823,17 @@ TEST(DsConfig, RefusesByName) {
     translate(usual, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})");
     EXPECT_EQ(usual.offload_to, "/local_nvme") << "DeepSpeed's default";
 
-    // Parameters too; both keys set the one flag, and have one place.
+    // Parameters as well. Both keys set the same flag, and there is one place for everything.
     Config both;
     translate(both, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"},
         "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}}})");
     EXPECT_EQ(both.offload, "optimizer,weights");
     EXPECT_EQ(both.offload_to, "/local_nvme");
+
     Config alone;
     translate(alone, {}, R"({"deepspeed_config": {"offload_param_device": "cpu"}})");
     EXPECT_EQ(alone.offload, "weights");
+
     EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
                                                    "offload_param": {"device": "nvme"}}})"),
                "is another place: --offload-to is one for all");
@@ -739,20 +842,24 @@ TEST(DsConfig, RefusesByName) {
 }
 
 // ----------------------------------------------------------------------------
+// the schedule of the learning rate
 
 TEST(Schedule, FormulasAtTheirEdges) {
     for (const char* s : {"cosine", "linear", "wsd", "constant"}) {
         EXPECT_DOUBLE_EQ(lr_at(0, 100, 10, 1.0, 0.1, s), 0.1) << s; // first step of the warm-up
-        EXPECT_DOUBLE_EQ(lr_at(9, 100, 10, 1.0, 0.1, s), 1.0) << s; // its last
+        EXPECT_DOUBLE_EQ(lr_at(9, 100, 10, 1.0, 0.1, s), 1.0) << s; // the last step of the warm-up
         EXPECT_DOUBLE_EQ(lr_at(10, 100, 10, 1.0, 0.1, s), 1.0) << s;
         EXPECT_DOUBLE_EQ(lr_at(0, 1, 0, 1.0, 0.1, s), 1.0) << s;  // a run of one step
         EXPECT_DOUBLE_EQ(lr_at(4, 5, 10, 1.0, 0.1, s), 0.5) << s; // a run that is all warm-up
+
         double end = lr_at(100, 100, 10, 1.0, 0.1, s);
         EXPECT_DOUBLE_EQ(end, std::string(s) == "constant" ? 1.0 : 0.1) << s;
         for (int i = 11; i <= 100; i++)
             EXPECT_LE(lr_at(i, 100, 10, 1.0, 0.1, s), lr_at(i - 1, 100, 10, 1.0, 0.1, s)) << s;
     }
-    EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "cosine"), 0.55); // half way
+
+    // Half way.
+    EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "cosine"), 0.55);
     EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "linear"), 0.55);
     EXPECT_DOUBLE_EQ(lr_at(80, 100, 10, 1.0, 0.1, "wsd"), 1.0);
     EXPECT_DOUBLE_EQ(lr_at(90, 100, 10, 1.0, 0.1, "wsd"), 0.55);

@@ -1,5 +1,5 @@
 // test_data.cpp - windows of tokens from files, and samplers of tokens from logits
-//   The tokens of a file are their own positions: a window says where it was read.
+//   The tokens of a file are their own positions, so a window tells where it was read.
 #include <omp.h>
 #include <functional>
 #include <numeric>
@@ -14,6 +14,8 @@ using namespace llmc;
 // data
 
 TEST(Permutation, IsABijectionAndEpochsDiffer) {
+    // Small sizes: a permutation hits each number once, and other epochs and
+    // seeds have other orders.
     for (uint64_t n = 1; n <= 300; n++)
         for (uint64_t seed : {0ull, 1337ull, ~0ull}) {
             std::vector<uint64_t> a(n), b(n), c(n);
@@ -26,8 +28,10 @@ TEST(Permutation, IsABijectionAndEpochsDiffer) {
             }
             EXPECT_EQ(std::count(hit.begin(), hit.end(), 1), std::ptrdiff_t(n)) << n;
             EXPECT_TRUE(n < 20 || (a != b && a != c && b != c))
-                << n; // of so many orders no two agree by chance
+                << n; // orders so long do not agree by chance
         }
+
+    // Large sizes, at powers of two and beside them: one number in n stays by chance.
     for (uint64_t n : {65535u, 65536u, 65537u, 1000003u, 1u << 20, (1u << 20) + 1}) {
         std::vector<char> hit(n);
         uint64_t same = 0, in_place = 0;
@@ -38,16 +42,18 @@ TEST(Permutation, IsABijectionAndEpochsDiffer) {
             same += x == permutation(5, 3, i, n), in_place += x == i;
         }
         EXPECT_EQ(std::count(hit.begin(), hit.end(), 1), std::ptrdiff_t(n)) << n;
-        EXPECT_LT(same, 20u) << n; // one by chance
+        EXPECT_LT(same, 20u) << n;
         EXPECT_LT(in_place, 20u) << n;
     }
+
+    // A size beyond 32 bits.
     for (uint64_t i = 0; i < 1000; i++)
         EXPECT_LT(permutation(5, 2, i, (1ull << 40) + 1), (1ull << 40) + 1);
 }
 
 static const Tokenizer bytes_tokenizer = {"byte", 256};
 
-// A shard of llm.c; `header` overrides what its first words say.
+// A shard of llm.c. `header` replaces the first words of its header.
 static std::string shard(const std::string& name, const std::vector<uint32_t>& tokens, size_t width,
                          std::vector<uint32_t> header = {}) {
     std::string bytes(1024, '\0');
@@ -60,13 +66,14 @@ static std::string shard(const std::string& name, const std::vector<uint32_t>& t
     return scratch(name);
 }
 
-// tokens that are their own positions, from `first` on
+// Tokens that are their own positions, counted from `first`.
 static std::vector<uint32_t> positions(uint32_t first, size_t count) {
     std::vector<uint32_t> tokens(count);
     std::iota(tokens.begin(), tokens.end(), first);
     return tokens;
 }
 
+// A text whose bytes are their own positions.
 static std::string text_file(const std::string& name, uint32_t first, size_t count) {
     std::string bytes;
     for (uint32_t t : positions(first, count)) bytes += char(t);
@@ -74,14 +81,15 @@ static std::string text_file(const std::string& name, uint32_t first, size_t cou
     return scratch(name);
 }
 
+// The refusal of a data set, or "".
 static std::string open_error(const std::string& value, size_t T = 4, size_t V = 1 << 20,
                               Split split = Split::TRAIN, bool own = true) {
     DataLoader d;
     return data_open(&d, value, split, own, bytes_tokenizer, T, V, 1);
 }
 
-// Return the first tokens of windows `first` to `first + count`. In each the
-// tokens follow in order.
+// The first token of each of the windows `first` to `first + count`, each of which must
+// hold tokens in order.
 static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count) {
     std::vector<int> out, tokens(d.T), targets(d.T);
     for (uint64_t s = first; s < first + count; s++) {
@@ -94,7 +102,8 @@ static std::vector<int> starts(const DataLoader& d, uint64_t first, size_t count
 }
 
 TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
-    // 41 tokens make 10 windows of 4 + 1, 17 make 4 exactly, 4 make none, 16 make 3
+    // With windows of 4 + 1, 41 tokens make 10 windows, 17 make exactly 4, 4
+    // make none, and 16 make 3.
     std::string value =
         shard("u16.bin", positions(1000, 41), 2) + "," + shard("short.bin", positions(900, 4), 2) +
         "," + text_file("text.txt", 200, 30) + "," + shard("u32.bin", positions(100000, 17), 4) +
@@ -112,6 +121,8 @@ TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
     ASSERT_EQ(d.windows, 24u);
     EXPECT_EQ(d.tokens, 41u + 4 + 30 + 17 + 0 + 16);
     EXPECT_EQ(data_text(d), "6 files, 108 tokens, 24 windows of 4");
+
+    // Each epoch holds every window once. Ten epochs of two seeds are ten orders.
     std::set<std::vector<int>> orders;
     for (uint64_t epoch : {0ull, 1ull, 2ull, 3ull, 1000000007ull})
         for (const DataLoader* x : {&d, &other}) {
@@ -120,8 +131,10 @@ TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
             orders.insert(order);
         }
     EXPECT_EQ(orders.size(), 10u);
+
+    // Validation reads every window in the files' order, each time.
     std::vector<int> first =
-        starts(val, 0, 24); // validation: every window in the files' order, always
+        starts(val, 0, 24);
     EXPECT_EQ(first, starts(val, 24, 24));
     EXPECT_EQ((std::vector<int>(first.begin(), first.begin() + 2)), (std::vector<int>{1000, 1004}));
     EXPECT_EQ((std::vector<int>(first.end() - 2, first.end())), (std::vector<int>{5004, 5008}));
@@ -134,6 +147,8 @@ TEST(Data, TrainingAndValidationShareNoToken) {
             std::string a = shard("a.bin", positions(1000, n), 2),
                         b = shard("b.bin", positions(90000, n + 3), 4);
             std::string value = a + "," + b;
+
+            // Read every window of both parts.
             DataLoader parts[2];
             std::set<int> seen[2];
             for (int p : {0, 1}) {
@@ -150,14 +165,14 @@ TEST(Data, TrainingAndValidationShareNoToken) {
             for (int t : seen[0])
                 ASSERT_FALSE(seen[1].count(t)) << "n " << n << " T " << T << " token " << t;
 
-            // the last tenth, rounded down, and all windows that fit into the parts
+            // Validation has the last tenth, rounded down, and each part has all windows that fit.
             EXPECT_EQ(*seen[1].begin(), int(1000 + n - n / 10));
             EXPECT_EQ(parts[0].windows, (n - n / 10 - 1) / T + (n + 3 - (n + 3) / 10 - 1) / T);
             EXPECT_EQ(parts[1].windows, (n / 10 - 1) / T + ((n + 3) / 10 - 1) / T);
             EXPECT_EQ(parts[0].tokens + parts[1].tokens, 2 * n + 3);
             for (DataLoader& d : parts)
                 for (DataFile& f : d.files)
-                    munmap(const_cast<unsigned char*>(f.tokens) - 1024, 1024 + n); // many files
+                    munmap(const_cast<unsigned char*>(f.tokens) - 1024, 1024 + n); // too many files
         }
 }
 
@@ -169,15 +184,17 @@ TEST(Data, OwnValidationFilesAreUsedWholeAndMayNotBeTrainedOn) {
     ASSERT_EQ(data_open(&train, a, Split::TRAIN, true, bytes_tokenizer, 7, 256, 1), "");
     ASSERT_EQ(data_open(&val, b, Split::VAL, true, bytes_tokenizer, 7, 256, 1), "");
     ASSERT_EQ(data_open(&same, b + "," + link, Split::VAL, true, bytes_tokenizer, 7, 256, 1), "");
+
     EXPECT_EQ(train.tokens, 50u);
     EXPECT_EQ(val.tokens, 50u);
     EXPECT_EQ(data_disjoint(train, val), "");
     EXPECT_HAS(data_disjoint(train, same),
-               link + " is in --data and in --val"); // under another name too
+               link + " is in --data and in --val"); // although it has another name there
     fs::remove(link);
 }
 
 TEST(Data, PatternsAndCommas) {
+    // Files in the order of the commas. A pattern's files are in alphabetical order.
     for (int i : {3, 1, 2}) text_file("pattern" + std::to_string(i) + ".txt", uint32_t(10 * i), 9);
     std::string one = text_file("single.txt", 100, 9);
     std::vector<std::string> paths;
@@ -187,21 +204,26 @@ TEST(Data, PatternsAndCommas) {
     std::string p1 = scratch("pattern1.txt"), p2 = scratch("pattern2.txt"),
                 p3 = scratch("pattern3.txt");
     EXPECT_EQ(paths, (std::vector<std::string>{one, p1, p2, p3, p3}));
+
     DataLoader d;
     ASSERT_EQ(data_open(&d, scratch("pattern*.txt"), Split::VAL, true, bytes_tokenizer, 4, 256, 1),
               "");
     EXPECT_EQ(starts(d, 0, d.windows), (std::vector<int>{10, 14, 20, 24, 30, 34}));
     EXPECT_HAS(open_error(one + "," + scratch("nothing*.txt")), "nothing*.txt: no file matches");
+
+    // Commas in names are escaped with a backslash.
     EXPECT_EQ(split_paths("a\\,b,c,\\d\\"), (std::vector<std::string>{"a,b", "c", "\\d\\"}));
     EXPECT_EQ(split_paths(escape_commas("a,,b")), (std::vector<std::string>{"a,,b"}));
-    std::string comma = text_file("com,ma?.txt", 0, 9); // as it is, and among others
+    std::string comma = text_file("com,ma?.txt", 0, 9); // alone, and among other files
     EXPECT_EQ(open_error(comma), "");
     EXPECT_EQ(open_error(one + "," + escape_commas(comma)), "");
     EXPECT_HAS(open_error(one + "," + comma), "ma?.txt: no file matches");
+
     EXPECT_HAS(open_error(""), "no data file in ''");
     EXPECT_HAS(open_error(",,"), "no data file in ',,'");
 }
 
+// A window of 4 needs 5 tokens.
 TEST(Data, FilesShorterThanAWindow) {
     std::string four = text_file("four.txt", 0, 4), five = text_file("five.txt", 10, 5);
     EXPECT_EQ(open_error(four), "the training text has 4 tokens in " + four +
@@ -210,13 +232,15 @@ TEST(Data, FilesShorterThanAWindow) {
                "has 8 tokens in " + four + " and others: a sequence takes 5");
     EXPECT_EQ(open_error(four + "," + five), "");
     EXPECT_EQ(open_error(five), "");
-    // A tenth of 40 tokens is 4: a file may be long enough for training alone.
+
+    // A tenth of 40 tokens is 4, so a file may be long enough for training and not for validation.
     std::string forty = text_file("forty.txt", 0, 40);
     EXPECT_EQ(open_error(forty, 4, 256, Split::TRAIN, false), "");
     std::string wrong = open_error(forty, 4, 256, Split::VAL, false);
     EXPECT_HAS(wrong, "the validation text has 4 tokens");
     EXPECT_HAS(wrong, "or validation files with --val");
     EXPECT_EQ(open_error(forty, 4, 256, Split::VAL, true), "");
+
     EXPECT_EQ(open_error(text_file("fifty.txt", 0, 50), 4, 256, Split::VAL, false), "");
     EXPECT_HAS(open_error(shard("no_token.bin", {}, 2)), "has 0 tokens");
 }
@@ -227,9 +251,12 @@ TEST(Data, RefusesFilesThatAreNotWhatTheySay) {
     put_file(scratch("empty.txt"), ""), put_file(scratch("empty.bin"), "");
     EXPECT_HAS(open_error(scratch("empty.txt")), "is empty");
     EXPECT_HAS(open_error(scratch("empty.bin")), "is empty");
+
     put_file(scratch("small.bin"), std::string(1023, 'x'));
     EXPECT_HAS(open_error(scratch("small.bin")),
                "1023 bytes are no token shard: its header alone has 1024");
+
+    // Headers that contradict themselves or the file's length.
     std::vector<uint32_t> t = positions(0, 20);
     EXPECT_HAS(
         open_error(shard("bad.bin", t, 2, {7})),
@@ -238,6 +265,7 @@ TEST(Data, RefusesFilesThatAreNotWhatTheySay) {
                "version 7 of magic 20240520 is unknown, only 1 is");
     EXPECT_HAS(open_error(shard("bad.bin", t, 4, {20240801, 1})),
                "version 1 of magic 20240801 is unknown, only 7 is");
+
     for (uint32_t promised : {0u, 19u, 21u, 0x7fffffffu, 0x80000000u, 0xffffffffu}) {
         std::string says = "promises " + std::to_string(promised) + " tokens of ";
         EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240520, 1, promised})),
@@ -246,7 +274,8 @@ TEST(Data, RefusesFilesThatAreNotWhatTheySay) {
                    says + "4 bytes, the file holds 80");
     }
     EXPECT_HAS(open_error(shard("bad.bin", t, 2, {20240801, 7})),
-               "cut short"); // the other form's header
+               "cut short"); // the header of four-byte tokens
+
     std::string odd = read_file(shard("odd.bin", t, 2));
     put_file(scratch("odd.bin"), odd + "x");
     EXPECT_HAS(open_error(scratch("odd.bin")), "the file holds 41 bytes");
@@ -256,34 +285,38 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
     std::string text = text_file("vocab.txt", 0, 50);
     EXPECT_HAS(open_error(text, 4, 255), "--tokenizer byte writes 256 tokens, the model has 255");
     EXPECT_EQ(open_error(text, 4, 256), "");
+
     int tokens[4], targets[4];
     for (size_t width : {2, 4}) {
+        // Token 12 ends window 2 as a target, and begins window 3 as an input.
         std::vector<uint32_t> t = positions(0, 29);
         t[12] = width == 2
                     ? 65535
-                    : 0xffffffff; // the target that ends window 2, the first input of window 3
+                    : 0xffffffff;
         std::string path = shard("beyond.bin", t, width);
         DataLoader d;
         ASSERT_EQ(data_open(&d, path, Split::VAL, true, bytes_tokenizer, 4, 100, 1),
-                  ""); // a shard needs no tokenizer
+                  ""); // a shard asks for no tokenizer
         for (uint64_t s = 0; s < 7; s++) {
             std::string wrong = load_window(d, s, tokens, targets);
             std::string says = path + ": token " + std::to_string(t[12]) +
                                " at position 12 is beyond the model's vocabulary of 100";
             EXPECT_EQ(wrong.substr(0, says.size()), s == 2 || s == 3 ? says : "");
         }
+
         EXPECT_HAS(check_tokens(d, 1 << 20), path + ": token " + std::to_string(t[12]) +
                                                  " at position 12 is beyond the model's");
-        EXPECT_EQ(check_tokens(d, 12 * width), ""); // not so far
+        EXPECT_EQ(check_tokens(d, 12 * width), ""); // looks at the tokens before it only
         EXPECT_NE(check_tokens(d, 13 * width), "");
 
-        // the position in a held-back part is the file's
+        // In a held-back part, the position in the message is the file's.
         t = positions(0, 100), t[93] = 300;
         ASSERT_EQ(data_open(&d, shard("beyond2.bin", t, width), Split::VAL, false, bytes_tokenizer,
                             4, 300, 1),
                   "");
         EXPECT_HAS(load_window(d, 0, tokens, targets), "token 300 at position 93");
         EXPECT_HAS(check_tokens(d, 1 << 20), "token 300 at position 93");
+
         ASSERT_EQ(
             data_open(&d, scratch("beyond2.bin"), Split::VAL, false, bytes_tokenizer, 4, 301, 1),
             "");
@@ -292,11 +325,12 @@ TEST(Data, RefusesTokensBeyondTheVocabulary) {
     }
 }
 
-// More tokens than a block, a bad one at each of its edges.
+// Files of more tokens than a block, with a bad token at either edge of a block.
 TEST(Data, TokensAreCheckedToTheLast) {
     for (size_t width : {2, 4})
         for (size_t at : {0, 16383, 16384, 39999}) {
             std::vector<uint32_t> t(40000, 7);
+
             t[at] = 50;
             DataLoader d;
             ASSERT_EQ(data_open(&d, shard("many.bin", t, width), Split::TRAIN, true,
@@ -309,6 +343,7 @@ TEST(Data, TokensAreCheckedToTheLast) {
         }
 }
 
+// Files that are no text are refused, and text with binary parts is noted.
 TEST(Data, NoTextIsRefusedAndBinaryTextNoted) {
     EXPECT_HAS(open_error(put_file(scratch("a.txt"), "\x1f\x8b and so on")),
                "is compressed (gzip)");
@@ -319,35 +354,42 @@ TEST(Data, NoTextIsRefusedAndBinaryTextNoted) {
     EXPECT_HAS(
         open_error(put_file(scratch("nano.bin"), std::string(4000, 'x'))),
         "dev/data/tokenizer.py gpt2, then train_gpt --prepare " + scratch("nano.shards.bin"));
+
     DataLoader d;
     std::string name = put_file(scratch("binary.txt"), std::string(100, '\0'));
     ASSERT_EQ(data_open(&d, name, Split::TRAIN, true, bytes_tokenizer, 4, 256, 1), "");
     EXPECT_EQ(data_notes(d), std::vector<std::string>{
                                  name + ": 100 zero bytes and 0 bytes that are not UTF-8 in the "
                                         "first 100: is it text?"});
+
     ASSERT_EQ(data_open(&d, text_file("plain.txt", 32, 90), Split::TRAIN, true, bytes_tokenizer, 4,
                         256, 1),
               "");
     EXPECT_EQ(data_notes(d).size(), 0u);
 }
 
+// doc_start is the position of each token's document, and the last target of a document is ignored.
 TEST(Data, DocumentsAreSplitBehindTheirEnds) {
     struct Case {
         std::vector<int> tokens, doc_start, ignored;
     };
     const int END = 9;
     for (Case c : std::vector<Case>{
-             {{1, 2, 3, 4}, {0, 0, 0, 0}, {}},              // the middle of one
-             {{1, 2, 9, 4}, {0, 0, 0, 3}, {2}},             // the end of one, the begin of another
-             {{9, 1, 2, 9}, {0, 1, 1, 1}, {0, 3}},          // ends at both ends
-             {{9, 9, 9, 1, 1}, {0, 1, 2, 3, 3}, {0, 1, 2}}, // documents without a text
+             {{1, 2, 3, 4}, {0, 0, 0, 0}, {}},              // the middle of a document
+             {{1, 2, 9, 4}, {0, 0, 0, 3}, {2}},             // one ends, another begins
+             {{9, 1, 2, 9}, {0, 1, 1, 1}, {0, 3}},          // documents end at both ends
+             {{9, 9, 9, 1, 1}, {0, 1, 2, 3, 3}, {0, 1, 2}}, // documents without text
              {{9}, {0}, {0}}}) {
         size_t T = c.tokens.size();
+
+        // Without an end token the window is one document.
         std::vector<int> doc_start(T, -7), targets(T, 5), want(T, 5);
-        targets[0] = want[0] = -1; // what was ignored stays so
+        targets[0] = want[0] = -1; // ignored before, and ignored afterwards
         split_documents(doc_start.data(), targets.data(), c.tokens.data(), T, -1);
         EXPECT_EQ(doc_start, std::vector<int>(T, 0));
         EXPECT_EQ(targets, want);
+
+        // With it, each document is by itself.
         split_documents(doc_start.data(), targets.data(), c.tokens.data(), T, END);
         for (int i : c.ignored) want[size_t(i)] = -1;
         EXPECT_EQ(doc_start, c.doc_start);
@@ -371,15 +413,20 @@ TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
         EXPECT_EQ(data_open(&d, files, Split::TRAIN, true, bytes_tokenizer, 4, V, 1), "");
         return end_of(d, given, eot);
     };
+
+    // Shards have their tokenizer's token, texts the one of the run's tokenizer.
     EXPECT_EQ(ask(gpt2, -1, 50257), "50256");
     EXPECT_EQ(ask(llama3, -1, 128256), "128000");
     EXPECT_EQ(ask(text, -1, 256, 255), "255");
     EXPECT_EQ(ask(text, 10, 256, 255), "10");
-    DataLoader tokenized; // its tokens are as wide as Llama 3's shards'
+
+    DataLoader tokenized; // a text's tokens are as wide as those of Llama 3's shards
     tokenized.V = 256, tokenized.files.resize(1), tokenized.files[0].width = 4;
     tokenized.files[0].encoded = std::make_shared<std::vector<int>>();
     EXPECT_EQ(end_of(tokenized, -1, 2), "2");
     EXPECT_EQ(ask(gpt2 + "," + llama3, 0, 50257), "0");
+
+    // No token is known, two are, or the model has no such token.
     EXPECT_HAS(ask(text, -1, 256), "--document-end 10");
     EXPECT_HAS(ask(gpt2 + "," + llama3, -1, 128256), "llama3.bin: give files of one kind");
     EXPECT_HAS(ask(gpt2, -1, 50256), "beyond the model's vocabulary of 50256");
@@ -387,7 +434,7 @@ TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
 }
 
 TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
-    for (const char* folder : {"/", "/scripts/"}) { // itself, and one below it as a build folder is
+    for (const char* folder : {"/", "/scripts/"}) { // the root, and a folder in it like build/
         std::vector<std::string> found = project_sources(std::string(REPO_ROOT) + folder);
         for (std::string file : {"llmc/memory.h", "test/io/test_data.cpp", "train_gpt.cu"})
             EXPECT_TRUE(std::any_of(found.begin(), found.end(),
@@ -407,7 +454,7 @@ static int sample(const std::vector<float>& logits, float temperature, int top_k
     return sample_token(logits.data(), logits.size(), temperature, top_k, top_p, u, order);
 }
 
-// all tokens that any number in [0,1) gives
+// All tokens that some number in [0,1) leads to.
 static std::set<int> reachable(const std::vector<float>& logits, float temperature, int top_k,
                                float top_p) {
     std::set<int> out;
@@ -451,20 +498,24 @@ TEST(Sampler, TopPKeepsTheFewestThatReachTheShare) {
     EXPECT_EQ(reachable(logits, 1, 0, 0.9f), (Ints{0, 1, 2, 3}));
     EXPECT_EQ(reachable(logits, 1, 0, 0.95f), (Ints{0, 1, 2, 3, 4}));
     EXPECT_EQ(reachable(logits, 1, 0, 1), (Ints{0, 1, 2, 3, 4}));
-    // the share is one of what top-k left: of {0.5, 0.25} the first is two thirds
+
+    // The share counts among the tokens that top-k left: of {0.5, 0.25} the first has two thirds.
     EXPECT_EQ(reachable(logits, 1, 2, 0.6f), (Ints{1}));
     EXPECT_EQ(reachable(logits, 1, 2, 0.7f), (Ints{1, 3}));
-    // temperature comes first: at 2 the shares go with the square roots, the first has 0.34 of all
+
+    // Temperature comes first. At 2 the probabilities go with their square roots, and the
+    // first has 0.34 of all.
     EXPECT_EQ(reachable(logits, 2, 0, 0.4f), (Ints{1, 3}));
 }
 
 TEST(Sampler, LargeAndImpossibleLogits) {
     EXPECT_EQ(reachable({1e30f, 1e30f, -1e30f}, 1, 0, 1), (Ints{0, 1}));
-    EXPECT_EQ(reachable({-1e4f, -1e4f}, 1, 0, 1), (Ints{0, 1})); // shifted by the largest: no 0 / 0
+    EXPECT_EQ(reachable({-1e4f, -1e4f}, 1, 0, 1), (Ints{0, 1})); // less the largest: no 0/0
     EXPECT_EQ(reachable({-INFINITY, 0, -INFINITY}, 1, 0, 1), (Ints{1}));
     EXPECT_EQ(reachable({-INFINITY, 0, -INFINITY}, 1, 2, 0.9f), (Ints{1}));
     EXPECT_EQ(reachable({0, 1}, 1e-6f, 0, 1), (Ints{1}));
-    // a model that has diverged: any token, but one of the vocabulary
+
+    // The logits of a model that has diverged lead to some token of the vocabulary.
     std::vector<float> logits(1000);
     for (size_t i = 0; i < logits.size(); i++)
         logits[i] = i % 7 == 3 ? NAN : i % 11 == 5 ? INFINITY : float(i * 37 % 101);
@@ -487,18 +538,22 @@ TEST(Sampler, FrequenciesFollowTheProbabilities) {
     std::vector<Case> cases = {{1, 0, 1, 8}, {0.5f, 0, 1, 8}, {3, 0, 1, 8},
                                {1, 4, 1, 4}, {1, 0, 0.7f, 3}, {2, 6, 0.8f, 5}};
     for (Case c : cases) {
-        std::vector<std::pair<double, int>> p; // likeliest first
+        // Want: the probabilities of the tokens that are kept.
+        std::vector<std::pair<double, int>> p; // the likeliest first
         for (size_t v = 0; v < 8; v++)
             p.push_back({-std::exp(double(logits[v]) / c.temperature), int(v)});
         std::sort(p.begin(), p.end());
         std::map<int, double> expected;
         double sum = 0;
         for (size_t i = 0; i < c.kept; i++) expected[p[i].second] = -p[i].first, sum -= p[i].first;
+
+        // Draw, and compare by chi-square. 7 degrees of freedom exceed 24.3 once in 1000 seeds.
         std::map<int, int> hits;
         for (int i = 0; i < N; i++) {
             double u = uniform(11, fnv1a("draws"), uint64_t(i));
             hits[sample(logits, c.temperature, c.top_k, c.top_p, u)]++;
         }
+
         double chi2 = 0;
         for (auto [token, weight] : expected) {
             double want = N * weight / sum;
@@ -506,6 +561,6 @@ TEST(Sampler, FrequenciesFollowTheProbabilities) {
         }
         EXPECT_EQ(hits.size(), c.kept) << c.temperature << " " << c.top_k << " " << c.top_p;
         EXPECT_LT(chi2, 24.3) << c.temperature << " " << c.top_k << " "
-                              << c.top_p; // 7 degrees of freedom: 1 in 1000
+                              << c.top_p;
     }
 }

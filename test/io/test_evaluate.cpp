@@ -1,5 +1,5 @@
 // test_evaluate.cpp - files to texts to candidates to scores: each against values written here, and
-// log-likelihoods against the logits that generation makes, in any layout
+// log-likelihoods against the logits that generation computes, in any layout
 #include <mutex>
 #ifdef _OPENMP
 #include <omp.h>
@@ -18,7 +18,7 @@ std::string write(const std::string& name, const std::string& bytes) {
     return put_file(scratch(name), bytes);
 }
 
-// A question's candidates as (context|completion) in bytes, a line each, the right one with a *.
+// A question's candidates as context|completion in bytes, one a line. A * marks the right one.
 std::string text_of(const Evaluation& e, const Question& q) {
     std::string text;
     for (size_t i = q.first; i < q.first + q.count; i++) {
@@ -31,7 +31,7 @@ std::string text_of(const Evaluation& e, const Question& q) {
     return text;
 }
 
-// All questions of a file, where a byte is a token.
+// All questions of a file, with one token a byte.
 std::string texts_of_file(const std::string& task, const std::string& name,
                           const std::string& bytes) {
     Evaluation e;
@@ -89,7 +89,7 @@ TEST(Files, PiqaWithLabelsInTheLineAndBeside) {
               want + "Question: g\nAnswer:| one*\nQuestion: g\nAnswer:| two\n");
 }
 
-// The contexts differ, what is scored is the same.
+// The contexts differ, and the part that is scored is the same.
 TEST(Files, Winogrande) {
     EXPECT_EQ(texts_of_file("winogrande", "w.jsonl",
                             R"({"sentence":"Ann met Bo and _ was  late. ","option1":"Ann",)"
@@ -114,12 +114,15 @@ TEST(Files, SeveralTasksShareTheCandidates) {
               "");
     ASSERT_EQ(e.tasks.size(), 2u);
     EXPECT_EQ(e.tasks[1].name, "piqa");
+
     EXPECT_EQ(text_of(e, e.tasks[0].questions[1]), "c| d*\n");
     EXPECT_EQ(text_of(e, e.tasks[1].questions[0]),
               "Question: g\nAnswer:| a*\nQuestion: g\nAnswer:| bcd\n");
+
     EXPECT_EQ(e.candidates[3].tokens.size(), strlen("Question: g\nAnswer: bcd"));
 }
 
+// Each refusal begins with the flag and names the file and the line.
 TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
     auto refuses = [](const std::string& value, const std::string& says, size_t P = 100) {
         Evaluation e;
@@ -131,14 +134,19 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
         std::string path = write(task + ".bad", bytes);
         refuses(task + "=" + path, path + says);
     };
+
+    // Values of the flag.
     refuses("hellaswag", "wants name=FILE, not 'hellaswag'");
     refuses("helaswag=x", "no task 'helaswag': did you mean hellaswag?");
     refuses("x=y", "tasks: hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada");
     refuses("piqa=/no/such", "/no/such: No such file");
     refuses("piqa=" + testing::TempDir(), "is no file but a folder");
+
     std::string passage = write("l.txt", "a bcd\n");
     refuses("lambada=" + passage + ",lambada=" + passage, "lambada is there twice");
     refuses("lambada=" + passage, passage + ":1: a completion has 4 tokens, the model 3", 3);
+
+    // Passages, and HellaSwag in six lines.
     bad("lambada", "", ": is empty");
     bad("lambada", "a b\n\nc d\n", ":2: is empty");
     bad("lambada", "a b \n", ":1: a completion is empty");
@@ -147,6 +155,8 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
     bad("hellaswag", "a\n0\n1\n2\n3\n4\na\n0\n1\n2\n3\n", ":7: wants six lines");
     bad("hellaswag", "a\n4\n1\n2\n3\n4\n", ":1: label 4 is none of the 4 choices");
     bad("hellaswag", "a\nx\n1\n2\n3\n4\n", ":1: wants a number \"label\", not 'x'");
+
+    // HellaSwag in JSON.
     std::string h =
         R"({"activity_label":"a","ctx_a":"b","ctx_b":"c","endings":["d","e"],"label":0})";
     bad("hellaswag", h + "\n{\n", ":2: is no JSON object");
@@ -157,17 +167,22 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
     bad("hellaswag", replace_all(h, ":0", ":-1"), ":1: wants a number \"label\", not '-1'");
     bad("hellaswag", replace_all(h, ",\"label\":0", ""), ":1: wants a text \"label\"");
     bad("hellaswag", replace_all(h, "\"e\"", "\"[e]\""), ":1: a completion is empty");
+
+    // PIQA's labels are in the line or in a file beside it.
     bad("piqa", "a b\n", ":1: is no JSON object");
     bad("piqa", R"({"goal":"g","sol1":"a","sol2":"b"})", ":1: has no \"label\", and");
     write("short-labels.lst", "0\n");
     std::string two = write("short.jsonl", "{\"goal\":\"g\"}\n{}\n");
     refuses("piqa=" + two, "short-labels.lst: has 1 labels for the 2 questions");
+
+    // Winogrande, then ARC.
     bad("winogrande", R"({"sentence":"a b","option1":"a","option2":"b","answer":"1"})",
         ":1: wants a _ in \"sentence\"");
     bad("winogrande", R"({"sentence":"a _ b","option1":"a","option2":"b","answer":"3"})",
         ":1: label 2 is none of the 2");
     bad("winogrande", R"({"sentence":"a _","option1":"a","option2":"b","answer":"1"})",
         ":1: a completion is empty");
+
     std::string a =
         R"({"question":"q","choices":{"text":["s","m"],"label":["A","B"]},"answerKey":"C"})";
     bad("arc-easy", a, ":1: answerKey 'C' is none of the labels of the 2 choices");
@@ -177,7 +192,8 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
         ":1: wants a text");
 }
 
-// Cuts of every length and changed bytes: refused or read, never worse.
+// Cut a line at any length, and change any byte of it: a reader refuses it or reads it,
+// and does nothing worse.
 TEST(Files, AnyBytesAreReadOrRefused) {
     std::string line =
         R"({"activity_label":"a","ctx_a":"[b]","ctx_b":"c","endings":["d [x","e"],"label":0,)"
@@ -189,12 +205,13 @@ TEST(Files, AnyBytesAreReadOrRefused) {
         for (size_t i = 0; i <= 2 * line.size(); i += 3) {
             std::string bytes = line.substr(0, std::min(i, line.size()));
             if (i > line.size())
+
                 bytes[i - line.size() - 1] = "\"[{:,}]\n\x80"[random_block(3, 1, i)[0] % 9];
             Evaluation e;
             read += read_tasks(&e, std::string(kind.name) + "=" + write("any", bytes), Tokenizer(),
                                100) == "";
         }
-        EXPECT_GT(read, 20) << kind.name; // what it does not look at may be anything
+        EXPECT_GT(read, 20) << kind.name; // bytes that a reader does not look at may be anything
     }
 }
 
@@ -203,14 +220,16 @@ TEST(Files, AnyBytesAreReadOrRefused) {
 
 TEST(Texts, WhiteSpaceAndLettersAsPythonHasThem) {
     EXPECT_EQ(strip(" \t\n\v\f\r\x1c a b\u00a0\u2003\u3000 "), "a b");
-    EXPECT_EQ(strip("\u200b"), "\u200b"); // a zero-width space is none
+    EXPECT_EQ(strip("\u200b"), "\u200b"); // a zero-width space is not white space
     EXPECT_EQ(strip(" \u0085\u2028 "), "");
+
     EXPECT_EQ(capitalize("hE SAID"), "He said");
     EXPECT_EQ(capitalize(""), "");
     EXPECT_EQ(capitalize("1A"), "1a");
+
     EXPECT_EQ(count_characters("a\u00e9\u20ac\U0001f600"), 4u);
     EXPECT_EQ(without_marks(" a [b][c] d [title] e   f "), "a d. e  f");
-    EXPECT_EQ(without_marks("[a\nb] [c [d] e]"), "[a\nb] e]"); // no mark spans lines
+    EXPECT_EQ(without_marks("[a\nb] [c [d] e]"), "[a\nb] e]"); // a mark does not span lines
 }
 
 TEST(Texts, TokensOfContextAndCompletion) {
@@ -221,17 +240,21 @@ TEST(Texts, TokensOfContextAndCompletion) {
         return c;
     };
     typedef std::vector<int> Tokens;
+
     Candidate c = made("ab", " cd");
     EXPECT_EQ(c.tokens, (Tokens{'a', 'b', ' ', 'c', 'd'}));
     EXPECT_EQ(c.scored, 3u);
     EXPECT_EQ(c.characters, 2u);
-    c = made("ab \n", " \u00e9"); // white space moves; characters are the completion's own
+
+    c = made("ab \n", " \u00e9"); // white space moves to the completion, and does not count there
     EXPECT_EQ(c.scored, 5u);
     EXPECT_EQ(c.characters, 1u);
-    c = made("abc", " de", 4); // of 6 tokens the last 5: 4 inputs, and a target behind them
+    c = made("abc", " de", 4); // the last 5 of 6 tokens: 4 inputs, and the target of the last
     EXPECT_EQ(c.tokens, (Tokens{'b', 'c', ' ', 'd', 'e'}));
     EXPECT_EQ(c.scored, 3u);
     EXPECT_EQ(made("abc", " de", 3).tokens, (Tokens{'c', ' ', 'd', 'e'}));
+
+    // An empty context is the token that begins or ends a text.
     t.eot = 256;
     EXPECT_EQ(made("", " a").tokens, (Tokens{256, ' ', 'a'}));
     EXPECT_EQ(made(" ", " a").scored, 3u);
@@ -242,7 +265,8 @@ TEST(Texts, TokensOfContextAndCompletion) {
     EXPECT_EQ(made("b", " a").scored, 2u);
 }
 
-// A word that continues the context's last one has its tokens cut where the context's count says.
+// Where the completion continues the context's last word, both are encoded together. The cut is
+// where the context's own number of tokens says.
 TEST(Texts, TokensAreThoseOfBothTogether) {
     NEEDS_FIXTURES();
     Tokenizer t;
@@ -252,26 +276,29 @@ TEST(Texts, TokensAreThoseOfBothTogether) {
     std::vector<int> whole = encode(t, "Hello world again"), context = encode(t, "Hello wor");
     EXPECT_EQ(c.tokens, whole);
     EXPECT_EQ(c.scored, whole.size() - context.size());
-    EXPECT_NE(make_candidate(&c, t, {"Hello wor", "ld"}, 100), ""); // 2 tokens and 2 tokens
+    EXPECT_NE(make_candidate(&c, t, {"Hello wor", "ld"}, 100), ""); // 2 tokens and 2: none scored
 }
 
 // ----------------------------------------------------------------------------
 // scores
 
 TEST(Scores, OfKnownLogLikelihoods) {
+    // Four questions with two candidates each: their log-likelihoods and numbers of characters.
     std::vector<Candidate> c(8);
     double sums[] = {-4, -3, -6, -6, -2, -9, -1, -5};
     size_t characters[] = {4, 2, 3, 3, 1, 9, 1, 1};
     for (size_t i = 0; i < 8; i++) c[i].log_likelihood = sums[i], c[i].characters = characters[i];
     Task task = {"piqa", {{0, 2, 0}, {2, 2, 0}, {4, 2, 1}, {6, 2, 0}}};
     Score s = score_task(task, c);
-    // likeliest: 1 0 0 0, of equals the first; by character -1 and -1.5,
-    // equal, -2 and -1, -1 and -5
+
+    // The likeliest are 1 0 0 0, the first of equals. By character they compare as -1 and -1.5,
+    // equal, -2 and -1, -1 and -5.
     EXPECT_DOUBLE_EQ(s.acc.mean, 2 / 4.0);
     EXPECT_DOUBLE_EQ(s.acc_norm.mean, 4 / 4.0);
-    EXPECT_DOUBLE_EQ(s.acc.error, std::sqrt(1.0 / 3) / 2); // deviations of a half
+    EXPECT_DOUBLE_EQ(s.acc.error, std::sqrt(1.0 / 3) / 2); // each answer deviates by a half
     EXPECT_EQ(s.acc_norm.error, 0);
     EXPECT_EQ(score_text(task, s), "piqa 4/4  acc 0.5000 +- 0.2887  acc_norm 1.0000 +- 0.0000\n");
+
     Json j;
     score_log(j, task, s);
     EXPECT_EQ(j, (Json{{"piqa", 0.5}, {"piqa_norm", 1.0}}));
@@ -285,7 +312,9 @@ TEST(Scores, OfOneCompletionEach) {
     Score s = score_task(task, c);
     EXPECT_DOUBLE_EQ(s.acc.mean, 0.5);
     EXPECT_DOUBLE_EQ(s.perplexity(), std::exp(2.0));
-    // deviations of 1: their sample standard deviation is sqrt(2), over sqrt(2)
+
+    // The two deviate by 1. Their sample standard deviation is sqrt(2), and the error
+    // is that over sqrt(2).
     EXPECT_EQ(score_text(task, s), "lambada 1/2  acc 0.5000 +- 0.5000  perplexity 7.389 +- 7.4\n");
     Json j;
     score_log(j, task, s);
@@ -301,8 +330,11 @@ TEST(BitsPerByte, BytesOfTheTargets) {
     ASSERT_EQ(
         data_open(&d, write("t.txt", "0123456789a"), Split::VAL, true, Tokenizer(), 5, 256, 1), "");
     d.shuffle = false;
+
     EXPECT_EQ(target_bytes(d, Tokenizer(), 1), 5u);
     EXPECT_EQ(target_bytes(d, Tokenizer(), 2), 10u);
+
+    // A special token has no bytes.
     Tokenizer special;
     add_special(&special, "<|seven|>", '7');
     EXPECT_EQ(target_bytes(d, special, 1), 5u);
@@ -318,14 +350,15 @@ TEST(BitsPerByte, SpecialTokensHaveNone) {
     size_t T = encode(t, first + rest, true).size() - 1;
     DataLoader d;
     ASSERT_EQ(data_open(&d, write("t.txt", first + rest), Split::VAL, true, t, T, 50257, 1), "");
-    ASSERT_EQ(encode(t, first).size(), 1u); // it is no target
+    ASSERT_EQ(encode(t, first).size(), 1u); // the first token is no target
     EXPECT_EQ(target_bytes(d, t, 1), rest.size() - 2 * strlen("<|endoftext|>"));
 }
 
 // ----------------------------------------------------------------------------
 // log-likelihoods
 
-// Candidates of random tokens: contexts and completions of many lengths, up to the positions' end.
+// Candidates of random tokens, with contexts and completions of many lengths up
+// to the last position.
 std::vector<Candidate> random_candidates(const Shape& s, size_t count, size_t longest) {
     std::vector<Candidate> all(count);
     for (size_t i = 0; i < count; i++) {
@@ -338,7 +371,7 @@ std::vector<Candidate> random_candidates(const Shape& s, size_t count, size_t lo
     return all;
 }
 
-// One prefix at a time, from the logits that generation makes: an independent way.
+// Score one prefix at a time from the logits that generation computes: an independent way.
 void score_by_generating(Trainer<double, Cpu>& t, int plan, Candidate& c) {
     c.log_likelihood = 0, c.greedy = true;
     for (size_t n = c.tokens.size() - c.scored; n < c.tokens.size(); n++) {
@@ -354,7 +387,7 @@ void score_by_generating(Trainer<double, Cpu>& t, int plan, Candidate& c) {
     }
 }
 
-// All candidates in one plan.
+// Score all candidates in one plan.
 template <typename T>
 void score_candidates(Trainer<T, Cpu>& t, int plan, std::vector<Candidate>& candidates) {
     ScoreGroup group;
@@ -363,7 +396,8 @@ void score_candidates(Trainer<T, Cpu>& t, int plan, std::vector<Candidate>& cand
     score_group(t, group, candidates);
 }
 
-void one_thread() { // models this small gain nothing by more
+// Models this small gain nothing from more threads.
+void one_thread() {
 #ifdef _OPENMP
     omp_set_num_threads(1);
 #endif
@@ -375,7 +409,7 @@ Plan forward_plan(Mode mode, size_t B, size_t T, size_t cache = 0) {
     return p;
 }
 
-// Half of the completions are made greedy, so that both answers occur.
+// Make a completion greedy. Half of them are, so that both answers occur.
 void make_greedy(Trainer<double, Cpu>& t, int plan, Candidate& c) {
     for (size_t n = c.tokens.size() - c.scored; n < c.tokens.size(); n++) {
         std::vector<int> prompt(c.tokens.begin(), c.tokens.begin() + long(n));
@@ -383,23 +417,27 @@ void make_greedy(Trainer<double, Cpu>& t, int plan, Candidate& c) {
     }
 }
 
-// 16 terms of a size below 8, of which each carries 16 roundings: found are 3e-15.
+// 16 terms of a size below 8, each with 16 roundings. The largest error found is 3e-15.
 constexpr double ROUNDING = 16 * 8 * 16 * 2.3e-16;
 
 TEST(LogLikelihoods, AreThoseOfGenerationsLogits) {
     one_thread();
     for (const Shape& s : all_shapes()) {
+        // A plan to generate, and plans to evaluate with padding after the rows and without.
         constexpr size_t LONGEST = 14, COUNT = 7;
         std::vector<Plan> plans = {forward_plan(Mode::GENERATE, 1, LONGEST, LONGEST + 1)};
-        for (size_t B : {1, 3, 8}) // with padding behind the rows, and without
+        for (size_t B : {1, 3, 8})
             plans.push_back(forward_plan(Mode::EVALUATE, B, LONGEST + B / 2));
         Fixture<double> f(s, plans);
+
         std::vector<Candidate> want = random_candidates(s, COUNT, LONGEST);
         for (size_t i = 0; i < COUNT; i++) {
             if (i % 2) make_greedy(f.t, 0, want[i]);
             score_by_generating(f.t, 0, want[i]);
             EXPECT_TRUE(want[i].greedy || i % 2 == 0);
         }
+
+        // Each plan gives the same, and leaves the trainer's settings as they were.
         for (int plan : {1, 2, 3}) {
             std::vector<Candidate> all = want;
             f.t.cursor = 77, f.t.document_end = 3;
@@ -416,13 +454,13 @@ TEST(LogLikelihoods, AreThoseOfGenerationsLogits) {
     }
 }
 
-// A head that takes its rows in many chunks keeps each row's own.
+// A head that processes its rows in many chunks keeps them apart.
 TEST(LogLikelihoods, RowsOfManyChunks) {
     one_thread();
     Shape s = small_gpt2();
     std::vector<Candidate> whole = random_candidates(s, 40, 16), chunks = whole;
     for (auto* all : {&whole, &chunks}) {
-        if (all == &chunks) s.logits_bytes = 1; // 64 rows a chunk, of 640
+        if (all == &chunks) s.logits_bytes = 1; // 64 of the 640 rows a chunk
         Fixture<double> f(s, {forward_plan(Mode::EVALUATE, 40, 16)});
         EXPECT_EQ(head_chunk_rows(f.t.model.shape, 640, 8), all == &chunks ? 64u : 640u);
         score_candidates(f.t, 0, *all);
@@ -441,14 +479,18 @@ struct Ranks {
 TEST(LogLikelihoods, AreTheSameInEveryLayout) {
     one_thread();
     for (const Shape& s : {small_gpt2(), small_llama()}) {
-        constexpr size_t COUNT = 11; // nothing divides it
+        constexpr size_t COUNT = 11; // no number of ranks divides it
         std::vector<Candidate> want = random_candidates(s, COUNT, 16);
+
+        // Want: one rank's scores, with every other completion greedy.
         {
             Fixture<double> f(
                 s, {forward_plan(Mode::EVALUATE, 1, 16), forward_plan(Mode::GENERATE, 1, 16, 17)});
             for (size_t i = 0; i < want.size(); i += 2) make_greedy(f.t, 1, want[i]);
             score_candidates(f.t, 0, want);
         }
+
+        // The layouts: data, tensor and pipeline parallelism, ZeRO, and several of them.
         int tp = s.NH % 4 ? 3 : 4;
         for (const Ranks& l : std::vector<Ranks>{{2},
                                                  {3, 1, 1, 1, 3},
@@ -462,6 +504,7 @@ TEST(LogLikelihoods, AreTheSameInEveryLayout) {
             std::string text = concat("dp ", l.dp, " tp ", l.tp, " pp ", l.pp, " zero ", l.zero);
             int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
                 one_thread();
+
                 Layout sizes = small_layout(l.dp, l.tp, l.pp);
                 sizes.chunks = l.chunks;
                 sizes.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
@@ -470,6 +513,8 @@ TEST(LogLikelihoods, AreTheSameInEveryLayout) {
                 sizes.first_layer =
                     split_layers(std::vector<double>(s.L + 2, 1.0), sizes.stages());
                 Layout me = layout_at(sizes, world.rank);
+
+                // The group's plans have the lengths of its candidates.
                 Plan p = small_plan(2, 8, 1);
                 p.layout = me;
                 PlanOptions evaluate = p;
@@ -481,9 +526,12 @@ TEST(LogLikelihoods, AreTheSameInEveryLayout) {
                     group.plan = int(plans.size());
                     plans.push_back({score_plan(evaluate, group.T, me), me, {}});
                 }
+
                 Fixture<double> f(s, plans);
                 f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
                 for (const ScoreGroup& group : groups) score_group(f.t, group, got);
+
+                // Each rank has all scores.
                 std::lock_guard<std::mutex> lock(mutex);
                 EXPECT_EQ(groups.size(), 2u);
                 for (size_t i = 0; i < COUNT; i++) {
@@ -502,15 +550,17 @@ TEST(LogLikelihoods, ThePlanFitsTheCandidates) {
     PlanOptions like = forward_plan(Mode::EVALUATE, 8, 256), p;
     p = score_plan(like, 104);
     EXPECT_EQ(p.T, 104u);
-    EXPECT_EQ(p.B, 19u); // 19 * 104 are the most within 2048 rows
+    EXPECT_EQ(p.B, 19u); // 19 * 104 is the most within 2048 rows
     EXPECT_EQ(score_plan(like, 1022).B, 2u);
     EXPECT_EQ(score_plan(like, 4000).B, 1u);
+
+    // Sequence parallelism needs a number of rows that the ranks divide.
     Layout cut = small_layout(1, 2);
     cut.sequence_parallel = true;
     EXPECT_EQ(score_plan(like, 4000, cut).B, 2u);
 }
 
-// Candidates that have so many inputs each.
+// Candidates with these numbers of inputs.
 std::vector<Candidate> of_lengths(const std::vector<size_t>& lengths) {
     std::vector<Candidate> all(lengths.size());
     for (size_t i = 0; i < all.size(); i++) all[i].tokens.resize(lengths[i] + 1);
@@ -518,7 +568,8 @@ std::vector<Candidate> of_lengths(const std::vector<size_t>& lengths) {
 }
 
 TEST(Groups, CandidatesOfOneLengthRunTogether) {
-    // Padded: 8, 8, 16, 96, 96, 96 tokens. With a row of 96 at once there is no turn to fill.
+    // Padded they have 8, 8, 16, 96, 96 and 96 tokens. One row of 96 at a time
+    // leaves no turn to fill up.
     std::vector<ScoreGroup> groups = group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1, 96, 3);
     ASSERT_EQ(groups.size(), 3u);
     EXPECT_EQ(groups[0].T, 8u);
@@ -528,12 +579,13 @@ TEST(Groups, CandidatesOfOneLengthRunTogether) {
     EXPECT_EQ(groups[2].members, (std::vector<size_t>{0, 2, 4}));
     EXPECT_EQ(group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1, 96, 2).size(), 2u);
 
-    // A few candidates fill one turn of the longest: more plans would compute more blanks.
+    // A few candidates fill one turn of the longest length; more plans would compute more padding.
     groups = group_by_length(of_lengths({90, 3, 96, 8, 89, 9}), 1024, 96);
     ASSERT_EQ(groups.size(), 1u);
     EXPECT_EQ(groups[0].members.size(), 6u);
 
-    // 16 and 16 inputs, or one of 8, what is left of its turn, and one of 16: fewer groups count.
+    // Two of 16 inputs, or one of 8 with the rest of its turn and one of 16: the cost is equal,
+    // and fewer groups win.
     EXPECT_EQ(group_by_length(of_lengths({8, 16}), 16, 96).size(), 1u);
 
     EXPECT_TRUE(group_by_length({}, 64, 96).empty());
@@ -541,13 +593,14 @@ TEST(Groups, CandidatesOfOneLengthRunTogether) {
     EXPECT_EQ(group_by_length(of_lengths({0}), 64, 97)[0].T, 8u);
 }
 
-// The fewest tokens of all ways to cut, and each candidate once.
+// The groups need the fewest tokens of all ways to cut, and hold each candidate once.
 TEST(Groups, CutsAreTheBest) {
     for (uint64_t seed = 0; seed < 50; seed++) {
         std::vector<size_t> lengths(40);
         for (size_t i = 0; i < lengths.size(); i++)
             lengths[i] = 1 + random_block(seed, 1, i)[0] % 64;
         std::vector<Candidate> all = of_lengths(lengths);
+
         auto tokens = [&](const std::vector<ScoreGroup>& groups) {
             size_t sum = 0;
             for (const ScoreGroup& g : groups)
@@ -560,7 +613,8 @@ TEST(Groups, CutsAreTheBest) {
             for (size_t i : g.members) seen[i] += padded_inputs(all[i], 64) <= g.T;
         EXPECT_EQ(seen, std::vector<int>(all.size(), 1));
 
-        size_t best = ~size_t(0); // over all pairs of cuts at multiples of 8
+        // Want: the least over all pairs of cuts at multiples of 8.
+        size_t best = ~size_t(0);
         for (size_t a = 0; a <= 64; a += 8)
             for (size_t b = a; b <= 64; b += 8) {
                 std::vector<ScoreGroup> cut(3);
@@ -569,7 +623,7 @@ TEST(Groups, CutsAreTheBest) {
                     size_t T = padded_inputs(all[i], 64);
                     cut[T <= a ? 0 : T <= b ? 1 : 2].members.push_back(i);
                 }
-                for (ScoreGroup& g : cut) // the longest that is there
+                for (ScoreGroup& g : cut) // a group is as long as its longest member
                     for (size_t& T = g.T = 8; size_t i : g.members)
                         T = std::max(T, padded_inputs(all[i], 64));
                 best = std::min(best, tokens(cut));
@@ -588,14 +642,16 @@ TEST(Fixtures, Stories260kOnHellaSwag) {
     ASSERT_EQ(tokenizer_open(&tokenizer, FIXTURES + "/tokenizers/tinystories512/tok512.bin"), "");
     Shape s;
     ASSERT_EQ(hf_read_config(&s, model), "");
+
     Evaluation e;
     ASSERT_EQ(read_tasks(&e, "hellaswag=" + FIXTURES + "/eval/hellaswag_val_first400.txt",
                          tokenizer, s.P),
               "");
     EXPECT_EQ(e.candidates.size(), 1600u);
+
     std::vector<ScoreGroup> groups = group_by_length(e.candidates, 2048, s.P);
     std::vector<Plan> plans;
-    size_t computed = 0, needed = 0; // tokens
+    size_t computed = 0, needed = 0; // in tokens
     for (ScoreGroup& group : groups) {
         PlanOptions p = score_plan(forward_plan(Mode::EVALUATE, 4, 512), group.T);
         group.plan = int(plans.size());
@@ -604,6 +660,7 @@ TEST(Fixtures, Stories260kOnHellaSwag) {
     }
     for (const Candidate& c : e.candidates) needed += c.tokens.size() - 1;
     EXPECT_LT(double(computed), 1.2 * double(needed)) << "padded to the longest: twice as many";
+
     Fixture<float> f(s, plans);
     ASSERT_EQ(hf_load_weights(f.t, model), "");
     for (const ScoreGroup& group : groups) score_group(f.t, group, e.candidates);

@@ -1,5 +1,5 @@
 // test_faults.cpp - crashes, full disks and hostile files: checkpoints and exports outlive them
-//   Every call that changes files fails in turn, and the files that are left must load.
+//   Each call that changes files fails in turn. The files that are left must load.
 #include <sys/syscall.h>
 #include <bit>
 #include <cstdarg>
@@ -37,7 +37,7 @@ static Shape shape_of(int i) {
     return std::vector<Shape>{gpt2, untied, llama, qwen}[size_t(i)];
 }
 
-// On many ranks each keeps its shard of all (ZeRO-3).
+// A model whose ranks each keep a shard of everything (ZeRO-3).
 template <typename T>
 std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const Comm& world = {}) {
     Plan p = plan_of(Mode::TRAIN, 2, 16);
@@ -46,12 +46,14 @@ std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const
     p.layout = layout_at(p.layout, world.rank);
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{p});
     m->t.comms = make_comms(world, p.layout);
+
     init_weights(m->t, seed);
-    for (const Parameter& p : m->t.model.parameters) { // vectors too
+    for (const Parameter& p : m->t.model.parameters) { // init_weights() leaves vectors constant
         std::vector<float> v(p.elements());
         for (size_t i = 0; i < p.file_elements(); i++) v[i] = float(normal(seed, fnv1a(p.name), i));
         set_weight(m->t, p, v.data());
     }
+
     m->t.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
         for (int i = 0; i < 16; i++)
             tokens[i] = int((sample * 5 + uint64_t(i)) % V),
@@ -61,7 +63,8 @@ std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const
     return m;
 }
 
-template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
+// Masters, moments and weights, the same on every rank.
+template <typename T> std::string state_of(Small<T>& m) {
     std::string state;
     auto append = [&](const auto& values) {
         state.append((const char*)values.data(), values.size() * sizeof(values[0]));
@@ -74,15 +77,17 @@ template <typename T> std::string state_of(Small<T>& m) { // whole on every rank
 }
 
 // ----------------------------------------------------------------------------
-// a disk that stops: every call that changes files passes through here, in place of the C
-// library's, one at a time
+// a disk that stops working: every call that changes files comes here instead of to the C library,
+// one call at a time
 
+// CRASH: this call and all later ones fail. ONCE: this call fails. SHORT: writes are cut short and
+// interrupted, and no call fails.
 enum class Fault { NONE, CRASH, ONCE, SHORT };
 struct FaultyDisk {
-    bool counting = false, exchanges = true; // can two names change places?
+    bool counting = false, exchanges = true; // exchanges: two names can change places
     Fault fault = Fault::NONE;
-    long calls = 0, at = 0;       // the call that the fault meets
-    std::string met;              // which one it was
+    long calls = 0, at = 0;       // calls so far, and the call that fails
+    std::string met;              // the call that failed, as in `log`
     std::vector<std::string> log; // "write name", "fsync name", ...
     std::set<ino_t> unsynced;     // files with bytes that a power cut may take
 };
@@ -95,8 +100,8 @@ static std::string name_of(int fd) {
     return name_of(fs::read_symlink("/proc/self/fd/" + std::to_string(fd)).string());
 }
 
-// After a crash nothing reaches the disk any more; a call that fails once is followed by
-// calls that work.
+// Count a call, and say whether it fails. After a crash every call fails, since nothing reaches the
+// disk any more. A call that fails once is followed by calls that work.
 static bool fails(const char* call, const std::string& name) {
     if (!disk.counting) return false;
     ONE_AT_A_TIME;
@@ -109,21 +114,24 @@ static bool fails(const char* call, const std::string& name) {
     return fault;
 }
 
+// A write that meets a crash has put half of its bytes on the disk.
 extern "C" ssize_t write(int fd, const void* data, size_t bytes) {
     ONE_AT_A_TIME;
     struct stat s;
     if (!disk.counting || fstat(fd, &s) != 0 || !S_ISREG(s.st_mode))
         return syscall(SYS_write, fd, data, bytes);
+
     bool fault = fails("write", name_of(fd));
     if (disk.fault == Fault::SHORT && disk.calls % 2) return errno = EINTR, -1;
     disk.unsynced.insert(s.st_ino);
     if (disk.fault == Fault::SHORT)
         return syscall(SYS_write, fd, data, std::max(bytes / 2, size_t(1)));
     if (fault && disk.calls == disk.at + 1)
-        (void)syscall(SYS_write, fd, data, bytes / 2); // half of it was out
+        (void)syscall(SYS_write, fd, data, bytes / 2);
     return fault ? (errno = ENOSPC, -1) : syscall(SYS_write, fd, data, bytes);
 }
-extern "C" int fsync(int fd) { // takes notes only: no test pulls the plug, and this is quick
+// Syncs nothing, which is quick, and no test pulls the plug. It notes what a power cut would spare.
+extern "C" int fsync(int fd) {
     ONE_AT_A_TIME;
     struct stat s;
     if (disk.counting && fails("fsync", name_of(fd))) return -1;
@@ -160,10 +168,11 @@ extern "C" int renameat2(int, const char* from, int, const char* to, unsigned fl
                : int(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags));
 }
 
+// Let call number `at` fail, counted from here.
 static void disk_arm(Fault fault, long at = 0) {
     disk = FaultyDisk(), disk.fault = fault, disk.at = at, disk.counting = true;
 }
-// And a power cut takes half of what no fsync has kept.
+// End the fault. A crash was a power cut, which takes half of each file that no fsync has saved.
 static void disk_disarm(const std::string& dir) {
     disk.counting = false;
     for (const fs::directory_entry& e : fs::recursive_directory_iterator(dir)) {
@@ -174,6 +183,7 @@ static void disk_disarm(const std::string& dir) {
     }
 }
 
+// Names of files and folders that an unfinished save or export leaves.
 static std::string leftovers(const std::string& dir) {
     std::string found;
     for (const fs::directory_entry& e : fs::recursive_directory_iterator(dir)) {
@@ -184,7 +194,7 @@ static std::string leftovers(const std::string& dir) {
     return found;
 }
 
-// Two states and a third trainer to load into.
+// Two trained models with their states, and a third model to load into.
 struct Two {
     std::unique_ptr<Small<float>> a, b, c;
     std::string state[2];
@@ -201,7 +211,8 @@ struct Two {
     }
 };
 
-// On one rank, and where two have something to write: body(the first to speak, two states).
+// Run body(world, two states) on each rank: on one rank, or on two that both
+// have something to write.
 template <typename F> void on_ranks(int ranks, F body) {
     Shape wide = llama_shape(2, 4, 2, 64, 60, 61, 32, 10000);
     int status = run_local_ranks(ranks, {}, [&](const Comm& world) {
@@ -212,8 +223,8 @@ template <typename F> void on_ranks(int ranks, F body) {
     EXPECT_EQ(status, 0);
 }
 
-// Save beside the steps: what runs in between changes everything that the file is to hold,
-// and is undone.
+// Save while steps go on. Meanwhile everything that the file is to hold changes,
+// and changes back afterwards.
 static std::string save_beside(Small<float>& m, const Save& save) {
     std::vector<unsigned char> kept(m.t.arena.device().bytes);
     unsigned char* state = m.t.arena.device().base;
@@ -227,7 +238,8 @@ static std::string save_beside(Small<float>& m, const Save& save) {
     return wrong;
 }
 
-// Save b's state as step 2 where steps of a's state are; the disk fails at every call in turn.
+// A folder holds the steps `before` with a's state. Save b's state as step 2, with a fault at each
+// call in turn, until a fault comes after the last call. `beside`: save while steps go on.
 static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vector<int64_t> before,
                         int keep, bool beside = false) {
     std::string base = dir + "/base", out = dir + "/out";
@@ -237,6 +249,8 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
         bool first = world.rank == 0;
         for (int64_t step : before)
             ASSERT_EQ(checkpoint_save(two.a->t, {step, uint64_t(step), 0, {}}, base, 9), "");
+
+        // Copy the folder, and save with a fault at call `at`.
         for (long at = 0; !last; at++) {
             if (first) {
                 fs::remove_all(out);
@@ -247,8 +261,10 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
             std::string wrong = beside ? save_beside(*two.b, {{2, 22, 0, {}}, out, keep})
                                        : checkpoint_save(two.b->t, {2, 22, 0, {}}, out, keep);
             barrier(world, Cpu{});
-            if (first) disk_disarm(out), last = disk.calls <= at; // it met no call: all are done
+            if (first) disk_disarm(out), last = disk.calls <= at; // the fault met no call
             barrier(world, Cpu{});
+
+            // Either state must load, whole, and the new one if the save reports no fault.
             std::string met = "call " + std::to_string(at) + ": " + disk.met;
             CheckpointInfo info;
             std::vector<std::string> notes;
@@ -260,6 +276,9 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
             } else {
                 ASSERT_NE(wrong.find(out), std::string::npos) << wrong;
             }
+
+            // A call that fails once must be reported, unless it only removes
+            // what is no longer needed.
             std::string call = disk.met.substr(0, disk.met.find(' '));
             bool removal =
                 call == "unlink" || call == "rmdir" || disk.met == "rename step_00000001.tmp";
@@ -267,8 +286,10 @@ static void sweep_saves(const std::string& dir, int ranks, Fault fault, std::vec
                 ASSERT_EQ(leftovers(out), "") << met;
                 ASSERT_NE(wrong, "") << met;
             }
+
+            // The next save succeeds and tidies up.
             barrier(world, Cpu{});
-            ASSERT_EQ(checkpoint_save(two.b->t, {3, 0, 0, {}}, out, 1), ""); // and it tidies up
+            ASSERT_EQ(checkpoint_save(two.b->t, {3, 0, 0, {}}, out, 1), "");
             barrier(world, Cpu{});
             ASSERT_EQ(leftovers(out), "") << met;
             barrier(world, Cpu{});
@@ -290,8 +311,8 @@ TEST_F(Files, AFailureOfAnyCallOfASaveIsNamed) {
     sweep_saves(dir, 2, Fault::ONCE, {1, 2}, 5, true);
 }
 
-// The same of saves in memory, on two machines of a rank each. Whatever call fails, and whichever machine is
-// lost then, one of the two saves is whole, or both are lost and it is said.
+// The same for saves in memory, on two machines with one rank each. Each call fails in turn, and
+// then the first machine is lost, the second, or neither. One of the two saves must load whole.
 static void sweep_memory(const std::string& dir, Fault fault) {
     std::atomic<bool> last = false;
     on_ranks(2, [&](const Comm& world, Two& two) {
@@ -301,6 +322,8 @@ static void sweep_memory(const std::string& dir, Fault fault) {
             if (first)
                 for (const char* machine : {"/m0", "/m1"}) fs::remove_all(dir + machine);
             barrier(world, Cpu{});
+
+            // Save in good health, then save again with a fault at call `at`.
             Buddies b;
             ASSERT_EQ(make_buddies(world, dir + "/m%r", &b), "");
             ASSERT_EQ(buddy_save(two.a->t, b, {1, 11, 0, config}), "");
@@ -309,12 +332,16 @@ static void sweep_memory(const std::string& dir, Fault fault) {
             barrier(world, Cpu{});
             std::string wrong = buddy_save(two.b->t, b, {2, 22, 0, config});
             barrier(world, Cpu{});
+
+            // Lose a machine's memory.
             if (first) {
                 disk_disarm(dir);
                 last = disk.calls <= at;
                 if (at % 3) fs::remove_all(dir + (at % 3 == 1 ? "/m0" : "/m1"));
             }
             barrier(world, Cpu{});
+
+            // Either state must load, whole, and the new one if the save reports no fault.
             std::string met = "call " + std::to_string(at) + ": " + disk.met;
             CheckpointInfo info;
             std::vector<std::string> notes;
@@ -327,10 +354,12 @@ static void sweep_memory(const std::string& dir, Fault fault) {
             } else {
                 ASSERT_NE(wrong.find(dir), std::string::npos) << wrong;
             }
+
+            // The next save succeeds and tidies up.
             if (first)
                 for (const char* machine : {"/m0", "/m1"}) fs::create_directories(dir + machine);
             barrier(world, Cpu{});
-            ASSERT_EQ(buddy_save(two.b->t, b, {3, 0, 0, config}), ""); // and it tidies up
+            ASSERT_EQ(buddy_save(two.b->t, b, {3, 0, 0, config}), "");
             barrier(world, Cpu{});
             ASSERT_EQ(leftovers(dir), "") << met;
             barrier(world, Cpu{});
@@ -343,7 +372,8 @@ TEST_F(Files, AFailureAtAnyCallOfASaveInMemoryLeavesAWholeOne) {
     for (Fault fault : {Fault::CRASH, Fault::ONCE}) sweep_memory(dir, fault);
 }
 
-// The bytes are those of a save that steps wait for, and of the moment in which it began.
+// A save beside the steps writes the bytes of a save that the steps wait for, as they
+// were when the save began.
 TEST_F(Files, ASaveBesideTheStepsHasTheSameBytes) {
     on_ranks(2, [&](const Comm& world, Two& two) {
         if (world.rank == 0) fs::create_directories(dir + "/w"), fs::create_directories(dir + "/b");
@@ -357,12 +387,14 @@ TEST_F(Files, ASaveBesideTheStepsHasTheSameBytes) {
     }
 }
 
-// Whatever call the disk stops at, the same command then makes what it makes on a good disk.
+// Whichever call of a preparation fails, the same command run again makes the files that it
+// makes on a good disk.
 TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
     Config c;
     Tokenizer bytes;
     c.prepare = dir + "/out/x.bin", c.document_end = 10, c.shard_tokens = 20, c.val_tokens = 5;
     c.data = put("a.jsonl", "{\"text\": \"one document\"}\n{\"text\": \"and another one\"}\n");
+
     auto files = [&] {
         std::map<std::string, std::string> all;
         for (const auto& e : fs::directory_iterator(dir + "/out"))
@@ -375,16 +407,22 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
         testing::internal::GetCapturedStdout(), testing::internal::GetCapturedStderr();
         return wrong;
     };
+
+    // Prepare on a good disk. 29 tokens make shards of 5, 20 and 4, and a
+    // manifest; no lock is left.
     fs::create_directories(dir + "/out");
     ASSERT_EQ(prepared(), "");
     auto expected = files();
-    ASSERT_EQ(expected.size(), 4u); // no lock; 29 tokens: 5, 20 and 4, and the manifest
+    ASSERT_EQ(expected.size(), 4u);
+
+    // Prepare with a fault at each call, then again without.
     for (Fault fault : {Fault::CRASH, Fault::ONCE, Fault::SHORT})
         for (long at = 0;; at++) {
             fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
             disk_arm(fault, at);
             std::string wrong = prepared();
             disk_disarm(dir + "/out");
+
             std::string met = "call " + std::to_string(at) + ": " + disk.met;
             bool last = disk.calls <= at || fault == Fault::SHORT;
             if (!last && disk.met != "unlink x.progress" && disk.met != "unlink x.lock") {
@@ -394,6 +432,7 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
             if (fault == Fault::ONCE) {
                 ASSERT_EQ(leftovers(dir + "/out"), "") << met;
             }
+
             ASSERT_EQ(prepared(), "") << met;
             ASSERT_TRUE(files() == expected) << met;
             if (last) break;
@@ -401,14 +440,18 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
     EXPECT_GT(disk.calls, 20);
 }
 
+// Each call of an export fails in turn. The folder holds the old weights or the new ones, whole.
 TEST_F(Files, ACrashOrFailureAtAnyCallOfAnExportLeavesAWholeOne) {
     Two two(shape_of(1));
+
     std::string base = dir + "/base", out = dir + "/out";
     fs::create_directories(base);
     ASSERT_EQ(hf_export(two.a->t, base + "/e", Type::F32), "");
     std::string a = read_file(base + "/e/model.safetensors"), b;
     ASSERT_EQ(hf_export(two.b->t, dir + "/b", Type::F32), "");
     b = read_file(dir + "/b/model.safetensors");
+
+    // Export over the old folder with a fault at each call.
     for (Fault fault : {Fault::CRASH, Fault::ONCE})
         for (long at = 0;; at++) {
             fs::remove_all(out);
@@ -416,10 +459,13 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAnExportLeavesAWholeOne) {
             disk_arm(fault, at);
             std::string wrong = hf_export(two.b->t, out + "/e", Type::F32);
             disk_disarm(out);
+
             std::string got = read_file(out + "/e/model.safetensors");
             ASSERT_TRUE(got == b || (got == a && !wrong.empty()))
                 << "call " << at << ": " << disk.met << ": " << wrong;
             ASSERT_EQ(hf_load_weights(two.c->t, out + "/e"), "") << disk.met;
+
+            // The next export succeeds and tidies up.
             if (disk.calls <= at) break;
             ASSERT_EQ(hf_export(two.b->t, out + "/e", Type::F32), "") << disk.met;
             ASSERT_EQ(leftovers(out), "") << disk.met;
@@ -456,7 +502,8 @@ TEST_F(Files, WhereNamesCannotBeExchangedTheOldFolderStepsAside) {
         EXPECT_EQ(get_weight(two.a->t, p), get_weight(two.b->t, p)) << p.name;
 }
 
-// A file's bytes are on the disk before its name is; the folder that it replaces goes last.
+// A file's bytes are on the disk before it gets its name. The folder that a save
+// replaces is removed last.
 TEST_F(Files, ASaveSyncsBeforeItRenames) {
     on_ranks(2, [&](const Comm& world, Two& two) {
         ASSERT_EQ(checkpoint_save(two.a->t, {1, 0, 0, {}}, dir, 1), "");
@@ -464,12 +511,16 @@ TEST_F(Files, ASaveSyncsBeforeItRenames) {
         barrier(world, Cpu{});
         ASSERT_EQ(checkpoint_save(two.b->t, {2, 0, 0, {}}, dir, 1), "");
     });
+
     disk_disarm(dir);
     auto last = [&](const std::string& call) {
         auto it = std::find(disk.log.rbegin(), disk.log.rend(), call);
         EXPECT_NE(it, disk.log.rend()) << call;
         return disk.log.rend() - it;
     };
+
+    // The order of the calls for each rank's file, from the folder to the
+    // removal of the older step.
     for (const std::string rank : {"rank_00000.safetensors", "rank_00001.safetensors"}) {
         std::vector<std::string> order = {
             "mkdir step_00000002.tmp", "write " + rank + ".tmp",   "fsync " + rank + ".tmp",
@@ -485,12 +536,13 @@ TEST_F(Files, ASaveSyncsBeforeItRenames) {
 // ----------------------------------------------------------------------------
 // hostile manifests and configurations
 
-// A byte of the manifest changes, or its end is cut: step 1 is loaded, or step 2 exactly.
+// Turn a bit of the manifest, or cut its end: either step 1 is loaded, or exactly step 2.
 TEST_F(Files, AnyBrokenManifestIsNoticed) {
     Two two;
     ASSERT_EQ(checkpoint_save(two.a->t, {1, 11, 0, {}}, dir, 5), "");
     ASSERT_EQ(checkpoint_save(two.b->t, {2, 22, 7, {{"lr", 0.1}}}, dir, 5), "");
     std::string path = dir + "/step_00000002/manifest.json", whole = read_file(path);
+
     int skipped = 0;
     auto check = [&](const std::string& bytes, size_t at) {
         std::ofstream(path, std::ios::binary) << bytes;
@@ -504,6 +556,8 @@ TEST_F(Files, AnyBrokenManifestIsNoticed) {
         ASSERT_EQ(info.seed, newer ? 7u : 0u) << at;
         ASSERT_EQ(state_of(*two.c), two.state[newer]) << at;
     };
+
+    // Turn bits all over the manifest; nearly all of them are noticed.
     size_t stride = std::max(whole.size() / 300, size_t(1)), tries = 0;
     for (size_t at = 0; at < whole.size(); at += stride, tries++) {
         std::string flipped = whole;
@@ -511,25 +565,31 @@ TEST_F(Files, AnyBrokenManifestIsNoticed) {
         check(flipped, at);
     }
     EXPECT_GT(skipped, int(tries * 9 / 10));
+
+    // Cut the manifest at twenty places.
     for (size_t size = 0; size < whole.size() - 1; size += whole.size() / 20)
         check(whole.substr(0, size), size);
+
+    // Change one number to another: it is still JSON with a number in it, and its checksum notices.
     size_t digit = whole.find("\"cursor\": 22");
     ASSERT_NE(digit, std::string::npos);
     skipped = 0;
     check(std::string(whole).replace(digit, 12, "\"cursor\": 23"),
-          digit); // still JSON, still a number
+          digit);
     EXPECT_EQ(skipped, 1);
 }
 
+// A checkpoint that is whole and does not fit the run is refused. An older one is not tried.
 TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
     auto m = sharded_model<float>(shape_of(2));
     ASSERT_EQ(checkpoint_save(m->t, {1, 0, 0, {}}, dir, 5), "");
     ASSERT_EQ(checkpoint_save(m->t, {2, 0, 0, {{"data", "\xff\xfe"}}}, dir, 5),
-              ""); // a path that is no UTF-8
+              ""); // a path in the configuration that is not UTF-8
     CheckpointInfo info;
     std::vector<std::string> notes;
     ASSERT_EQ(checkpoint_load(m->t, &info, dir, &notes), "");
     EXPECT_EQ(info.step, 2);
+
     std::string path = dir + "/step_00000002/manifest.json", before = state_of(*m);
     nlohmann::json whole = read_json(path);
     auto load = [&](Small<float>& into, const std::function<void(nlohmann::json&)>& change) {
@@ -540,6 +600,8 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
         notes.clear();
         return checkpoint_load(into.t, &info, dir, &notes);
     };
+
+    // Each refusal names what the manifest says and this run cannot take.
     EXPECT_HAS(load(*m, [](auto& j) { j["format"] = 1; }), "is of format 1, this program reads 2");
     EXPECT_HAS(load(*m, [](auto& j) { j["files"].push_back(j["files"][0]); }),
                "param.model.embed_tokens.weight: elements 0 to 976 of 976 are there twice");
@@ -554,21 +616,31 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
         if (is_newer_field(name)) continue;
         EXPECT_HAS(load(*m, [&](auto& j) { j["model"].erase(name); }), "its " + name + " is null");
     }
-    EXPECT_EQ(state_of(*m), before); // none of them touched it
+
+    // No refusal has changed the run's state.
+    EXPECT_EQ(state_of(*m), before);
+
+    // Manifests of an older program lack newer fields, and load.
     EXPECT_EQ(load(*m, [&](auto& j) {
         for (const auto& [key, value] : identity.items())
             if (is_newer_field(key)) j["model"].erase(key);
-    }), ""); // of an older program
+    }), "");
+
+    // Another number of threads is noted.
     EXPECT_EQ(load(*m, [](auto& j) { j["threads"] = 99; }), "");
     ASSERT_EQ(notes.size(), 1u);
     EXPECT_HAS(notes[0], "bits may differ");
+
+    // A manifest without files would leave nothing to check: it is skipped for the older step.
     EXPECT_EQ(load(*m, [](auto& j) { j["files"] = nlohmann::json::array(); }),
-              ""); // nothing would be checked: skipped
+              "");
     EXPECT_EQ(info.step, 1);
+
+    // Another precision: doubles need more than floats, and bf16 takes the float masters.
     load(*m, [](auto&) {});
     auto wide = sharded_model<double>(shape_of(2));
     EXPECT_HAS(checkpoint_load(wide->t, &info, dir, &notes), "is F32");
-    auto narrow = sharded_model<bf16>(shape_of(2), 4); // float masters fit both
+    auto narrow = sharded_model<bf16>(shape_of(2), 4);
     notes.clear();
     EXPECT_EQ(checkpoint_load(narrow->t, &info, dir, &notes), "");
     EXPECT_EQ(get_weight(narrow->t, narrow->t.model.parameters[3]),
@@ -576,6 +648,7 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
     EXPECT_EQ(notes.size(), 1u);
 }
 
+// A Llama's configuration with every field that is read.
 static nlohmann::json llama_json() {
     return {{"model_type", "llama"},
             {"hidden_size", 16},
@@ -614,8 +687,8 @@ static nlohmann::json gpt2_json() {
             {"scale_attn_weights", true}};
 }
 
-// Whatever a field holds: a shape that could be built, or a line that names the
-// file. Never an exception.
+// Whatever a field holds, the answer is a shape that can be built or a line that names the file. It
+// is never an exception.
 TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
     std::vector<nlohmann::json> values = {nullptr,
                                           "x",
@@ -630,6 +703,7 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
                                           false,
                                           nlohmann::json::object(),
                                           nlohmann::json::array()};
+
     auto check = [&](const nlohmann::json& j) {
         std::ofstream(dir + "/config.json") << j;
         Shape s;
@@ -641,6 +715,8 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
             << j;
         EXPECT_LT(double(s.L) * double(s.C) * double(s.F + 4 * s.NH * s.HS), 1e17) << j;
     };
+
+    // Each field with each value, and left out.
     for (const nlohmann::json& good : {gpt2_json(), llama_json()}) {
         check(good);
         for (const auto& [key, value] : good.items())
@@ -650,6 +726,8 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
                 j.erase(key), check(j);
             }
     }
+
+    // Each field of RoPE's scaling.
     for (const char* type : {"llama3", "linear", "dynamic", "yarn"})
         for (const char* key : {"rope_type", "type", "factor", "low_freq_factor",
                                 "high_freq_factor", "original_max_position_embeddings",
@@ -661,6 +739,8 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
                 j["rope_scaling"][key] = v, check(j);
                 if (std::string(key) == "type") j["rope_scaling"].erase("rope_type"), check(j);
             }
+
+    // Fields that other families read.
     for (const char* key : {"layer_types", "max_window_layers", "sliding_window",
                             "use_sliding_window", "attention_bias", "num_key_value_heads"})
         for (const nlohmann::json& v : values)
@@ -672,12 +752,14 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
             }
 }
 
+// Values of the right type that make no model.
 TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
     auto wrong = [&](const char* key, const nlohmann::json& value) {
         nlohmann::json j = llama_json();
         j[key] = value;
         return config_error(dir, j.dump());
     };
+
     EXPECT_EQ(wrong("rope_theta", 1e4), "");
     EXPECT_HAS(wrong("tie_word_embeddings", "yes"),
                "tie_word_embeddings is \"yes\", neither true nor false");
@@ -685,12 +767,14 @@ TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
     EXPECT_HAS(wrong("rope_theta", 0), "rope_theta is 0, not above zero");
     EXPECT_HAS(wrong("rms_norm_eps", -1e-5), "rms_norm_eps is -1e-05, not above zero");
     EXPECT_HAS(wrong("num_hidden_layers", 1 << 24), "16777216 layers");
+
     EXPECT_HAS(
         wrong("rope_scaling",
               {{"rope_type", "llama3"}, {"low_freq_factor", 4.0}, {"high_freq_factor", 4.0}}),
         "not below high_freq_factor");
     EXPECT_HAS(wrong("rope_scaling", {{"rope_type", "llama3"}, {"high_freq_factor", 0.5}}),
                "low_freq_factor 1.0, not below high_freq_factor 0.5");
+
     EXPECT_HAS(wrong("mlp_bias", 1), "mlp_bias is 1, neither true nor false");
     EXPECT_HAS(wrong("model_type", "bloom"),
                "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
@@ -699,7 +783,7 @@ TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
 }
 
 // ----------------------------------------------------------------------------
-// more of folders
+// exported folders: read back, refused, replaced
 
 TEST_F(Files, AnyShapeThatCanBeExportedIsReadBackWhole) {
     Shape narrow = shape_of(2), mistral = shape_of(2), eps = shape_of(0);
@@ -708,6 +792,7 @@ TEST_F(Files, AnyShapeThatCanBeExportedIsReadBackWhole) {
     windowed.sliding_window = 24;
     for (const Shape& shape : {narrow, mistral, windowed, eps}) {
         auto m = sharded_model<float>(shape), other = sharded_model<float>(shape, 4);
+
         ASSERT_EQ(hf_export_check(shape, dir + "/e"), "");
         ASSERT_EQ(hf_export(m->t, dir + "/e", Type::F32), "");
         Shape s;
@@ -738,7 +823,7 @@ TEST_F(Files, ExportsThatCannotBeAreRefusedAtTheStart) {
     EXPECT_HAS(hf_export_check(shape_of(0), dir + "/step_00000001"), "which is no export of ours");
 }
 
-// Folders of others keep their files, whatever they are called.
+// Files of other programs stay, whatever they are called.
 TEST_F(Files, NobodyElsesFilesAreRemoved) {
     auto m = sharded_model<float>(shape_of(0));
     for (const char* name : {"e.old/notes.txt", "e.tmp/model.safetensors", "e.exporting/notes.txt",
@@ -747,7 +832,8 @@ TEST_F(Files, NobodyElsesFilesAreRemoved) {
     EXPECT_HAS(hf_export(m->t, dir + "/e", Type::F32), "e.exporting: cannot be made");
     fs::remove_all(dir + "/e.exporting");
     for (int twice = 0; twice < 2; twice++)
-        EXPECT_EQ(hf_export(m->t, dir + "/e/", Type::F32), ""); // with a slash
+        EXPECT_EQ(hf_export(m->t, dir + "/e/", Type::F32), ""); // a slash at the end is allowed
+
     EXPECT_EQ(checkpoint_save(m->t, {2, 0, 0, {}}, dir, 1), "");
     for (const char* name :
          {"e.old/notes.txt", "e.tmp/model.safetensors", "step_00000001.tmp/notes.txt"})
@@ -772,6 +858,7 @@ TEST_F(Files, DoublesAreRoundedToFloat) {
     std::vector<TensorSpec> specs;
     for (const Parameter& p : m->t.model.parameters)
         specs.push_back({p.name, Type::F64, file_shape(p)});
+
     FileWriter w;
     ASSERT_EQ(writer_open(&w, dir + "/model.safetensors", specs, {}), "");
     for (const Parameter& p : m->t.model.parameters) {
@@ -783,37 +870,40 @@ TEST_F(Files, DoublesAreRoundedToFloat) {
         writer_put(w, wide.data(), wide.size() * sizeof(double));
     }
     ASSERT_EQ(writer_close(&w), "");
+
     ASSERT_EQ(hf_load_weights(other->t, dir), "");
     for (const Parameter& p : m->t.model.parameters)
         EXPECT_EQ(get_weight(m->t, p), get_weight(other->t, p)) << p.name;
 }
 
 // ----------------------------------------------------------------------------
-// a whole life: at any action of any step one rank falls ill. The life goes on, or ends and says
-// why; and whatever resumes has the bits of a life in health
+// a whole life of a run: at any action of any step one rank falls ill. The run goes on, or it ends
+// and says why. A run that resumes from what is left has the bits of a run in good health.
 
 enum class Ill { NEVER, FAILS, HANGS, SLOW, NAN_GRADIENT, TURNED_BIT, FULL_DISK };
 constexpr const char* ILLS[] = {"never", "fails",        "hangs",      "slow",
                                 "nan",   "a turned bit", "a full disk"};
+// An illness: of which rank, in which step, at which action.
 struct Hit {
     Ill ill = Ill::NEVER;
     int rank = 0;
-    int64_t step = 0; // steps done before
-    int action = 0;   // or the next one behind it that computes
+    int64_t step = 0; // number of steps done before
+    int action = 0;   // the first action from this one on that computes
     bool in_replay = false;
 };
 constexpr int LIFE_STEPS = 5;
 
-// A life's layout and what it does beside its steps.
+// A run's layout, and what it does besides its steps.
 struct Habits {
     Layout layout;
-    bool prefers = false; // DPO
-    bool replays = false; // every second step
-    bool memory = false;  // a save each step, each rank a machine of its own
-    bool beside = false;  // saves on disk
+    bool prefers = false; // trains with DPO
+    bool replays = false; // replays every second step
+    bool memory = false;  // saves each step in memory, each rank on a machine of its own
+    bool beside = false;  // saves on disk while steps go on
 };
 
-// Layouts of several axes. Where ZeRO is off a turned bit stays: else its owner's value comes over it.
+// Layouts of several axes. A turned bit stays only where ZeRO is off: under ZeRO the
+// owner's value overwrites it.
 static std::vector<Habits> lives(bool newer) {
     std::vector<Habits> all = {{small_layout(2, 2)},
                                {small_layout(2, 1, 2)},
@@ -826,6 +916,7 @@ static std::vector<Habits> lives(bool newer) {
                {small_layout(2, 1, 1, 2), true, false, true, true},
                {small_layout(1, 2, 2), true, false, true},
                {small_layout(4), true, true, false, true}};
+
     all[1].layout.zero = 1, all[2].layout.zero = 3, all[4].layout.zero = 2;
     all[3].layout.sequence_parallel = true;
     for (Habits& way : all)
@@ -833,20 +924,25 @@ static std::vector<Habits> lives(bool newer) {
     return all;
 }
 
-// Do to this rank what the hit says, once.
+// Let this rank fall ill where `hit` says, once.
 static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_replay) {
     const std::vector<Action>& actions = t.plans[0].actions;
-    int last = int(actions.size()) - 1; // that computes: the others are not looked at
+
+    // The hit's action, among those that compute: others are not followed by t.after.
+    int last = int(actions.size()) - 1;
     while (queue_of(actions[last].op) != Queue::COMPUTE || actions[last].op == Op::RELEASE) last--;
     bool now =
         t.comms.world.rank == hit.rank && step == hit.step && t.at >= hit.action % (last + 1);
     if (hit.ill == Ill::NEVER || !now || hit.in_replay != in_replay) return;
+
     Ill ill = std::exchange(hit.ill, Ill::NEVER);
+    // Change an element of a norm: a bucket begins with its vectors.
     auto spoil = [&](Kind kind,
-                     auto change) { // a norm's, for the first of a bucket are those of vectors
+                     auto change) {
         for (int b = int(t.model.buckets.size()); b-- > 0;)
             if (float* x = address<float>(t, {kind, b})) return change(*x);
     };
+
     if (ill == Ill::FAILS) throw std::runtime_error("killed");
     while (ill == Ill::HANGS && !t.comms.world.local->world->failed)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -858,7 +954,7 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_rep
     if (ill == Ill::FULL_DISK) disk_arm(Fault::CRASH);
 }
 
-// Two answers a window, and what a reference says of them.
+// Give each window two answers, and a reference's losses of both.
 static void prefer(Trainer<float, Cpu>& t) {
     t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = window(sample, tokens, targets);
@@ -874,7 +970,7 @@ static void prefer(Trainer<float, Cpu>& t) {
     };
 }
 
-// Take the newest state there is: of memory where that is newer, as a run does.
+// Load the newest state: the save in memory if it is newer than the one on disk, as a run does.
 static std::string wake(Trainer<float, Cpu>& t, const Habits& way, const std::string& out,
                         const Buddies& b, CheckpointInfo* info) {
     std::vector<std::string> notes, lost;
@@ -887,7 +983,8 @@ static std::string wake(Trainer<float, Cpu>& t, const Habits& way, const std::st
     return wrong;
 }
 
-// One rank's life from what `out` holds: "" or why it ends; *state is what it has become.
+// One rank's life, which begins with what `out` holds. Returns "", or why the life ends; *state is
+// what the model has become.
 static std::string live(const Comm& world, const Habits& way, const std::string& out, Hit hit,
                         std::string* state) {
     Plan p = plan_of(Mode::TRAIN, 2, 16);
@@ -902,6 +999,7 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     if (way.prefers) prefer(t);
     init_weights(t, 3);
 
+    // Wake up: load the newest state, and fall ill when the time comes.
     CheckpointInfo info;
     Buddies b;
     std::string wrong = way.memory ? make_buddies(world, out + ".m%r", &b) : "";
@@ -912,24 +1010,30 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     t.after = [&](const Action&) { fall_ill(t, hit, info.step, in_replay); };
     std::shared_ptr<AsyncSave> async;
     if (way.beside) async = make_async_save(t);
+
+    // Live: step, replay, look for wrong numbers, and save.
     while (wrong.empty() && info.step < LIFE_STEPS) {
         run_plan(t, 0);
         if (!std::isfinite(plan_result(t).loss.sum) ||
             !read_value<StepScale>(t, {Kind::SCALE}).finite)
             return "the step is not finite";
+
+        // All ranks end a save beside the steps together, once no rank writes.
         int64_t writing = async && async->writing;
         all_reduce_max(world, &writing, 1, Cpu{});
         if (is_on_its_way(async.get()) && !writing) async_end(world, *async);
 
-        // A hit in a replay is of the step that is done again.
+        // A hit in a replay strikes while the same step is done again.
         info.cursor = t.cursor += 4 * uint64_t(way.layout.dp.size);
         in_replay = true;
         if (way.replays && info.step % 2 == 0) wrong = replay_step(t, 0);
         in_replay = false;
         info.step++;
+
+        // Look for weights that differ or are not finite. Save only if there are none.
         if (std::string differ = replicas_differ(t); !differ.empty()) wrong = differ;
         if (wrong.empty()) wrong = first_error(world, first_bad_weight(t));
-        if (wrong.empty() && way.memory) buddy_save(t, b, info); // or at the next time
+        if (wrong.empty() && way.memory) buddy_save(t, b, info); // a failure is tried again later
         bool on_disk = wrong.empty() && info.step % 2 == 0;
         if (on_disk && !way.beside) checkpoint_save(t, info, out, 2);
         if (on_disk && is_on_its_way(async.get())) async_end(world, *async);
@@ -940,7 +1044,7 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     return wrong;
 }
 
-// The life of all ranks: "" or why it ends.
+// The life of all four ranks. Returns "", or why it ends.
 static std::string live_together(const Habits& way, const std::string& out, Hit hit,
                                  std::string* state) {
     std::string failure, wrong;
@@ -958,14 +1062,15 @@ static std::string live_together(const Habits& way, const std::string& out, Hit 
     return status ? failure : wrong;
 }
 
-// What a machine's end may do to its memory: nothing, all of it is lost, or a bit of a file turns, or a file ends
-// early.
+// The end of a machine may leave its memory as it is, lose all of it, turn a bit of
+// a file, or cut a file.
 static std::string spoil_memory(const std::string& out, std::mt19937& random) {
     std::string machine = concat(out, ".m", random() % 4);
     int what = int(random() % 4);
     std::vector<std::string> files;
     for (const fs::directory_entry& e : fs::recursive_directory_iterator(machine))
         if (e.is_regular_file()) files.push_back(e.path());
+
     if (what == 0) fs::remove_all(machine);
     if (what == 3 || files.empty()) return machine + " lost: " + (what ? "no" : "yes");
     std::string file = files.empty() ? "" : files[random() % files.size()];
@@ -978,21 +1083,27 @@ static std::string spoil_memory(const std::string& out, std::mt19937& random) {
     return concat(file, ": ", what);
 }
 
+// Live with a random illness in each round. Hold the illness's message, and the bits of a life that
+// resumes, against a life in good health.
 static void survive(const std::string& dir, bool newer, int rounds, unsigned seed) {
     std::mt19937 random(seed);
     std::vector<Habits> ways = lives(newer);
     std::vector<std::string> healthy(ways.size());
     std::map<Ill, int> ended;
     for (int round = 0; round < rounds; round++) {
+        // Choose a layout and an illness. A turned bit needs the layout where it stays.
         size_t l = random() % ways.size();
         std::string out = dir + "/life", state;
         Hit hit = {Ill(1 + random() % 6), int(random() % 4), int64_t(random() % LIFE_STEPS),
                    int(random() % 60)};
         if (hit.ill == Ill::TURNED_BIT && l != 0) hit.ill = Ill::FAILS;
         hit.in_replay = ways[l].replays && hit.step % 2 == 0 && random() % 2;
+
         std::string what = concat("round ", round, " of seed ", seed, ": way ", l, ", rank ",
                                   hit.rank, " ", ILLS[int(hit.ill)], " in step ", hit.step,
                                   ", action ", hit.action, hit.in_replay ? " of its replay" : "");
+
+        // Live in good health, once for each layout, and then with the illness.
         for (bool ill : {false, true}) {
             if (!ill && !healthy[l].empty()) continue;
             for (const fs::directory_entry& e : fs::directory_iterator(dir))
@@ -1001,11 +1112,14 @@ static void survive(const std::string& dir, bool newer, int rounds, unsigned see
             double start = clock_seconds();
             std::string wrong = live_together(ways[l], out, ill ? hit : Hit(), &state);
             EXPECT_LT(clock_seconds() - start, 15) << what;
+
             if (!ill) {
                 ASSERT_EQ(wrong, "");
                 healthy[l] = state;
                 continue;
             }
+
+            // The illness must end the life, or leave no trace, as its kind demands.
             ended[hit.ill] += !wrong.empty();
             if (hit.ill == Ill::FAILS) {
                 EXPECT_HAS(wrong, concat("rank ", hit.rank, " failed: killed"));
@@ -1020,10 +1134,13 @@ static void survive(const std::string& dir, bool newer, int rounds, unsigned see
             } else if (hit.ill == Ill::SLOW || hit.ill == Ill::FULL_DISK) {
                 EXPECT_EQ(wrong, "") << what;
             }
+
             if (wrong.empty()) {
                 EXPECT_TRUE(state == healthy[l]) << what;
             }
         }
+
+        // Resume, on machines of which one may have lost its memory.
         if (ways[l].memory) what += "; " + spoil_memory(out, random);
         ASSERT_EQ(live_together(ways[l], out, {}, &state), "") << what;
         ASSERT_TRUE(state == healthy[l]) << what;

@@ -18,7 +18,7 @@ TEST(Text, NoControlCharacterReachesATerminal) {
     EXPECT_EQ(printable("a\tb\nc"), "a\\tb\\nc");
     EXPECT_EQ(printable("\x1b[2J\x7f"), "\\x1b[2J\\x7f");
     EXPECT_EQ(printable(std::string_view("\0x", 2)), "\\x00x");
-    EXPECT_EQ(printable("\xc2\x9b"), "\\xc2\\x9b"); // U+009B begins a sequence
+    EXPECT_EQ(printable("\xc2\x9b"), "\\xc2\\x9b"); // U+009B begins an escape sequence
     EXPECT_EQ(printable("\xc2\xa0"), "\xc2\xa0");
     EXPECT_EQ(printable("\xff\xc3"), "\\xff\\xc3");
     EXPECT_EQ(in_quotes("say \"x\\\""), "\"say \\\"x\\\\\\\"\"");
@@ -32,6 +32,7 @@ TEST(Json, BracketsOutsideOfStringsCount) {
     EXPECT_EQ(json_depth("]]]][["), 2u);
 }
 
+// Anything but a shallow object is answered with one sentence.
 TEST(Json, WhatIsNoShallowObjectIsASentence) {
     json j;
     auto wrong = [&](const std::string& text) { return parse_json(text, "x.json", &j); };
@@ -49,7 +50,7 @@ TEST(Json, WhatIsNoShallowObjectIsASentence) {
 // ----------------------------------------------------------------------------
 // what is no file
 
-// A reader that waits is ended by the alarm.
+// The alarm ends a reader that waits for a pipe.
 TEST_F(Files, PipesAndDevicesAreRefusedAtOnce) {
     alarm(20);
     const std::string pipe = path("pipe");
@@ -60,6 +61,7 @@ TEST_F(Files, PipesAndDevicesAreRefusedAtOnce) {
     SafeTensors s;
     DataFile data;
     data.path = pipe;
+
     EXPECT_EQ(read_whole_file(pipe, &bytes), pipe + ": is no file but a pipe");
     EXPECT_EQ(file_crc(pipe, &size, &crc), pipe + ": is no file but a pipe");
     EXPECT_EQ(safetensors_open(&s, pipe), pipe + ": is no file but a pipe");
@@ -67,7 +69,7 @@ TEST_F(Files, PipesAndDevicesAreRefusedAtOnce) {
     EXPECT_EQ(read_whole_file("/dev/zero", &bytes), "/dev/zero: is no file but a device");
     EXPECT_EQ(read_whole_file(dir, &bytes), dir + ": is no file but a folder");
 
-    // Folders whose files are pipes.
+    // Folders in which every file is a pipe.
     for (const char* name : {"config.json", "tokenizer.json", "model.safetensors",
                              "model.safetensors.index.json", "manifest.json"})
         ASSERT_EQ(mkfifo(path(name).c_str(), 0600), 0);
@@ -97,21 +99,24 @@ TEST_F(Files, ConfigsOfAbsurdSizesAreRefusedAtOnce) {
     put("config.json", "{\"model_type\": \"\\u001b[2J\"}");
     Shape s;
     EXPECT_HAS(hf_read_config(&s, dir), "model_type '\\x1b[2J' is not supported");
+
     for (const Preset& p : model_presets()) EXPECT_LE(p.shape.L, 1024u) << p.name;
 }
 
 // ----------------------------------------------------------------------------
 // a file that is cut while it is mapped
 
-static volatile unsigned sum; // bytes that are read must be used
+static volatile unsigned sum; // uses the bytes that are read, so that the reads happen
 
+// Map a file, cut it, and read it. `unmapped`: as if nobody had mapped it,
+// for the signal's handler.
 static void read_cut_file(const std::string& path, bool unmapped) {
     void* begin = nullptr;
     size_t bytes = 0;
     struct stat s;
     if (!map_whole_file(path, &begin, &bytes, &s).empty()) _exit(9);
     if (truncate(path.c_str(), 10) != 0) _exit(9);
-    if (unmapped) // as the handler sees an address of nobody's
+    if (unmapped)
         for (MappedFile& m : mapped_files) m.begin = nullptr;
     for (size_t i = 0; i < bytes; i++) sum = sum + static_cast<unsigned char*>(begin)[i];
     _exit(0);
@@ -127,7 +132,7 @@ TEST_F(Files, AFileCutWhileItIsReadIsNamed) {
 
 TEST_F(Files, MappingsComeAndGo) {
     struct stat s;
-    for (int i = 0; i < 5000; i++) { // more than the table has rows
+    for (int i = 0; i < 5000; i++) { // more often than the table has rows
         void* begin = nullptr;
         size_t bytes = 0;
         ASSERT_EQ(map_whole_file(i ? path("a") : put("a", "abc"), &begin, &bytes, &s), "");
@@ -136,6 +141,7 @@ TEST_F(Files, MappingsComeAndGo) {
         unmap_file(begin, bytes);
     }
     for (const MappedFile& m : mapped_files) EXPECT_EQ(m.begin.load(), nullptr);
+
     void* begin = nullptr;
     size_t bytes = 0;
     EXPECT_HAS(map_whole_file(put("empty", ""), &begin, &bytes, &s), "empty: is empty");
@@ -150,9 +156,10 @@ TEST_F(Files, ALockHoldsUntilItIsGivenBack) {
     EXPECT_EQ(lock_file(name, &first, "taken"), "");
     EXPECT_EQ(lock_file(name, &second, "taken"), "taken");
     EXPECT_EQ(second, -1);
+
     unlock_file(name, first);
     EXPECT_FALSE(fs::exists(name));
-    put("x.lock", ""); // what a kill leaves
+    put("x.lock", ""); // a killed program leaves its lock file
     EXPECT_EQ(lock_file(name, &second, "taken"), "");
     unlock_file(name, second);
     EXPECT_HAS(lock_file(path("none/x.lock"), &first, "taken"), "x.lock: cannot be made");
@@ -161,6 +168,7 @@ TEST_F(Files, ALockHoldsUntilItIsGivenBack) {
 // ----------------------------------------------------------------------------
 // what is no text
 
+// Files are known by their first bytes and by their names. The message offers a command.
 TEST(FileKind, NoTextIsToldByItsBytesAndByItsName) {
     using namespace std::string_literals;
     auto says = [](const std::string& path, const std::string& head) {
@@ -170,6 +178,7 @@ TEST(FileKind, NoTextIsToldByItsBytesAndByItsName) {
         EXPECT_EQ(says(path, "{\"text\": \"as good a text as any\"}"), "") << path;
     EXPECT_EQ(says("a.txt", ""), "");
     EXPECT_EQ(says("a.txt", "\xef\xbb\xbfwith UTF-8's mark"), "");
+
     EXPECT_HAS(says("a.txt", "\x1f\x8b\x08"), "a.txt: is compressed (gzip)");
     EXPECT_HAS(says("a.txt", "\x1f\x8b\x08"), "give it a name that ends in .txt.gz");
     EXPECT_HAS(says("a.bin", "\x28\xb5\x2f\xfd"), "a.bin: is compressed (zstd)");
@@ -184,13 +193,14 @@ TEST(FileKind, NoTextIsToldByItsBytesAndByItsName) {
                                       "shards: write a document a line");
     EXPECT_HAS(says("a.gz", "plain"), "give it a name that ends in .txt.gz");
 
-    // The command that makes shards of it.
+    // The command that makes shards of the file.
     EXPECT_HAS(says("d/a.jsonl", "{}"), "train_gpt --prepare d/a.shards.bin --data d/a.jsonl "
                                         "--document-end 10 makes shards of it");
     EXPECT_HAS(no_text("a b.txt.gz", "\x1f\x8b", "data/gpt2"),
                "--prepare 'a b.shards.bin' --data 'a b.txt.gz' --tokenizer data/gpt2");
     EXPECT_HAS(says("a.jsonl.zst", "x"), "--prepare a.shards.bin --data a.jsonl.zst");
     EXPECT_HAS(says("a.parquet", "PAR1"), "--prepare a.shards.bin --data a.parquet");
+
     EXPECT_EQ(shell_word("it's"), "'it'\\''s'");
     EXPECT_EQ(shell_word(""), "''");
 }
@@ -199,15 +209,15 @@ TEST(FileKind, BinaryTextIsNoted) {
     using namespace std::string_literals;
     EXPECT_EQ(binary_note("a", ""), "");
     EXPECT_EQ(binary_note("a", "plain caf\xc3\xa9"), "");
-    EXPECT_EQ(binary_note("a", std::string(100, 'x') + "\xe9"), ""); // one Latin-1 letter
-    EXPECT_EQ(binary_note("a", std::string(10, 'x') + "\xf0\x9f\x98"), ""); // cut in two
+    EXPECT_EQ(binary_note("a", std::string(100, 'x') + "\xe9"), ""); // a single Latin-1 letter
+    EXPECT_EQ(binary_note("a", std::string(10, 'x') + "\xf0\x9f\x98"), ""); // a letter that is cut
     EXPECT_HAS(binary_note("a", std::string(50, 'x') + "\xe9 caf"),
                "a: 0 zero bytes and 1 bytes that are not UTF-8 in the first 55: is it text?");
     EXPECT_HAS(binary_note("a", std::string(500, 'x') + "\0"s),
                "1 zero bytes and 0 bytes that are not UTF-8 in the first 501");
 }
 
-// A log may hold lines of other programs.
+// A log may hold lines that other programs wrote.
 TEST_F(Files, LinesOfALogThatAreNoStepsAreDropped) {
     Logger log;
     put("log.jsonl",
@@ -219,6 +229,7 @@ TEST_F(Files, LinesOfALogThatAreNoStepsAreDropped) {
 // ----------------------------------------------------------------------------
 // a manifest with a right checksum, made by somebody else
 
+// A manifest with every field that is required.
 static json good_manifest() {
     return {{"format", CHECKPOINT_FORMAT},
             {"step", 3},
@@ -253,7 +264,7 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
     };
     ASSERT_EQ(wrong([](json&) {}), "");
 
-    // Files lie in the folder, and are ranks' files.
+    // Files lie in the folder and have the names of ranks' files.
     for (const char* name :
          {"../rank_00000.safetensors", "/etc/passwd", "..", "", "a/rank_00000.safetensors",
           "rank_00000.safetensors/..", "rank_0.safetensors", "rank_-0001.safetensors",
@@ -271,7 +282,7 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
             EXPECT_HAS(wrong([&](json& m) { m[key] = bad; }),
                        std::string("manifest.json is broken: ") + key + " is");
 
-    // Types.
+    // Fields have types.
     EXPECT_HAS(wrong([](json& m) { m["cpu"] = 3; }), "cpu is missing, or no string");
     EXPECT_HAS(wrong([](json& m) { m["files"] = json::object(); }),
                "files is missing, or no array");
@@ -279,7 +290,7 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
     EXPECT_HAS(wrong([](json& m) { m["files"][0]["tensors"]["x"] = {1}; }),
                "the range of tensor x is not two positions");
 
-    // Fields that may be left out.
+    // Fields that may be missing.
     EXPECT_EQ(wrong([](json& m) { m["best_step"] = 2, m["best_loss"] = 1.5, m["tokens"] = 9; }),
               "");
     EXPECT_EQ(wrong([](json& m) { m["config"] = {{"lr", 0.1}}; }), "");
@@ -289,13 +300,14 @@ TEST_F(Files, ManifestsAreBelievedFieldByField) {
     EXPECT_HAS(wrong([](json& m) { m["best_step"] = 2, m["best_loss"] = "low"; }), "best_loss");
     EXPECT_HAS(wrong([](json& m) { m["tokens"] = -1; }), "tokens is -1");
 
-    // Brackets that would end the stack of a reader that prints them.
+    // So many brackets would end the stack of a reader that prints them.
     put("manifest.json", "{\"x\": " + std::string(300000, '[') + std::string(300000, ']') + "}");
     json read;
     EXPECT_HAS(read_manifest(dir, &read), "nested more than 100 brackets deep");
 }
 
-// More ranks than heads: whoever divides by their share of the heads divides by zero.
+// More ranks than heads: a program that divides by a rank's share of the heads
+// would divide by zero.
 TEST(TensorParallel, RanksShareHeads) {
     Shape s = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000);
     for (size_t tp : {1, 2, 4}) EXPECT_TRUE(tp_divides(s, tp)) << tp;

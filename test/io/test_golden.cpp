@@ -1,5 +1,5 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
-// and texts, from their own files
+// and texts, computed from their own files
 #include "../../llmc/io/adapter_files.h"
 #include "../../llmc/io/tokenizer_files.h"
 #include "saved_models.h"
@@ -7,20 +7,24 @@
 // ----------------------------------------------------------------------------
 // golden numbers from PyTorch, in float and in double
 
-// The bounds. In double only the golden files' own rounding to float is left, 6e-8 of a value.
+// The bounds. In double nothing remains but the golden files' own rounding to float,
+// which is 6e-8 of a value.
 struct Bounds {
     double loss;      // absolute
-    double logits;    // of the largest
-    double gradients; // of the tensor's largest, and of the norm
+    double logits;    // relative to the largest
+    double gradients; // relative to the tensor's largest, and to the norm
     double weights;   // absolute, after three steps
-    // Adam divides a gradient by its size. Where it is smaller than this, relative to its tensor's
-    // largest, rounding in float may turn its sign: such a weight may be off by `steps`, lr.
+    // Adam divides a gradient by its size. Where a gradient is smaller than this, relative to its
+    // tensor's largest, rounding in float may turn its sign. Such a weight may be off by `steps`,
+    // which is the learning rate.
     double near_zero;
     double steps;
 };
 static const Bounds IN_FLOAT = {1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3},
                     IN_DOUBLE = {1e-6, 1e-6, 1e-6, 1e-6, 0, 0};
 
+// Hold a model against PyTorch's numbers: logits of each prefix, the losses of three steps, the
+// first gradients, and the weights after the steps.
 template <typename T> void compare_with_golden(const std::string& name, Bounds bounds) {
     std::string folder = ROOT + "/dev/golden/" + name;
     Shape s;
@@ -33,6 +37,7 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
     Small<T> m(s, {plan_of(Mode::TRAIN, B, N), plan_of(Mode::GENERATE, 1, N, N)});
     ASSERT_EQ(hf_load_weights(m.t, folder), "");
 
+    // The logits after each prefix of each row.
     std::vector<float> logits = golden.floats("logits");
     ASSERT_EQ(logits.size(), B * N * s.V);
     const double bound = bounds.logits * largest(logits);
@@ -44,6 +49,7 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
             for (size_t v = 0; v < s.V; v++) ASSERT_NEAR(got[v], want[v], bound) << "logits";
         }
 
+    // Three steps, the first of which also has its norm and gradients compared.
     m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
         memcpy(tokens, golden_tokens.data() + sample * N, N * sizeof(int));
         memcpy(targets, golden_targets.data() + sample * N, N * sizeof(int));
@@ -68,6 +74,8 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
                 ASSERT_NEAR(got[i], want[i], gradient_bound) << p.name;
         }
     }
+
+    // The weights. Few may need the excuse of a gradient near zero.
     for (const Parameter& p : m.t.model.parameters) {
         std::vector<float> want = golden.of("after.", p, s), grad = golden.of("grad.", p, s),
                            got = get_weight(m.t, p);
@@ -80,8 +88,8 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
             excused += excuse && miss > bounds.weights;
         }
 
-        // GPT-2's key biases, a third of c_attn's, have no gradient at all: they move every score
-        // of a query alike, and softmax does not see that.
+        // GPT-2's key biases, a third of c_attn's, have no gradient at all: they change all scores
+        // of a query by the same amount, which softmax does not see.
         bool key_bias = has(p.name, "c_attn.bias") || has(p.name, "query_key_value.bias");
         EXPECT_LE(excused, want.size() / (key_bias ? 3 : 50)) << p.name;
     }
@@ -115,9 +123,9 @@ TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny",
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------
-// adapters as PEFT saves them, and what it says of them in double
+// adapters as PEFT saves them, and PEFT's own numbers in double
 
-// The shape of a base with a folder's adapters; "": the reader's word.
+// The shape of a base with a folder's adapters. Returns "" or the reader's refusal.
 static std::string adapted(Shape* s, const std::string& base, const std::string& folder) {
     Adapters adapters;
     EXPECT_EQ(hf_read_config(s, base), "");
@@ -126,8 +134,8 @@ static std::string adapted(Shape* s, const std::string& base, const std::string&
     return wrong;
 }
 
-// Loss and gradients to 1e-10; a folder of ours has the same tensors, and means the same; the
-// merged model has the same loss without adapters.
+// Loss and gradients agree to 1e-10. Our folder of adapters holds the same tensors and means the
+// same. The merged model has the same loss without adapters.
 static void compare_with_peft(const std::string& name, const std::string& dir) {
     std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/lora-" + name;
     nlohmann::json golden;
@@ -147,12 +155,16 @@ static void compare_with_peft(const std::string& name, const std::string& dir) {
         run_plan(m.t, 0);
         return plan_loss(m.t).mean();
     };
+
+    // Load the base and the adapters, and take one step at a rate of 0.
     Small<double> m(s, {plan_of(Mode::TRAIN, 3, N)});
     m.t.hyper.lr = 0;
     ASSERT_EQ(hf_load_weights(m.t, base), "");
     ASSERT_EQ(load_adapters(m.t, folder), "");
     double loss = loss_of(m), squares[2] = {};
     EXPECT_NEAR(loss, golden["loss"].get<double>(), 1e-10);
+
+    // The gradients: the norms of all A and of all B, and each matrix's first element.
     for (const Parameter& p : m.t.model.parameters) {
         if (!is_adapter(m.t.model, p)) continue;
         const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
@@ -164,9 +176,10 @@ static void compare_with_peft(const std::string& name, const std::string& dir) {
     EXPECT_NEAR(std::sqrt(squares[0]), golden["norm_A"].get<double>(), 1e-10);
     EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-10);
 
+    // Our folder holds PEFT's tensors, and is read as the same adapters.
     ASSERT_EQ(hf_export_check(s, dir + "/ours"), "");
     ASSERT_EQ(export_adapters(m.t, dir + "/ours", Type::F32, base), "");
-    ASSERT_EQ(hf_export_check(s, dir + "/ours"), ""); // ours, so it may be replaced
+    ASSERT_EQ(hf_export_check(s, dir + "/ours"), ""); // the folder is ours, so it may be replaced
     TensorFile ours(dir + "/ours/adapter_model.safetensors"),
         theirs(folder + "/adapter_model.safetensors");
     ASSERT_EQ(ours.file.tensors.size(), theirs.file.tensors.size());
@@ -179,11 +192,12 @@ static void compare_with_peft(const std::string& name, const std::string& dir) {
         EXPECT_NEAR(again.adapters->at(module).scale, adapter.scale, 1e-15) << module;
     }
 
+    // The merged model, in float and in bf16, which may keep less of the adapters.
     MergeSums merged, narrow;
     ASSERT_EQ(hf_export(m.t, dir + "/merged", Type::F32, 1 << 30, {}, &merged), "");
     Small<double> one(plain, {plan_of(Mode::TRAIN, 3, N)});
     ASSERT_EQ(hf_load_weights(one.t, dir + "/merged"), "");
-    EXPECT_NEAR(loss_of(one), loss, 2e-6); // weights of a file are floats
+    EXPECT_NEAR(loss_of(one), loss, 2e-6); // the file's weights are floats
     EXPECT_NEAR(merged.coefficient(), 1, 1e-5);
     ASSERT_EQ(hf_export(m.t, dir + "/narrow", Type::BF16, 1 << 30, {}, &narrow), "");
     EXPECT_LT(std::abs(narrow.coefficient() - 1), 0.2);
@@ -194,7 +208,7 @@ struct Adapted : Scratch {};
 TEST_F(Adapted, Gpt2IsPefts) { compare_with_peft("gpt2-tiny", dir); }
 TEST_F(Adapted, LlamaIsPefts) { compare_with_peft("llama-tiny", dir); }
 
-// Another base, half an adapter, a function that is not built: a line each.
+// Another base, half an adapter, and functions that are not built are each refused with one line.
 TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     std::string golden = ROOT + "/dev/golden/", folder = golden + "lora-llama-tiny";
     Shape s;
@@ -202,6 +216,7 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(adapted(&s, golden + "qwen3-tiny", folder),
                "give the --model that it was trained on");
     EXPECT_HAS(adapted(&s, golden + "llama-tiny", dir), "adapter_config.json");
+
     nlohmann::json config;
     ASSERT_EQ(read_json(folder + "/adapter_config.json", &config), "");
     std::filesystem::copy(folder + "/adapter_model.safetensors",
@@ -212,6 +227,7 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
         std::ofstream(dir + "/adapter_config.json") << j;
         return adapted(&s, golden + "llama-tiny", dir);
     };
+
     EXPECT_EQ(with("lora_alpha", 3), "");
     EXPECT_HAS(with("use_dora", true), "use_dora is true, which is not built");
     EXPECT_HAS(with("modules_to_save", {"lm_head"}), "modules_to_save is");
@@ -220,6 +236,7 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("init_lora_weights", "pissa"), "has changed the base");
     EXPECT_HAS(with("alpha_pattern", {{"layers.*", 3}}), "is a regular expression");
     EXPECT_HAS(with("lora_alpha", "x"), "and no number");
+
     std::filesystem::remove(dir + "/adapter_model.safetensors");
     std::ofstream(dir + "/adapter_model.bin") << "x";
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
@@ -235,8 +252,10 @@ TEST_F(Fixtures, Stories260kSpeaksItsExpectedText) {
     std::string folder = FIXTURES + "/checkpoints/stories260K";
     Shape s;
     ASSERT_EQ(hf_read_config(&s, folder + "/hf"), "");
+
     Small<float> m(s, {plan_of(Mode::GENERATE, 1, 1, 256)});
     ASSERT_EQ(hf_load_weights(m.t, folder + "/hf"), "");
+
     std::vector<int> expected =
         read_json(folder + "/expected_greedy_ids.json")["ids"].get<std::vector<int>>();
     EXPECT_EQ(greedy(m.t, 0, {1}, expected.size() - 1), expected);
@@ -248,15 +267,19 @@ TEST_F(Fixtures, Stories260kHasItsExpectedLoss) {
     json reference =
         read_json(FIXTURES + "/checkpoints/stories260K/helper_reference/tinystories_loss.json");
     ASSERT_EQ(reference["per_story"].size(), 40u);
+
     Tokenizer tokenizer;
     ASSERT_EQ(tokenizer_open(&tokenizer, FIXTURES + "/tokenizers/tinystories512/tok512.bin"), "");
     std::string text = read_file(FIXTURES + "/text/tinystories_v2_gpt4_sample_2MiB.txt"),
                 mark = "<|endoftext|>";
     const char* blank = " \n\r\t";
+
     Shape s;
     ASSERT_EQ(hf_read_config(&s, FIXTURES + "/checkpoints/stories260K/hf"), "");
     Small<float> m(s, {plan_of(Mode::EVALUATE, 1, 512)});
     ASSERT_EQ(hf_load_weights(m.t, FIXTURES + "/checkpoints/stories260K/hf"), "");
+
+    // Each story alone: its tokens after the one that begins a text, padded to 512.
     double sum = 0;
     int64_t count = 0;
     size_t at = 0;
@@ -267,6 +290,7 @@ TEST_F(Fixtures, Stories260kHasItsExpectedLoss) {
         ids.insert(ids.begin(), tokenizer.bos);
         EXPECT_TRUE(story > 0 || ids == reference["ids_of_story_0"].get<std::vector<int>>());
         at = end + mark.size();
+
         m.t.window = [&](uint64_t, int* tokens, int* targets) {
             for (size_t i = 0; i < 512; i++) {
                 tokens[i] = i < ids.size() ? ids[i] : 0;
@@ -274,12 +298,14 @@ TEST_F(Fixtures, Stories260kHasItsExpectedLoss) {
             }
             return std::string();
         };
+
         run_plan(m.t, 0);
         Loss loss = plan_loss(m.t);
         EXPECT_NEAR(loss.mean(), reference["per_story"][story]["mean_nll"].get<double>(), 1e-5)
             << "story " << story;
         sum += loss.sum, count += loss.valid;
     }
+
     EXPECT_EQ(count, reference["total_predictions"].get<int64_t>());
     EXPECT_NEAR(sum / double(count), reference["mean_nll"].get<double>(), 1e-5);
 }
@@ -290,10 +316,13 @@ TEST_F(Fixtures, TinyRandomGpt2GivesItsExpectedLogits) {
     json e = read_json(folder + "/expected.json");
     put_file(dir + "/config.json", e["config"].dump());
     fs::copy(folder + "/model.safetensors", dir + "/model.safetensors");
+
     Shape s;
     ASSERT_EQ(hf_read_config(&s, dir), "");
     Small<float> m(s, {plan_of(Mode::GENERATE, 1, 4, 16)});
     ASSERT_EQ(hf_load_weights(m.t, dir), "");
+
+    // The logits after each prefix of two prompts, and six greedy tokens.
     std::vector<float> all;
     for (int b = 0; b < 2; b++) {
         std::vector<int> ids = e["input_ids"][size_t(b)].get<std::vector<int>>();
@@ -305,19 +334,20 @@ TEST_F(Fixtures, TinyRandomGpt2GivesItsExpectedLogits) {
         EXPECT_EQ(greedy(m.t, 0, ids, 6),
                   e["greedy_sequences_len10"][size_t(b)].get<std::vector<int>>());
     }
+
     std::vector<float> sampled = e["sampled_logits_prompt"].get<std::vector<float>>();
     ASSERT_EQ(sampled.size() * 200, all.size());
     for (size_t i = 0; i < sampled.size(); i++) EXPECT_NEAR(all[i * 200], sampled[i], 1e-5) << i;
 }
 
-// Through L layers a token reaches L (window - 1) positions ahead, and no further; also where the
-// keys come from the cache.
+// Through L layers a token's influence reaches L (window - 1) positions ahead and no further, also
+// where the keys come from the cache.
 TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
     Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
     s.sliding_window = 5;
     Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
     init_weights(m.t, 3);
-    auto changed = [&](size_t length, size_t cached) { // how far the first token's influence goes
+    auto changed = [&](size_t length, size_t cached) { // does the first token reach the last place?
         std::vector<float> logits[2];
         for (int which = 0; which < 2; which++) {
             std::vector<int> ids(length, 11);
@@ -332,14 +362,15 @@ TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
         }
         return logits[0] != logits[1];
     };
+
     for (size_t cached : {0, 3}) {
         EXPECT_TRUE(changed(9, cached)) << cached;   // position 8 = 2 (5 - 1)
         EXPECT_FALSE(changed(10, cached)) << cached; // position 9
     }
 }
 
-// A window from block 1 on: block 0 sees all, block 1 five tokens. With one of the two attentions
-// switched off the other's reach is left.
+// A window from block 1 on: block 0 sees everything, and block 1 sees five tokens. With one block's
+// attention switched off, the other's reach remains.
 TEST(Windows, BeginAtABlock) {
     Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
     s.sliding_window = 5, s.window_from = 1;
@@ -349,7 +380,8 @@ TEST(Windows, BeginAtABlock) {
         for (const Parameter& p : m.t.model.parameters)
             if (p.name == "model.layers." + std::to_string(off) + ".self_attn.o_proj.weight")
                 set_weight(m.t, p, std::vector<float>(p.elements()).data());
-        auto changed = [&](size_t length) { // by the first token, at the last place
+
+        auto changed = [&](size_t length) { // does the first token reach the last place?
             std::vector<int> ids(length, 11), other = ids;
             other[0] = 12;
             return logits_after(m.t, 0, ids) != logits_after(m.t, 0, other);

@@ -1,5 +1,5 @@
 // test_huggingface.cpp - Hugging Face folders: config.json, weights of others, exports
-//   Exports load to the same bits, and every malformed folder has its one line.
+//   Exports load to the same bits, and each malformed folder is answered with one line.
 #include <sys/resource.h>
 #include <csignal>
 #include "../../llmc/comm/comms.h"
@@ -14,6 +14,7 @@ struct HuggingFace : Scratch {};
 // ----------------------------------------------------------------------------
 // config.json
 
+// The keys that a GPT-2 needs; everything else has a default.
 static json gpt2_json() {
     return {{"model_type", "gpt2"}, {"n_embd", 12},     {"n_head", 3},
             {"n_layer", 2},         {"vocab_size", 61}, {"n_positions", 16}};
@@ -21,7 +22,7 @@ static json gpt2_json() {
 static json llama_json(const char* type = "llama") {
     json j = {{"model_type", type},     {"hidden_size", 16},       {"num_attention_heads", 4},
               {"num_hidden_layers", 2}, {"intermediate_size", 20}, {"vocab_size", 61}};
-    if (type != std::string("llama")) j["num_key_value_heads"] = 2; // else 8 or 32
+    if (type != std::string("llama")) j["num_key_value_heads"] = 2; // else their default, 8 or 32
     return j;
 }
 static json llama3_scaling() {
@@ -32,7 +33,7 @@ static json llama3_scaling() {
             {"original_max_position_embeddings", 64}};
 }
 
-// The error of a config.json, or ""; `more` replaces and adds keys.
+// The error of a config.json, or "". `more` replaces and adds keys.
 static std::string config_error(const std::string& dir, json config,
                                 const json& more = json::object(), Shape* s = nullptr) {
     config.update(more);
@@ -55,6 +56,8 @@ TEST_F(HuggingFace, ConfigOfGpt2) {
               (std::vector<size_t>{2, 3, 3, 4, 12, 48, 61, 16}));
     EXPECT_TRUE(s.tied && s.qkv_bias);
     EXPECT_EQ(s.norm_eps, 1e-5f);
+
+    // Keys that are given win over defaults.
     s = config_shape(dir, gpt2_json(),
                      {{"n_inner", 20},
                       {"layer_norm_epsilon", 1e-3},
@@ -64,6 +67,8 @@ TEST_F(HuggingFace, ConfigOfGpt2) {
     EXPECT_EQ(s.F, 20u);
     EXPECT_EQ(s.norm_eps, 1e-3f);
     EXPECT_FALSE(s.tied);
+
+    // An ffn width of null is 4 n_embd, and older files say n_ctx.
     EXPECT_EQ(config_shape(dir, gpt2_json(), {{"n_inner", nullptr}}).F, 48u);
     json older = gpt2_json();
     older.erase("n_positions");
@@ -80,6 +85,8 @@ TEST_F(HuggingFace, ConfigOfLlama) {
     EXPECT_EQ(s.rope_scaling.factor, 1);
     EXPECT_EQ(s.norm_eps, 1e-6f);
     EXPECT_FALSE(s.tied || s.qkv_bias);
+
+    // Keys that are given win over defaults.
     s = config_shape(dir, llama_json(),
                      {{"num_key_value_heads", 2},
                       {"head_dim", 6},
@@ -91,10 +98,12 @@ TEST_F(HuggingFace, ConfigOfLlama) {
     EXPECT_EQ(s.norm_eps, 1e-3f);
     EXPECT_EQ(s.rope_theta, 7);
     EXPECT_TRUE(s.tied);
+
+    // The head size need not be hidden_size / heads, and Llama has no window.
     EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS,
-              4u); // heads need not divide
+              4u);
     EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window,
-              0u); // Llama has none
+              0u);
 }
 
 TEST_F(HuggingFace, ConfigOfRope) {
@@ -104,25 +113,31 @@ TEST_F(HuggingFace, ConfigOfRope) {
         EXPECT_EQ(s.rope_scaling.high_freq_factor, 8);
         EXPECT_EQ(s.rope_scaling.original_positions, 64);
     };
+
+    // The scaling in rope_scaling, in newer files' rope_parameters, and in older files' words.
     Shape s = config_shape(dir, llama_json(),
                            {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
     expect_scaled(s);
     EXPECT_EQ(s.rope_theta, 500000);
     json parameters = llama3_scaling(), older = llama3_scaling();
     parameters["rope_theta"] = 3.5;
-    s = config_shape(dir, llama_json(), {{"rope_parameters", parameters}}); // of newer files
+    s = config_shape(dir, llama_json(), {{"rope_parameters", parameters}});
     expect_scaled(s);
     EXPECT_EQ(s.rope_theta, 3.5);
     older.erase("rope_type");
     older["type"] = "llama3";
     expect_scaled(config_shape(dir, llama_json(), {{"rope_scaling", older}}));
+
     for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}},
                       json{{"rope_type", nullptr}}})
         EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1)
             << none;
+
+    // Kinds that are not built, and numbers that cannot be.
     auto wrong = [&](const json& scaling) {
         return config_error(dir, llama_json(), {{"rope_scaling", scaling}});
     };
+
     for (const char* key : {"rope_type", "type"})
         for (const char* kind : {"longrope", "su", "proportional"})
             EXPECT_HAS(wrong({{key, kind}}), std::string("rope scaling ") + kind +
@@ -134,6 +149,7 @@ TEST_F(HuggingFace, ConfigOfRope) {
     EXPECT_HAS(wrong({{"rope_type", "llama3"}, {"factor", "x"}}),
                "factor is \"x\", which is no number");
     EXPECT_HAS(wrong({{"rope_type", "linear"}, {"factor", -2}}), "factor is -2, not above zero");
+
     for (bool inside : {false, true}) {
         json more = {{"rope_scaling", {{"rope_type", "linear"}, {"factor", 2}}}};
         (inside ? more["rope_scaling"] : more)["partial_rotary_factor"] = 0.5;
@@ -141,7 +157,7 @@ TEST_F(HuggingFace, ConfigOfRope) {
     }
 }
 
-// The numbers are transformers' own (5.23).
+// The numbers are those that transformers computes (5.23).
 TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
     auto scaling = [&](const json& r, const json& more = json::object()) {
         json all = {{"rope_scaling", r}, {"max_position_embeddings", 256}};
@@ -151,7 +167,7 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
     RopeScaling s = scaling({{"type", "linear"}, {"factor", 2.5}});
     EXPECT_EQ(s.kind, RopeKind::LINEAR);
     EXPECT_EQ(s.factor, 2.5f);
-    EXPECT_FALSE(scales(scaling({{"type", "dynamic"}, {"factor", 2.0}}))); // up to 256 tokens
+    EXPECT_FALSE(scales(scaling({{"type", "dynamic"}, {"factor", 2.0}}))); // none up to 256 tokens
 
     json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 64}};
     s = scaling(yarn);
@@ -165,18 +181,20 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
     EXPECT_NEAR(s.attention_factor, 1.0259286501478284, 1e-7);
     EXPECT_EQ(s.beta_fast, 8);
     EXPECT_FALSE(s.truncate);
+
     yarn["attention_factor"] = 1.25;
     EXPECT_EQ(scaling(yarn).attention_factor, 1.25f);
 
-    // Positions known before: of the object, of the file's top, which wins, else all there are. A
-    // factor of null is all over those.
+    // The original number of positions is the object's; a number at the file's top wins over it;
+    // without either it is the model's positions. A factor of null is the model's positions divided
+    // by the original ones.
     EXPECT_EQ(scaling(yarn, {{"original_max_position_embeddings", 32}}).original_positions, 32);
     yarn["factor"] = nullptr;
     EXPECT_EQ(scaling(yarn).factor, 4);
     yarn.erase("original_max_position_embeddings");
     EXPECT_EQ(scaling(yarn).original_positions, 256);
 
-    // Scales below zero would turn cosines and sines over.
+    // A negative scale would turn cosines and sines over.
     yarn.erase("attention_factor");
     for (const char* key : {"mscale", "mscale_all_dim"}) {
         json broken = yarn;
@@ -184,10 +202,13 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
         EXPECT_HAS(config_error(dir, llama_json(), {{"rope_scaling", broken}}),
                    std::string(key) + " is -30, not above zero");
     }
-    HfConfig c; // a number that is computed, for a key that is missing
+
+    // A missing key's number may be computed, and then be wrong.
+    HfConfig c;
     hf_positive(c, json::object(), "attention_factor", -2);
     EXPECT_EQ(c.wrong, ": attention_factor is -2.0, not above zero");
 
+    // rope_scaling wins over rope_parameters.
     json older = {{"type", "linear"}, {"factor", 2.0}},
          newer = {{"type", "linear"}, {"factor", 3.0}};
     EXPECT_EQ(scaling(older, {{"rope_parameters", newer}}).factor, 2);
@@ -230,7 +251,8 @@ TEST_F(HuggingFace, ConfigOfMistralAndQwen2) {
     EXPECT_EQ(
         config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
     EXPECT_EQ(config_shape(dir, llama_json("mistral")).sliding_window, 4096u);
-    // a switch that only Qwen has
+
+    // A switch that only Qwen has, and Llama's silence about windows.
     EXPECT_EQ(config_shape(dir, llama_json("mistral"),
                            {{"sliding_window", 32}, {"use_sliding_window", false}}).sliding_window,
               32u);
@@ -239,8 +261,10 @@ TEST_F(HuggingFace, ConfigOfMistralAndQwen2) {
                             {"use_sliding_window", true},
                             {"max_window_layers", 0}}).sliding_window,
               0u);
+
     EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}),
                "sliding_window is 0, which is no");
+
     s = config_shape(
         dir, llama_json("qwen2"),
         {{"sliding_window", 32}, {"use_sliding_window", false}, {"tie_word_embeddings", true}});
@@ -261,12 +285,13 @@ TEST_F(HuggingFace, ConfigOfQwen3) {
                "mlp_bias true is not built yet");
 }
 
-// Defaults are those of transformers' classes (4.57), and each family refuses its own variants.
+// The defaults are those of transformers' classes (4.57), and each family refuses its own variants.
 TEST_F(HuggingFace, ConfigOfVariants) {
     Shape s = config_shape(dir, llama_json("olmo2"));
     EXPECT_TRUE(s.qk_norm && s.whole_qk_norm && s.post_norm && !s.pre_norm && !s.tied);
     EXPECT_EQ(s.norm_eps, 1e-5f);
     EXPECT_EQ(s.norm_plus, 0);
+
     s = config_shape(dir, llama_json("smollm3"), {{"num_hidden_layers", 9}});
     EXPECT_TRUE(s.tied && s.rope_theta == 2e6 && s.P == 32768);
     EXPECT_TRUE(turns(s, 1) && turns(s, 3) && !turns(s, 4) && turns(s, 5) && !turns(s, 8));
@@ -274,6 +299,7 @@ TEST_F(HuggingFace, ConfigOfVariants) {
     EXPECT_TRUE(turns(s, 1) && !turns(s, 2));
     EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).nope_every,
               0u);
+
     for (json list : {json{0, 1}, json{1}, json("x"), json{true, false}})
         EXPECT_HAS(config_error(dir, llama_json("smollm3"), {{"no_rope_layers", list}}),
                    "no_rope_layers of this kind is not built yet");
@@ -302,16 +328,20 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     EXPECT_TRUE(s.pre_norm && s.post_norm && !s.qk_norm && s.tied && s.scaled_embedding);
     EXPECT_TRUE(s.gate == Gate::GELU && s.norm_plus == 1 && s.HS == 256 && s.score_scalar == 256);
     EXPECT_TRUE(s.score_softcap == 50 && s.logit_softcap == 30);
+
+    // Windows by layer: every second layer slides, or layer_types says which.
     auto windows = [](const Shape& s) {
         std::vector<size_t> all;
         for (int layer = 1; layer <= int(s.L); layer++) all.push_back(window_of(s, layer));
         return all;
     };
     typedef std::vector<size_t> Sizes;
-    EXPECT_EQ(windows(s), (Sizes{4096, 0, 4096, 0})); // the first layer slides
+    EXPECT_EQ(windows(s), (Sizes{4096, 0, 4096, 0})); // the first layer has a window
+
     s = config_shape(dir, file,
                      {{"attn_logit_softcapping", nullptr}, {"final_logit_softcapping", 5}});
     EXPECT_TRUE(s.score_softcap == 0 && s.logit_softcap == 5);
+
     json full = "full_attention", window = "sliding_attention";
     auto typed = [&](const json& types) {
         return windows(config_shape(dir, file, {{"sliding_window", 8}, {"layer_types", types}}));
@@ -319,28 +349,32 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     EXPECT_EQ(typed({window, window, full, window}), (Sizes{8, 8, 0, 8}));
     EXPECT_EQ(typed({window, window, window, window}), (Sizes{8, 8, 8, 8}));
     EXPECT_EQ(typed({full, full, full, full}), (Sizes{0, 0, 0, 0}));
+
     EXPECT_HAS(config_error(dir, file, {{"layer_types", {full, window, full, window}}}),
                "layer_types of this kind is not built yet");
     EXPECT_HAS(config_error(dir, file, {{"hidden_activation", "gelu"}}),
                "hidden_activation \"gelu\" is not built yet");
 
-    // Written as transformers 5 reads it: an integer where it is one.
+    // The scalar is written as transformers 5 reads it: as an integer if it is one.
     auto written = [&] { return hf_json(Llama(), s)["query_pre_attn_scalar"]; };
     EXPECT_TRUE(written().is_number_integer() && written() == 256);
     s.score_scalar = 10.5;
     EXPECT_EQ(written(), 10.5);
 
+    // Gemma 3: norms of queries and keys, no caps, and two thetas.
     file["model_type"] = "gemma3_text", file["num_hidden_layers"] = 7;
     s = config_shape(dir, file);
     EXPECT_TRUE(s.qk_norm && !s.whole_qk_norm && s.score_softcap == 0 && s.logit_softcap == 0);
     EXPECT_TRUE(s.rope_theta == 1e6 && s.window_theta == 1e4);
     EXPECT_EQ(windows(s), (Sizes{4096, 4096, 4096, 4096, 4096, 0, 4096}));
+
     s = config_shape(
         dir, file,
         {{"rope_parameters",
           {{"full_attention", {{"rope_type", "linear"}, {"factor", 8}, {"rope_theta", 5}}},
            {"sliding_attention", {{"rope_theta", 7}}}}}});
     EXPECT_TRUE(s.rope_theta == 5 && s.window_theta == 7 && s.rope_scaling.factor == 8);
+
     EXPECT_HAS(config_error(dir, file, {{"rope_parameters",
                                          {{"sliding_attention", {{"rope_type", "yarn"}}}}}}),
                "of layers with a window is not built yet");
@@ -353,11 +387,12 @@ TEST_F(HuggingFace, ConfigOfGemma) {
         "rope_parameters of all layers is not built yet");
 }
 
-// The experts' keys of two classes, and variants that are not built.
+// The experts' keys of both classes, and variants that are not built.
 TEST_F(HuggingFace, ConfigOfExperts) {
     Shape s = config_shape(dir, llama_json("mixtral"), {{"num_local_experts", 6}});
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.router == Router::RENORMALISED && !s.qk_norm);
     EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.sliding_window}), (std::vector<size_t>{6, 2, 0}));
+
     json qwen = llama_json("qwen3_moe");
     qwen.erase("intermediate_size");
     s = config_shape(dir, qwen, {{"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
@@ -365,7 +400,7 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F}), (std::vector<size_t>{128, 8, 12}));
     EXPECT_EQ(config_shape(dir, qwen).router, Router::SOFTMAX); // the class's default
 
-    // Blocks with an ffn in the place of experts, and Qwen2-MoE's shared expert.
+    // Blocks with a dense ffn in place of experts, and Qwen2-MoE's shared expert.
     s = config_shape(dir, qwen, {{"decoder_sparse_step", 2}, {"mlp_only_layers", {0}},
                                  {"intermediate_size", 20}});
     EXPECT_TRUE(s.dense_F == 20 && !is_sparse(s, 1) && is_sparse(s, 2) && s.shared_F == 0);
@@ -374,16 +409,18 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 99}, {"intermediate_size", 20}}),
                "decoder_sparse_step 99 leaves no layer with experts");
     EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {1}}}), "mlp_only_layers of this kind");
+
     s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});
     EXPECT_TRUE(s.shared_F == 24 && s.shared_gate && s.qkv_bias && s.dense_F == 0 && !s.qk_norm);
     EXPECT_FALSE(config_shape(dir, llama_json("qwen2_moe"), {{"qkv_bias", false}}).qkv_bias);
+
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"router_jitter_noise", 0.1}}),
                "router_jitter_noise 0.1 is not built yet");
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"num_experts_per_tok", 9}}),
                "num_experts_per_tok 9 of 8 experts: at most 8");
 }
 
-// DeepSeek's keys; each that would train another model is refused by its name.
+// DeepSeek's keys. A key that would make another model is refused by name.
 TEST_F(HuggingFace, ConfigOfDeepseek) {
     json v3 = llama_json("deepseek_v3");
     v3["num_key_value_heads"] = v3["num_attention_heads"], v3["num_hidden_layers"] = 5;
@@ -399,7 +436,7 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
     EXPECT_EQ(config_shape(dir, v3, {{"q_lora_rank", nullptr}}).q_latent, 0u);
     EXPECT_EQ(config_shape(dir, v3, {{"norm_topk_prob", false}}).router, Router::SIGMOID_ALONE);
 
-    // The square of 0.1 ln(40) + 1 = 1.873854 is what the published models' scores grow by.
+    // The published models' scores grow by the square of 0.1 ln(40) + 1 = 1.873854.
     json yarn = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096},
                  {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
     s = config_shape(dir, v3, {{"rope_scaling", yarn}});
@@ -408,12 +445,13 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
     EXPECT_DOUBLE_EQ(s.score_scalar, published.score_scalar);
     EXPECT_NEAR(std::sqrt(192 / deepseek_v2_lite().score_scalar), 1.589626, 1e-6);
 
-    // V2's router has its own defaults.
+    // V2's router has defaults of its own.
     json v2 = v3;
     v2["model_type"] = "deepseek_v2", v2["num_experts_per_tok"] = 6;
     s = config_shape(dir, v2);
     EXPECT_TRUE(s.router == Router::SOFTMAX && s.expert_groups == 1 && !s.choice_bias &&
                 s.dense_first == 0);
+
     for (auto [key, value, words] :
          {std::tuple<const char*, json, const char*>{"rope_interleave", false,
                                                      "rope_interleave false is not built"},
@@ -430,7 +468,7 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
                "norm_topk_prob true is not built yet");
 }
 
-// Files hold each expert apart, and an expert that is missing is named.
+// Files hold each expert as a tensor of its own, and a missing expert is named.
 TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
     for (Shape s : saved_shapes()) {
         if (s.E == 0) continue;
@@ -439,12 +477,14 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
         ASSERT_EQ(hf_export(m->t, folder, Type::F32), "");
         SafeTensors f;
         ASSERT_EQ(safetensors_open(&f, folder + "/model.safetensors"), "");
+
         bool mixtral = s.hf_type == "mixtral";
         std::string up = mixtral ? "model.layers.1.block_sparse_moe.experts.2.w3.weight"
                                  : "model.layers.1.mlp.experts.2.up_proj.weight";
         const SafeTensor* tensor = safetensors_find(f, up);
         ASSERT_TRUE(tensor);
         EXPECT_EQ(tensor->shape, (std::vector<size_t>{s.F, s.C}));
+
         for (const Parameter& p : m->t.model.parameters) {
             if (stack_name(p.name, 2) != up) continue;
             std::vector<float> all = get_weight(m->t, p);
@@ -454,7 +494,7 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
         }
         safetensors_close(&f);
 
-        // One expert more than the files have.
+        // The model asks for one expert more than the files have.
         s.E++;
         auto more = random_model<float>(s);
         std::string wrong = hf_load_weights(more->t, folder);
@@ -462,7 +502,7 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
     }
 }
 
-// A dense folder's model as experts, by the flag's own shape.
+// The shape that --upcycle makes of a dense model.
 static Shape upcycled(const Shape& dense, int experts) {
     Shape s = dense;
     Config c;
@@ -472,22 +512,28 @@ static Shape upcycled(const Shape& dense, int experts) {
     return s;
 }
 
-// Whatever a new router chooses, equal experts are the ffn that they copy: the dense loss, in
-// double, and the same logits. A seed draws the same router in every layout, and nothing else.
+// Equal experts compute what the ffn computes that they copy, whatever a new router
+// chooses: in double the loss is the dense model's. A seed draws the same router in every
+// layout, and changes nothing else.
 TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
     for (const Shape& s : saved_shapes()) {
         bool can = s.hf_type == "llama" || s.hf_type == "mistral" || s.hf_type == "qwen3";
         if (!can || s.qkv_bias || s.tied) continue;
         std::string folder = dir + "/dense";
+
+        // The dense model's loss.
         ASSERT_EQ(hf_export(random_model<float>(s)->t, folder, Type::F32), "");
         auto dense = random_model<double>(s, 4);
         ASSERT_EQ(hf_load_weights(dense->t, folder), "");
         run_plan(dense->t, 0);
         Shape moe = upcycled(s, 4);
+
         std::set<std::vector<float>> routers;
         for (uint64_t seed : {1, 2}) {
             auto m = random_model<double>(moe, 5);
             ASSERT_EQ(upcycle_weights(m->t, folder, seed), "");
+
+            // The experts' model has it too, and its routers are the seed's.
             std::map<std::string, std::vector<float>> whole;
             for (const Parameter& p : m->t.model.parameters) {
                 whole[p.name] = get_weight(m->t, p);
@@ -500,7 +546,7 @@ TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
             double loss = plan_loss(dense->t).mean();
             EXPECT_NEAR(plan_loss(m->t).mean(), loss, 1e-14 * loss) << shape_name(s);
 
-            // Shared out over ranks.
+            // Shared out over ranks, each has its part of the same weights.
             EXPECT_EQ(run_local_ranks(4, {}, [&](const Comm& world) {
                 Plan plan = plan_of(Mode::TRAIN, 2, 16);
                 plan.layout = small_layout(2, 2);
@@ -517,11 +563,11 @@ TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
                 }
             }), 0);
         }
-        EXPECT_EQ(routers.size(), 2 * s.L); // each block's own, by the seed
+        EXPECT_EQ(routers.size(), 2 * s.L); // each block has its own, for each seed
     }
 }
 
-// A missing tensor is called as the folder would call it; a folder of experts is refused.
+// A missing tensor has the name that the folder would give it. A folder with experts is refused.
 TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
     Shape s = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000);
     Shape moe = upcycled(s, 3);
@@ -529,13 +575,14 @@ TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
     ASSERT_EQ(hf_export(m->t, dir + "/moe", Type::F32), "");
     EXPECT_HAS(upcycle_weights(m->t, dir + "/moe", 1),
                "tensor model.layers.0.mlp.gate_proj.weight is missing");
+
     Config c;
     c.upcycle = 3;
     EXPECT_HAS(override_shape(c, moe), "--upcycle 3: the model has experts already: leave it out");
 }
 
-// A folder's rows stay, new ones begin near their mean, each in its own place: the same in all
-// layouts. Rows in reserve are a model's own.
+// The folder's rows stay, and new rows begin near their mean, each at its own place, the same in
+// all layouts. A model's spare rows are its own.
 TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
     for (Shape s : saved_shapes()) {
         bool usual = s.hf_type == "gpt2" || s.hf_type == "llama" || s.hf_type == "gpt_neox";
@@ -548,7 +595,7 @@ TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
         auto grown = random_model<float>(s, 5);
         ASSERT_EQ(load_and_grow(grown->t, folder, 7), "");
 
-        // Compare rows with the folder's, and new rows with the mean of these.
+        // Compare the old rows with the folder's, and the new ones with the mean of the old.
         std::map<std::string, std::vector<float>> whole;
         for (size_t k = 0; k < old->t.model.parameters.size(); k++) {
             const Parameter &p = grown->t.model.parameters[k], &q = old->t.model.parameters[k];
@@ -558,6 +605,7 @@ TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
             EXPECT_TRUE(std::equal(was.begin(), was.end(), x.begin())) << p.name;
             if (p.file_rows == q.file_rows) continue;
             EXPECT_TRUE(is_token_table(grown->t.model, p)) << p.name;
+
             std::set<float> drawn;
             for (size_t c = 0, C = p.cols(); c < C; c++) {
                 double mean = 0, most = 0;
@@ -573,7 +621,7 @@ TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
             EXPECT_EQ(drawn.size(), 3 * p.cols()) << "no two elements are the same";
         }
 
-        // Shared out over ranks.
+        // Shared out over ranks, each has its part of the same weights.
         EXPECT_EQ(run_local_ranks(4, {}, [&](const Comm& world) {
             Plan plan = plan_of(Mode::TRAIN, 2, 16);
             plan.layout = small_layout(2, 2);
@@ -592,21 +640,25 @@ TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
     }
 }
 
-// New tokens come behind the tokenizer's own and hide their texts; a tokenizer.json learns them.
+// New tokens come after the tokenizer's own, and the tokenizer finds their texts.
+// A tokenizer.json learns them.
 TEST_F(HuggingFace, TokenizersLearnNewTokens) {
     Tokenizer t;
     EXPECT_HAS(add_tokens(&t, "x"), "--tokenizer byte has bytes alone");
     t.kind = TokenizerKind::BPE;
     for (int b = 0; b < 256; b++) set_piece(&t, b, std::string(1, char(b)));
     t.vocab_size = 256;
+
     ASSERT_EQ(add_tokens(&t, "<a>,<b>"), "");
     EXPECT_EQ(t.vocab_size, 258);
     EXPECT_EQ(find_token(t.special, "<b>"), 257);
     EXPECT_EQ(t.pieces[257], "<b>");
+
     EXPECT_HAS(add_tokens(&t, "<c>,<a>"), "--add-tokens <a>: is token 256 already");
     EXPECT_HAS(add_tokens(&t, "<d>,"), "a text between two commas is empty");
 
-    // A file that has one of them gets the other. A SentencePiece model would be without them.
+    // A tokenizer.json that knows one token gets the other one. A SentencePiece model would lack
+    // both, so it is left out.
     std::map<std::string, std::string> files = {
         {"tokenizer.json", R"({"added_tokens": [{"id": 256, "content": "<a>"}], "model": 1})"},
         {"tokenizer.model", "x"}};
@@ -617,12 +669,13 @@ TEST_F(HuggingFace, TokenizersLearnNewTokens) {
     EXPECT_EQ(now["added_tokens"][1]["special"], true);
     EXPECT_EQ(now["model"], 1);
     EXPECT_EQ(files.count("tokenizer.model"), 0u);
+
     files["tokenizer.json"] = "[]";
     EXPECT_HAS(add_tokens_to_files(&files, t, "<a>"), "is no JSON object");
 }
 
-// DeepSeek-V3's files go on behind the last layer, to predict further tokens: these are left out,
-// and that is said once. Of another family they are another model's.
+// DeepSeek-V3's files have layers after the last one, which predict further tokens. They are left
+// out, and one line says so. In another family such layers mean another model.
 TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
     for (Shape s : saved_shapes()) {
         if (s.hf_type != "deepseek_v3" && s.hf_type != "llama") continue;
@@ -632,14 +685,17 @@ TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
         ASSERT_EQ(hf_export(longer->t, folder, Type::F32), "");
         s.L--;
         auto m = random_model<float>(s, 4);
+
         testing::internal::CaptureStdout();
         std::string wrong = hf_load_weights(m->t, folder);
         std::string said = testing::internal::GetCapturedStdout();
+
         if (s.hf_type == "llama") {
             EXPECT_HAS(wrong, "model.layers.2.");
             EXPECT_HAS(wrong, "belongs to nothing in this model");
             continue;
         }
+
         EXPECT_EQ(wrong, "");
         size_t further = 0;
         for (const Parameter& p : longer->t.model.parameters)
@@ -654,7 +710,7 @@ TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
     }
 }
 
-// A layer's window by its number: block b is layer b + 1.
+// A layer's window, by the layer's number: block b is layer b + 1.
 TEST_F(HuggingFace, ConfigOfQwensWindows) {
     auto windows = [&](const json& more) {
         json all = {{"use_sliding_window", true}, {"sliding_window", 32}, {"num_hidden_layers", 4}};
@@ -664,16 +720,18 @@ TEST_F(HuggingFace, ConfigOfQwensWindows) {
                                    window_of(s, 4)};
     };
     typedef std::vector<size_t> Sizes;
-    EXPECT_EQ(windows(json::object()), (Sizes{0, 0, 0, 0})); // from layer 28 on
+    EXPECT_EQ(windows(json::object()), (Sizes{0, 0, 0, 0})); // by default from layer 28 on
     EXPECT_EQ(windows({{"max_window_layers", 0}}), (Sizes{32, 32, 32, 32}));
     EXPECT_EQ(windows({{"max_window_layers", 3}}), (Sizes{0, 0, 0, 32}));
     EXPECT_EQ(windows({{"max_window_layers", 0}, {"sliding_window", nullptr}}),
               (Sizes{0, 0, 0, 0}));
     EXPECT_EQ(windows({{"max_window_layers", 0}, {"use_sliding_window", false}}),
               (Sizes{0, 0, 0, 0}));
+
     json full = "full_attention", window = "sliding_attention";
     EXPECT_EQ(windows({{"layer_types", {full, full, window, window}}}), (Sizes{0, 0, 32, 32}));
     EXPECT_EQ(windows({{"layer_types", {full, full, full, full}}}), (Sizes{0, 0, 0, 0}));
+
     for (const json& types : {json{full, window, full, window}, json{window, window},
                               json{full, full, full, "x"}, json("x")})
         EXPECT_HAS(config_error(dir, llama_json("qwen2"),
@@ -694,11 +752,13 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
         put_file(dir + "/config.json", text);
         EXPECT_HAS(hf_read_config(&s, dir), "config.json: is no JSON object") << text;
     }
+
     for (json type : {json("bert"), json(""), json(3), json(nullptr), json("GPT2")})
         EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", type}}),
                    "is not supported: gpt2, llama, mistral");
     EXPECT_HAS(config_error(dir, llama_json(), {{"model_type", "bert"}}), "model_type 'bert'");
 
+    // Each size that is missing or no size.
     for (const json& whole :
          {gpt2_json(), llama_json(), llama_json("mistral"), llama_json("qwen2")})
         for (auto& [key, value] : whole.items()) {
@@ -713,6 +773,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
                             has(config_error(dir, whole, {{key, bad}}), ", which is no size"))
                     << key << bad;
         }
+
     for (const char* key : {"num_key_value_heads", "head_dim", "max_position_embeddings"})
         EXPECT_HAS(config_error(dir, llama_json(), {{key, 0}}),
                    std::string(key) + " is 0, which is no size");
@@ -723,6 +784,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
                "n_inner is \"x\", which is no size");
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"layer_norm_epsilon", "x"}}), "which is no number");
 
+    // Sizes that do not divide.
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_head", 5}}),
                "n_head 5 does not divide n_embd 12");
     EXPECT_HAS(config_error(dir, llama_json(), {{"num_attention_heads", 3}}),
@@ -734,6 +796,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
     EXPECT_HAS(config_error(dir, llama_json(), {{"num_key_value_heads", 8}}),
                "num_key_value_heads 8 does not divide");
 
+    // Variants that are not built.
     auto refused = [&](const json& whole, const char* key, const json& value) {
         std::string expected = std::string(key) + " " + value.dump() + " is not built yet";
         EXPECT_HAS(config_error(dir, whole, {{key, value}}), expected);
@@ -748,7 +811,8 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
         refused(llama_json(type), "attention_bias", true);
         refused(llama_json(type), "mlp_bias", true);
     }
-    // brackets in brackets: printing them would end the stack
+
+    // Deeply nested brackets: a reader that prints them would end its stack.
     std::string deep(1 << 20, '['), config = gpt2_json().dump();
     for (const char* key : {"\"n_embd\":12", "\"n_layer\":2"}) {
         std::string text = config,
@@ -757,10 +821,12 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
         put_file(dir + "/config.json", text);
         EXPECT_HAS(hf_read_config(&s, dir), "config.json: is nested more than 100 brackets deep");
     }
+
     std::string text = config;
     text.insert(1, "\"activation_function\":" + deep + std::string(deep.size(), ']') + ",");
     put_file(dir + "/config.json", text);
     EXPECT_HAS(hf_read_config(&s, dir), "config.json: is nested more than 100 brackets deep");
+
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_embd", {1}}}), "n_embd is array");
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"activation_function", {1}}}),
                "activation_function array is not built yet");
@@ -778,15 +844,20 @@ static void expect_same_shape(const Shape& a, const Shape& b) {
     EXPECT_EQ(a.rope_scaling.original_positions, b.rope_scaling.original_positions);
 }
 
+// Export each family in one file, in several, and with one tensor a file. The folder is read as the
+// same shape and the same weights.
 template <typename T> static void export_round_trip(const std::string& dir) {
     for (const Shape& s : saved_shapes())
         for (size_t shard_bytes : {size_t(5) << 30, size_t(3000), size_t(1)}) {
-            // a file a tensor, each synced, takes its time; of Phi-3 several parameters are one
+            // One file a tensor takes its time, since each file is synced: fewer shapes do. In
+            // Phi-3's files several parameters are one tensor.
             bool joins = s.hf_type == "phi3";
             if (shard_bytes == 1 && s.family == Family::LLAMA && (!s.qkv_bias || joins)) continue;
-            std::string folder = dir + "/export"; // over the one before
+            std::string folder = dir + "/export"; // replaces the one before
             auto a = random_model<T>(s), b = random_model<T>(s, 4);
             ASSERT_EQ(hf_export(a->t, folder, Type::F32, shard_bytes), "");
+
+            // Count the files.
             auto files = folder_bytes(folder);
             size_t shards = files.size() - 1 - files.count("model.safetensors.index.json");
             EXPECT_EQ(files.count("config.json"), 1u);
@@ -797,6 +868,7 @@ template <typename T> static void export_round_trip(const std::string& dir) {
                 EXPECT_EQ(shards, a->t.model.parameters.size());
             else
                 EXPECT_GT(shards, 2u);
+
             EXPECT_FALSE(fs::exists(folder + ".tmp") || fs::exists(folder + ".old"));
             Shape read;
             ASSERT_EQ(hf_read_config(&read, folder), "");
@@ -807,15 +879,17 @@ template <typename T> static void export_round_trip(const std::string& dir) {
 }
 TEST_F(HuggingFace, ExportsLoadToTheSameBits) {
     export_round_trip<float>(dir);
-    export_round_trip<bf16>(dir); // of its masters
+    export_round_trip<bf16>(dir); // exports its masters
 }
 
-// Half of the last place at most; and what has been rounded once stays as it is.
+// Rounding is off by at most half of the last place, and a number that was
+// rounded once stays as it is.
 TEST_F(HuggingFace, NarrowExportsRoundToNearestOnce) {
     for (const Shape& s : saved_shapes())
         for (Type type : {Type::BF16, Type::F16}) {
             auto a = random_model<float>(s), b = random_model<float>(s, 4),
                  c = random_model<float>(s, 5);
+
             ASSERT_EQ(hf_export(a->t, dir + "/once", type), "");
             ASSERT_EQ(hf_load_weights(b->t, dir + "/once"), "");
             for (const Parameter& p : a->t.model.parameters) {
@@ -826,6 +900,7 @@ TEST_F(HuggingFace, NarrowExportsRoundToNearestOnce) {
                     ASSERT_NEAR(x[i], y[i], half) << p.name;
                 }
             }
+
             ASSERT_EQ(hf_export(b->t, dir + "/twice", type, 2000), "");
             ASSERT_EQ(hf_load_weights(c->t, dir + "/twice"), "");
             expect_same_weights(*b, *c);
@@ -834,8 +909,9 @@ TEST_F(HuggingFace, NarrowExportsRoundToNearestOnce) {
         }
 }
 
-// Names, shapes and order of elements as Hugging Face has them, and no row of padding.
+// Tensors have Hugging Face's names, shapes and order of elements, without rows of padding.
 TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
+    // The tensors of GPT-2 and Llama, outside the blocks and in one block.
     typedef std::map<std::string, std::vector<size_t>> Table;
     Table gpt2 = {{"transformer.wte.weight", {61, 12}},
                   {"transformer.wpe.weight", {16, 12}},
@@ -862,6 +938,8 @@ TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
         {"self_attn.o_proj.weight", {16, 16}}, {"post_attention_layernorm.weight", {16}},
         {"mlp.gate_proj.weight", {20, 16}},    {"mlp.up_proj.weight", {20, 16}},
         {"mlp.down_proj.weight", {16, 20}}};
+
+    // Both blocks, and what the variants add or leave out.
     for (std::string l : {"0.", "1."}) {
         for (auto& [name, shape] : gpt2_block) gpt2["transformer.h." + l + name] = shape;
         for (auto& [name, shape] : llama_block) llama["model.layers." + l + name] = shape;
@@ -877,6 +955,8 @@ TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
     std::vector<Shape> shapes = saved_shapes();
     std::map<size_t, Table> tables = {{0, gpt2},  {1, gpt2_untied}, {2, llama},
                                       {4, llama}, {6, qwen2},       {7, qwen2_tied}};
+
+    // Export each, and compare the tables.
     for (auto& [i, table] : tables) {
         auto m = random_model<float>(shapes[i]);
         ASSERT_EQ(hf_export(m->t, dir + "/export", Type::F32), "");
@@ -886,7 +966,8 @@ TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
         EXPECT_EQ(found, table) << shape_name(shapes[i]);
         EXPECT_EQ(file.file.metadata["format"], "pt");
         if (i > 0) continue;
-        for (const Parameter& p : m->t.model.parameters) { // Conv1D's are [in, out]
+        // GPT-2's Conv1D matrices are stored as [in, out].
+        for (const Parameter& p : m->t.model.parameters) {
             std::vector<float> in_file = file.floats("transformer." + p.name),
                                own = get_weight(m->t, p);
             bool conv = p.name.rfind("h.", 0) == 0 && p.shape.size() == 2;
@@ -896,12 +977,13 @@ TEST_F(HuggingFace, ExportsHoldWhatHuggingFaceExpects) {
             }
         }
     }
+
     json config = read_json(dir + "/export/config.json");
     EXPECT_EQ(config["architectures"][0], "Qwen2ForCausalLM");
     EXPECT_EQ(config["torch_dtype"], "float32");
 }
 
-// A folder is replaced whole or not at all; nothing of others' is replaced.
+// A folder is replaced whole or not at all, and never if it holds files of others.
 TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
     std::vector<Shape> shapes = saved_shapes();
     auto a = random_model<float>(shapes[2]), b = random_model<float>(shapes[2], 4);
@@ -909,9 +991,11 @@ TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
     ASSERT_EQ(hf_export(a->t, folder, Type::F32), "");
     auto before = folder_bytes(folder);
     EXPECT_HAS(hf_export(a->t, dir + "/no/such/export", Type::F32), "No such file or directory");
+
+    // A disk that fills up in the middle.
     rlimit saved, small;
     getrlimit(RLIMIT_FSIZE, &saved);
-    small = saved, small.rlim_cur = before["model.safetensors"].size() / 2; // a full disk
+    small = saved, small.rlim_cur = before["model.safetensors"].size() / 2;
     auto handler = signal(SIGXFSZ, SIG_IGN);
     setrlimit(RLIMIT_FSIZE, &small);
     std::string wrong = hf_export(b->t, folder, Type::F32);
@@ -921,6 +1005,7 @@ TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
     EXPECT_TRUE(folder_bytes(folder) == before);
     EXPECT_FALSE(fs::exists(folder + ".tmp"));
 
+    // Folders that may be replaced, and models that have no such form.
     EXPECT_EQ(hf_export_check(shapes[2], folder), "");
     EXPECT_EQ(hf_export_check(shapes[2], dir + "/new"), "");
     put_file(folder + "/thesis.txt", "");
@@ -931,7 +1016,7 @@ TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
     EXPECT_HAS(hf_export_check(learned, dir + "/new"), "RoPE only");
 }
 
-// Two ranks: what the first one cannot write, both say, and neither waits for the other.
+// Two ranks. If the first one cannot write, both report it, and neither waits for the other.
 TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
     Shape s = saved_shapes()[2];
     std::string wrong[2];
@@ -954,9 +1039,10 @@ TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
         return wrong[1];
     };
 
-    // A folder that cannot be made, a disk that fills in the only file, and in one of several.
+    // A folder that cannot be made; a disk that fills up in the only file, and in one of several.
     EXPECT_EQ(export_on_both(dir + "/good", 1 << 30), "");
     EXPECT_HAS(export_on_both(dir + "/no/such", 1 << 30), "cannot be made: No such file");
+
     size_t whole = fs::file_size(dir + "/good/model.safetensors");
     rlimit saved, small;
     getrlimit(RLIMIT_FSIZE, &saved);
@@ -973,9 +1059,9 @@ TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
 }
 
 // ----------------------------------------------------------------------------
-// weights of others
+// weights that others wrote
 
-// Write a file of these tensors, all of different floats.
+// Write a file with these tensors, whose floats are all different.
 static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
     FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, {}), "");
@@ -988,6 +1074,7 @@ static void write_tensors(const std::string& path, const std::vector<TensorSpec>
     ASSERT_EQ(writer_close(&w), "");
 }
 
+// The tensors of a model's file, with a prefix before all names but the head's.
 static std::vector<TensorSpec> specs_of(const Model& model, const std::string& prefix = "") {
     std::vector<TensorSpec> specs;
     for (const Parameter& p : model.parameters)
@@ -996,19 +1083,20 @@ static std::vector<TensorSpec> specs_of(const Model& model, const std::string& p
     return specs;
 }
 
-// GPT2Model's names and GPT2LMHeadModel's load alike, and tensors that older files carry beside the
-// parameters do no harm.
+// Names with GPT2LMHeadModel's prefix and without it load alike. Tensors that older files have
+// besides the parameters are ignored.
 TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
     for (size_t i : {0, 1}) {
         auto a = random_model<float>(saved_shapes()[i]),
              b = random_model<float>(saved_shapes()[i], 4);
         write_tensors(dir + "/model.safetensors", specs_of(a->t.model));
         ASSERT_EQ(hf_load_weights(a->t, dir), "");
+
         auto specs = specs_of(b->t.model, "transformer.");
         specs.push_back({"transformer.h.0.attn.bias", Type::F32, {1, 1, 4, 4}});
         specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
         if (i == 0)
-            specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: the table again
+            specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: a copy of the table
         write_tensors(dir + "/model.safetensors", specs);
         ASSERT_EQ(hf_load_weights(b->t, dir), "");
         expect_same_weights(*a, *b);
@@ -1017,9 +1105,9 @@ TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
 }
 
 // ----------------------------------------------------------------------------
-// bitsandbytes' folders
+// folders that bitsandbytes has quantised
 
-// Tensors of any type, as a file has them.
+// Tensors of any type, as a file holds them.
 struct RawTensor {
     std::string dtype, bytes;
     std::vector<size_t> shape;
@@ -1046,15 +1134,18 @@ static void write_raw(const std::string& path, const RawTensors& tensors) {
     put_file(path, std::string(reinterpret_cast<const char*>(&length), 8) + text + data);
 }
 
-// NF4's state as bitsandbytes 0.43 and later write it.
+// Add a matrix in NF4, with the state that bitsandbytes 0.43 and later write. nested:
+// absmaxes are quantised too.
 static void add_nf4(RawTensors& all, const std::string& name, const StoredMatrix& m,
                     const std::vector<size_t>& shape, bool nested) {
     std::vector<float> values(16), absmax(m.scales.size());
     for (unsigned c = 0; c < 16; c++) values[c] = nf4_value(c);
     json state = {
         {"quant_type", "nf4"}, {"blocksize", 64}, {"dtype", "bfloat16"}, {"shape", shape}};
+
     all[name] = raw("U8", m.codes, {m.codes.size(), 1});
     all[name + ".quant_map"] = raw("F32", values);
+
     if (nested) {
         state["nested_blocksize"] = 256, state["nested_dtype"] = "float32";
         state["nested_offset"] = m.table[0];
@@ -1067,6 +1158,7 @@ static void add_nf4(RawTensors& all, const std::string& name, const StoredMatrix
         for (size_t b = 0; b < absmax.size(); b++) absmax[b] = nf4_absmax(w, b);
         all[name + ".absmax"] = raw("F32", absmax);
     }
+
     std::string text = state.dump();
     all[name + ".quant_state.bitsandbytes__nf4"] =
         raw("U8", std::vector<char>(text.begin(), text.end()));
@@ -1074,14 +1166,15 @@ static void add_nf4(RawTensors& all, const std::string& name, const StoredMatrix
 
 struct Prequantised : Scratch {
     Shape shape = gpt2_shape(2, 2, 128, 61, 32);
-    std::vector<std::vector<float>> values; // of each parameter
+    std::vector<std::vector<float>> values; // each parameter's, before it was quantised
 
     Small<float> model(Stored stored) {
         Plan evaluate = small_plan(2, 9, 1);
         evaluate.mode = Mode::EVALUATE, evaluate.stored = stored;
         return Small<float>(shape, {evaluate});
     }
-    // The folder's tensors: matrices of blocks in one of three forms, the rest as floats.
+    // The folder's tensors: the matrices of blocks as NF4, as int8 or as floats,
+    // and the rest as floats.
     RawTensors folder(Stored stored, bool nested) {
         Small<float> m = model(Stored::WIDE);
         RawTensors all;
@@ -1092,6 +1185,7 @@ struct Prequantised : Scratch {
                 x[i] = float(int(fnv1a(p.name + std::to_string(i)) % 4001) - 2000) / 3000;
             bool narrow = is_narrow(stored, m.t.model, p);
             std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
+
             if (!narrow) all[p.name] = raw("F32", x, file_shape(p));
             if (narrow && stored == Stored::NF4)
                 add_nf4(all, p.name, make_nf4(x), rows_cols, nested);
@@ -1106,11 +1200,12 @@ struct Prequantised : Scratch {
         }
         return all;
     }
+
     std::string load(Small<float>& m, const RawTensors& tensors) {
         write_raw(dir + "/model.safetensors", tensors);
         return hf_load_weights(m.t, dir);
     }
-    // All bytes that a model keeps.
+    // All bytes that a model stores.
     std::string bytes_of(const Small<float>& m) {
         std::string all;
         for (int b = 0; b < int(m.t.model.buckets.size()); b++) {
@@ -1122,7 +1217,8 @@ struct Prequantised : Scratch {
     }
 };
 
-// Codes and absmaxes are the file's to the byte, and the values are those that they stand for.
+// Codes and absmaxes are the file's, to the byte. Read as floats, they are the values
+// that the codes stand for.
 TEST_F(Prequantised, FoldersLoadAsTheyAre) {
     Shape qwen = llama_shape(2, 4, 2, 128, 256, 53, 64, 10000);
     qwen.qkv_bias = true;
@@ -1130,6 +1226,7 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
         for (Stored stored : {Stored::NF4, Stored::INT8})
             for (bool nested : {true, false}) {
                 shape = s;
+
                 RawTensors tensors = folder(stored, nested);
                 Small<float> made = model(stored), loaded = model(stored),
                              wide = model(Stored::WIDE);
@@ -1140,7 +1237,7 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
                     set_weight(made.t, p, x.data());
                 }
 
-                // As values.
+                // As values: the folder is read into a model of floats.
                 ASSERT_EQ(load(wide, tensors), "");
                 for (size_t i = 0; i < values.size(); i++) {
                     const Parameter& p = wide.t.model.parameters[i];
@@ -1158,7 +1255,8 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
                     EXPECT_EQ(got, x) << p.name;
                 }
 
-                // As codes.
+                // As codes: into a model that stores them. Its absmaxes are in 8 bits, so absmaxes
+                // in float are refused.
                 if (stored == Stored::NF4 && !nested) {
                     EXPECT_HAS(load(loaded, tensors),
                                "has absmaxes in float, and --weights nf4 has");
@@ -1167,7 +1265,8 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
                 ASSERT_EQ(load(loaded, tensors), "");
                 EXPECT_TRUE(bytes_of(loaded) == bytes_of(made));
 
-                // No values make this: a zero block whose codes are those of -1, as CUDA has it.
+                // Codes that no values lead to: a block of zeros with the codes of
+                // -1, which CUDA writes.
                 auto& codes = std::find_if(tensors.begin(), tensors.end(), [&](auto& t) {
                                   return t.second.dtype == (stored == Stored::NF4 ? "U8" : "I8") &&
                                          t.second.shape.size() == 2;
@@ -1178,6 +1277,7 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
             }
 }
 
+// Parts that are missing, of another size or type, or in a form that is not NF4's.
 TEST_F(Prequantised, WrongPartsAreNamed) {
     RawTensors good = folder(Stored::NF4, true);
     std::string name = "h.0.attn.c_attn.weight", state = name + ".quant_state.bitsandbytes__nf4";
@@ -1187,6 +1287,7 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
         change(tensors);
         return load(m, tensors);
     };
+
     auto with_state = [&](const char* key, const json& value) {
         json j = json::parse(good[state].bytes);
         value.is_null() ? void(j.erase(key)) : void(j[key] = value);
@@ -1195,11 +1296,13 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
             t[state] = raw("U8", std::vector<char>(text.begin(), text.end()));
         });
     };
+
     EXPECT_EQ(with([](RawTensors&) {}), "");
     for (std::string part : {".absmax", ".quant_map", ".nested_quant_map"})
         EXPECT_HAS(with([&](RawTensors& t) { t.erase(name + part); }), name + part + " is missing");
     EXPECT_HAS(with([&](RawTensors& t) { t.erase(name + ".nested_absmax"); }), ".absmax is U8");
     EXPECT_HAS(with([&](RawTensors& t) { t.erase(state); }), "is no NF4: quantise with");
+
     EXPECT_HAS(with([&](RawTensors& t) {
                    t[name + ".absmax"].bytes.pop_back(), t[name + ".absmax"].shape[0]--;
                }),
@@ -1210,18 +1313,21 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
                "quant_map is not NF4's");
     EXPECT_HAS(with([&](RawTensors& t) { t[state].bytes[0] = '['; }), "blocks of other than 64");
     EXPECT_HAS(with([&](RawTensors& t) { t["h.7.more"] = t[state]; }), "belongs to nothing");
+
+    // The state's fields.
     EXPECT_HAS(with_state("blocksize", 128), "blocks of other than 64");
     EXPECT_HAS(with_state("blocksize", "x"), "blocks of other than 64");
     EXPECT_HAS(with_state("nested_blocksize", "x"), "other than 256, or no offset");
     EXPECT_HAS(with_state("nested_offset", json()), "other than 256, or no offset");
     EXPECT_HAS(with_state("shape", json::array({128, 384})),
                "has the shape [128,384], config.json asks");
+
     EXPECT_HAS(with([&](RawTensors& t) {
                    t["h.0.ln_1.weight"].dtype = "U8", t["h.0.ln_1.weight"].shape[0] *= 4;
                }),
                "only whole matrices");
 
-    // Absmaxes that are not finite are found as any weight's are.
+    // Absmaxes that are not finite are found as any bad weight is.
     float nan = NAN;
     EXPECT_EQ(with([&](RawTensors& t) {
                   t[name + ".nested_absmax"].bytes.replace(0, 4, reinterpret_cast<char*>(&nan), 4);
@@ -1229,6 +1335,7 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
               "");
     EXPECT_HAS(first_bad_weight(m.t), name);
 
+    // int8's parts.
     good = folder(Stored::INT8, false);
     Small<float> rows = model(Stored::INT8);
     RawTensors wrong = good;
@@ -1238,6 +1345,7 @@ TEST_F(Prequantised, WrongPartsAreNamed) {
     EXPECT_HAS(load(rows, wrong), "tensor h.1.mlp.c_fc.SCB is missing");
 }
 
+// Tensors that are missing, of another shape or type, or of no use.
 TEST_F(HuggingFace, WrongTensorsAreNamed) {
     std::string file = dir + "/model.safetensors";
     for (size_t which : {0, 1, 2, 7}) {
@@ -1250,12 +1358,16 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
         };
         const std::vector<TensorSpec> good = specs_of(model);
         EXPECT_EQ(load(good), "");
-        for (const Parameter& p : model.parameters) { // the padding stays zero
+
+        // The padding stays zero.
+        for (const Parameter& p : model.parameters) {
             std::vector<float> x = get_weight(m->t, p);
             EXPECT_EQ(std::count(x.begin() + long(p.file_elements()), x.end(), 0.0f),
                       long(p.elements() - p.file_elements()))
                 << p.name;
         }
+
+        // Each tensor missing, with other shapes, and with a type that is not read.
         for (size_t i = 0; i < good.size(); i += i < 4 || i + 3 > good.size() ? 1 : 5) {
             auto specs = good;
             specs.erase(specs.begin() + long(i));
@@ -1267,15 +1379,19 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
             specs = good, specs[i].shape.push_back(1);
             EXPECT_HAS(load(specs),
                        " has the shape " + shape_text(specs[i].shape) + ", config.json asks for ");
+
             write_tensors(file, good);
             std::string bytes = read_file(file), entry = "\"" + good[i].name + "\":{\"dtype\":\"";
             put_file(file, bytes.replace(bytes.find(entry) + entry.size(), 3, "I32"));
             EXPECT_HAS(hf_load_weights(m->t, dir),
                        "tensor " + good[i].name + " is I32; F32, F16, BF16 and F64 can");
         }
+
+        // Tensors that belong to nothing, and older files' buffers, which are ignored.
         auto specs = good;
-        specs[0].shape[0] = 128; // our padding in their file
+        specs[0].shape[0] = 128; // the file has our padding
         EXPECT_HAS(load(specs), "has the shape (128, ");
+
         specs = good, specs.push_back({"h.7.ln_1.weight", Type::F32, {12}});
         EXPECT_HAS(load(specs), "tensor h.7.ln_1.weight belongs to nothing in this model");
         specs = good, specs.push_back({"transformer." + good[0].name, Type::F32, good[0].shape});
@@ -1283,12 +1399,15 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
         specs = good,
         specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
         EXPECT_EQ(load(specs), "");
+
         if (s.tied) {
             specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
             EXPECT_EQ(load(specs), "");
         }
     }
-    Shape turned_shape = gpt2_shape(2, 3, 12, 61, 16); // [out, in] where [in, out] is asked for
+
+    // A matrix as [out, in] where the file should have [in, out], a file that is cut, and none.
+    Shape turned_shape = gpt2_shape(2, 3, 12, 61, 16);
     auto m = random_model<float>(turned_shape);
     auto specs = specs_of(m->t.model);
     for (TensorSpec& s : specs)
@@ -1296,17 +1415,20 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
     write_tensors(file, specs);
     EXPECT_HAS(hf_load_weights(m->t, dir),
                "h.0.mlp.c_fc.weight has the shape (48, 12), config.json asks for (12, 48)");
+
     fs::resize_file(file, 999);
     EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: ");
     fs::remove(file);
     EXPECT_HAS(hf_load_weights(m->t, dir), "model.safetensors: No such file");
 }
 
+// Indexes that are wrong, and shards that do not hold what their index says.
 TEST_F(HuggingFace, WrongShardsAreNamed) {
     auto m = random_model<float>(saved_shapes()[0]);
     const std::vector<TensorSpec> all = specs_of(m->t.model);
     std::vector<TensorSpec> first(all.begin(), all.begin() + 5), rest(all.begin() + 5, all.end());
     json map;
+
     auto index = [&](const json& map) {
         put_file(dir + "/model.safetensors.index.json", json{{"weight_map", map}}.dump());
         return hf_load_weights(m->t, dir);
@@ -1316,17 +1438,22 @@ TEST_F(HuggingFace, WrongShardsAreNamed) {
         changed[tensor] = file;
         return index(changed);
     };
+
+    // Two shards and their index.
     for (const TensorSpec& t : first) map[t.name] = "a.safetensors";
     for (const TensorSpec& t : rest) map[t.name] = "b.safetensors";
     write_tensors(dir + "/a.safetensors", first);
     write_tensors(dir + "/b.safetensors", rest);
     EXPECT_EQ(index(map), "");
+
+    // Files that the index names and that are not there.
     EXPECT_HAS(with("ln_f.bias", "c.safetensors"), "c.safetensors: No such file");
     EXPECT_HAS(with("ln_f.bias", "a.safetensors"), "ln_f.bias is not in a.safetensors");
     EXPECT_HAS(with("nothing", "a.safetensors"), "nothing is not in a.safetensors");
     for (json file : {json("../a.safetensors"), json("/a.safetensors"), json(3), json(),
                       json({"a.safetensors"})})
         EXPECT_HAS(with("ln_f.bias", file), "ln_f.bias is in no file of this folder");
+
     for (const char* text : {"", "{", "[]", "{}", "{\"weight_map\":[]}", "{\"weight_map\":null}"}) {
         put_file(dir + "/model.safetensors.index.json", text);
         bool object = strchr(text, '}');
@@ -1334,7 +1461,9 @@ TEST_F(HuggingFace, WrongShardsAreNamed) {
                    std::string("model.safetensors.index.json: ") +
                        (object ? "has no weight_map" : "is no JSON object"));
     }
-    rest.push_back(first[0]); // twice
+
+    // A tensor in both files, tensors in neither, and files that are cut or missing.
+    rest.push_back(first[0]);
     write_tensors(dir + "/b.safetensors", rest);
     EXPECT_HAS(index(map), "tensor wte.weight is in a.safetensors and again in b.safetensors");
     rest.pop_back(), rest.pop_back();
@@ -1342,6 +1471,7 @@ TEST_F(HuggingFace, WrongShardsAreNamed) {
     EXPECT_HAS(index(map), "ln_f.bias is not in b.safetensors");
     map.erase("ln_f.bias");
     EXPECT_HAS(index(map), "tensor ln_f.bias is missing");
+
     fs::resize_file(dir + "/b.safetensors", 500);
     EXPECT_HAS(index(map), "b.safetensors: ");
     fs::remove(dir + "/a.safetensors");

@@ -1,5 +1,5 @@
 // test_interchange.cpp - models and tokenizers of others: llm.c's, llama2.c's, llama.cpp's files
-//   Exports take their tokenizer along, and every malformed file has its one line.
+//   Exports take their tokenizer along, and each malformed file is answered with one line.
 #include <omp.h>
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
@@ -21,13 +21,14 @@ struct Interchange : Scratch {
 // ----------------------------------------------------------------------------
 // files as their projects write them
 
-// An element of a parameter, by its Hugging Face name; bf16 holds it exactly.
+// Element i of a parameter, by the parameter's Hugging Face name. bf16 holds it exactly.
 static float element(const std::string& name, size_t i) {
     return to_float(from_acc<bf16>(float(normal(3, fnv1a(name), i))));
 }
 
+// A binary file that grows word by word.
 struct BinFile {
-    bool narrow = false; // bf16
+    bool narrow = false; // values are bf16
     std::string bytes = {};
     void word(int32_t x) { bytes.append(reinterpret_cast<char*>(&x), 4); }
     void real(float x) { bytes.append(reinterpret_cast<char*>(&x), 4); }
@@ -39,7 +40,8 @@ struct BinFile {
     void tensor(const std::string& name, size_t elements) {
         for (size_t i = 0; i < elements; i++) value(element(name, i));
     }
-    // (heads, HS/2, 2, C) of what Hugging Face has as (heads, 2, HS/2, C)
+    // A matrix whose rows are (heads, HS/2, 2, C), from one that Hugging Face has as (heads, 2,
+    // HS/2, C): RoPE's pairs are neighbours.
     void neighbours(const std::string& name, size_t heads, size_t HS, size_t C) {
         for (size_t h = 0; h < heads; h++)
             for (size_t i = 0; i < HS / 2; i++)
@@ -49,14 +51,19 @@ struct BinFile {
     }
 };
 
+// llm.c's GPT-2. Version 3 is float and version 5 is bf16. The table is padded to a multiple
+// of 128 rows.
 static BinFile llmc_gpt2(const Shape& s, int version) {
     BinFile f = {version == 5};
     size_t L = s.L, C = s.C, Vp = round_up(s.V, 128);
     for (size_t x : {size_t(20240326), size_t(version), s.P, s.V, L, s.NH, C, Vp}) f.word(int(x));
     f.pad(1024);
+
+    // Each parameter of all layers is one tensor.
     auto layers = [&](const std::string& name, size_t elements) {
         for (size_t l = 0; l < L; l++) f.tensor("h." + std::to_string(l) + "." + name, elements);
     };
+
     f.tensor("wte.weight", s.V * C);
     for (size_t i = s.V * C; i < Vp * C; i++) f.value(0);
     f.tensor("wpe.weight", s.P * C);
@@ -70,6 +77,7 @@ static BinFile llmc_gpt2(const Shape& s, int version) {
     return f;
 }
 
+// llm.c's Llama. The ffn width is not stored: it follows from `factor` and `multiple`.
 static BinFile llmc_llama(const Shape& s, int version, float factor, int multiple) {
     BinFile f = {version == 5};
     bool scaled = s.rope_scaling.factor != 1;
@@ -79,12 +87,15 @@ static BinFile llmc_llama(const Shape& s, int version, float factor, int multipl
     f.pad(1024);
     f.real(factor), f.real(s.norm_eps), f.real(float(s.rope_theta));
     f.pad(2048);
+
+    // Each parameter of all layers is one tensor, with q, k and v in one.
     auto name = [](size_t l, const char* n) {
         return "model.layers." + std::to_string(l) + "." + n;
     };
     auto layers = [&](const char* n, size_t elements) {
         for (size_t l = 0; l < s.L; l++) f.tensor(name(l, n), elements);
     };
+
     f.tensor("model.embed_tokens.weight", s.V * s.C);
     layers("input_layernorm.weight", s.C);
     for (size_t l = 0; l < s.L; l++) { // c_attn
@@ -95,19 +106,22 @@ static BinFile llmc_llama(const Shape& s, int version, float factor, int multipl
     layers("self_attn.o_proj.weight", s.C * s.C);
     layers("post_attention_layernorm.weight", s.C);
     layers("mlp.up_proj.weight", s.F * s.C),
-        layers("mlp.gate_proj.weight", s.F * s.C); // c_fc, c_fc2
+        layers("mlp.gate_proj.weight", s.F * s.C); // llm.c calls them c_fc and c_fc2
     layers("mlp.down_proj.weight", s.C * s.F);
     f.tensor("model.norm.weight", s.C), f.tensor("lm_head.weight", s.V * s.C);
     return f;
 }
 
-// version 0: the older form
+// llama2.c's models. Version 0 is the older form, without a magic number.
 static BinFile llama2c(const Shape& s, int version) {
     BinFile f;
+
+    // The header, in which a negative vocabulary means an untied head.
     if (version) f.word(0x616b3432), f.word(version);
     for (size_t x : {s.C, s.F, s.L, s.NH, s.NKV}) f.word(int(x));
     f.word(s.tied || version ? int(s.V) : -int(s.V)), f.word(int(s.P));
     if (version) f.bytes += char(s.tied), f.pad(256);
+
     auto layers = [&](const char* n, size_t elements, size_t heads = 0) {
         for (size_t l = 0; l < s.L; l++) {
             std::string name = "model.layers." + std::to_string(l) + "." + n;
@@ -117,6 +131,8 @@ static BinFile llama2c(const Shape& s, int version) {
     auto norms = [&](bool first) {
         layers(first ? "input_layernorm.weight" : "post_attention_layernorm.weight", s.C);
     };
+
+    // The tensors. The newer form has all norms first.
     if (version) norms(true), norms(false), f.tensor("model.norm.weight", s.C);
     f.tensor("model.embed_tokens.weight", s.V * s.C);
     if (!version) norms(true);
@@ -126,6 +142,7 @@ static BinFile llama2c(const Shape& s, int version) {
     if (!version) norms(false);
     layers("mlp.gate_proj.weight", s.F * s.C), layers("mlp.down_proj.weight", s.C * s.F);
     layers("mlp.up_proj.weight", s.F * s.C);
+
     if (!version) {
         f.tensor("model.norm.weight", s.C);
         for (size_t i = 0; i < s.P * s.HS; i++) f.real(float(i)); // cosines and sines
@@ -141,7 +158,7 @@ struct LayoutCase {
     int dp = 1, tp = 1, pp = 1, zero = 0;
 };
 
-// Ranks as threads: body(trainer) of each.
+// Run ranks as threads: body(trainer) on each.
 template <typename F> static void with_ranks(const Shape& s, LayoutCase l, F body) {
     SCOPED_TRACE(concat("dp ", l.dp, " tp ", l.tp, " pp ", l.pp, " zero ", l.zero));
     int status = run_local_ranks(l.dp * l.tp * l.pp, {}, [&](const Comm& world) {
@@ -161,7 +178,7 @@ template <typename F> static void with_ranks(const Shape& s, LayoutCase l, F bod
     EXPECT_EQ(status, 0);
 }
 
-// All weights are elements by their names.
+// Run ranks whose weights are the elements of element().
 template <typename F> static void with_elements(const Shape& s, LayoutCase l, F body) {
     with_ranks(s, l, [&](auto& t) {
         for (const Parameter& p : t.model.parameters) {
@@ -173,7 +190,7 @@ template <typename F> static void with_elements(const Shape& s, LayoutCase l, F 
     });
 }
 
-// All with the file's weights, as they come together again.
+// Load a file on all ranks, gather its weights, and compare them with element().
 template <typename F>
 static void expect_elements(const std::string& path, const Shape& s, LayoutCase l, F body) {
     SCOPED_TRACE(path);
@@ -192,6 +209,7 @@ static void expect_elements(const std::string& path, const Shape& s, LayoutCase 
     expect_elements(path, s, l, [](const auto&) {});
 }
 
+// Compare everything that a model's file says of its shape.
 static void expect_same_shape(const Shape& a, const Shape& b) {
     auto text = [](const Shape& s) {
         return json{s.hf_type,
@@ -234,15 +252,17 @@ TEST_F(Interchange, LlmcGpt2) {
         Shape s;
         ASSERT_EQ(model_file_shape(&s, path), "");
         expect_same_shape(s, published_gpt2());
+
         for (LayoutCase l : layouts) expect_elements(path, s, l);
     }
 }
 
-// From any layout the bytes of the file that was read.
+// An export from any layout has the bytes of the file that was read.
 TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
     for (int version : {3, 5}) {
         std::string bytes = llmc_gpt2(published_gpt2(), version).bytes, out = dir + "/out.bin";
         Type dtype = version == 5 ? Type::BF16 : Type::F32;
+
         for (LayoutCase l : layouts) {
             fs::remove(out);
             expect_elements(put("in.bin", bytes), published_gpt2(), l, [&](const auto& t) {
@@ -252,6 +272,8 @@ TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
             EXPECT_FALSE(fs::exists(out + ".tmp"));
         }
     }
+
+    // Models that have no such form, and files that cannot be written.
     auto check = [&](Shape s, Type dtype = Type::F32) {
         return model_file_check(s, dir + "/out.bin", dtype);
     };
@@ -266,11 +288,11 @@ TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
 }
 
 // ----------------------------------------------------------------------------
-// llama.cpp's file, read by the words of its specification
+// llama.cpp's files, read by the words of their specification
 
 struct Gguf {
     struct Tensor {
-        std::vector<uint64_t> sizes; // the fastest first
+        std::vector<uint64_t> sizes; // the fastest-changing first
         uint32_t type = 0;
         const unsigned char* data = nullptr;
     };
@@ -306,12 +328,16 @@ struct Gguf {
     Gguf(const std::string& path) : bytes(read_file(path)) {
         EXPECT_EQ(take<uint32_t>(), 0x46554747u);
         EXPECT_EQ(take<uint32_t>(), 3u);
+
+        // The keys and their values.
         uint64_t count = take<uint64_t>(), pairs = take<uint64_t>();
         for (uint64_t i = 0; i < pairs; i++) {
             std::string key = take_text();
             EXPECT_FALSE(keys.contains(key)) << key;
             keys[key] = take_value(take<uint32_t>());
         }
+
+        // The tensors' names, sizes and places.
         std::vector<std::pair<std::string, uint64_t>> places;
         for (uint64_t i = 0; i < count; i++) {
             std::string name = take_text();
@@ -322,6 +348,8 @@ struct Gguf {
             EXPECT_EQ(places.back().second % 32, 0u) << name;
             EXPECT_TRUE(tensors.insert({name, t}).second) << name;
         }
+
+        // The data begins at a multiple of 32.
         size_t begin = (at + 31) / 32 * 32;
         for (const auto& [name, place] : places) {
             tensors[name].data =
@@ -353,7 +381,7 @@ struct Gguf {
     }
 };
 
-// Names of ours and of llama.cpp's, as its own script pairs them.
+// Pairs of our names and llama.cpp's, as its own script pairs them.
 typedef std::vector<std::pair<std::string, std::string>> NamePairs;
 static NamePairs with_block(NamePairs all, const NamePairs& block, size_t layers,
                             const std::string& prefix) {
@@ -392,7 +420,8 @@ static NamePairs llama_names(const Shape& s) {
     return s.qkv_bias ? with_block(all, biases, s.L, "model.layers.") : all;
 }
 
-// A parameter's element that stands at place i of llama.cpp's tensor.
+// The index of our parameter's element that llama.cpp's tensor has at index i: its pairs
+// of RoPE are neighbours.
 static size_t place_in_ours(const Shape& s, const Parameter& p, size_t i) {
     bool turns = p.name.find("q_proj") < p.name.size() || p.name.find("k_proj") < p.name.size();
     if (!turns || s.hf_type.starts_with("qwen")) return i;
@@ -400,11 +429,13 @@ static size_t place_in_ours(const Shape& s, const Parameter& p, size_t i) {
     return (row - e + e / 2 + e % 2 * (s.HS / 2)) * cols + i % cols;
 }
 
+// Hold each tensor of a file against the elements that the model's weights were made from.
 static void expect_gguf(const std::string& path, const Shape& s, const Model& model,
                         const std::string& type) {
     Gguf f(path);
     std::map<std::string, const Parameter*> table;
     for (const Parameter& p : model.parameters) table[p.name] = &p;
+
     NamePairs names = s.family == Family::GPT2 ? gpt2_names(s) : llama_names(s);
     ASSERT_EQ(f.tensors.size(), names.size() + scales(s.rope_scaling));
     ASSERT_EQ(table.size(), names.size());
@@ -412,6 +443,9 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
     for (const auto& [ours, theirs] : names) {
         ASSERT_TRUE(f.tensors.count(theirs)) << theirs;
         const Parameter& p = *table.at(ours);
+
+        // Its sizes and its type: vectors stay float, and rows that are not whole
+        // blocks of 32 are fp16.
         const Gguf::Tensor& t = f.tensors[theirs];
         std::vector<uint64_t> sizes = {p.file_rows};
         if (p.shape.size() == 2) sizes.insert(sizes.begin(), p.cols());
@@ -419,38 +453,43 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
         bool vector = p.shape.size() == 1 || ours == "wpe.weight";
         bool blocks = p.cols() % 32 == 0;
         EXPECT_EQ(t.type, vector ? 0 : number == 8 && !blocks ? 1 : number) << theirs;
+
+        // Its values, within the error of the type.
         std::vector<float> values = f.values(theirs);
         for (size_t i = 0; i < values.size(); i++) {
             float x = element(ours, place_in_ours(s, p, i)), most = 0;
             if (t.type != 8) {
-                // fp16's smallest numbers are 2^-24 apart
+                // fp16's smallest numbers are 2^-24 apart.
                 ASSERT_NEAR(values[i], x, t.type == 1 ? 0x1p-25 : 0) << theirs << " " << i;
                 continue;
             }
+
+            // A block of 8 bits may err by half a step, and by the error of its scale in fp16,
+            // 2^-11 of a step, times at most 127 steps.
             for (size_t k = i / 32 * 32; k < i / 32 * 32 + 32; k++)
                 most = std::max(most, std::abs(element(ours, place_in_ours(s, p, k))));
-
-            // Half a step, and what the scale in fp16 is off, 2^-11 of it, 127 times.
             ASSERT_NEAR(values[i], x, most / 127 * (0.5 + 127 * 0x1p-11)) << theirs << " " << i;
         }
     }
+
     if (!scales(s.rope_scaling)) return;
     std::vector<float> divides = f.values("rope_freqs.weight");
     ASSERT_EQ(divides.size(), s.HS / 2);
 
-    // A wave of 2 pi tokens is between the 4 that stay and the 16 that are stretched.
+    // A wave of 2 pi tokens lies between 4, where waves stay, and 16, where they are stretched.
     double stays = (16 / (2 * M_PI) - 1) / (4 - 1);
     EXPECT_NEAR(divides[0], 1 / ((1 - stays) / 8 + stays), 1e-6);
     for (size_t i = 1; i < divides.size(); i++) EXPECT_NEAR(divides[i], 8, 1e-5);
 }
 
-// One rank writes each type, and each layout floats.
+// One rank writes each type, and every layout writes floats.
 TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
     Shape llama = small_llama(), qwen2 = small_llama(true, true), qwen3 = small_qwen3();
     qwen2.hf_type = "qwen2", qwen2.o_bias = qwen2.mlp_bias = false;
     Shape with_scaled = small_qwen3();
     for (Shape* s : {&qwen2, &qwen3}) s->rope_scaling = {};
     std::string out = dir + "/out.gguf";
+
     for (const Shape& s : {gpt2_shape(3, 4, 32, 61, 10), llama, qwen2, qwen3}) {
         ASSERT_EQ(gguf_check(s, out), "");
         for (LayoutCase l : layouts)
@@ -464,6 +503,8 @@ TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
                 expect_gguf(out, s, make_model(s), type);
             }
     }
+
+    // The keys of the last file.
     Gguf f(out);
     json wanted = {{"general.architecture", "qwen3"}, {"general.name", "m"},
                    {"general.quantization_version", 2}, {"general.file_type", 0},
@@ -475,17 +516,19 @@ TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
                    {"qwen3.rope.freq_base", 10000.0f}, {"tokenizer.ggml.model", "no_vocab"},
                    {"qwen3.attention.layer_norm_rms_epsilon", 1e-5f}};
     EXPECT_EQ(f.keys.dump(), wanted.dump());
+
     EXPECT_HAS(gguf_check(small_variant(small_llama(), "gemma2"), out), "not for gemma2");
     EXPECT_HAS(gguf_check(with_scaled, out), "scales rotary positions in another way");
     EXPECT_HAS(gguf_check(qwen3, dir), "is no file");
     EXPECT_HAS(gguf_check(qwen3, dir + "/no/out.gguf"), "No such file");
 }
 
-// The file holds the tokenizer, and a chat's template finds its way back.
+// The file holds the tokenizer and the chat's template.
 TEST_F(Interchange, GgufHasTheTokenizer) {
     Tokenizer bytes, pieces;
     ASSERT_EQ(tokenizer_open(&bytes, "byte"), "");
     EXPECT_EQ(gguf_no_tokenizer(bytes), "");
+
     GgufKeys keys;
     Shape s = published_llama(true);
     s.V = 258;
@@ -496,21 +539,24 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
         gguf_put(&file, uint32_t(3)), gguf_put(&file, uint64_t(0)), gguf_put(&file, keys.count);
         return Gguf(put("keys", file + keys.bytes)).keys;
     };
+
+    // Bytes: a model of GPT-2's kind, whose vocabulary is filled up.
     json j = read();
     EXPECT_EQ(j["tokenizer.ggml.model"], "gpt2");
     EXPECT_EQ(j["tokenizer.ggml.pre"], "gpt-2");
     EXPECT_EQ(j["tokenizer.ggml.tokens"].size(), 258u);
     EXPECT_EQ(j["tokenizer.ggml.tokens"][65], "A");
-    EXPECT_EQ(j["tokenizer.ggml.tokens"][32], "\u0120"); // GPT-2's letter of a space
+    EXPECT_EQ(j["tokenizer.ggml.tokens"][32], "\u0120"); // GPT-2's letter for a space
     EXPECT_EQ(j["tokenizer.ggml.tokens"][257], "[PAD257]");
     EXPECT_EQ(j["tokenizer.ggml.token_type"][256], 5);
     EXPECT_EQ(j["tokenizer.ggml.merges"].size(), 0u);
+
     EXPECT_EQ(j["tokenizer.ggml.bos_token_id"], 3);
     EXPECT_EQ(j["tokenizer.ggml.eos_token_id"], 4);
     EXPECT_EQ(j["tokenizer.ggml.add_bos_token"], false);
     EXPECT_EQ(j["tokenizer.chat_template"], "{{ x }}");
 
-    // SentencePiece: a piece's rank is its score, the other way round.
+    // SentencePiece: the lower a piece's rank, the higher its score.
     pieces.kind = TokenizerKind::BPE, pieces.sentencepiece = true, pieces.vocab_size = 6;
     pieces.unknown = 0, pieces.bos = 1, pieces.prefix = Prefix::SPACE;
     pieces.pieces = {"", "", "", "a", "b", "ab"};
@@ -520,17 +566,19 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
     beside.files["chat_template.jinja"] = "{{ y }}";
     add_gguf_tokenizer(&keys, &pieces, beside, s);
     j = read();
+
     EXPECT_EQ(j["tokenizer.ggml.model"], "llama");
     EXPECT_EQ(j["tokenizer.ggml.token_type"], json({2, 3, 6, 1, 1, 1}));
     EXPECT_EQ(j["tokenizer.ggml.scores"], json({0.0, 0.0, 0.0, 0.0, 0.0, -8.0}));
     EXPECT_EQ(j["tokenizer.ggml.tokens"], json({"<unk>", "<s>", "<0x0A>", "a", "b", "ab"}));
+
     EXPECT_EQ(j["tokenizer.ggml.unknown_token_id"], 0);
     EXPECT_EQ(j["tokenizer.ggml.eos_token_id"], 4);
     EXPECT_EQ(j["tokenizer.ggml.add_bos_token"], true);
     EXPECT_EQ(j["tokenizer.ggml.add_space_prefix"], true);
     EXPECT_EQ(j["tokenizer.chat_template"], "{{ y }}");
 
-    // Ways to cut words that llama.cpp has no name for, and no words at all.
+    // Ways of cutting words that llama.cpp has no name for, and a tokenizer without merges.
     Tokenizer other = bytes;
     other.kind = TokenizerKind::BPE, other.pieces.resize(256);
     for (int b = 0; b < 256; b++) other.pieces[b] = std::string(1, char(b));
@@ -544,7 +592,7 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
     EXPECT_EQ(gguf_no_tokenizer(other), "it is unigram");
 }
 
-// The ffn width is computed, in Llama 3's way: 3.1 8B's numbers, and small ones.
+// The ffn width is computed as Llama 3 does, for small numbers and for those of 3.1 8B.
 TEST_F(Interchange, LlmcLlama) {
     Shape wanted = published_llama(false);
     wanted.rope_theta = 500000, wanted.rope_scaling = {8, 1, 4, 8192};
@@ -556,10 +604,12 @@ TEST_F(Interchange, LlmcLlama) {
         expect_same_shape(s, wanted);
         for (LayoutCase l : layouts) expect_elements(path, s, l);
     }
+
+    // 3.1 8B: 8030261248 weights of two bytes, and the header.
     BinFile f;
     for (int x : {20240803, 5, 8192, 128256, 32, 32, 8, 4096, 1024, 1, 3, 1}) f.word(x);
     f.pad(1024), f.real(1.3f), f.real(1e-5f), f.real(500000), f.pad(2048);
-    Shape s; // refused, but for its size alone: 8030261248 weights, two bytes each, and the header
+    Shape s; // the file is refused only because of its size
     EXPECT_HAS(model_file_shape(&s, put("8b", f.bytes)),
                "is 2048 bytes long, its header asks for 16060524544: get it again");
 }
@@ -582,6 +632,8 @@ TEST_F(Interchange, Stories260kIsTheSameInBothForms) {
     ASSERT_EQ(model_file_shape(&s, path), "");
     ASSERT_EQ(hf_read_config(&of_folder, folder + "/hf"), "");
     expect_same_shape(s, of_folder);
+
+    // The weights of the file and of the folder are the same.
     Trainer<float, Cpu> a, b;
     Plan plan;
     plan.mode = Mode::GENERATE, plan.B = 1, plan.T = 1, plan.cache = 256;
@@ -591,6 +643,8 @@ TEST_F(Interchange, Stories260kIsTheSameInBothForms) {
     ASSERT_EQ(model_file_load(b, path), "");
     for (const Parameter& p : a.model.parameters)
         EXPECT_EQ(get_weight(a, p), get_weight(b, p)) << p.name;
+
+    // They generate the expected text.
     std::vector<int> ids = {1},
                      expected = json::parse(read_file(folder + "/expected_greedy_ids.json"))["ids"]
                                     .get<std::vector<int>>();
@@ -608,6 +662,7 @@ static std::string with_word(std::string bytes, size_t i, int32_t word) {
     return bytes;
 }
 
+// Lengths, versions and shapes that do not fit, each named.
 TEST_F(Interchange, WrongModelFilesAreNamed) {
     auto error = [&](const std::string& bytes) {
         Shape s;
@@ -617,9 +672,10 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
                 old = llama2c(published_llama(true), 0).bytes,
                 marked = llama2c(published_llama(true), 1).bytes,
                 llama = llmc_llama(published_llama(false), 3, 0.5f, 16).bytes;
+
     ASSERT_EQ(error(gpt2) + error(old) + error(marked) + error(llama), "");
     auto bytes = [](size_t n) { return std::to_string(n) + " bytes"; };
-    for (const std::string& whole : {gpt2, marked, llama}) { // both numbers
+    for (const std::string& whole : {gpt2, marked, llama}) { // the message has both lengths
         for (size_t size : {whole.size() - 1, whole.size() + 4, size_t(2048)}) {
             std::string other = whole;
             other.resize(size);
@@ -627,12 +683,14 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
                                          std::to_string(whole.size()));
         }
     }
+
     EXPECT_HAS(error(old + "1"), "its numbers ask for " + bytes(old.size()) + ", it has " +
                                      std::to_string(old.size() + 1));
     EXPECT_HAS(error(old.substr(0, 100)), "it has 100; of a Hugging Face model give the folder");
     EXPECT_HAS(error("{}"), "is no model file: it begins with 0");
     EXPECT_HAS(error(""), "is empty");
     EXPECT_HAS(error(with_word(gpt2, 0, 20240327)), "it begins with 20240327, not with 20240326");
+
     for (int version : {1, 2, 4, -3}) {
         std::string text = "is of version " + std::to_string(version) + " of llm.c's model files";
         EXPECT_HAS(error(with_word(gpt2, 1, version)), text);
@@ -641,11 +699,11 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
     EXPECT_HAS(error(with_word(marked, 1, 2)), "is of version 2 of llama2.c's model files (int8)");
     EXPECT_HAS(error(with_word(marked, 1, 3)), "is of version 3 of llama2.c's model files;");
 
-    // bf16 where the version says float
+    // bf16 where the version says float, and a table shorter than the vocabulary.
     EXPECT_HAS(error(with_word(gpt2, 1, 5)), "its header asks for");
     EXPECT_HAS(error(with_word(gpt2, 7, 60)), "a token table of 60 rows for a vocabulary of 61");
 
-    // shapes that do not fit, in the names of config.json
+    // Shapes that do not fit, in the words of config.json.
     EXPECT_HAS(error(with_word(gpt2, 5, 3)), "n_head 3 does not divide n_embd 16");
     EXPECT_HAS(error(with_word(gpt2, 4, 0)), "n_layer is 0, which is no size");
     EXPECT_HAS(error(with_word(gpt2, 2, -1)), "n_positions is -1, which is no size");
@@ -654,13 +712,14 @@ TEST_F(Interchange, WrongModelFilesAreNamed) {
     EXPECT_HAS(error(with_word(marked, 6, 3)),
                "num_key_value_heads 3 does not divide num_attention_heads 4");
     EXPECT_HAS(error(with_word(llama, 8, 0)), "intermediate_size is 0, which is no size");
-    EXPECT_HAS(error(with_word(llama, 257, -1)), "rms_norm_eps"); // a NaN
+    EXPECT_HAS(error(with_word(llama, 257, -1)), "rms_norm_eps"); // these bits are a NaN
     EXPECT_HAS(error(with_word(llama, 258, 0)), "rope_theta is 0.0, not above zero");
 
-    // products beyond any file
+    // Products larger than any file.
     EXPECT_HAS(error(with_word(gpt2, 6, 1 << 30)), "n_embd is 1073741824, which is no size");
     EXPECT_HAS(error(with_word(gpt2, 7, INT_MAX)), "its header asks for 13743");
-    std::string huge = marked; // every number as large as is allowed
+
+    std::string huge = marked; // each number as large as is allowed
     for (size_t i : {2, 3}) huge = with_word(huge, i, 1 << 20);
     for (size_t i : {7, 8}) huge = with_word(huge, i, 1 << 24);
     EXPECT_HAS(error(with_word(huge, 4, 1000)), "its header asks for");
@@ -682,7 +741,8 @@ static std::string base64(const std::string& text) {
     return out;
 }
 
-// Pieces of words, letters of several scripts, runs of spaces and line ends, bytes of no character.
+// Pieces of words, letters of several scripts, runs of spaces and line ends, and
+// bytes of no character.
 static std::string random_text(uint64_t n, bool any_bytes) {
     static const std::vector<std::string> parts = {
         "the", " the", "Once",   "upon",         " a", "'s",   "'LL", "123456789",
@@ -697,7 +757,7 @@ static std::string random_text(uint64_t n, bool any_bytes) {
     return text;
 }
 
-// The files of an export give the same tokens; what comes back is the exported tokenizer.
+// The exported files make the same tokens as the tokenizer that was exported.
 static void expect_same_tokens(const std::string& name, const std::string& folder) {
     SCOPED_TRACE(name);
     Tokenizer a, b;
@@ -706,6 +766,7 @@ static void expect_same_tokens(const std::string& name, const std::string& folde
     EXPECT_EQ(a.vocab_size, b.vocab_size);
     EXPECT_EQ(a.bos, b.bos);
     EXPECT_EQ(a.eot, b.eot);
+
     for (uint64_t n = 0; n < 400; n++) {
         std::string text = random_text(n, true);
         for (bool special : {true, false}) {
@@ -714,6 +775,7 @@ static void expect_same_tokens(const std::string& name, const std::string& folde
         std::vector<int> tokens = encode(a, text);
         ASSERT_EQ(decode(a, tokens), decode(b, tokens)) << text;
     }
+
     for (size_t spaces = 1; spaces < 70; spaces++) {
         std::string text = "a" + std::string(spaces, ' ') + "b";
         ASSERT_EQ(encode(a, text), encode(b, text)) << spaces << " spaces";
@@ -745,7 +807,7 @@ TEST_F(Interchange, BytesAsATokenizerJson) {
     expect_same_tokens("byte", dir + "/byte");
 }
 
-// A name says which pattern and special tokens: r50k_base is GPT-2's.
+// A file's name tells its pattern and its special tokens: r50k_base is GPT-2's.
 TEST_F(Interchange, TiktokenAsATokenizerJson) {
     std::string lines;
     int rank = 0;
@@ -754,6 +816,7 @@ TEST_F(Interchange, TiktokenAsATokenizerJson) {
     for (const char* piece : {"th", "aa", "the", " the", "ab", "aab", "\xc3\x80", "  "})
         lines += base64(piece) + " " + std::to_string(rank++) + "\n";
     std::string path = put("r50k_base.tiktoken", lines);
+
     Exported e = export_tokenizer(path);
     json j = e.of("tokenizer.json"), config = e.of("tokenizer_config.json");
     EXPECT_EQ(j["model"]["ignore_merges"], true);
@@ -761,13 +824,15 @@ TEST_F(Interchange, TiktokenAsATokenizerJson) {
     EXPECT_EQ(j["added_tokens"][0]["id"], rank);
     EXPECT_EQ(j["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], GPT2_PATTERN);
 
-    // (t, h), (a, a), (th, e), (" ", the), (a, b), (a, ab), (aa, b), À's two bytes, two spaces
+    // The merges are (t, h), (a, a), (th, e), (" ", the), (a, b), (a, ab), (aa, b), the two bytes
+    // of À, and two spaces.
     EXPECT_EQ(j["model"]["merges"].size(), 9u);
     EXPECT_EQ(j["model"]["merges"][2], "th e");
-    EXPECT_EQ(j["model"]["merges"][5], "a ab"); // of one rank: by their pieces
+    EXPECT_EQ(j["model"]["merges"][5], "a ab"); // equal ranks: ordered by their pieces
     EXPECT_EQ(j["model"]["merges"][6], "aa b");
     EXPECT_EQ(config["eos_token"], "<|endoftext|>");
     EXPECT_EQ(config["bos_token"], "<|endoftext|>");
+
     put_all("tiktoken", e.files);
     expect_same_tokens(path, dir + "/tiktoken");
 }
@@ -783,13 +848,13 @@ TEST_F(Interchange, TokenizersOfFixtures) {
         EXPECT_EQ(e.files.size(), sentencepiece ? 3u : 2u) << name;
         EXPECT_EQ(e.files["tokenizer.model"], sentencepiece ? read_file(folder + name) : "")
             << name;
-        e.files.erase("tokenizer.model"); // which is not to be needed
+        e.files.erase("tokenizer.model"); // tokenizer.json must suffice
         put_all("exported", e.files);
         expect_same_tokens(folder + name, dir + "/exported");
     }
 }
 
-// A tokenizer that would give other tokens is not exported.
+// A tokenizer is not exported if its tokenizer.json would make other tokens.
 TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
     auto note = [&](const Tokenizer& t, size_t files) {
         std::map<std::string, std::string> found;
@@ -797,6 +862,7 @@ TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
         EXPECT_EQ(found.size(), files) << text;
         return text;
     };
+
     Tokenizer t;
     t.kind = TokenizerKind::BPE, t.sentencepiece = true, t.prefix = Prefix::SPACE;
     t.pieces = {"a", "b", "ab"}, t.vocab_size = 3, t.name = put("tokenizer.model", "\nbytes");
@@ -804,6 +870,7 @@ TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
     Tokenizer unigram = t, spaces = t, added = t, twice = t, bytes = t;
     unigram.kind = TokenizerKind::UNIGRAM, spaces.extra_spaces = false;
     fixed_add(&added.added, "ab", 2), twice.pieces[2] = "b", bytes.pieces[2] = "\xff";
+
     EXPECT_HAS(note(unigram, 1), "tokenizer.model: transformers has no form for it: it is unigram");
     EXPECT_HAS(note(spaces, 1), "it drops extra spaces");
     EXPECT_HAS(note(added, 1), "or adds pieces");
@@ -811,7 +878,7 @@ TEST_F(Interchange, NoTokenizerJsonThatIsNotExact) {
     EXPECT_HAS(note(bytes, 1), "is no UTF-8");
 }
 
-// A tokenizer.json is exported as it came, with the files beside it.
+// A tokenizer.json is exported as it is, with the files beside it.
 TEST_F(Interchange, ATokenizerJsonIsCopied) {
     Exported e = export_tokenizer("byte");
     std::string bytes = e.files["tokenizer.json"] + "  \n";
@@ -826,7 +893,7 @@ TEST_F(Interchange, ATokenizerJsonIsCopied) {
 TEST_F(Interchange, AFoldersTokenizer) {
     EXPECT_EQ(tokenizer_in(dir), "");
     put("tokenizer.model", ""), put("merges.txt", "");
-    EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.model"); // merges alone are none
+    EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.model"); // merges alone are no tokenizer
     Tokenizer t;
     EXPECT_HAS(tokenizer_open(&t, dir + "/merges.txt"),
                "merges.txt: has no encoder.json or vocab.json");
@@ -836,19 +903,22 @@ TEST_F(Interchange, AFoldersTokenizer) {
     EXPECT_EQ(tokenizer_in(dir), dir + "/tokenizer.json");
 }
 
-// config.json and generation_config.json know the tokens that begin and end.
+// config.json and generation_config.json name the tokens that begin and end a text.
 TEST_F(Interchange, ExportsSayWhereTextsEnd) {
     Trainer<float, Cpu> t;
     Plan plan;
     plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
     trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
     init_weights(t, 1);
+
     std::string folder = dir + "/export";
     auto file = [&](const char* name) { return json::parse(read_file(folder + "/" + name)); };
     ASSERT_EQ(hf_export(t, folder, Type::F32), "");
     EXPECT_TRUE(file("config.json")["eos_token_id"].is_null() &&
                 file("config.json")["bos_token_id"].is_null());
     EXPECT_FALSE(fs::exists(folder + "/generation_config.json"));
+
+    // With a tokenizer the files name its tokens.
     ExportTokenizer known = {1, 2, {{"tokenizer.json", "{}"}, {"tokenizer_config.json", "{}"}}};
     ASSERT_EQ(hf_export(t, folder, Type::F32, 5000, known), "");
     for (const char* name : {"config.json", "generation_config.json"}) {
@@ -856,21 +926,25 @@ TEST_F(Interchange, ExportsSayWhereTextsEnd) {
         EXPECT_EQ(file(name)["eos_token_id"], 2);
     }
     EXPECT_EQ(read_file(folder + "/tokenizer.json"), "{}");
-    EXPECT_EQ(hf_export_check(published_llama(true), folder), ""); // all of it is ours
-    ASSERT_EQ(hf_export(t, folder, Type::F32), "");            // and is gone with it
+
+    // The next export replaces all of it, and a file of somebody else's stops it.
+    EXPECT_EQ(hf_export_check(published_llama(true), folder), ""); // every file in it is ours
+    ASSERT_EQ(hf_export(t, folder, Type::F32), "");            // and goes with the older export
     EXPECT_FALSE(fs::exists(folder + "/tokenizer.json") || fs::exists(folder + ".exporting"));
     put("export/vocab.json", "");
     EXPECT_HAS(hf_export_check(published_llama(true), folder), "holds vocab.json");
     trainer_free(t);
 }
 
-// A folder's own keys and files go through; keys of ours win.
+// Keys and files of the folder that a model came from are passed on. Keys of ours win.
 TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     Trainer<float, Cpu> t;
     Plan plan;
     plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
     trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
     init_weights(t, 1);
+
+    // The folder that the model came from.
     std::map<std::string, std::string> files = {
         {"generation_config.json", R"({"eos_token_id": [1, 4], "temperature": 0.6})"},
         {"special_tokens_map.json", R"({"pad_token": "<p>"})"},
@@ -887,10 +961,11 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     std::string folder = dir + "/export";
     auto file = [&](const char* name) { return json::parse(read_file(folder + "/" + name)); };
     ASSERT_EQ(hf_export(t, folder, Type::BF16, 1 << 30, e), "");
+
     json got = file("config.json");
     EXPECT_EQ(got["eos_token_id"], (json{1, 4}));
     EXPECT_EQ(got["pad_token_id"], 2);
-    EXPECT_EQ(got["bos_token_id"], 0); // theirs says nothing
+    EXPECT_EQ(got["bos_token_id"], 0); // the folder says nothing about it
     EXPECT_EQ(got["use_cache"], true);
     EXPECT_EQ(got["hidden_size"], t.model.shape.C);
     EXPECT_EQ(got["torch_dtype"], "bfloat16");
@@ -898,10 +973,10 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     for (const auto& [name, text] : files) EXPECT_EQ(read_file(folder + "/" + name), text) << name;
     EXPECT_FALSE(fs::exists(folder + "/README.md"));
 
-    // Another tokenizer has other ids.
+    // A run with another tokenizer has other ids, so nothing about tokens is passed on.
     e = {0, 1};
     ASSERT_EQ(keep_of_folder(&e, dir + "/from", false), "");
-    ASSERT_EQ(hf_export(t, folder, Type::F32, 1 << 30, e), ""); // over the first
+    ASSERT_EQ(hf_export(t, folder, Type::F32, 1 << 30, e), ""); // replaces the first export
     EXPECT_EQ(file("config.json")["eos_token_id"], 1);
     EXPECT_FALSE(file("config.json").contains("pad_token_id"));
     EXPECT_EQ(file("generation_config.json")["eos_token_id"], 1);
@@ -909,13 +984,14 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     trainer_free(t);
 }
 
-// A link stays a link; the folder that it points to is written, also where there is none yet.
+// A link stays a link. The folder that it points to is written, and made if there is none yet.
 TEST_F(Interchange, ExportsFollowLinks) {
     Trainer<float, Cpu> t;
     Plan plan;
     plan.mode = Mode::EVALUATE, plan.B = 1, plan.T = 4;
     trainer_place(t, published_llama(true), {plan}), trainer_allocate(t);
     init_weights(t, 1);
+
     fs::create_directories(dir + "/disk");
     fs::create_symlink("disk/real", dir + "/link");
     fs::create_symlink(dir + "/link", dir + "/twice");
@@ -959,12 +1035,14 @@ struct Program : Interchange {
         EXPECT_EQ(r.status, status) << arguments << "\n" << r.text;
         return r.text;
     }
-    static std::string sample(const std::string& out) { // between its lines
+    // The sample in the program's output, between two lines.
+    static std::string sample(const std::string& out) {
         size_t at = out.find("\n---\n"), end = out.find("\n---\n", at + 1);
         return at == std::string::npos ? "none: " + out : out.substr(at, end - at);
     }
 };
 
+// An export brings its tokenizer, and only a tokenizer that fits the model is written.
 TEST_F(Program, AnExportNeedsNoTokenizer) {
     std::string out = dir + "/out", small = "--layers 1 --heads 2 --channels 16 ";
     std::string first = run(small + "--steps 3 --prompt ab --export " + out);
@@ -976,7 +1054,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_HAS(run("--model " + out + " --steps 0 --export " + out + "/", 1),
                "is what --model reads: choose another name");
 
-    // a copy of the copy, with what else its folder says
+    // A copy of the copy has everything else that the folder says.
     std::string bytes = read_file(out + "/tokenizer.json"), copy = "--export " + dir + "/copy ";
     json config = json::parse(read_file(out + "/config.json"));
     config["eos_token_id"] = {7, 8}, config["summary_type"] = "cls_index";
@@ -995,7 +1073,7 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
                "; --tokenizer byte leaves the folder's out\n");
     run("--model " + out + " --steps 0 --tokenizer byte");
 
-    // a tokenizer with more tokens than the model is refused for text, and not written
+    // A tokenizer with more tokens than the model is refused for text, and is not written.
     std::string lines;
     for (int b = 0; b < 300; b++)
         lines += base64(b < 256 ? std::string(1, char(b)) : "a" + std::to_string(b)) + " " +
@@ -1006,16 +1084,18 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
     EXPECT_HAS(run("--model " + out + more + " --steps 0 --sample-tokens 0 --export " + dir + "/m"),
                "writes no tokenizer.json: --tokenizer " + path + " is not the model's");
 
-    // nor are bytes beside a larger vocabulary
+    // Neither is the byte tokenizer of a model with a larger vocabulary.
     std::string larger =
         run(small + "--vocab 300 --steps 0 --sample-tokens 0 --export " + dir + "/larger");
     EXPECT_HAS(larger, "--export writes no tokenizer.json: --tokenizer byte is not the model's\n");
     EXPECT_FALSE(fs::exists(dir + "/larger/tokenizer.json"));
-    run(small + "--vocab 50257 --steps 0 --sample-tokens 0 --export " + dir + "/gpt2"); // GPT-2's
+
+    // GPT-2's size of vocabulary names GPT-2's end of a text.
+    run(small + "--vocab 50257 --steps 0 --sample-tokens 0 --export " + dir + "/gpt2");
     EXPECT_EQ(json::parse(read_file(dir + "/gpt2/generation_config.json"))["eos_token_id"], 50256);
 }
 
-// The gguf package, where it is installed, sees what our reader sees.
+// The gguf package, where it is installed, reads what our reader reads.
 TEST_F(Program, GgufIsReadByItsOwnPackage) {
     std::string out = dir + "/out.gguf", small = "--layers 1 --heads 2 --channels 32 --steps 0 ";
     EXPECT_HAS(run(small + "--sample-tokens 0 --vocab 300 --export " + out),
@@ -1024,12 +1104,15 @@ TEST_F(Program, GgufIsReadByItsOwnPackage) {
     Gguf f(out);
     EXPECT_EQ(f.keys["tokenizer.ggml.tokens"].size(), 256u);
     if (shell("python3 -c 'import gguf'").status) GTEST_SKIP() << "skipped: no gguf package";
+
+    // Sum up each tensor with our reader, and with the package.
     std::string lines;
     for (const auto& [name, t] : f.tensors) {
         double sum = 0;
         for (float x : f.values(name)) sum += std::abs(x);
         lines += concat(name, " ", t.type, " ", std::llround(sum * 1000), "\n");
     }
+
     put("sums.py", "import sys\nfrom gguf import GGUFReader\nfrom gguf.quants import dequantize\n"
                    "for t in sorted(GGUFReader(sys.argv[1]).tensors, key=lambda t: t.name):\n"
                    "    x = dequantize(t.data, t.tensor_type).astype('float64')\n"
@@ -1041,10 +1124,14 @@ TEST_F(Program, ModelFiles) {
     std::string gpt2 = put("gpt2.bin", llmc_gpt2(gpt2_shape(2, 2, 16, 256, 32), 3).bytes);
     std::string one = run("--model " + gpt2 + " --steps 0 --prompt ab"), exported = dir + "/folder";
     EXPECT_HAS(one, "matrices and tables 10752,"); // 256 x 16, 32 x 16 and 2 x 12 x 16 x 16
+
+    // To a folder and back: the same sample and the same bytes.
     run("--model " + gpt2 + " --steps 0 --sample-tokens 0 --export " + exported);
     EXPECT_EQ(sample(run("--model " + exported + " --steps 0 --prompt ab")), sample(one));
     run("--model " + exported + " --steps 0 --sample-tokens 0 --export " + dir + "/again.bin");
     EXPECT_TRUE(read_file(dir + "/again.bin") == read_file(gpt2));
+
+    // The loss is the same in every layout.
     auto loss = [&](const std::string& layout) {
         std::string out = run("--model " + gpt2 + " --eval " + layout);
         return out.substr(std::min(out.find("val loss"), out.size()), 15);

@@ -1,5 +1,5 @@
 // test_prepare.cpp - token shards from text, JSON lines and parquet: any threads, kills, bad input
-//   The tokens expected are those of encode() on whole documents, or bytes written down by hand.
+//   The tokens expected are those of encode() on whole documents, or bytes written out by hand.
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -23,7 +23,7 @@ struct Prepare : Scratch {
         c.prepare = dir + "/out/x.bin", c.document_end = 10, c.threads = 2;
     }
     std::string out(const std::string& name) { return dir + "/out/" + name; }
-    // prepare() of c.data; stdout and stderr go to `says`
+    // prepare() of c.data. What it prints to stdout and stderr goes to `says`.
     std::string says;
     std::string run() {
         testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
@@ -31,7 +31,7 @@ struct Prepare : Scratch {
         says = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
         return wrong;
     }
-    std::string again() { // from nothing
+    std::string again() { // with an empty folder
         fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
         return run();
     }
@@ -39,7 +39,7 @@ struct Prepare : Scratch {
     std::map<std::string, std::string> files() { return folder_bytes(dir + "/out"); }
 };
 
-// A shard read without the loader.
+// The tokens of a shard, read without the loader and with every word of its header checked.
 static Tokens shard(const std::string& path) {
     std::string bytes = read_file(path);
     int32_t header[256] = {};
@@ -50,6 +50,7 @@ static Tokens shard(const std::string& path) {
     EXPECT_TRUE(width) << path << ": " << header[0] << " " << header[1];
     for (int i = 3; i < 256; i++) EXPECT_EQ(header[i], 0);
     EXPECT_EQ(bytes.size(), 1024 + size_t(header[2]) * width) << path;
+
     Tokens tokens;
     for (size_t at = 1024; width && at < bytes.size(); at += width) {
         uint32_t token = 0;
@@ -67,11 +68,13 @@ static Tokens joined(std::vector<Tokens> parts) {
     return all;
 }
 
-// Bytes, a few merges over them that cross what they can, GPT-2's pattern, an end of text.
+// A tokenizer of bytes and a few merges that cross word borders where they can, with GPT-2's
+// pattern and an end of text.
 static Tokenizer small_bpe() {
     Tokenizer t;
     t.name = "small", t.kind = TokenizerKind::BPE;
     for (int b = 0; b < 256; b++) set_piece(&t, b, std::string(1, char(b)));
+
     std::vector<Merge> merges;
     for (auto [left, right] :
          {std::pair(' ', 'a'), {'a', 'b'}, {'\n', '\n'}, {' ', ' '}, {256, 'b'}}) {
@@ -79,10 +82,12 @@ static Tokenizer small_bpe() {
         set_piece(&t, token, t.pieces[size_t(left)] + t.pieces[size_t(right)]);
         merges.push_back(merge_of(left, right, uint32_t(token), token));
     }
+
     for (int i = 0; i < int(t.pieces.size()); i++) set_word_piece(&t, i);
     EXPECT_EQ(set_bytes(&t), "");
     set_merges(&t, merges);
     EXPECT_EQ(add_pattern(&t, R"('s|'t| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)"), "");
+
     t.eot = int(t.pieces.size());
     set_piece(&t, t.eot, "");
     add_special(&t, "<|endoftext|>", t.eot);
@@ -106,7 +111,8 @@ static std::string gzipped(const std::string& bytes, const std::string& path) {
     return read_file(path);
 }
 
-static std::string zstd_of(const std::string& bytes, int checksum = 1) { // as the program zstd does
+// Packed as the program zstd does it.
+static std::string zstd_of(const std::string& bytes, int checksum = 1) {
 #ifdef WITH_ZSTD
     std::string packed(ZSTD_compressBound(bytes.size()), 0);
     ZSTD_CCtx* z = ZSTD_createCCtx();
@@ -133,7 +139,7 @@ TEST_F(Prepare, ATextIsADocument) {
     EXPECT_EQ(shard(out("x.bin")), tokens_of("\none\ntwo\nthree\n"));
     EXPECT_HAS(says, "2 documents, 15 tokens in 1 shards");
     EXPECT_EQ(manifest()["documents"], 2);
-    EXPECT_EQ(files().size(), 2u); // and the manifest
+    EXPECT_EQ(files().size(), 2u); // the shard and the manifest
 }
 
 TEST_F(Prepare, ATextIsCutAtItsEndOfText) {
@@ -143,11 +149,14 @@ TEST_F(Prepare, ATextIsCutAtItsEndOfText) {
     ASSERT_EQ(run(), "");
     EXPECT_EQ(shard(out("x.bin")), (Tokens{t.eot, 257, t.eot, '\n', 'c', t.eot, 'd'}));
     EXPECT_EQ(manifest()["documents"], 3);
-    // where the tokenizer has a token that begins a text, as Llama's have, it is that one
+
+    // If the tokenizer has a token that begins a text, as Llama's have,
+    // that token separates documents.
     t.bos = 7;
     c.prepare = dir + "/out/bos.bin";
     ASSERT_EQ(run(), "");
     EXPECT_EQ(shard(out("bos.bin")), (Tokens{7, 257, 7, '\n', 'c', 7, 'd'}));
+
     c.document_end = 9, c.prepare = dir + "/out/given.bin";
     ASSERT_EQ(run(), "");
     EXPECT_EQ(shard(out("given.bin")), (Tokens{9, 257, 9, '\n', 'c', 9, 'd'}));
@@ -161,6 +170,8 @@ TEST_F(Prepare, AJsonLineIsADocument) {
                  "{\"body\": \"\"}\n"
                  "{\"body\": \"<|endoftext|>\"}\n"
                  "{\"body\": \"\xff\xc3\xa9\\u00e9\"}"); // no newline at the end
+
+    // Only the field's text counts, escapes are undone, and special tokens stay text.
     ASSERT_EQ(run(), "");
     Tokens end = {t.eot};
     EXPECT_EQ(shard(out("x.bin")), joined({end,
@@ -177,7 +188,7 @@ TEST_F(Prepare, AJsonLineIsADocument) {
 }
 
 TEST_F(Prepare, EveryByteOfALineComesBack) {
-    std::string bytes = "\xef\xb7\x90 \xef\xbf\xbd "; // a noncharacter and U+FFFD themselves, too
+    std::string bytes = "\xef\xb7\x90 \xef\xbf\xbd "; // a noncharacter and U+FFFD as well
     for (int b = 0x80; b < 256; b++) bytes += char(b);
     c.data = put("a.jsonl", "{\"text\": \"" + bytes + "\"}");
     ASSERT_EQ(run(), "");
@@ -197,10 +208,11 @@ TEST_F(Prepare, PackedFilesAreTheirContents) {
         size_t half = bytes.size() / 2;
         put(name, bytes);
 
-        // two members, two frames
+        // Two gzip members, or two zstd frames.
         put(name + ".gz",
             gzipped(bytes.substr(0, half), dir + "/1") + gzipped(bytes.substr(half), dir + "/1"));
         put(name + ".zst", zstd_of(bytes.substr(0, half), 0) + zstd_of(bytes.substr(half), 0));
+
         Tokens expected;
         for (const std::string& packed : PACKED)
             for (size_t batch : {1 << 20, 100}) {
@@ -231,22 +243,27 @@ TEST_F(Prepare, AWideVocabularyTakes32Bits) {
 
 TEST_F(Prepare, ShardsHoldWhatTheyShould) {
     c.data = put("a.jsonl", "{\"text\": \"abcd\"}\n{\"text\": \"ef\"}\n{\"text\": \"ghij\"}\n");
-    Tokens all = tokens_of("\nabcd\nef\nghij"); // 13
+    Tokens all = tokens_of("\nabcd\nef\nghij"); // 13 tokens
     for (int64_t val : {0, 1, 5, 12})
         for (int64_t size : {0, 1, 4, 6, 13, 100}) {
             c.val_tokens = val, c.shard_tokens = size;
             ASSERT_EQ(again(), "");
+
+            // The names: x.val.bin first, then x_000000.bin and so on, or x.bin alone.
             Tokens got;
             std::vector<std::string> names;
             if (val) names.push_back("x.val.bin");
             for (size_t i = 0; size && i < ceil_div(size_t(13 - val), size_t(size)); i++)
                 names.push_back("x_00000" + std::to_string(i % 10) + ".bin");
-            if (size == 1) // more than ten
+            if (size == 1) // more than ten shards
                 for (size_t i = 10 + (val > 0); i < names.size(); i++)
                     names[i] = "x_00001" + std::to_string(i % 10 - (val > 0)) + ".bin";
             if (!size) names.push_back("x.bin");
+
             ASSERT_EQ(files().size(), names.size() + 1);
             nlohmann::json m = manifest();
+
+            // Each shard has its number of tokens, and its entry in the manifest is right.
             for (size_t i = 0; i < names.size(); i++) {
                 Tokens part = shard(out(names[i]));
                 size_t expected = i == 0 && val ? size_t(val) : size ? size_t(size) : 13;
@@ -262,24 +279,29 @@ TEST_F(Prepare, ShardsHoldWhatTheyShould) {
                 EXPECT_EQ(entry["tokens"], part.size());
                 EXPECT_EQ(entry["documents"], std::count(part.begin(), part.end(), 10));
             }
+
             EXPECT_EQ(got, all) << val << " " << size;
             EXPECT_EQ(m["crc32"], manifest_crc(m));
         }
 }
 
-// A user's pattern finds the training shards; the loader opens them and knows where documents end.
+// The pattern that the program prints finds the training shards. The loader opens them and
+// knows where documents end.
 TEST_F(Prepare, TheLoaderReadsThem) {
     std::string lines;
     for (int i = 0; i < 50; i++) lines += "{\"text\": \"document " + std::to_string(i) + "\"}\n";
     c.data = put("a.jsonl", lines), c.val_tokens = 100, c.shard_tokens = 200;
     ASSERT_EQ(run(), "");
     EXPECT_HAS(says, "--data '" + dir + "/out/x_*.bin' --val " + dir + "/out/x.val.bin");
+
     DataLoader train, val;
     ASSERT_EQ(data_open(&train, dir + "/out/x_*.bin", Split::TRAIN, true, t, 16, 256, 1), "");
     ASSERT_EQ(data_open(&val, out("x.val.bin"), Split::VAL, true, t, 16, 256, 1), "");
     EXPECT_EQ(data_disjoint(train, val), "");
     EXPECT_EQ(val.tokens, 100u);
     EXPECT_EQ(train.tokens + val.tokens, manifest()["tokens"].get<size_t>());
+
+    // The first window is the first shard's, cut into its documents.
     int end = 0;
     ASSERT_EQ(data_document_end(train, t, 10, &end), "");
     train.shuffle = false;
@@ -304,6 +326,7 @@ TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
                  "\n";
     c.data = put("a.jsonl", lines) + "," + put("b.txt", random_text(random, 5000)) + "," +
              put("c.jsonl", lines);
+
     std::map<std::string, std::string> one;
     limits.batch = 1000;
     for (int threads : {1, 2, 3, 8}) {
@@ -313,7 +336,7 @@ TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
         EXPECT_TRUE(files() == one) << threads;
     }
 
-    // batches of lines may have any size: only the manifest tells it
+    // The batches of lines may have any size: only the manifest shows it.
     one.erase("x.json");
     c.data = dir + "/a.jsonl";
     ASSERT_EQ(again(), "");
@@ -327,18 +350,21 @@ TEST_F(Prepare, ThreadsAndBatchesChangeNoByte) {
     }
 }
 
-// A text gives the same tokens by blocks as in one piece.
+// Read in blocks, a text has the same tokens as in one piece.
 static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, size_t batch) {
     std::string path = scratch("blocks.txt");
     std::ofstream(path, std::ios::binary) << text;
     std::vector<TextInput> inputs(1);
     ASSERT_EQ(input_describe(&inputs[0], path), "");
+
     std::string end_text;
     for (const auto& [special, token] : t.special)
         if (token == t.eot) end_text = special;
     BatchReader r;
     r.inputs = inputs;
     r.end_text = end_text, r.limits.batch = batch;
+
+    // Read blocks and tokenize each.
     Tokens got, whole = encode(t, text, true);
     std::string back;
     size_t blocks = 0;
@@ -347,13 +373,16 @@ static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, si
         EXPECT_LE(b.text.size(), batch);
         back += b.text;
         tokenize_batch(b, t, "", path);
-        if (b.offset == 0) b.tokens.erase(b.tokens.begin()); // the document's begin
+        if (b.offset == 0) b.tokens.erase(b.tokens.begin()); // the token that begins the document
         got.insert(got.end(), b.tokens.begin(), b.tokens.end());
     }
+
     fs::remove(path);
     EXPECT_EQ(r.wrong, "");
     EXPECT_TRUE(back == text);
     EXPECT_GE(blocks, text.size() / batch);
+
+    // Where encode() finds an end of text, prepare() begins a document.
     for (int& token : whole)
         if (token == t.eot || token == t.bos) token = DOCUMENT;
     auto [a, b] = std::mismatch(got.begin(), got.end(), whole.begin(), whole.end());
@@ -361,8 +390,8 @@ static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, si
         << t.name << ", batch " << batch << ": differs at token " << a - got.begin();
 }
 
-// Where words, spaces and ends of text are near each other, so that a block always has a
-// place to end.
+// A text in which words, spaces and ends of text are close together, so that a block always
+// finds a place to end.
 static std::string english_text(std::mt19937& random, size_t count) {
     const std::string parts[] = {"a ab",          " b",         "'s ",  ".\n\nA", "  x\n",  "12 3",
                                  "<|endoftext|>", "\xc3\xa9 e", "\xff", "\n",     "it's b", "(x y)",
@@ -378,7 +407,8 @@ TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWhole) {
         blocks_are_the_whole(small_bpe(), english_text(random, 600), batch);
 }
 
-// A space goes in front of a text, not of a block; of several spaces one stays.
+// A space is put in front of a text, not of a block. Of several spaces one stays,
+// if the model says so.
 TEST_F(Prepare, BlocksOfATextHaveNoSpaceInFront) {
     std::mt19937 random(8);
     for (bool extra : {true, false})
@@ -407,7 +437,7 @@ TEST_F(Prepare, BlocksOfATextHaveTheTokensOfTheWholeWithKnownTokenizers) {
     }
 }
 
-// No place to end at: the text is whole all the same.
+// Without a place to end a block, the text is still whole.
 TEST_F(Prepare, ATextWithoutSpacesComesBack) {
     t = small_bpe(), c.document_end = -1;
     std::mt19937 random(2);
@@ -415,8 +445,9 @@ TEST_F(Prepare, ATextWithoutSpacesComesBack) {
         std::string text = random_text(random, 400), back;
         std::erase(text, i % 2 ? ' ' : '<');
         if (i % 4 > 1) std::erase(text, '\n');
+
         c.data = put("a.txt", text);
-        limits.batch = 32 + random() % 40; // an end of text, and as much again
+        limits.batch = 32 + random() % 40; // twice an end of text, or more
         ASSERT_EQ(again(), "");
         for (int token : shard(out("x.bin"))) back += decode(t, token);
         for (size_t at; (at = text.find("<|endoftext|>")) != std::string::npos;) text.erase(at, 13);
@@ -424,7 +455,7 @@ TEST_F(Prepare, ATextWithoutSpacesComesBack) {
     }
 }
 
-// A child that prepares, and is killed after a while: whether it came to its end before.
+// Prepare in a child, and kill it after a while. Returns whether the child finished first.
 static bool finished_before(Prepare& p, int microseconds) {
     pid_t child = fork();
     if (child == 0) {
@@ -449,11 +480,16 @@ TEST_F(Prepare, AKillAtAnyMomentChangesNoByte) {
     put("b.txt.gz", gzipped(text, dir + "/1")), put("c.txt.zst", zstd_of(text));
     c.data = put("a.jsonl", lines) + "," + dir + "/b.txt.gz," + dir + "/" +
              (PACKED.size() == 3 ? "c.txt.zst" : "b.txt.gz") + "," + dir + "/a.jsonl";
+
+    // One run without a kill takes `whole` microseconds.
     double start = clock_seconds();
     ASSERT_EQ(run(), "");
     int whole = int((clock_seconds() - start) * 1e6), kills = 0, resumed = 0;
     auto expected = files();
     ASSERT_GT(expected.size(), 20u);
+
+    // Kill children at random moments until one finishes. The files are those of
+    // the run without a kill.
     for (int round = 0; round < 6 || resumed < 6; round++) {
         ASSERT_LT(round, 50) << kills << " kills";
         fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
@@ -463,10 +499,11 @@ TEST_F(Prepare, AKillAtAnyMomentChangesNoByte) {
             bool goes_on = fs::exists(out("x_000000.bin"));
             done = finished_before(*this, int(random() % unsigned(whole)));
             kills += !done, resumed += goes_on;
-            whole += done ? 0 : whole / 20; // the machine may be slower than it was,
+            whole += done ? 0 : whole / 20; // the machine may be slower than it was
             ASSERT_LT(kills, before + 200);
         }
         if (kills == before) whole -= whole / 4; // or faster
+
         ASSERT_EQ(run(), "");
         EXPECT_HAS(says, "already prepared");
         auto got = files();
@@ -489,6 +526,8 @@ TEST_F(Prepare, AFinishedOneSaysSoAndDoesNothing) {
 // ----------------------------------------------------------------------------
 // what is refused
 
+// The files of one preparation are in the way of another, whether the first
+// one has finished or not.
 TEST_F(Prepare, OtherInputsAreRefused) {
     c.data = put("a.txt", "some text"), c.shard_tokens = 4;
     auto written = fs::last_write_time(c.data);
@@ -497,12 +536,13 @@ TEST_F(Prepare, OtherInputsAreRefused) {
         c = first, t = {};
         ASSERT_EQ(again(), "");
         std::string state = out("x.json");
-        if (!finished) { // as if it had been killed before its last shard
+        if (!finished) { // as if it had been killed before the last shard
             nlohmann::json j = manifest();
             state = out("x.progress");
             j["shards"].erase(2);
             j["batch"] = {{"file", 0},  {"offset", 0},    {"line", 1},
                           {"lines", 0}, {"malformed", 0}, {"begins", false}};
+
             j["written"] = 8;
             ASSERT_EQ(write_json(state, j), "");
             std::string last = read_file(out("x_000002.bin"));
@@ -512,6 +552,7 @@ TEST_F(Prepare, OtherInputsAreRefused) {
             ASSERT_EQ(write_json(state, j), "");
             fs::remove(out("x.json"));
         }
+
         auto before = files();
         auto refused = [&](const std::string& why) {
             std::string wrong = run();
@@ -520,6 +561,8 @@ TEST_F(Prepare, OtherInputsAreRefused) {
             EXPECT_TRUE(files() == before);
             c = first, t = {};
         };
+
+        // Each flag that differs, and inputs that have changed.
         c.data = put("b.txt", "some text"), refused("other --data");
         c.data += "," + dir + "/b.txt", refused("other --data");
         c.shard_tokens = 5, refused("another --shard-tokens");
@@ -528,14 +571,19 @@ TEST_F(Prepare, OtherInputsAreRefused) {
         c.field = "body", refused("another --field");
         t = small_bpe(), refused("another --tokenizer");
         ASSERT_EQ(add_pattern(&t, "."), ""), refused("another --tokenizer");
+
         put("a.txt", "some texts"), refused("other --data, or files that have changed since");
         put("a.txt", "some text");
         fs::last_write_time(c.data, written);
+
+        // Files of the preparation that have changed.
         fs::resize_file(out("x_000001.bin"), 1025);
         EXPECT_HAS(run(), "x_000001.bin: is gone, or has another size");
         std::ofstream(state) << "{}";
         EXPECT_HAS(run(), state + ": is there, and is none of --prepare's files");
     }
+
+    // Files of somebody else.
     for (const char* name : {"x_000000.bin", "x_000123.bin", "x.bin", "x.val.bin"}) {
         fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
         std::ofstream(out(name)) << "mine";
@@ -552,21 +600,25 @@ TEST_F(Prepare, BadFlagsAreRefused) {
         EXPECT_EQ(files().size(), 0u) << part;
         c = first, c.data = text;
     };
+
     refused("give --data");
     c.prepare = "out", refused("--prepare out: OUT.bin");
     c.prepare = ".bin", refused("OUT.bin");
     c.prepare = dir + "/absent/x.bin", refused("there is no folder " + dir + "/absent/");
     c.val = text, refused("leave --val out");
     c.document_end = -1, refused("has no token that begins or ends a text");
+
     c.document_end = 256, refused("has the tokens 0 to 255");
     c.data = dir + "/absent.txt", refused("absent.txt: No such file");
     c.data = dir + "/*.json", refused("no file matches");
+
     c.data = put("a.csv", "1"), refused("wants a name that ends in .txt or .jsonl");
     fs::create_directories(dir + "/d.txt");
     c.data = dir + "/d.txt", refused("is no file");
+
     c.val_tokens = 11;
     EXPECT_HAS(run(), "--val-tokens 11: the inputs have only 10 tokens");
-    c.val_tokens = 10; // nothing was written: no state is in the way
+    c.val_tokens = 10; // the refusal before wrote no state that would be in the way
     EXPECT_HAS(run(), "--val-tokens 10 takes all tokens");
     c.val_tokens = 0, c.data = put("e.txt", "");
     EXPECT_HAS(again(), "e.txt: holds no document");
@@ -574,6 +626,7 @@ TEST_F(Prepare, BadFlagsAreRefused) {
 }
 
 TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
+    // Good lines, and bad ones among them: each kind of fault once.
     std::string good = "{\"text\": \"a\"}\n";
     std::string bad[] = {"{\"text\": \"a\"\n",        "[1]\n",      "{\"txt\": \"a\"}\n",
                          "{\"text\": 5}\n",           "\"text\"\n", "{\"text\": null}\n",
@@ -582,6 +635,7 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
     for (const std::string& b : bad) lines += b + good;
     c.data = put("a.jsonl", good) + "," + put("b.jsonl", lines);
     limits.batch = 64;
+
     ASSERT_EQ(run(), "");
     EXPECT_EQ(shard(out("x.bin")).size(), 2 * 11u);
     EXPECT_HAS(says, "note: " + dir + "/b.jsonl:3: is no JSON object");
@@ -589,19 +643,21 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
     EXPECT_EQ(manifest()["malformed_lines"], 8);
     EXPECT_EQ(manifest()["lines"], 19);
 
-    // ten, and a hundredth of the lines so far
+    // Allowed are ten bad lines, plus a hundredth of the lines so far.
     auto with_bad = [&](int lines, int last) {
         std::string text;
         for (int i = 0; i < lines - last; i++) text += good;
         for (int i = 0; i < last; i++) text += bad[2];
         c.data = put("c.jsonl", text);
-        limits.batch = 1 << 20; // looks once
+        limits.batch = 1 << 20; // one batch: the count is looked at once
         return again();
     };
     EXPECT_EQ(with_bad(1000, 20), "");
     EXPECT_HAS(with_bad(999, 20), "20 of the first 999 lines are bad");
     EXPECT_HAS(with_bad(999, 20), "c.jsonl:980: has no string \"text\": --field says which");
     EXPECT_EQ(files().count("x.bin"), 0u);
+
+    // Lines that are too long.
     limits = {64, 100};
     c.data = put("d.jsonl", good + "{\"text\": \"" + std::string(90, 'x') + "\"}\n");
     EXPECT_EQ(again(), "");
@@ -626,7 +682,10 @@ TEST_F(Prepare, FilesCutShortAreNamed) {
                 EXPECT_HAS(wrong, "cut short");
             }
         }
-        c.data = put(name, whole + std::string(512, '\0')); // a tape's block
+
+        // Bytes after the end: zeros are harmless, anything else is noted for gzip
+        // and refused for zstd.
+        c.data = put(name, whole + std::string(512, '\0')); // padded to a tape's block
         if (packed == ".gz") {
             EXPECT_EQ(again(), "");
             EXPECT_EQ(says.find("note"), std::string::npos) << says;
@@ -640,6 +699,8 @@ TEST_F(Prepare, FilesCutShortAreNamed) {
         } else {
             EXPECT_HAS(again(), "is no zstd file, or other bytes follow its frames");
         }
+
+        // Damage inside, and a plain text under a packed name.
         std::string broken = whole;
         broken[whole.size() / 2] ^= 64, broken[whole.size() / 2 + 1] ^= 64;
         c.data = put(name, broken);
@@ -656,12 +717,12 @@ TEST_F(Prepare, OneProcessWritesAName) {
     EXPECT_HAS(run(), "x.bin: another process is writing it");
     EXPECT_EQ(files().size(), 1u);
     unlock_file(out("x.lock"), lock);
-    put("out/x.lock", ""); // what a kill has left
+    put("out/x.lock", ""); // a killed program leaves it
     EXPECT_EQ(run(), "");
     EXPECT_EQ(files().size(), 2u);
 }
 
-// nanoGPT's files: each document ends with the token that ends a text.
+// nanoGPT's files have no header, and each document in them ends with the token that ends a text.
 TEST_F(Prepare, TokensWithoutAHeaderBecomeAShard) {
     t = small_bpe(), c.document_end = -1;
     Tokens expected;
@@ -672,6 +733,7 @@ TEST_F(Prepare, TokensWithoutAHeaderBecomeAShard) {
         for (int i = 0; i <= document; i++) add(i * 5), expected.push_back(i * 5);
         add(t.eot);
     }
+
     c.data = put("train.bin", bytes);
     for (size_t batch : {7, 64, 1 << 20}) {
         limits.batch = batch;
@@ -679,11 +741,13 @@ TEST_F(Prepare, TokensWithoutAHeaderBecomeAShard) {
         EXPECT_EQ(shard(out("x.bin")), expected);
         EXPECT_EQ(manifest()["documents"], 50);
     }
+
     c.data = put("train.bin", bytes + "\xff\x7f");
     EXPECT_HAS(again(), "train.bin: token 32767 at position " + std::to_string(bytes.size() / 2) +
                             " is none of the 262 of --tokenizer small");
     c.data = put("odd.bin", "abc");
     EXPECT_HAS(again(), "3 bytes are no tokens of 16 bits");
+
     c.data = put("train.bin", bytes);
     ASSERT_EQ(again(), "");
     fs::copy(out("x.bin"), path("shard.bin"));
@@ -705,7 +769,7 @@ TEST_F(Prepare, WhereAllLinesAreBadTheFirstIsNamed) {
     EXPECT_HAS(again(), "b.jsonl: holds no document");
 }
 
-// A file that says what it likes, with a right checksum.
+// A manifest with a right checksum whose fields say anything.
 TEST_F(Prepare, ProgressIsBelievedFieldByField) {
     c.data = put("a.txt", "one and two"), c.shard_tokens = 4;
     ASSERT_EQ(run(), "");
@@ -717,6 +781,7 @@ TEST_F(Prepare, ProgressIsBelievedFieldByField) {
         put("out/x.json", manifest_text(j));
         return run();
     };
+
     EXPECT_EQ(with([](auto&) {}), "");
     const std::string damaged = "is none of --prepare's files or is damaged";
     EXPECT_HAS(with([](auto& j) { j["shards"][0]["file"] = "../x"; }), damaged);
@@ -728,11 +793,13 @@ TEST_F(Prepare, ProgressIsBelievedFieldByField) {
     EXPECT_HAS(with([](auto& j) { j["batch"] = {{"file", -1}}; }), damaged);
 }
 
-// Python imports nothing from the folder that the program is started in.
+// Python imports nothing from the folder in which the program is started.
 TEST_F(Prepare, PythonRunsNothingOfTheDatasFolder) {
     std::string evil = "open('" + path("ran") + "', 'w')\n";
     for (const char* name : {"pyarrow.py", "json.py", "download.py", "sitecustomize.py"})
         put(name, evil);
+
+    // Prepare in that folder, with Python's own variables pointing at it.
     fs::path before = fs::current_path();
     fs::current_path(dir);
     for (const char* name : {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"})
@@ -741,7 +808,8 @@ TEST_F(Prepare, PythonRunsNothingOfTheDatasFolder) {
     std::string wrong = run();
     for (const char* name : {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"}) unsetenv(name);
     fs::current_path(before);
-    EXPECT_NE(wrong, ""); // without pyarrow, or with it: this is no parquet file
+
+    EXPECT_NE(wrong, ""); // with pyarrow or without it: the file is no parquet file
     EXPECT_FALSE(fs::exists(path("ran")));
 }
 
@@ -757,12 +825,15 @@ TEST_F(Prepare, AFullDiskLeavesNoShardThatLooksWhole) {
             wrong.find("x_000000.bin: cannot be written: File too large") != std::string::npos;
         _exit(named ? 0 : 1);
     }
+
     int status = 0;
     waitpid(child, &status, 0);
     EXPECT_EQ(status, 0);
-    EXPECT_EQ(files().size(), 1u); // what goes on
+
+    // The progress file is left, and goes on when there is room again.
+    EXPECT_EQ(files().size(), 1u);
     EXPECT_EQ(files().count("x.progress"), 1u);
-    EXPECT_EQ(run(), ""); // there is room again
+    EXPECT_EQ(run(), "");
     EXPECT_EQ(manifest()["tokens"], 100001);
 }
 
@@ -775,6 +846,7 @@ constexpr bool SANITIZED = true;
 constexpr bool SANITIZED = false;
 #endif
 
+// The peak of memory is the same for a file that is ten times as large, give or take 16 MiB.
 TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
     if (SANITIZED) GTEST_SKIP() << "skipped: sanitizers keep memory of their own";
     auto peak = [&](const std::string& name, size_t megabytes) { // kB
@@ -786,6 +858,8 @@ TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
             std::ofstream file(dir + "/" + name, std::ios::binary);
             for (size_t i = 0; i < megabytes; i++) file << block;
         }
+
+        // Prepare it in a child, and ask for the child's peak.
         c.data = dir + "/" + name;
         fs::remove_all(dir + "/out"), fs::create_directories(dir + "/out");
         pid_t child = fork();
@@ -799,8 +873,9 @@ TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
         EXPECT_EQ(status, 0);
         return used.ru_maxrss;
     };
+
     long small = peak("a.txt", 20), large = peak("a.txt", 200);
-    EXPECT_LT(large, small + 16 * 1024) << small; // 180 MB more of text
+    EXPECT_LT(large, small + 16 * 1024) << small; // although the text is 180 MB longer
     small = peak("a.jsonl", 5), large = peak("a.jsonl", 50);
     EXPECT_LT(large, small + 16 * 1024) << small;
 }
@@ -819,7 +894,7 @@ TEST_F(Prepare, ProgressIsALineNowAndThen) {
     }
 }
 
-// The script runs on a stand-in for pyarrow that takes a file's lines for its rows.
+// The script runs on a stand-in for pyarrow, which takes a file's lines for its rows.
 TEST_F(Prepare, ParquetComesThroughAChild) {
     fs::create_directories(dir + "/pyarrow");
     put("pyarrow/__init__.py", "class ArrowException(Exception): pass\n");
@@ -838,13 +913,14 @@ class ParquetFile:
 pyarrow.parquet = __import__("sys").modules[__name__]
 )");
 
-    // A python3 that finds it, and that must be called with -I.
+    // A python3 that finds the stand-in, and that insists on being called with -I.
     fs::create_directories(dir + "/bin");
     put("bin/python3", "#!/bin/sh\n[ \"$1\" = -I ] || exit 9\nshift\nPATH=${PATH#*:}\n"
                        "PYTHONPATH='" + dir + "' exec python3 \"$@\"\n");
     fs::permissions(dir + "/bin/python3", fs::perms::owner_all);
     std::string path = getenv("PATH");
     setenv("PATH", (dir + "/bin:" + path).c_str(), 1);
+
     std::string name = "it's a \"file\".parquet";
     c.data = put(name, "one|two\nlines|none|\xc3\xa9"), c.field = "body";
     ASSERT_EQ(run(), "");
@@ -852,6 +928,8 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     expected.insert(expected.end(), {0xc3, 0xa9});
     EXPECT_EQ(shard(out("x.bin")), expected);
     EXPECT_EQ(manifest()["documents"], 3);
+
+    // Files and columns that cannot be read, and a machine without pyarrow or Python.
     put(name, "one|broken");
     EXPECT_HAS(again(), name + ": cannot be read; the lines above say why");
     EXPECT_HAS(says, "cannot be read as parquet: broken");
@@ -863,6 +941,7 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     setenv("PATH", dir.c_str(), 1);
     EXPECT_HAS(again(), name + ": parquet files need Python: install python3");
     setenv("PATH", path.c_str(), 1);
+
     testing::internal::CaptureStdout();
     EXPECT_HAS(prepare(c, t, dir + "/"), "which is not there");
     testing::internal::GetCapturedStdout();

@@ -24,6 +24,8 @@ TEST(Numbers, ReadAsPeopleSayThem) {
 // ----------------------------------------------------------------------------
 // step lines
 
+// A run of up to 100 steps shows every step, a longer one a tenth of them, and always
+// the first and the last.
 TEST(StepLines, ShortRunsShowAllAndLongOnesATenth) {
     int shown = 0;
     for (int64_t step = 1; step <= 100; step++) shown += is_shown(0, step == 1, step, 100);
@@ -37,7 +39,7 @@ TEST(StepLines, ShortRunsShowAllAndLongOnesATenth) {
     EXPECT_FALSE(is_shown(50, false, 110, 205));
 }
 
-// A rate above the peak says that the peak was measured badly, not that the machine is faster.
+// A rate above the peak shows that the peak was measured badly, not that the machine is faster.
 TEST(StepLines, NoShareIsAboveAll) {
     StepReport r = {10, 99, 3.21, 0.9, 3e-4, 0.0123, 1024, 10240, 0.41};
     EXPECT_EQ(step_text(r, 2),
@@ -47,7 +49,7 @@ TEST(StepLines, NoShareIsAboveAll) {
     EXPECT_HAS(step_text(r, 2), "| mfu ~100% |");
 }
 
-// Run `print` on a terminal of so many columns, and return its text.
+// Run `print` on a terminal of that many columns, and return the text that the terminal got.
 template <typename F> std::string on_terminal(unsigned short columns, F print) {
     int master, slave;
     struct winsize size = {24, columns, 0, 0};
@@ -61,7 +63,7 @@ template <typename F> std::string on_terminal(unsigned short columns, F print) {
     close(slave);
     close(before);
 
-    // A terminal gives what it has so far: read until the other end, which is closed, has no more.
+    // Read until the closed end has no more text: a read returns only what there is so far.
     std::string all;
     char text[4096];
     for (ssize_t n; (n = read(master, text, sizeof(text))) > 0;)
@@ -70,6 +72,7 @@ template <typename F> std::string on_terminal(unsigned short columns, F print) {
     return all;
 }
 
+// On a terminal each step overwrites the line, cut to the columns. Other output begins a new line.
 TEST(StepLines, ATerminalHasOneLineInPlace) {
     auto steps = [](int64_t every) {
         return on_terminal(20, [&] {
@@ -90,19 +93,21 @@ TEST(StepLines, ATerminalHasOneLineInPlace) {
 
 TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
     Logger log;
-    open_display(log, 5, false); // under a test runner: a pipe or a file
+    open_display(log, 5, false); // under a test runner the output is a pipe or a file
     if (log.columns) GTEST_SKIP() << "on a terminal";
     ASSERT_EQ(log_open(log, scratch("log.jsonl"), 0, {{"config", 1}}), "");
+
     testing::internal::CaptureStdout();
     for (int64_t step = 1; step <= 12; step++)
         ASSERT_EQ(log_step(log, {step, 12, 1, 1, 1, 1, 8, 8 * step, 0.1}), "");
     std::string text = testing::internal::GetCapturedStdout();
     EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 4) << text; // 1, 5, 10, 12
     EXPECT_HAS(text, "step  10/12 ");
+
     std::string all = read_file(scratch("log.jsonl"));
     EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), 13);
 
-    // A log has no key for what its run does not use.
+    // The log lacks the keys of techniques that the run does not use.
     for (const char* key : {"loss_scale", "cp_imbalance", "max_vio", "least_load"})
         EXPECT_EQ(all.find(key), std::string::npos) << key;
     StepReport even = {13, 13, 1, 1, 1, 1, 8, 104, 0.1};
@@ -119,14 +124,16 @@ TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
 TEST(Help, NamesEveryFlagAndPresetAndFitsThePage) {
     for (size_t width : {HELP_WIDTH, HELP_NARROW}) {
         std::string help = help_text(width);
-        std::string flat; // a group's name may be broken into lines
+        std::string flat; // a group's name may be broken across lines
+
         for (char c : help) flat += c == '\n' ? ' ' : c;
         for (const Flag& f : config_table())
             EXPECT_HAS(flat, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
         for (const Preset& p : model_presets()) EXPECT_HAS(help, p.name);
+
         std::istringstream lines(help);
         for (std::string line; std::getline(lines, line);) {
-            // Choices and examples are not broken; they fit the wider page.
+            // Choices and examples are not broken across lines. They fit the wider page.
             bool whole = has(line, "tp-pp-dp|") || has(line, "train_gpt");
             EXPECT_LE(line.size(), whole ? HELP_WIDTH : width) << line;
         }

@@ -1,5 +1,5 @@
 // test_safetensors.cpp - safetensors files: written and read back, malformed headers refused
-//   A write that fails leaves the older file.
+//   A write that fails leaves the older file as it was.
 #include <signal.h>
 #include <sys/resource.h>
 #include "../../llmc/io/safetensors.h"
@@ -15,6 +15,7 @@ static std::string whole(const std::string& header, size_t body) {
     return bytes_of(header.size()) + header + std::string(body, '\1');
 }
 
+// Write the bytes and open them. A refused file must leave nothing open.
 static std::string open_bytes(const std::string& bytes) {
     put_file(scratch("bytes.safetensors"), bytes);
     SafeTensors s;
@@ -24,7 +25,7 @@ static std::string open_bytes(const std::string& bytes) {
     return wrong;
 }
 
-// A tensor's entry.
+// One tensor's entry in a header.
 static std::string entry(const std::string& name, const std::string& dtype,
                          const std::string& shape, const std::string& offsets) {
     return "\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":" + shape +
@@ -44,23 +45,28 @@ TEST(SafeTensors, WhatIsWrittenIsReadBack) {
         {"z.weight", Type::F32, {3, 5}},       {"scalar", Type::F32, {}},
         {"a \"b\"\xc3\xa9", Type::BF16, {15}}, {"empty", Type::F32, {0, 4}},
         {"half", Type::F16, {5, 1, 3}},        {"doubles", Type::F64, {5}}};
+
+    // Write the tensors in pieces of any size. The name appears only when the file is whole.
     FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, metadata), "");
-    EXPECT_FALSE(fs::exists(path)); // not before it is whole
+    EXPECT_FALSE(fs::exists(path));
     writer_put(w, f.data(), 60), writer_put(w, f.data(), 4);
     writer_put(w, brain, 7),
-        writer_put(w, reinterpret_cast<char*>(brain) + 7, 23); // pieces of any size
+        writer_put(w, reinterpret_cast<char*>(brain) + 7, 23);
     writer_put(w, nullptr, 0), writer_put(w, half, 30), writer_put(w, doubles.data(), 40);
     ASSERT_EQ(writer_close(&w), "");
     EXPECT_FALSE(fs::exists(path + ".tmp"));
+
+    // The writer's length and checksum are the file's.
     std::string bytes = read_file(path);
     EXPECT_EQ(w.bytes, bytes.size());
     EXPECT_EQ(w.crc,
               uint32_t(crc32(0, reinterpret_cast<const Bytef*>(bytes.data()), uInt(bytes.size()))));
     uint64_t header;
     memcpy(&header, bytes.data(), 8);
-    EXPECT_EQ(header % 8, 0u); // the data begins aligned
+    EXPECT_EQ(header % 8, 0u); // the data begins at a multiple of 8
 
+    // Read each tensor whole and in parts.
     SafeTensors s;
     ASSERT_EQ(safetensors_open(&s, path), "");
     EXPECT_EQ(s.metadata, metadata);
@@ -76,17 +82,18 @@ TEST(SafeTensors, WhatIsWrittenIsReadBack) {
         tensor_to_float(out.data(), *found, 0, out.size());
         for (size_t i = 0; i < out.size(); i++)
             EXPECT_EQ(out[i], t.type == Type::F64 ? float(doubles[i]) : f[i]) << t.name << " " << i;
-        for (size_t first : {1, 4}) { // a part of it
+        for (size_t first : {1, 4}) {
             if (out.size() < 5) continue;
             float part = -9;
             tensor_to_float(&part, *found, first, 1);
             EXPECT_EQ(part, out[first]);
         }
     }
+
     for (const char* name : {"", "z.weigh", "z.weights", "zz", "__metadata__"})
         EXPECT_EQ(safetensors_find(s, name), nullptr) << name;
     safetensors_close(&s);
-    safetensors_close(&s); // twice does no harm
+    safetensors_close(&s); // a second time is harmless
 }
 
 TEST(SafeTensors, AFileOfNothingIsWhole) {
@@ -111,6 +118,7 @@ TEST(SafeTensors, TensorsMayComeInAnyOrderAndBeUnaligned) {
     }
 }
 
+// Headers that are wrong in one way each, with part of the message. The message is one line.
 TEST(SafeTensors, RefusesEveryMalformedHeader) {
     const std::string good = entry("a", "F32", "[2]", "[0,8]");
     ASSERT_EQ(open_bytes(whole("{" + good + "}", 8)), "");
@@ -119,8 +127,11 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
         size_t body;
         const char* wrong;
     };
+
+    // Numbers that overflow, and brackets that would end the stack of a reader that recurses.
     std::string huge = "18446744073709551615", big = "4294967296", deep(300000, '['),
                 closed(300000, ']');
+
     for (const Case& c : std::vector<Case>{
              {"", 0, "no JSON object"},
              {"{", 0, "no JSON object"},
@@ -212,13 +223,16 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
 TEST(SafeTensors, RefusesLengthsThatDoNotFit) {
     std::string good = whole("{" + entry("a", "F32", "[2]", "[0,8]") + "}", 8);
     for (size_t n = 0; n < good.size(); n++)
-        EXPECT_NE(open_bytes(good.substr(0, n)), "") << n; // cut anywhere
+        EXPECT_NE(open_bytes(good.substr(0, n)), "") << n; // cut at any byte
     EXPECT_NE(open_bytes(good + "x"), "");
     EXPECT_HAS(open_bytes(good.substr(0, 5)), "is 5 bytes long, too short");
     EXPECT_HAS(open_bytes(good.substr(0, 30)), "truncated, or no safetensors file");
+
+    // Lengths of the header that reach beyond the file.
     for (uint64_t length : {good.size() - 7, good.size(), 1ul << 32, 1ul << 63, ~0ul, ~7ul})
         EXPECT_HAS(open_bytes(bytes_of(length) + good.substr(8)),
                    "said to take " + std::to_string(length) + " bytes");
+
     SafeTensors s;
     EXPECT_HAS(safetensors_open(&s, scratch("absent.safetensors")), "No such file");
     EXPECT_HAS(safetensors_open(&s, testing::TempDir()), "is no file but a folder");
@@ -231,14 +245,14 @@ TEST(SafeTensors, MetadataIsText) {
     SafeTensors s;
     ASSERT_EQ(safetensors_open(&s, scratch("meta.safetensors")), "");
     EXPECT_EQ(s.metadata,
-              (std::map<std::string, std::string>{{"a", "b"}})); // what is no text is left out
+              (std::map<std::string, std::string>{{"a", "b"}})); // anything but text is left out
     safetensors_close(&s);
-    for (const char* value : {"null", "7", "[]", "[1,2]", "{}", "true"}) // odd, but no harm
+    for (const char* value : {"null", "7", "[]", "[1,2]", "{}", "true"}) // odd and harmless
         EXPECT_EQ(open_bytes(whole(std::string("{\"__metadata__\":") + value + "}", 0)), "")
             << value;
 }
 
-// Write `bytes` of data where the header promises 64 KB; the message.
+// Write `bytes` of data where the header promises 64 KB. Returns the message.
 static std::string write_over(const std::string& path, size_t bytes) {
     FileWriter w;
     std::vector<float> data(16384, 1.0f);
@@ -255,7 +269,8 @@ static void expect_untouched(const std::string& path) {
 TEST(SafeTensors, AFailedWriteLeavesTheOldFile) {
     std::string path = scratch("old.safetensors");
     put_file(path, "old");
-    // fewer bytes than promised, and more
+
+    // Fewer bytes than promised, and more.
     EXPECT_HAS(write_over(path, 65532), "bytes written, the header promises");
     expect_untouched(path);
     FileWriter w;
@@ -264,7 +279,8 @@ TEST(SafeTensors, AFailedWriteLeavesTheOldFile) {
     EXPECT_HAS(writer_close(&w), "24 bytes written, the header promises 16");
     expect_untouched(path);
 
-    // files may grow to `limit` bytes only: in the data, in the header, and in its length
+    // A limit on the length of files ends the write in the data, in the header, and
+    // in the header's length.
     rlimit before, small;
     getrlimit(RLIMIT_FSIZE, &before);
     auto handler = signal(SIGXFSZ, SIG_IGN);
@@ -272,18 +288,19 @@ TEST(SafeTensors, AFailedWriteLeavesTheOldFile) {
         small = before, small.rlim_cur = limit;
         ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
         std::string wrong = write_over(path, 65536);
-        setrlimit(RLIMIT_FSIZE, &before); // before anything is printed
+        setrlimit(RLIMIT_FSIZE, &before); // before anything is printed, which would fail too
         EXPECT_HAS(wrong, path + ": cannot be written: File too large") << limit;
         expect_untouched(path);
     }
     signal(SIGXFSZ, handler);
 
-    // a full disk
+    // A full disk.
     fs::create_symlink("/dev/full", path + ".tmp");
     EXPECT_HAS(write_over(path, 65536), path + ": cannot be written: No space left");
     expect_untouched(path);
 
-    EXPECT_EQ(write_over(path, 65536), ""); // and now it works
+    // Without a fault the write succeeds.
+    EXPECT_EQ(write_over(path, 65536), "");
     SafeTensors s;
     EXPECT_EQ(safetensors_open(&s, path), "");
     safetensors_close(&s);
@@ -297,24 +314,25 @@ TEST(SafeTensors, AFolderThatCannotBeWritten) {
                "cannot be written: Not a directory");
     EXPECT_EQ(read_file(scratch("file")), "old");
     EXPECT_HAS(write_over("/proc/self/x.safetensors", 65536),
-               "cannot be written"); // root may not write there either
+               "cannot be written"); // not even root may write there
 
-    // the final name is a folder
+    // The final name is a folder.
     fs::create_directories(scratch("taken.safetensors/inside"));
     EXPECT_HAS(write_over(scratch("taken.safetensors"), 65536), "cannot be renamed");
     EXPECT_FALSE(fs::exists(scratch("taken.safetensors.tmp")));
     EXPECT_TRUE(fs::exists(scratch("taken.safetensors/inside")));
 
-    // a folder without the right to write
+    // A folder without permission to write. Root may write there all the same.
     fs::create_directories(scratch("locked"));
     std::string path = scratch("locked/old.safetensors");
     put_file(path, "old");
     fs::permissions(scratch("locked"), fs::perms::owner_read | fs::perms::owner_exec);
     std::string wrong = geteuid() == 0 ? "Permission denied"
-                                       : write_over(path, 65536); // root may write all the same
+                                       : write_over(path, 65536);
     EXPECT_HAS(wrong, "Permission denied");
     fs::permissions(scratch("locked"), fs::perms::owner_all);
     expect_untouched(path);
+
     EXPECT_EQ(sync_folder(folder_of(path)), "");
     EXPECT_HAS(sync_folder(scratch("absent")), "No such file");
     EXPECT_EQ(folder_of("x.safetensors"), ".");

@@ -1,5 +1,5 @@
 // test_states.cpp - small masters and moments: exact, or unbiased where they round at random
-//   Every layout has the same, checkpoints keep them to the bit, and training is as good.
+//   Every layout has the same numbers, checkpoints keep them to the bit, and training is as good.
 #include "../../llmc/io/explain.h"
 #include "saved_models.h"
 
@@ -19,8 +19,8 @@ std::vector<float> drawn(size_t n, const char* name, uint64_t seed = 1, float st
 // ----------------------------------------------------------------------------
 // remainders
 
-// Every number comes back; its weight is the nearest bf16, and another one than with ties to even
-// only at exact ties.
+// A float comes back from its two parts. Its weight is the nearest bf16; only at exact ties it may
+// differ from rounding to even.
 void expect_exact(uint32_t u) {
     SplitFloat parts = split_float(float_of(u));
     float weight = to_float(bf16{parts.weight}), joined = join_float(parts);
@@ -41,7 +41,8 @@ TEST(Remainders, JoinToTheSameBits) {
     for (uint64_t i = 0; i < 1000000; i++) expect_exact(random_block(3, 4, i)[0]);
 }
 
-// A hundred steps of the same gradients: the bits of float masters, after each of them.
+// A hundred steps with the same gradients: after each step the remainders have the
+// bits of float masters.
 TEST(Remainders, AreFloatMasters) {
     const size_t n = 3001;
     std::vector<float> master = drawn(n, "w", 1, 0.02f), m(n), v(n), m2(n), v2(n);
@@ -51,6 +52,7 @@ TEST(Remainders, AreFloatMasters) {
         SplitFloat parts = split_float(master[i]);
         upper[i] = {parts.weight}, lower[i] = parts.remainder;
     }
+
     AdamW h = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f};
     int ties = 0, moved = 0;
     for (h.step = 1; h.step <= 100; h.step++) {
@@ -62,6 +64,8 @@ TEST(Remainders, AreFloatMasters) {
                                     v2.data(), Masters::REMAINDER};
         adamw_update(memory, &row, 1, h, nullptr, Cpu{});
         ASSERT_TRUE(m == m2 && v == v2);
+
+        // At a tie the weight may be the other neighbour.
         for (size_t i = 0; i < n; i++) {
             ASSERT_EQ(join_float({upper[i].bits, lower[i]}), master[i]);
             bool tie = uint16_t(bits_of(master[i])) == 0x8000;
@@ -78,7 +82,8 @@ TEST(Remainders, AreFloatMasters) {
 // ----------------------------------------------------------------------------
 // rounding at random
 
-// Both neighbours are taken, on average the number itself: within 4 standard errors of 2^20 draws.
+// Only the two neighbours are taken, and on average the number itself: within 4 standard
+// errors of 2^20 draws.
 TEST(Rounding, IsUnbiased) {
     constexpr size_t N = size_t(1) << 20;
     for (float x : {1.001f, -3.0007f, 7.77e-5f}) {
@@ -96,7 +101,7 @@ TEST(Rounding, IsUnbiased) {
     }
 }
 
-// Both moments get the same number: they are rounded apart.
+// Both moments hold the same number, yet they are rounded independently.
 TEST(Rounding, HasAStreamForEachMoment) {
     const size_t n = 1000;
     std::vector<float> g(n), w(n);
@@ -106,6 +111,7 @@ TEST(Rounding, HasAStreamForEachMoment) {
     TensorRow row = {0, n, false, 77};
     AdamW h = {0, 0.9f, 0.9f, 1e-8f, 0, true, 5};
     adamw_update(memory, &row, 1, h, nullptr, Cpu{});
+
     size_t same = 0;
     for (size_t i = 0; i < n; i++) same += m[i].bits == v[i].bits;
     EXPECT_LT(same, n);
@@ -113,8 +119,8 @@ TEST(Rounding, HasAStreamForEachMoment) {
     EXPECT_FLOAT_EQ(to_float(m[0]) + to_float(v[0]) > 1.8f, true);
 }
 
-// A piece of a tensor rounds as it does within the whole, whatever ranks cut: the same gradients
-// give the same weights.
+// A piece of a tensor rounds as it does within the whole tensor, wherever ranks cut it: the same
+// gradients give the same weights.
 TEST(Rounding, IsTheSameForAnyTensorParallelism) {
     Shape gpt2 = gpt2_shape(1, 4, 24, 61, 32), llama = llama_shape(1, 8, 2, 32, 48, 53, 64, 1e4);
     llama.qk_norm = llama.qkv_bias = true;
@@ -127,7 +133,8 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
                 Model whole = make_model(shape), model = make_model(shape, layout);
                 int block = find_bucket(model, Role::BLOCK, 1);
                 for (const TensorRow& row : tensor_rows(model, block, 0, ~size_t(0))) {
-                    // Two parameters of the same name: the piece's elements, and all of them.
+                    // Find the parameter, and take its elements as the whole and
+                    // as this rank's piece.
                     size_t i = 0;
                     while (fnv1a(model.parameters[i].name) != row.hash) i++;
                     const Parameter& p = whole.parameters[i];
@@ -142,6 +149,8 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
                                          piece.push_back(all[k]), part.push_back(g[k]);
                                  });
                     ASSERT_EQ(piece.size(), row.n);
+
+                    // Update both, and compare.
                     TensorRow alone = {0, n, row.decay, row.hash}, mine = row;
                     mine.offset = 0;
                     adamw_update(all.data(), nullptr, g.data(), m.data(), v.data(), &alone, 1, h,
@@ -149,6 +158,7 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
                     std::vector<float> m2(row.n), v2(row.n);
                     adamw_update(piece.data(), nullptr, part.data(), m2.data(), v2.data(), &mine, 1,
                                  h, nullptr, Cpu{});
+
                     for_each_run(model.parameters[i], rank, tp,
                                  [&](size_t local, size_t global, size_t count) {
                                      for (size_t k = 0; k < count; k++)
@@ -162,7 +172,7 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
 // ----------------------------------------------------------------------------
 // 8 bits
 
-// Lengths, order and ends of bitsandbytes' maps (functional.py, create_dynamic_map).
+// The lengths, the order and the ends of bitsandbytes' maps (functional.py, create_dynamic_map).
 TEST(EightBits, HaveTheMapsOfThePaper) {
     for (bool is_signed : {false, true}) {
         for (int k = 1; k < 256; k++)
@@ -170,7 +180,7 @@ TEST(EightBits, HaveTheMapsOfThePaper) {
         EXPECT_EQ(dynamic_value(is_signed, 255), 1);
         EXPECT_EQ(dynamic_value(is_signed, is_signed ? 127 : 0), 0);
 
-        // Each decade has twice the values of the one below it, in the middles of equal parts.
+        // Each decade has twice as many values as the one below it, at the middles of equal parts.
         int code = is_signed ? 128 : 1;
         for (int decade = 0, n = is_signed ? 1 : 2; decade < 7; decade++, n *= 2)
             for (int k = 0; k < n; k++, code++) {
@@ -188,8 +198,8 @@ TEST(EightBits, HaveTheMapsOfThePaper) {
     EXPECT_FLOAT_EQ(dynamic_value(false, 254), 0.99648437f);
 }
 
-// No other code is nearer, over seven decades and at the middles; of two that
-// are as near, the lower.
+// No other code is nearer, over seven decades and at the middles between codes. Of two equally near
+// codes the lower is taken.
 TEST(EightBits, TakeTheNearestCode) {
     for (bool is_signed : {false, true}) {
         DynamicMap map = dynamic_map(is_signed);
@@ -199,11 +209,13 @@ TEST(EightBits, TakeTheNearestCode) {
             ASSERT_TRUE(code == 0 || away(code) < away(code - 1)) << x;
             ASSERT_TRUE(code == 255 || away(code) <= away(code + 1)) << x;
         };
+
         for (uint64_t i = 0; i < 100000; i++) {
             double z = normal(1, 2, i);
             float x = float(z * std::pow(10.0, -7.0 * uniform(1, 3, i)));
             if (std::fabs(x) <= 1) expect_nearest(is_signed ? x : std::fabs(x));
         }
+
         for (int k = 0; k < 255; k++) {
             float middle = (map.value[k] + map.value[k + 1]) / 2;
             for (float x : {map.value[k], middle, std::nextafter(middle, -2.0f),
@@ -213,8 +225,8 @@ TEST(EightBits, TakeTheNearestCode) {
     }
 }
 
-// A file's numbers make the same codes and absmax again: blocks of any magnitude, of zeros, of one
-// sign, and the last one shorter.
+// Numbers from a file make the same codes and absmaxes again: blocks of any magnitude, of zeros, of
+// one sign, and a last block that is shorter.
 TEST(EightBits, ComeBackFromNumbers) {
     const size_t n = 60 * STATE_BLOCK + 77;
     TensorRow row = {0, n};
@@ -228,13 +240,17 @@ TEST(EightBits, ComeBackFromNumbers) {
             if (!is_signed || block == 8) x[i] = std::fabs(x[i]);
             if (is_signed && block == 9) x[i] = -std::fabs(x[i]);
         }
+
+        // Go to codes and back twice.
         std::vector<unsigned char> bytes(state_bytes(n, true)), again = bytes;
         bytes_of_numbers(bytes.data(), x.data(), row, is_signed);
         numbers_of_bytes(read.data(), bytes.data(), row, is_signed);
         bytes_of_numbers(again.data(), read.data(), row, is_signed);
         EXPECT_TRUE(bytes == again) << is_signed;
+
+        // The error is at most half of the widest step, 0.9 / 64, of the block's largest number.
         float most = *std::max_element(x.begin(), x.begin() + STATE_BLOCK);
-        for (size_t i = 0; i < STATE_BLOCK; i++) // half of the widest step, 0.9 / 64
+        for (size_t i = 0; i < STATE_BLOCK; i++)
             EXPECT_NEAR(
                 read[i], x[i],
                 0.008 * std::fmax(most, -*std::min_element(x.begin(), x.begin() + STATE_BLOCK)));
@@ -270,7 +286,7 @@ template <typename T> void step(Small<T>& m) {
     m.t.cursor += 2;
 }
 
-// All that a checkpoint must bring back, as numbers.
+// All numbers that a checkpoint must bring back.
 template <typename T> std::vector<float> numbers_of(const Small<T>& m) {
     std::vector<float> all;
     for (const StateTensor& s : state_tensors(m.t))
@@ -280,7 +296,7 @@ template <typename T> std::vector<float> numbers_of(const Small<T>& m) {
     return all;
 }
 
-// A remainder is what a float master is, from the first weights on.
+// Training with remainders has the bits of training with float masters, from the first weights on.
 TEST(Runs, WithRemaindersAreThoseWithFloatMasters) {
     auto a = model_of<bf16>(saved_shapes()[0], {}), b = model_of<bf16>(saved_shapes()[0],
                                                                        {Masters::REMAINDER});
@@ -292,7 +308,7 @@ TEST(Runs, WithRemaindersAreThoseWithFloatMasters) {
         EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
 }
 
-// A weight that lies between two bf16: it stands for itself, and for no neighbour.
+// A weight that lies exactly between two bf16 numbers stands for itself, not for a neighbour.
 TEST(Runs, TakeWeightsThatAreTies) {
     auto m = model_of<bf16>(saved_shapes()[0], {Masters::REMAINDER});
     const Parameter& p = m->t.model.parameters[2];
@@ -303,7 +319,8 @@ TEST(Runs, TakeWeightsThatAreTies) {
     EXPECT_EQ(parameter_bytes<bf16>(m->t.plans[0], m->t.model).optimizer, 2 + 8);
 }
 
-// Rounded to nearest instead, small steps are lost: the weights stand still.
+// Without masters small steps count only if weights round at random. Rounded to nearest they would
+// be lost, and the weights would stand still.
 TEST(Runs, WithoutMastersMoveBySmallSteps) {
     auto moved = [](bool stochastic) {
         auto m = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
@@ -326,6 +343,8 @@ TEST(Runs, WithoutMastersMoveBySmallSteps) {
     EXPECT_FALSE(numbers_of(*a) == numbers_of(*b)) << "--seed says how they are rounded";
 }
 
+// A checkpoint keeps small masters and moments to the bit, and a run goes on from it as
+// it would have gone on.
 TEST_F(Saved, ToTheBit) {
     for (const Shape& shape : {saved_shapes()[0], gpt2_shape(2, 4, 64, 61, 16)})
         for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE, States::BF16},
@@ -334,6 +353,7 @@ TEST_F(Saved, ToTheBit) {
             auto a = model_of<bf16>(shape, f), b = model_of<bf16>(shape, f, 4);
             for (int i = 0; i < 3; i++) step(*a);
             step(*b);
+
             ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, 5, {}}, dir, 1), "");
             CheckpointInfo info;
             std::vector<std::string> notes;
@@ -353,13 +373,14 @@ TEST_F(Saved, ToTheBit) {
         }
 }
 
-// Any layout reads what another has written: the same numbers, and the same weights.
+// Each layout reads what another one has written: the same numbers, and so the same weights.
 TEST_F(Saved, FromAnyLayoutToAnyOther) {
     struct Case {
         int dp, tp, pp, zero;
     };
     const Case cases[] = {{1, 1, 1, 0}, {2, 1, 1, 1}, {2, 1, 1, 3}, {1, 2, 1, 0}, {2, 1, 2, 2}};
     Shape shape = gpt2_shape(2, 4, 64, 100, 16);
+
     auto on_ranks = [&](const Case& c, Formats f, auto body) {
         Layout sizes = small_layout(c.dp, c.tp, c.pp);
         sizes.zero = c.zero;
@@ -379,7 +400,8 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
             body(m);
         }), 0);
     };
-    auto words = [](const Small<bf16>& m) { // without padding, which depends on tp
+
+    auto words = [](const Small<bf16>& m) { // without padding, which depends on the layout
         std::vector<float> all;
         for (const StateTensor& s : state_tensors(m.t)) {
             std::vector<float> x = fetch_numbers(m.t, s.data, *s.p);
@@ -387,6 +409,8 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
         }
         return all;
     };
+
+    // Save one step in each layout, and load it in each.
     for (Formats f : {Formats{Masters::REMAINDER}, Formats{Masters::NONE, States::BF16},
                       Formats{Masters::REMAINDER, States::EIGHT_BIT}})
         for (const Case& from : cases) {
@@ -398,6 +422,7 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
                 std::vector<float> mine = words(m);
                 if (m.t.comms.world.rank == 0) saved = mine;
             });
+
             for (const Case& to : cases)
                 on_ranks(to, f, [&](Small<bf16>& m) {
                     CheckpointInfo info;
@@ -416,9 +441,9 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
 // ----------------------------------------------------------------------------
 // training
 
-// The mean loss of the last 100 of 300 steps on a chain of tokens, three in four of which follow
-// from the one before. The weights are float, so that runs differ in their moments alone, and the
-// loss is near the chain's entropy, so that what is left between runs is no chaos.
+// The mean loss of the last 100 of 300 steps on a chain of tokens, where three in four tokens
+// follow from the one before. The weights are float, so runs differ only in their moments. The loss
+// comes near the chain's entropy, so differences between runs are not chaos.
 double loss_after_training(States states, float beta2, bool stochastic = true) {
     Shape shape = gpt2_shape(1, 2, 64, 61, 16);
     Plan plan = plan_of(Mode::TRAIN, 4, 16);
@@ -436,6 +461,7 @@ double loss_after_training(States states, float beta2, bool stochastic = true) {
         }
         return std::string();
     };
+
     m.t.hyper = {1e-3f, 0.9f, beta2, 1e-8f, 0.1f, 1, {}, 5, stochastic};
     double sum = 0;
     for (int i = 0; i < 300; i++) {
@@ -446,7 +472,7 @@ double loss_after_training(States states, float beta2, bool stochastic = true) {
     return sum / 100;
 }
 
-constexpr double BF16_GAP = 0.0005, EIGHT_BIT_GAP = 0.002; // of the loss with float moments
+constexpr double BF16_GAP = 0.0005, EIGHT_BIT_GAP = 0.002; // relative to the loss of float moments
 
 TEST(Training, WithSmallMomentsIsAsGood) {
     for (float beta2 : {0.95f, 0.999f}) {
@@ -460,9 +486,9 @@ TEST(Training, WithSmallMomentsIsAsGood) {
     }
 }
 
-// The mean loss (w - noise)^2 / 2 of the last steps of many: w hovers about 0, as far away as the
-// moments let it. Rounded to nearest, a second moment stands still once a step adds less than half
-// a unit in the last place: after 1 / (256 (1 - beta2)) of what it forgets.
+// The mean loss (w - noise)^2 / 2 over the last third of many steps: w hovers about 0, as close as
+// the moments let it. A second moment that rounds to nearest stands still once a step adds less
+// than half a unit in its last place, which is after 1 / (256 (1 - beta2)) of what it forgets.
 double loss_of_hovering(States states, bool stochastic) {
     const size_t n = 2048;
     const int64_t steps = 3000;
@@ -472,10 +498,11 @@ double loss_of_hovering(States states, bool stochastic) {
                                  v.data(), Masters::FLOAT, states};
     TensorRow row = {0, n, false, 5};
     AdamW h = {0.05f, 0.9f, 0.999f, 1e-8f, 0, stochastic, 3};
+
     double sum = 0;
     for (h.step = 1; h.step <= steps; h.step++) {
         fill_normal(g.data(), uint64_t(h.step), 9, 0, n,
-                    h.step < 100 ? 3 : 1); // g: minus the noise
+                    h.step < 100 ? 3 : 1); // minus the noise
         for (size_t i = 0; i < n; i++) {
             g[i] += w[i];
             if (h.step > 2 * steps / 3) sum += double(g[i]) * g[i] / 2;

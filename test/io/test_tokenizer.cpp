@@ -1,7 +1,7 @@
 // test_tokenizer.cpp - tokenizers of every kind of file: known answers, round trips, bad files
 //   The files are written here, with answers worked out by hand, by a second implementation of BPE
-//   on strings, or by trying all cuts of a word. Where the fixtures are at hand also the texts and
-//   tokens that llama.cpp keeps for GPT-2, Llama 2 and Llama 3.
+//   on strings, or by trying all cuts of a word. Where the fixtures are at hand, so are the texts
+//   and tokens that llama.cpp publishes for GPT-2, Llama 2 and Llama 3.
 #include <map>
 #include <random>
 #include <thread>
@@ -25,6 +25,7 @@ static Tokenizer opened(const std::string& path) {
     return t;
 }
 
+// The text of each token.
 static Texts pieces(const Tokenizer& t, const std::string& text, bool special = false) {
     Texts out;
     for (int token : encode(t, text, special)) out.push_back(decode(t, token));
@@ -38,9 +39,9 @@ static std::string random_text(std::mt19937& random, const Texts& parts, size_t 
 }
 
 // ----------------------------------------------------------------------------
-// files, written
+// writing files
 
-// GPT-2's letter for a byte, from the rule and not from the reader's table
+// GPT-2's letter for a byte, by the rule and not by the reader's table.
 static std::string letter(int b) {
     static const Texts letters = [] {
         Texts of(256);
@@ -75,7 +76,7 @@ static std::string base64(const std::string& bytes) {
     return out;
 }
 
-// A byte-level tokenizer: bytes are the tokens 0..255, then a token a merge.
+// A byte-level tokenizer: the tokens 0 to 255 are bytes, and each merge has the next token.
 struct ByteLevel {
     std::vector<std::pair<std::string, std::string>> merges;
     Texts pieces() const {
@@ -91,6 +92,7 @@ struct ByteLevel {
     }
 };
 
+// GPT-2's pair of files. Returns their folder.
 static std::string put_gpt2(const std::string& folder, const ByteLevel& b) {
     std::string lines = "#version: 0.2\n";
     for (const auto& [l, r] : b.merges) lines += letters(l) + " " + letters(r) + "\n";
@@ -100,6 +102,7 @@ static std::string put_gpt2(const std::string& folder, const ByteLevel& b) {
     return fs::path(put(folder + "/vocab.bpe", lines)).parent_path();
 }
 
+// A tokenizer.json. pairs: merges as lists of two, the newer form.
 static json tokenizer_json(const ByteLevel& b, bool pairs = false) {
     json merges = json::array();
     for (const auto& [l, r] : b.merges)
@@ -125,7 +128,7 @@ static std::string put_tiktoken(const std::string& name, const ByteLevel& b) {
     return put(name, lines);
 }
 
-// protobuf: a varint, a field of either kind
+// protobuf: a varint, and a field of each kind.
 static std::string varint(uint64_t x) {
     std::string out;
     for (; x >= 0x80; x >>= 7) out += char(x | 0x80);
@@ -146,6 +149,7 @@ struct Piece {
     float score = 0;
     int type = NORMAL;
 };
+// A SentencePiece model: its pieces, and what it does with spaces.
 struct SentencePiece {
     std::vector<Piece> pieces;
     int model = 2; // 1 unigram, 2 BPE
@@ -163,6 +167,7 @@ static std::string model_bytes(const SentencePiece& s) {
     return file + field(3, field(1, std::string("identity")) + (s.defaults ? "" : spaces));
 }
 
+// The unknown piece, the two controls, the bytes if asked for, and then the rest.
 static std::vector<Piece> with_controls(std::vector<Piece> rest, bool bytes) {
     std::vector<Piece> all = {{"<unk>", 0, UNKNOWN}, {"<s>", 0, CONTROL}, {"</s>", 0, CONTROL}};
     char name[8];
@@ -172,7 +177,7 @@ static std::vector<Piece> with_controls(std::vector<Piece> rest, bool bytes) {
     return all;
 }
 
-// llama2.c's form of the same pieces
+// The same pieces in llama2.c's form.
 static std::string bin_bytes(const std::vector<Piece>& pieces) {
     auto number = [](auto x) { return std::string((const char*)&x, 4); };
     std::string file;
@@ -206,13 +211,15 @@ TEST(Tokenizer, Utf8Length) {
         const char* text;
         size_t length;
     };
+
+    // The bounds of each length. 0: the bytes begin no character.
     for (const Case& c : std::vector<Case>{{"a", 1},
                                            {"\x7f", 1},
                                            {"\x80", 0},
-                                           {"\xc1\xbf", 0}, // overlong
+                                           {"\xc1\xbf", 0}, // longer than it need be
                                            {"\xc2\x80", 2},
                                            {"\xdf\xbf", 2},
-                                           {"\xdf", 0}, // cut
+                                           {"\xdf", 0}, // cut short
                                            {"\xe0\x9f\xbf", 0},
                                            {"\xe0\xa0\x80", 3},
                                            {"\xed\x9f\xbf", 3},
@@ -227,7 +234,7 @@ TEST(Tokenizer, Utf8Length) {
                                            {"\xf5\x80\x80\x80", 0},
                                            {"\xf0\x90\x80", 0}})
         EXPECT_EQ(utf8_length(c.text), c.length) << c.text;
-    EXPECT_EQ(utf8_length(std::string_view("\xc3\xa9", 1)), 0u); // what follows is not its own
+    EXPECT_EQ(utf8_length(std::string_view("\xc3\xa9", 1)), 0u); // the view ends after one byte
 }
 
 // ----------------------------------------------------------------------------
@@ -248,18 +255,20 @@ TEST(Bpe, TheLowestRankMergesFirstAndOfEqualsTheLeftmost) {
     EXPECT_EQ(t.vocab_size, 266);
     EXPECT_EQ(t.eot, 265);
     EXPECT_EQ(t.bos, -1);
+
     EXPECT_EQ(encode(t, "hello world"), (Tokens{259, 262, 'l', 'd'}));
     EXPECT_EQ(encode(t, "hellll"), (Tokens{258, 256}));
-    EXPECT_EQ(encode(t, "lll"), (Tokens{256, 'l'})); // the left two
+    EXPECT_EQ(encode(t, "lll"), (Tokens{256, 'l'})); // the two on the left
     EXPECT_EQ(encode(t, "aaaaaaa"), (Tokens{264, 263, 'a'}));
-    EXPECT_EQ(encode(t, "o r"), (Tokens{'o', ' ', 'r'})); // another word: no merge over the cut
+    EXPECT_EQ(encode(t, "o r"), (Tokens{'o', ' ', 'r'})); // two words: no merge crosses the cut
+
     EXPECT_EQ(encode(t, ""), Tokens());
     EXPECT_EQ(decode(t, encode(t, "hello world")), "hello world");
     EXPECT_EQ(decode(t, 262), " wor");
     EXPECT_EQ(decode(t, -1) + decode(t, 266), "");
 }
 
-// A pair that a neighbour's merge has changed waits for its new rank: bc, then (bc)d before a(bc).
+// A pair that a neighbouring merge has changed takes its new rank: bc, then (bc)d before a(bc).
 TEST(Bpe, AMergeOfANeighbourChangesTheRank) {
     ByteLevel b = {{{"b", "c"}, {"a", "b"}, {"bc", "d"}, {"a", "bc"}}};
     Tokenizer t = opened(put_gpt2("ranks", b));
@@ -267,10 +276,12 @@ TEST(Bpe, AMergeOfANeighbourChangesTheRank) {
     EXPECT_EQ(encode(t, "abc"), Tokens{259});
 }
 
-// BPE on strings: look at all neighbours, merge the first of the lowest rank, again.
+// BPE on strings, by definition: among all neighbours merge the first pair of the lowest
+// rank, and start again.
 static Tokens slow_bpe(const ByteLevel& b, const std::string& word) {
     std::map<std::pair<std::string, std::string>, size_t> rank;
     for (size_t i = 0; i < b.merges.size(); i++) rank.insert({b.merges[i], i});
+
     Texts parts;
     for (char c : word) parts.push_back(std::string(1, c));
     for (;;) {
@@ -283,6 +294,8 @@ static Tokens slow_bpe(const ByteLevel& b, const std::string& word) {
         parts[at] += parts[at + 1];
         parts.erase(parts.begin() + long(at) + 1);
     }
+
+    // Find the tokens of the parts.
     Texts all = b.pieces();
     Tokens tokens;
     for (const std::string& part : parts)
@@ -290,7 +303,7 @@ static Tokens slow_bpe(const ByteLevel& b, const std::string& word) {
     return tokens;
 }
 
-// merges of pieces drawn at random, each piece once
+// Merges of pieces drawn at random, each result once.
 static ByteLevel random_merges(std::mt19937& random, const std::string& alphabet, size_t count) {
     ByteLevel b;
     Texts known;
@@ -321,29 +334,33 @@ TEST(Bpe, AMergeMayBeginLikeAComment) {
     EXPECT_EQ(encode(t, "###"), Tokens{257});
 }
 
-// tiktoken has ranks and no merges: a pair merges where the two together are a piece, of whatever
-// pieces they are made.
+// tiktoken's files have ranks and no merges. Two neighbours merge if together they are a piece,
+// whatever pieces they are themselves.
 TEST(Bpe, RanksMergeWhateverTogetherIsAPiece) {
     ByteLevel b = {{{"a", "b"}, {"b", "c"}, {"ab", "c"}}}; // 256, 257, 258
     Tokenizer t = opened(put_tiktoken("small.r50k_base.tiktoken", b));
     EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258}));
+
     b = {{{"b", "c"}, {"a", "b"}, {"ab", "c"}}};
     t = opened(put_tiktoken("small.r50k_base.tiktoken", b));
-    EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258})); // bc, then a + bc
+    EXPECT_EQ(encode(t, "xabc"), (Tokens{'x', 258})); // bc first, then a and bc
     EXPECT_EQ(encode(opened(put_gpt2("pairs", b)), "xabc"),
-              (Tokens{'x', 'a', 256})); // never a + bc
+              (Tokens{'x', 'a', 256})); // the pair a and bc is no merge here
+
     t = opened(put_tiktoken("small.r50k_base.tiktoken", {{{"ab", "c"}}}));
-    EXPECT_EQ(encode(t, "abc"), Tokens{256}); // a word that is a piece, though no merges lead there
+    EXPECT_EQ(encode(t, "abc"), Tokens{256}); // a whole word is a piece, and no merges lead to it
     EXPECT_EQ(encode(t, "abcd"), (Tokens{'a', 'b', 'c', 'd'}));
 }
 
 TEST(Bpe, OneTokenizerInEveryFormOfFile) {
     std::mt19937 random(2);
     ByteLevel b = random_merges(random, "ab c", 60);
-    for (auto& [l, r] : b.merges) // a space begins a word
+    // A space only begins a word: drop merges with a space inside, and then the merges whose
+    // parts have gone.
+    for (auto& [l, r] : b.merges)
         if ((l + r).find(' ', 1) != std::string::npos) l = l + r, r = "";
     std::erase_if(b.merges, [](const auto& m) { return m.second.empty(); });
-    auto whole = [&](const std::pair<std::string, std::string>& m) { // its parts may have gone
+    auto whole = [&](const std::pair<std::string, std::string>& m) {
         Texts all = b.pieces();
         return std::count(all.begin(), all.end(), m.first) &&
                std::count(all.begin(), all.end(), m.second);
@@ -351,12 +368,15 @@ TEST(Bpe, OneTokenizerInEveryFormOfFile) {
     for (size_t before = 0; before != b.merges.size();)
         before = b.merges.size(), std::erase_if(b.merges, [&](const auto& m) { return !whole(m); });
     ASSERT_GT(b.merges.size(), 20u);
+
+    // The same tokenizer as GPT-2's pair, in both forms of tokenizer.json, and as a folder.
     std::vector<Tokenizer> all = {
         opened(put_gpt2("forms", b)),
         opened(put_json(tokenizer_json(b))),
         opened(put_json(tokenizer_json(b, true), "pairs/tokenizer.json")),
         opened(fs::path(scratch("pairs/x")).parent_path()),
     };
+
     for (int i = 0; i < 50; i++) {
         std::string text =
             random_text(random, {"a", "b", "c", " ", "  ", "\n", "7", "!", "\xc3\xa9"}, 200);
@@ -370,7 +390,8 @@ TEST(Bpe, OneTokenizerInEveryFormOfFile) {
     }
 }
 
-TEST(Bpe, AMegabyteOfOneLetterIsMergedToo) { // pair by pair it would take an hour
+// Pair by pair a megabyte would take an hour.
+TEST(Bpe, AMegabyteOfOneLetterIsMergedToo) {
     Tokenizer t = opened(put_gpt2("hello", HELLO));
     EXPECT_EQ(encode(t, std::string(1 << 20, 'a')), Tokens(1 << 18, 264));
     std::mt19937 random(3);
@@ -379,8 +400,10 @@ TEST(Bpe, AMegabyteOfOneLetterIsMergedToo) { // pair by pair it would take an ho
 }
 
 // ----------------------------------------------------------------------------
-// words. With ignore_merges a word that is a piece is one token: where the words are as expected,
-// each is one.
+// words: how a text is cut before its pieces merge
+
+// Check how a pre-tokenizer cuts a text. With ignore_merges a word that is a piece is one token.
+// All expected words are pieces, so each of them is one token exactly if the cuts are right.
 
 static void splits(json pre_tokenizer, const Texts& words) {
     json j = tokenizer_json({});
@@ -391,6 +414,7 @@ static void splits(json pre_tokenizer, const Texts& words) {
         size_t next = vocabulary.size() + 1;
         if (!vocabulary.contains(letters(word))) vocabulary[letters(word)] = next;
     }
+
     j["model"]["ignore_merges"] = true;
     j["pre_tokenizer"] = pre_tokenizer;
     EXPECT_EQ(pieces(opened(put_json(j)), text), words) << text;
@@ -403,10 +427,11 @@ static json split_regex(const std::string& pattern) {
 TEST(Words, Gpt2) {
     json gpt2 = {{"type", "ByteLevel"}, {"add_prefix_space", false}};
     splits(gpt2, {"I", "'ll", " go", " there", "'s", " 12", "\xc3\xa9", "?!", "\n \t", " x", "  "});
-    splits(gpt2, {"a", "   ", " b", "\n\n", "\n", "c"}); // the last space goes with the word
+    splits(gpt2, {"a", "   ", " b", "\n\n", "\n", "c"}); // the last space belongs to the word
     splits(gpt2, {"caf\xc3\xa9", " \xe4\xb8\xad\xe6\x96\x87", "\xc2\xbd", "\xe2\x82\xac"});
-    splits(gpt2, {"I", "'", "LL"}); // no contraction in capitals
-    // U+2003 is white space, U+180E has not been since Unicode 6.3
+    splits(gpt2, {"I", "'", "LL"}); // in capitals it is no contraction
+
+    // U+2003 is white space. U+180E has not been white space since Unicode 6.3.
     splits(gpt2, {"a", "\xe2\x80\x83", "b"});
     splits(gpt2, {"a", "\xe1\xa0\x8e!", "b"});
     splits(gpt2, {"a", " ", " \xe1\xa0\x8e", "b"});
@@ -427,27 +452,32 @@ TEST(Words, DigitsSequenceAndLiterals) {
     auto sequence = [](json a, json b) {
         return json{{"type", "Sequence"}, {"pretokenizers", {a, b}}};
     };
+
     splits(sequence(digits, gpt2), {"in", " ", "1", "9", "9", "x", " y"});
     splits(sequence(together, gpt2), {"in", " ", "199", "x"});
     splits(sequence(split_regex(R"(\p{N}{1,3})"), plain), {"in ", "199", "5", "x y"});
     splits(plain, {"nothing is cut, 1 word"});
     splits(nullptr, {"nothing is cut, 1 word"});
+
     json literal = {{"type", "Split"}, {"pattern", {{"String", "a."}}}, {"behavior", "Isolated"}};
     splits(literal, {"xabx", "a.", "b"});
     splits(split_regex(R"(\w+)"), {"caf\xc3\xa9", ", ", "\xc3\xa9t\xc3\xa9"});
 
-    // marks and circled letters are of words, joiners are not
+    // Marks and circled letters belong to words; joiners do not.
     splits(split_regex(R"(\w+)"), {"e\xcc\x81_\xe2\x92\xb6\xc2\xbd", "\xe2\x80\x8d", "b"});
     splits(split_regex(R"(\W|[\w']+)"), {"e\xcc\x81's", "-", "-", "b"});
     splits(split_regex(R"(\b.+?\b)"), {"e\xcc\x81", " ", "b"});
 
-    // digits are every script's
+    // Digits are those of every script.
     splits(split_regex(R"(\d+)"), {"a", "4\xd9\xa3", "b"});
+
+    // Removed and inverted: the matches stay, and what lies between them goes.
     json removed = split_regex("[a-z]+| ");
     removed["behavior"] = "Removed", removed["invert"] = true;
     splits(removed, {"some", " ", "words"});
 }
 
+// Repeated words come from a cache, and have the tokens of the first time.
 TEST(Words, ThatComeAgainAreTheSame) {
     std::mt19937 random(4);
     ByteLevel b = random_merges(random, "abc", 40);
@@ -455,6 +485,7 @@ TEST(Words, ThatComeAgainAreTheSame) {
     Texts words;
     for (int i = 0; i < 3000; i++)
         words.push_back("\n" + random_text(random, {"a", "b", "c"}, 1 + random() % 9));
+
     std::string text;
     Tokens expected;
     for (int i = 0; i < 20000; i++) {
@@ -476,16 +507,20 @@ TEST(Special, OnlyWhereAskedForAndTheLongest) {
     j["added_tokens"].push_back({{"id", 268}, {"content", "\t\t"}, {"special", false}});
     Tokenizer t = opened(put_json(j));
     EXPECT_EQ(t.vocab_size, 269);
+
     std::string text = "hello<|end|>!x<|end|><|endoftext|>\t\t\t";
     EXPECT_EQ(encode(t, text, true), (Tokens{259, 267, 'x', 266, 265, 268, '\t'}));
     Tokens plain = encode(t, text);
+
     for (int token : {265, 266, 267}) EXPECT_EQ(std::count(plain.begin(), plain.end(), token), 0);
-    EXPECT_EQ(std::count(plain.begin(), plain.end(), 268), 1); // added tokens always
+    EXPECT_EQ(std::count(plain.begin(), plain.end(), 268), 1); // an added token is always found
+
     EXPECT_EQ(decode(t, plain), text);
     EXPECT_EQ(decode(t, encode(t, text, true)), text);
     EXPECT_EQ(encode(t, "<|end", true), encode(t, "<|end"));
 }
 
+// A special token's text is no piece of words, even if the vocabulary has it.
 TEST(Special, NeverMadeOfWords) {
     json j = tokenizer_json(HELLO);
     j["pre_tokenizer"] = nullptr;
@@ -496,11 +531,11 @@ TEST(Special, NeverMadeOfWords) {
     EXPECT_EQ(encode(t, "<|endoftext|>", true), Tokens{265});
 }
 
-// As the library tokenizers does: its answers, on a token of its own behind the bytes and HELLO's.
+// A rule of an added token, a text, and the answer of the library tokenizers.
 struct AddedCase {
     json rule;
     std::string text;
-    Texts pieces; // of the text; white space that a token takes in is in none
+    Texts pieces; // white space that the token takes in is in none of them
 };
 TEST(Special, AddedTokensTakeInWhatTheirRulesSay) {
     for (bool special : {false, true})
@@ -522,6 +557,8 @@ TEST(Special, AddedTokensTakeInWhatTheirRulesSay) {
                  {{{"single_word", true}}, "\xff<x>", {"\xff", "<x>"}}}) {
             json j = tokenizer_json(HELLO);
             json token = {{"id", 300}, {"content", "<x>"}, {"special", special}};
+
+            // Without words, so that only the added token cuts the text.
             token.update(c.rule);
             j["pre_tokenizer"]["use_regex"] = false;
             j["added_tokens"].push_back(token);
@@ -529,35 +566,41 @@ TEST(Special, AddedTokensTakeInWhatTheirRulesSay) {
         }
 }
 
-// A token of the normalised text is normalised itself; one of the text as it is comes first.
+// A token that belongs to the normalised text is normalised itself. A token of the text
+// as it is comes first.
 TEST(Special, AddedTokensOfTheNormalisedText) {
     json j = tokenizer_json(HELLO);
     j["normalizer"] = {{"type", "NFC"}};
     json token = {{"id", 300}, {"content", "e\xcc\x81"}, {"normalized", true}};
     j["added_tokens"].push_back(token);
+
     for (const char* text : {"e\xcc\x81", "\xc3\xa9"})
         EXPECT_EQ(encode(opened(put_json(j)), text), Tokens{300}) << text;
+
     j["added_tokens"][1]["normalized"] = false;
     EXPECT_EQ(encode(opened(put_json(j)), "e\xcc\x81"), Tokens{300});
     EXPECT_EQ(encode(opened(put_json(j)), "\xc3\xa9").size(), 2u);
 
-    // <ab is found in the text as it is, and cuts b> off, though that one is longer.
+    // <ab is found in the text as it is, so the longer <ab>> of the normalised text is not.
     j["added_tokens"] = {{{"id", 300}, {"content", "<ab"}, {"normalized", false}},
                          {{"id", 301}, {"content", "<ab>>"}, {"normalized", true}}};
     EXPECT_EQ(encode(opened(put_json(j)), "<ab>>"), (Tokens{300, '>', '>'}));
 
-    // A special token that is not asked for is text, and hides what it holds.
+    // A special token that is not asked for is plain text, and the tokens inside it are not found.
     j["added_tokens"] = {{{"id", 300}, {"content", "<ab>"}, {"special", true}},
                          {{"id", 301}, {"content", "b>"}, {"normalized", false}}};
     EXPECT_EQ(encode(opened(put_json(j)), "<ab>b>"), (Tokens{'<', 'a', 'b', '>', 301}));
     EXPECT_EQ(encode(opened(put_json(j)), "<ab>b>", true), (Tokens{300, 301}));
 }
 
+// A file's name tells its special tokens, which follow the ranks.
 TEST(Special, TiktokenFilesHaveThemByName) {
     struct Case {
         const char *name, *token;
         int place, bos;
     };
+
+    // place: of the token after the ranks. bos: of the token that begins a text, or -1.
     for (const Case& c : std::vector<Case>{{"r50k_base", "<|endoftext|>", 0, -1},
                                            {"cl100k_base", "<|endoftext|>", 1, -1},
                                            {"cl100k_base", "<|endofprompt|>", 20, -1},
@@ -575,19 +618,22 @@ TEST(Special, TiktokenFilesHaveThemByName) {
     }
 }
 
+// The token before the text in the template begins a text.
 TEST(Special, TheTemplateSaysWhatBeginsAText) {
     json j = tokenizer_json(HELLO);
     json single = {{{"SpecialToken", {{"id", "<|endoftext|>"}, {"type_id", 0}}}},
                    {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}};
     json processor = {{"type", "TemplateProcessing"}, {"single", single}};
     j["post_processor"] = processor;
+
     EXPECT_EQ(opened(put_json(j)).bos, 265);
     j["post_processor"] = {{"type", "Sequence"},
                            {"processors", {{{"type", "ByteLevel"}}, processor}}};
     EXPECT_EQ(opened(put_json(j)).bos, 265);
+
     std::swap(j["post_processor"]["processors"][1]["single"][0],
               j["post_processor"]["processors"][1]["single"][1]);
-    EXPECT_EQ(opened(put_json(j)).bos, -1); // after the text, not before it
+    EXPECT_EQ(opened(put_json(j)).bos, -1); // now it comes after the text
 }
 
 // ----------------------------------------------------------------------------
@@ -601,15 +647,17 @@ TEST(SentencePieceBpe, KnownAnswers) {
     Tokenizer t = opened(put("bpe.model", model_bytes({with_controls(LETTERS, true)})));
     EXPECT_EQ(t.bos, 1);
     EXPECT_EQ(t.eot, 2);
-    // lo has the best score: ll is gone when its turn comes
+
+    // lo has the best score, and ll is gone when its turn comes.
     EXPECT_EQ(pieces(t, "hello"), (Texts{" ", "he", "l", "lo"}));
     EXPECT_EQ(pieces(t, "hell"), (Texts{" hell"}));
     EXPECT_EQ(pieces(t, "  hell"), (Texts{"  ", " hell"}));
-    EXPECT_EQ(pieces(t, "x\xc3\xa9"), (Texts{" ", "x", "\xc3", "\xa9"})); // bytes
+    EXPECT_EQ(pieces(t, "x\xc3\xa9"), (Texts{" ", "x", "\xc3", "\xa9"})); // unknown: its bytes
     EXPECT_EQ(encode(t, "x"), (Tokens{3 + 256, 3 + 'x'}));
     EXPECT_EQ(encode(t, ""), Tokens());
     EXPECT_EQ(encode(t, "a" + META + "a"), encode(t, "a a"));
     EXPECT_EQ(decode(t, encode(t, " hello x\xff ")), " hello x\xff ");
+
     EXPECT_EQ(encode(t, "<s>", true), Tokens{1});
     EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "", " hell"}));
     EXPECT_EQ(decode(t, Tokens{1, 3 + 'x', 2}), "x");
@@ -620,7 +668,9 @@ TEST(SentencePieceBpe, SpacesAsTheModelSays) {
     s.prefix = false;
     EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "hell hell"),
               (Texts{"hell", " hell"}));
-    EXPECT_EQ(decode(opened(scratch("bpe.model")), Tokens{3 + 256}), " "); // none was put in front
+    EXPECT_EQ(decode(opened(scratch("bpe.model")), Tokens{3 + 256}), " "); // no space was added
+
+    // Extra spaces removed, without a space in front and with one.
     s.remove_extra = true;
     EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "  hell   hell "),
               (Texts{"hell", " hell"}));
@@ -628,11 +678,12 @@ TEST(SentencePieceBpe, SpacesAsTheModelSays) {
     EXPECT_EQ(pieces(opened(put("bpe.model", model_bytes(s))), "  hell   hell "),
               (Texts{" hell", " hell"}));
     EXPECT_EQ(pieces(opened(scratch("bpe.model")), "   "), Texts());
-    // U+2581 in a text is a space, and no extra one but at the end
+
+    // U+2581 in a text counts as a space, and at the end as an extra one only.
     EXPECT_EQ(pieces(opened(scratch("bpe.model")), META + " hell " + META), (Texts{"  ", " hell"}));
 }
 
-// a field that is not written has its default: a space in front, and no extra ones
+// A field that is not written has its default: a space in front, and extra spaces removed.
 TEST(SentencePieceBpe, DefaultsOfTheFormat) {
     SentencePiece s = {with_controls(LETTERS, true)};
     s.defaults = true;
@@ -659,7 +710,7 @@ TEST(SentencePieceBpe, WithoutBytesNeighbouringUnknownsAreOne) {
     EXPECT_EQ(encode(t, "xyhellx"), (Tokens{3, 0, 10, 0}));
 }
 
-// a piece with a space inside: words must not be cut there
+// A piece has a space inside, so words must not be cut there.
 TEST(SentencePieceBpe, MergesOverSpacesWhereThePiecesHaveThem) {
     std::vector<Piece> more = LETTERS;
     more.push_back({"o_", -7});
@@ -683,7 +734,7 @@ TEST(SentencePieceBpe, Llama2cHasTheSameTokens) {
     }
 }
 
-// Normal forms: texts of random characters, as Python's unicodedata has them.
+// Normal forms of texts of random characters must be those of Python's unicodedata.
 TEST(TokenizerJson, UnicodeNormalForms) {
     const std::string script = R"(
 import random, unicodedata
@@ -699,36 +750,41 @@ for i in range(3000):
 )";
     std::string program = put("forms.py", script), table = scratch("forms.txt");
     ASSERT_EQ(system(("python3 " + program + " >" + table).c_str()), 0);
+
+    // A tokenizer for each form, without merges.
     std::vector<Tokenizer> with;
     for (const char* form : {"NFC", "NFD", "NFKC", "NFKD"}) {
         json j = tokenizer_json({});
         j["normalizer"] = {{"type", form}};
         with.push_back(opened(put_json(j)));
     }
+
     auto bytes = [](const std::string& hex) {
         std::string out;
         for (size_t i = 0; i < hex.size(); i += 2) out += char(stoi(hex.substr(i, 2), nullptr, 16));
         return out;
     };
+
     std::ifstream in(table);
     int texts = 0;
     for (std::string text, normal; in >> text; texts++) {
         for (const Tokenizer& t : with) {
             ASSERT_TRUE(in >> normal);
 
-            // what cannot join stands around it: invalid bytes too
+            // Around the text stands what cannot join it, invalid bytes among it.
             std::string around = "\xff\xfe " + bytes(text) + "\xc3(";
             EXPECT_EQ(decode(t, encode(t, around)), "\xff\xfe " + bytes(normal) + "\xc3(") << text;
         }
     }
     EXPECT_EQ(texts, 3000);
 
-    // a special token's text is not normalised, and nothing joins across it
+    // A special token's text is not normalised, and nothing joins across it.
     EXPECT_EQ(pieces(with[0], "e<|endoftext|>\xcc\x81", true),
               (Texts{"e", "<|endoftext|>", "\xcc", "\x81"}));
 }
 
-// Hugging Face's form: merges in a list, spaces and prefix by normalizer or pre-tokenizer
+// Hugging Face's form: merges in a list, and the handling of spaces by a normalizer
+// or by a pre-tokenizer.
 TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     std::vector<Piece> all = with_controls(LETTERS, true);
     json vocabulary, merges = {"l o", "l l", "h e", "he ll", META + " hell", META + " " + META};
@@ -736,6 +792,7 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     json added = {{{"id", 1}, {"content", "<s>"}, {"special", true}}};
     json replace = {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", META}};
     json prepend = {{"type", "Prepend"}, {"prepend", META}};
+
     json j = {{"added_tokens", added},
               {"normalizer", {{"type", "Sequence"}, {"normalizers", {prepend, replace}}}},
               {"model",
@@ -744,24 +801,30 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
                 {"unk_token", "<unk>"},
                 {"vocab", vocabulary},
                 {"merges", merges}}}};
+
+    // The same tokens as the model's.
     Tokenizer t = opened(put_json(j)), model = opened(put("bpe.model", model_bytes({all})));
     for (const char* text : {"hell", " hell", "hello", "x hell", "a\xc3\xa9"})
         EXPECT_EQ(encode(t, text), encode(model, text)) << text;
+
+    // Metaspace as a pre-tokenizer.
     j.erase("normalizer");
     j["pre_tokenizer"] = {
         {"type", "Metaspace"}, {"replacement", META}, {"prepend_scheme", "first"}};
     t = opened(put_json(j));
     EXPECT_EQ(pieces(t, "hell  hell"), (Texts{" hell", " ", " hell"}));
-    EXPECT_EQ(pieces(t, " hell"), (Texts{" hell"})); // one space is enough
+    EXPECT_EQ(pieces(t, " hell"), (Texts{" hell"})); // a space is there already
     EXPECT_EQ(pieces(t, META + "hell"), (Texts{" hell"}));
     EXPECT_EQ(pieces(t, "hell<s>hell", true), (Texts{" hell", "<s>", "hell"}));
+
     j["pre_tokenizer"]["prepend_scheme"] = "always";
     EXPECT_EQ(pieces(opened(put_json(j)), "hell<s>hell", true), (Texts{" hell", "<s>", " hell"}));
 
-    // Added tokens cut before the pre-tokenizer writes its spaces, and behind
-    // a normalizer that does.
+    // Added tokens are cut out before a pre-tokenizer writes its spaces, and after a
+    // normalizer that writes them.
     j["added_tokens"].push_back({{"id", 9}, {"content", "(x)"}, {"special", false}});
     EXPECT_EQ(pieces(opened(put_json(j)), "hell(x)hell"), (Texts{" hell", "(x)", " hell"}));
+
     j["pre_tokenizer"]["prepend_scheme"] = "never";
     EXPECT_EQ(pieces(opened(put_json(j)), "hell"), (Texts{"hell"}));
     j.erase("pre_tokenizer");
@@ -770,7 +833,8 @@ TEST(SentencePieceBpe, TokenizerJsonWithByteFallback) {
     EXPECT_NE(pieces(opened(put_json(j)), "hell(x)hell")[1], "(x)");
 }
 
-// all cuts of the word into pieces, unknown characters at 10 below the worst piece
+// The best of all cuts of a word into pieces, and its score. An unknown character scores 10 less
+// than the worst piece.
 static float best_cut(const std::vector<Piece>& all, const std::string& word, Texts* best) {
     if (word.empty()) return 0;
     float worst = 0, top = -INFINITY;
@@ -782,6 +846,7 @@ static float best_cut(const std::vector<Piece>& all, const std::string& word, Te
         top = sum, *best = rest;
         best->insert(best->begin(), text);
     };
+
     bool one = false;
     for (const Piece& p : all)
         if (p.type == NORMAL && word.starts_with(p.text))
@@ -803,6 +868,7 @@ TEST(Unigram, TheBestSumOfScores) {
     SentencePiece s = {all, 1};
     Tokenizer t = opened(put("unigram.model", model_bytes(s)));
     EXPECT_EQ(pieces(t, "abab"), (Texts{" a", "ba", "b"}));
+
     std::mt19937 random(6);
     for (int i = 0; i < 200; i++) {
         std::string text = random_text(random, {"a", "b", "a", "b", " ", "x"}, 1 + random() % 9);
@@ -811,13 +877,13 @@ TEST(Unigram, TheBestSumOfScores) {
         EXPECT_EQ(pieces(t, text), best) << text;
     }
 
-    // what is unknown costs 10 more than the worst piece: a, bx and not ab, x
+    // An unknown character costs 10 more than the worst piece: a, bx wins over ab, x.
     std::vector<Piece> few = with_controls(
         {{" ", -1}, {"a", -9}, {"b", -9}, {"ab", -5}, {"bx", -15}, {"ba", -18}, {"abab", -3}},
         true);
     t = opened(put("few.model", model_bytes({few, 1})));
     EXPECT_EQ(pieces(t, "abx"), (Texts{" ", "a", "bx"}));
-    EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece first
+    EXPECT_EQ(pieces(t, "ba"), (Texts{" ", "ba"})); // of equal sums the longer piece wins
     EXPECT_EQ(pieces(t, "xb"), (Texts{" ", "x", "b"}));
     EXPECT_EQ(pieces(t, "abab"), (Texts{" ", "abab"}));
 }
@@ -825,6 +891,7 @@ TEST(Unigram, TheBestSumOfScores) {
 // ----------------------------------------------------------------------------
 // any bytes, any thread
 
+// A tokenizer of each kind of file.
 static std::vector<Tokenizer> one_of_each() {
     json prefixed = tokenizer_json(HELLO);
     std::vector<Tokenizer> all = {
@@ -879,16 +946,20 @@ TEST(Text, IsReadAsItsTokens) {
     ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, 5, 266, 1), "");
     EXPECT_EQ(d.windows, 1u);
     EXPECT_EQ(d.tokens, 6u);
+
     Tokens tokens(5), targets(5);
     ASSERT_EQ(load_window(d, 0, tokens.data(), targets.data()), "");
     EXPECT_EQ(tokens, (Tokens{259, 262, 265, 259, ' '}));
     EXPECT_EQ(targets, (Tokens{262, 265, 259, ' ', 259}));
+
     EXPECT_HAS(data_open(&d, path, Split::VAL, true, t, 5, 265, 1),
                "writes 266 tokens, the model has 265: give the model's tokenizer");
 }
 
 // ----------------------------------------------------------------------------
-// bad files: one line that says what is wrong
+// bad files: one line says what is wrong
+
+// The refusal of a file, which must be one line that begins with the flag and the path.
 
 static std::string refused(const std::string& path) {
     Tokenizer t;
@@ -922,8 +993,11 @@ TEST(Bad, Gpt2Files) {
         put("bad/vocab.bpe", merges + line + "\n");
         EXPECT_HAS(refused(folder), what);
     }
-    put("bad/vocab.bpe", replace_all(merges, "\n", "\r\n")); // Windows' line ends do no harm
+
+    put("bad/vocab.bpe", replace_all(merges, "\n", "\r\n")); // Windows' line ends are harmless
     EXPECT_EQ(encode(opened(folder), "hello"), Tokens{259});
+
+    // Vocabularies.
     for (auto& [text, what] : std::vector<std::pair<std::string, std::string>>{
              {"[]", "is no JSON object"},
              {"{\"a\": 1", "is no JSON object, or cut short"},
@@ -939,40 +1013,51 @@ TEST(Bad, Gpt2Files) {
     }
 }
 
+// A tokenizer.json with one value replaced, and part of the refusal.
 TEST(Bad, TokenizerJson) {
     auto with = [](const std::string& pointer, json value) {
         json j = tokenizer_json(HELLO);
         j[json::json_pointer(pointer)] = value;
         return refused(put_json(j));
     };
+
+    // The model.
     EXPECT_HAS(with("/model/type", "WordPiece"), "model WordPiece is not built");
     EXPECT_HAS(with("/model/type", 1), "as Hugging Face writes it: type must be string");
     EXPECT_EQ(with("/model/type", 1).find("json.exception"), std::string::npos);
     EXPECT_HAS(with("/model", 300),
                "has no \"model\", so it is no tokenizer.json; of GPT-2's pair");
+
+    // A preset's name says how to get the files.
     Tokenizer published;
     EXPECT_HAS(tokenizer_open(&published, "gpt2"),
                "gpt2: No such file or directory; dev/data/tokenizer.py gpt2 gets it, then "
                "--tokenizer data/gpt2");
     EXPECT_EQ(tokenizer_open(&published, "x/gpt2").find("gets it"), std::string::npos);
+
     EXPECT_HAS(with("/model/end_of_word_suffix", "</w>"), "end_of_word_suffix </w> is not built");
     EXPECT_HAS(with("/model/vocab", 1), "no token for byte");
     EXPECT_HAS(with("/model/merges", json::array({"a"})), "is not two pieces");
     EXPECT_HAS(with("/model/merges", {{"a"}}), "as Hugging Face writes it");
     EXPECT_HAS(with("/model/merges", json::array({1})), "as Hugging Face writes it");
+
+    // The normalizer and the pre-tokenizer.
     EXPECT_HAS(with("/normalizer", {{"type", "Lowercase"}}), "normalizer Lowercase is not built");
     EXPECT_HAS(with("/normalizer", {1, 2}), "as Hugging Face writes it");
     EXPECT_HAS(with("/pre_tokenizer", {{"type", "Punctuation"}}), "pre_tokenizer Punctuation");
     EXPECT_HAS(with("/pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", true}}),
                "add_prefix_space of ByteLevel is not built");
     EXPECT_HAS(with("/pre_tokenizer", split_regex("(")), "pattern (: missing closing parenthesis");
+
     json merged = split_regex("a");
     merged["behavior"] = "MergedWithNext";
     EXPECT_HAS(with("/pre_tokenizer", merged), "behavior MergedWithNext is not built");
-    merged["behavior"] = "Removed"; // the matches go: the text would not come back
+    merged["behavior"] = "Removed"; // the matches would be lost, and the text not come back
     EXPECT_HAS(with("/pre_tokenizer", merged), "behavior Removed is not built");
+
     EXPECT_HAS(with("/added_tokens/0/id", -1), "is -1, which is no token");
     EXPECT_HAS(with("/added_tokens/0/content", nullptr), "as Hugging Face writes it");
+
     json nested = {{"type", "ByteLevel"}};
     for (int i = 0; i < 3; i++) nested = {{"type", "Sequence"}, {"pretokenizers", {nested}}};
     EXPECT_HAS(with("/pre_tokenizer", nested), "pre_tokenizer Sequence is not built");
@@ -991,16 +1076,17 @@ TEST(Bad, TiktokenFiles) {
     EXPECT_HAS(refused(put("llama3.model", good.substr(0, 400))), "llama3.model: ");
 }
 
-// Cut anywhere, or with any byte changed, a file is refused or read, and what was read works.
+// Cut anywhere, or with any byte changed, a file is refused or read. What was read works.
 static void survives(const std::string& name, const std::string& good, bool cut_is_refused) {
     Tokenizer t;
     for (size_t n = 0; n < good.size(); n += 1 + good.size() / 300) {
         std::string path = put(name, good.substr(0, n));
         std::string wrong = tokenizer_open(&t, path);
-        bool whole = wrong.empty() && t.byte_token[0] >= 0; // else it has an unknown token
+        bool whole = wrong.empty() && t.byte_token[0] >= 0; // else unknown bytes are lost
         EXPECT_TRUE(!whole || decode(t, encode(t, "hel")) == "hel") << n;
         EXPECT_TRUE(!cut_is_refused || !wrong.empty()) << n;
     }
+
     std::mt19937 random(9);
     for (int i = 0; i < 400; i++) {
         std::string bytes = good;
@@ -1011,12 +1097,13 @@ static void survives(const std::string& name, const std::string& good, bool cut_
 }
 TEST(Bad, AnyCutAndAnyByte) {
     std::vector<Piece> all = with_controls(LETTERS, true);
-    survives("tokenizer.bin", bin_bytes(all), false); // a cut between pieces cannot be seen
+    survives("tokenizer.bin", bin_bytes(all), false); // a cut between two pieces cannot be seen
     survives("tokenizer.model", model_bytes({all}), false);
     survives("unigram.model", model_bytes({all, 1}), false);
     survives("tokenizer.json", tokenizer_json(HELLO).dump(), true);
+
     EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, 100))), "is cut short");
-    all.push_back({"hellohello", -1}); // a cut between pieces, without the longest
+    all.push_back({"hellohello", -1}); // the header knows the longest piece: a cut before it shows
     size_t last = 8 + std::string("hellohello").size(), bytes = bin_bytes(all).size();
     EXPECT_HAS(refused(put("tokenizer.bin", bin_bytes(all).substr(0, bytes - last))),
                "is cut short");
@@ -1036,7 +1123,7 @@ TEST(Bad, SentencePieceModelsThatAreNotBuilt) {
 }
 
 // ----------------------------------------------------------------------------
-// what llama.cpp has for the same texts
+// llama.cpp's tokens for the same texts
 
 static void known_answers(const std::string& path, const std::string& name) {
     NEEDS_FIXTURES();
@@ -1044,11 +1131,12 @@ static void known_answers(const std::string& path, const std::string& name) {
     std::string base = FIXTURES + "/tokenizer_vectors/llama.cpp/ggml-vocab-" + name + ".gguf";
     std::string texts = read_file(base + ".inp"), line, cut = "\n__ggml_vocab_test__\n";
     std::istringstream answers(read_file(base + ".out"));
+
     size_t n = 0;
     for (size_t at = 0, end; at <= texts.size(); at = end + cut.size(), n++) {
         end = std::min(texts.find(cut, at), texts.size());
         std::string text = texts.substr(at, end - at);
-        if (!std::getline(answers, line)) line = ""; // the last text is empty, and has no line
+        if (!std::getline(answers, line)) line = ""; // the last text is empty and has no line
         std::istringstream numbers(line);
         Tokens expected = {std::istream_iterator<int>(numbers), {}};
         EXPECT_EQ(encode(t, text), expected) << text;

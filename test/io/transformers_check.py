@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.join(ROOT, "test/harness"))
 from fixtures import FIXTURES
 PROGRAM = sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "build/train_gpt")
 SEQ, SAMPLED, PROMPT = 64, 24, "Once upon a time, the 3 kings'"
-# letters of many scripts, digits, runs of spaces, line ends, contractions
+# Letters of many scripts, digits, runs of spaces, line ends and contractions.
 TEXT = "It's 1234567 o'clock;  we'll   see.\n\n\tÀ bientôt, 你好世界, Привет! 🙂 x=y+1\r\nEND  " * 12
 GPT2 = "--layers 2 --heads 2 --channels 32"
 LLAMA = "--model tiny-llama --layers 2 --heads 4 --kv-heads 2 --channels 64 --ffn 96"
@@ -42,11 +42,14 @@ def ours(arguments, folder, data):
 def theirs(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+    # The loss of whole windows of the text.
     ids = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids[0]
     windows = (len(ids) - 1) // SEQ
     x, y = ids[: windows * SEQ].view(-1, SEQ), ids[1 : windows * SEQ + 1].view(-1, SEQ)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1).double(), y.flatten()).item()
+
     prompt = tokenizer(PROMPT, return_tensors="pt")
     out = model.generate(**prompt, max_new_tokens=SAMPLED, do_sample=False, eos_token_id=None)
     return loss, tokenizer.decode(out[0], skip_special_tokens=True), tokenizer.bos_token or ""
@@ -57,8 +60,9 @@ def cases(scratch):
     yield "Llama, bytes", f"{LLAMA} {TRAINED}"
     yield "Mixtral, bytes", f"--model tiny-moe --layers 2 {TRAINED}"
     yield "DeepSeek-V2, bytes", f"--model tiny-mla --layers 2 {TRAINED}"
-    for name in ["deepseek-v2", "deepseek-v3"]:  # experts, shared ones, and choices limited to groups
+    for name in ["deepseek-v2", "deepseek-v3"]:  # experts, shared ones, choices limited to groups
         yield f"{name} with experts", f"--model {ROOT}/dev/golden/{name}-tiny --scratch --vocab 256 {TRAINED}"
+
     if not os.path.isdir(FIXTURES):
         return print("skipped: no fixtures; FIXTURES=FOLDER says where they are")
     tokenizers = os.path.join(FIXTURES, "tokenizers")
@@ -77,6 +81,8 @@ def main():
         data = os.path.join(scratch, "data.txt")
         open(data, "w", newline="").write(PROMPT * 200 + TEXT)
         open(data + ".val.txt", "w", newline="").write(TEXT)
+
+        # Train, export under another name, and put the export in its place: the last case reads it.
         for name, arguments in cases(scratch):
             folder = os.path.join(scratch, "export")
             loss, text = ours(arguments, folder + ".new", data)
@@ -84,7 +90,8 @@ def main():
             os.rename(folder + ".new", folder)
             their_loss, their_text, begin = theirs(folder)
             text, their_text = text.replace(begin, "").strip(), their_text.strip()
-            # ours is printed with four digits; float rounding on both sides is below the same again
+
+            # Our loss is printed with four digits. Float rounding on both sides stays below that.
             good = abs(loss - their_loss) < 1e-4 and text == their_text
             failed += not good
             print(f"{'ok  ' if good else 'FAIL'} {name}: loss {loss:.4f} and {their_loss:.4f}; {text!r}")

@@ -7,7 +7,7 @@
 
 using namespace llmc;
 
-// A handle with scratch of the size that the planner would give.
+// A handle with as much scratch as the planner would give it, aligned to 256 bytes.
 struct Workspace {
     Blas blas;
     std::vector<unsigned char> bytes;
@@ -17,15 +17,16 @@ struct Workspace {
     }
 };
 
+// The operands of one layer of attention. q, k, v and dout are in double.
 struct AttentionInputs {
-    AttentionDims d;                   // complete
-    std::vector<double> q, k, v, dout; // with the strides of d
+    AttentionDims d;                   // complete: strides and head sizes are filled in
+    std::vector<double> q, k, v, dout; // q, k and v have d's strides, dout has no gaps
     std::vector<int> q_positions, k_positions, doc_start;
-    std::vector<float> slopes;     // empty: none
-    double scale = 0, softcap = 0; // 0: the usual
+    std::vector<float> slopes;     // ALiBi's, or empty
+    double scale = 0, softcap = 0; // 0: 1 / sqrt(HS), and no cap
 };
 
-// The rows of heads, without the gaps between rows and between sequences: (B, n, width).
+// The heads of an operand without the gaps between rows and between sequences: (B, n, width).
 template <typename T>
 std::vector<double> heads_of(const std::vector<T>& x, size_t B, size_t n, size_t batch,
                              size_t stride, size_t width) {
@@ -49,8 +50,8 @@ std::vector<double> value_heads(const std::vector<T>& x, const AttentionDims& d)
     return heads_of(x, d.B, d.Tk, d.v_batch, d.v_stride, d.NKV * d.HS_v);
 }
 
-// Operands in T, and what a CPU version makes of them: out in O, gradients in G. Where they are
-// added to, gradients start as `before`.
+// Operands in T with room for a CPU version's results: out in O, gradients in G. A caller that
+// tests accumulation fills the gradients before it runs.
 template <typename T, typename O = T, typename G = T> struct AttentionRun {
     std::vector<T> q, k, v, dout;
     std::vector<O> out;
@@ -74,7 +75,7 @@ template <typename T, typename O = T, typename G = T> struct AttentionRun {
     }
 };
 
-// The definition (attention_cpu.cuh).
+// The definition (attention_cpu.cuh), forward and backward.
 template <typename T> AttentionRun<T> attention_reference(const AttentionInputs& in) {
     AttentionRun<T> run(in);
     attention_forward_reference(run.out.data(), run.lse.data(), run.x);
@@ -82,7 +83,7 @@ template <typename T> AttentionRun<T> attention_reference(const AttentionInputs&
                                  run.lse.data(), run.x);
     return run;
 }
-// Tiles (attention_tiled.cuh), as training runs them.
+// The tiled version (attention_tiled.cuh), forward and backward, as training runs it.
 template <typename T> AttentionRun<T> attention_in_tiles(const AttentionInputs& in) {
     AttentionRun<T> run(in);
     Workspace work(attention_scratch_bytes<T>(in.d, threads_here(Cpu{}), Cpu{}));
@@ -92,8 +93,9 @@ template <typename T> AttentionRun<T> attention_in_tiles(const AttentionInputs& 
     return run;
 }
 
-// kind 0: a sequence; 1: documents; 2: new queries behind cached keys; 3: rows that see nothing,
-// keys in any order; 4: as 2, and all scores are far below zero: exp(0 - lse) is infinite
+// Random inputs. kind 0: one sequence. 1: documents. 2: new queries after cached keys. 3: keys
+// in any order, and rows that see nothing. 4: as 2, with every score so far below zero that
+// exp(0 - lse) is infinite.
 inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk, size_t NH,
                                         size_t NKV, size_t HS, int kind, bool alibi,
                                         size_t HS_v = 0) {
@@ -101,7 +103,7 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
     if (kind < 2) Tk = Tq;
     if (!HS_v) HS_v = HS;
 
-    // Leave odd gaps between rows and between sequences.
+    // Leave random gaps between rows and between sequences.
     x.d = {B, Tq, Tk, NH, NKV, HS, NH * HS + odd(c, 0, 5), NKV * HS + odd(c, 0, 5)};
     x.d.HS_v = HS_v;
     x.d.v_stride = NKV * HS_v + odd(c, 0, 5);
@@ -110,7 +112,7 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
     x.d.k_batch += odd(c, 0, 7);
     x.d.v_batch += odd(c, 0, 7);
 
-    // Draw numbers that bf16 holds exactly.
+    // Draw numbers that bf16 holds exactly. In kind 4 queries are near 5 and keys near -5.
     const AttentionDims& d = x.d;
     x.q = rounded<bf16>(normals(c, B * d.q_batch));
     x.k = rounded<bf16>(normals(c, B * d.k_batch));
@@ -123,7 +125,8 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
         x.k = rounded<bf16>(x.k);
     }
 
-    // Place queries, documents and keys.
+    // Give queries, documents and keys their positions. A document that starts at 1000000 hides
+    // every key from its query.
     for (size_t b = 0; b < B; b++) {
         int start = 0;
         for (size_t i = 0; i < Tq; i++) {

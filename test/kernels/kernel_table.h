@@ -1,7 +1,7 @@
 // kernel_table.h - the kernel table's harness: CUDA kernels against the CPU version in double
 //   The same rows run in the emulator (g++ -DEMULATE) and on a GPU (nvcc). In the emulator each
-//   case runs with its threads forward, in reverse and shuffled, and asynchronous operations at
-//   their earliest and latest: all must give the same bits. On a GPU each case runs twice.
+//   case runs with its threads forward, in reverse and shuffled, and with asynchronous operations
+//   at their earliest and their latest: all must give the same bits. On a GPU each case runs twice.
 #pragma once
 #include "../../llmc/memory.h"
 #include "../harness/op_table.h"
@@ -9,14 +9,16 @@
 using namespace llmc;
 
 #if defined(__SANITIZE_THREAD__)
-constexpr bool SMALL = true; // 80 times slower: the smallest shapes that take every path
+constexpr bool SMALL = true; // 80 times slower: take the smallest shapes that reach every path
 #else
 constexpr bool SMALL = false;
 #endif
 
 // ----------------------------------------------------------------------------
-// memory where kernels run: on a GPU the device's; in the emulator of the exact size, so that
-// AddressSanitizer sees the first byte beyond
+// memory where kernels run. In the emulator it has the exact size, so that AddressSanitizer sees
+// the first byte beyond it.
+
+// An array in the device's memory, made from numbers on the host.
 
 template <typename T> struct Array {
     size_t n = 0;
@@ -24,7 +26,8 @@ template <typename T> struct Array {
     T* start = nullptr; // (shift + n)
     T* data = nullptr;  // (n)
 
-    explicit Array(size_t n, size_t shift = 0) : n(n), shift(shift) { // NaN, or -1
+    // Poisoned: every byte is 0xff, which is NaN in a float and -1 in an int.
+    explicit Array(size_t n, size_t shift = 0) : n(n), shift(shift) {
         std::vector<unsigned char> poison(bytes(), 0xff);
         take(poison.data());
     }
@@ -44,6 +47,7 @@ template <typename T> struct Array {
     Array(const Array&) = delete;
     ~Array() { cudaFree(start); }
     size_t bytes() const { return (shift + n) * sizeof(T); }
+    // Allocate, and copy from the host.
     void take(const void* from) {
         LLMC_CUDA_CHECK(cudaMalloc(&start, bytes()));
         copy_in(start, from, bytes(), no_stream());
@@ -61,13 +65,16 @@ template <typename T> struct Array {
 // ----------------------------------------------------------------------------
 // running a case
 
-// A case's outputs: the first run's are compared with what is wanted, the others with its bits.
+// A case's outputs. Those of the first run are compared with what is wanted, those of later runs
+// with the bits of the first.
 struct Outputs {
     Check& c;
-    std::string mode;                             // the run's order, for messages
-    size_t at = 0;                                // the next output's number
-    std::vector<std::vector<unsigned char>> bits; // of the first run's outputs
+    std::string mode;                             // the run's order and times, for messages
+    size_t at = 0;                                // number of the next output
+    std::vector<std::vector<unsigned char>> bits; // the first run's outputs
 
+    // Check one output. repeats: false where bits may differ from run to run, so that each run
+    // is held against `want`.
     template <typename T>
     void add(const char* name, const Array<T>& got, const std::vector<double>& want,
              double tolerance, double terms = 0, bool repeats = true) {
@@ -75,6 +82,8 @@ struct Outputs {
         std::vector<unsigned char> these(host.size() * sizeof(T));
         if (!these.empty()) memcpy(these.data(), host.data(), these.size());
 
+        // The first run, and any run without fixed bits, is held against `want`;
+        // others against its bits.
         if (at == bits.size() || !repeats) {
             if (at == bits.size()) bits.push_back(these);
             std::vector<double> x(host.size());
@@ -86,7 +95,7 @@ struct Outputs {
         at++;
     }
 
-    // The same bits in every run, whatever they are.
+    // Check that an output has the same bits in every run. Their values are not known.
     template <typename T> void same(const char* name, const T* device, size_t n) {
         std::vector<unsigned char> these(n * sizeof(T));
         copy_out(these.data(), device, these.size(), cudaStream_t{});
@@ -98,14 +107,15 @@ struct Outputs {
     template <typename T> static double as_number(T x) { return double(to_acc(x)); }
 };
 
-// body(Outputs&) makes its arrays, launches, and adds what came out.
+// Run a case in every order. body(Outputs&) makes the arrays, launches, and adds the outputs.
 template <typename F> void every_order(Check& c, F body) {
     Outputs out{c, "", 0, {}};
 #if defined(EMULATE)
     const char* names[] = {"in forward order", "in reverse order", "in shuffled order"};
     for (int order = 0; order < 3; order++)
         for (bool latest : {false, true}) {
-            // ThreadSanitizer sees a race in whatever order: two runs of the six are enough.
+            // ThreadSanitizer finds a race in any order, so two runs of the six are enough: forward
+            // at the earliest, shuffled at the latest.
             bool spared = SMALL && (order == 1 || latest != (order == 2));
             if (spared) continue;
             emulator::settings = {emulator::Order(order), c.random() | 1, latest};
@@ -132,7 +142,7 @@ inline const char* type_word(float) { return "float"; }
 inline const char* type_word(bf16) { return "bf16"; }
 inline const char* type_word(fp16) { return "fp16"; }
 
-// Names the case: a failure's message starts with it.
+// Names the case. A failure's message starts with this name.
 inline char case_text[200];
 #define CASE(c, ...)                                         \
     do {                                                     \
@@ -145,8 +155,9 @@ struct KernelRow {
     void (*test)(Check&);
 };
 
-// test_kernels [name] [--seed N]
+// A table's main(): test_kernels [name] [--seed N] runs the rows whose name contains [name].
 inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows) {
+    // Read the row's name and the seed.
     std::string filter;
     uint64_t seed = std::random_device()();
     for (int i = 1; i < argc; i++) {
@@ -163,7 +174,8 @@ inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows
         return 0;
     }
 #endif
-    // Run the rows whose name has the filter.
+    // Run the rows, each from the same seed, so that one row alone repeats what it
+    // did among the others.
     int passed = 0, failed = 0;
     for (const KernelRow& row : rows) {
         if (std::string(row.name).find(filter) == std::string::npos) continue;

@@ -5,20 +5,21 @@
 
 using namespace llmc;
 
+// A layer's shape, and what is unusual about it.
 struct AttentionCase {
     size_t B, Tq, Tk, NH, NKV, HS;
-    int kind; // as attention_inputs() has it
+    int kind; // of the mask, as in attention_inputs()
     bool alibi = false;
     int window = INT_MAX;
-    size_t gap = 0;   // between rows of q, and of k and v, as in a fused q, k, v
-    size_t shift = 0; // elements that operands start behind a 16-byte boundary
-    size_t HS_v = 0;
+    size_t gap = 0;   // elements between rows of q, k and v, as where q, k, v are fused
+    size_t shift = 0; // elements by which operands start after a 16-byte boundary
+    size_t HS_v = 0;  // 0: as HS
     float softcap = 0, scale = 0;
-    size_t between = 0; // rows between sequences, as in a cache with room
+    size_t between = 0; // rows between sequences, as in a cache that is not full
 };
 
-// One query and key, one head size of each kernel and what falls between, several blocks of
-// queries and keys, groups of heads, every kind of mask
+// The cases of plain kernels: one query and key; the head size of each kernel and sizes between;
+// several blocks of queries and keys; groups of heads; every kind of mask.
 inline std::vector<AttentionCase> attention_cases() {
     if (SMALL)
         return {{1, 3, 3, 2, 1, 8, 0}, {1, 33, 40, 2, 1, 40, 1, true}, {1, 20, 36, 1, 1, 72, 3}};
@@ -31,8 +32,9 @@ inline std::vector<AttentionCase> attention_cases() {
             {1, 1, 45, 3, 1, 64, 4}};
 }
 
-// Tensor cores add blocks of 128 rows; tiles of 64 keys, some seen whole, more of them than a warp
-// looks at in one go; batches that see different tiles; and cases that fall back to plain kernels.
+// The cases of tensor cores. They add blocks of 128 rows; tiles of 64 keys, some of them wholly
+// visible, and more of them than a warp examines at once; batches that see different tiles; and
+// shapes that fall back to plain kernels.
 inline std::vector<AttentionCase> attention_mma_cases() {
     if (SMALL) return {{1, 20, 200, 2, 1, 32, 2}, {1, 5, 5, 1, 1, 12, 0}};
     return {{1, 150, 150, 1, 1, 32, 0},              // two blocks of rows
@@ -52,8 +54,8 @@ inline std::vector<AttentionCase> attention_mma_cases() {
             {1, 20, 30, 2, 1, 64, 2, false, INT_MAX, 8, 1}};
 }
 
-// Unusual layers: soft caps, scales, values of another width, gaps between sequences.
-// The last two run on tensor cores.
+// Unusual layers: soft caps, scales, values of another width than keys, gaps between sequences. The
+// last two run on tensor cores.
 inline std::vector<AttentionCase> unusual_cases() {
     const int all = INT_MAX;
     if (SMALL) return {{1, 5, 9, 2, 1, 8, 3, true, 4, 0, 0, 12, 2.5f, 0.4f}};
@@ -64,7 +66,8 @@ inline std::vector<AttentionCase> unusual_cases() {
             {3, 40, 70, 2, 2, 64, 2, false, all, 0, 0, 0, 0, 0.2f, 1}};
 }
 
-// (B, n, width) with strides; in the gaps NaN, that nobody may read or write.
+// Put rows (B, n, width) into memory with strides. The gaps hold NaN: nobody
+// may read or write them.
 inline std::vector<double> spread(const std::vector<double>& from, size_t B, size_t n, size_t width,
                                   size_t stride, size_t batch) {
     std::vector<double> to(B * batch, NAN);
@@ -74,15 +77,15 @@ inline std::vector<double> spread(const std::vector<double>& from, size_t B, siz
     return to;
 }
 
-// The kernels to run: those that the launcher chooses, or Hopper's.
+// The kernels to run: the launcher's choice, or Hopper's with dQ summed in order or in any order.
 enum class Path { CHOSEN, HOPPER, HOPPER_ANY_ORDER };
 
-// A case's operands in double, as every version reads them, and what the definition makes of them.
+// A case's operands in double, as every version reads them, and the definition's results.
 struct AttentionWanted {
-    AttentionDims d;             // of the kernels' operands: strides that 16-byte loads can take
-    AttentionInputs in;          // strides that may be odd
+    AttentionDims d;             // the kernels' operands: 16-byte loads can take these strides
+    AttentionInputs in;          // the definition's operands: strides may be odd
     AttentionRun<double> result; // with in's strides
-    std::vector<double> q, k, v; // with d's
+    std::vector<double> q, k, v; // with d's strides
 };
 inline AttentionWanted attention_wanted(Check& c, const AttentionCase& s) {
     AttentionInputs x =
@@ -91,6 +94,7 @@ inline AttentionWanted attention_wanted(Check& c, const AttentionCase& s) {
     x.scale = s.scale;
     x.softcap = s.softcap;
 
+    // Choose the kernels' strides, and lay the same numbers out with them.
     AttentionDims d = {s.B, s.Tq, x.d.Tk, s.NH, s.NKV, s.HS};
     d.q_stride = d.NH * d.HS + s.gap;
     d.k_stride = d.NKV * d.HS + s.gap;
@@ -106,7 +110,7 @@ inline AttentionWanted attention_wanted(Check& c, const AttentionCase& s) {
             spread(value_heads(x.v, x.d), d.B, d.Tk, d.NKV * d.HS_v, d.v_stride, d.v_batch)};
 }
 
-// Gradients inside the heads, and that nobody wrote between rows or sequences.
+// Check the gradients inside the heads, and that nobody wrote between rows or sequences.
 template <typename G>
 void add_heads(Outputs& o, const char* name, const Array<G>& got, const std::vector<double>& want,
                size_t B, size_t n, size_t batch, size_t stride, size_t width, double tolerance,
@@ -121,6 +125,7 @@ void add_heads(Outputs& o, const char* name, const Array<G>& got, const std::vec
     }
 }
 
+// Run a case forward and backward, and hold every output against the definition.
 template <typename T, Path path> void attention_case(Check& c, const AttentionCase& s) {
     AttentionWanted want = attention_wanted(c, s);
     const AttentionRun<double>& result = want.result;
@@ -128,6 +133,8 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
     d.any_order = path == Path::HOPPER_ANY_ORDER;
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
+
+        // Copy the operands; outputs start as NaN.
         Array<T> q(want.q, s.shift), k(want.k, s.shift), v(want.v, s.shift);
         Array<T> out(result.out.size(), s.shift), dout(want.in.dout, s.shift);
         Array<T> dq(want.q.size(), s.shift), dk(want.k.size(), s.shift), dv(want.v.size(), s.shift);
@@ -153,16 +160,17 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
             HopperOperands<T> y = {};
             hopper_operands(y, x, scratch.data, true);
             size_t sums = d.B * d.NKV * y.tiles * PARTS * 64 * 64;
-            if (!d.any_order) o.same("sums of dq", y.dq, sums); // before rounding
+            if (!d.any_order) o.same("sums of dq", y.dq, sums); // in float, before rounding to T
         }
 
-        // Two sums follow each other; p and ds are operands in T: two more roundings.
+        // An output is two sums, one after the other. Their operands p and ds are rounded to T,
+        // which adds two roundings.
         size_t length = std::max(d.HS, d.HS_v) + d.Tk;
         o.add("out", out, result.out, tolerance<T>(length, sizeof(T) < 4 ? 2 : 0));
         o.add("lse", lse, result.lse, tolerance<float>(length));
 
-        // dS = P (dP - D) cancels where one key is seen: roundings of terms of size 1 stay, or of
-        // as much as queries and keys have.
+        // dS = P (dP - D) cancels where a query sees one key: roundings of its terms remain. The
+        // terms have size 1, or in kind 4 the size of queries and keys.
         double terms = s.kind == 4 ? 6 : 1;
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
         add_heads(o, "dq", dq, query_heads(result.dq, want.in.d), d.B, d.Tq, d.q_batch, d.q_stride,
@@ -175,8 +183,8 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
 }
 
 #if defined(EMULATE)
-// Ranges of positions that queries see, against the definition: all positions, documents and
-// windows up to 6, and keys that only fill up a tile.
+// A query's range of keys says the same as the definition, for all positions, documents and windows
+// up to 6. A key that only fills up a tile is never seen.
 inline void attention_ranges(Check& c) {
     CASE(c, "attention visibility of ranges");
     const int n = 6;
@@ -185,12 +193,14 @@ inline void attention_ranges(Check& c) {
         for (int start = 0; start < n; start++)
             for (int window : {1, 2, 3, 4, 5, 6, 7, INT_MAX})
                 for (int key = 0; key < n; key++) {
+                    // One query at `position`, of a document that starts at `start`, and one key.
                     AttentionOperands<float> x;
                     x.d.B = x.d.Tq = x.d.Tk = 1;
                     x.d.window = window;
                     x.q_positions = &position;
                     x.k_positions = &key;
                     x.doc_start = &start;
+
                     int distance;
                     KeyRange row = range_of(x, 0, 0);
                     wrong += sees(row, key) != x.visible(0, 0, 0, distance);
@@ -199,8 +209,9 @@ inline void attention_ranges(Check& c) {
     expect(c, wrong == 0, std::to_string(wrong) + " pairs are taken for what they are not");
 }
 
-// A tile's visibility from the extremes of two rows' ranges and of keys, against each of its pairs:
-// all of up to four positions, and rows that see nothing.
+// A tile's visibility is computed from the extremes of two rows' ranges and of the keys.
+// Hold it against every pair of row and key, for all ranges of up to four positions, rows
+// that see nothing included.
 inline void attention_visibility(Check& c) {
     attention_ranges(c);
     const int n = 4;
@@ -209,6 +220,7 @@ inline void attention_visibility(Check& c) {
         for (int last = 0; last < n; last++)
             ranges.push_back({first, last});
 
+    // Ask every pair of rows and keys, by the definition.
     CASE(c, "attention visibility of tiles");
     size_t wrong = 0;
     for (KeyRange a : ranges)
@@ -221,7 +233,8 @@ inline void attention_visibility(Check& c) {
                         all &= sees(a, key) && sees(b, key);
                     }
 
-                    // Extremes are exact of one range; of two, keys may lie in the gap between.
+                    // Then ask the extremes. For one range they are exact; for two the keys may lie
+                    // in the gap between the ranges, and the tile is taken for visible.
                     Span first = join(Span{a.first, a.first}, Span{b.first, b.first});
                     Span last = join(Span{a.last, a.last}, Span{b.last, b.last});
                     Visibility v = visibility({first, last}, {low, high});
@@ -234,8 +247,8 @@ inline void attention_visibility(Check& c) {
 }
 #endif
 
-// Results in float of a layer in T, and gradients that are added to: tensor cores take neither, and
-// the launcher falls back to plain kernels.
+// Results in float from a layer in T, and gradients that are added to. Tensor cores take neither,
+// so the launcher falls back to plain kernels.
 template <typename T> void attention_into_float_kernels(Check& c) {
     CASE(c, "attention %s, results in float", type_word(T()));
     AttentionWanted want = attention_wanted(c, {2, 20, 40, 2, 1, 32, 2, true});
@@ -244,6 +257,8 @@ template <typename T> void attention_into_float_kernels(Check& c) {
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
         Array<T> q(want.q), k(want.k), v(want.v), out(result.out), dout(want.in.dout);
+
+        // Gradients start as 3.
         Array<float> wide(result.out.size()), lse(d.B * d.NH * d.Tq);
         std::vector<double> three_q(want.q.size(), 3), three_k(want.k.size(), 3);
         Array<float> dq(three_q), dk(three_k), dv(three_k);
@@ -253,9 +268,12 @@ template <typename T> void attention_into_float_kernels(Check& c) {
         AttentionOperands<T> x = {q.data,  k.data,     v.data,      dout.data, qp.data,
                                   kp.data, start.data, slopes.data, d};
         attention_forward(wide.data, lse.data, x, scratch.data, stream);
+
+        // Run forward into float, and backward on top of the 3.
         x.accumulate = true;
         attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data, stream);
 
+        // Gradients have the size of their terms, so the tolerance is that of attention_case().
         size_t length = d.HS + d.Tk;
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
         auto plus_three = [](std::vector<double> gradient) {
@@ -269,14 +287,14 @@ template <typename T> void attention_into_float_kernels(Check& c) {
     });
 }
 
-// Partial results: rows that both blocks saw, one of them, or none.
+// Merge partial results, with rows that both blocks saw, that one of them saw, and that none saw.
 template <typename T> void attention_merge_kernels(Check& c) {
     CASE(c, "attention merge, part in %s", type_word(T()));
     const size_t B = 2, Tq = 9, NH = 3, HS = 40, rows = B * Tq * NH;
     auto out = rounded<float>(normals(c, rows * HS)), part = rounded<T>(normals(c, rows * HS));
     auto lse = rounded<float>(normals(c, rows)), part_lse = rounded<float>(normals(c, rows));
 
-    // The definition of what both are together, on the CPU.
+    // Want: the CPU's merge of both parts.
     for (size_t i = 0; i < rows; i++) {
         if (i % 3 == 1) lse[i] = -INFINITY;
         if (i % 4 == 1) part_lse[i] = -INFINITY;
@@ -285,7 +303,7 @@ template <typename T> void attention_merge_kernels(Check& c) {
     attention_merge(want.data(), want_lse.data(), part.data(), part_lse.data(), B, Tq, NH, HS,
                     Cpu{});
 
-    // The kernel.
+    // Run the kernel.
     every_order(c, [&](Outputs& o) {
         Array<float> got(out), got_lse(lse), theirs_lse(part_lse);
         Array<T> theirs(part);
@@ -296,7 +314,7 @@ template <typename T> void attention_merge_kernels(Check& c) {
     });
 }
 
-// Rows inside wider ones, in T from F; what lies between them stays.
+// Copy rows of F that lie in wider rows into wider rows of T. The elements between them stay.
 template <typename T, typename F = float> void round_rows_kernels(Check& c) {
     CASE(c, "round rows of %s to %s", type_word(F()), type_word(T()));
     const size_t N = 37, C = 45, to = 50, from = 47;
@@ -305,6 +323,8 @@ template <typename T, typename F = float> void round_rows_kernels(Check& c) {
     for (size_t i = 0; i < N; i++)
         for (size_t e = 0; e < C; e++)
             want[i * to + e] = double(to_acc(from_acc<T>(float(inp[i * from + e]))));
+
+    // The numbers are rounded once, so the result is exact.
     every_order(c, [&](Outputs& o) {
         Array<F> in(inp);
         Array<T> out(before);
@@ -313,6 +333,7 @@ template <typename T, typename F = float> void round_rows_kernels(Check& c) {
     });
 }
 
+// A row of the table: every case of a list.
 template <typename T, std::vector<AttentionCase> cases(), Path path = Path::CHOSEN>
 void attention_kernels(Check& c) {
     for (const AttentionCase& s : cases()) {
@@ -322,7 +343,7 @@ void attention_kernels(Check& c) {
     }
 }
 
-// Which rows of out and lse are NaN, where a query or a key is.
+// Check which rows of out and lse are NaN, given that q or k holds a NaN.
 template <typename T, Path path>
 void attention_nan_rows(Check& c, const char* where, const std::vector<double>& q,
                         const std::vector<double>& k, const std::vector<double>& want) {
@@ -336,11 +357,13 @@ void attention_nan_rows(Check& c, const char* where, const std::vector<double>& 
         Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, cudaStream_t{}));
         AttentionOperands<T> operands = {a.data,    b.data,     v.data,  nullptr, positions.data,
                                          keys.data, start.data, nullptr, d};
+        // Run forward.
         if constexpr (path == Path::CHOSEN)
             attention_forward(out.data, lse.data, operands, scratch.data, cudaStream_t{});
         else
             attention_hopper_forward(out.data, lse.data, operands, scratch.data, cudaStream_t{});
 
+        // Find the rows with NaN: `want` has 1 for each of them, and 0 elsewhere.
         std::vector<double> lost(40), unseen(40);
         auto rows = out.host();
         auto sums = lse.host();
@@ -353,14 +376,17 @@ void attention_nan_rows(Check& c, const char* where, const std::vector<double>& 
         o.add("lse with NaN", found_lse, want, 0);
     });
 }
-// A NaN among the operands reaches the output: of a query its row, of a key every row that sees it.
+// A NaN in an operand reaches the output. In a query it reaches that row, in a key every
+// row that sees the key.
 template <typename T, Path path = Path::CHOSEN> void attention_nan_kernels(Check& c) {
+    // Query 33 is not a number.
     const std::vector<double> q = normals(c, 40 * 32), k = normals(c, 40 * 32);
     std::vector<double> one(40), later(40), bad_q = q, bad_k = k;
     bad_q[33 * 32 + 5] = NAN;
     one[33] = 1;
     attention_nan_rows<T, path>(c, "a query", bad_q, k, one);
 
+    // Key 21 is not a number: rows from 21 on see it.
     bad_k[21 * 32 + 5] = NAN;
     std::fill(later.begin() + 21, later.end(), 1);
     attention_nan_rows<T, path>(c, "a key", q, bad_k, later);
@@ -370,13 +396,19 @@ inline void add_attention_kernels(std::vector<KernelRow>& rows) {
 #if defined(EMULATE)
     rows.push_back({"attention visibility", attention_visibility});
 #endif
+
+    // The layers of training, on plain kernels and on tensor cores.
     rows.push_back({"attention float", attention_kernels<float, attention_cases>});
     rows.push_back({"attention bf16", attention_kernels<bf16, attention_cases>});
     rows.push_back({"attention bf16, more tiles", attention_kernels<bf16, attention_mma_cases>});
     rows.push_back({"attention fp16", attention_kernels<fp16, attention_cases>});
     rows.push_back({"attention fp16, more tiles", attention_kernels<fp16, attention_mma_cases>});
+
+    // Unusual layers.
     rows.push_back({"attention float, unusual layers", attention_kernels<float, unusual_cases>});
     rows.push_back({"attention bf16, unusual layers", attention_kernels<bf16, unusual_cases>});
+
+    // Partial results, and NaN.
     rows.push_back({"attention float, into float", attention_into_float_kernels<float>});
     rows.push_back({"attention bf16, into float", attention_into_float_kernels<bf16>});
     rows.push_back({"attention merge, float", attention_merge_kernels<float>});

@@ -8,8 +8,8 @@
 
 using namespace llmc;
 
-// One element, less than a load, a block, several and a bit; not 16-byte aligned (shift); inputs so
-// far left and right that exp overflows, or is 0 (scale).
+// Sizes: one element, less than a load, a block, several blocks and a rest. shift: not 16-byte
+// aligned. scale: inputs so far from 0 that exp overflows, or is 0.
 struct ElementCase {
     size_t n, shift;
     double scale = 2;
@@ -19,7 +19,8 @@ inline std::vector<ElementCase> element_cases() {
     return {{1, 0}, {7, 0}, {2048, 0}, {6005, 0}, {6005, 1}, {100, 0, 100}};
 }
 
-// Rows to sum: one, less than a strip, several and a bit, more than parts; columns as norms have.
+// Rows to sum: one, less than a strip, several strips and a rest, more than there are parts.
+// Columns as norms have them.
 inline std::vector<NormCase> column_cases() {
     if (SMALL) return {{3, 33, 0}, {40, 96, 0}};
     return {{1, 1, 0}, {3, 33, 0}, {37, 96, 0}, {5, 768, 1}, {200, 264, 0}, {4200, 8, 0}};
@@ -38,12 +39,15 @@ template <typename T> void gelu_kernels(Check& c) {
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> inp(x, s.shift), y(n, s.shift), dout(d, s.shift), dx(n, s.shift);
+
+            // Forward, backward, and backward in place.
             float* no_sums = nullptr;
             gelu_forward(y.data, inp.data, n, stream);
             gelu_backward(dx.data, no_sums, dout.data, inp.data, 1, n, stream);
             gelu_backward(dout.data, no_sums, dout.data, inp.data, 1, n, stream);
 
-            // 1 + tanh(u) has an error of a float's last places, whatever is left of it.
+            // 1 + tanh(u) has the error of a float's last places, however little is left of it: the
+            // error is relative to a term of size 1, and in backward to a few of them.
             o.add("out", y, out, tolerance<T>(4), 1);
             o.add("dinp", dx, dinp, tolerance<T>(4), 4);
             o.add("dinp in place", dout, dinp, tolerance<T>(4), 4);
@@ -51,7 +55,7 @@ template <typename T> void gelu_kernels(Check& c) {
     }
 }
 
-// Backward of rows, with the gradient of the bias: the sum of what is written, rounded.
+// GELU's backward, with the gradient of the bias: the sum of what backward writes, after rounding.
 template <typename T> void gelu_sum_kernels(Check& c) {
     for (NormCase s : column_cases())
         for (bool accumulate : {false, true}) {
@@ -70,7 +74,8 @@ template <typename T> void gelu_sum_kernels(Check& c) {
                 column_sums<T>({}, {gelu_parts<float>(dbias.data, parts.data, N, C, stream)},
                                nullptr, accumulate, stream);
 
-                // Want the sum of the kernel's own elements: another rounding of one is no error.
+                // Want the sum of the kernel's own elements, so that another rounding of one of
+                // them is no error of the sum.
                 std::vector<double> rows;
                 for (T y : dx.host()) rows.push_back(to_acc(y));
                 std::vector<double> want = before;
@@ -96,6 +101,8 @@ template <typename T> void swiglu_kernels(Check& c) {
             cudaStream_t stream = {};
             Array<T> gate(g, s.shift), up(u, s.shift), dout(d, s.shift);
             Array<T> y(n, s.shift), dg(n, s.shift), du(n, s.shift);
+
+            // Forward, backward, and backward in place.
             swiglu_forward(y.data, gate.data, up.data, n, stream);
             swiglu_backward(dg.data, du.data, dout.data, gate.data, up.data, n, stream);
             swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream);
@@ -109,7 +116,7 @@ template <typename T> void swiglu_kernels(Check& c) {
     }
 }
 
-// Heads of 2 (one pair) to 128, rows with more in them than the heads, unaligned ones.
+// Heads of 2 (one pair) to 128, rows that are wider than their heads, unaligned rows.
 template <typename T> void rope_kernels(Check& c) {
     struct Case {
         size_t N, NH, HS, stride, shift;
@@ -121,7 +128,7 @@ template <typename T> void rope_kernels(Check& c) {
         CASE(c, "rope %s N=%zu NH=%zu HS=%zu stride=%zu shift=%zu", type_word(T()), s.N, s.NH, s.HS,
              s.stride, s.shift);
 
-        // Want: the CPU in double, with the table that the kernels read.
+        // Want: the CPU in double, with the rounded table that the kernels read.
         const size_t P = 40;
         std::vector<double> table(P * s.HS);
         rope_table(table.data(), P, s.HS, 10000, {});
@@ -137,12 +144,14 @@ template <typename T> void rope_kernels(Check& c) {
             Array<int> positions(at);
             Array<float> turn(table);
             Array<T> y(x, s.shift), dx(x, s.shift);
+
+            // Forward and backward, one tensor a launch.
             rope_forward(y.data, positions.data, turn.data, s.N, s.NH, s.HS, s.stride, stream);
             rope_backward(dx.data, positions.data, turn.data, s.N, s.NH, s.HS, s.stride, stream);
             o.add("forward", y, forward, tolerance<T>(2), 1);
             o.add("backward", dx, backward, tolerance<T>(2), 1);
 
-            // In one launch: these heads, and the first of other rows.
+            // q and k in one launch, where k has only the first head of each row.
             Array<T> q(x, s.shift), k(x, s.shift);
             RopeHeads<T> of_q = {q.data, s.NH, s.stride}, of_k = {k.data, 1, s.stride};
             rope_forward(of_q, of_k, positions.data, turn.data, s.N, s.HS, stream);
@@ -152,7 +161,8 @@ template <typename T> void rope_kernels(Check& c) {
     }
 }
 
-// Three sums together, of matrices with other rows and columns; one is not wanted.
+// Three sums in one launch, of matrices with different rows and columns. The
+// second sum is not wanted.
 template <typename T> void column_sum_kernels(Check& c) {
     for (NormCase s : column_cases())
         for (bool accumulate : {false, true}) {
@@ -161,6 +171,7 @@ template <typename T> void column_sum_kernels(Check& c) {
             auto x = rounded<T>(normals(c, N * C)), z = rounded<T>(normals(c, M * D));
             auto before = rounded<float>(normals(c, C)), behind = rounded<float>(normals(c, D));
 
+            // Want: the CPU in double, each matrix alone.
             std::vector<double> sums = before, sums_z = behind;
             column_sums(sums.data(), x.data(), nullptr, N, C, accumulate, Cpu{});
             column_sums(sums_z.data(), z.data(), nullptr, M, D, accumulate, Cpu{});
@@ -170,6 +181,8 @@ template <typename T> void column_sum_kernels(Check& c) {
                 Array<float> out(before), out_z(behind), alone(before);
                 Array<unsigned char> scratch(column_sums_scratch_bytes(N, C, stream) +
                                              column_sums_scratch_bytes(M, D, stream));
+
+                // All three in one launch, then the first matrix alone.
                 column_sums<T>({{out.data, inp.data, N, C},
                                 {nullptr, inp.data, N, C},
                                 {out_z.data, other.data, M, D}},

@@ -6,7 +6,7 @@
 
 using namespace llmc;
 
-// A kernel's bytes are the CPU's, element by element: there is no order in a maximum.
+// A maximum has no order of summation, so the kernel must give the CPU's bytes, element by element.
 template <typename A, typename B>
 void same_bytes(Check& c, const char* name, const Array<A>& got, const std::vector<B>& want) {
     static_assert(sizeof(A) == sizeof(B));
@@ -14,13 +14,14 @@ void same_bytes(Check& c, const char* name, const Array<A>& got, const std::vect
     expect(c, memcmp(host.data(), want.data(), want.size() * sizeof(B)) == 0, name);
 }
 
-// One element, less than a tile, a tile, tiles with ragged ends both ways.
+// Shapes: one element, less than a tile, one tile, and tiles with ragged ends in both directions.
 inline std::vector<std::pair<size_t, size_t>> fp8_shapes() {
     if (SMALL) return {{3, 5}, {130, 131}};
     return {{1, 1}, {3, 5}, {128, 128}, {131, 259}};
 }
 
-// Normals of very different sizes, with a row of zeros and one of subnormals; or NaN and infinity.
+// Normal numbers of very different sizes, with a row of zeros and a row of subnormals. If not
+// finite, one NaN and one infinity too.
 inline std::vector<bf16> fp8_inputs(Check& c, size_t rows, size_t cols, bool finite) {
     auto x = as<bf16>(normals(c, rows * cols));
     auto size = normals(c, rows * cols, 3);
@@ -35,6 +36,7 @@ inline std::vector<bf16> fp8_inputs(Check& c, size_t rows, size_t cols, bool fin
     return x;
 }
 
+// Every kind of block, as codes and as the values that the codes stand for, both also transposed.
 template <typename F> void fp8_kernels(Check& c) {
     for (auto [rows, cols] : fp8_shapes())
         for (int kind = 0; kind <= int(Fp8Blocks::WHOLE); kind++)
@@ -45,10 +47,10 @@ template <typename F> void fp8_kernels(Check& c) {
                 auto x = fp8_inputs(c, rows, cols, finite);
                 size_t n = x.size(), scales = fp8_scales(rows, cols, blocks);
 
-                // Want: the CPU's bytes.
+                // Want: the CPU's bytes. Scales that belong to no block stay -1.
                 std::vector<F> codes(n), transposed(n);
                 std::vector<bf16> values(n), values_t(n);
-                std::vector<float> inverse(scales, -1); // gaps stay so
+                std::vector<float> inverse(scales, -1);
                 uint32_t most = 0;
                 fp8_quantise<F>(codes.data(), transposed.data(), inverse.data(), x.data(), &most,
                                 rows, cols, blocks, Cpu{});
@@ -56,11 +58,15 @@ template <typename F> void fp8_kernels(Check& c) {
                                 rows, cols, blocks, Cpu{});
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
+
+                    // Copy the input's bytes: a conversion from double may change a NaN's.
                     Array<bf16> inp(as_double(x)), y(n), yt(n);
-                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream); // NaNs as they are
+                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
                     Array<unsigned char> code(n), code_t(n);
                     Array<float> scale(std::vector<double>(scales, -1));
                     Array<int> amax(1);
+
+                    // Quantise to codes, then to values.
                     uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
                     F* code_rows = reinterpret_cast<F*>(code.data);
                     F* code_columns = reinterpret_cast<F*>(code_t.data);
@@ -69,6 +75,8 @@ template <typename F> void fp8_kernels(Check& c) {
                     float* no_scales = nullptr;
                     fp8_quantise<F>(y.data, yt.data, no_scales, inp.data, word, rows, cols, blocks,
                                     stream);
+
+                    // Hold each output against the CPU's bytes.
                     same_bytes(c, "codes", code, codes);
                     same_bytes(c, "codes of the transpose", code_t, transposed);
                     same_bytes(c, "scales", scale, inverse);
@@ -82,7 +90,8 @@ template <typename F> void fp8_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // delayed scaling
 
-// Scales that are known, in reach and not; a maximum that is there already, or not asked for.
+// Delayed scaling takes a scale that is known before: none yet, a tiny one, or one so large that
+// numbers saturate. A maximum of 5 is there already, or nobody asks for one.
 inline void fp8_late_kernels(Check& c) {
     for (auto [rows, cols] : fp8_shapes())
         for (float given : {0.0f, 3e-9f, 1e6f})
@@ -90,6 +99,8 @@ inline void fp8_late_kernels(Check& c) {
                 CASE(c, "fp8 late %zux%zu scale %g, leaves %d", rows, cols, double(given), leaves);
                 auto x = fp8_inputs(c, rows, cols, given != 3e-9f);
                 size_t n = x.size();
+
+                // Want: the CPU's bytes.
                 std::vector<e4m3> codes(n), transposed(n);
                 std::vector<float> inverse(1);
                 std::vector<uint32_t> most = {5};
@@ -99,11 +110,15 @@ inline void fp8_late_kernels(Check& c) {
                                    no_word, rows, cols, Fp8Blocks::WHOLE, late, Cpu{});
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
+
+                    // Copy the input's bytes: a conversion from double may change a NaN's.
                     Array<bf16> inp(as_double(x));
-                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream); // NaNs as they are
+                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
                     Array<unsigned char> code(n), code_t(n);
                     Array<float> back(1), scale(std::vector<double>{given});
                     Array<int> amax(std::vector<int>{5});
+
+                    // Quantise under the given scale, and hold each output against the CPU's bytes.
                     uint32_t* word = reinterpret_cast<uint32_t*>(amax.data);
                     Fp8Late there = {scale.data, leaves ? word : nullptr};
                     fp8_quantise<e4m3>(reinterpret_cast<e4m3*>(code.data),
@@ -118,7 +133,8 @@ inline void fp8_late_kernels(Check& c) {
             }
 }
 
-// Some steps of a state, with maxima of every kind; more slots than a block has.
+// Six steps of a state, with maxima that are normal, zero, infinite and NaN; more slots than a
+// block has threads, with histories of several lengths.
 inline void fp8_delayed_kernels(Check& c) {
     for (int length : {1, 2, 40})
         for (bool recent : {false, true}) {
@@ -130,10 +146,14 @@ inline void fp8_delayed_kernels(Check& c) {
             auto sizes = normals(c, 6 * slots, 9);
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
+
+                // Begin both states with zeros.
                 std::fill(state.begin(), state.end(), 0);
                 device_zero(there.data, words * 4, stream);
                 Fp8History h = fp8_history_at(state.data(), slots, rule);
                 Fp8History d = fp8_history_at(there.data, slots, rule);
+
+                // Give both states the step's maxima, then let each choose its next scales.
                 for (size_t step = 0; step < 6; step++) {
                     for (size_t i = 0; i < slots; i++) {
                         float most = std::exp(float(sizes[step * slots + i]));
@@ -142,7 +162,7 @@ inline void fp8_delayed_kernels(Check& c) {
                                                         : 0;
                     }
                     copy_in(d.amax, h.amax, slots * 4, stream);
-                    wait_for(stream); // the CPU changes what it reads
+                    wait_for(stream); // the copy is over before the CPU changes its source
                     fp8_next_scales(h, rule, Cpu{});
                     fp8_next_scales(d, rule, stream);
                 }
@@ -155,13 +175,15 @@ inline void fp8_delayed_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // linear layers
 
-// Sizes that tensor cores take, in whole blocks and in ragged ones, and one that they do not.
+// Sizes that tensor cores take, in whole blocks and in ragged ones, and one size
+// that they do not take.
 inline std::vector<std::array<size_t, 3>> fp8_linear_shapes() { // N OC IC
     if (SMALL) return {{16, 16, 144}};
     return {{16, 144, 272}, {144, 16, 32}, {9, 7, 5}};
 }
 
-// The three products of a layer on a device: codes on tensor cores, or what codes stand for.
+// The three products of a layer on a device: from codes on tensor cores, or from the values
+// that codes stand for.
 struct Fp8Layer {
     Array<bf16> out, dinp;
     Array<float> dw;
@@ -175,21 +197,26 @@ struct Fp8Layer {
                        linear_fp8_bytes(N, OC, IC, fp8);
         Array<unsigned char> scratch(bytes);
         Array<bf16> inp(x), weight(w), dout(dy), bias(b);
+
+        // Choose the path: an emulated architecture below 89 has no tensor cores for codes.
         Blas blas;
         blas_scratch(blas, scratch.data, bytes);
 #if !defined(__CUDACC__)
         blas.emulates = architecture;
 #endif
+
+        // Run the three products, forward with a residual.
         Weight W = {weight.data, Type::BF16, OC, IC, dw.data, nullptr, fp8};
         Weight B = {bias.data, Type::BF16, OC, 1};
-        linear_forward(out.data, inp.data, W, &B, dout.data, N, blas, stream); // a residual
+        linear_forward(out.data, inp.data, W, &B, dout.data, N, blas, stream); // residual: dout
         linear_backward_input(dinp.data, dout.data, W, N, false, blas, stream);
         linear_backward_weight(W, nullptr, dout.data, inp.data, N, true, blas, stream);
-        wait_for(stream); // before the scratch goes
+        wait_for(stream); // before the scratch is freed
     }
 };
 
-// A device's products against the CPU's, which are those of what codes stand for.
+// The device multiplies codes. Its products must agree with the CPU's, which multiplies the values
+// that codes stand for.
 inline void fp8_linear_kernels(Check& c) {
     for (auto [N, OC, IC] : fp8_linear_shapes())
         for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR}) {
@@ -211,13 +238,13 @@ inline void fp8_linear_kernels(Check& c) {
             linear_backward_input(dinp.data(), dout.data(), W, N, false, host, Cpu{});
             linear_backward_weight(W, nullptr, dout.data(), inp.data(), N, true, host, Cpu{});
 
-            // Want in the emulator: the bits of values in the codes' place, for products are exact
+            // In the emulator the bits of values and codes must agree: products of codes are exact,
             // and sums have one order.
 #if !defined(__CUDACC__)
             Fp8Layer values(x, w, dy, b, N, fp8, 86);
 #endif
 
-            // Results are rounded to bf16 twice: here and there.
+            // Both results are rounded to bf16, the CPU's and the device's: two roundings.
             every_order(c, [&](Outputs& o) {
                 Fp8Layer codes(x, w, dy, b, N, fp8, 90);
                 double terms = largest(x) * largest(w);

@@ -9,7 +9,8 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // the router
 
-// Rows of a warp and more, experts of less than a warp, one, and several and a bit.
+// Rows of one warp and of several. Experts: one, fewer than a warp's lanes, as many, and several
+// times as many and a rest.
 struct RouterCase {
     size_t sequences, T, E, K;
 };
@@ -18,7 +19,8 @@ inline std::vector<RouterCase> router_cases() {
     return {{1, 1, 1, 1}, {2, 3, 5, 2}, {3, 7, 32, 4}, {1, 5, 70, 8}, {2, 4, 33, 32}};
 }
 
-// Scores in steps, shuffled in each row: float and double choose alike. One row has only equals.
+// Scores that are far apart, shuffled in each row, so that float and double choose alike. Row 1
+// has equal scores only.
 inline std::vector<double> routed_logits(Check& c, size_t N, size_t E) {
     std::vector<double> logits(N * E), row(E);
     for (size_t n = 0; n < N; n++) {
@@ -29,6 +31,7 @@ inline std::vector<double> routed_logits(Check& c, size_t N, size_t E) {
     return logits;
 }
 
+// The choice, the gates, the counts and the scores' gradients of every kind of router.
 template <typename T> void router_kernels(Check& c) {
     for (Router router :
          {Router::SOFTMAX, Router::RENORMALISED, Router::SIGMOID, Router::SIGMOID_ALONE})
@@ -36,6 +39,8 @@ template <typename T> void router_kernels(Check& c) {
             size_t N = s.sequences * s.T, E = s.E, K = s.K;
             CASE(c, "router %d %s N=%zu E=%zu K=%zu", int(router), type_word(T()), N, E, K);
             auto l = routed_logits(c, N, E), d = normals(c, N * K);
+
+            // The routers by sigmoid have a bias, which changes the choice and no gate.
             bool biased = is_sigmoid(router);
             std::vector<double> b(E);
             for (size_t e = 0; e < E; e++) b[e] = 0.5 * double(e % 3);
@@ -43,8 +48,10 @@ template <typename T> void router_kernels(Check& c) {
 
             // Want: the CPU in double.
             Routing r = {router, E, K, 1.5f, biased ? bias.data() : nullptr};
-            r.groups = E == 32 ? 8 : E == 70 ? 7 : E == 40 ? 5 : 1; // no group is a warp's stride
+            r.groups = E == 32 ? 8 : E == 70 ? 7 : E == 40 ? 5 : 1; // never of 32, a warp's stride
             r.kept_groups = r.groups > 1 ? 2 : 1;
+
+            // Forward and counts by sequence, the counts of all sequences, and backward.
             std::vector<int> ids(N * K), counts(s.sequences * E);
             std::vector<double> gates(N * K), dlogits(N * E);
             auto df = rounded<float>(d);
@@ -54,6 +61,8 @@ template <typename T> void router_kernels(Check& c) {
             count_slots(of_all.data(), ids.data(), 1, N * K, E, false, Cpu{});
             BalanceTerms terms = {0.5, 0.25, counts.data(), s.T};
             route_backward(dlogits.data(), df.data(), l.data(), ids.data(), r, terms, N, Cpu{});
+
+            // The device: the counts of all sequences are added one sequence at a time.
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
                 Array<float> logits(l), dgates(df), g(N * K), on_device(b);
@@ -84,6 +93,7 @@ template <typename T> void router_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // slots: one, less than a block, several blocks and a bit; experts that nobody chooses
 
+// Sort slots by their experts, and select the slots of a range of experts.
 inline void sort_kernels(Check& c) {
     struct Case {
         size_t M, E;
@@ -96,12 +106,14 @@ inline void sort_kernels(Check& c) {
         std::vector<int> ids = integers(c, s.M, 0, int(s.E) - 1);
         for (int& id : ids) id = s.all_one ? int(s.E) - 1 : id / 2 * 2 % int(s.E);
 
-        // Want: the CPU's.
+        // Want: the CPU's integers.
         std::vector<int> counts(s.E), starts(s.E + 1), row_of(s.M), slot_of(s.M);
         Slots want = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
         sort_slots(want, ids.data(), s.M, s.E, Cpu{});
         std::vector<int> own(s.M);
         own_experts(own.data(), ids.data(), s.M, s.E / 3, s.E / 2, Cpu{});
+
+        // The device.
         every_order(c, [&](Outputs& o) {
             Array<int> i(ids), n(s.E), first(s.E + 1), row(s.M), slot(s.M);
             Slots got = {n.data, first.data, row.data, slot.data};
@@ -120,7 +132,8 @@ inline void sort_kernels(Check& c) {
     }
 }
 
-// Gather, gate, combine; rows of one element, not aligned, of several warps.
+// Gather, gate and combine. Rows of one element, unaligned rows, rows of several warps; all experts
+// here, some of them, none.
 template <typename T> void expert_kernels(Check& c) {
     struct Case {
         size_t N, K, C, shift, own = 5;
@@ -135,7 +148,7 @@ template <typename T> void expert_kernels(Check& c) {
                          slots(M);
         Slots sorted = {counts.data(), starts.data(), rows.data(), slots.data()};
         sort_slots(sorted, ids.data(), M, E, Cpu{});
-        int end = starts[s.own]; // slots of further experts have no row
+        int end = starts[s.own]; // slots of the experts from s.own on have no row here
         auto x = rounded<T>(normals(c, s.N * C)), u = rounded<T>(normals(c, M * C));
         auto d = rounded<T>(normals(c, M * C)), y = rounded<T>(normals(c, M * C));
         auto w = rounded<float>(normals(c, M));
@@ -147,13 +160,16 @@ template <typename T> void expert_kernels(Check& c) {
         gather_slots(xs.data(), x.data(), slots.data(), &end, M, s.K, C, Cpu{});
         combine_slots(out.data(), x.data(), y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
         combine_slots(alone.data(), nothing, y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
-        // A shared expert has all rows, each in its place.
+
+        // A shared expert has all rows, each in its own place, and needs no list of slots.
         bool shared = s.K == 1 && s.own == E;
         const int* slot = shared ? nullptr : slots.data();
         const int* count = shared ? nullptr : &end;
         gated_swiglu_forward(h.data(), y.data(), u.data(), w.data(), slot, count, M, C, Cpu{});
         gated_swiglu_backward(dgate.data(), dup.data(), dw.data(), d.data(), y.data(), u.data(),
                               w.data(), slot, count, M, C, Cpu{});
+
+        // The device.
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> row_of(rows), slot_of(slots), last(std::vector<int>{end});
@@ -162,16 +178,19 @@ template <typename T> void expert_kernels(Check& c) {
             Array<T> gathered(untouched, s.shift), gated(untouched, s.shift);
             Array<T> sum(s.N * C, s.shift), no_residual(s.N * C, s.shift);
             const T* none = nullptr;
+
+            // Gather, and combine with a residual and without.
             gather_slots(gathered.data, in.data, slot_of.data, last.data, M, s.K, C, stream);
             combine_slots(sum.data, in.data, made.data, row_of.data, last.data, s.N, s.K, C,
                           stream);
             combine_slots(no_residual.data, none, made.data, row_of.data, last.data, s.N, s.K, C,
                           stream);
+
+            // Gate forward and, in place as a block calls it, backward.
             const int* slot_here = shared ? nullptr : slot_of.data;
             const int* count_here = shared ? nullptr : last.data;
             gated_swiglu_forward(gated.data, made.data, up.data, gates.data, slot_here, count_here,
                                  M, C, stream);
-            // In place, as a block calls it.
             gated_swiglu_backward(dh.data, up.data, dgates.data, dh.data, made.data, up.data,
                                   gates.data, slot_here, count_here, M, C, stream);
 
@@ -189,6 +208,7 @@ template <typename T> void expert_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // a product for each expert: groups without rows, of one row, of a tile and a bit
 
+// The three products of groups, with = and with +=, against the CPU in double.
 template <typename T> void grouped_kernels(Check& c) {
     struct Case {
         std::vector<int> starts;
@@ -196,13 +216,17 @@ template <typename T> void grouped_kernels(Check& c) {
     };
     std::vector<Case> cases = {{{0, 1}, 1, 1}, {{0, 0, 3, 3, 4}, 9, 17},
                                {{0, 0, 65, 66, 66, 90}, 70, 20}, {{0, 40, 40}, 24, 130}};
-    // Multiples of 8 go to tensor cores: tiles and a rest, sums of one stage to five and a rest.
+
+    // Multiples of 8 go to tensor cores: whole tiles and a rest, sums of one
+    // stage to five and a rest.
     cases.push_back({{0, 0, 1, 130, 130, 147, 147}, 136, 40});
     cases.push_back({{0, 0, 72, 72}, 16, 264});
+
     // More experts than a warp has lanes.
     std::vector<int> many = {0};
     for (int e = 0; e < 40; e++) many.push_back(many.back() + e % 3);
     cases.push_back({many, 8, 16});
+
     if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}, {{0, 0, 1, 130}, 16, 136}};
     for (const Case& s : cases)
         for (bool accumulate : {false, true}) {
@@ -220,6 +244,8 @@ template <typename T> void grouped_kernels(Check& c) {
             grouped_forward(out.data(), x.data(), w.data(), g, blas, Cpu{});
             grouped_backward_input(dinp.data(), d.data(), w.data(), g, accumulate, blas, Cpu{});
             grouped_backward_weight(dw.data(), d.data(), x.data(), g, accumulate, blas, Cpu{});
+
+            // The device; input and weight gradients start as 3.
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
                 Array<int> starts(s.starts);
@@ -233,6 +259,7 @@ template <typename T> void grouped_kernels(Check& c) {
                                        stream);
                 grouped_backward_weight(dweight.data, dout.data, inp.data, here, accumulate, blas,
                                         stream);
+
                 o.add("out", y, out, tolerance<T>(IC), 1);
                 o.add("dinp", dx, dinp, tolerance<T>(OC), 1);
                 o.add("dw", dweight, dw, tolerance<float>(M), 1);

@@ -5,8 +5,8 @@
 
 using namespace llmc;
 
-// One element; a last block that is not full, of an odd number too; blocks of one and of several
-// warps; not 16-byte aligned (shift); a last block of scales.
+// Sizes: one element; a last block that is not full, of an odd number of elements too; blocks of
+// one warp and of several; unaligned inputs (shift); a last block of scales that is not full.
 template <typename T> void nf4_kernels(Check& c) {
     struct Case {
         size_t n, shift;
@@ -15,6 +15,8 @@ template <typename T> void nf4_kernels(Check& c) {
     if (!SMALL) cases.push_back({64 * 300 + 7, 0});
     for (auto [n, shift] : cases) {
         CASE(c, "nf4 %s n=%zu shift=%zu", type_word(T()), n, shift);
+
+        // Want: the CPU's bytes. One block holds only zeros.
         std::vector<double> x = rounded<T>(normals(c, n));
         if (n > 128) std::fill_n(x.begin() + 64, 64, 0.0);
         Nf4Bytes want(as<T>(x));
@@ -27,9 +29,13 @@ template <typename T> void nf4_kernels(Check& c) {
             Array<T> in(x, shift), out(n, shift);
             Array<uint8_t> codes(want.codes.size()), scales(blocks);
             Array<float> absmax(blocks), table(numbers(want.table));
+
+            // Quantise the numbers, quantise their scales, and go back.
             nf4_quantize(codes.data, absmax.data, in.data, n, stream);
             nf4_quantize_scales(scales.data, table.data, absmax.data, blocks, stream);
             nf4_dequantize(out.data, {codes.data, scales.data, table.data}, n, stream);
+
+            // All of it is exact: the tolerances are 0.
             o.add("absmax", absmax, numbers(want.absmax), 0);
             o.add("table", table, numbers(want.table), 0);
             o.add("back", out, back, 0);
@@ -39,12 +45,15 @@ template <typename T> void nf4_kernels(Check& c) {
     }
 }
 
+// int8 with one scale a row. The first of several rows holds only zeros.
 template <typename T> void int8_kernels(Check& c) {
     for (auto [rows, cols] : {std::pair<size_t, size_t>(1, 1), {9, 33}, {20, 100}}) {
         CASE(c, "int8 %s rows=%zu cols=%zu", type_word(T()), rows, cols);
         size_t n = rows * cols;
         std::vector<double> x = rounded<T>(normals(c, n));
         if (rows > 1) std::fill_n(x.begin(), cols, 0.0);
+
+        // Want: the CPU's bytes.
         std::vector<int8_t> codes(n);
         std::vector<float> absmax(rows);
         std::vector<T> back(n);
@@ -65,7 +74,8 @@ template <typename T> void int8_kernels(Check& c) {
     }
 }
 
-// One element, an odd row, rows of several groups; rows that vectors fit, and not aligned.
+// int4 back to T. Shapes: one element, an odd row, rows of several groups, rows that vectors fit,
+// and the same unaligned. The device only dequantises, so the CPU makes the codes.
 template <typename T> void int4_kernels(Check& c) {
     struct Case {
         size_t rows, cols, shift;

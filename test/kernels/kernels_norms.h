@@ -6,9 +6,9 @@
 
 using namespace llmc;
 
-// Odd rows and channels, one of each, blocks of rows that end early; one, four and sixteen warps a
-// row, one pack of it a thread, two, or so many that sums stay in memory; one strip of rows and
-// several; not 16-byte aligned (shift).
+// Odd rows and channels, and one of each. Blocks of rows that end early. One, four and sixteen
+// warps a row; rows that give a thread one pack, two packs, or so many that sums stay in memory.
+// One strip of rows and several. shift: not 16-byte aligned.
 struct NormCase {
     size_t N, C, shift;
 };
@@ -28,7 +28,8 @@ template <typename T> void layernorm_kernels(Check& c) {
             auto w = rounded<T>(normals(c, C)), b = rounded<T>(normals(c, C));
             auto dres = rounded<T>(normals(c, N * C)), before = rounded<float>(normals(c, C));
 
-            // Want: the CPU in double. Backward in float reads float statistics: so does this.
+            // Want: the CPU in double. The kernel's backward reads statistics in float, so the
+            // CPU's reads them rounded to float.
             std::vector<double> out(N * C), mean(N), rstd(N), dinp(N * C), dw = before, db = before;
             layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N,
                               C, eps, Cpu{});
@@ -38,13 +39,14 @@ template <typename T> void layernorm_kernels(Check& c) {
             layernorm_backward_weight(dw.data(), db.data(), dout.data(), x.data(), mean_f.data(),
                                       rstd_f.data(), N, C, accumulate, Cpu{});
 
+            // The third sum: the residual gradient's columns, or 0 without a residual.
             std::vector<double> dj = before;
             if (accumulate)
                 column_sums(dj.data(), dres.data(), nullptr, N, C, accumulate, Cpu{});
             else
-                dj.assign(C, 0); // without a residual
+                dj.assign(C, 0);
 
-            // A gradient may cancel what was there before, and the error is the terms'.
+            // A new gradient may cancel the one before it, so the error is relative to the terms.
             double terms = accumulate ? largest(before) : 0;
 
             every_order(c, [&](Outputs& o) {
@@ -55,6 +57,8 @@ template <typename T> void layernorm_kernels(Check& c) {
                 Array<float> m(N), r(N), m_in(mean_f), r_in(rstd_f), dweight(before), dbias(before);
                 Array<float> joined(before);
                 Array<float> sums(layernorm_sums(N, C, stream));
+
+                // Forward, and backward with all three sums.
                 layernorm_forward(y.data, m.data, r.data, inp.data, weight.data, bias.data, N, C,
                                   eps, stream);
                 layernorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
@@ -63,7 +67,8 @@ template <typename T> void layernorm_kernels(Check& c) {
                                                           sums.data, N, C, stream),
                                nullptr, accumulate, stream);
 
-                // Frozen, and in the residual's place: the same input gradient.
+                // Frozen weights, with dinp in the residual's place: the input
+                // gradient stays the same.
                 layernorm_backward(residual.data, (float*)nullptr,
                                    accumulate ? residual.data : nullptr, d.data, inp.data,
                                    weight.data, m_in.data, r_in.data, N, C, stream);
@@ -90,7 +95,8 @@ template <typename T> void rmsnorm_kernels(Check& c) {
             auto dout = rounded<T>(normals(c, N * C)), dres = rounded<T>(normals(c, N * C));
             auto before = rounded<float>(normals(c, C));
 
-            // Want: the CPU in double. Backward in float reads float statistics: so does this.
+            // Want: the CPU in double. The kernel's backward reads statistics in float, so the
+            // CPU's reads them rounded to float.
             std::vector<double> out(N * C), rstd(N), dinp(N * C), dw = before;
             rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, eps, Cpu{});
             auto rstd_f = rounded<float>(rstd);
@@ -99,7 +105,7 @@ template <typename T> void rmsnorm_kernels(Check& c) {
             rmsnorm_backward_weight(dw.data(), dout.data(), x.data(), rstd_f.data(), N, C,
                                     accumulate, Cpu{});
 
-            // The size of the gradients' terms, which cancel where C is small.
+            // The size of the input gradient's terms, which cancel where C is small.
             double terms = 0, weight_terms = accumulate ? largest(before) : 0;
             for (size_t i = 0; i < N * C; i++)
                 terms = std::max(terms, std::fabs(rstd[i / C] * dout[i] * w[i % C]));
@@ -110,6 +116,9 @@ template <typename T> void rmsnorm_kernels(Check& c) {
                 Array<T> y(N * C, s.shift), residual(dres, s.shift), dx(N * C, s.shift);
                 Array<float> r(N), r_in(rstd_f), dweight(before);
                 Array<float> sums(rmsnorm_sums(N, C, stream));
+
+                // Forward, and backward with its weight gradient. A null in place of the weight
+                // gradient asks for none.
                 rmsnorm_forward(y.data, r.data, inp.data, weight.data, N, C, eps, stream);
                 rmsnorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
                                  inp.data, weight.data, r_in.data, N, C, stream);
@@ -118,7 +127,8 @@ template <typename T> void rmsnorm_kernels(Check& c) {
                 column_sums<T>({}, {rmsnorm_parts<float>(nullptr, sums.data, N, C, stream)},
                                nullptr, accumulate, stream);
 
-                // Frozen, and in the residual's place: the same input gradient.
+                // Frozen weights, with dinp in the residual's place: the input
+                // gradient stays the same.
                 rmsnorm_backward(residual.data, (float*)nullptr,
                                  accumulate ? residual.data : nullptr, d.data, inp.data,
                                  weight.data, r_in.data, N, C, stream);

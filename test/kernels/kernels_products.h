@@ -1,19 +1,19 @@
 // kernels_products.h - rows of the kernel table: matrix products, the linear layer
-//   On a GPU these run cuBLASLt; in the emulator the loops that stand for it, so that the rows
-//   themselves are known to be right.
+//   On a GPU these rows run cuBLASLt. In the emulator they run the loops that stand in for it,
+//   which shows that the rows themselves are right.
 #pragma once
 #include "../../llmc/linear.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;
 
-// Scratch for every product of a row.
+// The scratch that suffices for every product of a row.
 inline size_t product_scratch_bytes() {
     return std::max(PRODUCT_WORKSPACE, column_sums_scratch_bytes(300, 300, cudaStream_t{}));
 }
 
-// Products of a row take the library's first guess, or what it measures to be the fastest. A handle
-// keeps its choices: the second run of a case has the same algorithm.
+// A row's products use the library's first guess, or the algorithm that it measures to be the
+// fastest. A handle remembers its choices, so the second run of a case uses the same algorithm.
 struct ProductHandles {
     Blas guessed, measured;
     Array<unsigned char> scratch{product_scratch_bytes()};
@@ -29,9 +29,9 @@ struct ProductHandles {
 // ----------------------------------------------------------------------------
 // products
 
-// One element; odd sizes; sizes that tensor cores like; a sum long enough to be cut in parts. `pad`
-// elements stand behind each row of every operand: 0 and 8 keep rows of 16 bytes whole, 1 leaves
-// them at 2 bytes. The shift moves every operand off its alignment.
+// Shapes: one element; odd sizes; sizes that suit tensor cores; a sum long enough to be cut into
+// parts. `pad` elements follow each row of every operand: 0 and 8 keep rows 16-byte aligned, 1
+// leaves them aligned to 2 bytes. The shift moves every operand off its alignment.
 struct ProductCase {
     size_t M, N, K, pad, shift;
 };
@@ -41,8 +41,8 @@ inline std::vector<ProductCase> product_cases() {
             {57, 63, 65, 0, 0}, {8, 16, 2048, 0, 0}, {1, 96, 64, 8, 0},  {40, 16, 64, 1, 0}};
 }
 
-// A matrix with `pad` elements behind each row, or behind each column where it lies transposed.
-// What lies between is NaN: reading it shows itself.
+// A matrix with `pad` elements after each row, or after each column where it is stored transposed.
+// The padding is NaN, so a read of it shows.
 struct PaddedMatrix {
     Strides strides;
     std::vector<double> x;
@@ -60,17 +60,18 @@ inline PaddedMatrix padded_matrix(const std::vector<double>& values, size_t rows
     return m;
 }
 
-// A product's operands and the result that it must give; padding stays as it was.
+// A product's operands, and the result that it must give with the padding left as it was.
 struct WantedProduct {
     Product p;
     PaddedMatrix a, b, residual;
     std::vector<double> bias, before, want; // (N) (M,N + pad) (M,N + pad)
+    // The largest sum of magnitudes: an element may be the small remainder of such terms.
     double terms =
-        0; // the largest sum of what is added, signs left out: an element may be its rest
+        0;
 };
 
-// Draw a product's values, in T; bit 0 of `kind` adds a bias, bit 1 a residual, else bit 2 the
-// output's own value.
+// Draw a product's values in T. `kind`: bit 0 adds a bias, bit 1 a residual, bit 2 the
+// output's own value before.
 template <typename T>
 WantedProduct wanted_product(Check& c, const ProductCase& s, bool ta, bool tb, int kind) {
     auto a = rounded<T>(normals(c, s.M * s.K));
@@ -83,11 +84,11 @@ WantedProduct wanted_product(Check& c, const ProductCase& s, bool ta, bool tb, i
     w.bias = rounded<T>(normals(c, s.N));
     w.p = {s.M, s.N, s.K, w.a.strides, w.b.strides, s.N + s.pad, bool(kind & 4)};
 
-    // Begin with numbers everywhere, in the padding too.
+    // The output starts with numbers everywhere, in the padding too.
     w.before = rounded<T>(normals(c, s.M * w.p.out_row));
     w.want = w.before;
 
-    // Want: the plain sum in double, then what is added.
+    // Want: the plain sum in double, then what is added to it.
     for (size_t i = 0; i < s.M; i++)
         for (size_t j = 0; j < s.N; j++) {
             double sum = 0;
@@ -104,8 +105,8 @@ WantedProduct wanted_product(Check& c, const ProductCase& s, bool ta, bool tb, i
     return w;
 }
 
-// The output of one product. The first run of a handle that measures spoils what it writes, on a
-// GPU: it writes another buffer.
+// Run one product. On a GPU the first run of a handle that measures overwrites its output many
+// times, so that run writes to a buffer of its own.
 template <typename T, typename O>
 void product_output(Array<O>& out, const WantedProduct& w, int kind, size_t shift, Blas& blas) {
     cudaStream_t stream = {};
@@ -121,7 +122,7 @@ void product_output(Array<O>& out, const WantedProduct& w, int kind, size_t shif
     matmul(out.data, a.data, b.data, bias_or_null, residual_or_null, w.p, blas, stream);
 }
 
-// T: the operands; O: what comes out, T or float.
+// Products of operands in T with a result in O, which is T or float.
 template <typename T, typename O> void product_kernels(Check& c) {
     ProductHandles handles;
     bool same_type = type_of<T>() == type_of<O>();
@@ -135,7 +136,7 @@ template <typename T, typename O> void product_kernels(Check& c) {
                      kind & 1 ? " bias" : "", kind & 2 ? " residual" : "", kind & 4 ? " +=" : "");
                 WantedProduct w = wanted_product<T>(c, s, ta, tb, kind);
 
-                // A sum is rounded to O once, whatever is added to it.
+                // The sum is rounded to O once, whatever is added to it.
                 every_order(c, [&](Outputs& o) {
                     Array<O> guessed(w.before, s.shift), measured(w.before, s.shift);
                     product_output<T>(guessed, w, kind, s.shift, handles.guessed);
@@ -157,6 +158,7 @@ inline std::vector<LinearCase> linear_cases() {
     return {{1, 1, 1, 0}, {3, 5, 7, 1}, {96, 64, 128, 0}, {130, 96, 24, 0}, {17, 33, 64, 0}};
 }
 
+// The three products of a linear layer, with a bias and a residual, against the CPU in double.
 template <typename T> void linear_kernels(Check& c) {
     ProductHandles handles;
     Blas& blas = handles.guessed;
@@ -192,6 +194,7 @@ template <typename T> void linear_kernels(Check& c) {
                 linear_backward_input(dx.data, d.data, gw, N, accumulate, blas, stream);
                 linear_backward_weight(gw, &gb, d.data, x.data, N, accumulate, blas, stream);
 
+                // The error is relative to the largest terms, which may cancel.
                 o.add("out", y, out, tolerance<T>(IC + 2),
                       largest(inp) * largest(w) + largest(bias) + largest(residual));
                 o.add("dinp", dx, dinp, tolerance<T>(OC + 1),
@@ -203,7 +206,7 @@ template <typename T> void linear_kernels(Check& c) {
         }
 }
 
-// An adapter alone: its scale, then the products both ways.
+// An adapter alone: lora_scale(), then the adapter's products in both directions.
 template <typename T> void lora_kernels(Check& c) {
     ProductHandles handles;
     Blas& blas = handles.guessed;
@@ -230,8 +233,9 @@ template <typename T> void lora_kernels(Check& c) {
                                  host, Cpu{});
             lora_scale(scaled.data(), N * OC, scale, Cpu{});
 
-            // Matrices of r columns are rounded by half of 2^-8 (of 2^-11) in their product and in
-            // their scale, outputs in T once more: relative to these sums, signs left out.
+            // h and dh have r columns and are rounded to T twice, in their product and in their
+            // scale; each rounding is half of 2^-8 (2^-11 in fp16). Outputs in T are rounded once
+            // more. Errors are relative to these sums of magnitudes.
             auto size = [&](const auto& x, const auto& y, size_t rows, size_t cols, size_t n,
                             Strides sx, Strides sy) {
                 return largest(product(magnitudes(x), magnitudes(y), rows, cols, n, sx, sy));

@@ -13,11 +13,11 @@ inline std::vector<double> numbers_of(const std::vector<int>& x) { return {x.beg
 // ----------------------------------------------------------------------------
 // embedding
 
-// One row; rows of more than one tile; one key for all; keys of two and three digits of the sort;
-// one, four and sixteen warps a row; not 16-byte aligned (shift).
+// One row; rows of more than one tile. Tokens: one key for all rows; keys that take two and three
+// digits of the sort. One, four and sixteen warps a row; not 16-byte aligned (shift).
 struct EmbeddingCase {
     size_t N, V, C, shift;
-    int tokens; // different ones
+    int tokens; // how many different ones
 };
 inline std::vector<EmbeddingCase> embedding_cases() {
     if (SMALL) return {{3, 5, 33, 0, 5}, {70, 600, 8, 0, 3}, {1030, 2, 1, 0, 2}};
@@ -31,11 +31,11 @@ template <typename T> void embedding_kernels(Check& c) {
         for (bool accumulate : {false, true}) {
             size_t N = s.N, V = s.V, C = s.C, cells = V * C;
             size_t P = 7 + (N > 1000 ? 600 : 0);
-            size_t start = accumulate ? V / 4 : 0; // the table is a part: others' tokens too
+            size_t start = accumulate ? V / 4 : 0; // the table is a part: some tokens are others'
             CASE(c, "embedding %s N=%zu V=%zu C=%zu shift=%zu start=%zu accumulate=%d",
                  type_word(T()), N, V, C, s.shift, start, accumulate);
 
-            // Draw tokens among a few names, the last row of the table among them.
+            // Draw tokens from a few names. The table's last row is one of them.
             std::vector<int> names = integers(c, s.tokens, 0, int(V + 2 * start) - 1);
             std::vector<int> which = integers(c, N, 0, s.tokens - 1), tokens(N);
             std::vector<int> positions = integers(c, N, 3, int(P) - 1);
@@ -57,7 +57,7 @@ template <typename T> void embedding_kernels(Check& c) {
                                       positions.data(), starts.data(), nullptr, N, start, V, P, C,
                                       accumulate, Cpu{});
 
-            // Rows are added in the same order: the CPU's version in T has the same bits.
+            // The kernel adds rows in the CPU's order, so the CPU's version in T has the same bits.
             std::vector<T> dout_t = as<T>(dout);
             std::vector<float> dwte_f = as<float>(wte_before), dwpe_f = as<float>(wpe_before);
             embedding_backward_weight(dwte_f.data(), dwpe_f.data(), dout_t.data(), tokens.data(),
@@ -71,6 +71,9 @@ template <typename T> void embedding_kernels(Check& c) {
                 Array<T> y(N * C, s.shift), y0(N * C, s.shift);
                 Array<float> da(wte_before), db(wpe_before), frozen(wpe_before);
                 Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
+
+                // Forward with positions and without; backward, then backward with
+                // the token table frozen.
                 embedding_forward(y.data, t.data, p.data, d0.data, a.data, b.data, N, start, V, C,
                                   stream);
                 embedding_forward(y0.data, t.data, p.data, d0.data, a.data, (T*)nullptr, N, start,
@@ -95,6 +98,7 @@ template <typename T> void embedding_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // cross-entropy
 
+// Vocabularies of one column and of thousands, with and without padding, unaligned too (shift).
 struct CrossentropyCase {
     size_t N, V, Vp, shift;
 };
@@ -104,8 +108,8 @@ inline std::vector<CrossentropyCase> crossentropy_cases() {
             {3, 4099, 4104, 1}, {2, 700, 701, 0}, {2, 10000, 10112, 0}};
 }
 
-// A rank's columns [start, start + V) of the vocabulary, and what the CPU makes of them in double.
-// Padding behind them must not be looked at, nor the columns of another rank.
+// One rank's columns [start, start + V) of the vocabulary, and what the CPU computes from them in
+// double. Neither the padding after them nor another rank's columns may be read.
 struct WantedShard {
     size_t start, V, Vp;
     std::vector<double> logits, max, sum, target, d; // (N,Vp), then (N), then (N,Vp)
@@ -121,7 +125,7 @@ inline WantedShard wanted_shard(const std::vector<double>& logits, size_t N, siz
         w.logits.resize((n + 1) * w.Vp, 1000);
     }
 
-    // Sums are below the whole row's maximum.
+    // Sums subtract the whole row's maximum, not the shard's.
     w.max.resize(N);
     w.sum.resize(N);
     w.target.resize(N);
@@ -134,14 +138,17 @@ inline WantedShard wanted_shard(const std::vector<double>& logits, size_t N, siz
     return w;
 }
 
+// The whole vocabulary, and two shards of it as two ranks hold them.
 template <typename T> void crossentropy_kernels(Check& c) {
     for (CrossentropyCase s : crossentropy_cases())
         for (bool impossible : {false, true}) {
             size_t N = s.N, V = s.V, Vp = s.Vp;
-            size_t H = N == 5 ? V : V / 2; // where the second shard begins; V: it is empty
+            size_t H = N == 5 ? V : V / 2; // the second shard's first column; V: it is empty
             const float scale = 0.1f;
             CASE(c, "crossentropy %s N=%zu V=%zu Vp=%zu shift=%zu -inf=%d", type_word(T()), N, V,
                  Vp, s.shift, impossible);
+
+            // Targets: ignored ones, the vocabulary's last token, and both sides of the cut.
             std::vector<int> targets = integers(c, N, -1, int(V) - 1);
             if (N > 2) {
                 targets[1] = -1;
@@ -150,7 +157,8 @@ template <typename T> void crossentropy_kernels(Check& c) {
             if (N > 3) targets[3] = int(std::min(H, V - 1)); // the first of the next shard
             if (H > 0) targets[0] = int(H) - 1;              // the last of the first shard
 
-            // Padding must not be looked at. -inf for most tokens: whole threads see nothing else.
+            // Padding holds large numbers and must not be read. -inf for most tokens: whole
+            // threads see nothing else.
             auto logits = rounded<T>(normals(c, N * Vp, 4));
             for (size_t n = 0; n < N; n++) {
                 for (size_t v = V; v < Vp; v++) logits[n * Vp + v] = 1000;
@@ -159,7 +167,8 @@ template <typename T> void crossentropy_kernels(Check& c) {
                         logits[n * Vp + v] = -INFINITY;
             }
 
-            // Want: the CPU in double. A loss is what is left of a logit and the maximum (terms).
+            // Want: the CPU in double. A loss is the difference of a logit and the maximum, so its
+            // error is relative to the maximum (terms).
             std::vector<double> m(N), sum(N), target(N), losses(N), d = logits;
             crossentropy_max_sum(m.data(), sum.data(), target.data(), logits.data(), targets.data(),
                                  N, V, Vp, Cpu{});
@@ -170,7 +179,7 @@ template <typename T> void crossentropy_kernels(Check& c) {
             double terms = 0;
             for (double x : m) terms = std::max(terms, std::fabs(x));
 
-            // Two ranks' shards: each has targets that are the other's.
+            // Two ranks' shards. Each meets targets that the other one holds.
             std::vector<WantedShard> shards;
             for (auto [start, end] : {std::pair(size_t(0), H), std::pair(H, V)})
                 shards.push_back(wanted_shard(logits, N, Vp, start, end, targets, m, sum, scale));
@@ -181,7 +190,9 @@ template <typename T> void crossentropy_kernels(Check& c) {
                 Array<T> l(logits, s.shift);
                 Array<int> t(targets);
                 Array<float> gm(N), gs(N), gt(N), loss(N), m_in(m), s_in(sum_f);
-                Array<float> half(std::vector<double>{0.5}); // the rest of a scale, on the device
+                Array<float> half(std::vector<double>{0.5}); // a factor that lies on the device
+
+                // The whole vocabulary.
                 crossentropy_max_sum(gm.data, gs.data, gt.data, l.data, t.data, N, V, Vp, stream);
                 crossentropy_loss(loss.data, gm.data, gs.data, gt.data, t.data, N, stream);
                 crossentropy_backward(l.data, t.data, gm.data, gs.data, scale, N, V, Vp, 0, stream);
@@ -190,6 +201,8 @@ template <typename T> void crossentropy_kernels(Check& c) {
                 o.add("target", gt, target, 0);
                 o.add("loss", loss, losses, tolerance<float>(V), terms);
                 o.add("dlogits", l, d, tolerance<T>(V), scale);
+
+                // Each shard. Its scale is the same, half of it in a factor on the device.
                 for (const WantedShard& w : shards) {
                     if (w.Vp == 0) continue;
                     Array<T> r(w.logits);
@@ -208,7 +221,8 @@ template <typename T> void crossentropy_kernels(Check& c) {
         }
 }
 
-// In one call: the CPU's answer in double, and the bits of the kernels that it takes together.
+// In one call: the CPU's answer in double, and the bits of the separate kernels
+// that the call replaces.
 template <typename T> void crossentropy_one_call_kernels(Check& c) {
     for (CrossentropyCase s : crossentropy_cases()) {
         size_t N = s.N, V = s.V, Vp = s.Vp;
@@ -220,6 +234,7 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
         targets[N - 1] = -1;
         targets[0] = int(V) - 1;
 
+        // Want: the CPU in double, with one scale and with a coefficient for each row.
         std::vector<double> losses(N), d = logits, weighted = logits;
         crossentropy_forward_backward(losses.data(), d.data(), targets.data(), double(scale), N, V,
                                       Vp, Cpu{});
@@ -240,11 +255,13 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
             crossentropy_loss(steps_loss.data, m.data, sum.data, target.data, t.data, N, stream);
             crossentropy_backward(steps.data, t.data, m.data, sum.data, scale, N, V, Vp, 0, stream);
 
+            // The call gives the CPU's numbers, and the bits of the steps.
             o.add("loss", loss, losses, tolerance<float>(V), 16);
             o.add("dlogits", l, d, tolerance<T>(V), scale);
             o.add("loss, bits", loss, as_double(steps_loss.host()), 0);
             o.add("dlogits, bits", l, as_double(steps.host()), 0);
 
+            // The same with a coefficient for each row.
             Array<T> w(logits, s.shift), w_steps(logits, s.shift);
             Array<float> r(rows);
             GradientScale on_device = {double(scale), nullptr, 0, nullptr, r.data};
@@ -257,7 +274,8 @@ template <typename T> void crossentropy_one_call_kernels(Check& c) {
     }
 }
 
-// Pairs over windows, of which one has a single answer: the CPU's bits.
+// Pairs over three windows, the last of which has no rejected answer. The kernel must give
+// the CPU's bits.
 inline void objective_kernels(Check& c) {
     for (size_t T : {size_t(4), size_t(9), size_t(150)})
         for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
@@ -267,16 +285,21 @@ inline void objective_kernels(Check& c) {
             std::vector<int> targets = integers(c, N, -1, 5), starts(N);
             std::vector<double> losses = rounded<float>(normals(c, N)), rejected(N);
             std::vector<double> reference = rounded<float>(normals(c, N));
+
+            // The second half of a window is the rejected answer, except in the last window.
             for (size_t n = 0; n < N; n++) {
                 starts[n] = n % T < T / 2 ? 0 : int(T / 2);
                 rejected[n] = n < 2 * T && starts[n] > 0;
                 losses[n] = std::fabs(losses[n]);
             }
+
+            // Want: the CPU's rows.
             Objective o = {kind, 0.5, 0.1, 0.5, 2, 0.5};
             std::vector<float> out(4 * N), l = as<float>(losses), x = as<float>(rejected),
                                ref = as<float>(reference);
             objective<float>({&out[0], &out[N], &out[2 * N], &out[3 * N], l.data(), targets.data(),
                               starts.data(), x.data(), ref.data(), T}, o, N, Cpu{});
+
             every_order(c, [&](Outputs& outputs) {
                 Array<float> got(4 * N), dl(losses), dx(rejected), dref(reference);
                 Array<int> t(targets), d(starts);
@@ -288,6 +311,7 @@ inline void objective_kernels(Check& c) {
         }
 }
 
+// The sum of losses has one order: the CPU's bits.
 inline void crossentropy_total_kernels(Check& c) {
     for (size_t N : {size_t(1), size_t(33), size_t(4096), size_t(9000), size_t(32 * 4096 + 5)}) {
         CASE(c, "crossentropy_total N=%zu", N);
@@ -304,9 +328,10 @@ inline void crossentropy_total_kernels(Check& c) {
 }
 
 // ----------------------------------------------------------------------------
-// the gradient norm, AdamW and SGD over a bucket: tensors with gaps between them, some empty, one
-// of several chunks, more than a launch takes
+// the gradient norm, AdamW and SGD over a bucket of tensors: gaps between them, some of them empty,
+// one of several chunks, more of them than one launch takes
 
+// A bucket's tensors, and in *elements its length. aligned: each tensor starts at a multiple of 8.
 inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors,
                                           size_t* elements) {
     std::vector<TensorRow> rows;
@@ -322,7 +347,7 @@ inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors
     return rows;
 }
 
-// The sums of a bucket that is cut at a multiple of the chunk, part after part.
+// The sums of a bucket that is cut in two at a multiple of the chunk, one part after the other.
 inline std::vector<double> sums_in_two(const std::vector<TensorRow>& rows,
                                        const std::vector<double>& grad) {
     std::vector<double> sums(rows.size() + grad.size() / GRAD_NORM_CHUNK + 3);
@@ -349,7 +374,7 @@ inline void grad_norm_kernels(Check& c) {
             auto rows = bucket_rows(c, kind != 1, tensors, &n);
             CASE(c, "grad_norm %zu tensors, kind %d", tensors, kind);
 
-            // Gaps between tensors are no part of the norm: fill them with large numbers.
+            // Gaps between tensors are not part of the norm: fill them with large numbers.
             auto grad = rounded<float>(normals(c, n));
             for (size_t i = 0; i < n; i++) {
                 bool inside = false;
@@ -359,11 +384,10 @@ inline void grad_norm_kernels(Check& c) {
             for (const TensorRow& r : rows) chunks += chunks_of(r);
             if (kind > 1) grad[rows[0].offset] = kind == 2 ? NAN : -INFINITY;
 
-            // Want: the CPU's, which a bucket cut in two must give as well.
+            // Want: the CPU's sums, which a bucket cut in two must give as well. In two of three
+            // buckets gradients carry a loss scale, which the step then raises or lowers.
             std::vector<double> sums(chunks);
             float clip = kind == 1 ? 1e9f : 0.5f;
-
-            // In every second one gradients carry a loss scale, which then grows or falls.
             LossScaling rule = {.on = tensors != 5, .window = 3, .hysteresis = 1};
             const StepScale before = {0, 0, 0, 4, {1024, 2, 0, 5}};
             StepScale scale = before;
@@ -374,6 +398,8 @@ inline void grad_norm_kernels(Check& c) {
             expect(c, scale.loss.now == next, "the next loss scale");
             expect(c, count == chunks && scale.finite == (kind < 2), "the CPU's version");
             if (kind < 2) expect(c, sums_in_two(rows, grad) == sums, "a bucket in two parts");
+
+            // Want: a second gradient added, and its numbers rounded to 16 bits.
             std::vector<double> other = rounded<float>(normals(c, n)), added = plus(grad, other);
             auto want_narrow = rounded<bf16>(other);
 
@@ -385,10 +411,12 @@ inline void grad_norm_kernels(Check& c) {
                 const auto* bytes = reinterpret_cast<const unsigned char*>(&before);
                 Array<unsigned char> out(std::vector<double>(bytes, bytes + sizeof(before)));
                 StepScale* result = reinterpret_cast<StepScale*>(out.data);
+
                 size_t done = grad_squares(s.data, g.data, rows.data(), tensors, stream);
                 expect(c, done == chunks, "another number of chunks");
                 grad_norm_finish(result, s.data, chunks, clip, stream, rule, betas);
 
+                // Counts and the loss scale are exact; the norm and the scale are floats.
                 StepScale got;
                 memcpy(&got, out.host().data(), sizeof(got));
                 auto counts = [](const StepScale& s) {
@@ -398,6 +426,7 @@ inline void grad_norm_kernels(Check& c) {
                 };
                 Array<double> exact(counts(got)), near(std::vector<double>{got.norm, got.scale});
                 o.add("finite, step, loss scale", exact, counts(scale), 0);
+
                 if (kind < 2) {
                     o.add("sums", s, sums, 1e-12);
                     o.add("norm, scale", near, {scale.norm, scale.scale}, 1e-7);
@@ -407,6 +436,8 @@ inline void grad_norm_kernels(Check& c) {
                     };
                     o.add("corrections", corrections,
                           {correction(betas.first), correction(betas.second)}, 1e-14);
+
+                    // The kernels that move gradients.
                     add_gradients(g.data, b.data, n, stream);
                     o.add("sum of two gradients", g, added, 1e-7);
                     narrow_gradients(narrow.data, b.data, n, stream);
@@ -418,9 +449,10 @@ inline void grad_norm_kernels(Check& c) {
         }
 }
 
+// AdamW and SGD: the CPU's numbers in double, and the CPU's bits in T.
 template <typename T> void update_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
-        for (int kind : {0, 1, 2, 3}) { // a master, none, none and stochastic, not finite
+        for (int kind : {0, 1, 2, 3}) { // masters; none; none and stochastic; not finite
             if (SMALL && (tensors == 70) != (kind == 2)) continue;
             size_t n;
             auto rows = bucket_rows(c, kind != 1 && tensors > 1, tensors, &n);
@@ -431,17 +463,17 @@ template <typename T> void update_kernels(Check& c) {
             for (double& x : v0) x = std::fabs(x);
             AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, kind == 2, 7};
             StepScale scale = {0, 0.5f, kind != 3, 1000}, corrected = scale;
-            correct_bias(&corrected, {h.beta1, h.beta2}); // once or by each thread: the same bits
+            correct_bias(&corrected, {h.beta1, h.beta2}); // once, or by each thread: same bits
             bool master = kind == 0;
 
-            // Want: the CPU in double,
+            // Want: the CPU in double.
             std::vector<double> wd = w, md = m0, vd = v0, sd = w;
             adamw_update(wd.data(), nullptr, g.data(), md.data(), vd.data(), rows.data(), tensors,
                          h, &scale, Cpu{});
             sgd_update(sd.data(), nullptr, g.data(), rows.data(), tensors, 0.1f, 0.2f, &scale,
                        Cpu{});
 
-            // and in T, whose bits are the same, since every operation is spelled out.
+            // Want: the CPU in T. Every operation is spelled out, so the kernels have its bits.
             std::vector<float> masters = as<float>(w), sgd_masters = masters, gf = as<float>(g);
             std::vector<float> mf = as<float>(m0), vf = as<float>(v0);
             std::vector<T> wt = as<T>(w), st = wt;
@@ -466,7 +498,8 @@ template <typename T> void update_kernels(Check& c) {
                 sgd_update(sgd.data, master ? gm_sgd.data : nullptr, grad.data, rows.data(),
                            tensors, 0.1f, 0.2f, where, stream);
 
-                // Stochastic: up to one unit in the last place away, twice a nearest rounding.
+                // Stochastic rounding errs by up to one unit in the last place, which is twice
+                // the error of the nearest.
                 o.add("weight", weight, wd, tolerance<T>(9, kind == 2 ? 2 : 1));
                 o.add("first moments", m, md, tolerance<float>(9));
                 o.add("second moments", v, vd, tolerance<float>(9));
@@ -481,7 +514,7 @@ template <typename T> void update_kernels(Check& c) {
         }
 }
 
-// The bytes of numbers, so that arrays of all types are compared alike.
+// The bytes of an array, so that arrays of every type are compared in the same way.
 template <typename V> std::vector<unsigned char> bytes_of(const std::vector<V>& x) {
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(x.data());
     return {bytes, bytes + x.size() * sizeof(V)};
@@ -490,7 +523,8 @@ inline std::vector<double> numbers_of(const std::vector<unsigned char>& x) {
     return {x.begin(), x.end()};
 }
 
-// Small masters and moments: the CPU's bits. Rows are parts of pieces of tensors, cut in runs.
+// Masters and moments in fewer bytes: the kernels must give the CPU's bits. Rows are parts of
+// pieces of tensors, cut into runs.
 template <typename T> void small_update_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
         for (auto [masters, states] :
@@ -504,7 +538,8 @@ template <typename T> void small_update_kernels(Check& c) {
             for (size_t r = 0; r < rows.size(); r++)
                 rows[r].start = 13 * r, rows[r].run = 30 + r, rows[r].gap = r % 3 * 60;
 
-            // In 8 bits tensors start at multiples of a block; every third stays float.
+            // With states in 8 bits a tensor starts at a multiple of a block, and every third
+            // tensor keeps float states.
             bool eight = states == States::EIGHT_BIT;
             size_t state = 0;
             for (size_t r = 0, at = 0; eight && r < rows.size(); r++) {
@@ -513,6 +548,7 @@ template <typename T> void small_update_kernels(Check& c) {
                 at += round_up(rows[r].n, STATE_BLOCK);
                 n = at;
             }
+
             CASE(c, "small update %s %zu tensors, masters %d states %d", type_word(T()), tensors,
                  int(masters), int(states));
             auto g = as<float>(normals(c, n)), exact = as<float>(normals(c, n));
@@ -522,7 +558,7 @@ template <typename T> void small_update_kernels(Check& c) {
             auto m = narrow ? bytes_of(as<bf16>(as_double(mf))) : bytes_of(mf);
             auto v = narrow ? bytes_of(as<bf16>(as_double(vf))) : bytes_of(vf);
 
-            // Moments of a step before, with a block of zeros.
+            // Moments in 8 bits come from a step before, one of whose blocks is zero.
             if (eight) {
                 m.assign(state, 0), v = m;
                 AdamW before = {0, 0.9f, 0.95f, 1e-8f, 0};
@@ -533,7 +569,7 @@ template <typename T> void small_update_kernels(Check& c) {
                 adamw_update(x, rows.data(), tensors, before, nullptr, Cpu{});
             }
 
-            // Masters, and their weights.
+            // Masters, and the weights that belong to them.
             std::vector<T> w = as<T>(as_double(exact));
             std::vector<unsigned char> master = bytes_of(exact);
             std::vector<uint16_t> remainders(n);
@@ -545,11 +581,11 @@ template <typename T> void small_update_kernels(Check& c) {
                 }
             if (masters == Masters::REMAINDER) master = bytes_of(remainders);
             if (masters == Masters::NONE) master.clear();
+
+            // Want: the CPU's bytes. Keep those from before the step for the kernel.
             AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7, 1000};
             std::vector<unsigned char> old_weight = bytes_of(w), old_master = master;
             std::vector<unsigned char> old_m = m, old_v = v;
-
-            // Want: the CPU's bytes.
             void* at = master.empty() ? nullptr : master.data();
             AdamWMemory<T> x = {w.data(), at, g.data(), m.data(), v.data(), masters, states};
             adamw_update(x, rows.data(), tensors, h, nullptr, Cpu{});
@@ -569,7 +605,7 @@ template <typename T> void small_update_kernels(Check& c) {
         }
 }
 
-// Without a StepScale: the bits of {scale 1, finite, step}.
+// An update without a StepScale has the bits of an update with {scale 1, finite, step}.
 template <typename T> void update_without_scale_kernels(Check& c) {
     CASE(c, "update without a scale %s", type_word(T()));
     size_t n = 333;
@@ -577,11 +613,12 @@ template <typename T> void update_without_scale_kernels(Check& c) {
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7, 5};
     StepScale scale = {0, 1, 1, h.step};
 
-    // Want: the CPU's with a scale.
+    // Want: the CPU's bits with a scale.
     std::vector<T> wt = as<T>(w), st = wt;
     std::vector<float> gf = as<float>(g), mf(n), vf(n);
     adamw_update(wt.data(), nullptr, gf.data(), mf.data(), vf.data(), n, h, &scale, Cpu{});
     sgd_update(st.data(), nullptr, gf.data(), n, 0.1f, 0.2f, &scale, Cpu{});
+
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
         const StepScale* none = nullptr;
@@ -610,6 +647,8 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"crossentropy total", crossentropy_total_kernels});
     rows.push_back({"objective", objective_kernels});
     rows.push_back({"grad_norm", grad_norm_kernels});
+
+    // The optimizer.
     rows.push_back({"adamw, sgd float", update_kernels<float>});
     rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
     rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});

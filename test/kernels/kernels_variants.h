@@ -1,7 +1,7 @@
 // kernels_variants.h - rows of the kernel table: variants of Llama in norms, gates, RoPE, ends
-//   The same kernels as in the rows of their plain forms; here with what RmsnormMore,
-//   Gate, RopeHeads, a scale and softcaps change. Sizes take the vectorised path and the
-//   one of single elements.
+//   The kernels are those of the rows of their plain forms. These rows test what RmsnormMore,
+//   Gate, RopeHeads, a scale and softcaps change. Sizes take both paths,
+//   of vectors and of single elements.
 #pragma once
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/elementwise.cuh"
@@ -12,7 +12,8 @@
 #include "../../llmc/swiglu.cuh"
 #include "kernel_table.h"
 
-// A residual, weights that count from 1, and sums of rows that go on elsewhere.
+// RMSNorm with a residual, with weights that count from 1, and with sums of rows
+// that another rank continues.
 template <typename T> void rmsnorm_more_kernels(Check& c) {
     const float eps = 1e-5f;
     for (auto [N, C, shift] :
@@ -21,7 +22,8 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
         auto x = rounded<T>(normals(c, N * C)), w = rounded<T>(normals(c, C));
         auto res = rounded<T>(normals(c, N * C)), dout = rounded<T>(normals(c, N * C));
 
-        // Want: the CPU in double; the rows are as if twice as long, with the same again behind.
+        // Want: the CPU in double. Each row is as if twice as long: the other half repeats this
+        // half, so the sums over the whole row are twice the sums here.
         std::vector<double> out(N * C), rstd(N), dinp(N * C), squares(N), dots(N);
         rmsnorm_row_sums(squares.data(), x.data(), (const double*)nullptr, w.data(), N, C, 1,
                          Cpu{});
@@ -36,6 +38,8 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
         auto rstd_f = rounded<float>(rstd);
         rmsnorm_backward_input(dinp.data(), (const double*)nullptr, dout.data(), x.data(), w.data(),
                                rstd_f.data(), N, C, Cpu{}, {nullptr, 1, dots_f.data(), 2 * C});
+
+        // The size of the input gradient's terms.
         double terms = 0;
         for (size_t i = 0; i < N * C; i++)
             terms = std::max(terms, std::fabs(rstd[i / C] * dout[i] * (1 + w[i % C])));
@@ -47,6 +51,9 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
             Array<float> rs(N), alone(N), r_in(rstd_f), sq(squares_f), dt(dots_f), got_sq(N),
                 got_dt(N);
             Array<float> sums(rmsnorm_sums(N, C, stream));
+
+            // The sums of rows alone, then the norm that continues them, with
+            // and without an output.
             const T* none = nullptr;
             rmsnorm_row_sums(got_sq.data, inp.data, none, weight.data, N, C, 1, stream);
             rmsnorm_row_sums(got_dt.data, inp.data, d.data, weight.data, N, C, 1, stream);
@@ -56,6 +63,7 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
                             {none, 1, sq.data, 2 * C});
             rmsnorm_backward(dx.data, sums.data, none, d.data, inp.data, weight.data, r_in.data, N,
                              C, stream, {nullptr, 1, dt.data, 2 * C});
+
             o.add("out", y, out, tolerance<T>(C), 1);
             o.add("rstd", rs, rstd, tolerance<float>(C));
             o.add("rstd alone", alone, rstd, tolerance<float>(C));
@@ -66,18 +74,22 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
     }
 }
 
-// GELU's gate; the sum of two tensors; softcaps, far beyond the cap too.
+// GELU's gate; the sum of two tensors; softcaps, with scores far beyond the cap too.
 template <typename T> void gate_and_cap_kernels(Check& c) {
     for (auto [n, shift] : {std::array<size_t, 2>{1, 0}, {1000, 0}, {1003, 0}, {1000, 1}}) {
         CASE(c, "geglu, sum, softcap %s n=%zu shift=%zu", type_word(T()), n, shift);
         auto g = rounded<T>(normals(c, n, 3)), u = rounded<T>(normals(c, n)),
              d = rounded<T>(normals(c, n));
+
+        // Want: the CPU in double.
         std::vector<double> out(n), dgate(n), dup(n), sum(n), capped = g;
         swiglu_forward(out.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
         swiglu_backward(dgate.data(), dup.data(), d.data(), g.data(), u.data(), n, Cpu{},
                         Gate::GELU);
         add_forward(sum.data(), g.data(), u.data(), n, Cpu{});
         softcap_forward(capped.data(), n, 2, Cpu{});
+
+        // The device: forward, a cap of 0 that caps nothing, and backward in place.
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> gate(g, shift), up(u, shift), dout(d, shift), y(n, shift), cap(g, shift);
@@ -88,6 +100,7 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
             softcap_forward(same.data, n, 0, stream);
             swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream,
                             Gate::GELU);
+
             o.add("out", y, out, tolerance<T>(8), 1);
             o.add("dgate in place", dout, dgate, tolerance<T>(16), 1);
             o.add("dup in place", up, dup, tolerance<T>(8), 1);
@@ -98,8 +111,10 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
     }
 }
 
-// Heads of which a part turns, the ends of a model with a scale and a softcap.
+// RoPE of a part of each head, RoPE of neighbouring pairs, and the embedding and logits of a model
+// that scales the first and caps the second.
 template <typename T> void part_and_scale_kernels(Check& c) {
+    // A part of each head: the rest stays.
     for (auto [HS, turned, shift] : {std::array<size_t, 3>{10, 4, 0}, {64, 16, 0}, {64, 32, 1}}) {
         size_t N = 5, NH = 3, P = 20;
         CASE(c, "rope of a part %s HS=%zu of %zu shift=%zu", type_word(T()), turned, HS, shift);
@@ -111,6 +126,7 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         std::vector<double> want = x;
         rope_forward(RopeHeads<double>{want.data(), NH, NH * HS, HS}, RopeHeads<double>{},
                      at.data(), table.data(), N, turned, Cpu{});
+
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> positions(at);
@@ -121,6 +137,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
             o.add("turned", y, want, tolerance<T>(2), 1);
         });
     }
+
+    // Neighbouring pairs, at the end of each head.
     for (auto [HS, turned] : {std::array<size_t, 2>{10, 4}, {48, 32}}) {
         size_t N = 5, NH = 3, P = 20, first = HS - turned;
         CASE(c, "rope of neighbours %s HS=%zu of %zu", type_word(T()), turned, HS);
@@ -130,7 +148,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         std::vector<int> at = integers(c, N, 0, int(P) - 1);
         auto x = rounded<T>(normals(c, N * NH * HS));
 
-        // Want: pairs taken apart into halves, turned, and joined again.
+        // Want: each pair's two numbers moved into two halves, turned as
+        // halves are, and moved back.
         std::vector<double> halves = x, want = x;
         auto each = [&](auto f) {
             for (size_t head = 0; head < N * NH; head++)
@@ -141,9 +160,12 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         rope_forward(RopeHeads<double>{halves.data() + first, NH, NH * HS, HS}, RopeHeads<double>{},
                      at.data(), table.data(), N, turned, Cpu{});
         each([&](size_t half, size_t pair) { want[pair] = halves[half]; });
+
+        // The CPU's own turn of neighbours, which must agree with it.
         std::vector<double> cpu = x;
         rope_forward(RopeHeads<double>{cpu.data() + first, NH, NH * HS, HS, true},
                      RopeHeads<double>{}, at.data(), table.data(), N, turned, Cpu{});
+
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> positions(at);
@@ -156,6 +178,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
             o.add("on the CPU", on_cpu, want, 1e-15);
         });
     }
+
+    // A model's ends: an embedding that is scaled, and logits with a softcap.
     for (auto [N, V, C] : {std::array<size_t, 3>{40, 11, 6}, {33, 5, 64}}) {
         CASE(c, "scaled embedding, capped logits %s N=%zu V=%zu C=%zu", type_word(T()), N, V, C);
         std::vector<int> tokens = integers(c, N, 0, int(V) - 1), zeros(N);
@@ -164,6 +188,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
             logits = rounded<T>(normals(c, N * C, 2));
         std::vector<int> targets = integers(c, N, -1, int(C) - 1);
         auto given = logits;
+
+        // Want: the CPU in double.
         embedding_forward(out.data(), tokens.data(), zeros.data(), zeros.data(), wte.data(),
                           (double*)nullptr, N, 0, V, C, Cpu{}, 1.75);
         embedding_backward_weight(dwte.data(), (double*)nullptr, dout.data(), tokens.data(),
@@ -172,12 +198,15 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         GradientScale scale = {0.25, nullptr, 12};
         crossentropy_forward_backward(losses.data(), logits.data(), targets.data(), scale, N, C - 1,
                                       C, Cpu{});
+
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> t(tokens), z(zeros), goal(targets);
             Array<T> a(wte), d(dout), y(N * C), l(given);
             Array<float> da(V * C), loss(N);
             Array<unsigned char> scratch(embedding_scratch_bytes(N, stream));
+
+            // The device. Errors of dlogits are relative to the gradient's scale.
             embedding_forward(y.data, t.data, z.data, z.data, a.data, (T*)nullptr, N, 0, V, C,
                               stream, 1.75f);
             embedding_backward_weight(da.data, (float*)nullptr, d.data, t.data, z.data, z.data,
@@ -190,8 +219,8 @@ template <typename T> void part_and_scale_kernels(Check& c) {
     }
 }
 
-// Latent attention's heads, wider than a block and narrower, values as wide as keys and narrower;
-// the rotary part lies in longer rows.
+// Latent attention's heads: wider than a block and narrower; values as wide as keys and narrower.
+// The rotary part lies in longer rows.
 template <typename T> void latent_heads_kernels(Check& c) {
     for (LatentHeads d : {LatentHeads{3, 12, 6, 4}, {5, 96, 96, 32}, {1, 5, 4, 2}}) {
         size_t N = 4, wide = N * d.NH * d.HS, narrow = N * d.NH * d.kv(), stride = d.rotary + 3;
@@ -199,7 +228,8 @@ template <typename T> void latent_heads_kernels(Check& c) {
         auto kv = rounded<T>(normals(c, narrow)), rope = rounded<T>(normals(c, N * stride));
         auto dk = rounded<T>(normals(c, wide)), dv = rounded<T>(normals(c, wide));
 
-        // Want: element by element, by the definition.
+        // Want: element by element, by the definition. A key is its plain part and then the token's
+        // rotary part, which all heads share; a value is filled up with zeros.
         std::vector<double> k(wide), v(wide), dkv(narrow), drope = rope;
         for (size_t n = 0; n < N; n++)
             for (size_t c = 0; c < d.rotary; c++) drope[n * stride + c] = 0;
@@ -213,6 +243,8 @@ template <typename T> void latent_heads_kernels(Check& c) {
                 (c < plain ? to[c] : drope[n * stride + c - plain]) += dk[at];
                 if (c < d.HS_v) to[plain + c] = dv[at];
             }
+
+        // The CPU's version, into buffers of 7s.
         std::vector<double> on_cpu[4] = {k, v, dkv, drope};
         for (auto& x : on_cpu) std::fill(x.begin(), x.end(), 7);
         on_cpu[3] = rope;
@@ -220,6 +252,8 @@ template <typename T> void latent_heads_kernels(Check& c) {
                              N, Cpu{});
         latent_heads_backward(on_cpu[2].data(), on_cpu[3].data(), stride, dk.data(), dv.data(), d,
                               N, Cpu{});
+
+        // The device, and the CPU's results beside it.
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<T> a(kv), b(rope), da(dk), db(dv), key(wide), value(wide), both(narrow),

@@ -14,7 +14,7 @@ constexpr Router ALL_ROUTERS[] = {Router::SOFTMAX, Router::RENORMALISED, Router:
 // ----------------------------------------------------------------------------
 // the router
 
-// Scores that are far apart, in any order: float and double choose alike.
+// Scores that are far apart, in a random order, so that float and double choose the same experts.
 inline Doubles apart(Check& c, size_t N, size_t E) {
     Doubles logits(N * E), row(E);
     for (size_t n = 0; n < N; n++) {
@@ -25,11 +25,12 @@ inline Doubles apart(Check& c, size_t N, size_t E) {
     return logits;
 }
 
-// Gates by their definition, from scores of all experts.
+// Gates by their definition, from the scores of all experts.
 inline Doubles gates_by_definition(const Doubles& l, const std::vector<int>& ids, const Routing& r,
                                    size_t N) {
     Doubles gates;
     for (size_t n = 0; n < N; n++) {
+        // Score every expert.
         Doubles s(r.E);
         double all = 0, chosen = 0;
         for (size_t e = 0; e < r.E; e++) {
@@ -37,6 +38,8 @@ inline Doubles gates_by_definition(const Doubles& l, const std::vector<int>& ids
             s[e] = is_sigmoid(r.router) ? 1 / (1 + std::exp(-x)) : std::exp(x);
             all += s[e];
         }
+
+        // Divide the chosen scores by the sum of all scores, of the chosen ones, or by 1.
         for (size_t j = 0; j < r.K; j++) chosen += s[size_t(ids[n * r.K + j])];
         for (size_t j = 0; j < r.K; j++) {
             double sum = r.router == Router::SOFTMAX ? all : chosen;
@@ -47,7 +50,7 @@ inline Doubles gates_by_definition(const Doubles& l, const std::vector<int>& ids
     return gates;
 }
 
-// The K best of each row by a stable sort: of equals the lower expert.
+// The K best experts of each row by a stable sort, which puts the lower of two equal experts first.
 inline std::vector<int> best_of(const Doubles& values, size_t N, size_t E, size_t K) {
     std::vector<int> ids;
     for (size_t n = 0; n < N; n++) {
@@ -62,6 +65,7 @@ inline std::vector<int> best_of(const Doubles& values, size_t N, size_t E, size_
     return ids;
 }
 
+// The choice of experts and their gates, for every kind of router.
 inline void router_test(Check& c) {
     for (Router router : ALL_ROUTERS) {
         size_t N = odd(c, 1, 30), E = odd(c, 2, 40), K = odd(c, 1, std::min(E, size_t(8)));
@@ -70,13 +74,15 @@ inline void router_test(Check& c) {
         bool biased = is_sigmoid(router);
         Routing r = {router, E, K, 1.5f, biased ? bf.data() : nullptr};
 
-        // The choice is that of a stable sort; a bias changes it, and no gate.
+        // The choice is that of a stable sort. A bias changes the choice and no gate.
         Doubles values = l;
         for (size_t i = 0; i < N * E && biased; i++)
             values[i] = 1 / (1 + std::exp(-l[i])) + bias[i % E];
         std::vector<int> want = best_of(values, N, E, K), ids(N * K), idf(N * K);
         Doubles gates(N * K);
         std::vector<float> gf(N * K);
+
+        // Float and double must choose the same.
         route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
         route_forward(idf.data(), gf.data(), lf.data(), r, N, CPU);
         expect(c, ids == want, "the choice is another one than a stable sort's");
@@ -84,7 +90,8 @@ inline void router_test(Check& c) {
         close(c, "gates", gates, gates_by_definition(l, want, r, N), 1e-13);
         close(c, "gates float", gf, gates, tolerance<float>(E));
 
-        // Limited to groups: those of the best expert, or of the two best, as a sort has them.
+        // Groups: only experts of the best groups may be chosen. A group is as good as its best
+        // expert or, with sigmoids, as the sum of its two best.
         size_t groups = odd(c, 2, 5), each = odd(c, 2, 6), all = groups * each;
         size_t kept = odd(c, 1, groups - 1), some_K = odd(c, 1, kept * each);
         Doubles x = apart(c, N, all), of_groups(N * groups), left(N * all, -INFINITY);
@@ -101,13 +108,15 @@ inline void router_test(Check& c) {
                 size_t at = i / kept * all + size_t(best[i]) * each + e;
                 left[at] = x[at];
             }
+
         std::vector<int> limited_ids(N * some_K);
         Doubles limited_gates(N * some_K);
         route_forward(limited_ids.data(), limited_gates.data(), x.data(), limited, N, CPU);
         expect(c, limited_ids == best_of(left, N, all, some_K),
                "groups are other ones than a sort's");
 
-        // Equals go to the lower expert, NaN comes last: ids are experts even if all are NaN.
+        // Equal scores go to the lower expert, and NaN comes last: ids are valid even
+        // if all scores are NaN.
         Doubles ties(2 * E, 0.5);
         ties[0] = NAN;
         std::fill(ties.begin() + long(E), ties.end(), NAN);
@@ -122,8 +131,8 @@ inline void router_test(Check& c) {
     }
 }
 
-// The loss of gates, and of the two balance terms by their definitions (arXiv:2412.19437 eq. 17 to
-// 20; arXiv:2202.08906 eq. 5), of `sequences` in the global batch.
+// The loss of gates, plus the two balance terms by their definitions (arXiv:2412.19437 eq. 17 to
+// 20; arXiv:2202.08906 eq. 5) for a global batch of `sequences`.
 struct RouterLoss {
     Routing r;
     size_t N, T, sequences;
@@ -135,6 +144,8 @@ struct RouterLoss {
         Doubles gates(N * r.K);
         route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
         double loss = dot(gates, G);
+
+        // A sequence: f counts the choices of each expert, P is its mean share of the scores.
         for (size_t first = 0; first < N; first += T) {
             Doubles f(r.E), P(r.E);
             for (size_t n = first; n < first + T; n++) {
@@ -146,6 +157,7 @@ struct RouterLoss {
                     all += s[e];
                     exps += std::exp(x);
                 }
+
                 for (size_t e = 0; e < r.E; e++) P[e] += s[e] / all / double(T);
                 for (size_t j = 0; j < r.K; j++)
                     f[size_t(ids[n * r.K + j])] += double(r.E) / double(r.K * T);
@@ -157,6 +169,7 @@ struct RouterLoss {
     }
 };
 
+// Gradients of the gates alone, with either balance term, and with both.
 inline void router_grad(Check& c) {
     for (Router router : ALL_ROUTERS)
         for (auto [alpha, beta] : {std::pair(0., 0.), {3., 0.}, {0., 2.}, {1., 1.}}) {
@@ -165,6 +178,8 @@ inline void router_grad(Check& c) {
             Routing r = {router, E, K, 1.5f};
             RouterLoss loss = {r, N, T, sequences, alpha, beta, normals(c, N * K)};
             std::vector<int> ids(N * K), counts(2 * E);
+
+            // Route, count, and go back; compare with finite differences of the loss.
             route_forward(ids.data(), gates.data(), l.data(), r, N, CPU);
             count_slots(counts.data(), ids.data(), 2, T * K, E, false, CPU);
             double tokens = double(sequences * T);
@@ -172,7 +187,7 @@ inline void router_grad(Check& c) {
             route_backward(d.data(), loss.G.data(), l.data(), ids.data(), r, b, N, CPU);
             gradient(c, "logits", [&] { return loss(l); }, l, d);
 
-            // The loss scale multiplies the terms; gates' gradients have it already.
+            // The loss scale multiplies the balance terms. The gates' gradients carry it already.
             float scale = 4;
             b.loss_scale = &scale;
             Doubles scaled(N * E), G = loss.G;
@@ -186,7 +201,7 @@ inline void router_grad(Check& c) {
 // ----------------------------------------------------------------------------
 // slots
 
-// Experts that nobody chooses, one that all choose, one slot, many.
+// The experts that slots choose. kind 0: all choose the last. 1: nobody chooses an odd one. 2: any.
 inline std::vector<int> slots_of_case(Check& c, size_t M, size_t E, int kind) {
     if (kind == 0) return std::vector<int>(M, int(E) - 1);
     std::vector<int> ids = integers(c, M, 0, int(E) - 1);
@@ -195,6 +210,7 @@ inline std::vector<int> slots_of_case(Check& c, size_t M, size_t E, int kind) {
     return ids;
 }
 
+// Slots sorted by their experts, in outputs that start as -1.
 struct SortedSlots {
     std::vector<int> counts, starts, row_of, slot_of;
     Slots s;
@@ -214,6 +230,8 @@ inline void slots_test(Check& c) {
             std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
                 return ids[size_t(a)] < ids[size_t(b)];
             });
+
+            // The sort is stable, row_of is its inverse, and counts and starts agree with the ids.
             SortedSlots s(ids, E);
             expect(c, s.slot_of == order, "another order than a stable sort's");
             for (size_t i = 0; i < M; i++)
@@ -229,6 +247,7 @@ inline void slots_test(Check& c) {
 // ----------------------------------------------------------------------------
 // the experts' own part: gather, gate, combine
 
+// The experts' part of a layer in T: gather, gate, combine, and the gate's backward.
 template <typename T> struct ExpertRun {
     std::vector<T> xs, h, out, dgate, dup;
     std::vector<acc_t<T>> dgates;
@@ -241,19 +260,22 @@ template <typename T> struct ExpertRun {
         std::vector<acc_t<T>> g = as<acc_t<T>>(gates);
         xs.resize(M * C), h.resize(M * C), out.resize(N * C), dgate.resize(M * C);
         dgates.resize(M);
+
+        // Forward.
         gather_slots(xs.data(), in.data(), slot_of.data(), &rows, M, K, C, CPU);
         gated_swiglu_forward(h.data(), xs.data(), u.data(), g.data(), slot_of.data(), &rows, M, C,
                              CPU);
         combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), &rows, N,
                       K, C, CPU);
 
-        // In place, as the block calls it: dgate in dh, dup in up.
+        // Backward in place, as the block calls it: dgate in dh, dup in up.
         gated_swiglu_backward(d.data(), u.data(), dgates.data(), d.data(), xs.data(), u.data(),
                               g.data(), slot_of.data(), &rows, M, C, CPU);
         dgate = d, dup = u;
     }
 };
 
+// Float and bf16 against double, and sums by their definition in double.
 inline void experts_test(Check& c) {
     size_t N = odd(c, 1, 40), K = odd(c, 1, 4), E = 6, C = odd(c, 1, 200), M = N * K;
     SortedSlots s(slots_of_case(c, M, E, 1), E);
@@ -272,7 +294,8 @@ inline void experts_test(Check& c) {
         close(c, "dgates float", f.dgates, d.dgates, tolerance<float>(C), std::sqrt(double(C)));
         close(c, "dgates bf16", b.dgates, d.dgates, tolerance<float>(C), std::sqrt(double(C)));
 
-        // Known: each slot has its token's row, and a token the sum of its slots.
+        // Known: a slot's row is its token's row, and a token's output is the
+        // sum of its slots' rows.
         Doubles want = residual ? x : Doubles(N * C);
         for (size_t i = 0; i < M * C; i++) {
             size_t slot = i / C, row = size_t(s.row_of[slot]) * C + i % C;
@@ -283,8 +306,8 @@ inline void experts_test(Check& c) {
     }
 }
 
-// Ranks with some of the experts each: what they make of all tokens adds up to what one rank makes.
-// Rows behind those of their own are never touched.
+// Ranks that hold some of the experts each. Their outputs for all tokens add up to one rank's
+// outputs, and nobody touches the rows after a rank's own.
 inline void own_experts_test(Check& c) {
     size_t N = odd(c, 1, 40), K = 2, E = 6, C = odd(c, 1, 50), M = N * K;
     std::vector<int> ids = slots_of_case(c, M, E, 2), own(M);
@@ -293,12 +316,15 @@ inline void own_experts_test(Check& c) {
     for (size_t ranks : {size_t(1), size_t(2), size_t(6)}) {
         Doubles sum(N * C), dsum(M);
         for (size_t rank = 0; rank < ranks; rank++) {
+            // Sort the slots of this rank's experts to the front. All other rows are NaN.
             size_t mine = E / ranks;
             own_experts(own.data(), ids.data(), M, rank * mine, mine, CPU);
             SortedSlots s(own, mine + 1);
             const int* rows = &s.starts[mine];
             Doubles xs(M * C, NAN), h(M * C, NAN), d(M * C, NAN), up(M * C, NAN), part(N * C);
             Doubles dpart(M, NAN);
+
+            // Run the rank's part of a layer, forward and backward.
             gather_slots(xs.data(), x.data(), s.slot_of.data(), rows, M, K, C, CPU);
             std::copy_n(xs.data(), size_t(*rows) * C, up.data());
             gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), s.slot_of.data(),
@@ -306,17 +332,21 @@ inline void own_experts_test(Check& c) {
             combine_slots(part.data(), no_residual, h.data(), s.row_of.data(), rows, N, K, C, CPU);
             gated_swiglu_backward(d.data(), up.data(), dpart.data(), xs.data(), xs.data(),
                                   up.data(), gates.data(), s.slot_of.data(), rows, M, C, CPU);
+
+            // Add the parts up, and look at the rows that are not this rank's.
             for (size_t i = 0; i < N * C; i++) sum[i] += part[i];
             for (size_t i = 0; i < M; i++) dsum[i] += dpart[i];
             for (size_t i = size_t(*rows) * C; i < M * C; i++)
                 expect(c, std::isnan(h[i]) && std::isnan(d[i]), "a row of another rank is written");
         }
+
         if (ranks == 1) out = sum, dgates = dsum;
         close(c, "sum of ranks", sum, out, 1e-14, 1);
         close(c, "dgates of ranks", dsum, dgates, 1e-14, 1);
     }
 }
 
+// Gradients of the rows, the gates and the tokens.
 inline void experts_grad(Check& c) {
     size_t N = 4, K = 2, E = 3, C = 5, M = N * K;
     SortedSlots s(slots_of_case(c, M, E, 2), E);
@@ -330,7 +360,7 @@ inline void experts_grad(Check& c) {
     gradient(c, "up", loss, up, r.dup);
     gradient(c, "gates", loss, gates, r.dgates);
 
-    // The gather's backward pass is the sum of a token's rows.
+    // The backward pass of a gather is the sum of a token's rows.
     const double* no_residual = nullptr;
     combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), &s.starts[E], N, K, C,
                   CPU);
@@ -340,7 +370,8 @@ inline void experts_grad(Check& c) {
 // ----------------------------------------------------------------------------
 // a product for each expert
 
-// Rows of each expert: none, one, fewer than a block, several blocks and a rest.
+// The first row of each expert, for experts with no row, with one, with fewer than a block, and
+// with several blocks and a rest.
 inline std::vector<int> starts_of_case(Check& c, int kind) {
     std::vector<int> rows = {0, 1, 70, 0, int(odd(c, 1, 200)), 0};
     if (kind == 1) rows = {0, 0, 9};
@@ -350,6 +381,7 @@ inline std::vector<int> starts_of_case(Check& c, int kind) {
     return starts;
 }
 
+// The three products in T, on outputs that start as 3 or, where they are overwritten, as NaN.
 template <typename T> struct GroupedRun {
     std::vector<T> out, dinp;
     std::vector<acc_t<T>> dw;
@@ -360,6 +392,7 @@ template <typename T> struct GroupedRun {
         std::vector<T> x = as<T>(inp), weight = as<T>(w), d = as<T>(dout);
         out.assign(M * OC, from_acc<T>(NAN)), dinp.assign(M * IC, from_acc<T>(3));
         dw.assign(E * OC * IC, accumulate ? 3 : NAN);
+
         Workspace work(grouped_scratch_bytes<T>(g, CPU));
         grouped_forward(out.data(), x.data(), weight.data(), g, work.blas, CPU);
         grouped_backward_input(dinp.data(), d.data(), weight.data(), g, accumulate, work.blas, CPU);
@@ -387,6 +420,7 @@ struct WantedGroups {
     }
 };
 
+// The three products in all types against the definition.
 inline void grouped_test(Check& c) {
     for (int kind : {0, 1, 2})
         for (bool accumulate : {false, true}) {
@@ -395,10 +429,12 @@ inline void grouped_test(Check& c) {
             size_t E = starts.size() - 1;
             Doubles x = rounded<bf16>(normals(c, M * IC)), d = rounded<bf16>(normals(c, M * OC));
             Doubles w = rounded<bf16>(normals(c, E * OC * IC));
+
             WantedGroups want(starts, OC, IC, x, w, d, accumulate);
             GroupedRun<double> f64(starts, OC, IC, x, w, d, accumulate);
             GroupedRun<float> f32(starts, OC, IC, x, w, d, accumulate);
             GroupedRun<bf16> b16(starts, OC, IC, x, w, d, accumulate);
+
             close(c, "out", f64.out, want.out, 1e-13, 1);
             close(c, "dinp", f64.dinp, want.dinp, 1e-13, 1);
             close(c, "dw", f64.dw, want.dw, 1e-13, 1);
@@ -411,15 +447,17 @@ inline void grouped_test(Check& c) {
         }
 }
 
-// The least time of each; they take turns, so that what else the machine does meets all.
+// The shortest time of each function. They take turns, so that other load on the machine
+// meets all of them alike.
 inline std::vector<double> least_seconds(const std::vector<std::function<void()>>& all) {
     std::vector<double> least(all.size(), 1e30);
     for (int round = 0; round < 15; round++)
-        for (size_t i = 0; i < all.size(); i++) least[i] = std::min(least[i], seconds_of(all[i], 1));
+        for (size_t i = 0; i < all.size(); i++)
+            least[i] = std::min(least[i], seconds_of(all[i], 1));
     return least;
 }
 
-// Eight experts with equal rows, in units of one product of the same FLOPs.
+// Eight experts with equally many rows, relative to one product with the same FLOPs.
 template <typename T> void grouped_rates(const char* type) {
     size_t E = 8, OC = 1024, IC = 512, M = 8 * 512;
     std::vector<int> starts;
@@ -427,11 +465,14 @@ template <typename T> void grouped_rates(const char* type) {
     Groups g = {starts.data(), E, OC, IC, M};
     std::vector<T> x(M * IC, from_acc<T>(0.1f)), w(E * OC * IC, from_acc<T>(0.1f)), y(M * OC);
     Workspace work(std::max(grouped_scratch_bytes<T>(g, CPU),
+
                             linear_scratch_bytes<T>(M, OC, IC, CPU)));
     std::vector<acc_t<T>> dw(E * OC * IC);
     Weight one = {w.data(), type_of<T>(), OC, IC, dw.data(), nullptr};
     Blas& blas = work.blas;
     const T* none = nullptr;
+
+    // Each product of one matrix, followed by the same FLOPs of eight.
     std::vector<double> t = least_seconds({
         [&] { linear_forward(y.data(), x.data(), one, nullptr, none, M, blas, CPU); },
         [&] { grouped_forward(y.data(), x.data(), w.data(), g, blas, CPU); },
@@ -440,6 +481,7 @@ template <typename T> void grouped_rates(const char* type) {
         [&] { linear_backward_weight(one, nullptr, y.data(), x.data(), M, false, blas, CPU); },
         [&] { grouped_backward_weight(dw.data(), y.data(), x.data(), g, false, blas, CPU); },
     });
+
     const char* products[] = {"forward", "backward_input", "backward_weight"};
     for (size_t i = 0; i < 3; i++)
         printf("  %-58s %8.1f GFLOP/s  %5.1f%% of one product of its FLOPs\n",
@@ -451,11 +493,13 @@ inline void grouped_perf(Perf&) {
     grouped_rates<bf16>("bf16");
 }
 
-// What experts cost beside their products and activations, in units of these: a layer of tiny-moe
-// at 512 channels, forward and backward, 1024 tokens. The share of a step is smaller.
+// The cost of experts beyond their products and activations, relative to those: a layer of tiny-moe
+// at 512 channels, forward and backward, with 1024 tokens. The share of a whole step is smaller.
 template <typename T> void experts_rates(const char* type) {
     size_t N = 1024, E = 8, K = 2, C = 512, F = 704, M = N * K;
     typedef acc_t<T> A;
+
+    // Route random scores, and sort the slots.
     std::mt19937 random(1);
     std::vector<A> logits(N * E), gates(M), dgates(M, A(0.1));
     for (A& x : logits) x = A(std::normal_distribution<float>()(random));
@@ -473,12 +517,15 @@ template <typename T> void experts_rates(const char* type) {
                             grouped_scratch_bytes<T>(narrow, CPU)));
     Blas& blas = work.blas;
     const T* none = nullptr;
+
     auto gather = [&] {
         gather_slots(xs.data(), x.data(), s.slot_of.data(), rows, M, K, C, CPU);
     };
     auto combine = [&](const T* residual) {
         combine_slots(x.data(), residual, xs.data(), s.row_of.data(), rows, N, K, C, CPU);
     };
+
+    // Time routing and sorting, permuting rows, and the experts' products.
     std::vector<double> t = least_seconds({
         [&] {
             route_forward(ids.data(), gates.data(), logits.data(), routing, N, CPU);
@@ -487,7 +534,8 @@ template <typename T> void experts_rates(const char* type) {
                            BalanceTerms{}, N, CPU);
         },
         [&] {
-            // Forward one of each; backward one for the input, two for weights, and the sum back.
+            // Forward gathers and combines once. Backward gathers once for the input and twice for
+            // the weights, and combines once for the sum.
             for (int i = 0; i < 4; i++) gather();
             combine(x.data());
             combine(none);

@@ -7,7 +7,7 @@
 
 using namespace llmc;
 
-// A parameter in NF4, as the CPU makes it.
+// A parameter in NF4, quantised by the CPU.
 struct Nf4Bytes {
     std::vector<uint8_t> codes, scales;
     std::vector<float> absmax, table;
@@ -29,7 +29,7 @@ struct Nf4Bytes {
     }
 };
 
-// The relative root of the mean square of errors.
+// The root mean square of the errors, relative to that of the numbers.
 template <typename T>
 double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
     double error = 0, all = 0;
@@ -41,17 +41,20 @@ double relative_error(const std::vector<T>& got, const std::vector<double>& want
     return std::sqrt(error / all);
 }
 
+// A hash of an array's bytes.
 template <typename T> uint64_t hash_of(const std::vector<T>& x) {
     return fnv1a(std::string(reinterpret_cast<const char*>(x.data()), x.size() * sizeof(T)));
 }
 
-// The bytes that dev/golden/nf4_golden.py prints, which was written apart from this.
+// The hashes that dev/golden/nf4_golden.py prints. That program was written
+// independently of this one.
 inline void nf4_golden(Check& c) {
     std::vector<float> x(64 * 300 + 11);
     for (size_t i = 0; i < x.size(); i++)
         x[i] = float((double(uint32_t(i * 2654435761u) >> 8) / 16777216 - 0.5) *
                      std::pow(2.0, int(i / 64 * 7 % 11) - 5));
     Nf4Bytes w(x);
+
     expect(c, hash_of(w.codes) == 0xe0e52568af201a82, "other codes");
     expect(c, hash_of(w.scales) == 0x4437a2526b7ca3c1, "other codes of absmax");
     std::vector<float> map(w.table.begin() + 1, w.table.begin() + NF4_TABLE);
@@ -63,16 +66,19 @@ inline void nf4_golden(Check& c) {
     }
 }
 
+// The golden bytes, the size of the errors, and what must come back unchanged.
 inline void nf4_test(Check& c) {
     nf4_golden(c);
 
-    // The errors of normal numbers, measured apart on 2^20 of them, within 2%: 9.20% for blocks of
-    // 64, and 0.70% for int8 rows of 256. The second quantisation adds below 1% of the first.
+    // The errors of normal numbers, within 2% of a separate measurement on 2^20 of them:
+    // 9.20% for blocks of 64, and 0.70% for int8 rows of 256. The second quantisation adds
+    // less than 1% of the first.
     size_t n = size_t(1) << 18;
     std::vector<double> x = rounded<float>(normals(c, n));
     Nf4Bytes w(as<float>(x));
     double error = relative_error(w.back<float>(n), x);
     expect(c, std::fabs(error / 0.0920 - 1) < 0.02, "error of NF4: " + std::to_string(error));
+
     std::vector<int8_t> codes(n);
     std::vector<float> absmax(n / 256), rows(n);
     int8_quantize(codes.data(), absmax.data(), as<float>(x).data(), n / 256, 256, Cpu{});
@@ -80,13 +86,14 @@ inline void nf4_test(Check& c) {
     error = relative_error(rows, x);
     expect(c, std::fabs(error / 0.0070 - 1) < 0.02, "error of int8: " + std::to_string(error));
 
-    // A value that comes back is rounded to T once, and has the same code: the largest has
-    // that of 1.
+    // A value that comes back is rounded to T once. Quantised again it has the same code, since a
+    // block's largest value has the code of 1 again.
     std::vector<bf16> narrow = w.back<bf16>(n);
     close(c, "bf16", narrow, rounded<bf16>(as_double(w.back<float>(n))), 0);
     expect(c, Nf4Bytes(w.back<float>(n)).codes == w.codes, "other codes the second time");
 
-    // A piece of whole blocks is that part of the whole: rows of 3 blocks, of which it has one.
+    // A piece made of whole blocks equals that part of the whole: each row has 3 blocks, and the
+    // piece holds the second of them.
     std::vector<float> all = w.back<float>(64 * 3 * 1000), piece(64 * 1000);
     std::vector<uint8_t> part, part_scales;
     for (size_t r = 0; r < 1000; r++) {
@@ -102,7 +109,7 @@ inline void nf4_test(Check& c) {
     expect(c, same, "a piece differs from its part of the whole");
 }
 
-// Zeros come back as zeros, beside other blocks and alone; a number alone is its own absmax.
+// Zeros come back as zeros, beside other blocks and alone. A single number is its own absmax.
 inline void nf4_edges(Check& c) {
     for (size_t n : {size_t(1), size_t(63), size_t(64), size_t(65), size_t(64 * 256 + 1)}) {
         std::vector<float> x(n, 0.0f);
@@ -114,10 +121,14 @@ inline void nf4_edges(Check& c) {
         expect(c, nf4_nibble(w.codes[(n - 1) / 2], n - 1) == 0, "-absmax is not code 0");
         expect(c, n % 2 == 0 || (w.codes.back() & 15) == 0, "bits behind the last element");
     }
-    // Thresholds belong to the code below them; a block too small to scale is zero.
+
+    // A number on a threshold has the code below it. A block that is too small
+    // to scale becomes zero.
     expect(c, nf4_code(0.8614784181118011f) == 14 && nf4_code(0.861479f) == 15, "a threshold");
     std::vector<float> tiny(64, 1e-39f);
     close(c, "tiny", Nf4Bytes(tiny).back<float>(64), std::vector<double>(64, 0), 0);
+
+    // int8 rows: zeros, an absmax of either sign, and a number between.
     std::vector<float> row = {0, 0, -2, 2, 1, 0.5f}, back(6), absmax(3);
     std::vector<int8_t> codes(6);
     int8_quantize(codes.data(), absmax.data(), row.data(), 3, 2, Cpu{});
@@ -126,7 +137,8 @@ inline void nf4_edges(Check& c) {
     close(c, "int8", back, {0, 0, -2, 2, 1, 64.0 / 127}, tolerance<float>(1));
 }
 
-// GPTQ's grid: dev/golden/int4_golden.py prints these bytes, which was written apart from this.
+// GPTQ's grid: the hashes that dev/golden/int4_golden.py prints. That program was written
+// independently of this one.
 inline void int4_test(Check& c) {
     size_t rows = 5, cols = 300, n = rows * cols;
     std::vector<float> x(n), scales(rows * 3), back(n);
@@ -140,13 +152,14 @@ inline void int4_test(Check& c) {
     expect(c, hash_of(scales) == 0x9c12b96035f4c159, "other scales");
     expect(c, hash_of(back) == 0xddfe6107381aedae, "other values");
 
-    // No number is off by more than half a step, the largest positive one by just that.
+    // No number is off by more than half a step; only the largest positive number
+    // is off by exactly that.
     for (size_t i = 0; i < n; i++) {
         double step = scales[i / cols * 3 + i % cols / INT4_GROUP], off = x[i] - back[i];
         expect(c, std::fabs(off) <= 0.5 * step * (1 + 1e-6), "off by more than half a step");
     }
 
-    // Zeros come back as zeros, and so does what is too small to scale.
+    // Zeros come back as zeros, and so do numbers that are too small to scale.
     std::vector<float> small = {0, 1e-40f, -1e-41f};
     int4_quantize(codes.data(), scales.data(), small.data(), 1, 3, Cpu{});
     int4_dequantize(back.data(), codes.data(), scales.data(), 1, 3, Cpu{});

@@ -21,6 +21,7 @@ typedef std::vector<double> Doubles;
 // ----------------------------------------------------------------------------
 // embedding
 
+// Forward and backward in T. The gradients' tables start as 3.
 template <typename T> struct EmbeddingRun {
     std::vector<T> out;
     std::vector<acc_t<T>> dwte, dwpe;
@@ -61,14 +62,15 @@ inline void embedding_test(Check& c) {
             close(c, "dwpe bf16", b.dwpe, d.dwpe, tolerance<float>(N));
         }
 
-        // Every row of dout lands in the table once.
+        // Each row of dout is added to the table exactly once.
         Doubles sum(C), all(C);
         EmbeddingRun<double> d(wte, {}, dout, tokens, positions, starts, C, false);
         for (size_t i = 0; i < dout.size(); i++) sum[i % C] += dout[i];
         for (size_t i = 0; i < d.dwte.size(); i++) all[i % C] += d.dwte[i];
         close(c, "sum of dwte", all, sum, 1e-12);
 
-        // The table in two: outputs add to the whole's, gradients stand side by side.
+        // The table in two halves: the halves' outputs add up to the whole's, and their
+        // gradients stand side by side.
         long cut = long(V / 2 * C);
         Doubles low(wte.begin(), wte.begin() + cut), high(wte.begin() + cut, wte.end());
         EmbeddingRun<double> a(low, {}, dout, tokens, positions, starts, C, false),
@@ -120,12 +122,15 @@ inline void embedding_perf(Perf& p) {
 // ----------------------------------------------------------------------------
 // norms: one driver for both, since RMSNorm is LayerNorm without mean and bias
 
+// A norm's operands, and how backward is called: with a residual's gradient, in its place, or +=.
+
 struct NormInputs {
     size_t N, C;
     Doubles inp, weight, bias, dout, dresidual;
     bool rms, residual, in_place, accumulate;
 };
 
+// Forward and backward in T; the gradients of weight and bias start as 2.
 template <typename T> struct NormRun {
     typedef acc_t<T> A;
     std::vector<T> out, dinp;
@@ -138,7 +143,7 @@ template <typename T> struct NormRun {
         if (x.in_place) dinp = dresidual;
         const T* r = x.in_place ? dinp.data() : x.residual ? dresidual.data() : nullptr;
 
-        // Forward, backward, and backward once more with frozen weights, which writes nothing.
+        // Run forward, backward, and backward again with frozen weights, which writes nothing.
         if (x.rms) {
             rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), x.N, x.C, 1e-5f,
                             CPU);
@@ -179,11 +184,12 @@ inline void norm_test(Check& c, bool rms) {
             NormRun<double> d(x);
             NormRun<float> f(x);
             NormRun<bf16> b(x);
-            close(c, "out float", f.out, d.out, tolerance<float>(C), 1); // bias is added
+            // The error of an output is relative to 1, since the bias may cancel it.
+            close(c, "out float", f.out, d.out, tolerance<float>(C), 1);
             close(c, "out bf16", b.out, d.out, tolerance<bf16>(C), 1);
             close(c, "rstd", f.rstd, d.rstd, tolerance<float>(C));
 
-            // The size of the input gradient's terms, of which nothing is left for C = 2.
+            // The size of the input gradient's terms. For C = 2 nothing is left of them.
             double terms = 0;
             for (size_t i = 0; i < x.N * C; i++)
                 terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
@@ -193,7 +199,7 @@ inline void norm_test(Check& c, bool rms) {
             close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N), 1);
         }
 
-    // A known answer: the row (1, 3) has mean 2, deviation 1.
+    // A known answer: the row (1, 3) has mean 2 and deviation 1.
     NormInputs x = {1, 2, {1, 3}, {1, 1}, {0, 0}, {0, 0}, {0, 0}, rms, false, false, false};
     double r = rms ? 1 / std::sqrt(5.0 + double(1e-5f)) : 1 / std::sqrt(1.0 + double(1e-5f));
     close(c, "known row", NormRun<double>(x).out, rms ? Doubles{r, 3 * r} : Doubles{-r, r}, 1e-12);
@@ -207,6 +213,7 @@ inline void norm_grad(Check& c, bool rms) {
             x.in_place = variant == 3;
             x.accumulate = variant & 2;
 
+            // The loss includes the residual stream, and accumulated gradients their 2.
             auto loss = [&] {
                 return dot(NormRun<double>(x).out, x.dout) +
                        (x.residual ? dot(x.inp, x.dresidual) : 0);
@@ -258,6 +265,7 @@ inline void norm_perf(Perf& p, bool rms) {
 // ----------------------------------------------------------------------------
 // RoPE
 
+// Turn the heads of x forward or back, with a table of 64 positions that Llama 3 scales.
 template <typename T>
 std::vector<T> rope_run(const Doubles& x, const std::vector<int>& positions, size_t NH, size_t HS,
                         size_t stride, bool backward) {
@@ -285,7 +293,8 @@ inline void rope_test(Check& c) {
               tolerance<bf16>(1));
         close(c, "turned back", rope_run<double>(d, positions, NH, HS, stride, true), x, 1e-13);
 
-        // A pair (i, i + HS/2) turns by the angle position * theta^(-2i/HS), here without scaling.
+        // A pair (i, i + HS/2) turns by the angle position * theta^(-2i/HS). This
+        // table has no scaling.
         size_t i = odd(c, 0, HS / 2 - 1);
         Doubles table(64 * HS);
         rope_table(table.data(), 64, HS, 500.0, {});
@@ -294,7 +303,7 @@ inline void rope_test(Check& c) {
     }
 
     // Position 1, HS 4, theta 10000: channels (0, 2) turn by 1 radian and (1, 3) by 0.01, from the
-    // first towards the second.
+    // first of the pair towards the second.
     const double cos1 = 0.5403023058681398, sin1 = 0.8414709848078965;
     const double cos01 = 0.9999500004166653, sin01 = 0.009999833334166664;
     Doubles turn(2 * 4), units = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
@@ -306,7 +315,7 @@ inline void rope_test(Check& c) {
           1e-15);
 
     // Llama 3.1: factor 8, low 1, high 4, original 8192, theta 500000, HS 128. A wavelength of 379
-    // stays, those of 2948 and 5454 are on the slope between, one of 63866 is stretched by 8.
+    // stays as it is, those of 2948 and 5454 lie on the slope, and one of 63866 is stretched by 8.
     RopeScaling s = {8, 1, 4, 8192};
     const int channels[] = {20, 30, 33, 45};
     const double frequencies[] = {0.016560440080994446, 0.0013718935677611381,
@@ -315,7 +324,8 @@ inline void rope_test(Check& c) {
         close(c, "Llama 3.1's frequency", Doubles{rope_frequency(channels[k], 128, 500000, s)},
               Doubles{frequencies[k]}, 1e-14);
 
-    // Linear, and YaRN from 64 positions, as transformers has them in float: HS 32, theta 10000.
+    // Linear scaling, and YaRN from 64 positions, as transformers computes them in
+    // float: HS 32, theta 10000.
     RopeScaling linear = {4, 1, 4, 64, RopeKind::LINEAR}, yarn = {4, 1, 4, 64, RopeKind::YARN};
     RopeScaling whole = yarn;
     whole.truncate = false, whole.beta_fast = 8, whole.beta_slow = 2;
@@ -331,7 +341,7 @@ inline void rope_test(Check& c) {
             close(c, "scaled frequency", Doubles{rope_frequency(j, 32, 10000, k.scaling)},
                   Doubles{k.frequencies[j]}, 1e-6);
 
-    // YaRN's factor lengthens what turns.
+    // YaRN's attention factor lengthens what it turns.
     yarn.attention_factor = 1.5f;
     rope_table(turn.data(), 2, 4, 10000, yarn);
     close(c, "attention factor", Doubles{turn[0], std::hypot(turn[4], turn[5])},
@@ -360,10 +370,11 @@ inline void rope_perf(Perf& p) {
 // ----------------------------------------------------------------------------
 // activations
 
+// GELU and SwiGLU in T against double.
 template <typename T>
 void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Doubles& dout) {
-    // The size of gelu's terms: of x/2 * (1 + tanh) next to nothing is left for a negative x. And
-    // of those of silu': of s * (1 + x * (1 - s)) nothing is left at x = -1.28.
+    // The size of the terms that cancel. gelu = x/2 * (1 + tanh) leaves next to nothing for a
+    // negative x, and silu' = s * (1 + x * (1 - s)) leaves nothing at x = -1.28.
     size_t n = x.size();
     double terms = 0, gate_terms = 0;
     for (size_t i = 0; i < n; i++) {
@@ -372,10 +383,11 @@ void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Do
         gate_terms = std::max(gate_terms, std::fabs(dout[i] * u[i]) * s *
                                               (1 + std::fabs(x[i]) * (1 - s)));
     }
+
     std::vector<T> X = as<T>(x), U = as<T>(u), D = as<T>(dout), y(n), dx(n), dg(n), du(n);
     Doubles y0(n), dx0(n), dg0(n), du0(n);
 
-    // GELU; backward in place.
+    // GELU, and its backward in place.
     gelu_forward(y0.data(), x.data(), n, CPU);
     gelu_forward(y.data(), X.data(), n, CPU);
     close(c, "gelu", y, y0, tolerance<T>(1), terms);
@@ -384,7 +396,7 @@ void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Do
     gelu_backward(dx.data(), dx.data(), X.data(), n, CPU);
     close(c, "gelu backward", dx, dx0, tolerance<T>(4), terms);
 
-    // SwiGLU; backward in place.
+    // SwiGLU, and its backward in place.
     swiglu_forward(y0.data(), x.data(), u.data(), n, CPU);
     swiglu_forward(y.data(), X.data(), U.data(), n, CPU);
     close(c, "swiglu", y, y0, tolerance<T>(1));
@@ -400,7 +412,7 @@ inline void activation_test(Check& c) {
     for (size_t n : {size_t(1), odd(c, 2, 5000)}) {
         Doubles x = rounded<bf16>(normals(c, n, 3)), u = rounded<bf16>(normals(c, n));
         Doubles dout = rounded<bf16>(normals(c, n));
-        const double edges[] = {0, 40, -40, 100}; // where tanh and exp end
+        const double edges[] = {0, 40, -40, 100}; // where tanh and exp reach their limits
         if (n > 4) std::copy_n(edges, 4, x.begin());
         activation_type_test<float>(c, x, u, dout);
         activation_type_test<bf16>(c, x, u, dout);
@@ -460,6 +472,7 @@ inline void activation_perf(Perf& p) {
 // ----------------------------------------------------------------------------
 // cross-entropy
 
+// The loss and its gradient in T, step by step.
 template <typename T> struct CrossentropyRun {
     typedef acc_t<T> A;
     std::vector<A> row_max, sum_exp, target_logit, losses;
@@ -481,7 +494,7 @@ template <typename T> struct CrossentropyRun {
     }
 };
 
-// Three uneven shards of the vocabulary, put together as ranks do, give the whole: d.
+// Three uneven shards of the vocabulary, combined as ranks combine them, give the whole, `d`.
 inline void crossentropy_shards_test(Check& c, const Doubles& logits,
                                      const std::vector<int>& targets,
                                      const CrossentropyRun<double>& d, size_t V, size_t Vp) {
@@ -489,7 +502,7 @@ inline void crossentropy_shards_test(Check& c, const Doubles& logits,
     const size_t starts[] = {0, V / 4, V / 2, V};
     Doubles row_max(N, -INFINITY), sum_exp(N), target_logit(N), losses(N);
 
-    // 1. Each shard's maximum; their maximum.
+    // 1. Each shard's maximum, and the maximum of the three.
     Doubles shards[3], m(N), s(N), t(N);
     for (int k = 0; k < 3; k++) {
         for (size_t n = 0; n < N; n++)
@@ -500,7 +513,8 @@ inline void crossentropy_shards_test(Check& c, const Doubles& logits,
         for (size_t n = 0; n < N; n++) row_max[n] = std::max(row_max[n], m[n]);
     }
 
-    // 2. Each shard's sum and target logit, 0 where the target is another shard's; their sums.
+    // 2. Each shard's sum and target logit, and their totals. A shard without the target
+    // gives 0 for its logit.
     for (int k = 0; k < 3; k++) {
         size_t width = starts[k + 1] - starts[k];
         crossentropy_sum(s.data(), t.data(), shards[k].data(), targets.data(), row_max.data(), N,
@@ -517,7 +531,7 @@ inline void crossentropy_shards_test(Check& c, const Doubles& logits,
                       targets.data(), N, CPU);
     close(c, "losses of three shards", losses, d.losses, 1e-12);
 
-    // 3. Each shard's gradient, side by side; the padding's is 0.
+    // 3. Each shard's gradient, side by side. The padding's gradient is 0.
     Doubles whole(N * Vp);
     for (int k = 0; k < 3; k++) {
         size_t width = starts[k + 1] - starts[k];
@@ -525,7 +539,7 @@ inline void crossentropy_shards_test(Check& c, const Doubles& logits,
                               N, width, width, starts[k], CPU);
         for (size_t n = 0; n < N; n++) {
             bool own = targets[n] >= int(starts[k]) && targets[n] < int(starts[k + 1]);
-            double left = 0; // probabilities alone where the target is another shard's
+            double left = 0; // the smallest element: a probability, unless the target is here
             for (size_t v = 0; v < width; v++) {
                 whole[n * Vp + starts[k] + v] = shards[k][n * width + v];
                 left = std::min(left, shards[k][n * width + v]);
@@ -536,7 +550,8 @@ inline void crossentropy_shards_test(Check& c, const Doubles& logits,
     close(c, "dlogits of three shards", whole, d.dlogits, 1e-12);
 }
 
-// All of a row below 0, -inf in it (probability 0), NaN of both signs (no loss).
+// Rows that are negative throughout, rows with -inf (probability 0), and rows with a NaN of either
+// sign (the loss is NaN).
 template <typename T> void crossentropy_edges_test(Check& c) {
     size_t V = 70;
     for (size_t at : {size_t(0), size_t(33), V - 1}) {
@@ -572,7 +587,8 @@ inline void crossentropy_test(Check& c) {
         CrossentropyRun<float> f(logits, targets, V, Vp, 0.1);
         CrossentropyRun<bf16> b(logits, targets, V, Vp, 0.1);
 
-        // Float and bf16 against double; a loss is what is left of a logit and the maximum (terms).
+        // Float and bf16 against double. A loss is the difference of a logit and the maximum, so
+        // its error is relative to the maximum (terms).
         double terms = 0;
         for (double m : d.row_max) terms = std::max(terms, std::fabs(m));
         close(c, "losses float", f.losses, d.losses, tolerance<float>(V), terms);
@@ -580,7 +596,8 @@ inline void crossentropy_test(Check& c) {
         close(c, "dlogits float", f.dlogits, d.dlogits, tolerance<float>(V), 0.1);
         close(c, "dlogits bf16", b.dlogits, d.dlogits, tolerance<bf16>(V), 0.1);
 
-        // A row's gradient adds up to 0, and is 0 where ignored and in the padding.
+        // A row's gradient adds up to 0. It is 0 in the padding, and everywhere
+        // if the row is ignored.
         for (size_t n = 0; n < N; n++) {
             double sum = 0, size = 0;
             for (size_t v = 0; v < Vp; v++) {
@@ -603,7 +620,7 @@ inline void crossentropy_test(Check& c) {
     crossentropy_edges_test<fp16>(c);
 }
 
-// The launcher for a whole vocabulary has the bits of the steps that it takes together.
+// The launcher for a whole vocabulary has the bits of the separate steps that it replaces.
 template <typename T> void crossentropy_one_call_type_test(Check& c) {
     for (size_t V : {size_t(1), odd(c, 2, 300), size_t(5000)}) {
         size_t N = odd(c, 1, 20), Vp = V + odd(c, 0, 9);
@@ -660,7 +677,8 @@ inline void crossentropy_perf(Perf& p) {
 // ----------------------------------------------------------------------------
 // objectives over pairs
 
-// Windows of 16 rows: a pair of 5 and 8 targets with a row before each that asks, and padding.
+// Windows of 16 rows: an answer of 5 targets and one of 8, each after a row
+// of question, then padding.
 template <typename A> struct ObjectiveRun {
     size_t T = 16, N = 0;
     std::vector<A> losses, out;
@@ -674,13 +692,14 @@ template <typename A> struct ObjectiveRun {
             bool worse = at >= 6 && at < 15;
             doc_start.push_back(at < 6 ? 0 : worse ? 6 : 15);
             targets.push_back(at == 0 || at == 6 || at == 15 ? -1 : int(at));
-            rejected.push_back(o.pairs() ? worse : float(at) / 4 - 1); // or an advantage
+            rejected.push_back(o.pairs() ? worse : float(at) / 4 - 1); // else an advantage
             reference.push_back(float(-reference_losses[i]));
         }
         objective<A>({&out[0], &out[N], &out[2 * N], &out[3 * N], losses.data(), targets.data(),
                       doc_start.data(), rejected.data(), reference.data(), T}, o, N, CPU);
     }
-    double total(size_t which) const { // 1: value, 2: margin, 3: correct
+    // The sum of one output. which: 1 the value, 2 the margin, 3 the correct ones.
+    double total(size_t which) const {
         double sum = 0;
         for (size_t i = 0; i < N; i++) sum += double(out[which * N + i]);
         return sum;
@@ -694,11 +713,14 @@ inline std::vector<Objective> all_objectives() {
 }
 
 inline void objective_test(Check& c) {
-    // The sums of dev/golden/make_preferences.py, spread over rows by quarters: floats hold them.
+    // The sums of dev/golden/make_preferences.py, spread over rows in quarters,
+    // which floats hold exactly.
     Doubles policy(16), reference(16);
     for (size_t i = 1; i < 6; i++) policy[i] = 2, reference[i] = 2.25;
     for (size_t i = 7; i < 15; i++) policy[i] = 1.5, reference[i] = 1.5;
     reference[1] = 2, reference[7] = 1, reference[15] = -0.25; // the last: KTO's point, negated
+
+    // Each objective's value as that program prints it.
     const Doubles values = {0.6209570478, 0.6359570478, 22.44390625, 1.7014132780, 3.0420578079,
                             0.7218881762};
     const Doubles at_first = {std::log(2.0), std::log(2.0), 25};
@@ -710,14 +732,15 @@ inline void objective_test(Check& c) {
               Doubles{values[k]}, 1e-6);
         expect(c, run.total(3) == (k == 3 || k == 4 ? 0 : k == 5 ? 2 : 1), "who wins");
 
-        // A policy that is its reference: a draw, to the bit, which is no win.
+        // A policy that equals its reference draws, to the bit. A draw is no win.
         if (k > 2) continue;
         ObjectiveRun<float> same(all_objectives()[k], policy, policy);
         close(c, "the first loss", Doubles{same.total(1)}, Doubles{double(float(at_first[k]))}, 0);
         expect(c, same.total(2) == 0 && same.total(3) == 0, "a draw");
     }
 
-    // Of a sampled answer: advantages, and k3 = exp(-x) - 1 + x, which is 0.106531 at x = 0.5.
+    // A sampled answer has an advantage and the penalty k3 = exp(-x) - 1 + x, which
+    // is 0.106531 at x = 0.5.
     policy.assign(16, 2), reference.assign(16, 2.5);
     ObjectiveRun<double> sampled(all_objectives()[6], policy, reference);
     for (size_t i : {1, 5, 12}) {
@@ -730,13 +753,13 @@ inline void objective_test(Check& c) {
           Doubles{13 * 0.1065306597, 26}, 1e-8);
     for (size_t i : {0, 6, 15}) expect(c, sampled.out[i] == 0, "questions have no coefficient");
 
-    // Rows that ask and rows of padding have nothing; a window without the
-    // rejected one counts none.
+    // Rows of questions and of padding have no coefficient. A window without a rejected
+    // answer counts no pair.
     ObjectiveRun<double> two(all_objectives()[0], normals(c, 32), normals(c, 32));
     for (size_t i : {0, 6, 15, 16, 31}) expect(c, two.out[i] == 0, "coefficients of questions");
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 1, "pairs");
     std::vector<int> targets = {-1, 1, -1, 1, 1, -1, 1, 1}, starts = {0, 0, 2, 2, 2, 5, 5, 5};
-    std::vector<float> worse = {0, 0, 1, 1, 1, 1, 1, 1}; // two pairs' rejected ones
+    std::vector<float> worse = {0, 0, 1, 1, 1, 1, 1, 1}; // the rejected answers of two pairs
     expect(c, count_pairs(&targets[0], &starts[0], &worse[0], 8) == 2, "each counts once");
     LossKind kto = LossKind::KTO;
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16, kto) == 2,
@@ -745,7 +768,7 @@ inline void objective_test(Check& c) {
     expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 0, "none");
 }
 
-// The coefficient of a row is the derivative by its loss, which is -log p.
+// The coefficient of a row is the derivative by the row's loss, which is -log p.
 inline void objective_grad(Check& c) {
     Doubles policy = normals(c, 32), reference = normals(c, 32);
     for (double& x : policy) x = std::fabs(x) + 0.1;
@@ -759,6 +782,7 @@ inline void objective_grad(Check& c) {
 // ----------------------------------------------------------------------------
 // optimizer and gradient norm
 
+// AdamW and SGD against their formulas in double.
 inline void adamw_test(Check& c) {
     size_t n = odd(c, 1, 3000);
     Doubles w = rounded<bf16>(normals(c, n)), m(n), v(n), reference = w;
@@ -766,7 +790,7 @@ inline void adamw_test(Check& c) {
     std::vector<bf16> wb = as<bf16>(w);
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f};
 
-    // Three steps, beside the paper's text in double.
+    // Three steps, with the paper's formulas in double beside them.
     for (int64_t step = 1; step <= 3; step++) {
         Doubles g = rounded<float>(normals(c, n));
         std::vector<float> gf = as<float>(g);
@@ -783,7 +807,8 @@ inline void adamw_test(Check& c) {
                                             double(h.decay) * reference[i]);
         }
     }
-    close(c, "float", wf, reference, tolerance<float>(9), 0.1); // steps of 0.01
+
+    close(c, "float", wf, reference, tolerance<float>(9), 0.1); // relative to steps of 0.01
     close(c, "master", master, reference, tolerance<float>(9), 0.1);
     close(c, "bf16", wb, reference, tolerance<bf16>(1));
     close(c, "second moments", vf, v, tolerance<float>(9));
@@ -791,14 +816,14 @@ inline void adamw_test(Check& c) {
     expect(c, !memcmp(of_master.data(), wb.data(), n * 2),
            "the weight is not the master rounded to nearest");
 
-    // A step that is not finite writes nothing.
+    // A step that is not finite changes nothing.
     StepScale broken = {0, 1, 0, 4};
     std::vector<float> before = wf, g(n, 1.0f);
     adamw_update(wf.data(), nullptr, g.data(), mf.data(), vf.data(), n, h, &broken, CPU);
     sgd_update(wf.data(), nullptr, g.data(), n, 0.1f, 0.1f, &broken, CPU);
     expect(c, wf == before, "a step that is not finite wrote something");
 
-    // SGD.
+    // SGD with weight decay.
     StepScale scale = {0, 0.5f, 1, 1};
     sgd_update(sgd.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
     Doubles expected = w;
@@ -806,7 +831,7 @@ inline void adamw_test(Check& c) {
     close(c, "sgd", sgd, expected, tolerance<float>(1), 0.1); // the step is 0.05
 }
 
-// Without a StepScale: the same as with {scale 1, finite, step}.
+// An update without a StepScale equals an update with {scale 1, finite, step}.
 inline void adamw_without_scale_test(Check& c) {
     size_t n = odd(c, 1, 3000);
     Doubles w = rounded<bf16>(normals(c, n));
@@ -837,7 +862,8 @@ inline void adamw_perf(Perf& p) {
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
     });
 
-    // Offload's chunk on the CPU (--offload-update host): its gradient comes, its weights go.
+    // One chunk of an offloaded optimizer (--offload-update host): copy its gradient in, update,
+    // and copy its weights out.
     size_t chunk = n / 2;
     std::vector<float> device_g(chunk, 1e-3f);
     std::vector<bf16> device_w(chunk);
@@ -848,18 +874,20 @@ inline void adamw_perf(Perf& p) {
                                  {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
                     memcpy(device_w.data(), w.data(), chunk * sizeof(bf16));
                 });
+
     memory_rate(p, "float, 32M parameters", 28.0 * double(n), [&] {
         adamw_update(master.data(), nullptr, g.data(), m.data(), v.data(), n,
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
     });
 }
 
+// The norm, the scale that follows from it, and the kernels that move gradients.
 inline void norm_of_gradients_test(Check& c) {
     size_t n = odd(c, 1, 20000), chunks = ceil_div(n, GRAD_NORM_CHUNK);
     Doubles g = rounded<float>(normals(c, n)), sums(chunks);
     std::vector<float> gf = as<float>(g);
 
-    // Clipped.
+    // A norm above the limit is clipped.
     StepScale scale = {0, 0, 0, 4};
     grad_squares(sums.data(), gf.data(), n, CPU);
     grad_norm_finish(&scale, sums.data(), chunks, 0.5f, CPU);
@@ -868,19 +896,20 @@ inline void norm_of_gradients_test(Check& c) {
     close(c, "scale", Doubles{scale.scale}, Doubles{std::min(1.0, 0.5 / norm)}, 1e-6);
     expect(c, scale.finite == 1 && scale.step == 5, "a finite step does not count");
 
-    // Not clipped.
+    // No limit, and a norm below the limit.
     grad_norm_finish(&scale, sums.data(), chunks, 0.0f, CPU);
     expect(c, scale.scale == 1.0f, "clip 0 clips");
     grad_norm_finish(&scale, sums.data(), chunks, float(2 * norm), CPU);
     expect(c, scale.scale == 1.0f, "a small norm is clipped");
 
-    // Gradients that carry a loss scale.
+    // Gradients that carry a loss scale: the norm is the true one, and the scale
+    // undoes the loss scale.
     StepScale scaled = {0, 0, 0, 4, {256, 0, 0, 0}};
     grad_norm_finish(&scaled, sums.data(), chunks, 0.5f, CPU, {.on = true});
     close(c, "norm", Doubles{scaled.norm}, Doubles{norm / 256}, 1e-12);
     close(c, "scale", Doubles{scaled.scale}, Doubles{std::min(1.0, 128 / norm) / 256}, 1e-6);
 
-    // Not finite.
+    // A gradient that is not finite ends the step.
     gf[n / 2] = c.random() % 2 ? NAN : INFINITY;
     int64_t steps = scale.step;
     grad_squares(sums.data(), gf.data(), n, CPU);
@@ -888,11 +917,12 @@ inline void norm_of_gradients_test(Check& c) {
     expect(c, scale.finite == 0 && scale.step == steps,
            "a gradient that is not finite goes unnoticed");
 
+    // The sum of two gradients.
     std::vector<float> a = as<float>(g), b = a;
     add_gradients(a.data(), b.data(), n, CPU);
     close(c, "sum of two gradients", a, plus(g, g), 1e-7);
 
-    // To 16 bits and back: to nearest, and numbers that were bf16 stay.
+    // Gradients to 16 bits and back: rounded to nearest, and unchanged if they were bf16.
     std::vector<bf16> narrow(n);
     std::vector<float> wide(n);
     narrow_gradients(narrow.data(), b.data(), n, CPU);

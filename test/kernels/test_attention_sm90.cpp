@@ -6,12 +6,13 @@
 
 using namespace llmc;
 
-// Tiles are 128 rows and keys, backward 64 rows from 72 channels on.
+// Tiles have 128 rows and 128 keys; backward tiles have 64 rows from 72 channels on.
 inline std::vector<AttentionCase> hopper_cases() {
     if (SMALL)
         return {{1, 70, 140, 2, 1, 64, 1},
                 {1, 5, 400, 1, 1, 64, 2, true},
                 {1, 10, 20, 3, 1, 72, 3, true}};
+
     return {{1, 1, 1, 1, 1, 64, 0},
             {1, 65, 65, 1, 1, 64, 0},
             {1, 300, 300, 1, 1, 64, 0}, // more tiles than stages
@@ -32,23 +33,24 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 22, 150, 3, 1, 64, 4}, // an idle row in a tile without a mask
             {1, 1, 100, 3, 1, 64, 4}};
 }
-// more tiles than a warp looks at once, of keys and of rows
+// More tiles of keys, and of rows, than a warp examines at once.
 inline std::vector<AttentionCase> long_cases() {
     if (SMALL) return {};
     return {{1, 3, 4300, 1, 1, 8, 2}, {1, 34, 20, 64, 1, 8, 2}};
 }
 
-// six tiles of rows, more than blocks: a block has several, with other documents each; and tiles
-// that see no key among those that do
+// Six tiles of rows on fewer blocks, so that a block gets several, each with other documents. Tiles
+// that see no key lie among tiles that do.
 inline std::vector<AttentionCase> queue_cases() {
     if (SMALL) return {{1, 150, 60, 2, 1, 8, 2}};
     return {{3, 140, 140, 1, 1, 8, 1}, {1, 150, 60, 2, 1, 8, 2}};
 }
-// sequences that do not follow each other, and a scale
+// Sequences with gaps between them, and a scale.
 inline std::vector<AttentionCase> gap_cases() {
     return {{2, 33, 140, 2, 1, 32, 2, false, INT_MAX, 8, 0, 0, 0, 0.3f, 2}};
 }
 
+// Whether the rows are skipped, because the GPU is no Hopper. A skipped row counts one check.
 inline bool skip(Check& c) {
     bool other = false;
 #if defined(__CUDACC__)
@@ -68,8 +70,9 @@ void nan_row(Check& c) {
 }
 
 #if defined(EMULATE)
-// The queue has each tile of rows of each head once, the longest of each sequence first, by the
-// keys that the definition lets its rows see; and claims beyond its end find nothing.
+// The queue holds each tile of rows of each head once, and of each sequence the longest tile first.
+// A tile's length is counted by the definition, as tiles of keys that its rows see. Claims after
+// the queue's end find nothing.
 __global__ void claim_all_kernel(const RowOperands<bf16> x, const TileQueue queue, RowTile* taken,
                                  unsigned claims) {
     for (unsigned i = 0; i < claims; i++) {
@@ -80,6 +83,8 @@ __global__ void claim_all_kernel(const RowOperands<bf16> x, const TileQueue queu
 void queue_case(Check& c, AttentionCase s, unsigned together) {
     CASE(c, "queue of B=%zu Tq=%zu Tk=%zu NH=%zu window %d, %u heads together", s.B, s.Tq, s.Tk,
          s.NH, s.window, together);
+
+    // Make a queue for a layer, and claim everything and two more.
     AttentionInputs in = attention_inputs(c, s.B, s.Tq, s.Tk, s.NH, s.NKV, s.HS, s.kind, false);
     AttentionOperands<bf16> operands;
     operands.d = {s.B, s.Tq, in.d.Tk, s.NH, s.NKV, s.HS};
@@ -92,11 +97,12 @@ void queue_case(Check& c, AttentionCase s, unsigned together) {
     hopper_operands(x, operands, scratch.data(), false);
     x.queue.heads_together = together;
     make_queue<bf16>(x.queue, x, cudaStream_t{});
+
     const size_t all = s.B * s.NKV * x.tiles;
     std::vector<RowTile> taken(all + 2);
     launch(claim_all_kernel, 1, 32, 0, cudaStream_t{}, x, x.queue, taken.data(), unsigned(all + 2));
 
-    // Count, by pairs, the tiles of keys of which a row sees one.
+    // Count by pairs the tiles of keys that hold a key which some row of the tile sees.
     auto length = [&](size_t b, unsigned tile) {
         std::vector<bool> seen(x.key_tiles);
         const unsigned row0 = tile * x.tile_rows;
@@ -106,6 +112,8 @@ void queue_case(Check& c, AttentionCase s, unsigned together) {
                     seen[key / HOPPER_KEYS] = true;
         return int(std::count(seen.begin(), seen.end(), true));
     };
+
+    // Each place of the queue names a new tile.
     std::map<std::array<unsigned, 3>, int> times;
     std::map<std::array<unsigned, 2>, int> last;
     std::vector<unsigned> turns(s.B * s.NKV);
@@ -114,14 +122,14 @@ void queue_case(Check& c, AttentionCase s, unsigned together) {
         const RowTile& t = taken[i];
         wrong += times[{t.b, t.kh, t.tile}]++ || t.b >= s.B || t.kh >= s.NKV || t.tile >= x.tiles;
 
-        // Spans may take a tile for seen that no row sees where positions have no order.
+        // Where positions have no order, spans may take a tile for visible that no row sees.
         wrong += s.kind == 3 ? t.key_tiles < length(t.b, t.tile)
                              : t.key_tiles != length(t.b, t.tile);
         auto before = last.try_emplace({t.b, t.kh}, INT_MAX).first;
         wrong += t.key_tiles > before->second;
         before->second = t.key_tiles;
 
-        // Heads that are mixed are never more than a tile apart.
+        // Heads that are mixed never differ by more than one tile; earlier heads are done.
         const unsigned head = unsigned(t.b * s.NKV + t.kh), first = head / together * together;
         const unsigned end = std::min(first + together, unsigned(turns.size()));
         turns[head]++;
@@ -146,18 +154,23 @@ void queue_row(Check& c) {
     emulator::settings = {};
 }
 
-// Blocks that do not start in the order of their indices, on a GPU that soon gives up: those that
-// wait go on, and the next kernel ends the run. In order nobody gives up.
+// Turns of blocks that start in another order than their indices, on a GPU that gives up after
+// two looks: the blocks that wait go on, and the next kernel reports the loss. Blocks that start
+// in order lose no turn.
 void lost_turns_row(Check& c) {
+    // Two tiles of rows and three of keys.
     AttentionDims d = completed({1, 200, 300, 1, 1, 64, 64, 64});
     std::vector<bf16> q(200 * 64), dout(q), out(q), dq(q), k(300 * 64), v(k), dk(k), dv(k);
     std::vector<float> lse(200);
     std::vector<int> rows(200), keys(300), start(200);
     for (int i = 0; i < 300; i++) keys[size_t(i)] = i;
     for (int i = 0; i < 200; i++) rows[size_t(i)] = 100 + i;
+
     AttentionOperands<bf16> x = {q.data(),    k.data(),    v.data(),     dout.data(), rows.data(),
                                  keys.data(), start.data(), nullptr, d};
     std::vector<unsigned char> scratch(attention_hopper_scratch_bytes(d));
+
+    // The loss must be found in reverse order, and only there.
     for (auto order : {emulator::Order::FORWARD, emulator::Order::REVERSE}) {
         emulator::settings.order = order;
         emulator::turn_polls = 2;

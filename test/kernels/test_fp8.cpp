@@ -1,6 +1,6 @@
 // test_fp8.cpp - 8-bit floats: conversions, scales, matrices in blocks, linear layers, on the CPU
 //   Expected values come from definitions in double: the nearest of all codes, floor(log2), a
-//   block's maximum; and from CUDA's own header, where the machine has it.
+//   block's maximum. Where the machine has CUDA's own header, they come from it too.
 #include <gtest/gtest.h>
 #include <omp.h>
 #include <algorithm>
@@ -36,8 +36,8 @@ constexpr Definition E4M3 = {3, -6, 0x7e}, E5M2 = {2, -14, 0x7b};
 static Definition definition(e4m3) { return E4M3; }
 static Definition definition(e5m2) { return E5M2; }
 
-// The code of |x| where the format had no end: the nearest, of two the even one. Codes grow with
-// values, so a caller that walks upwards starts at the last answer.
+// The code of |x| in a format without a largest number: the nearest code, and of two equally near
+// the even one. Codes grow with values, so a caller whose x grows starts at its last answer.
 static int nearest(const Definition& d, double x, int from) {
     int code = from;
     while (x > (d.value(code) + d.value(code + 1)) / 2) code++;
@@ -45,12 +45,14 @@ static int nearest(const Definition& d, double x, int from) {
     return tie && code % 2 ? code + 1 : code;
 }
 
-// The number of floats whose bits are in [first, end), both signs, that convert wrongly.
+// Convert the floats with bits in [first, end), in both signs, and count wrong codes.
 template <typename F> static size_t wrong_codes(uint32_t first, uint32_t end, bool saturate) {
     const Definition d = definition(F());
     const int infinity = d.top + 1;
     size_t wrong = 0;
     int at = 0;
+
+    // Want: the nearest code, cut at the format's end. A NaN is 0x7f.
     for (uint32_t u = first; u < end; u++) {
         float x = float_of(u);
         int want = 0x7f;
@@ -58,6 +60,8 @@ template <typename F> static size_t wrong_codes(uint32_t first, uint32_t end, bo
             at = x > 1e9 ? infinity : nearest(d, x, u == first || at > 0 ? std::max(at - 1, 0) : 0);
             want = at <= d.top ? at : saturate ? d.top : infinity;
         }
+
+        // Convert, and ask CUDA's header too where there is one.
         for (uint32_t sign : {0u, 0x80u}) {
             uint8_t got = to_fp8<F>(float_of(u | sign << 24), saturate).bits;
             wrong += got != (x == x ? want | int(sign) : 0x7f);
@@ -71,7 +75,7 @@ template <typename F> static size_t wrong_codes(uint32_t first, uint32_t end, bo
     return wrong;
 }
 
-// Parts of all patterns, a part of `take` in every `step`.
+// Check the first `take` of every `step` bit patterns.
 template <typename F> static size_t wrong_codes_of_all(uint64_t step, uint64_t take) {
     size_t wrong = 0;
     #pragma omp parallel for reduction(+ : wrong) schedule(dynamic)
@@ -97,7 +101,7 @@ TEST(Fp8, CodesStandForTheirDefinition) {
             else
                 EXPECT_TRUE(code == 0x7c ? std::isinf(b) : std::isnan(b)) << code;
 
-            // Every code comes back, but that a NaN has one.
+            // Every code converts back to itself, except that all NaNs become one.
             EXPECT_EQ(to_fp8<e4m3>(a, false).bits, a == a ? bits : 0x7f);
             EXPECT_EQ(to_fp8<e5m2>(b, false).bits, b == b ? bits : 0x7f);
         }
@@ -110,13 +114,13 @@ TEST(Fp8, ASampleOfFloatsRoundsToTheNearestCode) {
     EXPECT_EQ(wrong_codes_of_all<e5m2>(1 << 20, 1 << 10), 0u);
 }
 
-// `make check` runs it: 2^32 floats, both formats, saturating and not.
+// `make check` runs this: 2^32 floats, both formats, with saturation and without.
 TEST(Fp8, DISABLED_EveryFloatRoundsToTheNearestCode) {
     EXPECT_EQ(wrong_codes_of_all<e4m3>(1 << 20, 1 << 20), 0u);
     EXPECT_EQ(wrong_codes_of_all<e5m2>(1 << 20, 1 << 20), 0u);
 }
 
-// Middles between codes, and the floats beside them, which a sample may not meet.
+// The middles between codes and the floats beside them, which a sample might miss.
 template <typename F> static void expect_ties_to_even() {
     Definition d = definition(F());
     for (int code = 0; code <= d.top; code++) {
@@ -129,11 +133,15 @@ template <typename F> static void expect_ties_to_even() {
 TEST(Fp8, TiesGoToTheEvenCode) {
     expect_ties_to_even<e4m3>();
     expect_ties_to_even<e5m2>();
+
+    // Zero, subnormal numbers, the largest float, infinity and NaN.
     for (uint32_t u : {0u, 1u, 0x7fffffu, 0x800000u, 0x7f7fffffu, 0x7f800000u, 0x7f800001u})
         for (bool saturate : {false, true}) {
             EXPECT_EQ(wrong_codes<e4m3>(u, u + 1, saturate), 0u) << std::hex << u;
             EXPECT_EQ(wrong_codes<e5m2>(u, u + 1, saturate), 0u) << std::hex << u;
         }
+
+    // The ends of the formats.
     EXPECT_EQ(to_fp8<e4m3>(464, false).bits, 0x7e); // halfway to 480, which is no number
     EXPECT_EQ(to_fp8<e4m3>(std::nextafter(464.0f, 500.0f), false).bits, 0x7f);
     EXPECT_EQ(to_fp8<e5m2>(-INFINITY, false).bits, 0xfc);
@@ -143,7 +151,7 @@ TEST(Fp8, TiesGoToTheEvenCode) {
 // ----------------------------------------------------------------------------
 // scales
 
-// The largest power of two that a float holds and that keeps amax below the format's largest.
+// The largest power of two that a float holds and that keeps amax within the format.
 static double scale_of(double amax, double top) {
     if (!(amax > 0) || std::isinf(amax)) return 1;
     double e = std::floor(std::log2(top / amax));
@@ -160,7 +168,7 @@ TEST(Fp8, ScalesAreTheLargestPowersOfTwoThatFit) {
     };
     for (uint64_t u = 0; u < 0x80000000; u += 4099) expect_scales(uint32_t(u));
 
-    // Where the mantissa passes 1.75 the scale falls; subnormal numbers have the largest scale.
+    // The scale falls where the mantissa passes 1.75. Subnormal numbers have the largest scale.
     for (uint32_t e = 0; e < 255; e++)
         for (uint32_t m : {0u, 0x5fffffu, 0x600000u, 0x600001u, 0x7fffffu})
             expect_scales(e << 23 | m);
@@ -171,7 +179,7 @@ TEST(Fp8, ScalesAreTheLargestPowersOfTwoThatFit) {
 // ----------------------------------------------------------------------------
 // matrices
 
-// The number of an element's block, by definition: where its scale lies.
+// The number of an element's scale, by the definition of blocks.
 static size_t place_of(size_t r, size_t c, size_t rows, size_t cols, Fp8Blocks b) {
     size_t across = (cols + 511) / 512 * 4, down = (rows + 511) / 512 * 4;
     return b == Fp8Blocks::ROWS        ? c / 128 * rows + r
@@ -181,7 +189,8 @@ static size_t place_of(size_t r, size_t c, size_t rows, size_t cols, Fp8Blocks b
                                        : 0;
 }
 
-// Numbers of all sizes, zero rows, a few NaN, infinities and subnormals.
+// Numbers of all sizes with a row of zeros and a row of subnormals; if not finite, a
+// few infinities and NaNs.
 static std::vector<bf16> mixed_matrix(size_t rows, size_t cols, uint64_t seed, bool finite) {
     std::mt19937_64 random(seed);
     std::normal_distribution<double> normal;
@@ -196,6 +205,7 @@ static std::vector<bf16> mixed_matrix(size_t rows, size_t cols, uint64_t seed, b
     return x;
 }
 
+// Quantise a matrix in all three forms, and hold each element against the definition.
 template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8Blocks blocks) {
     double top = definition(F()).value(definition(F()).top);
     for (bool finite : {true, false}) {
@@ -204,8 +214,10 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
         std::vector<bf16> values(x.size()), values_t(x.size());
         std::vector<float> inverse(fp8_scales(rows, cols, blocks), -1);
         uint32_t amax = 0;
+
         F* no_codes = nullptr;
         float* no_scales = nullptr;
+
         fp8_quantise<F>(codes.data(), no_codes, inverse.data(), x.data(), &amax, rows, cols, blocks,
                         Cpu{});
         fp8_quantise<F>(no_codes, transposed.data(), no_scales, x.data(), &amax, rows, cols, blocks,
@@ -213,14 +225,15 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
         fp8_quantise<F>(values.data(), values_t.data(), no_scales, x.data(), &amax, rows, cols,
                         blocks, Cpu{});
 
-        // Each block's largest number, in double; one that is not finite makes it infinite.
+        // Each block's largest number, in double. A number that is not finite makes it infinite.
         std::vector<double> most(inverse.size(), -1);
         for (size_t i = 0; i < x.size(); i++) {
             double v = std::fabs(to_float(x[i]));
             double& m = most[place_of(i / cols, i % cols, rows, cols, blocks)];
             m = std::isfinite(v) ? std::max(m, v) : INFINITY;
         }
-        // A gap, which no block has, stays as it was.
+
+        // A scale that belongs to no block stays as it was.
         for (size_t b = 0; b < most.size(); b++)
             ASSERT_EQ(inverse[b], most[b] < 0 ? -1 : float(1 / scale_of(most[b], top))) << b;
 
@@ -231,7 +244,8 @@ template <typename F> static void expect_quantised(size_t rows, size_t cols, Fp8
             ASSERT_EQ(codes[i].bits, want.bits) << r << " " << c;
             ASSERT_EQ(transposed[c * rows + r].bits, want.bits) << r << " " << c;
 
-            // A code's value is exact in bf16; an infinity and a NaN do not hide.
+            // A code's value is exact in bf16, unless the block holds an infinity. Infinities and
+            // NaNs show in the values.
             float value = float(double(to_float(want)) / scale);
             uint16_t bits = from_acc<bf16>(value).bits;
             ASSERT_EQ(values[i].bits, bits) << r << " " << c;
@@ -254,18 +268,21 @@ TEST(Fp8, MatricesInBlocksOfEveryKind) {
         }
 }
 
-// Pieces of a matrix that are cut where 128 divides have the codes of the whole: rows of ranks and
-// micro-batches, columns of tensor-parallel ranks.
+// A piece of a matrix has the codes of the whole if it is cut at multiples of 128: rows of ranks
+// and of micro-batches, columns of tensor-parallel ranks.
 TEST(Fp8, CutsAtMultiplesOf128ChangeNoCode) {
     size_t rows = 256, cols = 384;
     auto x = mixed_matrix(rows, cols, 11, true);
     for (Fp8Blocks blocks : {Fp8Blocks::ROWS, Fp8Blocks::COLUMNS, Fp8Blocks::SQUARES}) {
+        // The whole matrix.
         std::vector<bf16> whole(x.size()), part(128 * 128), values(128 * 128);
         bf16* none = nullptr;
         float* no_scales = nullptr;
         uint32_t amax = 0;
         fp8_quantise<e4m3>(whole.data(), none, no_scales, x.data(), &amax, rows, cols, blocks,
                            Cpu{});
+
+        // Its pieces of 128 by 128.
         for (size_t r0 = 0; r0 < rows; r0 += 128)
             for (size_t c0 = 0; c0 < cols; c0 += 128) {
                 for (size_t i = 0; i < part.size(); i++)
@@ -296,8 +313,8 @@ TEST(Fp8, ThreadsDoNotMatter) {
     for (auto& codes : all) EXPECT_EQ(memcmp(codes.data(), all[0].data(), codes.size()), 0);
 }
 
-// The error of quantised matrices, relative to their root mean square. Wanted are the figures of a
-// separate program; 2% is twenty times what another seed changes.
+// The error of a quantised matrix, relative to its root mean square. The wanted figures come from a
+// separate program. 2% is twenty times the change that another seed makes.
 template <typename F> static double relative_error(const std::vector<float>& x, Fp8Blocks blocks) {
     size_t rows = 1024, cols = x.size() / rows;
     std::vector<float> values(x.size());
@@ -327,7 +344,7 @@ TEST(Fp8, ErrorsAreThoseOfTheFormats) {
 // ----------------------------------------------------------------------------
 // linear layers
 
-// Round a matrix to codes and back, in double: a scale for each block, and the nearest code.
+// Round a matrix to codes and back in double: one scale a block, and the nearest code.
 static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t cols,
                                  Fp8Blocks blocks, const Definition& d) {
     std::vector<double> most(fp8_scales(rows, cols, blocks));
@@ -343,7 +360,8 @@ static std::vector<bf16> left_of(const std::vector<bf16>& x, size_t rows, size_t
     return left;
 }
 
-// Scratch of exactly the planned size, poisoned, and a word behind it that stays.
+// Scratch of exactly the planned size, poisoned. intact() says whether a byte
+// outside it was written.
 struct Scratch {
     Blas blas;
     std::vector<unsigned char> bytes;
@@ -364,11 +382,12 @@ struct LinearRun {
     std::vector<bf16> out, dinp;
     std::vector<float> dweight;
 };
-struct LinearOperandsOf { // of each product
+struct LinearOperandsOf { // the operands of one product
     std::vector<bf16> x, dy, w;
 };
 
-// The products, each from operands of its own: out, dinp, dweight.
+// The three products out, dinp and dweight, each from operands of its own. dinp starts
+// as 1 and dweight as 2.
 static LinearRun run_linear(const std::array<LinearOperandsOf, 3>& of, size_t N, size_t OC,
                             size_t IC, Fp8 fp8, bool accumulate, Fp8Late late = {}) {
     LinearRun run = {std::vector<bf16>(N * OC), std::vector<bf16>(N * IC, from_acc<bf16>(1)),
@@ -380,6 +399,7 @@ static LinearRun run_linear(const std::array<LinearOperandsOf, 3>& of, size_t N,
         w.late = late;
         return w;
     };
+
     const bf16* no_residual = nullptr;
     linear_forward(run.out.data(), of[0].x.data(), weight(of[0]), nullptr, no_residual, N, s.blas,
                    Cpu{});
@@ -387,12 +407,13 @@ static LinearRun run_linear(const std::array<LinearOperandsOf, 3>& of, size_t N,
                           Cpu{});
     linear_backward_weight(weight(of[2]), nullptr, of[2].dy.data(), of[2].x.data(), N, accumulate,
                            s.blas, Cpu{});
+
     EXPECT_TRUE(s.intact());
     return run;
 }
 
-// The float dweight against the exact sums of its operands in double, which have no rounding at all
-// here: products of two 4-bit numbers, at most 2^17 of them.
+// Check the float dweight against exact sums of its operands. Double has no rounding here: the
+// terms are products of two 4-bit numbers, and there are at most 2^17 of them.
 static void expect_exact_sums(const LinearRun& run, const LinearOperandsOf& o, size_t N, size_t OC,
                               size_t IC) {
     for (size_t k = 0; k < OC * IC; k += 37) {
@@ -409,7 +430,7 @@ static void expect_exact_sums(const LinearRun& run, const LinearOperandsOf& o, s
 // ----------------------------------------------------------------------------
 // delayed scaling
 
-// The state of a run that begins, and its bytes.
+// A run's state before its first step, and its bytes.
 struct Late {
     Fp8Rule rule;
     std::vector<unsigned char> bytes;
@@ -419,8 +440,9 @@ struct Late {
           h(fp8_history_at(bytes.data(), slots, rule)) {}
 };
 
-// The rows that dev/golden/fp8_delayed.py prints: scales after each step, as bits.
+// The rows that dev/golden/fp8_delayed.py prints: the scale after each step, as bits.
 TEST(Fp8, DelayedScalesFollowTransformerEngine) {
+    // The largest number of each step's tensor.
     const std::vector<double> events = {0, 1.5, 3.25, 0.7, 0.7, 0, 0.1, 1e-40, 0.3, INFINITY, 0.2,
                                         0.2, 0.2, 0.2, NAN, 5e5, 0.01, 1e-3, 0.25, 1e-42};
     struct Case {
@@ -446,6 +468,8 @@ TEST(Fp8, DelayedScalesFollowTransformerEngine) {
           0x7f7fffff, 0x443aaaaa, 0x443aaaaa, 0x448c0000, 0x448c0000, 0x448c0000, 0x448c0000,
           0x448c0000, 0x39eae18b, 0x46af0000, 0x485abfff, 0x44600000, 0x7f7fffff}},
     };
+
+    // Show each step's maximum to one slot of the state, and compare the scale that follows.
     for (const Case& c : cases) {
         Late late(FP8_OPERANDS, {c.length, c.margin, c.recent});
         size_t slot = c.top == 448 ? 0 : 2;
@@ -460,7 +484,8 @@ TEST(Fp8, DelayedScalesFollowTransformerEngine) {
     }
 }
 
-// The power of two below: what codes stand for is what left_of() has with that scale.
+// The power of two at or below a scale. Codes stand for the values that left_of()
+// gives under that scale.
 TEST(Fp8, LateScalesArePowersOfTwo) {
     EXPECT_EQ(fp8_late_scale(0), 1);
     EXPECT_EQ(fp8_late_scale(1.999f), 1);
@@ -469,7 +494,8 @@ TEST(Fp8, LateScalesArePowersOfTwo) {
     EXPECT_EQ(fp8_late_scale(0x1p-140f), 0x1p-126f);
 }
 
-// Round a matrix to codes and back under one scale; too large an element becomes the largest code.
+// Round a matrix to codes and back under one scale. A number that is too large
+// becomes the largest code.
 static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
                                       const Definition& d) {
     std::vector<bf16> left(x.size());
@@ -480,7 +506,7 @@ static std::vector<bf16> late_left_of(const std::vector<bf16>& x, double scale,
     return left;
 }
 
-// A product of fp8 operands is the bf16 product of what their codes stand for, bit by bit.
+// A product of fp8 operands has the bits of the bf16 product of what the codes stand for.
 TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
     for (auto [N, OC, IC] : {std::array<size_t, 3>{1, 3, 5}, {130, 40, 260}, {256, 300, 128},
                              {9, 8, 4096}, {2000, 20, 30}})
@@ -490,6 +516,7 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
             auto w = mixed_matrix(OC, IC, 3, true);
             LinearOperandsOf all = {x, dy, w};
 
+            // Values of codes: in blocks along each product's sum, and with one scale a tensor.
             auto rows = Fp8Blocks::ROWS, columns = Fp8Blocks::COLUMNS, squares = Fp8Blocks::SQUARES;
             LinearOperandsOf across = {left_of(x, N, IC, rows, E4M3),
                                        left_of(dy, N, OC, rows, E4M3),
@@ -500,6 +527,7 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
             LinearOperandsOf one = {left_of(x, N, IC, whole, E4M3), left_of(dy, N, OC, whole, E5M2),
                                     left_of(w, OC, IC, whole, E4M3)};
 
+            // Both recipes, from codes and from values.
             for (Fp8 recipe : {Fp8::BLOCK, Fp8::TENSOR}) {
                 LinearRun got = run_linear({all, all, all}, N, OC, IC, recipe, accumulate);
                 bool block = recipe == Fp8::BLOCK;
@@ -517,8 +545,8 @@ TEST(Fp8, LinearLayersAreProductsOfWhatCodesStandFor) {
         }
 }
 
-// The same with scales that are known before: x saturates, w and dy have room. The maxima that are
-// left are those of all operands, whatever was quantised twice.
+// The same with scales that are known before: x saturates, and w and dy have room to spare. The
+// maxima left behind are those of whole operands, however often an operand was quantised.
 TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
     size_t N = 130, OC = 40, IC = 260;
     auto x = mixed_matrix(N, IC, 1, true), dy = mixed_matrix(N, OC, 2, true);
@@ -528,19 +556,22 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
         for (bf16 v : m) most = std::max(most, std::fabs(to_float(v)));
         return most;
     };
+
+    // Choose scales of 1.75 times a power of two. The layer uses that power.
     Late late(FP8_OPERANDS, {});
     const float powers[] = {std::exp2(std::ceil(std::log2(448 / most(x))) + 3),
                             std::exp2(std::floor(std::log2(448 / most(w))) - 2),
                             std::exp2(std::floor(std::log2(57344 / most(dy))) - 1)};
     for (size_t i = 0; i < FP8_OPERANDS; i++) late.h.scale[i] = powers[i] * 1.75f;
 
-    late.h.amax[1] = fp8_magnitude(2 * most(w)); // another micro-batch's
+    late.h.amax[1] = fp8_magnitude(2 * most(w)); // from another micro-batch
     Fp8Late all = {late.h.scale, late.h.amax};
     LinearOperandsOf left = {late_left_of(x, powers[0], E4M3), late_left_of(dy, powers[2], E5M2),
                              late_left_of(w, powers[1], E4M3)};
     LinearOperandsOf given = {x, dy, w};
     LinearRun got = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false, all);
     LinearRun want = run_linear({left, left, left}, N, OC, IC, Fp8::NONE, false);
+
     EXPECT_TRUE(memcmp(got.out.data(), want.out.data(), N * OC * sizeof(bf16)) == 0);
     EXPECT_TRUE(memcmp(got.dinp.data(), want.dinp.data(), N * IC * sizeof(bf16)) == 0);
     EXPECT_TRUE(got.dweight == want.dweight);
@@ -548,7 +579,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
     EXPECT_EQ(float_of(late.h.amax[1]), 2 * most(w));
     EXPECT_EQ(float_of(late.h.amax[2]), most(dy));
 
-    // An evaluation has the same scales, and leaves no maxima; infinity does not saturate.
+    // An evaluation uses the same scales and leaves no maxima. Infinity does not saturate.
     std::fill_n(late.h.amax, FP8_OPERANDS, 7u);
     LinearRun seen = run_linear({given, given, given}, N, OC, IC, Fp8::DELAYED, false,
                                 {late.h.scale, nullptr});
@@ -560,7 +591,7 @@ TEST(Fp8, DelayedLinearLayersAreProductsOfWhatCodesStandFor) {
     EXPECT_EQ(late.h.amax[0], FP8_INFINITY);
 }
 
-// An infinity and a NaN reach the output and the gradient of the weight.
+// An infinity or a NaN reaches the output and the weight's gradient.
 TEST(Fp8, LinearLayersHideNothing) {
     size_t N = 4, OC = 130, IC = 140;
     for (float bad : {INFINITY, -NAN})
@@ -570,6 +601,7 @@ TEST(Fp8, LinearLayersHideNothing) {
             x[2 * IC + 131] = from_acc<bf16>(bad);
             LinearOperandsOf all = {x, dy, w};
             LinearRun run = run_linear({all, all, all}, N, OC, IC, recipe, false);
+
             EXPECT_FALSE(std::isfinite(to_float(run.out[2 * OC + 5])));
             EXPECT_FALSE(std::isfinite(run.dweight[5 * IC + 131]));
         }
@@ -578,8 +610,8 @@ TEST(Fp8, LinearLayersHideNothing) {
 // ----------------------------------------------------------------------------
 // what cuBLASLt multiplies
 
-// A row of the library's page on narrow precisions each: the product that it allows, and the one
-// change that it does not.
+// For each row of the library's page on narrow precisions: a product that it allows, and the one
+// change that it forbids.
 TEST(Fp8, ProductsThatTheLibraryForbidsAreKnown) {
     auto rows = Fp8Blocks::ROWS, squares = Fp8Blocks::SQUARES, whole = Fp8Blocks::WHOLE;
     const Fp8Product blocks = {128, 256, 512, rows, squares, false, false, Type::BF16};
@@ -589,19 +621,21 @@ TEST(Fp8, ProductsThatTheLibraryForbidsAreKnown) {
         change(p);
         return p;
     };
+
+    // The chips that multiply codes, and the one that takes scales of blocks.
     EXPECT_EQ(fp8_refuses(blocks, 90, now), nullptr);
     for (int architecture : {89, 90, 100, 120}) {
         EXPECT_EQ(fp8_refuses(tensor, architecture, before), nullptr) << architecture;
         EXPECT_EQ(fp8_refuses(blocks, architecture, now) == nullptr, architecture == 90);
     }
 
-    // Older chips, an older library.
+    // Older chips, and an older library.
     for (int architecture : {80, 86})
         EXPECT_STREQ(fp8_refuses(tensor, architecture, now),
                      "tensor cores multiply codes of 8 bits from sm_89 on");
     EXPECT_STREQ(fp8_refuses(blocks, 90, before), "scales of blocks came with cuBLAS 12.9");
 
-    // Sizes: an odd M is one row of queries, which one scale allows.
+    // Sizes. One row of queries makes M odd, which products with one scale allow.
     EXPECT_EQ(fp8_refuses(with(tensor, [](auto& p) { p.M = 1; }), 90, now), nullptr);
     EXPECT_TRUE(fp8_refuses(with(blocks, [](auto& p) { p.M = 1; }), 90, now));
     EXPECT_TRUE(fp8_refuses(with(blocks, [](auto& p) { p.M = 4; }), 90, now));

@@ -12,7 +12,7 @@
 using namespace llmc;
 
 #if defined(EMULATE)
-// A GPU older than the kernels is named, and so is what it lacks.
+// A GPU that is older than the kernels need is refused, with its name and what it lacks.
 inline void old_gpu(Check& c) {
     expect(c, no_gpu_because().empty(), "an Ampere is refused");
     emulator::gpu = {7, 5, size_t(64) << 10};

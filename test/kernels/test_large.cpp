@@ -1,6 +1,7 @@
 // test_large.cpp - the kernels at the sizes of real models, on a GPU: test_large [name] [--seed N]
-//   Where a row stands for itself, the CPU version in double checks rows drawn at random; sums over
-//   rows are checked whole. The emulator is too slow for it: test_kernels is its table.
+//   Outputs that depend on one row are checked on rows drawn at random, by the CPU version in
+//   double. Sums over rows are checked whole. The emulator is too slow for these sizes: its
+//   table is that of test_kernels.
 #include "../../llmc/adamw.cuh"
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/embedding.cuh"
@@ -13,7 +14,7 @@ using namespace llmc;
 
 static const cudaStream_t STREAM = nullptr;
 
-// Numbers of a hash: quick to make, the same on both sides.
+// Numbers made by a hash: quick to make on either side, and the same on both.
 static double number_of(uint64_t seed, uint64_t i) {
     uint64_t x = (i + seed) * 0x9E3779B97F4A7C15ull;
     x = (x ^ x >> 31) * 0xBF58476D1CE4E5B9ull;
@@ -22,26 +23,31 @@ static double number_of(uint64_t seed, uint64_t i) {
 template <typename T> T value_of(uint64_t seed, uint64_t i) {
     return from_acc<T>(acc_t<T>(number_of(seed, i)));
 }
+// Fill an array on the device.
 template <typename T> void fill(Array<T>& a, uint64_t seed) {
     auto value = [&](size_t i) { return value_of<T>(seed, i); };
     fill_memory(a.data, a.n, value, STREAM);
 }
+// One row of the numbers, as T holds them.
 template <typename T> std::vector<double> row_of(uint64_t seed, size_t row, size_t C) {
     std::vector<double> x(C);
     for (size_t c = 0; c < C; c++) x[c] = double(to_acc(value_of<T>(seed, row * C + c)));
     return x;
 }
+// One row of a device's array.
 template <typename T> std::vector<T> read_row(const Array<T>& a, size_t row, size_t C) {
     std::vector<T> x(C);
     copy_out(x.data(), a.data + row * C, C * sizeof(T), STREAM);
     return x;
 }
+// The first row, the last, and thirty at random.
 static std::vector<size_t> some_rows(Check& c, size_t N) {
     std::vector<size_t> rows = {0, N - 1};
     for (int i = 0; i < 30; i++) rows.push_back(c.random() % N);
     return rows;
 }
 
+// LayerNorm and RMSNorm at 32M elements, half as many at the widest rows.
 template <typename T> void large_norms(Check& c) {
     for (size_t C : {size_t(768), size_t(4096), size_t(16384)}) {
         size_t N = (size_t(1) << 25 >> (C > 4096 ? 1 : 0)) / C, one = 1;
@@ -55,7 +61,7 @@ template <typename T> void large_norms(Check& c) {
         fill(dout, 4);
         std::vector<double> wd = row_of<T>(2, 0, C), bd = row_of<T>(3, 0, C);
 
-        // LayerNorm: some rows, and the sums over all rows.
+        // LayerNorm: some rows, then the sums over all rows.
         layernorm_forward(out.data, mean.data, rstd.data, x.data, w.data, b.data, N, C, 1e-5f,
                           STREAM);
         layernorm_backward(dx.data, sums.data, x.data, dout.data, x.data, w.data, mean.data,
@@ -72,6 +78,8 @@ template <typename T> void large_norms(Check& c) {
             close(c, "layernorm out", read_row(out, n, C), y, tolerance<T>(C));
             close(c, "layernorm dinp", read_row(dx, n, C), d, tolerance<T>(C));
         }
+
+        // Sum the weights' gradients by their definition, with the kernel's own statistics.
         std::vector<double> sum_w(C), sum_b(C);
         auto means = mean.host(), rstds = rstd.host();
         #pragma omp parallel for
@@ -100,6 +108,7 @@ template <typename T> void large_norms(Check& c) {
     }
 }
 
+// 1024 rows of GPT-2's and of Llama 3's vocabulary.
 template <typename T> void large_crossentropy(Check& c) {
     for (size_t V : {size_t(50257), size_t(128256)}) {
         size_t N = 1024, Vp = round_up(V, 128), one = 1;
@@ -110,6 +119,7 @@ template <typename T> void large_crossentropy(Check& c) {
         for (size_t n = 0; n < N; n++) targets[n] = n % 7 ? int(c.random() % V) : -1;
         Array<int> t(targets);
 
+        // Run the steps. Every seventh target is ignored.
         Array<float> most(N), sum(N), logit(N), loss(N);
         crossentropy_max_sum(most.data, sum.data, logit.data, logits.data, t.data, N, V, Vp,
                              STREAM);
@@ -117,7 +127,7 @@ template <typename T> void large_crossentropy(Check& c) {
         crossentropy_backward(logits.data, t.data, most.data, sum.data, 0.5f, N, V, Vp, 0, STREAM);
         auto losses = loss.host();
 
-        // Some rows, by the CPU in double.
+        // Hold some rows against the CPU in double.
         for (size_t n : some_rows(c, N)) {
             auto x = row_of<T>(5, n, Vp);
             std::vector<double> m(1), s(1), own(1), want(1);
@@ -132,7 +142,7 @@ template <typename T> void large_crossentropy(Check& c) {
     }
 }
 
-// Rows of attention by its definition, in double.
+// Check rows of attention against its definition in double.
 template <typename T> void large_attention(Check& c) {
     struct Case {
         size_t B, seq, NH, NKV, HS;
@@ -141,6 +151,8 @@ template <typename T> void large_attention(Check& c) {
                    Case{1, 1024, 4, 4, 256}, Case{1, 1000, 4, 2, 96}}) {
         CASE(c, "attention %s B=%zu T=%zu NH=%zu NKV=%zu HS=%zu", type_word(T()), s.B, s.seq, s.NH,
              s.NKV, s.HS);
+
+        // Random operands of one causal sequence after the other.
         size_t N = s.B * s.seq, Q = s.NH * s.HS, K = s.NKV * s.HS;
         AttentionDims d = {s.B, s.seq, s.seq, s.NH, s.NKV, s.HS, Q, K};
         Array<T> q(N * Q), k(N * K), v(N * K), out(N * Q), dout(N * Q), dq(N * Q), dk(N * K),
@@ -151,13 +163,14 @@ template <typename T> void large_attention(Check& c) {
         for (size_t i = 0; i < N; i++) at[i] = int(i % s.seq);
         Array<int> positions(at), start(zero);
         Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, STREAM));
+
         AttentionOperands<T> x = {q.data,         k.data,     v.data,  dout.data, positions.data,
                                   positions.data, start.data, nullptr, d};
         attention_forward(out.data, lse.data, x, scratch.data, STREAM);
         attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data, STREAM);
 
-        // one row of out and of dq; dk and dv are checked through sums over all keys: the sum of dv
-        // over keys is the sum of dout over queries, and that of dk is known from dq's rows
+        // Check some rows of out and of dq whole. dk is known through dq's rows; dv is checked
+        // below by its sum over keys, which equals the sum of dout over queries.
         auto head = [&](uint64_t seed, size_t row, size_t width, size_t h) {
             std::vector<double> x(s.HS);
             for (size_t e = 0; e < s.HS; e++)
@@ -170,6 +183,8 @@ template <typename T> void large_attention(Check& c) {
             size_t kh = h / (s.NH / s.NKV), row = b * s.seq + i;
             std::vector<double> qi = head(11, row, Q, h), di = head(14, row, Q, h), p(i + 1),
                                 want(s.HS), want_dq(s.HS);
+
+            // P's row of this query, then out, then dS and dq.
             double most = -INFINITY, total = 0, D = 0;
             for (size_t j = 0; j <= i; j++) {
                 p[j] = dot(qi, head(12, b * s.seq + j, K, kh)) / std::sqrt(double(s.HS));
@@ -187,6 +202,8 @@ template <typename T> void large_attention(Check& c) {
                             std::sqrt(double(s.HS));
                 for (size_t e = 0; e < s.HS; e++) want_dq[e] += ds * kj[e];
             }
+
+            // Compare with the kernel's row.
             auto part = [&](const Array<T>& a) {
                 std::vector<T> x(s.HS);
                 copy_out(x.data(), a.data + row * Q + h * s.HS, s.HS * sizeof(T), STREAM);
@@ -198,7 +215,8 @@ template <typename T> void large_attention(Check& c) {
                   0.1);
         }
 
-        // sums over keys: of dv it is that of dout, since a row of P adds up to 1
+        // The sum of dv over keys is the sum of dout over queries, since each
+        // row of P adds up to 1.
         auto gv = dv.host();
         for (size_t kh = 0; kh < s.NKV; kh++) {
             std::vector<double> got(s.HS), want(s.HS);

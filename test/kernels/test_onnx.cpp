@@ -1,7 +1,7 @@
 // test_onnx.cpp - the operators against the ONNX operator tests, where the fixtures are at hand
 //   Each case is a safetensors file: in.NAME, out.NAME, and its attributes in the metadata. Cases
 //   that our operators cannot express (masks other than causal, softcap, other scales, past keys,
-//   float16) are counted and left out.
+//   float16) are left out; the output says how many were used.
 #include <dirent.h>
 #include "../../llmc/attention_tiled.cuh"
 #include "../../llmc/gelu.cuh"
@@ -14,6 +14,7 @@ using namespace llmc;
 
 static const std::string CASES = FIXTURES + "/kernels_onnx/";
 
+// An open case: its tensors and attributes.
 struct Case {
     std::string name;
     SafeTensors file;
@@ -33,7 +34,8 @@ struct Case {
     }
 };
 
-// Run `use` on each case of a folder; it says whether it could. Returns how many it could.
+// Run `use` on each case of a folder. It returns whether our operator can express the case.
+// Returns how many it can.
 template <typename F> int each_case(const std::string& folder, F use) {
     int used = 0, all = 0;
     DIR* d = opendir((CASES + folder).c_str());
@@ -52,7 +54,8 @@ template <typename F> int each_case(const std::string& folder, F use) {
     return used;
 }
 
-// The cases were computed in float: 1e-5 of the largest.
+// Compare with the case's output. The cases were computed in float, so 1e-5 of the
+// largest number is allowed.
 static void expect_close(const Case& c, const std::vector<float>& got,
                          const std::vector<float>& want) {
     ASSERT_EQ(got.size(), want.size()) << c.name;
@@ -62,7 +65,7 @@ static void expect_close(const Case& c, const std::vector<float>& got,
         ASSERT_NEAR(got[i], want[i], 1e-5f * most) << c.name << "[" << i << "]";
 }
 
-// Rows are the axes before `axis`, channels those from it on.
+// Rows are the axes before `axis`. Channels are the axes from it on.
 static void rows_and_channels(const Case& c, size_t* N, size_t* C) {
     std::vector<size_t> shape = c.shape("in.X");
     int axis = int(c.number("axis", -1));
@@ -114,7 +117,7 @@ TEST(Onnx, Gelu) {
     EXPECT_EQ(used, 2);
 }
 
-// (B,heads,T,HS) as the cases of rank 4 have it, to rows (B,T,heads,HS)
+// Reorder (B,heads,T,HS), the order of cases of rank 4, to our rows (B,T,heads,HS), or back.
 static std::vector<float> rows_of(const std::vector<float>& x, size_t B, size_t heads, size_t T,
                                   size_t HS, bool back) {
     std::vector<float> y(x.size());
@@ -132,29 +135,40 @@ static std::vector<float> rows_of(const std::vector<float>& x, size_t B, size_t 
 TEST(Onnx, Attention) {
     NEEDS_FIXTURES();
     int used = each_case("attention", [](const Case& c) {
+        // Leave out what our operator cannot express.
         for (const char* other : {"in.attn_mask", "in.past_key", "in.nonpad_kv_seqlen"})
             if (c.has(other)) return false;
         for (const char* other : {"softcap", "scale"})
             if (c.attributes.contains(other)) return false;
+
+        // Read the shape. Cases of rank 3 name their numbers of heads in attributes.
         std::vector<size_t> q = c.shape("in.Q"), k = c.shape("in.K");
         bool rank4 = q.size() == 4;
         size_t NH = rank4 ? q[1] : size_t(c.number("q_num_heads", 1)),
                NKV = rank4 ? k[1] : size_t(c.number("kv_num_heads", 1));
         size_t B = q[0], Tq = rank4 ? q[2] : q[1], Tk = rank4 ? k[2] : k[1],
                HS = rank4 ? q[3] : q[2] / NH;
+
+        // Ours takes floats, values as wide as keys, and whole groups of heads.
         bool good = safetensors_find(c.file, "in.Q")->dtype == "F32" && c.shape("in.V") == k &&
                     NH % NKV == 0 && c.attributes.value("softmax_precision", 1) == 1;
         if (!good) return false;
+
+        // Bring the operands into our order.
         std::vector<float> Q = c.get("in.Q"), K = c.get("in.K"), V = c.get("in.V"), out(Q.size()),
                            lse(B * NH * Tq);
         if (rank4)
             Q = rows_of(Q, B, NH, Tq, HS, false), K = rows_of(K, B, NKV, Tk, HS, false),
             V = rows_of(V, B, NKV, Tk, HS, false);
+
+        // Place queries and keys. Without a causal mask every query stands after all keys.
         std::vector<int> q_positions(B * Tq), k_positions(B * Tk), starts(B * Tq, 0);
         for (size_t i = 0; i < B * Tq; i++)
             q_positions[i] =
-                c.number("is_causal", 0) ? int(i % Tq) : int(Tk); // not causal: behind all keys
+                c.number("is_causal", 0) ? int(i % Tq) : int(Tk);
         for (size_t j = 0; j < B * Tk; j++) k_positions[j] = int(j % Tk);
+
+        // Run, and compare in the case's order.
         AttentionDims d = {B, Tq, Tk, NH, NKV, HS, NH * HS, NKV * HS};
         std::vector<unsigned char> scratch(
             attention_scratch_bytes<float>(d, threads_here(Cpu{}), Cpu{}) + 256);

@@ -1,6 +1,6 @@
 // test_types.cpp - random numbers, exp and tanh, narrow types
-//   Expected values come from elsewhere: published known answers, libm in double, the neighbours of
-//   a rounded number.
+//   Expected values come from elsewhere: published known answers, libm in double, and the
+//   neighbours of a rounded number.
 #include <gtest/gtest.h>
 #include <omp.h>
 #include <bit>
@@ -16,6 +16,7 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // random numbers
 
+// The known answers that the authors of Philox publish.
 TEST(Random, PhiloxKnownAnswers) {
     struct Case {
         uint64_t seed, hash, index;
@@ -37,11 +38,13 @@ TEST(Random, Fnv1aKnownAnswers) {
     EXPECT_EQ(fnv1a("a"), 0xaf63dc4c8601ec8cu);
     EXPECT_EQ(fnv1a("foobar"), 0x85944171f73967e8u);
     EXPECT_NE(fnv1a("\x80"),
-              fnv1a(std::string("\xff\xff\xff\x80"))); // bytes, not signed characters
+              fnv1a(std::string("\xff\xff\xff\x80"))); // it reads bytes, not signed characters
 }
 
 TEST(Random, UniformIsTheFirstWordAndFillsTheUnitInterval) {
     EXPECT_EQ(uniform(0, 0, 0), 0x6627e8d5 * 0x1p-32);
+
+    // Fill a histogram.
     const int N = 1000000, bins = 100;
     std::vector<int> hits(bins);
     for (int i = 0; i < N; i++) {
@@ -49,9 +52,12 @@ TEST(Random, UniformIsTheFirstWordAndFillsTheUnitInterval) {
         ASSERT_TRUE(u >= 0 && u < 1);
         hits[size_t(u * bins)]++;
     }
+
+    // Its chi-square has 99 degrees of freedom. The upper bound is passed once in a thousand seeds;
+    // the lower one would mean numbers that are too even.
     double chi2 = 0;
     for (int h : hits) chi2 += (h - N / bins) * double(h - N / bins) / (N / bins);
-    EXPECT_LT(chi2, 149); // 99 degrees of freedom, one in a thousand
+    EXPECT_LT(chi2, 149);
     EXPECT_GT(chi2, 60);
 }
 
@@ -60,7 +66,7 @@ TEST(Random, NormalNumbersAreNormal) {
     std::vector<double> z(N);
     for (size_t i = 0; i < N; i++) z[i] = normal(1337, fnv1a("test"), i);
 
-    // five standard errors each
+    // The first four moments, and the tails. Each may be off by five standard errors.
     double root = std::sqrt(double(N)), m1 = 0, m2 = 0, m3 = 0, m4 = 0;
     for (double x : z) m1 += x / N, m2 += x * x / N, m3 += x * x * x / N, m4 += x * x * x * x / N;
     EXPECT_NEAR(m1, 0, 5 / root);
@@ -74,7 +80,7 @@ TEST(Random, NormalNumbersAreNormal) {
             EXPECT_NEAR(beyond / N, p, 5 * std::sqrt(p / N)) << sign * k;
         }
 
-    // a block's pairs share a radius: neighbours must not be correlated, nor their squares
+    // A block's pairs share a radius. Neighbours must not be correlated, nor their squares.
     for (size_t lag = 1; lag <= 5; lag++) {
         double c = 0, c2 = 0;
         for (size_t i = lag; i < N; i++) {
@@ -105,11 +111,12 @@ TEST(Random, FillNormalIsNormalElementByElement) {
             for (size_t j = 0; j < count; j++)
                 ASSERT_EQ(out[j + 1], float(0.02f * normal(42, stream, first + j)))
                     << first << "+" << j;
-            EXPECT_EQ(out.front(), -7.0f); // and nothing beside it
+            EXPECT_EQ(out.front(), -7.0f); // nothing beside the range is written
             EXPECT_EQ(out.back(), -7.0f);
         }
 }
 
+// The same bits with any number of threads.
 TEST(Random, FillNormalDoesNotDependOnThreads) {
     const size_t N = 100003;
     int threads = omp_get_max_threads();
@@ -127,9 +134,11 @@ TEST(Random, FillNormalDoesNotDependOnThreads) {
 // ----------------------------------------------------------------------------
 // exp and tanh
 
+// The float that is n bit patterns further from zero.
 static float ulps(float x, int n) { return std::bit_cast<float>(std::bit_cast<int32_t>(x) + n); }
 
-// 0 where the bound holds, else by how much it is missed
+// The functions below return 0 where the bound holds, and otherwise the amount
+// by which it is missed.
 static double exp_miss(float x) {
     float y = fast_exp(x);
     if (x != x) return y != y ? 0 : 1;
@@ -138,11 +147,13 @@ static double exp_miss(float x) {
     double want = std::exp(double(x)), error = std::fabs(y - want) / want;
     return error < 2e-7 ? 0 : error;
 }
+// Between -88 and -87.3 an intermediate result is subnormal, so any value from 0 to 1.3e-38 passes.
+// Above 88 nothing is promised.
 static double exp_low_miss(float x) {
     return x > 88.0f    ? 0
            : x != x     ? (fast_exp_low(x) != fast_exp_low(x) ? 0 : 1)
            : x < -88.0f ? fast_exp_low(x) != 0 || std::signbit(fast_exp_low(x))
-           : x < -87.3f // subnormal on the way
+           : x < -87.3f
                ? fast_exp_low(x) < 0 || fast_exp_low(x) > 1.3e-38f
                : std::fabs(fast_exp_low(x) - std::exp(double(x))) >= 2e-7 * std::exp(double(x));
 }
@@ -153,7 +164,7 @@ static double tanh_miss(float x) {
     return error < 3e-7 && std::fabs(y) <= 1 ? 0 : std::max(error, 1e-30);
 }
 
-// Every 61st bit pattern: all exponents, both signs, subnormals, infinities, NaNs.
+// Test every 61st bit pattern: all exponents, both signs, subnormals, infinities and NaNs.
 static double worst_of_all(double (*miss)(float)) {
     double worst = 0;
 #pragma omp parallel for reduction(max : worst)
@@ -170,13 +181,15 @@ TEST(Maths, FastExpLowIsWithinItsBound) { EXPECT_EQ(worst_of_all(exp_low_miss), 
 TEST(Maths, FastExpIsWithinItsBound) {
     EXPECT_EQ(worst_of_all(exp_miss), 0);
     for (float x : special) EXPECT_EQ(exp_miss(x), 0) << x;
-    // where the cases meet, and where the rounding to a multiple of ln 2 turns over
+
+    // The edges between cases, and the places where rounding to a multiple of ln 2 turns over.
     for (float edge : {-87.3f, 88.7f})
         for (int n = -1000; n <= 1000; n++)
             ASSERT_EQ(exp_miss(ulps(edge, n)), 0) << edge << " " << n;
     for (int k = -125; k <= 127; k++)
         for (int n = -200; n <= 200; n++)
             ASSERT_EQ(exp_miss(ulps(float((k + 0.5) * M_LN2), n)), 0) << k << " " << n;
+
     EXPECT_EQ(fast_exp(0.0f), 1.0f);
     EXPECT_EQ(fast_exp(-INFINITY), 0.0f);
     EXPECT_EQ(fast_exp(INFINITY), INFINITY);
@@ -205,29 +218,31 @@ TEST(Maths, FastTanhIsWithinItsBound) {
 static uint16_t bf16_bits(float f) { return from_acc<bf16>(f).bits; }
 static float bf16_value(uint16_t h) { return to_float(bf16{h}); }
 
-// Rounding is monotonic between neighbours a < b of a narrow type: right at a, just below, at and
-// just above the
-// middle, and at b is right everywhere. Sixteen-bit patterns of one sign are in order, and the odd
-// one of two
-// neighbours has the last bit set.
+// Check rounding at every pair of neighbours a < b of a narrow type. Rounding is monotonic, so
+// it is right everywhere if it is right at a, just below the middle, at the middle, just above
+// it, and at b. Sixteen-bit patterns of one sign are in order, and of two neighbours the odd one
+// has its last bit set.
 static void expect_nearest_even(uint16_t (*narrow)(float), float (*wide)(uint16_t),
                                 uint16_t infinity) {
     for (uint32_t h = 0; h < infinity; h++)
         for (uint16_t sign : {0, 0x8000}) {
             uint16_t a = uint16_t(h | sign), b = uint16_t(a + 1), even = a & 1 ? b : a;
-            // the neighbour of the largest number is where the next exponent would begin
+            // The largest number's upper neighbour is the number at which the
+            // next exponent would begin.
             double low = wide(a),
                    high = h + 1u == infinity ? 2 * low - wide(uint16_t(a - 1)) : wide(b);
             float middle = float((low + high) / 2);
+
             ASSERT_EQ((low + high) / 2, double(middle));
             ASSERT_EQ(narrow(float(low)), a) << std::hex << a;
             ASSERT_EQ(narrow(middle), even) << std::hex << a;
             ASSERT_EQ(narrow(ulps(middle, -1)), a)
-                << std::hex << a; // -1: towards zero, for both signs
+                << std::hex << a; // -1 is towards zero for both signs
             ASSERT_EQ(narrow(ulps(middle, 1)), b) << std::hex << a;
         }
 }
 
+// Every pattern comes back; a NaN comes back as a NaN of the same sign.
 static void expect_round_trips(uint16_t (*narrow)(float), float (*wide)(uint16_t),
                                uint16_t infinity) {
     int nans = 0;
@@ -241,7 +256,8 @@ static void expect_round_trips(uint16_t (*narrow)(float), float (*wide)(uint16_t
         ASSERT_TRUE(good) << std::hex << h << " " << back;
     }
     EXPECT_EQ(nans, 2 * (0x7fff - infinity));
-    // NaNs of floats whose set bits would all be cut off
+
+    // NaNs of floats whose set bits would all be cut off stay NaNs.
     for (uint32_t u :
          {0x7f800001u, 0xff800001u, 0x7f80ffffu, 0x7fffffffu, 0xffffffffu, 0x7fc00000u})
         EXPECT_GT(narrow(std::bit_cast<float>(u)) & 0x7fff, infinity) << std::hex << u;
@@ -252,14 +268,16 @@ TEST(Types, Bf16RoundTripsAndRoundsToEven) {
     expect_nearest_even(bf16_bits, bf16_value, 0x7f80);
     EXPECT_EQ(bf16_value(0x3f80), 1.0f);
     EXPECT_EQ(bf16_value(0xc049), -3.140625f);
-    EXPECT_EQ(bf16_bits(FLT_MAX), 0x7f80); // beyond the largest: infinity
+    EXPECT_EQ(bf16_bits(FLT_MAX), 0x7f80); // beyond the largest number: infinity
     EXPECT_EQ(bf16_bits(1.00390625f), 0x3f80);
 }
 
 TEST(Types, HalfRoundTripsAndRoundsToEven) {
     expect_round_trips(float_to_half, half_to_float, 0x7c00);
     expect_nearest_even(float_to_half, half_to_float, 0x7c00);
-    for (uint32_t h = 0; h < 65536; h++) { // the value of every half, from its definition
+
+    // The value of each half, from its definition.
+    for (uint32_t h = 0; h < 65536; h++) {
         int exponent = h >> 10 & 31, mantissa = h & 1023;
         double want =
             exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
@@ -268,6 +286,9 @@ TEST(Types, HalfRoundTripsAndRoundsToEven) {
         ASSERT_TRUE(want != want ? got != got : got == (h & 0x8000 ? -want : want))
             << std::hex << h;
     }
+
+    // The largest half, the first float that rounds to infinity, and the ends
+    // of the subnormal numbers.
     EXPECT_EQ(float_to_half(65504), 0x7bff);
     EXPECT_EQ(float_to_half(ulps(65520, -1)), 0x7bff);
     EXPECT_EQ(float_to_half(65520), 0x7c00);

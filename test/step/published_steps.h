@@ -1,12 +1,13 @@
 // published_steps.h - step times that others have measured and published, as rows of a table
-//   A row is a model, a layout and seconds. FIT rows set the shares in machine.h's a100-80 row; all
-//   others are held out, and nothing here was tuned to them.
+//   A row is a model, a layout and seconds. Some rows were used to fit the shares of machine.h's
+//   a100-80 row; all others are held out, and nothing was tuned to them.
 #pragma once
 #include <sstream>
 #include <string>
 #include <vector>
 
-// tp.dp.pp.B:seconds, B the micro-batch; T 2048, V 51200, full recomputation, 1F1B, float16 sums.
+// A sweep of one model. Its rows are tp.dp.pp.B:seconds, with B the micro-batch; T 2048, V 51200,
+// full recomputation, 1F1B, gradients summed in float16.
 struct SweepSet {
     size_t C, NH, L;
     int batch; // sequences a step
@@ -43,7 +44,7 @@ static const SweepSet vtrain_sets[] = {
      "4.4.32.6:66.63 8.2.32.4:59.15 8.2.32.6:62.64"},
 };
 
-// A row of a table of one layout for each model.
+// A row of a table that has one layout for each model.
 struct TableRow {
     const char* name;
     size_t NH, C, L;

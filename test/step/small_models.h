@@ -19,13 +19,15 @@ inline Shape small_llama(bool tied = false, bool bias = false) {
     return s;
 }
 
-inline Shape small_qwen3() { // heads that are wider than C / NH
+// Heads that are wider than C / NH, with normed q and k.
+inline Shape small_qwen3() {
     Shape s = small_llama(true);
     s.hf_type = "qwen3", s.qk_norm = true, s.HS = 12;
     return s;
 }
 
-// A variant of Llama with what its blocks have beside Llama's, at sizes where each of it matters.
+// A variant of Llama, with all that its blocks add to Llama's, at sizes where each addition
+// changes the result.
 inline Shape small_variant(Shape s, const std::string& type) {
     bool gemma = type == "gemma2" || type == "gemma3_text";
     set_variant(s, type), s.hf_type = type;
@@ -41,8 +43,9 @@ inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
     return neox_shape(L, NH, C, 61, 32);
 }
 constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
-// Experts that tensor parallelism can cut in 2 and 4: one of three for a token, or two of six,
-// whose q and k are normed.
+
+// A model with experts, which tensor parallelism can cut in 2 and 4. A token takes two of six
+// experts; with `qwen` one of three, and q and k are normed.
 inline Shape small_mixtral(bool qwen = false) {
     Shape s = qwen ? small_qwen3() : small_llama();
     s.family = Family::MIXTRAL, s.hf_type = qwen ? "qwen3_moe" : "mixtral";
@@ -52,7 +55,7 @@ inline Shape small_mixtral(bool qwen = false) {
     return s;
 }
 
-// A block with an ffn first, then experts beside a shared one that each token weighs.
+// A dense block, then blocks of experts with a shared expert, which each token weighs by a gate.
 inline Shape small_shared() {
     Shape s = small_mixtral();
     s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
@@ -60,7 +63,7 @@ inline Shape small_shared() {
     return s;
 }
 
-// The same with adapters, of a scale that is no power of two.
+// The same shape with adapters. Their scale is no power of two, so that applying it rounds.
 inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all", bool rs = false) {
     Adapters adapters;
     LoraOptions options = {rank, 3.0, rs, targets};
@@ -68,7 +71,8 @@ inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all",
     s.adapters = std::make_shared<const Adapters>(adapters);
     return s;
 }
-// Only blocks of the model's second half have adapters.
+
+// The same with adapters in the later blocks only: in all but the first.
 inline Shape with_late_lora(Shape s, size_t rank) {
     s = with_lora(s, rank);
     Adapters late = *s.adapters;
@@ -77,8 +81,9 @@ inline Shape with_late_lora(Shape s, size_t rank) {
     return s;
 }
 
-// Latent attention: heads of eight channels and four that turn, values of six. With or without a
-// latent of queries; an ffn, or experts behind a block with one.
+// Latent attention: heads of eight channels and four that rotate, values of six channels. Without
+// `experts` queries have a latent too, and all blocks are dense; with them queries have none, and
+// the blocks after the first have experts.
 inline Shape small_mla(bool experts = false) {
     Shape s = llama_shape(3, 4, 4, 32, 0, 53, 64, 10000);
     s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
@@ -90,7 +95,8 @@ inline Shape small_mla(bool experts = false) {
     return s;
 }
 
-// Sizes of the axes; a test sets what else it varies, and layout_at() places a rank.
+// A layout with these sizes of the axes. A test sets what else it varies, and layout_at() gives
+// each rank its place.
 inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
     Layout layout;
     layout.dp.size = dp;
@@ -103,7 +109,7 @@ inline Layout small_layout(int dp, int tp = 1, int pp = 1, int cp = 1) {
 constexpr Recompute ALL_LEVELS[] = {Recompute::NONE, Recompute::SELECTIVE, Recompute::ATTN,
                                     Recompute::FFN, Recompute::FULL};
 
-// A level for each of three blocks: the digits of a number below 125.
+// A level for each of three blocks, from the digits of a number below 125 in base 5.
 inline RecomputeLevels three_levels(int number) {
     std::vector<Recompute> levels = {Recompute::NONE}; // the embedding, which recomputes nothing
     for (int block = 0; block < 3; block++, number /= RECOMPUTE_LEVELS)
@@ -119,7 +125,8 @@ inline Plan small_plan(size_t B, size_t T, int micro_batches, RecomputeLevels le
     return p;
 }
 
-// Random tokens by sample number; about one target in five is ignored, unequally.
+// A function that fills windows with random tokens, the same for the same sample. About one target
+// in five is ignored; samples differ in how many, so that means over ranks must be weighted.
 inline Window random_window(const Shape& s, size_t T) {
     return [V = s.V, T](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < T; i++) {
@@ -132,7 +139,7 @@ inline Window random_window(const Shape& s, size_t T) {
     };
 }
 
-// A trainer with memory, ready for weights.
+// A trainer with memory, but without weights and data.
 template <typename T> struct Small {
     Trainer<T, Cpu> t;
     Small(const Shape& s, const std::vector<Plan>& plans) {
@@ -145,8 +152,8 @@ template <typename T> struct Small {
     ~Small() { trainer_free(t); }
 };
 
-// The normal numbers of a parameter's elements. Every rank of every layout wants the same ones, so
-// they are drawn once.
+// The normal numbers of a parameter's elements. They are drawn once and kept, because every rank of
+// every layout needs the same ones.
 inline const std::vector<double>& normals(uint64_t seed, const Parameter& p) {
     static std::mutex mutex;
     static std::map<std::tuple<uint64_t, std::string, size_t>, std::vector<double>> drawn;
@@ -160,7 +167,7 @@ inline const std::vector<double>& normals(uint64_t seed, const Parameter& p) {
 // A trainer with random weights and samples.
 template <typename T> struct Fixture : Small<T> {
     using Small<T>::t;
-    // nudge: every weight is changed by so much of itself
+    // nudge: change every weight by a random part of itself, of about this size
     Fixture(const Shape& s, const std::vector<Plan>& plans, uint64_t seed = 5, double nudge = 0)
         : Small<T>(s, plans) {
         init_weights(t, seed);
@@ -169,8 +176,8 @@ template <typename T> struct Fixture : Small<T> {
         t.window = random_window(s, plans[0].T);
     }
 
-    // Move norms' weights and biases away from one and zero, and make matrices larger: nothing
-    // cancels by accident then.
+    // Move the weights and biases of norms away from one and zero, and make matrices larger, so
+    // that errors do not cancel by accident.
     void perturb(uint64_t seed, double nudge = 0) {
         for (const Parameter& p : t.model.parameters) {
             std::vector<double> v(p.elements());
@@ -183,6 +190,8 @@ template <typename T> struct Fixture : Small<T> {
             set_weight(t, p, v.data());
         }
     }
+
+    // Run a step, move on in the data, and return the loss.
     double step(int plan = 0) {
         run_plan(t, plan);
         t.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
@@ -192,12 +201,14 @@ template <typename T> struct Fixture : Small<T> {
     acc_t<T>* grad(const Parameter& p) {
         return address<acc_t<T>>(t, {Kind::GRAD, p.bucket}) + p.offset;
     }
-    // all persistent bytes but the clipping scale's padding: weights, masters, moments, gradients
+
+    // All persistent bytes: weights, masters, moments, gradients.
     std::vector<unsigned char> state() {
         return {t.arena.device().base, t.arena.device().base + t.arena.device().persistent_bytes};
     }
 };
 
+// Every kind of block and position that the trainer knows, as small models.
 inline std::vector<Shape> all_shapes() {
     Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
     alibi.position = Position::ALIBI, rope.position = Position::ROPE;

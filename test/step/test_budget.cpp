@@ -10,7 +10,7 @@ using namespace llmc;
 
 namespace {
 
-// Numbers below `n`, the same in each run.
+// Draws random numbers below `n`, the same in each run of the test.
 struct Draw {
     uint64_t seed, at = 0;
     int operator()(int n) {
@@ -18,13 +18,14 @@ struct Draw {
     }
 };
 
-// A training plan of a random small model, with a random layout around the rank of a pipeline.
+// A training plan of a random small model, with a random layout. The test sets the pipeline rank.
 struct Case {
     Shape shape;
     Layout layout;
     Model model;
     PlanOptions options;
     Case(Draw& draw, int L, int pp) {
+        // Draw the model.
         size_t C = size_t(16 + 8 * draw(4));
         if (draw(2)) {
             shape = gpt2_shape(size_t(L), 4, C, 40 + size_t(draw(300)), 64);
@@ -34,6 +35,8 @@ struct Case {
             shape.qk_norm = draw(2);
         }
         shape.tied = draw(2);
+
+        // Draw the layout and its schedule.
         layout = small_layout(1 + draw(2), 1, pp);
         layout.zero = draw(4);
         const Pipeline pipelines[] = {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::ZERO_BUBBLE,
@@ -42,6 +45,8 @@ struct Case {
         layout.chunks = layout.pipeline == Pipeline::INTERLEAVED && pp == 2 && L > 1 ? 2 : 1;
         layout.first_layer = split_layers(std::vector<double>(size_t(L) + 2, 1.0), layout.stages());
         model = make_model(shape, layout);
+
+        // Draw the batch.
         options.B = size_t(1 + draw(2)), options.T = size_t(8 + draw(24));
         options.micro_batches = 2 * (1 + draw(2)), options.split_backward = draw(3) == 0;
     }
@@ -72,7 +77,8 @@ struct Case {
 
 } // namespace
 
-// A sum over blocks says what lives at once, for any levels in any order, on every rank.
+// live_bytes(), a sum over blocks, equals the arena's peak: for any levels in any order, on every
+// rank. The list of choices can then be searched without placing each.
 TEST(Budget, LiveBytesAreTheArenasPeak) {
     Draw draw = {3};
     for (int trial = 0; trial < 40; trial++) {
@@ -90,17 +96,18 @@ TEST(Budget, LiveBytesAreTheArenasPeak) {
     }
 }
 
-// The list has a choice as cheap as the cheapest of all levels in all orders, at any room.
+// The list of choices leaves out nothing useful: at any room its cheapest choice costs as little as
+// the cheapest of all levels in all orders.
 TEST(Budget, TheListHasTheCheapestOfAll) {
     Draw draw = {5};
     for (int trial = 0; trial < 12; trial++) {
         Case c(draw, 2 + trial % 4, 1 + trial % 2);
-        if (c.layout.chunks > 1) continue; // two stages' blocks wait in another order
+        if (c.layout.chunks > 1) continue; // the blocks of two stages wait in another order
         std::vector<Instant> instants = c.instants();
         LevelCosts costs = c.costs();
         std::vector<int> blocks = c.blocks();
 
-        // Costs and memory of each of the 5^L choices; and of the list's.
+        // Compute the costs and memory of each of the 5^L choices, and of the list's.
         typedef std::tuple<double, size_t, size_t> Costs; // FLOPs, bytes redone, live bytes
         auto costs_of = [&](auto level_of) {
             std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
@@ -123,7 +130,7 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
             EXPECT_EQ(std::get<1>(costs_of([&](int i) { return counts.of(i); })), counts.redone);
         }
 
-        // Sets are sorted by cost, so the first that fits is the cheapest.
+        // Compare the cheapest choice that fits. Sets are sorted by cost, so it is the first one.
         for (auto [flops, redone, room] : all) {
             auto cheapest = [room = room](const std::set<Costs>& choices) {
                 for (auto [flops, redone, bytes] : choices)
@@ -135,14 +142,14 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
     }
 }
 
-// The first of the list whose arena fits is chosen, at any room.
+// choose_levels() chooses the first of the list whose arena fits, at any room.
 TEST(Budget, TheFirstThatFitsIsChosen) {
     Draw draw = {9};
     for (int trial = 0; trial < 6; trial++) {
         int L = 2 + trial % 3, pp = 1 + trial % 2;
         Case c(draw, L, pp);
         for (c.layout.pp.rank = 0; c.layout.pp.rank < pp; c.layout.pp.rank++) {
-            // Place all of the list.
+            // Place every choice of the list.
             std::vector<int> blocks = c.blocks();
             std::vector<LevelCounts> list = list_choices(int(blocks.size()), c.costs());
             std::vector<size_t> bytes;
@@ -155,6 +162,7 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
             size_t low = *std::min_element(bytes.begin(), bytes.end());
             size_t high = *std::max_element(bytes.begin(), bytes.end());
 
+            // Try rooms from too little for any to enough for all.
             for (int i = -1; i <= 12; i++) {
                 size_t room = size_t(double(low) + double(high - low) * i / 12);
                 Choices found = choose_levels<bf16>(c.layout, c.model, {c.options}, room, Cpu{});
@@ -163,13 +171,15 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
                     EXPECT_GT(c.place(Recompute::FULL).device().bytes, room) << at;
                     continue;
                 }
+
+                // The choice is the list's first that fits.
                 size_t k = 0;
                 while (bytes[k] > room) k++;
                 EXPECT_EQ(found.best.flops, list[k].flops) << at;
                 EXPECT_EQ(found.best.bytes, bytes[k]) << at;
                 EXPECT_EQ(c.place(found.best.levels).device().bytes, bytes[k]) << at;
 
-                // The neighbours: one does not fit, the other takes less and costs no less.
+                // Its neighbours: the cheaper one does not fit, the dearer one takes fewer bytes.
                 if (found.cheaper.bytes) {
                     EXPECT_GT(found.cheaper.bytes, room);
                     EXPECT_LE(found.cheaper.flops, found.best.flops);
@@ -183,7 +193,8 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
     }
 }
 
-// Layers that keep least come first: no other order lives on less.
+// The list puts the layers that keep least first, and no other order of the same levels takes fewer
+// bytes: neither the reverse nor ten random ones.
 TEST(Budget, NoOrderTakesLess) {
     Draw draw = {7};
     for (int trial = 0; trial < 40; trial++) {
@@ -193,6 +204,8 @@ TEST(Budget, NoOrderTakesLess) {
         LevelCosts costs = c.costs();
         std::vector<int> blocks = c.blocks();
         if (blocks.empty()) continue;
+
+        // Sort random levels by what they keep.
         std::vector<Recompute> levels = c.random_levels(draw);
         auto kept = [&](Recompute r) {
             return costs[size_t(r)].kept[0] + costs[size_t(r)].kept[1];
@@ -200,6 +213,8 @@ TEST(Budget, NoOrderTakesLess) {
         auto mine = levels.begin() + blocks.front(), end = levels.begin() + blocks.back() + 1;
         std::sort(mine, end, [&](Recompute x, Recompute y) { return kept(x) < kept(y); });
         size_t least = live_bytes(instants, costs, levels);
+
+        // Try other orders.
         std::reverse(mine, end);
         EXPECT_LE(least, live_bytes(instants, costs, levels));
         for (int i = 0; i < 10; i++) {
@@ -210,7 +225,8 @@ TEST(Budget, NoOrderTakesLess) {
     }
 }
 
-// Beside adapters a frozen matrix has a forward pass and a gradient of its input: 4 a parameter.
+// A frozen matrix beside adapters has a forward pass and its input's gradient, but no gradient of
+// its own: 4 FLOPs a parameter and token instead of 6.
 TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
     Model base = make_model(small_llama()), both = make_model(with_lora(small_llama(), 2));
     double frozen = double(active_parameters(base)), all = double(active_parameters(both));
@@ -219,7 +235,8 @@ TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
     EXPECT_EQ(flops_per_token(both, 64), 4 * frozen + 6 * (all - frozen) + attention);
 }
 
-// A block redoes at most its forward pass but for the last product, as mfu.h counts it.
+// recompute_flops() counts as mfu.h does: a block redoes at most its forward pass without the last
+// product, whose result nothing reads again.
 TEST(Budget, RedoneFlopsAreMfusOwn) {
     for (const Preset& preset : model_presets()) {
         Model model = make_model(preset.shape);
@@ -231,7 +248,8 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
         const Shape& s = preset.shape;
         double blocks = flops_per_token(model, T) - 6 * double(others);
 
-        // Nothing reads the last product again but a norm behind it, and routing is kept.
+        // Subtract what is never redone: the last product, unless a norm behind it reads its result
+        // again, and the router, whose choice is kept.
         double last = 0, router = 0, redone = 0;
         for (int layer = 1; layer <= int(s.L); layer++) {
             Shape here = layer_shape(s, layer);

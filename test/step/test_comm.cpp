@@ -1,13 +1,13 @@
 // test_comm.cpp - collectives and messages: threads of one process, and processes under MPI
-//   Every result is compared, bit for bit, with a sum in rank order written down plainly here;
-//   where the library chooses the order, within the error that any order has. The bodies are the
-//   same for both backends:
+//   Every result is compared, bit for bit, with a plain sum in rank order. Where a library chooses
+//   the order, the tolerance is the error that any order may have. The bodies are the same for all
+//   backends:
 //     build/test_comm                             ranks are threads; failures; what buffers hold
 //     mpirun -np 3 build/test_comm --mpi          the same bodies between processes
-//     mpirun -np 3 build/test_comm --mpi-fail F   ends the job with a message; a test runs it
+//     mpirun -np 3 build/test_comm --mpi-fail F   ends the job with a message; a test runs this
 //     mpirun -np 4 build/test_comm --nccl         streams, on a stand-in for NCCL
 //     mpirun -np 2 build/gpu/test_comm --nccl     the same on NCCL, a GPU each
-//     mpirun -np 8 build/test_comm --groups L     the communicators of layout L, on the same
+//     mpirun -np 8 build/test_comm --groups L     the communicators of layout L, on the stand-in
 #include <gtest/gtest.h>
 #include <random>
 #include "../../llmc/comm/comms.h"
@@ -17,6 +17,7 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // what goes in, and what must come out
 
+// Element i of a rank's input: a hash of its arguments. Floating-point values lie in [-3, 3].
 template <typename T> T value(int rank, size_t i, int salt) {
     uint64_t x = (uint64_t(rank) * 1000003 + i) * 0x9e3779b97f4a7c15u + salt * 77777;
     x = (x ^ x >> 31) * 0xbf58476d1ce4e5b9u, x ^= x >> 29;
@@ -26,7 +27,7 @@ template <typename T> T value(int rank, size_t i, int salt) {
         return from_acc<T>(acc_t<T>((double(x >> 40) / (1 << 23) - 1) * 3));
 }
 
-// in rank order, in float or wider, rounded once
+// Element i of the ranks' sum or maximum: added in rank order, in float or wider, rounded once.
 template <typename T> T expected_sum(int size, size_t i, int salt, bool max = false) {
     if constexpr (std::is_integral_v<T>) {
         T sum = value<T>(0, i, salt);
@@ -45,7 +46,7 @@ template <typename T> T expected_sum(int size, size_t i, int salt, bool max = fa
     }
 }
 
-// The error of `size` additions in any order, of which each rounds a sum of at most 3 * size.
+// A bound on the error of `size` additions in any order: each rounds a sum of at most 3 * size.
 template <typename T> double any_order_error(int size) {
     if constexpr (std::is_integral_v<T>)
         return 0;
@@ -53,6 +54,7 @@ template <typename T> double any_order_error(int size) {
         return 2.0 * size * 3 * size * (sizeof(T) == 8 ? 0x1p-53 : 0x1p-24);
 }
 
+// Whether two values have the same bits.
 template <typename T> bool same(T a, T b) { return !memcmp(&a, &b, sizeof(T)); }
 template <typename T> double as_double(T x) {
     if constexpr (std::is_integral_v<T>)
@@ -61,7 +63,8 @@ template <typename T> double as_double(T x) {
         return double(to_acc(x));
 }
 
-template <typename T> struct Buffer { // n elements between two guards
+// A buffer of n elements between two guards, which must be intact at the end.
+template <typename T> struct Buffer {
     static constexpr long GUARD = 16;
     std::vector<T> all;
     size_t n;
@@ -81,6 +84,7 @@ template <typename T> struct Buffer { // n elements between two guards
     }
 };
 
+// Whether `got` is element i of the sum: to the bit where the order of ranks is fixed.
 template <typename T>
 testing::AssertionResult is_sum(const Comm& c, T got, size_t i, int salt, bool max = false) {
     T want = expected_sum<T>(c.size, i, salt, max);
@@ -95,6 +99,7 @@ testing::AssertionResult is_sum(const Comm& c, T got, size_t i, int salt, bool m
 // ----------------------------------------------------------------------------
 // each collective, of each type and size, in place and not
 
+// All-reduce, as a sum and as a maximum.
 template <typename T> void test_all_reduce(const Comm& c, size_t n, int salt) {
     for (bool max : {false, true}) {
         Buffer<T> x(n);
@@ -107,6 +112,7 @@ template <typename T> void test_all_reduce(const Comm& c, size_t n, int salt) {
     }
 }
 
+// Reduce-scatter. Out of place it leaves its input as it was.
 template <typename T> void test_reduce_scatter(const Comm& c, size_t n, int salt) {
     for (bool in_place : {false, true}) {
         Buffer<T> in(n * c.size), out(n);
@@ -119,6 +125,7 @@ template <typename T> void test_reduce_scatter(const Comm& c, size_t n, int salt
     }
 }
 
+// Collectives that only move data: all-gather, all-to-all, and broadcasts from each rank.
 template <typename T> void test_moves(const Comm& c, size_t n, int salt) {
     for (bool in_place : {false, true}) {
         Buffer<T> in(n), out(n * c.size);
@@ -128,11 +135,13 @@ template <typename T> void test_moves(const Comm& c, size_t n, int salt) {
         for (size_t i = 0; i < out.n; i++)
             ASSERT_TRUE(same(out[i], value<T>(int(i / n), i % n, salt))) << "all-gather at " << i;
     }
+
     Buffer<T> in(n * c.size), out(n * c.size), x(n);
     for (size_t i = 0; i < in.n; i++) in[i] = value<T>(c.rank, i, salt);
     all_to_all(c, out.data(), in.data(), n, Cpu());
     for (size_t i = 0; i < out.n; i++)
         ASSERT_TRUE(same(out[i], value<T>(int(i / n), c.rank * n + i % n, salt))) << "at " << i;
+
     for (int root = 0; root < c.size; root++) {
         for (size_t i = 0; i < n; i++) x[i] = value<T>(c.rank, i, salt + root);
         broadcast(c, x.data(), n, root, Cpu());
@@ -161,7 +170,7 @@ void test_collectives(const Comm& c) {
     test_type<unsigned char>(c);
 }
 
-// The largest stays, a NaN stays, whichever rank has it.
+// A maximum is the largest value of any rank, and NaN if any rank has a NaN.
 void test_max(const Comm& c) {
     for (int bad = 0; bad < c.size; bad++) {
         float x[3] = {c.rank == bad ? NAN : 1, -INFINITY, c.rank == bad ? INFINITY : -1};
@@ -175,16 +184,18 @@ void test_max(const Comm& c) {
 // ----------------------------------------------------------------------------
 // timing: what is outstanding, which group finishes first, who is late
 
+// Sleep or yield, now and then.
 void jitter(std::mt19937& random) {
     unsigned k = random() % 8;
     if (k == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
     if (k == 1) std::this_thread::yield();
 }
 
-// Several of every kind at once, on one group.
+// Start one collective of every kind on a group, before any is finished.
 void test_outstanding(const Comm& c, int rounds) {
     std::mt19937 random(c.rank + 1);
     for (int round = 0; round < rounds; round++) {
+        // Fill the inputs.
         size_t n = 1 + round * 37 % 300;
         Buffer<float> sum(n), parts(n * c.size), part(n), whole(n * c.size), x(n);
         Buffer<bf16> half(n), turned(n * c.size), turn(n * c.size);
@@ -198,6 +209,8 @@ void test_outstanding(const Comm& c, int rounds) {
             parts[i] = value<float>(c.rank, i, round + 3);
             turn[i] = value<bf16>(c.rank, i, round + 4);
         }
+
+        // Start all, then finish all.
         int root = round % c.size;
         std::vector<Pending<Cpu>> pending;
         auto add = [&](Pending<Cpu> p) {
@@ -214,6 +227,8 @@ void test_outstanding(const Comm& c, int rounds) {
             finish(p);
             jitter(random);
         }
+
+        // Check the results.
         for (size_t i = 0; i < n; i++) {
             ASSERT_TRUE(is_sum(c, sum[i], i, round));
             ASSERT_TRUE(is_sum(c, half[i], i, round));
@@ -227,9 +242,10 @@ void test_outstanding(const Comm& c, int rounds) {
     }
 }
 
-// The world has rows (tp) and columns (dp). Half of the ranks finish the row
-// first, half the column.
+// A world of rows (tp) and columns (dp), with a collective on each at the same time. Half of the
+// ranks finish the row's first, half the column's.
 void test_grid(const Comm& world, int tp_size) {
+    // Split the world.
     int dp_size = world.size / tp_size, dp = world.rank / tp_size, tp = world.rank % tp_size;
     if (world.rank >= dp_size * tp_size) return;
     std::vector<int> row, column;
@@ -238,6 +254,8 @@ void test_grid(const Comm& world, int tp_size) {
     Comm across = comm_split(world, "tp", row), down = comm_split(world, "dp", column);
     ASSERT_EQ(across.rank, tp);
     ASSERT_EQ(down.rank, dp);
+
+    // Sum over both.
     std::mt19937 random(world.rank + 5);
     for (int round = 0; round < 20; round++) {
         size_t n = 200;
@@ -259,7 +277,8 @@ void test_grid(const Comm& world, int tp_size) {
     barrier(down, Cpu());
 }
 
-// Groups of the same name and ranks are two, even if a rank makes both before another makes one.
+// Two splits with the same name and ranks make two groups, even if one rank makes both before
+// another makes its first.
 void test_split_twice(const Comm& c) {
     std::vector<int> all;
     for (int r = 0; r < c.size; r++) all.push_back(r);
@@ -276,11 +295,12 @@ void test_split_twice(const Comm& c) {
     EXPECT_EQ(y, 2 * c.size);
 }
 
-// A random program, the same for all ranks, over random groups; each rank finishes what it has
-// outstanding when and in the order that its own dice say.
+// A random program over random groups, the same for all ranks. Each rank finishes its outstanding
+// collectives at random times, in a random order of its own.
 void test_random(const Comm& world, int seed, int steps) {
+    // Make four groups; the first has all ranks.
     std::mt19937 program(seed), mine(seed * 100 + world.rank);
-    std::deque<Comm> groups; // where a Pending finds them
+    std::deque<Comm> groups; // a deque: a Pending keeps a pointer to its group
     std::vector<Comm*> of_index;
     for (int g = 0; g < 4; g++) {
         std::vector<int> places;
@@ -291,6 +311,8 @@ void test_random(const Comm& world, int seed, int steps) {
         if (inside) groups.push_back(comm_split(world, "group " + std::to_string(g), places));
         of_index.push_back(inside ? &groups.back() : nullptr);
     }
+
+    // A collective in flight, with its buffers.
     struct Running {
         Pending<Cpu> pending;
         const Comm* c;
@@ -300,6 +322,8 @@ void test_random(const Comm& world, int seed, int steps) {
         std::vector<bf16> half;
     };
     std::deque<Running> running;
+
+    // Finish any one, and check its result.
     auto finish_one = [&] {
         size_t which = mine() % running.size();
         Running& x = running[which];
@@ -317,6 +341,8 @@ void test_random(const Comm& world, int seed, int steps) {
         }
         running.erase(running.begin() + which);
     };
+
+    // Start collectives, and keep at most seven in flight.
     for (int step = 0; step < steps; step++) {
         const Comm* c = of_index[program() % of_index.size()];
         size_t n = program() % 4 ? program() % 200 : program() % 20000;
@@ -346,17 +372,19 @@ void test_random(const Comm& world, int seed, int steps) {
 // ----------------------------------------------------------------------------
 // messages
 
+// Pass a buffer around a ring: by exchanges, and by exchanges whose sends and
+// receives finish apart.
 void test_ring(const Comm& c) {
     int next = (c.rank + 1) % c.size, previous = (c.rank + c.size - 1) % c.size;
     std::vector<float> mine(1000, float(c.rank)), other(1000);
     for (int step = 1; step < c.size; step++) {
-        // the send first on some, the receive first on others
+        // List the send first on some ranks, the receive first on others.
         CommMessage send = {mine.data(), 4000, next, true, 7},
                     get = {other.data(), 4000, previous, false, 7};
         CommMessage both[2] = {c.rank % 2 ? send : get, c.rank % 2 ? get : send};
         if (step % 2) {
             exchange(c, both, 2, Cpu());
-        } else { // in halves, the one that is sent first
+        } else { // finish the send, then the receive
             PendingExchange<Cpu> p = start_exchange_apart(c, both, 2, Cpu());
             finish(p.sent);
             finish(p.received);
@@ -366,8 +394,9 @@ void test_ring(const Comm& c) {
     }
 }
 
-// Everyone to everyone, itself too, several tags, two messages a tag; each rank lists them in its
-// own order, except that equal tags keep theirs.
+// Messages from every rank to every rank, itself included, with several tags and two
+// messages a tag. Each rank lists them in a random order of its own; only messages with the
+// same tag keep theirs.
 void test_all_pairs(const Comm& c, int rounds) {
     constexpr int TAGS = 3, EACH = 2;
     std::mt19937 random(c.rank + 17);
@@ -375,6 +404,8 @@ void test_all_pairs(const Comm& c, int rounds) {
         auto bytes = [&](int from, int to, int tag, int k) {
             return size_t((from * 7 + to * 3 + tag * 11 + k * 5 + round) % 40 * 100); // 0 too
         };
+
+        // Shuffle the pairs of peers and tags, and list their messages.
         struct Pair {
             int peer, tag;
             bool send;
@@ -394,6 +425,8 @@ void test_all_pairs(const Comm& c, int rounds) {
                 messages.push_back({data.back().data(), data.back().size(), p.peer, p.send, p.tag});
             }
         if (c.size == 1) messages.clear();
+
+        // Exchange them all at once.
         Pending<Cpu> p = start_exchange(c, messages.data(), int(messages.size()), Cpu());
         jitter(random);
         finish(p);
@@ -406,18 +439,21 @@ void test_all_pairs(const Comm& c, int rounds) {
     }
 }
 
-// Messages and collectives are apart: half of the ranks start one first, half the other.
+// Messages and collectives with the same numbers do not mix: half of the ranks start the message
+// first, half the collective.
 void test_messages_beside_collectives(const Comm& world) {
     std::vector<int> all;
     for (int r = 0; r < world.size; r++) all.push_back(r);
-    Comm c = comm_split(world, "fresh", all); // its collectives are counted from 0, as tags are
+    Comm c = comm_split(world, "fresh", all); // a new group counts its collectives from 0, as tags
     int next = (c.rank + 1) % c.size, previous = (c.rank + c.size - 1) % c.size;
     for (int tag = 0; tag < 40 && c.size > 1; tag += 2) {
-        size_t n = 64 * c.size; // a slice is as long as a message
+        size_t n = 64 * c.size; // so that a rank's slice is as long as a message
         std::vector<float> x(n), mine(64, float(c.rank)), other(64);
         for (size_t i = 0; i < n; i++) x[i] = value<float>(c.rank, i, tag);
         CommMessage messages[2] = {{mine.data(), 256, next, true, tag},
                                    {other.data(), 256, previous, false, tag}};
+
+        // Start both, and finish both.
         Pending<Cpu> first, second;
         if (c.rank % 2) first = start_exchange(c, messages, 2, Cpu());
         second = start_all_reduce_sum(c, x.data(), n, Cpu());
@@ -429,10 +465,11 @@ void test_messages_beside_collectives(const Comm& world) {
     }
 }
 
-// Receives finish while a send is outstanding: its receiver asks for it only after the sender,
-// who has finished what it received, says so.
+// A rank's receive can finish while its send is outstanding. The even rank sends a large message,
+// which the odd rank receives only after a word from the even one: and that comes after the even
+// rank has finished its receive.
 template <typename S> void test_halves_apart(const Comm& c, S where) {
-    const size_t bytes = 1 << 20; // more than MPI sends before it is asked
+    const size_t bytes = 1 << 20; // more than MPI sends before the receiver asks
     int peer = c.rank ^ 1;
     if (peer >= c.size) return;
     char* large =
@@ -462,23 +499,24 @@ template <typename S> void test_halves_apart(const Comm& c, S where) {
         exchange(c, &word_message, 1, Cpu());
         exchange(c, &large_message, 1, where);
         EXPECT_EQ(first_of(large + bytes - 1), 'L');
-        finish(p.sent); // and nothing was to be received
-        finish(p.received);
+        finish(p.sent);
+        finish(p.received); // there was nothing to receive
     }
     device_free(large, bytes, where);
     device_free(small, 100, where);
 }
 
-// Nothing is kept of what is finished.
+// The library keeps nothing of collectives and messages that are finished.
 void test_nothing_left(const Comm& c) {
     EXPECT_TRUE(!c.info || c.info->outstanding.empty());
     if (!c.local) return;
     barrier(c, Cpu());
     std::lock_guard lock(c.local->mutex);
-    EXPECT_LE(c.local->open.size(), 1u); // what the others have started since
+    EXPECT_LE(c.local->open.size(), 1u); // one that others have started since
     for (auto& [key, queue] : c.local->mail) EXPECT_TRUE(queue.empty());
 }
 
+// All bodies, on groups in the world's order, in another order, and of one rank.
 void test_everything(const Comm& c) {
     test_collectives(c);
     test_max(c);
@@ -493,7 +531,9 @@ void test_everything(const Comm& c) {
     test_halves_apart(c, Cpu());
     test_nothing_left(c);
     check_same(c, "the option list", "the same");
-    Comm backwards = c; // a group in another order, and within it another
+
+    // A group in reverse order, and one of a single rank.
+    Comm backwards = c;
     std::vector<int> order;
     for (int r = c.size - 1; r >= 0; r--) order.push_back(r);
     backwards = comm_split(c, "backwards", order);
@@ -513,6 +553,7 @@ LocalSettings quick(double timeout_s = 60) {
     return s;
 }
 
+// Run a body on threads, and return the message of its failure; "": it did not fail.
 template <typename F> std::string failure_of(int ranks, F body, LocalSettings s = quick()) {
     std::string message;
     s.failure = &message;
@@ -521,11 +562,13 @@ template <typename F> std::string failure_of(int ranks, F body, LocalSettings s 
     return message;
 }
 
+// All bodies, with up to 16 threads.
 TEST(Local, Everything) {
     for (int ranks : {1, 2, 3, 4, 8, 16})
         EXPECT_EQ(failure_of(ranks, test_everything), "") << ranks << " ranks";
 }
 
+// The same results if collectives take place at their start, or as late as possible.
 TEST(Local, EarliestAndLatest) {
     for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
         for (int ranks : {2, 5}) {
@@ -544,6 +587,7 @@ TEST(Local, EarliestAndLatest) {
         }
 }
 
+// At the latest moment, the result is NaN until the collective is finished.
 TEST(Local, LatestHasNaNUntilTheEnd) {
     LocalSettings s = quick();
     s.moment = Moment::LATEST;
@@ -558,6 +602,7 @@ TEST(Local, LatestHasNaNUntilTheEnd) {
     EXPECT_EQ(failure_of(3, body, s), "");
 }
 
+// At the latest moment, an input that changes before the collective is finished is an error.
 TEST(Local, LatestSeesAnInputThatChanges) {
     LocalSettings s = quick();
     s.moment = Moment::LATEST;
@@ -571,7 +616,8 @@ TEST(Local, LatestSeesAnInputThatChanges) {
               "rank 1 changed the input of reduce-scatter on 'world' before it was finished");
 }
 
-// Rank 0 waits for rank 2, which waits for rank 1. The process ends without the thread that hangs.
+// The watchdog names the rank that hangs: rank 0 waits for rank 2, which waits for rank 1. The
+// process ends without waiting for that thread.
 TEST(Local, ARankThatHangsIsNamedAndTheProcessEnds) {
     testing::FLAGS_gtest_death_test_style = "threadsafe";
     auto chain = [](const Comm& c) {
@@ -588,14 +634,16 @@ TEST(Local, ARankThatHangsIsNamedAndTheProcessEnds) {
                 "not arrived; rank 1 has been in B\\(0,1\\) for [0-9.]+ s, and waits for nobody\n");
 }
 
+// The watchdog's message says who waits, where, and which ranks have not arrived.
 TEST(Local, NotOnTime) {
+    // Ranks 1 and 2 stay away from a collective of all.
     auto late = [](const Comm& c) {
         c.info->place = "dp " + std::to_string(c.rank / 2) + ", tp " + std::to_string(c.rank % 2);
         c.info->action = "REDUCE(3)";
         if (c.rank > 0) c.info->timeout_s = 30;
         float x = 1;
         if (c.rank != 1 && c.rank != 2) all_reduce_sum(c, &x, 1, Cpu());
-        while (c.rank == 1 || c.rank == 2) { // computes for ever, until it asks for something
+        while (c.rank == 1 || c.rank == 2) { // compute for ever, and meet in another group
             std::this_thread::sleep_for(std::chrono::milliseconds(300));
             barrier(comm_split(c, "pair", {1, 2}), Cpu());
         }
@@ -605,6 +653,8 @@ TEST(Local, NotOnTime) {
     std::string rest =
         " s in all-reduce on 'world' during action REDUCE(3): ranks 1, 2 have not arrived";
     EXPECT_NE(said.find(rest), std::string::npos) << said;
+
+    // Rank 2 does not receive a message.
     auto alone = [](const Comm& c) {
         char x;
         CommMessage m = {&x, 1, 2, false};
@@ -616,6 +666,7 @@ TEST(Local, NotOnTime) {
         << said;
 }
 
+// A rank that throws, fails or ends early ends the wait of the others at once, with its name.
 TEST(Local, ARankThatEndsStopsTheOthers) {
     double start = clock_seconds();
     auto wait = [](const Comm& c) {
@@ -623,6 +674,8 @@ TEST(Local, ARankThatEndsStopsTheOthers) {
         Pending<Cpu> p = start_all_reduce_sum(c, x, 4, Cpu());
         finish(p);
     };
+
+    // Ranks that throw, return a status, or return without a collective.
     EXPECT_EQ(failure_of(4,
                          [&](const Comm& c) {
                              if (c.rank == 2) throw std::runtime_error("no such file");
@@ -641,11 +694,13 @@ TEST(Local, ARankThatEndsStopsTheOthers) {
     });
     EXPECT_EQ(said, "rank 0 waits in all-reduce on 'world' for rank 1, which ended before");
     EXPECT_EQ(failure_of(1, [](const Comm&) { return 1; }), "rank 0 ended with status 1");
-    EXPECT_LT(clock_seconds() - start, 10); // and not after their 60 s
+    EXPECT_LT(clock_seconds() - start, 10); // long before the watchdog's 60 s
 }
 
-// One rank leaves with buffers that the others are about to read: they must not.
+// If a rank leaves, its buffers are gone: the others must not read them, although they have started
+// to sum over them.
 TEST(Local, ARankThatLeavesTakesItsBuffers) {
+    // Each rank in turn throws while two sums are in flight.
     for (int round = 0; round < 30; round++) {
         std::string said = failure_of(4, [&](const Comm& c) {
             auto x = std::make_unique<std::vector<float>>(5000, 1.0f);
@@ -659,6 +714,8 @@ TEST(Local, ARankThatLeavesTakesItsBuffers) {
         });
         EXPECT_EQ(said, "rank " + std::to_string(round % 4) + " failed: out of luck");
     }
+
+    // A rank ends without finishing its sum: an error, unless its peer was there in time.
     std::string said = failure_of(2, [](const Comm& c) {
         float x = 1;
         Pending<Cpu> p = start_all_reduce_sum(c, &x, 1, Cpu());
@@ -668,6 +725,8 @@ TEST(Local, ARankThatLeavesTakesItsBuffers) {
     EXPECT_TRUE(said == "" || said == "rank 0 left all-reduce on 'world' unfinished") << said;
 }
 
+// Ranks that call a collective or exchange a message with different sizes get an error, and so do
+// ranks with different options.
 TEST(Local, RanksThatDisagree) {
     std::string said = failure_of(3, [](const Comm& c) {
         std::vector<float> x(10);
@@ -678,6 +737,7 @@ TEST(Local, RanksThatDisagree) {
     EXPECT_EQ(said,
               "rank 2 starts all-reduce (sum) of 9 float on 'world' where its peers start "
               "all-reduce (sum) of 10 float");
+
     said = failure_of(2, [](const Comm& c) {
         char x[10];
         CommMessage m = {x, size_t(10 - c.rank), 1 - c.rank, c.rank == 0};
@@ -685,6 +745,7 @@ TEST(Local, RanksThatDisagree) {
         exchange(c, &m, 1, Cpu());
     });
     EXPECT_EQ(said, "rank 1 receives 9 bytes on 'world' where rank 0 has 10 bytes");
+
     said =
         failure_of(4, [](const Comm& c) { check_same(c, "the program", c.rank >= 2 ? "a" : "b"); });
     EXPECT_EQ(said,
@@ -692,6 +753,8 @@ TEST(Local, RanksThatDisagree) {
               "program and options");
 }
 
+// The table of placements (placement.h) follows what collectives leave in buffers, and refuses a
+// sum of what is summed already.
 TEST(Local, WhatBuffersHold) {
     LocalSettings s = quick();
     s.placements = true;
@@ -699,6 +762,8 @@ TEST(Local, WhatBuffersHold) {
         const Placements::Row* row = placement_find(*c.info->placements, p, 1, axis);
         return row ? placement_name(row->holds) : "nothing";
     };
+
+    // Partial, sharded, replicated, and partial again.
     auto good = [&](const Comm& c) {
         std::vector<float> grad(8), out(2), other(8);
         placement_set(*c.info->placements, grad.data(), 32, "world", Placement::PARTIAL, "grad");
@@ -712,10 +777,12 @@ TEST(Local, WhatBuffersHold) {
         placement_set(*c.info->placements, grad.data(), 32, "world", Placement::PARTIAL, "grad");
         all_reduce_sum(c, grad.data(), 8, Cpu());
         EXPECT_STREQ(holds(c, &grad[7], "world"), "replicated");
-        all_reduce_sum(c, other.data(), 8, Cpu()); // not followed
+        all_reduce_sum(c, other.data(), 8, Cpu()); // a buffer without a row is not followed
         EXPECT_STREQ(holds(c, &other[0], "world"), "nothing");
     };
     EXPECT_EQ(failure_of(4, good, s), "");
+
+    // One rank sums twice.
     auto twice = [](const Comm& c) {
         std::vector<float> grad(8);
         placement_set(*c.info->placements, grad.data(), 32, "world", Placement::PARTIAL, "grad");
@@ -728,7 +795,8 @@ TEST(Local, WhatBuffersHold) {
               "rank 1: all-reduce on 'world': grad is replicated, it must be partial");
 }
 
-// A wait ends when the peer comes, not when somebody next looks; on a busy machine not each time.
+// A wait ends as soon as the peer arrives, in the median of 21 within 4 ms: on a busy machine
+// some take longer.
 TEST(Local, WaitsAreShort) {
     std::vector<double> came(21), left(21), late;
     auto body = [&](const Comm& c) {
@@ -746,7 +814,7 @@ TEST(Local, WaitsAreShort) {
     EXPECT_LT(late[10], 0.004) << "the median";
 }
 
-// Many ranks that start at random times, compared between runs: the bits stay.
+// Ranks that arrive at random times make the same bits in every run.
 TEST(Local, TimeDoesNotChangeBits) {
     std::vector<bf16> first;
     for (int run = 0; run < 10; run++) {
@@ -769,6 +837,7 @@ TEST(Local, TimeDoesNotChangeBits) {
 // the sum's kernel against the CPU's: the same bits
 
 #if LLMC_KERNELS && !defined(__CUDACC__)
+// Sum or maximum of five ranks into two outputs, by the kernel and by the CPU, aligned or not.
 template <typename T, bool MAX> void test_kernel(size_t n, size_t in_offset, size_t out_offset) {
     constexpr int RANKS = 5;
     std::vector<std::vector<T>> ins(RANKS, std::vector<T>(n + 1)), outs(4, ins[0]);
@@ -779,6 +848,8 @@ template <typename T, bool MAX> void test_kernel(size_t n, size_t in_offset, siz
     }
     void* out[4];
     for (int k = 0; k < 4; k++) out[k] = outs[k].data() + out_offset;
+
+    // Run both, and compare all four outputs.
     cudaStream_t stream = nullptr;
     reduce_ranks<T, MAX>(out, 2, in, RANKS, n, stream);
     reduce_ranks<T, MAX>(out + 2, 2, in, RANKS, n, Cpu());
@@ -809,6 +880,7 @@ TEST(Kernel, IsTheCpusSum) {
 // ranks as threads that share a GPU, or the emulator: a stream each
 
 #if LLMC_KERNELS
+// A buffer of n elements on the device.
 template <typename T> struct OnDevice {
     T* p;
     size_t n;
@@ -828,7 +900,9 @@ template <typename T> struct OnDevice {
     }
 };
 
+// Each collective and a message on a stream.
 template <typename T> void test_streams(const Comm& c, size_t n, cudaStream_t stream) {
+    // Sums, two of them in flight beside an all-to-all.
     OnDevice<T> x(n, stream), all(n * c.size, stream), part(n, stream), turned(n * c.size, stream);
     x.fill(c.rank, 1), all.fill(c.rank, 2);
     Pending<cudaStream_t> first = start_all_reduce_sum(c, x.p, n, stream);
@@ -843,11 +917,15 @@ template <typename T> void test_streams(const Comm& c, size_t n, cudaStream_t st
         for (int r = 0; r < c.size; r++)
             ASSERT_TRUE(same(turn[r * n + i], value<T>(r, c.rank * n + i, 2)));
     }
+
+    // All-gather.
     x.fill(c.rank, 3);
     all_gather(c, all.p, x.p, n, stream);
     std::vector<T> whole = all.read();
     for (size_t i = 0; i < whole.size(); i++)
         ASSERT_TRUE(same(whole[i], value<T>(int(i / n), i % n, 3)));
+
+    // A message around the ring, and a broadcast.
     OnDevice<T> received(n, stream);
     CommMessage messages[2] = {{x.p, n * sizeof(T), (c.rank + 1) % c.size, true},
                                {received.p, n * sizeof(T), (c.rank + c.size - 1) % c.size, false}};
@@ -861,6 +939,7 @@ template <typename T> void test_streams(const Comm& c, size_t n, cudaStream_t st
     barrier(c, stream);
 }
 
+// Threads as ranks share a GPU, or the emulator, with a stream each.
 TEST(Local, RanksShareAGpu) {
     for (int ranks : {1, 2, 5}) {
         auto body = [](const Comm& c) {
@@ -883,6 +962,7 @@ TEST(Local, RanksShareAGpu) {
 // ranks as processes
 
 #ifdef WITH_MPI
+// All bodies between processes: in rank order and in the library's, whole and in small pieces.
 int run_mpi() {
     RankInfo info;
     info.timeout_s = 60;
@@ -902,6 +982,7 @@ int run_mpi() {
     }
 }
 
+// Fail in one of three ways, each of which must end the job.
 int run_mpi_failure(const std::string& how) {
     RankInfo info;
     info.timeout_s = how == "late" ? 0.5 : 60;
@@ -920,6 +1001,7 @@ int run_mpi_failure(const std::string& how) {
     return 0;
 }
 
+// Run a command, and return its output with "[passed]" or "[failed]".
 std::string run_command(const std::string& command) {
     std::string text;
     FILE* f = popen((command + " 2>&1").c_str(), "r");
@@ -936,6 +1018,7 @@ std::string mpirun(int ranks, const std::string& options) {
                        std::to_string(ranks) + " " + self + " " + options);
 }
 
+// All bodies, with up to four processes.
 TEST(Mpi, Everything) {
     for (int ranks : {1, 2, 3, 4}) {
         std::string said = mpirun(ranks, "--mpi");
@@ -944,6 +1027,7 @@ TEST(Mpi, Everything) {
     }
 }
 
+// A rank that fails ends the whole job, with a message that says why.
 TEST(Mpi, FailuresEndTheJob) {
     auto expect = [](const std::string& how, const std::string& message) {
         std::string said = mpirun(3, "--mpi-fail " + how);
@@ -960,7 +1044,7 @@ TEST(Mpi, FailuresEndTheJob) {
 // ranks as processes with a GPU each: NCCL, on the CPU by its stand-in (harness/nccl_stub)
 
 #ifdef WITH_NCCL
-// The world on GPUs, each process with one of its own; the stand-in's are all the same.
+// The world on GPUs: each process has one of its own. On the stand-in all GPUs are the same.
 Comm nccl_world(RankInfo& info) {
     Comm world = mpi_world(info);
 #if defined(EMULATE)
@@ -972,11 +1056,13 @@ Comm nccl_world(RankInfo& info) {
     return nccl_attach(world);
 }
 
-// A maximum by the library keeps a NaN, infinities and zeros of either sign.
+// NCCL's maximum keeps infinities, and gives NaN if any rank has a NaN.
 void test_maximum(const Comm& c, cudaStream_t stream) {
     std::vector<float> mine = {float(c.rank) - 1.5f, -float(c.rank) - 2, -INFINITY, INFINITY, 0};
     if (c.rank == 1) mine[4] = -NAN;
     if (c.rank == 2) mine[2] = -1e30f;
+
+    // Take the maximum. On the stand-in it must be one call of NCCL's own.
     OnDevice<float> x(mine.size(), stream);
     copy_in(x.p, mine.data(), mine.size() * sizeof(float), stream);
 #if defined(EMULATE)
@@ -987,6 +1073,7 @@ void test_maximum(const Comm& c, cudaStream_t stream) {
 #if defined(EMULATE)
     EXPECT_EQ(nccl_stub::calls, std::vector<std::string>{"maximum on 0"});
 #endif
+
     EXPECT_EQ(most[0], float(c.size) - 2.5f);
     EXPECT_EQ(most[1], -2);
     EXPECT_EQ(most[2], c.size > 2 ? -1e30f : -INFINITY);
@@ -994,6 +1081,7 @@ void test_maximum(const Comm& c, cudaStream_t stream) {
     EXPECT_TRUE(std::isnan(most[4]));
 }
 
+// Sums in rank order and in NCCL's, on streams.
 int run_nccl() {
     RankInfo info;
     info.timeout_s = 60;
@@ -1002,15 +1090,19 @@ int run_nccl() {
 #if defined(EMULATE)
     EXPECT_EQ(emulator::pool_keeps, UINT64_MAX);
 #endif
+
+    // MPI, which carries the stand-in's calls, has no sum of bf16: those are in rank order always.
     for (bool fixed : {true, false})
         for (size_t n : {0, 1, 65, 4099}) {
             world.fixed_order = fixed;
             test_streams<float>(world, n, nullptr);
             test_streams<int>(world, n, nullptr);
-            world.fixed_order = true; // MPI has no sum of bf16
+            world.fixed_order = true;
             test_streams<bf16>(world, n, nullptr);
         }
     test_maximum(world, nullptr);
+
+    // Fail on all ranks if one has failed.
     int failed = testing::Test::HasFailure();
     all_reduce_max(world, &failed, 1, Cpu());
     if (world.rank == 0) printf(failed ? "failed\n" : "passed with %d ranks\n", world.size);
@@ -1018,7 +1110,7 @@ int run_nccl() {
 }
 
 #if defined(EMULATE)
-// "dp=4 tp=2": the layout; then what this run is to do.
+// Parse "dp=4 tp=2 late": a layout, and then what the run is to do.
 Layout layout_of(const std::string& text, std::string* rest) {
     Layout layout;
     std::istringstream words(text);
@@ -1033,7 +1125,8 @@ Layout layout_of(const std::string& text, std::string* rest) {
     return layout;
 }
 
-// Print which groups have which communicator, on each rank; or meet an error on one of them.
+// Print the calls of NCCL and the groups of each communicator, on each rank. With a word behind the
+// layout meet an error, or wait too long.
 int run_groups(const std::string& text) {
     RankInfo info;
     std::string error;
@@ -1047,7 +1140,8 @@ int run_groups(const std::string& text) {
         for (const std::string& call : nccl_stub::calls) said += call + "; ";
         for (const NcclGroup* group : info.communicators) said += group->names + "; ";
 
-        // The last communicator fails on the last rank: every rank asks for all of its own.
+        // Let the last communicator of the last rank fail. While it waits a rank asks all of its
+        // communicators for errors, so it must notice.
         emulator::busy_queries = error.empty() || error == "kv" ? 0 : 1 << 30;
         if (error == "error" && world.rank == world.size - 1)
             nccl_stub::made.back()->error = ncclRemoteError;
@@ -1058,12 +1152,13 @@ int run_groups(const std::string& text) {
         }
     }
 
-    // All are freed, and nobody asks for them any more.
+    // All communicators are freed, and none is listed any more.
     bool freed = info.communicators.empty();
     for (ncclComm_t comm : nccl_stub::made) freed &= !comm;
     return freed ? 0 : 1;
 }
 
+// Sums, moves and messages on streams, with two and four processes.
 TEST(Nccl, Streams) {
     for (int ranks : {2, 4}) {
         std::string said = mpirun(ranks, "--nccl");
@@ -1072,8 +1167,9 @@ TEST(Nccl, Streams) {
     }
 }
 
-// Counts and losses need no communicator; equal groups share one; a plan's are parts of the
-// world's; what runs beside them has its own.
+// The communicators that a layout needs. Groups of the same ranks share one, if they do not run
+// side by side; the others are split from the world's, or have one of their own. Counts and
+// losses need none.
 TEST(Nccl, CommunicatorsOfLayouts) {
     auto expect = [](int ranks, const std::string& layout, const std::string& rank_says) {
         std::string said = mpirun(ranks, "--groups '" + layout + "'");
@@ -1089,11 +1185,13 @@ TEST(Nccl, CommunicatorsOfLayouts) {
     expect(4, "dp=4 group=2",
            "rank 1: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'replica'; ");
     expect(4, "tp=4 kv", "rank 0: init 4; split 0: 2; 'world', 'tp'; 'kv'; ");
-    // A tied table: the ends of a pipeline, while those between them stand aside.
+
+    // A tied table is summed by the ends of a pipeline; ranks between them join no group.
     expect(3, "pp=3", "rank 0: init 3; split 0: 2; 'world', 'pp'; 'tie'; ");
     expect(3, "pp=3", "rank 1: init 3; split 0: 0; 'world', 'pp'; ");
 }
 
+// An error of NCCL names the groups of the communicator; a wait that takes too long names all.
 TEST(Nccl, FailuresNameTheCommunicator) {
     auto expect = [](const std::string& how, const std::string& message) {
         std::string said = mpirun(4, "--groups '" + how + "'");
@@ -1113,6 +1211,8 @@ TEST(Nccl, FailuresNameTheCommunicator) {
 int main(int argc, char** argv) {
     testing::InitGoogleTest(&argc, argv);
     std::string mode = argc > 1 ? argv[1] : "";
+
+    // As one of several processes, run the bodies; else the tests, which start the processes.
 #ifdef WITH_MPI
     if (mode == "--mpi" || mode == "--mpi-fail") {
         int given;

@@ -11,7 +11,7 @@ using namespace llmc;
 
 namespace {
 
-// A run of attention both ways: operands and results of whole sequences, in double.
+// Attention over whole sequences, forward and backward: operands and results in double.
 struct Whole {
     size_t B = 2, T = 24;
     Shape shape;
@@ -23,7 +23,7 @@ struct Whole {
     size_t KV() const { return shape.NKV * shape.HS; }
 };
 
-// Numbers as T has them.
+// Numbers rounded to T.
 template <typename T> std::vector<T> in_type(const std::vector<double>& x) {
     std::vector<T> y;
     for (double value : x)
@@ -31,8 +31,9 @@ template <typename T> std::vector<T> in_type(const std::vector<double>& x) {
     return y;
 }
 
-// Random operands, documents that start anywhere, and the definition's results.
+// Random operands, documents that start anywhere, and the results by the definition of attention.
 template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigned seed) {
+    // Draw operands that T can hold, and documents of about seven tokens.
     std::mt19937 random(seed);
     std::normal_distribution<double> normal;
     Whole w;
@@ -49,6 +50,7 @@ template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigne
         }
     if (alibi) w.slopes.resize(shape.NH), alibi_slopes(w.slopes.data(), shape.NH);
 
+    // Compute the results.
     int window = shape.sliding_window ? int(shape.sliding_window) : INT_MAX;
     AttentionOperands<double> x = {
         w.q.data(),
@@ -78,7 +80,8 @@ Plan plan_of(const Whole& w, const Comm& world, ContextMethod method, ContextOrd
     return p;
 }
 
-// The largest difference, of the largest number; or by the norm.
+// The largest difference, relative to the largest number; and below, the norm of the difference,
+// relative to the norm.
 double largest(const std::vector<double>& x, const std::vector<double>& want) {
     double most = 0, all = 0;
     for (size_t i = 0; i < want.size(); i++)
@@ -92,8 +95,8 @@ double of_norm(const std::vector<double>& x, const std::vector<double>& want) {
     return std::sqrt(error / all);
 }
 
-// Ranks run it in T, each with its rows, q, k and v side by side; their rows
-// go back to their places.
+// Run attention in T on cp ranks, each with its rows, in which q, k and v lie side by side. Returns
+// out, dq, dk and dv of the whole sequences: each row at its place.
 template <typename T>
 std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, ContextMethod method,
                                                      ContextOrder order, int neighbours = 1) {
@@ -135,7 +138,7 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
             if (cp > 1) fill_keys(p, b, keys, keys + w.B * w.T, w.doc_start.data() + b * w.T);
         }
 
-        // A block's context, whose scratch holds anything.
+        // Make a block's context, with scratch that holds garbage.
         Ctx<Cpu> ctx;
         Comms groups = make_comms(world, p.layout);
         ctx.shape = w.shape, ctx.cp = groups.cp, ctx.cp_method = method;
@@ -153,12 +156,14 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
         blas_scratch(ctx.blas, work.data() + 256 - uintptr_t(work.data()) % 256, work.size() - 512);
         ctx.context = scratch.data() + 256 - uintptr_t(scratch.data()) % 256;
 
+        // Run.
         Qkv<T> x = {qkv.data(), qkv.data() + Q, qkv.data() + Q + KV, row, row},
                dx = {dqkv.data(), dqkv.data() + Q, dqkv.data() + Q + KV, row, row};
         T* no_cache = nullptr;
         context_attention_forward(ctx, out.data(), lse.data(), x, no_cache);
         context_attention_backward(ctx, dx, dout.data(), out.data(), lse.data(), x);
 
+        // Put this rank's rows back into their places.
         std::lock_guard<std::mutex> lock(mutex);
         for (size_t mine = 0; mine < N; mine++) {
             size_t at = place(mine / t, mine % t);
@@ -186,18 +191,21 @@ constexpr ContextOrder ORDERS[] = {ContextOrder::ZIGZAG, ContextOrder::CONTIGUOU
 
 } // namespace
 
-// In double nothing is left but the order of sums.
+// Attention over shared sequences equals attention over whole ones: in double, only the order
+// of sums differs.
 TEST(Context, SharedSequencesAreWholeOnes) {
     unsigned seed = 0;
     for (int cp : {2, 3, 4, 6})
         for (ContextMethod method : METHODS)
             for (ContextOrder order : ORDERS)
                 for (size_t window : {0, 5}) {
-                    // Key/value heads: as many as heads, two, or one for all.
+                    // Take as many key/value heads as heads, or two, or one for all.
                     Shape shape = heads(12, std::array{12, 2, 1}[seed % 3], 8, window);
                     if (method == ContextMethod::ULYSSES && !cp_divides(shape, 1, size_t(cp)))
                         shape.NKV = 12;
                     seed++;
+
+                    // Compare with whole sequences.
                     Whole want = whole_of<double>(shape, 48, seed % 2, seed);
                     auto got = run_ranks<double>(want, cp, method, order);
                     std::string text = concat("cp ", cp, " method ", int(method), " order ",
@@ -210,13 +218,14 @@ TEST(Context, SharedSequencesAreWholeOnes) {
                 }
 }
 
-// So are hybrids', whichever ranks exchange heads and however the others share keys.
+// Hybrids agree too, whichever ranks exchange heads, and however the groups of these
+// ranks share keys.
 TEST(Context, HybridsAreWholeSequencesToo) {
     unsigned seed = 50;
     for (auto [neighbours, groups] : {std::pair{2, 2}, {2, 3}, {4, 2}, {2, 4}})
         for (ContextMethod method : {ContextMethod::GATHER, ContextMethod::RING})
             for (ContextOrder order : ORDERS) {
-                // Key/value heads: a share for each, or one that several take.
+                // Take enough key/value heads for each rank, or one that several share.
                 size_t window = ++seed % 3 ? 0 : 9, key_heads = seed % 2 ? 4 : 1;
                 int cp = neighbours * groups;
                 Whole want =
@@ -231,10 +240,10 @@ TEST(Context, HybridsAreWholeSequencesToo) {
             }
 }
 
-// In bf16 eight ranks add up what each makes of a key. Gather and the ring add in float and
-// round once, as one rank does: the ring has rounded parts of out besides. Ulysses rounds
-// each rank's part of the one key head, once: an error of at most 2^-9 of it. Sums in bf16
-// would lose twice as much.
+// In bf16 the gradients of keys lose no precision by the number of ranks. Each of eight ranks has a
+// part of every key's gradient. Gathering and the ring add the parts in float and round once, as
+// one rank does; but the ring also rounds parts of `out`. Ulysses rounds each rank's part of the
+// one key head once, an error of at most 2^-9 of it. Sums in bf16 would lose twice as much.
 TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
     Whole want = whole_of<bf16>(heads(8, 1, 16), 64, false, 7);
     auto one = run_ranks<bf16>(want, 1, ContextMethod::GATHER, ContextOrder::ZIGZAG);
@@ -252,10 +261,11 @@ TEST(Context, GradientsOfKeysLoseNothingByTheRanks) {
         }
 }
 
-// The pairs that a rank computes are those that its queries see, whatever documents there are.
+// count_pairs() counts the pairs of tokens that a rank's queries see, whatever documents there are.
 TEST(Context, PairsAreThoseThatQueriesSee) {
     for (int cp : {1, 2, 3, 4})
         for (ContextOrder order : ORDERS) {
+            // Count.
             Whole w = whole_of<double>(heads(1, 1, 2), 48, false, unsigned(cp));
             Comm world;
             world.size = cp;
@@ -263,6 +273,8 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
             std::vector<int64_t> pairs, want(static_cast<size_t>(cp));
             for (size_t b = 0; b < w.B; b++)
                 count_pairs(p, pairs, w.doc_start.data() + b * w.T);
+
+            // Count again, one pair after the other.
             AttentionOperands<double> x;
             x.q_positions = x.k_positions = w.positions.data(), x.doc_start = w.doc_start.data();
             x.d = {w.B, w.T, w.T};
@@ -274,17 +286,20 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
                             want[size_t(r)] +=
                                 x.visible(b, context_row(order, {cp, r}, w.T, i), j, distance);
             EXPECT_EQ(pairs, want) << cp << " order " << int(order);
+
+            // The imbalance is the largest number over the mean. In a hybrid, ranks that exchange
+            // heads share their rows.
             double most = double(*std::max_element(want.begin(), want.end()));
             double mean = double(std::accumulate(want.begin(), want.end(), int64_t(0))) / cp;
             EXPECT_DOUBLE_EQ(pairs_imbalance(p.layout, pairs), most / mean);
-            if (cp == 4) { // two and two exchange heads: they wait for each other's rows alone
+            if (cp == 4) {
                 Layout hybrid = p.layout;
                 hybrid.cp_heads = 2;
                 most = double(std::max(want[0] + want[1], want[2] + want[3])) / 2;
                 EXPECT_DOUBLE_EQ(pairs_imbalance(hybrid, pairs), most / mean);
             }
 
-            // One document in zigzag is the same work for all.
+            // With one document the zigzag order gives all ranks the same work.
             std::vector<int> start(w.T);
             pairs.clear();
             count_pairs(p, pairs, start.data());
@@ -293,8 +308,8 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
         }
 }
 
-// The bytes that --explain says are those that go to other ranks, of every method, level of
-// recomputation and half of the backward pass.
+// --explain's bytes are those that a rank sends to others in a step, for every method, with several
+// levels of recomputation and split backward passes.
 TEST(Context, AStepSendsTheBytesThatExplainSays) {
     for (const Shape& shape : {gpt2_shape(3, 4, 16, 61, 32), small_llama()})
         for (ContextMethod method : METHODS)
@@ -308,6 +323,8 @@ TEST(Context, AStepSendsTheBytesThatExplainSays) {
                             cp == 2);
                         p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
                         p.layout.cp_method = method, p.layout.cp_heads = neighbours;
+
+                        // Count what a step sends.
                         Fixture<bf16> f(shape, {p}, 5);
                         f.t.comms = make_comms(world, p.layout);
                         std::map<std::string, size_t> sent;

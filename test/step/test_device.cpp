@@ -1,5 +1,5 @@
 // test_device.cpp - the whole step by the CUDA kernels against the whole step on the CPU
-//   g++ -DEMULATE: the kernels run in the emulator; nvcc -x cu: on a GPU
+//   With g++ -DEMULATE the kernels run in the emulator, with nvcc -x cu on a GPU.
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -46,6 +46,7 @@ static Plan train_plan(Recompute recompute, bool split) {
     return p;
 }
 
+// A trainer on the CPU or on a device, with the same random weights and samples on both.
 template <typename T, typename S> struct Small {
     Trainer<T, S> t;
     Small(const Shape& s, const std::vector<Plan>& plans, S where = {}) {
@@ -54,7 +55,8 @@ template <typename T, typename S> struct Small {
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
         trainer_allocate(t);
         init_constants(t);
-        for (const Parameter& p : t.model.parameters) { // larger than at the start of a run
+        // Draw weights that are larger than at the start of a run.
+        for (const Parameter& p : t.model.parameters) {
             std::vector<float> v(p.elements());
             for (size_t i = 0; i < p.file_elements(); i++)
                 v[i] = p.init.value + float(0.2 * normal(5, fnv1a(p.name), i));
@@ -64,7 +66,8 @@ template <typename T, typename S> struct Small {
         t.window = random_window(s, plans[0].T);
     }
     ~Small() { trainer_free(t); }
-    // A step as a run makes it, with the next step's batch read beside it.
+
+    // Run a step as train_step() does: the next step's batch is read while the device computes.
     PlanResult full_step() {
         uint64_t samples = t.plans[0].B * size_t(t.plans[0].micro_batches);
         start_plan(t, 0);
@@ -87,14 +90,15 @@ template <typename T, typename S> struct Small {
     }
 };
 
+// ||a - b|| / ||b||
 static double distance(const std::vector<double>& a, const std::vector<double>& b) {
     double d = 0, n = 1e-30;
     for (size_t i = 0; i < a.size(); i++) d += (a[i] - b[i]) * (a[i] - b[i]), n += b[i] * b[i];
     return std::sqrt(d / n);
 }
 
-// A chunk of logits on a GPU: 512 MiB at most, and 128 rows less would be too few; a multiple of
-// 128 rows, and never more rows than there are. The plan has room for it.
+// A chunk of logits on a GPU has as many rows as 512 MiB hold, in multiples of 128, and never more
+// rows than the batch. The plan's scratch has room for it.
 TEST(Device, LogitsComeInLargeChunks) {
     for (size_t V : {size_t(50257), size_t(151936)})
         for (size_t B : {size_t(64), size_t(1)}) {
@@ -102,6 +106,8 @@ TEST(Device, LogitsComeInLargeChunks) {
             p.B = B, p.T = 1024;
             Trainer<bf16, cudaStream_t> t;
             trainer_place(t, gpt2_shape(2, 12, 768, V), {p});
+
+            // Compare the rows of a chunk with the limit.
             const Shape& s = t.model.shape;
             size_t rows = head_chunk_rows(s, p.rows(), sizeof(bf16)), row = s.Vp() * sizeof(bf16);
             if (B == 1) {
@@ -111,12 +117,15 @@ TEST(Device, LogitsComeInLargeChunks) {
                 EXPECT_LE(rows * row, size_t(512) << 20);
                 EXPECT_GT((rows + 128) * row, size_t(512) << 20);
             }
+
+            // The scratch of the head holds one chunk.
             const ScratchTable& scratch = t.scratch[0].at(t.model.head());
             EXPECT_GE(scratch.find(ScratchKind::HEAD)->bytes, rows * row);
         }
 }
 
-// The device reads a copy's source late: what the host has freed by then is gone.
+// Constants on the device are what the host computed. A copy to the device reads its source late,
+// so the host must not have freed it by then.
 TEST(Device, ConstantsAreWhatTheHostComputed) {
     Shape s = tiny_llama();
     Small<float, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
@@ -124,6 +133,7 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     rope_table(want.data(), 17, s.HS, s.rope_theta, s.rope_scaling);
     copy_out(got.data(), gpu.t.rope, got.size() * sizeof(float), gpu.t.ctx.where);
     EXPECT_EQ(got, want);
+
     Small<float, cudaStream_t> alibi(tiny_alibi(), {train_plan(Recompute::NONE, false)});
     std::vector<float> slopes(4), here(4);
     alibi_slopes(slopes.data(), 4);
@@ -131,16 +141,19 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     EXPECT_EQ(here, slopes);
 }
 
-// Gradients of the first step, and losses, norms and weights of three. `bound` is on gradients, in
-// the norm of each parameter's; a key's bias is left out, for it has none but rounding (softmax
-// does not see it).
+// Compare the device with the CPU: the gradients of the first step, and the losses and norms of
+// three. `bound` limits the relative error of losses; norms and each parameter's gradient may be
+// off by three times as much. The bias of keys is left out: softmax does not see it, so its
+// gradient is nothing but rounding.
 template <typename T> void compare(const Shape& shape, double bound, Recompute r, bool split) {
-    // AdamW's first steps are the signs of the gradient, whose smallest elements
-    // bf16 decides by chance
+    // Use AdamW in float only: its first steps are the signs of the gradient, and for the smallest
+    // elements bf16 decides them by chance.
     Plan plan = train_plan(r, split);
     plan.optimizer = sizeof(T) == 4 ? Optimizer::ADAMW : Optimizer::SGD;
     Small<T, Cpu> cpu(shape, {plan});
     Small<T, cudaStream_t> gpu(shape, {plan});
+
+    // Run three steps of both.
     for (int step = 0; step < 3; step++) {
         double a = cpu.step(), b = gpu.step();
         EXPECT_NEAR(a, b, bound * a) << "step " << step;
@@ -149,6 +162,8 @@ template <typename T> void compare(const Shape& shape, double bound, Recompute r
         EXPECT_NEAR(x.norm, y.norm, 3 * bound * x.norm);
         EXPECT_EQ(y.finite, 1);
         EXPECT_EQ(y.step, step + 1);
+
+        // Gradients, after the first step.
         for (const Parameter& p : cpu.t.model.parameters) {
             if (step > 0 || p.name.find("k_proj.bias") != std::string::npos) continue;
             EXPECT_LT(distance(gpu.template values<acc_t<T>>(Kind::GRAD, p),
@@ -159,32 +174,36 @@ template <typename T> void compare(const Shape& shape, double bound, Recompute r
     }
 }
 
-// float: sums of other orders, a few 1e-7 each, through two blocks; bf16: each stored value may
-// round another way by 2^-8, and does so at random
+// In float, sums in another order err by a few 1e-7 each, through two blocks. In bf16, each stored
+// value may round another way, by 2^-8, and does so at random.
 TEST(Device, StepInFloat) {
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()})
         compare<float>(s, 1e-5, Recompute::NONE, false);
 }
 TEST(Device, StepInBf16) {
-    // Each token has all experts: by rounding alone it would choose others.
+    // Give each token all experts: otherwise rounding alone could change its choice.
     Shape experts = tiny_moe();
     experts.K = experts.E;
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi(), experts})
         compare<bf16>(s, 1e-2, Recompute::NONE, false);
 }
-// A value on the other side of a middle between two codes is off by 2^-3 of
-// itself, not 2^-8: few are.
+
+// In fp8, a value near the middle between two codes may round another way by 2^-3 of itself, not
+// 2^-8, but few values are so near.
 TEST(Device, StepInFp8) {
     Shape blocks = tiny_gpt2(), tensors = tiny_llama();
     blocks.fp8 = Fp8::BLOCK, tensors.fp8 = Fp8::TENSOR;
     compare<bf16>(blocks, 2e-2, Recompute::NONE, false);
     compare<bf16>(tensors, 2e-2, Recompute::NONE, false);
 }
+
+// Recomputation and split backward passes.
 TEST(Device, RecomputedAndSplit) {
     compare<float>(tiny_gpt2(), 1e-5, Recompute::FULL, true);
     compare<float>(tiny_llama(), 1e-5, Recompute::SELECTIVE, true);
 }
 
+// Two runs on the device have the same bits.
 TEST(Device, RunsAreBitwiseEqual) {
     for (const Shape& s : {tiny_gpt2(), tiny_llama()}) {
         std::vector<std::vector<double>> all[2];
@@ -198,8 +217,9 @@ TEST(Device, RunsAreBitwiseEqual) {
     }
 }
 
-// Masters and moments in the host's memory or in a file: weights have the same bits.
+// Offloading to the host's memory or to a file changes no bit of the weights.
 TEST(Device, OffloadChangesNoBit) {
+    // Offload everything to each tier.
     std::vector<std::vector<double>> all[TIERS];
     for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
         Plan plan = train_plan(Recompute::NONE, false);
@@ -207,13 +227,14 @@ TEST(Device, OffloadChangesNoBit) {
         Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
         gpu.step(), gpu.step();
         for (const Parameter& p : gpu.t.model.parameters) {
-            auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p); // wherever they lie
+            auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p); // from their tier
             all[int(tier)].emplace_back(weights.begin(), weights.end());
         }
     }
     EXPECT_EQ(all[int(Tier::HOST)], all[int(Tier::DEVICE)]);
 
-    // The CPU updates where masters and moments lie, with and without gradients and weights there.
+    // Update on the CPU, beside masters and moments in the host's memory, with gradients and
+    // weights there or on the device.
     for (Tier tier : {Tier::DEVICE, Tier::HOST}) {
         Plan plan = train_plan(Recompute::NONE, false);
         plan.offload = {Tier::HOST, Tier::DEVICE, tier, tier, 4096, Tier::HOST};
@@ -229,7 +250,7 @@ TEST(Device, OffloadChangesNoBit) {
     EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
 
-// A gradient that is not finite: the weights stay as they were, the step does not count.
+// After a step whose gradient is not finite the weights are as before, and the step does not count.
 TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
     Small<float, cudaStream_t> gpu(tiny_gpt2(), {train_plan(Recompute::NONE, false)});
     const Parameter& p = gpu.t.model.parameters.back();
@@ -249,7 +270,8 @@ TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
 }
 
 #ifdef EMULATE
-// From a step's first action to its loss and norm the host waits once, also where a stopwatch runs.
+// The host waits for the device once a step, from its first action to its loss and norm, also if
+// the actions are timed.
 TEST(Device, TheHostWaitsOnceAStep) {
     Small<float, cudaStream_t> gpu(least_gpt2(), {train_plan(Recompute::NONE, false)});
     for (int step = 0; step < 3; step++) {
@@ -259,7 +281,7 @@ TEST(Device, TheHostWaitsOnceAStep) {
         EXPECT_EQ(emulator::blocking - before, 1);
         EXPECT_EQ(r.scale.step, step + 1);
         EXPECT_EQ(r.scale.norm, read_value<StepScale>(gpu.t, {Kind::SCALE}).norm);
-        gpu.t.watch.used = step == 1 ? 0 : gpu.t.watch.used; // nobody reads the first
+        gpu.t.watch.used = step == 1 ? 0 : gpu.t.watch.used; // drop the laps that nobody reads
     }
 }
 #endif
@@ -267,7 +289,8 @@ TEST(Device, TheHostWaitsOnceAStep) {
 #ifdef EMULATE
 static __global__ void nothing_kernel() {}
 
-// A launch costs the host one call: it asks for facts and for shared memory when they are new.
+// A launch asks CUDA no questions: facts about a GPU are asked for once, and shared memory only for
+// a kernel's first launch with more than before.
 TEST(Device, QuestionsAreAskedOnce) {
     cudaStream_t stream = nullptr;
     is_hopper(stream);
@@ -275,20 +298,24 @@ TEST(Device, QuestionsAreAskedOnce) {
     auto asked = [&] { return emulator::questions - before; };
     EXPECT_FALSE(is_hopper(stream));
     EXPECT_EQ(asked(), 0);
+
+    // Launch with more shared memory than before, and with less.
     int expected = 0;
     for (auto [kilobytes, asks] : {std::pair(48, 0), {64, 1}, {64, 0}, {80, 1}, {72, 0}}) {
         launch(nothing_kernel, 1, 32, size_t(kilobytes) << 10, stream);
         EXPECT_EQ(asked(), expected += asks) << kilobytes;
     }
+
+    // On another GPU ask again: for the two numbers of its version, and for its shared memory.
     emulator::gpu = emulator::HOPPER;
     EXPECT_TRUE(is_hopper(stream));
     launch(nothing_kernel, 1, 32, size_t(64) << 10, stream);
     emulator::gpu = emulator::AMPERE;
-    EXPECT_EQ(asked(), expected + 3); // the two numbers of another GPU, and its shared memory
+    EXPECT_EQ(asked(), expected + 3);
 }
 #endif
 
-// Each action has its time, one after the other, and together no more than the step.
+// A stopwatch gives each action its time: they follow each other, and take no longer than the step.
 TEST(Device, EventsTimeTheActions) {
     Small<float, cudaStream_t> gpu(least_gpt2(), {train_plan(Recompute::NONE, false)});
     EXPECT_TRUE(read_laps(gpu.t.watch, gpu.t.model).empty());
@@ -297,27 +324,32 @@ TEST(Device, EventsTimeTheActions) {
         gpu.t.watch.on = true;
         gpu.full_step();
         double seconds = clock_seconds() - start, sum = 0;
+
+        // Check names and order.
         std::vector<TimedAction> actions = read_laps(gpu.t.watch, gpu.t.model);
         ASSERT_EQ(actions.size(), gpu.t.plans[0].actions.size());
         for (size_t i = 0; i < actions.size(); i++) {
             EXPECT_EQ(actions[i].name, action_text(gpu.t.plans[0].actions[i], gpu.t.model));
             EXPECT_GE(actions[i].end, actions[i].start);
             double before = i ? actions[i - 1].end : 0;
-            EXPECT_GE(actions[i].start, before - 1e-6); // a float of milliseconds
+            EXPECT_GE(actions[i].start, before - 1e-6); // CUDA gives milliseconds as floats
             sum += actions[i].end - actions[i].start;
         }
+
+        // Nearly all of the time is in actions: kernels are slow in the emulator.
         EXPECT_LE(sum, seconds);
-        EXPECT_GE(sum, 0.5 * seconds); // kernels are slow in the emulator, and nothing else is
+        EXPECT_GE(sum, 0.5 * seconds);
     }
     EXPECT_EQ(action_kind({Op::F, 1, 0}, gpu.t.model), "F embedding");
     EXPECT_EQ(action_kind({Op::B, 0, 2}, gpu.t.model), "B head");
     EXPECT_EQ(action_kind({Op::UPDATE, -1, -1, 2}, gpu.t.model), "UPDATE block");
 }
 
-// Batches that are read beside the step before are those that LOAD reads, each sample once; an
-// evaluation between two steps and a step done again have their own. What is wrong with a batch
-// is not said before its step.
+// A batch that is read during the step before is the one that LOAD would read, and each sample is
+// read once. An evaluation between two steps, and a step that is repeated, read batches of their
+// own. An error in reading is reported at the batch's own step.
 TEST(Device, BatchesArePreparedAhead) {
+    // Count the reads of each sample; the text ends after 12.
     Plan evaluate = train_plan(Recompute::NONE, false);
     evaluate.mode = Mode::EVALUATE, evaluate.micro_batches = 1;
     std::vector<Plan> plans = {train_plan(Recompute::NONE, false), evaluate};
@@ -328,12 +360,16 @@ TEST(Device, BatchesArePreparedAhead) {
         reads[sample]++;
         return sample < 12 ? window(sample, tokens, targets) : "no text";
     };
+
+    // Run steps with and without reading ahead.
     for (int step = 0; step < 3; step++) {
         EXPECT_EQ(ahead.full_step().loss.mean(), plain.step());
         EXPECT_EQ(ahead.t.next.wrong, step < 2 ? "" : "no text");
         for (auto* small : {&ahead, &plain})
             run_samples(small->t, 1, 4, other, [&] { EXPECT_GT(plan_loss(small->t).sum, 0); });
-        if (step == 1) { // done again, as where a value is not finite: the next batch stays
+
+        // Repeat a step, as after a value that is not finite: the batch that was read ahead stays.
+        if (step == 1) {
             ahead.t.cursor -= 4;
             EXPECT_NE(ahead.t.next.cursor, ahead.t.cursor);
             plain.t.cursor -= 4;
@@ -344,14 +380,15 @@ TEST(Device, BatchesArePreparedAhead) {
         EXPECT_EQ(reads[sample], sample / 4 == 1 ? 2 : 1) << sample;
 }
 
-// Threads that share a GPU, each with a stream: the losses and norms of threads on the CPU.
+// The losses and norms of two steps, with threads as ranks: on a GPU that they share, each with a
+// stream, or on the CPU.
 template <typename S>
 std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMethod method,
                                     int ep = 1) {
     std::vector<double> seen;
     int status = run_local_ranks(dp * pp * cp, {}, [&](const Comm& world) {
         Plan p = train_plan(Recompute::FULL, false);
-        if (cp > 1) p.T = 16; // two chunks a rank
+        if (cp > 1) p.T = 16; // each rank has two chunks
         Layout sizes;
         sizes.dp.size = dp;
         sizes.pp.size = pp;
@@ -361,6 +398,8 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
         sizes.ep = ep;
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
+
+        // Train. The trainer must be gone before its stream is closed.
         S stream = open_stream(S());
         {
             Small<float, S> rank(ep > 1 ? tiny_moe() : tiny_gpt2(), {p}, stream);
@@ -376,6 +415,8 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
     EXPECT_EQ(status, 0);
     return seen;
 }
+
+// Ranks on a GPU compute what they compute on the CPU, to float's rounding.
 TEST(Device, ThreadsShareAGpu) {
     using enum ContextMethod;
     for (auto [dp, pp, cp, zero, method, ep] :
@@ -390,6 +431,7 @@ TEST(Device, ThreadsShareAGpu) {
     }
 }
 
+// The likeliest tokens behind two prompts.
 template <typename S> std::vector<int> greedy(const Shape& shape) {
     Plan p;
     p.mode = Mode::GENERATE, p.B = 2, p.T = 5, p.cache = 20;
@@ -399,6 +441,8 @@ template <typename S> std::vector<int> greedy(const Shape& shape) {
              [&](int64_t, int id) { ids.push_back(id); }, [](int64_t, Ended) {});
     return ids;
 }
+
+// Greedy generation picks the same tokens as the CPU.
 TEST(Device, GreedyTokensAreTheCpus) {
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()}) {
         std::vector<int> ids = greedy<cudaStream_t>(s);
@@ -407,6 +451,7 @@ TEST(Device, GreedyTokensAreTheCpus) {
     }
 }
 
+// Evaluation and the scores of candidates are the CPU's, to float's rounding.
 TEST(Device, EvaluationIsTheCpus) {
     Plan p = train_plan(Recompute::NONE, false);
     p.mode = Mode::EVALUATE, p.micro_batches = 1;
@@ -415,6 +460,8 @@ TEST(Device, EvaluationIsTheCpus) {
         Small<float, cudaStream_t> gpu(s, {p});
         double a = cpu.step();
         EXPECT_NEAR(gpu.step(), a, 1e-5 * a);
+
+        // Score five random candidates of different lengths.
         std::vector<Candidate> want(5);
         for (size_t i = 0; i < want.size(); i++) {
             for (size_t k = 0; k <= p.T - i; k++)
@@ -437,7 +484,8 @@ TEST(Device, EvaluationIsTheCpus) {
 // ----------------------------------------------------------------------------
 // graphs
 
-// A trainer whose steps differ in all that a run's do: the learning rate, the targets that count.
+// A trainer whose steps differ as those of a run do: in learning rate, and in how
+// many targets count.
 template <typename T> struct Stepper {
     cudaStream_t stream = open_stream(cudaStream_t{});
     std::unique_ptr<Small<T, cudaStream_t>> small;
@@ -453,12 +501,12 @@ template <typename T> struct Stepper {
             return wrong;
         };
         if (sizeof(T) != 2 || type_of<T>() != Type::F16) return;
-        t.hyper.loss_scaling = {true, true, false, 256, 1, 2}; // it grows every second step
+        t.hyper.loss_scaling = {true, true, false, 256, 1, 2}; // the scale grows every second step
         init_loss_scale(t);
     }
     ~Stepper() { small.reset(), close_stream(stream); }
 
-    // Loss and norm of a step, and of an evaluation behind it.
+    // Run a step and an evaluation: loss, norm and loss scale of the step, loss of the evaluation.
     std::vector<double> step(int number) {
         auto& t = small->t;
         t.hyper.lr = 1e-2f / float(1 + number);
@@ -475,8 +523,8 @@ template <typename T> struct Stepper {
     }
 };
 
-// Two models, and between them all that a step of one GPU may have: several micro-batches, blocks
-// that are run again, gradients that are clipped, masters and moments rounded at random.
+// Two steps that together have all that a step on one GPU may have: several micro-batches,
+// recomputation, split backward passes, clipped gradients, weights and moments rounded at random.
 static std::vector<std::pair<Shape, Plan>> steps_to_replay() {
     Shape small_llama = llama_shape(1, 2, 1, 16, 24, 29, 16, 10000);
     Plan gpt2 = train_plan(Recompute::SELECTIVE, false), llama = train_plan(Recompute::NONE, true);
@@ -485,7 +533,7 @@ static std::vector<std::pair<Shape, Plan>> steps_to_replay() {
     return {{least_gpt2(), gpt2}, {small_llama, llama}};
 }
 
-// A graph of the second step is the third, and all that follow.
+// Replaying a captured graph makes the same bits as running the actions, in each step that follows.
 template <typename T> void compare_replays() {
     for (auto [shape, plan] : steps_to_replay()) {
         if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
@@ -501,7 +549,8 @@ TEST(Graphs, ReplaysAreStepsInFloat) { compare_replays<float>(); }
 TEST(Graphs, ReplaysAreStepsInBf16) { compare_replays<bf16>(); }
 TEST(Graphs, ReplaysAreStepsInFp16) { compare_replays<fp16>(); }
 
-// No graph holds what the host does in the middle of a plan.
+// A plan in which the host takes part, by offloading, generating or meeting other ranks,
+// is not captured.
 TEST(Graphs, WhatTheHostDoesIsNotCaptured) {
     auto [shape, plan] = steps_to_replay()[0];
     auto replays = [shape = shape](const Plan& p, const Comm& world, auto where) {
@@ -521,7 +570,7 @@ TEST(Graphs, WhatTheHostDoesIsNotCaptured) {
     EXPECT_EQ(run_local_ranks(2, {}, body), 0);
 }
 
-// Who looks at actions, or times them, has them one by one.
+// If somebody looks at actions or times them, they run one by one, without a graph.
 TEST(Graphs, ActionsThatAreLookedAtRunOneByOne) {
     auto [shape, plan] = steps_to_replay()[0];
     Stepper<float> graph(shape, plan);
@@ -553,13 +602,13 @@ static std::string kernel_name(const void* kernel) {
     return name.substr(name.find_last_of(" :") + 1);
 }
 
-// Launches of a layer's forward and backward pass for a micro-batch, by kernel.
+// How often each kernel is launched in a layer's forward and backward pass for one micro-batch.
 static std::map<std::string, size_t> launches_of(const Shape& shape, int layer) {
     Plan plan = train_plan(Recompute::NONE, false);
     plan.micro_batches = 1;
     Small<bf16, cudaStream_t> small(shape, {plan});
 
-    // Count what has come since the action before.
+    // After each action, count the launches since the action before.
     std::map<std::string, size_t> counts;
     small.t.after = [&](const Action& a) {
         for (auto& [kernel, count] : emulator::launches)
@@ -586,7 +635,7 @@ static size_t all_launches(const std::map<std::string, size_t>& counts) {
     return sum;
 }
 
-// The emulator's GPU is an Ampere: attention is that of mma.sync.
+// A block takes few launches. The emulator's GPU is an Ampere, so attention is that of mma.sync.
 TEST(Launches, OfABlock) {
     Shape gpt2 = gpt2_shape(1, 2, 32, 61, 32);
     Shape llama = llama_shape(1, 4, 2, 64, 44, 53, 64, 10000);
@@ -594,7 +643,7 @@ TEST(Launches, OfABlock) {
     EXPECT_LE(all_launches(launches_of(llama, 1)), 35u);
 }
 
-// All experts of a product share one launch, however many they are.
+// One launch computes a product of all experts, however many there are.
 TEST(Launches, OfExperts) {
     auto launches = [](size_t E) {
         Shape s = tiny_moe();
@@ -607,24 +656,27 @@ TEST(Launches, OfExperts) {
     EXPECT_EQ(four, sixteen);
 }
 
-// One chunk of logits: three products and one kernel; the norm's three, and the sum of losses.
+// With one chunk of logits the head has three products and one kernel, the norm's three, and the
+// sum of losses.
 TEST(Launches, OfTheHead) {
     Shape gpt2 = gpt2_shape(1, 2, 32, 61, 32);
     EXPECT_LE(all_launches(launches_of(gpt2, 2)), 8u);
 }
 
-// A step of fp8 with and without weights that stay cast: launches that quantise, and weights after.
+// A step in fp8: the launches that quantise, and the weights after it.
 struct Fp8Step {
     size_t casts = 0;
     std::vector<std::vector<double>> weights;
 };
+
+// Run a step in fp8. gpu: the version of the GPU. kept: cast weights once a step, and keep them.
 static Fp8Step fp8_step(Shape shape, Fp8 recipe, Recompute recompute, int gpu, bool kept) {
     shape.fp8 = recipe, shape.fp8_kept = kept, shape.fp8_rule = {3, 0, false};
     Small<bf16, cudaStream_t> small(shape, {train_plan(recompute, false)});
     small.t.ctx.blas.emulates = gpu;
     small.step();
 
-    // Look at the second step: what the first has cast is old.
+    // Count in the second step, whose weights the first has changed.
     Fp8Step found;
     emulator::launches.clear();
     small.step();
@@ -635,13 +687,14 @@ static Fp8Step fp8_step(Shape shape, Fp8 recipe, Recompute recompute, int gpu, b
     return found;
 }
 
-// Two micro-batches read each of a block's four matrices twice, and three of them once more where
-// they are recomputed: values are cast once a step, codes once each way round. No bit knows it.
+// Keeping cast weights saves casts and changes no bit. Two micro-batches read each of a block's
+// four matrices twice, and three of them once more with recomputation. If they are kept, each is
+// cast once a step, or twice, with its transpose, for tensor cores that multiply codes.
 TEST(Launches, WeightsOfFp8AreCastOnceAStep) {
     struct Case {
         Fp8 recipe;
         Recompute recompute;
-        int gpu; // tensor cores of the second multiply codes
+        int gpu; // 86 multiplies the codes' values, 90 the codes themselves
         size_t reads, casts;
     };
     for (Case c : {Case{Fp8::BLOCK, Recompute::NONE, 86, 16, 4},
@@ -654,13 +707,16 @@ TEST(Launches, WeightsOfFp8AreCastOnceAStep) {
     }
 }
 
-// Two steps give the stream the same behind the host's part: kernels, sizes, each argument's bytes.
+// Two steps launch the same kernels with the same sizes and the same bytes of arguments, once the
+// host's part (up to COUNT) is over. A graph of one step can therefore replace the next.
 template <typename T> void compare_launches() {
     for (auto [shape, plan] : steps_to_replay()) {
         if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
         Stepper<T> run(shape, plan);
         std::vector<emulator::Given> given[2];
         run.step(0);
+
+        // Record the launches of two steps.
         run.small->t.after = [&](const Action& a) {
             if (a.op == Op::COUNT) emulator::notes->clear();
         };
@@ -670,6 +726,8 @@ template <typename T> void compare_launches() {
             run.small->full_step();
             emulator::notes = nullptr;
         }
+
+        // Compare them.
         ASSERT_EQ(given[0].size(), given[1].size());
         EXPECT_GT(given[0].size(), 50u);
         for (size_t i = 0; i < given[0].size(); i++)
@@ -687,7 +745,7 @@ TEST(Graphs, StepsLaunchTheSame) {
     compare_launches<fp16>();
 }
 
-// A step costs the host its batch's copies, one launch and one wait.
+// With a graph a step costs the host the copies of its batch, one launch and one wait.
 TEST(Graphs, AStepIsOneLaunch) {
     auto [shape, plan] = steps_to_replay()[0];
     Stepper<float> graph(shape, plan);
@@ -695,7 +753,7 @@ TEST(Graphs, AStepIsOneLaunch) {
     graph.step(0);
     long before = emulator::blocking;
     graph.small->full_step();
-    EXPECT_EQ(emulator::blocking - before, 1); // the capture waits for nothing
+    EXPECT_EQ(emulator::blocking - before, 1); // capturing needs no wait of its own
     emulator::launches.clear();
     graph.small->full_step();
     EXPECT_EQ(emulator::blocking - before, 2);

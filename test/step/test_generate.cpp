@@ -11,9 +11,9 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // texts in slots
 
-constexpr size_t CACHE = 7, COUNT = 6;
+constexpr size_t CACHE = 7, COUNT = 6; // positions of a slot; tokens of a text, at most
 
-// One prompt's sample.
+// One text: its tokens, and why it ended.
 struct Made {
     std::vector<int> tokens;
     Ended why = Ended::BY_STOP;
@@ -26,8 +26,8 @@ inline void PrintTo(const Made& m, std::ostream* out) {
     *out << "(" << int(m.why) << ")";
 }
 
-// Prompts of 1 to 5 tokens: some texts fill the cache, some have all their
-// tokens, some meet the end.
+// Prompts of 1 to 5 tokens. Of their texts, some fill the cache, some reach the wanted number of
+// tokens, and some draw a token that ends them.
 static std::vector<std::vector<int>> some_prompts(const Shape& s) {
     std::vector<std::vector<int>> prompts;
     for (size_t p = 0; p < 4; p++) {
@@ -42,6 +42,7 @@ static std::vector<std::vector<int>> some_prompts(const Shape& s) {
 template <typename T>
 static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout = {},
                             float temperature = 1) {
+    // List the texts. Every ninth token ends one.
     std::vector<std::vector<int>> prompts = some_prompts(s);
     std::vector<Text> texts;
     for (size_t p = 0; p < prompts.size(); p++)
@@ -51,6 +52,7 @@ static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout =
     how.temperature = temperature;
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
 
+    // Generate on each rank of the layout.
     MadeTexts first(texts.size());
     auto body = [&](const Comm& world) {
         Plan p = small_plan(slots, 6, 1);
@@ -69,6 +71,7 @@ static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout =
     return first;
 }
 
+// A text is the same whether it is generated alone or beside others, in any number of slots.
 TEST(Slots, EachTextIsWhatItIsAlone) {
     std::set<Ended> ways;
     for (const Shape& s : all_shapes()) {
@@ -78,13 +81,15 @@ TEST(Slots, EachTextIsWhatItIsAlone) {
         for (const Made& m : alone) ways.insert(m.why);
     }
 
-    // All ways to end occur; a float's rounding picks no other token.
+    // All three ways to end have occurred. In float, too, rounding changes no token.
     EXPECT_EQ(ways, (std::set<Ended>{Ended::BY_TOKEN, Ended::BY_COUNT, Ended::BY_CACHE}));
     EXPECT_EQ(make_texts<float>(small_gpt2(), 5), make_texts<float>(small_gpt2(), 1));
     EXPECT_EQ(make_texts<float>(small_gpt2(), 5, {}, 0), make_texts<float>(small_gpt2(), 1, {}, 0));
 }
 
+// Every layout generates the texts of one rank.
 TEST(Slots, EveryLayoutMakesTheSameTexts) {
+    // Each axis alone, then tp, pp, dp and ZeRO together.
     auto with = [](Layout layout, int zero, bool rows = false) {
         layout.zero = zero;
         layout.sequence_parallel = rows;
@@ -104,6 +109,8 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
         all.tp.size = all.dp.size = 2;
         EXPECT_EQ(make_texts<double>(s, 4, with(all, 3)), alone) << "all";
     }
+
+    // Expert parallelism.
     Layout experts = small_layout(2);
     experts.ep = 2;
     EXPECT_EQ(make_texts<double>(small_mixtral(), 4, experts),
@@ -111,8 +118,9 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
         << "ep";
 }
 
-// A prompt is read once for its samples: two prompts with three samples each take two runs of rows,
-// and each token but the first of each text one more.
+// A prompt is read once for all its samples. Two prompts of four tokens with three samples
+// each take two runs of four rows; each token but a text's first takes one row more, in runs
+// of three slots.
 TEST(Slots, APromptIsReadOnce) {
     Shape s = small_gpt2();
     Plan p = small_plan(3, 6, 1);
@@ -121,6 +129,8 @@ TEST(Slots, APromptIsReadOnce) {
     std::vector<std::vector<int>> prompts = {{1, 2, 3, 4}, {5, 6, 7, 8}};
     std::vector<Text> texts;
     for (uint64_t i = 0; i < 6; i++) texts.push_back({&prompts[i / 3], i});
+
+    // Count runs and their rows.
     size_t rows = 0, runs = 0;
     f.t.after = [&](const Action& a) {
         if (a.op == Op::F && a.layer == 0) rows += f.t.ctx.batch.rows(), runs++;
@@ -130,7 +140,8 @@ TEST(Slots, APromptIsReadOnce) {
     EXPECT_EQ(runs, 2 + 2 * 4u);
 }
 
-// A slot does not read again what its cache has, and the text stays the same.
+// A conversation goes on without reading again what the cache holds, and its text is the same as if
+// everything were read.
 TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
     for (const Shape& s : {small_gpt2(), small_llama()}) {
         Plan p = small_plan(1, 9, 1);
@@ -138,6 +149,8 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
         Fixture<double> f(s, {p});
         size_t rows = 0;
         f.t.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
+
+        // Generate three tokens behind a prompt, of which the cache holds the first `cached`.
         auto made = [&](const std::vector<int>& prompt, size_t cached, Ended* why = nullptr) {
             std::vector<int> tokens;
             generate(
@@ -148,6 +161,8 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
                 });
             return tokens;
         };
+
+        // Go on behind a first answer. Its last token was picked, but not read.
         std::vector<int> first = {1, 2, 3, 4}, answer = made(first, 0), second = first;
         second.insert(second.end(), answer.begin(), answer.end());
         second.insert(second.end(), {5, 6});
@@ -158,7 +173,7 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
     }
 }
 
-// A wish to stop is heard before each run.
+// Before each run `stops` is asked, and ends all texts.
 TEST(Slots, AWishToStopEndsAllTexts) {
     Plan p = small_plan(2, 4, 1);
     p.mode = Mode::GENERATE, p.cache = 12;
@@ -173,7 +188,8 @@ TEST(Slots, AWishToStopEndsAllTexts) {
     EXPECT_EQ(stopped, 2);
 }
 
-// A text of NaN leaves nothing to the next one in its slot, or beside it.
+// A text does not see what its slot held before, nor what other slots hold: a cache full of NaN
+// gives the same tokens as one of zeros.
 TEST(Slots, WhatASlotHeldBeforeIsNotSeen) {
     Shape s = small_llama();
     Plan p = small_plan(2, 6, 1);
@@ -198,9 +214,11 @@ TEST(Slots, WhatASlotHeldBeforeIsNotSeen) {
 
 typedef std::vector<double> Shares;
 
-// Two samples of each prompt with a draft: the same model, or one that has three tokens fewer.
+// Two samples of each prompt, with a draft that guesses so many tokens ahead; 0: without one. own:
+// the draft is the same model, else one whose vocabulary is three tokens smaller.
 static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, float temperature,
                                bool own = false, Draft* counts = nullptr) {
+    // Make the model and the draft.
     Plan p = small_plan(slots, 6, 1);
     p.mode = Mode::GENERATE, p.cache = CACHE, p.scored = guesses + 1;
     Plan of_draft = p;
@@ -210,6 +228,7 @@ static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, flo
     std::shared_ptr<Trainer<double, Cpu>> model(&small_one.t, [](auto*) {});
     std::shared_ptr<Draft> draft = make_draft(model, guesses, s.V);
 
+    // List the texts, from prompts that both know.
     Shape known = s;
     known.V -= 3;
     std::vector<std::vector<int>> prompts = some_prompts(known);
@@ -220,6 +239,8 @@ static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, flo
     how.temperature = temperature;
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
     if (guesses) how.draft = draft.get();
+
+    // Generate.
     MadeTexts made(texts.size());
     generate(
         f.t, 0, texts, COUNT, how, [&](int64_t i, int token) { made[i].tokens.push_back(token); },
@@ -228,7 +249,7 @@ static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, flo
     return made;
 }
 
-// Whatever the draft says, and however far ahead.
+// Greedy texts are the model's own, whatever the draft guesses, and however far ahead.
 TEST(Drafts, GreedyTextsAreTheModelsOwn) {
     for (const Shape& s : all_shapes()) {
         MadeTexts alone = drafted_texts(s, 1, 0, 0);
@@ -236,25 +257,28 @@ TEST(Drafts, GreedyTextsAreTheModelsOwn) {
         EXPECT_EQ(drafted_texts(s, 3, 1, 0), alone);
         EXPECT_EQ(drafted_texts(s, 3, 9, 0), alone);
     }
-    // A draft that is the model itself is always right, and saves its runs.
+
+    // A draft that is the model itself is always right, so the model runs less often
+    // than it guesses.
     Draft counts;
     EXPECT_EQ(drafted_texts(small_gpt2(), 3, 4, 0, true, &counts),
               drafted_texts(small_gpt2(), 1, 0, 0));
     EXPECT_GT(counts.guesses, counts.steps);
 }
 
-// A text depends on the draft, and not on what is beside it.
+// A text with a draft depends on both models, but not on the texts beside it.
 TEST(Drafts, EachTextIsWhatItIsAlone) {
     for (const Shape& s : {small_gpt2(), small_llama(), small_mla()}) {
         MadeTexts alone = drafted_texts(s, 1, 3, 1);
         for (size_t slots : {3, 32}) EXPECT_EQ(drafted_texts(s, slots, 3, 1), alone) << slots;
     }
+
     Draft counts;
     drafted_texts(small_gpt2(), 3, 3, 1, true, &counts);
     EXPECT_GE(counts.stayed, counts.guesses - 2) << "a model agrees with itself";
 }
 
-// A distribution of three tokens for each beginning; one may be impossible.
+// A distribution over three tokens for each beginning of a text; a token may be impossible.
 static Shares some_shares(const char* name, const std::vector<int>& before) {
     std::string key = name;
     for (int token : before) key += concat(".", token);
@@ -265,8 +289,8 @@ static Shares some_shares(const char* name, const std::vector<int>& before) {
     return shares;
 }
 
-// Add the probability of every text of `length` tokens that begins as `text`, which has probability
-// `share`, when two tokens are guessed in each step.
+// Add to `all` the probability of every text of `length` tokens that begins with `text`, which has
+// been reached with probability `share`. The draft q guesses two tokens in each step, and p judges.
 static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> text, double share,
                       size_t length, std::vector<int> guessed = {}) {
     if (text.size() >= length) {
@@ -274,6 +298,8 @@ static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> 
         (*all)[text] += share;
         return;
     }
+
+    // Guess: follow each token that the draft may draw.
     std::vector<int> before = text;
     before.insert(before.end(), guessed.begin(), guessed.end());
     if (guessed.size() < 2) {
@@ -286,7 +312,7 @@ static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> 
         return;
     }
 
-    // Judge them.
+    // Judge: a guess stays, or another token is drawn in its place and the step ends.
     for (int x : guessed) {
         Shares p = some_shares("p", text), q = some_shares("q", text), rest = rest_shares(p, q);
         double sum = rest[0] + rest[1] + rest[2], stays = stay_share(p, q, x);
@@ -298,6 +324,8 @@ static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> 
         share *= stays;
         text.push_back(x);
     }
+
+    // All guesses have stayed: draw one token more.
     Shares p = some_shares("p", text);
     for (int v = 0; v < 3; v++) {
         std::vector<int> other = text;
@@ -306,7 +334,8 @@ static void enumerate(std::map<std::vector<int>, double>* all, std::vector<int> 
     }
 }
 
-// Sums of some hundred products of doubles: each is right to a few of its own last bits.
+// With a draft every text has the probability that the model alone gives it. The sums have some
+// hundred products of doubles, so they are right to a few of their last bits.
 TEST(Drafts, EveryTextHasTheModelsOwnProbability) {
     std::map<std::vector<int>, double> all;
     enumerate(&all, {}, 1, 4);
@@ -321,16 +350,19 @@ TEST(Drafts, EveryTextHasTheModelsOwnProbability) {
         EXPECT_NEAR(share, own, 1e-14);
     }
 
-    // A number in [0,1) draws each token as often as its share says, which need not be a part of 1.
+    // draw_share() draws each token as often as its share says. The shares need not add up to 1.
     std::vector<int> counts(4);
     for (int i = 0; i < 1000; i++) counts[size_t(draw_share({0.4, 0, 1, 0.6}, (i + 0.5) / 1000))]++;
     EXPECT_EQ(counts, (std::vector<int>{200, 0, 500, 300}));
     EXPECT_EQ(draw_share({1, 2, 0}, 1), 1);
 }
 
-// 8000 texts of four tokens out of three: chi-square against the model's own probabilities of the
-// 81. Its mean is 80 and its deviation sqrt(160) = 12.6 where they are right; five are allowed.
+// Sampled texts have the model's own distribution: chi-square of 8000 texts of four tokens, from
+// a vocabulary of three, against the model's probabilities of the 81 possible texts. If these
+// are right chi-square has a mean of 80 and a standard deviation of sqrt(160) = 12.6; five of
+// them are allowed.
 TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
+    // Make a model and a draft, with distributions that are far from uniform.
     Shape s = gpt2_shape(1, 1, 16, 3, 16);
     Plan p = small_plan(100, 2, 1);
     p.mode = Mode::GENERATE, p.cache = 8, p.scored = 4;
@@ -338,11 +370,11 @@ TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
     of_draft.scored = 2;
     Fixture<float> f(s, {p}), other(s, {of_draft}, 6);
     for (float& w : std::span(f.weight(f.t.model.parameters[0]), 3 * 16))
-        w *= 3; // far from uniform
+        w *= 3;
     std::shared_ptr<Trainer<float, Cpu>> model(&other.t, [](auto*) {});
     std::shared_ptr<Draft> draft = make_draft(model, 3, s.V);
 
-    // Count what comes.
+    // Generate, and count each text.
     std::vector<int> prompt = {1, 2};
     std::vector<Text> texts;
     for (uint64_t i = 0; i < 8000; i++) texts.push_back({&prompt, fnv1a(concat("text.", i))});
@@ -354,13 +386,15 @@ TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
     std::map<std::vector<int>, int> counts;
     for (const auto& text : made) counts[text]++;
 
-    // Ask both models for the probability of each.
+    // Compare the counts with a model's probabilities, token by token.
     auto chi_square = [&](Trainer<float, Cpu>& t) {
         double sum = 0;
         LogitRows<float> rows = make_logit_rows(t, t.plans[0].scored);
         for (int number = 0; number < 81; number++) {
             std::vector<int> text = {number / 27, number / 9 % 3, number / 3 % 3, number % 3},
                              whole = {1, 2};
+
+            // Multiply the probabilities of its tokens, each behind those before it.
             double share = 1;
             for (int token : text) {
                 for (size_t i = 0; i < whole.size(); i++) {
@@ -378,13 +412,15 @@ TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
         }
         return sum;
     };
+
+    // The texts fit the model and not the draft, which is right now and then.
     EXPECT_LT(chi_square(f.t), 80 + 5 * 12.6);
     EXPECT_GT(chi_square(other.t), 1000) << "the draft says something else";
     EXPECT_LT(draft->stayed, draft->guesses * 9 / 10);
     EXPECT_GT(draft->stayed, draft->guesses / 10);
 }
 
-// A draft does not read again either what its slot has read before.
+// In a conversation the draft, too, does not read again what its cache holds.
 TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
     Plan p = small_plan(1, 12, 1);
     p.mode = Mode::GENERATE, p.cache = 20, p.scored = 4;
@@ -394,6 +430,8 @@ TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
     Sampling how;
     how.temperature = 0;
     how.draft = draft.get();
+
+    // Generate six tokens behind a prompt, of which the caches hold the first `cached`.
     auto made = [&](const std::vector<int>& prompt, size_t cached) {
         std::vector<int> tokens;
         generate(
@@ -401,6 +439,8 @@ TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
             [&](int64_t, int token) { tokens.push_back(token); }, [](int64_t, Ended) {});
         return tokens;
     };
+
+    // Go on behind a first answer, and count the rows that the draft reads.
     std::vector<int> first = {1, 2, 3, 4}, answer = made(first, 0), second = first;
     second.insert(second.end(), answer.begin(), answer.end());
     second.insert(second.end(), {5, 6});
@@ -424,7 +464,8 @@ struct Prompts : Scratch {
         small = " --layers 1 --heads 2 --channels 32 --seq 32 --steps 0 --sample-tokens 6 --data " +
                 put("text.txt", text) + " ";
     }
-    // Completions alone: what else is said goes to standard error.
+
+    // The completions that a run prints: everything else goes to standard error.
     std::string completions(const std::string& flags) {
         Ran r = shell(program() + small + flags + " 2>" + path("said"));
         EXPECT_EQ(r.status, 0) << read_file(path("said"));
@@ -432,7 +473,9 @@ struct Prompts : Scratch {
     }
 };
 
+// --prompts writes the same completions with any number of slots and in every layout.
 TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
+    // Three prompts, between which lines are empty or end in CR LF.
     std::string file = "--prompts " + put("p.jsonl",
                                           "{\"prompt\": \"line 1\", \"id\": 7}\n\n"
                                           "{\"prompt\": \"ab\xc3\xa9\"}\r\n{\"prompt\": \"of\"}\n");
@@ -445,7 +488,8 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
                               "--local-ranks 2 --pp 2", "--local-ranks 2 --zero 3"})
         EXPECT_EQ(completions(file + " --samples 2 " + flags), made) << flags;
 
-    // A third sample changes nothing of the first two; a file gets what standard output got.
+    // A third sample changes nothing of the first two. A file gets the same lines
+    // as standard output.
     std::string more = completions(file + " --samples 3"), into = path("made.jsonl");
     EXPECT_EQ(more.substr(0, more.find("\"sample\":2"))
                   .find(made.substr(0, made.find("\"id\":7,\"sample\":1"))),
@@ -458,8 +502,10 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
                "{\"prompt\":\"of\",\"sample\":0,");
 }
 
-// A draft of any kind leaves greedy completions as they are, and slots leave drawn ones.
+// A draft changes no greedy completion, and slots change no sampled one. The draft may be a folder,
+// a run, the model itself, or a preset.
 TEST_F(Prompts, ADraftChangesNoGreedyText) {
+    // Train a model and a draft.
     std::string own = path("run"), model = path("model"), little = path("little");
     std::string train =
         program() + small + "--steps 8 --warmup 0 --micro-batch 4 --sample-tokens 0 --lr 1e-2 ";
@@ -472,6 +518,8 @@ TEST_F(Prompts, ADraftChangesNoGreedyText) {
         EXPECT_EQ(r.status, status) << read_file(path("said"));
         return r.text;
     };
+
+    // Complete with each draft.
     std::string greedy = made("--temperature 0");
     for (const std::string& draft : {little, own, model, std::string("tiny")})
         EXPECT_EQ(made("--temperature 0 --draft " + draft), greedy) << read_file(path("said"));
@@ -479,7 +527,7 @@ TEST_F(Prompts, ADraftChangesNoGreedyText) {
     EXPECT_HAS(read_file(path("said")), "draft: " + little + ", ");
     EXPECT_HAS(read_file(path("said")), " tokens a step of the model, ");
 
-    // What is no draft of this model is refused before anything runs.
+    // A draft that does not exist, or has another vocabulary, is refused before anything runs.
     made("--draft " + path("none"), 1);
     EXPECT_HAS(read_file(path("said")), "none is neither a folder, a file nor a preset");
     ASSERT_EQ(shell(train + "--tokenizer byte --vocab 300 --export " + path("other")).status, 0);
@@ -497,7 +545,7 @@ TEST_F(Prompts, ADraftChangesNoGreedyText) {
         "  draft ");
 }
 
-// One line for each fault, before anything is lost.
+// A faulty prompt is refused in one line, which names its file and line.
 TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
     auto refused = [&](const std::string& text) {
         Ran r = shell(program() + small + "--prompts " + put("p.jsonl", text) + " 2>&1");
@@ -514,7 +562,8 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
     EXPECT_HAS(refused("{\"prompt\": \"" + std::string(33, 'a') + "\"}"),
                "p.jsonl:1: its prompt has 33 tokens, 1 more than the 32 positions\n");
 
-    // Completions that are there stay; slots that do not fit say how many do.
+    // A file of completions that exists is not overwritten. If slots do not fit, the error says
+    // how many do.
     std::string one = put("p.jsonl", "{\"prompt\": \"a\"}\n"), into = put("made.jsonl", "{}\n");
     Ran r = shell(program() + small + "--prompts " + one + " --completions " + into);
     EXPECT_HAS(r.text, "made.jsonl is there, and would be lost: ");
@@ -527,9 +576,10 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
 // ----------------------------------------------------------------------------
 // a talk
 
-// Characters come whole, however their bytes arrive; what is none, or a terminal's order, is
-// U+FFFD.
+// Characters are printed whole, in whatever pieces their bytes arrive. Bytes that are not UTF-8,
+// and control characters, become U+FFFD.
 TEST(Talks, CharactersAreWhole) {
+    // Print text piece by piece.
     auto shown = [](const std::string& bytes, size_t piece) {
         std::string waits, text;
         for (size_t at = 0; at < bytes.size(); at += piece) {
@@ -541,6 +591,8 @@ TEST(Talks, CharactersAreWhole) {
         }
         return text + take_characters(&waits, true);
     };
+
+    // A good text, one that is cut, one of wrong bytes, and one of control characters.
     const std::string none = "\xef\xbf\xbd", good = "a\xc3\xa9\n\xe2\x82\xac\xf0\x9f\x98\x80z";
     for (size_t piece : {1, 2, 3, 99}) {
         EXPECT_EQ(shown(good, piece), good);
@@ -551,7 +603,7 @@ TEST(Talks, CharactersAreWhole) {
     }
 }
 
-// Ctrl-C ends the wait for a question.
+// Ctrl-C ends the wait for a question, and with it the talk.
 TEST(Talks, AnInterruptEndsTheWait) {
     std::string line;
     note_interrupt(SIGINT);
@@ -559,11 +611,14 @@ TEST(Talks, AnInterruptEndsTheWait) {
     interrupts = 0;
 }
 
+// --chat reads questions from a pipe, and answers each.
 TEST_F(Prompts, ATalkRunsThroughAPipe) {
     std::string flags = small + "--chat --seq 64 --temperature 0.5 ";
     auto talk = [&](const std::string& lines, const std::string& more = "") {
         return shell("printf '" + lines + "' | " + program() + flags + more);
     };
+
+    // Two questions: all that is printed is UTF-8.
     Ran r = talk("hi\\nyou\\n");
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "chat format: plain\n");
@@ -571,12 +626,12 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
         ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
     EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
 
-    // /reset forgets: the second answer is that of a first question with the second's numbers.
+    // /reset forgets the talk, and /quit ends it.
     EXPECT_HAS(talk("hi\\n/reset\\nyou\\n/quit\\nno\\n").text, "\n(forgotten)\n");
     EXPECT_EQ(talk("\\n/quit\\nno\\n").text.find("answer stops "), std::string::npos)
         << "nothing was asked";
 
-    // Turns that have no room are named, and the talk goes on.
+    // If there is no room, a note says what is forgotten or refused, and the talk goes on.
     std::string cut = talk("hi\\nhello there\\nand so on\\n").text;
     EXPECT_HAS(cut, "note: the talk is longer than the model's 64 positions: its first ");
     std::string longer = talk(std::string(60, 'a') + "\\nhi\\n").text;

@@ -1,9 +1,9 @@
 // test_layouts.cpp - every layout is the same computation: losses, norms, gradients and weights of
 // data, tensor, sequence and pipeline parallelism and ZeRO against one rank, ranks being threads
-//   Bit by bit where llmc says so: pipelines against accumulation, stage 1 against 0, 3 against 2,
-//   recomputation, backward's halves apart. The others add in another order: they are compared in
-//   double, where a mistake is 1e9 times what is left of rounding.
-//   LAYOUTS=FILE: the page of dev/results goes there; LAYOUTS_ALL=FILE: every layout's errors.
+//   Bit by bit where llmc promises it: pipelines against accumulation, ZeRO stage 1 against 0 and 3
+//   against 2, recomputation, backward passes in two halves. Other layouts add in another order,
+//   and are compared in double, where a mistake is 1e9 times larger than rounding.
+//   LAYOUTS=FILE writes the page of dev/results; LAYOUTS_ALL=FILE writes every layout's errors.
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -18,25 +18,28 @@ using namespace llmc;
 namespace {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int EVERY = 9; // of a test's layouts one in so many: each takes 20 times as long
+constexpr int EVERY = 9; // one layout in so many is tested: each takes 20 times as long here
 #else
 constexpr int EVERY = 1;
 #endif
+
+// Whether to skip the next layout of a test, which counts them in `number`.
 bool left_out(int* number) { return (*number)++ % EVERY; }
 
+// A layout to test, with everything that may vary beside it.
 struct LayoutCase {
     int dp = 1, tp = 1, pp = 1, chunks = 1, zero = 0;
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     RecomputeLevels recompute = {};
     bool split = false, sequence_parallel = false;
     int micro_batches = 2; // of each data-parallel rank
-    int shards = 0;        // 0: dp
+    int shards = 0;        // ranks of a sharding group; 0: all of dp
     int prefetch = 1;
-    std::string file = {};          // Pipeline::GIVEN: of the schedule
-    int document_end = -1;          // a token
-    bool poisoned = false;          // before each action all that it does not read
-    const char* order = "tp-pp-dp"; // of the grid
-    bool whole_matrices = false;    // in each shard
+    std::string file = {};          // the file of the schedule, with Pipeline::GIVEN
+    int document_end = -1;          // the token that ends a document; -1: none does
+    bool poisoned = false;          // poison what an action does not read (run_poisoned)
+    const char* order = "tp-pp-dp"; // in which the grid's ranks are numbered
+    bool whole_matrices = false;    // no shard boundary cuts a matrix
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
     size_t T = 8;                   // tokens of a sample
@@ -46,8 +49,8 @@ struct LayoutCase {
     int cp_heads = 1;
     bool narrow_gradients = false;
     int ep = 1;
-    bool exchange = false;          // of experts' rows
-    bool one_expert = false;        // a router of zeros: all tokens choose the lowest ones
+    bool exchange = false;          // exchange experts' rows instead of gathering all
+    bool one_expert = false;        // a router of zeros: all tokens choose the first experts
     int ranks() const { return dp * tp * pp * cp; }
     std::string text() const {
         const char* schedules[] = {"gpipe", "1f1b", "interleaved", "zero-bubble", "given"};
@@ -65,17 +68,17 @@ struct LayoutCase {
     }
 };
 
-// A run's results, by parameter as files have it: whole, in double.
+// The results of a run. Gradients and weights are by parameter, whole as in files, in double.
 struct Result {
-    std::vector<double> losses, norms, balance; // the last: MaxVio and least load of experts
+    std::vector<double> losses, norms, balance; // balance: MaxVio and least load of experts
     std::vector<std::vector<double>> first_grads, grads, weights;
-    std::vector<std::vector<uint32_t>> scales; // delayed scaling's, after each step
-    std::string wrong; // ranks that keep the same thing and differ
+    std::vector<std::vector<uint32_t>> scales; // of fp8 with delayed scaling, after each step
+    std::string wrong;                         // what two ranks keep that should be the same
     std::mutex mutex;
 };
 
-// Copy one rank's part of a parameter, from `kept` on, into the whole; where two ranks have it,
-// their bits must be the same.
+// Copy one rank's part of a parameter, which begins at `kept`, into the whole. Elements that two
+// ranks hold must have the same bits on both.
 template <typename V>
 void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout& layout,
              const Parameter& p, KeptRange part, const char* what) {
@@ -91,7 +94,7 @@ void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout&
     });
 }
 
-// Delayed scaling's words after a step: those of all ranks are the same.
+// Collect the history of delayed scaling after a step. It must be the same on all ranks.
 template <typename T> void collect_scales(const Fixture<T>& f, Result& r, size_t step) {
     Fp8History h = fp8_history(f.t);
     size_t words = fp8_history_bytes(h.slots, f.t.model.shape.fp8_rule) / sizeof(uint32_t);
@@ -103,6 +106,7 @@ template <typename T> void collect_scales(const Fixture<T>& f, Result& r, size_t
 
 constexpr size_t B_SAMPLES = 3;
 
+// Collect the part of the gradients that this rank updates.
 template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
     for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
         const Parameter& p = f.t.model.parameters[i];
@@ -131,9 +135,9 @@ Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool ada
     return p;
 }
 
-// A step in which every byte that an action does not read is poisoned before it, and is what it was
-// behind it, but for what the action writes: it must change no other byte, and all of what it
-// writes anew. An action that depends on other bytes gives other results.
+// Run a step in which every byte that an action does not declare to read holds poison while it
+// runs. The action must change only the bytes that it declares to write, and must write all of
+// those that it writes anew. If it depends on other bytes, the step's results differ.
 template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) {
     constexpr unsigned char POISON = 0xff; // NaN
     const Plan& p = t.plans[0];
@@ -149,6 +153,8 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
                     std::fill_n(map.begin() + long(place->offset), place->bytes, 1);
         };
         mark(reads, x.reads), mark(writes, x.writes);
+
+        // Poison, run, and put back the bytes that it does not write.
         std::vector<unsigned char> before(arena.device().base,
                                           arena.device().base + arena.device().bytes);
         for (size_t i = 0; i < arena.device().bytes; i++)
@@ -160,11 +166,14 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
                 wrong = action_text(a, t.model) + " changes bytes that it does not declare";
             arena.device().base[i] = before[i];
         }
+
+        // Count the poison that is left in what it writes anew. Rows end at multiples of 256 bytes,
+        // a bucket's padding has no gradient, and expert-parallel ranks have room for more rows
+        // than they get.
         for (Data d : x.writes) {
             const Place* place = arena_find(arena, 0, t.at, d);
             bool anew = !std::count(x.reads.begin(), x.reads.end(), d) && !persistent(d.kind);
             if (!place || !anew || d.kind == Kind::SCRATCH) continue;
-            // rows end on 256 bytes, a bucket's padding has no gradient
             bool sent = d.kind == Kind::SENT;
             size_t bytes = sent || d.kind == Kind::PARTIAL
                                ? t.model.buckets[size_t(d.of)].elements *
@@ -173,7 +182,6 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
                    untouched =
                        size_t(std::count(arena.device().base + place->offset,
                                          arena.device().base + place->offset + bytes, POISON));
-            // expert-parallel ranks have room for more rows than they get
             if (p.layout.ep == 1 && untouched > bytes / 20 + 20 * 256)
                 wrong = action_text(a, t.model) + " does not write " + data_text(d, t.model);
         }
@@ -200,17 +208,21 @@ Layout layout_of(const LayoutCase& l, int rank) {
     return layout_at(sizes, rank);
 }
 
+// Train on one rank of a layout, and collect its results.
 template <typename T>
 void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool adamw, int steps,
               Result& result, double nudge) {
 #ifdef _OPENMP
     omp_set_num_threads(1); // models this small gain nothing by more
 #endif
+    // Make the rank's trainer.
     Layout me = layout_of(l, world.rank);
     Plan p = plan_of(shape, l, me, adamw);
     Fixture<T> f(shape, {p}, 5, nudge);
     f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
-    // of a gradient that is nothing but rounding (a key's bias has none) AdamW makes no step
+
+    // Set the optimizer. A key's bias has a gradient of mere rounding, from which AdamW would make
+    // whole steps: a large eps prevents that.
     f.t.hyper.eps = 1e-3f;
     if (!adamw) f.t.hyper.lr = 0.5f;
     f.t.document_end = l.document_end;
@@ -219,6 +231,8 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         std::vector<double> zeros(parameter.elements(), 0);
         if (l.one_expert && router) set_weight(f.t, parameter, zeros.data());
     }
+
+    // Train, and collect what each step gives.
     ChoiceBiases biases = read_choice_biases(f.t);
     for (int s = 0; s < steps; s++) {
         std::string wrong;
@@ -239,6 +253,8 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         result.balance.insert(result.balance.end(), {experts.max_vio, experts.least});
         result.norms.push_back(read_value<StepScale>(f.t, {Kind::SCALE}).norm);
     }
+
+    // Collect the last gradients, and the weights.
     collect_grads(f, result, false);
     for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
         const Parameter& parameter = f.t.model.parameters[i];
@@ -249,6 +265,8 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
     }
 }
 
+// Train three steps in a layout, a thread for each rank. moment: when collectives take place
+// between their start and their end. nudge: a relative change of all initial weights.
 template <typename T>
 std::unique_ptr<Result> run_layout(const Shape& shape, const LayoutCase& l, bool adamw,
                                    Moment moment = Moment::ANY, double nudge = 0) {
@@ -257,6 +275,8 @@ std::unique_ptr<Result> run_layout(const Shape& shape, const LayoutCase& l, bool
     std::vector<Parameter> parameters = make_model(shape).parameters;
     for (auto* all : {&result->weights, &result->grads, &result->first_grads})
         all->resize(parameters.size());
+
+    // Run the ranks.
     LocalSettings settings;
     settings.moment = moment, settings.timeout_s = 60, settings.placements = true;
     EXPECT_EQ(run_local_ranks(l.ranks(), settings,
@@ -266,12 +286,15 @@ std::unique_ptr<Result> run_layout(const Shape& shape, const LayoutCase& l, bool
               0)
         << l.text();
     EXPECT_EQ(result->wrong, "") << l.text();
+
+    // Cut off the vocabulary's padding, which depends on tp.
     for (auto* all : {&result->weights, &result->grads, &result->first_grads})
         for (size_t i = 0; i < parameters.size(); i++)
-            (*all)[i].resize(parameters[i].file_elements(), NAN); // padding depends on tp
+            (*all)[i].resize(parameters[i].file_elements(), NAN);
     return result;
 }
 
+// Expect the same bits in all results.
 void expect_same(const Result& a, const Result& b, const std::string& text) {
     EXPECT_EQ(a.losses, b.losses) << text;
     EXPECT_EQ(a.norms, b.norms) << text;
@@ -280,21 +303,22 @@ void expect_same(const Result& a, const Result& b, const std::string& text) {
     EXPECT_TRUE(a.scales == b.scales) << text << ": other scales";
 }
 
-// The norm of a difference, of the second.
+// ||x - y|| / ||y||; infinity if their lengths differ.
 double relative_error(const std::vector<double>& x, const std::vector<double>& y) {
     double difference = 0, all = 0;
     for (size_t i = 0; i < y.size(); i++)
         difference += (x[i] - y[i]) * (x[i] - y[i]), all += y[i] * y[i];
-    if (all == 0 && difference == 0 && x.size() == y.size()) return 0; // of what is never trained
+    if (all == 0 && difference == 0 && x.size() == y.size()) return 0; // never trained
     return x.size() == y.size() ? std::sqrt(difference / all) : INFINITY;
 }
 
-// Compared are losses, norms, gradients of the first and the last step, weights; by parameter.
+// The relative errors of a run: losses, norms, then by parameter gradients of the first and the
+// last step, and weights.
 constexpr const char* WHAT[] = {"losses", "norms", "first gradients", "gradients", "weights"};
 typedef std::array<std::vector<double>, 5> Errors;
 Errors errors_of(const Result& a, const Result& b) {
     Errors e;
-    EXPECT_EQ(a.balance, b.balance); // whole numbers, whoever counts them
+    EXPECT_EQ(a.balance, b.balance); // counts of tokens do not round
     e[0] = {relative_error(a.losses, b.losses)}, e[1] = {relative_error(a.norms, b.norms)};
     for (size_t i = 0; i < b.weights.size(); i++) {
         e[4].push_back(relative_error(a.weights[i], b.weights[i]));
@@ -307,16 +331,20 @@ Errors errors_of(const Result& a, const Result& b) {
 
 std::vector<Shape> shapes() { return {small_gpt2(), small_llama(), small_mixtral()}; }
 
-// With heads and channels for tp of 2, 3 and 6, or 2, 4 and 8 (of two key/value heads). Neither
-// vocabulary, 301 and 277, is divided by any: ranks have 256 tokens, 128, some, or none.
+// Models that tensor parallelism can cut: GPT-2's heads and channels by 2, 3 and 6, Llama's by 2, 4
+// and 8, which has two key/value heads. Their vocabularies, 301 and 277 tokens, divide by none of
+// these: a rank has 256 tokens, 128, fewer, or none.
 Shape gpt2_for_tp(bool tied) {
     Shape s = gpt2_shape(4, 6, 24, 301, 32);
     s.tied = tied;
     return s;
 }
-// Branches side by side, and heads of which a quarter turns.
+
+// Attention and ffn side by side, and heads of which a quarter rotates.
 Shape neox_for_tp() { return neox_shape(4, 6, 48, 301, 32); }
-// Tied: a Llama with all biases, and windows from a block on; untied: Qwen3's norms of q and k.
+
+// Tied: a Llama with all biases, and sliding windows from the third block on. Untied: Qwen3's norms
+// of q and k.
 Shape llama_for_tp(bool tied) {
     Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
     s.tied = tied, s.qkv_bias = s.o_bias = s.mlp_bias = tied, s.rope_scaling = {8, 1, 4, 16};
@@ -324,7 +352,8 @@ Shape llama_for_tp(bool tied) {
     if (!tied) s.hf_type = "qwen3", s.qk_norm = true, s.HS = 6;
     return s;
 }
-// Balance terms that bite; each has experts that not all ranks' tokens choose.
+
+// Experts with large balance terms. Some experts are chosen by no token of some rank.
 Shape mixtral_for_tp(bool tied) {
     Shape s = llama_for_tp(tied);
     s.qkv_bias = s.o_bias = s.mlp_bias = false;
@@ -334,14 +363,17 @@ Shape mixtral_for_tp(bool tied) {
     s.qk_norm = true, s.whole_qk_norm = tied;
     return s;
 }
-// Every second block has experts, but not the first two.
+
+// Every second block has experts, except the first two.
 Shape shared_for_tp() {
     Shape s = mixtral_for_tp(false);
     s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
     s.dense_first = 2, s.sparse_every = 2, s.dense_F = 40, s.shared_F = 48, s.shared_gate = true;
     return s;
 }
-// Heads for eight ranks, their values narrower; every width a multiple of eight.
+
+// Latent attention with heads for eight ranks, whose values are narrower; every width that is cut
+// is a multiple of eight.
 Shape mla_for_tp(bool experts) {
     Shape s = llama_shape(4, 8, 8, 32, 0, 277, 64, 10000);
     s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
@@ -352,14 +384,17 @@ Shape mla_for_tp(bool experts) {
     s.expert_groups = 3, s.kept_groups = 2;
     return s;
 }
+
+// Whether a model can run in a layout.
 bool fits(const Shape& s, const LayoutCase& l) {
     size_t tp = size_t(l.tp);
     return tp_divides(s, tp) && l.pp * l.chunks <= int(s.L) + 2;
 }
 
-// All layouts up to 8 ranks and some up to 16, with every stage of ZeRO; what else there is to
-// choose goes round.
+// All layouts of up to 8 ranks and some of up to 16, with every stage of ZeRO. Other settings, such
+// as schedules and levels of recomputation, take turns.
 std::vector<LayoutCase> all_layouts() {
+    // List the sizes of the axes.
     std::vector<LayoutCase> sizes, all;
     for (int dp = 1; dp <= 8; dp++)
         for (int tp = 1; dp * tp <= 8; tp++)
@@ -367,6 +402,8 @@ std::vector<LayoutCase> all_layouts() {
     for (auto [dp, tp, pp] : {std::array{2, 2, 4}, std::array{4, 4, 1}, std::array{2, 8, 1},
                               std::array{3, 3, 1}, std::array{1, 6, 2}, std::array{8, 1, 2}})
         sizes.push_back({dp, tp, pp});
+
+    // Choose the rest by the layout's number.
     for (LayoutCase l : sizes)
         for (l.zero = 0; l.zero <= (l.dp > 1 ? 3 : 0); l.zero++) {
             int i = int(all.size());
@@ -387,7 +424,7 @@ std::vector<LayoutCase> all_layouts() {
 
 // ----------------------------------------------------------------------------
 
-// A pipeline adds what accumulation adds, in the same order.
+// A pipeline adds the same gradients as accumulation on one rank, in the same order.
 TEST(Layouts, PipelinesAreAccumulationBitByBit) {
     int number = 0;
     for (const Shape& shape : shapes())
@@ -408,7 +445,7 @@ TEST(Layouts, PipelinesAreAccumulationBitByBit) {
         }
 }
 
-// So does a schedule from a file: 1F1B written out, and one that nobody names.
+// A schedule from a file does so too: 1F1B written to a file, and one that has no name.
 TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
     LayoutCase named;
     named.pp = 2, named.micro_batches = 3;
@@ -424,8 +461,8 @@ TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
     }
 }
 
-// Under any pipeline stage 1 is stage 0, stage 3 is stage 2, and one
-// micro-batch makes all the same.
+// With or without a pipeline, ZeRO stage 1 has the bits of stage 0, and stage 3 those of stage 2.
+// With one micro-batch all stages have the same bits.
 TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
     int number = 0;
     for (const Shape& shape : shapes())
@@ -437,6 +474,8 @@ TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
                 base.zero = 2;
                 auto zero2 = run_layout<float>(shape, base, true);
                 if (micro_batches == 1) expect_same(*zero2, *zero0, "zero 2 against 0");
+
+                // Vary what must not matter: pipeline, prefetch, recomputation, split halves.
                 for (int zero : {0, 1, 2, 3})
                     for (int pp : {1, 2}) {
                         LayoutCase l = base;
@@ -450,7 +489,7 @@ TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
             }
 }
 
-// access() tells the truth on many ranks too, about messages between them and about their sums.
+// access() tells the truth on many ranks too, where actions send messages and sum over ranks.
 TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
     int number = 0;
     for (int zero : {0, 1, 2, 3})
@@ -470,8 +509,10 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
         }
 }
 
-// Each of d parts p of the gradient s is off by at most 2^-9 |p|, and their sum by 2^-9 |s|. Parts
-// of other tokens are as long as s, or independent: sum |p| <= sqrt(d) |s|.
+// Gradients that are reduced in bf16 stay within the bound of its rounding. A gradient s is the
+// sum of d ranks' parts p. Rounding a part errs by at most 2^-9 |p|, rounding the sum by 2^-9
+// |s|. The parts come from different tokens, so sum |p| <= sqrt(d) |s|: they are about as long as
+// s, or independent.
 TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
     auto whole = [](const Result& r) {
         std::vector<double> all;
@@ -486,12 +527,15 @@ TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
                 auto wide = run_layout<float>(shape, l, true);
                 l.narrow_gradients = true;
                 auto narrow = run_layout<float>(shape, l, true);
+
+                // Compare with float's gradients. The error must not be zero either.
                 int sums = shards ? 2 : 1; // the replicas' sum is rounded too
                 double error = relative_error(whole(*narrow), whole(*wide));
                 EXPECT_LT(error, std::ldexp(sums + std::sqrt(dp), -9)) << l.text();
                 EXPECT_GT(error, std::ldexp(1.0, -12)) << l.text() << ": 16 bits lose something";
 
-                // Stages that sum as often have the same bits, on time or late, and poisoned too.
+                // Stage 1 and 3 round as often as 0 and 2, so they have the same bits: with late
+                // collectives, in a pipeline, and with poison too.
                 l.zero++;
                 expect_same(*run_layout<float>(shape, l, true, Moment::LATEST), *narrow, l.text());
                 l.pp = 2, l.poisoned = dp == 2;
@@ -499,7 +543,7 @@ TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
             }
 }
 
-// Ranks hold a copy of one bucket's gradient at a time, whatever the stage of ZeRO.
+// A rank holds the bf16 copy of one bucket's gradient at a time, whatever the stage of ZeRO.
 TEST(Layouts, OneGradientIsSentAtATime) {
     for (int zero : {0, 1, 2, 3}) {
         LayoutCase l;
@@ -507,6 +551,8 @@ TEST(Layouts, OneGradientIsSentAtATime) {
         Layout layout = layout_of(l, 0);
         Trainer<bf16, Cpu> t;
         trainer_place(t, small_gpt2(), {plan_of(small_gpt2(), l, layout, true)}, layout);
+
+        // Count the copies that live at each action.
         int actions = int(t.arena.finish[0].size()), most = 0;
         for (int at = 0; at < actions; at++) {
             int now = 0;
@@ -523,9 +569,10 @@ TEST(Layouts, OneGradientIsSentAtATime) {
     }
 }
 
-// bf16 with float masters goes the same ways. Tensor-parallel ranks round other sums, and their
-// losses are only near.
+// The stages of ZeRO are equal in bf16 with float masters too. Tensor-parallel ranks round other
+// sums, so their losses agree only within bf16's precision, 2^-8.
 TEST(Layouts, StagesOfZeroInBf16) {
+    // Tensor parallelism, then with data and sequence parallelism, then with ZeRO and a pipeline.
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
         LayoutCase one, cut;
         cut.tp = 2;
@@ -537,6 +584,8 @@ TEST(Layouts, StagesOfZeroInBf16) {
         cut.zero = 1, cut.pp = 2;
         expect_same(*run_layout<bf16>(shape, cut, true), *half, cut.text());
     }
+
+    // Stage 1 against 0, and stage 3 against 2.
     LayoutCase base;
     base.dp = 2;
     auto want = run_layout<bf16>(small_gpt2(), base, true);
@@ -551,7 +600,8 @@ TEST(Layouts, StagesOfZeroInBf16) {
     expect_same(*run_layout<bf16>(small_gpt2(), base, true), *want, base.text());
 }
 
-// So does bf16 with small masters and moments: an update depends on nothing but the element.
+// The stages of ZeRO are equal also with small masters and moments, because an update depends on no
+// element but its own (with 8-bit moments: on no block but its own).
 TEST(Layouts, SmallStatesInBf16) {
     int number = 0;
     for (auto [masters, states] : {std::pair(Masters::REMAINDER, States::FLOAT),
@@ -560,6 +610,8 @@ TEST(Layouts, SmallStatesInBf16) {
         for (const Shape& shape : {gpt2_shape(3, 2, 64, 61, 32), small_llama()})
             for (int tp : {1, 2}) {
                 if (shape.NH % size_t(tp) || left_out(&number)) continue;
+
+                // Stage 1 has the bits of stage 0, stage 3 those of stage 2.
                 LayoutCase base;
                 base.dp = 2, base.tp = tp, base.masters = masters, base.states = states;
                 auto zero0 = run_layout<bf16>(shape, base, true);
@@ -574,12 +626,14 @@ TEST(Layouts, SmallStatesInBf16) {
             }
 }
 
-// fp8 in blocks of 128 tokens, where 128 divides a sequence: no block knows the layout. Pipelines,
-// recomputation and halves apart are accumulation bit by bit. Two ranks for two micro-batches add
-// the same two gradients in float; blocks of other tokens would change them by a hundredth.
+// fp8 in blocks of 128 tokens does not depend on the layout if 128 divides a sequence.
+// Pipelines, recomputation and split backward passes equal accumulation bit by bit. Two ranks
+// instead of two micro-batches add the same two gradients in float; blocks of other tokens would
+// change them by a hundredth.
 TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     int number = 0;
     for (Shape shape : {small_gpt2(), small_llama()}) {
+        // Train with and without fp8 on one rank.
         shape.P = 128;
         LayoutCase one;
         one.T = 128;
@@ -589,6 +643,7 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
         EXPECT_FALSE(want->losses == wide->losses); // fp8 is on
         EXPECT_LT(relative_error(want->losses, wide->losses), 0.02);
 
+        // Data parallelism: the first losses are the same, gradients to the rounding of a sum.
         LayoutCase ranks = one;
         ranks.dp = 2, ranks.micro_batches = 1;
         for (int zero : {0, 1, 3}) {
@@ -599,16 +654,19 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
             auto errors = errors_of(*got, *want);
             for (double e : errors[2]) EXPECT_LT(e, 1e-5) << ranks.text();
         }
+
+        // A pipeline, with recomputation and split backward passes.
         LayoutCase stages = one;
         stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;
         expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
     }
 }
 
-// Delayed scaling: a maximum counts all ranks and micro-batches, and nothing twice. After a step
-// all layouts have the same scales; later ones have seen sums of gradients in another order.
+// fp8 with delayed scaling takes maxima over all ranks and micro-batches. After the first step all
+// layouts have the same scales; later scales depend on sums of gradients in another order.
 TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
     for (Shape shape : {small_gpt2(), small_llama()}) {
+        // Data parallelism.
         shape.fp8 = Fp8::DELAYED, shape.fp8_rule = {3, 0, false};
         LayoutCase one;
         auto want = run_layout<bf16>(shape, one, true);
@@ -622,12 +680,16 @@ TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
             auto errors = errors_of(*got, *want);
             for (double e : errors[2]) EXPECT_LT(e, 1e-5) << ranks.text();
         }
+
+        // A pipeline, and poison.
         LayoutCase stages = one;
         stages.pp = 2, stages.recompute = Recompute::FULL, stages.split = true;
         expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
         stages.poisoned = true, stages.pp = 1;
         expect_same(*run_layout<bf16>(shape, stages, true), *want, stages.text());
     }
+
+    // Tensor parallelism rounds other sums: losses are near.
     Shape shape = gpt2_for_tp(true);
     shape.fp8 = Fp8::DELAYED;
     LayoutCase one, cut;
@@ -640,8 +702,8 @@ TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
     }
 }
 
-// Tensor parallelism cuts no block where 128 divides its pieces; sequence parallelism quantises the
-// same rows. Losses are as near as bf16's.
+// Tensor parallelism cuts no fp8 block if 128 divides its pieces, and sequence parallelism
+// quantises the same rows. Losses are about as near as bf16's.
 TEST(Layouts, Fp8OfTensorParallelRanks) {
     Shape shape = gpt2_shape(2, 2, 256, 61, 128);
     LayoutCase one, cut;
@@ -656,13 +718,14 @@ TEST(Layouts, Fp8OfTensorParallelRanks) {
     }
 }
 
-// Sums of another order. What rounding may do is what the computation does to a small change: one
-// rank runs with all weights changed by 1e-8 of themselves; a result may be off by ROUNDINGS eps of
-// itself and of its answer to that, in units of 1e-8. A sum of n numbers rounds off like sqrt(n) of
-// them; the longest sums here have some hundred.
+// The bound for sums in another order. Rounding acts like a small change of the weights, and the
+// test measures what such a change does: one rank runs with all weights changed by NUDGE of
+// themselves, and each result answers with a relative change. A layout's result may be off by
+// ROUNDINGS * eps of itself, and by as much of its answer per unit of nudge. A sum of n numbers
+// errs by about sqrt(n) roundings; the longest sums here have some hundred terms.
 struct OneRank {
     std::unique_ptr<Result> result;
-    Errors answer;
+    Errors answer; // the relative change of each result after the nudge
 };
 constexpr double NUDGE = 1e-8, EPS = 1.1e-16, ROUNDINGS = 32;
 
@@ -676,6 +739,7 @@ OneRank run_one_rank(const Shape& shape, int micro_batches, bool adamw, int docu
     return r;
 }
 
+// A layout's largest relative errors, the largest as a share of its bound, and what exceeds it.
 struct Cell {
     double largest[5] = {}, of_bound = 0;
     std::string wrong;
@@ -692,7 +756,7 @@ Cell compare(const Errors& errors, const OneRank& one) {
     return cell;
 }
 
-// "data x pipeline, ZeRO 3": the dimensions in which ranks are more than one.
+// "data x pipeline, ZeRO 3": the axes along which there is more than one rank.
 std::string dimensions_of(const LayoutCase& l) {
     std::string text;
     for (auto [size, name] : {std::pair(l.dp, "data"), {l.tp, "tensor"}, {l.pp, "pipeline"},
@@ -718,12 +782,15 @@ const char* const COLUMNS =
     " losses | norms | first gradients | gradients | weights | of the bound |\n"
     "|---|---|---|---|---|---|---|---|";
 
+// Every layout, with both models and both optimizers, agrees with one rank within the bound.
 TEST(Layouts, AreOneComputation) {
     std::map<std::tuple<bool, bool, bool, int>, OneRank> one_rank;
-    std::map<std::string, std::pair<int, Cell>> groups; // by dimensions: how many, the worst
+    std::map<std::string, std::pair<int, Cell>> groups; // by axes: how many layouts, the worst
     std::string all;
     Cell worst;
     int cells = 0, number = 0;
+
+    // Compare each. One rank's results are computed once for each number of micro-batches.
     for (bool llama : {false, true})
         for (const LayoutCase& l : all_layouts())
             for (bool adamw : {true, false}) {
@@ -736,6 +803,7 @@ TEST(Layouts, AreOneComputation) {
                     compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
                 ASSERT_EQ(cell.wrong, "") << l.text();
 
+                // Collect the worst of all, and of each group.
                 cells++;
                 add_worst(worst, cell);
                 auto& [count, worst_of_group] = groups[dimensions_of(l)];
@@ -746,6 +814,7 @@ TEST(Layouts, AreOneComputation) {
                        columns_of(cell);
             }
 
+    // Print a summary, and write the pages that are asked for.
     char summary[512];
     const double* e = worst.largest;
     snprintf(summary, sizeof(summary),
@@ -769,10 +838,12 @@ TEST(Layouts, AreOneComputation) {
         std::ofstream(path) << "| model | layout | optimizer |" << COLUMNS << "---|\n" << all;
 }
 
-// Adapters of all matrices, or of attention's, or of the later blocks, take turns at a part of the
-// layouts; then those with context parallelism. Of a half that is whole on every tensor-parallel
-// rank each has a part of the gradient, with sequence parallelism or without.
+// Adapters agree too, on every seventh layout and some with context parallelism. Adapters beside
+// all matrices, beside attention's, and in the later blocks take turns. The half of an adapter that
+// is replicated over tensor-parallel ranks has a partial gradient on each of them, with sequence
+// parallelism or without.
 TEST(Layouts, AdaptersAreOneComputation) {
+    // Choose layouts.
     std::map<std::tuple<bool, int, bool, int>, OneRank> one_rank;
     std::vector<LayoutCase> some;
     const std::vector<LayoutCase> all = all_layouts();
@@ -783,6 +854,8 @@ TEST(Layouts, AdaptersAreOneComputation) {
             l.cp = 2, l.zero = zero, l.sequence_parallel = rows, l.recompute = three_levels(44);
             some.push_back(l);
         }
+
+    // Compare each with one rank.
     int number = 0;
     for (bool llama : {false, true})
         for (const LayoutCase& l : some) {
@@ -801,8 +874,9 @@ TEST(Layouts, AdaptersAreOneComputation) {
         }
 }
 
-// The variants of Llama take turns at the layouts. OLMo-2's norms of q and k lie over
-// tensor-parallel ranks, some of which share a key head. GPT-NeoX has turns of its own.
+// The variants of Llama and GPT-NeoX agree; they take turns at the layouts. OLMo-2 has more
+// turns: its norms of q and k extend over all heads, so over tensor-parallel ranks, some of which
+// share a key head.
 TEST(Layouts, VariantsAreOneComputation) {
     std::map<std::tuple<std::string, bool, int>, OneRank> one_rank;
     int number = 0;
@@ -813,6 +887,8 @@ TEST(Layouts, VariantsAreOneComputation) {
             shape.HS = 8;
             bool neox = !strcmp(type, "gpt_neox");
             shape = neox ? neox_for_tp() : small_variant(shape, type);
+
+            // Compare with one rank.
             if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
             OneRank& one = one_rank[{type, adamw, l.micro_batches * l.dp}];
             if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
@@ -821,7 +897,7 @@ TEST(Layouts, VariantsAreOneComputation) {
         }
 }
 
-// So are they with experts: routers, their balance terms, experts that no token of a rank chooses.
+// Models with experts agree: routers, their balance terms, experts that no token of a rank chooses.
 TEST(Layouts, ExpertsAreOneComputation) {
     std::map<std::tuple<bool, bool, int>, OneRank> one_rank;
     Cell worst;
@@ -832,6 +908,8 @@ TEST(Layouts, ExpertsAreOneComputation) {
             Shape shape = mixtral_for_tp(tied);
             if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
             if (((number + 1) / 2 + adamw) % 2) continue; // each layout with one of the optimizers
+
+            // Compare with one rank.
             OneRank& one = one_rank[{tied, adamw, l.micro_batches * l.dp}];
             if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
             Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
@@ -842,8 +920,8 @@ TEST(Layouts, ExpertsAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
-// All that data-parallel ranks may share of the experts, with every other axis; also where a rank's
-// experts have no row, or those of all tokens.
+// Layouts in which dp and cp ranks share the experts, together with every other axis. In some, all
+// tokens choose the same experts: some ranks then have no row, others those of all tokens.
 std::vector<LayoutCase> expert_layouts() {
     std::vector<LayoutCase> all;
     for (auto [dp, tp, pp, ep, cp] :
@@ -852,10 +930,12 @@ std::vector<LayoutCase> expert_layouts() {
           {2, 2, 2, 2, 1}, {4, 1, 2, 2, 1}, {3, 2, 1, 3, 1}, {3, 1, 2, 3, 1}, {1, 1, 1, 2, 2},
           {2, 1, 1, 2, 2}, {3, 1, 1, 6, 2}, {2, 2, 1, 2, 2}})
         for (int zero = 0; zero <= 3; zero++) {
+            // Choose the rest by the layout's number.
             LayoutCase l{dp, tp, pp};
             int i = int(all.size());
             const Pipeline pipelines[] = {Pipeline::ONE_F_ONE_B, Pipeline::GPIPE,
                                           Pipeline::ZERO_BUBBLE, Pipeline::INTERLEAVED};
+
             l.ep = ep, l.cp = cp, l.zero = zero, l.pipeline = pipelines[i % 4];
             l.chunks = l.pipeline == Pipeline::INTERLEAVED && l.pp == 2 ? 2 : 1;
             l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
@@ -867,9 +947,9 @@ std::vector<LayoutCase> expert_layouts() {
     return all;
 }
 
-// Rows that nobody wants stay at home, and nothing changes by a bit: sums have the same
-// terms in the same order. Tokens choose few of many experts, or all the same one, so
-// that ranks get nothing.
+// Exchanging only the rows that a rank's experts want changes no bit against gathering all rows:
+// the sums have the same terms in the same order. Tokens choose few of many experts, or all the
+// same ones, so that some ranks get no row.
 TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
     bool adamw = false;
     for (LayoutCase l : expert_layouts()) {
@@ -884,6 +964,7 @@ TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
     }
 }
 
+// Expert-parallel layouts agree with one rank.
 TEST(Layouts, ExpertParallelRanksAreOneComputation) {
     std::map<std::tuple<bool, bool, bool, int>, OneRank> one_rank;
     Cell worst;
@@ -893,6 +974,8 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
         Shape shape = mixtral_for_tp(tied);
         shape.E = 6;
         if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
+
+        // Compare with one rank.
         if (left_out(&number)) continue;
         OneRank& one = one_rank[{tied, adamw, l.one_expert, l.micro_batches * l.dp}];
         if (!one.result)
@@ -905,13 +988,16 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
-// And with an ffn in some blocks, and shared experts in others: every third layout.
+// Models agree that have dense blocks and blocks with shared experts: every third layout.
 TEST(Layouts, SharedExpertsAreOneComputation) {
+    // Take layouts with and without expert parallelism.
     std::map<std::pair<bool, int>, OneRank> one_rank;
     int number = 0;
     std::vector<LayoutCase> layouts = all_layouts();
     for (const LayoutCase& l : expert_layouts())
         layouts.push_back(l);
+
+    // Compare each with one rank.
     for (LayoutCase& l : layouts) {
         l.one_expert = false;
         bool adamw = number % 2 > 0;
@@ -925,10 +1011,11 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
     }
 }
 
-// Latent attention, with and without a latent of queries, an ffn or experts behind it: every
-// sixth layout of data, tensor and pipeline ranks, some of experts and of sequences cut in
-// all three ways.
+// Latent attention agrees, with and without a latent of queries, before a dense ffn and before
+// experts: on every sixth layout of data, tensor and pipeline ranks, some with expert parallelism,
+// and sequences cut by all three methods.
 TEST(Layouts, LatentAttentionIsOneComputation) {
+    // Choose layouts.
     std::map<std::tuple<bool, bool, int, size_t>, OneRank> one_rank;
     int number = 0, cells = 0;
     std::vector<LayoutCase> layouts = all_layouts(), experts = expert_layouts();
@@ -942,6 +1029,8 @@ TEST(Layouts, LatentAttentionIsOneComputation) {
             l.cp = 2, l.cp_method = ContextMethod(method), l.sequence_parallel = sp, l.T = 16;
             layouts.push_back(l);
         }
+
+    // Compare each with one rank.
     for (LayoutCase& l : layouts) {
         l.one_expert = false;
         bool adamw = number % 2 > 0, routed = l.ep > 1 || number % 4 < 2;
@@ -956,8 +1045,8 @@ TEST(Layouts, LatentAttentionIsOneComputation) {
     printf("%d layouts\n", cells);
 }
 
-// Stages of ZeRO, pipelines and recomputation change no bit of it, and rows that no token has
-// chosen are never read.
+// With expert parallelism too, ZeRO, pipelines and recomputation change no bit. Poison shows that
+// rows which no token has chosen are never read.
 TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     int number = 0;
     for (auto [dp, ep] : {std::pair{2, 2}, {4, 2}, {3, 3}}) {
@@ -975,8 +1064,9 @@ TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     }
 }
 
-// Shards that cut no matrix are the same computation, and as equal bit by bit as others are.
+// Shards that cut no matrix agree with one rank, and stage 1 and 3 have the bits of 0 and 2.
 TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
+    // Data parallelism, with and without tensor parallelism.
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
         LayoutCase l;
         l.dp = 2, l.whole_matrices = true;
@@ -994,7 +1084,7 @@ TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
         }
     }
 
-    // So are groups of shards, pipelines, and weights narrower than their masters.
+    // The same for groups of shards, pipelines, and weights narrower than their masters.
     LayoutCase base;
     base.dp = 4, base.shards = 2, base.whole_matrices = true;
     auto want = run_layout<bf16>(gpt2_for_tp(true), base, true);
@@ -1005,9 +1095,11 @@ TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
     }
 }
 
-// Sequences cut over ranks, with every other axis; documents, windows, ALiBi, learned positions, and
-// heads of which a part turns.
+// Context parallelism, with every other axis, agrees with one rank: with documents, sliding
+// windows, ALiBi, learned positions, and heads of which a part rotates.
 TEST(Layouts, ContextParallelRanksAreOneComputation) {
+    // List layouts. Gathering and Ulysses take turns; each layout also runs as a ring, and those of
+    // four dp and cp ranks as a hybrid, in which two ranks exchange heads.
     std::vector<LayoutCase> all, rings;
     for (auto [dp, tp, pp, cp] :
          {std::array{1, 1, 1, 2}, {1, 1, 1, 3}, {1, 1, 1, 4}, {2, 1, 1, 2}, {1, 2, 1, 2},
@@ -1030,11 +1122,13 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             l.cp_method = ContextMethod::RING, l.cp_order = ContextOrder((i + i / 4) % 3);
             rings.push_back(l);
             if (dp * cp != 4) continue;
-            l.dp = 1, l.cp = 4, l.cp_heads = l.shards = 2; // a hybrid: two exchange heads
+            l.dp = 1, l.cp = 4, l.cp_heads = l.shards = 2; // a hybrid
             l.cp_method = (i + zero) % 2 ? ContextMethod::RING : ContextMethod::GATHER;
             rings.push_back(l);
         }
     all.insert(all.end(), rings.begin(), rings.end());
+
+    // Run each with three families: GPT-2 or one of its kin, Llama, and a model with experts.
     std::map<std::tuple<int, bool, int, int>, OneRank> one_rank;
     Cell worst;
     int number = 0, cells = 0;
@@ -1044,18 +1138,20 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             bool tied = (l.dp + l.pp + l.zero / 2) % 2, llama = family > 0;
             bool experts = family == 2, alibi = !llama && l.zero == 1;
             bool neox = !llama && !tied && !alibi;
-            if (experts && number / 6 % 2) continue; // half of them: experts follow attention
+            if (experts && number / 6 % 2) continue; // half of them: attention comes before experts
+
+            // Choose the model. Experts are distributed over the cp ranks too.
             Shape shape = experts ? mixtral_for_tp(tied)
                           : llama ? llama_for_tp(tied)
                           : neox  ? neox_for_tp()
                                   : gpt2_for_tp(tied);
             if (alibi) shape.position = Position::ALIBI;
-            // experts go over the ranks that share sequences, too
             if (experts) {
                 shape.E = 6, l.ep = l.dp * l.cp % 3 ? l.dp * l.cp % 2 ? 1 : 2 : 3;
                 l.shards = 0;
             }
-            // Ulysses has heads enough; of Llama's key/value heads eight, or two that ranks share
+
+            // Give Ulysses enough heads: Llama has eight key/value heads, or two that ranks share.
             int exchange = l.cp_method == ContextMethod::ULYSSES ? l.cp : l.cp_heads;
             bool ulysses = exchange > 1;
             bool few = ulysses && llama && l.zero % 2;
@@ -1064,6 +1160,8 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
                 if (!llama) shape.HS = neox ? 4 : 2;
                 if (!cp_divides(shape, size_t(l.tp), size_t(exchange))) continue;
             }
+
+            // Compare with one rank.
             bool adamw = number % 2;
             OneRank& one = one_rank[{2 * family + tied + 6 * alibi + 12 * (ulysses + few), adamw,
                                      l.micro_batches * l.dp, l.document_end}];
@@ -1077,13 +1175,13 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
-// Actions read and write what they declare, also where keys come from other ranks.
+// Actions read and write what they declare, also if keys come from other ranks.
 TEST(Layouts, ContextParallelActionsTouchWhatTheyDeclare) {
     LayoutCase l;
     l.cp = 2, l.recompute = three_levels(37), l.document_end = 5, l.micro_batches = 1;
     for (const Shape& shape : {gpt2_shape(2, 2, 16, 61, 32), small_llama()})
         for (int i = 0; i < 4; i++) {
-            // The last is a hybrid.
+            // Take the three methods in turn, then a hybrid.
             l.cp = i == 3 ? 4 : 2, l.cp_heads = i == 3 ? 2 : 1;
             l.cp_method = ContextMethod(i % 3), l.zero = (i + (shape.NKV < shape.NH)) % 2 * 3;
             l.poisoned = false;
@@ -1093,7 +1191,8 @@ TEST(Layouts, ContextParallelActionsTouchWhatTheyDeclare) {
         }
 }
 
-// Documents go with their tokens to the ranks, and the targets that count are those of all ranks.
+// Documents stay apart in every layout, and the loss is a mean over the targets of all ranks.
+// Without the mask the result must differ.
 TEST(Layouts, DocumentsAreThoseOfOneRank) {
     for (bool llama : {false, true}) {
         Shape shape = llama ? llama_for_tp(false) : gpt2_for_tp(false);
@@ -1107,9 +1206,11 @@ TEST(Layouts, DocumentsAreThoseOfOneRank) {
     }
 }
 
-// When a collective happens between its start and its end changes nothing: at its start, or at its
-// finish with NaN in what it writes until then and no change allowed in what it reads.
+// A collective may take place at any time between its start and its end. Results are the same if
+// all take place at their start, or at their end, with NaN until then in the buffers that they
+// write, and a check that nobody changes those that they read.
 TEST(Layouts, TimingChangesNothing) {
+    // Choose layouts in which collectives overlap with actions.
     std::vector<LayoutCase> layouts;
     for (int zero : {0, 1, 2, 3})
         for (auto [tp, pp, chunks, pipeline] :
@@ -1126,6 +1227,8 @@ TEST(Layouts, TimingChangesNothing) {
     LayoutCase ring;
     ring.cp = 4, ring.cp_method = ContextMethod::RING;
     layouts.push_back(ring);
+
+    // Run each at both extremes.
     int number = 0;
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
         for (const LayoutCase& l : layouts) {
@@ -1136,14 +1239,16 @@ TEST(Layouts, TimingChangesNothing) {
         }
 }
 
-// A rank that does not come: the watchdog names the collective that its peer waits for, not the
-// action that the peer has come to meanwhile.
+// If a rank does not arrive, the watchdog names the collective that its peer waits for, and not the
+// action at which the peer has arrived since it started that collective.
 TEST(Layouts, TheWatchdogNamesWhatIsWaitedFor) {
     LayoutCase l;
     l.dp = 2, l.zero = 2;
     std::string failure;
     LocalSettings settings;
     settings.timeout_s = 2, settings.failure = &failure;
+
+    // Rank 0 runs the whole plan, rank 1 only its first two actions.
     EXPECT_EQ(run_local_ranks(2, settings,
                               [&](const Comm& world) {
                                   Layout me = layout_of(l, world.rank);
@@ -1157,18 +1262,23 @@ TEST(Layouts, TheWatchdogNamesWhatIsWaitedFor) {
                                       std::this_thread::sleep_for(std::chrono::milliseconds(5));
                               }),
               1);
+
+    // The message names the reduction of a block, its group, and the rank that is missing.
     EXPECT_NE(failure.find("s in reduce-scatter on 'shard' during action WAIT REDUCE(block.2): "
                            "rank 1 has not arrived"),
               std::string::npos)
         << failure;
 }
 
-// A sum made twice, and one left out, are found by what the buffers hold.
+// A reduction made twice, and a gather of weights that are whole already, are refused: each rank
+// has a table of how its buffers are placed.
 TEST(Layouts, CollectivesAreGivenWhatTheyMustBe) {
     for (bool twice : {true, false}) {
         LocalSettings settings;
         settings.placements = true, settings.timeout_s = 60;
         testing::internal::CaptureStderr();
+
+        // Run a step, then its last collective of a block once more.
         auto body = [&](const Comm& world) {
             LayoutCase l;
             l.dp = 2, l.zero = twice ? 0 : 1;
@@ -1180,6 +1290,8 @@ TEST(Layouts, CollectivesAreGivenWhatTheyMustBe) {
             Action again = {twice ? Op::REDUCE : Op::PUBLISH, -1, -1, 2}; // a block's bucket
             run_action(f.t, again);
         };
+
+        // The error says what the buffer holds.
         EXPECT_EQ(run_local_ranks(2, settings, body), 1);
         std::string said = testing::internal::GetCapturedStderr();
         EXPECT_NE(said.find(twice ? "grad(block.0) is replicated, it must be partial"
@@ -1189,8 +1301,9 @@ TEST(Layouts, CollectivesAreGivenWhatTheyMustBe) {
     }
 }
 
-// Which ranks are neighbours changes no bit.
+// The order in which the grid numbers its ranks changes no bit.
 TEST(Layouts, TheGridsOrderChangesNothing) {
+    // Train in all six orders of tp, pp and dp.
     LayoutCase l;
     l.dp = 2, l.tp = 2, l.pp = 3, l.zero = 2, l.sequence_parallel = true;
     auto want = run_layout<float>(llama_for_tp(true), l, true);
@@ -1199,7 +1312,7 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
         expect_same(*run_layout<float>(llama_for_tp(true), l, true), *want, order);
     }
 
-    // Shards lie with their owners, in whatever order cp and dp are counted.
+    // With cp the sharding group has ranks of dp and cp: try orders that count them differently.
     LayoutCase shared;
     shared.dp = 2, shared.cp = 2, shared.tp = 2, shared.zero = 2;
     want = run_layout<float>(llama_for_tp(true), shared, true);
@@ -1208,7 +1321,7 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
         expect_same(*run_layout<float>(llama_for_tp(true), shared, true), *want, order);
     }
 
-    // The order of the axes is that of the ranks' numbers.
+    // The first axis of the order varies fastest in the ranks' numbers.
     std::set<std::tuple<int, int, int>> places;
     Layout sizes = small_layout(2, 2, 3);
     sizes.order = layout_order("pp-dp-tp");
@@ -1220,7 +1333,7 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
     EXPECT_EQ(places.size(), 12u);
 }
 
-// No layout changes what --seed means.
+// --seed draws the same initial weights in every layout.
 TEST(Layouts, InitialWeightsAreThoseOfOneRank) {
     for (const Shape& shape : {gpt2_for_tp(false), llama_for_tp(true)}) {
         std::vector<std::vector<float>> want;
@@ -1233,6 +1346,8 @@ TEST(Layouts, InitialWeightsAreThoseOfOneRank) {
                 Fixture<float> f(shape, {p});
                 f.t.comms = make_comms(world, me);
                 init_weights(f.t, 11);
+
+                // Gather each parameter, and compare it with one rank's.
                 for (size_t i = 0; i < f.t.model.parameters.size(); i++) {
                     std::vector<float> values = get_weight(f.t, f.t.model.parameters[i]);
                     values.resize(f.t.model.parameters[i].file_elements());

@@ -20,7 +20,7 @@ static Ran start(const std::string& arguments, const std::string& before = "") {
     return shell(before + " " + program() + " " + arguments);
 }
 
-// A run in the background, and its output in a file.
+// A run in the background, with its output in a file. It is killed when this goes.
 struct Child {
     pid_t pid = -1;
     std::string file;
@@ -28,7 +28,8 @@ struct Child {
     Child(const std::string& command, const std::string& output) : file(output) {
         pid = fork();
         if (pid > 0) return;
-        prctl(PR_SET_PDEATHSIG, SIGKILL); // a test that is killed leaves nothing running
+        prctl(PR_SET_PDEATHSIG, SIGKILL); // if the test is killed, so is the run
+
         // Under nohup a child would inherit that hang-ups are ignored.
         for (int number : STOP_SIGNALS)
             signal(number, SIG_DFL);
@@ -51,13 +52,13 @@ struct Child {
         EXPECT_HAS(text(), part);
     }
 
-    // Wait until it has printed the line of a step, of `steps`.
+    // Wait until it has printed the line of this step, of `steps` in all.
     void wait_for_step(int step, int steps) const {
         std::string number = concat(step, "/", steps, " |");
         wait_for_text(" " + number);
     }
 
-    // Its exit status, or minus the signal that ended it.
+    // Wait for its end: its exit status, or minus the number of the signal that ended it.
     int wait() {
         int status = 0;
         waitpid(pid, &status, 0);
@@ -78,7 +79,7 @@ struct Life : Scratch {
         out = path("out");
     }
 
-    // The folders of a run's checkpoints, and what it has set aside.
+    // The names of a run's checkpoints, those that it has set aside included.
     std::vector<std::string> steps(const std::string& folder) const {
         std::vector<std::string> names;
         for (const fs::directory_entry& e : fs::directory_iterator(folder))
@@ -88,7 +89,8 @@ struct Life : Scratch {
         return names;
     }
     std::vector<std::string> steps() const { return steps(out); }
-    // The lines of the log; those of where time went are apart.
+
+    // The lines of the log: those that account for time, or all others.
     std::vector<json> lines(bool of_time) const {
         std::vector<json> found;
         std::ifstream in(out + "/log.jsonl");
@@ -99,7 +101,8 @@ struct Life : Scratch {
         return found;
     }
     std::vector<json> log() const { return lines(false); }
-    // The steps that it has, also while a run writes it.
+
+    // How many steps the log has; also while a run writes it.
     int log_steps() const {
         std::string text = read_file(out + "/log.jsonl");
         return int(std::count(text.begin(), text.end(), '\n')) - 1;
@@ -114,6 +117,7 @@ typedef std::vector<std::string> Names;
 // ----------------------------------------------------------------------------
 // the folder is one run's
 
+// A new run in the folder of another one is refused, and the folder stays as it was.
 TEST_F(Life, AUsedFolderIsRefusedAndUntouched) {
     ASSERT_EQ(start(small + "--steps 6 --save-every 2 --out " + out).status, 0);
     std::string before = read_file(out + "/log.jsonl");
@@ -130,6 +134,7 @@ TEST_F(Life, AUsedFolderIsRefusedAndUntouched) {
     EXPECT_EQ(read_file(out + "/log.jsonl"), before);
 }
 
+// A second run in a folder where one is writing is refused; a run that only reads is not.
 TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
     Child first(program() + " " + small + "--steps 1000000 --save-every 5 --out " + out,
                 path("first"));
@@ -144,6 +149,8 @@ TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
     EXPECT_EQ(looks.status, 0) << looks.text;
     EXPECT_HAS(looks.text, "weights: " + out + "/step_");
     EXPECT_HAS(looks.text, "val loss ");
+
+    // The first run goes on undisturbed until it is stopped.
     kill(first.pid, SIGTERM);
     EXPECT_EQ(first.wait(), 128 + SIGTERM);
     std::vector<json> all = log();
@@ -151,10 +158,12 @@ TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
     for (size_t i = 1; i < all.size(); i++)
         EXPECT_EQ(all[i]["step"], i);
 
-    // The lock goes with its process: nothing has to be removed by hand.
+    // The lock ends with its process, so nothing has to be removed by hand.
     EXPECT_EQ(start(small + "--steps 9 --resume --out " + out).status, 0);
 }
 
+// Evaluating and sampling leave the log as it is. Without --resume they are refused, because they
+// would take new weights.
 TEST_F(Life, WhoOnlyLooksNeverWritesTheLog) {
     ASSERT_EQ(start(small + "--steps 3 --out " + out).status, 0);
     std::string before = read_file(out + "/log.jsonl");
@@ -167,6 +176,7 @@ TEST_F(Life, WhoOnlyLooksNeverWritesTheLog) {
     EXPECT_HAS(start(small + "--eval").text, "weights: new, from --seed 1337");
 }
 
+// The parents of --out are made too.
 TEST_F(Life, FoldersAboveAreMade) {
     EXPECT_EQ(start(small + "--steps 1 --out " + path("a/b/c")).status, 0);
     EXPECT_TRUE(fs::exists(path("a/b/c/step_00000001")));
@@ -175,21 +185,23 @@ TEST_F(Life, FoldersAboveAreMade) {
 // ----------------------------------------------------------------------------
 // going on
 
+// With --resume, flags that are not given take the checkpoint's values.
 TEST_F(Life, FlagsThatAreLeftOutAreTheCheckpoints) {
     ASSERT_EQ(start(small + "--steps 4 --lr 0.002 --out " + out).status, 0);
     Ran sample = start("--resume --steps 0 --sample-tokens 8 --seed 7 --out " + out);
     EXPECT_EQ(sample.status, 0) << sample.text;
     EXPECT_HAS(sample.text, "weights: " + out + "/step_00000004");
 
-    // A flag that is given counts, and a difference is said.
+    // A flag that is given wins, and a note names the difference.
     Ran other = start("--resume --steps 6 --lr 0.001 --sample-tokens 0 --out " + out);
     EXPECT_EQ(other.status, 0) << other.text;
     EXPECT_HAS(other.text, "note: this run differs from its checkpoint: --steps was 4, "
                            "--lr was 0.002\n");
     EXPECT_EQ(manifest("step_00000006")["config"]["channels"], 32);
-    EXPECT_EQ(manifest("step_00000006")["config"]["min-lr"], 0.0001); // a tenth of the new one
+    EXPECT_EQ(manifest("step_00000006")["config"]["min-lr"], 0.0001); // a tenth of the new --lr
 }
 
+// adopt_flags() compares values, not texts, and leaves alone what it cannot take.
 TEST_F(Life, AdoptingFlagsComparesValues) {
     Config c;
     c.lr = 0.001;
@@ -200,11 +212,11 @@ TEST_F(Life, AdoptingFlagsComparesValues) {
     EXPECT_EQ(adopt_flags(c, saved), "--heads was 2");
     EXPECT_EQ(c.layers, 3);
     EXPECT_EQ(c.heads, 4);
-    EXPECT_EQ(c.seq, Config().seq); // a value that the flag refuses
-    EXPECT_EQ(c.optimizer, "adamw"); // the same: the default stays
-    EXPECT_EQ(c.out, "");           // where files go is this run's own affair
+    EXPECT_EQ(c.seq, Config().seq);  // the flag refuses the saved value
+    EXPECT_EQ(c.optimizer, "adamw"); // likewise
+    EXPECT_EQ(c.out, "");            // not adopted: it does not describe what is trained
 
-    // The default --min-lr follows a new --lr, one that was chosen stays.
+    // A default --min-lr follows a new --lr; one that was chosen stays.
     saved = {{"lr", 0.01}, {"min-lr", 0.01 / 10}};
     adopt_flags(c, saved);
     EXPECT_EQ(c.min_lr, -1);
@@ -213,6 +225,8 @@ TEST_F(Life, AdoptingFlagsComparesValues) {
     EXPECT_EQ(c.min_lr, 0.0005);
 }
 
+// --resume without a checkpoint begins a new run, and after the last step has nothing to do. To
+// evaluate it needs a checkpoint.
 TEST_F(Life, ResumeBeginsWhereThereIsNothingAndEndsWhereAllIsDone) {
     Ran fresh = start(small + "--resume --steps 2 --out " + out);
     EXPECT_EQ(fresh.status, 0);
@@ -226,6 +240,7 @@ TEST_F(Life, ResumeBeginsWhereThereIsNothingAndEndsWhereAllIsDone) {
     EXPECT_HAS(none.text, "holds no whole checkpoint");
 }
 
+// The log's count of tokens goes on from the checkpoint's, also with another batch size.
 TEST_F(Life, TokensCountOnWithAnotherBatch) {
     ASSERT_EQ(start(small + "--steps 3 --batch-tokens 256 --out " + out).status, 0);
     ASSERT_EQ(start(small + "--steps 5 --batch-tokens 128 --resume --out " + out).status, 0);
@@ -235,7 +250,10 @@ TEST_F(Life, TokensCountOnWithAnotherBatch) {
     EXPECT_EQ(tokens, (std::vector<int64_t>{256, 512, 768, 896, 1024}));
 }
 
+// A run that resumes from an older checkpoint renames the newer ones: .broken if they are, else
+// .newer. None is deleted.
 TEST_F(Life, BrokenCheckpointsAreSetAside) {
+    // Damage the newest.
     ASSERT_EQ(start(small + "--steps 6 --save-every 2 --keep 3 --out " + out).status, 0);
     std::fstream(out + "/step_00000006/rank_00000.safetensors",
                  std::ios::in | std::ios::out | std::ios::binary)
@@ -247,7 +265,7 @@ TEST_F(Life, BrokenCheckpointsAreSetAside) {
     EXPECT_HAS(r.text, "resumed at step 4");
     EXPECT_EQ(steps(), (Names{"step_00000004", "step_00000005", "step_00000006.broken"}));
 
-    // An older step on purpose: what is newer is kept under another name.
+    // Resume from an older step on purpose.
     Ran back = start(resume + " --steps 5 --resume-step 4");
     EXPECT_HAS(back.text, "step_00000005 is now " + out + "/step_00000005.newer");
     EXPECT_EQ(back.status, 0) << back.text;
@@ -261,7 +279,7 @@ TEST_F(Life, BrokenCheckpointsAreSetAside) {
 // ----------------------------------------------------------------------------
 // signals
 
-// Everything a checkpoint holds but its manifest, which names this machine.
+// All files of a checkpoint but its manifest, which names this machine.
 static std::string state(const std::string& folder) {
     std::string all;
     for (auto& [name, bytes] : folder_bytes(folder))
@@ -269,9 +287,10 @@ static std::string state(const std::string& folder) {
     return all;
 }
 
-// Send signals at random moments until the run is over; it must end as if it had had none.
+// Send signals to a run at random moments, and resume it each time, until it is over: its
+// checkpoint must be that of a run that received none.
 static void stop_and_resume(const Life& t, const std::string& flags, int rounds) {
-    std::string whole = t.path("whole"); // the run that nobody disturbs
+    std::string whole = t.path("whole"); // of the run that is not disturbed
     std::string line = program() + " " + t.small + flags + " --steps 300 ";
     ASSERT_EQ(shell(line + "--out " + whole).status, 0);
 
@@ -280,6 +299,7 @@ static void stop_and_resume(const Life& t, const std::string& flags, int rounds)
     for (int round = 0; round < rounds; round++) {
         fs::remove_all(t.out);
         for (int step = 1 + random() % 150; step <= 300; step += 1 + random() % 150) {
+            // Send a signal some time after a step.
             fs::remove(t.path("said"));
             Child child(line + "--resume --out " + t.out, t.path("said"));
             int number = STOP_SIGNALS[random() % STOP_SIGNALS.size()];
@@ -289,12 +309,13 @@ static void stop_and_resume(const Life& t, const std::string& flags, int rounds)
             int status = child.wait();
             if (status == 0 || status == -number) break; // its last step was over already
 
+            // The run has stopped as it should, and saved. The next signal comes at a later step.
             ASSERT_EQ(status, 128 + number) << child.text();
             std::string text = child.text(),
                         said = "stopped by " + signal_name(number) + " at step ";
             EXPECT_HAS(text, said);
             step =
-                atoi(text.c_str() + text.find(said) + said.size()); // the next signal comes later
+                atoi(text.c_str() + text.find(said) + said.size());
             EXPECT_FALSE(t.steps(t.out).empty());
             stopped++;
         }
@@ -308,6 +329,7 @@ static int rounds() {
     return given ? atoi(given) : 2;
 }
 
+// Signals at random moments: on one rank, on several, and with asynchronous saves.
 TEST_F(Life, SignalsAtAnyMomentLoseNothing) { stop_and_resume(*this, "", rounds()); }
 TEST_F(Life, SignalsStopAllRanksAfterTheSameStep) {
     stop_and_resume(*this, "--local-ranks 4 --pp 2 --zero 1 --batch-tokens 256", rounds());
@@ -317,13 +339,14 @@ TEST_F(Life, SignalsWaitForASaveBesideTheSteps) {
                     (rounds() + 1) / 2);
 }
 
+// A signal to one process stops all.
 TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
     std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 ";
     if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
         GTEST_SKIP() << "skipped: built without MPI";
 
-    // Only the second process gets the signal, and both stop.
+    // Signal the second process only.
     std::string train = program() + " " + small + "--steps 1000000 --out " + out;
     Child job(mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train +
                   "'",
@@ -337,7 +360,8 @@ TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     EXPECT_EQ(steps().size(), 1u);
 }
 
-// The first rank waits for the second one, which waits for the third, and that one stands still.
+// The watchdog names the rank that hangs, and ends the job. The first rank waits for the second,
+// which waits for the third, which is stopped: only the third may be named.
 TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
     if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
     std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 3 ";
@@ -348,19 +372,22 @@ TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
     Child job(
         mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
         path("said"));
+
+    // Stop the third rank's process.
     job.wait_for_step(3, 1000000);
     kill(pid_t(atoll(read_file(path("pid.2")).c_str())), SIGSTOP);
     double start = clock_seconds();
     EXPECT_NE(job.wait(), 0);
     EXPECT_LT(clock_seconds() - start, 60);
     EXPECT_HAS(job.text(),
-               " has not arrived; rank 2 has been in "); // and in a wait of its own, or in none
+               " has not arrived; rank 2 has been in "); // in some action, or in a wait
     for (const char* other : {"; rank 0 has been", "; rank 1 has been"})
         EXPECT_FALSE(has(job.text(), other)) << job.text();
 }
 
+// A signal during an evaluation ends the run without waiting for it, and without its loss.
 TEST_F(Life, ASignalEndsAnEvaluation) {
-    // After the first step all of the text is evaluated, many times as long as a step.
+    // After the first step evaluate the whole text, which takes many times as long as a step.
     for (std::string ranks : {"", " --local-ranks 2"}) {
         fs::remove_all(out);
         fs::remove(path("said"));
@@ -377,8 +404,9 @@ TEST_F(Life, ASignalEndsAnEvaluation) {
     }
 }
 
+// A second signal, at least a second after the first one, ends the program at once.
 TEST_F(Life, ASecondSignalLeavesAtOnce) {
-    // A step of this run takes long enough for two signals.
+    // Train a model whose step takes long enough for both signals.
     Child child("env OMP_NUM_THREADS=1 " + program() + " " + small +
                     "--channels 512 --layers 4 --seq 256 --batch-tokens 262144 --steps 9 --out " +
                     out,
@@ -386,13 +414,16 @@ TEST_F(Life, ASecondSignalLeavesAtOnce) {
     for (int i = 0; i < 1000 && !has(child.text(), "mfu: "); i++)
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
+
+    // Two signals at once count as one, because shells send one twice.
     kill(child.pid, SIGINT);
-    kill(child.pid, SIGINT); // at once: shells send one twice
+    kill(child.pid, SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(1100));
     kill(child.pid, SIGTERM);
     EXPECT_EQ(child.wait(), -SIGTERM) << child.text();
 }
 
+// A signal that was ignored when the program started, as nohup does, does not stop it.
 TEST_F(Life, ASignalThatIsIgnoredStaysSo) {
     Child child("bash -c 'trap \"\" HUP; exec " + program() + " " + small + "--steps 60'",
                 path("said"));
@@ -401,6 +432,7 @@ TEST_F(Life, ASignalThatIsIgnoredStaysSo) {
     EXPECT_EQ(child.wait(), 0) << child.text();
 }
 
+// agree() gives all ranks what any of them wishes.
 TEST(Stop, OneWishIsEnough) {
     std::vector<Wishes> got(3);
     run_local_ranks(3, {}, [&](const Comm& world) {
@@ -421,6 +453,7 @@ TEST(Stop, OneWishIsEnough) {
 // ----------------------------------------------------------------------------
 // saving
 
+// --save-minutes saves by the clock.
 TEST_F(Life, SavesByTheClock) {
     Child child(program() + " " + small + "--steps 1000000 --save-minutes 0.004 --out " + out,
                 path("said"));
@@ -430,32 +463,40 @@ TEST_F(Life, SavesByTheClock) {
     EXPECT_GE(steps().size(), 2u) << child.text();
 }
 
-// Young's formula at figures of the literature: 419 failures in 54 days of 16,384 ranks are one in
-// three hours; a save of a minute is then due every 19, one of five seconds every 5.6.
+// Young's formula gives the literature's figures: 419 failures in 54 days of 16,384 ranks are
+// one in three hours. A save that takes a minute is then due every 19 minutes, one of five
+// seconds every 5.6.
 TEST(Interval, YoungsFormulaMeetsPublishedFigures) {
     double failure = job_failure_seconds(50700, 16384);
     EXPECT_NEAR(failure, 54 * 86400 / 419.0, 10);
     EXPECT_NEAR(young_interval(11135, 60), 1156, 1);
     EXPECT_NEAR(young_interval(11135, 5), 334, 1);
+
+    // The time that is left, with ten minutes to start again after a failure.
     EXPECT_NEAR(1 - lost_share(1156, 11135, 60) - 600 / 11135.0, 0.842,
-                0.001);                   // with ten minutes to start again
-    for (double t : {0.5, 0.9, 1.1, 2.0}) // the least is there
+                0.001);
+
+    // Any other interval loses more.
+    for (double t : {0.5, 0.9, 1.1, 2.0})
         EXPECT_GT(lost_share(t * young_interval(failure, 60), failure, 60),
                   lost_share(young_interval(failure, 60), failure, 60));
-    EXPECT_EQ(young_interval(1, 8), 8); // it fails before it has saved
+    EXPECT_EQ(young_interval(1, 8), 8); // saves that take longer than the job lives
     EXPECT_HAS(interval_text(50700, 1024, 30),
                "a checkpoint every 54m30s: a save takes 30 s, and 1024 ranks fail "
                "every 49h30m; both cost 1.8% of the time");
 }
 
-// The first save tells its cost, and the next ones follow it: of C seconds each, at 100 C to a
-// failure, one is due every sqrt(200) C.
+// With --save-minutes auto the cost of saves sets their interval. If a save costs C seconds and the
+// job fails every 100 C, one is due every sqrt(200) C.
 TEST_F(Life, TheIntervalFollowsWhatASaveCosts) {
+    // Measure a save.
     std::string text = start(small + "--steps 2 --save-minutes auto --out " + path("cost")).text;
     size_t at = text.find("a save takes ");
     ASSERT_NE(at, std::string::npos) << text;
     double cost = atof(text.c_str() + at + 13);
     EXPECT_TRUE(fs::exists(path("cost") + "/step_00000002"));
+
+    // Train for about 40 C.
     Child child(program() + " " + small +
                     concat("--steps 1000000 --save-minutes auto --failure-hours ",
                            100 * cost / 3600, " --keep 100 --out ", out),
@@ -467,11 +508,15 @@ TEST_F(Life, TheIntervalFollowsWhatASaveCosts) {
     double seconds = clock_seconds() - begin;
     kill(child.pid, SIGTERM);
     child.wait();
+
+    // The interval is printed once.
     std::string said = child.text();
     EXPECT_HAS(said, "a checkpoint every ");
     EXPECT_EQ(said.find("a checkpoint every ", said.find("a checkpoint every ") + 1),
               std::string::npos)
         << "once";
+
+    // The number of saves fits the cost that this run measured, within half of it and two.
     ASSERT_EQ(lines(true).size(), 1u);
     double spent = lines(true)[0]["seconds"]["save"].get<double>();
     double saves = double(checkpoint_steps(out).size());
@@ -480,7 +525,7 @@ TEST_F(Life, TheIntervalFollowsWhatASaveCosts) {
     EXPECT_NEAR(saves, seconds / due, 0.5 * saves + 2) << spent << " s for " << saves;
 }
 
-// Each rank's part lies on its machine and on the next, in whatever order ranks stand on machines.
+// The buddy of a rank is on the next machine, in whatever order ranks are placed on machines.
 TEST(Buddies, AreOnTheNextMachine) {
     EXPECT_EQ(choose_buddies({0, 0, 2, 2}), (std::vector<int>{2, 3, 0, 1}));
     EXPECT_EQ(choose_buddies({0, 1, 0, 1, 4}), (std::vector<int>{1, 4, 3, 4, 0}));
@@ -488,9 +533,10 @@ TEST(Buddies, AreOnTheNextMachine) {
     EXPECT_EQ(buddy_folder("/m/%r/x", 12), "/m/12/x");
 }
 
-// A run of three machines of a rank each. One is lost with what it had in memory: the run goes on
-// from the last save in memory, and has the bits of a run that nothing happened to. When a machine
-// and its buddy are lost, what is said is whose part is gone, and --out counts.
+// Three machines of one rank each save in each other's memory. If one machine is lost, the run
+// goes on from the last save in memory, and ends with the bits of a run that nothing happened
+// to. If a machine and its buddy are lost, a note names the part that is gone, and the run goes
+// on from --out.
 TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     std::string flags =
         small + "--zero 1 --batch-tokens 384 --schedule constant --warmup 5 --save-minutes 0 ";
@@ -503,8 +549,9 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     std::string mpirun = "timeout 300 mpirun --allow-run-as-root --oversubscribe -np 3 ";
     if (!mpi) puts("skipped: no mpirun, so threads stand for processes");
 
-    // Kill one process, or the one that has all ranks; the rest of the job ends with it. On disk
-    // there is step 5. Returns the newest step in memory.
+    // Save step 5 on disk, go on, and kill one process, or the one that has all ranks: the rest of
+    // the job ends with it. Then remove the memory of these machines. Returns the newest step that
+    // was in memory.
     auto lose = [&](std::vector<int> machines) {
         for (std::string name : {"out", "said", "pid.1", "m0", "m1", "m2"})
             fs::remove_all(path(name));
@@ -526,30 +573,34 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     auto go_on = [&](int64_t steps) {
         return start(flags + threads + buddy + concat(" --resume --steps ", steps));
     };
+
+    // Lose one machine. The run may go on from one step earlier, if the kill came during a save.
     int64_t step = lose({1});
     Ran r = go_on(step + 5);
     EXPECT_HAS(r.text,
-               ", from memory\n"); // a step before where the kill came in the middle of a save
+               ", from memory\n");
     ASSERT_EQ(
         start(flags + threads + concat("--steps ", step + 5, " --out ", path("whole"))).status, 0);
     std::string last = "/" + step_folder(step + 5);
     EXPECT_TRUE(state(out + last) == state(path("whole") + last));
-    for (int m = 0; m < 3; m++) // a run that is over leaves the memory
+
+    // A run that is over has removed its saves from memory.
+    for (int m = 0; m < 3; m++)
         EXPECT_EQ(checkpoint_steps(path(concat("m", m))).size(), 0u);
 
-    // Without a log in --out the memory is another run's, and a new one begins.
+    // Remove --out: without its log the memory counts as another run's, and a new run begins.
     lose({});
     fs::remove_all(out);
     EXPECT_HAS(go_on(2).text, "holds no checkpoint: a new run begins");
 
-    // The buddy is lost too.
+    // Lose a machine and its buddy.
     lose({1, 2});
     r = go_on(8);
     EXPECT_HAS(r.text, "note: --buddy: rank_00001.safetensors of step ");
     EXPECT_HAS(r.text, " is on no machine that is left\n");
     EXPECT_HAS(r.text, "resumed at step 5\n");
 
-    // A copy with a turned bit is no copy.
+    // Lose a machine, and flip a bit in the copy of its part: the copy is not used.
     lose({0});
     std::string copy = path("m1") + "/" + step_folder(checkpoint_steps(path("m1")).front()) +
                        "/rank_00000.safetensors";
@@ -558,18 +609,20 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     bytes[bytes.size() / 2] ^= 1;
     std::ofstream(copy) << bytes;
     EXPECT_HAS(go_on(8).text, "note: --buddy: rank_00000.safetensors of step ");
+
+    // A run on one machine is refused.
     r = start(small + "--local-ranks 2 --steps 9 --buddy-every 1 --out " + path("x") + " --buddy " +
               path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: start the run on two or more");
 
-    // One that is left of two goes on all the same.
+    // A run that resumes on one machine goes on without saves in memory.
     r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") +
               " --buddy " + path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: nothing is saved in memory");
     EXPECT_EQ(r.status, 0) << r.text;
 }
 
-// Weights that an update has ruined are not saved in memory over good ones.
+// Weights that are not finite after an update are not saved in memory over good ones.
 TEST_F(Life, RuinedWeightsAreNotSavedInMemory) {
     Ran r = start(
         small +
@@ -580,7 +633,7 @@ TEST_F(Life, RuinedWeightsAreNotSavedInMemory) {
     EXPECT_EQ(checkpoint_steps(path("m0")), std::vector<int64_t>());
 }
 
-// Six pairs, of which a window of 128 holds one.
+// Six preference pairs, of which a window of 128 tokens holds one.
 static std::string six_pairs() {
     std::string lines;
     for (std::string x : {"alpha", "beta", "gamma", "delta", "epsilon", "zeta"})
@@ -588,13 +641,15 @@ static std::string six_pairs() {
     return lines;
 }
 
-// A run that goes on with a smaller batch has read more windows than its steps now would: it has the
-// reference of all of them, as one that goes on for long.
+// A run that resumes with a smaller batch has read more windows than its steps would now. It still
+// computes the references of all windows, as a longer run does: the losses of step 3 are the same.
 TEST_F(Life, ASmallerBatchHasAllReferences) {
     std::string flags =
         "--layers 1 --heads 2 --channels 32 --seq 128 --micro-batch 1 --sample-tokens 0 --loss dpo "
         "--schedule constant --data " +
         put("pairs.jsonl", six_pairs()) + " ";
+
+    // Resume the same checkpoint for one step, and for five.
     ASSERT_EQ(start(flags + "--batch-tokens 256 --steps 2 --out " + out).status, 0);
     std::vector<double> losses;
     for (const char* steps : {"3", "7"}) {
@@ -612,9 +667,9 @@ TEST_F(Life, ASmallerBatchHasAllReferences) {
     EXPECT_EQ(losses[0], losses[1]);
 }
 
-// A whole run of two ranks with all that saves and looks beside its steps. It is killed at any moment, or one
-// of its processes stops: that one is named within seconds. What goes on ends with the bits of a run that
-// nothing happened to.
+// A run of two ranks, with everything on that saves and checks beside its steps, is killed at
+// random moments, or one of its processes is stopped, which the watchdog names within seconds.
+// Resumed, it ends with the bits of a run that nothing happened to.
 struct LifeKilled : Life, testing::WithParamInterface<const char*> {};
 TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
     std::string flags = "--micro-batch 2 --lr 0.002 --schedule constant --warmup 3 ";
@@ -629,7 +684,8 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
                "--save-async --save-minutes auto --failure-hours 1e-5 --out ", out, " --resume ");
     ASSERT_EQ(start(flags + threads + "--out " + whole).status, 0);
 
-    // Kill the process that has both ranks.
+    // Kill the process of both ranks three times; after the second kill one machine's memory
+    // is lost too.
     std::mt19937 random(11);
     int at = 0;
     for (int kills = 0; kills < 3; kills++) {
@@ -642,7 +698,7 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
         kill(child.pid, SIGKILL);
         child.wait();
         EXPECT_FALSE(has(child.text(), "error: ")) << child.text();
-        if (kills == 1) fs::remove_all(path("m1")); // and its machine is lost
+        if (kills == 1) fs::remove_all(path("m1"));
     }
 
     // Stop one of two processes.
@@ -652,13 +708,15 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
              "built without MPI");
     if (!mpi) puts("skipped: no mpirun, so nobody stops");
     if (mpi) {
-        fs::remove(path("said")); // of the child before
+        fs::remove(path("said"));
         Child job("timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 sh -c 'echo $$ >" +
                       path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + program() + " " + flags +
                       beside + "--steps 40'",
                   path("said"));
         job.wait_for_text("resumed at step ");
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300000));
+
+        // The job must end by itself.
         pid_t stops = pid_t(atoll(read_file(path("pid.1")).c_str()));
         ASSERT_GT(stops, 1);
         kill(stops, SIGSTOP);
@@ -667,16 +725,19 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
         EXPECT_LT(clock_seconds() - begin, 15);
         EXPECT_HAS(job.text(), "; rank 1 has been in ");
     }
+
+    // Finish the run.
     Ran r = start(flags + threads + beside);
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_TRUE(state(out + "/step_00000040") == state(whole + "/step_00000040"));
 }
 INSTANTIATE_TEST_SUITE_P(, LifeKilled, testing::Values("--zero 1", "--loss dpo"));
 
-// Four ranks are killed, and three, then two, then four go on. Every step takes the samples that it
-// takes in a run of four, so losses differ by the order of sums alone: a float's mean by some 1e-6 of
-// itself, and AdamW turns 1e-6 of a gradient into lr x 1e-6 x |gradient|_1 <= 4e-4 x 1e-6 x 500 of
-// loss a step. Other samples would differ by a hundredth.
+// Four ranks are killed; then three, two and four ranks go on. Every step takes the samples that it
+// takes in a run of four ranks, so losses differ only by the order of sums. That changes a float's
+// mean by some 1e-6 of itself, and AdamW turns 1e-6 of a gradient into
+// lr x 1e-6 x |gradient|_1 <= 4e-4 x 1e-6 x 500 of loss a step. Other samples would change the loss
+// by a hundredth.
 struct LifeElastic : Life, testing::WithParamInterface<std::array<const char*, 3>> {};
 TEST_P(LifeElastic, AnyRanksGoOn) {
     auto [model, four, two] = GetParam();
@@ -686,6 +747,8 @@ TEST_P(LifeElastic, AnyRanksGoOn) {
                "--batch-tokens 384 --schedule constant --warmup 9 --sample-tokens 0 "
                "--eval-tokens 256 --log-every 1 --data ",
                path("text.txt"), " ");
+
+    // Kill four ranks.
     {
         Child child(
             concat(program(), " ", flags, four, " --steps 100000 --save-every 1 --out ", out),
@@ -694,11 +757,15 @@ TEST_P(LifeElastic, AnyRanksGoOn) {
         kill(child.pid, SIGKILL);
         child.wait();
     }
+
+    // Go on with other numbers of ranks, two steps each.
     int64_t step = checkpoint_steps(out).front();
     for (std::string ranks : {"--local-ranks 3", two, four}) {
         Ran r = start(concat(flags, ranks, " --resume --steps ", step += 2, " --out ", out));
         ASSERT_EQ(r.status, 0) << r.text;
     }
+
+    // Compare the losses with those of four ranks that nothing happened to.
     auto losses = [&] {
         std::map<int64_t, double> of_step;
         for (const json& line : log())
@@ -718,7 +785,7 @@ INSTANTIATE_TEST_SUITE_P(
                     std::array{"--model tiny-moe --kv-heads 2 --ffn 16 --experts 4",
                                "--local-ranks 4 --ep 2 --zero 1", "--local-ranks 2 --ep 2"}));
 
-// A replay takes the first rank's samples, and nothing of it stays: no scale of fp8, no cursor.
+// A replay of a step leaves no trace: neither in fp8's scales nor in the data's cursor.
 TEST_F(Life, AReplayLeavesNothing) {
     std::string line =
         small + "--local-ranks 2 --precision bf16 --fp8 delayed --steps 4 --save-every 4 --out ";
@@ -735,7 +802,7 @@ TEST_F(Life, AReplayLeavesNothing) {
     EXPECT_EQ(history("plain"), history("replayed"));
 }
 
-// Saves beside the steps leave the checkpoints that saves in their way leave, to the byte.
+// Asynchronous saves write the same bytes as saves that the steps wait for.
 TEST_F(Life, SavesBesideTheStepsAreTheSame) {
     std::string line = small + "--local-ranks 2 --steps 9 --eval-every 3 --save-every 2 --keep 9 "
                                "--keep-best --out ";
@@ -748,12 +815,12 @@ TEST_F(Life, SavesBesideTheStepsAreTheSame) {
         EXPECT_EQ(state(out + "/" + name), state(path("waits/") + name)) << name;
         json other = json::parse(read_file(path("waits/") + name + "/manifest.json"));
         json own = manifest(name);
-        for (const char* key : {"config", "crc32"}) // which name the folder and the flag
+        for (const char* key : {"config", "crc32"}) // these depend on the folder and the flag
             own.erase(key), other.erase(key);
         EXPECT_EQ(own, other);
     }
 
-    // Its copy is counted: on one rank, of all that the files hold.
+    // --explain counts the copy: on one rank it has all that the files hold.
     size_t elements = 0;
     json files = manifest(steps()[0])["files"];
     for (const json& file : files)
@@ -763,10 +830,13 @@ TEST_F(Life, SavesBesideTheStepsAreTheSame) {
     EXPECT_EQ(atoll(plan.c_str() + plan.find("copy for a save") + 16), 4 * elements);
 }
 
+// --keep-best keeps the checkpoint with the lowest validation loss, beside those of --keep.
 TEST_F(Life, TheBestCheckpointStays) {
-    // A rate that is too high for the text's end: the loss goes up and down.
+    // Train with a rate that is too high, so that the loss goes up and down.
     ASSERT_EQ(start(small + "--steps 60 --eval-every 3 --warmup 0 --schedule constant --lr 0.03 "
                             "--save-every 1 --keep 1 --keep-best --out " + out).status, 0);
+
+    // Find the best step in the log.
     double best = INFINITY;
     std::string name;
     for (const json& line : log())
@@ -780,6 +850,7 @@ TEST_F(Life, TheBestCheckpointStays) {
     EXPECT_EQ(manifest("step_00000060")["best_loss"], best);
 }
 
+// Weights that have diverged are not saved: the good checkpoints stay.
 TEST_F(Life, RuinedWeightsAreNotSavedOverGoodOnes) {
     ASSERT_EQ(start(small + "--steps 4 --save-every 1 --out " + out).status, 0);
     Ran r = start(small + "--steps 9 --resume --save-every 1 --save-minutes 0 --lr 1000 --min-lr "
@@ -798,7 +869,8 @@ TEST_F(Life, RuinedWeightsAreNotSavedOverGoodOnes) {
     EXPECT_EQ(read_file(path("e/model.safetensors")), good);
 }
 
-// A model that knows its text by heart may be worse than guessing on other text: it is not ruined.
+// A model that has learned its text by heart may be worse than guessing on other text. It is not
+// ruined, and is saved.
 TEST_F(Life, AModelThatOverfitsIsSaved) {
     std::string train, other;
     for (int i = 0; i < 5000; i++) {
@@ -816,12 +888,13 @@ TEST_F(Life, AModelThatOverfitsIsSaved) {
 // ----------------------------------------------------------------------------
 // values that are not finite
 
-// Every family in every layout of a step: what a healthy step makes is finite, wherever it is
-// looked at; and of a weight that is not, the first operator that reads it is named.
+// For GPT-2 and Llama, and every level of recomputation: all results of a healthy step are finite;
+// and if one weight is NaN, the first operator that reads it is named.
 TEST(Health, TheFirstValueThatIsNotFiniteIsFound) {
     for (const Shape& shape :
          {small_gpt2(), small_gpt2(false), small_llama(), small_llama(true, true)})
         for (Recompute level : ALL_LEVELS) {
+            // Run a healthy step, and look at each action's results.
             PlanOptions o;
             o.B = 2, o.T = 8, o.micro_batches = 2, o.recompute = level;
             Small<float> small(shape, {make_plan({}, make_model(shape), o)});
@@ -851,6 +924,7 @@ TEST(Health, TheFirstValueThatIsNotFiniteIsFound) {
         }
 }
 
+// when_in_step() puts forward before backward, and layers in the direction of the pass.
 TEST(Health, TheEarliestOfAllRanksIsNamed) {
     Action f, b;
     f.op = Op::F, f.micro = 1, f.layer = 3;
@@ -864,6 +938,7 @@ TEST(Health, TheEarliestOfAllRanksIsNamed) {
     EXPECT_LT(when_in_step(b, 5), when_in_step(later, 5));
 }
 
+// find_bad_values() counts bad values over parts of a large array, and gives the others' range.
 TEST(Health, BadValuesAreCountedAndTheOthersMeasured) {
     std::vector<float> x((size_t(1) << 20) + 7, 1.5f);
     x[3] = -2;
@@ -877,6 +952,7 @@ TEST(Health, BadValuesAreCountedAndTheOthersMeasured) {
     EXPECT_EQ(bad.high, 1.5);
 }
 
+// Weights that are not finite are refused when they are loaded, whatever the run is to do.
 TEST_F(Life, WeightsThatAreNotFiniteAreRefused) {
     ASSERT_EQ(start(small + "--steps 1 --export " + path("e")).status, 0);
     std::string file = path("e/model.safetensors"), bytes = read_file(file);
@@ -891,17 +967,19 @@ TEST_F(Life, WeightsThatAreNotFiniteAreRefused) {
     }
 }
 
+// A spike is noted once, when it begins: a loss or norm far above the recent steps.
 TEST(Spikes, AreFarAboveTheLastSteps) {
+    // Normal steps, then spikes of either.
     Spikes s;
     for (int i = 0; i < 200; i++)
         EXPECT_EQ(s.look(i, 3 + 0.1 * std::sin(i), 1 + 0.05 * std::cos(i)), "");
     EXPECT_HAS(s.look(200, 4.0, 1.0), "step 200: the loss of 4 is ");
-    EXPECT_EQ(s.look(201, 4.0, 1.0), ""); // it has been said
+    EXPECT_EQ(s.look(201, 4.0, 1.0), ""); // noted already
     EXPECT_EQ(s.look(202, 3.0, 1.0), "");
     EXPECT_HAS(s.look(203, 3.0, 2.0), "step 203: the gradient norm of 2 is ");
-    EXPECT_EQ(s.look(204, 1.0, 0.5), ""); // below is no spike
+    EXPECT_EQ(s.look(204, 1.0, 0.5), ""); // a low value is no spike
 
-    // A spike of one series does not hide the other's, and a level that stays becomes normal.
+    // A spike of the norm does not hide one of the loss, and a level that stays becomes normal.
     EXPECT_HAS(s.look(205, 3.0, 3.0), "gradient norm");
     EXPECT_HAS(s.look(206, 9.0, 3.0), "loss of 9");
     std::string last;
@@ -910,28 +988,29 @@ TEST(Spikes, AreFarAboveTheLastSteps) {
     EXPECT_EQ(last, "");
     EXPECT_HAS(s.look(500, 3.0, 9.0), "gradient norm of 9");
 
-    // Too few steps say nothing.
+    // In the first steps of a run there are no spikes.
     Spikes young;
     for (int i = 0; i < 10; i++)
         EXPECT_EQ(young.look(i, i == 9 ? 100 : 3, 1), "");
 }
 
+// Weights are ruined if their loss is above twice that of guessing, and above twice the first loss.
 TEST(Spikes, BlownUpIsWorseThanGuessing) {
     EXPECT_FALSE(blown_up(11.0, 256, 5.5)); // ln 256 is 5.545
     EXPECT_TRUE(blown_up(11.2, 256, 5.5));
-    EXPECT_FALSE(blown_up(30, 256, 20)); // it began badly
+    EXPECT_FALSE(blown_up(30, 256, 20)); // the run began with a worse loss than guessing
     EXPECT_TRUE(blown_up(NAN, 256, 5.5));
     EXPECT_TRUE(blown_up(INFINITY, 256, 5.5));
 }
 
-// Turn the lowest bit of the first of 32 floats of 1.0 in a row that a process has in its memory:
-// of a norm's weights, where nothing has trained them. Returns "", or why it could not.
+// Flip the lowest bit of a float in a process's memory: the first of 32 values of 1.0 in a row,
+// which are a norm's untrained weights. Returns "", or why it could not.
 static std::string turn_a_bit_of_ones(pid_t pid) {
     std::vector<float> ones(32, 1.0f);
     int memory = open(concat("/proc/", pid, "/mem").c_str(), O_RDWR | O_CLOEXEC);
     if (memory < 0) return concat("/proc/", pid, "/mem: ", strerror(errno));
 
-    // Look through what is writable and has no file behind it.
+    // Search the regions that are writable and have no file behind them.
     std::ifstream maps(concat("/proc/", pid, "/maps"));
     std::string found = "no norm's weights in memory";
     for (std::string line; found != "" && std::getline(maps, line);) {
@@ -943,6 +1022,8 @@ static std::string turn_a_bit_of_ones(pid_t pid) {
         std::string bytes(end - first, 0);
         if (pread(memory, bytes.data(), bytes.size(), off_t(first)) != ssize_t(bytes.size()))
             continue;
+
+        // Find the floats, and write the changed byte back.
         size_t at =
             bytes.find(std::string(reinterpret_cast<char*>(ones.data()), 32 * sizeof(float)));
         if (at == std::string::npos) continue;
@@ -954,8 +1035,8 @@ static std::string turn_a_bit_of_ones(pid_t pid) {
     return found;
 }
 
-// Memory of one rank fails while it trains: at the next comparison the run ends, be it that of
-// --verify-every or of a save, and what it has saved is good.
+// If memory fails while a run trains, the next comparison ends the run, whether of --verify-every
+// or before a save, and the checkpoints that it has saved are good.
 TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
     std::string ranks = program() + " " + small + "--local-ranks 2 --lr 0 --steps 1000000 ";
     std::string ends =
@@ -973,21 +1054,21 @@ TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
         EXPECT_EQ(child.wait(), 1);
         EXPECT_HAS(child.text(), ends);
 
-        // Who has saved nothing is not told to go on.
+        // The hint to resume appears only if there is a checkpoint.
         EXPECT_EQ(has(child.text(), "; --resume goes on from the last checkpoint"),
                   has(compares, out));
     }
 
-    // The checkpoints before it have the sums of their weights.
+    // The checkpoints before the failure are sound.
     int64_t saved = checkpoint_steps(out).front();
     Ran r = start(small + concat("--resume --out ", out, " --steps ", saved + 1));
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, concat("resumed at step ", saved));
 }
 
-// Beside adapters in bf16 the frozen weights have no masters: checkpoints and exports take the
-// weights themselves. A run that goes on ends where one that was not stopped does, and both halves
-// together, written out, are the model that was trained.
+// Adapters in bf16: the frozen weights have no masters, so checkpoints and exports take the weights
+// themselves. A resumed run ends with the bits of one that was not stopped, and the merged export
+// evaluates like the model that was trained.
 TEST_F(Life, AdaptersGoOnAndAreMerged) {
     std::string flags = small + "--precision bf16 --lora 4 --lr 0.05 --schedule constant ";
     std::string whole = path("whole"), merged = path("merged");
@@ -1003,7 +1084,8 @@ TEST_F(Life, AdaptersGoOnAndAreMerged) {
     alone = start("--resume --steps 61 --lora-alpha 3 --out " + out);
     EXPECT_HAS(alone.text, "--lora-alpha was 8");
 
-    // A base of zeros would guess: 5.545 nats a byte. bf16 rounds what is compared by about 2^-9.
+    // Compare losses. A base of zeros would guess, which costs 5.545 nats a byte. Merging rounds
+    // weights to bf16, by about 2^-9 of themselves.
     size_t at = r.text.find("val loss ");
     ASSERT_NE(at, std::string::npos) << r.text;
     Ran read = start("--eval --seq 32 --eval-tokens 256 --data " + path("text.txt") +
@@ -1014,15 +1096,18 @@ TEST_F(Life, AdaptersGoOnAndAreMerged) {
     EXPECT_NEAR(atof(read.text.c_str() + read.text.find("val loss ") + 9), trained, 0.01);
 }
 
-// A checkpoint of adapters has them alone, and goes on to the bit beside a base of few bits; one of
-// another base is refused.
+// A checkpoint of adapters holds the adapters alone, and names its base. Beside a base of 4 or 8
+// bits it resumes to the same bits; beside another base it is refused.
 TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
+    // Make two bases.
     std::string base = path("base"), other = path("other");
     ASSERT_EQ(start(small + "--steps 0 --seed 1 --export " + base).status, 0);
     ASSERT_EQ(start(small + "--steps 0 --seed 2 --export " + other).status, 0);
     std::string flags = "--seq 32 --micro-batch 4 --batch-tokens 256 --sample-tokens 0 "
                         "--eval-tokens 256 --lora 4 --lr 0.05 --schedule constant --data " +
                         path("text.txt") + " --tokenizer byte --out ";
+
+    // Train 20 steps at once, and ten and ten.
     int number = 0;
     for (std::string weights : {" --weights nf4", " --weights int8 --save-async"}) {
         SCOPED_TRACE(weights);
@@ -1042,7 +1127,8 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
         EXPECT_EQ(m["base"]["bytes"], fs::file_size(base + "/model.safetensors"));
     }
 
-    // Two ranks go on; another base is not theirs, and a folder that has moved is the same.
+    // Two ranks can go on. Another base is refused, but the same base in a folder that was
+    // renamed is not.
     Ran r = start(flags + out + " --model " + base + " --steps 22 --resume --local-ranks 2");
     EXPECT_EQ(r.status, 0) << r.text;
     r = start(flags + out + " --model " + other + " --steps 30 --resume");
@@ -1057,7 +1143,8 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
 // ----------------------------------------------------------------------------
 // where time goes
 
-// Kinds follow each other, one within another, and their seconds are the time since the start.
+// Kinds of work may be nested; each second belongs to one kind, and all together are the time
+// since the start.
 TEST(Account, EverySecondHasOneKind) {
     Account a;
     double start = a.since;
@@ -1077,14 +1164,15 @@ TEST(Account, EverySecondHasOneKind) {
     EXPECT_GE(a.seconds[size_t(Work::SAVE)], 0.04);
     EXPECT_EQ(a.seconds[size_t(Work::STEPS)], 0);
 
-    // The largest comes first, and what is less than a thousandth is left out.
+    // The text begins with the largest share, and leaves out those below a thousandth.
     Account b;
     b.seconds = {100, 2.5, 800, 0, 0.5, 97, 0, 0};
     EXPECT_HAS(account_text(b), ": 80.0% steps, 10.0% start, 9.7% save, 0.2% load");
     EXPECT_EQ(account_text(b).find("sample"), std::string::npos);
 }
 
-// A rank's waits add up while they last, and only its own.
+// seconds_waited() measures how long a rank has waited for others, and the account moves that time
+// from the steps to the waits.
 TEST(Account, WaitsForOthersAreMeasured) {
     std::array<double, 2> waited = {};
     run_local_ranks(2, {}, [&](const Comm& world) {
@@ -1102,7 +1190,7 @@ TEST(Account, WaitsForOthersAreMeasured) {
     EXPECT_NEAR(a.total(), a.seconds[size_t(Work::START)], 0.1);
 }
 
-// They are a part of their own, and still all parts are the whole.
+// The log has waits as a kind of their own, and all kinds still add up to the total.
 TEST_F(Life, WaitsForOthersAreAPartOfTheTime) {
     for (int ranks : {1, 2}) {
         fs::remove_all(out);
@@ -1118,16 +1206,17 @@ TEST_F(Life, WaitsForOthersAreAPartOfTheTime) {
     }
 }
 
-// The log's last line adds up to the time that the program took, and says which steps were done
-// twice: those behind the last checkpoint of a run that was killed.
+// The log's last line accounts for the program's time, and for the steps that were done twice:
+// those after the last checkpoint of a run that was killed.
 TEST_F(Life, TheLogSaysWhereTimeWent) {
+    // Kill a run.
     std::string command = program() + " " + small + "--steps 1000000 --save-every 5 --out " + out;
     Child killed(command, path("killed"));
     killed.wait_for_step(12, 1000000);
     kill(killed.pid, SIGKILL);
     killed.wait();
     int64_t done = log().back()["step"].get<int64_t>();
-    int64_t saved = checkpoint_steps(out).front(); // a save that was under way is none
+    int64_t saved = checkpoint_steps(out).front();
     EXPECT_EQ(lines(true).size(), 0u);
 
     // Go on for a few steps.
@@ -1142,7 +1231,7 @@ TEST_F(Life, TheLogSaysWhereTimeWent) {
     EXPECT_EQ(line["step"], saved + 4);
     EXPECT_EQ(line["repeated_steps"], done - saved);
 
-    // Each kind has its part, and no second is counted twice.
+    // Each kind has its time, and no second is counted twice.
     double sum = 0;
     for (auto& [kind, seconds] : line["seconds"].items()) sum += seconds.get<double>();
     EXPECT_NEAR(sum, line["wall"].get<double>(), 1e-6);
@@ -1155,7 +1244,8 @@ TEST_F(Life, TheLogSaysWhereTimeWent) {
 // ----------------------------------------------------------------------------
 // fp16
 
-// A scale that fits no step: each is skipped, and after 64 in a row the run ends.
+// With a scale that is too large every step overflows and is skipped; after 64 in a row
+// the run ends.
 TEST_F(Life, StepsThatAllOverflowEndTheRun) {
     Ran run = start(small + "--precision fp16 --loss-scale 1073741824 --steps 100 --out " + out);
     EXPECT_EQ(run.status, 1);
@@ -1165,8 +1255,8 @@ TEST_F(Life, StepsThatAllOverflowEndTheRun) {
     EXPECT_EQ(log()[1].count("grad_norm"), 0u);
 }
 
-// Steps are skipped until the scale fits. A run that is stopped among them
-// goes on to the same bits.
+// The first steps are skipped until the scale fits. A run that is stopped among them resumes to
+// the same bits.
 TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     const std::string fp16 = small + "--precision fp16 --loss-scale-rule pytorch "
                                      "--loss-scale-window 2 --steps 12 --save-every 5 --keep 9 ";
@@ -1185,7 +1275,7 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
               loss_scale);
     EXPECT_GT(loss_scale["scale"], 65536) << "it has grown";
 
-    // A fixed scale is the command line's, whatever the checkpoint had.
+    // A fixed scale on the command line replaces the checkpoint's.
     rest = start("--resume --loss-scale 512 --steps 13 --out " + out);
     ASSERT_EQ(rest.status, 0) << rest.text;
     EXPECT_EQ(manifest("step_00000013")["loss_scale"]["scale"], 512);
@@ -1194,6 +1284,7 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
 // ----------------------------------------------------------------------------
 // what the machine has
 
+// A run that needs more memory than the machine has is refused.
 TEST_F(Life, MemoryThatIsNotThereIsRefused) {
     if (memory_left(Cpu{}) > size_t(1) << 40) GTEST_SKIP() << "skipped: more than a TiB of memory";
     Ran r = start("--model llama3-70b --steps 1 --data " + path("text.txt"));
@@ -1202,7 +1293,7 @@ TEST_F(Life, MemoryThatIsNotThereIsRefused) {
     EXPECT_HAS(r.text, "no --micro-batch or --recompute makes it fit");
 }
 
-// A bound is the user's: what needs more is refused with flags that fit it.
+// --memory bounds a run: one that needs more is refused, with flags that fit.
 TEST_F(Life, AMemoryThatIsGivenIsABound) {
     const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 1 ";
     Ran r = start(deep + "--memory 0.004");
@@ -1214,10 +1305,14 @@ TEST_F(Life, AMemoryThatIsGivenIsABound) {
     r = start(deep +
               "--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
     EXPECT_EQ(r.status, 0) << r.text;
+
+    // --explain prints the plan, and then refuses it.
     r = start(deep + "--memory 0.004 --explain");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "actions of a step") << "the plan is printed first";
     EXPECT_HAS(r.text, "--memory 0.004 is less");
+
+    // If no flags fit, the message says so.
     EXPECT_HAS(start(deep + "--memory 0.0001").text,
                "no --micro-batch or --recompute makes it fit");
     EXPECT_HAS(start(deep + "--recompute auto --explain").text, "give --memory GiB");
@@ -1228,7 +1323,7 @@ TEST_F(Life, AMemoryThatIsGivenIsABound) {
     EXPECT_HAS(r.text, "rank 0 needs ");
 }
 
-// Levels that the program chooses are printed, fit, and change no bit, also when a run goes on.
+// --recompute auto prints the levels that it chooses, and they change no bit, also after a resume.
 TEST_F(Life, ChosenRecomputationChangesNoBit) {
     const std::string deep =
         small + "--layers 5 --seq 64 --micro-batch 8 --steps 4 --save-every 2 ";
@@ -1246,8 +1341,8 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     EXPECT_HAS(rest.text, "% more FLOPs\n  next cheaper: ");
     EXPECT_TRUE(last(out) == last(other));
 
-    // A choice for each stage, the same on all ranks; and with what the machine
-    // has, nothing is redone.
+    // Each stage has a choice of its own, the same on all its ranks. Without --memory the machine
+    // has enough, so nothing is recomputed.
     for (const char* flags :
          {"--local-ranks 4 --pp 2 --dp 2 --zero 2 --memory 0.0035 --micro-batch 4",
           "--local-ranks 2 --tp 2"}) {
@@ -1260,7 +1355,7 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     }
 }
 
-// The flags that are named do fit, and are the first that do.
+// flags_that_fit() finds the smallest change of flags that fits.
 TEST(Limits, FlagsThatFitAreFound) {
     llmc::Run run;
     Config& c = run.config;
@@ -1277,7 +1372,8 @@ TEST(Limits, FlagsThatFitAreFound) {
     EXPECT_EQ(flags_that_fit<float>(run, 0, 1000, Cpu{}), "");
 }
 
-// Ranks as threads count themselves, and are sized as the run that they are.
+// Threads as ranks count how many share the machine, and the bytes of a rank are those
+// of its layout.
 TEST(Limits, RanksOfThisMachineShareIt) {
     std::vector<size_t> bytes(2, 0);
     run_local_ranks(2, {}, [&](const Comm& world) {
@@ -1294,7 +1390,7 @@ TEST(Limits, RanksOfThisMachineShareIt) {
     EXPECT_GT(bytes[1], 0u);
 }
 
-// A file system of its own, which is small.
+// A small file system in memory, while this lives.
 struct SmallDisk {
     std::string at;
     bool mounted;
@@ -1307,6 +1403,7 @@ struct SmallDisk {
     }
 };
 
+// A disk that is too small for the checkpoints is noticed before the first step.
 TEST_F(Life, DisksThatAreTooSmallAreSeenFirst) {
     SmallDisk disk(path("disk"), "size=1m");
     if (!disk.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
@@ -1316,7 +1413,8 @@ TEST_F(Life, DisksThatAreTooSmallAreSeenFirst) {
     EXPECT_EQ(r.text.find("step 1/2"), std::string::npos);
 }
 
-// An error of a save beside the steps is heard at a step after it, and ends nothing either.
+// A disk that fills up during a run ends nothing: saves fail with a note, and lines of the log wait
+// in memory until there is room. An asynchronous save reports its error at a later step.
 struct LifeFull : Life, testing::WithParamInterface<const char*> {};
 TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
     SmallDisk disk(path("disk"), "size=4m");
@@ -1326,21 +1424,24 @@ TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
         program() + " " + small + GetParam() + "--steps 1000000 --save-every 5 --out " + out,
         path("said"));
     child.wait_for_step(12, 1000000);
-    // Fill it, again where a save that fails leaves its room to the log. The folder and its newest
-    // checkpoint stay as they are.
+
+    // Fill the disk; again and again, because a save that fails leaves room that the log can use.
+    // The folder and its newest checkpoint stay as they are.
     for (int i = 0; i < 300 && !has(child.text(), "its lines wait in memory"); i++) {
         std::ofstream full(disk.at + "/full", std::ios::app);
         full << std::string(size_t(8) << 20, 'x');
         full.close();
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
+
+    // Make room again, and stop the run.
     child.wait_for_text("is not saved: ");
     child.wait_for_text("its lines wait in memory");
     fs::remove(disk.at + "/full");
     kill(child.pid, SIGINT);
     EXPECT_EQ(child.wait(), 128 + SIGINT) << child.text();
 
-    // All is there, as if the disk had never been full.
+    // The log and the last checkpoint are complete, as if the disk had never been full.
     std::vector<json> lines = log();
     for (size_t i = 1; i < lines.size(); i++)
         EXPECT_EQ(lines[i]["step"], i);
@@ -1348,8 +1449,9 @@ TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
 }
 INSTANTIATE_TEST_SUITE_P(, LifeFull, testing::Values("", "--save-async "));
 
+// A run that cannot write its log trains to the end, and then reports it.
 TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
-    // A file may have 8 KiB: the first lines of the log, and no checkpoint at all.
+    // Limit files to 8 KiB: enough for the log's first lines, and for no checkpoint.
     Ran r = start(small + "--steps 40 --save-minutes 0 --out " + out, "trap '' XFSZ; ulimit -f 8;");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "step  40/40 | loss ");
@@ -1357,6 +1459,7 @@ TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
     EXPECT_HAS(r.text, "log.jsonl: cannot be written");
 }
 
+// A timeline or an export that cannot be written is refused before the first step.
 TEST_F(Life, PicturesAndExportsAreTriedFirst) {
     for (std::string flag : {"--timeline /nonexist/x.svg", "--export /proc/x", "--export ."}) {
         Ran r = start(small + "--steps 3 --out " + out + " " + flag);
@@ -1366,7 +1469,7 @@ TEST_F(Life, PicturesAndExportsAreTriedFirst) {
     }
 }
 
-// A name need not be UTF-8, nor a prompt.
+// Names of files and prompts need not be UTF-8.
 TEST_F(Life, AnyBytesAreAName) {
     std::string odd = path("caf\xe9");
     fs::copy(path("text.txt"), odd + ".txt");
@@ -1380,7 +1483,8 @@ TEST_F(Life, AnyBytesAreAName) {
     EXPECT_EQ(start(small + "--steps 1 --data '" + path("\xe9") + "'").status, 1);
 }
 
-// A model's own tokens are not bytes: a loss of 25 would say nothing.
+// Text for a trained model needs the model's tokenizer: its loss on another one's tokens would mean
+// nothing. New weights may take any.
 TEST_F(Life, AModelsTextNeedsItsTokenizer) {
     ASSERT_EQ(start(small + "--vocab 300 --steps 1 --export " + path("e")).status, 0);
     std::string model = "--sample-tokens 0 --seq 32 --model " + path("e") + " --data " +

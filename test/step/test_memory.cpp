@@ -1,7 +1,7 @@
 // test_memory.cpp - what the plan says is what the run uses: GPT-2 124M, B 4, T 1024, bf16, on one
-// rank, and a smaller one on ranks as threads and as processes
-//   After the first step nothing allocates more than 64 KiB; the process grows by the arena and no
-//   more than 5%; every planned page is written in a step; a step works at this size.
+//   rank, and a smaller model on ranks as threads and as processes
+//   After the first step nothing allocates more than 64 KiB; the process grows by the arena, within
+//   5%; every planned page is written in a step; a step works at this size.
 #include <gtest/gtest.h>
 #include <atomic>
 #include <filesystem>
@@ -14,6 +14,7 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // the malloc hook: this program's malloc, also for the libraries it loads
 
+// Count allocations, and keep the largest one's size.
 static std::atomic<size_t> largest{0}, allocations{0};
 static void note(size_t bytes) {
     allocations++;
@@ -40,7 +41,8 @@ int posix_memalign(void** p, size_t a, size_t n) {
 }
 #endif
 
-static size_t status_bytes(const char* key) { // of /proc/self/status, in kB there
+// A number of /proc/self/status, which is in kB there, in bytes.
+static size_t status_bytes(const char* key) {
     std::ifstream in("/proc/self/status");
     for (std::string line; std::getline(in, line);)
         if (line.rfind(key, 0) == 0)
@@ -48,7 +50,9 @@ static size_t status_bytes(const char* key) { // of /proc/self/status, in kB the
     return 0;
 }
 
+// GPT-2 124M: the process grows by the arena's size, and all of the arena is used.
 TEST(Memory, TheRunUsesWhatThePlanSays) {
+    // Make the trainer.
     Shape s = gpt2_shape(12, 12, 768);
     Plan p;
     p.B = 4, p.T = 1024;
@@ -66,10 +70,11 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
         return std::string();
     };
 
-    // first fit stays close to the least that any placement of these lives needs
+    // First fit stays within 5% of the least that any placement needs.
     EXPECT_LE(double(t.arena.device().bytes - t.arena.device().persistent_bytes),
               1.05 * double(t.arena.peak[0]));
 
+    // Fill the passing memory with a pattern: the first step overwrites nearly all pages.
     const unsigned char pattern = 0xa7;
     unsigned char *passing = t.arena.device().base + t.arena.device().persistent_bytes,
                   *end = t.arena.device().base + t.arena.device().bytes;
@@ -83,11 +88,13 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
         << "pages that were planned and never written";
     EXPECT_NEAR(first, std::log(50257.0), 0.3);
 
+    // Later steps allocate nothing large.
     largest = 0;
     for (int i = 0; i < 2; i++) t.cursor += 4, run_plan(t, 0);
     EXPECT_LE(largest.load(), 65536u) << "allocated after the first step";
     EXPECT_LT(plan_loss(t).mean(), first);
 
+    // The process has grown by as much as was planned.
     size_t grown = status_bytes("VmHWM:") - before;
     printf("planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n",
            double(t.arena.device().bytes) / 1048576, double(grown) / 1048576,
@@ -106,7 +113,8 @@ static Layout layout_of(int dp, int pp, int zero) {
     return layout;
 }
 
-// Two steps of a rank. What its plan says, and, after the first step, the largest allocation.
+// Run two steps on a rank. Returns the bytes of its plan, and the largest allocation after
+// the first step.
 struct Use {
     size_t planned, largest;
 };
@@ -127,27 +135,32 @@ static Use run_rank(const Comm& world, const Shape& s, Layout layout) {
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
         return std::string();
     };
+
+    // Forget the first step's allocations on all ranks, then measure the second's.
     run_plan(t, 0);
     barrier(world, Cpu{});
     largest = 0;
     barrier(world, Cpu{});
     run_plan(t, 0);
     Use use = {t.arena.device().bytes, largest.load()};
-    barrier(world, Cpu{}); // nobody lets go before all have looked
+    barrier(world, Cpu{}); // nobody frees before all have looked
     trainer_free(t);
     return use;
 }
 
-// This process's ranks: 0 if it grows by what their plans say, and allocates nothing after a step.
+// Run this process's ranks. Returns 0 if the process grows by as much as their plans say, and
+// allocates nothing large after a step.
 static int run_ranks(const Layout& l, bool threads) {
     size_t planned = 0, largest_after = 0, before = 0;
     std::mutex mutex;
     auto body = [&](const Comm& world) {
-        // threads, and what the products and collectives have of their own, are there before
+        // Run a small model first, so that threads and the buffers of libraries are there before.
         run_rank(world, gpt2_shape(4, 2, 16, 64, 256), layout_of(2, 1, 3));
         barrier(world, Cpu{});
         if (!threads || world.rank == 0) before = status_bytes("VmRSS:");
         barrier(world, Cpu{});
+
+        // Measure the model.
         Use use = run_rank(world, gpt2_shape(6, 6, 384, 4096, 256), l);
         std::lock_guard lock(mutex);
         planned += use.planned, largest_after = std::max(largest_after, use.largest);
@@ -157,13 +170,15 @@ static int run_ranks(const Layout& l, bool threads) {
     RankInfo info;
     if (!threads) body(mpi_world(info));
 #endif
-    // oneDNN compiles code for each product, and no plan knows of it: 4 to 6 MiB for these, beside
-    // a build without oneDNN.
+
+    // Allow for code: oneDNN compiles some for each product, 4 to 6 MiB here, and no plan knows it.
 #ifdef WITH_ONEDNN
     const double code = 8 << 20;
 #else
     const double code = 0;
 #endif
+
+    // Compare.
     size_t grown = status_bytes("VmHWM:") - before;
     double share = double(grown) / double(planned);
     bool as_planned = share > 0.95 && double(grown) < 1.05 * double(planned) + code;
@@ -175,7 +190,7 @@ static int run_ranks(const Layout& l, bool threads) {
     return !as_planned || largest_after > 65536;
 }
 
-// This program again, for each layout: `test_memory --ranks threads|processes dp pp zero`.
+// Run this program again for each layout: `test_memory --ranks threads|processes dp pp zero`.
 static void expect_as_planned(const std::string& mpirun, const std::string& how) {
     std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
     for (const char* layout : {"2 1 0", "2 1 3", "1 2 0"}) {
@@ -192,9 +207,10 @@ TEST(Memory, RanksAsProcessesUseWhatTheirPlansSay) {
 }
 #endif
 
-// A group of one, alone in the world or beside others: no byte is touched, nothing is allocated, no
-// lock of the others is waited for.
+// A collective of one rank, alone in the world or beside others, touches no byte, allocates
+// nothing, and waits for no lock.
 TEST(Memory, CollectivesOfOneRankCostNothing) {
+    // Run all collectives on memory that may be neither read nor written.
     void* page = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     float* x = static_cast<float*>(page);
     auto everything = [&](const Comm& alone) {
@@ -209,6 +225,8 @@ TEST(Memory, CollectivesOfOneRankCostNothing) {
         return allocations - before;
     };
     EXPECT_EQ(everything(Comm()), 0u);
+
+    // Beside another rank, while this one holds all locks.
     LocalSettings settings;
     settings.timeout_s = 5;
     auto body = [&](const Comm& world) {
@@ -224,10 +242,12 @@ TEST(Memory, CollectivesOfOneRankCostNothing) {
     munmap(page, 4096);
 }
 
-// The other presets that fit a laptop run a step as well.
+// The presets that fit a laptop run a step, whose loss is that of guessing.
 TEST(Memory, SmallPresetsRunAStep) {
     for (const Preset& preset : model_presets()) {
         if (std::string(preset.name).rfind("tiny", 0) != 0 || preset.shape.L > 4) continue;
+
+        // Make a trainer that counts upwards.
         Plan p;
         p.B = 2, p.T = 64;
         Trainer<float, Cpu> t;
@@ -241,6 +261,8 @@ TEST(Memory, SmallPresetsRunAStep) {
                 tokens[i] = int((sample + i) % 256), targets[i] = int((sample + i + 1) % 256);
             return std::string();
         };
+
+        // Run a step.
         run_plan(t, 0);
         EXPECT_NEAR(plan_loss(t).mean(), std::log(256.0), 0.3) << preset.name;
         trainer_free(t);

@@ -1,7 +1,6 @@
 // test_model.cpp - the whole step against things independent of it: finite differences in double,
-// train_gpt_min,
-// golden files from PyTorch, trained checkpoints; and what must not change a bit: recomputation,
-// halves apart, threads
+//   train_gpt_min, golden files from PyTorch, trained checkpoints; and settings that must not
+//   change a bit: recomputation, backward passes in two halves, threads
 #define main train_gpt_min_main
 #include "../../train_gpt_min.cpp"
 #undef main
@@ -18,25 +17,33 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // finite differences through the whole model, in double
 
-// Adapters of all matrices, of attention's, and of the later blocks.
+// Shapes with adapters: beside all matrices, beside attention's alone, and in the later blocks.
 static std::vector<Shape> lora_shapes() {
     return {with_lora(small_gpt2(), 3), with_lora(small_llama(true, true), 2, "attention", true),
             with_late_lora(small_variant(small_llama(), "gemma2"), 4)};
 }
 
+// Three random elements of every parameter: the gradient of two micro-batches equals the central
+// difference of the loss, which an evaluation of all four samples gives.
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     std::vector<Shape> shapes = all_shapes();
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
     for (Shape s : shapes) {
-        s.balance = s.z_loss = 0; // the loss that is reported leaves them out
+        // Plan training and evaluation of the same samples. The loss that is reported leaves out
+        // the experts' balance terms, so their gradients are switched off.
+        s.balance = s.z_loss = 0;
         Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4; // both micro-batches at once
+
+        // Run a step that changes no weight.
         Fixture<double> f(s, {train, evaluate});
         f.t.hyper.lr = 0, f.t.hyper.clip = 0;
         run_plan(f.t, 0);
         double loss = plan_loss(f.t).mean();
         std::vector<unsigned char> saved = f.state();
+
+        // Move one weight to both sides.
         for (const Parameter& p : f.t.model.parameters)
             for (int k = 0; k < 3 && f.t.model.buckets[p.bucket].trainable; k++) {
                 size_t i = random_block(11, fnv1a(p.name), uint64_t(k))[0] % p.file_elements();
@@ -49,7 +56,8 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
                 }
                 f.weight(p)[i] = w;
 
-                // central differences: error h^2 * third derivative + rounding eps * loss / h
+                // The error of a central difference: h^2 * third derivative + eps * loss / h, the
+                // latter from rounding.
                 EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected,
                             2e-7 * std::max(1.0, std::abs(expected)))
                     << p.name << "[" << i << "]";
@@ -58,8 +66,8 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     }
 }
 
-// Pairs, and what is trained on them: the whole model's gradient, and the losses of the reference
-// as any numbers. The head takes five rows a chunk, so that chunks begin inside of answers.
+// The same for losses over pairs of answers, with arbitrary numbers as the reference's losses. The
+// head takes five rows a chunk, so that chunks begin inside answers.
 TEST(Gradients, PreferencesAgainstFiniteDifferences) {
     for (LossKind kind : {LossKind::DPO, LossKind::ORPO, LossKind::KTO, LossKind::GRPO}) {
         Plan train = small_plan(2, 9, 2);
@@ -67,6 +75,8 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
         Plan evaluate = train;
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4, evaluate.micro_batches = 1;
+
+        // Make windows of two answers each, the second one rejected.
         Shape s = small_gpt2();
         s.logits_bytes = 1;
         s.logits_rows = 5;
@@ -74,7 +84,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
         Window random = random_window(s, 9);
         f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
             random(sample, tokens, targets);
-            size_t cut = 4 + sample % 2; // where the rejected one begins
+            size_t cut = 4 + sample % 2; // where the rejected answer begins
             tokens[0] |= BEGINS;
             tokens[cut] |= BEGINS | REJECTED;
             targets[cut - 1] = targets[8] = -1;
@@ -84,13 +94,16 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
             for (size_t i = 0; i < 9; i++) reference[i] = -float(i + sample % 3);
             if (kind == LossKind::GRPO) std::fill_n(advantages, 9, float(sample) - 1.25f);
         };
+
+        // Run a step that changes no weight.
         f.t.hyper.lr = 0, f.t.hyper.clip = 0;
         run_plan(f.t, 0);
         Loss loss = plan_loss(f.t);
-
         // Four windows count their pairs, their answers, or their answers' targets: seven each, of
         // which the random windows leave two out.
         EXPECT_EQ(loss.valid, kind == LossKind::GRPO ? 26 : kind == LossKind::KTO ? 8 : 4);
+
+        // Move one weight of each parameter to both sides.
         for (const Parameter& p : f.t.model.parameters) {
             size_t i = random_block(11, fnv1a(p.name), 0)[0] % p.file_elements();
             f.t.plan = 0, f.t.at = 0;
@@ -108,7 +121,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
     }
 }
 
-// All answers of a vocabulary of four, in which token 0 ends one, up to three tokens long.
+// All answers of up to three tokens from a vocabulary of four, in which token 0 ends an answer.
 static Rollouts all_answers() {
     Rollouts r;
     std::vector<std::vector<int>> open = {{1}}; // the prompt
@@ -126,9 +139,10 @@ static Rollouts all_answers() {
     return r;
 }
 
-// The mean over all groups of two answers that the policy may sample, each as likely as it is, of
-// the gradient that a step takes: the gradient of the expected reward J = sum p(y) R(y), to a factor
-// of group - 1 that a group's own mean takes. Weights p(y) p(z) stand in the advantages.
+// GRPO's step has the policy gradient as its mean. Take the mean over all groups of two answers (y,
+// z), each weighted by its probability p(y) p(z), which the advantages contain here: it must be the
+// gradient of the expected reward J = sum p(y) R(y). Since the baseline is the group's own mean,
+// the sum over a group has a factor of group - 1, which is 1 here.
 TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
     Plan train = small_plan(8, 3, 5), evaluate = small_plan(40, 3, 1);
     train.objective = evaluate.objective = {LossKind::GRPO, 0};
@@ -145,7 +159,7 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
         reward.push_back(2.0 * std::count(all.begin(), all.end(), 2) + (all.back() == 0) +
                          3.0 * (all[1] == 3));
 
-    // How likely each answer is.
+    // Compute how likely each answer is, and from that the weight of its gradient.
     std::vector<float> weight(40);
     f.t.references = [&](uint64_t sample, float* advantages, float*) {
         std::fill_n(advantages, 3, weight[sample]);
@@ -169,7 +183,8 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
             weight[z] += float(p[y] * p[z] * a[1]);
         }
 
-    // The step's gradient is a mean over tokens, of a loss that is minus the reward.
+    // Compare with central differences of J. The step's gradient is a mean over tokens, and its
+    // loss is minus the reward.
     f.t.hyper.lr = 0, f.t.hyper.clip = 0;
     run_plan(f.t, 0);
     double tokens = double(plan_loss(f.t).valid), largest = 0;
@@ -185,7 +200,8 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
                 side[sign] = std::inner_product(now.begin(), now.end(), reward.begin(), 0.0);
             }
             f.weight(parameter)[i] = w;
-            // 40 weights that are floats, and central differences as above
+
+            // The tolerance: rounding of 40 weights to float, and of central differences as above.
             EXPECT_NEAR((side[1] - side[0]) / (2 * h), expected, 2e-6)
                 << parameter.name << "[" << i << "]";
             largest = std::max(largest, std::abs(expected));
@@ -193,10 +209,12 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
     EXPECT_GT(largest, 0.05);
 }
 
-// Adapters of zeros in B add nothing: loss, and B's gradient, are there at once, A's is zero. With
-// frozen weights no byte of them changes, and no gradient, moment or REDUCE of theirs exists.
+// Adapters whose B is zero add nothing: the loss is the base's, B has a gradient at once, and A's
+// gradient is zero. The base is frozen: no byte of it changes, and it has no gradient, master,
+// moment or UPDATE.
 template <typename T> static void expect_base_at_first(const Shape& base) {
-    auto set = [](auto& f) { // equal weights, A as it begins, and B
+    // Run the first step with B = 0.
+    auto set = [](auto& f) {
         for (const Parameter& p : f.t.model.parameters)
             if (p.name.ends_with("lora_B.weight"))
                 set_weight(f.t, p, std::vector<double>(p.elements(), 0).data());
@@ -205,6 +223,8 @@ template <typename T> static void expect_base_at_first(const Shape& base) {
     Fixture<T> plain(base, {train}), adapted(with_lora(base, 2), {train});
     set(adapted);
     EXPECT_EQ(plain.step(), adapted.step());
+
+    // Look at what each parameter has.
     size_t trained = 0;
     for (const Parameter& p : adapted.t.model.parameters) {
         Data d = {Kind::GRAD, p.bucket};
@@ -222,7 +242,7 @@ template <typename T> static void expect_base_at_first(const Shape& base) {
     }
     EXPECT_GT(trained, 0u);
 
-    // The base is what it was after a step that has changed B.
+    // The step has changed B, but not the base.
     for (const Parameter& p : plain.t.model.parameters) {
         Fixture<T> fresh(base, {train});
         const Parameter* same = nullptr;
@@ -242,8 +262,9 @@ TEST(Lora, TheFirstStepIsTheBases) {
     expect_base_at_first<bf16>(small_llama());
 }
 
-// With A the identity and B = 0, s = 1, the first SGD step changes W by -lr s^2 dB A = -lr dW: that
-// of the base alone. The two models then have the same losses. LoRA+ gives B its own rate.
+// An adapter of full rank learns as its matrix would. With A the identity, B = 0 and scale s = 1,
+// the first SGD step changes W + s B A by -lr s^2 dB A = -lr dW, as a step of W itself does. LoRA+
+// gives B a rate of its own, here four times the learning rate, which is a quarter in return.
 TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     Shape base = small_gpt2();
     base.F = base.C; // square, so that a rank of C is allowed
@@ -251,6 +272,8 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     square["h.1.mlp.c_fc"] = {base.C, 1.0, 4};
     Shape s = base;
     s.adapters = std::make_shared<const Adapters>(square);
+
+    // Make both models, with plain SGD.
     Plan train = small_plan(2, 9, 1);
     train.optimizer = Optimizer::SGD;
     Fixture<double> plain(base, {train}), adapted(s, {train});
@@ -264,26 +287,30 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
         if (p.name.ends_with("lora_B.weight")) b = &p;
     }
     ASSERT_TRUE(w && a && b);
+
+    // Set A to the identity and B to zero, and run one step of each.
     EXPECT_EQ(learning_rate_of(adapted.t.model, *a), 1);
     size_t C = base.C;
     std::vector<double> one(C * C, 0), none(C * C, 0);
     for (size_t i = 0; i < C; i++) one[i * C + i] = 1;
     set_weight(adapted.t, *a, one.data()), set_weight(adapted.t, *b, none.data());
     EXPECT_NEAR(plain.step(), adapted.step(), 1e-14);
+
+    // The base's matrix and the frozen one with B added are now the same, to a float's rounding.
     for (const Parameter& p : plain.t.model.parameters) {
         if (p.name != w->name) continue;
         const double *full = plain.weight(p), *was = adapted.weight(*w),
                      *change = adapted.weight(*b);
         double moved = 0;
         for (size_t i = 0; i < C * C; i++) {
-            EXPECT_NEAR(full[i], was[i] + change[i], 1e-9); // the rate is a float
+            EXPECT_NEAR(full[i], was[i] + change[i], 1e-9); // the learning rate is a float
             moved = std::max(moved, std::abs(change[i]));
         }
         EXPECT_GT(moved, 1e-3);
     }
 }
 
-// A rank or a name that no matrix has is refused in a line.
+// A rank that is too large, or a name that no matrix has, is refused in one line.
 TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     Model m = make_model(small_gpt2());
     Adapters none;
@@ -300,9 +327,9 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
 }
 
-// Weights and states of models with rank 16 beside all matrices: N and P are the published
-// ones, and bytes are 2 N + 18 P, or with NF4 0.51587 of each of blocks' matrices, 2 of the
-// rest and 18 P.
+// Bytes of weights and states of models with adapters of rank 16 beside all matrices. N and P, the
+// parameters of base and adapters, are the published ones. bf16 takes 2 N + 18 P bytes; with NF4 a
+// parameter of a block's matrix takes 0.51587 bytes, of any other 2.
 TEST(Lora, TakesTheBytesOfTheTable) {
     struct Line {
         const char* model;
@@ -313,6 +340,7 @@ TEST(Lora, TakesTheBytesOfTheTable) {
                              Line{"llama2-7b", 6738415616, 39976960, 13.22, 4.27},
                              Line{"llama3-8b", 8030261248, 41943040, 15.66, 6.01},
                              Line{"llama3-70b", 70553706496, 207093760, 134.89, 40.27}}) {
+        // Count the parameters.
         Shape s;
         for (const Preset& p : model_presets())
             if (p.name == std::string(line.model)) s = p.shape;
@@ -321,6 +349,8 @@ TEST(Lora, TakesTheBytesOfTheTable) {
         for (const Parameter& p : m.parameters) adapters += is_adapter(m, p) ? p.elements() : 0;
         EXPECT_EQ(adapters, line.P) << line.model;
         EXPECT_EQ(parameter_count(m) - adapters, line.N) << line.model;
+
+        // Add up the bytes of all that lasts: frozen buckets have weights alone.
         for (Stored stored : {Stored::WIDE, Stored::NF4}) {
             Plan p = small_plan(1, 8, 1);
             p.stored = stored;
@@ -331,28 +361,33 @@ TEST(Lora, TakesTheBytesOfTheTable) {
                     if (d.kind == Kind::WEIGHT || m.buckets[size_t(b)].trainable)
                         bytes += double(data_bytes<bf16>(p, m, d, Cpu{}));
 
-            // a tensor ends at a multiple of 256 bytes; the vocabulary is padded
+            // The margin: tensors end at multiples of 256 bytes, and the vocabulary is padded.
             double want = stored == Stored::WIDE ? line.lora : line.qlora;
             EXPECT_NEAR(bytes / double(1 << 30), want, 0.006 + 0.001 * want) << line.model;
         }
     }
 }
 
-// A router of zeros sends every token to the lowest experts. The others' gradients are zeros,
-// written in each first micro-batch, and the run goes on.
+// A router of zeros sends every token to the first K experts. The other experts get gradients of
+// zero, which the first micro-batch of each step must write, and the run goes on.
 TEST(Experts, AllTokensMayChooseTheSame) {
+    // Set all routers to zero.
     Shape s = small_mixtral();
     Fixture<double> f(s, {small_plan(2, 9, 2, Recompute::FULL)});
     for (const Parameter& p : f.t.model.parameters)
         if (p.name.ends_with("block_sparse_moe.gate.weight"))
             set_weight(f.t, p, std::vector<double>(p.elements()).data());
     f.t.hyper.lr = 0;
+
+    // Run two steps, so that old gradients would show.
     for (int step = 0; step < 2; step++) {
         EXPECT_TRUE(std::isfinite(f.step()));
         ExpertBalance balance = expert_balance(step_loads(f.t), s.E);
         EXPECT_DOUBLE_EQ(balance.max_vio, double(s.E) / double(s.K) - 1);
         EXPECT_EQ(balance.least, 0);
-        EXPECT_EQ(expert_loads(f.t, int(s.L))[0], 2 * 9 * 2); // of this step alone
+        EXPECT_EQ(expert_loads(f.t, int(s.L))[0], 2 * 9 * 2); // tokens of this step alone
+
+        // Only the first K experts have gradients.
         for (const Parameter& p : f.t.model.parameters) {
             if (p.stack == 1) continue;
             size_t one = p.elements() / p.stack;
@@ -367,7 +402,7 @@ TEST(Experts, AllTokensMayChooseTheSame) {
     }
 }
 
-// The worst block counts, and of those with experts alone.
+// The balance of a model is that of its worst block. Blocks without loads are dense, and left out.
 TEST(Experts, BalanceIsThatOfTheWorstBlock) {
     ExpertBalance b = expert_balance({2, 2, 2, 2, 0, 0, 0, 0, 4, 1, 1, 2}, 4);
     EXPECT_DOUBLE_EQ(b.max_vio, 1);
@@ -376,8 +411,8 @@ TEST(Experts, BalanceIsThatOfTheWorstBlock) {
     EXPECT_EQ(expert_balance({}, 0).max_vio, -1);
 }
 
-// A bias grows by the rate where an expert has less than an even share, shrinks where it has more,
-// and stays where it has just that. Text that chose a few experts is spread over all.
+// The bias of an expert with less than an even share of tokens grows by the rate, with more it
+// shrinks, and with an even share it stays. Tokens that chose a few experts spread over all.
 TEST(Experts, BiasesFollowTheLoads) {
     Shape s = small_mla(true);
     s.expert_groups = s.kept_groups = 1;
@@ -385,14 +420,14 @@ TEST(Experts, BiasesFollowTheLoads) {
     f.t.hyper.lr = 0;
     ChoiceBiases biases = read_choice_biases(f.t);
     ASSERT_EQ(biases.size(), s.L);
-    EXPECT_TRUE(biases[0].empty()); // its ffn is dense
+    EXPECT_TRUE(biases[0].empty()); // the first block is dense
     biases[1].assign(s.E, 0), biases[2] = biases[1];
     move_choice_biases(f.t, biases, {0, 0, 0, 0, 0, 0, 3, 2, 1, 2, 2, 2, 0, 0, 0, 0, 0, 6}, 0.5f);
     EXPECT_EQ(biases[1], (std::vector<float>{-0.5, 0, 0.5, 0, 0, 0}));
     EXPECT_EQ(biases[2], (std::vector<float>{0.5, 0.5, 0.5, 0.5, 0.5, -0.5}));
     EXPECT_EQ(read_choice_biases(f.t), biases);
 
-    // After a while loads go up and down around an even share.
+    // After some steps the loads go up and down around an even share: average the last ten.
     f.step();
     double before = expert_balance(step_loads(f.t), s.E).max_vio, after = 0;
     for (int step = 0; step < 25; step++) {
@@ -404,9 +439,10 @@ TEST(Experts, BiasesFollowTheLoads) {
     EXPECT_LT(after, before / 2);
 }
 
-// The balance terms are those of the step, whatever its micro-batches are: their share of the
-// gradient is the same from one micro-batch of four samples and from four of one.
+// Balance terms are computed over the whole step: their part of the router's gradient is the same
+// from one micro-batch of four samples as from four micro-batches of one.
 TEST(Experts, BalanceKnowsNoMicroBatch) {
+    // The gradients of all routers after a step with these weights of the terms.
     auto router_gradient = [](double balance, double z, size_t B, int micro_batches) {
         Shape s = small_mixtral();
         s.balance = balance, s.z_loss = z;
@@ -420,6 +456,8 @@ TEST(Experts, BalanceKnowsNoMicroBatch) {
                 all.insert(all.end(), f.grad(p), f.grad(p) + p.elements());
         return all;
     };
+
+    // Compare, one term at a time. The term must have a part in the gradient at all.
     for (auto [balance, z] : {std::pair(1., 0.), {0., 1.}}) {
         auto none = router_gradient(0, 0, 4, 1), one = router_gradient(balance, z, 4, 1);
         auto four = router_gradient(balance, z, 1, 4);
@@ -432,7 +470,7 @@ TEST(Experts, BalanceKnowsNoMicroBatch) {
     }
 }
 
-// The padding of the vocabulary has zero weights and zero gradients, before and after a step.
+// Weights and gradients of the vocabulary's padding are zero after two steps.
 TEST(Gradients, PaddingStaysZero) {
     for (const Shape& s : all_shapes()) {
         Fixture<float> f(s, {small_plan(2, 16, 2)});
@@ -446,7 +484,8 @@ TEST(Gradients, PaddingStaysZero) {
     }
 }
 
-// Initial weights: the numbers of the parameter's own name, zero where the vocabulary is padded.
+// Initial weights are drawn from the parameter's own name, and are zero in
+// the vocabulary's padding.
 TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
     Trainer<float, Cpu> t;
     trainer_place(t, small_gpt2(false), {small_plan(1, 8, 1)});
@@ -465,7 +504,8 @@ TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
     trainer_free(t);
 }
 
-// The head in chunks of 64, 64 and 22 rows, and at once: the same sums in another order.
+// The head in chunks of 64, 64 and 22 rows makes the same loss and gradients as in one chunk, to
+// the rounding of float: the sums have another order.
 TEST(Gradients, HeadInChunks) {
     for (Shape s : {small_gpt2(), small_llama()}) {
         s.P = 80;
@@ -473,6 +513,8 @@ TEST(Gradients, HeadInChunks) {
         s.logits_bytes = 1;
         Fixture<float> chunks(s, {small_plan(2, 75, 2)});
         EXPECT_NEAR(whole.step(), chunks.step(), 1e-6);
+
+        // Compare gradients by the norm of their difference.
         for (const Parameter& p : whole.t.model.parameters) {
             double off = 0, size = 0;
             for (size_t i = 0; i < p.elements(); i++) {
@@ -508,8 +550,8 @@ template <typename T> static void expect_same_bits() {
     }
 }
 
-// Each block has a level of its own: all 125 ways of three blocks, for the family whose norms of q
-// and k are made again too a part of them.
+// Each block may have a recomputation level of its own: all 125 combinations of three blocks for
+// GPT-2, every seventh of them for Llama's family, whose norms of q and k are recomputed too.
 TEST(Bits, LevelsOfBlocksChangeNothing) {
     for (const Shape& s : {small_gpt2(), small_qwen3(), small_variant(small_llama(), "olmo2"),
                            small_variant(small_llama(), "gemma2")}) {
@@ -521,14 +563,15 @@ TEST(Bits, LevelsOfBlocksChangeNothing) {
     }
 }
 
+// Every level of recomputation, with backward passes whole or in two halves, changes no bit.
 TEST(Bits, RecomputationAndHalvesApartChangeNothingInFloat) { expect_same_bits<float>(); }
 TEST(Bits, RecomputationAndHalvesApartChangeNothingInBf16) { expect_same_bits<bf16>(); }
 
 // ----------------------------------------------------------------------------
 // accumulation
 
-// ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps (arXiv:2506.09280), times 8: a sum of 8 micro-batches
-// in other orders
+// Accumulated gradients differ only by rounding: ||g - g'|| / ||g|| <= 4 * 1.03^layers * eps
+// (arXiv:2506.09280), times 8 for a sum of up to 8 micro-batches in another order.
 TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
     for (const Shape& s : all_shapes()) {
         auto gradients = [&](size_t B, int micro_batches) {
@@ -537,6 +580,8 @@ TEST(Accumulation, MicroBatchesAgreeWithinTheBound) {
             f->step();
             return f;
         };
+
+        // Compare one micro-batch with 2, 4 and 8, parameter by parameter.
         auto reference = gradients(8, 1);
         for (int m : {2, 4, 8}) {
             auto other = gradients(size_t(8 / m), m);
@@ -561,10 +606,10 @@ struct Sequence {
     std::vector<int> tokens, targets;
 };
 
-// The loss and the gradients of sequences, as sums over their valid targets.
+// The loss and the gradients of some sequences, as sums over their valid targets.
 struct Sums {
     double loss = 0;
-    std::vector<double> grads = {}; // of all parameters
+    std::vector<double> grads = {}; // of all parameters, one after the other
 };
 static Sums sums_of(const Shape& s, const std::vector<Sequence>& sequences, int document_end) {
     size_t T = sequences[0].tokens.size();
@@ -583,9 +628,11 @@ static Sums sums_of(const Shape& s, const std::vector<Sequence>& sequences, int 
     return sums;
 }
 
-// Documents that share sequences are to the model what each is in a sequence of its own. The second
-// sequence begins inside a document, and ends inside one. 1e-12 is some thousand roundings.
+// Documents packed into shared sequences give the same loss and gradients as each document in a
+// sequence of its own. The second sequence begins inside a document, and ends inside one. 1e-12 is
+// some thousand roundings.
 TEST(Documents, PackedAreThoseAlone) {
+    // Draw documents of these lengths, and build the sequences both ways.
     const int END = 7;
     uint64_t drawn = 0;
     std::vector<Sequence> packed, alone;
@@ -607,19 +654,24 @@ TEST(Documents, PackedAreThoseAlone) {
         }
         packed.push_back(all);
     }
+
+    // Add up the documents one by one.
     std::vector<Shape> shapes = all_shapes();
     shapes.push_back(small_llama()), shapes.back().sliding_window = 4;
     for (Shape s : shapes) {
-        s.balance = s.z_loss = 0; // terms of whole sequences, which see documents side by side
+        s.balance = s.z_loss = 0; // the balance terms mix the documents of a sequence
         Sums got = sums_of(s, packed, END), want = {0, std::vector<double>(got.grads.size())};
         for (const Sequence& document : alone) {
             Sums one = sums_of(s, {document}, -1);
             want.loss += one.loss;
             for (size_t i = 0; i < one.grads.size(); i++) want.grads[i] += one.grads[i];
         }
+
+        // Compare. Without the mask the loss must differ. Gradients are compared all together,
+        // because that of a key's bias is zero up to rounding.
         EXPECT_NEAR(got.loss, want.loss, 1e-12 * want.loss);
         EXPECT_GT(std::abs(sums_of(s, packed, -1).loss - want.loss), 1e-2);
-        double size = 0, off = 0; // of all together: a key's bias has no gradient of its own
+        double size = 0, off = 0;
         for (size_t i = 0; i < want.grads.size(); i++) {
             size = std::hypot(size, want.grads[i]);
             off = std::hypot(off, got.grads[i] - want.grads[i]);
@@ -633,14 +685,18 @@ TEST(Documents, PackedAreThoseAlone) {
 // does not declare
 
 template <typename T> static void expect_honest_access(const Shape& s, Plan options) {
+    // Run a step first, so that persistent state is in use.
     Fixture<T> f(s, {options});
-    f.step(); // a step before, so that persistent state is in use
+    f.step();
     const Plan& p = f.t.plans[0];
     Arena& arena = f.t.arena;
     std::vector<unsigned char> memory(arena.device().bytes);
     for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
         Action a = p.actions[size_t(f.t.at)];
         Access x = access(p, f.t.model, a);
+
+        // Mark the bytes that the action declares. The contents of scratch are not compared: they
+        // depend on which thread took which task.
         std::vector<char> reads(arena.device().bytes), writes(arena.device().bytes),
             scratch(arena.device().bytes);
         auto mark = [&](std::vector<char>& map, const std::vector<Data>& data) {
@@ -651,10 +707,10 @@ template <typename T> static void expect_honest_access(const Shape& s, Plan opti
         mark(reads, x.reads);
         mark(writes, x.writes);
         mark(scratch,
-             {{Kind::SCRATCH, a.layer}}); // what it leaves there depends on which thread took what
+             {{Kind::SCRATCH, a.layer}});
 
-        // Run it once as it is, and with every byte that it does not read poisoned: with NaN, and
-        // with a number, since what is added to NaN is the NaN that was there.
+        // Run it once as it is, and twice with every byte that it does not read poisoned: once with
+        // NaN, and once with a number, because a sum that starts from NaN stays that NaN.
         memory.assign(arena.device().base, arena.device().base + arena.device().bytes);
         run_action(f.t, a);
         std::vector<unsigned char> after(arena.device().base,
@@ -700,7 +756,7 @@ TEST(Access, IsTheTruthForQwen3) {
                                        small_plan(2, 8, 2, three_levels(number), split));
 }
 
-// Every planned buffer is written in a step: none is planned in vain.
+// Every planned buffer is written in a step, so none is planned in vain.
 TEST(Access, EveryPlannedBufferIsWritten) {
     for (const Shape& s : all_shapes()) {
         Fixture<float> f(s, {small_plan(2, 16, 2)});
@@ -709,6 +765,8 @@ TEST(Access, EveryPlannedBufferIsWritten) {
         for (f.t.at = 0; f.t.at < int(p.actions.size()); f.t.at++) {
             Action a = p.actions[size_t(f.t.at)];
             Access x = access(p, f.t.model, a);
+
+            // Fill with a pattern what the action only writes, and run it.
             auto read_too = [&](Data d) {
                 return std::count(x.reads.begin(), x.reads.end(), d) > 0;
             };
@@ -717,11 +775,14 @@ TEST(Access, EveryPlannedBufferIsWritten) {
                     place && !read_too(d) && !persistent(d.kind))
                     memset(f.t.arena.device().base + place->offset, 0xa5, place->bytes);
             run_action(f.t, a);
+
+            // Count the bytes that keep the pattern. Rows end at multiples of 256 bytes, so up to
+            // 255 bytes a row may.
             for (Data d : x.writes) {
                 const Place* place = arena_find(f.t.arena, 0, f.t.at, d);
                 if (!place || read_too(d) || persistent(d.kind) || d.kind == Kind::SCRATCH)
                     continue;
-                size_t untouched = 0; // rows end on 256 bytes, so up to 255 a row stay as they were
+                size_t untouched = 0;
                 for (size_t i = 0; i < place->bytes; i++)
                     untouched += f.t.arena.device().base[place->offset + i] == 0xa5;
                 EXPECT_LT(untouched, place->bytes / 20 + 20 * 256)
@@ -734,8 +795,10 @@ TEST(Access, EveryPlannedBufferIsWritten) {
 // ----------------------------------------------------------------------------
 // learning
 
-// bf16 holds 8 bits: its loss follows float's within 2% at each of 100 steps of the same run.
+// bf16 has 8 significant bits. Its loss follows float's, within 2% of the first loss, at each of
+// 100 steps of the same run.
 TEST(Learning, Bf16FollowsFloat) {
+    // Make a model of either type, with sequences that can be learned.
     Shape s = gpt2_shape(2, 2, 32, 61, 32);
     auto curve = [&](auto zero) {
         typedef decltype(zero) T;
@@ -745,26 +808,30 @@ TEST(Learning, Bf16FollowsFloat) {
         init_weights(t, 3);
         t.hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
         t.window = [&](uint64_t sample, int* tokens,
-                       int* targets) { // a sequence that can be learned
+                       int* targets) {
             for (int i = 0; i < 32; i++)
                 tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
             for (int i = 0; i < 31; i++) targets[i] = tokens[i + 1];
             targets[31] = -1;
             return std::string();
         };
+
+        // Train it.
         std::vector<double> losses;
         for (int i = 0; i < 100; i++, t.cursor += 4)
             run_plan(t, 0), losses.push_back(plan_loss(t).mean());
         trainer_free(t);
         return losses;
     };
+
+    // Both curves stay together, and both models learn.
     std::vector<double> a = curve(float()), b = curve(bf16());
     for (size_t i = 0; i < 100; i++) EXPECT_NEAR(b[i], a[i], 0.02 * a[0]) << "step " << i;
     EXPECT_LT(a[99], 0.5 * a[0]);
     EXPECT_LT(b[99], 0.5 * b[0]);
 }
 
-// A gradient that is not finite changes nothing, and the step does not count.
+// A gradient that is not finite changes no weight, and the optimizer does not count its step.
 TEST(Learning, NonFiniteGradientsUpdateNothing) {
     Fixture<float> f(small_gpt2(), {small_plan(2, 16, 1)});
     f.step();
@@ -781,7 +848,10 @@ TEST(Learning, NonFiniteGradientsUpdateNothing) {
 // ----------------------------------------------------------------------------
 // train_gpt_min.cpp: written separately, shares no code
 
+// The trainer and the textbook train the same model on the same text: losses agree within 1e-5 and
+// gradient norms within 1e-4 of themselves, which float's rounding explains.
 TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
+    // Make the textbook's model.
     std::string text_path = ROOT + "/llmc/plan.h";
     std::ifstream in(text_path);
     std::string text((std::istreambuf_iterator<char>(in)), {});
@@ -790,6 +860,7 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     m.V = 256, m.T = T, m.L = 2, m.NH = 4, m.C = 32;
     min_gpt::model_init(m, 1337);
 
+    // Make the trainer's.
     std::string copy = scratch("parity.txt");
     std::ofstream(copy) << text;
     Tokenizer tokenizer;
@@ -803,6 +874,8 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     t.window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(loader, sample, tokens, targets);
     };
+
+    // Run both, step by step. The textbook draws its windows by its own code.
     size_t trained = text.size() - text.size() / 10;
     for (int step = 0; step < STEPS; step++) {
         std::vector<int> tokens(B * T), targets(B * T);
@@ -814,11 +887,15 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
                 targets[size_t(b * T + i)] = (unsigned char)text[start + size_t(i) + 1];
             }
         }
+
+        // A step of the textbook.
         float lr = min_gpt::learning_rate(step);
         float expected = min_gpt::model_forward(m, tokens.data(), targets.data(), B, T);
         min_gpt::model_backward(m);
         double norm = min_gpt::clip_gradients(m, 1.0);
         min_gpt::adamw_step(m, step, lr);
+
+        // A step of the trainer.
         t.hyper = {lr, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
         run_plan(t, 0);
         t.cursor += B;
@@ -832,7 +909,7 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
 // ----------------------------------------------------------------------------
 // frozen weights
 
-// Quantise a parameter to NF4 or int8 and back, by the operators.
+// Quantise a parameter to a narrow format and back, by calling the operators directly.
 static std::vector<float> quantised(Stored stored, const Parameter& p,
                                     const std::vector<float>& x) {
     std::vector<float> back(x.size()), absmax(x.size());
@@ -848,6 +925,8 @@ static std::vector<float> quantised(Stored stored, const Parameter& p,
         int8_dequantize(back.data(), rows.data(), absmax.data(), p.rows(), p.cols(), Cpu{});
         return back;
     }
+
+    // NF4 has scales of its scales, in a table.
     std::vector<float> table(nf4_table_floats(x.size()));
     nf4_quantize(codes.data(), absmax.data(), x.data(), x.size(), Cpu{});
     nf4_begin_table(table.data(), absmax.data(), nf4_blocks(x.size()));
@@ -856,12 +935,13 @@ static std::vector<float> quantised(Stored stored, const Parameter& p,
     return back;
 }
 
-// The loss of an evaluation and tokens that a model writes. wide: its weights are those that
-// `stored` makes and back, kept as T.
+// The loss of an evaluation, losses and norms of three steps if there are adapters, then tokens
+// that the model generates. wide: the weights are quantised to `stored` and back, and kept as T.
 template <typename T>
 static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wide, int tp) {
     std::vector<double> losses;
     auto body = [&](const Comm& world) {
+        // Plan an evaluation, a generation, and training.
         Plan evaluate = small_plan(2, 9, 1), write = small_plan(1, 5, 1);
         evaluate.layout = layout_at(small_layout(1, tp), world.rank);
         evaluate.mode = Mode::EVALUATE, write.mode = Mode::GENERATE, write.cache = 8;
@@ -871,6 +951,8 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         Plan train = evaluate;
         train.mode = Mode::TRAIN, train.micro_batches = 2, train.recompute = three_levels(44);
         if (s.adapters) plans.push_back(train);
+
+        // Make the trainer, and set its weights.
         Small<T> f(s, plans);
         f.t.comms = make_comms(world, evaluate.layout);
         f.t.window = random_window(s, 9);
@@ -882,6 +964,8 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
             if (wide && is_narrow(stored, f.t.model, p)) x = quantised(stored, p, x);
             set_weight(f.t, p, x.data());
         }
+
+        // Run the plans.
         run_plan(f.t, 0);
         double loss = plan_loss(f.t).mean();
         Sampling greedy = {};
@@ -906,8 +990,8 @@ static std::vector<Shape> frozen_shapes() {
     return {gpt2_shape(2, 2, 128, 61, 32), qwen};
 }
 
-// Codes are the values that they stand for: a model with them computes, bit by bit, what one
-// computes that holds those values, whole or cut.
+// A model with narrow weights computes, bit by bit, what a model computes that holds their values
+// in full width; on one rank, and cut over two.
 TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
     for (const Shape& s : frozen_shapes())
         for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4})
@@ -918,7 +1002,7 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
                 EXPECT_NE(narrow, frozen_losses<float>(s, Stored::WIDE, true, tp));
             }
 
-    // Beside them adapters are trained, and meet the same values both ways.
+    // Train adapters beside them: losses and norms are the same both ways.
     for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4})
         for (int tp : {1, 2}) {
             Shape s = with_lora(frozen_shapes()[tp - 1], 4);
@@ -931,7 +1015,8 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
               frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, true, 2));
 }
 
-// A block's matrices take 4 or 8 bits an element and their scales; each part begins at 256 bytes.
+// A block's matrices take 4 or 8 bits an element, and their scales; each part begins at a multiple
+// of 256 bytes.
 TEST(Frozen, BytesAreThoseOfTheFormat) {
     Shape s = llama_shape(1, 4, 4, 128, 256, 53, 64, 10000);
     for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4}) {
@@ -940,6 +1025,8 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
         Small<bf16> f(s, {p});
         int block = find_bucket(f.t.model, Role::BLOCK, 1),
             head = find_bucket(f.t.model, Role::HEAD, 2);
+
+        // Add up the bytes of a block.
         size_t want = 2 * 256; // two norms
         for (size_t n :
              {128 * 128, 128 * 128, 128 * 128, 128 * 128, 256 * 128, 256 * 128, 256 * 128}) {
@@ -950,7 +1037,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
                                              : n / 2 + 4 * n / 128;
         }
 
-        // the last one, down, has rows of 256: half as many
+        // The last matrix, down, has rows of 256, so half as many of them.
         if (stored == Stored::INT8) want -= 4 * 128;
         auto bytes = [&](int bucket) {
             return data_bytes<bf16>(f.t.plans[0], f.t.model, {Kind::WEIGHT, bucket}, Cpu{});
@@ -959,7 +1046,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
         EXPECT_EQ(bytes(head), 2 * f.t.model.buckets[head].elements);
         EXPECT_EQ(arena_find(f.t.arena, 0, 0, {Kind::WEIGHT, block})->bytes, want);
 
-        // Codes have no word for NaN: the first float beside them says it.
+        // Codes cannot express NaN: the first float beside them is NaN if a value was.
         const Parameter* q = &f.t.model.parameters[f.t.model.buckets[block].first + 1];
         std::vector<float> x(q->elements(), 1);
         for (bool bad : {false, true}) {
@@ -972,6 +1059,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
     }
 }
 
+// Tensor parallelism may not cut an NF4 block in two: it is refused, with a format that can be cut.
 TEST(Frozen, PiecesAreWholeBlocks) {
     Model m = make_model(llama_shape(1, 4, 4, 96, 256, 53, 64, 10000), small_layout(1, 2));
     Layout two = small_layout(1, 2);
@@ -983,14 +1071,16 @@ TEST(Frozen, PiecesAreWholeBlocks) {
     EXPECT_EQ(check_pieces(Stored::WIDE, m, two), "");
 }
 
-// Only rows that somebody wants travel, once each; what comes home is the sum of all parts. Against
-// an enumeration: ranks that get no token, tokens that stay at home, and all in between.
+// The exchange of tokens between expert ranks: a rank receives each row that its experts want once,
+// and no other; the results that come home are summed. The cases include ranks that get no token
+// and tokens that stay at home; an enumeration of all choices says what must arrive.
 TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
     for (auto [ranks, experts, K, few] : {std::array{2, 2, 1, 0}, {3, 6, 2, 0}, {4, 12, 3, 0},
                                           {4, 8, 2, 1}, {3, 9, 9, 0}}) {
         const size_t N = 21, C = 5, R = size_t(ranks), E = size_t(experts), k = size_t(K);
 
-        // Choices: ascending and different, of a few experts or of all.
+        // Draw each row's K choices, ascending and different, from the first few experts
+        // or from all.
         std::vector<int> ids;
         std::mt19937 random(unsigned(ranks * 100 + experts));
         for (size_t n = 0; n < R * N; n++) {
@@ -1013,6 +1103,8 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN),
                 out(part, NAN);
             ctx.exchange_rows = scratch.data();
+
+            // Send the rows, and check which have arrived and how many bytes have left.
             for (size_t i = 0; i < part; i++) rows[i] = double(me * part + i);
             std::map<std::string, size_t> sent;
             world.info->sent = &sent;
@@ -1027,7 +1119,8 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             }
             EXPECT_EQ(sent["world"], back * C * sizeof(double));
 
-            // Each rank gives its number to what it has; all else is never read.
+            // Return results: each rank multiplies its rows by its number. Rows that it was not
+            // sent are NaN, because they must not be read.
             std::fill(all.begin(), all.end(), NAN);
             for (size_t row = 0; row < R * N; row++)
                 for (size_t c = 0; c < C && (wants(row, me) || row / N == me); c++)
@@ -1044,7 +1137,7 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             world.info->sent = nullptr;
         }), 0);
 
-        // The planner's share of an even load: of all draws of K from E.
+        // The planner's share: the probability that a draw of K from E experts meets a given rank.
         Shape s;
         s.E = E, s.K = k;
         double none = 1;

@@ -1,8 +1,9 @@
 // test_nccl.cpp - steps of training on NCCL, whose calls MPI carries here (harness/nccl_stub)
-//   Kernels run in the emulator. A rank's collectives happen in the order of its host's calls, each
-//   when all its ranks have come: the least that NCCL does, which may run several at a time.
-//   Sums in rank order have the same bits on every backend, so processes on NCCL are compared with
-//   threads that share a GPU, bit by bit; and the order of calls is compared between ranks.
+//   Kernels run in the emulator. On the stand-in a rank's collectives happen in the order of its
+//   host's calls, each when all its ranks have arrived. NCCL does at least that, and may run
+//   several at a time. Sums in rank order have the same bits on every backend, so processes on NCCL
+//   are compared with threads that share a GPU, bit by bit; and the order of calls is compared
+//   between ranks.
 //     build/test_nccl                        starts the others
 //     mpirun -np 4 build/test_nccl --steps   the layouts of 4 ranks
 #include "../../llmc/io/checkpoint_load.h"
@@ -20,11 +21,11 @@ struct NcclCase {
     bool llama, sequence_parallel = false;
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     int chunks = 1, shards = 0;
-    bool replays = false; // the processes' steps are graphs, from the second on
-    int ep = 1;           // of a model with experts
+    bool replays = false; // processes replay a graph from the second step on
+    int ep = 1;           // above 1: a model with experts
 };
 
-// Every group of ranks, and those that share or split a communicator, alone and beside each other.
+// Layouts that use every kind of group, with communicators that are shared, split or their own.
 static std::vector<NcclCase> nccl_cases(int ranks) {
     if (ranks == 2)
         return {{2, 1, 1, 3, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true},
@@ -38,9 +39,9 @@ static std::vector<NcclCase> nccl_cases(int ranks) {
             {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 0, false, 2}};
 }
 
-// Two key/value heads: ranks of tp 4 share them in pairs.
+// A case's model. Llama has two key/value heads, which the ranks of tp 4 share in pairs.
 static Shape shape_of(const NcclCase& c) {
-    size_t blocks = c.chunks; // with both ends a layer for each stage
+    size_t blocks = c.chunks; // with embedding and head at least a layer for each stage
     if (!c.llama) return gpt2_shape(blocks, 4, 16, 61, 16);
     Shape s = llama_shape(blocks, 4, 2, 16, 24, 53, 16, 10000);
     s.qkv_bias = c.ep == 1;
@@ -60,9 +61,10 @@ static Layout sizes_of(const NcclCase& c) {
     return layout;
 }
 
-// Two steps of a rank, or three where the last is a replay: "dp 2 tp 1 ...: rank 0: loss norm loss
-// norm, hash of all that lasts". The learning rate falls.
+// Run two steps on a rank, or three if the last is a replay, with a falling learning rate. Returns
+// "dp 2 tp 1 ...: rank 0: loss norm loss norm, hash of all lasting data".
 static std::string steps_text(const Comm& world, const NcclCase& c) {
+    // Plan.
     use_threads(1); // models this small gain nothing by more
     Shape shape = shape_of(c);
     Layout me = layout_at(sizes_of(c), world.rank);
@@ -70,6 +72,7 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     p.layout = me;
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
 
+    // Make the trainer.
     Trainer<float, cudaStream_t> t;
     t.ctx.where = open_stream(cudaStream_t{});
     t.replays = c.replays;
@@ -81,6 +84,7 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     t.hyper.clip = 0.5f;
     t.window = random_window(shape, p.T);
 
+    // Run the steps.
     std::string text;
     char words[160];
     for (int s = 0; s < (c.replays ? 3 : 2); s++) {
@@ -93,11 +97,13 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
         text += words;
     }
 #ifdef WITH_NCCL
-    // Layers use these; a bucket's stream must not.
+    // Communicators of layers must be used on one stream only, and not on the streams of buckets.
     for (const Comm* c : {&t.comms.tp, &t.comms.kv, &t.comms.ep})
         if (c->nccl && nccl_stub::streams[size_t(c->nccl->comm->number)].size() != 1)
             text += " '" + c->name + "' is not on one stream";
 #endif
+
+    // Hash the state.
     const Memory& memory = t.arena.device();
     std::string lasting(reinterpret_cast<const char*>(memory.base), memory.persistent_bytes);
     snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, ep %d, %s: rank %d:", c.dp,
@@ -112,23 +118,25 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
 // processes on the stand-in
 
 #ifdef WITH_NCCL
-// A call as both of two ranks know it: the communicator's ranks and what it does; of a message, who
-// sends to whom.
+// A call of NCCL as any of its ranks can name it: the communicator's ranks, and what is done; for a
+// message, who sends to whom.
 struct SeenCall {
     std::vector<int> members;
     std::string what;
-    int from = -1, to = -1; // of a message: ranks in the world
+    int from = -1, to = -1; // of a message, as ranks in the world; -1: it is none
 };
 
-// The calls since `first`.
+// The calls of this rank that the stand-in has recorded since number `first`.
 static std::vector<SeenCall> calls_since(size_t first, int rank) {
     std::vector<SeenCall> calls;
     for (size_t i = first; i < nccl_stub::calls.size(); i++) {
         const std::string& text = nccl_stub::calls[i];
         size_t on = text.rfind(" on ");
-        if (on == std::string::npos) continue; // a communicator is made
+        if (on == std::string::npos) continue; // no call on a communicator: it makes one
         size_t number = size_t(atoi(text.c_str() + on + 4));
         SeenCall call = {nccl_stub::members[number], text.substr(0, on)};
+
+        // A message names its peer by its place in the communicator.
         int peer = -1;
         if (sscanf(text.c_str(), "send to %d", &peer) == 1) {
             call.from = rank;
@@ -142,8 +150,8 @@ static std::vector<SeenCall> calls_since(size_t first, int rank) {
     return calls;
 }
 
-// Ranks a and b must agree on this: the calls on communicators that have both, in order.
-// Messages between two collectives go in any order, for several make one call.
+// The calls on communicators that have both ranks a and b, in order: a and b must agree on this
+// text. Messages between two collectives are sorted, because one call may hold several of them.
 static std::string shared_text(const std::vector<SeenCall>& calls, int a, int b) {
     std::string text;
     std::vector<std::string> messages;
@@ -156,6 +164,8 @@ static std::string shared_text(const std::vector<SeenCall>& calls, int a, int b)
         bool both = std::count(c.members.begin(), c.members.end(), a) &&
                     std::count(c.members.begin(), c.members.end(), b);
         if (!both) continue;
+
+        // Collect messages until the next collective.
         if (c.from >= 0) {
             bool between = (c.from == a && c.to == b) || (c.from == b && c.to == a);
             if (between) messages.push_back(concat(c.from, ">", c.to, "; "));
@@ -168,8 +178,8 @@ static std::string shared_text(const std::vector<SeenCall>& calls, int a, int b)
     return text;
 }
 
-// Ranks of a communicator give it the same calls in the same order; and two communicators that
-// share two ranks are called in the same order on both.
+// Check that all ranks of a communicator call it alike, in the same order, and that any two ranks
+// call the communicators that they share in the same order. All ranks call; "" or what differs.
 static std::string check_order_of_calls(const Comm& world, const std::vector<SeenCall>& calls) {
     std::string wrong;
     for (int a = 0; a < world.size; a++)
@@ -183,26 +193,29 @@ static std::string check_order_of_calls(const Comm& world, const std::vector<See
     return wrong;
 }
 
-// The check itself: another order is another text, but for messages that one call may hold.
+// The check finds another order of calls, but allows any order of messages that one call may hold.
 TEST(Nccl, AnotherOrderOfCallsIsSeen) {
     const SeenCall tp = {{0, 1}, "sum"}, dp = {{0, 1, 2}, "sum"};
     const SeenCall there = {{0, 1}, "send to 1", 0, 1}, back = {{0, 1}, "receive from 1", 1, 0};
 
-    // Two communicators of both ranks have an order; rank 2 has no part in the first.
+    // The order of two communicators counts between ranks that are in both: ranks 0 and 1, not 2.
     EXPECT_NE(shared_text({tp, dp}, 0, 1), shared_text({dp, tp}, 0, 1));
     EXPECT_EQ(shared_text({tp, dp}, 0, 2), shared_text({dp, tp}, 0, 2));
     EXPECT_NE(shared_text({tp, dp, dp}, 0, 2), shared_text({tp, dp}, 0, 2));
 
-    // Messages pass each other, and no collective.
+    // Messages may pass each other, but no collective.
     EXPECT_EQ(shared_text({there, back}, 0, 1), shared_text({back, there}, 0, 1));
     EXPECT_NE(shared_text({there, tp}, 0, 1), shared_text({tp, there}, 0, 1));
 }
 
-// An older library does for one communicator; tp beside dp ends the run with a line that says why.
+// An old NCCL cannot keep launches on several communicators in order. It is good enough for a
+// layout with one communicator; tp beside dp ends the run with a line that says why.
 TEST(Nccl, AnOldLibraryIsRefusedWhereLaunchesNeedAnOrder) {
     EXPECT_EQ(launch_order_missing(22600), "");
     EXPECT_EQ(launch_order_missing(23001), "");
     EXPECT_NE(launch_order_missing(22507), "");
+
+    // Run both with version 2.21.
     char self[4096] = {};
     ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
     for (int ranks : {2, 4}) {
@@ -214,6 +227,7 @@ TEST(Nccl, AnOldLibraryIsRefusedWhereLaunchesNeedAnOrder) {
     }
 }
 
+// Make the communicators of tp 2, with a library that says it is version 2.21.5.
 static int run_old() {
     RankInfo info;
     nccl_stub::version = 22105;
@@ -223,6 +237,7 @@ static int run_old() {
     return 0;
 }
 
+// Run all cases of so many processes: print their results, and check the order of their calls.
 static int run_steps() {
     RankInfo info;
     info.timeout_s = 60;
@@ -244,12 +259,15 @@ static int run_steps() {
     return failed;
 }
 
+// Steps of processes on NCCL have the losses, norms and state of threads, to the bit.
 TEST(Nccl, StepsAreThoseOfThreads) {
     char self[4096] = {};
     ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
     for (int ranks : {2, 3, 4}) {
         Ran ran = shell(concat("timeout 200 mpirun --allow-run-as-root --oversubscribe -np ", ranks,
                                " ", self, " --steps"));
+
+        // Run the same cases with threads.
         std::string want;
         for (const NcclCase& c : nccl_cases(ranks)) {
             std::vector<std::string> texts{size_t(ranks), std::string()};

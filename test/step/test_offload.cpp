@@ -20,17 +20,21 @@ std::vector<unsigned char> random_bytes(std::mt19937& random, size_t n) {
     return bytes;
 }
 
-// Ranges of any place and length, now and by the threads, against the same in memory.
+// Write and read ranges of any place and length, at once or by the threads, and compare with a
+// copy in memory.
 TEST(Disk, HoldsWhatWasWritten) {
     std::mt19937 random(3);
     size_t size = 5 * DISK_BLOCK;
     Disk d;
     ASSERT_EQ(disk_open(d, "/tmp", size), "");
-    std::vector<unsigned char> like(size, 0); // what was never written is zero
+    std::vector<unsigned char> like(size, 0); // the copy; bytes that were never written are zero
     for (int i = 0; i < 60; i++) {
+        // Draw a range; now and then it is exactly a block.
         size_t at = random() % size, n = std::min(size - at, size_t(random()) % (2 * DISK_BLOCK));
         if (i % 8 == 0) at = at / DISK_BLOCK * DISK_BLOCK, n = DISK_BLOCK;
         std::vector<unsigned char> bytes = random_bytes(random, n), back(n);
+
+        // Write it twice out of three times, else read it.
         bool by_threads = i % 2;
         auto move = std::make_shared<DiskMove>();
         if (i % 3) {
@@ -50,11 +54,14 @@ TEST(Disk, HoldsWhatWasWritten) {
             ASSERT_TRUE(std::equal(back.begin(), back.end(), like.begin() + at)) << i;
         }
     }
+
+    // Read everything.
     std::vector<unsigned char> all(size);
     ASSERT_EQ(disk_read(d, all.data(), 0, size), "");
     EXPECT_TRUE(all == like);
 }
 
+// A block that has changed on the disk is an error when it is read, and names the block.
 TEST(Disk, ABlockThatChangedIsAnError) {
     std::mt19937 random(4);
     Disk d;
@@ -62,12 +69,14 @@ TEST(Disk, ABlockThatChangedIsAnError) {
     std::vector<unsigned char> bytes = random_bytes(random, 3 * DISK_BLOCK), back(bytes.size());
     ASSERT_EQ(disk_write(d, bytes.data(), 0, bytes.size()), "");
 
-    // One bit of the second block, behind the program's back.
+    // Flip one bit of the second block in the file itself.
     alignas(DISK_ALIGN) static unsigned char page[DISK_ALIGN];
     off_t at = off_t(DISK_BLOCK + 8 * DISK_ALIGN);
     ASSERT_EQ(pread(d.file, page, DISK_ALIGN, at), ssize_t(DISK_ALIGN));
     page[77] ^= 16;
     ASSERT_EQ(pwrite(d.file, page, DISK_ALIGN, at), ssize_t(DISK_ALIGN));
+
+    // The other blocks can be read.
     EXPECT_EQ(disk_read(d, back.data(), 0, DISK_BLOCK), "");
     EXPECT_EQ(disk_read(d, back.data(), 2 * DISK_BLOCK, DISK_BLOCK), "");
     EXPECT_HAS(disk_read(d, back.data(), 0, 3 * DISK_BLOCK), "block 1 of the offloaded state has "
@@ -77,8 +86,10 @@ TEST(Disk, ABlockThatChangedIsAnError) {
     EXPECT_HAS(disk_finish(d, *move), "block 1 ");
 }
 
-// All room is taken at the start, and nothing has a name that could stay behind.
+// A file takes all its room at the start, so a disk without it is refused. The file has no name, so
+// that none can stay behind.
 TEST(Disk, RefusesWhatDoesNotFit) {
+    // Limit files to two blocks.
     std::string folder = scratch("offload");
     fs::create_directories(folder);
     signal(SIGXFSZ, SIG_IGN);
@@ -86,6 +97,8 @@ TEST(Disk, RefusesWhatDoesNotFit) {
     getrlimit(RLIMIT_FSIZE, &saved);
     small.rlim_max = saved.rlim_max;
     setrlimit(RLIMIT_FSIZE, &small);
+
+    // Three blocks do not fit, two do.
     Disk large, fits;
     std::string wrong = disk_open(large, folder, 3 * DISK_BLOCK);
     std::string good = disk_open(fits, folder, 2 * DISK_BLOCK);
@@ -107,16 +120,16 @@ struct Case {
     int prefetch = 1;
     Optimizer optimizer = Optimizer::ADAMW;
     Recompute level = Recompute::NONE;
-    bool split = false; // the backward pass
+    bool split = false; // backward passes in two halves
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
-    bool weights = true, gradients = true; // beside activations and masters
-    bool optimizer_too = true;
+    bool weights = true, gradients = true; // offload these beside activations
+    bool optimizer_too = true;             // and masters and moments
     int micro_batches = 2;
     Tier update = Tier::DEVICE;
 };
 
-// Threads of a file that sleep first make every move late.
+// Make every move of a file late, by letting its threads sleep first.
 void make_late(Disk* disk) {
     if (!disk) return;
     std::lock_guard hold(disk->lock);
@@ -126,9 +139,11 @@ void make_late(Disk* disk) {
     disk->changed.notify_all();
 }
 
-// Weights, masters and moments after three steps, whole.
+// All weights and optimizer states after three steps, whole, one after the other. late: moves to
+// and from the disk take longer than the actions beside them.
 template <typename T>
 std::vector<float> trained(const Shape& shape, const Case& c, bool late = false) {
+    // Choose the layout.
     Layout sizes = small_layout(c.dp, c.tp, c.pp);
     sizes.zero = c.zero;
     sizes.prefetch = c.prefetch;
@@ -138,6 +153,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
 #ifdef _OPENMP
         omp_set_num_threads(1);
 #endif
+        // Make the rank's plan.
         Plan plan = small_plan(2, 8, c.micro_batches, c.level, c.split);
         plan.optimizer = c.optimizer, plan.masters = c.masters, plan.states = c.states;
         plan.offload = {c.tier, c.tier, c.weights ? c.tier : Tier::DEVICE,
@@ -147,6 +163,8 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
+
+        // Train. There is a file only if something lies in it.
         Fixture<T> rank(shape, {plan});
         auto& t = rank.t;
         t.comms = make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, t.model));
@@ -159,7 +177,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
             };
         for (int i = 0; i < 3; i++) rank.step();
 
-        // A part of the ranks has a bucket; all take part in bringing it together.
+        // Gather each parameter: only some ranks have its bucket, but all must call.
         std::vector<float> mine;
         auto numbers = [](const auto& x) { return std::vector<float>(x.begin(), x.end()); };
         auto add = [&](const std::vector<float>& values) {
@@ -175,6 +193,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
     return all;
 }
 
+// Offloading everything, to the host's memory or to a file, changes no bit, in any layout.
 TEST(Offload, ChangesNoBitInAnyLayout) {
     const std::vector<Case> layouts = {
         {1, 1, 1, 0, Tier::DEVICE}, {2, 1, 1, 1, Tier::DEVICE}, {2, 1, 1, 2, Tier::DEVICE},
@@ -193,6 +212,7 @@ TEST(Offload, ChangesNoBitInAnyLayout) {
         }
 }
 
+// Offloading changes no bit with or without moments, with any prefetch, and if moves are late.
 TEST(Offload, ChangesNoBitWhateverMovesAndWhen) {
     Case c = {2, 1, 1, 1, Tier::DEVICE};
     for (Optimizer optimizer : {Optimizer::ADAMW, Optimizer::SGD})
@@ -209,9 +229,10 @@ TEST(Offload, ChangesNoBitWhateverMovesAndWhen) {
         }
 }
 
-// Chunks of remainders, and of moments in 16 and 8 bits.
+// Offloading changes no bit of small masters and states: chunks of remainders, and of moments in 16
+// and 8 bits.
 TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
-    Shape wide = gpt2_shape(2, 4, 64, 256, 16); // 8 bits are for matrices of 4096 elements
+    Shape wide = gpt2_shape(2, 4, 64, 256, 16); // 8-bit moments need matrices of 4096 elements
     Case c = {2, 1, 1, 1, Tier::DEVICE};
     for (Masters masters : {Masters::FLOAT, Masters::REMAINDER, Masters::NONE})
         for (States states : {States::FLOAT, States::BF16, States::EIGHT_BIT}) {
@@ -224,8 +245,8 @@ TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
         }
 }
 
-// Masters and moments stay, and are updated by chunks all the same; each
-// stage of ZeRO cuts weights.
+// Weights can be offloaded alone, in each stage of ZeRO. Masters and moments stay on the device,
+// and are updated chunk by chunk all the same.
 TEST(Offload, ChangesNoBitOfWeightsAlone) {
     Shape wide = gpt2_shape(2, 4, 64, 256, 16);
     Case c = {2, 1, 1, 0, Tier::DEVICE};
@@ -244,7 +265,8 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
         }
 }
 
-// Gradients of several micro-batches leave in between, tied ones too; weights stay.
+// Gradients can be offloaded alone: they leave after each micro-batch and come back for the next,
+// those of tied tables too.
 TEST(Offload, ChangesNoBitOfGradientsAlone) {
     Shape deep = gpt2_shape(5, 4, 64, 256, 16), tall = small_llama();
     tall.L = 5;
@@ -264,7 +286,8 @@ TEST(Offload, ChangesNoBitOfGradientsAlone) {
             }
 }
 
-// Masters and moments stay, gradients come to them and weights go back, or lie there too.
+// The CPU can update beside masters and moments in the host's memory: gradients come to it and
+// weights go back, or lie there too.
 TEST(Offload, ChangesNoBitWhereItsDataLie) {
     Shape wide = gpt2_shape(2, 4, 64, 256, 16);
     for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
@@ -273,6 +296,8 @@ TEST(Offload, ChangesNoBitWhereItsDataLie) {
         for (bool small : {false, true}) {
             c.masters = small ? Masters::REMAINDER : Masters::FLOAT;
             c.states = small ? States::EIGHT_BIT : States::FLOAT;
+
+            // Update on the device, then on the host.
             c.tier = c.update = Tier::DEVICE;
             std::vector<float> half = trained<bf16>(wide, c), single = trained<float>(wide, c);
             c.tier = c.update = Tier::HOST;
@@ -282,6 +307,8 @@ TEST(Offload, ChangesNoBitWhereItsDataLie) {
                 EXPECT_TRUE(trained<float>(wide, c) == single) << c.zero << small << all;
             }
         }
+
+    // SGD has masters, but no moments.
     Case sgd = {2, 1, 1, 1, Tier::DEVICE};
     sgd.optimizer = Optimizer::SGD;
     std::vector<float> there = trained<bf16>(wide, sgd);
@@ -289,7 +316,8 @@ TEST(Offload, ChangesNoBitWhereItsDataLie) {
     EXPECT_TRUE(trained<bf16>(wide, sgd) == there);
 }
 
-// A level's kept activations leave and come back; both halves of a split backward pass find them.
+// At each level of recomputation the activations that are kept leave and come back, and both halves
+// of a split backward pass find them.
 TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
     Case c = {1, 1, 1, 0, Tier::DEVICE};
     for (Recompute level : {Recompute::SELECTIVE, Recompute::ATTN, Recompute::FULL})
@@ -315,7 +343,8 @@ Plan offloaded_plan(const Model& model, size_t chunk, int prefetch = 1) {
     return make_plan(layout, model, o);
 }
 
-// Without either of a pair a layer would read what has left, or what has never come.
+// The check refuses a plan that lacks any move of activations: a layer would read what has left, or
+// what has never come.
 TEST(Offload, APlanThatLosesActivationsIsRefused) {
     Model model = make_model(small_gpt2(), {});
     PlanOptions o = small_plan(2, 8, 2, Recompute::FULL);
@@ -333,7 +362,8 @@ TEST(Offload, APlanThatLosesActivationsIsRefused) {
     EXPECT_EQ(moves, 2 * 2 * 2) << "the last block's backward pass comes too soon";
 }
 
-// A layer must not read weights that were never fetched, or a shard in place of all of them.
+// The check refuses a plan that lacks a move of weights: a layer would read weights that were never
+// fetched, or a shard in place of all of them.
 TEST(Offload, APlanThatLosesWeightsIsRefused) {
     Layout two;
     two.dp.size = 2, two.zero = 3, two.prefetch = 1;
@@ -344,6 +374,8 @@ TEST(Offload, APlanThatLosesWeightsIsRefused) {
         o.offload.chunk = 4096;
         Plan good = make_plan(layout, model, o);
         EXPECT_EQ(plan_check(good, model), "");
+
+        // Leave out each fetch, each departure and each gather.
         int moves = 0;
         for (size_t i = 0; i < good.actions.size(); i++) {
             Op op = good.actions[i].op;
@@ -357,7 +389,8 @@ TEST(Offload, APlanThatLosesWeightsIsRefused) {
     }
 }
 
-// A gradient that is not summed whole, or not brought back, would be another one.
+// The check refuses a plan that lacks a move of gradients or a sum of squares, since the gradient,
+// or its norm, would be wrong.
 TEST(Offload, APlanThatLosesGradientsIsRefused) {
     Layout two;
     two.dp.size = 2, two.zero = 2;
@@ -368,6 +401,8 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
         o.offload.chunk = 4096;
         Plan good = make_plan(layout, model, o);
         EXPECT_EQ(plan_check(good, model), "");
+
+        // Leave out each move and each sum of squares.
         int moves = 0, back = 0, early = 0;
         for (size_t i = 0; i < good.actions.size(); i++) {
             const Action& a = good.actions[i];
@@ -378,7 +413,7 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
             without.actions.erase(without.actions.begin() + long(i));
             EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
 
-            // Squares of what the first micro-batch has left are not the step's.
+            // Add a sum of squares too early, before the last micro-batch has added its gradient.
             if (a.op != Op::PARK || a.kind != Kind::GRAD_HERE) continue;
             early++;
             Plan soon = good;
@@ -391,7 +426,8 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
     }
 }
 
-// ZeRO-1 sums a gradient whole, and the shard that this rank updates is all that lies elsewhere.
+// With ZeRO-1 a gradient is summed whole on the device, and only the shard that this rank
+// updates is offloaded.
 TEST(Offload, OnlyShardsOfGradientsLieElsewhere) {
     Layout two;
     two.dp.size = 2, two.dp.rank = 1, two.zero = 1;
@@ -408,7 +444,7 @@ TEST(Offload, OnlyShardsOfGradientsLieElsewhere) {
     EXPECT_EQ(found, wanted);
 }
 
-// With all of it elsewhere the device holds a few layers, whatever the depth.
+// With everything offloaded the device holds a few layers, whatever the depth of the model.
 TEST(Offload, NothingGrowsWithDepth) {
     auto place = [&](int layers) {
         PlanOptions o = small_plan(1, 16, 2, Recompute::FULL);
@@ -417,14 +453,15 @@ TEST(Offload, NothingGrowsWithDepth) {
         trainer_place(t, gpt2_shape(layers, 4, 64, 256, 16), {o});
         return t.arena;
     };
+
+    // Only sums of squares and the norm's table grow: each has a double for 4096 elements.
     Arena flat = place(8), deep = place(32);
-    // The sums of squares and the norm's table are a double each for 4096 elements.
     size_t squares = 24 * 2 * ARENA_ALIGN + 24 * 2 * 64 * sizeof(double);
     EXPECT_LE(deep.device().bytes, flat.device().bytes + squares);
 }
 
-// The device holds weights of a few layers, whatever the depth: of the one that runs, the next, and
-// one that is let go.
+// With offloaded weights the device holds those of three layers at most, whatever the depth: the
+// one that runs, the next one, and one that is being released.
 TEST(Offload, WeightsDoNotGrowWithDepth) {
     auto place = [&](int layers, Tier tier) {
         PlanOptions o = small_plan(1, 16, 1, Recompute::FULL);
@@ -436,6 +473,8 @@ TEST(Offload, WeightsDoNotGrowWithDepth) {
     };
     auto deep = place(24, Tier::HOST), flat = place(6, Tier::HOST), here = place(24, Tier::DEVICE);
     EXPECT_EQ(deep.arena.peak[0], flat.arena.peak[0]);
+
+    // All weights have left the device's lasting memory.
     size_t all = 0, block = 0;
     for (auto& [d, p] : here.arena.lasting)
         if (d.kind == Kind::WEIGHT) {
@@ -444,6 +483,8 @@ TEST(Offload, WeightsDoNotGrowWithDepth) {
         }
     size_t left = here.arena.device().persistent_bytes - deep.arena.device().persistent_bytes;
     EXPECT_EQ(left, all);
+
+    // Count the bytes of gathered weights at each action.
     size_t most = 0;
     for (int at = 0; at < int(deep.arena.finish[0].size()); at++) {
         size_t now = 0;
@@ -456,7 +497,7 @@ TEST(Offload, WeightsDoNotGrowWithDepth) {
     EXPECT_LE(most, 3 * block);
 }
 
-// Fetches run on beside what comes before their use: the norm, and other fetches.
+// A fetch may run until its use, beside all actions in between: the norm, and other fetches.
 TEST(Offload, FetchesGoOnUntilTheirUse) {
     Model model = make_model(gpt2_shape(8, 3, 24, 61, 32), {});
     PlanOptions o = small_plan(2, 8, 1, Recompute::FULL);
@@ -465,6 +506,8 @@ TEST(Offload, FetchesGoOnUntilTheirUse) {
     layout.prefetch = 2;
     Plan p = make_plan(layout, model, o);
     std::vector<Finish> finish = finish_before(p, model);
+
+    // Find the use of each: a chunk's update, or a layer's recomputation.
     int fetches = 0;
     for (int i = 0; i < int(p.actions.size()); i++) {
         const Action& a = p.actions[i];
@@ -480,7 +523,8 @@ TEST(Offload, FetchesGoOnUntilTheirUse) {
     EXPECT_GT(fetches, 16);
 }
 
-// With full recomputation the device holds the streams of a few layers, whatever the depth.
+// With offloaded activations and full recomputation the device holds the residual streams of a few
+// layers, whatever the depth.
 TEST(Offload, ActivationsDoNotGrowWithDepth) {
     auto place = [&](int layers, Tier tier) {
         PlanOptions o = small_plan(4, 64, 1, Recompute::FULL);
@@ -498,6 +542,8 @@ TEST(Offload, ActivationsDoNotGrowWithDepth) {
     EXPECT_LE(deep.memory[int(Tier::HOST)].bytes, 32 * stream);
 }
 
+// The check refuses a plan that lacks an action of a chunk, has one twice, or has two in
+// the wrong order.
 TEST(Offload, APlanThatLosesAChunkIsRefused) {
     Model model = make_model(small_gpt2(), {});
     Plan good = offloaded_plan(model, 4096);
@@ -507,13 +553,15 @@ TEST(Offload, APlanThatLosesAChunkIsRefused) {
         const Action& a = good.actions[i];
         if (a.chunk < 0) continue;
         moves++;
+
+        // Leave it out, or do it twice.
         Plan without = good, twice = good;
         without.actions.erase(without.actions.begin() + long(i));
         twice.actions.insert(twice.actions.begin() + long(i), a);
         EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
         EXPECT_NE(plan_check(twice, model), "") << action_text(a, model);
 
-        // In the place of the next one of its bucket; a fetch in that of its update.
+        // Swap it with the next one of its bucket; a fetch with its update.
         for (size_t k = i + 1; k < good.actions.size(); k++) {
             const Action& b = good.actions[k];
             bool next = a.op == Op::FETCH ? b.chunk == a.chunk : b.op != Op::FETCH;
@@ -527,9 +575,11 @@ TEST(Offload, APlanThatLosesAChunkIsRefused) {
     EXPECT_GT(moves, 3 * int(model.buckets.size())) << "some bucket has two chunks";
 }
 
-// The device holds three chunks in place of all masters and moments, whatever the model's size.
+// With offloaded masters and moments the device holds three chunks of them, whatever
+// the model's size.
 TEST(Offload, TheDeviceHoldsThreeChunks) {
     for (int layers : {2, 6, 24}) {
+        // Place the model with its state on the device, in the host's memory, and in a file.
         Shape shape = gpt2_shape(layers, 4, 64, 256, 16);
         auto place = [&](Tier tier) {
             PlanOptions o = small_plan(1, 16, 1);
@@ -546,7 +596,7 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
         EXPECT_GE(file.memory[int(Tier::DISK)].bytes, moved);
         EXPECT_EQ(here.device().persistent_bytes - there.device().persistent_bytes, moved);
 
-        // At no action more than three chunks are staged, and nothing else has grown.
+        // No action has more than three chunks staged, and nothing else has grown.
         const size_t chunk = 8192 * 12;
         size_t most = 0, beside = 0;
         for (int at = 0; at < int(there.finish[0].size()); at++) {
@@ -568,8 +618,8 @@ TEST(Offload, TheDeviceHoldsThreeChunks) {
     }
 }
 
-// Updated by the CPU, no byte of them is on the device, and the host has three chunks of gradients
-// and weights beside them.
+// If the CPU updates, no byte of masters and moments is on the device, and the host has three
+// chunks of gradients and weights beside them.
 TEST(Offload, OnTheHostOnlyGradientsAndWeightsTravel) {
     Shape shape = gpt2_shape(6, 4, 64, 256, 16);
     auto place = [&](Tier tier) {
@@ -585,6 +635,8 @@ TEST(Offload, OnTheHostOnlyGradientsAndWeightsTravel) {
               lasting);
     EXPECT_EQ(there.arena.memory[int(Tier::HOST)].bytes, lasting + 3 * 8192 * 6);
     EXPECT_EQ(here.arena.peak[0], there.arena.peak[0]);
+
+    // Per parameter a float gradient moves in, and a bf16 weight both ways.
     const Plan& p = there.plans[0];
     size_t updated = 0;
     for (const Bucket& b : there.model.buckets) updated += b.elements;
@@ -613,8 +665,10 @@ struct OffloadRun : Scratch {
     std::string to_disk() const { return " --offload optimizer --offload-to " + folder; }
 };
 
-// A checkpoint does not say where the state lay: any run goes on from it.
+// A checkpoint does not depend on where the state lay: a run with any offload resumes it, to
+// the same bits.
 TEST_F(OffloadRun, GoesOnInAnotherTier) {
+    // The files of the last checkpoint.
     auto state = [&](const std::string& out) {
         std::string all;
         for (auto& [name, bytes] : folder_bytes(path(out) + "/step_00000006"))
@@ -624,6 +678,8 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     std::string ranks = "--local-ranks 2 --zero 2 ";
     Ran whole = run(ranks + "--steps 6 --out " + path("whole"));
     ASSERT_EQ(whole.status, 0) << whole.text;
+
+    // Train three steps one way, and three another way.
     std::string weights = " --offload weights", host = " --offload optimizer --offload-update host";
     std::string all = " --offload optimizer,weights,gradients,activations --offload-to " + folder;
     for (std::string first : {to_disk(), weights, all, host, std::string()})
@@ -637,11 +693,12 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     EXPECT_TRUE(fs::is_empty(folder)) << "the file has no name";
 }
 
-// Moments in 8 bits go on to the bit: a file has the numbers that their codes stand for.
+// Moments in 8 bits resume to the same bits: a checkpoint has the numbers that their
+// codes stand for.
 TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
     auto files = [&](const std::string& out) {
         auto all = folder_bytes(path(out) + "/step_00000006");
-        all.erase("manifest.json"); // it has the time
+        all.erase("manifest.json"); // which has the time
         return all;
     };
     for (std::string layout :
@@ -657,7 +714,7 @@ TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
     }
 }
 
-// A process's peak, in bytes.
+// The peak memory of a process, in bytes.
 size_t peak_of(const std::string& command) {
     pid_t pid = fork();
     if (pid == 0) {
@@ -671,7 +728,7 @@ size_t peak_of(const std::string& command) {
     return size_t(use.ru_maxrss) * 1024;
 }
 
-// The process shrinks by what the plan says.
+// Offloading to a disk makes the process smaller by as much as the plan says, within 5%.
 TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
     std::string large = flags + "--layers 8 --channels 512 --heads 8 --micro-batch 1 --steps 2 ";
     auto planned = [&](const std::string& more) {
@@ -685,6 +742,7 @@ TEST_F(OffloadRun, LeavesTheMemoryToOthers) {
     EXPECT_NEAR(double(shrunk), double(here - there), 0.05 * double(here - there));
 }
 
+// Offloads that cannot work are refused with what would help.
 TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload optimizer --offload-to " + path("none")).text,
                "there is no such folder: make it, or give cpu");

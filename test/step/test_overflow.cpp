@@ -12,6 +12,7 @@ namespace {
 // ----------------------------------------------------------------------------
 // the rule
 
+// The rule of a trainer, with another window and hysteresis.
 LossScaling rule_of(const char* name, int window, int hysteresis) {
     LossScaling rule;
     for (const LossScalingRow& row : LOSS_SCALINGS)
@@ -21,7 +22,7 @@ LossScaling rule_of(const char* name, int window, int hysteresis) {
     return rule;
 }
 
-// log2 of the scale after each step; F is a finite step, X one that overflows.
+// log2 of the scale after each step. F is a finite step, X one that overflows.
 std::vector<int> trace(const LossScaling& rule, const std::string& events) {
     LossScale s = begin_loss_scale(rule);
     std::vector<int> logs;
@@ -33,7 +34,7 @@ std::vector<int> trace(const LossScaling& rule, const std::string& events) {
     return logs;
 }
 
-// Traces worked out by hand from
+// The scale moves as in three trainers. The traces were worked out by hand from
 //   PyTorch      GradScaler (torch/amp/grad_scaler.py)
 //   Megatron-LM  DynamicGradScaler (core/optimizer/grad_scaler.py)
 //   DeepSpeed    DynamicLossScaler (runtime/fp16/loss_scaler.py)
@@ -48,6 +49,8 @@ TEST(LossScale, FollowsEachTrainersTrace) {
               (Logs{16, 16, 16, 16, 17, 17, 17, 16, 16, 16, 16, 16, 17, 17, 16, 16, 16, 16, 16}));
 }
 
+// The scale never rises to infinity, nor falls below the least one; a fixed scale does not move.
+// The count of skipped steps starts again after a finite one.
 TEST(LossScale, HasALeastAndALargest) {
     LossScaling rule = rule_of("pytorch", 1, 1);
     EXPECT_EQ(trace(rule, std::string(200, 'F')).back(), 127) << "never infinity";
@@ -72,7 +75,7 @@ struct Rank : Fixture<fp16> {
     StepScale scale() const { return read_value<StepScale>(t, {Kind::SCALE}); }
 };
 
-// Weights, masters and moments, whatever the norm's struct holds.
+// The bytes of weights, masters and moments of a rank.
 std::vector<unsigned char> numbers(Rank& rank) {
     std::vector<unsigned char> all;
     const Trainer<fp16, Cpu>& t = rank.t;
@@ -86,7 +89,8 @@ std::vector<unsigned char> numbers(Rank& rank) {
     return all;
 }
 
-// A power of two changes no bit of a gradient that neither overflows nor is subnormal.
+// The scale changes no bit of a step, because it is a power of two, as long as gradients neither
+// overflow nor are subnormal.
 TEST(LossScale, ChangesNoBit) {
     for (const Shape& shape : {small_gpt2(), small_llama()}) {
         std::vector<std::vector<unsigned char>> all;
@@ -104,9 +108,10 @@ TEST(LossScale, ChangesNoBit) {
     }
 }
 
-// Too large a scale: steps are skipped until it fits, then the run is one that began there, but
-// for the data that the skipped steps had.
+// With a scale that is too large, steps are skipped until it fits. Then the run equals one that
+// began with this scale, and with the data behind the skipped steps.
 TEST(LossScale, FallsUntilGradientsFit) {
+    // Skip steps.
     Rank rank(small_gpt2(), small_plan(3, 8, 2), 0x1p30f);
     int skipped = 0;
     while (skipped < 40) {
@@ -123,13 +128,15 @@ TEST(LossScale, FallsUntilGradientsFit) {
     EXPECT_LT(skipped, 20);
     EXPECT_EQ(rank.scale().step, 1);
 
+    // Begin with the scale that fits.
     Rank other(small_gpt2(), small_plan(3, 8, 2), std::ldexp(0x1p30f, -skipped));
     other.t.cursor = uint64_t(skipped) * 6;
     other.step();
     EXPECT_TRUE(numbers(rank) == numbers(other));
 }
 
-// The gradient of a weight is what is divided: the loss and its norm are those of float.
+// Training in fp16 follows training in float: losses within 1% and norms within 2%, over five
+// steps. fp16 has 11 significant bits, and sums of squares hardly depend on the last one.
 TEST(LossScale, TrainsAsFloatDoes) {
     for (const Shape& shape : {small_gpt2(), small_llama()}) {
         Rank half(shape, small_plan(3, 8, 2), 0x1p12f);
@@ -137,7 +144,6 @@ TEST(LossScale, TrainsAsFloatDoes) {
         single.t.hyper.lr = half.t.hyper.lr = 1e-3f;
         for (int i = 0; i < 5; i++) {
             double a = half.step(), b = single.step();
-            // fp16 has 11 bits, and sums of squares hardly feel the last
             EXPECT_NEAR(a, b, 0.01 * b) << i;
             double norm = read_value<StepScale>(single.t, {Kind::SCALE}).norm;
             EXPECT_NEAR(half.scale().norm, norm, 0.02 * norm) << i;
@@ -153,7 +159,8 @@ struct Case {
     bool sequence_parallel;
 };
 
-// One infinity in a gradient of one rank: all ranks skip the step, and have the same scale.
+// Plant infinities in a gradient of one rank: all ranks must skip the step, and have
+// the same scale.
 void overflow_on_one_rank(const Case& c, int culprit) {
     Layout sizes = small_layout(c.dp, c.tp, c.pp);
     sizes.zero = c.zero;
@@ -170,6 +177,8 @@ void overflow_on_one_rank(const Case& c, int culprit) {
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
+
+        // Run a step that is finite.
         Rank rank(shape, plan, 0x1p12f);
         auto& t = rank.t;
         t.comms = make_comms(world, plan.layout, ranks_of_kv_head(plan.layout, t.model));
@@ -181,7 +190,7 @@ void overflow_on_one_rank(const Case& c, int culprit) {
         says(rank.scale().finite && rank.scale().step == 1, "the first step");
         auto before = numbers(rank);
 
-        // Behind the last backward pass of a layer of its own.
+        // Fill a gradient with infinity after the first backward pass of a layer of the culprit's.
         bool planted = false;
         t.after = [&](const Action& a) {
             if (world.rank != culprit || planted || !reaches_weights(a.op)) return;
@@ -193,6 +202,8 @@ void overflow_on_one_rank(const Case& c, int culprit) {
                 planted = true;
             }
         };
+
+        // The step is skipped.
         rank.step();
         t.after = nullptr;
         says(world.rank != culprit || planted, "nothing was planted");
@@ -201,17 +212,17 @@ void overflow_on_one_rank(const Case& c, int culprit) {
         says(rank.scale().loss.now == 0x1p11f, "another scale");
         says(numbers(rank) == before, "weights have changed");
 
-        // And the next is one like any other.
+        // The next step is finite again, and changes weights. Shards are whole chunks, and in a
+        // model this small the first rank has all of them.
         rank.step();
         says(rank.scale().finite && rank.scale().step == 2, "the next step");
-
-        // shards are whole chunks, and of a model this small the first rank has them all
         says(numbers(rank) != before || plan.layout.dp.rank > 0, "it changes nothing");
     }), 0);
     EXPECT_EQ(wrong, std::vector<std::string>())
         << "dp " << c.dp << " tp " << c.tp << " pp " << c.pp << " zero " << c.zero;
 }
 
+// In every kind of layout an overflow on the first or on the last rank is skipped by all.
 TEST(LossScale, AllRanksSkipWhatOneRankOverflows) {
     for (const Case& c : std::vector<Case>{{2, 1, 1, 0, false},
                                            {2, 1, 1, 1, false},
@@ -227,6 +238,7 @@ TEST(LossScale, AllRanksSkipWhatOneRankOverflows) {
 // ----------------------------------------------------------------------------
 // the command line
 
+// Parse these flags, and choose the loss scaling of a run: "" or what is wrong.
 std::string chosen(llmc::Run& run, const std::vector<std::string>& flags) {
     std::vector<const char*> words = {"train_gpt"};
     for (const std::string& f : flags) words.push_back(f.c_str());
@@ -234,15 +246,18 @@ std::string chosen(llmc::Run& run, const std::vector<std::string>& flags) {
     return wrong.empty() ? choose_loss_scaling(run) : wrong;
 }
 
+// Only fp16 has a loss scale. A rule brings its numbers, which flags change.
 TEST(LossScale, IsChosenByFlags) {
     llmc::Run none;
     EXPECT_EQ(chosen(none, {}), "");
     EXPECT_FALSE(none.loss_scaling.on);
+
     llmc::Run plain;
     EXPECT_EQ(chosen(plain, {"--precision", "fp16"}), "");
     EXPECT_TRUE(plain.loss_scaling.on && plain.loss_scaling.dynamic);
     EXPECT_EQ(plain.loss_scaling.start, 65536);
     EXPECT_EQ(plain.loss_scaling.window, 1000);
+
     llmc::Run torch;
     EXPECT_EQ(chosen(torch, {"--precision", "fp16", "--loss-scale-rule", "pytorch",
                              "--loss-scale-window", "7", "--loss-scale-min", "4",
@@ -251,12 +266,14 @@ TEST(LossScale, IsChosenByFlags) {
     EXPECT_EQ(torch.loss_scaling.window, 7);
     EXPECT_EQ(torch.loss_scaling.hysteresis, 1);
     EXPECT_EQ(torch.loss_scaling.least, 4);
+
     llmc::Run fixed;
     EXPECT_EQ(chosen(fixed, {"--precision", "fp16", "--loss-scale", "1024"}), "");
     EXPECT_EQ(fixed.loss_scaling.start, 1024);
     EXPECT_FALSE(fixed.loss_scaling.dynamic);
 }
 
+// Flags that would do nothing, or numbers that are no power of two, are refused.
 TEST(LossScale, BadFlagsAreNamed) {
     auto wrong = [](const std::vector<std::string>& flags) {
         llmc::Run run;
@@ -276,6 +293,7 @@ TEST(LossScale, BadFlagsAreNamed) {
     EXPECT_HAS(wrong({"--precision", "fp16", "--loss-scale-rule", "apex"}), "megatron|pytorch");
 }
 
+// A step counts as skipped only if fp16's loss scaling is on and its gradient is not finite.
 TEST(LossScale, ARunOfSkippedStepsEnds) {
     llmc::Run run;
     StepScale scale = {INFINITY, 1, 0, 0, {1, 0, 0, MOST_SKIPPED - 1}};

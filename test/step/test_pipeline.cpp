@@ -12,7 +12,7 @@ typedef std::vector<Schedule> Schedules;
 static const Pipeline KINDS[] = {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
                                  Pipeline::ZERO_BUBBLE};
 
-// Every size: pp 1 to 8, chunks 1 to 4, 1 to 24 micro-batches.
+// Call f(pp, chunks, m) for every size: pp 1 to 8, chunks 1 to 4, 1 to 24 micro-batches.
 static void every_size(const std::function<void(int, int, int)>& f) {
     for (int pp = 1; pp <= 8; pp++)
         for (int chunks = 1; chunks <= 4; chunks++)
@@ -26,6 +26,7 @@ static Schedules from_text(const std::string& text) {
     return all;
 }
 
+// The most micro-batches that live on a rank at once: from F until `until`, or until a whole B.
 static int live_at_most(const Schedule& mine, SlotOp until) {
     int live = 0, most = 0;
     for (const Slot& s : mine) {
@@ -35,7 +36,8 @@ static int live_at_most(const Schedule& mine, SlotOp until) {
     return most;
 }
 
-// Idle time of a rank whose m micro-batches of `chunks` stages are its whole work.
+// The time that a rank is idle in a step: the step's time minus the work of m micro-batches on each
+// of its `chunks` stages.
 static double idle(Pipeline kind, int pp, int chunks, int m, const Costs& c = {}) {
     Simulation s = simulate(schedules_of(kind, pp, chunks, m), pp, c);
     double busy = m * chunks * (c.F + c.I + c.W);
@@ -46,12 +48,15 @@ static double idle(Pipeline kind, int pp, int chunks, int m, const Costs& c = {}
 // ----------------------------------------------------------------------------
 // generators
 
+// The schedules of every size are legal, and their messages never deadlock.
 TEST(Pipeline, EverySizeIsLegalAndNeverDeadlocks) {
     every_size([](int pp, int chunks, int m) {
         for (Pipeline kind : KINDS)
             ASSERT_EQ(check_schedule(schedules_of(kind, pp, chunks, m), pp, chunks, m), "")
                 << int(kind) << " pp " << pp << " chunks " << chunks << " m " << m;
-        // the proof holds for both places of the groups, not only for the faster
+
+        // Groups of messages may stand in two places: both must be free of deadlocks, not only
+        // the faster one.
         for (bool in_rounds : {false, true}) {
             Schedules all = schedules_of(KINDS[m % 4], pp, chunks, m);
             ASSERT_EQ(check_transfers(place_transfers(all, pp, in_rounds), pp * chunks), "");
@@ -65,8 +70,10 @@ static int random_below(int n) {
     return int((random_state >> 8) % unsigned(n));
 }
 
-// Slots in any order that their needs allow, as a file may give them; sometimes with I and W apart.
+// Schedules with their slots in any order that their dependencies allow, as a file may give them.
+// In some the backward pass is in two halves.
 static Schedules random_schedules(int pp, int chunks, int m) {
+    // List all slots.
     int stages = pp * chunks;
     Schedules all(pp);
     std::vector<Slot> left;
@@ -77,7 +84,9 @@ static Schedules random_schedules(int pp, int chunks, int m) {
             if (!apart) left.push_back({SlotOp::B, i, s});
             if (apart) left.push_back({SlotOp::I, i, s}), left.push_back({SlotOp::W, i, s});
         }
-    std::vector<int> adds(stages); // micro-batches whose weight gradients are added
+
+    // Draw a slot; take it if all that it needs is done. Weight gradients add up in order.
+    std::vector<int> adds(stages); // [stage]: micro-batches whose weight gradients are added
     std::map<std::tuple<char, int, int>, bool> done;
     while (!left.empty()) {
         int k = random_below(int(left.size()));
@@ -96,6 +105,7 @@ static Schedules random_schedules(int pp, int chunks, int m) {
     return all;
 }
 
+// No legal schedule deadlocks, whatever the order of its slots.
 TEST(Pipeline, NoLegalScheduleDeadlocks) {
     random_state = 7;
     for (int trial = 0; trial < 500; trial++) {
@@ -108,6 +118,7 @@ TEST(Pipeline, NoLegalScheduleDeadlocks) {
     }
 }
 
+// Small schedules are those of the textbooks, slot by slot.
 TEST(Pipeline, TextbookOrders) {
     EXPECT_EQ(write_schedule(schedules_of(Pipeline::GPIPE, 2, 1, 3)),
               "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0\nF0.1 F1.1 F2.1 B0.1 B1.1 B2.1\n");
@@ -124,20 +135,23 @@ TEST(Pipeline, TextbookOrders) {
               "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0\n"
               "F0.1 I0.1 F1.1 I1.1 W0.1 F2.1 I2.1 W1.1 W2.1\n");
 
-    // pp does not divide the micro-batches: the first group has 3, the second 2
+    // If pp does not divide the micro-batches: the first group has 3, the second 2.
     EXPECT_EQ(write_schedule({schedule_of(Pipeline::INTERLEAVED, 2, 2, 5, 1)}),
               "F0.1 F1.1 F2.1 F0.3 B0.3 F1.3 B1.3 F2.3 B2.3 F3.1 B0.1 F4.1 B1.1 F3.3 B2.1 F4.3 "
               "B3.3 B4.3 B3.1 B4.1\n");
     EXPECT_TRUE(schedule_of(Pipeline::GIVEN, 2, 1, 3, 0).empty());
 }
 
-// Forward passes before the first backward pass, less the one that goes with it.
+// The warm-up of each schedule: forward passes before the first backward pass, without the one
+// just before it.
 TEST(Pipeline, WarmUpIsTheTextbooks) {
     auto warmup = [](const Schedule& s) {
         int n = 0;
         while (s[n].op == SlotOp::F) n++;
         return n - 1;
     };
+
+    // Interleaved 1F1B has a formula only if pp divides the micro-batches.
     every_size([&](int pp, int chunks, int m) {
         for (int r = 0; r < pp; r++) {
             int last = pp - r - 1;
@@ -157,6 +171,7 @@ TEST(Pipeline, WarmUpIsTheTextbooks) {
 // ----------------------------------------------------------------------------
 // textbook figures
 
+// Bubbles: ranks of GPipe, 1F1B and interleaved 1F1B are idle for (pp - 1) (F + I + W).
 TEST(Pipeline, BubblesAreTheTextbooks) {
     Costs uneven = {1.25, 1.5, 1}; // exact in binary
     every_size([&](int pp, int chunks, int m) {
@@ -167,18 +182,22 @@ TEST(Pipeline, BubblesAreTheTextbooks) {
                 EXPECT_DOUBLE_EQ(idle(Pipeline::GPIPE, pp, 1, m, c), (pp - 1) * one) << size;
                 EXPECT_DOUBLE_EQ(idle(Pipeline::ONE_F_ONE_B, pp, 1, m, c), (pp - 1) * one) << size;
             }
-            if (m >= pp) { // not only where pp divides m
+            if (m >= pp) { // also if pp does not divide m
                 EXPECT_DOUBLE_EQ(idle(Pipeline::INTERLEAVED, pp, chunks, m, c), (pp - 1) * one)
                     << size;
             }
         }
     });
+
+    // The share of a step's time, and of its work.
     Simulation s = simulate(schedules_of(Pipeline::ONE_F_ONE_B, 4, 1, 8), 4);
     EXPECT_DOUBLE_EQ(s.bubble, 3.0 / (8 + 3)); // (p-1) / (m+p-1) of the time
     s = simulate(schedules_of(Pipeline::INTERLEAVED, 4, 2, 8), 4);
     EXPECT_DOUBLE_EQ(s.bubble / (1 - s.bubble), 3.0 / (2 * 8)); // (p-1) / (vm) of the work
 }
 
+// Zero-bubble schedules are always idle for less time than interleaved 1F1B; with one chunk and
+// enough micro-batches for (pp - 1) (F + I - W).
 TEST(Pipeline, ZeroBubbleWaitsLess) {
     every_size([](int pp, int chunks, int m) {
         if (pp == 1) return;
@@ -189,6 +208,7 @@ TEST(Pipeline, ZeroBubbleWaitsLess) {
             EXPECT_EQ(zero, pp - 1) << "pp " << pp << " chunks " << chunks << " m " << m;
         }
     });
+
     for (Costs c : {Costs{1, 1, 1}, Costs{1, 1.25, 1}, Costs{1, 1.25, 0.75}, Costs{1, 1, 0.5}})
         for (int pp = 2; pp <= 8; pp++)
             for (int m = pp; m <= 24; m++)
@@ -197,8 +217,10 @@ TEST(Pipeline, ZeroBubbleWaitsLess) {
                     << "pp " << pp << " m " << m << " " << c.F << " " << c.I << " " << c.W;
 }
 
+// The most micro-batches whose activations live at once, by rank.
 TEST(Pipeline, PeaksOfLiveActivationsAreTheTextbooks) {
     every_size([](int pp, int chunks, int m) {
+        // Simulate each schedule.
         auto peak = [&](Pipeline kind, int v) {
             return simulate(schedules_of(kind, pp, v, m), pp).peak_live;
         };
@@ -206,6 +228,8 @@ TEST(Pipeline, PeaksOfLiveActivationsAreTheTextbooks) {
                          plain = peak(Pipeline::ONE_F_ONE_B, 1);
         std::vector<int> zero = peak(Pipeline::ZERO_BUBBLE, 1);
         std::vector<int> interleaved = peak(Pipeline::INTERLEAVED, chunks);
+
+        // Compare with the formulas.
         for (int r = 0; r < pp; r++) {
             EXPECT_EQ(gpipe[r], chunks * m);
             EXPECT_EQ(plain[r], std::min(m, pp - r));
@@ -215,7 +239,8 @@ TEST(Pipeline, PeaksOfLiveActivationsAreTheTextbooks) {
                           std::min(chunks * m, 2 * (pp - r - 1) + (chunks - 1) * pp + 1));
             }
 
-            // ZB-H1: as 1F1B up to I, and no rank holds more until W than 1F1B's first rank
+            // ZB-H1 holds as much as 1F1B until I; until W no rank holds more than
+            // 1F1B's first rank.
             Schedule mine = schedule_of(Pipeline::ZERO_BUBBLE, pp, 1, m, r);
             EXPECT_EQ(live_at_most(mine, SlotOp::I), std::min(m, pp - r));
             EXPECT_EQ(live_at_most(mine, SlotOp::W), zero[r]);
@@ -224,7 +249,8 @@ TEST(Pipeline, PeaksOfLiveActivationsAreTheTextbooks) {
     });
 }
 
-// One slot never starts before the one it needs has ended, and a rank does one thing at a time.
+// In a simulation no slot starts before the one that it needs has ended, and a rank does one thing
+// at a time.
 TEST(Pipeline, TimelineObeysItsMessages) {
     for (Pipeline kind : KINDS)
         for (bool blocking : {false, true}) {
@@ -242,7 +268,7 @@ TEST(Pipeline, TimelineObeysItsMessages) {
         }
 }
 
-// Sends that wait for their receives cost no time, where all slots of a kind take the same time.
+// Sends that wait for their receives cost no time, if all slots of a kind take the same time.
 TEST(Pipeline, GroupsThatBlockCostNothing) {
     every_size([](int pp, int chunks, int m) {
         for (Pipeline kind : KINDS) {
@@ -251,11 +277,14 @@ TEST(Pipeline, GroupsThatBlockCostNothing) {
                 << int(kind) << " pp " << pp << " chunks " << chunks << " m " << m;
         }
     });
-    // groups between rounds do not live on the ratio of the costs
+
+    // Groups between rounds cost nothing whatever the ratio of the costs.
     Schedules all = schedules_of(Pipeline::INTERLEAVED, 5, 2, 31);
     Costs uneven = {1, 1.25, 0.875};
     EXPECT_EQ(simulate(all, 5, uneven, true).time, simulate(all, 5, uneven).time);
-    // those between slots do: a rank may find its peer within a longer slot
+
+    // Groups between slots may cost time, less than 5% here: a rank may find its peer in the middle
+    // of a longer slot.
     all = schedules_of(Pipeline::ZERO_BUBBLE, 4, 1, 24);
     EXPECT_GT(simulate(all, 4, uneven, true).time, simulate(all, 4, uneven).time);
     EXPECT_LT(simulate(all, 4, uneven, true).time, 1.05 * simulate(all, 4, uneven).time);
@@ -264,6 +293,7 @@ TEST(Pipeline, GroupsThatBlockCostNothing) {
 // ----------------------------------------------------------------------------
 // transfers
 
+// The messages of 1F1B on two ranks, step by step.
 TEST(Pipeline, TransfersOfTwoRanks) {
     auto lines = [](const std::vector<ScheduleStep>& steps) {
         std::string text;
@@ -284,6 +314,7 @@ TEST(Pipeline, TransfersOfTwoRanks) {
         "B1.1\nsend gradient 1.1, end\n");
 }
 
+// Each border between stages is crossed by an activation and a gradient of each micro-batch, once.
 TEST(Pipeline, EveryMessageIsSentOnceAndNoOtherIs) {
     every_size([](int pp, int chunks, int m) {
         Schedules all = schedules_of(Pipeline::INTERLEAVED, pp, chunks, m);
@@ -291,12 +322,12 @@ TEST(Pipeline, EveryMessageIsSentOnceAndNoOtherIs) {
         for (const std::vector<ScheduleStep>& steps : add_transfers(all, pp))
             for (const ScheduleStep& s : steps)
                 for (const Transfer& t : s.transfers) (t.send ? sends : receives)++;
-        EXPECT_EQ(sends, 2 * borders * m); // an activation and a gradient
+        EXPECT_EQ(sends, 2 * borders * m);
         EXPECT_EQ(receives, 2 * borders * m);
     });
 }
 
-// Receives only where they are needed, as the simpler rule would have it.
+// Steps by a simpler rule: receive just before the use, send just after.
 static Steps receive_when_needed(const Schedules& all) {
     int pp = int(all.size());
     Steps steps = bare_steps(all, pp);
@@ -307,6 +338,7 @@ static Steps receive_when_needed(const Schedules& all) {
     return steps;
 }
 
+// The simpler rule suffices for GPipe, but deadlocks interleaved 1F1B.
 TEST(Pipeline, ReceivingWhenNeededDeadlocksInterleaved) {
     EXPECT_EQ(check_transfers(receive_when_needed(schedules_of(Pipeline::GPIPE, 4, 1, 8)), 4), "");
     std::string fault =
@@ -324,23 +356,32 @@ static std::string check(const std::string& text, int chunks, int m) {
     return check_schedule(all, int(all.size()), chunks, m);
 }
 
+// The check names slots that are missing, repeated, on the wrong rank or in the wrong order.
 TEST(Pipeline, FaultsOfSlots) {
     EXPECT_EQ(check("F0.0 B0.0\nF0.1 B0.1", 1, 1), "");
     EXPECT_EQ(check("F0.0 B0.0", 1, 1), "");
     EXPECT_EQ(check_schedule(from_text("F0.0 B0.0"), 2, 1, 1), "1 schedules for 2 ranks");
+
+    // Slots that are missing, and slots done twice.
     EXPECT_EQ(check("F0.0 F1.0 B0.0 B1.0\nF0.1 F1.1 B0.1", 1, 2), "rank 1 lacks B1.1");
     EXPECT_EQ(check("F0.0 B0.0\nF0.1 F1.1 B0.1 B1.1", 1, 2), "rank 0 lacks F1.0");
     EXPECT_EQ(check("F0.0 I0.0\nF0.1 B0.1", 1, 1), "rank 0 lacks W0.0");
     EXPECT_EQ(check("F0.0 B0.0 B0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 2, B0.0: done before");
     EXPECT_EQ(check("F0.0 B0.0 W0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 2, W0.0: done before");
     EXPECT_EQ(check("F0.0 F0.0 B0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 1, F0.0: done before");
+
+    // Passes in the wrong order.
     EXPECT_EQ(check("B0.0 F0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 0, B0.0: F must come first");
     EXPECT_EQ(check("I0.0 F0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 0, I0.0: F must come first");
     EXPECT_EQ(check("F0.0 W0.0 I0.0\nF0.1 B0.1", 1, 1), "rank 0, slot 1, W0.0: I must come first");
+
+    // Numbers that do not exist, or belong to another rank.
     EXPECT_EQ(check("F0.0 B0.0\nF1.1 B0.1", 1, 1),
               "rank 1, slot 0, F1.1: micro-batches are 0 to 0");
     EXPECT_EQ(check("F0.0 B0.0\nF0.2 B0.1", 1, 1), "rank 1, slot 0, F0.2: stages are 0 to 1");
     EXPECT_EQ(check("F0.0 F0.1\nB0.1 B0.0", 1, 1), "rank 0, slot 1, F0.1: the stage is on rank 1");
+
+    // Weight gradients that would add up in another order.
     EXPECT_EQ(
         check("F0.0 F1.0 B1.0 B0.0\nF0.1 F1.1 B1.1 B0.1", 1, 2),
         "rank 0, slot 2, B1.0: weight gradients add in ascending order, micro-batch 0 is next");
@@ -349,24 +390,29 @@ TEST(Pipeline, FaultsOfSlots) {
         "rank 0, slot 4, W1.0: weight gradients add in ascending order, micro-batch 0 is next");
 }
 
+// The check names the first slot whose input comes too late, or the ranks that wait in a circle.
 TEST(Pipeline, FaultsOfOrder) {
-    // one rank: a stage needs the stage below, forward, and the stage above, backward
+    // One rank: a stage needs the stage before it in the forward pass, and the one behind it in
+    // the backward pass.
     EXPECT_EQ(check("F0.0 F0.1 B0.1 B0.0", 2, 1), "");
     EXPECT_EQ(check("F0.1 F0.0 B0.1 B0.0", 2, 1),
               "rank 0 in step 0: F0.1 needs activation 0.1, which comes later or never");
     EXPECT_EQ(check("F0.0 F0.1 B0.0 B0.1", 2, 1),
               "rank 0 in step 2: B0.0 needs gradient 0.1, which comes later or never");
-    // two ranks: each needs what the other does later, however sends are buffered
+
+    // Two ranks: each needs what the other does later, even if sends are buffered.
     EXPECT_EQ(check("F0.0 B0.0 F1.0 B1.0\nF0.1 F1.1 B0.1 B1.1", 1, 2),
               "deadlock: rank 0 in step 1 before B0.0 waits to receive gradient 0.1 from rank 1; "
               "rank 1 in step 1 before F1.1 waits to receive activation 1.1 from rank 0");
-    // three ranks, and the first is not on the cycle
+
+    // Three ranks, of which the first is not on the cycle.
     EXPECT_EQ(check("F0.0 F1.0 B0.0 B1.0\nF0.1 B0.1 F1.1 B1.1\nF0.2 F1.2 B0.2 B1.2", 1, 2),
               "deadlock: rank 1 in step 1 before B0.1 waits to receive gradient 0.2 from rank 2; "
               "rank 2 in step 1 before F1.2 waits to receive activation 1.2 from rank 1");
 }
 
-// Steps of 1F1B on two ranks, made wrong by hand.
+// The check names messages that lack their partner, are out of order, or come too early. The steps
+// are those of 1F1B on two ranks, changed by hand.
 TEST(Pipeline, FaultsOfTransfers) {
     const Steps good = add_transfers(schedules_of(Pipeline::ONE_F_ONE_B, 2, 1, 2), 2);
     EXPECT_EQ(check_transfers(good, 2), "");
@@ -376,6 +422,8 @@ TEST(Pipeline, FaultsOfTransfers) {
         return check_transfers(steps, 2);
     };
     typedef std::vector<ScheduleStep>& Rank;
+
+    // Messages that are left out, on one side or on both.
     EXPECT_EQ(
         fault([](Rank, Rank b) { b[0].transfers.clear(); }),
         "message 0 from rank 0 to rank 1: activation 0.1 is sent, activation 1.1 is received");
@@ -385,6 +433,8 @@ TEST(Pipeline, FaultsOfTransfers) {
               "message 0 from rank 0 to rank 1: nothing is sent, activation 0.1 is received");
     EXPECT_EQ(fault([](Rank a, Rank b) { a[1].transfers.clear(), b[0].transfers.clear(); }),
               "rank 1 in step 0: F0.1 needs activation 0.1, which comes later or never");
+
+    // Messages in another order, on one side or on both.
     EXPECT_EQ(
         fault([](Rank a, Rank) { std::swap(a[1].transfers[0], a[2].transfers[1]); }),
         "message 0 from rank 0 to rank 1: activation 1.1 is sent, activation 0.1 is received");
@@ -398,6 +448,8 @@ TEST(Pipeline, FaultsOfTransfers) {
     EXPECT_EQ(
         fault([](Rank, Rank b) { std::swap(b[0].transfers, b[2].transfers); }),
         "message 0 from rank 0 to rank 1: activation 0.1 is sent, activation 1.1 is received");
+
+    // A message that is sent and received twice.
     EXPECT_EQ(fault([](Rank a, Rank b) {
                   a[3].transfers.push_back(a[1].transfers[0]);
                   b[3].transfers.push_back(b[0].transfers[0]);
@@ -405,8 +457,8 @@ TEST(Pipeline, FaultsOfTransfers) {
               "rank 1 in step 3: activation 0.1 is received again");
 }
 
-// An order that only buffered sends survive: each rank sends before it posts its receive. With the
-// two fused into one group on rank 0 it ends.
+// An order that works only with buffered sends is refused: each rank sends before it posts its
+// receive. If rank 0 does both in one group, it is legal.
 TEST(Pipeline, AnOrderThatNeedsBuffersIsRefused) {
     Transfer a0 = {true, 1, false, 0, 1}, a1 = {true, 1, false, 1, 1}; // rank 0 sends
     Transfer g0 = {true, 0, true, 0, 1}, g1 = {true, 0, true, 1, 1};   // rank 1 sends
@@ -415,6 +467,8 @@ TEST(Pipeline, AnOrderThatNeedsBuffersIsRefused) {
     };
     auto slot = [](SlotOp op, int micro, int stage) { return Slot{op, micro, stage}; };
     const Slot none = {};
+
+    // Write the steps of both ranks.
     Steps steps = {{{true, slot(SlotOp::F, 0, 0), {}},
                     {true, slot(SlotOp::F, 1, 0), {a0}},
                     {false, none, {a1}},
@@ -430,6 +484,8 @@ TEST(Pipeline, AnOrderThatNeedsBuffersIsRefused) {
     EXPECT_EQ(check_transfers(steps, 2),
               "deadlock: rank 0 in step 2 before its end waits to send activation 1.1 to rank 1; "
               "rank 1 in step 2 before its end waits to send gradient 0.1 to rank 0");
+
+    // Move rank 0's send into the group of its receive.
     steps[0][3].transfers.push_back(a1);
     steps[0].erase(steps[0].begin() + 2);
     EXPECT_EQ(check_transfers(steps, 2), "");
@@ -438,6 +494,7 @@ TEST(Pipeline, AnOrderThatNeedsBuffersIsRefused) {
 // ----------------------------------------------------------------------------
 // files
 
+// A schedule that is written and read again is the same.
 TEST(Pipeline, TextRoundTrip) {
     for (Pipeline kind : KINDS) {
         Schedules all = schedules_of(kind, 4, 2, 11);
@@ -447,12 +504,15 @@ TEST(Pipeline, TextRoundTrip) {
               schedules_of(Pipeline::ONE_F_ONE_B, 2, 1, 1));
 }
 
+// A text that is no schedule is refused with its line and word.
 TEST(Pipeline, BrokenTexts) {
     auto fault = [](const std::string& text) {
         std::istringstream in(text);
         Schedules all;
         return read_schedule(in, all);
     };
+
+    // Words that are no slots.
     EXPECT_EQ(fault("F0.0 B0.0\n# comment\nF0.1 X0.1"),
               "line 3: 'X0.1' is no slot: write a letter of FBIW, the micro-batch, a dot and the "
               "stage, like F0.1");
@@ -462,6 +522,8 @@ TEST(Pipeline, BrokenTexts) {
         EXPECT_NE(fault(word).find("line 1: '" + std::string(word) + "' is no slot"),
                   std::string::npos)
             << word;
+
+    // Empty texts, and a file that is missing.
     EXPECT_EQ(fault(""), "the schedule is empty: write a line of slots for each rank");
     EXPECT_EQ(fault("# nothing\n"), "the schedule is empty: write a line of slots for each rank");
     std::ifstream missing("/nowhere/schedule.txt");
@@ -469,7 +531,7 @@ TEST(Pipeline, BrokenTexts) {
     EXPECT_EQ(read_schedule(missing, all), "the schedule cannot be read: is the path right?");
 }
 
-// The pictures in the header are what the program prints.
+// The pictures in pipeline.h's header are what the program prints.
 TEST(Pipeline, PicturesInTheHeader) {
     std::ifstream in(std::string(__FILE__).substr(0, std::string(__FILE__).rfind("test/")) +
                      "llmc/pipeline.h");
@@ -491,6 +553,7 @@ TEST(Pipeline, PicturesInTheHeader) {
 typedef std::vector<int> Ints;
 typedef std::vector<double> Doubles;
 
+// How good a split is: the cost of its largest stage, then the sum of the squares of all.
 static std::pair<double, double> largest_and_squares(const Doubles& cost, const Ints& first) {
     double largest = 0, squares = 0;
     for (size_t s = 0; s + 1 < first.size(); s++) {
@@ -501,10 +564,11 @@ static std::pair<double, double> largest_and_squares(const Doubles& cost, const 
     return {largest, squares};
 }
 
-// All splits, in the order of their first layers: the first of the best ones.
+// The best split by trying all of them, in the order of their first layers: the first of equals.
 static Ints split_by_force(const Doubles& cost, int stages) {
     Ints first = {0}, best;
     std::function<void()> extend = [&]() {
+        // With all stages begun, keep the split if it is better.
         int left = stages - int(first.size()), n = int(cost.size());
         if (left == 0) {
             first.push_back(n);
@@ -513,6 +577,8 @@ static Ints split_by_force(const Doubles& cost, int stages) {
             first.pop_back();
             return;
         }
+
+        // Begin the next stage at each layer that leaves one for every other.
         for (int next = first.back() + 1; next <= n - left; next++) {
             first.push_back(next);
             extend();
@@ -523,9 +589,10 @@ static Ints split_by_force(const Doubles& cost, int stages) {
     return best;
 }
 
+// Splits that can be seen by eye.
 TEST(Split, KnownCases) {
     EXPECT_EQ(split_layers(Doubles(8, 1), 4), (Ints{0, 2, 4, 6, 8}));
-    EXPECT_EQ(split_layers(Doubles(10, 0.1), 4), (Ints{0, 2, 4, 7, 10})); // 0.1 is not exact
+    EXPECT_EQ(split_layers(Doubles(10, 0.1), 4), (Ints{0, 2, 4, 7, 10})); // not exact in binary
     EXPECT_EQ(split_layers(Doubles(5, 1), 5), (Ints{0, 1, 2, 3, 4, 5}));
     EXPECT_EQ(split_layers(Doubles(5, 1), 1), (Ints{0, 5}));
     EXPECT_EQ(split_layers({1, 1, 1, 1, 5}, 3), (Ints{0, 2, 4, 5}));    // a heavy head
@@ -538,8 +605,8 @@ TEST(Split, KnownCases) {
     EXPECT_TRUE(split_layers({1}, 0).empty());
 }
 
-// Numbers of layers that a stage count does not divide: all layers are there, the sizes differ by
-// one at most, and the later stages have the more.
+// If the number of stages does not divide the layers, all layers are there, sizes differ by one at
+// most, and later stages are the larger ones.
 TEST(Split, UnevenCountsKeepEveryLayer) {
     for (auto [layers, stages] : {std::pair{30, 4}, {80, 32}, {61, 16}, {12, 5}, {126, 16}}) {
         Ints first = split_layers(Doubles(layers, 1), stages);
@@ -551,7 +618,9 @@ TEST(Split, UnevenCountsKeepEveryLayer) {
             EXPECT_EQ(first[s + 1] - first[s], layers / stages + (s >= shorter))
                 << layers << " " << s;
     }
-    // a head of 3.5 layers and a light embedding: the last stage has the fewest blocks
+
+    // With a head that costs 3.5 layers and a light embedding, the last stage has
+    // the fewest blocks.
     Doubles cost(34, 1);
     cost.front() = 0.25, cost.back() = 3.5;
     Ints first = split_layers(cost, 8);
@@ -559,6 +628,7 @@ TEST(Split, UnevenCountsKeepEveryLayer) {
     EXPECT_EQ(first.back() - first[7], 2);
 }
 
+// The split is the best of all splits, for random costs.
 TEST(Split, AgreesWithAllSplits) {
     random_state = 1;
     for (int trial = 0; trial < 3000; trial++) {

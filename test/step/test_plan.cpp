@@ -7,7 +7,7 @@
 #include "../../llmc/presets.h"
 #include "small_models.h"
 
-// Options and layout of one rank's plan, in one value that a test may vary.
+// Make plans from one value that holds both options and layout, so that a test can vary either.
 static Plan make_plan(const Plan& p, const Model& model) {
     return make_plan(p.layout, model, p);
 }
@@ -32,7 +32,7 @@ static size_t bytes_of(const Plan& p, const Model& m, Data d) {
     return data_bytes<float>(p, m, d, Cpu{});
 }
 
-// Every schedule x pass x size: legal, and its places do not overlap while both live.
+// The plan of one rank is legal for every size, level of recomputation and kind of head.
 TEST(Plan, EveryPlanIsLegal) {
     for (size_t L : {1, 2, 5})
         for (int m : {1, 2, 3, 8})
@@ -48,14 +48,15 @@ TEST(Plan, EveryPlanIsLegal) {
 // ----------------------------------------------------------------------------
 // the order in which ranks call their communicators
 
-// A rank's part in a group that it shares with others: "tie of 0 4", or who sends to whom.
+// One rank's call of a communicator: "tie of 0 4" for a collective, "0 to 4" for a message.
 struct GroupCall {
     std::vector<int> members; // ranks in the world
     std::string text;
     bool message = false;
 };
 
-// A plan's calls, in the order in which the host starts them; a layer calls its own groups once.
+// The calls of a plan, in the order in which the host starts them. An action of a layer counts as
+// one call of each of its groups.
 static std::vector<GroupCall> calls_of(const Plan& p, const Model& model, const Comms& c) {
     std::vector<GroupCall> calls;
     auto meet = [&](const Comm& group) {
@@ -63,6 +64,8 @@ static std::vector<GroupCall> calls_of(const Plan& p, const Model& model, const 
         for (int member : group.members) text += " " + std::to_string(member);
         if (group.size > 1) calls.push_back({group.members, text});
     };
+
+    // List the messages of an action, then its collectives.
     const DataComms& data = c.data(Group::DATA);
     for (const Action& a : p.actions) {
         for (const Transfer& x : a.transfers) {
@@ -70,6 +73,7 @@ static std::vector<GroupCall> calls_of(const Plan& p, const Model& model, const 
             std::string way = x.send ? concat(me, " to ", peer) : concat(peer, " to ", me);
             calls.push_back({{me, peer}, way, true});
         }
+
         switch (a.op) {
         case Op::F: case Op::B: case Op::I: case Op::W: case Op::R:
             meet(c.tp), meet(c.cp);
@@ -86,7 +90,8 @@ static std::vector<GroupCall> calls_of(const Plan& p, const Model& model, const 
     return calls;
 }
 
-// The calls that two ranks make together. Messages between two collectives go in any order.
+// The calls that two ranks make together. Messages between two collectives are sorted, because
+// their order is free.
 static std::string calls_of_both(const std::vector<GroupCall>& calls, int a, int b) {
     std::string text;
     std::vector<std::string> messages;
@@ -95,6 +100,8 @@ static std::string calls_of_both(const std::vector<GroupCall>& calls, int a, int
         for (const std::string& m : messages) text += m + "; ";
         messages.clear();
     };
+
+    // Collect messages until the next collective.
     for (const GroupCall& call : calls) {
         auto has = [&](int r) {
             return std::count(call.members.begin(), call.members.end(), r) > 0;
@@ -108,8 +115,8 @@ static std::string calls_of_both(const std::vector<GroupCall>& calls, int a, int
     return text;
 }
 
-// Ranks that share groups start the same calls on them in the same order, in every layout: streams
-// that run several groups side by side then cannot wait for each other.
+// Any two ranks start the calls that they share in the same order, in every layout. So streams that
+// run several groups side by side cannot wait for each other in a circle.
 TEST(Plan, RanksCallTheirGroupsInOneOrder) {
     Model model = small_model(4, true, true);
     const Pipeline pipelines[] = {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::ZERO_BUBBLE};
@@ -124,6 +131,7 @@ TEST(Plan, RanksCallTheirGroupsInOneOrder) {
                 layout.first_layer = split_layers(std::vector<double>(6, 1.0), layout.stages());
                 if (layout.pp.size == 1 && pipeline != Pipeline::ONE_F_ONE_B) continue;
 
+                // List the calls of each rank.
                 std::vector<std::vector<GroupCall>> calls; // [rank]
                 for (int r = 0; r < layout.world(); r++) {
                     Layout me = layout_at(layout, r);
@@ -135,6 +143,8 @@ TEST(Plan, RanksCallTheirGroupsInOneOrder) {
                     p = make_plan(me, make_model(model.shape, me), p);
                     calls.push_back(calls_of(p, model, make_comms(world, me)));
                 }
+
+                // Compare each pair.
                 for (int a = 0; a < layout.world(); a++)
                     for (int b = a + 1; b < layout.world(); b++)
                         ASSERT_EQ(calls_of_both(calls[size_t(a)], a, b),
@@ -145,7 +155,8 @@ TEST(Plan, RanksCallTheirGroupsInOneOrder) {
             }
 }
 
-// A sum in rank order takes scratch for the largest bucket, and for a layer's rows beside it.
+// Sums in rank order need scratch: for the largest bucket, or for a layer's rows under tensor
+// parallelism, and none on one rank.
 TEST(Plan, SumsInRankOrderHaveScratch) {
     Model model = small_model(2);
     Plan p = options(1);
@@ -157,7 +168,8 @@ TEST(Plan, SumsInRankOrderHaveScratch) {
     EXPECT_EQ(fixed_order_scratch<bf16>(small_layout(1, 2), p, model), p.B * p.T * 8 * 2);
 }
 
-// Each block has the level that it was given, the last one's also those behind it.
+// Each block has the recomputation level that it was given; the last level also counts for the
+// blocks behind it.
 TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
     Model model = small_model(4);
     std::vector<Recompute> levels = {Recompute::NONE, Recompute::FULL, Recompute::NONE,
@@ -171,7 +183,7 @@ TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
         "TIE(embedding) NORM UPDATE(embedding) UPDATE(positions) UPDATE(block.0) UPDATE(block.1)\n"
         "  UPDATE(block.2) UPDATE(block.3) UPDATE(head)\n");
 
-    // A row is either kept or made again.
+    // A row of activations is either kept or recomputed.
     for (int layer = 1; layer <= 4; layer++) {
         Plan alone = options(1, levels[size_t(std::min(layer, 3))]);
         size_t kept = 0, all = 0;
@@ -190,6 +202,7 @@ TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
 // ----------------------------------------------------------------------------
 // plans of many ranks
 
+// A layout of many ranks.
 struct Ranks {
     int dp, zero, pp, chunks, micro_batches;
     Pipeline pipeline;
@@ -220,6 +233,7 @@ static Plan options_of(const Ranks& r, const Model& model, Mode mode = Mode::TRA
     return p;
 }
 
+// The plans of all ranks are legal, and fit together.
 TEST(Plan, EveryRanksPlanIsLegal) {
     for (bool tied : {false, true}) {
         Model model = small_model(5, tied, !tied);
@@ -232,7 +246,8 @@ TEST(Plan, EveryRanksPlanIsLegal) {
     }
 }
 
-// RELEASE only says where the bytes are free; all else is needed.
+// No action of any rank's plan can be left out, except RELEASE, which only says from when on
+// bytes are free.
 TEST(Plan, DroppingAnyActionOfARankIsFound) {
     for (bool tied : {false, true}) {
         Model model = small_model(5, tied, !tied);
@@ -249,12 +264,15 @@ TEST(Plan, DroppingAnyActionOfARankIsFound) {
     }
 }
 
-// Each rank may do what it likes with its own messages: only together the plans are wrong.
+// check_pipeline() finds faults that one rank's plan does not show: a message that is left out or
+// comes too late, and actions that all ranks must do together.
 TEST(Plan, FaultsBetweenRanksAreFound) {
     Model model = small_model(5);
     Ranks r = {1, 0, 3, 1, 4, Pipeline::ONE_F_ONE_B, Recompute::NONE};
     const std::vector<Plan> good = make_plans(options_of(r, model), model);
     ASSERT_EQ(check_pipeline(good, model), "");
+
+    // Leave out each message, then swap it with each later one on the same way.
     for (size_t rank = 0; rank < good.size(); rank++) {
         std::vector<std::pair<size_t, size_t>> all; // (action, message)
         for (size_t i = 0; i < good[rank].actions.size(); i++)
@@ -267,7 +285,7 @@ TEST(Plan, FaultsBetweenRanksAreFound) {
             std::string text = name_of(group[k]);
             group.erase(group.begin() + long(k));
             EXPECT_NE(check_pipeline(bad, model), "") << text << " dropped";
-            for (auto [j, l] : all) { // with another of the same way
+            for (auto [j, l] : all) {
                 bad = good;
                 Transfer &x = bad[rank].actions[i].transfers[k],
                          &y = bad[rank].actions[j].transfers[l];
@@ -277,6 +295,8 @@ TEST(Plan, FaultsBetweenRanksAreFound) {
             }
         }
     }
+
+    // Add an action at the end of one rank.
     auto with = [&](size_t rank, Action a) {
         std::vector<Plan> bad = good;
         bad[rank].actions.push_back(a);
@@ -287,7 +307,8 @@ TEST(Plan, FaultsBetweenRanksAreFound) {
     EXPECT_EQ(with(0, {Op::SENDRECV}), "rank 0: SENDRECV() comes after what ranks do together");
 }
 
-// More activations than the schedule holds: GPipe's order under the name of 1F1B.
+// The check counts the activations that live at once: GPipe's order under the name of 1F1B holds
+// more than 1F1B promises.
 TEST(Plan, MoreActivationsThanTheScheduleHoldsAreFound) {
     Model model = small_model(5);
     for (auto [pp, text] :
@@ -300,9 +321,11 @@ TEST(Plan, MoreActivationsThanTheScheduleHoldsAreFound) {
     }
 }
 
-// One message at a time, receives first: every message has its partner in the right order, each
-// rank's plan is legal, and each waits for what the other would send next.
+// The check finds deadlocks. Split each group of messages into single ones, receives first: every
+// message still has its partner in the right order, and each rank's plan is legal, but each rank
+// waits for a message that the other one sends next.
 TEST(Plan, DeadlocksBetweenRanksAreFound) {
+    // Split the groups.
     Model model = small_model(5);
     Ranks r = {1, 0, 2, 1, 2, Pipeline::ONE_F_ONE_B, Recompute::NONE};
     std::vector<Plan> plans = make_plans(options_of(r, model), model);
@@ -318,13 +341,17 @@ TEST(Plan, DeadlocksBetweenRanksAreFound) {
                                  Action{Op::SENDRECV, -1, -1, -1, false, {group[k]}});
             i += group.size() - 1;
         }
+
+    // Only all plans together are wrong.
     for (const Plan& p : plans) EXPECT_EQ(plan_check(p, model), "");
     EXPECT_EQ(plans_check(plans, model),
               "deadlock: rank 0 in step 1 before B0.0 waits to receive gradient 0.1 from rank 1; "
               "rank 1 in step 1 before B0.1 waits to receive activation 1.1 from rank 0");
 }
 
-// The papers' live activations, of plans, with what the arena keeps for them.
+// Activations that live at once are those of the schedules' papers, counted in the lifetimes of the
+// plans' data: GPipe v m, 1F1B min(m, pp - r) on rank r, interleaved 1F1B 2 (pp - r - 1) + (v - 1)
+// pp + 1, and zero-bubble as 1F1B, with inputs of weight gradients of up to pp micro-batches.
 TEST(Plan, KeptActivationsAreThePapers) {
     for (int pp : {1, 2, 4})
         for (int chunks : {1, 2})
@@ -334,12 +361,14 @@ TEST(Plan, KeptActivationsAreThePapers) {
                     bool one = kind == Pipeline::ONE_F_ONE_B || kind == Pipeline::ZERO_BUBBLE;
                     if (chunks > 1 && one) continue;
                     if (kind == Pipeline::INTERLEAVED && m % pp) continue;
-                    Model model = small_model(size_t(pp * chunks)); // a block a stage
+
+                    // Plan one block a stage; the embedding and the head lie beside the outer ones.
+                    Model model = small_model(size_t(pp * chunks));
                     Plan o = options(m);
                     o.layout.pp.size = pp;
                     o.layout.chunks = chunks;
                     o.layout.pipeline = kind;
-                    for (int s = 0; s <= o.layout.stages(); s++) // embedding and head beside theirs
+                    for (int s = 0; s <= o.layout.stages(); s++)
                         o.layout.first_layer.push_back(s + (s > 0) + (s == o.layout.stages()));
                     for (const Plan& p : make_plans(o, model)) {
                         int r = p.layout.pp.rank, v = chunks, last = pp - r - 1;
@@ -347,7 +376,7 @@ TEST(Plan, KeptActivationsAreThePapers) {
                             lifetimes(p, model, finish_before(p, model),
                                       [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
                         auto most = [&](Kind kept) {
-                            std::map<int, int> change; // where lives begin and end
+                            std::map<int, int> change; // +1 where a life begins, -1 where it ends
                             for (auto& [d, all] : lives)
                                 if (d.kind == kept)
                                     for (const Place& l : all) change[l.first]++, change[l.last]--;
@@ -355,6 +384,8 @@ TEST(Plan, KeptActivationsAreThePapers) {
                             for (auto [at, n] : change) peak = std::max(peak, now += n);
                             return peak;
                         };
+
+                        // Compare with the formulas.
                         bool interleaved = kind == Pipeline::INTERLEAVED && pp * v > 1;
                         int want = kind == Pipeline::GPIPE ? v * m
                                    : interleaved ? std::min(v * m, 2 * last + (v - 1) * pp + 1)
@@ -371,7 +402,9 @@ TEST(Plan, KeptActivationsAreThePapers) {
 // ----------------------------------------------------------------------------
 // published figures
 
-TEST(Zero, PublishedBytesOfAModel) { // in GB: 7.5B parameters and others, over so many ranks
+// The bytes of a model in each ZeRO stage are those of the paper's figures, in GB. The paper cuts
+// some digits instead of rounding them.
+TEST(Zero, PublishedBytesOfAModel) {
     struct {
         double parameters;
         int ranks;
@@ -383,15 +416,18 @@ TEST(Zero, PublishedBytesOfAModel) { // in GB: 7.5B parameters and others, over 
         for (int zero : {0, 1, 2, 3}) {
             double gb = zero_bytes({2, 2, 12}, zero, row.ranks) * row.parameters / 1e9;
             EXPECT_NEAR(gb, row.gb[zero],
-                        row.gb[zero] < 100 ? 0.1 : 1); // some are cut, not rounded
+                        row.gb[zero] < 100 ? 0.1 : 1);
         }
+
+    // With float gradients, 7.5B parameters over 64 ranks.
     double float_gradients[] = {135, 46.4, 16.9, 2.1};
     for (int zero : {0, 1, 2, 3})
         EXPECT_NEAR(zero_bytes({2, 4, 12}, zero, 64) * 7.5, float_gradients[zero], 0.051);
 }
 
-// The plan of a rank of 64 keeps the formula's bytes of its parameters and of their padding: 128
-// elements a parameter, a vocabulary in multiples of 128, and shards in whole chunks of the norm.
+// A plan of one of 64 ranks keeps as many bytes as the formula says for its parameters, and at most
+// those for their padding: 128 elements a parameter, a vocabulary in multiples of 128, and shards
+// in whole chunks of the norm.
 TEST(Zero, APlanKeepsTheFormulasBytes) {
     for (const char* name : {"llama2-7b", "llama3-70b"}) {
         Shape shape;
@@ -403,6 +439,8 @@ TEST(Zero, APlanKeepsTheFormulasBytes) {
             p.layout.zero = zero;
             Trainer<bf16, Cpu> t;
             trainer_place(t, shape, {p}, p.layout);
+
+            // Count the padding, and the bytes that last.
             double N = double(parameter_count(t.model)), padding = 0, kept = 0;
             for (const Bucket& b : t.model.buckets) padding += 128.0 * b.count + 64.0 * SHARD_ALIGN;
             padding += 2.0 * double((shape.Vp() - shape.V) * shape.C);
@@ -416,8 +454,8 @@ TEST(Zero, APlanKeepsTheFormulasBytes) {
     }
 }
 
-// Activation bytes of a layer in 16 bits: s tokens, b samples, h channels, a heads, over t tensor-
-// parallel ranks, with dropout's masks and the scores kept - arXiv:2205.05198, table 2.
+// The bytes of a layer's activations in 16 bits by arXiv:2205.05198, table 2: s tokens, b samples,
+// h channels, a heads, over t tensor-parallel ranks. They include dropout's masks and the scores.
 enum class Kept { ALL, SELECTIVE, INPUT };
 static double paper_activations(double s, double b, double h, double a, double t, bool sequence,
                                 Kept kept) {
@@ -426,27 +464,29 @@ static double paper_activations(double s, double b, double h, double a, double t
     return s * b * h * (whole + (34 - whole) / t + scores / t);
 }
 
+// The formula gives the paper's figures, and a block's plan keeps what the formula says.
 TEST(Zero, PublishedActivationsOfALayer) {
     auto per_sbh = [](double s, double h, double a, double t, bool sequence, Kept kept) {
         return paper_activations(s, 1, h, a, t, sequence, kept) / (s * h);
     };
 
-    // 175B: 34 + 80, 530B: 34 + 64; without the scores 70% and 65% less
+    // 175B has 34 + 80 bytes, 530B 34 + 64; without the scores 70% and 65% less.
     EXPECT_EQ(per_sbh(2048, 12288, 96, 1, false, Kept::ALL), 34 + 80);
     EXPECT_EQ(per_sbh(2048, 20480, 128, 1, false, Kept::ALL), 34 + 64);
     EXPECT_NEAR(80.0 / (34 + 80), 0.70, 0.005);
     EXPECT_NEAR(64.0 / (34 + 64), 0.65, 0.005);
 
-    // over 8 ranks what tensor parallelism does not cut is 10 of 34; with sequences cut nothing is
+    // Over 8 ranks: tensor parallelism leaves 10 of the 34 whole, sequence parallelism none.
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, false, Kept::SELECTIVE), 10 + 3);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::ALL), (34 + 80) / 8.0);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::SELECTIVE), 34 / 8.0);
     EXPECT_EQ(per_sbh(2048, 12288, 96, 8, true, Kept::INPUT), 2);
 
-    // ours has the paper's, less two masks of dropout, and float statistics for scores
+    // Our blocks keep the paper's bytes without two masks of dropout, and with float statistics.
+    // With 64 tokens no row is rounded up.
     Model model = make_model(gpt2_shape(2, 12, 768));
     Plan p = options(1);
-    p.T = 64; // no row of a table is rounded up
+    p.T = 64;
     double N = double(p.B * p.T), ours = 0;
     for (Kind k : {Kind::STREAM, Kind::KEPT_B, Kind::KEPT_W})
         ours += double(data_bytes<bf16>(p, model, {k, 1}, Cpu{}));
@@ -455,6 +495,7 @@ TEST(Zero, PublishedActivationsOfALayer) {
     EXPECT_EQ(ours, paper - masks + statistics);
 }
 
+// Evaluation and generation consist of LOAD, COUNT and forward passes.
 TEST(Plan, ModesWithoutTrainingHaveNoBackward) {
     Model model = small_model(2);
     for (Mode mode : {Mode::EVALUATE, Mode::GENERATE}) {
@@ -492,8 +533,8 @@ TEST(Plan, TheCommentInPlanHIsTheProgramsPrint) {
 // ----------------------------------------------------------------------------
 // the tree
 
-// Operators stand on a foundation of their own, a plan needs no kernel, nothing includes io/ from
-// below, and no file includes itself: test/harness/style.py has the rules.
+// The tree's rules on includes hold: operators include only their foundation, a plan includes no
+// kernel, nothing below includes io/, and no file includes itself (test/harness/style.py).
 TEST(Tree, WhoMayIncludeWhom) {
     Ran rules = shell("python3 " + ROOT + "/test/harness/style.py --includes");
     EXPECT_EQ(rules.status, 0) << rules.text;
@@ -520,6 +561,7 @@ TEST(Plan, DroppingAnyActionIsFound) {
         }
 }
 
+// Two neighbours of which the second reads what the first writes cannot change places.
 TEST(Plan, SwappingNeighboursIsFoundWhereTheyDepend) {
     Model model = small_model(2);
     Plan p = make_plan(options(2, Recompute::FULL), model);
@@ -538,6 +580,7 @@ TEST(Plan, SwappingNeighboursIsFoundWhereTheyDepend) {
     }
 }
 
+// The error names the action and the data that it lacks.
 TEST(Plan, MessagesNameActionAndDatum) {
     Model model = small_model(2);
     Plan p = make_plan(options(1, Recompute::FULL), model);
@@ -551,7 +594,7 @@ TEST(Plan, MessagesNameActionAndDatum) {
 // ----------------------------------------------------------------------------
 // when a started collective is finished
 
-// The action before which each collective of a plan is finished, by its text.
+// A line for each collective of a plan: before which action it is finished.
 static std::string finishes(const Plan& p, const Model& model) {
     std::vector<Finish> before = finish_before(p, model);
     std::string text;
@@ -566,13 +609,15 @@ static std::string finishes(const Plan& p, const Model& model) {
     return text;
 }
 
+// A collective is finished before the first action that reads what it writes or writes what it
+// reads, and before the next one of its queue that uses the same bytes.
 TEST(Finish, BeforeTheFirstActionThatConflicts) {
     Model model = small_model(3, false); // buckets: embedding, positions, block.0 to 2, head
     Plan p = options(2);
     p.layout.dp.size = 2;
     p.layout.zero = 3;
 
-    // gathered for a use, for none; weights that are updated beneath the gather
+    // Gathers: for a use, for none, and of weights that an update then changes.
     p.actions = {{Op::GATHER, -1, -1, 2}, {Op::GATHER, -1, -1, 3},  {Op::GATHER, -1, -1, 4},
                  {Op::F, 0, 1},           {Op::RELEASE, -1, -1, 3}, {Op::UPDATE, -1, -1, 4}};
     EXPECT_EQ(finishes(p, model),
@@ -588,7 +633,8 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "GATHER(block.1) before GATHER(block.1)\n"
               "GATHER(block.1) before the end\n");
 
-    // a micro-batch's gradient waits for the next reduction alone, the last for the norm
+    // Reductions after each micro-batch: one ends before the next, the last before the norm.
+    // Without prefetch each ends at once.
     p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 0, 2},
                  {Op::B, 0, 1}, {Op::REDUCE, 0, -1, 2, true}, {Op::B, 1, 3},
                  {Op::NORM}};
@@ -601,11 +647,11 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "REDUCE(block.0) before B(1,3)\n");
     p.layout.prefetch = 1;
 
-    // the next micro-batch writes what is being reduced
+    // The next micro-batch writes the gradient that is being reduced.
     p.actions = {{Op::B, 0, 3}, {Op::REDUCE, 0, -1, 4, true}, {Op::B, 1, 3}};
     EXPECT_EQ(finishes(p, model), "REDUCE(block.2) before B(1,3)\n");
 
-    // gradients that are kept whole: all are reduced side by side
+    // Gradients that are kept whole are all reduced side by side.
     p.layout.zero = 1;
     p.actions = {{Op::REDUCE, -1, -1, 4}, {Op::REDUCE, -1, -1, 2},  {Op::NORM},
                  {Op::UPDATE, -1, -1, 2}, {Op::PUBLISH, -1, -1, 2}, {Op::UPDATE, -1, -1, 4},
@@ -616,7 +662,8 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
               "PUBLISH(block.0) before the end\n"
               "PUBLISH(block.2) before the end\n");
 
-    // streams: received for a use; sent until the next message, so that they do not add up
+    // Messages: a receive is finished before its use, a send before the next message, so that sends
+    // do not pile up.
     p.layout = small_layout(1, 1, 2);
     p.layout.pp.rank = 1;
     p.layout.first_layer = {0, 2, 5};
@@ -638,8 +685,8 @@ TEST(Finish, BeforeTheFirstActionThatConflicts) {
     EXPECT_EQ(before, (std::vector<int>{2, 3, 3, 4, 6, 6, 8, 8, 9, 10}));
 }
 
-// In every rank's plan nothing touches what a collective under way writes, nor writes what it
-// reads; and all that passes lives until the collective is finished.
+// While a collective is in flight, no action of any rank's plan touches what it writes, or writes
+// what it reads; and its buffers keep their places until it is finished.
 TEST(Finish, NothingTouchesWhatIsUnderWay) {
     for (bool tied : {false, true}) {
         Model model = small_model(5, tied, !tied);
@@ -647,6 +694,8 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
             for (const Plan& p : make_plans(options_of(r, model), model)) {
                 Arena arena = arena_place(
                     {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+
+                // Look at all actions between the start and the end of each.
                 for (size_t i = 0; i < p.actions.size(); i++) {
                     Access x = access(p, model, p.actions[i]);
                     std::set<Data> written(x.writes.begin(), x.writes.end());
@@ -654,7 +703,7 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
                     all.insert(read.begin(), read.end());
                     const Finish& f = arena.finish[0][i];
                     for (int j = int(i) + 1; j < std::max(f.writes, f.reads); j++) {
-                        // From then on only what is written, or only what is read, is in use.
+                        // Its reads and its writes may end at different actions.
                         const std::set<Data>& busy = j >= f.writes  ? read
                                                      : j >= f.reads ? written
                                                                     : all;
@@ -673,6 +722,8 @@ TEST(Finish, NothingTouchesWhatIsUnderWay) {
 // ----------------------------------------------------------------------------
 // places
 
+// Data that live at the same time have no bytes in common, and the arena wastes little: first fit
+// stays within 15% of the peak, the least that any placement needs.
 TEST(Arena, LivingDataNeverShareBytes) {
     for (size_t L : {1, 3})
         for (int m : {1, 3})
@@ -682,6 +733,8 @@ TEST(Arena, LivingDataNeverShareBytes) {
                     Plan p = make_plan(options(m, level, split), model);
                     Arena arena = arena_place(
                         {p}, model, [&](const Plan& q, Data d) { return bytes_of(q, model, d); });
+
+                    // Compare each pair of places.
                     std::vector<Place> all;
                     for (auto& [d, lives] : arena.passing[0])
                         all.insert(all.end(), lives.begin(), lives.end());
@@ -693,18 +746,19 @@ TEST(Arena, LivingDataNeverShareBytes) {
                             EXPECT_TRUE(a.offset + a.bytes <= b.offset ||
                                         b.offset + b.bytes <= a.offset);
                         }
-                    for (const Place& a : all) EXPECT_LE(a.offset + a.bytes, arena.device().bytes);
 
-                    // first fit stays close to the least that any placement needs
+                    // All lie in the arena, and it is not much larger than the peak.
+                    for (const Place& a : all) EXPECT_LE(a.offset + a.bytes, arena.device().bytes);
                     EXPECT_LE(double(arena.device().bytes - arena.device().persistent_bytes),
                               1.15 * double(arena.peak[0]));
                 }
 }
 
-// Papers' byte counts: bf16 with float gradients, masters and moments is 18 bytes a parameter.
-// Selective recomputation drops a block's two norms and its activation function, and full
-// recomputation drops all but the block's input.
+// The bytes of a plan are the papers': bf16 with float gradients, masters and moments takes 18
+// bytes a parameter. Selective recomputation keeps neither a block's two norms nor its activation
+// function, and full recomputation keeps only the block's input.
 TEST(Arena, MemoryIsTheTextbooks) {
+    // Add up the bytes of all parameters.
     Shape s = gpt2_shape(12, 12, 768);
     Model model = make_model(s);
     Plan p = options(1);
@@ -716,6 +770,8 @@ TEST(Arena, MemoryIsTheTextbooks) {
                        Data{Kind::STATE, -1, 0}, Data{Kind::STATE, -1, 1}})
             bytes += data_bytes<bf16>(p, model, {d.kind, int(b), d.micro}, Cpu{});
     EXPECT_EQ(bytes, 18 * P);
+
+    // Small masters and moments.
     for (auto [masters, each] : {std::pair(Masters::REMAINDER, 2), {Masters::NONE, 0}}) {
         Plan small = p;
         small.masters = masters;
@@ -727,6 +783,8 @@ TEST(Arena, MemoryIsTheTextbooks) {
     EXPECT_EQ(data_bytes<bf16>(narrow, model, {Kind::STATE, 1, 0}, Cpu{}),
               2 * model.buckets[1].elements);
     EXPECT_EQ(parameter_count(model), 124439808u); // GPT-2 124M
+
+    // Activations that a block keeps, by level.
     size_t N = p.B * p.T, C = s.C;
     auto kept = [&](Recompute level) {
         p.recompute = level;
@@ -741,8 +799,8 @@ TEST(Arena, MemoryIsTheTextbooks) {
     EXPECT_EQ(kept(Recompute::FULL), 0u);
 }
 
-// The rows of a bucket's shards are its parameters, each element once, with its place in the whole
-// parameter, which stochastic rounding takes its random numbers from.
+// tensor_rows() covers a bucket's parameters: each element once, with its index in the whole
+// parameter, by which stochastic rounding draws its random numbers.
 TEST(Model, RowsOfShardsKnowTheirPlace) {
     Model model = small_model(3);
     for (int b = 0; b < int(model.buckets.size()); b++) {
@@ -753,8 +811,10 @@ TEST(Model, RowsOfShardsKnowTheirPlace) {
                 for (size_t i = 0; i < row.n; i++) {
                     std::vector<int>& mine = seen[row.hash];
                     mine.resize(std::max(mine.size(), row.first + i + 1));
-                    mine[row.first + i] += int(from + row.offset + i); // where it lies
+                    mine[row.first + i] += int(from + row.offset + i); // its place in the bucket
                 }
+
+        // Each element was seen once, at its place.
         for (int k = bucket.first; k < bucket.first + bucket.count; k++) {
             const Parameter& p = model.parameters[size_t(k)];
             std::vector<int> places(p.elements());
@@ -764,7 +824,8 @@ TEST(Model, RowsOfShardsKnowTheirPlace) {
     }
 }
 
-// Communicators list their ranks as the world does, and shards belong to places in group_axis().
+// Groups list their ranks in the order of the world, for every order of the axes: group_axis()
+// gives a rank its place among those that share its layers and its piece of them.
 TEST(Model, ShardsLieAsTheWorldCountsThem) {
     for (const char* order :
          {"tp-pp-dp", "tp-dp-pp", "pp-tp-dp", "pp-dp-tp", "dp-tp-pp", "dp-pp-tp"}) {
@@ -778,7 +839,7 @@ TEST(Model, ShardsLieAsTheWorldCountsThem) {
             int place = next[{at.pp.rank, at.tp.rank}]++;
             EXPECT_EQ(group_axis(at, Group::DATA).rank, place) << order << ", rank " << r;
 
-            // Neighbours share out the experts.
+            // With ep = 3, groups of three neighbours share the experts.
             at.ep = 3;
             EXPECT_EQ(expert_axis(at).rank, place % 3) << order << ", rank " << r;
             EXPECT_EQ(group_axis(at, Group::EXPERTS).rank, place / 3) << order << ", rank " << r;
@@ -787,8 +848,9 @@ TEST(Model, ShardsLieAsTheWorldCountsThem) {
     }
 }
 
-// An optimizer may ask that shards cut no matrix of a block: by any number of ranks each lies
-// within one shard, its rows in the order and the chunks that they have uncut.
+// If an optimizer wants whole matrices, each matrix of a block lies within one shard, for any
+// number of ranks. Parameters keep their order and the norm's chunks, so that its sums have
+// the same bits.
 TEST(Model, ShardsKeepMatricesWhole) {
     Shape gpt2 = gpt2_shape(2, 8, 96, 300, 32), llama = llama_shape(2, 8, 2, 96, 200, 300, 32, 1e4);
     llama.qk_norm = llama.qkv_bias = true;
@@ -801,11 +863,15 @@ TEST(Model, ShardsKeepMatricesWhole) {
                     Model uncut = make_model(shape, layout);
                     layout.zero = zero;
                     Model model = make_model(shape, layout);
+
+                    // The shards cover the bucket.
                     for (int b = 0; b < int(model.buckets.size()); b++) {
                         const Bucket& bucket = model.buckets[size_t(b)];
                         size_t shard = shard_elements(layout, bucket), reached = 0;
                         EXPECT_EQ(whole_elements(layout, bucket), shard * size_t(dp));
                         EXPECT_LE(bucket.elements, shard * size_t(dp)) << bucket.name;
+
+                        // Parameters follow each other, and a matrix stays in one shard.
                         for (int i : bucket.in_order) {
                             const Parameter& p = model.parameters[size_t(i)];
                             size_t end = p.offset + p.local_elements();
@@ -818,6 +884,8 @@ TEST(Model, ShardsKeepMatricesWhole) {
                             EXPECT_EQ(p.offset % GRAD_NORM_CHUNK,
                                       uncut.parameters[size_t(i)].offset % GRAD_NORM_CHUNK);
                         }
+
+                        // Order and chunks are those of the bucket without shards.
                         EXPECT_EQ(bucket.in_order, uncut.buckets[size_t(b)].in_order);
                         EXPECT_EQ(norm_chunks(model, b, bucket.elements),
                                   norm_chunks(uncut, b, uncut.buckets[size_t(b)].elements));
@@ -825,8 +893,9 @@ TEST(Model, ShardsKeepMatricesWhole) {
                 }
 }
 
-// The shards are the smallest that are enough: of GPT-2's 3, 1, 4 and 4 C^2 elements a block, and
-// its vectors; without ZeRO they are no larger than the bucket.
+// Shards of whole matrices are as small as possible. A block of GPT-2 has matrices of 3, 1, 4 and 4
+// C^2 elements, so over 1 to 5 ranks the largest shard has 12, 8, 4, 4, 4 C^2, and its vectors.
+// Without ZeRO nothing is cut, and shards are equal parts of the bucket.
 TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
     size_t C = 768, least[] = {12, 8, 4, 4, 4};
     for (int dp = 1; dp <= 5; dp++)
@@ -841,11 +910,12 @@ TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
             EXPECT_LE(double(shard), want * double(C * C) + double(20 * C + 5 * SHARD_ALIGN)) << dp;
         }
 
-    // A row of the optimizer's table decides.
+    // Every optimizer is found by its name.
     for (const OptimizerRow& row : optimizer_rows())
         EXPECT_STREQ(optimizer_row(optimizer_named(row.name)).name, row.name);
 }
 
+// Presets have the parameters that their authors publish.
 TEST(Model, PublishedParameterCounts) {
     std::map<std::string, size_t> published = {
         {"gpt2", 124439808},         {"gpt2-medium", 354823168},    {"gpt2-large", 774030080},
@@ -863,7 +933,7 @@ TEST(Model, PublishedParameterCounts) {
         {"deepseek-v2-lite", 15706484224}, {"deepseek-v2", 235741434880},
         {"deepseek-v3", 671026419200}};
 
-    // A token meets these, in 1e9; of a model without experts all.
+    // Active parameters, those that a token meets, in 1e9. Without experts all are active.
     std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
                                             {"olmoe-1b-7b", 1.282},
                                             {"qwen1.5-moe-a2.7b", 2.689},
@@ -879,8 +949,9 @@ TEST(Model, PublishedParameterCounts) {
         }
 }
 
-// Table 2.1 of arXiv:2005.14165 rounds to two digits, of which the second may be one off: its 1.3B
-// has heads that do not fill its channels, and its 13B other channels.
+// GPT-3's presets have the sizes of table 2.1 of arXiv:2005.14165, within 2%: it rounds to two
+// digits, and the second may be one off. Its 1.3B has heads that do not fill its channels, and its
+// 13B other channels.
 TEST(Model, GPT3CountsAreThoseOfItsTable) {
     std::map<std::string, double> published = {
         {"gpt3-small", 125e6}, {"gpt3-medium", 350e6}, {"gpt3-large", 760e6}, {"gpt3-xl", 1.3e9},
@@ -890,7 +961,7 @@ TEST(Model, GPT3CountsAreThoseOfItsTable) {
         if (!published.count(p.name)) continue;
         seen++;
 
-        // A block has 12 C^2 in matrices; in biases and norms 13 C.
+        // A block has 12 C^2 elements in matrices, and 13 C in biases and norms.
         size_t L = p.shape.L, C = p.shape.C, tables = (50257 + 2048) * C;
         EXPECT_EQ(parameter_count(make_model(p.shape)), tables + L * (12 * C * C + 13 * C) + 2 * C);
         double count = double(parameter_count(make_model(p.shape)));
@@ -902,6 +973,8 @@ TEST(Model, GPT3CountsAreThoseOfItsTable) {
 // ----------------------------------------------------------------------------
 // the map from local to global elements, for any number of tensor-parallel ranks
 
+// for_each_run() maps a rank's elements to those of the whole parameter: in local order, and all
+// ranks together reach each element once.
 TEST(Model, RunsCoverEachGlobalElementOnce) {
     Parameter columns, rows, fused;
     columns.shape = {12, 5}, columns.shard = {0};
@@ -922,7 +995,8 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
             for (int n : seen) EXPECT_EQ(n, 1);
         }
 
-    // Experts that ranks share out, and tensor parallelism cuts each: of shape (E F,C) and (E C,F).
+    // Experts of shapes (E F,C) and (E C,F): distributed over ranks, and each cut
+    // by tensor parallelism.
     Parameter widen, narrow;
     widen.shape = {24, 3}, widen.shard = {0, 6};
     narrow.shape = {18, 4}, narrow.shard = {1};
@@ -942,19 +1016,20 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
                 EXPECT_EQ(p.local_rows() * p.local_cols(), expect);
             }
 
-            // The first experts are the first rank's.
+            // The first rank has the first experts.
             for (size_t i = 0; i < owner.size(); i++)
                 EXPECT_EQ(owner[i] / tp, int(i / (p.elements() / size_t(ep))));
         }
 
-    // rank 1 of 2 holds the second half of q, of k and of v
+    // A fused weight: rank 1 of 2 holds the second half of q, of k and of v.
     std::vector<size_t> starts;
     for_each_run(fused, 1, 2, [&](size_t, size_t global, size_t) { starts.push_back(global / 3); });
     EXPECT_EQ(starts, (std::vector<size_t>{4, 12, 20}));
 }
 
-// What stays of weights that are cast: two bytes an element, two words and two rows of scales. Of
-// ZeRO-3 and of products that cast their own there is nothing.
+// Casts of weights to fp8 that are kept for a step: two bytes an element (the matrix and its
+// transpose), two words and two rows of scales. With ZeRO-3, or if each product casts its own,
+// nothing is kept.
 TEST(Memory, CastsOfFp8WeightsAreCounted) {
     Shape shape = llama_shape(2, 2, 2, 256, 512, 50, 32, 10000);
     shape.fp8 = Fp8::BLOCK;
@@ -962,7 +1037,8 @@ TEST(Memory, CastsOfFp8WeightsAreCounted) {
         Model model = make_model(shape, layout);
         return data_bytes<bf16>(make_plan(layout, model, options(1)), model, {Kind::CAST}, Cpu{});
     };
-    // q, k, v and o; gate, up and down: 2 x 2 or 4 x 2 squares, rows of scales go by fours
+
+    // q, k, v and o; gate, up and down: 2 x 2 or 4 x 2 blocks, whose scales go in rows of four.
     size_t four = 2 * (256 + 256 * 256 + 256), three = 2 * (256 + 256 * 512 + 256);
     EXPECT_EQ(bytes({}), 2 * (4 * four + 3 * three));
     Layout shards;
@@ -972,7 +1048,8 @@ TEST(Memory, CastsOfFp8WeightsAreCounted) {
     EXPECT_EQ(bytes({}), 0u);
 }
 
-// Operands of fp8 have room beside each product's own scratch, in the layer that needs most.
+// The workspace of a layer has room for the fp8 operands of each product, beside the
+// product's own scratch.
 TEST(Memory, Fp8OperandsHaveRoom) {
     Shape shape = llama_shape(1, 2, 2, 256, 1024, 50, 32, 10000);
     shape.fp8 = Fp8::TENSOR;

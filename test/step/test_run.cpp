@@ -25,7 +25,8 @@ struct Run : Scratch {
             "--eval-tokens 256 --data " +
             text + " ";
     }
-    // one line that begins like all errors, holds `part`, and a status that is not zero
+
+    // Expect a refusal: exit status 1, and one line that begins as all errors do and holds `part`.
     void refuses(const std::string& arguments, const std::string& part,
                  const std::string& before = "") {
         Ran r = run(arguments, before);
@@ -41,7 +42,9 @@ struct Run : Scratch {
 // ----------------------------------------------------------------------------
 // what it prints
 
+// A run of 30 steps prints its steps, a validation and a sample, logs them, and learns.
 TEST_F(Run, TrainsEvaluatesAndSamples) {
+    // The lines on the terminal.
     Ran r = run(small + "--steps 30 --lr 3e-3 --warmup 5 --out " + path("out"));
     EXPECT_EQ(r.status, 0) << r.text;
     std::regex step(
@@ -53,7 +56,7 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
                                              "byte \\| 256 tokens\nstep 30 \\| sample\n---\n")))
         << r.text;
 
-    // the log: the configuration, an object a step, and the validation
+    // The log: the configuration, an object a step, the validation, and the account of time.
     std::ifstream log(path("out") + "/log.jsonl");
     std::vector<nlohmann::json> lines;
     for (std::string line; std::getline(log, line);) lines.push_back(nlohmann::json::parse(line));
@@ -62,7 +65,8 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     EXPECT_EQ(lines[32]["step"], 30);
     EXPECT_EQ(lines[32].count("wall"), 1u);
 
-    // 6 a parameter (tables, two layers, the last LayerNorm), and 6 L C T for attention
+    // FLOPs of a token: 6 for each parameter (tables, two layers, the last LayerNorm), and 6 L C
+    // T for attention.
     double parameters = (256 + 1024) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32;
     EXPECT_EQ(lines[0]["flops_per_token"], 6 * parameters + 6 * 2 * 32 * 32);
     for (const char* key :
@@ -73,7 +77,8 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
     EXPECT_LT(lines[30]["loss"].get<double>(), 0.8 * lines[1]["loss"].get<double>());
 }
 
-// --plan auto is a choice of flags: the losses are those of a run with the flags that it names.
+// --plan auto only chooses flags: a run with the flags that it prints has the same
+// losses and norms.
 TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
     auto losses = [](const std::string& text) {
         std::string all;
@@ -82,6 +87,8 @@ TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
             all += i->str() + "\n";
         return all;
     };
+
+    // Run as planned, then as the printed command says.
     std::string flags = small + "--steps 4 --sample-tokens 0 --local-ranks 4 ";
     Ran planned = run(flags + "--plan auto");
     ASSERT_EQ(planned.status, 0) << planned.text;
@@ -95,7 +102,8 @@ TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
     EXPECT_EQ(losses(given.text), losses(planned.text));
 }
 
-// Training reads documents apart, and goes on so; validation and the plan are what they were.
+// --document-mask keeps documents apart in training, also after a resume. It changes neither
+// validation nor the plan.
 TEST_F(Run, DocumentMaskIsForTraining) {
     std::string mask = "--document-mask --document-end 10 ";
     auto losses = [&](const std::string& flags) { // of steps, and of validation
@@ -107,11 +115,15 @@ TEST_F(Run, DocumentMaskIsForTraining) {
             found.push_back(i->str());
         return found;
     };
+
+    // Without a change of weights: the training loss differs, the validation loss does not.
     auto still = losses("--lr 0 --warmup 0 --steps 1"), apart = losses(mask + "--lr 0 --steps 1");
     ASSERT_EQ(still.size(), 2u);
     ASSERT_EQ(apart.size(), 2u);
     EXPECT_NE(still[0], apart[0]);
     EXPECT_EQ(still[1], apart[1]);
+
+    // Stopped after two of four steps and resumed, the run prints the same losses.
     mask += "--schedule constant --eval-every 2 ";
     auto whole = losses(mask + "--steps 4");
     std::string out = mask + "--out " + path("out");
@@ -123,7 +135,9 @@ TEST_F(Run, DocumentMaskIsForTraining) {
     EXPECT_EQ(plan.text, same.text);
 }
 
+// --explain works for every preset, and describes all of a plan.
 TEST_F(Run, EveryPresetExplainsItself) {
+    // Presets.
     for (const char* model :
          {"tiny", "tiny-llama", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b",
           "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-0.5b", "qwen3-0.6b",
@@ -136,21 +150,27 @@ TEST_F(Run, EveryPresetExplainsItself) {
                                  "workspace", "total", "LOAD COUNT", "UPDATE(head)"})
             EXPECT_HAS(r.text, part) << model;
     }
+
+    // A single layer.
     Ran r = run("--explain --layer 2");
     EXPECT_HAS(r.text, "B(0,2)\n  reads");
 
-    // 64 MiB of logits on a CPU: of 50,304 tokens in bf16, in steps of 64 rows
+    // On a CPU the head makes at most 64 MiB of logits at a time, here of 50,304 tokens in bf16, in
+    // multiples of 64 rows.
     r = run("--explain --device cpu --model gpt2 --seq 1024 --micro-batch 4 --precision bf16");
     EXPECT_HAS(r.text, "the head makes logits of 640 rows at a time of 4096: 61.4 MiB");
 }
 
-// GPT-2 124M on 10 billion tokens; an A100 makes 312e12 FLOPs a second at most, an H100 989e12.
+// --explain tells how many FLOPs a run takes, and hours at 40% of a GPU's peak: 312e12 FLOP/s on an
+// A100, 989e12 on an H100. The run is GPT-2 124M on 10 billion tokens.
 TEST_F(Run, ExplainSaysFlopsAndHours) {
     std::string flags =
         "--explain --model gpt2 --precision bf16 --seq 1024 --micro-batch 64 "
         "--batch-tokens 524288 --steps 18865 --sample-tokens 0 ";
     double flops = (6 * 124439808. + 6 * 12 * 768 * 1024) * 18865 * 524288;
     ASSERT_NEAR(flops, 7.945e18, 0.0005e18);
+
+    // One GPU, and eight.
     for (int gpus : {1, 8}) {
         Ran r = run(flags + "--dp " + std::to_string(gpus));
         ASSERT_EQ(r.status, 0) << r.text;
@@ -171,8 +191,11 @@ TEST_F(Run, ExplainSaysFlopsAndHours) {
     EXPECT_EQ(run(flags + "--eval").text.find("\nrun: "), std::string::npos);
 }
 
-// A bar's eighths of a column: 8 a full block (U+2588), 7 down to 1 for U+2589 to U+258F.
+// --explain draws a bar for each part of memory, as long as its share. A bar consists of full
+// blocks (U+2588, eight eighths of a column), and may end in a block of 7 to 1 eighths
+// (U+2589 to U+258F).
 TEST_F(Run, ExplainDrawsSharesOfMemory) {
+    // Read each row's bytes, and the length of its bar in eighths.
     Ran r = run("--explain --model gpt2 --precision bf16 --micro-batch 4 --seq 1024");
     ASSERT_EQ(r.status, 0) << r.text;
     std::regex line(
@@ -187,6 +210,8 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
         }
         rows[(*m)[1]] = {std::stod((*m)[2]), eighths};
     }
+
+    // Bars are 40 columns for the total. The parts add up to it, up to rounding to pages.
     ASSERT_GT(rows.size(), 10u) << r.text;
     double total = rows["total"].first, sum = 0;
     EXPECT_EQ(rows["total"].second, 0);
@@ -195,11 +220,12 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
         bool part = name[0] == ' ' || name == "total" || name.rfind("activations (", 0) == 0;
         if (!part || name == "activations (train)") sum += row.first;
     }
-    EXPECT_NEAR(sum, total, 0.01 * total); // the rest is rounding to pages
+    EXPECT_NEAR(sum, total, 0.01 * total);
 }
 
-// Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4): a rank has 8,192 of the
-// 131,072 tokens, and of those the rows of the residual stream.
+// --explain of Llama 3's longest sequences on 16,384 GPUs (arXiv:2407.21783, table 4). With
+// cp 16 a rank has 8,192 of the 131,072 tokens, and with tp 8 an eighth of their rows in
+// the residual stream.
 TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
     Ran r = run(
         "--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
@@ -208,7 +234,7 @@ TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "a line stands for 1024; 18 bytes a parameter, ");
     EXPECT_HAS(r.text, "on 16384 GPUs");
-    EXPECT_HAS(r.text, "bubble: ranks are idle 48.4% of a step"); // 15 / 31: 16 micro-batches
+    EXPECT_HAS(r.text, "bubble: ranks are idle 48.4% of a step"); // 15 / 31, of 16 micro-batches
     EXPECT_HAS(r.text, "fits a GPU of 24 GB");
 
     // The first stage keeps the inputs of seven blocks for 16 micro-batches: 8,192 / 8 rows of
@@ -217,8 +243,8 @@ TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
                "residual stream              " + std::to_string(7 * 16 * 1024 * 16384 * 2ull));
 }
 
-// DeepSeek-V3 as its report has it (arXiv:2412.19437, 3.2): 2,048 GPUs, pp 16, ep 64. Experts have
-// a state on 2 ranks each, all else on 128.
+// --explain of DeepSeek-V3 in its report's layout (arXiv:2412.19437, 3.2): 2,048 GPUs, pp 16, ep
+// 64. The state of an expert is sharded over 2 ranks, all other state over 128.
 TEST_F(Run, ExpertsOnAClusterExplainThemselves) {
     Ran r = run(
         "--explain --model deepseek-v3 --precision bf16 --seq 4096 --micro-batch 1 --recompute "
@@ -227,13 +253,15 @@ TEST_F(Run, ExpertsOnAClusterExplainThemselves) {
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "parameters 671026419200");
     EXPECT_HAS(r.text, "on 2048 GPUs");
-    // ZeRO 1 keeps 6 + 12 / 128 bytes, of an expert 12 / 64 besides.
+    // ZeRO 1 keeps 6 + 12 / 128 bytes a parameter; of an expert's parameters a rank has 1 / 64.
     EXPECT_HAS(r.text, "6.094 on each of 128 ranks by ZeRO 1, 0.1875 of an expert's by ep 64");
-    EXPECT_HAS(r.text, "bubble: ranks are idle 11.1% of a step"); // 15 / 135: 120 micro-batches
+    EXPECT_HAS(r.text, "bubble: ranks are idle 11.1% of a step"); // 15 / 135, of 120 micro-batches
 }
 
-// A cluster of any size prints a line a stage, the largest, and the first as rank 0's table has it.
+// --explain of a cluster of any size prints a line a stage, and the largest rank. The first stage's
+// line agrees with the table of rank 0.
 TEST_F(Run, AClusterExplainsItself) {
+    // The ranks.
     Ran r =
         run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 --recompute "
             "full --dp 64 --pp 16 --zero 1 --batch-tokens 16777216 --sample-tokens 0");
@@ -241,6 +269,8 @@ TEST_F(Run, AClusterExplainsItself) {
     EXPECT_HAS(r.text, "a line stands for 64; 18 bytes a parameter, 6.188 on each of 64 ranks");
     EXPECT_NE(r.text.find("bubble: ranks are idle 31.9% of a step"), std::string::npos) // 15 / 47
         << r.text;
+
+    // The stages: numbers, live micro-batches, and layers that follow each other.
     std::regex line(
         "\n +(\\d+) +[0-9.]+ .iB +[0-9.]+ .iB +([0-9.]+) GiB +(\\d+)  (\\d+)\\.\\.(\\d+)\n");
     std::vector<double> totals;
@@ -256,19 +286,22 @@ TEST_F(Run, AClusterExplainsItself) {
     }
     ASSERT_EQ(totals.size(), 16u) << r.text;
     EXPECT_EQ(layer, 128);
+
+    // The largest rank, the first one, and GPUs.
     auto gigabytes = [&](const std::string& row) {
         EXPECT_TRUE(std::regex_search(r.text, m, std::regex("  " + row + " +\\d+ +([0-9.]+) GiB")));
         return std::stod(m[1]);
     };
     EXPECT_EQ(gigabytes("the largest"), *std::max_element(totals.begin(), totals.end()));
     EXPECT_EQ(gigabytes("total"), totals[0]);
-    EXPECT_HAS(r.text, "fits no GPU: a rank of 1"); // 100 to 199 GiB
+    EXPECT_HAS(r.text, "fits no GPU: a rank of 1"); // of 100 to 199 GiB
     EXPECT_HAS(r.text, "on GPUs NCCL takes 1 set of buffers beside it, 0.5 to 1.6 GB");
     EXPECT_HAS(run("--explain --dp 2 --tp 2").text, "2 sets of buffers beside it, 1.0 to 3.2 GB");
     EXPECT_HAS(run("--explain --tp 2").text, "1 set of buffers");
 }
 
-// The least that 405 billion parameters need: 18 bytes each, of 95% of a GPU's memory.
+// --explain names the smallest GPU that fits, or how many GPUs hold the model's state at least:
+// here 18 bytes for each of 405 billion parameters, in 95% of a GPU's memory.
 TEST_F(Run, ExplainSaysWhichGpuFits) {
     Ran r = run("--explain --model llama3-405b --precision bf16 --seq 8192 --micro-batch 1 "
                 "--recompute full");
@@ -285,6 +318,8 @@ TEST_F(Run, ExplainSaysWhichGpuFits) {
                "\nfits a GPU of 48 GB (L40S)\n");
 }
 
+// --eval --resume prints the validation loss that the training run printed last,
+// and trains nothing.
 TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
     Ran trained = run(small + "--steps 5 --out " + path("out"));
     Ran evaluated = run(small + "--eval --resume --out " + path("out"));
@@ -296,20 +331,22 @@ TEST_F(Run, EvaluateOnlyPrintsTheLossOfTheCheckpoint) {
     EXPECT_EQ(evaluated.text.find("| loss"), std::string::npos);
 }
 
-// A byte is a token here: bits a byte are nats a token over ln 2. A vocabulary that is not the
-// tokenizer's says nothing of bytes.
+// With a token for each byte, bits per byte are the loss in nats divided by ln 2. If the vocabulary
+// is not the tokenizer's, they are unknown and not printed.
 TEST_F(Run, BitsPerByte) {
     std::smatch m;
     std::string text = run(small + "--steps 2").text;
     ASSERT_TRUE(std::regex_search(text, m, std::regex("val loss (\\S+) \\| (\\S+) bits per byte")))
         << text;
-    EXPECT_NEAR(std::stod(m[2]), std::stod(m[1]) / std::log(2.0), 2e-4); // four digits of each
+    EXPECT_NEAR(std::stod(m[2]), std::stod(m[1]) / std::log(2.0), 2e-4); // printed with 4 digits
     text = run(small + "--steps 2 --vocab 300").text;
     EXPECT_TRUE(std::regex_search(text, std::regex("val loss [0-9.]+ \\| 256 tokens\n"))) << text;
 }
 
-// Questions about the text that the model learns: at each evaluation, in any layout the same.
+// Tasks ask about the text that the model learns. They are scored at each evaluation, and every
+// layout prints the same scores.
 TEST_F(Run, CompletionTasks) {
+    // Write the tasks.
     std::string piqa, lambada;
     for (int i = 0; i < 7; i++) {
         std::string n = std::to_string(i);
@@ -320,6 +357,8 @@ TEST_F(Run, CompletionTasks) {
     }
     std::string tasks = "--evaluate piqa=" + put("piqa.jsonl", piqa) +
                         ",lambada=" + put("lambada.txt", lambada) + " --eval-tokens 64 ";
+
+    // Train and evaluate twice, then evaluate the checkpoint in several layouts.
     std::regex lines(
         "val loss .*\npiqa 7/7  acc (\\S+) .*acc_norm (\\S+) .*\n"
         "lambada ./7  acc (\\S+) .*perplexity (\\S{4}).*\n");
@@ -337,16 +376,19 @@ TEST_F(Run, CompletionTasks) {
         said("--steps 120 --eval-every 60 --lr 1e-2 --batch-tokens 512 --sample-tokens 0");
     ASSERT_EQ(want.size(), 2u);
     EXPECT_EQ(want[1].substr(0, 20), "1.0000 1.0000 1.0000") << "the text, against none";
+
     for (std::string layout : {"", "--local-ranks 2", "--local-ranks 4 --tp 2 --pp 2",
                                "--local-ranks 4 --zero 3 --tp 2 --sequence-parallel"})
         EXPECT_EQ(said("--resume --eval " + layout), std::vector{want[1]}) << layout;
+
+    // The log has the scores of training; --eval alone writes no log.
     std::istringstream log(read_file(path("out/log.jsonl")));
     std::vector<nlohmann::json> found;
     for (std::string line; std::getline(log, line);) {
         nlohmann::json j = nlohmann::json::parse(line);
         if (j.contains("piqa")) found.push_back(j);
     }
-    ASSERT_EQ(found.size(), 2u); // while it trained; --eval alone writes no log
+    ASSERT_EQ(found.size(), 2u);
     EXPECT_EQ(found[1]["step"], 120);
     EXPECT_EQ(found[1]["piqa"], 1.0);
     EXPECT_EQ(found[1]["piqa_norm"], 1.0);
@@ -355,16 +397,19 @@ TEST_F(Run, CompletionTasks) {
     std::string plan = run(small + tasks + "--explain").text;
     EXPECT_HAS(plan, "activations (tasks)");
 
-    // Without data there is no loss to tell: it would be that of other texts.
+    // Without data --eval prints no loss, which would be that of other texts.
     std::string alone = "--layers 1 --channels 32 --heads 2 --sample-tokens 0 --eval " + tasks;
     EXPECT_EQ(run(alone).text.find("val loss"), std::string::npos);
     EXPECT_HAS(run(alone + " --data " + text).text, "val loss");
+
+    // Mistakes are refused.
     refuses(small + "--evaluate pica=x", "did you mean piqa?");
     refuses(small + "--evaluate piqa=" + path("none"), "No such file");
     refuses(small + tasks + "--steps 0", "give --eval");
     refuses(small + tasks + "--vocab 300 --eval", "--evaluate: the model has 300 tokens");
 }
 
+// A seed gives the same sample again. Temperature 0 and top-k 1 both take the likeliest token.
 TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
     std::string generate = small + "--steps 0 --prompt line --sample-tokens 20 ";
     EXPECT_EQ(run(generate + "--seed 4").text, run(generate + "--seed 4").text);
@@ -376,7 +421,8 @@ TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
 // ----------------------------------------------------------------------------
 // kill and resume
 
-// Tensors of all ranks in a run's last checkpoint: manifests differ in their configuration alone.
+// The tensors of all ranks in a checkpoint of a run. Manifests are left out: they differ
+// in their configuration.
 static std::string tensors_of(const std::string& out, const std::string& step) {
     std::string all;
     for (int rank = 0; rank < 4; rank++)
@@ -385,6 +431,7 @@ static std::string tensors_of(const std::string& out, const std::string& step) {
 }
 static std::string final_state(const std::string& out) { return tensors_of(out, "step_00000012"); }
 
+// A run that goes back to step 5 and resumes ends with the same bits as one that never stopped.
 TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
     for (const char* precision : {"fp32", "bf16"}) {
         std::string
@@ -393,13 +440,17 @@ TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
                     precision + " --steps ",
             whole = path(std::string("whole") + precision);
         ASSERT_EQ(run(flags + "12 --out " + whole).status, 0);
+
+        // Run again, then remove the checkpoints behind step 5.
         std::string parts = path(std::string("parts") + precision);
         ASSERT_EQ(run(flags + "12 --out " + parts).status, 0);
-        for (int step = 6; step <= 12; step++) { // go back to step 5
+        for (int step = 6; step <= 12; step++) {
             char name[32];
             snprintf(name, sizeof(name), "/step_%08d", step);
             fs::remove_all(parts + name);
         }
+
+        // Resume, and compare.
         Ran resumed = run(flags + "12 --resume --out " + parts);
         ASSERT_EQ(resumed.status, 0) << resumed.text;
         EXPECT_HAS(resumed.text, "resumed at step 5");
@@ -408,14 +459,19 @@ TEST_F(Run, ResumeIsBitIdenticalToNeverHavingStopped) {
     }
 }
 
+// Kill a run at random moments, and resume it each time, until it has ended: its bits must be those
+// of a run that was never killed. At least one kill must hit.
 static void kill_and_resume(const std::string& small, const std::string& whole,
                             const std::string& killed) {
+    // Run once without a kill, and measure how long it takes.
     std::string flags =
         small + "--sample-tokens 0 --channels 64 --save-every 1 --keep 3 --steps 12 --out ";
     auto start = std::chrono::steady_clock::now();
     ASSERT_EQ(run(flags + whole).status, 0);
     double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+
+    // Kill between 25% and 90% of that time.
     std::mt19937 random(17);
     int kills = 0;
     for (int round = 0; round < 12 && kills < 4; round++) {
@@ -436,6 +492,7 @@ static void kill_and_resume(const std::string& small, const std::string& whole,
     EXPECT_GT(kills, 0);
 }
 
+// Kills of one rank, and of two ranks with ZeRO-3.
 TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
     kill_and_resume(small, path("whole"), path("killed"));
 }
@@ -447,13 +504,13 @@ TEST_F(Run, RanksKilledAtRandomMomentsResumeToTheSameBits) {
 // ----------------------------------------------------------------------------
 // many ranks
 
-// the last sample
+// The last sample that a run printed.
 static std::string sample_of(const std::string& text) {
     size_t end = text.rfind("---\n"), start = text.rfind("---\n", end - 1);
     return text.substr(start, end - start);
 }
 
-// the lines of losses and samples, without times and the layout
+// The lines of losses, and the last sample, without times and the layout.
 static std::string curve(const std::string& text) {
     std::string kept;
     std::istringstream in(text);
@@ -467,7 +524,7 @@ static std::string curve(const std::string& text) {
     return kept + sample_of(text);
 }
 
-// the first line that begins so, up to its time
+// The first line that begins with `start`, up to its learning rate: without times.
 static std::string line_of(const std::string& text, const std::string& start) {
     size_t at = text.find("\n" + start);
     if (at == std::string::npos) return "no " + start + " in " + text;
@@ -475,16 +532,19 @@ static std::string line_of(const std::string& text, const std::string& start) {
     return line.substr(0, line.find(" | lr"));
 }
 
-// the first line of a validation
+// The first line of a validation.
 static std::string val_line(const std::string& text) {
     std::smatch m;
     bool found = std::regex_search(text, m, std::regex("\nstep \\d+ \\| val loss [^\n]*"));
     return found ? m[0].str() : "no validation in " + text;
 }
 
-// Stages of a pipeline and ZeRO 1 against 0 change no bit: not of losses, samples and exports.
+// Pipelines against one rank, and ZeRO 1 against 0, change no bit: losses, samples and exports
+// are the same.
 TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
     std::string flags = small + "--steps 6 --eval-every 3 --temperature 0 --batch-tokens 512 ";
+
+    // Pipelines, against one rank.
     std::string one = "OMP_NUM_THREADS=1";
     Ran want = run(flags + "--export " + path("one"), one);
     ASSERT_EQ(want.status, 0) << want.text;
@@ -498,6 +558,8 @@ TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
                   read_file(path("one/model.safetensors")))
             << layout;
     }
+
+    // ZeRO 1, against two data-parallel ranks.
     Ran two = run(flags + "--local-ranks 2 --export " + path("two"), one);
     for (std::string layout : {"--local-ranks 2 --zero 1", "--local-ranks 4 --pp 2 --zero 1"}) {
         Ran got = run(flags + layout + " --export " + path("many"), one);
@@ -509,7 +571,8 @@ TEST_F(Run, PipelinesAndShardsPrintWhatOneRankPrints) {
     }
 }
 
-// Tensor parallelism adds in another order: the printed digits and the greedy text stay.
+// Tensor parallelism adds in another order, but the digits that are printed and the greedy text
+// are the same.
 TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
     for (std::string model :
          {"--heads 4 ", "--model tiny-llama --heads 4 --kv-heads 2 --ffn 64 "}) {
@@ -523,6 +586,8 @@ TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
                 text += line_of(r.text, "step  " + std::to_string(step));
             return text + val_line(r.text);
         };
+
+        // Compare with one rank.
         std::string want = said("");
         for (std::string layout :
              {"--local-ranks 2 --tp 2", "--local-ranks 4 --tp 4 --sequence-parallel",
@@ -532,7 +597,7 @@ TEST_F(Run, TensorParallelRanksSayWhatOneRankSays) {
     }
 }
 
-// A checkpoint of any layout loads in any other, moments and cursor included.
+// A checkpoint of one layout loads in any other, with moments and the data's cursor.
 TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
     for (std::string precision : {"fp32", "bf16"}) {
         std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --precision " +
@@ -540,7 +605,9 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
         std::string one = "OMP_NUM_THREADS=1", saved = path(precision + "_saved");
         Ran r = run(flags + "--local-ranks 4 --pp 2 --zero 3", one);
         ASSERT_EQ(r.status, 0) << r.text;
-        fs::remove_all(fs::path(path(precision)) / "step_00000004"); // go on from step 2
+
+        // Go back to step 2. In every layout the checkpoint has the same weights.
+        fs::remove_all(fs::path(path(precision)) / "step_00000004");
         fs::copy(path(precision), saved, fs::copy_options::recursive);
         std::map<std::string, std::string> exports;
         for (std::string layout : {"", "--local-ranks 2 --zero 2", "--local-ranks 3 --pp 3",
@@ -552,20 +619,20 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
         }
         EXPECT_EQ(exports.size(), 1u) << "one checkpoint, other exports";
 
-        // on the same layout: the same steps as without a stop
+        // In the same layout it goes on with the same steps as without a stop.
         Ran again = run(flags + "--local-ranks 4 --pp 2 --zero 3 --resume", one);
         EXPECT_HAS(again.text, "resumed at step 2");
         EXPECT_EQ(line_of(again.text, "step  4/4"), line_of(r.text, "step  4/4"));
         EXPECT_EQ(val_line(again.text), val_line(r.text));
 
-        // on another: almost
+        // In another layout the loss agrees to two decimals.
         fs::remove_all(path(precision));
         fs::copy(saved, path(precision), fs::copy_options::recursive);
         Ran other = run(flags + "--local-ranks 2 --zero 1 --resume", one);
         EXPECT_EQ(other.status, 0) << other.text;
         EXPECT_HAS(other.text, "resumed at step 2");
         EXPECT_EQ(line_of(other.text, "step  4/4").substr(0, 21),
-                  line_of(r.text, "step  4/4").substr(0, 21)); // the loss to two decimals
+                  line_of(r.text, "step  4/4").substr(0, 21));
     }
 }
 
@@ -573,7 +640,7 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
 // ranks as processes
 
 struct Processes : Run {
-    std::string flags; // of a run on two stages
+    std::string flags; // a run on two stages
     std::string mpirun =
         "OMP_NUM_THREADS=1 timeout 120 mpirun --allow-run-as-root "
         "--oversubscribe -np ";
@@ -588,8 +655,10 @@ struct Processes : Run {
         if (!why_not.empty()) GTEST_SKIP() << why_not;
     }
 
-    // a shell script on each of two ranks
+    // Run a shell script on each of two ranks.
     Ran on_two(const std::string& script) { return shell(mpirun + "2 sh -c '" + script + "'"); }
+
+    // Expect an error that only one of the ranks prints.
     void says_once(const Ran& r, const std::string& part) {
         EXPECT_NE(r.status, 0);
         EXPECT_HAS(r.text, part);
@@ -598,13 +667,14 @@ struct Processes : Run {
     }
 };
 
-// The number of ranks, and what is done with them.
+// Numbers of processes, and the flags of their layouts; all have two stages.
 static const std::pair<const char*, const char*> process_layouts[] = {
     {"2", ""},
     {"4", "--zero 2"},
     {"4", "--zero 3 --prefetch 2"},
     {"4", "--tp 2 --sequence-parallel"}};
 
+// Processes print, save and export the same as threads in the same layout.
 TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
     for (auto [ranks, layout] : process_layouts) {
         SCOPED_TRACE(layout);
@@ -617,6 +687,8 @@ TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
         Ran got = run(same + " --export " + path("p") + " --out " + path("po"), mpirun + ranks);
         ASSERT_EQ(got.status, 0) << got.text;
         ASSERT_EQ(want.status, 0) << want.text;
+
+        // Compare losses, samples, exports and checkpoints.
         EXPECT_EQ(curve(got.text), curve(want.text));
         EXPECT_EQ(read_file(path("t/model.safetensors")), read_file(path("p/model.safetensors")));
         std::string saved = tensors_of(path("po"), "step_00000004");
@@ -625,6 +697,7 @@ TEST_F(Processes, PrintAndSaveWhatThreadsDo) {
     }
 }
 
+// A checkpoint of processes loads in one process and in two, with the weights of its export.
 TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
     for (auto [ranks, layout] : process_layouts) {
         SCOPED_TRACE(layout);
@@ -642,7 +715,8 @@ TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
     }
 }
 
-// The rank is named, and nothing half-written is left.
+// The error of a rank that cannot write its file names that file, and no part of the
+// checkpoint is left.
 TEST_F(Processes, OneWithAFullDiskIsNamed) {
     Ran full = on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
                       program() + " " + flags + " --save-minutes 0 --out " + path("full"));
@@ -653,16 +727,19 @@ TEST_F(Processes, OneWithAFullDiskIsNamed) {
         EXPECT_TRUE(e.path().filename() == "log.jsonl" || e.path().filename() == "lock");
 }
 
+// A wrong number of processes is refused, in one message.
 TEST_F(Processes, OtherRanksThanTheLayoutHasAreRefusedOnce) {
     says_once(run("--dp 9", mpirun + "2"), "--dp 9 x --tp 1 x --pp 1 are 9 ranks, and there are 2");
 }
 
+// Ranks with different flags are refused.
 TEST_F(Processes, OtherCommandLinesAreRefused) {
     Ran other = on_two("exec " + program() + " " + flags + " --seed $OMPI_COMM_WORLD_RANK");
     EXPECT_NE(other.status, 0);
     EXPECT_HAS(other.text, "the command line of rank 1 is not that of rank 0");
 }
 
+// A rank that runs other program bytes is refused, even if they run alike.
 TEST_F(Processes, OtherProgramsAreRefused) {
     fs::copy_file(program(), path("other"));
     std::ofstream(path("other"), std::ios::app) << "x"; // runs as before
@@ -670,7 +747,7 @@ TEST_F(Processes, OtherProgramsAreRefused) {
     EXPECT_HAS(other.text, "the program of rank 1 is not that of rank 0");
 }
 
-// Nobody is left waiting, and what was saved is whole.
+// If one process is killed no other is left waiting, and the last checkpoint is whole.
 TEST_F(Processes, OneThatIsKilledEndsAll) {
     Ran killed =
         on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && (sleep 2; kill -9 $$) & exec " + program() + " " +
@@ -680,8 +757,8 @@ TEST_F(Processes, OneThatIsKilledEndsAll) {
     EXPECT_EQ(run(flags + "--local-ranks 2 --steps 0 --resume --out " + path("k")).status, 0);
 }
 
-// Processes that nobody binds share the cores, as threads do: else two teams of threads on the same
-// cores wait for each other.
+// Processes that are not bound to cores divide them, as threads do. Otherwise two teams of OpenMP
+// threads on the same cores would wait for each other.
 TEST_F(Run, ProcessesShareTheCores) {
     if (system("command -v mpirun >/dev/null")) GTEST_SKIP() << "skipped: there is no mpirun";
     Ran r = run("--explain --dp 2",
@@ -691,16 +768,17 @@ TEST_F(Run, ProcessesShareTheCores) {
     EXPECT_HAS(r.text, "on the CPU with " + std::to_string(share) + " threads");
 }
 
-// Every action of every rank is a box, in a trace that is JSON, and so is the wait for a collective
-// that it started; one after the other. The picture has a lane a rank.
+// --timeline writes a JSON trace with a box for every action of every rank, and for every wait for
+// a collective; a rank's boxes follow each other. As SVG it has a lane for each rank.
 TEST_F(Run, TimelinesShowEveryRank) {
+    // Run two ranks, and read their boxes.
     std::string flags = small + "--steps 2 --batch-tokens 512 --sample-tokens 0 --pp 2 ";
     Ran r = run(flags + "--local-ranks 2 --timeline " + path("t.json"));
     ASSERT_EQ(r.status, 0) << r.text;
     nlohmann::json trace = nlohmann::json::parse(read_file(path("t.json")));
     std::map<int, int> forward;
-    std::map<int, double> over; // when the box before ends
-    std::map<std::string, int> under_way;
+    std::map<int, double> over;           // when a rank's last box ends
+    std::map<std::string, int> under_way; // messages in flight
     for (auto& e : trace["traceEvents"]) {
         int rank = e["tid"].get<int>();
         std::string name = e["name"].get<std::string>();
@@ -709,23 +787,31 @@ TEST_F(Run, TimelinesShowEveryRank) {
         EXPECT_GE(start, over[rank]) << name;
         over[rank] = start + lasts;
         forward[rank] += name.rfind("F(", 0) == 0;
+
+        // Each message that starts is waited for once. A wait for sends belongs to a message whose
+        // receive has been waited for.
         bool waits = name.rfind("WAIT ", 0) == 0;
-        bool sends = name.rfind("WAIT sends of ", 0) == 0; // of one that has received
+        bool sends = name.rfind("WAIT sends of ", 0) == 0;
         if (waits && !sends) under_way[name.substr(5)]--;
         if (name.rfind("SENDRECV(", 0) == 0) under_way[name]++;
         for (auto& [each, count] : under_way) EXPECT_EQ(count, count != 0) << each;
     }
-    EXPECT_GE(under_way.size(), 8u); // 4 streams and 4 gradients, at both ends; some cross
+    EXPECT_GE(under_way.size(), 8u); // 4 streams and 4 gradients, at both ends; some share a group
     for (auto& [name, left] : under_way) EXPECT_EQ(left, 0) << name;
     EXPECT_EQ(forward, (std::map<int, int>{{0, 4 * 2}, {1, 4 * 2}})); // micro-batches x layers
+
+    // With --explain the picture is the schedule's simulation: a line for the title, the legend,
+    // the axis and the end, and F and B in units.
     r = run(flags + "--explain --timeline " + path("t.svg"));
     ASSERT_EQ(r.status, 0) << r.text;
     std::string svg = read_file(path("t.svg"));
     EXPECT_HAS(svg, "ranks are idle 20.0% of a step"); // (p-1)/(m+p-1)
-    EXPECT_HAS(svg, "stage 1"); // a line the title, the legend, the axis, the end; F and B in units
+    EXPECT_HAS(svg, "stage 1");
     EXPECT_HAS(svg, "forward passes</text>");
     EXPECT_HAS(svg, "F0.0: 0 to 1 forward passes</title>");
     EXPECT_EQ(std::count(svg.begin(), svg.end(), '\n'), 3 + 2 * (1 + 8) + 2);
+
+    // Without it, a step that ran.
     r = run(flags + "--local-ranks 2 --timeline " + path("ran.svg"));
     svg = read_file(path("ran.svg"));
     for (const char* part : {"rank 1", "0 ms</text>", " ms</title>", "message, reduction</text>"})
@@ -733,9 +819,10 @@ TEST_F(Run, TimelinesShowEveryRank) {
     refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
 }
 
-// Three steps make two: the first is left out. Each kind of action is a row, the longest first, and
-// all shares together are the steps' time.
+// --profile writes a row for each kind of action, the longest first, whose shares add up to 100%.
+// The first of three steps is left out, so it counts two.
 TEST_F(Run, ProfilesAddUp) {
+    // The heading.
     std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --profile " + path("p.txt");
     Ran r = run(flags + " --steps 3");
     ASSERT_EQ(r.status, 0) << r.text;
@@ -746,6 +833,8 @@ TEST_F(Run, ProfilesAddUp) {
     std::getline(table, line);
     EXPECT_EQ(line.rfind("2 steps of ", 0), 0u) << line;
     std::getline(table, line);
+
+    // The rows.
     std::map<std::string, long> counts;
     double total = 0, last = INFINITY;
     while (std::getline(table, line)) {
@@ -758,7 +847,9 @@ TEST_F(Run, ProfilesAddUp) {
         last = ms;
         total += share;
     }
-    EXPECT_NEAR(total, 100, 0.05 * double(counts.size())); // a row is rounded to a tenth
+
+    // The sum: each row is rounded to a tenth.
+    EXPECT_NEAR(total, 100, 0.05 * double(counts.size()));
     EXPECT_EQ(counts["NORM"], 2);
     EXPECT_EQ(counts["between"], 2);
     EXPECT_EQ(counts["F block"], counts["B block"]);
@@ -767,8 +858,10 @@ TEST_F(Run, ProfilesAddUp) {
     refuses(small + "--steps 1 --profile " + path("none/p.txt"), "cannot be written");
 }
 
+// Layouts that do not fit are refused in one line, whatever the number of ranks. The first case
+// runs five times: its ranks could race to print.
 TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
-    for (int i = 0; i < 5; i++) // said once, not by each rank
+    for (int i = 0; i < 5; i++)
         refuses("--local-ranks 8 --data " + path("nothing.txt"), "No such file");
     refuses("--dp 2", "are 2 ranks, and there are 1: use --local-ranks 2");
     refuses("--local-ranks 8 --pp 8 --layers 2", "the model has 4 layers");
@@ -780,6 +873,8 @@ TEST_F(Run, LayoutsThatDoNotFitAreRefused) {
             "the first value that is not finite: micro-batch 0, layer ");
 }
 
+// A checkpoint whose file is cut, changed or missing is named and skipped: the run resumes from the
+// one before, and ends with the same bits.
 TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
     std::string flags =
         small + "--sample-tokens 0 --save-every 4 --keep 3 --steps 12 --out " + path("out");
@@ -788,6 +883,8 @@ TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
                     file = path("out") + "/step_00000012/" + broken;
         fs::remove_all(path("out"));
         ASSERT_EQ(run(flags + layout).status, 0);
+
+        // Cut a file in half.
         std::string all = final_state(path("out")), whole = read_file(file);
         fs::resize_file(file, whole.size() / 2);
         Ran r = run(flags + layout + " --resume");
@@ -795,12 +892,16 @@ TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
         EXPECT_HAS(r.text, "step_00000012/" + broken + ": is ");
         EXPECT_HAS(r.text, "resumed at step 8");
         EXPECT_EQ(final_state(path("out")), all);
+
+        // Change one bit.
         std::string flipped = whole;
         flipped[flipped.size() / 2] ^= 1;
         put("out/step_00000012/" + broken, flipped);
         EXPECT_NE(run(flags + layout + " --resume").text.find("its checksum is"),
                   std::string::npos);
-        fs::remove(file); // the loss of one is the loss of all, on one rank too
+
+        // Remove it: without one rank's file the checkpoint is lost, also for a run on one rank.
+        fs::remove(file);
         r = run(flags + " --resume");
         EXPECT_HAS(r.text, broken + ": No such file or directory: skipped");
     }
@@ -809,7 +910,7 @@ TEST_F(Run, ABrokenCheckpointIsNamedAndSkipped) {
 // ----------------------------------------------------------------------------
 // other tokens than bytes
 
-// llama2.c's file with 259 tokens: unknown, begin, end and the bytes
+// A tokenizer file in llama2.c's format with 259 tokens: unknown, begin, end, and the bytes.
 static std::string byte_fallback_tokenizer() {
     std::string file("\x06\0\0\0", 4);
     for (int i = 0; i < 259; i++) {
@@ -820,19 +921,24 @@ static std::string byte_fallback_tokenizer() {
     return file;
 }
 
+// With a tokenizer, text becomes its tokens, and samples are printed as text. The model may have
+// more tokens than the tokenizer, but not fewer.
 TEST_F(Run, TextIsTrainedOnAndPrintedInTheTokenizersTokens) {
     std::string tokenizer = "--tokenizer " + put("tokenizer.bin", byte_fallback_tokenizer());
     refuses(small + tokenizer + " --vocab 256", "writes 259 tokens, the model has 256");
-    for (std::string vocab : {"", " --vocab 259", " --vocab 300"}) { // a model may have more
+    for (std::string vocab : {"", " --vocab 259", " --vocab 300"}) {
         Ran r = run(small + tokenizer + vocab + " --steps 2 --prompt 'line 7'");
         EXPECT_EQ(r.status, 0) << r.text;
         EXPECT_HAS(r.text, "---\nline 7");
-        size_t tokens = read_file(text).size() + 1; // the space in front
+        size_t tokens = read_file(text).size() + 1; // the tokenizer puts a space in front
         EXPECT_HAS(r.text, std::to_string(tokens - tokens / 10) + " tokens");
     }
 }
 
+// --prepare turns JSON lines into shards of tokens, prints the command that trains on them, and
+// that command runs. Text from a pipe makes the same shards.
 TEST_F(Run, PreparesDataAndTrainsOnIt) {
+    // Prepare.
     std::string lines;
     for (int i = 0; i < 400; i++) lines += "{\"text\": \"line " + std::to_string(i) + "\"}\n";
     std::string data = put("a.jsonl", lines), y = path("y");
@@ -842,12 +948,16 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
                           "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
                           ".val.bin; with --document-mask also --document-end 10\n");
     EXPECT_EQ(r.status, 0);
+
+    // Train.
     r =
         run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --document-mask "
             "--document-end 10 --data '" +
             y + "_*.bin' --val " + y + ".val.bin");
     EXPECT_HAS(r.text, "data: 2 files, 2990 tokens");
     EXPECT_EQ(r.status, 0);
+
+    // Read from a pipe.
     std::string prepare = "--prepare " + path("z.bin") + " --data " + data;
     EXPECT_EQ(
         run("--prepare " + path("p.bin") + " --document-end 10 --data -", "cat " + data + " |")
@@ -855,6 +965,8 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
         0);
     EXPECT_EQ(run(prepare + " --document-end 10").status, 0);
     EXPECT_TRUE(read_file(path("p.bin")) == read_file(path("z.bin")));
+
+    // Without a token that ends documents nothing is prepared.
     prepare = "--prepare " + path("w.bin") + " --data " + data;
     refuses(prepare, "--tokenizer byte has no token that begins or ends a text");
     refuses(prepare + " --tokenizer absent", "--tokenizer absent: No such file");
@@ -863,6 +975,7 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
 // ----------------------------------------------------------------------------
 // what it refuses
 
+// Mistakes in flags are refused, with a hint.
 TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--stpes 3", "did you mean --steps?");
     refuses("--model gpt3", "presets: tiny");
@@ -876,6 +989,7 @@ TEST_F(Run, RefusesFlagsAndShapes) {
     refuses("--model gpt2 --steps 0 --prompt hello", "give the model's tokenizer");
 }
 
+// A shard of llm.c's format with any header, whose tokens are all the same.
 static std::string shard(int32_t magic, int32_t version, int32_t count, size_t bytes,
                          uint16_t token = 1) {
     std::string s(1024, '\0');
@@ -886,6 +1000,7 @@ static std::string shard(int32_t magic, int32_t version, int32_t count, size_t b
     return s;
 }
 
+// Data that cannot be trained on are refused: missing, short, damaged, or in both splits.
 TEST_F(Run, RefusesBadData) {
     std::string tiny =
         "--layers 1 --heads 1 --channels 8 --steps 1 --sample-tokens 0 --seq 32 --data ";
@@ -894,12 +1009,16 @@ TEST_F(Run, RefusesBadData) {
     refuses(tiny + put("short.txt", "few words"), "a sequence takes 33");
     refuses(tiny + path("*.nothing"), "no file matches");
     refuses(tiny + dir, "is no file");
+
+    // Shards with a wrong header, size or token.
     refuses(tiny + put("magic.bin", shard(1234, 1, 1000, 2000)), "magic number 1234");
     refuses(tiny + put("version.bin", shard(20240520, 9, 1000, 2000)), "version 9");
     refuses(tiny + put("cut.bin", shard(20240520, 1, 1000, 1990)), "promises 1000 tokens");
     refuses(tiny + put("odd.bin", shard(20240520, 1, 1000, 2001)), "holds 2001 bytes");
     refuses(tiny + put("header.bin", "123"), "its header alone");
     refuses(tiny + put("beyond.bin", shard(20240520, 1, 1000, 2000, 999)), "token 999 at position");
+
+    // Data in both splits, and documents without a known end.
     refuses(tiny + text + " --val " + text, "is in --data and in --val");
     refuses(tiny + text + " --document-mask", "--document-end 10 for lines");
     refuses(tiny + put("gpt2.bin", shard(20240520, 1, 1000, 2000)) + " --document-mask",
@@ -907,6 +1026,7 @@ TEST_F(Run, RefusesBadData) {
     EXPECT_EQ(run(tiny + put("good.bin", shard(20240520, 1, 1000, 2000))).status, 0);
 }
 
+// Folders that hold no model, or another run, are refused.
 TEST_F(Run, RefusesBadFolders) {
     refuses("--model " + dir, "has no config.json");
     put("config.json", "{\"model_type\": \"bert\"}");
@@ -922,7 +1042,8 @@ TEST_F(Run, RefusesBadFolders) {
     refuses(small + "--steps 1 --export " + dir, "which is no export of ours");
 }
 
-// No room: the error names the file, and what was there before is as it was.
+// On a full disk the save fails with an error, the checkpoints before it stay as they were, and the
+// run can be resumed.
 TEST_F(Run, AFullDiskLosesNothing) {
     std::string flags = small + "--sample-tokens 0 --steps 2 --out " + path("out");
     ASSERT_EQ(run(flags + " --save-every 1").status, 0);
@@ -938,6 +1059,7 @@ TEST_F(Run, AFullDiskLosesNothing) {
     EXPECT_EQ(run(flags + " --steps 3 --resume --save-minutes 0").status, 0);
 }
 
+// A run that diverges ends with an error that names where the first bad value was made.
 TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) {
     refuses(small +
                 "--steps 50 --warmup 0 --lr 1000 --min-lr 1000 --schedule constant --clip 0 "
@@ -945,7 +1067,8 @@ TEST_F(Run, ALossThatIsNotFiniteStopsTheRun) {
             "the first value that is not finite: micro-batch 0, layer ");
 }
 
-// An export that is loaded and exported again has the same bytes, and evaluates like its run.
+// An export that is loaded and exported again has the same bytes, and the same validation loss as
+// the run that wrote it.
 TEST_F(Run, ExportsLoadAgainToTheSameBits) {
     for (const char* model : {"tiny", "tiny-llama"}) {
         std::string a = path(std::string(model) + "_a"), b = path(std::string(model) + "_b"),
@@ -965,9 +1088,10 @@ TEST_F(Run, ExportsLoadAgainToTheSameBits) {
     }
 }
 
-// Upcycled, a model evaluates like its dense folder, trains in any layout,
-// and goes on where it was.
+// An upcycled model evaluates like its dense folder, trains with expert parallelism, and resumes to
+// the same losses.
 TEST_F(Run, UpcycledModelsBeginAsTheDenseOneAndGoOn) {
+    // Train a dense model, and evaluate it upcycled.
     std::string dense = path("dense"), size = " --seq 32 --micro-batch 4 --sample-tokens 0 "
                                              "--eval-tokens 512 --data " + text + " ";
     Ran r =
@@ -985,7 +1109,7 @@ TEST_F(Run, UpcycledModelsBeginAsTheDenseOneAndGoOn) {
     EXPECT_EQ(loss(run(model + "--eval").text, "val loss ([0-9.]+)"),
               loss(r.text, "step 3 \\| val loss ([0-9.]+)"));
 
-    // Stopped behind two of four steps, on other ranks than it goes on with.
+    // Train four steps at once, then two and two.
     std::string whole = model + "--batch-tokens 512 --warmup 0 --schedule constant --steps ";
     r = run(whole + "4 --local-ranks 2 --ep 2 --out " + path("all"));
     ASSERT_EQ(r.status, 0) << r.text;
@@ -995,6 +1119,7 @@ TEST_F(Run, UpcycledModelsBeginAsTheDenseOneAndGoOn) {
     EXPECT_EQ(loss(again.text, "step +4/4 \\| loss ([0-9.]+ \\| norm [0-9.]+)"),
               loss(r.text, "step +4/4 \\| loss ([0-9.]+ \\| norm [0-9.]+)"));
 
+    // Mistakes are refused.
     refuses("--model tiny-llama --upcycle 4", "is no folder of one: give a Hugging Face folder");
     refuses(model + "--experts 4", "has weights of its own shape");
 }

@@ -1,5 +1,5 @@
 // test_samples.cpp - samples: where they start and end, prompts from a pipe, a run's last words
-//   Runs $TRAIN_GPT (default build/train_gpt) where the program's own words count.
+//   Runs $TRAIN_GPT (default build/train_gpt) where the program's output matters.
 #include <regex>
 #include "../../llmc/run/sample.h"
 #include "../harness/testing.h"
@@ -25,6 +25,8 @@ struct Samples : Scratch {
 // ----------------------------------------------------------------------------
 // choices
 
+// A prompt that is too long keeps its end, behind its first token if that begins texts, and leaves
+// room for the wanted tokens, but for at most half of the positions.
 TEST(SampleChoices, KeepTheEndOfAPrompt) {
     auto kept = [](size_t tokens, int bos, size_t positions, size_t wanted) {
         std::vector<int> prompt(tokens);
@@ -39,6 +41,7 @@ TEST(SampleChoices, KeepTheEndOfAPrompt) {
     EXPECT_EQ(kept(5, -1, 1, 10).size(), 1u);
 }
 
+// The line above a sample names its step, and its number if there are several.
 TEST(SampleChoices, TitlesSayStepAndNumber) {
     EXPECT_EQ(sample_title(0, 0, 1), "");
     EXPECT_EQ(sample_title(200, 0, 1), "step 200 | sample\n");
@@ -46,7 +49,8 @@ TEST(SampleChoices, TitlesSayStepAndNumber) {
     EXPECT_EQ(sample_title(0, 2, 3), "sample 3 of 3\n");
 }
 
-// Draws of the first sample at a step are what they were before there could be several.
+// Each sample of a step has random numbers of its own. The first one's stream is that of older
+// versions, which had a single sample.
 TEST(SampleChoices, EachSampleHasItsOwnNumbers) {
     Sampling how;
     how.step = 7;
@@ -55,6 +59,7 @@ TEST(SampleChoices, EachSampleHasItsOwnNumbers) {
     EXPECT_EQ(sample_stream(how), fnv1a("sample.7.2"));
 }
 
+// The tokens that begin and end texts are read from a model's files, in every form that they take.
 TEST_F(Samples, TheModelsFilesNameTheTokens) {
     auto tokens = [&](const std::string& json) {
         TextTokens t;
@@ -72,9 +77,12 @@ TEST_F(Samples, TheModelsFilesNameTheTokens) {
 // ----------------------------------------------------------------------------
 // the program
 
-// A Llama that was trained on stories: a story has an end, and a token begins it.
+// A sample ends with its text. The model is a Llama that was trained on stories; with --ignore-eos
+// it begins another one.
 TEST_F(Samples, EndWithTheText) {
     NEEDS_FIXTURES();
+
+    // Sample with and without the end.
     std::string model = "--model " + FIXTURES + "/checkpoints/stories260K/";
     std::string words = " --tokenizer " + FIXTURES + "/tokenizers/tinystories512/tok512.bin";
     std::string flags = " --steps 0 --temperature 0 --sample-tokens 400";
@@ -89,15 +97,16 @@ TEST_F(Samples, EndWithTheText) {
     EXPECT_GT(story(further).size(), story(whole).size() + 100);
     EXPECT_HAS(story(whole), "You are a good friend.\"") << "its last words";
 
-    // Without a tokenizer the first number is the model's own beginning, and
-    // the same tokens follow.
+    // Without a tokenizer the sample is printed as numbers. The first is the token
+    // that begins texts.
     for (const char* file : {"hf", "stories260K.bin"}) {
         Ran numbers = run_program(model + file + flags);
         EXPECT_HAS(numbers.text, "---\n1 403 407 261 ") << file;
         EXPECT_EQ(story(numbers).find(" 2 "), std::string::npos) << file;
     }
 
-    // A longer prompt keeps its end; a sample that has no room says so.
+    // A prompt that is too long is cut, and a sample that has too little room is shorter:
+    // notes say so.
     std::string long_one = "One";
     for (int i = 0; i < 300; i++) long_one += " day a dog";
     Ran cut = run_program(model + "hf" + words + flags + " --prompt '" + long_one + "'");
@@ -107,7 +116,8 @@ TEST_F(Samples, EndWithTheText) {
                "note: samples end at 513 tokens with their prompt: the model has no more");
 }
 
-// A table of positions that starts from new weights is trained up to --seq.
+// Samples end where a learned table of positions is no longer trained: at --seq, for new weights.
+// Rotary positions have no such end.
 TEST_F(Samples, EndWhereNoPositionIsTrained) {
     Ran r = run_program(small + "--steps 1 --sample-tokens 100");
     EXPECT_HAS(r.text, "note: samples end at 33 tokens with their prompt: --seq 32 trains no more");
@@ -115,6 +125,7 @@ TEST_F(Samples, EndWhereNoPositionIsTrained) {
     EXPECT_EQ(r.text.find("note: samples end"), std::string::npos) << r.text;
 }
 
+// --prompt - reads a prompt from each line of standard input, on one rank and on several.
 TEST_F(Samples, PromptsComeFromAPipe) {
     std::string flags = small + "--steps 0 --sample-tokens 4 --temperature 0 --prompt ";
     for (std::string layout : {"", " --local-ranks 2 --tp 2"}) {
@@ -122,7 +133,8 @@ TEST_F(Samples, PromptsComeFromAPipe) {
         EXPECT_EQ(r.status, 0) << r.text;
         EXPECT_HAS(r.text, "sample 1 of 4\n---\nline 1");
         EXPECT_HAS(r.text, "sample 4 of 4\n---\nab");
-        // Greedy: the two samples of a prompt are the same.
+
+        // At temperature 0 both samples of a prompt are the same.
         size_t one = r.text.find("sample 1 of 4\n"), second = r.text.find("sample 2 of 4\n"),
                third = r.text.find("sample 3 of 4\n");
         ASSERT_NE(third, std::string::npos);
@@ -130,12 +142,15 @@ TEST_F(Samples, PromptsComeFromAPipe) {
                   r.text.substr(second + 14, third - second - 14));
     }
     EXPECT_HAS(run_program(flags + "-").text, "standard input has no line that holds text");
+
+    // Sampled at random they differ.
     Ran drawn = run_program(small + "--steps 0 --sample-tokens 20 --samples 2");
     size_t one = drawn.text.find("sample 1 of 2\n"), second = drawn.text.find("sample 2 of 2\n");
     EXPECT_NE(drawn.text.substr(one + 14, 20), drawn.text.substr(second + 14, 20));
 }
 
-// New weights have the tokenizer's vocabulary, a model's own weights have theirs.
+// New weights have as many tokens as a tokenizer that is given, unless --vocab says otherwise;
+// without one they have the preset's.
 TEST_F(Samples, TheVocabularyFollowsTheTokenizer) {
     NEEDS_FIXTURES();
     std::string words = " --tokenizer " + FIXTURES + "/tokenizers/gpt2 ";
@@ -154,6 +169,8 @@ TEST_F(Samples, TheVocabularyFollowsTheTokenizer) {
 // ----------------------------------------------------------------------------
 // the end of a run
 
+// The last lines of a run name what it did and the files it has written; a run that does not train
+// has no such lines.
 TEST_F(Samples, TheLastLinesSayWhatIsThere) {
     std::string out = path("out"), exported = path("hf");
     Ran r = run_program(small +
