@@ -617,6 +617,7 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
         const float *m = static_cast<const float*>(x.m), *v = static_cast<const float*>(x.v);
         bool aligned = can_vectorize<float>(0, x.weight, master, x.grad, m, v);
         bool vector = aligned && rows_aligned<4>(table);
+
         // A warp reads a block of 256 codes with 8 a lane, so every tensor must start at
         // a whole block.
         if (x.states == States::EIGHT_BIT) {

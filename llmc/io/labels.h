@@ -75,11 +75,14 @@ inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* 
         bool trained = i > 0 && targets[i - 1] >= 0;
         int marked = tokens[i];
         if (trained) marked |= TRAINED;
+
+        // Everything from the first trained token on is the answer.
         if (trained || !now.answer.empty())
             now.answer.push_back(marked);
         else
             now.question.push_back(marked);
     }
+
     // Drop padding, which has no answer.
     std::erase_if(all, [](const AnsweredQuestion& q) { return q.answer.empty(); });
     return all;

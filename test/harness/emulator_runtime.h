@@ -1,6 +1,6 @@
 // emulator_runtime.h - the part of CUDA's runtime library that the trainer and the tests use
 //   Device memory is heap memory of the exact size. A kernel runs when it is issued, and a copy
-//   from the host as late as it may (emulator::catch_up), so streams and events are always in order.
+//   from the host as late as it may (emulator::catch_up): streams and events stay in order.
 //   emulator::blocking counts the calls in which the host waits for the device: synchronization,
 //   allocation, and copies from or to memory that is not pinned.
 #pragma once

@@ -527,6 +527,14 @@ TEST_F(Prompts, ADraftChangesNoGreedyText) {
     EXPECT_HAS(read_file(path("said")), "draft: " + little + ", ");
     EXPECT_HAS(read_file(path("said")), " tokens a step of the model, ");
 
+    // A run that trained in 8 bits guesses in the model's own type; one of adapters is no model.
+    std::string narrow = path("narrow"), adapters = path("adapters");
+    ASSERT_EQ(shell(train + "--precision bf16 --fp8 tensor --out " + narrow).status, 0);
+    EXPECT_EQ(made("--temperature 0 --draft " + narrow), greedy) << read_file(path("said"));
+    ASSERT_EQ(shell(train + "--lora 2 --out " + adapters).status, 0);
+    made("--draft " + adapters, 1);
+    EXPECT_HAS(read_file(path("said")), "its checkpoint has adapters alone");
+
     // A draft that does not exist, or has another vocabulary, is refused before anything runs.
     made("--draft " + path("none"), 1);
     EXPECT_HAS(read_file(path("said")), "none is neither a folder, a file nor a preset");
