@@ -160,6 +160,10 @@ inline Layout with_tiers(Layout layout, const Offload& offload) {
     return layout;
 }
 
+// The rows of prompts that generation reads together: enough that a product takes longer than
+// reading its weights does.
+constexpr size_t PROMPT_ROWS = 256;
+
 // The options of a plan. A plan is made from these, a layout and a model.
 struct PlanOptions {
     Mode mode = Mode::TRAIN;
@@ -184,9 +188,11 @@ struct Plan : PlanOptions {
     std::vector<Action> actions;
 
     // The rows (tokens) of a micro-batch on this rank: context parallelism splits each sequence.
-    // Generation runs one prompt of T rows, or the last `scored` rows of each of B sequences.
+    // Generation runs a prompt of T rows, several as far as PROMPT_ROWS go, or the last `scored`
+    // rows of each of B sequences.
     size_t rows() const {
-        return mode == Mode::GENERATE ? std::max(B * scored, T) : B * T / size_t(layout.cp.size);
+        if (mode != Mode::GENERATE) return B * T / size_t(layout.cp.size);
+        return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
     // The size of a micro-batch's input, in ints: for each row a token, a target, a position and a

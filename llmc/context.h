@@ -27,6 +27,7 @@ struct Batch {
     // `capacity` positions; queries look at the first `seen`. A token is stored at its position.
     size_t first_slot = 0, capacity = 0, seen = 0;
     const int* places = nullptr; // (B,T) the same positions, in the host's memory
+    const size_t* lengths = nullptr; // (B) tokens of sequences that are padded to T; null: T each
     // The positions of keys that come from elsewhere than these rows: (B,seen) from a cache; with
     // context parallelism (B, T of all ranks), in a ring (ranks,B,T).
     const int* key_positions = nullptr;

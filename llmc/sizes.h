@@ -220,10 +220,10 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     }
     most = std::max(most, sums);
 
-    // Size attention over a micro-batch, or in generation over one prompt, over one token of each
+    // Size attention over a micro-batch, or in generation over prompts, over one token of each
     // sequence, and over the last rows of each. Context-parallel ranks run a share of a sequence.
     std::vector<std::pair<size_t, size_t>> batches = {{p.B, p.T}};
-    if (generates) batches = {{1, p.T}, {p.B, 1}, {p.B, p.scored}};
+    if (generates) batches = {{1, N}, {p.B, (N + p.B - 1) / p.B}, {p.B, 1}, {p.B, p.scored}};
     for (auto [sequences, Tq] : batches) {
         AttentionDims d = attention_shape(s, sequences, Tq, std::max(p.T, p.cache));
         if (p.layout.cp.size > 1)

@@ -75,6 +75,18 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
     embedding_backward_weight(t.ctx, dwte, dwpe, output_gradient(t, a), !a.first);
 }
 
+// Norm the rows that generation scores: the last `kept` ones of each sequence.
+template <typename T, typename S, typename W>
+void norm_last_rows(Ctx<S>& ctx, const T* inp, const W& w, HeadActs<T> acts, size_t kept) {
+    const Batch& b = ctx.batch;
+    if (kept == b.T) return head_norm(ctx, inp, w, acts, b.B * kept);
+    for (size_t i = 0; i < b.B; i++) {
+        size_t end = i * b.T + (b.lengths ? b.lengths[i] : b.T);
+        head_norm(ctx, inp + (end - kept) * ctx.shape.C, w, acts, kept);
+        acts.norm += kept * ctx.shape.C;
+    }
+}
+
 // The head's forward pass. Training: nothing, for the head's backward pass makes the loss.
 // Evaluation: the loss, and that of each row. Generation: the logits of each sequence's last rows.
 template <typename T, typename S>
@@ -82,22 +94,17 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
     if (p.mode == Mode::TRAIN) return;
 
-    // Choose the rows: all rows of this rank, or in generation the last ones of each sequence.
     HeadActs<T> acts = head_acts(t);
     const T* inp = input_of(t, a);
-    size_t rows = stream_rows(t.ctx);
-    if (p.mode == Mode::GENERATE) {
-        size_t kept = std::min(t.ctx.batch.T, p.scored);
-        rows = t.ctx.batch.B * kept;
-        inp += (t.ctx.batch.T - kept) * t.model.shape.C;
-    }
-
     with_head(t, [&](const auto& w) {
-        head_norm(t.ctx, inp, w, acts, rows);
         if (p.mode == Mode::EVALUATE) {
+            head_norm(t.ctx, inp, w, acts, stream_rows(t.ctx));
             LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
             head_loss(t.ctx, loss, row_losses(t, a.micro), acts, w.lm_head);
         } else {
+            size_t kept = std::min(t.ctx.batch.T, p.scored);
+            size_t rows = t.ctx.batch.B * kept;
+            norm_last_rows(t.ctx, inp, w, acts, kept);
             T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
             const T* no_residual = nullptr;
             linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, rows, t.ctx.blas,

@@ -1,7 +1,8 @@
 // generate.h - texts from the model, many at once: continuous batching in slots - arXiv:2309.06180
-//   1. each free slot takes the next text: a run reads its prompt and fills the slot's part of the
-//      key/value cache; a prompt that was just read is copied from the slot that has it
-//   2. the logits of the prompt's last row pick the text's first token
+//   1. each free slot takes the next text: a run reads the prompts of adjacent slots, padded to the
+//      longest, and fills the slots' parts of the key/value cache; a prompt that was just read is
+//      copied from the slot that has it
+//   2. the logits of a prompt's last row pick its text's first token
 //   3. one run reads, in every slot at its own position, the last token that was picked, followed
 //      by a draft's guesses (speculate.h), if there is a draft
 //   4. each slot's logits pick its next token, or judge the guesses. A text ends with a token of
@@ -60,9 +61,9 @@ enum class Ended : uint8_t { BY_TOKEN, BY_COUNT, BY_CACHE, BY_STOP };
 // ----------------------------------------------------------------------------
 // a run of the plan
 
-// Make tokens (B,n) the batch of a plan. Either n is at most the rows that have logits, or B = 1.
-// Sequence b, in slot first_slot + b, has read past[b] tokens before. The memory is laid out as
-// LOAD's: tokens, targets, positions, documents' starts (N each), then the keys' positions.
+// Make tokens (B,n) the batch of a plan. Sequence b, in slot first_slot + b, has read past[b]
+// tokens before. The memory is laid out as LOAD's: tokens, targets, positions, documents' starts (N
+// each), then the keys' positions. Shorter prompts are padded: the caller then sets batch.lengths.
 template <typename T, typename S>
 void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, size_t n,
                     const size_t* past, size_t first_slot = 0) {
@@ -264,38 +265,92 @@ void draft_prompt(Generation<T, S>& g, const std::vector<int>& prompt, size_t pa
     g.how.draft->read(prompt.data() + past, 1, prompt.size() - past, &past, slot);
 }
 
-// Give the next text to a slot: read or copy its prompt, and pick the first token.
+// Count the texts that start together, in this slot and in the free ones behind it: neighbours
+// whose prompts differ, as many as the plan has rows for. With a draft each starts alone, and so
+// does a text whose slot has read a part of its prompt.
+template <typename T, typename S>
+size_t texts_together(const Generation<T, S>& g, size_t slot) {
+    const Plan& p = g.t.plans[g.plan];
+    const Text* next = g.texts.data() + g.next_text;
+    if (p.scored > 1 || next->cached) return 1;
+
+    // A text that repeats the prompt before it will copy that slot instead.
+    size_t slots = g.slots.size() - slot;
+    size_t most = std::min(slots, g.texts.size() - g.next_text);
+    size_t longest = next->prompt->size();
+    size_t count = 1;
+    for (; count < most && g.slots[slot + count].text < 0; count++) {
+        longest = std::max(longest, next[count].prompt->size());
+        bool repeats = next[count].prompt == next[count - 1].prompt;
+        if (repeats || (count + 1) * longest > p.rows()) break;
+    }
+    return count;
+}
+
+// Read the prompts of the next `count` texts into adjacent slots. Returns the row of g.rows that
+// has the first prompt's last logits; those of further prompts follow it.
+template <typename T, typename S>
+size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
+    // Pad all to the longest: what stands behind a prompt is masked, and later overwritten.
+    const Text* next = g.texts.data() + g.next_text;
+    std::vector<size_t> past(count);
+    std::vector<size_t> lengths(count);
+    for (size_t i = 0; i < count; i++) {
+        past[i] = next[i].cached;
+        lengths[i] = next[i].prompt->size() - past[i];
+    }
+    size_t n = *std::max_element(lengths.begin(), lengths.end());
+    std::vector<int> tokens(count * n);
+    for (size_t i = 0; i < count; i++)
+        std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
+
+    // Run, and remember the last prompt: the next texts may have the same.
+    generate_batch(g.t, g.plan, tokens.data(), count, n, past.data(), slot);
+    g.t.ctx.batch.lengths = lengths.data();
+    run_plan(g.t, g.plan);
+    size_t rows = std::min(n, g.t.plans[g.plan].scored);
+    bring_logits(g.t, g.rows, count * rows);
+    float* last = g.rows.row(count * rows - 1);
+    if (g.rows.here) g.held_logits.assign(last, last + g.rows.V);
+    g.held = next[count - 1].prompt;
+    g.held_slot = slot + count - 1;
+    if (g.how.draft)
+        draft_prompt(g, *g.held, past[0], slot);
+    return rows - 1;
+}
+
+// Give the next texts to a slot and to free ones behind it: copy a prompt from the slot that has
+// read it, or read prompts now; then pick each text's first token.
 template <typename T, typename S, typename Emit, typename End>
-void start_text(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
-    const std::vector<int>& prompt = *g.texts[g.next_text].prompt;
-    size_t n = prompt.size();
-    size_t past = g.texts[g.next_text].cached;
-
-    // Copy the prompt's keys and values from the slot that has read it, or read it now.
-    if (g.held == &prompt) {
+void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
+    const Text* next = g.texts.data() + g.next_text;
+    const float* logits = nullptr;
+    Draft* draft = g.how.draft;
+    size_t n = next->prompt->size();
+    size_t count = 1;
+    if (g.held == next->prompt) {
         copy_slot(g.t, g.plan, g.held_slot, slot, n);
-        if (g.how.draft)
-            g.how.draft->copy_slot(g.held_slot, slot, n);
+        if (draft)
+            draft->copy_slot(g.held_slot, slot, n);
+        logits = g.held_logits.data();
     } else {
-        generate_batch(g.t, g.plan, prompt.data() + past, 1, n - past, &past, slot);
-        run_plan(g.t, g.plan);
-        size_t rows = std::min(n - past, g.t.plans[g.plan].scored);
-        bring_logits(g.t, g.rows, rows);
-        if (g.rows.here) g.held_logits.assign(g.rows.row(rows - 1), g.rows.row(rows));
-        if (g.how.draft)
-            draft_prompt(g, prompt, past, slot);
-
-        // Remember this prompt: the next texts may have the same.
-        g.held = &prompt;
-        g.held_slot = slot;
+        count = texts_together(g, slot);
+        logits = g.rows.row(read_prompts(g, slot, count));
     }
 
-    // The prompt's last row gives the logits for the first token of every sample.
-    TextSlot& s = g.slots[slot];
-    s = {int64_t(g.next_text++), n, 0, prompt};
-    int token = g.rows.here ? pick_token(g, slot, g.held_logits.data()) : 0;
-    share_tokens(g, &token, 1);
-    take_token(g, s, token, emit, end);
+    // Pick in all slots in parallel: each has its own random numbers.
+    std::vector<int> tokens(count);
+    for (size_t i = 0; i < count; i++) {
+        const std::vector<int>& prompt = *next[i].prompt;
+        g.slots[slot + i] = {int64_t(g.next_text), prompt.size(), 0, prompt};
+        g.next_text++;
+    }
+    #pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < count; i++)
+        if (g.rows.here) tokens[i] = pick_token(g, slot + i, logits + i * g.rows.V);
+    share_tokens(g, tokens.data(), count);
+    for (size_t i = 0; i < count; i++)
+        take_token(g, g.slots[slot + i], tokens[i], emit, end);
 }
 
 // Guess a slot's next token from the draft's logits. Returns false if the slot has all the guesses
@@ -454,7 +509,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
         // Fill free slots. A text may end with its first token.
         for (size_t b = 0; b < B; b++)
             while (g.slots[b].text < 0 && g.next_text < texts.size())
-                start_text(g, b, emit, end);
+                start_texts(g, b, emit, end);
 
         // Read and pick one token in all used slots.
         size_t used = B;

@@ -560,7 +560,8 @@ template <typename T> void small_update_kernels(Check& c) {
 
             // Moments in 8 bits come from a step before, one of whose blocks is zero.
             if (eight) {
-                m.assign(state, 0), v = m;
+                m.assign(state, 0);
+                v.assign(state, 0);
                 AdamW before = {0, 0.9f, 0.95f, 1e-8f, 0};
                 std::vector<float> w0(n), g0 = as<float>(normals(c, n));
                 std::fill_n(g0.begin(), std::min(n, STATE_BLOCK), 0.0f);

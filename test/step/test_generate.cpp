@@ -38,16 +38,20 @@ static std::vector<std::vector<int>> some_prompts(const Shape& s) {
     return prompts;
 }
 
-// Two samples of each prompt, as rank 0 of a layout makes them.
+// Two samples of each prompt, as rank 0 of a layout makes them. The second sample of a prompt follows
+// the first; `apart`: those of all prompts follow, and neighbours have prompts of other lengths.
 template <typename T>
 static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout = {},
-                            float temperature = 1) {
+                            float temperature = 1, bool apart = false) {
     // List the texts. Every ninth token ends one.
     std::vector<std::vector<int>> prompts = some_prompts(s);
     std::vector<Text> texts;
-    for (size_t p = 0; p < prompts.size(); p++)
-        for (size_t k = 0; k < 2; k++)
-            texts.push_back({&prompts[p], fnv1a(concat("text.", p, ".", k))});
+    size_t count = prompts.size();
+    for (size_t i = 0; i < 2 * count; i++) {
+        size_t p = apart ? i % count : i / 2;
+        size_t k = apart ? i / count : i % 2;
+        texts.push_back({&prompts[p], fnv1a(concat("text.", p, ".", k))});
+    }
     Sampling how;
     how.temperature = temperature;
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
@@ -77,6 +81,9 @@ TEST(Slots, EachTextIsWhatItIsAlone) {
     for (const Shape& s : all_shapes()) {
         MadeTexts alone = make_texts<double>(s, 1);
         for (size_t slots : {3, 32}) EXPECT_EQ(make_texts<double>(s, slots), alone) << slots;
+
+        // Prompts that are read together are padded to the longest.
+        EXPECT_EQ(make_texts<double>(s, 5, {}, 1, true), make_texts<double>(s, 1, {}, 1, true));
 
         for (const Made& m : alone) ways.insert(m.why);
     }
@@ -108,6 +115,8 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
         Layout all = stages;
         all.tp.size = all.dp.size = 2;
         EXPECT_EQ(make_texts<double>(s, 4, with(all, 3)), alone) << "all";
+        EXPECT_EQ(make_texts<double>(s, 4, with(all, 3), 1, true),
+                  make_texts<double>(s, 4, {}, 1, true));
     }
 
     // Expert parallelism.
@@ -138,6 +147,36 @@ TEST(Slots, APromptIsReadOnce) {
     generate(f.t, 0, texts, 5, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
     EXPECT_EQ(rows, 2 * 4 + 6 * 4u);
     EXPECT_EQ(runs, 2 + 2 * 4u);
+}
+
+// Prompts of adjacent slots are read together as far as the rows of the plan go: two of 128 tokens
+// fill them, and of three with 86 the third waits.
+TEST(Slots, PromptsAreReadTogether) {
+    Shape s = gpt2_shape(1, 2, 16, 61, 130);
+    Plan p = small_plan(4, 128, 1);
+    p.mode = Mode::GENERATE, p.cache = 130;
+    ASSERT_EQ(p.rows(), PROMPT_ROWS);
+    Fixture<double> f(s, {p});
+    std::vector<size_t> read;
+    f.t.after = [&](const Action& a) {
+        if (a.op == Op::F && a.layer == 0) read.push_back(f.t.ctx.batch.B);
+    };
+
+    // The sequences of each run that reads prompts of these lengths, one token to each.
+    auto together = [&](const std::vector<size_t>& lengths) {
+        std::vector<std::vector<int>> prompts;
+        std::vector<Text> texts;
+        for (size_t n : lengths) prompts.emplace_back(n, 1);
+        for (const auto& prompt : prompts) texts.push_back({&prompt, 1});
+        read.clear();
+        generate(f.t, 0, texts, 1, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
+        return read;
+    };
+    typedef std::vector<size_t> Runs;
+    EXPECT_EQ(together({128, 128, 3, 4}), (Runs{2, 2}));
+    EXPECT_EQ(together({86, 85, 1, 7}), (Runs{2, 2}));
+    EXPECT_EQ(together({85, 1, 85, 2}), (Runs{3, 1}));
+    EXPECT_EQ(together({1, 2, 64, 3}), (Runs{4}));
 }
 
 // A conversation goes on without reading again what the cache holds, and its text is the same as if
