@@ -46,7 +46,8 @@ template <typename T>
 __device__ void load_keys(float* k, float* v, const AttentionOperands<T>& x, size_t b, size_t kh,
                           size_t j0) {
     // With HS + 1 floats a row, one channel of 32 keys lies in 32 different banks (HS is even).
-    int HS = int(x.d.HS), HS_v = int(x.d.HS_v);
+    int HS = int(x.d.HS);
+    int HS_v = int(x.d.HS_v);
     load_tile(k, 32, HS, HS + 1,
               [&](int j) { return j0 + j < x.d.Tk ? x.k + x.key_at(b, kh, j0 + j) : nullptr; });
     load_tile(v, 32, HS_v, HS_v + 1,
@@ -90,9 +91,13 @@ __device__ void store_channels(O* to, const float (&x)[D], float factor, int HS,
 template <typename T, typename O, int D>
 __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOperands<T> x) {
     const AttentionDims& d = x.d;
-    int HS = int(d.HS), HS_v = int(d.HS_v);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK, h = blockIdx.y, b = blockIdx.z;
+    int HS = int(d.HS);
+    int HS_v = int(d.HS_v);
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK;
+    size_t h = blockIdx.y;
+    size_t b = blockIdx.z;
     size_t kh = h / (d.NH / d.NKV);
     float* q = reinterpret_cast<float*>(dynamic_shared()); // (PLAIN_BLOCK, HS)
     float* k = q + PLAIN_BLOCK * HS;                       // (32, HS + 1)
@@ -114,7 +119,8 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
         #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; r++) {
             // Compute one score a lane.
-            int row = warp * PLAIN_ROWS + r, distance = 0;
+            int row = warp * PLAIN_ROWS + r;
+            int distance = 0;
             bool seen = x.visible(b, i0 + row, j0 + lane, distance);
             // Skip only if all lanes can, because the shuffles below need every lane.
             if (!__any_sync(ALL_LANES, seen)) continue;
@@ -125,7 +131,8 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
             // Online softmax: rescale the sums to the new maximum.
             float most = warp_max(s);
             most = row_max[r] > most ? row_max[r] : most;
-            float p = seen ? expf(s - most) : 0, rescale = expf(row_max[r] - most);
+            float p = seen ? expf(s - most) : 0;
+            float rescale = expf(row_max[r] - most);
             row_max[r] = most;
             row_sum[r] = row_sum[r] * rescale + warp_sum(p);
             #pragma unroll
@@ -162,7 +169,9 @@ __global__ void attention_row_sums_kernel(float* D, const T* dout, const T* out,
     sum = warp_sum(sum);
 
     // D has the order of lse: the queries of a head are adjacent.
-    size_t h = row % d.NH, i = row / d.NH % d.Tq, b = row / d.NH / d.Tq;
+    size_t h = row % d.NH;
+    size_t i = row / d.NH % d.Tq;
+    size_t b = row / d.NH / d.Tq;
     if (threadIdx.x % 32 == 0)
         D[(b * d.NH + h) * d.Tq + i] = sum;
 }
@@ -191,9 +200,13 @@ template <typename T, typename Q, int D>
 __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x, const float* lse,
                                             const float* row_sums) {
     const AttentionDims& d = x.d;
-    int HS = int(d.HS), HS_v = int(d.HS_v);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK, h = blockIdx.y, b = blockIdx.z;
+    int HS = int(d.HS);
+    int HS_v = int(d.HS_v);
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    size_t i0 = size_t(blockIdx.x) * PLAIN_BLOCK;
+    size_t h = blockIdx.y;
+    size_t b = blockIdx.z;
     size_t kh = h / (d.NH / d.NKV);
     float* q = reinterpret_cast<float*>(dynamic_shared()); // (PLAIN_BLOCK, HS)
     float* dout = q + PLAIN_BLOCK * HS;                    // (PLAIN_BLOCK, HS_v)
@@ -239,9 +252,13 @@ template <typename T, typename K, int D>
 __global__ void attention_backward_kv_kernel(K* dk, K* dv, const AttentionOperands<T> x,
                                              const float* lse, const float* row_sums) {
     const AttentionDims& d = x.d;
-    int HS = int(d.HS), HS_v = int(d.HS_v);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    size_t j0 = size_t(blockIdx.x) * PLAIN_BLOCK, kh = blockIdx.y, b = blockIdx.z;
+    int HS = int(d.HS);
+    int HS_v = int(d.HS_v);
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    size_t j0 = size_t(blockIdx.x) * PLAIN_BLOCK;
+    size_t kh = blockIdx.y;
+    size_t b = blockIdx.z;
     size_t group = d.NH / d.NKV;
     float* k = reinterpret_cast<float*>(dynamic_shared()); // (PLAIN_BLOCK, HS)
     float* v = k + PLAIN_BLOCK * HS;                       // (PLAIN_BLOCK, HS_v)

@@ -39,7 +39,8 @@ constexpr int NO_KEY = INT_MAX / 2;
 // first key begins at 0, and an infinite window does not overflow.
 template <typename T>
 __device__ KeyRange range_of(const AttentionOperands<T>& x, size_t b, size_t i) {
-    const int last = x.q_positions[b * x.d.Tq + i], start = x.doc_start[b * x.d.Tq + i];
+    const int last = x.q_positions[b * x.d.Tq + i];
+    const int start = x.doc_start[b * x.d.Tq + i];
     const int left = last < x.d.window ? 0 : last - x.d.window + 1;
     return {left > start ? left : start, last};
 }
@@ -188,7 +189,8 @@ template <typename T>
 __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) {
     const unsigned lane = threadIdx.x % 32;
     Span all = NO_SPAN;
-    const size_t key0 = size_t(tile) * x.tile_keys, end = key0 + x.tile_keys;
+    const size_t key0 = size_t(tile) * x.tile_keys;
+    const size_t end = key0 + x.tile_keys;
     for (size_t key = key0 + lane; key < end && key < x.d.Tk; key += 32)
         all = join(all, {x.position_of(b, key), x.position_of(b, key)});
     all = join_lanes(all);
@@ -217,8 +219,11 @@ __global__ void attention_spans_kernel(const RowOperands<T> x) {
 template <typename T>
 __global__ void attention_statistics_kernel(const T* out, const float* lse,
                                             const RowOperands<T> x) {
-    const unsigned tile = blockIdx.x, lane = threadIdx.x % 8;
-    const size_t b = blockIdx.z, kh = blockIdx.y, at = x.tile_at(b, kh, tile);
+    const unsigned tile = blockIdx.x;
+    const unsigned lane = threadIdx.x % 8;
+    const size_t b = blockIdx.z;
+    const size_t kh = blockIdx.y;
+    const size_t at = x.tile_at(b, kh, tile);
     // All key heads have the same positions, so one of them describes the tiles.
     if (kh == 0) describe_tile(x, b, tile);
     if (tile >= x.tiles) return;
@@ -230,7 +235,8 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
         const unsigned row = tile * x.tile_rows + slot;
         float row_lse = INFINITY, sum = 0;
         if (slot < x.tile_rows && row < x.rows) {
-            const size_t i = x.query_of(row), h = x.head_of(row, kh);
+            const size_t i = x.query_of(row);
+            const size_t h = x.head_of(row, kh);
             for (size_t e = 8 * lane; e < x.d.HS; e += 64) {
                 Pack<T, 8> o = load<8>(out + x.out_at(b, h, i) + e);
                 Pack<T, 8> d = load<8>(x.gradient(b, h, i) + e);
@@ -402,7 +408,8 @@ __device__ void online_softmax(float (&s)[NT][4], float (&row_max)[2], float (&r
         most = fmaxf(most * factor, row_max[i]);
 
         // Rescale to the new maximum. A row that has seen nothing takes 0 as its base.
-        float base = most == -INFINITY ? 0 : most, total = 0;
+        float base = most == -INFINITY ? 0 : most;
+        float total = 0;
         rescale[i] = ex2(row_max[i] - base);
         row_max[i] = most;
 

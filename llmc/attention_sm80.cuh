@@ -34,7 +34,8 @@ template <int D, int ROWS, typename T, typename F>
 __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
     for (int k = threadIdx.x; k < ROWS * (D / 8); k += MMA_THREADS) {
         // Neighbouring threads copy neighbouring chunks of a row.
-        int r = k / (D / 8), chunk = k % (D / 8);
+        int r = k / (D / 8);
+        int chunk = k % (D / 8);
         const T* from = row(r);
         // For absent rows and channels beyond HS, read 0 bytes from a valid address: the
         // rest become zeros.
@@ -131,9 +132,13 @@ template <typename T, int D, int MT, int N>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_mma_forward_kernel(T* out, float* lse, const RowOperands<T> x) {
     // M rows a block, NT parts of 8 keys, CT parts of 8 channels.
-    constexpr int M = MMA_WARPS * MT * 16, NT = N / 8, CT = D / 8;
-    const int HS = int(x.d.HS), lane = threadIdx.x % 32;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
+    constexpr int M = MMA_WARPS * MT * 16;
+    constexpr int NT = N / 8;
+    constexpr int CT = D / 8;
+    const int HS = int(x.d.HS);
+    const int lane = threadIdx.x % 32;
+    const size_t b = blockIdx.z;
+    const size_t kh = blockIdx.y;
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M; // rows that see most go first
     const int my_row = int(threadIdx.x / 32) * MT * 16;
     T* q = reinterpret_cast<T*>(dynamic_shared()); // (M, D)
@@ -218,7 +223,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             float total = row_total(row_sum[m][i]);
             if (row >= x.rows) continue;
             bool seen = total != 0; // true for a NaN too
-            const size_t h = x.head_of(row, kh), query = x.query_of(row);
+            const size_t h = x.head_of(row, kh);
+            const size_t query = x.query_of(row);
             store_row(out + x.out_at(b, h, query), sum[m], i, seen ? 1 / total : 0, HS);
             if (lane % 4 == 0)
                 lse[x.lse_at(b, h, query)] =
@@ -234,9 +240,14 @@ template <typename T, int D, int N>
 __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an SM
     attention_mma_backward_q_kernel(T* dq, const RowOperands<T> x) {
     // A warp has 16 rows: S, dP and dQ must fit in its registers together.
-    constexpr int M = MMA_WARPS * 16, NT = N / 8, CT = D / 8;
-    const int HS = int(x.d.HS), lane = threadIdx.x % 32, my_row = int(threadIdx.x / 32) * 16;
-    const size_t b = blockIdx.z, kh = blockIdx.y;
+    constexpr int M = MMA_WARPS * 16;
+    constexpr int NT = N / 8;
+    constexpr int CT = D / 8;
+    const int HS = int(x.d.HS);
+    const int lane = threadIdx.x % 32;
+    const int my_row = int(threadIdx.x / 32) * 16;
+    const size_t b = blockIdx.z;
+    const size_t kh = blockIdx.y;
     // The last rows see most keys, so they start first.
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M;
     T* q = reinterpret_cast<T*>(dynamic_shared());              // (M, D)
@@ -327,11 +338,18 @@ __global__ void __launch_bounds__(MMA_THREADS)
     attention_mma_backward_kv_kernel(T* dk, T* dv, const RowOperands<T> x) {
     // A block has N keys. With SPLIT = 2 two warps compute the same scores, and each
     // half the channels.
-    constexpr int N = MMA_WARPS / SPLIT * 16, MT = M / 8, CT = D / SPLIT / 8;
+    constexpr int N = MMA_WARPS / SPLIT * 16;
+    constexpr int MT = M / 8;
+    constexpr int CT = D / SPLIT / 8;
     constexpr int KEYS = mma_backward_keys(D); // in a span
-    const int HS = int(x.d.HS), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int my_key = warp / SPLIT * 16, my_chunk = warp % SPLIT * CT;
-    const size_t b = blockIdx.z, kh = blockIdx.y, key0 = size_t(blockIdx.x) * N;
+    const int HS = int(x.d.HS);
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int my_key = warp / SPLIT * 16;
+    const int my_chunk = warp % SPLIT * CT;
+    const size_t b = blockIdx.z;
+    const size_t kh = blockIdx.y;
+    const size_t key0 = size_t(blockIdx.x) * N;
     T* k = reinterpret_cast<T*>(dynamic_shared());           // (N, D)
     T *v = k + N * D, *q = v + N * D, *dout = q + 2 * M * D; // (N, D), (2, M, D) twice
 
@@ -532,8 +550,10 @@ void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
 
         // Compute dQ by blocks of rows, dK and dV by blocks of keys.
         pick_mma_kernel(d.HS, [&](auto D, auto, auto) {
-            constexpr int M = MMA_WARPS * 16, KEYS = mma_backward_keys(D);
-            constexpr int SPLIT = D > 128 ? 2 : 1, N = MMA_WARPS / SPLIT * 16;
+            constexpr int M = MMA_WARPS * 16;
+            constexpr int KEYS = mma_backward_keys(D);
+            constexpr int SPLIT = D > 128 ? 2 : 1;
+            constexpr int N = MMA_WARPS / SPLIT * 16;
             // Shared memory: q and dout of M rows, and two stages of keys and values.
             launch(attention_mma_backward_q_kernel<T, D, KEYS>,
                    dim3(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B)),

@@ -126,7 +126,8 @@ template <typename T, int D, bool NARROW, int NT>
 __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_t a, int a_rows,
                                                       uint32_t b, int b_rows) {
     // Advancing a descriptor is cheaper than building the next one.
-    const uint64_t a_at = descriptor(a, 16, 1024), b_at = descriptor(b, 16, 1024);
+    const uint64_t a_at = descriptor(a, 16, 1024);
+    const uint64_t b_at = descriptor(b, 16, 1024);
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
@@ -155,7 +156,8 @@ __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
 // Write 16 rows of a tile from `row` on. p is a product's result, packed by pack_scores().
 template <int KT>
 __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t (&p)[KT][4]) {
-    int lane = threadIdx.x % 32, at = row + lane % 16;
+    int lane = threadIdx.x % 32;
+    int at = row + lane % 16;
     #pragma unroll
     for (int k = 0; k < KT; k++) {
         // Swizzle by hand as TMA does, because TMA or wgmma will read the tile.
@@ -219,7 +221,9 @@ template <typename T, int D>
 __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const HopperMaps& maps,
                                           const HopperOperands<T>& x, const RowTile& rows, int& i,
                                           bool leader) {
-    constexpr int N = HOPPER_KEYS, C = CHUNKS<D>, lane_keys = N / 32;
+    constexpr int N = HOPPER_KEYS;
+    constexpr int C = CHUNKS<D>;
+    constexpr int lane_keys = N / 32;
     constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
     const int lane = threadIdx.x % 32;
     const size_t b = rows.b;
@@ -228,7 +232,8 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
     for (const int end = i + rows.key_tiles; i < end; i++) {
         // The walk finds exactly as many tiles as the queue has counted.
         bool all = false;
-        const int stage = ring_stage(i), tile = walk.next(all, look);
+        const int stage = ring_stage(i);
+        const int tile = walk.next(all, look);
 
         // One barrier covers all chunks of a tile.
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full) {
@@ -269,7 +274,8 @@ template <typename T, int D>
 __device__ __forceinline__ void forward_producer(const ForwardShared<D>& shared,
                                                  const HopperMaps& maps,
                                                  const HopperOperands<T>& x) {
-    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
+    constexpr int M = FORWARD_ROWS;
+    constexpr int C = CHUNKS<D>;
     const bool leader = elect_one();
     for (int n = 0, i = 0;; n++) {
         // Claim the next tile while the tile before is still being computed.
@@ -303,7 +309,8 @@ template <typename T, int D>
 __device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
                                                const HopperMaps& maps,
                                                const HopperOperands<T>& x) {
-    constexpr int M = FORWARD_ROWS, C = CHUNKS<D>;
+    constexpr int M = FORWARD_ROWS;
+    constexpr int C = CHUNKS<D>;
     for (int n = 0;; n++) {
         // Read which rows they are, before the producer may overwrite this with the next tile.
         mbar_wait(shared.q_full, n & 1);
@@ -338,7 +345,8 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
         float total = row_total(row_sum[i]);
         bool seen = total != 0; // true for a NaN too
         inverse[i] = seen ? 1 / total : 0;
-        unsigned slot = unsigned(my_row + 8 * i + lane / 4), row = rows.tile * x.tile_rows + slot;
+        unsigned slot = unsigned(my_row + 8 * i + lane / 4);
+        unsigned row = rows.tile * x.tile_rows + slot;
         if (lane % 4 == 0 && slot < x.tile_rows && row < x.rows)
             lse[x.lse_at(rows.b, x.head_of(row, rows.kh), x.query_of(row))] =
                 seen ? row_max[i] * LN2 + logf(total) : -INFINITY;
@@ -367,7 +375,8 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
     // Addresses are those of the warpgroup's 64 rows; my_row is the first of the warp's 16.
     const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
-    const uint32_t k_at = smem_u32(shared.k), v_at = smem_u32(shared.v);
+    const uint32_t k_at = smem_u32(shared.k);
+    const uint32_t v_at = smem_u32(shared.v);
     const float scale = x.scale * LOG2E;
     // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
     float s[NT][4], sum[CT][4] = {};
@@ -615,7 +624,8 @@ struct KeyBlock {
 // next of each.
 template <typename T>
 __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
-    const unsigned NKV = unsigned(x.d.NKV), heads = unsigned(x.d.B) * NKV;
+    const unsigned NKV = unsigned(x.d.NKV);
+    const unsigned heads = unsigned(x.d.B) * NKV;
     const HeadPlace here = head_place(blockIdx.x, heads, x.heads_together, x.key_tiles);
     return {here.head / NKV, here.head % NKV, int(here.at), int(x.key_tiles) - 1,
             x.first_keys_first};
@@ -628,9 +638,13 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
                                                   const HopperMaps& maps,
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, F look) {
-    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
+    constexpr int M = BACKWARD_ROWS<D>;
+    constexpr int N = HOPPER_KEYS;
+    constexpr int C = CHUNKS<D>;
     constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
-    const size_t b = block.b, kh = block.kh, key0 = block.key0();
+    const size_t b = block.b;
+    const size_t kh = block.kh;
+    const size_t key0 = block.key0();
     const bool leader = elect_one();
     if (leader) {
         // One barrier covers k and v, which are loaded once and stay.
@@ -739,9 +753,11 @@ __device__ __forceinline__ void
 backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float (&sum_v)[CT][4],
                    const uint32_t (&ds_operand)[KT][4], int i, int me, uint32_t my_channels,
                    uint32_t my_ds, uint32_t q_at) {
-    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS;
+    constexpr int M = BACKWARD_ROWS<D>;
+    constexpr int N = HOPPER_KEYS;
     // Groups complete in order: each wait below gives the number that may still be in flight.
-    const int stage = ring_stage(i), thread = threadIdx.x % WARPGROUP;
+    const int stage = ring_stage(i);
+    const int thread = threadIdx.x % WARPGROUP;
 
     // Issue dS K over all keys of the tile: (64, 64), either this warpgroup's rows or its channels.
     float part[8][4];
@@ -785,15 +801,18 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, int me) {
     constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
-    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES, DS_BYTES = BackwardShared<D>::DS_BYTES;
+    constexpr int Q_BYTES = BackwardShared<D>::Q_BYTES;
+    constexpr int DS_BYTES = BackwardShared<D>::DS_BYTES;
     // 24 + 2 * 240 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
     regs_inc<240>();
     const int lane = threadIdx.x % 32;
     // Addresses are those of the warpgroup's 64 keys; my_key is the first of the warp's 16.
     const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
-    const uint32_t k_at = smem_u32(shared.k), my_k = k_at + uint32_t(64 * me * 128);
+    const uint32_t k_at = smem_u32(shared.k);
+    const uint32_t my_k = k_at + uint32_t(64 * me * 128);
     const uint32_t my_v = smem_u32(shared.v) + uint32_t(64 * me * 128);
-    const uint32_t q_at = smem_u32(shared.q), dout_at = smem_u32(shared.dout);
+    const uint32_t q_at = smem_u32(shared.q);
+    const uint32_t dout_at = smem_u32(shared.dout);
     // Share dQ out by channels, or by rows where there is only one chunk of channels.
     const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
     const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
@@ -894,7 +913,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
                                      const HopperOperands<T> x) {
 #if HOPPER_PASS
-    constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
+    constexpr int M = BACKWARD_ROWS<D>;
+    constexpr int N = HOPPER_KEYS;
+    constexpr int C = CHUNKS<D>;
     LLMC_SHARED(float, tile_lse, STAGES * M);
     LLMC_SHARED(float, tile_sums, STAGES * M);
     LLMC_SHARED(KeyRange, tile_ranges, STAGES * M);
@@ -990,11 +1011,13 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 // Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 8 columns of a part.
 template <typename T>
 __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
-    const size_t b = blockIdx.z, kh = blockIdx.y;
+    const size_t b = blockIdx.z;
+    const size_t kh = blockIdx.y;
     const int tile = int(blockIdx.x) / (8 * PARTS);
     const int j = int(blockIdx.x) % (8 * PARTS) / PARTS;
     const int part = int(blockIdx.x) % PARTS;
-    const int thread = threadIdx.x, lane = thread % 32;
+    const int thread = threadIdx.x;
+    const int lane = thread % 32;
 
     // A part is 64 rows of the tile, or 64 channels.
     const bool by_rows = x.tile_size == 128;
@@ -1060,7 +1083,8 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     const int tile = backward ? backward_rows : FORWARD_ROWS; // with idle rows
     Pieces pieces = {static_cast<unsigned char*>(scratch)};
     take_rows(x, pieces, operands, tile, rows_in_use(operands.d, tile), 1, HOPPER_KEYS, backward);
-    const size_t heads = x.d.B * x.d.NKV, channels = round_up(x.d.HS, 64);
+    const size_t heads = x.d.B * x.d.NKV;
+    const size_t channels = round_up(x.d.HS, 64);
     auto heads_in_l2 = [&](size_t head_bytes) {
         return unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), heads));
     };
@@ -1110,7 +1134,8 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     const AttentionDims& d = x.d;
     // A box of q is one chunk: all heads of a group for the queries of a tile.
     unsigned queries = x.tile_rows / x.group;
-    size_t out_row = d.NH * d.HS, out_batch = d.Tq * out_row;
+    size_t out_row = d.NH * d.HS;
+    size_t out_batch = d.Tq * out_row;
     HopperMaps m = {};
     m.q = heads_map(x.q, d, d.Tq, d.NH, d.q_stride, d.q_batch, x.group, queries);
     m.k = heads_map(x.k, d, d.Tk, d.NKV, d.k_stride, d.k_batch, 1, HOPPER_KEYS);
@@ -1163,7 +1188,8 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, true);
         const AttentionDims& d = x.d;
-        const unsigned heads = unsigned(d.NKV), B = unsigned(d.B);
+        const unsigned heads = unsigned(d.NKV);
+        const unsigned B = unsigned(d.B);
 
         // Compute the spans of the tiles, and lse and D of the rows; reset the turns. In any order
         // no block is the first to add to dQ, so it must start at 0.

@@ -106,7 +106,8 @@ size_t attention_tile(AttentionTile<T>& tile, unsigned char* share, size_t share
         p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(share + next);
         next += round_up(n * sizeof(*p), 256);
     };
-    size_t Q = ATTENTION_Q, K = ATTENTION_K;
+    size_t Q = ATTENTION_Q;
+    size_t K = ATTENTION_K;
 
     // A block's scores and their gradients.
     take(tile.scores, Q * K);
@@ -238,7 +239,8 @@ template <typename A>
 void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
     for (size_t i = 0; i < m.rows; i++) {
         A* row = scores + i * m.keys;
-        int position = m.q_positions[i], start = m.doc_start[i];
+        int position = m.q_positions[i];
+        int start = m.doc_start[i];
         #pragma omp simd
         for (size_t j = 0; j < m.keys; j++) {
             int distance = position - m.k_positions[j];
@@ -360,7 +362,8 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
     // Operands that the tiles do not take go to the definition, which is slow and correct.
     if (!tiles_take(x))
         return attention_forward_reference(out, lse, x);
-    size_t blocks = ceil_div(d.Tq, ATTENTION_Q), group = d.NH / d.NKV;
+    size_t blocks = ceil_div(d.Tq, ATTENTION_Q);
+    size_t group = d.NH / d.NKV;
     #pragma omp parallel
     {
         // A thread keeps one tile for all its tasks.
@@ -418,7 +421,8 @@ void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& 
         const A *row = t.scores + i * m.keys, *dp = t.dscores + i * m.keys;
         T *p = t.p + i * m.keys, *ds = t.ds + i * m.keys;
         // A row that sees nothing has only -inf scores, so any finite base gives p = 0.
-        A base = lse[i] == A(-INFINITY) ? 0 : lse[i], D = t.D[i];
+        A base = lse[i] == A(-INFINITY) ? 0 : lse[i];
+        A D = t.D[i];
         #pragma omp simd
         for (size_t j = 0; j < m.keys; j++) {
             A e = fast_exp_low(row[j] * factor - base);
@@ -448,7 +452,8 @@ void attention_backward_block(const AttentionBlock<T>& a, const acc_t<T>* lse,
                               const AttentionOperands<T>& x, AttentionTile<T>& t, Blas& blas,
                               Cpu where) {
     typedef acc_t<T> A;
-    const size_t rows = a.rows, HS = x.d.HS;
+    const size_t rows = a.rows;
+    const size_t HS = x.d.HS;
     // All five products of a block run in this thread, in its own scratch.
     auto product = [&](A* out, const T* left, const T* right, const Product& p) {
         tile_matmul(out, left, right, p, t, blas, where);
@@ -492,7 +497,8 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     const AttentionDims& d = x.d;
     if (!tiles_take(x))
         return attention_backward_reference(dq, dk, dv, out, lse, x);
-    size_t group = d.NH / d.NKV, out_stride = d.NH * d.HS;
+    size_t group = d.NH / d.NKV;
+    size_t out_stride = d.NH * d.HS;
     #pragma omp parallel
     {
         AttentionTile<T> t = my_tile<T>(blas, d, where);

@@ -131,7 +131,8 @@ inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Gr
     // so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *
                axis_in_node(layout, machine, &Layout::dp);
-    int shards = shard_axis(layout, group).size, replicas = replica_axis(layout, group).size;
+    int shards = shard_axis(layout, group).size;
+    int replicas = replica_axis(layout, group).size;
     return {link_of(machine, shards, near),
             link_of(machine, replicas, std::max(1, near / shards))};
 }

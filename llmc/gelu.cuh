@@ -141,7 +141,8 @@ __global__ void gelu_forward_kernel(T* out, const T* inp, size_t n, bool exact) 
 template <typename T, int P>
 __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const T* inp, size_t N,
                                      size_t C, size_t rows, bool exact) {
-    size_t from = blockIdx.y * rows, to = from + rows < N ? from + rows : N;
+    size_t from = blockIdx.y * rows;
+    size_t to = from + rows < N ? from + rows : N;
     float* part = sums ? sums + blockIdx.y * C : nullptr;
 
     // Write the gradients of the strip, and sum the rows that the lambda returns.
@@ -176,7 +177,8 @@ void gelu_forward(T* out, const T* inp, size_t n, cudaStream_t stream, bool exac
 template <typename T>
 void gelu_backward(T* dinp, float* sums, const T* dout, const T* inp, size_t N, size_t C,
                    cudaStream_t stream, bool exact = false) {
-    size_t parts = column_parts(N, stream), rows = ceil_div(N, parts);
+    size_t parts = column_parts(N, stream);
+    size_t rows = ceil_div(N, parts);
     // One unaligned pointer sends all three to loads of single elements.
     bool vector = can_vectorize<T>(C, dinp, dout, inp);
     auto run = [&](auto P) {

@@ -250,7 +250,8 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
         });
         // sum() gives every thread the same bits, so all threads use the same means.
         strip.sum(of_row);
-        float mean_g = of_row[0] / float(C), mean_gx = of_row[1] / float(C);
+        float mean_g = of_row[0] / float(C);
+        float mean_gx = of_row[1] / float(C);
 
         // Add dx to the residual's gradient, and add this row to the strip's three sums.
         strip.for_packs(C, [&](int k, size_t c) {
@@ -258,7 +259,8 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
             sums_of_strip.take(c, n == strip.first);
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
-                float dv = to_float(d[k].v[i]), g = dv * to_float(w.v[i]);
+                float dv = to_float(d[k].v[i]);
+                float g = dv * to_float(w.v[i]);
                 float xhat = (to_float(x[k].v[i]) - m) * r;
                 float before = to_float(o[k].v[i]);
                 o[k].v[i] = from_acc<T>(before + r * (g - mean_g - xhat * mean_gx));
@@ -318,7 +320,8 @@ size_t layernorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where
 template <typename A, typename S>
 std::vector<PartialSums<A>> layernorm_parts(A* dweight, A* dbias, A* dresidual_bias, // (C) each
                                             const A* sums, size_t N, size_t C, S where) {
-    size_t parts = strip_parts(N, where), stride = 3 * C;
+    size_t parts = strip_parts(N, where);
+    size_t stride = 3 * C;
     return {{dweight, sums, parts, stride, C},
             {dbias, sums + C, parts, stride, C},
             {dresidual_bias, sums + 2 * C, parts, stride, C}};

@@ -172,7 +172,8 @@ inline size_t fp8_cast_bytes(size_t rows, size_t cols) { return 2 * fp8_codes_by
 inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     if (fp8 == Fp8::NONE) return 0;
     // The scratch may end anywhere between multiples of FP8_ALIGN; the first term allows for that.
-    size_t inp = linear_operand_bytes(N, IC), dout = linear_operand_bytes(N, OC);
+    size_t inp = linear_operand_bytes(N, IC);
+    size_t dout = linear_operand_bytes(N, OC);
     size_t w = linear_operand_bytes(OC, IC);
     return FP8_ALIGN + std::max({inp + w, dout + w, dout + inp});
 }

@@ -175,7 +175,8 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
     // g++'s own vectors: one AVX-512 register or several narrower ones. They need no more alignment
     // than an element.
     typedef A Vector __attribute__((vector_size(64), aligned(alignof(A))));
-    constexpr size_t LANES = 64 / sizeof(A), VECTORS = PANEL / LANES;
+    constexpr size_t LANES = 64 / sizeof(A);
+    constexpr size_t VECTORS = PANEL / LANES;
 
     // Pack the panel (K, PANEL), with zeros beyond `count`. Only this packing sees b's strides, so
     // they may be any.

@@ -302,7 +302,8 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
             sums_of_strip.take(c, n == strip.first);
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
-                float dv = to_float(d[k].v[i]), g = dv * more.scale(w.v[i]);
+                float dv = to_float(d[k].v[i]);
+                float g = dv * more.scale(w.v[i]);
                 float xhat = to_float(x[k].v[i]) * r;
                 o[k].v[i] = from_acc<T>(to_float(o[k].v[i]) + r * (g - xhat * mean_gx));
                 sums_of_strip.sum[k][0][i] += dv * xhat;

@@ -30,7 +30,8 @@ struct RopeScaling {
     float factor = 1; // 1: no scaling
     // Llama 3: wavelengths over original_positions / low_freq_factor are stretched in full, those
     // under original_positions / high_freq_factor not at all.
-    float low_freq_factor = 1, high_freq_factor = 4;
+    float low_freq_factor = 1;
+    float high_freq_factor = 4;
     // The context length that the model was trained for before its frequencies were scaled.
     int original_positions = 8192;
     RopeKind kind = RopeKind::LLAMA3;
@@ -51,7 +52,8 @@ inline double yarn_stretched(size_t i, size_t HS, double theta, const RopeScalin
         return double(HS) * std::log(s.original_positions / (turns * 2 * M_PI)) /
                (2 * std::log(theta));
     };
-    double low = pair_of(s.beta_fast), high = pair_of(s.beta_slow);
+    double low = pair_of(s.beta_fast);
+    double high = pair_of(s.beta_slow);
     if (s.truncate) {
         low = std::floor(low);
         high = std::ceil(high);
@@ -138,7 +140,8 @@ void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
                 A a = to_acc(first);
                 A b = to_acc(second);
                 // The direction changes only the sign of the sine: cos is even.
-                A c = turn[2 * i], s = direction * turn[2 * i + 1];
+                A c = turn[2 * i];
+                A s = direction * turn[2 * i + 1];
                 first = from_acc<T>(a * c - b * s);
                 second = from_acc<T>(b * c + a * s);
             }

@@ -54,7 +54,8 @@ void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
     if (kind == Gate::GELU) {
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) {
-            A d = to_acc(dout[i]), u = to_acc(up[i]);
+            A d = to_acc(dout[i]);
+            A u = to_acc(up[i]);
             GeluAt<A> gelu = gelu_at(to_acc(gate[i]));
             dgate[i] = from_acc<T>(d * u * gelu.slope);
             dup[i] = from_acc<T>(d * gelu.value);
@@ -65,7 +66,9 @@ void swiglu_backward(T* dgate, T* dup,                          // (n) (n)
     // SwiGLU.
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) {
-        A d = to_acc(dout[i]), g = to_acc(gate[i]), u = to_acc(up[i]);
+        A d = to_acc(dout[i]);
+        A g = to_acc(gate[i]);
+        A u = to_acc(up[i]);
         // Compute s again: keeping it would cost a write and a read of memory.
         A s = 1 / (1 + fast_exp(-g));
         // out = silu(gate) * up, so dgate = dout * up * silu'(gate) and dup = dout * silu(gate).
@@ -109,7 +112,9 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
     Pack<T, P> pg = load_some<P>(gate + i, n - i);
     Pack<T, P> pu = load_some<P>(up + i, n - i);
     for (int k = 0; k < P; k++) {
-        float d = to_float(pd.v[k]), g = to_float(pg.v[k]), u = to_float(pu.v[k]);
+        float d = to_float(pd.v[k]);
+        float g = to_float(pg.v[k]);
+        float u = to_float(pu.v[k]);
 
         // The packs of gate and up become their gradients.
         if (kind == Gate::GELU) {

@@ -24,7 +24,8 @@ template <typename T, typename S, typename F>
 void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
     const Plan& p = t.plans[plan];
     Window window_before = t.window;
-    uint64_t cursor_before = t.cursor, end_before = t.samples_end;
+    uint64_t cursor_before = t.cursor;
+    uint64_t end_before = t.samples_end;
     int document_end_before = t.document_end;
 
     // Do not mask documents: losses with and without --document-mask are to be compared.
@@ -77,14 +78,16 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
 
     // Dynamic programming. fewest[g][j]: the lowest cost of the j shortest lengths in g groups.
     // begin[g][j]: the first length of the last of these groups.
-    size_t n = lengths.size(), never = ~size_t(0) / 2;
+    size_t n = lengths.size();
+    size_t never = ~size_t(0) / 2;
     std::vector<std::vector<size_t>> fewest(most + 1, std::vector<size_t>(n + 1, never));
     std::vector<std::vector<size_t>> begin(most + 1, std::vector<size_t>(n + 1, 0));
     fewest[0][0] = 0;
     for (size_t g = 1; g <= most; g++)
         for (size_t j = 1; j <= n; j++)
             for (size_t i = 0; i < j; i++) {
-                size_t T = lengths[j - 1], turn = candidates_at_once(rows, T);
+                size_t T = lengths[j - 1];
+                size_t turn = candidates_at_once(rows, T);
                 size_t tokens = fewest[g - 1][i] + round_up(count[j] - count[i], turn) * T;
                 if (tokens >= fewest[g][j]) continue;
                 fewest[g][j] = tokens;
@@ -131,7 +134,8 @@ inline void candidate_window(const Candidate& c, size_t T, int* tokens, int* tar
 template <typename T, typename S>
 void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidate>& candidates) {
     const Plan& p = t.plans[group.plan];
-    size_t N = p.B * p.T, n = group.members.size();
+    size_t N = p.B * p.T;
+    size_t n = group.members.size();
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
         candidate_window(candidates[group.members[sample]], p.T, tokens, targets);
         return std::string();

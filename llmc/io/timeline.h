@@ -102,7 +102,8 @@ inline std::string timeline_axis(const TimeScale& time, double y) {
     double tick = tick_of(time.end * time.factor);
     std::string text;
     for (int i = 0; i * tick <= time.end * time.factor; i++) {
-        double at = i * tick, x = TIMELINE_LEFT + at / time.factor * time.pixels;
+        double at = i * tick;
+        double x = TIMELINE_LEFT + at / time.factor * time.pixels;
         text += concat("<path d=\"M", x, " ", y, "v6\" stroke=\"#616161\"/>");
         text += concat("<text x=\"", x + 3, "\" y=\"", y + 12, "\">", at,
                        i ? "" : " " + time.unit, "</text>");
