@@ -662,6 +662,17 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     }
 }
 
+// Expect that a step has taken the maximum of every operand of every matrix, and made a scale of it.
+static void expect_all_scaled(const Shape& shape, std::vector<uint32_t> words) {
+    size_t slots = fp8_slots(make_model(shape));
+    Fp8History h = fp8_history_at(words.data(), slots, shape.fp8_rule);
+    ASSERT_GT(slots, 0u);
+    for (size_t slot = 0; slot < slots; slot++) {
+        EXPECT_EQ(h.amax[slot], 0u) << slot;
+        EXPECT_GT(h.scale[slot], 0) << slot;
+    }
+}
+
 // fp8 with delayed scaling takes maxima over all ranks and micro-batches. After the first step all
 // layouts have the same scales; later scales depend on sums of gradients in another order.
 TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
@@ -670,6 +681,7 @@ TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
         shape.fp8 = Fp8::DELAYED, shape.fp8_rule = {3, 0, false};
         LayoutCase one;
         auto want = run_layout<bf16>(shape, one, true);
+        expect_all_scaled(shape, want->scales[0]);
         LayoutCase ranks = one;
         ranks.dp = 2, ranks.micro_batches = 1;
         for (int zero : {0, 3}) {
