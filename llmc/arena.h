@@ -119,7 +119,9 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
 
         // Put each newborn into the lowest gap that fits.
         for (Place* newborn : born[i]) {
-            size_t size = round_up(newborn->bytes, align_of(tier)), offset = start, k = 0;
+            size_t size = round_up(newborn->bytes, align_of(tier));
+            size_t offset = start;
+            size_t k = 0;
 
             // `live` is sorted by offset, so the first gap that is wide enough is the lowest.
             while (k < live.size() && offset + size > live[k]->offset) {

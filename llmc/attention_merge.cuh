@@ -27,7 +27,9 @@ LLMC_HD inline MergeWeights<A> merge_weights(A lse, A part_lse) {
         return {0, 1, part_lse};
     // Below the larger lse no exponential overflows, and one of them is 1.
     A most = lse > part_lse ? lse : part_lse;
-    A old = std::exp(lse - most), part = std::exp(part_lse - most), total = old + part;
+    A old = std::exp(lse - most);
+    A part = std::exp(part_lse - most);
+    A total = old + part;
     return {old / total, part / total, most + std::log(total)};
 }
 
@@ -49,7 +51,8 @@ void attention_merge(A* out, A* lse, const P* part, const A* part_lse, size_t B,
         for (size_t t = 0; t < T; t++)
             for (size_t h = 0; h < NH; h++) {
                 // out has heads inside rows, lse rows inside heads.
-                size_t row = (b * T + t) * NH + h, at = (b * NH + h) * T + t;
+                size_t row = (b * T + t) * NH + h;
+                size_t at = (b * NH + h) * T + t;
                 MergeWeights<A> w = merge_weights(lse[at], part_lse[at]);
                 for (size_t e = row * HS; e < (row + 1) * HS; e++)
                     out[e] = merged(w, out[e], A(to_acc(part[e])));

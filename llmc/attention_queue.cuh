@@ -25,8 +25,10 @@ struct HeadPlace {
 };
 __device__ inline HeadPlace head_place(unsigned place, unsigned heads, unsigned together,
                                        unsigned places_a_head) {
-    const unsigned some = together * places_a_head, first = place / some * together;
-    const unsigned left = heads - first, here = left < together ? left : together;
+    const unsigned some = together * places_a_head;
+    const unsigned first = place / some * together;
+    const unsigned left = heads - first;
+    const unsigned here = left < together ? left : together;
     return {first + place % some % here, place % some / here};
 }
 
@@ -50,12 +52,14 @@ struct TileQueue {
         if (threadIdx.x % 32 == 0)
             place = atomicAdd(claimed, 1u);
         place = __shfl_sync(ALL_LANES, place, 0);
-        const unsigned NKV = unsigned(x.d.NKV), heads = unsigned(x.d.B) * NKV;
+        const unsigned NKV = unsigned(x.d.NKV);
+        const unsigned heads = unsigned(x.d.B) * NKV;
         if (place >= heads * x.tiles) return {0, 0, 0, -1};
 
         // All key heads of a sequence have the same order.
         const HeadPlace next = head_place(place, heads, heads_together, x.tiles);
-        const unsigned b = next.head / NKV, tile = order[x.tile_at(b, next.at)];
+        const unsigned b = next.head / NKV;
+        const unsigned tile = order[x.tile_at(b, next.at)];
         return {b, next.head % NKV, tile, key_tiles[x.tile_at(b, tile)]};
     }
 };
@@ -66,7 +70,9 @@ template <typename T>
 __global__ void __launch_bounds__(QUEUE_THREADS)
     attention_queue_kernel(const RowOperands<T> x, const TileQueue queue) {
     const size_t b = blockIdx.x;
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned warp = threadIdx.x / 32;
+    const unsigned warps = blockDim.x / 32;
     if (b == 0 && threadIdx.x == 0)
         *queue.claimed = 0;
 

@@ -108,7 +108,8 @@ template <int P, typename F>
 __device__ void sum_strip(float* part, size_t from, size_t to, size_t first_column, size_t C,
                           F load_row) {
     LLMC_SHARED(float, sums, COLUMN_WARPS * 32 * P); // (warp,P,32)
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
     size_t c = first_column + lane * P;
 
     // Sum this lane's columns over the warp's share of the rows.
@@ -169,7 +170,8 @@ __global__ void column_sums_kernel(__grid_constant__ const SumTable<ColumnStrips
     unsigned r = table.find(blockIdx.x);
     const ColumnStrips<T>& s = table.rows[r];
     if (blockIdx.y >= s.strips) return; // the whole block leaves: this matrix has fewer strips
-    size_t rows = ceil_div(s.N, s.strips), from = blockIdx.y * rows;
+    size_t rows = ceil_div(s.N, s.strips);
+    size_t from = blockIdx.y * rows;
     size_t to = from + rows < s.N ? from + rows : s.N;
     size_t column = (blockIdx.x - table.first[r]) * size_t(32 * P);
     sum_strip<P>(s.parts + blockIdx.y * s.C, from, to, column, s.C,
@@ -185,7 +187,8 @@ static __global__ void add_parts_kernel(__grid_constant__ const SumTable<Partial
     LLMC_SHARED(float, sums, PARTS_WARPS * 32); // (warp,column)
     unsigned r = table.find(blockIdx.x);
     const PartialSums<float>& s = table.rows[r];
-    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned lane = threadIdx.x % 32;
+    unsigned warp = threadIdx.x / 32;
     size_t c = (blockIdx.x - table.first[r]) * size_t(32) + lane;
 
     // Sum the warp's share of the parts.
@@ -313,7 +316,8 @@ template <int K, int P, int WARPS, int PACKS> struct StripSums {
 // packs each. With three sums, 512 threads have registers for one pack only.
 template <typename T, int K, typename F>
 void pick_strip_kernel(size_t C, bool vector, F f) {
-    constexpr int V = VECTOR<T>, LONG = K == 1 ? 2 : 0;
+    constexpr int V = VECTOR<T>;
+    constexpr int LONG = K == 1 ? 2 : 0;
     size_t packs = C / V;
     if (!vector)
         return C <= 32 ? f(Int<1>(), Int<1>(), Int<1>()) : f(Int<1>(), Int<4>(), Int<0>());

@@ -59,7 +59,8 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
 
     // Positions take only this rank's rows: with sequence parallelism, REDUCE sums over ranks.
     acc_t<T>* none = nullptr;
-    size_t R = stream_rows(ctx), first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
+    size_t R = stream_rows(ctx);
+    size_t first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
     add(dwte, none, gather_rows(ctx, dout), 0, b.rows());
     if (dwpe) add(none, dwpe, dout, first, R);
 }
@@ -204,7 +205,8 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight
     // Drop the logits again, and make them anew for the gradients: all at once would take
     // N V elements.
     if (!ctx.shape.objective.rows()) return nullptr;
-    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
+    size_t N = ctx.batch.rows();
+    size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
         head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
         head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
@@ -217,7 +219,8 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight
 template <typename T, typename S>
 void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T> a,
                const Weight& lm_head) {
-    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
+    size_t N = ctx.batch.rows();
+    size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     a.losses = kept.losses;
     for (size_t n = 0; n < N; n += chunk) {
         a.row_max = kept.row_max + n;
@@ -235,7 +238,8 @@ template <typename T, typename S>
 void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const Weight& lm_head,
                         const double* scale, bool accumulate) {
     const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows(), chunk = head_chunk_rows(s, N, sizeof(T));
+    size_t N = ctx.batch.rows();
+    size_t chunk = head_chunk_rows(s, N, sizeof(T));
     const acc_t<T>* coefficients = row_coefficients(ctx, a, lm_head);
     for (size_t n = 0; n < N; n += chunk) {
         size_t rows = std::min(chunk, N - n);

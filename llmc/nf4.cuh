@@ -77,7 +77,9 @@ LLMC_HD inline float scale_to(float top, float absmax) {
 // The index of the value in a sorted map nearest to y, found by binary search. At the exact middle
 // between two values it is the one where the search ended.
 LLMC_HD inline unsigned nearest_code(const float* map, float y) {
-    unsigned low = 0, high = NF4_MAP - 1, at = 127;
+    unsigned low = 0;
+    unsigned high = NF4_MAP - 1;
+    unsigned at = 127;
     for (unsigned step = 64; step > 0; step /= 2) {
         (y > map[at] ? low : high) = at;
         at = y > map[at] ? at + step : at - step;
@@ -113,7 +115,8 @@ inline void nf4_scale_map(float* map) { // (256)
     map[at++] = 1;
     for (int i = 0; i < 7; i++) {
         int n = 1 << i;
-        float step = (1.0f - 0.1f) / float(n), power = float(std::pow(10.0, i - 6));
+        float step = (1.0f - 0.1f) / float(n);
+        float power = float(std::pow(10.0, i - 6));
         // Round the product separately: through double no compiler fuses it with the sum.
         auto steps = [&](int k) { return float(double(step) * k); };
 
@@ -149,7 +152,8 @@ template <typename T>
 void nf4_quantize(uint8_t* codes, float* absmax, const T* x, size_t n, Cpu) { // (n/2) (n/64) (n)
     #pragma omp parallel for
     for (size_t b = 0; b < nf4_blocks(n); b++) {
-        size_t first = b * NF4_BLOCK, end = std::min(n, first + NF4_BLOCK);
+        size_t first = b * NF4_BLOCK;
+        size_t end = std::min(n, first + NF4_BLOCK);
         float most = 0;
         for (size_t i = first; i < end; i++)
             most = std::max(most, std::fabs(float(to_acc(x[i]))));
@@ -237,7 +241,8 @@ template <int WARPS> __device__ size_t warp_of_launch() {
 // A warp has a block of 64 elements; a lane has a byte of codes.
 template <typename T>
 __global__ void nf4_quantize_kernel(uint8_t* codes, float* absmax, const T* x, size_t n) {
-    size_t b = warp_of_launch<NF4_WARPS>(), lane = threadIdx.x % 32;
+    size_t b = warp_of_launch<NF4_WARPS>();
+    size_t lane = threadIdx.x % 32;
     if (b * NF4_BLOCK >= n) return;
 
     // Find the largest magnitude. Elements beyond the end count as zeros.
@@ -258,7 +263,8 @@ __global__ void nf4_quantize_kernel(uint8_t* codes, float* absmax, const T* x, s
 template <int WARPS>
 __global__ void nf4_quantize_scales_kernel(uint8_t* codes, float* table, const float* absmax,
                                            size_t blocks) {
-    size_t block = warp_of_launch<WARPS>(), lane = threadIdx.x % 32;
+    size_t block = warp_of_launch<WARPS>();
+    size_t lane = threadIdx.x % 32;
     size_t first = block * NF4_SCALES_BLOCK;
     if (first >= blocks) return;
     size_t end = blocks - first < NF4_SCALES_BLOCK ? blocks : first + NF4_SCALES_BLOCK;
@@ -295,7 +301,8 @@ __global__ void nf4_dequantize_kernel(T* out, Nf4 w, size_t n) {
 template <typename T>
 __global__ void int8_quantize_kernel(int8_t* codes, float* absmax, const T* x, size_t rows,
                                      size_t cols) {
-    size_t r = warp_of_launch<NF4_WARPS>(), lane = threadIdx.x % 32;
+    size_t r = warp_of_launch<NF4_WARPS>();
+    size_t lane = threadIdx.x % 32;
     if (r >= rows) return;
 
     // Read the row twice: to find its largest magnitude, and to scale it.

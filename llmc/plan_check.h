@@ -65,7 +65,8 @@ inline std::string check_data(const Plan& p, const Model& model) {
 // Check that one micro-batch passes a stage's layers in order: forward once, then backward once.
 inline std::string check_stage_order(const Plan& p, const Model& model, int m, int stage) {
     // Follow the two fronts: forward moves up the layers, backward down.
-    int first = first_layer(p.layout, model, stage), end = first_layer(p.layout, model, stage + 1);
+    int first = first_layer(p.layout, model, stage);
+    int end = first_layer(p.layout, model, stage + 1);
     int forward = first, backward = end - 1; // the layers that are next
     int weights = 0;
     auto out_of_order = [&](const Action& a, int next) {
@@ -122,7 +123,9 @@ inline std::string check_order(const Plan& p, const Model& model) {
 
 // The number of actions of each kind that the end of a step has for one bucket.
 struct BucketUses {
-    int ties = 0, reductions = 0, publications = 0;
+    int ties = 0;
+    int reductions = 0;
+    int publications = 0;
     int fetches = 0, updates = 0, parks = 0; // an offloaded bucket has one of each for every chunk
 };
 
@@ -274,7 +277,8 @@ inline std::string check_sends(const Plan& p, const Model& model) {
         for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
             // Forward sends the stage's output, and backward sends the gradient of its input.
             std::string wrong;
-            int begin = first_layer(p.layout, model, s), end = first_layer(p.layout, model, s + 1);
+            int begin = first_layer(p.layout, model, s);
+            int end = first_layer(p.layout, model, s + 1);
             if (s + 1 < p.layout.stages())
                 wrong = once({Kind::STREAM, end, m});
             if (wrong.empty() && s > 0 && p.mode == Mode::TRAIN)

@@ -475,7 +475,9 @@ struct Mean {
 // The mean and its standard error.
 inline Mean mean_of(const std::vector<double>& x) {
     // Take two passes: a sum of squared differences does not cancel, a difference of squares would.
-    double n = double(x.size()), sum = 0, squares = 0;
+    double n = double(x.size());
+    double sum = 0;
+    double squares = 0;
     for (double v : x) sum += v;
     double mean = sum / n;
     for (double v : x)

@@ -34,7 +34,8 @@ inline Trace trace_of(const StepTime& step, const std::vector<Plan>& plans, cons
 inline std::string parts_text(const StepTime& step) {
     std::string text;
     for (const TimePart& p : time_parts()) {
-        double seconds = step.parts.*p.part, share = seconds / step.seconds;
+        double seconds = step.parts.*p.part;
+        double share = seconds / step.seconds;
         // Leave out a part that this layout does not have.
         if (seconds <= 0) continue;
         char line[96];
@@ -54,7 +55,8 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
     StepTime step = simulate_step(plans, model, action_cost(cost, model));
 
     // Compute mfu as a run prints it, against the data sheet.
-    double cards = layout.world(), rate = tokens / step.seconds;
+    double cards = layout.world();
+    double rate = tokens / step.seconds;
     double flops = flops_per_token(model, options.T) * rate;
     double mfu = flops / (cost.machine.peak(cost.element) * cards);
     char line[160];

@@ -59,7 +59,8 @@ inline std::string choose_loss_scaling(Run& run) {
     const Config& c = run.config;
     const char* numbers[] = {"loss-scale-rule", "loss-scale-start", "loss-scale-window",
                              "loss-scale-hysteresis", "loss-scale-min"};
-    bool fp16 = c.precision == "fp16", dynamic = c.loss_scale == "dynamic";
+    bool fp16 = c.precision == "fp16";
+    bool dynamic = c.loss_scale == "dynamic";
     if (!fp16 && given(c, "loss-scale"))
         return "--loss-scale is for fp16 alone: give --precision fp16";
     for (const char* name : numbers)

@@ -48,7 +48,8 @@ struct Spikes {
 
     // Add a step's loss and norm. Returns the note that a spike begins, or "".
     std::string look(int64_t step, double new_loss, double new_norm) {
-        double z_loss = loss.add(new_loss), z_norm = norm.add(new_norm);
+        double z_loss = loss.add(new_loss);
+        double z_norm = norm.add(new_norm);
         if (z_loss == 0 && z_norm == 0) return "";
         bool of_loss = z_loss > 0;
         char text[160];

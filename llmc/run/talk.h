@@ -106,7 +106,8 @@ struct Talk {
 // not fit. The first questions are forgotten until it does.
 inline std::string fit_conversation(Run& run, Talk& talk) {
     // Reserve room for an answer: at most half of the positions.
-    size_t positions = run.context_length, forgotten = 0;
+    size_t positions = run.context_length;
+    size_t forgotten = 0;
     size_t room = std::min(size_t(run.config.sample_tokens), positions / 2);
     for (;;) {
         std::string wrong = chat_prompt(run.chat, talk.messages, &talk.prompt);
@@ -146,7 +147,8 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     // Count the tokens of the prompt that the cache holds. The last token is read again in any
     // case, because its logits give the answer's first token.
     const std::vector<int>&prompt = talk.prompt, &known = talk.known;
-    size_t most = std::min(prompt.size() - 1, known.size()), cached = 0;
+    size_t most = std::min(prompt.size() - 1, known.size());
+    size_t cached = 0;
     while (cached < most && prompt[cached] == known[cached])
         cached++;
     std::vector<Text> texts = {{&prompt, fnv1a(concat("chat.", talk.turn++)), cached}};
