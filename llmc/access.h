@@ -82,8 +82,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
 // one half to the other are then written and never read.
 inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
-    bool input_half = a.op != Op::W;
-    bool weight_half = a.op != Op::I;
+    bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
     x.read({Kind::TOKENS, -1, m});
     x.write({Kind::SCRATCH, l});
 

@@ -271,4 +271,16 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
     total_loss(ctx, loss, a);
 }
 
+// Norm the rows that generation scores: the last `kept` ones of each sequence.
+template <typename T, typename S, typename W>
+void norm_last_rows(Ctx<S>& ctx, const T* inp, const W& w, HeadActs<T> acts, size_t kept) {
+    const Batch& b = ctx.batch;
+    if (kept == b.T) return head_norm(ctx, inp, w, acts, b.B * kept);
+    for (size_t i = 0; i < b.B; i++) {
+        size_t end = i * b.T + (b.lengths ? b.lengths[i] : b.T);
+        head_norm(ctx, inp + (end - kept) * ctx.shape.C, w, acts, kept);
+        acts.norm += kept * ctx.shape.C;
+    }
+}
+
 } // namespace llmc

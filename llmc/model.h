@@ -198,9 +198,7 @@ struct Bucket {
     int first = 0, count = 0;  // range of its parameters in the table
     std::vector<int> in_order = {}; // the same parameters, by offset
     size_t elements = 0;       // the end of the last parameter, rounded up to 128
-    size_t by_heads = 0;
-    size_t common = 0;
-    size_t shared = 0;
+    size_t by_heads = 0, common = 0, shared = 0;
     size_t shard = 0; // a shard's elements, if shards cut no matrix (buckets.h); 0: cut anywhere
 
     bool tied() const { return layers.size() > 1; }

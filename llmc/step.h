@@ -75,18 +75,6 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
     embedding_backward_weight(t.ctx, dwte, dwpe, output_gradient(t, a), !a.first);
 }
 
-// Norm the rows that generation scores: the last `kept` ones of each sequence.
-template <typename T, typename S, typename W>
-void norm_last_rows(Ctx<S>& ctx, const T* inp, const W& w, HeadActs<T> acts, size_t kept) {
-    const Batch& b = ctx.batch;
-    if (kept == b.T) return head_norm(ctx, inp, w, acts, b.B * kept);
-    for (size_t i = 0; i < b.B; i++) {
-        size_t end = i * b.T + (b.lengths ? b.lengths[i] : b.T);
-        head_norm(ctx, inp + (end - kept) * ctx.shape.C, w, acts, kept);
-        acts.norm += kept * ctx.shape.C;
-    }
-}
-
 // The head's forward pass. Training: nothing, for the head's backward pass makes the loss.
 // Evaluation: the loss, and that of each row. Generation: the logits of each sequence's last rows.
 template <typename T, typename S>
