@@ -227,7 +227,7 @@ template <typename S> Machine machine_asked(const Config& c, S where) {
     // Divide the card's speed among threads as ranks, which share one card and lie in one node.
     int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
     machine.cards = std::max(machine.cards, double(sharers));
-    for (double Machine::*rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
+    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
         machine.*rate /= sharers;
     return machine;
 }
