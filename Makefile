@@ -68,7 +68,7 @@ endef
 TESTS = test_plan test_budget test_simulator test_planner test_pipeline test_model test_layouts test_context test_comm test_nccl test_memory test_run \
     test_overflow test_offload test_fp8 test_life test_samples test_generate test_device test_types test_onnx test_config test_report test_data \
     test_files test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint \
-    test_evaluate test_interchange test_faults test_states test_chat
+    test_evaluate test_interchange test_faults test_states test_chat test_averages test_distill
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)

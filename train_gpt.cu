@@ -12,6 +12,7 @@
 #include "llmc/io/prepare.h"
 #include "llmc/io/upcycle.h"
 #include "llmc/run/auto_plan.h"
+#include "llmc/run/average.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/on_policy.h"
@@ -54,6 +55,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double waited = waited_for_others(run);
     uint64_t samples = uint64_t(c.batch_tokens / c.seq);
     take_reference_point(run, t);
+    if (t.before) t.before();
     start_plan(t, run.train_plan);
     // With --loss grpo the next batch cannot be read ahead: it is sampled from the new weights.
     bool ahead = run.step + 1 < c.steps && !has_rollouts(c);
@@ -115,6 +117,10 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     bool adapters = run.shape.adapters != nullptr;
     bool behind = adapters || has_reference(c); // resume below, after the starting weights
     bool resumed = c.resume && !behind && resume(run, t);
+    if (!c.average.empty()) {
+        average_weights(run, t);
+        resumed = true; // nothing is left to read or to draw
+    }
 
     // Without a checkpoint, read the model's files, and draw what they leave open.
     if (!resumed && c.upcycle)
@@ -128,6 +134,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && !c.adapter.empty())
         or_die(load_adapters(t, c.adapter));
+    if (!resumed) start_average(t);
 
     // Finish what needs the starting weights, then load the checkpoint over them.
     if (adapters && !c.out.empty())
@@ -203,6 +210,8 @@ void set_training(Run& run, Trainer<T, S>& t) {
     t.hyper.eps = float(c.eps);
     t.hyper.weight_decay = float(c.weight_decay);
     t.hyper.clip = float(c.clip);
+    t.hyper.ema = c.ema;
+    t.takes_average = c.use_ema;
     t.hyper.loss_scaling = run.loss_scaling;
     t.hyper.seed = uint64_t(c.seed);
 
@@ -319,6 +328,7 @@ void run_training(Run& run, S where) {
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
     run.draft_bytes = draft_bytes<T>(run, plans, where);
+    run.teacher_bytes = teacher_bytes<T>(run, plans, run.world.rank, where);
     if (c.explain) print_plan(run, t, plans);
     check_bound<T>(run, where);
     if (c.explain) return;
@@ -343,6 +353,7 @@ void run_training(Run& run, S where) {
     t.replays = c.graphs;
     t.document_end = run.document_end;
     load_weights(run, t);
+    open_teacher(run, t, plans);
     std::shared_ptr<Draft> draft = open_draft<T>(run, plans, where);
     run.draft = draft.get();
     open_log(run, t);
@@ -576,14 +587,16 @@ static bool run_command(Run& run) {
     // choose the model's shape.
     take_ds_config(run);
     adopt_checkpoint(run);
+    choose_average(run);
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);
     grow_vocabulary(run);
 
     // Fine-tuning with another loss takes that loss's usual defaults (TRL's). A resumed run took
-    // them when it began, and has them from its checkpoint.
+    // them when it began, and has them from its checkpoint; a mean of models trains nothing.
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
+    goes_on |= !c.average.empty();
     std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
     if (is_first(run) && !taken.empty())
         printf("%s\n", taken.c_str());
@@ -613,6 +626,7 @@ static bool run_command(Run& run) {
     open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);
     if (!c.explain && has_rollouts(c)) open_exercises(run);
+    choose_teacher(run);
     choose_texts(run);
 
     return run_where_wanted(run);

@@ -47,7 +47,7 @@ inline const char* op_name(Op op) {
 // The meaning of a piece of memory. The table below says how long each kind lives, and whether
 // there is one for each bucket or for each layer.
 enum class Kind : uint8_t {
-    WEIGHT, MASTER, STATE, GRAD, GRAD_TIED, SCALE, AMAX, CAST, CONSTANTS, CACHE,
+    WEIGHT, MASTER, STATE, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, CONSTANTS, CACHE,
     GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, LOADS, SCRATCH
@@ -62,6 +62,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"weight",     true,  true},  // this rank's weights: the whole bucket, in ZeRO-3 its shard
         {"master",     true,  true},  // the bits that narrow weights lack (small_states.cuh)
         {"state",      true,  true},  // a state tensor of the optimizer; `micro` is its number
+        {"ema",        true,  true},  // the running mean of weights (ema.cuh)
         {"grad",       true,  true},  // the step's gradient: whole, or its shard in ZeRO-2 and 3
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
         {"scale",      true,  false}, // the gradient norm, the clipping factor, finiteness
@@ -176,6 +177,7 @@ struct PlanOptions {
     Offload offload = {};
     Masters masters = Masters::FLOAT; // kept for weights that are narrower than float
     States states = States::FLOAT;    // the format of AdamW's moments
+    bool ema = false;                 // a running mean of weights is kept (ema.cuh)
     Stored stored = Stored::WIDE;
     bool narrow_gradients = false; // data-parallel ranks sum gradients as bf16
     Objective objective = {};      // the loss that is trained
@@ -304,7 +306,8 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     switch (d.kind) {
     case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.weights_away);
     case Kind::MASTER:
-    case Kind::STATE: return layout.zero >= 1;
+    case Kind::STATE:
+    case Kind::EMA: return layout.zero >= 1;
     case Kind::GRAD:
     case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
     default: return false;

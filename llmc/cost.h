@@ -380,6 +380,8 @@ inline double update_seconds(const CostModel& c, const Plan& p, const Model& mod
     if (c.element == 2) each += 2 * master_bytes(p.masters);
     double moment = p.states == States::EIGHT_BIT ? 1 : p.states == States::BF16 ? 2 : 4;
     each += 2 * moment * optimizer_row(p.optimizer).states.size();
+    // The mean of weights is read and written, and weights or masters are read again.
+    if (p.ema) each += 12;
     return each * double(updated_range(p.layout, model, bucket).count) / c.machine.memory_rate();
 }
 

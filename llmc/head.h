@@ -8,6 +8,7 @@
 //   Tensor-parallel ranks have the logits of their own tokens (tensor_parallel.h, 4).
 //   Objectives over whole sequences (objective.cuh) need the losses of all rows before the first
 //   gradient, so the head walks its chunks twice.
+//   Distillation (distill.cuh) makes the teacher's logits of the same chunk beside its own.
 //   Contract: gradients are scaled by 1 / (valid targets of the global batch, or pairs); the loss
 //             is not scaled.
 //   Cost: 2 N V C FLOPs forward, 4 N V C more for the gradients. Memory: the shape's logits_bytes
@@ -15,6 +16,7 @@
 #pragma once
 #include <algorithm>
 #include "crossentropy.cuh"
+#include "distill.cuh"
 #include "elementwise.cuh"
 #include "embedding.cuh"
 #include "objective.cuh"
@@ -100,6 +102,8 @@ template <typename T> struct HeadActs {
     acc_t<T>* losses;                             // (N)
     acc_t<T>* objective;                          // (4,N) as in objective.cuh, or nothing
     acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
+    T* teacher_logits;                            // (chunk,Vp) or nothing
+    acc_t<T>* distill;                            // (7,chunk) maxima and sums, or nothing
 };
 
 // Evaluation keeps these numbers for each row.
@@ -113,6 +117,7 @@ template <typename T> struct RowLosses {
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
+    size_t taught = s.objective.distills() ? chunk : 0; // rows beside a teacher's
     using enum Keep;
     using enum Last;
 
@@ -127,6 +132,8 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
     row(a.objective,     "objective",    s.objective.rows() ? 4 * N : 0, GRADIENT, B);
+    row(a.teacher_logits, "teacher logits", taught * s.Vp(), GRADIENT, B);
+    row(a.distill,       "teacher sums", (2 + DISTILL_SUMS) * taught, GRADIENT, B);
 }
 // clang-format on
 
@@ -232,6 +239,41 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
     total_loss(ctx, loss, a);
 }
 
+// Make the teacher's logits of rows [n, n + rows), from what its last norm gave.
+template <typename T, typename S>
+void teacher_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
+    const TeacherHead& t = *ctx.teacher;
+    size_t first = size_t(ctx.micro) * ctx.batch.rows() + n;
+    const T* norm = static_cast<const T*>(t.norm) + first * t.C; // (rows,C)
+    const T* no_residual = nullptr;
+    linear_forward(a.teacher_logits, norm, t.lm_head, nullptr, no_residual, rows, *t.blas,
+                   ctx.where);
+    softcap_forward(a.teacher_logits, rows * ctx.shape.Vp(), t.softcap, ctx.where);
+}
+
+// Distillation: turn the logits of rows [n, n + rows) into losses and their own gradient. Both
+// models' tables are cut alike over tensor-parallel ranks.
+template <typename T, typename S>
+void head_chunk_distill(Ctx<S>& ctx, const HeadActs<T>& a, GradientScale scale, size_t n,
+                        size_t rows) {
+    const Shape& s = ctx.shape;
+    const int* targets = ctx.batch.targets + n; // (rows)
+    Distillation d = {s.objective.share, s.objective.temperature};
+    teacher_chunk_logits(ctx, a, n, rows);
+
+    // Reduce both rows over all ranks' columns.
+    DistillRows<T> x = {a.logits, a.teacher_logits,      targets, a.distill,
+                        a.distill + 2 * rows, rows, s.V, s.Vp(), s.vocab_start};
+    distill_max(x, ctx.where);
+    all_reduce_max(ctx.tp, x.maxima, 2 * rows, ctx.where);
+    distill_sums(x, d, ctx.where);
+    all_reduce_sum(ctx.tp, x.sums, DISTILL_SUMS * rows, ctx.where);
+
+    // Losses and gradients follow from them.
+    distill_loss(a.losses + n, x, d, ctx.where);
+    distill_backward(x, d, scale, ctx.where);
+}
+
 // Train: make the loss, this rank's rows of a.dnorm, and the weight's gradient.
 // `scale` points to one number.
 template <typename T, typename S>
@@ -251,7 +293,9 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
         const int* targets = ctx.batch.targets + n; // (rows)
         GradientScale all_rows = {1, ctx.loss_scale, s.logit_softcap, scale, coefficients};
         GradientScale gradient_scale = all_rows.from_row<acc_t<T>>(n);
-        if (ctx.tp.size == 1) {
+        if (ctx.teacher) {
+            head_chunk_distill(ctx, a, gradient_scale, n, rows);
+        } else if (ctx.tp.size == 1) {
             crossentropy_forward_backward(a.losses + n, a.logits, targets, gradient_scale, rows,
                                           s.V, s.Vp(), ctx.where);
         } else {

@@ -215,6 +215,7 @@ void bind_batch(Trainer<T, S>& t, int micro) {
 
     // Point at the input's parts, which lie one behind the other as read_micro_batch() wrote them.
     const int* keys = tokens + p.row_numbers() * N;
+    t.ctx.micro = micro;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
     const float* numbers = reinterpret_cast<const float*>(tokens + 4 * N);
     if (p.objective.rows()) t.ctx.batch.rejected = numbers, t.ctx.batch.reference = numbers + N;

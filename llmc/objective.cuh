@@ -32,8 +32,9 @@
 
 namespace llmc {
 
-// The objectives. NLL is plain cross-entropy, which needs no coefficients.
-enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO, GRPO };
+// The objectives. NLL is plain cross-entropy, which needs no coefficients; nor does distillation,
+// whose rows stand alone (distill.cuh).
+enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO, GRPO, DISTILL };
 
 // The chosen objective and its hyperparameters.
 struct Objective {
@@ -43,7 +44,10 @@ struct Objective {
     double gamma = 0;     // SimPO's margin
     double desirable = 1; // KTO's weights of the two labels
     double undesirable = 1;
-    bool rows() const { return kind != LossKind::NLL; } // have coefficients
+    double share = 0.5;     // distillation's weight of the teacher
+    double temperature = 1; // and how soft both softmaxes are
+    bool distills() const { return kind == LossKind::DISTILL; }
+    bool rows() const { return kind != LossKind::NLL && !distills(); } // have coefficients
     bool pairs() const { return rows() && kind != LossKind::GRPO; }
 };
 
@@ -104,6 +108,7 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
     double mean_w = w.y / w.targets, mean_l = l.y / l.targets;
     switch (o.kind) {
     case LossKind::NLL:
+    case LossKind::DISTILL:
     case LossKind::KTO:
     case LossKind::GRPO: break;
 

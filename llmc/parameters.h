@@ -214,7 +214,8 @@ template <typename T, typename S>
 void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
                  const acc_t<T>* values) {
     if (!range.count) return;
-    if (t.plans[0].states == States::EIGHT_BIT)
+    States format = d.kind == Kind::EMA ? States::FLOAT : t.plans[0].states;
+    if (format == States::EIGHT_BIT)
         return for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t at) {
             std::vector<float> x(values + at, values + at + row.n);
             std::vector<unsigned char> bytes(state_bytes(row.n, row.small));
@@ -228,7 +229,7 @@ void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
     // Round to nearest: only an update rounds stochastically.
     auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
     auto whole = [=](size_t i) { return values[i]; };
-    if (t.plans[0].states == States::BF16) {
+    if (format == States::BF16) {
         fill_kept<bf16>(t, d, range.at, range.count, narrow);
     } else {
         fill_kept<acc_t<T>>(t, d, range.at, range.count, whole);
@@ -298,8 +299,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, and float masters: these are numbers already.
-    if (d.kind == Kind::STATE)
+    // Read moments in acc, the mean of weights, and float masters: these are numbers already.
+    if (d.kind == Kind::STATE || d.kind == Kind::EMA)
         return read_kept(t, values, d, range.at, range.count);
     if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
         std::vector<float> masters(range.count);

@@ -158,6 +158,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
 
         // Count what only trainable buckets have.
         e.lasting += bytes(Kind::GRAD) + bytes(Kind::MASTER) + states * bytes(Kind::STATE);
+        e.lasting += bytes(Kind::EMA);
         e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
         e.passing += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
         e.passing += bytes(Kind::SENT);

@@ -125,6 +125,8 @@ std::vector<Copied> copied_data(const Trainer<T, S>& t) {
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             if (moments)
                 list.push_back({state + " of " + p.name, {Kind::STATE, p.bucket, number++}, &p});
+        if (t.plans[0].ema && masters)
+            list.push_back({"the mean of " + p.name, {Kind::EMA, p.bucket}, &p});
     }
     return list;
 }

@@ -6,6 +6,7 @@
 #include "adamw.cuh"
 #include "amaxes.h"
 #include "arena.h"
+#include "ema.cuh"
 #include "family.h"
 #include "frozen.h"
 #include "grad_norm.cuh"
@@ -355,6 +356,9 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::STATE:
         if (p.states == States::EIGHT_BIT) return small_state_bytes(p, model, d, elements);
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
+
+    // The mean of weights moves by less than a bf16 has bits for.
+    case Kind::EMA: return p.ema ? elements * sizeof(A) : 0;
 
     // Gradients are in acc, except for the copy that is sent. Sums of their squares are doubles.
     case Kind::GRAD:

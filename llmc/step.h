@@ -284,12 +284,18 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
         bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
         AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay,
                          h.stochastic && narrow, h.seed};
-        return adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
+        adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
+        break;
     }
     case Optimizer::SGD:
-        return sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
-                          no_rate, h.weight_decay, scale, where);
+        sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
+                   no_rate, h.weight_decay, scale, where);
     }
+
+    // Let the mean of weights follow them, if there is one.
+    A* mean = update_part<A>(t, a, {Kind::EMA, a.bucket});
+    WeightMemory<T> weights = {weight, master, p.masters};
+    if (mean) ema_update(mean, weights, range.count, h.ema, scale, where);
 }
 
 // UPDATE: StepScale lies in device memory, so the host need not know the norm. Only an update that

@@ -15,7 +15,8 @@ inline Tier tier_of(const Plan& p, Data d) {
     switch (d.kind) {
     case Kind::WEIGHT: return p.offload.weights;
     case Kind::MASTER:
-    case Kind::STATE: return p.offload.optimizer;
+    case Kind::STATE:
+    case Kind::EMA: return p.offload.optimizer;
     case Kind::GRAD:
     case Kind::GRAD_TIED: return p.offload.gradients;
     // A chunk is staged where its update runs; a shard of weights, where it is gathered.
@@ -33,6 +34,7 @@ inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
     int states = int(optimizer_row(p.optimizer).states.size());
     for (int s = 0; s < states; s++)
         data.push_back({Kind::STATE, bucket, s, chunk});
+    if (p.ema) data.push_back({Kind::EMA, bucket, -1, chunk});
     return data;
 }
 

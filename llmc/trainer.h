@@ -21,6 +21,7 @@ struct Hyper {
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0, clip = 0;
     LossScaling loss_scaling = {}; // fp16
     uint64_t seed = 0;             // for stochastic rounding
+    double ema = 0;                // decay of the mean of weights (ema.cuh), if the plan keeps one
     bool stochastic = true;        // false, in tests: round to nearest, which loses small steps
 };
 
@@ -71,9 +72,11 @@ template <typename T, typename S> struct Trainer {
     Stopwatch<S> watch;                       // times actions while it is on
     bool replays = false;                     // --graphs: replay a plan's launches as one graph
     std::vector<PlanGraph<S>> graphs;         // [plan]
+    std::function<void()> before; // called before a step of training, if there is one
     std::function<void(const Action&)> after; // called after each action, to look at its results
     std::vector<Narrow> narrow; // frozen weights: where each parameter lies (frozen.h)
     std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (casts.h)
+    bool takes_average = false; // a checkpoint's mean of weights is loaded as the weights
     std::function<bool()> stopped; // whether the run should end: all ranks ask, and hear the same
 };
 

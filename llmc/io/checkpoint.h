@@ -1,7 +1,8 @@
 // checkpoint.h - crash-safe checkpoints: each rank writes what it owns; checkpoint_load.h loads it
 //   OUT/step_00000100/rank_00003.safetensors   the elements that rank 3 owns, as flat tensors
 //                                              "param.NAME" (the masters, exact, or the weights),
-//                                              "m.NAME" and "v.NAME" (AdamW's moments)
+//                                              "m.NAME" and "v.NAME" (AdamW's moments),
+//                                              "ema.NAME" (the mean of weights, --ema)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
 //     and "ep", "ep_rank" if ranks shared out experts
@@ -199,11 +200,14 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         if (!t.model.buckets[p.bucket].trainable) continue;
         // Save the masters, which are exact: the weights beside them are rounded copies.
         Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
-        list.push_back({"param." + p.name, {weights, p.bucket}, &p});
+        // A run that only reads may take the mean of weights in their place (--use-ema).
+        const char* read = t.takes_average ? "ema." : "param.";
+        list.push_back({read + p.name, {weights, p.bucket}, &p});
         if (!stateful) continue;
         int number = 0;
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
+        if (t.plans[0].ema) list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
     }
     return list;
 }

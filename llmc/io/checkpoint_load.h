@@ -266,7 +266,7 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
 template <typename T, typename S>
 void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t<T>>& values) {
     typedef acc_t<T> A;
-    if (s.data.kind != Kind::STATE)
+    if (s.data.kind != Kind::STATE && s.data.kind != Kind::EMA)
         return set_weight(t, *s.p, values.data());
 
     // Keep this rank's range of a moment; set_weight() does the same for a weight.
@@ -278,6 +278,35 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t
     write_state(t, s.data, *s.p, range, kept.data());
 }
 
+// Whether a checkpoint holds a mean of weights beside them.
+inline bool saves_average(const nlohmann::json& entries) {
+    for (const nlohmann::json& entry : entries)
+        for (auto& [name, range] : entry["tensors"].items())
+            if (name.starts_with("ema.")) return true;
+    return false;
+}
+
+// Start the mean of weights at the weights. All ranks call.
+template <typename T, typename S>
+void start_average(Trainer<T, S>& t) {
+    if (t.plans[0].mode != Mode::TRAIN || !t.plans[0].ema) return;
+    bool masters = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
+    Kind kind = masters ? Kind::MASTER : Kind::WEIGHT;
+
+    // ZeRO-1 and 2 keep whole weights, and a shard of their mean.
+    for (const Parameter& p : t.model.parameters) {
+        Data mean = {Kind::EMA, p.bucket};
+        KeptRange range = kept_range(t, mean, p);
+        if (!t.model.buckets[p.bucket].trainable || !range.count) continue;
+        Data weight = {kind, p.bucket};
+        KeptRange from = kept_range(t, weight, p);
+        from.at += range.first - from.first;
+        std::vector<acc_t<T>> values =
+            read_numbers(t, weight, p, {range.first, range.count, from.at});
+        write_state(t, mean, p, range, values.data());
+    }
+}
+
 // Read all state from a verified checkpoint, each file by its reader. All ranks first check all
 // that they need: a checkpoint that does not fit changes nothing. *bytes: what this rank read.
 template <typename T, typename S>
@@ -287,10 +316,15 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     SavedFiles files = {t.model, folder, entries, readers, closed};
     const Comm& world = t.comms.world;
     std::vector<StateTensor> tensors = state_tensors(t);
+    bool averaged = saves_average(entries);
+    if (!averaged) // a run that had none: load_verified() starts it
+        std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::EMA; });
 
     // Check the cut. A tp size that does not divide this model would leave ranks without a head.
     std::vector<Piece> pieces;
     std::string wrong;
+    if (t.takes_average && !averaged)
+        wrong = concat(folder, ": holds no mean of weights for --use-ema: its run had no --ema");
     for (const nlohmann::json& entry : entries)
         if (wrong.empty() && !tp_divides(t.model.shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
@@ -336,7 +370,7 @@ std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
     // All ranks have read the same manifest, so either all of them call weight_sums_json or none.
     bool alike = manifest["precision"] == type_name(type_of<T>()) &&
                  manifest.value("rounding", "") == rounding_of(t);
-    if (!manifest.contains("weight_sums") || !alike)
+    if (!manifest.contains("weight_sums") || !alike || t.takes_average)
         return "";
 
     nlohmann::json saved = manifest["weight_sums"], own = weight_sums_json(t);
@@ -454,6 +488,7 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     if (wrong.empty())
         wrong = check_sums(t, folder, manifest);
     if (!wrong.empty()) return wrong;
+    if (!saves_average(manifest["files"])) start_average(t);
     take_counters(t, info, manifest);
     note_differences(t, manifest, notes);
     return "";

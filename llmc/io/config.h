@@ -43,6 +43,9 @@ struct Config {
     int document_end = -1;
     std::string loss = "lm", chat_format = "auto";
     double beta = 0, label_smoothing = 0, gamma = -1;
+    // distill: the model to learn from, its weight beside the text, and how soft both are
+    std::string teacher;
+    double distill_share = 0.5, distill_temperature = 1;
     double desirable_weight = 1;
     double undesirable_weight = 1;
     // grpo: answers a prompt, tokens an answer (0: as many as --seq leaves)
@@ -62,6 +65,8 @@ struct Config {
     double lr = 1e-3, min_lr = -1;
     int64_t warmup = 20;
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
+    double ema = 0;
+    bool use_ema = false;
     int64_t seed = 1337;
 
     // adapters; an alpha of 0 becomes twice the rank in config_check()
@@ -98,7 +103,7 @@ struct Config {
 
     // files
     // --out survives a kill and can be resumed; an export holds only weights
-    std::string out, export_dir, export_dtype = "fp32", ds_config;
+    std::string out, export_dir, export_dtype = "fp32", ds_config, average;
     int64_t save_every = 0;
     std::string save_minutes = "10"; // or auto: save_seconds()
     double failure_hours = 50700;
@@ -218,14 +223,21 @@ inline const std::vector<Flag>& config_table() {
         {"document-end", &C::document_end, "-1..100000000",
          "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
 
-        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto|grpo",
+        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto|grpo|distill",
          "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
-         "as JSON lines (.jsonl); kto: answers that are desirable or not, lines have prompt, "
+         "as JSON lines (.jsonl); distill: text or answers, and what --teacher says of each token; "
+         "kto: answers that are desirable or not, lines have prompt, "
          "completion, label; grpo: answers that the model samples, by --reward, lines have prompt, "
          "answer; the others: to prefer one answer, lines have prompt, chosen, rejected"},
         {"beta", &C::beta, "0..1000",
          "dpo, ipo, simpo, kto: how much a preference weighs; orpo: its share beside the answer's "
          "own loss (0: 0.1; simpo 2)"},
+        {"teacher", &C::teacher, "",
+         "distill: a model of the same vocabulary: what --model can be, or a run's folder"},
+        {"distill-share", &C::distill_share, "0..1",
+         "distill: weight of the teacher's distribution; the text has the rest"},
+        {"distill-temperature", &C::distill_temperature, "0.01..1000",
+         "distill: divides both models' logits; above 1 unlikely tokens count more"},
         {"group", &C::group, "2..65536",
          "grpo: answers to each prompt, whose rewards are compared; a sequence each"},
         {"answer-tokens", &C::answer_tokens, "0..16777216",
@@ -273,6 +285,9 @@ inline const std::vector<Flag>& config_table() {
         {"beta2", &C::beta2, "0..1", "AdamW"},
         {"eps", &C::eps, "0..1", "AdamW"},
         {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
+        {"ema", &C::ema, "0..1",
+         "keep a running mean of the weights beside them, which forgets a share of 1 - EMA each "
+         "step, as 0.999; checkpoints hold both (0: none)"},
         {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
 
         {"", &C::help, "", "Adapters"},
@@ -409,6 +424,12 @@ inline const std::vector<Flag>& config_table() {
          "adapters it was made with where flags say nothing else; a new run where there is none"},
         {"resume-step", &C::resume_step, "-1..1000000000000",
          "with --resume: from the checkpoint of this step (-1: the newest)"},
+        {"use-ema", &C::use_ema, "",
+         "with --resume, to evaluate, sample or export: the mean of --ema in the place of the "
+         "weights"},
+        {"average", &C::average, "",
+         "DIR,DIR,...: evaluate, sample or export the mean of several models: Hugging Face "
+         "folders, checkpoints RUN/step_N, or a run for all its checkpoints"},
         {"export", &C::export_dir, "",
          "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2; "
          "FILE.gguf: for llama.cpp"},
@@ -717,6 +738,7 @@ inline LossKind loss_kind(const std::string& loss) {
     if (loss == "simpo") return LossKind::SIMPO;
     if (loss == "kto") return LossKind::KTO;
     if (loss == "grpo") return LossKind::GRPO;
+    if (loss == "distill") return LossKind::DISTILL;
     return loss == "orpo" ? LossKind::ORPO : LossKind::NLL;
 }
 inline Objective objective_of(const Config& c) {
@@ -727,7 +749,13 @@ inline Objective objective_of(const Config& c) {
     o.gamma = c.gamma;
     o.desirable = c.desirable_weight;
     o.undesirable = c.undesirable_weight;
+    o.share = c.distill_share;
+    o.temperature = c.distill_temperature;
     return o;
+}
+// Whether the data are conversations or pairs; a teacher reads either these or text.
+inline bool has_conversations(const Config& c) {
+    return c.loss == "distill" ? c.data.ends_with(".jsonl") : c.loss != "lm";
 }
 // Whether the run trains on pairs of answers.
 inline bool has_pairs(const Config& c) { return objective_of(c).pairs(); }

@@ -403,6 +403,26 @@ inline std::string check_masters(const Config& c) {
     return "";
 }
 
+// Check distillation: it needs a teacher, and some flags are not built beside one.
+inline std::string check_distill(const Config& c) {
+    bool distills = c.loss == "distill";
+    for (const char* name : {"teacher", "distill-share", "distill-temperature"})
+        if (given(c, name) && !distills)
+            return concat("--", name, " is for --loss distill: give that too");
+    if (!distills) return "";
+    if (c.teacher.empty() && c.steps > 0 && !c.eval)
+        return "--loss distill learns from a teacher: give --teacher DIR";
+
+    // Refuse what no test has seen beside a second model.
+    if (c.ep > 1)
+        return concat("--loss distill: a teacher beside --ep ", c.ep, " is not built: give --ep 1");
+    if (c.cp > 1)
+        return concat("--loss distill: a teacher beside --cp ", c.cp, " is not built: give --cp 1");
+    if (c.graphs)
+        return "--loss distill: a teacher beside --graphs is not built: leave --graphs out";
+    return "";
+}
+
 // Check what conversations, pairs and sampled answers need, and what is not built with them. Fill
 // in the numbers that the user left out.
 inline std::string check_loss(Config& c) {
@@ -428,7 +448,8 @@ inline std::string check_loss(Config& c) {
     for (const char* name : {"desirable-weight", "undesirable-weight"})
         if (given(c, name) && c.loss != "kto")
             return concat("--", name, " is for --loss kto: leave it out");
-    if (c.loss == "lm") return "";
+    if (std::string wrong = check_distill(c); !wrong.empty()) return wrong;
+    if (!has_conversations(c)) return "";
 
     // Fill in TRL's numbers; for SimPO, those of its paper. Sampled answers need no reference.
     if (c.beta == 0 && !sampled) c.beta = c.loss == "simpo" ? 2 : 0.1;
@@ -544,10 +565,25 @@ inline std::string check_frozen(const Config& c) {
     return "";
 }
 
+// Check the mean of weights, which one run keeps and another one reads.
+inline std::string check_ema(const Config& c) {
+    bool reads = c.eval || c.steps == 0;
+    if (c.ema == 1)
+        return "--ema 1 never moves from the first weights: give less, as 0.999";
+    if (c.use_ema && !c.resume)
+        return "--use-ema reads the mean that a run with --ema has saved: give its --out DIR, and "
+               "--resume";
+    if (c.use_ema && !reads)
+        return "--use-ema would train on from the mean, which no optimizer has seen: give --eval, "
+               "or --steps 0 and --export or samples";
+    return "";
+}
+
 // Check flags that need another flag, or exclude it.
 inline std::string check_together(const Config& c) {
     std::string wrong = check_masters(c);
     if (wrong.empty()) wrong = check_frozen(c);
+    if (wrong.empty()) wrong = check_ema(c);
     if (!wrong.empty()) return wrong;
 
     // Check pairs of flags.
@@ -626,6 +662,9 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
+    if (c.loss == "distill")
+        return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
+               "and add it to the command that it prints";
     if (objective_of(c).rows() || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
         return "--plan auto: the time of preferences, sampled answers, --offload, --fp8 and "
                "adapters is not simulated: plan without them, and add them to the command that it "
@@ -653,7 +692,7 @@ inline std::string check_machine(const Config& c) {
 
     // Refuse flags without a cost in the simulator: moves between memories, 8-bit products,
     // adapters, and a head that walks twice.
-    if (objective_of(c).rows())
+    if (objective_of(c).rows() || c.loss == "distill")
         return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
     if (c.offload != "none")
         return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";

@@ -10,7 +10,7 @@ namespace llmc {
 // from scratch. Returns a line that names them, or "" if none is taken.
 inline std::string take_loss_defaults(Config& c) {
     std::string taken;
-    if (c.loss == "lm") return taken;
+    if (c.loss == "lm" || c.loss == "distill") return taken;
     // Adapters take ten times the learning rate of full fine-tuning, as TRL's pages on LoRA advise.
     if (!given(c, "lr")) {
         bool gentle = objective_of(c).rows();
@@ -150,6 +150,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     // clang-format off
     const Pair pairs[] = {
         {"offload",       trains || away,            "steps of training"},
+        {"ema",           !c.out.empty(),            "--out, where checkpoints hold the mean"},
         {"keep",          !c.out.empty(),            "--out"},
         {"export-dtype",  !c.export_dir.empty(),     "--export"},
         {"field",         false,                     "--prepare"},

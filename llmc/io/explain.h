@@ -214,6 +214,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     const char* formats[] = {"float", "16-bit remainders", ""};
     add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
     add("optimizer moments", Kind::STATE, states_name(plans[0].states));
+    add("mean of weights", Kind::EMA, "float, --ema");
     add("maxima of fp8 products", Kind::AMAX, "delayed scaling's, and scales");
     add("codes of fp8 weights", Kind::CAST, "cast once a step");
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
@@ -286,7 +287,8 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     double moment = options.states == States::BF16 ? sizeof(bf16) : state;
     if (options.states == States::EIGHT_BIT)
         moment = small_moment_bytes(model);
-    return {sizeof(T), state, master + double(states) * moment};
+    double mean = options.ema ? state : 0;
+    return {sizeof(T), state, master + double(states) * moment + mean};
 }
 
 // Describe these bytes, and what ZeRO leaves of them on a rank. If ranks share out experts, a third

@@ -154,7 +154,7 @@ inline void look_at_data(Run& run) {
 // Choose the format of conversations, if --loss, --chat or --chat-format needs one.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
-    if (c.loss == "lm" && !c.chat && !given(c, "chat-format")) return;
+    if (!has_conversations(c) && !c.chat && !given(c, "chat-format")) return;
     std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (is_first(run))
@@ -177,7 +177,7 @@ inline void open_data(Run& run) {
 
     // Open both splits. Validation reads --val, or without it the end of the data.
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
-    const Chat* chat = c.loss == "lm" ? nullptr : &run.chat;
+    const Chat* chat = has_conversations(c) ? &run.chat : nullptr;
     run.chat.pairs = has_pairs(c);
     run.chat.labels = c.loss == "kto";
     if (train)
@@ -430,6 +430,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.narrow_gradients = c.gradients == "bf16";
     train.masters = masters_named(c.masters);
     train.states = states_named(c.states);
+    train.ema = c.ema > 0;
     train.stored = stored_named(c.weights);
     train.objective = objective_of(c);
     train.recompute = recompute_named(c.recompute);
@@ -454,6 +455,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     evaluate.mode = Mode::EVALUATE;
     evaluate.recompute = Recompute::NONE;
     evaluate.micro_batches = 1;
+    if (evaluate.objective.distills()) evaluate.objective = {}; // the text's own loss
     bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
     if (wants_validation(c))
         run.evaluate_plan = add(evaluate);

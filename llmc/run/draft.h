@@ -2,57 +2,17 @@
 //   A draft has its own shape, weights and memory, and a key/value cache as long as the model's. It
 //   must have the model's vocabulary. ../io/speculate.h says how guesses are judged.
 #pragma once
-#include "choose.h"
-#include "folder.h"
+#include "second_model.h"
 
 namespace llmc {
 
-// The configuration of a run whose model is the draft. --draft takes whatever --model takes, and
-// also the folder of a run, whose newest checkpoint is then the draft.
-inline Config draft_config(const Run& run) {
-    Config d;
-    d.model = run.config.draft;
-    if (!file_type(d.model))
-        d.vocab = int(run.shape.V); // a preset's new weights take the model's vocabulary
-    if (checkpoint_steps(d.model).empty())
-        return d;
+// The configuration of a run whose model is the draft.
+inline Config draft_config(const Run& run) { return second_config(run, run.config.draft); }
 
-    // Take the model's flags from the checkpoint of that run.
-    d.out = d.model;
-    d.model = Config().model;
-    nlohmann::json manifest = newest_manifest(d);
-    if (!manifest.is_object() || !manifest.contains("config"))
-        return d;
-    adopt_flags(d, manifest["config"]);
-    d.fp8 = "none"; // it computes in the model's type
-    return d;
-}
-
-// Check that the draft has the model's vocabulary: "" or what differs. If both have a tokenizer,
-// compare the text of each token; else compare the sizes of the tables, which may differ by padding
-// rows although the tokens are the same.
+// Check that the draft has the model's vocabulary: "" or what differs. Without tokenizers, the
+// sizes of the tables are compared, which may differ by padding rows although tokens are the same.
 inline std::string check_draft_tokens(const Run& run, const Config& d) {
-    const Config& c = run.config;
-    std::string file = file_type(d.model) == S_IFDIR ? tokenizer_in(d.model) : d.tokenizer;
-    bool compares = !file.empty() && vocab_matches(run);
-    if (!compares && run.draft_shape.V != run.shape.V)
-        return concat("--draft ", c.draft, " has ", run.draft_shape.V, " tokens, and ", c.model,
-                      " ", run.shape.V, ": give a draft that has the model's tokenizer");
-    if (!compares)
-        return "";
-
-    // Each token must stand for the same text, special tokens included.
-    Tokenizer own;
-    std::string wrong = tokenizer_open(&own, file);
-    const Tokenizer& t = run.tokenizer;
-    bool same = own.vocab_size == t.vocab_size && own.special == t.special;
-    for (int token = 0; same && token < t.vocab_size; token++)
-        same = decode(own, token) == decode(t, token);
-    if (wrong.empty() && !same)
-        wrong = concat("--draft ", c.draft, ": its tokens are those of ", file,
-                       ", and the model's are those of ", c.tokenizer,
-                       ": give a draft that has the model's tokenizer");
-    return wrong;
+    return check_same_tokens(run, d, run.draft_shape, "--draft", run.config.draft, "draft");
 }
 
 // Choose the draft's shape, and check that its vocabulary is the model's.
@@ -122,19 +82,7 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
     device_zero(t->arena.device().base, t->arena.device().bytes, where);
     init_constants(*t);
 
-    // Read its weights from a checkpoint or from model files, or draw those of a preset.
-    mode_t type = file_type(d.model);
-    CheckpointInfo info;
-    std::vector<std::string> notes;
-    if (!d.out.empty())
-        or_die(checkpoint_load(*t, &info, d.out, &notes));
-    else if (type)
-        or_die(type == S_IFDIR ? hf_load_weights(*t, d.model) : model_file_load(*t, d.model));
-    for (const std::string& text : notes)
-        note(run, text);
-    if (d.out.empty())
-        init_weights(*t, uint64_t(c.seed), type != 0);
-    bool drawn = d.out.empty() && !type;
+    bool drawn = load_second(run, *t, d);
     printf("draft: %s%s, %zu parameters, guesses %d tokens ahead\n", printable(c.draft).c_str(),
            drawn ? " with new weights" : "", parameter_count(t->model), c.draft_tokens);
     return make_draft(t, size_t(c.draft_tokens), run.shape.V);

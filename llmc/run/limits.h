@@ -8,6 +8,7 @@
 #include "../io/async_save.h"
 #include "../io/mfu.h"
 #include "draft.h"
+#include "teach.h"
 
 namespace llmc {
 
@@ -126,6 +127,7 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     std::vector<PlanOptions> plans = choose_plans(run);
     trainer_place(t, run.shape, plans, layout_at(choose_layout(c, run.shape), rank));
     size_t beside = snapshot_here(c, t) + draft_bytes<T>(run, plans, where);
+    beside += teacher_bytes<T>(run, plans, rank, where);
     return bytes_here(t.arena, where) + beside;
 }
 
@@ -218,7 +220,7 @@ template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
     // Gather what each rank takes, and what it may take.
     size_t share = memory_share(run, t.ctx.where);
-    size_t beside = snapshot_here(run.config, t) + run.draft_bytes;
+    size_t beside = snapshot_here(run.config, t) + run.draft_bytes + run.teacher_bytes;
     size_t takes = bytes_here(t.arena, t.ctx.where) + beside;
     int64_t mine[2] = {int64_t(takes), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));

@@ -325,6 +325,7 @@ inline const char* memory_row(Kind kind) {
     case Kind::GRAD_TIED: return "gradients";
     case Kind::MASTER: return "master weights";
     case Kind::STATE: return "optimizer moments";
+    case Kind::EMA: return "mean of weights";
     default: return "constants";
     }
 }

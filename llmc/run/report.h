@@ -341,6 +341,9 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += memory_text(t.arena, t.plans, model);
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
+    if (run.teacher_bytes)
+        text += memory_line("teacher", run.teacher_bytes, 0,
+                            "its weights, an evaluation's memory, C elements a row of the step");
     if (run.draft_bytes)
         text += memory_line("draft", run.draft_bytes, 0,
                             "its weights, and a cache beside the model's");
@@ -354,7 +357,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
-    text += fits_text(double(most + run.draft_bytes), state * double(parameter_count(model)));
+    size_t all = most + run.draft_bytes + run.teacher_bytes;
+    text += fits_text(double(all), state * double(parameter_count(model)));
 
     // List the actions: those of one layer, or all.
     if (c.layer >= 0) {

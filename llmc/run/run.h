@@ -56,6 +56,10 @@ struct Run {
     size_t context_length = 0; // positions that a sample may use, its prompt included
     std::set<int> stop_tokens; // tokens that end a sample
 
+    // A teacher, with --loss distill, and what it takes beside the plans.
+    Shape teacher_shape;
+    size_t teacher_bytes = 0;
+
     // A draft model, with --draft.
     Shape draft_shape;
     Draft* draft = nullptr;      // null: no speculative decoding

@@ -2,6 +2,7 @@
 #pragma once
 #include "../../llmc/adamw.cuh"
 #include "../../llmc/crossentropy.cuh"
+#include "../../llmc/ema.cuh"
 #include "../../llmc/embedding.cuh"
 #include "../../llmc/objective.cuh"
 #include "kernel_table.h"
@@ -514,6 +515,48 @@ template <typename T> void update_kernels(Check& c) {
         }
 }
 
+// A StepScale in the device's memory.
+inline std::vector<double> bytes_of_scale(const StepScale& scale) {
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(&scale);
+    return {bytes, bytes + sizeof(scale)};
+}
+
+// The mean of weights: the CPU's bits, with masters of every kind, and nothing after an overflow.
+template <typename T> void ema_kernels(Check& c) {
+    for (Masters masters : {Masters::NONE, Masters::FLOAT, Masters::REMAINDER})
+        for (int finite : {1, 0}) {
+            if (masters == Masters::REMAINDER && type_of<T>() != Type::BF16) continue;
+            size_t n = odd(c, 1, 700);
+            CASE(c, "ema %s masters %d finite %d, %zu", type_word(T()), masters, finite, n);
+            auto w = rounded<T>(normals(c, n)), more = rounded<float>(normals(c, n));
+            auto mean = rounded<float>(normals(c, n));
+            std::vector<int> rest = integers(c, n, 0, 65535);
+            StepScale scale = {0, 1, finite, 40};
+
+            // Want: the CPU's bits.
+            std::vector<uint16_t> remainders(rest.begin(), rest.end());
+            std::vector<float> want = as<float>(mean), floats = as<float>(more);
+            std::vector<T> weights = as<T>(w);
+            WeightMemory<T> x = {weights.data(), nullptr, masters};
+            if (masters == Masters::FLOAT) x.master = floats.data();
+            if (masters == Masters::REMAINDER) x.master = remainders.data();
+            ema_update(want.data(), x, n, 0.99, &scale, Cpu{});
+
+            every_order(c, [&](Outputs& o) {
+                Array<T> weight(w);
+                Array<float> master(more), moved(mean);
+                Array<uint16_t> remainder(numbers_of(rest));
+                Array<unsigned char> on_device(bytes_of_scale(scale));
+                WeightMemory<T> y = {weight.data, nullptr, masters};
+                if (masters == Masters::FLOAT) y.master = master.data;
+                if (masters == Masters::REMAINDER) y.master = remainder.data;
+                const StepScale* where = reinterpret_cast<const StepScale*>(on_device.data);
+                ema_update(moved.data, y, n, 0.99, where, cudaStream_t{});
+                o.add("mean, bits", moved, as_double(want), 0);
+            });
+        }
+}
+
 // The bytes of an array, so that arrays of every type are compared in the same way.
 template <typename V> std::vector<unsigned char> bytes_of(const std::vector<V>& x) {
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(x.data());
@@ -653,6 +696,9 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"adamw, sgd float", update_kernels<float>});
     rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
     rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});
+    rows.push_back({"ema float", ema_kernels<float>});
+    rows.push_back({"ema bf16", ema_kernels<bf16>});
+    rows.push_back({"ema fp16", ema_kernels<fp16>});
     rows.push_back({"adamw small float", small_update_kernels<float>});
     rows.push_back({"adamw small bf16", small_update_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});

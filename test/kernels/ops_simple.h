@@ -2,6 +2,7 @@
 #pragma once
 #include "../../llmc/adamw.cuh"
 #include "../../llmc/crossentropy.cuh"
+#include "../../llmc/ema.cuh"
 #include "../../llmc/embedding.cuh"
 #include "../../llmc/gelu.cuh"
 #include "../../llmc/grad_norm.cuh"
@@ -852,6 +853,65 @@ inline void adamw_without_scale_test(Check& c) {
     close(c, "sgd", without, as_double(with), 0);
 }
 
+// The mean of weights against its formula in double, over the bend of min(decay, (1+s)/(10+s)),
+// which for a decay of 0.5 lies between the 8th and the 9th step.
+template <typename T> void ema_type_test(Check& c, Masters masters, bool exact) {
+    size_t n = odd(c, 1, 3000);
+    Doubles want(n);
+    std::vector<acc_t<T>> mean(n);
+    for (int64_t step = 1; step <= 12; step++) {
+        // Draw weights, and split them as `masters` says.
+        Doubles w = rounded<float>(normals(c, n));
+        std::vector<T> weight = as<T>(w);
+        std::vector<float> master = as<float>(w);
+        std::vector<uint16_t> rest(n);
+        if constexpr (type_of<T>() == Type::BF16)
+            for (size_t i = 0; masters == Masters::REMAINDER && i < n; i++) {
+                SplitFloat parts = split_float(master[i]);
+                weight[i] = {parts.weight};
+                rest[i] = parts.remainder;
+            }
+        if (!exact) w = as_double(weight); // what was rounded away is not kept
+
+        // Move the mean, and its formula.
+        const void* kept = masters == Masters::REMAINDER ? (void*)rest.data() : master.data();
+        WeightMemory<T> x = {weight.data(), exact && sizeof(T) == 2 ? kept : nullptr, masters};
+        StepScale scale = {0, 1, 1, step};
+        ema_update(mean.data(), x, n, 0.5, &scale, CPU);
+        double b = std::min(0.5, double(step) / double(9 + step));
+        for (size_t i = 0; i < n; i++)
+            want[i] = b * want[i] + (1 - b) * w[i];
+    }
+    close(c, "mean", mean, want, tolerance<acc_t<T>>(12));
+
+    // A step that is not finite changes nothing.
+    std::vector<acc_t<T>> before = mean;
+    std::vector<T> ones = as<T>(Doubles(n, 1));
+    StepScale broken = {0, 1, 0, 13};
+    WeightMemory<T> others = {ones.data(), nullptr};
+    ema_update(mean.data(), others, n, 0.5, &broken, CPU);
+    expect(c, mean == before, "a step that is not finite moved the mean");
+}
+
+inline void ema_test(Check& c) {
+    ema_type_test<double>(c, Masters::NONE, true);
+    ema_type_test<float>(c, Masters::FLOAT, true);
+    ema_type_test<bf16>(c, Masters::FLOAT, true);
+    ema_type_test<bf16>(c, Masters::REMAINDER, true);
+    ema_type_test<bf16>(c, Masters::NONE, false);
+    ema_type_test<fp16>(c, Masters::FLOAT, true);
+}
+
+inline void ema_perf(Perf& p) {
+    size_t n = size_t(32) << 20;
+    std::vector<float> mean(n), master(n, 1e-3f);
+    std::vector<bf16> w(n);
+    StepScale scale = {0, 1, 1, 3};
+    WeightMemory<bf16> x = {w.data(), master.data()};
+    memory_rate(p, "32M parameters, from float masters", 12.0 * double(n),
+                [&] { ema_update(mean.data(), x, n, 0.999, &scale, CPU); });
+}
+
 inline void adamw_perf(Perf& p) {
     size_t n = size_t(32) << 20;
     std::vector<float> master(n), g(n, 1e-3f), m(n), v(n);
@@ -954,5 +1014,6 @@ inline void add_simple_rows(std::vector<Row>& rows) {
     rows.push_back({"objective", objective_test, objective_grad, nullptr});
     rows.push_back({"adamw, sgd", adamw_test, nullptr, adamw_perf});
     rows.push_back({"adamw, sgd without a scale", adamw_without_scale_test, nullptr, nullptr});
+    rows.push_back({"ema", ema_test, nullptr, ema_perf});
     rows.push_back({"grad_norm", norm_of_gradients_test, nullptr, norm_of_gradients_perf});
 }

@@ -1,5 +1,6 @@
 // test_kernels.cpp - the kernel table: test_kernels [name] [--seed N]
 //   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
+#include "kernels_distill.h"
 #include "kernels_elementwise.h"
 #include "kernels_fp8.h"
 #include "kernels_moe.h"
@@ -29,6 +30,7 @@ int main(int argc, char** argv) {
     add_product_kernels(rows);
     add_fp8_kernels(rows);
     add_training_kernels(rows);
+    add_distill_kernels(rows);
     add_nf4_kernels(rows);
     add_moe_kernels(rows);
     add_variant_kernels(rows);

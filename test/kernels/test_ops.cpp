@@ -2,6 +2,7 @@
 //   Without a mode: test and grad.
 #include <cstdlib>
 #include "../harness/op_table.h"
+#include "ops_distill.h"
 #include "ops_moe.h"
 #include "ops_nf4.h"
 #include "ops_products.h"
@@ -50,6 +51,7 @@ int main(int argc, char** argv) {
     // The rows: rates alone with `perf`, else tests and gradients.
     std::vector<Row> rows = {{"comparison", comparison, nullptr, nullptr}};
     add_simple_rows(rows);
+    add_distill_rows(rows);
     add_product_rows(rows);
     add_nf4_rows(rows);
     add_moe_rows(rows);

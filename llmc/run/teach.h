@@ -1,0 +1,103 @@
+// teach.h - --teacher: the model that --loss distill learns from, chosen, placed and loaded
+//   The teacher computes in the run's element type and layout (../teacher.h). It must have the
+//   run's vocabulary: a distribution over other tokens says nothing about these.
+#pragma once
+#include "second_model.h"
+#include "../teacher.h"
+
+namespace llmc {
+
+// Whether this run trains beside a teacher.
+inline bool has_teacher(const Run& run) {
+    return run.config.loss == "distill" && run.train_plan >= 0;
+}
+
+// Check that a teacher can lie in this run's layout and read its sequences: "" or why not.
+inline std::string check_teacher(const Run& run) {
+    const Config& c = run.config;
+    const Shape& s = run.teacher_shape;
+    const std::string flag = "--teacher " + printable(c.teacher);
+    if (s.V != run.shape.V)
+        return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", run.shape.V,
+                      ": give a teacher with the model's vocabulary");
+    if (s.E)
+        return flag + " has experts, and a teacher with experts is not built: give a dense one";
+    if (size_t(c.seq) > s.P)
+        return concat(flag, " has ", s.P, " positions: give --seq ", s.P, " or less");
+
+    // Both models' heads and layers are shared out over the same ranks.
+    if (!tp_divides(s, size_t(c.tp)))
+        return concat(flag, " cannot share its heads over --tp ", c.tp, ": give a smaller one");
+    if (size_t(c.pp * c.chunks) > s.L)
+        return concat(flag, " has ", s.L, " layers for ", c.pp * c.chunks, " stages: give fewer");
+    return "";
+}
+
+// Choose the teacher's shape, and check it against the model's.
+inline void choose_teacher(Run& run) {
+    const Config& c = run.config;
+    if (c.loss != "distill" || c.steps == 0 || c.eval) return;
+    Config d = second_config(run, c.teacher);
+    bool there = !d.out.empty() || file_type(d.model);
+    LLMC_USER_CHECK(there,
+                    "--teacher %s: is neither a Hugging Face folder, a .bin nor a run's folder",
+                    printable(c.teacher).c_str());
+    LLMC_USER_CHECK(!has_adapters(d) && d.add_tokens.empty(),
+                    "--teacher %s: its checkpoint has adapters or added tokens, and stands on "
+                    "another model: --export it, with --merge, and give the folder",
+                    printable(c.teacher).c_str());
+
+    // Read its shape, and compare.
+    run.teacher_shape = choose_shape(d, "--teacher");
+    run.teacher_shape.fp8 = Fp8::NONE;
+    or_die(check_teacher(run));
+    or_die(check_same_tokens(run, d, run.teacher_shape, "--teacher", c.teacher, "teacher"));
+}
+
+// Place the teacher of a rank beside its training plan.
+template <typename T, typename S>
+void place_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank,
+                   Teacher<T, S>& teacher) {
+    Layout layout = layout_at(choose_layout(run.config, run.teacher_shape), rank);
+    teacher_place(teacher, run.teacher_shape, plans[size_t(run.train_plan)], layout);
+}
+
+// Bytes that the teacher takes of the memory that holds the model; 0 without one.
+template <typename T, typename S>
+size_t teacher_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
+    if (!has_teacher(run)) return 0;
+    Teacher<T, S> teacher;
+    teacher.t.ctx.where = where;
+    place_teacher(run, plans, rank, teacher);
+    return bytes_here(teacher.t.arena, where) + teacher.norm_bytes;
+}
+
+// Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.
+// All ranks call, for loading is shared.
+template <typename T, typename S>
+void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans) {
+    if (!has_teacher(run)) return;
+    Spend spend(run.account, Work::LOAD);
+
+    // Place and allocate it. Its heads may be shared by other ranks, so it has groups of its own.
+    auto drop = [](Teacher<T, S>* teacher) {
+        teacher_free(*teacher);
+        delete teacher;
+    };
+    std::shared_ptr<Teacher<T, S>> teacher(new Teacher<T, S>, drop);
+    teacher->t.ctx.where = t.ctx.where;
+    place_teacher(run, plans, run.world.rank, *teacher);
+    const Layout& layout = teacher->t.layout;
+    teacher->t.comms =
+        make_comms(run.world, layout, ranks_of_kv_head(layout, teacher->t.model));
+    teacher_allocate(*teacher);
+
+    // Load its weights.
+    load_second(run, teacher->t, second_config(run, run.config.teacher));
+    if (is_first(run))
+        printf("teacher: %s, %zu parameters, frozen\n", printable(run.config.teacher).c_str(),
+               parameter_count(teacher->t.model));
+    t.before = [teacher, &t] { teacher_forward(*teacher, t); };
+}
+
+} // namespace llmc
