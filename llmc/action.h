@@ -198,9 +198,9 @@ struct Plan : PlanOptions {
     }
 
     // The size of a micro-batch's input, in ints: for each row a token, a target, a position and a
-    // document's start, and two floats more if the objective has coefficients; then positions of
-    // the cache's keys, or positions and document starts of all context-parallel ranks' keys.
-    size_t row_numbers() const { return objective.rows() ? 6 : 4; }
+    // document's start, and the objective's floats; then positions of the cache's keys, or
+    // positions and document starts of all context-parallel ranks' keys.
+    size_t row_numbers() const { return 4 + objective.inputs(); }
     size_t input_numbers() const {
         return row_numbers() * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
     }

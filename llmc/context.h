@@ -21,7 +21,8 @@ struct Batch {
     // (B,T) the position where the token's document starts. The token sees no key before it, and
     // its learned position counts from there.
     const int* doc_start = nullptr;
-    const float *rejected = nullptr, *reference = nullptr; // (B,T) numbers for objective.cuh
+    // Numbers for objective.cuh, (B,T) each.
+    const float *feedback = nullptr, *reference = nullptr, *old = nullptr;
 
     // Generation only. Sequence b uses slot first_slot + b of the cache. A slot has room for
     // `capacity` positions; queries look at the first `seen`. A token is stored at its position.

@@ -17,9 +17,14 @@ namespace llmc {
 // Reads tokens (T) and targets (T) of sample number `sample`; returns "" or what is wrong.
 typedef std::function<std::string(uint64_t sample, int* tokens, int* targets)> Window;
 
-// Fills in the reference's log p of each target (T) of a sample, and what the tokens do not say of
-// its rows: advantages (T).
-typedef std::function<void(uint64_t sample, float* advantages, float* reference)> References;
+// The objective's numbers of a window's rows, (T) each (objective.cuh). `old` is null unless the
+// objective compares with the policy that sampled.
+struct RowNumbers {
+    float *feedback, *reference, *old;
+};
+
+// Fills in what the tokens of a sample do not say of its rows: log p, and advantages.
+typedef std::function<void(uint64_t sample, RowNumbers to)> References;
 
 // Bits of a token in such windows (io/conversations.h): an answer's; the first of a conversation.
 constexpr int TRAINED = int(1u << 31);
@@ -27,13 +32,13 @@ constexpr int BEGINS = 1 << 30;
 constexpr int REJECTED = 1 << 29; // beside BEGINS: the worse answer, behind the better one
 
 // Which rows (T) are of a rejected answer's conversation; REJECTED leaves the tokens.
-inline void split_pairs(float* rejected, int* tokens, size_t T) {
+inline void split_pairs(float* feedback, int* tokens, size_t T) {
     // A conversation's first token says whose it is.
     float now = 0;
     for (size_t i = 0; i < T; i++) {
         if (tokens[i] & BEGINS) now = tokens[i] & REJECTED ? 1 : 0;
         tokens[i] &= ~REJECTED;
-        rejected[i] = now;
+        feedback[i] = now;
     }
 }
 

@@ -100,7 +100,7 @@ template <typename T> struct HeadActs {
     T* logits;                                    // (chunk,Vp); later their gradient
     acc_t<T> *mean, *rstd;                        // (N) (N)    of the final norm
     acc_t<T>* losses;                             // (N)
-    acc_t<T>* objective;                          // (4,N) as in objective.cuh, or nothing
+    acc_t<T>* objective;                          // (outputs,N) as in objective.cuh
     acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
     T* teacher_logits;                            // (chunk,Vp) or nothing
     acc_t<T>* distill;                            // (7,chunk) maxima and sums, or nothing
@@ -131,7 +131,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.sum_exp,       "sum of exp",   chunk,            GRADIENT, B);
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
-    row(a.objective,     "objective",    s.objective.rows() ? 4 * N : 0, GRADIENT, B);
+    row(a.objective,     "objective",    s.objective.outputs() * N, GRADIENT, B);
     row(a.teacher_logits, "teacher logits", taught * s.Vp(), GRADIENT, B);
     row(a.distill,       "teacher sums", (2 + DISTILL_SUMS) * taught, GRADIENT, B);
 }
@@ -188,9 +188,12 @@ void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
     if (!ctx.shape.objective.rows())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
     // The objective's numbers lie behind its coefficients.
-    double* to[] = {&sums->loss, &sums->margin, &sums->correct};
-    for (size_t i = 0; i < 3; i++)
-        crossentropy_total(to[i], a.objective + (i + 1) * N, N, ctx.where);
+    const acc_t<T>* row = a.objective;
+    size_t outputs = ctx.shape.objective.outputs();
+    for (size_t i = 0; i + 1 < outputs; i++) {
+        row += N;
+        crossentropy_total(&sums->loss + i, row, N, ctx.where);
+    }
 }
 
 // Compute the objective's numbers from the losses of all rows.
@@ -201,7 +204,9 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     acc_t<T>* x = a.objective;
     if (!ctx.shape.objective.rows()) return;
     ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
-                                    b.targets, b.doc_start, b.rejected, b.reference, b.T};
+                                    b.targets, b.doc_start, b.feedback, b.reference, b.T};
+    rows.old = b.old;
+    rows.clipped = x + 4 * N;
     objective(rows, ctx.shape.objective, N, ctx.where);
 }
 

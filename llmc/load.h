@@ -14,21 +14,22 @@ namespace llmc {
 
 // Read one whole sequence, as a rank without context parallelism sees it: tokens, targets,
 // positions, doc_start (T) each, and if `numbers` is not null the objective's numbers of each row
-// (2,T). A sample beyond the end has no targets. Returns "" or what is wrong.
+// (inputs,T). A sample beyond the end has no targets. Returns "" or what is wrong.
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
-                          int* positions, int* doc_start, float* numbers, size_t length) {
+                          int* positions, int* doc_start, float* numbers, size_t inputs,
+                          size_t length) {
     bool beyond = sample >= t.samples_end;
     if (beyond) sample = t.samples_end - 1;
     std::string wrong = t.window(sample, tokens, targets);
     if (!wrong.empty()) return wrong;
 
-    // Fill in the objective's two numbers of each row: whether it is rejected, or its advantage;
-    // and the reference's log p.
+    // Fill in the objective's numbers of each row: first whether it is rejected.
     if (numbers) {
         split_pairs(numbers, tokens, length);
-        std::fill_n(numbers + length, length, 0.0f);
-        if (t.references) t.references(sample, numbers, numbers + length);
+        std::fill_n(numbers + length, (inputs - 1) * length, 0.0f);
+        float* old = inputs > 2 ? numbers + 2 * length : nullptr;
+        if (t.references) t.references(sample, {numbers, numbers + length, old});
     }
     split_documents(doc_start, targets, tokens, length, t.document_end);
 
@@ -111,7 +112,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     std::string wrong;
 
     // Read each sequence here first, whole. The memory is kept from step to step.
-    t.sequence.resize(6 * p.T);
+    t.sequence.resize(p.row_numbers() * p.T);
     int* x = t.sequence.data(); // tokens
     int* targets = x + p.T;
     int* positions = targets + p.T;
@@ -119,7 +120,8 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     bool pairs_count = p.objective.pairs(); // `valid` counts pairs, not targets
     float* numbers = p.objective.rows() ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
-        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers, p.T);
+        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers,
+                              p.objective.inputs(), p.T);
         if (pairs_count) *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
 
         // Take this rank's rows. Their positions and document starts count in the whole sequence.
@@ -176,7 +178,7 @@ void run_load(Trainer<T, S>& t) {
 
     for (int m = 0; m < p.micro_batches; m++) {
         // Read the batch if none is prepared, where the host can write. Copy it home in one piece.
-        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4 or 6,N), keys' positions
+        int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4 to 7,N), keys' positions
         int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
         if (!prepared)
             wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid, t.pairs);
@@ -218,7 +220,9 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     t.ctx.micro = micro;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};
     const float* numbers = reinterpret_cast<const float*>(tokens + 4 * N);
-    if (p.objective.rows()) t.ctx.batch.rejected = numbers, t.ctx.batch.reference = numbers + N;
+    t.ctx.batch.feedback = numbers;
+    t.ctx.batch.reference = numbers + N;
+    t.ctx.batch.old = numbers + 2 * N;
     if (p.layout.cp.size == 1) return;
     t.ctx.batch.key_positions = keys;
     t.ctx.batch.key_documents = keys + p.B * p.T;

@@ -7,19 +7,25 @@
 //     IPO    (r_chosen / n - r_rejected / n - 1 / (2 beta))^2   (2310.12036)
 //     SimPO  -log s(beta (m_chosen - m_rejected) - gamma)   no reference (2405.14734)
 //     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
-//   KTO instead takes each document as an answer of its own; `rejected` marks the undesirable ones:
+//   KTO instead takes each document as an answer of its own; `feedback` marks the undesirable ones:
 //     KTO    desirable  w (1 - s(beta (r - z))),   undesirable  w (1 - s(beta (z - r)))
 //            z is the batch's reference point (run/reference_point.h), w the weight of the label
 //            (2402.01306)
-//   GRPO takes answers that the policy itself has sampled, and each row stands alone:
-//     GRPO   -a log p + beta (exp(-x) - 1 + x),   x = log p - the reference's,   a its advantage
-//            The first term has the policy gradient; the second has, on average, the gradient of
-//            KL(reference, policy).
+//   GRPO takes answers that the policy has sampled, and each row stands alone. a is its advantage,
+//   q = p / p_old its ratio to the policy that sampled, x = log p - the reference's:
+//     GRPO   -a log p + beta kl(x)                  the first update: it has the policy gradient
+//            -min(q a, clip(q) a) + beta kl(x)      the updates after it; clip(q) lies within
+//                                                   [1 - clip_low, 1 + clip_high] (1707.06347)
+//     kl     k3: exp(-x) - 1 + x (2402.03300)   k2: x^2 / 2
+//            As values, k3 has the mean KL(policy, reference) over sampled tokens. As losses, given
+//            the tokens before, k3 has on average the gradient of KL(reference, policy), and k2
+//            that of KL(policy, reference).
 //   coefficient = -dloss / dlog p(target) of a row. The gradient of the row's logits is coefficient
 //   times the cross-entropy's, so one backward pass of the head serves all objectives.
-//   losses (N) the rows' -log p   rejected, reference (N) float   value, margin, correct,
+//   losses (N) the rows' -log p   feedback, reference, old (N) float   value, margin, correct,
 //   coefficient (N): a pair's numbers stand in its first row, 0 in the others; N = B T
-//   GRPO keeps advantages in `rejected`, the estimate of KL in `margin`, and -log p in `correct`.
+//   GRPO keeps advantages in `feedback`, the estimate of KL in `margin`, -log p in `correct`, and
+//   in `clipped` 1 where a clipped ratio has no gradient.
 //   Contract: all =.  A pair's sums are in double, in the rows' order: bitwise repeatable, and a
 //             policy equal to the reference has d = 0 exactly. z is a constant; it stands in the
 //             last row of a window's `reference`, which never has a target.
@@ -36,6 +42,9 @@ namespace llmc {
 // whose rows stand alone (distill.cuh).
 enum class LossKind : uint8_t { NLL, DPO, IPO, SIMPO, ORPO, KTO, GRPO, DISTILL };
 
+// GRPO's estimates of the KL divergence, one token at a time.
+enum class KlEstimate : uint8_t { K2, K3 };
+
 // The chosen objective and its hyperparameters.
 struct Objective {
     LossKind kind = LossKind::NLL;
@@ -46,23 +55,31 @@ struct Objective {
     double undesirable = 1;
     double share = 0.5;     // distillation's weight of the teacher
     double temperature = 1; // and how soft both softmaxes are
+    KlEstimate kl = KlEstimate::K3; // GRPO's
+    bool old_policy = false;        // GRPO's rows have log p of the policy that sampled them
+    double clip_low = 0.2;          // how far that policy's ratio may go below 1, and above
+    double clip_high = 0.2;
     bool distills() const { return kind == LossKind::DISTILL; }
     bool rows() const { return kind != LossKind::NLL && !distills(); } // have coefficients
     bool pairs() const { return rows() && kind != LossKind::GRPO; }
+    // Floats of a row that LOAD brings, and numbers of a row that the head makes.
+    size_t inputs() const { return rows() ? 2 + old_policy : 0; }
+    size_t outputs() const { return rows() ? 4 + old_policy : 0; }
 };
 
-// Sums over a micro-batch: the loss, and two figures to log. For pairs, margin sums by how much the
+// Sums over a micro-batch: the loss, and figures to log. For pairs, margin sums by how much the
 // chosen sequence leads, and correct counts how often it does.
 struct LossSums {
-    double loss = 0, margin = 0, correct = 0; // adjacent: ranks add them up as an array
+    double loss = 0, margin = 0, correct = 0, clipped = 0; // adjacent: ranks add them as an array
 
-    // Add the sums of another micro-batch. `rows`: whether its rows have coefficients.
-    void add(const LossSums& x, bool rows) {
+    // Add the sums of another micro-batch.
+    void add(const LossSums& x, Objective o) {
         loss += x.loss;
-        // Without coefficients nothing has written the other two.
-        if (!rows) return;
+        // Without coefficients nothing has written the others.
+        if (!o.rows()) return;
         margin += x.margin;
         correct += x.correct;
+        if (o.old_policy) clipped += x.clipped;
     }
 };
 
@@ -71,9 +88,12 @@ template <typename A> struct ObjectiveRows {
     A *coefficient, *value, *margin, *correct; // (N) each
     const A* losses;                           // (N)
     const int *targets, *doc_start;            // (B,T)
-    // (B,T) `rejected` is 1 in a rejected sequence, or GRPO's advantage; `reference` is its log p.
-    const float *rejected, *reference;
+    // (B,T) 1 in a rejected or undesirable answer, or GRPO's advantage; log p of the reference
+    const float *feedback, *reference;
     size_t T;
+    // With Objective::old_policy: log p of the policy that sampled (B,T), and where it clips (N).
+    const float* old = nullptr;
+    A* clipped = nullptr;
 };
 
 // ----------------------------------------------------------------------------
@@ -179,22 +199,47 @@ LLMC_HD SequenceSum sum_sequence(const ObjectiveRows<A>& x, size_t n) {
     return sum;
 }
 
-// One row of a sampled answer (GRPO). The limit of 20 on the exponent bounds the weight of a token.
+// One term of a row's loss, and its derivative by log p.
+struct RowTerm {
+    double value, slope;
+    bool clipped = false;
+};
+
+// The estimate of KL at x, the log of the policy's ratio to the reference. The limit of 20 on an
+// exponent, here and below, bounds the weight of a token.
+LLMC_HD inline RowTerm kl_term(Objective o, double x) {
+    if (o.beta == 0) return {0, 0};
+    if (o.kl == KlEstimate::K2) return {x * x / 2, x};
+    double inverse = exp(fmin(-x, 20.0)); // p of the reference over p of the policy
+    return {inverse - 1 + x, 1 - inverse};
+}
+
+// The surrogate of an advantage a, where the log of the ratio to the old policy is x. A ratio that
+// has already gone as far as it may has no gradient to go on; the way back is free.
+LLMC_HD inline RowTerm clipped_term(Objective o, double a, double x) {
+    double ratio = exp(fmax(-20.0, fmin(x, 20.0)));
+    double bound = a > 0 ? 1 + o.clip_high : 1 - o.clip_low;
+    bool clipped = a > 0 ? ratio > bound : a < 0 && ratio < bound;
+    return {-a * (clipped ? bound : ratio), clipped ? 0 : -a * ratio, clipped};
+}
+
+// One row of a sampled answer (GRPO).
 template <typename A>
 LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     double nll = x.losses[n];
-    double advantage = x.rejected[n];
-    double d = -nll - double(x.reference[n]);
-    double ratio = exp(fmin(-d, 20.0)); // p of the reference over p of the policy
+    double advantage = x.feedback[n];
+    RowTerm kl = kl_term(o, -nll - double(x.reference[n]));
+    RowTerm gain = {advantage * nll, -advantage};
+    if (o.old_policy)
+        gain = clipped_term(o, advantage, -nll - double(x.old[n]));
 
     // A row without a target is not a token of an answer and counts for nothing.
     bool counts = x.targets[n] >= 0;
-    double kl = o.beta > 0 ? ratio - 1 + d : 0;
-    double c = advantage - o.beta * (1 - ratio);
-    x.coefficient[n] = A(counts ? c : 0);
-    x.value[n] = A(counts ? advantage * nll + o.beta * kl : 0);
-    x.margin[n] = A(counts ? kl : 0);
+    x.coefficient[n] = A(counts ? -gain.slope - o.beta * kl.slope : 0);
+    x.value[n] = A(counts ? gain.value + o.beta * kl.value : 0);
+    x.margin[n] = A(counts ? kl.value : 0);
     x.correct[n] = A(counts ? nll : 0);
+    if (o.old_policy) x.clipped[n] = A(counts && gain.clipped);
 }
 
 // Fill in the pair that begins in row n; any other row returns at once. A pair begins with the
@@ -206,10 +251,10 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     // Rows that begin no pair are filled in by the row that does.
     bool alone = o.kind == LossKind::KTO;
     if (x.doc_start[n] != int(n % x.T)) return;
-    if (x.rejected[n] != 0 && !alone) return;
+    if (x.feedback[n] != 0 && !alone) return;
     SequenceSum chosen = sum_sequence(x, n), other;
     other.end = chosen.end;
-    if (!alone && chosen.end % x.T != 0 && x.rejected[chosen.end] != 0)
+    if (!alone && chosen.end % x.T != 0 && x.feedback[chosen.end] != 0)
         other = sum_sequence(x, chosen.end);
 
     // The pair's loss. A sequence without targets makes no pair.
@@ -220,7 +265,7 @@ LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     // For KTO, compare the answer with the reference point z.
     double z = x.reference[(n / x.T + 1) * x.T - 1];
     if (alone && chosen.targets > 0)
-        loss = answer_loss(o, chosen, x.rejected[n] != 0, z);
+        loss = answer_loss(o, chosen, x.feedback[n] != 0, z);
 
     // Give each row its coefficient. The pair's own numbers stand in its first row.
     for (size_t i = n; i < other.end; i++) {
@@ -245,13 +290,13 @@ void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
 
 // The number of pairs in a window, which the loss is a mean over: rejected sequences with a target,
 // or for KTO all sequences with one. It does not depend on how a batch is cut.
-inline int64_t count_pairs(const int* targets, const int* doc_start, const float* rejected,
+inline int64_t count_pairs(const int* targets, const int* doc_start, const float* feedback,
                            size_t T, LossKind kind = LossKind::DPO) { // (T) each
     int64_t pairs = 0;
     bool counted = false; // a target of the sequence has been seen
     for (size_t i = 0; i < T; i++) {
         counted &= doc_start[i] != int(i);
-        bool counts = (rejected[i] != 0 || kind == LossKind::KTO) && targets[i] >= 0;
+        bool counts = (feedback[i] != 0 || kind == LossKind::KTO) && targets[i] >= 0;
         pairs += counts && !counted;
         counted |= counts;
     }

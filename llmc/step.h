@@ -483,7 +483,7 @@ void run_plan(Trainer<T, S>& t, int plan) {
 struct Loss {
     double sum = 0;
     int64_t valid = 0;              // targets; pairs, if the objective is over pairs
-    double margin = 0, correct = 0; // sums over pairs, or GRPO's (objective.cuh)
+    double margin = 0, correct = 0, clipped = 0; // sums over pairs, or GRPO's (objective.cuh)
     double mean() const { return valid ? sum / double(valid) : 0; }
 };
 
@@ -510,10 +510,11 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     // Add up the micro-batches, then the ranks.
     LossSums sum;
     for (const LossSums* of_micro_batch : losses)
-        sum.add(*of_micro_batch, t.plans[t.plan].objective.rows());
-    all_reduce_sum(t.comms.samples, &sum.loss, 3, Cpu{});
-    all_reduce_sum(t.comms.pp, &sum.loss, 3, Cpu{});
-    return {{sum.loss, t.valid, sum.margin, sum.correct}, scale ? *scale : StepScale()};
+        sum.add(*of_micro_batch, t.plans[t.plan].objective);
+    all_reduce_sum(t.comms.samples, &sum.loss, 4, Cpu{});
+    all_reduce_sum(t.comms.pp, &sum.loss, 4, Cpu{});
+    return {{sum.loss, t.valid, sum.margin, sum.correct, sum.clipped},
+            scale ? *scale : StepScale()};
 }
 template <typename T, typename S>
 Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }

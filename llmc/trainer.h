@@ -29,7 +29,7 @@ struct Hyper {
 struct PreparedBatch {
     int plan = -1;       // the plan that will use it; -1: no batch is prepared
     uint64_t cursor = 0; // the first sample
-    int* staging = nullptr; // (micro-batches,4 or 6,N), keys; null on a CPU, which reads none ahead
+    int* staging = nullptr; // (micro-batches,4 to 7,N), keys; null on a CPU, which reads none ahead
     int64_t valid = 0;               // the Trainer's numbers below, for this batch
     std::vector<int64_t> pairs = {};
     std::string wrong = ""; // reported by the step that uses the batch, not by the one that read it
@@ -54,13 +54,13 @@ template <typename T, typename S> struct Trainer {
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // the batch that LOAD copies to the device
     PreparedBatch next;        // the batch after it
-    std::vector<int> sequence; // (6,T) a whole sequence, of which LOAD takes this rank's rows
+    std::vector<int> sequence; // (4 to 7,T) a whole sequence, of which LOAD takes this rank's rows
     LossSums* answers = nullptr; // (micro-batches), then a StepScale
     StepNumbers* numbers = nullptr; // the numbers of the step that begins
 
     // The data: where LOAD reads samples, and how far it has read.
     Window window;
-    References references;              // fills in the reference's log p; empty: none is needed
+    References references;              // fills in the objective's numbers; empty: none are needed
     uint64_t cursor = 0;                // samples taken so far, over all ranks
     uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
     int document_end = -1;              // the token that ends a document; -1: documents are not cut

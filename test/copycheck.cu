@@ -333,11 +333,11 @@ template <typename T, typename S> void calls(Results& r, S where) {
 template <typename T, typename S> void calls(Results& r, S where) {
     // A pair of three rows each, of which the first asks.
     std::vector<int> targets = {-1, 3, 4, -1, 5, 6}, starts = {0, 0, 0, 3, 3, 3};
-    Floats losses = {0, 1, 2, 0, 1.5f, 3}, rejected = {0, 0, 0, 1, 1, 1}, reference(N);
+    Floats losses = {0, 1, 2, 0, 1.5f, 3}, feedback = {0, 0, 0, 1, 1, 1}, reference(N);
     Floats coefficient(N), value(N), margin(N), correct(N);
     llmc::ObjectiveRows<float> rows = {
         coefficient.data(), value.data(), margin.data(), correct.data(), losses.data(),
-        targets.data(), starts.data(), rejected.data(), reference.data(), N};
+        targets.data(), starts.data(), feedback.data(), reference.data(), N};
     llmc::objective(rows, {llmc::LossKind::DPO}, N, where);
     r.add(coefficient);
     r.add(value);

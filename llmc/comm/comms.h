@@ -6,6 +6,7 @@
 //   pp        this pipeline: activations and their gradients
 //   tie       the pipeline's first and last rank, where a tied table has its two gradients
 //   tp        the ranks that share each layer; kv: those of them that share a key/value head
+//   model     the ranks at one place along dp, which together hold the whole model
 //   cp        the ranks that share each sequence; cp_heads: those of them that exchange heads,
 //             cp_keys: those that then share keys
 //   ep        the ranks that share out each block's experts
@@ -25,7 +26,7 @@ struct DataComms {
 
 // All groups of a rank. A Comm that make_comms() leaves empty is a group of one.
 struct Comms {
-    Comm world, samples, pp, tie, tp, kv, cp, cp_heads, cp_keys, ep;
+    Comm world, model, samples, pp, tie, tp, kv, cp, cp_heads, cp_keys, ep;
     DataComms of_group[2]; // by Group
 
     const DataComms& data(Group group) const { return of_group[int(group)]; }
@@ -113,6 +114,9 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     Comms c;
     c.world = world;
     c.samples = split("dp", stage);
+    c.model = split("model", [&](const Layout& o) {
+        return same(&Layout::dp, o);
+    });
     Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
     c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
         return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;

@@ -47,6 +47,7 @@ struct CheckpointInfo {
     std::vector<int64_t> broken = {}; // newer steps that a load skipped
     size_t bytes_read = 0;            // tensor bytes that this rank read in a load
     nlohmann::json base = {}; // the base that adapters stand beside (base_identity.h); null: none
+    nlohmann::json rollouts = {}; // answers with updates left (rollout_state.h); null: none
 };
 
 // The processor's name. Another processor may round a sum differently, so a resume compares them.
@@ -393,6 +394,8 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
         manifest["states"] = states_name(t.plans[0].states);
     if (!info.base.is_null())
         manifest["base"] = info.base;
+    if (!info.rollouts.is_null())
+        manifest["rollouts"] = info.rollouts;
     if (info.best_step >= 0) {
         manifest["best_step"] = info.best_step;
         manifest["best_loss"] = info.best_loss;

@@ -403,6 +403,8 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     if (!info->config.is_object())
         info->config = nlohmann::json::object();
 
+    info->rollouts = m.value("rollouts", nlohmann::json());
+
     // Take the best step, if a best checkpoint is kept.
     if (m.contains("best_step")) {
         info->best_step = m["best_step"].get<int64_t>();

@@ -50,7 +50,11 @@ struct Config {
     double undesirable_weight = 1;
     // grpo: answers a prompt, tokens an answer (0: as many as --seq leaves)
     int group = 8, answer_tokens = 0;
-    std::string reward, advantage = "mean";
+    std::string reward, advantage = "mean", kl = "k3";
+    // steps on the answers of a rollout; how far the ratio to the policy that sampled may go
+    int updates = 1;
+    double clip_low = 0.2, clip_high = 0.2;
+    double reward_seconds = 60;
 
     // data preparation
     std::string prepare, field = "text";
@@ -231,7 +235,8 @@ inline const std::vector<Flag>& config_table() {
          "answer; the others: to prefer one answer, lines have prompt, chosen, rejected"},
         {"beta", &C::beta, "0..1000",
          "dpo, ipo, simpo, kto: how much a preference weighs; orpo: its share beside the answer's "
-         "own loss (0: 0.1; simpo 2)"},
+         "own loss (0: 0.1; simpo 2); grpo: the weight of the KL divergence from the starting "
+         "weights (0: none)"},
         {"teacher", &C::teacher, "",
          "distill: a model of the same vocabulary: what --model can be, or a run's folder"},
         {"distill-share", &C::distill_share, "0..1",
@@ -242,11 +247,20 @@ inline const std::vector<Flag>& config_table() {
          "grpo: answers to each prompt, whose rewards are compared; a sequence each"},
         {"answer-tokens", &C::answer_tokens, "0..16777216",
          "grpo: tokens of an answer, at most (0: as many as --seq leaves)"},
-        {"reward", &C::reward, "exact|number|regex",
-         "grpo: 1 for an answer that is the line's, whose last number is the line's last, in which "
-         "the line's pattern is found; else 0"},
+        {"reward", &C::reward, "",
+         "grpo: exact, number, regex: 1 for an answer that is the line's, whose last number is the "
+         "line's last, in which the line's pattern is found; else 0; command:PROGRAM: it reads "
+         "the lines with a \"completion\" each and prints a number each; no shell runs it"},
+        {"reward-seconds", &C::reward_seconds, "0.001..1000000",
+         "grpo: how long PROGRAM may take for the answers of a step"},
         {"advantage", &C::advantage, "mean|std",
          "grpo: a reward less its group's mean; std: over the group's deviation"},
+        {"updates", &C::updates, "1..10000",
+         "grpo: steps on the answers of a rollout, each counted by --steps (TRL: num_iterations)"},
+        {"clip-low", &C::clip_low, "0..1",
+         "grpo: how far below 1 an answer's ratio to the policy that sampled it may go (epsilon)"},
+        {"clip-high", &C::clip_high, "0..1000", "grpo: and how far above (epsilon_high)"},
+        {"kl", &C::kl, "k2|k3", "grpo: --beta's estimate of KL; k3: exp(-x) - 1 + x; k2: x^2 / 2"},
         {"label-smoothing", &C::label_smoothing, "0..1",
          "dpo: the share of pairs whose order is taken to be wrong (cDPO)"},
         {"gamma", &C::gamma, "-1..1000",
@@ -751,6 +765,10 @@ inline Objective objective_of(const Config& c) {
     o.undesirable = c.undesirable_weight;
     o.share = c.distill_share;
     o.temperature = c.distill_temperature;
+    o.kl = c.kl == "k2" ? KlEstimate::K2 : KlEstimate::K3;
+    o.old_policy = c.loss == "grpo" && c.updates > 1;
+    o.clip_low = c.clip_low;
+    o.clip_high = c.clip_high;
     return o;
 }
 // Whether the data are conversations or pairs; a teacher reads either these or text.
@@ -762,6 +780,16 @@ inline bool has_pairs(const Config& c) { return objective_of(c).pairs(); }
 
 // Whether the run samples the answers that it trains on.
 inline bool has_rollouts(const Config& c) { return c.loss == "grpo" && c.steps > 0; }
+
+// Whether data-parallel ranks share out what they sample. Those that share out experts must run
+// equal batches, so they sample the same.
+inline bool answers_are_shared(const Config& c) { return c.dp > 1 && c.ep == 1; }
+
+// Whether it keeps a copy of its starting weights, and whether it evaluates what it has sampled.
+inline bool keeps_start(const Config& c) { return has_rollouts(c) && c.beta > 0; }
+inline bool evaluates_rollouts(const Config& c) {
+    return keeps_start(c) || (has_rollouts(c) && c.updates > 1);
+}
 
 // The flags that --plan auto chooses. It chooses --micro-batch too, which is not listed: without
 // --batch-tokens that flag determines the batch.

@@ -9,6 +9,7 @@
 #include "../presets.h"
 #include "../tensor_parallel.h"
 #include "config.h"
+#include "rewards.h"
 
 namespace llmc {
 
@@ -432,8 +433,10 @@ inline std::string check_loss(Config& c) {
     // Refuse flags of preferences and of sampled answers beside other losses.
     if (given(c, "beta") && !has_pairs(c) && !sampled)
         return concat("--beta ", c.beta,
-                      " is for preferences: give --loss dpo, ipo, simpo, orpo or kto");
-    for (const char* name : {"group", "answer-tokens", "reward", "advantage"})
+                      " is for preferences and rewards: give --loss dpo, ipo, simpo, orpo, kto "
+                      "or grpo");
+    for (const char* name : {"group", "answer-tokens", "reward", "advantage", "updates",
+                             "clip-low", "clip-high", "kl", "reward-seconds"})
         if (given(c, name) && !sampled)
             return concat("--", name, " is of answers that are sampled: give --loss grpo");
 
@@ -470,6 +473,45 @@ inline std::string check_loss(Config& c) {
     return "";
 }
 
+// Check what compares the policy of sampled answers with the one that sampled, or the first one.
+inline std::string check_policies(const Config& c) {
+    for (const char* name : {"clip-low", "clip-high"})
+        if (given(c, name) && c.updates == 1)
+            return concat("--", name, ": the first update of a rollout has no ratio to clip: give "
+                          "--updates 2 or more");
+    if (c.beta == 0)
+        return given(c, "kl") ? concat("--kl ", c.kl, " estimates what --beta weighs: give --beta")
+                              : "";
+
+    // Refuse weights of which the copy would not be all: casts, and chunks elsewhere.
+    if (c.fp8 != "none")
+        return concat("--beta ", c.beta, " is not built with --fp8: give --fp8 none");
+    if (offloads(c, "weights"))
+        return concat("--beta ", c.beta, " is not built with --offload weights: leave one out");
+    return "";
+}
+
+// Check where rewards come from: a verifier, or a program that other ranks wait for.
+inline std::string check_reward(const Config& c) {
+    const std::string names = "exact, number, regex or command:PROGRAM";
+    if (c.reward.empty())
+        return "--loss grpo learns from rewards: give --reward " + names;
+    std::string program = reward_program(c.reward);
+    bool words = program.find_first_not_of(" \t\n") != program.npos;
+    if (!is_verifier(c.reward) && !words)
+        return "--reward " + c.reward + " names no verifier: give " + names;
+
+    // Refuse a time that has no use, or that the watchdog would not wait.
+    if (given(c, "reward-seconds") && !words)
+        return concat("--reward-seconds ", c.reward_seconds, " is of a program: give --reward "
+                      "command:PROGRAM");
+    bool waits = words && rank_count(c) > 1 && c.watchdog > 0;
+    if (waits && c.reward_seconds >= c.watchdog)
+        return concat("--reward-seconds ", c.reward_seconds, " is not below --watchdog ",
+                      c.watchdog, ", which ends a run whose ranks wait so long: raise --watchdog");
+    return "";
+}
+
 // Check sampled answers: they need rewards, and a batch of whole groups.
 inline std::string check_rollouts(const Config& c) {
     if (c.loss != "grpo") return "";
@@ -478,12 +520,8 @@ inline std::string check_rollouts(const Config& c) {
             return concat("--", name, ": the loss of sampled answers says nothing of others, and "
                           "rewards of validation are not built: leave it out");
     if (!has_rollouts(c)) return "";
-    if (c.reward.empty())
-        return "--loss grpo learns from rewards: give --reward exact, number or regex";
-    // Refuse a reference model: it would have to read the answers that each step samples.
-    if (c.beta > 0)
-        return concat("--beta ", c.beta, ": a reference of sampled answers is not built: leave it "
-                      "out");
+    if (std::string wrong = check_reward(c); !wrong.empty()) return wrong;
+    if (std::string wrong = check_policies(c); !wrong.empty()) return wrong;
 
     // Refuse another distribution: the gradient is right only if the policy itself is sampled.
     if (c.temperature != 1 || c.top_k > 0 || c.top_p < 1)

@@ -258,6 +258,22 @@ inline void keep_split(DataFile* f, Split split) {
     f->count = split == Split::VAL ? held_back : f->count - held_back;
 }
 
+// Say why a split without a window can neither be trained nor judged on.
+inline std::string no_window(const DataLoader& d, Split split, bool own_validation) {
+    const DataFile& first = d.files[0];
+    bool tenth = !own_validation && split == Split::VAL;
+    std::string in = first.path + (d.files.size() > 1 ? " and others" : "");
+    std::string more = tenth ? ", or validation files with --val" : "";
+
+    // Conversations are packed into whole windows, and one window cannot be shared out.
+    if (tenth && first.packed)
+        return concat(in, " fills one window of ", d.T, " tokens, and validation needs another: "
+                      "give more lines or a smaller --seq", more);
+    return concat(split == Split::TRAIN ? "the training" : "the validation", " text has ", d.tokens,
+                  " tokens in ", in, ": a sequence takes ", d.T + 1,
+                  "; give more text or a smaller --seq", more);
+}
+
 // Open the files of one split. own_validation: validation has its own files, so all tokens of these
 // files belong to this split. chat: how conversations are written; null: files hold plain text.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
@@ -302,14 +318,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         d->files.push_back(f);
     }
 
-    // Refuse a split without a window: it can neither be trained nor judged on.
-    bool tenth = !own_validation && split == Split::VAL;
-    if (d->windows == 0)
-        return concat(split == Split::TRAIN ? "the training" : "the validation", " text has ",
-                      d->tokens, " tokens in ", paths[0], paths.size() > 1 ? " and others" : "",
-                      ": a sequence takes ", T + 1, "; give more text or a smaller --seq",
-                      tenth ? ", or validation files with --val" : "");
-    return "";
+    return d->windows ? "" : no_window(*d, split, own_validation);
 }
 
 // Refuse validation on a file that is trained on, under whatever name.

@@ -10,7 +10,8 @@
 //      the slot is then free; repeat from 1
 //   Token i of a text uses uniform number i of the text's stream, so the slot and the rest of the
 //   batch change no more than the rounding of its logits.
-//   All ranks of all axes have the same texts. Ranks of the last stage pick tokens and tell others.
+//   All ranks of all axes have the same texts, or each place along dp has its own (own_texts).
+//   Ranks of the last stage pick tokens, and one of them tells the others.
 //   Cost: a run reads all weights, whatever the number of slots. The cache takes
 //         slots * positions * 2 * NKV * HS elements a layer.
 #pragma once
@@ -38,6 +39,7 @@ struct Sampling {
     // asked by all ranks before each run; true ends all texts
     std::function<bool()> stops = nullptr;
     Draft* draft = nullptr; // guesses tokens ahead; null: no speculation
+    bool own_texts = false; // each place along dp has its own texts, the same on its ranks
 };
 
 // The random stream of a sample. Further samples of a step have other streams, and a resumed run
@@ -183,7 +185,8 @@ template <typename T, typename S> struct Generation {
     const std::vector<Text>& texts;
     size_t count; // most tokens of a text
     const Sampling& how;
-    int root; // the rank whose choices count
+    const Comm& group; // the ranks that have these texts
+    int root;          // the rank of them whose choices count
 
     // Progress.
     std::vector<TextSlot> slots = {};
@@ -225,20 +228,47 @@ inline size_t fill_window(const TextSlot& s, int* tokens, size_t n) { // (n)
     return first;
 }
 
-// The rank whose choices count: the first of those that have the last stage.
-inline int choosing_rank(const Layout& layout, int ranks) {
+// The rank whose choices count: the first of those that have the last stage, as it is counted
+// among all ranks, or among those of one place along dp.
+inline int choosing_rank(const Layout& layout, bool own_texts) {
     int stage = (layout.stages() - 1) % layout.pp.size;
-    int rank = 0;
-    while (rank + 1 < ranks && layout_at(layout, rank).pp.rank != stage)
-        rank++;
-    return rank;
+    auto ranks = ranks_where(layout, [&](const Layout& o) {
+        return !own_texts || o.dp.rank == layout.dp.rank;
+    });
+    size_t i = 0;
+    while (layout_at(layout, ranks[i]).pp.rank != stage)
+        i++;
+    return int(i);
 }
 
 // All ranks hear what one has picked. Others may have rounded a logit to other bits, and would go
 // on with another text, or wait where nobody comes.
 template <typename T, typename S>
 void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
-    broadcast(g.t.comms.world, tokens, n, g.root, Cpu{});
+    broadcast(g.group, tokens, n, g.root, Cpu{});
+}
+
+// Tell ranks with other texts whether this one has something to run, and hear whether any has.
+template <typename T, typename S> bool any_runs(Generation<T, S>& g, bool runs) {
+    int64_t any = runs;
+    all_reduce_max(g.t.comms.world, &any, 1, Cpu{});
+    return any;
+}
+
+// Run the plan on the batch that has been made. Ranks that have other texts gather shards of the
+// weights in the same run, so they run together, as often as the one with the most to do.
+template <typename T, typename S> void run_texts(Generation<T, S>& g) {
+    if (g.how.own_texts) any_runs(g, true);
+    run_plan(g.t, g.plan);
+}
+
+// Run along, on a token of no text, until all ranks have generated theirs.
+template <typename T, typename S> void run_for_others(Generation<T, S>& g) {
+    int token = 0;
+    while (g.how.own_texts && any_runs(g, false)) {
+        generate_batch(g.t, g.plan, &token, 1, 0);
+        run_plan(g.t, g.plan);
+    }
 }
 
 // Add a new token to a slot: emit it, and free the slot if its text ends.
@@ -307,7 +337,7 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     // Run, and remember the last prompt: the next texts may have the same.
     generate_batch(g.t, g.plan, tokens.data(), count, n, past.data(), slot);
     g.t.ctx.batch.lengths = lengths.data();
-    run_plan(g.t, g.plan);
+    run_texts(g);
     size_t rows = std::min(n, g.t.plans[g.plan].scored);
     bring_logits(g.t, g.rows, count * rows);
     float* last = g.rows.row(count * rows - 1);
@@ -462,7 +492,7 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
     for (size_t b = 0; b < B; b++)
         first[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
     generate_batch(g.t, g.plan, tokens.data(), B, n, first.data());
-    run_plan(g.t, g.plan);
+    run_texts(g);
     bring_logits(g.t, g.rows, B * n);
 
     // Pick in all slots in parallel: each has its own random numbers.
@@ -483,13 +513,14 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
 }
 
 // Continue each text by up to `count` tokens: emit(text, token) for each picked token,
-// then end(text, why). A prompt may be as long as the plan allows. All ranks call it, and
-// pick the same tokens.
+// then end(text, why). A prompt may be as long as the plan allows. All ranks call it, and those
+// with the same texts pick the same tokens.
 template <typename T, typename S, typename Emit, typename End>
 void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t count,
               const Sampling& how, Emit emit, End end) {
-    int root = choosing_rank(t.layout, t.comms.world.size);
-    Generation<T, S> g = {t, plan, texts, count, how, root};
+    const Comm& group = how.own_texts ? t.comms.model : t.comms.world;
+    int root = choosing_rank(t.layout, how.own_texts);
+    Generation<T, S> g = {t, plan, texts, count, how, group, root};
     size_t B = std::min(t.plans[plan].B, texts.size());
     g.slots.resize(B);
     g.orders.resize(B);
@@ -515,7 +546,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
         size_t used = B;
         while (used > 0 && g.slots[used - 1].text < 0)
             used--;
-        if (used == 0) return;
+        if (used == 0) return run_for_others(g);
         stopped = how.stops && how.stops();
         if (!stopped) decode_slots(g, used, emit, end);
     }

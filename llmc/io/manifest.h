@@ -8,6 +8,7 @@
 #include "../fp8_delayed.cuh"
 #include "../loss_scale.cuh"
 #include "json.h"
+#include "rollout_state.h"
 
 namespace llmc {
 
@@ -177,6 +178,9 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     for (const char* key : {"bytes", "crc32"})
         if (wrong.empty() && !base.is_null())
             wrong = check_integer(base, key, 0, UINT64_MAX);
+
+    if (wrong.empty() && m.contains("rollouts"))
+        wrong = check_rollouts_json(m["rollouts"]);
 
     // Check the form of the weights' sums; check_sums() (checkpoint_load.h) compares the values.
     bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();

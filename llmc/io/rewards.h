@@ -6,6 +6,7 @@
 //     mean    r[i] - mean(r)                                (2503.20783)
 //     std     (r[i] - mean(r)) / (deviation(r) + 1e-4)      over n - 1, as in TRL
 //   A group of equal rewards teaches nothing: its advantages are 0.
+//   Rewards by a program of the user's: reward_command.h.
 //   To copy: this file, text.h and PCRE2.
 #pragma once
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -99,7 +100,18 @@ inline bool has_pattern(const std::string& text, const std::string& pattern) {
                        limits.get()) >= 0;
 }
 
-// The reward of an answer by the verifier's name, which the table of flags has checked.
+// Whether a name is that of a verifier in this file.
+inline bool is_verifier(const std::string& name) {
+    return name == "exact" || name == "number" || name == "regex";
+}
+
+// The program of --reward command:PROGRAM, or "" for a verifier (reward_command.h).
+inline std::string reward_program(const std::string& reward) {
+    const std::string prefix = "command:";
+    return reward.starts_with(prefix) ? reward.substr(prefix.size()) : "";
+}
+
+// The reward of an answer by the verifier's name.
 inline double reward_of(const std::string& verifier, const std::string& answer,
                         const std::string& wanted) {
     // NaN equals no number: an answer without a number is wrong.

@@ -1,7 +1,7 @@
 // rollouts.h - prompts with a verifiable answer, and the windows of answers that a step samples
 //   Lines    {"prompt": "...", "answer": "..."}. The prompt is the user's text, written by the chat
 //            format, or a list of messages that ends with the user's. The answer is a text or a
-//            number.
+//            number. With --reward command: a line needs no answer, and its program sees the line.
 //   Order    Exercise i of a run follows a permutation keyed by seed and epoch, as windows do.
 //   Window   T tokens: a prompt, the model's answer, and padding. Targets are the answer's tokens
 //            with the token that ends it, which the model chose like all others.
@@ -9,6 +9,7 @@
 #pragma once
 #include "dataloader.h"
 #include "rewards.h"
+#include "rollout_state.h"
 
 namespace llmc {
 
@@ -16,17 +17,7 @@ namespace llmc {
 struct Exercise {
     std::vector<int> prompt; // its tokens
     std::string answer;      // the right answer, or a pattern of it
-};
-
-// The answers sampled for a step, with their prompts and advantages; the same on all ranks.
-struct Rollouts {
-    uint64_t first = 0;                        // number of the first sample
-    std::vector<std::vector<int>> tokens = {}; // of each window; only its first T + 1 are used
-    std::vector<size_t> prompts = {};          // length of each prompt
-    std::vector<float> advantages = {};
-    // Statistics for the log.
-    double reward = 0, length = 0; // means
-    double cut = 0, equal = 0;     // shares: answers that did not end, groups of equal rewards
+    nlohmann::json line;     // the whole line, where a program gives the reward; else null
 };
 
 // ----------------------------------------------------------------------------
@@ -35,12 +26,16 @@ struct Rollouts {
 // Read a line's exercise.
 inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, size_t T,
                                  const std::string& verifier, Exercise* q) {
-    // Read the answer, a text; a number is taken as JSON writes it.
+    // Read the answer, a text; a number is taken as JSON writes it. A program of the user's reads
+    // what it likes.
     if (!line.contains("prompt")) return "has no \"prompt\"";
+    bool built_in = is_verifier(verifier);
     bool text = line.contains("answer") && line["answer"].is_string();
-    if (!text && !(line.contains("answer") && line["answer"].is_number()))
-        return "has no \"answer\" that is a text or a number";
-    q->answer = text ? line["answer"].get<std::string>() : line["answer"].dump();
+    bool number = line.contains("answer") && line["answer"].is_number();
+    if (built_in && !text && !number) return "has no \"answer\" that is a text or a number";
+    if (text) q->answer = line["answer"].get<std::string>();
+    if (number) q->answer = line["answer"].dump();
+    if (!built_in) q->line = line;
 
     // Read the prompt, which must leave at least one row of the window to the answer.
     Conversation asked;

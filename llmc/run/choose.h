@@ -457,7 +457,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     evaluate.micro_batches = 1;
     if (evaluate.objective.distills()) evaluate.objective = {}; // the text's own loss
     bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
-    if (wants_validation(c))
+    if (wants_validation(c) || evaluates_rollouts(c))
         run.evaluate_plan = add(evaluate);
     if (only_exports) add(evaluate); // it never runs: it gives the exported weights their place
 
@@ -485,7 +485,11 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         run.generate_plan = add(generate);
 
     // Sample answers to train on. A slot holds a whole training window: the prompt and its answer.
-    generate.B = std::min(size_t(c.slots), size_t(c.batch_tokens / c.seq));
+    size_t group = size_t(c.group);
+    size_t groups = std::max(size_t(1), size_t(c.batch_tokens / c.seq) / group);
+    if (answers_are_shared(c))
+        groups = ceil_div(groups, size_t(c.dp));
+    generate.B = std::min(size_t(c.slots), groups * group);
     generate.T = generate.cache = size_t(c.seq);
     if (has_rollouts(c))
         run.rollout_plan = add(generate);

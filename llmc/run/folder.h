@@ -10,6 +10,7 @@
 #include <sys/file.h>
 #include "../io/base_identity.h"
 #include "../io/checkpoint_load.h"
+#include "../io/rollout_state.h"
 #include "health.h"
 #include "interval.h"
 
@@ -292,6 +293,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
         (unsigned long long)info.seed, (long long)c.seed);
     t.cursor = info.cursor;
     run.tokens = info.tokens;
+    if (has_rollouts(c)) run.rollouts = rollouts_of(info.rollouts);
 
     // Restore the best checkpoint's record, then check the weights before any file moves.
     run.kept_step = info.best_step;
@@ -360,6 +362,7 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     info.best_step = run.kept_step;
     info.best_loss = run.kept_loss;
     info.base = run.base;
+    info.rollouts = rollouts_json(run.rollouts, run.config.updates);
     return info;
 }
 

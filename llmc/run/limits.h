@@ -8,6 +8,7 @@
 #include "../io/async_save.h"
 #include "../io/mfu.h"
 #include "draft.h"
+#include "start_weights.h"
 #include "teach.h"
 
 namespace llmc {
@@ -110,6 +111,13 @@ size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
     return saves && std::is_same_v<S, Cpu> ? snapshot_bytes(t) : 0;
 }
 
+// Bytes of the host's memory that a run on the CPU takes beside its arena.
+template <typename T, typename S>
+size_t copies_here(const Config& c, const Trainer<T, S>& t) {
+    bool start = keeps_start(c) && std::is_same_v<S, Cpu>;
+    return snapshot_here(c, t) + (start ? start_weights_bytes(t) : 0);
+}
+
 // Bytes that a rank takes under a configuration; 0: config_check() refuses the configuration. The
 // global batch stays the same: a smaller micro-batch is accumulated more often.
 template <typename T, typename S>
@@ -126,7 +134,7 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     t.ctx.where = where;
     std::vector<PlanOptions> plans = choose_plans(run);
     trainer_place(t, run.shape, plans, layout_at(choose_layout(c, run.shape), rank));
-    size_t beside = snapshot_here(c, t) + draft_bytes<T>(run, plans, where);
+    size_t beside = copies_here(c, t) + draft_bytes<T>(run, plans, where);
     beside += teacher_bytes<T>(run, plans, rank, where);
     return bytes_here(t.arena, where) + beside;
 }
@@ -220,7 +228,7 @@ template <typename T, typename S>
 void check_memory(const Run& run, const Trainer<T, S>& t) {
     // Gather what each rank takes, and what it may take.
     size_t share = memory_share(run, t.ctx.where);
-    size_t beside = snapshot_here(run.config, t) + run.draft_bytes + run.teacher_bytes;
+    size_t beside = copies_here(run.config, t) + run.draft_bytes + run.teacher_bytes;
     size_t takes = bytes_here(t.arena, t.ctx.where) + beside;
     int64_t mine[2] = {int64_t(takes), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));
@@ -339,7 +347,7 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         // Search with the room that an asynchronous save's copy leaves.
         Trainer<T, S> placed;
         if (c.save_async) trainer_place(placed, run.shape, plans, layout);
-        size_t copy = snapshot_here(c, placed);
+        size_t copy = copies_here(c, placed);
         Choices found = choose_levels<T>(layout, model, plans, room - std::min(room, copy), where);
         if (!found.best.bytes) continue;
 

@@ -103,9 +103,9 @@ double reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t
 
 // References that also hold the run's current reference point, in the last row of each window.
 inline References with_reference_point(const Run& run, References references, size_t T) {
-    return [&run, references, T](uint64_t sample, float* advantages, float* reference) {
-        references(sample, advantages, reference);
-        reference[T - 1] = float(run.reference_point);
+    return [&run, references, T](uint64_t sample, RowNumbers to) {
+        references(sample, to);
+        to.reference[T - 1] = float(run.reference_point);
     };
 }
 

@@ -107,8 +107,8 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
         return window(first_ranks_sample(sample, p, begin), tokens, targets);
     };
     if (references)
-        t.references = [&](uint64_t sample, float* advantages, float* to) {
-            references(first_ranks_sample(sample, p, begin), advantages, to);
+        t.references = [&](uint64_t sample, RowNumbers to) {
+            references(first_ranks_sample(sample, p, begin), to);
         };
 
     // Sum up each layer's action after it has run. After NORM declare the gradients not finite, so

@@ -344,6 +344,9 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (run.teacher_bytes)
         text += memory_line("teacher", run.teacher_bytes, 0,
                             "its weights, an evaluation's memory, C elements a row of the step");
+    if (keeps_start(c))
+        text += memory_line("starting weights", start_weights_bytes(t), 0,
+                            "GRPO's reference, in the host's memory");
     if (run.draft_bytes)
         text += memory_line("draft", run.draft_bytes, 0,
                             "its weights, and a cache beside the model's");

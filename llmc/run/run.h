@@ -88,6 +88,7 @@ struct Run {
     std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
     std::vector<double> mismatched = {}, val_mismatched = {}; // (windows): reference_point.h
     double reference_point = 0;      // KTO's, for the batch that is running
+    std::vector<unsigned char> start_weights = {}; // GRPO's reference: start_weights.h
     ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
     double max_vio = 0;              // of experts' loads, summed over this process's steps
     double best_loss = INFINITY;     // the lowest validation loss, and its step

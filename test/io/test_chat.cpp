@@ -4,6 +4,7 @@
 //   tells the tokens. Llama 2's own tokenizer is compared where the fixtures are at hand.
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/prepare.h"
+#include "../../llmc/io/reward_command.h"
 #include "../../llmc/io/rollouts.h"
 #include "../harness/testing.h"
 
@@ -927,30 +928,65 @@ TEST(Rollouts, AreTheSameInEveryLayout) {
     // percents. The sampled tokens are the same in every layout, so rewards are equal. Losses
     // differ by the order of sums.
     std::string path = put_file(scratch("letters.jsonl"), letters());
+    // Two updates of each rollout, whose ratios some tokens clip, and the starting weights beside.
     std::string common = "--layers 2 --heads 4 --channels 32 --batch-tokens 1024 --group 4 --steps 3 "
-                         "--lr 3e-3 --seed 5 --out ";
+                         "--lr 3e-3 --seed 5 --updates 2 --beta 0.1 --out ";
     std::vector<double> expected;
     for (std::string layout :
          {"--micro-batch 8", "--micro-batch 2 --slots 3", "--micro-batch 2 --local-ranks 2 --zero 3",
           "--micro-batch 4 --local-ranks 4 --pp 2 --zero 1 --verify-every 1",
           "--micro-batch 4 --local-ranks 2 --tp 2 --sequence-parallel",
           "--micro-batch 8 --local-ranks 2 --cp 2"}) {
+        // Two places along dp have eight prompts to share; with 32 answers in groups of 4.
         std::string out = scratch("rollouts" + layout);
         Ran ran = shell(rollout_run(path, common + "'" + out + "' " + layout));
         ASSERT_EQ(ran.status, 0) << ran.text;
         EXPECT_HAS(ran.text, "data: 5 prompts, 32 answers a step, 4 to each prompt");
 
         std::vector<double> got =
-            rollout_log(out, {"reward", "length", "cut", "equal_groups", "loss", "entropy", "grad_norm"});
-        ASSERT_EQ(got.size(), 21u);
+            rollout_log(out, {"reward", "length", "cut", "equal_groups", "loss", "entropy",
+                              "grad_norm", "kl", "clipped"});
+        ASSERT_EQ(got.size(), 27u);
         if (expected.empty()) expected = got;
+        // A token at the clip's very edge may fall to either side: one in 128 may.
         for (size_t i = 0; i < got.size(); i++)
-            EXPECT_NEAR(got[i], expected[i], i % 7 < 4 ? 0 : 2e-5) << layout << " " << i;
+            EXPECT_NEAR(got[i], expected[i], i % 9 < 4 ? 0 : i % 9 == 8 ? 0.008 : 2e-5)
+                << layout << " " << i;
+
+        // At the first step the policy is its reference, and the one that sampled, to the bit.
+        EXPECT_EQ(got[7], 0) << layout;
+        EXPECT_EQ(got[8], 0) << layout;
     }
+    EXPECT_GT(expected[9 + 7], 1e-3); // the second update has left the reference,
+    EXPECT_GT(expected[9 + 8], 0.01); // and some tokens have gone too far;
+    EXPECT_EQ(expected[0], expected[9]); // but its answers are the first update's
 
     EXPECT_GT(expected[0], 0);
     EXPECT_NEAR(expected[5], std::log(256), 0.3); // new weights guess
     EXPECT_GT(expected[6], 0.1);
+}
+
+// At the first update the ratio is 1, so several updates begin with the bits of one. Adapters are
+// trained alone, and the reference is then the base: at first the distance is 0, later it is not.
+TEST(Rollouts, TheFirstUpdateIsThatOfOneUpdate) {
+    std::string path = put_file(scratch("first.jsonl"), R"({"prompt": "a", "answer": "^[ -~]"})");
+    std::string common = rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 512 "
+                                           "--micro-batch 16 --lr 1e-2 --export " + scratch("up"));
+    ASSERT_EQ(shell(common + "1 --steps 1").status, 0);
+    ASSERT_EQ(shell(common + "2 --steps 1 --updates 2").status, 0);
+    std::string once = read_file(scratch("up1") + "/model.safetensors");
+    EXPECT_GT(once.size(), 10000u);
+    EXPECT_TRUE(once == read_file(scratch("up2") + "/model.safetensors"));
+
+    std::string out = scratch("adapted");
+    Ran ran = shell(common + "3 --model " + scratch("up1") + " --layers 0 --heads 0 --channels 0 "
+                    "--lora 4 --beta 0.5 --kl k2 --updates 2 --steps 3 --out " + out);
+    ASSERT_EQ(ran.status, 0) << ran.text;
+    std::vector<double> kl = rollout_log(out, {"kl"});
+    ASSERT_EQ(kl.size(), 3u);
+    EXPECT_EQ(kl[0], 0);
+    EXPECT_GT(kl[1], 0);
+    EXPECT_GT(kl[2], 0);
 }
 
 TEST(Rollouts, EachStepSamplesAnewAndEndsCount) {
@@ -989,11 +1025,12 @@ TEST(Rollouts, RewardsRise) {
 }
 
 // Five steps in one run, and in two runs with a resume between: the exported
-// weights have the same bits.
+// weights have the same bits. The resume comes between two updates of a rollout, so the answers and
+// what the policy that sampled said of them come from the checkpoint.
 TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
-    std::string path = put_file(scratch("go_on.jsonl"), letters());
+    std::string path = put_file(scratch("go_on.jsonl"), R"({"prompt": "a", "answer": "^[ -~]"})");
     std::string common = rollout_run(path, "--layers 1 --heads 2 --channels 32 --batch-tokens 512 "
-                                           "--micro-batch 16 --lr 1e-2 --out ");
+                                           "--micro-batch 16 --lr 1e-2 --updates 3 --beta 0.1 --out ");
     std::string whole = scratch("go_on_whole"), parts = scratch("go_on_parts");
     Ran first = shell(common + whole + " --steps 5 --export " + whole + "_x");
     EXPECT_EQ(first.status, 0) << first.text;
@@ -1007,4 +1044,114 @@ TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
     std::string weights = read_file(whole + "_x/model.safetensors");
     EXPECT_GT(weights.size(), 10000u);
     EXPECT_TRUE(weights == read_file(parts + "_x/model.safetensors"));
+
+    // The steps on both sides of the resume learn, from the same rewards.
+    std::vector<double> log = rollout_log(parts, {"reward", "grad_norm", "clipped"});
+    ASSERT_EQ(log.size(), 15u);
+    EXPECT_EQ(log[3], log[6]);
+    EXPECT_GT(log[7], 0.01);
+    EXPECT_GT(log[8], 0);
+}
+
+// A manifest's answers are believed field by field.
+TEST(Rollouts, BrokenAnswersOfAManifestAreRefused) {
+    Rollouts r = {0, {{1, 2, 3}, {1, 4}}, {1, 1}, {0.5f, -0.5f}, 0.5, 1.5, 0, 0.25, {-1, -2}, {-3}, 1};
+    EXPECT_TRUE(rollouts_json(r, 1).is_null()); // spent
+    const nlohmann::json good = nlohmann::json::parse(rollouts_json(r, 2).dump()); // as from a file
+    ASSERT_EQ(check_rollouts_json(good), "");
+    Rollouts back = rollouts_of(good);
+    EXPECT_EQ(rollouts_json(back, 2), good);
+    EXPECT_EQ(back.advantages, r.advantages);
+    EXPECT_TRUE(rollouts_of({}).tokens.empty());
+
+    for (auto [key, value] : std::map<std::string, nlohmann::json>{
+             {"tokens", {1, 2}}, {"prompts", {1}}, {"advantages", {0.5, 1}}, {"old", "x"},
+             {"reference", {-1}}, {"means", {1, 2}}, {"updates", 0}}) {
+        nlohmann::json bad = good;
+        bad[key] = value;
+        EXPECT_NE(check_rollouts_json(bad), "") << key;
+        bad.erase(key);
+        EXPECT_NE(check_rollouts_json(bad), "") << key;
+    }
+    nlohmann::json bad = good;
+    bad["prompts"] = {1, 3}; // longer than its answer
+    EXPECT_NE(check_rollouts_json(bad), "");
+}
+
+// ----------------------------------------------------------------------------
+// rewards by a program
+
+// Let a script reward two answers. Returns "" or what is wrong.
+static std::string scripted(const std::string& script, std::vector<double>* rewards,
+                            double seconds = 20) {
+    std::string path = put_file(scratch("reward.sh"), script);
+    std::vector<nlohmann::json> answers = {{{"prompt", "a"}, {"completion", "b\xff; touch x"}},
+                                           {{"prompt", "c"}, {"completion", "d"}}};
+    rewards->clear();
+    return command_rewards("sh " + path, seconds, answers, rewards);
+}
+
+TEST(RewardPrograms, ReadLinesAndPrintNumbers) {
+    std::vector<double> rewards;
+    EXPECT_EQ(scripted("cat > " + scratch("seen") + "; echo 1.5; echo '{\"reward\": -2}'", &rewards), "");
+    EXPECT_EQ(rewards, std::vector<double>({1.5, -2}));
+    EXPECT_EQ(read_file(scratch("seen")), "{\"completion\":\"b\xef\xbf\xbd; touch x\",\"prompt\":\"a\"}\n"
+                                          "{\"completion\":\"d\",\"prompt\":\"c\"}\n");
+
+    // It need not read, and may print without a newline at the end.
+    EXPECT_EQ(scripted("printf '0\\n1'", &rewards), "");
+    EXPECT_EQ(rewards, std::vector<double>({0, 1}));
+
+    // No shell reads the command: its words are arguments.
+    rewards.clear();
+    EXPECT_HAS(command_rewards("echo 1; echo 2", 20, {1}, &rewards), "printed \"1; echo 2\" in line 1");
+    rewards.clear();
+    EXPECT_EQ(command_rewards("  echo   3 ", 20, {1}, &rewards), "");
+}
+
+TEST(RewardPrograms, ThatFailSayWhy) {
+    std::vector<double> rewards;
+    EXPECT_HAS(scripted("echo 1", &rewards), "printed 1 lines for 2 answers: print a number for each");
+    EXPECT_HAS(scripted("echo 1; echo 2; echo 3", &rewards), "printed 3 lines for 2 answers");
+    for (const char* none : {"NaN", "1e999", "yes", "null", "[1]", "{\"score\": 1}", "", "\"1\""})
+        EXPECT_HAS(scripted(concat("echo 1; echo '", none, "'"), &rewards), "in line 2: print a finite");
+    EXPECT_HAS(scripted("echo 1; echo 2; exit 3", &rewards), "ended with status 3");
+    EXPECT_HAS(scripted("kill -9 $$", &rewards), "was ended by signal 9");
+    EXPECT_HAS(scripted("yes 1", &rewards), "prints more than a number for each answer");
+    EXPECT_HAS(command_rewards("/no/such/program x", 1, {1}, &rewards), "cannot be started (No such file");
+
+    // A program that hangs is killed, and so is what it has started, which holds its output open.
+    for (const char* hang : {"sleep 100", "exec >&-; sleep 100", "sleep 100 & echo 1; echo 2"}) {
+        double start = clock_seconds();
+        EXPECT_HAS(scripted(hang, &rewards, 0.3), "took longer than 0.3 seconds and was killed");
+        EXPECT_LT(clock_seconds() - start, 10) << hang;
+    }
+}
+
+// A program gives the same rewards to all layouts as the verifier that it copies; and if it fails
+// in a later step, all ranks end, with one line, and the last checkpoint goes on.
+TEST(RewardPrograms, AreRunByOneRank) {
+    std::string path = put_file(scratch("by.jsonl"), letters()), count = scratch("count");
+    std::string script = put_file(scratch("letters.sh"), "echo x >> " + count +
+                                  "; sed 's/.*\"completion\":\"[a-z].*/1/; t; s/.*/0/'\n");
+    std::string flags = "--layers 1 --heads 2 --channels 32 --batch-tokens 512 --micro-batch 8 --lr 1e-2 "
+                        "--group 4 --local-ranks 2 --save-every 1 --steps 2 --out ";
+    std::string by = scratch("by"), own = scratch("own");
+    Ran ran = shell(rollout_run(path, flags + by + " --reward 'command:sh " + script + "'"));
+    ASSERT_EQ(ran.status, 0) << ran.text;
+    EXPECT_EQ(read_file(count), "x\nx\n");
+    ASSERT_EQ(shell(rollout_run(path, flags + own)).status, 0);
+    EXPECT_EQ(rollout_log(by, {"reward", "loss", "grad_norm"}),
+              rollout_log(own, {"reward", "loss", "grad_norm"}));
+
+    put_file(script, "echo broken >&2; exit 1\n");
+    ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 4 --device cpu --out " + by);
+    EXPECT_NE(ran.status, 0);
+    EXPECT_HAS(ran.text, "ended with status 1: what it said is above; --resume goes on from the last checkpoint");
+    size_t at = ran.text.find("train_gpt: error");
+    EXPECT_EQ(ran.text.find("train_gpt: error", at + 1), std::string::npos) << ran.text;
+    put_file(script, "sed 's/.*/1/'\n");
+    ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 3 --device cpu --sample-tokens 0 --out " + by);
+    EXPECT_EQ(ran.status, 0) << ran.text;
+    EXPECT_HAS(ran.text, "resumed at step 2");
 }

@@ -317,7 +317,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
                "leave --document-mask out");
     EXPECT_HAS(check({"--loss", "dpo"}), "give --data FILE.jsonl");
-    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo, orpo or kto");
+    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo, orpo, kto or grpo");
     EXPECT_HAS(check({"--loss", "dpo", "--undesirable-weight", "2"}),
                "--undesirable-weight is for --loss kto: leave it out");
     EXPECT_HAS(check({"--loss", "ipo", "--label-smoothing", "0.1"}), "is for --loss dpo");
@@ -340,10 +340,21 @@ TEST(Config, RefusesShapesThatDoNotFit) {
 
     EXPECT_HAS(check({"--loss", "grpo", "--reward", "exact"}), "give --data FILE.jsonl");
     EXPECT_HAS(check({"--group", "4"}), "--group is of answers that are sampled: give --loss grpo");
-    EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number or regex");
+    EXPECT_EQ(sampled({"--reward", "command:sh a.sh", "--updates", "4", "--clip-high", "0.28",
+                       "--beta", "0.1", "--kl", "k2", "--reward-seconds", "5"}), "");
+    EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number, regex or command:");
+    EXPECT_HAS(sampled({"--reward", "right"}), "--reward right names no verifier: give exact");
+    EXPECT_HAS(sampled({"--reward", "command: "}), "names no verifier");
+    EXPECT_HAS(sampled({"--reward", "exact", "--reward-seconds", "5"}), "give --reward command:");
+    EXPECT_HAS(sampled({"--reward", "command:a", "--reward-seconds", "600", "--local-ranks", "2"}),
+               "--reward-seconds 600 is not below --watchdog 600");
+    EXPECT_HAS(sampled({"--reward", "exact", "--clip-low", "0.1"}), "give --updates 2 or more");
+    EXPECT_HAS(sampled({"--reward", "exact", "--kl", "k2"}), "estimates what --beta weighs");
+    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1", "--precision", "bf16", "--fp8", "block"}),
+               "--beta 0.1 is not built with --fp8");
+    EXPECT_HAS(check({"--updates", "2"}), "--updates is of answers that are sampled");
     EXPECT_HAS(sampled({"--reward", "exact", "--group", "12", "--micro-batch", "8"}),
                "--group 12 does not divide the 8 sequences of a step: try --batch-tokens 6144");
-    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1"}), "reference of sampled answers");
     EXPECT_HAS(sampled({"--reward", "exact", "--temperature", "0.5"}), "own distribution");
     EXPECT_HAS(sampled({"--reward", "exact", "--top-k", "5"}), "own distribution");
     EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");

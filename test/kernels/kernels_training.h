@@ -284,29 +284,31 @@ inline void objective_kernels(Check& c) {
             size_t N = 3 * T;
             CASE(c, "objective %d T=%zu", int(kind), T);
             std::vector<int> targets = integers(c, N, -1, 5), starts(N);
-            std::vector<double> losses = rounded<float>(normals(c, N)), rejected(N);
+            std::vector<double> losses = rounded<float>(normals(c, N)), feedback(N);
             std::vector<double> reference = rounded<float>(normals(c, N));
 
             // The second half of a window is the rejected answer, except in the last window.
             for (size_t n = 0; n < N; n++) {
                 starts[n] = n % T < T / 2 ? 0 : int(T / 2);
-                rejected[n] = n < 2 * T && starts[n] > 0;
+                feedback[n] = n < 2 * T && starts[n] > 0;
                 losses[n] = std::fabs(losses[n]);
             }
 
-            // Want: the CPU's rows.
+            // Want: the CPU's rows. An old policy, which only GRPO has, is the reference here.
             Objective o = {kind, 0.5, 0.1, 0.5, 2, 0.5};
-            std::vector<float> out(4 * N), l = as<float>(losses), x = as<float>(rejected),
+            o.old_policy = kind == LossKind::GRPO;
+            std::vector<float> out(5 * N), l = as<float>(losses), x = as<float>(feedback),
                                ref = as<float>(reference);
             objective<float>({&out[0], &out[N], &out[2 * N], &out[3 * N], l.data(), targets.data(),
-                              starts.data(), x.data(), ref.data(), T}, o, N, Cpu{});
+                              starts.data(), x.data(), ref.data(), T, ref.data(), &out[4 * N]},
+                             o, N, Cpu{});
 
             every_order(c, [&](Outputs& outputs) {
-                Array<float> got(4 * N), dl(losses), dx(rejected), dref(reference);
+                Array<float> got(5 * N), dl(losses), dx(feedback), dref(reference);
                 Array<int> t(targets), d(starts);
                 float* to = got.data;
                 objective({to, to + N, to + 2 * N, to + 3 * N, dl.data, t.data, d.data, dx.data,
-                           dref.data, T}, o, N, cudaStream_t{});
+                           dref.data, T, dref.data, to + 4 * N}, o, N, cudaStream_t{});
                 outputs.add("rows, bits", got, as_double(out), 0);
             });
         }

@@ -684,7 +684,7 @@ template <typename A> struct ObjectiveRun {
     size_t T = 16, N = 0;
     std::vector<A> losses, out;
     std::vector<int> targets, doc_start;
-    std::vector<float> rejected, reference;
+    std::vector<float> feedback, reference;
 
     ObjectiveRun(Objective o, const Doubles& row_losses, const Doubles& reference_losses)
         : N(row_losses.size()), losses(as<A>(row_losses)), out(4 * N, A(7)) {
@@ -693,11 +693,11 @@ template <typename A> struct ObjectiveRun {
             bool worse = at >= 6 && at < 15;
             doc_start.push_back(at < 6 ? 0 : worse ? 6 : 15);
             targets.push_back(at == 0 || at == 6 || at == 15 ? -1 : int(at));
-            rejected.push_back(o.pairs() ? worse : float(at) / 4 - 1); // else an advantage
+            feedback.push_back(o.pairs() ? worse : float(at) / 4 - 1); // else an advantage
             reference.push_back(float(-reference_losses[i]));
         }
         objective<A>({&out[0], &out[N], &out[2 * N], &out[3 * N], losses.data(), targets.data(),
-                      doc_start.data(), rejected.data(), reference.data(), T}, o, N, CPU);
+                      doc_start.data(), feedback.data(), reference.data(), T}, o, N, CPU);
     }
     // The sum of one output. which: 1 the value, 2 the margin, 3 the correct ones.
     double total(size_t which) const {
@@ -713,7 +713,47 @@ inline std::vector<Objective> all_objectives() {
             {LossKind::KTO, 0.1, 0, 0, 1, 0.5}, {LossKind::GRPO, 0.3}};
 }
 
+// GRPO's rows against central differences in double: the surrogate on both sides of the clip, each
+// estimate of KL, and both together.
+inline void rollout_rows_test(Check& c) {
+    for (KlEstimate kl : {KlEstimate::K2, KlEstimate::K3})
+        for (double beta : {0.0, 0.3})
+            for (double advantage : {-1.5, 0.0, 0.75})
+                for (double moved : {-0.5, -0.3, -0.1, 0.0, 0.1, 0.25, 0.5}) {
+                    // The old policy's log p is -2; the policy's lies `moved` above it.
+                    Objective o = {LossKind::GRPO, beta};
+                    o.kl = kl, o.old_policy = true, o.clip_low = 0.2, o.clip_high = 0.28;
+                    float old = -2, reference = -1.75, feedback = float(advantage);
+                    int target = 3, start = 0;
+                    auto row = [&](double x) {
+                        std::array<double, 5> out = {};
+                        double loss = 2 - x;
+                        ObjectiveRows<double> rows = {&out[0], &out[1], &out[2], &out[3], &loss,
+                                                      &target, &start, &feedback, &reference, 1};
+                        rows.old = &old, rows.clipped = &out[4];
+                        objective<double>(rows, o, 1, CPU);
+                        return out;
+                    };
+                    auto at = row(moved), above = row(moved + 1e-5), below = row(moved - 1e-5);
+                    double slope = (above[1] - below[1]) / 2e-5;
+
+                    // The bounds are 0.8 and 1.28; the error of a central difference is h^2.
+                    double ratio = std::exp(moved);
+                    bool out = advantage > 0 ? ratio > 1.28 : advantage < 0 && ratio < 0.8;
+                    close(c, "coefficient", Doubles{at[0]}, Doubles{-slope}, 1e-9);
+                    expect(c, at[4] == out, "clipped");
+                    double x = moved - 0.25;
+                    double estimate = kl == KlEstimate::K2 ? x * x / 2 : std::exp(-x) - 1 + x;
+                    close(c, "kl", Doubles{at[2]}, Doubles{beta > 0 ? estimate : 0}, 1e-12);
+                    double gain = std::min(ratio * advantage,
+                                           std::clamp(ratio, 0.8, 1.28) * advantage);
+                    close(c, "value", Doubles{at[1]}, Doubles{-gain + beta * at[2]}, 1e-12);
+                }
+}
+
 inline void objective_test(Check& c) {
+    rollout_rows_test(c);
+
     // The sums of dev/golden/make_preferences.py, spread over rows in quarters,
     // which floats hold exactly.
     Doubles policy(16), reference(16);
@@ -758,15 +798,15 @@ inline void objective_test(Check& c) {
     // answer counts no pair.
     ObjectiveRun<double> two(all_objectives()[0], normals(c, 32), normals(c, 32));
     for (size_t i : {0, 6, 15, 16, 31}) expect(c, two.out[i] == 0, "coefficients of questions");
-    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 1, "pairs");
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.feedback[0], 16) == 1, "pairs");
     std::vector<int> targets = {-1, 1, -1, 1, 1, -1, 1, 1}, starts = {0, 0, 2, 2, 2, 5, 5, 5};
     std::vector<float> worse = {0, 0, 1, 1, 1, 1, 1, 1}; // the rejected answers of two pairs
     expect(c, count_pairs(&targets[0], &starts[0], &worse[0], 8) == 2, "each counts once");
     LossKind kto = LossKind::KTO;
-    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16, kto) == 2,
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.feedback[0], 16, kto) == 2,
            "answers, and no padding");
-    std::fill(two.rejected.begin(), two.rejected.end(), 0.0f);
-    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.rejected[0], 16) == 0, "none");
+    std::fill(two.feedback.begin(), two.feedback.end(), 0.0f);
+    expect(c, count_pairs(&two.targets[0], &two.doc_start[0], &two.feedback[0], 16) == 0, "none");
 }
 
 // The coefficient of a row is the derivative by the row's loss, which is -log p.

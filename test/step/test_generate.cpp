@@ -1,5 +1,6 @@
 // test_generate.cpp - many texts at once: each has its tokens alone, in any slots and any layout
 //   Runs $TRAIN_GPT (default build/train_gpt) where files and a terminal count.
+#include <mutex>
 #include "../../llmc/run/talk.h"
 #include "../harness/testing.h"
 #include "small_models.h"
@@ -125,6 +126,77 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
     EXPECT_EQ(make_texts<double>(small_mixtral(), 4, experts),
               make_texts<double>(small_mixtral(), 4))
         << "ep";
+}
+
+// Each place along dp may have texts of its own, of other lengths and in other numbers; under
+// ZeRO-3 it still gathers shards in the runs of all. Here the places take 1, 5 and 2 of 8 texts.
+TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
+    Shape s = gpt2_shape(2, 2, 16, 61, 32);
+    MadeTexts alone = make_texts<double>(s, 4);
+    std::vector<std::vector<int>> prompts = some_prompts(s);
+    Layout layout = small_layout(3, 2);
+    layout.zero = 3;
+    const size_t begin[] = {0, 1, 6, 8};
+    MadeTexts all(8);
+    std::mutex one_at_a_time;
+    auto body = [&](const Comm& world) {
+        Plan p = small_plan(3, 6, 1);
+        p.mode = Mode::GENERATE, p.cache = CACHE;
+        p.layout = layout_at(layout, world.rank);
+        Fixture<double> f(s, {p});
+        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
+
+        // Generate this place's share, with the streams of make_texts().
+        Sampling how;
+        how.own_texts = true;
+        for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
+        size_t first = begin[p.layout.dp.rank], past = begin[p.layout.dp.rank + 1];
+        std::vector<Text> texts;
+        for (size_t i = first; i < past; i++)
+            texts.push_back({&prompts[i / 2], fnv1a(concat("text.", i / 2, ".", i % 2))});
+        MadeTexts made(texts.size());
+        generate(
+            f.t, 0, texts, COUNT, how,
+            [&](int64_t i, int token) { made[size_t(i)].tokens.push_back(token); },
+            [&](int64_t i, Ended why) { made[size_t(i)].why = why; });
+        std::lock_guard lock(one_at_a_time);
+        for (size_t i = first; i < past; i++) {
+            if (!all[i].tokens.empty()) EXPECT_EQ(all[i], made[i - first]) << "both ranks of tp";
+            all[i] = made[i - first];
+        }
+    };
+    EXPECT_EQ(run_local_ranks(layout.world(), {.timeout_s = 20}, body), 0);
+    EXPECT_EQ(all, alone);
+}
+
+// One rank chooses. Data-parallel ranks may round a logit to other bits, and would then go on with
+// other texts. Here they differ by more: the second rank's token table is another, and its own
+// choices are others, yet it hears those of the first.
+TEST(Slots, RanksWhoseLogitsDifferHearOneOfThem) {
+    Shape s = gpt2_shape(2, 2, 16, 61, 32);
+    std::vector<int> prompt = {1, 7, 3};
+    auto made_by = [&](Fixture<double>& f, bool other) {
+        for (double& w : std::span(f.weight(f.t.model.parameters[0]), other ? s.V * s.C : 0))
+            w = -8 * w;
+        std::vector<int> tokens;
+        generate(f.t, 0, {{&prompt, 1}}, 4, {}, [&](int64_t, int token) { tokens.push_back(token); },
+                 [](int64_t, Ended) {});
+        return tokens;
+    };
+    Plan p = small_plan(1, 3, 1);
+    p.mode = Mode::GENERATE, p.cache = CACHE;
+    Fixture<double> first(s, {p}), second(s, {p});
+    std::vector<int> expected = made_by(first, false);
+    EXPECT_NE(made_by(second, true), expected) << "it has a mind of its own";
+
+    auto body = [&](const Comm& world) {
+        Plan of_rank = p;
+        of_rank.layout = layout_at(small_layout(2), world.rank);
+        Fixture<double> f(s, {of_rank});
+        f.t.comms = make_comms(world, of_rank.layout);
+        EXPECT_EQ(made_by(f, world.rank == 1), expected) << world.rank;
+    };
+    EXPECT_EQ(run_local_ranks(2, {.timeout_s = 20}, body), 0);
 }
 
 // A prompt is read once for all its samples. Two prompts of four tokens with three samples

@@ -72,6 +72,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
     for (LossKind kind : {LossKind::DPO, LossKind::ORPO, LossKind::KTO, LossKind::GRPO}) {
         Plan train = small_plan(2, 9, 2);
         train.objective = {kind, 0.5, kind == LossKind::DPO ? 0.1 : 0, 0.5, 2, 0.5};
+        train.objective.old_policy = kind == LossKind::GRPO;
         Plan evaluate = train;
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4, evaluate.micro_batches = 1;
@@ -90,9 +91,12 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
             targets[cut - 1] = targets[8] = -1;
             return std::string();
         };
-        f.t.references = [&](uint64_t sample, float* advantages, float* reference) {
-            for (size_t i = 0; i < 9; i++) reference[i] = -float(i + sample % 3);
-            if (kind == LossKind::GRPO) std::fill_n(advantages, 9, float(sample) - 1.25f);
+        f.t.references = [&](uint64_t sample, RowNumbers to) {
+            for (size_t i = 0; i < 9; i++) to.reference[i] = -float(i + sample % 3);
+            if (kind != LossKind::GRPO) return;
+            std::fill_n(to.feedback, 9, float(sample) - 1.25f);
+            // The small model gives each token log p of about -3, so some ratios are clipped.
+            for (size_t i = 0; i < 9; i++) to.old[i] = -2.5f - 0.1f * float(i);
         };
 
         // Run a step that changes no weight.
@@ -102,6 +106,11 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
         // Four windows count their pairs, their answers, or their answers' targets: seven each, of
         // which the random windows leave two out.
         EXPECT_EQ(loss.valid, kind == LossKind::GRPO ? 26 : kind == LossKind::KTO ? 8 : 4);
+
+        if (kind == LossKind::GRPO) {
+            EXPECT_GT(loss.clipped, 0);
+            EXPECT_LT(loss.clipped, 26);
+        }
 
         // Move one weight of each parameter to both sides.
         for (const Parameter& p : f.t.model.parameters) {
@@ -161,8 +170,8 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
 
     // Compute how likely each answer is, and from that the weight of its gradient.
     std::vector<float> weight(40);
-    f.t.references = [&](uint64_t sample, float* advantages, float*) {
-        std::fill_n(advantages, 3, weight[sample]);
+    f.t.references = [&](uint64_t sample, RowNumbers to) {
+        std::fill_n(to.feedback, 3, weight[sample]);
     };
     auto likely = [&] {
         run_plan(f.t, 1);
@@ -207,6 +216,85 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
             largest = std::max(largest, std::abs(expected));
         }
     EXPECT_GT(largest, 0.05);
+}
+
+// The KL term's gradient has the mean that its estimate promises. Sum it over all 40 answers, each
+// weighted by its probability. At a token, given those before it, k2 must have the gradient of
+// KL(policy, reference), and k3 that of KL(reference, policy).
+TEST(Gradients, EstimatesOfKlHaveTheGradientsOfTheDivergences) {
+    for (KlEstimate kl : {KlEstimate::K2, KlEstimate::K3}) {
+        Plan train = small_plan(1, 3, 1), evaluate = small_plan(40, 3, 1);
+        train.objective = evaluate.objective = {LossKind::GRPO, 1};
+        train.objective.kl = kl;
+        evaluate.mode = Mode::EVALUATE;
+        Fixture<double> f(gpt2_shape(2, 2, 8, 4, 8), {train, evaluate});
+        Rollouts r = all_answers();
+        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+            rollout_window(r, sample, 3, tokens, targets);
+            return std::string();
+        };
+
+        // The reference's log p depends on the token and on its place.
+        auto reference = [&](size_t y, size_t i) {
+            return i + 1 < r.tokens[y].size() ? -0.5f - 0.25f * float(r.tokens[y][i + 1] + int(i)) : 0;
+        };
+        f.t.references = [&](uint64_t y, RowNumbers to) {
+            for (size_t i = 0; i < 3; i++) to.reference[i] = reference(y, i);
+        };
+        auto logp = [&] {
+            f.t.cursor = 0;
+            run_plan(f.t, 1);
+            const double* losses = row_losses(f.t, 0).losses;
+            std::vector<double> rows(120);
+            for (size_t k = 0; k < 120; k++) rows[k] = -losses[k];
+            return rows;
+        };
+
+        // Sum the steps' gradients, which are means over an answer's tokens.
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+        const std::vector<double> policy = logp();
+        std::map<std::string, double> sum;
+        auto place = [](const Parameter& p) {
+            return random_block(17, fnv1a(p.name), 0)[0] % p.file_elements();
+        };
+        for (size_t y = 0; y < 40; y++) {
+            f.t.cursor = y;
+            run_plan(f.t, 0);
+            double p_y = std::exp(policy[3 * y] + policy[3 * y + 1] + policy[3 * y + 2]);
+            double tokens = double(plan_loss(f.t).valid);
+            f.t.plan = 0, f.t.at = 0;
+            for (const Parameter& p : f.t.model.parameters)
+                sum[p.name] += p_y * tokens * f.grad(p)[place(p)];
+        }
+
+        // The divergence at each token. The tokens around it follow the policy as it was: those
+        // behind it have probabilities that add up to 1.
+        auto divergence = [&](const std::vector<double>& now) {
+            double total = 0;
+            for (size_t y = 0; y < 40; y++)
+                for (size_t i = 0; i + 1 < r.tokens[y].size(); i++) {
+                    double a = now[3 * y + i], b = reference(y, i), around = -policy[3 * y + i];
+                    for (size_t k = 0; k < 3; k++) around += policy[3 * y + k];
+                    bool k2 = kl == KlEstimate::K2;
+                    total += std::exp(around) * (k2 ? std::exp(a) * (a - b) : std::exp(b) * (b - a));
+                }
+            return total;
+        };
+        double largest = 0;
+        for (const Parameter& p : f.t.model.parameters) {
+            double h = 1e-5, side[2];
+            f.t.plan = 0, f.t.at = 0;
+            double& w = f.weight(p)[place(p)], before = w;
+            for (int sign : {0, 1}) {
+                w = before + (sign ? h : -h);
+                side[sign] = divergence(logp());
+            }
+            w = before;
+            EXPECT_NEAR((side[1] - side[0]) / (2 * h), sum[p.name], 2e-7) << int(kl) << p.name;
+            largest = std::max(largest, std::abs(sum[p.name]));
+        }
+        EXPECT_GT(largest, 0.01);
+    }
 }
 
 // Adapters whose B is zero add nothing: the loss is the base's, B has a gradient at once, and A's

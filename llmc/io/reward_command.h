@@ -1,0 +1,198 @@
+// reward_command.h - rewards by the user's program, which reads answers and prints numbers
+//   --reward command:PROGRAM starts PROGRAM once for all answers of a rollout:
+//   in    for each answer a JSON object in a line: the line of --data as it stands, and
+//         "completion", the text that the model wrote
+//   out   for each answer, in the same order, a line: a number, or an object with a number "reward"
+//   PROGRAM is words with spaces between: the first is looked up in PATH, the others are its
+//   arguments. No shell reads them, so quotes and pipes mean nothing: put those in a script.
+//   What the model wrote goes to standard input alone, and is never a part of a command.
+//   The program leads a process group of its own. If it takes longer than --reward-seconds, or
+//   prints more than it should, the whole group is killed.
+//   Every function that returns a text returns "" or what is wrong.
+//   Cost: a process a rollout, and the answers once more in memory.
+#pragma once
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <cmath>
+#include <cstring>
+#include <sstream>
+#include <nlohmann/json.hpp>
+#include "../comm/record.h"
+#include "../text.h"
+#include "json.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the process
+
+// A program that runs, and the pipe that it prints to.
+struct RewardProcess {
+    pid_t pid = -1;
+    int out = -1;
+};
+
+// A file in memory that holds a text, read from its start; -1: there is no room for it. A file,
+// unlike a pipe, waits for nobody: a program may print before it has read all.
+inline int memory_file(const std::string& text) {
+    int file = memfd_create("answers", MFD_CLOEXEC);
+    size_t done = 0;
+    while (file >= 0 && done < text.size()) {
+        ssize_t n = write(file, text.data() + done, text.size() - done);
+        if (n < 0) break;
+        done += size_t(n);
+    }
+
+    // Rewind: the program shares this place in the file.
+    bool whole = done == text.size() && lseek(file, 0, SEEK_SET) == 0;
+    if (whole || file < 0) return file;
+    close(file);
+    return -1;
+}
+
+// Start a program by its words, with a text as standard input. Its errors go where this run's go.
+inline std::string start_program(const std::string& command, const std::string& input,
+                                 RewardProcess* process) {
+    // Cut the words.
+    std::vector<std::string> words;
+    std::istringstream in(command);
+    for (std::string word; in >> word;)
+        words.push_back(word);
+    std::vector<char*> arguments;
+    for (std::string& word : words)
+        arguments.push_back(word.data());
+    arguments.push_back(nullptr);
+
+    // Open both ends. None but its own two reaches the program.
+    int file = memory_file(input), ends[2];
+    if (file < 0) return "finds no memory for the answers";
+    if (pipe2(ends, O_CLOEXEC) != 0) {
+        close(file);
+        return std::string("finds no pipe: ") + strerror(errno);
+    }
+
+    // Spawn it, rather than fork: other threads of this run may hold locks.
+    posix_spawn_file_actions_t files;
+    posix_spawnattr_t how;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_adddup2(&files, file, STDIN_FILENO);
+    posix_spawn_file_actions_adddup2(&files, ends[1], STDOUT_FILENO);
+    posix_spawnattr_init(&how);
+    posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
+    posix_spawnattr_setpgroup(&how, 0);
+    int error = posix_spawnp(&process->pid, arguments[0], &files, &how, arguments.data(), environ);
+
+    // Leave it the only writer, so that the pipe ends when it does.
+    posix_spawnattr_destroy(&how);
+    posix_spawn_file_actions_destroy(&files);
+    close(file);
+    close(ends[1]);
+    process->out = ends[0];
+    if (error == 0) return "";
+    close(ends[0]);
+    return concat("cannot be started (", strerror(error), "): give a program's path, or a name "
+                  "that is in PATH");
+}
+
+// Read all that a program prints until it closes its output: up to `most` bytes, and up to a moment
+// on this run's clock.
+inline std::string read_output(int out, double until, size_t most, std::string* text) {
+    char block[65536];
+    while (text->size() <= most) {
+        double left = until - clock_seconds();
+        if (left <= 0) return "late";
+        pollfd wait = {out, POLLIN, 0};
+        // A signal to this run ends the wait early: look at the clock again.
+        int milliseconds = int(std::min(left, 1000.0) * 1000) + 1;
+        if (poll(&wait, 1, milliseconds) <= 0) continue;
+        ssize_t n = read(out, block, sizeof(block));
+        if (n == 0) return "";
+        if (n > 0) text->append(block, size_t(n));
+    }
+    return "prints more than a number for each answer: print those alone";
+}
+
+// Wait for a program's end up to a moment. Returns "late", or how it ended if not well.
+inline std::string end_of_program(pid_t pid, double until) {
+    int status = 0;
+    while (waitpid(pid, &status, WNOHANG) == 0) {
+        if (clock_seconds() > until) return "late";
+        usleep(1000);
+    }
+    if (WIFSIGNALED(status))
+        return concat("was ended by signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)),
+                      "): what it said is above");
+    int code = WEXITSTATUS(status);
+    return code == 0 ? "" : concat("ended with status ", code, ": what it said is above");
+}
+
+// Run a program within a time, and take what it printed. However it ends, nothing of its process
+// group stays behind.
+inline std::string run_program(const std::string& command, const std::string& input,
+                               double seconds, size_t most, std::string* output) {
+    RewardProcess process;
+    std::string wrong = start_program(command, input, &process);
+    if (!wrong.empty()) return wrong;
+    double until = clock_seconds() + seconds;
+    wrong = read_output(process.out, until, most, output);
+    bool reaped = wrong.empty();
+    if (wrong.empty()) wrong = end_of_program(process.pid, until);
+
+    // Kill what is left of the group. A program that was not reaped yet is reaped now.
+    kill(-process.pid, SIGKILL);
+    close(process.out);
+    if (!reaped || wrong == "late") waitpid(process.pid, nullptr, 0);
+    if (wrong != "late") return wrong;
+    return concat("took longer than ", seconds, " seconds and was killed: make it faster, or give "
+                  "a larger --reward-seconds");
+}
+
+// ----------------------------------------------------------------------------
+// its answers
+
+// The number of a line that a program printed, or NaN.
+inline double reward_of_line(const std::string& line) {
+    if (line.size() > 100000 || json_depth(line) > 10) return NAN;
+    nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+    if (j.is_object())
+        j = j.value("reward", nlohmann::json());
+    if (!j.is_number()) return NAN;
+    double reward = j.get<double>();
+    return std::isfinite(reward) ? reward : NAN;
+}
+
+// The rewards that a program printed, as many as there are answers.
+inline std::string read_rewards(const std::string& output, size_t answers,
+                                std::vector<double>* rewards) {
+    std::istringstream lines(output);
+    for (std::string line; std::getline(lines, line);) {
+        double reward = reward_of_line(line);
+        if (std::isnan(reward))
+            return concat("printed ", in_quotes(line.substr(0, 60)), " in line ",
+                          rewards->size() + 1, ": print a finite number, or {\"reward\": number}");
+        rewards->push_back(reward);
+    }
+    if (rewards->size() == answers) return "";
+    return concat("printed ", rewards->size(), " lines for ", answers,
+                  " answers: print a number for each, in their order");
+}
+
+// The rewards of answers, each given as the JSON object that the program reads.
+inline std::string command_rewards(const std::string& command, double seconds,
+                                   const std::vector<nlohmann::json>& answers,
+                                   std::vector<double>* rewards) {
+    // Tokens may break characters apart: bytes that are no UTF-8 become U+FFFD.
+    std::string input, output;
+    for (const nlohmann::json& answer : answers)
+        input += answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    size_t most = (size_t(1) << 20) + 4096 * answers.size();
+    std::string wrong = run_program(command, input, seconds, most, &output);
+    if (wrong.empty()) wrong = read_rewards(output, answers.size(), rewards);
+    return wrong.empty() ? "" : "--reward command:" + command + ": it " + wrong;
+}
+
+} // namespace llmc
