@@ -37,15 +37,6 @@ struct Batch {
     size_t rows() const { return B * T; } // N
 };
 
-// A teacher's head, with which the student's makes the teacher's logits (teacher.h).
-struct TeacherHead {
-    const void* norm = nullptr; // (micro-batches,N,C) outputs of the teacher's last norm
-    Weight lm_head = {};        // (Vp,C)
-    Blas* blas = nullptr;       // the teacher's own, with scratch for its product
-    size_t C = 0;
-    float softcap = 0;
-};
-
 // The context of a block. Pointers are null where the running layer has no use for them.
 template <typename S> struct Ctx {
     S where;     // the CPU, or a CUDA stream
@@ -69,7 +60,7 @@ template <typename S> struct Ctx {
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos and sin of this layer's RoPE
     const float* slopes = nullptr;     // (NH) ALiBi
     const float* loss_scale = nullptr; // fp16: the head multiplies its gradient by it
-    const TeacherHead* teacher = nullptr; // distillation
+    const struct TeacherHead* teacher = nullptr; // distillation (head.h)
     int micro = 0;                     // the number of the micro-batch
 };
 

@@ -244,6 +244,15 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
     total_loss(ctx, loss, a);
 }
 
+// A teacher's head, with which the student's makes the teacher's logits (teacher.h).
+struct TeacherHead {
+    const void* norm = nullptr; // (micro-batches,N,C) outputs of the teacher's last norm
+    Weight lm_head = {};        // (Vp,C)
+    Blas* blas = nullptr;       // the teacher's own, with scratch for its product
+    size_t C = 0;
+    float softcap = 0;
+};
+
 // Make the teacher's logits of rows [n, n + rows), from what its last norm gave.
 template <typename T, typename S>
 void teacher_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {

@@ -292,10 +292,8 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
                    no_rate, h.weight_decay, scale, where);
     }
 
-    // Let the mean of weights follow them, if there is one.
-    A* mean = update_part<A>(t, a, {Kind::EMA, a.bucket});
-    WeightMemory<T> weights = {weight, master, p.masters};
-    if (mean) ema_update(mean, weights, range.count, h.ema, scale, where);
+    // The mean of weights follows them, if there is one.
+    update_mean(t, a, WeightMemory<T>{weight, master, p.masters}, range.count, scale, where);
 }
 
 // UPDATE: StepScale lies in device memory, so the host need not know the norm. Only an update that
