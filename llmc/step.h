@@ -259,7 +259,6 @@ void run_norm(Trainer<T, S>& t) {
 // factor and learning rate. where: the device's stream, or the CPU of the host.
 template <typename T, typename S, typename W>
 void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W where) {
-    typedef acc_t<T> A;
     const Hyper& h = t.hyper;
     Range range = updated_range(t.layout, t.model, a.bucket);
     range = chunk_of(range, t.plans[t.plan].offload, a.chunk);
@@ -267,7 +266,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     // Find its data in the arena, or where FETCH has brought the chunk. The master is null if
     // weights are as wide as float, or rounded stochastically.
     T* weight = update_part<T>(t, a, {Kind::WEIGHT, a.bucket});
-    const A* grad = update_part<const A>(t, a, {Kind::GRAD, a.bucket});
+    const acc_t<T>* grad = update_part<const acc_t<T>>(t, a, {Kind::GRAD, a.bucket});
     void* master = update_part<unsigned char>(t, a, {Kind::MASTER, a.bucket});
     auto state = [&](int s) {
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
@@ -279,8 +278,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     const Plan& p = t.plans[t.plan];
     switch (p.optimizer) {
     case Optimizer::ADAMW: {
-        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters,
-                                 p.states};
+        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
         bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
         AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay,
                          h.stochastic && narrow, h.seed};
