@@ -173,24 +173,27 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
 }
 
 // Load the weights of a folder's adapters into a model that was made for them. As with the base,
-// every rank reads each tensor and keeps its part.
+// one rank reads each tensor for all.
 template <typename T, typename S>
 std::string load_adapters(Trainer<T, S>& t, const std::string& folder) {
-    SafeTensors file;
-    std::string wrong = open_adapter(&file, folder);
+    HfFiles h;
+    h.reader = make_one_reader(t.comms.world, t.layout);
+    std::string path = folder + "/adapter_model.safetensors";
+    std::string wrong = hf_open_shared(&h, {path});
     if (!wrong.empty()) return wrong;
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         // Refuse a file that has changed since read_adapters() saw it: the plan no longer fits.
-        const SafeTensor* tensor = safetensors_find(file, peft_name(t.model, p.name));
-        if (!tensor || tensor->shape != p.shape) {
-            wrong = file.path + ": has changed since the run began";
-            break;
-        }
-        set_file_weight(t, p, tensor_floats(*tensor));
+        const SafeTensor* tensor = safetensors_find(h.files[0], peft_name(t.model, p.name));
+        if (!tensor || tensor->shape != p.shape)
+            return path + ": has changed since the run began";
+
+        // Keep this rank's part.
+        auto needs = stages_with(t.layout, t.model, p.bucket);
+        std::vector<float> values = bring_floats(h, *tensor, 0, tensor->elements(), needs);
+        if (!values.empty()) set_file_weight(t, p, values);
     }
-    safetensors_close(&file);
-    return wrong;
+    return "";
 }
 
 // ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ struct Buddies {
     std::string folder; // on this machine
     std::vector<int> machine_of; // [rank]: the first rank of its machine
     std::vector<int> buddy_of;   // [rank]: the rank that keeps a copy of its part
+    bool made = false;           // this rank made the folder: it was not there before
 
     bool is_first(int rank) const { return machine_of[size_t(rank)] == rank; }
 };
@@ -72,7 +73,7 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     // Make the folder, which may exist already.
     b->folder = buddy_folder(dir, world.rank);
     std::error_code error;
-    std::filesystem::create_directories(b->folder, error);
+    b->made = std::filesystem::create_directories(b->folder, error);
     struct stat s = {};
     std::string wrong;
     bool there = stat(b->folder.c_str(), &s) == 0;

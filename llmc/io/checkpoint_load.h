@@ -220,11 +220,7 @@ template <typename T, typename S>
 std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, OneReader& reader,
                                      const StateTensor& s) {
     typedef acc_t<T> A;
-    auto needs = [&](int stage) {
-        Layout there = t.layout;
-        there.pp.rank = stage;
-        return bucket_is_mine(there, t.model, s.p->bucket);
-    };
+    auto needs = stages_with(t.layout, t.model, s.p->bucket);
 
     // Look up where each piece of a file belongs in the whole.
     bool mine = needs(t.layout.pp.rank);

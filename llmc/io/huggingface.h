@@ -3,7 +3,7 @@
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
 //            are stored [in, out] (Conv1D) and are transposed on the way. Phi-3 stores q, k, v as
 //            one tensor, and gate and up as another. Matrices may be stored as bitsandbytes' codes
-//            (prequantised.h).
+//            (prequantised.h). One rank reads each file, and sends what others need (hf_files.h).
 //   Writing  the same formats, from the float masters, without the vocabulary's padding. The folder
 //            is written under another name and renamed when it is whole. An export loads again to
 //            the same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -15,6 +15,7 @@
 #include "../trainer.h"
 #include "checkpoint.h"
 #include "hf_config.h"
+#include "hf_files.h"
 #include "json.h"
 #include "prequantised.h"
 #include "safetensors.h"
@@ -23,82 +24,6 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // safetensors -> weights
-
-// The mapped files of a folder. Tensors point into the maps, which are closed when
-// this struct's scope ends.
-struct HfFiles {
-    std::vector<SafeTensors> files;
-    ~HfFiles() {
-        for (SafeTensors& f : files) safetensors_close(&f);
-    }
-};
-
-// Read an index of shards: the file of each tensor, and the set of files.
-inline std::string hf_read_index(const std::string& path, nlohmann::json* weight_map,
-                                 std::set<std::string>* files) {
-    nlohmann::json index;
-    std::string wrong = read_json(path, &index);
-    if (!wrong.empty()) return wrong;
-    if (!index.contains("weight_map") || !index["weight_map"].is_object())
-        return path + ": has no weight_map";
-
-    // Refuse names with a slash: they could lead to any file of the machine.
-    *weight_map = index["weight_map"];
-    for (auto& [tensor, file] : weight_map->items()) {
-        if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
-            return path + ": " + printable(tensor) + " is in no file of this folder";
-        files->insert(file.get<std::string>());
-    }
-    return "";
-}
-
-// Open model.safetensors, or else the shards of the index, as transformers does.
-inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
-    // Find which form the folder has.
-    std::string index_path = folder + "/model.safetensors.index.json";
-    bool one = ::access((folder + "/model.safetensors").c_str(), F_OK) == 0;
-    bool sharded = !one && ::access(index_path.c_str(), F_OK) == 0;
-    if (!one && !sharded)
-        return folder +
-               "/model.safetensors: No such file, and no model.safetensors.index.json: weights in "
-               "another format must be converted first";
-
-    // List the files, each once.
-    std::set<std::string> names;
-    if (one) names.insert("model.safetensors");
-    nlohmann::json weight_map = nlohmann::json::object();
-    std::string wrong = sharded ? hf_read_index(index_path, &weight_map, &names) : "";
-    if (!wrong.empty()) return wrong;
-
-    // Open each file. A tensor that occurs twice is ambiguous, so refuse it.
-    std::map<std::string, std::string> seen; // [tensor]: its file
-    for (const std::string& name : names) {
-        h->files.emplace_back();
-        wrong = safetensors_open(&h->files.back(), folder + "/" + name);
-        if (!wrong.empty()) return wrong;
-        for (const SafeTensor& t : h->files.back().tensors)
-            if (!seen.insert({t.name, name}).second)
-                return concat(folder, ": tensor ", t.name, " is in ", seen[t.name],
-                              " and again in ", name);
-    }
-
-    // Check the index: every tensor must be in the file that it names.
-    for (auto& [tensor, file] : weight_map.items())
-        if (!seen.count(tensor) || seen[tensor] != file.get<std::string>())
-            return index_path + ": " + printable(tensor) + " is not in " +
-                   printable(file.get<std::string>());
-    return "";
-}
-
-// Find a tensor by name, or return null. GPT-2's tensors have the prefix of GPT2LMHeadModel in some
-// folders only. The search goes through all files; the index was checked when they were opened.
-inline const SafeTensor* hf_find(const HfFiles& h, const std::string& name) {
-    for (const SafeTensors& f : h.files)
-        for (const char* prefix : {"", "transformer."})
-            if (const SafeTensor* t = safetensors_find(f, prefix + name))
-                return t;
-    return nullptr;
-}
 
 // A tensor's name for matrix `number` of a stack: the number replaces {}.
 inline std::string stack_name(const std::string& name, size_t number) {
@@ -249,75 +174,139 @@ std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTen
     return "";
 }
 
-// Load parameters from a folder; tensors of others in it are an error. Every rank reads each
-// parameter and keeps its part.
+// Check that every parameter has its tensors, and mark these as used. *codes: whether some are
+// quantised; read_prequantised() marks their parts.
 template <typename T, typename S>
-std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
-                               const std::vector<Parameter>& parameters) {
-    HfFiles h;
-    std::string wrong = hf_open_files(&h, folder);
-    if (!wrong.empty()) return wrong;
-
-    // Load each parameter. Mark its tensor as used.
-    std::set<std::string> used;
-    if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
-    FindTensor find = [&](const std::string& name) {
-        const SafeTensor* tensor = hf_find(h, name);
-        if (tensor) used.insert(tensor->name);
-        return tensor;
-    };
+std::string hf_check_parameters(const Trainer<T, S>& t, const HfFiles& h, const std::string& folder,
+                                const std::vector<Parameter>& parameters,
+                                std::set<std::string>* used, bool* codes) {
     for (const Parameter& p : parameters) {
         if (is_adapter(t.model, p)) continue; // they have a folder of their own
-        // Read a quantised matrix, which has codes and scales.
-        const SafeTensor* codes = hf_find(h, hf_place(t.model.shape, p).tensor);
-        if (codes && is_prequantised(*codes)) {
-            wrong = set_prequantised(t, p, find, *codes);
-            if (!wrong.empty()) return folder + ": " + wrong;
-            used.insert(codes->name);
-            continue;
-        }
+        const SafeTensor* first = hf_find(h, hf_place(t.model.shape, p).tensor);
+        bool quantised = first && is_prequantised(*first);
+        *codes |= quantised;
 
-        // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
-        // stack has its own tensor; in memory they lie one below the other.
-        std::vector<float> values;
-        for (size_t k = 0; k < p.stack; k++) {
-            HfPlace place = hf_place(t.model.shape, p, k);
-            const SafeTensor* tensor = hf_find(h, place.tensor);
-            wrong = hf_check_tensor(tensor, p, place, folder);
+        // In a file each matrix of a stack has its own tensor.
+        for (size_t k = 0; !quantised && k < p.stack; k++) {
+            HfPlace at = hf_place(t.model.shape, p, k);
+            const SafeTensor* tensor = hf_find(h, at.tensor);
+            std::string wrong = hf_check_tensor(tensor, p, at, folder);
             if (!wrong.empty()) return wrong;
-            used.insert(tensor->name);
-            size_t count = p.file_elements() / p.stack;
-            std::vector<float> part = tensor_floats(*tensor, place.first * p.cols(), count);
-            values.insert(values.end(), part.begin(), part.end());
-            if (p.transposed)
-                values = transpose(values, tensor->shape[0], tensor->shape[1]);
+            used->insert(tensor->name);
         }
-        if (by_heads(p))
-            values = swap_outer(values, t.model.shape.NH, 3);
-        set_file_weight(t, p, values);
     }
+    return "";
+}
 
-    // Refuse tensors that belong to no parameter.
-    size_t further = 0;
+// Refuse tensors that belong to no parameter. *further counts those that are left out.
+inline std::string hf_check_unused(const Shape& s, const HfFiles& h, const std::string& folder,
+                                   const std::set<std::string>& used, size_t* further) {
+    *further = 0;
     for (const SafeTensors& f : h.files)
         for (const SafeTensor& x : f.tensors)
-            if (hf_predicts(t.model.shape, x.name))
-                further++;
+            if (hf_predicts(s, x.name))
+                ++*further;
             else if (!used.count(x.name) && !hf_ignored(x.name))
                 return folder + ": tensor " + x.name +
                        " belongs to nothing in this model: config.json is another model's";
+    return "";
+}
+
+// Bring one parameter's values to the stages that need it, and keep this rank's part.
+template <typename T, typename S>
+void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p) {
+    auto needs = stages_with(t.layout, t.model, p.bucket);
+    bool mine = needs(t.layout.pp.rank);
+    std::vector<float> values;
+
+    // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
+    // stack has its own tensor; in memory they lie one below the other.
+    for (size_t k = 0; k < p.stack; k++) {
+        HfPlace place = hf_place(t.model.shape, p, k);
+        const SafeTensor* tensor = hf_find(h, place.tensor);
+        size_t count = p.file_elements() / p.stack;
+        std::vector<float> part = bring_floats(h, *tensor, place.first * p.cols(), count, needs);
+        if (!mine) continue;
+        values.insert(values.end(), part.begin(), part.end());
+        if (p.transposed)
+            values = transpose(values, tensor->shape[0], tensor->shape[1]);
+    }
+    if (!mine) return;
+    if (by_heads(p))
+        values = swap_outer(values, t.model.shape.NH, 3);
+    set_file_weight(t, p, values);
+}
+
+// Bring a matrix's codes to all ranks, and keep this rank's part. A rank sees the codes even if its
+// stage does not need them: their contents may be refused, and all ranks must see the same error.
+template <typename T, typename S>
+std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
+                          std::set<std::string>* used) {
+    struct Brought {
+        std::vector<unsigned char> bytes = {};
+        SafeTensor tensor = {};
+    };
+    std::map<std::string, Brought> brought; // the matrix's tensors so far, each once
+    FindTensor find = [&](const std::string& name) -> const SafeTensor* {
+        const SafeTensor* tensor = hf_find(h, name);
+        if (!tensor) return nullptr;
+        used->insert(tensor->name);
+        auto [at, is_new] = brought.insert({tensor->name, {}});
+        Brought& b = at->second;
+        if (is_new) b.tensor = bring_tensor(h, *tensor, &b.bytes);
+        return &b.tensor;
+    };
+    return set_prequantised(t, p, find, *find(hf_place(t.model.shape, p).tensor));
+}
+
+// Load parameters from a folder; tensors of others in it are an error. Each byte is read by one
+// rank. All ranks call and see the same error. *bytes: tensor bytes that this rank read.
+template <typename T, typename S>
+std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
+                               const std::vector<Parameter>& parameters, size_t* bytes = nullptr) {
+    // Open the files, and check all headers before any tensor is sent.
+    HfFiles h;
+    h.reader = make_one_reader(t.comms.world, t.layout);
+    std::set<std::string> used;
+    if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
+    bool codes = false;
+    size_t further = 0;
+    std::string wrong = hf_open_files(&h, folder);
+    if (wrong.empty())
+        wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
+    if (wrong.empty() && !codes)
+        wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
+
+    // Load one parameter after the other, in the same order on all ranks.
+    for (const Parameter& p : parameters) {
+        if (!wrong.empty()) return wrong;
+        if (is_adapter(t.model, p)) continue;
+        const SafeTensor* tensor = hf_find(h, hf_place(t.model.shape, p).tensor);
+        if (!is_prequantised(*tensor)) {
+            hf_load_parameter(t, h, p);
+            continue;
+        }
+        wrong = hf_load_codes(t, h, p, &used);
+        if (!wrong.empty()) wrong = folder + ": " + wrong;
+    }
+
+    // Only a read matrix of codes says which tensors belong to it.
+    if (wrong.empty() && codes)
+        wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
+    if (bytes) *bytes = h.reader.bytes;
 
     // Let one rank report what was left out.
-    if (further && t.comms.world.rank == 0)
+    if (wrong.empty() && further && t.comms.world.rank == 0)
         printf("%s: left out %zu tensors behind the last layer, which predict further tokens\n",
                folder.c_str(), further);
-    return "";
+    return wrong;
 }
 
 // Load all weights of a folder.
 template <typename T, typename S>
-std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder) {
-    return hf_load_parameters(t, folder, t.model.parameters);
+std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
+                            size_t* bytes = nullptr) {
+    return hf_load_parameters(t, folder, t.model.parameters, bytes);
 }
 
 // ----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ inline void draw_new_rows(std::vector<float>& whole, size_t first, size_t rows, 
 template <typename T, typename S>
 std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
     Shape before;
-    std::string wrong = hf_read_config(&before, folder);
+    std::string wrong = first_error(t.comms.world, hf_read_config(&before, folder));
     if (!wrong.empty()) return wrong;
 
     // Load the tables with the folder's number of rows.

@@ -6,6 +6,7 @@
 //   a file. All ranks call in the same order, so that messages match.
 //   Cost: a rank receives as many bytes as it would have read.
 #pragma once
+#include "../action.h"
 #include "../comm/comms.h"
 
 namespace llmc {
@@ -28,6 +29,15 @@ inline OneReader make_one_reader(const Comm& world, const Layout& layout) {
         }));
     r.stage = comm_split(world, "stage", r.members[size_t(layout.pp.rank)]);
     return r;
+}
+
+// Returns needs(stage): whether a stage has a bucket, and so needs its parameters.
+inline auto stages_with(const Layout& layout, const Model& model, int bucket) {
+    return [&layout, &model, bucket](int stage) {
+        Layout there = layout;
+        there.pp.rank = stage;
+        return bucket_is_mine(there, model, bucket);
+    };
 }
 
 // Bring `bytes` bytes, which only `reader` has at `to`, to all ranks of a stage. The reader and the

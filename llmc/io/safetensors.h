@@ -26,6 +26,7 @@ struct SafeTensor {
     std::vector<size_t> shape;
     const unsigned char* data = nullptr;
     size_t bytes = 0;
+    int reader = 0; // where one rank reads for all: the rank that has `data`; others have null
     size_t elements() const {
         size_t n = 1;
         for (size_t d : shape) n *= d;

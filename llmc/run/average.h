@@ -128,7 +128,7 @@ void load_averaged(Run& run, Trainer<T, S>& t, const AveragedModel& model) {
     if (model.step >= 0) {
         wrong = checkpoint_load(t, &info, model.path, &notes, model.step);
     } else {
-        wrong = check_same_model(run, model.path);
+        wrong = first_error(run.world, check_same_model(run, model.path));
         if (wrong.empty()) wrong = hf_load_weights(t, model.path);
     }
     for (const std::string& text : notes)

@@ -81,11 +81,33 @@ inline bool writes_folder(const Config& c) {
     return !c.out.empty() && c.steps > 0 && !c.eval && !c.explain;
 }
 
-// Take the folder, before anything takes time. The first rank does this for all.
+// Name the reason why --buddy cannot save: there is no second machine.
+inline std::string one_machine(const Config& c) {
+    return "--buddy " + c.buddy + ": all ranks are on one machine";
+}
+
+// Refuse --buddy on one machine: "" or why. A run that resumes may be left with one. All ranks
+// call; the folders in memory that this makes to tell machines apart are removed again.
+inline std::string check_buddies(const Run& run) {
+    const Config& c = run.config;
+    if (c.buddy.empty() || !writes_folder(c) || c.resume)
+        return "";
+    Buddies b;
+    std::string wrong = make_buddies(run.world, c.buddy, &b);
+
+    // The system keeps a folder that is not empty.
+    std::error_code none;
+    if (b.made) std::filesystem::remove(b.folder, none);
+    if (!wrong.empty() || !b.buddy_of.empty()) return wrong;
+    return one_machine(c) + ": start the run on two or more";
+}
+
+// Take the folder, before anything takes time. The first rank does this for all. What needs no
+// folder is refused first, so that a refused run leaves none behind.
 inline void take_folder(const Run& run) {
     const Config& c = run.config;
-    std::string wrong;
-    if (is_first(run) && writes_folder(c))
+    std::string wrong = check_buddies(run);
+    if (wrong.empty() && is_first(run) && writes_folder(c))
         wrong = make_folder(c);
 
     // A run that only reads must ask for the checkpoint's weights by --resume. Without it the
@@ -232,11 +254,8 @@ inline void open_buddies(Run& run) {
 
     // A run that is left with one machine can still load from its memory, but has no other machine
     // to save to.
-    bool alone = run.buddies->buddy_of.empty();
-    std::string one = "--buddy " + c.buddy + ": all ranks are on one machine";
-    if (alone && !c.resume)
-        or_die_on_all_ranks(run, one + ": start the run on two or more");
-    if (alone) note(run, one + ": nothing is saved in memory");
+    if (run.buddies->buddy_of.empty())
+        note(run, one_machine(c) + ": nothing is saved in memory");
 
     // If --out holds no run to resume, whatever lies in memory belongs to another run.
     int64_t ours = c.resume && is_first(run) && !run_in(c.out).empty();

@@ -458,6 +458,125 @@ TEST_F(Checkpoints, EachByteIsReadOnce) {
     }
 }
 
+// The weights of a model, without the vocabulary's padding; the same on every rank.
+static std::string weights_of(const Small<float>& m) {
+    std::string all;
+    for (const Parameter& p : m.t.model.parameters) {
+        std::vector<float> values = fetch<float>(m.t, {Kind::WEIGHT, p.bucket}, p);
+        all.append((const char*)values.data(), p.file_elements() * sizeof(float));
+    }
+    return all;
+}
+
+// Load a folder in a layout. Returns the sum of what all ranks read; *said: what each rank says.
+static size_t load_folder(const std::string& folder, const Shape& s, const LayoutCase& to,
+                          const std::string& expected, std::set<std::string>* said) {
+    SCOPED_TRACE(layout_name(to));
+    std::atomic<size_t> read = 0;
+    std::mutex mutex;
+    on_ranks<float>(to, s, 4, [&](Small<float>& m) {
+        // A rank that waits for one that gave up ends the test soon.
+        m.t.comms.world.info->timeout_s = 20;
+        size_t bytes = 0;
+        std::string wrong = hf_load_weights(m.t, folder, &bytes);
+        read += bytes;
+        if (wrong.empty()) {
+            EXPECT_TRUE(weights_of(m) == expected);
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        said->insert(wrong);
+    });
+    return read;
+}
+
+// All bytes of tensors in a folder's files.
+static size_t tensor_bytes(const std::string& folder) {
+    size_t all = 0;
+    for (const auto& [name, bytes] : folder_bytes(folder))
+        if (name.ends_with(".safetensors"))
+            for (const SafeTensor& x : TensorFile(folder + "/" + name).file.tensors)
+                all += x.bytes;
+    return all;
+}
+
+// Shapes whose folders are read, and layouts that read them.
+static std::vector<std::pair<Shape, std::vector<LayoutCase>>> folders_to_read() {
+    Shape experts = shapes_to_cut()[1];
+    experts.family = Family::MIXTRAL, experts.hf_type = "mixtral", experts.E = 4, experts.K = 2;
+    LayoutCase many = {8, 2, 3, 8, 0, 4}; // 64 ranks
+    LayoutCase shared = {4, 1, 0, 1, 0, 1, false, 2};
+    return {{shapes_to_cut()[0], {layouts[0], many, layouts[5], layouts[6]}},
+            {shapes_to_cut()[1], {layouts[3], layouts[4]}},
+            {experts, {shared}}};
+}
+
+// Together all ranks read each byte of a model's folder once, and have the weights that were
+// exported. A tied table is needed on two stages, and it too is read once.
+TEST_F(Checkpoints, EachByteOfAFolderIsReadOnce) {
+    for (const auto& [s, cases] : folders_to_read()) {
+        SCOPED_TRACE(shape_name(s));
+        fs::remove_all(dir + "/hf");
+        auto m = random_model<float>(s);
+        ASSERT_EQ(hf_export(m->t, dir + "/hf", Type::F32, 20000), "");
+        size_t all = tensor_bytes(dir + "/hf");
+
+        for (const LayoutCase& to : cases) {
+            std::set<std::string> said;
+            EXPECT_EQ(load_folder(dir + "/hf", s, to, weights_of(*m), &said), all);
+            EXPECT_EQ(said, std::set<std::string>{""});
+        }
+    }
+}
+
+// A tensor that is longer than a chunk arrives whole, from whatever element on.
+TEST_F(Checkpoints, TensorsComeInChunks) {
+    Shape s = shapes_to_cut()[0];
+    auto m = random_model<float>(s);
+    ASSERT_EQ(hf_export(m->t, dir + "/hf", Type::F32, 20000), "");
+    const Parameter& table = m->t.model.parameters[0];
+    std::vector<float> all = get_weight(m->t, table);
+
+    on_ranks<float>({1, 2, 0, 1, 0, 2}, s, 4, [&](Small<float>& x) {
+        HfFiles h;
+        h.reader = make_one_reader(x.t.comms.world, x.t.layout);
+        h.most = 64;
+        ASSERT_EQ(hf_open_files(&h, dir + "/hf"), "");
+        const SafeTensor* t = hf_find(h, table.name);
+        std::vector<float> some = bring_floats(h, *t, 5, 39, [](int) { return true; });
+        EXPECT_EQ(some, std::vector<float>(all.begin() + 5, all.begin() + 44));
+        EXPECT_EQ(h.chunk.size(), 64u);
+    });
+}
+
+// If one rank's file is cut, all 64 ranks end with one error, and no tensor has been read. So do
+// fewer ranks if its header has a flipped bit, or lacks a tensor of the index.
+TEST_F(Checkpoints, ABrokenFolderEndsAllRanksAlike) {
+    Shape s = shapes_to_cut()[0];
+    auto m = random_model<float>(s);
+    ASSERT_EQ(hf_export(m->t, dir + "/hf", Type::F32, 20000), "");
+    std::string file = dir + "/hf/model-00003-of-";
+    for (const auto& [name, bytes] : folder_bytes(dir + "/hf"))
+        if (name.starts_with("model-00003-of-")) file = dir + "/hf/" + name;
+    const std::string good = read_file(file);
+
+    // Break the file, and load it.
+    LayoutCase many = {8, 2, 3, 8, 0, 4}, few = {1, 2, 0, 1, 0, 2};
+    auto with = [&](const std::string& bytes, const LayoutCase& to) {
+        std::set<std::string> said;
+        put_file(file, bytes);
+        EXPECT_EQ(load_folder(dir + "/hf", s, to, weights_of(*m), &said), 0u);
+        EXPECT_EQ(said.size(), 1u);
+        return *said.begin();
+    };
+    EXPECT_HAS(with(good.substr(0, good.size() - 1), many), file + ": ");
+    std::string flipped = good;
+    flipped[good.find("F32")] ^= 1;
+    EXPECT_HAS(with(flipped, few), file + ": tensor ");
+    std::string renamed = good;
+    renamed[good.find(".weight")] = '_';
+    EXPECT_HAS(with(renamed, few), "is not in ");
+}
+
 // Adapters in the last blocks only leave the first stage without a moment. The first stage still
 // reads its part of a file that the other stage needs.
 TEST_F(Checkpoints, AStageWithoutAdaptersReadsForTheOthers) {

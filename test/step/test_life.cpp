@@ -614,6 +614,8 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     r = start(small + "--local-ranks 2 --steps 9 --buddy-every 1 --out " + path("x") + " --buddy " +
               path("one"));
     EXPECT_HAS(r.text, "all ranks are on one machine: start the run on two or more");
+    EXPECT_FALSE(fs::exists(path("x"))) << "a refused run leaves no folder";
+    EXPECT_FALSE(fs::exists(path("one")));
 
     // A run that resumes on one machine goes on without saves in memory.
     r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") +
