@@ -21,8 +21,7 @@ struct Batch {
     // (B,T) the position where the token's document starts. The token sees no key before it, and
     // its learned position counts from there.
     const int* doc_start = nullptr;
-    // Numbers for objective.cuh, (B,T) each.
-    const float *feedback = nullptr, *reference = nullptr, *old = nullptr;
+    const float *feedback = nullptr, *reference = nullptr, *old = nullptr; // (B,T) objective.cuh
 
     // Generation only. Sequence b uses slot first_slot + b of the cache. A slot has room for
     // `capacity` positions; queries look at the first `seen`. A token is stored at its position.

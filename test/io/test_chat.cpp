@@ -788,8 +788,10 @@ TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
 
         std::vector<double> got = preference_log(out);
         std::istringstream lines(read_file(out + "/log.jsonl"));
-        for (std::string line; std::getline(lines, line);)
-            if (has(line, "\"kl\"")) got.push_back(nlohmann::json::parse(line)["kl"]);
+        for (std::string line; std::getline(lines, line);) {
+            nlohmann::json j = nlohmann::json::parse(line);
+            if (j.contains("kl")) got.push_back(j["kl"]);
+        }
 
         ASSERT_EQ(got.size(), 15u);
         if (expected.empty()) expected = got;
@@ -1051,6 +1053,45 @@ TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
     EXPECT_EQ(log[3], log[6]);
     EXPECT_GT(log[7], 0.01);
     EXPECT_GT(log[8], 0);
+}
+
+// A file whose lines fill one window has none to hold back for validation, and the error says so.
+TEST(Labels, OneWindowLeavesNoneForValidation) {
+    std::string path = put_file(scratch("one_label.jsonl"),
+                                R"({"prompt": "a", "completion": "b", "label": true})");
+    Ran ran = shell(program() + " --loss kto --data " + path + " --seq 32 --layers 1 --heads 2 "
+                                "--channels 32 --micro-batch 1 --device cpu");
+    EXPECT_NE(ran.status, 0);
+    EXPECT_HAS(ran.text, path + " fills one window of 32 tokens, and validation needs another: give "
+                         "more lines or a smaller --seq, or validation files with --val");
+}
+
+// The caches of many slots do not fit: the error says how many do, and so many are accepted. Ranks
+// along dp share the answers out, so two of them need slots for half.
+TEST(Rollouts, SlotsThatDoNotFitAreFewer) {
+    std::string path = put_file(scratch("slots.jsonl"), letters());
+    std::string common = rollout_run(path, "--layers 2 --heads 4 --channels 64 --batch-tokens 32768 "
+                                           "--micro-batch 8 --slots 1024 --explain ");
+    Ran ran = shell(common + "--memory 0.02");
+    EXPECT_NE(ran.status, 0);
+    EXPECT_HAS(ran.text, "--memory 0.02 is less: these flags fit: --slots 256\n");
+    EXPECT_EQ(shell(common + "--memory 0.02 --slots 256").status, 0);
+    EXPECT_NE(shell(common + "--memory 0.02 --slots 512").status, 0);
+
+    // The bytes of a line of the memory table.
+    auto bytes = [&](const std::string& flags, const std::string& line) {
+        std::string text = shell(common + flags).text;
+        size_t at = text.find(line);
+        return at == text.npos ? 0 : atoll(text.c_str() + at + line.size());
+    };
+    EXPECT_EQ(bytes("", "key/value cache"), 1024 * 32 * 2 * 2 * 64 * 4);
+    EXPECT_EQ(bytes("--local-ranks 2", "key/value cache"), 512 * 32 * 2 * 2 * 64 * 4);
+
+    // The starting weights are counted: as many bytes as the weights, or the adapters' alone.
+    EXPECT_EQ(bytes("", "starting weights"), 0);
+    EXPECT_EQ(bytes("--beta 0.1", "starting weights"), bytes("--beta 0.1", "  weights"));
+    EXPECT_LT(bytes("--beta 0.1 --lora 2", "starting weights"), bytes("", "  weights") / 8);
+    EXPECT_GT(bytes("--beta 0.1 --lora 2", "starting weights"), 0);
 }
 
 // A manifest's answers are believed field by field.
