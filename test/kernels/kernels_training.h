@@ -297,14 +297,15 @@ inline void objective_kernels(Check& c) {
             // Want: the CPU's rows. An old policy, which only GRPO has, is the reference here.
             Objective o = {kind, 0.5, 0.1, 0.5, 2, 0.5};
             o.old_policy = kind == LossKind::GRPO;
-            std::vector<float> out(5 * N), l = as<float>(losses), x = as<float>(feedback),
+            std::vector<float> out(o.outputs() * N), l = as<float>(losses), x = as<float>(feedback),
                                ref = as<float>(reference);
             objective<float>({&out[0], &out[N], &out[2 * N], &out[3 * N], l.data(), targets.data(),
-                              starts.data(), x.data(), ref.data(), T, ref.data(), &out[4 * N]},
+                              starts.data(), x.data(), ref.data(), T, ref.data(),
+                              out.data() + 4 * N},
                              o, N, Cpu{});
 
             every_order(c, [&](Outputs& outputs) {
-                Array<float> got(5 * N), dl(losses), dx(feedback), dref(reference);
+                Array<float> got(out.size()), dl(losses), dx(feedback), dref(reference);
                 Array<int> t(targets), d(starts);
                 float* to = got.data;
                 objective({to, to + N, to + 2 * N, to + 3 * N, dl.data, t.data, d.data, dx.data,
