@@ -13,6 +13,7 @@
 #include "llmc/io/upcycle.h"
 #include "llmc/run/auto_plan.h"
 #include "llmc/run/average.h"
+#include "llmc/run/fit.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
 #include "llmc/run/on_policy.h"
@@ -580,6 +581,12 @@ static bool run_command(Run& run) {
     // Prepare data: that needs no model.
     if (!c.prepare.empty()) {
         prepare_data(run);
+        return true;
+    }
+
+    // Say what fits on a card: that needs no run.
+    if (!c.fit.empty()) {
+        if (is_first(run)) printf("%s", fit_text(c).c_str());
         return true;
     }
 

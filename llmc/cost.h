@@ -2,7 +2,8 @@
 //   N = B T / cp rows of a micro-batch on a rank, e bytes of an element. P, H, link: the rates that
 //   runs reach (machine.h). a: a collective's latency. tau: the host's time for a block's launches.
 //     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles of 128 x 256 that
-//                 do not fill all SMs
+//                 do not fill all SMs. A thin product: its bytes / H. Frozen matrices have no
+//                 weight gradient
 //     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward
 //     the rest    bytes of norms, residuals and activation functions / H
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
@@ -17,6 +18,7 @@
 #include <memory>
 #include "context_parallel.h"
 #include "family.h"
+#include "frozen.h"
 #include "machine.h"
 #include "zero.h"
 
@@ -159,16 +161,23 @@ inline double product_seconds(const CostModel& c, double rows, double out, doubl
     double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);
     // Bound the waste: a small product splits its sum over idle SMs,
     // so it never takes a whole wave.
-    return best * std::min(tile_waves(c.machine, rows, out), 2.0);
+    double computing = best * std::min(tile_waves(c.machine, rows, out), 2.0);
+
+    // A thin product, as those of adapters, waits for its rows from memory.
+    double moved = rows * (in + out) + in * out;
+    return std::max(computing, c.element * moved / c.machine.memory_rate());
 }
 
-// Return the seconds of all products in a block's forward pass.
-inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer) {
+// Return the seconds of all products in a block's forward pass. trained: only those whose matrices
+// are trained, which the weight half of a backward pass repeats.
+inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer,
+                             bool trained = false) {
     double seconds = 0;
     double N = p.rows();
     const Shape& s = model.shape;
     for (int b : buckets_of(model, layer)) {
         const Bucket& bucket = model.buckets[b];
+        if (trained && !bucket.trainable) continue;
         for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
             const Parameter& w = model.parameters[i];
             if (w.layer != layer || w.shape.size() != 2) continue;
@@ -180,6 +189,18 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
         }
     }
     return seconds;
+}
+
+// Return the bytes that a block moves to dequantise its frozen matrices once: codes are read, wide
+// elements written. A pass does it for each product.
+inline double dequantised_bytes(const CostModel& c, const Plan& p, const Model& model, int layer) {
+    if (p.stored == Stored::WIDE) return 0;
+    double codes = p.stored == Stored::INT8 ? 1 : 0.5; // bytes; scales are too few to count
+    double elements = 0;
+    for (const Parameter& w : model.parameters)
+        if (w.layer == layer && is_narrow(p.stored, model, w))
+            elements += double(w.local_elements());
+    return (codes + c.element) * elements;
 }
 
 // Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
@@ -268,9 +289,11 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     AttentionCost attention = block_attention(c, p, s, layer);
     double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, s, backward);
-    t.products = block_products(c, p, model, layer) * (backward ? 2 : 1);
+    t.products = block_products(c, p, model, layer);
+    if (backward) t.products += block_products(c, p, model, layer, true);
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
-    t.memory = bytes / c.machine.memory_rate() * (backward ? 2 : 1);
+    double dequantised = dequantised_bytes(c, p, model, layer);
+    t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.memory_rate();
 
     // Add the host's launches, as far as the device's work does not hide them.
     double work = t.products + t.attention + t.memory;
@@ -329,7 +352,8 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     double C = model.shape.C;
     double e = c.element;
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
-    t.products = 3 * product_seconds(c, N, V, C);
+    int products = model.shape.adapters ? 2 : 3; // a frozen head has no weight gradient
+    t.products = products * product_seconds(c, N, V, C);
     t.memory = 6 * e * N * V / c.machine.memory_rate();
     t.tensor = tp.all_reduce(N * C * e);
     return t;
@@ -351,7 +375,8 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
     Times t = block_seconds(c, p, model, a.layer, !forward);
     if (forward || a.op == Op::B) return t;
     Times w;
-    w.products = t.products /= 2;
+    w.products = block_products(c, p, model, a.layer, true);
+    t.products -= w.products;
     return a.op == Op::I ? t : w;
 }
 

@@ -26,6 +26,7 @@ struct Machine {
     double gemm, attention, memory, link, nic;
     double latency_us = 40; // of a collective
     double launch_us = 8;   // of the host, for a block's forward pass
+    double host_gb = 25;    // GB/s that copies to and from the host's memory reach
 
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
@@ -34,13 +35,15 @@ struct Machine {
     double memory_rate() const { return memory * memory_tb * 1e12; }
     double link_rate() const { return link * link_gb * 1e9; }
     double nic_rate() const { return nic * nic_gb * 1e9; }
+    double host_rate() const { return host_gb * 1e9; }
 };
 
 // The table of machines. "H100 PCIe" stands before "H100", which would match its name too.
 //   Rates: NVIDIA's data sheets, without sparsity; for RTX cards, FP16 with sums in float.
 //   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
 //   12.5 GB/s for all eight cards).
-//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5.
+//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
+//   to the host reach about 25 and 50 of these.
 //   Not from a data sheet: B200's shares are guesses, and its SMs come from reports; the CPU is a
 //   guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {
@@ -49,17 +52,17 @@ inline const std::vector<Machine>& machines() {
     // clang-format off
     static const std::vector<Machine> rows = {
         // name, device; half and single TF, memory TB and GB, SMs; link, nic, cards;
-        //   shares of products, attention, memory, link, nic; latency
+        //   shares of products, attention, memory, link, nic; latency, launch, host
         {"h200", "H200", 989, 67, 4.8, 141, 132,  450, 50, 8,
-         .65, .50, .80, .78, .80},
+         .65, .50, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114,  64, 25, 8,
-         .65, .50, .80, .70, .80},
+         .65, .50, .80, .70, .80, 40, 8, 50},
         {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132,  300, 25, 8,
-         .65, .50, .80, .70, .80},
+         .65, .50, .80, .70, .80, 40, 8, 50},
         {"h100", "H100", 989, 67, 3.35, 80, 132,  450, 50, 8,
-         .65, .50, .80, .78, .80},
+         .65, .50, .80, .78, .80, 40, 8, 50},
         {"b200", "B200", 2250, 75, 8, 180, 148,  900, 50, 8,
-         .60, .45, .80, .75, .80},
+         .60, .45, .80, .75, .80, 40, 8, 50},
         {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108,  300, 25, 8,
          .72, .45, .80, .78, .80},
         {"a100-80", "A100", 312, 19.5, 2.039, 80, 108,  300, 25, 8,
@@ -68,12 +71,18 @@ inline const std::vector<Machine>& machines() {
          .60, .45, .80, .70, .80},
         {"a10g", "A10G", 70, 35, 0.6, 24, 80,  32, 1.56, 8,
          .65, .45, .80, .70, .80},
+        {"rtx3070", "RTX 3070", 40.6, 20.3, 0.448, 8, 46,  32, 12.5, 8,
+         .75, .50, .80, .60, .80},
+        {"rtx3060", "RTX 3060", 25.5, 12.7, 0.36, 12, 28,  32, 12.5, 8,
+         .75, .50, .80, .60, .80},
+        {"rtx4080", "RTX 4080", 97.5, 48.7, 0.717, 16, 76,  32, 12.5, 8,
+         .75, .50, .80, .60, .80},
         {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
         {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
         {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170,  64, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .50, .80, .60, .80, 40, 8, 50},
         {"cpu", "", 4, 2, 0.2, 256, 32,  50, 12.5, 1,
          .60, .30, .60, .50, .80},
     };
@@ -124,6 +133,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"nic", &M::nic, 0.02, 1},
         {"latency_us", &M::latency_us, 0, 1e5},
         {"launch_us", &M::launch_us, 0, 1e5},
+        {"host_gb", &M::host_gb, 0.01, 1e5},
     };
     return fields;
 }

@@ -131,7 +131,7 @@ struct Config {
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
-    std::string device = "auto", machine, timeline, profile;
+    std::string device = "auto", machine, fit, timeline, profile;
     std::string plan = "none";
     int gpus = 0;
     bool graphs = false, explain = false, help = false, version = false;
@@ -495,6 +495,9 @@ inline const std::vector<Flag>& config_table() {
          "auto: choose the layout, the micro-batch and recomputation by simulating them on "
          "--machine; --explain prints what it chooses, and why"},
         {"gpus", &C::gpus, "0..1000000", "--plan with --explain: for so many (0: 1)"},
+        {"fit", &C::fit, "",
+         "GB of a card, or a machine's name: print which models train on one of it, with which "
+         "flags, and about how fast; --model: that one alone, and its longest sequence"},
         {"layer", &C::layer, "-1..10000",
          "with --explain: one layer's actions, with what they read and write"},
         {"timeline", &C::timeline, "",

@@ -742,6 +742,24 @@ inline std::string check_machine(const Config& c) {
     return "";
 }
 
+// Check --fit, which asks about one card: it chooses the flags of memory itself.
+inline std::string check_fit(const Config& c) {
+    std::vector<const char*> chosen = planned_flags();
+    for (const char* name : {"micro-batch", "lora", "adapter", "weights", "offload", "offload-to",
+                             "offload-update", "masters", "states", "plan", "gpus", "local-ranks"})
+        chosen.push_back(name);
+    for (const char* name : chosen)
+        if (given(c, name))
+            return concat("--fit chooses flags for one card, --", name, " among them: leave --",
+                          name, " out, or ask --plan auto for several cards");
+
+    // Refuse what has no time in the simulator, and no step at all.
+    if (objective_of(c).rows() || c.fp8 != "none")
+        return "--fit: the time of preferences, sampled answers and --fp8 is not simulated: leave "
+               "them out";
+    return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
+}
+
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // First check what needs no other number: later messages then speak of a possible shape.

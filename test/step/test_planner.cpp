@@ -1,5 +1,6 @@
 // test_planner.cpp - the planner: its closed form, its choice against all layouts, what it prints
 #include "../../llmc/run/auto_plan.h"
+#include "../../llmc/run/fit.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -251,4 +252,134 @@ TEST(Planner, NamesANumberOfRanksThatHasALayout) {
     EXPECT_TRUE(list_grids(q, &why).empty());
     EXPECT_HAS(refuse_ranks(q, why), "no layout of 11 ranks is allowed (");
     EXPECT_HAS(refuse_ranks(q, why), "): try 10 ranks, or another --batch-tokens");
+}
+
+// ----------------------------------------------------------------------------
+// --fit
+
+namespace {
+
+// The question of a card with so many GB, for a small model.
+FitQuestion small_fit(double gb, Shape* shape) {
+    Config user;
+    EXPECT_EQ(set_flag(user, "seq", "256"), "");
+    EXPECT_EQ(set_flag(user, "batch-tokens", "8192"), "");
+    FitQuestion q = fit_question(user, concat(gb));
+    *shape = fit_shape(q, user, "pythia-70m");
+    return q;
+}
+
+const FitWay& way_named(const std::string& name) {
+    for (const FitWay& way : fit_ways())
+        if (name == way.name) return way;
+    return fit_ways()[0];
+}
+
+} // namespace
+
+// The flags that --fit prints are the largest micro-batch of their rung: the run fits by the
+// arena of every micro-batch, and with twice the micro-batch it does not.
+TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
+    Shape shape;
+    FitQuestion q = small_fit(1.6, &shape);
+    for (const char* name : {"full", "offload"}) {
+        FitCell cell = fit_cell(q, shape, way_named(name));
+        ASSERT_GT(cell.B, 0) << name;
+
+        // Place the run with all of its micro-batches, as the program would.
+        Config c = fit_config(q, cell.flags, cell.B);
+        EXPECT_EQ(config_check(c, shape), "");
+        int train = 0;
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, with_logits(shape, size_t(512) << 20, 128), plans_of(c, shape, &train),
+                      choose_layout(c, shape));
+        double whole = double(t.arena.device().bytes);
+        EXPECT_LE(whole, q.room) << name;
+        EXPECT_NEAR(cell.bytes / whole, 1, 0.005) << name;
+
+        // Twice the micro-batch is too much.
+        FitCell twice;
+        EXPECT_EQ(try_fit(q, fit_config(q, cell.flags, 2 * cell.B), shape, false, &twice), "");
+        EXPECT_GT(twice.bytes, q.room) << name;
+    }
+}
+
+// Offloaded masters and moments move 24 bytes a parameter: 12 come and 12 go.
+TEST(Fit, MovesAreCountedByTheByte) {
+    Shape shape;
+    FitQuestion q = small_fit(8, &shape);
+    for (auto [flags, each] : {std::pair("--offload optimizer", 24.0), std::pair("", 0.0)}) {
+        Config c = fit_config(q, flags, 8);
+        EXPECT_EQ(config_check(c, shape), "");
+        int train = 0;
+        Trainer<bf16, Cpu> t;
+        trainer_place(t, shape, plans_of(c, shape, &train), choose_layout(c, shape));
+        double elements = 0;
+        for (const Bucket& b : t.model.buckets)
+            elements += double(b.elements);
+        EXPECT_NEAR(moved_bytes(t.plans[0], t.model) / elements, each, 0.01 * each) << flags;
+    }
+}
+
+// Frozen matrices have no weight gradient: a block's backward pass has the products of its forward
+// pass, and those of the adapters again. With all weights trained it has twice the products.
+TEST(Fit, FrozenProductsRunOnceBackward) {
+    CostModel cost;
+    EXPECT_EQ(machine_named(&cost.machine, "rtx3090"), "");
+    Shape shape = gpt2_shape(2, 8, 512, 1000, 256);
+    Adapters adapters;
+    Model whole = make_model(shape);
+    EXPECT_EQ(choose_adapters(whole, {16, 32, false, "all"}, &adapters), "");
+    shape.adapters = std::make_shared<const Adapters>(adapters);
+    Model frozen = make_model(shape);
+    Plan p;
+    p.B = 4, p.T = 256;
+
+    // Compare both models' products.
+    auto products = [&](const Model& m, bool backward) {
+        return block_seconds(cost, p, m, 1, backward).products;
+    };
+    double thin = block_products(cost, p, frozen, 1, true);
+    EXPECT_DOUBLE_EQ(products(whole, true), 2 * products(whole, false));
+    EXPECT_GT(thin, 0);
+    EXPECT_DOUBLE_EQ(products(frozen, false), products(whole, false) + thin);
+    EXPECT_DOUBLE_EQ(products(frozen, true), products(frozen, false) + thin);
+
+    // Codes are dequantised once a pass: a byte and a half read and written more for an element.
+    double wide = block_seconds(cost, p, frozen, 1, false).memory;
+    p.stored = Stored::NF4;
+    double codes = block_seconds(cost, p, frozen, 1, false).memory - wide;
+    EXPECT_NEAR(codes * cost.machine.memory_rate() / (12.0 * 512 * 512 * 2.5), 1, 1e-9);
+}
+
+// A larger card never trains a model more slowly at the same rates, and needs leaner ways less.
+TEST(Fit, MoreMemoryIsNeverWorse) {
+    for (const FitWay& way : fit_ways()) {
+        double before = 0;
+        for (double gb : {1.0, 2.0, 4.0}) {
+            Shape shape;
+            FitQuestion q = small_fit(gb, &shape);
+            EXPECT_EQ(machine_named(&q.machine, "rtx3090"), "");
+            FitCell cell = fit_cell(q, shape, way);
+            EXPECT_GE(cell.rate, 0.999 * before) << way.name << " " << gb << " GB " << cell.flags;
+            before = cell.rate;
+        }
+    }
+}
+
+// Cards are numbers or machines; flags that --fit chooses are refused by name.
+TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
+    Machine m;
+    EXPECT_EQ(read_card({}, "12", &m), "");
+    EXPECT_EQ(m.name, "rtx3060");
+    EXPECT_EQ(read_card({}, "100", &m), ""); // no row has 100
+    EXPECT_EQ(m.memory_gb, 100);
+    EXPECT_EQ(read_card({}, "h200", &m), "");
+    EXPECT_EQ(m.memory_gb, 141);
+    EXPECT_HAS(read_card({}, "12GB", &m), "--fit 12GB: give the GB of a card, or a machine: h200");
+    EXPECT_HAS(read_card({}, "-1", &m), "--fit -1: give the GB");
+    Config c;
+    EXPECT_EQ(check_fit(c), "");
+    EXPECT_EQ(set_flag(c, "tp", "2"), "");
+    EXPECT_HAS(check_fit(c), "--fit chooses flags for one card, --tp among them: leave --tp out");
 }
