@@ -63,6 +63,20 @@ for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
         fail "scripts/README.md: the row of $script does not say: $row"
 done
 
+# docs/planning.md's table of cards is what --fit prints for them.
+cards=$(sed -n 's/^<!-- fit: \(.*\) -->$/\1/p' docs/planning.md)
+"$TRAIN_GPT" --fit "$cards" >"$work/says" || fail "--fit $cards"
+if [ "${1:-}" = --write ]; then
+    awk -v says="$work/says" '
+        /^<!-- fit: / {print; while ((getline line < says) > 0) print line; skip = 1}
+        /^<!-- end of fit/ {skip = 0}
+        !skip' docs/planning.md >"$work/new"
+    cp "$work/new" docs/planning.md
+fi
+[ "$(wc -l <"$work/says")" -ge 12 ] || fail "--fit $cards prints no table"
+diff <(sed -n '/^<!-- fit: /,/^<!-- end of fit/{/^<!--/!p}' docs/planning.md) "$work/says" ||
+    fail "docs/planning.md: its table is not what --fit prints: test/scripts_test.sh --write"
+
 # docs/layouts.md's GiB are the program's, to the digit shown: a workspace of another machine may turn that by one.
 gib() { # flags
     "$TRAIN_GPT" --precision bf16 --sample-tokens 0 --explain "$@" |

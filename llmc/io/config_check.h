@@ -704,9 +704,8 @@ inline std::string check_planning(const Config& c) {
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
     if (objective_of(c).rows() || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
-        return "--plan auto: the time of preferences, sampled answers, --offload, --fp8 and "
-               "adapters is not simulated: plan without them, and add them to the command that it "
-               "prints";
+        return "--plan auto chooses no layout for preferences, sampled answers, --offload, --fp8 "
+               "and adapters: plan without them, and add them to the command that it prints";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -728,17 +727,14 @@ inline std::string check_machine(const Config& c) {
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 
-    // Refuse flags without a cost in the simulator: moves between memories, 8-bit products,
-    // adapters, and a head that walks twice.
+    // Refuse flags without a cost in the simulator: moves between memories, 8-bit products, and a
+    // head that walks twice.
     if (objective_of(c).rows() || c.loss == "distill")
         return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
     if (c.offload != "none")
         return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
     if (c.fp8 != "none")
         return "--machine: the time of --fp8 " + c.fp8 + " is not simulated: leave one out";
-    if (has_adapters(c))
-        return concat("--machine: the time of ", c.lora ? concat("--lora ", c.lora) : "--adapter",
-                      " is not simulated: leave one out");
     return "";
 }
 
