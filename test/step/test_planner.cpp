@@ -372,6 +372,8 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     Machine m;
     EXPECT_EQ(read_card({}, "12", &m), "");
     EXPECT_EQ(m.name, "rtx3060");
+    EXPECT_EQ(read_card({}, "24", &m), ""); // three rows have it: the last one counts
+    EXPECT_EQ(m.name, "rtx4090");
     EXPECT_EQ(read_card({}, "100", &m), ""); // no row has 100
     EXPECT_EQ(m.memory_gb, 100);
     EXPECT_EQ(read_card({}, "h200", &m), "");
