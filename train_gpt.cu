@@ -332,7 +332,7 @@ void run_training(Run& run, S where) {
     run.draft_bytes = draft_bytes<T>(run, plans, where);
     run.teacher_bytes = teacher_bytes<T>(run, plans, run.world.rank, where);
     if (c.explain) print_plan(run, t, plans);
-    check_bound<T>(run, where);
+    check_bound<T>(run, plans, where);
     if (c.explain) return;
     check_plans_of_all_ranks(run, plans, t.model);
 

@@ -76,6 +76,13 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     for (Kind k : {Kind::REDO_B, Kind::REDO_W})
         x.write({k, l, m});
     x.write({Kind::SCRATCH, l});
+
+    // Inside a segment R is a forward pass once more: it chooses experts again, from the same bits.
+    if (!remakes_output(p, model, l)) return;
+    x.write({Kind::STREAM, l + 1, m});
+    if (routes)
+        for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
+            x.write({k, l, m});
 }
 
 // I and W are the two halves of a backward pass; B runs both at once. The gradients that pass from

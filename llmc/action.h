@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 #include "buckets.h"
+#include "offloaded.h"
 #include "optimizer.h"
 #include "pipeline.h"
 
@@ -134,25 +135,6 @@ struct Action {
 
 // The purpose of a plan. Each mode has its own forward pass and its own end of the step.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
-
-// A tier of memory: DEVICE is where the step runs, HOST the host's memory, DISK a file.
-enum class Tier : uint8_t { DEVICE, HOST, DISK };
-constexpr int TIERS = 3;
-
-// The tier of each kind of data. Offloaded data come to the device while they are used (offload.h).
-struct Offload {
-    Tier optimizer = Tier::DEVICE;   // masters and state
-    Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
-    Tier weights = Tier::DEVICE, gradients = Tier::DEVICE;
-    size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
-    Tier update = Tier::DEVICE;      // where UPDATE runs; on HOST, masters and moments stay there
-
-    // Whether updates go chunk by chunk: they do when any of their data is offloaded.
-    bool cuts_updates() const {
-        Tier here = Tier::DEVICE;
-        return optimizer != here || weights != here || gradients != here;
-    }
-};
 
 // The layout, told whether layers find their weights and gradients in another tier.
 inline Layout with_tiers(Layout layout, const Offload& offload) {

@@ -165,10 +165,69 @@ struct Choice {
     std::vector<Recompute> levels; // [layer]; those of other ranks are NONE
     double flops = 0;              // redone, for each token
     size_t bytes = 0;
+    std::vector<int> segments = {}; // [layer]: blocks that keep one input (segments.h)
+    std::vector<bool> parked = {};  // [layer]: whose activations leave the device (parking.h)
+    double seconds = 0, waited = 0; // of the rank's compute and moves, if any is parked
 };
+
+// List this rank's blocks.
+inline std::vector<int> blocks_of(const Layout& layout, const Model& model) {
+    std::vector<int> blocks;
+    for (int l = 1; l < model.head(); l++)
+        if (is_mine(layout, model, l)) blocks.push_back(l);
+    return blocks;
+}
+
 // best: the cheapest that fits. cheaper: the smallest of those that cost less and do not fit.
 // dearer: the next one that takes fewer bytes than best.
 struct Choices { Choice best, cheaper, dearer; };
+
+// A function that places a rank's plan and returns the arena's bytes.
+typedef std::function<size_t(const RecomputeLevels&)> LevelBytes;
+
+// Choose segments for a rank whose blocks do not fit even if each keeps its input alone: the
+// smallest that fit, for they redo the least.
+inline Choices choose_segments(const Plan& p,
+                               const Model& model,
+                               int blocks,
+                               double full_flops,
+                               size_t room,
+                               const LevelBytes& place) {
+    // Begin with blocks that keep an input each.
+    Choices found;
+    Choice last;
+    last.levels.assign(model.layers(), Recompute::FULL);
+    last.flops = blocks * full_flops;
+    last.bytes = place(last.levels);
+    // Beyond the root of all inputs held, the rows of a segment outweigh the inputs that it drops.
+    for (int size = 2; size <= blocks && size * size <= blocks * p.micro_batches; size++) {
+        // Every block but the last one of a segment redoes its last product too.
+        Choice now = last;
+        RecomputeLevels levels = last.levels;
+        levels.segments.assign(model.layers(), size);
+        now.segments = levels.segments;
+        now.flops = blocks * full_flops;
+        Plan like = p;
+        like.recompute = levels;
+        for (int l : blocks_of(p.layout, model))
+            if (remakes_output(like, model, l))
+                now.flops += last_product_flops(layer_shape(model.shape, l));
+        now.bytes = place(levels);
+
+        // Take the first that fits, then the next one of fewer bytes.
+        bool over = found.best.bytes > 0;
+        if (over && now.bytes < found.best.bytes) {
+            found.dearer = now;
+            break;
+        }
+        if (!over && now.bytes <= room) {
+            found.best = now;
+            found.cheaper = last;
+        }
+        if (now.bytes < last.bytes) last = now;
+    }
+    return found;
+}
 
 // Choose the levels for the rank at which the layout stands. options[0] is the plan that trains.
 template <typename T, typename S>
@@ -179,28 +238,28 @@ Choices choose_levels(const Layout& layout, const Model& model, std::vector<Plan
     std::vector<Plan> plans;
     for (const PlanOptions& o : options)
         plans.push_back(make_plan(layout, model, o));
-    auto place = [&](const std::vector<Recompute>& levels) {
+    auto place = [&](const RecomputeLevels& levels) {
         options[0].recompute = levels;
         plans[0] = make_plan(layout, model, options[0], steps);
         return place_plans<T>(plans, model, where);
     };
 
     // Place the plan that recomputes everything.
-    // If that does not fit, nothing does; if it does, it shows the instants.
+    // If that does not fit, only segments may; if it does, it shows the instants.
     Choices found;
     Arena full = place(std::vector<Recompute>(model.layers(), Recompute::FULL));
-    if (bytes_here(full, where) > room)
-        return found;
+    std::vector<int> blocks = blocks_of(layout, model);
+    LevelCosts costs = level_costs<T>(plans[0], model, where);
+    if (bytes_here(full, where) > room) {
+        auto bytes = [&](const RecomputeLevels& levels) {
+            return bytes_here(place(levels), where);
+        };
+        double flops = costs[int(Recompute::FULL)].flops;
+        return choose_segments(plans[0], model, int(blocks.size()), flops, room, bytes);
+    }
     std::vector<Instant> instants = instants_of(full, plans[0], model);
     size_t passing = full.device().bytes - full.device().persistent_bytes;
     size_t lasting = bytes_here(full, where) - passing;
-    LevelCosts costs = level_costs<T>(plans[0], model, where);
-
-    // List this rank's blocks.
-    std::vector<int> blocks;
-    for (int l = 1; l < model.head(); l++)
-        if (is_mine(layout, model, l))
-            blocks.push_back(l);
 
     // Walk the choices. One matters only if it takes fewer bytes than all that cost less.
     size_t least = SIZE_MAX;

@@ -12,7 +12,8 @@
 //                 that the group's ranks in one node have together
 //     updates     bytes of weight, gradient, master and moments / H
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
-//   Not counted: data in other tiers, noise between ranks, kernels that slow down beside NCCL's.
+//     moves       bytes / the rate between card and host, or of the disk
+//   Not counted: updates on the host, noise between ranks, kernels that slow down beside NCCL's.
 #pragma once
 #include <functional>
 #include <memory>
@@ -32,6 +33,7 @@ struct Times {
     double products = 0, attention = 0, memory = 0, recompute = 0, update = 0; // of a rank alone
     double launch = 0;                                   // of the host, beyond the device's work
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
+    double moves = 0;                                    // waits for another tier of memory
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -54,6 +56,7 @@ inline const std::vector<TimePart>& time_parts() {
         {"expert parallelism", &Times::experts},
         {"messages of stages", &Times::pipeline},
         {"data parallelism, ZeRO", &Times::data},
+        {"waits for moves", &Times::moves},
         {"waits for other ranks", &Times::bubble},
     };
     return parts;
@@ -80,6 +83,8 @@ struct CostModel {
     bool tiled_attention = true;
     bool redoes_all = false;   // R runs all of a block's forward pass
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
+    // The bytes of a datum that moves between tiers; null: moves take no time.
+    std::function<size_t(const Plan&, Data)> bytes = nullptr;
 };
 
 // ----------------------------------------------------------------------------
@@ -309,12 +314,13 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     Times all = block_seconds(c, p, model, layer, false), t;
 
     // Take the share of the products that is made again. This program leaves out the ffn's last
-    // product; other programs redo it.
+    // product, but not inside a segment; other programs redo it.
+    bool whole = c.redoes_all || remakes_output(p, model, layer);
     double k = is_gated(s) ? 3 : 2;
     double F = block_ffn(s);
     double attn = 2 * (s.NH + s.NKV) * s.HS;
     double ffn = k * F;
-    double last = c.redoes_all ? 0 : F;
+    double last = whole ? 0 : F;
     double redone = (redoes_attn(level) ? attn : 0) + (redoes_ffn(level) ? ffn - last : 0);
     t.recompute = all.products * redone / (attn + ffn);
 
@@ -324,7 +330,7 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
         t.recompute += all.attention;
     t.recompute += all.memory;
     if (redoes_attn(level)) t.context = all.context;
-    double sums = (int(redoes_attn(level)) + int(redoes_ffn(level) && c.redoes_all)) / 2.0;
+    double sums = (int(redoes_attn(level)) + int(redoes_ffn(level) && whole)) / 2.0;
     t.tensor = sums * all.tensor;
     t.launch = level == Recompute::FULL ? all.launch : 0;
     return t;
@@ -447,6 +453,19 @@ inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, 
     return t;
 }
 
+// Return the seconds of a move between tiers, one way.
+inline double move_seconds(const CostModel& c, const Plan& p, const Model& model,
+                           const Action& a) {
+    if (!c.bytes) return 0;
+
+    // Add the data where the step runs, and divide by the rate of where they go or come from.
+    double bytes = 0;
+    for (Data d : moved_data(p, model, a))
+        bytes += double(c.bytes(p, d));
+    Tier tier = tier_of(p, tiered_data(p, model, a).front());
+    return bytes / (tier == Tier::DISK ? c.machine.disk_rate() : c.machine.host_rate());
+}
+
 // ----------------------------------------------------------------------------
 // every action
 
@@ -483,12 +502,13 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     case Op::GATHER:
     case Op::PUBLISH: t.data = bucket_gather(); break;
 
-    // The host's part takes no time here. config_check() refuses moves in a simulation.
+    case Op::FETCH:
+    case Op::PARK: t.moves = move_seconds(c, p, model, a); break;
+
+    // The host's part takes no time here.
     case Op::LOAD:
     case Op::RELEASE:
-    case Op::SQUARE:
-    case Op::FETCH:
-    case Op::PARK: break;
+    case Op::SQUARE: break;
     }
     return t;
 }
@@ -499,8 +519,10 @@ typedef std::function<Times(const Plan&, const Action&)> ActionCost;
 inline ActionCost action_cost(const CostModel& c, const Model& model) {
     auto known = std::make_shared<std::map<std::tuple<int, Op, int, int>, Times>>();
     return [=](const Plan& p, const Action& a) {
-        // Do not remember exchanges: they differ by their messages.
-        if (a.op == Op::SENDRECV) return action_seconds(c, p, model, a);
+        // Do not remember exchanges and moves: they differ by what they carry.
+        bool moves = queue_of(a.op) == Queue::MOVE;
+        if (moves || a.op == Op::SENDRECV)
+            return action_seconds(c, p, model, a);
         auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket);
         auto found = known->find(key);
         if (found == known->end())

@@ -116,12 +116,21 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
     return rows;
 }
 
+// The width of the ffn that a token meets: all of its experts together, and the ffn beside them.
+inline double width_of_ffn(const Shape& s) {
+    return s.E || s.ffn_beside ? double(s.F * s.K + s.ffn_beside) : double(s.F);
+}
+
+// FLOPs a token of the product that R leaves out where nobody reads a block's output again.
+inline double last_product_flops(const Shape& s) {
+    return s.post_norm ? 0 : 2 * double(s.C) * width_of_ffn(s);
+}
+
 // FLOPs a token of a block's R: products and attention, as mfu.h counts them. Norms and activation
 // functions are bound by memory, and do not count.
 inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double C = double(s.C);
-    // Count the experts of a token together, and the ffn beside them.
-    double F = s.E || s.ffn_beside ? double(s.F * s.K + s.ffn_beside) : double(s.F);
+    double F = width_of_ffn(s);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
     double matrices = s.kv_latent ? latent_elements(s) : C * (2 * Q + 2 * KV);

@@ -27,6 +27,7 @@ struct Machine {
     double latency_us = 40; // of a collective
     double launch_us = 8;   // of the host, for a block's forward pass
     double host_gb = 25;    // GB/s that copies to and from the host's memory reach
+    double disk_gb = 5;     // the same of a file on a few drives: a guess
 
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
@@ -36,6 +37,7 @@ struct Machine {
     double link_rate() const { return link * link_gb * 1e9; }
     double nic_rate() const { return nic * nic_gb * 1e9; }
     double host_rate() const { return host_gb * 1e9; }
+    double disk_rate() const { return disk_gb * 1e9; }
 };
 
 // The table of machines. "H100 PCIe" stands before "H100", which would match its name too.
@@ -134,6 +136,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"latency_us", &M::latency_us, 0, 1e5},
         {"launch_us", &M::launch_us, 0, 1e5},
         {"host_gb", &M::host_gb, 0.01, 1e5},
+        {"disk_gb", &M::disk_gb, 0.01, 1e5},
     };
     return fields;
 }

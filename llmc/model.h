@@ -281,12 +281,17 @@ inline const char* recompute_name(Recompute r) {
 
 // A level for each layer, by its number. Layers past the last one given take the last one's level,
 // so one level serves all. Embedding and head have no activation table: theirs mean nothing.
+// A segment is some FULL blocks in a row that keep one input: the first one's (segments.h).
 struct RecomputeLevels {
     std::vector<Recompute> given;
+    std::vector<int> segments = {}; // [layer]: the blocks of its segment; empty: one
 
     RecomputeLevels(Recompute all = Recompute::NONE) : given{all} {}
     RecomputeLevels(const std::vector<Recompute>& levels) : given(levels) {}
     Recompute of(int layer) const { return given[std::min(size_t(layer), given.size() - 1)]; }
+    int segment(int layer) const {
+        return segments.empty() ? 1 : segments[std::min(size_t(layer), segments.size() - 1)];
+    }
 };
 
 // The source of a row of the activation table, which decides the levels that drop the row.

@@ -153,7 +153,7 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
 }
 
 // Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first and FETCH(m,l)
-// ahead of the second, if enough compute actions between them hide both moves.
+// ahead of the second, for a block that is parked, if enough compute actions stand between them.
 inline Plan add_parking(const Plan& in, const Model& model) {
     if (in.offload.activations == Tier::DEVICE || in.mode != Mode::TRAIN)
         return in;
@@ -173,9 +173,12 @@ inline Plan add_parking(const Plan& in, const Model& model) {
     // Decide what to insert before and behind each compute action.
     std::map<int, std::vector<Action>> before, behind;
     for (auto& [of, use] : uses) {
-        // Skip blocks near the head, which need their activations again at once.
+        // Skip blocks near the head, which need their activations again at once, and those that
+        // keep nothing, inside a segment.
         int fetch = use.second - in.layout.prefetch;
-        if (!model.is_block(of.second) || fetch - use.first <= in.layout.prefetch + 1)
+        bool near = fetch - use.first <= in.layout.prefetch + 1;
+        bool stays = near || !in.offload.parks(of.second);
+        if (stays || !model.is_block(of.second) || place_in_segment(in, model, of.second) > 0)
             continue;
         behind[use.first].push_back({Op::PARK, of.first, of.second});
         before[fetch].push_back({Op::FETCH, of.first, of.second});

@@ -142,15 +142,17 @@ inline Plan add_load(Plan p) {
 }
 
 // Recomputation (arXiv:1604.06174, arXiv:2205.05198). Before: F(m,l), and B(m,l) or I(m,l). After:
-// R(m,l) stands before the backward pass of each block whose level is not NONE.
+// R(m,l) stands before the backward pass of each block whose level is not NONE; those of a segment
+// stand before the backward pass of its last block.
 inline Plan add_recompute(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();
     for (const Action& a : in.actions) {
         bool backward = a.op == Op::B || a.op == Op::I;
         bool redoes = model.is_block(a.layer) && p.recompute.of(a.layer) != Recompute::NONE;
-        if (backward && redoes)
-            p.actions.push_back({Op::R, a.micro, a.layer});
+        if (backward && redoes && !remakes_output(in, model, a.layer))
+            for (int l = a.layer - place_in_segment(in, model, a.layer); l <= a.layer; l++)
+                p.actions.push_back({Op::R, a.micro, l});
         p.actions.push_back(a);
     }
     return p;

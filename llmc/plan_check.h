@@ -52,6 +52,10 @@ inline std::string check_data(const Plan& p, const Model& model) {
             if (d.kind == Kind::GRAD_HERE && written.count({Kind::SQUARES, d.of}))
                 return action_text(a, model) + " adds to a gradient after its SQUARE";
 
+        // Forget an input that its segment does not keep.
+        if (a.op == Op::F && place_in_segment(p, model, a.layer) > 0)
+            written.erase({Kind::STREAM, a.layer, a.micro});
+
         // Note the writes, except for the activations that F drops because R makes them again.
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {

@@ -1,6 +1,7 @@
 // simulator.h - the time of a step: the very plans that run, event by event, before they run
 //   1. A rank goes through its plan in order. Compute runs at once. A collective is posted; it runs
 //      in the rank's one stream for collectives, behind those posted before it.
+//      Moves have a stream of their own.
 //   2. A collective starts when its last rank has arrived, a message when both ends have. An
 //      exchange is over with its last message.
 //   3. Before action j a rank waits for everything that finish_before() (queues.h) wants finished.
@@ -36,7 +37,7 @@ struct SimulatedRank {
     std::vector<int> posted;           // collectives, in order
     size_t over = 0;                   // how many of them have run
     int at = 0;                        // the next action
-    double now = 0, stream_free = 0;
+    double now = 0, stream_free = 0, moves_free = 0;
     Times parts;
 };
 
@@ -136,7 +137,7 @@ inline void prepare_ranks(Simulator& s, const Model& model) {
         rank.due.resize(p.actions.size() + 1);
         std::vector<Finish> finish = finish_before(p, model); // the executor uses the same
         for (int i = 0; i < int(finish.size()); i++)
-            if (queue_of(p.actions[i].op) == Queue::COMM)
+            if (queue_of(p.actions[i].op) != Queue::COMPUTE)
                 rank.due[finish[i].first()].push_back(i);
 
         // List the ranks of the same stage.
@@ -216,12 +217,25 @@ inline bool finish_due(Simulator& s, int r) {
         if (m.end <= me.now) continue;
         double from = std::max(me.now, m.ready);
         double bubble = std::max(0.0, m.met - from);
-        bool stages = p.actions[i].op == Op::SENDRECV;
+        Op op = p.actions[i].op;
+        Seconds part = op == Op::SENDRECV ? &Times::pipeline : &Times::data;
+        if (queue_of(op) == Queue::MOVE) part = &Times::moves;
         me.parts.bubble += bubble;
-        (stages ? me.parts.pipeline : me.parts.data) += m.end - me.now - bubble;
+        me.parts.*part += m.end - me.now - bubble;
         me.now = m.end;
     }
     return true;
+}
+
+// Post the next action, a move: it concerns this rank alone, and goes behind those before it.
+inline void run_move(Simulator& s, int r) {
+    SimulatedRank& me = s.ranks[r];
+    const Plan& p = s.plans[r];
+    ActionTimes& m = me.of[me.at];
+    m.start = me.now;
+    m.ready = m.met = std::max(me.now, me.moves_free);
+    m.end = m.ready + total_of(s.cost(p, p.actions[me.at]));
+    me.moves_free = m.end;
 }
 
 // Run the next action of the compute queue. Returns false if its ranks have not all arrived.
@@ -251,11 +265,14 @@ inline bool advance(Simulator& s, int r) {
 
     // The place past the last action finishes what is still in flight.
     while (me.at <= end && finish_due(s, r)) {
-        // Post a collective, which runs beside what follows; run compute; moves take no time yet.
-        if (me.at < end && queue_of(actions[me.at].op) == Queue::COMM) {
+        // Post a collective or a move, which run beside what follows, or run compute.
+        Queue queue = me.at < end ? queue_of(actions[me.at].op) : Queue::COMM;
+        if (me.at < end && queue == Queue::COMM) {
             me.of[me.at].start = me.now;
             me.posted.push_back(me.at);
-        } else if (me.at < end && queue_of(actions[me.at].op) == Queue::COMPUTE) {
+        } else if (queue == Queue::MOVE) {
+            run_move(s, r);
+        } else if (queue == Queue::COMPUTE) {
             bool came = me.of[me.at].start < 0;
             if (!run_compute(s, r)) return moved || came;
         }

@@ -130,10 +130,13 @@ void run_forward(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// R: fill the rows of activations that F has dropped. The streams stay as they are.
+// R: fill the rows of activations that F has dropped. The streams stay as they are, but inside a
+// segment, where R runs the whole forward pass. F has counted the tokens of experts.
 template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
+    t.ctx.loads = nullptr;
+    if (remakes_output(t.plans[t.plan], t.model, a.layer)) return run_forward(t, a);
     with_block(t, a, [&](const auto& w, const auto& acts) {
         block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute.of(a.layer));
     });

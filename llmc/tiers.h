@@ -6,7 +6,7 @@
 //     a bucket (b)    WEIGHT comes, from its chunks; GRAD goes to its chunks once it is whole;
 //                     a gradient that is not whole yet goes and comes back as activations do
 #pragma once
-#include "action.h"
+#include "segments.h"
 
 namespace llmc {
 

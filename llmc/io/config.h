@@ -91,6 +91,7 @@ struct Config {
     double loss_scale_min = -1;
     std::string gradients = "float", masters = "float", states = "float", weights = "float";
     std::string recompute = "none", offload = "none", offload_to = "cpu";
+    int recompute_segment = 1;
     std::string offload_update = "device";
     double memory = 0;
 
@@ -359,7 +360,10 @@ inline const std::vector<Flag>& config_table() {
         {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
          "selective: norms and activation functions; attention, ffn: that branch's products too; "
          "full: keep a block's input only; auto: a level for each block, the least arithmetic that "
-         "fits"},
+         "fits; beside --offload activations the least time"},
+        {"recompute-segment", &C::recompute_segment, "1..1000",
+         "blocks in a row that keep one input, with --recompute full: sublinear memory for deep "
+         "models"},
         {"memory", &C::memory, "0..1000000",
          "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
          "much as the machine has)"},

@@ -639,11 +639,11 @@ inline std::string check_together(const Config& c) {
         return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
                "give --memory GiB";
 
-    // Refuse automatic recomputation beside offloaded activations: budget.h sums what blocks keep
-    // on the device, and does not know what has left it.
-    if (c.recompute == "auto" && offloads(c, "activations"))
-        return "--recompute auto counts activations on the device, and --offload activations takes "
-               "them away: give a level, --recompute selective or full";
+    if (c.recompute_segment > 1 && c.recompute != "full")
+        return "--recompute-segment is for blocks that keep their input alone: give --recompute "
+               "full (auto chooses segments by itself)";
+    if (c.recompute_segment > 1 && c.plan != "none")
+        return "--plan auto looks at no segments: leave --recompute-segment out";
 
     // Refuse flags for files without the folder that would hold them.
     if (c.resume && c.out.empty())
@@ -722,6 +722,8 @@ inline std::string check_machine(const Config& c) {
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine);
     if (!wrong.empty()) return wrong;
+    // A run itself asks for rates where it weighs moves of activations against recomputation.
+    if (!c.explain && c.recompute == "auto" && offloads(c, "activations")) return "";
     if (!c.explain && c.plan == "none")
         return "--machine " + c.machine + " says how long a step would take there: give --explain";
     if (c.steps == 0 || c.eval)

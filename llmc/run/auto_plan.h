@@ -2,6 +2,7 @@
 //   If there is no answer, the error says what is missing: a number of ranks that has a layout, or
 //   bytes of memory.
 #pragma once
+#include "machine_here.h"
 #include "plan_search.h"
 
 namespace llmc {
@@ -206,32 +207,6 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
 // ----------------------------------------------------------------------------
 // the command line
 
-// The machine to plan for: --machine, or the GPU that is here, or the CPU.
-template <typename S> Machine machine_asked(const Config& c, S where) {
-    // Find its name. A GPU that the table does not know must be described by --machine FILE.
-    Machine machine;
-    std::string name = c.machine;
-    if (name.empty()) {
-        const Machine* here = nullptr;
-        if constexpr (!std::is_same_v<S, Cpu>) {
-            std::string device = device_name(where);
-            here = machine_of_device(device);
-            if (!here)
-                or_die("--plan auto: " + device + " is no row of --machine: give one that is "
-                       "like it, or a FILE");
-        }
-        name = here ? here->name : "cpu";
-    }
-    or_die(machine_named(&machine, name));
-
-    // Divide the card's speed among threads as ranks, which share one card and lie in one node.
-    int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
-    machine.cards = std::max(machine.cards, double(sharers));
-    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
-        machine.*rate /= sharers;
-    return machine;
-}
-
 // Bytes that each rank may take: --memory, or what this machine has left, or most of a card.
 template <typename S> double room_asked(const Run& run, const Machine& machine, S where) {
     // A card's memory is shared by the threads of a process; CUDA's context and libraries take a
@@ -256,7 +231,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     PlanQuestion q;
     const Config& c = run.config;
     q.shape = run.shape;
-    q.machine = machine_asked(c, where);
+    q.machine = machine_asked(c, "--plan auto", where);
     q.gpus = c.gpus ? c.gpus : std::max(run.world.size, c.local_ranks);
     q.room = room_asked(run, q.machine, where);
 

@@ -434,6 +434,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.stored = stored_named(c.weights);
     train.objective = objective_of(c);
     train.recompute = recompute_named(c.recompute);
+    train.recompute.segments = {c.recompute_segment};
 
     // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;

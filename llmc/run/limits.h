@@ -4,10 +4,11 @@
 //   refuses first, and names flags that fit.
 #pragma once
 #include <sys/statvfs.h>
-#include "../budget.h"
 #include "../io/async_save.h"
 #include "../io/mfu.h"
+#include "../parking.h"
 #include "draft.h"
+#include "machine_here.h"
 #include "start_weights.h"
 #include "teach.h"
 
@@ -118,6 +119,17 @@ size_t copies_here(const Config& c, const Trainer<T, S>& t) {
     return snapshot_here(c, t) + (start ? start_weights_bytes(t) : 0);
 }
 
+// Bytes that a rank takes under given plans. Nothing is allocated.
+template <typename T, typename S>
+size_t plans_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
+    Trainer<T, S> t;
+    t.ctx.where = where;
+    trainer_place(t, run.shape, plans, layout_at(run.layout, rank));
+    size_t beside = copies_here(run.config, t) + draft_bytes<T>(run, plans, where);
+    beside += teacher_bytes<T>(run, plans, rank, where);
+    return bytes_here(t.arena, where) + beside;
+}
+
 // Bytes that a rank takes under a configuration; 0: config_check() refuses the configuration. The
 // global batch stays the same: a smaller micro-batch is accumulated more often.
 template <typename T, typename S>
@@ -127,16 +139,11 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     if (!config_check(c, like.shape, processes).empty())
         return 0;
 
-    // Place the plans of the rank without allocating anything.
     Run run = like;
     run.config = c;
-    Trainer<T, S> t;
-    t.ctx.where = where;
     std::vector<PlanOptions> plans = choose_plans(run);
-    trainer_place(t, run.shape, plans, layout_at(choose_layout(c, run.shape), rank));
-    size_t beside = copies_here(c, t) + draft_bytes<T>(run, plans, where);
-    beside += teacher_bytes<T>(run, plans, rank, where);
-    return bytes_here(t.arena, where) + beside;
+    run.layout = choose_layout(c, run.shape);
+    return plans_bytes<T>(run, plans, rank, where);
 }
 
 // " --slots N", with the most slots that fit, halved from the run's number; "" if not even one slot
@@ -168,11 +175,9 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
     if (arena_bytes<T>(run, least, rank, where) > room)
         return "";
 
-    // Try smaller micro-batches with the run's own level of recomputation, then with
-    // another one. The search behind "auto" does not know offloaded activations, so with
-    // them recompute everything.
-    const char* more = offloads(run.config, "activations") ? "full" : "auto";
-    for (const char* recompute : {"", more}) {
+    // Try smaller micro-batches with the run's own level of recomputation, then with levels chosen
+    // for each block.
+    for (const char* recompute : {"", "auto"}) {
         for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
             Config c = run.config;
             c.micro_batch = B;
@@ -260,19 +265,20 @@ inline int first_rank_of(const Layout& layout, int pp_rank) {
     return rank;
 }
 
-// End the run if any stage of the pipeline needs more than --memory.
-template <typename T, typename S> void check_bound(const Run& run, S where) {
+// End the run if any stage of the pipeline needs more than --memory. Where --recompute auto has
+// found no levels that fit, the plans recompute everything.
+template <typename T, typename S>
+void check_bound(const Run& run, const std::vector<PlanOptions>& plans, S where) {
     size_t room = size_t(run.config.memory * GIB);
     if (run.config.memory == 0)
         return;
 
-    // Find the fullest stage. "--recompute auto" counts as FULL here: if that fits, so does the
-    // level that it chooses.
+    // Find the fullest stage.
     size_t most = 0;
     int worst = 0;
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         int rank = first_rank_of(run.layout, pp);
-        size_t bytes = arena_bytes<T>(run, run.config, rank, where);
+        size_t bytes = plans_bytes<T>(run, plans, rank, where);
         if (bytes > most) worst = rank;
         most = std::max(most, bytes);
     }
@@ -283,23 +289,31 @@ template <typename T, typename S> void check_bound(const Run& run, S where) {
         refuse_memory<T>(run, worst, most, room, there, where);
 }
 
-// "layers 1..9 full, 10..32 selective": the levels of this rank's blocks.
-inline std::string levels_text(const Layout& layout, const Model& model,
-                               const std::vector<Recompute>& levels) {
+// "layers 1..9 full parked, 10..32 selective": the levels of this rank's blocks.
+inline std::string levels_text(const Layout& layout, const Model& model, const Choice& choice) {
+    // Name a block's level, and its segments, and whether its activations leave the device.
+    auto name_of = [&](int l) {
+        bool parked = !choice.parked.empty() && choice.parked[size_t(l)];
+        std::string name = recompute_name(choice.levels[size_t(l)]);
+        if (parked) name += " parked";
+        if (choice.segments.empty()) return name;
+        return concat(name, " in segments of ", choice.segments[size_t(l)]);
+    };
+
     // Extend a range of layers while the next layer is on this rank and has the same level.
     std::string text;
     for (int l = 1, first = 1; l < model.head(); l++) {
         bool mine = is_mine(layout, model, l);
         bool last = l + 1 == model.head();
         bool next_too = !last && is_mine(layout, model, l + 1);
-        if (mine && next_too && levels[l + 1] == levels[l])
+        if (mine && next_too && name_of(l + 1) == name_of(l))
             continue;
 
         // Write the range that ends here.
         std::string to = l > first ? concat("..", l) : "";
         std::string comma = text.empty() ? "layers " : ", ";
         if (mine)
-            text += concat(comma, first, to, " ", recompute_name(levels[l]));
+            text += concat(comma, first, to, " ", name_of(l));
         first = l + 1;
     }
     return text.empty() ? "no layers" : text;
@@ -314,7 +328,15 @@ inline std::string choice_text(const Choice& choice, const Layout& layout, const
     double share = choice.flops * layout.pp.size / flops_per_token(model, T);
     snprintf(gib, sizeof(gib), "%.2f GiB", bytes / GIB); // two digits: neighbours are close
     snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
-    return concat(bytes < GIB ? bytes_text(bytes) : gib, " with ", percent, " more FLOPs");
+    std::string text = concat(bytes < GIB ? bytes_text(bytes) : gib, " with ", percent,
+                              " more FLOPs");
+    if (!choice.seconds) return text;
+
+    // Add the time where activations may leave: moves cost no FLOPs.
+    char time[96];
+    snprintf(time, sizeof(time), ", %.2f ms a step alone, %.1f%% of it waiting for moves",
+             choice.seconds * 1e3, 100 * choice.waited / choice.seconds);
+    return text + time;
 }
 
 // With --recompute auto, choose each block's level, write it into the training plan, and return the
@@ -341,6 +363,12 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     std::string text;
     Model model = make_model(with_logits(run.shape, where), run.layout);
     std::vector<Recompute> levels(model.layers(), Recompute::FULL);
+    std::vector<int> segments(model.layers(), 1);
+    std::vector<bool> parked(model.layers(), true);
+    bool parks = offloads(c, "activations");
+    CostModel cost;
+    cost.element = sizeof(T);
+    if (parks) cost.machine = machine_asked(c, "--recompute auto", where);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         Layout layout = layout_at(run.layout, first_rank_of(run.layout, pp));
 
@@ -348,21 +376,28 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         Trainer<T, S> placed;
         if (c.save_async) trainer_place(placed, run.shape, plans, layout);
         size_t copy = copies_here(c, placed);
-        Choices found = choose_levels<T>(layout, model, plans, room - std::min(room, copy), where);
+        size_t left = room - std::min(room, copy);
+        Choices found = parks ? choose_parking<T>(layout, model, plans, left, cost, where)
+                              : choose_levels<T>(layout, model, plans, left, where);
         if (!found.best.bytes) continue;
 
         // Take over the levels of this stage's layers.
         for (int l = 0; l < model.layers(); l++)
             if (is_mine(layout, model, l))
                 levels[l] = found.best.levels[l];
+        for (int l = 0; l < int(found.best.segments.size()); l++)
+            if (is_mine(layout, model, l)) segments[l] = found.best.segments[l];
+        for (int l = 0; l < int(found.best.parked.size()); l++)
+            if (is_mine(layout, model, l)) parked[l] = found.best.parked[l];
 
         // Print the choice, with its stage if there are several.
         auto say = [&](const Choice& x) {
             return choice_text(x, layout, model, size_t(c.seq));
         };
         std::string stage = layout.pp.size > 1 ? concat(", stage ", pp) : "";
-        std::string of_blocks = levels_text(layout, model, found.best.levels);
-        text += concat("recompute", stage, ": ", of_blocks, "; ", say(found.best), "\n");
+        std::string of_blocks = levels_text(layout, model, found.best);
+        std::string by = parks ? concat(", by the rates of ", cost.machine.name) : "";
+        text += concat("recompute", stage, ": ", of_blocks, "; ", say(found.best), by, "\n");
 
         // Print the next cheaper and the next dearer choice too: the user may be able to find a
         // little more room, or want some of it for something else.
@@ -375,6 +410,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
             text += next + "\n";
     }
     plans[size_t(run.train_plan)].recompute = levels;
+    plans[size_t(run.train_plan)].recompute.segments = segments;
+    if (parks) plans[size_t(run.train_plan)].offload.parked = parked;
 
     // Check that all ranks chose the same. Workspaces depend on the number of threads, so ranks on
     // different machines may not.

@@ -1,9 +1,10 @@
 // test_budget.cpp - recomputation under a budget: the choice against all that there are
-//   Live bytes by a sum against the arena's, the order of levels, and FLOPs.
-#include "../../llmc/budget.h"
+//   Live bytes by a sum against the arena's, the order of levels, and FLOPs; parked activations.
 #include "../../llmc/io/mfu.h"
+#include "../../llmc/parking.h"
 #include "../../llmc/presets.h"
 #include "../harness/testing.h"
+#include "rotor.h"
 #include "small_models.h"
 
 using namespace llmc;
@@ -264,4 +265,269 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
         }
         EXPECT_EQ(redone, blocks - last - router) << preset.name;
     }
+}
+
+// ----------------------------------------------------------------------------
+// parked activations
+
+namespace {
+
+// A machine whose link to other tiers is `speed` times as fast as small blocks compute. A disk is
+// used, for on a CPU the host's memory is the step's own.
+CostModel link_of(double speed) {
+    CostModel cost;
+    EXPECT_EQ(machine_named(&cost.machine, "cpu"), "");
+    cost.machine.half_tf = 1e-3, cost.machine.memory_tb = 1e-3, cost.machine.launch_us = 0;
+    cost.machine.disk_gb = speed;
+    return cost;
+}
+
+// Every level of every block, parked or not, for a rank: its seconds and bytes.
+typedef std::vector<std::pair<double, size_t>> Tried;
+Tried try_all(Case& c, const CostModel& cost) {
+    std::vector<int> blocks = c.blocks();
+    Tried all;
+    int each = 2 * RECOMPUTE_LEVELS;
+
+    // Number the choices: a digit for each block says its level, and whether it is parked.
+    CostModel with_moves = cost;
+    std::map<std::tuple<Recompute, Kind, int>, size_t> known;
+    with_moves.bytes = [&](const Plan& p, Data d) {
+        auto [entry, fresh] = known.insert({{p.recompute.of(d.of), d.kind, d.of}, 0});
+        if (fresh) entry->second = data_bytes<bf16>(p, c.model, d, Cpu{});
+        return entry->second;
+    };
+    for (int number = 0; number < std::pow(each, blocks.size()); number++) {
+        std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
+        c.options.offload.parked.assign(size_t(c.model.layers()), false);
+        for (size_t i = 0; i < blocks.size(); i++) {
+            int one = number / int(std::pow(each, i)) % each;
+            levels[size_t(blocks[i])] = Recompute(one / 2);
+            c.options.offload.parked[size_t(blocks[i])] = one % 2;
+        }
+        size_t bytes = c.place(levels).device().bytes;
+        Plan p = make_plan(c.layout, c.model, c.options);
+        all.push_back({seconds_alone(p, c.model, with_moves).first, bytes});
+    }
+    c.options.offload.parked.clear();
+    return all;
+}
+
+} // namespace
+
+// The choice that is found fits and is within a tenth of the fastest of all 10^L choices of levels
+// and parked blocks; over all cases and rooms, within a hundredth. Links go from one that hides
+// nothing to one that hides all. (Beyond the list: blocks that park behind others that stay.)
+TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
+    Draw draw = {13};
+    int parked = 0, stayed = 0;
+    double ours = 0, theirs = 0;
+    for (int trial = 0; trial < 6; trial++) {
+        int pp = 1 + trial % 2;
+        Case c(draw, (trial == 2 ? 3 : 2) * pp, pp);
+        if (c.layout.chunks > 1) continue;
+        c.layout.pp.rank = draw(pp);
+        c.options.micro_batches = 2;
+        c.options.offload.activations = Tier::DISK;
+        const double speeds[] = {1e-3, 0.03, 0.3, 100};
+        CostModel cost = link_of(speeds[draw(4)]);
+        Tried all = try_all(c, cost);
+        size_t low = SIZE_MAX, high = 0;
+        for (auto [seconds, bytes] : all) {
+            low = std::min(low, bytes);
+            high = std::max(high, bytes);
+        }
+
+        // Choose at rooms from too little to enough for all.
+        for (int i = -1; i <= 4; i++) {
+            size_t room = size_t(double(low) + double(high - low) * i / 4);
+            double fastest = 1e30;
+            for (auto [seconds, bytes] : all)
+                if (bytes <= room) fastest = std::min(fastest, seconds);
+            Choices found = choose_parking<bf16>(c.layout, c.model, {c.options}, room, cost, Cpu{});
+            std::string at = "trial " + std::to_string(trial) + " room " + std::to_string(i);
+            if (!found.best.bytes) {
+                EXPECT_LE(i, 0) << at;
+                continue;
+            }
+            EXPECT_LE(found.best.bytes, room) << at;
+            EXPECT_LE(found.best.seconds, 1.1 * fastest) << at;
+            EXPECT_GE(found.best.seconds, (1 - 1e-9) * fastest) << at;
+            ours += found.best.seconds;
+            theirs += fastest;
+            bool any = std::count(found.best.parked.begin(), found.best.parked.end(), true);
+            (any ? parked : stayed)++;
+
+            // Its neighbours: the cheaper one does not fit, the dearer one takes fewer bytes.
+            if (found.cheaper.bytes) {
+                EXPECT_GT(found.cheaper.bytes, room) << at;
+                EXPECT_LT(found.cheaper.seconds, found.best.seconds) << at;
+            }
+            if (found.dearer.bytes) {
+                EXPECT_LT(found.dearer.bytes, found.best.bytes) << at;
+                EXPECT_GE(found.dearer.seconds, found.best.seconds) << at;
+            }
+        }
+    }
+    EXPECT_LE(ours, 1.01 * theirs) << ours / theirs;
+    EXPECT_GT(parked, 3);
+    EXPECT_GT(stayed, 3);
+}
+
+// The walk finds the fastest of its whole list, and a choice's least bytes and seconds are never
+// above those of its plan.
+TEST(Parking, TheFastestOfTheListIsFound) {
+    Draw draw = {17};
+    for (int trial = 0; trial < 3; trial++) {
+        Case c(draw, 2, 1);
+        c.options.offload.activations = Tier::DISK;
+        const double speeds[] = {0.01, 0.1, 1};
+        ParkingSearch<bf16, Cpu> s = parking_search<bf16>(c.layout, c.model, {c.options},
+                                                          link_of(speeds[trial]), Cpu{});
+        std::vector<Choice> all;
+        for (int i = 0; i < int(s.list.size()); i++) {
+            all.push_back(try_choice(s, i));
+            EXPECT_LE(s.least[size_t(i)], all.back().bytes) << trial << " choice " << i;
+            EXPECT_LE(s.list[size_t(i)].least, all.back().seconds * (1 + 1e-9)) << trial;
+        }
+        for (const Choice& like : all) {
+            double fastest = 1e30;
+            for (const Choice& x : all)
+                if (x.bytes <= like.bytes) fastest = std::min(fastest, x.seconds);
+            EXPECT_EQ(fastest_within(s, like.bytes).seconds, fastest) << trial;
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// segments
+
+// With L FULL blocks in segments of s the peak holds L/s + s - 1 inputs and the rows of s blocks.
+TEST(Segments, HoldTheInputsAndRowsThatTheyShould) {
+    for (const Shape& shape : {gpt2_shape(12, 4, 32, 53, 64), llama_shape(12, 4, 2, 32, 40, 53, 64,
+                                                                          1e4)}) {
+        Layout layout;
+        Model model = make_model(shape, layout);
+        PlanOptions o = small_plan(2, 32, 1, Recompute::FULL);
+
+        // Place the plan, and measure what it holds.
+        auto peak = [&](int size) {
+            o.recompute.segments = {size};
+            return place_plans<bf16>({make_plan(layout, model, o)}, model, Cpu{}).peak[0];
+        };
+        Plan p = make_plan(layout, model, o);
+        size_t input = round_up(data_bytes<bf16>(p, model, {Kind::STREAM, 1}, Cpu{}), ARENA_ALIGN);
+        size_t rows = data_bytes<bf16>(p, model, {Kind::REDO_B, 1}, Cpu{}) +
+                      data_bytes<bf16>(p, model, {Kind::REDO_W, 1}, Cpu{});
+        for (size_t s : {2, 3, 4, 6})
+            EXPECT_EQ(peak(int(s)) + 12 * input, peak(1) + (12 / s + s - 1) * input + (s - 1) * rows)
+                << s;
+    }
+}
+
+// Where blocks that all keep one input do not fit, the smallest segments that do are chosen.
+TEST(Segments, AreChosenWhereNothingElseFits) {
+    Layout layout;
+    Model model = make_model(gpt2_shape(48, 4, 32, 53, 64), layout);
+    PlanOptions o = small_plan(2, 32, 1, Recompute::FULL);
+    auto bytes = [&](int size) {
+        o.recompute.segments = {size};
+        return place_plans<bf16>({make_plan(layout, model, o)}, model, Cpu{}).device().bytes;
+    };
+    size_t one = bytes(1), two = bytes(2), three = bytes(3);
+    ASSERT_LT(two, one);
+
+    // Ask for room for segments of two, then for less than any takes.
+    Choices found = choose_levels<bf16>(layout, model, {o}, two, Cpu{});
+    ASSERT_EQ(found.best.bytes, two);
+    EXPECT_EQ(found.best.segments.at(1), 2);
+    EXPECT_EQ(found.cheaper.bytes, one);
+    EXPECT_GT(found.best.flops, found.cheaper.flops);
+    EXPECT_EQ(found.dearer.bytes, three < two ? three : 0);
+    EXPECT_EQ(choose_levels<bf16>(layout, model, {o}, two / 2, Cpu{}).best.bytes, 0u);
+}
+
+// ----------------------------------------------------------------------------
+// rotor as the oracle
+
+namespace {
+
+// A chain of equal blocks as budget.h sees it: instants of one micro-batch, and costs of levels.
+struct Chain {
+    int blocks;
+    Rotor sizes;
+    LevelCosts costs = {};
+
+    Chain(Draw& draw) : blocks(1 + draw(9)), sizes{1 + draw(3), 4 + draw(20), draw(8)} {
+        // A branch redoes a part of the block, and keeps what the other one made.
+        double attention = 0.1 + 0.1 * draw(8);
+        size_t a = size_t(sizes.a), cheap = a / 4, one = size_t(draw(int(a - cheap)));
+        auto level = [&](Recompute r, double flops, size_t kept) {
+            costs[size_t(r)] = {flops, {kept, 0}, a - kept};
+        };
+        level(Recompute::NONE, 0, a);
+        level(Recompute::SELECTIVE, 0.01, a - cheap);
+        level(Recompute::ATTN, attention, one);
+        level(Recompute::FFN, 1 - attention, a - cheap - one);
+        level(Recompute::FULL, 1, 0);
+    }
+
+    // The bytes while block l runs, forward and backward: the inputs so far and its rows.
+    std::vector<Instant> instants() const {
+        std::vector<Instant> all;
+        for (int l = 0; l < blocks; l++) {
+            size_t beside = size_t(std::max(sizes.x, sizes.g));
+            Instant now = {size_t(l * sizes.x + sizes.a) + beside, std::vector<int>(2 * blocks)};
+            for (int earlier = 0; earlier < l; earlier++)
+                now.in_flight[size_t(2 * earlier)] = 1;
+            all.push_back(now);
+        }
+        return all;
+    }
+
+    // The FLOPs of the list's first choice that fits, in blocks. two: only NONE and FULL.
+    double chosen(int room, bool two) const {
+        std::vector<Instant> now = instants();
+        for (const LevelCounts& c : list_choices(blocks, costs)) {
+            if (two && (c.branch || c.selective)) continue;
+            std::vector<Recompute> levels;
+            for (int i = 0; i < blocks; i++)
+                levels.push_back(c.of(i));
+            if (live_bytes(now, costs, levels) <= size_t(room)) return c.flops;
+        }
+        return Rotor::NEVER;
+    }
+};
+
+} // namespace
+
+// rotor's space is any order of blocks that keep all rows or their input alone, each redone once.
+// In it the list's choice redoes as little as rotor's; with all five levels, never more.
+TEST(Rotor, RedoesNoLessThanTheChoice) {
+    Draw draw = {19};
+    int better = 0, segments = 0, many = 0;
+    for (int trial = 0; trial < 60; trial++) {
+        Chain chain(draw);
+        int all = chain.blocks * (chain.sizes.a + chain.sizes.x) + 40;
+        Rotor longer = chain.sizes, free = chain.sizes;
+        longer.longest = free.longest = chain.blocks;
+        free.once = false;
+        for (int room = 0; room <= all; room += 1 + draw(3)) {
+            int least = chain.sizes.least(chain.blocks, room);
+            double two = chain.chosen(room, true), five = chain.chosen(room, false);
+            EXPECT_EQ(two, least) << "trial " << trial << " room " << room;
+            EXPECT_LE(five, least) << "trial " << trial << " room " << room;
+            better += five < least;
+
+            // Segments of any lengths, and blocks redone many times, reach less memory still.
+            int fewer = longer.least(chain.blocks, room), freely = free.least(chain.blocks, room);
+            EXPECT_LE(fewer, least);
+            EXPECT_LE(freely, fewer);
+            segments += fewer < least;
+            many += freely < fewer;
+        }
+    }
+    EXPECT_GT(better, 100);
+    EXPECT_GT(segments, 0);
+    EXPECT_GT(many, 0);
 }

@@ -1357,6 +1357,37 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     }
 }
 
+// Segments, and parked blocks that --recompute auto chooses, change no bit of a run.
+TEST_F(Life, SegmentsAndParkedBlocksChangeNoBit) {
+    const std::string deep = small + "--layers 6 --seq 64 --micro-batch 8 --steps 2 --save-every 2 ";
+    ASSERT_EQ(start(deep + "--out " + out).status, 0);
+    auto last = [](const std::string& folder) {
+        return read_file(folder + "/step_00000002/rank_00000.safetensors");
+    };
+
+    // Train with segments, then with as little memory as parking needs.
+    std::string other = path("segments");
+    Ran r = start(deep + "--recompute full --recompute-segment 3 --out " + other);
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_TRUE(last(out) == last(other));
+    other = path("parked");
+    r = start(deep + "--recompute auto --memory 0.0055 --offload activations --offload-to " + path("") +
+              " --out " + other);
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, " parked, ");
+    EXPECT_HAS(r.text, "waiting for moves, by the rates of cpu");
+    EXPECT_TRUE(last(out) == last(other));
+
+    // A stage of a pipeline has parked blocks of its own.
+    r = start(deep + "--recompute auto --memory 0.0034 --offload activations --offload-to " + path("") +
+              " --local-ranks 4 --pp 2 --dp 2 --zero 3 --micro-batch 4");
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "recompute, stage 1: layers ");
+
+    // Refuse segments of blocks that keep more than an input.
+    EXPECT_HAS(start(deep + "--recompute ffn --recompute-segment 2").text, "give --recompute full");
+}
+
 // flags_that_fit() finds the smallest change of flags that fits.
 TEST(Limits, FlagsThatFitAreFound) {
     llmc::Run run;

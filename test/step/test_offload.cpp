@@ -119,7 +119,7 @@ struct Case {
     Tier tier;
     int prefetch = 1;
     Optimizer optimizer = Optimizer::ADAMW;
-    Recompute level = Recompute::NONE;
+    RecomputeLevels level = Recompute::NONE;
     bool split = false; // backward passes in two halves
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
@@ -127,6 +127,7 @@ struct Case {
     bool optimizer_too = true;             // and masters and moments
     int micro_batches = 2;
     Tier update = Tier::DEVICE;
+    std::vector<bool> parked = {}; // [layer]: whose activations are offloaded; empty: all
 };
 
 // Make every move of a file late, by letting its threads sleep first.
@@ -160,6 +161,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
                         c.gradients ? c.tier : Tier::DEVICE, 4096};
         if (!c.optimizer_too) plan.offload.optimizer = Tier::DEVICE;
         plan.offload.update = c.update;
+        plan.offload.parked = c.parked;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
@@ -329,6 +331,34 @@ TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
                 EXPECT_TRUE(trained<bf16>(small_llama(), c, tier == Tier::DISK) == there)
                     << recompute_name(level) << " " << split;
             }
+        }
+}
+
+// Segments that keep one input, parked or not, and some parked blocks beside others that stay,
+// change no bit in any layout.
+TEST(Offload, ChangesNoBitOfSegmentsAndSomeBlocks) {
+    Shape deep = gpt2_shape(5, 4, 32, 53, 16), tall = small_llama(), experts = small_mixtral();
+    tall.L = experts.L = 5;
+    Recompute N = Recompute::NONE, A = Recompute::ATTN, F = Recompute::FULL;
+    RecomputeLevels mixed = std::vector<Recompute>{N, F, F, A, F, F, N};
+    for (const Shape& shape : {deep, tall, experts})
+        for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 3, Tier::DEVICE},
+                       Case{1, 2, 1, 0, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE},
+                       Case{2, 1, 2, 2, Tier::DEVICE}}) {
+            // Train once without recomputation, then with each segment and tier.
+            c.weights = c.gradients = c.optimizer_too = false;
+            c.split = c.pp == 2;
+            std::vector<float> there = trained<float>(shape, c);
+            for (Tier tier : {Tier::DEVICE, Tier::HOST})
+                for (int size : {1, 2, 3, 5}) {
+                    c.tier = tier;
+                    c.level = size == 3 ? mixed : RecomputeLevels(F);
+                    c.level.segments = {size};
+                    c.parked = {false, true, size > 1, true, false, true, false};
+                    EXPECT_TRUE(trained<float>(shape, c) == there)
+                        << "segments of " << size << " dp " << c.dp << " tp " << c.tp << " pp "
+                        << c.pp << " tier " << int(tier);
+                }
         }
 }
 

@@ -1,0 +1,35 @@
+// machine_here.h - the row of the table of machines by whose rates this run counts seconds
+#pragma once
+#include "../machine.h"
+#include "run.h"
+
+namespace llmc {
+
+// The machine to plan for: --machine, or the GPU that is here, or the CPU. flag: who asks.
+template <typename S> Machine machine_asked(const Config& c, const char* flag, S where) {
+    // Find its name. A GPU that the table does not know must be described by --machine FILE.
+    Machine machine;
+    std::string name = c.machine;
+    if (name.empty()) {
+        const Machine* here = nullptr;
+        if constexpr (!std::is_same_v<S, Cpu>) {
+            std::string device = device_name(where);
+            here = machine_of_device(device);
+            if (!here)
+                or_die(concat(flag, ": ", device, " is no row of --machine: give one that is like "
+                              "it, or a FILE"));
+        }
+        name = here ? here->name : "cpu";
+    }
+    or_die(machine_named(&machine, name));
+
+    // Divide the card's speed among threads as ranks, which share one card and lie in one node.
+    int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
+    machine.cards = std::max(machine.cards, double(sharers));
+    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb,
+                                  &Machine::host_gb, &Machine::disk_gb})
+        machine.*rate /= sharers;
+    return machine;
+}
+
+} // namespace llmc
