@@ -2,7 +2,7 @@
 //   The file has no name, so a kill leaves nothing behind. It takes its room at once, so a full
 //   disk ends a run before its first step. Bytes move in blocks of 1 MiB, past the page cache
 //   (O_DIRECT) where the file system allows it: the cache would hold in memory what was to leave
-//   it. The CRC-32 of each block stays in memory. A block that comes back changed is an error.
+//   it. The checksum of each block stays in memory. A block that comes back changed is an error.
 //     disk_read, disk_write   move any range now: initial weights, checkpoints
 //     disk_start              starts to move a range by the file's threads; disk_finish() waits
 //   Functions that return a text return "" or one line that says what is wrong.
@@ -12,6 +12,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 #include <zlib.h>
+#ifdef __SSE4_2__
+#include <nmmintrin.h>
+#endif
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -151,9 +154,34 @@ std::string whole_block(const Disk& d, size_t block, const char* verb, F some) {
     return "";
 }
 
-// Return a block's CRC-32, by zlib: four threads of it are about as fast as a disk of 5 GB/s.
+// Return a block's checksum: CRC-32C by the processor's own instruction where it has one, else
+// zlib's CRC-32. The file ends with its run, so the two never meet.
 inline uint32_t block_sum(const unsigned char* bytes) {
+#ifdef __SSE4_2__
+    // An instruction waits three cycles for the one before it: keep three chains, a third each.
+    constexpr size_t WORDS = DISK_BLOCK / sizeof(uint64_t), THIRD = WORDS / 3;
+    auto next = [&](uint64_t sum, size_t i) {
+        uint64_t word;
+        memcpy(&word, bytes + i * sizeof(word), sizeof(word));
+        return _mm_crc32_u64(sum, word);
+    };
+    uint64_t first = ~0u, second = ~0u, third = ~0u;
+    for (size_t i = 0; i < THIRD; i++) {
+        first = next(first, i);
+        second = next(second, THIRD + i);
+        third = next(third, 2 * THIRD + i);
+    }
+
+    // Add the words behind the last third.
+    for (size_t i = 3 * THIRD; i < WORDS; i++)
+        third = next(third, i);
+
+    // Join the chains. A sum enters a word's lower half, so the next chain takes the upper one.
+    first = _mm_crc32_u64(first, second << 32);
+    return uint32_t(_mm_crc32_u64(first, third << 32));
+#else
     return uint32_t(crc32(0, bytes, uInt(DISK_BLOCK)));
+#endif
 }
 
 // Read a block and compare it with its checksum.

@@ -86,6 +86,40 @@ TEST(Disk, ABlockThatChangedIsAnError) {
     EXPECT_HAS(disk_finish(d, *move), "block 1 ");
 }
 
+// A checksum has a chain for each third of a block, and joins them: a word that changed must change
+// it in any third, at both ends too, and so must two words that changed places, or a whole third.
+TEST(Disk, AChecksumSeesEveryPartOfABlock) {
+    std::mt19937 random(5);
+    std::vector<unsigned char> block = random_bytes(random, DISK_BLOCK);
+    uint32_t sum = block_sum(block.data());
+    size_t words = DISK_BLOCK / 8, third = words / 3;
+    std::vector<size_t> places = {0, third - 1, third, 2 * third, 3 * third, words - 1};
+    for (int i = 0; i < 40; i++) places.push_back(random() % words);
+
+    // Flip a bit of each word, in its lower half or its upper one, and flip it back.
+    for (size_t word : places) {
+        unsigned char& byte = block[word * 8 + random() % 8];
+        unsigned char flip = (unsigned char)(1 << random() % 8);
+        byte ^= flip;
+        EXPECT_NE(block_sum(block.data()), sum) << "word " << word;
+        byte ^= flip;
+    }
+    EXPECT_EQ(block_sum(block.data()), sum);
+
+    // Exchange the thirds, and two neighbours.
+    auto at = [&](size_t word) { return block.begin() + ptrdiff_t(word * 8); };
+    auto exchanged = [&](size_t from, size_t to, size_t count) {
+        std::swap_ranges(at(from), at(from + count), at(to));
+        uint32_t other = block_sum(block.data());
+        std::swap_ranges(at(from), at(from + count), at(to));
+        return other;
+    };
+    EXPECT_NE(exchanged(0, third, third), sum);
+    EXPECT_NE(exchanged(0, 2 * third, third), sum);
+    EXPECT_NE(exchanged(third, 2 * third, third), sum);
+    EXPECT_NE(exchanged(words - 2, words - 1, 1), sum);
+}
+
 // A file takes all its room at the start, so a disk without it is refused. The file has no name, so
 // that none can stay behind.
 TEST(Disk, RefusesWhatDoesNotFit) {
