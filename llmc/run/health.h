@@ -28,12 +28,33 @@ struct BadValues {
     double low = INFINITY, high = -INFINITY; // the range of the finite values
 };
 
+// Whether x (n) has a value that is not finite. There is no branch, so vector lanes do it: every
+// save waits for this look at all weights.
+template <typename P>
+bool has_bad_value(const P* x, size_t n) {
+    int bad = 0;
+    #pragma omp parallel for simd reduction(| : bad) if (n > 100000)
+    for (size_t i = 0; i < n; i++)
+        bad |= !(std::fabs(to_acc(x[i])) <= std::numeric_limits<acc_t<P>>::max());
+    return bad;
+}
+
 // Look for bad values among n elements, which read(to, at, count) copies to the host part by part.
 template <typename P, typename F>
 BadValues find_bad_values(size_t n, F read) {
     constexpr size_t PART = size_t(1) << 20; // elements
     std::vector<P> part(std::min(n, PART));
     BadValues bad;
+    // Look quickly first. Nobody asks for the range of values if all are finite.
+    bool any = false;
+    for (size_t at = 0; at < n && !any; at += PART) {
+        size_t count = std::min(PART, n - at);
+        read(part.data(), at, count);
+        any = has_bad_value(part.data(), count);
+    }
+    if (!any) return bad;
+
+    // Count the bad values, and find the range of the others.
     for (size_t at = 0; at < n; at += PART) {
         size_t count = std::min(PART, n - at);
         read(part.data(), at, count);
