@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -31,10 +32,16 @@
 
 namespace llmc {
 
+constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // bytes that cuBLAS asks for on Hopper
+
+// Set by a thread that places a plan for a GPU which is not here: products then count cuBLAS's
+// workspace, and neither this processor's instructions nor its threads change a byte.
+inline thread_local bool sizes_of_gpu = false;
+
 // The number of threads that a parallel region has here: OpenMP's, or one.
 inline int threads_here(Cpu) {
 #ifdef _OPENMP
-    return omp_get_max_threads();
+    return sizes_of_gpu ? 1 : omp_get_max_threads();
 #else
     return 1;
 #endif
@@ -366,15 +373,32 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
 // ----------------------------------------------------------------------------
 // one function for both
 
+#ifdef WITH_ONEDNN
+// The scratch that oneDNN needs. It compiles a kernel to say so, which takes milliseconds, and
+// plans ask for the same product in every layer: answers are kept. Ranks may be threads.
+inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
+                                   int threads) {
+    static std::mutex mutex;
+    static std::map<ProductKey, size_t> answers;
+    ProductKey key = product_key(p, in, out, bias, residual, size_t(threads));
+    std::lock_guard<std::mutex> lock(mutex);
+    auto known = answers.find(key);
+    if (known != answers.end())
+        return known->second;
+
+    dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+    MadeProduct m = make_product(engine, p, in, out, bias, residual);
+    return answers[key] = m.scratch_bytes + m.packed_bytes;
+}
+#endif
+
 // The scratch in bytes that one product needs. Plans ask for it before the run.
 inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
                                    int threads) {
+    if (sizes_of_gpu) return PRODUCT_WORKSPACE;
 #ifdef WITH_ONEDNN
-    if (onednn_takes(in, p.K)) {
-        MadeProduct m =
-            make_product(dnnl::engine(dnnl::engine::kind::cpu, 0), p, in, out, bias, residual);
-        return m.scratch_bytes + m.packed_bytes;
-    }
+    if (onednn_takes(in, p.K))
+        return onednn_scratch_bytes(p, in, out, bias, residual, threads);
 #endif
     // Our own loops need the same scratch for every kind of product.
     (void)out, (void)bias, (void)residual;
@@ -430,8 +454,6 @@ inline int threads_here(cudaStream_t) { return 1; } // scratch belongs to a laun
         LLMC_CHECK(cublas_status_ == CUBLAS_STATUS_SUCCESS, "cuBLASLt says: %s",  \
                    cublasLtGetStatusString(cublas_status_));                      \
     } while (0)
-
-constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // bytes that cuBLAS asks for on Hopper
 
 // There is no default case: the compiler warns of a missing type, and at run time die() reports it.
 inline cudaDataType_t cuda_type(Type t) {

@@ -120,7 +120,9 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     int m = options[0].micro_batches;
     options[0].micro_batches = std::min(m, 3);
     Trainer<bf16, Cpu> t;
+    sizes_of_gpu = true;
     trainer_place(t, shape, options, choose_layout(c, shape));
+    sizes_of_gpu = false;
     size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
     cell->bytes = double(t.arena.device().bytes) + double(std::max(0, m - 3)) * double(each);
     cell->host = double(t.arena.memory[int(Tier::HOST)].bytes);

@@ -965,8 +965,8 @@ static void prefer(Trainer<float, Cpu>& t) {
         targets[0] = targets[cut] = 5; // both have an answer
         return wrong;
     };
-    t.references = [](uint64_t sample, float*, float* reference) {
-        for (size_t i = 0; i < 16; i++) reference[i] = -float(i + sample % 3);
+    t.references = [](uint64_t sample, RowNumbers to) {
+        for (size_t i = 0; i < 16; i++) to.reference[i] = -float(i + sample % 3);
     };
 }
 
