@@ -32,7 +32,13 @@
 
 namespace llmc {
 
-constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20; // bytes that cuBLAS asks for on Hopper
+// The bytes of scratch that cuBLAS asks for on Hopper. The emulator's are few, but not 0, so that a
+// plan that forgets them fails in the tests.
+#ifdef EMULATE
+constexpr size_t PRODUCT_WORKSPACE = 256;
+#else
+constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20;
+#endif
 
 // Set by a thread that places a plan for a GPU which is not here: products then count cuBLAS's
 // workspace, and neither this processor's instructions nor its threads change a byte.
@@ -715,9 +721,6 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 }
 
 #else // the emulator
-
-// Small, but not 0, so that a plan that forgets the scratch fails in the tests.
-constexpr size_t PRODUCT_WORKSPACE = 256; // bytes
 
 // The product in the emulator. It allocates the panels itself: a GPU's plan has no room for them.
 template <typename T, typename O>
