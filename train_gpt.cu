@@ -128,13 +128,13 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         or_die_on_all_ranks(run, upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
         or_die_on_all_ranks(run, c.add_tokens.empty()
-                                     ? hf_load_weights(t, c.model)
+                                     ? load_folder(t, c.model, adapters ? "" : c.adapter)
                                      : load_and_grow(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type)
         or_die(model_file_load(t, c.model));
     if (!resumed)
         init_weights(t, uint64_t(c.seed), type != 0);
-    if (!resumed && !c.adapter.empty())
+    if (!resumed && adapters && !c.adapter.empty())
         or_die_on_all_ranks(run, load_adapters(t, c.adapter));
     if (!resumed) start_average(t);
 

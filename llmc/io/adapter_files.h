@@ -129,6 +129,15 @@ inline std::string check_halves(const std::string& path, const Parameter& w, con
     return r ? "" : concat(path, ": the adapter of ", module, " has rank 0");
 }
 
+// Refuse a tensor without a place: it would be lost silently. `used` names those that have one.
+inline std::string check_places(const SafeTensors& file, const std::set<std::string>& used) {
+    for (const SafeTensor& t : file.tensors)
+        if (!used.count(t.name))
+            return file.path + ": tensor " + printable(t.name) +
+                   " belongs to no matrix of a block of this model";
+    return used.empty() ? file.path + ": holds no adapter" : "";
+}
+
 // Read which adapters a folder has, for a model that has none yet. Only headers are read, before
 // anything is allocated; load_adapters() reads the values later.
 inline std::string read_adapters(const Model& base, const std::string& folder,
@@ -161,13 +170,7 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         used.insert({a->name, b->name});
     }
 
-    // Refuse a tensor without a place: it would be lost silently.
-    for (const SafeTensor& t : file.tensors)
-        if (wrong.empty() && !used.count(t.name))
-            wrong = file.path + ": tensor " + printable(t.name) +
-                    " belongs to no matrix of a block of this model";
-    if (wrong.empty() && adapters->empty())
-        wrong = file.path + ": holds no adapter";
+    if (wrong.empty()) wrong = check_places(file, used);
     safetensors_close(&file);
     return wrong;
 }

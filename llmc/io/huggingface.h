@@ -212,9 +212,14 @@ inline std::string hf_check_unused(const Shape& s, const HfFiles& h, const std::
     return "";
 }
 
+// Change a parameter's whole values, [out, in], on their way from a file to the ranks. All ranks
+// call it; a rank whose stage does not need the parameter has none of its values.
+typedef std::function<void(const Parameter& p, std::vector<float>* values)> ChangeWeight;
+
 // Bring one parameter's values to the stages that need it, and keep this rank's part.
 template <typename T, typename S>
-void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p) {
+void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
+                       const ChangeWeight& change = nullptr) {
     auto needs = stages_with(t.layout, t.model, p.bucket);
     bool mine = needs(t.layout.pp.rank);
     std::vector<float> values;
@@ -231,6 +236,7 @@ void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p) {
         if (p.transposed)
             values = transpose(values, tensor->shape[0], tensor->shape[1]);
     }
+    if (change) change(p, &values);
     if (!mine) return;
     if (by_heads(p))
         values = swap_outer(values, t.model.shape.NH, 3);
@@ -263,7 +269,8 @@ std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
 // rank. All ranks call and see the same error. *bytes: tensor bytes that this rank read.
 template <typename T, typename S>
 std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
-                               const std::vector<Parameter>& parameters, size_t* bytes = nullptr) {
+                               const std::vector<Parameter>& parameters, size_t* bytes = nullptr,
+                               const ChangeWeight& change = nullptr) {
     // Open the files, and check all headers before any tensor is sent.
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
@@ -276,6 +283,9 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
         wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
     if (wrong.empty() && !codes)
         wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
+    if (wrong.empty() && codes && change)
+        wrong = folder + ": has matrices stored as codes, into which no adapter can be merged: "
+                         "dequantise the folder first";
 
     // Load one parameter after the other, in the same order on all ranks.
     for (const Parameter& p : parameters) {
@@ -283,7 +293,7 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
         if (is_adapter(t.model, p)) continue;
         const SafeTensor* tensor = hf_find(h, hf_place(t.model.shape, p).tensor);
         if (!is_prequantised(*tensor)) {
-            hf_load_parameter(t, h, p);
+            hf_load_parameter(t, h, p, change);
             continue;
         }
         wrong = hf_load_codes(t, h, p, &used);

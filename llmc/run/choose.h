@@ -7,6 +7,7 @@
 #include "../io/ds_config.h"
 #include "../io/model_files.h"
 #include "../io/gguf.h"
+#include "../io/merged_adapters.h"
 #include "../io/new_tokens.h"
 #include "run.h"
 
@@ -61,10 +62,39 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     return s;
 }
 
-// Add LoRA adapters to the shape: new ones, or those of a folder. Call it after config_check(),
-// which fills in what the flags leave out.
+// Refuse runs that would need the adapter beside the weights, or weights of another origin.
+inline std::string check_merged_run(const Config& c, Merging merging) {
+    std::string flag = concat("--adapter ", c.adapter, ": is ",
+                              merging == Merging::DORA ? "DoRA" : "(IA)3",
+                              ", which is merged as it is read");
+    bool folder = file_type(c.model) == S_IFDIR && !c.scratch;
+    if (c.steps > 0 && !c.eval)
+        return flag + " and not trained: give --steps 0 or --eval, or --export the merged model "
+                      "and train that";
+
+    // Only a folder's weights pass by whole; a checkpoint's are what a run has made of them.
+    if (!folder)
+        return flag + ": give --model the Hugging Face folder that it was trained on";
+    if (c.resume)
+        return flag + ", and --resume reads a checkpoint instead: leave one of them out";
+    if (c.weights != "float" && !c.export_dir.empty())
+        return flag + ", and --weights " + c.weights +
+               " has lost what --export writes: give --weights float";
+    return "";
+}
+
+// Add LoRA adapters to the shape: new ones, or those of a folder. DoRA and (IA)3 add nothing: they
+// are merged into the weights. Call it after config_check(), which fills in what flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
     if (!has_adapters(c)) return;
+    Merging merging = Merging::NONE;
+    if (!c.lora) or_die(merging_of(c.adapter, &merging));
+    if (merging != Merging::NONE) {
+        or_die(check_merged_run(c, merging));
+        return or_die(check_merges(make_model(s), c.adapter));
+    }
+
+    // The other adapters stay beside their matrices.
     LoraOptions options = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
     Adapters adapters;
     if (c.lora)

@@ -1,6 +1,6 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
 // and texts, computed from their own files
-#include "../../llmc/io/adapter_files.h"
+#include "../../llmc/io/merged_adapters.h"
 #include "../../llmc/io/tokenizer_files.h"
 #include "saved_models.h"
 
@@ -240,6 +240,75 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     std::filesystem::remove(dir + "/adapter_model.safetensors");
     std::ofstream(dir + "/adapter_model.bin") << "x";
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
+}
+
+// DoRA and (IA)3, merged as they are read: the logits of PEFT's own merge in double, whose weights
+// are rounded to float once as ours are. The model with the adapter beside it has no such rounding:
+// a weight's is 6e-8 of it.
+static void compare_with_merged(const std::string& name, const std::string& base) {
+    std::string folder = ROOT + "/dev/golden/" + name, weights = ROOT + "/dev/golden/" + base;
+    json golden = read_json(folder + "/golden.json");
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, weights), "");
+    const size_t N = 24;
+    Small<double> m(s, {plan_of(Mode::GENERATE, 1, N, N)});
+    ASSERT_EQ(load_folder(m.t, weights, folder), "");
+
+    // Compare the logits behind the first row.
+    std::vector<int> tokens = TensorFile(weights + "/golden.safetensors").ints("tokens");
+    generate_batch(m.t, 0, tokens.data(), N, 0);
+    run_plan(m.t, 0);
+    const double* got = address<const double>(m.t, {Kind::LOGITS, -1, 0});
+    ASSERT_EQ(golden["merged"].size(), s.V);
+    for (size_t v = 0; v < s.V; v++) {
+        ASSERT_NEAR(got[v], golden["merged"][v].get<double>(), 4e-10) << "of at most 4";
+        ASSERT_NEAR(got[v], golden["beside"][v].get<double>(), 1e-6);
+    }
+}
+
+TEST(Merged, DoraOfGpt2) { compare_with_merged("dora-gpt2-tiny", "gpt2-tiny"); }
+TEST(Merged, DoraOfLlama) { compare_with_merged("dora-llama-tiny", "llama-tiny"); }
+TEST(Merged, Ia3OfGpt2) { compare_with_merged("ia3-gpt2-tiny", "gpt2-tiny"); }
+TEST(Merged, Ia3OfLlama) { compare_with_merged("ia3-llama-tiny", "llama-tiny"); }
+
+// Write a folder like a golden one, but for one key of its config and one tensor's name or shape,
+// and return the refusal.
+static std::string refused(const std::string& name, const std::string& base, const std::string& dir,
+                           json keys, const std::string& from = "", const std::string& to = "") {
+    std::string golden = ROOT + "/dev/golden/";
+    json config = read_json(golden + name + "/adapter_config.json");
+    config.update(keys);
+    put_file(dir + "/adapter_config.json", config.dump());
+    std::string bytes = read_file(golden + name + "/adapter_model.safetensors");
+    size_t at = from.empty() ? 0 : bytes.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    EXPECT_EQ(from.size(), to.size());
+    put_file(dir + "/adapter_model.safetensors", bytes.replace(at, to.size(), to));
+    Shape s;
+    EXPECT_EQ(hf_read_config(&s, golden + base), "");
+    return check_merges(make_model(s), dir);
+}
+
+// A missing tensor, another shape and a name without a place are each refused with one line.
+TEST_F(Adapted, WhatCannotBeMergedIsRefused) {
+    const std::string dora = "dora-llama-tiny", ia3 = "ia3-llama-tiny", base = "llama-tiny";
+    EXPECT_EQ(refused(dora, base, dir, {{"lora_alpha", 3}}), "");
+    EXPECT_HAS(refused(dora, base, dir, {{"lora_alpha", 3}}, "lora_magnitude_", "lora_magnitudX_"),
+               "no lora_magnitude_vector");
+    EXPECT_HAS(refused(dora, "gpt2-tiny", dir, {{"lora_alpha", 3}}), "belongs to no matrix");
+    EXPECT_HAS(refused(dora, base, dir, {{"bias", "all"}}), "only none can be read");
+    EXPECT_HAS(refused(dora, base, dir, {{"init_lora_weights", "pissa"}}), "has changed the base");
+
+    // (IA)3: what its lists name, and what they leave out.
+    json none = json::array();
+    EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", none}}), "");
+    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"c_attn"}}}), "lists c_attn");
+    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"q_proj"}}}), "has no ia3_l");
+    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", none}}), "none of feedforward");
+    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", {"v_proj"}}}), "one of feedforward");
+    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", ".*down"}}), "a list of modules");
+    EXPECT_HAS(refused(ia3, base, dir, {{"modules_to_save", {"lm_head"}}}), "modules_to_save is");
+    EXPECT_HAS(refused(ia3, "gpt2-tiny", dir, {{"target_modules", none}}), "lists down_proj");
 }
 
 // ----------------------------------------------------------------------------
