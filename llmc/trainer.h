@@ -21,8 +21,8 @@ struct Hyper {
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0, clip = 0;
     LossScaling loss_scaling = {}; // fp16
     uint64_t seed = 0;             // for stochastic rounding
-    double ema = 0;                // decay of the mean of weights (ema.cuh), if the plan keeps one
     bool stochastic = true;        // false, in tests: round to nearest, which loses small steps
+    double ema = 0;                // decay of the mean of weights (ema.cuh), if the plan keeps one
 };
 
 // The batch of the next step, read while a device works on this one.

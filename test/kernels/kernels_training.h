@@ -530,7 +530,7 @@ template <typename T> void ema_kernels(Check& c) {
         for (int finite : {1, 0}) {
             if (masters == Masters::REMAINDER && type_of<T>() != Type::BF16) continue;
             size_t n = odd(c, 1, 700);
-            CASE(c, "ema %s masters %d finite %d, %zu", type_word(T()), masters, finite, n);
+            CASE(c, "ema %s masters %d finite %d, %zu", type_word(T()), int(masters), finite, n);
             auto w = rounded<T>(normals(c, n)), more = rounded<float>(normals(c, n));
             auto mean = rounded<float>(normals(c, n));
             std::vector<int> rest = integers(c, n, 0, 65535);

@@ -161,7 +161,9 @@ TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
             [&](int64_t i, Ended why) { made[size_t(i)].why = why; });
         std::lock_guard lock(one_at_a_time);
         for (size_t i = first; i < past; i++) {
-            if (!all[i].tokens.empty()) EXPECT_EQ(all[i], made[i - first]) << "both ranks of tp";
+            if (!all[i].tokens.empty()) {
+                EXPECT_EQ(all[i], made[i - first]) << "both ranks of tp";
+            }
             all[i] = made[i - first];
         }
     };

@@ -286,13 +286,15 @@ TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
         FitCell cell = fit_cell(q, shape, way_named(name));
         ASSERT_GT(cell.B, 0) << name;
 
-        // Place the run with all of its micro-batches, as the program would.
+        // Place the run with all of its micro-batches, as the program on a GPU would.
         Config c = fit_config(q, cell.flags, cell.B);
         EXPECT_EQ(config_check(c, shape), "");
         int train = 0;
         Trainer<bf16, Cpu> t;
+        sizes_of_gpu = true;
         trainer_place(t, with_logits(shape, size_t(512) << 20, 128), plans_of(c, shape, &train),
                       choose_layout(c, shape));
+        sizes_of_gpu = false;
         double whole = double(t.arena.device().bytes);
         EXPECT_LE(whole, q.room) << name;
         EXPECT_NEAR(cell.bytes / whole, 1, 0.005) << name;
