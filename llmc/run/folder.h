@@ -92,14 +92,19 @@ inline std::string check_buddies(const Run& run) {
     const Config& c = run.config;
     if (c.buddy.empty() || !writes_folder(c) || c.resume)
         return "";
+    std::string refusal = one_machine(c) + ": start the run on two or more";
+
+    // Ranks as threads start later, and share a machine. A folder of its own for each is a test's.
+    bool apart = c.buddy.find("%r") != std::string::npos;
+    if (c.local_ranks > 1) return apart ? "" : refusal;
+
+    // Look which ranks share a folder. The system keeps one that is not empty.
     Buddies b;
     std::string wrong = make_buddies(run.world, c.buddy, &b);
-
-    // The system keeps a folder that is not empty.
     std::error_code none;
     if (b.made) std::filesystem::remove(b.folder, none);
     if (!wrong.empty() || !b.buddy_of.empty()) return wrong;
-    return one_machine(c) + ": start the run on two or more";
+    return refusal;
 }
 
 // Take the folder, before anything takes time. The first rank does this for all. What needs no
