@@ -319,8 +319,9 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     // Check the cut. A tp size that does not divide this model would leave ranks without a head.
     std::vector<Piece> pieces;
     std::string wrong;
-    if (t.takes_average && !averaged)
-        wrong = concat(folder, ": holds no mean of weights for --use-ema: its run had no --ema");
+    bool lacks = t.takes_average && !averaged;
+    if (lacks)
+        wrong = concat(folder, ": holds no mean of weights: its run had no --ema");
     for (const nlohmann::json& entry : entries)
         if (wrong.empty() && !tp_divides(t.model.shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
@@ -343,7 +344,9 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     for (size_t i = 0; wrong.empty() && i < tensors.size(); i++)
         wrong = find_pieces(files, tensors[i], &pieces);
     wrong = first_error(world, wrong);
-    if (!wrong.empty())
+    if (lacks)
+        wrong += "; leave --use-ema out";
+    else if (!wrong.empty())
         wrong += "; to go on from the checkpoint before, remove " + folder;
 
     // Load one tensor after the other, in the same order on all ranks.

@@ -226,7 +226,8 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     size_t end = offsets[1].get<size_t>();
     *begin = offsets[0].get<size_t>();
     if (*begin > end || end > body)
-        return concat("lies at ", *begin, " to ", end, " of ", body, " bytes of data");
+        return concat("lies at ", *begin, " to ", end, " of ", body,
+                      " bytes of data: the file is cut short or damaged, get it again");
     t->bytes = end - *begin;
     bool countless = elements > SIZE_MAX / width;
     if (countless || t->bytes != elements * width)

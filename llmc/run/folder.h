@@ -306,6 +306,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
         note(run, text);
     or_die_on_all_ranks(run, wrong);
     run.weights = (in_memory ? c.buddy : c.out) + "/" + step_folder(info.step);
+    if (c.use_ema) run.weights += ", the mean of --ema";
     run.step = info.step;
     if (run.train_plan < 0) return true;
 

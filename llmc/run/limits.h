@@ -401,13 +401,10 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
 
         // Print the next cheaper and the next dearer choice too: the user may be able to find a
         // little more room, or want some of it for something else.
-        std::string next;
         if (found.cheaper.bytes)
-            next += "  next cheaper: " + say(found.cheaper);
+            text += "  next cheaper: " + say(found.cheaper) + "\n";
         if (found.dearer.bytes)
-            next += "  next dearer: " + say(found.dearer);
-        if (!next.empty())
-            text += next + "\n";
+            text += "  next dearer: " + say(found.dearer) + "\n";
     }
     plans[size_t(run.train_plan)].recompute = levels;
     plans[size_t(run.train_plan)].recompute.segments = segments;

@@ -201,7 +201,7 @@ TEST_F(Averages, AMeanBeginsAndIsRefusedByName) {
     ASSERT_EQ(start(flags + "--steps 2 --out " + path("out")).status, 0);
     Ran r = start("--resume --eval --use-ema --out " + path("out"));
     EXPECT_NE(r.status, 0);
-    EXPECT_HAS(r.text, "holds no mean of weights for --use-ema");
+    EXPECT_HAS(r.text, "holds no mean of weights: its run had no --ema; leave --use-ema out");
     EXPECT_EQ(start("--resume --steps 4 --ema 0.5 --out " + path("out")).status, 0);
     r = start("--resume --eval --use-ema --out " + path("out"));
     EXPECT_EQ(r.status, 0) << r.text;
