@@ -71,6 +71,7 @@ TESTS = test_plan test_budget test_simulator test_planner test_pipeline test_mod
     test_evaluate test_interchange test_faults test_states test_chat test_averages test_distill
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
+SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
 LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
 .PHONY: run test check bench ladders gpu copycheck mutate clean setup found all tests-built
 vpath %.cpp test/kernels test/step test/io test/harness
@@ -92,7 +93,7 @@ run:
 	$(BUILD)/train_gpt --config scripts/first_run.cfg
 test: setup
 	@$(MAKE) --no-print-directory found tests-built
-	@test/run.sh $(BUILD) test_ops $(TESTS) $(EMULATED)
+	@test/run.sh $(BUILD) test_ops $(SLOW) $(filter-out $(SLOW),$(TESTS) $(EMULATED))
 check: setup # ALL=1: also what this commit is not dealt
 	@test/check.sh
 mutate: setup

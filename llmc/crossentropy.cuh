@@ -141,7 +141,7 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
         T* l = logits + n * Vp; // (Vp)
         // An ignored row has the gradient 0.
         if (targets[n] < 0) {
-            memset(l, 0, Vp * sizeof(T));
+            std::fill(l, l + Vp, from_acc<T>(0));
             continue;
         }
 

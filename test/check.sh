@@ -8,7 +8,8 @@ set -u
 cd "$(dirname "$0")/.."
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000} # waiting threads sleep soon: others use the cores too
 mode=${1:-run}
-passed=0 failed=0
+verdicts=$(mktemp) # a line a step: steps run in processes of their own
+trap 'rm -f "$verdicts"' EXIT
 
 # ----------------------------------------------------------------------------
 # steps
@@ -22,11 +23,20 @@ step() { # a name, then a command whose exit status is the verdict
     fi
     log=$(mktemp)
     "$@" >"$log" 2>&1 && verdict=ok
-    if [ $verdict = ok ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
-    printf '%-4s %-66s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
-    [ $verdict = FAIL ] && tail -n 40 "$log"
-    grep -h -o 'skipped: .*' "$log" | sort | uniq -c
-    rm -f "$log"
+    echo $verdict >>"$verdicts"
+    {
+        printf '%-4s %-66s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
+        [ $verdict = FAIL ] && tail -n 40 "$log"
+        grep -h -o 'skipped: .*' "$log" | sort | uniq -c
+    } >"$log.said"
+    cat "$log.said"
+    rm -f "$log" "$log.said"
+}
+beside() { # as step, beside one other: `wait` ends the pair. In the background bash ignores Ctrl-C: tests do not
+    local name=$1
+    shift
+    [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
+    step "$name" env --default-signal "$@" &
 }
 
 # A commit's number is its place in history. A shallow clone has no history: there its hash stands for it.
@@ -44,6 +54,9 @@ dealt() { # is this commit dealt the next expensive check? Says so where it is n
 deal() { # as step, where this commit gets it
     dealt "$1" && step "$@"
 }
+deal_beside() { # as beside, where this commit gets it
+    dealt "$1" && beside "$@"
+}
 
 make_quiet() { make --no-print-directory -j2 "$@"; }
 
@@ -60,8 +73,9 @@ deal_runs() { # of a build: what it is called, its folder, the arrays of make's 
     step "$what: build" make_quiet "BUILD=$folder" "${build_flags[@]}" "${programs[@]}"
     for run in "${mine[@]}"; do
         # shellcheck disable=SC2086 # a run is a program and its arguments
-        step "$what: $run" env "TRAIN_GPT=$folder/train_gpt" "$folder"/$run
+        beside "$what: $run" env "TRAIN_GPT=$folder/train_gpt" "$folder"/$run
     done
+    wait
 }
 
 # ----------------------------------------------------------------------------
@@ -100,7 +114,7 @@ step "a sample of 6 mutants turns the suite red" test/mutate 6 "$commit"
 
 # oneDNN's JIT code is not instrumented; leaks of its global caches are not ours.
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
-asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g")
+asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1")
 asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_fp8 test_data
     test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
     test_faults "test_offload --gtest_filter=-*Run*"
@@ -109,7 +123,7 @@ deal_runs "AddressSanitizer and UBSan" build/asan asan asan_runs
 deal "AddressSanitizer and UBSan: ladders" make_quiet DEVICE=cpu BUILD=build/asan "${asan[@]}" ladders
 
 # ThreadSanitizer sees neither OpenMP nor oneDNN: without both, one thread a rank, it checks what is left.
-tsan=(ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g")
+tsan=(ONEDNN=0 MPI=0 OPENMP=-Wno-unknown-pragmas OPT="-O1 -march=native" EXTRA="-fsanitize=thread -g1")
 tsan_runs=("test_ops --seed 12" test_model test_layouts test_comm test_prepare "test_offload --gtest_filter=-*Run*"
     test_kernels test_attention_kernels test_attention_sm90)
 deal_runs "ThreadSanitizer" build/tsan tsan tsan_runs
@@ -124,16 +138,17 @@ plain_runs=("test_ops --seed 13" test_model)
 deal_runs "without oneDNN" build/plain plain plain_runs
 deal "without oneDNN: the program" make_quiet BUILD=build/plain ONEDNN=0 all
 for threads in 1 3; do
-    deal "the step with $threads threads" env OMP_NUM_THREADS=$threads build/test_model
-    deal "operators with $threads threads" env OMP_NUM_THREADS=$threads build/bench_ops --seed $threads
+    deal_beside "the step with $threads threads" env OMP_NUM_THREADS=$threads build/test_model
+    deal_beside "operators with $threads threads" env OMP_NUM_THREADS=$threads build/bench_ops --seed $threads
 done
 for seed in 21 22 23; do
     for program in bench_ops test_kernels test_attention_kernels test_attention_sm90; do
-        deal "$program with seed $seed" build/$program --seed $seed
+        deal_beside "$program with seed $seed" build/$program --seed $seed
     done
 done
-deal "300 faults in a life, seed $commit" env SEED="$commit" build/test_faults --gtest_also_run_disabled_tests --gtest_filter=*HundredsOfFaults
-deal "every float as fp8" build/test_fp8 --gtest_also_run_disabled_tests --gtest_filter=*EveryFloat*
+deal_beside "300 faults in a life, seed $commit" env SEED="$commit" build/test_faults --gtest_also_run_disabled_tests --gtest_filter=*HundredsOfFaults
+deal_beside "every float as fp8" build/test_fp8 --gtest_also_run_disabled_tests --gtest_filter=*EveryFloat*
+wait
 deal "ladders, emulated" make_quiet DEVICE=cpu ladders
 
 # Files that are copied into other projects compile with what their headers name.
@@ -143,5 +158,6 @@ deal "operator files alone" test/copycheck.sh
 deal "limits on attention's machine code" test/sass_guard_test.sh
 
 [ "$mode" = list ] && exit
+passed=$(grep -c ok "$verdicts") failed=$(grep -c FAIL "$verdicts")
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

@@ -14,6 +14,13 @@ constexpr bool SMALL = true; // 80 times slower: take the smallest shapes that r
 constexpr bool SMALL = false;
 #endif
 
+// A sanitizer finds a race, or a byte out of bounds, in any order of the threads.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool TWO_ORDERS = true; // forward at the earliest, shuffled at the latest
+#else
+constexpr bool TWO_ORDERS = false;
+#endif
+
 // ----------------------------------------------------------------------------
 // memory where kernels run. In the emulator it has the exact size, so that AddressSanitizer sees
 // the first byte beyond it.
@@ -114,10 +121,7 @@ template <typename F> void every_order(Check& c, F body) {
     const char* names[] = {"in forward order", "in reverse order", "in shuffled order"};
     for (int order = 0; order < 3; order++)
         for (bool latest : {false, true}) {
-            // ThreadSanitizer finds a race in any order, so two runs of the six are enough: forward
-            // at the earliest, shuffled at the latest.
-            bool spared = SMALL && (order == 1 || latest != (order == 2));
-            if (spared) continue;
+            if (TWO_ORDERS && (order == 1 || latest != (order == 2))) continue;
             emulator::settings = {emulator::Order(order), c.random() | 1, latest};
             out.mode = names[order];
             if (latest) out.mode += ", asynchronous as late as can be";
