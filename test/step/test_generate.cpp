@@ -130,11 +130,10 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
 
 // Each place along dp may have texts of its own, of other lengths and in other numbers; under
 // ZeRO-3 it still gathers shards in the runs of all. Here the places take 1, 5 and 2 of 8 texts.
-TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
+void expect_texts_of_places(Layout layout) {
     Shape s = gpt2_shape(2, 2, 16, 61, 32);
     MadeTexts alone = make_texts<double>(s, 4);
     std::vector<std::vector<int>> prompts = some_prompts(s);
-    Layout layout = small_layout(3, 2);
     layout.zero = 3;
     const size_t begin[] = {0, 1, 6, 8};
     MadeTexts all(8);
@@ -162,13 +161,23 @@ TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
         std::lock_guard lock(one_at_a_time);
         for (size_t i = first; i < past; i++) {
             if (!all[i].tokens.empty()) {
-                EXPECT_EQ(all[i], made[i - first]) << "both ranks of tp";
+                EXPECT_EQ(all[i], made[i - first]) << "ranks of one place";
             }
             all[i] = made[i - first];
         }
     };
     EXPECT_EQ(run_local_ranks(layout.world(), {.timeout_s = 20}, body), 0);
     EXPECT_EQ(all, alone);
+}
+
+TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
+    expect_texts_of_places(small_layout(3, 2));
+
+    // The last stage's first rank has another number in the world than among its place's ranks.
+    Layout stages = small_layout(3, 1, 2);
+    stages.order = layout_order("dp-tp-pp");
+    stages.first_layer = {0, 2, 4};
+    expect_texts_of_places(stages);
 }
 
 // One rank chooses. Data-parallel ranks may round a logit to other bits, and would then go on with

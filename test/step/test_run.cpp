@@ -519,7 +519,7 @@ static std::string curve(const std::string& text) {
         if (std::regex_search(line, m, std::regex("^step .*norm [0-9.]+")))
             kept += m[0].str() + "\n";
         else if (has(line, "val loss"))
-            kept += line + "\n";
+            kept += std::regex_replace(line, std::regex(" in [0-9.]+m?s"), "") + "\n";
     }
     return kept + sample_of(text);
 }
