@@ -331,26 +331,40 @@ inline Settled settled(const Layout& layout, int micro_batches) {
     return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
 }
 
-// Simulate a layout's step. A full pipeline repeats itself, so of many micro-batches only the two
-// ends are simulated: times and parts grow by the same amount for each round between.
-inline StepTime simulate_layout(const Layout& layout, const Model& model, PlanOptions options,
-                                const ActionCost& cost) {
+// The plans that stand for a layout's step. A full pipeline repeats itself, so only the two ends
+// of a long step are simulated: times and parts grow by the same amount for each round between.
+struct LayoutRuns {
+    std::vector<Plan> few, more; // `more` is a round longer; empty: `few` is the whole step
+    double rounds = 0;           // how many rounds follow `few`
+};
+inline LayoutRuns layout_runs(const Layout& layout, const Model& model, PlanOptions options) {
     int m = options.micro_batches;
     auto [few, round] = settled(layout, m);
-    auto run = [&](int micro_batches) {
-        options.micro_batches = micro_batches;
-        return simulate_step(make_plans(layout, model, options), model, cost);
-    };
     if (m <= few + round || layout.pipeline == Pipeline::GIVEN)
-        return run(m);
+        return {make_plans(layout, model, options), {}};
+    options.micro_batches = few;
+    LayoutRuns runs = {make_plans(layout, model, options), {}, double(m - few) / round};
+    options.micro_batches = few + round;
+    runs.more = make_plans(layout, model, options);
+    return runs;
+}
 
-    // Simulate one more round; each further one takes as long.
-    StepTime step = run(few), more = run(few + round);
-    double rounds = double(m - few) / round;
-    step.seconds += rounds * (more.seconds - step.seconds);
+// Simulate a layout's step from its plans.
+inline StepTime simulate_runs(const LayoutRuns& runs, const Model& model,
+                              const ActionCost& cost) {
+    StepTime step = simulate_step(runs.few, model, cost);
+    if (runs.more.empty()) return step;
+
+    // Each round takes as long as the one that `more` has.
+    StepTime more = simulate_step(runs.more, model, cost);
+    step.seconds += runs.rounds * (more.seconds - step.seconds);
     add_times(more.parts, step.parts, -1);
-    add_times(step.parts, more.parts, rounds);
+    add_times(step.parts, more.parts, runs.rounds);
     return step;
+}
+inline StepTime simulate_layout(const Layout& layout, const Model& model,
+                                const PlanOptions& options, const ActionCost& cost) {
+    return simulate_runs(layout_runs(layout, model, options), model, cost);
 }
 
 } // namespace llmc

@@ -2,8 +2,8 @@
 //   If there is no answer, the error says what is missing: a number of ranks that has a layout, or
 //   bytes of memory.
 #pragma once
+#include "flip.h"
 #include "machine_here.h"
-#include "plan_search.h"
 
 namespace llmc {
 
@@ -97,9 +97,9 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
 }
 
 // The answer as text: a line for each of the best trials and for `yours`, the layout that the
-// user's own flags name; then the command that runs the best.
+// user's own flags name; then `why`, and the command that runs the best.
 inline std::string answer_text(const Config& user, const PlanQuestion& q, const Answer& a,
-                               const Trial* yours = nullptr) {
+                               const Trial* yours = nullptr, const std::string& why = "") {
     std::string text = concat(
         "plan for ", q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name, ", ",
         bytes_text(q.room), " each; ", q.config.batch_tokens, " tokens a step, ", q.config.seq,
@@ -126,7 +126,7 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         text += concat("  yours does not fit: it takes ", bytes_text(yours->bytes - q.room),
                        " too much\n");
     if (user.explain && trials.size() > 1) text += differences_text(trials, names);
-    return text + "run it:\n  " + command_text(user, q, trials[0]->proposal) + "\n";
+    return text + why + "run it:\n  " + command_text(user, q, trials[0]->proposal) + "\n";
 }
 
 // ----------------------------------------------------------------------------
@@ -294,8 +294,10 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
     // Print the answer. A run prints it too, so that it can be repeated without the planner.
     Trial yours;
     bool named = c.explain && named_layout<T>(q, &yours, where);
+    std::string why;
+    if (c.explain) why = flip_text(q, find_flip<T>(q, a, where), given(c, "memory"));
     if (is_first(run))
-        printf("%s", answer_text(c, q, a, named ? &yours : nullptr).c_str());
+        printf("%s", answer_text(c, q, a, named ? &yours : nullptr, why).c_str());
     if (c.explain) return false;
 
     // Set the flags: from here on the run is as if the user had given them.

@@ -213,10 +213,16 @@ inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape, in
 // The layouts that a search has found.
 struct Search {
     std::vector<Proposal> proposals; // those that may fit, the fastest first
+    std::vector<Proposal> larger;    // those that would fit in half as much room again
     size_t listed = 0;               // how many are allowed
     Proposal leanest;                // the one that takes the fewest bytes
     std::string why;                 // why the first refused one was refused
 };
+
+// Whether one layout is faster than another, by their estimates.
+inline bool faster(const Proposal& x, const Proposal& y) {
+    return x.estimate.seconds < y.estimate.seconds;
+}
 
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
 // estimate of memory may be a tenth off, so those near the limit stay until they are placed.
@@ -269,16 +275,14 @@ Search search_layouts(const PlanQuestion& q, S where) {
                     s.listed++;
                     if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
                     if (p.estimate.bytes < 1.1 * q.room) s.proposals.push_back(p);
+                    else if (p.estimate.bytes < 1.5 * q.room) s.larger.push_back(p);
                     // If a layout surely fits without recomputation, skip the other levels.
                     if (level == 0 && p.estimate.bytes < 0.9 * q.room) break;
                 }
         }
 
     // Sort by time. The sort is stable, so that all ranks have the same order.
-    std::stable_sort(s.proposals.begin(), s.proposals.end(),
-                     [](const Proposal& x, const Proposal& y) {
-                         return x.estimate.seconds < y.estimate.seconds;
-                     });
+    std::stable_sort(s.proposals.begin(), s.proposals.end(), faster);
     return s;
 }
 
@@ -295,6 +299,28 @@ struct Trial {
     std::string wrong = "";                      // why it is refused; "": it is allowed
 };
 
+// A proposal as plans, which machines of any speed share.
+struct Rehearsal {
+    Model model;
+    LayoutRuns runs;
+};
+template <typename T, typename S>
+Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
+    // Let the check fill in what flags leave out, and make the plans as a run would.
+    Config c = q.config;
+    set_proposal(c, p);
+    config_check(c, q.shape);
+    int train = 0;
+    Layout layout = choose_layout(c, q.shape);
+    Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
+    r.runs = layout_runs(layout, r.model, plans_of(c, q.shape, &train)[0]);
+    return r;
+}
+template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
+    CostModel cost = {machine, sizeof(T)};
+    return simulate_runs(r.runs, r.model, action_cost(cost, r.model));
+}
+
 // Simulate a step of a proposal.
 template <typename T, typename S>
 Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
@@ -305,13 +331,8 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     t.wrong = config_check(c, q.shape);
     if (!t.wrong.empty()) return t;
 
-    // Make the plans as a run would, and simulate the one that trains.
-    int train = 0;
-    Layout layout = choose_layout(c, q.shape);
-    Model model = make_model(with_logits(q.shape, where), layout);
-    PlanOptions options = plans_of(c, q.shape, &train)[0];
-    CostModel cost = {q.machine, sizeof(T)};
-    StepTime step = simulate_layout(layout, model, options, action_cost(cost, model));
+    // Simulate the plan that trains.
+    StepTime step = simulate_rehearsal<T>(q.machine, rehearse_proposal<T>(q, p, where));
     t.seconds = step.seconds;
     t.parts = step.parts;
     return t;
@@ -387,6 +408,7 @@ bool fits(const PlanQuestion& q, Trial& t, S where) {
 struct Answer {
     Search search;
     std::vector<Trial> best;          // those that fit, the fastest first
+    std::vector<Proposal> larger;     // those that do not, the fastest first by their estimates
     size_t chosen = 0, simulated = 0; // the index in `best`; how many were simulated
 };
 
@@ -436,7 +458,10 @@ Answer answer_question(const PlanQuestion& q, S where) {
         Trial t = {p};
         bool sure = p.estimate.bytes < 0.9 * q.room;
         placed += !sure;
-        if (!sure && !fits<T>(q, t, where)) return false;
+        if (!sure && !fits<T>(q, t, where)) {
+            a.larger.push_back(p);
+            return false;
+        }
 
         // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
@@ -481,6 +506,10 @@ Answer answer_question(const PlanQuestion& q, S where) {
     for (Trial& t : trials)
         if (a.best.size() < SHOWN && fits<T>(q, t, where)) a.best.push_back(t);
     a.chosen = choose_trial(a.best);
+
+    // List what more memory would admit: what was placed and is too large, and what was not placed.
+    a.larger.insert(a.larger.end(), a.search.larger.begin(), a.search.larger.end());
+    std::stable_sort(a.larger.begin(), a.larger.end(), faster);
     return a;
 }
 

@@ -108,6 +108,68 @@ TEST(Planner, TheTableOfDifferencesAddsUp) {
         EXPECT_HAS(text, part);
 }
 
+namespace {
+
+// The question of a machine whose file says one number otherwise. Memory changes the room too.
+PlanQuestion question_with(const PlanQuestion& q, const Knob& knob, int thousandths) {
+    // Write all numbers of the machine into a file, the changed one with the others.
+    PlanQuestion other = q;
+    double factor = 1 + thousandths / 1000.0;
+    std::string path = scratch("flipped_machine.txt");
+    std::ofstream file(path);
+    file.precision(17);
+    for (const MachineField& f : machine_fields())
+        file << f.name << " = " << q.machine.*f.field * (f.field == knob.field ? factor : 1) << "\n";
+    file.close();
+    EXPECT_EQ(machine_named(&other.machine, path), "");
+    if (knob.field == &Machine::memory_gb) other.room *= factor;
+    return other;
+}
+
+// The layout that the whole planner chooses.
+std::string choice_of(const PlanQuestion& q) {
+    Answer a = answer_question<bf16>(q, Cpu{});
+    return a.best.empty() ? "none" : proposal_text(a.best[a.chosen].proposal);
+}
+
+} // namespace
+
+// A machine file with the number that find_flip() names makes the whole planner choose the layout
+// that it names, and with a thousandth less of the change the choice stays. It also stays when any
+// other number changes by less, so the change is the smallest.
+TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
+    std::set<std::string> seen;
+    for (bool tight : {false, true})
+        for (double link : {4.0, 60.0}) {
+            // Ask what would flip the choice, with room to spare or with hardly any.
+            PlanQuestion q = small_question(4, 200, 2);
+            q.machine.link_gb = link;
+            Answer a = answer_question<bf16>(q, Cpu{});
+            ASSERT_FALSE(a.best.empty());
+            if (tight) {
+                q.room = 1.02 * a.best[a.chosen].bytes;
+                a = answer_question<bf16>(q, Cpu{});
+            }
+            std::string chosen = proposal_text(a.best[a.chosen].proposal);
+            Flip flip = find_flip<bf16>(q, a, Cpu{});
+            printf("%s: %s", chosen.c_str(), flip_text(q, flip, false).c_str());
+            if (!flip.knob) continue;
+            seen.insert(flip.knob->words);
+
+            // Ask the whole planner there, and on this side of it.
+            int k = flip.thousandths;
+            int less = k > 0 ? k - 1 : k + 1;
+            std::string after = choice_of(question_with(q, *flip.knob, k));
+            EXPECT_NE(after, chosen);
+            if (flip.winner.dp) EXPECT_EQ(after, proposal_text(flip.winner));
+            for (const Knob& knob : knobs())
+                for (int change : {std::abs(less), -std::abs(less)})
+                    EXPECT_EQ(choice_of(question_with(q, knob, change)), chosen)
+                        << change << " thousandths of " << knob.words;
+        }
+    EXPECT_GE(seen.size(), 2u);
+}
+
 // The closed form leaves out how actions wait for each other. Over layouts of all kinds its mean
 // error is below 10% of the simulated time, and below 8% of the arena's bytes.
 TEST(Planner, ClosedFormIsNearTheSimulatorAndTheArena) {
