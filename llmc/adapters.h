@@ -43,30 +43,51 @@ inline bool is_adapter(const Model& m, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // the tables
 
+// A shape's sets of adapters, each with what its parameters' names begin with: those that texts
+// choose from, or the single one.
+typedef std::vector<std::pair<std::string, const Adapters*>> SetViews;
+inline SetViews adapter_sets(const Shape& s) {
+    SetViews views;
+    if (s.adapters) views.push_back({"", s.adapters.get()});
+    if (!s.sets) return views;
+    for (const AdapterSet& set : *s.sets)
+        views.push_back({set.name + ":", &set.adapters});
+    return views;
+}
+
+// Append both halves of an adapter of rank r beside a matrix w.
+inline void add_halves(Model& m, const Parameter& w, const std::string& name, size_t r) {
+    // Cut one half as the matrix is cut, and keep the other whole. B's rows have the matrix's
+    // parts: q, k, v in one, and key/value heads that several ranks may share.
+    Shard whole = {-1, 1, 0, Partial::HEADS}, columns = {1};
+    Shard of_a = w.shard.axis == 1 ? columns : whole;
+    Shard of_b = w.shard.axis == 0 ? w.shard : whole;
+    Init normal = normal_init(1 / std::sqrt(3.0 * double(w.cols())));
+    add_parameter(m, {name + ".lora_A.weight", {r, w.cols()}, r, false, of_a, normal, true,
+                      w.layer});
+    add_parameter(m, {name + ".lora_B.weight", {w.rows(), r}, w.rows(), false, of_b, ZEROS, true,
+                      w.layer});
+}
+
 // Append the adapters of a block, whose bucket must be the last one; `number` is the block's.
 inline void add_adapters(Model& m, const std::string& number) {
-    if (!m.shape.adapters) return;
+    SetViews sets = adapter_sets(m.shape);
+    if (sets.empty()) return;
     Bucket block = m.buckets.back();
     int layer = block.layers.front();
     add_bucket(m, "adapter." + number, Role::ADAPTER, {layer});
     for (int i = block.first; i < block.first + block.count; i++) {
         const Parameter w = m.parameters[i];
         std::string module = module_of(w);
-        auto found = m.shape.adapters->find(module);
-        if (found == m.shape.adapters->end()) continue;
 
-        // Cut one half as the matrix is cut, and keep the other whole. B's rows have the matrix's
-        // parts: q, k, v in one, and key/value heads that several ranks may share.
-        size_t r = found->second.rank;
-        Shard whole = {-1, 1, 0, Partial::HEADS}, columns = {1};
-        Shard of_a = w.shard.axis == 1 ? columns : whole;
-        Shard of_b = w.shard.axis == 0 ? w.shard : whole;
-        Init normal = normal_init(1 / std::sqrt(3.0 * double(w.cols())));
-        m.parameters[i].adapter = int(m.parameters.size());
-        add_parameter(m, {module + ".lora_A.weight", {r, w.cols()}, r, false, of_a, normal, true,
-                          layer});
-        add_parameter(m, {module + ".lora_B.weight", {w.rows(), r}, w.rows(), false, of_b, ZEROS,
-                          true, layer});
+        // A matrix points at its first adapter; those of further sets follow in the sets' order.
+        for (auto& [prefix, adapters] : sets) {
+            auto found = adapters->find(module);
+            if (found == adapters->end()) continue;
+            int& first = m.parameters[i].adapter;
+            if (first < 0) first = int(m.parameters.size());
+            add_halves(m, w, prefix + module, found->second.rank);
+        }
     }
 }
 
@@ -83,16 +104,27 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
 // REDUCE, norm, update or moments: the passes and the arena ask `trainable`.
 inline void freeze_base(Model& m) {
     for (Bucket& b : m.buckets)
-        b.trainable = !m.shape.adapters || b.role == Role::ADAPTER;
+        b.trainable = adapter_sets(m.shape).empty() || b.role == Role::ADAPTER;
+}
+
+// Return the ranks of a matrix's adapters, in the order of their rows.
+inline std::vector<size_t> ranks_of(const Model& m, const Parameter& w) {
+    std::vector<size_t> ranks;
+    for (auto& [prefix, adapters] : adapter_sets(m.shape))
+        if (auto found = adapters->find(module_of(w)); w.adapter >= 0 && found != adapters->end())
+            ranks.push_back(found->second.rank);
+    return ranks;
 }
 
 // Return the largest rank of a layer's adapters, or 0 if it has none. One buffer of that rank
 // serves all of them, because a layer's products run one after another.
 inline size_t largest_rank(const Model& m, int layer) {
     size_t most = 0;
-    for (const Parameter& p : m.parameters)
-        if (p.layer == layer && p.adapter >= 0)
-            most = std::max(most, m.parameters[p.adapter].rows());
+    for (const Parameter& p : m.parameters) {
+        if (p.layer != layer) continue;
+        for (size_t rank : ranks_of(m, p))
+            most = std::max(most, rank);
+    }
     return most;
 }
 

@@ -28,6 +28,7 @@ struct Batch {
     size_t first_slot = 0, capacity = 0, seen = 0;
     const int* places = nullptr; // (B,T) the same positions, in the host's memory
     const size_t* lengths = nullptr; // (B) tokens of sequences that are padded to T; null: T each
+    const int* adapters = nullptr; // (B) each sequence's set, -1: the base; in the host's memory
     // The positions of keys that come from elsewhere than these rows: (B,seen) from a cache; with
     // context parallelism (B, T of all ranks), in a ring (ranks,B,T).
     const int* key_positions = nullptr;

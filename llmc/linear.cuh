@@ -26,13 +26,13 @@
 //   multiplies those. This gives what an fp8 product with float sums gives, and is slower. Either
 //   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
 //   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, int4.cuh, lora.cuh,
-//            matmul.cuh, nf4.cuh, types.h and cuda_common.h.
+//            lora_batch.cuh, matmul.cuh, nf4.cuh, types.h and cuda_common.h.
 #pragma once
 #include <utility>
 #include "column_sums.cuh"
 #include "fp8_matmul.cuh"
 #include "int4.cuh"
-#include "lora.cuh"
+#include "lora_batch.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
 
@@ -68,6 +68,7 @@ struct Weight {
     const Narrow* narrow = nullptr; // codes that replace data
     Fp8 fp8 = Fp8::NONE;          // how its products quantise their operands
     const Lora* lora = nullptr;   // an adapter beside it, or null
+    const LoraRuns* runs = nullptr; // several adapters at `lora`: which rows use which
     Fp8Late late = {};            // DELAYED: scales and amaxes of inp, W, dout, in this order
     const Fp8Cast* cast = nullptr; // where W's fp8 form is kept; null: nowhere
     template <typename T>
@@ -333,7 +334,10 @@ void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
                                false, false, w.late.at(1), w.cast};
     linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
-    if (w.lora)
+    if (w.runs)
+        lora_batch_forward(out, inp, w.lora, *w.runs, lora_room<T>(blas), w.rows, w.cols, blas,
+                           where);
+    else if (w.lora)
         lora_forward(out, inp, *w.lora, lora_room<T>(blas), N, w.rows, w.cols, blas, where);
 }
 

@@ -39,6 +39,13 @@ struct Adapter {
 };
 typedef std::map<std::string, Adapter> Adapters;
 
+// Adapters under a name, by which texts choose them (adapter_sets.h).
+struct AdapterSet {
+    std::string name;
+    Adapters adapters;
+};
+typedef std::vector<AdapterSet> AdapterSets;
+
 enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, DEEPSEEK };
 enum class Position { LEARNED, ROPE, ALIBI };
 
@@ -70,6 +77,7 @@ struct Shape : Variant {
     double balance = 0, z_loss = 0; // weights of the router's terms in the trained loss (moe.cuh)
     Objective objective = {};                 // the loss of the running plan, for the head
     std::shared_ptr<const Adapters> adapters; // if not null, only these are trained (adapters.h)
+    std::shared_ptr<const AdapterSets> sets;  // if not null, each generated text chooses from these
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); its V may be 0.
     size_t vocab_start = 0; // this rank's first token

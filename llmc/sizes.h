@@ -214,9 +214,8 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
             size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8);
             most = std::max(most, bytes + operands);
-            if (w.adapter < 0) continue;
-            size_t r = model.parameters[w.adapter].rows();
-            most = std::max(most, lora_scratch_bytes<T>(rows, OC, IC, r, where));
+            for (size_t r : ranks_of(model, w))
+                most = std::max(most, lora_scratch_bytes<T>(rows, OC, IC, r, where));
         }
     }
     most = std::max(most, sums);

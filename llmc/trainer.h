@@ -5,6 +5,7 @@
 #pragma once
 #include <functional>
 #include <tuple>
+#include "adapter_sets.h"
 #include "comm/comms.h"
 #include "documents.h"
 #include "graph.h"
@@ -229,8 +230,9 @@ template <typename T, typename S> struct BindWeights {
     acc_t<T>* grads;    // the gradients' start; null: frozen, or a plan without gradients
     Fp8 fp8;            // how products cast these weights
     const Narrow* narrow; // the next row's place, if frozen weights are narrow
-    const Lora* lora = nullptr; // the next row's adapter; null: the layer has none
-    Fp8Matrices fp8s = {};      // scales and casts of all matrices
+    const LayerAdapters* adapters = nullptr;
+    Fp8Matrices fp8s = {}; // scales and casts of all matrices
+    size_t row = 0;        // rows seen so far
 
     void point(Weight& w) {
         acc_t<T>* grad = grads ? grads + p->offset : nullptr;
@@ -238,8 +240,8 @@ template <typename T, typename S> struct BindWeights {
         w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
         if (p->matrix >= 0) fp8s.point(w, size_t(p->matrix));
         point_at(w, narrow++);
-        if (lora && lora->rank) w.lora = lora;
-        if (lora) lora++;
+        if (adapters) adapters->point(w, row);
+        row++;
         p++;
     }
 
@@ -276,30 +278,6 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
             &t.narrow[row], nullptr, fp8_matrices(t)};
 }
 
-// The adapters of a block's parameters, in the table's order. Rank 0: the parameter has none.
-template <typename T, typename S>
-std::vector<Lora> adapters_of(const Trainer<T, S>& t, int layer) {
-    int bucket = find_bucket(t.model, Role::ADAPTER, layer);
-    if (bucket < 0) return {};
-    const T* weights = weights_of(t, bucket);
-    acc_t<T>* grads = gradients_of(t, bucket, layer);
-
-    // Point each adapter at its A, and at its B in the row behind it. Only training has gradients.
-    const Bucket& block = t.model.buckets[find_bucket(t.model, Role::BLOCK, layer)];
-    std::vector<Lora> all(block.count);
-    for (int i = 0; i < block.count; i++) {
-        const Parameter& w = t.model.parameters[block.first + i];
-        if (w.adapter < 0) continue;
-        const Parameter *a = &t.model.parameters[w.adapter], *b = a + 1;
-        all[i] = {weights + a->offset, weights + b->offset, nullptr, nullptr, a->rows(),
-                  t.model.shape.adapters->at(module_of(w)).scale};
-        if (!grads) continue;
-        all[i].da = grads + a->offset;
-        all[i].db = grads + b->offset;
-    }
-    return all;
-}
-
 // A visitor of activation rows that points each at its bytes. The rows of a group lie one behind
 // the other, each at a multiple of 256 bytes.
 template <typename T, typename S> struct BindActs {
@@ -327,9 +305,12 @@ void with_block(const Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         Shape shape = layer_shape(t.model.shape, a.layer);
-        std::vector<Lora> adapters = adapters_of(t, a.layer);
         BindWeights<T, S> bind = bind_bucket(t, Role::BLOCK, a.layer);
-        bind.lora = adapters.empty() ? nullptr : adapters.data();
+        LayerAdapters adapters;
+        if (int bucket = find_bucket(t.model, Role::ADAPTER, a.layer); bucket >= 0)
+            adapters = layer_adapters(t.model, a.layer, t.ctx.batch, weights_of(t, bucket),
+                                      gradients_of(t, bucket, a.layer));
+        bind.adapters = &adapters;
         block_parameters(weights, shape, bind);
         if (shape.E)
             expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer));

@@ -175,19 +175,22 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
     return wrong;
 }
 
-// Load the weights of a folder's adapters into a model that was made for them. As with the base,
-// one rank reads each tensor for all.
+// Load the weights of a folder's adapters into a model that was made for them: those whose names
+// begin with `prefix`, where the model has several sets. As with the base, one rank reads each
+// tensor for all.
 template <typename T, typename S>
-std::string load_adapters(Trainer<T, S>& t, const std::string& folder) {
+std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
+                          const std::string& prefix = "") {
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     std::string path = folder + "/adapter_model.safetensors";
     std::string wrong = hf_open_shared(&h, {path});
     if (!wrong.empty()) return wrong;
     for (const Parameter& p : t.model.parameters) {
-        if (!is_adapter(t.model, p)) continue;
+        if (!is_adapter(t.model, p) || !p.name.starts_with(prefix)) continue;
         // Refuse a file that has changed since read_adapters() saw it: the plan no longer fits.
-        const SafeTensor* tensor = safetensors_find(h.files[0], peft_name(t.model, p.name));
+        std::string name = peft_name(t.model, p.name.substr(prefix.size()));
+        const SafeTensor* tensor = safetensors_find(h.files[0], name);
         if (!tensor || tensor->shape != p.shape)
             return path + ": has changed since the run began";
 

@@ -76,7 +76,7 @@ struct Config {
     // adapters; an alpha of 0 becomes twice the rank in config_check()
     int lora = 0;
     double lora_alpha = 0;
-    std::string lora_targets = "all", adapter;
+    std::string lora_targets = "all", adapter, adapters;
     bool lora_rs = false, merge = false;
     double lora_plus = 1;
 
@@ -318,6 +318,8 @@ inline const std::vector<Flag>& config_table() {
          "B's learning rate by A's (LoRA+); 16 is its authors' choice"},
         {"adapter", &C::adapter, "",
          "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
+        {"adapters", &C::adapters, "",
+         "NAME=DIR,...: folders of adapters; each line of --prompts may name one, as \"adapter\""},
 
         {"", &C::help, "", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
@@ -749,8 +751,10 @@ inline nlohmann::json config_json(const Config& c) {
 inline int data_ranks(const Config& c) { return c.dp * c.cp; }
 inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
 
-// Whether the run has adapters, new ones or those of a folder.
-inline bool has_adapters(const Config& c) { return c.lora > 0 || !c.adapter.empty(); }
+// Whether the run has adapters: new ones, or those of folders.
+inline bool has_adapters(const Config& c) {
+    return c.lora > 0 || !c.adapter.empty() || !c.adapters.empty();
+}
 
 // The objective of --loss and its parameters.
 inline LossKind loss_kind(const std::string& loss) {

@@ -539,6 +539,29 @@ inline std::string check_rollouts(const Config& c) {
                   "try --batch-tokens ", (answers + fits - 1) / fits * fits * c.seq);
 }
 
+// Check --adapters, from which each prompt chooses: they are read by generation alone.
+inline std::string check_adapter_sets(const Config& c) {
+    if (c.adapters.empty()) return "";
+    std::string flag = "--adapters " + c.adapters;
+    if (c.lora || !c.adapter.empty())
+        return concat(flag, " and --", c.lora ? "lora" : "adapter",
+                      " both say which adapters the run has: leave one of them out");
+    if (c.prompts.empty())
+        return flag + ": lines of --prompts FILE choose among them: give it, or one folder as "
+                      "--adapter";
+
+    // Nothing but generation knows which of them is meant.
+    if (c.steps > 0)
+        return concat(flag, " does not train: give --steps 0, or one folder as --adapter");
+    if (!c.export_dir.empty())
+        return flag + ": --export writes one model: give one folder as --adapter, and --merge";
+    if (c.resume)
+        return flag + ": --resume reads a checkpoint instead of the base: --export it, and give "
+                      "that folder as --model";
+    return c.evaluate.empty() ? "" : flag + ": --evaluate scores one model: give one folder as "
+                                            "--adapter";
+}
+
 // Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
     // Refuse flags of adapters in runs that have none.
@@ -551,10 +574,12 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (given(c, "lora-plus") && !has_adapters(c))
         return "--lora-plus is for adapters: give --lora RANK or --adapter DIR";
     if (!has_adapters(c)) return "";
+    if (std::string wrong = check_adapter_sets(c); !wrong.empty()) return wrong;
     if (c.lora && !c.adapter.empty())
         return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
                       " has some: leave one of them out");
-    std::string flag = c.lora ? concat("--lora ", c.lora) : "--adapter " + c.adapter;
+    std::string folders = c.adapter.empty() ? "--adapters " + c.adapters : "--adapter " + c.adapter;
+    std::string flag = c.lora ? concat("--lora ", c.lora) : folders;
     // Fill in what follows from the rank. No decay by default: it would draw adapters to the base.
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
     if (!given(c, "weight-decay")) c.weight_decay = 0;

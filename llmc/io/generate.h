@@ -55,6 +55,7 @@ struct Text {
     const std::vector<int>* prompt; // consecutive texts that share this pointer read it once
     uint64_t stream;
     size_t cached = 0; // prompt tokens that its slot has read before; only with a single text
+    int adapter = -1;  // its set of adapters; -1: the base alone
 };
 
 // The reason why a text ended: a token of `ends`, the wanted count, a full cache, or a stop.
@@ -335,8 +336,12 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
         std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
 
     // Run, and remember the last prompt: the next texts may have the same.
+    std::vector<int> adapters(count);
+    for (size_t i = 0; i < count; i++)
+        adapters[i] = next[i].adapter;
     generate_batch(g.t, g.plan, tokens.data(), count, n, past.data(), slot);
     g.t.ctx.batch.lengths = lengths.data();
+    g.t.ctx.batch.adapters = adapters.data();
     run_texts(g);
     size_t rows = std::min(n, g.t.plans[g.plan].scored);
     bring_logits(g.t, g.rows, count * rows);
@@ -489,9 +494,13 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
         n += guess_tokens(g, B);
     std::vector<int> tokens(B * n);
     std::vector<size_t> first(B);
-    for (size_t b = 0; b < B; b++)
+    std::vector<int> adapters(B, -1);
+    for (size_t b = 0; b < B; b++) {
         first[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
+        if (g.slots[b].text >= 0) adapters[b] = g.texts[g.slots[b].text].adapter;
+    }
     generate_batch(g.t, g.plan, tokens.data(), B, n, first.data());
+    g.t.ctx.batch.adapters = adapters.data();
     run_texts(g);
     bring_logits(g.t, g.rows, B * n);
 

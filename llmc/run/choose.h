@@ -8,6 +8,7 @@
 #include "../io/model_files.h"
 #include "../io/gguf.h"
 #include "../io/merged_adapters.h"
+#include "../io/named_adapters.h"
 #include "../io/new_tokens.h"
 #include "run.h"
 
@@ -83,10 +84,16 @@ inline std::string check_merged_run(const Config& c, Merging merging) {
     return "";
 }
 
-// Add LoRA adapters to the shape: new ones, or those of a folder. DoRA and (IA)3 add nothing: they
+// Add LoRA adapters to the shape: new ones, or those of folders. DoRA and (IA)3 add nothing: they
 // are merged into the weights. Call it after config_check(), which fills in what flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
     if (!has_adapters(c)) return;
+    if (!c.adapters.empty()) {
+        AdapterSets sets;
+        or_die(read_adapter_sets(make_model(s), c.adapters, &sets));
+        s.sets = std::make_shared<const AdapterSets>(sets);
+        return;
+    }
     Merging merging = Merging::NONE;
     if (!c.lora) or_die(merging_of(c.adapter, &merging));
     if (merging != Merging::NONE) {

@@ -54,6 +54,7 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
         // Refuse a prompt that is too long instead of cutting it: with many prompts nobody would
         // notice the cut.
         size_t n = 0;
+        if (wrong.empty()) wrong = find_adapter_set(run.shape, p.fields, &p.adapter);
         if (wrong.empty()) {
             p.tokens = prompt_tokens(run, p.text);
             n = p.tokens.size();
@@ -144,7 +145,8 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     std::vector<Text> texts;
     for (size_t p = 0; p < run.prompts.size(); p++)
         for (int k = 0; k < c.samples; k++)
-            texts.push_back({&run.prompts[p].tokens, fnv1a(concat("completion.", p, ".", k))});
+            texts.push_back({&run.prompts[p].tokens, fnv1a(concat("completion.", p, ".", k)), 0,
+                             run.prompts[p].adapter});
 
     // Open the file on the first rank, which writes it. choose_prompt_file() has tried this before.
     FILE* file = run.completions;

@@ -37,6 +37,7 @@ struct Prompt {
     std::string text;
     std::vector<int> tokens;
     nlohmann::ordered_json fields; // the other fields of its line in --prompts
+    int adapter = -1; // the set of adapters that its line names; -1: the base alone
 };
 
 // The state of a run that is not the trainer's: flags, text and data, progress, how it ended.

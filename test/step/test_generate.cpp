@@ -128,6 +128,99 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
         << "ep";
 }
 
+// Two sets of adapters beside a shape: of rank 2 beside all matrices, of rank 3 beside attention's.
+static AdapterSets two_sets(const Shape& s) {
+    return {{"wide", *with_lora(s, 2).adapters},
+            {"high", *with_lora(s, 3, "attention", true).adapters}};
+}
+
+// Draw the weights of adapters by their names, which begin with `prefix` in a model of one set.
+template <typename T> static void draw_adapters(Fixture<T>& f, const std::string& prefix) {
+    for (const Parameter& p : f.t.model.parameters) {
+        if (!is_adapter(f.t.model, p)) continue;
+        std::vector<double> v(p.elements());
+        for (size_t i = 0; i < v.size(); i++)
+            v[i] = float(uniform(1, fnv1a(prefix + p.name), i) - 0.5);
+        set_weight(f.t, p, v.data());
+    }
+}
+
+// The set of each text: -1 is the base alone. Neighbours differ, or are the same.
+constexpr int CHOSEN[] = {-1, 0, 1, 1, 0, -1, 0, 0, 1};
+
+// Texts that choose a set each. only >= -1: the model has that set alone, as --adapter has it, or
+// none, and only its texts are made.
+template <typename T>
+static MadeTexts adapted_texts(const Shape& base, size_t slots, const Layout& layout = {},
+                               int only = -2) {
+    // Give the shape its adapters.
+    Shape s = base;
+    AdapterSets sets = two_sets(base);
+    if (only == -2) s.sets = std::make_shared<const AdapterSets>(sets);
+    if (only >= 0) s.adapters = std::make_shared<const Adapters>(sets[size_t(only)].adapters);
+
+    // List the texts. Those of other sets are left out where there is one set.
+    std::vector<std::vector<int>> prompts = some_prompts(s);
+    std::vector<Text> texts;
+    for (size_t i = 0; i < std::size(CHOSEN); i++) {
+        int set = CHOSEN[i];
+        if (only != -2 && only != set) continue;
+        texts.push_back({&prompts[i % prompts.size()], fnv1a(concat("text.", i))});
+        if (only == -2) texts.back().adapter = set;
+    }
+
+    // Generate on each rank of the layout.
+    MadeTexts first(texts.size());
+    auto body = [&](const Comm& world) {
+        Plan p = small_plan(slots, 6, 1);
+        p.mode = Mode::GENERATE, p.cache = CACHE;
+        p.layout = layout_at(layout, world.rank);
+        Fixture<T> f(s, {p});
+        draw_adapters(f, only >= 0 ? sets[size_t(only)].name + ":" : "");
+        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
+        MadeTexts made(texts.size());
+        generate(
+            f.t, 0, texts, COUNT, {},
+            [&](int64_t i, int token) { made[i].tokens.push_back(token); },
+            [&](int64_t i, Ended why) { made[i].why = why; });
+        if (world.rank == 0) first = made;
+    };
+    EXPECT_EQ(run_local_ranks(layout.world(), {}, body), 0);
+    return first;
+}
+
+// The texts of each set alone, one at a time, in the order of all texts.
+template <typename T> static MadeTexts texts_set_by_set(const Shape& s) {
+    std::map<int, MadeTexts> each;
+    for (int set : {-1, 0, 1}) each[set] = adapted_texts<T>(s, 1, {}, set);
+    std::map<int, size_t> next;
+    MadeTexts all;
+    for (int set : CHOSEN)
+        all.push_back(each[set][next[set]++]);
+    return all;
+}
+
+// Texts with different adapters, in one batch, are what each is alone beside its adapter, in any
+// number of slots and every layout.
+TEST(Slots, EachTextHasItsOwnAdapter) {
+    for (const Shape& s :
+         {gpt2_shape(2, 2, 16, 61, 32), llama_shape(2, 4, 2, 16, 24, 53, 64, 10000)}) {
+        MadeTexts alone = texts_set_by_set<double>(s);
+        for (size_t slots : {1, 3, 9}) EXPECT_EQ(adapted_texts<double>(s, slots), alone) << slots;
+        EXPECT_EQ(adapted_texts<float>(s, 4), texts_set_by_set<float>(s));
+
+        Layout shards = small_layout(2), stages = small_layout(1, 2, 2);
+        shards.zero = 3;
+        stages.first_layer = {0, 2, 4};
+        EXPECT_EQ(adapted_texts<double>(s, 4, small_layout(1, 2)), alone) << "tp";
+        EXPECT_EQ(adapted_texts<double>(s, 4, shards), alone) << "zero 3";
+        EXPECT_EQ(adapted_texts<double>(s, 4, stages), alone) << "tp, pp";
+
+        // The adapters matter: without them most texts are others.
+        EXPECT_NE(adapted_texts<double>(s, 1, {}, 0), adapted_texts<double>(s, 1, {}, 1));
+    }
+}
+
 // Each place along dp may have texts of its own, of other lengths and in other numbers; under
 // ZeRO-3 it still gathers shards in the runs of all. Here the places take 1, 5 and 2 of 8 texts.
 void expect_texts_of_places(Layout layout) {
@@ -622,6 +715,66 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
     EXPECT_EQ(read_file(into), made);
     EXPECT_HAS(completions("--prompts " + put("p.txt", "line 1\n\nof\n")),
                "{\"prompt\":\"of\",\"sample\":0,");
+}
+
+// Lines of --prompts choose adapters; each completion is the one that --adapter makes of it alone.
+TEST_F(Prompts, EachLineHasItsAdapter) {
+    // Make a base, and two adapters of different ranks.
+    std::string base = path("base"), one = path("one"), two = path("two");
+    ASSERT_EQ(shell(program() + small + "--sample-tokens 0 --export " + base).status, 0);
+    std::string train = program() + " --model " + base + " --data " + path("text.txt") +
+                        " --tokenizer byte --seq 32 --micro-batch 4 --batch-tokens 256 --steps 4"
+                        " --warmup 0 --lr 0.3 --sample-tokens 0 --lora ";
+    ASSERT_EQ(shell(train + "2 --export " + one).status, 0);
+    ASSERT_EQ(shell(train + "5 --lora-targets attention --seed 9 --export " + two).status, 0);
+
+    // Complete each line alone, without the key that chooses.
+    std::string names[] = {"one", "two", "", "one", "two"}, expected, lines;
+    std::string start = " --device cpu --tokenizer byte --steps 0 --sample-tokens 6 --temperature 0 "
+                        "--model " + base + " --prompts ";
+    auto made = [&](const std::string& flags, int status = 0) {
+        Ran r = shell(program() + start + flags + " 2>" + path("said"));
+        EXPECT_EQ(r.status, status) << read_file(path("said"));
+        return r.text;
+    };
+    std::set<std::string> texts;
+    for (size_t i = 0; i < 5; i++) {
+        std::string prompt = "{\"prompt\":\"line " + std::to_string(i / 3) + "\"";
+        std::string chosen = names[i].empty() ? "" : ",\"adapter\":\"" + names[i] + "\"";
+        lines += prompt + chosen + "}\n";
+        std::string flag = names[i].empty() ? "" : " --adapter " + path(names[i]);
+        std::string alone = made(put("one.jsonl", prompt + "}\n") + flag);
+        texts.insert(alone.substr(alone.find("\"completion\"")));
+        expected += alone.insert(prompt.size(), chosen);
+    }
+    EXPECT_EQ(texts.size(), 5u) << "each adapter matters";
+
+    // Complete all of them in one batch.
+    std::string all = put("all.jsonl", lines) + " --adapters one=" + one + ",two=" + two;
+    EXPECT_EQ(made(all), expected);
+    EXPECT_EQ(made(all + " --slots 2"), expected);
+    EXPECT_EQ(made(all + " --local-ranks 2 --tp 2"), expected);
+    EXPECT_EQ(made(all + " --draft " + base), expected) << "a draft guesses for the base alone";
+
+    // Names that mean nothing, and folders that do not fit, are refused in a line.
+    auto refused = [&](const std::string& flags) {
+        made(flags, 1);
+        std::string said = read_file(path("said"));
+        EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+        return said;
+    };
+    std::string file = put("all.jsonl", lines);
+    EXPECT_HAS(refused(file + " --adapters one=" + one),
+               "all.jsonl:2: its \"adapter\" is \"two\"; --adapters has one");
+    EXPECT_HAS(refused(file), "all.jsonl:1: its \"adapter\" is \"one\", and the run has no "
+                              "--adapters: give --adapters NAME=DIR, or leave the key out");
+    EXPECT_HAS(refused(file + " --adapters one=" + one + ",one=" + two), "give one of them another");
+    EXPECT_HAS(refused(file + " --adapters " + one), " is no NAME=DIR");
+    EXPECT_HAS(refused(file + " --adapters a:b=" + one), "choose another one");
+    std::string other = path("other");
+    ASSERT_EQ(shell(program() + small + "--channels 64 --export " + other).status, 0);
+    EXPECT_HAS(refused(file + " --model " + other + " --adapters one=" + one),
+               "give the --model that it was trained on");
 }
 
 // A draft changes no greedy completion, and slots change no sampled one. The draft may be a folder,
