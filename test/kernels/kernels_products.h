@@ -268,6 +268,56 @@ template <typename T> void lora_kernels(Check& c) {
         }
 }
 
+// Three adapters of different ranks in one batch, one of which leaves this matrix alone. Runs are
+// short and long, neighbours differ, and some rows have no adapter: they must stay as they are.
+template <typename T> void lora_batch_kernels(Check& c) {
+    ProductHandles handles;
+    const std::vector<int> chosen = {0, 2, -1, 0, 0, 1, 2, 0, -1, 2};
+    for (const LinearCase& s : linear_cases())
+        for (size_t each : {size_t(1), LORA_FEW_ROWS, size_t(LORA_LAUNCH_ROWS) + 1}) {
+            size_t B = each > 1 ? 4 : chosen.size(), N = B * each, OC = s.OC, IC = s.IC;
+            if (SMALL && each > LORA_FEW_ROWS) continue;
+            const size_t ranks[] = {N % 5 + 1, 0, 9};
+            CASE(c, "lora batch %s N=%zu OC=%zu IC=%zu each=%zu shift=%zu", type_word(T()), N, OC,
+                 IC, each, s.shift);
+            auto inp = rounded<T>(normals(c, N * IC)), y0 = rounded<T>(normals(c, N * OC));
+            std::vector<double> a[3], b[3], out = y0, sums = magnitudes(y0);
+            for (size_t k = 0; k < 3; k++) {
+                a[k] = rounded<T>(normals(c, ranks[k] * IC));
+                b[k] = rounded<T>(normals(c, OC * ranks[k]));
+            }
+
+            // Want: each row's own sum, in double. Errors are relative to its magnitudes.
+            for (size_t n = 0; n < N; n++) {
+                int k = chosen[n / each];
+                for (size_t j = 0; k >= 0 && j < ranks[k]; j++) {
+                    double h = 0, size = 0;
+                    for (size_t i = 0; i < IC; i++) {
+                        double term = 0.75 * inp[n * IC + i] * a[k][j * IC + i];
+                        h += term;
+                        size += std::abs(term);
+                    }
+                    for (size_t o = 0; o < OC; o++) {
+                        out[n * OC + o] += h * b[k][o * ranks[k] + j];
+                        sums[n * OC + o] += size * std::abs(b[k][o * ranks[k] + j]);
+                    }
+                }
+            }
+
+            every_order(c, [&](Outputs& o) {
+                Array<T> x(inp, s.shift), y(y0, s.shift), mid(N * 9, s.shift);
+                Array<T> a0(a[0], s.shift), b0(b[0], s.shift), a2(a[2], s.shift), b2(b[2], s.shift);
+                Lora all[3] = {{a0.data, b0.data, nullptr, nullptr, ranks[0], 0.75},
+                               {},
+                               {a2.data, b2.data, nullptr, nullptr, ranks[2], 0.75}};
+                LoraRuns runs = lora_rows(chosen.data(), B, each);
+                lora_batch_forward(y.data, x.data, all, runs, mid.data, OC, IC, handles.guessed,
+                                   cudaStream_t{});
+                o.add("out", y, out, tolerance<T>(IC + 9 + 2, 3), largest(sums));
+            });
+        }
+}
+
 // ----------------------------------------------------------------------------
 
 inline void add_product_kernels(std::vector<KernelRow>& rows) {
@@ -282,4 +332,7 @@ inline void add_product_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"lora float", lora_kernels<float>});
     rows.push_back({"lora bf16", lora_kernels<bf16>});
     rows.push_back({"lora fp16", lora_kernels<fp16>});
+    rows.push_back({"lora batch float", lora_batch_kernels<float>});
+    rows.push_back({"lora batch bf16", lora_batch_kernels<bf16>});
+    rows.push_back({"lora batch fp16", lora_batch_kernels<fp16>});
 }
