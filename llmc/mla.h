@@ -13,10 +13,11 @@
 //   Attention's kernels need v as wide as q and k. So scratch holds k and v in their layout, with
 //   zeros behind the HS_v channels of v and out. This multiplies the work on v by HS / HS_v, 1.5 in
 //   DeepSeek, and takes memory for one layer. What is kept is q, kv and out, at their own width;
-//   backward lays k and v out again. So context parallelism and the cache are Llama's, and a cached
-//   token takes 2 NH HS elements.
+//   backward lays k and v out again. So context parallelism is Llama's. Generation caches latents,
+//   not heads (latent_cache.h).
 //   Cost: the first branch takes 2 N FLOPs for each element of its matrices, and attention's.
 #pragma once
+#include "latent_cache.h"
 #include "latent_heads.cuh"
 #include "mixtral.h"
 
@@ -205,9 +206,11 @@ inline size_t latent_room(const Shape& s, size_t N) {
     return round_up(N * std::max(s.NH * s.HS, s.kv_latent), size_t(128)); // 256 bytes of 16 bits
 }
 
-// Elements of all rooms.
-inline size_t latent_rooms(const Shape& s, size_t N, bool trains) {
-    return (trains ? 6 : 3) * latent_room(s, N);
+// Elements of all rooms. Generation uses the same memory for what it absorbs. r is the rank of an
+// adapter beside kv_b.
+inline size_t latent_rooms(const Shape& s, size_t N, Mode mode, size_t r) {
+    size_t rooms = (mode == Mode::TRAIN ? 6 : 3) * latent_room(s, N);
+    return mode == Mode::GENERATE ? std::max(rooms, absorbed_elements(s, N, r)) : rooms;
 }
 
 // Point at the rooms. Evaluation touches only the first three.
@@ -310,6 +313,31 @@ ColumnProduct<T> first_of_q(const Shape& s,
     return {q, w.q};
 }
 
+// Attend by heads: widen the latents to keys and values, and drop the padding of each output.
+template <typename T, typename S>
+void head_attention(Ctx<S>& ctx,
+                    const Deepseek::Block& w,
+                    const Deepseek::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t N = ctx.batch.rows();
+    size_t Q = s.NH * s.HS;
+    const T* no_residual = nullptr;
+    T* no_cache = nullptr;
+
+    // Widen the latents to this rank's heads, and attend.
+    linear_forward(a.kv, a.kv_latent, w.kv_b, nullptr, no_residual, N, ctx.blas, ctx.where);
+    LatentRooms<T> room = latent_rooms<T>(ctx);
+    expand_heads(ctx, room, a);
+    Qkv<T> x = {a.q, room.k, room.v, Q, Q};
+    context_attention_forward(ctx, room.out, a.lse, x, no_cache);
+
+    // Keep only the channels that a value has.
+    size_t heads = N * s.NH;
+    size_t from = s.HS * sizeof(T);
+    size_t to = s.HS_v * sizeof(T);
+    copy_rows(a.attention, to, room.out, from, to, heads, ctx.where);
+}
+
 // The first branch: from the norm of the stream to the stream after attention.
 template <typename T, typename S>
 void latent_attention(Ctx<S>& ctx,
@@ -318,28 +346,21 @@ void latent_attention(Ctx<S>& ctx,
                       const Deepseek::Acts<T>& a, T* cache) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    size_t Q = s.NH * s.HS;
     const T* no_residual = nullptr;
 
     // Narrow the stream to the latents.
     column_parallel_forward(ctx, {first_of_q(s, w, a.q_down, a.q), {a.kv_down, w.kv_a}},
                             static_cast<const T*>(a.norm_1));
     norm_latents(ctx, w, a);
+    store_latents(ctx, cache, a.kv_latent, a.kv_down);
 
-    // Widen the latents to this rank's heads.
+    // Attend, over the cache or by heads, and add to the stream.
     if (s.q_latent)
         linear_forward(a.q, a.q_latent, w.q, nullptr, no_residual, N, ctx.blas, ctx.where);
-    linear_forward(a.kv, a.kv_latent, w.kv_b, nullptr, no_residual, N, ctx.blas, ctx.where);
-
-    // Attend, drop the padding of each head, and add to the stream.
-    LatentRooms<T> room = latent_rooms<T>(ctx);
-    expand_heads(ctx, room, a);
-    Qkv<T> x = {a.q, room.k, room.v, Q, Q};
-    context_attention_forward(ctx, room.out, a.lse, x, cache);
-    size_t heads = N * s.NH;
-    size_t from = s.HS * sizeof(T);
-    size_t to = s.HS_v * sizeof(T);
-    copy_rows(a.attention, to, room.out, from, to, heads, ctx.where);
+    if (reads_cache(ctx, cache))
+        absorbed_attention(ctx, a.attention, a.q, w.kv_b, cache);
+    else
+        head_attention(ctx, w, a);
     row_parallel_forward(ctx, a.middle, a.attention, w.o, w.o_bias, inp);
 }
 

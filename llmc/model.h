@@ -105,6 +105,12 @@ inline double attention_channels(const Shape& s) {
     return double(s.NH * (s.HS + values)) / 2;
 }
 
+// Elements of the cache for a token and layer: a key and a value of each head, or with latent
+// attention the latent and the rotary part of all keys (latent_cache.h).
+inline size_t cached_elements(const Shape& s) {
+    return s.kv_latent ? s.kv_latent + s.rotary : 2 * s.NKV * s.HS;
+}
+
 // Shapes as their papers state them: a head has C / NH channels, and GPT-2's ffn has 4 C.
 inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
     Shape s;

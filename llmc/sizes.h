@@ -287,7 +287,8 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
 
         // The rest belongs to single techniques: without them a row has 0 bytes.
         if (layer > 0 && s.kv_latent)
-            table.add(ScratchKind::HEADS, latent_rooms(s, N, p.mode == Mode::TRAIN) * sizeof(T));
+            table.add(ScratchKind::HEADS,
+                      latent_rooms(s, N, p.mode, largest_rank(model, layer)) * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
         table.add(ScratchKind::ROOM, N * largest_rank(model, layer) * sizeof(T));
         if (layer > 0)
@@ -391,7 +392,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8_rule);
     case Kind::CAST: return cast_bytes(p, model);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
-    case Kind::CACHE: return p.B * p.cache * 2 * s.NKV * s.HS * sizeof(T);
+    case Kind::CACHE: return p.B * p.cache * cached_elements(s) * sizeof(T);
 
     // The step's input: tokens, targets, positions, doc_start, and the positions of other keys.
     case Kind::VALID: return 0; // the trainer itself holds this number

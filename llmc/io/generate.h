@@ -173,7 +173,7 @@ template <typename T, typename S>
 void copy_slot(Trainer<T, S>& t, int plan, size_t from, size_t to, size_t n) {
     if (from == to) return;
     const Shape& s = t.ctx.shape;
-    size_t row = 2 * s.NKV * s.HS, slot = t.plans[plan].cache * row, bytes = n * row * sizeof(T);
+    size_t row = cached_elements(s), slot = t.plans[plan].cache * row, bytes = n * row * sizeof(T);
     for (int l = 0; l < t.model.layers(); l++)
         if (T* cache = address<T>(t, {Kind::CACHE, l}))
             copy_rows(cache + to * slot, bytes, cache + from * slot, bytes, bytes, 1, t.ctx.where);

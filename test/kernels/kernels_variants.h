@@ -6,6 +6,7 @@
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/elementwise.cuh"
 #include "../../llmc/embedding.cuh"
+#include "../../llmc/latent_decode.cuh"
 #include "../../llmc/latent_heads.cuh"
 #include "../../llmc/rmsnorm.cuh"
 #include "../../llmc/rope.cuh"
@@ -269,6 +270,123 @@ template <typename T> void latent_heads_kernels(Check& c) {
     }
 }
 
+// Attention over a cache of latents: two sequences whose queries stand at different positions. Some
+// rows see fewer keys than a block has warps, one query sees none.
+struct DecodeCase {
+    LatentHeads heads;
+    size_t DC, B = 2, Tq, Tk, capacity = Tk + 2;
+    std::vector<double> w, q, cache; // (NH kv,DC) (B,Tq,NH,HS) (B,capacity,DC+DR)
+    std::vector<int> q_positions = {}, k_positions = {}, doc_start = {};
+    size_t width() const { return DC + heads.rotary; }
+    size_t rows() const { return B * Tq * heads.NH; }
+
+    // The operands over latents, whose queries have absorbed W_k.
+    template <typename T> AttentionOperands<T> operands(const T* qa, const T* keys) const {
+        AttentionOperands<T> x = {qa, keys, keys};
+        x.q_positions = q_positions.data(), x.k_positions = k_positions.data();
+        x.doc_start = doc_start.data();
+        x.d = {B, Tq, Tk, heads.NH, 1, width(), heads.NH * width(), width()};
+        x.d.HS_v = DC, x.d.k_batch = capacity * width();
+        x.scale = acc_t<T>(1 / std::sqrt(double(heads.HS)));
+        return x;
+    }
+    template <typename T> HeadMatrix<T> keys(const T* w) const {
+        return {w, heads.NH, heads.kv(), 0, heads.plain(), DC, heads.HS, width()};
+    }
+    template <typename T> HeadMatrix<T> values(const T* w) const {
+        return {w, heads.NH, heads.kv(), heads.plain(), heads.HS_v, DC, heads.HS_v, DC};
+    }
+};
+
+template <typename T>
+DecodeCase decode_case(Check& c, LatentHeads d, size_t DC, size_t Tq, size_t Tk) {
+    DecodeCase x = {d, DC, 2, Tq, Tk};
+    x.w = rounded<T>(normals(c, d.NH * d.kv() * DC, 0.3));
+    x.q = rounded<T>(normals(c, x.rows() * d.HS));
+    x.cache = rounded<T>(normals(c, x.B * x.capacity * x.width()));
+
+    // The first sequence's queries are its last tokens; the second has fewer tokens. The last
+    // query's document begins behind it.
+    for (size_t b = 0; b < x.B; b++)
+        for (size_t i = 0; i < Tq; i++) x.q_positions.push_back(int((Tk - Tq) / (b + 1) + i));
+    for (size_t k = 0; k < x.B * Tk; k++) x.k_positions.push_back(int(k % Tk));
+    x.doc_start.assign(x.B * Tq, 0), x.doc_start.back() = int(Tk);
+    return x;
+}
+
+// Its outputs (B,Tq,NH,HS_v) by the definition: keys and values by heads, from every latent.
+inline std::vector<double> decoded_by_heads(const DecodeCase& x) {
+    const LatentHeads& d = x.heads;
+    std::vector<double> k(x.B * x.Tk * d.NH * d.HS), v(x.B * x.Tk * d.NH * d.HS_v);
+    for (size_t at = 0; at < x.B * x.Tk * d.NH; at++) {
+        size_t h = at % d.NH, row = at / d.NH / x.Tk * x.capacity + at / d.NH % x.Tk;
+        const double* c = x.cache.data() + row * x.width();
+        for (size_t e = 0; e < d.kv(); e++) {
+            const double* w = x.w.data() + (h * d.kv() + e) * x.DC;
+            double y = std::inner_product(w, w + x.DC, c, 0.0);
+            (e < d.plain() ? k[at * d.HS + e] : v[at * d.HS_v + e - d.plain()]) = y;
+        }
+        std::copy_n(c + x.DC, d.rotary, &k[at * d.HS + d.plain()]);
+    }
+
+    AttentionOperands<double> o = x.operands(x.q.data(), k.data());
+    o.v = v.data();
+    o.d = {x.B, x.Tq, x.Tk, d.NH, d.NH, d.HS, d.NH * d.HS, d.NH * d.HS};
+    o.d.HS_v = d.HS_v, o.d.v_stride = d.NH * d.HS_v;
+    std::vector<double> out(x.rows() * d.HS_v), lse(x.rows());
+    attention_forward_reference(out.data(), lse.data(), o);
+    return out;
+}
+
+template <typename T> void latent_decode_kernels(Check& c) {
+    struct { LatentHeads d; size_t DC, Tq, Tk; } cases[] = {
+        {{3, 12, 6, 4}, 10, 1, 21}, {{2, 40, 33, 8}, 130, 3, 5}, {{1, 6, 5, 2}, 513, 2, 40}};
+    for (auto& [d, DC, Tq, Tk] : cases) {
+        CASE(c, "decoding of latents %s NH=%zu DC=%zu Tq=%zu Tk=%zu", type_word(T()), d.NH, DC, Tq,
+             Tk);
+        DecodeCase x = decode_case<T>(c, d, DC, Tq, Tk);
+        size_t N = x.B * Tq, n = x.rows();
+
+        // The CPU's version, all three steps, against the definition.
+        std::vector<double> qa(n * x.width()), mean(n * DC), out(n * d.HS_v);
+        heads_to_latents(qa.data(), x.q.data(), x.keys(x.w.data()), N, Cpu{});
+        for (size_t at = 0; at < n; at++)
+            std::copy_n(&x.q[at * d.HS + d.plain()], d.rotary, &qa[at * x.width() + DC]);
+        latent_attention_forward(mean.data(), x.operands(qa.data(), x.cache.data()), Cpu{});
+        latents_to_heads(out.data(), mean.data(), x.values(x.w.data()), N, Cpu{});
+        close(c, "out on the CPU", out, decoded_by_heads(x), 1e-12);
+
+        // Each kernel from inputs that T holds, against the CPU's version of it in double. The
+        // products add to their outputs.
+        std::vector<double> qt = rounded<T>(qa), mt = rounded<T>(mean);
+        std::vector<double> qa_twice = qt, out_twice(n * d.HS_v, 1), mean_t(n * DC);
+        HeadMatrix<double> keys = x.keys(x.w.data()), values = x.values(x.w.data());
+        keys.accumulate = values.accumulate = true;
+        heads_to_latents(qa_twice.data(), x.q.data(), keys, N, Cpu{});
+        latents_to_heads(out_twice.data(), mt.data(), values, N, Cpu{});
+        latent_attention_forward(mean_t.data(), x.operands(qt.data(), x.cache.data()), Cpu{});
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> w(x.w), q(x.q), cache(x.cache), query(qt), to(qt), means(mt), got(n * DC),
+                heads(std::vector<double>(n * d.HS_v, 1));
+            Array<int> qp(x.q_positions), kp(x.k_positions), start(x.doc_start);
+            HeadMatrix<T> k = x.keys<T>(w.data), v = x.values<T>(w.data);
+            k.accumulate = v.accumulate = true;
+
+            // Positions lie in the device's memory too.
+            AttentionOperands<T> operands = x.operands<T>(query.data, cache.data);
+            operands.q_positions = qp.data, operands.k_positions = kp.data;
+            operands.doc_start = start.data;
+            heads_to_latents(to.data, q.data, k, N, stream);
+            latent_attention_forward(got.data, operands, stream);
+            latents_to_heads(heads.data, means.data, v, N, stream);
+            o.add("queries", to, qa_twice, tolerance<T>(d.plain()), 1);
+            o.add("mean", got, mean_t, tolerance<T>(x.width()), 1);
+            o.add("out", heads, out_twice, tolerance<T>(DC), 1);
+        });
+    }
+}
+
 inline void add_variant_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"rmsnorm with more float", rmsnorm_more_kernels<float>});
     rows.push_back({"rmsnorm with more bf16", rmsnorm_more_kernels<bf16>});
@@ -276,6 +394,8 @@ inline void add_variant_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"geglu, sum, softcap bf16", gate_and_cap_kernels<bf16>});
     rows.push_back({"heads of latents float", latent_heads_kernels<float>});
     rows.push_back({"heads of latents bf16", latent_heads_kernels<bf16>});
+    rows.push_back({"decoding of latents float", latent_decode_kernels<float>});
+    rows.push_back({"decoding of latents bf16", latent_decode_kernels<bf16>});
     rows.push_back({"parts and scales float", part_and_scale_kernels<float>});
     rows.push_back({"parts and scales bf16", part_and_scale_kernels<bf16>});
 }

@@ -358,7 +358,7 @@ TEST(Slots, PromptsAreReadTogether) {
 // A conversation goes on without reading again what the cache holds, and its text is the same as if
 // everything were read.
 TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
-    for (const Shape& s : {small_gpt2(), small_llama()}) {
+    for (const Shape& s : {small_gpt2(), small_llama(), small_mla()}) {
         Plan p = small_plan(1, 9, 1);
         p.mode = Mode::GENERATE, p.cache = 14;
         Fixture<double> f(s, {p});
@@ -386,6 +386,60 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
         EXPECT_EQ(rows, 3 + 2u);
         EXPECT_EQ(on, made(second, 0));
     }
+}
+
+// The last logits of a text of seven tokens, read in runs of these lengths: the rank's own share.
+template <typename T>
+static std::vector<double> logits_in_runs(Fixture<T>& f, const std::vector<size_t>& runs) {
+    const int tokens[] = {3, 50, 17, 8, 29, 41, 5};
+    size_t past = 0;
+    for (size_t n : runs) {
+        // The text has the second slot: the first is another's.
+        generate_batch(f.t, 0, tokens + past, 1, n, &past, 1);
+        run_plan(f.t, 0);
+        past += n;
+    }
+
+    // Read this rank's share of the vocabulary, from which nothing has been rounded.
+    const T* home = address<const T>(f.t, {Kind::LOGITS, -1, 0});
+    return std::vector<double>(home, home + f.t.ctx.shape.V / size_t(f.t.layout.tp.size));
+}
+
+// Latent attention's cache has latents, which queries and outputs absorb: logits are those of keys
+// and values by heads, to which a text read at once attends. Adapters are absorbed too.
+template <typename T> static void expect_absorbed(const Shape& s, Layout layout, double bound) {
+    auto body = [&](const Comm& world) {
+        Plan p = small_plan(2, 7, 1);
+        p.mode = Mode::GENERATE, p.cache = 9;
+        p.layout = layout_at(layout, world.rank);
+        Fixture<T> f(s, {p});
+        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
+        size_t bytes = 2 * 9 * (s.kv_latent + s.rotary) * sizeof(T);
+        EXPECT_EQ((data_bytes<T>(f.t.plans[0], f.t.model, {Kind::CACHE, 1}, f.t.ctx.where)), bytes);
+
+        // Hold the runs against one that reads the whole text.
+        std::vector<double> whole = logits_in_runs(f, {7});
+        for (const auto& runs : {std::vector<size_t>{3, 1, 1, 1, 1}, {1, 4, 2}, {6, 1}}) {
+            std::vector<double> got = logits_in_runs(f, runs);
+            for (size_t v = 0; v < whole.size(); v++)
+                EXPECT_NEAR(got[v], whole[v], bound) << s.hf_type << ' ' << runs.size();
+        }
+    };
+    EXPECT_EQ(run_local_ranks(layout.world(), {.timeout_s = 20}, body), 0);
+}
+
+// Double agrees up to its rounding. Float has 2^29 times its unit; logits are of the order of 1.
+TEST(Slots, LatentsAreAbsorbed) {
+    Shape scaled = small_mla();
+    scaled.score_scalar = 20;
+    Layout sequence = small_layout(1, 2);
+    sequence.sequence_parallel = true;
+    for (const Shape& s : {small_mla(), small_mla(true), scaled, with_lora(small_mla(), 3)}) {
+        expect_absorbed<double>(s, {}, 1e-12);
+        expect_absorbed<double>(s, small_layout(1, 2), 1e-12);
+        expect_absorbed<double>(s, sequence, 1e-12);
+    }
+    expect_absorbed<float>(small_mla(), {}, 1e-12 * 0x1p29);
 }
 
 // Before each run `stops` is asked, and ends all texts.
