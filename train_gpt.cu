@@ -13,6 +13,7 @@
 #include "llmc/io/upcycle.h"
 #include "llmc/run/auto_plan.h"
 #include "llmc/run/average.h"
+#include "llmc/run/calibrate.h"
 #include "llmc/run/fit.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/limits.h"
@@ -379,7 +380,7 @@ void run_training(Run& run, S where) {
     // Write the samples and the export that the command line asked for.
     leave_texts(run, t);
     bool exported = write_export(run, t);
-    report_end(run, exported);
+    report_end(run, t, exported);
     trainer_free(t);
 }
 
@@ -402,6 +403,7 @@ extern template void run_training<fp16>(Run&, Cpu);
 // which plans before there is a run, no place turns the name into a type.
 template <typename S> void run_rank(Run& run, S where) {
     const std::string& precision = run.config.precision;
+    if (!run.config.calibrate.empty()) return calibrate(run, where);
     if (precision == "bf16") return run_training<bf16>(run, where);
     if (precision == "fp16") return run_training<fp16>(run, where);
     run_training<float>(run, where);
@@ -590,6 +592,9 @@ static bool run_command(Run& run) {
         if (is_first(run)) printf("%s", fit_text(c).c_str());
         return true;
     }
+
+    // Measure this machine: that needs no model.
+    if (wants_calibration(run)) return run_where_wanted(run);
 
     // Gather the flags: those of another trainer's file and of the checkpoint count where the
     // command line says nothing. Then open the tokenizer, whose size may set the vocabulary, and

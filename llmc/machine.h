@@ -4,7 +4,7 @@
 //   others are priors. machine_named() takes a row's name, or a FILE of `name = value` lines that
 //   changes some numbers of a row:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
-//   A share above 1, a rate of 0 and an unknown name are refused.
+//   A share above 1, a rate of 0 and an unknown name are refused. --calibrate writes such a file.
 #pragma once
 #include <fstream>
 #include <string>

@@ -132,7 +132,7 @@ struct Config {
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
-    std::string device = "auto", machine, fit, timeline, profile;
+    std::string device = "auto", machine, calibrate, fit, timeline, profile;
     std::string plan = "none";
     int gpus = 0;
     bool graphs = false, explain = false, help = false, version = false;
@@ -496,7 +496,9 @@ inline const std::vector<Flag>& config_table() {
         {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
         {"machine", &C::machine, "",
          "with --explain: the step's time on a machine, its parts and mfu, by simulation: h100, "
-         "a100-80, rtx4090, ..., or a FILE of `name = value`"},
+         "a100-80, rtx4090, ..., or a FILE of `name = value`; a run prints it beside its own"},
+        {"calibrate", &C::calibrate, "",
+         "FILE: measure this machine for some seconds, and write what --machine FILE reads"},
         {"plan", &C::plan, "none|auto",
          "auto: choose the layout, the micro-batch and recomputation by simulating them on "
          "--machine; --explain prints what it chooses, and why"},

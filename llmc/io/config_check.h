@@ -749,8 +749,6 @@ inline std::string check_machine(const Config& c) {
     if (!wrong.empty()) return wrong;
     // A run itself asks for rates where it weighs moves of activations against recomputation.
     if (!c.explain && c.recompute == "auto" && offloads(c, "activations")) return "";
-    if (!c.explain && c.plan == "none")
-        return "--machine " + c.machine + " says how long a step would take there: give --explain";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 

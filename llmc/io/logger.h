@@ -32,6 +32,7 @@ struct Logger {
     std::string pending;       // lines that a full disk has not taken yet
     int64_t repeated = 0;      // steps that an earlier run logged, and this run repeats
     double seconds_a_step = 0; // smoothed, for the ETA; 0: no step yet
+    std::vector<double> times; // seconds of the first thousand steps, but the very first
 
     // The display; see open_display().
     int64_t every = 0;
@@ -205,6 +206,7 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     double& smooth = log.seconds_a_step;
     smooth = first ? r.seconds : 0.9 * smooth + 0.1 * r.seconds;
     double left = smooth * double(r.steps - r.step); // seconds
+    if (!first && log.times.size() < 1000) log.times.push_back(r.seconds);
 
     // Print for people; the log gets every step's numbers unrounded.
     show_step(log, step_text(r, left), first, r.step, r.steps);

@@ -50,7 +50,8 @@ struct FlipSearch {
 // Limits: of the change, of layouts that more memory would admit.
 constexpr int MOST_THOUSANDTHS = 500;
 constexpr size_t MOST_LARGER = 6;
-// Actions of a simulation of all shown layouts, beyond which only memory is varied.
+// Actions of a simulation of all shown layouts, beyond which only memory is varied; and of one that
+// is too large, beyond which it is left out.
 constexpr double MOST_FLIP_ACTIONS = 5e4;
 
 // The question with one number of its machine changed. Memory also changes the room.
@@ -106,6 +107,7 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     size_t tried = 0;
     for (const Proposal& p : a.larger) {
         if (tried++ == MOST_LARGER || p.estimate.seconds > slowest) break;
+        if (15.0 * p.pp * double(q.shape.L) > MOST_FLIP_ACTIONS) continue; // it takes seconds
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
         place_proposal<T>(q, t, p.estimate.fullest, where);

@@ -3,6 +3,7 @@
 #include "../io/explain.h"
 #include "../io/predict.h"
 #include "../io/mfu.h"
+#include "predicted.h"
 #include "reference_point.h"
 
 namespace llmc {
@@ -152,7 +153,8 @@ bool write_export(Run& run, Trainer<T, S>& t) {
 }
 
 // Print the end of a run: what it did, its best validation loss, and where its files are.
-inline void report_end(Run& run, bool exported) {
+template <typename T, typename S>
+void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
     const Config& c = run.config;
     if (!is_first(run)) return;
     finish_line(run.log);
@@ -165,7 +167,7 @@ inline void report_end(Run& run, bool exported) {
                duration_text(clock_seconds() - run.started).c_str());
         if (std::isfinite(run.best_loss))
             printf(" | best val loss %.4f at step %lld", run.best_loss, (long long)run.best_step);
-        printf("\n");
+        printf("\n%s", compare_prediction(run, t).c_str());
     }
 
     // Context parallelism: with documents apart, one rank's queries may attend to more keys than

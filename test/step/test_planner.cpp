@@ -1,6 +1,9 @@
-// test_planner.cpp - the planner: its closed form, its choice against all layouts, what it prints
+// test_planner.cpp - the planner: closed form, choice against all layouts, what it prints; --fit,
+// --calibrate
 #include "../../llmc/run/auto_plan.h"
+#include "../../llmc/run/calibrate.h"
 #include "../../llmc/run/fit.h"
+#include "../../llmc/run/predicted.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -448,4 +451,86 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_EQ(check_fit(c), "");
     EXPECT_EQ(set_flag(c, "tp", "2"), "");
     EXPECT_HAS(check_fit(c), "--fit chooses flags for one card, --tp among them: leave --tp out");
+}
+
+// ----------------------------------------------------------------------------
+// --calibrate
+
+// A share is fitted in logs: without rows it is the prior; two rows that are off by equal factors
+// up and down cancel; and of n equal rows the share comes as near as their weight says.
+TEST(Calibrate, AShareIsARidgeRegressionTowardsItsPrior) {
+    EXPECT_DOUBLE_EQ(fit_share(0.6, {}), 0.6);
+    EXPECT_NEAR(fit_share(0.5, {{"slow", 4, 1}, {"fast", 1, 1}}), 0.5, 1e-12);
+
+    // One row of a tenth, and a hundred: log share = (w n log 0.1 + p log 0.6) / (w n + p).
+    double w = 1 / (0.15 * 0.15), p = 1 / (0.5 * 0.5);
+    for (int n : {1, 100}) {
+        double expected = (n * w * std::log(0.1) + p * std::log(0.6)) / (n * w + p);
+        std::vector<Measured> rows(size_t(n), {"row", 10, 1});
+        EXPECT_NEAR(fit_share(0.6, rows), std::exp(expected), 1e-12) << n;
+    }
+
+    // No share leaves the range that a machine file may have.
+    EXPECT_EQ(fit_share(0.6, std::vector<Measured>(100, {"row", 1, 10})), 1);
+    EXPECT_EQ(fit_share(0.6, std::vector<Measured>(100, {"row", 1e9, 1})), 0.02);
+}
+
+// A machine file of measurements is read back with the numbers that went in: rates of all threads
+// that share the card, shares by the fit. Nonsense is clamped into the ranges of a file.
+TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
+    Measurements m;
+    EXPECT_EQ(machine_named(&m.machine, "cpu"), "");
+    m.precision = "fp32";
+    m.machine.single_tf = 0.25;
+    m.machine.launch_us = 1e9;
+    m.products = std::vector<Measured>(1000, {"a product", 2, 1});
+    std::string path = put_file(scratch("measured.txt"), machine_text(m, "cpu", 2));
+    Machine back;
+    ASSERT_EQ(machine_named(&back, path), "");
+    EXPECT_NEAR(back.single_tf, 0.5, 1e-6);
+    EXPECT_NEAR(back.gemm, 0.5, 1e-3);
+    EXPECT_NEAR(back.attention, m.machine.attention, 1e-6);
+    EXPECT_EQ(back.launch_us, 1e5);
+    EXPECT_HAS(read_file(path), "a product ");
+}
+
+// Two ranks as threads measure this machine in either precision: every number of the file is finite
+// and positive, and --machine reads it. Other flags, and places where no file can be, are refused.
+TEST(Calibrate, MeasuresThisMachineAndRefusesOtherFlags) {
+    for (std::string precision : {"fp32", "bf16"}) {
+        std::string path = scratch("machine_" + precision + ".txt");
+        std::string ranks = precision == "fp32" ? " --local-ranks 2" : "";
+        Ran ran = shell(program() + " --calibrate " + path + " --precision " + precision + ranks);
+        ASSERT_EQ(ran.status, 0) << ran.text;
+        EXPECT_HAS(ran.text, "written: " + path);
+        Machine back;
+        ASSERT_EQ(machine_named(&back, path), "");
+        for (const MachineField& f : machine_fields()) {
+            EXPECT_TRUE(std::isfinite(back.*f.field)) << f.name;
+            EXPECT_GT(back.*f.field, 0) << f.name;
+        }
+        EXPECT_EQ(back.cards, precision == "fp32" ? 2 : 1);
+    }
+
+    // Refusals come before the measurements.
+    Ran flags = shell(program() + " --calibrate " + scratch("no.txt") + " --tp 2");
+    EXPECT_NE(flags.status, 0);
+    EXPECT_HAS(flags.text, "--calibrate measures the machine, and no run: leave --tp out");
+    EXPECT_HAS(shell(program() + " --calibrate /nowhere/x").text, "cannot be written");
+    EXPECT_HAS(shell(program() + " --calibrate x --precision fp16").text, "give bf16");
+}
+
+// The end of a run compares the median step with the simulator's. Half of the time is -50%.
+TEST(Calibrate, TheErrorIsThatOfThePredictionForTheMedianStep) {
+    EXPECT_EQ(predicted_text("box", 0.1, {9, 0.2, 0.1}),
+              "predicted on box: 100.00 ms a step | measured 200.00 ms, the median of 3 steps | "
+              "error -50.0%\n");
+}
+
+// A real run prints it with --machine, and not without.
+TEST(Calibrate, ARunWithAMachinePrintsIt) {
+    std::string run = program() + " --channels 32 --layers 1 --heads 2 --seq 32 --steps 3"
+                      " --sample-tokens 0 --out ''";
+    EXPECT_HAS(shell(run + " --machine cpu").text, "predicted on cpu: ");
+    EXPECT_FALSE(has(shell(run).text, "predicted on"));
 }

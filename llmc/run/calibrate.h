@@ -1,0 +1,387 @@
+// calibrate.h - --calibrate FILE: measure this machine, fit the numbers of its row, write FILE
+//   1. MEASURE  the trainer's own linear layers, attention and norms, copies, all-reduces among the
+//               ranks that were started, and launches of almost nothing. Every rank measures at the
+//               same time; a measurement is the median of seven runs on the slowest rank.
+//               Shares differ between element types, so they are those of --precision
+//   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
+//               this GPU (machine.h), else the fastest product or copy seen. The share s minimises
+//                 sum_i (log(s x_i)/ROW)^2 + (log(s / prior)/PRIOR)^2,   x_i = t_i / t_i(s = 1)
+//               over measured seconds t_i and those of the cost model: ridge regression in logs.
+//               The prior keeps one odd measurement from making nonsense of a share
+//   3. WRITE    `name = value` lines, with each measurement and the fit's error as comments
+//   Ranks as threads share a card, as machine_here.h divides it: rates are those of all together.
+//   Not measured: links between nodes, copies to the host, disks. They keep the base row's numbers.
+//   Cost: seconds. Noise of other programs goes into the fit, so measure a machine that is idle.
+#pragma once
+#include "../attention.cuh"
+#include "../context.h"
+#include "../cost.h"
+#include "limits.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// fit
+
+// One measurement: its seconds, and those of the cost model if runs reached the whole peak.
+struct Measured {
+    std::string name;
+    double seconds, whole;
+};
+
+// Standard deviations of logs: of a measurement around the model, and of a share around its prior.
+constexpr double ROW_SIGMA = 0.15, PRIOR_SIGMA = 0.5;
+
+// The share that fits measurements best.
+inline double fit_share(double prior, const std::vector<Measured>& rows) {
+    // Weigh each log by the inverse of its variance. Without rows the prior stays.
+    double weight = 1 / (PRIOR_SIGMA * PRIOR_SIGMA);
+    double sum = weight * std::log(prior);
+    for (const Measured& m : rows) {
+        double w = 1 / (ROW_SIGMA * ROW_SIGMA);
+        sum += w * std::log(m.whole / m.seconds);
+        weight += w;
+    }
+    return std::clamp(std::exp(sum / weight), 0.02, 1.0);
+}
+
+// The measurements of one share, and the error of the fit for each, as comments of a machine file.
+inline std::string share_text(double share, const std::vector<Measured>& rows) {
+    std::string text;
+    for (const Measured& m : rows) {
+        char line[120];
+        double fitted = m.whole / share;
+        snprintf(line, sizeof(line), "#   %-44s %10.4f ms, by the fit %+6.1f%%\n", m.name.c_str(),
+                 1e3 * m.seconds, 100 * (fitted / m.seconds - 1));
+        text += line;
+    }
+    return text;
+}
+
+// ----------------------------------------------------------------------------
+// measure
+
+// Zero-filled buffers for one measurement.
+template <typename S> struct Buffers {
+    S where;
+    std::vector<std::pair<void*, size_t>> taken = {};
+
+    template <typename T> T* take(size_t n) {
+        void* p = device_memory(n * sizeof(T), where);
+        LLMC_USER_CHECK(p, "--calibrate: no memory for %zu bytes", n * sizeof(T));
+        taken.push_back({p, n * sizeof(T)});
+        return static_cast<T*>(p);
+    }
+    ~Buffers() {
+        wait_for(where);
+        for (auto [p, bytes] : taken)
+            device_free(p, bytes, where);
+    }
+};
+
+// The seconds of some work: the median of seven runs behind one that warms up, on the slowest rank.
+template <typename S, typename F> double timed(const Run& run, S where, F work) {
+    std::vector<double> runs;
+    work();
+    for (int i = 0; i < 7; i++) {
+        wait_for(where);
+        double start = clock_seconds();
+        work();
+        wait_for(where);
+        runs.push_back(clock_seconds() - start);
+    }
+
+    // The clock may tick more slowly than the work runs.
+    std::sort(runs.begin(), runs.end());
+    double median = std::max(runs[3], 1e-9);
+    all_reduce_max(run.world, &median, 1, Cpu{});
+    return median;
+}
+
+// GPUs need larger sizes to be busy.
+template <typename S> constexpr size_t calibrate_scale(S) {
+    return std::is_same_v<S, Cpu> ? 1 : 4;
+}
+
+// The measurements of this machine, and the row that they change.
+struct Measurements {
+    Machine machine; // the base row, with the numbers that were measured
+    bool known = false; // a GPU of the table: its data sheet counts
+    std::string precision = "";
+    std::vector<Measured> products = {}, attention = {}, memory = {}, link = {};
+};
+
+// Measure linear layers: forward, and both halves of backward. The fastest rate becomes the peak,
+// unless the data sheet's is known.
+template <typename T, typename S>
+void measure_products(Measurements& m, const Run& run, S where) {
+    struct Timed { size_t N, OC, IC; const char* pass; double seconds; };
+    std::vector<Timed> all;
+    for (auto [n, out, in] : {std::array<size_t, 3>{128, 512, 128}, {512, 256, 256},
+                              {256, 768, 512}, {1024, 512, 768}, {512, 2048, 512}}) {
+        // Take the operands of one layer.
+        size_t k = calibrate_scale(where), N = n * k, OC = out * k, IC = in * k;
+        Buffers<S> room = {where};
+        size_t bytes = linear_scratch_bytes<T>(N, OC, IC, where);
+        T* x = room.template take<T>(N * IC);
+        T* y = room.template take<T>(N * OC);
+        Weight w = {room.template take<T>(OC * IC), type_of<T>(), OC, IC};
+        w.grad = room.template take<acc_t<T>>(OC * IC);
+        Blas blas;
+        blas_scratch(blas, room.template take<char>(bytes), bytes);
+
+        // Time its passes.
+        const T* no_residual = nullptr;
+        all.push_back({N, OC, IC, "forward", timed(run, where, [&] {
+                           linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
+                       })});
+        all.push_back({N, OC, IC, "dx", timed(run, where, [&] {
+                           linear_backward_input(x, y, w, N, false, blas, where);
+                       })});
+        all.push_back({N, OC, IC, "dw", timed(run, where, [&] {
+                           linear_backward_weight(w, nullptr, y, x, N, true, blas, where);
+                       })});
+    }
+
+    // The fastest one is the peak. Against it the cost model says how long each may take.
+    double& tera = sizeof(T) == 2 ? m.machine.half_tf : m.machine.single_tf;
+    if (!m.known) tera = 0;
+    for (const Timed& t : all)
+        if (!m.known) tera = std::max(tera, 2e-12 * double(t.N * t.OC * t.IC) / t.seconds);
+    CostModel cost = {m.machine, sizeof(T)};
+    cost.machine.gemm = 1;
+    m.products.clear();
+    for (const Timed& t : all) {
+        double whole = product_seconds(cost, double(t.N), double(t.OC), double(t.IC));
+        m.products.push_back({concat("linear ", type_name(type_of<T>()), " ", t.N, " x ", t.IC,
+                                     " -> ", t.OC, " ", t.pass), t.seconds, whole});
+    }
+}
+
+// Measure causal attention, forward and backward.
+template <typename T, typename S>
+void measure_attention(Measurements& m, const Run& run, S where) {
+    for (size_t tokens : {256, 1024}) {
+        // Take q, k, v and their gradients, dense.
+        size_t B = 2048 / tokens, NH = 4 * calibrate_scale(where), HS = 64;
+        size_t n = B * tokens * NH * HS;
+        Buffers<S> room = {where};
+        T* x[8];
+        for (T*& p : x)
+            p = room.template take<T>(n);
+        acc_t<T>* lse = room.template take<acc_t<T>>(B * NH * tokens);
+        int* positions = room.template take<int>(B * tokens);
+        int* starts = room.template take<int>(B * tokens);
+        std::vector<int> order(B * tokens);
+        for (size_t i = 0; i < order.size(); i++)
+            order[i] = int(i % tokens);
+        copy_in(positions, order.data(), order.size() * sizeof(int), where);
+
+        // Describe the call.
+        AttentionOperands<T> o = {x[0], x[1], x[2], x[3], positions, positions, starts};
+        o.d.B = B;
+        o.d.Tq = o.d.Tk = tokens;
+        o.d.NH = o.d.NKV = NH;
+        o.d.HS = HS;
+        o.d.q_stride = o.d.k_stride = NH * HS;
+        Blas blas;
+        size_t bytes = attention_scratch_bytes<T>(completed(o.d), threads_here(where), where);
+        blas_scratch(blas, room.template take<char>(bytes), bytes);
+
+        // Time both passes. A query sees half of the keys on average; backward has 2.5 times the
+        // products of forward (cost.h).
+        double flops = 4 * double(n) * double(tokens) / 2;
+        double whole = flops / m.machine.peak(sizeof(T));
+        std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
+        double forward = timed(run, where,
+                               [&] { attention_forward(x[4], lse, o, blas, where); });
+        double backward = timed(run, where, [&] {
+            attention_backward(x[5], x[6], x[7], x[4], lse, o, blas, where);
+        });
+        m.attention.push_back({name + " forward", forward, whole});
+        m.attention.push_back({name + " backward", backward, 2.5 * whole});
+    }
+}
+
+// Measure the rate of memory: copies of more than a cache holds.
+template <typename S> void measure_copies(Measurements& m, const Run& run, S where) {
+    for (size_t mib : {16, 64}) {
+        Buffers<S> room = {where};
+        size_t bytes = (mib << 20) * calibrate_scale(where);
+        char* from = room.template take<char>(bytes);
+        char* to = room.template take<char>(bytes);
+        device_zero(from, bytes, where); // pages that were never written share one
+        double seconds = timed(run, where, [&] { copy_bytes(to, from, bytes, where); });
+        double rate = 2e-12 * double(bytes) / seconds; // a byte read, a byte written
+        if (!m.known) m.machine.memory_tb = std::max(m.machine.memory_tb, rate);
+    }
+}
+
+// Measure what waits for memory: a norm and an activation function.
+template <typename T, typename S>
+void measure_memory(Measurements& m, const Run& run, S where) {
+    // Both read a number and write one.
+    for (size_t C : {256, 1024}) {
+        size_t N = 2048 * calibrate_scale(where);
+        Buffers<S> room = {where};
+        T* x = room.template take<T>(N * C);
+        T* y = room.template take<T>(N * C);
+        T* weight = room.template take<T>(2 * C);
+        acc_t<T>* sums = room.template take<acc_t<T>>(2 * N);
+        double whole = 2 * double(N * C * sizeof(T)) / (m.machine.memory_tb * 1e12);
+        std::string of = concat(" ", type_name(type_of<T>()), " ", N, " x ", C);
+        m.memory.push_back({"norm" + of, timed(run, where, [&] {
+                                layernorm_forward(y, sums, sums + N, x, weight, weight + C, N, C,
+                                                  1e-5f, where);
+                            }), whole});
+        m.memory.push_back({"gelu" + of, timed(run, where, [&] {
+                                gelu_forward(y, x, N * C, where);
+                            }), whole});
+    }
+}
+
+// Measure all-reduces among the ranks: a short one is all latency, the fastest long one the link.
+template <typename S> void measure_links(Measurements& m, const Run& run, S where) {
+    Machine& machine = m.machine;
+    double n = run.world.size;
+    if (n == 1) return;
+    Buffers<S> room = {where};
+    float* x = room.template take<float>(size_t(4) << 20);
+    auto seconds = [&](size_t count) {
+        return timed(run, where, [&] { all_reduce_sum(run.world, x, count, where); });
+    };
+    double latency = seconds(16);
+    machine.latency_us = 1e6 * latency;
+
+    // Count what each rank sends, as cost.h does.
+    machine.link_gb = 0;
+    for (size_t count : {size_t(1) << 18, size_t(1) << 20, size_t(4) << 20}) {
+        double sent = 2 * (n - 1) / n * double(count) * sizeof(float);
+        double time = std::max(seconds(count) - latency, 1e-9);
+        machine.link_gb = std::max(machine.link_gb, sent / time / 1e9);
+        m.link.push_back({concat("all-reduce of ", count * sizeof(float) >> 10, " KiB"), time,
+                          sent});
+    }
+    for (Measured& row : m.link)
+        row.whole /= machine.link_gb * 1e9; // bytes become seconds
+}
+
+// Launches of a block's forward pass.
+constexpr int LAUNCHES_OF_BLOCK = 12;
+
+// Measure what a launch takes: a function of a few numbers.
+template <typename S> void measure_launches(Measurements& m, const Run& run, S where) {
+    Buffers<S> room = {where};
+    float* x = room.template take<float>(64);
+    constexpr int MANY = 200;
+    double seconds = timed(run, where, [&] {
+        for (int i = 0; i < MANY; i++)
+            gelu_forward(x, x, 64, where);
+    });
+    m.machine.launch_us = 1e6 * seconds / MANY * LAUNCHES_OF_BLOCK;
+}
+
+// ----------------------------------------------------------------------------
+// write
+
+// The machine file of some measurements. sharers: ranks that share a card.
+inline std::string machine_text(const Measurements& m, const std::string& base, int sharers) {
+    // Fit the shares.
+    Machine fit = m.machine;
+    fit.gemm = fit_share(fit.gemm, m.products);
+    fit.attention = fit_share(fit.attention, m.attention);
+    fit.memory = fit_share(fit.memory, m.memory);
+    if (!m.link.empty()) fit.link = fit_share(fit.link, m.link);
+    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
+        fit.*rate *= m.known ? 1 : sharers;
+
+    // Write the numbers, within the ranges that a machine file may have.
+    std::string text = concat("# measured by --calibrate in ", m.precision,
+                              "; --machine reads it\nbase = ", base, "\n");
+    for (const MachineField& f : machine_fields()) {
+        char line[64];
+        double v = std::clamp(fit.*f.field, f.least, f.most);
+        snprintf(line, sizeof(line), "%s = %.6g\n", f.name, v);
+        text += line;
+    }
+
+    // Write the measurements, so that a reader sees what the shares stand on.
+    text += "# products\n" + share_text(fit.gemm, m.products);
+    text += "# attention\n" + share_text(fit.attention, m.attention);
+    text += "# norms and activation functions\n" + share_text(fit.memory, m.memory);
+    if (!m.link.empty())
+        text += "# all-reduces, without their latency\n" + share_text(fit.link, m.link);
+    return text;
+}
+
+// Measure this machine and write --calibrate's file, on every rank that was started.
+template <typename T, typename S> void calibrate_in(Run& run, S where) {
+    // Links between machines would look like links inside one.
+    const Config& c = run.config;
+    if (ranks_here(run, Cpu{}) != run.world.size)
+        or_die("--calibrate measures one machine, and these ranks are on several: start them on "
+               "one, and write nic_gb into the file");
+
+    // Start from this GPU's row, or from the CPU's, of which nothing but guesses would remain.
+    Measurements m;
+    const Machine* row = nullptr;
+    if constexpr (!std::is_same_v<S, Cpu>) row = machine_of_device(device_name(where));
+    m.known = row != nullptr;
+    m.precision = c.precision;
+    std::string base = row ? row->name : "cpu";
+    or_die(machine_named(&m.machine, base));
+    m.machine.cards = run.world.size;
+    if (!m.known) {
+        // A CPU's products have no tiles that wait for each other.
+        m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(run, where);
+        m.machine.memory_gb *= c.local_ranks;
+        m.machine.memory_tb = 0;
+        m.machine.sms = 1;
+    }
+
+    // Measure. Copies and products come first: they are the peaks of what follows. The last
+    // products are those of T, whose share is fitted.
+    measure_copies(m, run, where);
+    measure_products<bf16>(m, run, where);
+    measure_products<float>(m, run, where);
+    if (sizeof(T) == 2) measure_products<T>(m, run, where);
+    measure_attention<T>(m, run, where);
+    measure_memory<T>(m, run, where);
+    measure_links(m, run, where);
+    measure_launches(m, run, where);
+
+    // Write the file, and read it back: what --machine would refuse must not be left behind.
+    if (!is_first(run)) return;
+    std::string text = machine_text(m, base, c.local_ranks);
+    or_die(write_text_file(c.calibrate, text));
+    Machine back;
+    or_die(machine_named(&back, c.calibrate));
+    printf("%swritten: %s; --machine %s reads it\n", text.c_str(), c.calibrate.c_str(),
+           c.calibrate.c_str());
+}
+
+// The same in the element type of --precision.
+template <typename S> void calibrate(Run& run, S where) {
+    if (run.config.precision == "bf16") return calibrate_in<bf16>(run, where);
+    calibrate_in<float>(run, where);
+}
+
+// Whether the command line asks for a calibration. If so, check its flags, and make them those of
+// as many ranks as were started.
+inline bool wants_calibration(Run& run) {
+    Config& c = run.config;
+    if (c.calibrate.empty()) return false;
+    for (const Flag& f : config_table()) {
+        static const std::set<std::string> allowed = {"calibrate", "device", "local-ranks",
+                                                      "precision", "watchdog", "fixed-order"};
+        LLMC_USER_CHECK(!*f.name || !given(c, f.name) || allowed.count(f.name),
+                        "--calibrate measures the machine, and no run: leave --%s out", f.name);
+    }
+    LLMC_USER_CHECK(c.precision != "fp16",
+                    "--calibrate measures --precision fp32 or bf16: give bf16, which is as fast");
+    or_die(try_file("calibrate", c.calibrate));
+    c.dp = std::max(run.world.size, c.local_ranks);
+    return true;
+}
+
+} // namespace llmc
