@@ -17,6 +17,7 @@
 //   not heads (latent_cache.h).
 //   Cost: the first branch takes 2 N FLOPs for each element of its matrices, and attention's.
 #pragma once
+#include "action.h"
 #include "latent_cache.h"
 #include "latent_heads.cuh"
 #include "mixtral.h"

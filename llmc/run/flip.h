@@ -63,19 +63,22 @@ inline PlanQuestion changed_question(const PlanQuestion& q, const Knob& knob, in
     return other;
 }
 
-// Whether a machine may have this number: a share above 1 is none.
-inline bool is_in_range(const Machine& machine, MachineNumber number) {
-    for (const MachineField& f : machine_fields())
-        if (f.field == number)
-            return machine.*number >= f.least && machine.*number <= f.most;
-    return false;
+// The largest change, in thousandths up to `most`, after which a machine may still have the number:
+// a share above 1 is none.
+inline int within_range(const Machine& machine, MachineNumber number, int sign, int most) {
+    for (const MachineField& f : machine_fields()) {
+        if (f.field != number) continue;
+        double edge = sign > 0 ? f.most : f.least;
+        double reach = 1000 * std::fabs(edge / (machine.*number) - 1);
+        return std::min(most, int(std::min(reach, 1e6)));
+    }
+    return 0;
 }
 
 // Whether the planner takes another layout if one number changes. winner: receives it.
 template <typename T>
 bool flips_at(const FlipSearch& s, const Knob& knob, int thousandths, Proposal* winner) {
     PlanQuestion q = changed_question(s.q, knob, thousandths);
-    if (!is_in_range(q.machine, knob.field)) return false;
     std::vector<Trial> trials;
 
     // Other memory: the same times, other layouts. Other rates: the same layouts, other times.
@@ -137,21 +140,22 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
         for (int sign : {1, -1}) {
             if (flip.memory_alone && knob.field != &Machine::memory_gb) break;
             Proposal winner;
-            if (most == 0 || !flips_at<T>(s, knob, sign * most, &winner)) continue;
+            int change = within_range(q.machine, knob.field, sign, most);
+            if (change == 0 || !flips_at<T>(s, knob, sign * change, &winner)) continue;
 
             // Halve the interval between a change that does not flip and one that does.
             int low = 0;
-            while (most - low > 1) {
-                int middle = (low + most) / 2;
+            while (change - low > 1) {
+                int middle = (low + change) / 2;
                 Proposal other;
                 bool flips = flips_at<T>(s, knob, sign * middle, &other);
                 if (flips) winner = other;
-                (flips ? most : low) = middle;
+                (flips ? change : low) = middle;
             }
             flip.knob = &knob;
-            flip.thousandths = sign * most;
+            flip.thousandths = sign * change;
             flip.winner = winner;
-            most--;
+            most = change - 1;
         }
     return flip;
 }

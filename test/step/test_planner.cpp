@@ -173,6 +173,16 @@ TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
     EXPECT_GE(seen.size(), 2u);
 }
 
+// A change stays within the range that a machine file may have, and within the asked one.
+TEST(Planner, AChangedNumberStaysANumberOfAMachine) {
+    Machine m;
+    m.gemm = 0.8, m.nic_gb = 25;
+    EXPECT_EQ(within_range(m, &Machine::gemm, 1, 500), 250); // 0.8 to 1
+    EXPECT_EQ(within_range(m, &Machine::gemm, 1, 100), 100);
+    EXPECT_EQ(within_range(m, &Machine::gemm, -1, 500), 500);
+    EXPECT_EQ(within_range(m, &Machine::nic_gb, 1, 500), 500);
+}
+
 // The closed form leaves out how actions wait for each other. Over layouts of all kinds its mean
 // error is below 10% of the simulated time, and below 8% of the arena's bytes.
 TEST(Planner, ClosedFormIsNearTheSimulatorAndTheArena) {
