@@ -2,8 +2,9 @@
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
 //            are stored [in, out] (Conv1D) and are transposed on the way. Phi-3 stores q, k, v as
-//            one tensor, and gate and up as another. Matrices may be stored as bitsandbytes' codes
-//            (prequantised.h). One rank reads each file, and sends what others need (hf_files.h).
+//            one tensor, and gate and up as another. Matrices may be codes of bitsandbytes
+//            (prequantised.h), GPTQ or AWQ (gptq.h). One rank reads each file, and sends others
+//            what they need (hf_files.h).
 //   Writing  the same formats, from the float masters, without the vocabulary's padding. The folder
 //            is written under another name and renamed when it is whole. An export loads again to
 //            the same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -14,6 +15,7 @@
 #include <filesystem>
 #include "../trainer.h"
 #include "checkpoint.h"
+#include "gptq.h"
 #include "hf_config.h"
 #include "hf_files.h"
 #include "json.h"
@@ -154,7 +156,7 @@ inline bool hf_predicts(const Shape& s, const std::string& name) {
 // Set a weight from quantised codes in a file: keep the codes, or expand them to values.
 template <typename T, typename S>
 std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
-                             const SafeTensor& tensor) {
+                             const SafeTensor& tensor, const PackedFormat& format) {
     // Refuse a part of a matrix, or another order of rows: the codes' blocks would not fit.
     bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 && !by_heads(p);
     if (!whole || p.shape.size() != 2)
@@ -166,12 +168,30 @@ std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTen
     std::vector<float> values;
     bool narrow = is_narrow(t.plans[0].stored, t.model, p);
     Stored wanted = narrow ? t.plans[0].stored : Stored::WIDE;
-    std::string wrong = read_prequantised(find, tensor, p, wanted, &m, &values);
+    bool packed = is_packed(tensor);
+    std::string wrong = packed ? read_packed(find, tensor, p, format, wanted, &m, &values)
+                               : read_prequantised(find, tensor, p, wanted, &m, &values);
+    if (!wrong.empty()) return wrong;
+
+    // A packed matrix may have a bias of zeros, of which the model knows nothing.
+    std::string bias = packed_part(p.name, "bias");
+    bool has_bias = std::any_of(t.model.parameters.begin(), t.model.parameters.end(),
+                                [&](const Parameter& other) { return other.name == bias; });
+    if (packed && !has_bias)
+        wrong = check_packed_bias(find, tensor);
     if (!wrong.empty()) return wrong;
 
     // No padding is needed here: matrices of blocks have none.
     values.empty() ? set_stored(t, p, m) : set_file_weight(t, p, values);
     return "";
+}
+
+// Find the codes of a matrix, or return null if it is stored as floats, or is missing.
+inline const SafeTensor* hf_find_codes(const HfFiles& h, const std::string& name) {
+    // bitsandbytes' codes have the matrix's own name.
+    const SafeTensor* tensor = hf_find(h, name);
+    if (tensor) return is_prequantised(*tensor) ? tensor : nullptr;
+    return name.ends_with(".weight") ? hf_find(h, packed_part(name, "qweight")) : nullptr;
 }
 
 // Check that every parameter has its tensors, and mark these as used. *codes: whether some are
@@ -182,8 +202,7 @@ std::string hf_check_parameters(const Trainer<T, S>& t, const HfFiles& h, const 
                                 std::set<std::string>* used, bool* codes) {
     for (const Parameter& p : parameters) {
         if (is_adapter(t.model, p)) continue; // they have a folder of their own
-        const SafeTensor* first = hf_find(h, hf_place(t.model.shape, p).tensor);
-        bool quantised = first && is_prequantised(*first);
+        bool quantised = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
         *codes |= quantised;
 
         // In a file each matrix of a stack has its own tensor.
@@ -247,6 +266,7 @@ void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
 // stage does not need them: their contents may be refused, and all ranks must see the same error.
 template <typename T, typename S>
 std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
+                          const SafeTensor& codes, const PackedFormat& format,
                           std::set<std::string>* used) {
     struct Brought {
         std::vector<unsigned char> bytes = {};
@@ -262,7 +282,7 @@ std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
         if (is_new) b.tensor = bring_tensor(h, *tensor, &b.bytes);
         return &b.tensor;
     };
-    return set_prequantised(t, p, find, *find(hf_place(t.model.shape, p).tensor));
+    return set_prequantised(t, p, find, *find(codes.name), format);
 }
 
 // Load parameters from a folder; tensors of others in it are an error. Each byte is read by one
@@ -279,8 +299,13 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     bool codes = false;
     size_t further = 0;
     std::string wrong = hf_open_files(&h, folder);
-    if (wrong.empty())
-        wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
+    if (!wrong.empty()) return wrong;
+    wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
+
+    // A format that is not read explains missing tensors and foreign codes.
+    PackedFormat format = find_packed_format(t.comms.world, folder);
+    bool foreign = (codes || !wrong.empty()) && !format.refusal.empty();
+    if (foreign) wrong = folder + ": " + format.refusal;
     if (wrong.empty() && !codes)
         wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
     if (wrong.empty() && codes && change)
@@ -291,12 +316,12 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     for (const Parameter& p : parameters) {
         if (!wrong.empty()) return wrong;
         if (is_adapter(t.model, p)) continue;
-        const SafeTensor* tensor = hf_find(h, hf_place(t.model.shape, p).tensor);
-        if (!is_prequantised(*tensor)) {
+        const SafeTensor* tensor = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
+        if (!tensor) {
             hf_load_parameter(t, h, p, change);
             continue;
         }
-        wrong = hf_load_codes(t, h, p, &used);
+        wrong = hf_load_codes(t, h, p, *tensor, format, &used);
         if (!wrong.empty()) wrong = folder + ": " + wrong;
     }
 
