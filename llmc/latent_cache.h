@@ -19,7 +19,8 @@ inline size_t absorbed_elements(const Shape& s, size_t rows, size_t r) {
     return rows * s.NH * (2 * s.kv_latent + s.rotary + r);
 }
 
-// Whether queries look at tokens of earlier runs. A run's own tokens begin at position 0 otherwise.
+// Whether queries look at tokens of earlier runs. If not, each sequence begins in this run, and
+// its own rows are all that it sees.
 template <typename S>
 bool reads_cache(const Ctx<S>& ctx, const void* cache) {
     return cache && ctx.batch.seen > ctx.batch.T;

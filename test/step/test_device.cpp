@@ -6,6 +6,7 @@
 #include "../../llmc/io/likelihood.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/parameters.h"
+#include "../../llmc/presets.h"
 
 using namespace llmc;
 
@@ -20,6 +21,12 @@ static Shape tiny_alibi() {
     Shape s = tiny_llama();
     s.position = Position::ALIBI, s.tied = true;
     return s;
+}
+
+// Latent attention: generation decodes from a cache of latents.
+static Shape tiny_mla() {
+    Shape s = llama_shape(2, 4, 4, 32, 0, 53, 64, 10000);
+    return deepseek_shape("deepseek_v2", s, {12, 10, 8, 4, 6}, 20);
 }
 
 static Shape tiny_moe() {
@@ -444,7 +451,7 @@ template <typename S> std::vector<int> greedy(const Shape& shape) {
 
 // Greedy generation picks the same tokens as the CPU.
 TEST(Device, GreedyTokensAreTheCpus) {
-    for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi()}) {
+    for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi(), tiny_mla()}) {
         std::vector<int> ids = greedy<cudaStream_t>(s);
         EXPECT_EQ(ids.size(), 30u);
         EXPECT_EQ(ids, greedy<Cpu>(s));
