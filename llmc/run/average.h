@@ -58,6 +58,14 @@ inline std::vector<AveragedModel> averaged_models(const Config& c) {
                     "--average %s: names %zu model, and a mean wants two: add a folder, or keep "
                     "more checkpoints with --keep",
                     c.average.c_str(), models.size());
+
+    // A model named twice would count twice, and a run stands for all of its checkpoints.
+    std::set<std::filesystem::path> seen;
+    for (const AveragedModel& model : models) {
+        bool first = seen.insert(std::filesystem::weakly_canonical(model.folder())).second;
+        LLMC_USER_CHECK(first, "--average %s: %s is named twice: name each model once",
+                        c.average.c_str(), model.folder().c_str());
+    }
     return models;
 }
 

@@ -234,7 +234,7 @@ TEST_F(Averages, MeansOfModelsAreThoseOfTheirFiles) {
     std::vector<float> got = mean.floats("transformer.ln_f.bias");
     for (size_t i = 0; i < sum.size(); i++) EXPECT_EQ(got.at(i), float(sum[i] / 3));
 
-    // A run stands for its checkpoints, ranks change no bit, and a folder joins as often as named.
+    // A run stands for its checkpoints, ranks change no bit, and equal models are their own mean.
     r = start("--steps 0 --sample-tokens 0 --local-ranks 2 --tp 2 --average " + path("out/") +
               " --export " + path("ranks"));
     ASSERT_EQ(r.status, 0) << r.text;
@@ -262,6 +262,7 @@ TEST_F(Averages, ModelsThatDifferAreRefusedByName) {
     refused(none + "--average " + path("out/step_00000001") + "," + b, b + " is of another model");
     refused(none + "--average " + b + "," + path("out/step_00000001"), "is of another model");
     refused(none + "--average " + a, "names 1 model");
+    refused(none + "--average " + a + "," + a + "/", "is named twice: name each model once");
     refused(none + "--average " + a + "," + path("nowhere"), "is neither a Hugging Face folder");
     refused("--steps 3 --average " + a + "," + a, "trains nothing");
     refused(none + "--model " + a + " --average " + a + "," + a, "leave --model out");
