@@ -275,7 +275,7 @@ template <typename T> void latent_heads_kernels(Check& c) {
 struct DecodeCase {
     LatentHeads heads;
     size_t DC, B = 2, Tq, Tk, capacity = Tk + 2;
-    std::vector<double> w, q, cache; // (NH kv,DC) (B,Tq,NH,HS) (B,capacity,DC+DR)
+    std::vector<double> w = {}, q = {}, cache = {}; // (NH kv,DC) (B,Tq,NH,HS) (B,capacity,DC+DR)
     std::vector<int> q_positions = {}, k_positions = {}, doc_start = {};
     size_t width() const { return DC + heads.rotary; }
     size_t rows() const { return B * Tq * heads.NH; }

@@ -164,7 +164,9 @@ TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
             int less = k > 0 ? k - 1 : k + 1;
             std::string after = choice_of(question_with(q, *flip.knob, k));
             EXPECT_NE(after, chosen);
-            if (flip.winner.dp) EXPECT_EQ(after, proposal_text(flip.winner));
+            if (flip.winner.dp) {
+                EXPECT_EQ(after, proposal_text(flip.winner));
+            }
             for (const Knob& knob : knobs())
                 for (int change : {std::abs(less), -std::abs(less)})
                     EXPECT_EQ(choice_of(question_with(q, knob, change)), chosen)
