@@ -599,6 +599,7 @@ static bool run_command(Run& run) {
     // Gather the flags: those of another trainer's file and of the checkpoint count where the
     // command line says nothing. Then open the tokenizer, whose size may set the vocabulary, and
     // choose the model's shape.
+    reserve_output(run);
     take_ds_config(run);
     adopt_checkpoint(run);
     choose_average(run);

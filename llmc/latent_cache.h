@@ -5,7 +5,8 @@
 //   2. Tokens behind others attend to the cache: q absorbs W_k, the output W_v (latent_decode.cuh).
 //      The same sums in another order: logits agree up to rounding. Products with kv_b are in
 //      its own type then, under fp8 too.
-//   An adapter of kv_b is absorbed as a second matrix: W + s B A is never made.
+//   Adapters of kv_b, one or one of each sequence, are absorbed as second matrices: W + s B A is
+//   never made.
 //   Cost: DC + DR elements a token and layer: 576 in DeepSeek-V3, whose heads would have 128 x 320.
 //         Scratch has 2 DC + DR + r elements for each head of the rows that one run reads.
 #pragma once
@@ -62,32 +63,50 @@ template <typename T> struct AbsorbedRooms {
     T* room; // (N,NH,r) between an adapter's two products
 };
 
-// One step of absorption: the product with a head's matrix, then with its adapter s B A.
+// One product of some rows with a head's matrix: to latents for queries, from them for outputs.
 template <typename T, typename S>
-void absorb(Ctx<S>& ctx, bool query, T* out, const T* x, HeadMatrix<T> base,
-            const Lora* lora, T* room) {
-    // Turn the three products one way: to latents for queries, from them for outputs.
-    size_t N = ctx.batch.rows();
-    auto multiply = [&](T* to, const T* from, const HeadMatrix<T>& m, size_t rows) {
-        query ? heads_to_latents(to, from, m, rows, ctx.where)
-              : latents_to_heads(to, from, m, rows, ctx.where);
-    };
-    multiply(out, x, base, N);
-    if (!lora) return;
+void absorb_rows(bool query, T* out, const T* x, const HeadMatrix<T>& m, size_t rows, S where) {
+    query ? heads_to_latents(out, x, m, rows, where) : latents_to_heads(out, x, m, rows, where);
+}
 
+// Add to n rows what an adapter s B A of the matrix says.
+template <typename T, typename S>
+void absorb_adapter(bool query, T* out, const T* x, const HeadMatrix<T>& base, const Lora& lora,
+                    T* room, size_t n, S where) {
     // B has a head's rows as the base has them. A is one matrix for all heads.
-    size_t r = lora->rank;
-    size_t heads = N * base.NH;
+    size_t r = lora.rank;
+    size_t heads = n * base.NH;
     HeadMatrix<T> b = base;
-    b.w = static_cast<const T*>(lora->b);
+    b.w = static_cast<const T*>(lora.b);
     b.K = b.wide = r;
-    HeadMatrix<T> a = {static_cast<const T*>(lora->a), 1, r, 0, r, base.K, r, base.wide};
+    HeadMatrix<T> a = {static_cast<const T*>(lora.a), 1, r, 0, r, base.K, r, base.wide};
     (query ? a : b).accumulate = true;
 
     // Go through the r channels between them.
-    query ? multiply(room, x, b, N) : multiply(room, x, a, heads);
-    lora_scale(room, heads * r, lora->scale, ctx.where);
-    query ? multiply(out, room, a, heads) : multiply(out, room, b, N);
+    query ? absorb_rows(query, room, x, b, n, where) : absorb_rows(query, room, x, a, heads, where);
+    lora_scale(room, heads * r, lora.scale, where);
+    query ? absorb_rows(query, out, room, a, heads, where)
+          : absorb_rows(query, out, room, b, n, where);
+}
+
+// One step of absorption: all rows by kv_b's matrix, then each run of rows by its adapter.
+template <typename T, typename S>
+void absorb(Ctx<S>& ctx, bool query, T* out, const T* x, const HeadMatrix<T>& base,
+            const Weight& kv_b, T* room) {
+    size_t N = ctx.batch.rows();
+    absorb_rows(query, out, x, base, N, ctx.where);
+    if (!kv_b.lora) return;
+
+    // Elements of a row on either side.
+    size_t narrow = base.NH * base.narrow, wide = base.NH * base.wide;
+    size_t out_row = query ? wide : narrow, x_row = query ? narrow : wide;
+    const LoraRuns all = {{0, N, 0}};
+    for (const LoraRows& run : kv_b.runs ? *kv_b.runs : all) {
+        const Lora& lora = kv_b.lora[run.adapter];
+        if (!lora.rank) continue;
+        absorb_adapter(query, out + run.first * out_row, x + run.first * x_row, base, lora, room,
+                       run.rows, ctx.where);
+    }
 }
 
 // attention = the heads' outputs over the cache. q is rotated in place.
@@ -109,7 +128,7 @@ void absorbed_attention(Ctx<S>& ctx,
     const T* w = values_of<T>(kv_b, ctx.blas, ctx.where); // (NH,plain+HS_v,DC)
     size_t kv = plain + s.HS_v;
     HeadMatrix<T> keys = {w, s.NH, kv, 0, plain, DC, s.HS, width};
-    absorb(ctx, true, rooms.q, q, keys, kv_b.lora, rooms.room);
+    absorb(ctx, true, rooms.q, q, keys, kv_b, rooms.room);
     size_t rope = s.rotary * sizeof(T);
     copy_rows(rooms.q + DC, width * sizeof(T), q + plain, s.HS * sizeof(T), rope, heads, ctx.where);
 
@@ -126,7 +145,7 @@ void absorbed_attention(Ctx<S>& ctx,
 
     // Absorb W_v into the output.
     HeadMatrix<T> values = {w, s.NH, kv, plain, s.HS_v, DC, s.HS_v, DC};
-    absorb(ctx, false, attention, rooms.mean, values, kv_b.lora, rooms.room);
+    absorb(ctx, false, attention, rooms.mean, values, kv_b, rooms.room);
 }
 
 } // namespace llmc

@@ -7,7 +7,8 @@
 //   arguments. No shell reads them, so quotes and pipes mean nothing: put those in a script.
 //   What the model wrote goes to standard input alone, and is never a part of a command.
 //   The program leads a process group of its own. If it takes longer than --reward-seconds, or
-//   prints more than it should, the whole group is killed.
+//   prints more than it should, the whole group is killed. A run that is itself killed leaves it
+//   to end by itself.
 //   Every function that returns a text returns "" or what is wrong.
 //   Cost: a process a rollout, and the answers once more in memory.
 #pragma once
@@ -67,7 +68,7 @@ inline std::string start_program(const std::string& command, const std::string& 
         arguments.push_back(word.data());
     arguments.push_back(nullptr);
 
-    // Open both ends. None but its own two reaches the program.
+    // Open both ends. The program gets its own two, standard error, and no other file of this run.
     int file = memory_file(input), ends[2];
     if (file < 0) return "finds no memory for the answers";
     if (pipe2(ends, O_CLOEXEC) != 0) {
@@ -81,6 +82,9 @@ inline std::string start_program(const std::string& command, const std::string& 
     posix_spawn_file_actions_init(&files);
     posix_spawn_file_actions_adddup2(&files, file, STDIN_FILENO);
     posix_spawn_file_actions_adddup2(&files, ends[1], STDOUT_FILENO);
+#if __GLIBC_PREREQ(2, 34) // before that, files without O_CLOEXEC reach it
+    posix_spawn_file_actions_addclosefrom_np(&files, STDERR_FILENO + 1);
+#endif
     posix_spawnattr_init(&how);
     posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
     posix_spawnattr_setpgroup(&how, 0);
@@ -119,10 +123,16 @@ inline std::string read_output(int out, double until, size_t most, std::string* 
 // Wait for a program's end up to a moment. Returns "late", or how it ended if not well.
 inline std::string end_of_program(pid_t pid, double until) {
     int status = 0;
-    while (waitpid(pid, &status, WNOHANG) == 0) {
+    pid_t ended;
+    while ((ended = waitpid(pid, &status, WNOHANG)) == 0) {
         if (clock_seconds() > until) return "late";
         usleep(1000);
     }
+
+    // Where this run's parent had it ignore SIGCHLD, no program leaves a status.
+    if (ended < 0)
+        return concat("ended, and nobody knows how (", strerror(errno), "): start the run where "
+                      "SIGCHLD is not ignored");
     if (WIFSIGNALED(status))
         return concat("was ended by signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)),
                       "): what it said is above");
@@ -154,6 +164,9 @@ inline std::string run_program(const std::string& command, const std::string& in
 // ----------------------------------------------------------------------------
 // its answers
 
+// The largest reward: sums of squares of a group's rewards stay finite in float.
+constexpr double MOST_REWARD = 1e15;
+
 // The number of a line that a program printed, or NaN.
 inline double reward_of_line(const std::string& line) {
     if (line.size() > 100000 || json_depth(line) > 10) return NAN;
@@ -162,7 +175,7 @@ inline double reward_of_line(const std::string& line) {
         j = j.value("reward", nlohmann::json());
     if (!j.is_number()) return NAN;
     double reward = j.get<double>();
-    return std::isfinite(reward) ? reward : NAN;
+    return std::fabs(reward) <= MOST_REWARD ? reward : NAN;
 }
 
 // The rewards that a program printed, as many as there are answers.
@@ -173,7 +186,7 @@ inline std::string read_rewards(const std::string& output, size_t answers,
         double reward = reward_of_line(line);
         if (std::isnan(reward))
             return concat("printed ", in_quotes(line.substr(0, 60)), " in line ",
-                          rewards->size() + 1, ": print a finite number, or {\"reward\": number}");
+                          rewards->size() + 1, ": print a number of at most 1e15, or {\"reward\": number}");
         rewards->push_back(reward);
     }
     if (rewards->size() == answers) return "";

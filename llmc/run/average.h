@@ -73,7 +73,8 @@ inline std::vector<AveragedModel> averaged_models(const Config& c) {
 inline std::string check_average(const Config& c) {
     const std::string flag = "--average " + c.average;
     for (const char* name :
-         {"model", "resume", "scratch", "upcycle", "add-tokens", "adapter", "lora", "weights"})
+         {"model", "resume", "scratch", "upcycle", "add-tokens", "adapter", "adapters", "lora",
+          "weights"})
         if (given(c, name))
             return concat(flag, " takes the model from its folders: leave --", name, " out");
 
@@ -86,6 +87,19 @@ inline std::string check_average(const Config& c) {
     return "";
 }
 
+// Refuse a checkpoint of adapters: the products of adapters' means are not the mean of their
+// products.
+inline std::string check_whole_model(const std::string& checkpoint) {
+    nlohmann::json manifest;
+    std::string wrong = read_manifest(checkpoint, &manifest);
+    if (!wrong.empty() || !manifest.contains("config")) return wrong;
+    Config of_run;
+    adopt_flags(of_run, manifest["config"]);
+    if (!has_adapters(of_run)) return "";
+    return concat("--average: ", checkpoint, " has adapters alone, whose mean is no mean of "
+                  "models: --merge and --export each, and average the folders");
+}
+
 // Let the first model of --average choose the flags that describe a model.
 inline void choose_average(Run& run) {
     Config& c = run.config;
@@ -96,18 +110,14 @@ inline void choose_average(Run& run) {
 
     // A checkpoint's manifest has its run's flags. A folder is the model itself.
     nlohmann::json manifest = {{"config", nlohmann::json::object()}};
-    if (first.step < 0)
+    if (first.step < 0) {
         c.model = first.path;
-    else
+    } else {
+        or_die(check_whole_model(first.folder()));
         or_die(read_manifest(first.folder(), &manifest));
+    }
     if (manifest.contains("config"))
         adopt_flags(c, manifest["config"]);
-
-    // The products of adapters' means are not the mean of their products.
-    LLMC_USER_CHECK(!has_adapters(c),
-                    "--average %s: has adapters alone, whose mean is no mean of models: --merge "
-                    "and --export each, and average the folders",
-                    first.folder().c_str());
     c.weights = "float";
 }
 
@@ -134,7 +144,8 @@ void load_averaged(Run& run, Trainer<T, S>& t, const AveragedModel& model) {
     std::vector<std::string> notes;
     std::string wrong;
     if (model.step >= 0) {
-        wrong = checkpoint_load(t, &info, model.path, &notes, model.step);
+        wrong = first_error(run.world, check_whole_model(model.folder()));
+        if (wrong.empty()) wrong = checkpoint_load(t, &info, model.path, &notes, model.step);
     } else {
         wrong = first_error(run.world, check_same_model(run, model.path));
         if (wrong.empty()) wrong = hf_load_weights(t, model.path);
@@ -147,7 +158,12 @@ void load_averaged(Run& run, Trainer<T, S>& t, const AveragedModel& model) {
 // Make the mean of all models the trainer's weights. All ranks call.
 template <typename T, typename S>
 void average_weights(Run& run, Trainer<T, S>& t) {
+    // A network's folder may look different to each rank, and each load is all ranks' together.
     std::vector<AveragedModel> models = averaged_models(run.config);
+    std::string folders;
+    for (const AveragedModel& model : models)
+        folders += model.folder() + "\n";
+    check_same(run.world, "the models of --average", folders);
     const std::vector<Parameter>& parameters = t.model.parameters;
     std::vector<std::vector<double>> sums(parameters.size()); // [parameter]: (kept elements)
     auto range_of = [&](size_t i) {

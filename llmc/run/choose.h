@@ -144,9 +144,8 @@ inline void open_tokenizer(Run& run) {
     std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
     LLMC_USER_CHECK(wrong.empty(), "%s%s", wrong.c_str(),
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
-    // Completions of --prompts may have standard output to themselves.
     if (left_out && c.tokenizer != "byte" && is_first(run))
-        fprintf(c.prompts.empty() ? stdout : stderr, "tokenizer: %s\n", c.tokenizer.c_str());
+        printf("tokenizer: %s\n", c.tokenizer.c_str());
     if (!c.add_tokens.empty())
         or_die(add_tokens(&run.tokenizer, c.add_tokens));
 }

@@ -112,11 +112,31 @@ size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
     return saves && std::is_same_v<S, Cpu> ? snapshot_bytes(t) : 0;
 }
 
+// Bytes of the sums of --average: a double for each weight that this rank keeps.
+template <typename T, typename S> size_t average_bytes(const Trainer<T, S>& t) {
+    size_t elements = 0;
+    for (const Parameter& p : t.model.parameters)
+        elements += kept_range(t, {Kind::WEIGHT, p.bucket}, p).count;
+    return elements * sizeof(double);
+}
+
 // Bytes of the host's memory that a run on the CPU takes beside its arena.
 template <typename T, typename S>
 size_t copies_here(const Config& c, const Trainer<T, S>& t) {
-    bool start = keeps_start(c) && std::is_same_v<S, Cpu>;
-    return snapshot_here(c, t) + (start ? start_weights_bytes(t) : 0);
+    if (!std::is_same_v<S, Cpu>) return 0;
+    size_t bytes = snapshot_here(c, t);
+    if (keeps_start(c)) bytes += start_weights_bytes(t);
+    if (!c.average.empty()) bytes += average_bytes(t);
+    return bytes;
+}
+
+// Bytes that a rank takes beside its arena, of the memory that holds the model.
+template <typename T, typename S>
+size_t bytes_beside(const Run& run, const std::vector<PlanOptions>& plans, int rank,
+                    const Trainer<T, S>& t) {
+    S where = t.ctx.where;
+    return copies_here(run.config, t) + draft_bytes<T>(run, plans, where) +
+           teacher_bytes<T>(run, plans, rank, where);
 }
 
 // Bytes that a rank takes under given plans. Nothing is allocated.
@@ -125,9 +145,7 @@ size_t plans_bytes(const Run& run, const std::vector<PlanOptions>& plans, int ra
     Trainer<T, S> t;
     t.ctx.where = where;
     trainer_place(t, run.shape, plans, layout_at(run.layout, rank));
-    size_t beside = copies_here(run.config, t) + draft_bytes<T>(run, plans, where);
-    beside += teacher_bytes<T>(run, plans, rank, where);
-    return bytes_here(t.arena, where) + beside;
+    return bytes_here(t.arena, where) + bytes_beside<T>(run, plans, rank, t);
 }
 
 // Bytes that a rank takes under a configuration; 0: config_check() refuses the configuration. The
@@ -370,13 +388,14 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     cost.element = sizeof(T);
     if (parks) cost.machine = machine_asked(c, "--recompute auto", where);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
-        Layout layout = layout_at(run.layout, first_rank_of(run.layout, pp));
+        int rank = first_rank_of(run.layout, pp);
+        Layout layout = layout_at(run.layout, rank);
 
-        // Search with the room that an asynchronous save's copy leaves.
+        // Search with the room that copies and a second model leave.
         Trainer<T, S> placed;
-        if (c.save_async) trainer_place(placed, run.shape, plans, layout);
-        size_t copy = copies_here(c, placed);
-        size_t left = room - std::min(room, copy);
+        placed.ctx.where = where;
+        trainer_place(placed, run.shape, plans, layout);
+        size_t left = room - std::min(room, bytes_beside<T>(run, plans, rank, placed));
         Choices found = parks ? choose_parking<T>(layout, model, plans, left, cost, where)
                               : choose_levels<T>(layout, model, plans, left, where);
         if (!found.best.bytes) continue;

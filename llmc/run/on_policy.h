@@ -290,7 +290,8 @@ void sample_rollouts(Run& run, Trainer<T, S>& t) {
 inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
     if (!has_rollouts(run.config)) return {};
     const Rollouts& r = run.rollouts;
-    // Loss::correct holds the sum of -log p here (objective.cuh).
+    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the entropy at
+    // a rollout's first update; at later ones, whose tokens are older, it is a cross-entropy.
     double tokens = double(std::max<int64_t>(loss.valid, 1));
     std::vector<NamedNumber> numbers = {
         {"reward", r.reward},

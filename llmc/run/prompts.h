@@ -84,9 +84,15 @@ inline void choose_prompt_file(Run& run) {
     LLMC_USER_CHECK(!full, "--completions %s is there, and would be lost: remove it, or name "
                            "another file", c.completions.c_str());
     if (!c.completions.empty())
-        return or_die(try_file("completions", c.completions));
+        or_die(try_file("completions", c.completions));
+}
 
-    // Reserve standard output for completions: other lines go to standard error from here on.
+// Reserve standard output for completions, unless they go to a file: other lines go to standard
+// error from here on. Call it before anything is printed.
+inline void reserve_output(Run& run) {
+    const Config& c = run.config;
+    if (c.prompts.empty() || !c.completions.empty() || c.explain || !is_first(run))
+        return;
     run.completions = fdopen(dup(STDOUT_FILENO), "w");
     LLMC_USER_CHECK(run.completions && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0,
                     "standard output cannot be written: %s", strerror(errno));

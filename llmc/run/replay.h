@@ -110,6 +110,7 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
         t.references = [&](uint64_t sample, RowNumbers to) {
             references(first_ranks_sample(sample, p, begin), to);
         };
+    if (t.before) t.before(); // a teacher reads the same samples
 
     // Sum up each layer's action after it has run. After NORM declare the gradients not finite, so
     // that UPDATE writes nothing.

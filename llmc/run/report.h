@@ -349,6 +349,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (keeps_start(c))
         text += memory_line("starting weights", start_weights_bytes(t), 0,
                             "GRPO's reference, in the host's memory");
+    if (!c.average.empty())
+        text += memory_line("sums of --average", average_bytes(t), 0, "in the host's memory");
     if (run.draft_bytes)
         text += memory_line("draft", run.draft_bytes, 0,
                             "its weights, and a cache beside the model's");

@@ -63,10 +63,12 @@ bool load_second(Run& run, Trainer<T, S>& t, const Config& d) {
     mode_t type = file_type(d.model);
     CheckpointInfo info;
     std::vector<std::string> notes;
+    std::string wrong;
     if (!d.out.empty())
-        or_die(checkpoint_load(t, &info, d.out, &notes));
+        wrong = checkpoint_load(t, &info, d.out, &notes);
     else if (type)
-        or_die(type == S_IFDIR ? hf_load_weights(t, d.model) : model_file_load(t, d.model));
+        wrong = type == S_IFDIR ? hf_load_weights(t, d.model) : model_file_load(t, d.model);
+    or_die_on_all_ranks(run, first_error(run.world, wrong));
 
     // Tell what the load noted, and draw what no file holds.
     for (const std::string& text : notes)

@@ -203,15 +203,15 @@ template <typename T> static MadeTexts texts_set_by_set(const Shape& s) {
 // Texts with different adapters, in one batch, are what each is alone beside its adapter, in any
 // number of slots and every layout.
 TEST(Slots, EachTextHasItsOwnAdapter) {
-    for (const Shape& s :
-         {gpt2_shape(2, 2, 16, 61, 32), llama_shape(2, 4, 2, 16, 24, 53, 64, 10000)}) {
+    for (const Shape& s : {gpt2_shape(2, 2, 16, 61, 32),
+                           llama_shape(2, 4, 2, 16, 24, 53, 64, 10000), small_mla()}) {
         MadeTexts alone = texts_set_by_set<double>(s);
         for (size_t slots : {1, 3, 9}) EXPECT_EQ(adapted_texts<double>(s, slots), alone) << slots;
         EXPECT_EQ(adapted_texts<float>(s, 4), texts_set_by_set<float>(s));
 
         Layout shards = small_layout(2), stages = small_layout(1, 2, 2);
         shards.zero = 3;
-        stages.first_layer = {0, 2, 4};
+        stages.first_layer = {0, 2, int(s.L) + 2};
         EXPECT_EQ(adapted_texts<double>(s, 4, small_layout(1, 2)), alone) << "tp";
         EXPECT_EQ(adapted_texts<double>(s, 4, shards), alone) << "zero 3";
         EXPECT_EQ(adapted_texts<double>(s, 4, stages), alone) << "tp, pp";
