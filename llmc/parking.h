@@ -291,15 +291,21 @@ Choice fastest_within(ParkingSearch<T, S>& s, size_t room) {
     Choice best;
     size_t most = s.tried.size() + MOST_TRIES;
     for (int i = 0; i < int(s.list.size()); i++) {
-        bool over = s.list[i].least >= best.seconds || s.tried.size() >= most;
-        if (best.bytes && over) break;
+        bool slower = best.bytes && s.list[i].least >= best.seconds;
+        if (slower || s.tried.size() >= most) break;
         if (s.least[i] > room) continue;
         const Choice& x = try_choice(s, i);
         if (x.bytes > room) continue;
         bool faster = !best.bytes || x.seconds < best.seconds;
         if (faster) best = x;
     }
-    return best;
+    if (best.bytes || s.list.empty()) return best;
+
+    // The walk gave up before anything fitted: ask the choice of the fewest bytes.
+    auto leanest = std::min_element(s.least.begin(), s.least.end());
+    if (*leanest > room) return best;
+    const Choice& x = try_choice(s, int(leanest - s.least.begin()));
+    return x.bytes > room ? best : x;
 }
 
 // Return the choice of fewest bytes among those that are faster than `best`; 0 bytes: none is.

@@ -747,8 +747,8 @@ inline std::string check_machine(const Config& c) {
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine);
     if (!wrong.empty()) return wrong;
-    // A run itself asks for rates where it weighs moves of activations against recomputation.
-    if (!c.explain && c.recompute == "auto" && offloads(c, "activations")) return "";
+    // Its rates alone are wanted where moves of activations are weighed against recomputation.
+    if (c.recompute == "auto" && offloads(c, "activations")) return "";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 
@@ -775,9 +775,9 @@ inline std::string check_fit(const Config& c) {
                           name, " out, or ask --plan auto for several cards");
 
     // Refuse what has no time in the simulator, and no step at all.
-    if (objective_of(c).rows() || c.fp8 != "none")
-        return "--fit: the time of preferences, sampled answers and --fp8 is not simulated: leave "
-               "them out";
+    if (objective_of(c).rows() || c.loss == "distill" || c.fp8 != "none")
+        return "--fit: the time of preferences, sampled answers, teachers and --fp8 is not "
+               "simulated: leave them out";
     return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
 }
 

@@ -286,7 +286,7 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
     // Find the best layouts.
     Config& c = run.config;
     PlanQuestion q = question_of(run, where);
-    sizes_of_gpu = c.explain && q.machine.name != "cpu";
+    sizes_of_gpu = c.explain && !q.machine.device.empty();
     Answer a = answer_question<T>(q, where);
     if (a.search.listed == 0) or_die(refuse_ranks(q, a.search.why));
     if (a.best.empty()) or_die(refuse_room<T>(q, a, where));

@@ -57,6 +57,8 @@ struct FitCell {
     double bytes = 0;   // on the card
     double host = 0;    // bytes in the host's memory
     double rate = 0;    // tokens a second
+    std::string leanest; // flags of the leanest rung that is allowed
+    std::string refusal; // why none is; "": some are
 };
 
 // ----------------------------------------------------------------------------
@@ -73,6 +75,8 @@ inline void set_flags(Config& c, const std::string& flags) {
 // they share the cost of moves and of the update.
 constexpr int64_t FIT_BATCH = 65536;
 
+inline int64_t fit_batch(const Config& c) { return c.batch_tokens ? c.batch_tokens : FIT_BATCH; }
+
 // The configuration of a rung with a micro-batch of B sequences, in the nearest batch below.
 inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) {
     // Set the rung's flags, then the micro-batch and a batch that it divides.
@@ -80,8 +84,7 @@ inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) 
     set_flags(c, flags);
     c.micro_batch = B;
     int64_t micro = int64_t(B) * c.seq;
-    int64_t batch = q.config.batch_tokens ? q.config.batch_tokens : FIT_BATCH;
-    c.batch_tokens = std::max<int64_t>(1, batch / micro) * micro;
+    c.batch_tokens = std::max<int64_t>(1, fit_batch(q.config) / micro) * micro;
     return c;
 }
 
@@ -149,19 +152,32 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
 
 // The fastest rung of a way that fits, with its largest micro-batch.
 inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
-    // Ask the leanest rung first: if it does not fit, no other does.
+    // Leave out rungs that are refused, as small states are beside SGD.
     FitCell best;
     FitCell cell;
+    std::vector<std::string> rungs;
+    for (const std::string& rung : way.rungs) {
+        Config c = fit_config(q, rung, 1);
+        std::string wrong = config_check(c, shape);
+        if (wrong.empty())
+            rungs.push_back(rung);
+        else
+            best.refusal = wrong;
+    }
+    if (rungs.empty()) return best;
+
+    // Ask the leanest rung first: if it does not fit, no other does.
+    best.refusal = "";
     auto fits = [&](const std::string& rung, int B) {
         Config c = fit_config(q, rung, B);
         return try_fit(q, c, shape, false, &cell).empty() && cell.bytes <= q.room;
     };
-    if (!fits(way.rungs.back(), 1)) return best;
+    if (!fits(rungs.back(), 1)) return best;
 
     // Double the micro-batch of each rung while it fits. A rung beyond the second that fits would
     // only recompute or move more.
     int found = 0;
-    for (const std::string& rung : way.rungs) {
+    for (const std::string& rung : rungs) {
         if (found == 2) break;
         int B = 0;
         int64_t most = std::max<int64_t>(1, FULL_ROWS / 2 / q.config.seq);
@@ -169,22 +185,27 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
             B = std::max(1, 2 * B);
         if (B == 0) continue;
         found++;
-        try_fit(q, fit_config(q, rung, B), shape, true, &cell);
+        Config c = fit_config(q, rung, B);
+        try_fit(q, c, shape, true, &cell);
         cell.flags = rung;
+        cell.leanest = rungs.back();
         cell.B = B;
+
+        // A batch of whole micro-batches may be smaller than the heading's.
+        if (c.batch_tokens != fit_batch(q.config))
+            cell.flags += concat(rung.empty() ? "" : " ", "--batch-tokens ", c.batch_tokens);
         if (cell.rate > best.rate) best = cell;
     }
     return best;
 }
 
-// The longest sequence that a way fits, with one sequence in a micro-batch, to 1024 tokens.
-inline int longest_sequence(const FitQuestion& q, const Shape& shape, const FitWay& way) {
-    // Ask the leanest rung, which is the last.
+// The longest sequence that a rung fits, with one sequence in a micro-batch, to 1024 tokens.
+inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std::string& leanest) {
     auto fits = [&](int seq) {
         FitQuestion other = q;
         FitCell cell;
         other.config.seq = seq;
-        Config c = fit_config(other, way.rungs.back(), 1);
+        Config c = fit_config(other, leanest, 1);
         return try_fit(other, c, shape, false, &cell).empty() && cell.bytes <= q.room;
     };
 
@@ -217,7 +238,9 @@ inline std::string read_card(const Config& c, const std::string& card, Machine* 
     char* end = nullptr;
     double gb = strtod(card.c_str(), &end);
     bool number = !card.empty() && !*end;
-    if (!number && machine_named(machine, card).empty()) return "";
+    std::string unknown = number ? "" : machine_named(machine, card);
+    if (!number && unknown.empty()) return "";
+    if (!number && file_type(card) == S_IFREG) return "--fit: " + unknown;
     if (!number || !(gb >= 0.1 && gb <= 1e5))
         return concat("--fit ", printable(card), ": give the GB of a card, or a machine: ",
                       machine_names(), ", or a FILE of one");
@@ -259,6 +282,7 @@ inline std::string fit_line(const std::string& model, const char* way, const Fit
     // Write the rate and the bytes, or only that there are none.
     char line[160];
     snprintf(line, sizeof(line), "  %-16s %-8s ", model.c_str(), way);
+    if (!cell.refusal.empty()) return concat(line, "refused: ", cell.refusal, "\n");
     if (cell.B == 0) return concat(line, "does not fit\n");
     std::string text = line;
     snprintf(line, sizeof(line), "%8s tok/s %10s  ", count_text(cell.rate).c_str(),
@@ -282,14 +306,14 @@ inline std::string fit_card(const Config& user, const std::string& card) {
         "what trains on one card of ", q.machine.memory_gb, " GB, ", bytes_text(q.room),
         " of them for the run, at the rates of ", q.machine.name, "\nwith --precision bf16 --seq ",
         user.seq ? concat(user.seq) : "2048 (or the most that the model has)", " --batch-tokens ",
-        user.batch_tokens ? user.batch_tokens : FIT_BATCH, "\n");
+        fit_batch(user), "\n");
 
     // Answer for each model, and for a single one also how long a sequence may be.
     for (const std::string& model : models) {
         Shape shape = fit_shape(q, user, model);
         for (const FitWay& way : fit_ways()) {
             FitCell cell = fit_cell(q, shape, way);
-            int longest = one && cell.B ? longest_sequence(q, shape, way) : 0;
+            int longest = one && cell.B ? longest_sequence(q, shape, cell.leanest) : 0;
             text += fit_line(model, way.name, cell, longest);
         }
     }

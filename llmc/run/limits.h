@@ -206,6 +206,7 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
                 c.recompute = recompute;
                 flags += concat(" --recompute ", recompute);
             }
+            if (flags.empty()) continue; // the run's own
             size_t bytes = arena_bytes<T>(run, c, rank, where);
             if (bytes && bytes <= room) return flags;
         }

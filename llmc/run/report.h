@@ -336,7 +336,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
                             " of scratch\n");
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
-    if (!c.machine.empty())
+    if (!c.machine.empty() && c.offload == "none")
         text += predict<T>(run, model, options[size_t(plan)]);
 
     // Describe memory: the arena, then what the run takes beside it.

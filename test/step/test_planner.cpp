@@ -446,6 +446,31 @@ TEST(Fit, MoreMemoryIsNeverWorse) {
     }
 }
 
+// A rung that the run would refuse is left out, and if all are, the answer says why. The flags go
+// with the heading's sequence and batch, or name a batch of whole micro-batches.
+TEST(Fit, RefusedRungsAreLeftOut) {
+    Shape shape;
+    FitQuestion q = small_fit(2, &shape);
+    EXPECT_EQ(set_flag(q.config, "optimizer", "sgd"), ""); // it has no small states
+    FitCell cell = fit_cell(q, shape, way_named("full"));
+    EXPECT_GT(cell.B, 0) << cell.refusal;
+
+    // 1000 tokens divide no batch of 65536.
+    q.config.seq = 1000;
+    cell = fit_cell(q, shape, way_named("full"));
+    ASSERT_GT(cell.B, 0) << cell.refusal;
+    EXPECT_HAS(cell.flags, "--batch-tokens ");
+    Config c = q.config;
+    c.micro_batch = cell.B;
+    set_flags(c, cell.flags);
+    EXPECT_EQ(config_check(c, shape), "");
+
+    q.config.seq = int(shape.P) + 1;
+    cell = fit_cell(q, shape, way_named("full"));
+    EXPECT_EQ(cell.B, 0);
+    EXPECT_HAS(fit_line("m", "full", cell, 0), "refused: --seq");
+}
+
 // Cards are numbers or machines; flags that --fit chooses are refused by name.
 TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     Machine m;
