@@ -15,8 +15,9 @@
 //             the list. Of all 10^L choices of up to 3 blocks the fastest is at most 1% better.
 //   3. NEXT   The same walk under the bytes of the best finds the next dearer one. Of those that
 //             are faster and do not fit, the one of fewest bytes is the next cheaper.
-//   Cost: 3 L^4 / 4 choices of L blocks; beyond 8 blocks the parked ones are counted in steps.
-//   A walk that has placed 128 choices takes the best so far: of few blocks it meets all.
+//   Cost: 3 L^4 / 4 choices of L blocks. Beyond 8 blocks the parked ones are counted in steps of
+//   L/8, beyond 16 those at each level in steps of L/16. A walk that has placed 128 choices takes
+//   the best so far, or the leanest if none fitted: of few blocks it meets all.
 #pragma once
 #include "budget.h"
 #include "simulator.h"
@@ -72,6 +73,17 @@ inline void count_choice(ParkedCounts& c, int blocks, const ParkingCosts& costs)
     c.least = std::max(seconds, link);
 }
 
+// List the levels' counts for `blocks` blocks: all of them, or those in steps of `stride`. What no
+// step reaches goes to the level without recomputation.
+inline std::vector<LevelCounts> list_in_steps(int blocks, int stride, const LevelCosts& costs) {
+    std::vector<LevelCounts> list = list_choices(blocks, costs);
+    std::erase_if(list, [&](const LevelCounts& c) {
+        bool whole = c.full == blocks; // the leanest one stays
+        return !whole && (c.full % stride || c.branch % stride || c.selective % stride);
+    });
+    return list;
+}
+
 // List all choices for `blocks` blocks, those of the least possible seconds first.
 inline std::vector<ParkedCounts> list_parked(int blocks, const ParkingCosts& costs) {
     std::vector<ParkedCounts> list;
@@ -84,11 +96,12 @@ inline std::vector<ParkedCounts> list_parked(int blocks, const ParkingCosts& cos
 
     // Park more and more blocks: at levels that begin with FULL, or all of them at one level.
     int stride = std::max(1, int(ceil_div(size_t(blocks), 8)));
+    int of_level = std::max(1, int(ceil_div(size_t(blocks), 16)));
     for (int step = 0; (step - 1) * stride < blocks; step++) {
         int parked = std::min(step * stride, blocks);
-        for (const LevelCounts& all : list_choices(blocks, costs.levels))
+        for (const LevelCounts& all : list_in_steps(blocks, of_level, costs.levels))
             add({parked, false, Recompute::NONE, all});
-        std::vector<LevelCounts> rest = list_choices(blocks - parked, costs.levels);
+        std::vector<LevelCounts> rest = list_in_steps(blocks - parked, of_level, costs.levels);
         for (int level = 0; parked && level < RECOMPUTE_LEVELS; level++)
             for (const LevelCounts& others : rest)
                 add({parked, true, Recompute(level), others});

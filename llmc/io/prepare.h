@@ -60,7 +60,7 @@ struct ShardOutput {
     size_t width = 2;       // bytes of a token
     size_t packed = 0;      // tokens of a window of conversations; 0: documents
     Chat chat;
-    nlohmann::json identity; // everything that decides the output's bytes
+    nlohmann::json identity = nlohmann::json::object(); // all that decides the output
     // Progress so far.
     nlohmann::json shards = nlohmann::json::array(); // complete shards
     size_t lines = 0;
@@ -323,7 +323,7 @@ inline std::string state_differs(const nlohmann::json& found, const nlohmann::js
         {"format", "another version of the program"},
         {"batch_bytes", "another version of the program"}};
     for (auto [part, says] : parts)
-        if (found.value(part, nlohmann::json()) != identity[part])
+        if (found.value(part, nlohmann::json()) != identity.value(part, nlohmann::json()))
             return says;
     return "";
 }

@@ -186,7 +186,8 @@ inline std::string read_rewards(const std::string& output, size_t answers,
         double reward = reward_of_line(line);
         if (std::isnan(reward))
             return concat("printed ", in_quotes(line.substr(0, 60)), " in line ",
-                          rewards->size() + 1, ": print a number of at most 1e15, or {\"reward\": number}");
+                          rewards->size() + 1, ": print a number of at most 1e15, or "
+                          "{\"reward\": number}");
         rewards->push_back(reward);
     }
     if (rewards->size() == answers) return "";

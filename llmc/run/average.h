@@ -87,8 +87,7 @@ inline std::string check_average(const Config& c) {
     return "";
 }
 
-// Refuse a checkpoint of adapters: the products of adapters' means are not the mean of their
-// products.
+// Refuse a checkpoint of adapters: products of means are not the mean of products.
 inline std::string check_whole_model(const std::string& checkpoint) {
     nlohmann::json manifest;
     std::string wrong = read_manifest(checkpoint, &manifest);
