@@ -195,8 +195,16 @@ TEST_F(DistillRun, LearnsFromAFolderAndGoesOnToTheBit) {
     EXPECT_EQ(r.status, 0) << r.text;
 
     // The plan counts the teacher: its weights (table, positions, 12 C^2 of a block) are a part.
-    r = start(flags + "--steps 6 --explain");
-    EXPECT_GT(number_behind(r.text, "\n  teacher "), 4 * (256 * 48 + 32 * 48 + 12 * 48 * 48));
+    std::string deep = flags + "--layers 6 --steps 1 ";
+    r = start(deep + "--explain");
+    double beside = number_behind(r.text, "\n  teacher ");
+    double arena = number_behind(r.text, "\n  total ");
+    EXPECT_GT(beside, 4 * (256 * 48 + 32 * 48 + 12 * 48 * 48));
+
+    // Levels are chosen for the room that it leaves: less than a run without recomputation takes.
+    double bound = (arena + beside - 4096) / (1 << 30);
+    r = start(deep + concat("--recompute auto --memory ", bound));
+    EXPECT_EQ(r.status, 0) << r.text;
 
     // A run's folder is a teacher too, and a student that begins as its teacher agrees with it.
     r = start(small + "--model " + teacher + " --heads 0 --layers 0 --loss distill "
