@@ -163,7 +163,7 @@ struct KernelRow {
 inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows) {
     // Read the row's name and the seed.
     std::string filter;
-    uint64_t seed = std::random_device()();
+    uint64_t seed = 1; // the same test on each machine; test/check.sh draws others
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--seed") && i + 1 < argc)
             seed = strtoull(argv[++i], nullptr, 10);

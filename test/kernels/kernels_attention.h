@@ -164,14 +164,13 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
         }
 
         // An output is two sums, one after the other. Their operands p and ds are rounded to T,
-        // which adds two roundings.
+        // which adds two roundings. A score near zero is the sum of terms that cancel.
         size_t length = std::max(d.HS, d.HS_v) + d.Tk;
+        double terms = s.kind == 4 ? 6 : 1; // size of a sum's terms; in kind 4, of queries and keys
         o.add("out", out, result.out, tolerance<T>(length, sizeof(T) < 4 ? 2 : 0));
-        o.add("lse", lse, result.lse, tolerance<float>(length));
+        o.add("lse", lse, result.lse, tolerance<float>(length), terms);
 
-        // dS = P (dP - D) cancels where a query sees one key: roundings of its terms remain. The
-        // terms have size 1, or in kind 4 the size of queries and keys.
-        double terms = s.kind == 4 ? 6 : 1;
+        // dS = P (dP - D) cancels where a query sees one key: roundings of its terms remain.
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
         add_heads(o, "dq", dq, query_heads(result.dq, want.in.d), d.B, d.Tq, d.q_batch, d.q_stride,
                   d.NH * d.HS, loose, terms, !d.any_order);

@@ -37,7 +37,7 @@ static void comparison(Check& c) {
 
 int main(int argc, char** argv) {
     std::string mode = "", filter;
-    uint64_t seed = std::random_device()();
+    uint64_t seed = 1; // the same test on each machine; test/check.sh draws others
     for (int i = 1; i < argc; i++) {
         std::string word = argv[i];
         if (word == "test" || word == "grad" || word == "perf")
