@@ -92,6 +92,22 @@ inline std::vector<SafeTensor> tensors_of_header(const std::string& text) {
     return tensors;
 }
 
+// Broadcast the headers of files, of which rank i mod N has opened file i.
+inline void share_headers(HfFiles* h, const std::vector<std::string>& paths) {
+    const Comm& world = h->reader.world;
+    for (size_t i = 0; i < paths.size(); i++) {
+        int reader = int(i % size_t(world.size));
+        bool reads = reader == world.rank;
+        SafeTensors& file = h->files[i];
+        file.path = paths[i];
+
+        std::string text = broadcast_text(world, reads ? header_text(file) : "", reader);
+        if (!reads) file.tensors = tensors_of_header(text);
+        for (SafeTensor& t : file.tensors)
+            t.reader = reader;
+    }
+}
+
 // Open files, each on its reader, and share their headers. All ranks call, and see one result.
 inline std::string hf_open_shared(HfFiles* h, const std::vector<std::string>& paths) {
     // Open this rank's files.
@@ -103,18 +119,7 @@ inline std::string hf_open_shared(HfFiles* h, const std::vector<std::string>& pa
         if (reads) wrong = safetensors_open(&h->files[i], paths[i]);
     }
     wrong = first_error(world, wrong);
-
-    // Broadcast the headers.
-    for (size_t i = 0; wrong.empty() && i < paths.size(); i++) {
-        int reader = int(i % size_t(world.size));
-        bool reads = reader == world.rank;
-        SafeTensors& file = h->files[i];
-        file.path = paths[i];
-        std::string text = broadcast_text(world, reads ? header_text(file) : "", reader);
-        if (!reads) file.tensors = tensors_of_header(text);
-        for (SafeTensor& t : file.tensors)
-            t.reader = reader;
-    }
+    if (wrong.empty()) share_headers(h, paths);
     return wrong;
 }
 

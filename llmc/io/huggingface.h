@@ -118,16 +118,6 @@ inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, cons
     return "";
 }
 
-// Elements [first, first + count) of a tensor, as floats; the second form returns all of them.
-inline std::vector<float> tensor_floats(const SafeTensor& t, size_t first, size_t count) {
-    std::vector<float> values(count);
-    tensor_to_float(values.data(), t, first, count);
-    return values;
-}
-inline std::vector<float> tensor_floats(const SafeTensor& t) {
-    return tensor_floats(t, 0, t.elements());
-}
-
 // Set a weight from a file's values, which are [out, in] and without padding.
 template <typename T, typename S>
 void set_file_weight(Trainer<T, S>& t, const Parameter& p, std::vector<float> values) {

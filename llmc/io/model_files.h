@@ -29,7 +29,6 @@ constexpr int32_t LLMC_GPT2_MARK = 20240326, LLMC_LLAMA_MARK = 20240803, LLAMA2C
 struct ModelFile {
     SafeTensors file; // tensors by their Hugging Face names
     Shape shape;
-    bool neighbours = false; // RoPE turns (2i, 2i+1)
 };
 
 // A header, translated to the keys of config.json. All formats go through hf_shape(), so a broken
@@ -277,13 +276,12 @@ inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
 
 // Read a mapped file's header, and place its tensors.
 inline std::string read_model_file(ModelFile* m) {
-    // Choose the format by the first word. In all but GPT-2, RoPE's pairs are neighbours.
+    // Choose the format by the first word.
     const SafeTensors& f = m->file;
     ModelHeader h;
     h.config.path = f.path;
     int32_t mark = word_at<int32_t>(f, 0);
     bool marked = mark == LLMC_GPT2_MARK || mark == LLMC_LLAMA_MARK || mark == LLAMA2C_MARK;
-    m->neighbours = mark != LLMC_GPT2_MARK;
     std::string wrong = mark == LLMC_GPT2_MARK    ? read_llmc_gpt2(&h, f)
                         : mark == LLMC_LLAMA_MARK ? read_llmc_llama(&h, f)
                         : mark == LLAMA2C_MARK    ? read_llama2c(&h, f)
@@ -342,24 +340,35 @@ inline std::vector<float> in_halves(const std::vector<float>& x, size_t HS, size
     return y;
 }
 
-// Load all weights of a file. Every rank reads each tensor and keeps its part.
+// Load all weights of a file. The first rank reads each tensor once, and sends it to the stages that
+// need it. All ranks call, and see the same error. *bytes: tensor bytes that this rank read.
 template <typename T, typename S>
-std::string model_file_load(Trainer<T, S>& t, const std::string& path) {
+std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* bytes = nullptr) {
+    // Open the file on the first rank; the others see its header.
+    HfFiles h;
+    h.reader = make_one_reader(t.comms.world, t.layout);
     ModelFile m;
-    std::string wrong = model_file_open(&m, path);
+    std::string wrong = t.comms.world.rank > 0 ? "" : model_file_open(&m, path);
+    wrong = first_error(t.comms.world, wrong);
     if (!wrong.empty()) return wrong;
+    h.files = {m.file}; // which closes it
+    share_headers(&h, {path});
+
+    // Bring one parameter after the other.
     for (const Parameter& p : t.model.parameters) {
         if (is_adapter(t.model, p)) continue;
-        const SafeTensor* tensor = safetensors_find(m.file, p.name);
+        const SafeTensor* tensor = safetensors_find(h.files[0], p.name);
         LLMC_CHECK(tensor, "%s has no %s", path.c_str(), p.name.c_str());
-        // Reorder queries and keys, which RoPE turns; values keep their order.
+        auto needs = stages_with(t.layout, t.model, p.bucket);
+        std::vector<float> values = bring_floats(h, *tensor, 0, tensor->elements(), needs);
+        if (!needs(t.layout.pp.rank)) continue;
+
+        // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
         bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
-        std::vector<float> values = tensor_floats(*tensor);
-        if (m.neighbours && turns)
-            values = in_halves(values, m.shape.HS, p.cols());
+        if (turns) values = in_halves(values, t.model.shape.HS, p.cols());
         set_file_weight(t, p, values);
     }
-    model_file_close(&m);
+    if (bytes) *bytes = h.reader.bytes;
     return "";
 }
 

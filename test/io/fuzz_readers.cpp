@@ -363,7 +363,9 @@ static std::string read_model(const std::string& path, size_t* whole) {
         if (t.data < file || t.bytes > m.file.bytes ||
             t.data - file > std::ptrdiff_t(m.file.bytes - t.bytes))
             return "a tensor lies outside its file";
-        for (float f : tensor_floats(t)) sink = f;
+        std::vector<float> values(t.elements());
+        tensor_to_float(values.data(), t, 0, values.size());
+        for (float f : values) sink = f;
     }
     for (const Parameter& p : make_model(m.shape).parameters) {
         const SafeTensor* t = safetensors_find(m.file, p.name);

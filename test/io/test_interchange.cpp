@@ -190,12 +190,16 @@ template <typename F> static void with_elements(const Shape& s, LayoutCase l, F 
     });
 }
 
-// Load a file on all ranks, gather its weights, and compare them with element().
+// Load a file on all ranks, gather its weights, and compare them with element(). Together the ranks
+// read each byte once.
 template <typename F>
 static void expect_elements(const std::string& path, const Shape& s, LayoutCase l, F body) {
     SCOPED_TRACE(path);
+    std::atomic<size_t> read = 0;
     with_ranks(s, l, [&](auto& t) {
-        ASSERT_EQ(model_file_load(t, path), "");
+        size_t bytes = 0;
+        ASSERT_EQ(model_file_load(t, path, &bytes), "");
+        read += bytes;
         for (const Parameter& each : t.model.parameters) {
             std::vector<float> found = get_weight(t, each);
             for (size_t i = 0; i < found.size(); i++)
@@ -204,6 +208,13 @@ static void expect_elements(const std::string& path, const Shape& s, LayoutCase 
         }
         body(t);
     });
+
+    ModelFile m;
+    size_t all = 0;
+    ASSERT_EQ(model_file_open(&m, path), "");
+    for (const SafeTensor& tensor : m.file.tensors) all += tensor.bytes;
+    model_file_close(&m);
+    EXPECT_EQ(read, all);
 }
 static void expect_elements(const std::string& path, const Shape& s, LayoutCase l) {
     expect_elements(path, s, l, [](const auto&) {});
