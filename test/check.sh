@@ -84,6 +84,8 @@ deal_runs() { # of a build: what it is called, its folder, the arrays of make's 
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "the page and the tree: test/style.sh" test/style.sh
 step "every mutant's fragment stands" test/mutate found
+step "no statement begins with module or import: nvcc takes them for keywords" \
+    bash -c '! grep -rnE "^ *(module|import)\>" --include=*.h --include=*.cuh --include=*.cu llmc train_gpt.cu dev'
 step "build" make_quiet all tests-built build/bench_ops
 step "the kernels' test at full size compiles: only GPUs run it" \
     "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp

@@ -142,17 +142,17 @@ inline std::string find_ia3(const Model& base, const nlohmann::json& j, const st
     std::set<std::string> modules; // those with factors, by the names of PEFT
     for (const Parameter& p : base.parameters) {
         if (!wrong.empty()) return wrong;
-        std::string module = peft_name(base, module_of(p)), name = module_of(p);
-        const SafeTensor* factors = safetensors_find(file, module + ".ia3_l");
+        std::string matrix = peft_name(base, module_of(p)), name = module_of(p);
+        const SafeTensor* factors = safetensors_find(file, matrix + ".ia3_l");
         if (!adaptable(base, p)) continue;
-        module = module.substr(strlen(PEFT_PREFIX));
-        if (!factors && listed(targets, module))
+        matrix = matrix.substr(strlen(PEFT_PREFIX));
+        if (!factors && listed(targets, matrix))
             wrong = concat(file.path, ": ", name, " has no ia3_l, and target_modules lists it: get "
                            "the file again");
         if (!factors) continue;
 
         // The config says which side is scaled; the shape must agree.
-        bool inputs = listed(feedforward, module);
+        bool inputs = listed(feedforward, matrix);
         std::vector<size_t> rows = {p.rows(), 1}, columns = {1, p.cols()};
         std::string why = concat(name, inputs ? ", one of" : ", none of", " feedforward_modules,");
         wrong = check_factors(file.path, *factors, inputs ? columns : rows, why);
@@ -164,7 +164,7 @@ inline std::string find_ia3(const Model& base, const nlohmann::json& j, const st
         (*merges)[p.name] = m;
         if (!inputs) (*merges)[name + ".bias"] = m;
         used->insert(factors->name);
-        modules.insert(module);
+        modules.insert(matrix);
     }
     if (wrong.empty()) wrong = check_listed(targets, "target_modules", config, modules);
     if (wrong.empty()) wrong = check_listed(feedforward, "feedforward_modules", config, modules);

@@ -340,8 +340,8 @@ inline std::vector<float> in_halves(const std::vector<float>& x, size_t HS, size
     return y;
 }
 
-// Load all weights of a file. The first rank reads each tensor once, and sends it to the stages that
-// need it. All ranks call, and see the same error. *bytes: tensor bytes that this rank read.
+// Load all weights of a file. The first rank reads each tensor once, and sends it to the stages
+// that need it. All ranks call, and see the same error. *bytes: tensor bytes that this rank read.
 template <typename T, typename S>
 std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* bytes = nullptr) {
     // Open the file on the first rank; the others see its header.
