@@ -7,11 +7,14 @@ shift
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000} # waiting threads sleep soon: others use the cores too
 export TRAIN_GPT=$build/train_gpt
 
-# What GoogleTest's failed tests and the table's failed rows printed; of a program that crashed, its end.
+# What GoogleTest's failed tests printed, and a table's failed rows, with the seed that repeats them; of a program that
+# crashed, its end.
 failures() {
     awk '/^\[ RUN / { block = "" }
+         /^seed / { print }
          { block = block $0 "\n" }
-         /^FAIL / { print; seen = 1 }
+         /^FAIL / { printf "%s", block; seen = 1 }
+         /^(ok|FAIL|seed) / { block = "" }
          /^\[  FAILED  \].*ms\)/ { printf "%s", block; seen = 1 }
          END { if (!seen) printf "%s", block }' "$1" | tail -n 300
 }

@@ -14,6 +14,19 @@ fail() { echo "FAIL $*"; exit 1; }
 scripts=(scripts/run_gpt2_*.sh scripts/run_tiny*.sh)
 [ ${#scripts[@]} = 7 ] || fail "there are ${#scripts[@]} scripts"
 
+# test/run.sh shows what a failed row or test printed, with the seed that repeats it, and nothing of those that passed.
+mkdir "$work/tests"
+printf '#!/bin/sh\n%s\n' "printf 'seed 7 (--seed repeats it)\n  a: fine\nok a: 2 checks\n  b: off by 2\nFAIL b: 1 checks\n'; exit 1" \
+    >"$work/tests/test_table"
+printf '#!/bin/sh\n%s\n' "printf '[ RUN      ] A.B\nwhy\n[  FAILED  ] A.B (1 ms)\n[ RUN      ] A.C\n[       OK ] A.C (1 ms)\n'; exit 1" \
+    >"$work/tests/test_google"
+chmod +x "$work"/tests/test_*
+test/run.sh "$work/tests" test_table test_google >"$work/says" && fail "test/run.sh passes failed tests"
+for line in 'seed 7 ' '  b: off by 2' 'FAIL b: 1 checks' why '[  FAILED  ] A.B' '2 passed, 2 failed'; do
+    grep -qF -- "$line" "$work/says" || fail "test/run.sh does not print: $line"
+done
+! grep -qE 'fine|A\.C' "$work/says" || fail "test/run.sh prints what passed"
+
 # The block: the lines that begin with "#   " after the one that announces it. Six of them are kept.
 block() { sed -n '/^# EXPLAIN=1 prints/,/^[^#]/{s/^#   //p}' "$1"; }
 kept() { grep -E '^parameters|^run:|^  (A100|H100) at|^  activations \(train|^  total'; }
