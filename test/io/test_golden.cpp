@@ -123,6 +123,107 @@ TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny",
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
 // ----------------------------------------------------------------------------
+// losses of preferences and rewards, by TRL's own trainers in double
+
+// The answers of dev/golden/trl.json as rows: a window holds two answers, and before each of them a
+// question of one row.
+struct TrlRows {
+    static const size_t T = 16, N = 3 * T;
+    std::vector<double> losses = std::vector<double>(N);
+    std::vector<int> targets = std::vector<int>(N, -1), starts = targets;
+    std::vector<float> feedback = std::vector<float>(N), reference = feedback, old = feedback;
+    std::vector<size_t> rows; // of the answers' tokens, in the file's order
+    std::vector<double> out = std::vector<double>(5 * N, 7);
+
+    // Place the answers. An advantage stands in place of the mark of a rejected answer.
+    TrlRows(const json& golden, bool advantages) {
+        for (size_t a = 0; a < 6; a++) {
+            size_t own = a % 2 ? rows.back() + 1 : a / 2 * T;
+            size_t length = golden["lengths"][a].get<size_t>();
+            float mark = advantages ? golden["advantages"][a].get<float>() : float(a % 2);
+            for (size_t i = own; i <= own + length; i++) {
+                starts[i] = int(own % T);
+                feedback[i] = mark;
+                if (i > own) rows.push_back(i);
+            }
+            // Padding behind the second answer is a document of its own.
+            for (size_t i = rows.back() + 1; i < (a / 2 + 1) * T; i++)
+                starts[i] = int(rows.back() + 1 - a / 2 * T);
+        }
+
+        // Give each token its numbers.
+        for (size_t i = 0; i < rows.size(); i++) {
+            targets[rows[i]] = 3;
+            losses[rows[i]] = -golden["policy"][i].get<double>();
+            reference[rows[i]] = golden["reference"][i].get<float>();
+            old[rows[i]] = golden["old"][i].get<float>();
+        }
+    }
+
+    // Compute the objective of all rows. Returns the number that its loss is a mean over.
+    double run(Objective o) {
+        ObjectiveRows<double> x = {&out[0], &out[N], &out[2 * N], &out[3 * N], &losses[0],
+                                   &targets[0], &starts[0], &feedback[0], &reference[0], T};
+        x.old = &old[0];
+        x.clipped = &out[4 * N];
+        objective<double>(x, o, N, Cpu{});
+
+        // Count tokens for sampled answers, else pairs or answers.
+        if (!o.pairs()) return double(rows.size());
+        int64_t pairs = 0;
+        for (size_t n = 0; n < N; n += T)
+            pairs += count_pairs(&targets[n], &starts[n], &feedback[n], T, o.kind);
+        return double(pairs);
+    }
+
+    // The sum of one output. which: 1 the value, 2 the margin.
+    double sum(size_t which) const {
+        return std::accumulate(&out[which * N], &out[(which + 1) * N], 0.0);
+    }
+};
+
+// Losses and their derivatives by each token's log p. Both sides compute in double, numbers up to
+// some 30 from two dozen terms; 1e-12 is a hundred times their rounding.
+TEST(Trl, LossesAndGradientsOfTheSameLogProbabilities) {
+    json golden = read_json(ROOT + "/dev/golden/trl.json");
+    Objective with_kl = {LossKind::GRPO, 0.3}, without = {LossKind::GRPO, 0};
+    Objective clipped = without, clipped_with_kl = with_kl;
+    for (Objective* o : {&clipped, &clipped_with_kl}) {
+        o->old_policy = true;
+        o->clip_high = 0.28;
+    }
+    const std::vector<std::pair<const char*, Objective>> cases = {
+        {"dpo", {LossKind::DPO, 0.1}}, {"cdpo", {LossKind::DPO, 0.1, 0.1}},
+        {"ipo", {LossKind::IPO, 0.1}}, {"simpo", {LossKind::SIMPO, 2, 0, 0.5}},
+        {"orpo", {LossKind::ORPO, 0.3}}, {"kto", {LossKind::KTO, 0.1, 0, 0, 1.25, 0.5}},
+        {"kto at 0", {LossKind::KTO, 0.1, 0, 0, 1.25, 0.5}}, {"grpo", without},
+        {"grpo with kl", with_kl}, {"grpo clipped", clipped},
+        {"grpo clipped with kl", clipped_with_kl}};
+    ASSERT_EQ(golden["cases"].size(), cases.size());
+    for (const auto& [name, o] : cases) {
+        SCOPED_TRACE(name);
+        const json& want = golden["cases"][name];
+        TrlRows x(golden, o.kind == LossKind::GRPO);
+        // KTO's reference point stands in the last row of each window.
+        if (o.kind == LossKind::KTO)
+            for (size_t n = x.T - 1; n < x.N; n += x.T)
+                x.reference[n] = golden["kto"][std::string(name) == "kto at 0"].get<float>();
+        double count = x.run(o);
+
+        // The first update of a rollout has TRL's gradient and another value: -a log p, where TRL
+        // has -a. TRL's two cases differ by the KL alone.
+        if (o.kind != LossKind::GRPO || o.old_policy)
+            EXPECT_NEAR(x.sum(1) / count, want["loss"].get<double>(), 1e-12);
+        else
+            EXPECT_NEAR(o.beta * x.sum(2) / count,
+                        want["loss"].get<double>() - golden["cases"]["grpo"]["loss"].get<double>(),
+                        1e-12);
+        for (size_t i = 0; i < x.rows.size(); i++)
+            EXPECT_NEAR(-x.out[x.rows[i]] / count, want["gradient"][i].get<double>(), 1e-12) << i;
+    }
+}
+
+// ----------------------------------------------------------------------------
 // adapters as PEFT saves them, and PEFT's own numbers in double
 
 // The shape of a base with a folder's adapters. Returns "" or the reader's refusal.
