@@ -1,6 +1,5 @@
 // config.h - one struct and one table of flags: command line, --config files, log's copy
-//   Each row of the table is a flag: its name, its field, what it accepts, a line of help. A flag
-//   that is not built yet has a row too, and is refused by name.
+//   Each row of the table is a flag: its name, its field, what it accepts, a line of help.
 //   The row checks a flag's value; config_check.h checks what flags only get wrong together.
 #pragma once
 #include <algorithm>
@@ -101,7 +100,7 @@ struct Config {
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1;
     int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
-    std::string pipeline = "1f1b", grid_order = "tp-pp-dp", comm = "auto";
+    std::string pipeline = "1f1b", grid_order = "tp-pp-dp";
     std::string cp_method = "gather", cp_order = "zigzag", ep_method = "gather";
     int64_t verify_every = 0; // steps
     double watchdog = 600;    // seconds
@@ -168,7 +167,7 @@ typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Co
 struct Flag {
     const char* name;
     Field field;
-    // "a|b|c": one of them; "low..high": a number; "= x (why)": only x, until it is built; "": any
+    // "a|b|c": one of them; "low..high": a number; "": any
     const char* accepts;
     const char* help;
 };
@@ -409,8 +408,6 @@ inline const std::vector<Flag>& config_table() {
         {"prefetch", &C::prefetch, "0..1000",
          "ZeRO-3: layers gathered ahead; --offload: fetched; 0: nothing that costs room overlaps"},
         {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
-        {"comm", &C::comm, "= auto (NCCL)",
-         "what carries messages; auto: MPI under mpirun, else memory"},
         {"fixed-order", &C::fixed_order, "",
          "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
         {"verify-every", &C::verify_every, "0..1000000000000",
@@ -576,8 +573,7 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     if (auto s = std::get_if<std::string Config::*>(&f.field)) {
         std::string accepts = f.accepts, choice;
         c.** s = text;
-        if (accepts.empty() || accepts[0] == '=')
-            return "";
+        if (accepts.empty()) return "";
         for (std::istringstream in(accepts); std::getline(in, choice, '|');)
             if (choice == text) return "";
         return "wants one of " + accepts + ", not '" + text + "'";
@@ -587,7 +583,7 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     // parser serves all three types.
     double low = -1e15, high = 1e15, v = 0;
     const char* dots = strstr(f.accepts, "..");
-    if (f.accepts[0] != '=' && dots) {
+    if (dots) {
         low = atof(f.accepts);
         high = atof(dots + 2);
     }

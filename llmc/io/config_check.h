@@ -99,16 +99,8 @@ inline std::string override_shape(const Config& c, Shape& s) {
                   " that part is ", s.rotary, ": change --heads or --channels");
 }
 
-// Refuse flags that are not built.
-inline std::string check_built(const Config& c) {
-    // A row whose values begin with "=" is refused only if the user changed its default.
-    Config defaults;
-    for (const Flag& f : config_table()) {
-        if (f.accepts[0] != '=') continue;
-        std::string value = field_text(c, f.field);
-        if (value == field_text(defaults, f.field)) continue;
-        return concat("--", f.name, " ", value, ": not built yet ", strchr(f.accepts, '('));
-    }
+// Refuse a device that this program was not built for.
+inline std::string check_device(const Config& c) {
     if (c.device == "cuda" && !LLMC_KERNELS)
         return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
                "--device cpu";
@@ -643,7 +635,7 @@ inline std::string check_ema(const Config& c) {
 }
 
 // Check flags that need another flag, or exclude it.
-inline std::string check_together(const Config& c) {
+inline std::string check_together(const Config& c, const Shape& s) {
     std::string wrong = check_masters(c);
     if (wrong.empty()) wrong = check_frozen(c);
     if (wrong.empty()) wrong = check_ema(c);
@@ -667,8 +659,14 @@ inline std::string check_together(const Config& c) {
     if (c.recompute_segment > 1 && c.recompute != "full")
         return "--recompute-segment is for blocks that keep their input alone: give --recompute "
                "full (auto chooses segments by itself)";
+    if (c.recompute_segment > int(s.L))
+        return concat("--recompute-segment ", c.recompute_segment, ": the model has ", s.L,
+                      " blocks: give at most as many");
     if (c.recompute_segment > 1 && c.plan != "none")
         return "--plan auto looks at no segments: leave --recompute-segment out";
+
+    if (given(c, "fit") && c.fit.empty())
+        return "--fit wants a card: GB of its memory, as 24, or a machine's name, as h100";
 
     // Refuse flags for files without the folder that would hold them.
     if (c.resume && c.out.empty())
@@ -784,7 +782,7 @@ inline std::string check_fit(const Config& c) {
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     // First check what needs no other number: later messages then speak of a possible shape.
-    std::string wrong = check_built(c);
+    std::string wrong = check_device(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);
     if (wrong.empty()) wrong = check_new_tokens(c);
@@ -806,7 +804,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
     if (wrong.empty()) wrong = check_rollouts(c);
     if (wrong.empty()) wrong = check_machine(c);
     if (wrong.empty()) wrong = check_planning(c);
-    return wrong.empty() ? check_together(c) : wrong;
+    return wrong.empty() ? check_together(c, s) : wrong;
 }
 
 } // namespace llmc

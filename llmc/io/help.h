@@ -62,7 +62,6 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
         bool is_switch = std::holds_alternative<bool Config::*>(f.field);
         if (!value.empty() && !is_switch)
             help += " (" + value + ")";
-        if (accepts[0] == '=') help += " - not built yet";
 
         // If the choices do not fit on a line, put them among the words, which can be broken.
         std::string name = concat("  --", f.name), choices = choice ? " " + accepts : "";

@@ -216,6 +216,21 @@ inline nlohmann::json newest_manifest(const Config& c) {
     return {};
 }
 
+// Refuse to go on with groups of another size, or other updates: a run's place among its prompts is
+// its number of answers, divided by both.
+inline std::string check_place_among_prompts(const Config& c, const nlohmann::json& saved) {
+    bool both = has_rollouts(c) && saved.value("loss", "") == c.loss && writes_folder(c);
+    for (const char* name : {"group", "updates"}) {
+        int now = strcmp(name, "group") == 0 ? c.group : c.updates;
+        int was = saved.value(name, now);
+        if (both && was != now)
+            return concat("--", name, " ", now, ": this run has ", was,
+                          ", by which it counts its prompts: leave --", name,
+                          " out, or start a new run from its weights");
+    }
+    return "";
+}
+
 // With --resume, take the flags that the command line leaves out from the checkpoint.
 inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
@@ -223,7 +238,9 @@ inline void adopt_checkpoint(Run& run) {
     nlohmann::json manifest = newest_manifest(c);
     if (!manifest.is_object() || !manifest.contains("config"))
         return;
-    std::string differences = adopt_flags(c, manifest["config"]);
+    const nlohmann::json& saved = manifest["config"];
+    std::string differences = adopt_flags(c, saved);
+    or_die(check_place_among_prompts(c, saved));
     if (!differences.empty() && writes_folder(c))
         note(run, "this run differs from its checkpoint: " + differences);
 }

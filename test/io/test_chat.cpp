@@ -1038,8 +1038,15 @@ TEST(Rollouts, ARunThatGoesOnHasTheSameBits) {
     EXPECT_EQ(first.status, 0) << first.text;
     EXPECT_EQ(shell(common + parts + " --steps 2").status, 0);
 
-    Ran ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
-                    "--warmup 0 --device cpu --out " + parts + " --export " + parts + "_x");
+    // Other updates, or groups of another size, would ask other prompts: they are refused.
+    std::string again = "OMP_NUM_THREADS=1 " + program() + " --resume --steps 5 --sample-tokens 0 "
+                        "--warmup 0 --device cpu --out " + parts;
+    Ran ran = shell(again + " --updates 2");
+    EXPECT_NE(ran.status, 0);
+    EXPECT_HAS(ran.text, "--updates 2: this run has 3, by which it counts its prompts");
+    EXPECT_HAS(shell(again + " --group 2").text, "--group 2: this run has ");
+
+    ran = shell(again + " --export " + parts + "_x");
     EXPECT_EQ(ran.status, 0) << ran.text;
     EXPECT_HAS(ran.text, "resumed at step 2");
 

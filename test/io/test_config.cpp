@@ -121,6 +121,9 @@ TEST(Config, RefusesWhatItCannotRead) {
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
 
+    EXPECT_HAS(check({"--fit", "", "--steps", "1"}), "--fit wants a card");
+    EXPECT_HAS(check({"--recompute", "full", "--recompute-segment", "99"}), " blocks: give at most");
+
     // fp8 and its options.
     EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
     EXPECT_HAS(parse({"--fp8-weights", "layer"}), "step|product");
@@ -129,7 +132,6 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
     EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
-    EXPECT_HAS(check({"--comm", "nccl"}), "not built yet");
 
     // Machines whose time is simulated.
     EXPECT_EQ(check({"--machine", "h100"}), "");
