@@ -17,8 +17,9 @@ namespace llmc {
 struct Machine {
     std::string name;
     std::string device;  // a part of the name by which the driver calls the card
-    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs.
-    double half_tf, single_tf, memory_tb, memory_gb, sms;
+    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs,
+    // the limit of its power (0: not known).
+    double half_tf, single_tf, memory_tb, memory_gb, sms, watts;
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
@@ -28,6 +29,12 @@ struct Machine {
     double launch_us = 8;   // of the host, for a block's forward pass
     double host_gb = 25;    // GB/s that copies to and from the host's memory reach
     double disk_gb = 5;     // the same of a file on a few drives: a guess
+
+    // The numbers of a run's costs (io/price.h); 0: not known.
+    double dollars_hour = 0; // of a card
+    double host_watts = 0;   // of the host, for each card
+    double pue = 1;          // watts of the building for one of the machines
+    double grid_g = 0;       // g CO2e a kWh
 
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
@@ -46,46 +53,46 @@ struct Machine {
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
 //   to the host reach about 25 and 50 of these.
-//   Not from a data sheet: B200's shares are guesses, and its SMs come from reports; the CPU is a
-//   guess at a server of some 32 cores, to be replaced by a FILE.
+//   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's
+//   watts do; the CPU is a guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {
     // Replace a machine's shares here, or in a FILE, once they are measured.
 
     // clang-format off
     static const std::vector<Machine> rows = {
-        // name, device; half and single TF, memory TB and GB, SMs; link, nic, cards;
+        // name, device; half and single TF, memory TB and GB, SMs, watts; link, nic, cards;
         //   shares of products, attention, memory, link, nic; latency, launch, host
-        {"h200", "H200", 989, 67, 4.8, 141, 132,  450, 50, 8,
+        {"h200", "H200", 989, 67, 4.8, 141, 132, 700,  450, 50, 8,
          .65, .50, .80, .78, .80, 40, 8, 50},
-        {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114,  64, 25, 8,
+        {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114, 350,  64, 25, 8,
          .65, .50, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132,  300, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132, 400,  300, 25, 8,
          .65, .50, .80, .70, .80, 40, 8, 50},
-        {"h100", "H100", 989, 67, 3.35, 80, 132,  450, 50, 8,
+        {"h100", "H100", 989, 67, 3.35, 80, 132, 700,  450, 50, 8,
          .65, .50, .80, .78, .80, 40, 8, 50},
-        {"b200", "B200", 2250, 75, 8, 180, 148,  900, 50, 8,
+        {"b200", "B200", 2250, 75, 8, 180, 148, 1000,  900, 50, 8,
          .60, .45, .80, .75, .80, 40, 8, 50},
-        {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108,  300, 25, 8,
+        {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108, 400,  300, 25, 8,
          .72, .45, .80, .78, .80},
-        {"a100-80", "A100", 312, 19.5, 2.039, 80, 108,  300, 25, 8,
+        {"a100-80", "A100", 312, 19.5, 2.039, 80, 108, 400,  300, 25, 8,
          .80, .45, .60, .80, .94, 68},
-        {"l40s", "L40S", 362, 91.6, 0.864, 48, 142,  32, 25, 8,
+        {"l40s", "L40S", 362, 91.6, 0.864, 48, 142, 350,  32, 25, 8,
          .60, .45, .80, .70, .80},
-        {"a10g", "A10G", 70, 35, 0.6, 24, 80,  32, 1.56, 8,
+        {"a10g", "A10G", 70, 35, 0.6, 24, 80, 300,  32, 1.56, 8,
          .65, .45, .80, .70, .80},
-        {"rtx3070", "RTX 3070", 40.6, 20.3, 0.448, 8, 46,  32, 12.5, 8,
+        {"rtx3070", "RTX 3070", 40.6, 20.3, 0.448, 8, 46, 220,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
-        {"rtx3060", "RTX 3060", 25.5, 12.7, 0.36, 12, 28,  32, 12.5, 8,
+        {"rtx3060", "RTX 3060", 25.5, 12.7, 0.36, 12, 28, 170,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
-        {"rtx4080", "RTX 4080", 97.5, 48.7, 0.717, 16, 76,  32, 12.5, 8,
+        {"rtx4080", "RTX 4080", 97.5, 48.7, 0.717, 16, 76, 320,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
-        {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82,  32, 12.5, 8,
+        {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82, 350,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
-        {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128,  32, 12.5, 8,
+        {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128, 450,  32, 12.5, 8,
          .75, .50, .80, .60, .80},
-        {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170,  64, 12.5, 8,
+        {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170, 575,  64, 12.5, 8,
          .75, .50, .80, .60, .80, 40, 8, 50},
-        {"cpu", "", 4, 2, 0.2, 256, 32,  50, 12.5, 1,
+        {"cpu", "", 4, 2, 0.2, 256, 32, 0,  50, 12.5, 1,
          .60, .30, .60, .50, .80},
     };
     // clang-format on
@@ -125,6 +132,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"memory_tb", &M::memory_tb, 1e-3, 100},
         {"memory_gb", &M::memory_gb, 0.1, 1e5},
         {"sms", &M::sms, 1, 1e4},
+        {"watts", &M::watts, 0, 1e4},
         {"link_gb", &M::link_gb, 0.01, 1e5},
         {"nic_gb", &M::nic_gb, 0.01, 1e5},
         {"cards", &M::cards, 1, 1024},
@@ -137,6 +145,10 @@ inline const std::vector<MachineField>& machine_fields() {
         {"launch_us", &M::launch_us, 0, 1e5},
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
+        {"dollars_hour", &M::dollars_hour, 0, 1e4},
+        {"host_watts", &M::host_watts, 0, 1e4},
+        {"pue", &M::pue, 1, 10},
+        {"grid_g", &M::grid_g, 0, 2000},
     };
     return fields;
 }

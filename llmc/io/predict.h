@@ -14,6 +14,7 @@ namespace llmc {
 struct Prediction {
     std::string text;
     Trace trace; // [pipeline rank]
+    double seconds;
 };
 
 // The times of layers and updates as a trace. The gaps are messages and waiting.
@@ -64,7 +65,7 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
              "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.0f TFLOP/s\n",
              cost.machine.name.c_str(), step.seconds * 1e3, count_text(rate).c_str(),
              count_text(rate / cards).c_str(), 100 * mfu, cost.machine.peak(cost.element) / 1e12);
-    return {line + parts_text(step), trace_of(step, plans, model)};
+    return {line + parts_text(step), trace_of(step, plans, model), step.seconds};
 }
 
 } // namespace llmc

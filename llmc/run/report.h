@@ -2,6 +2,7 @@
 #pragma once
 #include "../io/explain.h"
 #include "../io/predict.h"
+#include "../io/price.h"
 #include "../io/mfu.h"
 #include "predicted.h"
 #include "reference_point.h"
@@ -302,7 +303,8 @@ std::string predict(const Run& run, const Model& model, const PlanOptions& optio
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
-    return p.text;
+    double cards = run.layout.world();
+    return p.text + price_text(cost.machine, p.seconds * double(c.steps), cards, c.steps);
 }
 
 // Print the output of --explain: the run, its ranks, their memory, and the actions of a step.

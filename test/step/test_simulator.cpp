@@ -2,6 +2,7 @@
 #include <fstream>
 #include "../../llmc/simulator.h"
 #include "../../llmc/presets.h"
+#include "../../llmc/io/price.h"
 #include "published_steps.h"
 #include <gtest/gtest.h>
 
@@ -383,7 +384,8 @@ TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
 // A machine that is better in one number never takes longer, and every number matters in some case.
 TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
     std::set<std::string> idle = {"single_tf", "memory_gb", "cards", "launch_us", "sms",
-                                  "host_gb", "disk_gb"}; // no case moves anything
+                                  "host_gb", "disk_gb", // no case moves anything
+                                  "watts", "dollars_hour", "host_watts", "pue", "grid_g"};
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
         bool matters = false, slower = name == "latency_us" || name == "launch_us";
@@ -485,6 +487,37 @@ TEST(Machine, RefusesNonsenseWithTheLineAndWhatIsWanted) {
     EXPECT_EQ(read_machine("gemm 3\n", &m), ":1: wants `name = value`");
     EXPECT_EQ(machine_named(&m, "h1000").substr(0, 50),
               "--machine h1000 is neither a machine nor a file; m");
+}
+
+// Published runs: BLOOM's 1,082,990 hours of A100 at 400 W and 57 g/kWh are 433,196 kWh and 24.7 t
+// (arXiv:2211.02001); Llama 3.1's 39.3 million hours of H100 at 700 W and 414 g/kWh, 11,390 t.
+TEST(Machine, EnergyIsThatOfPublishedRuns) {
+    Machine m;
+    ASSERT_EQ(read_machine("base = a100-80\ngrid_g = 57\n", &m), "");
+    RunPrice bloom = run_price(m, 1082990 / 384.0 * 3600, 384);
+    EXPECT_NEAR(bloom.kwh, 433196, 0.5);
+    EXPECT_NEAR(bloom.kg, 24692, 1);
+    ASSERT_EQ(read_machine("base = h100\ngrid_g = 414\n", &m), "");
+    EXPECT_NEAR(run_price(m, 39.3e6 * 3600, 1).kg / 1000, 11390, 5);
+}
+
+// By hand: two hours on four cards, 500 W and 100 W, half as much again for the building.
+TEST(Machine, PricesByHandAndTheNumbersThatLack) {
+    Machine m;
+    ASSERT_EQ(read_machine("base = h100\nwatts = 500\nhost_watts = 100\npue = 1.5\n"
+                           "dollars_hour = 2.5\ngrid_g = 200\n", &m), "");
+    EXPECT_EQ(price_text(m, 7200, 4, 10),
+              "  10 steps: 2.00 hours, 8.00 card-hours, if nothing is lost\n"
+              "  $20.00 at 2.5 a card-hour\n"
+              "  7.20 kWh of cards at their limit of 500 W, 100 W of the host to each, PUE 1.5\n"
+              "  1.44 kg CO2e at 200 g/kWh\n");
+
+    // Leave out what nobody said.
+    EXPECT_EQ(price_text(machines().back(), 7200, 1, 10),
+              "  10 steps: 2.00 hours, 2.00 card-hours, if nothing is lost\n"
+              "  a machine's FILE may add: dollars_hour, watts, grid_g\n");
+    for (const char* wrong : {"pue = 0.9", "dollars_hour = -1", "grid_g = -5", "watts = x"})
+        EXPECT_NE(read_machine(concat(wrong, "\n"), &m).find("wants a number"), std::string::npos);
 }
 
 // The numbers of each row are within their bounds, and the driver's name of a GPU finds its row.
