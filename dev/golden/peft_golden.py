@@ -69,4 +69,5 @@ def main():
         print(name, loss.item(), norm("lora_A"), norm("lora_B"))
 
 
-main()
+if __name__ == "__main__":
+    main()

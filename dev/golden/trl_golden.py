@@ -1,19 +1,25 @@
 #!/usr/bin/env python3
 """Make trl.json: what TRL's own trainers say of given log-probabilities, loss and gradient, in float64.
 
-usage: trl_golden.py     (needs torch and trl; made with the versions that trl.json names)
+usage: trl_golden.py     (needs torch, transformers, peft and trl; made with the versions that trl.json names)
 
 Each trainer's method that computes the loss of a batch runs as it is, on an object whose model answers with the given
 log-probabilities. Numbers that we keep in float (of the reference, the old policy, advantages) are multiples of 1/64.
+At last a real model: llama-tiny with the adapters of lora-llama-tiny prefers answers, and llama-tiny is its reference.
 """
-import json, os, random, re
+import json, math, os, random, re
 from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
-import torch, trl
+import peft, torch, transformers, trl
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import add_fused_lm_head
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
+from peft_golden import CASES, adapt
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LENGTHS = [3, 5, 6, 4, 1, 6]  # tokens of the answers: chosen, rejected, chosen, ...
@@ -111,6 +117,32 @@ def grpo(policy, reference, old, advantages, loss_type, beta):
     return t._compute_loss(None, inputs)
 
 
+def model_of_pairs():
+    """DPO of a model with adapters, by TRL's collator, fused head and switch to the reference."""
+    base, config = CASES["lora-llama-tiny"]
+    loaded = AutoModelForCausalLM.from_pretrained(os.path.join(HERE, base), attn_implementation="eager")
+    text = load_file(os.path.join(HERE, base, "golden.safetensors"))["tokens"].view(3, -1).tolist()
+    pairs = [{"prompt_ids": text[0][:5], "chosen_ids": text[0][5:12], "rejected_ids": text[1][:7]},
+             {"prompt_ids": text[1][8:11], "chosen_ids": text[2][:10], "rejected_ids": text[2][14:22]}]
+
+    # All in double, as make_golden.py does it.
+    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch, "float", torch.float64), \
+         mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        model = type(loaded)(loaded.config).double()
+        model.load_state_dict(loaded.state_dict())
+        model, adapters = adapt(model, base, config, lambda x: x.to(loaded.dtype).double())
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+        t = trainer(DPOTrainer, model=model, ref_model=None, ld_alpha=None, precompute_ref_logps=False, beta=0.1,
+                    f_divergence_type="reverse_kl", use_weighting=False, loss_types=["sigmoid"], loss_weights=[1.0])
+        t.accelerator.unwrap_model = lambda x: x
+        loss = t._compute_loss(model, DataCollatorForPreference(pad_token_id=0)(pairs), False)
+        assert loss.dtype == torch.float64
+        loss.backward()
+    norm = lambda half: math.sqrt(sum(float((p.grad**2).sum()) for n, p in adapters.items() if half in n))
+    return {"pairs": pairs, "loss": loss.item(), "margin": t._metrics["train"]["rewards/margins"][0],
+            "norm_A": norm("lora_A"), "norm_B": norm("lora_B")}
+
+
 def main():
     random.seed(7)
     policy = draw(-4, -0.25).requires_grad_()
@@ -149,15 +181,17 @@ def main():
     case("grpo clipped with kl", grpo(policy, reference, old, advantages, "bnpo", 0.3))
 
     tokens = lambda x: x.detach()[MASK.bool()].tolist()
-    golden = {"versions": f"torch {torch.__version__}, trl {trl.__version__}", "lengths": LENGTHS,
+    golden = {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+                          f"peft {peft.__version__}, trl {trl.__version__}", "lengths": LENGTHS,
               "policy": tokens(policy), "reference": tokens(reference), "old": tokens(old),
-              "advantages": advantages.tolist(), "kto": points, "cases": cases}
+              "advantages": advantages.tolist(), "kto": points, "cases": cases, "model": model_of_pairs()}
     with open(os.path.join(HERE, "trl.json"), "w") as out:
         # One list a line.
         one_line = lambda numbers: "[" + " ".join(numbers[1].split()) + "]"
-        out.write(re.sub(r"\[([^\]]*)\]", one_line, json.dumps(golden, indent=1)) + "\n")
+        out.write(re.sub(r"\[([^][{}]*)\]", one_line, json.dumps(golden, indent=1)) + "\n")
     for name, x in cases.items():
         print(name, x["loss"])
+    print("model", golden["model"]["loss"])
 
 
 if __name__ == "__main__":

@@ -343,6 +343,75 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
 }
 
+// A sample of two conversations: the chosen answer's and behind it the rejected one's, as
+// dev/golden/trl.json has their tokens.
+static void pair_sample(const json& pair, int* tokens, int* targets) {
+    size_t at = 0;
+    for (const char* answer : {"chosen_ids", "rejected_ids"}) {
+        std::vector<int> ids = pair["prompt_ids"].get<std::vector<int>>();
+        size_t question = ids.size();
+        for (int id : pair[answer]) ids.push_back(id);
+
+        // The last token of the question is the first row that predicts one of the answer.
+        int mark = at ? BEGINS | REJECTED : BEGINS;
+        for (size_t i = 0; i < ids.size(); i++, at++) {
+            tokens[at] = ids[i] | (i ? 0 : mark);
+            bool answers = i + 1 >= question && i + 1 < ids.size();
+            targets[at] = answers ? ids[i + 1] : -1;
+        }
+    }
+}
+
+// DPO of a model with adapters, whose reference is its base: loss, margin, gradient norms. References
+// are kept in float: log p of -5 is off by at most 2.4e-7, so a pair's lead in u by 0.1 * 17 times
+// that, 4e-7; the loss has half of it, and a gradient no more relative to itself.
+TEST(Trl, AModelWithAdaptersThatPrefersAnswers) {
+    std::string base = ROOT + "/dev/golden/llama-tiny";
+    json golden = read_json(ROOT + "/dev/golden/trl.json")["model"];
+    const size_t N = 24;
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        pair_sample(golden["pairs"][sample], tokens, targets);
+        return std::string();
+    };
+
+    // Ask the base for log p of each target.
+    Shape plain, s;
+    Plan evaluate = plan_of(Mode::EVALUATE, 2, N), train = plan_of(Mode::TRAIN, 2, N);
+    evaluate.objective = train.objective = {LossKind::DPO, 0.1};
+    ASSERT_EQ(hf_read_config(&plain, base), "");
+    Small<double> reference(plain, {evaluate});
+    ASSERT_EQ(hf_load_weights(reference.t, base), "");
+    reference.t.window = window;
+    run_plan(reference.t, 0);
+    const double* losses = row_losses(reference.t, 0).losses;
+
+    // Take one step with the adapters, at a rate of 0.
+    ASSERT_EQ(adapted(&s, base, ROOT + "/dev/golden/lora-llama-tiny"), "");
+    Small<double> m(s, {train});
+    m.t.hyper.lr = 0;
+    ASSERT_EQ(hf_load_weights(m.t, base), "");
+    ASSERT_EQ(load_adapters(m.t, ROOT + "/dev/golden/lora-llama-tiny"), "");
+    m.t.window = window;
+    m.t.references = [&](uint64_t sample, RowNumbers to) {
+        for (size_t i = 0; i < N; i++) to.reference[i] = -float(losses[sample * N + i]);
+    };
+    run_plan(m.t, 0);
+    Loss loss = plan_loss(m.t);
+    EXPECT_NEAR(loss.mean(), golden["loss"].get<double>(), 4e-7);
+    EXPECT_NEAR(loss.margin / 2, golden["margin"].get<double>(), 4e-7);
+
+    // The gradients: the norms of all A and of all B.
+    double squares[2] = {};
+    for (const Parameter& p : m.t.model.parameters) {
+        if (!is_adapter(m.t.model, p)) continue;
+        const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+        for (size_t i = 0; i < p.elements(); i++)
+            squares[p.name.ends_with("B.weight")] += grad[i] * grad[i];
+    }
+    EXPECT_NEAR(std::sqrt(squares[0]), golden["norm_A"].get<double>(), 1e-6);
+    EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-6);
+}
+
 // DoRA and (IA)3, merged as they are read: the logits of PEFT's own merge in double, whose weights
 // are rounded to float once as ours are. The model with the adapter beside it has no such rounding:
 // a weight's is 6e-8 of it.
