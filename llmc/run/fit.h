@@ -7,8 +7,7 @@
 //   A way is a list of rungs, sets of flags from the fastest to the leanest. For a rung the
 //   micro-batch doubles while the run fits. Bytes are those of the arena, with a GPU's chunks of
 //   logits, so they are the run's own; a twentieth of the card is left to CUDA's context and
-//   libraries. Tokens a second come from the simulator (simulator.h); moves are added at the host's
-//   rate as if nothing hid them, which gives a lower bound for what offloads.
+//   libraries. Tokens a second come from the simulator (simulator.h), moves to the host included.
 //   Cost: some ten placings a cell, a few milliseconds each.
 #pragma once
 #include "plan_search.h"
@@ -88,18 +87,6 @@ inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) 
     return c;
 }
 
-// Bytes that FETCH and PARK move in a plan.
-inline double moved_bytes(const Plan& p, const Model& model) {
-    // Count both directions: a bus carries them at once, but one waits for the other.
-    double bytes = 0;
-    for (const Action& a : p.actions) {
-        if (queue_of(a.op) != Queue::MOVE) continue;
-        for (Data d : moved_data(p, model, a))
-            bytes += double(data_bytes<bf16>(p, model, d, Cpu{}));
-    }
-    return bytes;
-}
-
 // Place a run, and time its step if `timed`. Returns "" or why it is not allowed.
 inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool timed, FitCell* cell) {
     // Check the flags as the run itself would.
@@ -131,19 +118,13 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     cell->host = double(t.arena.memory[int(Tier::HOST)].bytes);
     if (!timed) return "";
 
-    // Time a step: the simulator's seconds, and the moves. Every micro-batch after the third moves
-    // as much as the third did.
+    // Time a step of all micro-batches, with its moves beside it.
     CostModel cost = {q.machine, sizeof(bf16)};
+    cost.bytes = [&t](const Plan& p, Data d) { return data_bytes<bf16>(p, t.model, d, Cpu{}); };
     ActionCost prices = action_cost(cost, t.model);
-    double moved = moved_bytes(t.plans[0], t.model);
-    if (m > 3) {
-        options[0].micro_batches = 2;
-        Plan two = make_plan(t.plans[0].layout, t.model, options[0]);
-        moved += (m - 3) * (moved - moved_bytes(two, t.model));
-    }
     options[0].micro_batches = m;
     StepTime step = simulate_layout(t.plans[0].layout, t.model, options[0], prices);
-    cell->rate = double(c.batch_tokens) / (step.seconds + moved / q.machine.host_rate());
+    cell->rate = double(c.batch_tokens) / step.seconds;
     return "";
 }
 
