@@ -588,7 +588,7 @@ static bool run_command(Run& run) {
     }
 
     // Say what fits on a card: that needs no run.
-    if (!c.fit.empty()) {
+    if (given(c, "fit")) {
         if (is_first(run)) printf("%s", fit_text(c).c_str());
         return true;
     }

@@ -665,9 +665,6 @@ inline std::string check_together(const Config& c, const Shape& s) {
     if (c.recompute_segment > 1 && c.plan != "none")
         return "--plan auto looks at no segments: leave --recompute-segment out";
 
-    if (given(c, "fit") && c.fit.empty())
-        return "--fit wants a card: GB of its memory, as 24, or a machine's name, as h100";
-
     // Refuse flags for files without the folder that would hold them.
     if (c.resume && c.out.empty())
         return "--resume goes on from the newest checkpoint in --out: give --out DIR";
@@ -763,6 +760,9 @@ inline std::string check_machine(const Config& c) {
 
 // Check --fit, which asks about one card: it chooses the flags of memory itself.
 inline std::string check_fit(const Config& c) {
+    if (c.fit.empty())
+        return "--fit wants a card: GB of its memory, as 24, or a machine's name, as h100";
+
     std::vector<const char*> chosen = planned_flags();
     for (const char* name : {"micro-batch", "lora", "adapter", "weights", "offload", "offload-to",
                              "offload-update", "masters", "states", "plan", "gpus", "local-ranks"})

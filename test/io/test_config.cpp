@@ -121,7 +121,6 @@ TEST(Config, RefusesWhatItCannotRead) {
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
 
-    EXPECT_HAS(check({"--fit", "", "--steps", "1"}), "--fit wants a card");
     EXPECT_HAS(check({"--recompute", "full", "--recompute-segment", "99"}), " blocks: give at most");
 
     // fp8 and its options.

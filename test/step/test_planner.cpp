@@ -490,6 +490,8 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_HAS(read_card({}, "12GB", &m), "--fit 12GB: give the GB of a card, or a machine: h200");
     EXPECT_HAS(read_card({}, "-1", &m), "--fit -1: give the GB");
     Config c;
+    EXPECT_HAS(check_fit(c), "--fit wants a card");
+    EXPECT_EQ(set_flag(c, "fit", "24"), "");
     EXPECT_EQ(check_fit(c), "");
     EXPECT_EQ(set_flag(c, "tp", "2"), "");
     EXPECT_HAS(check_fit(c), "--fit chooses flags for one card, --tp among them: leave --tp out");
