@@ -5,8 +5,8 @@
 //              slowest rank: a long stage holds up all ranks in its turn
 //     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
 //     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
-//              backward pass, in ZB-H1 behind every weight half; a stage's last sum delays the
-//              message behind it. 3: a layer's weights arrive while the layer before it runs.
+//              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
+//              the layer before it runs.
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -228,8 +228,6 @@ struct RankEstimate {
     double seconds = 0;
     double backward = 0;
     double exposed = 0;
-    // Seconds of a stage's last sum, which delays messages.
-    double delay = 0;
     // Seconds by chunk; empty if there is only one.
     std::vector<double> chunk_forward = {}, chunk_backward = {};
 
@@ -299,10 +297,6 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             backward_here += backward;
         }
 
-        // A stage's backward passes end with its first layer.
-        // No message waits behind weight halves.
-        bool waits = layout.zero >= 2 && layout.pipeline != Pipeline::ZERO_BUBBLE;
-        if (waits && from < to) r.delay = std::max(r.delay, buckets[size_t(from)].reduce);
         if (layout.chunks == 1) continue;
         r.chunk_forward.push_back(forward_here);
         r.chunk_backward.push_back(backward_here);
@@ -326,10 +320,9 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
     const std::vector<LayerEstimate>& layers = layers_of(planner, p);
     const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
 
-    // Seconds of a micro-batch over ranks: the sum, the slowest, the longest delay of a message.
+    // Seconds of a micro-batch over ranks: the sum, and the slowest.
     double sum = 0;
     double most = 0;
-    double delay = 0;
     std::vector<double> turns(size_t(layout.chunks)); // each turn's slowest rank
     double tail = 0; // seconds of the step behind the last micro-batch
     int m = options.micro_batches;
@@ -350,7 +343,6 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
         // Keep the slowest and the fullest rank.
         sum += seconds;
         most = std::max(most, seconds);
-        delay = std::max(delay, pp > 1 ? r.delay : 0);
         for (int i = 0; v > 1 && i < v; i++) {
             double turn = r.chunk_forward[v - 1 - i] + r.chunk_backward[i] + r.exposed / v;
             turns[i] = std::max(turns[i], turn);
@@ -360,14 +352,13 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
         e.bytes = std::max(e.bytes, r.bytes);
     }
 
-    // Each stage waits for one message in and one back. About every other message that goes back is
-    // delayed by the sum before it.
+    // Each stage waits for one message in and one back.
     Action exchange = {Op::SENDRECV};
     exchange.transfers.resize(1);
     double message = pp > 1 ? exchange_seconds(planner.cost, p, model, exchange) : 0;
     double bubble = (sum - most) / v;
     if (layout.pipeline == Pipeline::ZERO_BUBBLE) bubble *= 0.4;
-    double messages = (2 * message + delay / 2) * (double(v) * m + pp - 1);
+    double messages = 2 * message * (double(v) * m + pp - 1);
     double pace = v > 1 ? std::accumulate(turns.begin(), turns.end(), 0.0) : most;
     e.seconds = m * pace + bubble + messages + tail;
     return e;

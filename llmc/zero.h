@@ -9,6 +9,7 @@
 //     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
+//                                                   A slot's message goes before its last sums
 //     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets
 //     NORM        each rank's sums -> one norm      nothing: it is on the critical path
 //   A tied table's two gradients are added at the end of the step. Its bucket is therefore reduced
@@ -41,9 +42,20 @@ inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
 // ----------------------------------------------------------------------------
 // passes
 
+// Return the place of the message that a slot ends in, behind its last backward pass; or i, the
+// place of one of these passes, if the slot has none.
+inline int message_behind(const Plan& p, int i) {
+    for (int j = i + 1; j < int(p.actions.size()); j++) {
+        if (p.actions[j].op == Op::SENDRECV) return j;
+        if (p.actions[j].micro != p.actions[i].micro) break;
+    }
+    return i;
+}
+
 // Before: backward passes. After: REDUCE follows the backward pass that completes a bucket's
-// gradient, in each micro-batch (stages 2 and 3) or in the last one only.
-// Tied tables are left to the end of the step.
+// gradient, in each micro-batch (stages 2 and 3) or in the last one only. The message that a slot
+// ends in goes first: collectives run in order, and other stages wait for it. Tied tables are left
+// to the end of the step.
 inline Plan add_reduce(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();
@@ -55,23 +67,30 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
             last_micro[a.layer] = a.micro;
 
     // Insert REDUCE behind each backward pass that completes a bucket's gradient.
-    std::set<int> begun; // buckets whose gradient has its first part
-    for (const Action& a : in.actions) {
-        p.actions.push_back(a);
-        if (!reaches_weights(a.op)) continue;
-        for (int b : buckets_of(model, a.layer)) {
+    std::set<int> begun;                       // buckets whose gradient has its first part
+    std::map<int, std::vector<Action>> behind; // [place]: what follows the action there
+    for (int i = 0; i < int(in.actions.size()); i++) {
+        const Action& a = in.actions[i];
+        std::vector<int> used;
+        if (reaches_weights(a.op)) used = buckets_of(model, a.layer);
+        int message = used.empty() ? i : message_behind(in, i);
+        for (int b : used) {
             const Bucket& bucket = model.buckets[b];
             if (!bucket.trainable || bucket.tied() || !is_reduced(p.layout, model, b))
                 continue;
 
-            // ZeRO-2 and 3 reduce each micro-batch's part; the other stages wait for the last one.
+            // ZeRO-2 and 3 reduce each micro-batch's part, before the next block needs its bytes;
+            // the other stages wait for the last micro-batch.
             if (reduced_each(p.layout, model, b)) {
                 bool first = begun.insert(b).second;
-                p.actions.push_back({Op::REDUCE, a.micro, -1, b, first});
+                int place = message == i + 1 ? message : i;
+                behind[place].push_back({Op::REDUCE, a.micro, -1, b, first});
             } else if (a.micro == last_micro[a.layer]) {
-                p.actions.push_back({Op::REDUCE, -1, -1, b});
+                behind[message].push_back({Op::REDUCE, -1, -1, b});
             }
         }
+        p.actions.push_back(a);
+        p.actions.insert(p.actions.end(), behind[i].begin(), behind[i].end());
     }
     return p;
 }
