@@ -597,12 +597,13 @@ static bool run_command(Run& run) {
     if (wants_calibration(run)) return run_where_wanted(run);
 
     // Gather the flags: those of another trainer's file and of the checkpoint count where the
-    // command line says nothing. Then open the tokenizer, whose size may set the vocabulary, and
-    // choose the model's shape.
+    // command line says nothing. Then read the model's small files once for all processes, open the
+    // tokenizer, whose size may set the vocabulary, and choose the model's shape.
     reserve_output(run);
     take_ds_config(run);
     adopt_checkpoint(run);
     choose_average(run);
+    share_small_files(run.world, c);
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);

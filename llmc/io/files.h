@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -152,8 +153,23 @@ inline ssize_t read_some(int fd, void* to, size_t bytes) {
 // The largest file that read_whole_file() accepts: it is meant for JSON and tokenizers.
 constexpr size_t MOST_BYTES_READ = size_t(1) << 32;
 
+// The files that another process has read for this one: path -> bytes. shared_files.h fills it
+// before ranks start as threads, and nobody writes it later.
+inline std::map<std::string, std::string>& shared_files() {
+    static std::map<std::string, std::string> files;
+    return files;
+}
+
 // Read all bytes of a file.
 inline std::string read_whole_file(const std::string& path, std::string* bytes) {
+    // A shared file is here already.
+    auto shared = shared_files().find(path);
+    if (shared != shared_files().end()) {
+        *bytes = shared->second;
+        return "";
+    }
+
+    // Open it, unless it is too large.
     int fd = -1;
     struct stat s = {};
     std::string wrong = open_regular(path, &fd, &s);

@@ -10,6 +10,7 @@
 #include "../io/merged_adapters.h"
 #include "../io/named_adapters.h"
 #include "../io/new_tokens.h"
+#include "../io/shared_files.h"
 #include "run.h"
 
 namespace llmc {

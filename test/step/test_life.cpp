@@ -360,6 +360,34 @@ TEST_F(Life, OneProcessOfSeveralIsSignalled) {
     EXPECT_EQ(steps().size(), 1u);
 }
 
+// The first process reads a folder's small files for all. The second process's own folder has empty
+// ones, and yet it computes, samples and exports with the first.
+TEST_F(Life, OneProcessReadsAFoldersSmallFiles) {
+    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
+    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 ";
+    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
+        GTEST_SKIP() << "skipped: built without MPI";
+
+    // Each process starts in a folder of its own, and finds there a model of the same name.
+    fs::create_directories(path("0"));
+    fs::create_directories(path("1"));
+    ASSERT_EQ(start(small + "--steps 1 --export " + path("0/e")).status, 0);
+    put("0/e/generation_config.json", "{\"eos_token_id\": [101, 102]}");
+    std::string template_text = "[INST] <<SYS>>";
+    put("0/e/tokenizer_config.json", json({{"chat_template", template_text}}).dump());
+    fs::copy(path("0/e"), path("1/e"));
+    for (const auto& file : fs::directory_iterator(path("1/e")))
+        if (file.path().extension() == ".json") put_file(file.path().string(), "");
+    ASSERT_EQ(read_file(path("1/e/config.json")), "");
+
+    Ran r = shell(mpirun + "sh -c 'cd " + path("$OMPI_COMM_WORLD_RANK") + "; exec " + program() +
+                  " --model e --seq 32 --steps 1 --sample-tokens 9 --prompt a --chat-format plain"
+                  " --export x --data " + path("text.txt") + "'");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_EQ(read_file(path("0/x/generation_config.json")),
+              read_file(path("0/e/generation_config.json")));
+}
+
 // The watchdog names the rank that hangs, and ends the job. The first rank waits for the second,
 // which waits for the third, which is stopped: only the third may be named.
 TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
