@@ -74,8 +74,6 @@ inline void add_adapters(Model& m, const std::string& number) {
     SetViews sets = adapter_sets(m.shape);
     if (sets.empty()) return;
     Bucket block = m.buckets.back();
-    int layer = block.layers.front();
-    add_bucket(m, "adapter." + number, Role::ADAPTER, {layer});
     for (int i = block.first; i < block.first + block.count; i++) {
         const Parameter w = m.parameters[i];
         std::string module = module_of(w);
@@ -84,6 +82,8 @@ inline void add_adapters(Model& m, const std::string& number) {
         for (auto& [prefix, adapters] : sets) {
             auto found = adapters->find(module);
             if (found == adapters->end()) continue;
+            if (m.buckets.back().role != Role::ADAPTER) // a block without adapters has no bucket
+                add_bucket(m, "adapter." + number, Role::ADAPTER, block.layers);
             int& first = m.parameters[i].adapter;
             if (first < 0) first = int(m.parameters.size());
             add_halves(m, w, prefix + module, found->second.rank);
@@ -131,12 +131,13 @@ inline size_t largest_rank(const Model& m, int layer) {
 // ----------------------------------------------------------------------------
 // which matrices
 
-// The options of LoRA, from the flags --lora, --lora-alpha, --lora-rs and --lora-targets.
+// The options of LoRA, from --lora, --lora-alpha, --lora-rs, --lora-targets and --lora-layers.
 struct LoraOptions {
     size_t rank = 0;
     double alpha = 0;
     bool rank_stabilised = false; // s = alpha / sqrt(r)
     std::string targets = "all";  // or "attention", or names with commas
+    std::string layers = "all";   // or blocks counted from 0, as "8-11" or "0,4,8-11"
 };
 // Return the factor s of what adapters add. It falls with the rank, so that a higher rank can
 // express more without changing the output by more.
@@ -166,9 +167,43 @@ inline std::string module_words(const Model& m) {
     return words;
 }
 
+// Read which of L blocks a list names: "all", or numbers and ranges as in "0,4,8-11".
+// Returns "" or what is wrong with it.
+inline std::string blocks_named(const std::string& list, size_t L, std::vector<bool>* blocks) {
+    blocks->assign(L, list == "all");
+    if (list == "all") return "";
+    std::string flag = "--lora-layers " + list;
+    auto number = [](const std::string& s) {
+        bool digits = s.find_first_not_of("0123456789") == std::string::npos;
+        return digits && !s.empty() && s.size() < 7;
+    };
+
+    // A comma behind the last range lets an empty one be seen.
+    std::string range;
+    for (std::istringstream ranges(list + ","); std::getline(ranges, range, ',');) {
+        size_t dash = range.find('-');
+        std::string low = range.substr(0, dash);
+        std::string high = dash == std::string::npos ? low : range.substr(dash + 1);
+        if (!number(low) || !number(high))
+            return concat(flag, ": \"", range, "\" is no block and no range: write 3 or 8-11");
+
+        // Refuse ranges that run down, and blocks that the model does not have.
+        size_t from = std::stoul(low), to = std::stoul(high);
+        if (from > to)
+            return concat(flag, ": ", range, " runs down: write ", to, "-", from);
+        if (to >= L)
+            return concat(flag, ": the last block is ", L - 1, ": use that or less");
+        std::fill(blocks->begin() + long(from), blocks->begin() + long(to) + 1, true);
+    }
+    return "";
+}
+
 // Choose the adapters of a model without any. Returns "" or what is wrong with the flags.
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
+    std::vector<bool> blocks;
+    std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
+    if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
     for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
@@ -177,6 +212,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             std::string module = module_of(p);
             if (!adaptable(base, p) || !targets_module(target, module)) continue;
             any = true;
+            if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
 
             // Refuse a rank beyond the matrix's own: it adds nothing.
             size_t most = std::min(p.rows(), p.cols());

@@ -170,10 +170,10 @@ struct Choice {
     double seconds = 0, waited = 0; // of the rank's compute and moves, if any is parked
 };
 
-// List this rank's blocks.
+// List this rank's blocks that run backward: only these keep or redo anything.
 inline std::vector<int> blocks_of(const Layout& layout, const Model& model) {
     std::vector<int> blocks;
-    for (int l = 1; l < model.head(); l++)
+    for (int l = std::max(1, lowest_trained(model)); l < model.head(); l++)
         if (is_mine(layout, model, l)) blocks.push_back(l);
     return blocks;
 }

@@ -36,6 +36,7 @@
 //   messages of one SENDRECV (from and to) are posted together.
 #pragma once
 #include "action.h"
+#include "lowest_trained.h"
 #include "offload.h"
 #include "plan_words.h"
 #include "zero.h"
@@ -196,6 +197,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
 
     // The order matters: add_reduce() looks for layers, and add_gather() at all other actions.
     p = add_layers(p, model, steps);
+    p = drop_idle_backward(p, model);
     p = add_load(p);
     p = add_recompute(p, model);
     p = add_reduce(p, model);

@@ -72,6 +72,7 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
     int first = first_layer(p.layout, model, stage);
     int end = first_layer(p.layout, model, stage + 1);
     int forward = first, backward = end - 1; // the layers that are next
+    int lowest = std::clamp(lowest_trained(model), first, end); // where backward ends
     int weights = 0;
     auto out_of_order = [&](const Action& a, int next) {
         return action_text(a, model) + " is out of order: layer " + std::to_string(next) +
@@ -100,10 +101,10 @@ inline std::string check_stage_order(const Plan& p, const Model& model, int m, i
     if (forward != end)
         return at + " is not forward through every layer";
     if (p.mode != Mode::TRAIN) return "";
-    bool embedding_left = backward == 0 && first == 0; // the embedding has no input half
-    if (backward >= first && !embedding_left)
+    bool embedding_left = backward == 0 && lowest == 0; // the embedding has no input half
+    if (backward != lowest - 1 && !embedding_left)
         return at + " is not backward through every layer";
-    if (weights != end - first)
+    if (weights != end - lowest)
         return at + " does not reach every layer's weights once";
     return "";
 }
@@ -187,7 +188,9 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         default: break;
         }
     }
-    return counted ? "" : "the valid targets are never counted";
+    // A rank without trainable buckets has no UPDATE that would miss the norm; the others would.
+    if (!counted) return "the valid targets are never counted";
+    return norm ? "" : "the gradient norm is never computed";
 }
 
 // Check that the end of the step updates, reduces, ties and publishes each bucket as often as the
@@ -237,24 +240,30 @@ inline std::string check_update(const Plan& p, const Model& model) {
 inline std::string check_live(const Plan& p, const Model& model) {
     size_t peak = 0, allowed = 1;
     bool trains = p.mode == Mode::TRAIN;
+    int trained = lowest_trained(model);
     if (trains) {
         std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
         allowed = size_t(peak_live(all[p.layout.pp.rank]));
     }
 
-    // Walk the plan. A stage lives from its first forward layer to its last backward layer.
+    // Walk the plan. A stage lives from its first forward layer to its last backward layer, and
+    // without a backward pass to its last forward layer.
     std::set<std::pair<int, int>> live; // (micro-batch, stage)
     for (const Action& a : p.actions) {
         if (a.layer < 0) continue;
         int stage = stage_of(p.layout, model, a.layer);
 
         // The first layer of a stage begins its life. In training its backward pass ends it.
-        bool first = a.layer == first_layer(p.layout, model, stage);
-        bool last = a.layer + 1 == first_layer(p.layout, model, stage + 1);
-        if (a.op == Op::F && first)
+        int first = first_layer(p.layout, model, stage);
+        int last = first_layer(p.layout, model, stage + 1) - 1;
+        if (a.op == Op::F && a.layer == first)
             live.insert({a.micro, stage});
         peak = std::max(peak, live.size());
-        bool over = trains ? reaches_weights(a.op) && first : last;
+
+        // Only stages that hold a trained layer, or stand above one, run backward.
+        int lowest = std::max(first, trained);
+        bool returns = trains && last >= trained;
+        bool over = returns ? reaches_weights(a.op) && a.layer == lowest : a.layer == last;
         if (over) live.erase({a.micro, stage});
     }
     if (peak <= allowed) return "";
@@ -279,13 +288,15 @@ inline std::string check_sends(const Plan& p, const Model& model) {
     const Axis& pp = p.layout.pp;
     for (int m = 0; m < p.micro_batches && pp.size > 1; m++)
         for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
-            // Forward sends the stage's output, and backward sends the gradient of its input.
+            // Forward sends the stage's output. Backward sends the gradient of its input, unless
+            // nothing below trains.
             std::string wrong;
             int begin = first_layer(p.layout, model, s);
             int end = first_layer(p.layout, model, s + 1);
             if (s + 1 < p.layout.stages())
                 wrong = once({Kind::STREAM, end, m});
-            if (wrong.empty() && s > 0 && p.mode == Mode::TRAIN)
+            bool needed = s > 0 && begin > lowest_trained(model);
+            if (wrong.empty() && needed && p.mode == Mode::TRAIN)
                 wrong = once({Kind::DSTREAM, begin, m});
             if (!wrong.empty()) return wrong;
         }

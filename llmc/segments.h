@@ -7,9 +7,11 @@
 //     time                 the last product of (s-1)/s of the blocks, beyond FULL
 //   A block's rows are some 17 times its input, so s = 2 pays from 35 blocks on, and s = sqrt(L/17)
 //   takes the least. Where a block keeps more than FULL does, to make it FULL saves more for less.
-//   A segment ends with its stage, and at the first block that is not FULL.
+//   A segment ends with its stage, and at the first block that is not FULL. Blocks without a
+//   backward pass stand in none.
 #pragma once
 #include "action.h"
+#include "lowest_trained.h"
 
 namespace llmc {
 
@@ -24,11 +26,12 @@ inline int place_in_segment(const Plan& p, const Model& model, int layer) {
         if (!model.is_block(l)) return false;
         return p.recompute.of(l) == Recompute::FULL;
     };
-    if (!full(layer)) return 0;
+    int trained = lowest_trained(model);
+    if (!full(layer) || layer < trained) return 0;
 
     // Count the FULL blocks of this stage that stand before it in a row.
     int stage = stage_of(p.layout, model, layer);
-    int first = first_layer(p.layout, model, stage);
+    int first = std::max(trained, first_layer(p.layout, model, stage));
     int before = 0;
     while (layer - before > first && full(layer - before - 1))
         before++;

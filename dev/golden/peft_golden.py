@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Make the golden adapters: folders as PEFT saves them beside gpt2-tiny and llama-tiny, and what PEFT says in float64.
 
-usage: peft_golden.py     (needs torch, transformers and peft; made with the versions that golden.json names)
+usage: peft_golden.py [NAME..]     (needs torch, transformers and peft; made with the versions that golden.json names)
 
 A and B hold v[i] = 0.1 sin(0.7 i + phi), rounded to float, phi 1 for A and 2 for B. golden.json: the loss on the base
 folder's golden tokens, gradients' norms, each gradient's first element.
 """
-import json, math, os
+import json, math, os, sys
 from unittest import mock
 import peft, torch, transformers
 from peft import LoraConfig, get_peft_model
@@ -20,6 +20,8 @@ CASES = {
     "lora-gpt2-tiny": ("gpt2-tiny", dict(r=3, lora_alpha=6, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)),
     "lora-llama-tiny": ("llama-tiny", dict(r=4, lora_alpha=10, target_modules="all-linear", use_rslora=True,
                                            rank_pattern={"k_proj": 2}, alpha_pattern={"layers.1.mlp.up_proj": 3})),
+    "lora-upper-llama-tiny": ("llama-tiny", dict(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"],
+                                                 layers_to_transform=[1])),
 }
 
 
@@ -37,7 +39,8 @@ def adapt(model, base, config, numbers):
 
 def main():
     single = lambda x: x.to(SINGLE)
-    for name, (base, config) in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        base, config = CASES[name]
         folder = os.path.join(HERE, name)
         loaded = AutoModelForCausalLM.from_pretrained(os.path.join(HERE, base), attn_implementation="eager")
         state = {n: x.clone() for n, x in loaded.state_dict().items()}

@@ -59,6 +59,19 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
     return "";
 }
 
+// Refuse an adapter in a block that layers_to_transform leaves out: PEFT would not use it.
+inline std::string check_peft_layers(const nlohmann::json& j, const std::string& path,
+                                     const Parameter& w) {
+    // One number stands for a list of one.
+    if (!asks(j, "layers_to_transform")) return "";
+    nlohmann::json layers = j["layers_to_transform"];
+    if (!layers.is_array()) layers = {layers};
+    for (const nlohmann::json& layer : layers)
+        if (layer == w.layer - 1) return "";
+    return concat(path, ": layers_to_transform leaves out block ", w.layer - 1, ", and ",
+                  module_of(w), " has an adapter: leave layers_to_transform out");
+}
+
 // The alpha of a module: that of the first pattern which is the module's name, or the end of it
 // behind a dot; without such a pattern lora_alpha.
 inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
@@ -162,6 +175,7 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         // Check the pair, and note its rank and factor.
         double alpha = 0;
         if (wrong.empty()) wrong = check_halves(file.path, p, a, b);
+        if (wrong.empty()) wrong = check_peft_layers(j, path, p);
         if (wrong.empty())
             wrong = peft_alpha(j, path, module.substr(strlen(PEFT_PREFIX)), &alpha);
         if (!wrong.empty()) break;
@@ -205,13 +219,22 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
 // ----------------------------------------------------------------------------
 // writing
 
+// List the blocks that have adapters, counted from 0.
+inline std::set<size_t> adapted_blocks(const Model& m) {
+    std::set<size_t> blocks;
+    for (const Parameter& p : m.parameters)
+        if (p.adapter >= 0) blocks.insert(size_t(p.layer) - 1);
+    return blocks;
+}
+
 // List the names for target_modules: the last word of a name if all matrices with that word have
-// adapters, else whole names.
+// adapters, else whole names. Blocks without any do not count: layers_to_transform leaves them out.
 inline std::set<std::string> target_modules(const Model& m) {
     std::set<std::string> partly, names;
+    std::set<size_t> blocks = adapted_blocks(m);
     auto word_of = [](const std::string& module) { return module.substr(module.rfind('.') + 1); };
     for (const Parameter& p : m.parameters)
-        if (adaptable(m, p) && p.adapter < 0)
+        if (adaptable(m, p) && p.adapter < 0 && blocks.count(size_t(p.layer) - 1))
             partly.insert(word_of(module_of(p)));
 
     // Use a whole name if a matrix without an adapter has the same last word: the word alone would
@@ -243,6 +266,11 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
         if (own != alpha) alphas[name] = number(own);
     }
 
+    // Name the blocks if some have none; null means all.
+    std::set<size_t> blocks = adapted_blocks(m);
+    nlohmann::ordered_json layers;
+    if (blocks.size() < m.shape.L) layers = blocks;
+
     // clang-format off
     return {
         {"peft_type", "LORA"},
@@ -254,6 +282,7 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
         {"alpha_pattern", alphas},
         {"lora_dropout", 0.0},
         {"target_modules", target_modules(m)},
+        {"layers_to_transform", layers},
         {"bias", "none"},
         {"fan_in_fan_out", m.shape.family == Family::GPT2}, // the base's matrices are [in, out]
         {"inference_mode", true},

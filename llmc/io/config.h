@@ -75,7 +75,7 @@ struct Config {
     // adapters; an alpha of 0 becomes twice the rank in config_check()
     int lora = 0;
     double lora_alpha = 0;
-    std::string lora_targets = "all", adapter, adapters;
+    std::string lora_targets = "all", lora_layers = "all", adapter, adapters;
     bool lora_rs = false, merge = false;
     double lora_plus = 1;
 
@@ -312,6 +312,8 @@ inline const std::vector<Flag>& config_table() {
          "what an adapter adds is multiplied by alpha / rank (0: alpha is twice the rank)"},
         {"lora-targets", &C::lora_targets, "",
          "which matrices: all, attention, or names with commas, as q_proj,v_proj"},
+        {"lora-layers", &C::lora_layers, "",
+         "which blocks, counted from 0: all, or 0,4,8-11; below the lowest none runs backward"},
         {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
         {"lora-plus", &C::lora_plus, "0.001..1000",
          "B's learning rate by A's (LoRA+); 16 is its authors' choice"},

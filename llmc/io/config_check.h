@@ -557,7 +557,7 @@ inline std::string check_adapter_sets(const Config& c) {
 // Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
     // Refuse flags of adapters in runs that have none.
-    for (const char* name : {"lora-alpha", "lora-targets", "lora-rs"})
+    for (const char* name : {"lora-alpha", "lora-targets", "lora-layers", "lora-rs"})
         if (c.lora == 0 && given(c, name))
             return concat("--", name, " is for adapters: give --lora RANK");
     if (c.merge && (c.export_dir.empty() || !has_adapters(c)))

@@ -55,9 +55,11 @@ inline std::string parameters_text(const Model& model) {
              padding);
     if (!adapters) return line;
 
-    // Say how many of them are in adapters, and how many are frozen.
+    // Say how many of them are in adapters, how many are frozen, and where backward passes end.
+    int lowest = lowest_trained(model) - 1; // layer 1 is block 0
+    std::string ends = lowest > 0 ? concat("; backward passes end at block ", lowest) : "";
     return line + concat(adapters, " (", count_text(double(adapters)), ") of them in adapters; ",
-                         total - adapters, " are frozen\n");
+                         total - adapters, " are frozen", ends, "\n");
 }
 
 // The FLOPs of a training run, and its hours on GPUs at a utilisation that good trainers reach. The

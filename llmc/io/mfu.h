@@ -2,7 +2,8 @@
 //   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311)
 //     6 for each parameter that the token meets; of the experts, those that it goes through. A
 //     product takes 2 forward and 4 backward. A frozen matrix beside adapters takes 2 backward: its
-//     own gradient is not computed. Attention's two products see T/2 keys on average.
+//     own gradient is not computed; in blocks below the lowest adapter none (lowest_trained.h).
+//     Attention's two products see T/2 keys on average.
 //   mfu = tokens a second * FLOPs a token / peak.  Recomputation does not count.
 //   A GPU's peak is its data sheet's, dense. A CPU's data sheet names a peak that its libraries do
 //   not reach; there, and on a GPU that is not in the table, the peak is one square product in the
@@ -13,6 +14,7 @@
 #include "../comm/group.h"
 #include "../linear.cuh"
 #include "../buckets.h"
+#include "../lowest_trained.h"
 #include "../machine.h"
 #include "../text.h"
 
@@ -26,12 +28,24 @@ inline size_t frozen_parameters(const Model& model) {
     return n;
 }
 
+// The number of parameters of blocks below the lowest adapter.
+inline size_t idle_parameters(const Model& model) {
+    size_t n = 0;
+    int lowest = lowest_trained(model);
+    for (const Parameter& p : model.parameters)
+        if (model.is_block(p.layer) && p.layer < lowest) n += p.file_elements();
+    return n;
+}
+
 // FLOPs of training on one token, forward and backward. Each active parameter takes six: two
 // forward, four backward. A frozen one takes two less. Attention adds 6 L C T with a causal mask.
+// Blocks below the lowest adapter have no backward pass, so two thirds of theirs are left out.
 inline double flops_per_token(const Model& model, size_t T) {
     const Shape& s = model.shape;
-    double attention = 6.0 * double(s.L) * attention_channels(s) * double(T);
-    double unasked = 2.0 * double(frozen_parameters(model));
+    double idle = std::clamp(lowest_trained(model) - 1, 0, int(s.L)); // blocks
+    double passes = 6.0 * double(s.L) - 4 * idle;
+    double attention = passes * attention_channels(s) * double(T);
+    double unasked = 2.0 * double(frozen_parameters(model) + idle_parameters(model));
     return 6.0 * double(active_parameters(model)) - unasked + attention;
 }
 

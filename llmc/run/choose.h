@@ -85,6 +85,11 @@ inline std::string check_merged_run(const Config& c, Merging merging) {
     return "";
 }
 
+// The options of new adapters, from the flags.
+inline LoraOptions lora_options(const Config& c) {
+    return {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets, c.lora_layers};
+}
+
 // Add LoRA adapters to the shape: new ones, or those of folders. DoRA and (IA)3 add nothing: they
 // are merged into the weights. Call it after config_check(), which fills in what flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
@@ -103,10 +108,9 @@ inline void add_adapters(const Config& c, Shape& s) {
     }
 
     // The other adapters stay beside their matrices.
-    LoraOptions options = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
     Adapters adapters;
     if (c.lora)
-        or_die(choose_adapters(make_model(s), options, &adapters));
+        or_die(choose_adapters(make_model(s), lora_options(c), &adapters));
     else
         or_die(read_adapters(make_model(s), c.adapter, &adapters));
     for (auto& [module, adapter] : adapters)

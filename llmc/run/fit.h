@@ -96,8 +96,7 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     // Add the adapters, which choose_shape() leaves out.
     if (c.lora) {
         Adapters adapters;
-        LoraOptions lora = {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets};
-        wrong = choose_adapters(make_model(shape), lora, &adapters);
+        wrong = choose_adapters(make_model(shape), lora_options(c), &adapters);
         if (!wrong.empty()) return wrong;
         shape.adapters = std::make_shared<const Adapters>(adapters);
     }

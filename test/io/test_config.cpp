@@ -187,6 +187,7 @@ TEST(Config, AdaptersHaveARank) {
     // Flags that are for adapters, and those that adapters exclude.
     EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
     EXPECT_HAS(check({"--lora-plus", "16"}), "--lora-plus is for adapters");
+    EXPECT_HAS(check({"--lora-layers", "2"}), "--lora-layers is for adapters: give --lora RANK");
     EXPECT_HAS(
         check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
         "not for mixtral: leave it out");

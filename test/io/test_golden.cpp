@@ -237,8 +237,9 @@ static std::string adapted(Shape* s, const std::string& base, const std::string&
 
 // Loss and gradients agree to 1e-10. Our folder of adapters holds the same tensors and means the
 // same. The merged model has the same loss without adapters.
-static void compare_with_peft(const std::string& name, const std::string& dir) {
-    std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/lora-" + name;
+static void compare_with_peft(const std::string& name, const std::string& dir,
+                              const std::string& kind = "lora-") {
+    std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/" + kind + name;
     nlohmann::json golden;
     ASSERT_EQ(read_json(folder + "/golden.json", &golden), "");
     Shape s, plain;
@@ -308,6 +309,31 @@ static void compare_with_peft(const std::string& name, const std::string& dir) {
 struct Adapted : Scratch {};
 TEST_F(Adapted, Gpt2IsPefts) { compare_with_peft("gpt2-tiny", dir); }
 TEST_F(Adapted, LlamaIsPefts) { compare_with_peft("llama-tiny", dir); }
+
+// Adapters in the second block alone: PEFT names it in layers_to_transform, and so do we.
+TEST_F(Adapted, UpperBlocksArePefts) {
+    compare_with_peft("llama-tiny", dir, "lora-upper-");
+    std::string theirs = ROOT + "/dev/golden/lora-upper-llama-tiny";
+    nlohmann::json config, ours;
+    ASSERT_EQ(read_json(theirs + "/adapter_config.json", &config), "");
+    ASSERT_EQ(read_json(dir + "/ours/adapter_config.json", &ours), "");
+    EXPECT_EQ(ours["layers_to_transform"], config["layers_to_transform"]);
+    std::set<std::string> names = ours["target_modules"];
+    EXPECT_EQ(names, (std::set<std::string>{"q_proj", "down_proj"}));
+
+    // One number is a list of one. A list without the block would make another function.
+    Shape s;
+    fs::copy(theirs, dir + "/other");
+    for (auto [layers, wrong] : {std::pair<nlohmann::json, const char*>{1, ""},
+                                 {nullptr, ""},
+                                 {{0, 2}, "leaves out block 1, and model.layers.1."}}) {
+        config["layers_to_transform"] = layers;
+        std::ofstream(dir + "/other/adapter_config.json") << config;
+        std::string text = adapted(&s, ROOT + "/dev/golden/llama-tiny", dir + "/other");
+        EXPECT_EQ(text.empty(), !*wrong) << text;
+        EXPECT_HAS(text, wrong);
+    }
+}
 
 // Another base, half an adapter, and functions that are not built are each refused with one line.
 TEST_F(Adapted, WhatDoesNotFitIsRefused) {

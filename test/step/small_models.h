@@ -81,6 +81,22 @@ inline Shape with_late_lora(Shape s, size_t rank) {
     return s;
 }
 
+// The same with adapters from block `first` on. left_out: blocks below have none, so backward passes
+// end above them. Otherwise they have adapters whose scale is 0: these change nothing and learn
+// nothing, but backward passes go through them to the first block.
+inline Shape upper_lora(const Shape& base, size_t rank, int first, bool left_out) {
+    Shape s = with_lora(base, rank);
+    Adapters upper = *s.adapters;
+    for (const auto& [module, adapter] : *s.adapters)
+        for (int l = 0; l < first; l++) {
+            if (module.find("." + std::to_string(l) + ".") == std::string::npos) continue;
+            upper[module].scale = 0;
+            if (left_out) upper.erase(module);
+        }
+    s.adapters = std::make_shared<const Adapters>(upper);
+    return s;
+}
+
 // Latent attention: heads of eight channels and four that rotate, values of six channels. Without
 // `experts` queries have a latent too, and all blocks are dense; with them queries have none, and
 // the blocks after the first have experts.

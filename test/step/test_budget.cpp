@@ -234,6 +234,14 @@ TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
     double attention = flops_per_token(base, 64) - 6 * frozen;
     EXPECT_GT(all, frozen);
     EXPECT_EQ(flops_per_token(both, 64), 4 * frozen + 6 * (all - frozen) + attention);
+
+    // A block below the lowest adapter has its forward pass alone: a third of attention's, and two
+    // for each parameter.
+    Model late = make_model(with_late_lora(small_llama(), 2));
+    double block = 0, adapters = double(active_parameters(late)) - frozen;
+    for (const Parameter& p : base.parameters) block += p.layer == 1 ? double(p.elements()) : 0;
+    double others = attention - attention * 2 / 3 / double(base.shape.L);
+    EXPECT_DOUBLE_EQ(flops_per_token(late, 64), 4 * frozen - 2 * block + 6 * adapters + others);
 }
 
 // recompute_flops() counts as mfu.h does: a block redoes at most its forward pass without the last

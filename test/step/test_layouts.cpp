@@ -886,6 +886,56 @@ TEST(Layouts, AdaptersAreOneComputation) {
         }
 }
 
+// Where adapters stand in upper blocks alone, backward passes end there, and stages of a pipeline
+// below run forward alone. The reference has the same layout, and adapters below that change
+// nothing: its passes go all the way. Losses, norms, gradients and weights have the same bits.
+TEST(Layouts, BackwardEndsAtTheLowestAdapterBitByBit) {
+    // Choose layouts, some with segments of blocks that keep one input, some with cp.
+    std::vector<LayoutCase> some;
+    const std::vector<LayoutCase> all = all_layouts();
+    for (size_t i = 0; i < all.size(); i += 5) some.push_back(all[i]);
+    for (int zero : {0, 1, 3})
+        for (int pp : {1, 2}) {
+            LayoutCase l = {2, 1, pp};
+            l.zero = zero, l.cp = 2 - zero % 2, l.recompute = Recompute::FULL;
+            l.recompute.segments = {2};
+            some.push_back(l);
+        }
+
+    int number = 0, cut_messages = 0;
+    for (const LayoutCase& l : some) {
+        // Take turns: the model, its lowest adapter, and the optimizer.
+        bool llama = number % 2, adamw = number % 3;
+        Shape base = llama ? llama_for_tp(number % 4 < 2) : gpt2_for_tp(true);
+        int first = 1 + number++ / 2 % int(base.L - 1);
+        if (!fits(base, l)) continue;
+        SCOPED_TRACE(concat("adapters from block ", first, ", ", l.text()));
+
+        // Run both.
+        Shape whole = upper_lora(base, 3, first, false), ends = upper_lora(base, 3, first, true);
+        auto want = run_layout<float>(whole, l, adamw), have = run_layout<float>(ends, l, adamw);
+        EXPECT_EQ(have->losses, want->losses);
+        EXPECT_EQ(have->norms, want->norms);
+
+        // Compare the adapters that both have, and the frozen weights.
+        Model every = make_model(whole), upper = make_model(ends);
+        for (size_t i = 0, k = 0; i < upper.parameters.size(); i++, k++) {
+            const Parameter& p = upper.parameters[i];
+            while (every.parameters[k].name != p.name) k++;
+            EXPECT_EQ(have->weights[i], want->weights[k]) << p.name;
+            if (!is_adapter(upper, p)) continue;
+            EXPECT_EQ(have->first_grads[i], want->first_grads[k]) << p.name;
+            EXPECT_EQ(have->grads[i], want->grads[k]) << p.name;
+        }
+
+        // Count the layouts in which a stage hears of no gradient.
+        Layout me = layout_of(l, 0);
+        Plan p = plan_of(ends, l, me, adamw);
+        cut_messages += l.pp > 1 && first_layer(p.layout, upper, 1) <= lowest_trained(upper);
+    }
+    EXPECT_GT(cut_messages, EVERY > 1 ? 0 : 5);
+}
+
 // The variants of Llama and GPT-NeoX agree; they take turns at the layouts. OLMo-2 has more
 // turns: its norms of q and k extend over all heads, so over tensor-parallel ranks, some of which
 // share a key head.

@@ -148,9 +148,9 @@ static Use run_rank(const Comm& world, const Shape& s, Layout layout) {
     return use;
 }
 
-// Run this process's ranks. Returns 0 if the process grows by as much as their plans say, and
-// allocates nothing large after a step.
-static int run_ranks(const Layout& l, bool threads) {
+// Run this process's ranks. lora: the lowest block with adapters; 0: none has any. Returns 0 if the
+// process grows by as much as their plans say, and allocates nothing large after a step.
+static int run_ranks(const Layout& l, int lora, bool threads) {
     size_t planned = 0, largest_after = 0, before = 0;
     std::mutex mutex;
     auto body = [&](const Comm& world) {
@@ -161,7 +161,8 @@ static int run_ranks(const Layout& l, bool threads) {
         barrier(world, Cpu{});
 
         // Measure the model.
-        Use use = run_rank(world, gpt2_shape(6, 6, 384, 4096, 256), l);
+        Shape s = gpt2_shape(6, 6, 384, 4096, 256);
+        Use use = run_rank(world, lora ? upper_lora(s, 8, lora, true) : s, l);
         std::lock_guard lock(mutex);
         planned += use.planned, largest_after = std::max(largest_after, use.largest);
     };
@@ -190,10 +191,10 @@ static int run_ranks(const Layout& l, bool threads) {
     return !as_planned || largest_after > 65536;
 }
 
-// Run this program again for each layout: `test_memory --ranks threads|processes dp pp zero`.
+// Run this program again for each layout: `test_memory --ranks threads|processes dp pp zero lora`.
 static void expect_as_planned(const std::string& mpirun, const std::string& how) {
     std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
-    for (const char* layout : {"2 1 0", "2 1 3", "1 2 0"}) {
+    for (const char* layout : {"2 1 0 0", "2 1 3 0", "1 2 0 0", "1 2 0 3"}) {
         std::string command =
             "timeout 300 " + mpirun + self + " --ranks " + how + " " + layout + " 2>&1";
         EXPECT_EQ(system(command.c_str()), 0) << command;
@@ -270,14 +271,15 @@ TEST(Memory, SmallPresetsRunAStep) {
 }
 
 int main(int argc, char** argv) {
-    if (argc == 6 && std::string(argv[1]) == "--ranks") {
+    if (argc == 7 && std::string(argv[1]) == "--ranks") {
         bool threads = std::string(argv[2]) == "threads";
         Layout l = layout_of(atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
-        if (threads) return run_ranks(l, true);
+        int lora = atoi(argv[6]);
+        if (threads) return run_ranks(l, lora, true);
 #ifdef WITH_MPI
         int given;
         LLMC_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &given));
-        int status = run_ranks(l, false);
+        int status = run_ranks(l, lora, false);
         LLMC_MPI_CHECK(MPI_Finalize());
         return status;
 #endif

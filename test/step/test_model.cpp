@@ -350,6 +350,54 @@ TEST(Lora, TheFirstStepIsTheBases) {
     expect_base_at_first<bf16>(small_llama());
 }
 
+// Below the lowest adapter nothing runs backward and nothing is kept. The reference runs backward
+// to the first block, through adapters that change nothing: losses and weights have its bits.
+template <typename T> static void expect_backward_ends(const Shape& base, int first) {
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL})
+        for (bool split : {false, true}) {
+            Plan p = small_plan(2, 16, 2, level, split);
+            Fixture<T> whole(upper_lora(base, 4, first, false), {p});
+            Fixture<T> ends(upper_lora(base, 4, first, true), {p});
+            for (int step = 0; step < 3; step++) {
+                double loss = whole.step();
+                EXPECT_EQ(ends.step(), loss) << "step " << step;
+            }
+
+            // Compare the adapters that both have.
+            size_t compared = 0;
+            for (const Parameter& q : ends.t.model.parameters)
+                for (const Parameter& r : whole.t.model.parameters) {
+                    if (!is_adapter(ends.t.model, q) || q.name != r.name) continue;
+                    size_t bytes = q.elements() * sizeof(T);
+                    EXPECT_EQ(memcmp(ends.weight(q), whole.weight(r), bytes), 0) << q.name;
+                    compared++;
+                }
+            EXPECT_GT(compared, 0u);
+
+            // Look at the plans, and at what their activations take.
+            auto lowest = [](const Fixture<T>& f) {
+                int least = 99;
+                for (const Action& a : f.t.plans[0].actions)
+                    if (reaches_weights(a.op)) least = std::min(least, a.layer);
+                return least;
+            };
+            auto passing = [](const Fixture<T>& f) {
+                return f.t.arena.device().bytes - f.t.arena.device().persistent_bytes;
+            };
+            EXPECT_EQ(lowest(whole), 1);
+            EXPECT_EQ(lowest(ends), first + 1);
+            if (level == Recompute::NONE) {
+                EXPECT_LT(passing(ends), passing(whole));
+            }
+        }
+}
+TEST(Lora, BackwardEndsAtTheLowestAdapter) {
+    for (int first : {1, 2}) {
+        expect_backward_ends<float>(small_gpt2(), first);
+        expect_backward_ends<bf16>(small_variant(small_llama(), "gemma2"), first);
+    }
+}
+
 // An adapter of full rank learns as its matrix would. With A the identity, B = 0 and scale s = 1,
 // the first SGD step changes W + s B A by -lr s^2 dB A = -lr dW, as a step of W itself does. LoRA+
 // gives B a rate of its own, here four times the learning rate, which is a quarter in return.
@@ -413,6 +461,27 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_EQ(some.size(), 6u);
     EXPECT_EQ(some["h.2.mlp.c_fc"].scale, 4);
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
+}
+
+// --lora-layers names blocks and ranges of them; what names no block is refused.
+TEST(Lora, StandsInTheBlocksThatAreNamed) {
+    Model m = make_model(small_gpt2());
+    auto choose = [&](const std::string& layers) {
+        Adapters chosen;
+        std::string wrong = choose_adapters(m, {2, 4, false, "c_fc", layers}, &chosen);
+        std::string found;
+        for (const auto& [module, adapter] : chosen) found += module.substr(2, 1);
+        return wrong + found;
+    };
+    EXPECT_EQ(choose("all"), "012");
+    EXPECT_EQ(choose("0-2"), "012");
+    EXPECT_EQ(choose("1"), "1");
+    EXPECT_EQ(choose("2,0"), "02");
+    EXPECT_EQ(choose("0,1-2"), "012");
+    EXPECT_EQ(choose("1-3"), "--lora-layers 1-3: the last block is 2: use that or less");
+    EXPECT_EQ(choose("2-1"), "--lora-layers 2-1: 2-1 runs down: write 1-2");
+    for (std::string none : {"", "-1", "1-", "1,", "x", "1 -2", "0-1-2", "12345678"})
+        EXPECT_HAS(choose(none), "is no block and no range: write 3 or 8-11") << none;
 }
 
 // Bytes of weights and states of models with adapters of rank 16 beside all matrices. N and P, the

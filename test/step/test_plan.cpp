@@ -199,6 +199,55 @@ TEST(Plan, BlocksHaveLevelsOfTheirOwn) {
     }
 }
 
+// Below the lowest adapter there is no backward pass: no segment begins there, and a stage that
+// lies there receives no gradient.
+TEST(Plan, BackwardPassesEndAtTheLowestAdapter) {
+    Model model = make_model(upper_lora(small_model(4).shape, 2, 2, true));
+    EXPECT_EQ(lowest_trained(small_model(4)), 0);
+    EXPECT_EQ(lowest_trained(model), 3);
+    Plan p = options(1, Recompute::FULL);
+    p.recompute.segments = {3}; // the first one would hold blocks 0 to 2
+    EXPECT_EQ(plan_text(make_plan(p, model), model),
+              "LOAD COUNT\n"
+              "F(0,0..5)\n"
+              "B(0,5) R(0,3..4) B(0,4..3)\n"
+              "NORM UPDATE(adapter.2) UPDATE(adapter.3)\n");
+
+    // Two stages: the embedding and two blocks, then two blocks and the head.
+    p = options(2);
+    p.layout = small_layout(1, 1, 2);
+    p.layout.first_layer = {0, 3, 6};
+    std::vector<Plan> ranks = make_plans(p, model);
+    EXPECT_EQ(plans_check(ranks, model), "");
+    EXPECT_EQ(plan_text(ranks[0], model),
+              "LOAD COUNT\n"
+              "F(0,0..2)\n"
+              "SENDRECV(to 1: activation 0.1)\n"
+              "F(1,0..2)\n"
+              "SENDRECV(to 1: activation 1.1)\n"
+              "NORM\n");
+    EXPECT_EQ(plan_text(ranks[1], model),
+              "LOAD COUNT SENDRECV(from 0: activation 0.1)\n"
+              "F(0,3..5)\n"
+              "SENDRECV(from 0: activation 1.1)\n"
+              "B(0,5..3)\n"
+              "F(1,3..5)\n"
+              "B(1,5..3)\n"
+              "NORM UPDATE(adapter.2) UPDATE(adapter.3)\n");
+
+    // A pass below the lowest adapter, or none above it, is found.
+    Plan alone = make_plan(options(1), model);
+    ASSERT_EQ(plan_check(alone, model), "");
+    auto last = std::find_if(alone.actions.begin(), alone.actions.end(),
+                             [](const Action& a) { return a.op == Op::B && a.layer == 3; });
+    Plan further = alone, shorter = alone;
+    further.actions.insert(further.actions.begin() + (last - alone.actions.begin()) + 1,
+                           {Op::B, 0, 2, -1, true});
+    EXPECT_HAS(plan_check(further, model), "is not backward");
+    shorter.actions.erase(shorter.actions.begin() + (last - alone.actions.begin()));
+    EXPECT_HAS(plan_check(shorter, model), "is not backward");
+}
+
 // ----------------------------------------------------------------------------
 // plans of many ranks
 
@@ -233,10 +282,16 @@ static Plan options_of(const Ranks& r, const Model& model, Mode mode = Mode::TRA
     return p;
 }
 
+// Models of five blocks: a GPT-2 with a tied table, a Llama without, and one that has adapters from
+// block 2 on.
+static std::vector<Model> models_of_ranks() {
+    Model tied = small_model(5), llama = small_model(5, false, true);
+    return {tied, llama, make_model(upper_lora(llama.shape, 2, 2, true))};
+}
+
 // The plans of all ranks are legal, and fit together.
 TEST(Plan, EveryRanksPlanIsLegal) {
-    for (bool tied : {false, true}) {
-        Model model = small_model(5, tied, !tied);
+    for (const Model& model : models_of_ranks()) {
         for (const Ranks& r : many_ranks()) {
             EXPECT_EQ(plans_check(make_plans(options_of(r, model), model), model), "");
             Plan forward = options_of(r, model, Mode::EVALUATE);
@@ -249,8 +304,7 @@ TEST(Plan, EveryRanksPlanIsLegal) {
 // No action of any rank's plan can be left out, except RELEASE, which only says from when on
 // bytes are free.
 TEST(Plan, DroppingAnyActionOfARankIsFound) {
-    for (bool tied : {false, true}) {
-        Model model = small_model(5, tied, !tied);
+    for (const Model& model : models_of_ranks()) {
         for (const Ranks& r : many_ranks())
             for (const Plan& p : make_plans(options_of(r, model), model))
                 for (size_t i = 0; i < p.actions.size(); i++) {
