@@ -65,6 +65,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     PlanResult result = plan_result(t);
     run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
     std::vector<int64_t> loads = step_loads(t);
+    double dropped = dropped_share(t, loads);
     double loss = result.loss.mean();
     double seconds = clock_seconds() - start;
     take_times(run, t, seconds);
@@ -90,10 +91,12 @@ void train_step(Run& run, Trainer<T, S>& t) {
     double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
     run.cp_imbalance += imbalance;
     run.max_vio += std::max(experts.max_vio, 0.0);
+    run.dropped += std::max(dropped, 0.0);
     double pairs = has_pairs(c) ? double(std::max<int64_t>(result.loss.valid, 1)) : -1;
     note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
                                  c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
-                                 experts.max_vio, experts.least, result.loss.margin / pairs,
+                                 experts.max_vio, experts.least, dropped,
+                                 result.loss.margin / pairs,
                                  pairs < 0 ? -1 : result.loss.correct / pairs,
                                  c.loss == "kto" ? run.reference_point : -1,
                                  rollout_numbers(run, result.loss)}));

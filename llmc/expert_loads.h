@@ -1,6 +1,7 @@
 // expert_loads.h - how evenly tokens choose their experts: loads and MaxVio - arXiv:2408.15664
-//   A forward pass in training adds the slots that each expert of its block has got (moe.cuh) to
-//   LOADS, (L,E) integers of a step. After it the ranks that see other tokens add theirs up.
+//   A forward pass in training adds the slots that chose each expert of its block (moe.cuh) to
+//   LOADS, (L,E) integers of a step. After it the ranks that see other tokens add theirs up. With a
+//   capacity a second table counts those of the slots that were dropped (expert_capacity.cuh).
 //   MaxVio of a block = the largest load / the mean load - 1: 0 is even, E/K - 1 is one choice for
 //   all. The least load / the mean is 0 where nobody chooses an expert, which then learns nothing.
 #pragma once
@@ -36,21 +37,37 @@ inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E)
     return all;
 }
 
-// The loads (L,E) of the step that is over, of all ranks; none where a model has no experts. All
-// ranks call this, and hear the same.
+// One of the tables in LOADS, of all ranks. All ranks call this, and hear the same.
 template <typename T, typename S>
-std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
-    const Shape& s = t.model.shape;
-    if (!counts_loads(t.plans[t.plan], t.model)) return {};
+std::vector<int64_t> sum_of_loads(const Trainer<T, S>& t, size_t table) { // (L,E)
     // The host has waited for the step already: this copy is short.
-    std::vector<int> mine(s.L * s.E);
-    copy_out(mine.data(), expert_loads(t, 1), loads_bytes(s), t.ctx.where);
+    std::vector<int> mine(t.model.shape.L * t.model.shape.E);
+    const int* from = expert_loads(t, 1) + table * mine.size();
+    copy_out(mine.data(), from, mine.size() * sizeof(int), t.ctx.where);
 
     // Other tokens stand on other ranks, other blocks on other stages.
     std::vector<int64_t> loads(mine.begin(), mine.end());
     all_reduce_sum(t.comms.samples, loads.data(), loads.size(), Cpu{});
     all_reduce_sum(t.comms.pp, loads.data(), loads.size(), Cpu{});
     return loads;
+}
+
+// The loads (L,E) of the step that is over; none where a model has no experts.
+template <typename T, typename S>
+std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
+    if (!counts_loads(t.plans[t.plan], t.model)) return {};
+    return sum_of_loads(t, 0);
+}
+
+// The share of the step's slots that were dropped, -1 without a capacity. `loads` are the step's.
+template <typename T, typename S>
+double dropped_share(const Trainer<T, S>& t, const std::vector<int64_t>& loads) {
+    if (loads.empty() || t.model.shape.capacity.factor == 0) return -1;
+    std::vector<int64_t> dropped = sum_of_loads(t, 1);
+    auto total = [](const auto& table) {
+        return double(std::accumulate(table.begin(), table.end(), int64_t(0)));
+    };
+    return total(dropped) / total(loads);
 }
 
 } // namespace llmc

@@ -11,10 +11,11 @@
 //   An expert's gradient then already covers the tokens of ep ranks. It is summed over the
 //   dp cp / ep ranks that hold the same experts, and ZeRO's shards lie on these, too. No factor is
 //   needed: a loss is a sum over tokens, scaled once at the head.
-//   No token is dropped. A rank may receive min(K, E/ep) rows of each of ep N tokens and has room
-//   for all of them. On average it receives N K, so activations are planned ep min(K, E/ep) / K
-//   times as large. Unequal loads cost time, never memory; --recompute ffn keeps the rows of one
-//   layer only.
+//   A rank may receive min(K, E/ep) rows of each of ep N tokens and has room for all of them. On
+//   average it receives N K, so activations are planned ep min(K, E/ep) / K times as large. Unequal
+//   loads cost time, never memory; --recompute ffn keeps the rows of one layer only. With a
+//   capacity a rank receives at most about factor N K rows, and has room for these
+//   (expert_capacity.cuh).
 //   Every message is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows
 //   that some expert wants (expert_exchange.h).
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
@@ -28,16 +29,20 @@ namespace llmc {
 // On one rank, groups are experts and rows are slots.
 struct ExpertCounts {
     size_t experts; // of this rank
-    size_t groups;  // of the sort: one for each own expert, and one for all others
+    size_t groups;  // of the sort: one for each own expert, and one for all slots without a row
     size_t tokens;  // of all ranks that share out the experts
     size_t slots;   // of those tokens: K each
     size_t rows;    // at most: a token chooses an expert once
 };
 inline ExpertCounts expert_counts(const Shape& s, size_t N) {
     size_t experts = s.E / s.expert_ranks;
-    size_t groups = experts + (s.expert_ranks > 1);
+    bool limited = s.capacity.slots > 0;
+    size_t groups = experts + (s.expert_ranks > 1 || limited);
     size_t tokens = N * s.expert_ranks;
-    return {experts, groups, tokens, tokens * s.K, tokens * std::min(s.K, experts)};
+    size_t rows = tokens * std::min(s.K, experts);
+    // Each sequence fills each of the experts up to its capacity.
+    if (limited) rows = std::min(rows, tokens / s.capacity.T * experts * s.capacity.slots);
+    return {experts, groups, tokens, tokens * s.K, rows};
 }
 
 // Gather the rows of all ranks' tokens into the layer's scratch; they are good until its next use.

@@ -18,8 +18,8 @@
 //   that a rank may get.
 //   Rows of slots (M,C) are never kept. One buffer in scratch serves in turn as the experts'
 //   input and output; then, in backward, as the gradient of the output, that of the input, and
-//   both inputs of W again. No token is dropped and M is known, so all of this has its place
-//   before the run.
+//   both inputs of W again. M is known, so all of this has its place before the run. No token is
+//   dropped, unless experts have a capacity (expert_capacity.cuh), which then limits M too.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
 #include "expert_parallel.h"
@@ -57,7 +57,8 @@ struct Mixtral {
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         acc_t<T> *logits, *gates;                 // (N,E) (ep,N,K)
-        int* ids;                                 // (ep,N,K)
+        int* ids;                                 // (ep,N,K)   E: dropped
+        int* choices;                             // (N,K)      with a capacity: before the drops
         Slots slots;                              // (groups) (groups+1) (ep,N,K) (ep N K)
         T *gate, *up, *swiglu;                    // (M,F) (M,F) (M,F)
         acc_t<T> *shared_logits, *shared_gates;   // (N) (N)
@@ -163,6 +164,8 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
         row(a.logits,       "router's logits",      N * s.E,  ROUTING, B);
         row(a.gates,        "gates",                n.slots,  ROUTING, B);
         row(a.ids,          "chosen experts",       n.slots,  ROUTING, W);
+        if (s.capacity.slots)
+            row(a.choices,  "router's choices",     N * s.K,  ROUTING, B);
         row(a.slots.row_of, "rows of slots",        n.slots,  ROUTING, B);
         row(a.slots.slot_of, "slots of rows",       n.slots,  ROUTING, W);
         row(a.slots.counts, "experts' loads",       n.groups, ROUTING, W);
@@ -266,6 +269,24 @@ void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& rout
     matmul(logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
 }
 
+// The choices of this rank's tokens, whether or not the experts have room for them.
+template <typename T, typename S>
+int* choices_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) { // (N,K)
+    return ctx.shape.capacity.slots ? a.choices : my_slots(ctx, a.ids);
+}
+
+// Leave what experts have room for in ids, and add the rest to the step's count.
+template <typename S>
+void drop_over_capacity(Ctx<S>& ctx, int* ids, const int* choices) { // (N,K) (N,K)
+    const Shape& s = ctx.shape;
+    size_t M = ctx.batch.rows() * s.K;
+    if (s.capacity.slots == 0) return;
+    // The loads of all blocks come first.
+    int* dropped = ctx.loads ? ctx.loads + s.L * s.E : nullptr; // (E)
+    drop_over_capacity(ids, dropped, choices, M, ctx.batch.T * s.K, s.E, s.capacity.slots,
+                       ctx.where);
+}
+
 // Run the router: choose experts, compute gates, and sort slots by expert.
 template <typename T, typename S>
 void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
@@ -283,11 +304,12 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     }
 
     // Choose for this rank's tokens.
-    int* ids = my_slots(ctx, a.ids);
+    int* ids = choices_of(ctx, a);
     acc_t<T>* gates = my_slots(ctx, a.gates);
     route_forward(ids, gates, a.logits, routing, N, ctx.where);
     if (ctx.loads)
         count_slots(ctx.loads, ids, 1, N * s.K, s.E, true, ctx.where);
+    drop_over_capacity(ctx, my_slots(ctx, a.ids), ids);
 
     // Gather the choices of other expert-parallel ranks, then sort all slots by expert.
     gather_choices(ctx, a.ids, a.gates);
@@ -449,7 +471,7 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
 
     // Go back through the router, and add the balance terms of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
-    const int* ids = my_slots(ctx, a.ids);             // (N,K)
+    const int* ids = choices_of(ctx, a);               // (N,K)
     if (s.balance > 0) {
         count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
         // Count a sequence's slots on all context-parallel ranks that share it.

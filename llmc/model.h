@@ -19,9 +19,9 @@
 #include <memory>
 #include <string>
 #include <vector>
+#include "expert_capacity.cuh"
 #include "fp8_delayed.cuh"
 #include "layout.h"
-#include "moe.cuh"
 #include "objective.cuh"
 #include "rope.cuh"
 #include "variants.h"
@@ -59,6 +59,7 @@ struct Shape : Variant {
     size_t E = 0, K = 0;            // experts of each block, and how many each token goes through
     Router router = Router::RENORMALISED;
     float gate_scale = 1;           // multiplies the gates of all experts
+    ExpertCapacity capacity;        // what an expert takes; a plan's shape knows how much
     size_t ffn_beside = 0;          // layer_shape(): width of shared experts, or of a dense ffn
     size_t V = 0;                   // vocabulary
     size_t P = 0;                   // positions the model is made for: the limit of T and prompts

@@ -566,13 +566,32 @@ __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, s
     if (threadIdx.x == 0) *sum = accumulate ? *sum + count : count;
 }
 
+// The number of matches in lower threads of the block; `all` gets those of the whole block.
+//   of_warp (SLOT_THREADS / 32): shared
+__device__ inline int rank_of_match(bool match, int* of_warp, int* all) {
+    // Each warp counts its matches by a ballot.
+    unsigned lane = threadIdx.x % 32;
+    unsigned warp = threadIdx.x / 32;
+    unsigned lanes = __ballot_sync(ALL_LANES, match);
+    if (lane == 0) of_warp[warp] = __popc(lanes);
+    __syncthreads(); // all warps have written
+
+    // Matches in lower lanes and lower warps come first.
+    int rank = __popc(lanes & ((1u << lane) - 1));
+    *all = 0;
+    for (unsigned w = 0; w < SLOT_THREADS / 32; w++) {
+        if (w < warp) rank += of_warp[w];
+        *all += of_warp[w];
+    }
+    __syncthreads(); // all have read: the next call may write
+    return rank;
+}
+
 // Block e places its expert's slots in order, as many at a time as it has threads.
 __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
     // The number of matches in each warp, for one round.
     constexpr unsigned WARPS = SLOT_THREADS / 32;
     LLMC_SHARED(int, of_warp, WARPS);
-    unsigned lane = threadIdx.x % 32;
-    unsigned warp = threadIdx.x / 32;
     int e = int(blockIdx.x);
 
     // Find the expert's first row: the number of slots of all experts before it.
@@ -586,22 +605,11 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     }
 
     for (size_t first = 0; first < M; first += SLOT_THREADS) {
-        // Each warp counts its matches by a ballot.
+        // Rows follow the order of slots.
         size_t i = first + threadIdx.x;
         bool match = i < M && ids[i] == e;
-        unsigned lanes = __ballot_sync(ALL_LANES, match);
-        if (lane == 0) of_warp[warp] = __popc(lanes);
-        __syncthreads(); // all warps have written
-
-        // Matches in lower lanes and lower warps come first.
-        int rank = __popc(lanes & ((1u << lane) - 1));
         int all = 0;
-        for (unsigned w = 0; w < WARPS; w++) {
-            if (w < warp) rank += of_warp[w];
-            all += of_warp[w];
-        }
-        __syncthreads(); // all have read: the next round may write
-
+        int rank = rank_of_match(match, of_warp, &all);
         if (match) {
             s.row_of[i] = row + rank;
             s.slot_of[row + rank] = int(i);

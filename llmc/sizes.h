@@ -27,12 +27,16 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
     return w ? Kind::KEPT_W : Kind::KEPT_B;
 }
 
-// The shape with which this rank computes under a plan. Generation never cuts rows.
+// The shape with which this rank computes under a plan. Generation never cuts rows, and never drops
+// a token's choices.
 inline Shape rank_shape(const Plan& p, const Model& model) {
-    bool cut_rows = p.layout.sequence_parallel && p.mode != Mode::GENERATE;
+    bool whole_rows = p.mode != Mode::GENERATE;
+    bool cut_rows = p.layout.sequence_parallel && whole_rows;
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
     s.expert_ranks = size_t(p.layout.ep);
     s.objective = p.objective;
+    if (whole_rows)
+        s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
     return s;
 }
 
@@ -164,8 +168,12 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
     return most;
 }
 
-// The bytes of LOADS: how many slots each block's experts get in a step.
-inline size_t loads_bytes(const Shape& s) { return s.L * s.E * sizeof(int); }
+// The bytes of LOADS: how many slots choose each block's experts in a step, (L,E), and with a
+// capacity how many of these are dropped, (L,E).
+inline size_t loads_bytes(const Shape& s) {
+    size_t tables = s.capacity.factor > 0 ? 2 : 1;
+    return tables * s.L * s.E * sizeof(int);
+}
 
 // The workspace of experts: their products by group, the router's product into acc, and how often
 // each sequence chose each expert.

@@ -30,7 +30,7 @@ struct Config {
     // in the trained loss
     int experts = 0, experts_per_token = 0, upcycle = 0;
     std::string router;
-    double balance = 0.01, z_loss = 0, router_bias_rate = 0;
+    double balance = 0.01, z_loss = 0, router_bias_rate = 0, expert_capacity = 0;
 
     // data
     std::string data, val, tokenizer, add_tokens;
@@ -204,6 +204,9 @@ inline const std::vector<Flag>& config_table() {
         {"router-bias-rate", &C::router_bias_rate, "0..1",
          "DeepSeek-V3: what each step adds to the choice's bias of idle experts, and takes from "
          "busy ones; V3 took 0.001"},
+        {"expert-capacity", &C::expert_capacity, "0..1000",
+         "capacity factor: of a sequence an expert takes at most so many times an even share of "
+         "the tokens' choices, and drops later ones (0: drops none)"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
         {"", &C::help, "", "Data"},

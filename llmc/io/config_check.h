@@ -69,6 +69,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     // Balance the router only if there is one.
     s.balance = s.E ? c.balance : 0;
     s.z_loss = s.E ? c.z_loss : 0;
+    s.capacity.factor = s.E ? c.expert_capacity : 0;
 
     // Take the remaining flags as they are.
     if (c.layers) s.L = c.layers;
@@ -141,10 +142,24 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
+// Experts with a capacity count the choices of a whole sequence, and drop some in training alone.
+inline std::string check_expert_capacity(const Config& c) {
+    std::string flag = concat("--expert-capacity ", c.expert_capacity);
+    if (c.expert_capacity == 0) return "";
+    if (c.cp > 1)
+        return concat(flag, " counts the tokens of whole sequences, which --cp ", c.cp,
+                      " cuts: leave one of them out");
+    if (has_rollouts(c))
+        return flag + " drops choices that generation keeps, so --loss grpo would train another "
+                      "policy than the one that it samples: leave it out";
+    return "";
+}
+
 // Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
     for (const char* name :
-         {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate"})
+         {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
+          "expert-capacity"})
         if (s.E == 0 && given(c, name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
@@ -188,7 +203,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
         return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
     if (c.weights != "float")
         return concat("--weights ", c.weights, " is not built with experts: give --weights float");
-    return "";
+    return check_expert_capacity(c);
 }
 
 // Tensor-parallel ranks need equal shares of heads and ffn, and of rows with --sequence-parallel.

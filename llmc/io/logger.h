@@ -4,8 +4,8 @@
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 also
 //                   loss_scale, that of the next step; with --cp also cp_imbalance; with experts
-//                   max_vio and least_load (expert_loads.h); with pairs margin and accuracy;
-//                   with KTO's answers also kl, the reference point;
+//                   max_vio and least_load (expert_loads.h), with a capacity also dropped_share;
+//                   with pairs margin and accuracy, with KTO's also kl, the reference point;
 //                   with sampled answers reward, length, cut, equal_groups, entropy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
 //     --evaluate    {step, hellaswag, hellaswag_norm, ...}
@@ -56,6 +56,7 @@ struct StepReport {
     double cp_imbalance = 0;     // most pairs of a context-parallel rank over the mean; 0: none
     double max_vio = -1;         // experts: see expert_loads.h; -1: none
     double least_load = 0;
+    double dropped_share = -1;   // of experts' slots, by capacity; -1: none
     double margin = 0, accuracy = -1; // means over pairs; -1: no pairs
     double kl = -1;                   // KTO's reference point; -1: none
     std::vector<NamedNumber> rollouts = {}; // statistics of sampled answers
@@ -227,6 +228,7 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.cp_imbalance > 0) j["cp_imbalance"] = r.cp_imbalance;
     if (r.max_vio >= 0) j["max_vio"] = r.max_vio;
     if (r.max_vio >= 0) j["least_load"] = r.least_load;
+    if (r.dropped_share >= 0) j["dropped_share"] = r.dropped_share;
     if (r.accuracy >= 0) j["margin"] = r.margin;
     if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
     if (r.kl >= 0) j["kl"] = r.kl;

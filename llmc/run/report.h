@@ -183,6 +183,9 @@ void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
     if (max_vio > 0)
         printf("experts: the busiest of a block got %.2f times an even share of the tokens\n",
                1 + max_vio);
+    if (run.dropped > 0)
+        printf("experts: %.1f%% of the choices were dropped: --expert-capacity %g was full\n",
+               100 * run.dropped / double(steps), c.expert_capacity);
 
     // Name the files that exist: without --out there is at most an export.
     std::string saved = c.out + "/" + step_folder(run.step);

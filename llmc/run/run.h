@@ -92,6 +92,7 @@ struct Run {
     std::vector<unsigned char> start_weights = {}; // GRPO's reference: start_weights.h
     ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
     double max_vio = 0;              // of experts' loads, summed over this process's steps
+    double dropped = 0;              // the dropped share of their slots, summed likewise
     double best_loss = INFINITY;     // the lowest validation loss, and its step
     int64_t best_step = 0;
     double val_loss = INFINITY; // the last validation loss

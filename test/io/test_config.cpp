@@ -487,6 +487,13 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"),
                "--weights nf4 is not built with");
 
+    // A capacity counts whole sequences, and generation drops nothing.
+    EXPECT_EQ(check({"--expert-capacity", "1.25"}, "tiny-moe"), "");
+    EXPECT_TRUE(s.capacity.factor == 1.25);
+    EXPECT_HAS(check({"--expert-capacity", "1.25"}), "is for models with experts");
+    EXPECT_HAS(check({"--expert-capacity", "1.25", "--cp", "2", "--explain"}, "tiny-moe"),
+               "which --cp 2 cuts: leave one of them out");
+
     // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");

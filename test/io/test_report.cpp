@@ -108,14 +108,15 @@ TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
     EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), 13);
 
     // The log lacks the keys of techniques that the run does not use.
-    for (const char* key : {"loss_scale", "cp_imbalance", "max_vio", "least_load"})
+    for (const char* key : {"loss_scale", "cp_imbalance", "max_vio", "least_load", "dropped_share"})
         EXPECT_EQ(all.find(key), std::string::npos) << key;
     StepReport even = {13, 13, 1, 1, 1, 1, 8, 104, 0.1};
-    even.max_vio = 0, even.least_load = 1;
+    even.max_vio = 0, even.least_load = 1, even.dropped_share = 0;
     ASSERT_EQ(log_step(log, even), "");
     nlohmann::json last = nlohmann::json::parse(read_file(scratch("log.jsonl")).substr(all.size()));
     EXPECT_EQ(last["max_vio"], 0);
     EXPECT_EQ(last["least_load"], 1);
+    EXPECT_EQ(last["dropped_share"], 0);
 }
 
 // ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // kernels_moe.h - rows of the kernel table: mixture of experts, and a product for each expert
 #pragma once
+#include "../../llmc/expert_capacity.cuh"
 #include "../../llmc/grouped_matmul.cuh"
-#include "../../llmc/moe.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;
@@ -128,6 +128,42 @@ inline void sort_kernels(Check& c) {
             o.add("starts", first, whole(starts), 0);
             o.add("row_of", row, whole(row_of), 0);
             o.add("slot_of", slot, whole(slot_of), 0);
+        });
+    }
+}
+
+// Sequences shorter than a block and longer, whose last slots fill no block; experts that overflow
+// in the middle of a block, and some that nobody chooses.
+inline void capacity_kernels(Check& c) {
+    struct Case {
+        size_t sequences, length, E, capacity;
+    };
+    std::vector<Case> cases = {{1, 1, 1, 1}, {3, 7, 4, 2}, {2, 256, 3, 100}, {2, 700, 6, 90}};
+    if (SMALL) cases = {{3, 7, 4, 2}, {2, 300, 3, 90}};
+    for (Case s : cases) {
+        size_t M = s.sequences * s.length;
+        CASE(c, "capacity %zu x %zu, E=%zu: %zu", s.sequences, s.length, s.E, s.capacity);
+        std::vector<int> choices = integers(c, M, 0, int(s.E) - 1);
+        for (int& id : choices) id = id / 2 * 2;
+
+        // Want: the CPU's integers, added to a count of ones.
+        std::vector<int> ids(M), dropped(s.E, 1);
+        drop_over_capacity(ids.data(), dropped.data(), choices.data(), M, s.length, s.E, s.capacity,
+                           Cpu{});
+
+        // The device, with a count and without.
+        every_order(c, [&](Outputs& o) {
+            Array<int> i(choices), n(std::vector<int>(s.E, 1)), kept(M), uncounted(M);
+            drop_over_capacity(kept.data, n.data, i.data, M, s.length, s.E, s.capacity,
+                               cudaStream_t{});
+            drop_over_capacity(uncounted.data, (int*)nullptr, i.data, M, s.length, s.E, s.capacity,
+                               cudaStream_t{});
+            auto whole = [](const std::vector<int>& x) {
+                return std::vector<double>(x.begin(), x.end());
+            };
+            o.add("ids", kept, whole(ids), 0);
+            o.add("ids without a count", uncounted, whole(ids), 0);
+            o.add("dropped", n, whole(dropped), 0);
         });
     }
 }
@@ -272,6 +308,7 @@ inline void add_moe_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"router bf16", router_kernels<bf16>});
     rows.push_back({"router fp16", router_kernels<fp16>});
     rows.push_back({"sort slots", sort_kernels});
+    rows.push_back({"capacity", capacity_kernels});
     rows.push_back({"experts float", expert_kernels<float>});
     rows.push_back({"experts bf16", expert_kernels<bf16>});
     rows.push_back({"experts fp16", expert_kernels<fp16>});

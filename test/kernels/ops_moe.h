@@ -1,8 +1,8 @@
 // ops_moe.h - rows of the op table: mixture of experts, and a product for each expert
 #pragma once
 #include <numeric>
+#include "../../llmc/expert_capacity.cuh"
 #include "../../llmc/grouped_matmul.cuh"
-#include "../../llmc/moe.cuh"
 #include "ops_products.h"
 #include "ops_simple.h"
 
@@ -242,6 +242,57 @@ inline void slots_test(Check& c) {
                 expect(c, good && s.starts[0] == 0, "an expert has another number of rows");
             }
         }
+}
+
+// ----------------------------------------------------------------------------
+// capacity
+
+// K different experts for each token, in ascending order: any K of E, or always the first.
+inline std::vector<int> token_choices(Check& c, size_t tokens, size_t E, size_t K, bool first) {
+    std::vector<int> ids, order(E);
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t n = 0; n < tokens; n++) {
+        if (!first) std::shuffle(order.begin(), order.end(), c.random);
+        std::sort(order.begin(), order.begin() + long(K));
+        ids.insert(ids.end(), order.begin(), order.begin() + long(K));
+    }
+    return ids;
+}
+
+// Which slots are dropped, against a count of earlier slots for each slot; and how large a capacity
+// is, against whole numbers.
+inline void capacity_test(Check& c) {
+    for (bool first : {false, true}) {
+        size_t sequences = odd(c, 1, 4), T = odd(c, 1, 40), E = odd(c, 1, 12);
+        size_t K = odd(c, 1, E), room = odd(c, 1, T), M = sequences * T * K;
+        std::vector<int> choices = token_choices(c, sequences * T, E, K, first), ids(M, -1);
+
+        // A slot is dropped if earlier slots of its sequence have filled its expert.
+        std::vector<int> want = choices, lost(E, 5), dropped(E, 5);
+        for (size_t i = 0; i < M; i++) {
+            auto start = choices.begin() + long(i / (T * K) * (T * K));
+            auto earlier = std::count(start, choices.begin() + long(i), choices[i]);
+            if (size_t(earlier) < room) continue;
+            want[i] = int(E);
+            lost[size_t(choices[i])]++;
+        }
+        drop_over_capacity(ids.data(), dropped.data(), choices.data(), M, T * K, E, room, CPU);
+        expect(c, ids == want, "other slots are dropped");
+        expect(c, dropped == lost, "another number of slots is dropped");
+
+        // Where all choose the same experts, each of these drops all but its capacity.
+        for (size_t e = 0; first && e < E; e++)
+            expect(c, dropped[e] == 5 + (e < K ? int(sequences * (T - room)) : 0),
+                   "an expert for all drops another number");
+
+        // The capacity is the smallest whole number that is no less than p/q K T / E.
+        for (size_t q : {1, 3, 10, 100}) {
+            size_t p = odd(c, 1, 2 * q), slots = 1;
+            while (slots < T && slots * E * q < p * K * T) slots++;
+            ExpertCapacity x = expert_capacity(double(p) / double(q), T, E, K);
+            expect(c, x.slots == slots, "another capacity than that of whole numbers");
+        }
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -565,6 +616,7 @@ inline void experts_perf(Perf&) {
 inline void add_moe_rows(std::vector<Row>& rows) {
     rows.push_back({"router", router_test, router_grad, nullptr});
     rows.push_back({"slots", slots_test, nullptr, nullptr});
+    rows.push_back({"capacity", capacity_test, nullptr, nullptr});
     rows.push_back({"experts", experts_test, experts_grad, experts_perf});
     rows.push_back({"experts of ranks", own_experts_test, nullptr, nullptr});
     rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});

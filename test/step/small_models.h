@@ -55,6 +55,13 @@ inline Shape small_mixtral(bool qwen = false) {
     return s;
 }
 
+// The same model, whose experts take less than an even share of a sequence's choices each, so that
+// choices are dropped everywhere.
+inline Shape with_capacity(Shape s, double factor = 0.75) {
+    s.capacity.factor = factor;
+    return s;
+}
+
 // A dense block, then blocks of experts with a shared expert, which each token weighs by a gate.
 inline Shape small_shared() {
     Shape s = small_mixtral();

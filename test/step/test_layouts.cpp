@@ -70,7 +70,8 @@ struct LayoutCase {
 
 // The results of a run. Gradients and weights are by parameter, whole as in files, in double.
 struct Result {
-    std::vector<double> losses, norms, balance; // balance: MaxVio and least load of experts
+    std::vector<double> losses, norms;
+    std::vector<double> balance; // of experts: MaxVio, least load, dropped share
     std::vector<std::vector<double>> first_grads, grads, weights;
     std::vector<std::vector<uint32_t>> scales; // of fp8 with delayed scaling, after each step
     std::string wrong;                         // what two ranks keep that should be the same
@@ -245,12 +246,13 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         double loss = plan_loss(f.t).mean();
         std::vector<int64_t> loads = step_loads(f.t);
         ExpertBalance experts = expert_balance(loads, shape.E);
+        double dropped = dropped_share(f.t, loads);
         if (shape.choice_bias) move_choice_biases(f.t, biases, loads, 0.01f);
         if (s == 0) collect_grads(f, result, true);
         if (shape.fp8 == Fp8::DELAYED) collect_scales(f, result, size_t(s));
         if (world.rank > 0) continue;
         result.losses.push_back(loss);
-        result.balance.insert(result.balance.end(), {experts.max_vio, experts.least});
+        result.balance.insert(result.balance.end(), {experts.max_vio, experts.least, dropped});
         result.norms.push_back(read_value<StepScale>(f.t, {Kind::SCALE}).norm);
     }
 
@@ -1019,6 +1021,7 @@ TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
         adamw = !adamw;
         Shape shape = l.ep == 3 ? shared_for_tp() : mixtral_for_tp(false);
         shape.E = 12, l.exchange = false;
+        shape.capacity.factor = l.cp == 1 && adamw ? 0.75 : 0;
         if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
         auto gathered = run_layout<bf16>(shape, l, adamw);
         l.exchange = true;
@@ -1048,6 +1051,37 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
         add_worst(worst, cell);
     }
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
+}
+
+// Experts with a capacity drop the same tokens in every layout, and count as many: on some layouts,
+// and on some with expert parallelism that leaves sequences whole.
+TEST(Layouts, CapacityIsOneComputation) {
+    std::map<std::tuple<bool, bool, int>, OneRank> one_rank;
+    std::vector<LayoutCase> layouts, all = all_layouts(), shared = expert_layouts();
+    for (size_t i = 1; i < all.size(); i += 17) layouts.push_back(all[i]);
+    for (size_t i = 0; i < shared.size(); i += 7)
+        if (shared[i].cp == 1) layouts.push_back(shared[i]);
+    int number = 0;
+    size_t dropping = 0;
+
+    for (LayoutCase& l : layouts) {
+        l.one_expert = false;
+        bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = number % 2 > 0;
+        Shape shape = with_capacity(mixtral_for_tp(tied));
+        shape.E = 6;
+        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+
+        // Compare with one rank, also what it drops.
+        OneRank& one = one_rank[{tied, adamw, l.micro_batches * l.dp}];
+        if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+        auto result = run_layout<double>(shape, l, adamw);
+        Cell cell = compare(errors_of(*result, *one.result), one);
+        ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
+        ASSERT_EQ(result->balance, one.result->balance) << l.text();
+        dropping += result->balance[2] > 0;
+    }
+    EXPECT_GT(dropping, 10u);
+    printf("%zu layouts\n", dropping);
 }
 
 // Models agree that have dense blocks and blocks with shared experts: every third layout.
@@ -1114,7 +1148,7 @@ TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     for (auto [dp, ep] : {std::pair{2, 2}, {4, 2}, {3, 3}}) {
         LayoutCase base;
         base.dp = dp, base.ep = ep, base.micro_batches = 1;
-        Shape shape = small_mixtral();
+        Shape shape = dp == 4 ? with_capacity(small_mixtral()) : small_mixtral();
         auto want = run_layout<float>(shape, base, true);
         for (int zero : {0, 1, 2, 3}) {
             LayoutCase l = base;

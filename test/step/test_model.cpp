@@ -28,6 +28,8 @@ static std::vector<Shape> lora_shapes() {
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     std::vector<Shape> shapes = all_shapes();
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
+    for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)})
+        shapes.push_back(with_capacity(s));
     for (Shape s : shapes) {
         // Plan training and evaluation of the same samples. The loss that is reported leaves out
         // the experts' balance terms, so their gradients are switched off.
@@ -557,6 +559,81 @@ TEST(Experts, AllTokensMayChooseTheSame) {
             }
         }
     }
+}
+
+// Routers of zeros send every token to the first K experts, and these have room for some tokens of
+// each sequence. The rest is dropped and counted; the loads say what was chosen.
+TEST(Experts, CapacityDropsWhatIsOver) {
+    Shape s = with_capacity(small_mixtral());
+    Fixture<double> f(s, {small_plan(2, 9, 2, Recompute::FULL)});
+    for (const Parameter& p : f.t.model.parameters)
+        if (p.name.ends_with("block_sparse_moe.gate.weight"))
+            set_weight(f.t, p, std::vector<double>(p.elements()).data());
+    f.t.hyper.lr = 0;
+
+    // A capacity of ceil(0.75 * 2 * 9 / 6) = 3 leaves three of nine tokens, in each step alone.
+    for (int step = 0; step < 2; step++) {
+        EXPECT_TRUE(std::isfinite(f.step()));
+        std::vector<int64_t> loads = step_loads(f.t);
+        EXPECT_EQ(loads.size(), s.L * s.E);
+        EXPECT_EQ(loads[0], 2 * 9 * 2);
+        EXPECT_DOUBLE_EQ(dropped_share(f.t, loads), 6.0 / 9);
+    }
+}
+
+// Experts with room for all tokens change no bit. The counts of drops are there, and zero.
+TEST(Experts, CapacityForAllIsNoCapacity) {
+    for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)}) {
+        Fixture<float> f(s, {small_plan(2, 9, 2)});
+        Fixture<float> wide(with_capacity(s, double(s.E) / double(s.K)), {small_plan(2, 9, 2)});
+        for (int step = 0; step < 2; step++) EXPECT_EQ(f.step(), wide.step());
+        EXPECT_EQ(f.state(), wide.state());
+        EXPECT_EQ(dropped_share(f.t, step_loads(f.t)), -1);
+        EXPECT_EQ(dropped_share(wide.t, step_loads(wide.t)), 0);
+    }
+}
+
+// Drops are causal: with the same capacity, the losses of a sequence's beginning are those of the
+// beginning alone, whatever follows it and whatever other sequences there are.
+TEST(Experts, LaterTokensDropNoEarlierOnes) {
+    // Twelve tokens with half an even share have the capacity of eight tokens with 3/4 of one.
+    auto losses = [](size_t B, size_t T, double factor) {
+        Plan p = small_plan(B, T, 1);
+        p.mode = Mode::EVALUATE;
+        Fixture<double> f(with_capacity(small_mixtral(), factor), {p});
+        Window longest = random_window(f.t.model.shape, 12);
+        f.t.window = [&, T](uint64_t sample, int* tokens, int* targets) {
+            int all[12], next[12];
+            longest(sample, all, next);
+            std::copy_n(all, T, tokens);
+            std::copy_n(next, T, targets);
+            return std::string();
+        };
+        run_plan(f.t, 0);
+        const double* rows = row_losses(f.t, 0).losses;
+        return std::vector<double>(rows, rows + T);
+    };
+    std::vector<double> whole = losses(3, 12, 0.5), part = losses(1, 8, 0.75);
+    std::vector<double> dropless = losses(1, 8, 0);
+
+    // Products may add up in another order, so allow for the rounding of sums of about 50 numbers.
+    double most = 0;
+    for (size_t i = 0; i < part.size(); i++) {
+        EXPECT_NEAR(whole[i], part[i], 1e-12);
+        most = std::max(most, std::fabs(part[i] - dropless[i]));
+    }
+    EXPECT_GT(most, 1e-3);
+}
+
+// With a capacity the rows of experts have less room: a rank of three that share out experts gets
+// at most an even share of the choices of all three. Generation has room for every choice.
+TEST(Experts, CapacityBoundsTheRowsOfARank) {
+    Model model = make_model(with_capacity(small_mixtral(), 1));
+    Plan p = small_plan(2, 9, 1);
+    p.layout.ep = 3;
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, p.rows() * model.shape.K);
+    p.mode = Mode::GENERATE;
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.K);
 }
 
 // The balance of a model is that of its worst block. Blocks without loads are dense, and left out.
