@@ -7,10 +7,10 @@
 //   arguments. No shell reads them, so quotes and pipes mean nothing: put those in a script.
 //   What the model wrote goes to standard input alone, and is never a part of a command.
 //   The program leads a process group of its own. If it takes longer than --reward-seconds, or
-//   prints more than it should, the whole group is killed. A run that is itself killed leaves it
-//   to end by itself.
+//   prints more than it should, the whole group is killed. If the run itself ends first, even by
+//   SIGKILL, a guard kills the group: a shell that waits for the end of a pipe of the run's.
 //   Every function that returns a text returns "" or what is wrong.
-//   Cost: a process a rollout, and the answers once more in memory.
+//   Cost: two processes a rollout, and the answers once more in memory.
 #pragma once
 #include <poll.h>
 #include <signal.h>
@@ -31,10 +31,11 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // the process
 
-// A program that runs, and the pipe that it prints to.
+// A program that runs, the pipe that it prints to, and the guard that ends it with this run.
 struct RewardProcess {
-    pid_t pid = -1;
+    pid_t pid = -1, guard = -1;
     int out = -1;
+    int alive = -1; // the end of the guard's pipe that this run alone has open
 };
 
 // A file in memory that holds a text, read from its start; -1: there is no room for it. A file,
@@ -55,6 +56,42 @@ inline int memory_file(const std::string& text) {
     return -1;
 }
 
+// Let programs that have ended leave a status, where this run's parent had it ignore SIGCHLD: the
+// system would drop the status at once.
+inline void keep_statuses() {
+    struct sigaction now = {};
+    sigaction(SIGCHLD, nullptr, &now);
+    if (now.sa_handler == SIG_IGN) signal(SIGCHLD, SIG_DFL);
+}
+
+// Start a program in a process group of its own, with two files as its input and output. It gets
+// standard error too, and no other file of this run. Returns 0 or the system's error.
+inline int spawn_group(std::vector<std::string> words, int in, int out, pid_t* pid) {
+    std::vector<char*> arguments;
+    for (std::string& word : words)
+        arguments.push_back(word.data());
+    arguments.push_back(nullptr);
+
+    // Name the files.
+    posix_spawn_file_actions_t files;
+    posix_spawnattr_t how;
+    posix_spawn_file_actions_init(&files);
+    posix_spawn_file_actions_adddup2(&files, in, STDIN_FILENO);
+    posix_spawn_file_actions_adddup2(&files, out, STDOUT_FILENO);
+#if __GLIBC_PREREQ(2, 34) // before that, files without O_CLOEXEC reach it
+    posix_spawn_file_actions_addclosefrom_np(&files, STDERR_FILENO + 1);
+#endif
+
+    // Spawn it, rather than fork: other threads of this run may hold locks.
+    posix_spawnattr_init(&how);
+    posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
+    posix_spawnattr_setpgroup(&how, 0);
+    int error = posix_spawnp(pid, arguments[0], &files, &how, arguments.data(), environ);
+    posix_spawnattr_destroy(&how);
+    posix_spawn_file_actions_destroy(&files);
+    return error;
+}
+
 // Start a program by its words, with a text as standard input. Its errors go where this run's go.
 inline std::string start_program(const std::string& command, const std::string& input,
                                  RewardProcess* process) {
@@ -63,12 +100,9 @@ inline std::string start_program(const std::string& command, const std::string& 
     std::istringstream in(command);
     for (std::string word; in >> word;)
         words.push_back(word);
-    std::vector<char*> arguments;
-    for (std::string& word : words)
-        arguments.push_back(word.data());
-    arguments.push_back(nullptr);
 
-    // Open both ends. The program gets its own two, standard error, and no other file of this run.
+    // Open both ends.
+    keep_statuses();
     int file = memory_file(input), ends[2];
     if (file < 0) return "finds no memory for the answers";
     if (pipe2(ends, O_CLOEXEC) != 0) {
@@ -76,23 +110,8 @@ inline std::string start_program(const std::string& command, const std::string& 
         return std::string("finds no pipe: ") + strerror(errno);
     }
 
-    // Spawn it, rather than fork: other threads of this run may hold locks.
-    posix_spawn_file_actions_t files;
-    posix_spawnattr_t how;
-    posix_spawn_file_actions_init(&files);
-    posix_spawn_file_actions_adddup2(&files, file, STDIN_FILENO);
-    posix_spawn_file_actions_adddup2(&files, ends[1], STDOUT_FILENO);
-#if __GLIBC_PREREQ(2, 34) // before that, files without O_CLOEXEC reach it
-    posix_spawn_file_actions_addclosefrom_np(&files, STDERR_FILENO + 1);
-#endif
-    posix_spawnattr_init(&how);
-    posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
-    posix_spawnattr_setpgroup(&how, 0);
-    int error = posix_spawnp(&process->pid, arguments[0], &files, &how, arguments.data(), environ);
-
     // Leave it the only writer, so that the pipe ends when it does.
-    posix_spawnattr_destroy(&how);
-    posix_spawn_file_actions_destroy(&files);
+    int error = spawn_group(words, file, ends[1], &process->pid);
     close(file);
     close(ends[1]);
     process->out = ends[0];
@@ -100,6 +119,33 @@ inline std::string start_program(const std::string& command, const std::string& 
     close(ends[0]);
     return concat("cannot be started (", strerror(error), "): give a program's path, or a name "
                   "that is in PATH");
+}
+
+// Start the guard of a program. It reads from a pipe that nobody writes to: the pipe ends when the
+// system closes the files of a run that is gone, and then the guard kills the program's group.
+// Unlike a signal at the parent's death, this reaches what the program has started, and it does
+// not depend on the thread that started it.
+inline std::string start_guard(RewardProcess* process) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0)
+        return std::string("finds no pipe: ") + strerror(errno);
+    process->alive = ends[1];
+    std::string wait_and_kill = "read line; kill -s KILL -- \"-$0\"";
+    std::vector<std::string> words = {"/bin/sh", "-c", wait_and_kill,
+                                      std::to_string(process->pid)};
+    int error = spawn_group(words, ends[0], STDERR_FILENO, &process->guard);
+    close(ends[0]);
+    if (error == 0) return "";
+    return concat("finds no /bin/sh (", strerror(error), "), which ends it with the run");
+}
+
+// End the guard, before the number of the program's group can become another's.
+inline void end_guard(const RewardProcess& process) {
+    if (process.guard > 0) {
+        kill(process.guard, SIGKILL);
+        waitpid(process.guard, nullptr, 0);
+    }
+    if (process.alive >= 0) close(process.alive);
 }
 
 // Read all that a program prints until it closes its output: up to `most` bytes, and up to a moment
@@ -129,10 +175,9 @@ inline std::string end_of_program(pid_t pid, double until) {
         usleep(1000);
     }
 
-    // Where this run's parent had it ignore SIGCHLD, no program leaves a status.
+    // A library of this process may have taken the status.
     if (ended < 0)
-        return concat("ended, and nobody knows how (", strerror(errno), "): start the run where "
-                      "SIGCHLD is not ignored");
+        return concat("ended, and nobody knows how (", strerror(errno), "): start it again");
     if (WIFSIGNALED(status))
         return concat("was ended by signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)),
                       "): what it said is above");
@@ -148,12 +193,14 @@ inline std::string run_program(const std::string& command, const std::string& in
     std::string wrong = start_program(command, input, &process);
     if (!wrong.empty()) return wrong;
     double until = clock_seconds() + seconds;
-    wrong = read_output(process.out, until, most, output);
+    wrong = start_guard(&process);
+    if (wrong.empty()) wrong = read_output(process.out, until, most, output);
     bool reaped = wrong.empty();
     if (wrong.empty()) wrong = end_of_program(process.pid, until);
 
     // Kill what is left of the group. A program that was not reaped yet is reaped now.
     kill(-process.pid, SIGKILL);
+    end_guard(process);
     close(process.out);
     if (!reaped || wrong == "late") waitpid(process.pid, nullptr, 0);
     if (wrong != "late") return wrong;

@@ -1176,6 +1176,58 @@ TEST(RewardPrograms, ThatFailSayWhy) {
     }
 }
 
+// Whether a process has ended. One that nobody has waited for yet is a zombie.
+static bool has_ended(pid_t pid) {
+    std::string stat = read_file(concat("/proc/", pid, "/stat"));
+    return stat.empty() || has(stat, ") Z ");
+}
+
+// A program ends with the run that started it, even if SIGKILL ends the run. This one reads nothing
+// and waits for nobody; nor does what it has started stay behind.
+TEST(RewardPrograms, EndWithTheRun) {
+    std::string file = scratch("pids"), made = scratch("pids.new");
+    pid_t run = fork();
+    if (run == 0) {
+        std::vector<double> rewards;
+        scripted("sleep 1000 & echo $$ $! >" + made + "; mv " + made + " " + file +
+                     "; while :; do sleep 0.1; done",
+                 &rewards, 1000);
+        _exit(0);
+    }
+
+    // Kill the run when both processes are there.
+    for (int i = 0; i < 1000 && !std::filesystem::exists(file); i++)
+        usleep(10000);
+    std::istringstream pids(read_file(file));
+    pid_t program = 0, child = 0;
+    pids >> program >> child;
+    ASSERT_GT(child, 0);
+    EXPECT_FALSE(has_ended(program) || has_ended(child));
+    usleep(100000); // until the guard stands
+    kill(run, SIGKILL);
+    waitpid(run, nullptr, 0);
+
+    // Both end soon.
+    for (int i = 0; i < 500 && !(has_ended(program) && has_ended(child)); i++)
+        usleep(10000);
+    EXPECT_TRUE(has_ended(program));
+    EXPECT_TRUE(has_ended(child));
+    kill(-program, SIGKILL);
+}
+
+// A parent may have had this run ignore SIGCHLD. Then the system would keep no exit status.
+TEST(RewardPrograms, LeaveAStatusWhereSigchldIsIgnored) {
+    std::vector<double> rewards;
+    for (const char* script : {"echo 1; echo 2", "echo 1; echo 2; exit 3"}) {
+        signal(SIGCHLD, SIG_IGN);
+        std::string wrong = scripted(script, &rewards);
+        bool fails = has(script, "exit");
+        EXPECT_EQ(wrong.empty(), !fails) << wrong;
+        EXPECT_EQ(has(wrong, "ended with status 3"), fails) << wrong;
+    }
+    signal(SIGCHLD, SIG_DFL);
+}
+
 // A program gives the same rewards to all layouts as the verifier that it copies; and if it fails
 // in a later step, all ranks end, with one line, and the last checkpoint goes on.
 TEST(RewardPrograms, AreRunByOneRank) {
@@ -1185,7 +1237,8 @@ TEST(RewardPrograms, AreRunByOneRank) {
     std::string flags = "--layers 1 --heads 2 --channels 32 --batch-tokens 512 --micro-batch 8 --lr 1e-2 "
                         "--group 4 --local-ranks 2 --save-every 1 --steps 2 --out ";
     std::string by = scratch("by"), own = scratch("own");
-    Ran ran = shell(rollout_run(path, flags + by + " --reward 'command:sh " + script + "'"));
+    std::string ignores = "trap '' CHLD; "; // as some parents do
+    Ran ran = shell(ignores + rollout_run(path, flags + by + " --reward 'command:sh " + script + "'"));
     ASSERT_EQ(ran.status, 0) << ran.text;
     EXPECT_EQ(read_file(count), "x\nx\n");
     ASSERT_EQ(shell(rollout_run(path, flags + own)).status, 0);
