@@ -24,7 +24,7 @@ struct Buddies {
     std::string folder; // on this machine
     std::vector<int> machine_of; // [rank]: the first rank of its machine
     std::vector<int> buddy_of;   // [rank]: the rank that keeps a copy of its part
-    bool made = false;           // this rank made the folder: it was not there before
+    std::vector<std::string> missing; // folders that were not there before, the innermost first
 
     bool is_first(int rank) const { return machine_of[size_t(rank)] == rank; }
 };
@@ -70,10 +70,14 @@ inline std::vector<int> choose_buddies(const std::vector<int>& machine_of) {
 
 // Make the folders, and find which ranks share one. All ranks call.
 inline std::string make_buddies(const Comm& world, const std::string& dir, Buddies* b) {
-    // Make the folder, which may exist already.
+    // Make the folder and its parents, which may exist already.
     b->folder = buddy_folder(dir, world.rank);
     std::error_code error;
-    b->made = std::filesystem::create_directories(b->folder, error);
+    for (std::filesystem::path path = std::filesystem::absolute(b->folder, error);
+         !std::filesystem::exists(path, error) && path.has_relative_path();
+         path = path.parent_path())
+        b->missing.push_back(path.string());
+    std::filesystem::create_directories(b->folder, error);
     struct stat s = {};
     std::string wrong;
     bool there = stat(b->folder.c_str(), &s) == 0;
@@ -94,6 +98,12 @@ inline std::string make_buddies(const Comm& world, const std::string& dir, Buddi
     }
     b->buddy_of = choose_buddies(b->machine_of);
     return "";
+}
+
+// Remove the folders that make_buddies() has made. The system keeps one that is not empty.
+inline void unmake_buddies(const Buddies& b) {
+    for (const std::string& folder : b.missing)
+        rmdir(folder.c_str());
 }
 
 // ----------------------------------------------------------------------------

@@ -98,11 +98,10 @@ inline std::string check_buddies(const Run& run) {
     bool apart = c.buddy.find("%r") != std::string::npos;
     if (c.local_ranks > 1) return apart ? "" : refusal;
 
-    // Look which ranks share a folder. The system keeps one that is not empty.
+    // Look which ranks share a folder.
     Buddies b;
     std::string wrong = make_buddies(run.world, c.buddy, &b);
-    std::error_code none;
-    if (b.made) std::filesystem::remove(b.folder, none);
+    unmake_buddies(b);
     if (!wrong.empty() || !b.buddy_of.empty()) return wrong;
     return refusal;
 }

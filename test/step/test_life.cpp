@@ -638,12 +638,17 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     std::ofstream(copy) << bytes;
     EXPECT_HAS(go_on(8).text, "note: --buddy: rank_00000.safetensors of step ");
 
-    // A run on one machine is refused.
-    r = start(small + "--local-ranks 2 --steps 9 --buddy-every 1 --out " + path("x") + " --buddy " +
-              path("one"));
-    EXPECT_HAS(r.text, "all ranks are on one machine: start the run on two or more");
-    EXPECT_FALSE(fs::exists(path("x"))) << "a refused run leaves no folder";
-    EXPECT_FALSE(fs::exists(path("one")));
+    // A run on one machine is refused, and leaves no folder behind but those that were there.
+    fs::create_directories(path("kept"));
+    for (std::string ranks : {"", "--local-ranks 2 "})
+        for (std::string folder : {"one", "two/three/", "kept/one"}) {
+            r = start(small + ranks + "--steps 9 --buddy-every 1 --out " + path("x") + " --buddy " +
+                      path(folder));
+            EXPECT_HAS(r.text, "all ranks are on one machine: start the run on two or more");
+            for (const char* name : {"x", "one", "two", "kept/one"})
+                EXPECT_FALSE(fs::exists(path(name))) << name;
+            EXPECT_TRUE(fs::exists(path("kept")));
+        }
 
     // A run that resumes on one machine goes on without saves in memory.
     r = start(small + "--local-ranks 2 --steps 9 --resume --buddy-every 1 --out " + path("x") +
