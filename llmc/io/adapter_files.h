@@ -10,6 +10,7 @@
 //            away: the coefficient <W' - W, D> / <D, D> over all changes D says how much is kept.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
+#include <regex>
 #include "huggingface.h"
 
 namespace llmc {
@@ -19,6 +20,10 @@ constexpr const char* PEFT_PREFIX = "base_model.model.";
 
 // ----------------------------------------------------------------------------
 // adapter_config.json
+
+inline std::string peft_config_path(const std::string& folder) {
+    return folder + "/adapter_config.json";
+}
 
 // Whether a key asks for something: null, false, "", [] and {} do not. PEFT writes all of its keys,
 // also those that it does not use.
@@ -106,6 +111,11 @@ inline std::string peft_name(const Model& m, const std::string& name) {
     return PEFT_PREFIX + full;
 }
 
+// The name of a parameter's module in a config, where PEFT's wrappers put nothing in front.
+inline std::string peft_module(const Model& m, const Parameter& p) {
+    return peft_name(m, module_of(p)).substr(strlen(PEFT_PREFIX));
+}
+
 // Open the file with a folder's tensors. Older versions of PEFT wrote a pickle, which is refused;
 // the message gives the reason, which is not its age.
 inline std::string open_adapter(SafeTensors* file, const std::string& folder) {
@@ -151,21 +161,74 @@ inline std::string check_places(const SafeTensors& file, const std::set<std::str
     return used.empty() ? file.path + ": holds no adapter" : "";
 }
 
+// Whether one of a list's names means a module.
+inline bool listed(const nlohmann::json& names, const std::string& module) {
+    return std::any_of(names.begin(), names.end(), [&](const nlohmann::json& name) {
+        return name.is_string() && targets_module(name.get<std::string>(), module);
+    });
+}
+
+// Whether a regular expression means a module: it matches the whole name, as Python's re.fullmatch
+// does. An expression that is not read is taken to mean what the file has: `has`.
+inline bool expression_names(const std::string& expression, const std::string& module, bool has) {
+    // The library recurses as deep as an expression is long, its counted repetitions written out.
+    if (expression.size() > 1000 || expression.find('{') != std::string::npos) return has;
+    try {
+        // This matcher's time is polynomial in the text; it knows no back-references.
+        auto how = std::regex::ECMAScript | std::regex_constants::__polynomial;
+        return std::regex_match(module, std::regex(expression, how));
+    } catch (const std::regex_error&) {
+        return has; // Python's own syntax
+    }
+}
+
+// Compare target_modules with the modules that have tensors, both by PEFT's names: a module that is
+// named has tensors, and only such a module has. So a config of another file is found.
+//   a list         of modules' names, or their ends behind a dot; a name that the model has not
+//                  means nothing, as in PEFT
+//   "all-linear"   every matrix of a block
+//   another text   a regular expression
+inline std::string check_targets(const Model& base, const nlohmann::json& j,
+                                 const std::string& path, const std::set<std::string>& modules) {
+    if (!asks(j, "target_modules")) return "";
+    const nlohmann::json& targets = j["target_modules"];
+    if (!targets.is_array() && !targets.is_string())
+        return concat(path, ": target_modules is ", json_word(targets), ", and neither a list of "
+                      "modules' names nor a text");
+
+    // Two options leave out some of the modules that are named.
+    bool narrowed = asks(j, "exclude_modules") || asks(j, "layers_to_transform");
+    for (const Parameter& p : base.parameters) {
+        if (!adaptable(base, p)) continue;
+        std::string module = peft_module(base, p);
+        bool has = modules.count(module);
+        bool named = targets == "all-linear"  ? true
+                     : targets.is_string() ? expression_names(targets, module, has)
+                                           : listed(targets, module);
+        if (has && !named)
+            return concat(path, ": target_modules does not name ", module, ", which has tensors in "
+                          "adapter_model.safetensors: get both files again");
+        if (named && !has && !narrowed)
+            return concat(path, ": target_modules names ", module, ", which has no tensors in "
+                          "adapter_model.safetensors: get both files again");
+    }
+    return "";
+}
+
 // Read which adapters a folder has, for a model that has none yet. Only headers are read, before
 // anything is allocated; load_adapters() reads the values later.
 inline std::string read_adapters(const Model& base, const std::string& folder,
                                  Adapters* adapters) {
-    std::string path = folder + "/adapter_config.json";
+    std::string path = peft_config_path(folder);
     nlohmann::json j;
     std::string wrong = read_json(path, &j);
-    if (wrong.empty() && !j.is_object()) wrong = path + ": is no JSON object";
     if (wrong.empty()) wrong = check_peft_config(j, path);
     SafeTensors file;
     if (wrong.empty()) wrong = open_adapter(&file, folder);
     if (!wrong.empty()) return wrong;
 
     // Look for both halves of each matrix.
-    std::set<std::string> used;
+    std::set<std::string> used, modules;
     for (const Parameter& p : base.parameters) {
         std::string module = peft_name(base, module_of(p));
         const SafeTensor* a = safetensors_find(file, module + ".lora_A.weight");
@@ -177,14 +240,16 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         if (wrong.empty()) wrong = check_halves(file.path, p, a, b);
         if (wrong.empty()) wrong = check_peft_layers(j, path, p);
         if (wrong.empty())
-            wrong = peft_alpha(j, path, module.substr(strlen(PEFT_PREFIX)), &alpha);
+            wrong = peft_alpha(j, path, peft_module(base, p), &alpha);
         if (!wrong.empty()) break;
         LoraOptions o = {a->shape[0], alpha, asks(j, "use_rslora"), ""};
         (*adapters)[module_of(p)] = {o.rank, lora_scale(o)};
         used.insert({a->name, b->name});
+        modules.insert(peft_module(base, p));
     }
 
     if (wrong.empty()) wrong = check_places(file, used);
+    if (wrong.empty()) wrong = check_targets(base, j, path, modules);
     safetensors_close(&file);
     return wrong;
 }
@@ -241,7 +306,7 @@ inline std::set<std::string> target_modules(const Model& m) {
     // adapt that matrix too.
     for (const Parameter& p : m.parameters) {
         std::string word = word_of(module_of(p));
-        std::string whole = peft_name(m, module_of(p)).substr(strlen(PEFT_PREFIX));
+        std::string whole = peft_module(m, p);
         if (p.adapter >= 0)
             names.insert(partly.count(word) ? whole : word);
     }
@@ -314,7 +379,7 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
-    wrong = write_text_file(folder + "/adapter_config.json",
+    wrong = write_text_file(peft_config_path(folder),
                             peft_config(t.model, base).dump(2) + "\n");
     return wrong.empty() ? sync_folder(folder) : wrong;
 }

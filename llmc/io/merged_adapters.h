@@ -1,7 +1,7 @@
 // merged_adapters.h - PEFT's DoRA and (IA)3 adapters, read by merging them into the base weights
 //   DoRA   W' = diag(m / n) (W + s B A),  n_i = |W_i + s (B A)_i|          arXiv:2402.09353
 //          lora_A (r,in), lora_B (out,r), lora_magnitude_vector m (out). n_i is the Euclidean norm
-//          of output row i over all inputs. Biases stay as they are.
+//          of output row i over all inputs; a row of zeros is refused. Biases stay as they are.
 //   (IA)3  W' = diag(l) W, b' = diag(l) b   ia3_l (out,1): outputs scaled  arXiv:2205.05638
 //          W' = W diag(l)                   ia3_l (1,in): inputs scaled; feedforward_modules lists
 //          these matrices.
@@ -36,41 +36,27 @@ inline Merging merging_of(const nlohmann::json& j) {
     return asks(j, "use_dora") ? Merging::DORA : Merging::NONE;
 }
 
-// Read a folder's config.
-inline std::string read_peft_config(const std::string& folder, nlohmann::json* j) {
-    std::string path = folder + "/adapter_config.json";
-    std::string wrong = read_json(path, j);
-    if (!wrong.empty() || j->is_object()) return wrong;
-    return path + ": is no JSON object";
-}
-
 // Find how a folder's adapters are read.
 inline std::string merging_of(const std::string& folder, Merging* merging) {
     nlohmann::json j;
-    std::string wrong = read_peft_config(folder, &j);
+    std::string wrong = read_json(peft_config_path(folder), &j);
     if (wrong.empty()) *merging = merging_of(j);
     return wrong;
 }
 
-// Read a list of modules' names. Without one, *names stays empty.
-inline std::string names_of(const nlohmann::json& j, const char* key, const std::string& path,
-                            std::vector<std::string>* names) {
+// Read feedforward_modules, a list of modules' names. Without it, *names stays empty.
+inline std::string read_feedforward(const nlohmann::json& j, const std::string& path,
+                                    nlohmann::json* names) {
+    const char* key = "feedforward_modules";
+    *names = nlohmann::json::array();
     if (!asks(j, key)) return "";
-    bool list = j[key].is_array();
-    for (const nlohmann::json& name : j[key])
+    *names = j[key];
+    bool list = names->is_array();
+    for (const nlohmann::json& name : *names)
         list = list && name.is_string();
-    if (!list)
-        return concat(path, ": ", key, " is ", json_word(j[key]), ": a list of modules' names can "
-                      "be read");
-    *names = j[key].get<std::vector<std::string>>();
-    return "";
-}
-
-// Whether one of the names means a module.
-inline bool listed(const std::vector<std::string>& names, const std::string& module) {
-    return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
-        return targets_module(name, module);
-    });
+    return list ? ""
+                : concat(path, ": ", key, " is ", json_word(*names),
+                         ": a list of modules' names can be read");
 }
 
 // ----------------------------------------------------------------------------
@@ -108,7 +94,7 @@ inline std::string find_dora(const Model& base, const nlohmann::json& j, const s
         // Note the scale, which is LoRA's.
         double alpha = 0;
         if (wrong.empty())
-            wrong = peft_alpha(j, config, module.substr(strlen(PEFT_PREFIX)), &alpha);
+            wrong = peft_alpha(j, config, peft_module(base, p), &alpha);
         if (!wrong.empty()) return wrong;
         m.scale = lora_scale({m.a->shape[0], alpha, asks(j, "use_rslora"), ""});
         (*merges)[p.name] = m;
@@ -117,17 +103,17 @@ inline std::string find_dora(const Model& base, const nlohmann::json& j, const s
     return "";
 }
 
-// Insist that each listed name means a matrix that has factors.
-inline std::string check_listed(const std::vector<std::string>& names, const char* key,
-                                const std::string& config, const std::set<std::string>& modules) {
-    for (const std::string& name : names) {
+// Insist that each name of feedforward_modules means a matrix that has factors.
+inline std::string check_feedforward(const nlohmann::json& names, const std::string& config,
+                                     const std::set<std::string>& modules) {
+    for (const std::string name : names) {
         bool any = std::any_of(modules.begin(), modules.end(), [&](const std::string& module) {
             return targets_module(name, module);
         });
         if (!any)
-            return concat(config, ": ", key, " lists ", printable(name), ", and no matrix of a "
-                          "block of that name has factors: give the --model that it was trained "
-                          "on");
+            return concat(config, ": feedforward_modules lists ", printable(name), ", and no "
+                          "matrix of a block of that name has factors: give the --model that it "
+                          "was trained on");
     }
     return "";
 }
@@ -136,20 +122,14 @@ inline std::string check_listed(const std::vector<std::string>& names, const cha
 inline std::string find_ia3(const Model& base, const nlohmann::json& j, const std::string& config,
                             const SafeTensors& file, Merges* merges,
                             std::set<std::string>* used) {
-    std::vector<std::string> targets, feedforward;
-    std::string wrong = names_of(j, "target_modules", config, &targets);
-    if (wrong.empty()) wrong = names_of(j, "feedforward_modules", config, &feedforward);
+    nlohmann::json feedforward;
+    std::string wrong = read_feedforward(j, config, &feedforward);
     std::set<std::string> modules; // those with factors, by the names of PEFT
     for (const Parameter& p : base.parameters) {
         if (!wrong.empty()) return wrong;
-        std::string matrix = peft_name(base, module_of(p)), name = module_of(p);
-        const SafeTensor* factors = safetensors_find(file, matrix + ".ia3_l");
-        if (!adaptable(base, p)) continue;
-        matrix = matrix.substr(strlen(PEFT_PREFIX));
-        if (!factors && listed(targets, matrix))
-            wrong = concat(file.path, ": ", name, " has no ia3_l, and target_modules lists it: get "
-                           "the file again");
-        if (!factors) continue;
+        std::string matrix = peft_module(base, p), name = module_of(p);
+        const SafeTensor* factors = safetensors_find(file, PEFT_PREFIX + matrix + ".ia3_l");
+        if (!adaptable(base, p) || !factors) continue;
 
         // The config says which side is scaled; the shape must agree.
         bool inputs = listed(feedforward, matrix);
@@ -166,16 +146,15 @@ inline std::string find_ia3(const Model& base, const nlohmann::json& j, const st
         used->insert(factors->name);
         modules.insert(matrix);
     }
-    if (wrong.empty()) wrong = check_listed(targets, "target_modules", config, modules);
-    if (wrong.empty()) wrong = check_listed(feedforward, "feedforward_modules", config, modules);
-    return wrong;
+    return wrong.empty() ? check_feedforward(feedforward, config, modules) : wrong;
 }
 
 // Find all parameters that a folder's adapters change. The file's headers are known.
 inline std::string find_merges(const Model& base, const std::string& folder,
                                const SafeTensors& file, Merges* merges) {
     nlohmann::json j;
-    std::string wrong = read_peft_config(folder, &j), path = folder + "/adapter_config.json";
+    std::string path = peft_config_path(folder);
+    std::string wrong = read_json(path, &j);
     if (!wrong.empty()) return wrong;
 
     // Both kinds refuse what else may be trained beside them: show the check a plain LoRA.
@@ -191,7 +170,14 @@ inline std::string find_merges(const Model& base, const std::string& folder,
     std::set<std::string> used;
     wrong = merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
                                      : find_ia3(base, j, path, file, merges, &used);
-    return wrong.empty() ? check_places(file, used) : wrong;
+    if (wrong.empty()) wrong = check_places(file, used);
+
+    // Compare them with what the config names.
+    std::set<std::string> modules;
+    for (const Parameter& p : base.parameters)
+        if (adaptable(base, p) && merges->count(p.name))
+            modules.insert(peft_module(base, p));
+    return wrong.empty() ? check_targets(base, j, path, modules) : wrong;
 }
 
 // Check a folder's adapters before anything is allocated.
@@ -207,12 +193,13 @@ inline std::string check_merges(const Model& base, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // the merge
 
-// W' = diag(m / n) (W + s B A), row by row. r: the rank.
-inline void merge_dora(std::vector<float>* w, const std::vector<float>& a, // (out,in) (r,in)
-                       const std::vector<float>& b, const std::vector<float>& m, // (out,r) (out)
-                       size_t r, double scale) {
-    size_t rows = m.size(), cols = a.size() / r;
-    #pragma omp parallel for
+// W' = diag(m / n) (W + s B A), row by row. r: the rank. Returns how many rows have n = 0: they
+// have no direction, so no factor gives them the length m.
+inline size_t merge_dora(std::vector<float>* w, const std::vector<float>& a, // (out,in) (r,in)
+                         const std::vector<float>& b, const std::vector<float>& m, // (out,r) (out)
+                         size_t r, double scale) {
+    size_t rows = m.size(), cols = a.size() / r, zeros = 0;
+    #pragma omp parallel for reduction(+ : zeros)
     for (size_t i = 0; i < rows; i++) {
         float* row = w->data() + i * cols;
         std::vector<double> sum(row, row + cols);
@@ -224,10 +211,12 @@ inline void merge_dora(std::vector<float>* w, const std::vector<float>& a, // (o
         double squares = 0;
         for (double x : sum)
             squares += x * x;
+        zeros += squares == 0;
         double factor = m[i] / std::sqrt(squares);
         for (size_t j = 0; j < cols; j++)
             row[j] = float(factor * sum[j]);
     }
+    return zeros;
 }
 
 // Multiply rows, or columns, by l. A bias (out) is a matrix of one column.
@@ -252,6 +241,7 @@ std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::
     if (!wrong.empty()) return wrong;
 
     // Bring a parameter's tensors to the stages that hold it: every rank takes part in that.
+    std::string refusal; // of a row without a direction
     auto change = [&](const Parameter& p, std::vector<float>* w) {
         auto found = merges.find(p.name);
         if (found == merges.end()) return;
@@ -266,9 +256,15 @@ std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::
         if (m.factors && !w->empty()) merge_ia3(w, first, m.inputs);
         if (m.factors) return;
         std::vector<float> b = floats(m.b), magnitude = floats(m.magnitude);
-        if (!w->empty()) merge_dora(w, first, b, magnitude, m.a->shape[0], m.scale);
+        if (w->empty()) return;
+        size_t zeros = merge_dora(w, first, b, magnitude, m.a->shape[0], m.scale);
+        if (zeros && refusal.empty())
+            refusal = concat("--adapter ", adapter, ": ", zeros, " rows of ", p.name, " with its "
+                             "adapter are zero, and DoRA scales each row to a length: train the "
+                             "adapter again without ", module_of(p));
     };
-    return hf_load_parameters(t, folder, t.model.parameters, nullptr, change);
+    wrong = hf_load_parameters(t, folder, t.model.parameters, nullptr, change);
+    return wrong.empty() ? first_error(t.comms.world, refusal) : wrong;
 }
 
 } // namespace llmc

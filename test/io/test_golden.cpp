@@ -321,11 +321,12 @@ TEST_F(Adapted, UpperBlocksArePefts) {
     std::set<std::string> names = ours["target_modules"];
     EXPECT_EQ(names, (std::set<std::string>{"q_proj", "down_proj"}));
 
-    // One number is a list of one. A list without the block would make another function.
+    // One number is a list of one. A list without the block would make another function; without a
+    // list, target_modules names the first block's matrices too.
     Shape s;
     fs::copy(theirs, dir + "/other");
     for (auto [layers, wrong] : {std::pair<nlohmann::json, const char*>{1, ""},
-                                 {nullptr, ""},
+                                 {nullptr, "target_modules names model.layers.0."},
                                  {{0, 2}, "leaves out block 1, and model.layers.1."}}) {
         config["layers_to_transform"] = layers;
         std::ofstream(dir + "/other/adapter_config.json") << config;
@@ -363,6 +364,20 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("init_lora_weights", "pissa"), "has changed the base");
     EXPECT_HAS(with("alpha_pattern", {{"layers.*", 3}}), "is a regular expression");
     EXPECT_HAS(with("lora_alpha", "x"), "and no number");
+
+    // target_modules names what the file has, here all matrices of the blocks: by a list, by the
+    // word for all, or by an expression, of which Python's own are not read.
+    json targets = config["target_modules"];
+    targets.push_back("query_key_value"); // the model has none
+    for (json good : {targets, json("all-linear"), json(), json(".*\\.(q|k|v|o|gate|up|down)_proj"),
+                      json("(?P<name>.*)"), json("(.?){50000}"), json(std::string(999, '(')),
+                      json(std::string(100000, '('))})
+        EXPECT_EQ(with("target_modules", good), "") << good;
+    const char* unnamed = "target_modules does not name model.layers.0.self_attn.q_proj";
+    for (json bad : {json("q_proj"), json("k.*"), json({"k_proj", "q"}), json({{"q_proj", 1}})})
+        EXPECT_HAS(with("target_modules", bad), bad.is_object() ? "neither a list" : unnamed) << bad;
+    EXPECT_HAS(with("target_modules", json({"model.layers.0.self_attn.q_proj", "k_proj", 7})),
+               "does not name model.layers.0.self_attn.v_proj");
 
     std::filesystem::remove(dir + "/adapter_model.safetensors");
     std::ofstream(dir + "/adapter_model.bin") << "x";
@@ -438,26 +453,48 @@ TEST(Trl, AModelWithAdaptersThatPrefersAnswers) {
     EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-6);
 }
 
+// The logits of a model with merged adapters behind its base's first golden row, for norms of `eps`.
+static std::vector<double> merged_logits(Shape s, const std::string& base,
+                                         const std::string& adapter, float eps) {
+    const size_t N = 24;
+    s.norm_eps = eps;
+    Small<double> m(s, {plan_of(Mode::GENERATE, 1, N, N)});
+    EXPECT_EQ(load_folder(m.t, base, adapter), "");
+    std::vector<int> tokens = TensorFile(base + "/golden.safetensors").ints("tokens");
+    generate_batch(m.t, 0, tokens.data(), N, 0);
+    run_plan(m.t, 0);
+    const double* logits = address<const double>(m.t, {Kind::LOGITS, -1, 0});
+    return {logits, logits + s.V};
+}
+
 // DoRA and (IA)3, merged as they are read: the logits of PEFT's own merge in double, whose weights
-// are rounded to float once as ours are. The model with the adapter beside it has no such rounding:
-// a weight's is 6e-8 of it.
+// are rounded to float once as ours are. Two things remain:
+//   eps      A norm's eps is a float here: 1e-5 is off by 2.5e-13. The slope of the logits in eps,
+//            from a second eps that is 2^-10 larger, takes this to first order; the slope is off
+//            by 2^-10 of itself.
+//   sums     Each rounds by 2^-53 of its terms, which have at most the size of logits, 4. A logit
+//            depends on sums of at most 96 terms (F of GPT-2), in 2 blocks of 4 products with 2
+//            norms and a softmax, and the head: 15 in a row. 96 * 15 * 4 * 2^-53 = 6.4e-13.
+// The model with the adapter beside it has weights that are not rounded to float, 6e-8 of each.
 static void compare_with_merged(const std::string& name, const std::string& base) {
     std::string folder = ROOT + "/dev/golden/" + name, weights = ROOT + "/dev/golden/" + base;
     json golden = read_json(folder + "/golden.json");
     Shape s;
     ASSERT_EQ(hf_read_config(&s, weights), "");
-    const size_t N = 24;
-    Small<double> m(s, {plan_of(Mode::GENERATE, 1, N, N)});
-    ASSERT_EQ(load_folder(m.t, weights, folder), "");
+    const double eps = 1e-5; // of both configs
+    ASSERT_EQ(s.norm_eps, float(eps));
+    const float larger = float(eps * (1 + std::ldexp(1, -10)));
+    std::vector<double> got = merged_logits(s, weights, folder, s.norm_eps);
+    std::vector<double> moved = merged_logits(s, weights, folder, larger);
 
-    // Compare the logits behind the first row.
-    std::vector<int> tokens = TensorFile(weights + "/golden.safetensors").ints("tokens");
-    generate_batch(m.t, 0, tokens.data(), N, 0);
-    run_plan(m.t, 0);
-    const double* got = address<const double>(m.t, {Kind::LOGITS, -1, 0});
+    // Compare, and see that the correction is no larger than what it corrects.
     ASSERT_EQ(golden["merged"].size(), s.V);
+    const double sums = 96 * 15 * 4 * std::ldexp(1, -53);
     for (size_t v = 0; v < s.V; v++) {
-        ASSERT_NEAR(got[v], golden["merged"][v].get<double>(), 4e-10) << "of at most 4";
+        double want = golden["merged"][v].get<double>();
+        double slope = (moved[v] - got[v]) / (double(larger) - double(s.norm_eps));
+        double of_eps = slope * (eps - double(s.norm_eps));
+        ASSERT_NEAR(got[v] + of_eps, want, sums + std::ldexp(std::fabs(of_eps), -10));
         ASSERT_NEAR(got[v], golden["beside"][v].get<double>(), 1e-6);
     }
 }
@@ -466,6 +503,33 @@ TEST(Merged, DoraOfGpt2) { compare_with_merged("dora-gpt2-tiny", "gpt2-tiny"); }
 TEST(Merged, DoraOfLlama) { compare_with_merged("dora-llama-tiny", "llama-tiny"); }
 TEST(Merged, Ia3OfGpt2) { compare_with_merged("ia3-gpt2-tiny", "gpt2-tiny"); }
 TEST(Merged, Ia3OfLlama) { compare_with_merged("ia3-llama-tiny", "llama-tiny"); }
+
+// A row of W + s B A that is zero has no direction for DoRA's length. Every rank refuses it.
+TEST_F(Adapted, ARowWithoutDirectionIsRefused) {
+    std::string golden = ROOT + "/dev/golden/", base = dir + "/base", adapter = dir + "/adapter";
+    std::filesystem::copy(golden + "llama-tiny", base);
+    std::filesystem::copy(golden + "dora-llama-tiny", adapter);
+    auto zero_row = [](const std::string& path, const std::string& name, size_t row) {
+        std::string bytes = read_file(path);
+        size_t header = 0;
+        memcpy(&header, bytes.data(), 8);
+        json tensor = json::parse(bytes.substr(8, header))[name];
+        size_t length = tensor["shape"][1].get<size_t>() * sizeof(float);
+        size_t at = 8 + header + tensor["data_offsets"][0].get<size_t>() + row * length;
+        put_file(path, bytes.replace(at, length, std::string(length, 0)));
+    };
+
+    // A row of W alone may be zero: B A gives it a direction.
+    std::string module = "model.layers.1.mlp.up_proj";
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, base), "");
+    Small<double> m(s, {plan_of(Mode::GENERATE, 1, 24, 24)});
+    zero_row(base + "/model.safetensors", module + ".weight", 2);
+    EXPECT_EQ(load_folder(m.t, base, adapter), "");
+    zero_row(adapter + "/adapter_model.safetensors",
+             "base_model.model." + module + ".lora_B.weight", 2);
+    EXPECT_HAS(load_folder(m.t, base, adapter), "1 rows of " + module + ".weight with its adapter");
+}
 
 // Write a folder like a golden one, but for one key of its config and one tensor's name or shape,
 // and return the refusal.
@@ -498,8 +562,19 @@ TEST_F(Adapted, WhatCannotBeMergedIsRefused) {
     // (IA)3: what its lists name, and what they leave out.
     json none = json::array();
     EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", none}}), "");
-    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"c_attn"}}}), "lists c_attn");
-    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"q_proj"}}}), "has no ia3_l");
+    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"c_attn"}}}), "does not name");
+    json targets = {"k_proj", "v_proj", "down_proj", "self_attn.q_proj"};
+    const char* absent = "target_modules names model.layers.0.self_attn.q_proj, which has no tensors";
+    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", targets}}), absent);
+    EXPECT_HAS(refused(dora, base, dir, {{"target_modules", "all-linear"}}), absent);
+
+    // Both say that a part of the named modules is left out.
+    for (const char* key : {"exclude_modules", "layers_to_transform"}) {
+        json some = {{"target_modules", targets}, {key, {"q_proj"}}};
+        EXPECT_EQ(refused(ia3, base, dir, some), "") << key;
+    }
+    json expression = {{"target_modules", ".*\\.([kv]|down)_proj"}};
+    EXPECT_EQ(refused(ia3, base, dir, expression), "");
     EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", none}}), "none of feedforward");
     EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", {"v_proj"}}}), "one of feedforward");
     EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", ".*down"}}), "a list of modules");
