@@ -771,6 +771,31 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
                "{\"prompt\":\"of\",\"sample\":0,");
 }
 
+// Standard output has the completions' lines and no others, whatever else a run reports.
+TEST_F(Prompts, StandardOutputHasJsonLinesAlone) {
+    std::string file = "--prompts " + put("p.jsonl", "{\"prompt\": \"line 1\"}\n{\"prompt\": \"of\"}\n");
+    for (std::string ranks : {"", " --local-ranks 2 --zero 1"}) {
+        std::string out = path("out" + std::to_string(ranks.size()));
+        std::string made = completions(file + " --steps 4 --warmup 0 --micro-batch 4 --log-every 1"
+                                       " --eval-every 2 --save-every 2 --profile " + out + ".txt"
+                                       " --timeline " + out + ".json --export " + out + ".hf"
+                                       " --out " + out + ranks);
+        std::istringstream lines(made);
+        size_t count = 0;
+        for (std::string line; std::getline(lines, line); count++) {
+            nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+            ASSERT_TRUE(j.is_object()) << line;
+            EXPECT_EQ(j.size(), 5u) << line; // prompt, sample, completion, tokens, end
+        }
+        EXPECT_EQ(count, 2u) << made;
+
+        // The run reports on standard error.
+        std::string said = read_file(path("said"));
+        for (const char* part : {"train_gpt: ", "data: ", "val loss", " 4/4 |", "2 completions, "})
+            EXPECT_HAS(said, part);
+    }
+}
+
 // Lines of --prompts choose adapters; each completion is the one that --adapter makes of it alone.
 TEST_F(Prompts, EachLineHasItsAdapter) {
     // Make a base, and two adapters of different ranks.
