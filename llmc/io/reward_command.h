@@ -6,7 +6,7 @@
 //   PROGRAM is words with spaces between: the first is looked up in PATH, the others are its
 //   arguments. No shell reads them, so quotes and pipes mean nothing: put those in a script.
 //   What the model wrote goes to standard input alone, and is never a part of a command.
-//   The program leads a process group of its own. If it takes longer than --reward-seconds, or
+//   The program runs in a process group of its own. If it takes longer than --reward-seconds, or
 //   prints more than it should, the whole group is killed. If the run itself ends first, even by
 //   SIGKILL, a guard kills the group: a shell that waits for the end of a pipe of the run's.
 //   Every function that returns a text returns "" or what is wrong.
@@ -33,7 +33,8 @@ namespace llmc {
 
 // A program that runs, the pipe that it prints to, and the guard that ends it with this run.
 struct RewardProcess {
-    pid_t pid = -1, guard = -1;
+    pid_t pid = -1;
+    pid_t guard = -1; // leads the process group of both
     int out = -1;
     int alive = -1; // the end of the guard's pipe that this run alone has open
 };
@@ -64,9 +65,9 @@ inline void keep_statuses() {
     if (now.sa_handler == SIG_IGN) signal(SIGCHLD, SIG_DFL);
 }
 
-// Start a program in a process group of its own, with two files as its input and output. It gets
-// standard error too, and no other file of this run. Returns 0 or the system's error.
-inline int spawn_group(std::vector<std::string> words, int in, int out, pid_t* pid) {
+// Start a program in a process group, 0 for a new one, with two files as its input and output. It
+// gets standard error too, and no other file of this run. Returns 0 or the system's error.
+inline int spawn(std::vector<std::string> words, int in, int out, pid_t group, pid_t* pid) {
     std::vector<char*> arguments;
     for (std::string& word : words)
         arguments.push_back(word.data());
@@ -85,11 +86,35 @@ inline int spawn_group(std::vector<std::string> words, int in, int out, pid_t* p
     // Spawn it, rather than fork: other threads of this run may hold locks.
     posix_spawnattr_init(&how);
     posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
-    posix_spawnattr_setpgroup(&how, 0);
+    posix_spawnattr_setpgroup(&how, group);
     int error = posix_spawnp(pid, arguments[0], &files, &how, arguments.data(), environ);
     posix_spawnattr_destroy(&how);
     posix_spawn_file_actions_destroy(&files);
     return error;
+}
+
+// Start the guard, which leads the group that the program will join. It reads from a pipe that
+// nobody writes to: the pipe ends when the system closes the files of a run that is gone, and then
+// the guard kills its group. Unlike a signal at the parent's death, this reaches what the program
+// has started, and it does not depend on the thread that started it.
+inline std::string start_guard(RewardProcess* process) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0)
+        return std::string("finds no pipe: ") + strerror(errno);
+    process->alive = ends[1];
+    std::vector<std::string> words = {"/bin/sh", "-c", "read line; kill -s KILL 0"};
+    int error = spawn(words, ends[0], STDERR_FILENO, 0, &process->guard);
+    close(ends[0]);
+    if (error == 0) return "";
+    close(process->alive);
+    return concat("finds no /bin/sh (", strerror(error), "), which ends it with the run");
+}
+
+// Kill what is left of the group, the guard included.
+inline void end_group(const RewardProcess& process) {
+    kill(-process.guard, SIGKILL);
+    waitpid(process.guard, nullptr, 0);
+    close(process.alive);
 }
 
 // Start a program by its words, with a text as standard input. Its errors go where this run's go.
@@ -102,7 +127,6 @@ inline std::string start_program(const std::string& command, const std::string& 
         words.push_back(word);
 
     // Open both ends.
-    keep_statuses();
     int file = memory_file(input), ends[2];
     if (file < 0) return "finds no memory for the answers";
     if (pipe2(ends, O_CLOEXEC) != 0) {
@@ -111,7 +135,7 @@ inline std::string start_program(const std::string& command, const std::string& 
     }
 
     // Leave it the only writer, so that the pipe ends when it does.
-    int error = spawn_group(words, file, ends[1], &process->pid);
+    int error = spawn(words, file, ends[1], process->guard, &process->pid);
     close(file);
     close(ends[1]);
     process->out = ends[0];
@@ -119,33 +143,6 @@ inline std::string start_program(const std::string& command, const std::string& 
     close(ends[0]);
     return concat("cannot be started (", strerror(error), "): give a program's path, or a name "
                   "that is in PATH");
-}
-
-// Start the guard of a program. It reads from a pipe that nobody writes to: the pipe ends when the
-// system closes the files of a run that is gone, and then the guard kills the program's group.
-// Unlike a signal at the parent's death, this reaches what the program has started, and it does
-// not depend on the thread that started it.
-inline std::string start_guard(RewardProcess* process) {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0)
-        return std::string("finds no pipe: ") + strerror(errno);
-    process->alive = ends[1];
-    std::string wait_and_kill = "read line; kill -s KILL -- \"-$0\"";
-    std::vector<std::string> words = {"/bin/sh", "-c", wait_and_kill,
-                                      std::to_string(process->pid)};
-    int error = spawn_group(words, ends[0], STDERR_FILENO, &process->guard);
-    close(ends[0]);
-    if (error == 0) return "";
-    return concat("finds no /bin/sh (", strerror(error), "), which ends it with the run");
-}
-
-// End the guard, before the number of the program's group can become another's.
-inline void end_guard(const RewardProcess& process) {
-    if (process.guard > 0) {
-        kill(process.guard, SIGKILL);
-        waitpid(process.guard, nullptr, 0);
-    }
-    if (process.alive >= 0) close(process.alive);
 }
 
 // Read all that a program prints until it closes its output: up to `most` bytes, and up to a moment
@@ -185,22 +182,29 @@ inline std::string end_of_program(pid_t pid, double until) {
     return code == 0 ? "" : concat("ended with status ", code, ": what it said is above");
 }
 
-// Run a program within a time, and take what it printed. However it ends, nothing of its process
-// group stays behind.
+// Run a program within a time, and take what it printed. However it or this run ends, nothing of
+// its process group stays behind.
 inline std::string run_program(const std::string& command, const std::string& input,
                                double seconds, size_t most, std::string* output) {
+    // Start the guard and the program.
+    keep_statuses();
     RewardProcess process;
-    std::string wrong = start_program(command, input, &process);
+    std::string wrong = start_guard(&process);
     if (!wrong.empty()) return wrong;
+    wrong = start_program(command, input, &process);
+    if (!wrong.empty()) {
+        end_group(process);
+        return wrong;
+    }
+
+    // Wait for its output, then for its end.
     double until = clock_seconds() + seconds;
-    wrong = start_guard(&process);
-    if (wrong.empty()) wrong = read_output(process.out, until, most, output);
+    wrong = read_output(process.out, until, most, output);
     bool reaped = wrong.empty();
     if (wrong.empty()) wrong = end_of_program(process.pid, until);
 
-    // Kill what is left of the group. A program that was not reaped yet is reaped now.
-    kill(-process.pid, SIGKILL);
-    end_guard(process);
+    // End the group. A program that was not reaped yet is reaped now.
+    end_group(process);
     close(process.out);
     if (!reaped || wrong == "late") waitpid(process.pid, nullptr, 0);
     if (wrong != "late") return wrong;

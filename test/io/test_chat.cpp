@@ -1186,6 +1186,7 @@ static bool has_ended(pid_t pid) {
 // and waits for nobody; nor does what it has started stay behind.
 TEST(RewardPrograms, EndWithTheRun) {
     std::string file = scratch("pids"), made = scratch("pids.new");
+    std::filesystem::remove(file);
     pid_t run = fork();
     if (run == 0) {
         std::vector<double> rewards;
@@ -1203,7 +1204,6 @@ TEST(RewardPrograms, EndWithTheRun) {
     pids >> program >> child;
     ASSERT_GT(child, 0);
     EXPECT_FALSE(has_ended(program) || has_ended(child));
-    usleep(100000); // until the guard stands
     kill(run, SIGKILL);
     waitpid(run, nullptr, 0);
 
@@ -1212,7 +1212,8 @@ TEST(RewardPrograms, EndWithTheRun) {
         usleep(10000);
     EXPECT_TRUE(has_ended(program));
     EXPECT_TRUE(has_ended(child));
-    kill(-program, SIGKILL);
+    kill(program, SIGKILL);
+    kill(child, SIGKILL);
 }
 
 // A parent may have had this run ignore SIGCHLD. Then the system would keep no exit status.
