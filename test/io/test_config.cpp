@@ -493,6 +493,8 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--expert-capacity", "1.25"}), "is for models with experts");
     EXPECT_HAS(check({"--expert-capacity", "1.25", "--cp", "2", "--explain"}, "tiny-moe"),
                "which --cp 2 cuts: leave one of them out");
+    EXPECT_HAS(check({"--expert-capacity", "1.25", "--loss", "grpo", "--steps", "1"}, "tiny-moe"),
+               "drops choices that generation keeps");
 
     // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");

@@ -122,6 +122,42 @@ TEST(Golden, DeepseekV3InDouble) { compare_with_golden<double>("deepseek-v3-tiny
 TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny", IN_FLOAT); }
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
+// Experts with a capacity: loss, dropped share and gradients are those of transformers' models, in
+// which every expert computes every token and a table of gates is zero where a choice is dropped.
+// Both sides compute in double: 1e-10 is far above their rounding, and far below one choice.
+TEST(Golden, ExpertCapacityInDouble) {
+    json golden = read_json(ROOT + "/dev/golden/capacity.json");
+    ASSERT_EQ(golden.size(), 2u);
+    for (const auto& [name, want] : golden.items()) {
+        // Read the model and its text.
+        std::string folder = ROOT + "/dev/golden/" + name;
+        Shape s;
+        ASSERT_EQ(hf_read_config(&s, folder), "");
+        s.capacity.factor = want["factor"].get<double>();
+        TensorFile text(folder + "/golden.safetensors");
+        std::vector<int> tokens = text.ints("tokens"), targets = text.ints("targets");
+        const size_t B = 3, N = 24;
+        Small<double> m(s, {plan_of(Mode::TRAIN, B, N)});
+        ASSERT_EQ(hf_load_weights(m.t, folder), "");
+        m.t.window = [&](uint64_t sample, int* to, int* goal) {
+            memcpy(to, tokens.data() + sample * N, N * sizeof(int));
+            memcpy(goal, targets.data() + sample * N, N * sizeof(int));
+            return std::string();
+        };
+
+        // Take a step, and compare.
+        run_plan(m.t, 0);
+        EXPECT_NEAR(plan_loss(m.t).mean(), want["loss"].get<double>(), 1e-10);
+        EXPECT_NEAR(dropped_share(m.t, step_loads(m.t)), want["dropped"].get<double>(), 1e-15);
+        for (const Parameter& p : m.t.model.parameters) {
+            const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+            double squares = std::inner_product(grad, grad + p.elements(), grad, 0.0);
+            double there = want["squares"][p.name].get<double>();
+            EXPECT_NEAR(squares, there, 1e-10 * std::max(there, 1e-6)) << p.name;
+        }
+    }
+}
+
 // ----------------------------------------------------------------------------
 // losses of preferences and rewards, by TRL's own trainers in double
 
