@@ -293,6 +293,8 @@ inline void capacity_test(Check& c) {
             expect(c, x.slots == slots, "another capacity than that of whole numbers");
         }
     }
+    // In double 1.1 * 50 is more than 55.
+    expect(c, expert_capacity(1.1, 100, 2, 1).slots == 55, "a decimal factor rounds up");
 }
 
 // ----------------------------------------------------------------------------
