@@ -43,4 +43,18 @@ inline Plan drop_idle_backward(Plan p, const Model& model) {
     return p;
 }
 
+// Return the slots of all pipeline ranks that run anything, for bubbles; kept: those alone whose
+// activations wait for a backward pass.
+inline std::vector<Schedule> slots_that_run(std::vector<Schedule> all, const Layout& layout,
+                                            const Model& model, bool kept = false) {
+    // A stage runs backward if it, or a stage below, holds a layer that trains.
+    int lowest = lowest_trained(model);
+    for (Schedule& mine : all)
+        std::erase_if(mine, [&](const Slot& s) {
+            bool idle = first_layer(layout, model, s.stage + 1) <= lowest;
+            return idle && (kept || s.op != SlotOp::F);
+        });
+    return all;
+}
+
 } // namespace llmc

@@ -69,6 +69,29 @@ inline std::string check_base(const nlohmann::json& own, const nlohmann::json& m
                   text(own), ": give the first one");
 }
 
+// Check that a checkpoint's adapters are this run's: one that this run lacks would be lost, and one
+// that the checkpoint lacks would begin anew.
+inline std::string check_adapters(const Model& model, const nlohmann::json& manifest,
+                                  const std::string& folder) {
+    std::set<std::string> saved, own, either;
+    for (const nlohmann::json& file : manifest["files"])
+        for (auto& [name, range] : file["tensors"].items())
+            if (name.starts_with("param.") && name.find(".lora_") != std::string::npos)
+                saved.insert(name.substr(6));
+    for (const Parameter& p : model.parameters)
+        if (is_adapter(model, p)) own.insert(p.name);
+
+    // Leave a checkpoint or a run without any to the checks of their tensors.
+    bool differ = saved != own;
+    if (!differ || saved.empty() || own.empty()) return "";
+    std::set_symmetric_difference(saved.begin(), saved.end(), own.begin(), own.end(),
+                                  std::inserter(either, either.end()));
+    std::string name = *either.begin();
+    return concat(folder, ": ", name, saved.count(name) ? " is in it, and not in this run"
+                                                        : " is in this run, and not in it",
+                  ": give the --lora-layers and --lora-targets that it was trained with");
+}
+
 // Check that a whole checkpoint fits this run: format, model, optimizer.
 template <typename T, typename S>
 std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
@@ -483,6 +506,8 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     std::string wrong = check_identity(t, manifest, folder, moments);
     if (wrong.empty())
         wrong = check_base(info->base, manifest, folder);
+    if (wrong.empty())
+        wrong = check_adapters(t.model, manifest, folder);
     wrong = first_error(t.comms.world, wrong);
     if (wrong.empty())
         wrong = read_files(t, folder, manifest["files"], readers, &info->bytes_read);

@@ -366,10 +366,13 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
     std::vector<int> kept(plans.size(), 1); // [rank]: stages whose activations live at once
     char line[160];
     if (o.mode == Mode::TRAIN) {
-        Simulation s = simulate(schedules_of(layout, o.micro_batches), pp);
+        std::vector<Schedule> all = schedules_of(layout, o.micro_batches);
+        Simulation s = simulate(slots_that_run(all, layout, model), pp);
         snprintf(line, sizeof(line), "bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
         *text += line;
-        kept = s.peak_live;
+        all = slots_that_run(all, layout, model, true);
+        for (int r = 0; r < pp; r++)
+            kept[r] = peak_live(all[r]);
     }
 
     // Place each rank's plans: the largest rank decides which GPU is needed.

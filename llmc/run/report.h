@@ -282,8 +282,9 @@ inline void report_profile(Run& run) {
 }
 
 // Draw --timeline with --explain: the pipeline as its schedule alone would run.
-inline void draw_simulation(const Run& run, const Plan& p) {
+inline void draw_simulation(const Run& run, const Plan& p, const Model& model) {
     std::vector<Schedule> all = schedules_of(p.layout, p.micro_batches);
+    all = slots_that_run(all, p.layout, model);
     Simulation s = simulate(all, p.layout.pp.size);
 
     // Put the bubble into the title. A row is a stage, or a rank with several stages.
@@ -323,7 +324,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                     model.head());
     if (!c.timeline.empty() && trains && c.machine.empty())
-        draw_simulation(run, t.plans[plan]);
+        draw_simulation(run, t.plans[plan], model);
 
     // Describe the run, and its ranks if there are several.
     std::string text;

@@ -226,6 +226,48 @@ TEST(Budget, NoOrderTakesLess) {
     }
 }
 
+// Blocks below the lowest adapter run no backward pass: they keep nothing, so no level is chosen for
+// them, and the sum over blocks is still the arena's peak.
+TEST(Budget, BlocksBelowTheLowestAdapterKeepNothing) {
+    Draw draw = {11};
+    for (int trial = 0; trial < 8; trial++) {
+        Case c(draw, 6, 1 + trial % 2);
+        Model whole = make_model(upper_lora(c.shape, 4, 3, false), c.layout);
+        Model ends = make_model(upper_lora(c.shape, 4, 3, true), c.layout);
+        for (c.layout.pp.rank = 0; c.layout.pp.rank < c.layout.pp.size; c.layout.pp.rank++) {
+            SCOPED_TRACE(concat("trial ", trial, " rank ", c.layout.pp.rank));
+            c.model = whole;
+            size_t before = c.place(Recompute::NONE).peak[0];
+            size_t leanest = c.place(Recompute::FULL).peak[0];
+
+            // Sum over blocks, at random levels.
+            c.model = ends;
+            std::vector<Instant> instants = c.instants();
+            for (int i = 0; i < 4; i++) {
+                std::vector<Recompute> levels = c.random_levels(draw);
+                EXPECT_EQ(live_bytes(instants, c.costs(), levels), c.place(levels).peak[0]);
+            }
+
+            // Give the room that plans without recomputation take: no level is needed.
+            Arena full = c.place(Recompute::FULL), none = c.place(Recompute::NONE);
+            size_t room = std::max(full.device().bytes, none.device().bytes);
+            Choices found = choose_levels<bf16>(c.layout, c.model, {c.options}, room, Cpu{});
+            EXPECT_EQ(found.best.flops, 0);
+
+            // The first rank has a stage below the lowest adapter, or a part of one.
+            EXPECT_LE(none.peak[0], before);
+            if (c.layout.pp.rank == 0) EXPECT_LT(none.peak[0], before);
+            std::vector<int> blocks = blocks_of(c.layout, ends);
+            for (int l : blocks) EXPECT_GE(l, 4);
+
+            // A stage without backward passes takes the same at every level, less than before.
+            if (!blocks.empty()) continue;
+            EXPECT_EQ(full.peak[0], none.peak[0]);
+            EXPECT_LT(none.peak[0], leanest);
+        }
+    }
+}
+
 // A frozen matrix beside adapters has a forward pass and its input's gradient, but no gradient of
 // its own: 4 FLOPs a parameter and token instead of 6.
 TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {

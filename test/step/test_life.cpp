@@ -1131,6 +1131,41 @@ TEST_F(Life, AdaptersGoOnAndAreMerged) {
     EXPECT_NEAR(atof(read.text.c_str() + read.text.find("val loss ") + 9), trained, 0.01);
 }
 
+// Adapters in the upper block alone: a run goes on to the same bits, in a pipeline too, whose first
+// stage runs forward alone. A checkpoint remembers the blocks; others find no adapters in it.
+TEST_F(Life, AdaptersOfUpperBlocksGoOn) {
+    std::string two = small;
+    two.replace(two.find("--layers 1"), 10, "--layers 2");
+    std::string flags = two + "--lora 4 --lora-layers 1 --lr 0.05 --schedule constant ";
+    std::string whole = path("whole"), peft = path("peft");
+    ASSERT_EQ(start(flags + "--steps 8 --export " + peft + " --out " + whole).status, 0);
+    ASSERT_EQ(start(flags + "--steps 4 --local-ranks 2 --pp 2 --out " + out).status, 0);
+    Ran r = start("--resume --steps 8 --out " + out);
+    ASSERT_EQ(r.status, 0) << r.text;
+    EXPECT_EQ(state(whole + "/step_00000008"), state(out + "/step_00000008"));
+    json config = json::parse(std::ifstream(peft + "/adapter_config.json"));
+    EXPECT_EQ(config["layers_to_transform"], json({1}));
+
+    // Other blocks, and flags that name none.
+    r = start("--resume --steps 9 --lora-layers all --out " + out);
+    EXPECT_NE(r.status, 0);
+    EXPECT_HAS(r.text, "step_00000008: h.0.attn.c_attn.lora_A.weight is in this run, and not in "
+                       "it: give the --lora-layers and --lora-targets that it was trained with");
+    r = start("--resume --steps 9 --lora-targets attention --out " + out);
+    EXPECT_NE(r.status, 0);
+    EXPECT_HAS(r.text, "h.1.mlp.c_fc.lora_A.weight is in it, and not in this run");
+    r = start(two + "--lora 4 --lora-layers 2");
+    EXPECT_NE(r.status, 0);
+    EXPECT_HAS(r.text, "--lora-layers 2: the last block is 1: use that or less");
+
+    // --explain says where passes end.
+    r = start(flags + "--explain");
+    EXPECT_HAS(r.text, " are frozen; backward passes end at block 1\n");
+    EXPECT_HAS(r.text, "B(0,3..2)\n");
+    r = start(flags + "--explain --local-ranks 2 --pp 2");
+    EXPECT_HAS(r.text, "             0  0..1\n");
+}
+
 // A checkpoint of adapters holds the adapters alone, and names its base. Beside a base of 4 or 8
 // bits it resumes to the same bits; beside another base it is refused.
 TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {

@@ -235,6 +235,13 @@ TEST(Plan, BackwardPassesEndAtTheLowestAdapter) {
               "B(1,5..3)\n"
               "NORM UPDATE(adapter.2) UPDATE(adapter.3)\n");
 
+    // --explain counts the slots that run, and those whose activations wait.
+    std::vector<Schedule> all = schedules_of(p.layout, 2);
+    EXPECT_EQ(all[0].size(), 4u);
+    EXPECT_EQ(slots_that_run(all, p.layout, model)[0].size(), 2u);
+    EXPECT_EQ(slots_that_run(all, p.layout, model, true)[0].size(), 0u);
+    EXPECT_EQ(slots_that_run(all, p.layout, model, true)[1].size(), 4u);
+
     // A pass below the lowest adapter, or none above it, is found.
     Plan alone = make_plan(options(1), model);
     ASSERT_EQ(plan_check(alone, model), "");
