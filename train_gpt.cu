@@ -119,7 +119,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     // reference is computed from the weights that the first run started from.
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
-    bool adapters = run.shape.adapters != nullptr;
+    bool adapters = trains_adapters(run.shape);
     bool behind = adapters || has_reference(c); // resume below, after the starting weights
     bool resumed = c.resume && !behind && resume(run, t);
     if (!c.average.empty()) {
@@ -139,7 +139,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (!resumed)
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && adapters && !c.adapter.empty())
-        or_die_on_all_ranks(run, load_adapters(t, c.adapter));
+        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter));
     or_die_on_all_ranks(run, load_adapter_sets(t, c.adapters));
     if (!resumed) start_average(t);
 
@@ -611,6 +611,7 @@ static bool run_command(Run& run) {
     follow_tokenizer(run);
     run.shape = choose_shape(c);
     grow_vocabulary(run);
+    take_prefix(c, run.shape);
 
     // Fine-tuning with another loss takes that loss's usual defaults (TRL's). A resumed run took
     // them when it began, and has them from its checkpoint; a mean of models trains nothing.

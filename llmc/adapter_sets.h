@@ -18,6 +18,7 @@ struct LayerAdapters {
     bool by_rows = false;   // sequences choose among them
     std::vector<Lora> all = {}; // (rows of the block's table, sets); rank 0: no adapter
     LoraRuns rows = {};     // which rows use which set
+    PrefixRows prefix = {}; // instead of adapters
 
     // Give a weight its adapters; `row` is its place in the block's table.
     void point(Weight& w, size_t row) const {
@@ -28,13 +29,30 @@ struct LayerAdapters {
     }
 };
 
+// Bind the prefix of a layer: keys and values are two rows of the table. Without training their
+// gradients are null.
+template <typename T>
+PrefixRows layer_prefix(const Model& m, int layer, const T* weights, acc_t<T>* grads, bool first) {
+    if (!m.shape.prefix) return {};
+    const Bucket& bucket = m.buckets[find_bucket(m, Role::ADAPTER, layer)];
+    const Parameter *k = &m.parameters[bucket.first], *v = k + 1;
+    PrefixRows bound = {weights + k->offset, weights + v->offset};
+    bound.n = m.shape.prefix;
+    bound.accumulate = !first;
+    if (!grads) return bound;
+    bound.dk = grads + k->offset;
+    bound.dv = grads + v->offset;
+    return bound;
+}
+
 // Bind the adapters of a layer. Each lies at its A, with B in the row behind it. Gradients are null
 // unless the plan trains.
 template <typename T>
 LayerAdapters layer_adapters(const Model& m, int layer, const Batch& batch, const T* weights,
-                             acc_t<T>* grads) {
+                             acc_t<T>* grads, bool first) {
     SetViews sets = adapter_sets(m.shape);
     LayerAdapters bound = {sets.size(), m.shape.sets != nullptr};
+    bound.prefix = layer_prefix(m, layer, weights, grads, first);
     if (bound.by_rows && batch.adapters)
         bound.rows = lora_rows(batch.adapters, batch.B, batch.T);
 

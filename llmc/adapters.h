@@ -35,6 +35,16 @@ inline bool adaptable(const Model& m, const Parameter& p) {
     return m.buckets[p.bucket].role == Role::BLOCK && p.shape.size() == 2;
 }
 
+// Whether a run of this shape trains adapters, and keeps the base as it is.
+inline bool trains_adapters(const Shape& s) { return s.adapters || s.prefix; }
+
+// The positions that are left for text: a prefix takes the first ones.
+inline size_t text_positions(const Shape& s) { return s.P - s.prefix; }
+
+// The deviation of a prefix's first values, that of token tables: rows as large as PEFT's, of
+// deviation 1, would draw most of the attention away from the text at once.
+constexpr double PREFIX_STD = 0.02;
+
 // Whether a parameter is one half of an adapter.
 inline bool is_adapter(const Model& m, const Parameter& p) {
     return m.buckets[p.bucket].role == Role::ADAPTER;
@@ -91,6 +101,19 @@ inline void add_adapters(Model& m, const std::string& number) {
     }
 }
 
+// Append a block's prefix (prefix.cuh): n keys and n values, a row for each token. Like the
+// projection of keys, they are cut by key/value heads.
+inline void add_prefix(Model& m, const std::string& number) {
+    const Shape& s = m.shape;
+    if (!s.prefix) return;
+    int layer = m.buckets.back().layers.front();
+    Shard by_heads = {1, 1, int(s.NKV)};
+    add_bucket(m, "adapter." + number, Role::ADAPTER, {layer});
+    for (const char* half : {".k", ".v"})
+        add_parameter(m, {"prefix." + number + half, {s.prefix, s.NKV * s.HS}, s.prefix, false,
+                          by_heads, normal_init(PREFIX_STD), true, layer});
+}
+
 // Return a parameter's learning rate as a factor of the step's. B of an adapter may learn faster
 // than A: the wider the model, the less a step of equal rates would change its output.
 // This is LoRA+, arXiv:2402.12354.
@@ -103,8 +126,9 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
 // Freeze the base: beside adapters nothing else is trained. A frozen bucket has no gradient,
 // REDUCE, norm, update or moments: the passes and the arena ask `trainable`.
 inline void freeze_base(Model& m) {
+    bool all = adapter_sets(m.shape).empty() && !m.shape.prefix;
     for (Bucket& b : m.buckets)
-        b.trainable = adapter_sets(m.shape).empty() || b.role == Role::ADAPTER;
+        b.trainable = all || b.role == Role::ADAPTER;
 }
 
 // Return the ranks of a matrix's adapters, in the order of their rows.

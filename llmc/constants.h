@@ -16,16 +16,17 @@ void init_constants(Trainer<T, S>& t) {
     // Make the tables long enough for every plan.
     size_t rows = 0;
     for (const Plan& p : t.plans)
-        rows = std::max({rows, p.T, p.cache});
+        rows = std::max({rows, p.T + s.prefix, p.cache + s.prefix});
 
-    // Fill RoPE's table, which serves every head. Layers with a window may have one behind it.
+    // Fill RoPE's table, which serves every head. Layers with a window may have one behind it. The
+    // text begins behind a prefix of n tokens, in row n.
     size_t channels = rotary_channels(s, s.HS);
     auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
         std::vector<acc_t<T>> table(rows * channels);
         rope_table(table.data(), rows, channels, theta, scaling);
         copy_in(to, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
         wait_for(t.ctx.where); // the copy reads `table`, which ends here
-        return to;
+        return to + s.prefix * channels * sizeof(table[0]);
     };
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
     if (s.position == Position::ROPE) t.rope = fill(base, s.rope_theta, s.rope_scaling);

@@ -8,6 +8,7 @@
 #include "comm/comm.h"
 #include "linear.cuh"
 #include "model.h"
+#include "prefix.cuh"
 #include "rope.cuh"
 
 namespace llmc {
@@ -59,6 +60,7 @@ template <typename S> struct Ctx {
     size_t sequences = 0;              // in the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos and sin of this layer's RoPE
     const float* slopes = nullptr;     // (NH) ALiBi
+    PrefixRows prefix;                 // this layer's trained keys and values before the text
     const float* loss_scale = nullptr; // fp16: the head multiplies its gradient by it
     const struct TeacherHead* teacher = nullptr; // distillation (head.h)
     int micro = 0;                     // the number of the micro-batch
@@ -154,6 +156,7 @@ RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
     if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
     x.head_stride = ctx.shape.HS;
     x.neighbours = ctx.shape.kv_latent > 0;
+    x.doc_start = ctx.prefix.k ? ctx.batch.doc_start : nullptr; // each has the prefix before it
     return x;
 }
 
@@ -162,17 +165,15 @@ RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
 template <typename T, typename S>
 void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) {
     if (!ctx.rope) return;
-    q = turning(ctx, q);
-    k = turning(ctx, k);
-    rope_forward(q, k, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+    rope_forward(turning(ctx, q), turning(ctx, k), ctx.batch.positions,
+                 (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
                  rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 template <typename T, typename S>
 void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
     if (!ctx.rope) return;
-    dq = turning(ctx, dq);
-    dk = turning(ctx, dk);
-    rope_backward(dq, dk, ctx.batch.positions, (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+    rope_backward(turning(ctx, dq), turning(ctx, dk), ctx.batch.positions,
+                  (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
                   rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
 }
 
@@ -191,6 +192,7 @@ void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,
     Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
+    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
 }
 
 // dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
@@ -198,11 +200,11 @@ template <typename T, typename S>
 void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
                         const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)
                         const Qkv<T>& x) {
-    T* no_cache = nullptr;
-    Keys<T> keys = keys_seen(ctx, no_cache, x.k, x.v, x.kv_stride);
+    Keys<T> keys = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
 
     rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
                        {dx.k, ctx.shape.NKV, dx.kv_stride});

@@ -358,7 +358,7 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     double C = model.shape.C;
     double e = c.element;
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
-    int products = model.shape.adapters ? 2 : 3; // a frozen head has no weight gradient
+    int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
     t.products = products * product_seconds(c, N, V, C);
     t.memory = 6 * e * N * V / c.machine.memory_rate();
     t.tensor = tp.all_reduce(N * C * e);

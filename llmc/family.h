@@ -85,6 +85,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             Shape here = layer_shape(s, layer);
             block_parameters(block, here, row);
             add_adapters(model, number);
+            add_prefix(model, number);
             if (here.E == 0) continue;
             add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer});
             expert_parameters(block, here, row);

@@ -241,13 +241,12 @@ template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2::Acts<T>& a,
                      Recompute level) {
     const Shape& s = ctx.shape;
-    T* no_cache = nullptr;
 
     // Redo the first branch.
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
     if (redoes_attn(level)) {
         column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
-        context_attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), no_cache);
+        context_attention_forward<T>(ctx, a.attention, a.lse, split_qkv(s, a.qkv), nullptr);
         row_parallel_forward(ctx, a.middle, a.attention, w.attn_proj_weight, w.attn_proj_bias, inp);
     }
 

@@ -39,8 +39,9 @@ void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,
     const Shape& s = ctx.shape;
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
 
-    // Look up the tokens in this rank's rows of wte. Only one rank adds positions.
-    const T* positions = ctx.tp.rank == 0 ? wpe : nullptr;
+    // Look up the tokens in this rank's rows of wte. Only one rank adds positions. The text begins
+    // behind a prefix of n tokens, in row n.
+    const T* positions = wpe && ctx.tp.rank == 0 ? wpe + s.prefix * s.C : nullptr;
     embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
                       s.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
     sum_rows(ctx, out, partial);

@@ -79,6 +79,7 @@ struct Shape : Variant {
     Objective objective = {};                 // the loss of the running plan, for the head
     std::shared_ptr<const Adapters> adapters; // if not null, only these are trained (adapters.h)
     std::shared_ptr<const AdapterSets> sets;  // if not null, each generated text chooses from these
+    size_t prefix = 0; // if not 0, only so many keys and values of each layer are trained
 
     // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); its V may be 0.
     size_t vocab_start = 0; // this rank's first token

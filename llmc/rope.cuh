@@ -111,29 +111,36 @@ template <typename T> struct RopeHeads {
     size_t NH = 0, row_stride = 0;
     size_t head_stride = 0; // elements between heads; 0: HS, the whole head rotates
     bool neighbours = false; // pairs are (2i, 2i+1)
+    const int* doc_start = nullptr; // (N) positions count from here; null: from 0
 };
+
+// The row of the table for row n.
+template <typename T>
+LLMC_HD inline size_t rope_place(const RopeHeads<T>& x, const int* positions, size_t n) {
+    return size_t(positions[n] - (x.doc_start ? x.doc_start[n] : 0));
+}
 
 // ----------------------------------------------------------------------------
 // CPU
 
 // Rotate forward (direction 1) or back (direction -1).
 template <typename T>
-void rope_rotate(T* x, const int* positions, // rows of (NH,HS); (N)
-                 const acc_t<T>* table,      // (P, HS/2, 2)
-                 size_t N, size_t NH, size_t HS, size_t row_stride, size_t head_stride,
-                 bool neighbours, acc_t<T> direction) {
+void rope_rotate(const RopeHeads<T>& x, const int* positions, // (N)
+                 const acc_t<T>* table,                       // (P, HS/2, 2)
+                 size_t N, size_t HS, acc_t<T> direction) {
     typedef acc_t<T> A;
     size_t half = HS / 2;
-    size_t step = neighbours ? 2 : 1;
-    size_t apart = neighbours ? 1 : half;
+    size_t head_stride = x.head_stride ? x.head_stride : HS;
+    size_t step = x.neighbours ? 2 : 1;
+    size_t apart = x.neighbours ? 1 : half;
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         // All heads of a row are at the same position and share its cosines and sines.
-        const A* turn = table + size_t(positions[n]) * HS; // (HS/2, 2)
+        const A* turn = table + rope_place(x, positions, n) * HS; // (HS/2, 2)
 
         // Rotate the pairs of every head.
-        for (size_t h = 0; h < NH; h++) {
-            T* head = x + n * row_stride + h * head_stride; // (HS)
+        for (size_t h = 0; h < x.NH; h++) {
+            T* head = x.rows + n * x.row_stride + h * head_stride; // (HS)
             for (size_t i = 0; i < half; i++) {
                 T& first = head[i * step];
                 T& second = head[i * step + apart];
@@ -154,8 +161,7 @@ template <typename T>
 void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc_t<T>* table,
                  size_t N, size_t HS, acc_t<T> direction, Cpu) {
     for (const RopeHeads<T>& x : {q, k})
-        rope_rotate(x.rows, positions, table, N, x.NH, HS, x.row_stride,
-                    x.head_stride ? x.head_stride : HS, x.neighbours, direction);
+        rope_rotate(x, positions, table, N, HS, direction);
 }
 
 // ----------------------------------------------------------------------------
@@ -167,8 +173,8 @@ void rope_rotate(RopeHeads<T> q, RopeHeads<T> k, const int* positions, const acc
 template <typename T, int P>
 __global__ void rope_kernel(RopeHeads<T> q, RopeHeads<T> k, const int* positions,
                             const float* table, unsigned HS, float direction) {
-    const float* turn = table + size_t(positions[blockIdx.x]) * HS; // (HS/2, 2)
     RopeHeads<T> x = blockIdx.y ? k : q;
+    const float* turn = table + rope_place(x, positions, blockIdx.x) * HS; // (HS/2, 2)
     unsigned NH = unsigned(x.NH);
     T* row = x.rows + blockIdx.x * x.row_stride; // (NH,HS)
     // Numbers within a row fit 32 bits, which divide much faster than 64.

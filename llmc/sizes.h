@@ -311,7 +311,7 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
 // The bytes of RoPE's table (P, rotary/2, 2), of two such tables, or of ALiBi's slopes (NH).
 template <typename T>
 size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
-    size_t positions = std::max(p.T, p.cache);
+    size_t positions = std::max(p.T, p.cache) + s.prefix;
     switch (s.position) {
     case Position::ROPE:
         return (s.window_theta ? 2 : 1) *

@@ -301,7 +301,7 @@ template <typename T, typename S> struct BindActs {
 // Call f(weights, activations) for the block that an action runs. Activations lie where the plan's
 // sizes put them, also when a decoding step has fewer rows.
 template <typename T, typename S, typename F>
-void with_block(const Trainer<T, S>& t, const Action& a, F f) {
+void with_block(Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         Shape shape = layer_shape(t.model.shape, a.layer);
@@ -309,8 +309,9 @@ void with_block(const Trainer<T, S>& t, const Action& a, F f) {
         LayerAdapters adapters;
         if (int bucket = find_bucket(t.model, Role::ADAPTER, a.layer); bucket >= 0)
             adapters = layer_adapters(t.model, a.layer, t.ctx.batch, weights_of(t, bucket),
-                                      gradients_of(t, bucket, a.layer));
+                                      gradients_of(t, bucket, a.layer), a.first);
         bind.adapters = &adapters;
+        t.ctx.prefix = adapters.prefix;
         block_parameters(weights, shape, bind);
         if (shape.E)
             expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer));

@@ -531,6 +531,24 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(part);
 }
 
+#elif defined(COPY_prefix)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t NH = 5, n = 3; // N rows of C channels
+    std::vector<T> q = numbers<T>(N * C, 1), k = numbers<T>(n * C, 2), v = numbers<T>(n * C, 3);
+    std::vector<T> out = numbers<T>(N * C, 4), dout = numbers<T>(N * C, 5), dq(N * C);
+    Floats lse = numbers<float>(NH * N, 6), dk(n * C), dv(n * C);
+    llmc::AttentionOperands<T> x;
+    x.q = q.data(), x.dout = dout.data(), x.d = {1, N, N, NH, NH, C / NH, C, C};
+    llmc::PrefixRows rows = {k.data(), v.data(), dk.data(), dv.data(), n};
+    llmc::join_prefix(out.data(), lse.data(), x, rows, where);
+    llmc::join_prefix_backward(dq.data(), out.data(), lse.data(), x, rows, where);
+    r.add(out);
+    r.add(lse);
+    r.add(dq);
+    r.add(dk);
+}
+
 #elif defined(COPY_attention) || defined(COPY_attention_cpu) || defined(COPY_attention_tiled) || \
     defined(COPY_attention_sm80) || defined(COPY_attention_sm90)
 #define HAS_CALLS

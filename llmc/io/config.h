@@ -73,7 +73,7 @@ struct Config {
     int64_t seed = 1337;
 
     // adapters; an alpha of 0 becomes twice the rank in config_check()
-    int lora = 0;
+    int lora = 0, prefix = 0;
     double lora_alpha = 0;
     std::string lora_targets = "all", lora_layers = "all", adapter, adapters;
     bool lora_rs = false, merge = false;
@@ -320,6 +320,9 @@ inline const std::vector<Flag>& config_table() {
         {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
         {"lora-plus", &C::lora_plus, "0.001..1000",
          "B's learning rate by A's (LoRA+); 16 is its authors' choice"},
+        {"prefix", &C::prefix, "0..4096",
+         "train so many keys and values before each layer's sequence, and nothing else: prefix "
+         "tuning (0: none)"},
         {"adapter", &C::adapter, "",
          "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
         {"adapters", &C::adapters, "",
@@ -756,7 +759,7 @@ inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
 
 // Whether the run has adapters: new ones, or those of folders.
 inline bool has_adapters(const Config& c) {
-    return c.lora > 0 || !c.adapter.empty() || !c.adapters.empty();
+    return c.lora > 0 || c.prefix > 0 || !c.adapter.empty() || !c.adapters.empty();
 }
 
 // The objective of --loss and its parameters.

@@ -382,9 +382,10 @@ inline std::string check_batch(Config& c, const Shape& s) {
     // Accumulate whole micro-batches only: a part of one would need a plan of its own.
     int64_t step_tokens = int64_t(c.micro_batch) * c.seq * c.dp;
     if (c.batch_tokens == 0) c.batch_tokens = step_tokens;
-    if (size_t(c.seq) > s.P)
-        return concat("--seq ", c.seq, " is beyond the model's ", s.P, " positions: use --seq ",
-                      s.P, " or less");
+    size_t positions = s.P - size_t(c.prefix); // the text begins behind the prefix
+    if (size_t(c.seq) > positions)
+        return concat("--seq ", c.seq, " is beyond the model's ", positions, " positions",
+                      c.prefix ? " behind the prefix" : "", ": use --seq ", positions, " or less");
     if (c.batch_tokens % step_tokens == 0) return "";
 
     // Offer the multiple below and the one above; below the first there is none.
@@ -569,6 +570,42 @@ inline std::string check_adapter_sets(const Config& c) {
                                             "--adapter";
 }
 
+// Check a prefix of trained keys and values, of --prefix or of the folder --adapter: what is not
+// built beside one.
+inline std::string check_prefix(const Config& c, const Shape& s) {
+    if (!c.prefix) return "";
+    bool made = given(c, "prefix") || c.adapter.empty();
+    std::string flag = made ? concat("--prefix ", c.prefix) : "--adapter " + c.adapter;
+    for (const char* other : {"lora", "adapter", "adapters", "lora-plus"})
+        if (given(c, other) && (made || strcmp(other, "adapter")))
+            return concat(flag, " is prefix tuning, and --", other, " is for other adapters: leave "
+                          "one of them out");
+
+    // Refuse what would read the prefix as text, or cannot hold it.
+    if (s.position == Position::ALIBI)
+        return flag + ": trained keys have no position, which --position alibi needs: leave one "
+                      "of them out";
+    if (size_t(c.prefix) >= s.P)
+        return concat(flag, " leaves none of the model's ", s.P, " positions for text: use fewer");
+    if (c.merge || c.export_dir.ends_with(".gguf"))
+        return flag + ": a prefix is part of no matrix: give --export a folder, without --merge";
+
+    // Refuse what is not built: sequences in pieces, a backward pass in halves.
+    if (c.cp > 1)
+        return concat(flag, " is not built with --cp ", c.cp, ": give --cp 1");
+    bool whole = c.pipeline == "gpipe" || c.pipeline == "1f1b" || c.pipeline == "interleaved";
+    if (!whole)
+        return concat(flag, " is not built with --pipeline ", c.pipeline,
+                      ": give gpipe, 1f1b or interleaved");
+
+    // A new prefix changes the outputs, so the first weights are no reference of the base.
+    bool refers = c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto" || keeps_start(c);
+    if (refers)
+        return concat(flag, ": --loss ", c.loss, " compares with the base, which a prefix changes "
+                      "from the start: give --lora RANK");
+    return "";
+}
+
 // Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
     // Refuse flags of adapters in runs that have none.
@@ -582,11 +619,13 @@ inline std::string check_lora(Config& c, const Shape& s) {
         return "--lora-plus is for adapters: give --lora RANK or --adapter DIR";
     if (!has_adapters(c)) return "";
     if (std::string wrong = check_adapter_sets(c); !wrong.empty()) return wrong;
+    if (std::string wrong = check_prefix(c, s); !wrong.empty()) return wrong;
     if (c.lora && !c.adapter.empty())
         return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
                       " has some: leave one of them out");
     std::string folders = c.adapter.empty() ? "--adapters " + c.adapters : "--adapter " + c.adapter;
     std::string flag = c.lora ? concat("--lora ", c.lora) : folders;
+    if (c.prefix && c.adapter.empty()) flag = concat("--prefix ", c.prefix);
     // Fill in what follows from the rank. No decay by default: it would draw adapters to the base.
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
     if (!given(c, "weight-decay")) c.weight_decay = 0;
@@ -807,7 +846,7 @@ inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
 
     // Fill in the defaults that depend on the shape or on another flag.
     if (c.seq == 0)
-        c.seq = int(std::min(s.P, size_t(256)));
+        c.seq = int(std::min(s.P - size_t(c.prefix), size_t(256)));
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
     bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
     if (!c.timeline.empty() && (!drawn || c.timeline.size() <= 5))

@@ -74,7 +74,7 @@ inline std::string check_average(const Config& c) {
     const std::string flag = "--average " + c.average;
     for (const char* name :
          {"model", "resume", "scratch", "upcycle", "add-tokens", "adapter", "adapters", "lora",
-          "weights"})
+          "prefix", "weights"})
         if (given(c, name))
             return concat(flag, " takes the model from its folders: leave --", name, " out");
 

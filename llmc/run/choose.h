@@ -9,6 +9,7 @@
 #include "../io/gguf.h"
 #include "../io/merged_adapters.h"
 #include "../io/named_adapters.h"
+#include "../io/prefix_files.h"
 #include "../io/new_tokens.h"
 #include "../io/shared_files.h"
 #include "run.h"
@@ -90,10 +91,21 @@ inline LoraOptions lora_options(const Config& c) {
     return {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets, c.lora_layers};
 }
 
+// Take the number of trained keys from the folder --adapter, if it holds a prefix: from here on the
+// run is one of --prefix.
+inline void take_prefix(Config& c, const Shape& s) {
+    if (c.adapter.empty() || given(c, "prefix") || !is_prefix_folder(c.adapter)) return;
+    size_t n = 0;
+    or_die(read_prefix(s, c.adapter, &n));
+    c.prefix = int(n);
+}
+
 // Add LoRA adapters to the shape: new ones, or those of folders. DoRA and (IA)3 add nothing: they
 // are merged into the weights. Call it after config_check(), which fills in what flags leave out.
 inline void add_adapters(const Config& c, Shape& s) {
     if (!has_adapters(c)) return;
+    s.prefix = size_t(c.prefix);
+    if (s.prefix) return;
     if (!c.adapters.empty()) {
         AdapterSets sets;
         or_die(read_adapter_sets(make_model(s), c.adapters, &sets));
@@ -253,7 +265,7 @@ inline void open_tasks(Run& run) {
     const Config& c = run.config;
     if (c.evaluate.empty()) return;
     LLMC_USER_CHECK(vocab_matches(run), "--evaluate: %s", foreign_tokenizer(run).c_str());
-    or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, run.shape.P));
+    or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, text_positions(run.shape)));
     if (run.world.size == 1) return;
 
     // Each rank has read the file itself: compare the tokens.
@@ -508,7 +520,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     // on plans have the ordinary loss.
     evaluate.objective = {};
     size_t rows = evaluate.B * evaluate.T;
-    run.score_groups = group_by_length(run.tasks.candidates, rows, run.shape.P);
+    run.score_groups = group_by_length(run.tasks.candidates, rows, text_positions(run.shape));
     for (ScoreGroup& group : run.score_groups)
         group.plan = add(score_plan(evaluate, group.T, run.layout));
 

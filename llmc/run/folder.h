@@ -157,9 +157,13 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     if (name == "masters" || name == "states")
         return reads || other;
 
-    // New adapters and a folder's exclude each other.
-    if (name == "lora") return given(c, "adapter");
-    if (name == "adapter") return given(c, "lora");
+    // New adapters, a new prefix and a folder's exclude one another.
+    const char* kinds[] = {"lora", "prefix", "adapter"};
+    bool kind = std::ranges::find(kinds, name) != std::end(kinds);
+    if (kind)
+        return std::ranges::any_of(kinds, [&](std::string other) {
+            return other != name && given(c, other);
+        });
     bool preference = name == "beta" || name == "gamma" || name == "label-smoothing" ||
                       name == "desirable-weight" || name == "undesirable-weight";
     if (preference && given(c, "loss") && saved.value("loss", c.loss) != c.loss)

@@ -138,7 +138,8 @@ inline size_t choose_context_length(const Run& run) {
     const Config& c = run.config;
     bool new_weights = c.scratch || !file_type(c.model);
     bool table = run.shape.position == Position::LEARNED;
-    return new_weights && table ? std::min(run.shape.P, size_t(c.seq)) : run.shape.P;
+    size_t all = text_positions(run.shape);
+    return new_weights && table ? std::min(all, size_t(c.seq)) : all;
 }
 
 // Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
@@ -180,7 +181,7 @@ inline void choose_prompts(Run& run) {
     // Note before the run if samples will be shorter than asked for.
     if (longest + wanted <= positions + 1 || !speaks)
         return;
-    bool trained = positions < run.shape.P;
+    bool trained = positions < text_positions(run.shape);
     note(run, concat("samples end at ", positions + 1, " tokens with their prompt: ",
                      trained ? concat("--seq ", c.seq, " trains no more positions")
                              : "the model has no more positions"));

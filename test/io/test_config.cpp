@@ -212,6 +212,35 @@ TEST(Config, AdaptersHaveARank) {
                "give --weights float");
 }
 
+// A prefix: what it excludes, and the positions that it takes from the text.
+TEST(Config, APrefixIsTrainedAlone) {
+    EXPECT_EQ(check({"--prefix", "8"}), "");
+    EXPECT_EQ(check({"--prefix", "8", "--zero", "3", "--local-ranks", "2", "--dp", "2"}), "");
+    for (const char* other : {"lora", "adapter", "lora-plus"})
+        EXPECT_HAS(check({"--prefix", "8", std::string("--") + other, "2"}),
+                   concat("--prefix 8 is prefix tuning, and --", other, " is for other adapters"));
+    EXPECT_HAS(check({"--prefix", "1024"}), "leaves none of the model's 1024 positions for text");
+    EXPECT_HAS(check({"--prefix", "24", "--seq", "1001"}),
+               "--seq 1001 is beyond the model's 1000 positions behind the prefix: use --seq 1000");
+    Shape sloped = gpt2_shape(4, 4, 128, 256, 1024);
+    sloped.position = Position::ALIBI;
+    EXPECT_HAS(check({"--prefix", "8"}, sloped), "trained keys have no position");
+
+    // Exports, and what is not built.
+    EXPECT_HAS(check({"--prefix", "8", "--export", "x", "--merge"}), "without --merge");
+    EXPECT_HAS(check({"--prefix", "8", "--export", "x.gguf"}), "give --export a folder");
+    EXPECT_HAS(check({"--prefix", "8", "--export", "x.bin"}), "give a folder");
+    EXPECT_HAS(check({"--prefix", "8", "--cp", "2"}), "is not built with --cp 2");
+    EXPECT_HAS(check({"--prefix", "8", "--pipeline", "zero-bubble"}),
+               "is not built with --pipeline zero-bubble: give gpipe, 1f1b or interleaved");
+    EXPECT_HAS(check({"--prefix", "8", "--offload", "optimizer"}), "not built with --offload");
+    EXPECT_HAS(check({"--prefix", "8", "--fp8", "block", "--precision", "bf16"}), "--fp8 none");
+    EXPECT_HAS(check({"--prefix", "8", "--loss", "dpo"}), "compares with the base");
+    EXPECT_HAS(
+        check({"--prefix", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
+        "not for mixtral: leave it out");
+}
+
 TEST(Config, ContextParallelRanksShareSequencesEqually) {
     for (const char* order : {"zigzag", "contiguous", "striped"})
         EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}),

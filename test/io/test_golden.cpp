@@ -1,6 +1,6 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
 // and texts, computed from their own files
-#include "../../llmc/io/merged_adapters.h"
+#include "../../llmc/io/prefix_files.h"
 #include "../../llmc/io/tokenizer_files.h"
 #include "saved_models.h"
 
@@ -418,6 +418,86 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     std::filesystem::remove(dir + "/adapter_model.safetensors");
     std::ofstream(dir + "/adapter_model.bin") << "x";
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
+}
+
+// The shape of a base behind a folder's prefix. Returns "" or the reader's refusal.
+static std::string prefixed(Shape* s, const std::string& base, const std::string& folder) {
+    EXPECT_EQ(hf_read_config(s, base), "");
+    return read_prefix(*s, folder, &s->prefix);
+}
+
+// Prefix tuning as PEFT computes it: loss and gradients to 1e-10, and the same folder back. The
+// loss says where the text begins: behind the prefix, in learned positions and in RoPE.
+static void compare_with_prefix(const std::string& name, const std::string& dir) {
+    std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/prefix-" + name;
+    json golden = read_json(folder + "/golden.json");
+    EXPECT_TRUE(is_prefix_folder(folder));
+    EXPECT_FALSE(is_prefix_folder(ROOT + "/dev/golden/lora-" + name));
+    Shape s;
+    ASSERT_EQ(prefixed(&s, base, folder), "");
+    TensorFile text(base + "/golden.safetensors");
+    std::vector<int> tokens = text.ints("tokens"), targets = text.ints("targets");
+    const size_t N = 24;
+
+    // Take one step at a rate of 0.
+    Small<double> m(s, {plan_of(Mode::TRAIN, 3, N)});
+    m.t.hyper.lr = 0;
+    m.t.window = [&](uint64_t sample, int* to, int* goal) {
+        memcpy(to, tokens.data() + sample * N, N * sizeof(int));
+        memcpy(goal, targets.data() + sample * N, N * sizeof(int));
+        return std::string();
+    };
+    ASSERT_EQ(hf_load_weights(m.t, base), "");
+    ASSERT_EQ(load_trained_adapters(m.t, folder), "");
+    run_plan(m.t, 0);
+    EXPECT_NEAR(plan_loss(m.t).mean(), golden["loss"].get<double>(), 1e-10);
+
+    // The gradients: the norm, and PEFT's single elements, which are [token, column].
+    double squares = 0;
+    size_t KV = s.NKV * s.HS, found = 0;
+    for (const Parameter& p : m.t.model.parameters) {
+        if (!is_adapter(m.t.model, p)) continue;
+        const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
+        for (size_t i = 0; i < p.elements(); i++) squares += grad[i] * grad[i];
+        for (const json& one : golden["gradients"]) {
+            size_t row = one[0], column = one[1], first = prefix_column(m.t.model, p);
+            if (column < first || column >= first + KV) continue;
+            EXPECT_NEAR(grad[row * KV + column - first], one[2].get<double>(), 1e-10) << p.name;
+            found++;
+        }
+    }
+    EXPECT_NEAR(std::sqrt(squares), golden["norm"].get<double>(), 1e-10);
+    EXPECT_EQ(found, 2 * s.L);
+
+    // Our folder has PEFT's tensor and the keys of its config that say what the tensor means.
+    ASSERT_EQ(hf_export_check(s, dir + "/ours"), "");
+    ASSERT_EQ(export_trained_adapters(m.t, dir + "/ours", Type::F32, name), "");
+    ASSERT_EQ(hf_export_check(s, dir + "/ours"), ""); // the folder is ours, so it may be replaced
+    TensorFile ours(dir + "/ours/adapter_model.safetensors"),
+        theirs(folder + "/adapter_model.safetensors");
+    ASSERT_EQ(ours.file.tensors.size(), 1u);
+    EXPECT_EQ(ours.file.tensors[0].shape, theirs.file.tensors[0].shape);
+    EXPECT_EQ(ours.floats(PREFIX_TENSOR), theirs.floats(PREFIX_TENSOR));
+    json written = read_json(dir + "/ours/adapter_config.json");
+    json config = read_json(folder + "/adapter_config.json");
+    for (const auto& [key, value] : written.items()) EXPECT_EQ(value, config[key]) << key;
+}
+
+struct Prefixed : Scratch {};
+TEST_F(Prefixed, Gpt2IsPefts) { compare_with_prefix("gpt2-tiny", dir); }
+TEST_F(Prefixed, LlamaIsPefts) { compare_with_prefix("llama-tiny", dir); }
+
+// Another base, other tensors, and a folder without one are each refused with one line.
+TEST_F(Prefixed, WhatDoesNotFitIsRefused) {
+    std::string golden = ROOT + "/dev/golden/", folder = golden + "prefix-llama-tiny";
+    Shape s;
+    EXPECT_HAS(prefixed(&s, golden + "gpt2-tiny", folder),
+               "prompt_embeddings is (3, 64), and a prefix of this model has rows of 96: give the "
+               "--model that it was trained on");
+    EXPECT_HAS(prefixed(&s, golden + "llama-tiny", golden + "lora-llama-tiny"),
+               "has no matrix of floats called prompt_embeddings");
+    EXPECT_NE(prefixed(&s, golden + "llama-tiny", dir), "");
+    EXPECT_FALSE(is_prefix_folder(dir));
 }
 
 // A sample of two conversations: the chosen answer's and behind it the rejected one's, as

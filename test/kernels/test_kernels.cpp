@@ -6,6 +6,7 @@
 #include "kernels_moe.h"
 #include "kernels_nf4.h"
 #include "kernels_norms.h"
+#include "kernels_prefix.h"
 #include "kernels_products.h"
 #include "kernels_training.h"
 #include "kernels_variants.h"
@@ -32,6 +33,7 @@ int main(int argc, char** argv) {
     add_training_kernels(rows);
     add_distill_kernels(rows);
     add_nf4_kernels(rows);
+    add_prefix_kernels(rows);
     add_moe_kernels(rows);
     add_variant_kernels(rows);
 #if defined(EMULATE)

@@ -5,6 +5,7 @@
 #include "ops_distill.h"
 #include "ops_moe.h"
 #include "ops_nf4.h"
+#include "ops_prefix.h"
 #include "ops_products.h"
 #include "ops_simple.h"
 
@@ -54,6 +55,7 @@ int main(int argc, char** argv) {
     add_distill_rows(rows);
     add_product_rows(rows);
     add_nf4_rows(rows);
+    add_prefix_rows(rows);
     add_moe_rows(rows);
     if (mode == "perf") {
         Perf p = {copy_rate(), product_rate_of<float>(), product_rate_of<bf16>()};

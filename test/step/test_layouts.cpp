@@ -938,6 +938,55 @@ TEST(Layouts, BackwardEndsAtTheLowestAdapterBitByBit) {
     EXPECT_GT(cut_messages, EVERY > 1 ? 0 : 5);
 }
 
+// A prefix agrees too. Its rows are cut by key/value heads, which several tensor-parallel ranks may
+// share. Llama's windows hold documents, each behind its own prefix.
+TEST(Layouts, PrefixesAreOneComputation) {
+    std::vector<LayoutCase> some;
+    for (int zero : {0, 1, 2, 3}) {
+        LayoutCase l = {2, 1 + zero % 2, 1 + zero / 2};
+        l.zero = zero, l.sequence_parallel = zero == 3, l.recompute = three_levels(37 * zero);
+        some.push_back(l);
+    }
+    some.push_back({1, 2, 2, 2, 0, Pipeline::INTERLEAVED});
+    some.push_back({1, 1, 3, 1, 0, Pipeline::GPIPE});
+
+    // Compare each with one rank; a step has four micro-batches.
+    for (bool llama : {false, true}) {
+        Shape shape = llama ? llama_for_tp(false) : gpt2_for_tp(true);
+        shape.prefix = 3;
+        int document_end = llama ? 5 : -1;
+        OneRank one = run_one_rank(shape, 4, llama, document_end);
+        some.push_back({1, llama ? 4 : 3, 1}); // Llama's ranks share key heads
+        for (LayoutCase l : some) {
+            if (!fits(shape, l)) continue;
+            l.micro_batches = 4 / l.dp, l.document_end = document_end;
+            Cell cell = compare(errors_of(*run_layout<double>(shape, l, llama), *one.result), one);
+            EXPECT_EQ(cell.wrong, "") << l.text();
+        }
+    }
+}
+
+// Pipelines, ZeRO-1 and recomputation of a model behind a prefix change no bit, and actions touch
+// only what they say.
+TEST(Layouts, PrefixesKeepEveryBit) {
+    for (Shape shape : {small_gpt2(), small_llama()}) {
+        shape.prefix = 3;
+        LayoutCase one, redone, stages, poisoned;
+        auto trained = [&](const LayoutCase& l) { // frozen weights have no gradient: NaN
+            auto result = run_layout<float>(shape, l, true);
+            std::erase_if(result->grads, [](const auto& g) { return std::isnan(g[0]); });
+            EXPECT_EQ(result->grads.size(), 2 * shape.L);
+            return result;
+        };
+        auto want = trained(one);
+        redone.recompute = Recompute::FULL;
+        stages.pp = 2, stages.recompute = three_levels(44);
+        poisoned.poisoned = true;
+        for (const LayoutCase& l : {redone, stages, poisoned})
+            expect_same(*trained(l), *want, l.text());
+    }
+}
+
 // The variants of Llama and GPT-NeoX agree; they take turns at the layouts. OLMo-2 has more
 // turns: its norms of q and k extend over all heads, so over tensor-parallel ranks, some of which
 // share a key head.

@@ -1166,6 +1166,44 @@ TEST_F(Life, AdaptersOfUpperBlocksGoOn) {
     EXPECT_HAS(r.text, "             0  0..1\n");
 }
 
+// A prefix in bf16: a resumed run ends with the bits of one that was not stopped, on one rank and on
+// four. The folder that it exports evaluates like the model that was trained, and is trained on.
+TEST_F(Life, APrefixGoesOnAndComesBack) {
+    std::string base = path("base"), prefix = path("prefix");
+    ASSERT_EQ(start(small + "--steps 20 --lr 0.01 --export " + base).status, 0);
+    std::string flags = "--seq 32 --micro-batch 2 --batch-tokens 256 --sample-tokens 0 "
+                        "--eval-tokens 256 --data " + path("text.txt") + " --tokenizer byte "
+                        "--model " + base, train = flags + " --precision bf16 --prefix 5 --lr 0.05 "
+                        "--schedule constant ";
+    int number = 0;
+    for (std::string layout : {"", "--local-ranks 4 --tp 2 --zero 3 "}) {
+        SCOPED_TRACE(layout);
+        out = path(concat("out", number++));
+        std::string whole = out + ".whole";
+        Ran r = start(train + layout + "--steps 20 --out " + whole + " --export " + prefix);
+        ASSERT_EQ(r.status, 0) << r.text;
+        ASSERT_EQ(start(train + layout + "--steps 10 --out " + out).status, 0);
+        ASSERT_EQ(start(train + layout + "--steps 20 --resume --out " + out).status, 0);
+        EXPECT_EQ(state(whole + "/step_00000020"), state(out + "/step_00000020"));
+
+        // Evaluate the folder in bf16, as training does: the loss is the same to the log's digits.
+        // Two tensor-parallel ranks round their partial sums to bf16, one in 512 of an activation.
+        Ran read = start(flags + " --precision bf16 --eval --adapter " + prefix);
+        EXPECT_EQ(read.status, 0) << read.text;
+        size_t at = r.text.find("val loss "), same = read.text.find("val loss ");
+        ASSERT_TRUE(at != std::string::npos && same != std::string::npos) << r.text << read.text;
+        EXPECT_NEAR(atof(&read.text[same + 9]), atof(&r.text[at + 9]), layout.empty() ? 0 : 1e-3);
+    }
+
+    // A folder's prefix is trained on, generates, and stands before fewer positions of text.
+    Ran r = start(flags + " --steps 2 --sample-tokens 8 --adapter " + prefix);
+    EXPECT_EQ(r.status, 0) << r.text;
+    r = start(flags + " --steps 2 --prefix 5 --adapter " + prefix);
+    EXPECT_HAS(r.text, "--prefix 5 is prefix tuning, and --adapter is for other adapters");
+    r = start(flags + " --steps 2 --cp 2 --local-ranks 2 --adapter " + prefix);
+    EXPECT_HAS(r.text, "--adapter " + prefix + " is not built with --cp 2");
+}
+
 // A checkpoint of adapters holds the adapters alone, and names its base. Beside a base of 4 or 8
 // bits it resumes to the same bits; beside another base it is refused.
 TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {

@@ -23,6 +23,14 @@ static std::vector<Shape> lora_shapes() {
             with_late_lora(small_variant(small_llama(), "gemma2"), 4)};
 }
 
+// Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
+static std::vector<Shape> prefix_shapes() {
+    std::vector<Shape> shapes = {small_gpt2(), small_llama(true, true),
+                                 small_variant(small_llama(), "gemma2")};
+    for (Shape& s : shapes) s.prefix = 3;
+    return shapes;
+}
+
 // Three random elements of every parameter: the gradient of two micro-batches equals the central
 // difference of the loss, which an evaluation of all four samples gives.
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
@@ -30,6 +38,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
     for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)})
         shapes.push_back(with_capacity(s));
+    for (const Shape& s : prefix_shapes()) shapes.push_back(s);
     for (Shape s : shapes) {
         // Plan training and evaluation of the same samples. The loss that is reported leaves out
         // the experts' balance terms, so their gradients are switched off.
@@ -296,6 +305,52 @@ TEST(Gradients, EstimatesOfKlHaveTheGradientsOfTheDivergences) {
             largest = std::max(largest, std::abs(sum[p.name]));
         }
         EXPECT_GT(largest, 0.01);
+    }
+}
+
+// The losses of each row of some windows of T tokens, in which token 60 ends a document.
+static std::vector<double> losses_of(const Shape& s, const std::vector<std::vector<int>>& windows) {
+    size_t T = windows[0].size();
+    Plan evaluate = small_plan(windows.size(), T, 1);
+    evaluate.mode = Mode::EVALUATE;
+    Fixture<double> f(s, {evaluate});
+    f.t.document_end = 60;
+    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        const std::vector<int>& w = windows[sample];
+        for (size_t i = 0; i < T; i++) tokens[i] = w[i], targets[i] = w[(i + 1) % T];
+        return std::string();
+    };
+    run_plan(f.t, 0);
+    const double* losses = row_losses(f.t, 0).losses;
+    return std::vector<double>(losses, losses + windows.size() * T);
+}
+
+// A prefix lies before each document: two documents in one window have the losses that each has
+// alone, also in layers with a window. The losses differ from those without a prefix.
+TEST(Prefix, LiesBeforeEachDocument) {
+    for (Shape s : prefix_shapes()) {
+        std::vector<int> one = {7, 3, 9, 12, 60}, two = {5, 5, 21, 2, 60}, both = one;
+        both.insert(both.end(), two.begin(), two.end());
+        std::vector<double> apart = losses_of(s, {one, two}), packed = losses_of(s, {both});
+        for (size_t i = 0; i < both.size(); i++) EXPECT_NEAR(apart[i], packed[i], 1e-12) << i;
+        s.prefix = 0;
+        EXPECT_GT(std::abs(losses_of(s, {both})[0] - packed[0]), 1e-3);
+    }
+}
+
+// Only the prefix is trained: no other parameter has a gradient or moments.
+TEST(Prefix, IsAllThatIsTrained) {
+    for (const Shape& s : prefix_shapes()) {
+        Fixture<float> f(s, {small_plan(2, 9, 2)});
+        f.step();
+        size_t trained = 0;
+        for (const Parameter& p : f.t.model.parameters) {
+            bool prefix = p.name.starts_with("prefix.");
+            for (Kind kind : {Kind::GRAD, Kind::STATE})
+                EXPECT_EQ(bool(address<char>(f.t, {kind, p.bucket, 0})), prefix) << p.name;
+            trained += prefix ? p.elements() : 0;
+        }
+        EXPECT_EQ(trained, s.L * 2 * s.prefix * s.NKV * s.HS);
     }
 }
 
