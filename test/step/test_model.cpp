@@ -346,8 +346,8 @@ TEST(Prefix, IsAllThatIsTrained) {
         size_t trained = 0;
         for (const Parameter& p : f.t.model.parameters) {
             bool prefix = p.name.starts_with("prefix.");
-            for (Kind kind : {Kind::GRAD, Kind::STATE})
-                EXPECT_EQ(bool(address<char>(f.t, {kind, p.bucket, 0})), prefix) << p.name;
+            for (Data d : {Data{Kind::GRAD, p.bucket}, Data{Kind::STATE, p.bucket, 0}})
+                EXPECT_EQ(bool(address<char>(f.t, d)), prefix) << p.name;
             trained += prefix ? p.elements() : 0;
         }
         EXPECT_EQ(trained, s.L * 2 * s.prefix * s.NKV * s.HS);
