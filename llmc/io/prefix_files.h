@@ -18,7 +18,8 @@ constexpr const char* PREFIX_TENSOR = "prompt_embeddings";
 inline bool is_prefix_folder(const std::string& folder) {
     nlohmann::json j;
     std::string wrong = read_json(peft_config_path(folder), &j);
-    return wrong.empty() && j.is_object() && j.value("peft_type", nlohmann::json()) == "PREFIX_TUNING";
+    if (!wrong.empty() || !j.is_object()) return false;
+    return j.value("peft_type", nlohmann::json()) == "PREFIX_TUNING";
 }
 
 // Read how many tokens the prefix of a folder has, and check that it is for this model. Only the
