@@ -681,13 +681,16 @@ TEST(Experts, LaterTokensDropNoEarlierOnes) {
 }
 
 // With a capacity the rows of experts have less room: a rank of three that share out experts gets
-// at most an even share of the choices of all three. Generation has room for every choice.
+// at most an even share of the choices of all three. Generation has room for every choice. The sort
+// has a group for dropped slots, also where all experts are here.
 TEST(Experts, CapacityBoundsTheRowsOfARank) {
     Model model = make_model(with_capacity(small_mixtral(), 1));
     Plan p = small_plan(2, 9, 1);
     p.layout.ep = 3;
     EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, p.rows() * model.shape.K);
-    p.mode = Mode::GENERATE;
+    p.layout.ep = 1;
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).groups, model.shape.E + 1);
+    p.layout.ep = 3, p.mode = Mode::GENERATE;
     EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.K);
 }
 
