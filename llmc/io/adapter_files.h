@@ -169,21 +169,28 @@ inline bool listed(const nlohmann::json& names, const std::string& module) {
 }
 
 // Whether a regular expression means a module: it matches the whole name, as Python's re.fullmatch
-// does. An expression that is not read is taken to mean what the file has: `has`.
-inline bool expression_names(const std::string& expression, const std::string& module, bool has) {
+// does. An expression that is not read gives `unread`.
+inline bool expression_names(const std::string& expression, const std::string& module,
+                             bool unread) {
     // The library recurses as deep as an expression is long, its counted repetitions written out.
-    if (expression.size() > 1000 || expression.find('{') != std::string::npos) return has;
+    if (expression.size() > 1000 || expression.find('{') != std::string::npos) return unread;
     try {
         // This matcher's time is polynomial in the text; it knows no back-references.
         auto how = std::regex::ECMAScript | std::regex_constants::__polynomial;
         return std::regex_match(module, std::regex(expression, how));
     } catch (const std::regex_error&) {
-        return has; // Python's own syntax
+        return unread; // Python's own syntax
     }
 }
 
-// Compare target_modules with the modules that have tensors, both by PEFT's names: a module that is
-// named has tensors, and only such a module has. So a config of another file is found.
+// Whether target_modules or exclude_modules means a module: a list of names, or a text.
+inline bool names_module(const nlohmann::json& names, const std::string& module, bool unread) {
+    if (names == "all-linear") return true;
+    return names.is_string() ? expression_names(names, module, unread) : listed(names, module);
+}
+
+// Compare the modules that a config chooses with those that have tensors, both by PEFT's names: a
+// chosen module has tensors, and no other has. So a config of another file is found.
 //   a list         of modules' names, or their ends behind a dot; a name that the model has not
 //                  means nothing, as in PEFT
 //   "all-linear"   every matrix of a block
@@ -196,21 +203,24 @@ inline std::string check_targets(const Model& base, const nlohmann::json& j,
         return concat(path, ": target_modules is ", json_word(targets), ", and neither a list of "
                       "modules' names nor a text");
 
-    // Two options leave out some of the modules that are named.
-    bool narrowed = asks(j, "exclude_modules") || asks(j, "layers_to_transform");
+    // Ask of each matrix whether it is chosen.
+    nlohmann::json exclude = j.value("exclude_modules", nlohmann::json());
     for (const Parameter& p : base.parameters) {
         if (!adaptable(base, p)) continue;
         std::string module = peft_module(base, p);
         bool has = modules.count(module);
-        bool named = targets == "all-linear"  ? true
-                     : targets.is_string() ? expression_names(targets, module, has)
-                                           : listed(targets, module);
-        if (has && !named)
-            return concat(path, ": target_modules does not name ", module, ", which has tensors in "
-                          "adapter_model.safetensors: get both files again");
-        if (named && !has && !narrowed)
-            return concat(path, ": target_modules names ", module, ", which has no tensors in "
-                          "adapter_model.safetensors: get both files again");
+        bool named = names_module(targets, module, has);
+        bool excluded = names_module(exclude, module, !has);
+        bool chosen = named && !excluded && check_peft_layers(j, path, p).empty();
+
+        // Name the key that disagrees.
+        const char* fault = has && excluded  ? "exclude_modules names "
+                            : has && !named  ? "target_modules does not name "
+                            : chosen && !has ? "target_modules names "
+                                             : nullptr;
+        if (fault)
+            return concat(path, ": ", fault, module, ", which has ", has ? "" : "no ",
+                          "tensors in adapter_model.safetensors: get both files again");
     }
     return "";
 }

@@ -684,11 +684,14 @@ TEST_F(Adapted, WhatCannotBeMergedIsRefused) {
     EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", targets}}), absent);
     EXPECT_HAS(refused(dora, base, dir, {{"target_modules", "all-linear"}}), absent);
 
-    // Both say that a part of the named modules is left out.
-    for (const char* key : {"exclude_modules", "layers_to_transform"}) {
-        json some = {{"target_modules", targets}, {key, {"q_proj"}}};
-        EXPECT_EQ(refused(ia3, base, dir, some), "") << key;
-    }
+    // Two keys leave out some of the named modules.
+    for (json exclude : {json({"q_proj"}), json(".*\\.q_proj"), json("(?P<name>.*)")})
+        EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", targets}, {"exclude_modules", exclude}}), "");
+    EXPECT_HAS(refused(dora, base, dir, {{"exclude_modules", {"k_proj"}}}),
+               "exclude_modules names model.layers.0.self_attn.k_proj, which has tensors");
+    EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", targets}, {"layers_to_transform", 7}}), "");
+    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", targets}, {"layers_to_transform", {0, 1}}}),
+               absent);
     json expression = {{"target_modules", ".*\\.([kv]|down)_proj"}};
     EXPECT_EQ(refused(ia3, base, dir, expression), "");
     EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", none}}), "none of feedforward");
