@@ -1,21 +1,22 @@
 // flights.h - collectives of the plan: an action starts one, the loop finishes it when it is due
 //   start_flight() begins REDUCE, GATHER, PUBLISH, SENDRECV, or a move between tiers (moves.h), and
 //   finish_before() says where step.h's loop must finish it. One rank alone has none of this.
-//   On NCCL the collectives run on a stream of their own, behind what compute had been given when
-//   they started; their finish makes compute wait, not the host. On LOCAL and MPI the host does.
+//   On NCCL each queue has a stream of its own, behind what compute had been given when a flight
+//   started; its finish makes compute wait, not the host. On LOCAL and MPI the host does.
 #pragma once
 #include "moves.h"
 
 namespace llmc {
 
-// On NCCL collectives have a stream of their own, and all of one is given to it at the start.
+// On NCCL each queue has a stream, and all of a collective is given to it at the start.
 template <typename T, typename S>
 bool in_stream_order(const Trainer<T, S>& t) {
     return t.comms.world.nccl != nullptr;
 }
 template <typename T, typename S>
-S comm_where(const Trainer<T, S>& t) {
-    return in_stream_order(t) ? t.comm_stream : t.ctx.where;
+S comm_where(const Trainer<T, S>& t, Op op) {
+    if (!in_stream_order(t)) return t.ctx.where;
+    return queue_of(op) == Queue::MESSAGE ? t.message_stream : t.comm_stream;
 }
 
 // The gradient of a bucket that REDUCE sums: a micro-batch's, or the step's.
@@ -34,7 +35,7 @@ InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     A* whole = whole_gradient(t, a.bucket);
     bf16* sent = address<bf16>(t, {Kind::SENT, a.bucket});
     return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, each ? grad : nullptr,
-                       a.first, comm_where(t));
+                       a.first, comm_where(t, a.op));
 }
 
 // Bring together the weights that layers are about to read: shards that lie here, or were fetched.
@@ -43,14 +44,14 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
     Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
-    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t));
+    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t, a.op));
 }
 
 // ZeRO-1 and 2: every rank gets the shards that the others have updated.
 template <typename T, typename S>
 InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
     T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t));
+    return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t, a.op));
 }
 
 // Post all messages of an exchange together, so that no send waits for a receive behind it.
@@ -65,7 +66,8 @@ InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
         messages.push_back({stream, bytes, x.peer, x.send, x.gradient});
     }
     int count = int(messages.size());
-    auto exchange = start_exchange_apart(t.comms.pp, messages.data(), count, comm_where(t));
+    S where = comm_where(t, a.op);
+    auto exchange = start_exchange_apart(t.comms.pp, messages.data(), count, where);
     InFlight<S> f;
     f.pending = std::move(exchange.received);
     f.sent = std::move(exchange.sent);
@@ -84,8 +86,9 @@ InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
 
     // On a stream of its own, wait until what it reads is there.
     bool apart = in_stream_order(t);
+    S where = comm_where(t, a.op);
     if (apart)
-        wait_point(record_point(t.ctx.where), t.comm_stream);
+        wait_point(record_point(t.ctx.where), where);
 
     InFlight<S> f = a.op == Op::SENDRECV ? start_sendrecv(t, a)
                     : a.op == Op::GATHER ? start_gather(t, a)
@@ -95,7 +98,7 @@ InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
     // On a stream of its own all of it is given now, the rest too, and a point marks its end.
     f.action = t.at;
     if (apart && f.rest) f.rest();
-    if (apart) f.arrived = record_point(t.comm_stream);
+    if (apart) f.arrived = record_point(where);
     return f;
 }
 

@@ -249,7 +249,7 @@ template <typename T, typename S> struct ParkingSearch {
 // Return the seconds of a rank's compute and moves, and how many of them it waits for moves.
 inline std::pair<double, double> seconds_alone(Plan p, const Model& model,
                                                const CostModel& cost) {
-    std::erase_if(p.actions, [](const Action& a) { return queue_of(a.op) == Queue::COMM; });
+    std::erase_if(p.actions, [](const Action& a) { return needs_others(a.op); });
     StepTime step = simulate_step({p}, model, action_cost(cost, model));
     return {step.seconds, step.parts.moves};
 }

@@ -1,4 +1,4 @@
-// queues.h - three queues of actions, and when one that was started must be finished
+// queues.h - four queues of actions, and when one that was started must be finished
 //   Collectives and moves run beside the computation of layers. finish_before() says how long each
 //   action may stay in flight: the executor waits at that place, and the arena's lifetimes rely on
 //   these waits.
@@ -11,19 +11,25 @@ namespace llmc {
 // The queue that runs an action. Actions of one queue run in order; queues run beside each other.
 //   COMPUTE  layers and the end of the step: an action is over when it returns
 //   COMM     the plan's collectives
+//   MESSAGE  messages between stages: behind a sum of gradients they would hold up every stage
 //   MOVE     moves between tiers of memory
-enum class Queue : uint8_t { COMPUTE, COMM, MOVE };
+enum class Queue : uint8_t { COMPUTE, COMM, MESSAGE, MOVE };
 
 inline Queue queue_of(Op op) {
     switch (op) {
-    case Op::SENDRECV:
     case Op::GATHER:
     case Op::REDUCE:
     case Op::PUBLISH: return Queue::COMM;
+    case Op::SENDRECV: return Queue::MESSAGE;
     case Op::FETCH:
     case Op::PARK: return Queue::MOVE;
     default: return Queue::COMPUTE;
     }
+}
+
+// Whether an action in flight needs other ranks: a move concerns its own rank alone.
+inline bool needs_others(Op op) {
+    return queue_of(op) == Queue::COMM || queue_of(op) == Queue::MESSAGE;
 }
 
 // The numbers of the actions before which a started action must have finished with its data.
@@ -57,7 +63,7 @@ inline bool all_ranks_meet(const Plan& p, const Model& model, const Action& a) {
 // collective or a move finishes at the end of the plan, or earlier, at the first action that
 //   - touches what it writes, or releases those bytes
 //   - overwrites what it reads
-//   - makes all ranks meet (for collectives only: a move concerns one rank, and goes on)
+//   - makes all ranks meet (a move concerns one rank, and goes on)
 //   - has the same op, or with prefetch 0 at any next action, if it holds bytes: else the bytes of
 //     several actions in flight would add up
 // An exchange's two halves, its receives and its sends, finish apart. Tensor parallelism's sums are
@@ -72,8 +78,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
     for (int i = 0; i < end; i++) {
         const Action& a = p.actions[i];
         const Access& x = touched[i];
-        Queue queue = queue_of(a.op);
-        if (queue == Queue::COMPUTE) {
+        if (queue_of(a.op) == Queue::COMPUTE) {
             finish.push_back({i + 1, i + 1});
             continue;
         }
@@ -89,7 +94,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
         for (int j = i + 1; j < open_until(); j++) {
             const Action& b = p.actions[j];
             const Access& y = touched[j];
-            bool meets = queue == Queue::COMM && all_ranks_meet(p, model, b);
+            bool meets = needs_others(a.op) && all_ranks_meet(p, model, b);
             bool both = meets || (holds && p.layout.prefetch == 0);
 
             // Look at the data that a writes, then at the data that it reads.

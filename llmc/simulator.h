@@ -1,7 +1,7 @@
 // simulator.h - the time of a step: the very plans that run, event by event, before they run
-//   1. A rank goes through its plan in order. Compute runs at once. A collective is posted; it runs
-//      in the rank's one stream for collectives, behind those posted before it.
-//      Moves have a stream of their own.
+//   1. A rank goes through its plan in order. Compute runs at once. All else is posted, and runs in
+//      the stream of its queue, behind what was posted there before it. What needs other ranks
+//      also begins in the order of the host's calls, as NCCL does where streams share a GPU.
 //   2. A collective starts when its last rank has arrived, a message when both ends have. An
 //      exchange is over with its last message.
 //   3. Before action j a rank waits for everything that finish_before() (queues.h) wants finished.
@@ -12,6 +12,7 @@
 //   Each rank's step splits into parts that add up to it; the result has their mean over ranks.
 //   Cost: linear in actions, except for finish_before().
 #pragma once
+#include <array>
 #include "cost.h"
 #include "plan.h"
 
@@ -21,11 +22,19 @@ namespace llmc {
 // rank (met), and is over (end).
 struct ActionTimes {
     double start = -1, ready = -1, met = -1, end = -1; // -1: not yet
+    int before = -1;                                   // the collective that was posted before it
 };
 
 // An action of a rank, both by number.
 struct Member {
     int rank, action;
+};
+
+// A stream: the actions posted to it, in order, how many of them have run, and when it is free.
+struct Line {
+    std::vector<int> posted;
+    size_t over = 0;
+    double free = 0;
 };
 
 // The state of a rank during the simulation.
@@ -34,11 +43,12 @@ struct SimulatedRank {
     std::vector<std::vector<int>> due; // [action]: what must be finished before it
     std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
     std::map<int, std::vector<Member>> partners; // [action]: ranks of other stages that it meets
-    std::vector<int> posted;           // collectives, in order
-    size_t over = 0;                   // how many of them have run
-    int at = 0;                        // the next action
-    double now = 0, stream_free = 0, moves_free = 0;
+    std::array<Line, 4> lines; // [queue]
+    int at = 0;                // the next action
+    int called = -1;           // the last collective that was posted
+    double now = 0;
     Times parts;
+    Line& line(Queue queue) { return lines[size_t(queue)]; }
 };
 
 // The result of a simulation.
@@ -177,27 +187,38 @@ inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*the
 // ----------------------------------------------------------------------------
 // the loop
 
-// Run a rank's collectives in order while all of their ranks have arrived.
+// Run what waits in a rank's stream, in order, while all the ranks that meet there have arrived.
 // Returns whether anything changed.
-inline bool run_collectives(Simulator& s, int r) {
+inline bool run_line(Simulator& s, int r, Line& line) {
     SimulatedRank& me = s.ranks[r];
     const Plan& p = s.plans[r];
     bool moved = false;
-    while (me.over < me.posted.size()) {
-        // The first in line is ready when its stream is free.
-        int i = me.posted[me.over];
+    while (line.over < line.posted.size()) {
+        // The first in line is ready when its stream is free, and when the collective before it,
+        // on whatever stream, has begun.
+        int i = line.posted[line.over];
         ActionTimes& m = me.of[i];
+        double begun = m.before < 0 ? 0 : me.of[m.before].ready;
+        if (begun < 0) break;
+
+        // Look whether the other ranks are ready too.
         moved |= m.ready < 0;
-        m.ready = std::max(m.start, me.stream_free);
+        m.ready = std::max({m.start, line.free, begun});
         m.met = meeting(s, r, i, &ActionTimes::ready);
         if (m.met < 0) break;
 
         // All ranks are there, so its end is known.
         m.end = m.met + total_of(s.cost(p, p.actions[i]));
-        me.stream_free = m.end;
-        me.over++;
+        line.free = m.end;
+        line.over++;
         moved = true;
     }
+    return moved;
+}
+inline bool run_lines(Simulator& s, int r) {
+    bool moved = false;
+    for (Line& line : s.ranks[r].lines)
+        moved |= run_line(s, r, line);
     return moved;
 }
 
@@ -227,17 +248,6 @@ inline bool finish_due(Simulator& s, int r) {
     return true;
 }
 
-// Post the next action, a move: it concerns this rank alone, and goes behind those before it.
-inline void run_move(Simulator& s, int r) {
-    SimulatedRank& me = s.ranks[r];
-    const Plan& p = s.plans[r];
-    ActionTimes& m = me.of[me.at];
-    m.start = me.now;
-    m.ready = m.met = std::max(me.now, me.moves_free);
-    m.end = m.ready + total_of(s.cost(p, p.actions[me.at]));
-    me.moves_free = m.end;
-}
-
 // Run the next action of the compute queue. Returns false if its ranks have not all arrived.
 inline bool run_compute(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
@@ -261,26 +271,25 @@ inline bool advance(Simulator& s, int r) {
     SimulatedRank& me = s.ranks[r];
     const std::vector<Action>& actions = s.plans[r].actions;
     int end = int(actions.size());
-    bool moved = run_collectives(s, r);
+    bool moved = run_lines(s, r);
 
     // The place past the last action finishes what is still in flight.
-    while (me.at <= end && finish_due(s, r)) {
-        // Post a collective or a move, which run beside what follows, or run compute.
-        Queue queue = me.at < end ? queue_of(actions[me.at].op) : Queue::COMM;
-        if (me.at < end && queue == Queue::COMM) {
+    for (; me.at <= end && finish_due(s, r); me.at++) {
+        bool last = me.at == end;
+        Queue queue = last ? Queue::COMPUTE : queue_of(actions[me.at].op);
+        if (queue != Queue::COMPUTE) {
             me.of[me.at].start = me.now;
-            me.posted.push_back(me.at);
-        } else if (queue == Queue::MOVE) {
-            run_move(s, r);
-        } else if (queue == Queue::COMPUTE) {
+            if (needs_others(actions[me.at].op))
+                me.of[me.at].before = std::exchange(me.called, me.at);
+            me.line(queue).posted.push_back(me.at);
+        } else if (!last) {
             bool came = me.of[me.at].start < 0;
             if (!run_compute(s, r)) return moved || came;
         }
 
-        // Go on: a collective may run now.
-        me.at++;
+        // Run what is posted, and what waited for this rank to get here.
+        run_lines(s, r);
         moved = true;
-        run_collectives(s, r);
     }
     return moved;
 }

@@ -48,6 +48,7 @@ template <typename T, typename S> struct Trainer {
     Hyper hyper;
     Comms comms;            // the groups of ranks that this one works with
     S comm_stream = {};     // where the plan's collectives run, on NCCL
+    S message_stream = {};  // where messages between stages run, on NCCL
     S move_stream = {};     // where FETCH and PARK run
     std::string offload_folder; // holds the file of Tier::DISK
     const void *rope = nullptr, *window_rope = nullptr; // tables; the 2nd: windows' own, or null
@@ -196,10 +197,11 @@ void trainer_allocate(Trainer<T, S>& t) {
     t.answers = static_cast<LossSums*>(staging_memory(answers, t.ctx.where));
     t.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
 
-    // Open the streams of the other queues and of a ring, and bind frozen weights.
-    t.comm_stream = open_stream(t.ctx.where);
+    // Bind frozen weights, and open the streams of the other queues and of a ring.
     t.graphs.resize(t.plans.size());
     t.narrow = bind_frozen(t);
+    t.comm_stream = open_stream(t.ctx.where);
+    t.message_stream = open_stream(t.ctx.where);
     t.move_stream = open_stream(t.ctx.where);
     t.ctx.beside = open_stream(t.ctx.where);
 }
@@ -213,6 +215,7 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.answers, t.ctx.where);
     staging_free(t.numbers, t.ctx.where);
     close_stream(t.comm_stream);
+    close_stream(t.message_stream);
     close_stream(t.move_stream);
     close_stream(t.ctx.beside);
     free_laps(t.watch);

@@ -54,8 +54,8 @@ inline int message_behind(const Plan& p, int i) {
 
 // Before: backward passes. After: REDUCE follows the backward pass that completes a bucket's
 // gradient, in each micro-batch (stages 2 and 3) or in the last one only. The message that a slot
-// ends in goes first: collectives run in order, and other stages wait for it. Tied tables are left
-// to the end of the step.
+// ends in goes first: collectives begin in order, and other stages wait for it. Tied tables are
+// left to the end of the step.
 inline Plan add_reduce(const Plan& in, const Model& model) {
     Plan p = in;
     p.actions.clear();

@@ -60,31 +60,34 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 
 // Make the communicators of the groups that streams send with; counts and losses go over MPI. All
 // ranks of the world must call.
-//   world, shard, replica, edp, pp, tie   the plan's collectives: one stream, one after the other
-//   tp, kv; cp; ep                        between a layer's products, beside the plan's: separate
+//   world, shard, replica, edp   the plan's collectives: one stream, one after the other
+//   pp, tie                      messages of stages, beside those: separate
+//   tp, kv; cp; ep               between a layer's products, beside all of the plan's: separate
 inline void attach_gpus(Comms& c) {
     // Refuse a library that cannot start communicators side by side in the host's order.
-    bool tp_beside = c.tp.size > 1 && c.tp.size < c.world.size;
-    if (tp_beside || c.cp.size > 1 || c.ep.size > 1)
+    auto beside = [&](const Comm& part) { return part.size > 1 && part.size < c.world.size; };
+    if (beside(c.tp) || beside(c.pp) || c.cp.size > 1 || c.ep.size > 1)
         check_launch_order(c.world);
 
-    // Split the plan's groups from the world: a kind of group has the same size on all ranks,
-    // except the two ends of a pipeline.
+    // Split the plan's groups from the world: a kind of group has the same size on all ranks.
     auto split = [](Comm& part, const Comm& parent) {
         if (part.size > 1)
             part = nccl_split(part, parent);
     };
     split(c.data(Group::DATA).shard, c.world);
     split(c.data(Group::DATA).replica, c.world);
-    split(c.pp, c.world);
+
+    // Split an axis that is the only one from the world too, because nothing runs beside it then.
+    auto attach = [&](Comm& part) {
+        if (part.size == c.world.size)
+            split(part, c.world);
+        else
+            part = nccl_attach(part);
+    };
+    attach(c.pp);
     if (c.pp.size > 1)
         c.tie = nccl_split(c.tie, c.pp);
-
-    // Split tp too if tensor parallelism is the only axis, because nothing runs beside it then.
-    if (c.tp.size == c.world.size)
-        split(c.tp, c.world);
-    else
-        c.tp = nccl_attach(c.tp);
+    attach(c.tp);
     split(c.kv, c.tp);
     c.cp = nccl_attach(c.cp);
     c.cp_heads = nccl_attach(c.cp_heads);

@@ -272,9 +272,9 @@ inline std::string launch_order_missing(int version) {
     auto text = [](int v) {
         return std::to_string(v / 10000) + "." + std::to_string(v / 100 % 100);
     };
-    return "NCCL " + text(version) + " is loaded, and --tp, --cp or --ep beside other axes needs " +
-           text(ORDERS_LAUNCHES) + ", which starts communicators in the host's order: install a "
-           "newer libnccl2, or name its folder in LD_LIBRARY_PATH";
+    return "NCCL " + text(version) + " is loaded, and --tp, --pp, --cp or --ep beside other axes " +
+           "needs " + text(ORDERS_LAUNCHES) + ", which starts communicators in the host's order: " +
+           "install a newer libnccl2, or name its folder in LD_LIBRARY_PATH";
 }
 // Check the library of this rank's machine.
 inline void check_launch_order(const Comm& world) {

@@ -316,12 +316,12 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 
 // NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5
 // to 1.6 GB a communicator (NCCL's issues 964 and 864). Communicators that share buffers count
-// once: the plan's, and beside them those of tensor, context and expert parallelism (comms.h).
+// once: the plan's, and beside them those of other axes (comms.h).
 inline std::string nccl_text(const Layout& layout) {
-    int others = layout.world() / layout.tp.size;
+    auto beside = [&](Axis axis) { return int(axis.size > 1 && axis.size < layout.world()); };
     bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;
-    int sets = 1 + (layout.tp.size > 1 && others > 1) + (layout.cp.size > 1) * (hybrid ? 3 : 1) +
-               (layout.ep > 1);
+    int sets = 1 + beside(layout.tp) + beside(layout.pp) +
+               (layout.cp.size > 1) * (hybrid ? 3 : 1) + (layout.ep > 1);
     char line[160];
     snprintf(line, sizeof(line),
              "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n",

@@ -1181,7 +1181,7 @@ TEST(Nccl, CommunicatorsOfLayouts) {
     expect(2, "pp=2", "rank 1: init 2; 'world', 'pp', 'tie'; ");
     expect(4, "dp=2 tp=2", "rank 0: init 4; split 0: 2; init 2; 'world'; 'shard'; 'tp'; ");
     expect(4, "dp=2 pp=2",
-           "rank 2: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'pp', 'tie'; ");
+           "rank 2: init 4; split 0: 2; init 2; 'world'; 'shard'; 'pp', 'tie'; ");
     expect(4, "dp=4 group=2",
            "rank 1: init 4; split 0: 2; split 0: 2; 'world'; 'shard'; 'replica'; ");
     expect(4, "tp=4 kv", "rank 0: init 4; split 0: 2; 'world', 'tp'; 'kv'; ");

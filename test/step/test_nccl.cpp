@@ -98,9 +98,20 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     }
 #ifdef WITH_NCCL
     // Communicators of layers must be used on one stream only, and not on the streams of buckets.
+    typedef std::set<cudaStream_t> Streams;
+    auto streams_of = [](const Comm& c) {
+        return c.nccl ? nccl_stub::streams[size_t(c.nccl->comm->number)] : Streams{};
+    };
     for (const Comm* c : {&t.comms.tp, &t.comms.kv, &t.comms.ep})
-        if (c->nccl && nccl_stub::streams[size_t(c->nccl->comm->number)].size() != 1)
+        if (c->nccl && streams_of(*c).size() != 1)
             text += " '" + c->name + "' is not on one stream";
+
+    // Messages of stages must not be on those streams either: sums would hold them up.
+    bool both = t.comms.pp.size > 1 && t.comms.pp.size < world.size;
+    if (both && streams_of(t.comms.pp) != Streams{t.message_stream})
+        text += " messages have no stream of their own";
+    if (both && streams_of(t.comms.data(Group::DATA).shard).count(t.message_stream))
+        text += " sums are on the stream of messages";
 #endif
 
     // Hash the state.

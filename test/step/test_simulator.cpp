@@ -403,22 +403,43 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
     }
 }
 
-// The collectives of a rank run one after the other, in one stream: a long sum delays
-// the next message.
-TEST(Simulator, CollectivesOfARankRunOneAfterAnother) {
-    int behind = 0; // collectives that had to wait for the one before
+// The actions of a queue run one after the other, in one stream: a long sum delays the next.
+TEST(Simulator, ActionsOfAQueueRunOneAfterAnother) {
+    int behind = 0; // actions that had to wait for the one before
     for (const SmallCase& s : small_cases) {
         SmallRun run(s, 8);
         StepTime step = run.folded(slow_links());
         for (const SimulatedRank& rank : step.ranks)
-            for (size_t k = 1; k < rank.posted.size(); k++) {
-                const ActionTimes &before = rank.of[rank.posted[k - 1]],
-                                  &next = rank.of[rank.posted[k]];
-                ASSERT_GE(next.met, before.end);
-                behind += next.start < before.end;
-            }
+            for (const Line& line : rank.lines)
+                for (size_t k = 1; k < line.posted.size(); k++) {
+                    const ActionTimes& before = rank.of[line.posted[k - 1]];
+                    const ActionTimes& next = rank.of[line.posted[k]];
+                    ASSERT_GE(next.met, before.end);
+                    behind += next.start < before.end;
+                }
     }
     EXPECT_GT(behind, 10);
+}
+
+// A message runs beside the sums in flight. It begins no earlier than a collective that the host
+// called before it, but may be over before that one.
+TEST(Simulator, MessagesOvertakeSumsThatHaveBegun) {
+    int overtook = 0, held = 0; // messages over before such a sum, and begun only when it began
+    for (const SmallCase& s : small_cases) {
+        SmallRun run(s, 8);
+        StepTime step = run.folded(slow_links());
+        for (const SimulatedRank& rank : step.ranks)
+            for (int i : rank.lines[size_t(Queue::MESSAGE)].posted) {
+                const ActionTimes& message = rank.of[i];
+                if (message.before < 0) continue;
+                const ActionTimes& before = rank.of[message.before];
+                ASSERT_GE(message.ready, before.ready);
+                overtook += message.end < before.end;
+                held += message.ready == before.ready && message.start < before.ready;
+            }
+    }
+    EXPECT_GT(overtook, 10);
+    EXPECT_GT(held, 0);
 }
 
 // Two ranks that post their exchanges in different orders would wait forever: the simulator names
