@@ -95,3 +95,13 @@ static const TableRow megatron_h100[] = {
     {"314B", 128, 16384, 96, 8, 8, 3072, 1536, 474.4},
     {"462B", 144, 18432, 112, 8, 16, 6144, 3072, 459.9},
 };
+
+// arXiv:2407.21783, table 4: Llama 3 405B on H100, 2^24 tokens a step, tp 8 in a machine, pp 16
+// interleaved, FSDP outermost; TFLOP/s a card, which count half of attention's square.
+struct LlamaRow {
+    size_t seq;
+    int cp, dp;
+    double tflops;
+};
+static const LlamaRow llama3_405b[] = {{8192, 1, 64, 430}, {8192, 1, 128, 400},
+                                       {131072, 16, 8, 380}};

@@ -292,6 +292,67 @@ TEST(Planner, TensorParallelismStaysInsideANode) {
     EXPECT_TRUE(any);
 }
 
+// A layout that others have published, with the flags that name it here, and how much slower than
+// the planner's own choice it may be. Beyond a tenth there is a reason.
+struct PublishedChoice {
+    const char* source;
+    Shape shape;
+    const char* machine;
+    int gpus, seq;
+    int64_t batch_tokens;
+    std::vector<std::pair<const char*, const char*>> flags;
+    double slower;
+};
+static std::vector<PublishedChoice> published_choices() {
+    return {
+        // One GPU cannot hold the optimizer of 22B, and that program did not shard it (ZeRO).
+        {"arXiv:2205.05198, 22B", gpt2_shape(48, 64, 6144, 51200, 2048), "a100-80", 8, 2048,
+         4 * 2048,
+         {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"},
+          {"micro-batch", "4"}},
+         0.2},
+        {"arXiv:2205.05198, 175B", gpt2_shape(96, 96, 12288, 51200, 2048), "a100-80", 64, 2048,
+         64 * 2048,
+         {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"}, {"pp", "8"},
+          {"pipeline", "interleaved"}, {"chunks", "3"}, {"micro-batch", "1"}},
+         0.1},
+        {"arXiv:2407.21783, 405B", llama31_shape(126, 128, 16384, 53248), "h100", 16384, 8192,
+         1 << 24,
+         {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
+          {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
+         0.1},
+    };
+}
+
+// What others chose, after much measuring, is near what the planner chooses without any.
+TEST(Planner, PublishedChoicesAreNearItsOwn) {
+    sizes_of_gpu = true;
+    for (const PublishedChoice& c : published_choices()) {
+        // Ask with 95% of a card.
+        PlanQuestion q;
+        EXPECT_EQ(machine_named(&q.machine, c.machine), "");
+        q.shape = c.shape, q.gpus = c.gpus, q.room = 0.95 * q.machine.memory_gb * GIB;
+        q.config.precision = "bf16", q.config.machine = c.machine;
+        q.config.seq = c.seq, q.config.batch_tokens = c.batch_tokens;
+        q.config.explain = true, q.config.sample_tokens = 0;
+        for (auto& [flag, value] : c.flags)
+            EXPECT_EQ(set_flag(q.config, flag, value), "");
+
+        // Compare theirs with the choice.
+        Answer a = answer_question<bf16>(q, Cpu{});
+        Trial theirs;
+        ASSERT_FALSE(a.best.empty()) << c.source;
+        ASSERT_TRUE(named_layout<bf16>(q, &theirs, Cpu{})) << c.source;
+        double slower = theirs.seconds / a.best[a.chosen].seconds - 1;
+        printf("%s: %.2f s, %.1f%% more than %s; %.1f GiB\n", c.source, theirs.seconds,
+               100 * slower, proposal_text(a.best[a.chosen].proposal).c_str(),
+               theirs.bytes / GIB);
+        EXPECT_LT(slower, c.slower) << c.source;
+        EXPECT_GT(slower, -0.02) << c.source; // else the search has missed it
+    }
+    sizes_of_gpu = false;
+}
+
 // The command that is printed keeps the user's own flags and the batch, and config_check()
 // accepts its layout.
 TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {

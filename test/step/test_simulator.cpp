@@ -2,6 +2,7 @@
 #include <fstream>
 #include "../../llmc/simulator.h"
 #include "../../llmc/presets.h"
+#include "../../llmc/io/mfu.h"
 #include "../../llmc/io/price.h"
 #include "published_steps.h"
 #include <gtest/gtest.h>
@@ -245,6 +246,42 @@ TEST(Published, MegatronsWeakScalingOnH100) {
     }
     report("Megatron H100, held out", pairs, 0.3);
     EXPECT_LT(mean_error(pairs), 0.22);
+}
+
+// Predictions agree with Llama 3 405B's three layouts, in their order; nothing was fitted to them.
+// The paper does not say how many chunks a rank has: take one block each.
+TEST(Published, Llama3Of405BOnH100) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    std::vector<Pair> pairs;
+    std::vector<double> rates; // TFLOP/s a card
+    for (const LlamaRow& row : llama3_405b) {
+        // Lay it out.
+        Shape shape = llama31_shape(126, 128, 16384, 53248);
+        Layout layout = layout_of(shape.L, 8, row.dp, 16, 1);
+        layout.order = Layout().order;
+        layout.cp.size = row.cp;
+        layout.pipeline = Pipeline::INTERLEAVED, layout.chunks = 8;
+        layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1), layout.stages());
+        layout.zero = 1, layout.sequence_parallel = true;
+
+        // Simulate a step, and take as many FLOPs as --explain counts.
+        PlanOptions o;
+        o.B = 1, o.T = row.seq;
+        double tokens = 1 << 24;
+        o.micro_batches = int(tokens / double(row.seq) / row.dp);
+        Model model = make_model(shape, layout);
+        double seconds = simulate_layout(layout, model, o, action_cost(c, model)).seconds;
+        double share = flops_per_token(model, row.seq) * tokens / layout.world() / 1e12;
+        pairs.push_back({concat("dp ", row.dp), share / row.tflops, seconds});
+        rates.push_back(share / seconds);
+    }
+    report("Llama 3 405B, held out", pairs, 0.04);
+    EXPECT_LT(worst_error(pairs), 0.06);
+
+    // A card does less in larger clusters, and less again with long sequences.
+    EXPECT_GT(rates[0], rates[1]);
+    EXPECT_GT(rates[1], rates[2]);
 }
 
 // ----------------------------------------------------------------------------
