@@ -324,7 +324,7 @@ static std::vector<PublishedChoice> published_choices() {
     };
 }
 
-// What others chose, after much measuring, is near what the planner chooses without any.
+// Layouts that others chose after much measuring are near the one that the planner chooses.
 TEST(Planner, PublishedChoicesAreNearItsOwn) {
     sizes_of_gpu = true;
     for (const PublishedChoice& c : published_choices()) {
