@@ -47,8 +47,7 @@ template <typename T, typename S> struct Trainer {
     std::vector<std::map<int, ScratchTable>> scratch; // [plan][layer]
     Hyper hyper;
     Comms comms;            // the groups of ranks that this one works with
-    S comm_stream = {};     // where the plan's collectives run, on NCCL
-    S message_stream = {};  // where messages between stages run, on NCCL
+    S comm_stream = {}, message_stream = {}; // on NCCL: of the queues COMM and MESSAGE
     S move_stream = {};     // where FETCH and PARK run
     std::string offload_folder; // holds the file of Tier::DISK
     const void *rope = nullptr, *window_rope = nullptr; // tables; the 2nd: windows' own, or null
@@ -214,10 +213,8 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.next.staging, t.ctx.where);
     staging_free(t.answers, t.ctx.where);
     staging_free(t.numbers, t.ctx.where);
-    close_stream(t.comm_stream);
-    close_stream(t.message_stream);
-    close_stream(t.move_stream);
-    close_stream(t.ctx.beside);
+    for (S stream : {t.comm_stream, t.message_stream, t.move_stream, t.ctx.beside})
+        close_stream(stream);
     free_laps(t.watch);
     for (PlanGraph<S>& g : t.graphs)
         free_graph(g);
