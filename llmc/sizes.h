@@ -30,12 +30,12 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
 // The shape with which this rank computes under a plan. Generation never cuts rows, and never drops
 // a token's choices.
 inline Shape rank_shape(const Plan& p, const Model& model) {
-    bool whole_rows = p.mode != Mode::GENERATE;
-    bool cut_rows = p.layout.sequence_parallel && whole_rows;
+    bool generates = p.mode == Mode::GENERATE;
+    bool cut_rows = p.layout.sequence_parallel && !generates;
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
     s.expert_ranks = size_t(p.layout.ep);
     s.objective = p.objective;
-    if (whole_rows)
+    if (!generates)
         s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
     return s;
 }

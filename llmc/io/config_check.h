@@ -142,7 +142,7 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
-// Experts with a capacity count the choices of a whole sequence, and drop some in training alone.
+// Refuse a capacity of experts where sequences are cut, or answers are sampled without drops.
 inline std::string check_expert_capacity(const Config& c) {
     std::string flag = concat("--expert-capacity ", c.expert_capacity);
     if (c.expert_capacity == 0) return "";
