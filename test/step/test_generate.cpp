@@ -95,6 +95,43 @@ TEST(Slots, EachTextIsWhatItIsAlone) {
     EXPECT_EQ(make_texts<float>(small_gpt2(), 5, {}, 0), make_texts<float>(small_gpt2(), 1, {}, 0));
 }
 
+// Behind a prefix, tokens that are generated one by one through the cache are those that evaluation
+// of the whole text finds likeliest, and any number of slots makes the same texts.
+TEST(Slots, APrefixIsBeforeEveryText) {
+    for (Shape s : {small_gpt2(), small_llama(true, true)}) {
+        s.prefix = 3;
+        EXPECT_EQ(make_texts<double>(s, 3), make_texts<double>(s, 1));
+
+        // Continue a prompt greedily.
+        const size_t asked = 3, T = 8;
+        std::vector<int> text = {5, 17, 2};
+        Plan generates = small_plan(1, 6, 1), evaluates = small_plan(s.V, T, 1);
+        generates.mode = Mode::GENERATE, generates.cache = T;
+        evaluates.mode = Mode::EVALUATE;
+        Fixture<double> f(s, {evaluates, generates});
+        Sampling how;
+        how.temperature = 0;
+        std::vector<int> prompt = text;
+        generate(
+            f.t, 1, {{&prompt, 1}}, int(T - asked), how,
+            [&](int64_t, int token) { text.push_back(token); }, [](int64_t, Ended) {});
+        ASSERT_EQ(text.size(), T);
+
+        // Ask for the loss of every token of the vocabulary at every place.
+        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+            std::copy(text.begin(), text.end(), tokens);
+            std::fill_n(targets, T, int(sample));
+            return std::string();
+        };
+        f.t.cursor = 0;
+        run_plan(f.t, 0);
+        const double* losses = row_losses(f.t, 0).losses; // (V,T)
+        for (size_t i = asked; i < T; i++)
+            for (size_t v = 0; v < s.V; v++)
+                EXPECT_LE(losses[size_t(text[i]) * T + i - 1], losses[v * T + i - 1]) << i;
+    }
+}
+
 // Every layout generates the texts of one rank.
 TEST(Slots, EveryLayoutMakesTheSameTexts) {
     // Each axis alone, then tp, pp, dp and ZeRO together.
