@@ -10,8 +10,9 @@
 //   Every query sees all keys: they have no position, so no RoPE, mask, window or document.
 //   Contract: out, lse become those of both parts; dq +=; dk, dv = or += (x.accumulate). HS up to
 //             256 on a GPU.  Bitwise repeatable for any number of threads.
-//   Cost: 4 N NH HS n FLOPs forward, 12 backward. On a GPU the rows are read again for each key of
-//         the prefix, from the L2 cache: this suits a prefix of some tens of keys.
+//   Cost: 4 N NH HS n FLOPs forward, 16 backward: queries and keys each compute the scores. On a
+//         GPU dk and dv read all rows again for each key of the prefix, from the L2 cache, which
+//         suits a prefix of some tens of keys.
 //   To copy: this file, attention_cpu.cuh, attention_types.h, types.h and cuda_common.h.
 #pragma once
 #include "attention_cpu.cuh"
