@@ -35,7 +35,8 @@ LevelCosts level_costs(Plan p, const Model& model, S where) {
     // Where blocks differ, one with adapters or experts stands for all: it has the most rows.
     LevelCosts costs;
     int layer = std::clamp(lowest_trained(model), 1, model.head() - 1);
-    while (layer + 1 < model.head() && !is_sparse(model.shape, layer))
+    bool adapted = bool(model.shape.adapters); // no model with experts is
+    while (!adapted && layer + 1 < model.head() && !is_sparse(model.shape, layer))
         layer++;
     Shape shape = layer_shape(model.shape, layer);
 

@@ -7,8 +7,8 @@
 //   gradient is sent to them. The schedule of slots stays, so the other stages wait no longer.
 //   Losses and gradients keep their bits, because nothing reads what is left out.
 //   The lowest layer's pass still makes the gradient of its input, which nothing reads.
-//   Saves: 4 FLOPs a parameter and token in layers that would train, 2 in frozen ones; and all
-//   activations that they would keep.
+//   Saves in the layers below: 2 FLOPs a parameter and token, attention's backward pass, and what
+//   they would keep for it.
 #pragma once
 #include "action.h"
 
