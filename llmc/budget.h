@@ -32,11 +32,10 @@ typedef std::array<LevelCost, RECOMPUTE_LEVELS> LevelCosts;
 // Return the cost of every level for one block. `p` is a plan of the trainer.
 template <typename T, typename S>
 LevelCosts level_costs(Plan p, const Model& model, S where) {
-    // Where blocks differ, one with adapters or experts stands for all: it has the most rows.
+    // Where blocks differ, one with experts stands for all: no other kind has more rows.
     LevelCosts costs;
-    int layer = std::clamp(lowest_trained(model), 1, model.head() - 1);
-    bool adapted = bool(model.shape.adapters); // no model with experts is
-    while (!adapted && layer + 1 < model.head() && !is_sparse(model.shape, layer))
+    int layer = 1;
+    while (layer + 1 < model.head() && !is_sparse(model.shape, layer))
         layer++;
     Shape shape = layer_shape(model.shape, layer);
 
