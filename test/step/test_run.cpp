@@ -295,7 +295,7 @@ TEST_F(Run, AClusterExplainsItself) {
     EXPECT_EQ(gigabytes("the largest"), *std::max_element(totals.begin(), totals.end()));
     EXPECT_EQ(gigabytes("total"), totals[0]);
     EXPECT_HAS(r.text, "fits no GPU: a rank of 1"); // of 100 to 199 GiB
-    EXPECT_HAS(r.text, "on GPUs NCCL takes 1 set of buffers beside it, 0.5 to 1.6 GB");
+    EXPECT_HAS(r.text, "on GPUs NCCL takes 2 sets of buffers beside it, 1.0 to 3.2 GB");
     EXPECT_HAS(run("--explain --dp 2 --tp 2").text, "2 sets of buffers beside it, 1.0 to 3.2 GB");
     EXPECT_HAS(run("--explain --pp 2").text, "NCCL takes 1 set of buffers beside it");
     EXPECT_HAS(run("--explain --dp 2 --pp 2").text, "NCCL takes 2 sets of buffers beside it");
