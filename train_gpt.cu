@@ -20,6 +20,7 @@
 #include "llmc/run/on_policy.h"
 #include "llmc/run/overflow.h"
 #include "llmc/run/report.h"
+#include "llmc/run/step_report.h"
 #include "llmc/run/talk.h"
 
 using namespace llmc;
@@ -64,19 +65,19 @@ void train_step(Run& run, Trainer<T, S>& t) {
     if (ahead) prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
     run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
-    std::vector<int64_t> loads = step_loads(t);
-    double dropped = dropped_share(t, loads);
-    double loss = result.loss.mean();
-    double seconds = clock_seconds() - start;
-    take_times(run, t, seconds);
+    StepMeasures measures = measure_step(t);
+    measures.seconds = clock_seconds() - start;
+    take_times(run, t, measures.seconds);
 
     // Check the result. An fp16 step that overflowed is skipped: it is no divergence.
-    const StepScale& scale = result.scale;
-    bool skipped = is_skipped(run, scale);
-    if (!skipped) check_step(run, t, loss, scale);
-    if (!skipped && c.router_bias_rate > 0)
-        move_choice_biases(t, run.choice_biases, loads, float(c.router_bias_rate));
-    if (run.first_loss == 0 && !skipped) run.first_loss = loss;
+    double loss = result.loss.mean();
+    bool skipped = is_skipped(run, result.scale);
+    if (!skipped) {
+        check_step(run, t, loss, result.scale);
+        if (c.router_bias_rate > 0)
+            move_choice_biases(t, run.choice_biases, measures.loads, float(c.router_bias_rate));
+        if (run.first_loss == 0) run.first_loss = loss;
+    }
 
     // Count the step. All ranks count; only the first one logs.
     run.step++;
@@ -84,24 +85,12 @@ void train_step(Run& run, Trainer<T, S>& t) {
     t.cursor += samples;
     if (!is_first(run)) return;
 
-    // Log the step. The speed is that of the step alone, without evaluation or saving.
-    double flops = flops_per_token(t.model, size_t(c.seq)) * double(c.batch_tokens);
-    double mfu = flops / seconds / run.peak;
-    ExpertBalance experts = expert_balance(loads, t.model.shape.E);
-    double imbalance = c.cp > 1 ? pairs_imbalance(t.layout, t.pairs) : 0;
-    run.cp_imbalance += imbalance;
-    run.max_vio += std::max(experts.max_vio, 0.0);
-    run.dropped += std::max(dropped, 0.0);
-    double pairs = has_pairs(c) ? double(std::max<int64_t>(result.loss.valid, 1)) : -1;
-    note(run, log_step(run.log, {run.step, c.steps, loss, scale.norm, t.hyper.lr, seconds,
-                                 c.batch_tokens, run.tokens, mfu, scale.loss.now, imbalance,
-                                 experts.max_vio, experts.least, dropped,
-                                 result.loss.margin / pairs,
-                                 pairs < 0 ? -1 : result.loss.correct / pairs,
-                                 c.loss == "kto" ? run.reference_point : -1,
-                                 rollout_numbers(run, result.loss)}));
-    // GRPO's loss is weighted by advantages, so it has no level that a spike could leave.
-    if (!skipped && !has_rollouts(c)) note(run, run.spikes.look(run.step, loss, scale.norm));
+    // Log the step. GRPO's loss is weighted by advantages: it has no level for a spike to leave.
+    StepReport report = step_report(run, t, result, measures);
+    sum_imbalances(run, report);
+    note(run, log_step(run.log, report));
+    if (!skipped && !has_rollouts(c))
+        note(run, run.spikes.look(run.step, loss, result.scale.norm));
 }
 
 // Load the weights from a checkpoint or from the model's files, or draw them from --seed.

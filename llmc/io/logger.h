@@ -48,10 +48,10 @@ struct NamedNumber {
 
 // The numbers of one step.
 struct StepReport {
-    int64_t step, steps; // steps done, steps in all
-    double loss, norm, lr, seconds;
-    int64_t step_tokens, tokens; // of this step, of the run so far
-    double mfu;                  // 0 to 1
+    int64_t step = 0, steps = 0; // steps done, steps in all
+    double loss = 0, norm = 0, lr = 0, seconds = 0;
+    int64_t step_tokens = 0, tokens = 0; // of this step, of the run so far
+    double mfu = 0;                      // 0 to 1
     double loss_scale = 0;       // fp16: the scale of the next step; 0: none
     double cp_imbalance = 0;     // most pairs of a context-parallel rank over the mean; 0: none
     double max_vio = -1;         // experts: see expert_loads.h; -1: none
