@@ -1,10 +1,11 @@
 // train_gpt.cu - train, evaluate and sample GPT-2 and Llama: main reads as the life of a run
-//   1. main           read the command line, the model's shape, tokenizer, prompt, data
-//   2. run_ranks      one body for each rank of this process: itself, or --local-ranks threads
-//   3. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
+//   1. main           join the other processes, read the flags
+//   2. run_command    what the flags ask for: shape, tokenizer, layout, checks, data
+//   3. run_ranks      one body for each rank of this process: itself, or --local-ranks threads
+//   4. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
 //   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has what
 //   surrounds the steps: choices before them, reports, and the folder that a run resumes from.
-//   Compiles as plain C++ too: g++ -x c++ train_gpt.cu.   Usage: train_gpt --help
+//   Compiles as plain C++ too: make DEVICE=cpu.   Usage: train_gpt --help
 #include <malloc.h>
 #include "llmc/io/config_notes.h"
 #include "llmc/io/help.h"
@@ -391,8 +392,8 @@ extern template void run_training<bf16>(Run&, Cpu);
 extern template void run_training<fp16>(Run&, Cpu);
 #endif
 
-// Run a rank with the element type that --precision names. Beside plan_run_as() (auto_plan.h),
-// which plans before there is a run, no place turns the name into a type.
+// Run a rank with the element type that --precision names. Only this function and plan_run_as()
+// (auto_plan.h), which plans before there is a run, turn the name into a type.
 template <typename S> void run_rank(Run& run, S where) {
     const std::string& precision = run.config.precision;
     if (!run.config.calibrate.empty()) return calibrate(run, where);

@@ -131,8 +131,8 @@ size_t head_bytes(const HeadRooms& room, size_t N) {
     return round_up(rooms, size_t(256)) + round_up(rows, size_t(256));
 }
 
-// Return the bytes of scratch of a layer:
-// Ulysses' rooms, then the keys and values of other ranks and, in training, their gradients.
+// Return the bytes of scratch of a layer: Ulysses' rooms, then the keys and values of other ranks
+// and, in training, their gradients.
 template <typename T>
 size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, size_t tokens,
                              bool trains) {
@@ -157,7 +157,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     return bytes + (trains ? keys + gradients : keys);
 }
 
-// The bytes that a rank sends for one block's attention, in each direction.
+// The bytes that a rank sends for one block's attention, in the forward and the backward pass.
 struct ContextMessages {
     size_t forward, backward;
 };

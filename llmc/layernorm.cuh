@@ -5,11 +5,10 @@
 //   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc
 //   mean, rstd (N) acc, kept for backward
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             sums = partial sums of dweight, of dbias and of dresidual's rows: layernorm_sums
-//             elements; null: not wanted. The third is the gradient of a bias that is added to the
-//             residual stream where dresidual is its gradient: the bias of the last projection in
-//             the branch that begins with this norm.
-//             column_sums adds up the parts that layernorm_parts lists.
+//             sums = parts of three column sums: dweight, dbias, and dresidual's rows, which give
+//             the gradient of the bias that ends the branch (its last projection's). They have
+//             layernorm_sums elements; null: not wanted. column_sums adds up the parts that
+//             layernorm_parts lists. Without dresidual the CPU does not write the third.
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
 //   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
@@ -35,8 +34,7 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
         const T* x = inp + n * C; // (C)
         T* y = out + n * C;       // (C)
 
-        // Take the mean, then the variance around it. A single pass over x and x*x
-        // would cancel digits.
+        // Take the mean, then the variance around it: one pass over x and x*x would cancel digits.
         A sum = 0, square = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)

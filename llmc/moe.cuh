@@ -33,7 +33,8 @@
 
 namespace llmc {
 
-// How scores are computed, and which of them a gate is divided by.
+// How scores are computed, and which of them a gate is divided by. SIGMOID_ALONE divides by none:
+// gates of shared experts, and DeepSeek-V3 without norm_topk_prob. No flag names it.
 enum class Router : uint8_t { SOFTMAX, RENORMALISED, SIGMOID, SIGMOID_ALONE };
 
 // Whether scores are sigmoids.
@@ -54,7 +55,8 @@ constexpr size_t MOST_CHOICES = 32;
 constexpr size_t MOST_GROUPS = 32;
 
 // The factors of the balance terms' gradients. balance: alpha / (sequences T), z: 2 beta /
-// (sequences T), over all sequences of the global batch. 0 leaves a term out.
+// (sequences T), over all sequences of the global batch; alpha is --balance, beta is --z-loss. 0
+// leaves a term out.
 struct BalanceTerms {
     double balance = 0, z = 0;
     const int* counts = nullptr; // (B,E) slots of each sequence that chose an expert
@@ -188,8 +190,8 @@ RouteSums<A> route_sums(const A* logits, const int* ids, const Routing& r) { // 
         x.all += route_score(logits[e], x.max, r.router);
     }
 
-    // Sum the chosen scores into S. The sum of sigmoids may be 0 in float, so add a
-    // little before dividing.
+    // Sum the chosen scores into S. The sum of sigmoids may be 0 in float, so add a little before
+    // dividing by it.
     for (size_t j = 0; j < r.K; j++)
         x.chosen += route_score(logits[ids[j]], x.max, r.router);
     if (r.router == Router::SOFTMAX) x.chosen = x.all;

@@ -23,7 +23,7 @@
 //   GPipe        arXiv:1811.06965  (p-1) (F+I+W)           m
 //   1F1B         arXiv:1806.03377  (p-1) (F+I+W)           min(m, p-r)
 //   interleaved  arXiv:2104.04473  (p-1) (F+I+W)           min(vm, 2(p-r-1) + (v-1)p + 1)
-//   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p), of these min(m, p-r) before I
+//   ZB-H1        arXiv:2401.10241  (p-1) (F+I-W)           min(m, p); min(m, p-r) wait for I
 //   p = pp, v = chunks (1 except for interleaved), m >= p micro-batches, and F, I, W the times of
 //   one stage. The live activations of interleaved also need m to be a multiple of p. A chunk has
 //   1/v of a rank's layers, so interleaved idles 1/v as long as 1F1B and sends v times the
@@ -245,8 +245,8 @@ inline MessageKey key_of(const Transfer& t) { return {t.gradient, t.micro, t.sta
 
 // made_by() returns the send of a slot's result to the next stage; needed_by() returns the receive
 // of its input from the stage before. For B and I, the next stage is the one below. W makes no
-// message and needs none. The peer stays -1 until crossings_of()
-// knows whether the other stage is on another rank.
+// message and needs none. The peer stays -1 until crossings_of() knows whether the other stage is
+// on another rank.
 inline Transfer made_by(const Slot& s) {
     bool gradient = is_backward(s.op);
     return {true, -1, gradient, s.micro, gradient ? s.stage : s.stage + 1};

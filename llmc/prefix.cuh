@@ -5,14 +5,15 @@
 //   its value is out (arXiv:2112.05682). No kernel of attention knows of a prefix.
 //   Backward reads the joined out and lse, and so does attention over the text: D = dout.out.
 //   p_j = exp(s_j - lse),   ds_j = p_j (dout.v_j - D) cap'(s_j) scale
-//   dq += sum_j ds_j k_j,   dk_j = sum ds_j q,   dv_j = sum p_j dout    sums over batch and queries
+//   dq += sum_j ds_j k_j,   dk_j = sum ds_j q,   dv_j = sum p_j dout
+//   The sums of dk, dv go over the batch, its queries, and the query heads that share the key.
 //   q, dq (B,T,NH,HS)   k, v (n,NKV,HS)   out, dout (B,T,NH,HS)   lse (B,NH,T)   dk, dv (n,NKV,HS)
 //   Every query sees all keys: they have no position, so no RoPE, mask, window or document.
 //   Contract: out, lse become those of both parts; dq +=; dk, dv = or += (x.accumulate). HS up to
 //             256 on a GPU.  Bitwise repeatable for any number of threads.
-//   Cost: 4 N NH HS n FLOPs forward, 16 backward: queries and keys each compute the scores. On a
-//         GPU dk and dv read all rows again for each key of the prefix, from the L2 cache, which
-//         suits a prefix of some tens of keys.
+//   Cost: 4 B T NH HS n FLOPs forward, and 4 times as many backward, because queries and keys
+//         each compute the scores. On a GPU dk and dv read all rows again for each key of the
+//         prefix, from the L2 cache, which suits a prefix of some tens of keys.
 //   To copy: this file, attention_cpu.cuh, attention_types.h, types.h and cuda_common.h.
 #pragma once
 #include "attention_cpu.cuh"
@@ -356,7 +357,8 @@ void join_prefix(T* out, acc_t<T>* lse, const AttentionOperands<T>& x, const Pre
     prefix_forward(out, lse, prefix_operands(x, p), where);
 }
 
-// Add the prefix's part to dq, and make the gradients of its rows. dq is still rotated.
+// Add the prefix's part to dq, and make the gradients of its rows. dq is the gradient of the
+// rotated query: RoPE's backward pass comes later.
 template <typename T, typename S>
 void join_prefix_backward(T* dq, const T* out, const acc_t<T>* lse, const AttentionOperands<T>& x,
                           const PrefixRows& p, S where) {

@@ -1,6 +1,7 @@
 // zero.h - ZeRO-1, 2, 3: state, gradients, weights in shards - arXiv:1910.02054, arXiv:2304.11277
 //   A bucket holds P parameters, padded; the d ranks of its group hold shards of P/d of them.
-//   w is the weights and dw their gradient.
+//   w is the weights and dw their gradient. --zero-group d makes groups smaller than all data-
+//   parallel ranks: then several groups hold the same shards, as replicas (hybrid sharding).
 //     stage 0   nothing is cut                 dw all-reduced once a step
 //     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
@@ -9,9 +10,10 @@
 //     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
-//                                                   A slot's message goes before its last sums
 //     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets
 //     NORM        each rank's sums -> one norm      nothing: it is on the critical path
+//   A slot's SENDRECV starts before the slot's last REDUCE: collectives start in order, and another
+//   stage waits for the message.
 //   A tied table's two gradients are added at the end of the step. Its bucket is therefore reduced
 //   once a step in every stage, like the buckets that share a layer with it (positions, the head's
 //   final norm).
@@ -42,8 +44,7 @@ inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
 // ----------------------------------------------------------------------------
 // passes
 
-// Return the place of the message that a slot ends in, behind its last backward pass; or i, the
-// place of one of these passes, if the slot has none.
+// Return the index of the SENDRECV that ends pass i's slot, or i if the slot sends nothing.
 inline int message_behind(const Plan& p, int i) {
     for (int j = i + 1; j < int(p.actions.size()); j++) {
         if (p.actions[j].op == Op::SENDRECV) return j;

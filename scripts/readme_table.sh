@@ -62,13 +62,13 @@ contents() {
     cat <<'END'
 # llmc: the files
 
-`scripts/readme_table.sh` writes this page from the files' first lines. The techniques stand flat in this folder;
-what is no technique has three wings, `comm/`, `io/` and `run/`. Operators include the files of the first group only.
+`scripts/readme_table.sh` writes this page from the files' first lines. Techniques stand flat in this folder, all
+else in `comm/`, `io/` and `run/`. Operators include the files of the first group only.
 `io/` may include everything but `run/`, and only the program includes `run/`.
 
 END
     operators | group "Operators" \
-        "Each is maths, a CPU version, CUDA kernels and launchers, and can be copied with what its line *To copy* names."
+        "An operator is maths, a CPU version, CUDA kernels and launchers; the headers are what operators share. Copy one with what its line *To copy* names."
     the_step | group "The step" \
         "A training step as a printed, checked list of actions, the models, and the loop that runs it."
     parallelism | group "Parallelism" "How ranks share the work."
@@ -88,13 +88,16 @@ END
 # The files that a reader needs for the step of one rank, in reading order; a reader takes 50 lines a minute.
 minutes() { echo $((($1 + 49) / 50)); }
 path() {
-    local all=() file why n
+    local all=() file why n spent=0
     echo '|minutes|lines|file|read it for|'
     echo '|---:|---:|---|---|'
     while IFS='|' read -r file why; do
         [ -e "$file" ] || continue
-        [ "$file" = train_gpt_min.cpp ] || all+=("$file")
         n=$(lines "$file")
+        if [ "$file" != train_gpt_min.cpp ]; then
+            all+=("$file")
+            spent=$((spent + $(minutes "$n")))
+        fi
         echo "|$(minutes "$n")|$n|[$(basename "$file")]($file)|$why|"
     done <<'END'
 train_gpt_min.cpp|GPT-2 on one core, no options; the trainer must give its losses
@@ -108,7 +111,7 @@ llmc/trainer.h|one rank's state
 llmc/step.h|what each action does, and the one loop that runs them
 END
     n=$(lines "${all[@]}")
-    echo "|$(minutes "$n")|$n|**the step**|all but the first row|"
+    echo "|$spent|$n|**the step**|all but the first row|"
     [ "$n" -le 2600 ] || echo "readme_table.sh: the step takes $n lines; at most 2600 are promised to a reader" >&2
 }
 

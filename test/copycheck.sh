@@ -15,7 +15,11 @@ passed=0 failed=0
 
 # the program between README's ```cpp and ```, by its own command; it prints what README says
 example() {
-    rm -rf "$folder"/* && cp llmc/{layernorm.cuh,column_sums.cuh,types.h,cuda_common.h} "$folder"
+    rm -rf "$folder"/*
+    local file # README names the files to copy
+    for file in $(sed -n 's/^.*With \(.*\) beside it this is a whole program:$/\1/p' README.md | grep -oE '[a-z_]+\.(h|cuh)'); do
+        cp "llmc/$file" "$folder"
+    done
     sed -n '/^```cpp/,/^```$/{/^```/!p}' README.md >"$folder/example.cu"
     local command says
     command=$(sed -n 's/^    \(g++ .* -o example\) .*/\1/p' README.md)

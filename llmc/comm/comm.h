@@ -1,4 +1,4 @@
-// comm.h - collectives and messages between ranks, by threads, MPI or NCCL - arXiv:1909.08053
+// comm.h - collectives and messages between ranks by threads or MPI or NCCL - arXiv:1909.08053
 //   all_reduce_sum, _max (x, n)       x_r = x_0 + x_1 + ... on every rank     PARTIAL -> REPLICATED
 //   reduce_scatter_sum (out, in, n)   out (n) = sum over ranks of in[rank]    PARTIAL -> SHARDED
 //   all_gather (out, in, n)           out (size, n) = in_0, in_1, ...         SHARDED -> REPLICATED

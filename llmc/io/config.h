@@ -193,8 +193,8 @@ inline const std::vector<Flag>& config_table() {
         {"experts-per-token", &C::experts_per_token, "0..32",
          "experts that a token goes through (0: the preset's, or 2)"},
         {"upcycle", &C::upcycle, "0..4096",
-         "of a dense --model folder: so many experts in the place of each ffn, copies of it, whose "
-         "first loss is the folder's"},
+         "replace each ffn of a dense --model folder by this many copies of it, as experts; the "
+         "first loss stays"},
         {"router", &C::router, "softmax|renormalised|sigmoid",
          "a gate is a share of all experts' softmax, of those chosen, or of their sigmoids"},
         {"balance", &C::balance, "0..1000",
@@ -205,8 +205,8 @@ inline const std::vector<Flag>& config_table() {
          "DeepSeek-V3: what each step adds to the choice's bias of idle experts, and takes from "
          "busy ones; V3 took 0.001"},
         {"expert-capacity", &C::expert_capacity, "0..1000",
-         "capacity factor: of a sequence an expert takes at most so many times an even share of "
-         "the tokens' choices, and drops later ones (0: drops none)"},
+         "capacity factor: an expert takes at most this many times its even share of a sequence's "
+         "choices, and drops later ones (0: drops none)"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
         {"", &C::help, "", "Data"},

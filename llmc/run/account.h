@@ -1,5 +1,6 @@
 // account.h - where a run's time goes: every second belongs to one kind of work
-//   start     from the program's start to its weights: planning, room, algorithms measured
+//   start     from the program's start to its first step, loading left out: planning, checks of
+//             memory and disk, allocation, trials of algorithms
 //   load      weights and moments, from a checkpoint, a folder or a seed
 //   steps     optimizer steps, with the wait for their data
 //   wait      the part of the steps in which the first rank waited for others: communication that
