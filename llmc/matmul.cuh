@@ -381,12 +381,12 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
 
 #ifdef WITH_ONEDNN
 // The scratch that oneDNN needs. It compiles a kernel to say so, which takes milliseconds, and
-// plans ask for the same product in every layer: answers are kept. Ranks may be threads.
-inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
-                                   int threads) {
+// plans ask for the same product in every layer: answers are kept. oneDNN counts all threads that
+// OpenMP has now, also for a product that runs in one of them. Ranks may be threads.
+inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual) {
     static std::mutex mutex;
     static std::map<ProductKey, size_t> answers;
-    ProductKey key = product_key(p, in, out, bias, residual, size_t(threads));
+    ProductKey key = product_key(p, in, out, bias, residual, size_t(threads_here(Cpu{})));
     std::lock_guard<std::mutex> lock(mutex);
     auto known = answers.find(key);
     if (known != answers.end())
@@ -404,7 +404,7 @@ inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bia
     if (sizes_of_gpu) return PRODUCT_WORKSPACE;
 #ifdef WITH_ONEDNN
     if (onednn_takes(in, p.K))
-        return onednn_scratch_bytes(p, in, out, bias, residual, threads);
+        return onednn_scratch_bytes(p, in, out, bias, residual);
 #endif
     // Our own loops need the same scratch for every kind of product.
     (void)out, (void)bias, (void)residual;

@@ -71,6 +71,27 @@ template <typename T> void matmul_packed_test(Check& c) {
         }
 }
 
+// The scratch that a plan counts for a product is what oneDNN takes, whatever number of threads it
+// was asked for before.
+inline void matmul_scratch_test(Check& c) {
+#if defined(_OPENMP) && defined(WITH_ONEDNN)
+    size_t M = 128, N = 24, K = 128;
+    Product p = {M, N, K, {1, M}, {N, 1}, N, true};
+    int threads = omp_get_max_threads();
+    for (int n : {1, 3, threads}) {
+        omp_set_num_threads(n);
+        size_t counted = matmul_scratch_bytes(p, Type::BF16, Type::F32, false, false, 1);
+        Blas blas;
+        const MadeProduct& made = find_product(blas, 0, p, Type::BF16, Type::F32, false, false);
+        size_t taken = made.scratch_bytes + made.packed_bytes;
+        omp_set_num_threads(threads);
+        expect(c, counted == taken, "the scratch of another number of threads");
+    }
+#else
+    (void)c;
+#endif
+}
+
 // Our own loops give the same bits with any number of threads.
 template <typename T> void matmul_bits(Check& c) {
 #ifdef _OPENMP
@@ -104,6 +125,7 @@ inline void matmul_test(Check& c) {
         matmul_packed_test<float>(c);
         matmul_packed_test<bf16>(c);
     }
+    matmul_scratch_test(c);
     matmul_bits<float>(c);
     matmul_bits<bf16>(c);
     matmul_bits<double>(c);
