@@ -212,7 +212,8 @@ __global__ void prefix_forward_kernel(T* out, float* lse, AttentionOperands<T> x
         most = next;
     }
 
-    // Write the mean. Every lane has read lse, for the dot products have met them all.
+    // Write the mean, once every lane has read lse: the dot products' shuffles order no memory.
+    __syncwarp();
     for (int c = 0; c < PREFIX_PACK; c++) {
         size_t e = threadIdx.x % 32 + 32 * c;
         if (e < d.HS) row[e] = from_acc<T>(sum.v[c] / total);
