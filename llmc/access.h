@@ -99,7 +99,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.read({Kind::STREAM, l, m});
     if (l < model.head())
         x.read({Kind::DSTREAM, l + 1, m});
-    if (l > 0 && input_half)
+    if (l > lowest_trained(model) && input_half)
         x.write({Kind::DSTREAM, l, m});
     if (l == model.head()) {
         x.read({Kind::VALID});

@@ -179,12 +179,12 @@ struct Plan : PlanOptions {
         return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
-    // The size of a micro-batch's input, in ints: for each row a token, a target, a position and a
-    // document's start, and the objective's floats; then positions of the cache's keys, or
-    // positions and document starts of all context-parallel ranks' keys.
+    // Ints of a micro-batch's input: token, target, position, document's start and the objective's
+    // floats of each row; then positions of the cache's keys, or numbers of all cp ranks' rows.
     size_t row_numbers() const { return 4 + objective.inputs(); }
     size_t input_numbers() const {
-        return row_numbers() * rows() + (layout.cp.size > 1 ? 2 * B * T : B * cache);
+        size_t beside = layout.cp.size > 1 ? objective.shared_numbers() * T : cache;
+        return row_numbers() * rows() + B * beside;
     }
 };
 

@@ -29,10 +29,20 @@ inline std::string module_of(const Parameter& p) {
     return has ? p.name.substr(0, p.name.size() - ending.size()) : p.name;
 }
 
+// Whether a matrix chooses experts, or weighs a shared one. Its product has a form of its own, and
+// what it chooses is the base's.
+inline bool is_router(const Model& m, const Parameter& p) {
+    bool experts = p.name.ends_with(".gate.weight");
+    bool shared = p.name.ends_with(".shared_expert_gate.weight");
+    return m.shape.E && (experts || shared);
+}
+
 // Whether a parameter may have an adapter. Tables and the head may not: ranks look up rows in them,
-// and a tied table would need its adapter in two places.
+// and a tied table would need its adapter in two places. Nor may stacks of experts, whose rows are
+// multiplied in groups.
 inline bool adaptable(const Model& m, const Parameter& p) {
-    return m.buckets[p.bucket].role == Role::BLOCK && p.shape.size() == 2;
+    bool block = m.buckets[p.bucket].role == Role::BLOCK;
+    return block && p.shape.size() == 2 && !is_router(m, p);
 }
 
 // Whether a run of this shape trains adapters, and keeps the base as it is.

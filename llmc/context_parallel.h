@@ -288,7 +288,7 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
 // Attention of this rank's queries with all keys, by gather or in a ring. Queries and keys come
 // rotated. Positions decide what a query sees, wherever its keys come from.
 template <typename T, typename S>
-void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
+void text_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
     // With Ulysses alone, a rank already has all keys of its heads.
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.cp_method == ContextMethod::RING;
@@ -300,7 +300,7 @@ void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
 }
 template <typename T, typename S>
-void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
+void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
                    const acc_t<T>* lse, const Qkv<T>& x) {
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.cp_method == ContextMethod::RING;
@@ -312,6 +312,23 @@ void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, own);
     operands.dout = dout;
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+}
+
+// The same with the prefix, if there is one. Every rank has all of it, and joins it to its own
+// queries. The gradients of its rows are partial sums {+cp}, as those of weights are.
+template <typename T, typename S>
+void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
+    text_forward(ctx, out, lse, x);
+    AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
+    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
+}
+template <typename T, typename S>
+void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
+                   const acc_t<T>* lse, const Qkv<T>& x) {
+    text_backward(ctx, dx, dout, out, lse, x);
+    AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
+    operands.dout = dout;
+    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -397,6 +414,7 @@ struct SharedHeads {
     Comm cp; // the ranks that share the keys of these heads
     void* context;
     const float* slopes;
+    PrefixRows prefix;
 };
 
 // Exchange these parts with the context's. A second call restores the context.
@@ -408,13 +426,45 @@ void swap_heads(Ctx<S>& ctx, SharedHeads& heads) {
     std::swap(ctx.cp, heads.cp);
     std::swap(ctx.context, heads.context);
     std::swap(ctx.slopes, heads.slopes);
+    std::swap(ctx.prefix, heads.prefix);
+}
+
+// Return the rows of a prefix with this rank's share of the heads alone. Their gradients add to
+// what clear_prefix() has left.
+template <typename T, typename S>
+PrefixRows share_of_prefix(const Ctx<S>& ctx, size_t ranks, size_t key_heads) {
+    PrefixRows p = ctx.prefix;
+    if (!p.k) return p;
+    typedef acc_t<T> A;
+    size_t part = size_t(ctx.cp_heads.rank) / key_copies(ctx.shape, ranks);
+    size_t first = part * key_heads * ctx.shape.HS;
+    p.stride = ctx.shape.NKV * ctx.shape.HS;
+    p.accumulate = true;
+    p.k = static_cast<const T*>(p.k) + first;
+    p.v = static_cast<const T*>(p.v) + first;
+    if (!p.dk) return p;
+    p.dk = static_cast<A*>(p.dk) + first;
+    p.dv = static_cast<A*>(p.dv) + first;
+    return p;
+}
+
+// Clear the prefix's gradients before the first micro-batch adds to them: this rank makes those of
+// its own heads, and the others' stay 0.
+template <typename T, typename S>
+void clear_prefix(const Ctx<S>& ctx) {
+    const PrefixRows& p = ctx.prefix;
+    if (!p.dk || p.accumulate) return;
+    size_t bytes = p.n * ctx.shape.NKV * ctx.shape.HS * sizeof(acc_t<T>);
+    device_zero(p.dk, bytes, ctx.where);
+    device_zero(p.dv, bytes, ctx.where);
 }
 
 // Return these parts: the share of the heads, and the rows of all ranks that exchange heads.
 template <typename T, typename S>
 SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.cp_keys, ctx.context,
-                     ctx.slopes};
+                     ctx.slopes, {}};
+    h.prefix = share_of_prefix<T>(ctx, room.ranks, h.shape.NKV);
     // Take the ALiBi slopes of these heads: a slope belongs to its head.
     if (h.slopes)
         h.slopes += h.shape.NH * size_t(ctx.cp_heads.rank);
@@ -481,6 +531,7 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     Qkv<T> made = {base + room.dq, base + room.dk, base + room.dv, mine.q_stride, mine.kv_stride};
     const T* all_dout = base + room.dout;
     const T* all_out = base + room.out;
+    clear_prefix<T>(ctx);
     SharedHeads heads = share_heads<T>(ctx, room);
     swap_heads(ctx, heads);
     keys_backward(ctx, made, all_dout, all_out, lse, mine);

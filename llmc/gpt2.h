@@ -7,9 +7,8 @@
 //               x = x + attn_proj(...) + fc_proj(gelu(fc(ln_2(x))))
 //   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (plain on
 //   one rank); products of the same input come as one list {{result, weight, bias}, ...}.
-//   The backward pass has two halves, which a pipeline schedule may place apart.
-//   block_backward_input makes the gradient of the block's input, and the gradients that the other
-//   half needs; block_backward_weight makes the gradients of weights.
+//   The backward pass has two halves, which a pipeline schedule may place apart. One makes dinp and
+//   what the other half needs: block_backward_input; block_backward_weight, gradients of weights.
 //
 //   N = B*T rows of a micro-batch. R rows of the residual stream: N, or this rank's share of them
 //   with sequence parallelism. NH, NKV and F count this rank's own. QKV = (NH + 2 NKV) HS.
@@ -113,20 +112,21 @@ void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row 
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
+    auto [attn, ffn, last] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
-    row(a.ln_1,         "ln_1",                 R * C,     CHEAP,    W);
+    row(a.ln_1,         "ln_1",                 R * C,     attn,     W);
     row(a.ln_1_mean,    "ln_1.mean",            R,         CHEAP,    B);
     row(a.ln_1_rstd,    "ln_1.rstd",            R,         CHEAP,    B);
     row(a.qkv,          "qkv",                  N * QKV,   ATTN,     B);
     row(a.attention,    "attention",            N * Q,     ATTN,     W);
     row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
     row(a.middle,       "middle",               R * C,     ATTN,     B);
-    row(a.ln_2,         "ln_2",                 R * C,     CHEAP,    W);
+    row(a.ln_2,         "ln_2",                 R * C,     ffn,      W);
     row(a.ln_2_mean,    "ln_2.mean",            R,         CHEAP,    B);
     row(a.ln_2_rstd,    "ln_2.rstd",            R,         CHEAP,    B);
     row(a.fc,           "fc",                   N * F,     FFN,      B);
-    row(a.gelu,         "gelu",                 N * F,     CHEAP,    W);
+    row(a.gelu,         "gelu",                 N * F,     last,     W);
 
     row(a.dfc,          "d fc",                 N * F,     GRADIENT, W);
     row(a.dln_2,        "d ln_2",               R * C,     GRADIENT, B);
@@ -274,11 +274,12 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, second_input(s, inp, a),
                        w.ln_2_weight, a.ln_2_mean, a.ln_2_rstd);
 
-    // Walk back through the first branch.
+    // Walk back through the first branch, to the stream. In the lowest trained block dinp is null.
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, first_gradient(s, dout, a),
                                 w.attn_proj_weight);
     context_attention_backward(ctx, split_qkv(s, a.dqkv), a.dattention, a.attention, a.lse,
                                split_qkv(s, a.qkv));
+    if (!dinp) return;
     column_parallel_backward_input(ctx, a.dln_1, {{a.dqkv, w.attn_weight}});
     layernorm_backward(ctx, dinp, a.ln_1_sums, a.dmiddle, a.dln_1, inp, w.ln_1_weight,
                        a.ln_1_mean, a.ln_1_rstd);

@@ -102,6 +102,7 @@ template <typename T> struct HeadActs {
     acc_t<T> *mean, *rstd;                        // (N) (N)    of the final norm
     acc_t<T>* losses;                             // (N)
     acc_t<T>* objective;                          // (outputs,N) as in objective.cuh
+    acc_t<T>* whole;                              // (1+outputs,B,T) of whole sequences, or nothing
     acc_t<T> *row_max, *sum_exp, *target_logit;   // (chunk) each
     T* teacher_logits;                            // (chunk,Vp) or nothing
     acc_t<T>* distill;                            // (7,chunk) maxima and sums, or nothing
@@ -119,6 +120,7 @@ template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
     size_t taught = s.objective.distills() ? chunk : 0; // rows beside a teacher's
+    size_t whole = s.objective.joins() ? N * s.objective.ranks : 0; // rows of all ranks
     using enum Keep;
     using enum Last;
 
@@ -133,6 +135,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
     row(a.objective,     "objective",    s.objective.outputs() * N, GRADIENT, B);
+    row(a.whole,         "objective, all rows", (1 + s.objective.outputs()) * whole, GRADIENT, B);
     row(a.teacher_logits, "teacher logits", taught * s.Vp(), GRADIENT, B);
     row(a.distill,       "teacher sums", (2 + DISTILL_SUMS) * taught, GRADIENT, B);
 }
@@ -197,6 +200,47 @@ void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
     }
 }
 
+// Compute the objective's numbers of pairs that lie over context-parallel ranks. A pair's sums want
+// the losses of whole sequences, (B,T) floats, which the ranks share. Each rank makes the numbers
+// of all rows, in the order of one rank, and keeps those of its own.
+template <typename T, typename S>
+void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
+    const Objective& o = ctx.shape.objective;
+    const Batch& b = ctx.batch;
+    size_t N = b.rows();
+    size_t T_all = b.T * o.ranks;
+    size_t all = N * o.ranks;
+
+    // Put the losses at their places. All ranks but a row's own add 0.
+    acc_t<T>* losses = a.whole;
+    device_zero(losses, all * sizeof(losses[0]), ctx.where);
+    place_rows(losses, a.losses, b.positions, b.B, b.T, T_all, ctx.where);
+    all_reduce_sum(ctx.cp, losses, all, ctx.where);
+
+    // Find what LOAD has put behind the keys' documents: read_micro_batch().
+    const int* targets = b.key_documents + all;
+    const float* numbers = reinterpret_cast<const float*>(targets + 2 * all);
+    acc_t<T>* x = losses + all;
+    ObjectiveRows<acc_t<T>> rows = {};
+    rows.coefficient = x;
+    rows.value = x + all;
+    rows.margin = x + 2 * all;
+    rows.correct = x + 3 * all;
+    rows.losses = losses;
+    rows.targets = targets;
+    rows.doc_start = targets + all;
+    rows.feedback = numbers;
+    rows.reference = numbers + all;
+    rows.T = T_all;
+    objective(rows, o, all, ctx.where);
+
+    // Keep this rank's rows.
+    for (size_t i = 0; i < o.outputs(); i++) {
+        acc_t<T>* mine = a.objective + i * N;
+        take_rows(mine, x + i * all, b.positions, b.B, b.T, T_all, ctx.where);
+    }
+}
+
 // Compute the objective's numbers from the losses of all rows.
 template <typename T, typename S>
 void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
@@ -204,6 +248,7 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     size_t N = b.rows();
     acc_t<T>* x = a.objective;
     if (!ctx.shape.objective.rows()) return;
+    if (ctx.shape.objective.joins()) return head_objective_of_all(ctx, a);
     ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
                                     b.targets, b.doc_start, b.feedback, b.reference, b.T};
     rows.old = b.old;

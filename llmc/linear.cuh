@@ -75,6 +75,9 @@ struct Weight {
     T* as() const { return static_cast<T*>(data); }
 };
 
+// Whether a weight, or the adapter beside it, has a gradient that wants the product's input.
+inline bool learns(const Weight& w) { return w.grad || (w.lora && w.lora->da); }
+
 // ----------------------------------------------------------------------------
 // the three products of a weight (OC, IC) with N rows
 

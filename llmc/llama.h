@@ -198,9 +198,10 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
     Last normed = s.qk_norm ? B : W;         // with a norm W reads dq_raw and dk_raw instead
     Last middle = s.pre_norm ? B : W;        // without a norm the second branch's products read it
     bool all = s.whole_qk_norm;
+    Keep qkv = inputs_kept(s).attention;
 
     //  pointer         name                    elements   of        last read
-    row(a.norm_1,       "norm_1",               R * C,     CHEAP,    W); // no norm: a copy
+    row(a.norm_1,       "norm_1",               R * C,     qkv,      W); // no norm: a copy
     if (s.pre_norm)
         row(a.norm_1_rstd, "norm_1.rstd",       R,         CHEAP,    B);
     if (s.qk_norm) {
@@ -262,16 +263,17 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
+    auto [first, ffn, last] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
     attention_activations(a, s, N, where, row);
     if (s.pre_norm) {
-        row(a.norm_2,      "norm_2",            R * C,     CHEAP,    W);
+        row(a.norm_2,      "norm_2",            R * C,     ffn,      W);
         row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
     }
     row(a.gate,         "gate",                 N * F,     FFN,      B);
     row(a.up,           "up",                   N * F,     FFN,      B);
-    row(a.swiglu,       "swiglu",               N * F,     CHEAP,    W);
+    row(a.swiglu,       "swiglu",               N * F,     last,     W);
     if (s.post_norm) {
         row(a.down_out,    "down before norm",  R * C,     FFN,      B);
         row(a.post_2_rstd, "post_2.rstd",       R,         FFN,      B);
@@ -540,12 +542,14 @@ void first_branch_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, // (R,C) (R
     context_attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
                                {a.q, a.k, a.v, Q, KV});
 
-    // Walk back through their norms, to the stream.
+    // Walk back through their norms, to the stream. Nothing reads its gradient below the lowest
+    // trained block: dinp is null there.
     T *dq = projected(a.dq_raw, a.dq), *dk = projected(a.dk_raw, a.dk);
     qk_norm_backward(ctx, dq, a.q_norm_sums, a.q_dots, a.dq, a.q_raw, w.q_norm, a.q_rstd,
                      ctx.shape.NH);
     qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
                      ctx.shape.NKV);
+    if (!dinp) return;
     column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
     branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
 }

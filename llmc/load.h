@@ -122,7 +122,9 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
         wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers,
                               p.objective.inputs(), p.T);
-        if (pairs_count) *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
+        // Pairs lie in whole sequences: of the ranks that share one, the first counts them.
+        if (pairs_count && layout.cp.rank == 0)
+            *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
 
         // Take this rank's rows. Their positions and document starts count in the whole sequence.
         for (size_t i = 0; i < rows; i++) {
@@ -138,6 +140,14 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
         if (layout.cp.size == 1) continue;
         fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
         count_pairs(p, pairs, doc_start);
+
+        // Pairs need whole sequences: add their targets, document starts, the objective's numbers.
+        int* whole = keys + (2 * p.B + b) * p.T; // (4,B,T)
+        const int* feedback = doc_start + p.T;
+        const int* reference = feedback + p.T;
+        const int* parts[] = {targets, doc_start, feedback, reference};
+        for (size_t k = 0; k < p.objective.whole_inputs(); k++)
+            std::copy_n(parts[k], p.T, whole + k * p.B * p.T);
     }
     return wrong;
 }

@@ -6,7 +6,7 @@
 //   micro-batch instead of twice. Stages of a pipeline that lie below it run forward alone, and no
 //   gradient is sent to them. The schedule of slots stays, so the other stages wait no longer.
 //   Losses and gradients keep their bits, because nothing reads what is left out.
-//   The lowest layer's pass still makes the gradient of its input, which nothing reads.
+//   The lowest layer's pass ends where its attention's does: it makes no gradient of its input.
 //   Saves in the layers below: 2 FLOPs a parameter and token, attention's backward pass, and what
 //   they would keep for it.
 #pragma once
@@ -17,6 +17,7 @@ namespace llmc {
 // Find the lowest layer with something to train. Where nothing is frozen that is the embedding.
 inline int lowest_trained(const Model& model) {
     int lowest = model.head();
+    if (model.buckets[0].trainable) return 0; // the token table
     for (const Bucket& b : model.buckets)
         for (int l : b.layers)
             if (b.trainable) lowest = std::min(lowest, l);

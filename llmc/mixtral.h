@@ -158,6 +158,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     size_t M = n.rows;
     using enum Keep;
     using enum Last;
+    Keep down = inputs_kept(s).last;
 
     //  pointer         name                    elements   of        last read
     if (s.E) {
@@ -172,7 +173,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
         row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING, W);
         row(a.gate,         "gate",                 M * F,    FFN,     B);
         row(a.up,           "up",                   M * F,    FFN,     B);
-        row(a.swiglu,       "swiglu",               M * F,    CHEAP,   W);
+        row(a.swiglu,       "swiglu",               M * F,    down,    W);
 
         row(a.dswiglu,      "d swiglu, d gate",     M * F,    GRADIENT, W);
         row(a.dup,          "d up",                 M * F,    GRADIENT, W);
@@ -189,7 +190,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     if (width) {
         row(a.ffn_gate,     "ffn's gate",           N * width,   FFN,     B);
         row(a.ffn_up,       "ffn's up",             N * width,   FFN,     B);
-        row(a.ffn_swiglu,   "ffn's swiglu",         N * width,   CHEAP,   W);
+        row(a.ffn_swiglu,   "ffn's swiglu",         N * width,   down,    W);
         row(a.dffn_swiglu,  "d ffn's swiglu, d gate", N * width, GRADIENT, W);
         row(a.dffn_up,      "d ffn's up",           N * width,   GRADIENT, W);
     }
@@ -531,17 +532,18 @@ void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
     auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
-        // Skip a frozen stack.
-        if (!stack.grad) return;
         grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, a, stack), accumulate,
                                 ctx.blas, ctx.where);
     };
 
-    // Gather the gradients of the experts' outputs, then the experts' inputs.
-    backward(w.down, gather_slots(ctx, a, dout), a.swiglu);
-    const T* xs = gather_slots(ctx, a, x);
-    backward(w.gate, a.dswiglu, xs);
-    backward(w.up, a.dup, xs);
+    // Gather the gradients of the experts' outputs, then the experts' inputs. All stacks are
+    // frozen, or none is.
+    if (w.down.grad) {
+        backward(w.down, gather_slots(ctx, a, dout), a.swiglu);
+        const T* xs = gather_slots(ctx, a, x);
+        backward(w.gate, a.dswiglu, xs);
+        backward(w.up, a.dup, xs);
+    }
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.

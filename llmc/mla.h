@@ -407,7 +407,9 @@ void first_branch_backward_input(Ctx<S>& ctx,
     linear_backward_input(a.dkv_latent, a.dkv, w.kv_b, N, false, ctx.blas, ctx.where);
     norm_latents_backward(ctx, w, a);
 
-    // Go back to the stream, where ranks add the parts of their heads.
+    // Go back to the stream, where ranks add the parts of their heads. dinp is null in the lowest
+    // trained block: nothing reads it.
+    if (!dinp) return;
     column_parallel_backward_input(ctx, a.dnorm_1,
                                    {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}});
     rmsnorm_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);

@@ -316,7 +316,8 @@ struct RecomputeLevels {
 //   FFN       products of the second branch
 //   ROUTING   the choice of experts, which no level drops: R must not choose other experts
 //   GRADIENT  a gradient, made in the backward pass
-enum class Keep { CHEAP, ATTN, FFN, ROUTING, GRADIENT };
+//   PASSING   the input of frozen products alone, which no backward pass reads: F drops it
+enum class Keep { CHEAP, ATTN, FFN, ROUTING, GRADIENT, PASSING };
 
 // The last reader of a row: the input half (B) or the weight half (W) of the backward pass.
 enum class Last { B, W };
@@ -324,23 +325,21 @@ enum class Last { B, W };
 // One row of the activation table: its elements and bytes on this rank, for one micro-batch.
 struct Activation {
     const char* name;
-    size_t elements;
-    size_t bytes;
+    size_t elements, bytes;
     Keep keep;
     Last last;
 };
 
 // Whether F drops a row at this level, because R makes it again.
 inline bool recomputed(Keep keep, Recompute level) {
-    // A gradient is made once, whatever the level is.
     switch (keep) {
     case Keep::CHEAP: return level != Recompute::NONE;
     case Keep::ATTN: return redoes_attn(level);
     case Keep::FFN: return redoes_ffn(level);
     case Keep::ROUTING:
-    case Keep::GRADIENT: return false;
+    case Keep::GRADIENT: return false; // made once, whatever the level is
+    default: return true; // PASSING: no backward pass wants it
     }
-    return false;
 }
 
 } // namespace llmc

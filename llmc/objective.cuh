@@ -59,12 +59,19 @@ struct Objective {
     bool old_policy = false;        // GRPO's rows have log p of the policy that sampled them
     double clip_low = 0.2;          // how far that policy's ratio may go below 1, and above
     double clip_high = 0.2;
+    size_t ranks = 1; // that share each sequence (context parallelism)
     bool distills() const { return kind == LossKind::DISTILL; }
     bool rows() const { return kind != LossKind::NLL && !distills(); } // have coefficients
     bool pairs() const { return rows() && kind != LossKind::GRPO; }
     // Floats of a row that LOAD brings, and numbers of a row that the head makes.
     size_t inputs() const { return rows() ? 2 + old_policy : 0; }
     size_t outputs() const { return rows() ? 4 + old_policy : 0; }
+    // Whether ranks need the rows of whole sequences, of which they have a part each.
+    bool joins() const { return pairs() && ranks > 1; }
+    // Numbers of such a row that LOAD brings for pairs: its target, its document's start, feedback
+    // and reference; behind the position and the start that attention wants of it.
+    size_t whole_inputs() const { return pairs() ? 4 : 0; }
+    size_t shared_numbers() const { return 2 + whole_inputs(); }
 };
 
 // Sums over a micro-batch: the loss, and figures to log. For pairs, margin sums by how much the
@@ -288,6 +295,19 @@ void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
         objective_row(x, o, n);
 }
 
+// Put rows of this rank at their places in whole sequences, and take its rows back. Other rows are
+// untouched. positions (B,t) are places in sequences of T rows.
+template <typename A>
+void place_rows(A* whole, const A* rows, const int* positions, size_t B, size_t t, size_t T, Cpu) {
+    for (size_t n = 0; n < B * t; n++) // whole (B,T)  rows (B,t)
+        whole[n / t * T + size_t(positions[n])] = rows[n];
+}
+template <typename A>
+void take_rows(A* rows, const A* whole, const int* positions, size_t B, size_t t, size_t T, Cpu) {
+    for (size_t n = 0; n < B * t; n++)
+        rows[n] = whole[n / t * T + size_t(positions[n])];
+}
+
 // The number of pairs in a window, which the loss is a mean over: rejected sequences with a target,
 // or for KTO all sequences with one. It does not depend on how a batch is cut.
 inline int64_t count_pairs(const int* targets, const int* doc_start, const float* feedback,
@@ -314,12 +334,38 @@ static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, siz
     if (n < N) objective_row(x, o, n);
 }
 
+// One thread a row of this rank: it goes to its place in a whole sequence, or comes from there.
+static __global__ void place_rows_kernel(float* whole, const float* rows, const int* positions,
+                                         size_t N, size_t t, size_t T) {
+    size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    if (n < N) whole[n / t * T + size_t(positions[n])] = rows[n];
+}
+static __global__ void take_rows_kernel(float* rows, const float* whole, const int* positions,
+                                        size_t N, size_t t, size_t T) {
+    size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    if (n < N) rows[n] = whole[n / t * T + size_t(positions[n])];
+}
+
 // ----------------------------------------------------------------------------
 // launchers
 
 // Fill in the coefficients of N rows, one thread a row.
 inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
     launch(objective_kernel, unsigned(ceil_div(N, size_t(128))), 128, 0, stream, x, o, N);
+}
+
+// Rows of this rank to their places in whole sequences, and back.
+inline void place_rows(float* whole, const float* rows, const int* positions, size_t B, size_t t,
+                       size_t T, cudaStream_t stream) {
+    size_t N = B * t;
+    unsigned blocks = unsigned(ceil_div(N, size_t(128)));
+    launch(place_rows_kernel, blocks, 128, 0, stream, whole, rows, positions, N, t, T);
+}
+inline void take_rows(float* rows, const float* whole, const int* positions, size_t B, size_t t,
+                      size_t T, cudaStream_t stream) {
+    size_t N = B * t;
+    unsigned blocks = unsigned(ceil_div(N, size_t(128)));
+    launch(take_rows_kernel, blocks, 128, 0, stream, rows, whole, positions, N, t, T);
 }
 #endif
 

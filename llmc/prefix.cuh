@@ -334,6 +334,7 @@ struct PrefixRows {
     const void *k = nullptr, *v = nullptr; // (n,NKV,HS); null: the layer has no prefix
     void *dk = nullptr, *dv = nullptr;     // (n,NKV,HS) acc; null: not training
     size_t n = 0;
+    size_t stride = 0;       // elements between rows; 0: NKV HS, all heads of a row
     bool accumulate = false; // dk, dv += instead of =
 };
 
@@ -343,9 +344,9 @@ AttentionOperands<T> prefix_operands(AttentionOperands<T> x, const PrefixRows& p
     x.k = static_cast<const T*>(p.k);
     x.v = static_cast<const T*>(p.v);
     x.accumulate = p.accumulate;
-    // Rows are dense, and serve every sequence of the batch.
+    // The rows serve every sequence of the batch.
     x.d.Tk = p.n;
-    x.d.k_stride = x.d.v_stride = x.d.NKV * x.d.HS;
+    x.d.k_stride = x.d.v_stride = p.stride ? p.stride : x.d.NKV * x.d.HS;
     x.d.k_batch = x.d.v_batch = 0;
     return x;
 }

@@ -35,6 +35,7 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
     s.expert_ranks = size_t(p.layout.ep);
     s.objective = p.objective;
+    s.objective.ranks = size_t(p.layout.cp.size);
     if (!generates)
         s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
     return s;

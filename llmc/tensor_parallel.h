@@ -131,12 +131,42 @@ void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
     sum_rows(ctx, dinp, partial);
 }
 
+// How long a block keeps the inputs of its products: of attention's first, of the ffn's first, and
+// of its last. In a backward pass gradients of weights and adapters alone read them. So an input
+// whose matrices are frozen, in every block, passes with the forward pass.
+struct InputsKept {
+    Keep attention;
+    Keep ffn;
+    Keep last;
+};
+inline InputsKept inputs_kept(const Shape& s) {
+    bool all = !s.adapters && s.prefix == 0;
+    auto kept = [&](std::initializer_list<const char*> modules) {
+        bool read = all;
+        for (size_t i = 0; !all && s.adapters && i < modules.size(); i++)
+            for (const auto& [module, adapter] : *s.adapters)
+                read |= module.ends_with(modules.begin()[i]);
+        return read ? Keep::CHEAP : Keep::PASSING;
+    };
+
+    // List the matrices by the ends of their names, GPT-2's and Llama's.
+    return {kept({"attn.c_attn", ".q_proj", ".k_proj", ".v_proj"}),
+            kept({"mlp.c_fc", ".gate_proj", ".up_proj"}),
+            kept({"mlp.c_proj", ".down_proj"})};
+}
+
 // dW = or += dy^T inp, for each product; the caller does the biases. Rows of inp are gathered
 // again: one more message, instead of keeping all of them since the forward pass.
 template <typename T, typename S>
 void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
                                      const T* inp, bool accumulate) { // (R,C)
-    const T* rows = gather_rows(ctx, inp);                            // (N,C)
+    // Where all of them are frozen, inp is gone and nobody reads it.
+    bool any = false;
+    for (const ColumnProduct<T>& p : products)
+        any |= learns(p.weight);
+    if (!any) return;
+
+    const T* rows = gather_rows(ctx, inp); // (N,C)
     for (const ColumnProduct<T>& p : products)
         linear_backward_weight(p.weight, nullptr, p.y, rows, ctx.batch.rows(), accumulate,
                                ctx.blas, ctx.where);

@@ -475,9 +475,6 @@ inline std::string check_loss(Config& c) {
                        has_pairs(c) ? " trains to prefer one answer" :
                        sampled ? " answers prompts" : " trains the answers of conversations") +
                ": give --data FILE.jsonl";
-    if (has_pairs(c) && c.cp > 1)
-        return concat(flag, " sums over whole sequences, and --cp ", c.cp,
-                      " cuts them: give --cp 1");
     return "";
 }
 
@@ -590,9 +587,7 @@ inline std::string check_prefix(const Config& c, const Shape& s) {
     if (c.merge || c.export_dir.ends_with(".gguf"))
         return flag + ": a prefix is part of no matrix: give --export a folder, without --merge";
 
-    // Refuse what is not built: sequences in pieces, a backward pass in halves.
-    if (c.cp > 1)
-        return concat(flag, " is not built with --cp ", c.cp, ": give --cp 1");
+    // Refuse what is not built: a backward pass in halves.
     bool whole = c.pipeline == "gpipe" || c.pipeline == "1f1b" || c.pipeline == "interleaved";
     if (!whole)
         return concat(flag, " is not built with --pipeline ", c.pipeline,
@@ -630,19 +625,23 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
     if (!given(c, "weight-decay")) c.weight_decay = 0;
 
-    // Refuse experts, whose stacks are multiplied elsewhere, and families whose files join matrices
-    // or mix their rows.
-    bool built = s.family == Family::GPT2 || s.family == Family::LLAMA;
-    if (!built || s.hf_type == "phi3")
-        return concat(flag, " is built for GPT-2 and Llama, not for ", s.hf_type,
-                      ": leave it out");
+    // Refuse families whose files join matrices or mix their rows, and a prefix before latents.
+    if (s.family == Family::NEOX || s.hf_type == "phi3")
+        return concat(flag, " is built for GPT-2, Llama and their kin with experts, not for ",
+                      s.hf_type, ": leave it out");
+    if (c.prefix && s.kv_latent)
+        return concat(flag, " gives keys and values of heads, and ", s.hf_type,
+                      " has latents: give --lora RANK");
+    if (c.router_bias_rate > 0)
+        return concat(flag, ": --router-bias-rate ", c.router_bias_rate, " moves a number of the "
+                      "base, which adapters leave as it is: give 0");
 
     // Refuse what is not built beside adapters.
     if (c.fp8 != "none")
         return concat(flag, " is not built with --fp8: give --fp8 none");
-    if (c.offload != "none")
-        return concat(flag, " is not built with --offload: leave it out; --zero 3 and --weights "
-                            "nf4 save memory too");
+    if (offloads(c, "weights") && c.weights != "float")
+        return concat(flag, ": --offload weights moves no codes of --weights ", c.weights,
+                      ": leave one of them out");
 
     // Refuse exports that cannot hold adapters.
     if (c.export_dir.ends_with(".bin"))

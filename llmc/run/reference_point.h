@@ -49,6 +49,7 @@ std::vector<MismatchedSum> mismatched_sums(Run& run, Trainer<T, S>& t, const Dat
     // Evaluate. A signal must wait: a part of the samples would give another reference point.
     auto stopped = std::exchange(t.stopped, nullptr);
     std::vector<acc_t<T>> losses(p.rows());
+    size_t T_cp = p.rows() / p.B; // rows of a sequence on this rank
     run_samples(t, run.evaluate_plan, count, window, [&] {
         // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
         // tp rank 0.
@@ -58,15 +59,16 @@ std::vector<MismatchedSum> mismatched_sums(Run& run, Trainer<T, S>& t, const Dat
         for (size_t b = 0; b < p.B; b++) {
             uint64_t i = t.cursor + size_t(t.layout.dp.rank) * p.B + b;
             if (i >= count) break;
-            // Sum over all rows: those without a target have a loss of 0.
-            sums[i].answers = answers[i];
-            for (size_t at = 0; at < p.T; at++)
-                sums[i].logp -= double(losses[b * p.T + at]);
+            // Sum over all rows: those without a target have a loss of 0. Context-parallel ranks
+            // have some rows each, and the first of them counts the answers.
+            if (t.layout.cp.rank == 0) sums[i].answers = answers[i];
+            for (size_t at = 0; at < T_cp; at++)
+                sums[i].logp -= double(losses[b * T_cp + at]);
         }
     });
     t.stopped = stopped;
 
-    // Share the sums. All ranks but the owner add 0, so nothing is rounded.
+    // Share the sums. All ranks but the owners add 0.
     all_reduce_sum(t.comms.world, &sums[0].logp, 2 * count, Cpu{});
     return sums;
 }

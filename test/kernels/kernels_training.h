@@ -315,6 +315,30 @@ inline void objective_kernels(Check& c) {
         }
 }
 
+// Rows of one rank of three, to their places in whole sequences and back.
+inline void places_kernels(Check& c) {
+    for (size_t t : {size_t(1), size_t(5), size_t(70)}) {
+        size_t B = 2, T = 3 * t;
+        CASE(c, "places t=%zu", t);
+        std::vector<double> rows = rounded<float>(normals(c, B * t)), want(B * T, 7);
+        std::vector<int> positions;
+        for (size_t n = 0; n < B * t; n++) {
+            positions.push_back(int(T - 1 - 3 * (n % t)));
+            want[n / t * T + size_t(positions[n])] = rows[n];
+        }
+
+        // Expect back what was put, and other ranks' places untouched.
+        every_order(c, [&](Outputs& outputs) {
+            Array<float> from(rows), whole(std::vector<double>(B * T, 7)), back(B * t);
+            Array<int> p(positions);
+            place_rows(whole.data, from.data, p.data, B, t, T, cudaStream_t{});
+            take_rows(back.data, whole.data, p.data, B, t, T, cudaStream_t{});
+            outputs.add("whole", whole, want, 0);
+            outputs.add("back", back, rows, 0);
+        });
+    }
+}
+
 // The sum of losses has one order: the CPU's bits.
 inline void crossentropy_total_kernels(Check& c) {
     for (size_t N : {size_t(1), size_t(33), size_t(4096), size_t(9000), size_t(32 * 4096 + 5)}) {
@@ -693,6 +717,7 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"crossentropy in one call fp16", crossentropy_one_call_kernels<fp16>});
     rows.push_back({"crossentropy total", crossentropy_total_kernels});
     rows.push_back({"objective", objective_kernels});
+    rows.push_back({"places of rows", places_kernels});
     rows.push_back({"grad_norm", grad_norm_kernels});
 
     // The optimizer.

@@ -340,3 +340,78 @@ TEST(Context, AStepSendsTheBytesThatExplainSays) {
                 EXPECT_EQ(failed, 0);
             }
 }
+
+// The results of a step over pairs: loss and other sums, gradients, and an evaluation's loss.
+struct OfPairs {
+    Loss loss;
+    double evaluated = 0;
+    std::vector<double> grads;
+};
+
+// A step over windows of 24 tokens, each of a chosen and a rejected answer, on the ranks of a layout.
+static OfPairs step_of_pairs(Objective objective, const Layout& layout) {
+    OfPairs found;
+    std::mutex mutex;
+    size_t T = 24;
+    EXPECT_EQ(run_local_ranks(layout.world(), {}, [&](const Comm& world) {
+        Plan train = small_plan(2, T, 2 / layout.dp.size);
+        train.objective = objective, train.layout = layout_at(layout, world.rank);
+        Plan evaluate = train;
+        evaluate.mode = Mode::EVALUATE;
+        Shape s = small_llama();
+        s.NKV = 4; // Ulysses takes as many ranks
+        Fixture<double> f(s, {train, evaluate});
+        f.t.comms = make_comms(world, train.layout);
+        f.t.hyper.lr = 0, f.t.hyper.clip = 0;
+
+        // The rejected answer begins at another place in each window; the last window has none.
+        Window random = random_window(s, T);
+        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+            random(sample, tokens, targets);
+            size_t cut = 9 + sample % 5;
+            tokens[0] |= BEGINS, tokens[cut] |= BEGINS;
+            if (sample != 3) tokens[cut] |= REJECTED;
+            targets[cut - 1] = targets[T - 1] = -1;
+            return std::string();
+        };
+        f.t.references = [&](uint64_t sample, RowNumbers to) {
+            for (size_t i = 0; i < T; i++) to.reference[i] = -0.25f * float((i + sample) % 17);
+        };
+
+        // Run both plans. The ranks' parts of a gradient add up to the whole.
+        run_plan(f.t, 0);
+        Loss loss = plan_loss(f.t);
+        std::vector<double> grads;
+        for (const Parameter& p : f.t.model.parameters)
+            grads.insert(grads.end(), f.grad(p), f.grad(p) + p.elements());
+        run_plan(f.t, 1);
+        double evaluated = plan_loss(f.t).sum;
+        std::lock_guard lock(mutex);
+        if (world.rank == 0) found = {loss, evaluated, grads};
+    }), 0);
+    return found;
+}
+
+// Pairs of answers whose rows lie on several ranks: the loss, what is logged beside it, and all
+// gradients are those of whole sequences, for every order of rows and every method.
+TEST(Context, PairsAreThoseOfWholeSequences) {
+    int turn = 0;
+    for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
+                          LossKind::KTO}) {
+        Objective o = {kind, 0.3, kind == LossKind::DPO ? 0.1 : 0, 0.5, 2, 0.5};
+        OfPairs want = step_of_pairs(o, small_layout(1));
+        EXPECT_EQ(want.loss.valid, kind == LossKind::KTO ? 8 : 3);
+        for (int cp : {2, 4}) {
+            Layout layout = small_layout(cp == 2 ? 2 : 1, 1, 1, cp);
+            layout.cp_order = ORDERS[turn % 3], layout.cp_method = METHODS[turn++ / 2 % 3];
+            OfPairs got = step_of_pairs(o, layout);
+            SCOPED_TRACE(concat("loss ", int(kind), " cp ", cp, " order ", int(layout.cp_order)));
+            EXPECT_EQ(got.loss.valid, want.loss.valid);
+            EXPECT_EQ(got.loss.correct, want.loss.correct);
+            EXPECT_NEAR(got.loss.sum, want.loss.sum, 1e-11);
+            EXPECT_NEAR(got.loss.margin, want.loss.margin, 1e-11);
+            EXPECT_NEAR(got.evaluated, want.evaluated, 1e-11);
+            EXPECT_LT(largest(got.grads, want.grads), 1e-11);
+        }
+    }
+}

@@ -950,6 +950,18 @@ TEST(Layouts, PrefixesAreOneComputation) {
     some.push_back({1, 2, 2, 2, 0, Pipeline::INTERLEAVED});
     some.push_back({1, 1, 3, 1, 0, Pipeline::GPIPE});
 
+    // Ranks that share sequences: a method each, and a hybrid. Ulysses' ranks have some heads of the
+    // prefix each; where key/value heads are fewer than ranks, two ranks have the same one.
+    for (int cp : {2, 4})
+        for (ContextMethod method :
+             {ContextMethod::GATHER, ContextMethod::RING, ContextMethod::ULYSSES}) {
+            LayoutCase l = {cp == 2 ? 2 : 1, 1 + (method == ContextMethod::RING && cp == 2)};
+            l.cp = cp, l.cp_method = method, l.zero = int(method), l.cp_order = ContextOrder(l.zero);
+            l.cp_heads = cp == 4 && method == ContextMethod::RING ? 2 : 1;
+            l.recompute = three_levels(30 * cp);
+            some.push_back(l);
+        }
+
     // Compare each with one rank; a step has four micro-batches.
     for (bool llama : {false, true}) {
         Shape shape = llama ? llama_for_tp(false) : gpt2_for_tp(true);
@@ -958,7 +970,8 @@ TEST(Layouts, PrefixesAreOneComputation) {
         OneRank one = run_one_rank(shape, 4, llama, document_end);
         some.push_back({1, llama ? 4 : 3, 1}); // Llama's ranks share key heads
         for (LayoutCase l : some) {
-            if (!fits(shape, l)) continue;
+            size_t exchange = size_t(l.cp_method == ContextMethod::ULYSSES ? l.cp : l.cp_heads);
+            if (!fits(shape, l) || !cp_divides(shape, size_t(l.tp), exchange)) continue;
             l.micro_batches = 4 / l.dp, l.document_end = document_end;
             Cell cell = compare(errors_of(*run_layout<double>(shape, l, llama), *one.result), one);
             EXPECT_EQ(cell.wrong, "") << l.text();
@@ -1058,6 +1071,38 @@ std::vector<LayoutCase> expert_layouts() {
             all.push_back(l);
         }
     return all;
+}
+
+// Adapters beside attention's matrices and a shared expert's agree too, where ranks share out the
+// experts; so do those beside latent attention's matrices, and a prefix.
+TEST(Layouts, AdaptersBesideExpertsAreOneComputation) {
+    // Choose layouts: ranks of every axis.
+    std::map<std::tuple<int, int>, OneRank> one_rank;
+    std::vector<LayoutCase> some;
+    const std::vector<LayoutCase> all = expert_layouts();
+    for (size_t i = 0; i < all.size(); i += 6) some.push_back(all[i]);
+    LayoutCase rows = {2, 2, 2}, shared = {1, 2};
+    rows.zero = 3, rows.sequence_parallel = true, rows.recompute = three_levels(44);
+    shared.cp = 2, shared.sequence_parallel = true, shared.cp_method = ContextMethod::RING;
+    some.push_back(rows), some.push_back(shared);
+
+    // Compare each with one rank. Shapes take turns.
+    int number = 0;
+    for (LayoutCase& l : some) {
+        int kind = number % 3;
+        if (left_out(&number)) continue;
+        Shape shape = kind == 0 ? with_lora(shared_for_tp(), 3)
+                      : kind == 1 ? with_lora(mla_for_tp(true), 2)
+                                  : mixtral_for_tp(false);
+        if (kind == 2) shape.prefix = 3;
+        bool halves = l.pipeline == Pipeline::ZERO_BUBBLE || l.split;
+        if (kind == 2 && halves) l.pipeline = Pipeline::ONE_F_ONE_B, l.split = false;
+        shape.E = 6, l.one_expert = false;
+        OneRank& one = one_rank[{kind, l.micro_batches * l.dp}];
+        if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, true);
+        Cell cell = compare(errors_of(*run_layout<double>(shape, l, true), *one.result), one);
+        EXPECT_EQ(cell.wrong, "") << l.text();
+    }
 }
 
 // Exchanging only the rows that a rank's experts want changes no bit against gathering all rows:

@@ -20,7 +20,8 @@ using namespace llmc;
 // Shapes with adapters: beside all matrices, beside attention's alone, and in the later blocks.
 static std::vector<Shape> lora_shapes() {
     return {with_lora(small_gpt2(), 3), with_lora(small_llama(true, true), 2, "attention", true),
-            with_late_lora(small_variant(small_llama(), "gemma2"), 4)};
+            with_late_lora(small_variant(small_llama(), "gemma2"), 4),
+            with_lora(small_shared(), 2), with_lora(small_mla(true), 3)};
 }
 
 // Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
@@ -518,6 +519,38 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_EQ(some.size(), 6u);
     EXPECT_EQ(some["h.2.mlp.c_fc"].scale, 4);
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
+
+    // Experts are multiplied in groups, and routers choose as the base does: neither has adapters.
+    Adapters beside;
+    EXPECT_EQ(choose_adapters(make_model(small_shared()), {2, 4, false, "all"}, &beside), "");
+    EXPECT_EQ(beside.size(), 3u * (4 + 3)); // q, k, v, o; the dense or the shared ffn
+    EXPECT_TRUE(beside.count("model.layers.2.mlp.shared_expert.down_proj"));
+    EXPECT_HAS(choose_adapters(make_model(small_mixtral()), {2, 4, false, "w1"}, &beside),
+               "some of q_proj, k_proj, v_proj, o_proj");
+}
+
+// The input of a frozen product is gone when the forward pass is over: its gradient alone would
+// read it. An adapter beside the product, in any block, keeps it.
+TEST(Lora, NothingIsKeptForFrozenProducts) {
+    auto kept = [](const Shape& s) {
+        Plan p = small_plan(2, 16, 1);
+        return data_bytes<float>(p, make_model(s), {Kind::KEPT_W, 2}, Cpu{});
+    };
+    // Rows of the Llama: norm_1, norm_2 (32), swiglu (44), attention (32) and the middle's, which
+    // its norm reads; each ends at a multiple of 256 bytes.
+    Shape s = small_llama(), prefixed = s;
+    prefixed.prefix = 3;
+    size_t N = 32, C = N * 32 * sizeof(float), F = N * 44 * sizeof(float);
+    EXPECT_EQ(kept(with_lora(s, 2)), kept(s));
+    EXPECT_EQ(kept(with_lora(s, 2, "attention")), kept(s) - C - F);
+    EXPECT_EQ(kept(with_lora(s, 2, "down_proj")), kept(s) - 2 * C);
+    EXPECT_EQ(kept(with_lora(s, 2, "k_proj,up_proj")), kept(s) - F);
+    EXPECT_EQ(kept(prefixed), kept(s) - 2 * C - F);
+
+    Shape g = small_gpt2();
+    size_t G = N * 24 * sizeof(float);
+    EXPECT_EQ(kept(with_lora(g, 2, "c_attn")), kept(g) - G - 4 * G);
+    EXPECT_EQ(kept(with_lora(g, 2, "c_proj")), kept(g) - 2 * G);
 }
 
 // --lora-layers names blocks and ranges of them; what names no block is refused.
@@ -1046,6 +1079,19 @@ TEST(Access, IsTheTruthForQwen3) {
         for (bool split : {false, true})
             expect_honest_access<bf16>(small_qwen3(),
                                        small_plan(2, 8, 2, three_levels(number), split));
+}
+
+// Beside adapters frozen products' inputs are gone behind F, and the lowest trained block makes no
+// gradient of its input.
+TEST(Access, IsTheTruthBesideAdapters) {
+    Shape prefixed = small_llama();
+    prefixed.prefix = 3;
+    for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE})
+        for (const Shape& s : {with_lora(small_gpt2(), 2, "c_attn"), prefixed,
+                               upper_lora(small_llama(), 2, 1, true), with_lora(small_shared(), 2)}) {
+            bool split = level == Recompute::NONE && !s.prefix;
+            expect_honest_access<float>(s, small_plan(2, 8, 1, level, split));
+        }
 }
 
 // Every planned buffer is written in a step, so none is planned in vain.

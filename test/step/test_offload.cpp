@@ -162,6 +162,7 @@ struct Case {
     int micro_batches = 2;
     Tier update = Tier::DEVICE;
     std::vector<bool> parked = {}; // [layer]: whose activations are offloaded; empty: all
+    Stored stored = Stored::WIDE;  // of frozen matrices
 };
 
 // Make every move of a file late, by letting its threads sleep first.
@@ -196,6 +197,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         if (!c.optimizer_too) plan.offload.optimizer = Tier::DEVICE;
         plan.offload.update = c.update;
         plan.offload.parked = c.parked;
+        plan.stored = c.stored;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
@@ -220,7 +222,9 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
             mine.insert(mine.end(), values.begin(), values.end());
         };
         for (const Parameter& p : t.model.parameters) {
-            add(get_weight(t, p));
+            bool trains = t.model.buckets[p.bucket].trainable;
+            if (trains || c.stored == Stored::WIDE) add(get_weight(t, p));
+            if (!trains) continue;
             for (int s = 0; s < int(optimizer_row(c.optimizer).states.size()); s++)
                 add(numbers(fetch_numbers(t, {Kind::STATE, p.bucket, s}, p)));
         }
@@ -299,6 +303,32 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
                 EXPECT_TRUE(trained<bf16>(wide, c, late) == there) << zero << " " << prefetch;
             }
         }
+}
+
+// Beside adapters, and behind a prefix, no bit changes either. Frozen weights come for each use and
+// never go back; codes of four bits stay on the device.
+TEST(Offload, ChangesNoBitBesideAdapters) {
+    Shape prefixed = small_llama();
+    prefixed.prefix = 3;
+    for (const Shape& shape : {with_lora(small_gpt2(), 3), with_late_lora(small_llama(), 2), prefixed})
+        for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
+                       Case{2, 1, 1, 3, Tier::DEVICE}, Case{1, 2, 1, 0, Tier::DEVICE},
+                       Case{1, 1, 2, 2, Tier::DEVICE}})
+            for (Stored stored : {Stored::WIDE, Stored::NF4}) {
+                bool narrow = stored == Stored::NF4;
+                if (narrow && (c.tp > 1 || c.zero == 3)) continue;
+                c.stored = stored, c.weights = !narrow, c.level = three_levels(44);
+                c.tier = c.update = Tier::DEVICE;
+                std::vector<float> there = trained<bf16>(shape, c);
+                ASSERT_GT(there.size(), 500u);
+                for (Tier tier : {Tier::HOST, Tier::DISK}) {
+                    c.tier = tier;
+                    c.update = tier == Tier::HOST ? tier : Tier::DEVICE;
+                    EXPECT_TRUE(trained<bf16>(shape, c) == there)
+                        << "dp " << c.dp << " tp " << c.tp << " pp " << c.pp << " zero " << c.zero
+                        << " tier " << int(tier) << " stored " << int(stored);
+                }
+            }
 }
 
 // Gradients can be offloaded alone: they leave after each micro-batch and come back for the next,

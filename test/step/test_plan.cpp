@@ -247,6 +247,12 @@ TEST(Plan, BackwardPassesEndAtTheLowestAdapter) {
     ASSERT_EQ(plan_check(alone, model), "");
     auto last = std::find_if(alone.actions.begin(), alone.actions.end(),
                              [](const Action& a) { return a.op == Op::B && a.layer == 3; });
+    auto gradients = [&](const Action& a) {
+        std::vector<Data> writes = access(alone, model, a).writes;
+        return std::count(writes.begin(), writes.end(), Data{Kind::DSTREAM, a.layer, a.micro});
+    };
+    EXPECT_EQ(gradients(*last), 0); // nobody would read the gradient of its input
+    EXPECT_EQ(gradients(*(last - 1)), 1);
     Plan further = alone, shorter = alone;
     further.actions.insert(further.actions.begin() + (last - alone.actions.begin()) + 1,
                            {Op::B, 0, 2, -1, true});
