@@ -129,7 +129,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (!resumed)
         init_weights(t, uint64_t(c.seed), type != 0);
     if (!resumed && adapters && !c.adapter.empty())
-        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter));
+        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.prompt_plan));
     or_die_on_all_ranks(run, load_adapter_sets(t, c.adapters));
     if (!resumed) start_average(t);
 

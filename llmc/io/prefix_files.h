@@ -1,11 +1,14 @@
-// prefix_files.h - PEFT's prefix tuning: adapter_config.json and one tensor, in and out
+// prefix_files.h - PEFT's prefix tuning, in and out, and its prompt tuning, in
 //   prompt_embeddings (n, L * 2 * KV): row i has token i's key and value of each layer, layer by
 //   layer. KV = NKV HS, which PEFT calls token_dim; its num_attention_heads is NKV.
-//   A prefix that PEFT trained through a projection is saved behind it, as the same tensor.
+//   A prefix that PEFT trained through a projection is saved behind it, as the same tensor. Prompt
+//   tuning and P-tuning have a tensor of this name too, (n, C): rows before the embeddings, whose
+//   keys and values become a prefix (../prompt_keys.h).
 //   Writing  The rows of the layers are gathered one by one; the host holds the whole tensor.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "merged_adapters.h"
+#include "../prompt_keys.h"
 
 namespace llmc {
 
@@ -14,22 +17,37 @@ constexpr const char* PREFIX_TENSOR = "prompt_embeddings";
 // ----------------------------------------------------------------------------
 // reading
 
-// Whether a folder holds a prefix. A folder without a config is left to the other readers.
-inline bool is_prefix_folder(const std::string& folder) {
+// Tell what a folder holds before the text: keys and values of each layer, or rows before the
+// embeddings. A folder without a config is left to the other readers.
+enum class BeforeText { NOTHING, PREFIX, PROMPT };
+inline BeforeText before_text(const std::string& folder) {
     nlohmann::json j;
-    std::string wrong = read_json(peft_config_path(folder), &j);
-    if (!wrong.empty() || !j.is_object()) return false;
-    return j.value("peft_type", nlohmann::json()) == "PREFIX_TUNING";
+    std::string wrong = folder.empty() ? "none" : read_json(peft_config_path(folder), &j);
+    if (!wrong.empty() || !j.is_object()) return BeforeText::NOTHING;
+    nlohmann::json type = j.value("peft_type", nlohmann::json());
+    if (type == "PREFIX_TUNING") return BeforeText::PREFIX;
+    bool prompt = type == "PROMPT_TUNING" || type == "P_TUNING";
+    return prompt ? BeforeText::PROMPT : BeforeText::NOTHING;
+}
+
+// The numbers of a row of the tensor.
+inline size_t width_before_text(const Shape& s, BeforeText what) {
+    return what == BeforeText::PROMPT ? s.C : s.L * 2 * s.NKV * s.HS;
 }
 
 // Read how many tokens the prefix of a folder has, and check that it is for this model. Only the
 // header is read; load_prefix() reads the values later.
 inline std::string read_prefix(const Shape& s, const std::string& folder, size_t* n) {
     SafeTensors file;
+    BeforeText what = before_text(folder);
+    bool prompt = what == BeforeText::PROMPT;
+    if (prompt && s.sliding_window)
+        return folder + ": is a prompt, whose rows leave the model's sliding window, and a prefix "
+                        "does not: such a model is not built";
     std::string wrong = open_adapter(&file, folder);
     if (!wrong.empty()) return wrong;
     const SafeTensor* t = safetensors_find(file, PREFIX_TENSOR);
-    size_t width = s.L * 2 * s.NKV * s.HS;
+    size_t width = width_before_text(s, what);
 
     // Compare the tensor with the model: the config does not decide what is read.
     bool matrix = t && t->shape.size() == 2 && is_float_dtype(t->dtype);
@@ -38,7 +56,8 @@ inline std::string read_prefix(const Shape& s, const std::string& folder, size_t
                        ": get the file again");
     else if (t->shape[1] != width || !t->shape[0])
         wrong = concat(file.path, ": ", PREFIX_TENSOR, " is ", shape_text(t->shape),
-                       ", and a prefix of this model has rows of ", width,
+                       ", and a ", prompt ? "prompt" : "prefix", " of this model has rows of ",
+                       width,
                        ": give the --model that it was trained on");
     else if (file.tensors.size() != 1)
         wrong = concat(file.path, ": holds ", file.tensors.size(), " tensors, and a prefix is one: "
@@ -54,16 +73,18 @@ inline size_t prefix_column(const Model& m, const Parameter& p) {
     return (size_t(p.layer - 1) * 2 + half) * m.shape.NKV * m.shape.HS;
 }
 
-// Load a prefix. One rank reads the tensor for all; each parameter takes its columns.
+// Load a prefix. One rank reads the tensor for all; each parameter takes its columns. plan: of a
+// prompt's rows, which it evaluates; -1 where the folder has none.
 template <typename T, typename S>
-std::string load_prefix(Trainer<T, S>& t, const std::string& folder) {
+std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     std::string path = folder + "/adapter_model.safetensors";
     std::string wrong = hf_open_shared(&h, {path});
     if (!wrong.empty()) return wrong;
     const Shape& s = t.model.shape;
-    size_t KV = s.NKV * s.HS, width = s.L * 2 * KV;
+    BeforeText what = plan < 0 ? BeforeText::PREFIX : BeforeText::PROMPT;
+    size_t KV = s.NKV * s.HS, width = width_before_text(s, what);
     const SafeTensor* tensor = safetensors_find(h.files[0], PREFIX_TENSOR);
     if (!tensor || tensor->shape != std::vector<size_t>{s.prefix, width})
         return path + ": has changed since the run began";
@@ -71,6 +92,10 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder) {
     // Every rank takes the tensor, which is small, and keeps its part.
     auto all_stages = [](int) { return true; };
     std::vector<float> all = bring_floats(h, *tensor, 0, tensor->elements(), all_stages);
+    if (plan >= 0) {
+        make_prefix(t, plan, all);
+        return "";
+    }
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         std::vector<float> values(p.elements());
@@ -83,8 +108,8 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder) {
 
 // Load a folder's adapters of either kind.
 template <typename T, typename S>
-std::string load_trained_adapters(Trainer<T, S>& t, const std::string& folder) {
-    return t.model.shape.prefix ? load_prefix(t, folder) : load_adapters(t, folder);
+std::string load_trained_adapters(Trainer<T, S>& t, const std::string& folder, int plan = -1) {
+    return t.model.shape.prefix ? load_prefix(t, folder, plan) : load_adapters(t, folder);
 }
 
 // ----------------------------------------------------------------------------

@@ -94,7 +94,8 @@ inline LoraOptions lora_options(const Config& c) {
 // Take the number of trained keys from the folder --adapter, if it holds a prefix: from here on the
 // run is one of --prefix.
 inline void take_prefix(Config& c, const Shape& s) {
-    if (c.adapter.empty() || given(c, "prefix") || !is_prefix_folder(c.adapter)) return;
+    bool made = c.adapter.empty() || given(c, "prefix");
+    if (made || before_text(c.adapter) == BeforeText::NOTHING) return;
     size_t n = 0;
     or_die(read_prefix(s, c.adapter, &n));
     c.prefix = int(n);
@@ -523,6 +524,15 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     run.score_groups = group_by_length(run.tasks.candidates, rows, text_positions(run.shape));
     for (ScoreGroup& group : run.score_groups)
         group.plan = add(score_plan(evaluate, group.T, run.layout));
+
+    // Evaluate the rows of a prompt, which become a prefix.
+    if (c.prefix && before_text(c.adapter) == BeforeText::PROMPT) {
+        PlanOptions prompt = evaluate;
+        prompt.whole_sequences = true;
+        prompt.B = c.sequence_parallel ? size_t(c.tp) : 1;
+        prompt.T = size_t(c.prefix);
+        run.prompt_plan = add(prompt);
+    }
 
     // Generate, one text in each slot. A slot of the cache holds the longest prompt and all tokens
     // that follow it.

@@ -79,6 +79,7 @@ struct Run {
 
     // Progress. A plan is an index into Trainer::plans; -1: this run does not have that plan.
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1;
+    int prompt_plan = -1; // makes the keys and values of a prompt
     int rollout_plan = -1;
     int64_t step = 0;       // optimizer steps done
     int64_t first_step = 0; // the step that this process started from

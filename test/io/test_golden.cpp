@@ -431,8 +431,8 @@ static std::string prefixed(Shape* s, const std::string& base, const std::string
 static void compare_with_prefix(const std::string& name, const std::string& dir) {
     std::string base = ROOT + "/dev/golden/" + name, folder = ROOT + "/dev/golden/prefix-" + name;
     json golden = read_json(folder + "/golden.json");
-    EXPECT_TRUE(is_prefix_folder(folder));
-    EXPECT_FALSE(is_prefix_folder(ROOT + "/dev/golden/lora-" + name));
+    EXPECT_EQ(before_text(folder), BeforeText::PREFIX);
+    EXPECT_EQ(before_text(ROOT + "/dev/golden/lora-" + name), BeforeText::NOTHING);
     Shape s;
     ASSERT_EQ(prefixed(&s, base, folder), "");
     TensorFile text(base + "/golden.safetensors");
@@ -497,7 +497,7 @@ TEST_F(Prefixed, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(prefixed(&s, golden + "llama-tiny", golden + "lora-llama-tiny"),
                "has no matrix of floats called prompt_embeddings");
     EXPECT_NE(prefixed(&s, golden + "llama-tiny", dir), "");
-    EXPECT_FALSE(is_prefix_folder(dir));
+    EXPECT_EQ(before_text(dir), BeforeText::NOTHING);
 }
 
 // A sample of two conversations: the chosen answer's and behind it the rejected one's, as

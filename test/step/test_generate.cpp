@@ -95,11 +95,17 @@ TEST(Slots, EachTextIsWhatItIsAlone) {
     EXPECT_EQ(make_texts<float>(small_gpt2(), 5, {}, 0), make_texts<float>(small_gpt2(), 1, {}, 0));
 }
 
-// Behind a prefix, tokens that are generated one by one through the cache are those that evaluation
-// of the whole text finds likeliest, and any number of slots makes the same texts.
+// Behind a prefix and without one, and with a window, tokens that are generated one by one through
+// the cache are those that evaluation of the whole text finds likeliest, and any number of slots
+// makes the same texts.
 TEST(Slots, APrefixIsBeforeEveryText) {
-    for (Shape s : {small_gpt2(), small_llama(true, true)}) {
-        s.prefix = 3;
+    Shape windows = small_llama(true, true), gpt2 = small_gpt2();
+    windows.sliding_window = 3;
+    gpt2.prefix = 3;
+    std::vector<Shape> shapes = {gpt2, windows};
+    windows.prefix = 3;
+    shapes.push_back(windows);
+    for (const Shape& s : shapes) {
         EXPECT_EQ(make_texts<double>(s, 3), make_texts<double>(s, 1));
 
         // Continue a prompt greedily.
@@ -130,6 +136,63 @@ TEST(Slots, APrefixIsBeforeEveryText) {
             for (size_t v = 0; v < s.V; v++)
                 EXPECT_LE(losses[size_t(text[i]) * T + i - 1], losses[v * T + i - 1]) << i;
     }
+}
+
+// A prompt whose rows are tokens' own embeddings is these tokens: behind the prefix that is made of it
+// a text has the losses that it has behind the tokens.
+static void expect_prompt_as_prefix(const Shape& base, const Layout& layout) {
+    const std::vector<int> asked = {5, 17, 2};
+    const size_t n = asked.size(), T = 6;
+    auto body = [&](const Comm& world) {
+        // Make the base, and a model that has a prefix.
+        Plan whole = small_plan(2, n + T, 1), behind = small_plan(2, T, 1);
+        whole.mode = behind.mode = Mode::EVALUATE;
+        whole.layout = behind.layout = layout_at(layout, world.rank);
+        Plan prompt = small_plan(layout.sequence_parallel ? 2 : 1, n, 1);
+        prompt.mode = Mode::EVALUATE, prompt.layout = behind.layout;
+        Shape prefixed = base;
+        prefixed.prefix = n;
+        Fixture<double> tokens(base, {whole}), prefix(prefixed, {behind, prompt});
+        for (Fixture<double>* f : {&tokens, &prefix})
+            f->t.comms = make_comms(world, behind.layout, ranks_of_kv_head(behind.layout, f->t.model));
+
+        // The rows of the prompt are those of the tokens.
+        std::vector<float> table = get_weight(tokens.t, tokens.t.model.parameters[0]), rows;
+        for (int token : asked)
+            rows.insert(rows.end(), &table[size_t(token) * base.C], &table[size_t(token + 1) * base.C]);
+        make_prefix(prefix.t, 1, rows);
+
+        // Evaluate the same texts.
+        Window text = random_window(base, T);
+        prefix.t.window = text;
+        tokens.t.window = [&](uint64_t sample, int* to, int* targets) {
+            std::copy(asked.begin(), asked.end(), to);
+            std::fill_n(targets, n, -1);
+            return text(sample, to + n, targets + n);
+        };
+        run_plan(tokens.t, 0), run_plan(prefix.t, 0);
+        Loss want = plan_loss(tokens.t), got = plan_loss(prefix.t);
+        EXPECT_EQ(got.valid, want.valid);
+        EXPECT_NEAR(got.sum, want.sum, 1e-6) << base.hf_type; // rows come as floats
+        EXPECT_GT(want.sum, 1);
+    };
+    EXPECT_EQ(run_local_ranks(layout.world(), {.timeout_s = 20}, body), 0);
+}
+
+TEST(Slots, APromptIsReadAsAPrefix) {
+    Shape scaled = small_llama(true, true);
+    scaled.scaled_embedding = true;
+    for (const Shape& s : {small_gpt2(), scaled, small_qwen3(), small_mixtral()})
+        expect_prompt_as_prefix(s, {});
+
+    // Ranks that share key heads, rows, stages and shards.
+    Layout rows = small_layout(1, 2), shards = small_layout(2);
+    rows.sequence_parallel = true, shards.zero = 3;
+    Layout stages = small_layout(1, 1, 2);
+    stages.first_layer = {0, 2, 5};
+    for (const Layout& layout : {rows, small_layout(1, 4), shards, stages})
+        expect_prompt_as_prefix(small_llama(), layout);
+    expect_prompt_as_prefix(small_gpt2(), stages);
 }
 
 // Every layout generates the texts of one rank.
