@@ -85,6 +85,10 @@ inline std::string read_conversation(const nlohmann::json& j, Conversation* out)
         return wrong.empty() ? read_part(j, "completion", "assistant", out) : wrong;
     }
 
+    // Two answers of which one is better teach another loss.
+    if (j.contains("chosen") || j.contains("preferred_output"))
+        return "is a pair of answers: give --loss dpo, or ipo, simpo, orpo, kto";
+
     // Alpaca's keys: what is to be done, and with what.
     ChatMessage system = {"system", ""}, user = {"user", ""}, answer = {"assistant", ""};
     if (!j.contains("instruction"))

@@ -49,7 +49,7 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
     for (const char* key : {keys.chosen, keys.rejected})
         if (!line.contains(key))
             return concat("has no ", in_quotes(key), ": a pair has \"prompt\", \"chosen\" and "
-                          "\"rejected\"");
+                          "\"rejected\"; conversations are for --loss sft");
 
     // Read the question, if it stands apart.
     std::string wrong;

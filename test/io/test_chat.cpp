@@ -306,6 +306,7 @@ TEST(Conversations, LinesOfTheUsualShapesSayTheSame) {
     EXPECT_EQ(read(R"({"system": "s", "instruction": "u", "input": "i", "output": "a"})"), "");
     EXPECT_EQ(c[0].role + c[0].text + c[1].text + c[1].input, "systemsui");
     EXPECT_HAS(read(R"({"text": "t"})"), "has none of \"messages\"");
+    EXPECT_HAS(read(R"({"prompt": "q", "chosen": "a", "rejected": "b"})"), "give --loss dpo");
     EXPECT_HAS(read(R"({"messages": [{"role": "user", "content": 1}]})"),
                "message 1 has no string \"content\"");
     EXPECT_HAS(read(R"({"prompt": "u", "completion": 3})"), "no string \"completion\"");
@@ -622,7 +623,8 @@ TEST(Preferences, TheMeanOverPairsIsTheSameInEveryLayout) {
         for (std::string layout :
              {"--micro-batch 4", "--micro-batch 1", "--micro-batch 2 --local-ranks 2 --zero 3",
               "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1 --verify-every 1", // with replays
-              "--micro-batch 2 --local-ranks 2 --tp 2 --sequence-parallel"}) {
+              "--micro-batch 2 --local-ranks 2 --tp 2 --sequence-parallel",
+              "--micro-batch 1 --local-ranks 4 --cp 2 --zero 2"}) {
             if (loss != "dpo" && !layout.ends_with("4") && !has(layout, "pp")) continue;
             std::string out = scratch(loss + layout);
             Ran ran = shell(preference_run(path, common + "--loss " + loss + " --out '" + out +
@@ -780,7 +782,8 @@ TEST(Labels, ReferencePointAndLossAreTheSameInEveryLayout) {
     std::vector<double> expected;
     for (std::string layout :
          {"--micro-batch 4", "--micro-batch 1 --local-ranks 4 --pp 2 --zero 1 --verify-every 1",
-          "--micro-batch 2 --local-ranks 2 --zero 3", "--micro-batch 2 --local-ranks 2 --tp 2"}) {
+          "--micro-batch 2 --local-ranks 2 --zero 3", "--micro-batch 2 --local-ranks 2 --tp 2",
+          "--micro-batch 2 --local-ranks 2 --cp 2 --cp-method ring"}) {
         std::string out = scratch("labels" + layout);
         Ran ran = shell(preference_run(path, common + "--out '" + out + "' " + layout));
         ASSERT_EQ(ran.status, 0) << ran.text;

@@ -161,6 +161,37 @@ TEST_F(Run, EveryPresetExplainsItself) {
     EXPECT_HAS(r.text, "the head makes logits of 640 rows at a time of 4096: 61.4 MiB");
 }
 
+// --explain says what weights and states of adapters of rank 16 take beside a base in bf16, and
+// beside one in codes of four bits (QLoRA), in GiB: 2 N + 18 P bytes, or 0.51587 a parameter of a
+// block's matrix in the place of 2. N and P are the published numbers of parameters.
+TEST_F(Run, ExplainSaysTheMemoryOfAdapters) {
+    struct Line {
+        const char* model;
+        double lora, qlora;
+    };
+    for (const Line& line : {Line{"gpt2", 0.27, 0.15}, Line{"qwen2.5-0.5b", 1.07, 0.57},
+                             Line{"tinyllama-1.1b", 2.26, 0.92}, Line{"llama2-7b", 13.22, 4.27},
+                             Line{"llama3-8b", 15.66, 6.01}, Line{"llama3-70b", 134.89, 40.27},
+                             Line{"llama3-405b", 766.41, 211.25}})
+        for (const char* weights : {"float", "nf4"}) {
+            Ran r = run(std::string("--explain --precision bf16 --seq 512 --micro-batch 1 "
+                                    "--lora 16 --recompute full --sample-tokens 0 --model ") +
+                        line.model + " --weights " + weights);
+            EXPECT_EQ(r.status, 0) << r.text;
+
+            // Add up what lasts. The margin: the page has two digits, tensors end at multiples of
+            // 256 bytes, and the vocabulary is padded.
+            double bytes = 0;
+            for (const char* part : {"weights", "gradients", "master weights", "optimizer moments"}) {
+                size_t at = r.text.find(std::string("\n  ") + part + " ");
+                ASSERT_NE(at, std::string::npos) << part;
+                bytes += atof(r.text.c_str() + at + 3 + strlen(part));
+            }
+            double want = weights[0] == 'f' ? line.lora : line.qlora;
+            EXPECT_NEAR(bytes / double(1 << 30), want, 0.006 + 0.0005 * want) << line.model;
+        }
+}
+
 // --explain tells how many FLOPs a run takes, and hours at 40% of a GPU's peak: 312e12 FLOP/s on an
 // A100, 989e12 on an H100. The run is GPT-2 124M on 10 billion tokens.
 TEST_F(Run, ExplainSaysFlopsAndHours) {
