@@ -36,7 +36,8 @@ struct Sampling {
     int64_t number = 0;      // which of several samples at this step
     std::set<int> ends = {}; // tokens that end a text
     bool emits_end = false;  // ends are emitted too
-    // asked by all ranks before each run; true ends all texts
+    // Asked before each run; true ends all texts. All ranks hear the same from it; with own_texts
+    // it speaks for its rank alone, and ranks tell each other.
     std::function<bool()> stops = nullptr;
     Draft* draft = nullptr; // guesses tokens ahead; null: no speculation
     bool own_texts = false; // each place along dp has its own texts, the same on its ranks
@@ -199,6 +200,7 @@ template <typename T, typename S> struct Generation {
     const std::vector<int>* held = nullptr;
     size_t held_slot = 0;
     std::vector<float> held_logits = {};
+    bool stopped = false; // a rank wished to stop, with own_texts
 };
 
 // Pick a token for a slot from a row of logits: the next one, or the one `ahead` places further.
@@ -249,11 +251,13 @@ void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
     broadcast(g.group, tokens, n, g.root, Cpu{});
 }
 
-// Tell ranks with other texts whether this one has something to run, and hear whether any has.
+// Tell ranks with other texts whether this one has something to run, and whether it wishes to stop;
+// hear whether any has, and whether any does.
 template <typename T, typename S> bool any_runs(Generation<T, S>& g, bool runs) {
-    int64_t any = runs;
-    all_reduce_max(g.t.comms.world, &any, 1, Cpu{});
-    return any;
+    int64_t any[] = {runs, g.how.stops && g.how.stops()};
+    all_reduce_max(g.t.comms.world, any, 2, Cpu{});
+    g.stopped |= any[1] > 0;
+    return any[0] > 0;
 }
 
 // Run the plan on the batch that has been made. Ranks that have other texts gather shards of the
@@ -263,10 +267,11 @@ template <typename T, typename S> void run_texts(Generation<T, S>& g) {
     run_plan(g.t, g.plan);
 }
 
-// Run along, on a token of no text, until all ranks have generated theirs.
+// Run along, on a token of no text, until all ranks have generated theirs or one wishes to stop:
+// the run in which it says so is the last.
 template <typename T, typename S> void run_for_others(Generation<T, S>& g) {
     int token = 0;
-    while (g.how.own_texts && any_runs(g, false)) {
+    while (g.how.own_texts && !g.stopped && any_runs(g, false)) {
         generate_batch(g.t, g.plan, &token, 1, 0);
         run_plan(g.t, g.plan);
     }
@@ -545,10 +550,10 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
                         t.ctx.where);
 
     bool stopped = count == 0;
-    while (!stopped) {
+    while (!stopped && !g.stopped) {
         // Fill free slots. A text may end with its first token.
         for (size_t b = 0; b < B; b++)
-            while (g.slots[b].text < 0 && g.next_text < texts.size())
+            while (g.slots[b].text < 0 && g.next_text < texts.size() && !g.stopped)
                 start_texts(g, b, emit, end);
 
         // Read and pick one token in all used slots.
@@ -556,7 +561,7 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
         while (used > 0 && g.slots[used - 1].text < 0)
             used--;
         if (used == 0) return run_for_others(g);
-        stopped = how.stops && how.stops();
+        stopped = g.stopped || (!how.own_texts && how.stops && how.stops());
         if (!stopped) decode_slots(g, used, emit, end);
     }
 

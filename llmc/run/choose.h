@@ -538,7 +538,10 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     // that follow it.
     PlanOptions generate = evaluate;
     generate.mode = Mode::GENERATE;
-    generate.B = generation_slots(c, run.prompts.size() * size_t(c.samples));
+    size_t texts = run.prompts.size() * size_t(c.samples);
+    if (answers_are_shared(c))
+        texts = ceil_div(texts, size_t(c.dp));
+    generate.B = generation_slots(c, texts);
     generate.T = 1;
     for (const Prompt& p : run.prompts)
         generate.T = std::max(generate.T, p.tokens.size());

@@ -7,6 +7,8 @@
 //   Without --completions the lines go to standard output, and everything else to standard error.
 //   Sample k of prompt p has uniform numbers of its own, so --slots, --samples and the layout do
 //   not change it; only rounding of the logits may, where two tokens are about equally likely.
+//   Data-parallel ranks share the completions out, and the first writes them all at the end; a rank
+//   without such peers writes each as soon as all before it have ended.
 #pragma once
 #include <nlohmann/json.hpp>
 #include "sample.h"
@@ -130,10 +132,8 @@ struct CompletionWriter {
     std::vector<Completion> all;
     size_t written = 0;
 
-    // Record that completion i has ended, and write all that can be written in order.
-    void take_end(size_t i, Ended why) {
-        all[i].why = why;
-        all[i].over = true;
+    // Write all that have ended, up to the first that has not.
+    void write_ended() {
         size_t samples = size_t(run.config.samples);
         for (; written < all.size() && all[written].over; written++) {
             const Prompt& prompt = run.prompts[written / samples];
@@ -143,16 +143,62 @@ struct CompletionWriter {
     }
 };
 
+// The completions of one place along dp: [first, past) of all.
+struct ShareOfTexts {
+    size_t first, past;
+};
+template <typename T, typename S>
+ShareOfTexts share_of_texts(const Run& run, const Trainer<T, S>& t, size_t all) {
+    Axis dp = answers_are_shared(run.config) ? t.layout.dp : Axis{};
+    size_t size = size_t(dp.size);
+    size_t rank = size_t(dp.rank);
+    return {all * rank / size, all * (rank + 1) / size};
+}
+
+// Give the first rank the completions that each place along dp has made, [mine.first, mine.past)
+// here. All ranks call.
+template <typename T, typename S>
+void share_completions(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine,
+                       std::vector<Completion>& all) {
+    // Put why and how long, then the tokens, in a row. One rank of each place contributes, and all
+    // others add 0.
+    size_t row = size_t(run.config.sample_tokens) + 3;
+    size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
+    std::vector<int64_t> rows(all.size() * row);
+    for (size_t i = mine.first; i < past; i++) {
+        int64_t* to = &rows[i * row];
+        *to++ = all[i].over;
+        *to++ = int64_t(all[i].why);
+        *to++ = int64_t(all[i].tokens.size());
+        for (int token : all[i].tokens)
+            *to++ = token;
+    }
+    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
+
+    // Take them out again.
+    const int64_t* from = rows.data();
+    for (Completion& made : all) {
+        made.over = from[0];
+        made.why = Ended(from[1]);
+        made.tokens.assign(from + 3, from + 3 + from[2]);
+        from += row;
+    }
+}
+
 // Continue every prompt --samples times.
 template <typename T, typename S>
 void complete_prompts(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::SAMPLE);
+    size_t samples = size_t(c.samples);
+    size_t all = run.prompts.size() * samples;
+    ShareOfTexts mine = share_of_texts(run, t, all);
     std::vector<Text> texts;
-    for (size_t p = 0; p < run.prompts.size(); p++)
-        for (int k = 0; k < c.samples; k++)
-            texts.push_back({&run.prompts[p].tokens, fnv1a(concat("completion.", p, ".", k)), 0,
-                             run.prompts[p].adapter});
+    for (size_t i = mine.first; i < mine.past; i++) {
+        const Prompt& prompt = run.prompts[i / samples];
+        std::string stream = concat("completion.", i / samples, ".", i % samples);
+        texts.push_back({&prompt.tokens, fnv1a(stream), 0, prompt.adapter});
+    }
 
     // Open the file on the first rank, which writes it. choose_prompt_file() has tried this before.
     FILE* file = run.completions;
@@ -161,33 +207,49 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     std::string why = strerror(errno);
     LLMC_USER_CHECK(file || !is_first(run), "--completions %s: cannot be written: %s",
                     c.completions.c_str(), why.c_str());
-    CompletionWriter writer = {run, file, std::vector<Completion>(texts.size())};
+    CompletionWriter writer = {run, file, std::vector<Completion>(all)};
 
     // Generate. After a signal the completions so far are written as they are.
     Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
     how.ends = run.stop_tokens;
     how.draft = run.draft;
     CatchSignals catch_signals;
-    how.stops = [&] { return (run.stopped = agree(run.world, {stop_signal, false}).stop) != 0; };
-    size_t tokens = 0;
+    bool shared = answers_are_shared(c);
+    how.own_texts = shared;
+    how.stops = [&] {
+        if (shared) return stop_signal != 0;
+        return (run.stopped = agree(run.world, {stop_signal, false}).stop) != 0;
+    };
     double start = clock_seconds();
     auto emit = [&](int64_t i, int token) {
-        writer.all[size_t(i)].tokens.push_back(token);
-        tokens++;
+        writer.all[mine.first + size_t(i)].tokens.push_back(token);
     };
     auto end = [&](int64_t i, Ended ended) {
-        if (is_first(run)) writer.take_end(size_t(i), ended);
+        Completion& made = writer.all[mine.first + size_t(i)];
+        made.why = ended;
+        made.over = true;
+        if (is_first(run) && !shared) writer.write_ended();
     };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
+    if (shared) {
+        run.stopped = agree(run.world, {stop_signal, false}).stop;
+        share_completions(run, t, mine, writer.all);
+    }
     if (!is_first(run)) return;
+    writer.write_ended();
 
     // Close the file, which is when a full disk may show, and report errors.
     double seconds = clock_seconds() - start;
     bool good = !ferror(file);
     if (fclose(file) != 0 || !good)
         report_failure(run, concat("completions could not all be written: ", strerror(errno)));
-    printf("%zu completions, %zu tokens, %.1f tokens/s in %zu slots\n", writer.written, tokens,
-           double(tokens) / seconds, std::min(texts.size(), t.plans[run.generate_plan].B));
+    size_t tokens = 0;
+    for (const Completion& made : writer.all)
+        tokens += made.tokens.size();
+    size_t slots = std::min(texts.size(), t.plans[run.generate_plan].B);
+    printf("%zu completions, %zu tokens, %.1f tokens/s in %zu slots", writer.written, tokens,
+           double(tokens) / seconds, slots);
+    printf(shared ? " of each of %d ranks\n" : "\n", c.dp);
 }
 
 } // namespace llmc

@@ -256,7 +256,9 @@ TEST(Budget, BlocksBelowTheLowestAdapterKeepNothing) {
 
             // The first rank has a stage below the lowest adapter, or a part of one.
             EXPECT_LE(none.peak[0], before);
-            if (c.layout.pp.rank == 0) EXPECT_LT(none.peak[0], before);
+            if (c.layout.pp.rank == 0) {
+                EXPECT_LT(none.peak[0], before);
+            }
             std::vector<int> blocks = blocks_of(c.layout, ends);
             for (int l : blocks) EXPECT_GE(l, 4);
 

@@ -373,6 +373,35 @@ TEST(Slots, PlacesAlongDpHaveTextsOfTheirOwn) {
     expect_texts_of_places(stages);
 }
 
+// A wish to stop on one rank ends all texts of all places, also where a place has no text left.
+TEST(Slots, AWishOfOnePlaceEndsAllTexts) {
+    Shape s = gpt2_shape(2, 2, 16, 61, 32);
+    std::vector<int> prompt = {1, 7, 3};
+    std::mutex one_at_a_time;
+    size_t ended = 0;
+    auto body = [&](const Comm& world) {
+        Plan p = small_plan(2, 3, 1);
+        p.mode = Mode::GENERATE, p.cache = 20, p.layout = layout_at(small_layout(3), world.rank);
+        Fixture<double> f(s, {p});
+        f.t.comms = make_comms(world, p.layout);
+
+        // The third place has no text, and wishes to stop when the others have run four times.
+        Sampling how;
+        how.own_texts = true;
+        int asked = 0;
+        how.stops = [&] { return world.rank == 2 && ++asked > 4; };
+        std::vector<Text> texts(world.rank == 2 ? 0 : 3, {&prompt, 1});
+        size_t tokens = 0, stopped = 0;
+        generate(f.t, 0, texts, 12, how, [&](int64_t, int) { tokens++; },
+                 [&](int64_t, Ended why) { stopped += why == Ended::BY_STOP; });
+        std::lock_guard lock(one_at_a_time);
+        ended += stopped;
+        EXPECT_LT(tokens, 12u);
+    };
+    EXPECT_EQ(run_local_ranks(3, {.timeout_s = 20}, body), 0);
+    EXPECT_EQ(ended, 4u); // two slots of two places
+}
+
 // One rank chooses. Data-parallel ranks may round a logit to other bits, and would then go on with
 // other texts. Here they differ by more: the second rank's token table is another, and its own
 // choices are others, yet it hears those of the first.
@@ -854,7 +883,8 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
     EXPECT_HAS(made, "\"tokens\":6,\"end\":\"length\"}\n");
     EXPECT_EQ(std::count(made.begin(), made.end(), '\n'), 6);
     for (const char* flags : {"--slots 1", "--slots 4", "--local-ranks 2 --tp 2",
-                              "--local-ranks 2 --pp 2", "--local-ranks 2 --zero 3"})
+                              "--local-ranks 2 --pp 2", "--local-ranks 2 --zero 3",
+                              "--local-ranks 4 --slots 1", "--local-ranks 8 --tp 2"})
         EXPECT_EQ(completions(file + " --samples 2 " + flags), made) << flags;
 
     // A third sample changes nothing of the first two. A file gets the same lines
