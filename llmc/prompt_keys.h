@@ -108,18 +108,22 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     t.document_end = document_end;
     t.samples_end = end;
 
-    // Keep this rank's heads: the others' columns are theirs.
+    // Give all ranks the same numbers: one rank contributes each head's, and all others add 0.
+    const Layout& layout = t.layout;
+    bool first = layout.dp.rank == 0 && layout.cp.rank == 0;
+    bool owner = first && layout.tp.rank % ranks_of_kv_head(layout, t.model) == 0;
     size_t all = shape.NKV * shape.HS;
     for (const Parameter& p : t.model.parameters) {
-        if (!is_adapter(t.model, p) || !found.count(p.layer)) continue;
+        if (!is_adapter(t.model, p)) continue;
         const PromptKeys& both = found[p.layer];
         const std::vector<float>& mine = p.name.ends_with(".k") ? both.k : both.v;
         size_t KV = mine.size() / n;
-        size_t rank = size_t(t.layout.tp.rank);
-        size_t head = rank * shape.NKV / size_t(t.layout.tp.size);
+        size_t rank = size_t(layout.tp.rank);
+        size_t head = rank * shape.NKV / size_t(layout.tp.size);
         std::vector<float> values(n * all);
-        for (size_t i = 0; i < n; i++)
+        for (size_t i = 0; owner && KV > 0 && i < n; i++)
             std::copy_n(&mine[i * KV], KV, &values[i * all + head * shape.HS]);
+        all_reduce_sum(t.comms.world, values.data(), values.size(), Cpu{});
         set_weight(t, p, values.data());
     }
 }
