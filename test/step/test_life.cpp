@@ -1200,8 +1200,8 @@ TEST_F(Life, APrefixGoesOnAndComesBack) {
     EXPECT_EQ(r.status, 0) << r.text;
     r = start(flags + " --steps 2 --prefix 5 --adapter " + prefix);
     EXPECT_HAS(r.text, "--prefix 5 is prefix tuning, and --adapter is for other adapters");
-    r = start(flags + " --steps 2 --cp 2 --local-ranks 2 --adapter " + prefix);
-    EXPECT_HAS(r.text, "--adapter " + prefix + " is not built with --cp 2");
+    r = start(flags + " --steps 2 --precision bf16 --fp8 block --adapter " + prefix);
+    EXPECT_HAS(r.text, "--adapter " + prefix + " is not built with --fp8");
 }
 
 // A checkpoint of adapters holds the adapters alone, and names its base. Beside a base of 4 or 8
