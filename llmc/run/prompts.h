@@ -130,14 +130,18 @@ struct CompletionWriter {
     Run& run;
     FILE* file;
     std::vector<Completion> all;
-    size_t written = 0;
+    size_t next = 0;    // the first completion that is not written
+    size_t written = 0; // lines
 
-    // Write all that have ended, up to the first that has not.
-    void write_ended() {
+    // Write all that have ended, up to the first that has not; at the end also those behind it,
+    // because after a signal some have not begun.
+    void write_ended(bool at_end) {
         size_t samples = size_t(run.config.samples);
-        for (; written < all.size() && all[written].over; written++) {
-            const Prompt& prompt = run.prompts[written / samples];
-            fputs(completion_line(run, prompt, int(written % samples), all[written]).c_str(), file);
+        for (; next < all.size() && (at_end || all[next].over); next++) {
+            if (!all[next].over) continue;
+            const Prompt& prompt = run.prompts[next / samples];
+            fputs(completion_line(run, prompt, int(next % samples), all[next]).c_str(), file);
+            written++;
         }
         fflush(file);
     }
@@ -228,7 +232,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         Completion& made = writer.all[mine.first + size_t(i)];
         made.why = ended;
         made.over = true;
-        if (is_first(run) && !shared) writer.write_ended();
+        if (is_first(run) && !shared) writer.write_ended(false);
     };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
     if (shared) {
@@ -236,7 +240,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         share_completions(run, t, mine, writer.all);
     }
     if (!is_first(run)) return;
-    writer.write_ended();
+    writer.write_ended(true);
 
     // Close the file, which is when a full disk may show, and report errors.
     double seconds = clock_seconds() - start;
