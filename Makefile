@@ -113,6 +113,7 @@ tests-built: all $(addprefix $(BUILD)/,test_ops $(TESTS) $(EMULATED))
 # Everything that a machine with a GPU runs.
 gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels \
     ladder_layernorm_forward ladder_attention_forward ladder_matmul)
+	@echo "commit $$(git describe --always --dirty), CUDA $$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')" >$(BUILD)/gpu/built
 clean:
 	rm -rf $(BUILD)
 

@@ -1,32 +1,38 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build, test, train, measure, and write what came out.
-# usage: scripts/gpu_check.sh [--prebuilt DIR] [--only PART]...      PART: build kernels large sanitizer agree
-#        bench ladders peers step multi
+# usage: scripts/gpu_check.sh [--prebuilt DIR] [--only PART]... [--minutes N]
+#        PART: build kernels agree step bench ladders peers large sanitizer multi
 #   --prebuilt DIR   build nothing: use the programs in DIR (what `make gpu` puts into build/gpu; those of
 #                    `make gpu MPI=0` need neither Open MPI nor NCCL)
 #   --only PART      run these parts alone; what the others wrote before stays
-# Writes dev/results/gpu_<chip>.json (a line a figure) and .md, after each part. Without a GPU every part
-# but the build is skipped with its reason. Every command has a time limit, which LIMIT=SECONDS replaces. The last line
-# says what to do next.
+#   --minutes N      start nothing after N minutes, and end then what still runs
+# Writes dev/results/gpu_<chip>.json (a line a figure, with the commit, CUDA and driver that it is from), .md, and .log
+# (verdicts and ladders) as soon as it knows something. Without a GPU every part but the build is skipped with its
+# reason. Every command has a time limit, which LIMIT=SECONDS replaces. The last line says what to do next.
 #
 # The first hour on a rented GPU:
 #   before   elsewhere, without a GPU: make gpu MPI=0; copy build/gpu, scripts, llmc, dev/bench and README.md there
-#   1.       scripts/gpu_check.sh --prebuilt build/gpu --only kernels    each kernel against the CPU
-#   2.       .. --only agree --only sanitizer                            a run against the CPU; what the tools find
-#   3.       .. --only bench --only ladders --only step --only peers     the figures, and PyTorch's
-#   4.       two GPUs: make gpu there, with Open MPI and NCCL; then --only multi
+#   1.       scripts/gpu_check.sh --prebuilt build/gpu --minutes 30      all parts, the one that tells most first
+#   or       .. --only kernels                                           each kernel against the CPU
+#            .. --only agree                                             a run against the CPU
+#            .. --only step --only bench --only ladders --only peers     the figures, and PyTorch's
+#            .. --only large --only sanitizer                            long tensors; what the tools find
+#   2.       two GPUs: make gpu there, with Open MPI and NCCL; then --only multi
+#   3.       copy dev/results back before the machine goes
 #   After a FAIL nothing that follows is worth its time. CUDA_LAUNCH_BLOCKING=1 lets an error name the kernel it is from.
 set -u
 cd "$(dirname "$0")/.."
-dir=build/gpu prebuilt=0 parts=()
+dir=build/gpu prebuilt=0 parts=() minutes=
 while [ $# -gt 0 ]; do
     case $1 in
     --prebuilt) dir=${2:?--prebuilt needs a folder} prebuilt=1; shift 2 ;;
     --only) parts+=("${2:?--only needs a part}"); shift 2 ;;
+    --minutes) minutes=${2:?--minutes needs a number}; shift 2 ;;
     *) echo "gpu_check.sh: error: $1 is no option: see the head of this file" >&2; exit 2 ;;
     esac
 done
-all=(build kernels large sanitizer agree bench ladders peers step multi)
+[ -z "${minutes//[0-9]/}" ] || { echo "gpu_check.sh: error: --minutes $minutes is no whole number" >&2; exit 2; }
+all=(build kernels agree step bench ladders peers large sanitizer multi)
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do
     [[ " ${all[*]} " == *" $part "* ]] || { echo "gpu_check.sh: error: no part is called $part: ${all[*]}" >&2; exit 2; }
@@ -45,45 +51,72 @@ chip=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1
 results=${RESULTS:-dev/results} work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 name=$(echo "${chip:-none}" | tr -c 'A-Za-z0-9\n' '-')
-json=$results/gpu_$name.json md=$results/gpu_$name.md
+json=$results/gpu_$name.json md=$results/gpu_$name.md verdicts=$results/gpu_$name.log
 passed=0 failed=0 skipped=0 broken=() # parts with a FAIL
-ok() { passed=$((passed + 1)); echo "ok      $1"; }
-bad() { failed=$((failed + 1)); broken+=("$part"); echo "FAIL    $1"; }
-skip() { skipped=$((skipped + 1)); echo "skipped $1: $2"; }
+ok() { passed=$((passed + 1)); echo "ok      $1" | keep; }
+bad() { failed=$((failed + 1)); broken+=("$part"); echo "FAIL    $1" | keep; }
+skip() { skipped=$((skipped + 1)); echo "skipped $1: $2" | keep; }
+
+# Print, and keep what was printed on a machine that soon goes.
+keep() {
+    if [ -n "$chip" ]; then mkdir -p "$results" && tee -a "$verdicts"; else cat; fi
+}
+
+# What figures are from. Programs built elsewhere bring a note; others are this checkout's.
+built=$(cat "$dir/built" 2>/dev/null)
+if [ $prebuilt = 0 ] || [ -z "$built" ]; then
+    cuda=$(PATH=$PATH:/usr/local/cuda/bin nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    built="commit $(git describe --always --dirty 2>/dev/null || echo unknown), CUDA ${cuda:-unknown}"
+fi
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+origin="$(date -u +%F), $built, driver ${driver:-unknown}"
+
+# The seconds that a command may take: its own limit, or what is left of --minutes.
+limit() { # seconds
+    local left=$((${minutes:-0} * 60 - SECONDS)) seconds=${LIMIT:-$1}
+    [ -z "$minutes" ] || [ $left -gt $seconds ] || seconds=$((left > 1 ? left : 1))
+    echo $seconds
+}
 
 # Run a command for at most so many seconds; what it prints goes to the log.
 try() { # seconds, what it is, log, command
-    local seconds=${LIMIT:-$1} what=$2 log=$3 status
+    local seconds what=$2 log=$3 status
+    seconds=$(limit "$1")
     shift 3
     timeout -k 10 "$seconds" "$@" >"$log" 2>&1
     status=$?
     [ $status -ne 0 ] || return 0
+    # The end of the hour is nobody's fault.
+    if [ $status -eq 124 ] && over; then skip "$what" "the $minutes minutes are over"; return 1; fi
     [ $status -ne 124 ] || what="$what: more than $seconds s"
     bad "$what"
-    tail -n 30 "$log"
+    tail -n 30 "$log" | keep
     return 1
 }
+over() { [ -n "$minutes" ] && [ $SECONDS -ge $((minutes * 60)) ]; }
 
-# Keep the figures of parts that are not run again; add those of this one; write both files.
+# Put new figures in the place of older ones of the same name; keep all others. Write both files.
 record() { # part, file of JSON lines
     [ -n "$chip" ] || return 0
     mkdir -p "$results"
     touch "$json"
-    { grep -v "\"from\": \"$1\"" "$json"; grep '^{' "$2" | sed "s/^{/{\"from\": \"$1\", /"; } >"$work/all"
-    cp "$work/all" "$json"
+    grep '^{' "$2" | sed "s/^{/{\"from\": \"$1\", \"of\": \"$origin\", /" >"$work/new"
+    awk '
+        function key(line) { sub(/"of": "[^"]*", /, "", line); sub(/, "rate".*/, "", line); return line }
+        NR == FNR {new[key($0)]; lines[++n] = $0; next}
+        !(key($0) in new)
+        END {for (i = 1; i <= n; i++) print lines[i]}' "$work/new" "$json" >"$work/all"
+    [ -s "$work/new" ] && cp "$work/all" "$json"
     {
         echo "# $chip"
         echo
-        local cuda commit
-        cuda=$(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/CUDA \1/p')
-        commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
-        echo "\`scripts/gpu_check.sh\`, $cuda, commit $commit."
+        echo "\`scripts/gpu_check.sh\`. A row's last column says which run it is from."
         echo "share: of the copy rate or of a product of 8192^3, measured in the same run."
         echo
-        echo '| from | part | what | rate | unit | share |'
-        echo '|---|---|---|---:|---|---:|'
+        echo '| from | part | what | rate | unit | share | of |'
+        echo '|---|---|---|---:|---|---:|---|'
         local text='"([^"]*)"'
-        sed -nE "s/^\{\"from\": $text, \"part\": $text, \"what\": $text, \"rate\": ([^,]*), \"unit\": $text(, \"share\": ([^}]*))?\}$/| \1 | \2 | \3 | \4 | \5 | \7 |/p" "$json"
+        sed -nE "s/^\{\"from\": $text, \"of\": $text, \"part\": $text, \"what\": $text, \"rate\": ([^,]*), \"unit\": $text(, \"share\": ([^}]*))?\}$/| \1 | \3 | \4 | \5 | \6 | \8 | \2 |/p" "$json"
     } >"$md"
 }
 
@@ -116,18 +149,18 @@ large() { tests large test_large 300; }
 # mbarriers: its silence about Hopper's kernels says little.
 sanitizer() {
     command -v compute-sanitizer >/dev/null || { skip sanitizer "there is no compute-sanitizer"; return; }
-    local run tool log status
+    local run tool log status seconds
     for run in "test_kernels bf16" "test_attention_kernels bf16, unusual" "test_attention_sm90 gaps"; do
         set -- "${run%% *}" "${run#* }"
         program "$1" sanitizer || continue
         for tool in memcheck racecheck initcheck synccheck; do
-            log=$work/$tool.$1.log
-            timeout -k 10 "${LIMIT:-90}" compute-sanitizer --tool $tool --error-exitcode 9 "$dir/$1" "$2" >"$log" 2>&1
+            log=$work/$tool.$1.log seconds=$(limit 90)
+            timeout -k 10 "$seconds" compute-sanitizer --tool $tool --error-exitcode 9 "$dir/$1" "$2" >"$log" 2>&1
             status=$?
             case $status in
             0) ok "sanitizer: $tool: $1 '$2'" ;;
-            124) skip "sanitizer: $tool: $1 '$2'" "more than ${LIMIT:-90} s; $(grep -c '^ok ' "$log") rows were right" ;;
-            *) bad "sanitizer: $tool: $1 '$2'"; grep -v '^ok ' "$log" | head -n 30 ;;
+            124) skip "sanitizer: $tool: $1 '$2'" "more than $seconds s; $(grep -c '^ok ' "$log") rows were right" ;;
+            *) bad "sanitizer: $tool: $1 '$2'"; grep -v '^ok ' "$log" | head -n 30 | keep ;;
             esac
         done
     done
@@ -163,7 +196,7 @@ ladders() {
     for l in layernorm_forward attention_forward matmul; do
         program ladder_$l ladders || continue
         try 120 "ladders: $l" "$work/ladder_$l" "$dir/ladder_$l" && ok "ladders: $l"
-        cat "$work/ladder_$l"
+        keep <"$work/ladder_$l"
     done
 }
 peers() {
@@ -175,8 +208,8 @@ peers() {
             ok "peers: $part_of: $(grep -c '^{' "$work/peer") figures"
         grep '^skipped' "$work/peer"
         cat "$work/peer" >>"$work/peers"
+        record peers "$work/peers"
     done
-    record peers "$work/peers"
 }
 # a whole step of GPT-2 124M and 1.5B: tokens a second, the median of the last steps
 step() {
@@ -192,8 +225,8 @@ step() {
         rate=$(grep -o '"tokens_per_second":[0-9.e+]*' "$work/$1/log.jsonl" | cut -d: -f2 | tail -n 15 | sort -g | sed -n 8p)
         ok "step: $1: $rate tokens/s"
         echo "{\"part\": \"step\", \"what\": \"$1 bf16, B=$2 T=1024${3:+ $3}\", \"rate\": $rate, \"unit\": \"tokens/s\"}" >>"$work/step"
+        record step "$work/step"
     done
-    record step "$work/step"
 }
 
 # Two ranks, each on a GPU of its own, train as one GPU does.
@@ -217,10 +250,13 @@ multi() {
 }
 
 echo "GPU: ${chip:-none answers}"
+[ -z "$chip" ] || echo "$origin" | keep
 [ -z "$chip" ] || nvidia-smi --query-gpu=compute_cap,driver_version,memory.total --format=csv,noheader
 for part in "${parts[@]}"; do
     if [ -z "$chip" ] && [ $part != build ]; then
         skip $part "no GPU answers"
+    elif over; then
+        skip $part "the $minutes minutes are over"
     else
         start=$SECONDS
         $part
@@ -235,6 +271,6 @@ elif [ $failed -gt 0 ]; then
 elif [ ! -e "$md" ]; then
     echo "next: --only bench --only step, whose figures go to $md"
 else
-    echo "next: look at $md; git add $md $json"
+    echo "next: look at $md; git add $md $json $verdicts"
 fi
 [ $failed -eq 0 ]

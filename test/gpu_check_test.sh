@@ -27,7 +27,7 @@ says "$work/log" "error: no part is called everything"
 
 # a GPU, and programs that print what the real ones print
 program() { printf '#!/bin/sh\n%s\n' "$2" >"$work/bin/$1" && chmod +x "$work/bin/$1"; }
-program nvidia-smi 'for a; do [ "$a" != -L ] || { cat "$GPUS_HERE"; exit; }; done; echo "Stand-in 1"'
+program nvidia-smi 'for a; do case $a in -L) cat "$GPUS_HERE"; exit ;; *=driver_version) echo 580.1; exit ;; esac; done; echo "Stand-in 1"'
 export GPUS_HERE=$work/gpus
 echo "GPU 0" >"$work/gpus"
 program bench_kernels 'echo "{\"part\": \"norms\", \"what\": \"layernorm forward\", \"rate\": 12.5, \"unit\": \"GB/s\", \"share\": 0.5}"'
@@ -40,6 +40,8 @@ program train_gpt 'while [ $# -gt 0 ]; do [ "$1" = --out ] && out=$2; [ "$1" = -
 mkdir -p $out
 for i in $(seq ${STEPS:-50}); do echo "{\"loss\":${LOSS:-2.5},\"tokens_per_second\":$((1000 + i))}"; done >$out/log.jsonl'
 export PATH=$work/bin:$PATH
+echo "commit abc1234, CUDA 13.0" >"$work/bin/built"
+origin="$(date -u +%F), commit abc1234, CUDA 13.0, driver 580.1"
 check() { scripts/gpu_check.sh --prebuilt "$work/bin" "$@" >"$work/log"; }
 check --only bench --only step --only agree --only kernels --only ladders
 says "$work/log" "rung 1: 12 TFLOP/s"
@@ -49,16 +51,35 @@ says "$work/log" "ok      agree: 50 steps, losses differ by 0.0e+00 at most"
 says "$work/log" "ok      agree: graphs: 50 steps, losses differ by 0.0e+00 at most"
 says "$work/log" "ok      bench: 1 figures"
 says "$work/log" "ok      step: gpt2: 1043 tokens/s"
-says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | layernorm forward | 12.5 | GB/s | 0.5 |"
-says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2-xl bf16, B=8 T=1024 | 1043 | tokens/s |  |"
-says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2 bf16, B=1 T=1024 --graphs | 1043 | tokens/s |  |"
+says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | layernorm forward | 12.5 | GB/s | 0.5 | $origin |"
+says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2-xl bf16, B=8 T=1024 | 1043 | tokens/s |  | $origin |"
+says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2 bf16, B=1 T=1024 --graphs | 1043 | tokens/s |  | $origin |"
+# the machine goes: verdicts and ladders stay beside the figures
+says "$RESULTS/gpu_Stand-in-1.log" "ok      kernels: test_kernels: 3 passed, 0 failed"
+says "$RESULTS/gpu_Stand-in-1.log" "rung 1: 12 TFLOP/s"
 
-# a part that runs again replaces its own figures and leaves the others
+# figures that come again replace those of their name and leave the others, with what those are from; one program
+# of another commit fails before its end
+echo "commit def5678, CUDA 13.0" >"$work/bin/built"
 program bench_kernels 'echo "{\"part\": \"norms\", \"what\": \"layernorm forward\", \"rate\": 25.0, \"unit\": \"GB/s\", \"share\": 1.0}"'
 check --only bench
 says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | layernorm forward | 25.0 | GB/s | 1.0 |"
 says "$RESULTS/gpu_Stand-in-1.md" "| step | step | gpt2 bf16, B=32 T=1024 | 1043 |"
+says "$RESULTS/gpu_Stand-in-1.md" "1043 | tokens/s |  | $origin |"
 [ "$(grep -c layernorm "$RESULTS/gpu_Stand-in-1.json")" = 1 ]
+program bench_kernels 'echo "{\"part\": \"norms\", \"what\": \"rmsnorm forward\", \"rate\": 7.0, \"unit\": \"GB/s\"}"; exit 1'
+! check --only bench || exit 1
+says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | rmsnorm forward | 7.0 | GB/s |  | ${origin/abc1234/def5678} |"
+says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | layernorm forward | 25.0 | GB/s | 1.0 |"
+program bench_kernels 'exit 1'
+! check --only bench || exit 1
+says "$RESULTS/gpu_Stand-in-1.md" "| bench | norms | rmsnorm forward | 7.0 |"
+
+# minutes that are over: what runs is ended, what follows is not begun, and neither is a failure
+! check --minutes soon 2>"$work/err" || exit 1
+says "$work/err" "error: --minutes soon is no whole number"
+check --minutes 0 --only bench
+says "$work/log" "skipped bench: the 0 minutes are over"
 
 # a test that fails is the script's failure
 ! check --only large || exit 1
