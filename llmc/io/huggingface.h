@@ -234,12 +234,17 @@ void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
     std::vector<float> values;
 
     // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
-    // stack has its own tensor; in memory they lie one below the other.
+    // stack has its own tensor; in memory they lie one below the other. Copies of one tensor, as
+    // upcycling has them, are sent once.
+    const SafeTensor* before = nullptr;
+    std::vector<float> part;
     for (size_t k = 0; k < p.stack; k++) {
         HfPlace place = hf_place(t.model.shape, p, k);
         const SafeTensor* tensor = hf_find(h, place.tensor);
         size_t count = p.file_elements() / p.stack;
-        std::vector<float> part = bring_floats(h, *tensor, place.first * p.cols(), count, needs);
+        if (tensor != before)
+            part = bring_floats(h, *tensor, place.first * p.cols(), count, needs);
+        before = tensor;
         if (!mine) continue;
         values.insert(values.end(), part.begin(), part.end());
         if (p.transposed)

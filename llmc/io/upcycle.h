@@ -5,7 +5,7 @@
 //   A token's gates sum to 1 and the experts are equal, so the first loss is the dense model's; a
 //   router whose gates do not sum to 1 is refused. At first only the gates differ between experts;
 //   training then makes the experts differ too.
-//   Cost: every expert reads the ffn again, from the page cache.
+//   Cost: the ffn is read and sent once; each expert then takes its copy.
 #pragma once
 #include "huggingface.h"
 
@@ -26,9 +26,11 @@ inline std::string dense_name(const Parameter& p) {
     return "";
 }
 
-// Load the model's parameters from a dense folder, and draw the new ones.
+// Load the model's parameters from a dense folder, and draw the new ones. *bytes: tensor bytes that
+// this rank read.
 template <typename T, typename S>
-std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
+std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_t seed,
+                            size_t* bytes = nullptr) {
     // Separate the parameters that the folder has from the new ones.
     std::vector<Parameter> dense;
     for (Parameter p : t.model.parameters) {
@@ -43,7 +45,7 @@ std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_
         p.name = name;
         dense.push_back(p);
     }
-    return hf_load_parameters(t, folder, dense);
+    return hf_load_parameters(t, folder, dense, bytes);
 }
 
 } // namespace llmc

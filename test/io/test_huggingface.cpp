@@ -525,14 +525,16 @@ TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
         // The dense model's loss.
         ASSERT_EQ(hf_export(random_model<float>(s)->t, folder, Type::F32), "");
         auto dense = random_model<double>(s, 4);
-        ASSERT_EQ(hf_load_weights(dense->t, folder), "");
+        size_t once = 0, bytes = 0;
+        ASSERT_EQ(hf_load_weights(dense->t, folder, &once), "");
         run_plan(dense->t, 0);
         Shape moe = upcycled(s, 4);
 
         std::set<std::vector<float>> routers;
         for (uint64_t seed : {1, 2}) {
             auto m = random_model<double>(moe, 5);
-            ASSERT_EQ(upcycle_weights(m->t, folder, seed), "");
+            ASSERT_EQ(upcycle_weights(m->t, folder, seed, &bytes), "");
+            EXPECT_EQ(bytes, once); // four experts read the ffn once
 
             // The experts' model has it too, and its routers are the seed's.
             std::map<std::string, std::vector<float>> whole;
