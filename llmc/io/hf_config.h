@@ -153,8 +153,13 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
 // Read the part of a head that RoPE turns; only some classes turn less than all.
 inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
     for (const nlohmann::json& part : {c.j, r}) {
+        // The object's value wins, 1 too.
+        if (!part.contains("partial_rotary_factor")) continue;
         double turned = hf_number(c, part, "partial_rotary_factor", 1);
-        if (turned == 1) continue;
+        if (turned == 1) {
+            s.rotary = 0;
+            continue;
+        }
         std::string found = json_word(part["partial_rotary_factor"]);
         if (s.hf_type != "phi3" && s.hf_type != "gpt_neox")
             hf_wrong(c, "partial_rotary_factor ", found, " is not built yet, only 1.0 is");
@@ -280,9 +285,9 @@ inline void hf_gemma_window(HfConfig& c, Shape& s) {
 
 // Read the window of attention, from the keys that the family's class reads.
 inline void hf_window(HfConfig& c, Shape& s) {
-    // Llama and OLMo 2 have no window.
+    // Llama, OLMo 2 and OLMoE have no window, whatever the keys say.
     bool left_out = !c.j.contains("sliding_window");
-    if (s.hf_type == "llama" || s.hf_type == "olmo2") return;
+    if (s.hf_type == "llama" || s.hf_type == "olmo2" || s.hf_type == "olmoe") return;
     if (s.hf_type == "mixtral") {
         // Mixtral has one window in all layers, if the key is there.
         if (c.has("sliding_window"))
@@ -317,6 +322,12 @@ inline void hf_window(HfConfig& c, Shape& s) {
     // Qwen's window must be switched on.
     bool windows = hf_flag(c, "use_sliding_window", false) && (left_out || c.has("sliding_window"));
     size_t size = windows ? hf_size(c, "sliding_window", 4096) : 0;
+
+    // Qwen3-MoE's class gives it to all layers, and reads no key that would leave some out.
+    if (s.hf_type == "qwen3_moe") {
+        s.sliding_window = size;
+        return;
+    }
     size_t first = windows || c.has("layer_types") ? hf_first_window(c, s.L) : s.L;
     if (first >= s.L) return;
     if (!windows)
@@ -610,6 +621,14 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     return s;
 }
 
+// Refuse a second name for a number unless it says the same: versions of transformers differ in
+// which of the two they read.
+inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
+    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
+    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
+             nlohmann::json(value).dump(), ": give both the same value");
+}
+
 // Read GPT-NeoX's keys.
 inline Shape hf_neox_shape(HfConfig& c) {
     // Read the sizes, and whether both branches of a block read the same input.
@@ -625,7 +644,10 @@ inline Shape hf_neox_shape(HfConfig& c) {
     // The channels are rounded down, as transformers does.
     double part = hf_positive(c, c.j, "rotary_pct", 0.25);
     s.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
-    hf_rope(c, s, hf_positive(c, c.j, "rotary_emb_base", 10000));
+    double theta = hf_positive(c, c.j, "rotary_emb_base", 10000);
+    hf_same(c, "rope_theta", "rotary_emb_base", theta);
+    hf_same(c, "partial_rotary_factor", "rotary_pct", part);
+    hf_rope(c, s, theta);
     if (part > 1 || (part < 1 && (s.rotary == 0 || s.rotary % 2)))
         hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
                  " channels is no even number of them: RoPE turns pairs");
@@ -669,6 +691,7 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
                "qwen3_moe, olmoe, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
                "gemma3_text and gpt_neox are";
     hf_check_sizes(c, *shape);
+    hf_refuse_unless(c, "is_causal", true);
     return c.wrong;
 }
 
@@ -732,6 +755,9 @@ inline std::string hf_refusal(Mixtral, const Shape& s) {
     if (s.router != written || is_sigmoid(s.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
+    // Qwen3-MoE's class gives a window to all layers.
+    if (s.hf_type == "qwen3_moe" && s.sliding_window && s.window_from)
+        return "--export: Hugging Face's Qwen3-MoE has its window in all layers: drop --export";
     // Qwen2-MoE has a key for biases on q, k and v, which Llama lacks.
     if (s.hf_type == "qwen2_moe") return "";
     return hf_refusal(Llama{}, s);

@@ -48,6 +48,14 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 OLMO2, SMOLLM3, PHI3 = (dict(LLAMA, model_type=t, pad_token_id=None) for t in ("olmo2", "smollm3", "phi3"))
 GEMMA2, GEMMA3 = (dict(LLAMA, model_type=t, pad_token_id=None, head_dim=12, query_pre_attn_scalar=10, sliding_window=8)
                   for t in ("gemma2", "gemma3_text"))
+NEOX = dict(LLAMA, model_type="gpt_neox", rotary_pct=0.5)
+MOE = dict(LLAMA, pad_token_id=None, num_experts_per_tok=2, moe_intermediate_size=20)
+MIXTRAL = dict(MOE, model_type="mixtral", num_local_experts=5)
+OLMOE, QWEN2_MOE, QWEN3_MOE = (dict(MOE, model_type=t, num_experts=5) for t in ("olmoe", "qwen2_moe", "qwen3_moe"))
+QWEN2_MOE["shared_expert_intermediate_size"], QWEN3_MOE["head_dim"] = 28, 12
+DEEPSEEK2, DEEPSEEK3 = (dict(MOE, model_type=t, num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8,
+                             qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=6, n_shared_experts=2, n_group=3, topk_group=2,
+                             first_k_dense_replace=1) for t in ("deepseek_v2", "deepseek_v3"))
 
 
 # Each family's keys, one change at a time: those that are read and those that must be refused.
@@ -116,8 +124,52 @@ def configurations():
     yield GEMMA3, dict(rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=500.0, factor=3.0),
                                             sliding_attention=dict(rope_type="default", rope_theta=30.0)))
 
+    # Experts.
+    for family in (MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE):
+        for more in ({}, dict(num_key_value_heads=1), dict(num_key_value_heads=None), dict(head_dim=6), dict(rms_norm_eps=0.1),
+                     dict(tie_word_embeddings=True), dict(rope_theta=50.0), dict(attention_bias=True), dict(mlp_bias=True),
+                     dict(qkv_bias=False), dict(hidden_act="gelu"), dict(rope_parameters=dict(YARN, rope_theta=500.0)),
+                     dict(rope_scaling=LLAMA3), dict(partial_rotary_factor=0.5), dict(sliding_window=8),
+                     dict(WINDOWS), dict(WINDOWS, layer_types=[FULL, FULL, WINDOW]), dict(layer_types=[WINDOW, FULL, WINDOW]),
+                     dict(norm_topk_prob=True), dict(norm_topk_prob=False), dict(num_experts_per_tok=1),
+                     dict(router_jitter_noise=0.1), dict(clip_qkv=0.5), dict(decoder_sparse_step=2, intermediate_size=36),
+                     dict(mlp_only_layers=[0], intermediate_size=36), dict(mlp_only_layers=[1], intermediate_size=36),
+                     dict(output_router_logits=True), dict(router_aux_loss_coef=0.5)):
+            yield family, more
+
+    # Latents.
+    for family in (DEEPSEEK2, DEEPSEEK3):
+        for more in ({}, dict(q_lora_rank=None), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=True), dict(attention_bias=True),
+                     dict(mlp_bias=True), dict(hidden_act="gelu"), dict(rope_theta=50.0), dict(num_key_value_heads=2),
+                     dict(topk_method="greedy"), dict(topk_method="group_limited_greedy"), dict(topk_method="noaux_tc"),
+                     dict(norm_topk_prob=True), dict(norm_topk_prob=False), dict(routed_scaling_factor=1.7),
+                     dict(scoring_func="softmax"), dict(scoring_func="sigmoid"), dict(n_group=1, topk_group=1), dict(n_group=None),
+                     dict(first_k_dense_replace=0), dict(first_k_dense_replace=3), dict(moe_layer_freq=2), dict(n_shared_experts=1),
+                     dict(n_shared_experts=None), dict(rope_interleave=False), dict(v_head_dim=12), dict(head_dim=8),
+                     dict(sliding_window=8), dict(rope_scaling=YARN), dict(rope_scaling=dict(YARN, mscale=0.7, mscale_all_dim=0.7)),
+                     dict(rope_scaling=dict(YARN, mscale=1.0, mscale_all_dim=0.4)), dict(rope_scaling=dict(YARN, mscale=0.7)),
+                     dict(rope_scaling=dict(YARN, mscale_all_dim=0.7)), dict(rope_scaling=dict(type="linear", factor=3.0)),
+                     dict(mlp_layer_types=["sparse", "dense", "sparse"])):
+            yield family, more
+
+    # GPT-NeoX.
+    for more in ({}, dict(rotary_pct=1.0), dict(rotary_pct=0.25), dict(partial_rotary_factor=0.25), dict(rotary_emb_base=50),
+                 dict(rope_theta=50.0), dict(use_parallel_residual=False), dict(attention_bias=False), dict(hidden_act="gelu_new"),
+                 dict(hidden_act="gelu_fast"), dict(hidden_act="relu"), dict(layer_norm_eps=0.1), dict(tie_word_embeddings=True),
+                 dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3.0, partial_rotary_factor=0.5)),
+                 dict(rope_parameters=dict(rope_type="default", rope_theta=77.0)), dict(rope_scaling=YARN)):
+        yield NEOX, more
+
+    # Keys of other classes, which a family reads, ignores or refuses.
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3, NEOX, MIXTRAL, OLMOE, QWEN2_MOE,
+                   QWEN3_MOE, DEEPSEEK2, DEEPSEEK3):
+        for more in (dict(is_causal=False), dict(logit_scale=0.5, embedding_multiplier=3.0, use_qk_norm=True),
+                     dict(no_rope_layers=[1, 0, 1]), dict(rotary_pct=0.5), dict(rotary_emb_base=30.0, rope_local_base_freq=30.0),
+                     dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=60.0)):
+            yield family, more
+
     # Families that this program does not have, or not in this form.
-    for other in ("phi", "gemma", "mixtral", "olmo", "qwen2_moe", "gpt_neox"):
+    for other in ("phi", "gemma", "olmo"):
         yield dict(LLAMA, model_type=other), {}
 
 
@@ -130,7 +182,9 @@ def make_model(folder, config):
 
         # Draw weights so large that a wrong variant shows in the loss, with norms around 1.
         torch.manual_seed(5)
-        for name, p in model.named_parameters():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            if "." in name and "rotary" in name:
+                continue  # a table, not a weight
             p.data = torch.randn_like(p) * 0.2 + (1.0 if "norm" in name or "ln_" in name else 0.0) * (p.dim() == 1)
         model.tie_weights()
         model.save_pretrained(f"{folder}.saved")

@@ -410,6 +410,15 @@ TEST_F(HuggingFace, ConfigOfExperts) {
                "decoder_sparse_step 99 leaves no layer with experts");
     EXPECT_HAS(config_error(dir, qwen, {{"mlp_only_layers", {1}}}), "mlp_only_layers of this kind");
 
+    // Qwen3-MoE's class gives its window to all layers, and OLMoE's to none.
+    json windows = {{"use_sliding_window", true}, {"sliding_window", 8}, {"max_window_layers", 1}};
+    s = config_shape(dir, qwen, windows);
+    EXPECT_TRUE(s.sliding_window == 8 && s.window_from == 0 && window_of(s, 1) == 8);
+    EXPECT_EQ(config_shape(dir, llama_json("olmoe"), windows).sliding_window, 0u);
+    s.window_from = 1;
+    EXPECT_HAS(hf_refusal(Mixtral{}, s), "Qwen3-MoE has its window in all layers");
+    EXPECT_HAS(config_error(dir, qwen, {{"is_causal", false}}), "is_causal false is not built yet");
+
     s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});
     EXPECT_TRUE(s.shared_F == 24 && s.shared_gate && s.qkv_bias && s.dense_F == 0 && !s.qk_norm);
     EXPECT_FALSE(config_shape(dir, llama_json("qwen2_moe"), {{"qkv_bias", false}}).qkv_bias);
@@ -418,6 +427,23 @@ TEST_F(HuggingFace, ConfigOfExperts) {
                "router_jitter_noise 0.1 is not built yet");
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"num_experts_per_tok", 9}}),
                "num_experts_per_tok 9 of 8 experts: at most 8");
+}
+
+// GPT-NeoX has its own names for RoPE's numbers. Another name must say the same.
+TEST_F(HuggingFace, ConfigOfNeoxNamesEachNumberOnce) {
+    json neox = {{"model_type", "gpt_neox"}, {"vocab_size", 61}, {"hidden_size", 32},
+                 {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"intermediate_size", 40},
+                 {"rotary_pct", 0.5}, {"rotary_emb_base", 50}};
+    EXPECT_EQ(config_shape(dir, neox).rotary, 4u);
+    EXPECT_EQ(config_shape(dir, neox, {{"rope_theta", 50.0}}).rope_theta, 50);
+    EXPECT_HAS(config_error(dir, neox, {{"rope_theta", 60.0}}),
+               "rope_theta 60.0 beside rotary_emb_base 50.0: give both the same value");
+    EXPECT_HAS(config_error(dir, neox, {{"partial_rotary_factor", 0.25}}),
+               "partial_rotary_factor 0.25 beside rotary_pct 0.5");
+
+    // The object's value wins, also where it turns whole heads.
+    json whole = {{"rope_type", "default"}, {"partial_rotary_factor", 1.0}};
+    EXPECT_EQ(config_shape(dir, neox, {{"rope_parameters", whole}}).rotary, 0u);
 }
 
 // DeepSeek's keys. A key that would make another model is refused by name.
