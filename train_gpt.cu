@@ -319,6 +319,8 @@ void run_training(Run& run, S where) {
     std::string levels = choose_recompute<T>(run, plans, where);
     trainer_place(t, run.shape, plans, run.layout);
     or_die(check_pieces(plans[0].stored, t.model, run.layout));
+    bool generates = run.generate_plan >= 0 || run.rollout_plan >= 0;
+    or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
     // Print the plan. --explain prints all of it and ends here, after --memory has been checked:
     // a plan that is refused has then been seen.

@@ -18,6 +18,9 @@
 
 namespace llmc {
 
+// The channels that a latent has at most on a GPU, whose kernels keep them in registers.
+constexpr size_t MOST_LATENT = 1024;
+
 // Rows [first, first + P) of each head's matrix, and where both sides of its products lie.
 template <typename T> struct HeadMatrix {
     const T* w;            // (NH,rows,K)
@@ -261,7 +264,7 @@ template <typename T>
 void latent_attention_forward(T* mean, const AttentionOperands<T>& operands, cudaStream_t stream) {
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
-    LLMC_CHECK(d.HS_v <= 1024, "latents on a GPU have at most 1024 channels, not %zu", d.HS_v);
+    LLMC_CHECK(d.HS_v <= MOST_LATENT, "latents of %zu channels: at most %zu", d.HS_v, MOST_LATENT);
     size_t shared = (d.HS + DECODE_WARPS * d.HS_v) * sizeof(float);
     shared += DECODE_WARPS * sizeof(DecodeSoftmax);
     unsigned blocks = unsigned(d.B * d.Tq * d.NH);

@@ -5,6 +5,7 @@
 //   rely on it. A function that returns a text returns "" or what is wrong.
 #pragma once
 #include <numeric>
+#include "../latent_decode.cuh"
 #include "../machine.h"
 #include "../presets.h"
 #include "../tensor_parallel.h"
@@ -156,6 +157,14 @@ inline std::string check_expert_capacity(const Config& c) {
 }
 
 // Check what experts need, and what is not built with them.
+// Refuse latents that a GPU cannot decode, where a run generates texts on one. Only the run knows
+// what --device auto has found.
+inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
+    if (!gpu || !generates || s.kv_latent <= MOST_LATENT) return "";
+    return concat("latents of ", s.kv_latent, " channels: generation on a GPU takes up to ",
+                  MOST_LATENT, ": give --sample-tokens 0, or --device cpu");
+}
+
 inline std::string check_experts(const Config& c, const Shape& s) {
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",

@@ -526,6 +526,14 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--expert-capacity", "1.25", "--loss", "grpo", "--steps", "1"}, "tiny-moe"),
                "drops choices that generation keeps");
 
+    // Latents that are too wide for a GPU's registers train there, and are decoded on a CPU.
+    Shape wide = s;
+    wide.kv_latent = 1025;
+    EXPECT_HAS(check_latents(wide, true, true), "latents of 1025 channels: generation on a GPU");
+    EXPECT_EQ(check_latents(wide, true, false) + check_latents(wide, false, true), "");
+    wide.kv_latent = 1024;
+    EXPECT_EQ(check_latents(wide, true, true), "");
+
     // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
