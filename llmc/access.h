@@ -108,9 +108,11 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     }
 
     // The input half reads the weights, and the weight half makes their gradients. Adapters are
-    // read by both: the gradient of A needs B, and that of B needs A.
+    // read by both: the gradient of A needs B, and that of B needs A. Experts in rounds are, too.
     for (int b : buckets_of(model, l)) {
-        bool multiplies = input_half || model.buckets[b].role == Role::ADAPTER;
+        Role role = model.buckets[b].role;
+        bool rounds = role == Role::EXPERTS && model.shape.expert_rounds > 1;
+        bool multiplies = input_half || role == Role::ADAPTER || rounds;
         if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
         if (!weight_half || !model.buckets[b].trainable) continue;
@@ -123,13 +125,11 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
     x.read({Kind::CONSTANTS});
     access_fp8(x, p, model);
     bool redone = p.recompute.of(l) != Recompute::NONE;
-    if (input_half)
-        x.read({Kind::KEPT_B, l, m});
+    if (input_half) x.read({Kind::KEPT_B, l, m});
     if (input_half && redone)
         x.read({Kind::REDO_B, l, m});
     x.read({Kind::KEPT_W, l, m});
-    if (redone)
-        x.read({Kind::REDO_W, l, m});
+    if (redone) x.read({Kind::REDO_W, l, m});
     if (input_half)
         x.write({Kind::GRADIENT_B, l, m});
     input_half ? x.write({Kind::GRADIENT_W, l, m}) : x.read({Kind::GRADIENT_W, l, m});

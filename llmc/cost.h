@@ -149,7 +149,8 @@ inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Gr
 
 // Whether an ffn has three products, because its gate is a product of its own.
 inline bool is_gated(const Shape& s) {
-    return s.family == Family::LLAMA || s.family == Family::MIXTRAL;
+    return s.family == Family::LLAMA || s.family == Family::MIXTRAL ||
+           s.family == Family::DEEPSEEK;
 }
 // Return the inner channels of a token's ffn; with experts, those of all K that the token chose.
 inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
@@ -175,8 +176,9 @@ inline double product_seconds(const CostModel& c, double rows, double out, doubl
 
 // Return the seconds of all products in a block's forward pass. trained: only those whose matrices
 // are trained, which the weight half of a backward pass repeats.
+// stacks: only those of experts.
 inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer,
-                             bool trained = false) {
+                             bool trained = false, bool stacks = false) {
     double seconds = 0;
     double N = p.rows();
     const Shape& s = model.shape;
@@ -186,6 +188,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
         for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
             const Parameter& w = model.parameters[i];
             if (w.layer != layer || w.shape.size() != 2) continue;
+            if (stacks && w.stack == 1) continue;
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
             double rows = w.stack > 1 ? N * s.K : N;
@@ -296,6 +299,10 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     Times t = block_messages(c, p, model, s, backward);
     t.products = block_products(c, p, model, layer);
     if (backward) t.products += block_products(c, p, model, layer, true);
+
+    // Rounds make gate and up again, and for W also what leads to their gradients.
+    if (backward && s.E && s.expert_rounds > 1)
+        t.products += 5.0 / 3 * block_products(c, p, model, layer, false, true);
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
     double dequantised = dequantised_bytes(c, p, model, layer);
     t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.memory_rate();

@@ -16,6 +16,11 @@
 //   loads cost time, never memory; --recompute ffn keeps the rows of one layer only. With a
 //   capacity a rank receives at most about factor N K rows, and has room for these
 //   (expert_capacity.cuh).
+//   Rounds bring the room down without a drop: the worst case is worked off in --expert-rounds
+//   equal parts, one after the other, and only one part has room. Inner rows are never kept:
+//   backward makes each round's again, once for its input half and once for W, 5/3 of the experts'
+//   forward products more. The number of rounds is fixed, so no host waits for counts; a round
+//   that finds no rows ends at once. Tokens are gathered once a pass, for all rounds.
 //   Every message is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows
 //   that some expert wants (expert_exchange.h).
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
@@ -32,7 +37,8 @@ struct ExpertCounts {
     size_t groups;  // of the sort: one for each own expert, and one for all slots without a row
     size_t tokens;  // of all ranks that share out the experts
     size_t slots;   // of those tokens: K each
-    size_t rows;    // at most: a token chooses an expert once
+    size_t rows;    // at most, in a round: a token chooses an expert once
+    size_t rounds;  // that have room for all rows
 };
 inline ExpertCounts expert_counts(const Shape& s, size_t N) {
     size_t experts = s.E / s.expert_ranks;
@@ -42,15 +48,54 @@ inline ExpertCounts expert_counts(const Shape& s, size_t N) {
     size_t rows = tokens * std::min(s.K, experts);
     // Each sequence fills each of the experts up to its capacity.
     if (limited) rows = std::min(rows, tokens / s.capacity.T * experts * s.capacity.slots);
-    return {experts, groups, tokens, tokens * s.K, rows};
+
+    // Rounds are equal. With more rounds than rows, each has one row.
+    size_t all = rows;
+    rows = ceil_div(all, s.expert_rounds);
+    return {experts, groups, tokens, tokens * s.K, rows, ceil_div(all, rows)};
+}
+
+// The elements of the buffer of slots' rows, and where a round's inner rows begin in it. Buffers
+// 0, 1 and 2 are those of gate, up and swiglu.
+inline size_t inner_rows(const Shape& s, const ExpertCounts& n, size_t buffer) {
+    constexpr size_t ALIGNED = 128; // 256 bytes of the narrowest type
+    size_t outer = round_up(n.rows * s.C, ALIGNED);
+    return outer + buffer * round_up(n.rows * s.F, ALIGNED);
+}
+inline size_t slot_room(const Shape& s, const ExpertCounts& n) {
+    return n.rounds == 1 ? n.rows * s.C : inner_rows(s, n, 3);
+}
+
+// The parts of the buffer of tokens. Without rounds one part serves in turn for all; rounds need
+// inputs, sums and the outputs' gradients side by side.
+enum class Tokens : uint8_t { INPUT, SUM, GRADIENT };
+inline size_t token_parts(const Shape& s, const ExpertCounts& n, bool trains) {
+    if (n.rounds == 1) return s.expert_ranks > 1;
+    if (s.expert_ranks > 1) return trains ? 3 : 2;
+    return s.row_ranks > 1; // the input: where it was gathered over tp, the sums will lie
+}
+template <typename T, typename S>
+T* token_part(Ctx<S>& ctx, Tokens part) { // (ep,N,C)
+    const Shape& s = ctx.shape;
+    ExpertCounts n = expert_counts(s, ctx.batch.rows());
+    size_t before = n.rounds == 1 ? 0 : size_t(part) * n.tokens * s.C;
+    return static_cast<T*>(ctx.token_rows) + before;
 }
 
 // Gather the rows of all ranks' tokens into the layer's scratch; they are good until its next use.
-// On one rank nothing is copied: `rows` itself is returned.
+// On one rank nothing is copied: `rows` itself is returned, unless rounds overwrite it.
 template <typename T, typename S>
-const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (ep,N,C) of (N,C) (ep,N,K)
-    if (ctx.ep.size == 1) return rows;
-    T* all = static_cast<T*>(ctx.token_rows);
+const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids, // (ep,N,C) of (N,C) (ep,N,K)
+                       Tokens part) {
+    bool overwritten = part == Tokens::INPUT && ctx.token_rows;
+    if (ctx.ep.size == 1 && !overwritten) return rows;
+    T* all = token_part<T>(ctx, part);
+    if (ctx.ep.size == 1) {
+        size_t bytes = ctx.shape.C * sizeof(T);
+        copy_rows(all, bytes, rows, bytes, bytes, ctx.batch.rows(), ctx.where);
+        return all;
+    }
+
     // With --ep-method exchange, rows that no expert here wants are never sent nor read.
     if (ctx.exchange_rows)
         send_tokens(ctx, all, rows, ids);
@@ -63,7 +108,7 @@ const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (ep,N,C)
 // sum_tokens() reduces it into `out`. On one rank the two are one buffer.
 template <typename T, typename S>
 T* partial_tokens(Ctx<S>& ctx, T* out) { // (ep,N,C) for (N,C)
-    return ctx.ep.size == 1 ? out : static_cast<T*>(ctx.token_rows);
+    return ctx.ep.size == 1 ? out : token_part<T>(ctx, Tokens::SUM);
 }
 template <typename T, typename S>
 void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (ep,N,C) {+ep}
@@ -103,6 +148,8 @@ void sort_own_slots(Ctx<S>& ctx, const Slots& slots, const int* ids) { // (ep,N,
     ExpertCounts n = expert_counts(s, ctx.batch.rows());
     if (ctx.ep.size == 1)
         return sort_slots(slots, ids, n.slots, n.groups, ctx.where);
+
+    // Give this rank's experts numbers from 0.
     int* own = static_cast<int*>(ctx.blas.scratch); // (ep,N,K)
     own_experts(own, ids, n.slots, size_t(ctx.ep.rank) * n.experts, n.experts, ctx.where);
     sort_slots(slots, own, n.slots, n.groups, ctx.where);

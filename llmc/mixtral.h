@@ -20,6 +20,9 @@
 //   input and output; then, in backward, as the gradient of the output, that of the input, and
 //   both inputs of W again. M is known, so all of this has its place before the run. No token is
 //   dropped, unless experts have a capacity (expert_capacity.cuh), which then limits M too.
+//   With --expert-rounds, M is the rows of one round, inner rows lie in scratch, and backward makes
+//   them again (expert_parallel.h). Outputs and the inputs' gradients are the same sums in the same
+//   order; between rounds they are rounded to the type of activations.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
 #include "expert_parallel.h"
@@ -60,6 +63,7 @@ struct Mixtral {
         int* ids;                                 // (ep,N,K)   E: dropped
         int* choices;                             // (N,K)      with a capacity: before the drops
         Slots slots;                              // (groups) (groups+1) (ep,N,K) (ep N K)
+        int* round_starts;                        // (rounds,experts+1)
         T *gate, *up, *swiglu;                    // (M,F) (M,F) (M,F)
         acc_t<T> *shared_logits, *shared_gates;   // (N) (N)
         int* shared_ids;                          // (N)        zeros: a choice of one
@@ -156,6 +160,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     size_t width = s.ffn_beside;
     ExpertCounts n = s.E ? expert_counts(s, N) : ExpertCounts();
     size_t M = n.rows;
+    bool rounds = n.rounds > 1;
     using enum Keep;
     using enum Last;
     Keep down = inputs_kept(s).last;
@@ -163,7 +168,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     //  pointer         name                    elements   of        last read
     if (s.E) {
         row(a.logits,       "router's logits",      N * s.E,  ROUTING, B);
-        row(a.gates,        "gates",                n.slots,  ROUTING, B);
+        row(a.gates,        "gates",                n.slots,  ROUTING, rounds ? W : B);
         row(a.ids,          "chosen experts",       n.slots,  ROUTING, W);
         if (s.capacity.slots)
             row(a.choices,  "router's choices",     N * s.K,  ROUTING, B);
@@ -171,14 +176,17 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
         row(a.slots.slot_of, "slots of rows",       n.slots,  ROUTING, W);
         row(a.slots.counts, "experts' loads",       n.groups, ROUTING, W);
         row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING, W);
+        row(a.dgates,       "d gates",              n.slots,  GRADIENT, B);
+        row(a.dlogits,      "d router's logits",    N * s.E,  GRADIENT, W);
+    }
+    if (s.E && rounds)
+        row(a.round_starts, "first rows in rounds", n.rounds * (n.experts + 1), ROUTING, W);
+    if (s.E && !rounds) {
         row(a.gate,         "gate",                 M * F,    FFN,     B);
         row(a.up,           "up",                   M * F,    FFN,     B);
         row(a.swiglu,       "swiglu",               M * F,    down,    W);
-
         row(a.dswiglu,      "d swiglu, d gate",     M * F,    GRADIENT, W);
         row(a.dup,          "d up",                 M * F,    GRADIENT, W);
-        row(a.dgates,       "d gates",              n.slots,  GRADIENT, B);
-        row(a.dlogits,      "d router's logits",    N * s.E,  GRADIENT, W);
     }
     if (s.E && s.shared_gate) {
         row(a.shared_logits, "shared gate's logits", N,      ROUTING, B);
@@ -234,17 +242,44 @@ inline Routing routing_of(const Shape& s) {
 // The gate of the shared expert: a router with one expert to choose from.
 inline Routing shared_routing() { return {Router::SIGMOID_ALONE, 1, 1}; }
 
-// A stack of this rank's experts, as the grouped products take it.
+// A round of the rows of this rank's experts, and its inner rows.
+template <typename T> struct Round {
+    size_t first;       // its first row
+    size_t slots;       // that it may have
+    const int* starts;  // (experts+1) where each expert begins, counted from `first`
+    const int* rows;    // 1 int on the device: how many rows it has, where the last expert ends
+    const int* slot_of; // (slots) the slot of each row
+    T *gate, *up, *swiglu, *dswiglu, *dup; // (M,F) each
+};
+template <typename S>
+size_t rounds_of(const Ctx<S>& ctx) {
+    return expert_counts(ctx.shape, ctx.batch.rows()).rounds;
+}
 template <typename T, typename S>
-Groups groups_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Weight& stack) {
+Round<T> round_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a, size_t i) {
+    // A single round has all rows, and its inner rows are activations.
     ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
-    return {a.slots.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
+    const int* starts = a.slots.starts;
+    if (n.rounds == 1)
+        return {0, n.slots, starts, starts + n.experts, a.slots.slot_of,
+                a.gate, a.up, a.swiglu, a.dswiglu, a.dup};
+
+    // Rounds share three buffers in scratch. Gradients overwrite what they are made from.
+    size_t first = i * n.rows;
+    starts = a.round_starts + i * (n.experts + 1);
+    T* rows = static_cast<T*>(ctx.slot_rows);
+    T* gate = rows + inner_rows(ctx.shape, n, 0);
+    T* up = rows + inner_rows(ctx.shape, n, 1);
+    T* swiglu = rows + inner_rows(ctx.shape, n, 2);
+    return {first, std::min(n.rows, n.slots - first), starts, starts + n.experts,
+            a.slots.slot_of + first, gate, up, swiglu, swiglu, up};
 }
 
-// The number of rows of this rank's experts, on the device: where the last expert's rows end.
+// A stack of this rank's experts, as the grouped products take it.
 template <typename T, typename S>
-const int* rows_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) {
-    return a.slots.starts + expert_counts(ctx.shape, ctx.batch.rows()).experts;
+Groups groups_of(const Ctx<S>& ctx, const Round<T>& r, const Weight& stack) {
+    ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
+    return {r.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
 }
 
 // The balance terms that this rank adds. Of the tensor-parallel ranks only the first adds them.
@@ -315,6 +350,9 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     // Gather the choices of other expert-parallel ranks, then sort all slots by expert.
     gather_choices(ctx, a.ids, a.gates);
     sort_own_slots(ctx, a.slots, a.ids);
+    ExpertCounts n = expert_counts(s, N);
+    if (n.rounds > 1)
+        round_starts(a.round_starts, a.slots.starts, n.rounds, n.rows, n.experts, ctx.where);
 }
 
 // The gates of the shared expert. Every token is a slot, in a row of its own.
@@ -375,54 +413,53 @@ void ffn_forward(Ctx<S>& ctx, T* rows, const T* residual, // (N,C) {+tp} (R,C)
     }
 }
 
-// Gather the input rows of all slots into the buffer of slots, ctx.slot_rows.
+// Gather the rows of a round's tokens into the buffer of slots, ctx.slot_rows.
 template <typename T, typename S>
-T* gather_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x) { // (M,C) of (N,C)
+T* gather_slots(Ctx<S>& ctx, const Round<T>& r, const T* tokens) { // (M,C) of (ep,N,C)
     // The token of a slot is its number over K.
     const Shape& s = ctx.shape;
     T* rows = static_cast<T*>(ctx.slot_rows);
-    size_t slots = expert_counts(s, ctx.batch.rows()).slots;
-    const T* tokens = gather_tokens(ctx, x, a.ids); // (ep,N,C)
-    gather_slots(rows, tokens, a.slots.slot_of, rows_of(ctx, a), slots, s.K, s.C, ctx.where);
+    gather_slots(rows, tokens, r.slot_of, r.rows, r.slots, s.K, s.C, ctx.where);
     return rows;
 }
 
-// gate, up and swiglu of each slot. With `products` false only swiglu is computed again.
+// gate and up of a round's slots: each expert's rows times its own matrices.
+template <typename T, typename S>
+void multiply_slots(Ctx<S>& ctx, const Round<T>& r, const T* tokens, // (ep,N,C)
+                    const Mixtral::Block& w) {
+    const T* xs = gather_slots(ctx, r, tokens);
+    Groups g = groups_of(ctx, r, w.gate);
+    grouped_forward(r.gate, xs, w.gate.as<const T>(), g, ctx.blas, ctx.where);
+    grouped_forward(r.up, xs, w.up.as<const T>(), g, ctx.blas, ctx.where);
+}
+
+// swiglu of a round's slots.
+template <typename T, typename S>
+void swiglu_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Round<T>& r) {
+    gated_swiglu_forward(r.swiglu, r.gate, r.up, a.gates, r.slot_of, r.rows, r.slots, ctx.shape.F,
+                         ctx.where);
+}
+
+// gate, up and swiglu of each slot, which are kept. With `products` false only swiglu is computed
+// again. Rounds keep nothing: each makes its own.
 template <typename T, typename S>
 void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
                  const Mixtral::Block& w, bool products) {
-    const Shape& s = ctx.shape;
-    size_t slots = expert_counts(s, ctx.batch.rows()).slots;
-
-    // Multiply each expert's rows by its own matrices.
-    if (products) {
-        const T* xs = gather_slots(ctx, a, x);
-        Groups g = groups_of(ctx, a, w.gate);
-        grouped_forward(a.gate, xs, w.gate.as<const T>(), g, ctx.blas, ctx.where);
-        grouped_forward(a.up, xs, w.up.as<const T>(), g, ctx.blas, ctx.where);
-    }
-    gated_swiglu_forward(a.swiglu, a.gate, a.up, a.gates, a.slots.slot_of, rows_of(ctx, a), slots,
-                         s.F, ctx.where);
+    if (rounds_of(ctx) > 1) return;
+    Round<T> all = round_of(ctx, a, 0);
+    if (products)
+        multiply_slots(ctx, all, gather_tokens(ctx, x, a.ids, Tokens::INPUT), w);
+    swiglu_slots(ctx, a, all);
 }
 
-// out = residual + the ffn + each token's sum over its slots. As in row_parallel_forward, only one
-// rank adds the residual of a row, and the ranks' results are summed.
+// Add the outputs of a round's experts to the rows of their tokens. In the first round a token's
+// own rank begins with the residual, as in row_parallel_forward, or with the ffn that has it.
 template <typename T, typename S>
-void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
-                     const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
-    // The experts' outputs overwrite their inputs, which are no longer needed.
+void add_experts(Ctx<S>& ctx, T* all, const T* residual, const T* y, // (ep,N,C) (R,C) (M,C)
+                 const Mixtral::Acts<T>& a, const Round<T>& r) {
     const Shape& s = ctx.shape;
-    T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
-    grouped_forward(y, a.swiglu, w.down.as<const T>(), groups_of(ctx, a, w.down), ctx.blas,
-                    ctx.where);
-
-    // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks.
     size_t parts = s.row_ranks;
     size_t R = stream_rows(ctx);
-    T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
-    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
-    T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
-    if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
     for (size_t i = 0; i < s.expert_ranks * parts; i++) {
         // The residual of a token is added by its own rank. Among tensor-parallel ranks that is the
         // row's owner under sequence parallelism, otherwise the first rank.
@@ -432,43 +469,110 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
         const int* row_of = a.slots.row_of + i * R * s.K;
         T* to = all + i * R * s.C;
         const T* before = adds ? residual : nullptr;
-        if (own_tokens && s.ffn_beside)
-            before = to; // the experts add to the ffn in place
-        combine_slots(to, before, y, row_of, rows_of(ctx, a), R, s.K, s.C,
-                      ctx.where);
+
+        // The experts add to the ffn, and to the rounds before, in place.
+        bool begun = own_tokens && s.ffn_beside;
+        if (begun || r.first) before = to;
+        combine_slots(to, before, y, row_of, r.first, r.rows, R, s.K, s.C, ctx.where);
+    }
+}
+
+// out = residual + the ffn + each token's sum over its slots. As in row_parallel_forward, only one
+// rank adds the residual of a row, and the ranks' results are summed.
+template <typename T, typename S>
+void combine_experts(Ctx<S>& ctx, T* out, const T* residual, const T* x, // (R,C) (R,C) (N,C)
+                     const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
+    // Rounds read the inputs while sums grow.
+    const Shape& s = ctx.shape;
+    size_t rounds = rounds_of(ctx);
+    const T* tokens = nullptr; // (ep,N,C)
+    if (rounds > 1) tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
+
+    // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks.
+    T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
+    T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
+    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
+    T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
+    if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
+    for (size_t i = 0; i < rounds; i++) {
+        Round<T> r = round_of(ctx, a, i);
+        if (rounds > 1) {
+            multiply_slots(ctx, r, tokens, w);
+            swiglu_slots(ctx, a, r);
+        }
+
+        // The experts' outputs overwrite their inputs, which are no longer needed.
+        grouped_forward(y, r.swiglu, w.down.as<const T>(), groups_of(ctx, r, w.down), ctx.blas,
+                        ctx.where);
+        add_experts(ctx, all, residual, y, a, r);
     }
     sum_tokens(ctx, partial, all, a.ids);
     sum_rows(ctx, out, partial);
 }
 
-// Go back through the experts into `partial`. Leaves the gradients of gate, up and logits for W.
+// Go back from the experts' outputs to gate and up, in place, and to the gates.
+template <typename T, typename S>
+void narrow_backward(Ctx<S>& ctx, const T* douts, acc_t<T>* dgates, // (ep,N,C) (ep,N,K) or null
+                     const Mixtral::Block& w, const Mixtral::Acts<T>& a, const Round<T>& r) {
+    const T* dys = gather_slots(ctx, r, douts); // (M,C)
+    T* dgate = r.dswiglu;                       // (M,F)
+    grouped_backward_input(r.dswiglu, dys, w.down.as<const T>(), groups_of(ctx, r, w.down), false,
+                           ctx.blas, ctx.where);
+    gated_swiglu_backward(dgate, r.dup, dgates, r.dswiglu, r.gate, r.up, a.gates, r.slot_of, r.rows,
+                          r.slots, ctx.shape.F, ctx.where);
+}
+
+// Go back from gate and up to a round's inputs, and add them to `all`; the first round overwrites.
+template <typename T, typename S>
+void wide_backward(Ctx<S>& ctx, T* all, const Mixtral::Block& w, // (ep,N,C)
+                   const Mixtral::Acts<T>& a, const Round<T>& r) {
+    const Shape& s = ctx.shape;
+    ExpertCounts n = expert_counts(s, ctx.batch.rows());
+    T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is no longer needed
+    Groups wide = groups_of(ctx, r, w.gate);
+    grouped_backward_input(dxs, r.dswiglu, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
+    grouped_backward_input(dxs, r.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
+    const T* before = r.first ? all : nullptr;
+    combine_slots(all, before, dxs, a.slots.row_of, r.first, r.rows, n.tokens, s.K, s.C,
+                  ctx.where);
+}
+
+// Go back through all rounds of the experts, to their inputs and to the gates.
+template <typename T, typename S>
+void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
+                           const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
+    size_t rounds = rounds_of(ctx);
+    const T* tokens = nullptr; // (ep,N,C)
+    if (rounds > 1) {
+        const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+        tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
+
+        // Slots without a row get no gradient from any round.
+        size_t slots = expert_counts(ctx.shape, ctx.batch.rows()).slots;
+        device_zero(a.dgates, slots * sizeof(acc_t<T>), ctx.where);
+    }
+
+    // Make each round's inner rows again, if it kept none.
+    const T* douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT); // (ep,N,C)
+    T* all = partial_tokens(ctx, partial);                              // (ep,N,C) {+ep} {+tp}
+    for (size_t i = 0; i < rounds; i++) {
+        Round<T> r = round_of(ctx, a, i);
+        if (rounds > 1) multiply_slots(ctx, r, tokens, w);
+        narrow_backward(ctx, douts, a.dgates, w, a, r);
+        wide_backward(ctx, all, w, a, r);
+    }
+    sum_gates(ctx, a.dgates);
+    sum_tokens(ctx, partial, all, a.ids);
+}
+
+// Go back through the experts into `partial`. Leaves the gradients of gate, up and logits for W,
+// but rounds leave those of logits alone.
 template <typename T, typename S>
 void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
                             const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    ExpertCounts n = expert_counts(s, N);
-
-    // Go back to gate and up, in place, and to the gates.
-    T* dgate = a.dswiglu; // (M,F)
-    const T* dys = gather_slots(ctx, a, dout);
-    Groups narrow = groups_of(ctx, a, w.down);
-    grouped_backward_input(a.dswiglu, dys, w.down.as<const T>(), narrow, false, ctx.blas,
-                           ctx.where);
-    gated_swiglu_backward(dgate, a.dup, a.dgates, a.dswiglu, a.gate, a.up, a.gates,
-                          a.slots.slot_of, rows_of(ctx, a), n.slots, s.F, ctx.where);
-    sum_gates(ctx, a.dgates);
-
-    // Go back to the experts' inputs, and sum them for each token.
-    T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is no longer needed
-    Groups wide = groups_of(ctx, a, w.gate);
-    grouped_backward_input(dxs, dgate, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
-    grouped_backward_input(dxs, a.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
-    const T* no_residual = nullptr;
-    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
-    combine_slots(all, no_residual, dxs, a.slots.row_of, rows_of(ctx, a), n.tokens, s.K, s.C,
-                  ctx.where);
-    sum_tokens(ctx, partial, all, a.ids);
+    rounds_backward_input(ctx, partial, dout, w, a);
 
     // Go back through the router, and add the balance terms of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
@@ -525,25 +629,52 @@ void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Blo
     sum_rows(ctx, a.dnorm_2, partial);
 }
 
-// The gradients of the experts' matrices and of the router. The rows of slots are gathered again:
-// they are not worth keeping.
+// The gradients of the experts' matrices. The rows of slots are gathered again: they are not worth
+// keeping. Rounds add up, and make their inner rows and the gradients of these again.
+template <typename T, typename S>
+void stacks_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
+                            const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
+    size_t rounds = rounds_of(ctx);
+    const T *tokens = nullptr, *douts = nullptr; // (ep,N,C) each
+    if (rounds > 1) {
+        tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
+        douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
+    }
+
+    for (size_t i = 0; i < rounds; i++) {
+        Round<T> r = round_of(ctx, a, i);
+        auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
+            grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, r, stack),
+                                    accumulate || i > 0, ctx.blas, ctx.where);
+        };
+        if (rounds > 1) {
+            multiply_slots(ctx, r, tokens, w);
+            swiglu_slots(ctx, a, r);
+        } else {
+            douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
+        }
+
+        // Take the gradients of the experts' outputs, then the experts' inputs. swiglu is read
+        // before a round's gradients overwrite it.
+        acc_t<T>* no_gates = nullptr; // the input half has their gradients
+        backward(w.down, gather_slots(ctx, r, douts), r.swiglu);
+        if (rounds > 1)
+            narrow_backward(ctx, douts, no_gates, w, a, r);
+        else
+            tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
+        const T* xs = gather_slots(ctx, r, tokens);
+        backward(w.gate, r.dswiglu, xs);
+        backward(w.up, r.dup, xs);
+    }
+}
+
+// The gradients of the experts' matrices and of the router.
 template <typename T, typename S>
 void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
-    auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
-        grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, a, stack), accumulate,
-                                ctx.blas, ctx.where);
-    };
-
-    // Gather the gradients of the experts' outputs, then the experts' inputs. All stacks are
-    // frozen, or none is.
-    if (w.down.grad) {
-        backward(w.down, gather_slots(ctx, a, dout), a.swiglu);
-        const T* xs = gather_slots(ctx, a, x);
-        backward(w.gate, a.dswiglu, xs);
-        backward(w.up, a.dup, xs);
-    }
+    // All stacks are frozen, or none is.
+    if (w.down.grad) stacks_backward_weight(ctx, dout, x, w, a, accumulate);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.
@@ -585,7 +716,7 @@ void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C
     }
     gate_shared_experts(ctx, a, x, w.shared_router);
     widen_ffn(ctx, a, x, w, true);
-    if (ctx.shape.E) return combine_experts(ctx, out, a.middle, a, w);
+    if (ctx.shape.E) return combine_experts(ctx, out, a.middle, x, a, w);
 
     // A block with the ffn alone.
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}

@@ -85,7 +85,7 @@ struct Shape : Variant {
     size_t vocab_start = 0; // this rank's first token
     size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
-    size_t expert_ranks = 1; // ranks that share out the experts (expert_parallel.h)
+    size_t expert_ranks = 1, expert_rounds = 1; // who shares experts, and how they work off rows
 
     // The rows of a token table: the vocabulary, padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }

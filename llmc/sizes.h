@@ -38,6 +38,7 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
     s.objective.ranks = size_t(p.layout.cp.size);
     if (!generates)
         s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
+    if (generates) s.expert_rounds = 1; // its rows are few
     return s;
 }
 
@@ -104,8 +105,9 @@ inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int 
 enum class ScratchKind : uint8_t {
     WORKSPACE, // working memory of products, norms, attention and embedding
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
-    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it
-    TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
+    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it; with
+               // rounds also (3,M,F) inner rows
+    TOKEN_ROWS, // (parts,ep,N,C) the rows of all expert-parallel ranks
     EXCHANGE_ROWS, // (2,ep,N,C) rows sent and received, where tokens go only to their experts
     HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
     HEAD,      // the head's own activations (head.h)
@@ -287,9 +289,9 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
         // Experts need rows of slots, and if ranks share out the experts rows of all tokens.
         if (layer > 0 && s.E) {
             ExpertCounts n = expert_counts(s, N);
-            table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
-            if (s.expert_ranks > 1)
-                table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
+            table.add(ScratchKind::SLOT_ROWS, slot_room(s, n) * sizeof(T));
+            size_t parts = token_parts(s, n, p.mode == Mode::TRAIN);
+            table.add(ScratchKind::TOKEN_ROWS, parts * n.tokens * s.C * sizeof(T));
             if (p.layout.ep_exchange)
                 table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }

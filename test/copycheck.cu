@@ -206,7 +206,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::gather_slots(xs.data(), x.data(), slot_of.data(), &rows, M, K, C, where);
     llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(),
                                &rows, M, C, where);
-    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), &rows, N, K, C, where);
+    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), 0, &rows, N, K, C, where);
     llmc::gated_swiglu_backward(dgate.data(), dup.data(), dgates.data(), up.data(), xs.data(),
                                 up.data(), gates.data(), slot_of.data(), &rows, M, C, where);
     llmc::route_backward(dlogits.data(), dgates.data(), logits.data(), ids.data(), routing,

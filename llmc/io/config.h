@@ -30,6 +30,7 @@ struct Config {
     // in the trained loss
     int experts = 0, experts_per_token = 0, upcycle = 0;
     std::string router;
+    int expert_rounds = 1;
     double balance = 0.01, z_loss = 0, router_bias_rate = 0, expert_capacity = 0;
 
     // data
@@ -207,6 +208,9 @@ inline const std::vector<Flag>& config_table() {
         {"expert-capacity", &C::expert_capacity, "0..1000",
          "capacity factor: an expert takes at most this many times its even share of a sequence's "
          "choices, and drops later ones (0: drops none)"},
+        {"expert-rounds", &C::expert_rounds, "1..4096",
+         "experts work off the most rows that they may get in so many rounds, and have room for "
+         "one: less memory, no drops, more products"},
         {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
         {"", &C::help, "", "Data"},

@@ -71,6 +71,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     s.balance = s.E ? c.balance : 0;
     s.z_loss = s.E ? c.z_loss : 0;
     s.capacity.factor = s.E ? c.expert_capacity : 0;
+    s.expert_rounds = s.E ? size_t(c.expert_rounds) : 1;
 
     // Take the remaining flags as they are.
     if (c.layers) s.L = c.layers;
@@ -156,7 +157,6 @@ inline std::string check_expert_capacity(const Config& c) {
     return "";
 }
 
-// Check what experts need, and what is not built with them.
 // Refuse latents that a GPU cannot decode, where a run generates texts on one. Only the run knows
 // what --device auto has found.
 inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
@@ -165,10 +165,11 @@ inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
                   MOST_LATENT, ": give --sample-tokens 0, or --device cpu");
 }
 
+// Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
-          "expert-capacity"})
+          "expert-capacity", "expert-rounds"})
         if (s.E == 0 && given(c, name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");

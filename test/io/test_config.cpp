@@ -534,6 +534,11 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     wide.kv_latent = 1024;
     EXPECT_EQ(check_latents(wide, true, true), "");
 
+    // Rounds of experts.
+    EXPECT_EQ(check({"--expert-rounds", "4"}, "tiny-moe"), "");
+    EXPECT_EQ(s.expert_rounds, 4u);
+    EXPECT_HAS(check({"--expert-rounds", "4"}), "--expert-rounds is for models with experts");
+
     // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");

@@ -1147,6 +1147,37 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
+// Rounds of experts agree with one rank that has room for all rows: experts of every kind, rounds
+// that find no row, rounds of one row, and exchanged rows.
+TEST(Layouts, RoundsOfExpertsAreOneComputation) {
+    std::map<std::tuple<bool, bool, bool, bool, int>, OneRank> one_rank;
+    std::vector<LayoutCase> layouts, all = all_layouts(), shared = expert_layouts();
+    for (size_t i = 3; i < all.size(); i += 19) layouts.push_back(all[i]);
+    for (size_t i = 1; i < shared.size(); i += 2) layouts.push_back(shared[i]);
+    Cell worst;
+    int cells = 0, number = 0, i = 0;
+
+    for (LayoutCase& l : layouts) {
+        bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = ++i % 2, beside = l.ep == 1 && i % 3 == 0;
+        Shape shape = beside ? shared_for_tp() : mixtral_for_tp(tied);
+        if (!beside) shape.E = 6;
+        if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
+        if (!fits(shape, l) || left_out(&number)) continue;
+
+        // Compare with one rank and one round.
+        auto& one = one_rank[{tied, adamw, beside, l.one_expert, l.micro_batches * l.dp}];
+        if (!one.result)
+            one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, 8, l.one_expert);
+        shape.expert_rounds = i % 5 ? size_t(2 + i % 3) : 1000;
+        l.exchange = l.ep > 1 && i % 4 == 1;
+        Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+        ASSERT_EQ(cell.wrong, "") << l.text() << shape.expert_rounds << columns_of(cell);
+        cells++;
+        add_worst(worst, cell);
+    }
+    printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
+}
+
 // Experts with a capacity drop the same tokens in every layout, and count as many: on some layouts,
 // and on some with expert parallelism that leaves sequences whole.
 TEST(Layouts, CapacityIsOneComputation) {

@@ -39,6 +39,10 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
     for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)})
         shapes.push_back(with_capacity(s));
+    for (Shape s : {small_shared(), small_mla(true)}) {
+        s.expert_rounds = 3;
+        shapes.push_back(s);
+    }
     for (const Shape& s : prefix_shapes()) shapes.push_back(s);
     for (Shape s : shapes) {
         // Plan training and evaluation of the same samples. The loss that is reported leaves out
@@ -725,6 +729,52 @@ TEST(Experts, CapacityBoundsTheRowsOfARank) {
     EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).groups, model.shape.E + 1);
     p.layout.ep = 3, p.mode = Mode::GENERATE;
     EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.K);
+}
+
+// Rounds have room for a part of the rows that a rank may get, and none for inner rows that are
+// kept. Generation has one round.
+TEST(Experts, RoundsHaveRoomForAPartOfTheRows) {
+    Shape s = small_mixtral();
+    Plan p = small_plan(2, 9, 1);
+    p.layout.ep = 3;
+    Model whole = make_model(s);
+    s.expert_rounds = 4;
+    Model model = make_model(s);
+    size_t all = 3 * p.rows() * s.K, part = (all + 3) / 4;
+    ExpertCounts n = expert_counts(rank_shape(p, model), p.rows());
+    EXPECT_EQ((std::vector<size_t>{n.rows, n.rounds}), (std::vector<size_t>{part, 4}));
+
+    // The buffer of rows shrinks, three buffers of inner rows are scratch, and the tokens' inputs,
+    // sums and gradients lie side by side.
+    ScratchTable table = scratch_table<float>(p, model, 1, Cpu{});
+    size_t tokens = 3 * p.rows() * s.C * sizeof(float);
+    size_t inner = 3 * round_up(part * s.F, size_t(128));
+    EXPECT_EQ(table.find(ScratchKind::SLOT_ROWS)->bytes,
+              (round_up(part * s.C, size_t(128)) + inner) * sizeof(float));
+    EXPECT_EQ(table.find(ScratchKind::TOKEN_ROWS)->bytes, 3 * tokens);
+    EXPECT_EQ(scratch_table<float>(p, whole, 1, Cpu{}).find(ScratchKind::TOKEN_ROWS)->bytes,
+              tokens);
+    for (Kind kind : {Kind::KEPT_B, Kind::KEPT_W, Kind::GRADIENT_W}) {
+        size_t fewer = data_bytes<float>(p, model, {kind, 1}, Cpu{});
+        EXPECT_LE(fewer, data_bytes<float>(p, whole, {kind, 1}, Cpu{}) + 2 * ARENA_ALIGN);
+    }
+    EXPECT_LT(data_bytes<float>(p, model, {Kind::GRADIENT_W, 1}, Cpu{}),
+              data_bytes<float>(p, whole, {Kind::GRADIENT_W, 1}, Cpu{}) -
+                  2 * all * s.F * sizeof(float) + 2 * ARENA_ALIGN);
+
+    p.mode = Mode::GENERATE;
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rounds, 1u);
+}
+
+// Rounds change no bit of a float model's losses: each sum has the same terms in the same order.
+TEST(Experts, RoundsKeepTheBitsOfTheForwardPass) {
+    for (Shape s : {small_mixtral(), small_mla(true)}) {
+        s.expert_rounds = 1;
+        Fixture<float> whole(s, {small_plan(2, 9, 2)});
+        s.expert_rounds = 5;
+        Fixture<float> rounds(s, {small_plan(2, 9, 2)});
+        EXPECT_EQ(rounds.step(), whole.step());
+    }
 }
 
 // The balance of a model is that of its worst block. Blocks without loads are dense, and left out.
