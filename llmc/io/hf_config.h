@@ -648,7 +648,8 @@ inline Shape hf_neox_shape(HfConfig& c) {
     hf_same(c, "rope_theta", "rotary_emb_base", theta);
     hf_same(c, "partial_rotary_factor", "rotary_pct", part);
     hf_rope(c, s, theta);
-    if (part > 1 || (part < 1 && (s.rotary == 0 || s.rotary % 2)))
+    bool named = hf_rope_object(c).contains("partial_rotary_factor"); // then hf_rotary() looks
+    if (!named && (part > 1 || (part < 1 && (s.rotary == 0 || s.rotary % 2))))
         hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
                  " channels is no even number of them: RoPE turns pairs");
 
