@@ -163,6 +163,16 @@ HeadRows<T> dense_rows(T* to, HeadRows<T> from, size_t rows, size_t HS) {
     return {to, HS};
 }
 
+// A dot product of K elements that lie some steps apart.
+template <typename A, typename T>
+inline A few_dot(const T* a, const T* b, size_t K, size_t a_step, size_t b_step) {
+    A sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (size_t k = 0; k < K; k++)
+        sum += to_acc(a[k * a_step]) * to_acc(b[k * b_step]);
+    return sum;
+}
+
 // A product with few rows or a short sum, in plain loops.
 template <typename T>
 void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
@@ -173,18 +183,31 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
         if (!p.accumulate)
             std::fill_n(row, p.N, A(0));
 
-        // Take dot products where the rows of b^T are contiguous.
+        // Take dot products where the rows of b^T are contiguous. Strides that the compiler knows
+        // spare it loads of single elements.
+        bool dense = p.a.column == 1 && p.b.row == 1;
         for (size_t j = 0; p.b.column != 1 && j < p.N; j++) {
             const T* bj = b + j * p.b.column;
-            A sum = 0;
-            #pragma omp simd reduction(+ : sum)
-            for (size_t k = 0; k < p.K; k++)
-                sum += to_acc(ai[k * p.a.column]) * to_acc(bj[k * p.b.row]);
-            row[j] += sum;
+            row[j] += dense ? few_dot<A>(ai, bj, p.K, 1, 1)
+                            : few_dot<A>(ai, bj, p.K, p.a.column, p.b.row);
         }
 
-        // Else add up rows of b.
-        for (size_t k = 0; p.b.column == 1 && k < p.K; k++) {
+        // Else add up rows of b, four at a time: a short row then stays in registers.
+        size_t k = 0;
+        for (; p.b.column == 1 && k + 4 <= p.K; k += 4) {
+            const T* bk = b + k * p.b.row;
+            A x[4];
+            for (size_t n = 0; n < 4; n++)
+                x[n] = to_acc(ai[(k + n) * p.a.column]);
+            #pragma omp simd
+            for (size_t j = 0; j < p.N; j++) {
+                A sum = row[j] + x[0] * to_acc(bk[j]);
+                sum += x[1] * to_acc(bk[p.b.row + j]);
+                sum += x[2] * to_acc(bk[2 * p.b.row + j]);
+                row[j] = sum + x[3] * to_acc(bk[3 * p.b.row + j]);
+            }
+        }
+        for (; p.b.column == 1 && k < p.K; k++) {
             const T* bk = b + k * p.b.row;
             A x = to_acc(ai[k * p.a.column]);
             #pragma omp simd
