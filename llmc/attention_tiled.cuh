@@ -195,16 +195,21 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
         // Else add up rows of b, four at a time: a short row then stays in registers.
         size_t k = 0;
         for (; p.b.column == 1 && k + 4 <= p.K; k += 4) {
-            const T* bk = b + k * p.b.row;
+            const T* b0 = b + k * p.b.row;
+            const T* b1 = b0 + p.b.row;
+            const T* b2 = b1 + p.b.row;
+            const T* b3 = b2 + p.b.row;
             A x[4];
             for (size_t n = 0; n < 4; n++)
                 x[n] = to_acc(ai[(k + n) * p.a.column]);
             #pragma omp simd
             for (size_t j = 0; j < p.N; j++) {
-                A sum = row[j] + x[0] * to_acc(bk[j]);
-                sum += x[1] * to_acc(bk[p.b.row + j]);
-                sum += x[2] * to_acc(bk[2 * p.b.row + j]);
-                row[j] = sum + x[3] * to_acc(bk[3 * p.b.row + j]);
+                A sum = row[j];
+                sum += x[0] * to_acc(b0[j]);
+                sum += x[1] * to_acc(b1[j]);
+                sum += x[2] * to_acc(b2[j]);
+                sum += x[3] * to_acc(b3[j]);
+                row[j] = sum;
             }
         }
         for (; p.b.column == 1 && k < p.K; k++) {
