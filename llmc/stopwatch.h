@@ -129,6 +129,14 @@ std::vector<TimedAction> read_laps(Stopwatch<S>& w, const Model& model) {
     return actions;
 }
 
+// The seconds of waits among the laps: what no computing has hidden.
+inline double waiting_seconds(const std::vector<TimedAction>& actions) {
+    double seconds = 0;
+    for (const TimedAction& a : actions)
+        if (a.name.starts_with("WAIT ")) seconds += a.end - a.start;
+    return seconds;
+}
+
 // Nothing may still pass a moment.
 template <typename S> void free_laps(Stopwatch<S>& w) {
     for (auto& lap : w.laps) {

@@ -27,6 +27,7 @@ enum class Backend { NONE, LOCAL, MPI, NCCL };
 struct MpiOp;
 struct NcclGroup;
 struct Placements;
+struct Hotline;
 
 // State that all groups of a rank share. Its owner keeps it as long as any group exists.
 struct RankInfo {
@@ -34,6 +35,8 @@ struct RankInfo {
     std::string place;                // "dp 1, tp 0"
     std::string action;               // the current action, for the watchdog's message
     RankNotes notes;                  // what the ranks of this machine are doing
+    std::shared_ptr<Hotline> hotline; // to other machines (late.h); null: there are none
+    int machine_ranks = 0; // a test's machines have so many ranks each; 0: as they are
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked
     std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: nobody counts them

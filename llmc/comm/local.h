@@ -7,7 +7,8 @@
 //   A wait sleeps on a condition variable, after a short spin if every rank has a core. If a rank
 //   throws, ends early or waits too long, one message says so, and every other rank's next
 //   collective throws RankFailure. No rank touches the buffers of a rank that has left.
-//   To copy: this file, placement.h, group.h, record.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, placement.h, late.h, group.h, record.h,
+//   memory.h, cuda_common.h and types.h.
 #pragma once
 #include <array>
 #include <atomic>
@@ -18,6 +19,7 @@
 #include <mutex>
 #include <thread>
 #include <unistd.h>
+#include "late.h"
 #include "placement.h"
 
 namespace llmc {
@@ -151,6 +153,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
     // Sleep, and look around 50 times a second.
     // Waiting for work in progress is not a wait for a rank.
     NoteWait note(op ? c.info->notes : RankNotes());
+    LateWait late = {*c.info};
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     while (!ready()) {
@@ -174,6 +177,10 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
                                      ranks_text(ended) + ", which ended before");
         else if (limit > 0 && waited > limit)
             local_fail(*g.world, overdue_text(c, op->kind, waited, missing));
+        else if (!g.world->failed && !g.world->settings.failure)
+            late.look(
+                waited, [&] { return missing; },
+                [&] { return overdue_text(c, op->kind, waited, missing); });
         if (g.world->failed) throw RankFailure();
     }
 }

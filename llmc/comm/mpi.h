@@ -8,7 +8,7 @@
 //   Only the thread that initialised MPI may call. A rank that waits for one collective advances
 //   all of its outstanding ones, because a peer may need their second round first.
 //   Without WITH_MPI the same names exist, and nobody calls them: no group has processes.
-//   To copy: this file, group.h, record.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, late.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
 #define OMPI_SKIP_MPICXX 1
@@ -16,7 +16,7 @@
 #include <unistd.h>
 #endif
 #include <thread>
-#include "group.h"
+#include "late.h"
 
 namespace llmc {
 
@@ -383,6 +383,7 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
 inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
     NoteWait note(c.info->notes);
+    LateWait late = {*c.info};
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
@@ -399,8 +400,11 @@ inline void mpi_finish(MpiOp& op) {
         std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));
         double waited = clock_seconds() - start;
         note.sign();
+        auto missing = [&] { return mpi_missing(op); };
+        auto text = [&] { return overdue_text(c, op.call.kind, waited, missing()); };
+        late.look(waited, missing, text);
         if (limit > 0 && waited >= limit)
-            mpi_stop(overdue_text(c, op.call.kind, waited, mpi_missing(op)));
+            mpi_stop(text() + late.inquiry.found);
     }
     std::erase(c.info->outstanding, &op);
 }
@@ -423,11 +427,17 @@ inline void mpi_share_cores(MPI_Comm world) {
 
 // Share notes with the ranks of this machine. MPI_Finalize frees the memory.
 inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
-    // Let the first rank of the machine allocate the memory for all.
+    // Find the ranks of this machine. A test divides it.
     MPI_Comm machine;
     MPI_Win window;
     int rank = 0, ranks = 1, unit = 0;
     LLMC_MPI_CHECK(MPI_Comm_split_type(world, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine));
+    if (info.machine_ranks) {
+        int part = info.rank / info.machine_ranks;
+        LLMC_MPI_CHECK(MPI_Comm_split(MPI_COMM_WORLD, part, info.rank, &machine));
+    }
+
+    // Let the first rank of the machine allocate the memory for all.
     LLMC_MPI_CHECK(MPI_Comm_rank(machine, &rank));
     LLMC_MPI_CHECK(MPI_Comm_size(machine, &ranks));
     // Ask where it lies in this rank's addresses. It begins at the same offset in a page for all
@@ -446,6 +456,7 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
     info.notes.own->since = clock_seconds();
     info.notes.own->rank = info.rank;
     LLMC_MPI_CHECK(MPI_Barrier(machine));
+    open_hotline(world, machine, info);
 }
 
 // Return the job's processes as a group. All processes must call, after MPI_Init_thread.

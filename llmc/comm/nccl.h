@@ -10,7 +10,7 @@
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
 //   communicators that share ranks are called in the same order on each of these ranks.
 //   Without WITH_NCCL the same names exist, and nobody calls them: no group has GPUs.
-//   To copy: this file, mpi.h, group.h, record.h, memory.h, cuda_common.h and types.h.
+//   To copy: this file, mpi.h, late.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "mpi.h"
 #ifdef WITH_NCCL
@@ -184,7 +184,8 @@ inline std::string nccl_names(const RankInfo& info) {
 
 // Wait for all work that the stream has been given, and end the job if a peer does not arrive.
 inline void nccl_wait(const Comm& c, cudaStream_t stream) {
-    NoteWait note(c.info->notes);
+    NoteWait note(c.info->notes, false);
+    LateWait late = {*c.info};
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0; cudaStreamQuery(stream) == cudaErrorNotReady; polls++) {
@@ -196,10 +197,15 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
             std::this_thread::sleep_for(std::chrono::microseconds(20));
         double waited = clock_seconds() - start;
         note.sign();
+        auto text = [&] {
+            return rank_text(c) + " waited " + std::to_string(int(waited)) +
+                   " s for its stream, with collectives on " + nccl_names(*c.info) +
+                   ", during action " + c.info->action + standing_text(c.info->notes, waited);
+        };
+        // Only kernels know which ranks are missing: ask all machines.
+        if (polls > 1000) late.look(waited, [] { return std::vector<int>(); }, text);
         if (limit > 0 && waited > limit)
-            mpi_stop(rank_text(c) + " waited " + std::to_string(int(waited)) +
-                     " s for its stream, with collectives on " + nccl_names(*c.info) +
-                     ", during action " + c.info->action + standing_text(c.info->notes, waited));
+            mpi_stop(text() + late.inquiry.found);
     }
     wait_for(stream); // it is done, or failed: this reports why
 }

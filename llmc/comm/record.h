@@ -4,7 +4,7 @@
 //   one that does not wait: "rank 2 has been in B(0,3) for 31.0 s, and waits for nobody". A waiting
 //   rank signs its note anew from time to time; one that does not is stopped.
 //   Threads keep their notes in an array of the process, processes in shared memory of the machine
-//   (mpi.h). A rank on another machine is not seen.
+//   (mpi.h). A rank on another machine is asked (late.h).
 //   Cost: ten stores an action. A reader may see half of a changing name: it is only printed.
 //   To copy: this file.
 #pragma once
@@ -30,6 +30,8 @@ struct alignas(64) RankNote {
     std::atomic<bool> waits = false;
     std::atomic<double> since = 0; // when the action began, or when a wait in it last looked around
     std::atomic<double> waited = 0; // seconds in all waits that are over
+    std::atomic<double> longest = 0; // of these waits, seconds
+    std::atomic<double> silent_until = 0; // in a machine's first note: when a rank may tell again
     std::array<std::atomic<uint64_t>, 13> name = {}; // of the action, cut to fit
 };
 
@@ -54,12 +56,15 @@ inline void note_action(const RankNotes& notes, const std::string& action) {
     notes.own->since = clock_seconds();
 }
 
-// A wait for others: it lasts as long as this object.
+// A wait for others: it lasts as long as this object. A host that waits for its own device too does
+// not know how long it was for others, and counts nothing.
 struct NoteWait {
     // This rank's note; null if nobody takes notes.
     RankNote* own;
+    bool counts;
     double begin = clock_seconds();
-    explicit NoteWait(const RankNotes& notes) : own(notes.own) {
+    explicit NoteWait(const RankNotes& notes, bool counts = true)
+        : own(notes.own), counts(counts) {
         sign();
         if (own) own->waits = true;
     }
@@ -71,7 +76,9 @@ struct NoteWait {
         sign();
         if (!own) return;
         own->waits = false;
-        own->waited = own->waited + clock_seconds() - begin;
+        double seconds = clock_seconds() - begin;
+        if (counts) own->waited = own->waited + seconds;
+        own->longest = std::max(own->longest.load(), seconds);
     }
     NoteWait(const NoteWait&) = delete;
 };

@@ -4,8 +4,8 @@
 //   load      weights and moments, from a checkpoint, a folder or a seed
 //   steps     optimizer steps, with the wait for their data
 //   wait      the part of the steps in which the first rank waited for others: communication that
-//             no computing hides, and ranks that come late. On GPUs streams wait, not the host, so
-//             there this time counts as steps
+//             no computing hides, and ranks that come late. On GPUs streams wait, not the host:
+//             there --profile measures it by events, and without it this time counts as steps
 //   evaluate, sample, save, export
 //   rest      everything else: agreeing on signals, printing lines
 //   A kind that begins ends the one before, so the seconds add up to the time since the start. The

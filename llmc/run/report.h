@@ -262,6 +262,8 @@ void take_times(Run& run, Trainer<T, S>& t, double seconds) {
     const Config& c = run.config;
     // Read the laps. On a GPU they are events, all of them past: the step has waited for its loss.
     run.trace = read_laps(t.watch, t.model);
+    if (in_stream_order(t))
+        run.account.recount(Work::STEPS, Work::WAIT, waiting_seconds(run.trace));
     t.watch.on = false;
     if (!c.timeline.empty() && run.step + 1 == c.steps)
         draw_timeline(run);

@@ -987,10 +987,19 @@ int run_mpi_failure(const std::string& how) {
     RankInfo info;
     info.timeout_s = how == "late" ? 0.5 : 60;
     info.action = "F(0)";
+    if (how == "pairs" || how == "apart") {
+        info.machine_ranks = how == "pairs" ? 2 : 1;
+        info.timeout_s = 4;
+    }
     Comm world = mpi_world(info);
     info.place = "dp " + std::to_string(world.rank);
     float x = 1;
-    if (how == "late") {
+    if (info.machine_ranks) {
+        // The last rank computes, while all others wait.
+        note_action(info.notes, "B(" + std::to_string(world.rank) + ")");
+        if (world.rank == 3) std::this_thread::sleep_for(std::chrono::seconds(20));
+        all_reduce_sum(world, &x, 1, Cpu());
+    } else if (how == "late") {
         if (world.rank > 0) std::this_thread::sleep_for(std::chrono::seconds(20));
         all_reduce_sum(world, &x, 1, Cpu());
     } else if (how == "other") {
@@ -1016,6 +1025,30 @@ std::string mpirun(int ranks, const std::string& options) {
     if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) return "no /proc/self/exe";
     return run_command("timeout 300 mpirun --allow-run-as-root --oversubscribe -np " +
                        std::to_string(ranks) + " " + self + " " + options);
+}
+
+// Ranks of one machine know from the other's ranks who stands still there, long before the limit. A
+// rank that is alone on its machine cannot answer, and is named for that.
+TEST(Mpi, ARankOfAnotherMachineIsNamed) {
+    auto told_by_first = [](const std::string& how) {
+        std::istringstream said(mpirun(4, "--mpi-fail " + how));
+        std::string found;
+        for (std::string line; std::getline(said, line);)
+            if (line.find("rank 0 (dp 0) waited ") != std::string::npos) found += line + "\n";
+        return found;
+    };
+    std::string text = told_by_first("pairs");
+    EXPECT_EQ(text.find("note: rank 0 (dp 0) waited 2."), 0u) << text;
+    EXPECT_NE(text.find("; rank 3 has been in B(3) for "), std::string::npos) << text;
+    EXPECT_NE(text.find("and waits for nobody; the run ends if this lasts 4 s (--watchdog)"),
+              std::string::npos) << text;
+    EXPECT_EQ(text.find("rank 2 has been"), std::string::npos) << text;
+
+    text = told_by_first("apart");
+    EXPECT_NE(text.find("; rank 3, alone on its machine, does not answer; the run ends if "),
+              std::string::npos) << text;
+    EXPECT_EQ(text.find("rank 1, alone"), std::string::npos) << text;
+    EXPECT_EQ(text.find("rank 2, alone"), std::string::npos) << text;
 }
 
 // All bodies, with up to four processes.
