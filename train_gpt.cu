@@ -79,6 +79,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
             move_choice_biases(t, run.choice_biases, measures.loads, float(c.router_bias_rate));
         if (run.first_loss == 0) run.first_loss = loss;
     }
+    run.step_loss = skipped ? NAN : loss;
 
     // Count the step. All ranks count; only the first one logs.
     run.step++;
@@ -258,11 +259,14 @@ void train(Run& run, Trainer<T, S>& t) {
     while (run.step < c.steps) {
         train_step(run, t);
 
-        // Share signals and wishes with all ranks, and finish an asynchronous save that
-        // all have written.
-        Wishes wishes =
-            agree(run.world, {stop_signal, clock_wants_save(run), is_writing(run.saves.async)});
-        if (!wishes.writing) end_save(run);
+        // Share signals and wishes with all ranks, and look after an asynchronous save: go on with
+        // it once no rank writes, or drop it where this step has shown that its weights are bad.
+        Wishes wishes = agree(run.world, {stop_signal, clock_wants_save(run),
+                                          is_writing(run.saves.async), doubts_save(run)});
+        if (wishes.doubt)
+            replace_save(run, t);
+        else if (!wishes.writing)
+            advance_save(run, t);
         run.stopped = wishes.stop;
         if (run.stopped) break;
         if (is_time(run, c.verify_every, false))

@@ -299,9 +299,14 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, the mean of weights, and float masters: these are numbers already.
+    // Read moments in acc, the mean of weights, and masters and weights of the type of `values`.
     if (d.kind == Kind::STATE || d.kind == Kind::EMA)
         return read_kept(t, values, d, range.at, range.count);
+    bool master = d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT;
+    if constexpr (std::is_same_v<acc_t<T>, float>)
+        if (master) return read_kept(t, values, d, range.at, range.count);
+    if constexpr (std::is_same_v<acc_t<T>, T>)
+        if (d.kind == Kind::WEIGHT) return read_kept(t, values, d, range.at, range.count);
     if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
         std::vector<float> masters(range.count);
         read_kept(t, masters.data(), d, range.at, range.count);

@@ -39,11 +39,13 @@ uint64_t bits_of(const T& x) {
 // Return the sum of a range of a parameter, from its values; padding does not count.
 template <typename V>
 uint64_t range_sum(const Layout& layout, const Parameter& p, KeptRange range, const V* values) {
+    // Cut the padding off first: a loop without a branch runs in vector lanes, eight times as fast.
     uint64_t sum = 0;
+    size_t words = p.file_elements();
     for_each_kept(layout, p, range, [&](size_t from, size_t global, size_t count) {
-        for (size_t i = 0; i < count; i++)
-            if (global + i < p.file_elements())
-                sum += element_sum(global + i, bits_of(values[from + i]));
+        size_t real = std::min(count, words - std::min(global, words));
+        for (size_t i = 0; i < real; i++)
+            sum += element_sum(global + i, bits_of(values[from + i]));
     });
     return sum;
 }
@@ -256,12 +258,20 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     const Comm& world = t.comms.world;
     if (world.size == 1) return "";
 
-    // Sum what this rank keeps, and compare over each group of ranks.
+    // Find what other ranks keep too. Nothing else has to be read: under ZeRO-3 that may be all.
     std::vector<Copied> list = copied_data(t);
+    std::vector<char> repeated(list.size());
+    for_each_repeat(t, [&](const Comm& c, auto same) {
+        for (size_t i = 0; i < list.size(); i++)
+            repeated[i] |= c.size > 1 && same(list[i]);
+    });
+
+    // Sum what this rank keeps of that, and compare over each group of ranks.
     std::vector<SumRange> ranges;
     std::vector<int64_t> sums;
-    for (const Copied& x : list) {
-        sums.push_back(int64_t(kept_sum(t, x.data, *x.p)));
+    for (size_t i = 0; i < list.size(); i++) {
+        const Copied& x = list[i];
+        sums.push_back(repeated[i] ? int64_t(kept_sum(t, x.data, *x.p)) : 0);
         ranges.push_back({sums.back(), ~sums.back()});
     }
     for_each_repeat(t, [&](const Comm& c, auto same) {

@@ -2,11 +2,15 @@
 //   1. async_begin  step 1 of a save (checkpoint.h); then each rank copies what its file is to hold
 //                   into its snapshot in host memory. Training waits for this step alone
 //   2. a thread     writes and syncs the rank's file from the snapshot, while training continues
-//   3. async_end    when all ranks' threads are done: steps 3 to 5 of the save, all ranks together
+//   3. async_name   when all ranks' threads are done: step 3 of the save, all ranks together; then
+//                   a thread of the first rank takes steps 4 and 5, which sync and remove files
+//   4. async_end    when that is done too: all ranks learn how the save ended
 //   One save at a time is in flight: the next save ends it first, and so do a signal and the end of
-//   a run. The thread sends no message and reads no weight, so training may change all that was
+//   a run. A thread sends no message and reads no weight, so training may change all that was
 //   copied. The files are byte for byte those of a blocking save, and a kill costs no more: no
-//   folder has its name before 3. The training step after the writing learns how the save ended.
+//   folder has its name before 3. Each training step looks whether all ranks' threads are done.
+//   A blocking save tries its weights first (health.h). Here the next step's loss is that trial, at
+//   no cost; where it is bad, async_drop() takes the save back before it has a name.
 //   Memory: the snapshot lasts the whole run, is touched at its start, and --explain counts it. A
 //   rank that owns everything needs 12 bytes a parameter under AdamW: a flag, not the default.
 #pragma once
@@ -22,8 +26,11 @@ struct AsyncSave {
     std::vector<unsigned char> snapshot; // the file's tensors, one behind the other
     Save save = {};
     std::string wrong = ""; // the thread's error; read it only when the thread has ended
-    std::atomic<bool> writing = false;
-    std::thread thread = {}; // joinable: a save is in flight
+    std::atomic<bool> writing = false; // the thread has not ended yet
+    bool in_flight = false;
+    bool naming = false;  // step 3 has begun
+    bool untried = false; // the next step's loss tells whether the weights are good
+    std::thread thread = {};
 
     explicit AsyncSave(size_t bytes) : snapshot(bytes) {}
     ~AsyncSave() {
@@ -31,10 +38,19 @@ struct AsyncSave {
     }
 };
 
-// A save is in flight until async_end(); its thread is writing until the file is synced. A null
-// pointer means a run without --save-async.
-inline bool is_on_its_way(const AsyncSave* a) { return a && a->thread.joinable(); }
+// A save is in flight until async_end() or async_drop(). A null pointer means a run without
+// --save-async.
+inline bool is_on_its_way(const AsyncSave* a) { return a && a->in_flight; }
 inline bool is_writing(const std::shared_ptr<AsyncSave>& a) { return a && a->writing; }
+
+// Let the thread do some work; the one before has ended.
+template <typename F> void async_work(AsyncSave& a, F work) {
+    a.writing = true;
+    a.thread = std::thread([&a, work] {
+        a.wrong = work();
+        a.writing = false;
+    });
+}
 
 // Size of this rank's snapshot in bytes.
 template <typename T, typename S>
@@ -72,20 +88,40 @@ std::string async_begin(const Trainer<T, S>& t, AsyncSave& a, const Save& save) 
     }
 
     // Write the file from the copy alone.
-    a.writing = true;
-    a.thread = std::thread([&a, tensors] {
-        a.wrong = write_rank_file(a.save.file, a.save.temporary(),
-                                  [&](size_t i) { return tensors[i]; });
-        a.writing = false;
+    a.in_flight = true;
+    a.naming = false;
+    async_work(a, [&a, tensors] {
+        return write_rank_file(a.save.file, a.save.temporary(),
+                               [&](size_t i) { return tensors[i]; });
     });
     return "";
 }
 
-// Wait for this rank's thread, then end the save on all ranks.
-inline std::string async_end(const Comm& world, AsyncSave& a) {
-    // Only the main thread may communicate with other ranks, so it joins here.
+// Wait for this rank's file, exchange what all ranks wrote, and leave the rest to the first rank's
+// thread. All ranks call: only the main threads may send messages.
+inline void async_name(const Comm& world, AsyncSave& a) {
     a.thread.join();
-    return save_end(world, a.save, a.wrong);
+    Written written = exchange_written(world, a.save, std::exchange(a.wrong, ""));
+    a.naming = true;
+    if (world.rank == 0)
+        async_work(a, [&a, written] { return name_checkpoint(a.save, written); });
+}
+
+// Wait for the end of the save on all ranks. Returns "" or what is wrong.
+inline std::string async_end(const Comm& world, AsyncSave& a) {
+    if (!a.naming) async_name(world, a);
+    if (a.thread.joinable()) a.thread.join();
+    a.in_flight = false;
+    return agree_on_save(world, std::exchange(a.wrong, ""));
+}
+
+// Take back a save that has no name yet. All ranks call.
+inline void async_drop(const Comm& world, AsyncSave& a) {
+    a.thread.join();
+    barrier(world, Cpu{}); // until no rank writes
+    if (world.rank == 0) remove_folder(a.save.temporary());
+    a.in_flight = a.untried = false;
+    a.wrong = "";
 }
 
 } // namespace llmc

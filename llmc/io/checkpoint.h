@@ -51,12 +51,16 @@ struct CheckpointInfo {
 };
 
 // The processor's name. Another processor may round a sum differently, so a resume compares them.
-inline std::string cpu_name() {
-    std::ifstream in("/proc/cpuinfo");
-    for (std::string line; std::getline(in, line);)
-        if (line.rfind("model name", 0) == 0)
-            return line.substr(std::min(line.find(':') + 2, line.size()));
-    return "unknown";
+inline const std::string& cpu_name() {
+    // Ask once: with many cores Linux takes milliseconds to write this file.
+    static const std::string name = [] {
+        std::ifstream in("/proc/cpuinfo");
+        for (std::string line; std::getline(in, line);)
+            if (line.rfind("model name", 0) == 0)
+                return line.substr(std::min(line.find(':') + 2, line.size()));
+        return std::string("unknown");
+    }();
+    return name;
 }
 
 // Everything that must be equal for a checkpoint to fit a run.
@@ -477,31 +481,41 @@ inline nlohmann::json files_of_all(const Comm& world, const RankFile& mine) {
     return files;
 }
 
-// End a save: the header's steps 3 to 5. `wrong` is how step 2 ended on this rank.
-inline std::string save_end(const Comm& world, const Save& save, std::string wrong) {
-    // 3. Exchange what each rank wrote.
-    bool first = world.rank == 0;
-    wrong = first_error(world, wrong);
-    nlohmann::json files = files_of_all(world, save.file);
+// The result of step 3 of a save, the same on all ranks.
+struct Written {
+    std::string wrong;    // the error of the first rank that has one
+    nlohmann::json files; // the manifest's entries
+};
+inline Written exchange_written(const Comm& world, const Save& save, const std::string& wrong) {
+    return {first_error(world, wrong), files_of_all(world, save.file)};
+}
 
+// Steps 4 and 5 of a save, by the first rank alone. It sends no message, so a thread may run it.
+inline std::string name_checkpoint(const Save& save, const Written& written) {
     // 4. Write the manifest, then give the folder its name. A folder that already has the name is
     // replaced: it is the same step of an earlier run, which this run repeats.
-    if (first && wrong.empty())
-        wrong = write_manifest(save.manifest, files, save.temporary());
-    if (first && wrong.empty())
+    std::string wrong = written.wrong;
+    if (wrong.empty())
+        wrong = write_manifest(save.manifest, written.files, save.temporary());
+    if (wrong.empty())
         wrong = replace_folder(save.temporary(), save.folder());
-    wrong = first_error(world, wrong);
-    if (first && !wrong.empty())
+    if (!wrong.empty()) {
         remove_folder(save.temporary());
-    if (!wrong.empty())
-        return wrong + "; the checkpoints before it are as they were";
+        return wrong;
+    }
 
     // 5. Remove the oldest. Newer steps than this one stay: they belong to a run that got further.
-    std::vector<int64_t> steps = first ? checkpoint_steps(save.out) : std::vector<int64_t>();
+    std::vector<int64_t> steps = checkpoint_steps(save.out);
     for (size_t i = save.keep; i < steps.size(); i++)
         if (steps[i] < save.info.step && steps[i] != save.info.best_step)
             remove_checkpoint(save.out + "/" + step_folder(steps[i]));
     return "";
+}
+
+// How a save ended, for all ranks. `wrong` is what the first rank has to say.
+inline std::string agree_on_save(const Comm& world, std::string wrong) {
+    wrong = first_error(world, wrong);
+    return wrong.empty() ? "" : wrong + "; the checkpoints before it are as they were";
 }
 
 // Save a checkpoint in `out`. Training waits until it is written.
@@ -518,7 +532,11 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
         auto& [s, range] = save.file.owned[i];
         return read_numbers(t, s.data, *s.p, range);
     });
-    return save_end(t.comms.world, save, wrong);
+    // 3. to 5. Exchange, and let the first rank finish.
+    const Comm& world = t.comms.world;
+    Written written = exchange_written(world, save, wrong);
+    wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
+    return agree_on_save(world, wrong);
 }
 
 } // namespace llmc

@@ -110,7 +110,8 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
         nlohmann::json saved = manifest["model"].value(key, absent);
         if (saved != value)
             return concat(folder, ": is of another model: its ", key, " is ", json_word(saved),
-                          ", this run's ", value.dump());
+                          ", this run's ", value.dump(),
+                          ": leave the model's flags out, or give its own --out");
     }
 
     // A run without moments may continue from the weights of any optimizer.
@@ -542,9 +543,11 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
         std::vector<int> readers = choose_readers(manifest, world.size);
         return load_verified(t, info, folder, manifest, readers, notes);
     }
+    // A folder with broken checkpoints is still a run's: without --resume it would be refused.
     return out + ": holds no whole checkpoint" + (only >= 0 ? concat(" of step ", only) : "") +
-           (notes->empty() ? "" : " (the broken ones are named above)") +
-           ": start without --resume, or give the --out of the run to go on with";
+           (notes->empty() ? ": start without --resume, or give the --out of the run to go on with"
+                           : ": the broken ones are named above: put back a copy of one, or begin "
+                             "anew in another --out");
 }
 
 } // namespace llmc

@@ -334,7 +334,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
     // would repeat some samples and miss others.
     LLMC_USER_CHECK(
         info.seed == uint64_t(c.seed),
-        "the checkpoint was made with --seed %llu, not %lld: the data order would change",
+        "the checkpoint was made with --seed %llu, not %lld: the data order would change: leave "
+        "--seed out",
         (unsigned long long)info.seed, (long long)c.seed);
     t.cursor = info.cursor;
     run.tokens = info.tokens;
@@ -437,15 +438,18 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     // Refuse ruined weights: each new checkpoint removes the oldest of --keep, so these would push
     // out good ones.
     check_replicas(run, t);
-    std::string ruined = ruined_weights(run, t);
+    AsyncSave* async = run.saves.async.get();
+    bool later = async && !run.saves.tries_first;
+    std::string ruined = ruined_weights(run, t, later);
     if (!ruined.empty()) return ruined;
 
     // Save. The next step waits until the save is done, or with --save-async until the state
     // has been copied.
     CheckpointInfo info = checkpoint_info(run, t);
     Save save = {info, run.config.out, run.config.keep};
-    return run.saves.async ? async_begin(t, *run.saves.async, save)
-                           : checkpoint_save(t, info, save.out, save.keep);
+    if (!async) return checkpoint_save(t, info, save.out, save.keep);
+    async->untried = later && loss_proves(run);
+    return async_begin(t, *async, save);
 }
 
 // With --save-minutes auto, set the interval from the mean cost of the saves so far. The first time
@@ -478,11 +482,19 @@ inline void note_save(Run& run, int64_t step, const std::string& wrong) {
 }
 
 // Finish the asynchronous save, if one is in flight. All ranks call.
-inline void end_save(Run& run) {
+template <typename T, typename S>
+void end_save(Run& run, Trainer<T, S>& t) {
     AsyncSave* async = run.saves.async.get();
     if (!is_on_its_way(async)) return;
     Spend spend(run.account, Work::SAVE);
-    std::string wrong = async_end(run.world, *async);
+
+    // No step has tried these weights yet, so they are still here to be tried.
+    std::string wrong;
+    if (std::exchange(async->untried, false)) wrong = ruined_weights(run, t);
+    if (!wrong.empty())
+        async_drop(run.world, *async);
+    else
+        wrong = async_end(run.world, *async);
     note_save(run, async->save.info.step, wrong);
 }
 
@@ -493,7 +505,7 @@ void save(Run& run, Trainer<T, S>& t) {
     Saves& saves = run.saves;
     if (run.config.out.empty() || saves.step == run.step)
         return;
-    end_save(run); // one at a time is on its way
+    end_save(run, t); // one at a time is on its way
     Spend spend(run.account, Work::SAVE);
     std::string wrong = try_to_save(run, t);
     if (wrong.empty()) saves.last = clock_seconds();
@@ -505,11 +517,45 @@ void save(Run& run, Trainer<T, S>& t) {
         note_save(run, run.step, wrong);
 }
 
+// Whether the last step's loss says that the save in flight has ruined weights: the step began with
+// them. A good loss settles the matter; a step that was skipped says nothing.
+inline bool doubts_save(Run& run) {
+    AsyncSave* async = run.saves.async.get();
+    bool asked = is_on_its_way(async) && async->untried;
+    if (!asked || std::isnan(run.step_loss)) return false;
+    async->untried = blown_up(run.step_loss, run.shape.V, run.first_loss);
+    return async->untried;
+}
+
+// Let the asynchronous save go on, when all ranks' threads are done.
+template <typename T, typename S>
+void advance_save(Run& run, Trainer<T, S>& t) {
+    AsyncSave* async = run.saves.async.get();
+    if (!is_on_its_way(async) || async->untried) return;
+    if (async->naming) return end_save(run, t);
+    Spend spend(run.account, Work::SAVE);
+    async_name(run.world, *async);
+}
+
+// Take back the save in flight, because the next step's loss was bad. That may be the text's fault,
+// so this step is saved in its place, after a trial on the text that it has learned from.
+template <typename T, typename S>
+void replace_save(Run& run, Trainer<T, S>& t) {
+    AsyncSave& async = *run.saves.async;
+    note(run, concat("step ", run.step, " began with a loss far above guessing: the save of step ",
+                     async.save.info.step, " is dropped, and from here on a save tries its weights "
+                     "on their own text first"));
+    async_drop(run.world, async);
+    run.saves.tries_first = true;
+    run.saves.step = -1;
+    save(run, t);
+}
+
 // Save at the end of the run. Since no later save will follow, keep trying for as long as
 // --save-minutes says, until the disk has room; a signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
-    end_save(run);
+    end_save(run, t);
     run.saves.async = nullptr;
     if (run.config.out.empty() || run.saves.step == run.step)
         return;
@@ -543,7 +589,7 @@ void keep_best(Run& run, Trainer<T, S>& t) {
     int64_t step_before = std::exchange(run.kept_step, run.step);
     double loss_before = std::exchange(run.kept_loss, run.val_loss);
     save(run, t);
-    end_save(run);
+    end_save(run, t);
     if (run.saves.step == run.step) return;
 
     // The save failed: the best checkpoint is still the one before.

@@ -2,7 +2,7 @@
 //   first_bad_weight    after a load and before a save: look at every weight of this rank
 //   ruined_weights      before a save: try the weights on the text of the last step. Its loss must
 //                       be low; on other text even a sound model may fail, one that has learned
-//                       its text by heart
+//                       its text by heart. --save-async tries them by the next step's loss first
 //   check_replicas      before a save, and every --verify-every steps: ranks that keep the same
 //                       data compare it (replicas.h). A silent fault of a machine ends the run
 //   check_ranks         every --verify-every steps: the same, and all ranks repeat a step, which
@@ -192,14 +192,17 @@ double try_weights(Run& run, Trainer<T, S>& t) {
     return loss;
 }
 
+// Whether a high loss shows that weights are ruined. Preference learning may make both answers
+// unlikely, and a reward may favour any text, so there it proves nothing.
+inline bool loss_proves(const Run& run) { return !objective_of(run.config).rows(); }
+
 // Why these weights must not be saved over good ones; "": they may be saved. No step has measured
 // the loss since the last update, so measure it here, on the text that the update learned from.
+// `later`: leave that to the next step, and only look for values that are not finite.
 template <typename T, typename S>
-std::string ruined_weights(Run& run, Trainer<T, S>& t) {
+std::string ruined_weights(Run& run, Trainer<T, S>& t, bool later = false) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
-    // Try the weights only with an ordinary loss. Preference learning may make both answers
-    // unlikely, and a reward may favour any text, so there a high loss proves nothing.
-    if (wrong.empty() && !objective_of(run.config).rows()) {
+    if (wrong.empty() && loss_proves(run) && !later) {
         double loss = try_weights(run, t);
         if (blown_up(loss, run.shape.V, run.first_loss))
             wrong = concat("its loss on the last step's text is ", loss, ", and guessing costs ",

@@ -29,6 +29,7 @@ struct Saves {
     double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
     bool memory_fails = false;     // the last save to --buddy failed
     double in_memory = 0;          // seconds spent in saves to --buddy
+    bool tries_first = false;      // a save was dropped: those after it try their weights first
     std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 };
 
@@ -86,6 +87,7 @@ struct Run {
     int64_t tokens = 0;     // tokens trained on so far
     double started = 0;     // when the first step began, by clock_seconds()
     double first_loss = 0;  // the loss of this process's first step; 0: it has done none
+    double step_loss = NAN; // the loss of the last step; NaN: its update was skipped
     double cp_imbalance = 0; // pairs_imbalance(), summed over this process's steps; 0 without cp
     std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
     std::vector<double> mismatched = {}, val_mismatched = {}; // (windows): reference_point.h

@@ -7,8 +7,9 @@
 //   Signals reach ranks at different moments, or reach only one of them. Once a step, agree() adds
 //   up what each rank has received, so that no rank stops while its peers wait for it.
 #pragma once
-#include <ctime>
+#include <unistd.h>
 #include <csignal>
+#include <ctime>
 #include <array>
 #include <atomic>
 #include "../comm/comm.h"
@@ -36,6 +37,14 @@ inline void note_signal(int number) {
     }
     stop_time = milliseconds;
     stop_signal = number;
+
+    // Answer at once: a step may take minutes, and whoever sees nothing sends a second signal,
+    // which would lose what is about to be saved. Of several processes the first one answers.
+    constexpr char SAYS[] = "\nstopping: this step ends, then it is saved if there is --out; "
+                            "another signal ends the program at once, and saves nothing\n";
+    if (this_rank > 0) return;
+    ssize_t said = write(STDERR_FILENO, SAYS, sizeof(SAYS) - 1);
+    (void)said; // nobody may be listening
 }
 
 // Set a signal's handler, or its default action; a signal that is ignored stays ignored.
@@ -79,23 +88,27 @@ struct Wishes {
     int stop = 0;         // the signal that ends the run; 0: none
     bool save = false;    // it is time for a checkpoint
     bool writing = false; // an asynchronous save is still writing (async_save.h)
+    bool doubt = false;   // this step's loss says that the save in flight has ruined weights
 };
 
 // Combine the wishes of all ranks: one rank's wish is enough. If ranks received different signals,
 // all return the first one in the order of STOP_SIGNALS.
 inline Wishes agree(const Comm& world, Wishes mine) {
-    std::array<int64_t, STOP_SIGNALS.size() + 2> votes = {};
-    for (size_t i = 0; i < STOP_SIGNALS.size(); i++)
+    constexpr size_t SIGNALS = STOP_SIGNALS.size();
+    std::array<int64_t, SIGNALS + 3> votes = {};
+    for (size_t i = 0; i < SIGNALS; i++)
         votes[i] = mine.stop == STOP_SIGNALS[i];
-    votes[STOP_SIGNALS.size()] = mine.save;
-    votes.back() = mine.writing;
+    votes[SIGNALS] = mine.save;
+    votes[SIGNALS + 1] = mine.writing;
+    votes[SIGNALS + 2] = mine.doubt;
     all_reduce_sum(world, votes.data(), votes.size(), Cpu{});
 
     Wishes all;
-    for (size_t i = STOP_SIGNALS.size(); i-- > 0;)
+    for (size_t i = SIGNALS; i-- > 0;)
         if (votes[i]) all.stop = STOP_SIGNALS[i];
-    all.save = votes[STOP_SIGNALS.size()] > 0;
-    all.writing = votes.back() > 0;
+    all.save = votes[SIGNALS] > 0;
+    all.writing = votes[SIGNALS + 1] > 0;
+    all.doubt = votes[SIGNALS + 2] > 0;
     return all;
 }
 

@@ -237,7 +237,8 @@ TEST_F(Checkpoints, BrokenCheckpointsAreSkippedAndNamed) {
     fs::resize_file(file, 10);
     fs::resize_file(dir + "/step_00000001/rank_00000.safetensors", 10);
     Loaded l = load_checkpoint(*m, dir);
-    EXPECT_HAS(l.wrong, dir + ": holds no whole checkpoint (the broken ones are named above)");
+    EXPECT_HAS(l.wrong, dir + ": holds no whole checkpoint: the broken ones are named above: put "
+               "back a copy of one, or begin anew in another --out");
     EXPECT_EQ(l.notes.size(), 2u);
     fs::remove_all(newest), fs::remove_all(dir + "/step_00000001");
     EXPECT_HAS(load_checkpoint(*m, dir).wrong, "holds no whole checkpoint: start without --resume");

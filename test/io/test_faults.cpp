@@ -900,6 +900,7 @@ struct Habits {
     bool replays = false; // replays every second step
     bool memory = false;  // saves each step in memory, each rank on a machine of its own
     bool beside = false;  // saves on disk while steps go on
+    bool experts = false; // has experts, which ranks share out
 };
 
 // Layouts of several axes. A turned bit stays only where ZeRO is off: under ZeRO the
@@ -909,15 +910,18 @@ static std::vector<Habits> lives(bool newer) {
                                {small_layout(2, 1, 2)},
                                {small_layout(2, 1, 1, 2)},
                                {small_layout(1, 2, 2)},
-                               {small_layout(4)}};
+                               {small_layout(4)},
+                               {small_layout(2, 1, 1, 2)}};
     if (newer)
         all = {{small_layout(2, 2), true, true, true},
                {small_layout(2, 1, 2), false, true, true, true},
                {small_layout(2, 1, 1, 2), true, false, true, true},
                {small_layout(1, 2, 2), true, false, true},
-               {small_layout(4), true, true, false, true}};
+               {small_layout(4), true, true, false, true},
+               {small_layout(2, 1, 1, 2), false, false, true, true}};
 
     all[1].layout.zero = 1, all[2].layout.zero = 3, all[4].layout.zero = 2;
+    all[5].experts = true, all[5].layout.ep = 2, all[5].layout.zero = newer ? 1 : 0;
     all[3].layout.sequence_parallel = true;
     for (Habits& way : all)
         if (way.layout.pp.size > 1) way.layout.first_layer = {0, 2, 4};
@@ -991,7 +995,7 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     p.micro_batches = 2;
     p.layout = layout_at(way.layout, world.rank);
     if (way.prefers) p.objective = {LossKind::DPO, 0.5, 0.1, 0};
-    Shape s = shape_of(2);
+    Shape s = way.experts ? small_mixtral() : shape_of(2);
     Small<float> m(s, {p});
     Trainer<float, Cpu>& t = m.t;
     t.comms = make_comms(world, p.layout);
@@ -1021,7 +1025,9 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
         // All ranks end a save beside the steps together, once no rank writes.
         int64_t writing = async && async->writing;
         all_reduce_max(world, &writing, 1, Cpu{});
-        if (is_on_its_way(async.get()) && !writing) async_end(world, *async);
+        bool idle = is_on_its_way(async.get()) && !writing;
+        if (idle && async->naming) async_end(world, *async);
+        else if (idle) async_name(world, *async);
 
         // A hit in a replay strikes while the same step is done again.
         info.cursor = t.cursor += 4 * uint64_t(way.layout.dp.size);

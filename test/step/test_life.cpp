@@ -447,6 +447,7 @@ TEST_F(Life, ASecondSignalLeavesAtOnce) {
     kill(child.pid, SIGINT);
     kill(child.pid, SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    EXPECT_HAS(child.text(), "stopping: this step ends, then it is saved");
     kill(child.pid, SIGTERM);
     EXPECT_EQ(child.wait(), -SIGTERM) << child.text();
 }
@@ -466,12 +467,14 @@ TEST(Stop, OneWishIsEnough) {
     run_local_ranks(3, {}, [&](const Comm& world) {
         Wishes mine;
         if (world.rank == 2) mine.stop = SIGUSR1;
-        if (world.rank == 1) mine.save = true;
+        if (world.rank == 1) mine.save = mine.doubt = true;
         got[world.rank] = agree(world, mine);
     });
     for (const Wishes& w : got) {
         EXPECT_EQ(w.stop, SIGUSR1);
         EXPECT_TRUE(w.save);
+        EXPECT_TRUE(w.doubt);
+        EXPECT_FALSE(w.writing);
     }
     EXPECT_EQ(agree({}, {}).stop, 0);
     EXPECT_FALSE(agree({}, {}).save);
@@ -904,6 +907,26 @@ TEST_F(Life, RuinedWeightsAreNotSavedOverGoodOnes) {
     EXPECT_EQ(read_file(path("e/model.safetensors")), good);
 }
 
+// A save beside the steps is tried by the next step's loss. Where that is bad it never gets a name,
+// and the next one is tried on its own text.
+TEST_F(Life, ASaveBesideTheStepsIsTriedByTheNextStep) {
+    ASSERT_EQ(start(small + "--steps 4 --save-every 1 --out " + out).status, 0);
+    Ran r = start(small + "--steps 9 --resume --save-every 1 --save-minutes 0 --lr 1000 --min-lr "
+                          "1000 --clip 0 --save-async --out " + out);
+    EXPECT_EQ(r.status, 1) << r.text;
+    EXPECT_HAS(r.text, "note: step 6 began with a loss far above guessing: the save of step 5 is "
+                       "dropped");
+    EXPECT_HAS(r.text, "note: step 6 is not saved: the weights are ruined: its loss on the last ");
+    EXPECT_EQ(steps(), (Names{"step_00000003", "step_00000004"}));
+
+    // A save that no step has tried yet is tried at the end of the run.
+    Ran last = start(small + "--steps 5 --resume --save-minutes 0.00001 --lr 1000 --min-lr 1000 "
+                             "--clip 0 --save-async --out " + out);
+    EXPECT_EQ(last.status, 1) << last.text;
+    EXPECT_HAS(last.text, "step 5 is not saved: the weights are ruined: its loss on the last ");
+    EXPECT_EQ(steps(), (Names{"step_00000003", "step_00000004"}));
+}
+
 // A model that has learned its text by heart may be worse than guessing on other text. It is not
 // ruined, and is saved.
 TEST_F(Life, AModelThatOverfitsIsSaved) {
@@ -1287,6 +1310,10 @@ TEST(Account, WaitsForOthersAreMeasured) {
         if (world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
         barrier(world, Cpu{});
         waited[size_t(world.rank)] = seconds_waited(world.info->notes);
+
+        // A wait for the own device counts nothing.
+        { NoteWait device(world.info->notes, false); }
+        EXPECT_EQ(waited[size_t(world.rank)], seconds_waited(world.info->notes));
     });
     EXPECT_GE(waited[0], 0.09);
     EXPECT_LT(waited[1], waited[0]);
@@ -1295,6 +1322,9 @@ TEST(Account, WaitsForOthersAreMeasured) {
     a.recount(Work::STEPS, Work::WAIT, 2);
     a.turn_to(Work::REST);
     EXPECT_EQ(a.seconds[size_t(Work::WAIT)], 2);
+    std::vector<TimedAction> laps = {
+        {"F(0,1)", 0, 1}, {"WAIT REDUCE(1)", 1, 3}, {"WAIT sends of a", 4, 4.5}};
+    EXPECT_EQ(waiting_seconds(laps), 2.5);
     EXPECT_NEAR(a.total(), a.seconds[size_t(Work::START)], 0.1);
 }
 
