@@ -553,7 +553,7 @@ REMARKS = {
     "mma.sync backward 64, dq": "32-wide tiles: operands are read again for every 16 rows",
     "mma.sync backward 128, dq": "the same",
     "mma.sync backward 64, dk and dv": "the same",
-    "mma.sync backward 128, dk and dv": "the same; 254 registers",
+    "mma.sync backward 128, dk and dv": "the same",
     "layernorm forward": "three readings of a row, two of them from near",
     "layernorm backward": "64 registers: 32 warps; one reading",
     "gelu forward": "one load a thread; 13 of 22 instructions an element are arithmetic",
@@ -561,7 +561,7 @@ REMARKS = {
     "swiglu backward": "three loads at once, since packs meet in words",
     "cross-entropy, sum": "24 of 108 instructions scale tiny exponentials: ex2.approx.ftz needs none",
     "cross-entropy, backward": "the same 24; one load a thread",
-    "adamw, float master": "53 registers: 32 warps, but four loads of 16 bytes each",
+    "adamw, float master": "40 warps, but four loads of 16 bytes each",
     "gradient norm, squares": "one load a thread; squares in double",
 }
 
