@@ -15,6 +15,7 @@
 //             fp16; a tensor map takes float too.
 //   To copy: this file, mma.cuh, types.h and cuda_common.h.
 #pragma once
+#include <array>
 #include "mma.cuh"
 
 #if defined(EMULATE)
@@ -300,10 +301,9 @@ LLMC_HD inline uint64_t descriptor(uint32_t start, uint32_t leading, uint32_t st
 
 // Describe to TMA how a tensor lies: dims, innermost first; strides of dims 1.. in elements;
 // and the box that a load or store moves. Elements out of range are read as zeros and not
-// written. swizzle is the one of descriptor(), for boxes of 128 bytes. Pass the map as
-// `const __grid_constant__ CUtensorMap`.
+// written. swizzle is the one of descriptor(), for boxes of 128 bytes.
 template <typename T, int RANK>
-CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
+CUtensorMap encode_tensor_map(const T* base, const size_t (&dims)[RANK],
                             const size_t (&strides)[RANK - 1], const unsigned (&box)[RANK],
                             bool swizzle) {
     static_assert(std::is_same_v<T, float> || IS_BF16_OR_FP16<T>,
@@ -325,6 +325,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
     CUtensorMap map;
 #if defined(EMULATE)
     // The emulator reads the numbers directly: strides in bytes, the innermost included.
+    emulator::encoded_maps++;
     map = {};
     map.base = reinterpret_cast<unsigned char*>(const_cast<T*>(base));
     map.rank = RANK;
@@ -367,6 +368,29 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
     LLMC_CHECK(status == CUDA_SUCCESS, "the driver refuses a tensor map (error %d)", int(status));
 #endif
     return map;
+}
+
+constexpr size_t MOST_MAPS = 4096; // of one type and rank that a thread keeps: about 1 MiB
+
+// The same, with a map that this thread has encoded before if there is one: layers come with the
+// same operands in every step. A map holds nothing but these arguments, so it never goes stale.
+// Pass it as `const __grid_constant__ CUtensorMap`.
+template <typename T, int RANK>
+CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
+                            const size_t (&strides)[RANK - 1], const unsigned (&box)[RANK],
+                            bool swizzle) {
+    // Every argument is part of the key.
+    std::array<size_t, 3 * RANK + 1> key = {size_t(uintptr_t(base)), swizzle};
+    auto next = key.begin() + 2;
+    for (size_t dim : dims) *next++ = dim;
+    for (size_t stride : strides) *next++ = stride;
+    for (unsigned side : box) *next++ = side;
+
+    // Find it, or encode it. Texts that grow bring ever new sizes, so the store is bounded.
+    static thread_local std::map<std::array<size_t, 3 * RANK + 1>, CUtensorMap> known;
+    if (auto found = known.find(key); found != known.end()) return found->second;
+    if (known.size() == MOST_MAPS) known.clear();
+    return known[key] = encode_tensor_map(base, dims, strides, box, swizzle);
 }
 #endif
 

@@ -100,6 +100,8 @@ struct alignas(64) CUtensorMap {
 
 namespace emulator {
 
+inline std::atomic<long> encoded_maps = 0; // how often the driver would have made one
+
 // The bytes of a tile.
 inline size_t box_bytes(const CUtensorMap& m) {
     size_t bytes = m.element;

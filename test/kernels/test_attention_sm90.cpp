@@ -2,6 +2,7 @@
 //   g++ -DEMULATE: the kernels' own source on the CPU; nvcc -x cu: on a GPU
 #include <array>
 #include <map>
+#include <numeric>
 #include "kernels_attention.h"
 
 using namespace llmc;
@@ -30,6 +31,7 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 2, 30, 64, 1, 8, 2}, // a tile has one query
             {1, 140, 260, 2, 1, 128, 1},
             {1, 20, 30, 1, 1, 104, 2},
+            {1, 1, 127, 1, 1, 64, 2},  // all keys are seen, and one of a tile is not there
             {1, 22, 150, 3, 1, 64, 4}, // an idle row in a tile without a mask
             {1, 1, 100, 3, 1, 64, 4}};
 }
@@ -154,28 +156,106 @@ void queue_row(Check& c) {
     emulator::settings = {};
 }
 
+// A pass encodes the maps of its operands once. Another address or another size is another map.
+void maps_row(Check& c) {
+    // Set up a layer; no byte of it is read.
+    std::vector<bf16> memory(1 << 16);
+    AttentionOperands<bf16> operands;
+    operands.q = memory.data();
+    operands.k = operands.q + (1 << 13);
+    operands.v = operands.k + (1 << 13);
+    bf16* out = memory.data() + (1 << 15);
+    operands.d = completed({1, 100, 100, 1, 1, 64, 64, 64});
+
+    // Count what the maps of a forward pass add.
+    HopperMaps maps;
+    auto encoded = [&] {
+        HopperOperands<bf16> x = {};
+        hopper_operands(x, operands, nullptr, false);
+        const long before = emulator::encoded_maps;
+        maps = hopper_maps(x, out);
+        return emulator::encoded_maps - before;
+    };
+    CASE(c, "tensor maps");
+    expect(c, encoded() == 4, "a layer has a map for each of q, k, v, out");
+    expect(c, encoded() == 0, "the same layer encodes a map again");
+    expect(c, maps.k.base != maps.v.base && maps.q.dims[2] == 100, "the wrong map is found");
+
+    // Change an address, a size, a stride and a box.
+    out += 64;
+    expect(c, encoded() == 1, "out at another address");
+    operands.d = completed({1, 100, 99, 1, 1, 64, 64, 64});
+    expect(c, encoded() == 2 && maps.k.dims[2] == 99, "fewer keys");
+    operands.d = completed({1, 100, 99, 1, 1, 64, 128, 64});
+    expect(c, encoded() == 1 && maps.q.strides[2] == 256, "wider rows of q");
+    operands.d = completed({1, 100, 100, 3, 1, 64, 192, 64});
+    expect(c, encoded() == 2 && maps.q.box[1] == 3, "three heads of a group");
+}
+
+// A layer of zeros with two tiles of rows and three of keys.
+struct Zeros {
+    AttentionDims d = completed({1, 200, 300, 1, 1, 64, 64, 64});
+    std::vector<bf16> q, k, v, dout, out, dq, dk, dv;
+    std::vector<float> lse;
+    std::vector<int> rows, keys, start;
+    std::vector<unsigned char> scratch;
+    AttentionOperands<bf16> x;
+
+    Zeros() : q(200 * 64), k(300 * 64), v(k), dout(q), out(q), dq(q), dk(k), dv(k), lse(200),
+              rows(200), keys(300), start(200), scratch(attention_hopper_scratch_bytes(d)) {
+        std::iota(keys.begin(), keys.end(), 0);
+        std::iota(rows.begin(), rows.end(), 100);
+        x = {q.data(),    k.data(),    v.data(),     dout.data(), rows.data(),
+             keys.data(), start.data(), nullptr, d};
+    }
+    void forward() {
+        attention_hopper_forward(out.data(), lse.data(), x, scratch.data(), cudaStream_t{});
+    }
+    void backward() {
+        attention_hopper_backward(dq.data(), dk.data(), dv.data(), out.data(), lse.data(), x,
+                                  scratch.data(), cudaStream_t{});
+    }
+};
+
+// A pass is few launches, as the head of attention_sm90.cuh says.
+void launches_row(Check& c) {
+    Zeros layer;
+    auto count = [](auto run) {
+        emulator::launches.clear();
+        run();
+        size_t sum = 0;
+        for (auto& [kernel, times] : emulator::launches) sum += times;
+        return sum;
+    };
+    CASE(c, "launches");
+    expect(c, count([&] { layer.forward(); }) == 2, "forward is not two launches");
+    expect(c, count([&] { layer.backward(); }) == 3, "backward is not three launches");
+}
+
+// The largest group and the largest heads, and one step beyond, which other kernels run.
+void limits_row(Check& c) {
+    CASE(c, "limits");
+    struct Case {
+        size_t group, HS;
+        bool taken;
+    };
+    for (Case s : {Case{64, 128, true}, {65, 128, false}, {64, 136, false}}) {
+        AttentionDims d = completed({1, 4, 4, s.group, 1, s.HS, s.group * s.HS, s.HS});
+        expect(c, hopper_takes<bf16>(d) == s.taken, "a layer goes to the wrong kernels");
+        expect(c, (attention_hopper_scratch_bytes(d) > 0) == s.taken, "its scratch");
+    }
+}
+
 // Turns of blocks that start in another order than their indices, on a GPU that gives up after
 // two looks: the blocks that wait go on, and the next kernel reports the loss. Blocks that start
 // in order lose no turn.
 void lost_turns_row(Check& c) {
-    // Two tiles of rows and three of keys.
-    AttentionDims d = completed({1, 200, 300, 1, 1, 64, 64, 64});
-    std::vector<bf16> q(200 * 64), dout(q), out(q), dq(q), k(300 * 64), v(k), dk(k), dv(k);
-    std::vector<float> lse(200);
-    std::vector<int> rows(200), keys(300), start(200);
-    for (int i = 0; i < 300; i++) keys[size_t(i)] = i;
-    for (int i = 0; i < 200; i++) rows[size_t(i)] = 100 + i;
-
-    AttentionOperands<bf16> x = {q.data(),    k.data(),    v.data(),     dout.data(), rows.data(),
-                                 keys.data(), start.data(), nullptr, d};
-    std::vector<unsigned char> scratch(attention_hopper_scratch_bytes(d));
-
     // The loss must be found in reverse order, and only there.
+    Zeros layer;
     for (auto order : {emulator::Order::FORWARD, emulator::Order::REVERSE}) {
         emulator::settings.order = order;
         emulator::turn_polls = 2;
-        attention_hopper_backward(dq.data(), dk.data(), dv.data(), out.data(), lse.data(), x,
-                                  scratch.data(), cudaStream_t{});
+        layer.backward();
         bool lost = false;
         for (const std::string& text : emulator::take_messages())
             lost |= text.find("turns were lost") != std::string::npos;
@@ -204,6 +284,9 @@ int main(int argc, char** argv) {
 #if defined(EMULATE)
          {"attention on Hopper, turns that are lost", lost_turns_row},
          {"attention on Hopper, queue", queue_row},
+         {"attention on Hopper, maps", maps_row},
+         {"attention on Hopper, launches", launches_row},
+         {"attention on Hopper, limits", limits_row},
 #endif
          {"attention on Hopper of NaN", nan_row}});
 }
