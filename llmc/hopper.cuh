@@ -380,17 +380,25 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
                             const size_t (&strides)[RANK - 1], const unsigned (&box)[RANK],
                             bool swizzle) {
     // Every argument is part of the key.
-    std::array<size_t, 3 * RANK + 1> key = {size_t(uintptr_t(base)), swizzle};
+    typedef std::array<size_t, 3 * RANK + 1> Key;
+    Key key = {size_t(uintptr_t(base)), swizzle};
     auto next = key.begin() + 2;
-    for (size_t dim : dims) *next++ = dim;
-    for (size_t stride : strides) *next++ = stride;
-    for (unsigned side : box) *next++ = side;
+    for (size_t dim : dims)
+        *next++ = dim;
+    for (size_t stride : strides)
+        *next++ = stride;
+    for (unsigned side : box)
+        *next++ = side;
 
     // Find it, or encode it. Texts that grow bring ever new sizes, so the store is bounded.
-    static thread_local std::map<std::array<size_t, 3 * RANK + 1>, CUtensorMap> known;
-    if (auto found = known.find(key); found != known.end()) return found->second;
-    if (known.size() == MOST_MAPS) known.clear();
-    return known[key] = encode_tensor_map(base, dims, strides, box, swizzle);
+    static thread_local std::map<Key, CUtensorMap> known;
+    const auto found = known.find(key);
+    if (found != known.end())
+        return found->second;
+    if (known.size() == MOST_MAPS)
+        known.clear();
+    known[key] = encode_tensor_map(base, dims, strides, box, swizzle);
+    return known[key];
 }
 #endif
 

@@ -19,7 +19,8 @@ struct AttentionCase {
 };
 
 // The cases of plain kernels: one query and key; the head size of each kernel and sizes between;
-// several blocks of queries and keys; groups of heads; every kind of mask.
+// several blocks of queries and keys; groups of heads; every kind of mask; one channel more than
+// a kernel for smaller heads takes.
 inline std::vector<AttentionCase> attention_cases() {
     if (SMALL)
         return {{1, 3, 3, 2, 1, 8, 0}, {1, 33, 40, 2, 1, 40, 1, true}, {1, 20, 36, 1, 1, 72, 3}};
@@ -29,6 +30,7 @@ inline std::vector<AttentionCase> attention_cases() {
             {2, 21, 50, 2, 2, 24, 3},       {1, 33, 33, 2, 1, 72, 1, false, 20},
             {1, 40, 40, 1, 1, 96, 0},       {1, 35, 67, 2, 1, 128, 2, false, INT_MAX, 256},
             {1, 20, 20, 1, 1, 256, 0},      {1, 45, 45, 3, 1, 64, 4},
+            {1, 9, 9, 1, 1, 65, 0},         {1, 5, 5, 1, 1, 129, 0},
             {1, 1, 45, 3, 1, 64, 4}};
 }
 
@@ -49,6 +51,9 @@ inline std::vector<AttentionCase> attention_mma_cases() {
             {1, 70, 70, 1, 1, 128, 0, true},
             {1, 12, 80, 2, 2, 160, 2},
             {1, 70, 70, 2, 1, 256, 1},
+            {1, 1, 63, 2, 1, 64, 2},                 // all keys are seen, one of a tile is missing
+            {1, 1, 64, 2, 1, 64, 2},
+            {1, 1, 95, 1, 1, 128, 2},
             {1, 20, 30, 2, 1, 12, 2},
             {1, 20, 30, 2, 2, 64, 2, false, INT_MAX, 4},
             {1, 20, 30, 2, 1, 64, 2, false, INT_MAX, 8, 1}};

@@ -19,11 +19,13 @@ inline std::vector<ElementCase> element_cases() {
     return {{1, 0}, {7, 0}, {2048, 0}, {6005, 0}, {6005, 1}, {100, 0, 100}};
 }
 
-// Rows to sum: one, less than a strip, several strips and a rest, more than there are parts.
+// Rows to sum: one, less than a strip, several strips and a rest, more than there are parts, and
+// whole strips and one row.
 // Columns as norms have them.
 inline std::vector<NormCase> column_cases() {
     if (SMALL) return {{3, 33, 0}, {40, 96, 0}};
-    return {{1, 1, 0}, {3, 33, 0}, {37, 96, 0}, {5, 768, 1}, {200, 264, 0}, {4200, 8, 0}};
+    return {{1, 1, 0}, {3, 33, 0}, {37, 96, 0}, {5, 768, 1}, {200, 264, 0}, {4200, 8, 0},
+            {993, 8, 0}};
 }
 
 template <typename T> void gelu_kernels(Check& c) {

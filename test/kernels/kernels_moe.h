@@ -133,12 +133,13 @@ inline void sort_kernels(Check& c) {
 }
 
 // Sequences shorter than a block and longer, whose last slots fill no block; experts that overflow
-// in the middle of a block, and some that nobody chooses.
+// in the middle of a block, by one slot or many, and some that nobody chooses.
 inline void capacity_kernels(Check& c) {
     struct Case {
         size_t sequences, length, E, capacity;
     };
-    std::vector<Case> cases = {{1, 1, 1, 1}, {3, 7, 4, 2}, {2, 256, 3, 100}, {2, 700, 6, 90}};
+    std::vector<Case> cases = {{1, 1, 1, 1}, {1, 3, 1, 2}, {3, 7, 4, 2}, {2, 256, 3, 100},
+                               {2, 700, 6, 90}};
     if (SMALL) cases = {{3, 7, 4, 2}, {2, 300, 3, 90}};
     for (Case s : cases) {
         size_t M = s.sequences * s.length;
@@ -282,10 +283,13 @@ template <typename T> void grouped_kernels(Check& c) {
     cases.push_back({{0, 0, 1, 130, 130, 147, 147}, 136, 40});
     cases.push_back({{0, 0, 72, 72}, 16, 264});
 
-    // More experts than a warp has lanes.
-    std::vector<int> many = {0};
-    for (int e = 0; e < 40; e++) many.push_back(many.back() + e % 3);
-    cases.push_back({many, 8, 16});
+    // One expert, as many as a warp has lanes, and one more.
+    cases.push_back({{0, 9}, 16, 8});
+    for (int experts : {32, 33}) {
+        std::vector<int> many = {0};
+        for (int e = 0; e < experts; e++) many.push_back(many.back() + e % 3);
+        cases.push_back({many, 8, 16});
+    }
 
     if (SMALL) cases = {{{0, 0, 3, 3, 4}, 9, 17}, {{0, 0, 1, 130}, 16, 136}};
     for (const Case& s : cases)

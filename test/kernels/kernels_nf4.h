@@ -6,12 +6,15 @@
 using namespace llmc;
 
 // Sizes: one element; a last block that is not full, of an odd number of elements too; blocks of
-// one warp and of several; unaligned inputs (shift); a last block of scales that is not full.
+// one warp and of several; unaligned inputs (shift); blocks of scales that are full, and by one too
+// short or too long, or by many.
 template <typename T> void nf4_kernels(Check& c) {
     struct Case {
         size_t n, shift;
     };
     std::vector<Case> cases = {{1, 0}, {63, 0}, {64, 1}, {200, 0}, {64 * 40 + 16, 0}};
+    if (!SMALL)
+        for (size_t scales : {255, 256, 257}) cases.push_back({64 * scales, 0});
     if (!SMALL) cases.push_back({64 * 300 + 7, 0});
     for (auto [n, shift] : cases) {
         CASE(c, "nf4 %s n=%zu shift=%zu", type_word(T()), n, shift);

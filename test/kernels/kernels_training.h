@@ -14,8 +14,9 @@ inline std::vector<double> numbers_of(const std::vector<int>& x) { return {x.beg
 // ----------------------------------------------------------------------------
 // embedding
 
-// One row; rows of more than one tile. Tokens: one key for all rows; keys that take two and three
-// digits of the sort. One, four and sixteen warps a row; not 16-byte aligned (shift).
+// One row; rows of more than one tile, of one tile, of one tile and a row. Tokens: one key for all
+// rows; keys that take two and three digits of the sort, and a digit's largest value. One, four and
+// sixteen warps a row; not 16-byte aligned (shift).
 struct EmbeddingCase {
     size_t N, V, C, shift;
     int tokens; // how many different ones
@@ -24,7 +25,8 @@ inline std::vector<EmbeddingCase> embedding_cases() {
     if (SMALL) return {{3, 5, 33, 0, 5}, {70, 600, 8, 0, 3}, {1030, 2, 1, 0, 2}};
     return {{1, 1, 1, 0, 1},       {9, 5, 33, 0, 5},       {200, 700, 96, 0, 700},
             {150, 700, 768, 0, 4}, {40, 30, 768, 1, 9},    {2500, 1100, 8, 0, 1100},
-            {2100, 3, 8, 0, 1},    {50, 270000, 1, 0, 40}, {6, 7, 4160, 0, 3}};
+            {2100, 3, 8, 0, 1},    {50, 270000, 1, 0, 40}, {6, 7, 4160, 0, 3},
+            {1024, 512, 8, 0, 40},  {1025, 1100, 8, 0, 1025}};
 }
 
 template <typename T> void embedding_kernels(Check& c) {
@@ -36,12 +38,14 @@ template <typename T> void embedding_kernels(Check& c) {
             CASE(c, "embedding %s N=%zu V=%zu C=%zu shift=%zu start=%zu accumulate=%d",
                  type_word(T()), N, V, C, s.shift, start, accumulate);
 
-            // Draw tokens from a few names. The table's last row is one of them.
+            // Draw tokens from a few names. The table's last row is one of them; of a part, also
+            // its first row, and the tokens before and after the part.
             std::vector<int> names = integers(c, s.tokens, 0, int(V + 2 * start) - 1);
             std::vector<int> which = integers(c, N, 0, s.tokens - 1), tokens(N);
             std::vector<int> positions = integers(c, N, 3, int(P) - 1);
             std::vector<int> starts = integers(c, N, 0, 3);
-            names[0] = int(V + start) - 1;
+            const int ends[] = {int(V + start) - 1, int(V + start), int(start), int(start) - 1};
+            std::copy_n(ends, start ? std::min(4, s.tokens) : 1, names.begin());
             for (size_t n = 0; n < N; n++) tokens[n] = names[which[n]];
             auto wte = rounded<T>(normals(c, cells)), wpe = rounded<T>(normals(c, P * C));
             auto dout = rounded<T>(normals(c, N * C));
@@ -341,7 +345,7 @@ inline void places_kernels(Check& c) {
 
 // The sum of losses has one order: the CPU's bits.
 inline void crossentropy_total_kernels(Check& c) {
-    for (size_t N : {size_t(1), size_t(33), size_t(4096), size_t(9000), size_t(32 * 4096 + 5)}) {
+    for (size_t N : {1, 33, 4096, 4097, 9000, 32 * 4096 + 5}) {
         CASE(c, "crossentropy_total N=%zu", N);
         std::vector<float> losses = as<float>(normals(c, N));
         double total = 0;
@@ -371,7 +375,8 @@ inline std::vector<TensorRow> bucket_rows(Check& c, bool aligned, size_t tensors
         rows.push_back({at, n, r % 2 == 0, fnv1a(std::to_string(r)), r * 1001});
         at += aligned ? round_up(n + 1, 8) : n + 1;
     }
-    *elements = at;
+    // Where tensors are not aligned, the bucket ends one element behind whole packs.
+    *elements = aligned ? at : round_up(at, size_t(8)) + 1;
     return rows;
 }
 
@@ -442,6 +447,11 @@ inline void grad_norm_kernels(Check& c) {
 
                 size_t done = grad_squares(s.data, g.data, rows.data(), tensors, stream);
                 expect(c, done == chunks, "another number of chunks");
+
+                // A bucket of empty tensors has no sums, and launches nothing.
+                const std::vector<TensorRow> empty(3);
+                done = grad_squares(s.data, g.data, empty.data(), empty.size(), stream);
+                expect(c, done == 0, "sums of empty tensors");
                 grad_norm_finish(result, s.data, chunks, clip, stream, rule, betas);
 
                 // Counts and the loss scale are exact; the norm and the scale are floats.

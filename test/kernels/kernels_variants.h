@@ -344,7 +344,8 @@ inline std::vector<double> decoded_by_heads(const DecodeCase& x) {
 
 template <typename T> void latent_decode_kernels(Check& c) {
     struct { LatentHeads d; size_t DC, Tq, Tk; } cases[] = {
-        {{3, 12, 6, 4}, 10, 1, 21}, {{2, 40, 33, 8}, 130, 3, 5}, {{1, 6, 5, 2}, 513, 2, 40}};
+        {{3, 12, 6, 4}, 10, 1, 21}, {{2, 40, 33, 8}, 129, 3, 5}, {{1, 6, 5, 2}, 513, 2, 40},
+        {{1, 6, 5, 2}, 1024, 1, 3}}; // one more than a kernel takes, and the most
     for (auto& [d, DC, Tq, Tk] : cases) {
         CASE(c, "decoding of latents %s NH=%zu DC=%zu Tq=%zu Tk=%zu", type_word(T()), d.NH, DC, Tq,
              Tk);

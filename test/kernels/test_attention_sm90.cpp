@@ -184,12 +184,14 @@ void maps_row(Check& c) {
     // Change an address, a size, a stride and a box.
     out += 64;
     expect(c, encoded() == 1, "out at another address");
-    operands.d = completed({1, 100, 99, 1, 1, 64, 64, 64});
+    operands.d.Tk = 99;
     expect(c, encoded() == 2 && maps.k.dims[2] == 99, "fewer keys");
-    operands.d = completed({1, 100, 99, 1, 1, 64, 128, 64});
+    operands.d.q_stride = 128;
     expect(c, encoded() == 1 && maps.q.strides[2] == 256, "wider rows of q");
-    operands.d = completed({1, 100, 100, 3, 1, 64, 192, 64});
-    expect(c, encoded() == 2 && maps.q.box[1] == 3, "three heads of a group");
+    operands.d = completed({1, 100, 100, 4, 2, 64, 256, 128});
+    expect(c, encoded() == 4 && maps.q.box[1] == 2, "groups of two heads");
+    operands.d = completed({1, 100, 100, 4, 4, 64, 256, 256});
+    expect(c, encoded() == 4 && maps.q.box[1] == 1, "each head alone");
 }
 
 // A layer of zeros with two tiles of rows and three of keys.
