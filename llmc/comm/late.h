@@ -15,6 +15,7 @@
 #include <mpi.h>
 #endif
 #include <deque>
+#include <utility>
 #include "group.h"
 
 namespace llmc {
