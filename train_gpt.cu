@@ -337,10 +337,14 @@ void run_training(Run& run, S where) {
     if (c.explain) return;
     check_plans_of_all_ranks(run, plans, t.model);
 
-    // Name the attention kernels: which ones run depends on the GPU and on the heads.
+    // Name the attention kernels, which depend on the GPU and on the heads; and the machines.
     std::string kernels = attention_backend<T>(attention_shape(run.shape, 1, 1, 1), where);
+    std::string machines = machines_text(run.layout, find_machines(run));
     if (!kernels.empty() && is_first(run))
         printf("attention: %s\n", kernels.c_str());
+    if (is_first(run)) printf("%s", machines.c_str());
+    if (is_first(run) && run.world.nccl)
+        printf("%s", nccl_settings_text(environ).c_str());
 
     // Start: check that there is room, join the other ranks, and allocate.
     check_memory(run, t);

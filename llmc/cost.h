@@ -4,12 +4,14 @@
 //     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles of 128 x 256 that
 //                 do not fill all SMs. A thin product: its bytes / H. Frozen matrices have no
 //                 weight gradient
-//     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward
+//     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward. A ring takes
+//                 keys in pieces, at 90% of the rate: ring-flash-attention's README, zigzag
 //     the rest    bytes of norms, residuals and activation functions / H
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
-//     collectives all-reduce a + 2 (n-1)/n S/link; all-gather, reduce-scatter a + (n-1)/n S/link;
-//                 a message 20 us + S/link. link: the rate between a node's cards, or of all NICs
-//                 that the group's ranks in one node have together
+//     collectives all-reduce a + 2 (n-1)/n S/link; all-gather, reduce-scatter a + (n-1)/n S/link,
+//                 and (n-1) hops of a ring that leaves a node; a message 20 us + S/link. link: the
+//                 rate between a node's cards, or of all NICs that the group's ranks in one node
+//                 have together. An all-reduce has trees, which need few hops
 //     updates     bytes of weight, gradient, master and moments / H
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
@@ -83,6 +85,7 @@ struct CostModel {
     bool tiled_attention = true;
     bool redoes_all = false;   // R runs all of a block's forward pass
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
+    double tensor_shown = 1; // the share of a block's tp messages that its products do not hide
     // The bytes of a datum that moves between tiers; null: moves take no time.
     std::function<size_t(const Plan&, Data)> bytes = nullptr;
 };
@@ -94,11 +97,12 @@ struct CostModel {
 struct Link {
     int n;
     double rate, latency;
+    double hop = 0; // seconds of a ring's step, if the ring leaves a node
 
     // Return seconds. `bytes` counts all shards together, as --explain and papers do.
     double all_gather(double bytes) const {
         // A group of one has all of it already.
-        return n > 1 ? latency + double(n - 1) / n * bytes / rate : 0;
+        return n > 1 ? latency + (n - 1) * (hop + bytes / n / rate) : 0;
     }
     double all_reduce(double bytes) const {
         return n > 1 ? latency + 2 * double(n - 1) / n * bytes / rate : 0;
@@ -123,7 +127,7 @@ inline Link link_of(const Machine& machine, int n, int near) {
     near = std::min(near, n);
     double rate = near == n ? machine.link_rate()
                             : std::min(machine.link_rate(), machine.nic_rate() * near);
-    return {n, rate, machine.latency_us * 1e-6};
+    return {n, rate, machine.latency_us * 1e-6, near == n ? 0 : machine.hop_us * 1e-6};
 }
 inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
@@ -259,6 +263,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     t.tensor = layout.sequence_parallel
                               ? (backward ? 6 : 4) * tp.all_gather(stream)
                               : 2 * tp.all_reduce(stream);
+    t.tensor *= c.tensor_shown;
 
     // cp: keys of other ranks. A ring hides them behind attention.
     if (layout.cp.size > 1) {
@@ -290,6 +295,9 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
+// The share of attention's rate that is left where a ring takes keys in pieces.
+constexpr double RING_RATE = 0.9;
+
 // Return the parts of a block's forward pass, or of its backward pass.
 inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
                            bool backward) {
@@ -303,6 +311,8 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     // Rounds make gate and up again, and for W also what leads to their gradients.
     if (backward && s.E && s.expert_rounds > 1)
         t.products += 5.0 / 3 * block_products(c, p, model, layer, false, true);
+    bool pieces = p.layout.cp.size > 1 && p.layout.cp_method == ContextMethod::RING;
+    if (pieces) attention.seconds /= RING_RATE;
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
     double dequantised = dequantised_bytes(c, p, model, layer);
     t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.memory_rate();

@@ -29,6 +29,7 @@ struct Machine {
     double launch_us = 8;   // of the host, for a block's forward pass
     double host_gb = 25;    // GB/s that copies to and from the host's memory reach
     double disk_gb = 5;     // the same of a file on a few drives: a guess
+    double hop_us = 4; // of each rank in a ring that leaves a node: fitted to SimAI's table
 
     // The numbers of a run's costs (io/price.h); 0: not known.
     double dollars_hour = 0; // of a card
@@ -142,6 +143,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"link", &M::link, 0.02, 1},
         {"nic", &M::nic, 0.02, 1},
         {"latency_us", &M::latency_us, 0, 1e5},
+        {"hop_us", &M::hop_us, 0, 1e4},
         {"launch_us", &M::launch_us, 0, 1e5},
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},

@@ -227,6 +227,7 @@ struct Model {
     int matrices = 0; // in all blocks
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
+    std::vector<std::vector<int>> used = {}; // [layer]: its buckets, in the table's order
 
     int layers() const { return int(shape.L) + 2; }
     int head() const { return int(shape.L) + 1; }
@@ -238,12 +239,8 @@ inline bool uses(const Bucket& bucket, int layer) {
 }
 
 // The buckets that a layer uses, in the table's order.
-inline std::vector<int> buckets_of(const Model& m, int layer) {
-    std::vector<int> found;
-    for (int b = 0; b < int(m.buckets.size()); b++)
-        if (uses(m.buckets[b], layer))
-            found.push_back(b);
-    return found;
+inline const std::vector<int>& buckets_of(const Model& m, int layer) {
+    return m.used.at(size_t(layer));
 }
 
 // The bucket of that role which a layer uses, or -1.
@@ -266,6 +263,9 @@ inline void add_bucket(Model& m, const std::string& name, Role role, std::vector
     Group group = role == Role::EXPERTS ? Group::EXPERTS : Group::DATA;
     Bucket bucket = {name, role, group, layers};
     bucket.first = int(m.parameters.size());
+    m.used.resize(m.shape.L + 2);
+    for (int layer : layers)
+        m.used[size_t(layer)].push_back(int(m.buckets.size()));
     m.buckets.push_back(bucket);
 }
 

@@ -266,14 +266,26 @@ struct Crossing {
 
 // List all messages between different ranks, ordered by receiver.
 inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int pp) {
+    // Number the messages: at each border a micro-batch has an activation and a gradient.
+    size_t micros = 0;
+    size_t borders = 0;
+    for (const Schedule& schedule : all)
+        for (const Slot& slot : schedule) {
+            micros = std::max(micros, size_t(slot.micro) + 1);
+            borders = std::max(borders, size_t(slot.stage) + 2);
+        }
+    auto number = [&](const Transfer& t) {
+        return 2 * (size_t(t.micro) * borders + size_t(t.stage)) + t.gradient;
+    };
+
     // Note which slot makes each message.
-    std::map<MessageKey, Crossing> made;
+    std::vector<Crossing> made(2 * micros * borders, {-1, -1, -1, -1, {}, {}});
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
             if (all[r][i].op == SlotOp::W)
                 continue;
             Transfer t = made_by(all[r][i]);
-            made[key_of(t)] = {r, i, -1, -1, t, {}};
+            made[number(t)] = {r, i, -1, -1, t, {}};
         }
 
     // Join each message with the slot that needs it, unless that slot is on the same rank.
@@ -283,11 +295,11 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
             if (all[r][i].op == SlotOp::W)
                 continue;
             Transfer t = needed_by(all[r][i]);
-            auto maker = made.find(key_of(t));
-            if (maker == made.end() || maker->second.from == r)
+            const Crossing& maker = made[number(t)];
+            if (maker.from < 0 || maker.from == r)
                 continue;
 
-            Crossing m = maker->second;
+            Crossing m = maker;
             m.to = r;
             m.used = i;
             m.send.peer = r;

@@ -56,20 +56,21 @@ struct BucketEstimate {
 };
 
 // Estimates that layouts share: those with equal keys share an entry.
+typedef std::array<int, 10> EstimateKey;
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
     CostModel cost;
     S where;
-    std::map<std::vector<int>, Model> models;                        // by tp, ep
-    std::map<std::vector<int>, std::vector<LayerEstimate>> layers;   // [layer]
-    std::map<std::vector<int>, std::vector<BucketEstimate>> buckets; // [layer]
+    std::map<EstimateKey, Model> models = {};                        // by tp, ep
+    std::map<EstimateKey, std::vector<LayerEstimate>> layers = {};   // [layer]
+    std::map<EstimateKey, std::vector<BucketEstimate>> buckets = {}; // [layer]
 };
 
 // Return the model of a layout, made at most once for each tp and ep.
 template <typename T, typename S>
 const Model& model_of(Planner<T, S>& planner, const Layout& layout) {
     // Take the pieces of the layout's rank for all: no rank has larger ones.
-    std::vector<int> key = {layout.tp.size, layout.ep};
+    EstimateKey key = {layout.tp.size, layout.ep};
     auto found = planner.models.find(key);
     if (found == planner.models.end())
         found = planner.models.emplace(key, make_model(planner.shape, layout)).first;
@@ -112,10 +113,10 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     const Machine& machine = planner.cost.machine;
 
     // The sizes decide the bytes and the work; ranks in the same node decide the speed of messages.
-    std::vector<int> key = {l.tp.size, l.cp.size, l.ep, l.sequence_parallel, int(p.B)};
-    key.push_back(int(p.recompute.of(1)));
-    for (auto axis : {&Layout::tp, &Layout::cp, &Layout::dp})
-        key.push_back(axis_in_node(l, machine, axis));
+    auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
+    EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.sequence_parallel, int(p.B),
+                       int(p.recompute.of(1)), near(&Layout::tp), near(&Layout::cp),
+                       near(&Layout::dp)};
     auto [entry, fresh] = planner.layers.insert({key, {}});
     if (!fresh) return entry->second;
 
@@ -174,9 +175,9 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     const Layout& l = p.layout;
     const Machine& machine = planner.cost.machine;
     // Buckets do not depend on micro-batches.
-    std::vector<int> key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size};
-    for (auto axis : {&Layout::cp, &Layout::dp})
-        key.push_back(axis_in_node(l, machine, axis));
+    EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
+                       axis_in_node(l, machine, &Layout::cp),
+                       axis_in_node(l, machine, &Layout::dp)};
     auto [entry, fresh] = planner.buckets.insert({key, {}});
     if (!fresh) return entry->second;
 
@@ -253,6 +254,20 @@ inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
            std::max(0.0, reduce - e.weights);
 }
 
+// How many of the layers from `l` on are alike, before layer `to`: blocks of one kind are, an
+// embedding and a head are unlike all others.
+inline int alike_from(const Model& model, int l, int to) {
+    auto like = [&](int other) {
+        return model.is_block(other) &&
+               is_sparse(model.shape, other) == is_sparse(model.shape, l) &&
+               window_of(model.shape, other) == window_of(model.shape, l);
+    };
+    int n = 1;
+    while (model.is_block(l) && l + n < to && like(l + n))
+        n++;
+    return n;
+}
+
 // Estimate a pipeline rank: its bytes, and its seconds.
 inline RankEstimate estimate_rank(const Plan& p, const Model& model,
                                   const std::vector<LayerEstimate>& layers,
@@ -270,16 +285,17 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
         int to = first_layer(layout, model, stage + 1);
         double forward_here = 0;
         double backward_here = 0;
-        for (int l = from; l < to; l++) {
+        for (int l = from, n = 0; l < to; l += n) {
+            n = alike_from(model, l, to); // layers at once
             const LayerEstimate& e = layers[size_t(l)];
             const BucketEstimate& b = buckets[size_t(l)];
-            double backward = e.backward + e.redone;
-            r.seconds += e.seconds();
+            double backward = n * (e.backward + e.redone);
+            r.seconds += n * e.seconds();
             r.backward += backward;
 
             // A tied head on the embedding's rank uses the table that is there already.
             bool tied_here = l == model.head() && model.shape.tied && rank == 0;
-            double once = tied_here ? 0 : 1;
+            double once = tied_here ? 0 : n;
             r.bytes += once * b.lasting;
             r.reduce += once * b.reduce;
             r.gather += once * b.gather;
@@ -287,13 +303,13 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
 
             // Add the activations of all micro-batches in flight,
             // and take the peak of what one layer needs.
-            kept += live.b * e.kept_b;
-            kept += live.w * e.kept_w;
-            kept += (live.w - live.b) * e.gradient_w;
+            kept += n * live.b * e.kept_b;
+            kept += n * live.w * e.kept_w;
+            kept += n * (live.w - live.b) * e.gradient_w;
             passing = std::max(passing, e.passing + b.passing);
             next = std::max(next, b.passing);
-            r.exposed += exposed_seconds(layout, e, b);
-            forward_here += e.forward;
+            r.exposed += n * exposed_seconds(layout, e, b);
+            forward_here += n * e.forward;
             backward_here += backward;
         }
 
@@ -308,13 +324,12 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     return r;
 }
 
-// Estimate a layout's step, and its fullest rank. The layout must have its stages.
+// Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have
+// been split into stages.
 template <typename T, typename S>
-Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const PlanOptions& options) {
-    // Make a plan without actions, to ask for the prices of layers and buckets.
-    Plan p;
-    static_cast<PlanOptions&>(p) = options;
-    p.layout = layout;
+Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
+    // Look up the prices of layers and buckets.
+    const Layout& layout = p.layout;
     Estimate e;
     const Model& model = model_of(planner, layout);
     const std::vector<LayerEstimate>& layers = layers_of(planner, p);
@@ -325,7 +340,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Layout& layout, const Pla
     double most = 0;
     std::vector<double> turns(size_t(layout.chunks)); // each turn's slowest rank
     double tail = 0; // seconds of the step behind the last micro-batch
-    int m = options.micro_batches;
+    int m = p.micro_batches;
     int pp = layout.pp.size;
     int v = layout.chunks;
 

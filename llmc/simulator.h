@@ -340,21 +340,46 @@ inline Settled settled(const Layout& layout, int micro_batches) {
     return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
 }
 
+// The steps of pipelines, which layouts that differ in nothing else share.
+struct KnownSteps {
+    std::map<std::array<int, 4>, PerRank<ScheduleStep>> known = {}; // schedule, pp, chunks, batches
+
+    // Make the steps of a training plan, at most once for each pipeline.
+    const PerRank<ScheduleStep>& of(const Layout& layout, const PlanOptions& options) {
+        std::array<int, 4> key = {int(layout.pipeline), layout.pp.size, layout.chunks,
+                                  options.micro_batches};
+        auto [entry, fresh] = known.insert({key, {}});
+        if (fresh) entry->second = schedule(layout, options);
+        return entry->second;
+    }
+};
+
 // The plans that stand for a layout's step. A full pipeline repeats itself, so only the two ends
 // of a long step are simulated: times and parts grow by the same amount for each round between.
 struct LayoutRuns {
     std::vector<Plan> few, more; // `more` is a round longer; empty: `few` is the whole step
     double rounds = 0;           // how many rounds follow `few`
 };
-inline LayoutRuns layout_runs(const Layout& layout, const Model& model, PlanOptions options) {
+inline LayoutRuns layout_runs(Layout layout, const Model& model, PlanOptions options,
+                              KnownSteps& known) {
+    // Make the plans of all ranks of the pipeline.
+    auto plans_of = [&] {
+        const PerRank<ScheduleStep>& steps = known.of(layout, options);
+        std::vector<Plan> all;
+        for (layout.pp.rank = 0; layout.pp.rank < layout.pp.size; layout.pp.rank++)
+            all.push_back(make_plan(layout, model, options, steps[layout.pp.rank]));
+        return all;
+    };
+
+    // Make the whole step, or its two ends.
     int m = options.micro_batches;
     auto [few, round] = settled(layout, m);
     if (m <= few + round || layout.pipeline == Pipeline::GIVEN)
-        return {make_plans(layout, model, options), {}};
+        return {plans_of(), {}};
     options.micro_batches = few;
-    LayoutRuns runs = {make_plans(layout, model, options), {}, double(m - few) / round};
+    LayoutRuns runs = {plans_of(), {}, double(m - few) / round};
     options.micro_batches = few + round;
-    runs.more = make_plans(layout, model, options);
+    runs.more = plans_of();
     return runs;
 }
 
@@ -373,7 +398,8 @@ inline StepTime simulate_runs(const LayoutRuns& runs, const Model& model,
 }
 inline StepTime simulate_layout(const Layout& layout, const Model& model,
                                 const PlanOptions& options, const ActionCost& cost) {
-    return simulate_runs(layout_runs(layout, model, options), model, cost);
+    KnownSteps steps;
+    return simulate_runs(layout_runs(layout, model, options, steps), model, cost);
 }
 
 } // namespace llmc

@@ -519,8 +519,7 @@ inline const std::vector<Flag>& config_table() {
          "with --explain: one layer's actions, with what they read and write"},
         {"timeline", &C::timeline, "",
          "FILE.svg: draw the last step, or with --explain the schedule, with --machine in its "
-         "time; FILE.json: a trace for "
-         "Chrome"},
+         "time, with --plan auto the layouts; FILE.json: a trace for Chrome"},
         {"profile", &C::profile, "",
          "FILE: a table of what each kind of action took, over all steps but the first"},
         {"log-every", &C::log_every, "0..1000000000000",

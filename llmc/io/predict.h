@@ -1,7 +1,7 @@
 // predict.h - what --machine adds to --explain: a step's time there, its parts, tokens/s, mfu
 //   The simulator computes the time, for the plans that would run. test_simulator says how far it
-//   is from published step times: 5 to 8 percent on A100 in the mean, 21 on H100, whose shares were
-//   not fitted. Ratios between layouts are closer than the times themselves.
+//   is from published step times, and docs/planning.md has its table. Ratios between layouts are
+//   closer than the times themselves.
 //   A part is the mean over pipeline ranks, so the parts add up to the step.
 #pragma once
 #include "../simulator.h"

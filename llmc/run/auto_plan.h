@@ -4,6 +4,8 @@
 #pragma once
 #include "flip.h"
 #include "machine_here.h"
+#include "machines.h"
+#include "plan_picture.h"
 
 namespace llmc {
 
@@ -14,7 +16,8 @@ namespace llmc {
 inline bool is_planned(const std::string& flag) {
     static const std::set<std::string> names = {
         "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "sequence-parallel", "pipeline",
-        "recompute", "micro-batch", "batch-tokens", "plan", "gpus", "machine", "explain"};
+        "recompute", "micro-batch", "batch-tokens", "plan", "gpus", "machine", "explain",
+        "cp-method", "grid-order", "zero-group"};
     return names.count(flag) > 0;
 }
 
@@ -25,7 +28,8 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
     text += "build/train_gpt";
     for (const Flag& f : config_table()) {
-        if (!*f.name || !given(user, f.name) || is_planned(f.name)) continue;
+        bool drawn = user.explain && f.name == std::string("timeline"); // by the planner
+        if (!*f.name || !given(user, f.name) || is_planned(f.name) || drawn) continue;
         text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
     }
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
@@ -62,13 +66,12 @@ inline std::string difference_line(const char* name, const std::vector<double>& 
 
 // The table that shows why the others lose. The rows of time add up to a step, those of memory to
 // the bytes of the fullest rank.
-inline std::string differences_text(const std::vector<const Trial*>& trials,
-                                    const std::vector<std::string>& names) {
+inline std::string differences_text(const std::vector<NamedTrial>& trials) {
     // Write the heading: a column for each trial, the best one first.
     std::string text = "what the others have more than the best\n  ms of a step            ";
     char cell[32];
-    for (const std::string& name : names) {
-        snprintf(cell, sizeof(cell), " %10s", name.c_str());
+    for (const NamedTrial& t : trials) {
+        snprintf(cell, sizeof(cell), " %10s", t.name.c_str());
         text += cell;
     }
     text += "\n";
@@ -76,8 +79,8 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
     // A row takes number(trial) of each trial.
     auto row = [&](const char* name, auto number) {
         std::vector<double> numbers;
-        for (const Trial* t : trials)
-            numbers.push_back(number(*t));
+        for (const NamedTrial& t : trials)
+            numbers.push_back(number(*t.trial));
         text += difference_line(name, numbers);
     };
 
@@ -96,6 +99,16 @@ inline std::string differences_text(const std::vector<const Trial*>& trials,
     return text;
 }
 
+// The trials of an answer by name: the chosen one first, then the others from fast to slow, then
+// the layout that the user's own flags name, if they do.
+inline std::vector<NamedTrial> named_trials(const Answer& a, const Trial* yours) {
+    std::vector<NamedTrial> named = {{"best", &a.best[a.chosen]}};
+    for (size_t i = 0; i < a.best.size(); i++)
+        if (i != a.chosen) named.push_back({concat(named.size() + 1), &a.best[i]});
+    if (yours) named.push_back({"yours", yours});
+    return named;
+}
+
 // The answer as text: a line for each of the best trials and for `yours`, the layout that the
 // user's own flags name; then `why`, and the command that runs the best.
 inline std::string answer_text(const Config& user, const PlanQuestion& q, const Answer& a,
@@ -106,27 +119,16 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         " a sequence\nof ", a.search.listed, " layouts ", a.search.proposals.size(),
         " may fit, ", a.simulated, " were simulated\n");
 
-    // List the chosen one first, then the others from fast to slow, then the user's.
-    std::vector<const Trial*> trials = {&a.best[a.chosen]};
-    std::vector<std::string> names = {"best"};
-    for (size_t i = 0; i < a.best.size(); i++)
-        if (i != a.chosen) {
-            trials.push_back(&a.best[i]);
-            names.push_back(concat(names.size() + 1));
-        }
-    if (yours) {
-        trials.push_back(yours);
-        names.push_back("yours");
-    }
-
     // Print them. With --explain the table of differences follows.
-    for (size_t i = 0; i < trials.size(); i++)
-        text += trial_line(*trials[i], a, q, names[i]);
+    std::vector<NamedTrial> trials = named_trials(a, yours);
+    for (const NamedTrial& t : trials)
+        text += trial_line(*t.trial, a, q, t.name);
     if (yours && yours->bytes > q.room)
         text += concat("  yours does not fit: it takes ", bytes_text(yours->bytes - q.room),
                        " too much\n");
-    if (user.explain && trials.size() > 1) text += differences_text(trials, names);
-    return text + why + "run it:\n  " + command_text(user, q, trials[0]->proposal) + "\n";
+    if (user.explain && trials.size() > 1) text += differences_text(trials);
+    std::string command = command_text(user, q, trials[0].trial->proposal);
+    return text + why + "run it:\n  " + command + "\n";
 }
 
 // ----------------------------------------------------------------------------
@@ -147,7 +149,7 @@ inline int nearest_gpus(PlanQuestion q) {
 
     // Return the first that config_check() allows.
     for (auto [ranks, tp, pp, dp] : worlds) {
-        Proposal p;
+        Proposal p = plain_proposal(q);
         p.tp = tp;
         p.pp = pp;
         p.dp = dp;
@@ -232,6 +234,8 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     const Config& c = run.config;
     q.shape = run.shape;
     q.machine = machine_asked(c, "--plan auto", where);
+    int each = c.gpus ? 0 : ranks_of_each(find_machines(run));
+    if (each && run.world.size > 1) q.machine.cards = each; // the nodes that are there
     q.gpus = c.gpus ? c.gpus : std::max(run.world.size, c.local_ranks);
     q.room = room_asked(run, q.machine, where);
 
@@ -287,6 +291,9 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
     Config& c = run.config;
     PlanQuestion q = question_of(run, where);
     sizes_of_gpu = c.explain && !q.machine.device.empty();
+    if (c.gpus && c.machine.empty())
+        note(run, concat("--gpus ", c.gpus, " without --machine plans for ", q.machine.name,
+                         ": name one, as --machine h100"));
     Answer a = answer_question<T>(q, where);
     if (a.search.listed == 0) or_die(refuse_ranks(q, a.search.why));
     if (a.best.empty()) or_die(refuse_room<T>(q, a, where));
@@ -295,9 +302,13 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
     Trial yours;
     bool named = c.explain && named_layout<T>(q, &yours, where);
     std::string why;
-    if (c.explain) why = flip_text(q, find_flip<T>(q, a, where), given(c, "memory"));
+    bool memory = given(c, "memory");
+    if (c.explain) why = flip_text(q, find_flip<T>(q, a, where), memory);
+    if (named) why += lead_text(q, a, yours, find_lead<T>(q, a, yours, where), memory);
     if (is_first(run))
         printf("%s", answer_text(c, q, a, named ? &yours : nullptr, why).c_str());
+    if (c.explain && !c.timeline.empty() && is_first(run))
+        draw_plan<T>(q, a, named_trials(a, named ? &yours : nullptr), c.timeline, where);
     if (c.explain) return false;
 
     // Set the flags: from here on the run is as if the user had given them.

@@ -1,7 +1,8 @@
 // calibrate.h - --calibrate FILE: measure this machine, fit the numbers of its row, write FILE
-//   1. MEASURE  the trainer's own linear layers, attention and norms, copies, all-reduces among the
-//               ranks that were started, and launches of almost nothing. Every rank measures at the
-//               same time; a measurement is the median of seven runs on the slowest rank.
+//   1. MEASURE  the trainer's own linear layers, attention and norms, copies, launches of almost
+//               nothing, and all-reduces: among the ranks of a machine, and among those at the same
+//               place of several machines, where each machine has as many. Every rank measures at
+//               the same time; a measurement is the median of seven runs on the slowest rank.
 //               Shares differ between element types, so they are those of --precision
 //   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
 //               this GPU (machine.h), else the fastest product or copy seen. The share s minimises
@@ -10,13 +11,14 @@
 //               The prior keeps one odd measurement from making nonsense of a share
 //   3. WRITE    `name = value` lines, with each measurement and the fit's error as comments
 //   Ranks as threads share a card, as machine_here.h divides it: rates are those of all together.
-//   Not measured: links between nodes, copies to the host, disks. They keep the base row's numbers.
+//   Not measured: copies to the host, disks. They keep the base row's numbers, as do links that no
+//   two ranks have.
 //   Cost: seconds. Noise of other programs goes into the fit, so measure a machine that is idle.
 #pragma once
 #include "../attention.cuh"
 #include "../context.h"
 #include "../cost.h"
-#include "limits.h"
+#include "machines.h"
 
 namespace llmc {
 
@@ -108,7 +110,7 @@ struct Measurements {
     Machine machine; // the base row, with the numbers that were measured
     bool known = false; // a GPU of the table: its data sheet counts
     std::string precision = "";
-    std::vector<Measured> products = {}, attention = {}, memory = {}, link = {};
+    std::vector<Measured> products = {}, attention = {}, memory = {}, link = {}, nic = {};
 };
 
 // Measure linear layers: forward, and both halves of backward. The fastest rate becomes the peak,
@@ -240,30 +242,50 @@ void measure_memory(Measurements& m, const Run& run, S where) {
     }
 }
 
-// Measure all-reduces among the ranks: a short one is all latency, the fastest long one the link.
-template <typename S> void measure_links(Measurements& m, const Run& run, S where) {
-    Machine& machine = m.machine;
-    double n = run.world.size;
-    if (n == 1) return;
+// Measure all-reduces in a group, while all other groups of its kind measure too: a short one is
+// all latency, the fastest long one is the link's peak.
+template <typename S>
+void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber peak,
+                  std::vector<Measured>& rows, S where) {
+    if (group.size == 1) return;
+    if (run.world.nccl) group = nccl_attach(group);
     Buffers<S> room = {where};
     float* x = room.template take<float>(size_t(4) << 20);
     auto seconds = [&](size_t count) {
-        return timed(run, where, [&] { all_reduce_sum(run.world, x, count, where); });
+        return timed(run, where, [&] { all_reduce_sum(group, x, count, where); });
     };
+
+    // Keep the longest latency: cost.h has one for all links.
     double latency = seconds(16);
-    machine.latency_us = 1e6 * latency;
+    double& longest = m.machine.latency_us;
+    longest = std::max(longest, 1e6 * latency);
 
     // Count what each rank sends, as cost.h does.
-    machine.link_gb = 0;
+    double n = group.size;
+    double& most = m.machine.*peak;
+    most = 0;
     for (size_t count : {size_t(1) << 18, size_t(1) << 20, size_t(4) << 20}) {
         double sent = 2 * (n - 1) / n * double(count) * sizeof(float);
         double time = std::max(seconds(count) - latency, 1e-9);
-        machine.link_gb = std::max(machine.link_gb, sent / time / 1e9);
-        m.link.push_back({concat("all-reduce of ", count * sizeof(float) >> 10, " KiB"), time,
-                          sent});
+        most = std::max(most, sent / time / 1e9);
+        rows.push_back({concat("all-reduce of ", count * sizeof(float) >> 10, " KiB on '",
+                               group.name, "'"), time, sent});
     }
-    for (Measured& row : m.link)
-        row.whole /= machine.link_gb * 1e9; // bytes become seconds
+    for (Measured& row : rows)
+        row.whole /= most * 1e9; // bytes become seconds
+}
+
+// Measure the links between the ranks of a machine, then those between machines.
+template <typename S>
+void measure_links(Measurements& m, const Run& run, const Machines& machines, S where) {
+    if (run.world.size == 1) return;
+    m.machine.latency_us = 0;
+    int rank = run.world.rank;
+    int here = machines.of[size_t(rank)];
+    Comm inside = comm_split(run.world, "machine", ranks_on(machines, here));
+    Comm across = comm_split(run.world, "machines", ranks_across(machines, rank));
+    measure_link(m, run, inside, &Machine::link_gb, m.link, where);
+    measure_link(m, run, across, &Machine::nic_gb, m.nic, where);
 }
 
 // Launches of a block's forward pass.
@@ -292,6 +314,7 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     fit.attention = fit_share(fit.attention, m.attention);
     fit.memory = fit_share(fit.memory, m.memory);
     if (!m.link.empty()) fit.link = fit_share(fit.link, m.link);
+    if (!m.nic.empty()) fit.nic = fit_share(fit.nic, m.nic);
     for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
         fit.*rate *= m.known ? 1 : sharers;
 
@@ -310,17 +333,23 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     text += "# attention\n" + share_text(fit.attention, m.attention);
     text += "# norms and activation functions\n" + share_text(fit.memory, m.memory);
     if (!m.link.empty())
-        text += "# all-reduces, without their latency\n" + share_text(fit.link, m.link);
+        text += "# all-reduces inside a machine, without their latency\n" +
+                share_text(fit.link, m.link);
+    if (!m.nic.empty())
+        text += "# all-reduces between machines, without their latency\n" +
+                share_text(fit.nic, m.nic);
     return text;
 }
 
 // Measure this machine and write --calibrate's file, on every rank that was started.
 template <typename T, typename S> void calibrate_in(Run& run, S where) {
-    // Links between machines would look like links inside one.
+    // Links between machines are measured among ranks at the same place of each.
     const Config& c = run.config;
-    if (ranks_here(run, Cpu{}) != run.world.size)
-        or_die("--calibrate measures one machine, and these ranks are on several: start them on "
-               "one, and write nic_gb into the file");
+    Machines machines = find_machines(run);
+    int each = ranks_of_each(machines);
+    if (each == 0)
+        or_die("--calibrate measures links between ranks at the same place of each machine, and "
+               "these machines have different numbers of ranks: start as many on each");
 
     // Start from this GPU's row, or from the CPU's, of which nothing but guesses would remain.
     Measurements m;
@@ -330,7 +359,7 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     m.precision = c.precision;
     std::string base = row ? row->name : "cpu";
     or_die(machine_named(&m.machine, base));
-    m.machine.cards = run.world.size;
+    m.machine.cards = each;
     if (!m.known) {
         // A CPU's products have no tiles that wait for each other.
         m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(run, where);
@@ -347,7 +376,7 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     if (sizeof(T) == 2) measure_products<T>(m, run, where);
     measure_attention<T>(m, run, where);
     measure_memory<T>(m, run, where);
-    measure_links(m, run, where);
+    measure_links(m, run, machines, where);
     measure_launches(m, run, where);
 
     // Write the file, and read it back: what --machine would refuse must not be left behind.

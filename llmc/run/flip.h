@@ -6,6 +6,8 @@
 //   Rates change the times of the layouts that are shown: each is simulated again. Memory changes
 //   which layouts fit: those shown may fall out, and those that were too large may come in, so
 //   nothing is simulated twice. Layouts that are neither are not looked at.
+//   find_lead() asks the same for a layout that the user names: which change, from a tenth to ten
+//   times, makes it at least as fast as all that are shown?
 //   Cost: some hundred simulations, of plans that are made once. Long pipelines would take seconds,
 //   so there only memory is varied, and the line says so.
 #pragma once
@@ -119,6 +121,35 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     return trials;
 }
 
+// The smallest change of a number, in thousandths up to `most`, at which flips(change) holds; 0: it
+// does not hold at `most` either. Once it holds it is taken to hold under larger changes.
+template <typename F>
+int smallest_change(const Machine& machine, const Knob& knob, int sign, int most, F flips) {
+    int change = within_range(machine, knob.field, sign, most);
+    if (change == 0 || !flips(sign * change)) return 0;
+
+    // Halve the interval between a change that does not flip and one that does.
+    int low = 0;
+    while (change - low > 1) {
+        int middle = (low + change) / 2;
+        bool held = flips(sign * middle);
+        (held ? change : low) = middle;
+    }
+    return change;
+}
+
+// Make the plans of the shown layouts, unless their pipelines are too long to vary rates. Returns
+// whether they are.
+template <typename T, typename S> bool rehearse_shown(FlipSearch& s, S where) {
+    double actions = 0;
+    for (const Trial& t : s.shown)
+        actions += 15.0 * t.proposal.pp * double(s.q.shape.L);
+    if (actions > MOST_FLIP_ACTIONS) return true;
+    for (const Trial& t : s.shown)
+        s.plans.push_back(rehearse_proposal<T>(s.q, t.proposal, where));
+    return false;
+}
+
 // Find the smallest change of one number that flips the choice.
 template <typename T, typename S>
 Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
@@ -127,12 +158,7 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
     if (a.best.empty()) return flip;
     std::string chosen = proposal_text(a.best[a.chosen].proposal);
     FlipSearch s = {q, chosen, a.best, larger_trials<T>(q, a, where), {}};
-    double actions = 0;
-    for (const Trial& t : s.shown)
-        actions += 15.0 * t.proposal.pp * double(q.shape.L);
-    flip.memory_alone = actions > MOST_FLIP_ACTIONS;
-    for (size_t i = 0; i < s.shown.size() && !flip.memory_alone; i++)
-        s.plans.push_back(rehearse_proposal<T>(q, s.shown[i].proposal, where));
+    flip.memory_alone = rehearse_shown<T>(s, where);
 
     // Ask of each number whether a smaller change than the least so far flips the choice.
     int most = MOST_THOUSANDTHS;
@@ -140,18 +166,13 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
         for (int sign : {1, -1}) {
             if (flip.memory_alone && knob.field != &Machine::memory_gb) break;
             Proposal winner;
-            int change = within_range(q.machine, knob.field, sign, most);
-            if (change == 0 || !flips_at<T>(s, knob, sign * change, &winner)) continue;
+            int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
+                return flips_at<T>(s, knob, k, &winner);
+            });
+            if (change == 0) continue;
 
-            // Halve the interval between a change that does not flip and one that does.
-            int low = 0;
-            while (change - low > 1) {
-                int middle = (low + change) / 2;
-                Proposal other;
-                bool flips = flips_at<T>(s, knob, sign * middle, &other);
-                if (flips) winner = other;
-                (flips ? change : low) = middle;
-            }
+            // Ask once more who wins there: the last question may have been another.
+            flips_at<T>(s, knob, sign * change, &winner);
             flip.knob = &knob;
             flip.thousandths = sign * change;
             flip.winner = winner;
@@ -160,13 +181,55 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
     return flip;
 }
 
-// The flip as a line. memory_flag: the user gave --memory, which is changed instead of the card's.
-inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memory_flag) {
-    // Without a flip the choice stands firm.
-    const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
-    if (!flip.knob)
-        return concat("what would flip the choice: no single number of the machine, by ",
-                      MOST_THOUSANDTHS / 10, "% or less", scope, "\n");
+// Whether the last shown layout fits and is at least as fast as all others if one number changes.
+template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int thousandths) {
+    // Other memory leaves the times as they are.
+    PlanQuestion q = changed_question(s.q, knob, thousandths);
+    if (s.shown.back().bytes > q.room) return false;
+    auto seconds = [&](size_t i) {
+        if (knob.field == &Machine::memory_gb) return s.shown[i].seconds;
+        return simulate_rehearsal<T>(q.machine, s.plans[i]).seconds;
+    };
+    double mine = seconds(s.shown.size() - 1);
+    for (size_t i = 0; i + 1 < s.shown.size(); i++)
+        if (seconds(i) < mine) return false;
+    return true;
+}
+
+// From a tenth of a number to ten times as much, in thousandths of change.
+constexpr int LEAST_SHARE = 900, MOST_TIMES = 9000;
+
+// Find the smallest change of one number, as a factor, with which a layout that the user names
+// leads all that are shown.
+template <typename T, typename S>
+Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S where) {
+    // Look at those that are shown, and at yours behind them.
+    Flip flip;
+    FlipSearch s = {q, "", a.best, {}, {}};
+    s.shown.push_back(yours);
+    flip.memory_alone = rehearse_shown<T>(s, where);
+
+    // Compare changes by their factors: twice as much is as far as half.
+    double least = INFINITY;
+    for (const Knob& knob : knobs())
+        for (int sign : {1, -1}) {
+            if (flip.memory_alone && knob.field != &Machine::memory_gb) break;
+            int most = sign > 0 ? MOST_TIMES : LEAST_SHARE;
+            int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
+                return leads_at<T>(s, knob, k);
+            });
+            double far = std::fabs(std::log(1 + sign * change / 1000.0));
+            if (change == 0 || far >= least) continue;
+            least = far;
+            flip.knob = &knob;
+            flip.thousandths = sign * change;
+            flip.winner = yours.proposal;
+        }
+    return flip;
+}
+
+// A change in words. memory_flag: the user gave --memory, which is changed instead of the card's.
+inline std::string change_text(const PlanQuestion& q, const Flip& flip, bool memory_flag) {
     const Knob& knob = *flip.knob;
     bool room = memory_flag && knob.field == &Machine::memory_gb;
     double now = room ? q.room / GIB : q.machine.*knob.field;
@@ -177,8 +240,28 @@ inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memor
     snprintf(line, sizeof(line), "%.1f%% %s %s (%.4g instead of %.4g %s)",
              std::abs(flip.thousandths) / 10.0, flip.thousandths > 0 ? "more" : "less", knob.words,
              then, now, room ? "GiB" : knob.unit);
+    return line;
+}
+
+// The line that says which change makes the user's layout lead; "" if it leads already.
+inline std::string lead_text(const PlanQuestion& q, const Answer& a, const Trial& yours,
+                             const Flip& flip, bool memory_flag) {
+    if (yours.bytes <= q.room && yours.seconds <= a.best[0].seconds) return "";
+    const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
+    std::string what = flip.knob ? "with " + change_text(q, flip, memory_flag)
+                                 : "no single number of the machine, from a tenth to ten times";
+    return concat("what would make yours the fastest of these: ", what, scope, "\n");
+}
+
+// The flip as a line. memory_flag: the user gave --memory, which is changed instead of the card's.
+inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memory_flag) {
+    // Without a flip the choice stands firm.
+    const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
+    if (!flip.knob)
+        return concat("what would flip the choice: no single number of the machine, by ",
+                      MOST_THOUSANDTHS / 10, "% or less", scope, "\n");
     bool fits = flip.winner.dp > 0;
-    return concat("what would flip the choice: with ", line,
+    return concat("what would flip the choice: with ", change_text(q, flip, memory_flag),
                   fits ? " this would win" : " none of these would fit", scope,
                   fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");
 }

@@ -1,8 +1,11 @@
 // plan_search.h - every layout that is allowed, and the best few of them simulated and placed
 //   1. LIST      every grid of the ranks, its schedules, micro-batches, ZeRO stages and levels of
 //                recomputation. config_check() decides what is allowed, so no rule is written
-//                twice. One rule is added to shorten the list: tensor parallelism stays inside a
-//                node. The global batch and the sequence length stay as the user gave them
+//                twice. Rules that shorten the list: tensor parallelism stays inside a node; ZeRO
+//                shares out a bucket among all ranks or those of a node; data-parallel ranks come
+//                next to tensor-parallel ones where that is faster by the links; and the method of
+//                context parallelism is the fastest for a block. The global batch, the sequence
+//                length and what the flags say of these stay as the user gave them
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
 //   3. SIMULATE  the best few, as the plans that would run (simulator.h), and place them in memory
 //   4. CHOOSE    times within 2% of the fastest are a tie: the fewest techniques win, then the
@@ -20,7 +23,9 @@ struct Proposal {
     int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1; // ranks along each axis
     // Pipeline stages of a rank, ZeRO's stage, sequences of a micro-batch.
     int chunks = 1, zero = 0, B = 1;
+    int zero_group = 0; // as --zero-group has it
     bool sequence_parallel = false;
+    std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
     Estimate estimate = {};
@@ -30,7 +35,8 @@ struct Proposal {
     // or of recomputation more.
     int techniques() const {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
-        return 10 * axes + zero + sequence_parallel + (chunks > 1) +
+        int orders = (order != "tp-pp-dp") + (cp_method != "gather");
+        return 10 * axes + zero + (zero_group > 0) + orders + sequence_parallel + (chunks > 1) +
                (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute);
     }
 };
@@ -51,11 +57,14 @@ inline std::string proposal_text(const Proposal& p) {
     add("tp", p.tp, p.tp > 1);
     if (p.sequence_parallel) text += " --sequence-parallel";
     add("cp", p.cp, p.cp > 1);
+    add("cp-method", p.cp_method, p.cp > 1 && p.cp_method != "gather");
     add("pp", p.pp, p.pp > 1);
     add("pipeline", pipeline_name(p.pipeline), p.pipeline != Pipeline::ONE_F_ONE_B);
     add("chunks", p.chunks, p.chunks > 1);
     add("ep", p.ep, p.ep > 1);
     add("zero", p.zero, p.zero > 0);
+    add("zero-group", p.zero_group, p.zero > 0 && p.zero_group > 0);
+    add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
     return text + concat(" --micro-batch ", p.B);
 }
@@ -68,10 +77,13 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pp = p.pp;
     c.cp = p.cp;
     c.ep = p.ep;
+    c.cp_method = p.cp_method;
+    c.grid_order = p.order;
 
     // Set the schedule, the ZeRO stage, the micro-batch and the recomputation.
     c.chunks = p.chunks;
     c.zero = p.zero;
+    c.zero_group = p.zero_group;
     c.micro_batch = p.B;
     c.sequence_parallel = p.sequence_parallel;
     c.pipeline = pipeline_name(p.pipeline);
@@ -87,10 +99,13 @@ inline Proposal proposal_of(const Config& c) {
     p.pp = c.pp;
     p.cp = c.cp;
     p.ep = c.ep;
+    p.cp_method = c.cp_method;
+    p.order = c.grid_order;
 
     // Read the rest. --recompute auto counts as full.
     p.chunks = c.chunks;
     p.zero = c.zero;
+    p.zero_group = c.zero_group;
     p.B = c.micro_batch;
     p.sequence_parallel = c.sequence_parallel;
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
@@ -105,7 +120,17 @@ struct PlanQuestion {
     Machine machine;
     int gpus = 1;    // ranks
     double room = 0; // bytes that each rank may take
+    std::shared_ptr<KnownSteps> steps = std::make_shared<KnownSteps>(); // of all trials
 };
+
+// The proposal of one rank, with what the flags say beyond it.
+inline Proposal plain_proposal(const PlanQuestion& q) {
+    Proposal p;
+    p.cp_method = q.config.cp_method;
+    p.order = q.config.grid_order;
+    p.zero_group = q.config.zero_group;
+    return p;
+}
 
 // ----------------------------------------------------------------------------
 // 1. list
@@ -144,7 +169,7 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
             for (int cp : divisors) {
                 int64_t each = int64_t(tp) * pp * cp;
                 if (tp > q.machine.cards || q.gpus % each) continue;
-                Proposal p;
+                Proposal p = plain_proposal(q);
                 p.tp = tp;
                 p.pp = pp;
                 p.cp = cp;
@@ -224,62 +249,149 @@ inline bool faster(const Proposal& x, const Proposal& y) {
     return x.estimate.seconds < y.estimate.seconds;
 }
 
+// The estimates of many layouts: the prices that they share, and the plan without actions that asks
+// for them. Each number of stages is split once.
+template <typename T, typename S> struct Estimator {
+    const PlanQuestion& q;
+    Planner<T, S> planner;
+    Plan plan;
+    std::map<int, std::vector<int>> stages = {}; // [number of stages]: the first layer of each
+};
+
+// Change the plan to a proposal's, but for its ZeRO stage, group, order and recomputation.
+template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const Proposal& p) {
+    // Set the axes.
+    const Config& c = e.q.config;
+    Layout& layout = e.plan.layout;
+    layout.dp.size = p.dp;
+    layout.tp.size = p.tp;
+    layout.pp.size = p.pp;
+    layout.cp.size = p.cp;
+    layout.ep = p.ep;
+    layout.ep_exchange = p.ep > 1 && c.ep_method == "exchange";
+    ContextChoice context;
+    read_context_method(p.cp_method, &context);
+    layout.cp_method = context.method;
+    layout.cp_heads = context.heads;
+
+    // Set the schedule, the stages and the micro-batches.
+    layout.chunks = p.chunks;
+    layout.pipeline = p.pipeline;
+    layout.sequence_parallel = p.sequence_parallel;
+    int count = layout.stages();
+    if (!e.stages.count(count))
+        e.stages[count] = count > 1 ? choose_stages(e.q.shape, count) : std::vector<int>();
+    layout.first_layer = e.stages[count];
+    e.plan.B = size_t(p.B);
+    e.plan.micro_batches = int(c.batch_tokens / (int64_t(p.B) * c.seq * p.dp));
+}
+
+// The orders of the grid that links can tell apart: the user's; and without one, with a node's
+// other ranks along dp instead of pp. Tensor parallelism stays nearest in both.
+inline std::vector<std::string> orders_of(const PlanQuestion& q, const Proposal& p) {
+    bool near = p.tp * p.cp < q.machine.cards;
+    bool differs = p.pp > 1 && p.dp > 1 && near && !given(q.config, "grid-order");
+    if (!differs) return {p.order};
+    return {p.order, "tp-dp-pp"};
+}
+
+// The data-parallel ranks of a node, if ZeRO may share out each bucket among these alone: where
+// there are several nodes, and no flag says otherwise; else 0. Groups between a node's ranks and
+// all ranks send as much across nodes as all.
+inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& layout) {
+    int near = axis_in_node(layout, q.machine, &Layout::cp) *
+               axis_in_node(layout, q.machine, &Layout::dp);
+    int all = p.dp * p.cp;
+    bool apart = near > 1 && near < all && all % near == 0;
+    return apart && p.ep == 1 && p.zero > 0 && !given(q.config, "zero-group") ? near : 0;
+}
+
+// Choose the method of context parallelism by which a block takes least time, unless the user has.
+template <typename T, typename S>
+void choose_method(Estimator<T, S>& e, Proposal& p) {
+    if (p.cp == 1 || given(e.q.config, "cp-method")) return;
+    double least = INFINITY;
+    Proposal best = p;
+    for (const char* name : {"gather", "ulysses", "ring"}) {
+        // Skip a method that this grid does not allow.
+        p.cp_method = name;
+        if (!refuse_proposal(e.q, p).empty()) continue;
+        place_estimate(e, p);
+        e.plan.layout.order = layout_order(p.order);
+        double seconds = layers_of(e.planner, e.plan)[1].seconds();
+        if (seconds >= least) continue;
+        least = seconds;
+        best = p;
+    }
+    p = best;
+}
+
+// Estimate a placed proposal in the faster order of its grid. in_nodes: ZeRO shares out buckets
+// among the ranks of a node. Without such ranks the estimate is infinite.
+template <typename T, typename S>
+void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
+    Layout& layout = e.plan.layout;
+    Proposal best = p;
+    best.estimate.seconds = INFINITY;
+    for (const std::string& order : orders_of(e.q, p)) {
+        layout.order = layout_order(order);
+        int group = node_group(e.q, p, layout);
+        if (in_nodes && group == 0) continue;
+        layout.zero_group = in_nodes ? group : p.zero_group;
+
+        // Keep the faster one.
+        Estimate estimate = estimate_layout(e.planner, e.plan);
+        if (estimate.seconds >= best.estimate.seconds) continue;
+        best.estimate = estimate;
+        best.order = order;
+        best.zero_group = layout.zero_group;
+    }
+    p = best;
+}
+
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
 // estimate of memory may be a tenth off, so those near the limit stay until they are placed.
 template <typename T, typename S>
 Search search_layouts(const PlanQuestion& q, S where) {
-    // Begin with the plainest layout, which the others change field by field. The planner caches
-    // what layouts share.
+    // Begin with the plainest layout, which the others change field by field.
     Search s;
-    Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where,
-                             {}, {}, {}};
-    std::map<int, std::vector<int>> stages; // [number of stages]: the first layer of each
     s.leanest.estimate.bytes = INFINITY;
     int train = 0;
     Config one = q.config; // the plainest: one rank
-    set_proposal(one, {});
-    PlanOptions options = plans_of(one, q.shape, &train)[0];
-    Layout layout = choose_layout(one, q.shape);
+    Proposal plain = plain_proposal(q);
+    set_proposal(one, plain);
+    Plan plan = {plans_of(one, q.shape, &train)[0], choose_layout(one, q.shape), {}};
+    Estimator<T, S> e = {q, {with_logits(q.shape, where), {q.machine, sizeof(T)}, where}, plan};
 
-    // Change `layout` and `options` to a proposal's. The split into stages depends on their number
-    // alone, so each number is split once.
-    auto place = [&](const Proposal& p) {
-        layout.dp.size = p.dp;
-        layout.tp.size = p.tp;
-        layout.pp.size = p.pp;
-        layout.cp.size = p.cp;
-        layout.ep = p.ep;
-        layout.ep_exchange = p.ep > 1 && q.config.ep_method == "exchange";
-        layout.chunks = p.chunks;
-        layout.pipeline = p.pipeline;
-        layout.sequence_parallel = p.sequence_parallel;
-        int count = layout.stages();
-        if (!stages.count(count))
-            stages[count] = count > 1 ? choose_stages(q.shape, count) : std::vector<int>();
-        layout.first_layer = stages[count];
-        options.B = size_t(p.B);
-        options.micro_batches = int(q.config.batch_tokens / (int64_t(p.B) * q.config.seq * p.dp));
+    // Keep a proposal with its estimate, or drop it.
+    auto keep = [&](const Proposal& p) {
+        s.listed++;
+        if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
+        if (p.estimate.bytes < 1.1 * q.room) s.proposals.push_back(p);
+        else if (p.estimate.bytes < 1.5 * q.room) s.larger.push_back(p);
     };
 
-    // Estimate each with all ZeRO stages and levels of recomputation. These are not checked here:
-    // simulate_proposal() checks the best few again.
-    for (const Proposal& grid : list_grids(q, &s.why))
+    // Estimate each with all ZeRO stages, groups and levels of recomputation. These are not checked
+    // here: simulate_proposal() checks the best few again.
+    for (Proposal grid : list_grids(q, &s.why)) {
+        choose_method(e, grid);
         for (Proposal p : list_schedules(q, grid)) {
-            place(p);
+            place_estimate(e, p);
             int last_zero = p.dp * p.cp > 1 ? 3 : 0;
             for (p.zero = 0; p.zero <= last_zero; p.zero++)
-                for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
-                    layout.zero = p.zero;
-                    options.recompute = p.recompute = Recompute(level);
-                    p.estimate = estimate_layout(planner, layout, options);
-                    s.listed++;
-                    if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
-                    if (p.estimate.bytes < 1.1 * q.room) s.proposals.push_back(p);
-                    else if (p.estimate.bytes < 1.5 * q.room) s.larger.push_back(p);
-                    // If a layout surely fits without recomputation, skip the other levels.
-                    if (level == 0 && p.estimate.bytes < 0.9 * q.room) break;
-                }
+                for (bool in_nodes : {false, true})
+                    for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
+                        Proposal x = p;
+                        e.plan.layout.zero = p.zero;
+                        e.plan.recompute = x.recompute = Recompute(level);
+                        estimate_orders(e, x, in_nodes);
+                        if (x.estimate.seconds == INFINITY) break;
+                        keep(x);
+                        // If a layout surely fits without recomputation, skip the other levels.
+                        if (level == 0 && x.estimate.bytes < 0.9 * q.room) break;
+                    }
         }
+    }
 
     // Sort by time. The sort is stable, so that all ranks have the same order.
     std::stable_sort(s.proposals.begin(), s.proposals.end(), faster);
@@ -313,7 +425,7 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     int train = 0;
     Layout layout = choose_layout(c, q.shape);
     Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
-    r.runs = layout_runs(layout, r.model, plans_of(c, q.shape, &train)[0]);
+    r.runs = layout_runs(layout, r.model, plans_of(c, q.shape, &train)[0], *q.steps);
     return r;
 }
 template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
@@ -369,8 +481,11 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
     options[0].micro_batches = std::min(m, few);
     std::vector<Plan> plans;
-    for (const PlanOptions& o : options)
-        plans.push_back(make_plan(layout, model, o));
+    for (const PlanOptions& o : options) {
+        bool trains = o.mode == Mode::TRAIN;
+        plans.push_back(trains ? make_plan(layout, model, o, q.steps->of(layout, o)[pp_rank])
+                               : make_plan(layout, model, o));
+    }
     Arena arena = place_plans<T>(plans, model, where);
 
     // Count the micro-batches that were left out.

@@ -96,6 +96,53 @@ static const TableRow megatron_h100[] = {
     {"462B", 144, 18432, 112, 8, 16, 6144, 3072, 459.9},
 };
 
+// SimAI (github.com/aliyun/SimAI, its table of ratios): reduce-scatter and all-gather over 2, 4, ..
+// 128 nodes of eight cards with a NIC of 50 GB/s each, as shares of the NICs' rate.
+struct RingRow {
+    double megabytes;
+    double shares[7];
+};
+static const RingRow simai_rings[] = {
+    {16, {.32, .24, .13, .05, .044, .021, .0087}},
+    {64, {.50, .53, .39, .21, .106, .051, .044}},
+    {256, {.85, .77, .69, .57, .387, .209, .103}},
+    {1000, {.92, .93, .90, .76, .74, .563, .315}},
+    {4000, {.95, .95, .95, .95, .923, .755, .740}},
+    {16000, {.96, .96, .96, .96, .957, .958, .919}},
+};
+
+// llm.c (github.com/karpathy/llm.c, scripts/run_gpt2_*.sh): GPT-2 shapes on one node of 8 A100-80 or
+// H100, T 1024, bf16, ZeRO-1. batch: tokens a step; number: seconds.
+struct LlmcRow {
+    const char* name;
+    size_t NH, C, L;
+    const char* machine;
+    int micro_batch, batch;
+    double seconds;
+};
+static const LlmcRow llmc_rows[] = {
+    {"124M", 12, 768, 12, "a100-80", 64, 524288, 0.3},
+    {"350M", 16, 1024, 24, "a100-80", 64, 524288, 0.82},
+    {"774M", 20, 1280, 36, "a100-80", 32, 524288, 1.7},
+    {"1558M", 25, 1600, 48, "h100", 16, 1048576, 2.8},
+};
+
+// torchtitan (github.com/pytorch/torchtitan, benchmarks/*.md): Llama 3.1 in bf16, compiled, T 8192,
+// FSDP over dp ranks and sequence parallelism over tp; H100 of 96 GB and 500 W, whose memory has
+// 2.4 TB/s. rate: tokens a second of a card.
+struct TitanRow {
+    const char* name;
+    bool large; // 70B, fully recomputed; else 8B
+    int dp, tp, micro_batch;
+    double rate;
+};
+static const TitanRow titan_rows[] = {
+    {"8B, 8 cards", false, 8, 1, 2, 6667},
+    {"8B, 128 cards", false, 128, 1, 2, 6514},
+    {"8B, 64 cards, tp 8", false, 8, 8, 12, 4378},
+    {"70B, 256 cards, tp 8", true, 32, 8, 16, 597.3},
+};
+
 // arXiv:2407.21783, table 4: Llama 3 405B on H100, 2^24 tokens a step, tp 8 in a machine, pp 16
 // interleaved, FSDP outermost; TFLOP/s a card, which count half of attention's square.
 struct LlamaRow {

@@ -23,6 +23,33 @@ PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
     return q;
 }
 
+// A proposal in every order of the grid, with every group of shards and method along cp that it may
+// have. Where all ranks are in one node these change nothing but the method.
+std::vector<Proposal> variants_of(const PlanQuestion& q, Proposal p) {
+    // List them: a group of one rank, or of all, is no group.
+    bool nodes = q.machine.cards < q.gpus;
+    bool ordered = nodes && (p.tp > 1) + (p.pp > 1) + (p.dp > 1) > 1;
+    std::vector<Proposal> all;
+    std::vector<std::string> orders = {"tp-pp-dp"}, methods = {"gather"};
+    for (const char* order : {"tp-dp-pp", "pp-tp-dp", "pp-dp-tp", "dp-tp-pp", "dp-pp-tp"})
+        if (ordered) orders.push_back(order);
+    for (const char* method : {"ulysses", "ring"})
+        if (p.cp > 1) methods.push_back(method);
+
+    // Keep those that the check allows.
+    for (int group : divisors_of(p.dp * p.cp))
+        for (const std::string& order : orders)
+            for (const std::string& method : methods) {
+                bool apart = group > 1 && group < p.dp * p.cp && p.zero > 0 && nodes;
+                if (group > 1 && !apart) continue;
+                p.zero_group = group > 1 ? group : 0;
+                p.order = order;
+                p.cp_method = method;
+                if (refuse_proposal(q, p).empty()) all.push_back(p);
+            }
+    return all;
+}
+
 // Every allowed layout, simulated, and placed on every rank of the pipeline. The room is infinite,
 // so that the closed form leaves none out.
 std::vector<Trial> all_trials(const PlanQuestion& q) {
@@ -30,16 +57,22 @@ std::vector<Trial> all_trials(const PlanQuestion& q) {
     any.room = INFINITY;
     std::vector<Trial> all;
     std::string why;
+    auto try_one = [&](const Proposal& p) {
+        Trial t = simulate_proposal<bf16>(any, p, Cpu{});
+        EXPECT_EQ(t.wrong, "");
+        for (int rank = 0; rank < p.pp; rank++)
+            place_proposal<bf16>(any, t, rank, Cpu{});
+        all.push_back(t);
+    };
+
+    // Take every level that trains alike in size: the two halves of FULL lie between the others.
     for (const Proposal& grid : list_grids(any, &why))
         for (Proposal p : list_schedules(any, grid))
             for (p.zero = 0; p.zero <= (p.dp * p.cp > 1 ? 3 : 0); p.zero++)
                 for (Recompute r : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
                     p.recompute = r;
-                    Trial t = simulate_proposal<bf16>(any, p, Cpu{});
-                    EXPECT_EQ(t.wrong, "");
-                    for (int rank = 0; rank < p.pp; rank++)
-                        place_proposal<bf16>(any, t, rank, Cpu{});
-                    all.push_back(t);
+                    for (const Proposal& variant : variants_of(any, p))
+                        try_one(variant);
                 }
     return all;
 }
@@ -55,10 +88,10 @@ const Trial* fastest(const std::vector<Trial>& all, double room) {
 } // namespace
 
 // The fastest layout that the planner finds for four ranks is at most 1% slower than the fastest of
-// all, whatever the room; and all layouts that it lists fit.
-TEST(Planner, FindsTheFastestOfAllLayouts) {
+// all, whatever the room, in one node and in two; and all layouts that it lists fit.
+static void find_the_fastest(int cards) {
     // Try everything.
-    PlanQuestion q = small_question(4, 0);
+    PlanQuestion q = small_question(4, 0, cards);
     std::vector<Trial> all = all_trials(q);
     printf("%zu layouts of %d ranks\n", all.size(), q.gpus);
     double least = INFINITY, most = 0;
@@ -89,6 +122,51 @@ TEST(Planner, FindsTheFastestOfAllLayouts) {
     EXPECT_HAS(why, "no layout of 4 ranks fits ");
     EXPECT_HAS(why, " too much: try --");
     EXPECT_HAS(why, ", and fits");
+}
+TEST(Planner, FindsTheFastestOfAllLayouts) { find_the_fastest(4); }
+TEST(Planner, FindsTheFastestOfAllLayoutsInTwoNodes) { find_the_fastest(2); }
+
+// Shards that stay in a node save most where nodes are far apart. A node's other ranks lie along dp
+// where a pipeline's messages are short beside sums. What the user's flags say of both holds.
+TEST(Planner, GroupsAndOrdersFollowTheLinks) {
+    // Eight ranks in two nodes share out weights.
+    PlanQuestion q = small_question(8, 1e6);
+    Proposal p = plain_proposal(q);
+    p.dp = 8, p.zero = 3;
+    Config one = q.config;
+    set_proposal(one, p);
+    EXPECT_EQ(node_group(q, p, choose_layout(one, q.shape)), 4);
+    auto gain = [&](double nic_gb) {
+        PlanQuestion other = q;
+        other.machine.nic_gb = nic_gb;
+        double seconds[2];
+        for (int group : {0, 4}) {
+            p.zero_group = group;
+            seconds[group > 0] = simulate_proposal<bf16>(other, p, Cpu{}).seconds;
+        }
+        return seconds[0] / seconds[1];
+    };
+    EXPECT_GT(gain(0.5), 1.5);
+    EXPECT_LT(gain(50), 1.3);
+
+    // The planner finds the group, and the order that puts dp into the node.
+    q.machine.nic_gb = 0.5;
+    Search s = search_layouts<bf16>(q, Cpu{});
+    int grouped = 0, turned = 0;
+    for (const Proposal& x : s.proposals) {
+        grouped += x.zero_group == 4;
+        turned += x.order == "tp-dp-pp" && x.pp > 1 && x.zero_group == 0;
+    }
+    EXPECT_GT(grouped, 10);
+    EXPECT_GT(turned, 10);
+
+    // The user's own flags hold.
+    EXPECT_EQ(set_flag(q.config, "zero-group", "2"), "");
+    EXPECT_EQ(set_flag(q.config, "grid-order", "dp-tp-pp"), "");
+    for (const Proposal& x : search_layouts<bf16>(q, Cpu{}).proposals) {
+        ASSERT_EQ(x.zero_group, 2);
+        ASSERT_EQ(x.order, "dp-tp-pp");
+    }
 }
 
 // The table of differences adds up: parts of time to the step, rows of memory to the fullest rank.
@@ -173,6 +251,57 @@ TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
                         << change << " thousandths of " << knob.words;
         }
     EXPECT_GE(seen.size(), 2u);
+}
+
+// With the change that find_lead() names the user's layout is at least as fast as all that are
+// shown, by simulation on a machine file with that number; with a thousandth less it is not. A
+// layout that is too large leads by memory alone.
+TEST(Planner, TheNamedChangeMakesTheUsersLayoutTheFastestAndALittleLessDoesNot) {
+    int found = 0;
+    PlanQuestion q = small_question(4, 2000, 2);
+    q.shape = gpt2_shape(6, 8, 1024, 1000, 256);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    for (const Knob& knob : knobs())
+        for (int far : {4000, -800}) {
+            // Name the layout that is the fastest where this number is another.
+            if (knob.field == &Machine::memory_gb || knob.field == &Machine::gemm) continue;
+            PlanQuestion there = question_with(q, knob, far);
+            Proposal named = answer_question<bf16>(there, Cpu{}).best[0].proposal;
+            Trial yours = simulate_proposal<bf16>(q, named, Cpu{});
+            ASSERT_TRUE(fits<bf16>(q, yours, Cpu{}));
+            if (yours.seconds <= a.best[0].seconds) continue;
+            Flip flip = find_lead<bf16>(q, a, yours, Cpu{});
+            std::string text = lead_text(q, a, yours, flip, false);
+            printf("%s: %s", proposal_text(named).c_str(), text.c_str());
+            ASSERT_TRUE(flip.knob) << text;
+            found++;
+
+            // Simulate all on both sides of the change that was found.
+            auto leads = [&](int thousandths) {
+                PlanQuestion other = question_with(q, *flip.knob, thousandths);
+                double mine = simulate_proposal<bf16>(other, named, Cpu{}).seconds;
+                double others = INFINITY;
+                for (const Trial& t : a.best) {
+                    Trial again = simulate_proposal<bf16>(other, t.proposal, Cpu{});
+                    others = std::min(others, again.seconds);
+                }
+                return mine <= others;
+            };
+            int k = flip.thousandths;
+            EXPECT_TRUE(leads(k)) << text;
+            EXPECT_FALSE(leads(k > 0 ? k - 1 : k + 1)) << text;
+        }
+    EXPECT_GE(found, 1);
+
+    // One that is faster than all, and too large.
+    Trial large = a.best[0];
+    large.seconds *= 0.9;
+    large.bytes = 1.25 * q.room;
+    Flip flip = find_lead<bf16>(q, a, large, Cpu{});
+    EXPECT_EQ(lead_text(q, a, large, flip, false),
+              "what would make yours the fastest of these: with 25.0% more memory (100 instead of "
+              "80 GB)\n");
 }
 
 // A change stays within the range that a machine file may have, and within the asked one.
@@ -302,26 +431,43 @@ struct PublishedChoice {
     int64_t batch_tokens;
     std::vector<std::pair<const char*, const char*>> flags;
     double slower;
+    double unsharded; // the same against choices without ZeRO; 0: theirs had it
 };
 static std::vector<PublishedChoice> published_choices() {
     return {
-        // One GPU cannot hold the optimizer of 22B, and that program did not shard it (ZeRO).
+        // One GPU cannot hold the optimizer of 22B, and that program did not shard it (ZeRO). Of
+        // choices without ZeRO theirs is within 10%, by which this model misses its time too.
         {"arXiv:2205.05198, 22B", gpt2_shape(48, 64, 6144, 51200, 2048), "a100-80", 8, 2048,
          4 * 2048,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"},
           {"micro-batch", "4"}},
-         0.2},
+         0.2, 0.1},
         {"arXiv:2205.05198, 175B", gpt2_shape(96, 96, 12288, 51200, 2048), "a100-80", 64, 2048,
          64 * 2048,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"}, {"pp", "8"},
           {"pipeline", "interleaved"}, {"chunks", "3"}, {"micro-batch", "1"}},
-         0.1},
+         0.1, 0.08},
         {"arXiv:2407.21783, 405B", llama31_shape(126, 128, 16384, 53248), "h100", 16384, 8192,
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
           {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
-         0.1},
+         0.1, 0},
     };
+}
+
+// The seconds of the fastest layout without ZeRO that fits, among the twenty that are the fastest by
+// their estimates in closed form.
+static double fastest_unsharded(const PlanQuestion& q, const Search& s) {
+    double least = INFINITY;
+    int tried = 0;
+    for (const Proposal& p : s.proposals) {
+        if (p.zero > 0 || tried == 20) continue;
+        Trial t = {p};
+        if (!fits<bf16>(q, t, Cpu{})) continue;
+        tried++;
+        least = std::min(least, simulate_proposal<bf16>(q, p, Cpu{}).seconds);
+    }
+    return least;
 }
 
 // Layouts that others chose after much measuring are near the one that the planner chooses.
@@ -349,6 +495,12 @@ TEST(Planner, PublishedChoicesAreNearItsOwn) {
                theirs.bytes / GIB);
         EXPECT_LT(slower, c.slower) << c.source;
         EXPECT_GT(slower, -0.02) << c.source; // else the search has missed it
+
+        // Compare it also with what that program could have chosen, if it had no ZeRO.
+        if (c.unsharded == 0) continue;
+        double unsharded = fastest_unsharded(q, a.search);
+        printf("  without ZeRO the fastest takes %.2f s\n", unsharded);
+        EXPECT_LT(theirs.seconds / unsharded - 1, c.unsharded) << c.source;
     }
     sizes_of_gpu = false;
 }
@@ -370,6 +522,43 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
         const Proposal& p = t.proposal;
         EXPECT_EQ(p.dp * p.tp * p.pp * p.cp, 4);
     }
+}
+
+// The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the room's
+// line, no point lies below the frontier and left of it, and it is a whole drawing.
+TEST(Planner, DrawsItsAnswer) {
+    PlanQuestion q = small_question(4, 60);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    std::string path = scratch("plan.svg");
+    draw_plan<bf16>(q, a, named_trials(a, nullptr), path, Cpu{});
+    std::string text = read_file(path);
+    EXPECT_HAS(text, "</svg>\n</svg>\n");
+    EXPECT_HAS(text, "the step of the best");
+    EXPECT_HAS(text, "<title>" + proposal_text(a.best[a.chosen].proposal) + "</title>");
+
+    // Add up the bars. A scale from 0 to 1.1 of the most has PLOT_HEIGHT pixels.
+    double height = 0;
+    for (size_t at = text.find("class=\"bar\""); at != std::string::npos;
+         at = text.find("class=\"bar\"", at + 1))
+        height += atof(text.c_str() + text.find(" height=\"", at) + 9);
+    double bytes = 0;
+    double most = q.room;
+    for (const Trial& t : a.best) {
+        bytes += t.bytes;
+        most = std::max(most, t.bytes);
+    }
+    EXPECT_NEAR(height / PLOT_HEIGHT * 1.1 * most / bytes, 1, 1e-3);
+
+    // Look for a layout that beats one of the frontier.
+    std::vector<Proposal> frontier = frontier_of(a.search.proposals);
+    EXPECT_GT(frontier.size(), 1u);
+    for (const Proposal& p : a.search.proposals)
+        for (const Proposal& f : frontier)
+            EXPECT_FALSE(p.estimate.seconds < f.estimate.seconds &&
+                         p.estimate.bytes < f.estimate.bytes);
+    draw_plan<bf16>(q, a, named_trials(a, nullptr), scratch("plan.json"), Cpu{});
+    EXPECT_HAS(read_file(scratch("plan.json")), "traceEvents");
 }
 
 // Within 2% of the fastest the fewest techniques win; beyond that the fastest does.
@@ -623,6 +812,83 @@ TEST(Calibrate, MeasuresThisMachineAndRefusesOtherFlags) {
     EXPECT_HAS(flags.text, "--calibrate measures the machine, and no run: leave --tp out");
     EXPECT_HAS(shell(program() + " --calibrate /nowhere/x").text, "cannot be written");
     EXPECT_HAS(shell(program() + " --calibrate x --precision fp16").text, "give bf16");
+}
+
+// Two machines of two ranks, numbered side by side or in turn: their ranks, those at the same place
+// of each, and how many ranks of an axis one of them has, counted by hand.
+TEST(Machines, AreFoundByTheirNamesAndAxesLieAcrossThem) {
+    Machines near = machines_of({"a", "a", "b", "b"}), turned = machines_of({"a", "b", "a", "b"});
+    EXPECT_EQ(near.count, 2);
+    EXPECT_EQ(ranks_on(near, 1), (std::vector<int>{2, 3}));
+    EXPECT_EQ(ranks_across(near, 1), (std::vector<int>{1, 3}));
+    EXPECT_EQ(ranks_across(turned, 1), (std::vector<int>{0, 1}));
+    EXPECT_EQ(ranks_of_each(near), 2);
+    EXPECT_EQ(ranks_of_each(machines_of({"a", "a", "b"})), 0);
+    EXPECT_FALSE(side_by_side(turned));
+
+    // tp is nearest: it fits a machine if ranks are side by side, and dp crosses.
+    Layout layout;
+    layout.tp.size = layout.dp.size = 2;
+    EXPECT_EQ(machines_text(layout, near),
+              "machines: 2, 2 ranks each; on one of them: tp 2 of 2, dp 1 of 2\n");
+    EXPECT_HAS(machines_text(layout, turned), "tp 1 of 2, dp 2 of 2\nnote: ranks of a machine are "
+                                              "not numbered side by side: start them with mpirun");
+    layout.tp.size = 4;
+    layout.dp.size = 1;
+    EXPECT_HAS(machines_text(layout, near), "tp 2 of 4\nnote: tensor-parallel ranks stand on");
+    EXPECT_EQ(machines_text(layout, machines_of({"a", "a", "a", "a"})), "");
+
+    // In each order of the grid, the cost model finds as many of an axis in a node.
+    Machine machine = machines()[0];
+    machine.cards = 4;
+    Machines eight = machines_of({"a", "a", "a", "a", "b", "b", "b", "b"});
+    for (const char* order : {"tp-pp-dp", "tp-dp-pp", "pp-tp-dp", "dp-pp-tp"}) {
+        Layout all;
+        all.order = layout_order(order);
+        all.tp.size = all.dp.size = all.pp.size = 2;
+        for (auto axis : {&Layout::tp, &Layout::cp, &Layout::pp, &Layout::dp})
+            EXPECT_EQ(axis_on_machine(all, eight, axis), axis_in_node(all, machine, axis)) << order;
+    }
+}
+
+// NCCL's settings are those of the environment, in its order, and nothing else of it.
+TEST(Machines, NamesNcclsSettings) {
+    const char* some[] = {"PATH=/bin", "NCCL_ALGO=Ring", "XNCCL_A=1", "NCCL_PROTO=\x1b", nullptr};
+    EXPECT_HAS(nccl_settings_text(some), "NCCL's settings: NCCL_ALGO=Ring, NCCL_PROTO=");
+    EXPECT_EQ(nccl_settings_text(some).find('\x1b'), std::string::npos);
+    EXPECT_EQ(nccl_settings_text(some + 4), "");
+}
+
+// Links inside and between two machines are measured among their own ranks. A rank sends
+// 2 (n-1)/n of each all-reduce, and of each size there are eight: one warms up, seven count.
+TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
+    run_local_ranks(6, {}, [&](const Comm& world) {
+        // Let six threads be two machines of three.
+        std::map<std::string, size_t> sent;
+        world.info->sent = &sent;
+        llmc::Run run;
+        run.world = world;
+        Measurements m;
+        EXPECT_EQ(machine_named(&m.machine, "cpu"), "");
+        m.machine.latency_us = 1e6;
+        Machines machines = machines_of({"a", "a", "a", "b", "b", "b"});
+        measure_links(m, run, machines, Cpu{});
+
+        // Count the bytes of all sizes, without those of the maximum over ranks.
+        double floats = 16 + (1 << 18) + (1 << 20) + (1 << 22);
+        EXPECT_NEAR(double(sent["machine"]), 8 * 4 * floats * 2 * 2 / 3, 64);
+        EXPECT_NEAR(double(sent["machines"]), 8 * 4 * floats * 2 * 1 / 2, 64);
+
+        // The file has both links, and no longer the base row's.
+        EXPECT_EQ(m.link.size(), 3u);
+        EXPECT_EQ(m.nic.size(), 3u);
+        EXPECT_LT(m.machine.latency_us, 1e6);
+        std::string text = machine_text(m, "cpu", 1);
+        EXPECT_HAS(text, "# all-reduces inside a machine");
+        EXPECT_HAS(text, "KiB on 'machines'");
+        EXPECT_EQ(text.find("\nnic_gb = 12.5\n"), std::string::npos);
+        world.info->sent = nullptr;
+    });
 }
 
 // The end of a run compares the median step with the simulator's. Half of the time is -50%.

@@ -175,7 +175,7 @@ TEST(Published, VTrainsSweepsOnA100) {
     report("vTrain, held out", held, 0.15);
     EXPECT_LT(mean_error(fitted), 0.078);
     EXPECT_LT(mean_error(held), 0.08);
-    EXPECT_LT(median_error(held), 0.058);
+    EXPECT_LT(median_error(held), 0.05);
 }
 
 // Predictions agree with Megatron's weak scaling on A100, of which no row was fitted.
@@ -227,25 +227,149 @@ TEST(Published, SelectiveRecomputationOnA100) {
     EXPECT_LT(worst_error(pairs), 0.11);
 }
 
-// Predictions for H100, whose shares are assumed and not fitted. These runs overlapped messages of
-// tensor parallelism with products, which neither this program nor the model does: with tp 8 the
-// predictions are too slow.
+// A row of Megatron's runs on H100, and its seconds by a cost model.
+static Pair h100_pair(const CostModel& c, const TableRow& row) {
+    double h = double(row.C), L = double(row.L);
+    double share = 1 + 4096 / (6 * h) + 131072 / (12 * L * h); // with attention and the head
+    double flops = 72 * row.batch * 4096 * L * h * h * share;
+    Shape shape = gpt2_shape(row.L, row.NH, row.C, 131072, 4096);
+    double predicted = best_seconds(c, shape, row, {}, 1, true);
+    return {row.name, flops / (row.number * 1e12 * row.gpus), predicted};
+}
+
+// Predictions for H100 by the table's shares, which are assumed and not fitted. These runs hid
+// messages of tensor parallelism behind products, which neither this program nor the model does:
+// with tp 8 the predictions are too slow.
 TEST(Published, MegatronsWeakScalingOnH100) {
     CostModel c;
     c.machine = machine_of("h100");
     c.machine.launch_us = 40;
     std::vector<Pair> pairs;
-    for (const TableRow& row : megatron_h100) {
-        double h = double(row.C), L = double(row.L);
-        double share = 1 + 4096 / (6 * h) + 131072 / (12 * L * h); // with attention and the head
-        double flops = 72 * row.batch * 4096 * L * h * h * share;
-
-        Shape shape = gpt2_shape(row.L, row.NH, row.C, 131072, 4096);
-        double predicted = best_seconds(c, shape, row, {}, 1, true);
-        pairs.push_back({row.name, flops / (row.number * 1e12 * row.gpus), predicted});
-    }
-    report("Megatron H100, held out", pairs, 0.3);
+    for (const TableRow& row : megatron_h100)
+        pairs.push_back(h100_pair(c, row));
+    report("Megatron H100, nothing fitted", pairs, 0.09);
     EXPECT_LT(mean_error(pairs), 0.22);
+}
+
+// With two habits of that program fitted to three of its rows, the share of products and the share
+// of tp's messages that shows, the other six agree: it hides nearly all of these messages.
+TEST(Published, MegatronsHabitsOnH100ExplainTheOtherRows) {
+    // Fit both to a row without tensor parallelism and to two with tp 8.
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.launch_us = 40;
+    CostModel best = c;
+    double least = INFINITY;
+    for (double gemm : {0.55, 0.6, 0.65, 0.7})
+        for (double shown : {0.0, 0.25, 0.5, 0.75, 1.0}) {
+            c.machine.gemm = gemm;
+            c.tensor_shown = shown;
+            double sum = 0;
+            for (int row : {0, 3, 6})
+                sum += std::pow(h100_pair(c, megatron_h100[row]).error(), 2);
+            if (sum >= least) continue;
+            least = sum;
+            best = c;
+        }
+    printf("products at %.2f of the peak, %.2f of tp's messages show\n", best.machine.gemm,
+           best.tensor_shown);
+
+    // Look at the others.
+    std::vector<Pair> held;
+    for (int row : {1, 2, 4, 5, 7, 8})
+        held.push_back(h100_pair(best, megatron_h100[row]));
+    report("Megatron H100, held out", held, 0.09);
+    EXPECT_LT(mean_error(held), 0.09);
+    EXPECT_LT(worst_error(held), 0.18);
+}
+
+// Predictions agree with llm.c's steps, the program nearest to this one; nothing was fitted.
+TEST(Published, LlmcOnANode) {
+    std::vector<Pair> pairs;
+    for (const LlmcRow& row : llmc_rows) {
+        CostModel c;
+        c.machine = machine_of(row.machine);
+        c.machine.launch_us = 5;
+        Layout layout;
+        layout.dp.size = 8;
+        layout.zero = 1;
+        PlanOptions o;
+        o.B = size_t(row.micro_batch);
+        Shape shape = gpt2_shape(row.L, row.NH, row.C, 50304, 1024);
+        double seconds = gpt_seconds(c, shape, layout, o, row.batch / 1024);
+        pairs.push_back({row.name, row.seconds, seconds});
+    }
+    report("llm.c, held out", pairs, 0.1);
+    EXPECT_LT(mean_error(pairs), 0.1);
+    EXPECT_LT(worst_error(pairs), 0.17);
+}
+
+// The seconds of one of torchtitan's rows.
+static Pair titan_pair(const CostModel& c, const TitanRow& row) {
+    Shape shape = row.large ? llama31_shape(80, 64, 8192, 28672)
+                            : llama31_shape(32, 32, 4096, 14336);
+    Layout layout;
+    layout.dp.size = row.dp;
+    layout.tp.size = row.tp;
+    layout.zero = 3;
+    layout.sequence_parallel = row.tp > 1;
+
+    // The small model recomputes what is cheap, the large one all.
+    PlanOptions o;
+    o.B = size_t(row.micro_batch);
+    o.T = 8192;
+    o.recompute = row.large ? Recompute::FULL : Recompute::SELECTIVE;
+    Model model = make_model(shape, layout);
+    double seconds = simulate_layout(layout, model, o, action_cost(c, model)).seconds;
+    return {row.name, 8192.0 * row.micro_batch / row.tp / row.rate, seconds};
+}
+
+// With the products' share fitted to the first row, on cards of 500 W, the other three agree.
+TEST(Published, TorchtitanOnH100) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.memory_tb = 2.4;
+    double low = 0.3, high = 0.9;
+    for (int i = 0; i < 12; i++) {
+        c.machine.gemm = (low + high) / 2;
+        Pair first = titan_pair(c, titan_rows[0]);
+        (first.predicted > first.measured ? low : high) = c.machine.gemm;
+    }
+    printf("products at %.3f of the peak\n", c.machine.gemm);
+
+    std::vector<Pair> held;
+    for (int row : {1, 2, 3})
+        held.push_back(titan_pair(c, titan_rows[row]));
+    report("torchtitan, held out", held, 0.09);
+    EXPECT_LT(worst_error(held), 0.12);
+}
+
+// Reduce-scatters and all-gathers over 2 to 128 nodes of eight cards reach the shares of the links'
+// rate that were measured, by one line for 16 MB and for 16 GB, for 16 ranks and for 1,024. Its time
+// for each rank of the ring is fitted to this table.
+TEST(Published, RingsOverManyNodes) {
+    Machine m = machine_of("h100");
+    m.nic = 0.96;
+    m.link = 1; // NICs are the narrow place
+    m.latency_us = 23;
+    double sum = 0;
+    int count = 0;
+    for (const RingRow& row : simai_rings)
+        for (int i = 0; i < 7; i++) {
+            int nodes = 2 << i;
+            double n = 8.0 * nodes;
+            double bytes = row.megabytes * 1e6;
+            double seconds = link_of(m, int(n), 8).all_gather(bytes);
+            double share = bytes * (n - 1) / n / seconds / (8 * m.nic_gb * 1e9);
+            double error = std::fabs(std::log(share / row.shares[i]));
+            if (error > 0.35)
+                printf("  misses %g MB on %d nodes: %.4f measured, %.4f predicted\n",
+                       row.megabytes, nodes, row.shares[i], share);
+            sum += error;
+            count++;
+        }
+    printf("SimAI's rings: %d rows, mean error %.1f%%\n", count, 100 * sum / count);
+    EXPECT_LT(sum / count, 0.1);
 }
 
 // Predictions agree with Llama 3 405B's three layouts, in their order; nothing was fitted to them.
@@ -425,7 +549,8 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
                                   "watts", "dollars_hour", "host_watts", "pue", "grid_g"};
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
-        bool matters = false, slower = name == "latency_us" || name == "launch_us";
+        bool matters = false, slower = name == "latency_us" || name == "launch_us" ||
+                                        name == "hop_us";
         for (const SmallCase& s : small_cases) {
             SmallRun run(s, 4);
             CostModel c = slow_links();
@@ -497,6 +622,23 @@ TEST(Simulator, NamesWhereRanksWaitForever) {
     EXPECT_NE(stuck.find("; rank 1 waits at "), std::string::npos) << stuck;
 }
 
+// Attention in a ring takes a ninth longer than attention that has gathered all keys, and waits for
+// no message that it hides.
+TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
+    SmallRun run({1, 4, 1, 1, 0, 0, 1, Pipeline::ONE_F_ONE_B}, 1);
+    CostModel c;
+    c.machine = machine_of("h100");
+    Plan p;
+    p.B = 2, p.T = 65536;
+    p.layout = run.layout;
+    Times gather = block_seconds(c, p, run.model, 1, false);
+    p.layout.cp_method = ContextMethod::RING;
+    Times ring = block_seconds(c, p, run.model, 1, false);
+    EXPECT_NEAR(ring.attention / gather.attention, 1 / 0.9, 1e-12);
+    EXPECT_GT(gather.context, 0);
+    EXPECT_EQ(ring.context, 0);
+}
+
 // A machine with twice the rates and half the latencies takes half the time, up to rounding.
 TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
     for (const SmallCase& s : small_cases) {
@@ -506,7 +648,8 @@ TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
         for (double Machine::*rate : {&Machine::half_tf, &Machine::memory_tb, &Machine::link_gb,
                                       &Machine::nic_gb})
             twice.machine.*rate *= 2;
-        twice.machine.latency_us /= 2, twice.machine.launch_us /= 2;
+        for (double Machine::*wait : {&Machine::latency_us, &Machine::launch_us, &Machine::hop_us})
+            twice.machine.*wait /= 2;
         EXPECT_NEAR(run.folded(c).seconds / run.folded(twice).seconds, 2, 1e-9);
     }
 }

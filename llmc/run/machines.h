@@ -1,0 +1,113 @@
+// machines.h - which ranks stand on which machine, and how the axes of a layout lie across them
+//   Machines are found at the start, by a name that no two of them share; nobody writes them into a
+//   file. --plan auto takes their ranks for the cards of a node, --calibrate measures links inside
+//   and between them, and a run says which axes cross them.
+#pragma once
+#include "limits.h"
+
+namespace llmc {
+
+// The machine of each rank of the world, numbered in the order in which they appear.
+struct Machines {
+    std::vector<int> of = {}; // [rank]
+    int count = 0;
+};
+
+// Number the machines by their ranks' names for them.
+inline Machines machines_of(const std::vector<std::string>& names) {
+    Machines m;
+    std::map<std::string, int> known;
+    for (const std::string& name : names)
+        m.of.push_back(known.insert({name, int(known.size())}).first->second);
+    m.count = int(known.size());
+    return m;
+}
+
+// Find the machines of a run's ranks. All ranks call. Threads of a process are on one machine.
+inline Machines find_machines(const Run& run) {
+    if (run.world.local || run.world.size == 1)
+        return {std::vector<int>(size_t(run.world.size)), 1};
+    return machines_of(gather_texts(run.world, boot_name()));
+}
+
+// The ranks of a machine, in order.
+inline std::vector<int> ranks_on(const Machines& m, int machine) {
+    std::vector<int> ranks;
+    for (int r = 0; r < int(m.of.size()); r++)
+        if (m.of[size_t(r)] == machine) ranks.push_back(r);
+    return ranks;
+}
+
+// How many ranks each machine has; 0: they have different numbers.
+inline int ranks_of_each(const Machines& m) {
+    size_t each = ranks_on(m, 0).size();
+    for (int machine = 1; machine < m.count; machine++)
+        if (ranks_on(m, machine).size() != each) return 0;
+    return int(each);
+}
+
+// Whether the ranks of each machine are numbered side by side, as the order of the grid assumes.
+inline bool side_by_side(const Machines& m) { return std::is_sorted(m.of.begin(), m.of.end()); }
+
+// The ranks at the same place of each machine as `rank`, which must have equally many ranks each.
+inline std::vector<int> ranks_across(const Machines& m, int rank) {
+    std::vector<int> mine = ranks_on(m, m.of[size_t(rank)]), across;
+    size_t place = size_t(std::find(mine.begin(), mine.end(), rank) - mine.begin());
+    for (int machine = 0; machine < m.count; machine++)
+        across.push_back(ranks_on(m, machine)[place]);
+    return across;
+}
+
+// How many ranks of an axis stand on one machine: the least over all ranks.
+inline int axis_on_machine(const Layout& layout, const Machines& m, Axis Layout::*axis) {
+    // Group ranks by their places along the other axes and by machine.
+    std::map<std::array<int, 5>, int> members;
+    for (int r = 0; r < layout.world(); r++) {
+        Layout me = layout_at(layout, r);
+        (me.*axis).rank = 0;
+        members[{me.tp.rank, me.cp.rank, me.pp.rank, me.dp.rank, m.of[size_t(r)]}]++;
+    }
+    int least = (layout.*axis).size;
+    for (auto& [place, count] : members)
+        least = std::min(least, count);
+    return least;
+}
+
+// The lines that say how axes lie across several machines; "" for a single one.
+inline std::string machines_text(const Layout& layout, const Machines& m) {
+    if (m.count == 1) return "";
+    int each = ranks_of_each(m);
+    std::string text = concat("machines: ", m.count, each ? concat(", ", each, " ranks each") : "",
+                              "; on one of them: ");
+    auto add = [&](const char* name, Axis Layout::*axis) {
+        int size = (layout.*axis).size;
+        if (size == 1) return;
+        text += concat(text.ends_with(": ") ? "" : ", ", name, " ",
+                       axis_on_machine(layout, m, axis), " of ", size);
+    };
+    add("tp", &Layout::tp);
+    add("cp", &Layout::cp);
+    add("pp", &Layout::pp);
+    add("dp", &Layout::dp);
+
+    // Say what costs most time, and how to start the ranks otherwise.
+    if (!side_by_side(m))
+        text += "\nnote: ranks of a machine are not numbered side by side: start them with "
+                "mpirun --map-by slot, or srun --distribution=block";
+    else if (axis_on_machine(layout, m, &Layout::tp) < layout.tp.size)
+        text += "\nnote: tensor-parallel ranks stand on several machines, and wait for links "
+                "between these in every layer: give a smaller --tp";
+    return text + "\n";
+}
+
+// NCCL's settings, as the environment has them: the user's, and what the program has set
+// (nccl_settings()). Libraries read them silently, and another one may change bits and speed.
+inline std::string nccl_settings_text(const char* const* environment) {
+    std::string text;
+    for (; *environment; environment++)
+        if (std::string(*environment).starts_with("NCCL_"))
+            text += concat(text.empty() ? "NCCL's settings: " : ", ", printable(*environment));
+    return text.empty() ? "" : text + "\n";
+}
+
+} // namespace llmc
