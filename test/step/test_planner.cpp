@@ -524,6 +524,26 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
     }
 }
 
+// The flags of a proposal are read back from a configuration, every one of them.
+TEST(Planner, AProposalIsReadBackFromItsFlags) {
+    Proposal p;
+    p.dp = 4, p.tp = 2, p.pp = 2, p.cp = 2;
+    p.chunks = 2, p.zero = 3, p.zero_group = 4, p.B = 2;
+    p.sequence_parallel = true;
+    p.pipeline = Pipeline::INTERLEAVED;
+    p.recompute = Recompute::FULL;
+    p.cp_method = "ring";
+    p.order = "tp-dp-pp";
+
+    Config c;
+    c.seq = 64, c.batch_tokens = 64 * 64;
+    set_proposal(c, p);
+    EXPECT_EQ(proposal_text(proposal_of(c)), proposal_text(p));
+    EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
+                                "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
+                                "--grid-order tp-dp-pp --recompute full --micro-batch 2");
+}
+
 // The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the room's
 // line, no point lies below the frontier and left of it, and it is a whole drawing.
 TEST(Planner, DrawsItsAnswer) {
