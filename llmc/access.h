@@ -176,12 +176,14 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     }
     x.change({Kind::SCALE});
     access_amaxes(x, p, model);
+    if (p.offload.late) x.write(LATE_SCALE);
     x.write({Kind::SCRATCH, -1});
 }
 
-// UPDATE reads the scale, so none may run before NORM has chosen the clipping factor.
+// UPDATE reads the scale, so none may run before NORM has chosen the clipping factor: that of this
+// step, or of the step before.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
-    x.read({Kind::SCALE});
+    x.read(p.offload.late ? LATE_SCALE : Data{Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
     for (Data d : update_data(p, a.bucket, a.chunk)) {
         if (tier_of(p, d) != p.offload.update) continue;

@@ -293,7 +293,10 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     case Kind::GRAD:
     case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
     default: return false;
+    // Away, a gradient lies where its update does: this rank's range of it.
     }
+        if (layout.gradients_away) return layout.zero >= 1;
+        return reduced_each(layout, model, d.of);
 }
 
 // The range of a bucket's datum that this rank keeps: its length and its start, in elements.

@@ -422,7 +422,8 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
 
 // Return the seconds of UPDATE:
 // it reads and writes weight, gradient, master and moments of this rank's range.
-inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket,
+                             int chunk = -1) {
     // Ignore the scales of 8-bit moments: one for each block of them is too small to count.
     double each = 2 * c.element + 4;
     if (c.element == 2) each += 2 * master_bytes(p.masters);
@@ -430,7 +431,8 @@ inline double update_seconds(const CostModel& c, const Plan& p, const Model& mod
     each += 2 * moment * optimizer_row(p.optimizer).states.size();
     // The mean of weights is read and written, and weights or masters are read again.
     if (p.ema) each += 12;
-    return each * double(updated_range(p.layout, model, bucket).count) / c.machine.memory_rate();
+    Range range = chunk_of(updated_range(p.layout, model, bucket), p.offload, chunk);
+    return each * double(range.count) / c.machine.memory_rate();
 }
 
 // Return the seconds of NORM: it reads the gradients that this rank updates.
@@ -511,7 +513,11 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         t.update = norm_seconds(c, p, model);
         t.data = 2 * latency;
         break;
-    case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket); break;
+    // A late update runs on the host, beside layers: its time stands with its FETCH, whose queue
+    // goes on beside them too.
+    case Op::UPDATE:
+        if (!p.offload.late) t.update = update_seconds(c, p, model, a.bucket, a.chunk);
+        break;
 
     // Collectives in the plan's own queue.
     case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
@@ -520,7 +526,11 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     case Op::PUBLISH: t.data = bucket_gather(); break;
 
     case Op::FETCH:
-    case Op::PARK: t.moves = move_seconds(c, p, model, a); break;
+    case Op::PARK:
+        t.moves = move_seconds(c, p, model, a);
+        if (p.offload.late && a.op == Op::FETCH && a.chunk >= 0)
+            t.moves += update_seconds(c, p, model, a.bucket, a.chunk);
+        break;
 
     // The host's part takes no time here.
     case Op::LOAD:
@@ -534,13 +544,13 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
 // a memory: micro-batches repeat each other.
 typedef std::function<Times(const Plan&, const Action&)> ActionCost;
 inline ActionCost action_cost(const CostModel& c, const Model& model) {
-    auto known = std::make_shared<std::map<std::tuple<int, Op, int, int>, Times>>();
+    auto known = std::make_shared<std::map<std::tuple<int, Op, int, int, int>, Times>>();
     return [=](const Plan& p, const Action& a) {
         // Do not remember exchanges and moves: they differ by what they carry.
         bool moves = queue_of(a.op) == Queue::MOVE;
         if (moves || a.op == Op::SENDRECV)
             return action_seconds(c, p, model, a);
-        auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket);
+        auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket, a.chunk);
         auto found = known->find(key);
         if (found == known->end())
             found = known->emplace(key, action_seconds(c, p, model, a)).first;

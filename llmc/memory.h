@@ -47,6 +47,7 @@ inline void use_device(int, Cpu) {}
 // A point behind all that a stream has been given so far. Another stream may wait for it once.
 inline int record_point(Cpu) { return 0; }
 inline void wait_point(int, Cpu) {}
+inline void wait_here(int) {} // the host waits
 
 // Host memory in which data are prepared for copy_in() and found after copy_out_later(): pinned
 // memory beside a device, the data's own place on the CPU. host_side() chooses between the two.
@@ -112,6 +113,10 @@ inline cudaEvent_t record_point(cudaStream_t stream) {
 inline void wait_point(cudaEvent_t point, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaStreamWaitEvent(stream, point, 0));
     LLMC_CUDA_CHECK(cudaEventDestroy(point)); // CUDA frees it when the stream has reached it
+}
+inline void wait_here(cudaEvent_t point) {
+    LLMC_CUDA_CHECK(cudaEventSynchronize(point));
+    LLMC_CUDA_CHECK(cudaEventDestroy(point));
 }
 inline void copy_out_later(void* to, const void* from, size_t bytes, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));

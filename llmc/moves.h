@@ -147,7 +147,8 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
                : copy_in(to, from, place.bytes, stream);
     });
 
-    // At the finish, the host waits for a file's blocks; the stream of compute waits for copies.
+    // At the finish, the host waits for a file's blocks, and for what a late update reads. The
+    // stream of compute waits for all other copies.
     InFlight<S> f;
     f.moves = true;
     f.action = t.at;
@@ -157,7 +158,10 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
             LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
         };
     } else {
-        f.rest = [=, point = record_point(stream)] { wait_point(point, compute); };
+        bool for_host = t.plans[t.plan].offload.late && fetches && a.chunk >= 0;
+        f.rest = [=, point = record_point(stream)] {
+            for_host ? wait_here(point) : wait_point(point, compute);
+        };
     }
     return f;
 }

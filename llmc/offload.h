@@ -6,6 +6,16 @@
 //     PARK(b.c)    STAGED -> where they lie                               one chunk behind
 //   The CPU can update them where they lie instead, as ZeRO-Offload does: FETCH brings a chunk's
 //   gradient and weights, PARK takes the weights back: 8 bytes per parameter instead of 24.
+//   Such updates may run a step late, beside the next step's layers (--update-delay 1), as in
+//   ZeRO-Offload. Step t computes g(t) with weights w(t) and applies the gradient before it, with
+//   the rate, clipping and bias correction of that step; nothing waits at the first step:
+//     w(t+1) = update(w(t), g(t-1))       w(2) = w(1)
+//   The host updates copies of the weights, 2 bytes an element in bf16, while layers read the old:
+//     FETCH(b.c)   weights -> a copy          behind COUNT
+//     UPDATE(b.c)  on the copy                spread over the layers' actions, each before
+//                                             PARK(grad b) overwrites the gradient
+//     PARK(b.c)    the copy -> weights        behind NORM
+//   The last gradient of a run stays unapplied: it waits in the checkpoint.
 //   Activations: what a block keeps for its backward pass leaves the device until then. With
 //   `--recompute full` that is the block's input alone, and the device's memory does not grow with
 //   the number of layers:
@@ -39,9 +49,70 @@ inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
     return p.offload.cuts_updates() ? updated_chunks(p, model, bucket) : 0;
 }
 
+// The updates of a step that run late, in the order in which gradients leave the device.
+struct LateUpdates {
+    std::vector<Action> all;
+    std::vector<size_t> elements;  // updated when each is over
+    std::map<int, size_t> over_by; // [bucket]: how many are over before its gradient leaves
+};
+inline LateUpdates late_updates(const Plan& p, const Model& model) {
+    LateUpdates late;
+    size_t updated = 0;
+    for (const Action& a : p.actions) {
+        if (a.op != Op::PARK || a.kind != Kind::GRAD) continue;
+        size_t elements = kept_elements(p.layout, model, {Kind::MASTER, a.bucket});
+        for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
+            updated += chunk_elements(p.offload, elements, c);
+            late.all.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
+            late.elements.push_back(updated);
+        }
+        late.over_by[a.bucket] = late.all.size();
+    }
+    return late;
+}
+
+// Before: UPDATE(b) behind NORM. After: UPDATE(b.c) among the layers, with the gradient of the step
+// before. FETCH stands behind COUNT, and PARK where UPDATE was.
+inline Plan add_late_updates(const Plan& in, const Model& model) {
+    LateUpdates late = late_updates(in, model);
+    size_t layers = 0, run = 0, next = 0; // run: of all actions of layers; next: of all updates
+    for (const Action& a : in.actions)
+        layers += computes(a.op);
+
+    Plan p = in;
+    p.actions.clear();
+    for (const Action& a : in.actions) {
+        // Update what the gradient of this step is about to overwrite.
+        bool leaves = a.op == Op::PARK && a.kind == Kind::GRAD;
+        while (leaves && next < late.over_by[a.bucket])
+            p.actions.push_back(late.all[next++]);
+
+        // Copy the action, but bring back weights in the place of their update.
+        int chunks = a.op == Op::UPDATE ? offload_chunks(in, model, a.bucket) : 0;
+        for (int c = 0; c < chunks; c++)
+            p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
+        if (a.op != Op::UPDATE) p.actions.push_back(a);
+
+        // Copy all weights to the host before layers begin.
+        for (Action fetch : a.op == Op::COUNT ? late.all : std::vector<Action>()) {
+            fetch.op = Op::FETCH;
+            p.actions.push_back(fetch);
+        }
+
+        // Share out the host's work: behind each layer, as large a part of it as of the layers.
+        run += computes(a.op);
+        while (computes(a.op) && next < late.all.size() &&
+               late.elements[next] * layers <= late.elements.back() * run)
+            p.actions.push_back(late.all[next++]);
+    }
+    return p;
+}
+
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK behind it.
 // The first chunks set out before NORM, which waits for all ranks.
 inline Plan add_offload(const Plan& in, const Model& model) {
+    if (in.offload.late && in.mode == Mode::TRAIN) return add_late_updates(in, model);
+
     // List the fetches of all updates, in their order.
     std::vector<Action> fetches;
     for (const Action& a : in.actions)

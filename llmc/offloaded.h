@@ -19,6 +19,7 @@ struct Offload {
     size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
     Tier update = Tier::DEVICE;      // where UPDATE runs; on HOST, masters and moments stay there
     std::vector<bool> parked = {};   // [layer]: whose activations leave; empty: those of all blocks
+    bool late = false;               // UPDATE applies the gradient of the step before, on HOST
 
     // Whether updates go chunk by chunk: they do when any of their data is offloaded.
     bool cuts_updates() const {

@@ -208,13 +208,18 @@ void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, Kept
     }
 }
 
+// Whether a kind is stored as numbers of type acc, apart from narrow moments.
+inline bool is_in_acc(Kind kind) {
+    return kind == Kind::STATE || kind == Kind::EMA || kind == Kind::GRAD;
+}
+
 // Store a range of a state tensor from its numbers (range.count). bf16 moments are rounded to
 // nearest, which is exact for numbers that were bf16 when they were saved.
 template <typename T, typename S>
 void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
                  const acc_t<T>* values) {
     if (!range.count) return;
-    States format = d.kind == Kind::EMA ? States::FLOAT : t.plans[0].states;
+    States format = d.kind == Kind::STATE ? t.plans[0].states : States::FLOAT;
     if (format == States::EIGHT_BIT)
         return for_each_state_row(t, d, p, range, [&](Data part, const TensorRow& row, size_t at) {
             std::vector<float> x(values + at, values + at + row.n);
@@ -299,8 +304,9 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, the mean of weights, and masters and weights of the type of `values`.
-    if (d.kind == Kind::STATE || d.kind == Kind::EMA)
+    // Read moments in acc, the mean of weights, a late update's gradient, and masters and weights of
+    // the type of `values`.
+    if (is_in_acc(d.kind))
         return read_kept(t, values, d, range.at, range.count);
     bool master = d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT;
     if constexpr (std::is_same_v<acc_t<T>, float>)

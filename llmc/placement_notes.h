@@ -45,15 +45,20 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
     if (gathered)
         placement_forget(*placements, t.arena.device().base + gathered->offset, gathered->bytes);
 
-    // UPDATE leaves shards of weights.
-    if (a.op != Op::UPDATE) return;
-    Data weight = {Kind::WEIGHT, a.bucket};
-    Range range = updated_range(t.layout, t.model, a.bucket);
-    T* mine = updated_part<T>(t, weight, range);
-    Group group = t.model.buckets[a.bucket].group;
-    if (range.sharded && mine)
-        note(weight, mine, range.count, t.comms.data(group).shard.name.c_str(),
-             Placement::SHARDED);
+    // UPDATE leaves shards of weights. A late one changes a copy of them, which goes back behind
+    // NORM, when no layer reads the old ones any more.
+    bool late = t.plans[t.plan].offload.late;
+    for (int b = 0; b < int(t.model.buckets.size()); b++) {
+        bool changes = late ? a.op == Op::NORM : a.op == Op::UPDATE && b == a.bucket;
+        if (!changes || !t.model.buckets[b].trainable) continue;
+        Data weight = {Kind::WEIGHT, b};
+        Range range = updated_range(t.layout, t.model, b);
+        T* mine = updated_part<T>(t, weight, range);
+        Group group = t.model.buckets[b].group;
+        if (range.sharded && mine)
+            note(weight, mine, range.count, t.comms.data(group).shard.name.c_str(),
+                 Placement::SHARDED);
+    }
 }
 
 } // namespace llmc

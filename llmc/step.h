@@ -11,6 +11,7 @@
 #include "constants.h"
 #include "flights.h"
 #include "load.h"
+#include "norm_shares.h"
 #include "placement_notes.h"
 
 namespace llmc {
@@ -191,24 +192,6 @@ void run_tie(Trainer<T, S>& t, const Action& a) {
         copy_rows(grad, bytes, tied, bytes, bytes, 1, t.ctx.where);
 }
 
-// The first element of a bucket that this rank counts in the norm. The elements before it are
-// replicated over tp: another tensor-parallel rank counts them.
-template <typename T, typename S>
-size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
-    if (t.layout.tp.rank == 0) return 0;
-    bool first_of_head = t.layout.tp.rank % ranks_of_kv_head(t.layout, t.model) == 0;
-    return first_of_head ? bucket.common : bucket.shared;
-}
-
-// Sum the squares of this rank's range of a gradient, one sum for each chunk.
-template <typename T, typename S>
-void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums) {
-    Range range = updated_range(t.layout, t.model, bucket);
-    auto rows = tensor_rows(t.model, bucket, range.first, range.first + range.count);
-    const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {kind, bucket}, range);
-    grad_squares(sums, grad, rows.data(), rows.size(), t.ctx.where);
-}
-
 // NORM: sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A
 // rank fills in its chunks and leaves the others zero, so adding the tables of shards and stages
 // changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up, and
@@ -256,6 +239,7 @@ void run_norm(Trainer<T, S>& t) {
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
     take_amaxes(t);
+    leave_late_scale(t);
 }
 
 // Update this rank's range of a bucket, or an offloaded chunk of it. scale: the step's clipping
@@ -305,6 +289,9 @@ void run_update(Trainer<T, S>& t, const Action& a) {
         const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
         return run_update(t, a, scale, t.ctx.where);
     }
+    // A late one has its scale since the step before, so the device goes on beside it.
+    if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
+        return run_update(t, a, late, Cpu{});
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     run_update(t, a, &scale, Cpu{});
 }

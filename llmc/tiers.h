@@ -10,6 +10,9 @@
 
 namespace llmc {
 
+// The scale of the step before, which updates read that run a step late.
+constexpr Data LATE_SCALE = {Kind::SCALE, -1, 0};
+
 // Offloading a datum is a row here.
 inline Tier tier_of(const Plan& p, Data d) {
     switch (d.kind) {
@@ -19,6 +22,7 @@ inline Tier tier_of(const Plan& p, Data d) {
     case Kind::EMA: return p.offload.optimizer;
     case Kind::GRAD:
     case Kind::GRAD_TIED: return p.offload.gradients;
+    case Kind::SCALE: return d == LATE_SCALE ? p.offload.update : Tier::DEVICE;
     // A chunk is staged where its update runs; a shard of weights, where it is gathered.
     case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
     // Layers know parked data under their own kinds, when FETCH has brought them.

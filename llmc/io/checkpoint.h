@@ -201,6 +201,8 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     bool stateful = t.plans[0].mode == Mode::TRAIN;
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
+    bool late = t.plans[0].offload.late;
+
     for (const Parameter& p : t.model.parameters) {
         if (!t.model.buckets[p.bucket].trainable) continue;
         // Save the masters, which are exact: the weights beside them are rounded copies.
@@ -213,6 +215,9 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema) list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
+        // Save the gradient that waits for its late update.
+        if (late)
+            list.push_back({"late." + p.name, {Kind::GRAD, p.bucket}, &p});
     }
     return list;
 }
@@ -388,6 +393,8 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     // Add the fields that only some runs have.
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
+    if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
+        manifest["late"] = late_scale_json(*late);
     std::vector<unsigned char> bytes;
     // Save the scales of delayed scaling too. Every rank has those of all matrices.
     Fp8History h = fp8_on_host(t, &bytes);

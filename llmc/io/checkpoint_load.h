@@ -286,7 +286,7 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
 template <typename T, typename S>
 void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t<T>>& values) {
     typedef acc_t<T> A;
-    if (s.data.kind != Kind::STATE && s.data.kind != Kind::EMA)
+    if (!is_in_acc(s.data.kind))
         return set_weight(t, *s.p, values.data());
 
     // Keep this rank's range of a moment; set_weight() does the same for a weight.
@@ -298,13 +298,15 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t
     write_state(t, s.data, *s.p, range, kept.data());
 }
 
-// Whether a checkpoint holds a mean of weights beside them.
-inline bool saves_average(const nlohmann::json& entries) {
+// Whether a checkpoint holds tensors of a kind: "ema.", means of weights; "late.", gradients that
+// are not applied yet.
+inline bool saves(const nlohmann::json& entries, const char* kind) {
     for (const nlohmann::json& entry : entries)
         for (auto& [name, range] : entry["tensors"].items())
-            if (name.starts_with("ema.")) return true;
+            if (name.starts_with(kind)) return true;
     return false;
 }
+inline bool saves_average(const nlohmann::json& entries) { return saves(entries, "ema."); }
 
 // Start the mean of weights at the weights. All ranks call.
 template <typename T, typename S>
@@ -339,6 +341,8 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     bool averaged = saves_average(entries);
     if (!averaged) // a run that had none: load_verified() starts it
         std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::EMA; });
+    if (!saves(entries, "late.")) // note_differences() says so
+        std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::GRAD; });
 
     // Check the cut. A tp size that does not divide this model would leave ranks without a head.
     std::vector<Piece> pieces;
@@ -448,6 +452,10 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
         wait_for(t.ctx.where);
     }
 
+    // Load the scale of a gradient that waits for its late update. Without one, nothing waits.
+    if (StepScale* late = address<StepScale>(t, LATE_SCALE))
+        *late = m.contains("late") ? late_scale_of(m["late"]) : StepScale{};
+
     // Load the optimizer's step, and the loss scale.
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
     if (!home) return; // a run that only evaluates has none
@@ -495,6 +503,15 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
                                 t.hyper.loss_scaling.start));
     if (fp8_slots(t.model) && !has_fp8_history(t, m))
         notes->push_back("the checkpoint has no scales of --fp8 delayed: they begin at 1");
+
+    // Note a gradient that would wait for its update, and one that would get none.
+    bool late = t.plans[0].offload.late, trains = t.plans[0].mode == Mode::TRAIN;
+    if (late && !m.contains("late"))
+        notes->push_back("no gradient waits for its update: with --update-delay 1 the first step "
+                         "changes no weight");
+    if (!late && trains && m.contains("late"))
+        notes->push_back("the last gradient before the checkpoint is left out: its update waited "
+                         "for --update-delay 1");
 }
 
 // Load a whole checkpoint, or say why it does not fit.

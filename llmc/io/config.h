@@ -93,6 +93,7 @@ struct Config {
     std::string recompute = "none", offload = "none", offload_to = "cpu";
     int recompute_segment = 1;
     std::string offload_update = "device";
+    int update_delay = 0; // steps
     double memory = 0;
 
     // layout
@@ -387,6 +388,8 @@ inline const std::vector<Flag>& config_table() {
          "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
         {"offload-update", &C::offload_update, "device|host",
          "where --offload optimizer updates; host: by the CPU, and masters and moments stay there"},
+        {"update-delay", &C::update_delay, "0..1",
+         "1: the host applies each gradient a step late, beside the next step's layers"},
 
         {"", &C::help, "", "Layout"},
         {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},

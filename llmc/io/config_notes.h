@@ -24,6 +24,22 @@ inline std::string take_loss_defaults(Config& c) {
     return taken.empty() ? "" : "--loss " + c.loss + " takes TRL's defaults:" + taken;
 }
 
+// Refuse late updates without a host that makes them, or where a step may be done twice.
+inline std::string refuse_delay(const Config& c) {
+    if (!c.update_delay) return "";
+    if (c.offload_update != "host" || !offloads(c, "gradients"))
+        return "--update-delay 1: the host updates beside the next step, from gradients that lie "
+               "with it: give --offload optimizer,gradients --offload-update host";
+    if (offloads(c, "weights"))
+        return "--update-delay 1: layers would read weights that the host is changing: leave "
+               "weights out of --offload";
+    if (c.verify_every)
+        return concat("--update-delay 1: --verify-every ", c.verify_every,
+                      " repeats a step, and the gradient that waits would be lost: leave one of "
+                      "the two out");
+    return "";
+}
+
 // Refuse an offload that is not built, has nothing to move, or has no place to go.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the unknown word, not the whole list.
@@ -48,6 +64,7 @@ inline std::string refuse_idle_offload(const Config& c) {
     if (at_host && c.offload_to != "cpu")
         return concat("--offload-update host: the CPU updates in memory, and ",
                       printable(c.offload_to), " is a folder: leave --offload-to out");
+    if (std::string wrong = refuse_delay(c); !wrong.empty()) return wrong;
     return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
 }
 

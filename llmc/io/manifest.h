@@ -6,7 +6,7 @@
 #pragma once
 #include <climits>
 #include "../fp8_delayed.cuh"
-#include "../loss_scale.cuh"
+#include "../grad_norm.cuh"
 #include "json.h"
 #include "rollout_state.h"
 
@@ -84,6 +84,37 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
             wrong = check_integer(j, key, 0, INT_MAX);
     bool scale = j.contains("scale") && j["scale"].is_number() && j["scale"] > 0.0;
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
+}
+
+// The scale of a gradient that waits for its late update (--update-delay), as JSON, and the way
+// back. check_late_scale() has checked the fields.
+inline nlohmann::json late_scale_json(const StepScale& s) {
+    return {{"norm", s.norm},         {"scale", s.scale},       {"finite", s.finite},
+            {"step", s.step},         {"correct1", s.correct1}, {"correct2", s.correct2},
+            {"lr", s.given.lr}};
+}
+inline StepScale late_scale_of(const nlohmann::json& j) {
+    // A norm that is not finite is written as null, and its update writes nothing.
+    StepScale s = {};
+    s.norm = j["norm"].is_number() ? j["norm"].get<double>() : 0;
+    s.scale = j["scale"].is_number() ? j["scale"].get<float>() : 0;
+    s.finite = j["finite"].get<int>();
+    s.step = j["step"].get<int64_t>();
+    s.correct1 = j["correct1"].get<double>();
+    s.correct2 = j["correct2"].get<double>();
+    s.given.lr = j["lr"].get<float>();
+    return s;
+}
+inline std::string check_late_scale(const nlohmann::json& j) {
+    if (!j.is_object())
+        return "late is no object";
+    std::string wrong = check_integer(j, "finite", 0, 1);
+    if (wrong.empty()) wrong = check_integer(j, "step", 0, INT64_MAX);
+    for (const char* key : {"correct1", "correct2", "lr"})
+        if (wrong.empty() && !(j.contains(key) && j[key].is_number()))
+            wrong = concat("late has no number ", key);
+    bool scaled = j.contains("norm") && j.contains("scale");
+    return wrong.empty() && !scaled ? "late has no norm, or no scale" : wrong;
 }
 
 // The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
@@ -166,6 +197,8 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
 
     if (wrong.empty() && m.contains("loss_scale"))
         wrong = check_loss_scale(m["loss_scale"]);
+    if (wrong.empty() && m.contains("late"))
+        wrong = check_late_scale(m["late"]);
     if (wrong.empty() && m.contains("fp8"))
         wrong = check_fp8_history(m["fp8"]);
 

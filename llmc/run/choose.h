@@ -503,6 +503,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         train.offload.gradients = tier;
     if (c.offload_update == "host")
         train.offload.update = Tier::HOST;
+    train.offload.late = c.update_delay > 0;
     if (c.steps > 0 && !c.eval)
         run.train_plan = add(train);
 

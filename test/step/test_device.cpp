@@ -260,6 +260,27 @@ TEST(Device, OffloadChangesNoBit) {
     EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
 
+// Late, the host applies the first step's gradient in the second step: both steps begin with the
+// same weights, so these then are those of one step on time.
+TEST(Device, ALateUpdateIsTheStepBefores) {
+    auto after = [&](int steps, bool late) {
+        Plan plan = train_plan(Recompute::NONE, false);
+        plan.offload = {Tier::HOST, Tier::DEVICE, Tier::DEVICE, Tier::HOST, 4096, Tier::HOST};
+        plan.offload.late = late;
+        Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
+        for (int i = 0; i < steps; i++) gpu.step();
+        std::vector<std::vector<double>> all;
+        for (const Parameter& p : gpu.t.model.parameters) {
+            auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p);
+            all.emplace_back(weights.begin(), weights.end());
+        }
+        return all;
+    };
+    EXPECT_EQ(after(1, true), after(0, true));
+    EXPECT_EQ(after(2, true), after(1, false));
+    EXPECT_NE(after(1, false), after(0, false));
+}
+
 // After a step whose gradient is not finite the weights are as before, and the step does not count.
 TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
     Small<float, cudaStream_t> gpu(tiny_gpt2(), {train_plan(Recompute::NONE, false)});

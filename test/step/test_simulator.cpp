@@ -132,6 +132,41 @@ double best_seconds(const CostModel& c, Shape shape, const TableRow& row, PlanOp
     return best;
 }
 
+// The host's updates take as long in many chunks as in one. Late, they run beside layers: a step
+// is shorter by all their time, as long as layers take longer than they do.
+TEST(Simulator, ALateUpdateRunsBesideLayers) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    Shape shape = gpt2_shape(12, 12, 768, 50257, 1024);
+    Model model = make_model(shape);
+    auto seconds = [&](size_t chunk, bool late) {
+        PlanOptions o;
+        o.B = 8, o.T = 1024, o.micro_batches = 2;
+        o.offload = {.optimizer = Tier::HOST, .gradients = Tier::HOST, .chunk = chunk,
+                     .update = Tier::HOST, .late = late};
+        return simulate_layout({}, model, o, action_cost(c, model)).seconds;
+    };
+    auto all_updates = [&] {
+        double sum = 0;
+        for (int b = 0; b < int(model.buckets.size()); b++)
+            sum += update_seconds(c, Plan{}, model, b);
+        return sum;
+    };
+
+    // Layers take longer than updates.
+    size_t large = size_t(1) << 24, small = size_t(1) << 18;
+    double on_time = seconds(large, false), updates = all_updates();
+    ASSERT_LT(2 * updates, on_time);
+    EXPECT_NEAR(seconds(small, false) / on_time, 1, 1e-9);
+    EXPECT_NEAR((on_time - seconds(large, true)) / updates, 1, 1e-9);
+
+    // They take as long as slow memory does: no step is shorter than its updates.
+    c.machine.memory_tb /= 50;
+    double slow = seconds(small, true);
+    EXPECT_GE(slow, all_updates());
+    EXPECT_LT(slow, seconds(small, false));
+}
+
 } // namespace
 
 // The share of pairs in the right order, among those whose measured times differ by more than 5%.
