@@ -3,6 +3,7 @@
 //   lifetimes, the waits for collectives, and the tests that poison all other bytes.
 #pragma once
 #include "casts.h"
+#include "gathered_codes.h"
 #include "tiers.h"
 
 namespace llmc {
@@ -175,8 +176,8 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
             x.read({Kind::GRAD, b});
     }
     x.change({Kind::SCALE});
-    access_amaxes(x, p, model);
     if (p.offload.late) x.write(LATE_SCALE);
+    access_amaxes(x, p, model);
     x.write({Kind::SCRATCH, -1});
 }
 
@@ -220,6 +221,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Op::COUNT:
         x.change({Kind::VALID});
         if (p.mode == Mode::TRAIN) x.change({Kind::SCALE});
+        access_maxima(x, p, model);
         break;
 
     // Collectives: between stages, and between the shards of a bucket.
@@ -232,6 +234,9 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
     case Op::GATHER:
         x.read({p.layout.weights_away ? Kind::STAGED : Kind::WEIGHT, a.bucket});
         x.write({Kind::GATHERED, a.bucket});
+        if (!gathers_codes(p, model, a.bucket)) break;
+        x.read({Kind::MAXIMA});
+        x.write({Kind::CODES, a.bucket});
         break;
     case Op::RELEASE: break; // only marks the place behind the last reader
 

@@ -48,8 +48,9 @@ inline const char* op_name(Op op) {
 // The meaning of a piece of memory. The table below says how long each kind lives, and whether
 // there is one for each bucket or for each layer.
 enum class Kind : uint8_t {
-    WEIGHT, MASTER, STATE, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, CONSTANTS, CACHE,
-    GATHERED, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, VALID, TOKENS, STREAM, DSTREAM,
+    WEIGHT, MASTER, STATE, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, MAXIMA, CONSTANTS, CACHE,
+    GATHERED, CODES, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED,
+    VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, LOADS, SCRATCH
 };
@@ -69,9 +70,11 @@ inline const KindRow& kind_row(Kind kind) {
         {"scale",      true,  false}, // the gradient norm, the clipping factor, finiteness
         {"amax",       true,  false}, // fp8's delayed scaling: maxima and scales (fp8_delayed.cuh)
         {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (casts.h)
+        {"maxima",     true,  false}, // ZeRO-3: of fp8 weights that are gathered as codes
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
         {"cache",      true,  false}, // generation: keys and values of all tokens so far
         {"gathered",   false, true},  // a bucket's whole weights, gathered by ZeRO-3 or fetched
+        {"codes",      false, true},  // fp8: the same as codes of all ranks, while GATHER runs
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
         {"sent",       false, true},  // a 16-bit copy of a gradient, while REDUCE sums it
         {"grad.here",  false, true},  // offload: the step's gradient while layers add to it
@@ -290,13 +293,13 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     case Kind::MASTER:
     case Kind::STATE:
     case Kind::EMA: return layout.zero >= 1;
-    case Kind::GRAD:
-    case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
-    default: return false;
     // Away, a gradient lies where its update does: this rank's range of it.
-    }
+    case Kind::GRAD:
         if (layout.gradients_away) return layout.zero >= 1;
         return reduced_each(layout, model, d.of);
+    case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
+    default: return false;
+    }
 }
 
 // The range of a bucket's datum that this rank keeps: its length and its start, in elements.

@@ -496,6 +496,8 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     auto bucket_gather = [&] {
         const Bucket& b = model.buckets[a.bucket];
         double bytes = whole_elements(p.layout, b) * c.element;
+        if (gathers_codes(p, model, a.bucket))
+            bytes = double(codes_bytes(p, model, a.bucket));
         return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);
     };
     switch (a.op) {

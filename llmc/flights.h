@@ -44,6 +44,9 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
     Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
+    unsigned char* codes = address<unsigned char>(t, {Kind::CODES, a.bucket});
+    if constexpr (type_of<T>() == Type::BF16)
+        if (codes) return gather_codes(t, a.bucket, whole, shard, codes, comm_where(t, a.op));
     return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t, a.op));
 }
 

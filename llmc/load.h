@@ -206,6 +206,7 @@ template <typename T, typename S>
 void run_count(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    share_maxima(t);
     if (t.plans[t.plan].mode != Mode::TRAIN) return;
 
     // Copy from staging memory, for the copy may still be under way when this returns.

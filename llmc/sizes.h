@@ -9,6 +9,7 @@
 #include "ema.cuh"
 #include "family.h"
 #include "frozen.h"
+#include "gathered_codes.h"
 #include "grad_norm.cuh"
 #include "rand.h"
 
@@ -402,6 +403,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::SCALE: return sizeof(StepScale);
     case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8_rule);
     case Kind::CAST: return cast_bytes(p, model);
+    case Kind::MAXIMA: return maxima_bytes(p, model);
+    case Kind::CODES: return codes_bytes(p, model, d.of);
     case Kind::CONSTANTS: return constants_bytes<T>(p, model, s);
     case Kind::CACHE: return p.B * p.cache * cached_elements(s) * sizeof(T);
 

@@ -7,7 +7,8 @@
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
 //     stage 3   ... and weights                w gathered for each use, then released
 //   Collectives, and what runs beside them until finish_before() (queues.h):
-//     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use
+//     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use; of fp8
+//                                                   products as codes (gathered_codes.h)
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
 //     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets

@@ -437,6 +437,35 @@ static int copied_calls() {
     return failed;
 }
 
+#elif defined(COPY_fp8_gather)
+
+// Two parts of a matrix, cut within a row: whole numbers up to 7 come back as they were.
+template <typename S> static int parts_and_back(S where) {
+    const size_t rows = 3, cols = 131, n = rows * cols, cut = 200;
+    std::vector<llmc::bf16> x(n), values(n);
+    for (size_t i = 0; i < n; i++) x[i] = llmc::from_acc<llmc::bf16>(float(i % 8));
+    std::vector<llmc::e4m3> codes(n);
+    std::vector<uint32_t> maxima(llmc::fp8_piece_blocks(rows, cols, false));
+    const llmc::Fp8Piece parts[] = {{rows, cols, 0, cut, false}, {rows, cols, cut, n - cut, false}};
+    for (const llmc::Fp8Piece& p : parts)
+        llmc::fp8_piece_maxima(maxima.data(), x.data() + p.first, p, where);
+    for (const llmc::Fp8Piece& p : parts) {
+        llmc::fp8_piece_codes(codes.data() + p.first, x.data() + p.first, maxima.data(), p, where);
+        llmc::fp8_piece_values(values.data() + p.first, codes.data() + p.first, maxima.data(), p,
+                               where);
+    }
+    int failed = 0;
+    for (size_t i = 0; i < n; i++) failed += values[i].bits != x[i].bits;
+    return failed;
+}
+static int copied_calls() {
+    int failed = parts_and_back(llmc::Cpu{});
+#if LLMC_KERNELS && defined(EMULATE)
+    failed += parts_and_back(cudaStream_t{});
+#endif
+    return failed;
+}
+
 #elif defined(COPY_fp8_matmul)
 
 // The rules hold on any machine; where there are kernels, both kinds of outputs compile.
@@ -687,7 +716,7 @@ static int copied_calls() {
 }
 
 #elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_delayed) && \
-    !defined(COPY_fp8_matmul)
+    !defined(COPY_fp8_gather) && !defined(COPY_fp8_matmul)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

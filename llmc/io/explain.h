@@ -109,6 +109,7 @@ inline const char* meaning_of(Kind kind) {
     case Kind::SCRATCH: return "  workspace";
     case Kind::STAGED: return "  offloaded data in passing";
     case Kind::GATHERED: return "  weights of layers in use";
+    case Kind::CODES: return "  codes of weights on their way";
     case Kind::GRAD_HERE:
     case Kind::TIED_HERE:
     case Kind::SENT:
@@ -219,6 +220,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     add("mean of weights", Kind::EMA, "float, --ema");
     add("maxima of fp8 products", Kind::AMAX, "delayed scaling's, and scales");
     add("codes of fp8 weights", Kind::CAST, "cast once a step");
+    add("maxima of fp8 weights", Kind::MAXIMA, "gathered as codes");
     add("constants", Kind::CONSTANTS, "rotary tables, slopes");
     add("key/value cache", Kind::CACHE);
 

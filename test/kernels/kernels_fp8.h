@@ -1,6 +1,7 @@
 // kernels_fp8.h - rows of the kernel table: fp8 in blocks, transposed too; products of codes
 #pragma once
 #include "../../llmc/fp8_delayed.cuh"
+#include "../../llmc/fp8_gather.cuh"
 #include "../../llmc/linear.cuh"
 #include "kernel_table.h"
 
@@ -82,6 +83,47 @@ template <typename F> void fp8_kernels(Check& c) {
                     same_bytes(c, "scales", scale, inverse);
                     same_bytes(c, "values", y, values);
                     same_bytes(c, "values of the transpose", yt, values_t);
+                    o.same("codes", code.data, n);
+                });
+            }
+}
+
+// Parts of a matrix that begin and end anywhere: maxima, codes and values are the CPU's.
+inline void fp8_piece_kernels(Check& c) {
+    for (auto [rows, cols] : fp8_shapes())
+        for (bool whole : {false, true})
+            for (bool finite : {true, false}) {
+                CASE(c, "fp8 piece of %zux%zu, whole %d, finite %d", rows, cols, whole, finite);
+                auto all = fp8_inputs(c, rows, cols, finite);
+                size_t first = c.random() % all.size();
+                size_t n = 1 + c.random() % (all.size() - first);
+                std::vector<bf16> x(all.begin() + long(first), all.begin() + long(first + n));
+                Fp8Piece piece = {rows, cols, first, n, whole};
+                size_t blocks = fp8_piece_blocks(rows, cols, whole);
+
+                // Want: the CPU's bytes, with a maximum that another rank has left.
+                std::vector<uint32_t> maxima(blocks, 0x3f800000);
+                std::vector<e4m3> codes(n);
+                std::vector<bf16> values(n);
+                fp8_piece_maxima(maxima.data(), x.data(), piece, Cpu{});
+                fp8_piece_codes(codes.data(), x.data(), maxima.data(), piece, Cpu{});
+                fp8_piece_values(values.data(), codes.data(), maxima.data(), piece, Cpu{});
+                every_order(c, [&](Outputs& o) {
+                    cudaStream_t stream = {};
+                    Array<bf16> inp(as_double(x)), y(n);
+                    copy_in(inp.data, x.data(), n * sizeof(bf16), stream);
+                    Array<unsigned char> code(n);
+                    Array<int> amax(std::vector<double>(blocks, 0x3f800000));
+                    uint32_t* words = reinterpret_cast<uint32_t*>(amax.data);
+                    e4m3* to = reinterpret_cast<e4m3*>(code.data);
+                    fp8_piece_maxima(words, inp.data, piece, stream);
+                    fp8_piece_codes(to, inp.data, words, piece, stream);
+                    fp8_piece_values(y.data, to, words, piece, stream);
+
+                    // Hold each output against the CPU's bytes.
+                    same_bytes(c, "maxima", amax, maxima);
+                    same_bytes(c, "codes", code, codes);
+                    same_bytes(c, "values", y, values);
                     o.same("codes", code.data, n);
                 });
             }
@@ -263,6 +305,7 @@ inline void fp8_linear_kernels(Check& c) {
 inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e4m3", fp8_kernels<e4m3>});
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
+    rows.push_back({"fp8 pieces", fp8_piece_kernels});
     rows.push_back({"fp8 linear", fp8_linear_kernels});
     rows.push_back({"fp8 late", fp8_late_kernels});
     rows.push_back({"fp8 delayed", fp8_delayed_kernels});

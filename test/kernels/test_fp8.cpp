@@ -13,6 +13,7 @@
 #define WITH_CUDA_FP8
 #endif
 #include "../../llmc/fp8_delayed.cuh"
+#include "../../llmc/fp8_gather.cuh"
 #include "../../llmc/linear.cuh"
 
 using namespace llmc;
@@ -293,6 +294,65 @@ TEST(Fp8, CutsAtMultiplesOf128ChangeNoCode) {
                     ASSERT_EQ(values[i].bits, whole[(r0 + i / 128) * cols + c0 + i % 128].bits);
             }
     }
+}
+
+// Cut a matrix anywhere, cast each part with maxima of all parts, and compare with a cast of the
+// whole. Numbers just above half of a block's top round down to it, so that the maximum of the
+// values would choose another scale: casting the values again must change none all the same.
+TEST(Fp8, PartsOfAMatrixHaveTheCodesOfTheWhole) {
+    std::mt19937 random(11);
+    std::normal_distribution<float> normal;
+    for (auto [rows, cols] : {std::pair<size_t, size_t>{1, 1}, {3, 200}, {129, 130}, {260, 384}})
+        for (bool whole : {false, true})
+            for (int special = 0; special < 3; special++) {
+                // Draw numbers over many powers of two, or with a few that are not finite.
+                size_t n = rows * cols;
+                std::vector<bf16> x(n);
+                for (bf16& v : x)
+                    v = from_acc<bf16>(normal(random) * std::exp2(float(random() % 24) - 30));
+                if (special == 1) x[random() % n] = from_acc<bf16>(INFINITY);
+                if (special == 2)
+                    for (bf16& v : x) // 1.75390625 2^-k rounds to 1.75 2^-k
+                        v = from_acc<bf16>(0x1.c1p-3f * std::exp2(-float(random() % 9)));
+
+                // Want: the values of the whole matrix's codes.
+                Fp8Blocks blocks = whole ? Fp8Blocks::WHOLE : Fp8Blocks::SQUARES;
+                std::vector<bf16> want(n), values(n), again(n);
+                bf16* no_transpose = nullptr;
+                float* no_scales = nullptr;
+                uint32_t word = 0;
+                fp8_quantise<e4m3>(want.data(), no_transpose, no_scales, x.data(), &word, rows,
+                                   cols, blocks, Cpu{});
+
+                // Cut it at three places, and cast the parts.
+                std::vector<size_t> cuts = {0, random() % (n + 1), random() % (n + 1), n};
+                std::sort(cuts.begin(), cuts.end());
+                std::vector<uint32_t> maxima(fp8_piece_blocks(rows, cols, whole));
+                std::vector<e4m3> codes(n);
+                auto each = [&](auto f) {
+                    for (size_t i = 0; i + 1 < cuts.size(); i++)
+                        f(Fp8Piece{rows, cols, cuts[i], cuts[i + 1] - cuts[i], whole}, cuts[i]);
+                };
+                each([&](const Fp8Piece& p, size_t at) {
+                    fp8_piece_maxima(maxima.data(), x.data() + at, p, Cpu{});
+                });
+                each([&](const Fp8Piece& p, size_t at) {
+                    fp8_piece_codes(codes.data() + at, x.data() + at, maxima.data(), p, Cpu{});
+                });
+                each([&](const Fp8Piece& p, size_t at) {
+                    fp8_piece_values(values.data() + at, codes.data() + at, maxima.data(), p,
+                                     Cpu{});
+                });
+
+                // Compare, and cast the values once more.
+                auto same = [&](const std::vector<bf16>& got) {
+                    return memcmp(got.data(), want.data(), n * sizeof(bf16)) == 0;
+                };
+                EXPECT_TRUE(same(values)) << rows << " " << cols << " " << whole << special;
+                fp8_quantise<e4m3>(again.data(), no_transpose, no_scales, values.data(), &word,
+                                   rows, cols, blocks, Cpu{});
+                EXPECT_TRUE(same(again)) << rows << " " << cols << " " << whole << special;
+            }
 }
 
 TEST(Fp8, ThreadsDoNotMatter) {

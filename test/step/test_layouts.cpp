@@ -664,6 +664,43 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
     }
 }
 
+// ZeRO-3 gathers weights of fp8 products as codes, with scales of whole blocks though shards cut
+// them anywhere: to the bit what ranks compute that hold the weights whole. An evaluation too.
+TEST(Layouts, Fp8WeightsComeAsCodesToTheBit) {
+    for (Shape shape : {gpt2_shape(2, 4, 96, 61, 32), small_llama()})
+        for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR})
+            for (int dp : {2, 4}) {
+                shape.fp8 = fp8;
+                LayoutCase whole;
+                whole.dp = dp, whole.micro_batches = 1, whole.T = 8;
+                LayoutCase cut = whole;
+                cut.zero = 3;
+                expect_same(*run_layout<bf16>(shape, cut, true),
+                            *run_layout<bf16>(shape, whole, true), cut.text());
+            }
+}
+
+// A gather of codes sends and receives half the bytes of a wide one, and the vectors.
+TEST(Layouts, CodesAreHalfTheBytes) {
+    Shape shape = gpt2_shape(2, 12, 768, 50257, 1024);
+    shape.fp8 = Fp8::TENSOR;
+    LayoutCase l;
+    l.dp = 8, l.zero = 3;
+    Layout layout = layout_of(l, 3);
+    Trainer<bf16, Cpu> t;
+    trainer_place(t, shape, {plan_of(shape, l, layout, true)}, layout);
+    int gathers = 0;
+    for (auto& [d, lives] : t.arena.passing[0])
+        for (const Place& life : lives) {
+            if (d.kind != Kind::CODES) continue;
+            double elements = double(whole_elements(layout, t.model.buckets[size_t(d.of)]));
+            EXPECT_GT(double(life.bytes), elements);
+            EXPECT_LT(double(life.bytes), 1.03 * elements); // in bf16 twice as many
+            gathers++;
+        }
+    EXPECT_GE(gathers, 2);
+}
+
 // Expect that a step has taken the maximum of every operand of every matrix, and made a scale of it.
 static void expect_all_scaled(const Shape& shape, std::vector<uint32_t> words) {
     size_t slots = fp8_slots(make_model(shape));
