@@ -304,8 +304,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, the mean of weights, a late update's gradient, and masters and weights of
-    // the type of `values`.
+    // Read moments in acc, the mean of weights, a late update's gradient, and masters and weights
+    // of the type of `values`.
     if (is_in_acc(d.kind))
         return read_kept(t, values, d, range.at, range.count);
     bool master = d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT;
