@@ -60,13 +60,14 @@ inline size_t maxima_bytes(const Plan& p, const Model& m) {
 }
 
 // Walk over elements [first, first + count) of a bucket, without the padding behind its last
-// parameter. matrix(piece, at, scale): a piece of a
-// matrix, which begins `at` elements behind `first`; its scales begin at number `scale`.
-// wide(at, count): elements of no matrix.
+// parameter. matrix(piece, at, scale) takes a piece of a matrix, which begins `at` elements behind
+// `first`; its scales begin at number `scale`. wide(at, count) takes elements of no matrix.
 template <typename M, typename W>
 void for_each_gathered(const Model& m, int bucket, size_t first, size_t count, M matrix, W wide) {
-    size_t end = std::min(first + count, m.buckets[bucket].elements), done = first, scale = 0;
+    size_t end = std::min(first + count, m.buckets[bucket].elements);
     if (end <= first) return; // a shard of padding
+    size_t done = first;
+    size_t scale = 0;
     auto wide_until = [&](size_t to) {
         if (to > done) wide(done - first, to - done);
         done = std::max(done, to);
@@ -106,11 +107,14 @@ struct CodesMessage {
 };
 inline CodesMessage codes_message(const Layout& layout, const Model& m, int bucket) {
     const Bucket& b = m.buckets[bucket];
-    size_t shard = shard_elements(layout, b), most = 0;
+    size_t shard = shard_elements(layout, b);
+    size_t most = 0;
     for (int r = 0; r < shard_axis(layout, b.group).size; r++) {
         size_t wide = 0;
-        for_each_gathered(m, bucket, shard * size_t(r), shard, [](auto&&...) {},
-                          [&](size_t, size_t n) { wide += n; });
+        size_t first = shard * size_t(r);
+        auto skip = [](auto&&...) {};
+        auto add = [&](size_t, size_t n) { wide += n; };
+        for_each_gathered(m, bucket, first, shard, skip, add);
         most = std::max(most, wide);
     }
     size_t codes = round_up(shard, 16);
@@ -130,7 +134,9 @@ void shard_maxima(Trainer<T, S>& t, int b, uint32_t* maxima) {
     auto find = [&](const Fp8Piece& piece, size_t at, size_t scale) {
         fp8_piece_maxima(maxima + scale, shard + at, piece, t.ctx.where);
     };
-    for_each_gathered(t.model, b, count * size_t(ranks.rank), count, find, [](auto&&...) {});
+    size_t first = count * size_t(ranks.rank);
+    auto skip = [](auto&&...) {};
+    for_each_gathered(t.model, b, first, count, find, skip);
 }
 
 // COUNT's part: the largest magnitudes of all ranks' shards. All ranks that share shards call.

@@ -53,7 +53,8 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
 // minus the best's.
 inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
     // Leave out a row in which all numbers are 0.
-    if (std::all_of(numbers.begin(), numbers.end(), [](double x) { return x == 0; })) return "";
+    auto zero = [](double x) { return x == 0; };
+    if (std::all_of(numbers.begin(), numbers.end(), zero)) return "";
     char cell[64];
     snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
     std::string line = cell;
