@@ -157,9 +157,9 @@ inline bool go_on(Inquiry& inquiry, const RankInfo& info, double waited) {
         } else if (now) {
             m.answered = true; // nobody is left to ask
             bool alone = m.ranks.size() == 1;
-            inquiry.found += "; " + ranks_text(m.ranks) + (alone ? ", alone on its machine," :
-                                                           ", all of one machine,") +
-                             (alone ? " does" : " do") + " not answer";
+            inquiry.found += "; " + ranks_text(m.ranks);
+            inquiry.found += alone ? ", alone on its machine, does not answer"
+                                   : ", all of one machine, do not answer";
         }
     }
     if (now) inquiry.next = clock_seconds() + TO_ANSWER;
