@@ -43,7 +43,7 @@ done
 root=$work/root
 put() { mkdir -p "$root$(dirname "$1")" && cp -L "$1" "$root$1"; }
 mkdir -p "$root"/{dev,proc,tmp,bin,usr/bin,$cuda,repository/build}
-for tool in bash sh env awk cat chmod cp cut dirname grep head ldd ls mkdir mktemp paste rm sed seq sort tail timeout touch tr wc; do
+for tool in bash sh env awk cat chmod cp cut date dirname grep head ldd ls mkdir mktemp paste rm sed seq sort tail tee timeout touch tr wc; do
     path=$(readlink -f "$(command -v $tool)")
     cp "$path" "$root/bin/$tool"
     for library in $(ldd "$path" 2>/dev/null | grep -o '/[^ ]*'); do put "$library"; done
