@@ -35,8 +35,9 @@ inline std::string run_in(const std::string& out) {
 }
 
 // Lock the folder: "" or why not. The system releases the lock when the process ends,
-// however it ends.
-inline std::string lock_folder(const std::string& out) {
+// however it ends. Some network file systems have no locks: there the run goes on without one,
+// and *unlocked says why.
+inline std::string lock_folder(const std::string& out, std::string* unlocked) {
     std::string path = out + "/lock";
     int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0)
@@ -48,9 +49,9 @@ inline std::string lock_folder(const std::string& out) {
         return "";
     }
 
-    // Refuse only if somebody holds the lock. Some network file systems have no locks: there the
-    // run goes on without one.
+    // Refuse only if somebody holds the lock.
     bool held = errno == EWOULDBLOCK;
+    if (!held) *unlocked = strerror(errno);
     char pid[16] = {};
     bool known = read(fd, pid, sizeof(pid) - 1) > 0;
     close(fd);
@@ -61,13 +62,17 @@ inline std::string lock_folder(const std::string& out) {
 }
 
 // Make the folder and its parents, and lock it for this run: "" or why not.
-inline std::string make_folder(const Config& c) {
+inline std::string make_folder(Run& run) {
+    const Config& c = run.config;
     std::error_code error;
     std::filesystem::create_directories(c.out, error);
     if (error)
         return "--out " + c.out + ": cannot be made: " + error.message();
-    std::string wrong = lock_folder(c.out);
+    std::string unlocked, wrong = lock_folder(c.out, &unlocked);
     if (!wrong.empty()) return wrong;
+    if (!unlocked.empty())
+        note(run, concat("--out ", c.out, " cannot be locked (", unlocked,
+                         "): see that no second run writes there"));
 
     // Without --resume this run would replace the checkpoints and the log of the run before.
     std::string holds = run_in(c.out);
@@ -108,11 +113,11 @@ inline std::string check_buddies(const Run& run) {
 
 // Take the folder, before anything takes time. The first rank does this for all. What needs no
 // folder is refused first, so that a refused run leaves none behind.
-inline void take_folder(const Run& run) {
+inline void take_folder(Run& run) {
     const Config& c = run.config;
     std::string wrong = check_buddies(run);
     if (wrong.empty() && is_first(run) && writes_folder(c))
-        wrong = make_folder(c);
+        wrong = make_folder(run);
 
     // A run that only reads must ask for the checkpoint's weights by --resume. Without it the
     // weights would be new ones, although --out names a trained model.

@@ -2,6 +2,7 @@
 //   Runs $TRAIN_GPT (default build/train_gpt). ROUNDS=200 sends signals at so many random moments.
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <chrono>
 #include <csignal>
 #include <random>
@@ -114,6 +115,14 @@ struct Life : Scratch {
 
 typedef std::vector<std::string> Names;
 
+// flock() as the system has it, or failing with this error.
+static int flock_fails = 0;
+extern "C" int flock(int fd, int how) noexcept {
+    if (!flock_fails) return int(syscall(SYS_flock, fd, how));
+    errno = flock_fails;
+    return -1;
+}
+
 // ----------------------------------------------------------------------------
 // the folder is one run's
 
@@ -164,6 +173,27 @@ TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
 
 // Evaluating and sampling leave the log as it is. Without --resume they are refused, because they
 // would take new weights.
+// A file system that has no locks is used all the same, and a note says what it cannot do.
+TEST_F(Life, AFolderWithoutLocksIsSaid) {
+    llmc::Run run;
+    run.config.out = out, run.config.steps = 1;
+    for (int error : {ENOLCK, EOPNOTSUPP, 0}) {
+        flock_fails = error;
+        testing::internal::CaptureStderr();
+        take_folder(run);
+        std::string why = concat("note: --out ", out, " cannot be locked (", strerror(error),
+                                 "): see that no second run writes there\n");
+        EXPECT_EQ(testing::internal::GetCapturedStderr(), error ? why : "");
+    }
+
+    // A lock that somebody holds is a refusal.
+    flock_fails = EWOULDBLOCK;
+    std::string unlocked;
+    EXPECT_HAS(lock_folder(out, &unlocked), ": another run is writing there");
+    EXPECT_EQ(unlocked, "");
+    flock_fails = 0;
+}
+
 TEST_F(Life, WhoOnlyLooksNeverWritesTheLog) {
     ASSERT_EQ(start(small + "--steps 3 --out " + out).status, 0);
     std::string before = read_file(out + "/log.jsonl");
@@ -1563,9 +1593,9 @@ TEST(Limits, RanksOfThisMachineShareIt) {
 struct SmallDisk {
     std::string at;
     bool mounted;
-    SmallDisk(const std::string& path, const char* size) : at(path) {
+    SmallDisk(const std::string& path, const std::string& size) : at(path) {
         fs::create_directories(at);
-        mounted = mount("none", at.c_str(), "tmpfs", 0, size) == 0;
+        mounted = mount("none", at.c_str(), "tmpfs", 0, size.c_str()) == 0;
     }
     ~SmallDisk() {
         if (mounted) umount(at.c_str());
@@ -1617,6 +1647,28 @@ TEST_P(LifeFull, ADiskThatFillsUpEndsNothing) {
     EXPECT_EQ(steps().back(), step_folder(int64_t(lines.size()) - 1));
 }
 INSTANTIATE_TEST_SUITE_P(, LifeFull, testing::Values("", "--save-async "));
+
+// A memory that holds each machine's own part and not its neighbour's saves nothing, says so once,
+// and changes nothing else.
+TEST_F(Life, AMemoryWithoutRoomForTheCopyEndsNothing) {
+    std::string flags = small + "--local-ranks 2 --zero 1 --steps 4 --out ", whole = path("whole");
+    std::string last = "/" + step_folder(4);
+    ASSERT_EQ(start(flags + whole).status, 0);
+    size_t bytes = 0;
+    for (const char* file : {"/rank_00000.safetensors", "/rank_00001.safetensors"})
+        bytes += fs::file_size(whole + last + file);
+
+    // Both machines share a memory of one and a half times all parts.
+    SmallDisk memory(path("memory"), concat("size=", bytes * 3 / 2));
+    if (!memory.mounted) GTEST_SKIP() << "skipped: no right to mount a disk";
+    Ran r = start(flags + out + " --buddy-every 1 --buddy " + memory.at + "/m%r");
+    EXPECT_EQ(r.status, 0) << r.text;
+    size_t first = r.text.find("note: step 1 is not saved in memory: " + memory.at);
+    ASSERT_NE(first, std::string::npos) << r.text;
+    EXPECT_HAS(r.text, ": No space left on device");
+    EXPECT_EQ(r.text.find("is not saved in memory", first + 40), std::string::npos) << r.text;
+    EXPECT_TRUE(state(out + last) == state(whole + last));
+}
 
 // A run that cannot write its log trains to the end, and then reports it.
 TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
