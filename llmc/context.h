@@ -48,7 +48,7 @@ template <typename S> struct Ctx {
     Comm cp;                           // the ranks that share each sequence
     Comm cp_heads, cp_keys;            // ranks of cp that exchange heads; that share keys
     ContextMethod cp_method = ContextMethod::GATHER; // how ranks of cp share attention
-    S beside = {};                     // the stream of a ring's messages, while attention runs
+    S beside = {};                     // the stream of messages that run beside a layer's work
     Comm ep;                           // the ranks that share out the experts
     void* all_rows = nullptr;          // (N,C) rows of all ranks, for sequence parallelism
     void* context = nullptr;           // scratch of context parallelism

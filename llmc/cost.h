@@ -290,7 +290,14 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
                    axis_in_node(layout, c.machine, &Layout::dp);
         Link ep = link_of(c.machine, layout.ep, near);
         double share = layout.ep_exchange ? exchanged_share(s, size_t(layout.ep)) : 1;
-        t.experts = (backward ? 4 : 2) * ep.all_gather(share * stream * layout.ep);
+        double message = ep.all_gather(share * stream * layout.ep);
+        t.experts = (backward ? 4 : 2) * message;
+
+        // The ffn for all tokens hides a message of each pass (expert_parallel.h).
+        double width = double(s.ffn_beside) / layout.tp.size;
+        double product = s.ffn_beside ? product_seconds(c, N, width, double(s.C)) : 0;
+        auto hidden = [&](int products) { return std::min(message, products * product); };
+        t.experts -= backward ? hidden(1) + hidden(3) : hidden(2);
     }
     return t;
 }

@@ -4,6 +4,7 @@
 //   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each one knows what
 //               the others send: no message carries counts
 //   2. SEND     this rank's rows to each rank that wants them              all-to-all, unequal
+//               beside the ffn for all tokens, if the block has one (expert_parallel.h)
 //   3. EXPERTS  as with gather: rows lie at their tokens' places; the other places are not read
 //   4. RETURN   the partial outputs of those rows to their owner           all-to-all, unequal
 //               which adds them in the order of ranks
@@ -102,9 +103,19 @@ void add_rows(std::vector<CommMessage>& messages, T* rows, size_t count, size_t 
     if (count) messages.push_back({rows, count * C * sizeof(T), int(peer), send});
 }
 
-// Send this rank's rows to the ranks that want them, and receive the rows that this one wants.
+// The rows of all ranks' tokens, on their way.
+template <typename T, typename S> struct TokensComing {
+    const T* all = nullptr;   // (ep,N,C) good once they have arrived
+    bool travel = false;      // false: they are there
+    Pending<S> pending = {};
+    T* places = nullptr;      // (ep,N,C) `all`, if the rows arrive packed
+    HostChoices choices = {}; // that say where packed rows belong
+};
+
+// Start to send this rank's rows to the ranks that want them, and to receive those that it wants.
 template <typename T, typename S>
-void send_tokens(Ctx<S>& ctx, T* all, const T* rows, const int* ids) { // (ep,N,C) (N,C) (ep,N,K)
+TokensComing<T, S> send_tokens(Ctx<S>& ctx, T* all, const T* rows, // (ep,N,C) (N,C)
+                               const int* ids) {                   // (ep,N,K)
     // Copy this rank's own rows: they need no message.
     HostChoices c = host_choices(ctx, ids);
     size_t me = size_t(ctx.ep.rank);
@@ -123,12 +134,24 @@ void send_tokens(Ctx<S>& ctx, T* all, const T* rows, const int* ids) { // (ep,N,
         add_rows(messages, sent, pack_wanted(ctx, sent, mine, c, me, r, false), C, r, true);
         add_rows(messages, received, for_each_wanted(c, r, me, no_copy), C, r, false);
     }
-    exchange(ctx.ep, messages.data(), int(messages.size()), ctx.where);
 
-    // Put the received rows at their tokens' places.
-    for (size_t r = 0; r < size_t(ctx.ep.size); r++)
-        if (r != me)
-            pack_wanted(ctx, received_rows<T>(ctx) + r * part, all + r * part, c, r, me, true);
+    // Leave once the rows are packed, on the stream beside.
+    wait_point(record_point(ctx.where), ctx.beside);
+    int count = int(messages.size());
+    Pending<S> pending = start_exchange(ctx.ep, messages.data(), count, ctx.beside);
+    return {all, true, std::move(pending), all, std::move(c)};
+}
+
+// Put the received rows at their tokens' places.
+template <typename T, typename S>
+void place_tokens(Ctx<S>& ctx, const TokensComing<T, S>& coming) {
+    size_t part = coming.choices.N * ctx.shape.C;
+    size_t me = size_t(ctx.ep.rank);
+    for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
+        if (r == me) continue;
+        T* received = received_rows<T>(ctx) + r * part;
+        pack_wanted(ctx, received, coming.places + r * part, coming.choices, r, me, true);
+    }
 }
 
 // Send the partial outputs of other ranks' rows to their owners,

@@ -21,8 +21,10 @@
 //   backward makes each round's again, once for its input half and once for W, 5/3 of the experts'
 //   forward products more. The number of rounds is fixed, so no host waits for counts; a round
 //   that finds no rows ends at once. Tokens are gathered once a pass, for all rounds.
-//   Every message is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows
-//   that some expert wants (expert_exchange.h).
+//   A block's ffn for all tokens, its shared expert, needs no other rank. Its products run while
+//   tokens travel: forward gate and up, backward what leads to their gradients, in W all three.
+//   All else is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows that
+//   some expert wants (expert_exchange.h).
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
 //   backward, and (ep-1) N K ids and gates.
 #pragma once
@@ -82,26 +84,43 @@ T* token_part(Ctx<S>& ctx, Tokens part) { // (ep,N,C)
     return static_cast<T*>(ctx.token_rows) + before;
 }
 
-// Gather the rows of all ranks' tokens into the layer's scratch; they are good until its next use.
-// On one rank nothing is copied: `rows` itself is returned, unless rounds overwrite it.
+// Start to gather the rows of all ranks' tokens into the layer's scratch. What the caller runs
+// until finish_tokens() runs beside that; one gather at a time is under way.
+// On one rank nothing is copied: the rows stay where they are, unless rounds overwrite them.
 template <typename T, typename S>
-const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids, // (ep,N,C) of (N,C) (ep,N,K)
-                       Tokens part) {
+TokensComing<T, S> start_tokens(Ctx<S>& ctx, const T* rows, const int* ids, // (N,C) (ep,N,K)
+                                Tokens part) {
     bool overwritten = part == Tokens::INPUT && ctx.token_rows;
-    if (ctx.ep.size == 1 && !overwritten) return rows;
+    if (ctx.ep.size == 1 && !overwritten) return {rows};
     T* all = token_part<T>(ctx, part);
     if (ctx.ep.size == 1) {
         size_t bytes = ctx.shape.C * sizeof(T);
         copy_rows(all, bytes, rows, bytes, bytes, ctx.batch.rows(), ctx.where);
-        return all;
+        return {all};
     }
 
     // With --ep-method exchange, rows that no expert here wants are never sent nor read.
-    if (ctx.exchange_rows)
-        send_tokens(ctx, all, rows, ids);
-    else
-        all_gather(ctx.ep, all, rows, ctx.batch.rows() * ctx.shape.C, ctx.where);
-    return all;
+    if (ctx.exchange_rows) return send_tokens(ctx, all, rows, ids);
+    size_t part_size = ctx.batch.rows() * ctx.shape.C;
+    wait_point(record_point(ctx.where), ctx.beside);
+    return {all, true, start_all_gather(ctx.ep, all, rows, part_size, ctx.beside)};
+}
+
+// Wait for the rows; they are good until the scratch's next use. A second call waits for nothing.
+template <typename T, typename S>
+const T* finish_tokens(Ctx<S>& ctx, TokensComing<T, S>& coming) { // (ep,N,C)
+    if (!coming.travel) return coming.all;
+    finish(coming.pending);
+    coming.travel = false;
+    // Make the stream of compute wait for what has arrived.
+    wait_point(record_point(ctx.beside), ctx.where);
+    if (coming.places) place_tokens(ctx, coming);
+    return coming.all;
+}
+template <typename T, typename S>
+const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids, Tokens part) {
+    TokensComing<T, S> coming = start_tokens(ctx, rows, ids, part);
+    return finish_tokens(ctx, coming);
 }
 
 // Sum over ranks in two calls: write your partial result for all tokens to partial_tokens(), then

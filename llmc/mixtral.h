@@ -443,12 +443,11 @@ void swiglu_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Round<T>& r) {
 // gate, up and swiglu of each slot, which are kept. With `products` false only swiglu is computed
 // again. Rounds keep nothing: each makes its own.
 template <typename T, typename S>
-void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+void widen_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, TokensComing<T, S>& tokens,
                  const Mixtral::Block& w, bool products) {
     if (rounds_of(ctx) > 1) return;
     Round<T> all = round_of(ctx, a, 0);
-    if (products)
-        multiply_slots(ctx, all, gather_tokens(ctx, x, a.ids, Tokens::INPUT), w);
+    if (products) multiply_slots(ctx, all, finish_tokens(ctx, tokens), w);
     swiglu_slots(ctx, a, all);
 }
 
@@ -480,13 +479,10 @@ void add_experts(Ctx<S>& ctx, T* all, const T* residual, const T* y, // (ep,N,C)
 // out = residual + the ffn + each token's sum over its slots. As in row_parallel_forward, only one
 // rank adds the residual of a row, and the ranks' results are summed.
 template <typename T, typename S>
-void combine_experts(Ctx<S>& ctx, T* out, const T* residual, const T* x, // (R,C) (R,C) (N,C)
+void combine_experts(Ctx<S>& ctx, T* out, const T* residual, TokensComing<T, S>& tokens, // (R,C)
                      const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
-    // Rounds read the inputs while sums grow.
     const Shape& s = ctx.shape;
     size_t rounds = rounds_of(ctx);
-    const T* tokens = nullptr; // (ep,N,C)
-    if (rounds > 1) tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
 
     // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks.
     T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
@@ -496,8 +492,9 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, const T* x, // (R,C
     if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
+        // Rounds read the inputs while sums grow.
         if (rounds > 1) {
-            multiply_slots(ctx, r, tokens, w);
+            multiply_slots(ctx, r, finish_tokens(ctx, tokens), w);
             swiglu_slots(ctx, a, r);
         }
 
@@ -508,6 +505,24 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, const T* x, // (R,C
     }
     sum_tokens(ctx, partial, all, a.ids);
     sum_rows(ctx, out, partial);
+}
+
+// Go back from the ffn's output to gate and up, in place.
+template <typename T, typename S>
+void ffn_narrow_backward(Ctx<S>& ctx, const T* dout, // (N,C)
+                         const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
+    size_t N = ctx.batch.rows();
+    size_t W = ctx.shape.ffn_beside;
+    T* dgate = a.dffn_swiglu; // (N,W)
+    // Null: a slot for each token, in a row of its own.
+    const int *every_row = nullptr, *all_rows = nullptr;
+    linear_backward_input(a.dffn_swiglu, dout, w.ffn_down, N, false, ctx.blas, ctx.where);
+    if (w.shared_router.data)
+        gated_swiglu_backward(dgate, a.dffn_up, a.dshared_gates, a.dffn_swiglu, a.ffn_gate,
+                              a.ffn_up, a.shared_gates, every_row, all_rows, N, W, ctx.where);
+    else
+        swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where,
+                        ctx.shape.gate);
 }
 
 // Go back from the experts' outputs to gate and up, in place, and to the gates.
@@ -537,7 +552,8 @@ void wide_backward(Ctx<S>& ctx, T* all, const Mixtral::Block& w, // (ep,N,C)
                   ctx.where);
 }
 
-// Go back through all rounds of the experts, to their inputs and to the gates.
+// Go back through all rounds of the experts, to their inputs and to the gates. The first half of
+// the ffn's way back runs while the outputs' gradients travel.
 template <typename T, typename S>
 void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
                            const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
@@ -552,9 +568,12 @@ void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp
         device_zero(a.dgates, slots * sizeof(acc_t<T>), ctx.where);
     }
 
+    TokensComing<T, S> coming = start_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
+    if (ctx.shape.ffn_beside) ffn_narrow_backward(ctx, dout, w, a);
+    const T* douts = finish_tokens(ctx, coming); // (ep,N,C)
+
     // Make each round's inner rows again, if it kept none.
-    const T* douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT); // (ep,N,C)
-    T* all = partial_tokens(ctx, partial);                              // (ep,N,C) {+ep} {+tp}
+    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
         if (rounds > 1) multiply_slots(ctx, r, tokens, w);
@@ -587,25 +606,13 @@ void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+t
     linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
 }
 
-// Go back through the ffn beside the experts or instead of them. first: `partial`
-// holds nothing yet.
+// Go back from gate and up of the ffn, and from the shared expert's gate, to their inputs.
+// first: `partial` holds nothing yet.
 template <typename T, typename S>
-void ffn_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
-                        const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool first) {
+void ffn_wide_backward(Ctx<S>& ctx, T* partial, // (N,C) {+tp}
+                       const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool first) {
     size_t N = ctx.batch.rows();
-    size_t W = ctx.shape.ffn_beside;
     T* dgate = a.dffn_swiglu; // (N,W)
-    // Null: a slot for each token, in a row of its own.
-    const int *every_row = nullptr, *all_rows = nullptr;
-    linear_backward_input(a.dffn_swiglu, dout, w.ffn_down, N, false, ctx.blas, ctx.where);
-    if (w.shared_router.data)
-        gated_swiglu_backward(dgate, a.dffn_up, a.dshared_gates, a.dffn_swiglu, a.ffn_gate,
-                              a.ffn_up, a.shared_gates, every_row, all_rows, N, W, ctx.where);
-    else
-        swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where,
-                        ctx.shape.gate);
-
-    // Go back to the rows that gate and up read.
     linear_backward_input(partial, dgate, w.ffn_gate, N, !first, ctx.blas, ctx.where);
     linear_backward_input(partial, a.dffn_up, w.ffn_up, N, true, ctx.blas, ctx.where);
 
@@ -624,22 +631,23 @@ void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Blo
     const T* rows = gather_rows(ctx, a.dout_all, dout); // (N,C)
     T* partial = partial_rows(ctx, a.dnorm_2);          // (N,C) {+tp}
     bool routes = ctx.shape.E > 0;
-    if (routes) experts_backward_input(ctx, partial, rows, w, a);
-    if (ctx.shape.ffn_beside) ffn_backward_input(ctx, partial, rows, w, a, !routes);
+    if (routes)
+        experts_backward_input(ctx, partial, rows, w, a);
+    else if (ctx.shape.ffn_beside)
+        ffn_narrow_backward(ctx, rows, w, a);
+    if (ctx.shape.ffn_beside) ffn_wide_backward(ctx, partial, w, a, !routes);
     sum_rows(ctx, a.dnorm_2, partial);
 }
 
 // The gradients of the experts' matrices. The rows of slots are gathered again: they are not worth
 // keeping. Rounds add up, and make their inner rows and the gradients of these again.
 template <typename T, typename S>
-void stacks_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
+void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x, // (N,C)
                             const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t rounds = rounds_of(ctx);
-    const T *tokens = nullptr, *douts = nullptr; // (ep,N,C) each
-    if (rounds > 1) {
-        tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
-        douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
-    }
+    const T* douts = finish_tokens(ctx, coming); // (ep,N,C)
+    const T* tokens = nullptr;                   // (ep,N,C)
+    if (rounds > 1) tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
 
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
@@ -650,8 +658,6 @@ void stacks_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,
         if (rounds > 1) {
             multiply_slots(ctx, r, tokens, w);
             swiglu_slots(ctx, a, r);
-        } else {
-            douts = gather_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
         }
 
         // Take the gradients of the experts' outputs, then the experts' inputs. swiglu is read
@@ -670,11 +676,10 @@ void stacks_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,
 
 // The gradients of the experts' matrices and of the router.
 template <typename T, typename S>
-void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
+void experts_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& douts, const T* x, // (N,C)
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
-    // All stacks are frozen, or none is.
-    if (w.down.grad) stacks_backward_weight(ctx, dout, x, w, a, accumulate);
+    if (w.down.grad) stacks_backward_weight(ctx, douts, x, w, a, accumulate);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.
@@ -682,25 +687,33 @@ void experts_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N
     if (w.choice_bias.grad && !accumulate) device_zero(w.choice_bias.grad, bytes, ctx.where);
 }
 
+// The gradients of the matrices of the ffn for all tokens, and of its gate.
+template <typename T, typename S>
+void ffn_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
+                         const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
+    size_t N = ctx.batch.rows();
+    auto backward = [&](const Weight& weight, const T* dy, const T* inp) {
+        linear_backward_weight(weight, nullptr, dy, inp, N, accumulate, ctx.blas, ctx.where);
+    };
+    backward(w.ffn_down, dout, a.ffn_swiglu);
+    backward(w.ffn_gate, a.dffn_swiglu, x);
+    backward(w.ffn_up, a.dffn_up, x);
+    if (w.shared_router.data) backward(w.shared_router, a.dshared_logits, x);
+}
+
 // The gradients of all matrices of the second branch.
 template <typename T, typename S>
 void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                    const Mixtral::Acts<T>& a, bool accumulate) {
     // Router, experts and ffn read the same rows.
-    size_t N = ctx.batch.rows();
     const T* rows = ctx.shape.row_ranks == 1 ? dout : a.dout_all; // (N,C)
     const T* x = gather_rows(ctx, a.norm_2);                      // (N,C)
-    if (ctx.shape.E) experts_backward_weight(ctx, rows, x, w, a, accumulate);
-    if (!ctx.shape.ffn_beside) return;
 
-    // The matrices of the ffn, and its gate.
-    auto backward = [&](const Weight& weight, const T* dy, const T* inp) {
-        linear_backward_weight(weight, nullptr, dy, inp, N, accumulate, ctx.blas, ctx.where);
-    };
-    backward(w.ffn_down, rows, a.ffn_swiglu);
-    backward(w.ffn_gate, a.dffn_swiglu, x);
-    backward(w.ffn_up, a.dffn_up, x);
-    if (w.shared_router.data) backward(w.shared_router, a.dshared_logits, x);
+    // Let the outputs' gradients travel beside the ffn. All stacks are frozen, or none is.
+    TokensComing<T, S> douts;
+    if (ctx.shape.E && w.down.grad) douts = start_tokens(ctx, rows, a.ids, Tokens::GRADIENT);
+    if (ctx.shape.ffn_beside) ffn_backward_weight(ctx, rows, x, w, a, accumulate);
+    if (ctx.shape.E) experts_backward_weight(ctx, douts, x, w, a, accumulate);
 }
 
 // The second branch: from the stream after attention to the block's output.
@@ -709,14 +722,18 @@ void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C
                            const Mixtral::Acts<T>& a) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     const T* x = gather_rows(ctx, a.norm_2); // (N,C)
-    // A block has experts, an ffn, or both.
+    // A block has experts, an ffn, or both. Tokens travel to their experts beside the ffn.
+    TokensComing<T, S> tokens;
     if (ctx.shape.E) {
         choose_experts(ctx, a, x, w);
-        widen_slots(ctx, a, x, w, true);
+        tokens = start_tokens(ctx, x, a.ids, Tokens::INPUT);
     }
     gate_shared_experts(ctx, a, x, w.shared_router);
     widen_ffn(ctx, a, x, w, true);
-    if (ctx.shape.E) return combine_experts(ctx, out, a.middle, x, a, w);
+    if (ctx.shape.E) {
+        widen_slots(ctx, a, tokens, w, true);
+        return combine_experts(ctx, out, a.middle, tokens, a, w);
+    }
 
     // A block with the ffn alone.
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
@@ -729,9 +746,13 @@ template <typename T, typename S>
 void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
                              Recompute level) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    const T* x = redoes_ffn(level) ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
-    if (ctx.shape.E) widen_slots(ctx, a, x, w, redoes_ffn(level));
-    widen_ffn(ctx, a, x, w, redoes_ffn(level));
+    bool products = redoes_ffn(level);
+    const T* x = products ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
+    TokensComing<T, S> tokens;
+    if (ctx.shape.E && products && rounds_of(ctx) == 1)
+        tokens = start_tokens(ctx, x, a.ids, Tokens::INPUT);
+    widen_ffn(ctx, a, x, w, products);
+    if (ctx.shape.E) widen_slots(ctx, a, tokens, w, products);
 }
 
 // ----------------------------------------------------------------------------

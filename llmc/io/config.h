@@ -666,6 +666,10 @@ inline const Flag* find_flag(const std::string& name) {
 
 // Refuse an unknown flag, and offer the nearest name.
 inline std::string unknown_flag(const std::string& name) {
+    // A flag of Megatron's that is no other flag's near miss.
+    if (name == "etp")
+        return "--etp is not built: --tp cuts every expert as it cuts an ffn: give --tp 1, and "
+               "--ep for whole experts";
     std::vector<std::string> names;
     for (const Flag& f : config_table())
         if (*f.name) names.push_back(f.name);

@@ -104,6 +104,7 @@ TEST(Config, RefusesWhatItCannotRead) {
 
     EXPECT_HAS(parse({"--batch-token", "3"}), "did you mean --batch-tokens?");
     EXPECT_HAS(parse({"--led", "3"}), "unknown flag --led");
+    EXPECT_HAS(parse({"--etp", "1"}), "--etp is not built: --tp cuts every expert as it cuts an ffn");
     EXPECT_HAS(parse({"--steps"}), "wants a value");
     EXPECT_HAS(parse({"steps"}), "is no flag");
 

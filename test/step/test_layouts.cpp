@@ -1488,13 +1488,24 @@ TEST(Layouts, TimingChangesNothing) {
 
     // Run each at both extremes.
     int number = 0;
+    auto run_both = [&](const Shape& shape, const LayoutCase& l) {
+        if (left_out(&number)) return;
+        auto want = run_layout<float>(shape, l, true);
+        for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
+            expect_same(*run_layout<float>(shape, l, true, moment), *want, l.text());
+    };
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
-        for (const LayoutCase& l : layouts) {
-            if (left_out(&number)) continue;
-            auto want = run_layout<float>(shape, l, true);
-            for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
-                expect_same(*run_layout<float>(shape, l, true, moment), *want, l.text());
-        }
+        for (const LayoutCase& l : layouts) run_both(shape, l);
+
+    // Let tokens travel to experts beside a shared expert.
+    for (bool exchange : {false, true}) {
+        LayoutCase l{2, 2};
+        l.ep = 2, l.exchange = l.split = l.sequence_parallel = exchange;
+        l.recompute = three_levels(exchange ? 124 : 62);
+        Shape shape = shared_for_tp();
+        shape.E = 6, shape.expert_rounds = exchange ? 1 : 2;
+        run_both(shape, l);
+    }
 }
 
 // If a rank does not arrive, the watchdog names the collective that its peer waits for, and not the

@@ -1459,6 +1459,37 @@ TEST(Frozen, PiecesAreWholeBlocks) {
     EXPECT_EQ(check_pieces(Stored::WIDE, m, two), "");
 }
 
+// A rank's tokens travel while it computes: the second rank sends its own only once the first one
+// has gone on, by either method.
+TEST(Experts, TokensTravelBesideCompute) {
+    for (bool exchange : {false, true}) {
+        std::atomic<bool> goes_on = false;
+        LocalSettings settings;
+        settings.timeout_s = 20;
+        EXPECT_EQ(run_local_ranks(2, settings, [&](const Comm& world) {
+            // Each rank has three tokens, of which one stays at home.
+            const size_t N = 3, C = 4, part = N * C;
+            const int ids[] = {0, 1, 1, 0, 1, 0};
+            Ctx<Cpu> ctx;
+            ctx.shape.C = C, ctx.shape.K = 1, ctx.shape.E = ctx.shape.expert_ranks = 2;
+            ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
+            std::vector<double> rows(part, world.rank + 1), all(2 * part), scratch(4 * part);
+            ctx.token_rows = all.data();
+            if (exchange) ctx.exchange_rows = scratch.data();
+
+            // Send, go on, and only then wait.
+            while (world.rank == 1 && !goes_on && !world.local->world->failed)
+                std::this_thread::yield();
+            auto coming = start_tokens(ctx, rows.data(), ids, Tokens::INPUT);
+            goes_on = true;
+            const double* there = finish_tokens(ctx, coming);
+            for (size_t row = 0; row < 2 * N; row++)
+                if (!exchange || ids[row] == world.rank)
+                    EXPECT_EQ(there[row * C], double(row / N + 1));
+        }), 0);
+    }
+}
+
 // The exchange of tokens between expert ranks: a rank receives each row that its experts want once,
 // and no other; the results that come home are summed. The cases include ranks that get no token
 // and tokens that stay at home; an enumeration of all choices says what must arrive.
@@ -1496,7 +1527,8 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             for (size_t i = 0; i < part; i++) rows[i] = double(me * part + i);
             std::map<std::string, size_t> sent;
             world.info->sent = &sent;
-            send_tokens(ctx, all.data(), rows.data(), ids.data());
+            auto coming = send_tokens(ctx, all.data(), rows.data(), ids.data());
+            finish_tokens(ctx, coming);
             size_t there = 0, back = 0;
             for (size_t row = 0; row < R * N; row++) {
                 for (size_t c = 0; c < C && wants(row, me); c++)

@@ -674,6 +674,35 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_EQ(ring.context, 0);
 }
 
+// Tokens travel to experts on other ranks while the shared expert computes: of a pass's messages
+// the first is hidden by two products, in backward by one and another by three.
+TEST(Simulator, ASharedExpertHidesMessages) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    Plan p;
+    p.B = 1, p.T = 4096;
+    p.layout.ep = 4, p.layout.dp.size = 4, p.layout.tp.size = 2, p.layout.sequence_parallel = true;
+
+    // Take a link that hides all and one that hides a part.
+    for (double link_gb : {400.0, 4.0}) {
+        c.machine.link_gb = link_gb;
+        Shape alone = preset("qwen3-30b-a3b")->shape, beside = alone;
+        beside.shared_F = 8192;
+        Model model = make_model(alone, p.layout);
+        auto messages = [&](const Shape& s, bool backward) {
+            return block_messages(c, p, model, layer_shape(s, 1), backward).experts;
+        };
+
+        // Compare with the messages of a block without a shared expert.
+        double one = messages(alone, false) / 2, product = product_seconds(c, 4096, 4096, 2048);
+        EXPECT_DOUBLE_EQ(messages(alone, true), 4 * one);
+        EXPECT_EQ(one < product, link_gb == 400);
+        EXPECT_NEAR(messages(beside, false), 2 * one - std::min(one, 2 * product), 1e-12 * one);
+        double hidden = std::min(one, product) + std::min(one, 3 * product);
+        EXPECT_NEAR(messages(beside, true), 4 * one - hidden, 1e-12 * one);
+    }
+}
+
 // A machine with twice the rates and half the latencies takes half the time, up to rounding.
 TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
     for (const SmallCase& s : small_cases) {
