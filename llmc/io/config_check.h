@@ -355,7 +355,8 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (c.dp == 0)
         c.dp = std::max(1, ranks / (c.tp * c.pp * c.cp));
     int wanted = rank_count(c);
-    if (wanted != ranks && !c.explain)
+    bool counted = !c.explain || given(c, "local-ranks"); // --explain alone describes any cluster
+    if (wanted != ranks && counted)
         return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "", " are ", wanted,
                       " ranks, and there are ", ranks, ": use --local-ranks ", wanted,

@@ -245,6 +245,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     q.config.plan = "none";
     q.config.gpus = 0;
     q.config.local_ranks = 1;
+    q.config.given.erase("local-ranks");
     q.config.explain = true;
     q.config.memory = 0;
 

@@ -2,8 +2,9 @@
 # Keep a run on many machines alive: whenever it fails, start it again from its last checkpoint, on the machines left.
 # usage: scripts/multi_node/supervise.sh HOSTFILE RANKS_A_HOST build/train_gpt FLAGS... --out DIR
 #   Each attempt takes the machines of HOSTFILE that answer, and of those as many as the flags can be shared out over:
-#   --dp follows from the rest, and the global batch stays. $HEALTHY HOST says by its status whether a machine is taken
-#   (default: ssh; a test of its GPUs would stand here).
+#   --dp follows from the rest, and the global batch stays. Where the flags have no place on any number of them,
+#   --plan auto, asked on these machines, chooses another layout that fits; once all are back, the flags count again.
+#   $HEALTHY HOST says by its status whether a machine is taken (default: ssh; a test of its GPUs would stand here).
 #   Ends with 0 once the run is done, with the run's status where a signal has stopped it, and with 1 where three attempts
 #   one after the other fail at the same step: that is no machine's fault. A signal to it is passed on: the run saves.
 #   If this script is killed the run goes on; started again, it waits for its end.
@@ -22,8 +23,10 @@ for ((i = 1; i < $#; i++)); do
 done
 [ -n "$out" ] || fail "without --out DIR there is nothing to go on from"
 wait_s=${RETRY_SECONDS:-5} # between two attempts
-alive=$(mktemp)
-trap 'rm -f "$alive"' EXIT
+here=$(dirname "$0") layout=() batch=()
+work=$(mktemp -d)
+alive=$work/alive # the machines of an attempt
+trap 'rm -rf "$work"' EXIT
 
 healthy() { # a machine
     if [ -n "${HEALTHY:-}" ]; then
@@ -32,8 +35,8 @@ healthy() { # a machine
         [ "$1" = localhost ] || ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true
     fi
 }
-choose_machines() { # those that answer, and as many of them as the flags allow; false: none
-    local line n
+choose_machines() { # those that answer, as many as have a layout, and its flags, in `layout`; false: none
+    local line n count
     : >"$alive"
     while read -r line; do
         [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
@@ -45,27 +48,61 @@ choose_machines() { # those that answer, and as many of them as the flags allow;
         choose_machines "$@"
         return
     done
-    for ((n = $(wc -l <"$alive"); n > 0; n--)); do
-        "$program" "$@" --resume --local-ranks $((n * ranks)) --explain >/dev/null 2>"$alive.why" && break
+
+    # The flags as they are, on as many machines as they can have. The first answer says the batch, which stays.
+    count=$(wc -l <"$alive")
+    layout=()
+    for ((n = count; n > 0; n--)); do
+        "$program" "$@" "${batch[@]}" --resume --local-ranks $((n * ranks)) --explain >"$work/said" 2>"$work/why" && break
+        [ "$n" != "$count" ] || cp "$work/why" "$work/flags"
     done
-    [ "$n" -gt 0 ] || cat "$alive.why" >&2
-    rm -f "$alive.why"
+    line=$(sed -nE 's/^run: .* x ([0-9]+) tokens .*/\1/p' "$work/said")
+    [ "$n" = 0 ] || [ -z "$line" ] || batch=(--batch-tokens "$line")
+
+    # Where they have no place: the largest number for which --plan auto finds a layout.
+    [ "$n" -gt 0 ] || for ((n = count; n > 0; n--)); do plan_layout "$n" "$@" && break; done
+    [ "$n" -gt 0 ] || cat "$work/flags" "$work/why" >&2
     sed -i "$((n + 1)),\$d" "$alive"
     [ "$n" -gt 0 ]
 }
+plan_layout() { # for so many of the machines, then the flags: sets `layout`; false: nothing fits
+    local n=$1 any=(--zero-group 0 --cp-method gather) # these count ranks too
+    shift
+    head -n "$n" "$alive" >"$work/some"
+    "$here/mpirun.sh" "$work/some" "$ranks" "$program" "$@" "${batch[@]}" "${any[@]}" --resume --plan auto --explain \
+        >"$work/said" 2>"$work/why" </dev/null
+    line=$(sed -nE 's/.* (--batch-tokens [0-9]+ --dp .*)/\1/p' "$work/said" | tail -1)
+    [ -n "$line" ] || return 1
+    say "the flags have no place on $(wc -l <"$alive") machines ($(sed -n 's/.* error: //p' "$work/flags")): --plan auto says $line"
+    # shellcheck disable=SC2206 # words, and the last of two equal flags counts
+    batch=(${line%% --dp*})
+    # shellcheck disable=SC2206
+    layout=(--tp 1 --pp 1 --cp 1 --ep 1 --chunks 1 --zero 0 --pipeline 1f1b --recompute none --sequence-parallel false "${any[@]}" $line)
+}
 last_step() { grep -o '^{.*' "$out/log.jsonl" 2>/dev/null | grep -oE '"step": *[0-9]+' | tail -1 | grep -oE '[0-9]+' || echo 0; }
+is_held() { # the folder, by a run; a file system without locks cannot say
+    [ -e "$out/lock" ] || return 1
+    flock -n -E 75 "$out/lock" true 2>/dev/null
+    case $? in
+        75) return 0 ;;
+        0) return 1 ;;
+    esac
+    [ -n "$unlocked" ] || say "$out is on a file system without locks: see that no other run writes there"
+    unlocked=1
+    return 1
+}
 wait_for_folder() { # while a run that is not this script's writes there
-    [ ! -e "$out/lock" ] || flock -n "$out/lock" true || say "another run writes to $out: waiting for its end"
-    until [ -n "$stopped" ] || [ ! -e "$out/lock" ] || flock -n "$out/lock" true; do sleep 1; done
+    ! is_held || say "another run writes to $out: waiting for its end"
+    while [ -z "$stopped" ] && is_held; do sleep 1; done
 }
 
-stopped= job= failures=0 step=none
+stopped= job= failures=0 step=none unlocked=
 trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job"' INT TERM HUP USR1
 while wait_for_folder; [ -z "$stopped" ]; do
     status=1
     if choose_machines "$@"; then
         say "starting $(($(wc -l <"$alive") * ranks)) ranks on $(wc -l <"$alive") machines"
-        "$(dirname "$0")/mpirun.sh" "$alive" "$ranks" "$program" "$@" --resume &
+        "$here/mpirun.sh" "$alive" "$ranks" "$program" "$@" "${batch[@]}" "${layout[@]}" --resume &
         job=$!
         while :; do # a signal ends `wait`, and not the job
             wait "$job"

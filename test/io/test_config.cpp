@@ -293,6 +293,8 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
 TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
     EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");
+    EXPECT_HAS(check({"--local-ranks", "3", "--tp", "2", "--explain"}), "are 2 ranks, and there are 3");
+    EXPECT_HAS(check({"--local-ranks", "1", "--tp", "2", "--explain"}), "are 2 ranks, and there are 1");
     EXPECT_HAS(check({"--dp", "2"}), "are 2 ranks, and there are 1: use --local-ranks 2");
     EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
     EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
