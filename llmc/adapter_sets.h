@@ -6,11 +6,14 @@
 //             ctx.batch.adapters says it of each sequence, and lora_batch.cuh multiplies.
 //   Cost: sets * r (in + out) elements a matrix; the base lies in memory once.
 #pragma once
+#include "action.h"
 #include "adapters.h"
 #include "context.h"
 #include "linear.cuh"
 
 namespace llmc {
+
+template <typename T, typename S> struct Trainer;
 
 // The adapters of one layer, bound to their weights.
 struct LayerAdapters {
@@ -18,62 +21,75 @@ struct LayerAdapters {
     bool by_rows = false;   // sequences choose among them
     std::vector<Lora> all = {}; // (rows of the block's table, sets); rank 0: no adapter
     LoraRuns rows = {};     // which rows use which set
-    PrefixRows prefix = {}; // instead of adapters
 
     // Give a weight its adapters; `row` is its place in the block's table.
     void point(Weight& w, size_t row) const {
         if (!sets) return;
         const Lora* first = &all[row * sets];
         if (by_rows) w.runs = &rows;
-        if (by_rows || first->rank) w.lora = first;
+        if (by_rows || first->rank)
+            w.lora = first;
     }
 };
 
 // Bind the prefix of a layer: keys and values are two rows of the table. Without training their
 // gradients are null.
-template <typename T>
-PrefixRows layer_prefix(const Model& m, int layer, const T* weights, acc_t<T>* grads, bool first) {
+template <typename T, typename S>
+PrefixRows layer_prefix(const Trainer<T, S>& t, const Action& a) {
+    const Model& m = t.model;
     if (!m.shape.prefix) return {};
-    const Bucket& bucket = m.buckets[find_bucket(m, Role::ADAPTER, layer)];
-    const Parameter *k = &m.parameters[bucket.first], *v = k + 1;
+    int bucket = find_bucket(m, Role::ADAPTER, a.layer);
+    const Parameter *k = &m.parameters[m.buckets[bucket].first], *v = k + 1;
+    const T* weights = weights_of(t, bucket);
+    acc_t<T>* grads = gradients_of(t, bucket, a.layer);
     PrefixRows bound = {weights + k->offset, weights + v->offset};
     bound.n = m.shape.prefix;
-    bound.accumulate = !first;
+    bound.accumulate = !a.first;
     if (!grads) return bound;
     bound.dk = grads + k->offset;
     bound.dv = grads + v->offset;
     return bound;
 }
 
-// Bind the adapters of a layer. Each lies at its A, with B in the row behind it. Gradients are null
-// unless the plan trains.
-template <typename T>
-LayerAdapters layer_adapters(const Model& m, int layer, const Batch& batch, const T* weights,
-                             acc_t<T>* grads, bool first) {
+// Bind the adapters of a layer's block, or of its experts; `of` is that bucket's role. Each lies at
+// its A, with B in the row behind it. Gradients are null unless the plan trains.
+template <typename T, typename S>
+LayerAdapters layer_adapters(const Trainer<T, S>& t, const Action& a, Role of) {
+    const Model& m = t.model;
+    // Sets leave experts alone (io/named_adapters.h).
+    int base = find_bucket(m, of, a.layer);
+    bool any = m.shape.adapters || (m.shape.sets && of == Role::BLOCK);
+    if (base < 0 || !any)
+        return {};
+
+    // Sequences choose between sets.
+    const Batch& batch = t.ctx.batch;
     SetViews sets = adapter_sets(m.shape);
     LayerAdapters bound = {sets.size(), m.shape.sets != nullptr};
-    bound.prefix = layer_prefix(m, layer, weights, grads, first);
     if (bound.by_rows && batch.adapters)
         bound.rows = lora_rows(batch.adapters, batch.B, batch.T);
 
     // Walk through the table; a set that leaves a matrix alone has no rows there.
-    const Bucket& block = m.buckets[find_bucket(m, Role::BLOCK, layer)];
+    const Bucket& block = m.buckets[base];
     for (int i = 0; i < block.count; i++) {
         const Parameter& w = m.parameters[block.first + i];
         int row = w.adapter;
         for (auto& [prefix, adapters] : sets) {
             Lora& l = bound.all.emplace_back();
             auto found = adapters->find(module_of(w));
-            if (w.adapter < 0 || found == adapters->end()) continue;
+            if (w.adapter < 0 || found == adapters->end())
+                continue;
 
             // Point at both halves.
-            const Parameter *a = &m.parameters[row], *b = a + 1;
+            const Parameter *half = &m.parameters[row], *other = half + 1;
             row += 2;
-            l = {weights + a->offset, weights + b->offset, nullptr, nullptr, a->rows(),
-                 found->second.scale};
+            const T* weights = weights_of(t, half->bucket);
+            acc_t<T>* grads = gradients_of(t, half->bucket, a.layer);
+            l = {weights + half->offset, weights + other->offset, nullptr, nullptr,
+                 found->second.rank, found->second.scale};
             if (!grads) continue;
-            l.da = grads + a->offset;
-            l.db = grads + b->offset;
+            l.da = grads + half->offset;
+            l.db = grads + other->offset;
         }
     }
     return bound;

@@ -11,6 +11,8 @@
 //                 rows      dB = s dy^T (x_p A_p^T)     y_p += s x_p A_p^T B^T   joins g's
 //               A micro-batch thus has no more messages than without adapters, and a step sends
 //               r in or r out floats.
+//               Beside a stack of experts both halves are stacks, cut and shared out as it is, in
+//               a bucket of their own: "adapter.l.experts".
 //   4. begin    B is zero, so the first step's loss is the base model's. A is normal, with the
 //               deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
 #pragma once
@@ -38,10 +40,10 @@ inline bool is_router(const Model& m, const Parameter& p) {
 }
 
 // Whether a parameter may have an adapter. Tables and the head may not: ranks look up rows in them,
-// and a tied table would need its adapter in two places. Nor may stacks of experts, whose rows are
-// multiplied in groups.
+// and a tied table would need its adapter in two places.
 inline bool adaptable(const Model& m, const Parameter& p) {
-    bool block = m.buckets[p.bucket].role == Role::BLOCK;
+    Role role = m.buckets[p.bucket].role;
+    bool block = role == Role::BLOCK || role == Role::EXPERTS;
     return block && p.shape.size() == 2 && !is_router(m, p);
 }
 
@@ -68,14 +70,15 @@ inline bool is_adapter(const Model& m, const Parameter& p) {
 typedef std::vector<std::pair<std::string, const Adapters*>> SetViews;
 inline SetViews adapter_sets(const Shape& s) {
     SetViews views;
-    if (s.adapters) views.push_back({"", s.adapters.get()});
+    if (s.adapters)
+        views.push_back({"", s.adapters.get()});
     if (!s.sets) return views;
     for (const AdapterSet& set : *s.sets)
         views.push_back({set.name + ":", &set.adapters});
     return views;
 }
 
-// Append both halves of an adapter of rank r beside a matrix w.
+// Append both halves of an adapter of rank r beside a matrix w, or beside each matrix of a stack.
 inline void add_halves(Model& m, const Parameter& w, const std::string& name, size_t r) {
     // Cut one half as the matrix is cut, and keep the other whole. B's rows have the matrix's
     // parts: q, k, v in one, and key/value heads that several ranks may share.
@@ -83,17 +86,25 @@ inline void add_halves(Model& m, const Parameter& w, const std::string& name, si
     Shard of_a = w.shard.axis == 1 ? columns : whole;
     Shard of_b = w.shard.axis == 0 ? w.shard : whole;
     Init normal = normal_init(1 / std::sqrt(3.0 * double(w.cols())));
-    add_parameter(m, {name + ".lora_A.weight", {r, w.cols()}, r, false, of_a, normal, true,
-                      w.layer});
-    add_parameter(m, {name + ".lora_B.weight", {w.rows(), r}, w.rows(), false, of_b, ZEROS, true,
-                      w.layer});
+    size_t rows_of_a = w.stack * r;
+    std::string name_a = name + ".lora_A.weight";
+    std::string name_b = name + ".lora_B.weight";
+    Parameter a = {name_a, {rows_of_a, w.cols()}, rows_of_a, false, of_a, normal, true, w.layer};
+    Parameter b = {name_b, {w.rows(), r}, w.rows(), false, of_b, ZEROS, true, w.layer};
+    for (Parameter half : {a, b}) {
+        half.stack = w.stack;
+        half.experts = w.experts;
+        add_parameter(m, half);
+    }
 }
 
-// Append the adapters of a block, whose bucket must be the last one; `number` is the block's.
+// Append the adapters of a block, or of its experts, whose bucket must be the last one. `number` is
+// the number of the block.
 inline void add_adapters(Model& m, const std::string& number) {
     SetViews sets = adapter_sets(m.shape);
     if (sets.empty()) return;
     Bucket block = m.buckets.back();
+    std::string whose = block.role == Role::EXPERTS ? ".experts" : "";
     for (int i = block.first; i < block.first + block.count; i++) {
         const Parameter w = m.parameters[i];
         std::string module = module_of(w);
@@ -101,11 +112,14 @@ inline void add_adapters(Model& m, const std::string& number) {
         // A matrix points at its first adapter; those of further sets follow in the sets' order.
         for (auto& [prefix, adapters] : sets) {
             auto found = adapters->find(module);
-            if (found == adapters->end()) continue;
+            if (found == adapters->end())
+                continue;
             if (m.buckets.back().role != Role::ADAPTER) // a block without adapters has no bucket
-                add_bucket(m, "adapter." + number, Role::ADAPTER, block.layers);
+                add_bucket(m, "adapter." + number + whose, Role::ADAPTER, block.layers,
+                           block.group);
             int& first = m.parameters[i].adapter;
-            if (first < 0) first = int(m.parameters.size());
+            if (first < 0)
+                first = int(m.parameters.size());
             add_halves(m, w, prefix + module, found->second.rank);
         }
     }
@@ -129,7 +143,8 @@ inline void add_prefix(Model& m, const std::string& number) {
 // This is LoRA+, arXiv:2402.12354.
 inline float learning_rate_of(const Model& m, const Parameter& p) {
     const std::string end = ".lora_B.weight";
-    if (!m.shape.adapters || !p.name.ends_with(end)) return 1;
+    if (!m.shape.adapters || !p.name.ends_with(end))
+        return 1;
     return m.shape.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
@@ -150,12 +165,13 @@ inline std::vector<size_t> ranks_of(const Model& m, const Parameter& w) {
     return ranks;
 }
 
-// Return the largest rank of a layer's adapters, or 0 if it has none. One buffer of that rank
-// serves all of them, because a layer's products run one after another.
-inline size_t largest_rank(const Model& m, int layer) {
+// Return the largest rank of a layer's adapters, or of those of its experts; 0 if it has none. One
+// buffer of that rank serves all of them, because a layer's products run one after another.
+inline size_t largest_rank(const Model& m, int layer, bool experts = false) {
     size_t most = 0;
     for (const Parameter& p : m.parameters) {
-        if (p.layer != layer) continue;
+        if (p.layer != layer || (p.stack > 1) != experts)
+            continue;
         for (size_t rank : ranks_of(m, p))
             most = std::max(most, rank);
     }
@@ -170,7 +186,7 @@ struct LoraOptions {
     size_t rank = 0;
     double alpha = 0;
     bool rank_stabilised = false; // s = alpha / sqrt(r)
-    std::string targets = "all";  // or "attention", or names with commas
+    std::string targets = "all";  // or "attention", "experts", or names with commas
     std::string layers = "all";   // or blocks counted from 0, as "8-11" or "0,4,8-11"
 };
 // Return the factor s of what adapters add. It falls with the rank, so that a higher rank can
@@ -183,7 +199,8 @@ inline double lora_scale(const LoraOptions& o) {
 // dot, as in PEFT: "c_proj" is both attn.c_proj and mlp.c_proj.
 inline bool targets_module(const std::string& target, const std::string& module) {
     if (target == "all") return true;
-    if (target == "attention") return module.find("attn") != std::string::npos;
+    if (target == "attention")
+        return module.find("attn") != std::string::npos;
     // Match whole words only: "proj" matches nothing.
     return module == target || module.ends_with("." + target);
 }
@@ -232,6 +249,14 @@ inline std::string blocks_named(const std::string& list, size_t L, std::vector<b
     return "";
 }
 
+// Whether --lora-targets means a matrix. "all" are those that every token meets: adapters of all
+// experts would be most of what is trained, so they are asked for by name.
+inline bool flag_targets(const std::string& target, const Parameter& p) {
+    if (target == "experts") return p.stack > 1;
+    bool word = target == "all" || target == "attention";
+    return !(word && p.stack > 1) && targets_module(target, module_of(p));
+}
+
 // Choose the adapters of a model without any. Returns "" or what is wrong with the flags.
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
@@ -244,20 +269,23 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
         bool any = false;
         for (const Parameter& p : base.parameters) {
             std::string module = module_of(p);
-            if (!adaptable(base, p) || !targets_module(target, module)) continue;
+            if (!adaptable(base, p) || !flag_targets(target, p))
+                continue;
             any = true;
             if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
 
             // Refuse a rank beyond the matrix's own: it adds nothing.
-            size_t most = std::min(p.rows(), p.cols());
+            size_t rows = p.rows() / p.stack; // of one expert's
+            size_t most = std::min(rows, p.cols());
             if (o.rank > most)
-                return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", p.rows(),
-                              " x ", p.cols(), ": use --lora ", most, " or less");
+                return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", rows, " x ",
+                              p.cols(), ": use --lora ", most, " or less");
             (*adapters)[module] = {o.rank, lora_scale(o)};
         }
         if (!any)
             return concat("--lora-targets ", target, ": no matrix of a block has this name: try "
-                          "all, attention, or some of ", module_words(base));
+                          "all, attention, ", base.shape.E ? "experts, " : "", "or some of ",
+                          module_words(base));
     }
     return "";
 }

@@ -12,11 +12,14 @@
 
 namespace llmc {
 
-// The number of parameters that one token goes through: in a stack of E experts only K.
+// The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
+inline size_t active_elements(const Model& m, const Parameter& p) {
+    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.K : p.file_elements();
+}
 inline size_t active_parameters(const Model& m) {
     size_t n = 0;
     for (const Parameter& p : m.parameters)
-        n += p.stack > 1 ? p.file_elements() / p.stack * m.shape.K : p.file_elements();
+        n += active_elements(m, p);
     return n;
 }
 

@@ -87,8 +87,10 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             add_adapters(model, number);
             add_prefix(model, number);
             if (here.E == 0) continue;
-            add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer});
+            add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer},
+                       Group::EXPERTS);
             expert_parameters(block, here, row);
+            add_adapters(model, number);
         }
 
         // The head.

@@ -112,7 +112,7 @@ void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row 
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
-    auto [attn, ffn, last] = inputs_kept(s);
+    auto [attn, ffn, last, none] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
     row(a.ln_1,         "ln_1",                 R * C,     attn,     W);

@@ -1,6 +1,6 @@
 // grouped_matmul.cuh - a product for each expert, over rows that are sorted by expert
 //   Rows [starts[e], starts[e+1]) belong to expert e, which has W_e (OC,IC) of a stack of E:
-//     out = inp W_e^T      dinp = or += dout W_e      dW_e = or += dout_e^T inp_e
+//     out = or += inp W_e^T      dinp = or += dout W_e      dW_e = or += dout_e^T inp_e
 //   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) acc   starts (E+1)
 //   On the CPU each expert's rows take products of matmul.cuh. oneDNN makes a product for each
 //   number of rows that it sees, so an expert's rows are cut into powers of two from 64 to 1024;
@@ -8,7 +8,7 @@
 //   (grouped_mma.cuh). Float, and sizes that are not multiples of 8, have a simple kernel: tiles of
 //   64 x 64 in shared memory, float arithmetic. It is correct, not fast. A block finds its expert
 //   by walking starts, which the host never reads.
-//   Contract: out =, dinp, dW = or += (accumulate). dW of an expert without rows becomes 0, or is
+//   Contract: out, dinp, dW = or += (accumulate). dW of an expert without rows becomes 0, or is
 //             left unchanged when accumulating. Bitwise repeatable; on a GPU a row's bits depend on
 //             nothing but the row and its expert's matrix.
 //   Cost: 2 M IC OC FLOPs each.
@@ -42,8 +42,8 @@ void for_each_row_block(size_t first, size_t end, F f) {
 }
 
 // The product out = inp W_e^T for `rows` rows.
-inline Product grouped_forward_product(const Groups& g, size_t rows) {
-    return {rows, g.OC, g.IC, {g.IC, 1}, {1, g.IC}, g.OC};
+inline Product grouped_forward_product(const Groups& g, size_t rows, bool accumulate) {
+    return {rows, g.OC, g.IC, {g.IC, 1}, {1, g.IC}, g.OC, accumulate};
 }
 
 // The product dinp = dout W_e. Its sum runs along the columns of W_e.
@@ -82,8 +82,8 @@ size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
 
     // Ask for every number of rows that a block may have.
     for (size_t rows = LEAST_ROWS; rows <= std::min(g.M, MOST_ROWS); rows *= 2) {
-        need(grouped_forward_product(g, rows), t);
         for (bool accumulate : {false, true}) {
+            need(grouped_forward_product(g, rows, accumulate), t);
             need(grouped_input_product(g, rows, accumulate), t);
             need(grouped_weight_product(g, rows, accumulate), a);
         }
@@ -91,14 +91,14 @@ size_t grouped_scratch_bytes(const Groups& g, Cpu where) {
     return most;
 }
 
-// out = inp W_e^T.
+// out = or += inp W_e^T.
 template <typename T>
 void grouped_forward(T* out, const T* inp, const T* w, // (M,OC) (M,IC) (E,OC,IC)
-                     const Groups& g, Blas& blas, Cpu where) {
+                     const Groups& g, bool accumulate, Blas& blas, Cpu where) {
     for (size_t e = 0; e < g.E; e++)
         for_each_row_block(g.starts[e], g.starts[e + 1], [&](size_t first, size_t rows) {
             grouped_block(out + first * g.OC, inp + first * g.IC, w + e * g.OC * g.IC,
-                          grouped_forward_product(g, rows), rows, blas, where);
+                          grouped_forward_product(g, rows, accumulate), rows, blas, where);
         });
 }
 
@@ -261,15 +261,15 @@ inline dim3 grouped_grid(const Groups& g, size_t cols) {
                 unsigned(ceil_div(g.M, GROUPED_TILE) + g.E));
 }
 
-// out = inp W_e^T. starts must be on the device; the host never reads it.
+// out = or += inp W_e^T. starts must be on the device; the host never reads it.
 template <typename T>
-void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, Blas&,
+void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, bool accumulate, Blas&,
                      cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, out, inp, w))
-            return grouped_mma_forward(out, inp, w, g, stream);
+            return grouped_mma_forward(out, inp, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
-           Strides{1, g.IC}, g, g.OC, g.IC, false);
+           Strides{1, g.IC}, g, g.OC, g.IC, accumulate);
 }
 
 // dinp = or += dout W_e: the same kernel with the strides of W exchanged.

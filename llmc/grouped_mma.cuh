@@ -1,6 +1,6 @@
 // grouped_mma.cuh - the products of all experts in one launch, by mma.sync, for Ampere and later
 //   Rows [starts[e], starts[e+1]) belong to expert e, which has W_e (OC,IC) of a stack of E:
-//     forward   out = inp W_e^T            weight   dW_e = or += dout_e^T inp_e
+//     forward   out = or += inp W_e^T      weight   dW_e = or += dout_e^T inp_e
 //     input     dinp = or += dout W_e
 //   inp, dinp (M,IC)   out, dout (M,OC)   W (E,OC,IC)   dW (E,OC,IC) float   starts (E+1)
 //   1. Each block counts the tiles of the experts before each expert. starts is read on the device,
@@ -11,7 +11,7 @@
 //      rows run along K is read by ldmatrix as it is, any other one transposed.
 //   4. Eight warps have 64 x 32 each, in float; a warp beyond the last row or column does nothing.
 //   Contract: bf16 and fp16; OC and IC multiples of 8, pointers of 16 bytes (grouped_mma_takes()).
-//             out =, dinp, dW = or +=, rounded once. dW of an expert without rows becomes 0, or is
+//             out, dinp, dW = or +=, rounded once. dW of an expert without rows becomes 0, or is
 //             left unchanged when accumulating. Bitwise repeatable: a row's bits depend on nothing
 //             but the row and W_e.
 //   Cost: 2 M IC OC FLOPs each, and the empty rows of tiles that are not full.
@@ -314,10 +314,11 @@ void expert_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulat
            expert_shared_bytes<T>(g), stream, out, a, w, g, accumulate);
 }
 
-// out = inp W_e^T.
+// out = or += inp W_e^T.
 template <typename T>
-void grouped_mma_forward(T* out, const T* inp, const T* w, const Groups& g, cudaStream_t stream) {
-    expert_rows<true>(out, inp, w, g, false, stream);
+void grouped_mma_forward(T* out, const T* inp, const T* w, const Groups& g, bool accumulate,
+                         cudaStream_t stream) {
+    expert_rows<true>(out, inp, w, g, accumulate, stream);
 }
 
 // dinp = or += dout W_e.

@@ -263,7 +263,7 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
-    auto [first, ffn, last] = inputs_kept(s);
+    auto [first, ffn, last, none] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
     attention_activations(a, s, N, where, row);

@@ -8,10 +8,10 @@
 //   a gate, which is that of a router with one expert.
 //   The first branch, embedding, head and norms are those of llama.h. N: rows; E, K: experts in
 //   all, and of a token; M = N K slots; F: the width of one expert.
-//   The experts' matrices are stacks of E, in a bucket of their own. Tensor parallelism cuts each
-//   expert's F, as it cuts an ffn's. Every rank routes all N rows, with the same bits, and has a
-//   part of the gates' gradients. So the router's gradient is a sum over ranks, and only the first
-//   rank adds the balance terms.
+//   The experts' matrices are stacks of E, in a bucket of their own; so are their adapters. Tensor
+//   parallelism cuts each expert's F, as it cuts an ffn's. Every rank routes all N rows, with the
+//   same bits, and has a part of the gates' gradients. So the router's gradient is a sum over
+//   ranks, and only the first rank adds the balance terms.
 //   Choices, gates and order of slots are kept at every level of recomputation: R runs no router.
 //   Expert parallelism gives each rank some of the experts, and those rows of the tokens of ep
 //   ranks that chose them (expert_parallel.h). Choices are then (ep,N,K), and M is the most rows
@@ -26,8 +26,8 @@
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
 #include "expert_parallel.h"
-#include "grouped_matmul.cuh"
 #include "llama.h"
+#include "lora_grouped.cuh"
 
 namespace llmc {
 
@@ -163,7 +163,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     bool rounds = n.rounds > 1;
     using enum Keep;
     using enum Last;
-    Keep down = inputs_kept(s).last;
+    auto [attention, wide, down, experts_down] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
     if (s.E) {
@@ -184,7 +184,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     if (s.E && !rounds) {
         row(a.gate,         "gate",                 M * F,    FFN,     B);
         row(a.up,           "up",                   M * F,    FFN,     B);
-        row(a.swiglu,       "swiglu",               M * F,    down,    W);
+        row(a.swiglu,       "swiglu",               M * F,    experts_down, W);
         row(a.dswiglu,      "d swiglu, d gate",     M * F,    GRADIENT, W);
         row(a.dup,          "d up",                 M * F,    GRADIENT, W);
     }
@@ -280,6 +280,46 @@ template <typename T, typename S>
 Groups groups_of(const Ctx<S>& ctx, const Round<T>& r, const Weight& stack) {
     ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
     return {r.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
+}
+
+// The three products of a stack with a round's rows, each followed by those of its adapters.
+template <typename T, typename S>
+void stack_forward(Ctx<S>& ctx, T* out, const T* inp, const Weight& stack, // (M,OC) (M,IC)
+                   const Round<T>& r) {
+    Groups g = groups_of(ctx, r, stack);
+    const T* w = stack.as<const T>();
+    T* room = lora_room<T>(ctx.blas);
+    grouped_forward(out, inp, w, g, false, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_forward(out, inp, *stack.lora, room, g, ctx.blas, ctx.where);
+}
+template <typename T, typename S>
+void stack_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const Weight& stack, // (M,IC) (M,OC)
+                          const Round<T>& r, bool accumulate) {
+    Groups g = groups_of(ctx, r, stack);
+    const T* w = stack.as<const T>();
+    T* room = lora_room<T>(ctx.blas);
+    grouped_backward_input(dinp, dout, w, g, accumulate, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_backward_input(dinp, dout, *stack.lora, room, g, ctx.blas, ctx.where);
+}
+template <typename T, typename S>
+void stack_backward_weight(Ctx<S>& ctx, const Weight& stack, const T* dout, const T* inp,
+                           const Round<T>& r, bool accumulate) { // (M,OC) (M,IC)
+    Groups g = groups_of(ctx, r, stack);
+    acc_t<T>* dw = grad_of<T>(stack);
+    T* room = lora_room<T>(ctx.blas);
+    if (dw)
+        grouped_backward_weight(dw, dout, inp, g, accumulate, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_backward_weight(*stack.lora, dout, inp, room, g, accumulate, ctx.blas,
+                                     ctx.where);
+}
+
+// Whether the weights of experts, or adapters beside them, have gradients. Nothing else in W reads
+// the rows of slots.
+inline bool stacks_learn(const Mixtral::Block& w) {
+    return learns(w.gate) || learns(w.up) || learns(w.down);
 }
 
 // The balance terms that this rank adds. Of the tensor-parallel ranks only the first adds them.
@@ -428,9 +468,8 @@ template <typename T, typename S>
 void multiply_slots(Ctx<S>& ctx, const Round<T>& r, const T* tokens, // (ep,N,C)
                     const Mixtral::Block& w) {
     const T* xs = gather_slots(ctx, r, tokens);
-    Groups g = groups_of(ctx, r, w.gate);
-    grouped_forward(r.gate, xs, w.gate.as<const T>(), g, ctx.blas, ctx.where);
-    grouped_forward(r.up, xs, w.up.as<const T>(), g, ctx.blas, ctx.where);
+    stack_forward(ctx, r.gate, xs, w.gate, r);
+    stack_forward(ctx, r.up, xs, w.up, r);
 }
 
 // swiglu of a round's slots.
@@ -499,8 +538,7 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, TokensComing<T, S>&
         }
 
         // The experts' outputs overwrite their inputs, which are no longer needed.
-        grouped_forward(y, r.swiglu, w.down.as<const T>(), groups_of(ctx, r, w.down), ctx.blas,
-                        ctx.where);
+        stack_forward(ctx, y, (const T*)r.swiglu, w.down, r);
         add_experts(ctx, all, residual, y, a, r);
     }
     sum_tokens(ctx, partial, all, a.ids);
@@ -531,8 +569,7 @@ void narrow_backward(Ctx<S>& ctx, const T* douts, acc_t<T>* dgates, // (ep,N,C) 
                      const Mixtral::Block& w, const Mixtral::Acts<T>& a, const Round<T>& r) {
     const T* dys = gather_slots(ctx, r, douts); // (M,C)
     T* dgate = r.dswiglu;                       // (M,F)
-    grouped_backward_input(r.dswiglu, dys, w.down.as<const T>(), groups_of(ctx, r, w.down), false,
-                           ctx.blas, ctx.where);
+    stack_backward_input(ctx, r.dswiglu, dys, w.down, r, false);
     gated_swiglu_backward(dgate, r.dup, dgates, r.dswiglu, r.gate, r.up, a.gates, r.slot_of, r.rows,
                           r.slots, ctx.shape.F, ctx.where);
 }
@@ -544,9 +581,8 @@ void wide_backward(Ctx<S>& ctx, T* all, const Mixtral::Block& w, // (ep,N,C)
     const Shape& s = ctx.shape;
     ExpertCounts n = expert_counts(s, ctx.batch.rows());
     T* dxs = static_cast<T*>(ctx.slot_rows); // (M,C): dys is no longer needed
-    Groups wide = groups_of(ctx, r, w.gate);
-    grouped_backward_input(dxs, r.dswiglu, w.gate.as<const T>(), wide, false, ctx.blas, ctx.where);
-    grouped_backward_input(dxs, r.dup, w.up.as<const T>(), wide, true, ctx.blas, ctx.where);
+    stack_backward_input(ctx, dxs, (const T*)r.dswiglu, w.gate, r, false);
+    stack_backward_input(ctx, dxs, (const T*)r.dup, w.up, r, true);
     const T* before = r.first ? all : nullptr;
     combine_slots(all, before, dxs, a.slots.row_of, r.first, r.rows, n.tokens, s.K, s.C,
                   ctx.where);
@@ -652,8 +688,7 @@ void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x,
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
         auto backward = [&](const Weight& stack, const T* dy, const T* rows) {
-            grouped_backward_weight(grad_of<T>(stack), dy, rows, groups_of(ctx, r, stack),
-                                    accumulate || i > 0, ctx.blas, ctx.where);
+            stack_backward_weight(ctx, stack, dy, rows, r, accumulate || i > 0);
         };
         if (rounds > 1) {
             multiply_slots(ctx, r, tokens, w);
@@ -679,7 +714,7 @@ template <typename T, typename S>
 void experts_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& douts, const T* x, // (N,C)
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t N = ctx.batch.rows();
-    if (w.down.grad) stacks_backward_weight(ctx, douts, x, w, a, accumulate);
+    if (stacks_learn(w)) stacks_backward_weight(ctx, douts, x, w, a, accumulate);
     linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.
@@ -709,9 +744,9 @@ void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Bl
     const T* rows = ctx.shape.row_ranks == 1 ? dout : a.dout_all; // (N,C)
     const T* x = gather_rows(ctx, a.norm_2);                      // (N,C)
 
-    // Let the outputs' gradients travel beside the ffn. All stacks are frozen, or none is.
+    // Let the outputs' gradients travel beside the ffn.
     TokensComing<T, S> douts;
-    if (ctx.shape.E && w.down.grad) douts = start_tokens(ctx, rows, a.ids, Tokens::GRADIENT);
+    if (ctx.shape.E && stacks_learn(w)) douts = start_tokens(ctx, rows, a.ids, Tokens::GRADIENT);
     if (ctx.shape.ffn_beside) ffn_backward_weight(ctx, rows, x, w, a, accumulate);
     if (ctx.shape.E) experts_backward_weight(ctx, douts, x, w, a, accumulate);
 }

@@ -7,7 +7,7 @@
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "block.l.experts"  its experts' stacks  layer l + 1 (only in models with experts)
-//     "adapter.l"  its adapters' matrices     layer l + 1 (only adapters are then trained)
+//     "adapter.l[.experts]"  their adapters   layer l + 1 (only adapters are then trained)
 //     "head"       final norm, untied head   layer L+1
 //   Inside a bucket buckets.h places each parameter at a multiple of 128 elements (256 bytes in
 //   bf16). Its offset is the same in the weight, gradient, master and moment buffers. Each table is
@@ -259,8 +259,8 @@ inline size_t parameter_count(const Model& m) {
 }
 
 // Append a bucket. The parameters that are added next belong to it.
-inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers) {
-    Group group = role == Role::EXPERTS ? Group::EXPERTS : Group::DATA;
+inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers,
+                       Group group = Group::DATA) {
     Bucket bucket = {name, role, group, layers};
     bucket.first = int(m.parameters.size());
     m.used.resize(m.shape.L + 2);

@@ -182,12 +182,15 @@ inline size_t loads_bytes(const Shape& s) {
 // The workspace of experts: their products by group, the router's product into acc, and how often
 // each sequence chose each expert.
 template <typename T, typename S>
-size_t expert_workspace(const Plan& p, const Shape& s, const Parameter& stack, S where) {
-    // Size the experts' products. Any expert may get all rows, or none.
+size_t expert_workspace(const Plan& p, const Model& model, const Shape& s, const Parameter& stack,
+                        S where) {
+    // Size the experts' products and their adapters'. Any expert may get all rows, or none.
     size_t N = p.rows();
     ExpertCounts n = expert_counts(s, N);
     Groups g = {nullptr, n.experts, stack.local_rows() / n.experts, stack.local_cols(), n.rows};
     size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * s.E * sizeof(int));
+    for (size_t r : ranks_of(model, stack))
+        bytes = std::max(bytes, lora_grouped_scratch_bytes<T>(g, r, where));
     if (s.expert_ranks > 1)
         bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
 
@@ -216,7 +219,7 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
         }
         // Products with a stack run expert by expert.
         if (w.stack > 1) {
-            most = std::max(most, expert_workspace<T>(p, s, w, where));
+            most = std::max(most, expert_workspace<T>(p, model, s, w, where));
             continue;
         }
 
@@ -302,7 +305,10 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
             table.add(ScratchKind::HEADS,
                       latent_rooms(s, N, p.mode, largest_rank(model, layer)) * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
-        table.add(ScratchKind::ROOM, N * largest_rank(model, layer) * sizeof(T));
+        size_t slots = s.E ? expert_counts(s, N).rows : 0;
+        size_t room = std::max(N * largest_rank(model, layer),
+                               slots * largest_rank(model, layer, true));
+        table.add(ScratchKind::ROOM, room * sizeof(T));
         if (layer > 0)
             table.add(ScratchKind::CONTEXT, context_bytes<T>(p, s));
     }
@@ -361,7 +367,6 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::WEIGHT:
         if (is_narrow(p.stored, model, d.of)) return stored_bytes<T>(p.stored, model, d.of);
         return elements * sizeof(T);
-    case Kind::GATHERED: return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
 
     // Moments are in acc, bf16 or 8 bits, whatever the type of weights.

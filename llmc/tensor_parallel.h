@@ -131,13 +131,14 @@ void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
     sum_rows(ctx, dinp, partial);
 }
 
-// How long a block keeps the inputs of its products: of attention's first, of the ffn's first, and
-// of its last. In a backward pass gradients of weights and adapters alone read them. So an input
-// whose matrices are frozen, in every block, passes with the forward pass.
+// How long a block keeps the inputs of its products: of attention's first, of the ffn's first and
+// last, and of its experts' last. In a backward pass gradients of weights and adapters alone read
+// them. So an input whose matrices are frozen, in every block, passes with the forward pass.
 struct InputsKept {
     Keep attention;
     Keep ffn;
     Keep last;
+    Keep experts;
 };
 inline InputsKept inputs_kept(const Shape& s) {
     bool all = !s.adapters && s.prefix == 0;
@@ -149,10 +150,11 @@ inline InputsKept inputs_kept(const Shape& s) {
         return read ? Keep::CHEAP : Keep::PASSING;
     };
 
-    // List the matrices by the ends of their names, GPT-2's and Llama's.
+    // List the matrices by the ends of their names, GPT-2's and Llama's; {} is an expert's number.
     return {kept({"attn.c_attn", ".q_proj", ".k_proj", ".v_proj"}),
             kept({"mlp.c_fc", ".gate_proj", ".up_proj"}),
-            kept({"mlp.c_proj", ".down_proj"})};
+            kept({"mlp.c_proj", "mlp.down_proj", "expert.down_proj", "experts.down_proj"}),
+            kept({"{}.down_proj", "{}.w2"})};
 }
 
 // dW = or += dy^T inp, for each product; the caller does the biases. Rows of inp are gathered

@@ -269,13 +269,14 @@ acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
 
 // A visitor for a bucket that a layer uses. It begins at the bucket's first parameter.
 template <typename T, typename S>
-BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer) {
+BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
+                              const LayerAdapters* adapters = nullptr) {
     // Buckets are found by role, for their numbers depend on the model's family.
     int bucket = find_bucket(t.model, role, layer);
     int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head stays wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
-            &t.narrow[row], nullptr, fp8_matrices(t)};
+            &t.narrow[row], adapters, fp8_matrices(t)};
 }
 
 // A visitor of activation rows that points each at its bytes. The rows of a group lie one behind
@@ -305,16 +306,12 @@ void with_block(Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         Shape shape = layer_shape(t.model.shape, a.layer);
-        BindWeights<T, S> bind = bind_bucket(t, Role::BLOCK, a.layer);
-        LayerAdapters adapters;
-        if (int bucket = find_bucket(t.model, Role::ADAPTER, a.layer); bucket >= 0)
-            adapters = layer_adapters(t.model, a.layer, t.ctx.batch, weights_of(t, bucket),
-                                      gradients_of(t, bucket, a.layer), a.first);
-        bind.adapters = &adapters;
-        t.ctx.prefix = adapters.prefix;
-        block_parameters(weights, shape, bind);
+        LayerAdapters adapters = layer_adapters(t, a, Role::BLOCK);
+        LayerAdapters of_experts = layer_adapters(t, a, Role::EXPERTS);
+        t.ctx.prefix = layer_prefix(t, a);
+        block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer, &adapters));
         if (shape.E)
-            expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer));
+            expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer, &of_experts));
 
         typename decltype(family)::template Acts<T> acts = {};
         block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,

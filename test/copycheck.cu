@@ -227,7 +227,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     std::vector<char> scratch(llmc::grouped_scratch_bytes<T>(groups, where) + 1);
     llmc::Blas blas;
     llmc::blas_scratch(blas, scratch.data(), scratch.size());
-    llmc::grouped_forward(y.data(), x.data(), w.data(), groups, blas, where);
+    llmc::grouped_forward(y.data(), x.data(), w.data(), groups, false, blas, where);
     llmc::grouped_backward_input(dx.data(), x.data(), w.data(), groups, false, blas, where);
     llmc::grouped_backward_weight(dw.data(), x.data(), y.data(), groups, false, blas, where);
     r.add(y);
@@ -539,6 +539,31 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::lora_backward_input(dx.data(), dout.data(), lora, room.data(), N, C, IC, blas, where);
     llmc::lora_backward_weight(lora, dout.data(), x.data(), room.data(), N, C, IC, false, blas,
                                where);
+    r.add(out);
+    r.add(dx);
+    r.add(da);
+    r.add(db);
+}
+
+#elif defined(COPY_lora_grouped)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t rank = 8;
+    std::vector<int> starts = {0, 0, int(N)};
+    llmc::Groups groups = {starts.data(), 2, C, C, N};
+    std::vector<T> x = numbers<T>(N * C, 1), a = numbers<T>(2 * rank * C, 2);
+    std::vector<T> b = numbers<T>(2 * C * rank, 3), dout = numbers<T>(N * C, 4);
+    std::vector<T> out(N * C), dx(N * C), room(N * rank);
+    Floats da(2 * rank * C), db(2 * C * rank);
+    llmc::Lora lora = {a.data(), b.data(), da.data(), db.data(), rank, 0.5};
+    std::vector<char> scratch(llmc::lora_grouped_scratch_bytes<T>(groups, rank, where) + 1);
+    llmc::Blas blas;
+    llmc::blas_scratch(blas, scratch.data(), scratch.size());
+    llmc::lora_grouped_forward(out.data(), x.data(), lora, room.data(), groups, blas, where);
+    llmc::lora_grouped_backward_input(dx.data(), dout.data(), lora, room.data(), groups, blas,
+                                      where);
+    llmc::lora_grouped_backward_weight(lora, dout.data(), x.data(), room.data(), groups, false,
+                                       blas, where);
     r.add(out);
     r.add(dx);
     r.add(da);

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make the golden adapters: folders as PEFT saves them beside gpt2-tiny and llama-tiny, and what PEFT says in float64.
+"""Make the golden adapters: folders as PEFT saves them beside tiny bases, and what PEFT says in float64.
 
 usage: peft_golden.py [NAME..]     (needs torch, transformers and peft; made with the versions that golden.json names)
 
-A and B hold v[i] = 0.1 sin(0.7 i + phi), rounded to float, phi 1 for A and 2 for B. golden.json: the loss on the base
-folder's golden tokens, gradients' norms, each gradient's first element.
+A and B hold v[i] = 0.1 sin(0.7 i + phi), rounded to float, phi 1 for A and 2 for B, and more by an expert's number.
+golden.json: the loss on the base folder's golden tokens, gradients' norms, each gradient's first element.
 """
-import json, math, os, sys
+import json, math, os, re, sys
 from unittest import mock
 import peft, torch, transformers
 from peft import LoraConfig, get_peft_model
@@ -22,6 +22,11 @@ CASES = {
                                            rank_pattern={"k_proj": 2}, alpha_pattern={"layers.1.mlp.up_proj": 3})),
     "lora-upper-llama-tiny": ("llama-tiny", dict(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"],
                                                  layers_to_transform=[1])),
+    # Experts are modules of their own in transformers before 5. Each has an adapter.
+    "lora-mixtral-tiny": ("mixtral-tiny", dict(r=2, lora_alpha=5, target_modules=["q_proj", "w1", "w2", "w3"],
+                                               rank_pattern={"w2": 3})),
+    "lora-qwen2-moe-tiny": ("qwen2-moe-tiny", dict(r=3, lora_alpha=4, use_rslora=True,
+                                                   target_modules=["gate_proj", "down_proj"])),
 }
 
 
@@ -31,7 +36,8 @@ def adapt(model, base, config, numbers):
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for n, p in adapters.items():
-        phi = 1 if "lora_A" in n else 2
+        expert = re.search(r"experts\.(\d+)\.", n)
+        phi = (1 if "lora_A" in n else 2) + int(expert[1] if expert else 0)
         values = [0.1 * math.sin(0.7 * i + phi) for i in range(p.numel())]
         p.data = numbers(torch.tensor(values, dtype=torch.float64)).view(p.shape)
     return model, adapters
@@ -54,7 +60,9 @@ def main():
         tokens, targets = golden["tokens"].long().view(3, -1), golden["targets"].long().view(3, -1)
         with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(torch, "float", torch.float64), \
              mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            torch.set_default_dtype(torch.float64)  # older versions make their rotary tables in the default type
             double = type(loaded)(loaded.config).double().eval()
+            torch.set_default_dtype(SINGLE)
             double.load_state_dict(state)
             double, adapters = adapt(double, base, config, lambda x: single(x).double())
             logits = double(input_ids=tokens).logits

@@ -1,9 +1,10 @@
 // adapter_files.h - PEFT's adapters: adapter_config.json and adapter_model.safetensors, in and out
 //   Reading  The tensors determine which matrices have an adapter, and its rank r: each is called
 //            base_model.model.NAME.lora_A.weight (r,in) or lora_B (out,r), where NAME is the
-//            matrix's name. Neither is transposed, not even GPT-2's. The config gives alpha, by
-//            module if alpha_pattern says so, and whether it is rank-stabilised. Options that would
-//            make another function of the same tensors are refused by name.
+//            matrix's name. Neither is transposed, not even GPT-2's. Each expert has tensors of
+//            its own, all of one rank and alpha. The config gives alpha, by module if alpha_pattern
+//            says so, and whether it is rank-stabilised. Options that would make another function
+//            of the same tensors are refused by name.
 //   Writing  The same files, in float or as --export-dtype says. A matrix's factor s is written as
 //            alpha = s r, which other programs read correctly, rank-stabilised or not.
 //   Merging  W + s B A in float, rounded once (--merge). A narrow type may round a small change
@@ -28,9 +29,11 @@ inline std::string peft_config_path(const std::string& folder) {
 // Whether a key asks for something: null, false, "", [] and {} do not. PEFT writes all of its keys,
 // also those that it does not use.
 inline bool asks(const nlohmann::json& j, const char* key) {
-    if (!j.contains(key) || j[key].is_null()) return false;
+    if (!j.contains(key) || j[key].is_null())
+        return false;
     const nlohmann::json& value = j[key];
-    if (value.is_boolean()) return value.get<bool>();
+    if (value.is_boolean())
+        return value.get<bool>();
     return value.is_number() || !value.empty();
 }
 
@@ -68,7 +71,8 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
 inline std::string check_peft_layers(const nlohmann::json& j, const std::string& path,
                                      const Parameter& w) {
     // One number stands for a list of one.
-    if (!asks(j, "layers_to_transform")) return "";
+    if (!asks(j, "layers_to_transform"))
+        return "";
     nlohmann::json layers = j["layers_to_transform"];
     if (!layers.is_array()) layers = {layers};
     for (const nlohmann::json& layer : layers)
@@ -89,7 +93,8 @@ inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
         if (pattern.find_first_of("*+?[](){}|^$\\") != std::string::npos)
             return path + ": alpha_pattern " + printable(pattern) +
                    " is a regular expression: names of modules can be read";
-        if (!targets_module(pattern, module)) continue;
+        if (!targets_module(pattern, module))
+            continue;
         value = of_pattern;
         break;
     }
@@ -104,16 +109,19 @@ inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
 // ----------------------------------------------------------------------------
 // reading
 
-// The name that PEFT gives a parameter.
-inline std::string peft_name(const Model& m, const std::string& name) {
+// The name that PEFT gives a parameter, or in a stack that of expert number `expert`.
+inline std::string peft_name(const Model& m, const std::string& name, size_t expert = 0) {
     std::string full;
     with_family(m.shape.family, [&](auto family) { full = hf_name(family, name); });
-    return PEFT_PREFIX + full;
+    return PEFT_PREFIX + stack_name(full, expert);
 }
 
 // The name of a parameter's module in a config, where PEFT's wrappers put nothing in front.
-inline std::string peft_module(const Model& m, const Parameter& p) {
-    return peft_name(m, module_of(p)).substr(strlen(PEFT_PREFIX));
+inline std::string peft_module(const Model& m, const std::string& module, size_t expert = 0) {
+    return peft_name(m, module, expert).substr(strlen(PEFT_PREFIX));
+}
+inline std::string peft_module(const Model& m, const Parameter& p, size_t expert = 0) {
+    return peft_module(m, module_of(p), expert);
 }
 
 // Open the file with a folder's tensors. Older versions of PEFT wrote a pickle, which is refused;
@@ -130,9 +138,10 @@ inline std::string open_adapter(SafeTensors* file, const std::string& folder) {
 // Check the two halves of a matrix's adapter against the matrix. This finds a file of another
 // model: the config does not say its base's shape.
 inline std::string check_halves(const std::string& path, const Parameter& w, const SafeTensor* a,
-                                const SafeTensor* b) {
+                                const SafeTensor* b, size_t expert = 0) {
     // Either half may be the missing one.
-    std::string module = module_of(w);
+    std::string module = stack_name(module_of(w), expert);
+    size_t rows = w.rows() / w.stack;
     if (!a || !b)
         return concat(path, ": ", module, " has lora_", a ? "A" : "B", " and no lora_",
                       a ? "B" : "A", ": get the file again");
@@ -143,9 +152,9 @@ inline std::string check_halves(const std::string& path, const Parameter& w, con
 
     // Compare the outer sizes with the matrix: those of another base differ.
     size_t r = a->shape[0];
-    if (a->shape[1] != w.cols() || b->shape[0] != w.rows())
+    if (a->shape[1] != w.cols() || b->shape[0] != rows)
         return concat(path, ": the adapter of ", module, " is for a matrix of ", b->shape[0], " x ",
-                      a->shape[1], ", and the model's is ", w.rows(), " x ", w.cols(),
+                      a->shape[1], ", and the model's is ", rows, " x ", w.cols(),
                       ": give the --model that it was trained on");
     if (b->shape[1] != r)
         return concat(path, ": lora_A of ", module, " has rank ", r, " and lora_B ", b->shape[1]);
@@ -153,11 +162,15 @@ inline std::string check_halves(const std::string& path, const Parameter& w, con
 }
 
 // Refuse a tensor without a place: it would be lost silently. `used` names those that have one.
+// Routers choose as the base does, and stacked experts have another form (target_parameters).
 inline std::string check_places(const SafeTensors& file, const std::set<std::string>& used) {
-    for (const SafeTensor& t : file.tensors)
-        if (!used.count(t.name))
-            return file.path + ": tensor " + printable(t.name) +
-                   " belongs to no matrix of a block of this model";
+    for (const SafeTensor& t : file.tensors) {
+        if (used.count(t.name)) continue;
+        bool router = t.name.find("gate.lora_") != std::string::npos;
+        return file.path + ": tensor " + printable(t.name) +
+               (router ? " adapts a router, which stays the base's here: train without it"
+                       : " belongs to no matrix of a block of this model");
+    }
     return used.empty() ? file.path + ": holds no adapter" : "";
 }
 
@@ -173,7 +186,8 @@ inline bool listed(const nlohmann::json& names, const std::string& module) {
 inline bool expression_names(const std::string& expression, const std::string& module,
                              bool unread) {
     // The library recurses as deep as an expression is long, its counted repetitions written out.
-    if (expression.size() > 1000 || expression.find('{') != std::string::npos) return unread;
+    if (expression.size() > 1000 || expression.find('{') != std::string::npos)
+        return unread;
     try {
         // This matcher's time is polynomial in the text; it knows no back-references.
         auto how = std::regex::ECMAScript | std::regex_constants::__polynomial;
@@ -192,7 +206,8 @@ inline bool names_module(const nlohmann::json& names, const std::string& module,
 // Compare the modules that a config chooses with those that have tensors, both by PEFT's names: a
 // chosen module has tensors, and no other has. So a config of another file is found.
 //   a list         of modules' names, or their ends behind a dot; a name that the model has not
-//                  means nothing, as in PEFT
+//                  means nothing, as in PEFT; nor do those of experts, which are no modules in
+//                  transformers since 5
 //   "all-linear"   every matrix of a block
 //   another text   a regular expression
 inline std::string check_targets(const Model& base, const nlohmann::json& j,
@@ -203,12 +218,13 @@ inline std::string check_targets(const Model& base, const nlohmann::json& j,
         return concat(path, ": target_modules is ", json_word(targets), ", and neither a list of "
                       "modules' names nor a text");
 
-    // Ask of each matrix whether it is chosen.
+    // Ask of each matrix whether it is chosen. Either all experts of a stack have tensors or none.
     nlohmann::json exclude = j.value("exclude_modules", nlohmann::json());
     for (const Parameter& p : base.parameters) {
         if (!adaptable(base, p)) continue;
         std::string module = peft_module(base, p);
         bool has = modules.count(module);
+        if (p.stack > 1 && !has) continue;
         bool named = names_module(targets, module, has);
         bool excluded = names_module(exclude, module, !has);
         bool chosen = named && !excluded && check_peft_layers(j, path, p).empty();
@@ -225,6 +241,46 @@ inline std::string check_targets(const Model& base, const nlohmann::json& j,
     return "";
 }
 
+// Read the adapter of a matrix, if it has one: note its rank and factor, its tensors' names and its
+// module's. Experts of one stack have equal ones: their products are one launch.
+inline std::string read_adapter(const Model& base, const Parameter& p, size_t expert,
+                                const nlohmann::json& j, const SafeTensors& file,
+                                Adapters* adapters, std::set<std::string>* used,
+                                std::set<std::string>* modules) {
+    std::string name = peft_name(base, module_of(p), expert);
+    const SafeTensor* a = safetensors_find(file, name + ".lora_A.weight");
+    const SafeTensor* b = safetensors_find(file, name + ".lora_B.weight");
+    auto first = adapters->find(module_of(p));
+    bool any = a || b, others = first != adapters->end();
+    if (!any && !others) return "";
+    std::string module = peft_module(base, p, expert);
+    if (expert > 0 && any != others)
+        return concat(file.path, ": ", module, " has ", any ? "an" : "no", " adapter, unlike the "
+                      "first expert of its block: adapters of all or of none can be read");
+
+    // Check the pair.
+    double alpha = 0;
+    std::string path = peft_config_path(folder_of(file.path));
+    std::string wrong = check_halves(file.path, p, a, b, expert);
+    if (wrong.empty())
+        wrong = check_peft_layers(j, path, p);
+    if (wrong.empty())
+        wrong = peft_alpha(j, path, module, &alpha);
+    if (!wrong.empty()) return wrong;
+
+    // Compare it with the first expert's.
+    LoraOptions o = {a->shape[0], alpha, asks(j, "use_rslora"), ""};
+    Adapter own = {o.rank, lora_scale(o)};
+    if (others && (own.rank != first->second.rank || own.scale != first->second.scale))
+        return concat(file.path, ": the adapter of ", module, " has rank ", own.rank, ", factor ",
+                      own.scale, ", and that of the first expert rank ", first->second.rank,
+                      ", factor ", first->second.scale, ": equal ones can be read");
+    (*adapters)[module_of(p)] = own;
+    used->insert({a->name, b->name});
+    modules->insert(module);
+    return "";
+}
+
 // Read which adapters a folder has, for a model that has none yet. Only headers are read, before
 // anything is allocated; load_adapters() reads the values later.
 inline std::string read_adapters(const Model& base, const std::string& folder,
@@ -232,34 +288,23 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
     std::string path = peft_config_path(folder);
     nlohmann::json j;
     std::string wrong = read_json(path, &j);
-    if (wrong.empty()) wrong = check_peft_config(j, path);
+    if (wrong.empty())
+        wrong = check_peft_config(j, path);
     SafeTensors file;
-    if (wrong.empty()) wrong = open_adapter(&file, folder);
+    if (wrong.empty())
+        wrong = open_adapter(&file, folder);
     if (!wrong.empty()) return wrong;
 
     // Look for both halves of each matrix.
     std::set<std::string> used, modules;
-    for (const Parameter& p : base.parameters) {
-        std::string module = peft_name(base, module_of(p));
-        const SafeTensor* a = safetensors_find(file, module + ".lora_A.weight");
-        const SafeTensor* b = safetensors_find(file, module + ".lora_B.weight");
-        if (!adaptable(base, p) || (!a && !b)) continue;
+    for (const Parameter& p : base.parameters)
+        for (size_t e = 0; wrong.empty() && adaptable(base, p) && e < p.stack; e++)
+            wrong = read_adapter(base, p, e, j, file, adapters, &used, &modules);
 
-        // Check the pair, and note its rank and factor.
-        double alpha = 0;
-        if (wrong.empty()) wrong = check_halves(file.path, p, a, b);
-        if (wrong.empty()) wrong = check_peft_layers(j, path, p);
-        if (wrong.empty())
-            wrong = peft_alpha(j, path, peft_module(base, p), &alpha);
-        if (!wrong.empty()) break;
-        LoraOptions o = {a->shape[0], alpha, asks(j, "use_rslora"), ""};
-        (*adapters)[module_of(p)] = {o.rank, lora_scale(o)};
-        used.insert({a->name, b->name});
-        modules.insert(peft_module(base, p));
-    }
-
-    if (wrong.empty()) wrong = check_places(file, used);
-    if (wrong.empty()) wrong = check_targets(base, j, path, modules);
+    if (wrong.empty())
+        wrong = check_places(file, used);
+    if (wrong.empty())
+        wrong = check_targets(base, j, path, modules);
     safetensors_close(&file);
     return wrong;
 }
@@ -276,17 +321,23 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
     std::string wrong = hf_open_shared(&h, {path});
     if (!wrong.empty()) return wrong;
     for (const Parameter& p : t.model.parameters) {
-        if (!is_adapter(t.model, p) || !p.name.starts_with(prefix)) continue;
-        // Refuse a file that has changed since read_adapters() saw it: the plan no longer fits.
-        std::string name = peft_name(t.model, p.name.substr(prefix.size()));
-        const SafeTensor* tensor = safetensors_find(h.files[0], name);
-        if (!tensor || tensor->shape != p.shape)
-            return path + ": has changed since the run began";
+        if (!is_adapter(t.model, p) || !p.name.starts_with(prefix))
+            continue;
+        auto needs = stages_with(t.layout, t.model, p.bucket);
+        std::vector<float> values; // of all experts of a stack
+        for (size_t e = 0; e < p.stack; e++) {
+            // Refuse a file that has changed since read_adapters() saw it: the plan no longer fits.
+            std::string name = peft_name(t.model, p.name.substr(prefix.size()), e);
+            const SafeTensor* tensor = safetensors_find(h.files[0], name);
+            if (!tensor || tensor->shape != file_shape(p, p.rows() / p.stack))
+                return path + ": has changed since the run began";
+            std::vector<float> part = bring_floats(h, *tensor, 0, tensor->elements(), needs);
+            values.insert(values.end(), part.begin(), part.end());
+        }
 
         // Keep this rank's part.
-        auto needs = stages_with(t.layout, t.model, p.bucket);
-        std::vector<float> values = bring_floats(h, *tensor, 0, tensor->elements(), needs);
-        if (!values.empty()) set_file_weight(t, p, values);
+        if (!values.empty())
+            set_file_weight(t, p, values);
     }
     return "";
 }
@@ -298,7 +349,8 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
 inline std::set<size_t> adapted_blocks(const Model& m) {
     std::set<size_t> blocks;
     for (const Parameter& p : m.parameters)
-        if (p.adapter >= 0) blocks.insert(size_t(p.layer) - 1);
+        if (p.adapter >= 0)
+            blocks.insert(size_t(p.layer) - 1);
     return blocks;
 }
 
@@ -316,15 +368,14 @@ inline std::set<std::string> target_modules(const Model& m) {
     // adapt that matrix too.
     for (const Parameter& p : m.parameters) {
         std::string word = word_of(module_of(p));
-        std::string whole = peft_module(m, p);
-        if (p.adapter >= 0)
-            names.insert(partly.count(word) ? whole : word);
+        for (size_t e = 0; p.adapter >= 0 && e < p.stack; e++)
+            names.insert(partly.count(word) ? peft_module(m, p, e) : word);
     }
     return names;
 }
 
 // The config of a model's adapters. r and lora_alpha are those of the first one; modules that
-// differ are listed in patterns, under their whole names.
+// differ are listed in patterns, under their whole names, each expert by its own.
 inline nlohmann::ordered_json peft_config(const Model& m, const std::string& base) {
     auto number = [](double x) { // PEFT writes a whole number as an integer
         return x == std::floor(x) ? nlohmann::ordered_json(int64_t(x)) : nlohmann::ordered_json(x);
@@ -335,16 +386,22 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
 
     // Write alpha = factor x rank, whatever the factor was computed from.
     for (const auto& [module, adapter] : *m.shape.adapters) {
-        std::string name = peft_name(m, module).substr(strlen(PEFT_PREFIX));
+        size_t matrices = module.find("{}") == std::string::npos ? 1 : m.shape.E;
         double own = adapter.scale * double(adapter.rank);
-        if (adapter.rank != first.rank) ranks[name] = adapter.rank;
-        if (own != alpha) alphas[name] = number(own);
+        for (size_t e = 0; e < matrices; e++) {
+            std::string name = peft_module(m, module, e);
+            if (adapter.rank != first.rank)
+                ranks[name] = adapter.rank;
+            if (own != alpha)
+                alphas[name] = number(own);
+        }
     }
 
     // Name the blocks if some have none; null means all.
     std::set<size_t> blocks = adapted_blocks(m);
     nlohmann::ordered_json layers;
-    if (blocks.size() < m.shape.L) layers = blocks;
+    if (blocks.size() < m.shape.L)
+        layers = blocks;
 
     // clang-format off
     return {
@@ -373,8 +430,9 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     // those that other ranks own.
     std::vector<TensorSpec> specs;
     for (const Parameter& p : t.model.parameters)
-        if (is_adapter(t.model, p))
-            specs.push_back({peft_name(t.model, p.name), dtype, p.shape});
+        for (size_t e = 0; is_adapter(t.model, p) && e < p.stack; e++)
+            specs.push_back({peft_name(t.model, p.name, e), dtype,
+                             file_shape(p, p.rows() / p.stack)});
 
     // Gather and write them. get_weight() is collective, so no rank may leave the
     // loop after a failure.
@@ -385,7 +443,8 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         std::vector<float> values = get_weight(t, p);
-        if (writes && w.wrong.empty()) writer_put(w, values, dtype);
+        if (writes && w.wrong.empty())
+            writer_put(w, values, dtype);
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;

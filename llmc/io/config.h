@@ -319,7 +319,8 @@ inline const std::vector<Flag>& config_table() {
         {"lora-alpha", &C::lora_alpha, "0..1000000",
          "what an adapter adds is multiplied by alpha / rank (0: alpha is twice the rank)"},
         {"lora-targets", &C::lora_targets, "",
-         "which matrices: all, attention, or names with commas, as q_proj,v_proj"},
+         "which matrices: all (that every token meets), attention, experts, or names with commas, "
+         "as q_proj,v_proj"},
         {"lora-layers", &C::lora_layers, "",
          "which blocks, counted from 0: all, or 0,4,8-11; below the lowest none runs backward"},
         {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},

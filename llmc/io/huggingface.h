@@ -519,8 +519,8 @@ inline float as_written(float x, Type dtype) {
     return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
 }
 
-// A trained parameter with its adapter merged: W + s B A, in float. round_row(row) rounds a row as
-// the file will; only the sums use that. All ranks call.
+// A trained parameter with its adapter merged: W + s B A, in float; in a stack each expert with its
+// own. round_row(row) rounds a row as the file will; only the sums use that. All ranks call.
 template <typename T, typename S, typename R>
 std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R round_row,
                                  MergeSums* sums) {
@@ -530,13 +530,14 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
     std::vector<float> a = get_weight(t, half[0]), b = get_weight(t, half[1]);
     double scale = t.model.shape.adapters->at(module_of(p)).scale;
 
-    // Compute one row of the change D at a time, as a sum of rows of A.
-    size_t r = half->rows(), cols = p.cols();
+    // Compute one row of the change D at a time, as a sum of rows of its expert's A.
+    size_t r = half->rows() / p.stack, cols = p.cols();
     for (size_t i = 0; i < p.rows(); i++) {
         std::vector<double> d(cols, 0.0);
+        size_t expert = i / (p.rows() / p.stack);
         for (size_t k = 0; k < r; k++)
             for (size_t j = 0; j < cols; j++)
-                d[j] += scale * b[i * r + k] * a[k * cols + j];
+                d[j] += scale * b[i * r + k] * a[(expert * r + k) * cols + j];
 
         // Add the change, and measure what rounding leaves of it.
         std::vector<float> was(&w[i * cols], &w[i * cols] + cols), row(cols);

@@ -32,7 +32,8 @@ typedef std::map<std::string, WeightMerge> Merges; // [parameter's name]
 
 // The kind of a config that was read.
 inline Merging merging_of(const nlohmann::json& j) {
-    if (j.value("peft_type", nlohmann::json()) == "IA3") return Merging::IA3;
+    if (j.value("peft_type", nlohmann::json()) == "IA3")
+        return Merging::IA3;
     return asks(j, "use_dora") ? Merging::DORA : Merging::NONE;
 }
 
@@ -62,10 +63,18 @@ inline std::string read_feedforward(const nlohmann::json& j, const std::string& 
 // ----------------------------------------------------------------------------
 // which parameters are changed, by headers alone
 
+// Refuse what stands beside an expert: these are kept in stacks, and read as plain LoRA alone.
+inline std::string check_no_stack(const Parameter& p, const std::string& path) {
+    if (p.stack == 1) return "";
+    return concat(path, ": ", stack_name(module_of(p), 0), " is an expert's, beside which plain "
+                  "LoRA alone is read: merge it with PEFT, and give the folder as --model");
+}
+
 // Check a tensor of factors against the shape that its matrix asks for.
 inline std::string check_factors(const std::string& path, const SafeTensor& t,
                                  const std::vector<size_t>& shape, const std::string& why) {
-    if (t.shape == shape && is_float_dtype(t.dtype)) return "";
+    if (t.shape == shape && is_float_dtype(t.dtype))
+        return "";
     return concat(path, ": ", printable(t.name), " is ", t.dtype, shape_text(t.shape), ", and ",
                   why, " asks for floats of ", shape_text(shape),
                   ": give the --model that it was trained on");
@@ -81,10 +90,13 @@ inline std::string find_dora(const Model& base, const nlohmann::json& j, const s
         m.a = safetensors_find(file, module + ".lora_A.weight");
         m.b = safetensors_find(file, module + ".lora_B.weight");
         m.magnitude = safetensors_find(file, module + ".lora_magnitude_vector");
-        if (!adaptable(base, p) || (!m.a && !m.b)) continue;
+        if (!adaptable(base, p) || (!m.a && !m.b))
+            continue;
 
         // Check the three against the matrix.
-        std::string wrong = check_halves(file.path, p, m.a, m.b);
+        std::string wrong = check_no_stack(p, file.path);
+        if (wrong.empty())
+            wrong = check_halves(file.path, p, m.a, m.b);
         if (wrong.empty() && !m.magnitude)
             wrong = concat(file.path, ": ", module_of(p), " has lora_A and no "
                            "lora_magnitude_vector, which use_dora asks for: get the file again");
@@ -129,20 +141,24 @@ inline std::string find_ia3(const Model& base, const nlohmann::json& j, const st
         if (!wrong.empty()) return wrong;
         std::string matrix = peft_module(base, p), name = module_of(p);
         const SafeTensor* factors = safetensors_find(file, PEFT_PREFIX + matrix + ".ia3_l");
-        if (!adaptable(base, p) || !factors) continue;
+        if (!adaptable(base, p) || !factors)
+            continue;
 
         // The config says which side is scaled; the shape must agree.
         bool inputs = listed(feedforward, matrix);
         std::vector<size_t> rows = {p.rows(), 1}, columns = {1, p.cols()};
         std::string why = concat(name, inputs ? ", one of" : ", none of", " feedforward_modules,");
-        wrong = check_factors(file.path, *factors, inputs ? columns : rows, why);
+        wrong = check_no_stack(p, file.path);
+        if (wrong.empty())
+            wrong = check_factors(file.path, *factors, inputs ? columns : rows, why);
 
         // Scaled outputs include the bias.
         WeightMerge m;
         m.factors = factors;
         m.inputs = inputs;
         (*merges)[p.name] = m;
-        if (!inputs) (*merges)[name + ".bias"] = m;
+        if (!inputs)
+            (*merges)[name + ".bias"] = m;
         used->insert(factors->name);
         modules.insert(matrix);
     }
@@ -162,7 +178,8 @@ inline std::string find_merges(const Model& base, const std::string& folder,
     nlohmann::json plain = j;
     plain["use_dora"] = false;
     plain["peft_type"] = "LORA";
-    if (merging == Merging::DORA) plain["peft_type"] = j.value("peft_type", nlohmann::json());
+    if (merging == Merging::DORA)
+        plain["peft_type"] = j.value("peft_type", nlohmann::json());
     wrong = check_peft_config(plain, path);
     if (!wrong.empty()) return wrong;
 
@@ -170,7 +187,8 @@ inline std::string find_merges(const Model& base, const std::string& folder,
     std::set<std::string> used;
     wrong = merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
                                      : find_ia3(base, j, path, file, merges, &used);
-    if (wrong.empty()) wrong = check_places(file, used);
+    if (wrong.empty())
+        wrong = check_places(file, used);
 
     // Compare them with what the config names.
     std::set<std::string> modules;
@@ -185,7 +203,8 @@ inline std::string check_merges(const Model& base, const std::string& folder) {
     SafeTensors file;
     Merges merges;
     std::string wrong = open_adapter(&file, folder);
-    if (wrong.empty()) wrong = find_merges(base, folder, file, &merges);
+    if (wrong.empty())
+        wrong = find_merges(base, folder, file, &merges);
     safetensors_close(&file);
     return wrong;
 }
@@ -231,7 +250,8 @@ inline void merge_ia3(std::vector<float>* w, const std::vector<float>& l, bool i
 // call; one rank reads each tensor for all.
 template <typename T, typename S>
 std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::string& adapter) {
-    if (adapter.empty()) return hf_load_weights(t, folder);
+    if (adapter.empty())
+        return hf_load_weights(t, folder);
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     std::string wrong = hf_open_shared(&h, {adapter + "/adapter_model.safetensors"});
@@ -253,7 +273,8 @@ std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::
 
         // A rank without the values only passes the tensors on.
         std::vector<float> first = floats(m.a ? m.a : m.factors);
-        if (m.factors && !w->empty()) merge_ia3(w, first, m.inputs);
+        if (m.factors && !w->empty())
+            merge_ia3(w, first, m.inputs);
         if (m.factors) return;
         std::vector<float> b = floats(m.b), magnitude = floats(m.magnitude);
         if (w->empty()) return;

@@ -20,20 +20,20 @@
 
 namespace llmc {
 
-// The number of parameters without a gradient: the base of adapters.
+// The number of parameters that a token meets and that have no gradient: the base of adapters.
 inline size_t frozen_parameters(const Model& model) {
     size_t n = 0;
     for (const Parameter& p : model.parameters)
-        n += model.buckets[p.bucket].trainable ? 0 : p.file_elements();
+        n += model.buckets[p.bucket].trainable ? 0 : active_elements(model, p);
     return n;
 }
 
-// The number of parameters of blocks below the lowest adapter.
+// The number of parameters that a token meets in blocks below the lowest adapter.
 inline size_t idle_parameters(const Model& model) {
     size_t n = 0;
     int lowest = lowest_trained(model);
     for (const Parameter& p : model.parameters)
-        if (model.is_block(p.layer) && p.layer < lowest) n += p.file_elements();
+        if (model.is_block(p.layer) && p.layer < lowest) n += active_elements(model, p);
     return n;
 }
 

@@ -20,7 +20,8 @@ inline std::string parse_named_folders(const std::string& flag, std::vector<Name
     for (std::istringstream parts(flag); std::getline(parts, part, ',');) {
         size_t equals = part.find('=');
         NamedFolder f = {part.substr(0, equals), ""};
-        if (equals != std::string::npos) f.folder = part.substr(equals + 1);
+        if (equals != std::string::npos)
+            f.folder = part.substr(equals + 1);
         if (f.name.empty() || f.folder.empty())
             return concat("--adapters: ", printable(part), " is no NAME=DIR");
 
@@ -47,6 +48,13 @@ inline std::string read_adapter_sets(const Model& base, const std::string& flag,
         if (!wrong.empty()) return wrong;
         sets->push_back({f.name, {}});
         wrong = read_adapters(base, f.folder, &sets->back().adapters);
+
+        // Rows of experts are sorted by expert, not by text.
+        for (const auto& [module, adapter] : sets->back().adapters)
+            if (wrong.empty() && module.find("{}") != std::string::npos)
+                wrong = concat("--adapters ", f.name, ": adapts experts (", stack_name(module, 0),
+                               "), which texts of one batch cannot choose: give --adapter ",
+                               f.folder);
     }
     return wrong;
 }
@@ -57,14 +65,16 @@ std::string load_adapter_sets(Trainer<T, S>& t, const std::string& flag) {
     std::vector<NamedFolder> folders;
     std::string wrong = parse_named_folders(flag, &folders);
     for (const NamedFolder& f : folders)
-        if (wrong.empty()) wrong = load_adapters(t, f.folder, f.name + ":");
+        if (wrong.empty())
+            wrong = load_adapters(t, f.folder, f.name + ":");
     return wrong;
 }
 
 // Find the set that a line of --prompts names: -1 for the base alone.
 inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
     *set = -1;
-    if (!line.contains("adapter") || line["adapter"].is_null()) return "";
+    if (!line.contains("adapter") || line["adapter"].is_null())
+        return "";
     const nlohmann::ordered_json& asked = line["adapter"];
     if (!s.sets)
         return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
@@ -73,7 +83,8 @@ inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json
     // Look for the name, and list those that are there.
     std::string known;
     for (const AdapterSet& other : *s.sets) {
-        if (asked == other.name) *set = int(&other - s.sets->data());
+        if (asked == other.name)
+            *set = int(&other - s.sets->data());
         known += (known.empty() ? "" : ", ") + other.name;
     }
     if (*set >= 0) return "";

@@ -1,5 +1,6 @@
 // test_golden.cpp - golden numbers from PyTorch, and trained models of others: their logits, losses
 // and texts, computed from their own files
+#include "../../llmc/io/named_adapters.h"
 #include "../../llmc/io/prefix_files.h"
 #include "../../llmc/io/tokenizer_files.h"
 #include "saved_models.h"
@@ -302,14 +303,17 @@ static void compare_with_peft(const std::string& name, const std::string& dir,
     double loss = loss_of(m), squares[2] = {};
     EXPECT_NEAR(loss, golden["loss"].get<double>(), 1e-10);
 
-    // The gradients: the norms of all A and of all B, and each matrix's first element.
+    // The gradients: the norms of all A and of all B, and each matrix's first element. A stack has
+    // a matrix for each expert.
     for (const Parameter& p : m.t.model.parameters) {
         if (!is_adapter(m.t.model, p)) continue;
         const double* grad = address<double>(m.t, {Kind::GRAD, p.bucket}) + p.offset;
         for (size_t i = 0; i < p.elements(); i++)
             squares[p.name.ends_with("B.weight")] += grad[i] * grad[i];
-        double first = golden["first"][peft_name(m.t.model, p.name)].get<double>();
-        EXPECT_NEAR(grad[0], first, 1e-10) << p.name;
+        for (size_t e = 0; e < p.stack; e++) {
+            double first = golden["first"][peft_name(m.t.model, p.name, e)].get<double>();
+            EXPECT_NEAR(grad[e * (p.elements() / p.stack)], first, 1e-10) << p.name << e;
+        }
     }
     EXPECT_NEAR(std::sqrt(squares[0]), golden["norm_A"].get<double>(), 1e-10);
     EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-10);
@@ -345,6 +349,8 @@ static void compare_with_peft(const std::string& name, const std::string& dir,
 struct Adapted : Scratch {};
 TEST_F(Adapted, Gpt2IsPefts) { compare_with_peft("gpt2-tiny", dir); }
 TEST_F(Adapted, LlamaIsPefts) { compare_with_peft("llama-tiny", dir); }
+TEST_F(Adapted, ExpertsArePefts) { compare_with_peft("mixtral-tiny", dir); }
+TEST_F(Adapted, SharedExpertsArePefts) { compare_with_peft("qwen2-moe-tiny", dir); }
 
 // Adapters in the second block alone: PEFT names it in layers_to_transform, and so do we.
 TEST_F(Adapted, UpperBlocksArePefts) {
@@ -418,6 +424,89 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     std::filesystem::remove(dir + "/adapter_model.safetensors");
     std::ofstream(dir + "/adapter_model.bin") << "x";
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
+}
+
+// Write a file of another one's tensors, some left out, others cut to fewer rows or columns.
+static void change_file(const TensorFile& from, const std::string& path,
+                        const std::function<bool(SafeTensor&)>& keep) {
+    std::vector<TensorSpec> specs;
+    std::vector<std::vector<float>> values;
+    for (SafeTensor t : from.file.tensors) {
+        std::vector<float> x = from.floats(t.name);
+        if (!keep(t)) continue;
+        specs.push_back({t.name, Type::F32, t.shape});
+        x.resize(specs.back().bytes() / sizeof(float));
+        values.push_back(x);
+    }
+    FileWriter w;
+    writer_open(&w, path, specs, {});
+    for (const auto& x : values) writer_put(w, x, Type::F32);
+    EXPECT_EQ(writer_close(&w), "");
+}
+
+// Experts of one stack have one rank and one factor, and all of them an adapter or none; routers,
+// and adapters that are merged, are refused beside experts.
+TEST_F(Adapted, ExpertsThatDifferAreRefused) {
+    std::string base = ROOT + "/dev/golden/mixtral-tiny";
+    std::string theirs = ROOT + "/dev/golden/lora-mixtral-tiny";
+    TensorFile file(theirs + "/adapter_model.safetensors");
+    json config = read_json(theirs + "/adapter_config.json");
+    Shape s;
+    auto read = [&](const std::function<bool(SafeTensor&)>& keep, const json& j) {
+        change_file(file, dir + "/adapter_model.safetensors", keep);
+        std::ofstream(dir + "/adapter_config.json") << j;
+        return adapted(&s, base, dir);
+    };
+    auto has = [](const SafeTensor& t, const char* part) {
+        return t.name.find(part) != std::string::npos;
+    };
+    auto all = [](SafeTensor&) { return true; };
+    EXPECT_EQ(read(all, config), "");
+    EXPECT_HAS(read([&](SafeTensor& t) { return !has(t, "experts.3.w1."); }, config),
+               "layers.0.block_sparse_moe.experts.3.w1 has no adapter, unlike the first expert");
+    EXPECT_HAS(read([&](SafeTensor& t) { return !has(t, "experts.0.w3."); }, config),
+               "layers.0.block_sparse_moe.experts.1.w3 has an adapter, unlike the first expert");
+
+    // Another rank, another alpha, a half that is missing, another matrix.
+    auto narrower = [&](SafeTensor& t) {
+        if (has(t, "1.block_sparse_moe.experts.2.w2."))
+            t.shape[has(t, "lora_A") ? 0 : 1] = 1;
+        return true;
+    };
+    EXPECT_HAS(read(narrower, config), "experts.2.w2 has rank 1, factor 5, and that of the first "
+                                       "expert rank 3, factor 1.66667: equal ones can be read");
+    json alpha = config;
+    alpha["alpha_pattern"] = {{"experts.4.w1", 8}};
+    EXPECT_HAS(read(all, alpha), "experts.4.w1 has rank 2, factor 4, and that of the first");
+    EXPECT_HAS(read([&](SafeTensor& t) { return !has(t, "experts.1.w1.lora_B"); }, config),
+               "experts.1.w1 has lora_A and no lora_B");
+    auto longer = [&](SafeTensor& t) {
+        if (has(t, "experts.1.w1.lora_B")) t.shape[0] = 11;
+        return true;
+    };
+    EXPECT_HAS(read(longer, config), "experts.1.w1 is for a matrix of 11 x 16, and the model's is "
+                                     "12 x 16");
+
+    // Routers are refused. A list may name experts that have no tensors, for these are no modules in
+    // newer versions of transformers.
+    auto routed = [&](SafeTensor& t) {
+        size_t at = t.name.find("self_attn.q_proj");
+        if (at != std::string::npos) t.name.replace(at, 16, "block_sparse_moe.gate");
+        return true;
+    };
+    EXPECT_HAS(read(routed, config), "adapts a router, which stays the base's here");
+    auto attention = [&](SafeTensor& t) { return has(t, "q_proj"); };
+    EXPECT_EQ(read(attention, config), "");
+    json merged = config;
+    merged["use_dora"] = true;
+    auto experts = [&](SafeTensor& t) { return !has(t, "q_proj"); };
+    EXPECT_HAS(read(experts, merged), "use_dora is true");
+    s.adapters = nullptr;
+    EXPECT_HAS(check_merges(make_model(s), dir), "experts.0.w1 is an expert's, beside which plain "
+                                                 "LoRA alone is read");
+    AdapterSets sets;
+    EXPECT_HAS(read_adapter_sets(make_model(s), "one=" + theirs, &sets),
+               "--adapters one: adapts experts (model.layers.0.block_sparse_moe.experts.0.w1)");
 }
 
 // The shape of a base behind a folder's prefix. Returns "" or the reader's refusal.

@@ -1,7 +1,7 @@
 // kernels_moe.h - rows of the kernel table: mixture of experts, and a product for each expert
 #pragma once
 #include "../../llmc/expert_capacity.cuh"
-#include "../../llmc/grouped_matmul.cuh"
+#include "../../llmc/lora_grouped.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;
@@ -301,24 +301,24 @@ template <typename T> void grouped_kernels(Check& c) {
 
             // Want: the CPU in double.
             Groups g = {s.starts.data(), E, OC, IC, M};
-            std::vector<double> out(M * OC), dinp(M * IC, 3), dw(E * OC * IC, 3);
+            std::vector<double> out(M * OC, 3), dinp(M * IC, 3), dw(E * OC * IC, 3);
             std::vector<unsigned char> scratch(grouped_scratch_bytes<double>(g, Cpu{}));
             Blas blas;
             blas_scratch(blas, scratch.data(), scratch.size());
-            grouped_forward(out.data(), x.data(), w.data(), g, blas, Cpu{});
+            grouped_forward(out.data(), x.data(), w.data(), g, accumulate, blas, Cpu{});
             grouped_backward_input(dinp.data(), d.data(), w.data(), g, accumulate, blas, Cpu{});
             grouped_backward_weight(dw.data(), d.data(), x.data(), g, accumulate, blas, Cpu{});
 
-            // The device; input and weight gradients start as 3.
+            // The device; outputs and gradients start as 3.
             every_order(c, [&](Outputs& o) {
                 cudaStream_t stream = {};
                 Array<int> starts(s.starts);
-                Array<T> inp(x), dout(d), weight(w), y(M * OC);
-                Array<T> dx(std::vector<double>(M * IC, 3));
+                Array<T> inp(x), dout(d), weight(w);
+                Array<T> y(std::vector<double>(M * OC, 3)), dx(std::vector<double>(M * IC, 3));
                 Array<float> dweight(std::vector<double>(E * OC * IC, 3));
                 Groups here = g;
                 here.starts = starts.data;
-                grouped_forward(y.data, inp.data, weight.data, here, blas, stream);
+                grouped_forward(y.data, inp.data, weight.data, here, accumulate, blas, stream);
                 grouped_backward_input(dx.data, dout.data, weight.data, here, accumulate, blas,
                                        stream);
                 grouped_backward_weight(dweight.data, dout.data, inp.data, here, accumulate, blas,
@@ -327,6 +327,56 @@ template <typename T> void grouped_kernels(Check& c) {
                 o.add("out", y, out, tolerance<T>(IC), 1);
                 o.add("dinp", dx, dinp, tolerance<T>(OC), 1);
                 o.add("dw", dweight, dw, tolerance<float>(M), 1);
+            });
+        }
+}
+
+// Adapters beside a stack of experts, on tensor cores where the rank is a multiple of 8: experts
+// with no row, one row, and more than a tile. Want: the CPU in double.
+template <typename T> void lora_grouped_kernels(Check& c) {
+    const std::vector<int> rows = SMALL ? std::vector<int>{0, 0, 3, 3, 4}
+                                        : std::vector<int>{0, 0, 1, 130, 130, 147, 147};
+    for (size_t r : {size_t(5), size_t(8)})
+        for (bool accumulate : {false, true}) {
+            size_t E = rows.size() - 1, M = size_t(rows.back()), OC = r == 8 ? 24 : 9, IC = 40;
+            CASE(c, "lora grouped %s r=%zu accumulate=%d", type_word(T()), r, accumulate);
+            auto x = rounded<T>(normals(c, M * IC)), d = rounded<T>(normals(c, M * OC));
+            auto a = rounded<T>(normals(c, E * r * IC)), b = rounded<T>(normals(c, E * OC * r));
+
+            Groups g = {rows.data(), E, OC, IC, M};
+            std::vector<double> out(M * OC, 3), dinp(M * IC, 3), da(a.size(), 3), db(b.size(), 3);
+            std::vector<double> room(M * r);
+            std::vector<unsigned char> scratch(lora_grouped_scratch_bytes<double>(g, r, Cpu{}));
+            Blas blas;
+            blas_scratch(blas, scratch.data(), scratch.size());
+            Lora l = {a.data(), b.data(), da.data(), db.data(), r, 0.75};
+            lora_grouped_forward(out.data(), x.data(), l, room.data(), g, blas, Cpu{});
+            lora_grouped_backward_input(dinp.data(), d.data(), l, room.data(), g, blas, Cpu{});
+            lora_grouped_backward_weight(l, d.data(), x.data(), room.data(), g, accumulate, blas,
+                                         Cpu{});
+
+            // The device. Room for rows is larger than the rows that there are.
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<int> starts(rows);
+                Array<T> inp(x), dout(d), A(a), B(b), mid((M + 3) * r);
+                Array<T> y(std::vector<double>(M * OC, 3)), dx(std::vector<double>(M * IC, 3));
+                Array<float> dA(std::vector<double>(a.size(), 3));
+                Array<float> dB(std::vector<double>(b.size(), 3));
+                Groups here = {starts.data, E, OC, IC, M + 3};
+                Lora on = {A.data, B.data, dA.data, dB.data, r, 0.75};
+                lora_grouped_forward(y.data, inp.data, on, mid.data, here, blas, stream);
+                lora_grouped_backward_input(dx.data, dout.data, on, mid.data, here, blas, stream);
+                lora_grouped_backward_weight(on, dout.data, inp.data, mid.data, here, accumulate,
+                                             blas, stream);
+
+                // Rows of r columns are rounded twice; sums of gradients have M of them.
+                double terms = double(r) * std::sqrt(double(IC));
+                double sums = std::sqrt(double(M * IC)) + 3;
+                o.add("out", y, out, tolerance<T>(IC + r, 3), terms);
+                o.add("dinp", dx, dinp, tolerance<T>(OC + r, 3), terms);
+                o.add("dA", dA, da, tolerance<T>(M + OC, 2), sums);
+                o.add("dB", dB, db, tolerance<T>(M + IC, 2), sums);
             });
         }
 }
@@ -343,4 +393,7 @@ inline void add_moe_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"grouped matmul float", grouped_kernels<float>});
     rows.push_back({"grouped matmul bf16", grouped_kernels<bf16>});
     rows.push_back({"grouped matmul fp16", grouped_kernels<fp16>});
+    rows.push_back({"lora grouped float", lora_grouped_kernels<float>});
+    rows.push_back({"lora grouped bf16", lora_grouped_kernels<bf16>});
+    rows.push_back({"lora grouped fp16", lora_grouped_kernels<fp16>});
 }

@@ -2,7 +2,7 @@
 #pragma once
 #include <numeric>
 #include "../../llmc/expert_capacity.cuh"
-#include "../../llmc/grouped_matmul.cuh"
+#include "../../llmc/lora_grouped.cuh"
 #include "ops_products.h"
 #include "ops_simple.h"
 
@@ -480,11 +480,12 @@ template <typename T> struct GroupedRun {
         size_t E = starts.size() - 1, M = size_t(starts.back());
         Groups g = {starts.data(), E, OC, IC, M};
         std::vector<T> x = as<T>(inp), weight = as<T>(w), d = as<T>(dout);
-        out.assign(M * OC, from_acc<T>(NAN)), dinp.assign(M * IC, from_acc<T>(3));
+        out.assign(M * OC, from_acc<T>(accumulate ? 3 : NAN));
+        dinp.assign(M * IC, from_acc<T>(3));
         dw.assign(E * OC * IC, accumulate ? 3 : NAN);
 
         Workspace work(grouped_scratch_bytes<T>(g, CPU));
-        grouped_forward(out.data(), x.data(), weight.data(), g, work.blas, CPU);
+        grouped_forward(out.data(), x.data(), weight.data(), g, accumulate, work.blas, CPU);
         grouped_backward_input(dinp.data(), d.data(), weight.data(), g, accumulate, work.blas, CPU);
         grouped_backward_weight(dw.data(), d.data(), x.data(), g, accumulate, work.blas, CPU);
     }
@@ -497,7 +498,7 @@ struct WantedGroups {
                  const Doubles& w, const Doubles& dout, bool accumulate) {
         size_t E = starts.size() - 1, M = size_t(starts.back());
         double before = accumulate ? 3 : 0;
-        out.resize(M * OC), dinp.assign(M * IC, before), dw.assign(E * OC * IC, before);
+        out.assign(M * OC, before), dinp.assign(M * IC, before), dw.assign(E * OC * IC, before);
         for (size_t e = 0; e < E; e++)
             for (size_t m = size_t(starts[e]); m < size_t(starts[e + 1]); m++)
                 for (size_t i = 0; i < OC; i++)
@@ -537,6 +538,73 @@ inline void grouped_test(Check& c) {
         }
 }
 
+// Adapters of rank r beside a stack, in T: outputs and the input's gradient start as 3, and the
+// adapters' gradients as 3 or, where they are overwritten, as NaN.
+template <typename T> struct LoraGroupedRun {
+    std::vector<T> out, dinp;
+    std::vector<acc_t<T>> da, db;
+    LoraGroupedRun(const Groups& g, size_t r, double scale, const Doubles& inp, const Doubles& a,
+                   const Doubles& b, const Doubles& dout, bool accumulate)
+        : out(g.M * g.OC, from_acc<T>(3)), dinp(g.M * g.IC, from_acc<T>(3)),
+          da(a.size(), accumulate ? 3 : NAN), db(b.size(), accumulate ? 3 : NAN) {
+        std::vector<T> x = as<T>(inp), A = as<T>(a), B = as<T>(b), d = as<T>(dout), room(g.M * r);
+        Workspace work(lora_grouped_scratch_bytes<T>(g, r, CPU));
+        Lora l = {A.data(), B.data(), da.data(), db.data(), r, scale};
+        lora_grouped_forward(out.data(), x.data(), l, room.data(), g, work.blas, CPU);
+        lora_grouped_backward_input(dinp.data(), d.data(), l, room.data(), g, work.blas, CPU);
+        lora_grouped_backward_weight(l, d.data(), x.data(), room.data(), g, accumulate, work.blas,
+                                     CPU);
+    }
+};
+
+// The same by the matrices D_e = s B_e A_e for which adapters stand, in all types.
+inline void lora_grouped_test(Check& c) {
+    for (int kind : {0, 1, 2})
+        for (bool accumulate : {false, true}) {
+            std::vector<int> starts = starts_of_case(c, kind);
+            size_t OC = odd(c, 1, 40), IC = odd(c, 1, 70), r = odd(c, 1, 9);
+            size_t M = size_t(starts.back()), E = starts.size() - 1;
+            double scale = accumulate ? 1 : 0.75, before = accumulate ? 3 : 0;
+            Groups g = {starts.data(), E, OC, IC, M};
+            Doubles x = rounded<bf16>(normals(c, M * IC)), d = rounded<bf16>(normals(c, M * OC));
+            Doubles a = rounded<bf16>(normals(c, E * r * IC));
+            Doubles b = rounded<bf16>(normals(c, E * OC * r));
+
+            // D_e, then what its gradient gives to A_e and B_e.
+            Doubles whole(E * OC * IC), da(a.size(), before), db(b.size(), before);
+            auto each = [&](auto f) { // the places of D_e (i,k), A_e (j,k) and B_e (i,j)
+                for (size_t row = 0; row < E * OC; row++)
+                    for (size_t k = 0; k < IC; k++)
+                        for (size_t j = 0; j < r; j++)
+                            f(row * IC + k, (row / OC * r + j) * IC + k, row * r + j);
+            };
+            each([&](size_t at, size_t j, size_t i) { whole[at] += scale * b[i] * a[j]; });
+            WantedGroups want(starts, OC, IC, x, whole, d, false);
+            each([&](size_t at, size_t j, size_t i) {
+                da[j] += scale * b[i] * want.dw[at];
+                db[i] += scale * a[j] * want.dw[at];
+            });
+            for (auto* added : {&want.out, &want.dinp})
+                for (double& v : *added) v += 3;
+
+            // Sums have r terms of the size sqrt(IC) or sqrt(OC); those of gradients M rows.
+            double terms = double(r) * std::sqrt(double(std::max(IC, OC)));
+            double rows = std::sqrt(double(M * std::max(IC, OC))) + 3;
+            auto compare = [&](auto type, int roundings) {
+                typedef decltype(type) T;
+                LoraGroupedRun<T> run(g, r, scale, x, a, b, d, accumulate);
+                size_t n = std::max(IC, OC) + r;
+                close(c, "out", run.out, want.out, tolerance<T>(n, roundings), terms);
+                close(c, "dinp", run.dinp, want.dinp, tolerance<T>(n, roundings), terms);
+                close(c, "dA", run.da, da, tolerance<T>(n + M, roundings), rows);
+                close(c, "dB", run.db, db, tolerance<T>(n + M, roundings), rows);
+            };
+            compare(double(), 1);
+            compare(float(), 1);
+            compare(bf16(), 3);
+        }
+}
+
 // The shortest time of each function. They take turns, so that other load on the machine
 // meets all of them alike.
 inline std::vector<double> least_seconds(const std::vector<std::function<void()>>& all) {
@@ -565,7 +633,7 @@ template <typename T> void grouped_rates(const char* type) {
     // Each product of one matrix, followed by the same FLOPs of eight.
     std::vector<double> t = least_seconds({
         [&] { linear_forward(y.data(), x.data(), one, nullptr, none, M, blas, CPU); },
-        [&] { grouped_forward(y.data(), x.data(), w.data(), g, blas, CPU); },
+        [&] { grouped_forward(y.data(), x.data(), w.data(), g, false, blas, CPU); },
         [&] { linear_backward_input(x.data(), y.data(), one, M, false, blas, CPU); },
         [&] { grouped_backward_input(x.data(), y.data(), w.data(), g, false, blas, CPU); },
         [&] { linear_backward_weight(one, nullptr, y.data(), x.data(), M, false, blas, CPU); },
@@ -632,8 +700,8 @@ template <typename T> void experts_rates(const char* type) {
         },
         [&] {
             for (T* to : {gate.data(), up.data()})
-                grouped_forward(to, xs.data(), w.data(), wide, blas, CPU);
-            grouped_forward(xs.data(), h.data(), w.data(), narrow, blas, CPU);
+                grouped_forward(to, xs.data(), w.data(), wide, false, blas, CPU);
+            grouped_forward(xs.data(), h.data(), w.data(), narrow, false, blas, CPU);
             grouped_backward_input(h.data(), xs.data(), w.data(), narrow, false, blas, CPU);
             for (bool second : {false, true})
                 grouped_backward_input(xs.data(), gate.data(), w.data(), wide, second, blas, CPU);
@@ -660,4 +728,5 @@ inline void add_moe_rows(std::vector<Row>& rows) {
     rows.push_back({"experts of ranks", own_experts_test, nullptr, nullptr});
     rows.push_back({"experts in rounds", rounds_test, nullptr, nullptr});
     rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});
+    rows.push_back({"lora grouped", lora_grouped_test, nullptr, nullptr});
 }

@@ -279,6 +279,17 @@ TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
     EXPECT_GT(all, frozen);
     EXPECT_EQ(flops_per_token(both, 64), 4 * frozen + 6 * (all - frozen) + attention);
 
+    // Beside experts, a token meets the K experts that it chooses, and their adapters.
+    Shape s = small_mixtral();
+    Model experts = make_model(s), adapted = make_model(with_lora(s, 2, "experts"));
+    double met = double(active_parameters(experts)), shares = double(s.K) / double(s.E);
+    double halves = 0;
+    for (const Parameter& p : adapted.parameters)
+        halves += is_adapter(adapted, p) ? shares * double(p.elements()) : 0;
+    EXPECT_GT(halves, 0);
+    EXPECT_DOUBLE_EQ(flops_per_token(adapted, 64),
+                     flops_per_token(experts, 64) - 2 * met + 6 * halves);
+
     // A block below the lowest adapter has its forward pass alone: a third of attention's, and two
     // for each parameter.
     Model late = make_model(with_late_lora(small_llama(), 2));

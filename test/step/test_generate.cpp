@@ -304,7 +304,8 @@ template <typename T> static MadeTexts texts_set_by_set(const Shape& s) {
 // number of slots and every layout.
 TEST(Slots, EachTextHasItsOwnAdapter) {
     for (const Shape& s : {gpt2_shape(2, 2, 16, 61, 32),
-                           llama_shape(2, 4, 2, 16, 24, 53, 64, 10000), small_mla()}) {
+                           llama_shape(2, 4, 2, 16, 24, 53, 64, 10000), small_mla(),
+                           small_mixtral()}) {
         MadeTexts alone = texts_set_by_set<double>(s);
         for (size_t slots : {1, 3, 9}) EXPECT_EQ(adapted_texts<double>(s, slots), alone) << slots;
         EXPECT_EQ(adapted_texts<float>(s, 4), texts_set_by_set<float>(s));

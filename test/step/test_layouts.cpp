@@ -1110,8 +1110,8 @@ std::vector<LayoutCase> expert_layouts() {
     return all;
 }
 
-// Adapters beside attention's matrices and a shared expert's agree too, where ranks share out the
-// experts; so do those beside latent attention's matrices, and a prefix.
+// Adapters beside experts, attention's matrices and a shared expert's agree too, where ranks share
+// out the experts; so do those beside latent attention's matrices, and a prefix.
 TEST(Layouts, AdaptersBesideExpertsAreOneComputation) {
     // Choose layouts: ranks of every axis.
     std::map<std::tuple<int, int>, OneRank> one_rank;
@@ -1128,13 +1128,14 @@ TEST(Layouts, AdaptersBesideExpertsAreOneComputation) {
     for (LayoutCase& l : some) {
         int kind = number % 3;
         if (left_out(&number)) continue;
-        Shape shape = kind == 0 ? with_lora(shared_for_tp(), 3)
-                      : kind == 1 ? with_lora(mla_for_tp(true), 2)
+        Shape shape = kind == 0   ? shared_for_tp()
+                      : kind == 1 ? mla_for_tp(true)
                                   : mixtral_for_tp(false);
+        shape.E = 6, l.one_expert = false;
+        if (kind < 2) shape = with_lora(shape, kind ? 2 : 3, kind ? "all" : "all,experts");
         if (kind == 2) shape.prefix = 3;
         bool halves = l.pipeline == Pipeline::ZERO_BUBBLE || l.split;
         if (kind == 2 && halves) l.pipeline = Pipeline::ONE_F_ONE_B, l.split = false;
-        shape.E = 6, l.one_expert = false;
         OneRank& one = one_rank[{kind, l.micro_batches * l.dp}];
         if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, true);
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, true), *one.result), one);

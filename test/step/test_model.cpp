@@ -21,7 +21,9 @@ using namespace llmc;
 static std::vector<Shape> lora_shapes() {
     return {with_lora(small_gpt2(), 3), with_lora(small_llama(true, true), 2, "attention", true),
             with_late_lora(small_variant(small_llama(), "gemma2"), 4),
-            with_lora(small_shared(), 2), with_lora(small_mla(true), 3)};
+            with_lora(small_shared(), 2), with_lora(small_mla(true), 3),
+            with_lora(small_shared(), 3, "experts,shared_expert.down_proj"),
+            with_lora(small_mixtral(), 2, "w3,q_proj")};
 }
 
 // Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
@@ -39,7 +41,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
     for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)})
         shapes.push_back(with_capacity(s));
-    for (Shape s : {small_shared(), small_mla(true)}) {
+    for (Shape s : {small_shared(), small_mla(true), with_lora(small_mixtral(), 3, "experts")}) {
         s.expert_rounds = 3;
         shapes.push_back(s);
     }
@@ -524,13 +526,18 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_EQ(some["h.2.mlp.c_fc"].scale, 4);
     EXPECT_FALSE(some.count("h.0.mlp.c_proj"));
 
-    // Experts are multiplied in groups, and routers choose as the base does: neither has adapters.
-    Adapters beside;
+    // Routers choose as the base does and have no adapters. Experts have them where they are named.
+    Adapters beside, experts, up;
     EXPECT_EQ(choose_adapters(make_model(small_shared()), {2, 4, false, "all"}, &beside), "");
     EXPECT_EQ(beside.size(), 3u * (4 + 3)); // q, k, v, o; the dense or the shared ffn
     EXPECT_TRUE(beside.count("model.layers.2.mlp.shared_expert.down_proj"));
-    EXPECT_HAS(choose_adapters(make_model(small_mixtral()), {2, 4, false, "w1"}, &beside),
-               "some of q_proj, k_proj, v_proj, o_proj");
+    EXPECT_HAS(choose_adapters(make_model(small_mixtral()), {2, 4, false, "gate"}, &beside),
+               "try all, attention, experts, or some of q_proj, k_proj, v_proj, o_proj, w1, w3, w2");
+    EXPECT_EQ(choose_adapters(make_model(small_shared()), {2, 4, false, "experts"}, &experts), "");
+    EXPECT_EQ(experts.size(), 2u * 3); // the first block has none
+    EXPECT_TRUE(experts.count("model.layers.2.mlp.experts.{}.down_proj"));
+    EXPECT_EQ(choose_adapters(make_model(small_shared()), {2, 4, false, "up_proj"}, &up), "");
+    EXPECT_EQ(up.size(), 3u + 2);
 }
 
 // The input of a frozen product is gone when the forward pass is over: its gradient alone would
