@@ -215,6 +215,19 @@ inline double dequantised_bytes(const CostModel& c, const Plan& p, const Model& 
     return (codes + c.element) * elements;
 }
 
+// Return the bytes of a bucket's weights that ZeRO-3 gathers: codes where they are narrow.
+inline double gathered_bytes(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    double codes = p.stored == Stored::INT8 ? 1 : 0.5;
+    double elements = double(whole_elements(p.layout, model.buckets[bucket]));
+    double narrow = 0;
+    for (const Parameter& w : model.parameters) {
+        bool here = w.bucket == bucket && is_narrow(p.stored, model, w);
+        if (here)
+            narrow += double(w.local_elements());
+    }
+    return elements * c.element - narrow * (c.element - codes);
+}
+
 // Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
 struct AttentionCost { double seconds, bytes; };
 inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
@@ -502,7 +515,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     double latency = p.layout.world() > 1 ? c.machine.latency_us * 1e-6 : 0;
     auto bucket_gather = [&] {
         const Bucket& b = model.buckets[a.bucket];
-        double bytes = whole_elements(p.layout, b) * c.element;
+        double bytes = gathered_bytes(c, p, model, a.bucket);
         if (gathers_codes(p, model, a.bucket))
             bytes = double(codes_bytes(p, model, a.bucket));
         return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);

@@ -44,6 +44,16 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
     Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
+    Stored stored = t.plans[t.plan].stored;
+    if (is_narrow(stored, t.model, a.bucket)) {
+        // A frozen bucket is bytes.
+        const Comm& ranks = t.comms.data(t.model.buckets[a.bucket].group).shard;
+        size_t bytes = stored_range<T>(stored, t.layout, t.model, a.bucket).count;
+        auto* all = reinterpret_cast<unsigned char*>(whole);
+        auto* own = reinterpret_cast<const unsigned char*>(shard);
+        return {start_all_gather(ranks, all, own, bytes, comm_where(t, a.op))};
+    }
+
     unsigned char* codes = address<unsigned char>(t, {Kind::CODES, a.bucket});
     if constexpr (type_of<T>() == Type::BF16)
         if (codes) return gather_codes(t, a.bucket, whole, shard, codes, comm_where(t, a.op));

@@ -5,8 +5,11 @@
 //   3. made     Every rank quantises the whole parameter and keeps its piece, so the codes do not
 //               depend on tensor parallelism. A piece must be whole quantisation blocks.
 //   4. used     Each product dequantises its matrix into the layer's scratch (linear.cuh).
+//   5. cut      ZeRO-3 cuts a bucket's bytes into equal shards; GATHER brings them together before
+//               a layer reads them: half a byte for an element instead of two.
 //   A bucket with such codes is called narrow, any other one wide.
 #pragma once
+#include "action.h"
 #include "arena.h"
 #include "buckets.h"
 #include "linear.cuh"
@@ -84,6 +87,28 @@ size_t stored_bytes(Stored stored, const Model& m, int bucket) {
     return stored_place<T>(stored, m, bucket, nullptr).end;
 }
 
+// The bytes of a narrow bucket that a rank keeps: all of them, or with ZeRO-3 one of equal shards.
+// Shards end at multiples of 256 bytes, so no number is cut.
+struct StoredRange {
+    size_t first, count;
+};
+template <typename T>
+StoredRange stored_range(Stored stored, const Layout& layout, const Model& m, int bucket) {
+    size_t bytes = stored_bytes<T>(stored, m, bucket);
+    if (!is_sharded(layout, m, {Kind::WEIGHT, bucket}))
+        return {0, bytes};
+    Axis ranks = shard_axis(layout, m.buckets[bucket].group);
+    size_t shard = round_up(ceil_div(bytes, size_t(ranks.size)), ARENA_ALIGN);
+    return {shard * size_t(ranks.rank), shard};
+}
+
+// Return the bytes of a narrow bucket when all shards are together.
+template <typename T>
+size_t gathered_bytes(Stored stored, const Layout& layout, const Model& m, int bucket) {
+    size_t ranks = size_t(shard_axis(layout, m.buckets[bucket].group).size);
+    return stored_range<T>(stored, layout, m, bucket).count * ranks;
+}
+
 // Return the bytes that hold the largest narrow matrix of a layer as T. Products run one after
 // another, and each dequantises its own matrix, so one buffer serves all of them.
 template <typename T>
@@ -122,6 +147,8 @@ inline std::string check_pieces(Stored stored, const Model& m, const Layout& lay
     }
     return "";
 }
+
+template <typename T, typename S> struct Trainer;
 
 // ----------------------------------------------------------------------------
 // how products find them
@@ -164,7 +191,7 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
 }
 
 // Return pointers to all parameters in the arena, which does not move. Entries are empty for wide
-// buckets and for other ranks' layers.
+// buckets, for other ranks' layers, and for shards, whose bytes come together elsewhere.
 template <template <typename, typename> class Trainer, typename T, typename S>
 std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     Stored stored = t.plans[0].stored;
@@ -172,11 +199,29 @@ std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     for (const Parameter& p : t.model.parameters) {
         Data weight = {Kind::WEIGHT, p.bucket};
         auto* base = address<unsigned char>(t, weight);
-        bool frozen = base && is_narrow(stored, t.model, p.bucket);
+        bool cut = is_sharded(t.layout, t.model, weight);
+        bool frozen = base && !cut && is_narrow(stored, t.model, p.bucket);
         all.push_back({});
-        if (frozen) all.back() = bind_narrow<T>(stored, t.model, t.layout, p, base);
+        if (frozen)
+            all.back() = bind_narrow<T>(stored, t.model, t.layout, p, base);
     }
     return all;
+}
+
+// Point the entries of a bucket in shards at where its bytes are together now. A layer calls it
+// before each use, since every GATHER may have another place.
+template <typename T, typename S>
+void bind_gathered(Trainer<T, S>& t, int bucket) {
+    Stored stored = t.plans[t.plan].stored;
+    bool cut = is_sharded(t.layout, t.model, {Kind::WEIGHT, bucket});
+    if (!cut || !is_narrow(stored, t.model, bucket))
+        return;
+    auto* base = address<unsigned char>(t, {Kind::GATHERED, bucket});
+    const Bucket& b = t.model.buckets[bucket];
+    for (int i = b.first; i < b.first + b.count; i++) {
+        const Parameter& p = t.model.parameters[i];
+        t.narrow[i] = bind_narrow<T>(stored, t.model, t.layout, p, base);
+    }
 }
 
 // Point a weight at its place: products read a matrix by its codes, norms read a vector as it is.
@@ -336,8 +381,10 @@ void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
                  const StoredMatrix& m, F put) {
     // A run uses one format, so the matrix has the format of its place.
     StoredPlace place = stored_place<T>(m.stored, model, p.bucket, &p);
-    if (m.stored == Stored::NF4) return keep_nf4(p, layout, m, place, put);
-    if (m.stored == Stored::INT4) return keep_int4(p, layout, m, place, put);
+    if (m.stored == Stored::NF4)
+        return keep_nf4(p, layout, m, place, put);
+    if (m.stored == Stored::INT4)
+        return keep_int4(p, layout, m, place, put);
     keep_int8(p, layout, m, place, put);
 }
 

@@ -65,12 +65,21 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
 // ----------------------------------------------------------------------------
 // writing
 
-// A function put(at, values) that copies values into a narrow bucket, `at` bytes from its start.
+// A function put(at, values) that copies values into a narrow bucket, `at` bytes from its start. Of
+// a bucket in shards it copies what this rank keeps.
 template <typename T, typename S>
 auto put_into(Trainer<T, S>& t, int bucket) {
     unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, bucket});
-    return [&t, base](size_t at, const auto& values) {
-        copy_in(base + at, values.data(), values.size() * sizeof(values[0]), t.ctx.where);
+    StoredRange kept = stored_range<T>(t.plans[0].stored, t.layout, t.model, bucket);
+    return [&t, base, kept](size_t at, const auto& values) {
+        size_t end = at + values.size() * sizeof(values[0]);
+        size_t from = std::max(at, kept.first);
+        size_t to = std::min(end, kept.first + kept.count);
+        if (from >= to)
+            return;
+        auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+        bytes += from - at;
+        copy_in(base + (from - kept.first), bytes, to - from, t.ctx.where);
         wait_for(t.ctx.where); // the copy reads `values`, which may end when this returns
     };
 }

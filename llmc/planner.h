@@ -154,7 +154,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         e.lasting += bytes(Kind::WEIGHT);
         if (p.layout.zero == 3) e.passing += bytes(Kind::GATHERED);
         BucketLinks links = bucket_links(p.layout, c.machine, bucket.group);
-        e.gather += links.shard.all_gather(double(whole_elements(p.layout, bucket)) * c.element);
+        e.gather += links.shard.all_gather(gathered_bytes(c, p, model, b));
         if (!bucket.trainable) continue;
 
         // Count what only trainable buckets have.

@@ -365,7 +365,12 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     switch (d.kind) {
     // Weights and masters. A master exists only if weights are narrower than acc.
     case Kind::WEIGHT:
-        if (is_narrow(p.stored, model, d.of)) return stored_bytes<T>(p.stored, model, d.of);
+        if (is_narrow(p.stored, model, d.of))
+            return stored_range<T>(p.stored, p.layout, model, d.of).count;
+        return elements * sizeof(T);
+    case Kind::GATHERED:
+        if (is_narrow(p.stored, model, d.of))
+            return gathered_bytes<T>(p.stored, p.layout, model, d.of);
         return elements * sizeof(T);
     case Kind::MASTER: return sizeof(T) < sizeof(A) ? elements * master_bytes(p.masters) : 0;
 

@@ -306,6 +306,7 @@ void with_block(Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Block weights = {};
         Shape shape = layer_shape(t.model.shape, a.layer);
+        bind_gathered(t, find_bucket(t.model, Role::BLOCK, a.layer));
         LayerAdapters adapters = layer_adapters(t, a, Role::BLOCK);
         LayerAdapters of_experts = layer_adapters(t, a, Role::EXPERTS);
         t.ctx.prefix = layer_prefix(t, a);

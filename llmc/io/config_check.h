@@ -678,9 +678,9 @@ inline std::string check_frozen(const Config& c) {
         return flag + " has lost what --export writes: give --weights float";
     if (c.fp8 != "none")
         return flag + " is not built with --fp8: leave one of them out";
-    if (c.zero == 3 || (c.zero && !has_adapters(c)))
-        return concat(flag, " is never cut by --zero ", c.zero, ": leave it out",
-                      has_adapters(c) ? ", or give --zero 2" : "");
+    if (c.zero && !has_adapters(c))
+        return concat(flag, " without adapters has nothing that --zero ", c.zero, " cuts: leave it "
+                      "out");
     return "";
 }
 

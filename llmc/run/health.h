@@ -92,11 +92,25 @@ inline std::string bad_values_text(const std::string& name, const BadValues& bad
 // of the matrix was not.
 template <typename T, typename S>
 BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
-    const Narrow& narrow = t.narrow[size_t(&p - t.model.parameters.data())];
-    const float* mark = narrow.first_float();
-    if (mark)
+    Stored stored = t.plans[0].stored;
+    auto* base = address<const unsigned char>(t, {Kind::WEIGHT, p.bucket});
+    if (!base) return {};
+    StoredPlace place = stored_place<T>(stored, t.model, p.bucket, &p);
+    StoredRange kept = stored_range<T>(stored, t.layout, t.model, p.bucket);
+
+    // Look at the part of it in this rank's shard.
+    bool matrix = is_narrow(stored, t.model, p);
+    size_t at = !matrix ? place.codes : stored == Stored::NF4 ? place.table : place.absmax;
+    size_t bytes = matrix ? sizeof(float) : p.local_elements() * sizeof(T);
+    size_t from = std::max(at, kept.first);
+    size_t to = std::min(at + bytes, kept.first + kept.count);
+    if (from >= to) return {};
+    const unsigned char* here = base + (from - kept.first);
+    const float* mark = reinterpret_cast<const float*>(here);
+    const T* values = reinterpret_cast<const T*>(here);
+    if (matrix)
         return find_bad_values(mark, 1, t.ctx.where);
-    return find_bad_values(static_cast<const T*>(narrow.values), p.local_elements(), t.ctx.where);
+    return find_bad_values(values, (to - from) / sizeof(T), t.ctx.where);
 }
 
 // Describe the first weight of this rank that is not finite; "": all are finite.
@@ -105,11 +119,11 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
     for (const Parameter& p : t.model.parameters) {
         Data weight = {Kind::WEIGHT, p.bucket};
         KeptRange range = kept_range(t, weight, p);
-        if (!range.count) continue;
+        bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
+        if (!range.count && !frozen) continue;
 
         // Look at the frozen weight's mark, or at the values themselves.
         BadValues bad;
-        bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
         if (frozen) {
             bad = find_bad_frozen(t, p);
         } else {
@@ -119,7 +133,7 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
             });
         }
         if (bad.count)
-            return bad_values_text(p.name, bad, range.count);
+            return bad_values_text(p.name, bad, frozen ? p.local_elements() : range.count);
     }
     return "";
 }

@@ -1333,12 +1333,14 @@ static std::vector<float> quantised(Stored stored, const Parameter& p,
 // The loss of an evaluation, losses and norms of three steps if there are adapters, then tokens
 // that the model generates. wide: the weights are quantised to `stored` and back, and kept as T.
 template <typename T>
-static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wide, int tp) {
+static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wide, int tp,
+                                         int dp = 1, int zero = 0) {
     std::vector<double> losses;
     auto body = [&](const Comm& world) {
         // Plan an evaluation, a generation, and training.
         Plan evaluate = small_plan(2, 9, 1), write = small_plan(1, 5, 1);
-        evaluate.layout = layout_at(small_layout(1, tp), world.rank);
+        evaluate.layout = layout_at(small_layout(dp, tp), world.rank);
+        evaluate.layout.zero = zero;
         evaluate.mode = Mode::EVALUATE, write.mode = Mode::GENERATE, write.cache = 8;
         evaluate.stored = write.stored = wide ? Stored::WIDE : stored;
         write.layout = evaluate.layout;
@@ -1375,7 +1377,7 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         generate(f.t, 1, {1, 7, 3, 9, 2}, 3, greedy, [&](int token) { mine.push_back(token); });
         if (world.rank == 0) losses = mine;
     };
-    EXPECT_EQ(run_local_ranks(tp, {}, body), 0);
+    EXPECT_EQ(run_local_ranks(tp * dp, {}, body), 0);
     return losses;
 }
 
@@ -1410,6 +1412,21 @@ TEST(Frozen, NarrowWeightsAreTheValuesTheyStandFor) {
               frozen_losses<bf16>(frozen_shapes()[1], Stored::NF4, true, 2));
 }
 
+// Shards of narrow weights, brought together for each use, give the bits of whole ones: adapters
+// beside them, on two and three data-parallel ranks, alone and cut by tensor parallelism too.
+TEST(Frozen, ShardsOfNarrowWeightsAreTheWholeOnes) {
+    for (Stored stored : {Stored::NF4, Stored::INT8, Stored::INT4})
+        for (auto [tp, dp] : {std::pair{1, 2}, {1, 3}, {2, 2}}) {
+            Shape s = with_lora(frozen_shapes()[size_t(tp - 1)], 4);
+            std::vector<double> whole = frozen_losses<float>(s, stored, false, tp, dp, 2);
+            EXPECT_EQ(whole.size(), 10u);
+            EXPECT_EQ(frozen_losses<float>(s, stored, false, tp, dp, 3), whole) << tp << dp;
+        }
+    Shape s = with_lora(frozen_shapes()[1], 4);
+    EXPECT_EQ(frozen_losses<bf16>(s, Stored::NF4, false, 1, 2, 3),
+              frozen_losses<bf16>(s, Stored::NF4, true, 1, 2, 3));
+}
+
 // A block's matrices take 4 or 8 bits an element, and their scales; each part begins at a multiple
 // of 256 bytes.
 TEST(Frozen, BytesAreThoseOfTheFormat) {
@@ -1440,6 +1457,15 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
         EXPECT_EQ(bytes(block), want);
         EXPECT_EQ(bytes(head), 2 * f.t.model.buckets[head].elements);
         EXPECT_EQ(arena_find(f.t.arena, 0, 0, {Kind::WEIGHT, block})->bytes, want);
+
+        // ZeRO-3 keeps a third, and has all three together while a layer runs.
+        Plan cut = p;
+        cut.layout = small_layout(3, 1);
+        cut.layout.zero = 3;
+        size_t third = round_up(ceil_div(want, size_t(3)), size_t(256));
+        auto of = [&](Kind kind) { return data_bytes<bf16>(cut, f.t.model, {kind, block}, Cpu{}); };
+        EXPECT_EQ(of(Kind::WEIGHT), third);
+        EXPECT_EQ(of(Kind::GATHERED), 3 * third);
 
         // Codes cannot express NaN: the first float beside them is NaN if a value was.
         const Parameter* q = &f.t.model.parameters[f.t.model.buckets[block].first + 1];
