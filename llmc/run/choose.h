@@ -533,6 +533,9 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         prompt.B = c.sequence_parallel ? size_t(c.tp) : 1;
         prompt.T = size_t(c.prefix);
         run.prompt_plan = add(prompt);
+        if (c.steps > 0 && !c.eval)
+            note(run, concat("--adapter ", c.adapter, ": a prompt's rows become keys and values of "
+                             "each layer, and these are trained, as a prefix"));
     }
 
     // Generate, one text in each slot. A slot of the cache holds the longest prompt and all tokens
