@@ -210,6 +210,7 @@ inline void access_move(Access& x, const Plan& p, const Model& model, const Acti
 // The data that one action reads and writes.
 inline Access access(const Plan& p, const Model& model, const Action& a) {
     Access x;
+    x.reads.reserve(16); // most actions have fewer
     switch (a.op) {
     // The input of all micro-batches at once, and the count of their targets.
     case Op::LOAD:

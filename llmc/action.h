@@ -174,6 +174,8 @@ struct Plan : PlanOptions {
     Layout layout;
     std::vector<Action> actions;
 
+    Plan without_actions() const { return {*this, layout, {}}; } // what a pass begins with
+
     // The rows (tokens) of a micro-batch on this rank: context parallelism splits each sequence.
     // Generation runs a prompt of T rows, several as far as PROMPT_ROWS go, or the last `scored`
     // rows of each of B sequences.
@@ -248,13 +250,11 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 // shares a layer with one, as an action has one flag, `first`, for all gradients of its layer. So
 // experts that only this rank holds go with their block too, though there is nothing to sum.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
-    const Bucket& mine = model.buckets[bucket];
     if (layout.zero < 2 || shard_axis(layout, Group::DATA).size == 1)
         return false;
-    for (const Bucket& other : model.buckets)
-        for (int l : mine.layers)
-            if (other.tied() && uses(other, l))
-                return false;
+    for (int l : model.buckets[bucket].layers)
+        for (int other : buckets_of(model, l))
+            if (model.buckets[other].tied()) return false;
     return true;
 }
 

@@ -79,8 +79,7 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
     for (const Action& a : in.actions)
         layers += computes(a.op);
 
-    Plan p = in;
-    p.actions.clear();
+    Plan p = in.without_actions();
     for (const Action& a : in.actions) {
         // Update what the gradient of this step is about to overwrite.
         bool leaves = a.op == Op::PARK && a.kind == Kind::GRAD;
@@ -110,7 +109,7 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
 
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK behind it.
 // The first chunks set out before NORM, which waits for all ranks.
-inline Plan add_offload(const Plan& in, const Model& model) {
+inline Plan add_offload(Plan in, const Model& model) {
     if (in.offload.late && in.mode == Mode::TRAIN) return add_late_updates(in, model);
 
     // List the fetches of all updates, in their order.
@@ -121,8 +120,7 @@ inline Plan add_offload(const Plan& in, const Model& model) {
     if (fetches.empty()) return in;
 
     // Insert the fetches ahead of their updates.
-    Plan p = in;
-    p.actions.clear();
+    Plan p = in.without_actions();
     size_t fetched = 0, updated = 0, ahead = size_t(p.layout.prefetch);
     auto fetch_until = [&](size_t end) {
         for (; fetched < std::min(end, fetches.size()); fetched++)
@@ -157,7 +155,7 @@ struct GradientUse {
 // Before: the plan up to UPDATE. After: a gradient leaves the device behind a layer, sum or tie if
 // the next one comes only long after, and returns ahead of that. Behind the very last one, SQUARE
 // sums its squares, and the gradient goes to where UPDATE finds it in chunks.
-inline Plan add_gradient_moves(const Plan& in, const Model& model) {
+inline Plan add_gradient_moves(Plan in, const Model& model) {
     if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
         return in;
 
@@ -213,8 +211,7 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
         }
 
     // Write the list anew, with these insertions.
-    Plan p = in;
-    p.actions.clear();
+    Plan p = in.without_actions();
     // The place past the last action holds what stands behind it.
     for (int i = 0; i <= end; i++) {
         p.actions.insert(p.actions.end(), ahead[i].begin(), ahead[i].end());
@@ -225,7 +222,7 @@ inline Plan add_gradient_moves(const Plan& in, const Model& model) {
 
 // Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first and FETCH(m,l)
 // ahead of the second, for a block that is parked, if enough compute actions stand between them.
-inline Plan add_parking(const Plan& in, const Model& model) {
+inline Plan add_parking(Plan in, const Model& model) {
     if (in.offload.activations == Tier::DEVICE || in.mode != Mode::TRAIN)
         return in;
 
@@ -242,7 +239,7 @@ inline Plan add_parking(const Plan& in, const Model& model) {
     }
 
     // Decide what to insert before and behind each compute action.
-    std::map<int, std::vector<Action>> before, behind;
+    Insertions before, behind;
     for (auto& [of, use] : uses) {
         // Skip blocks near the head, which need their activations again at once, and those that
         // keep nothing, inside a segment.
@@ -254,7 +251,7 @@ inline Plan add_parking(const Plan& in, const Model& model) {
         behind[use.first].push_back({Op::PARK, of.first, of.second});
         before[fetch].push_back({Op::FETCH, of.first, of.second});
     }
-    return add_around(in, before, behind);
+    return add_around(std::move(in), before, behind);
 }
 
 } // namespace llmc

@@ -262,6 +262,7 @@ struct Crossing {
     int from, made;
     int to, used;
     Transfer send, receive; // its ends
+    double made_at = 0;     // in a timeline where sends never wait
 };
 
 // List all messages between different ranks, ordered by receiver.
@@ -279,7 +280,7 @@ inline std::vector<Crossing> crossings_of(const std::vector<Schedule>& all, int 
     };
 
     // Note which slot makes each message.
-    std::vector<Crossing> made(2 * micros * borders, {-1, -1, -1, -1, {}, {}});
+    std::vector<Crossing> made(2 * micros * borders, {-1, -1, -1, -1, {}, {}, 0});
     for (int r = 0; r < pp; r++)
         for (int i = 0; i < int(all[r].size()); i++) {
             if (all[r][i].op == SlotOp::W)
@@ -499,15 +500,12 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
 // Both ends list the messages between two ranks in the order in which they were made, so messages
 // need no tags. Receiving just before the slot that needs a message would be simpler, but then
 // interleaved schedules deadlock. The price is that a message may lie in its buffer for some slots.
-inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
-    std::vector<Crossing> messages = crossings_of(all, pp);
-    Steps steps = bare_steps(all, pp);
-    Timeline t = run_steps(steps, waits_for_data(steps, messages), Costs(), in_rounds);
-
+inline Steps place_transfers(Steps steps, std::vector<Crossing> messages, const Timeline& t) {
     // Sort the messages by the time at which they are made.
-    auto made_at = [&](const Crossing& m) { return t.end[m.from][m.made]; };
-    std::sort(messages.begin(), messages.end(), [&](const Crossing& a, const Crossing& b) {
-        return std::tuple(made_at(a), a.made, a.from) < std::tuple(made_at(b), b.made, b.from);
+    for (Crossing& m : messages)
+        m.made_at = t.end[m.from][m.made];
+    std::sort(messages.begin(), messages.end(), [](const Crossing& a, const Crossing& b) {
+        return std::tie(a.made_at, a.made, a.from) < std::tie(b.made_at, b.made, b.from);
     });
 
     // Place both ends by the rule, receives first.
@@ -517,10 +515,16 @@ inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_r
         steps[rank][i].transfers.push_back(transfer);
     };
     for (const Crossing& m : messages)
-        place(m.to, made_at(m), m.receive);
+        place(m.to, m.made_at, m.receive);
     for (const Crossing& m : messages)
-        place(m.from, made_at(m), m.send);
+        place(m.from, m.made_at, m.send);
     return steps;
+}
+inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
+    std::vector<Crossing> messages = crossings_of(all, pp);
+    Steps bare = bare_steps(all, pp);
+    Waits waits = waits_for_data(bare, messages);
+    return place_transfers(bare, messages, run_steps(bare, waits, Costs(), in_rounds));
 }
 
 // Place groups between any two slots, or only between rounds of one forward and one backward pass,
@@ -528,10 +532,15 @@ inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_r
 // made. Rounds suit the interleaved schedule: it warms up for twice as long, so a message may take
 // a whole round, and between any two slots it would often find its peer in a long backward pass.
 inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
-    Steps best;
+    std::vector<Crossing> messages = crossings_of(all, pp);
+    Steps bare = bare_steps(all, pp);
+    Waits data = waits_for_data(bare, messages);
+    Timeline free = run_steps(bare, data); // sends never wait
     double least = INFINITY;
+    Steps best;
     for (bool in_rounds : {false, true}) {
-        Steps steps = place_transfers(all, pp, in_rounds);
+        Timeline t = in_rounds ? run_steps(bare, data, Costs(), true) : free;
+        Steps steps = place_transfers(bare, messages, t);
         Waits waits;
         pair_transfers(steps, waits);
 
@@ -540,6 +549,7 @@ inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
         if (time >= least) continue;
         best = std::move(steps);
         least = time;
+        if (least <= last_end(free)) break; // nothing is better
     }
     return best;
 }

@@ -98,7 +98,7 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
 
     // Append an action. In a bucket that is reduced after each micro-batch, each one writes first.
     auto add = [&](Op op, int m, int l) {
-        std::vector<int> used = buckets_of(model, l);
+        const std::vector<int>& used = buckets_of(model, l);
         bool each = std::any_of(used.begin(), used.end(), each_micro_batch);
         bool first = reaches_weights(op) && (each || reached.insert(l).second);
         p.actions.push_back({op, m, l, -1, first});
@@ -145,16 +145,15 @@ inline Plan add_load(Plan p) {
 // Recomputation (arXiv:1604.06174, arXiv:2205.05198). Before: F(m,l), and B(m,l) or I(m,l). After:
 // R(m,l) stands before the backward pass of each block whose level is not NONE; those of a segment
 // stand before the backward pass of its last block.
-inline Plan add_recompute(const Plan& in, const Model& model) {
-    Plan p = in;
-    p.actions.clear();
-    for (const Action& a : in.actions) {
+inline Plan add_recompute(Plan in, const Model& model) {
+    Plan p = in.without_actions();
+    for (Action& a : in.actions) {
         bool backward = a.op == Op::B || a.op == Op::I;
         bool redoes = model.is_block(a.layer) && p.recompute.of(a.layer) != Recompute::NONE;
         if (backward && redoes && !remakes_output(in, model, a.layer))
             for (int l = a.layer - place_in_segment(in, model, a.layer); l <= a.layer; l++)
                 p.actions.push_back({Op::R, a.micro, l});
-        p.actions.push_back(a);
+        p.actions.push_back(std::move(a));
     }
     return p;
 }
@@ -197,15 +196,15 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
 
     // The order matters: add_reduce() looks for layers, and add_gather() at all other actions.
     p = add_layers(p, model, steps);
-    p = drop_idle_backward(p, model);
-    p = add_load(p);
-    p = add_recompute(p, model);
-    p = add_reduce(p, model);
-    p = add_update(p, model);
-    p = add_gradient_moves(p, model);
-    p = add_offload(p, model);
-    p = add_parking(p, model);
-    return add_gather(p, model);
+    p = drop_idle_backward(std::move(p), model);
+    p = add_load(std::move(p));
+    p = add_recompute(std::move(p), model);
+    p = add_reduce(std::move(p), model);
+    p = add_update(std::move(p), model);
+    p = add_gradient_moves(std::move(p), model);
+    p = add_offload(std::move(p), model);
+    p = add_parking(std::move(p), model);
+    return add_gather(std::move(p), model);
 }
 
 // The same for a rank that knows only its layout: make the steps of all ranks, and take its own.

@@ -57,6 +57,7 @@ struct BucketEstimate {
 
 // Estimates that layouts share: those with equal keys share an entry.
 typedef std::array<int, 10> EstimateKey;
+typedef std::pair<int, std::vector<int>> StageSplit; // pp, and the first layers of all stages
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
     CostModel cost;
@@ -64,6 +65,7 @@ template <typename T, typename S> struct Planner {
     std::map<EstimateKey, Model> models = {};                        // by tp, ep
     std::map<EstimateKey, std::vector<LayerEstimate>> layers = {};   // [layer]
     std::map<EstimateKey, std::vector<BucketEstimate>> buckets = {}; // [layer]
+    std::map<StageSplit, std::vector<size_t>> kinds = {}; // [rank]: kinds_of_ranks()
 };
 
 // Return the model of a layout, made at most once for each tp and ep.
@@ -117,7 +119,7 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.sequence_parallel, int(p.B),
                        int(p.recompute.of(1)), near(&Layout::tp), near(&Layout::cp),
                        near(&Layout::dp)};
-    auto [entry, fresh] = planner.layers.insert({key, {}});
+    auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 
     // Estimate each kind of block once, and both ends of the model.
@@ -177,8 +179,8 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     // Buckets do not depend on micro-batches.
     EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
                        axis_in_node(l, machine, &Layout::cp),
-                       axis_in_node(l, machine, &Layout::dp)};
-    auto [entry, fresh] = planner.buckets.insert({key, {}});
+                       axis_in_node(l, machine, &Layout::dp), int(p.masters)};
+    auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
     // Blocks with experts have other buckets than blocks without.
@@ -213,16 +215,23 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
     int m = micro_batches;
     double all = double(m) * v;
     double waits = std::min(m, pp - rank);
-    if (layout.pipeline == Pipeline::GPIPE) return {all, all};
+    if (layout.pipeline == Pipeline::GPIPE)
+        return {all, all};
     if (layout.pipeline == Pipeline::INTERLEAVED)
         waits = std::min(all, 2.0 * (pp - rank - 1) + (v - 1) * pp + 1);
-    if (layout.pipeline != Pipeline::ZERO_BUBBLE) return {waits, waits};
+    if (layout.pipeline != Pipeline::ZERO_BUBBLE)
+        return {waits, waits};
     return {v * waits, double(v * std::min(m, pp))};
 }
 
 // One rank's share of a micro-batch, and of the end of the step.
 struct RankEstimate {
-    double bytes = 0;
+    double bytes = 0; // all but kept activations
+
+    // Bytes that a micro-batch in flight keeps, as LayerEstimate has them.
+    double kept_b = 0;
+    double kept_w = 0;
+    double gradient_w = 0;
 
     // Seconds of a micro-batch: in total, its backward pass,
     // and the part of ZeRO-2's and 3's collectives that nothing hides.
@@ -268,14 +277,43 @@ inline int alike_from(const Model& model, int l, int to) {
     return n;
 }
 
+// Ranks with equal numbers of alike layers in all their stages are of one kind: return each rank's.
+// Kinds are numbered in the order of the ranks.
+inline std::vector<size_t> kinds_of_ranks(const Layout& layout, const Model& model) {
+    // Describe a rank by its runs of alike layers: how many, and the first one. A block stands for
+    // all blocks like it.
+    std::map<std::vector<size_t>, size_t> known;
+    std::vector<size_t> kinds;
+    for (int rank = 0; rank < layout.pp.size; rank++) {
+        std::vector<size_t> runs;
+        for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
+            int to = first_layer(layout, model, stage + 1);
+            int n = 0;
+            for (int l = first_layer(layout, model, stage); l < to; l += n) {
+                n = alike_from(model, l, to);
+                bool block = model.is_block(l);
+                size_t kind = block ? is_sparse(model.shape, l) : 2 + l;
+                size_t window = block ? window_of(model.shape, l) : 0;
+                runs.insert(runs.end(), {size_t(n), kind, window});
+            }
+
+            // Mark the stage's end.
+            runs.push_back(0);
+        }
+
+        // Number a kind that is new.
+        auto entry = known.insert({runs, known.size()}).first;
+        kinds.push_back(entry->second);
+    }
+    return kinds;
+}
+
 // Estimate a pipeline rank: its bytes, and its seconds.
 inline RankEstimate estimate_rank(const Plan& p, const Model& model,
                                   const std::vector<LayerEstimate>& layers,
                                   const std::vector<BucketEstimate>& buckets, int rank) {
     const Layout& layout = p.layout;
-    LiveStages live = live_stages(layout, p.micro_batches, rank);
     RankEstimate r;
-    double kept = 0;
     double passing = 0;
     double next = 0; // bytes of another layer's buckets
 
@@ -301,11 +339,10 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             r.gather += once * b.gather;
             r.update += once * b.update;
 
-            // Add the activations of all micro-batches in flight,
-            // and take the peak of what one layer needs.
-            kept += n * live.b * e.kept_b;
-            kept += n * live.w * e.kept_w;
-            kept += n * (live.w - live.b) * e.gradient_w;
+            // Add what a micro-batch in flight keeps, and take the peak of what one layer needs.
+            r.kept_b += n * e.kept_b;
+            r.kept_w += n * e.kept_w;
+            r.gradient_w += n * e.gradient_w;
             passing = std::max(passing, e.passing + b.passing);
             next = std::max(next, b.passing);
             r.exposed += n * exposed_seconds(layout, e, b);
@@ -319,7 +356,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     }
 
     // Add the next layer's weights, which ZeRO-3 also holds, or the last one's gradient, in ZeRO-2.
-    r.bytes += kept / layout.chunks + passing;
+    r.bytes += passing;
     if (layout.zero >= 2) r.bytes += next;
     return r;
 }
@@ -344,9 +381,17 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
     int pp = layout.pp.size;
     int v = layout.chunks;
 
+    // Estimate each kind of rank once.
+    auto [kinds, fresh] = planner.kinds.try_emplace({pp, layout.first_layer});
+    if (fresh) kinds->second = kinds_of_ranks(layout, model);
+    std::vector<RankEstimate> known;
+
     // The slowest rank sets the pace. Collectives that nothing hides come on top.
     for (int rank = 0; rank < pp; rank++) {
-        RankEstimate r = estimate_rank(p, model, layers, buckets, rank);
+        size_t kind = kinds->second[size_t(rank)];
+        if (kind == known.size())
+            known.push_back(estimate_rank(p, model, layers, buckets, rank));
+        const RankEstimate& r = known[kind];
         double seconds = r.seconds + r.exposed;
 
         // ZeRO 0 and 1 sum once a step, behind the last backward pass;
@@ -363,8 +408,13 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
             turns[i] = std::max(turns[i], turn);
         }
         tail = std::max(tail, sums + publish + r.update);
-        if (r.bytes > e.bytes) e.fullest = rank;
-        e.bytes = std::max(e.bytes, r.bytes);
+
+        // Activations of all micro-batches in flight tell ranks of one kind apart.
+        LiveStages live = live_stages(layout, m, rank);
+        double kept = live.b * r.kept_b + live.w * r.kept_w + (live.w - live.b) * r.gradient_w;
+        double bytes = r.bytes + kept / v;
+        if (bytes > e.bytes) e.fullest = rank;
+        e.bytes = std::max(e.bytes, bytes);
     }
 
     // Each stage waits for one message in and one back.

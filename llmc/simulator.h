@@ -42,7 +42,7 @@ struct SimulatedRank {
     std::vector<ActionTimes> of;            // [action]
     std::vector<std::vector<int>> due; // [action]: what must be finished before it
     std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
-    std::map<int, std::vector<Member>> partners; // [action]: ranks of other stages that it meets
+    std::vector<std::vector<Member>> partners; // [action]: ranks of other stages that it meets
     std::array<Line, 4> lines; // [queue]
     int at = 0;                // the next action
     int called = -1;           // the last collective that was posted
@@ -87,35 +87,39 @@ inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
 
 // Join the k-th message from one stage to another with the k-th receive there.
 inline void pair_messages(Simulator& s) {
-    std::map<std::pair<int, int>, std::vector<int>> sent, received; // [from, to]: actions
     int count = int(s.plans.size());
-    auto pipeline = [&](int r) {
+    std::map<std::tuple<int, int, int>, std::vector<int>> pipelines; // [dp, cp, tp]: [stage]: rank
+    auto pipeline = [&](int r) -> std::vector<int>& {
         const Layout& x = s.plans[r].layout;
-        return std::tuple(x.dp.rank, x.cp.rank, x.tp.rank);
+        return pipelines[{x.dp.rank, x.cp.rank, x.tp.rank}];
     };
-    std::map<std::pair<std::tuple<int, int, int>, int>, int> place; // [pipeline, stage]: rank
 
     // A transfer names a stage: its peer is that stage's rank in the same pipeline.
-    for (int r = 0; r < count; r++)
-        place[{pipeline(r), s.plans[r].layout.pp.rank}] = r;
+    for (int r = 0; r < count; r++) {
+        const Axis& pp = s.plans[r].layout.pp;
+        pipeline(r).resize(size_t(pp.size));
+        pipeline(r)[size_t(pp.rank)] = r;
+    }
 
-    // List both ends in the order of their plans.
+    // List both ends in the order of their plans. A rank has few peers.
+    typedef std::map<int, std::vector<int>> ByPeer; // actions, in order
+    std::vector<ByPeer> sent(s.plans.size()), received(s.plans.size()); // [rank]
     for (int r = 0; r < count; r++) {
         const std::vector<Action>& actions = s.plans[r].actions;
+        const std::vector<int>& stages = pipeline(r);
         for (int i = 0; i < int(actions.size()); i++)
-            for (const Transfer& t : actions[i].transfers) {
-                int peer = place.at({pipeline(r), t.peer});
-                (t.send ? sent[{r, peer}] : received[{peer, r}]).push_back(i);
-            }
+            for (const Transfer& t : actions[i].transfers)
+                (t.send ? sent : received)[r][stages[size_t(t.peer)]].push_back(i);
     }
 
     // Join them. plans_check() has made sure that the lists match.
-    for (auto& [ends, from] : sent)
-        for (size_t k = 0; k < from.size(); k++) {
-            int to = received.at(ends).at(k);
-            s.ranks[ends.first].partners[from[k]].push_back({ends.second, to});
-            s.ranks[ends.second].partners[to].push_back({ends.first, from[k]});
-        }
+    for (int r = 0; r < count; r++)
+        for (auto& [peer, from] : sent[r])
+            for (size_t k = 0; k < from.size(); k++) {
+                int to = received[peer].at(r).at(k);
+                s.ranks[r].partners[from[k]].push_back({peer, to});
+                s.ranks[peer].partners[to].push_back({r, from[k]});
+            }
 }
 
 // Join the actions that cross stages:
@@ -144,6 +148,7 @@ inline void prepare_ranks(Simulator& s, const Model& model) {
         // so the earlier one says when it is due.
         SimulatedRank& rank = s.ranks.emplace_back();
         rank.of.resize(p.actions.size());
+        rank.partners.resize(p.actions.size());
         rank.due.resize(p.actions.size() + 1);
         std::vector<Finish> finish = finish_before(p, model); // the executor uses the same
         for (int i = 0; i < int(finish.size()); i++)
@@ -177,10 +182,8 @@ inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*the
     for (int mate : me.mates)
         if (mates_meet(p.layout, s.plans[mate].layout, p.actions[i].op))
             look(mate, i);
-    auto partners = me.partners.find(i);
-    if (partners != me.partners.end())
-        for (Member other : partners->second)
-            look(other.rank, other.action);
+    for (Member other : me.partners[i])
+        look(other.rank, other.action);
     return all ? last : -1;
 }
 
@@ -336,7 +339,8 @@ struct Settled {
 inline Settled settled(const Layout& layout, int micro_batches) {
     // Rounds of up to four micro-batches average out waits that do not occur in each one.
     int pp = layout.pp.size;
-    if (layout.pipeline == Pipeline::INTERLEAVED) return {2 * pp + micro_batches % pp, pp};
+    if (layout.pipeline == Pipeline::INTERLEAVED)
+        return {2 * pp + micro_batches % pp, pp};
     return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
 }
 

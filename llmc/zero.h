@@ -58,9 +58,8 @@ inline int message_behind(const Plan& p, int i) {
 // gradient, in each micro-batch (stages 2 and 3) or in the last one only. The message that a slot
 // ends in goes first: collectives begin in order, and other stages wait for it. Tied tables are
 // left to the end of the step.
-inline Plan add_reduce(const Plan& in, const Model& model) {
-    Plan p = in;
-    p.actions.clear();
+inline Plan add_reduce(Plan in, const Model& model) {
+    Plan p = in.without_actions();
 
     // Find each layer's last backward pass: its gradient is complete there.
     std::map<int, int> last_micro; // of a layer
@@ -69,12 +68,12 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
             last_micro[a.layer] = a.micro;
 
     // Insert REDUCE behind each backward pass that completes a bucket's gradient.
-    std::set<int> begun;                       // buckets whose gradient has its first part
-    std::map<int, std::vector<Action>> behind; // [place]: what follows the action there
+    std::set<int> begun; // buckets whose gradient has its first part
+    std::vector<std::vector<Action>> behind(in.actions.size()); // [place]: what follows it
+    const std::vector<int> none;
     for (int i = 0; i < int(in.actions.size()); i++) {
-        const Action& a = in.actions[i];
-        std::vector<int> used;
-        if (reaches_weights(a.op)) used = buckets_of(model, a.layer);
+        Action& a = in.actions[i];
+        const std::vector<int>& used = reaches_weights(a.op) ? buckets_of(model, a.layer) : none;
         int message = used.empty() ? i : message_behind(in, i);
         for (int b : used) {
             const Bucket& bucket = model.buckets[b];
@@ -91,7 +90,7 @@ inline Plan add_reduce(const Plan& in, const Model& model) {
                 behind[message].push_back({Op::REDUCE, -1, -1, b});
             }
         }
-        p.actions.push_back(a);
+        p.actions.push_back(std::move(a));
         p.actions.insert(p.actions.end(), behind[i].begin(), behind[i].end());
     }
     return p;
@@ -115,6 +114,7 @@ inline int weights_lead(const Layout& layout, const Model& model, int bucket) {
 // bucket stays in memory between them.
 inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, const Model& model) {
     std::map<int, std::vector<BucketUse>> uses; // of a bucket
+    if (p.layout.zero < 3 && !p.layout.weights_away) return uses; // weights stay where they are
     int count = 0;
     for (const Action& a : p.actions) {
         if (!computes(a.op)) continue;
@@ -132,23 +132,27 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
     return uses;
 }
 
-// Insert actions before and behind compute actions. Both maps are indexed by a compute action's
-// number among the compute actions of the plan.
-inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& before,
-                       std::map<int, std::vector<Action>>& behind) {
-    Plan p = in;
-    p.actions.clear();
-    auto append = [&](const std::vector<Action>& some) {
+// Actions to insert, by the number of a compute action among the compute actions of the plan.
+typedef std::map<int, std::vector<Action>> Insertions;
+
+// Insert actions before and behind compute actions.
+inline Plan add_around(Plan in, const Insertions& before, const Insertions& behind) {
+    if (before.empty() && behind.empty()) return in;
+    Plan p = in.without_actions();
+    auto append = [&](const Insertions& all, int place) {
+        auto found = all.find(place);
+        if (found == all.end()) return;
+        const std::vector<Action>& some = found->second;
         p.actions.insert(p.actions.end(), some.begin(), some.end());
     };
 
     // Keep all other actions where they are.
     int count = 0;
-    for (const Action& a : in.actions) {
-        if (computes(a.op)) append(before[count]);
-        p.actions.push_back(a);
-        if (computes(a.op))
-            append(behind[count++]);
+    for (Action& a : in.actions) {
+        bool runs = computes(a.op);
+        if (runs) append(before, count);
+        p.actions.push_back(std::move(a));
+        if (runs) append(behind, count++);
     }
     return p;
 }
@@ -156,9 +160,9 @@ inline Plan add_around(const Plan& in, std::map<int, std::vector<Action>>& befor
 // Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
 // before a bucket's use, and RELEASE behind it. Weights that lie in another tier also get a FETCH,
 // which stands `prefetch` compute actions earlier still when a GATHER follows it.
-inline Plan add_gather(const Plan& in, const Model& model) {
+inline Plan add_gather(Plan in, const Model& model) {
     // Decide what stands before and behind each compute action.
-    std::map<int, std::vector<Action>> before, behind;
+    Insertions before, behind;
     for (auto& [bucket, uses] : uses_of_gathered(in, model))
         for (BucketUse use : uses) {
             int lead = weights_lead(in.layout, model, bucket);
@@ -172,7 +176,7 @@ inline Plan add_gather(const Plan& in, const Model& model) {
             behind[use.last].push_back({Op::RELEASE, -1, -1, bucket});
         }
 
-    return add_around(in, before, behind);
+    return add_around(std::move(in), before, behind);
 }
 
 // ----------------------------------------------------------------------------

@@ -178,6 +178,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         Trial t = {a.search.leanest};
         other.config.machine = ""; // ask for bytes only: the simulator has no times for offloading
         if (*flag) set_flag(other.config, flag, value);
+        if (!strcmp(flag, "masters")) t.proposal.remainder = false; // the flag holds
         Config c = other.config;
         set_proposal(c, t.proposal);
         if (!config_check(c, q.shape).empty()) return double(INFINITY);

@@ -111,7 +111,8 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     double slowest = SURELY_SLOWER * a.best[a.chosen].seconds;
     size_t tried = 0;
     for (const Proposal& p : a.larger) {
-        if (tried++ == MOST_LARGER || p.estimate.seconds > slowest) break;
+        if (tried++ == MOST_LARGER || p.estimate.seconds > slowest)
+            break;
         if (15.0 * p.pp * double(q.shape.L) > MOST_FLIP_ACTIONS) continue; // it takes seconds
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
@@ -164,7 +165,8 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
     int most = MOST_THOUSANDTHS;
     for (const Knob& knob : knobs())
         for (int sign : {1, -1}) {
-            if (flip.memory_alone && knob.field != &Machine::memory_gb) break;
+            if (flip.memory_alone && knob.field != &Machine::memory_gb)
+                break;
             Proposal winner;
             int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
                 return flips_at<T>(s, knob, k, &winner);
@@ -187,7 +189,8 @@ template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int t
     PlanQuestion q = changed_question(s.q, knob, thousandths);
     if (s.shown.back().bytes > q.room) return false;
     auto seconds = [&](size_t i) {
-        if (knob.field == &Machine::memory_gb) return s.shown[i].seconds;
+        if (knob.field == &Machine::memory_gb)
+            return s.shown[i].seconds;
         return simulate_rehearsal<T>(q.machine, s.plans[i]).seconds;
     };
     double mine = seconds(s.shown.size() - 1);
@@ -213,7 +216,8 @@ Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S whe
     double least = INFINITY;
     for (const Knob& knob : knobs())
         for (int sign : {1, -1}) {
-            if (flip.memory_alone && knob.field != &Machine::memory_gb) break;
+            if (flip.memory_alone && knob.field != &Machine::memory_gb)
+                break;
             int most = sign > 0 ? MOST_TIMES : LEAST_SHARE;
             int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
                 return leads_at<T>(s, knob, k);
@@ -246,7 +250,8 @@ inline std::string change_text(const PlanQuestion& q, const Flip& flip, bool mem
 // The line that says which change makes the user's layout lead; "" if it leads already.
 inline std::string lead_text(const PlanQuestion& q, const Answer& a, const Trial& yours,
                              const Flip& flip, bool memory_flag) {
-    if (yours.bytes <= q.room && yours.seconds <= a.best[0].seconds) return "";
+    if (yours.bytes <= q.room && yours.seconds <= a.best[0].seconds)
+        return "";
     const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
     std::string what = flip.knob ? "with " + change_text(q, flip, memory_flag)
                                  : "no single number of the machine, from a tenth to ten times";

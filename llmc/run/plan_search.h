@@ -28,6 +28,7 @@ struct Proposal {
     std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
+    bool remainder = false; // --masters remainder: 2 bytes less for each master, to make room
     Estimate estimate = {};
 
     // How much a user has to know to run this layout. An axis counts ten, because it
@@ -37,7 +38,7 @@ struct Proposal {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");
         return 10 * axes + zero + (zero_group > 0) + orders + sequence_parallel + (chunks > 1) +
-               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute);
+               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder;
     }
 };
 
@@ -66,6 +67,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("zero-group", p.zero_group, p.zero > 0 && p.zero_group > 0);
     add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
+    add("masters", "remainder", p.remainder);
     return text + concat(" --micro-batch ", p.B);
 }
 
@@ -88,6 +90,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.sequence_parallel = p.sequence_parallel;
     c.pipeline = pipeline_name(p.pipeline);
     c.recompute = recompute_name(p.recompute);
+    if (p.remainder) c.masters = "remainder";
 }
 
 // The proposal that a configuration's flags make: the reverse of set_proposal().
@@ -110,6 +113,7 @@ inline Proposal proposal_of(const Config& c) {
     p.sequence_parallel = c.sequence_parallel;
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
     p.recompute = recompute_named(c.recompute);
+    p.remainder = c.masters == "remainder";
     return p;
 }
 
@@ -168,7 +172,8 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
         for (int pp : divisors)
             for (int cp : divisors) {
                 int64_t each = int64_t(tp) * pp * cp;
-                if (tp > q.machine.cards || q.gpus % each) continue;
+                if (tp > q.machine.cards || q.gpus % each)
+                    continue;
                 Proposal p = plain_proposal(q);
                 p.tp = tp;
                 p.pp = pp;
@@ -208,7 +213,8 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
                                           Pipeline::ZERO_BUBBLE}) {
                     bool idle = (grid.pp == 1 && pipeline != Pipeline::ONE_F_ONE_B) ||
                                 (grid.tp == 1 && sequence_parallel);
-                    if (idle || (pipeline == Pipeline::INTERLEAVED) != (v > 1)) continue;
+                    if (idle || (pipeline == Pipeline::INTERLEAVED) != (v > 1))
+                        continue;
                     Proposal p = grid;
                     p.B = B;
                     p.chunks = v;
@@ -309,7 +315,8 @@ inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& la
 // Choose the method of context parallelism by which a block takes least time, unless the user has.
 template <typename T, typename S>
 void choose_method(Estimator<T, S>& e, Proposal& p) {
-    if (p.cp == 1 || given(e.q.config, "cp-method")) return;
+    if (p.cp == 1 || given(e.q.config, "cp-method"))
+        return;
     double least = INFINITY;
     Proposal best = p;
     for (const char* name : {"gather", "ulysses", "ring"}) {
@@ -341,12 +348,29 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
 
         // Keep the faster one.
         Estimate estimate = estimate_layout(e.planner, e.plan);
-        if (estimate.seconds >= best.estimate.seconds) continue;
+        if (estimate.seconds >= best.estimate.seconds)
+            continue;
         best.estimate = estimate;
         best.order = order;
         best.zero_group = layout.zero_group;
     }
     p = best;
+}
+
+// Whether masters may shrink to remainders where room is short: they keep every master's bits, so
+// nothing but rounding at ties tells them apart. What the user says of masters holds.
+inline bool may_shrink_masters(const PlanQuestion& q) {
+    Config c = q.config;
+    c.masters = "remainder";
+    bool theirs = given(q.config, "masters") || q.config.masters != "float";
+    return !theirs && check_masters(c).empty();
+}
+
+// The most bytes that remainders save on a rank: 2 for each master. Its stage may be a quarter
+// larger than the mean.
+inline double remainder_saves(const Proposal& p, double parameters) {
+    double shards = p.zero > 0 ? p.dp * p.cp : 1;
+    return 2 * 1.25 * parameters / (p.tp * p.pp * shards);
 }
 
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
@@ -362,6 +386,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
     set_proposal(one, plain);
     Plan plan = {plans_of(one, q.shape, &train)[0], choose_layout(one, q.shape), {}};
     Estimator<T, S> e = {q, {with_logits(q.shape, where), {q.machine, sizeof(T)}, where}, plan};
+    bool may_shrink = may_shrink_masters(q);
+    double parameters = double(parameter_count(make_model(q.shape)));
 
     // Keep a proposal with its estimate, or drop it.
     auto keep = [&](const Proposal& p) {
@@ -385,10 +411,23 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         e.plan.layout.zero = p.zero;
                         e.plan.recompute = x.recompute = Recompute(level);
                         estimate_orders(e, x, in_nodes);
-                        if (x.estimate.seconds == INFINITY) break;
+                        if (x.estimate.seconds == INFINITY)
+                            break;
                         keep(x);
                         // If a layout surely fits without recomputation, skip the other levels.
-                        if (level == 0 && x.estimate.bytes < 0.9 * q.room) break;
+                        bool sure = x.estimate.bytes < 0.9 * q.room;
+                        if (level == 0 && sure) break;
+
+                        // Try smaller masters where they may decide whether it fits.
+                        double saved = remainder_saves(x, parameters);
+                        double least = x.estimate.bytes - saved;
+                        bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
+                        if (sure || !may_shrink || !decides) continue;
+                        e.plan.masters = Masters::REMAINDER;
+                        x.remainder = true;
+                        estimate_orders(e, x, in_nodes);
+                        e.plan.masters = Masters::FLOAT;
+                        keep(x);
                     }
         }
     }

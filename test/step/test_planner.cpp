@@ -20,6 +20,7 @@ PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
     Config& c = q.config;
     c.precision = "bf16", c.machine = "h100";
     c.seq = 256, c.batch_tokens = 8 * 256, c.explain = true, c.sample_tokens = 0;
+    EXPECT_EQ(set_flag(c, "masters", "float"), ""); // as a user says who wants no other
     return q;
 }
 
@@ -376,6 +377,65 @@ TEST(Planner, ClosedFormKnowsShardsInPipelines) {
     EXPECT_LT(mean / n, 0.045); // without messages that are exposed or late: 7.3%
 }
 
+// Ranks whose stages have equal numbers of alike layers share an estimate: it is that of each of
+// them. Windows, experts and both ends of the model tell ranks apart.
+TEST(Planner, RanksOfOneKindHaveOneEstimate) {
+    Shape windows = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
+    windows.sliding_window = 16;
+    windows.full_every = 2;
+    Shape experts = mixtral_shape(llama_shape(16, 4, 2, 64, 0, 100, 64, 10000), 8, 2, 96);
+    experts.sparse_every = 2;
+    for (const Shape& shape : {gpt2_shape(16, 4, 64, 100, 64), windows, experts}) {
+        // Cut the model into eight stages: some of one block, some of two, others of three.
+        Planner<bf16, Cpu> planner = {with_logits(shape, Cpu{}), {machines()[0], 2}, Cpu{}};
+        Plan p;
+        p.B = 1, p.T = 64;
+        p.layout.pp.size = 8;
+        p.layout.first_layer = {0, 3, 4, 5, 7, 9, 11, 14, int(shape.L) + 2};
+        const Model& model = model_of(planner, p.layout);
+        std::vector<size_t> kinds = kinds_of_ranks(p.layout, model);
+        size_t last = 0;
+
+        // Compare the estimate of each rank with the first one's of its kind.
+        std::vector<RankEstimate> first;
+        for (int rank = 0; rank < 8; rank++) {
+            RankEstimate r = estimate_rank(p, model, layers_of(planner, p),
+                                           buckets_for(planner, p), rank);
+            ASSERT_LE(kinds[size_t(rank)], first.size());
+            if (kinds[size_t(rank)] == first.size()) first.push_back(r);
+            const RankEstimate& known = first[kinds[size_t(rank)]];
+            EXPECT_EQ(r.bytes, known.bytes);
+            EXPECT_EQ(r.kept_w, known.kept_w);
+            EXPECT_EQ(r.seconds, known.seconds);
+            EXPECT_EQ(r.update, known.update);
+            last = std::max(last, kinds[size_t(rank)]);
+        }
+        EXPECT_EQ(last, shape.family == Family::GPT2 ? 4u : 5u);
+    }
+}
+
+// A question about a thousand cards is answered in about a second of one core: the time is printed,
+// and seconds are refused where the compiler optimises.
+TEST(Planner, AnswersForAThousandCardsInAboutASecond) {
+    sizes_of_gpu = true;
+    PlanQuestion q;
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.shape = llama31_shape(126, 128, 16384, 53248);
+    q.gpus = 1024, q.room = 0.95 * q.machine.memory_gb * GIB;
+    q.config.precision = "bf16", q.config.machine = "h100";
+    q.config.seq = 8192, q.config.batch_tokens = 1 << 24;
+    q.config.explain = true, q.config.sample_tokens = 0;
+    std::clock_t begun = std::clock();
+    Answer a = answer_question<bf16>(q, Cpu{});
+    double seconds = double(std::clock() - begun) / CLOCKS_PER_SEC;
+    printf("%zu layouts, %zu simulated: %.2f s\n", a.search.listed, a.simulated, seconds);
+    EXPECT_GE(a.best.size(), 3u);
+#ifdef __OPTIMIZE__
+    EXPECT_LT(seconds, 4);
+#endif
+    sizes_of_gpu = false;
+}
+
 // place_proposal() places only some rounds of a long accumulation. It never finds fewer bytes than
 // all of them take, and at most 0.5% more, or 2% with chunks.
 TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
@@ -481,6 +541,7 @@ TEST(Planner, PublishedChoicesAreNearItsOwn) {
         q.config.precision = "bf16", q.config.machine = c.machine;
         q.config.seq = c.seq, q.config.batch_tokens = c.batch_tokens;
         q.config.explain = true, q.config.sample_tokens = 0;
+        EXPECT_EQ(set_flag(q.config, "masters", "float"), ""); // as in those programs
         for (auto& [flag, value] : c.flags)
             EXPECT_EQ(set_flag(q.config, flag, value), "");
 
@@ -534,6 +595,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     p.recompute = Recompute::FULL;
     p.cp_method = "ring";
     p.order = "tp-dp-pp";
+    p.remainder = true;
 
     Config c;
     c.seq = 64, c.batch_tokens = 64 * 64;
@@ -541,7 +603,43 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     EXPECT_EQ(proposal_text(proposal_of(c)), proposal_text(p));
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
                                 "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
-                                "--grid-order tp-dp-pp --recompute full --micro-batch 2");
+                                "--grid-order tp-dp-pp --recompute full --masters remainder "
+                                "--micro-batch 2");
+}
+
+// Where float masters do not fit, remainders may: the planner takes them then, and only then. Where
+// the user wants float masters, nothing fits.
+TEST(Planner, MastersShrinkWhereRoomIsShort) {
+    // Place the same layout with both, on one rank.
+    PlanQuestion q = small_question(1, 1e6);
+    q.shape = gpt2_shape(6, 4, 256, 1000, 256);
+    Config asked = q.config;
+    q.config.given.erase("masters");
+    double bytes[2];
+    for (bool remainder : {false, true}) {
+        Proposal p = plain_proposal(q);
+        p.recompute = Recompute::FULL;
+        p.remainder = remainder;
+        Trial t = {p};
+        place_proposal<bf16>(q, t, 0, Cpu{});
+        bytes[remainder] = t.bytes;
+    }
+    ASSERT_LT(bytes[true], bytes[false]);
+
+    // Ask with much room, and with room for the smaller one.
+    for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals)
+        ASSERT_FALSE(p.remainder);
+    q.room = (bytes[true] + bytes[false]) / 2;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    for (const Trial& t : a.best) {
+        EXPECT_TRUE(t.proposal.remainder);
+        EXPECT_LE(t.bytes, q.room);
+        EXPECT_EQ(refuse_proposal(q, t.proposal), "");
+    }
+    asked.batch_tokens = q.config.batch_tokens;
+    q.config = asked;
+    EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
 // The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the room's
