@@ -86,6 +86,7 @@ struct CostModel {
     bool redoes_all = false;   // R runs all of a block's forward pass
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
     double tensor_shown = 1; // the share of a block's tp messages that its products do not hide
+    double accumulated = 0;  // bytes moved to add a micro-batch's gradient beside its product
     // The bytes of a datum that moves between tiers; null: moves take no time.
     std::function<size_t(const Plan&, Data)> bytes = nullptr;
 };
@@ -191,7 +192,8 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
         if (trained && !bucket.trainable) continue;
         for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
             const Parameter& w = model.parameters[i];
-            if (w.layer != layer || w.shape.size() != 2) continue;
+            if (w.layer != layer || w.shape.size() != 2)
+                continue;
             if (stacks && w.stack == 1) continue;
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
@@ -315,6 +317,15 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
+// Return the seconds that a layer's gradients take where they are added apart from their products.
+inline double accumulate_seconds(const CostModel& c, const Model& model, int layer) {
+    if (c.accumulated == 0) return 0; // products add to them, as here
+    double elements = 0;
+    for (const Parameter& w : model.parameters)
+        if (w.layer == layer) elements += double(w.local_elements());
+    return c.accumulated * elements / c.machine.memory_rate();
+}
+
 // The share of attention's rate that is left where a ring takes keys in pieces.
 constexpr double RING_RATE = 0.9;
 
@@ -336,6 +347,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
     double dequantised = dequantised_bytes(c, p, model, layer);
     t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.memory_rate();
+    if (backward) t.memory += accumulate_seconds(c, model, layer);
 
     // Add the host's launches, as far as the device's work does not hide them.
     double work = t.products + t.attention + t.memory;
@@ -397,7 +409,7 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
     t.products = products * product_seconds(c, N, V, C);
-    t.memory = 6 * e * N * V / c.machine.memory_rate();
+    t.memory = (6 * e * N + c.accumulated * C) * V / c.machine.memory_rate();
     t.tensor = tp.all_reduce(N * C * e);
     return t;
 }
