@@ -1247,7 +1247,8 @@ TEST(Layouts, CapacityIsOneComputation) {
     printf("%zu layouts\n", dropping);
 }
 
-// Models agree that have dense blocks and blocks with shared experts: every third layout.
+// Models agree that have dense blocks and blocks with shared experts: every third pair of layouts,
+// for every third single one would leave out tensor parallelism without that of sequences.
 TEST(Layouts, SharedExpertsAreOneComputation) {
     // Take layouts with and without expert parallelism.
     std::map<std::pair<bool, int>, OneRank> one_rank;
@@ -1262,7 +1263,7 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
         bool adamw = number % 2 > 0;
         Shape shape = shared_for_tp();
         shape.E = 6;
-        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number) || number % 3) continue;
+        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number) || number / 2 % 3) continue;
         OneRank& one = one_rank[{adamw, l.micro_batches * l.dp}];
         if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
