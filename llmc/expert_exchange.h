@@ -103,6 +103,16 @@ void add_rows(std::vector<CommMessage>& messages, T* rows, size_t count, size_t 
     if (count) messages.push_back({rows, count * C * sizeof(T), int(peer), send});
 }
 
+// Send a message of the experts' ranks that the layer waits for. All of them go by the stream
+// beside: a communicator whose calls come from two streams has no order of its own.
+template <typename S, typename F>
+void send_beside(Ctx<S>& ctx, F message) { // message(stream)
+    if (ctx.ep.size == 1) return message(ctx.where);
+    wait_point(record_point(ctx.where), ctx.beside);
+    message(ctx.beside);
+    wait_point(record_point(ctx.beside), ctx.where);
+}
+
 // The rows of all ranks' tokens, on their way.
 template <typename T, typename S> struct TokensComing {
     const T* all = nullptr;   // (ep,N,C) good once they have arrived
@@ -174,7 +184,8 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
         add_rows(messages, sent, leaving, C, r, true);
         add_rows(messages, received, for_each_wanted(c, me, r, no_copy), C, r, false);
     }
-    exchange(ctx.ep, messages.data(), int(messages.size()), ctx.where);
+    int count = int(messages.size());
+    send_beside(ctx, [&](S beside) { exchange(ctx.ep, messages.data(), count, beside); });
 
     // Overwrite the other ranks' rows, which are sent, with what came back for this rank's rows. A
     // rank that was sent nothing adds zero.

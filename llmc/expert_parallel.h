@@ -134,7 +134,8 @@ void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (
     // Return the partial rows the way their tokens came.
     bool exchanges = ctx.ep.size > 1 && ctx.exchange_rows;
     if (exchanges) return return_tokens(ctx, out, partial, ids);
-    reduce_scatter_sum(ctx.ep, out, partial, ctx.batch.rows() * ctx.shape.C, ctx.where);
+    size_t count = ctx.batch.rows() * ctx.shape.C;
+    send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, out, partial, count, beside); });
 }
 
 // Return this rank's part of a table that holds all ranks' slots side by side.
@@ -147,8 +148,10 @@ A* my_slots(const Ctx<S>& ctx, A* all) { // (N,K) of (ep,N,K)
 template <typename A, typename S>
 void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
     size_t n = ctx.batch.rows() * ctx.shape.K;
-    all_gather(ctx.ep, ids, my_slots(ctx, ids), n, ctx.where);
-    all_gather(ctx.ep, gates, my_slots(ctx, gates), n, ctx.where);
+    send_beside(ctx, [&](S beside) {
+        all_gather(ctx.ep, ids, my_slots(ctx, ids), n, beside);
+        all_gather(ctx.ep, gates, my_slots(ctx, gates), n, beside);
+    });
 }
 
 // Sum the gates' gradients in place:
@@ -156,7 +159,8 @@ void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
 template <typename A, typename S>
 void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
     size_t n = ctx.batch.rows() * ctx.shape.K;
-    reduce_scatter_sum(ctx.ep, my_slots(ctx, dgates), dgates, n, ctx.where);
+    A* mine = my_slots(ctx, dgates);
+    send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, mine, dgates, n, beside); });
 }
 
 // Sort all slots by this rank's experts; slots of other ranks' experts come last. starts[e] is

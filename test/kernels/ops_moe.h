@@ -404,7 +404,7 @@ inline void own_experts_test(Check& c) {
 // the experts counts, and reads no others: those are NaN.
 inline void rounds_test(Check& c) {
     size_t N = odd(c, 1, 30), K = 2, E = 6, C = odd(c, 1, 20), M = N * K;
-    SortedSlots s(slots_of_case(c, M, E, 2), E);
+    SortedSlots s(token_choices(c, N, E, K, false), E);
     Doubles x = normals(c, N * C), y = normals(c, M * C), whole(N * C);
     combine_slots(whole.data(), x.data(), y.data(), s.row_of.data(), 0, &s.starts[E], N, K, C, CPU);
 
