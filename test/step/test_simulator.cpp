@@ -810,8 +810,8 @@ TEST(Simulator, ASharedExpertHidesMessages) {
     beside.shared_F = 32768;
     Model model = make_model(alone, p.layout);
 
-    // Take a link that hides all and one that hides a part.
-    for (double link_gb : {400.0, 4.0}) {
+    // Take links whose messages take less than one product, more than one, more than all.
+    for (double link_gb : {400.0, 75.0, 4.0}) {
         c.machine.link_gb = link_gb;
         auto messages = [&](const Shape& s, bool backward) {
             return block_messages(c, p, model, layer_shape(s, 1), backward).experts;
