@@ -661,10 +661,11 @@ TEST(Experts, AllTokensMayChooseTheSame) {
 }
 
 // Routers of zeros send every token to the first K experts, and these have room for some tokens of
-// each sequence. The rest is dropped and counted; the loads say what was chosen.
-TEST(Experts, CapacityDropsWhatIsOver) {
+// each sequence. The rest is dropped and counted; the loads say what was chosen. A segment's blocks
+// route again in backward and count no token twice.
+void expect_dropped(const Plan& plan) {
     Shape s = with_capacity(small_mixtral());
-    Fixture<double> f(s, {small_plan(2, 9, 2, Recompute::FULL)});
+    Fixture<double> f(s, {plan});
     for (const Parameter& p : f.t.model.parameters)
         if (p.name.ends_with("block_sparse_moe.gate.weight"))
             set_weight(f.t, p, std::vector<double>(p.elements()).data());
@@ -678,6 +679,11 @@ TEST(Experts, CapacityDropsWhatIsOver) {
         EXPECT_EQ(loads[0], 2 * 9 * 2);
         EXPECT_DOUBLE_EQ(dropped_share(f.t, loads), 6.0 / 9);
     }
+}
+TEST(Experts, CapacityDropsWhatIsOver) {
+    Plan alone = small_plan(2, 9, 2, Recompute::FULL), segment = alone;
+    segment.recompute.segments = {3};
+    expect_dropped(alone), expect_dropped(segment);
 }
 
 // Experts with room for all tokens change no bit. The counts of drops are there, and zero.
