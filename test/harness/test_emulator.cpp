@@ -245,10 +245,11 @@ template <bool BUG> void copy_waits_for_too_few(float* out) {
 // ----------------------------------------------------------------------------
 // mbarrier and TMA. The tensor lies at out + 4096 and has rows of 64 numbers of 16 bits.
 
+// Encoded anew: the maps that make_tensor_map keeps are a host thread's, and these are a block's.
 CUtensorMap map_of(float* out, size_t columns = 64, size_t rows = 16, unsigned box_rows = 8) {
     const size_t all = 64 * rows;
-    return make_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(out + 4096), {columns, rows, 1, 1},
-                                    {64, all, all}, {64, box_rows, 1, 1}, true);
+    return encode_tensor_map<bf16, 4>(reinterpret_cast<bf16*>(out + 4096), {columns, rows, 1, 1},
+                                      {64, all, all}, {64, box_rows, 1, 1}, true);
 }
 // The first warp writes the numbers 0 to 255 in bf16, over and over.
 void fill_tensor(float* out, int rows) {
