@@ -192,6 +192,17 @@ void maps_row(Check& c) {
     expect(c, encoded() == 4 && maps.q.box[1] == 2, "groups of two heads");
     operands.d = completed({1, 100, 100, 4, 4, 64, 256, 256});
     expect(c, encoded() == 4 && maps.q.box[1] == 1, "each head alone");
+
+    // A tensor and a box are known together: each alone makes another map.
+    auto encodes = [&](const size_t(&dims)[2], const unsigned(&box)[2]) {
+        const long before = emulator::encoded_maps;
+        make_tensor_map(operands.q, dims, {64}, box, true);
+        return emulator::encoded_maps - before;
+    };
+    expect(c, encodes({64, 100}, {64, 64}) == 1, "a tensor of two dimensions");
+    expect(c, encodes({64, 99}, {64, 64}) == 1, "a row fewer in the same box");
+    expect(c, encodes({64, 99}, {64, 32}) == 1, "a smaller box of the same tensor");
+    expect(c, encodes({64, 100}, {64, 64}) == 0, "the first tensor and box again");
 }
 
 // A layer of zeros with two tiles of rows and three of keys.

@@ -202,9 +202,20 @@ TEST_F(Averages, AMeanBeginsAndIsRefusedByName) {
     Ran r = start("--resume --eval --use-ema --out " + path("out"));
     EXPECT_NE(r.status, 0);
     EXPECT_HAS(r.text, "holds no mean of weights: its run had no --ema; leave --use-ema out");
-    EXPECT_EQ(start("--resume --steps 4 --ema 0.5 --out " + path("out")).status, 0);
+    EXPECT_EQ(start("--resume --steps 3 --ema 0.5 --keep 2 --out " + path("out")).status, 0);
     r = start("--resume --eval --use-ema --out " + path("out"));
     EXPECT_EQ(r.status, 0) << r.text;
+
+    // It begins at the weights that the run resumed from. Step 3's b is 3 / 12: smaller than 0.5.
+    auto read = [&](int step, const std::string& name) {
+        TensorFile file(path("out") + "/" + step_folder(step) + "/rank_00000.safetensors");
+        return file.floats(name);
+    };
+    std::vector<float> begun = read(2, "param.ln_f.weight"), last = read(3, "param.ln_f.weight");
+    std::vector<float> mean = read(3, "ema.ln_f.weight");
+    EXPECT_NE(begun, last);
+    for (size_t i = 0; i < mean.size(); i++)
+        EXPECT_NEAR(mean[i], 0.25 * begun.at(i) + 0.75 * last.at(i), 6 * std::ldexp(1.0, -23));
 
     EXPECT_HAS(start(flags + "--ema 1 --steps 2").text, "--ema 1 never moves");
     EXPECT_HAS(start(flags + "--use-ema --eval").text, "--use-ema reads the mean");

@@ -1463,30 +1463,32 @@ TEST_F(Life, MemoryThatIsNotThereIsRefused) {
 
 // --memory bounds a run: one that needs more is refused, with flags that fit.
 TEST_F(Life, AMemoryThatIsGivenIsABound) {
-    const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 1 ";
-    Ran r = start(deep + "--memory 0.004");
+    // Each thread has scratch of its own, so their number is part of what a run needs.
+    auto run = [&](const std::string& flags) {
+        const std::string deep = small + "--layers 5 --seq 64 --micro-batch 8 --steps 1 ";
+        return start(deep + flags, "OMP_NUM_THREADS=2");
+    };
+    Ran r = run("--memory 0.004");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(
         r.text,
         "this run needs 8.2 MiB, and --memory 0.004 is less: these flags fit: --micro-batch 2");
-    EXPECT_EQ(start(deep + "--memory 0.004 --micro-batch 2").status, 0);
-    r = start(deep +
-              "--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
+    EXPECT_EQ(run("--memory 0.004 --micro-batch 2").status, 0);
+    r = run("--memory 0.0042 --explain --local-ranks 2 --pp 2 --micro-batch 1 --recompute full");
     EXPECT_EQ(r.status, 0) << r.text;
 
     // --explain prints the plan, and then refuses it.
-    r = start(deep + "--memory 0.004 --explain");
+    r = run("--memory 0.004 --explain");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "actions of a step") << "the plan is printed first";
     EXPECT_HAS(r.text, "--memory 0.004 is less");
 
     // If no flags fit, the message says so.
-    EXPECT_HAS(start(deep + "--memory 0.0001").text,
-               "no --micro-batch or --recompute makes it fit");
-    EXPECT_HAS(start(deep + "--recompute auto --explain").text, "give --memory GiB");
+    EXPECT_HAS(run("--memory 0.0001").text, "no --micro-batch or --recompute makes it fit");
+    EXPECT_HAS(run("--recompute auto --explain").text, "give --memory GiB");
 
     // A pipeline names the rank that needs most.
-    r = start(deep + "--memory 0.001 --local-ranks 2 --pp 2");
+    r = run("--memory 0.001 --local-ranks 2 --pp 2");
     EXPECT_EQ(r.status, 1);
     EXPECT_HAS(r.text, "rank 0 needs ");
 }
