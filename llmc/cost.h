@@ -195,6 +195,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
             if (w.layer != layer || w.shape.size() != 2)
                 continue;
             if (stacks && w.stack == 1) continue;
+
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
             double rows = w.stack > 1 ? N * s.K : N;

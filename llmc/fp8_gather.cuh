@@ -159,33 +159,27 @@ __global__ void fp8_piece_values_kernel(T* values, const e4m3* codes, const uint
 // ----------------------------------------------------------------------------
 // launchers; the arguments are the CPU versions'
 
-inline unsigned fp8_run_blocks(size_t runs) {
-    size_t blocks = ceil_div(runs, size_t(FP8_RUN_WARPS));
+template <typename Kernel, typename... Operands>
+void launch_fp8_runs(Kernel* kernel, const Fp8Piece& p, cudaStream_t stream,
+                     Operands... operands) {
+    size_t runs = fp8_runs(p), blocks = ceil_div(runs, size_t(FP8_RUN_WARPS));
     LLMC_CHECK(blocks <= 0x7fffffff, "%zu runs are more than a grid has", runs);
-    return unsigned(blocks);
+    if (runs)
+        launch(kernel, unsigned(blocks), FP8_RUN_WARPS * 32, 0, stream, operands..., p, runs);
 }
 template <typename T>
 void fp8_piece_maxima(uint32_t* amax, const T* x, const Fp8Piece& p, cudaStream_t stream) {
-    size_t runs = fp8_runs(p);
-    if (runs)
-        launch(fp8_piece_maxima_kernel<T>, fp8_run_blocks(runs), FP8_RUN_WARPS * 32, 0, stream,
-               amax, x, p, runs);
+    launch_fp8_runs(fp8_piece_maxima_kernel<T>, p, stream, amax, x);
 }
 template <typename T>
 void fp8_piece_codes(e4m3* codes, const T* x, const uint32_t* amax, const Fp8Piece& p,
                      cudaStream_t stream) {
-    size_t runs = fp8_runs(p);
-    if (runs)
-        launch(fp8_piece_codes_kernel<T>, fp8_run_blocks(runs), FP8_RUN_WARPS * 32, 0, stream,
-               codes, x, amax, p, runs);
+    launch_fp8_runs(fp8_piece_codes_kernel<T>, p, stream, codes, x, amax);
 }
 template <typename T>
 void fp8_piece_values(T* values, const e4m3* codes, const uint32_t* amax, const Fp8Piece& p,
                       cudaStream_t stream) {
-    size_t runs = fp8_runs(p);
-    if (runs)
-        launch(fp8_piece_values_kernel<T>, fp8_run_blocks(runs), FP8_RUN_WARPS * 32, 0, stream,
-               values, codes, amax, p, runs);
+    launch_fp8_runs(fp8_piece_values_kernel<T>, p, stream, values, codes, amax);
 }
 #endif
 

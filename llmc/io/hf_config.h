@@ -680,6 +680,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     bool named = c.has("model_type") && c.j["model_type"].is_string();
     std::string type = named ? c.j["model_type"].get<std::string>() : "";
     const HfDefaults* llama = hf_defaults(type);
+
+    // Let the family read its keys.
     if (type == "gpt2")
         *shape = hf_gpt2_shape(c);
     else if (type == "gpt_neox")
@@ -691,6 +693,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
                "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
                "qwen3_moe, olmoe, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
                "gemma3_text and gpt_neox are";
+
+    // Check what all families have.
     hf_check_sizes(c, *shape);
     hf_refuse_unless(c, "is_causal", true);
     return c.wrong;
