@@ -213,7 +213,8 @@ void trainer_free(Trainer<T, S>& t) {
     staging_free(t.next.staging, t.ctx.where);
     staging_free(t.answers, t.ctx.where);
     staging_free(t.numbers, t.ctx.where);
-    for (S stream : {t.comm_stream, t.message_stream, t.move_stream, t.ctx.beside})
+    const S streams[] = {t.comm_stream, t.message_stream, t.move_stream, t.ctx.beside};
+    for (S stream : streams)
         close_stream(stream);
     free_laps(t.watch);
     for (PlanGraph<S>& g : t.graphs)
