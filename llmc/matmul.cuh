@@ -144,10 +144,24 @@ inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
     blas.scratch_bytes = bytes;
 }
 
-// A line for the log, since the user may not know that a library is missing.
+#ifdef WITH_ONEDNN
+// Whether oneDNN multiplies bf16 on this processor. Version 2.6 (Debian 12's) wants AVX-512.
+inline bool onednn_takes_bf16() {
+    static const bool takes = [] {
+        dnnl::memory::desc x({2, 2}, dnnl::memory::data_type::bf16, dnnl::memory::dims{2, 1});
+        dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+        dnnl::matmul::primitive_desc d({x, x, x}, engine, true); // empty where it cannot
+        return bool(d);
+    }();
+    return takes;
+}
+#endif
+
+// A line for the log, since the user may not know that a library or instructions are missing.
 inline const char* matmul_backend() {
 #ifdef WITH_ONEDNN
-    return "matrix products by oneDNN";
+    return onednn_takes_bf16() ? "matrix products by oneDNN"
+                               : "matrix products by oneDNN, of bf16 by plain loops (no AVX-512)";
 #else
     return "matrix products by plain loops (oneDNN makes them faster: install libdnnl-dev)";
 #endif
@@ -157,9 +171,13 @@ inline const char* matmul_backend() {
 // CPU: our own loops. A thread packs a panel of b into contiguous memory and runs tiles of 4 rows
 // of a over it.
 
-// The columns of a panel. In float the sums of 4 rows and 64 columns fill 16 of
-// AVX-512's 32 registers.
-constexpr size_t PANEL = 64; // columns
+// The columns of a panel, and the bytes of a register. In float the sums of 4 rows and a panel fill
+// 16 registers; AVX-512 has 32 of them, AVX2 16.
+#ifdef __AVX512F__
+constexpr size_t PANEL = 64, REGISTER = 64;
+#else
+constexpr size_t PANEL = 32, REGISTER = 32;
+#endif
 
 // The scratch: a panel (K,PANEL) for each thread.
 inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
@@ -185,10 +203,9 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                   const Product& p, size_t j0, size_t count,
                   acc_t<T>* panel) { // (K,PANEL)
     typedef acc_t<T> A;
-    // g++'s own vectors: one AVX-512 register or several narrower ones. They need no more alignment
-    // than an element.
-    typedef A Vector __attribute__((vector_size(64), aligned(alignof(A))));
-    constexpr size_t LANES = 64 / sizeof(A);
+    // g++'s own vectors need no more alignment than an element.
+    typedef A Vector __attribute__((vector_size(REGISTER), aligned(alignof(A))));
+    constexpr size_t LANES = REGISTER / sizeof(A);
     constexpr size_t VECTORS = PANEL / LANES;
 
     // Pack the panel (K, PANEL), with zeros beyond `count`. Only this packing sees b's strides, so
@@ -237,19 +254,18 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
 // CPU: oneDNN
 
 #ifdef WITH_ONEDNN
-// The types that oneDNN multiplies here. Other types run in our own loops.
-constexpr bool onednn_takes(Type t) { return t == Type::F32 || t == Type::BF16; }
-
-// The same, for a sum of length K. AMX multiplies pairs of bf16 along K, and oneDNN 2.6 (Debian
-// 12's) answers K = 63 with wrong sums or an illegal instruction. Odd lengths, which no model's
-// channels have, therefore run in our own loops.
+// Whether oneDNN multiplies a type here, in sums of length K; if not, our own loops do. AMX
+// multiplies pairs of bf16 along K, and oneDNN 2.6 answers K = 63 with wrong sums or an illegal
+// instruction: odd lengths, which no model's channels have, are not for it.
 inline bool onednn_takes(Type t, size_t K) {
-    return onednn_takes(t) && (t != Type::BF16 || K % 2 == 0);
+    if (t == Type::BF16) return K % 2 == 0 && onednn_takes_bf16();
+    return t == Type::F32;
 }
 
 // The library's name of a type.
 inline dnnl::memory::data_type dnnl_type(Type t) {
-    LLMC_CHECK(onednn_takes(t), "oneDNN is asked for a product of %s", type_name(t));
+    LLMC_CHECK(t == Type::F32 || t == Type::BF16, "oneDNN is asked for a product of %s",
+               type_name(t));
     return t == Type::BF16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
 }
 
