@@ -192,11 +192,16 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     return arena;
 }
 
-// The bytes that a rank takes in the memory where its step runs. On a CPU that is the host's
-// memory, which offloaded data take too.
-template <typename S> size_t bytes_here(const Arena& arena, S) {
-    bool same = std::is_same_v<S, Cpu>;
-    return arena.device().bytes + (same ? arena.memory[int(Tier::HOST)].bytes : 0);
+// Whether a tier lies in the memory where a rank's step runs. On a CPU that is the host's memory,
+// which offloaded data take too.
+template <typename S> bool is_here(Tier tier, S) {
+    bool one_memory = std::is_same_v<S, Cpu> && !sizes_of_gpu;
+    return tier == Tier::DEVICE || (tier == Tier::HOST && one_memory);
+}
+// The bytes that a rank takes there.
+template <typename S> size_t bytes_here(const Arena& arena, S where) {
+    size_t host = arena.memory[int(Tier::HOST)].bytes;
+    return arena.device().bytes + (is_here(Tier::HOST, where) ? host : 0);
 }
 
 // Allocate each tier's memory, zero-filled. folder: where the file of Tier::DISK is made.

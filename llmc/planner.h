@@ -45,9 +45,11 @@ struct LayerEstimate {
 
 // The sum over one layer's buckets.
 struct BucketEstimate {
-    // Bytes that last for the whole run, and bytes needed while the layer runs.
+    // Bytes that last for the whole run, bytes needed while the layer runs, and those of a chunk
+    // that comes to its update from another tier.
     double lasting = 0;
     double passing = 0;
+    double chunk = 0;
 
     // Seconds to reduce the gradients, to gather the weights, and to update.
     double reduce = 0;
@@ -160,13 +162,25 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         if (!bucket.trainable) continue;
 
         // Count what only trainable buckets have.
-        e.lasting += bytes(Kind::GRAD) + bytes(Kind::MASTER) + states * bytes(Kind::STATE);
-        e.lasting += bytes(Kind::EMA);
+        e.lasting += bytes(Kind::GRAD);
         e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
         e.passing += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
         e.passing += bytes(Kind::SENT);
         e.reduce += reduce_seconds(c, p, model, b);
-        e.update += update_seconds(c, p, model, b);
+
+        // Masters and moments may lie in another tier: their chunks come and go, one at a time,
+        // beside the updates.
+        double optimizer = bytes(Kind::MASTER) + states * bytes(Kind::STATE) + bytes(Kind::EMA);
+        double update = update_seconds(c, p, model, b);
+        e.lasting += is_here(p.offload.optimizer, planner.where) ? optimizer : 0;
+        if (p.offload.optimizer != Tier::DEVICE) {
+            Data first = {Kind::STAGED, b, -1, 0};
+            e.chunk = std::max(e.chunk, double(data_bytes<T>(p, model, first, planner.where)));
+            bool disk = p.offload.optimizer == Tier::DISK;
+            double rate = disk ? c.machine.disk_rate() : c.machine.host_rate();
+            update = std::max(update, 2 * optimizer / rate);
+        }
+        e.update += update;
     }
     return e;
 }
@@ -179,7 +193,8 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     // Buckets do not depend on micro-batches.
     EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
                        axis_in_node(l, machine, &Layout::cp),
-                       axis_in_node(l, machine, &Layout::dp), int(p.masters)};
+                       axis_in_node(l, machine, &Layout::dp), int(p.masters),
+                       int(p.offload.optimizer)};
     auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
@@ -226,7 +241,8 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
 
 // One rank's share of a micro-batch, and of the end of the step.
 struct RankEstimate {
-    double bytes = 0; // all but kept activations
+    double bytes = 0;  // all but kept activations
+    double staged = 0; // chunks at their updates, when no activation is left
 
     // Bytes that a micro-batch in flight keeps, as LayerEstimate has them.
     double kept_b = 0;
@@ -345,6 +361,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             r.gradient_w += n * e.gradient_w;
             passing = std::max(passing, e.passing + b.passing);
             next = std::max(next, b.passing);
+            r.staged = std::max(r.staged, (layout.prefetch + 2) * b.chunk);
             r.exposed += n * exposed_seconds(layout, e, b);
             forward_here += n * e.forward;
             backward_here += backward;
@@ -356,8 +373,9 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     }
 
     // Add the next layer's weights, which ZeRO-3 also holds, or the last one's gradient, in ZeRO-2.
+    if (layout.zero >= 2) passing += next;
     r.bytes += passing;
-    if (layout.zero >= 2) r.bytes += next;
+    r.staged -= passing;
     return r;
 }
 
@@ -412,7 +430,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
         // Activations of all micro-batches in flight tell ranks of one kind apart.
         LiveStages live = live_stages(layout, m, rank);
         double kept = live.b * r.kept_b + live.w * r.kept_w + (live.w - live.b) * r.gradient_w;
-        double bytes = r.bytes + kept / v;
+        double bytes = r.bytes + std::max(kept / v, r.staged);
         if (bytes > e.bytes) e.fullest = rank;
         e.bytes = std::max(e.bytes, bytes);
     }

@@ -58,13 +58,14 @@ wait "$job" || status=$?
 grep -q "stopped by SIGUSR1 at step" "$work/stopped"
 ls -d "$work"/out/step_*[0-9] >/dev/null
 
-# The supervisor, over four machines that are slots of this one: a stand-in for mpirun leaves the host file out.
+# The supervisor, over four machines that are slots of this one: a stand-in for mpirun leaves the host file out, and
+# gives each rank one thread, as ranks in a process have: without AVX-512 oneDNN's sums depend on their number.
 real=$(command -v mpirun)
 cat >"$work/bin/mpirun" <<END
 #!/usr/bin/env bash
 while [ \$1 != -np ]; do shift; done
 [ \$(id -u) = 0 ] && root=--allow-run-as-root || root=
-OMP_NUM_THREADS=1 exec $real \$root --oversubscribe "\$@"
+OMP_NUM_THREADS=1 exec $real \$root --oversubscribe "\${@/#OMP_NUM_THREADS=*/OMP_NUM_THREADS=1}"
 END
 printf '#!/bin/sh\n[ ! -e "%s/dead.$1" ]\n' "$work" >"$work/bin/healthy"
 chmod +x "$work/bin/mpirun" "$work/bin/healthy"

@@ -787,9 +787,12 @@ inline std::string check_planning(const Config& c) {
     if (c.loss == "distill")
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
-    if (objective_of(c).rows() || c.offload != "none" || c.fp8 != "none" || has_adapters(c))
-        return "--plan auto chooses no layout for preferences, sampled answers, --offload, --fp8 "
-               "and adapters: plan without them, and add them to the command that it prints";
+    if (objective_of(c).rows() || c.fp8 != "none" || has_adapters(c))
+        return "--plan auto chooses no layout for preferences, sampled answers, --fp8 and "
+               "adapters: plan without them, and add them to the command that it prints";
+    if ((c.offload != "none" && c.offload != "optimizer") || c.offload_update == "host")
+        return "--plan auto knows moves of --offload optimizer alone, and updates on the device: "
+               "plan with those, and change them in the command that it prints";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -800,25 +803,29 @@ inline std::string check_planning(const Config& c) {
     return "";
 }
 
+// Return the flag whose time the simulator has no cost for: a head that walks twice, updates by the
+// host, 8-bit products. "": it has all.
+inline std::string untimed_flag(const Config& c) {
+    if (objective_of(c).rows() || c.loss == "distill") return "--loss " + c.loss;
+    if (c.offload_update == "host") return "--offload-update host";
+    return c.fp8 == "none" ? "" : "--fp8 " + c.fp8;
+}
+
 // Check --machine. It is simulated, and the time of some flags is not.
 inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine);
     if (!wrong.empty()) return wrong;
-    // Its rates alone are wanted where moves of activations are weighed against recomputation.
+    // Its rates are wanted where moves of activations are weighed against recomputation, also if
+    // the step is not timed.
     if (c.recompute == "auto" && offloads(c, "activations")) return "";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 
-    // Refuse flags without a cost in the simulator: moves between memories, 8-bit products, and a
-    // head that walks twice.
-    if (objective_of(c).rows() || c.loss == "distill")
-        return "--machine: the time of --loss " + c.loss + " is not simulated: leave one out";
-    if (c.offload != "none")
-        return "--machine: the time of --offload " + c.offload + " is not simulated: leave one out";
-    if (c.fp8 != "none")
-        return "--machine: the time of --fp8 " + c.fp8 + " is not simulated: leave one out";
+    std::string untimed = untimed_flag(c);
+    if (!untimed.empty())
+        return "--machine: the time of " + untimed + " is not simulated: leave one out";
     return "";
 }
 

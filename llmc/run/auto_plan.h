@@ -127,8 +127,12 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
     if (yours && yours->bytes > q.room)
         text += concat("  yours does not fit: it takes ", bytes_text(yours->bytes - q.room),
                        " too much\n");
+    const Trial& best = *trials[0].trial;
+    if (best.host > 0)
+        text += concat("  best keeps ", bytes_text(best.host),
+                       " a rank in the host's memory beside these\n");
     if (user.explain && trials.size() > 1) text += differences_text(trials);
-    std::string command = command_text(user, q, trials[0].trial->proposal);
+    std::string command = command_text(user, q, best.proposal);
     return text + why + "run it:\n  " + command + "\n";
 }
 
@@ -176,9 +180,9 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     auto bytes_with = [&](const char* flag, const char* value) {
         PlanQuestion other = q;
         Trial t = {a.search.leanest};
-        other.config.machine = ""; // ask for bytes only: the simulator has no times for offloading
         if (*flag) set_flag(other.config, flag, value);
         if (!strcmp(flag, "masters")) t.proposal.remainder = false; // the flag holds
+        if (!strcmp(flag, "offload")) t.proposal.offload = false;
         Config c = other.config;
         set_proposal(c, t.proposal);
         if (!config_check(c, q.shape).empty()) return double(INFINITY);
@@ -186,8 +190,15 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         return t.bytes;
     };
 
-    // Try each flag that takes bytes off the device, and changes neither the model nor the batch.
+    // The leanest may fit, and its host may not have the room.
     double least = bytes_with("", ""), best = least;
+    if (least <= q.room)
+        return concat("--plan auto: only layouts with --offload optimizer fit ", bytes_text(q.room),
+                      ", and the host's memory has ", bytes_text(q.host_room),
+                      " for each rank, too little: try --offload-to FOLDER, more ranks or a "
+                      "smaller --model");
+
+    // Try each flag that takes bytes off the device, and changes neither the model nor the batch.
     std::string fix = "more ranks, a smaller --model or a shorter --seq";
     const char* flags[][2] = {{"masters", "none"}, {"masters", "remainder"},
                               {"states", "8bit"}, {"states", "bf16"},
@@ -199,8 +210,8 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");
-        // The planner cannot choose it: the time of offloading is not simulated.
-        if (!strcmp(flag, "offload")) fix += ", beside these flags and without --plan";
+        // The planner has no closed form for moves of gradients.
+        if (!strcmp(value, "optimizer,gradients")) fix += ", beside these flags and without --plan";
     }
     return concat("--plan auto: no layout of ", q.gpus, q.gpus > 1 ? " ranks" : " rank", " fits ",
                   bytes_text(q.room), ": the leanest (", proposal_text(a.search.leanest),
@@ -228,6 +239,16 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
     return double(*std::min_element(all.begin(), all.end()));
 }
 
+// Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that
+// has least has left. `each`: processes of a machine.
+template <typename S> double host_room_asked(const Run& run, int each, S) {
+    if (run.config.explain || std::is_same_v<S, Cpu>) return INFINITY;
+    std::vector<int64_t> all(size_t(run.world.size));
+    int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
+    all_gather(run.world, all.data(), &mine, 1, Cpu{});
+    return double(*std::min_element(all.begin(), all.end()));
+}
+
 // The question that a command line asks, the same on all ranks. Without --batch-tokens the global
 // batch is one micro-batch for each rank.
 template <typename S> PlanQuestion question_of(const Run& run, S where) {
@@ -240,6 +261,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     if (each && run.world.size > 1) q.machine.cards = each; // the nodes that are there
     q.gpus = c.gpus ? c.gpus : std::max(run.world.size, c.local_ranks);
     q.room = room_asked(run, q.machine, where);
+    q.host_room = host_room_asked(run, each ? each : run.world.size, where);
 
     // Check trials as --explain would: the ranks of a layout need not be there.
     q.config = c;

@@ -118,9 +118,7 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     if (!timed) return "";
 
     // Time a step of all micro-batches, with its moves beside it.
-    CostModel cost = {q.machine, sizeof(bf16)};
-    cost.bytes = [&t](const Plan& p, Data d) { return data_bytes<bf16>(p, t.model, d, Cpu{}); };
-    ActionCost prices = action_cost(cost, t.model);
+    ActionCost prices = action_cost(run_costs<bf16>(q.machine, t.model, Cpu{}), t.model);
     options[0].micro_batches = m;
     StepTime step = simulate_layout(t.plans[0].layout, t.model, options[0], prices);
     cell->rate = double(c.batch_tokens) / step.seconds;

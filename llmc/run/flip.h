@@ -28,6 +28,7 @@ inline const std::vector<Knob>& knobs() {
         {"bandwidth between nodes", "GB/s", &M::nic_gb},
         {"bandwidth inside a node", "GB/s", &M::link_gb},
         {"bandwidth of a card's memory", "TB/s", &M::memory_tb},
+        {"bandwidth to the host's memory", "GB/s", &M::host_gb},
         {"speed of matrix products", "of the peak", &M::gemm},
     };
     return all;

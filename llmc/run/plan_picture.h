@@ -192,7 +192,7 @@ void draw_plan(const PlanQuestion& q, const Answer& a, const std::vector<NamedTr
                const std::string& path, S where) {
     // Simulate the best again: its actions' times were not kept.
     Rehearsal r = rehearse_proposal<T>(q, named[0].trial->proposal, where);
-    CostModel cost = {q.machine, sizeof(T)};
+    CostModel cost = run_costs<T>(q.machine, r.model, Cpu{});
     StepTime step = simulate_step(r.runs.few, r.model, action_cost(cost, r.model));
     Trace trace = trace_of(step, r.runs.few, r.model);
     size_t boxes = 0;

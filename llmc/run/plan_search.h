@@ -12,6 +12,7 @@
 //                least memory
 //   All ranks compute the same numbers, and so choose the same layout.
 #pragma once
+#include "../io/config_notes.h"
 #include "../io/predict.h"
 #include "../planner.h"
 #include "limits.h"
@@ -28,7 +29,9 @@ struct Proposal {
     std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
-    bool remainder = false; // --masters remainder: 2 bytes less for each master, to make room
+    // To make room: --masters remainder, 2 bytes less for each master; --offload optimizer, masters
+    // and moments in the host's memory.
+    bool remainder = false, offload = false;
     Estimate estimate = {};
 
     // How much a user has to know to run this layout. An axis counts ten, because it
@@ -38,7 +41,7 @@ struct Proposal {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");
         return 10 * axes + zero + (zero_group > 0) + orders + sequence_parallel + (chunks > 1) +
-               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder;
+               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder + offload;
     }
 };
 
@@ -68,6 +71,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
     add("masters", "remainder", p.remainder);
+    add("offload", "optimizer", p.offload);
     return text + concat(" --micro-batch ", p.B);
 }
 
@@ -91,6 +95,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pipeline = pipeline_name(p.pipeline);
     c.recompute = recompute_name(p.recompute);
     if (p.remainder) c.masters = "remainder";
+    if (p.offload) c.offload = "optimizer";
 }
 
 // The proposal that a configuration's flags make: the reverse of set_proposal().
@@ -114,6 +119,7 @@ inline Proposal proposal_of(const Config& c) {
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
     p.recompute = recompute_named(c.recompute);
     p.remainder = c.masters == "remainder";
+    p.offload = c.offload == "optimizer";
     return p;
 }
 
@@ -124,6 +130,7 @@ struct PlanQuestion {
     Machine machine;
     int gpus = 1;    // ranks
     double room = 0; // bytes that each rank may take
+    double host_room = INFINITY; // and of the host's memory beside its GPU
     std::shared_ptr<KnownSteps> steps = std::make_shared<KnownSteps>(); // of all trials
 };
 
@@ -260,6 +267,7 @@ inline bool faster(const Proposal& x, const Proposal& y) {
 template <typename T, typename S> struct Estimator {
     const PlanQuestion& q;
     Planner<T, S> planner;
+    PlanOptions asked; // by the user, of one rank
     Plan plan;
     std::map<int, std::vector<int>> stages = {}; // [number of stages]: the first layer of each
 };
@@ -338,6 +346,9 @@ void choose_method(Estimator<T, S>& e, Proposal& p) {
 template <typename T, typename S>
 void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     Layout& layout = e.plan.layout;
+    e.plan.masters = p.remainder ? Masters::REMAINDER : e.asked.masters;
+    Tier away = e.q.config.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
+    e.plan.offload.optimizer = p.offload ? away : e.asked.offload.optimizer;
     Proposal best = p;
     best.estimate.seconds = INFINITY;
     for (const std::string& order : orders_of(e.q, p)) {
@@ -357,20 +368,42 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     p = best;
 }
 
-// Whether masters may shrink to remainders where room is short: they keep every master's bits, so
-// nothing but rounding at ties tells them apart. What the user says of masters holds.
-inline bool may_shrink_masters(const PlanQuestion& q) {
+// A way to make room that the user leaves open: the proposal's flag, and the bytes that it frees of
+// each element that a rank updates.
+struct Saving {
+    bool Proposal::*flag;
+    double bytes;
+};
+template <typename T, typename S>
+std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, S) {
+    // Remainders keep every master's bits, so nothing but rounding at ties tells them apart. What
+    // the user says of masters holds.
+    std::vector<Saving> savings;
     Config c = q.config;
     c.masters = "remainder";
     bool theirs = given(q.config, "masters") || q.config.masters != "float";
-    return !theirs && check_masters(c).empty();
+    if (!theirs && check_masters(c).empty()) savings.push_back({&Proposal::remainder, 2});
+
+    // The host's memory is another one, unless the CPU runs the step. No bit depends on where
+    // masters and moments lie.
+    c = q.config;
+    c.offload = "optimizer";
+    bool apart = sizes_of_gpu || !std::is_same_v<S, Cpu>;
+    theirs = given(q.config, "offload");
+    bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
+    if (theirs || !apart || !works) return savings;
+    bool narrow = sizeof(T) < sizeof(acc_t<T>);
+    double moment = asked.states == States::EIGHT_BIT ? 1 : asked.states == States::BF16 ? 2 : 4;
+    double moments = moment * double(optimizer_row(asked.optimizer).states.size());
+    double master = narrow ? double(master_bytes(asked.masters)) : 0, mean = asked.ema ? 4 : 0;
+    savings.push_back({&Proposal::offload, moments + master + mean});
+    return savings;
 }
 
-// The most bytes that remainders save on a rank: 2 for each master. Its stage may be a quarter
-// larger than the mean.
-inline double remainder_saves(const Proposal& p, double parameters) {
+// The most elements that a rank updates. Its stage may be a quarter larger than the mean.
+inline double most_updated(const Proposal& p, double parameters) {
     double shards = p.zero > 0 ? p.dp * p.cp : 1;
-    return 2 * 1.25 * parameters / (p.tp * p.pp * shards);
+    return 1.25 * parameters / (p.tp * p.pp * shards);
 }
 
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
@@ -384,9 +417,11 @@ Search search_layouts(const PlanQuestion& q, S where) {
     Config one = q.config; // the plainest: one rank
     Proposal plain = plain_proposal(q);
     set_proposal(one, plain);
-    Plan plan = {plans_of(one, q.shape, &train)[0], choose_layout(one, q.shape), {}};
-    Estimator<T, S> e = {q, {with_logits(q.shape, where), {q.machine, sizeof(T)}, where}, plan};
-    bool may_shrink = may_shrink_masters(q);
+    PlanOptions asked = plans_of(one, q.shape, &train)[0];
+    Plan plan = {asked, choose_layout(one, q.shape), {}};
+    Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where};
+    Estimator<T, S> e = {q, planner, asked, plan};
+    std::vector<Saving> savings = savings_of<T>(q, asked, where);
     double parameters = double(parameter_count(make_model(q.shape)));
 
     // Keep a proposal with its estimate, or drop it.
@@ -418,16 +453,17 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         bool sure = x.estimate.bytes < 0.9 * q.room;
                         if (level == 0 && sure) break;
 
-                        // Try smaller masters where they may decide whether it fits.
-                        double saved = remainder_saves(x, parameters);
-                        double least = x.estimate.bytes - saved;
-                        bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
-                        if (sure || !may_shrink || !decides) continue;
-                        e.plan.masters = Masters::REMAINDER;
-                        x.remainder = true;
-                        estimate_orders(e, x, in_nodes);
-                        e.plan.masters = Masters::FLOAT;
-                        keep(x);
+                        // Try what makes room, where it may decide whether the layout fits.
+                        for (const Saving& saving : savings) {
+                            double saved = saving.bytes * most_updated(x, parameters);
+                            double least = x.estimate.bytes - saved;
+                            bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
+                            if (sure || !decides) continue;
+                            Proposal smaller = x;
+                            smaller.*saving.flag = true;
+                            estimate_orders(e, smaller, in_nodes);
+                            keep(smaller);
+                        }
                     }
         }
     }
@@ -445,6 +481,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
 struct Trial {
     Proposal proposal;
     double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
+    double host = 0;                             // its bytes in the host's memory, if that is apart
     Times parts = {};                            // `seconds` by part, the mean over ranks
     std::map<std::string, double> memory = {};   // `bytes` by memory_row()
     std::string wrong = "";                      // why it is refused; "": it is allowed
@@ -468,7 +505,7 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     return r;
 }
 template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
-    CostModel cost = {machine, sizeof(T)};
+    CostModel cost = run_costs<T>(machine, r.model, Cpu{});
     return simulate_runs(r.runs, r.model, action_cost(cost, r.model));
 }
 
@@ -538,9 +575,11 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
 
     // Keep the bytes by row: this rank is the fullest so far.
     t.bytes = bytes;
+    t.host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
     t.memory.clear();
     double lasting = 0;
     for (auto& [d, place] : arena.lasting) {
+        if (!is_here(place.tier, where)) continue;
         t.memory[memory_row(d.kind)] += double(place.bytes);
         lasting += double(place.bytes);
     }
@@ -552,7 +591,7 @@ template <typename T, typename S>
 bool fits(const PlanQuestion& q, Trial& t, S where) {
     if (t.bytes == INFINITY)
         place_proposal<T>(q, t, t.proposal.estimate.fullest, where);
-    return t.bytes <= q.room;
+    return t.bytes <= q.room && t.host <= q.host_room;
 }
 
 // ----------------------------------------------------------------------------
@@ -607,10 +646,11 @@ Answer answer_question(const PlanQuestion& q, S where) {
     };
 
     // Make a proposal a trial; false: it does not fit, or is refused. If its estimate is below nine
-    // tenths of the room it surely fits: the closed form is never off by so much.
+    // tenths of the room it surely fits: the closed form is never off by so much. It does not know
+    // what an offloaded one takes of the host.
     auto try_proposal = [&](const Proposal& p) {
         Trial t = {p};
-        bool sure = p.estimate.bytes < 0.9 * q.room;
+        bool sure = p.estimate.bytes < 0.9 * q.room && !p.offload;
         placed += !sure;
         if (!sure && !fits<T>(q, t, where)) {
             a.larger.push_back(p);
@@ -624,6 +664,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;
+        simulated.host = t.host;
         trials.push_back(simulated);
         times.insert(simulated.seconds);
         return true;

@@ -3,8 +3,7 @@
 //   and of the simulator. Measured is the median, so that a few slow steps do not count. The first
 //   step is left out, because it does some work once for all.
 #pragma once
-#include "../simulator.h"
-#include "../trainer.h"
+#include "../io/predict.h"
 #include "machine_here.h"
 
 namespace llmc {
@@ -26,15 +25,15 @@ inline std::string predicted_text(const std::string& machine, double seconds,
     return "predicted on " + machine + line;
 }
 
-// The line of a run; "" without --machine, without a second step, or with moves between memories,
-// whose time is not simulated.
+// The line of a run; "" without --machine, without a second step, or where untimed_flag() has one.
 template <typename T, typename S>
 std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
-    if (c.machine.empty() || c.offload != "none" || run.log.times.empty()) return "";
+    if (c.machine.empty() || !untimed_flag(c).empty() || run.log.times.empty()) return "";
 
     // Simulate the plan that the steps ran.
-    CostModel cost = {machine_asked(c, "--machine", t.ctx.where), sizeof(T)};
+    Machine machine = machine_asked(c, "--machine", t.ctx.where);
+    CostModel cost = run_costs<T>(machine, t.model, t.ctx.where);
     const PlanOptions& options = t.plans[size_t(run.train_plan)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
     return predicted_text(c.machine, step.seconds, run.log.times);

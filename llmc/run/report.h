@@ -299,18 +299,18 @@ inline void draw_simulation(const Run& run, const Plan& p, const Model& model) {
 
 // Predict a step for --machine with --explain: returns the simulator's times as text,
 // and draws --timeline.
-template <typename T>
-std::string predict(const Run& run, const Model& model, const PlanOptions& options) {
+template <typename T, typename S>
+std::string predict(const Run& run, const Model& model, const PlanOptions& options, S where) {
     const Config& c = run.config;
-    CostModel cost;
-    or_die(machine_named(&cost.machine, c.machine));
-    cost.element = sizeof(T);
+    Machine machine;
+    or_die(machine_named(&machine, c.machine));
+    CostModel cost = run_costs<T>(machine, model, where);
     Prediction p = predict_step(run.layout, model, options, cost, double(c.batch_tokens));
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
     double cards = run.layout.world();
-    return p.text + price_text(cost.machine, p.seconds * double(c.steps), cards, c.steps);
+    return p.text + price_text(machine, p.seconds * double(c.steps), cards, c.steps);
 }
 
 // Print the output of --explain: the run, its ranks, their memory, and the actions of a step.
@@ -325,7 +325,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // Refuse before drawing: a run that ends here leaves no timeline.
     LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                     model.head());
-    if (!c.timeline.empty() && trains && c.machine.empty())
+    bool timed = !c.machine.empty() && untimed_flag(c).empty();
+    if (!c.timeline.empty() && trains && !timed)
         draw_simulation(run, t.plans[plan], model);
 
     // Describe the run, and its ranks if there are several.
@@ -344,8 +345,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
                             " of scratch\n");
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
-    if (!c.machine.empty() && c.offload == "none")
-        text += predict<T>(run, model, options[size_t(plan)]);
+    if (trains && timed)
+        text += predict<T>(run, model, options[size_t(plan)], t.ctx.where);
 
     // Describe memory: the arena, then what the run takes beside it.
     text += memory_text(t.arena, t.plans, model);

@@ -139,8 +139,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "neither a machine nor a file; machines:");
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}),
                "times steps of training");
-    EXPECT_HAS(check({"--machine", "h100", "--explain", "--offload", "optimizer"}),
-               "the time of --offload optimizer is not simulated");
+    EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer"}), "");
+    EXPECT_HAS(check({"--machine", "h100", "--explain", "--offload", "optimizer,gradients",
+                      "--offload-update", "host"}),
+               "the time of --offload-update host is not simulated");
     EXPECT_EQ(check({"--machine", "h100", "--explain", "--lora", "8"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--plan", "auto"}), "");
@@ -154,8 +156,11 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "is for training, and there are no steps");
     EXPECT_HAS(check({"--plan", "auto", "--micro-batch", "2", "--batch-tokens", "4096"}),
                "chooses --micro-batch where --batch-tokens says the batch");
-    EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer"}),
-               "and adapters: plan without them");
+    EXPECT_EQ(check({"--plan", "auto", "--offload", "optimizer"}), "");
+    for (const char* more : {"optimizer,gradients", "activations"})
+        EXPECT_HAS(check({"--plan", "auto", "--offload", more}),
+                   "knows moves of --offload optimizer alone");
+    EXPECT_HAS(check({"--plan", "auto", "--lora", "8"}), "and adapters: plan without them");
 
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");

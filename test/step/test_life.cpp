@@ -1191,9 +1191,12 @@ TEST_F(Life, AdaptersOfUpperBlocksGoOn) {
     two.replace(two.find("--layers 1"), 10, "--layers 2");
     std::string flags = two + "--lora 4 --lora-layers 1 --lr 0.05 --schedule constant ";
     std::string whole = path("whole"), peft = path("peft");
-    ASSERT_EQ(start(flags + "--steps 8 --export " + peft + " --out " + whole).status, 0);
-    ASSERT_EQ(start(flags + "--steps 4 --local-ranks 2 --pp 2 --out " + out).status, 0);
-    Ran r = start("--resume --steps 8 --out " + out);
+
+    // Where it has no AVX-512, oneDNN sums thin products otherwise with another number of threads.
+    std::string one = "OMP_NUM_THREADS=1";
+    ASSERT_EQ(start(flags + "--steps 8 --export " + peft + " --out " + whole, one).status, 0);
+    ASSERT_EQ(start(flags + "--steps 4 --local-ranks 2 --pp 2 --out " + out, one).status, 0);
+    Ran r = start("--resume --steps 8 --out " + out, one);
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_EQ(state(whole + "/step_00000008"), state(out + "/step_00000008"));
     json config = json::parse(std::ifstream(peft + "/adapter_config.json"));

@@ -595,7 +595,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     p.recompute = Recompute::FULL;
     p.cp_method = "ring";
     p.order = "tp-dp-pp";
-    p.remainder = true;
+    p.remainder = p.offload = true;
 
     Config c;
     c.seq = 64, c.batch_tokens = 64 * 64;
@@ -604,7 +604,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
                                 "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
                                 "--grid-order tp-dp-pp --recompute full --masters remainder "
-                                "--micro-batch 2");
+                                "--offload optimizer --micro-batch 2");
 }
 
 // Where float masters do not fit, remainders may: the planner takes them then, and only then. Where
@@ -640,6 +640,78 @@ TEST(Planner, MastersShrinkWhereRoomIsShort) {
     asked.batch_tokens = q.config.batch_tokens;
     q.config = asked;
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
+}
+
+// On a GPU masters and moments leave for the host where nothing else fits, and only then; the closed
+// form knows their moves and the chunks at their updates. A user's --offload none holds.
+TEST(Planner, MastersAndMomentsLeaveWhereRoomIsShort) {
+    // Place the leanest layout of one rank with both.
+    struct GpuSizes {
+        GpuSizes() { sizes_of_gpu = true; }
+        ~GpuSizes() { sizes_of_gpu = false; }
+    } here;
+    PlanQuestion q = small_question(1, 1e6);
+    q.shape = gpt2_shape(6, 4, 1024, 5000, 256);
+    Proposal p = plain_proposal(q);
+    p.recompute = Recompute::FULL;
+    Trial on_card = {p};
+    place_proposal<bf16>(q, on_card, 0, Cpu{});
+    p.offload = true;
+    Trial away = {p};
+    place_proposal<bf16>(q, away, 0, Cpu{});
+    double elements = double(parameter_count(make_model(q.shape)));
+    EXPECT_EQ(on_card.host, 0);
+    EXPECT_NEAR(away.host / (12 * elements), 1, 0.01);
+    ASSERT_LT(away.bytes, on_card.bytes);
+
+    // Ask with much room, then with room for the smaller one.
+    for (const Proposal& wide : search_layouts<bf16>(q, Cpu{}).proposals)
+        ASSERT_FALSE(wide.offload);
+    q.room = 0.5 * (away.bytes + on_card.bytes);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    for (const Trial& t : a.best) {
+        EXPECT_TRUE(t.proposal.offload);
+        EXPECT_LE(t.bytes, q.room);
+        EXPECT_GT(t.parts.moves, 0);
+        EXPECT_NEAR(t.proposal.estimate.seconds / t.seconds, 1, 0.1);
+        // Chunks of unlike sizes leave holes, which the closed form does not know.
+        EXPECT_NEAR(t.proposal.estimate.bytes / t.bytes, 1, 0.125);
+    }
+    EXPECT_HAS(answer_text(q.config, q, a), " a rank in the host's memory beside these\n");
+    EXPECT_HAS(answer_text(q.config, q, a), " --offload optimizer");
+
+    // With less of the host's memory than they take none of them fits, nor by the user's own flag.
+    q.host_room = 0.9 * away.host;
+    Answer none = answer_question<bf16>(q, Cpu{});
+    EXPECT_TRUE(none.best.empty());
+    EXPECT_HAS(refuse_room<bf16>(q, none, Cpu{}), "for each rank, too little: try --offload-to");
+    q.host_room = INFINITY;
+    EXPECT_EQ(set_flag(q.config, "offload", "none"), "");
+    EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
+}
+
+// --offload optimizer frees masters and moments of an element, and a mean of weights. On a CPU it
+// frees nothing, and the closed form knows that where a user asks for it.
+TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
+    PlanQuestion q = small_question(1, 1e6);
+    PlanOptions asked;
+    sizes_of_gpu = true;
+    EXPECT_EQ(savings_of<bf16>(q, asked, Cpu{}).back().bytes, 12);
+    asked.ema = true;
+    EXPECT_EQ(savings_of<bf16>(q, asked, Cpu{}).back().bytes, 16);
+    EXPECT_EQ(savings_of<float>(q, asked, Cpu{}).back().bytes, 12);
+    sizes_of_gpu = false;
+    EXPECT_TRUE(savings_of<bf16>(q, asked, Cpu{}).empty());
+
+    EXPECT_EQ(set_flag(q.config, "offload", "optimizer"), "");
+    Search s = search_layouts<bf16>(q, Cpu{});
+    ASSERT_FALSE(s.proposals.empty());
+    for (const Proposal& p : s.proposals) {
+        Trial t = {p};
+        place_proposal<bf16>(q, t, 0, Cpu{});
+        EXPECT_GT(p.estimate.bytes, 0.875 * t.bytes) << proposal_text(p);
+    }
 }
 
 // The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the room's
@@ -1021,5 +1093,6 @@ TEST(Calibrate, ARunWithAMachinePrintsIt) {
     std::string run = program() + " --channels 32 --layers 1 --heads 2 --seq 32 --steps 3"
                       " --sample-tokens 0 --out ''";
     EXPECT_HAS(shell(run + " --machine cpu").text, "predicted on cpu: ");
+    EXPECT_HAS(shell(run + " --machine cpu --offload optimizer").text, "predicted on cpu: ");
     EXPECT_FALSE(has(shell(run).text, "predicted on"));
 }
