@@ -86,6 +86,8 @@ step "the page and the tree: test/style.sh" test/style.sh
 step "every mutant's fragment stands" test/mutate found
 step "no statement begins with module or import: nvcc takes them for keywords" \
     bash -c '! grep -rnE "^ *(module|import)\>" --include=*.h --include=*.cuh --include=*.cu llmc train_gpt.cu dev'
+step "no loop over {a, b} has a variable of a template's type: nvcc refuses it" \
+    bash -c '! grep -rnE "for \((const )?[A-Z] [a-z_]+ : \{" --include=*.h --include=*.cuh --include=*.cu llmc train_gpt.cu dev'
 step "build" make_quiet all tests-built build/bench_ops
 step "the kernels' test at full size compiles: only GPUs run it" \
     "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp
