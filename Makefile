@@ -65,10 +65,11 @@ define nvcc
     else echo "skipped: machine code of $@: python3 is not installed"; fi
 endef
 
-TESTS = test_plan test_budget test_simulator test_planner test_pipeline test_model test_layouts test_context test_comm test_nccl test_memory test_run \
-    test_overflow test_offload test_fp8 test_life test_samples test_generate test_device test_types test_onnx test_config test_report test_data \
-    test_files test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint \
-    test_evaluate test_interchange test_faults test_states test_chat test_averages test_distill
+STEP_TESTS = test_plan test_budget test_planner test_model test_layouts test_context test_memory test_overflow test_offload \
+    test_life test_samples test_generate test_golden test_huggingface test_checkpoint test_evaluate test_interchange \
+    test_faults test_states test_averages test_distill
+TESTS = $(STEP_TESTS) test_simulator test_pipeline test_comm test_nccl test_run test_fp8 test_device test_types test_onnx \
+    test_config test_report test_data test_files test_safetensors test_prepare test_tokenizer test_chat
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
@@ -117,18 +118,16 @@ gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device 
 clean:
 	rm -rf $(BUILD)
 
-# On the CPU. Tests build in half the time at -O1, and the op table at -O2; bench_ops is the same table at -O3.
-# EMULATE: the kernels' own source, by g++ alone.
-$(addprefix $(BUILD)/,$(TESTS) $(EMULATED)) $(BUILD)/ladder_%: OPT = -O1 -march=native
-$(BUILD)/test_ops: OPT = -O2 -march=native
+# On the CPU. Tests build in half the time at -O1, and the op table at -O2; bench_ops is the same table at -O3. `private`:
+# what a program is linked from keeps its own flags. EMULATE: the kernels' own source, by g++ alone.
+$(addprefix $(BUILD)/,$(TESTS) $(EMULATED)) $(BUILD)/ladder_%: private OPT = -O1 -march=native
+$(BUILD)/test_ops $(BUILD)/train_gpt.o: private OPT = -O2 -march=native
 $(addprefix $(BUILD)/,$(EMULATED) test_device test_comm test_nccl) $(BUILD)/ladder_%: CXXFLAGS += -DEMULATE
-$(addprefix $(BUILD)/,test_comm test_nccl test_memory): CXXFLAGS += $(MPI_FLAGS)
 # NCCL's calls, carried by MPI.
 $(addprefix $(BUILD)/,test_comm test_nccl): CXXFLAGS += $(call with,MPI,-DWITH_NCCL -Itest/harness/nccl_stub)
-$(addprefix $(BUILD)/,test_comm test_nccl test_memory train_gpt): LIBS += $(MPI_LIBS)
 $(addprefix $(BUILD)/,$(TESTS)): LIBS += -lgtest -lgtest_main
 $(BUILD)/test_device: LIBS += -rdynamic # kernels have names at run time
-compile = $(CXX) $(CXXFLAGS) -x c++ $< -o $@ $(LIBS)
+compile = $(CXX) $(CXXFLAGS) -x c++ $< -x none $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/%: %.cpp | $(BUILD)
 	$(compile)
 $(BUILD)/bench_ops: test_ops.cpp | $(BUILD)
@@ -139,19 +138,23 @@ $(BUILD)/ladder_%: dev/cuda/%.cu | $(BUILD)
 	$(compile)
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
-# The program in three parts, side by side: training in bf16, in fp16, and the rest.
-PARTS = $(addprefix $(BUILD)/train_gpt_,bf16.o fp16.o rest.o)
-$(BUILD)/train_gpt_bf16.o: CXXFLAGS += -DPART_BF16 -Wno-unused-function
-$(BUILD)/train_gpt_fp16.o: CXXFLAGS += -DPART_FP16 -Wno-unused-function
-$(BUILD)/train_gpt_rest.o: CXXFLAGS += -DPART_REST
-$(PARTS): train_gpt.cu | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(MPI_FLAGS) -x c++ -c $< -o $@
+# The step's kernels are compiled once for all programs (llmc/step_built.h); `make STEPS=` compiles each program whole.
+STEPS ?= float double bf16 fp16
+step = $(patsubst %,$(BUILD)/step_%.o,$(filter $(STEPS),$(1)))
+$(BUILD)/step_%.o: llmc/step_built.h | $(BUILD)
+	$(CXX) $(CXXFLAGS) -DSTEP_OF=$* -include $< -x c++ -c /dev/null -o $@
+$(BUILD)/train_gpt.o: train_gpt.cu | $(BUILD)
+	$(CXX) $(CXXFLAGS) -x c++ -c $< -o $@
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step): $(call step,float double bf16 fp16)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o): private CXXFLAGS += $(if $(STEPS),-include llmc/step_built.h)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o step_%.o test_comm test_nccl): private CXXFLAGS += $(MPI_FLAGS)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt test_comm test_nccl): LIBS += $(MPI_LIBS)
 ifeq ($(DEVICE),cuda)
 $(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt
 	cp $< $@
 else
-$(BUILD)/train_gpt: $(PARTS)
-	$(CXX) $(OPENMP) $(EXTRA) $(PARTS) -o $@ $(LIBS)
+$(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(call step,float bf16 fp16)
+	$(CXX) $(OPENMP) $(EXTRA) $^ -o $@ $(LIBS)
 endif
 
 # On GPUs. Kernels alone need no library but CUDA's.

@@ -390,18 +390,6 @@ void run_training(Run& run, S where) {
 // ----------------------------------------------------------------------------
 // where ranks run: threads or processes, on CPUs or GPUs
 
-// For the CPU, `make` compiles this file as three parts in parallel: training in bf16, training in
-// fp16, and everything else. nvcc compiles it as one.
-#if defined(PART_BF16)
-template void run_training<bf16>(Run&, Cpu);
-#elif defined(PART_FP16)
-template void run_training<fp16>(Run&, Cpu);
-#else
-#ifdef PART_REST
-extern template void run_training<bf16>(Run&, Cpu);
-extern template void run_training<fp16>(Run&, Cpu);
-#endif
-
 // Run a rank with the element type that --precision names. Only this function and plan_run_as()
 // (auto_plan.h), which plans before there is a run, turn the name into a type.
 template <typename S> void run_rank(Run& run, S where) {
@@ -678,4 +666,3 @@ int main(int argc, char** argv) {
     if (run.stopped) return 128 + run.stopped;
     return good && !run.failed ? 0 : 1;
 }
-#endif

@@ -144,9 +144,9 @@ inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
     blas.scratch_bytes = bytes;
 }
 
-#ifdef WITH_ONEDNN
 // Whether oneDNN multiplies bf16 on this processor. Version 2.6 (Debian 12's) wants AVX-512.
 inline bool onednn_takes_bf16() {
+#ifdef WITH_ONEDNN
     static const bool takes = [] {
         dnnl::memory::desc x({2, 2}, dnnl::memory::data_type::bf16, dnnl::memory::dims{2, 1});
         dnnl::engine engine(dnnl::engine::kind::cpu, 0);
@@ -154,8 +154,10 @@ inline bool onednn_takes_bf16() {
         return bool(d);
     }();
     return takes;
-}
+#else
+    return false;
 #endif
+}
 
 // A line for the log, since the user may not know that a library or instructions are missing.
 inline const char* matmul_backend() {

