@@ -89,14 +89,15 @@ LLMC_HD inline unsigned nearest_code(const float* map, float y) {
     return y < (map[low] + map[at]) * 0.5f ? low : at;
 }
 
-// The absmax of a block. It is computed without fma, with two roundings, to be the same everywhere.
+// The absmax of a block, rounded twice, as bitsandbytes has it: an fma would give other values.
 LLMC_HD inline float nf4_absmax(const Nf4& w, size_t b) {
     float value = w.table[1 + w.absmax[b]];
     float absmax2 = w.table[NF4_TABLE + w.whole(b) / NF4_SCALES_BLOCK];
 #if defined(__CUDA_ARCH__)
     return __fadd_rn(__fmul_rn(value, absmax2), w.table[0]);
 #else
-    return float(double(value) * absmax2) + w.table[0]; // no compiler fuses through double
+    volatile float product = value * absmax2; // g++ fuses all else, a product in double too
+    return product + w.table[0];
 #endif
 }
 

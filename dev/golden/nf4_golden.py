@@ -53,8 +53,13 @@ for at in range(0, len(absmax), 256):
     block = [f32(a - offset) for a in absmax[at:at + 256]]
     absmax2.append(max(map(abs, block)))
     scales += [nearest(table, f32(v * f32(1 / absmax2[-1]))) for v in block]
+
+back = [f32(f32(table[s] * absmax2[b // 256]) + offset) for b, s in enumerate(scales)]
+values = [f32(VALUES[codes[i]] * back[i // 64]) for i in range(len(x))]
+
 bits = lambda v: struct.unpack("I", struct.pack("f", v))[0]
 print(f"codes {len(packed)} {fnv1a(packed):#x} {packed[:8].hex()}")
 print(f"absmax {len(scales)} {fnv1a(bytes(scales)):#x} {bytes(scales[:8]).hex()}")
 print("offset", hex(bits(offset)), "absmax2", *[hex(bits(a)) for a in absmax2])
 print(f"map {fnv1a(b''.join(struct.pack('f', v) for v in table)):#x}")
+print(f"values {fnv1a(b''.join(struct.pack('f', v) for v in values)):#x}")

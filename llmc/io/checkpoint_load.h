@@ -519,7 +519,7 @@ template <typename T, typename S>
 std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::string& folder,
                           const nlohmann::json& manifest, const std::vector<int>& readers,
                           std::vector<std::string>* notes) {
-    // A run that only evaluates needs no moments.
+    // Compare identities; a run that only evaluates needs no moments.
     bool moments = keeps_any(t, Kind::STATE);
     std::string wrong = check_identity(t, manifest, folder, moments);
     if (wrong.empty())
@@ -527,11 +527,15 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     if (wrong.empty())
         wrong = check_adapters(t.model, manifest, folder);
     wrong = first_error(t.comms.world, wrong);
+
+    // Read the tensors, and compare their sums with the manifest's.
     if (wrong.empty())
         wrong = read_files(t, folder, manifest["files"], readers, &info->bytes_read);
     if (wrong.empty())
         wrong = check_sums(t, folder, manifest);
     if (!wrong.empty()) return wrong;
+
+    // Go on where the run stood.
     if (!saves_average(manifest["files"])) start_average(t);
     take_counters(t, info, manifest);
     note_differences(t, manifest, notes);

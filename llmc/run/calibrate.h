@@ -230,6 +230,7 @@ void measure_memory(Measurements& m, const Run& run, S where) {
         T* y = room.template take<T>(N * C);
         T* weight = room.template take<T>(2 * C);
         acc_t<T>* sums = room.template take<acc_t<T>>(2 * N);
+
         double whole = 2 * double(N * C * sizeof(T)) / (m.machine.memory_tb * 1e12);
         std::string of = concat(" ", type_name(type_of<T>()), " ", N, " x ", C);
         m.memory.push_back({"norm" + of, timed(run, where, [&] {

@@ -66,6 +66,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("pipeline", pipeline_name(p.pipeline), p.pipeline != Pipeline::ONE_F_ONE_B);
     add("chunks", p.chunks, p.chunks > 1);
     add("ep", p.ep, p.ep > 1);
+
     add("zero", p.zero, p.zero > 0);
     add("zero-group", p.zero_group, p.zero > 0 && p.zero_group > 0);
     add("grid-order", p.order, p.order != "tp-pp-dp");

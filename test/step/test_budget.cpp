@@ -442,11 +442,14 @@ TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
 TEST(Parking, TheFastestOfTheListIsFound) {
     Draw draw = {17};
     for (int trial = 0; trial < 3; trial++) {
+        // List the choices of a case, with a slow, a middling or a fast disk.
         Case c(draw, 2, 1);
         c.options.offload.activations = Tier::DISK;
         const double speeds[] = {0.01, 0.1, 1};
         ParkingSearch<bf16, Cpu> s = parking_search<bf16>(c.layout, c.model, {c.options},
                                                           link_of(speeds[trial]), Cpu{});
+
+        // Try all of them: bounds hold, and the walk's answer is the fastest.
         std::vector<Choice> all;
         for (int i = 0; i < int(s.list.size()); i++) {
             all.push_back(try_choice(s, i));

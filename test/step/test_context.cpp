@@ -401,10 +401,12 @@ TEST(Context, PairsAreThoseOfWholeSequences) {
         Objective o = {kind, 0.3, kind == LossKind::DPO ? 0.1 : 0, 0.5, 2, 0.5};
         OfPairs want = step_of_pairs(o, small_layout(1));
         EXPECT_EQ(want.loss.valid, kind == LossKind::KTO ? 8 : 3);
+
         for (int cp : {2, 4}) {
             Layout layout = small_layout(cp == 2 ? 2 : 1, 1, 1, cp);
             layout.cp_order = ORDERS[turn % 3], layout.cp_method = METHODS[turn++ / 2 % 3];
             OfPairs got = step_of_pairs(o, layout);
+
             SCOPED_TRACE(concat("loss ", int(kind), " cp ", cp, " order ", int(layout.cp_order)));
             EXPECT_EQ(got.loss.valid, want.loss.valid);
             EXPECT_EQ(got.loss.correct, want.loss.correct);

@@ -1460,8 +1460,9 @@ TEST_F(Life, Bf16TrainsWithoutAvx512) {
     Ran r = start(small + "--precision bf16 --steps 2 --out ''", "ONEDNN_MAX_CPU_ISA=AVX2");
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "step  2/2 | loss ");
-    if (has(r.text, "by oneDNN"))
+    if (has(r.text, "by oneDNN")) {
         EXPECT_HAS(r.text, "by oneDNN, of bf16 by plain loops (no AVX-512)");
+    }
 }
 
 // A run that needs more memory than the machine has is refused.

@@ -98,7 +98,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
 
     // The process has grown by as much as was planned.
     size_t grown = status_bytes("VmHWM:") - before;
-    printf("B %d: planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n", p.B,
+    printf("B %zu: planned %.1f MiB, resident peak less the start %.1f MiB (%.2f%%)\n", p.B,
            double(t.arena.device().bytes) / 1048576, double(grown) / 1048576,
            100.0 * double(grown) / double(t.arena.device().bytes));
     EXPECT_NEAR(double(grown), double(t.arena.device().bytes),

@@ -487,6 +487,7 @@ TEST(Offload, ChangesNoBitOfSegmentsAndSomeBlocks) {
     tall.L = experts.L = 5;
     Recompute N = Recompute::NONE, A = Recompute::ATTN, F = Recompute::FULL;
     RecomputeLevels mixed = std::vector<Recompute>{N, F, F, A, F, F, N};
+
     for (const Shape& shape : {deep, tall, experts})
         for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 3, Tier::DEVICE},
                        Case{1, 2, 1, 0, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE},
@@ -997,12 +998,16 @@ TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload weights --offload-update host").text,
                "--offload-update host: masters and moments lie on the device");
     EXPECT_HAS(run("--steps 1 --offload-update host" + to_disk()).text, "is a folder: leave");
+
+    // A step of delay needs gradients and updates on the host, and steps that nothing repeats.
     std::string delay = "--steps 1 --update-delay 1 --offload optimizer";
     EXPECT_HAS(run(delay).text, "give --offload optimizer,gradients --offload-update host");
     EXPECT_HAS(run(delay + ",gradients,weights --offload-update host").text,
                "leave weights out of --offload");
     EXPECT_HAS(run(delay + ",gradients --offload-update host --verify-every 2").text,
                "the gradient that waits would be lost");
+
+    // A folder without room.
     Ran full = shell("trap '' XFSZ; ulimit -f 400;" + program() + flags + "--steps 1" + to_disk());
     EXPECT_HAS(full.text, "of state do not fit: File too large");
     EXPECT_EQ(full.status, 1);

@@ -446,6 +446,8 @@ TEST(Published, NanotronOnH100) {
     c.machine = machine_of("h100");
     c.machine.launch_us = 40;
     c.accumulated = 10;
+
+    // The mean error of the small clusters, with products at a share of their peak.
     auto held_error = [&](double gemm) {
         c.machine.gemm = gemm;
         std::vector<Pair> held, others;
@@ -458,6 +460,7 @@ TEST(Published, NanotronOnH100) {
         report("nanotron, 80B or more nodes", others, 0.15);
         return mean_error(held);
     };
+
     EXPECT_LT(held_error(machine_of("h100").gemm), 0.13);
     EXPECT_LT(held_error(0.6), 0.08);
 }
@@ -510,15 +513,18 @@ TEST(Published, RingsOverManyNodes) {
     m.nic = 0.96;
     m.link = 1; // NICs are the narrow place
     m.latency_us = 23;
+
     double sum = 0;
     int count = 0;
     for (const RingRow& row : simai_rings)
         for (int i = 0; i < 7; i++) {
+            // Predict the share of the NICs' rate that a ring reaches.
             int nodes = 2 << i;
             double n = 8.0 * nodes;
             double bytes = row.megabytes * 1e6;
             double seconds = link_of(m, int(n), 8).all_gather(bytes);
             double share = bytes * (n - 1) / n / seconds / (8 * m.nic_gb * 1e9);
+
             double error = std::fabs(std::log(share / row.shares[i]));
             if (error > 0.35)
                 printf("  misses %g MB on %d nodes: %.4f measured, %.4f predicted\n",
@@ -710,11 +716,13 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
         bool matters = false, slower = name == "latency_us" || name == "launch_us" ||
                                         name == "hop_us";
         for (const SmallCase& s : small_cases) {
+            // Time a case before and after the number grows by a tenth.
             SmallRun run(s, 4);
             CostModel c = slow_links();
             double before = run.folded(c).seconds;
             c.machine.*f.field *= 1.1;
             double after = run.folded(c).seconds;
+
             matters |= after != before;
             if (name == "sms" || name == "cards") continue; // these change waves and groups
             EXPECT_LE(slower ? before : after, (slower ? after : before) * (1 + 1e-12)) << f.name;
