@@ -1,9 +1,9 @@
 # train_gpt - make run | test | check | bench | ladders | gpu | copycheck | mutate | clean | setup;  build/train_gpt,
 #   build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
-#   CUDA toolkit. Without the word: cuda where a GPU answers.
+#   CUDA toolkit. Without either: cuda where a GPU answers and nvcc is there.
 CXX ?= g++
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
-DEVICE ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
+DEVICE ?= $(if $(and $(filter GPU,$(shell nvidia-smi -L 2>/dev/null)),$(shell command -v $(NVCC))),cuda,cpu)
 BUILD ?= build
 WARN = -Wall -Wextra -Wno-unknown-pragmas
 OPT ?= -O3 -march=native
@@ -55,7 +55,7 @@ PORTABLE = -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/cuda/lib64
 # where attention's machine code is not what dev/bench/sass_limits.txt wants. The host compiler's own warnings end in
 # [-W...] and are only shown: at -O3 GCC 12 warns of lengths that no run has.
 define nvcc
-@command -v $(NVCC) >/dev/null || { echo "$@: there is no $(NVCC): install the CUDA toolkit or give NVCC="; exit 1; }
+@command -v $(NVCC) >/dev/null || { echo "$@: there is no $(NVCC): install the CUDA toolkit, give NVCC= or make DEVICE=cpu"; exit 1; }
 @echo "$(NVCC) $(NVCCFLAGS) $< -o $@ $(GPU_LIBS) $(PORTABLE)"
 @$(NVCC) $(NVCCFLAGS) -Xptxas -warn-spills -MMD -MF $@.d $< -o $@ $(GPU_LIBS) $(PORTABLE) >$@.log 2>&1; status=$$?; \
     cat $@.log; missing=$$(sed -nE 's/.*fatal error: ([^:]*): No .*/\1/p; s/.*cannot find (-l[^:]*).*/\1/p' $@.log); \
@@ -107,7 +107,7 @@ bench:
 	$(BUILD)/bench_ops perf
 	$(BUILD)/bench_step
 	$(BUILD)/bench_disk
-# An operator from the naive kernel to the project's own: checked everywhere, measured on a GPU.
+# An operator from a naive kernel to what the project runs: checked everywhere, measured on a GPU.
 ladders: $(LADDERS)
 	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
 tests-built: all $(addprefix $(BUILD)/,test_ops $(TESTS) $(EMULATED))
@@ -118,8 +118,9 @@ gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device 
 clean:
 	rm -rf $(BUILD)
 
-# On the CPU. Tests build in half the time at -O1, and the op table at -O2; bench_ops is the same table at -O3. `private`:
-# what a program is linked from keeps its own flags. EMULATE: the kernels' own source, by g++ alone.
+# On the CPU. Tests build in half the time at -O1, the op table and the program's own file at -O2; bench_ops is the same
+# table at -O3, and so is the step. `private`: what a program is linked from keeps its own flags. EMULATE: the kernels'
+# own source, by g++ alone.
 $(addprefix $(BUILD)/,$(TESTS) $(EMULATED)) $(BUILD)/ladder_%: private OPT = -O1 -march=native
 $(BUILD)/test_ops $(BUILD)/train_gpt.o: private OPT = -O2 -march=native
 $(addprefix $(BUILD)/,$(EMULATED) test_device test_comm test_nccl) $(BUILD)/ladder_%: CXXFLAGS += -DEMULATE
@@ -138,7 +139,7 @@ $(BUILD)/ladder_%: dev/cuda/%.cu | $(BUILD)
 	$(compile)
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
-# The step's kernels are compiled once for all programs (llmc/step_built.h); `make STEPS=` compiles each program whole.
+# The step is compiled once a type for all programs (llmc/step_built.h). STEPS is all four, or empty: each program whole.
 STEPS ?= float double bf16 fp16
 step = $(patsubst %,$(BUILD)/step_%.o,$(filter $(STEPS),$(1)))
 $(BUILD)/step_%.o: llmc/step_built.h | $(BUILD)

@@ -3,6 +3,7 @@
 //   2. run_command    what the flags ask for: shape, tokenizer, layout, checks, data
 //   3. run_ranks      one body for each rank of this process: itself, or --local-ranks threads
 //   4. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
+//   Functions stand in the opposite order: each comes before the one that calls it.
 //   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has what
 //   surrounds the steps: choices before them, reports, and the folder that a run resumes from.
 //   Compiles as plain C++ too: make DEVICE=cpu.   Usage: train_gpt --help
@@ -326,8 +327,8 @@ void run_training(Run& run, S where) {
     bool generates = run.generate_plan >= 0 || run.rollout_plan >= 0;
     or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
-    // Print the plan. --explain prints all of it and ends here, after --memory has been checked:
-    // a plan that is refused has then been seen.
+    // Print the plan. --explain prints all of it and ends here, but behind the check of --memory: a
+    // plan that is refused is then on the screen.
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
     run.draft_bytes = draft_bytes<T>(run, plans, where);
@@ -356,9 +357,11 @@ void run_training(Run& run, S where) {
     trainer_allocate(t);
     autotune(run, t);
 
-    // Load or draw the weights, those of a draft too, and open the log.
+    // From here on plans are replayed as graphs (--graphs), and documents are cut.
     t.replays = c.graphs;
     t.document_end = run.document_end;
+
+    // Load or draw the weights, those of a teacher and a draft too, and open the log.
     load_weights(run, t);
     open_teacher(run, t, plans);
     std::shared_ptr<Draft> draft = open_draft<T>(run, plans, where);
@@ -517,8 +520,8 @@ static void join_processes(Run& run, RankInfo* info, int* argc, char*** argv) {
     if (const char* rank = getenv("OMPI_COMM_WORLD_RANK"))
         this_rank = atoi(rank);
     LLMC_USER_CHECK(HAS_MPI || !started || (size && atoi(size) == 1),
-               "started as one of several processes, and built without MPI: install "
-               "libopenmpi-dev and openmpi-bin and make again, or use --local-ranks");
+                    "started as one of several processes, and built without MPI: install "
+                    "libopenmpi-dev and openmpi-bin and make again, or use --local-ranks");
     if (HAS_MPI && started)
         run.world = mpi_join(*info, argc, argv);
 }

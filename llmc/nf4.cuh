@@ -7,8 +7,9 @@
 //   back  value * absmax in float, rounded once to T
 //   x, out (n)   codes (n/2)   absmax (n/64): float, and then its codes
 //   table: offset, map (256), absmax2 (n/16384); all lengths rounded up
-//   Contract: =, the same bytes as bitsandbytes' CUDA kernels, on CPU and GPU. x must be finite. A
-//             block below 2^-128 becomes zeros. 4.13 bits an element, int8 8.
+//   Contract: =, on CPU and GPU the bytes of bitsandbytes' CUDA kernels for the same offset, which
+//             torch may round another way. x must be finite. A block below 2^-128 becomes zeros.
+//             4.13 bits an element, int8 8.
 //   Cost: memory-bound: back reads 0.52 bytes an element and writes sizeof(T).
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -89,16 +90,22 @@ LLMC_HD inline unsigned nearest_code(const float* map, float y) {
     return y < (map[low] + map[at]) * 0.5f ? low : at;
 }
 
-// The absmax of a block, rounded twice, as bitsandbytes has it: an fma would give other values.
+// A product that is rounded before anything is added to it. Compilers would fuse the two into an
+// fma, g++ even where the product is one in double.
+LLMC_HD inline float rounded_product(float x, float y) {
+#if defined(__CUDA_ARCH__)
+    return __fmul_rn(x, y);
+#else
+    volatile float product = x * y;
+    return product;
+#endif
+}
+
+// The absmax of a block, rounded twice, as bitsandbytes has it.
 LLMC_HD inline float nf4_absmax(const Nf4& w, size_t b) {
     float value = w.table[1 + w.absmax[b]];
     float absmax2 = w.table[NF4_TABLE + w.whole(b) / NF4_SCALES_BLOCK];
-#if defined(__CUDA_ARCH__)
-    return __fadd_rn(__fmul_rn(value, absmax2), w.table[0]);
-#else
-    volatile float product = value * absmax2; // g++ fuses all else, a product in double too
-    return product + w.table[0];
-#endif
+    return rounded_product(value, absmax2) + w.table[0];
 }
 
 // The code of element i from its byte: an even element is in the upper half.
@@ -118,8 +125,7 @@ inline void nf4_scale_map(float* map) { // (256)
         int n = 1 << i;
         float step = (1.0f - 0.1f) / float(n);
         float power = float(std::pow(10.0, i - 6));
-        // Round the product separately: through double no compiler fuses it with the sum.
-        auto steps = [&](int k) { return float(double(step) * k); };
+        auto steps = [&](int k) { return rounded_product(step, float(k)); };
 
         // Count each half from its own end, as torch.linspace does.
         auto bound = [&](int k) {

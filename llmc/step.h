@@ -90,7 +90,7 @@ void run_head_forward(Trainer<T, S>& t, const Action& a) {
             head_norm(t.ctx, inp, w, acts, stream_rows(t.ctx));
             LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
             head_loss(t.ctx, loss, row_losses(t, a.micro), acts, w.lm_head);
-        } else {
+        } else { // generation: the norm and the logits of the last rows of each sequence
             size_t kept = std::min(t.ctx.batch.T, p.scored);
             size_t rows = t.ctx.batch.B * kept;
             norm_last_rows(t.ctx, inp, w, acts, kept);
@@ -131,8 +131,8 @@ void run_forward(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// R: fill the rows of activations that F has dropped. The streams stay as they are, but inside a
-// segment, where R runs the whole forward pass. F has counted the tokens of experts.
+// R: fill the rows that F has dropped, or, inside a segment (segments.h), run the whole forward
+// pass. F has counted the experts' tokens already, so R counts none.
 template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
@@ -227,8 +227,7 @@ void run_norm(Trainer<T, S>& t) {
 
         // Leave out the elements that another tensor-parallel rank counts.
         size_t own = norm_chunks(t.model, b, own_count(t, bucket));
-        if (own > first)
-            device_zero(mine + first, (own - first) * sizeof(double), where);
+        if (own > first) device_zero(mine + first, (own - first) * sizeof(double), where);
     }
 
     // Add the tables of all ranks, so that every rank computes the same norm.
@@ -236,6 +235,8 @@ void run_norm(Trainer<T, S>& t) {
         all_reduce_sum(t.comms.data(Group::DATA).shard, sums, chunks, where);
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
+
+    // Compute the norm, and what follows from it: scales of fp8, and that of a late update.
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
     take_amaxes(t);
@@ -281,15 +282,15 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     update_mean(t, a, WeightMemory<T>{weight, master, p.masters}, range.count, scale, where);
 }
 
-// UPDATE: StepScale lies in device memory, so the host need not know the norm. Only an update that
-// the host itself runs waits for it.
+// UPDATE: a device reads StepScale from its own memory, so the host need not know the norm. Where
+// the host itself updates it waits for the norm, unless the update is late.
 template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     if (t.plans[t.plan].offload.update == Tier::DEVICE) {
         const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
         return run_update(t, a, scale, t.ctx.where);
     }
-    // A late one has its scale since the step before, so the device goes on beside it.
+    // A late update (--update-delay 1) has had its scale since the step before: it never waits.
     if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
         return run_update(t, a, late, Cpu{});
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
@@ -297,7 +298,7 @@ void run_update(Trainer<T, S>& t, const Action& a) {
 }
 
 // ----------------------------------------------------------------------------
-// the loop
+// the loop, and what a plan leaves: its loss, and the scale of its step
 
 // Set the parts of ctx that differ from layer to layer: experts, a window, and RoPE's table.
 template <typename T, typename S>

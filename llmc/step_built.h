@@ -1,7 +1,7 @@
-// step_built.h - the step for the CPU, compiled once per element type for all programs that train
-//   make compiles this file as build/step_float.o, step_double.o and so on, with STEP_OF as the
-//   type. The programs that link them include it too, and so leave the step's kernels alone: they
-//   compile in a third of the time. nvcc compiles a program whole, without this file.
+// step_built.h - the step on the CPU, compiled once per element type for all programs that train
+//   make compiles this file into build/step_float.o, step_double.o and so on; STEP_OF is the type.
+//   A program that links these objects includes the file too, and then only declares the step's
+//   templates. `make STEPS=` and nvcc compile each program whole, without this file.
 #pragma once
 #include "step.h"
 

@@ -47,7 +47,7 @@ done
 # Open MPI refuses root, which is who one is in a container, and more ranks than cores.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 
-chip=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+chip=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) && chip=${chip%%$'\n'*} || chip=
 results=${RESULTS:-dev/results} work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 name=$(echo "${chip:-none}" | tr -c 'A-Za-z0-9\n' '-')

@@ -371,8 +371,9 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
 
 // A way to make room that the user leaves open: the proposal's flag, and the bytes that it frees of
 // each element that a rank updates.
+typedef bool Proposal::*ProposalFlag;
 struct Saving {
-    bool Proposal::*flag;
+    ProposalFlag flag;
     double bytes;
 };
 template <typename T, typename S>
