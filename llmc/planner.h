@@ -16,6 +16,7 @@
 //   Cost: a microsecond a layout, some milliseconds for each new size of tp, ep or pipeline.
 #pragma once
 #include <numeric>
+#include <utility>
 #include "simulator.h"
 #include "trainer.h"
 
@@ -24,8 +25,21 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // layers
 
+// A layer's kind: which end of the model it is, its experts, its window, whether it trains
+// anything, and whether backward passes come down to it.
+typedef std::array<size_t, 5> LayerKind;
+inline LayerKind kind_of_layer(const Model& model, int layer) {
+    bool trains = false;
+    for (int b : buckets_of(model, layer)) trains |= model.buckets[b].trainable;
+    size_t end = model.is_block(layer) ? 0 : 1 + size_t(layer);
+    return {end, is_sparse(model.shape, layer), end ? 0 : window_of(model.shape, layer), trains,
+            layer >= lowest_trained(model)};
+}
+
 // One layer's time and bytes for one micro-batch.
 struct LayerEstimate {
+    int kind = 0; // layers of one kind have one number
+
     // Seconds.
     double forward = 0;
     double backward = 0;
@@ -89,28 +103,32 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     LayerEstimate e;
     const CostModel& c = planner.cost;
     auto seconds = [&](Op op) { return total_of(layer_seconds(c, p, model, {op, 0, layer})); };
-    bool redoes = model.is_block(layer) && p.recompute.of(layer) != Recompute::NONE;
+    bool backward = layer >= lowest_trained(model), block = model.is_block(layer);
+    bool redoes = block && backward && p.recompute.of(layer) != Recompute::NONE;
     e.forward = seconds(Op::F);
-    e.backward = seconds(Op::B);
+    e.backward = backward ? seconds(Op::B) : 0;
     e.redone = redoes ? seconds(Op::R) : 0;
-    e.weights = model.is_block(layer) ? seconds(Op::W) : 0;
+    e.weights = block && backward ? seconds(Op::W) : 0;
 
-    // Memory: a layer's input stays until its backward pass.
+    // Memory: a layer's input stays until its backward pass, if there is one.
     auto bytes = [&](Kind kind) {
         return double(data_bytes<T>(p, model, {kind, layer}, planner.where));
     };
     e.passing = bytes(Kind::SCRATCH) + 2 * bytes(Kind::DSTREAM);
-    if (!model.is_block(layer)) return e;
+    if (!block) return e;
     e.kept_b = bytes(Kind::KEPT_B);
     e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
+    if (!backward) {
+        e.passing += std::exchange(e.kept_b, 0) + std::exchange(e.kept_w, 0);
+        return e;
+    }
     e.gradient_w = bytes(Kind::GRADIENT_W);
     for (Kind kind : {Kind::REDO_B, Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W})
         e.passing += bytes(kind);
     return e;
 }
 
-// Return the estimates of all layers, made at most once for each key. Blocks of one kind are alike:
-// with or without experts, and by window.
+// Return the estimates of all layers, made at most once for each key. Layers of one kind share one.
 template <typename T, typename S>
 const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& p) {
     const Layout& l = p.layout;
@@ -124,18 +142,16 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 
-    // Estimate each kind of block once, and both ends of the model.
+    // Estimate each kind once.
     const Model& model = model_of(planner, l);
-    std::map<std::pair<bool, size_t>, LayerEstimate> kinds;
+    std::map<LayerKind, LayerEstimate> kinds;
     for (int layer = 0; layer < model.layers(); layer++) {
-        if (!model.is_block(layer)) {
-            entry->second.push_back(estimate_layer(planner, p, model, layer));
-            continue;
+        auto [kind, unknown] = kinds.try_emplace(kind_of_layer(model, layer));
+        if (unknown) {
+            kind->second = estimate_layer(planner, p, model, layer);
+            kind->second.kind = int(kinds.size());
         }
-        std::pair<bool, size_t> kind = {is_sparse(model.shape, layer),
-                                        window_of(model.shape, layer)};
-        if (!kinds.count(kind)) kinds[kind] = estimate_layer(planner, p, model, layer);
-        entry->second.push_back(kinds[kind]);
+        entry->second.push_back(kind->second);
     }
     return entry->second;
 }
@@ -158,7 +174,8 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         e.lasting += bytes(Kind::WEIGHT);
         if (p.layout.zero == 3) e.passing += bytes(Kind::GATHERED);
         BucketLinks links = bucket_links(p.layout, c.machine, bucket.group);
-        e.gather += links.shard.all_gather(gathered_bytes(c, p, model, b));
+        if (p.layout.zero == 3 || bucket.trainable)
+            e.gather += links.shard.all_gather(gathered_bytes(c, p, model, b));
         if (!bucket.trainable) continue;
 
         // Count what only trainable buckets have.
@@ -198,14 +215,13 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
-    // Blocks with experts have other buckets than blocks without.
+    // Estimate each kind of layer once.
     const Model& model = model_of(planner, l);
-    std::map<int, BucketEstimate> kinds; // 0: a block without experts
+    std::map<LayerKind, BucketEstimate> kinds;
     for (int layer = 0; layer < model.layers(); layer++) {
-        bool block = model.is_block(layer);
-        int kind = block ? is_sparse(model.shape, layer) : 2 + layer;
-        if (!kinds.count(kind)) kinds[kind] = estimate_buckets(planner, p, model, layer);
-        entry->second.push_back(kinds[kind]);
+        auto [kind, unknown] = kinds.try_emplace(kind_of_layer(model, layer));
+        if (unknown) kind->second = estimate_buckets(planner, p, model, layer);
+        entry->second.push_back(kind->second);
     }
     return entry->second;
 }
@@ -273,52 +289,31 @@ inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
     double reduce = layout.zero >= 2 ? b.reduce : 0;
     double backward = e.backward + e.redone;
     double forward = std::max(0.0, gather - e.forward);
+    if (backward == 0) return forward; // no gradient comes so low
     if (layout.pipeline != Pipeline::ZERO_BUBBLE)
         return forward + std::max(0.0, gather + reduce - backward);
     return forward + std::max(0.0, gather - (backward - e.weights)) +
            std::max(0.0, reduce - e.weights);
 }
 
-// How many of the layers from `l` on are alike, before layer `to`: blocks of one kind are, an
-// embedding and a head are unlike all others.
-inline int alike_from(const Model& model, int l, int to) {
-    auto like = [&](int other) {
-        return model.is_block(other) &&
-               is_sparse(model.shape, other) == is_sparse(model.shape, l) &&
-               window_of(model.shape, other) == window_of(model.shape, l);
-    };
-    int n = 1;
-    while (model.is_block(l) && l + n < to && like(l + n))
-        n++;
-    return n;
-}
-
-// Ranks with equal numbers of alike layers in all their stages are of one kind: return each rank's.
+// Ranks whose stages have layers of the same kinds are of one kind: return each rank's.
 // Kinds are numbered in the order of the ranks.
 inline std::vector<size_t> kinds_of_ranks(const Layout& layout, const Model& model) {
-    // Describe a rank by its runs of alike layers: how many, and the first one. A block stands for
-    // all blocks like it.
-    std::map<std::vector<size_t>, size_t> known;
+    // Describe a rank by the kinds of its stages' layers.
+    typedef std::vector<std::vector<LayerKind>> Stages;
+    std::map<Stages, size_t> known;
     std::vector<size_t> kinds;
     for (int rank = 0; rank < layout.pp.size; rank++) {
-        std::vector<size_t> runs;
+        Stages stages;
         for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
+            std::vector<LayerKind>& layers = stages.emplace_back();
             int to = first_layer(layout, model, stage + 1);
-            int n = 0;
-            for (int l = first_layer(layout, model, stage); l < to; l += n) {
-                n = alike_from(model, l, to);
-                bool block = model.is_block(l);
-                size_t kind = block ? is_sparse(model.shape, l) : 2 + l;
-                size_t window = block ? window_of(model.shape, l) : 0;
-                runs.insert(runs.end(), {size_t(n), kind, window});
-            }
-
-            // Mark the stage's end.
-            runs.push_back(0);
+            for (int l = first_layer(layout, model, stage); l < to; l++)
+                layers.push_back(kind_of_layer(model, l));
         }
 
         // Number a kind that is new.
-        auto entry = known.insert({runs, known.size()}).first;
+        auto entry = known.insert({stages, known.size()}).first;
         kinds.push_back(entry->second);
     }
     return kinds;
@@ -340,8 +335,9 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
         double forward_here = 0;
         double backward_here = 0;
         for (int l = from, n = 0; l < to; l += n) {
-            n = alike_from(model, l, to); // layers at once
+            // Take alike layers at once.
             const LayerEstimate& e = layers[size_t(l)];
+            for (n = 1; l + n < to && layers[size_t(l + n)].kind == e.kind;) n++;
             const BucketEstimate& b = buckets[size_t(l)];
             double backward = n * (e.backward + e.redone);
             r.seconds += n * e.seconds();

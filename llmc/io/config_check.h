@@ -787,9 +787,9 @@ inline std::string check_planning(const Config& c) {
     if (c.loss == "distill")
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
-    if (objective_of(c).rows() || c.fp8 != "none" || has_adapters(c))
-        return "--plan auto chooses no layout for preferences, sampled answers, --fp8 and "
-               "adapters: plan without them, and add them to the command that it prints";
+    if (objective_of(c).rows() || c.fp8 != "none")
+        return "--plan auto chooses no layout for preferences, sampled answers and --fp8: plan "
+               "without them, and add them to the command that it prints";
     if ((c.offload != "none" && c.offload != "optimizer") || c.offload_update == "host")
         return "--plan auto knows moves of --offload optimizer alone, and updates on the device: "
                "plan with those, and change them in the command that it prints";

@@ -256,6 +256,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     PlanQuestion q;
     const Config& c = run.config;
     q.shape = run.shape;
+    add_adapters(c, q.shape);
     q.machine = machine_asked(c, "--plan auto", where);
     int each = c.gpus ? 0 : ranks_of_each(find_machines(run));
     if (each && run.world.size > 1) q.machine.cards = each; // the nodes that are there

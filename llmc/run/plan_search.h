@@ -402,10 +402,18 @@ std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, 
     return savings;
 }
 
-// The most elements that a rank updates. Its stage may be a quarter larger than the mean.
-inline double most_updated(const Proposal& p, double parameters) {
+// The elements that training updates.
+inline double trained_count(const Model& model) {
+    double n = 0;
+    for (const Parameter& w : model.parameters)
+        if (model.buckets[w.bucket].trainable) n += double(w.file_elements());
+    return n;
+}
+
+// The most of them that a rank updates. Its stage may be a quarter larger than the mean.
+inline double most_updated(const Proposal& p, double trained) {
     double shards = p.zero > 0 ? p.dp * p.cp : 1;
-    return 1.25 * parameters / (p.tp * p.pp * shards);
+    return 1.25 * trained / (p.tp * p.pp * shards);
 }
 
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
@@ -424,7 +432,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
     Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where};
     Estimator<T, S> e = {q, planner, asked, plan};
     std::vector<Saving> savings = savings_of<T>(q, asked, where);
-    double parameters = double(parameter_count(make_model(q.shape)));
+    double trained = trained_count(make_model(q.shape));
 
     // Keep a proposal with its estimate, or drop it.
     auto keep = [&](const Proposal& p) {
@@ -457,7 +465,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
 
                         // Try what makes room, where it may decide whether the layout fits.
                         for (const Saving& saving : savings) {
-                            double saved = saving.bytes * most_updated(x, parameters);
+                            double saved = saving.bytes * most_updated(x, trained);
                             double least = x.estimate.bytes - saved;
                             bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
                             if (sure || !decides) continue;

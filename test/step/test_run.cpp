@@ -78,7 +78,7 @@ TEST_F(Run, TrainsEvaluatesAndSamples) {
 }
 
 // --plan auto only chooses flags: a run with the flags that it prints has the same
-// losses and norms.
+// losses and norms, also beside adapters.
 TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
     auto losses = [](const std::string& text) {
         std::string all;
@@ -88,18 +88,27 @@ TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
         return all;
     };
 
-    // Run as planned, then as the printed command says.
-    std::string flags = small + "--steps 4 --sample-tokens 0 --local-ranks 4 ";
-    Ran planned = run(flags + "--plan auto");
-    ASSERT_EQ(planned.status, 0) << planned.text;
-    std::smatch named;
-    ASSERT_TRUE(std::regex_search(planned.text, named, std::regex("build/train_gpt (.*)\n")));
-    EXPECT_HAS(named[1].str(), "--local-ranks 4 ");
-    EXPECT_HAS(named[1].str(), "--batch-tokens 512 --dp ");
-    Ran given = run(named[1].str());
-    EXPECT_EQ(given.status, 0) << given.text;
-    EXPECT_NE(losses(given.text), "");
-    EXPECT_EQ(losses(given.text), losses(planned.text));
+    std::vector<double> room; // MiB that the best layout takes
+    for (const char* adapters : {"", "--lora 2 "}) {
+        // Run as planned.
+        std::string flags = small + adapters + "--steps 4 --sample-tokens 0 --local-ranks 4 ";
+        Ran planned = run(flags + "--plan auto");
+        ASSERT_EQ(planned.status, 0) << planned.text;
+        std::smatch named;
+        ASSERT_TRUE(std::regex_search(planned.text, named, std::regex("build/train_gpt (.*)\n")));
+        EXPECT_HAS(named[1].str(), "--local-ranks 4 ");
+        EXPECT_HAS(named[1].str(), "--batch-tokens 512 --dp ");
+        std::smatch best;
+        ASSERT_TRUE(std::regex_search(planned.text, best, std::regex("best .* ([0-9.]+) MiB")));
+        room.push_back(std::stod(best[1]));
+
+        // Run as the printed command says.
+        Ran given = run(named[1].str());
+        EXPECT_EQ(given.status, 0) << given.text;
+        EXPECT_NE(losses(given.text), "");
+        EXPECT_EQ(losses(given.text), losses(planned.text));
+    }
+    EXPECT_LT(room[1], 0.8 * room[0]) << "what is frozen has no gradient and no moments";
 }
 
 // --document-mask keeps documents apart in training, also after a resume. It changes neither
