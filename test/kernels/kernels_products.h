@@ -276,7 +276,9 @@ template <typename T> void lora_batch_kernels(Check& c) {
     const std::vector<int> chosen = {0, 2, -1, 0, 0, 1, 2, 0, -1, 2};
     for (const LinearCase& s : linear_cases())
         for (size_t each : {size_t(1), LORA_FEW_ROWS, size_t(LORA_LAUNCH_ROWS) + 1}) {
-            size_t B = each > 1 ? 4 : chosen.size(), N = B * each, OC = s.OC, IC = s.IC;
+            // Short runs fill more than one launch.
+            size_t B = each > LORA_FEW_ROWS ? 4 : chosen.size(), N = B * each;
+            size_t OC = s.OC, IC = s.IC;
             if (SMALL && each > LORA_FEW_ROWS) continue;
             const bool wide = OC == 5 && each == 1;
             const size_t most = wide ? LORA_MOST_RANK + 1 : 9; // the largest rank
