@@ -514,6 +514,11 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
     double bytes = 0;
     for (Data d : moved_data(p, model, a))
         bytes += double(c.bytes(p, d));
+
+    // The update has used up a chunk's gradient: it does not go back.
+    if (a.op == Op::PARK && a.chunk >= 0)
+        for (Data d : staged_data(p, a.bucket, a.chunk))
+            if (d.kind == Kind::GRAD) bytes -= double(c.bytes(p, d));
     Tier tier = tier_of(p, tiered_data(p, model, a).front());
     return bytes / (tier == Tier::DISK ? c.machine.disk_rate() : c.machine.host_rate());
 }

@@ -30,7 +30,8 @@ namespace llmc {
 typedef std::array<size_t, 5> LayerKind;
 inline LayerKind kind_of_layer(const Model& model, int layer) {
     bool trains = false;
-    for (int b : buckets_of(model, layer)) trains |= model.buckets[b].trainable;
+    for (int b : buckets_of(model, layer))
+        trains |= model.buckets[b].trainable;
     size_t end = model.is_block(layer) ? 0 : 1 + size_t(layer);
     return {end, is_sparse(model.shape, layer), end ? 0 : window_of(model.shape, layer), trains,
             layer >= lowest_trained(model)};
@@ -59,16 +60,19 @@ struct LayerEstimate {
 
 // The sum over one layer's buckets.
 struct BucketEstimate {
-    // Bytes that last for the whole run, bytes needed while the layer runs, and those of a chunk
-    // that comes to its update from another tier.
+    // Bytes that last for the whole run, bytes needed while the layer runs, those of a chunk that
+    // comes to its update from another tier, and a gradient that is here only meanwhile.
     double lasting = 0;
     double passing = 0;
     double chunk = 0;
+    double gradient = 0;
 
-    // Seconds to reduce the gradients, to gather the weights, and to update.
+    // Seconds to reduce the gradients, to gather the weights, to update, and to move the gradients
+    // to another tier or back.
     double reduce = 0;
     double gather = 0;
     double update = 0;
+    double move = 0;
 };
 
 // Estimates that layouts share: those with equal keys share an entry.
@@ -103,7 +107,8 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     LayerEstimate e;
     const CostModel& c = planner.cost;
     auto seconds = [&](Op op) { return total_of(layer_seconds(c, p, model, {op, 0, layer})); };
-    bool backward = layer >= lowest_trained(model), block = model.is_block(layer);
+    bool backward = layer >= lowest_trained(model);
+    bool block = model.is_block(layer);
     bool redoes = block && backward && p.recompute.of(layer) != Recompute::NONE;
     e.forward = seconds(Op::F);
     e.backward = backward ? seconds(Op::B) : 0;
@@ -178,9 +183,19 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
             e.gather += links.shard.all_gather(gathered_bytes(c, p, model, b));
         if (!bucket.trainable) continue;
 
-        // Count what only trainable buckets have.
-        e.lasting += bytes(Kind::GRAD);
-        e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
+        // Count what only trainable buckets have. A gradient that lies in another tier comes for
+        // each micro-batch, and leaves again.
+        bool disk = std::max(p.offload.optimizer, p.offload.gradients) == Tier::DISK;
+        double rate = disk ? c.machine.disk_rate() : c.machine.host_rate();
+        double moved = 0;
+        if (is_here(p.offload.gradients, planner.where)) {
+            e.lasting += bytes(Kind::GRAD);
+            e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
+        } else {
+            e.gradient += bytes(Kind::GRAD_HERE);
+            e.move += bytes(Kind::GRAD_HERE) / rate;
+            moved = bytes(Kind::GRAD);
+        }
         e.passing += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
         e.passing += bytes(Kind::SENT);
         e.reduce += reduce_seconds(c, p, model, b);
@@ -193,9 +208,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         if (p.offload.optimizer != Tier::DEVICE) {
             Data first = {Kind::STAGED, b, -1, 0};
             e.chunk = std::max(e.chunk, double(data_bytes<T>(p, model, first, planner.where)));
-            bool disk = p.offload.optimizer == Tier::DISK;
-            double rate = disk ? c.machine.disk_rate() : c.machine.host_rate();
-            update = std::max(update, 2 * optimizer / rate);
+            update = std::max(update, (2 * optimizer + moved) / rate);
         }
         e.update += update;
     }
@@ -211,7 +224,7 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
                        axis_in_node(l, machine, &Layout::cp),
                        axis_in_node(l, machine, &Layout::dp), int(p.masters),
-                       int(p.offload.optimizer)};
+                       int(p.offload.optimizer), int(p.offload.gradients)};
     auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
@@ -279,17 +292,20 @@ struct RankEstimate {
     double update = 0;
 };
 
-// Return the seconds that a layer adds to a micro-batch because its collectives take longer than
-// the compute that hides them. Its weights arrive while the layer before it runs. Its gradient is
-// summed beside the next backward pass or, if that is split, beside the next weight half.
-// This layer's times stand for its neighbours'.
-inline double exposed_seconds(const Layout& layout, const LayerEstimate& e,
-                              const BucketEstimate& b) {
+// Return the seconds that a layer adds to a micro-batch because its collectives and moves take
+// longer than the compute that hides them. Its weights arrive while the layer before it runs. Its
+// gradient is summed beside the next backward pass or, if that is split, beside the next weight
+// half. One that lies in another tier comes and goes beside backward passes; for the first
+// micro-batch it need not come. This layer's times stand for its neighbours'.
+inline double exposed_seconds(const Plan& p, const LayerEstimate& e, const BucketEstimate& b) {
+    const Layout& layout = p.layout;
     double gather = layout.zero == 3 ? b.gather : 0;
     double reduce = layout.zero >= 2 ? b.reduce : 0;
     double backward = e.backward + e.redone;
     double forward = std::max(0.0, gather - e.forward);
     if (backward == 0) return forward; // no gradient comes so low
+    double moves = (2 - 1.0 / p.micro_batches) * b.move;
+    forward += std::max(0.0, moves - backward);
     if (layout.pipeline != Pipeline::ZERO_BUBBLE)
         return forward + std::max(0.0, gather + reduce - backward);
     return forward + std::max(0.0, gather - (backward - e.weights)) +
@@ -326,7 +342,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     const Layout& layout = p.layout;
     RankEstimate r;
     double passing = 0;
-    double next = 0; // bytes of another layer's buckets
+    double next = 0;     // bytes of another layer's buckets
+    double gradient = 0; // of a block, if gradients come and go
 
     // Add up the layers of its stages.
     for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
@@ -337,7 +354,9 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
         for (int l = from, n = 0; l < to; l += n) {
             // Take alike layers at once.
             const LayerEstimate& e = layers[size_t(l)];
-            for (n = 1; l + n < to && layers[size_t(l + n)].kind == e.kind;) n++;
+            n = 1;
+            while (l + n < to && layers[size_t(l + n)].kind == e.kind)
+                n++;
             const BucketEstimate& b = buckets[size_t(l)];
             double backward = n * (e.backward + e.redone);
             r.seconds += n * e.seconds();
@@ -355,10 +374,11 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             r.kept_b += n * e.kept_b;
             r.kept_w += n * e.kept_w;
             r.gradient_w += n * e.gradient_w;
-            passing = std::max(passing, e.passing + b.passing);
+            passing = std::max(passing, e.passing + b.passing + b.gradient);
             next = std::max(next, b.passing);
+            if (model.is_block(l)) gradient = std::max(gradient, b.gradient);
             r.staged = std::max(r.staged, (layout.prefetch + 2) * b.chunk);
-            r.exposed += n * exposed_seconds(layout, e, b);
+            r.exposed += n * exposed_seconds(p, e, b);
             forward_here += n * e.forward;
             backward_here += backward;
         }
@@ -369,7 +389,9 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
     }
 
     // Add the next layer's weights, which ZeRO-3 also holds, or the last one's gradient, in ZeRO-2.
+    // Of gradients in another tier one arrives and one leaves meanwhile.
     if (layout.zero >= 2) passing += next;
+    passing += 2 * gradient;
     r.bytes += passing;
     r.staged -= passing;
     return r;

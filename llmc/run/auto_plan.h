@@ -182,7 +182,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         Trial t = {a.search.leanest};
         if (*flag) set_flag(other.config, flag, value);
         if (!strcmp(flag, "masters")) t.proposal.remainder = false; // the flag holds
-        if (!strcmp(flag, "offload")) t.proposal.offload = false;
+        if (!strcmp(flag, "offload")) t.proposal.offload = 0;
         Config c = other.config;
         set_proposal(c, t.proposal);
         if (!config_check(c, q.shape).empty()) return double(INFINITY);
@@ -193,7 +193,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     // The leanest may fit, and its host may not have the room.
     double least = bytes_with("", ""), best = least;
     if (least <= q.room)
-        return concat("--plan auto: only layouts with --offload optimizer fit ", bytes_text(q.room),
+        return concat("--plan auto: only layouts with --offload fit ", bytes_text(q.room),
                       ", and the host's memory has ", bytes_text(q.host_room),
                       " for each rank, too little: try --offload-to FOLDER, more ranks or a "
                       "smaller --model");
@@ -210,8 +210,6 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");
-        // The planner has no closed form for moves of gradients.
-        if (!strcmp(value, "optimizer,gradients")) fix += ", beside these flags and without --plan";
     }
     return concat("--plan auto: no layout of ", q.gpus, q.gpus > 1 ? " ranks" : " rank", " fits ",
                   bytes_text(q.room), ": the leanest (", proposal_text(a.search.leanest),

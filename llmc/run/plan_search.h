@@ -29,9 +29,10 @@ struct Proposal {
     std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
-    // To make room: --masters remainder, 2 bytes less for each master; --offload optimizer, masters
-    // and moments in the host's memory.
-    bool remainder = false, offload = false;
+    // To make room: --masters remainder, 2 bytes less for each master; --offload, 1: masters and
+    // moments in the host's memory, 2: gradients too.
+    bool remainder = false;
+    int offload = 0;
     Estimate estimate = {};
 
     // How much a user has to know to run this layout. An axis counts ten, because it
@@ -44,6 +45,12 @@ struct Proposal {
                (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder + offload;
     }
 };
+
+// The words of --offload for a proposal's level.
+inline const char* offload_name(int offload) {
+    static const char* names[] = {"none", "optimizer", "optimizer,gradients"};
+    return names[offload];
+}
 
 // The name of a schedule, as --pipeline has it.
 inline const char* pipeline_name(Pipeline p) {
@@ -72,7 +79,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
     add("masters", "remainder", p.remainder);
-    add("offload", "optimizer", p.offload);
+    add("offload", offload_name(p.offload), p.offload > 0);
     return text + concat(" --micro-batch ", p.B);
 }
 
@@ -96,7 +103,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pipeline = pipeline_name(p.pipeline);
     c.recompute = recompute_name(p.recompute);
     if (p.remainder) c.masters = "remainder";
-    if (p.offload) c.offload = "optimizer";
+    if (p.offload) c.offload = offload_name(p.offload);
 }
 
 // The proposal that a configuration's flags make: the reverse of set_proposal().
@@ -120,7 +127,7 @@ inline Proposal proposal_of(const Config& c) {
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
     p.recompute = recompute_named(c.recompute);
     p.remainder = c.masters == "remainder";
-    p.offload = c.offload == "optimizer";
+    p.offload = offloads(c, "optimizer") + offloads(c, "gradients");
     return p;
 }
 
@@ -350,6 +357,8 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     e.plan.masters = p.remainder ? Masters::REMAINDER : e.asked.masters;
     Tier away = e.q.config.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     e.plan.offload.optimizer = p.offload ? away : e.asked.offload.optimizer;
+    e.plan.offload.gradients = p.offload == 2 ? away : e.asked.offload.gradients;
+    layout.gradients_away = e.plan.offload.gradients != Tier::DEVICE;
     Proposal best = p;
     best.estimate.seconds = INFINITY;
     for (const std::string& order : orders_of(e.q, p)) {
@@ -369,11 +378,11 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     p = best;
 }
 
-// A way to make room that the user leaves open: the proposal's flag, and the bytes that it frees of
+// A way to make room that the user leaves open, as Proposal has it, and the bytes that it frees of
 // each element that a rank updates.
-typedef bool Proposal::*ProposalFlag;
 struct Saving {
-    ProposalFlag flag;
+    bool remainder;
+    int offload;
     double bytes;
 };
 template <typename T, typename S>
@@ -384,10 +393,10 @@ std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, 
     Config c = q.config;
     c.masters = "remainder";
     bool theirs = given(q.config, "masters") || q.config.masters != "float";
-    if (!theirs && check_masters(c).empty()) savings.push_back({&Proposal::remainder, 2});
+    if (!theirs && check_masters(c).empty()) savings.push_back({true, 0, 2});
 
     // The host's memory is another one, unless the CPU runs the step. No bit depends on where
-    // masters and moments lie.
+    // masters, moments and gradients lie.
     c = q.config;
     c.offload = "optimizer";
     bool apart = sizes_of_gpu || !std::is_same_v<S, Cpu>;
@@ -398,7 +407,9 @@ std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, 
     double moment = asked.states == States::EIGHT_BIT ? 1 : asked.states == States::BF16 ? 2 : 4;
     double moments = moment * double(optimizer_row(asked.optimizer).states.size());
     double master = narrow ? double(master_bytes(asked.masters)) : 0, mean = asked.ema ? 4 : 0;
-    savings.push_back({&Proposal::offload, moments + master + mean});
+    double optimizer = moments + master + mean;
+    savings.push_back({false, 1, optimizer});
+    savings.push_back({false, 2, optimizer + sizeof(acc_t<T>)});
     return savings;
 }
 
@@ -406,7 +417,8 @@ std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, 
 inline double trained_count(const Model& model) {
     double n = 0;
     for (const Parameter& w : model.parameters)
-        if (model.buckets[w.bucket].trainable) n += double(w.file_elements());
+        if (model.buckets[w.bucket].trainable)
+            n += double(w.file_elements());
     return n;
 }
 
@@ -463,16 +475,19 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         bool sure = x.estimate.bytes < 0.9 * q.room;
                         if (level == 0 && sure) break;
 
-                        // Try what makes room, where it may decide whether the layout fits.
+                        // Try what makes room, where it may decide whether the layout fits, until
+                        // it surely does.
                         for (const Saving& saving : savings) {
                             double saved = saving.bytes * most_updated(x, trained);
                             double least = x.estimate.bytes - saved;
                             bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
                             if (sure || !decides) continue;
                             Proposal smaller = x;
-                            smaller.*saving.flag = true;
+                            smaller.remainder = saving.remainder;
+                            smaller.offload = saving.offload;
                             estimate_orders(e, smaller, in_nodes);
                             keep(smaller);
+                            sure = smaller.estimate.bytes < 0.9 * q.room;
                         }
                     }
         }

@@ -610,7 +610,8 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     p.recompute = Recompute::FULL;
     p.cp_method = "ring";
     p.order = "tp-dp-pp";
-    p.remainder = p.offload = true;
+    p.remainder = true;
+    p.offload = 2;
 
     Config c;
     c.seq = 64, c.batch_tokens = 64 * 64;
@@ -619,7 +620,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
                                 "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
                                 "--grid-order tp-dp-pp --recompute full --masters remainder "
-                                "--offload optimizer --micro-batch 2");
+                                "--offload optimizer,gradients --micro-batch 2");
 }
 
 // Where float masters do not fit, remainders may: the planner takes them then, and only then. Where
@@ -657,9 +658,10 @@ TEST(Planner, MastersShrinkWhereRoomIsShort) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// On a GPU masters and moments leave for the host where nothing else fits, and only then; the closed
-// form knows their moves and the chunks at their updates. A user's --offload none holds.
-TEST(Planner, MastersAndMomentsLeaveWhereRoomIsShort) {
+// On a GPU masters and moments leave for the host where nothing else fits, and only then; gradients
+// too where that is not enough. The closed form knows their moves and the chunks at their updates. A
+// user's --offload none holds.
+TEST(Planner, StatesAndGradientsLeaveWhereRoomIsShort) {
     // Place the leanest layout of one rank with both.
     struct GpuSizes {
         GpuSizes() { sizes_of_gpu = true; }
@@ -671,30 +673,41 @@ TEST(Planner, MastersAndMomentsLeaveWhereRoomIsShort) {
     p.recompute = Recompute::FULL;
     Trial on_card = {p};
     place_proposal<bf16>(q, on_card, 0, Cpu{});
-    p.offload = true;
+    p.offload = 1;
     Trial away = {p};
     place_proposal<bf16>(q, away, 0, Cpu{});
+    p.offload = 2;
+    Trial leanest = {p};
+    place_proposal<bf16>(q, leanest, 0, Cpu{});
     double elements = double(parameter_count(make_model(q.shape)));
     EXPECT_EQ(on_card.host, 0);
     EXPECT_NEAR(away.host / (12 * elements), 1, 0.01);
+    EXPECT_GT(leanest.host, 16 * elements); // and a place for gradients between micro-batches
+    EXPECT_LT(leanest.host, 20.5 * elements);
     ASSERT_LT(away.bytes, on_card.bytes);
+    ASSERT_LT(leanest.bytes, 0.95 * away.bytes);
 
     // Ask with much room, then with room for the smaller one.
     for (const Proposal& wide : search_layouts<bf16>(q, Cpu{}).proposals)
         ASSERT_FALSE(wide.offload);
+    auto ask = [&](int offload) {
+        Answer a = answer_question<bf16>(q, Cpu{});
+        EXPECT_FALSE(a.best.empty());
+        for (const Trial& t : a.best) {
+            EXPECT_EQ(t.proposal.offload, offload);
+            EXPECT_LE(t.bytes, q.room);
+            EXPECT_GT(t.parts.moves, 0);
+            EXPECT_NEAR(t.proposal.estimate.seconds / t.seconds, 1, 0.1);
+            // Chunks and gradients of unlike sizes leave holes, which the closed form does not know.
+            EXPECT_NEAR(t.proposal.estimate.bytes / t.bytes, 1, offload == 2 ? 0.2 : 0.125);
+        }
+        EXPECT_HAS(answer_text(q.config, q, a), " a rank in the host's memory beside these\n");
+        EXPECT_HAS(answer_text(q.config, q, a), concat(" --offload ", offload_name(offload), " "));
+    };
+    q.room = 0.5 * (leanest.bytes + away.bytes);
+    ask(2);
     q.room = 0.5 * (away.bytes + on_card.bytes);
-    Answer a = answer_question<bf16>(q, Cpu{});
-    ASSERT_FALSE(a.best.empty());
-    for (const Trial& t : a.best) {
-        EXPECT_TRUE(t.proposal.offload);
-        EXPECT_LE(t.bytes, q.room);
-        EXPECT_GT(t.parts.moves, 0);
-        EXPECT_NEAR(t.proposal.estimate.seconds / t.seconds, 1, 0.1);
-        // Chunks of unlike sizes leave holes, which the closed form does not know.
-        EXPECT_NEAR(t.proposal.estimate.bytes / t.bytes, 1, 0.125);
-    }
-    EXPECT_HAS(answer_text(q.config, q, a), " a rank in the host's memory beside these\n");
-    EXPECT_HAS(answer_text(q.config, q, a), " --offload optimizer");
+    ask(1);
 
     // With less of the host's memory than they take none of them fits, nor by the user's own flag.
     q.host_room = 0.9 * away.host;
@@ -706,16 +719,21 @@ TEST(Planner, MastersAndMomentsLeaveWhereRoomIsShort) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// --offload optimizer frees masters and moments of an element, and a mean of weights. On a CPU it
-// frees nothing, and the closed form knows that where a user asks for it.
+// --offload frees masters and moments of an element, a mean of weights, and the gradient. On a CPU
+// it frees nothing, and the closed form knows that where a user asks for it.
 TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
     PlanQuestion q = small_question(1, 1e6);
     PlanOptions asked;
     sizes_of_gpu = true;
-    EXPECT_EQ(savings_of<bf16>(q, asked, Cpu{}).back().bytes, 12);
+    auto expect_freed = [&](const std::vector<Saving>& savings, double optimizer) {
+        ASSERT_EQ(savings.size(), 2u);
+        EXPECT_EQ(savings[0].bytes, optimizer);
+        EXPECT_EQ(savings[1].bytes, optimizer + 4);
+    };
+    expect_freed(savings_of<bf16>(q, asked, Cpu{}), 12);
     asked.ema = true;
-    EXPECT_EQ(savings_of<bf16>(q, asked, Cpu{}).back().bytes, 16);
-    EXPECT_EQ(savings_of<float>(q, asked, Cpu{}).back().bytes, 12);
+    expect_freed(savings_of<bf16>(q, asked, Cpu{}), 16);
+    expect_freed(savings_of<float>(q, asked, Cpu{}), 12);
     sizes_of_gpu = false;
     EXPECT_TRUE(savings_of<bf16>(q, asked, Cpu{}).empty());
 
