@@ -2,7 +2,8 @@
 //   g++ compiles the kernels' own source with -DEMULATE; llmc/memory.h then includes this file in
 //   place of the CUDA headers. It finds these faults, each shown by a bug in test_emulator.cpp:
 //     a race or a missing barrier   results differ between thread orders (forward, reverse,
-//                                   shuffled); with -fsanitize=thread the kernel's line
+//                                   shuffled, one warp behind all others); with -fsanitize=thread
+//                                   the kernel's line
 //     a divergent barrier           __syncthreads from two places; a deadlock: who waits where
 //     an early return               before a barrier, or in a shuffle's mask
 //     a wrong shuffle               lanes outside the mask, or read from outside it
@@ -86,6 +87,9 @@ struct Settings {
     // Asynchronous copies and products happen as late as they may, where the program waits for
     // them. Otherwise they happen as soon as they are issued.
     bool latest = false;
+    // A warp of each block that runs only while all its others wait; -1: none. What relies on a
+    // warp's haste, instead of waiting for it, shows.
+    int last_warp = -1;
 };
 inline thread_local Settings settings;
 
@@ -649,14 +653,22 @@ inline void end_block(Block& b) {
 // Run each fiber that can go on until it waits again. Returns false if none could.
 inline bool run_turn(Block& b) {
     bool any = false;
-    for (unsigned i : turns(b.fibers.size())) {
-        // A wait whose condition has come true is over.
-        Fiber& f = b.fibers[i];
-        if (f.state == State::WAITS && !f.pending(f.pending_arg)) f.state = State::READY;
-        if (f.state != State::READY) continue;
-        to_fiber(f);
-        any = true;
-    }
+    size_t warps = (b.fibers.size() + 31) / 32;
+    auto run = [&](bool last) { // the warp that waits for all others, or these
+        for (unsigned i : turns(b.fibers.size())) {
+            bool is_last = settings.last_warp >= 0 && i / 32 == size_t(settings.last_warp) % warps;
+            if (is_last != last) continue;
+
+            // A wait whose condition has come true is over.
+            Fiber& f = b.fibers[i];
+            if (f.state == State::WAITS && !f.pending(f.pending_arg)) f.state = State::READY;
+            if (f.state != State::READY) continue;
+            to_fiber(f);
+            any = true;
+        }
+    };
+    run(false);
+    if (!any) run(true);
     return any;
 }
 

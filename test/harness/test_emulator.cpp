@@ -43,18 +43,21 @@ struct Findings {
 };
 
 // Run a kernel in the three thread orders, with asynchronous operations at their
-// earliest and at their latest.
+// earliest and at their latest, then with each warp as the last one.
 Findings run_all(Kernel kernel, const Bug& b) {
     Findings f;
+    auto run = [&](const emulator::Settings& settings) {
+        emulator::settings = settings;
+        Output out(OUTPUTS);
+        launch(kernel, b.blocks, b.threads, b.shared_bytes, cudaStream_t{}, out.data());
+        for (const std::string& m : emulator::take_messages()) f.messages.push_back(m);
+        for (float x : out) f.poison |= x != x;
+        f.results.insert(std::string(reinterpret_cast<char*>(out.data()), OUTPUTS * 4));
+    };
     for (int order = 0; order < 3; order++)
-        for (bool latest : {false, true}) {
-            emulator::settings = {emulator::Order(order), 7, latest};
-            Output out(OUTPUTS);
-            launch(kernel, b.blocks, b.threads, b.shared_bytes, cudaStream_t{}, out.data());
-            for (const std::string& m : emulator::take_messages()) f.messages.push_back(m);
-            for (float x : out) f.poison |= x != x;
-            f.results.insert(std::string(reinterpret_cast<char*>(out.data()), OUTPUTS * 4));
-        }
+        for (bool latest : {false, true}) run({emulator::Order(order), 7, latest});
+    for (int warp = 0; warp < int(b.threads + 31) / 32; warp++)
+        run({emulator::Order::FORWARD, 7, true, warp});
     emulator::settings = {};
     return f;
 }
@@ -93,6 +96,16 @@ template <bool BUG> void missing_barrier(float* out) {
     x[threadIdx.x] = float(threadIdx.x);
     if (!BUG) __syncthreads();
     out[threadIdx.x] = x[63 - threadIdx.x]; // LINE missing_barrier
+}
+
+// While the second warp waits for its own lanes, the first one has had its turn in any order, unless
+// it is the last.
+template <bool BUG> void slow_warp(float* out) {
+    LLMC_SHARED(float, x, 32);
+    if (threadIdx.x < 32) x[threadIdx.x] = 1;
+    for (int i = 0; i < 2; i++) __syncwarp();
+    if (!BUG) __syncthreads();
+    if (threadIdx.x >= 32) out[threadIdx.x] = x[threadIdx.x - 32];
 }
 
 // The bug writes the value that is there already, so only ThreadSanitizer can see it.
@@ -678,6 +691,7 @@ template <bool BUG> void more_is_less(float* out) {
     { #name, message, threads, blocks, shared, name < true>, name < false> }
 const Bug BUGS[] = {
     BUG_ROW(missing_barrier, nullptr, 64, 1, 0),
+    BUG_ROW(slow_warp, nullptr, 64, 1, 0),
     BUG_ROW(write_after_read, "", 64, 1, 0),
     BUG_ROW(copy_into_a_tile_in_use, "", 64, 1, 0),
     BUG_ROW(divergent_barrier, "a divergent barrier", 64, 1, 0),

@@ -1059,6 +1059,14 @@ TEST_F(Packed, Int4KeepsSymmetricCodes) {
         EXPECT_HAS(load(Stored::INT4), "has zero points, or groups of its own, and --weights int4");
         EXPECT_EQ(load(Stored::INT8), ""); // rounded again, as any folder
     }
+
+    // Inputs that int4 gives one scale must have one in the file.
+    PackedMatrix two;
+    two.cols = 2 * INT4_GROUP;
+    for (size_t c = 0; c < two.cols; c++) two.of_col.push_back(uint32_t(c / INT4_GROUP));
+    EXPECT_TRUE(fits_int4(two));
+    two.of_col[INT4_GROUP + 1] = 0;
+    EXPECT_FALSE(fits_int4(two));
 }
 
 // gptq_v2 stores zero points as they are, and quantize_config.json may say the format.

@@ -114,6 +114,9 @@ struct Outputs {
     template <typename T> static double as_number(T x) { return double(to_acc(x)); }
 };
 
+// Whether a case runs once for each warp that comes last, or with one warp drawn by chance.
+inline bool each_warp_last = false;
+
 // Run a case in every order. body(Outputs&) makes the arrays, launches, and adds the outputs.
 template <typename F> void every_order(Check& c, F body) {
     Outputs out{c, "", 0, {}};
@@ -131,6 +134,16 @@ template <typename F> void every_order(Check& c, F body) {
                 expect(c, false, out.mode + ": " + message);
         }
 
+    // Keep one warp back.
+    for (int i = 0; i < (each_warp_last ? 12 : 1); i++) {
+        int warp = each_warp_last ? i : int(c.random() % 12);
+        emulator::settings = {emulator::Order::SHUFFLED, c.random() | 1, true, warp};
+        out.mode = "with warp " + std::to_string(warp) + " last";
+        out.at = 0;
+        body(out);
+        for (const std::string& message : emulator::take_messages())
+            expect(c, false, out.mode + ": " + message);
+    }
     emulator::settings = {};
 #else
     for (int run = 0; run < 2; run++) {

@@ -67,6 +67,12 @@ template <typename T, std::vector<AttentionCase> cases(), Path path> void row(Ch
     if (cases().empty()) c.checks++;
     attention_kernels<T, cases, path>(c);
 }
+// More tiles than blocks, each warp being the last in turn: the queue's warps hand tiles on.
+void queue_warps_row(Check& c) {
+    each_warp_last = true;
+    row<bf16, queue_cases, Path::HOPPER>(c);
+    each_warp_last = false;
+}
 void nan_row(Check& c) {
     if (!skip(c)) attention_nan_kernels<bf16, Path::HOPPER>(c);
 }
@@ -292,7 +298,7 @@ int main(int argc, char** argv) {
          {"attention on Hopper, fp16", row<fp16, hopper_cases, Path::HOPPER>},
          {"attention on Hopper, dQ in any order", row<bf16, hopper_cases, Path::HOPPER_ANY_ORDER>},
          {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
-         {"attention on Hopper, more tiles than blocks", row<bf16, queue_cases, Path::HOPPER>},
+         {"attention on Hopper, more tiles than blocks", queue_warps_row},
          {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},
 #if defined(EMULATE)
          {"attention on Hopper, turns that are lost", lost_turns_row},

@@ -378,6 +378,16 @@ Tried try_all(Case& c, const CostModel& cost) {
 
 } // namespace
 
+// Where parked blocks have a level of their own, those of the others begin behind them.
+TEST(Parking, LevelsOfBlocksThatStayBeginBehindTheParkedOnes) {
+    ParkedCounts c = {2, true, Recompute::FULL};
+    c.rest = {0, 1, 1, Recompute::FFN, 0, 0};
+    std::vector<Recompute> levels;
+    for (int block = 0; block < 5; block++) levels.push_back(c.of(block));
+    EXPECT_EQ(levels, (std::vector<Recompute>{Recompute::FULL, Recompute::FULL, Recompute::FFN,
+                                              Recompute::SELECTIVE, Recompute::NONE}));
+}
+
 // The choice that is found fits and is within a tenth of the fastest of all 10^L choices of levels
 // and parked blocks; over all cases and rooms, within a hundredth. Links go from one that hides
 // nothing to one that hides all. (Beyond the list: blocks that park behind others that stay.)
