@@ -357,6 +357,20 @@ TEST(Planner, ClosedFormKnowsWhatIsFrozen) {
     for (int lowest : {0, 7}) expect_near(upper_lora(base, 16, lowest, true));
 }
 
+// ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times as
+// long as the step.
+TEST(Planner, FrozenWeightsAreNotPublished) {
+    PlanQuestion q = small_question(4, 1e6);
+    q.shape = with_lora(gpt2_shape(6, 4, 512, 1000, 256), 8);
+    int found = 0;
+    for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals) {
+        if (p.dp < 4 || p.zero != 1) continue;
+        EXPECT_NEAR(p.estimate.seconds / simulate_proposal<bf16>(q, p, Cpu{}).seconds, 1, 0.25);
+        found++;
+    }
+    EXPECT_GT(found, 0);
+}
+
 // Pipelines with sharded gradients or weights send many messages beside those between stages. The
 // closed form decides which layouts are simulated, so it must count the messages that nothing
 // hides: its error is between -25% and 15%, and 4.5% on average.
