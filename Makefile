@@ -55,7 +55,8 @@ PORTABLE = -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/cuda/lib64
 # where attention's machine code is not what dev/bench/sass_limits.txt wants. The host compiler's own warnings end in
 # [-W...] and are only shown: at -O3 GCC 12 warns of lengths that no run has.
 define nvcc
-@command -v $(NVCC) >/dev/null || { echo "$@: there is no $(NVCC): install the CUDA toolkit, give NVCC= or make DEVICE=cpu"; exit 1; }
+@command -v $(NVCC) >/dev/null || \
+    { echo "$@: there is no $(NVCC): install the CUDA toolkit, give NVCC= or make DEVICE=cpu"; exit 1; }
 @echo "$(NVCC) $(NVCCFLAGS) $< -o $@ $(GPU_LIBS) $(PORTABLE)"
 @$(NVCC) $(NVCCFLAGS) -Xptxas -warn-spills -MMD -MF $@.d $< -o $@ $(GPU_LIBS) $(PORTABLE) >$@.log 2>&1; status=$$?; \
     cat $@.log; missing=$$(sed -nE 's/.*fatal error: ([^:]*): No .*/\1/p; s/.*cannot find (-l[^:]*).*/\1/p' $@.log); \

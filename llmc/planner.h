@@ -7,6 +7,8 @@
 //     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.
+//     frozen   layers that no gradient reaches run forward alone, keep nothing and have no sums
+//     offload  masters and moments come and go beside updates, gradients beside backward passes
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -123,6 +125,8 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     if (!block) return e;
     e.kept_b = bytes(Kind::KEPT_B);
     e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
+
+    // A layer that no gradient reaches needs its rows only while it runs.
     if (!backward) {
         e.passing += std::exchange(e.kept_b, 0) + std::exchange(e.kept_w, 0);
         return e;

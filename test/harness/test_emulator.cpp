@@ -98,8 +98,8 @@ template <bool BUG> void missing_barrier(float* out) {
     out[threadIdx.x] = x[63 - threadIdx.x]; // LINE missing_barrier
 }
 
-// While the second warp waits for its own lanes, the first one has had its turn in any order, unless
-// it is the last.
+// While the second warp waits for its own lanes, the first one has had its turn in any order, but
+// for the one in which it is the last.
 template <bool BUG> void slow_warp(float* out) {
     LLMC_SHARED(float, x, 32);
     if (threadIdx.x < 32) x[threadIdx.x] = 1;
