@@ -140,7 +140,7 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
 // sum to the shard of the step's gradient.
 inline void access_reduce(Access& x, const Plan& p, const Model& model, const Action& a) {
     Data grad = {summed_kind(p.layout), a.bucket};
-    if (p.narrow_gradients) x.write({Kind::SENT, a.bucket});
+    if (p.gradients != Gradients::FLOAT) x.write({Kind::SENT, a.bucket});
     if (!reduced_each(p.layout, model, a.bucket))
         return x.change(grad);
     x.change({Kind::PARTIAL, a.bucket});

@@ -164,9 +164,9 @@ struct PlanOptions {
     States states = States::FLOAT;    // the format of AdamW's moments
     bool ema = false;                 // a running mean of weights is kept (ema.cuh)
     Stored stored = Stored::WIDE;
-    bool narrow_gradients = false; // data-parallel ranks sum gradients as bf16
-    Objective objective = {};      // the loss that is trained
-    bool whole_sequences = false;  // context-parallel ranks take sequences of their own
+    Gradients gradients = Gradients::FLOAT; // what data-parallel ranks send of their gradients
+    Objective objective = {};               // the loss that is trained
+    bool whole_sequences = false; // context-parallel ranks take sequences of their own
 };
 
 // One rank's plan: its options, its layout, and its actions in order.

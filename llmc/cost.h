@@ -439,16 +439,25 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
 // ----------------------------------------------------------------------------
 // buckets and messages between stages
 
-// Return the bytes that REDUCE sends for each element of a gradient.
-inline double gradient_bytes(const Plan& p) { return p.narrow_gradients ? 2 : 4; }
+// Return the bytes that REDUCE sends for each element of a gradient, over the shard's ranks.
+inline double gradient_bytes(const Plan& p) {
+    return p.gradients == Gradients::FLOAT ? 4
+           : p.gradients == Gradients::BF16 ? 2 : fp8_packet_bytes(FP8_BLOCK) / double(FP8_BLOCK);
+}
 
 // Return the seconds of REDUCE: over the shard's ranks, then over those that hold the same shard.
 inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     // Ignore the sum of norms and biases over tensor-parallel ranks: it is small.
     BucketLinks links = bucket_links(p.layout, c.machine, b.group);
-    double bytes = whole_elements(p.layout, b) * gradient_bytes(p);
+    double elements = whole_elements(p.layout, b), bytes = elements * gradient_bytes(p);
     Range range = updated_range(p.layout, model, bucket);
+    if (p.gradients == Gradients::FP8 && links.shard.n > 1) {
+        // Codes meet where their shard is; floats go on from there.
+        double shard = 4 * double(shard_elements(p.layout, b));
+        double back = range.sharded ? 0 : links.shard.all_gather(4 * elements);
+        return links.shard.all_gather(bytes) + links.replica.all_reduce(shard) + back;
+    }
     double seconds = range.sharded ? links.shard.all_gather(bytes) : links.shard.all_reduce(bytes);
     return seconds + links.replica.all_reduce(range.count * gradient_bytes(p));
 }

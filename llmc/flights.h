@@ -33,9 +33,10 @@ InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     bool each = reduced_each(t.layout, t.model, a.bucket);
     A* grad = address<A>(t, {summed_kind(t.layout), a.bucket});
     A* whole = whole_gradient(t, a.bucket);
-    bf16* sent = address<bf16>(t, {Kind::SENT, a.bucket});
-    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, each ? grad : nullptr,
-                       a.first, comm_where(t, a.op));
+    void* sent = address<unsigned char>(t, {Kind::SENT, a.bucket});
+    Gradients format = t.plans[t.plan].gradients;
+    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, format,
+                       each ? grad : nullptr, a.first, comm_where(t, a.op));
 }
 
 // Bring together the weights that layers are about to read: shards that lie here, or were fetched.

@@ -42,6 +42,15 @@ inline Optimizer optimizer_named(const std::string& name) {
     return Optimizer::ADAMW;
 }
 
+// The format in which data-parallel ranks send the gradients that they sum (zero.h).
+enum class Gradients : uint8_t { FLOAT, BF16, FP8 };
+
+// The values of --gradients.
+inline Gradients gradients_named(const std::string& name) {
+    if (name == "fp8") return Gradients::FP8;
+    return name == "bf16" ? Gradients::BF16 : Gradients::FLOAT;
+}
+
 // The values of --masters; config_check() has refused every other word, and those that the weights'
 // type cannot have.
 inline Masters masters_named(const std::string& name) {

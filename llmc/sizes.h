@@ -388,12 +388,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::GRAD_HERE:
     case Kind::TIED_HERE:
     case Kind::GRAD_TIED: return elements * sizeof(A);
-    case Kind::SENT: {
-        // Only data-parallel ranks sum in 16 bits: a group of one needs no copy.
-        const Bucket& b = model.buckets[d.of];
-        bool sent = p.narrow_gradients && group_axis(p.layout, b.group).size > 1;
-        return sent ? whole_elements(p.layout, b) * sizeof(bf16) : 0;
-    }
+    case Kind::SENT: return sent_gradient_bytes(p.gradients, p.layout, model.buckets[d.of]);
     case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
     // All offloaded data of a chunk, one behind the other; or a shard of weights.

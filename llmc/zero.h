@@ -25,6 +25,7 @@
 //   that run them.
 #pragma once
 #include "comm/comms.h"
+#include "fp8_gradients.cuh"
 #include "grad_norm.cuh"
 #include "memory.h"
 #include "queues.h"
@@ -218,14 +219,29 @@ inline Range chunk_of(Range range, const Offload& offload, int chunk) {
     return {range.first + skip, count, range.sharded};
 }
 
+// Return the bytes of room for what REDUCE sends of a bucket's gradient: a copy in 16 bits, or
+// packets of codes and as many that are received. 0: it sends the gradient itself, or nothing.
+inline size_t sent_gradient_bytes(Gradients format, const Layout& layout, const Bucket& b) {
+    size_t shards = size_t(shard_axis(layout, b.group).size);
+    if (format == Gradients::FP8)
+        return shards == 1 ? 0 : 2 * shards * fp8_packet_bytes(shard_elements(layout, b));
+    bool alone = group_axis(layout, b.group).size == 1;
+    return format == Gradients::FLOAT || alone ? 0 : whole_elements(layout, b) * sizeof(bf16);
+}
+
 // REDUCE sums a bucket's gradient over every rank that holds a part of it.
 //   1. tp       parameters that tensor-parallel ranks share; blocking: these ranks run in step
 //   2. shard    reduce-scatter under ZeRO, all-reduce without; in flight until finish_before()
 //   3. replica  hybrid sharding only: over the groups that hold the same shard
 //   4. ZeRO-2, 3: add this micro-batch's shard to the step's gradient
-// With --gradients bf16 steps 2 and 3 send half the bytes. Each rank rounds its part p to 16 bits.
-// The sum is made in float wherever ranks add in rank order, and is rounded once more. An element
-// is off by at most 2^-8 sum |p|.
+// --gradients says what ranks send in steps 2 and 3 of their parts p:
+//   bf16  Half the bytes. Each rank rounds its part to 16 bits. The sum is made in float wherever
+//         ranks add in rank order, and is rounded once more. An element is off by at most
+//         2^-8 sum |p|.
+//   fp8   A quarter of step 2's bytes: codes go to the rank that has the shard, and it adds their
+//         values in float (fp8_gradients.cuh). Step 3 sends floats, and so does the gather behind
+//         it that ZeRO-0 needs. An element is off by at most 2^-4 sum |p|, where |p| is not far
+//         below its block's largest.
 
 // Step 1: sum the shared parameters of `whole` (P) over tensor-parallel ranks. `where` must be the
 // layers' stream, because layers use the same communicators: in the stream of the collectives this
@@ -240,54 +256,112 @@ void zero_reduce_shared(const Comms& comms, const Layout& layout, const Model& m
         all_reduce_sum(comms.kv, whole + bucket.common, shared, where);
 }
 
-// Steps 2 to 4. `whole` (P) is the partial gradient and becomes the sum. `sent` (P) is room for its
-// 16-bit copy, or null. `grad` (P/d) is the step's gradient if each micro-batch is reduced, else
-// null; `first` says that it is written rather than added to.
+// Steps 2 and 3 start a sum over the ranks that see other tokens, and end it over replicas. `whole`
+// (P) has the partial gradient, and then the sum in `range`.
+template <typename X, typename S>
+InFlight<S> zero_sum(const DataComms& data, Range range, X* whole, S where) {
+    X* mine = whole + range.first;
+    InFlight<S> f;
+    f.pending = range.sharded
+                    ? start_reduce_scatter_sum(data.shard, mine, whole, range.count, where)
+                    : start_all_reduce_sum(data.shard, whole, range.count, where);
+    f.rest = [=, &data] { all_reduce_sum(data.replica, mine, range.count, where); };
+    return f;
+}
+
+// The same sum over copies in 16 bits: sent (P).
+template <typename A, typename S>
+InFlight<S> zero_sum_bf16(const DataComms& data, Range range, A* whole, bf16* sent,
+                          size_t elements, S where) {
+    narrow_gradients(sent, whole, elements, where);
+    InFlight<S> f = zero_sum(data, range, sent, where);
+    f.rest = [=, replicas = std::move(f.rest)] {
+        replicas();
+        widen_gradients(whole + range.first, sent + range.first, range.count, where);
+    };
+    return f;
+}
+
+// Zero what lies between a bucket's tensors, and behind the last one. No backward pass writes it,
+// and a block of codes takes its scale from all its elements.
+template <typename A, typename S>
+void zero_gaps(const Model& model, const Bucket& bucket, A* whole, size_t elements, S where) {
+    auto zero = [&](size_t from, size_t to) {
+        if (from < to) device_zero(whole + from, (to - from) * sizeof(A), where);
+    };
+    size_t end = 0; // of the tensor before
+    for (int i : bucket.in_order) {
+        const Parameter& p = model.parameters[i];
+        zero(end, p.offset);
+        end = p.offset + p.local_elements();
+    }
+    zero(end, elements);
+}
+
+// The same sum of codes. sent: room for the packets to send, then for those received. Whether or
+// not the range is a shard, each rank adds one shard of the d.
+template <typename A, typename S>
+InFlight<S> zero_sum_fp8(const DataComms& data, Range range, A* whole, uint8_t* sent, size_t shard,
+                         S where) {
+    size_t d = size_t(data.shard.size), bytes = fp8_packet_bytes(shard);
+    uint8_t* received = sent + d * bytes;
+    A* mine = whole + shard * size_t(data.shard.rank);
+    fp8_pack_gradients(sent, whole, d, shard, where);
+    InFlight<S> f;
+    f.pending = start_all_to_all(data.shard, received, sent, bytes, where);
+
+    // Add what has come, also over replicas. Without ZeRO every rank wants all shards.
+    f.rest = [=, &data] {
+        fp8_sum_gradients(mine, received, d, shard, where);
+        if (Placements* checked = data.shard.info->placements)
+            placement_set(*checked, mine, shard * sizeof(A), data.shard.name, Placement::SHARDED,
+                          "a sum of codes");
+        all_reduce_sum(data.replica, mine, shard, where);
+        if (!range.sharded)
+            all_gather(data.shard, whole, mine, shard, where);
+    };
+    return f;
+}
+
+// Steps 2 to 4. `whole` (P) is the partial gradient and becomes the sum. `sent` is room for what is
+// sent of it (sent_gradient_bytes), or null where that is `whole` itself. `grad` (P/d) is the
+// step's gradient if each micro-batch is reduced, else null; `first` says that it is written rather
+// than added to.
 template <typename A, typename S>
 InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& model, int b,
-                        A* whole, bf16* sent, A* grad, bool first, S where) {
+                        A* whole, void* sent, Gradients format, A* grad, bool first, S where) {
     const Bucket& bucket = model.buckets[b];
     const DataComms& data = comms.data(bucket.group);
     Range range = updated_range(layout, model, b);
     A* mine = whole + range.first;
+    size_t shard = shard_elements(layout, bucket), elements = whole_elements(layout, bucket);
 
-    // 2. Start the sum over the ranks that see other tokens.
-    InFlight<S> f;
-    auto start_sum = [&](auto* all) {
-        return range.sharded ? start_reduce_scatter_sum(data.shard, all + range.first, all,
-                                                        range.count, where)
-                             : start_all_reduce_sum(data.shard, all, range.count, where);
-    };
+    // The placement check forgets what the bytes to send held before.
+    Placements* checked = comms.placements();
+    if (sent && checked)
+        placement_forget(*checked, sent, sent_gradient_bytes(format, layout, bucket));
 
-    size_t elements = whole_elements(layout, bucket), whole_bytes = elements * sizeof(A);
-    if (sent) {
-        // The placement check forgets what these bytes held before.
-        if (Placements* checked = comms.placements())
-            placement_forget(*checked, sent, elements * sizeof(bf16));
-        narrow_gradients(sent, whole, elements, where);
-    }
-    f.pending = sent ? start_sum(sent) : start_sum(whole);
+    // 2 and 3. Sum over the ranks that see other tokens, and over replicas.
+    if (sent && format == Gradients::FP8)
+        zero_gaps(model, bucket, whole, elements, where);
+    InFlight<S> f =
+        !sent ? zero_sum(data, range, whole, where)
+        : format == Gradients::BF16
+            ? zero_sum_bf16(data, range, whole, static_cast<bf16*>(sent), elements, where)
+            : zero_sum_fp8(data, range, whole, static_cast<uint8_t*>(sent), shard, where);
 
-    // Steps 3 and 4 run when the executor finishes the collective.
-    f.rest = [=, &comms, &data] {
-        // 3. Sum the shard over its replicas.
-        bf16* mine_sent = sent + (sent ? range.first : 0);
-        if (sent) {
-            all_reduce_sum(data.replica, mine_sent, range.count, where);
-            widen_gradients(mine, mine_sent, range.count, where);
-        } else {
-            all_reduce_sum(data.replica, mine, range.count, where);
-        }
-
-        // 4. Write or add this micro-batch's shard to the step's gradient.
-        if (!grad) return;
+    // 4. Write or add this micro-batch's shard to the step's gradient. Like step 3 it runs when the
+    // executor finishes the collective.
+    if (!grad) return f;
+    size_t whole_bytes = elements * sizeof(A);
+    f.rest = [=, sum = std::move(f.rest)] {
+        sum();
         size_t bytes = range.count * sizeof(A);
         if (first) {
             copy_rows(grad, bytes, mine, bytes, bytes, 1, where);
         } else {
             add_gradients(grad, mine, range.count, where);
         }
-        Placements* checked = comms.placements();
         if (checked) placement_forget(*checked, whole, whole_bytes);
     };
     return f;

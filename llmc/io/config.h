@@ -362,9 +362,9 @@ inline const std::vector<Flag>& config_table() {
         {"weights", &C::weights, "float|nf4|int8|int4",
          "without training: matrices of blocks as they are, or quantised once after loading, to "
          "4.13, 8 or 4.25 bits an element"},
-        {"gradients", &C::gradients, "float|bf16",
-         "how data-parallel ranks sum gradients; bf16: half the bytes on their way, each part "
-         "rounded and then the sum"},
+        {"gradients", &C::gradients, "float|bf16|fp8",
+         "what data-parallel ranks send of gradients; bf16: half the bytes, each part rounded and "
+         "then the sum; fp8: a quarter, each part rounded, best with --zero"},
         {"masters", &C::masters, "float|remainder|none",
          "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
          "rounded at random"},

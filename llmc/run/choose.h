@@ -482,7 +482,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     train.T = size_t(c.seq);
     train.micro_batches = micro_batches(c);
     train.optimizer = optimizer_named(c.optimizer);
-    train.narrow_gradients = c.gradients == "bf16";
+    train.gradients = gradients_named(c.gradients);
     train.masters = masters_named(c.masters);
     train.states = states_named(c.states);
     train.ema = c.ema > 0;

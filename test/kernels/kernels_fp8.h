@@ -2,6 +2,7 @@
 #pragma once
 #include "../../llmc/fp8_delayed.cuh"
 #include "../../llmc/fp8_gather.cuh"
+#include "../../llmc/fp8_gradients.cuh"
 #include "../../llmc/linear.cuh"
 #include "kernel_table.h"
 
@@ -302,11 +303,41 @@ inline void fp8_linear_kernels(Check& c) {
         }
 }
 
+// Gradients in packets: the CPU's bytes, and the CPU's sums to the bit.
+inline void fp8_gradients_kernels(Check& c) {
+    for (size_t d : {1, 2, 5})
+        for (size_t n : {FP8_PACKET_ALIGN, 3 * FP8_PACKET_ALIGN})
+            for (bool finite : {true, false}) {
+                if (SMALL && (d == 5) != (n > FP8_PACKET_ALIGN)) continue;
+                CASE(c, "fp8 gradients, %zu ranks, %zu elements, finite %d", d, n, finite);
+                auto x = rounded<float>(normals(c, d * n)), size = normals(c, d * n, 3);
+                for (size_t i = 0; i < d * n; i++)
+                    x[i] = i / FP8_BLOCK == 1 ? 0 : x[i] * std::exp(size[i]);
+                if (!finite) x[c.random() % (d * n)] = INFINITY;
+                std::vector<float> part = as<float>(x), want(n);
+                std::vector<uint8_t> packets(d * fp8_packet_bytes(n));
+                fp8_pack_gradients(packets.data(), part.data(), d, n, Cpu{});
+                fp8_sum_gradients(want.data(), packets.data(), d, n, Cpu{});
+
+                // Pack, and add these packets as if each had come from another rank.
+                every_order(c, [&](Outputs&) {
+                    cudaStream_t stream = {};
+                    Array<float> whole(as_double(part)), mine(n);
+                    Array<unsigned char> sent(packets.size());
+                    fp8_pack_gradients(sent.data, whole.data, d, n, stream);
+                    fp8_sum_gradients(mine.data, sent.data, d, n, stream);
+                    same_bytes(c, "packets", sent, packets);
+                    same_bytes(c, "sum", mine, want);
+                });
+            }
+}
+
 inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e4m3", fp8_kernels<e4m3>});
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
     rows.push_back({"fp8 pieces", fp8_piece_kernels});
     rows.push_back({"fp8 linear", fp8_linear_kernels});
+    rows.push_back({"fp8 gradients", fp8_gradients_kernels});
     rows.push_back({"fp8 late", fp8_late_kernels});
     rows.push_back({"fp8 delayed", fp8_delayed_kernels});
 }

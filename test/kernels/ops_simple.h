@@ -4,6 +4,7 @@
 #include "../../llmc/crossentropy.cuh"
 #include "../../llmc/ema.cuh"
 #include "../../llmc/embedding.cuh"
+#include "../../llmc/fp8_gradients.cuh"
 #include "../../llmc/gelu.cuh"
 #include "../../llmc/grad_norm.cuh"
 #include "../../llmc/layernorm.cuh"
@@ -1032,6 +1033,51 @@ inline void norm_of_gradients_test(Check& c) {
     expect(c, as_double(wide) == as_double(narrow), "a widened gradient is another number");
 }
 
+// Gradients in packets of codes. Each rank's part is what a row of 128 elements in fp8 stands for,
+// and the sum adds these in float, rank by rank.
+inline void fp8_gradients_test(Check& c) {
+    size_t d = odd(c, 2, 5), n = FP8_PACKET_ALIGN * odd(c, 1, 4), bytes = fp8_packet_bytes(n);
+    std::vector<std::vector<float>> parts;
+    for (size_t rank = 0; rank < d; rank++) {
+        // Blocks have any magnitude, one is zero, and one has small elements beside a large one.
+        parts.push_back(as<float>(normals(c, d * n)));
+        for (size_t i = 0; i < d * n; i++)
+            parts[rank][i] *= std::ldexp(1.0f, int(i / FP8_BLOCK * 37 % 200) - 100);
+        std::fill_n(parts[rank].begin(), FP8_BLOCK, 0.0f);
+        parts[rank][FP8_BLOCK] *= 0x1p15f;
+    }
+
+    // Every rank packs its part; rank q receives the q-th packet of each, and adds.
+    std::vector<std::vector<uint8_t>> sent;
+    for (auto& part : parts) {
+        sent.emplace_back(d * bytes);
+        fp8_pack_gradients(sent.back().data(), part.data(), d, n, CPU);
+    }
+    for (size_t q = 0; q < d; q++) {
+        std::vector<uint8_t> received;
+        for (auto& packets : sent)
+            received.insert(received.end(), packets.begin() + q * bytes,
+                            packets.begin() + (q + 1) * bytes);
+        std::vector<float> got(n), want(n), value(n);
+        fp8_sum_gradients(got.data(), received.data(), d, n, CPU);
+        for (auto& part : parts) {
+            fp8_quantise<e4m3>(value.data(), (float*)nullptr, nullptr, part.data() + q * n,
+                               nullptr, n / FP8_BLOCK, FP8_BLOCK, Fp8Blocks::ROWS, CPU);
+            for (size_t i = 0; i < n; i++)
+                want[i] += value[i];
+        }
+        expect(c, got == want, "a sum of packets is not the sum of their values");
+    }
+
+    // A part that is not finite must not become a number.
+    size_t at = c.random() % (d * n);
+    parts[0][at] = c.random() % 2 ? NAN : INFINITY;
+    fp8_pack_gradients(sent[0].data(), parts[0].data(), d, n, CPU);
+    std::vector<float> sum(n);
+    fp8_sum_gradients(sum.data(), sent[0].data() + at / n * bytes, 1, n, CPU);
+    expect(c, std::isnan(sum[at % n]), "a gradient that is not finite becomes a number");
+}
+
 inline void norm_of_gradients_perf(Perf& p) {
     size_t n = size_t(32) << 20;
     std::vector<float> g(n, 1e-3f);
@@ -1056,5 +1102,6 @@ inline void add_simple_rows(std::vector<Row>& rows) {
     rows.push_back({"adamw, sgd", adamw_test, nullptr, adamw_perf});
     rows.push_back({"adamw, sgd without a scale", adamw_without_scale_test, nullptr, nullptr});
     rows.push_back({"ema", ema_test, nullptr, ema_perf});
+    rows.push_back({"fp8 gradients", fp8_gradients_test, nullptr, nullptr});
     rows.push_back({"grad_norm", norm_of_gradients_test, nullptr, norm_of_gradients_perf});
 }

@@ -47,7 +47,7 @@ struct LayoutCase {
     ContextOrder cp_order = ContextOrder::ZIGZAG;
     ContextMethod cp_method = ContextMethod::GATHER;
     int cp_heads = 1;
-    bool narrow_gradients = false;
+    Gradients gradients = Gradients::FLOAT;
     int ep = 1;
     bool exchange = false;          // exchange experts' rows instead of gathering all
     bool one_expert = false;        // a router of zeros: all tokens choose the first experts
@@ -128,7 +128,7 @@ Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool ada
     p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
     p.masters = l.masters;
     p.states = l.states;
-    p.narrow_gradients = l.narrow_gradients;
+    p.gradients = l.gradients;
     p.layout = me;
     p.layout.first_layer = split_layers(std::vector<double>(shape.L + 2, 1.0), me.stages());
     std::ifstream file(l.file);
@@ -175,11 +175,11 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
             const Place* place = arena_find(arena, 0, t.at, d);
             bool anew = !std::count(x.reads.begin(), x.reads.end(), d) && !persistent(d.kind);
             if (!place || !anew || d.kind == Kind::SCRATCH) continue;
-            bool sent = d.kind == Kind::SENT;
-            size_t bytes = sent || d.kind == Kind::PARTIAL
-                               ? t.model.buckets[size_t(d.of)].elements *
-                                     (sent ? sizeof(bf16) : sizeof(acc_t<T>))
-                               : place->bytes,
+            size_t elements = of_bucket(d.kind) ? t.model.buckets[size_t(d.of)].elements : 0;
+            bool narrow = d.kind == Kind::SENT && p.gradients == Gradients::BF16;
+            size_t bytes = narrow                    ? elements * sizeof(bf16)
+                           : d.kind == Kind::PARTIAL ? elements * sizeof(acc_t<T>)
+                                                     : place->bytes,
                    untouched =
                        size_t(std::count(arena.device().base + place->offset,
                                          arena.device().base + place->offset + bytes, POISON));
@@ -511,11 +511,12 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
         }
 }
 
-// Gradients that are reduced in bf16 stay within the bound of its rounding. A gradient s is the
-// sum of d ranks' parts p. Rounding a part errs by at most 2^-9 |p|, rounding the sum by 2^-9
-// |s|. The parts come from different tokens, so sum |p| <= sqrt(d) |s|: they are about as long as
-// s, or independent.
-TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
+// Gradients that are sent in fewer bits stay within the bound of their rounding. A gradient s is the
+// sum of d ranks' parts p. In bf16 rounding a part errs by at most 2^-9 |p|, and rounding the sum by
+// 2^-9 |s|. In fp8 a part errs by 2^-4 |p|, and sums are not rounded; elements below 2^-14 of their
+// block's largest lose more, which the length of the whole does not show. The parts come from
+// different tokens, so sum |p| <= sqrt(d) |s|: they are about as long as s, or independent.
+void expect_gradients_within_bound(Gradients format) {
     auto whole = [](const Result& r) {
         std::vector<double> all;
         for (auto& g : r.first_grads) all.insert(all.end(), g.begin(), g.end());
@@ -527,14 +528,16 @@ TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
                 LayoutCase l;
                 l.dp = dp, l.shards = shards, l.zero = zero;
                 auto wide = run_layout<float>(shape, l, true);
-                l.narrow_gradients = true;
+                l.gradients = format;
                 auto narrow = run_layout<float>(shape, l, true);
 
                 // Compare with float's gradients. The error must not be zero either.
-                int sums = shards ? 2 : 1; // the replicas' sum is rounded too
+                bool codes = format == Gradients::FP8;
+                int sums = codes ? 0 : shards ? 2 : 1; // in bf16 the replicas' sum is rounded too
+                int bits = codes ? 4 : 9;
                 double error = relative_error(whole(*narrow), whole(*wide));
-                EXPECT_LT(error, std::ldexp(sums + std::sqrt(dp), -9)) << l.text();
-                EXPECT_GT(error, std::ldexp(1.0, -12)) << l.text() << ": 16 bits lose something";
+                EXPECT_LT(error, std::ldexp(sums + std::sqrt(dp), -bits)) << l.text();
+                EXPECT_GT(error, std::ldexp(1.0, -bits - 3)) << l.text() << ": nothing is lost";
 
                 // Stage 1 and 3 round as often as 0 and 2, so they have the same bits: with late
                 // collectives, in a pipeline, and with poison too.
@@ -544,12 +547,22 @@ TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
                 expect_same(*run_layout<float>(shape, l, true), *narrow, l.text());
             }
 }
+TEST(Layouts, GradientsInSixteenBitsAreWithinTheirBound) {
+    expect_gradients_within_bound(Gradients::BF16);
+}
+TEST(Layouts, GradientsInEightBitsAreWithinTheirBound) {
+    expect_gradients_within_bound(Gradients::FP8);
+}
 
-// A rank holds the bf16 copy of one bucket's gradient at a time, whatever the stage of ZeRO.
+// A rank holds the narrow copy of one bucket's gradient at a time, whatever the stage of ZeRO: 2
+// bytes an element, or two sets of packets of 129 bytes for 128 elements.
 TEST(Layouts, OneGradientIsSentAtATime) {
-    for (int zero : {0, 1, 2, 3}) {
+    for (auto [zero, format] : {std::pair{0, Gradients::BF16}, {1, Gradients::BF16},
+                                {2, Gradients::BF16}, {3, Gradients::BF16}, {0, Gradients::FP8},
+                                {2, Gradients::FP8}}) {
         LayoutCase l;
-        l.dp = 2, l.zero = zero, l.narrow_gradients = true;
+        l.dp = 2, l.zero = zero, l.gradients = format;
+        double each = format == Gradients::FP8 ? 2 * 129.0 / 128 : 2;
         Layout layout = layout_of(l, 0);
         Trainer<bf16, Cpu> t;
         trainer_place(t, small_gpt2(), {plan_of(small_gpt2(), l, layout, true)}, layout);
@@ -562,7 +575,7 @@ TEST(Layouts, OneGradientIsSentAtATime) {
                 for (const Place& life : lives) {
                     if (d.kind != Kind::SENT || at < life.first || life.last < at) continue;
                     EXPECT_EQ(life.bytes,
-                              2 * whole_elements(layout, t.model.buckets[size_t(d.of)]));
+                              each * whole_elements(layout, t.model.buckets[size_t(d.of)]));
                     now++;
                 }
             most = std::max(most, now);
