@@ -250,7 +250,7 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 // shares a layer with one, as an action has one flag, `first`, for all gradients of its layer. So
 // experts that only this rank holds go with their block too, though there is nothing to sum.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
-    if (layout.zero < 2 || shard_axis(layout, Group::DATA).size == 1)
+    if (layout.zero < 2 || update_axis(layout, Group::DATA).size == 1)
         return false;
     for (int l : model.buckets[bucket].layers)
         for (int other : buckets_of(model, l))
@@ -282,12 +282,17 @@ inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
     return many || collected || adds_over_tp(layout, model, bucket);
 }
 
+// The ranks among which a bucket's datum is cut, if it is, and the number of this rank's part.
+inline Axis cut_axis(const Layout& layout, const Model& model, Data d) {
+    Group group = model.buckets[d.of].group;
+    return d.kind == Kind::WEIGHT ? shard_axis(layout, group) : update_axis(layout, group);
+}
+
 // Whether this rank keeps only a shard of a bucket's datum. Each level of ZeRO shards one datum
 // more: 1 the optimizer's, 2 the gradient, 3 the weights. Offloaded weights come for each use
 // whatever the level is, so every level shards them.
 inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
-    if (shard_axis(layout, model.buckets[d.of].group).size == 1)
-        return false;
+    if (cut_axis(layout, model, d).size == 1) return false;
     switch (d.kind) {
     case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.weights_away);
     case Kind::MASTER:
@@ -304,18 +309,24 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
 
 // The range of a bucket's datum that this rank keeps: its length and its start, in elements.
 inline size_t kept_elements(const Layout& layout, const Model& model, Data d) {
-    const Bucket& b = model.buckets[d.of];
-    return is_sharded(layout, model, d) ? shard_elements(layout, b) : whole_elements(layout, b);
+    size_t whole = whole_elements(layout, model.buckets[d.of]);
+    return is_sharded(layout, model, d) ? whole / size_t(cut_axis(layout, model, d).size) : whole;
 }
 inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
-    const Bucket& b = model.buckets[d.of];
-    size_t shard = size_t(shard_axis(layout, b.group).rank);
-    return is_sharded(layout, model, d) ? shard_elements(layout, b) * shard : 0;
+    size_t part = size_t(cut_axis(layout, model, d).rank);
+    return is_sharded(layout, model, d) ? kept_elements(layout, model, d) * part : 0;
 }
 
-// Whether a bucket needs PUBLISH: ZeRO-1, 2 update a shard of weights that every rank keeps whole.
+// Whether the ranks that hold the same shard of weights share out a bucket's datum among them.
+inline bool cut_over_replicas(const Layout& layout, const Model& model, Data d) {
+    return layout.weights_near && d.kind != Kind::WEIGHT && is_sharded(layout, model, d);
+}
+
+// Whether a bucket needs PUBLISH, because a rank keeps more of its weights than it updates: ZeRO-1
+// and 2 keep all of them, and weights that are near are shards of which it updates a part.
 inline bool is_published(const Layout& layout, const Bucket& b) {
     bool some_whole = layout.zero == 1 || layout.zero == 2;
+    if (layout.weights_near) return update_axis(layout, b.group).size > 1;
     return shard_axis(layout, b.group).size > 1 && some_whole && !layout.weights_away;
 }
 

@@ -57,16 +57,19 @@ void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
         f(k * run, start + k * (run + gap), run);
 }
 
-// The elements of one shard, and of all shards together. Shards are equal and hold whole chunks of
-// the norm, so a bucket that is cut is padded.
+// The elements of a rank's part of an update that is cut, of all parts together, and of a shard of
+// weights. Parts are equal and hold whole chunks of the norm, so a bucket that is cut is padded.
 constexpr size_t SHARD_ALIGN = 4096; // elements
-inline size_t shard_elements(const Layout& layout, const Bucket& b) {
-    size_t shards = size_t(shard_axis(layout, b.group).size);
+inline size_t update_elements(const Layout& layout, const Bucket& b) {
+    size_t parts = size_t(update_axis(layout, b.group).size);
     if (b.shard) return b.shard;
-    return shards == 1 ? b.elements : round_up(ceil_div(b.elements, shards), SHARD_ALIGN);
+    return parts == 1 ? b.elements : round_up(ceil_div(b.elements, parts), SHARD_ALIGN);
 }
 inline size_t whole_elements(const Layout& layout, const Bucket& b) {
-    return shard_elements(layout, b) * size_t(shard_axis(layout, b.group).size);
+    return update_elements(layout, b) * size_t(update_axis(layout, b.group).size);
+}
+inline size_t shard_elements(const Layout& layout, const Bucket& b) {
+    return whole_elements(layout, b) / size_t(shard_axis(layout, b.group).size);
 }
 
 // The first place from `at` on where a matrix of n elements lies in one shard. shard: a shard's
@@ -134,7 +137,7 @@ inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t alig
 inline void place_parameters(Model& m, const Layout& layout) {
     for (Bucket& b : m.buckets) {
         bool whole = layout.whole_matrices && b.role == Role::BLOCK;
-        int shards = layout.zero ? shard_axis(layout, b.group).size : 1;
+        int shards = layout.zero ? update_axis(layout, b.group).size : 1;
         if (whole) {
             place_whole_matrices(m, b, size_t(shards), layout.tensor_align);
         } else {

@@ -452,14 +452,20 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
     BucketLinks links = bucket_links(p.layout, c.machine, b.group);
     double elements = whole_elements(p.layout, b), bytes = elements * gradient_bytes(p);
     Range range = updated_range(p.layout, model, bucket);
+    // Replicas share out the update of their shard, or all of them have it.
+    auto sum_replicas = [&](double shard) {
+        return p.layout.weights_near ? links.replica.all_gather(shard)
+                                     : links.replica.all_reduce(shard);
+    };
     if (p.gradients == Gradients::FP8 && links.shard.n > 1) {
         // Codes meet where their shard is; floats go on from there.
         double shard = 4 * double(shard_elements(p.layout, b));
         double back = range.sharded ? 0 : links.shard.all_gather(4 * elements);
-        return links.shard.all_gather(bytes) + links.replica.all_reduce(shard) + back;
+        return links.shard.all_gather(bytes) + sum_replicas(shard) + back;
     }
-    double seconds = range.sharded ? links.shard.all_gather(bytes) : links.shard.all_reduce(bytes);
-    return seconds + links.replica.all_reduce(range.count * gradient_bytes(p));
+    if (!range.sharded)
+        return links.shard.all_reduce(bytes) + links.replica.all_reduce(bytes);
+    return links.shard.all_gather(bytes) + sum_replicas(bytes / links.shard.n);
 }
 
 // Return the seconds of UPDATE:
@@ -547,6 +553,13 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
             bytes = double(codes_bytes(p, model, a.bucket));
         return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);
     };
+    auto bucket_publish = [&] {
+        // Replicas bring together a shard of weights that are near.
+        if (!p.layout.weights_near) return bucket_gather();
+        const Bucket& b = model.buckets[a.bucket];
+        double bytes = c.element * double(shard_elements(p.layout, b));
+        return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
+    };
     switch (a.op) {
     // Layers, including the messages inside them.
     case Op::F:
@@ -571,8 +584,8 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     // Collectives in the plan's own queue.
     case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
     case Op::REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
-    case Op::GATHER:
-    case Op::PUBLISH: t.data = bucket_gather(); break;
+    case Op::GATHER: t.data = bucket_gather(); break;
+    case Op::PUBLISH: t.data = bucket_publish(); break;
 
     case Op::FETCH:
     case Op::PARK:

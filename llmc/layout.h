@@ -43,6 +43,7 @@ struct Layout {
     // ZeRO.
     int zero = 0;       // stage 0 to 3
     int zero_group = 0; // ranks that share out a bucket; 0: all ranks of the bucket's group
+    bool weights_near = false; // they share out weights alone, and all ranks the rest (--hpz)
     int prefetch = 1;   // gather a bucket this many layers ahead of its use
     bool whole_matrices = false; // shards cut no matrix of a block, as the optimizer's row asks
     size_t tensor_align = 128;   // elements: tensors start at multiples; 8-bit moments: 256
@@ -145,6 +146,15 @@ inline Axis replica_axis(const Layout& layout, Group group) {
     Axis all = group_axis(layout, group);
     int shards = shard_axis(layout, group).size;
     return {all.size / shards, all.rank / shards};
+}
+
+// The ranks that share out what an update needs, and the number of this rank's part. With weights
+// near, the replicas of a shard of weights share out the update of that shard.
+inline Axis update_axis(const Layout& layout, Group group) {
+    Axis shard = shard_axis(layout, group);
+    if (!layout.weights_near) return shard;
+    Axis replica = replica_axis(layout, group);
+    return {shard.size * replica.size, shard.rank * replica.size + replica.rank};
 }
 
 } // namespace llmc

@@ -20,13 +20,11 @@ Place part_place(const Trainer<T, S>& t, Data d) {
     Place part = found ? *found : Place{};
     if (!found || home == d) return part;
 
-    // Add the chunk's offset: from the start of the datum if it holds more than this rank's range,
-    // else from the start of the range.
+    // Add the chunk's offset, from the start of what this rank keeps of the datum.
     Range range = updated_range(t.layout, t.model, d.of);
     Range chunk = chunk_of(range, p.offload, d.chunk);
     size_t size = d.kind == Kind::WEIGHT ? sizeof(T) : sizeof(acc_t<T>);
-    bool within = range.sharded && !is_sharded(t.layout, t.model, home);
-    part.offset += (chunk.first - (within ? 0 : range.first)) * size;
+    part.offset += (chunk.first - kept_first(t.layout, t.model, home)) * size;
     part.bytes = chunk.count * size;
     return part;
 }

@@ -55,7 +55,7 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
     const DataComms& data = t.comms.data(bucket.group);
 
     // Among ranks with equal elements, the one that is first along every axis owns them.
-    bool first_replica = data.replica.rank == 0;
+    bool first_replica = cut_over_replicas(t.layout, t.model, d) || data.replica.rank == 0;
     bool first_shard = is_sharded(t.layout, t.model, d) || data.shard.rank == 0;
     bool first_piece = t.layout.tp.rank % replication(p.shard, t.layout.tp.size) == 0;
     bool first_stage = is_mine(t.layout, t.model, bucket.layers.front());

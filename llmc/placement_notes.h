@@ -55,9 +55,10 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
         Range range = updated_range(t.layout, t.model, b);
         T* mine = updated_part<T>(t, weight, range);
         Group group = t.model.buckets[b].group;
-        if (range.sharded && mine)
-            note(weight, mine, range.count, t.comms.data(group).shard.name.c_str(),
-                 Placement::SHARDED);
+        if (!range.sharded || !mine) continue;
+        const DataComms& data = t.comms.data(group);
+        const Comm& published = t.layout.weights_near ? data.replica : data.shard;
+        note(weight, mine, range.count, published.name.c_str(), Placement::SHARDED);
     }
 }
 

@@ -177,7 +177,9 @@ void for_each_repeat(const Trainer<T, S>& t, F f) {
         auto of_group = [&](const Copied& x) {
             return size_t(bucket(x).group) == g;
         };
-        f(data.replica, of_group);
+        f(data.replica, [&](const Copied& x) {
+            return of_group(x) && !cut_over_replicas(t.layout, t.model, x.data);
+        });
         f(data.shard, [&](const Copied& x) {
             return of_group(x) && !is_sharded(t.layout, t.model, x.data);
         });

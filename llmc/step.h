@@ -233,6 +233,8 @@ void run_norm(Trainer<T, S>& t) {
     // Add the tables of all ranks, so that every rank computes the same norm.
     if (adds)
         all_reduce_sum(t.comms.data(Group::DATA).shard, sums, chunks, where);
+    if (t.layout.weights_near)
+        all_reduce_sum(t.comms.data(Group::DATA).replica, sums, chunks, where);
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
 

@@ -38,6 +38,7 @@ void teacher_place(Teacher<T, S>& teacher, const Shape& shape, const PlanOptions
     Trainer<T, S>& t = teacher.t;
     layout.zero = 0; // the student's head reads the table when no plan gathers it
     layout.zero_group = 0;
+    layout.weights_near = false;
     trainer_place(t, shape, {teacher_options(train)}, layout);
     bool has_head = is_mine(t.layout, t.model, t.model.head());
     size_t rows = size_t(train.micro_batches) * t.plans[0].rows();

@@ -92,12 +92,11 @@ P* address(const Trainer<T, S>& t, Data d) {
     return reinterpret_cast<P*>(t.arena.memory[int(place->tier)].base + place->offset);
 }
 
-// The part of a datum that this rank updates: within a datum that it keeps whole, its own range.
+// The part of a datum that this rank updates: its own range, within what it keeps of the datum.
 template <typename P, typename T, typename S>
 P* updated_part(const Trainer<T, S>& t, Data d, const Range& range) {
     P* x = address<P>(t, d);
-    bool within = range.sharded && !is_sharded(t.layout, t.model, d);
-    return x && within ? x + range.first : x;
+    return x ? x + (range.first - kept_first(t.layout, t.model, d)) : x;
 }
 
 // The address of one row of a layer's scratch, or null if the layer has no such row.

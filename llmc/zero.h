@@ -1,7 +1,8 @@
 // zero.h - ZeRO-1, 2, 3: state, gradients, weights in shards - arXiv:1910.02054, arXiv:2304.11277
 //   A bucket holds P parameters, padded; the d ranks of its group hold shards of P/d of them.
 //   w is the weights and dw their gradient. --zero-group d makes groups smaller than all data-
-//   parallel ranks: then several groups hold the same shards, as replicas (hybrid sharding).
+//   parallel ranks: then several groups hold the same shards, as replicas (hybrid sharding). --hpz
+//   d makes them for weights alone: replicas share out the rest (hpZ, arXiv:2306.10209).
 //     stage 0   nothing is cut                 dw all-reduced once a step
 //     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
@@ -11,7 +12,8 @@
 //                                                   products as codes (gathered_codes.h)
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
-//     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets
+//     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets; with --hpz
+//                                                   replicas complete their w[P/d]
 //     NORM        each rank's sums -> one norm      nothing: it is on the critical path
 //   A slot's SENDRECV starts before the slot's last REDUCE: collectives start in order, and another
 //   stage waits for the message.
@@ -37,10 +39,14 @@ struct ParameterBytes {
     double weight, gradient, optimizer; // optimizer: master and state
 };
 
-// Return the bytes for one parameter that remain on each of d ranks at ZeRO stage `zero`.
-inline double zero_bytes(const ParameterBytes& whole, int zero, int d) {
-    auto cut = [&](double bytes, int since) { return zero >= since ? bytes / d : bytes; };
-    return cut(whole.weight, 3) + cut(whole.gradient, 2) + cut(whole.optimizer, 1);
+// Return the bytes for one parameter that remain on each of d ranks at ZeRO stage `zero`. near: how
+// many of them share out the weights, if not all do.
+inline double zero_bytes(const ParameterBytes& whole, int zero, int d, int near = 0) {
+    auto cut = [&](double bytes, int since, int ranks) {
+        return zero >= since ? bytes / ranks : bytes;
+    };
+    return cut(whole.weight, 3, near ? near : d) + cut(whole.gradient, 2, d) +
+           cut(whole.optimizer, 1, d);
 }
 
 // ----------------------------------------------------------------------------
@@ -192,17 +198,17 @@ struct Range {
 inline Range updated_range(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
-    size_t shard = shard_elements(layout, b);
+    size_t part = update_elements(layout, b);
     if (!sharded)
         return {0, whole_elements(layout, b), false};
-    return {shard * size_t(shard_axis(layout, b.group).rank), shard, true};
+    return {part * size_t(update_axis(layout, b.group).rank), part, true};
 }
 
 // Whether this rank contributes its range to a norm. Ranks of a group that update the same range,
 // because the bucket is not sharded, hold equal numbers, and only the first of them counts.
 inline bool is_first_of_equals(const Layout& layout, const Model& model, int bucket) {
-    Axis shard = shard_axis(layout, model.buckets[bucket].group);
-    return updated_range(layout, model, bucket).sharded || shard.rank == 0;
+    Axis parts = update_axis(layout, model.buckets[bucket].group);
+    return updated_range(layout, model, bucket).sharded || parts.rank == 0;
 }
 
 // Return how many elements chunk `chunk` of `elements` has; chunk -1 is all of them.
@@ -232,7 +238,8 @@ inline size_t sent_gradient_bytes(Gradients format, const Layout& layout, const 
 // REDUCE sums a bucket's gradient over every rank that holds a part of it.
 //   1. tp       parameters that tensor-parallel ranks share; blocking: these ranks run in step
 //   2. shard    reduce-scatter under ZeRO, all-reduce without; in flight until finish_before()
-//   3. replica  hybrid sharding only: over the groups that hold the same shard
+//   3. replica  hybrid sharding only: over the groups that hold the same shard; reduce-scatter if
+//               these share out its update (--hpz), else all-reduce
 //   4. ZeRO-2, 3: add this micro-batch's shard to the step's gradient
 // --gradients says what ranks send in steps 2 and 3 of their parts p:
 //   bf16  Half the bytes. Each rank rounds its part to 16 bits. The sum is made in float wherever
@@ -256,25 +263,35 @@ void zero_reduce_shared(const Comms& comms, const Layout& layout, const Model& m
         all_reduce_sum(comms.kv, whole + bucket.common, shared, where);
 }
 
-// Steps 2 and 3 start a sum over the ranks that see other tokens, and end it over replicas. `whole`
-// (P) has the partial gradient, and then the sum in `range`.
+// Step 3: sum this rank's shard over its replicas, into the range that it updates.
 template <typename X, typename S>
-InFlight<S> zero_sum(const DataComms& data, Range range, X* whole, S where) {
-    X* mine = whole + range.first;
+void zero_sum_replicas(const DataComms& data, Range range, X* whole, size_t shard, S where) {
+    X* first = whole + shard * size_t(data.shard.rank);
+    if (range.count < shard) {
+        reduce_scatter_sum(data.replica, whole + range.first, first, range.count, where);
+    } else {
+        all_reduce_sum(data.replica, range.sharded ? first : whole, range.count, where);
+    }
+}
+
+// Steps 2 and 3 start a sum over the ranks that see other tokens, and end it over replicas. `whole`
+// (P) has the partial gradient, and then the sum in `range`. shard: the elements of one shard.
+template <typename X, typename S>
+InFlight<S> zero_sum(const DataComms& data, Range range, X* whole, size_t shard, S where) {
+    X* first = whole + shard * size_t(data.shard.rank);
     InFlight<S> f;
-    f.pending = range.sharded
-                    ? start_reduce_scatter_sum(data.shard, mine, whole, range.count, where)
-                    : start_all_reduce_sum(data.shard, whole, range.count, where);
-    f.rest = [=, &data] { all_reduce_sum(data.replica, mine, range.count, where); };
+    f.pending = range.sharded ? start_reduce_scatter_sum(data.shard, first, whole, shard, where)
+                              : start_all_reduce_sum(data.shard, whole, range.count, where);
+    f.rest = [=, &data] { zero_sum_replicas(data, range, whole, shard, where); };
     return f;
 }
 
 // The same sum over copies in 16 bits: sent (P).
 template <typename A, typename S>
-InFlight<S> zero_sum_bf16(const DataComms& data, Range range, A* whole, bf16* sent,
-                          size_t elements, S where) {
-    narrow_gradients(sent, whole, elements, where);
-    InFlight<S> f = zero_sum(data, range, sent, where);
+InFlight<S> zero_sum_bf16(const DataComms& data, Range range, A* whole, bf16* sent, size_t shard,
+                          S where) {
+    narrow_gradients(sent, whole, shard * size_t(data.shard.size), where);
+    InFlight<S> f = zero_sum(data, range, sent, shard, where);
     f.rest = [=, replicas = std::move(f.rest)] {
         replicas();
         widen_gradients(whole + range.first, sent + range.first, range.count, where);
@@ -298,8 +315,8 @@ void zero_gaps(const Model& model, const Bucket& bucket, A* whole, size_t elemen
     zero(end, elements);
 }
 
-// The same sum of codes. sent: room for the packets to send, then for those received. Whether or
-// not the range is a shard, each rank adds one shard of the d.
+// The same sum of codes. sent: room for the packets to send, then for those received. A rank adds
+// one shard of the d, even where no datum is cut.
 template <typename A, typename S>
 InFlight<S> zero_sum_fp8(const DataComms& data, Range range, A* whole, uint8_t* sent, size_t shard,
                          S where) {
@@ -316,9 +333,9 @@ InFlight<S> zero_sum_fp8(const DataComms& data, Range range, A* whole, uint8_t* 
         if (Placements* checked = data.shard.info->placements)
             placement_set(*checked, mine, shard * sizeof(A), data.shard.name, Placement::SHARDED,
                           "a sum of codes");
+        if (range.sharded) return zero_sum_replicas(data, range, whole, shard, where);
         all_reduce_sum(data.replica, mine, shard, where);
-        if (!range.sharded)
-            all_gather(data.shard, whole, mine, shard, where);
+        all_gather(data.shard, whole, mine, shard, where);
     };
     return f;
 }
@@ -334,7 +351,8 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
     const DataComms& data = comms.data(bucket.group);
     Range range = updated_range(layout, model, b);
     A* mine = whole + range.first;
-    size_t shard = shard_elements(layout, bucket), elements = whole_elements(layout, bucket);
+    size_t shard = shard_elements(layout, bucket);
+    size_t elements = whole_elements(layout, bucket);
 
     // The placement check forgets what the bytes to send held before.
     Placements* checked = comms.placements();
@@ -345,9 +363,9 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
     if (sent && format == Gradients::FP8)
         zero_gaps(model, bucket, whole, elements, where);
     InFlight<S> f =
-        !sent ? zero_sum(data, range, whole, where)
+        !sent ? zero_sum(data, range, whole, shard, where)
         : format == Gradients::BF16
-            ? zero_sum_bf16(data, range, whole, static_cast<bf16*>(sent), elements, where)
+            ? zero_sum_bf16(data, range, whole, static_cast<bf16*>(sent), shard, where)
             : zero_sum_fp8(data, range, whole, static_cast<uint8_t*>(sent), shard, where);
 
     // 4. Write or add this micro-batch's shard to the step's gradient. Like step 3 it runs when the
@@ -367,20 +385,23 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
     return f;
 }
 
-// All-gather the updated shards of a bucket's weights, in place: weight (P).
+// All-gather the updated parts of the weights that this rank keeps, in place: weight (P), or its
+// shard (P/d) if weights are near, whose replicas have updated parts of it.
 template <typename T, typename S>
 InFlight<S> zero_publish(const Comms& comms, const Layout& layout, const Model& model, int b,
                          T* weight, S where) {
     Range range = updated_range(layout, model, b);
-    const Comm& shard = comms.data(model.buckets[b].group).shard;
-    return {start_all_gather(shard, weight, weight + range.first, range.count, where)};
+    const DataComms& data = comms.data(model.buckets[b].group);
+    T* mine = weight + (range.first - kept_first(layout, model, {Kind::WEIGHT, b}));
+    const Comm& ranks = layout.weights_near ? data.replica : data.shard;
+    return {start_all_gather(ranks, weight, mine, range.count, where)};
 }
 
 // All-gather a bucket's weights for one use: weight (P/d) -> whole (P).
 template <typename T, typename S>
 InFlight<S> zero_gather(const Comms& comms, const Layout& layout, const Model& model, int b,
                         T* whole, const T* weight, S where) {
-    size_t count = updated_range(layout, model, b).count;
+    size_t count = shard_elements(layout, model.buckets[b]);
     const Comm& shard = comms.data(model.buckets[b].group).shard;
     return {start_all_gather(shard, whole, weight, count, where)};
 }

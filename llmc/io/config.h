@@ -100,7 +100,7 @@ struct Config {
     // ranks of each axis; their product is the number of ranks. dp 0 takes what
     // the other axes leave.
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1;
-    int zero = 0, zero_group = 0, chunks = 1, prefetch = 1, local_ranks = 1;
+    int zero = 0, zero_group = 0, hpz = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp";
     std::string cp_method = "gather", cp_order = "zigzag", ep_method = "gather";
@@ -418,6 +418,9 @@ inline const std::vector<Flag>& config_table() {
          "which axis has its ranks side by side, which comes next"},
         {"zero-group", &C::zero_group, "0..1000000",
          "data-parallel ranks that share a shard's buckets, such groups replicate; 0: all"},
+        {"hpz", &C::hpz, "0..1000000",
+         "ZeRO-3: neighbours that share out weights, so that gathers stay among them; gradients, "
+         "masters and moments are cut over all data-parallel ranks (hpZ); 0: no"},
         {"pipeline", &C::pipeline, "",
          "gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of slots (F0.1) a rank"},
         {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
@@ -766,6 +769,8 @@ inline nlohmann::json config_json(const Config& c) {
 
 // The ranks of one stage that see different tokens, and the ranks of all axes together.
 inline int data_ranks(const Config& c) { return c.dp * c.cp; }
+// Whether weights alone are shared out among neighbours: --hpz 1 would cut none.
+inline bool keeps_weights_near(const Config& c) { return c.hpz > 1; }
 inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
 
 // Whether the run has adapters: new ones, or those of folders.

@@ -338,6 +338,24 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     return "";
 }
 
+// Check --hpz: shards of weights among neighbours, and of all else over all ranks.
+inline std::string check_hpz(const Config& c) {
+    if (!keeps_weights_near(c)) return "";
+    std::string flag = concat("--hpz ", c.hpz);
+    if (c.zero != 3) return flag + " says which ranks share out weights: add --zero 3";
+    if (c.zero_group) return flag + " sets the group of weights: leave --zero-group out";
+    if (c.ep > 1) return flag + " is not built with --ep: leave one of them out";
+    if (offloads(c, "weights"))
+        return flag + " keeps weights near, --offload weights does not: leave one of them out";
+    if (c.plan == "auto" && !c.explain)
+        return "--plan auto tries no --hpz: plan without it, and add it to the command that it "
+               "prints";
+    if (data_ranks(c) % c.hpz)
+        return concat(flag, " does not divide --dp ", c.dp,
+                      c.cp > 1 ? concat(" x --cp ", c.cp) : "");
+    return "";
+}
+
 // The axes must multiply to the number of ranks, unless --explain only describes a layout.
 inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (processes > 1 && c.local_ranks > 1)
@@ -375,6 +393,7 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (c.zero_group && data_ranks(c) % c.zero_group)
         return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "");
+    if (std::string wrong = check_hpz(c); !wrong.empty()) return wrong;
     if (c.chunks > 1 && c.pipeline == "1f1b")
         return concat("--chunks ", c.chunks,
                       " needs --pipeline interleaved, gpipe or zero-bubble");

@@ -174,6 +174,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"shard-tokens",  false,                     "--prepare"},
         {"val-tokens",    false,                     "--prepare"},
         {"zero-group",    shards,                    "--zero"},
+        {"hpz",           shards,                    "--zero 3"},
         {"cp-method",     c.cp > 1,                  "--cp"},
         {"cp-order",      c.cp > 1,                  "--cp"},
         {"ep-method",     c.ep > 1,                  "--ep"},

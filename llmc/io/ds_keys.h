@@ -187,7 +187,7 @@ inline const std::vector<DsRow>& ds_table() {
          "\"/local_nvme\""},
         {"zero_optimization.zero_quantized_weights",   ds_word,   "", "false="},
         {"zero_optimization.zero_quantized_gradients", ds_word,   "", "false="},
-        {"zero_optimization.zero_hpz_partition_size",  ds_word,   "", "1="},
+        {"zero_optimization.zero_hpz_partition_size",  ds_number, "hpz"},
 
         {"gradient_clipping",                     ds_number,   "clip", "", "0"},
         {"optimizer.type",                        ds_word,     "optimizer",

@@ -300,11 +300,13 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
 template <typename T>
 std::string parameter_text(const Layout& layout, const PlanOptions& options,
                            const Model& model) {
-    int shards = shard_axis(layout, Group::DATA).size;
+    int shards = update_axis(layout, Group::DATA).size;
+    int near = layout.weights_near ? layout.zero_group : 0;
     ParameterBytes whole = parameter_bytes<T>(options, model);
     char line[128];
     snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
-             zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards), shards, layout.zero);
+             zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
+             layout.zero);
     const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
     if (layout.ep == 1) return concat(line, where);
 

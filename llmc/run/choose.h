@@ -428,7 +428,8 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     // gathered, and which units no shard boundary may cut: matrices for some optimizers, blocks
     // of 8-bit state.
     layout.zero = c.zero;
-    layout.zero_group = c.zero_group;
+    layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
+    layout.weights_near = keeps_weights_near(c);
     layout.prefetch = c.prefetch;
     layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
 

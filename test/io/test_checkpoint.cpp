@@ -312,17 +312,19 @@ struct LayoutCase {
     int tp = 1;
     bool whole_matrices = false; // a shard holds whole matrices
     int ep = 1;
+    bool near = false; // weights alone are cut among groups
     int ranks() const { return dp * pp * tp; }
 };
 static const std::vector<LayoutCase> layouts = {
     {1, 1, 0, 1, 1}, {2, 1, 0, 2, 1},    {2, 1, 1, 2, 2},    {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2},
     {2, 2, 2, 2, 4}, {1, 1, 0, 1, 4, 4}, {2, 1, 3, 2, 4, 2}, {4, 2, 2, 2, 4}, // groups of two
-    {2, 1, 2, 2, 2, 1, true}};
+    {2, 1, 2, 2, 2, 1, true}, {4, 1, 3, 2, 4, 1, false, 1, true}};
 
 static std::string layout_name(const LayoutCase& l) {
     return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
            std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
-           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "") + " ep " +
+           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "") +
+           (l.near ? " of weights" : "") + " ep " +
            std::to_string(l.ep);
 }
 
@@ -335,6 +337,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
         sizes.zero = l.zero;
         sizes.zero_group = l.ep > 1 ? 0 : l.shards;
+        sizes.weights_near = l.near;
         sizes.ep = l.ep;
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);

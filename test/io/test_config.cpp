@@ -306,6 +306,14 @@ TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
     EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
     EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
+    EXPECT_EQ(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2"}), "");
+    EXPECT_EQ(check({"--local-ranks", "4", "--zero", "2", "--hpz", "1"}), "");
+    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "3"}), "not divide --dp 4");
+    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "2", "--hpz", "2"}), "add --zero 3");
+    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2", "--zero-group", "2"}),
+               "leave --zero-group out");
+    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2", "--offload", "weights"}),
+               "--offload weights does not");
     EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
     EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
 }

@@ -34,6 +34,7 @@ struct LayoutCase {
     bool split = false, sequence_parallel = false;
     int micro_batches = 2; // of each data-parallel rank
     int shards = 0;        // ranks of a sharding group; 0: all of dp
+    bool near = false;     // the group shares out weights alone, and all ranks the rest
     int prefetch = 1;
     std::string file = {};          // the file of the schedule, with Pipeline::GIVEN
     int document_end = -1;          // the token that ends a document; -1: none does
@@ -58,9 +59,10 @@ struct LayoutCase {
         for (Recompute r : recompute.given) levels += std::string(" ") + recompute_name(r);
         char line[256];
         snprintf(line, sizeof(line),
-                 "dp %d (shards %d) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute%s, "
+                 "dp %d (shards %d%s) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute%s, "
                  "micro-batches %d cp %d, order %d method %d of %d, ep %d%s%s",
-                 dp, shards ? shards : dp * cp, tp, sequence_parallel ? " sp" : "", pp, chunks,
+                 dp, shards ? shards : dp * cp, near ? " of weights" : "", tp,
+                 sequence_parallel ? " sp" : "", pp, chunks,
                  schedules[int(pipeline)], split ? " split" : "", zero, prefetch,
                  levels.c_str(), micro_batches, cp, int(cp_order), int(cp_method), cp_heads, ep,
                  exchange ? " exchanged" : "", one_expert ? " one expert" : "");
@@ -202,6 +204,7 @@ Layout layout_of(const LayoutCase& l, int rank) {
     sizes.pipeline = l.pipeline;
     sizes.zero = l.zero;
     sizes.zero_group = l.shards;
+    sizes.weights_near = l.near;
     sizes.prefetch = l.prefetch;
     sizes.whole_matrices = l.whole_matrices;
     sizes.sequence_parallel = l.sequence_parallel;
@@ -416,7 +419,8 @@ std::vector<LayoutCase> all_layouts() {
             l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
             l.sequence_parallel = l.tp > 1 && i % 3 > 0;
             l.micro_batches = 1 + i / 3 % 2, l.prefetch = i % 3;
-            l.shards = l.dp == 4 && i % 2 ? 2 : l.dp;
+            l.shards = l.dp == 4 && i % 2 ? 2 : l.dp == 8 && l.zero == 3 ? 4 : l.dp;
+            l.near = l.zero == 3 && l.shards < l.dp && (l.dp == 8 || l.tp > 1);
             all.push_back(l);
         }
     return all;
@@ -491,6 +495,38 @@ TEST(Layouts, StagesOfZeroAreDataParallelismBitByBit) {
             }
 }
 
+// Weights that stay near, in groups of which the replicas share out gradients, masters and moments,
+// have the bits of groups that hold everything: sums over replicas are the same, in parts.
+TEST(Layouts, NearWeightsAreHybridShardingBitByBit) {
+    int number = 0;
+    auto compare = [&]<typename T>(T, const Shape& shape, LayoutCase l) {
+        if (left_out(&number)) return;
+        l.zero = 3, l.shards = 2;
+        auto want = run_layout<T>(shape, l, true);
+        l.near = true;
+        for (Moment moment : {Moment::EARLIEST, Moment::LATEST})
+            expect_same(*run_layout<T>(shape, l, true, moment), *want, l.text());
+    };
+    for (const Shape& shape : {small_gpt2(), small_mixtral()})
+        for (auto [dp, tp, pp] : {std::array{4, 1, 1}, {6, 1, 1}, {4, 1, 2}, {4, 2, 1}})
+            for (Gradients format : {Gradients::FLOAT, Gradients::BF16, Gradients::FP8}) {
+                LayoutCase l;
+                l.dp = dp, l.tp = tp, l.pp = pp, l.gradients = format, l.prefetch = tp;
+                compare(float(), tp > 1 ? gpt2_for_tp(true) : shape, l);
+            }
+
+    // The same for every format of masters and moments, and for matrices that no boundary cuts.
+    for (auto [masters, states] : {std::pair{Masters::FLOAT, States::FLOAT},
+                                   {Masters::REMAINDER, States::EIGHT_BIT},
+                                   {Masters::NONE, States::BF16}}) {
+        LayoutCase l;
+        l.dp = 4, l.masters = masters, l.states = states;
+        compare(bf16(), small_gpt2(), l);
+        l.whole_matrices = true;
+        compare(bf16(), small_gpt2(), l);
+    }
+}
+
 // access() tells the truth on many ranks too, where actions send messages and sum over ranks.
 TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
     int number = 0;
@@ -499,7 +535,7 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
              {std::array{1, 1, 2}, std::array{2, 1, 1}, std::array{1, 2, 2}}) {
             LayoutCase l;
             l.dp = 2 * replicas, l.shards = 2, l.pp = pp, l.zero = zero;
-            l.tp = tp, l.sequence_parallel = tp > 1 && zero > 0;
+            l.tp = tp, l.sequence_parallel = tp > 1 && zero > 0, l.near = zero == 3;
             l.chunks = 1 + zero % 2, l.recompute = three_levels(31 * zero % 125);
             l.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
             Shape shape = llama_for_tp(zero % 2);
@@ -1390,6 +1426,7 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
             l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
             l.sequence_parallel = l.tp > 1 && i % 3 > 0, l.prefetch = i % 3;
             l.shards = i % 4 == 1 ? cp : dp * cp, l.document_end = i % 2 ? 5 : -1;
+            l.near = zero == 3 && l.shards < dp * cp;
             l.micro_batches = 1 + i / 3 % 2;
             all.push_back(l);
             l.cp_method = ContextMethod::RING, l.cp_order = ContextOrder((i + i / 4) % 3);

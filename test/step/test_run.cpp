@@ -653,7 +653,8 @@ TEST_F(Run, CheckpointsGoFromLayoutToLayout) {
         fs::copy(path(precision), saved, fs::copy_options::recursive);
         std::map<std::string, std::string> exports;
         for (std::string layout : {"", "--local-ranks 2 --zero 2", "--local-ranks 3 --pp 3",
-                                   "--local-ranks 4 --zero 3 --zero-group 2"}) {
+                                   "--local-ranks 4 --zero 3 --zero-group 2",
+                                   "--local-ranks 4 --zero 3 --hpz 2"}) {
             std::string exported = path("e");
             Ran e = run(flags + layout + " --resume --steps 0 --export " + exported, one);
             ASSERT_EQ(e.status, 0) << layout << "\n" << e.text;
