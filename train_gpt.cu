@@ -1,11 +1,11 @@
 // train_gpt.cu - train, evaluate and sample GPT-2 and Llama: main reads as the life of a run
 //   1. main           join the other processes, read the flags
-//   2. run_command    what the flags ask for: shape, tokenizer, layout, checks, data
+//   2. run_command    do what the flags ask: choose shape, tokenizer and layout, check, open data
 //   3. run_ranks      one body for each rank of this process: itself, or --local-ranks threads
 //   4. run_training   plan, place, allocate, load; then step, evaluate, sample, save; export
-//   Functions stand in the opposite order: each comes before the one that calls it.
-//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has what
-//   surrounds the steps: choices before them, reports, and the folder that a run resumes from.
+//   Functions stand in the opposite order: each stands before its caller.
+//   The step itself is a plan (llmc/plan.h) that one loop runs (llmc/step.h). llmc/run has the rest
+//   of a run: choices before the steps, reports, and the folder from which a run resumes.
 //   Compiles as plain C++ too: make DEVICE=cpu.   Usage: train_gpt --help
 #include <malloc.h>
 #include "llmc/io/config_notes.h"
@@ -30,8 +30,8 @@ using namespace llmc;
 // ----------------------------------------------------------------------------
 // one rank's run
 
-// End the run if a step diverged, and name the action that made its first value that is not
-// finite. All ranks end together, because loss and norm are the same on each.
+// End the run if a step diverged, and name the action that made the first value that is not finite.
+// All ranks end together, because loss and norm are the same on each.
 template <typename T, typename S>
 void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale) {
     if (std::isfinite(loss) && scale.finite) return;
@@ -62,6 +62,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     take_reference_point(run, t);
     if (t.before) t.before();
     start_plan(t, run.train_plan);
+
     // With --loss grpo the next batch cannot be read ahead: it is sampled from the new weights.
     bool ahead = run.step + 1 < c.steps && !has_rollouts(c);
     if (ahead) prepare_batch(t, run.train_plan, t.cursor + samples);
@@ -71,7 +72,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     measures.seconds = clock_seconds() - start;
     take_times(run, t, measures.seconds);
 
-    // Check the result. An fp16 step that overflowed is skipped: it is no divergence.
+    // Check the result. An fp16 step that overflowed is skipped and does not count as divergence.
     double loss = result.loss.mean();
     bool skipped = is_skipped(run, result.scale);
     if (!skipped) {
@@ -82,13 +83,14 @@ void train_step(Run& run, Trainer<T, S>& t) {
     }
     run.step_loss = skipped ? NAN : loss;
 
-    // Count the step. All ranks count; only the first one logs.
+    // Count the step on all ranks; only the first one logs.
     run.step++;
     run.tokens += c.batch_tokens;
     t.cursor += samples;
     if (!is_first(run)) return;
 
-    // Log the step. GRPO's loss is weighted by advantages: it has no level for a spike to leave.
+    // Log the step, and look for a spike of the loss. GRPO's loss is weighted by advantages, so it
+    // has no usual level.
     StepReport report = step_report(run, t, result, measures);
     sum_imbalances(run, report);
     note(run, log_step(run.log, report));
@@ -96,9 +98,8 @@ void train_step(Run& run, Trainer<T, S>& t) {
         note(run, run.spikes.look(run.step, loss, result.scale.norm));
 }
 
-// Load the weights from a checkpoint or from the model's files, or draw them from --seed.
-// Then do what needs them before the first step: references of a preference loss, and a check
-// of each value.
+// Load the weights from a checkpoint or from the model's files, or draw them from --seed. Then
+// compute the references of a preference loss, and check each value.
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
@@ -108,18 +109,18 @@ void load_weights(Run& run, Trainer<T, S>& t) {
 
     // A checkpoint takes precedence over the model's own files. Two kinds of run load it later,
     // after the model's files: a checkpoint of adapters does not hold the base weights, and a
-    // reference is computed from the weights that the first run started from.
+    // reference is computed with the weights from which the first run started.
     mode_t type = c.scratch ? 0 : file_type(c.model);
     run.weights = type ? c.model : concat("new, from --seed ", c.seed);
     bool adapters = trains_adapters(run.shape);
-    bool behind = adapters || has_reference(c); // resume below, after the starting weights
+    bool behind = adapters || has_reference(c); // load the checkpoint after the starting weights
     bool resumed = c.resume && !behind && resume(run, t);
     if (!c.average.empty()) {
         average_weights(run, t);
         resumed = true; // nothing is left to read or to draw
     }
 
-    // Without a checkpoint, read the model's files, and draw what they leave open.
+    // Without a checkpoint, read the model's files, and draw the weights that they lack.
     if (!resumed && c.upcycle)
         or_die_on_all_ranks(run, upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
@@ -159,7 +160,7 @@ void autotune(Run& run, Trainer<T, S>& t) {
     if (!blas_rehearse(t.ctx.blas, true, t.ctx.where))
         return;
 
-    // Replace the data by zeros until the end of this function.
+    // Read zeros in place of data until the end of this function.
     Window window = t.window;
     t.window = [&](uint64_t, int* tokens, int* targets) {
         size_t n = t.plans[t.plan].T;
@@ -179,7 +180,7 @@ void autotune(Run& run, Trainer<T, S>& t) {
             wait_for(t.ctx.where); // the next plan's batch overwrites this one's
         }
 
-    // Zero the arena, so that nothing of what these runs computed stays.
+    // Zero the arena, so that no result of these runs stays.
     wait_for(t.ctx.where);
     blas_rehearse(t.ctx.blas, false, t.ctx.where);
     device_zero(t.arena.device().base, t.arena.device().bytes, t.ctx.where);
@@ -217,7 +218,7 @@ void set_training(Run& run, Trainer<T, S>& t) {
     // With --loss grpo the windows hold sampled answers, not text from files.
     if (has_rollouts(c)) return set_rollouts(run, t);
 
-    // A window that cannot be read ends the run. If the run saves, the message adds that the
+    // A window that cannot be read ends the run. If the run saves, the message adds that its
     // checkpoints are good.
     t.window = [&run](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = load_window(run.train, sample, tokens, targets);
@@ -232,8 +233,8 @@ void set_training(Run& run, Trainer<T, S>& t) {
         printf("documents: apart, each ends with token %d\n", run.document_end);
 }
 
-// Whether the step that has just ended is one of every `n`; n = 0 means never. After the last step
-// the answer is `last`: false for checks, samples and saves, which the run's end does anyway.
+// Whether it is time for something that is done every `n` steps; n = 0 means never. After the last
+// step the answer is `last`: false for checks, samples and saves, which the end of the run does.
 static bool is_time(const Run& run, int64_t n, bool last) {
     if (run.step == run.config.steps) return last;
     return n && run.step % n == 0;
@@ -260,8 +261,8 @@ void train(Run& run, Trainer<T, S>& t) {
     while (run.step < c.steps) {
         train_step(run, t);
 
-        // Share signals and wishes with all ranks, and look after an asynchronous save: go on with
-        // it once no rank writes, or drop it where this step has shown that its weights are bad.
+        // Share signals and wishes with all ranks. Continue an asynchronous save once no rank
+        // writes, or replace it if this step has shown that its weights are bad.
         Wishes wishes = agree(run.world, {stop_signal, clock_wants_save(run),
                                           is_writing(run.saves.async), doubts_save(run)});
         if (wishes.doubt)
@@ -278,7 +279,7 @@ void train(Run& run, Trainer<T, S>& t) {
             report_evaluation(run, t);
         if (run.stopped) break;
 
-        // Keep the best, sample, and save.
+        // Keep the best checkpoint, sample, and save.
         if (run.best_step == run.step)
             keep_best(run, t);
         if (is_time(run, c.sample_every, false))
@@ -295,8 +296,8 @@ void train(Run& run, Trainer<T, S>& t) {
     bool on_disk = run.saves.step == run.step;
     if (run.buddies && on_disk) remove_buddies(run.world, *run.buddies);
 
-    // A signal that came during the last step or its save still ends the run here: samples and
-    // exports are left out.
+    // A signal during the last step or its save also ends the run here, without
+    // samples and exports.
     if (!run.stopped) run.stopped = agree(run.world, {stop_signal, false}).stop;
     if (!is_first(run)) return;
 
@@ -327,12 +328,16 @@ void run_training(Run& run, S where) {
     bool generates = run.generate_plan >= 0 || run.rollout_plan >= 0;
     or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
-    // Print the plan. --explain prints all of it and ends here, but behind the check of --memory: a
-    // plan that is refused is then on the screen.
+    // Print the model and its levels of recomputation.
     if (is_first(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
+
+    // Count the memory of a draft and of a teacher too.
     run.draft_bytes = draft_bytes<T>(run, plans, where);
     run.teacher_bytes = teacher_bytes<T>(run, plans, run.world.rank, where);
+
+    // --explain prints the plan and ends here, after the check of --memory: then a plan that is
+    // refused is on the screen too.
     if (c.explain) print_plan(run, t, plans);
     check_bound<T>(run, plans, where);
     if (c.explain) return;
@@ -361,7 +366,7 @@ void run_training(Run& run, S where) {
     t.replays = c.graphs;
     t.document_end = run.document_end;
 
-    // Load or draw the weights, those of a teacher and a draft too, and open the log.
+    // Load or draw the weights, also of a teacher and a draft, and open the log.
     load_weights(run, t);
     open_teacher(run, t, plans);
     std::shared_ptr<Draft> draft = open_draft<T>(run, plans, where);
@@ -371,19 +376,18 @@ void run_training(Run& run, S where) {
     run.started = clock_seconds();
     run.account.turn_to(Work::REST);
 
-    // Evaluate alone, or train.
+    // Evaluate and end, or train.
     if (c.eval) {
         report_evaluation(run, t);
         return trainer_free(t);
     }
-
     if (run.step < c.steps)
         train(run, t);
 
-    // After a signal leave at once: whoever sent it does not want to wait for samples and exports.
+    // After a signal end at once: its sender does not want to wait for samples and exports.
     if (run.stopped) return trainer_free(t);
 
-    // Write the samples and the export that the command line asked for.
+    // Write the samples and the export that the flags ask for.
     leave_texts(run, t);
     bool exported = write_export(run, t);
     report_end(run, t, exported);
@@ -458,7 +462,7 @@ static bool run_on_cpu(Run& run) {
 static void join_gpus(Run& run) {
     if (!HAS_NCCL || run.world.size == 1) return;
     or_die(take_gpu(run.world));
-    or_die(no_gpu_because()); // ask again: the GPU taken may be an older one than the first
+    or_die(no_gpu_because()); // ask again: this GPU may be older than the machine's first
     run.world.fixed_order = run.config.fixed_order;
     run.world = nccl_attach(run.world);
 }
@@ -477,7 +481,7 @@ static bool run_on_gpu(Run& run) {
     all_reduce_sum(run.world, &with_gpu, 1, Cpu{});
     there = with_gpu == run.world.size;
 
-    // If any process lacks a GPU, run on the CPU.
+    // If any process lacks a GPU, all run on the CPU.
     if (!there && !plans_only) {
         if (is_first(run))
             printf("%s: on the CPU\n", why.empty() ? "another process has no GPU" : why.c_str());
@@ -581,7 +585,7 @@ static bool run_command(Run& run) {
         return true;
     }
 
-    // Say what fits on a card: that needs no run.
+    // Print what fits on a card: that needs no run.
     if (given(c, "fit")) {
         if (is_first(run)) printf("%s", fit_text(c).c_str());
         return true;
@@ -590,8 +594,8 @@ static bool run_command(Run& run) {
     // Measure this machine: that needs no model.
     if (wants_calibration(run)) return run_where_wanted(run);
 
-    // Gather the flags: those of another trainer's file and of the checkpoint count where the
-    // command line says nothing. Then read the model's small files once for all processes, open the
+    // Complete the flags from another trainer's file and from the checkpoint; the command line
+    // takes precedence. Then read the model's small files once for all processes, open the
     // tokenizer, whose size may set the vocabulary, and choose the model's shape.
     reserve_output(run);
     take_ds_config(run);
@@ -604,8 +608,8 @@ static bool run_command(Run& run) {
     grow_vocabulary(run);
     take_prefix(c, run.shape);
 
-    // Fine-tuning with another loss takes that loss's usual defaults (TRL's). A resumed run took
-    // them when it began, and has them from its checkpoint; a mean of models trains nothing.
+    // Fine-tuning takes the usual defaults of its loss (TRL's). A resumed run has them from its
+    // checkpoint, and a mean of models trains nothing.
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
     goes_on |= !c.average.empty();
     std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
@@ -626,13 +630,13 @@ static bool run_command(Run& run) {
     if (run.world.size > 1)
         check_same(run.world, "the program", program_bytes());
 
-    // Try every file that will be written, so that what could fail at the end fails now.
+    // Try every file that will be written: an error at the end of the run would come too late.
     if (!c.export_dir.empty()) prepare_export(run);
     if (!c.timeline.empty() && is_first(run)) or_die(try_file("timeline", c.timeline));
     if (!c.profile.empty() && is_first(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
 
-    // Open what is read: tasks, conversations, data, prompts.
+    // Open everything that is read: tasks, conversations, data, prompts.
     open_tasks(run);
     open_chat(run);
     if (!c.explain && wants_validation(c)) open_data(run);

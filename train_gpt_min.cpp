@@ -10,9 +10,9 @@
 //
 //   B batch   T tokens of a sequence   C channels     NH heads   HS = C/NH channels of a head
 //   L blocks  V vocabulary             N = B*T rows   IC, OC inputs and outputs of a product
-//   dx is the gradient of the loss with respect to x, and has the shape of x. An operator sizes and
-//   overwrites (=) its first arguments, the results; but weight gradients, and in
-//   layernorm_backward the residual stream's, add up (+=).
+//   dx is the gradient of the loss with respect to x, and has the shape of x. An operator resizes
+//   and overwrites (=) its first arguments, the results. Two kinds of gradients add up (+=): those
+//   of weights, and in layernorm_backward the gradient of the residual stream.
 
 #include <algorithm>
 #include <array>
@@ -55,7 +55,7 @@ std::array<uint32_t, 4> philox(uint64_t seed, uint64_t stream, uint64_t index) {
     return x;
 }
 
-// Draw one normal number, by Box and Muller's rule: it turns two random words into two numbers.
+// Draw one normal number. The Box-Muller transform turns two random words into two such numbers.
 double normal(uint64_t seed, uint64_t stream, uint64_t index) {
     const std::array<uint32_t, 4> x = philox(seed, stream, index / 4);
     const size_t pair = index % 4 / 2 * 2;
@@ -151,7 +151,7 @@ float dot(const float* a /*(n)*/, const float* b /*(n)*/, size_t n) {
     return sum;
 }
 
-// Prefer this one: its sums do not wait for each other, so the compiler takes many at a time.
+// Prefer this loop to dot(): no sum waits for another, so the compiler can use vector instructions.
 void add_scaled(float* out /*(n) +=*/, float scale, const float* x /*(n)*/, size_t n) {
     for (size_t i = 0; i < n; i++) out[i] += scale * x[i];
 }
@@ -206,7 +206,7 @@ void layernorm_backward(Tensor& dinp /* += */, Parameter& weight, Parameter& bia
     const size_t C = weight.shape[0], N = inp.size() / C;
     Tensor norm(C), dnorm(C);  // (C)
     for (size_t n = 0; n < N; n++) {
-        // Add to the gradients of weight and bias, and average what the whole row shares.
+        // Add to the gradients of weight and bias, and take the two means that dinp needs.
         double mean_dnorm = 0, mean_dnorm_norm = 0;
         for (size_t c = 0; c < C; c++) {
             norm[c] = (inp[n * C + c] - mean[n]) * rstd[n];
@@ -217,7 +217,7 @@ void layernorm_backward(Tensor& dinp /* += */, Parameter& weight, Parameter& bia
             mean_dnorm_norm += dnorm[c] * norm[c] / C;
         }
 
-        // Leave out what would shift or scale the whole row: norm is blind to both.
+        // Remove the parts that would shift or scale the whole row: they do not change norm.
         for (size_t c = 0; c < C; c++)
             dinp[n * C + c] += float((dnorm[c] - mean_dnorm - norm[c] * mean_dnorm_norm) * rstd[n]);
     }
@@ -230,7 +230,7 @@ void linear_forward(Tensor& out, const Tensor& inp, const Parameter& weight, con
                     const Tensor* residual) {
     const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
 
-    // Transpose the weight, so that what one input gives to all outputs lies in a row.
+    // Transpose the weight, so that the weights from one input to all outputs lie in a row.
     Tensor transposed(IC * OC);  // (IC,OC)
     for (size_t o = 0; o < OC; o++)
         for (size_t i = 0; i < IC; i++) transposed[i * OC + o] = weight.data[o * IC + i];
@@ -245,7 +245,7 @@ void linear_forward(Tensor& out, const Tensor& inp, const Parameter& weight, con
     }
 }
 
-// Hand each output's gradient to its inputs, its weights and its bias.
+// Pass each output's gradient on to its inputs, its weights and its bias.
 void linear_backward(Tensor& dinp, Parameter& weight, Parameter* bias, const Tensor& dout,
                      const Tensor& inp) {
     const size_t OC = weight.shape[0], IC = weight.shape[1], N = inp.size() / IC;
@@ -364,7 +364,7 @@ void crossentropy_backward(Tensor& dlogits, const Tensor& probs, const std::vect
 
 // ---- The block: two branches that read the residual stream and add to it
 
-// Find the input of block l, and its parameters. With l = L they are those of ln_f, after the last.
+// Find the input of block l, and its parameters. l = L means ln_f, which follows the last block.
 const Tensor& block_input(const Model& model, int l) {  // (B,T,C)
     return l == 0 ? model.acts.embedded : model.acts.h[l - 1].out;
 }
@@ -377,7 +377,7 @@ void block_forward(Model& model, int l) {
     const Parameter* p = block_parameters(model, l);  // (PER_BLOCK)
     BlockActivations& a = model.acts.h[l];
 
-    // Let tokens look at those before them.
+    // Let each token look at itself and the tokens before it.
     layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, p[LN_1_WEIGHT], p[LN_1_BIAS]);
     linear_forward(a.qkv, a.ln_1, p[ATTN_WEIGHT], &p[ATTN_BIAS], nullptr);
     attention_forward(a.attention, a.probs, a.qkv, model.acts.T, model.NH, model.C);
@@ -390,7 +390,7 @@ void block_forward(Model& model, int l) {
     linear_forward(a.out, a.gelu, p[FC_PROJ_WEIGHT], &p[FC_PROJ_BIAS], &a.middle);
 }
 
-// Take d, the residual stream's gradient, from the block's output to its input.
+// Carry d, the residual stream's gradient, from the block's output back to its input.
 void block_backward(Tensor& d /*(B,T,C)*/, Model& model, int l) {
     const Tensor& inp = block_input(model, l);  // (B,T,C)
     Parameter* p = block_parameters(model, l);  // (PER_BLOCK)
@@ -421,7 +421,7 @@ float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* target
     a.targets.assign(targets, targets ? targets + B * T : targets);
     a.h.resize(model.L);
 
-    // Embed the tokens, let the blocks work on them, and compare the result with every token.
+    // Embed the tokens, run the blocks, and compare the result with each token of the vocabulary.
     const Parameter &wte = model.parameters[WTE], &wpe = model.parameters[WPE];
     const Parameter* ln_f = block_parameters(model, model.L);  // weight, bias
     const Tensor& last = block_input(model, model.L);          // (B,T,C)
@@ -432,7 +432,7 @@ float model_forward(Model& model, const int* tokens /*(B,T)*/, const int* target
     return float(crossentropy_forward(a.probs, a.targets, model.V));
 }
 
-// Compute every gradient afresh, for the batch that model_forward saw last.
+// Compute every gradient from 0, for the batch that model_forward saw last.
 void model_backward(Model& model) {
     for (Parameter& p : model.parameters) p.grad.assign(p.grad.size(), 0);
 
@@ -468,8 +468,8 @@ float learning_rate(int step) { return 1e-3f * std::min(step + 1, 10) / 10; }
 // Update every parameter: AdamW, arXiv:1711.05101. Steps count from 0.
 void adamw_step(Model& model, int step, float lr) {
     const float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
-    const float correction1 = float(1 - std::pow(0.9, step + 1));   // the moments started at 0:
-    const float correction2 = float(1 - std::pow(0.95, step + 1));  // undo what that biases
+    const float correction1 = float(1 - std::pow(0.9, step + 1));   // the moments start at 0, so
+    const float correction2 = float(1 - std::pow(0.95, step + 1));  // they are too small at first
     for (Parameter& p : model.parameters) {
         const float decay = p.decay ? 0.1f : 0.0f;
         for (size_t i = 0; i < p.data.size(); i++) {

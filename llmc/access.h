@@ -38,7 +38,7 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
     x.read({Kind::TOKENS, -1, m});
     x.write({Kind::SCRATCH, l});
 
-    // Read the weights. Leave the stream, or behind the head the loss or the logits.
+    // Read the weights. Write the next layer's stream; the head writes the loss or the logits.
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
     if (l < model.head()) {
@@ -86,8 +86,8 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
             x.write({k, l, m});
 }
 
-// I and W are the two halves of a backward pass; B runs both at once. The gradients that pass from
-// one half to the other are then written and never read.
+// I and W are the two halves of a backward pass; B runs both at once. The gradients that one half
+// of a B makes for the other are then written, and no other action reads them.
 inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
     bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
@@ -108,8 +108,8 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.write({Kind::LOSS, -1, m});
     }
 
-    // The input half reads the weights, and the weight half makes their gradients. Adapters are
-    // read by both: the gradient of A needs B, and that of B needs A. Experts in rounds are, too.
+    // The input half reads the weights, and the weight half makes their gradients. Both halves read
+    // adapters, since A's gradient needs B and B's needs A, and experts that work in rounds.
     for (int b : buckets_of(model, l)) {
         Role role = model.buckets[b].role;
         bool rounds = role == Role::EXPERTS && model.shape.expert_rounds > 1;
@@ -181,8 +181,8 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
-// UPDATE reads the scale, so none may run before NORM has chosen the clipping factor: that of this
-// step, or of the step before.
+// UPDATE reads the clipping factor, so it runs after NORM. A late update reads the factor of
+// the step before.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read(p.offload.late ? LATE_SCALE : Data{Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
@@ -199,7 +199,7 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
 inline void access_move(Access& x, const Plan& p, const Model& model, const Action& a) {
     bool fetches = a.op == Op::FETCH;
     for (Data d : tiered_data(p, model, a)) {
-        // A chunk of weights that lie in one piece is a part of them: the rest stays.
+        // A chunk goes back into weights that lie in one piece: the rest of them must stay.
         bool part = a.chunk >= 0 && d.chunk < 0;
         fetches ? x.read(d) : part ? x.change(d) : x.write(d);
     }
@@ -239,7 +239,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         x.read({Kind::MAXIMA});
         x.write({Kind::CODES, a.bucket});
         break;
-    case Op::RELEASE: break; // only marks the place behind the last reader
+    case Op::RELEASE: break; // only marks the place after the last reader
 
     // Layers.
     case Op::F: access_forward(x, p, model, a); break;

@@ -8,13 +8,13 @@
 //     GATHER(b)       gather a bucket's weights from its shards      RELEASE(b) free those bytes
 //     REDUCE(b)       sum the bucket's gradient over the ranks that hold parts of it
 //     TIE(b)          add the two gradients of a tied table
-//     NORM            compute the global gradient norm: scale and finiteness, in device memory
+//     NORM            compute the global gradient norm and the clipping factor, in device memory
 //     UPDATE(b)       run the optimizer                 PUBLISH(b) all-gather the updated weights
-//     FETCH(b.c)      bring a chunk of offloaded state to its update     PARK(b.c) take it back
+//     FETCH(b.c)      bring a chunk of offloaded state to its update     PARK(b.c) put it back
 //     PARK(m,l)       move a block's activations to another tier         FETCH(m,l) bring them back
 //     FETCH(b)        bring a bucket's offloaded weights, or this rank's shard of them, to layers
 //     PARK(grad b)    move the bucket's gradient to another tier      FETCH(grad b) bring it back
-//     SQUARE(b)       sum the squares of a gradient that is about to leave
+//     SQUARE(b)       sum the squares of a gradient before PARK takes it away; NORM adds them
 //   Words used throughout:
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
@@ -70,11 +70,11 @@ inline const KindRow& kind_row(Kind kind) {
         {"scale",      true,  false}, // the gradient norm, the clipping factor, finiteness
         {"amax",       true,  false}, // fp8's delayed scaling: maxima and scales (fp8_delayed.cuh)
         {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (casts.h)
-        {"maxima",     true,  false}, // ZeRO-3: of fp8 weights that are gathered as codes
+        {"maxima",     true,  false}, // ZeRO-3: maxima of fp8 weights that are gathered as codes
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
         {"cache",      true,  false}, // generation: keys and values of all tokens so far
         {"gathered",   false, true},  // a bucket's whole weights, gathered by ZeRO-3 or fetched
-        {"codes",      false, true},  // fp8: the same as codes of all ranks, while GATHER runs
+        {"codes",      false, true},  // fp8: the codes of all ranks' shards, while GATHER runs
         {"partial",    false, true},  // one micro-batch's gradient, whole, before REDUCE
         {"sent",       false, true},  // a 16-bit copy of a gradient, while REDUCE sums it
         {"grad.here",  false, true},  // offload: the step's gradient while layers add to it
@@ -88,9 +88,9 @@ inline const KindRow& kind_row(Kind kind) {
         {"kept.b",     false, false}, // activations kept from F to backward. The input half of B is
         {"kept.w",     false, false}, //   the last reader of a .b, the weight half of a .w
         {"redo.b",     false, false}, // activations that R recomputes
-        {"redo.w",     false, false}, //   again .b and .w by their last reader
+        {"redo.w",     false, false}, //   .b and .w mean the same
         {"gradient.b", false, false}, // gradients of activations
-        {"gradient.w", false, false}, //   again .b and .w by their last reader
+        {"gradient.w", false, false}, //   .b and .w mean the same
         {"parked",     false, false}, // offload: a datum in another tier; Data::chunk is its kind
         {"loss",       false, false}, // a micro-batch's loss; in evaluation also that of each row
         {"logits",     false, false}, // generation: the logits of each sequence's last rows
@@ -128,7 +128,7 @@ struct Action {
     int micro = -1;     // F B I W R; REDUCE where each micro-batch is reduced
     int layer = -1;     // F B I W R
     int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH FETCH PARK
-    bool first = false; // B W REDUCE: the first to reach its gradients: it writes, later ones add
+    bool first = false; // B W REDUCE: first to reach its gradients: it writes them, others add
     std::vector<Transfer> transfers = {}; // SENDRECV
     int chunk = -1; // FETCH UPDATE PARK: the chunk of an offloaded bucket
     // FETCH PARK of a whole bucket. WEIGHT: weights come for layers. GRAD: a complete gradient
@@ -139,15 +139,15 @@ struct Action {
 // The purpose of a plan. Each mode has its own forward pass and its own end of the step.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
 
-// The layout, told whether layers find their weights and gradients in another tier.
+// The layout, which then says whether weights and gradients are offloaded to another tier.
 inline Layout with_tiers(Layout layout, const Offload& offload) {
     layout.weights_away = offload.weights != Tier::DEVICE;
     layout.gradients_away = offload.gradients != Tier::DEVICE;
     return layout;
 }
 
-// The rows of prompts that generation reads together: enough that a product takes longer than
-// reading its weights does.
+// Generation reads several prompts together, up to this many rows: enough that a product takes
+// longer than the reading of its weights.
 constexpr size_t PROMPT_ROWS = 256;
 
 // The options of a plan. A plan is made from these, a layout and a model.
@@ -155,7 +155,7 @@ struct PlanOptions {
     Mode mode = Mode::TRAIN;
     size_t B = 1, T = 1; // a micro-batch: sequences, and the length of each
     int micro_batches = 1;
-    size_t cache = 0, scored = 1; // GENERATE: positions of a sequence, its rows with logits
+    size_t cache = 0, scored = 1; // GENERATE: a sequence's positions, its rows with logits
     RecomputeLevels recompute;
     bool split_backward = false; // run B as two actions, I and W
     Optimizer optimizer = Optimizer::ADAMW;
@@ -165,7 +165,7 @@ struct PlanOptions {
     bool ema = false;                 // a running mean of weights is kept (ema.cuh)
     Stored stored = Stored::WIDE;
     Gradients gradients = Gradients::FLOAT; // what data-parallel ranks send of their gradients
-    Objective objective = {};               // the loss that is trained
+    Objective objective = {};               // the loss to train
     bool whole_sequences = false; // context-parallel ranks take sequences of their own
 };
 
@@ -177,15 +177,15 @@ struct Plan : PlanOptions {
     Plan without_actions() const { return {*this, layout, {}}; } // what a pass begins with
 
     // The rows (tokens) of a micro-batch on this rank: context parallelism splits each sequence.
-    // Generation runs a prompt of T rows, several as far as PROMPT_ROWS go, or the last `scored`
-    // rows of each of B sequences.
+    // Generation runs one prompt of T rows, or several with PROMPT_ROWS rows together, or the last
+    // `scored` rows of each of B sequences.
     size_t rows() const {
         if (mode != Mode::GENERATE) return B * T / size_t(layout.cp.size);
         return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
-    // Ints of a micro-batch's input: token, target, position, document's start and the objective's
-    // floats of each row; then positions of the cache's keys, or numbers of all cp ranks' rows.
+    // The ints of a micro-batch's input. A row has a token, target, position, document's start, and
+    // the objective's floats. Then come positions of cached keys, or numbers of all cp ranks' rows.
     size_t row_numbers() const { return 4 + objective.inputs(); }
     size_t input_numbers() const {
         size_t beside = layout.cp.size > 1 ? objective.shared_numbers() * T : cache;
@@ -245,10 +245,10 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 // ----------------------------------------------------------------------------
 // which ranks sum a bucket's gradient, and what each keeps of it
 
-// Whether a bucket is reduced after each micro-batch into a shard, as ZeRO-2 and 3 do. Exceptions:
-// a tied table, whose two gradients are added first, at the end of the step; and a bucket that
-// shares a layer with one, as an action has one flag, `first`, for all gradients of its layer. So
-// experts that only this rank holds go with their block too, though there is nothing to sum.
+// Whether a bucket is reduced after each micro-batch into a shard, as ZeRO-2 and 3 do. Not a tied
+// table: its two gradients are added first, at the end of the step. Nor a bucket in the same layer
+// as a tied table, because an action has one flag, `first`, for all gradients of its layer. For the
+// same reason a rank's own experts go with their block, although they have nothing to sum.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
     if (layout.zero < 2 || update_axis(layout, Group::DATA).size == 1)
         return false;
@@ -268,7 +268,7 @@ inline size_t partial_over_tp(const Layout& layout, const Bucket& bucket) {
     return layout.sequence_parallel ? bucket.common : bucket.by_heads;
 }
 
-// Whether tensor-parallel ranks hold parts of a gradient: of replicated parameters or shared heads.
+// Whether a bucket has replicated parameters or shared heads, whose gradients add over tp ranks.
 inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
     const Bucket& b = model.buckets[bucket];
     bool shares_heads = ranks_of_kv_head(layout, model) > 1 && b.shared > b.common;
@@ -298,7 +298,7 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     case Kind::MASTER:
     case Kind::STATE:
     case Kind::EMA: return layout.zero >= 1;
-    // Away, a gradient lies where its update does: this rank's range of it.
+    // An offloaded gradient lies where its update runs: each rank keeps the range that it updates.
     case Kind::GRAD:
         if (layout.gradients_away) return layout.zero >= 1;
         return reduced_each(layout, model, d.of);

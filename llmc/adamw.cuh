@@ -8,8 +8,8 @@
 //          the host has given one (else h.lr). A null scale means 1, true, h.step.
 //   AdamWMemory: master as the 16-bit remainders of small_states.cuh, m and v in bf16 or 8 bits
 //   Contract: master, m, v updated. weight = the master rounded to nearest; an exact tie goes to
-//             even, but away from zero where the master is a remainder. Nothing is written when
-//             !scale->finite, and never between a table's tensors. Bitwise repeatable: an element
+//             even, but away from zero where the master is a remainder. Nothing is written if
+//             !scale->finite, and nothing between a table's tensors. Bitwise repeatable: an element
 //             depends on nothing but itself. All versions give the same bits where the square
 //             root, the division and fma are IEEE (a CPU, or nvcc without -use_fast_math).
 //             Without a master, bf16 and fp16 lose steps below half a unit in the last place.
@@ -104,13 +104,13 @@ LLMC_HD inline uint16_t stochastic_fp16(float x, uint32_t random) {
     uint32_t sign = u >> 16 & 0x8000;
     u &= 0x7fffffff;
 
-    // From 65504 on round to nearest, for there is no larger number. A normal number drops 13 bits.
+    // From 65504 on round to nearest: fp16 has no larger number. A normal number drops 13 bits.
     if (u >= 0x477fe000)
         return from_acc<fp16>(x).bits;
     if (u >= 0x38800000)
         return uint16_t(sign | ((u + (random >> 3) - 0x38000000) >> 13));
 
-    // Count a subnormal in units of 2^-24, with 16 bits behind the binary point.
+    // Count a subnormal in units of 2^-24, with 16 bits after the binary point.
     return uint16_t(sign | ((uint32_t(bits_as<float>(u) * 0x1p40f) + random) >> 16));
 }
 
@@ -221,8 +221,8 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
 template <typename A>
 A* read_moments(void* moments, States states, const TensorRow& row, size_t i, size_t n,
                 uint64_t stream, A* room) {
-    // Float moments need no room. With 8-bit states those of tensors with few elements
-    // are float too.
+    // Float moments need no room. With 8-bit states, tensors of few elements have
+    // float moments too.
     if (states == States::FLOAT)
         return static_cast<A*>(moments) + row.offset + i;
     unsigned char* tensor = static_cast<unsigned char*>(moments) + row.state;
@@ -287,9 +287,8 @@ void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, 
         A decay = row.decay ? h.decay : 0;
         A rate = row.rate;
         #pragma omp parallel for
-
-        // Read a block's weights and moments as acc_t.
         for (size_t i = 0; i < row.n; i += UPDATE_BLOCK) {
+            // Read a block's weights and moments as acc_t.
             size_t at = row.offset + i;
             size_t left = row.n - i;
             size_t n = left < UPDATE_BLOCK ? left : UPDATE_BLOCK;
@@ -354,8 +353,8 @@ __device__ void for_each_element(const TensorTable& table, F f) {
     for (size_t c = blockIdx.x; c < table.chunks; c += gridDim.x) {
         TensorChunk chunk = find_chunk(table, c);
 
-        // A warp stays together, for f may shuffle: lanes behind the end take part
-        // with nothing left.
+        // A warp stays together, because f may shuffle: lanes past the end call f with
+        // 0 elements left.
         size_t lane = threadIdx.x % 32 * P;
         for (size_t w = chunk.from + threadIdx.x / 32 * 32 * P; w < chunk.to;
              w += UPDATE_THREADS * P)
@@ -432,8 +431,8 @@ __device__ SharedMaps make_maps() {
     if constexpr (STATES == States::EIGHT_BIT) {
         static_assert(UPDATE_THREADS == 256);
         LLMC_SHARED(float, tables, 4 * 256);
-        // Each thread makes one code's value in each map, and the middle between it and
-        // the next value.
+        // Each thread makes one code's value in each map, and the middle between this value
+        // and the next.
         int code = int(threadIdx.x);
         for (int k = 0; k < 2; k++) {
             float* values = tables + 512 * k;
@@ -460,7 +459,7 @@ __device__ Pack<float, P> read_moments(void* moments, const TensorRow& row, size
         if (!row.small)
             return load_some<P>(reinterpret_cast<const float*>(tensor) + i, count);
 
-        // A lane behind the end reads nothing.
+        // A lane past the end reads nothing.
         Pack<float, P> x = {};
         if (count == 0) return x;
 
@@ -492,7 +491,7 @@ __device__ void write_moments(void* moments, const Pack<float, P>& x, const Tens
         if (!row.small)
             return store_some(reinterpret_cast<float*>(tensor) + i, x, count);
 
-        // Find the block's largest magnitude. A lane behind the end contributes 0.
+        // Find the block's largest magnitude. A lane past the end contributes 0.
         float largest = 0;
         for (int k = 0; k < P; k++)
             largest = size_t(k) < count ? fmaxf(largest, fabsf(x.v[k])) : largest;
@@ -608,8 +607,8 @@ auto pick_adamw_kernel(const AdamWMemory<T>& x) {
 template <typename T>
 void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, AdamW h,
                   const StepScale* scale, cudaStream_t stream) {
-    // Pretend that remainders are floats: four of them are 8 bytes, so pointers and rows that are
-    // aligned for four floats are aligned for them too.
+    // Treat remainders as floats in this test: four of them are 8 bytes, so what is aligned for
+    // four floats is aligned for them too.
     const float* master = static_cast<const float*>(x.master);
     for_each_table(rows, count, [&](const TensorTable& table, size_t) {
         // Take four elements at a time where all are aligned: 16 bytes of everything but

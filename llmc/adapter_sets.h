@@ -52,7 +52,7 @@ PrefixRows layer_prefix(const Trainer<T, S>& t, const Action& a) {
 }
 
 // Bind the adapters of a layer's block, or of its experts; `of` is that bucket's role. Each lies at
-// its A, with B in the row behind it. Gradients are null unless the plan trains.
+// its A, with B in the row after it. Gradients are null unless the plan trains.
 template <typename T, typename S>
 LayerAdapters layer_adapters(const Trainer<T, S>& t, const Action& a, Role of) {
     const Model& m = t.model;

@@ -22,8 +22,8 @@
 
 namespace llmc {
 
-// Return the name that adapters and files give a matrix:
-// "h.0.attn.c_attn.weight" without ".weight".
+// Return the name that adapters and files give a matrix: "h.0.attn.c_attn.weight" without
+// ".weight".
 inline std::string module_of(const Parameter& p) {
     const std::string ending = ".weight";
     // Keep the names of biases, and of matrices in a stack, as they are.
@@ -31,8 +31,8 @@ inline std::string module_of(const Parameter& p) {
     return has ? p.name.substr(0, p.name.size() - ending.size()) : p.name;
 }
 
-// Whether a matrix chooses experts, or weighs a shared one. Its product has a form of its own, and
-// what it chooses is the base's.
+// Whether a matrix chooses experts, or weighs a shared one. Such a matrix has no adapter: its
+// product has a form of its own, and its choices stay the base model's.
 inline bool is_router(const Model& m, const Parameter& p) {
     bool experts = p.name.ends_with(".gate.weight");
     bool shared = p.name.ends_with(".shared_expert_gate.weight");
@@ -53,8 +53,8 @@ inline bool trains_adapters(const Shape& s) { return s.adapters || s.prefix; }
 // The positions that are left for text: a prefix takes the first ones.
 inline size_t text_positions(const Shape& s) { return s.P - s.prefix; }
 
-// The deviation of a prefix's first values, that of token tables: rows as large as PEFT's, of
-// deviation 1, would draw most of the attention away from the text at once.
+// The deviation of a prefix's first values, equal to a token table's. Rows of deviation 1, as in
+// PEFT, would draw most of the attention away from the text at once.
 constexpr double PREFIX_STD = 0.02;
 
 // Whether a parameter is one half of an adapter.
@@ -195,7 +195,7 @@ inline double lora_scale(const LoraOptions& o) {
     return o.alpha / (o.rank_stabilised ? std::sqrt(double(o.rank)) : double(o.rank));
 }
 
-// Whether a target means a module: "all", "attention", the module's whole name, or its end behind a
+// Whether a target means a module: "all", "attention", the module's whole name, or its end after a
 // dot, as in PEFT: "c_proj" is both attn.c_proj and mlp.c_proj.
 inline bool targets_module(const std::string& target, const std::string& module) {
     if (target == "all") return true;
@@ -229,7 +229,7 @@ inline std::string blocks_named(const std::string& list, size_t L, std::vector<b
         return digits && !s.empty() && s.size() < 7;
     };
 
-    // A comma behind the last range lets an empty one be seen.
+    // A comma after the last range lets an empty one be seen.
     std::string range;
     for (std::istringstream ranges(list + ","); std::getline(ranges, range, ',');) {
         size_t dash = range.find('-');

@@ -3,7 +3,7 @@
 //   every rank: a rank fills those of its layers and pieces, and the others stay 0. After the last
 //   backward pass one all-reduce brings the largest together, over tp, dp and stages alike. So
 //   every rank has the same scales, whatever the layout, and a checkpoint needs them once.
-//   That message has 4 bytes a slot; it is on the critical path, behind the norm's.
+//   That message has 4 bytes a slot; it is on the critical path, after the norm's.
 #pragma once
 #include "action.h"
 #include "model.h"

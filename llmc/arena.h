@@ -3,11 +3,11 @@
 //   the whole run. All other data are passing: a datum lives from the action that writes it to the
 //   last action that reads it, or until a collective that uses it is finished. Data that never live
 //   at the same time share bytes.
-//   Placing is a malloc run ahead of time: walk the plan, put each newborn into the lowest gap that
-//   fits, free what nobody reads any more. Plans that take turns (train, evaluate, generate) share
-//   the bytes of passing data. Each tier of memory is placed by itself; tier_of() says in which one
-//   a datum lies. The memory table that --explain prints is this placement: what it says is what
-//   the run will use.
+//   Placing is a malloc run ahead of time: walk the plan, put each new datum into the lowest gap
+//   that fits, free each after its last reader. Plans that take turns (train, evaluate, generate)
+//   share the bytes of passing data. Each tier of memory is placed by itself; tier_of() says in
+//   which one a datum lies. --explain prints this placement as its memory table, so a run uses
+//   what it says.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -45,7 +45,7 @@ struct Arena {
     std::map<Data, Place> lasting;                           // persistent data
     std::vector<std::map<Data, std::vector<Place>>> passing; // [plan]: all lives of each datum
     std::vector<std::vector<Finish>> finish; // [plan]: finish_before(), on which these lives rely
-    std::vector<size_t> peak; // [plan]: most bytes live at once on DEVICE: no placing needs fewer
+    std::vector<size_t> peak; // [plan]: most bytes live at once on DEVICE, the least possible need
 
     Memory& device() { return memory[int(Tier::DEVICE)]; }
     const Memory& device() const { return memory[int(Tier::DEVICE)]; }
@@ -139,7 +139,7 @@ inline std::pair<size_t, size_t> place_lives(std::map<Data, std::vector<Place>>&
     return {top, peak};
 }
 
-// Place persistent data one behind the other, each with the most bytes that any plan needs for it.
+// Place persistent data one after the other, each with the most bytes that any plan needs for it.
 // Plans agree on the sizes of most data; only the cache and constants grow with a plan's length.
 inline void place_lasting(Arena& arena, const std::vector<Plan>& plans, const Model& model,
                           const DataBytes& bytes_of) {
@@ -173,7 +173,7 @@ inline Arena arena_place(const std::vector<Plan>& plans, const Model& model,
     for (Memory& m : arena.memory)
         m.bytes = m.persistent_bytes;
 
-    // Place the passing data of each plan from the same start, for two plans never run at once.
+    // Place the passing data of each plan from the same start: two plans never run at once.
     for (const Plan& p : plans) {
         arena.finish.push_back(finish_before(p, model));
         auto lives = lifetimes(p, model, arena.finish.back(), bytes_of);
@@ -198,7 +198,7 @@ template <typename S> bool is_here(Tier tier, S) {
     bool one_memory = std::is_same_v<S, Cpu> && !sizes_of_gpu;
     return tier == Tier::DEVICE || (tier == Tier::HOST && one_memory);
 }
-// The bytes that a rank takes there.
+// The bytes that a rank takes of the memory where its step runs.
 template <typename S> size_t bytes_here(const Arena& arena, S where) {
     size_t host = arena.memory[int(Tier::HOST)].bytes;
     return arena.device().bytes + (is_here(Tier::HOST, where) ? host : 0);
@@ -233,7 +233,7 @@ void arena_allocate(Arena& arena, S where, const std::string& folder = "") {
     }
 }
 
-// Free each tier's memory: passing and persistent data of a tier are one block, so by one call.
+// Free each tier's memory by one call: a tier's passing and persistent data are one block.
 template <typename S>
 void arena_free(Arena& arena, S where) {
     // End the file's threads before the memory that they move goes.
@@ -243,7 +243,7 @@ void arena_free(Arena& arena, S where) {
         device_free(m.base, m.bytes, where);
     m.base = nullptr;
 
-    // Free the host's memory by its own call: beside a device it is pinned.
+    // Free the host's memory by a call of its own: beside a device it is pinned.
     Memory& host = arena.memory[int(Tier::HOST)];
     if (host.base)
         host_free(host.base, host.bytes, where);
@@ -257,7 +257,7 @@ inline const Place* arena_find(const Arena& arena, int plan, int at, Data d) {
         return it == arena.lasting.end() || !it->second.bytes ? nullptr : &it->second;
     }
 
-    // Find the life that holds now. A passing datum may have several in a plan, one at a time.
+    // Find the life that includes this action. A datum may have several in a plan, one at a time.
     auto it = arena.passing[plan].find(d);
     if (it == arena.passing[plan].end())
         return nullptr;

@@ -1,17 +1,17 @@
 // attention.cuh - causal attention with online softmax, in O(T) memory, on a GPU - arXiv:2205.14135
-//   p = softmax of s over the keys that i sees,   out_i = sum_j p_ij v_j   s: attention_types.h
+//   p = softmax of s over the keys that i sees,   out_i = sum_j p_ij v_j   (s: attention_types.h)
 //   Backward: D_i = dout_i.out_i;  dP = dout V^T;  dS = P (dP - D) cap'(s)
 //             dV = P^T dout,   dK = scale dS^T Q,   dQ = scale dS K
 //   out (B,Tq,NH,HS_v)   dq, dk, dv as q, k, v
-//   lse (B,NH,Tq) float: log of the sum of exp. It is kept for backward, and to merge results over
+//   lse (B,NH,Tq) float: log of the sum of exp(s), kept for backward and to merge results over
 //   blocks of keys (attention_merge.cuh).
 //   The launchers choose between three sets of kernels: wgmma (attention_sm90.cuh), mma.sync
 //   (attention_sm80.cuh), and the plain kernels of this file. The plain kernels take every type,
 //   head sizes up to 256, soft caps, and sums into dq, dk, dv.
 //   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  Results in T, or in float.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
-//   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen. Scratch: what
-//         attention_scratch_bytes() says, O(T).
+//   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; 14 backward where two
+//         kernels compute the scores twice. Scratch: attention_scratch_bytes(), O(T).
 //   To copy: this file, attention_sm80.cuh, attention_sm90.cuh, attention_queue.cuh,
 //   attention_rows.cuh, attention_types.h, hopper.cuh, mma.cuh, types.h and cuda_common.h.
 #pragma once
@@ -26,12 +26,12 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // plain kernels, in float. A warp owns PLAIN_ROWS rows, and a block's warps share tiles of 32
-// columns. A lane first computes one column of the scores, then sums some channels of each row.
+// columns. A lane first computes the scores of one column, then sums some channels of each row.
 
 constexpr int PLAIN_WARPS = 4, PLAIN_ROWS = 4, PLAIN_BLOCK = PLAIN_WARPS * PLAIN_ROWS;
 
-// Copy `rows` rows of HS channels to shared memory, `stride` floats apart. A null
-// row(i) gives zeros.
+// Copy `rows` rows of HS channels to shared memory, `stride` floats apart. row(i) is the start of
+// row i; null gives zeros.
 template <typename F>
 __device__ void load_tile(float* tile, int rows, int HS, int stride, F row) {
     // Neighbouring threads read neighbouring channels, so the loads coalesce.
@@ -62,7 +62,7 @@ __device__ inline float dot(const float* a, const float* b, int n) {
     return sum;
 }
 
-// Add sum[k] += x_j * tile[j][lane + 32 k] over the tile's 32 rows j. Lane j holds x_j.
+// sum[k] += x_j * tile[j][lane + 32 k], over the tile's 32 rows j. Lane j holds x_j.
 template <int D>
 __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS, int stride) {
     int lane = threadIdx.x % 32;
@@ -71,7 +71,7 @@ __device__ void add_columns(float (&sum)[D], float x, const float* tile, int HS,
         float xj = __shfl_sync(ALL_LANES, x, j);
         #pragma unroll
         for (int k = 0; k < D; k++)
-            // The last 32 channels may be fewer.
+            // The last 32 may be fewer.
             if (lane + 32 * k < HS)
                 sum[k] += xj * tile[j * stride + lane + 32 * k];
     }
@@ -103,7 +103,7 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
     float* k = q + PLAIN_BLOCK * HS;                       // (32, HS + 1)
     float* v = k + 32 * (HS + 1);                          // (32, HS_v + 1)
 
-    // Load the block's queries, which stay for the whole walk.
+    // Load the block's queries, which stay while the block walks all keys.
     load_tile(q, PLAIN_BLOCK, HS, HS,
               [&](int r) { return i0 + r < d.Tq ? x.query(b, h, i0 + r) : nullptr; });
 
@@ -113,7 +113,7 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
 
     // Walk all keys. Every warp helps to load, so no warp may leave the loop early.
     for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
-        __syncthreads(); // the tiles before have been read
+        __syncthreads(); // all warps have read the last tiles
         load_keys(k, v, x, b, kh, j0);
         __syncthreads(); // these tiles are there
         #pragma unroll
@@ -122,7 +122,7 @@ __global__ void attention_forward_kernel(O* out, float* lse, const AttentionOper
             int row = warp * PLAIN_ROWS + r;
             int distance = 0;
             bool seen = x.visible(b, i0 + row, j0 + lane, distance);
-            // Skip only if all lanes can, because the shuffles below need every lane.
+            // Skip the row only if all lanes can: the shuffles below need every lane.
             if (!__any_sync(ALL_LANES, seen)) continue;
             float s = -INFINITY;
             if (seen)
@@ -220,8 +220,8 @@ __global__ void attention_backward_q_kernel(Q* dq, const AttentionOperands<T> x,
     load_tile(dout, PLAIN_BLOCK, HS_v, HS_v,
               [&](int r) { return i0 + r < d.Tq ? x.gradient(b, h, i0 + r) : nullptr; });
 
-    // Walk all keys. Lane j of a warp computes ds for key j; then each lane adds ds k
-    // in its channels.
+    // Walk all keys. Lane j of a warp computes ds for key j, then each lane adds ds k for
+    // its own channels.
     float sum[PLAIN_ROWS][D] = {};
     for (size_t j0 = 0; j0 < d.Tk; j0 += 32) {
         __syncthreads(); // the tiles before have been read
@@ -265,7 +265,7 @@ __global__ void attention_backward_kv_kernel(K* dk, K* dv, const AttentionOperan
     float* q = v + PLAIN_BLOCK * HS_v;                     // (32, HS + 1)
     float* dout = q + 32 * (HS + 1);                       // (32, HS_v + 1)
 
-    // Load the block's keys and values, which stay for the whole walk.
+    // Load the block's keys and values, which stay while the block walks the queries.
     load_tile(k, PLAIN_BLOCK, HS, HS,
               [&](int r) { return j0 + r < d.Tk ? x.k + x.key_at(b, kh, j0 + r) : nullptr; });
     load_tile(v, PLAIN_BLOCK, HS_v, HS_v,
@@ -315,8 +315,7 @@ void pick_plain_kernel(const AttentionDims& d, F f) {
 
 // Shared memory of a block: its rows of q, in backward also rows of HS_v channels, and two tiles.
 inline size_t plain_shared_bytes(const AttentionDims& d, bool backward) {
-    // At most 98,560 bytes, in backward with 256 channels: just under the 99 KB of a
-    // block on sm_86.
+    // At most 98,560 bytes (backward, 256 channels): just under a block's 99 KB on sm_86.
     size_t rows = PLAIN_BLOCK * (d.HS + (backward ? d.HS_v : 0));
     return (rows + 32 * (d.HS + d.HS_v + 2)) * sizeof(float);
 }
@@ -351,8 +350,7 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
     launch(attention_row_sums_kernel<T>, unsigned(ceil_div(d.B * d.Tq * d.NH, size_t(PLAIN_WARPS))),
            PLAIN_WARPS * 32, 0, stream, row_sums, x.dout, out, d);
 
-    // Compute the scores twice, once for the owner of each sum: this is the price of
-    // using no atomics.
+    // Compute the scores twice, once for dq and once for dk, dv: the price of using no atomics.
     size_t shared = plain_shared_bytes(d, true);
     pick_plain_kernel(d, [&](auto D) {
         launch(attention_backward_q_kernel<T, Q, D>, plain_grid(d.Tq, d.NH, d.B), PLAIN_WARPS * 32,
@@ -365,7 +363,7 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
 // ----------------------------------------------------------------------------
 // launchers: tensor cores where type, sizes and alignment allow, else the plain kernels
 
-// Scratch for the neediest of the kernels: the operands' addresses decide which ones run, and they
+// Scratch for the kernels that need most. Which ones run depends on the operands' addresses, which
 // are known only at the call.
 template <typename T>
 size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
@@ -373,8 +371,8 @@ size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
                      d.B * d.NH * d.Tq * sizeof(float)});
 }
 
-// A line for the log: which kernels a launcher chooses for aligned operands, and why
-// no better ones.
+// A line for the log: the kernels that a launcher chooses for aligned operands, and why
+// no faster ones.
 template <typename T>
 std::string attention_backend(const AttentionDims& d, cudaStream_t stream) {
     if (!IS_BF16_OR_FP16<native_t<T>>) return "plain kernels, in float";
@@ -394,8 +392,7 @@ void attention_forward(O* out, float* lse, const AttentionOperands<T>& x, void* 
     if constexpr (!IS_NATIVE<T> || !IS_NATIVE<O>) {
         attention_forward(as_native(out), lse, as_native(x), scratch, stream);
     } else {
-        // Tensor-core kernels write out in T only. Float, for merging, is left to
-        // the plain kernels.
+        // Tensor-core kernels write out in T only. Results in float come from the plain kernels.
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, O>) {
             if (is_hopper(stream) && hopper_takes(x, out))
                 return attention_hopper_forward(out, lse, x, scratch, stream);
@@ -416,8 +413,7 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                            as_native(x), scratch, stream);
     } else {
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, Q> && std::is_same_v<T, K>) {
-            // Tensor-core kernels overwrite their outputs. Sums into dq, dk, dv are left to
-            // the plain ones.
+            // Tensor-core kernels overwrite their outputs. Only the plain ones add to dq, dk, dv.
             if (is_hopper(stream) && !x.accumulate && hopper_takes(x, dq, dk, dv, out))
                 return attention_hopper_backward(dq, dk, dv, out, lse, x, scratch, stream);
             if (!x.accumulate && mma_takes(x, dq, dk, dv, out))

@@ -5,8 +5,8 @@
 //   Contract: out, lse become those of both blocks, to rounding. Merge any number of blocks,
 //             in any order. A row that saw nothing in a block (lse -inf) adds nothing, to the bit;
 //             one that saw nothing at all keeps out 0, lse -inf.  Bitwise repeatable.
-//   round_rows   what was summed in float, out or gradients, in the type that a block keeps; or a
-//                first part in float, to be merged with the others
+//   round_rows   converts sums in float, out or gradients, to the type that a block keeps; or a
+//                first part to float, to be merged with the others
 //   Cost: 2 reads + 1 write of out; memory-bound.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -33,7 +33,7 @@ LLMC_HD inline MergeWeights<A> merge_weights(A lse, A part_lse) {
     return {old / total, part / total, most + std::log(total)};
 }
 
-// A weight of 0 leaves out what may be anything: 0 times it could be NaN.
+// A weight of 0 leaves its number out. The number may be anything, and 0 times it a NaN.
 template <typename A>
 LLMC_HD inline A merged(MergeWeights<A> w, A old, A part) {
     if (w.part == 0) return old;
@@ -87,7 +87,7 @@ __global__ void attention_merge_kernel(float* out, float* lse, const P* part,
                                        size_t HS) {
     size_t row = size_t(blockIdx.x) * MERGE_WARPS + threadIdx.x / 32;
     if (row >= B * T * NH) return; // whole warps
-    // Every lane computes the weights: one exponential or two, cheaper than passing them on.
+    // Every lane computes the weights: two exponentials are cheaper than a shuffle of the results.
     size_t h = row % NH, t = row / NH % T, b = row / NH / T, at = (b * NH + h) * T + t;
     MergeWeights<float> w = merge_weights(lse[at], part_lse[at]);
     for (size_t e = row * HS + threadIdx.x % 32; e < (row + 1) * HS; e += 32)

@@ -2,9 +2,9 @@
 //   One block for each SM stays for the whole pass and claims one place of the queue after another.
 //   It starts once, and its loads run ahead into its next tile. The tiles of a sequence are sorted
 //   by the number of tiles of keys that they see. The same spans that decide which tiles are
-//   skipped give this number, so windows, documents and prefixes count at their true cost. The
-//   queue begins with the longest tile of each of as many heads as L2 holds, then has the next
-//   longest of each, and so on: the tiles that run last are short.
+//   skipped give this number, so windows, documents and prefixes count at their true cost. For as
+//   many heads as L2 holds, the queue has the longest tile of each head, then the next longest of
+//   each, and so on: the tiles that run last are short.
 //   Contract: each tile is claimed once, by whichever block comes first; no result depends on
 //             which. make_queue() also writes the ranges and spans of attention_rows.cuh.
 //   Cost: one launch, a block a sequence; one atomic on a word of global memory a claim.
@@ -18,8 +18,8 @@ namespace llmc {
 
 constexpr int QUEUE_THREADS = 1024; // in the block that sorts a sequence
 
-// The head and the index within its order that a place of the queue stands for. Heads take turns:
-// index 0 of each of `together` heads, then index 1, and so on; then the next heads start.
+// A place of the queue stands for a head and an index in the head's order. Heads take turns: index
+// 0 of each of `together` heads, then index 1, and so on; then the next heads start.
 struct HeadPlace {
     unsigned head, at;
 };

@@ -1,12 +1,12 @@
 // attention_rows.cuh - what the tensor-core kernels of attention share: rows, spans, masks, softmax
 //   A row is a (query, head) pair of one key head: row r is query r / group, head r % group. The
 //   heads of a group are adjacent, so a block reads the keys of its group once.
-//   A KeyRange is what a row sees, as two positions: document, causality and window together. It is
+//   A KeyRange is the range of positions that a row sees, by document, causality and window. It is
 //   computed once a pass. A Span is the least and largest position in a tile: spans decide whether
 //   a tile of keys is skipped, read without a mask, or masked.
 //   A product's result stays in registers in the layout of mma: a thread has two rows, 8 apart, and
 //   of each row the columns 8 n + 2 (lane % 4) and the next. Four adjacent lanes share a row.
-//   Scores are in units of log 2: p = exp2(s - lse).
+//   Scores are exponents of 2 ("in units of log 2"): p = exp2(s - lse).
 //   To copy: this file, attention_types.h, mma.cuh, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -98,7 +98,7 @@ struct TileWalk {
             seen = __ballot_sync(ALL_LANES, v != NOTHING);
             whole = __ballot_sync(ALL_LANES, v == ALL);
         }
-        // Take the lowest tile that is left.
+        // Take the lowest remaining tile.
         int bit = __ffs(int(seen)) - 1;
         seen &= seen - 1;
         all = whole >> bit & 1;
@@ -198,7 +198,7 @@ __device__ void describe_keys(const RowOperands<T>& x, size_t b, unsigned tile) 
         x.key_spans[b * x.key_tiles + tile] = all;
 }
 
-// Describe tile `tile`: of the rows by warp 0, of the keys by warp 1, where such a tile exists.
+// Describe a tile, if it exists: warp 0 describes the tile of rows, warp 1 the tile of keys.
 template <typename T>
 __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) {
     const unsigned warp = threadIdx.x / 32;
@@ -230,7 +230,7 @@ __global__ void attention_statistics_kernel(const T* out, const float* lse,
     if (threadIdx.x == 0 && x.turns)
         x.turns[at] = 0;
 
-    // Eight lanes share a row, with 16 bytes each of its channels.
+    // Eight lanes share a row; each reads 16 bytes of its channels at a time.
     for (unsigned slot = threadIdx.x / 8; slot < x.tile_size; slot += MMA_THREADS / 8) {
         const unsigned row = tile * x.tile_rows + slot;
         float row_lse = INFINITY, sum = 0;
@@ -349,8 +349,9 @@ __device__ void slope_scores(float (&s)[NT][4], const KeyRange (&rows)[2], const
     }
 }
 
-// The same for transposed scores s (16, 8 MT): rows are keys, columns are (query, head) rows. A
-// thread has the positions of its two keys, 8 apart. ranges (8 MT) are the columns'.
+// The same for transposed scores s (16, 8 MT), whose rows are keys and whose columns are
+// (query, head) rows. A thread has the positions of its two keys, 8 apart. ranges (8 MT) belong
+// to the columns.
 template <int MT>
 __device__ void mask_columns(float (&s)[MT][4], const int (&keys)[2], const KeyRange* ranges) {
     #pragma unroll

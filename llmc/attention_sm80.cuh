@@ -3,12 +3,12 @@
 //   256 in steps of 8. A size other than 32, 64, 96, 128 and 256 runs as the next larger one,
 //   padded with zeros.
 //   Rows are (query, head) pairs (attention_rows.cuh). A warp owns 16 or 32 of them. Keys come in
-//   tiles by cp.async, loaded one tile ahead.
+//   tiles, which cp.async loads one tile ahead.
 //   forward      a block owns rows and walks the tiles of keys that they see
 //   backward     dK, dV: a block owns keys and walks tiles of rows. It computes S^T = K Q^T, so
-//                that P^T and dS^T are operands in the registers where they arise.
+//                that P^T and dS^T are in the registers that the next products read.
 //                dQ: a block owns rows and walks tiles of keys.
-//                Two kernels take 7 products in place of 5, but need no atomics.
+//                The two kernels compute 7 products instead of 5, but need no atomics.
 //   Contract: out, lse, dq, dk, dv = in T.  No soft cap, and v has the layout of k (mma_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
@@ -37,8 +37,8 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
         int r = k / (D / 8);
         int chunk = k % (D / 8);
         const T* from = row(r);
-        // For absent rows and channels beyond HS, read 0 bytes from a valid address: the
-        // rest become zeros.
+        // For absent rows and channels beyond HS, read 0 bytes from a valid address: cp.async
+        // then writes zeros.
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }
@@ -106,13 +106,12 @@ __device__ void load_keys(T* k, T* v, int* positions, const RowOperands<T>& x, s
         positions[threadIdx.x] = x.position_of(b, size_t(tile) * N + threadIdx.x);
 }
 
-// Apply ALiBi and the mask to the two rows from `row` on, 8 apart. Returns the factor that
-// brings the scores to units of log 2. The rows' ranges are read here, for each masked tile,
-// to save registers.
+// Apply ALiBi and the mask to rows `row` and `row` + 8. Returns the factor that turns the scores
+// into exponents of 2. To save registers, read the rows' ranges again for each masked tile.
 template <int NT, typename T>
 __device__ float mask_tile(float (&s)[NT][4], const RowOperands<T>& x, size_t b, size_t kh,
                            unsigned row, const int* positions, float scale) {
-    // All slots of a tile are rows here, so the row is the index.
+    // Here no slot of a tile is idle, so a row's number is its index.
     const KeyRange* ranges = x.tile_ranges(b, 0);
     const KeyRange rows[2] = {ranges[row], ranges[row + 8]};
     if (x.slopes) {
@@ -149,8 +148,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     load_rows<D, M>(q, x.q, HS, [&](int r) { return x.query_row(b, kh, row0 + r); });
     cp_async_commit();
 
-    // Find the first tile that some row sees; others are never loaded. The rows' spans are read
-    // again for every 32 tiles: keeping them would take registers that 128 channels do not leave.
+    // Find the first tile that some row sees; the others are never loaded. The rows' spans are read
+    // again every 32 tiles: with 128 channels no registers are left to keep them.
     auto look = [&](int tile) {
         return KeyTiles<T, N>{x, b, x.row_spans[x.tile_at(b, row0 / M)]}(tile);
     };
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(MMA_THREADS)
             load_keys<D, N>(k + to * N * D, v + to * N * D, positions + to * N, x, b, kh, next,
                             next_all);
         cp_async_commit();
-        // An empty group counts too, so the wait is the same for the last tile.
+        // For the last tile this group is empty. It counts all the same, so the wait is the same.
         cp_async_wait<1>(); // this thread's copies, all but the next tile's
         __syncthreads();    // and those of the other threads
 
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
     const int my_row = int(threadIdx.x / 32) * 16;
     const size_t b = blockIdx.z;
     const size_t kh = blockIdx.y;
-    // The last rows see most keys, so they start first.
+    // The last rows see most keys, so start them first.
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M;
     T* q = reinterpret_cast<T*>(dynamic_shared());              // (M, D)
     T *dout = q + M * D, *k = dout + M * D, *v = k + 2 * N * D; // (M, D), (2, N, D) twice
@@ -331,13 +330,12 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
 // ----------------------------------------------------------------------------
 // backward: dK and dV of a block's keys
 
-// Tiles: D channels and M rows. A warp owns D / SPLIT of the channels, because its registers
-// hold no more.
+// Tiles: D channels and M rows. A warp owns D / SPLIT channels, as many as its registers hold.
 template <typename T, int D, int M, int SPLIT>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_mma_backward_kv_kernel(T* dk, T* dv, const RowOperands<T> x) {
-    // A block has N keys. With SPLIT = 2 two warps compute the same scores, and each
-    // half the channels.
+    // A block has N keys. With SPLIT = 2 two warps compute the same scores, then half of
+    // the channels each.
     constexpr int N = MMA_WARPS / SPLIT * 16;
     constexpr int MT = M / 8;
     constexpr int CT = D / SPLIT / 8;
@@ -361,8 +359,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
     load_rows<D, N>(v, x.v, HS, [&](int j) { return key_row(x.v, j); });
     cp_async_commit();
 
-    // Find the tiles of rows that see these keys. A block that is not full needs a mask. Idle rows
-    // need none, because their p is 0.
+    // Find the tiles of rows that see these keys. A block with fewer than N keys needs a mask. Idle
+    // rows need none, because their p is 0.
     Span keys = NO_SPAN;
     for (size_t first = key0; first < key0 + N && first < x.d.Tk; first += KEYS)
         keys = join(keys, x.key_spans[b * x.key_tiles + first / KEYS]);
@@ -462,8 +460,7 @@ bool mma_takes(const AttentionDims& dims) {
            values_lie_as_keys(d);
 }
 
-// Whether they take the operands too: 16-byte addresses, results in T. Backward writes =
-// and never +=.
+// Whether they take the operands too: 16-byte addresses, results in T. Backward can only overwrite.
 template <typename T, typename... Ps>
 bool mma_takes(const AttentionOperands<T>& x, const Ps*... ps) {
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
@@ -471,7 +468,7 @@ bool mma_takes(const AttentionOperands<T>& x, const Ps*... ps) {
            aligned(x.q, x.k, x.v, x.dout, ps...);
 }
 
-// Call f(D, MT, N): channels; sixteens of rows a warp; keys in a tile of the forward pass.
+// Call f(D, MT, N): channels; 16 MT rows a warp; N keys in a tile of the forward pass.
 template <typename F> void pick_mma_kernel(size_t HS, F f) {
     HS <= 32    ? f(Int<32>(), Int<2>(), Int<64>())
     : HS <= 64  ? f(Int<64>(), Int<2>(), Int<64>())
@@ -492,8 +489,7 @@ size_t mma_operands(RowOperands<T>& x, const AttentionOperands<T>& operands, voi
 
 // The scratch in bytes, for either pass.
 inline size_t attention_mma_scratch_bytes(const AttentionDims& d) {
-    // bf16 stands for fp16 too, because the scratch holds only floats and ints. The
-    // larger pass decides.
+    // The scratch holds only floats and ints, so bf16 gives the size for fp16 too.
     AttentionOperands<bf16> operands;
     operands.d = d;
     RowOperands<bf16> x = {};

@@ -42,11 +42,10 @@ constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int HOPPER_KEYS = 128;  // in a tile
 constexpr int FORWARD_ROWS = 128; // in a block's tile, with idle ones
 constexpr int STAGES = 2;         // tiles that are loaded or in use
-// A warp releases k before it masks, so the positions of keys are kept for twice as many tiles.
+// A warp releases k before it masks, so positions of keys stay for twice as many tiles.
 constexpr int POSITION_STAGES = 2 * STAGES;
-// The number of blocks that run at once, one on each SM, and the part of L2 for their
-// operands. They fit an H100; no GPU of its kind has more SMs. The emulator's sizes are small
-// and take every path.
+// The number of blocks that run at once, one on each SM, and the part of L2 for their operands:
+// values for an H100, and no sm_90 GPU has more SMs. The emulator's are small, to take every path.
 #if defined(EMULATE)
 constexpr unsigned BLOCKS_AT_ONCE = 4;
 constexpr size_t L2_BYTES = 256 << 10;
@@ -55,14 +54,14 @@ constexpr unsigned BLOCKS_AT_ONCE = 132;
 constexpr size_t L2_BYTES = 40 << 20;
 #endif
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
-enum { EVERY_CONSUMER = 1, TURN = 2 }; // named barriers; warpgroup `me` has TURN + me
+enum { EVERY_CONSUMER = 1, TURN = 2 }; // named barriers; consumer warpgroup `me` has TURN + me
 
 // TMA's maps of the operands. A box is one chunk of a tile.
 struct HopperMaps {
     CUtensorMap q, k, v, out, dout;
 };
 
-// The operands of these kernels. turns (B,NKV,tiles): how many blocks of keys have added to
+// The operands of these kernels. turns (B,NKV,tiles) counts the blocks of keys that have added to
 // a tile's dQ.
 template <typename T>
 struct HopperOperands : RowOperands<T> {
@@ -73,8 +72,8 @@ struct HopperOperands : RowOperands<T> {
 };
 
 template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a row of a tile
-// The rows of a tile that a block of keys reads. Rows times chunks of channels are two parts of 64
-// x 64 either way, so each warpgroup computes one part of dQ.
+// The rows of a tile that a block of keys reads: 128 rows of one chunk, or 64 rows of two. Both are
+// two parts of 64 x 64, so each warpgroup computes one part of dQ.
 template <int D> constexpr int BACKWARD_ROWS = D > 64 ? 64 : 128;
 constexpr int PARTS = 2;
 constexpr size_t MOST_HEADS = 64; // in a group: they fit a tile of either size
@@ -88,13 +87,13 @@ constexpr size_t MOST_HEADS = 64; // in a group: they fit a tile of either size
 __device__ inline int ring_stage(int i) { return i % STAGES; }
 __device__ inline uint32_t ring_parity(int i) { return uint32_t(i / STAGES) & 1; }
 
-// The producer's note to the consumers: a tile's number, and whether all of it is visible. -1
-// follows the last tile.
+// The producer's note to the consumers: a tile's number, and whether all of it is visible; -1 after
+// the last tile.
 __device__ inline int tile_note(int tile, bool all) { return tile < 0 ? -1 : 2 * tile + all; }
 __device__ inline int note_tile(int note) { return note / 2; }
 __device__ inline bool note_all(int note) { return note & 1; }
 
-// View parts of 8 columns, as masks and softmax take them, as the one array that wgmma() takes.
+// Masks and softmax take parts of 8 columns; wgmma() takes the same registers as one array.
 template <int N>
 __device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
     return reinterpret_cast<float(&)[4 * N]>(x);
@@ -110,10 +109,9 @@ __device__ __forceinline__ void hold(float (&x)[N][4]) {
             keep(x[i][j]);
 }
 
-// The descriptor of the operand `bytes` further on; descriptors count 16 bytes. NARROW adds to
-// the low word alone, which an address never leaves. This takes fewer instructions where ptxas
-// keeps descriptors in a thread's registers (forward), and more where it has room for them in
-// uniform registers (backward).
+// The descriptor of the operand `bytes` further on, in units of 16 bytes. An address stays in the
+// low word, so NARROW adds to that word alone: fewer instructions where ptxas keeps descriptors in
+// a thread's registers (forward), more where it keeps them in uniform registers (backward).
 template <bool NARROW>
 __device__ __forceinline__ uint64_t further(uint64_t descriptor, uint32_t bytes) {
     if (!NARROW) return descriptor + bytes / 16;
@@ -131,14 +129,14 @@ __device__ __forceinline__ void issue_rows_times_rows(float (&s)[NT][4], uint32_
     wg_fence();
     #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        // 16 channels are 32 bytes of a row; after 64 channels comes the next chunk. k =
-        // 0 overwrites s.
+        // 16 channels are 32 bytes of a row; after 64 channels comes the next chunk. The first
+        // product overwrites s.
         wgmma<T, 8 * NT, 0, 0>(flat(s), further<NARROW>(a_at, k / 4 * a_rows * 128 + k % 4 * 32),
                                further<NARROW>(b_at, k / 4 * b_rows * 128 + k % 4 * 32), k != 0);
     wg_commit();
 }
 
-// Issue sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, with all its channels. A chunk
+// Issue sum (64, 8 CT) += p (64, 16 KT) times 16 KT rows of b, all their channels. A chunk
 // has b_rows rows.
 template <typename T, bool NARROW, int KT, int CT>
 __device__ __forceinline__ void issue_scores_times_rows(float (&sum)[CT][4],
@@ -166,7 +164,7 @@ __device__ void put_rows(unsigned char* tile, int rows, int row, const uint32_t 
     }
 }
 
-// Arrive once for a warp whose lanes have all passed their wait: it has read what
+// Arrive once for a warp. All its lanes have passed their wait, so the warp has read what
 // the barrier guards.
 __device__ inline void release(uint64_t* barrier) {
     if (threadIdx.x % 32 == 0)
@@ -194,8 +192,8 @@ __device__ inline void release(uint64_t* barrier) {
 //
 // n and i count all tiles of the block, so rings and turns continue from tile to tile.
 
-// Shared memory: q, out, and STAGES tiles of k and of v. 192 KB at 128 channels: one block
-// on an SM.
+// Shared memory: q, out, and STAGES tiles of k and of v. At 128 channels 192 KB, so an SM
+// has one block.
 template <int D>
 constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
                                  (2 * FORWARD_ROWS + 2 * STAGES * HOPPER_KEYS);
@@ -230,7 +228,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
     const KeyTiles<T, N> look = {x, b, x.row_spans[x.tile_at(b, rows.tile)]};
     TileWalk walk = {int(x.key_tiles)};
     for (const int end = i + rows.key_tiles; i < end; i++) {
-        // The walk finds exactly as many tiles as the queue has counted.
+        // The walk finds as many tiles as the queue has counted.
         bool all = false;
         const int stage = ring_stage(i);
         const int tile = walk.next(all, look);
@@ -243,7 +241,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
                             int(rows.kh), tile * N, int(b));
         };
 
-        // Read the positions that a mask will need from global memory, while the stage is
+        // Read the positions that a mask will need from global memory while the stage is
         // still in use.
         const bool masked = !all || x.slopes;
         int positions[lane_keys];
@@ -258,7 +256,7 @@ __device__ __forceinline__ void load_keys(const ForwardShared<D>& shared, const 
         if (leader) {
             shared.tile_notes[stage] = tile_note(tile, all);
 
-            // Load k at once, and v when its stage is free: P V runs a tile behind Q K^T.
+            // Load k at once, and v when its stage is free: P V runs one tile later than Q K^T.
             load(shared.k, &maps.k, shared.k_full);
             mbar_wait(shared.v_free + stage, ring_parity(i) ^ 1);
             load(shared.v, &maps.v, shared.v_full);
@@ -312,7 +310,7 @@ __device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
     constexpr int M = FORWARD_ROWS;
     constexpr int C = CHUNKS<D>;
     for (int n = 0;; n++) {
-        // Read which rows they are, before the producer may overwrite this with the next tile.
+        // Read which rows to store. Then the producer may overwrite this with the next tile.
         mbar_wait(shared.q_full, n & 1);
         const RowTile rows = *shared.rows;
         if (rows.key_tiles < 0) return;
@@ -324,8 +322,7 @@ __device__ __forceinline__ void forward_storer(const ForwardShared<D>& shared,
             tma_store_4d(&maps.out, shared.out + c * M * 128, 64 * c, int(rows.kh * x.group),
                          int(rows.tile * (x.tile_rows / x.group)), int(rows.b));
         bulk_commit();
-        // Wait for TMA to read shared memory, before the next tile's out is written or
-        // the block ends.
+        // TMA must have read shared memory before the next tile's out is written or the block ends.
         bulk_wait_read<0>();
         mbar_arrive(shared.out_free);
     }
@@ -356,7 +353,7 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
     scale_rows(sum, inverse);
     uint32_t o[CT / 2][4];
     pack_scores<T>(o, sum);
-    // Wait for the store of the tile before, which ended long ago.
+    // Wait for the store of the tile before, which usually ended long ago.
     mbar_wait(shared.out_free, (n & 1) ^ 1);
     put_rows(shared.out, FORWARD_ROWS, my_row, o);
     fence_async_smem();
@@ -364,15 +361,15 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
     release(shared.out_full);
 }
 
-// Compute one tile of rows: 64 rows of out for each warpgroup. S = Q K^T of one tile of keys runs
-// together with P V of the tile before. i counts tiles of keys, n tiles of rows.
+// Compute one tile of rows, 64 rows of out in each warpgroup. S = Q K^T of one tile of keys runs
+// together with P V of the tile of keys before. i counts tiles of keys, n tiles of rows.
 template <typename T, int D>
 __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
                                              const HopperOperands<T>& x, const RowTile& rows,
                                              int me, int n, int& i) {
     constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, NT = N / 8, CT = CHUNKS<D> * 8;
     constexpr int K_BYTES = ForwardShared<D>::K_BYTES;
-    // Addresses are those of the warpgroup's 64 rows; my_row is the first of the warp's 16.
+    // Addresses point at the warpgroup's 64 rows; my_row is the first of the warp's 16.
     const int my_row = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
     const uint32_t k_at = smem_u32(shared.k);
@@ -435,19 +432,19 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
             mbar_wait(shared.v_full + before, ring_parity(i - 1));
             all = note_all(shared.tile_notes[stage]);
 
-            // Issue this tile's scores and the tile before's values, when it is
-            // this warpgroup's turn.
+            // When it is this warpgroup's turn, issue Q K^T of this tile and P V of
+            // the tile before.
             bar_sync(TURN + me, CONSUMERS);
             issue_rows_times_rows<T, D, true>(s, my_q, M, k_at + stage * K_BYTES, N);
             issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
             bar_arrive(TURN + 1 - me, CONSUMERS);
 
-            // Run this tile's softmax, while the tensor cores sum the values.
+            // Run this tile's softmax while the tensor cores compute P V.
             wg_wait<1>();
             hold(s);
             release_scores(stage);
             softmax(i, all);
-            never(row_sum[0] < 0); // keeps the wait below behind the exponentials
+            never(row_sum[0] < 0); // keeps the wait below after the exponentials
 
             // Rescale the sums to the new maximum.
             wg_wait<0>();
@@ -458,7 +455,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
             before = stage;
         }
 
-        // Add the last tile's values.
+        // Add P V of the last tile.
         mbar_wait(shared.v_full + before, ring_parity(i - 1));
         issue_scores_times_rows<T, true>(sum, p, v_at + before * K_BYTES, N);
         wg_wait<0>();
@@ -481,7 +478,7 @@ __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
         if (rows.key_tiles < 0) break;
         forward_rows(shared, lse, x, rows, me, n, i);
     }
-    if (me == 0) bar_sync(TURN, CONSUMERS); // takes the turn that warpgroup 1 gave last
+    if (me == 0) bar_sync(TURN, CONSUMERS); // takes the last turn that warpgroup 1 gave
 }
 #endif
 
@@ -496,7 +493,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     LLMC_SHARED(int, tile_notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 4 + 4 * STAGES);
 
-    // Lay out q, out, the stages of k, then those of v. Notes and barriers have memory
+    // Lay out q, out, the stages of k, the stages of v. Notes and barriers have memory
     // of their own.
     ForwardShared<D> shared;
     shared.q = dynamic_shared();
@@ -518,7 +515,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     shared.v_free = shared.k_free + STAGES;
 
     if (threadIdx.x == 0) {
-        // The numbers of arrivals are those of the table above.
+        // The table above gives the numbers of arrivals.
         mbar_init(shared.q_full, 1);
         mbar_init(shared.q_free, CONSUMER_WARPS + 1);
         mbar_init(shared.out_full, CONSUMER_WARPS);
@@ -541,7 +538,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     }
     __syncthreads();
 
-    // A role is a whole warpgroup, because setmaxnreg and wgmma must be executed by all four warps.
+    // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
         return forward_consumer(shared, lse, x, role - 1);
@@ -571,13 +568,13 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 //   dout_free[stage]    8: consumer warps, P^T dO is done       it loads into the stage again
 //   dq_full             8: consumer warps, their part of      adder: phase i
 //                          dS K is in shared memory
-//   dq_free             1: adder, the tile's part has left    those warps: phase i - 1, before they
-//                          shared memory                        write the next
+//   dq_free             1: adder, the tile's part has left    consumers: phase i - 1, before they
+//                          shared memory                        write the next part
 //   EVERY_CONSUMER      256: consumers, their keys' dS^T is   consumers, before dS K over all keys
 //                          in shared memory
 
-// Shared memory: k, v, STAGES tiles of q, dout and dS^T, and dQ in float. 192 KB at 64 and
-// at 128 channels.
+// Shared memory: k, v, STAGES tiles of q, dout and dS^T, and dQ in float. 192 KB at 64 channels,
+// and at 128.
 template <int D>
 constexpr size_t BACKWARD_BYTES = 2 * size_t(CHUNKS<D>) * 128 *
                                       (HOPPER_KEYS + STAGES * BACKWARD_ROWS<D>) +
@@ -620,8 +617,8 @@ struct KeyBlock {
     __device__ int tile(int at) const { return first_keys_first ? at : last - at; } // of keys
     __device__ size_t key0() const { return size_t(tile(at)) * HOPPER_KEYS; }
 };
-// The keys of this block. As many heads as L2 holds run together: one block of each, then the
-// next of each.
+// The keys of this block. As many heads run together as L2 holds: first one block of each head,
+// then the next block of each.
 template <typename T>
 __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
     const unsigned NKV = unsigned(x.d.NKV);
@@ -631,8 +628,8 @@ __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
             x.first_keys_first};
 }
 
-// The producer: load the block's k and v once, then every tile of rows that sees them, up
-// to STAGES ahead.
+// The producer: load the block's k and v once, then every tile of rows that sees them, up to
+// STAGES tiles ahead.
 template <typename T, int D, typename F>
 __device__ __forceinline__ void backward_producer(const BackwardShared<D>& shared,
                                                   const HopperMaps& maps,
@@ -657,14 +654,13 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
         }
     }
 
-    // Walk the tiles. A last note says that there are no more.
+    // Walk the tiles. A note of -1 ends them.
     TileWalk walk = {int(x.tiles)};
     for (int i = 0, tile = 0; tile >= 0; i++) {
         bool all = false;
         const int stage = ring_stage(i);
         tile = walk.next(all, look);
-        // Load the rows' numbers too, those of idle rows included: lse and ranges with q,
-        // D with dout.
+        // Load the numbers of all rows too, idle ones included: lse and ranges with q, D with dout.
         const size_t rows_at = x.tile_at(b, kh, tile) * M;
         auto load = [&](unsigned char* to, const CUtensorMap* map, uint64_t* full,
                         unsigned more_bytes) {
@@ -707,8 +703,7 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
     TileWalk walk = {int(x.tiles)};
     bool all = false;
     for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
-        // Count the blocks before this one that also add to this tile: the count is
-        // this block's turn.
+        // Count the earlier blocks that also add to this tile: the count is this block's turn.
         int turn = 0;
         for (int n = 0; !ANY_ORDER && n < block.at; n += 32) {
             // Each lane tests one of the next 32 blocks.
@@ -755,7 +750,7 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
                    uint32_t my_ds, uint32_t q_at) {
     constexpr int M = BACKWARD_ROWS<D>;
     constexpr int N = HOPPER_KEYS;
-    // Groups complete in order: each wait below gives the number that may still be in flight.
+    // Groups complete in order. The number in each wait below is how many may still be in flight.
     const int stage = ring_stage(i);
     const int thread = threadIdx.x % WARPGROUP;
 
@@ -764,7 +759,7 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
     wg_fence();
     #pragma unroll
     for (int n = 0; n < N / 16; n++)
-        // Both operands are MN-major: dS^T and K are read as they lie, and the sum runs over keys.
+        // Both operands are MN-major: dS^T and K are read as stored, and the sum runs over keys.
         wgmma<T, 64, 1, 1>(
             flat(part),
             descriptor(my_ds + stage * BackwardShared<D>::DS_BYTES + n * 2048, 16, 1024),
@@ -806,7 +801,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
     // 24 + 2 * 240 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
     regs_inc<240>();
     const int lane = threadIdx.x % 32;
-    // Addresses are those of the warpgroup's 64 keys; my_key is the first of the warp's 16.
+    // Addresses point at the warpgroup's 64 keys; my_key is the first of the warp's 16.
     const int my_key = 64 * me + 16 * (threadIdx.x / 32 % 4); // in the tile
     const uint32_t k_at = smem_u32(shared.k);
     const uint32_t my_k = k_at + uint32_t(64 * me * 128);
@@ -817,7 +812,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
     const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
     const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
     const float scale = x.scale * LOG2E;
-    // dK and dV (64, 64 C) stay in registers for the whole walk.
+    // dK and dV (64, 64 C) stay in registers over all tiles.
     float sum_k[CT][4] = {}, sum_v[CT][4] = {};
     mbar_wait(shared.k_full, 0);
     for (int i = 0;; i++) {
@@ -836,7 +831,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         hold(s);
         float factor = scale;
         if (!note_all(note) || x.slopes) {
-            // Read the keys' positions anew each time, to save registers: most tiles need no mask.
+            // To save registers, read the keys' positions each time: most tiles need no mask.
             const int* positions = shared.key_positions + my_key + lane / 4;
             const int keys[2] = {positions[0], positions[8]};
             const KeyRange* ranges = shared.tile_ranges + stage * M;
@@ -857,7 +852,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
         pack_scores<T>(p, s);
         // No register of p is all ones, since p >= 0 or the NaN 0x7fff. This test keeps the wait
-        // below behind the exponentials; with 128 rows, only if it asks for every register.
+        // below after the exponentials; with 128 rows, only if it asks for every register.
         uint32_t common = UINT_MAX;
         #pragma unroll
         for (int k = M == 64 ? MT / 2 - 1 : 0; k < MT / 2; k++)
@@ -875,8 +870,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
             Pack<float, 2> sums = load<2>(shared.tile_sums + stage * M + 8 * n + 2 * (lane % 4));
             #pragma unroll
             for (int e = 0; e < 4; e++) {
-                // 128 rows leave no registers for P in float, so use the rounded P that
-                // P^T dO uses.
+                // 128 rows leave no registers for P in float: use the rounded P of P^T dO.
                 Pack<T, 2> two = __builtin_bit_cast(Pack<T, 2>, p[n / 2][n % 2 * 2 + e / 2]);
                 float probability = M == 64 ? s[n][e] : to_float(two.v[e % 2]);
                 dp[n][e] = probability * (dp[n][e] - sums.v[e % 2]);
@@ -950,7 +944,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     if (threadIdx.x == 0) {
         mbar_init(shared.k_full, 1);
-        // The numbers of arrivals are those of the table above.
+        // The table above gives the numbers of arrivals.
         mbar_init(shared.dq_full, CONSUMER_WARPS);
         mbar_init(shared.dq_free, 1);
         for (int i = 0; i < STAGES; i++) {
@@ -975,7 +969,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     if (threadIdx.x < N)
         key_positions[threadIdx.x] = x.position_of(block.b, block.key0() + threadIdx.x);
 
-    // Zero the idle rows of q and dout: uninitialised contents times 0 could be NaN.
+    // Zero the idle rows of q and dout: uninitialised contents times 0 could be a NaN.
     const int idle = (M - int(x.tile_rows)) * 8;
     for (int i = threadIdx.x; i < idle * 2 * STAGES * C; i += HOPPER_THREADS)
         store(reinterpret_cast<float*>(shared.q + i / idle * M * 128 + x.tile_rows * 128 +
@@ -990,8 +984,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<24>();
-    // Producer and adder use the same test of a tile, so they walk the same tiles in
-    // the same order.
+    // Producer and adder share this test, so they walk the same tiles in the same order.
     const Span keys = x.key_spans[block.b * x.key_tiles + block.tile(block.at)];
     const bool full = block.key0() + N <= x.d.Tk;
     auto look = [&](int tile) {
@@ -1065,8 +1058,7 @@ bool hopper_takes(const AttentionDims& dims) {
            values_lie_as_keys(d) && d.NH / d.NKV <= MOST_HEADS;
 }
 
-// Whether they take the operands too: 16-byte addresses, results in T. Backward writes =
-// and never +=.
+// Whether they take the operands too: 16-byte addresses, results in T. Backward can only overwrite.
 template <typename T, typename... Ps>
 bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
@@ -1089,7 +1081,7 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
         return unsigned(std::clamp(L2_BYTES / head_bytes, size_t(1), heads));
     };
     if (!backward) {
-        // A head's k and v are read many times, its q and out once: only k and v need L2.
+        // Only k and v need L2: they are read many times, q and out once.
         take_queue(x.queue, pieces, x);
         x.queue.heads_together = heads_in_l2(x.d.Tk * channels * 2 * sizeof(T));
         return pieces.used;

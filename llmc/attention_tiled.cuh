@@ -21,16 +21,16 @@ constexpr size_t ATTENTION_Q = 128; // queries in a block
 constexpr size_t ATTENTION_K = 128; // keys in a block
 constexpr size_t ATTENTION_FEW = 8; // products with fewer rows (decoding) use our own loops
 
-// Whether the tiles take these operands. A soft cap, or values of another width than keys, go
-// to the reference.
+// Whether the tiles take these operands. The reference takes the others: a soft cap, or values of
+// another width than keys.
 template <typename T>
 bool tiles_take(const AttentionOperands<T>& x) {
     return x.softcap == 0 && x.d.HS_v == x.d.HS;
 }
 
 // ----------------------------------------------------------------------------
-// a thread's tiles. Heads are copied to dense rows, because for a strided operand oneDNN 2.6 takes
-// another, slower implementation that allocates 70 to 230 KB at each call.
+// a thread's tiles. Heads are copied to dense rows, because with a strided operand oneDNN 2.6 uses
+// a slower implementation, which allocates 70 to 230 KB at each call.
 
 template <typename T>
 struct HeadRows { // the rows of one head
@@ -39,7 +39,7 @@ struct HeadRows { // the rows of one head
     const T* row(size_t i) const { return data + i * stride; }
 };
 
-// A thread's share of the scratch.
+// The arrays of a thread, in its share of the scratch.
 template <typename T> struct AttentionTile {
     acc_t<T> *scores, *dscores; // (Q,K)
     T *p, *ds;                  // (Q,K) rounded to T, as operands of products
@@ -90,8 +90,8 @@ size_t attention_product_scratch(const AttentionDims& d) {
             need(keys_product(rows, keys, d.HS, d.HS));
         }
 
-    // With a key/value cache Tk grows, and its last block takes every size. The plain
-    // loops serve those.
+    // With a key/value cache Tk grows, and its last block takes every size. For these, count the
+    // scratch of the plain loops.
     return most + matmul_plain_scratch_bytes(std::max(ATTENTION_K, d.HS), sizeof(acc_t<T>), 1);
 }
 
@@ -163,7 +163,7 @@ HeadRows<T> dense_rows(T* to, HeadRows<T> from, size_t rows, size_t HS) {
     return {to, HS};
 }
 
-// A dot product of K elements that lie some steps apart.
+// A dot product of K elements, a_step and b_step apart.
 template <typename A, typename T>
 inline A few_dot(const T* a, const T* b, size_t K, size_t a_step, size_t b_step) {
     A sum = 0;
@@ -183,8 +183,8 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
         if (!p.accumulate)
             std::fill_n(row, p.N, A(0));
 
-        // Take dot products where the rows of b^T are contiguous. Strides that the compiler knows
-        // spare it loads of single elements.
+        // Where the rows of b^T are contiguous, take dot products. With steps of a constant 1 the
+        // compiler loads whole vectors.
         bool dense = p.a.column == 1 && p.b.row == 1;
         for (size_t j = 0; p.b.column != 1 && j < p.N; j++) {
             const T* bj = b + j * p.b.column;
@@ -192,7 +192,7 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
                             : few_dot<A>(ai, bj, p.K, p.a.column, p.b.row);
         }
 
-        // Else add up rows of b, four at a time: a short row then stays in registers.
+        // Otherwise add up rows of b, four at a time: a short row of out then stays in registers.
         size_t k = 0;
         for (; p.b.column == 1 && k + 4 <= p.K; k += 4) {
             const T* b0 = b + k * p.b.row;
@@ -212,6 +212,8 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
                 row[j] = sum;
             }
         }
+
+        // Add the last one to three rows.
         for (; p.b.column == 1 && k < p.K; k++) {
             const T* bk = b + k * p.b.row;
             A x = to_acc(ai[k * p.a.column]);
@@ -222,8 +224,8 @@ void few_rows_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p) {
     }
 }
 
-// One thread's product. Few rows avoid oneDNN, which would compile a new product for each
-// length during decoding.
+// One thread's product. Few rows do not go to oneDNN: during decoding it would compile a new
+// product for each length.
 template <typename T>
 void tile_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p, const AttentionTile<T>& t,
                  Blas& blas, Cpu where) {
@@ -239,7 +241,7 @@ void tile_matmul(acc_t<T>* out, const T* a, const T* b, const Product& p, const 
 // ----------------------------------------------------------------------------
 // the mask of a block of queries and a block of keys
 
-// The positions of a block's queries and keys, and what they say of the block as a whole.
+// The positions of a block's queries and keys, and what follows for the block as a whole.
 struct BlockMask {
     const int *q_positions, *doc_start; // (rows)
     const int* k_positions;             // (keys)
@@ -252,7 +254,7 @@ struct BlockMask {
 // Classify a block of queries and keys by their positions.
 inline BlockMask mask_of(const int* q_positions, const int* doc_start, const int* k_positions,
                          size_t rows, size_t keys, int window) {
-    // Compare only the extremes. A block that merely looks mixed costs a masking pass
+    // Compare only the extremes. A block that only looks mixed costs one pass of masking
     // and stays correct.
     auto [q_low, q_high] = std::minmax_element(q_positions, q_positions + rows);
     auto [d_low, d_high] = std::minmax_element(doc_start, doc_start + rows);
@@ -280,8 +282,8 @@ void mask_scores(A* scores, const BlockMask& m, A scale, A slope) {
     }
 }
 
-// Mask the scores if necessary. Returns the factor that they still lack: a fully visible block is
-// not scaled here, which saves a pass.
+// Mask the scores if necessary. Returns the factor that they still lack: leaving a fully visible
+// block unscaled saves a pass.
 template <typename A>
 A finish_scores(A* scores, const BlockMask& m, A scale, A slope) {
     if (m.everything && slope == 0) return scale;
@@ -353,20 +355,20 @@ void attention_forward_block(const AttentionBlock<T>& a, const AttentionOperands
                               std::min(ATTENTION_K, d.Tk - j), d.window);
         if (m.nothing) continue;
 
-        // Scores.
+        // Compute the scores, and mask them.
         Product scores = scores_product(a.rows, m.keys, d.HS, a.q.stride, a.k.stride);
         tile_matmul(t.scores, a.q.data, a.k.row(j), scores, t, blas, where);
         A factor = finish_scores(t.scores, m, x.scale, a.slope);
 
-        // Softmax, and the values it weights.
+        // Take the softmax, and add the values that it weights.
         online_softmax(t, m, d.HS, factor);
         Product values = values_product(a.rows, m.keys, d.HS, a.v.stride);
         tile_matmul(t.sum, (const T*)t.p, a.v.row(j), values, t, blas, where);
     }
 }
 
-// Divide by the sums of exponentials and write the rows. Rows of out are NH*HS apart;
-// lse is (rows).
+// Divide by the sums of exponentials and write one head's rows of out, which are NH*HS apart,
+// and lse (rows).
 template <typename T, typename O>
 void store_attention(O* out, acc_t<T>* lse, const AttentionTile<T>& t, size_t rows,
                      const AttentionDims& d) {
@@ -387,7 +389,7 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
                        Cpu where) {
     const AttentionOperands<T> x = completed(operands);
     const AttentionDims& d = x.d;
-    // Operands that the tiles do not take go to the definition, which is slow and correct.
+    // The reference follows the definition, slowly.
     if (!tiles_take(x))
         return attention_forward_reference(out, lse, x);
     size_t blocks = ceil_div(d.Tq, ATTENTION_Q);
@@ -397,9 +399,9 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
         // A thread keeps one tile for all its tasks.
         AttentionTile<T> t = my_tile<T>(blas, d, where);
         HeadRows<T> keys = {}, values = {};
-        const T* held = nullptr; // the head whose keys are copied: neighbouring tasks share it
+        const T* held = nullptr; // the head whose keys are copied; the next task may share it
 
-        // Hand out tasks as threads ask: they take from one block of keys to all.
+        // Hand out tasks as threads ask: one task reads a single block of keys, another all keys.
         #pragma omp for collapse(3) schedule(dynamic)
         for (size_t b = 0; b < d.B; b++)
             for (size_t h = 0; h < d.NH; h++)
@@ -413,7 +415,7 @@ void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& operan
                         held = k;
                         keys = {k, d.k_stride};
                         values = {x.v + x.value_at(b, h / group, 0), d.v_stride};
-                        // In decoding the copy would cost more than the products.
+                        // In decoding a copy would cost more than the products.
                         if (d.Tq >= ATTENTION_FEW) {
                             keys = dense_rows(t.k, keys, d.Tk, d.HS);
                             values = dense_rows(t.v, values, d.Tk, d.HS);

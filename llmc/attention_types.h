@@ -110,8 +110,8 @@ template <typename T> struct AttentionOperands {
         acc_t<T> s = product * scale;
         return softcap == 0 ? s : softcap * std::tanh(s / softcap);
     }
-    // The derivative of the cap, at the capped score s: tanh' = 1 - tanh^2, and s / softcap
-    // is that tanh.
+    // The derivative of the cap, at the capped score s: tanh' = 1 - tanh^2, and here tanh is
+    // s / softcap.
     LLMC_HD acc_t<T> cap_derivative(acc_t<T> s) const {
         return softcap == 0 ? 1 : 1 - s / softcap * (s / softcap);
     }
@@ -133,9 +133,9 @@ LLMC_HD inline void put(O* to, acc_t<O> x, bool accumulate) {
 }
 
 // ----------------------------------------------------------------------------
-// CUDA's own 16-bit types: the same bits, as the types that the kernels know
+// CUDA's own 16-bit types, seen as the types that the kernels know
 
-// The layouts are equal, so the casts below change no bit and cost nothing.
+// Both kinds of types have the same layout, so the casts below change no bit and cost nothing.
 template <typename T> struct NativeType { typedef T type; };
 #if defined(__CUDA_BF16_H__) && defined(__CUDA_FP16_H__)
 template <>

@@ -63,7 +63,7 @@ struct Instant {
 
 // List the instants of a plan whose blocks all recompute fully. `full` is its arena, placed first.
 inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const Model& model) {
-    // Note the bytes that appear at each action, and those that disappear behind it.
+    // Note the bytes that appear at each action, and those that disappear after it.
     std::vector<std::vector<std::tuple<Data, int, size_t>>> changes(p.actions.size() + 1);
     for (auto& [d, lives] : full.passing[0])
         for (const Place& life : lives) {
@@ -74,8 +74,8 @@ inline std::vector<Instant> instants_of(const Arena& full, const Plan& p, const 
         }
 
     // Walk the plan. While the rows that R remakes exist, a layer has all of its rows, and
-    // they count as fixed. Micro-batches repeat each other,
-    // so of equal instants only the largest is kept.
+    // they count as fixed. Micro-batches repeat each other, so of equal instants only the
+    // largest is kept.
     Instant now = {0, std::vector<int>(2 * model.layers())};
     std::map<std::vector<int>, size_t> most;
     for (size_t i = 0; i < p.actions.size(); i++) {
@@ -186,7 +186,7 @@ struct Choices { Choice best, cheaper, dearer; };
 typedef std::function<size_t(const RecomputeLevels&)> LevelBytes;
 
 // Choose segments for a rank whose blocks do not fit even if each keeps its input alone: the
-// smallest that fit, for they redo the least.
+// smallest that fit, which redo the least.
 inline Choices choose_segments(const Plan& p,
                                const Model& model,
                                int blocks,

@@ -2,12 +2,12 @@
 //   A product casts W, or W^T, from bf16 (linear.cuh). Without this file each micro-batch,
 //   recomputation and backward pass would cast the same numbers again.
 //   1. which   the matrices of this rank's blocks. ZeRO-3 and offloaded weights keep no casts: a
-//              copy that stays would take the memory that they save, so each product casts anew
-//   2. where   in CAST, one behind the other, for the whole run: 2 bytes an element, and scales
+//              copy that stays would take the memory that they save, so each product casts again
+//   2. where   in CAST, one after the other, for the whole run: 2 bytes an element, and scales
 //   3. made    by the first product of a plan that reads a form: W, W^T, or the values of both
 //   4. old     when a plan begins: an update, another recipe's scale or a file came between
 //   A code depends only on W and its scale, so the bits are those of a cast at each product. The
-//   maximum that delayed scaling asks for is the same too, for it counts nothing twice.
+//   maximum that delayed scaling asks for is the same too: it counts nothing twice.
 //   Cost: GPT-2's block, 4 micro-batches, each recomputed: 44 casts a step become 8 (4 of values).
 #pragma once
 #include "amaxes.h"

@@ -2,7 +2,7 @@
 //   out[c] = or += the sum over n of x[n][c]
 //   Each sum is made in parts, one for each strip of rows. Operators that have the rows in
 //   registers (the backward passes of norms and GELU) write their parts beside their own work.
-//   column_sums reads matrices to make theirs, then adds up all parts of all sums: two launches for
+//   column_sums makes the parts of matrices, then adds up all parts of all sums: two launches for
 //   up to 32 sums.
 //   x (N,C)   out (C) acc   parts (count,C), each `stride` elements after the one before
 //   Contract: out = or += (accumulate); null: not wanted.  Bitwise repeatable, on the CPU for any
@@ -148,7 +148,7 @@ template <typename Row> struct SumTable {
         first[count++] = blocks;
         blocks += unsigned(blocks_of_row);
     }
-    // The row that a block works for. All threads walk the table alike.
+    // The row that a block works for. All threads take the same steps through the table.
     __device__ unsigned find(unsigned block) const {
         unsigned r = 0;
         while (r + 1 < count && first[r + 1] <= block)
@@ -228,7 +228,7 @@ template <int P, int WARPS, int PACKS> struct StripOfRows {
         end = from + rows < N ? from + rows : N;
     }
 
-    // Call f(k, c) for each of this thread's packs: its index among those held, and
+    // Call f(k, c) for each of this thread's packs: its index among the packs held, and
     // its first column.
     template <typename F>
     __device__ void for_packs(size_t C, F f) const {
@@ -312,8 +312,8 @@ template <int K, int P, int WARPS, int PACKS> struct StripSums {
     }
 };
 
-// Call f(P, WARPS, PACKS) for rows of C elements, with few threads that hold a row in one or two
-// packs each. With three sums, 512 threads have registers for one pack only.
+// Call f(P, WARPS, PACKS) for rows of C elements: as few threads as hold a row in one or two packs
+// each. With three sums, 512 threads have registers for one pack only.
 template <typename T, int K, typename F>
 void pick_strip_kernel(size_t C, bool vector, F f) {
     constexpr int V = VECTOR<T>;

@@ -18,8 +18,8 @@ void init_constants(Trainer<T, S>& t) {
     for (const Plan& p : t.plans)
         rows = std::max({rows, p.T + s.prefix, p.cache + s.prefix});
 
-    // Fill RoPE's table, which serves every head. Layers with a window may have one behind it. The
-    // text begins behind a prefix of n tokens, in row n.
+    // Fill RoPE's table, which serves every head. Layers with a window may have one after it. The
+    // text begins after a prefix of n tokens, in row n.
     size_t channels = rotary_channels(s, s.HS);
     auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
         std::vector<acc_t<T>> table(rows * channels);

@@ -1,4 +1,4 @@
-// context.h - what a block is handed besides its pointers: the batch, the shape, where it runs
+// context.h - what a block receives besides its pointers: the batch, the shape, where it runs
 //   Ctx is the first argument of every function that a block calls; there is no global state.
 //   A block computes rows, one for each token. It never asks how long a sequence is: `positions`
 //   says where a row stands, and only keys_seen() knows where the keys of a query lie.
@@ -13,7 +13,7 @@
 
 namespace llmc {
 
-// One micro-batch: the rows of it that this rank has.
+// This rank's rows of one micro-batch.
 struct Batch {
     size_t B = 0, T = 0;            // sequences, and tokens of each on this rank
     const int* tokens = nullptr;    // (B,T)
@@ -30,8 +30,8 @@ struct Batch {
     const int* places = nullptr; // (B,T) the same positions, in the host's memory
     const size_t* lengths = nullptr; // (B) tokens of sequences that are padded to T; null: T each
     const int* adapters = nullptr; // (B) each sequence's set, -1: the base; in the host's memory
-    // The positions of keys that come from elsewhere than these rows: (B,seen) from a cache; with
-    // context parallelism (B, T of all ranks), in a ring (ranks,B,T).
+    // The positions of keys that are not from these rows: (B,seen) from a cache; with context
+    // parallelism (B, T of all ranks), in a ring (ranks,B,T).
     const int* key_positions = nullptr;
     const int* key_documents = nullptr; // (B, T of all ranks) where those keys' documents start
 
@@ -69,7 +69,7 @@ template <typename S> struct Ctx {
 // ----------------------------------------------------------------------------
 // weights as blocks pass them
 
-// A bias, or null: one that the model does not have is a Weight without data.
+// A bias, or null. If the model has no such bias, its Weight has no data.
 inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
 // A weight's gradient in its type, or null: the weight is frozen.
@@ -87,16 +87,16 @@ template <typename T> struct Keys {
     size_t batch = 0; // elements between sequences; 0: one directly follows the other
 };
 
-// The keys that the batch's queries look at: its own, or with a cache (slots,capacity,2,NKV*HS) the
-// first `seen` of each slot, once its own are stored at their positions. If a slot has fewer, the
-// rest lie behind its query and are masked.
+// The keys that the batch's queries look at. Without a cache they are the batch's own. With a cache
+// (slots,capacity,2,NKV*HS), store the batch's keys at their positions; the queries then look at
+// the first `seen` of each slot. Where a slot has fewer, positions mask the rest.
 template <typename T, typename S>
 Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
     const Batch& b = ctx.batch;
     if (!cache)
         return {k, v, b.positions, b.T, stride};
 
-    // Store a row of the cache for each token: its key, then its value.
+    // Store one row in the cache for each token: its key, then its value.
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T), slot = b.capacity * 2 * KV;
     T* first = cache + b.first_slot * slot;
@@ -131,7 +131,7 @@ AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_
             b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.score_softcap)};
 }
 
-// The CPU's attention takes a Blas, kernels take plain memory: give them the Blas's scratch.
+// The CPU's attention takes a Blas, and kernels take plain memory. Give kernels the Blas's scratch.
 template <typename T>
 void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
     size_t need = attention_scratch_bytes<T>(d, 1, stream);
@@ -150,13 +150,13 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
     attention_backward(dq, dk, dv, out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
 }
 
-// Narrow each head to the channels that RoPE rotates.
+// Describe to rope.cuh which channels of each head rotate.
 template <typename T, typename S>
 RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
     if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
     x.head_stride = ctx.shape.HS;
     x.neighbours = ctx.shape.kv_latent > 0;
-    x.doc_start = ctx.prefix.k ? ctx.batch.doc_start : nullptr; // each has the prefix before it
+    x.doc_start = ctx.prefix.k ? ctx.batch.doc_start : nullptr; // each starts after the prefix
     return x;
 }
 

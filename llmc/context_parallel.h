@@ -1,7 +1,7 @@
 // context_parallel.h - context parallelism: cut sequences - arXiv:2407.21783, arXiv:2309.14509
 //   cp ranks share every sequence: each has t = T/cp rows of it, N = B t rows of a micro-batch. In
 //   everything but attention they are data-parallel ranks: the count of targets, losses, REDUCE and
-//   ZeRO's shards go over all dp x cp ranks, as sums.
+//   ZeRO's shards include all dp x cp ranks.
 //   1. LOAD       reads whole sequences, targets and documents; then each rank keeps its rows:
 //                   zigzag      chunks r and 2cp-1-r of 2cp; each rank has the same causal work
 //                   contiguous  [r t, (r+1) t); the last rank has nearly twice the mean
@@ -22,11 +22,11 @@
 //              many floats. Scratch: 2 B T KV elements, and in training as many floats. The floats
 //              keep 16-bit runs off the tensor cores in attention's backward pass.
 //     Ulysses  A rank sends (cp-1)/cp N (2 Q + 2 KV) elements forward and (cp-1)/cp N (4 Q + 4 KV)
-//              backward, for it exchanges its inputs again. Scratch: at most about twice that. cp
+//              backward, since it exchanges its inputs again. Scratch: at most about twice that. cp
 //              must divide the heads. With fewer key/value heads than ranks, several ranks take the
 //              same head, KV counts cp of them, and the head's owner adds up the gradients in
 //              rank order, in float.
-//     hybrid   It sends the sum of both, each at its own size; its scratch holds both.
+//     hybrid   A rank sends what both send, each at its own size; its scratch holds both.
 #pragma once
 #include "attention_merge.cuh"
 #include "context.h"
@@ -46,7 +46,8 @@ inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
     case ContextOrder::STRIPED: return i * size + rank;
     case ContextOrder::ZIGZAG: break;
     }
-    // Zigzag: an early chunk and a late one. The less of the sequence one sees, the more the other.
+    // Zigzag: one early and one late chunk. The fewer keys the early one sees, the more
+    // the late one.
     size_t half = T / (2 * size);
     size_t late = 2 * size - 1 - rank;
     if (i < half) return rank * half + i;
@@ -122,10 +123,10 @@ inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bo
     return r;
 }
 
-// Return the bytes of Ulysses' rooms, and of the rows' positions and documents behind them.
+// Return the bytes of Ulysses' rooms, and of the rows' positions and documents after them.
 template <typename T>
 size_t head_bytes(const HeadRooms& room, size_t N) {
-    // Round up, because kernels want what lies behind at a multiple of 256 bytes.
+    // Round up, because kernels want what follows at a multiple of 256 bytes.
     size_t rooms = room.end * sizeof(T);
     size_t rows = 2 * N * room.ranks * sizeof(int);
     return round_up(rooms, size_t(256)) + round_up(rows, size_t(256));
@@ -241,7 +242,7 @@ Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
     return {keys, keys + KV, b.key_positions, Tk, 2 * KV};
 }
 
-// Return the room for the gradients of all ranks' keys and values: behind those in the scratch.
+// Return the room for the gradients of all ranks' keys and values: it follows them in the scratch.
 template <typename T, typename S>
 acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,KV) {+cp}
     size_t bytes = ctx.batch.B * keys.Tk * keys.stride * sizeof(T);
@@ -277,7 +278,7 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
 
-    // Every rank's queries have met all keys, so the keys' gradients are sums over ranks.
+    // Every rank's queries have met all keys, so each rank has only a part of the keys' gradients.
     acc_t<T>* gradients = key_gradients(ctx, keys);
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     acc_t<T>* dv = gradients + KV;
@@ -366,8 +367,8 @@ void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,cou
     reduce_ranks<T, false>(&sum, 1, ins.data(), int(copies), count, where);
 }
 
-// The reverse of rows_to_heads(): fill rows (B,t,width) from `from` (B,T,part). Where parts have
-// copies, these are gradients, and their sum returns.
+// The reverse of rows_to_heads(): fill rows (B,t,width) from `from` (B,T,part). With `copies`,
+// these are gradients that several ranks made for one part: their sum returns.
 template <typename T, typename S>
 void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width,
                    size_t copies = 1) {
@@ -436,6 +437,8 @@ PrefixRows share_of_prefix(const Ctx<S>& ctx, size_t ranks, size_t key_heads) {
     PrefixRows p = ctx.prefix;
     if (!p.k) return p;
     typedef acc_t<T> A;
+
+    // Skip the heads of the ranks before. Ranks with copies of a head share its part.
     size_t part = size_t(ctx.cp_heads.rank) / key_copies(ctx.shape, ranks);
     size_t first = part * key_heads * ctx.shape.HS;
     p.stride = ctx.shape.NKV * ctx.shape.HS;
@@ -448,8 +451,8 @@ PrefixRows share_of_prefix(const Ctx<S>& ctx, size_t ranks, size_t key_heads) {
     return p;
 }
 
-// Clear the prefix's gradients before the first micro-batch adds to them: this rank makes those of
-// its own heads, and the others' stay 0.
+// Clear the prefix's gradients before the first micro-batch adds to them: this rank adds only for
+// its own heads, and the other heads must hold 0.
 template <typename T, typename S>
 void clear_prefix(const Ctx<S>& ctx) {
     const PrefixRows& p = ctx.prefix;
@@ -459,7 +462,8 @@ void clear_prefix(const Ctx<S>& ctx) {
     device_zero(p.dv, bytes, ctx.where);
 }
 
-// Return these parts: the share of the heads, and the rows of all ranks that exchange heads.
+// Return these parts: this rank's share of the heads, and the rows of all ranks
+// that exchange heads.
 template <typename T, typename S>
 SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.cp_keys, ctx.context,
@@ -470,8 +474,8 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
         h.slopes += h.shape.NH * size_t(ctx.cp_heads.rank);
     h.batch.T *= room.ranks;
 
-    // Find these rows' positions among those of all keys:
-    // in a ring they lie side by side, gathered they lie apart.
+    // Find these rows' positions among the positions of all keys: in a ring they are adjacent; with
+    // gather, each sequence has its own.
     bool ring = ctx.cp_method == ContextMethod::RING;
     size_t bytes = h.batch.T * sizeof(int);
     size_t stride = ring ? bytes : bytes * size_t(ctx.cp_keys.size);
@@ -479,7 +483,7 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     const int* key_positions = ctx.batch.key_positions + first;
     const int* key_documents = ctx.batch.key_documents + first;
 
-    // Copy positions and documents behind the rooms; scratch for other ranks' keys follows them.
+    // Copy positions and documents after the rooms; scratch for other ranks' keys comes next.
     size_t used = round_up(room.end * sizeof(T), size_t(256));
     int* positions = reinterpret_cast<int*>(static_cast<char*>(ctx.context) + used); // (B,u,t)
     int* documents = positions + h.batch.rows();                                     // (B,u,t)

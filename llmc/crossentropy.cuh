@@ -10,8 +10,8 @@
 //   the vocabulary, from vocab_start on.
 //   Contract: all =.  backward writes the gradient over the logits, padding included.
 //             A shard may have no column (V 0). A logit of -inf has probability 0; a row of
-//             nothing but -inf has the loss NaN. Bitwise repeatable. total has the same bits in all
-//             versions; forward_backward has those of max_sum, loss and backward.
+//             only -inf has the loss NaN. Bitwise repeatable. total gives the same bits in all
+//             versions; forward_backward gives the bits of max_sum, loss and backward.
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
@@ -60,7 +60,7 @@ struct GradientScale {
 // ----------------------------------------------------------------------------
 // CPU
 
-// Maps the bits of a bf16 or fp16 to an integer of the same order, and back; a NaN lies beyond an
+// Map the bits of a bf16 or fp16 to an integer of the same order, and back; a NaN lies beyond an
 // infinity. Integers let one instruction take the largest of 32 elements.
 inline int16_t ordered(int16_t bits) { return bits ^ ((bits >> 15) & 0x7fff); }
 
@@ -111,8 +111,8 @@ void crossentropy_sum(acc_t<T>* sum_exp, acc_t<T>* target_logit, // (N) (N)
             sum += fast_exp_nonpositive(to_acc(l[v]) - m);
         sum_exp[n] = sum;
 
-        // Take the target's logit if this shard has it. Shards without it give 0, so that their
-        // sum is it.
+        // Take the target's logit if this shard has it. Other shards give 0, so the sum over shards
+        // is the target's logit.
         int64_t own = int64_t(targets[n]) - int64_t(vocab_start);
         bool here = targets[n] >= 0 && own >= 0 && own < int64_t(V);
         target_logit[n] = here ? to_acc(l[own]) : 0;
@@ -264,17 +264,16 @@ __device__ inline MaxSum block_join(MaxSum x) {
         warps[threadIdx.x / 32] = x;
     __syncthreads(); // all warps have written
 
-    // Merge the warps. Each thread does so for itself: all get the same bits without
-    // a second barrier.
+    // Merge the warps in every thread: all get the same bits, without a second barrier to pass
+    // the result on.
     MaxSum all;
     for (int w = 0; w < CROSSENTROPY_WARPS; w++)
         all = join(all, warps[w]);
     return all;
 }
 
-// Call f(x) for the first V logits of a row, P logits at a time, shared out over
-// the block's threads.
-// Vp is a multiple of P, so a load may reach into the padding; f sees -inf there.
+// Call f(x) for the first V logits of a row, P at a time; the block's threads share them out. Vp is
+// a multiple of P, so a load may reach into the padding: f sees -inf there.
 template <int P, typename T, typename F>
 __device__ void for_each_logit(const T* row, size_t V, F f) {
     for (size_t v = threadIdx.x * P; v < V; v += CROSSENTROPY_THREADS * P) {
@@ -283,7 +282,8 @@ __device__ void for_each_logit(const T* row, size_t V, F f) {
         for (int i = 0; i < P; i++)
             x[i] = to_float(p.v[i]);
 
-        // Hide the padding that the load brought. Comparing 64 bits would cost two instructions.
+        // Hide the padding that the load brought. A comparison of 64 bits would
+        // cost two instructions.
         if (V - v < P)
             for (int i = 1; i < P; i++)
                 x[i] = unsigned(i) < unsigned(V - v) ? x[i] : -INFINITY;

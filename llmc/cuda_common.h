@@ -96,7 +96,7 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Shared memory is declared by these two alone, so that the emulator can own and poison it:
+// Declare shared memory by these two only, so that the emulator can own and poison it:
 //   LLMC_SHARED(float, sums, 8 * 32)   declares float* or float[256]
 //   dynamic_shared()                   the bytes that launch() was asked for, 1024-byte aligned
 #if defined(__CUDACC__)

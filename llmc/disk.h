@@ -172,7 +172,7 @@ inline uint32_t block_sum(const unsigned char* bytes) {
         third = next(third, 2 * THIRD + i);
     }
 
-    // Add the words behind the last third.
+    // Add the words after the last third.
     for (size_t i = 3 * THIRD; i < WORDS; i++)
         third = next(third, i);
 

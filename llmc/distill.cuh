@@ -80,7 +80,7 @@ template <typename T> LLMC_HD acc_t<T> distill_loss_of(const DistillRows<T>& x, 
 
 // The factors of a row's gradient.
 //   f.soft q - f.teacher p, as it is summed here, is exactly 0 where q = p and the factors are one:
-//   a compiler may fuse a product with the sum behind it, and then two equal products differ.
+//   a compiler may fuse a product with the sum after it, and then two equal products differ.
 template <typename A> struct DistillFactors {
     A plain, soft, teacher, target;
     LLMC_HD A lead(A student, A teachers) const {

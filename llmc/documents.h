@@ -29,7 +29,7 @@ typedef std::function<void(uint64_t sample, RowNumbers to)> References;
 // Bits of a token in such windows (io/conversations.h): an answer's; the first of a conversation.
 constexpr int TRAINED = int(1u << 31);
 constexpr int BEGINS = 1 << 30;
-constexpr int REJECTED = 1 << 29; // beside BEGINS: the worse answer, behind the better one
+constexpr int REJECTED = 1 << 29; // beside BEGINS: the worse answer, after the better one
 
 // Which rows (T) are of a rejected answer's conversation; REJECTED leaves the tokens.
 inline void split_pairs(float* feedback, int* tokens, size_t T) {

@@ -171,8 +171,8 @@ __global__ void embedding_sort_kernel(int* sorted, int* counts, const int* rows,
             peers &= digit >> bit & 1 ? ones : ~ones;
         }
 
-        // Place the row behind those of its peers in lower lanes. The first peer counts
-        // all of them.
+        // Place the row after the rows of its peers in lower lanes. The first peer
+        // counts all peers.
         int before = __popc(peers & ((1u << lane) - 1));
         int at = next[digit] + before;
         __syncwarp(); // all lanes have read next
@@ -319,7 +319,7 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
 
     // Sort by one digit after another. The first pass reads rows 0 .. N-1 as they are.
     const int* from = nullptr;
-    // `rows` is itself a key: rows that add to no table row are sorted behind all others.
+    // `rows` is itself a key: rows that add to no table row are sorted after all others.
     for (int shift = 0; shift == 0 || rows >> shift > 0; shift += DIGIT_BITS) {
         if (from) std::swap(sorted, other);
         launch(embedding_sort_kernel<false>,

@@ -141,7 +141,7 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     if (redoes_attn(level))
         flops += 2 * matrices + 2 * double(T) * attention_channels(s);
     with_family(s.family, [&](auto family) {
-        // A norm behind the last product needs it again.
+        // A norm after the last product needs it again.
         if (redoes_ffn(level))
             flops += 2 * C * F * (family.widening_products + int(s.post_norm));
     });

@@ -1,8 +1,8 @@
 // flights.h - collectives of the plan: an action starts one, the loop finishes it when it is due
 //   start_flight() begins REDUCE, GATHER, PUBLISH, SENDRECV, or a move between tiers (moves.h), and
 //   finish_before() says where step.h's loop must finish it. One rank alone has none of this.
-//   On NCCL each queue has a stream of its own, behind what compute had been given when a flight
-//   started; its finish makes compute wait, not the host. On LOCAL and MPI the host does.
+//   On NCCL each queue has a stream of its own. A flight runs there after all work that compute had
+//   been given before its start; its finish makes compute wait. On LOCAL and MPI the host waits.
 #pragma once
 #include "moves.h"
 
@@ -26,7 +26,7 @@ acc_t<T>* whole_gradient(const Trainer<T, S>& t, int bucket) {
     return address<acc_t<T>>(t, {each ? Kind::PARTIAL : summed_kind(t.layout), bucket});
 }
 
-// ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; else in place.
+// ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; otherwise REDUCE is in place.
 template <typename T, typename S>
 InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
@@ -47,7 +47,7 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     const T* shard = address<const T>(t, {from, a.bucket});
     Stored stored = t.plans[t.plan].stored;
     if (is_narrow(stored, t.model, a.bucket)) {
-        // A frozen bucket is bytes.
+        // Gather a narrow frozen bucket as bytes.
         const Comm& ranks = t.comms.data(t.model.buckets[a.bucket].group).shard;
         size_t bytes = stored_range<T>(stored, t.layout, t.model, a.bucket).count;
         auto* all = reinterpret_cast<unsigned char*>(whole);
@@ -68,7 +68,7 @@ InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
     return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t, a.op));
 }
 
-// Post all messages of an exchange together, so that no send waits for a receive behind it.
+// Post all messages of an exchange together, so that no send waits for a receive after it.
 template <typename T, typename S>
 InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
@@ -93,12 +93,12 @@ template <typename T, typename S>
 InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
     if (queue_of(a.op) == Queue::MOVE) return start_move(t, a);
 
-    // Layers use the communicator of tp too: sum what its ranks share where layers compute.
+    // Sum what tp ranks share on the compute stream, since layers use the communicator of tp there.
     if (a.op == Op::REDUCE)
         zero_reduce_shared(t.comms, t.layout, t.model, a.bucket, whole_gradient(t, a.bucket),
                            t.ctx.where);
 
-    // On a stream of its own, wait until what it reads is there.
+    // A stream of its own must wait for the data that the collective reads.
     bool apart = in_stream_order(t);
     S where = comm_where(t, a.op);
     if (apart)
@@ -109,7 +109,7 @@ InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
                     : a.op == Op::REDUCE ? start_reduce(t, a)
                                          : start_publish(t, a);
 
-    // On a stream of its own all of it is given now, the rest too, and a point marks its end.
+    // Give such a stream all of the collective now, the rest too, and mark its end.
     f.action = t.at;
     if (apart && f.rest) f.rest();
     if (apart) f.arrived = record_point(where);

@@ -3,7 +3,7 @@
 //     1. packets   a rank rounds its part of each shard to e4m3, and packs it for that shard's rank
 //     2.           the caller exchanges packets: rank q gets d of them, one from each rank
 //     3. sum       rank q adds what the codes stand for, in float, in the order of the ranks
-//   A packet is the codes of n elements, and behind them a byte for each block of 128: the exponent
+//   A packet is the codes of n elements, and after them a byte for each block of 128: the exponent
 //   of the power of two that scales the block (fp8.cuh). FP8-LM sums codes in the network instead,
 //   under one scale for all ranks, and so rounds again at every hop. Here a part is rounded once,
 //   however many ranks there are, and a scale concerns its own rank alone.

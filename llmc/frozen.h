@@ -1,6 +1,6 @@
 // frozen.h - weights that nothing trains, in 4 or 8 bits: where they lie, how they are made
 //   1. which    The matrices of blocks. Vectors, tables and the head stay T.
-//   2. where    One behind the other in the bucket of their block: codes, absmax, table, each at a
+//   2. where    One after the other in the bucket of their block: codes, absmax, table, each at a
 //               multiple of 256 bytes.
 //   3. made     Every rank quantises the whole parameter and keeps its piece, so the codes do not
 //               depend on tensor parallelism. A piece must be whole quantisation blocks.
@@ -321,8 +321,8 @@ void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, S
     put(place.table, table);
 }
 
-// Keep this rank's codes of int8,
-// and for each of its rows, cut or not, the absmax of the whole row.
+// Keep this rank's codes of int8, and for each of its rows, cut or not, the absmax of
+// the whole row.
 template <typename F>
 void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
                F put) {
@@ -331,8 +331,8 @@ void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     std::vector<float> absmax(p.local_rows());
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
         std::copy_n(&m.codes[from], count, &codes[at]);
-        // A run may be part of a row, or several rows:
-        // take the absmax of each row that starts in it.
+        // A run may be part of a row, or several rows: take the absmax of each row that
+        // starts in it.
         for (size_t r = ceil_div(at, cols); r * cols < at + count; r++)
             absmax[r] = m.table[(from + r * cols - at) / p.cols()];
     });

@@ -48,7 +48,7 @@ inline size_t gathered_scales(const Model& m, int bucket) {
     return scales;
 }
 
-// Where a bucket's maxima begin in MAXIMA; the bucket behind the last one gives their number.
+// Where a bucket's maxima begin in MAXIMA; the bucket after the last one gives their number.
 inline size_t maxima_before(const Plan& p, const Model& m, int bucket) {
     size_t before = 0;
     for (int b = 0; b < bucket; b++)
@@ -59,8 +59,8 @@ inline size_t maxima_bytes(const Plan& p, const Model& m) {
     return maxima_before(p, m, int(m.buckets.size())) * sizeof(uint32_t);
 }
 
-// Walk over elements [first, first + count) of a bucket, without the padding behind its last
-// parameter. matrix(piece, at, scale) takes a piece of a matrix, which begins `at` elements behind
+// Walk over elements [first, first + count) of a bucket, without the padding after its last
+// parameter. matrix(piece, at, scale) takes a piece of a matrix, which begins `at` elements after
 // `first`; its scales begin at number `scale`. wide(at, count) takes elements of no matrix.
 template <typename M, typename W>
 void for_each_gathered(const Model& m, int bucket, size_t first, size_t count, M matrix, W wide) {

@@ -5,10 +5,10 @@
 //   head        logits = ln_f(x) wte^T
 //   GPT-NeoX (neox.h) has the same block. Where its branches are parallel, both read inp:
 //               x = x + attn_proj(...) + fc_proj(gelu(fc(ln_2(x))))
-//   Names and order are those of train_gpt_min.cpp. Products are column- or row-parallel (plain on
-//   one rank); products of the same input come as one list {{result, weight, bias}, ...}.
-//   The backward pass has two halves, which a pipeline schedule may place apart. One makes dinp and
-//   what the other half needs: block_backward_input; block_backward_weight, gradients of weights.
+//   Names and order follow train_gpt_min.cpp. Products are column- or row-parallel (plain on one
+//   rank); products of the same input come as one list {{result, weight, bias}, ...}.
+//   The backward pass has two halves, which a schedule may place apart: block_backward_input makes
+//   dinp and what the other half reads; block_backward_weight makes the gradients of weights.
 //
 //   N = B*T rows of a micro-batch. R rows of the residual stream: N, or this rank's share of them
 //   with sequence parallelism. NH, NKV and F count this rank's own. QKV = (NH + 2 NKV) HS.
@@ -105,14 +105,14 @@ void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
 
 // The activations of a block. Levels of recomputation drop rows after the forward pass: all but
 // `none` drop CHEAP rows, `attention` also ATTN rows, `ffn` also FFN rows, `full` all three. The
-// backward pass makes GRADIENT rows; its input half (B) or weight half (W) is a row's last reader.
+// backward pass makes GRADIENT rows. A row's last reader is the input half (B) or weight half (W).
 template <typename T, typename S, typename Row>
 void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
     size_t R = N / s.row_ranks;
     using enum Keep;
     using enum Last;
-    auto [attn, ffn, last, none] = inputs_kept(s);
+    auto [attn, ffn, last, none] = inputs_kept(s); // PASSING if what reads these inputs is frozen
 
     //  pointer         name                    elements   of        last read
     row(a.ln_1,         "ln_1",                 R * C,     attn,     W);
@@ -202,26 +202,26 @@ Qkv<T> split_qkv(const Shape& s, T* qkv) {
     return {qkv, qkv + Q, qkv + Q + KV, QKV, QKV};
 }
 
-// The stream that the second branch reads: behind the first one, or `inp` if both are parallel.
+// The stream that the second branch reads: after the first one, or `inp` if both are parallel.
 template <typename T>
 const T* second_input(const Shape& s, const T* inp, const Gpt2::Acts<T>& a) {
     return s.parallel ? inp : a.middle;
 }
 
-// The gradient of the first branch's result: parallel branches join the stream at the block's end.
+// The gradient of the first branch's result. Parallel branches join the stream at the block's end.
 template <typename T>
 const T* first_gradient(const Shape& s, const T* dout, const Gpt2::Acts<T>& a) {
     return s.parallel ? dout : a.dmiddle;
 }
 
-// out = the stream behind the block. Activations go to `a`; cache is null except in generation.
+// out = the stream after the block. Activations go to `a`; cache is null except in generation.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
                    const Gpt2::Acts<T>& a, T* cache) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
 
-    // Let each token look at itself and those before it.
+    // Let each token look at itself and the tokens before it.
     layernorm_forward(ctx, a.ln_1, a.ln_1_mean, a.ln_1_rstd, inp, w.ln_1_weight, w.ln_1_bias);
     column_parallel_forward(ctx, {{a.qkv, w.attn_weight, w.attn_bias}}, a.ln_1);
     context_attention_forward(ctx, a.attention, a.lse, split_qkv(s, a.qkv), cache);
@@ -235,8 +235,8 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
 }
 
-// Make the activations that the level of recomputation dropped: always norms and GELU, at some
-// levels the products of a branch. Nothing reads the block's output, so its product is left out.
+// Make again the activations that the level of recomputation dropped: always norms and GELU, at
+// some levels products of a branch. Nothing reads the block's output, so its product is left out.
 template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2::Acts<T>& a,
                      Recompute level) {
@@ -258,8 +258,8 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
     gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where, s.exact_gelu);
 }
 
-// dinp, and all that the weight half reads: gradients of activations, and parts of the sums over
-// rows that become gradients of biases and norms.
+// Write dinp and all that the weight half reads: gradients of activations, and the parts of sums
+// over rows that become gradients of biases and norms.
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Gpt2::Block& w, const Gpt2::Acts<T>& a) {
@@ -285,7 +285,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                        a.ln_1_mean, a.ln_1_rstd);
 }
 
-// The gradients of weights, from what block_backward_input() made of the same dout and inp.
+// Make the gradients of weights, from what block_backward_input() left for the same dout and inp.
 template <typename T, typename S>
 void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
                            const Gpt2::Acts<T>& a, bool accumulate) {
@@ -316,7 +316,7 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
 // ----------------------------------------------------------------------------
 // the head: the final norm here, logits and loss in head.h
 
-// Norm `rows` rows of inp, then gather the rows of all ranks into a.norm (N,C).
+// Normalise `rows` rows of inp, then gather the rows of all ranks into a.norm (N,C).
 template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
@@ -325,7 +325,7 @@ void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>
     gather_rows(ctx, a.norm, norm);
 }
 
-// All of the head in training, loss and gradients, for its forward pass keeps nothing.
+// Run the whole head in training, loss and gradients, because its forward pass keeps nothing.
 template <typename T, typename S>
 void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt2::Head& w,
                    const HeadActs<T>& a, const double* scale, bool accumulate) {

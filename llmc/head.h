@@ -39,16 +39,16 @@ void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,
     const Shape& s = ctx.shape;
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
 
-    // Look up the tokens in this rank's rows of wte. Only one rank adds positions. The text begins
-    // behind a prefix of n tokens, in row n.
+    // Look up the tokens in this rank's rows of wte. Only one rank adds positions. After a prefix
+    // of n tokens the text begins in row n.
     const T* positions = wpe && ctx.tp.rank == 0 ? wpe + s.prefix * s.C : nullptr;
     embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
                       s.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
     sum_rows(ctx, out, partial);
 }
 
-// Add the gradient of all ranks' rows to this rank's part of dwte,
-// and that of its own rows to dwpe.
+// Add the gradients of all ranks' rows to this rank's part of dwte, and the gradients of its own
+// rows to dwpe.
 template <typename T, typename S>
 void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (Vp,C) (P,C) or null
                                const T* dout, bool accumulate) {            // (R,C)
@@ -108,14 +108,14 @@ template <typename T> struct HeadActs {
     acc_t<T>* distill;                            // (7,chunk) maxima and sums, or nothing
 };
 
-// Evaluation keeps these numbers for each row.
-// The target is the likeliest token if target_logit = row_max.
+// Evaluation keeps these numbers for each row. The target is the most likely token if
+// target_logit = row_max.
 template <typename T> struct RowLosses {
     acc_t<T> *losses, *row_max, *target_logit;    // (N) each
 };
 
-// List the head's activations, which live only while the head runs.
-// N is the rows of a micro-batch, or one when generating.
+// List the head's activations, which live only while the head runs. N is the rows of a micro-batch,
+// or in generation the rows with logits.
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
@@ -187,11 +187,12 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
 // Sum the losses of all rows, and the numbers that the objective reports beside it.
 template <typename T, typename S>
 void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
-    // Without coefficients, there is nothing but the loss.
+    // Without coefficients there is only the loss.
     size_t N = ctx.batch.rows();
     if (!ctx.shape.objective.rows())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
-    // The objective's numbers lie behind its coefficients.
+
+    // The objective's numbers follow its coefficients.
     const acc_t<T>* row = a.objective;
     size_t outputs = ctx.shape.objective.outputs();
     for (size_t i = 0; i + 1 < outputs; i++) {
@@ -200,9 +201,9 @@ void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
     }
 }
 
-// Compute the objective's numbers of pairs that lie over context-parallel ranks. A pair's sums want
-// the losses of whole sequences, (B,T) floats, which the ranks share. Each rank makes the numbers
-// of all rows, in the order of one rank, and keeps those of its own.
+// Compute the objective's numbers of pairs that lie over context-parallel ranks. A pair's sums need
+// the losses of whole sequences, (B,T) floats, which the ranks exchange. Each rank makes the
+// numbers of all rows, in the order of one rank, and keeps the numbers of its own rows.
 template <typename T, typename S>
 void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
     const Objective& o = ctx.shape.objective;
@@ -211,13 +212,13 @@ void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
     size_t T_all = b.T * o.ranks;
     size_t all = N * o.ranks;
 
-    // Put the losses at their places. All ranks but a row's own add 0.
+    // Put the losses at their places. A rank adds 0 for the rows of other ranks.
     acc_t<T>* losses = a.whole;
     device_zero(losses, all * sizeof(losses[0]), ctx.where);
     place_rows(losses, a.losses, b.positions, b.B, b.T, T_all, ctx.where);
     all_reduce_sum(ctx.cp, losses, all, ctx.where);
 
-    // Find what LOAD has put behind the keys' documents: read_micro_batch().
+    // Find what LOAD has put after the keys' documents: see read_micro_batch().
     const int* targets = b.key_documents + all;
     const float* numbers = reinterpret_cast<const float*>(targets + 2 * all);
     acc_t<T>* x = losses + all;
@@ -256,11 +257,11 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     objective(rows, ctx.shape.objective, N, ctx.where);
 }
 
-// Return the coefficients of rows, which take a walk of their own;
-// null if each row's loss counts as it is.
+// Return the coefficients of rows, which take a walk of their own; null if each row's loss counts
+// as it is.
 template <typename T, typename S>
 const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
-    // Drop the logits again, and make them anew for the gradients: all at once would take
+    // Drop each chunk's logits, and make them again for the gradients: all at once would take
     // N V elements.
     if (!ctx.shape.objective.rows()) return nullptr;
     size_t N = ctx.batch.rows();
@@ -299,7 +300,7 @@ struct TeacherHead {
     float softcap = 0;
 };
 
-// Make the teacher's logits of rows [n, n + rows), from what its last norm gave.
+// Make the teacher's logits of rows [n, n + rows), from the outputs of its last norm.
 template <typename T, typename S>
 void teacher_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
     const TeacherHead& t = *ctx.teacher;
@@ -312,7 +313,7 @@ void teacher_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t ro
 }
 
 // Distillation: turn the logits of rows [n, n + rows) into losses and their own gradient. Both
-// models' tables are cut alike over tensor-parallel ranks.
+// models' tables are cut in the same way over tensor-parallel ranks.
 template <typename T, typename S>
 void head_chunk_distill(Ctx<S>& ctx, const HeadActs<T>& a, GradientScale scale, size_t n,
                         size_t rows) {
@@ -370,12 +371,12 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
                                ctx.blas, ctx.where);
     }
 
-    // Sum dnorm over ranks: each one had the part of its own tokens.
+    // Sum dnorm over ranks: each rank has the part that comes from its own tokens.
     sum_rows(ctx, my_rows(ctx, a.dnorm), a.dnorm);
     total_loss(ctx, loss, a);
 }
 
-// Norm the rows that generation scores: the last `kept` ones of each sequence.
+// Normalise the rows that generation scores: the last `kept` rows of each sequence.
 template <typename T, typename S, typename W>
 void norm_last_rows(Ctx<S>& ctx, const T* inp, const W& w, HeadActs<T> acts, size_t kept) {
     const Batch& b = ctx.batch;

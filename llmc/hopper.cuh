@@ -1,7 +1,7 @@
 // hopper.cuh - inline-PTX wrappers of Hopper (sm_90a): mbarrier, TMA, wgmma, barriers, registers
 //   This file and mma.cuh hold all inline PTX of the project.
-//   Each wrapper has a caller, and an executable model: test/harness/emulator_hopper.h. The PTX
-//   manual has a section named after each instruction; CUTLASS has the same wrappers:
+//   Each wrapper has a caller, and a model that the tests run: test/harness/emulator_hopper.h. The
+//   PTX manual has a section named after each instruction; CUTLASS has the same wrappers:
 //     instruction                         from      in CUTLASS
 //     mbarrier, bar, fence.proxy.async    sm_90     cutlass/arch/barrier.h
 //     setmaxnreg                          sm_90a    cutlass/arch/reg_reconfig.h
@@ -30,8 +30,8 @@ namespace llmc {
 #if defined(__CUDACC__)
 
 // ---- mbarrier: a phase is over when all arrivals and all expected bytes have come --------
-// Initialise a barrier. One thread does it, before any other may arrive or wait. To wait for one
-// phase after the other, wait for parity 0, then 1, then 0. On a new barrier a wait for parity 1
+// Initialise a barrier. One thread does it, before any other may arrive or wait. Phases have
+// the parities 0, 1, 0, ...: wait for them in turn. On a new barrier a wait for parity 1
 // returns at once.
 LLMC_DEV void mbar_init(uint64_t* b, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_u32(b)), "r"(arrivals));
@@ -68,8 +68,8 @@ LLMC_DEV void mbar_wait(uint64_t* b, uint32_t parity) {
 // Make this thread's writes to shared memory visible to TMA stores and wgmma. Call it before the
 // barrier that those wait for.
 LLMC_DEV void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Set the number of registers of each thread to N, a multiple of 8. regs_inc waits
-// for others' regs_dec.
+// Set the number of registers of each thread to N, a multiple of 8. regs_inc waits until other
+// warps have given enough away by regs_dec.
 template <int N> LLMC_DEV void regs_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -84,25 +84,25 @@ LLMC_DEV void bar_sync(int id, int n) {
 LLMC_DEV void bar_arrive(int id, int n) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(n) : "memory");
 }
-// Choose one lane of a warp, to issue TMA and arrivals. All 32 lanes must call it.
-LLMC_DEV bool elect_one() { // true for one lane
+// Choose one lane of a warp, to issue TMA and arrivals: only it gets true. All lanes must call it.
+LLMC_DEV bool elect_one() {
     uint32_t p;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0,1,0,p;\n}" : "=r"(p));
     return p;
 }
 
 // Wait until a word in global memory says that it is this block's turn; a negative word means that
-// turns were lost. One thread polls, and acquire shows it what the thread before wrote.
+// turns were lost. One thread polls; acquire shows it all that the block before has written.
 LLMC_DEV void wait_for_turn(int* turn, int mine) {
     int now, polls = 0;
     do {
         asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        // A turn that has not come within minutes never comes: give up, for all who wait. A printf
-        // here would serialise the products of the whole kernel, so check_turn() reports it.
+        // A turn that has not come within minutes never comes: give up, for all blocks that wait. A
+        // printf here would make ptxas serialise the kernel's products, so check_turn() reports it.
         if (++polls == 1 << 30) atomicExch(turn, INT_MIN);
     } while (now != mine && now >= 0);
 }
-// Call it in a later kernel: it ends the launch with an error if turns were lost.
+// Call it in a later kernel: it stops with an error if turns were lost.
 LLMC_DEV void check_turn(const int* turn) {
     if (*turn >= 0) return;
     printf("a block's turn never came: blocks did not start in the order of their indices\n");
@@ -138,7 +138,7 @@ LLMC_DEV void tma_store_4d(const CUtensorMap* m, const void* s, int c0, int c1, 
         : "memory");
 }
 
-// ---- stmatrix: ldmatrix's way back -----------------------------------------------------------
+// ---- stmatrix: the reverse of ldmatrix -------------------------------------------------------
 // Store four 8 by 8 matrices. Lane 8 m + r provides the address of row r of matrix m, 16 bytes.
 LLMC_DEV void stmatrix_x4(void* s, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_u32(s)),
@@ -181,8 +181,8 @@ LLMC_DEV void bulk_wait() { // until global memory is written
 }
 
 // ---- wgmma ---------------------------------------------------------------------------------
-// Call it before the first product, and before a product whose registers were written
-// since the last.
+// Call it before the first product, and before each product whose registers have been written since
+// the last one.
 LLMC_DEV void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Close a group of all products since the last commit; wait for all groups but the last N.
 LLMC_DEV void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -191,9 +191,9 @@ template <int N> LLMC_DEV void wg_wait() {
 }
 // Call it after a wait. It keeps the compiler from reading the accumulator earlier.
 LLMC_DEV void keep(float& r) { asm volatile("" : "+f"(r)::"memory"); }
-// Call it before a wait, with a condition that is never true and depends on the work that should
-// run before the wait. ptxas moves a wait up over arithmetic, as though it could not overlap the
-// products, but never over a branch.
+// Call it before a wait, with a condition that is never true and depends on the arithmetic that
+// should run before the wait. ptxas moves a wait up over arithmetic, which then no longer overlaps
+// the products, but never over a branch.
 LLMC_DEV void never(bool impossible) {
     if (impossible) __trap();
 }
@@ -267,7 +267,8 @@ LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, in
 
 #endif
 
-// Whether this pass compiles Hopper's own instructions. If not, such a kernel calls needs_sm90a().
+// Whether this pass of the compiler takes Hopper's own instructions. If not, a kernel that needs
+// them calls needs_sm90a().
 #if defined(EMULATE) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HOPPER_PASS 1
 #else
@@ -275,10 +276,10 @@ LLMC_DEV void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, in
 #endif
 
 #if defined(__CUDACC__) && !HOPPER_PASS
-// End the launch with an error, because an empty kernel would silently leave its outputs unwritten.
-// A Hopper that runs code compiled for another GPU comes here.
+// End the launch with an error: an empty kernel would silently leave its outputs unwritten. This
+// happens on a Hopper that runs code compiled for another GPU.
 LLMC_DEV void needs_sm90a(const char* kernel) {
-    // Let other threads return: a trap of theirs could come before the message.
+    // Let one thread trap: the trap of another could come before the message.
     unsigned block = blockIdx.x + blockIdx.y + blockIdx.z;
     if (block + threadIdx.x > 0) return;
     printf("%s has no code for this GPU: compile for sm_90a (make GPUS=90a)\n", kernel);
@@ -372,8 +373,8 @@ CUtensorMap encode_tensor_map(const T* base, const size_t (&dims)[RANK],
 
 constexpr size_t MOST_MAPS = 4096; // of one type and rank that a thread keeps: about 1 MiB
 
-// The same, with a map that this thread has encoded before if there is one: layers come with the
-// same operands in every step. A map holds nothing but these arguments, so it never goes stale.
+// The same, but take a map that this thread has encoded before, if there is one: layers come with
+// the same operands in every step. A map holds nothing but these arguments, so it stays valid.
 // Pass it as `const __grid_constant__ CUtensorMap`.
 template <typename T, int RANK>
 CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
@@ -390,7 +391,7 @@ CUtensorMap make_tensor_map(const T* base, const size_t (&dims)[RANK],
     for (unsigned side : box)
         *next++ = side;
 
-    // Find it, or encode it. Texts that grow bring ever new sizes, so the store is bounded.
+    // Find it, or encode it. A text that grows brings new sizes without end, so limit the store.
     static thread_local std::map<Key, CUtensorMap> known;
     const auto found = known.find(key);
     if (found != known.end())

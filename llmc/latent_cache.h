@@ -1,8 +1,8 @@
 // latent_cache.h - generation with latent attention: the cache holds latents - arXiv:2405.04434
-//   cache (slots,positions,DC+DR): a token's latent behind its norm, and its rotated k_rope. All
+//   cache (slots,positions,DC+DR): a token's latent after its norm, and its rotated k_rope. All
 //   heads read the same row, so all tensor-parallel ranks hold the same cache.
 //   1. A prompt attends to itself by heads, as in training, and its latents are stored.
-//   2. Tokens behind others attend to the cache: q absorbs W_k, the output W_v (latent_decode.cuh).
+//   2. Tokens after others attend to the cache: q absorbs W_k, the output W_v (latent_decode.cuh).
 //      The same sums in another order: logits agree up to rounding. Products with kv_b are in
 //      its own type then, under fp8 too.
 //   Adapters of kv_b, one or one of each sequence, are absorbed as second matrices: W + s B A is
@@ -123,7 +123,7 @@ void absorbed_attention(Ctx<S>& ctx,
     T* base = static_cast<T*>(ctx.heads);
     AbsorbedRooms<T> rooms = {base, base + heads * width, base + heads * (width + DC)};
 
-    // Absorb W_k into the plain part of each query; the rotary part stands behind it.
+    // Absorb W_k into the plain part of each query; the rotary part stands after it.
     rotate_forward<T>(ctx, {q, s.NH, s.NH * s.HS});
     const T* w = values_of<T>(kv_b, ctx.blas, ctx.where); // (NH,plain+HS_v,DC)
     size_t kv = plain + s.HS_v;

@@ -43,7 +43,7 @@ void latent_heads_forward(T* k, T* v, const T* kv, const T* k_rope, // (N,NH,HS)
             T* key = k + row * d.HS;
             T* value = v + row * d.HS;
 
-            // Copy the two parts of the key, then the value with zeros behind it.
+            // Copy the two parts of the key, then the value with zeros after it.
             std::copy_n(from, plain, key);
             std::copy_n(k_rope + n * rope_stride, d.rotary, key + plain);
             std::copy_n(from + plain, d.HS_v, value);
@@ -62,7 +62,7 @@ void latent_heads_backward(T* dkv, T* dk_rope, size_t rope_stride, // (N,NH,kv) 
         for (size_t h = 0; h < d.NH; h++) {
             size_t row = n * d.NH + h;
 
-            // Copy this head's own parts. The zeros behind a value had no effect, so their
+            // Copy this head's own parts. The zeros after a value had no effect, so their
             // gradient is dropped.
             T* to = dkv + row * d.kv();
             std::copy_n(dk + row * d.HS, plain, to);

@@ -5,10 +5,10 @@
 //   inp, out, dinp, dout (N,C)   weight, bias (C)   dweight, dbias (C) acc
 //   mean, rstd (N) acc, kept for backward
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
-//             sums = parts of three column sums: dweight, dbias, and dresidual's rows, which give
-//             the gradient of the bias that ends the branch (its last projection's). They have
-//             layernorm_sums elements; null: not wanted. column_sums adds up the parts that
-//             layernorm_parts lists. Without dresidual the CPU does not write the third.
+//             sums = parts of three column sums: dweight, dbias, and dresidual's rows. The last is
+//             the gradient of the bias of the branch's last projection. `sums` has
+//             layernorm_sums() elements; null: not wanted. column_sums adds up the parts that
+//             layernorm_parts lists. Without dresidual the CPU leaves the third unwritten.
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
 //   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
@@ -23,7 +23,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // CPU
 
-// One task a row. mean and rstd are kept for backward.
+// Each row is a task. mean and rstd are kept for backward.
 template <typename T>
 void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N) (N)
                        const T* inp, const T* weight, const T* bias, // (N,C) (C) (C)
@@ -56,7 +56,7 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
     }
 }
 
-// The gradient of the input, one task a row. mean(g) is the part that passes through the mean, and
+// The gradient of the input; each row is a task. mean(g) is the part that passes through the mean,
 // mean(g * xhat) the part that passes through rstd. dresidual may be dinp, because each element is
 // read before it is written.
 template <typename T>
@@ -72,7 +72,7 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
         const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
         T* dx = dinp + n * C;                                        // (C)
 
-        // The two row means of the gradient.
+        // Take the two row means of the gradient.
         A m = mean[n], r = rstd[n];
         A sum_g = 0, sum_gx = 0;
         #pragma omp simd reduction(+ : sum_g, sum_gx)
@@ -120,8 +120,7 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C
         A dw[COLUMNS] = {};
         A db[COLUMNS] = {};
 
-        // Sum the rows. `columns` is a type with a constant value for whole blocks,
-        // a number otherwise.
+        // Sum the rows. `columns` is a compile-time constant for whole blocks, else a number.
         auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
                 const T* d = dout + n * C + c0; // (columns)
@@ -135,7 +134,7 @@ void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C
             }
         };
 
-        // A constant width is what lets the compiler keep the sums in registers.
+        // With a constant width the compiler keeps the sums in registers.
         if (count == COLUMNS)
             add_rows(std::integral_constant<size_t, COLUMNS>());
         else
@@ -171,7 +170,7 @@ void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (
 
 #if LLMC_KERNELS
 
-// WARPS warps share a row; a load takes P elements. The second and third readings of a row hit L1.
+// WARPS warps share a row; a load takes P elements. The row is read three times: twice from L1.
 //   out, inp (N,C)   weight, bias (C)   mean, rstd (N)
 template <typename T, int P, int WARPS>
 __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const T* inp,
@@ -208,7 +207,7 @@ __global__ void layernorm_forward_kernel(T* out, float* mean, float* rstd, const
         store(y + c, o);
     }
 
-    // Keep the statistics; one thread of the row writes them.
+    // Keep the statistics: one thread of the row writes them.
     if (row.thread > 0) return;
     mean[row.n] = m;
     rstd[row.n] = r;
@@ -235,7 +234,7 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
             o[k] = dresidual ? load<P>(dresidual + n * C + c) : Pack<T, P>{};
         };
 
-        // The two row means of the gradient.
+        // Take the two row means of the gradient.
         float of_row[2] = {};
         strip.for_packs(C, [&](int k, size_t c) {
             read(k, c);

@@ -12,8 +12,8 @@
 //     out       inp, W       1 x 128 of K, 128 x 128         E4M3, E4M3
 //     dinp      dout, W      1 x 128 of K, 128 x 128         E5M2, E4M3
 //     dW        dout, inp    128 rows of a column, both      E5M2, E4M3
-//   Each product quantises its operands anew from bf16; no code is ever quantised again. A W with
-//   an Fp8Cast is quantised once a step, to the same codes.
+//   Each product quantises its operands from bf16; codes are never quantised again. A W with an
+//   Fp8Cast is quantised once a step, to the same codes.
 //   Recipe `block`: where 128 divides T, no block spans two micro-batches' rows, and where 128
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
 //   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before; a number
@@ -52,8 +52,8 @@ struct Narrow {
     const float* first_float() const { return nf4.codes ? nf4.table : absmax; }
 };
 
-// A weight's fp8 form, kept from the first product that reads it for those that follow. `home`
-// holds either codes and the codes of the transpose behind them, or values, which serve both uses.
+// A weight's fp8 form, kept from the first product that reads it for the products that follow.
+// `home` holds codes and then the codes of the transpose; or values, which serve both uses.
 struct Fp8Cast {
     unsigned char* home = nullptr; // (fp8_cast_bytes)
     mutable bool values = false, codes = false, turned = false; // what `home` holds now
@@ -172,7 +172,7 @@ inline size_t fp8_codes_bytes(size_t rows, size_t cols) {
 // Bytes of an Fp8Cast: the codes of a weight, and of its transpose.
 inline size_t fp8_cast_bytes(size_t rows, size_t cols) { return 2 * fp8_codes_bytes(rows, cols); }
 
-// The scratch for the operands of any of the three products. It lies behind the product's own.
+// The scratch for the operands of any of the three products. It follows the product's own.
 inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     if (fp8 == Fp8::NONE) return 0;
     // The scratch may end anywhere between multiples of FP8_ALIGN; the first term allows for that.
@@ -182,9 +182,9 @@ inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
     return FP8_ALIGN + std::max({inp + w, dout + w, dout + inp});
 }
 
-// The values of W (OC,IC): its own, or dequantised into blas.wide. Each call dequantises anew.
-// Beside a product of many rows that is little work (2% at 8192 rows of bf16); beside a product of
-// one row it is most of the work.
+// The values of W (OC,IC): its own, or dequantised into blas.wide by each call. Beside a product of
+// many rows this is little work (2% at 8192 rows of bf16); beside a product of one row it is most
+// of the work.
 template <typename T, typename S>
 const T* values_of(const Weight& w, Blas& blas, S where) {
     if (!w.narrow) return w.as<const T>();
@@ -256,7 +256,7 @@ template <typename T, typename S> struct Fp8Operands {
         return values;
     }
 
-    // The codes, laid out so that the product's sum runs along rows, and their scales behind them.
+    // The codes, laid out so that the product's sum runs along rows, then their scales.
     Fp8Operand codes(const LinearOperand<T>& o) {
         // Use the weight's kept codes if they are there.
         bool kept = o.cast && !o.cast->values;
@@ -311,7 +311,7 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
                 return fp8_matmul(out, first, second, bias, residual, q, blas, where);
             }
 
-        // Elsewhere, multiply the values of the codes.
+        // Otherwise multiply the values of the codes.
         const T* first = operands.values(a);
         const T* second = operands.values(b);
         matmul(out, first, second, bias, residual, p, blas, where);

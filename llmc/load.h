@@ -1,5 +1,5 @@
 // load.h - a step's input: sequences shared out over ranks, read ahead while a device works
-//   run_load       the action LOAD: sends tokens, targets, positions, document starts on their way
+//   run_load       the action LOAD: sends tokens, targets, positions, document starts to the device
 //   run_count      the action COUNT: counts the valid targets of all ranks, and sets the numbers of
 //                  the step
 //   bind_batch     hands one micro-batch of the step's input to the blocks
@@ -111,7 +111,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     uint64_t first = cursor + (uint64_t(m) * layout.dp.size + layout.dp.rank) * p.B;
     std::string wrong;
 
-    // Read each sequence here first, whole. The memory is kept from step to step.
+    // First read each whole sequence here. The memory is kept from step to step.
     t.sequence.resize(p.row_numbers() * p.T);
     int* x = t.sequence.data(); // tokens
     int* targets = x + p.T;
@@ -122,7 +122,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
         wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers,
                               p.objective.inputs(), p.T);
-        // Pairs lie in whole sequences: of the ranks that share one, the first counts them.
+        // Pairs lie in whole sequences: the first of the ranks that share a sequence counts them.
         if (pairs_count && layout.cp.rank == 0)
             *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
 
@@ -152,8 +152,8 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
     return wrong;
 }
 
-// Read the batch that a plan will need at `cursor`, while a device is at work. On a CPU there is no
-// such time to use, so LOAD itself reads.
+// Read the batch that a plan will need at `cursor`, while a device is at work. On a CPU no such
+// time is free, so LOAD itself reads.
 template <typename T, typename S>
 void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     PreparedBatch& next = t.next;
@@ -174,8 +174,8 @@ void run_load(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     size_t numbers = p.input_numbers();
 
-    // Take the prepared batch. The batch after it goes to the other staging memory, for copies from
-    // this one may still be under way by then.
+    // Take the prepared batch. The batch after it goes to the other staging memory, because copies
+    // from this one may still be under way by then.
     PreparedBatch& next = t.next;
     bool prepared = next.plan == t.plan && next.cursor == t.cursor;
     if (prepared) {
@@ -209,7 +209,7 @@ void run_count(Trainer<T, S>& t) {
     share_maxima(t);
     if (t.plans[t.plan].mode != Mode::TRAIN) return;
 
-    // Copy from staging memory, for the copy may still be under way when this returns.
+    // Copy from staging memory: the copy may still be under way when this returns.
     StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
     StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
     here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
@@ -226,7 +226,7 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     size_t N = p.rows();
     t.ctx.sequences = p.B * size_t(p.micro_batches) * size_t(t.layout.dp.size);
 
-    // Point at the input's parts, which lie one behind the other as read_micro_batch() wrote them.
+    // Point at the input's parts, which follow each other as read_micro_batch() wrote them.
     const int* keys = tokens + p.row_numbers() * N;
     t.ctx.micro = micro;
     t.ctx.batch = {p.B, N / p.B, tokens, tokens + N, tokens + 2 * N, tokens + 3 * N};

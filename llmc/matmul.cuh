@@ -4,8 +4,8 @@
 //   Blas is a rank's handle: the products made so far, and the scratch that the caller planned.
 //   a, b (T) with strides {row, column} in elements, one of them 1 on the GPU
 //   out T or acc_t<T>, rows contiguous   bias (N) T   residual as out
-//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable for an
-//             equal number of threads; our own loops for any number of threads; on the GPU for an
+//   Contract: out = or += (accumulate) the product, + bias, + residual.  Bitwise repeatable: our
+//             own loops for any number of threads, oneDNN for an equal number, the GPU for an
 //             equal choice of algorithm, which is measured once (blas_rehearse) and kept in a file.
 //   Cost: 2 M N K FLOPs.
 //   To copy: this file, types.h and cuda_common.h.
@@ -41,7 +41,7 @@ constexpr size_t PRODUCT_WORKSPACE = size_t(32) << 20;
 #endif
 
 // Set by a thread that places a plan for a GPU which is not here: products then count cuBLAS's
-// workspace, and neither this processor's instructions nor its threads change a byte.
+// workspace, and sizes do not depend on this processor's instructions or threads.
 inline thread_local bool sizes_of_gpu = false;
 
 // The number of threads that a parallel region has here: OpenMP's, or one.
@@ -205,7 +205,7 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                   const Product& p, size_t j0, size_t count,
                   acc_t<T>* panel) { // (K,PANEL)
     typedef acc_t<T> A;
-    // g++'s own vectors need no more alignment than an element.
+    // Such a vector of g++ needs no more alignment than an element.
     typedef A Vector __attribute__((vector_size(REGISTER), aligned(alignof(A))));
     constexpr size_t LANES = REGISTER / sizeof(A);
     constexpr size_t VECTORS = PANEL / LANES;
@@ -241,7 +241,7 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
 }
 
 // The whole product. scratch: matmul_plain_scratch_bytes(), a panel for each thread. Threads share
-// out columns and never split a sum over k, so its order does not depend on their number.
+// columns out and never split a sum over k, so no sum depends on their number.
 template <typename T, typename O>
 void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
                   const Product& p, void* scratch) {
@@ -258,7 +258,7 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
 #ifdef WITH_ONEDNN
 // Whether oneDNN multiplies a type here, in sums of length K; if not, our own loops do. AMX
 // multiplies pairs of bf16 along K, and oneDNN 2.6 answers K = 63 with wrong sums or an illegal
-// instruction: odd lengths, which no model's channels have, are not for it.
+// instruction. So odd lengths, which no model's channels have, go to our loops.
 inline bool onednn_takes(Type t, size_t K) {
     if (t == Type::BF16) return K % 2 == 0 && onednn_takes_bf16();
     return t == Type::F32;
@@ -369,7 +369,7 @@ inline void point(const std::unordered_map<int, dnnl::memory>& args, int arg, co
     args.at(arg).set_data_handle(const_cast<void*>(data));
 }
 
-// Run one product. The scratch serves the packing and then the primitive; the packed b lies behind.
+// Run one product. The packing and then the primitive use the scratch; the packed b follows it.
 inline void run_product(const MadeProduct& m, void* out, const void* a, const void* b,
                         const void* bias, const void* residual, const Product& p, void* scratch) {
     // Pack b.
@@ -398,9 +398,10 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
 // one function for both
 
 #ifdef WITH_ONEDNN
-// The scratch that oneDNN needs. It compiles a kernel to say so, which takes milliseconds, and
-// plans ask for the same product in every layer: answers are kept. oneDNN counts all threads that
-// OpenMP has now, also for a product that runs in one of them. Ranks may be threads.
+// The scratch that oneDNN needs. To say so it compiles a kernel, which takes milliseconds, and
+// plans ask about the same product in every layer: keep the answers, under a lock, because
+// ranks may be threads. oneDNN counts all threads that OpenMP has now, even for a product that
+// one thread runs.
 inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual) {
     static std::mutex mutex;
     static std::map<ProductKey, size_t> answers;
@@ -465,7 +466,7 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
 inline bool blas_rehearse(Blas&, bool /*begin*/, Cpu) { return false; } // nothing to measure
 
 // ----------------------------------------------------------------------------
-// GPU: cuBLASLt; in the emulator a plain product behind the same function
+// GPU: cuBLASLt; in the emulator a plain product with the same interface
 
 #if LLMC_KERNELS
 
@@ -485,7 +486,7 @@ inline cudaDataType_t cuda_type(Type t) {
     case Type::F32: return CUDA_R_32F;
     case Type::BF16: return CUDA_R_16BF;
     case Type::F16: return CUDA_R_16F;
-    case Type::F64: break; // the reference's alone
+    case Type::F64: break; // only the CPU's reference has it
     }
     die("cuBLASLt is asked for a product of a type that is not built");
 }
@@ -687,7 +688,7 @@ inline std::string choices_file() {
            std::to_string(cublasLtGetVersion()) + "-" + std::to_string(CHOICES_VERSION) + ".txt";
 }
 
-// Read the choices of earlier runs. Of a file that was cut short, the lines before the cut count.
+// Read the choices of earlier runs. If the file was cut short, use the lines before the cut.
 inline void read_choices(Blas& blas) {
     static_assert(sizeof(cublasLtMatmulAlgo_t) == 64);
     FILE* f = fopen(choices_file().c_str(), "r");

@@ -17,8 +17,8 @@ inline void copy_in(void* to, const void* from, size_t bytes, Cpu) {
     if (to != from) memcpy(to, from, bytes);
 }
 
-// Copy bytes to the host: copy_out_later() has filled `to` when wait_for() returns, copy_out() when
-// it returns itself. A device copies while the host goes on only if `to` is staging memory.
+// Copy bytes to the host. copy_out() fills `to` before it returns, copy_out_later() before
+// wait_for() returns. A device copies while the host continues only if `to` is staging memory.
 inline void copy_out_later(void* to, const void* from, size_t bytes, Cpu) {
     if (to != from) memcpy(to, from, bytes);
 }
@@ -44,7 +44,7 @@ inline void close_stream(Cpu) {}
 inline int current_device(Cpu) { return 0; }
 inline void use_device(int, Cpu) {}
 
-// A point behind all that a stream has been given so far. Another stream may wait for it once.
+// A point after all work that a stream has been given so far. Another stream may wait for it once.
 inline int record_point(Cpu) { return 0; }
 inline void wait_point(int, Cpu) {}
 inline void wait_here(int) {} // the host waits

@@ -11,7 +11,7 @@
 //   backward computes from these is linear in them, so the gradients of q_a, kv_a and the norms are
 //   partial sums by heads, and norm_1's rows are summed as in Llama.
 //   Attention's kernels need v as wide as q and k. So scratch holds k and v in their layout, with
-//   zeros behind the HS_v channels of v and out. This multiplies the work on v by HS / HS_v, 1.5 in
+//   zeros after the HS_v channels of v and out. This multiplies the work on v by HS / HS_v, 1.5 in
 //   DeepSeek, and takes memory for one layer. What is kept is q, kv and out, at their own width;
 //   backward lays k and v out again. So context parallelism is Llama's. Generation caches latents,
 //   not heads (latent_cache.h).
@@ -47,7 +47,7 @@ struct Deepseek {
 
     // attention and d attention are (N,NH,HS_v) here.
     template <typename T> struct Acts : Mixtral::Acts<T> {
-        T *q_down, *q_latent;                     // (N,DQ) (N,DQ)       before the norm, behind it
+        T *q_down, *q_latent;                     // (N,DQ) (N,DQ)       before the norm, after it
         T *kv_down, *kv_latent;                   // (N,DC+DR) (N,DC)
         acc_t<T> *q_latent_rstd, *kv_latent_rstd; // (N) (N)
         T* kv;                                    // (N,NH,kv)
@@ -135,7 +135,7 @@ void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, 
     // Sizes that no rank cuts.
     size_t DQ = s.q_latent;
     size_t DC = s.kv_latent;
-    size_t down = DC + s.rotary; // k's rotary part lies behind the latent
+    size_t down = DC + s.rotary; // k's rotary part lies after the latent
 
     // Channels of all heads, and rows of the stream.
     size_t Q = s.NH * s.HS;
@@ -246,7 +246,7 @@ template <typename T, typename S>
 void expand_heads(Ctx<S>& ctx,
                   const LatentRooms<T>& room,
                   const Deepseek::Acts<T>& a) {
-    // k's rotary part lies behind each latent.
+    // k's rotary part lies after each latent.
     const Shape& s = ctx.shape;
     size_t width = s.kv_latent + s.rotary;
     latent_heads_forward(room.k, room.v, a.kv, a.kv_down + s.kv_latent, width, latent_heads(s),

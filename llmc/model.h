@@ -34,7 +34,7 @@ namespace llmc {
 // Adapters by the name of their matrix, without ".weight": "h.0.attn.c_attn".
 struct Adapter {
     size_t rank;
-    double scale; // multiplies the adapter's result
+    double scale;         // multiplies the adapter's result
     float rate_of_b = 1; // B's learning rate divided by A's
 };
 typedef std::map<std::string, Adapter> Adapters;
@@ -59,10 +59,10 @@ struct Shape : Variant {
     size_t E = 0, K = 0;            // experts of each block, and how many each token goes through
     Router router = Router::RENORMALISED;
     float gate_scale = 1;           // multiplies the gates of all experts
-    ExpertCapacity capacity;        // what an expert takes; a plan's shape knows how much
+    ExpertCapacity capacity;        // limits the tokens of an expert; a plan fills in the numbers
     size_t ffn_beside = 0;          // layer_shape(): width of shared experts, or of a dense ffn
     size_t V = 0;                   // vocabulary
-    size_t P = 0;                   // positions the model is made for: the limit of T and prompts
+    size_t P = 0;                   // positions that the model has: the limit of T and prompts
     Position position = Position::LEARNED;
     bool qkv_bias = true; // GPT-2 and Qwen2 have biases on q, k, v
     bool o_bias = false, mlp_bias = false; // some Llamas: biases on o; on gate, up and down
@@ -85,7 +85,7 @@ struct Shape : Variant {
     size_t vocab_start = 0; // this rank's first token
     size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
-    size_t expert_ranks = 1, expert_rounds = 1; // who shares experts, and how they work off rows
+    size_t expert_ranks = 1, expert_rounds = 1; // who shares experts, and in how many rounds
 
     // The rows of a token table: the vocabulary, padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
@@ -172,8 +172,8 @@ struct Parameter {
     bool decay;
     int layer; // the layer that defines it
     int bucket = 0;
-    int pieces = 1;    // different pieces that tensor parallelism cuts it into
-    size_t stack = 1;  // experts: equal matrices one below the other, which files hold apart
+    int pieces = 1;    // different pieces that tensor parallelism makes of it
+    size_t stack = 1;  // experts: equal matrices one below the other, which files hold one by one
     Axis experts = {}; // the ranks that share out a stack
     size_t offset = 0; // this rank's piece begins here: elements from the bucket's start
     int adapter = -1;  // the row of its adapter's A; B's is the next. -1: no adapter
@@ -190,7 +190,7 @@ struct Parameter {
     size_t local_elements() const { return elements() / size_t(pieces * experts.size); }
 };
 
-// The role by which code finds a bucket, never by number: a technique may add its own anywhere.
+// Code finds a bucket by its role, never by number, so a technique may add its own anywhere.
 enum class Role : uint8_t {
     TOKENS,    // the token table, which is also the head of a tied model
     POSITIONS, // the table of learned positions
@@ -296,8 +296,8 @@ inline const char* recompute_name(Recompute r) {
 }
 
 // A level for each layer, by its number. Layers past the last one given take the last one's level,
-// so one level serves all. Embedding and head have no activation table: theirs mean nothing.
-// A segment is some FULL blocks in a row that keep one input: the first one's (segments.h).
+// so one level serves all. Embedding and head ignore their levels: they have no activation table.
+// A segment is a run of FULL blocks that keeps only the first one's input (segments.h).
 struct RecomputeLevels {
     std::vector<Recompute> given;
     std::vector<int> segments = {}; // [layer]: the blocks of its segment; empty: one
@@ -312,11 +312,11 @@ struct RecomputeLevels {
 
 // The source of a row of the activation table, which decides the levels that drop the row.
 //   CHEAP     the output of a norm or an activation function
-//   ATTN      products and attention of the first branch, and the residual stream behind it
+//   ATTN      products and attention of the first branch, and the residual stream after it
 //   FFN       products of the second branch
 //   ROUTING   the choice of experts, which no level drops: R must not choose other experts
 //   GRADIENT  a gradient, made in the backward pass
-//   PASSING   the input of frozen products alone, which no backward pass reads: F drops it
+//   PASSING   an input that only frozen products read, so no backward pass does: F drops it
 enum class Keep { CHEAP, ATTN, FFN, ROUTING, GRADIENT, PASSING };
 
 // The last reader of a row: the input half (B) or the weight half (W) of the backward pass.
@@ -338,7 +338,7 @@ inline bool recomputed(Keep keep, Recompute level) {
     case Keep::FFN: return redoes_ffn(level);
     case Keep::ROUTING:
     case Keep::GRADIENT: return false; // made once, whatever the level is
-    default: return true; // PASSING: no backward pass wants it
+    default: return true; // PASSING: no backward pass reads it
     }
 }
 

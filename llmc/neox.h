@@ -2,7 +2,7 @@
 //   embedding   x = embed_in[token]
 //   block       gpt2.h's, parallel; RoPE turns a part of each head
 //   head        logits = embed_out(final_layer_norm(x))
-//   Files hold q, k and v head by head, this program one behind the other (huggingface.h).
+//   Files hold q, k and v head by head, this program one after the other (huggingface.h).
 #pragma once
 #include "gpt2.h"
 
@@ -38,7 +38,7 @@ void block_parameters(Neox::Block& w, const Shape& s, Row row) {
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
 
-    // The first branch: its norm, the products of q, k, v, and the one behind attention. A row has
+    // The first branch: its norm, the products of q, k, v, and the one after attention. A row has
     // weight, name, shape, start, decays, cut, transposed.
     row(w.ln_1_weight, "input_layernorm.weight", {C}, ONES, false, whole, false);
     row(w.ln_1_bias, "input_layernorm.bias", {C}, ZEROS, false, whole, false);

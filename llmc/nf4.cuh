@@ -175,7 +175,7 @@ void nf4_quantize(uint8_t* codes, float* absmax, const T* x, size_t n, Cpu) { //
     }
 }
 
-// Quantise the absmaxes, and write their absmax2 behind the table's head.
+// Quantise the absmaxes, and write their absmax2 after the table's head.
 inline void nf4_quantize_scales(uint8_t* codes, float* table, const float* absmax, // (blocks)
                                 size_t blocks, Cpu) {
     for (size_t first = 0; first < blocks; first += NF4_SCALES_BLOCK) {

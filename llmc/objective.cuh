@@ -1,5 +1,5 @@
 // objective.cuh - preferences, rewards: a coefficient a row - arXiv:2305.18290 arXiv:2402.03300
-//   A window of T tokens holds pairs: a chosen sequence and the rejected one behind it, each a
+//   A window of T tokens holds pairs: a chosen sequence and the rejected one after it, each a
 //   document of its own.
 //   y = sum of log p(target) over a sequence's n targets,   r = y - the reference's y
 //   d = r_chosen - r_rejected,   m = y / n,   s = 1 / (1 + exp(-x)),   e label smoothing
@@ -66,10 +66,10 @@ struct Objective {
     // Floats of a row that LOAD brings, and numbers of a row that the head makes.
     size_t inputs() const { return rows() ? 2 + old_policy : 0; }
     size_t outputs() const { return rows() ? 4 + old_policy : 0; }
-    // Whether ranks need the rows of whole sequences, of which they have a part each.
+    // Whether ranks need the rows of whole sequences, of which each has only a part.
     bool joins() const { return pairs() && ranks > 1; }
     // Numbers of such a row that LOAD brings for pairs: its target, its document's start, feedback
-    // and reference; behind the position and the start that attention wants of it.
+    // and reference. They follow the position and the document's start that attention reads.
     size_t whole_inputs() const { return pairs() ? 4 : 0; }
     size_t shared_numbers() const { return 2 + whole_inputs(); }
 };
@@ -162,9 +162,8 @@ LLMC_HD inline PairLoss pair_loss(Objective o, const SequenceSum& w, const Seque
         return {minus_log_sigmoid(u - o.gamma), u, c / w.targets, -c / l.targets};
     }
 
-    // The chosen sequence's own loss, and the ratio of the odds p / (1 - p) per token. p
-    // stays below 1:
-    // the odds of a certain token would be infinite.
+    // The chosen sequence's own loss, and the ratio of the odds p / (1 - p) per token. p stays
+    // below 1: the odds of a certain token would be infinite.
     case LossKind::ORPO: {
         double none_w = -expm1(fmin(mean_w, -1e-12));
         double none_l = -expm1(fmin(mean_l, -1e-12));
@@ -250,7 +249,7 @@ LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
 }
 
 // Fill in the pair that begins in row n; any other row returns at once. A pair begins with the
-// first row of a chosen sequence, and the rejected one lies right behind it. For KTO each sequence
+// first row of a chosen sequence, and the rejected one lies right after it. For KTO each sequence
 // is filled in alone. A chosen sequence without a rejected one, such as padding, gets zeros.
 template <typename A>
 LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {

@@ -11,15 +11,15 @@
 //   the rate, clipping and bias correction of that step; nothing waits at the first step:
 //     w(t+1) = update(w(t), g(t-1))       w(2) = w(1)
 //   The host updates copies of the weights, 2 bytes an element in bf16, while layers read the old:
-//     FETCH(b.c)   weights -> a copy          behind COUNT
+//     FETCH(b.c)   weights -> a copy          after COUNT
 //     UPDATE(b.c)  on the copy                spread over the layers' actions, each before
 //                                             PARK(grad b) overwrites the gradient
-//     PARK(b.c)    the copy -> weights        behind NORM
+//     PARK(b.c)    the copy -> weights        after NORM
 //   The last gradient of a run stays unapplied: it waits in the checkpoint.
 //   Activations: what a block keeps for its backward pass leaves the device until then. With
 //   `--recompute full` that is the block's input alone, and the device's memory does not grow with
 //   the number of layers:
-//     PARK(m,l)    input and kept activations -> where they lie           behind F(m,l)
+//     PARK(m,l)    input and kept activations -> where they lie           after F(m,l)
 //     FETCH(m,l)   back                                  `prefetch` actions before R, B or I (m,l)
 //   Weights: a bucket's weights arrive for each use, as ZeRO-3's do. RELEASE drops them, and UPDATE
 //   finds a chunk of them in STAGED. Every level of ZeRO then keeps them in shards (zero.h):
@@ -27,7 +27,7 @@
 //                                                          shard, before its GATHER
 //   Gradients: a bucket's gradient leaves when no layer adds to it for long. The sums of its
 //   squares stay for NORM, and UPDATE finds a chunk of it in STAGED:
-//     PARK(grad b)   behind the last B of a micro-batch, or its REDUCE or TIE
+//     PARK(grad b)   after the last B of a micro-batch, or its REDUCE or TIE
 //     FETCH(grad b)  back        `prefetch` actions before the next one, of another micro-batch
 //     SQUARE(b)      sums of squares of a complete gradient, before it leaves
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
@@ -71,8 +71,8 @@ inline LateUpdates late_updates(const Plan& p, const Model& model) {
     return late;
 }
 
-// Before: UPDATE(b) behind NORM. After: UPDATE(b.c) among the layers, with the gradient of the step
-// before. FETCH stands behind COUNT, and PARK where UPDATE was.
+// Before: UPDATE(b) after NORM. After: UPDATE(b.c) among the layers, with the gradient of the step
+// before. FETCH stands after COUNT, and PARK where UPDATE was.
 inline Plan add_late_updates(const Plan& in, const Model& model) {
     LateUpdates late = late_updates(in, model);
     size_t layers = 0, run = 0, next = 0; // run: of all actions of layers; next: of all updates
@@ -98,7 +98,7 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
             p.actions.push_back(fetch);
         }
 
-        // Share out the host's work: behind each layer, as large a part of it as of the layers.
+        // Share out the host's work: after each layer, as large a part of it as of the layers.
         run += computes(a.op);
         while (computes(a.op) && next < late.all.size() &&
                late.elements[next] * layers <= late.elements.back() * run)
@@ -107,7 +107,7 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
     return p;
 }
 
-// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK behind it.
+// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK after it.
 // The first chunks set out before NORM, which waits for all ranks.
 inline Plan add_offload(Plan in, const Model& model) {
     if (in.offload.late && in.mode == Mode::TRAIN) return add_late_updates(in, model);
@@ -152,8 +152,8 @@ struct GradientUse {
     bool writes; // the first action writes the gradient, so nothing needs to be fetched
 };
 
-// Before: the plan up to UPDATE. After: a gradient leaves the device behind a layer, sum or tie if
-// the next one comes only long after, and returns ahead of that. Behind the very last one, SQUARE
+// Before: the plan up to UPDATE. After: a gradient leaves the device after a layer, sum or tie if
+// the next one comes only long after, and returns ahead of that. After the very last one, SQUARE
 // sums its squares, and the gradient goes to where UPDATE finds it in chunks.
 inline Plan add_gradient_moves(Plan in, const Model& model) {
     if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
@@ -192,7 +192,7 @@ inline Plan add_gradient_moves(Plan in, const Model& model) {
             if (!use.writes)
                 ahead[at].push_back({Op::FETCH, -1, -1, d.of, false, {}, -1, d.kind});
 
-            // Let a sum over ranks go on beside the next layers: leave only behind them.
+            // Let a sum over ranks go on beside the next layers: leave only after them.
             int until = std::min(computed[use.last] + prefetch, int(places.size()));
             bool sums = in.actions[use.last].op == Op::REDUCE;
             int behind = use.last + 1;
@@ -210,9 +210,9 @@ inline Plan add_gradient_moves(Plan in, const Model& model) {
             ahead[behind].push_back({Op::PARK, -1, -1, d.of, false, {}, -1, kind});
         }
 
-    // Write the list anew, with these insertions.
+    // Write the list again, with these insertions.
     Plan p = in.without_actions();
-    // The place past the last action holds what stands behind it.
+    // The place past the last action holds what stands after it.
     for (int i = 0; i <= end; i++) {
         p.actions.insert(p.actions.end(), ahead[i].begin(), ahead[i].end());
         if (i < end) p.actions.push_back(in.actions[i]);
@@ -220,7 +220,7 @@ inline Plan add_gradient_moves(Plan in, const Model& model) {
     return p;
 }
 
-// Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) behind the first and FETCH(m,l)
+// Before: F(m,l) and, later, R, B or I (m,l). After: PARK(m,l) after the first and FETCH(m,l)
 // ahead of the second, for a block that is parked, if enough compute actions stand between them.
 inline Plan add_parking(Plan in, const Model& model) {
     if (in.offload.activations == Tier::DEVICE || in.mode != Mode::TRAIN)

@@ -3,8 +3,8 @@
 //   budget.h chooses levels by FLOPs. Where activations may leave, parking is one more level: it
 //   costs no arithmetic, and time only if the link to the other tier is busy when a block needs
 //   its rows again. The simulator times that on the plan itself, on a machine's rates. Messages
-//   between ranks are left out, for they are the same whatever the choice.
-//   The space: the first blocks are parked, for they wait longest for their backward pass. Levels
+//   between ranks are left out: every choice has the same.
+//   The space: the first blocks are parked, since they wait longest for their backward pass. Levels
 //   are those that budget.h lists, FULL ones first: for all blocks, or for those that stay, while
 //   parked ones all have one level.
 //     seconds >= max(compute + what is redone, bytes moved / rate)      if all moves are hidden
@@ -145,7 +145,7 @@ inline int chosen_datum(const Model& model, Data d) {
 inline std::vector<ParkedInstant> parked_instants(const Arena& leanest,
                                                   const Plan& p,
                                                   const Model& model) {
-    // Note at each action what begins, and behind it what ends.
+    // Note at each action what begins, and after it what ends.
     struct Change {
         int datum, near, whole;
         size_t begun, ended;
@@ -269,7 +269,7 @@ Arena place_parked(ParkingSearch<T, S>& s, const ParkedCounts& c) {
     s.options[0].recompute = levels;
     s.options[0].offload.parked = parked;
 
-    // Make the plan anew: levels change this one alone.
+    // Make the training plan again: levels change no other plan.
     s.plans[0] = make_plan(s.layout, s.model, s.options[0], s.steps);
     return place_plans<T>(s.plans, s.model, s.where);
 }

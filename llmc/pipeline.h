@@ -2,19 +2,19 @@
 //   A model's layers are cut into pp * chunks stages; stage s is on rank s % pp. A schedule is the
 //   list of one rank's slots. A slot prints as F0.1: the forward pass (F) of micro-batch 0 through
 //   stage 1. The letter is one of
-//     F  forward    B  backward, both halves; or apart:  I  input's gradient  W  weights' gradient
-//   1. schedule_of     each rank's slots in their order; or read_schedule, from a file
+//     F  forward   B  backward; or its halves alone:  I  input's gradient   W  weights' gradient
+//   1. schedule_of     each rank's slots in order; read_schedule takes them from a file
 //   2. add_transfers   messages between ranks: one group of receives and sends before each slot
-//   3. check_schedule  "" or the fault: slots, their order, a deadlock if sends wait for receives
+//   3. check_schedule  "" or the fault: in slots, in their order, or a deadlock of the messages
 //   4. simulate        when each slot runs, the idle share, the most activations alive at a time
 //   5. split_layers    which layers make a stage
-//   4 ranks, 5 micro-batches, B twice as long as F; line r is rank r, which has stage r:
+//   Below, 4 ranks run 5 micro-batches; B takes twice as long as F. Line r is rank r and stage r:
 //     1F1B - arXiv:1806.03377
 //       F0 F1 F2 F3                   B0 -- F4 B1 --    B2 --    B3 --    B4 --
 //          F0 F1 F2             B0 -- F3 B1 -- F4 B2 --    B3 --    B4 --
 //             F0 F1       B0 -- F2 B1 -- F3 B2 -- F4 B3 --    B4 --
 //                F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 B4 --
-//     zero-bubble ZB-H1: the first rank waits less, late W fill the end - arXiv:2401.10241
+//     zero-bubble ZB-H1: ranks wait less, and late W fill the end - arXiv:2401.10241
 //       F0 F1 F2 F3          I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4
 //          F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4
 //             F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4
@@ -28,7 +28,7 @@
 //   one stage. The live activations of interleaved also need m to be a multiple of p. A chunk has
 //   1/v of a rank's layers, so interleaved idles 1/v as long as 1F1B and sends v times the
 //   messages. After I a stage keeps only what W needs. Sends that wait for their receives cost no
-//   time: a test tries all sizes up to 8 ranks, 4 chunks and 24 micro-batches.
+//   extra time: a test tries all sizes up to 8 ranks, 4 chunks and 24 micro-batches.
 //   Contract: each stage adds its weight gradients in ascending micro-batch order, and the check
 //   enforces it. All schedules therefore have the same sums, bit for bit. Everything follows from
 //   the sizes, before the run.
@@ -65,7 +65,7 @@ inline bool operator==(const Slot& a, const Slot& b) {
     return a.op == b.op && a.micro == b.micro && a.stage == b.stage;
 }
 
-// Whether a slot makes the gradient that the stage below waits for: B does, and its half I.
+// Whether a slot makes the gradient that the stage below waits for: B does, and so does I.
 inline bool is_backward(SlotOp op) { return op == SlotOp::B || op == SlotOp::I; }
 
 // Return a slot's text, "F0.1": the operation, the micro-batch, the stage.
@@ -85,7 +85,7 @@ std::string fault_text(const Part&... part) {
 // schedules
 
 // Return one rank's forward or backward passes in order. Micro-batches run in groups: a group
-// passes chunk 0, then chunk 1, and so on; backward, the last chunk comes first. In the textbook
+// passes chunk 0, then chunk 1, and so on; backward starts with the last chunk. In the textbook
 // `group` divides the number of micro-batches. Where it does not, some groups are larger and none
 // is smaller: a small group would be back at rank 0 before the pipeline is full, and would wait.
 inline Schedule pass_order(SlotOp op, int group, int pp, int chunks, int micro_batches, int rank) {
@@ -105,12 +105,13 @@ inline Schedule pass_order(SlotOp op, int group, int pp, int chunks, int micro_b
     return s;
 }
 
-// Run `warmup` forward passes, then forward and backward in turn, then the backward passes left.
+// Run `warmup` forward passes, then one forward and one backward in turn, then the remaining ones.
 inline Schedule alternate(const Schedule& forward, const Schedule& backward, int warmup) {
     Schedule s;
     int n = int(forward.size());
     int f = 0;
     for (int b = 0; b < n; b++) {
+        // Stay `warmup` forward passes ahead until there are no more.
         for (; f < n && f <= warmup + b; f++)
             s.push_back(forward[f]);
         s.push_back(backward[b]);
@@ -122,11 +123,13 @@ inline Schedule alternate(const Schedule& forward, const Schedule& backward, int
 // The stage below gets its gradient sooner, and late W fill the idle time at the end.
 inline Schedule delay_weights(const Schedule& in, int delay) {
     Schedule s, weights;
-    size_t done = 0; // of weights
+    size_t done = 0; // slots of `weights` that are in s
     for (Slot slot : in) {
         s.push_back({slot.op == SlotOp::B ? SlotOp::I : slot.op, slot.micro, slot.stage});
         if (slot.op == SlotOp::B)
             weights.push_back({SlotOp::W, slot.micro, slot.stage});
+
+        // Let the oldest W go once more than `delay` wait.
         if (weights.size() - done > size_t(delay))
             s.push_back(weights[done++]);
     }
@@ -144,8 +147,8 @@ inline Schedule schedule_of(Pipeline kind, int pp, int chunks, int micro_batches
     int groups = std::max(1, m / group);
     int largest = (m + groups - 1) / groups; // micro-batches of a group
 
-    // Count the forward passes before the first backward pass:
-    // a rank waits for the ranks behind it.
+    // Count the forward passes before the first backward pass. Early ranks have more: their first
+    // gradient must come back through all later ranks.
     bool interleaved = chunks > 1 || kind == Pipeline::INTERLEAVED;
     int warmup = pp - rank - 1;
     if (interleaved)
@@ -354,8 +357,8 @@ struct Timeline {
 };
 
 // Run every rank's steps in order, each as soon as the steps that it waits for have ended. With
-// in_rounds, costs do not count: each step takes one round, and a backward pass may share its round
-// with the forward pass right before it.
+// in_rounds every step takes one round, whatever its cost, and a backward pass may share the round
+// of the forward pass right before it.
 inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& costs = {},
                           bool in_rounds = false) {
     size_t pp = steps.size();
@@ -364,6 +367,7 @@ inline Timeline run_steps(const Steps& steps, const Waits& waits, const Costs& c
 
     // Run one step: it starts after the step before it and after all that it waits for.
     auto run = [&](size_t r, size_t i) {
+        // Only rounds can be shared: with costs, steps of a rank never overlap.
         bool shares = in_rounds && i > 0 && steps[r][i - 1].slot.op == SlotOp::F &&
                       steps[r][i].slot.op != SlotOp::F;
         double start = i == 0 ? 0 : shares ? t.start[r][i - 1] : t.end[r][i - 1];
@@ -431,8 +435,8 @@ inline std::string deadlock_in(const Steps& steps, const Waits& waits, const Tim
     return text;
 }
 
-// Return the waits for the case in which sends never wait:
-// a slot begins after the slots whose messages it needs.
+// Return the waits for the case in which sends never wait: a slot begins after the slots whose
+// messages it needs.
 inline Waits waits_for_data(const Steps& steps, const std::vector<Crossing>& messages) {
     Waits waits;
     for (const std::vector<ScheduleStep>& rank : steps)
@@ -461,7 +465,7 @@ inline std::string pair_transfers(const Steps& steps, Waits& waits) {
         for (int i = 0; i < int(steps[r].size()); i++)
             for (const Transfer& t : steps[r][i].transfers)
                 (t.send ? sends[{r, t.peer}] : receives[{t.peer, r}]).push_back({i, t});
-    for (const auto& [ends, list] : receives) sends[ends]; // a pair that receives only
+    for (const auto& [ends, list] : receives) sends[ends]; // adds pairs that have only receives
 
     // Match sends and receives one by one.
     for (const auto& [ends, sent] : sends) {
@@ -528,9 +532,9 @@ inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_r
 }
 
 // Place groups between any two slots, or only between rounds of one forward and one backward pass,
-// whichever makes the ranks wait less. Any slot suits 1F1B, which needs a message as soon as it is
-// made. Rounds suit the interleaved schedule: it warms up for twice as long, so a message may take
-// a whole round, and between any two slots it would often find its peer in a long backward pass.
+// whichever makes the ranks wait less. 1F1B wants any slot: it needs a message as soon as it is
+// made. The interleaved schedule wants rounds: it warms up for twice as long, so a message may take
+// a whole round, while between two slots its peer would often be in a long backward pass.
 inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
     std::vector<Crossing> messages = crossings_of(all, pp);
     Steps bare = bare_steps(all, pp);
@@ -565,8 +569,7 @@ inline std::vector<ScheduleStep> add_transfers(const std::vector<Schedule>& all,
 // Return "" or the first message that is missing: a slot needs it, or a transfer sends it, before
 // the rank has made or received it.
 inline std::string check_arrivals(const std::vector<ScheduleStep>& steps, int rank, int stages) {
-    // `here` holds the messages that this rank has made or received so far.
-    std::set<MessageKey> here;
+    std::set<MessageKey> here; // messages that this rank has made or received so far
     for (size_t i = 0; i < steps.size(); i++) {
         const Slot& slot = steps[i].slot;
         auto fault = [&](const auto&... what) {
@@ -602,8 +605,8 @@ inline std::string check_transfers(const Steps& steps, int stages) {
     return deadlock_in(steps, waits, run_steps(steps, waits));
 }
 
-// Return "" or the fault of one rank's slots:
-// each pass runs once, F before I before W, and W in ascending order.
+// Return "" or the fault of one rank's slots: each pass runs once, F before I before W, and W
+// in ascending order.
 inline std::string check_slots(const Schedule& mine, int rank, int pp, int chunks,
                                int micro_batches) {
     enum { F = 1, I = 2, W = 4, ALL = 7 };
@@ -668,7 +671,7 @@ inline std::string check_schedule(const std::vector<Schedule>& all, int pp, int 
     std::string fault = deadlock_in(steps, waits, run_steps(steps, waits));
     if (!fault.empty()) return fault;
 
-    // 3. The groups of transfers, although sends wait.
+    // 3. The groups of transfers, which must end even though sends wait.
     return check_transfers(add_transfers(all, pp), pp * chunks);
 }
 
@@ -696,7 +699,7 @@ inline int peak_live(const Schedule& mine) {
 }
 
 // Simulate schedules that pass the check.
-// Sends never wait, unless `blocking`: then groups of transfers wait as above.
+// Sends never wait, unless `blocking`: then groups of transfers wait as in pair_transfers().
 inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs& costs = {},
                            bool blocking = false) {
     Steps steps = blocking ? add_transfers(all, pp) : bare_steps(all, pp);
@@ -746,7 +749,7 @@ inline std::string picture_of(const std::vector<Schedule>& all, const Simulation
 //   1. The largest stage's cost is the least possible.
 //   2. Among those splits, the sum of squared costs is least.
 //   3. Among those, the first stage is shortest, then the second: they keep the most activations.
-// cost (n) >= 0 counts to a billionth of its sum; whole numbers count exactly.
+// cost (n) >= 0 is rounded to a billionth of the sum; whole numbers stay exact.
 inline std::vector<int> split_layers(const std::vector<double>& cost, int stages) {
     int n = int(cost.size());
     if (stages < 1 || stages > n) return {};

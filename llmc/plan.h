@@ -53,7 +53,7 @@ inline std::vector<ScheduleStep> forward_schedule(const Layout& layout, int micr
     std::vector<ScheduleStep> steps;
     for (int m = 0; m < micro_batches; m++)
         for (int s = layout.pp.rank; s < stages; s += pp) {
-            // Put the receive before the slot, and the send into a step of its own behind it.
+            // Put the receive before the slot, and the send into a step of its own after it.
             ScheduleStep run = {true, {SlotOp::F, m, s}, {}}, send;
             if (pp > 1 && s > 0)
                 run.transfers = {{false, (s - 1) % pp, false, m, s}};
@@ -88,7 +88,7 @@ inline PerRank<ScheduleStep> schedule(Layout layout, const PlanOptions& options)
 
 // Before: slots of stages. After: layers, F(m,l) in order and B(m,l) in reverse. With the backward
 // split, all input halves I of a slot run before its weight halves W. Two exceptions: the embedding
-// has no input half, and the head stays whole, for its logits are gone once it has run.
+// has no input half, and the head stays whole, because its logits are gone once it has run.
 inline Plan add_layers(const Plan& in, const Model& model, const std::vector<ScheduleStep>& steps) {
     Plan p = in;
 
@@ -96,7 +96,7 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
     std::set<int> reached; // layers that have written to their gradients
     auto each_micro_batch = [&](int bucket) { return reduced_each(p.layout, model, bucket); };
 
-    // Append an action. In a bucket that is reduced after each micro-batch, each one writes first.
+    // Append an action. Where each micro-batch is reduced, each one writes its gradients first.
     auto add = [&](Op op, int m, int l) {
         const std::vector<int>& used = buckets_of(model, l);
         bool each = std::any_of(used.begin(), used.end(), each_micro_batch);
@@ -105,7 +105,7 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
     };
 
     for (const ScheduleStep& step : steps) {
-        // Put transfers before their slot, for a receive feeds it.
+        // Put transfers before their slot, because a receive brings its input.
         if (!step.transfers.empty())
             p.actions.push_back({Op::SENDRECV, -1, -1, -1, false, step.transfers});
         if (!step.has_slot) continue;
@@ -123,7 +123,7 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
             for (int l = to - 1; l >= from; l--)
                 add(Op::B, m, l);
         } else {
-            // Split the backward: the input halves come first, for another stage waits for them.
+            // Split the backward: the input halves come first, since another stage waits for them.
             if (is_backward(op))
                 for (int l = to - 1; l >= std::max(from, 1); l--)
                     add(l == head ? Op::B : Op::I, m, l);
@@ -194,7 +194,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     Layout cut = whole ? whole_sequences(layout) : layout;
     Plan p = {options, with_tiers(cut, options.offload), {}};
 
-    // The order matters: add_reduce() looks for layers, and add_gather() at all other actions.
+    // The order matters: add_reduce() looks at layers, and add_gather() at all other actions.
     p = add_layers(p, model, steps);
     p = drop_idle_backward(std::move(p), model);
     p = add_load(std::move(p));

@@ -31,7 +31,7 @@ inline std::string check_data(const Plan& p, const Model& model) {
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
             bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
-            // Each step makes its gradients anew, unless updates read those of the step before.
+            // Each step makes new gradients, but a late update reads those of the step before.
             bool lasts = persistent(d.kind) && (!gradient || p.offload.late);
             if (!lasts && !given && !written.count(d))
                 return action_text(a, model) + " reads " + data_text(d, model) +
@@ -191,7 +191,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
                 return text + " is out of order";
             break;
 
-        // State comes before its chunk's update, and leaves right behind it.
+        // State comes before its chunk's update, and leaves right after it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
             wrong = late ? check_late_park(p, model, a, bucket, norm) : "";

@@ -5,7 +5,7 @@
 
 namespace llmc {
 
-// The words of a bucket's chunk, behind its name.
+// The words of a bucket's chunk, after its name.
 inline std::string chunk_text(int chunk) {
     if (chunk < 0) return "";
     std::string text = "."; // g++ 12 warns of "." + a text

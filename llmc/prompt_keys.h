@@ -5,7 +5,7 @@
 //   1. evaluate n tokens, and put the rows in the place of their embeddings
 //   2. take each block's rotated keys and its values
 //   3. they are the prefix from here on; what is trained further is that prefix
-//   A text begins behind both at position n. Sliding windows differ: a row leaves a window, a
+//   A text begins after both at position n. Sliding windows differ: a row leaves a window, a
 //   prefix does not.
 //   Cost: one forward pass of n rows at the start of a run.
 #pragma once

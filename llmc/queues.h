@@ -11,7 +11,7 @@ namespace llmc {
 // The queue that runs an action. Actions of one queue run in order; queues run beside each other.
 //   COMPUTE  layers and the end of the step: an action is over when it returns
 //   COMM     the plan's collectives
-//   MESSAGE  messages between stages: behind a sum of gradients they would hold up every stage
+//   MESSAGE  messages between stages: after a sum of gradients they would hold up every stage
 //   MOVE     moves between tiers of memory
 enum class Queue : uint8_t { COMPUTE, COMM, MESSAGE, MOVE };
 
@@ -64,10 +64,10 @@ inline bool all_ranks_meet(const Plan& p, const Model& model, const Action& a) {
 //   - touches what it writes, or releases those bytes
 //   - overwrites what it reads
 //   - makes all ranks meet (a move concerns one rank, and goes on)
-//   - has the same op, or with prefetch 0 at any next action, if it holds bytes: else the bytes of
-//     several actions in flight would add up
-// An exchange's two halves, its receives and its sends, finish apart. Tensor parallelism's sums are
-// no actions of the plan: they wait for none of this.
+//   - if the action in flight holds bytes: has the same op, or with prefetch 0 comes next. Else
+//     the bytes of several actions in flight would add up
+// An exchange's two halves, its receives and its sends, finish separately. The sums of tensor
+// parallelism are not actions of the plan, so none of this holds for them.
 inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
     int end = int(p.actions.size());
     std::vector<Access> touched;
@@ -88,7 +88,7 @@ inline std::vector<Finish> finish_before(const Plan& p, const Model& model) {
         bool adds_up = holds && a.op != Op::FETCH;
         bool apart = a.op == Op::SENDRECV && !x.reads.empty() && !x.writes.empty();
 
-        // Begin with the latest place, the plan's end. Actions behind a may ask for an earlier one.
+        // Begin with the latest place, the plan's end. Actions after a may ask for an earlier one.
         Finish f = {end, end};
         auto open_until = [&] { return apart ? std::max(f.writes, f.reads) : f.first(); };
         for (int j = i + 1; j < open_until(); j++) {

@@ -5,7 +5,7 @@
 //   2. FORWARD    this rank's queries attend to these t keys: part, part_lse
 //   3. MERGE      add the part to the sum, in float; the first part is the sum
 //   Backward uses the final out and lse, so each pair of ranks' rows is independent of the others:
-//   1. HOP        k, v as above; one hop behind them, the gradients so far       beside 2
+//   1. HOP        k, v as above; the gradients so far follow one hop later       beside 2
 //   2. BACKWARD   dq += in float; dk, dv of these keys from this rank's queries
 //   3. ADD        dk, dv to what has arrived for the same keys; after cp hops they are home
 //   A key's gradient is summed over the ranks in order, from its owner on, in float, and rounded
@@ -76,8 +76,8 @@ RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
 // ----------------------------------------------------------------------------
 // hops
 
-// The messages of one hop: each buffer goes to the next rank,
-// and another arrives from the rank before.
+// The messages of one hop: for each buffer that goes to the next rank, another one arrives from
+// the rank before.
 template <typename S> struct Hop {
     std::vector<CommMessage> messages;
     Pending<S> pending;
@@ -93,7 +93,7 @@ void add_message(Hop<S>& hop, const Comm& cp, void* out, void* in, size_t bytes)
     hop.messages.push_back({in, bytes, before, false, tag});
 }
 
-// Start a hop behind the work so far. Whatever the caller runs until finish_hop() runs beside it.
+// Start a hop after the work so far. Whatever the caller runs until finish_hop() runs beside it.
 template <typename S>
 void start_hop(Ctx<S>& ctx, Hop<S>& hop) {
     // Wait for the kernels that wrote these buffers, and for those that read the ones to overwrite.
@@ -121,8 +121,8 @@ void pack_keys(Ctx<S>& ctx, T* keys, const Qkv<T>& x) { // keys (N,2,KV)
     copy_rows(values, 2 * bytes, x.v, from, bytes, N, ctx.where);
 }
 
-// Return attention's operands: this rank's queries,
-// and the keys that have arrived after `step` hops.
+// Return attention's operands: this rank's queries, and the keys that have arrived
+// after `step` hops.
 template <typename T, typename S>
 AttentionOperands<T> ring_operands(const Ctx<S>& ctx, const T* q, size_t q_stride, const T* keys,
                                    int step) {
@@ -203,14 +203,14 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     device_zero(room.sum, N * Q * sizeof(acc_t<T>), ctx.where);
 
     for (int step = 0; step < ctx.cp.size; step++) {
-        // 1. Pass the keys on, and one hop behind them the gradients of the keys that left before.
+        // 1. Pass the keys on, and with them the gradients of the keys that left one hop before.
         Hop<S> hop = keys_hop(ctx, room, step);
         if (step > 0)
             add_message(hop, ctx.cp, room.leaving, room.arriving, bytes);
         start_hop(ctx, hop);
 
-        // 2. Compute gradients for the keys at hand:
-        // dq adds up over the steps, dk and dv belong to this step.
+        // 2. Compute gradients for the keys at hand. dq adds up over the steps; dk and dv belong
+        // to this step.
         AttentionOperands<T> operands = ring_operands(ctx, room.rows, Q, room.keys, step);
         operands.dout = dout;
         operands.accumulate = true;
@@ -220,7 +220,7 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
         finish_hop(ctx, hop);
         std::swap(room.keys, room.next_keys);
 
-        // 3. Add what the ranks before have computed for these keys. Their owner comes first.
+        // 3. Add what earlier ranks, the keys' owner first, have computed for these keys.
         if (step > 0)
             add_forward(room.made, room.arriving, room.made, numbers, ctx.where);
         std::swap(room.made, room.leaving);

@@ -4,7 +4,7 @@
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
 //   RmsnormMore holds the options: a residual added to out, a constant `plus` added to each weight
 //   (Gemma: 1), and rows cut over several ranks. For cut rows call rmsnorm_row_sums first and
-//   all-reduce what it gives.
+//   all-reduce its results.
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
 //             out null: rstd alone.
 //             sums = partial sums of dweight, rmsnorm_sums elements; null: the weight is frozen.
@@ -63,7 +63,7 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
     }
 }
 
-// One task a row. rstd is kept for backward.
+// Each row is a task. rstd is kept for backward.
 template <typename T>
 void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
                      const T* inp, const T* weight, // (N,C) (C)
@@ -73,7 +73,7 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
     for (size_t n = 0; n < N; n++) {
         const T* x = inp + n * C; // (C)
 
-        // The root mean square.
+        // Take the root mean square.
         A square = 0;
         #pragma omp simd reduction(+ : square)
         for (size_t c = 0; c < C; c++)
@@ -113,7 +113,7 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
         const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
         T* dx = dinp + n * C;                                        // (C)
 
-        // The row mean of g * xhat.
+        // Take the row mean of g * xhat.
         A r = rstd[n], sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
@@ -161,8 +161,7 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
         size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
         A dw[COLUMNS] = {};
 
-        // Sum the rows. `columns` is a type with a constant value for whole blocks,
-        // a number otherwise.
+        // Sum the rows. `columns` is a compile-time constant for whole blocks, else a number.
         auto add_rows = [&](auto columns) {
             for (size_t n = 0; n < N; n++) {
                 const T* d = dout + n * C + c0; // (columns)
@@ -174,7 +173,7 @@ void rmsnorm_backward_weight(acc_t<T>* dweight,                                 
             }
         };
 
-        // A constant width is what lets the compiler keep the sums in registers.
+        // With a constant width the compiler keeps the sums in registers.
         if (count == COLUMNS)
             add_rows(RmsnormColumns());
         else
@@ -210,7 +209,7 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
     if (row.n >= N) return; // all threads of a row leave together
     const T* x = inp + row.n * C; // (C)
 
-    // The root mean square.
+    // Take the root mean square.
     float square = 0;
     for (size_t c = row.thread * P; c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c);
@@ -284,7 +283,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
             o[k] = dresidual ? load<P>(dresidual + n * C + c) : Pack<T, P>{};
         };
 
-        // The row mean of g * xhat.
+        // Take the row mean of g * xhat.
         float of_row[1] = {};
         strip.for_packs(C, [&](int k, size_t c) {
             read(k, c);

@@ -2,11 +2,11 @@
 //   FULL keeps the input of every block. A segment of s FULL blocks keeps its first input alone,
 //   and R makes the others again, in order, before the segment's backward pass:
 //     R(m,l) R(m,l+1) .. R(m,l+s-1) B(m,l+s-1) .. B(m,l+1) B(m,l)
-//   All but the last R run the whole forward pass, for the next block needs its output.
+//   All but the last R run the whole forward pass, because the next block needs the output.
 //     memory of L blocks   L/s + s - 1 inputs, and the rows of s blocks instead of one
 //     time                 the last product of (s-1)/s of the blocks, beyond FULL
 //   A block's rows are some 17 times its input, so s = 2 pays from 35 blocks on, and s = sqrt(L/17)
-//   takes the least. Where a block keeps more than FULL does, to make it FULL saves more for less.
+//   takes the least. If a block keeps more than FULL, making it FULL first saves more for less.
 //   A segment ends with its stage, and at the first block that is not FULL. Blocks without a
 //   backward pass stand in none.
 #pragma once

@@ -1,6 +1,6 @@
 // simulator.h - the time of a step: the very plans that run, event by event, before they run
 //   1. A rank goes through its plan in order. Compute runs at once. All else is posted, and runs in
-//      the stream of its queue, behind what was posted there before it. What needs other ranks
+//      the stream of its queue, after what was posted there before it. What needs other ranks
 //      also begins in the order of the host's calls, as NCCL does where streams share a GPU.
 //   2. A collective starts when its last rank has arrived, a message when both ends have. An
 //      exchange is over with its last message.
@@ -69,8 +69,8 @@ struct Simulator {
 // ----------------------------------------------------------------------------
 // who meets whom
 
-// Whether two ranks of one stage meet in an action.
-// Collectives inside layers join tp, cp and ep ranks.
+// Whether two ranks of one stage meet in an action. Collectives inside layers join tp, cp
+// and ep ranks.
 inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     // A rank also meets itself.
     bool data = x.dp.rank == y.dp.rank, context = x.cp.rank == y.cp.rank;
@@ -122,8 +122,8 @@ inline void pair_messages(Simulator& s) {
             }
 }
 
-// Join the actions that cross stages:
-// COUNT and NORM join all stages, TIE the two that hold the table.
+// Join the actions that cross stages: COUNT and NORM join all stages, TIE the two that
+// hold the table.
 inline void pair_stages(Simulator& s) {
     std::map<std::tuple<Op, int>, std::vector<Member>> all; // [op, bucket]
     for (int r = 0; r < int(s.plans.size()); r++) {
@@ -144,8 +144,8 @@ inline void pair_stages(Simulator& s) {
 // Prepare the ranks: what is due before each action, and whom it meets.
 inline void prepare_ranks(Simulator& s, const Model& model) {
     for (const Plan& p : s.plans) {
-        // In a stream, both halves of an exchange end together,
-        // so the earlier one says when it is due.
+        // In a stream, both halves of an exchange end together, so the earlier one says when
+        // it is due.
         SimulatedRank& rank = s.ranks.emplace_back();
         rank.of.resize(p.actions.size());
         rank.partners.resize(p.actions.size());
@@ -297,8 +297,8 @@ inline bool advance(Simulator& s, int r) {
     return moved;
 }
 
-// Simulate a step, given the plans of some ranks:
-// a pipeline's, which stands for all, or the whole world's.
+// Simulate a step, given the plans of some ranks: a pipeline's, which stands for all, or
+// the whole world's.
 inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model,
                               const ActionCost& cost) {
     // Run each rank until it waits for another. Every round advances some rank, or none can move.

@@ -124,7 +124,7 @@ struct ScratchRow {
     size_t offset, bytes;
 };
 
-// The scratch of one layer. Rows never share bytes, for all of them live while the layer runs.
+// The scratch of one layer. Rows never share bytes: all of them live while the layer runs.
 struct ScratchTable {
     std::vector<ScratchRow> rows;
     size_t bytes = 0;
@@ -391,7 +391,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::SENT: return sent_gradient_bytes(p.gradients, p.layout, model.buckets[d.of]);
     case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
-    // All offloaded data of a chunk, one behind the other; or a shard of weights.
+    // All offloaded data of a chunk, one after the other; or a shard of weights.
     case Kind::STAGED: {
         size_t bytes = 0;
         if (d.chunk < 0)
@@ -420,7 +420,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     // The residual stream, whose rows sequence parallelism shares out, and results of the head.
     case Kind::STREAM:
     case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
-    case Kind::LOSS: // behind the sums, evaluation keeps three numbers for each row
+    case Kind::LOSS: // after the sums, evaluation keeps three numbers for each row
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
     case Kind::LOGITS: return head_rows(p) * s.Vp() * sizeof(T);
     case Kind::LOADS: return loads_bytes(model.shape);

@@ -5,7 +5,7 @@
 //     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
 //     between   collectives, and moves between tiers (flights.h): each starts at its place in the
-//               plan and finishes as late as its data allow
+//               plan and finishes just before the first action that needs it
 //   Contract: no bit depends on when a collective runs between its start and its finish.
 #pragma once
 #include "constants.h"
@@ -77,7 +77,7 @@ void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
 }
 
 // The head's forward pass. Training: nothing, for the head's backward pass makes the loss.
-// Evaluation: the loss, and that of each row. Generation: the logits of each sequence's last rows.
+// Evaluation: the loss, and each row's. Generation: the logits of each sequence's last rows.
 template <typename T, typename S>
 void run_head_forward(Trainer<T, S>& t, const Action& a) {
     const Plan& p = t.plans[t.plan];
@@ -143,7 +143,7 @@ void run_recompute(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// I: the input half of a block's backward pass. It leaves the gradients that W reads in GRADIENT_W.
+// I: the input half of a block's backward pass. W reads the gradients that it leaves in GRADIENT_W.
 template <typename T, typename S>
 void run_backward_input(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
@@ -152,7 +152,7 @@ void run_backward_input(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// W: the weight half of a backward pass. The embedding has no other half, so this is all of it.
+// W: the weight half of a backward pass. The embedding has no input half, so it has only this one.
 template <typename T, typename S>
 void run_backward_weight(Trainer<T, S>& t, const Action& a) {
     if (a.layer == 0) return run_embedding_backward(t, a);
@@ -192,10 +192,10 @@ void run_tie(Trainer<T, S>& t, const Action& a) {
         copy_rows(grad, bytes, tied, bytes, bytes, 1, t.ctx.where);
 }
 
-// NORM: sum squares over fixed chunks of each bucket, in the buckets' order whatever the layout. A
-// rank fills in its chunks and leaves the others zero, so adding the tables of shards and stages
-// changes no bit. Tensor-parallel ranks have pieces of the same chunks, which do add up, and
-// expert-parallel ranks have other experts' chunks under the same number.
+// NORM: sum squares over fixed chunks of each bucket, in one order for every layout. A rank fills
+// in its chunks and leaves the others zero, so adding the tables of shards and stages changes no
+// bit. Only tensor- and expert-parallel ranks add to the same chunk, with pieces of a parameter or
+// different experts: these sums may round differently.
 template <typename T, typename S>
 void run_norm(Trainer<T, S>& t) {
     S where = t.ctx.where;
@@ -210,7 +210,7 @@ void run_norm(Trainer<T, S>& t) {
         double* mine = sums + start;
         start += norm_chunks(t.model, b, bucket.elements);
 
-        // Let one rank count each element: one stage of a bucket, one holder of a range.
+        // Let one rank count each element: one stage of a bucket, one rank of equal ranges.
         if (!is_squared(t.layout, t.model, b)) continue;
         if (adds && !is_first_of_equals(t.layout, t.model, b)) continue;
 
@@ -238,7 +238,7 @@ void run_norm(Trainer<T, S>& t) {
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
 
-    // Compute the norm, and what follows from it: scales of fp8, and that of a late update.
+    // Compute the norm, then what depends on it: fp8's scales, and the scale of a late update.
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
     take_amaxes(t);
@@ -253,7 +253,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     Range range = updated_range(t.layout, t.model, a.bucket);
     range = chunk_of(range, t.plans[t.plan].offload, a.chunk);
 
-    // Find its data in the arena, or where FETCH has brought the chunk. The master is null if
+    // Find the data in the arena, or in the chunk that FETCH has brought. The master is null if
     // weights are as wide as float, or rounded stochastically.
     T* weight = update_part<T>(t, a, {Kind::WEIGHT, a.bucket});
     const acc_t<T>* grad = update_part<const acc_t<T>>(t, a, {Kind::GRAD, a.bucket});
@@ -284,8 +284,8 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     update_mean(t, a, WeightMemory<T>{weight, master, p.masters}, range.count, scale, where);
 }
 
-// UPDATE: a device reads StepScale from its own memory, so the host need not know the norm. Where
-// the host itself updates it waits for the norm, unless the update is late.
+// UPDATE: a device reads StepScale from its own memory, so the host need not know the norm. A host
+// that runs the update itself waits for the norm, unless the update is late.
 template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     if (t.plans[t.plan].offload.update == Tier::DEVICE) {
@@ -324,7 +324,7 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     // The input. RELEASE only marks a place in the plan.
     case Op::LOAD: return run_load(t);
     case Op::COUNT: return run_count(t);
-    case Op::RELEASE: return; // from here on other data may use its bytes
+    case Op::RELEASE: return; // from here on other data may use the bucket's bytes
 
     // Layers.
     case Op::F: return run_forward(t, a);
@@ -354,8 +354,8 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     }
 }
 
-// Run f under the action's name, which the watchdog, a profiler and the stopwatch show. `what`
-// stands before the name: "", "WAIT " or "WAIT sends of ".
+// Run f under the action's name, which the watchdog, a profiler and the stopwatch show. `what` is
+// put before the name: "", "WAIT " or "WAIT sends of ".
 template <typename T, typename S, typename F>
 void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
     std::string name = what + action_text(a, t.model);
@@ -369,14 +369,14 @@ void run_named(Trainer<T, S>& t, const char* what, const Action& a, F f) {
     end_lap(t.watch, t.ctx.where);
 }
 
-// Finish each half of a flight that is due before action t.at, and drop the flights that are over.
-// An exchange that only sends has one half: its sends.
+// Finish what is due before action t.at, and drop the flights that are over. A flight has two
+// halves, writes and reads; an exchange that only sends has one half, its sends.
 template <typename T, typename S>
 void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan& p,
                 const std::vector<Finish>& finish_at) {
     for (InFlight<S>& f : flights) {
         const Finish& due = finish_at[f.action];
-        bool together = in_stream_order(t) && due.first() <= t.at; // NCCL: both end at one point
+        bool together = in_stream_order(t) && due.first() <= t.at; // NCCL: both halves end at once
         bool writes = together || due.writes <= t.at;
         bool reads = together || due.reads <= t.at;
         const Action& a = p.actions[f.action];
@@ -438,7 +438,7 @@ void run_actions(Trainer<T, S>& t, Part part) {
         });
     }
 
-    t.at = end - 1; // data that outlive the plan are read from here
+    t.at = end - 1; // the caller reads data that outlive the plan, as the last action would
 }
 
 // Start a plan. A device may still be at work on return. --graphs replays it as one graph, except
@@ -459,8 +459,8 @@ void start_plan(Trainer<T, S>& t, int plan) {
     replay_calls(t.graphs[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
 }
 
-// Run a plan. On NCCL wait for it here, where a peer that fails to come is noticed: no other wait
-// has a time limit.
+// Run a plan. On NCCL wait for it here, with a time limit: later waits have none, and would not
+// notice a peer that never comes.
 template <typename T, typename S>
 void run_plan(Trainer<T, S>& t, int plan) {
     start_plan(t, plan);
@@ -486,7 +486,7 @@ struct PlanResult {
 // the loss, and each data-parallel rank has a part of it.
 template <typename T, typename S>
 PlanResult plan_result(const Trainer<T, S>& t) {
-    // Order copies of the results behind the plan's work, then wait for all of them at once.
+    // Queue copies of the results after the plan's work, then wait for all of them at once.
     bool has_head = is_mine(t.layout, t.model, t.model.head());
     int micro_batches = t.plans[t.plan].micro_batches;
     std::vector<const LossSums*> losses;

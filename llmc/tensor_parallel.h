@@ -15,7 +15,7 @@
 //   1/tp of the memory, and each message splits in two:
 //     f   all-gather rows; backward reduce-scatter        g   reduce-scatter; backward all-gather
 //   With sequence parallelism, the gradients of weights that all ranks have (norms, biases after a
-//   sum, positions) are {+tp}; those of key/value heads that several ranks share always are.
+//   sum, positions) are {+tp}. Gradients of key/value heads that several ranks share always are.
 //   zero_reduce_shared() sums both.
 //   Every message here is on the critical path.
 //   Cost of a block and micro-batch, in units of (tp-1)/tp N C elements sent by a rank: 8 for four
@@ -132,8 +132,9 @@ void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
 }
 
 // How long a block keeps the inputs of its products: of attention's first, of the ffn's first and
-// last, and of its experts' last. In a backward pass gradients of weights and adapters alone read
-// them. So an input whose matrices are frozen, in every block, passes with the forward pass.
+// last, and of its experts' last. In a backward pass only the gradients of weights and of
+// adapters read these inputs. So if its matrices are frozen in every block, an input goes after
+// the forward pass.
 struct InputsKept {
     Keep attention;
     Keep ffn;
@@ -162,7 +163,7 @@ inline InputsKept inputs_kept(const Shape& s) {
 template <typename T, typename S>
 void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>> products,
                                      const T* inp, bool accumulate) { // (R,C)
-    // Where all of them are frozen, inp is gone and nobody reads it.
+    // If all are frozen, return: F has dropped inp.
     bool any = false;
     for (const ColumnProduct<T>& p : products)
         any |= learns(p.weight);
@@ -184,8 +185,8 @@ void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
     size_t parts = ctx.shape.row_ranks, R = stream_rows(ctx);
     T* partial = partial_rows(ctx, out); // (N,C) {+tp}
     for (size_t i = 0; i < parts; i++) { // rows of rank i
-        // Add bias and residual once:
-        // the owner adds them to scattered rows, else the first rank does.
+        // Add bias and residual once: to scattered rows their owner adds them, else the
+        // first rank does.
         bool adds = parts > 1 ? i == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
         linear_forward(partial + i * R * w.rows, inp + i * R * w.cols, w,
                        adds ? bias_of(bias) : nullptr, adds ? residual : (const T*)nullptr, R,

@@ -10,7 +10,7 @@
 
 namespace llmc {
 
-// The scale of the step before, which updates read that run a step late.
+// The scale of the step before. Updates that run a step late read it.
 constexpr Data LATE_SCALE = {Kind::SCALE, -1, 0};
 
 // Offloading a datum is a row here.
@@ -50,7 +50,7 @@ inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
     return data;
 }
 
-// The update finds in STAGED what lies in another tier: its data may lie in several.
+// The data of an update that lie in another tier than it runs in: it finds these in STAGED.
 inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
     std::vector<Data> data = update_data(p, bucket, chunk);
     std::erase_if(data, [&](Data d) { return tier_of(p, d) == p.offload.update; });
@@ -89,8 +89,8 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
             data.push_back(parked(d));
         return data;
     }
-    // An update has its chunk's data side by side in STAGED. Only the gradient stays behind when
-    // they go back: nobody reads it again.
+    // An update has its chunk's data side by side in STAGED. All but the gradient go back: no one
+    // reads the gradient again.
     if (a.chunk >= 0) {
         data = staged_data(p, a.bucket, a.chunk);
         if (a.op == Op::PARK)
@@ -100,7 +100,7 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
         return data;
     }
 
-    // Weights come as a whole and gradients go so; both lie in the chunks of updates.
+    // Weights come, and gradients go, as a whole bucket; both lie in the chunks of updates.
     if (lies_in_chunks(a.kind)) {
         for (int c = 0; c < updated_chunks(p, model, a.bucket); c++)
             data.push_back({a.kind, a.bucket, -1, c});

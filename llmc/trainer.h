@@ -1,6 +1,6 @@
 // trainer.h - one rank's state: model, plans, the arena's bytes, and the pointers of a layer
-//   Pointers are bound by visiting the rows of the tables that family.h makes. A parameter lies at
-//   its offset in its bucket, an activation in the arena's place for its group, scratch at its row.
+//   To bind pointers, visit the rows of the tables that family.h makes. A parameter lies at its
+//   offset in its bucket, an activation in the arena's place for its group, scratch at its row.
 //   Nothing here knows how many ranks there are: only layout and plan do.
 #pragma once
 #include <functional>
@@ -47,21 +47,21 @@ template <typename T, typename S> struct Trainer {
     std::vector<std::map<int, ScratchTable>> scratch; // [plan][layer]
     Hyper hyper;
     Comms comms;            // the groups of ranks that this one works with
-    S comm_stream = {}, message_stream = {}; // on NCCL: of the queues COMM and MESSAGE
-    S move_stream = {};     // where FETCH and PARK run
+    S comm_stream = {}, message_stream = {}; // on NCCL: for the queues COMM and MESSAGE
+    S move_stream = {};     // for FETCH and PARK
     std::string offload_folder; // holds the file of Tier::DISK
-    const void *rope = nullptr, *window_rope = nullptr; // tables; the 2nd: windows' own, or null
+    const void *rope = nullptr, *window_rope = nullptr; // tables; windows may have their own
 
     // Host memory for copies from and to a device; null on a CPU.
     int* staging = nullptr;    // the batch that LOAD copies to the device
     PreparedBatch next;        // the batch after it
-    std::vector<int> sequence; // (4 to 7,T) a whole sequence, of which LOAD takes this rank's rows
+    std::vector<int> sequence; // (4 to 7,T) a whole sequence; LOAD takes this rank's rows
     LossSums* answers = nullptr; // (micro-batches), then a StepScale
-    StepNumbers* numbers = nullptr; // the numbers of the step that begins
+    StepNumbers* numbers = nullptr; // the next step's learning rate and others, to copy
 
     // The data: where LOAD reads samples, and how far it has read.
     Window window;
-    References references;              // fills in the objective's numbers; empty: none are needed
+    References references;              // numbers for the objective; empty: it needs none
     uint64_t cursor = 0;                // samples taken so far, over all ranks
     uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
     int document_end = -1;              // the token that ends a document; -1: documents are not cut
@@ -73,7 +73,7 @@ template <typename T, typename S> struct Trainer {
     Stopwatch<S> watch;                       // times actions while it is on
     bool replays = false;                     // --graphs: replay a plan's launches as one graph
     std::vector<PlanGraph<S>> graphs;         // [plan]
-    std::function<void()> before; // called before a step of training, if there is one
+    std::function<void()> before; // called before each step of training; may be empty
     std::function<void(const Action&)> after; // called after each action, to look at its results
     std::vector<Narrow> narrow; // frozen weights: where each parameter lies (frozen.h)
     std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (casts.h)
@@ -125,7 +125,7 @@ const P* ask_for(const Trainer<T, S>& t, Data d, P* room) {
     return home ? here : nullptr;
 }
 
-// The numbers that evaluation keeps for each row, behind the loss; empty on ranks without the head.
+// The numbers that evaluation keeps for each row, after the loss; empty on ranks without the head.
 template <typename T, typename S>
 RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
     size_t N = t.plans[t.plan].rows();
@@ -179,7 +179,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
 }
 
 // Allocate the arena, and the host's staging memory for batches and results.
-// Staging holds every micro-batch at once, for copies to a device may still be under way.
+// Staging holds every micro-batch at once, because copies to a device may still be under way.
 template <typename T, typename S>
 void trainer_allocate(Trainer<T, S>& t) {
     // Allocate one block for all data, and host memory for the largest batch of any plan.
@@ -271,7 +271,7 @@ acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
 template <typename T, typename S>
 BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
                               const LayerAdapters* adapters = nullptr) {
-    // Buckets are found by role, for their numbers depend on the model's family.
+    // Find the bucket by its role: its number depends on the model's family.
     int bucket = find_bucket(t.model, role, layer);
     int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head stays wide
@@ -279,8 +279,8 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
             &t.narrow[row], adapters, fp8_matrices(t)};
 }
 
-// A visitor of activation rows that points each at its bytes. The rows of a group lie one behind
-// the other, each at a multiple of 256 bytes.
+// A visitor of activation rows that points each at its bytes. The rows of a group follow each
+// other, each at a multiple of 256 bytes.
 template <typename T, typename S> struct BindActs {
     Recompute level;
     std::map<Kind, unsigned char*> next; // each group's next row; null: the action has none
@@ -300,7 +300,7 @@ template <typename T, typename S> struct BindActs {
 };
 
 // Call f(weights, activations) for the block that an action runs. Activations lie where the plan's
-// sizes put them, also when a decoding step has fewer rows.
+// sizes put them, even when a decoding step has fewer rows.
 template <typename T, typename S, typename F>
 void with_block(Trainer<T, S>& t, const Action& a, F f) {
     with_family(t.model.shape.family, [&](auto family) {

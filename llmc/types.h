@@ -164,8 +164,8 @@ LLMC_HD inline float to_float(fp16 x) {
 #if defined(__CUDA_ARCH__)
     return __half2float(__ushort_as_half(x.bits));
 #else
-    // Place exponent and mantissa as a float's. The result is 2^-112 of the
-    // value, subnormals included.
+    // Put exponent and mantissa where a float has them. The result is the value times 2^-112,
+    // for subnormals too.
     uint32_t u = (x.bits & 0x7fffu) << 13;
     uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
     float f = bits_as<float>(u) * 0x1p112f;
@@ -252,8 +252,8 @@ LLMC_HD inline size_t round_up(size_t a, size_t b) { return ceil_div(a, b) * b; 
 // exp and tanh as polynomials: g++ vectorises libm's functions only under -ffast-math, which this
 // project does not use
 
-// exp(x) with a relative error below 2e-7. It is 0 below -87.3 and +inf above 88.7; a
-// NaN stays NaN.
+// exp(x) with a relative error below 2e-7. It is 0 below -87.3 and +inf above 88.7; a NaN stays a
+// NaN.
 inline float fast_exp(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x; // a NaN stays a NaN
 

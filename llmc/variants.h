@@ -1,6 +1,6 @@
 // variants.h - what differs between variants of one family, and between layers of one model
 //   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
-//     norms       before a branch, behind it (OLMo-2) or both (Gemma); of q and k
+//     norms       before a branch, after it (OLMo-2) or both (Gemma); of q and k
 //     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
 //     the ffn     its gate is SiLU or GELU
 //   Blocks read the facts; nothing else asks for a name.

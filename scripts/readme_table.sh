@@ -85,7 +85,7 @@ END
 # ----------------------------------------------------------------------------
 # README's tables: short, without the spaces that other tables have
 
-# The files that a reader needs for the step of one rank, in reading order; a reader takes 50 lines a minute.
+# The files that explain the step of one rank, in reading order; a reader takes 50 lines a minute.
 minutes() { echo $((($1 + 49) / 50)); }
 path() {
     local all=() file why n spent=0
@@ -105,7 +105,7 @@ llmc/action.h|the words of a plan
 llmc/access.h|what each action reads and writes
 llmc/plan.h|how a plan is made
 llmc/model.h|tables of parameters, buckets, activations
-llmc/context.h|what a block is handed besides its pointers
+llmc/context.h|what a block receives besides its pointers
 llmc/gpt2.h|the blocks as straight text
 llmc/trainer.h|one rank's state
 llmc/step.h|what each action does, and the one loop that runs them

@@ -34,8 +34,7 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // groups
 
-// End the job with this message.
-// Threads of one process must not all print it: the first one speaks for the job.
+// End the job with this message. Of the threads of one process only the first one prints it.
 [[noreturn]] inline void comm_stop(const Comm& c, const std::string& message) {
     if (c.local) local_stop(c, message);
     if (c.mpi) mpi_stop(message);
@@ -48,7 +47,7 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
     Comm part = c;
     part.name = name;
     part.size = int(places.size());
-    // Members are ranks in the world, so a message names a rank alike in every group.
+    // Members are ranks in the world, so messages give a rank the same name in every group.
     part.rank = -1;
     part.members.clear();
     for (int i = 0; i < part.size; i++) {
@@ -98,7 +97,7 @@ template <typename S> struct Pending {
         mpi.swap(other.mpi);
         return *this;
     }
-    // End the job instead of waiting: a destructor that waited could hang for ever behind an error.
+    // End the job instead of waiting: after an error, a destructor that waits could hang for ever.
     ~Pending() {
         for (Part& p : parts)
             local_withdraw(*c, *p.op);
@@ -160,7 +159,7 @@ template <typename S>
 Pending<S> comm_start(const Comm& c, const Call<S>& call, S where) {
     Pending<S> p;
 
-    // Return first in the common case of one GPU, before anything is looked up.
+    // Return at once in the common case of one GPU.
     if (c.size == 1) {
         if (call.in && call.out)
             copy_bytes(call.out, call.in, call.bytes(), where);
@@ -200,8 +199,8 @@ template <typename S> struct PendingExchange {
 
 // Check that peers and tags exist. A group of one has no peer.
 inline void check_messages(const Comm& c, const CommMessage* messages, int count) {
-    // Messages carry their tag to the backend,
-    // where a wrong one would match another message, or none.
+    // Messages carry their tag to the backend, where a wrong one would match another
+    // message, or none.
     const char* name = c.name.c_str();
     LLMC_CHECK(c.size > 1 || count == 0, "a message in '%s', a group of one", name);
     LLMC_CHECK(c.local || c.mpi || count == 0, "the group '%s' has nothing to send with", name);
@@ -213,8 +212,8 @@ inline void check_messages(const Comm& c, const CommMessage* messages, int count
     }
 }
 
-// Begin an exchange. LOCAL waits for the data that a stream computes; NCCL sends all messages
-// behind that work, as one kernel.
+// Begin an exchange. LOCAL waits for the data that a stream computes; NCCL sends all messages after
+// that work, as one kernel.
 template <typename S>
 void begin_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     check_messages(c, messages, count);
@@ -253,8 +252,8 @@ Pending<S> start_messages(const Comm& c, const CommMessage* messages, int count,
     return p;
 }
 
-// Start messages (count) to and from peers.
-// Any number run at once, in any order: no rank has to receive before it sends.
+// Start messages (count) to and from peers. Any number run at once, in any order: no rank has to
+// receive before it sends.
 template <typename S>
 Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count, S where) {
     begin_exchange(c, messages, count, where);
@@ -264,8 +263,8 @@ Pending<S> start_exchange(const Comm& c, const CommMessage* messages, int count,
 }
 
 // Start messages whose receives and sends finish separately, for a caller who uses what it receives
-// before its peers take what it sends. NCCL makes one kernel of an exchange:
-// there, both halves end together, in the stream's order.
+// before its peers take what it sends. NCCL makes one kernel of an exchange, so both halves end
+// together, in the stream's order.
 template <typename S>
 PendingExchange<S> start_exchange_apart(const Comm& c, const CommMessage* messages, int count,
                                         S where) {

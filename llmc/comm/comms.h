@@ -18,8 +18,8 @@
 
 namespace llmc {
 
-// The groups of a bucket. Without hybrid sharding,
-// `shard` is the whole group and `replica` one rank.
+// The groups of a bucket. Without hybrid sharding, `shard` is the whole group and
+// `replica` one rank.
 struct DataComms {
     Comm shard, replica;
 };
@@ -32,8 +32,8 @@ struct Comms {
     const DataComms& data(Group group) const { return of_group[int(group)]; }
     DataComms& data(Group group) { return of_group[int(group)]; }
 
-    // Return the table of what buffers hold along each axis;
-    // null unless the run checks it (placement.h).
+    // Return the table of what buffers hold along each axis; null unless the run
+    // checks it (placement.h).
     Placements* placements() const { return world.info ? world.info->placements : nullptr; }
 };
 
@@ -45,7 +45,7 @@ template <typename S> struct InFlight {
     int action = -1;                 // its place in the plan
     bool moves = false;              // it moves data between tiers: `rest` is its whole finish
     bool arrived_here = false, over = false; // finished: what it writes, and all of it
-    decltype(record_point(S())) arrived = {}; // NCCL: the point behind it in its stream
+    decltype(record_point(S())) arrived = {}; // NCCL: the point after it in its stream
 };
 
 // Return the ranks whose place in the layout satisfies f, in order.

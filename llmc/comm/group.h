@@ -36,10 +36,10 @@ struct RankInfo {
     std::string action;               // the current action, for the watchdog's message
     RankNotes notes;                  // what the ranks of this machine are doing
     std::shared_ptr<Hotline> hotline; // to other machines (late.h); null: there are none
-    int machine_ranks = 0; // a test's machines have so many ranks each; 0: as they are
+    int machine_ranks = 0; // tests: divide the machine into parts of so many ranks; 0: do not
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked
-    std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: nobody counts them
+    std::map<std::string, size_t>* sent = nullptr; // bytes by group; null: not counted
     std::vector<MpiOp*> outstanding;  // started and not finished, of all groups
     std::vector<NcclGroup*> communicators; // on this rank's GPU, in the order of their making
 };
@@ -47,8 +47,8 @@ struct RankInfo {
 struct LocalGroup;
 struct MpiGroup;
 
-// A group, as one of its ranks sees it.
-// Copies share the backend's part, which ends with the last copy.
+// A group, as one of its ranks sees it. Copies share the backend's part, which ends with
+// the last copy.
 struct Comm {
     Backend backend = Backend::NONE;
     int rank = 0;               // in this group
@@ -64,8 +64,8 @@ struct Comm {
     std::shared_ptr<NcclGroup> nccl;
 };
 
-// One end of a message.
-// Messages between the same pair with the same tag match in the order in which they start.
+// One end of a message. Messages between the same pair with the same tag match in the order in
+// which they start.
 struct CommMessage {
     void* data; // (bytes)
     size_t bytes;
@@ -151,14 +151,14 @@ template <typename S> struct Call {
     }
 };
 
-// Return the range of n elements that rank r sums.
-// Ranges are whole cache lines, and the last ones may be shorter.
+// The range of n elements that rank r sums. Ranges are whole cache lines, and the last ones
+// may be shorter.
 struct ElementRange {
     size_t first, count;
 };
 inline ElementRange range_of(size_t n, int size, int r) {
-    // Use multiples of 64 elements, which are whole cache lines for every type:
-    // two ranks never write the same line.
+    // Use multiples of 64 elements, which are whole cache lines for every type: two ranks never
+    // write the same line.
     size_t most = round_up(ceil_div(n, size), 64);
     size_t first = std::min(n, r * most);
     return {first, std::min(n - first, most)};
@@ -335,14 +335,14 @@ void reduce_ranks(void* const* outs, int n_out, const void* const* ins, int n_in
 }
 
 // Turn floats into integers of the same order, with a NaN above all others; or back. A library's
-// maximum of these integers is the maximum of the floats and keeps a NaN,
-// which its maximum of floats may lose.
+// maximum of these integers is the maximum of the floats. It keeps a NaN, which the library's
+// maximum of floats may lose.
 template <bool BACK>
 __global__ void order_floats_kernel(int32_t* x, size_t n) { // (n) bits of floats
     size_t i = first_element<1>();
     if (i >= n) return;
-    // Flip the bits of negative floats:
-    // floats order like integers, except that negative ones run the other way.
+    // Flip the bits of negative floats: floats order like integers, except that negative ones
+    // are in reverse.
     int32_t bits = x[i];
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     int32_t turned = bits < 0 ? bits ^ 0x7fffffff : bits;

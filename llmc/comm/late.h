@@ -20,7 +20,7 @@
 
 namespace llmc {
 
-constexpr double LATE_SECONDS = 10; // the least wait that is told
+constexpr double LATE_SECONDS = 10; // shorter waits are never reported
 constexpr double TELL_AGAIN = 60;   // seconds between two notes of a machine
 constexpr double TO_ANSWER = 0.5;   // seconds that a rank has to answer
 
@@ -95,12 +95,12 @@ inline void answer_questions(const RankInfo& info) {
 struct Inquiry {
     struct Machine {
         std::vector<int> ranks;
-        size_t asked = 0; // so many of its ranks
+        size_t asked = 0; // the number of its ranks that were asked
         bool answered = false;
     };
     std::vector<Machine> machines;
     int64_t number = 0;
-    double next = 0; // when the next ranks are asked
+    double next = 0; // the time at which to ask the next ranks
     std::string found;
 };
 
@@ -128,8 +128,8 @@ inline Inquiry begin_inquiry(const RankInfo& info, const std::vector<int>& missi
     return inquiry;
 }
 
-// Go on with an inquiry: take answers, and ask the next ranks where none came. Returns whether all
-// machines have answered or are given up.
+// Continue an inquiry: take answers, and ask the next rank of each machine that gave none. Returns
+// whether all machines have answered or were given up.
 inline bool go_on(Inquiry& inquiry, const RankInfo& info, double waited) {
     if (inquiry.machines.empty()) return true;
     std::string bytes;
@@ -202,7 +202,7 @@ struct LateWait {
         return std::min(std::max(LATE_SECONDS, 5 * longest), info.timeout_s / 2);
     }
 
-    // Look around after `waited` seconds. missing() lists the ranks that this one waits for, and
+    // Look after `waited` seconds. missing() lists the ranks that this one waits for, and
     // text() says all that it knows by itself.
     template <typename M, typename F> void look(double waited, M missing, F text) {
         answer_questions(info);

@@ -2,8 +2,8 @@
 //   1. start    A rank posts its buffers, which belong to the collective until its finish().
 //   2. finish   The rank waits until all ranks have started, then carries out items that nobody
 //               has taken. An item is the sum of a range of elements, or the copy of what one
-//               rank gets. Nobody waits for a peer that still computes: the ranks in finish()
-//               do the work.
+//               rank gets. A rank that computes between start and finish holds nobody up: the
+//               ranks in finish() do all items.
 //   A wait sleeps on a condition variable, after a short spin if every rank has a core. If a rank
 //   throws, ends early or waits too long, one message says so, and every other rank's next
 //   collective throws RankFailure. No rank touches the buffers of a rank that has left.
@@ -35,15 +35,15 @@ struct LocalSettings {
     Moment moment = Moment::ANY;
     double timeout_s = 600;
     bool placements = false;        // each rank has a table of what its buffers hold
-    std::string* failure = nullptr; // receives the message of a failure; null: stderr does
-    double leave_s = 0; // after a failure, end the process in so many seconds; 0: never
+    std::string* failure = nullptr; // where a failure's message goes; null: to stderr
+    double leave_s = 0; // seconds from a failure to the end of the process; 0: it goes on
 };
 
 // Every collective throws this once a rank has failed; run_local_ranks catches it.
 struct RankFailure {};
 
-// The threads of one run, and whether one of them has failed. It outlives its threads:
-// run_local_ranks() joins them before it ends.
+// The threads of one run, and whether one of them has failed. It outlives the threads, because
+// run_local_ranks() joins them before it returns.
 struct LocalWorld {
     int ranks;
     LocalSettings settings;
@@ -67,7 +67,7 @@ struct LocalWorld {
 // it; only spinning ranks read the two counts without the mutex.
 struct LocalOp {
     Collective kind;
-    std::string text; // what is asked for: all parties must agree
+    std::string text; // the call in words; all parties must make the same call
     struct Party {
         int rank; // in the group
         bool posted = false;
@@ -120,8 +120,8 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
     else
         fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
 
-    // End the process after a while: a thread that hangs cannot be ended by itself. Tests that go
-    // on after a failure leave leave_s at 0.
+    // End the process after a while, because a single thread that hangs cannot be ended. Tests that
+    // go on after a failure leave leave_s at 0.
     if (world.settings.leave_s > 0)
         std::thread([seconds = world.settings.leave_s] {
             std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
@@ -139,19 +139,19 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
 // rank fails, ends or takes too long. Without `op`, the rank waits for work that is in progress.
 template <typename F>
 void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, F ready) {
-    // Spinning on a shared core would take time from the thread that is waited for.
     LocalGroup& g = *c.local;
     static const int cores = std::max(1u, std::thread::hardware_concurrency());
 
-    // Spin for a moment if each rank has a core: it may save a sleep.
+    // Spin for a moment if each rank has a core: it may save a sleep. On a shared core it would
+    // take time from the thread that this rank waits for.
     if (!ready() && g.world->ranks <= cores) {
         lock.unlock();
         for (int i = 0; i < 2000 && !ready(); i++) {}
         lock.lock();
     }
 
-    // Sleep, and look around 50 times a second.
-    // Waiting for work in progress is not a wait for a rank.
+    // Sleep, and look 50 times a second which ranks are missing. Without `op` no rank is: the work
+    // is in progress.
     NoteWait note(op ? c.info->notes : RankNotes());
     LateWait late = {*c.info};
     double start = clock_seconds();
@@ -161,7 +161,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
         note.sign();
         if (!op || ready()) continue;
 
-        // Find the ranks that have not arrived, and those that never will.
+        // Find the ranks that have not arrived, and those among them that have ended.
         std::vector<int> missing, ended;
         for (const LocalOp::Party& p : op->parties)
             if (!p.posted)
@@ -170,7 +170,7 @@ void local_wait(const Comm& c, std::unique_lock<std::mutex>& lock, LocalOp* op, 
             if (g.world->ended[r])
                 ended.push_back(r);
 
-        // Give up if a rank can never arrive, or after the limit.
+        // Give up if a rank can no longer arrive, or after the limit.
         double waited = clock_seconds() - start;
         if (!ended.empty())
             local_fail(*g.world, rank_text(c) + " waits in " + where_text(c, op->kind) + " for " +
@@ -263,6 +263,7 @@ std::shared_ptr<LocalOp> local_start(const Comm& c, const Call<S>& call) {
 template <typename S>
 std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m,
                                              const Call<S>& call) {
+    // Number the two ends: party 0 sends, party 1 receives.
     LocalGroup& g = *c.local;
     std::lock_guard lock(g.mutex);
     if (g.world->failed) throw RankFailure();
@@ -292,8 +293,8 @@ std::shared_ptr<LocalOp> local_start_message(const Comm& c, const CommMessage& m
 // finish
 
 // Carry out item i of a collective that all parties have started. An item writes nothing that
-// another item reads or writes. With `alone` (LATEST),
-// carry out everything that party i gets, from the parties' snapshots.
+// another item reads or writes. With `alone` (LATEST), make the whole result of party i instead,
+// from the parties' snapshots.
 template <typename S>
 void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S where) {
     // Read and write the ranks' buffers directly: all ranks are in one process.
@@ -303,7 +304,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
     std::vector<const void*> ins(size); // (size) of `bytes` each, or of a range
     std::vector<void*> outs(size);      // (size) of the same
 
-    // Sums: range i goes to every rank, shard i to rank i.
+    // Sums: item i is range i for every rank, or shard i for rank i.
     switch (op.kind) {
     case Collective::ALL_REDUCE: {
         ElementRange range = alone ? ElementRange{0, call.n} : range_of(call.n, size, i);
@@ -322,7 +323,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
         call.reduce(outs.data(), 1, ins.data(), size, call.n, where);
         break;
 
-    // Copies: item i is what rank i gets.
+    // Copies: item i is everything that rank i gets.
     case Collective::ALL_GATHER:
         for (int r = 0; r < size; r++)
             copy_bytes(mine.out + r * bytes, op.parties[r].in, bytes, where);
@@ -345,7 +346,7 @@ void local_item(const LocalOp& op, int i, const Call<S>& call, bool alone, S whe
 // Wait until all parties have started, share the work, and wait until all of it is done.
 template <typename S>
 void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S where) {
-    // Wait for all parties: nobody's input may be read before it is there.
+    // Wait for all parties: an input may be read only once its rank has started.
     LocalGroup& g = *c.local;
     std::unique_lock lock(g.mutex);
     local_wait(c, lock, &op, [&] { return op.all_arrived(); });
@@ -353,7 +354,7 @@ void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S 
     // LATEST: each party makes its own result now, from inputs that must be unchanged.
     if (g.world->settings.moment == Moment::LATEST && std::is_same_v<S, Cpu>) {
         lock.unlock();
-        const std::vector<char>& was = op.parties[party].snapshot;
+        const std::vector<char>& was = op.parties[party].snapshot; // the input at start
         if (!was.empty() && !call.in_place(c.size) && memcmp(was.data(), call.in, was.size()))
             local_stop(c, rank_text(c) + " changed the input of " + where_text(c, op.kind) +
                               " before it was finished");
@@ -380,7 +381,7 @@ void local_finish(const Comm& c, LocalOp& op, int party, const Call<S>& call, S 
 
 // Leave a collective that is outstanding: nobody may touch this rank's buffers afterwards.
 inline void local_withdraw(const Comm& c, LocalOp& op) {
-    // Break it, unless all of its work is done. An exception has been reported already.
+    // Break it, unless all of its work is done. If an exception unwinds, it has been reported.
     LocalGroup& g = *c.local;
     std::unique_lock lock(g.mutex);
     if (!op.broken && op.done < std::max(op.items, 1)) {
@@ -389,15 +390,15 @@ inline void local_withdraw(const Comm& c, LocalOp& op) {
             local_fail(*g.world, rank_text(c) + " left " + where_text(c, op.kind) + " unfinished");
     }
 
-    // Wait for the ranks that touch these buffers now.
+    // Wait for the ranks that are using these buffers now.
     local_wait(c, lock, nullptr, [&] { return op.done == op.claimed; });
 }
 
 // ----------------------------------------------------------------------------
 // groups and ranks
 
-// Make the group of these ranks of the world, in this order;
-// only these ranks call, with the same list.
+// Make the group of these ranks of the world, in this order. Only these ranks call, each with
+// the same list.
 inline std::shared_ptr<LocalGroup> local_split(const Comm& c, const std::string& name,
                                                const std::vector<int>& members) {
     LocalWorld& world = *c.local->world;
@@ -431,7 +432,7 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
     auto group = std::make_shared<LocalGroup>(&world, "world", members);
 
     auto run_rank = [&](int rank) {
-        // Describe this rank, and the world as it sees it.
+        // Give this rank its share of the cores, and describe it.
         this_rank = rank;
         use_threads(cores_here() / ranks);
         Placements placements;
@@ -444,6 +445,8 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
         info.notes = {world.notes.data(), ranks, &world.notes[size_t(rank)]};
         info.notes.own->since = clock_seconds();
         info.notes.own->rank = rank;
+
+        // Make its world: the group of all ranks, as this rank sees it.
         Comm c;
         c.rank = rank;
         c.size = ranks;

@@ -4,10 +4,10 @@
 //                     round 1  send the sum to all
 //   reduce-scatter    round 0 alone
 //   all-gather, all-to-all, broadcast, barrier: one round without a sum
-//   A long sum runs part by part, so its scratch is MpiGroup::scratch bytes, kept for the next sum.
-//   Only the thread that initialised MPI may call. A rank that waits for one collective advances
-//   all of its outstanding ones, because a peer may need their second round first.
-//   Without WITH_MPI the same names exist, and nobody calls them: no group has processes.
+//   A long sum runs part by part, in MpiGroup::scratch bytes of scratch, kept for the next sum.
+//   Only the thread that initialised MPI may call. A rank that waits for one collective also
+//   advances its other outstanding ones, because a peer may need their second round first.
+//   Without WITH_MPI the same names exist, but nothing calls them: no group has processes.
 //   To copy: this file, late.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
@@ -62,6 +62,7 @@ PeerBuffers peer_buffers(const Call<S>& call, int size, int rank, int peer, int 
     case Collective::REDUCE_SCATTER:
         return {shard_in(call, peer), bytes, scratch + peer * bytes, bytes};
 
+    // Copies go straight to their place in the output.
     case Collective::ALL_TO_ALL:
         return {call.in + peer * bytes, bytes, call.out + peer * bytes, bytes};
     case Collective::BROADCAST:
@@ -101,7 +102,7 @@ Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     if (call.kind == Collective::ALL_REDUCE)
         most *= size;
 
-    // Move in and out forward; shards keep the distance that they have in the whole call.
+    // Move in and out to the part; shards keep the distance that they have in the whole call.
     Call<S> part = call;
     part.in += at * call.unit();
     part.out += at * call.unit();
@@ -110,13 +111,13 @@ Call<S> sum_part(const Call<S>& call, int size, size_t at, size_t scratch) {
     return part;
 }
 
-// Finish the first round:
-// sum what arrived and this rank's own input in rank order, or copy the own input.
+// Finish the first round: add this rank's own input and those that have arrived, in rank order, or
+// copy this rank's own input to its place.
 template <typename S>
 void finish_round(const Call<S>& call, int size, int rank, char* scratch, S where) {
     size_t bytes = call.bytes();
     if (sums(call)) {
-        // Point at each rank's contribution. This rank's own never went through scratch.
+        // Point at each rank's contribution; this rank's own is still in its input.
         bool all = call.kind == Collective::ALL_REDUCE;
         ElementRange mine = all ? range_of(call.n, size, rank) : ElementRange{0, call.n};
         size_t first = mine.first * call.unit();
@@ -142,16 +143,16 @@ void finish_round(const Call<S>& call, int size, int rank, char* scratch, S wher
 
 constexpr bool HAS_MPI = true;
 
-// Check a call of MPI. MPI aborts on an error by itself unless told otherwise;
-// this is for the other case.
+// Check a call of MPI. By default MPI itself aborts on an error; this is for a program that has
+// told it not to.
 #define LLMC_MPI_CHECK(call)                                                       \
     do {                                                                           \
         int mpi_error_ = (call);                                                   \
         LLMC_CHECK(mpi_error_ == MPI_SUCCESS, "MPI returns error %d", mpi_error_); \
     } while (0)
 
-// A group's own communicator, so that its messages never meet another group's. Freeing it after
-// MPI_Finalize would be an error, so the destructor asks.
+// A group's own communicator, so that its messages never meet another group's. It must not be freed
+// after MPI_Finalize, so the destructor asks.
 struct MpiGroup {
     MPI_Comm comm;
     int started = 0;                            // collectives
@@ -211,14 +212,14 @@ inline void mpi_post(MpiOp& op, const CommMessage& m, int tag) {
     }
 }
 
-// Post a round. Receives come first, so that what arrives has a place.
+// Post a round. Receives come first, so that messages that arrive have a place.
 inline void mpi_post_round(MpiOp& op) {
     const Comm& c = *op.c;
     int tag = op.tag + op.round;
     char* scratch = op.scratch.get();
 
-    // Begin with another peer on each rank:
-    // rank r receives from r - 1 while it sends to r + 1, so no peer is everyone's first.
+    // Begin with a different peer on each rank: rank r receives from r - 1 while it sends to r + 1,
+    // so no rank is the first peer of all others.
     for (int step = 1; step < c.size; step++) {
         int peer = (c.rank + c.size - step) % c.size;
         PeerBuffers b = peer_buffers(op.part, c.size, c.rank, peer, op.round, scratch);
@@ -234,9 +235,9 @@ inline void mpi_post_round(MpiOp& op) {
 // ----------------------------------------------------------------------------
 // start
 
-// Return the type in which MPI may add. Null for bf16 and fp16, which it would round after
-// each addition while our own sum rounds once; and for bytes,
-// whose vectorised sum in Open MPI stops at 255.
+// Return the type in which MPI may add, or null. bf16 and fp16 have none, because MPI would round
+// after each addition, and our own sum rounds once. Bytes have none, because Open MPI's vectorised
+// sum of bytes stops at 255.
 inline MPI_Datatype mpi_type(Element e) {
     switch (e) {
     case Element::F32: return MPI_FLOAT;
@@ -249,7 +250,7 @@ inline MPI_Datatype mpi_type(Element e) {
 
 // Let the library do this sum in its own order, if it can and may. Returns whether it does.
 inline bool mpi_sum(MpiOp& op) {
-    // Refuse what the library cannot do, or does in another way than the contract says.
+    // Refuse what the library cannot do, or does in a way that breaks the contract.
     const Call<Cpu>& call = op.call;
     MPI_Datatype type = mpi_type(call.element);
     bool all = call.kind == Collective::ALL_REDUCE;
@@ -269,8 +270,8 @@ inline bool mpi_sum(MpiOp& op) {
     return true;
 }
 
-// Return scratch for a part of any sum; it goes to `spare` when the sum is over. The least is one
-// cut of sum_part(): 64 elements of at most 8 bytes from each rank.
+// Return scratch for a part of any sum; it goes to `spare` when the sum is over. The minimum is one
+// step of sum_part(): 64 elements of at most 8 bytes from each rank.
 inline std::unique_ptr<char[]> mpi_scratch(MpiGroup& g, int size) {
     if (g.spare.empty())
         return std::unique_ptr<char[]>(new char[std::max(g.scratch, size_t(64 * 8) * size)]);
@@ -306,8 +307,8 @@ inline std::unique_ptr<MpiOp> mpi_start(const Comm& c, const Call<Cpu>& call) {
     return op;
 }
 
-// Start messages (count), receives first.
-// They have no rounds: the operation is over when all messages are.
+// Start messages (count), receives first. They have no rounds: the operation is over when
+// all messages are.
 inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm& c, const CommMessage* messages,
                                                  int count) {
     // Mark it as past the rounds of a sum (2), so that mpi_advance() only waits.
@@ -378,8 +379,8 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
     return missing;
 }
 
-// Finish one collective, and advance all others:
-// a peer may need their second round before it starts this one.
+// Finish one collective, and advance all others: a peer may need their second round before it
+// starts this one.
 inline void mpi_finish(MpiOp& op) {
     const Comm& c = *op.c;
     NoteWait note(c.info->notes);
@@ -387,7 +388,7 @@ inline void mpi_finish(MpiOp& op) {
     double start = clock_seconds();
     double limit = c.info->timeout_s;
     for (long polls = 0;; polls++) {
-        // Poll everything; reset the clock whenever something moves.
+        // Poll everything. Reset the clock whenever a round ends: the job is alive.
         for (MpiOp* other : c.info->outstanding)
             if (mpi_advance(*other)) {
                 polls = 0;
@@ -427,7 +428,7 @@ inline void mpi_share_cores(MPI_Comm world) {
 
 // Share notes with the ranks of this machine. MPI_Finalize frees the memory.
 inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
-    // Find the ranks of this machine. A test divides it.
+    // Find the ranks of this machine. A test may divide it into several.
     MPI_Comm machine;
     MPI_Win window;
     int rank = 0, ranks = 1, unit = 0;
@@ -440,9 +441,9 @@ inline void mpi_share_notes(MPI_Comm world, RankInfo& info) {
     // Let the first rank of the machine allocate the memory for all.
     LLMC_MPI_CHECK(MPI_Comm_rank(machine, &rank));
     LLMC_MPI_CHECK(MPI_Comm_size(machine, &ranks));
-    // Ask where it lies in this rank's addresses. It begins at the same offset in a page for all
-    // ranks, but not at one where a note may begin:
-    // room for one more note lets all move on to such an address.
+    // Ask where it lies in this rank's addresses. All ranks see it at the same offset in a page,
+    // but a note may not be able to begin there. Room for one more note lets all ranks move on to
+    // an aligned address.
     size_t notes = size_t(ranks) * sizeof(RankNote), room = notes + sizeof(RankNote);
     MPI_Aint bytes = rank == 0 ? MPI_Aint(room) : 0;
     void* memory = nullptr;
@@ -482,8 +483,8 @@ inline Comm mpi_world(RankInfo& info) {
 
 // Make the group of these ranks of c, in this order; only these ranks call.
 inline std::shared_ptr<MpiGroup> mpi_split(const Comm& c, const std::vector<int>& places) {
-    // Use MPI_Comm_create_group, which wants only the members to call;
-    // MPI_Comm_split would want all ranks of c.
+    // Use MPI_Comm_create_group, which only the members call; MPI_Comm_split would need all
+    // ranks of c.
     MPI_Group all, part;
     MPI_Comm comm;
     LLMC_MPI_CHECK(MPI_Comm_group(c.mpi->comm, &all));

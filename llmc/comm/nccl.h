@@ -1,6 +1,6 @@
 // nccl.h - ranks are processes with a GPU each: NCCL, all in the stream's order
-//   MPI carries NCCL's first message and what hosts exchange. Sums in rank order use the rounds of
-//   mpi.h, between GPUs, and are added by our own kernel.
+//   MPI carries NCCL's first message and what hosts exchange. For sums in rank order, GPUs exchange
+//   the rounds of mpi.h, and our own kernel adds.
 //   A communicator takes memory of the GPU. Groups of the same ranks therefore share one, and a
 //   group of fewer ranks is split from a larger one, whose buffers it shares. NCCL runs
 //   communicators that share buffers one after the other; those that must run side by side are
@@ -9,7 +9,7 @@
 //   which a collective may wait for a peer that has not arrived.
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
 //   communicators that share ranks are called in the same order on each of these ranks.
-//   Without WITH_NCCL the same names exist, and nobody calls them: no group has GPUs.
+//   Without WITH_NCCL the same names exist, but nothing calls them: no group has GPUs.
 //   To copy: this file, mpi.h, late.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
 #include "mpi.h"
@@ -51,7 +51,7 @@ struct NcclGroup {
     }
 };
 
-// Return NCCL's type of an element; it has all of them.
+// Return NCCL's type of an element. NCCL has all types.
 inline ncclDataType_t nccl_type(Element e) {
     // Types stand in the order of Element.
     constexpr ncclDataType_t TYPES[] = {ncclFloat32, ncclBfloat16, ncclFloat16, ncclFloat64,
@@ -85,14 +85,15 @@ inline void nccl_exchange(const Comm& c, const CommMessage* messages, int count,
     LLMC_NCCL_CHECK(ncclGroupEnd());
 }
 
-// Let the library take a maximum, of integers, or of floats turned into integers of the same order.
-// Returns whether it can for this type.
+// Let the library take a maximum of integers, or of floats as integers in the same order: its own
+// maximum of floats may lose a NaN. Returns whether it can for this type.
 inline bool nccl_max(const Comm& c, const Call<cudaStream_t>& call, cudaStream_t stream) {
     ncclComm_t comm = c.nccl->comm;
     bool floats = call.element == Element::F32;
     bool integers = call.element >= Element::I32;
     if (!floats && !integers) return false;
 
+    // Turn floats into integers, take the maximum in place, and turn them back.
     ncclDataType_t type = floats ? ncclInt32 : nccl_type(call.element);
     if (floats)
         order_floats<false>(call.out, call.n, stream);
@@ -155,7 +156,7 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
         }
         LLMC_NCCL_CHECK(ncclGroupEnd());
 
-        // Sum behind the first round; a second round sends the sums to all.
+        // Sum after the first round; a second round sends the sums to all.
         if (round == 0)
             finish_round(call, c.size, c.rank, scratch, stream);
     }
@@ -163,7 +164,7 @@ inline void nccl_collective(const Comm& c, const Call<cudaStream_t>& call, cudaS
         LLMC_CUDA_CHECK(cudaFreeAsync(scratch, stream));
 }
 
-// End the job if a communicator of this rank has met an error, even one of a peer.
+// End the job if a communicator of this rank reports an error, which may be a peer's.
 inline void nccl_check_errors(const Comm& c) {
     for (const NcclGroup* group : c.info->communicators) {
         ncclResult_t state = ncclSuccess;
@@ -202,7 +203,7 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
                    " s for its stream, with collectives on " + nccl_names(*c.info) +
                    ", during action " + c.info->action + standing_text(c.info->notes, waited);
         };
-        // Only kernels know which ranks are missing: ask all machines.
+        // Only the kernels know which ranks are missing, so the inquiry goes to all machines.
         if (polls > 1000) late.look(waited, [] { return std::vector<int>(); }, text);
         if (limit > 0 && waited > limit)
             mpi_stop(text() + late.inquiry.found);
@@ -247,7 +248,7 @@ inline Comm nccl_split(const Comm& c, const Comm& parent) {
         return nccl_group(c, parent.nccl);
     }
 
-    // Tell the parts of the parent apart by their first members.
+    // Ranks with the same color, their first member, form one group.
     ncclComm_t comm = nullptr;
     int color = c.size > 1 ? c.members[0] : NCCL_SPLIT_NOCOLOR;
     LLMC_NCCL_CHECK(ncclCommSplit(parent.nccl->comm, color, c.rank, &comm, nullptr));
@@ -255,8 +256,8 @@ inline Comm nccl_split(const Comm& c, const Comm& parent) {
     return nccl_group(c, std::make_shared<NcclGroup>(comm, c));
 }
 
-// Set what must be set before the first communicator is made. Collectives of several communicators
-// then start in the order in which the host calls them, on every rank; and memory that
+// Make settings that must come before the first communicator. Collectives of several communicators
+// then start in the order in which the host calls them, on every rank, and memory that
 // cudaFreeAsync returns stays for the next caller.
 inline void nccl_settings(int gpu) {
     // This needs NCCL 2.26 or later. The user's own setting takes precedence.
@@ -268,8 +269,8 @@ inline void nccl_settings(int gpu) {
 }
 
 // Return "", or why this version of NCCL is too old for communicators that run side by side, in
-// streams of their own. Before 2.26 no setting orders their launches,
-// and ranks may wait for each other for ever.
+// streams of their own. Before 2.26 no setting orders their launches, and ranks may wait for each
+// other for ever.
 inline std::string launch_order_missing(int version) {
     constexpr int ORDERS_LAUNCHES = 22600; // NCCL_LAUNCH_ORDER_IMPLICIT
     if (version >= ORDERS_LAUNCHES) return "";
@@ -290,9 +291,9 @@ inline void check_launch_order(const Comm& world) {
     if (!missing.empty()) mpi_stop(rank_text(world) + ": " + missing);
 }
 
-// Take a GPU of this machine for this process, another one for each; all ranks of the world must
-// call. A launcher may show each process a single GPU, and number 0 then differs between processes.
-// Returns "" or what is wrong: NCCL refuses two ranks on one GPU.
+// Take a GPU of this machine for this process, a different one for each process; all ranks of the
+// world must call. A launcher may show each process a single GPU, and number 0 then differs between
+// processes. Returns "" or what is wrong: NCCL refuses two ranks on one GPU.
 inline std::string take_gpu(const Comm& world) {
     // Find this process's place among the processes of its machine.
     MPI_Comm all = world.mpi->comm;

@@ -42,7 +42,7 @@ inline void placement_set(Placements& table, const void* p, size_t bytes, const 
     const char* from = static_cast<const char*>(p);
     const char* to = from + bytes;
 
-    // Keep the parts of old rows that lie before and behind the new row.
+    // Keep the parts of old rows that lie before and after the new row.
     std::vector<Placements::Row> kept;
     for (const Placements::Row& row : table.rows) {
         bool apart = row.axis != axis || row.to <= from || to <= row.from;

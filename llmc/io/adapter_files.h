@@ -82,7 +82,7 @@ inline std::string check_peft_layers(const nlohmann::json& j, const std::string&
 }
 
 // The alpha of a module: that of the first pattern which is the module's name, or the end of it
-// behind a dot; without such a pattern lora_alpha.
+// after a dot; without such a pattern lora_alpha.
 inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
                               const std::string& module, double* alpha) {
     nlohmann::json value = j.value("lora_alpha", nlohmann::json(8));
@@ -205,7 +205,7 @@ inline bool names_module(const nlohmann::json& names, const std::string& module,
 
 // Compare the modules that a config chooses with those that have tensors, both by PEFT's names: a
 // chosen module has tensors, and no other has. So a config of another file is found.
-//   a list         of modules' names, or their ends behind a dot; a name that the model has not
+//   a list         of modules' names, or their ends after a dot; a name that the model has not
 //                  means nothing, as in PEFT; nor do those of experts, which are no modules in
 //                  transformers since 5
 //   "all-linear"   every matrix of a block

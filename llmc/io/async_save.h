@@ -23,7 +23,7 @@ namespace llmc {
 
 // The save in flight, and the snapshot that all saves share.
 struct AsyncSave {
-    std::vector<unsigned char> snapshot; // the file's tensors, one behind the other
+    std::vector<unsigned char> snapshot; // the file's tensors, one after the other
     Save save = {};
     std::string wrong = ""; // the thread's error; read it only when the thread has ended
     std::atomic<bool> writing = false; // the thread has not ended yet

@@ -1,5 +1,5 @@
 // chat.h - chat formats as a table: a conversation to tokens, and which of them are an answer's
-//   A row says what stands before and behind each text. In it <s> and </s> stand for the tokens
+//   A row says what stands before and after each text. In it <s> and </s> stand for the tokens
 //   that begin and end a text, whatever the tokenizer calls them. Other special tokens have their
 //   own names, and become tokens if the tokenizer has them.
 //   Tokens  1. cut a conversation into runs of text between special tokens
@@ -7,7 +7,7 @@
 //              tokens of prompt and answer, whatever the answer is
 //           3. encode each run: if people write the text of a special token, it stays text
 //   Mask    An answer's own tokens and the one that ends it are trained; what stands before and
-//           behind is not. The mask is made with the tokens, not searched in a rendered text.
+//           after is not. The mask is made with the tokens, not searched in a rendered text.
 //   auto    The format is the one whose signs occur in the folder's chat template
 //           (chat_template.jinja, or tokenizer_config.json). Without a template, the tokenizer's
 //           special tokens decide. A template that fits no row is refused: there is no Jinja here.
@@ -68,7 +68,7 @@ inline std::string check_conversation(const Conversation& messages, bool answere
 // ----------------------------------------------------------------------------
 // formats
 
-// A format: what stands before and behind each text of a conversation.
+// A format: what stands before and after each text of a conversation.
 struct ChatFormat {
     std::string name;
     std::string begin = "";                   // once, before all
@@ -77,7 +77,7 @@ struct ChatFormat {
     std::string answer = "";                  // before an answer
     // an answer's own first and last part, which are trained
     std::string lead = "", answer_end = "";
-    std::string behind = "";                  // behind an answer, not trained
+    std::string behind = "";                  // after an answer, not trained
     std::string input = "\n\n";               // before an instruction's input
     std::vector<std::string> needs = {};      // special tokens that the tokenizer must have
     bool system_inside = false;               // the first user turn holds the system text
@@ -193,7 +193,7 @@ inline const std::vector<ChatFormat>& chat_formats() {
                    "<|assistant_end|>"},
          .system_inside = true},
 
-        // ### Instruction:\nU\n\n### Response:\nT</s>, behind a sentence that says what this is
+        // ### Instruction:\nU\n\n### Response:\nT</s>, after a sentence that says what this is
         {.name = "alpaca",
          .begin = "<s>",
          .system_end = "\n\n",
@@ -293,8 +293,8 @@ inline void push_tokens(ChatWriter& w, const std::vector<int>& tokens, bool trai
     w.out.trained.resize(w.out.tokens.size(), trained);
 }
 
-// Encode the run. It counts as a text's beginning if it comes first, or behind the token
-// that begins texts. Behind other special tokens the tokenizer's file decides. Behind
+// Encode the run. It counts as a text's beginning if it comes first, or after the token
+// that begins texts. After other special tokens the tokenizer's file decides. After
 // text it never does.
 inline void end_run(ChatWriter& w) {
     if (w.run.empty()) return;

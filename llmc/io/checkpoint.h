@@ -16,12 +16,12 @@
 //          4. the first rank writes the manifest, with a sum of each weight (replicas.h) that does
 //             not depend on the layout, then renames the folder
 //          5. the first rank removes the oldest checkpoints, but never the best one
-//   Why a kill loses nothing: a folder is called step_N only after every byte in it is synced, and
-//   it loses that name before its first file is removed. Until step 4 is done, nothing that was
-//   there before has changed. A kill leaves at most a step_N.tmp, which no load reads and the next
-//   save removes. One gap: if step_N exists already, and the file system cannot exchange two names,
-//   a save of step N leaves that step without a name for a moment (replace_folder() in files.h).
-//   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
+//   Why a kill loses nothing: a folder is called step_N only after every byte in it is synced,
+//   and it loses that name before its first file is removed. Until step 4 is done, nothing that
+//   was there before has changed. A kill leaves at most a step_N.tmp: no load reads it, and the
+//   next save removes it. One gap: if step_N exists already, and the file system cannot
+//   exchange two names, a save of step N leaves that step without a name for a moment
+//   (replace_folder() in files.h).
 #pragma once
 #include <sys/stat.h>
 #include <filesystem>
@@ -41,7 +41,7 @@ struct CheckpointInfo {
     uint64_t cursor = 0; // samples taken from the data so far
     uint64_t seed = 0;
     nlohmann::json config;
-    int64_t tokens = 0;     // trained on so far, whatever the batches were
+    int64_t tokens = 0;     // trained on so far, over all batch sizes
     int64_t best_step = -1; // step with the lowest validation loss; -1: none is kept
     double best_loss = 0;
     std::vector<int64_t> broken = {}; // newer steps that a load skipped
@@ -168,8 +168,7 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
     if (DIR* d = opendir(out.c_str())) {
         while (dirent* e = readdir(d)) {
             long long step = -1;
-            // Write the name back and compare: step_5 or step_00000100.old is not
-            // one of our folders.
+            // Write the name back and compare: step_5 or step_00000100.old is no such folder.
             bool read = sscanf(e->d_name, "step_%lld", &step) == 1 && step >= 0;
             if (read && step_folder(step) + ending == e->d_name)
                 steps.push_back(step);
@@ -195,9 +194,9 @@ struct StateTensor {
 // its moments. Frozen weights are left out: a resume reads them from the model's folder again.
 template <typename T, typename S>
 std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
-    // An evaluation keeps no moments, and then loads none.
-    // The mode decides, not what this rank keeps: all ranks must list the same tensors. A stage of
-    // only frozen blocks keeps no state, yet may read a file for others.
+    // An evaluation keeps no moments, so it loads none. The mode decides, not what this rank keeps,
+    // because all ranks must list the same tensors: a stage with only frozen blocks keeps no state,
+    // yet may read a file for other ranks.
     bool stateful = t.plans[0].mode == Mode::TRAIN;
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
@@ -222,8 +221,8 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     return list;
 }
 
-// The elements of a tensor that this rank writes: those it keeps and owns, without the vocabulary's
-// padding. Padding is the end of the whole table, so it is also the end of a rank's range.
+// The elements of a tensor that this rank keeps, owns and so writes, without the vocabulary's
+// padding. Padding ends the whole table, so it also ends a rank's range.
 template <typename T, typename S>
 KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
     // Count the real words: a range may begin with words and end with padding.
@@ -302,7 +301,7 @@ RankFile rank_file_of(const Trainer<T, S>& t) {
         ranges[s.name] = {range.first, range.count};
     }
 
-    // Describe the cut. Name the rank's share of the experts too, if ranks share them out.
+    // Describe which part of the model this is. Add the share of experts, if ranks share them.
     file.entry = {{"file", rank_file(t.comms.world.rank)},
                   {"tp", t.layout.tp.size},
                   {"tp_rank", t.layout.tp.rank},
@@ -353,7 +352,7 @@ nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
 // have the same state.
 template <typename T, typename S>
 Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes) {
-    // Copy all of it at once: the arrays lie one behind the other, amax first.
+    // Copy all of it at once: the arrays are adjacent, amax first.
     const Fp8Rule& rule = t.model.shape.fp8_rule;
     Fp8History home = fp8_history(t);
     bytes->resize(fp8_history_bytes(home.slots, rule));
@@ -395,8 +394,8 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
     if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
         manifest["late"] = late_scale_json(*late);
+    // Save the scales of delayed scaling too. Every rank has the scales of all matrices.
     std::vector<unsigned char> bytes;
-    // Save the scales of delayed scaling too. Every rank has those of all matrices.
     Fp8History h = fp8_on_host(t, &bytes);
     if (h.slots)
         manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8_rule);
@@ -464,7 +463,7 @@ struct Save {
     std::string temporary() const { return folder() + ".tmp"; }
 };
 
-// Begin a save: the header's step 1. Then record all that the next training step would change.
+// Begin a save: step 1 of the header. Then record what the next training step will change.
 template <typename T, typename S>
 std::string save_begin(const Trainer<T, S>& t, Save& save) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
@@ -519,7 +518,7 @@ inline std::string name_checkpoint(const Save& save, const Written& written) {
     return "";
 }
 
-// How a save ended, for all ranks. `wrong` is what the first rank has to say.
+// Tell all ranks how a save ended. `wrong` is the first rank's result.
 inline std::string agree_on_save(const Comm& world, std::string wrong) {
     wrong = first_error(world, wrong);
     return wrong.empty() ? "" : wrong + "; the checkpoints before it are as they were";

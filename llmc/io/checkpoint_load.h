@@ -70,7 +70,7 @@ inline std::string check_base(const nlohmann::json& own, const nlohmann::json& m
 }
 
 // Check that a checkpoint's adapters are this run's: one that this run lacks would be lost, and one
-// that the checkpoint lacks would begin anew.
+// that the checkpoint lacks would start untrained.
 inline std::string check_adapters(const Model& model, const nlohmann::json& manifest,
                                   const std::string& folder) {
     std::set<std::string> saved, own, either;
@@ -497,7 +497,7 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
         notes->push_back("tensor-parallel ranks cut matrices in other blocks than those that "
                          "saved: 8-bit moments are rounded anew");
 
-    // Note scales that begin anew.
+    // Note scales that start again.
     if (t.hyper.loss_scaling.on && !m.contains("loss_scale"))
         notes->push_back(concat("the checkpoint has no loss scale: it begins at ",
                                 t.hyper.loss_scaling.start));

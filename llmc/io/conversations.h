@@ -12,7 +12,7 @@
 //   Marks    Two bits of a 32-bit token: TRAINED, it belongs to an answer; BEGINS, a conversation
 //            begins here, which sees none before it (documents.h). Every window begins with one, so
 //            its last token predicts nothing, and n windows are n T tokens.
-//   Shards   llm.c's 32-bit magic with version 8, and T behind the count of tokens.
+//   Shards   llm.c's 32-bit magic with version 8, and T after the count of tokens.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <map>
@@ -122,7 +122,7 @@ struct ConversationCounts {
 };
 
 // Turn a conversation into marked tokens, at most T of them; none if no answer is left. It loses
-// its end, never its middle: an answer must stand behind its question.
+// its end, never its middle: an answer must stand after its question.
 inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, ConversationCounts* counts) {
     // Keep the start. An answer that is cut has no end, and is trained as far as it goes.
     std::vector<int> tokens;

@@ -6,7 +6,7 @@
 //          Magic 20240520 version 1: uint16 (GPT-2). Magic 20240801 version 7: uint32 (Llama 3).
 //          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
 //   .jsonl with --loss sft: conversations, packed when they are opened (conversations.h);
-//          with --loss dpo and its kin: pairs of answers (pairs.h).
+//          with --loss dpo and its relatives: pairs of answers (pairs.h).
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
@@ -15,7 +15,7 @@
 //   documents  With --document-mask the documents of a window do not see each other (documents.h).
 //   validation Without its own files, validation gets the last tenth of each training file. The two
 //              splits share no token.
-//   Every function that returns a text returns "" or one line that says what is wrong.
+//   A function that returns a text returns "", or one line that says what is wrong.
 #pragma once
 #include <glob.h>
 #include <sys/stat.h>
@@ -36,7 +36,7 @@
 namespace llmc {
 
 // An open file, and the range of its tokens that belongs to this split. Ranges count tokens, from
-// the first one behind the header.
+// the first token after the header.
 struct DataFile {
     std::string path;
     const unsigned char* tokens = nullptr; // the first token, mapped
@@ -49,14 +49,14 @@ struct DataFile {
     uint64_t device = 0;
     uint64_t inode = 0;
     std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
-    std::string note = ""; // a remark: it may be no text, or lines were left out
+    std::string note = ""; // a remark: the file may be no text, or lines were left out
     size_t packed = 0;     // tokens of a window of conversations; 0: plain text
 };
 
 // A training loader shuffles its windows; a validation loader reads them from the start, in order.
 enum class Split { TRAIN, VAL };
 
-// All files of one split. The loader has no moving state: the number of a sample alone determines
+// All files of one split. The loader has no state that changes: the number of a sample determines
 // its window, so a run can resume.
 struct DataLoader {
     std::vector<DataFile> files;
@@ -109,7 +109,7 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
 
     // Otherwise each item is a file or a pattern.
     for (const std::string& item : split_paths(value)) {
-        // glob() sorts, so all ranks number the windows alike.
+        // glob() sorts, so all ranks number the windows in the same way.
         glob_t found;
         bool pattern = item.find_first_of("*?[") != std::string::npos && !exists(item);
         if (pattern && glob(item.c_str(), 0, nullptr, &found) == 0) {
@@ -140,7 +140,7 @@ inline std::string read_shard_header(DataFile* f, size_t bytes, const std::strin
                       " bytes are no token shard: its header alone has 1024");
     memcpy(header, f->tokens, sizeof(header));
 
-    // The magic number determines the version, and that the width of a token.
+    // The magic number determines the version, which determines the width of a token.
     if (header[0] != 20240520 && header[0] != 20240801)
         return concat(f->path, ": magic number ", header[0],
                       " is not a token shard's (20240520 or 20240801); text files end in .txt. Are "
@@ -181,8 +181,9 @@ inline std::string check_packed(const DataFile& f, bool wanted, size_t T) {
     return "";
 }
 
-// Open JSON lines of conversations, and pack them into windows. The tokens replace the mapped text.
+// Open JSON lines of conversations, and pack their tokens into windows.
 inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
+    // Map the file, and note which one it is.
     void* begin = nullptr;
     size_t bytes = 0;
     struct stat s = {};
@@ -191,7 +192,7 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     f->device = s.st_dev;
     f->inode = s.st_ino;
 
-    // Pack the lines. data_notes() reports once which lines were left out.
+    // Pack the lines. data_notes() reports the lines that were left out.
     ConversationCounts counts;
     std::string_view text(static_cast<const char*>(begin), bytes);
     LineTokens line_tokens = chat.labels  ? labelled_tokens
@@ -223,7 +224,7 @@ inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
     f->device = s.st_dev;
     f->inode = s.st_ino;
 
-    // Refuse what is neither text nor tokens. Only note what looks doubtful.
+    // Refuse a file that is neither text nor tokens. If it only looks doubtful, note that.
     std::string_view head(static_cast<const char*>(begin), std::min(f->count, size_t(1) << 16));
     wrong = no_text(f->path, head, tokenizer);
     if (!wrong.empty()) return wrong;
@@ -246,26 +247,27 @@ inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
     f->count = f->encoded->size();
 }
 
-// Keep one split of a file's tokens: training gets [0, n - n/10), validation the rest. They share
-// not even a target.
+// Keep one split of a file's tokens: training gets [0, n - n/10), validation the rest. They do not
+// share a token, not even a target.
 inline void keep_split(DataFile* f, Split split) {
-    // Hold back the end, not samples from everywhere: neighbouring windows share text.
+    // Hold back the end, not windows from everywhere: neighbouring windows share a text. Hold back
+    // whole windows of conversations, at least one if there are two.
     size_t held_back = f->count / 10;
-    if (f->packed) // whole windows, at least one if there are two
+    if (f->packed)
         held_back = std::max(f->count / f->packed / 10, size_t(f->count > f->packed)) * f->packed;
     if (split == Split::VAL)
         f->first = f->count - held_back;
     f->count = split == Split::VAL ? held_back : f->count - held_back;
 }
 
-// Say why a split without a window can neither be trained nor judged on.
+// Say why a split has no window.
 inline std::string no_window(const DataLoader& d, Split split, bool own_validation) {
     const DataFile& first = d.files[0];
     bool tenth = !own_validation && split == Split::VAL;
     std::string in = first.path + (d.files.size() > 1 ? " and others" : "");
     std::string more = tenth ? ", or validation files with --val" : "";
 
-    // Conversations are packed into whole windows, and one window cannot be shared out.
+    // Conversations are packed into whole windows, and one window cannot serve both splits.
     if (tenth && first.packed)
         return concat(in, " fills one window of ", d.T, " tokens, and validation needs another: "
                       "give more lines or a smaller --seq", more);
@@ -274,8 +276,8 @@ inline std::string no_window(const DataLoader& d, Split split, bool own_validati
                   "; give more text or a smaller --seq", more);
 }
 
-// Open the files of one split. own_validation: validation has its own files, so all tokens of these
-// files belong to this split. chat: how conversations are written; null: files hold plain text.
+// Open the files of one split. own_validation: validation has files of its own, so all tokens of
+// these files belong to this split. chat: how conversations are written; null: plain text.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
                              uint64_t seed, const Chat* chat = nullptr) {
@@ -309,7 +311,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
                           ": give the model's tokenizer, or --vocab with new weights");
         if (f.width == 1) tokenize_text(&f, tokenizer);
 
-        // Cut the range into windows. The last target lies one token behind the last input.
+        // Cut the range into windows. The last target is one token after the last input.
         if (!own_validation) keep_split(&f, split);
         f.windows = f.packed ? f.count / T : f.count > 0 ? (f.count - 1) / T : 0;
         f.windows_before = d->windows;
@@ -321,7 +323,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     return d->windows ? "" : no_window(*d, split, own_validation);
 }
 
-// Refuse validation on a file that is trained on, under whatever name.
+// Refuse a validation file that is also a training file, even under another name.
 inline std::string data_disjoint(const DataLoader& train, const DataLoader& val) {
     // Device and inode identify a file whatever its name: links and ./ lead to the same one.
     for (const DataFile& a : train.files)
@@ -411,7 +413,7 @@ inline std::string data_document_end(const DataLoader& d, const Tokenizer& token
 // A pseudorandom permutation of [0, n), keyed by seed and epoch. It is a Feistel network of four
 // rounds over the next power of four, applied again until the result lies below n.
 inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint64_t n) {
-    // At most three of four places lie outside, so this takes at most four tries on average.
+    // The power of four is less than 4 n, so this takes less than four tries on average.
     int half = 0; // bits of each half
     while ((uint64_t(1) << (2 * half)) < n)
         half++;
@@ -420,8 +422,8 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
     uint64_t stream = fnv1a("windows." + std::to_string(epoch));
     uint64_t x = place;
 
-    // Each round mixes one half with a keyed hash of the other. A round can be undone, so no two
-    // places meet in one.
+    // Each round mixes one half with a keyed hash of the other. A round can be undone, so two
+    // places never become one.
     do {
         uint64_t left = x >> half;
         uint64_t right = x & mask;
@@ -448,8 +450,8 @@ inline int64_t token_at(const DataFile& f, size_t i) {
     return t;
 }
 
-// Name the token of a file that the model does not have. `position` counts from
-// the file's first token.
+// Report a token of a file that the model does not have. `position` counts from the
+// file's first token.
 inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t V) {
     int64_t token = token_at(f, position - f.first) & (f.packed ? TOKEN_BITS : ~0u);
     return concat(f.path, ": token ", token, " at position ", position,
@@ -462,7 +464,7 @@ inline std::string beyond_vocabulary(const DataFile& f, size_t position, size_t 
 // type of a token; `bits` masks the token without its marks.
 template <typename W>
 size_t first_beyond(const unsigned char* bytes, size_t count, size_t V, W bits) {
-    // Take the maximum of a block, many tokens at a time; search closely only in a bad block.
+    // Take the maximum of a block, which vectorises; search token by token only in a bad block.
     const W* tokens = reinterpret_cast<const W*>(bytes);
     const size_t block = 1 << 14;
     for (size_t from = 0; from < count; from += block) {
@@ -500,7 +502,7 @@ inline std::string check_tokens(const DataLoader& d, size_t bytes) {
 }
 
 // Fill tokens and targets, both (T), of a window of conversations. The last token predicts nothing:
-// behind it another conversation begins.
+// after it another conversation begins.
 inline std::string load_conversations(const DataFile& f, size_t start, size_t T, size_t V,
                                       int* tokens, int* targets) {
     targets[T - 1] = -1;
@@ -525,10 +527,10 @@ inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
 // Fill tokens and targets, both (T), of a window.
 inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens, int* targets) {
     // Find the file that holds the window.
-    auto ends_behind = [](uint64_t w, const DataFile& f) {
+    auto ends_after = [](uint64_t w, const DataFile& f) {
         return w < f.windows_before + f.windows;
     };
-    const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_behind);
+    const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_after);
     size_t start = (window - f.windows_before) * d.T;
     if (f.packed)
         return load_conversations(f, start, d.T, d.V, tokens, targets);

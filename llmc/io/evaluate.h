@@ -26,7 +26,7 @@
 //     bits per byte = loss / ln 2 / bytes of the targets' texts: compares tokenizers
 //
 //   Tokens: white space at the context's end moves to the completion. Context and completion are
-//   encoded together; the completion's tokens are those behind as many as the context alone has. A
+//   encoded together; the completion's tokens follow as many tokens as the context alone has. A
 //   tokenizer's token that begins sequences stands in front (the harness's add_bos_token). An empty
 //   context is that token, or the end of text. A candidate longer than the model's positions loses
 //   its beginning.
@@ -153,7 +153,7 @@ struct Texts {
     int label = 0;
 };
 
-// Join one context with completions, each behind a space.
+// Join one context with completions, each after a space.
 inline Texts choices(const std::string& context, const std::vector<std::string>& completions,
                      int label) {
     Texts q;

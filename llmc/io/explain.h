@@ -536,7 +536,7 @@ inline std::string plan_text(const Plan& p, const Model& model) {
         if (!stays && (a.micro != previous.micro || turns || ends))
             end_line();
 
-        // Write a run of layers as one word, and continue behind it.
+        // Write a run of layers as one word, and continue after it.
         size_t end = end_of_run(p.actions, i);
         std::string word = action_text(a, model);
         if (end > i)

@@ -1,19 +1,19 @@
 // generate.h - texts from the model, many at once: continuous batching in slots - arXiv:2309.06180
 //   1. each free slot takes the next text: a run reads the prompts of adjacent slots, padded to the
-//      longest, and fills the slots' parts of the key/value cache; a prompt that was just read is
-//      copied from the slot that has it
+//      longest, and fills the slots' parts of the key/value cache. If a prompt was just read, its
+//      keys and values are copied from the slot that has them
 //   2. the logits of a prompt's last row pick its text's first token
 //   3. one run reads, in every slot at its own position, the last token that was picked, followed
 //      by a draft's guesses (speculate.h), if there is a draft
 //   4. each slot's logits pick its next token, or judge the guesses. A text ends with a token of
-//      `ends`, which is not printed, with the wanted number of tokens, or when its slot is full;
-//      the slot is then free; repeat from 1
-//   Token i of a text uses uniform number i of the text's stream, so the slot and the rest of the
-//   batch change no more than the rounding of its logits.
+//      `ends`, which is not printed, with the wanted number of tokens, or when its slot is full.
+//      Then the slot is free; repeat from 1
+//   Token i of a text uses uniform number i of the text's stream. So a text does not depend on its
+//   slot or on the rest of the batch, except through the rounding of its logits.
 //   All ranks of all axes have the same texts, or each place along dp has its own (own_texts).
 //   Ranks of the last stage pick tokens, and one of them tells the others.
-//   Cost: a run reads all weights, whatever the number of slots. The cache takes
-//         slots * positions * 2 * NKV * HS elements a layer.
+//   Cost: a run reads all weights, whatever the number of slots. The cache takes slots * positions
+//         * 2 * NKV * HS elements a layer, and less with latent attention (cached_elements()).
 #pragma once
 #include <functional>
 #include <set>
@@ -35,16 +35,16 @@ struct Sampling {
     int64_t step = 0;
     int64_t number = 0;      // which of several samples at this step
     std::set<int> ends = {}; // tokens that end a text
-    bool emits_end = false;  // ends are emitted too
-    // Asked before each run; true ends all texts. All ranks hear the same from it; with own_texts
-    // it speaks for its rank alone, and ranks tell each other.
+    bool emits_end = false;  // emit these tokens too
+    // Called before each run; true ends all texts. It returns the same on all ranks; with own_texts
+    // it answers for its rank alone, and any_runs() combines the answers.
     std::function<bool()> stops = nullptr;
     Draft* draft = nullptr; // guesses tokens ahead; null: no speculation
     bool own_texts = false; // each place along dp has its own texts, the same on its ranks
 };
 
-// The random stream of a sample. Further samples of a step have other streams, and a resumed run
-// has the same ones.
+// The random stream of a sample. Each sample of a step has its own stream, and a resumed run has
+// the same streams.
 inline uint64_t sample_stream(const Sampling& how) {
     std::string name = concat("sample.", how.step);
     if (how.number) name += concat(".", how.number);
@@ -55,7 +55,7 @@ inline uint64_t sample_stream(const Sampling& how) {
 struct Text {
     const std::vector<int>* prompt; // consecutive texts that share this pointer read it once
     uint64_t stream;
-    size_t cached = 0; // prompt tokens that its slot has read before; only with a single text
+    size_t cached = 0; // prompt tokens that its slot has read before; only for a single text
     int adapter = -1;  // its set of adapters; -1: the base alone
 };
 
@@ -146,7 +146,7 @@ void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
     copy_out(rows.stored.data(), home, B * share * sizeof(T), t.ctx.where);
     all_gather(t.comms.tp, rows.all.data(), rows.stored.data(), B * share, Cpu{});
 
-    // The ranks' shares lie one behind the other: join them for each sequence.
+    // The ranks' shares follow each other: join them for each sequence.
     #pragma omp parallel for
     for (size_t b = 0; b < B; b++)
         for (size_t first = 0, rank = 0; first < V; first += share, rank++) {
@@ -165,7 +165,7 @@ struct TextSlot {
     size_t past = 0;   // tokens whose keys and values are in the cache
     size_t picked = 0; // tokens picked so far
     std::vector<int> tokens = {}; // the prompt, then picked tokens, then guesses
-    // (V) each: the distribution that a guess was drawn from
+    // (V) each: the distribution from which a guess was drawn
     std::vector<std::vector<double>> guesses = {};
 };
 
@@ -188,22 +188,22 @@ template <typename T, typename S> struct Generation {
     size_t count; // most tokens of a text
     const Sampling& how;
     const Comm& group; // the ranks that have these texts
-    int root;          // the rank of them whose choices count
+    int root;          // the rank among them whose choices count
 
     // Progress.
     std::vector<TextSlot> slots = {};
     size_t next_text = 0;
     LogitRows<T> rows = {};
-    // room for the sampler, a slot each
+    // Room for the sampler, by slot.
     std::vector<std::vector<std::pair<float, int>>> orders = {};
-    // The prompt that was read last, the slot that has it, and its last row's logits.
+    // The prompt that was read last, the slot that has it, and the logits of its last row.
     const std::vector<int>* held = nullptr;
     size_t held_slot = 0;
     std::vector<float> held_logits = {};
     bool stopped = false; // a rank wished to stop, with own_texts
 };
 
-// Pick a token for a slot from a row of logits: the next one, or the one `ahead` places further.
+// Pick a token for a slot from a row of logits (V): the next one, or the one `ahead` places later.
 template <typename T, typename S>
 int pick_token(Generation<T, S>& g, size_t slot, const float* logits, size_t ahead = 0) {
     const TextSlot& s = g.slots[slot];
@@ -231,8 +231,8 @@ inline size_t fill_window(const TextSlot& s, int* tokens, size_t n) { // (n)
     return first;
 }
 
-// The rank whose choices count: the first of those that have the last stage, as it is counted
-// among all ranks, or among those of one place along dp.
+// The rank whose choices count: the first one that has the last stage. Its number counts all ranks,
+// or with own_texts the ranks of one place along dp.
 inline int choosing_rank(const Layout& layout, bool own_texts) {
     int stage = (layout.stages() - 1) % layout.pp.size;
     auto ranks = ranks_where(layout, [&](const Layout& o) {
@@ -244,15 +244,15 @@ inline int choosing_rank(const Layout& layout, bool own_texts) {
     return int(i);
 }
 
-// All ranks hear what one has picked. Others may have rounded a logit to other bits, and would go
-// on with another text, or wait where nobody comes.
+// Send one rank's tokens to all ranks. Another rank may have rounded a logit to other bits: it
+// would continue with another text, or wait in a run that no other rank starts.
 template <typename T, typename S>
 void share_tokens(Generation<T, S>& g, int* tokens, size_t n) {
     broadcast(g.group, tokens, n, g.root, Cpu{});
 }
 
-// Tell ranks with other texts whether this one has something to run, and whether it wishes to stop;
-// hear whether any has, and whether any does.
+// Exchange with ranks that have other texts. Returns whether any rank has something to run; sets
+// g.stopped if any rank wishes to stop.
 template <typename T, typename S> bool any_runs(Generation<T, S>& g, bool runs) {
     int64_t any[] = {runs, g.how.stops && g.how.stops()};
     all_reduce_max(g.t.comms.world, any, 2, Cpu{});
@@ -260,15 +260,15 @@ template <typename T, typename S> bool any_runs(Generation<T, S>& g, bool runs) 
     return any[0] > 0;
 }
 
-// Run the plan on the batch that has been made. Ranks that have other texts gather shards of the
-// weights in the same run, so they run together, as often as the one with the most to do.
+// Run the plan on the batch that has been made. Ranks with other texts gather shards of the weights
+// in the same run, so all run together, as often as the rank with the most to do.
 template <typename T, typename S> void run_texts(Generation<T, S>& g) {
     if (g.how.own_texts) any_runs(g, true);
     run_plan(g.t, g.plan);
 }
 
-// Run along, on a token of no text, until all ranks have generated theirs or one wishes to stop:
-// the run in which it says so is the last.
+// Run along with other ranks, on a token of no text, until all have generated their texts or one
+// wishes to stop. The run in which it says so is the last.
 template <typename T, typename S> void run_for_others(Generation<T, S>& g) {
     int token = 0;
     while (g.how.own_texts && !g.stopped && any_runs(g, false)) {
@@ -293,24 +293,24 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     end(text, last ? Ended::BY_TOKEN : enough ? Ended::BY_COUNT : Ended::BY_CACHE);
 }
 
-// Let the draft read a prompt, from where its slot stands. One token more is read again: the draft
-// may not have read its own last guess, which stayed.
+// Let the draft read a prompt from token `past` on, and the token before it once more: that may be
+// the draft's own last guess, which stayed but which the draft has not read.
 template <typename T, typename S>
 void draft_prompt(Generation<T, S>& g, const std::vector<int>& prompt, size_t past, size_t slot) {
     past -= std::min(past, size_t(1));
     g.how.draft->read(prompt.data() + past, 1, prompt.size() - past, &past, slot);
 }
 
-// Count the texts that start together, in this slot and in the free ones behind it: neighbours
-// whose prompts differ, as many as the plan has rows for. With a draft each starts alone, and so
-// does a text whose slot has read a part of its prompt.
+// Count the texts that start together, in this slot and in the free ones after it: consecutive
+// texts with different prompts, as many as the plan has rows for. With a draft each text starts
+// alone, and so does a text whose slot has read a part of its prompt.
 template <typename T, typename S>
 size_t texts_together(const Generation<T, S>& g, size_t slot) {
     const Plan& p = g.t.plans[g.plan];
     const Text* next = g.texts.data() + g.next_text;
     if (p.scored > 1 || next->cached) return 1;
 
-    // A text that repeats the prompt before it will copy that slot instead.
+    // Stop at a text that repeats the prompt before it: it will copy that slot instead.
     size_t slots = g.slots.size() - slot;
     size_t most = std::min(slots, g.texts.size() - g.next_text);
     size_t longest = next->prompt->size();
@@ -327,7 +327,7 @@ size_t texts_together(const Generation<T, S>& g, size_t slot) {
 // has the first prompt's last logits; those of further prompts follow it.
 template <typename T, typename S>
 size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
-    // Pad all to the longest: what stands behind a prompt is masked, and later overwritten.
+    // Pad all to the longest: tokens after a prompt are masked, and later overwritten.
     const Text* next = g.texts.data() + g.next_text;
     std::vector<size_t> past(count);
     std::vector<size_t> lengths(count);
@@ -340,7 +340,7 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     for (size_t i = 0; i < count; i++)
         std::copy_n(next[i].prompt->data() + past[i], lengths[i], tokens.data() + i * n);
 
-    // Run, and remember the last prompt: the next texts may have the same.
+    // Run, and remember the last prompt below: the next texts may have the same.
     std::vector<int> adapters(count);
     for (size_t i = 0; i < count; i++)
         adapters[i] = next[i].adapter;
@@ -348,6 +348,8 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     g.t.ctx.batch.lengths = lengths.data();
     g.t.ctx.batch.adapters = adapters.data();
     run_texts(g);
+
+    // Keep the logits of the last prompt's last row.
     size_t rows = std::min(n, g.t.plans[g.plan].scored);
     bring_logits(g.t, g.rows, count * rows);
     float* last = g.rows.row(count * rows - 1);
@@ -359,7 +361,7 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     return rows - 1;
 }
 
-// Give the next texts to a slot and to free ones behind it: copy a prompt from the slot that has
+// Give the next texts to a slot and to free slots after it: copy a prompt from the slot that has
 // read it, or read prompts now; then pick each text's first token.
 template <typename T, typename S, typename Emit, typename End>
 void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
@@ -368,6 +370,8 @@ void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     Draft* draft = g.how.draft;
     size_t n = next->prompt->size();
     size_t count = 1;
+
+    // Fill the cache, and find the logits of each prompt's last row.
     if (g.held == next->prompt) {
         copy_slot(g.t, g.plan, g.held_slot, slot, n);
         if (draft)
@@ -378,13 +382,15 @@ void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
         logits = g.rows.row(read_prompts(g, slot, count));
     }
 
-    // Pick in all slots in parallel: each has its own random numbers.
+    // Put the texts into their slots.
     std::vector<int> tokens(count);
     for (size_t i = 0; i < count; i++) {
         const std::vector<int>& prompt = *next[i].prompt;
         g.slots[slot + i] = {int64_t(g.next_text), prompt.size(), 0, prompt};
         g.next_text++;
     }
+
+    // Pick in all slots in parallel: each has its own random numbers.
     #pragma omp parallel for schedule(dynamic)
     for (size_t i = 0; i < count; i++)
         if (g.rows.here) tokens[i] = pick_token(g, slot + i, logits + i * g.rows.V);
@@ -398,13 +404,13 @@ void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
 // guesses that stay. Without logits, only tell whether a guess is wanted.
 template <typename T, typename S>
 bool guess_token(Generation<T, S>& g, size_t slot, const float* logits) {
+    // Stop at the limits of the draft, of the text and of the cache.
     TextSlot& s = g.slots[slot];
     size_t n = s.guesses.size();
     size_t room = g.t.plans[g.plan].cache - s.past;
     size_t wanted = g.count - s.picked;
     bool enough = n == g.how.draft->tokens || n + 1 >= std::min(room, wanted);
     if (s.text < 0 || enough) return false;
-
     if (!logits) return true;
 
     // Draw with the text's own stream for guesses.
@@ -421,6 +427,7 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
     std::vector<int> tokens(2 * B);
     std::vector<size_t> past(B);
     for (size_t i = 0;; i++) {
+        // Stop when no slot wants another guess.
         bool any = false;
         for (size_t b = 0; b < B; b++) {
             bool more = guess_token(g, b, nullptr);
@@ -439,9 +446,9 @@ template <typename T, typename S> size_t guess_tokens(Generation<T, S>& g, size_
     }
 }
 
-// Judge a slot's guesses by the model's logits: a row (V) for each guess, and one behind them.
-// Write the tokens with which the text continues. A token that is drawn again uses the uniform
-// number of its position, like every token that the model draws itself.
+// Judge a slot's guesses by the model's logits: a row (V) for each guess, and one more. Write the
+// tokens with which the text continues. A token that is drawn again uses the uniform number of its
+// position, like every token that the model itself draws.
 template <typename T, typename S>
 void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* tokens) {
     const TextSlot& s = g.slots[slot];
@@ -452,11 +459,13 @@ void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* t
         const std::vector<double>& q = s.guesses[i];
         std::vector<double> p = shares_of(g, slot, logits);
         logits += g.rows.V;
+
         // Keep a guess with its probability to stay, and look at the next.
         tokens[i] = s.tokens[s.past + 1 + i];
         double judge = uniform(seed, stream ^ JUDGE_STREAM, s.picked + i);
         if (judge < stay_share(p, q, tokens[i]))
             continue;
+
         // Draw again from the rest of the distribution; all later guesses are dropped.
         double draw = uniform(seed, stream, s.picked + i);
         tokens[i] = draw_share(rest_shares(p, q), draw);
@@ -467,11 +476,11 @@ void judge_guesses(Generation<T, S>& g, size_t slot, const float* logits, int* t
     tokens[n] = pick_token(g, slot, logits, n);
 }
 
-// Add a step's tokens to a slot. -1 stands behind the last one.
+// Add a step's tokens to a slot. -1 follows the last one.
 template <typename T, typename S, typename Emit, typename End>
 void take_tokens(Generation<T, S>& g, TextSlot& s, const int* tokens, size_t n, Emit& emit,
                  End& end) {
-    // Count, and drop the guesses: those that stayed are among the tokens.
+    // Count the guesses, then drop them: those that stayed are among the tokens.
     size_t taken = size_t(std::find(tokens, tokens + n, -1) - tokens);
     if (Draft* d = g.how.draft) {
         d->steps++;
@@ -481,14 +490,14 @@ void take_tokens(Generation<T, S>& g, TextSlot& s, const int* tokens, size_t n, 
     s.guesses.clear();
     s.tokens.resize(s.past + 1);
 
-    // The text may end before the last of them.
+    // Take the tokens. The text may end before the last of them.
     for (size_t i = 0; i < taken && s.text >= 0; i++) {
         s.past++;
         take_token(g, s, tokens[i], emit, end);
     }
 }
 
-// Read the last token, and the guesses behind it, in each slot up to the last one in use; then
+// Read the last token and the guesses that follow it, in each slot up to the last one in use; then
 // pick the next tokens. A free slot among them is read too, without effect: no text is left that
 // would copy from it.
 template <typename T, typename S, typename Emit, typename End>
@@ -532,6 +541,7 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
 template <typename T, typename S, typename Emit, typename End>
 void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t count,
               const Sampling& how, Emit emit, End end) {
+    // Make the slots.
     const Comm& group = how.own_texts ? t.comms.model : t.comms.world;
     int root = choosing_rank(t.layout, how.own_texts);
     Generation<T, S> g = {t, plan, texts, count, how, group, root};
@@ -540,8 +550,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
     g.orders.resize(B);
     g.rows = make_logit_rows(t, head_rows(t.plans[plan]));
 
-    // Clear the cache. Keys that a slot has not written are masked, so their values count 0 times;
-    // a NaN there would still spoil the sum.
+    // Clear the cache. Keys that a slot has not written are masked, so their values are multiplied
+    // by 0; a NaN among them would still spoil the sum.
     t.plan = plan;
     t.at = 0;
     for (int l = 0; B > 1 && l < t.model.layers(); l++)
@@ -578,9 +588,9 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<int>& prompt, size_t
     generate(t, plan, {{&prompt, sample_stream(how)}}, count, how, one, [](int64_t, Ended) {});
 }
 
-// Make a draft of a model, which runs its first plan. V is the main model's vocabulary: tokens that
-// the draft lacks have probability 0, and those that it has beyond V are never guessed. The
-// trainer's memory must be zeroed.
+// Make a draft of a model, which runs the model's first plan. V is the main model's vocabulary:
+// tokens that the draft lacks have probability 0, and tokens that it has beyond V are never
+// guessed. The trainer's memory must be zeroed.
 template <typename T, typename S>
 std::shared_ptr<Draft> make_draft(std::shared_ptr<Trainer<T, S>> t, size_t tokens, size_t V) {
     auto draft = std::make_shared<Draft>();

@@ -209,7 +209,7 @@ inline std::string gguf_name(const std::string& name) {
         {"ln_2", "ffn_norm"},
         {"mlp.c_fc", "ffn_up"},
         {"mlp.c_proj", "ffn_down"},
-        // Llama and its kin
+        // Llama and its relatives
         {"model.embed_tokens", "token_embd"},
         {"model.norm", "output_norm"},
         {"lm_head", "output"},
@@ -272,7 +272,7 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
     if (s.family == Family::GPT2)
         return gguf_add(k, a + ".attention.layer_norm_epsilon", s.norm_eps);
 
-    // Llama and its kin have more keys.
+    // Llama and its relatives have more keys.
     gguf_add(k, a + ".attention.layer_norm_rms_epsilon", s.norm_eps);
     gguf_add(k, a + ".attention.key_length", uint32_t(s.HS));
     gguf_add(k, a + ".attention.value_length", uint32_t(s.HS));

@@ -56,7 +56,7 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
             text += "\n" + wrapped(f.help, 0, width) + "\n";
             continue;
         }
-        // Show the choices behind the name and the default behind the help; ranges are not shown.
+        // Show the choices after the name and the default after the help; ranges are not shown.
         std::string accepts = f.accepts, help = f.help, value = field_text(defaults, f.field);
         bool choice = accepts.find('|') != std::string::npos;
         bool is_switch = std::holds_alternative<bool Config::*>(f.field);

@@ -2,7 +2,7 @@
 //   Lines    {"prompt": "...", "completion": "...", "label": true}, texts or lists of messages.
 //            A line of pairs.h counts as two of these, the rejected answer undesirable.
 //   Marks    The completion is trained. REJECTED, beside BEGINS, marks it as undesirable.
-//   Mismatch mismatched_window() puts behind each question of a window the answer to another
+//   Mismatch mismatched_window() puts after each question of a window the answer to another
 //            question, the nearest before it: a pair's two lines ask the same. How much likelier
 //            such text is to the policy than to the reference shows how far the policy has
 //            drifted: KTO's reference point.

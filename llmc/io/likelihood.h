@@ -32,7 +32,7 @@ void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& windo
     t.window = window;
     t.samples_end = count;
     t.document_end = -1;
-    // Each turn takes B samples on each data-parallel rank; rows behind the last sample are blank.
+    // Each turn takes B samples on each data-parallel rank; rows after the last sample are blank.
     for (t.cursor = 0; t.cursor < count; t.cursor += p.B * p.layout.dp.size) {
         run_plan(t, plan);
         each();

@@ -25,7 +25,7 @@
 
 namespace llmc {
 
-// The destination of the log, and the state of the display. The ETA starts afresh on resume,
+// The destination of the log, and the state of the display. The ETA starts again on resume,
 // because the machine may be another one.
 struct Logger {
     std::string path;          // empty: no file
@@ -37,7 +37,7 @@ struct Logger {
     // The display; see open_display().
     int64_t every = 0;
     int columns = 0;        // of the terminal; 0: standard output is no terminal
-    bool open_line = false; // the cursor stands behind a step line
+    bool open_line = false; // the cursor stands after a step line
 };
 
 // A named number for the log.
@@ -62,7 +62,7 @@ struct StepReport {
     std::vector<NamedNumber> rollouts = {}; // statistics of sampled answers
 };
 
-// Insert the numbers of sampled answers behind the loss.
+// Insert the numbers of sampled answers after the loss.
 inline std::string with_rollouts(std::string line, const StepReport& r) {
     std::string numbers;
     for (const NamedNumber& n : r.rollouts) {
@@ -88,7 +88,7 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
     if (!r.rollouts.empty()) return with_rollouts(text, r);
     if (r.accuracy < 0) return text;
 
-    // Insert behind the loss how far the better answers lead, and how often.
+    // Insert after the loss how far the better answers lead, and how often.
     char pairs[64];
     snprintf(pairs, sizeof(pairs), " | margin %.4f | accuracy %.3f", r.margin, r.accuracy);
     std::string line = text;
@@ -145,7 +145,7 @@ inline void show_step(Logger& log, const std::string& text, bool first, int64_t 
 
 // Append text to a file, all of it or nothing.
 inline bool append_whole(const std::string& path, const std::string& text) {
-    // Open the file anew each time: it may be moved or truncated during the run.
+    // Open the file again each time: it may be moved or truncated during the run.
     int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0) return false;
     off_t end = lseek(fd, 0, SEEK_END);

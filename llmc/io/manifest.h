@@ -151,7 +151,7 @@ inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlo
         h.scale[slot] = bits_as<float>(scale);
         h.rolled[slot] = n;
 
-        // Fill the ring from its start, oldest first; the next maximum goes behind the newest.
+        // Fill the ring from its start, oldest first; the next maximum goes after the newest.
         float* ring = h.past + slot * past; // (past)
         for (uint32_t i = 0; i < n; i++)
             ring[n - 1 - i] = bits_as<float>(newest[i]);

@@ -130,7 +130,7 @@ inline std::string check_feedforward(const nlohmann::json& names, const std::str
     return "";
 }
 
-// Find (IA)3's factors of each matrix, and of the bias behind it.
+// Find (IA)3's factors of each matrix, and of the bias after it.
 inline std::string find_ia3(const Model& base, const nlohmann::json& j, const std::string& config,
                             const SafeTensors& file, Merges* merges,
                             std::set<std::string>* used) {

@@ -246,7 +246,7 @@ void for_each_in_order(const Model& model, const char* order, F f) {
 // that begins beyond the file's end has null data.
 inline size_t place_tensors(ModelFile* m, const ModelHeader& h) {
     const unsigned char* begin = static_cast<const unsigned char*>(m->file.map);
-    // Lay the tensors one behind the other: the file has no table of them.
+    // Lay the tensors one after the other: the file has no table of them.
     size_t width = dtype_bytes(h.dtype);
     size_t at = h.bytes;
     for_each_in_order(make_model(m->shape), h.order, [&](const Parameter* p) {

@@ -1,5 +1,5 @@
-// new_tokens.h - texts become tokens of a model that has its weights: rows behind its tables' own
-//   1. The tokenizer finds these texts verbatim, and numbers them behind its own tokens.
+// new_tokens.h - texts become tokens of a model that has its weights: rows after its tables' own
+//   1. The tokenizer finds these texts verbatim, and numbers them after its own tokens.
 //   2. The tables grow as far as these numbers need. Rows that a model has in reserve come first.
 //   3. A new row is the mean of the folder's rows, so that a new token is neither likelier than the
 //      others nor far from them. Noise is added, a thousandth of the rows' deviation, drawn by
@@ -37,7 +37,7 @@ inline std::string add_tokens(Tokenizer* t, const std::string& list) {
         if (token >= 0)
             return concat(flag, text, ": is token ", token, " already: leave it out");
 
-        // Number the new token behind all others.
+        // Number the new token after all others.
         t->pieces.push_back(text);
         add_special(t, text, t->vocab_size++);
     }

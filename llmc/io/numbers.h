@@ -6,7 +6,7 @@
 
 namespace llmc {
 
-// Write a number in the largest unit in which it is at least 1, with `digits` digits behind the
+// Write a number in the largest unit in which it is at least 1, with `digits` digits after the
 // point. The first unit has none.
 inline std::string in_units(double x, double step, const char* const* units, int count,
                             int digits) {

@@ -72,7 +72,7 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
     return wrong;
 }
 
-// Turn a line's pair into marked tokens, one conversation behind the other. *tokens stays empty if
+// Turn a line's pair into marked tokens, one conversation after the other. *tokens stays empty if
 // a window has no room for both.
 inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
                                std::vector<int>* tokens, ConversationCounts* counts) {
@@ -100,7 +100,7 @@ inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, siz
         return "";
     }
 
-    // Put one behind the other, and mark the worse one.
+    // Put one after the other, and mark the worse one.
     ConversationCounts half; // for counts that are not reported; nothing is cut
     *tokens = marked_tokens(chosen, T, &half);
     std::vector<int> worse = marked_tokens(rejected, T, &half);

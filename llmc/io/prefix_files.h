@@ -1,7 +1,7 @@
 // prefix_files.h - PEFT's prefix tuning, in and out, and its prompt tuning, in
 //   prompt_embeddings (n, L * 2 * KV): row i has token i's key and value of each layer, layer by
 //   layer. KV = NKV HS, which PEFT calls token_dim; its num_attention_heads is NKV.
-//   A prefix that PEFT trained through a projection is saved behind it, as the same tensor. Prompt
+//   A prefix that PEFT trained through a projection is saved after it, as the same tensor. Prompt
 //   tuning and P-tuning have a tensor of this name too, (n, C): rows before the embeddings, whose
 //   keys and values become a prefix (../prompt_keys.h).
 //   Writing  The rows of the layers are gathered one by one; the host holds the whole tensor.

@@ -160,7 +160,7 @@ inline std::string close_shard(ShardOutput& o) {
         wrong = sync_folder(folder_of(w.path));
     if (!wrong.empty()) return wrong;
 
-    // Note it: from now on a run that was killed continues behind this shard.
+    // Note it: from now on a run that was killed continues after this shard.
     o.shards.push_back({{"file", w.path.substr(w.path.rfind('/') + 1)},
                         {"tokens", o.in_shard},
                         {"documents", o.documents_in_shard},
@@ -219,7 +219,7 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
     return "";
 }
 
-// Write a batch's documents, each behind the token that begins one.
+// Write a batch's documents, each after the token that begins one.
 inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
     // The tokens up to the next DOCUMENT are one document. An empty one leaves nothing.
     for (auto from = b.tokens.begin(), to = from; from != b.tokens.end(); from = to) {
@@ -271,7 +271,7 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
 
 // A checksum of everything in a tokenizer that decides its tokens; the names of files do not.
 inline uint32_t tokenizer_crc(const Tokenizer& t) {
-    // Include the zero behind each text, so that "ab" "c" and "a" "bc" differ.
+    // Include the zero after each text, so that "ab" "c" and "a" "bc" differ.
     uint32_t crc = 0;
     auto add = [&](const void* data, size_t bytes) {
         crc = uint32_t(crc32(crc, static_cast<const unsigned char*>(data), uInt(bytes)));
@@ -434,7 +434,7 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
         return wrong.empty() ? write_progress(o) : wrong;
     }
 
-    // Otherwise continue behind the complete shards, in the batch in which the last one ended.
+    // Otherwise continue after the complete shards, in the batch in which the last one ended.
     o.shards = progress["shards"];
     for (const nlohmann::json& shard : o.shards)
         o.tokens += shard["tokens"].get<size_t>();

@@ -57,7 +57,7 @@ inline double last_number(std::string_view text) {
     bool fraction = first == begin + 1 && text[begin] == '.';
     if (!fraction) begin = first;
 
-    // Read a minus as a sign, unless it stands behind a digit and subtracts.
+    // Read a minus as a sign, unless it stands after a digit and subtracts.
     bool minus = begin > 0 && begin < end && text[begin - 1] == '-' &&
                  (begin < 2 || !digit(text[begin - 2]));
     // Drop the commas, and parse all of the rest or nothing.
@@ -147,7 +147,7 @@ inline size_t equal_groups(const std::vector<double>& rewards, size_t group) {
     return equal;
 }
 
-// The advantages of all groups, one group behind the other.
+// The advantages of all groups, one group after the other.
 inline std::vector<float> advantages(const std::vector<double>& rewards, size_t group,
                                      bool over_deviation) {
     std::vector<float> out;

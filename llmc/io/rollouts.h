@@ -97,7 +97,7 @@ inline void rollout_window(const Rollouts& r, uint64_t sample, size_t T, int* to
     const std::vector<int>& all = r.tokens.at(sample - r.first);
     size_t prompt = r.prompts[sample - r.first];
     for (size_t i = 0; i < T; i++) {
-        // Pad behind the answer, whose rows do not see the padding.
+        // Pad after the answer, whose rows do not see the padding.
         tokens[i] = i < all.size() ? all[i] : 0;
         bool answer = i + 1 >= prompt && i + 1 < all.size();
         targets[i] = answer ? all[i + 1] : -1;

@@ -342,7 +342,7 @@ struct TensorSpec {
 inline std::string writer_open(FileWriter* w, const std::string& path,
                                const std::vector<TensorSpec>& specs,
                                const std::map<std::string, std::string>& metadata) {
-    // Assign each tensor its place, one behind the other.
+    // Assign each tensor its place, one after the other.
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
     if (!metadata.empty())
         header["__metadata__"] = metadata;

@@ -28,7 +28,7 @@ inline void add_listed_paths(const std::string& flag, std::vector<std::string>* 
         paths->push_back(part.substr(part.find('=') + 1));
 }
 
-// List the small files behind the flags: a folder's, and a tokenizer's file that is named itself.
+// List the small files that the flags name: a folder's, or a tokenizer's own file.
 inline std::vector<std::string> small_files(const Config& c) {
     std::vector<std::string> named = {c.model, c.tokenizer, c.adapter, c.draft, c.teacher};
     add_listed_paths(c.adapters, &named);

@@ -1,6 +1,6 @@
 // speculate.h - speculative decoding: a small model guesses, one run judges - arXiv:2211.17192
 //   1. draft   the small model continues a text by up to n tokens, each x_i drawn from its own q_i
-//   2. read    one run of the model reads all of them behind the text, which gives p_1 .. p_n+1
+//   2. read    one run of the model reads all of them after the text, which gives p_1 .. p_n+1
 //   3. judge   x_i stays with probability min(1, p_i(x_i) / q_i(x_i)). The first that does not stay
 //              is drawn again from max(0, p_i - q_i), and all later ones are dropped
 //   4. if all stay, one more token is drawn from p_n+1
@@ -24,7 +24,7 @@ namespace llmc {
 struct Draft {
     size_t tokens = 0; // most tokens that it guesses ahead
     // Read tokens (B,n): sequence b from position past[b] on, in slot first_slot + b. Returns the
-    // logits (B,V) behind the last token of each.
+    // logits (B,V) after the last token of each.
     std::function<const float*(const int* tokens, size_t B, size_t n, const size_t* past,
                                size_t first_slot)>
         read = nullptr;

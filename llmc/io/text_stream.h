@@ -1,7 +1,7 @@
 // text_stream.h - the bytes of a text file: plain, gzip, zstd, standard input, or parquet
 //   Kinds, by the file's name:
 //     .txt       text                     .jsonl  JSON lines
-//     .gz .zst   behind one of these: compressed; a file that is cut short is an error, not an end
+//     .gz .zst   after one of these: compressed; a file that is cut short is an error, not an end
 //     .bin       16-bit tokens without a header, as nanoGPT writes them
 //     .parquet   a child process (dev/data/parquet_text.py, with Python and pyarrow) prints it as
 //                JSON lines
@@ -160,7 +160,7 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
     if (!s->file)
         return input.path + ": " + strerror(errno);
 
-    // gzip: members one behind the other. Adding 16 to zlib's largest window makes it
+    // gzip: members one after the other. Adding 16 to zlib's largest window makes it
     // expect a gzip header.
     if (input.packed == ".gz") {
         s->packed_gz = true;
@@ -172,7 +172,7 @@ inline std::string stream_open(InputStream* s, const TextInput& input, const std
 #ifdef WITH_ZSTD
     if (input.packed != ".zst") return "";
 
-    // zstd: frames one behind the other, with windows as large as --long=31 makes them.
+    // zstd: frames one after the other, with windows as large as --long=31 makes them.
     s->zst = ZSTD_createDStream();
     ZSTD_DCtx_setParameter(s->zst, ZSTD_d_windowLogMax, 31);
     s->buffer.resize(ZSTD_DStreamInSize());
@@ -268,7 +268,7 @@ inline size_t gz_read(InputStream& s, char* to, size_t bytes) {
             continue;
         }
 
-        // At the file's end: accept it behind a member, refuse it before the first
+        // At the file's end: accept it after a member, refuse it before the first
         // or inside of one.
         if (s.between) return 0;
         bool empty = s.members == 0 && s.gz.total_in == 0;

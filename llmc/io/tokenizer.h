@@ -10,7 +10,7 @@
 //   pieces with scores or ranks but no merges, each way to cut a piece in two becomes a merge with
 //   the piece's rank.
 //   Any bytes come back: decode(encode(text)) == text, invalid UTF-8 too, unless the tokenizer
-//   itself normalises (NFC and its kin, remove_extra_whitespaces, U+2581 for a space) or has an
+//   itself normalises (NFC and similar, remove_extra_whitespaces, U+2581 for a space) or has an
 //   unknown token.
 //   Contract: nothing writes to a Tokenizer after it was opened; any number of threads may encode.
 //   Cost: O(n log n) for the longest word, O(n) otherwise; tokens of repeated words are copied.
@@ -50,7 +50,7 @@ struct FixedRule {
     bool special = false;     // found only if special tokens are asked for
     bool single_word = false; // found only between characters that belong to no word
     bool lstrip = false;      // takes in the white space before it
-    bool rstrip = false;      // takes in the white space behind it
+    bool rstrip = false;      // takes in the white space after it
 };
 
 // Texts that are one token wherever they occur. If several match at a place, the longest wins.
@@ -660,7 +660,7 @@ inline std::vector<int> encode(const Tokenizer& t, std::string_view text, bool s
     return std::move(e.out);
 }
 
-// Encode a text from its beginning, behind the token that begins sequences, if there is one.
+// Encode a text from its beginning, after the token that begins sequences, if there is one.
 inline std::vector<int> encode_from_start(const Tokenizer& t, std::string_view text) {
     std::vector<int> tokens = encode(t, text, true);
     if (t.bos >= 0 && (tokens.empty() || tokens[0] != t.bos))

@@ -263,7 +263,7 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     if (!wrong.empty())
         return vocabulary_path + ": " + wrong;
 
-    // Take the merges, one a line, behind a line with the version.
+    // Take the merges, one a line, after a line with the version.
     std::vector<Merge> merges;
     std::istringstream in(text);
     std::string line;
@@ -472,7 +472,7 @@ inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
         return path + ": has no \"model\", so it is no tokenizer.json; of GPT-2's pair of files "
                       "give vocab.bpe or merges.txt, or their folder";
 
-    // The JSON library throws if a key is missing or has another type. Its message comes behind its
+    // The JSON library throws if a key is missing or has another type. Its message comes after its
     // own name and a number: "[json.exception.type_error.302] type must be ...".
     try {
         wrong = read_tokenizer_json_object(t, j);
@@ -492,7 +492,7 @@ struct KnownRanks {
     const char* name;
     size_t ranks;
     const char* pattern;
-    std::vector<std::pair<std::string, int>> special; // text, and its number behind the last rank
+    std::vector<std::pair<std::string, int>> special; // text, and its number after the last rank
 };
 
 // The encodings of tiktoken and of Llama 3.
@@ -602,7 +602,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
         return path + ": " + wrong;
     set_merges_from_scores(t, scores);
 
-    // Number the special tokens behind the last rank.
+    // Number the special tokens after the last rank.
     int after = int(t->pieces.size());
     for (const auto& [name, place] : row->special) {
         set_piece(t, after + place, name);

@@ -1,6 +1,6 @@
 // upcycle.h - a dense model's ffn becomes experts, all copies of it at first - arXiv:2212.05055
 //   1. Every expert of a block is a copy of the folder's ffn. All other weights are the folder's.
-//   2. Routers are new, for a dense folder has none. They are drawn like any new weight: by --seed,
+//   2. Routers are new: a dense folder has none. They are drawn like any new weight: by --seed,
 //      the parameter's name and the global element.
 //   A token's gates sum to 1 and the experts are equal, so the first loss is the dense model's; a
 //   router whose gates do not sum to 1 is refused. At first only the gates differ between experts;

@@ -81,7 +81,7 @@ template <typename S> struct Buffers {
     }
 };
 
-// The seconds of some work: the median of seven runs behind one that warms up, on the slowest rank.
+// The seconds of some work: the median of seven runs after one that warms up, on the slowest rank.
 template <typename S, typename F> double timed(const Run& run, S where, F work) {
     std::vector<double> runs;
     work();

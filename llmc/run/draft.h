@@ -41,7 +41,7 @@ void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<
                     "a smaller --sample-tokens, shorter prompts, or another draft",
                     run.config.draft.c_str(), P, o.cache);
     // A draft begins a step by reading two tokens: its last guess of the step before, which it has
-    // not read yet, and the model's token behind it.
+    // not read yet, and the model's token after it.
     o.scored = 2;
     o.stored = Stored::WIDE;
     o.offload = {};

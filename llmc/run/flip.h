@@ -207,7 +207,7 @@ constexpr int LEAST_SHARE = 900, MOST_TIMES = 9000;
 // leads all that are shown.
 template <typename T, typename S>
 Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S where) {
-    // Look at those that are shown, and at yours behind them.
+    // Look at the layouts that are shown, then at yours.
     Flip flip;
     FlipSearch s = {q, "", a.best, {}, {}};
     s.shown.push_back(yours);

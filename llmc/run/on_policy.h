@@ -241,7 +241,7 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
 }
 
 // Whether the answers of the step before have an update left. Those of a checkpoint must fit the
-// flags that this run has; else they are sampled anew.
+// flags that this run has; else they are sampled again.
 inline bool has_update_left(const Run& run, const Rollouts& r) {
     const Config& c = run.config;
     if (r.updates == 0 || r.updates >= c.updates) return false;

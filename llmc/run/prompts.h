@@ -133,7 +133,7 @@ struct CompletionWriter {
     size_t next = 0;    // the first completion that is not written
     size_t written = 0; // lines
 
-    // Write all that have ended, up to the first that has not; at the end also those behind it,
+    // Write all that have ended, up to the first that has not; at the end also those after it,
     // because after a signal some have not begun.
     void write_ended(bool at_end) {
         size_t samples = size_t(run.config.samples);

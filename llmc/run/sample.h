@@ -3,7 +3,7 @@
 //              that begins a text
 //   ends       the tokens that end a text: the tokenizer's, those that the model's config.json
 //              and generation_config.json name, and the one that ends the data's documents.
-//              --ignore-eos continues behind them
+//              --ignore-eos continues after them
 //   positions  the model's. A table of learned positions that starts from new weights is trained
 //              up to --seq only; beyond that the model's output is noise.
 #pragma once
@@ -113,7 +113,7 @@ inline std::vector<std::string> read_prompts(const Run& run) {
 // The tokens that a sample continues.
 //   foreign tokenizer   the token that begins texts by the model's files, or the model's last token
 //   a chat              the prompt as the user's message, so that the sample is its answer
-//   a prompt            its tokens, behind the token that begins texts, if there is one
+//   a prompt            its tokens, after the token that begins texts, if there is one
 //   no prompt           the token that begins texts, or the end of text, or a new line
 inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt) {
     const Tokenizer& t = run.tokenizer;
@@ -143,7 +143,7 @@ inline size_t choose_context_length(const Run& run) {
 }
 
 // Shorten a prompt that does not fit into the positions: keep its end, with room for the wanted
-// tokens behind it, but for at most half of the positions. bos: a first token to restore; -1: none.
+// tokens after it, but for at most half of the positions. bos: a first token to restore; -1: none.
 inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, size_t wanted) {
     if (tokens->size() < std::max(positions, size_t(2)))
         return;

@@ -28,7 +28,7 @@ inline std::string take_characters(std::string* bytes, bool all) {
         size_t wants = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
 
         // Decide whether these bytes may begin a character: they do if the lowest or the highest
-        // bytes behind them would make them one.
+        // bytes after them would make them one.
         std::string low = *bytes, high = *bytes;
         low.resize(std::max(wants, low.size()), '\x80');
         high.resize(std::max(wants, high.size()), '\xbf');
@@ -102,7 +102,7 @@ struct Talk {
     int64_t turn = 0;             // how many answers have begun
 };
 
-// Encode the conversation into talk.prompt, with room for an answer behind it: "" or why it does
+// Encode the conversation into talk.prompt, with room for an answer after it: "" or why it does
 // not fit. The first questions are forgotten until it does.
 inline std::string fit_conversation(Run& run, Talk& talk) {
     // Reserve room for an answer: at most half of the positions.

@@ -87,8 +87,8 @@ struct Settings {
     // Asynchronous copies and products happen as late as they may, where the program waits for
     // them. Otherwise they happen as soon as they are issued.
     bool latest = false;
-    // A warp of each block that runs only while all its others wait; -1: none. What relies on a
-    // warp's haste, instead of waiting for it, shows.
+    // A warp of each block that runs only while all other warps wait; -1: none. Code that relies on
+    // a fast warp, instead of waiting for it, then gives wrong results.
     int last_warp = -1;
 };
 inline thread_local Settings settings;
@@ -538,8 +538,8 @@ inline void* take_shared(Block& b, size_t bytes, size_t align) {
     return b.arena + at;
 }
 
-// The array that a line declares. The first thread to reach the line creates the
-// array; the others find it.
+// The array that a line declares. The first thread to reach the line creates it; the
+// others find it.
 template <typename T> T* shared_array(size_t count, const Site& site) {
     Unseen unseen;
     Block& b = *self().block;
@@ -566,8 +566,7 @@ EMULATOR_UNSEEN inline unsigned char* dynamic_shared_memory() { return self().bl
 // ----------------------------------------------------------------------------
 // the scheduler
 
-// The next number of a linear congruential generator, so that a seed gives the same
-// turns on every machine.
+// The next number of a linear congruential generator: a seed gives the same turns on every machine.
 inline uint64_t next_random() {
     machine.random = machine.random * 6364136223846793005ull + 1442695040888963407ull;
     return machine.random >> 33;
@@ -654,7 +653,7 @@ inline void end_block(Block& b) {
 inline bool run_turn(Block& b) {
     bool any = false;
     size_t warps = (b.fibers.size() + 31) / 32;
-    auto run = [&](bool last) { // the warp that waits for all others, or these
+    auto run = [&](bool last) { // settings.last_warp, or all other warps
         for (unsigned i : turns(b.fibers.size())) {
             bool is_last = settings.last_warp >= 0 && i / 32 == size_t(settings.last_warp) % warps;
             if (is_last != last) continue;
@@ -753,9 +752,9 @@ inline void run_blocks(size_t shared_bytes) {
         if (started < count && settings.order != Order::FORWARD) {
             residents.start(order[started++], shared_bytes);
             continue;
-
-        // No block is left to start. This is a deadlock.
         }
+
+        // No block is left to start: this is a deadlock.
         while (!residents.list.empty()) {
             report_deadlock(*residents.list[0].block);
             residents.end(0);
@@ -768,8 +767,8 @@ inline void run_blocks(size_t shared_bytes) {
 // streams: work the host has given them, and graphs of that work
 
 // Host-to-device copies that have been issued and not run yet. Each runs as late as CUDA allows:
-// before the stream's next work, or when somebody waits. A host that changes or frees the source
-// too early therefore copies the wrong bytes, as it might on a GPU.
+// before the stream's next work, or when somebody waits. If the host changes or frees the source
+// too early, the copy takes the wrong bytes, as it might on a GPU.
 inline thread_local std::vector<std::function<void()>> given;
 inline void catch_up() {
     for (auto& copy : given) copy();
@@ -792,7 +791,7 @@ struct Graph {
     std::vector<void*> kept;               // memory from cudaMallocAsync, freed with the graph
     std::map<cudaStream_t, size_t> of;     // pieces of work from each captured stream
     std::map<cudaStream_t, size_t> joined; // ... and how many of them `first` has waited for
-    cudaStream_t first = nullptr;
+    cudaStream_t first = nullptr;          // the stream with which the capture began
 };
 inline thread_local Graph* capture = nullptr;
 // A record of all work, without its functions. The work happens as it would without the record.
@@ -978,8 +977,8 @@ inline int __all_sync(unsigned mask, int predicate,
 // ----------------------------------------------------------------------------
 // atomics, and CUDA's functions of numbers
 
-// Atomics are relaxed, as on the GPU. A kernel orders the data that they guard with a
-// fence before and after.
+// Atomics are relaxed, as on the GPU. A kernel puts a fence before and after, to order the data
+// that they guard.
 template <typename T> T atomicAdd(T* p, T x) {
     if constexpr (std::is_floating_point_v<T>) {
         std::atomic_ref<T> a(*p);

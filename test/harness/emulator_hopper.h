@@ -1,7 +1,7 @@
 // emulator_hopper.h - models of hopper.cuh's wrappers: mbarrier, TMA, wgmma, proxy fences
 //   An asynchronous operation happens when it is issued or, with settings.latest, when the program
-//   waits for it. Until then a load or a product leaves NaN where it will write, and it reads its
-//   inputs only then, so that a missing wait shows in the result. With settings.latest:
+//   waits for it. Until then there is NaN where it will write, and it reads its inputs only when it
+//   happens, so a missing wait shows in the result. With settings.latest:
 //     TMA load        lands when a thread waits on its mbarrier
 //     store, reduce   reads shared memory at bulk_wait_read, writes global memory at bulk_wait, or
 //                     when the launch ends, the last one first
@@ -9,9 +9,9 @@
 //   Shared memory has two views: memory itself and the asynchronous proxy's. The proxy sees its own
 //   writes and whatever fence_async_smem() has shown it. If the two views differ on an operand of a
 //   store or product, the operand was written without a fence. A fence shows everything that any
-//   thread has written until then; a writer that lacks its own is found in another thread order.
+//   thread has written until then; a writer without a fence is found in another thread order.
 //   Swizzle, descriptors and fragments follow the PTX manual (ISA 8.7: Tensors, wgmma).
-//   It cannot show orders that only weak memory has, nor what the hardware does where the manual
+//   It cannot show orders that only weak memory has, or what the hardware does where the manual
 //   leaves it open.
 #pragma once
 #include <climits>
@@ -144,8 +144,8 @@ void walk_tile(const CUtensorMap& m, const int (&at)[5], uint32_t address, F f) 
     }
 }
 
-// Check that the coordinates fit the map, and that the tile is aligned: to 128 bytes,
-// with a swizzle to 1024.
+// Check that the coordinates fit the map, and that the tile is aligned: to 128 bytes, or to 1024
+// with a swizzle.
 inline void check_tile(const CUtensorMap& m, unsigned rank, uint32_t address, const char* what,
                        const Site& site) {
     if (m.rank != rank) error(site, "%s: %u coordinates, the map has %u", what, rank, m.rank);
@@ -197,7 +197,6 @@ struct Mbarrier {
     }
 
     // Run the loads in flight, and count their bytes.
-    // Let the loads that are on their way happen.
     void land() {
         Unseen unseen;
         std::vector<Load> now = std::move(loads);
@@ -296,8 +295,8 @@ inline void load_tile(void* to, const CUtensorMap* m, uint64_t* bar, unsigned ra
 // ----------------------------------------------------------------------------
 // bulk stores and reductions: each thread has its own, committed in groups
 
-// A bulk store, or a reduction that adds floats. It reads shared memory first and
-// writes global memory later.
+// A bulk store, or a reduction that adds floats. It reads shared memory first and writes
+// global memory later.
 struct Store {
     // add: to add floats, instead of writing bytes. read: shared memory has been read into `data`.
     bool tile, add, read = false;
@@ -450,8 +449,8 @@ inline Products& my_products() {
     return *static_cast<Products*>(f.products.get());
 }
 
-// One element of an operand in shared memory. A value that the asynchronous proxy has not
-// been shown is reported.
+// One element of an operand in shared memory. Report a value that the asynchronous proxy has
+// not been shown.
 inline float operand(const Product64& p, const Descriptor& d, uint32_t i, uint32_t k, Block& b,
                      const unsigned char* view) {
     uint32_t offset = d.address(i, k) - SHARED_BASE;
@@ -532,8 +531,8 @@ inline void check_warpgroup(Products& mine, const Product64& p, const Site& site
 inline void issue_product(Product64 p, const Site& site) {
     Products& mine = my_products();
 
-    // Check what a GPU takes on trust: the same descriptors in all lanes, a whole
-    // warpgroup, a fence before.
+    // Check what a GPU takes on trust: the same descriptors in all lanes, a whole warpgroup,
+    // a fence before.
     uint64_t first = warp_operation(
         0xffffffffu, "wgmma", p.a ^ p.b,
         [](unsigned, const Lanes<uint64_t>& all) { return all[0]; }, site);
@@ -593,8 +592,8 @@ inline void wait_products(size_t left, const Site& site) {
     }
 }
 
-// Check what a returning thread leaves behind, and put its last stores off to
-// the end of the launch.
+// Check that a returning thread leaves no work unfinished, and delay its last stores to the end
+// of the launch.
 inline void thread_returns(Fiber& f) {
     // No product may be in flight.
     if (f.products) {
@@ -628,8 +627,8 @@ inline void thread_returns(Fiber& f) {
 // setmaxnreg: at the start each thread has an equal share of the 64 Ki registers, rounded down to a
 // multiple of 8 and at most 248. A warp can take only what other warps have given back.
 
-// Give registers back, or wait until other warps have given back enough. n: a thread's
-// registers afterwards; `more`: setmaxnreg.inc.
+// Give registers back, or wait until other warps have given back enough. n: a thread's registers
+// afterwards; `more`: setmaxnreg.inc.
 inline void set_registers(unsigned n, bool more, const Site& site) {
     unsigned agreed = warp_operation(
         0xffffffffu, "setmaxnreg", n, [](unsigned, const Lanes<unsigned>& all) { return all[0]; },

@@ -43,8 +43,8 @@ struct cudaDeviceProp {
     cudaUUID_t uuid;
 };
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-// Each kind of GPU has a device number of its own, so that what is cached about one is
-// not used for another.
+// Each kind of GPU has a device number of its own, so that facts cached about one kind are not
+// used for another.
 inline cudaError_t cudaGetDevice(int* device) {
     return *device = 10 * emulator::gpu.major + emulator::gpu.minor, cudaSuccess;
 }
@@ -89,8 +89,9 @@ inline bool is_pinned(const void* p) {
 template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
     if (emulator::not_captured("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
-    *p = static_cast<T*>(
-        malloc(bytes ? bytes : 1)); // the exact size: AddressSanitizer checks every byte
+
+    // Allocate the exact size, so that AddressSanitizer checks every byte.
+    *p = static_cast<T*>(malloc(bytes ? bytes : 1));
     if (!*p) return cudaErrorMemoryAllocation;
     memset(static_cast<void*>(*p), 0xff, bytes); // NaN until somebody writes it
     return cudaSuccess;
@@ -160,8 +161,7 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
     emulator::blocking++;
     return emulator::catch_up(), cudaSuccess;
 }
-// The number of this thread's next stream queries that report unfinished work, as
-// when a peer never comes.
+// How many of this thread's next stream queries report unfinished work, as if a peer never came.
 namespace emulator {
 inline thread_local long busy_queries = 0;
 }
@@ -171,8 +171,8 @@ inline cudaError_t cudaStreamQuery(cudaStream_t) {
     return emulator::busy_queries-- > 0 ? cudaErrorNotReady : cudaSuccess;
 }
 
-// The pool of cudaMallocAsync: pool_keeps is the number of free bytes that it
-// retains for later allocations.
+// The pool of cudaMallocAsync: pool_keeps is the number of free bytes that it keeps
+// for later allocations.
 typedef struct Pool* cudaMemPool_t;
 enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold };
 namespace emulator {

@@ -2,7 +2,7 @@
 //   Fragments are laid out as the PTX manual says (ISA 8.7, sections on ldmatrix and mma.m16n8k16).
 //   A matrix has rows of 8 elements of 16 bits; lane l holds columns 2 (l % 4) and the next of row
 //   l / 4. Each lane reads and writes shared memory for itself, although the hardware does it for
-//   the whole warp: so ThreadSanitizer sees which lane uses the data.
+//   the whole warp. In this way ThreadSanitizer sees which lane uses the data.
 #pragma once
 #include <cfloat>
 #include <deque>
@@ -107,8 +107,8 @@ struct AsyncCopy {
     size_t bytes; // of 16; the rest becomes zero
     Site site;
     void run() const {
-        // The compiler turns a small memcpy into plain instructions, which ThreadSanitizer
-        // would not see. So tell it.
+        // Tell ThreadSanitizer: the compiler turns a small memcpy into plain instructions, which it
+        // does not see.
         EMULATOR_TSAN(__tsan_read_range(const_cast<void*>(from), bytes);
                       __tsan_write_range(to, 16);)
         memcpy(to, from, bytes);
