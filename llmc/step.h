@@ -459,7 +459,7 @@ void start_plan(Trainer<T, S>& t, int plan) {
     replay_calls(t.graphs[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
 }
 
-// Run a plan. On NCCL wait for it here, with a time limit: later waits have none, and would not
+// Run a plan. On NCCL wait for it here, with a time limit: plain waits have none, and would not
 // notice a peer that never comes.
 template <typename T, typename S>
 void run_plan(Trainer<T, S>& t, int plan) {
