@@ -250,7 +250,9 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 // as a tied table, because an action has one flag, `first`, for all gradients of its layer. For the
 // same reason a rank's own experts go with their block, although they have nothing to sum.
 inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
-    if (layout.zero < 2 || update_axis(layout, Group::DATA).size == 1)
+    int ranks = std::max(update_axis(layout, Group::DATA).size,
+                         update_axis(layout, Group::EXPERTS).size);
+    if (layout.zero < 2 || ranks == 1)
         return false;
     for (int l : model.buckets[bucket].layers)
         for (int other : buckets_of(model, l))

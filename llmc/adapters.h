@@ -17,7 +17,7 @@
 //               deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
 #pragma once
 #include <cmath>
-#include "model.h"
+#include "buckets.h"
 #include "text.h"
 
 namespace llmc {
@@ -83,8 +83,9 @@ inline void add_halves(Model& m, const Parameter& w, const std::string& name, si
     // Cut one half as the matrix is cut, and keep the other whole. B's rows have the matrix's
     // parts: q, k, v in one, and key/value heads that several ranks may share.
     Shard whole = {-1, 1, 0, Partial::HEADS}, columns = {1};
-    Shard of_a = w.shard.axis == 1 ? columns : whole;
-    Shard of_b = w.shard.axis == 0 ? w.shard : whole;
+    bool of_experts = w.shard.partial == Partial::EXPERTS; // which are whole, as their adapters are
+    Shard of_a = of_experts ? w.shard : w.shard.axis == 1 ? columns : whole;
+    Shard of_b = of_experts || w.shard.axis == 0 ? w.shard : whole;
     Init normal = normal_init(1 / std::sqrt(3.0 * double(w.cols())));
     size_t rows_of_a = w.stack * r;
     std::string name_a = name + ".lora_A.weight";

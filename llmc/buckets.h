@@ -1,4 +1,4 @@
-// buckets.h - where parameters lie in a bucket, and where its shards are cut
+// buckets.h - how a bucket is filled: where its parameters lie, and where its shards are cut
 //   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter, for
 //   AdamW and SGD update each element alone. An optimizer that works on whole matrices
 //   (Layout::whole_matrices) needs each matrix of a block in one shard. Then a matrix that a cut
@@ -11,6 +11,31 @@
 #include "model.h"
 
 namespace llmc {
+
+// The number of pieces that tensor-parallel ranks cut a parameter into.
+inline int pieces_of(const Shard& s, int tp) {
+    return s.axis < 0 ? 1 : tp / replication(s, tp);
+}
+
+// Append a bucket. The parameters that are added next belong to it.
+inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers,
+                       Group group = Group::DATA) {
+    Bucket bucket = {name, role, group, layers};
+    bucket.first = int(m.parameters.size());
+    m.used.resize(m.shape.L + 2);
+    for (int layer : layers)
+        m.used[size_t(layer)].push_back(int(m.buckets.size()));
+    m.buckets.push_back(bucket);
+}
+
+// Append a parameter to the last bucket.
+inline void add_parameter(Model& m, Parameter p) {
+    p.bucket = int(m.buckets.size()) - 1;
+    p.pieces = pieces_of(p.shard, m.tp);
+    if (m.buckets.back().role == Role::BLOCK && p.shape.size() == 2) p.matrix = m.matrices++;
+    m.buckets.back().count++;
+    m.parameters.push_back(p);
+}
 
 // The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
 inline size_t active_elements(const Model& m, const Parameter& p) {
@@ -31,11 +56,11 @@ struct PieceRuns {
     size_t start, run, gap;
 };
 inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
-    size_t same = size_t(replication(p.shard, tp)), pieces = size_t(tp) / same;
+    size_t pieces = size_t(pieces_of(p.shard, tp)), same = size_t(tp) / pieces;
     size_t range = p.elements() / size_t(p.experts.size);
     size_t first = range * size_t(p.experts.rank);
 
-    // A parameter that every tensor-parallel rank holds is one run.
+    // A parameter that no tensor-parallel rank cuts is one run.
     if (pieces == 1)
         return {first, range, 0};
 
@@ -104,7 +129,10 @@ inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
     b.by_heads = place([](Shard s) { return s.axis < 0 && s.partial == Partial::HEADS; });
     b.common = place([](Shard s) { return s.axis < 0 && s.partial == Partial::ROWS; });
     b.shared = place([](Shard s) { return s.axis >= 0 && s.units > 0; });
-    place([](Shard s) { return s.axis >= 0 && s.units == 0; });
+    place([](Shard s) {
+        bool cut = s.axis >= 0 && s.units == 0;
+        return cut || s.partial == Partial::EXPERTS;
+    });
 }
 
 // Place a bucket in the smallest shards that hold its matrices whole. If shards of some size are

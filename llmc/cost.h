@@ -134,15 +134,22 @@ inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout:
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
+// Return how many ranks of those that route other tokens, or see other data, stand in one node.
+inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
+    // Neighbours along cp stay together; so do those along dp if all of cp fits.
+    int near = axis_in_node(layout, machine, &Layout::cp) *
+               axis_in_node(layout, machine, &Layout::dp);
+    bool over_tp = group == Group::EXPERTS && layout.whole_experts;
+    if (!over_tp) return near;
+    return near * axis_in_node(layout, machine, &Layout::tp);
+}
+
 // The links of the ranks that share a bucket, and of those that hold the same shard of it.
 struct BucketLinks {
     Link shard, replica;
 };
 inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
-    // Count a node's ranks: neighbours along cp stay together;
-    // so do those along dp if all of cp fits.
-    int near = axis_in_node(layout, machine, &Layout::cp) *
-               axis_in_node(layout, machine, &Layout::dp);
+    int near = ranks_in_node(layout, machine, group);
     int shards = shard_axis(layout, group).size;
     int replicas = replica_axis(layout, group).size;
     return {link_of(machine, shards, near),
@@ -187,6 +194,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
     double seconds = 0;
     double N = p.rows();
     const Shape& s = model.shape;
+    double routed = s.whole_experts ? N / p.layout.tp.size : N; // rows of this rank's choices
     for (int b : buckets_of(model, layer)) {
         const Bucket& bucket = model.buckets[b];
         if (trained && !bucket.trainable) continue;
@@ -198,7 +206,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
 
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
-            double rows = w.stack > 1 ? N * s.K : N;
+            double rows = w.stack > 1 ? routed * s.K : N;
             double out = double(w.local_rows()) / experts;
             seconds += product_seconds(c, rows, out, w.local_cols());
         }
@@ -280,6 +288,8 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
                               ? (backward ? 6 : 4) * tp.all_gather(stream)
                               : 2 * tp.all_reduce(stream);
     t.tensor *= c.tensor_shown;
+    // Whole experts, without an ffn beside them, leave the second branch no row to gather or sum.
+    if (s.E && s.whole_experts && !s.ffn_beside) t.tensor /= 2;
 
     // cp: keys of other ranks. A ring hides them behind attention.
     if (layout.cp.size > 1) {
@@ -302,11 +312,11 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
 
     // ep: rows of tokens go to the ranks that share out the experts, and sums come back.
     if (layout.ep > 1 && s.E) {
-        int near = axis_in_node(layout, c.machine, &Layout::cp) *
-                   axis_in_node(layout, c.machine, &Layout::dp);
+        int near = ranks_in_node(layout, c.machine, Group::EXPERTS);
         Link ep = link_of(c.machine, layout.ep, near);
         double share = layout.ep_exchange ? exchanged_share(s, size_t(layout.ep)) : 1;
-        double message = ep.all_gather(share * stream * layout.ep);
+        double routed = s.whole_experts ? stream / layout.tp.size : stream;
+        double message = ep.all_gather(share * routed * layout.ep);
         t.experts = (backward ? 4 : 2) * message;
 
         // The ffn for all tokens hides a message of each pass (expert_parallel.h).

@@ -17,7 +17,7 @@
 #pragma once
 #include <algorithm>
 #include <vector>
-#include "context.h"
+#include "tensor_parallel.h"
 
 namespace llmc {
 
@@ -31,7 +31,7 @@ struct HostChoices {
 template <typename S>
 HostChoices host_choices(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
     // On the CPU, use the choices in place; from a GPU, copy them and wait.
-    size_t N = ctx.batch.rows();
+    size_t N = routed_rows(ctx);
     size_t K = ctx.shape.K;
     HostChoices c = {ids, {}, N, K, ctx.shape.E / ctx.shape.expert_ranks};
     if constexpr (!std::is_same_v<S, Cpu>) {
@@ -92,7 +92,7 @@ T* sent_rows(Ctx<S>& ctx) { // (ep,N,C)
 }
 template <typename T, typename S>
 T* received_rows(Ctx<S>& ctx) { // (ep,N,C)
-    return sent_rows<T>(ctx) + size_t(ctx.ep.size) * ctx.batch.rows() * ctx.shape.C;
+    return sent_rows<T>(ctx) + size_t(ctx.ep.size) * routed_rows(ctx) * ctx.shape.C;
 }
 
 // Add the message between a pair of ranks, unless it is empty: both ends know its size.

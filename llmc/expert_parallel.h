@@ -2,6 +2,8 @@
 //   ep neighbouring ranks, which see different tokens, share out each block's E experts. Rank r
 //   has experts [r E/ep, (r+1) E/ep), each whole or, under tensor parallelism, its part of F. For
 //   all but the experts' rows these are data-parallel ranks. A rank has N tokens, each K experts.
+//   Whole experts beside tensor parallelism (--etp 1) have its ranks in these groups too: each of
+//   them routes the rows that it has of the residual stream, and N counts these.
 //   1. ROUTE     each rank chooses for its own tokens
 //   2. GATHER    ids, gates [N] -> [ep N], x [N] -> [ep N]     all-gather
 //   3. EXPERTS   this rank's own, on all tokens; rows are sorted by expert, then by rank and token,
@@ -28,6 +30,7 @@
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
 //   backward, and (ep-1) N K ids and gates.
 #pragma once
+#include <numeric>
 #include "expert_exchange.h"
 
 namespace llmc {
@@ -42,14 +45,22 @@ struct ExpertCounts {
     size_t rows;    // at most, in a round: a token chooses an expert once
     size_t rounds;  // that have room for all rows
 };
-inline ExpertCounts expert_counts(const Shape& s, size_t N) {
+// The most sequences that a group of `tokens` neighbours meets. Groups follow each other, and
+// those of whole experts may begin and end within a sequence.
+inline size_t sequences_met(const Shape& s, size_t tokens) {
+    size_t T = s.capacity.T;
+    size_t step = std::gcd(tokens, T); // places within a sequence at which groups begin
+    return 1 + ceil_div(tokens - step, T);
+}
+inline ExpertCounts expert_counts(const Shape& s, size_t rows_of_batch) {
+    size_t N = routed_rows(s, rows_of_batch);
     size_t experts = s.E / s.expert_ranks;
     bool limited = s.capacity.slots > 0;
     size_t groups = experts + (s.expert_ranks > 1 || limited);
     size_t tokens = N * s.expert_ranks;
     size_t rows = tokens * std::min(s.K, experts);
     // Each sequence fills each of the experts up to its capacity.
-    if (limited) rows = std::min(rows, tokens / s.capacity.T * experts * s.capacity.slots);
+    if (limited) rows = std::min(rows, sequences_met(s, tokens) * experts * s.capacity.slots);
 
     // Rounds are equal. With more rounds than rows, each has one row.
     size_t all = rows;
@@ -74,7 +85,8 @@ enum class Tokens : uint8_t { INPUT, SUM, GRADIENT };
 inline size_t token_parts(const Shape& s, const ExpertCounts& n, bool trains) {
     if (n.rounds == 1) return s.expert_ranks > 1;
     if (s.expert_ranks > 1) return trains ? 3 : 2;
-    return s.row_ranks > 1; // the input: where it was gathered over tp, the sums will lie
+    // The input: where it was gathered over tp, the sums will lie.
+    return s.row_ranks > 1 && !s.whole_experts;
 }
 template <typename T, typename S>
 T* token_part(Ctx<S>& ctx, Tokens part) { // (ep,N,C)
@@ -95,13 +107,13 @@ TokensComing<T, S> start_tokens(Ctx<S>& ctx, const T* rows, const int* ids, // (
     T* all = token_part<T>(ctx, part);
     if (ctx.ep.size == 1) {
         size_t bytes = ctx.shape.C * sizeof(T);
-        copy_rows(all, bytes, rows, bytes, bytes, ctx.batch.rows(), ctx.where);
+        copy_rows(all, bytes, rows, bytes, bytes, routed_rows(ctx), ctx.where);
         return {all};
     }
 
     // With --ep-method exchange, rows that no expert here wants are never sent nor read.
     if (ctx.exchange_rows) return send_tokens(ctx, all, rows, ids);
-    size_t part_size = ctx.batch.rows() * ctx.shape.C;
+    size_t part_size = routed_rows(ctx) * ctx.shape.C;
     wait_point(record_point(ctx.where), ctx.beside);
     return {all, true, start_all_gather(ctx.ep, all, rows, part_size, ctx.beside)};
 }
@@ -134,20 +146,20 @@ void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (
     // Return the partial rows the way their tokens came.
     bool exchanges = ctx.ep.size > 1 && ctx.exchange_rows;
     if (exchanges) return return_tokens(ctx, out, partial, ids);
-    size_t count = ctx.batch.rows() * ctx.shape.C;
+    size_t count = routed_rows(ctx) * ctx.shape.C;
     send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, out, partial, count, beside); });
 }
 
 // Return this rank's part of a table that holds all ranks' slots side by side.
 template <typename A, typename S>
 A* my_slots(const Ctx<S>& ctx, A* all) { // (N,K) of (ep,N,K)
-    return all + size_t(ctx.ep.rank) * ctx.batch.rows() * ctx.shape.K;
+    return all + size_t(ctx.ep.rank) * routed_rows(ctx) * ctx.shape.K;
 }
 
 // All-gather the routers' choices and gates of all ranks, in place.
 template <typename A, typename S>
 void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
-    size_t n = ctx.batch.rows() * ctx.shape.K;
+    size_t n = routed_rows(ctx) * ctx.shape.K;
     send_beside(ctx, [&](S beside) {
         all_gather(ctx.ep, ids, my_slots(ctx, ids), n, beside);
         all_gather(ctx.ep, gates, my_slots(ctx, gates), n, beside);
@@ -158,7 +170,7 @@ void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
 // the rank of a slot's expert has its gradient, other ranks have zero.
 template <typename A, typename S>
 void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
-    size_t n = ctx.batch.rows() * ctx.shape.K;
+    size_t n = routed_rows(ctx) * ctx.shape.K;
     A* mine = my_slots(ctx, dgates);
     send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, mine, dgates, n, beside); });
 }

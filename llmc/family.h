@@ -39,6 +39,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     int tp = layout.tp.size;
     Model model;
     model.shape = shape;
+    model.shape.whole_experts = layout.whole_experts && shape.E;
     model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
     model.tp = tp;
     model.tp_rank = layout.tp.rank;
@@ -55,10 +56,12 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
                    bool decay, Shard shard, bool transposed) {
         size_t rows = *dims.begin();
         bool vocabulary = shard.axis == 0 && (layer == 0 || layer == head);
+        bool stack = strstr(name, "{}");
+        if (stack && layout.whole_experts) shard = {-1, 1, 0, Partial::EXPERTS};
         add_parameter(model, {prefix + name, dims, vocabulary ? s.V : rows, transposed, shard, init,
                               decay, layer});
         // A stack has a matrix for each expert.
-        if (!strstr(name, "{}")) return;
+        if (!stack) return;
         model.parameters.back().stack = s.E;
         model.parameters.back().experts = expert_axis(layout);
     };

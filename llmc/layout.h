@@ -1,7 +1,8 @@
 // layout.h - how a run is spread over ranks - arXiv:2104.04473, arXiv:2407.21783
 //   world = dp * pp * cp * tp. The first axis of the order has its ranks side by side: by default
 //   tp, so that it stays inside a machine, then cp, pp, and dp last. No result depends on the
-//   order. Expert parallelism adds no ranks: it divides the ranks of dp * cp once more.
+//   order. Expert parallelism adds no ranks: it divides the ranks of dp * cp once more, or beside
+//   whole experts those of dp * cp * tp.
 //   The flags make one layout, and layout_at() places a rank in it. Plan, model, shapes and groups
 //   of ranks all read that layout. One rank alone is the layout 1x1x1x1, and runs the same code.
 #pragma once
@@ -21,7 +22,7 @@ struct Axis {
 // The group of ranks over which a bucket's gradient is summed and its state is sharded.
 enum class Group : uint8_t {
     DATA,   // dp * cp: the ranks that see different tokens
-    EXPERTS // the ranks of DATA that hold the same experts
+    EXPERTS // the ranks of a stage that hold the same experts, or the same parts of them
 };
 
 // The way in which attention reaches the keys of other context-parallel ranks, and the order that
@@ -37,7 +38,8 @@ struct Layout {
     ContextMethod cp_method = ContextMethod::GATHER;
     ContextOrder cp_order = ContextOrder::ZIGZAG;
     int cp_heads = 1; // hybrids: neighbours along cp that exchange heads; cp_method joins them
-    int ep = 1; // neighbours in Group::DATA that share out each block's experts
+    int ep = 1; // neighbours that share out each block's experts (routing_axis)
+    bool whole_experts = false; // tp ranks cut no expert, and count as ep ranks (--etp 1)
     bool ep_exchange = false; // send a token only to the ranks that have its experts
 
     // ZeRO.
@@ -95,28 +97,39 @@ inline std::array<Axis Layout::*, 4> layout_order(const std::string& text) {
 // ----------------------------------------------------------------------------
 // a group's ranks: neighbours share out a bucket, and equal places hold the same shard
 
+// The ranks that see different tokens, and this rank's place among them.
+inline Axis data_axis(const Layout& layout) {
+    const Axis &dp = layout.dp, &cp = layout.cp;
+    return {dp.size * cp.size, dp.rank * cp.size + cp.rank};
+}
+
+// The ranks that route different tokens. Beside whole experts these are tensor-parallel ranks too,
+// which have rows of their own then; they are the nearest neighbours.
+inline Axis routing_axis(const Layout& layout) {
+    Axis data = data_axis(layout), tp = layout.tp;
+    if (!layout.whole_experts) return data;
+    return {data.size * tp.size, data.rank * tp.size + tp.rank};
+}
+
 // The ranks of a group, and this rank's place among them.
 inline Axis group_axis(const Layout& layout, Group group) {
-    const Axis &dp = layout.dp, &cp = layout.cp;
-    int size = dp.size * cp.size;
-    int rank = dp.rank * cp.size + cp.rank;
-    if (group == Group::DATA) return {size, rank};
+    if (group == Group::DATA) return data_axis(layout);
 
     // Each of ep neighbours holds different experts; the next ep ranks hold the same ones again.
-    return {size / layout.ep, rank / layout.ep};
+    Axis all = routing_axis(layout);
+    return {all.size / layout.ep, all.rank / layout.ep};
 }
 
 // The ranks that share out the experts, and the number of this rank's part.
 inline Axis expert_axis(const Layout& layout) {
-    int rank = group_axis(layout, Group::DATA).rank;
-    return {layout.ep, rank % layout.ep};
+    return {layout.ep, routing_axis(layout).rank % layout.ep};
 }
 
 // The same layout for a plan that cuts no sequence: context-parallel ranks become data-parallel
 // ranks. The groups of buckets, and the ranks in them, stay as they were.
 inline Layout whole_sequences(Layout layout) {
     // Let neighbours along cp stay neighbours, so that shards keep their owners.
-    layout.dp = group_axis(layout, Group::DATA);
+    layout.dp = data_axis(layout);
     layout.cp = {};
     layout.cp_heads = 1;
     return layout;

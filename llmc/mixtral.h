@@ -12,6 +12,8 @@
 //   parallelism cuts each expert's F, as it cuts an ffn's. Every rank routes all N rows, with the
 //   same bits, and has a part of the gates' gradients. So the router's gradient is a sum over
 //   ranks, and only the first rank adds the balance terms.
+//   Whole experts (--etp 1) make these ranks route n = N / tp rows each, their own. The router is
+//   then trained by rows, and only the ffn for all tokens still has parts to sum over these ranks.
 //   Choices, gates and order of slots are kept at every level of recomputation: R runs no router.
 //   Expert parallelism gives each rank some of the experts, and those rows of the tokens of ep
 //   ranks that chose them (expert_parallel.h). Choices are then (ep,N,K), and M is the most rows
@@ -151,6 +153,13 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     row(w.down,   down, {E * C, F}, small,  true,  rows,    false);
 }
 
+// Whether choices are kept apart from the slots that experts take: a capacity drops some, and whole
+// experts know those of all rows, as what counts a sequence's choices must.
+inline bool keeps_choices(const Shape& s) { return s.capacity.slots || s.whole_experts; }
+
+// Whether the second branch reads all N rows: whole experts alone read those of this rank.
+inline bool reads_all_rows(const Shape& s) { return s.ffn_beside || !s.whole_experts; }
+
 // The activations of experts and ffn. Slots have M = N K rows, whoever is chosen, or with expert
 // parallelism at most M. So an arena that fits once always fits.
 template <typename T, typename Row>
@@ -158,6 +167,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     // The ffn has a row for each token, the experts one for each slot.
     size_t F = s.F;
     size_t width = s.ffn_beside;
+    size_t routed = routed_rows(s, N);
     ExpertCounts n = s.E ? expert_counts(s, N) : ExpertCounts();
     size_t M = n.rows;
     bool rounds = n.rounds > 1;
@@ -167,17 +177,17 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
 
     //  pointer         name                    elements   of        last read
     if (s.E) {
-        row(a.logits,       "router's logits",      N * s.E,  ROUTING, B);
+        row(a.logits,       "router's logits",      routed * s.E, ROUTING, B);
         row(a.gates,        "gates",                n.slots,  ROUTING, rounds ? W : B);
         row(a.ids,          "chosen experts",       n.slots,  ROUTING, W);
-        if (s.capacity.slots)
+        if (keeps_choices(s))
             row(a.choices,  "router's choices",     N * s.K,  ROUTING, B);
         row(a.slots.row_of, "rows of slots",        n.slots,  ROUTING, B);
         row(a.slots.slot_of, "slots of rows",       n.slots,  ROUTING, W);
         row(a.slots.counts, "experts' loads",       n.groups, ROUTING, W);
         row(a.slots.starts, "experts' first rows",  n.groups + 1, ROUTING, W);
         row(a.dgates,       "d gates",              n.slots,  GRADIENT, B);
-        row(a.dlogits,      "d router's logits",    N * s.E,  GRADIENT, W);
+        row(a.dlogits,      "d router's logits",    routed * s.E, GRADIENT, W);
     }
     if (s.E && rounds)
         row(a.round_starts, "first rows in rounds", n.rounds * (n.experts + 1), ROUTING, W);
@@ -218,7 +228,7 @@ void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S 
     ffn_activations(a, s, N, row);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
-    if (s.row_ranks > 1)
+    if (s.row_ranks > 1 && reads_all_rows(s))
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
@@ -322,7 +332,8 @@ inline bool stacks_learn(const Mixtral::Block& w) {
     return learns(w.gate) || learns(w.up) || learns(w.down);
 }
 
-// The balance terms that this rank adds. Of the tensor-parallel ranks only the first adds them.
+// The balance terms that this rank adds. Of the tensor-parallel ranks that route the same rows only
+// the first adds them.
 template <typename S>
 BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     // A term is a mean over the sequences of the step, and over the tokens of each.
@@ -330,46 +341,75 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     size_t ranks = size_t(ctx.cp.size);
     size_t T = ctx.batch.T * ranks;
     double tokens = double(ctx.sequences) * double(T);
-    if (ctx.tp.rank > 0) return {};
-    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks};
+    if (ctx.tp.rank > 0 && !s.whole_experts) return {};
+    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks,
+            first_routed(ctx)};
 }
 
-// logits = x router^T, with the output in acc whatever the type of the weights.
+// logits = x router^T for N rows, with the output in acc whatever the type of the weights.
 template <typename T, typename S>
-void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& router) { // (N,E) (N,C)
+void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& router, // (N,E) (N,C)
+                   size_t N) {
     // The product has neither a bias nor a residual.
     const T* no_bias = nullptr;
     const acc_t<T>* no_residual = nullptr;
-    Product p = linear_forward_product(ctx.batch.rows(), router.rows, ctx.shape.C, type_of<T>());
+    Product p = linear_forward_product(N, router.rows, ctx.shape.C, type_of<T>());
     p.pack_b = false;
     matmul(logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
 }
 
-// The choices of this rank's tokens, whether or not the experts have room for them.
+// The choices of all N rows, whether or not the experts have room for them.
 template <typename T, typename S>
-int* choices_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) { // (N,K)
-    return ctx.shape.capacity.slots ? a.choices : my_slots(ctx, a.ids);
+int* all_choices(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) { // (N,K)
+    return keeps_choices(ctx.shape) ? a.choices : my_slots(ctx, a.ids);
 }
 
-// Leave what experts have room for in ids, and add the rest to the step's count.
+// The choices of the rows that this rank routes.
+template <typename T, typename S>
+int* choices_of(const Ctx<S>& ctx, const Mixtral::Acts<T>& a) { // (n,K)
+    return all_choices(ctx, a) + first_routed(ctx) * ctx.shape.K;
+}
+
+// Know the choices of all rows: beside whole experts each tensor-parallel rank routes some of them.
 template <typename S>
-void drop_over_capacity(Ctx<S>& ctx, int* ids, const int* choices) { // (N,K) (N,K)
+void share_choices(Ctx<S>& ctx, int* all, const int* own) { // (N,K) (n,K)
+    size_t n = routed_rows(ctx);
+    bool shared = n < ctx.batch.rows();
+    if (shared)
+        all_gather(ctx.tp, all, own, n * ctx.shape.K, ctx.where);
+}
+
+// Leave what experts have room for in the ids of this rank's rows, and add the rest of all rows to
+// the step's count.
+template <typename S>
+void take_choices(Ctx<S>& ctx, int* ids, const int* choices) { // (n,K) (N,K)
     const Shape& s = ctx.shape;
     size_t M = ctx.batch.rows() * s.K;
-    if (s.capacity.slots == 0) return;
-    // The loads of all blocks come first.
-    int* dropped = ctx.loads ? ctx.loads + s.L * s.E : nullptr; // (E)
-    drop_over_capacity(ids, dropped, choices, M, ctx.batch.T * s.K, s.E, s.capacity.slots,
-                       ctx.where);
+    size_t length = ctx.batch.T * s.K; // slots of a sequence
+    if (s.capacity.slots) {
+        // The loads of all blocks come first.
+        int* dropped = ctx.loads ? ctx.loads + s.L * s.E : nullptr; // (E)
+        int* room = static_cast<int*>(ctx.blas.scratch);            // (N,K)
+        int* taken = s.whole_experts ? room : ids;
+        drop_over_capacity(taken, dropped, choices, M, length, s.E, s.capacity.slots, ctx.where);
+        choices = taken;
+    }
+
+    // Whole experts have decided on all rows: keep this rank's.
+    if (!s.whole_experts) return;
+    const int* own = choices + first_routed(ctx) * s.K; // (n,K)
+    size_t bytes = routed_rows(ctx) * s.K * sizeof(int);
+    copy_rows(ids, bytes, own, bytes, bytes, 1, ctx.where);
 }
 
 // Run the router: choose experts, compute gates, and sort slots by expert.
 template <typename T, typename S>
-void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
+void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (n,C)
                     const Mixtral::Block& w) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
-    router_logits(ctx, a.logits, x, w.router);
+    size_t n = routed_rows(ctx);
+    router_logits(ctx, a.logits, x, w.router, n);
 
     // Widen the choice's bias to float, whatever the type of the weights.
     Routing routing = routing_of(s);
@@ -380,19 +420,21 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (N,C)
     }
 
     // Choose for this rank's tokens.
-    int* ids = choices_of(ctx, a);
-    acc_t<T>* gates = my_slots(ctx, a.gates);
-    route_forward(ids, gates, a.logits, routing, N, ctx.where);
+    int* choices = all_choices(ctx, a); // (N,K)
+    int* own = choices_of(ctx, a);      // (n,K)
+    route_forward(own, my_slots(ctx, a.gates), a.logits, routing, n, ctx.where);
+    share_choices(ctx, choices, own);
     if (ctx.loads)
-        count_slots(ctx.loads, ids, 1, N * s.K, s.E, true, ctx.where);
-    drop_over_capacity(ctx, my_slots(ctx, a.ids), ids);
+        count_slots(ctx.loads, choices, 1, N * s.K, s.E, true, ctx.where);
+    take_choices(ctx, my_slots(ctx, a.ids), choices);
 
     // Gather the choices of other expert-parallel ranks, then sort all slots by expert.
     gather_choices(ctx, a.ids, a.gates);
     sort_own_slots(ctx, a.slots, a.ids);
-    ExpertCounts n = expert_counts(s, N);
-    if (n.rounds > 1)
-        round_starts(a.round_starts, a.slots.starts, n.rounds, n.rows, n.experts, ctx.where);
+    ExpertCounts room = expert_counts(s, N);
+    if (room.rounds > 1)
+        round_starts(a.round_starts, a.slots.starts, room.rounds, room.rows, room.experts,
+                     ctx.where);
 }
 
 // The gates of the shared expert. Every token is a slot, in a row of its own.
@@ -402,7 +444,7 @@ void gate_shared_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // 
     size_t N = ctx.batch.rows();
     if (!router.data) return;
     // There is one expert to choose from, whose gate is the sigmoid of its logit.
-    router_logits(ctx, a.shared_logits, x, router);
+    router_logits(ctx, a.shared_logits, x, router, N);
     route_forward(a.shared_ids, a.shared_gates, a.shared_logits, shared_routing(), N, ctx.where);
 }
 
@@ -496,23 +538,62 @@ template <typename T, typename S>
 void add_experts(Ctx<S>& ctx, T* all, const T* residual, const T* y, // (ep,N,C) (R,C) (M,C)
                  const Mixtral::Acts<T>& a, const Round<T>& r) {
     const Shape& s = ctx.shape;
-    size_t parts = s.row_ranks;
+    size_t parts = s.whole_experts ? 1 : s.row_ranks;
     size_t R = stream_rows(ctx);
     for (size_t i = 0; i < s.expert_ranks * parts; i++) {
         // The residual of a token is added by its own rank. Among tensor-parallel ranks that is the
         // row's owner under sequence parallelism, otherwise the first rank.
         bool own_tokens = i / parts == size_t(ctx.ep.rank);
-        bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank) : ctx.tp.rank == 0;
+        bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank)
+                                  : ctx.tp.rank == 0 || s.whole_experts;
         bool adds = own_tokens && own_rows;
         const int* row_of = a.slots.row_of + i * R * s.K;
         T* to = all + i * R * s.C;
         const T* before = adds ? residual : nullptr;
 
         // The experts add to the ffn, and to the rounds before, in place.
-        bool begun = own_tokens && s.ffn_beside;
+        bool begun = own_tokens && s.ffn_beside && !s.whole_experts;
         if (begun || r.first) before = to;
         combine_slots(to, before, y, row_of, r.first, r.rows, R, s.K, s.C, ctx.where);
     }
+}
+
+// out = residual + the ffn, where no experts add to it before ranks sum their parts.
+template <typename T, typename S>
+void sum_ffn(Ctx<S>& ctx, T* out, const T* residual, // (R,C) (R,C)
+             const Mixtral::Acts<T>& a, const Mixtral::Block& w) {
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+    ffn_forward(ctx, partial, residual, a, w);
+    sum_rows(ctx, out, partial);
+}
+
+// The place for what experts add to the rows that this rank routes, before tensor-parallel ranks
+// sum it. Whole experts leave them nothing to sum.
+template <typename T, typename S>
+T* partial_of_experts(Ctx<S>& ctx, T* out) { // (n,C) for (R,C)
+    return ctx.shape.whole_experts ? out : partial_rows(ctx, out);
+}
+
+// The rows of a block's second branch as its parts read them.
+template <typename T> struct BranchRows {
+    const T* routed; // (n,C) for the experts
+    const T* all;    // (N,C) for the ffn
+};
+template <typename T>
+BranchRows<T> branch_rows(const Shape& s, const T* own, const T* all) { // (R,C) (N,C)
+    return {s.whole_experts ? own : all, all};
+}
+template <typename T, typename S>
+BranchRows<T> gather_branch_rows(Ctx<S>& ctx, T* room, const T* own) { // (N,C) (R,C)
+    const T* all = reads_all_rows(ctx.shape) ? gather_rows(ctx, room, own) : nullptr;
+    return branch_rows(ctx.shape, own, all);
+}
+// The same, into the layer's scratch.
+template <typename T, typename S>
+BranchRows<T> gather_branch_rows(Ctx<S>& ctx, T* own) { // (R,C)
+    T* room = static_cast<T*>(ctx.all_rows);
+    const T* rows = own;
+    return gather_branch_rows(ctx, room, rows);
 }
 
 // out = residual + the ffn + each token's sum over its slots. As in row_parallel_forward, only one
@@ -523,12 +604,18 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, TokensComing<T, S>&
     const Shape& s = ctx.shape;
     size_t rounds = rounds_of(ctx);
 
-    // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks.
-    T* y = static_cast<T*>(ctx.slot_rows); // (M,C) {+tp}
-    T* partial = partial_rows(ctx, out);   // (N,C) {+tp}
-    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
-    T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
-    if (s.ffn_beside) ffn_forward(ctx, own, residual, a, w);
+    // Sum what this rank's experts contribute to the tokens of all expert-parallel ranks. Whole
+    // experts begin with the ffn's sum.
+    T* y = static_cast<T*>(ctx.slot_rows);     // (M,C) {+tp}
+    T* partial = partial_of_experts(ctx, out); // (n,C) {+tp}
+    T* all = partial_tokens(ctx, partial);     // (ep,n,C) {+ep} {+tp}
+    if (s.ffn_beside && s.whole_experts) {
+        sum_ffn(ctx, out, residual, a, w);
+        residual = out;
+    } else if (s.ffn_beside) {
+        T* own = all + size_t(ctx.ep.rank) * ctx.batch.rows() * s.C;
+        ffn_forward(ctx, own, residual, a, w);
+    }
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
         // Rounds read the inputs while sums grow.
@@ -542,7 +629,14 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, TokensComing<T, S>&
         add_experts(ctx, all, residual, y, a, r);
     }
     sum_tokens(ctx, partial, all, a.ids);
-    sum_rows(ctx, out, partial);
+    if (!s.whole_experts) return sum_rows(ctx, out, partial);
+
+    // Whole experts have the sum. Where all ranks have all rows, the first one's bits are theirs.
+    if (s.row_ranks > 1) return;
+    size_t bytes = ctx.batch.rows() * s.C * sizeof(T);
+    if (ctx.tp.rank > 0)
+        device_zero(out, bytes, ctx.where);
+    sum_rows(ctx, out, out);
 }
 
 // Go back from the ffn's output to gate and up, in place.
@@ -591,12 +685,13 @@ void wide_backward(Ctx<S>& ctx, T* all, const Mixtral::Block& w, // (ep,N,C)
 // Go back through all rounds of the experts, to their inputs and to the gates. The first half of
 // the ffn's way back runs while the outputs' gradients travel.
 template <typename T, typename S>
-void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
+void rounds_backward_input(Ctx<S>& ctx, T* partial, const BranchRows<T>& dout, // (n,C) {+tp}
                            const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     size_t rounds = rounds_of(ctx);
-    const T* tokens = nullptr; // (ep,N,C)
+    const T* tokens = nullptr; // (ep,n,C)
     if (rounds > 1) {
-        const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+        const T* own = a.norm_2; // (R,C)
+        const T* x = ctx.shape.whole_experts ? own : gather_rows(ctx, own); // (n,C)
         tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
 
         // Slots without a row get no gradient from any round.
@@ -604,12 +699,12 @@ void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp
         device_zero(a.dgates, slots * sizeof(acc_t<T>), ctx.where);
     }
 
-    TokensComing<T, S> coming = start_tokens(ctx, dout, a.ids, Tokens::GRADIENT);
-    if (ctx.shape.ffn_beside) ffn_narrow_backward(ctx, dout, w, a);
-    const T* douts = finish_tokens(ctx, coming); // (ep,N,C)
+    TokensComing<T, S> coming = start_tokens(ctx, dout.routed, a.ids, Tokens::GRADIENT);
+    if (ctx.shape.ffn_beside) ffn_narrow_backward(ctx, dout.all, w, a);
+    const T* douts = finish_tokens(ctx, coming); // (ep,n,C)
 
     // Make each round's inner rows again, if it kept none.
-    T* all = partial_tokens(ctx, partial); // (ep,N,C) {+ep} {+tp}
+    T* all = partial_tokens(ctx, partial); // (ep,n,C) {+ep} {+tp}
     for (size_t i = 0; i < rounds; i++) {
         Round<T> r = round_of(ctx, a, i);
         if (rounds > 1) multiply_slots(ctx, r, tokens, w);
@@ -623,23 +718,25 @@ void rounds_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp
 // Go back through the experts into `partial`. Leaves the gradients of gate, up and logits for W,
 // but rounds leave those of logits alone.
 template <typename T, typename S>
-void experts_backward_input(Ctx<S>& ctx, T* partial, const T* dout, // (N,C) {+tp} (N,C)
+void experts_backward_input(Ctx<S>& ctx, T* partial, const BranchRows<T>& dout, // (n,C) {+tp}
                             const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     const Shape& s = ctx.shape;
-    size_t N = ctx.batch.rows();
+    size_t n = routed_rows(ctx);
     rounds_backward_input(ctx, partial, dout, w, a);
 
     // Go back through the router, and add the balance terms of each sequence.
     int* counts = static_cast<int*>(ctx.blas.scratch); // (B,E)
-    const int* ids = choices_of(ctx, a);               // (N,K)
     if (s.balance > 0) {
-        count_slots(counts, ids, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
+        const int* all = all_choices(ctx, a); // (N,K)
+        count_slots(counts, all, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
         // Count a sequence's slots on all context-parallel ranks that share it.
         all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
     }
-    route_backward(a.dlogits, my_slots(ctx, a.dgates), a.logits, ids, routing_of(s),
-                   balance_terms(ctx, counts), N, ctx.where);
-    linear_backward_input(partial, a.dlogits, w.router, N, true, ctx.blas, ctx.where);
+    const int* ids = choices_of(ctx, a);               // (n,K)
+    acc_t<T>* dgates = my_slots(ctx, a.dgates);        // (n,K)
+    route_backward(a.dlogits, dgates, a.logits, ids, routing_of(s), balance_terms(ctx, counts), n,
+                   ctx.where);
+    linear_backward_input(partial, a.dlogits, w.router, n, true, ctx.blas, ctx.where);
 }
 
 // Go back from gate and up of the ffn, and from the shared expert's gate, to their inputs.
@@ -659,30 +756,45 @@ void ffn_wide_backward(Ctx<S>& ctx, T* partial, // (N,C) {+tp}
     linear_backward_input(partial, a.dshared_logits, w.shared_router, N, true, ctx.blas, ctx.where);
 }
 
+// Begin a sum over tensor-parallel ranks with rows that only their owner adds.
+template <typename T, typename S>
+void begin_with_own_rows(Ctx<S>& ctx, T* partial, const T* own) { // (N,C) {+tp} (R,C)
+    size_t C = ctx.shape.C;
+    size_t bytes = stream_rows(ctx) * C * sizeof(T);
+    device_zero(partial, ctx.batch.rows() * C * sizeof(T), ctx.where);
+    copy_rows(my_rows(ctx, partial), bytes, own, bytes, bytes, 1, ctx.where);
+}
+
 // Go back through the second branch, to the rows of norm_2.
 template <typename T, typename S>
 void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                   const Mixtral::Acts<T>& a) {
     // Experts and ffn add to one buffer; the first of them overwrites it.
-    const T* rows = gather_rows(ctx, a.dout_all, dout); // (N,C)
-    T* partial = partial_rows(ctx, a.dnorm_2);          // (N,C) {+tp}
-    bool routes = ctx.shape.E > 0;
+    const Shape& s = ctx.shape;
+    BranchRows<T> rows = gather_branch_rows(ctx, a.dout_all, dout);
+    T* partial = partial_rows(ctx, a.dnorm_2); // (N,C) {+tp}
+    bool routes = s.E > 0;
     if (routes)
-        experts_backward_input(ctx, partial, rows, w, a);
-    else if (ctx.shape.ffn_beside)
-        ffn_narrow_backward(ctx, rows, w, a);
-    if (ctx.shape.ffn_beside) ffn_wide_backward(ctx, partial, w, a, !routes);
+        experts_backward_input(ctx, partial_of_experts(ctx, a.dnorm_2), rows, w, a);
+    else if (s.ffn_beside)
+        ffn_narrow_backward(ctx, rows.all, w, a);
+
+    // Whole experts have written the sum for this rank's rows, to which the ffn's parts are added.
+    bool own = routes && s.whole_experts;
+    if (own && !s.ffn_beside) return;
+    if (own) begin_with_own_rows(ctx, partial, a.dnorm_2);
+    if (s.ffn_beside) ffn_wide_backward(ctx, partial, w, a, !routes);
     sum_rows(ctx, a.dnorm_2, partial);
 }
 
 // The gradients of the experts' matrices. The rows of slots are gathered again: they are not worth
 // keeping. Rounds add up, and make their inner rows and the gradients of these again.
 template <typename T, typename S>
-void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x, // (N,C)
+void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x, // (n,C)
                             const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t rounds = rounds_of(ctx);
-    const T* douts = finish_tokens(ctx, coming); // (ep,N,C)
-    const T* tokens = nullptr;                   // (ep,N,C)
+    const T* douts = finish_tokens(ctx, coming); // (ep,n,C)
+    const T* tokens = nullptr;                   // (ep,n,C)
     if (rounds > 1) tokens = gather_tokens(ctx, x, a.ids, Tokens::INPUT);
 
     for (size_t i = 0; i < rounds; i++) {
@@ -711,11 +823,11 @@ void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x,
 
 // The gradients of the experts' matrices and of the router.
 template <typename T, typename S>
-void experts_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& douts, const T* x, // (N,C)
+void experts_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& douts, const T* x, // (n,C)
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
-    size_t N = ctx.batch.rows();
+    size_t n = routed_rows(ctx);
     if (stacks_learn(w)) stacks_backward_weight(ctx, douts, x, w, a, accumulate);
-    linear_backward_weight(w.router, nullptr, a.dlogits, x, N, accumulate, ctx.blas, ctx.where);
+    linear_backward_weight(w.router, nullptr, a.dlogits, x, n, accumulate, ctx.blas, ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.
     size_t bytes = ctx.shape.E * sizeof(acc_t<T>);
@@ -740,15 +852,17 @@ void ffn_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
 template <typename T, typename S>
 void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                    const Mixtral::Acts<T>& a, bool accumulate) {
-    // Router, experts and ffn read the same rows.
-    const T* rows = ctx.shape.row_ranks == 1 ? dout : a.dout_all; // (N,C)
-    const T* x = gather_rows(ctx, a.norm_2);                      // (N,C)
+    // Router and experts read the same rows, the ffn all of them.
+    const Shape& s = ctx.shape;
+    const T* all = s.row_ranks == 1 ? dout : a.dout_all; // (N,C)
+    BranchRows<T> rows = branch_rows(s, dout, all);
+    BranchRows<T> x = gather_branch_rows(ctx, a.norm_2);
 
     // Let the outputs' gradients travel beside the ffn.
     TokensComing<T, S> douts;
-    if (ctx.shape.E && stacks_learn(w)) douts = start_tokens(ctx, rows, a.ids, Tokens::GRADIENT);
-    if (ctx.shape.ffn_beside) ffn_backward_weight(ctx, rows, x, w, a, accumulate);
-    if (ctx.shape.E) experts_backward_weight(ctx, douts, x, w, a, accumulate);
+    if (s.E && stacks_learn(w)) douts = start_tokens(ctx, rows.routed, a.ids, Tokens::GRADIENT);
+    if (s.ffn_beside) ffn_backward_weight(ctx, rows.all, x.all, w, a, accumulate);
+    if (s.E) experts_backward_weight(ctx, douts, x.routed, w, a, accumulate);
 }
 
 // The second branch: from the stream after attention to the block's output.
@@ -756,24 +870,18 @@ template <typename T, typename S>
 void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C)
                            const Mixtral::Acts<T>& a) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    const T* x = gather_rows(ctx, a.norm_2); // (N,C)
+    BranchRows<T> x = gather_branch_rows(ctx, a.norm_2);
     // A block has experts, an ffn, or both. Tokens travel to their experts beside the ffn.
     TokensComing<T, S> tokens;
     if (ctx.shape.E) {
-        choose_experts(ctx, a, x, w);
-        tokens = start_tokens(ctx, x, a.ids, Tokens::INPUT);
+        choose_experts(ctx, a, x.routed, w);
+        tokens = start_tokens(ctx, x.routed, a.ids, Tokens::INPUT);
     }
-    gate_shared_experts(ctx, a, x, w.shared_router);
-    widen_ffn(ctx, a, x, w, true);
-    if (ctx.shape.E) {
-        widen_slots(ctx, a, tokens, w, true);
-        return combine_experts(ctx, out, a.middle, tokens, a, w);
-    }
-
-    // A block with the ffn alone.
-    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
-    ffn_forward(ctx, partial, a.middle, a, w);
-    sum_rows(ctx, out, partial);
+    gate_shared_experts(ctx, a, x.all, w.shared_router);
+    widen_ffn(ctx, a, x.all, w, true);
+    if (!ctx.shape.E) return sum_ffn(ctx, out, a.middle, a, w); // a block with the ffn alone
+    widen_slots(ctx, a, tokens, w, true);
+    combine_experts(ctx, out, a.middle, tokens, a, w);
 }
 
 // Compute again what the level of recomputation dropped. The router does not run again.
@@ -782,11 +890,13 @@ void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral
                              Recompute level) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     bool products = redoes_ffn(level);
-    const T* x = products ? gather_rows(ctx, a.norm_2) : nullptr; // (N,C)
+    BranchRows<T> x = {};
+    if (products)
+        x = gather_branch_rows(ctx, a.norm_2);
     TokensComing<T, S> tokens;
     if (ctx.shape.E && products && rounds_of(ctx) == 1)
-        tokens = start_tokens(ctx, x, a.ids, Tokens::INPUT);
-    widen_ffn(ctx, a, x, w, products);
+        tokens = start_tokens(ctx, x.routed, a.ids, Tokens::INPUT);
+    widen_ffn(ctx, a, x.all, w, products);
     if (ctx.shape.E) widen_slots(ctx, a, tokens, w, products);
 }
 

@@ -86,6 +86,7 @@ struct Shape : Variant {
     size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
     size_t expert_ranks = 1, expert_rounds = 1; // who shares experts, and in how many rounds
+    bool whole_experts = false; // tp ranks cut no expert, and each routes its own rows
 
     // The rows of a token table: the vocabulary, padded with zero rows that never reach a file.
     size_t Vp() const { return padded ? padded : round_up(V, 128); }
@@ -142,21 +143,24 @@ inline Init normal_init(double std) { return {0, float(std)}; }
 
 // The reason why tensor-parallel ranks hold partial gradients that must be summed. ROWS: each rank
 // saw its own rows, which is so only with sequence parallelism. HEADS: each rank saw its own heads,
-// with sequence parallelism or without.
-enum class Partial : uint8_t { ROWS, HEADS };
+// with sequence parallelism or without. EXPERTS: whole experts are summed over Group::EXPERTS,
+// which has these ranks too.
+enum class Partial : uint8_t { ROWS, HEADS, EXPERTS };
 
 // How tensor parallelism cuts a parameter: along `axis` of its shape, which holds `parts` equal
 // parts side by side (3 for GPT-2's q, k, v in one matrix), each cut in tp. Key/value heads stay
 // whole: where there are fewer `units` than ranks, tp / units neighbours hold the same head.
 struct Shard {
-    int axis = -1; // -1: every rank holds the whole parameter
+    int axis = -1; // -1: no rank cuts the parameter
     int parts = 1;
     int units = 0;                   // 0: a cut may fall anywhere
     Partial partial = Partial::ROWS; // axis -1: why its gradient is partial
 };
 
-// The number of tensor-parallel ranks that hold the same piece of a parameter.
+// The number of tensor-parallel ranks that hold the same piece of a parameter. Those of whole
+// experts are counted with their group instead.
 inline int replication(const Shard& s, int tp) {
+    if (s.partial == Partial::EXPERTS) return 1;
     if (s.axis < 0) return tp;
     return s.units && tp > s.units ? tp / s.units : 1;
 }
@@ -204,7 +208,7 @@ enum class Role : uint8_t {
 //   [0, by_heads)        every tp rank holds them, each with a part from its heads: norms of q, k
 //   [by_heads, common)   every tp rank holds them: norms, biases that join the residual stream
 //   [common, shared)     several tp ranks hold them: shared key/value heads
-//   [shared, elements)   only this tp rank holds them
+//   [shared, elements)   only this tp rank holds them, or their group has all tp ranks: experts
 struct Bucket {
     std::string name;
     Role role;
@@ -256,26 +260,6 @@ inline size_t parameter_count(const Model& m) {
     for (const Parameter& p : m.parameters)
         n += p.file_elements();
     return n;
-}
-
-// Append a bucket. The parameters that are added next belong to it.
-inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers,
-                       Group group = Group::DATA) {
-    Bucket bucket = {name, role, group, layers};
-    bucket.first = int(m.parameters.size());
-    m.used.resize(m.shape.L + 2);
-    for (int layer : layers)
-        m.used[size_t(layer)].push_back(int(m.buckets.size()));
-    m.buckets.push_back(bucket);
-}
-
-// Append a parameter to the last bucket.
-inline void add_parameter(Model& m, Parameter p) {
-    p.bucket = int(m.buckets.size()) - 1;
-    p.pieces = m.tp / replication(p.shard, m.tp);
-    if (m.buckets.back().role == Role::BLOCK && p.shape.size() == 2) p.matrix = m.matrices++;
-    m.buckets.back().count++;
-    m.parameters.push_back(p);
 }
 
 // ----------------------------------------------------------------------------

@@ -65,6 +65,7 @@ struct BalanceTerms {
     size_t T = 1;                // tokens in a sequence
     const float* loss_scale = nullptr; // multiplies both, as it does the loss; or null
     size_t ranks = 1;            // context-parallel ranks: each has T / ranks rows of a sequence
+    size_t first = 0;            // where the rows begin within those sequences
 };
 
 // The sort's result: the row of each slot.
@@ -155,7 +156,7 @@ template <typename A> struct RouteSums {
 // f of an expert in the sequence of row n: 1 if all experts have equally many slots.
 template <typename A>
 LLMC_HD A expert_share(const BalanceTerms& b, const Routing& r, size_t n, size_t e) {
-    size_t sequence = n / (b.T / b.ranks);
+    size_t sequence = (b.first + n) / (b.T / b.ranks);
     A count = A(b.counts[sequence * r.E + e]);
     return A(r.E) * count / (A(r.K) * A(b.T));
 }

@@ -291,7 +291,8 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     size_t i = size_t(n - left);
     const Parameter& p = *list[i].p;
     KeptRange range = kept_range(t, list[i].data, p);
-    int piece = t.layout.tp.rank / replication(p.shard, t.layout.tp.size);
+    int pieces = pieces_of(p.shard, t.layout.tp.size);
+    int piece = t.layout.tp.rank * pieces / t.layout.tp.size;
     piece += t.layout.tp.size * p.experts.rank;
     ShownSum mine = {piece, int64_t(range.first), int64_t(range.count), sums[i]};
     std::vector<ShownSum> shown(size_t(world.size));

@@ -78,7 +78,7 @@ inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     switch (op) {
     case Op::GATHER:
     case Op::REDUCE:
-    case Op::PUBLISH: return tensor;
+    case Op::PUBLISH: return tensor || x.whole_experts;
     case Op::COUNT:
     case Op::NORM: return true;
     default: return computes(op) && (data || x.ep > 1) && (context || x.cp.size > 1 || x.ep > 1);

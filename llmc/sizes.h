@@ -194,8 +194,13 @@ size_t expert_workspace(const Plan& p, const Model& model, const Shape& s, const
     if (s.expert_ranks > 1)
         bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
 
+    // Whole experts know all tokens' choices: those that are taken pass through here.
+    size_t choices = N * s.K * sizeof(int);
+    if (s.whole_experts)
+        bytes = std::max(bytes, choices);
+
     // Size the router's product, for all rows and in generation for a single token.
-    size_t rows = p.mode == Mode::GENERATE ? 1 : N;
+    size_t rows = p.mode == Mode::GENERATE ? 1 : routed_rows(s, N);
     for (size_t n : {N, rows}) {
         bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, s.E, s.C, where));
         bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, 1, s.C, where)); // shared router

@@ -204,7 +204,8 @@ void run_norm(Trainer<T, S>& t) {
     size_t chunks = norm_chunks(t.model), start = 0;   // start: this bucket's first chunk
     device_zero(sums, chunks * sizeof(double), where);
 
-    bool adds = t.layout.zero > 0 || t.layout.ep > 1; // data-parallel ranks have different parts
+    // Data-parallel ranks have different parts, or only one of equal parts counts.
+    bool adds = t.layout.zero > 0 || t.layout.ep > 1 || t.layout.whole_experts;
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
         const Bucket& bucket = t.model.buckets[b];
         double* mine = sums + start;

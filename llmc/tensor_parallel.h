@@ -28,7 +28,8 @@ namespace llmc {
 // Whether tp ranks can share a model's heads and ffn. There may be more ranks than key/value heads,
 // if each head goes to a whole number of ranks.
 inline bool tp_divides(const Shape& s, size_t tp) {
-    bool ffns = s.F % tp == 0 && s.dense_F % tp == 0 && s.shared_F % tp == 0;
+    bool experts = s.whole_experts || s.F % tp == 0;
+    bool ffns = experts && s.dense_F % tp == 0 && s.shared_F % tp == 0;
     return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
 }
 
@@ -43,7 +44,7 @@ inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
     // Divide heads and ffn. With fewer key/value heads than ranks, several ranks share one head.
     s.NH /= n;
     s.NKV = std::max(s.NKV / n, size_t(1));
-    s.F /= n;
+    if (!s.whole_experts) s.F /= n;
     s.dense_F /= n;
     s.shared_F /= n;
     s.row_ranks = sequence_parallel ? n : 1;
@@ -57,6 +58,22 @@ inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
 template <typename S>
 size_t stream_rows(const Ctx<S>& ctx) { // R
     return ctx.batch.rows() / ctx.shape.row_ranks;
+}
+
+// The number of rows that this rank routes: all N, or beside whole experts its own R.
+inline size_t routed_rows(const Shape& s, size_t N) {
+    return s.whole_experts ? N / s.row_ranks : N;
+}
+template <typename S>
+size_t routed_rows(const Ctx<S>& ctx) { // n
+    return routed_rows(ctx.shape, ctx.batch.rows());
+}
+
+// The first of them.
+template <typename S>
+size_t first_routed(const Ctx<S>& ctx) {
+    bool own = ctx.shape.whole_experts && ctx.shape.row_ranks > 1;
+    return own ? size_t(ctx.tp.rank) * stream_rows(ctx) : 0;
 }
 
 // The slice of `all` that belongs to this rank.

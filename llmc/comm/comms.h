@@ -9,9 +9,10 @@
 //   model     the ranks at one place along dp, which together hold the whole model
 //   cp        the ranks that share each sequence; cp_heads: those of them that exchange heads,
 //             cp_keys: those that then share keys
-//   ep        the ranks that share out each block's experts
+//   ep        the ranks that share out each block's experts; edp: those that hold the same ones
 //   Each collective returns on its first line in a group of one, so the same code runs on one rank.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include "../layout.h"
 #include "comm.h"
@@ -48,7 +49,7 @@ template <typename S> struct InFlight {
     decltype(record_point(S())) arrived = {}; // NCCL: the point after it in its stream
 };
 
-// Return the ranks whose place in the layout satisfies f, in order.
+// Return the ranks whose place in the layout satisfies f, in the world's order.
 template <typename F>
 std::vector<int> ranks_where(const Layout& layout, F f) {
     std::vector<int> ranks;
@@ -94,9 +95,27 @@ inline void attach_gpus(Comms& c) {
     c.cp_keys = nccl_attach(c.cp_keys);
 
     // Sum experts' gradients like others; exchange their rows inside a layer.
-    if (c.ep.size > 1)
-        split(c.data(Group::EXPERTS).shard, c.world);
+    split(c.data(Group::EXPERTS).shard, c.world);
     c.ep = nccl_attach(c.ep);
+}
+
+// Make a group of ranks with experts: of a stage's ranks that have the same pieces of experts, or
+// whole ones, those of which f is true. Their order is that of routing_axis(), not the grid's.
+template <typename F>
+Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
+    std::vector<int> ranks = ranks_where(me, [&](const Layout& o) {
+        bool same_stage = o.pp.rank == me.pp.rank;
+        bool same_pieces = me.whole_experts || o.tp.rank == me.tp.rank;
+        return same_stage && same_pieces && f(o);
+    });
+
+    // Neighbours share out the experts.
+    auto place = [&](int rank) {
+        return routing_axis(layout_at(me, rank)).rank;
+    };
+    auto nearer = [&](int a, int b) { return place(a) < place(b); };
+    std::sort(ranks.begin(), ranks.end(), nearer);
+    return comm_split(world, name, ranks);
 }
 
 // Make all groups of this rank. `kv_ranks` divides tp: so many neighbours share a key/value head.
@@ -162,12 +181,13 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     // Ranks that hold the same experts, and ranks that together hold all of them.
     Axis experts = expert_axis(me);
     int neighbours = group_axis(me, Group::EXPERTS).rank;
-    if (experts.size > 1) {
-        c.data(Group::EXPERTS).shard = split("edp", [&](const Layout& o) {
-            return stage(o) && expert_axis(o).rank == experts.rank;
+    bool apart = experts.size > 1 || me.whole_experts; // from the groups of other parameters
+    if (apart) {
+        c.data(Group::EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
+            return expert_axis(o).rank == experts.rank;
         });
-        c.ep = split("ep", [&](const Layout& o) {
-            return stage(o) && group_axis(o, Group::EXPERTS).rank == neighbours;
+        c.ep = split_experts(world, "ep", me, [&](const Layout& o) {
+            return group_axis(o, Group::EXPERTS).rank == neighbours;
         });
     }
     if (world.nccl) attach_gpus(c);
@@ -176,8 +196,8 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     if (keys.size == 1) c.cp_heads = c.cp;
     if (heads.size == 1) c.cp_keys = c.cp;
 
-    // Experts that are not shared out have the group of all other parameters.
-    if (experts.size == 1)
+    // Cut experts that are not shared out have the group of all other parameters.
+    if (!apart)
         c.data(Group::EXPERTS) = c.data(Group::DATA);
     return c;
 }

@@ -5,7 +5,7 @@
 //                                              "ema.NAME" (the mean of weights, --ema)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
-//     and "ep", "ep_rank" if ranks shared out experts
+//     and "ep", "ep_rank" if ranks shared out experts; "etp" 1 if tensor-parallel ranks cut none
 //   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank keeps
 //   it; for_each_run (buckets.h) says where they lie in the whole parameter. Each element is in one
 //   file, that of its owner: see owns() (parameters.h). A rank that owns nothing makes no file. No
@@ -306,6 +306,7 @@ RankFile rank_file_of(const Trainer<T, S>& t) {
                   {"tp", t.layout.tp.size},
                   {"tp_rank", t.layout.tp.rank},
                   {"tensors", ranges}};
+    if (t.layout.whole_experts) file.entry["etp"] = 1;
     Axis experts = expert_axis(t.layout);
     if (experts.size == 1) return file;
     file.entry.update({{"ep", experts.size}, {"ep_rank", experts.rank}});

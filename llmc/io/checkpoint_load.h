@@ -178,9 +178,11 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     if (!entry["tensors"].contains(s.name))
         return "";
 
-    // Rebuild the parameter with the cut of the ranks that wrote the file.
-    int tp = entry["tp"].get<int>();
-    int tp_rank = entry["tp_rank"].get<int>();
+    // Rebuild the parameter with the cut of the ranks that wrote the file. Whole experts lie in it
+    // as without tensor parallelism.
+    bool whole = entry.contains("etp") && s.p->stack > 1;
+    int tp = whole ? 1 : entry["tp"].get<int>();
+    int tp_rank = whole ? 0 : entry["tp_rank"].get<int>();
     int ep = entry.value("ep", 1);
     int ep_rank = entry.value("ep_rank", 0);
     Layout writers;
@@ -350,11 +352,14 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     bool lacks = t.takes_average && !averaged;
     if (lacks)
         wrong = concat(folder, ": holds no mean of weights: its run had no --ema");
-    for (const nlohmann::json& entry : entries)
-        if (wrong.empty() && !tp_divides(t.model.shape, entry["tp"].get<size_t>()))
+    Shape shape = t.model.shape;
+    for (const nlohmann::json& entry : entries) {
+        shape.whole_experts = entry.contains("etp");
+        if (wrong.empty() && !tp_divides(shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
                            " tensor-parallel ranks wrote it, which cannot share this model's "
                            "heads");
+    }
 
     // An ep size that does not divide the experts would leave some of them on no rank.
     for (const nlohmann::json& entry : entries)

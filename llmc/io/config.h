@@ -99,7 +99,7 @@ struct Config {
     // layout
     // ranks of each axis; their product is the number of ranks. dp 0 takes what
     // the other axes leave.
-    int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1;
+    int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, etp = 0;
     int zero = 0, zero_group = 0, hpz = 0, chunks = 1, prefetch = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp";
@@ -407,6 +407,9 @@ inline const std::vector<Flag>& config_table() {
          "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "1..1000000",
          "expert-parallel ranks: so many of the dp x cp ranks share out each block's experts"},
+        {"etp", &C::etp, "0..1000000",
+         "tensor-parallel ranks that cut each expert; 0: --tp; 1: none, experts stay whole, and "
+         "--ep shares them out over dp x cp x tp ranks"},
         {"ep-method", &C::ep_method, "gather|exchange",
          "how tokens reach experts; gather: all come to every rank; exchange: each goes where it "
          "is wanted, which sends less where experts are many and tokens choose few"},
@@ -670,10 +673,6 @@ inline const Flag* find_flag(const std::string& name) {
 
 // Refuse an unknown flag, and offer the nearest name.
 inline std::string unknown_flag(const std::string& name) {
-    // A flag of Megatron's that is no other flag's near miss.
-    if (name == "etp")
-        return "--etp is not built: --tp cuts every expert as it cuts an ffn: give --tp 1, and "
-               "--ep for whole experts";
     std::vector<std::string> names;
     for (const Flag& f : config_table())
         if (*f.name) names.push_back(f.name);
@@ -772,6 +771,14 @@ inline int data_ranks(const Config& c) { return c.dp * c.cp; }
 // Whether weights alone are shared out among neighbours: --hpz 1 would cut none.
 inline bool keeps_weights_near(const Config& c) { return c.hpz > 1; }
 inline int rank_count(const Config& c) { return data_ranks(c) * c.tp * c.pp; }
+
+// Whether tensor-parallel ranks leave experts whole, and how many ranks --ep may choose from.
+inline bool has_whole_experts(const Config& c) {
+    return c.etp == 1 && c.tp > 1;
+}
+inline int routing_ranks(const Config& c) {
+    return data_ranks(c) * (has_whole_experts(c) ? c.tp : 1);
+}
 
 // Whether the run has adapters: new ones, or those of folders.
 inline bool has_adapters(const Config& c) {

@@ -72,6 +72,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     s.z_loss = s.E ? c.z_loss : 0;
     s.capacity.factor = s.E ? c.expert_capacity : 0;
     s.expert_rounds = s.E ? size_t(c.expert_rounds) : 1;
+    s.whole_experts = s.E && has_whole_experts(c);
 
     // Take the remaining flags as they are.
     if (c.layers) s.L = c.layers;
@@ -169,7 +170,7 @@ inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
 inline std::string check_experts(const Config& c, const Shape& s) {
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
-          "expert-capacity", "expert-rounds"})
+          "expert-capacity", "expert-rounds", "etp"})
         if (s.E == 0 && given(c, name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
@@ -227,7 +228,7 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
             fix += concat(fix.empty() ? ": try --tp " : ", ", d);
     if (s.NH % tp)
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
-    if (s.F % tp)
+    if (!s.whole_experts && s.F % tp)
         return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
 
     // A block may also have an ffn of another width, beside its experts or instead of them.
@@ -238,6 +239,14 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
     if (!tp_divides(s, tp))
         return concat("--tp ", tp, " and ", s.NKV, " key/value heads do not divide each other",
                       fix);
+
+    // Experts are cut by all of these ranks or by none, which then route rows of their own.
+    if (c.etp > 1 && c.etp != c.tp)
+        return concat("--etp ", c.etp, ": experts are cut by all ranks of --tp ", tp,
+                      " or by none: leave it out, or give --etp 1");
+    if (has_whole_experts(c) && !c.sequence_parallel)
+        return "--etp 1: ranks that hold whole experts route rows of their own: give "
+               "--sequence-parallel";
 
     // Check the rows. The micro-batch's B and T form one dimension of rows, B*T, or B*T/cp.
     if (!c.sequence_parallel) return "";
@@ -311,8 +320,13 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
     return "";
 }
 
-// Expert-parallel ranks are a part of the dp x cp ranks: ep must divide these and the experts.
+// Expert-parallel ranks are a part of the dp x cp ranks, with --etp 1 of the dp x cp x tp ranks: ep
+// must divide these and the experts.
 inline std::string check_expert_parallel(const Config& c, const Shape& s) {
+    const char* grouped = c.ep > 1 ? "--ep" : "--etp 1";
+    if (c.zero_group && (c.ep > 1 || s.whole_experts))
+        return concat("--zero-group ", c.zero_group, " is not built with ", grouped, ": leave one "
+                                                     "of them out");
     if (c.ep == 1) return "";
     if (s.E == 0)
         return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
@@ -320,7 +334,7 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
 
     // List the sizes that divide both.
     size_t ep = size_t(c.ep);
-    size_t ranks = size_t(data_ranks(c));
+    size_t ranks = size_t(routing_ranks(c));
     std::string fix;
     for (size_t d = 1; d <= s.E; d++)
         if (s.E % d == 0 && ranks % d == 0)
@@ -331,10 +345,7 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
         return concat("--ep ", ep, " does not divide ", s.E, " experts", fix);
     if (ranks % ep)
         return concat("--ep ", ep, " does not divide the ", ranks, " ranks of --dp",
-                      c.cp > 1 ? " x --cp" : "", fix);
-    if (c.zero_group)
-        return concat("--zero-group ", c.zero_group, " is not built with --ep: leave one of them "
-                                                     "out");
+                      c.cp > 1 ? " x --cp" : "", has_whole_experts(c) ? " x --tp" : "", fix);
     return "";
 }
 
@@ -344,7 +355,8 @@ inline std::string check_hpz(const Config& c) {
     std::string flag = concat("--hpz ", c.hpz);
     if (c.zero != 3) return flag + " says which ranks share out weights: add --zero 3";
     if (c.zero_group) return flag + " sets the group of weights: leave --zero-group out";
-    if (c.ep > 1) return flag + " is not built with --ep: leave one of them out";
+    if (c.ep > 1 || has_whole_experts(c))
+        return flag + " is not built with --ep and --etp: leave one of them out";
     if (offloads(c, "weights"))
         return flag + " keeps weights near, --offload weights does not: leave one of them out";
     if (c.plan == "auto" && !c.explain)
@@ -455,6 +467,8 @@ inline std::string check_distill(const Config& c) {
     // Refuse what no test has seen beside a second model.
     if (c.ep > 1)
         return concat("--loss distill: a teacher beside --ep ", c.ep, " is not built: give --ep 1");
+    if (has_whole_experts(c))
+        return "--loss distill: a teacher beside --etp 1 is not built: leave --etp out";
     if (c.cp > 1)
         return concat("--loss distill: a teacher beside --cp ", c.cp, " is not built: give --cp 1");
     if (c.graphs)
@@ -803,6 +817,9 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
+    if (c.etp)
+        return "--plan auto looks at experts that --tp cuts: leave --etp out, and add it to the "
+               "command that it prints";
     if (c.loss == "distill")
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
@@ -856,8 +873,9 @@ inline std::string check_fit(const Config& c) {
         return "--fit wants a card: GB of its memory, as 24, or a machine's name, as h100";
 
     std::vector<const char*> chosen = planned_flags();
-    for (const char* name : {"micro-batch", "lora", "adapter", "weights", "offload", "offload-to",
-                             "offload-update", "masters", "states", "plan", "gpus", "local-ranks"})
+    for (const char* name : {"etp", "micro-batch", "lora", "adapter", "weights", "offload",
+                             "offload-to", "offload-update", "masters", "states", "plan", "gpus",
+                             "local-ranks"})
         chosen.push_back(name);
     for (const char* name : chosen)
         if (given(c, name))

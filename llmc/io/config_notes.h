@@ -164,6 +164,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
     bool stays = c.fp8 != "none" && c.zero < 3 && !away;
     bool texts = !c.prompts.empty() || has_rollouts(c);
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
+    // Ranks share parameters: data-parallel ones do, and tensor-parallel ones whole experts.
+    bool shares = data_ranks(c) > 1 || routing_ranks(c) > c.ep;
     // clang-format off
     const Pair pairs[] = {
         {"offload",       trains || away,            "steps of training"},
@@ -178,7 +180,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"cp-method",     c.cp > 1,                  "--cp"},
         {"cp-order",      c.cp > 1,                  "--cp"},
         {"ep-method",     c.ep > 1,                  "--ep"},
-        {"gradients",     data_ranks(c) > 1,         "data-parallel ranks"},
+        {"gradients",     shares,                    "data-parallel ranks"},
         {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
         {"offload-to",    elsewhere,                 "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
@@ -206,7 +208,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     if (c.fp8 == "block" && c.seq % FP8_BLOCK)
         notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",
                                c.seq, ": results depend on --micro-batch a little"));
-    if (shards && data_ranks(c) == 1)
+    if (shards && !shares)
         notes.push_back(
             concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));
     if (given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)

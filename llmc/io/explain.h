@@ -308,14 +308,14 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
              layout.zero);
     const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
-    if (layout.ep == 1) return concat(line, where);
+    if (layout.ep == 1 && !layout.whole_experts) return concat(line, where);
 
-    // Expert parallelism: a rank has only some experts, and fewer ranks shard each of them.
+    // Expert parallelism: a rank has only some experts, and other ranks shard each of them.
     shards = shard_axis(layout, Group::EXPERTS).size;
     double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
     char more[64];
     snprintf(more, sizeof(more), ", %.4g of an expert's by ep %d", expert, layout.ep);
-    return concat(line, more, where);
+    return concat(line, more, layout.whole_experts ? " and etp 1" : "", where);
 }
 
 // NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5

@@ -48,7 +48,9 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (wrong.empty())
         wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
 
-    // Entries have ep and ep_rank only if the ranks shared experts out.
+    // Entries have ep and ep_rank only if the ranks shared experts out, etp if experts were whole.
+    if (wrong.empty() && f.contains("etp"))
+        wrong = check_integer(f, "etp", 1, 1);
     if (wrong.empty() && f.contains("ep"))
         wrong = check_integer(f, "ep", 1, 1000000);
     if (wrong.empty() && f.contains("ep"))

@@ -412,6 +412,7 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.pp.size = c.pp;
     layout.cp.size = c.cp;
     layout.ep = c.ep;
+    layout.whole_experts = has_whole_experts(c) && shape.E;
     layout.ep_exchange = c.ep > 1 && c.ep_method == "exchange";
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
@@ -585,7 +586,8 @@ inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,
                   c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,
                   c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "",
-                  c.ep > 1 ? concat(", ep ", c.ep, " by ", c.ep_method) : "");
+                  c.ep > 1 ? concat(", ep ", c.ep, " by ", c.ep_method) : "",
+                  has_whole_experts(c) ? ", etp 1" : "");
 }
 inline std::string layout_text(const Config& c) {
     return concat(c.model, ", ", axes_text(c), ", zero ", c.zero, ", ", c.pipeline);

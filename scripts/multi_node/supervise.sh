@@ -66,7 +66,7 @@ choose_machines() { # those that answer, as many as have a layout, and its flags
     [ "$n" -gt 0 ]
 }
 plan_layout() { # for so many of the machines, then the flags: sets `layout`; false: nothing fits
-    local n=$1 any=(--zero-group 0 --hpz 0 --cp-method gather) # these count ranks too
+    local n=$1 any=(--zero-group 0 --hpz 0 --cp-method gather --etp 0) # these count ranks too
     shift
     head -n "$n" "$alive" >"$work/some"
     "$here/mpirun.sh" "$work/some" "$ranks" "$program" "$@" "${batch[@]}" "${any[@]}" --resume --plan auto --explain \

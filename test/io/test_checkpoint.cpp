@@ -312,20 +312,21 @@ struct LayoutCase {
     int tp = 1;
     bool whole_matrices = false; // a shard holds whole matrices
     int ep = 1;
-    bool near = false; // weights alone are cut among groups
+    bool whole_experts = false;  // tensor-parallel ranks cut none
+    bool near = false;           // weights alone are cut among groups
     int ranks() const { return dp * pp * tp; }
 };
 static const std::vector<LayoutCase> layouts = {
     {1, 1, 0, 1, 1}, {2, 1, 0, 2, 1},    {2, 1, 1, 2, 2},    {2, 1, 3, 2, 2}, {1, 2, 0, 1, 2},
     {2, 2, 2, 2, 4}, {1, 1, 0, 1, 4, 4}, {2, 1, 3, 2, 4, 2}, {4, 2, 2, 2, 4}, // groups of two
-    {2, 1, 2, 2, 2, 1, true}, {4, 1, 3, 2, 4, 1, false, 1, true}};
+    {2, 1, 2, 2, 2, 1, true}, {4, 1, 3, 2, 4, 1, false, 1, false, true}};
 
 static std::string layout_name(const LayoutCase& l) {
     return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
            std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
            std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "") +
-           (l.near ? " of weights" : "") + " ep " +
-           std::to_string(l.ep);
+           (l.near ? " of weights" : "") + " ep " + std::to_string(l.ep) +
+           (l.whole_experts ? " of whole experts" : "");
 }
 
 // Run ranks as threads. Each has its part of the same random model: body(model).
@@ -336,9 +337,10 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
 
         Layout sizes = small_layout(l.dp, l.tp, l.pp);
         sizes.zero = l.zero;
-        sizes.zero_group = l.ep > 1 ? 0 : l.shards;
+        sizes.zero_group = l.ep > 1 || l.whole_experts ? 0 : l.shards;
         sizes.weights_near = l.near;
         sizes.ep = l.ep;
+        sizes.whole_experts = sizes.sequence_parallel = l.whole_experts;
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
 
@@ -611,7 +613,9 @@ TEST_F(Checkpoints, AStageWithoutAdaptersReadsForTheOthers) {
 TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
     std::vector<LayoutCase> shared = {
         {1, 1, 0, 1, 1}, {2, 1, 0, 2, 2, 1, false, 2}, {4, 1, 3, 4, 2, 1, false, 2},
-        {2, 2, 2, 2, 4}, {2, 1, 1, 2, 4, 2, false, 2}, {4, 1, 0, 4, 4, 1, false, 4}};
+        {2, 2, 2, 2, 4}, {2, 1, 1, 2, 4, 2, false, 2}, {4, 1, 0, 4, 4, 1, false, 4},
+        {1, 1, 0, 1, 2, 2, false, 2, true}, {2, 1, 0, 2, 2, 2, false, 1, true},
+        {2, 1, 3, 2, 4, 2, false, 4, true}, {1, 2, 2, 1, 4, 2, false, 1, true}};
     Shape s = small_mixtral();
     s.E = 4, s.P = 32;
     save_and_load_in_all_layouts<float>(dir, s, shared);
@@ -764,7 +768,8 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         KeptRange range = kept_range(t, weight, *p);
 
         // Count the ranks that hold the same elements as the rank that fails.
-        int64_t piece = t.layout.tp.rank / replication(p->shard, l.tp) + l.tp * p->experts.rank;
+        int64_t piece = t.layout.tp.rank * pieces_of(p->shard, l.tp) / l.tp;
+        piece += l.tp * p->experts.rank;
         std::vector<int64_t> mine = {piece, int64_t(range.first), int64_t(range.count)};
         std::vector<int64_t> all(size_t(l.ranks()) * 3);
         all_gather(world, all.data(), mine.data(), 3, Cpu{});
@@ -810,6 +815,11 @@ TEST_F(Checkpoints, ATurnedBitIsFoundAndItsRankNamed) {
     // Six ranks see different tokens. Three of them hold the same experts.
     for (int rank : {0, 1, 5})
         turn_a_bit({6, 1, 0, 6, 0, 1, false, 2}, small_mixtral(),
+                   "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
+
+    // So do six ranks of which pairs share a layer, but not its whole experts.
+    for (int rank : {0, 1, 5})
+        turn_a_bit({3, 1, 0, 3, 0, 2, false, 2, true}, small_mixtral(),
                    "model.layers.1.block_sparse_moe.experts.{}.w1.weight", rank);
 }
 

@@ -104,7 +104,6 @@ TEST(Config, RefusesWhatItCannotRead) {
 
     EXPECT_HAS(parse({"--batch-token", "3"}), "did you mean --batch-tokens?");
     EXPECT_HAS(parse({"--led", "3"}), "unknown flag --led");
-    EXPECT_HAS(parse({"--etp", "1"}), "--etp is not built: --tp cuts every expert as it cuts an ffn");
     EXPECT_HAS(parse({"--steps"}), "wants a value");
     EXPECT_HAS(parse({"steps"}), "is no flag");
 
@@ -595,6 +594,33 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(ranks("2", {"--zero", "1", "--zero-group", "2"}),
                "--zero-group 2 is not built with --ep: leave one of them out");
 
+    // Whole experts beside tensor parallelism.
+    auto whole = [&](const char* ep, std::vector<std::string> more = {}) {
+        more.insert(more.end(), {"--tp", "2", "--sequence-parallel", "--etp", "1"});
+        return ranks(ep, more);
+    };
+    EXPECT_EQ(whole("4"), "");
+    EXPECT_EQ(whole("1", {"--ffn", "129"}), "");
+    EXPECT_TRUE(s.whole_experts);
+    EXPECT_EQ(whole("8"), "--ep 8 does not divide the 12 ranks of --dp x --tp: try --ep 1, 2, 4");
+    EXPECT_HAS(whole("1", {"--zero", "1", "--zero-group", "2"}),
+               "--zero-group 2 is not built with --etp 1: leave one of them out");
+    EXPECT_EQ(ranks("2", {"--etp", "1"}), "") << "one rank cuts nothing";
+    EXPECT_EQ(ranks("2", {"--tp", "2", "--etp", "2"}), "");
+    EXPECT_FALSE(s.whole_experts);
+    EXPECT_HAS(ranks("2", {"--tp", "2", "--ffn", "129"}), "does not divide the ffn's 129 channels");
+    EXPECT_HAS(ranks("2", {"--tp", "4", "--etp", "2"}),
+               "--etp 2: experts are cut by all ranks of --tp 4 or by none: leave it out");
+    EXPECT_HAS(ranks("2", {"--tp", "2", "--etp", "1"}), "--etp 1: ranks that hold whole experts "
+                                                        "route rows of their own: give "
+                                                        "--sequence-parallel");
+    EXPECT_HAS(check({"--etp", "1"}), "--etp is for models with experts");
+    EXPECT_HAS(check({"--plan", "auto", "--explain", "--etp", "1"}, "tiny-moe"),
+               "--plan auto looks at experts that --tp cuts: leave --etp out");
+    EXPECT_HAS(check({"--loss", "distill", "--teacher", "x", "--tp", "2", "--sequence-parallel",
+                      "--etp", "1"}, "tiny-moe"),
+               "a teacher beside --etp 1 is not built: leave --etp out");
+
     EXPECT_EQ(check({}), "");
     EXPECT_EQ(s.balance, 0);
 }
@@ -644,6 +670,13 @@ TEST(Config, NotesWhatDoesNothing) {
 
     EXPECT_EQ(notes({"--zero", "1"}), "--zero 1 shards nothing: there is one data-parallel rank; ");
     EXPECT_EQ(notes({"--zero", "1", "--local-ranks", "2"}), "");
+
+    // Two tensor-parallel ranks both have all experts, whole, or one half of them each.
+    Config whole;
+    whole.zero = whole.dp = whole.etp = 1, whole.tp = 2;
+    EXPECT_EQ(config_notes(whole).size(), 0u);
+    whole.ep = 2;
+    EXPECT_EQ(config_notes(whole).size(), 1u) << "--zero 1 shards nothing";
     EXPECT_EQ(notes({"--keep", "3"}), "--keep does nothing without --out; ");
     EXPECT_EQ(notes({"--keep", "3", "--out", "x"}), "");
 

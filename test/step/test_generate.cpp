@@ -226,6 +226,15 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
     EXPECT_EQ(make_texts<double>(small_mixtral(), 4, experts),
               make_texts<double>(small_mixtral(), 4))
         << "ep";
+
+    // Whole experts beside tensor parallelism: then every rank has all rows.
+    Layout whole = small_layout(2, 2);
+    whole.whole_experts = whole.sequence_parallel = true, whole.zero = 3;
+    for (int ep : {1, 2}) {
+        whole.ep = ep;
+        for (const Shape& s : {small_mixtral(), small_shared()})
+            EXPECT_EQ(make_texts<double>(s, 4, whole), make_texts<double>(s, 4)) << "etp 1, ep " << ep;
+    }
 }
 
 // Two sets of adapters beside a shape: of rank 2 beside all matrices, of rank 3 beside attention's.

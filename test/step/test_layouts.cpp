@@ -51,6 +51,7 @@ struct LayoutCase {
     Gradients gradients = Gradients::FLOAT;
     int ep = 1;
     bool exchange = false;          // exchange experts' rows instead of gathering all
+    bool whole_experts = false;     // tensor-parallel ranks cut no expert
     bool one_expert = false;        // a router of zeros: all tokens choose the first experts
     int ranks() const { return dp * tp * pp * cp; }
     std::string text() const {
@@ -60,12 +61,13 @@ struct LayoutCase {
         char line[256];
         snprintf(line, sizeof(line),
                  "dp %d (shards %d%s) tp %d%s pp %d x %d %s%s, zero %d prefetch %d, recompute%s, "
-                 "micro-batches %d cp %d, order %d method %d of %d, ep %d%s%s",
+                 "micro-batches %d cp %d, order %d method %d of %d, ep %d%s%s%s",
                  dp, shards ? shards : dp * cp, near ? " of weights" : "", tp,
                  sequence_parallel ? " sp" : "", pp, chunks,
                  schedules[int(pipeline)], split ? " split" : "", zero, prefetch,
                  levels.c_str(), micro_batches, cp, int(cp_order), int(cp_method), cp_heads, ep,
-                 exchange ? " exchanged" : "", one_expert ? " one expert" : "");
+                 whole_experts ? " of whole experts" : "", exchange ? " exchanged" : "",
+                 one_expert ? " one expert" : "");
         return line;
     }
 };
@@ -199,6 +201,7 @@ Layout layout_of(const LayoutCase& l, int rank) {
     sizes.cp_heads = l.cp_heads;
     sizes.ep = l.ep;
     sizes.ep_exchange = l.ep > 1 && l.exchange;
+    sizes.whole_experts = l.whole_experts;
     sizes.order = layout_order(l.order);
     sizes.chunks = l.chunks;
     sizes.pipeline = l.pipeline;
@@ -1132,15 +1135,25 @@ TEST(Layouts, ExpertsAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
-// Layouts in which dp and cp ranks share the experts, together with every other axis. In some, all
-// tokens choose the same experts: some ranks then have no row, others those of all tokens.
+// Layouts in which dp and cp ranks share the experts, together with every other axis. Or tp ranks
+// do too, and hold whole experts: groups lie within tp, are all of it, or end in the middle of it.
+// In some, all tokens choose the same experts: some ranks then have no row, others those of all
+// tokens of a group.
 std::vector<LayoutCase> expert_layouts() {
     std::vector<LayoutCase> all;
-    for (auto [dp, tp, pp, ep, cp] :
-         {std::array{2, 1, 1, 2, 1}, {3, 1, 1, 3, 1}, {6, 1, 1, 6, 1}, {4, 1, 1, 2, 1},
-          {6, 1, 1, 3, 1}, {6, 1, 1, 2, 1}, {2, 2, 1, 2, 1}, {4, 2, 1, 2, 1}, {2, 1, 2, 2, 1},
-          {2, 2, 2, 2, 1}, {4, 1, 2, 2, 1}, {3, 2, 1, 3, 1}, {3, 1, 2, 3, 1}, {1, 1, 1, 2, 2},
-          {2, 1, 1, 2, 2}, {3, 1, 1, 6, 2}, {2, 2, 1, 2, 2}})
+    const bool cut = false, whole = true;
+    for (auto [dp, tp, pp, ep, cp, experts] :
+         {std::tuple{2, 1, 1, 2, 1, cut}, {3, 1, 1, 3, 1, cut}, {6, 1, 1, 6, 1, cut},
+          {4, 1, 1, 2, 1, cut}, {6, 1, 1, 3, 1, cut}, {6, 1, 1, 2, 1, cut}, {2, 2, 1, 2, 1, cut},
+          {4, 2, 1, 2, 1, cut}, {2, 1, 2, 2, 1, cut}, {2, 2, 2, 2, 1, cut}, {4, 1, 2, 2, 1, cut},
+          {3, 2, 1, 3, 1, cut}, {3, 1, 2, 3, 1, cut}, {1, 1, 1, 2, 2, cut}, {2, 1, 1, 2, 2, cut},
+          {3, 1, 1, 6, 2, cut}, {2, 2, 1, 2, 2, cut},
+          {1, 2, 1, 2, 1, whole}, {1, 2, 1, 1, 1, whole}, {2, 2, 1, 2, 1, whole},
+          {2, 2, 1, 1, 1, whole}, {3, 2, 1, 3, 1, whole}, {3, 2, 1, 2, 1, whole},
+          {3, 2, 1, 6, 1, whole}, {2, 2, 2, 2, 1, whole}, {1, 4, 1, 2, 1, whole},
+          {3, 4, 1, 3, 1, whole}, {3, 4, 1, 6, 1, whole}, {1, 2, 2, 2, 1, whole},
+          {1, 2, 1, 2, 2, whole}, {3, 2, 1, 6, 2, whole}, {1, 2, 2, 1, 2, whole},
+          {3, 2, 1, 3, 2, whole}, {1, 8, 1, 2, 1, whole}})
         for (int zero = 0; zero <= 3; zero++) {
             // Choose the rest by the layout's number.
             LayoutCase l{dp, tp, pp};
@@ -1149,9 +1162,10 @@ std::vector<LayoutCase> expert_layouts() {
                                           Pipeline::ZERO_BUBBLE, Pipeline::INTERLEAVED};
 
             l.ep = ep, l.cp = cp, l.zero = zero, l.pipeline = pipelines[i % 4];
+            l.whole_experts = experts == whole;
             l.chunks = l.pipeline == Pipeline::INTERLEAVED && l.pp == 2 ? 2 : 1;
             l.recompute = three_levels(37 * i % 125), l.split = i % 5 == 0;
-            l.sequence_parallel = l.tp > 1 && i % 3 > 0, l.prefetch = i % 3;
+            l.sequence_parallel = l.whole_experts || (l.tp > 1 && i % 3 > 0), l.prefetch = i % 3;
             l.micro_batches = 1 + i / 3 % 2, l.one_expert = i % 7 == 3;
             l.order = i % 2 ? "dp-tp-pp" : "tp-pp-dp";
             all.push_back(l);
@@ -1210,20 +1224,22 @@ TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
     }
 }
 
-// Expert-parallel layouts agree with one rank.
+// Expert-parallel layouts agree with one rank. Whole experts may have a width that no rank could cut.
 TEST(Layouts, ExpertParallelRanksAreOneComputation) {
-    std::map<std::tuple<bool, bool, bool, int>, OneRank> one_rank;
+    std::map<std::tuple<bool, bool, bool, bool, int>, OneRank> one_rank;
     Cell worst;
     int cells = 0, number = 0;
     for (const LayoutCase& l : expert_layouts()) {
         bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = (number / 2) % 2;
         Shape shape = mixtral_for_tp(tied);
         shape.E = 6;
+        if (l.whole_experts) shape.F = 23;
         if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
 
         // Compare with one rank.
         if (left_out(&number)) continue;
-        OneRank& one = one_rank[{tied, adamw, l.one_expert, l.micro_batches * l.dp}];
+        OneRank& one =
+            one_rank[{tied, adamw, l.whole_experts, l.one_expert, l.micro_batches * l.dp}];
         if (!one.result)
             one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, 8, l.one_expert);
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
@@ -1358,9 +1374,10 @@ TEST(Layouts, LatentAttentionIsOneComputation) {
 // rows which no token has chosen are never read.
 TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     int number = 0;
-    for (auto [dp, ep] : {std::pair{2, 2}, {4, 2}, {3, 3}}) {
+    for (auto [dp, tp, ep] : {std::tuple{2, 1, 2}, {4, 1, 2}, {3, 1, 3}, {1, 2, 2}, {4, 2, 2}}) {
         LayoutCase base;
-        base.dp = dp, base.ep = ep, base.micro_batches = 1;
+        base.dp = dp, base.tp = tp, base.ep = ep, base.micro_batches = 1;
+        base.whole_experts = base.sequence_parallel = tp > 1;
         Shape shape = dp == 4 ? with_capacity(small_mixtral()) : small_mixtral();
         auto want = run_layout<float>(shape, base, true);
         for (int zero : {0, 1, 2, 3}) {
@@ -1550,14 +1567,16 @@ TEST(Layouts, TimingChangesNothing) {
         for (const LayoutCase& l : layouts) run_both(shape, l);
 
     // Let tokens travel to experts beside a shared expert.
-    for (bool exchange : {false, true}) {
-        LayoutCase l{2, 2};
-        l.ep = 2, l.exchange = l.split = l.sequence_parallel = exchange;
-        l.recompute = three_levels(exchange ? 124 : 62);
-        Shape shape = shared_for_tp();
-        shape.E = 6, shape.expert_rounds = exchange ? 1 : 2;
-        run_both(shape, l);
-    }
+    for (bool exchange : {false, true})
+        for (bool whole : {false, true}) {
+            LayoutCase l{2, 2};
+            l.ep = 2, l.exchange = l.split = exchange, l.whole_experts = whole;
+            l.sequence_parallel = exchange || whole;
+            l.recompute = three_levels(exchange ? 124 : 62);
+            Shape shape = shared_for_tp();
+            shape.E = 6, shape.expert_rounds = exchange ? 1 : 2;
+            run_both(shape, l);
+        }
 }
 
 // If a rank does not arrive, the watchdog names the collective that its peer waits for, and not the
@@ -1640,6 +1659,16 @@ TEST(Layouts, TheGridsOrderChangesNothing) {
     for (const char* order : {"dp-tp-pp", "pp-dp-tp"}) {
         shared.order = order;
         expect_same(*run_layout<float>(llama_for_tp(true), shared, true), *want, order);
+    }
+
+    // Whole experts count the ranks of tp, cp and dp.
+    LayoutCase experts{3, 2};
+    experts.cp = 2, experts.ep = 3, experts.zero = 2;
+    experts.whole_experts = experts.sequence_parallel = true;
+    want = run_layout<float>(small_mixtral(), experts, true);
+    for (const char* order : {"dp-tp-pp", "pp-dp-tp"}) {
+        experts.order = order;
+        expect_same(*run_layout<float>(small_mixtral(), experts, true), *want, order);
     }
 
     // The first axis of the order varies fastest in the ranks' numbers.

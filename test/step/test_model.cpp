@@ -744,6 +744,30 @@ TEST(Experts, CapacityBoundsTheRowsOfARank) {
     EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.K);
 }
 
+// Whole experts take rows of tp ranks, whose groups may begin and end within a sequence: a rank has
+// room for what each sequence that such a group meets may give it.
+TEST(Experts, AGroupOfRowsMeetsSequences) {
+    Shape s = small_mixtral();
+    for (size_t T : {4, 6, 8, 9})
+        for (size_t tokens = 1; tokens <= 30; tokens++) {
+            size_t most = 0;
+            for (size_t first = 0; first < T * tokens; first += tokens)
+                most = std::max(most, (first + tokens - 1) / T - first / T + 1);
+            s.capacity.T = T;
+            EXPECT_EQ(sequences_met(s, tokens), most) << T << " " << tokens;
+        }
+
+    // Four ranks of two sequences of nine tokens, cut in two: a rank routes nine rows.
+    Layout l = small_layout(2, 2);
+    l.ep = 3, l.whole_experts = l.sequence_parallel = true;
+    Model model = make_model(small_mixtral(), l);
+    Plan p = small_plan(2, 9, 1);
+    p.layout = l;
+    ExpertCounts n = expert_counts(rank_shape(p, model), p.rows());
+    EXPECT_EQ((std::vector<size_t>{n.tokens, n.slots, n.rows}), (std::vector<size_t>{27, 54, 54}));
+    EXPECT_EQ(rank_shape(p, model).F, small_mixtral().F);
+}
+
 // Rounds have room for a part of the rows that a rank may get, and none for inner rows that are
 // kept. Generation has one round.
 TEST(Experts, RoundsHaveRoomForAPartOfTheRows) {

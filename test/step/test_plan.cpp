@@ -915,6 +915,46 @@ TEST(Model, ShardsLieAsTheWorldCountsThem) {
     }
 }
 
+// Beside whole experts tp ranks are the nearest neighbours of a stage, then those of cp and dp,
+// whatever the grid's order; a stack is then cut by ep alone, and lies behind what tp ranks share.
+TEST(Model, WholeExpertsCountTensorParallelRanks) {
+    for (const char* order : {"tp-pp-dp", "pp-dp-tp", "dp-tp-pp"}) {
+        Layout sizes = small_layout(2, 2, 2, 3);
+        sizes.order = layout_order(order), sizes.ep = 4, sizes.whole_experts = true;
+        for (int r = 0; r < sizes.world(); r++) {
+            Layout at = layout_at(sizes, r);
+            int place = (at.dp.rank * 3 + at.cp.rank) * 2 + at.tp.rank;
+            EXPECT_EQ(expert_axis(at).rank, place % 4) << order << ", rank " << r;
+            EXPECT_EQ(group_axis(at, Group::EXPERTS).rank, place / 4) << order << ", rank " << r;
+            EXPECT_EQ(group_axis(at, Group::EXPERTS).size, 3);
+            EXPECT_EQ(group_axis(at, Group::DATA).size, 6);
+
+            // The same ranks hold the same experts where sequences are whole.
+            EXPECT_EQ(expert_axis(whole_sequences(at)).rank, place % 4);
+        }
+    }
+
+    Layout l = small_layout(1, 2);
+    l.ep = 2, l.tp.rank = 1, l.whole_experts = true, l.zero = 2;
+    Model m = make_model(small_mixtral(), l);
+    for (const Bucket& b : m.buckets) EXPECT_TRUE(b.role != Role::EXPERTS || b.shared == 0);
+    for (const Parameter& p : m.parameters) {
+        if (p.stack == 1) continue;
+        PieceRuns runs = piece_runs(p, 1, 2);
+        EXPECT_EQ(runs.start, p.elements() / 2) << p.name;
+        EXPECT_EQ(runs.run, p.elements() / 2);
+        EXPECT_EQ(replication(p.shard, 2), 1);
+    }
+
+    // Two ranks that hold the same experts share out these experts' gradients, though each is the
+    // only one that has its data.
+    int experts = find_bucket(m, Role::EXPERTS, 1);
+    EXPECT_FALSE(reduced_each(l, m, experts));
+    l.ep = 1;
+    EXPECT_TRUE(reduced_each(l, m, experts));
+    EXPECT_TRUE(is_sharded(l, m, {Kind::GRAD, experts}));
+}
+
 // If an optimizer wants whole matrices, each matrix of a block lies within one shard, for any
 // number of ranks. Parameters keep their order and the norm's chunks, so that its sums have
 // the same bits.

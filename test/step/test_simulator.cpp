@@ -858,6 +858,32 @@ TEST(Simulator, ASharedExpertHidesMessages) {
     }
 }
 
+// Whole experts multiply the rows of their tp rank, at their full width: as much as the parts of
+// experts for all rows. Without a shared expert the second branch sends no rows over tp, and ep
+// ranks send those of their tp rank.
+TEST(Simulator, WholeExpertsSendTheirOwnRows) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.latency_us = 0;
+    Plan cut;
+    cut.B = 1, cut.T = 65536;
+    cut.layout.dp.size = 4, cut.layout.tp.size = 2;
+    cut.layout.ep = 4, cut.layout.sequence_parallel = true;
+    Plan whole = cut;
+    whole.layout.whole_experts = true;
+    Shape s = mixtral_shape(llama_shape(2, 16, 4, 2048, 0, 512, 65536, 1e4), 8, 2, 4096);
+    Model cut_model = make_model(s, cut.layout), whole_model = make_model(s, whole.layout);
+
+    for (bool backward : {false, true}) {
+        Times of_cut = block_seconds(c, cut, cut_model, 1, backward);
+        Times of_whole = block_seconds(c, whole, whole_model, 1, backward);
+        EXPECT_NEAR(of_whole.products, of_cut.products, 0.02 * of_cut.products);
+        EXPECT_DOUBLE_EQ(of_whole.tensor, of_cut.tensor / 2);
+        EXPECT_DOUBLE_EQ(of_whole.experts, of_cut.experts / 2);
+        EXPECT_DOUBLE_EQ(of_whole.memory, of_cut.memory);
+    }
+}
+
 // A machine with twice the rates and half the latencies takes half the time, up to rounding.
 TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
     for (const SmallCase& s : small_cases) {
