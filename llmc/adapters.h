@@ -34,7 +34,7 @@ inline std::string module_of(const Parameter& p) {
 // Whether a matrix chooses experts, or weighs a shared one. Such a matrix has no adapter: its
 // product has a form of its own, and its choices stay the base model's.
 inline bool is_router(const Model& m, const Parameter& p) {
-    bool experts = p.name.ends_with(".gate.weight");
+    bool experts = p.name.ends_with(".gate.weight") || p.name.ends_with(".router.weight");
     bool shared = p.name.ends_with(".shared_expert_gate.weight");
     return m.shape.E && (experts || shared);
 }
@@ -43,7 +43,8 @@ inline bool is_router(const Model& m, const Parameter& p) {
 // and a tied table would need its adapter in two places.
 inline bool adaptable(const Model& m, const Parameter& p) {
     Role role = m.buckets[p.bucket].role;
-    bool block = role == Role::BLOCK || role == Role::EXPERTS;
+    // Files join the experts of gpt-oss in one tensor, and PEFT has another form for that.
+    bool block = role == Role::BLOCK || (role == Role::EXPERTS && !m.shape.expert_bias);
     return block && p.shape.size() == 2 && !is_router(m, p);
 }
 
@@ -262,12 +263,16 @@ inline bool flag_targets(const std::string& target, const Parameter& p) {
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
     std::vector<bool> blocks;
+    bool stacks = base.shape.E && !base.shape.expert_bias;
     std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
     if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
     for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
         bool any = false;
+        if (target == "experts" && base.shape.expert_bias)
+            return "--lora-targets experts: not built for " + base.shape.hf_type +
+                   ", whose files join all experts: give all or attention";
         for (const Parameter& p : base.parameters) {
             std::string module = module_of(p);
             if (!adaptable(base, p) || !flag_targets(target, p))
@@ -285,7 +290,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
         }
         if (!any)
             return concat("--lora-targets ", target, ": no matrix of a block has this name: try "
-                          "all, attention, ", base.shape.E ? "experts, " : "", "or some of ",
+                          "all, attention, ", stacks ? "experts, " : "", "or some of ",
                           module_words(base));
     }
     return "";

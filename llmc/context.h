@@ -10,6 +10,7 @@
 #include "model.h"
 #include "prefix.cuh"
 #include "rope.cuh"
+#include "sinks.cuh"
 
 namespace llmc {
 
@@ -73,8 +74,7 @@ template <typename S> struct Ctx {
 inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
 // A weight's gradient in its type, or null: the weight is frozen.
-template <typename T>
-acc_t<T>* grad_of(const Weight& w) { return static_cast<acc_t<T>*>(w.grad); }
+template <typename T> acc_t<T>* grad_of(const Weight& w) { return static_cast<acc_t<T>*>(w.grad); }
 
 // ----------------------------------------------------------------------------
 // the keys that the batch's queries see
@@ -186,26 +186,26 @@ template <typename T> struct Qkv {
 // Rotate q and k in place, then let each query attend to the keys that it sees.
 template <typename T, typename S>
 void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,T)
-                       const Qkv<T>& x, T* cache) {
+                       const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
     rotate_forward<T>(ctx, {x.q, ctx.shape.NH, x.q_stride}, {x.k, ctx.shape.NKV, x.kv_stride});
-
     Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
     join_prefix(out, lse, operands, ctx.prefix, ctx.where);
+    join_sinks(out, lse, operands, sinks, ctx.where);
 }
 
 // dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
 template <typename T, typename S>
 void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
                         const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)
-                        const Qkv<T>& x) {
+                        const Qkv<T>& x, const Sinks<T>& sinks = {}) {
     Keys<T> keys = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
     join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
-
+    join_sinks_backward(out, lse, operands, sinks, ctx.where);
     rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
                        {dx.k, ctx.shape.NKV, dx.kv_stride});
 }

@@ -315,21 +315,24 @@ void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
 }
 
-// The same with the prefix, if there is one. Every rank has all of it, and joins it to its own
-// queries. The gradients of its rows are partial sums {+cp}, as those of weights are.
+// The same with prefix and sinks, if there are any. Every rank has all of these, and joins them to
+// its own queries. The gradients of its rows are partial sums {+cp}, as those of weights are.
 template <typename T, typename S>
-void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
+void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,NH,HS) (B,NH,t)
+                  const Sinks<T>& sinks) {
     text_forward(ctx, out, lse, x);
     AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
     join_prefix(out, lse, operands, ctx.prefix, ctx.where);
+    join_sinks(out, lse, operands, sinks, ctx.where);
 }
 template <typename T, typename S>
 void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
-                   const acc_t<T>* lse, const Qkv<T>& x) {
+                   const acc_t<T>* lse, const Qkv<T>& x, const Sinks<T>& sinks) {
     text_backward(ctx, dx, dout, out, lse, x);
     AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
     operands.dout = dout;
     join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
+    join_sinks_backward(out, lse, operands, sinks, ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -462,6 +465,25 @@ void clear_prefix(const Ctx<S>& ctx) {
     device_zero(p.dv, bytes, ctx.where);
 }
 
+// The sinks of this rank's share of the heads, where the shape is that of the share. It makes the
+// gradients of these heads; the others' stay 0.
+template <typename T, typename S>
+Sinks<T> share_of_sinks(const Ctx<S>& ctx, Sinks<T> sinks) {
+    // Ranks have equal shares, in order.
+    size_t first = ctx.shape.NH * size_t(ctx.cp_heads.rank);
+    if (sinks.logits) sinks.logits += first;
+    if (sinks.sums) sinks.sums += first;
+    return sinks;
+}
+template <typename T, typename S>
+void clear_sinks(const Ctx<S>& ctx, const Sinks<T>& sinks) {
+    if (!sinks.sums) return;
+    // Other ranks fill in the columns of their own heads.
+    size_t parts = sink_parts(ctx.where);
+    size_t bytes = parts * sinks.stride * sizeof(acc_t<T>);
+    device_zero(sinks.sums, bytes, ctx.where);
+}
+
 // Return these parts: this rank's share of the heads, and the rows of all ranks
 // that exchange heads.
 template <typename T, typename S>
@@ -498,7 +520,8 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
 // Attention by Ulysses' exchange.
 // lse (B,NH/u,u t) belongs to this rank's share of the heads; it is as many numbers as (B,NH,t).
 template <typename T, typename S>
-void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS)
+void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,NH,HS)
+                     const Sinks<T>& sinks) {
     size_t ranks = size_t(ctx.cp_heads.size);
     HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, false);
     Qkv<T> mine = exchange_heads(ctx, room, x);
@@ -507,7 +530,7 @@ void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (
     // Attend with these heads, over the keys of the other ranks too.
     SharedHeads heads = share_heads<T>(ctx, room);
     swap_heads(ctx, heads);
-    keys_forward(ctx, base + room.out, lse, mine);
+    keys_forward(ctx, base + room.out, lse, mine, share_of_sinks(ctx, sinks));
     swap_heads(ctx, heads);
 
     // Return to all heads of this rank's own rows.
@@ -518,7 +541,7 @@ void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (
 // Backward of Ulysses. Gradients return rotated, as the inputs came.
 template <typename T, typename S>
 void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
-                      const acc_t<T>* lse, const Qkv<T>& x) {
+                      const acc_t<T>* lse, const Qkv<T>& x, const Sinks<T>& sinks) {
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     size_t ranks = size_t(ctx.cp_heads.size);
@@ -536,9 +559,10 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
     const T* all_dout = base + room.dout;
     const T* all_out = base + room.out;
     clear_prefix<T>(ctx);
+    clear_sinks(ctx, sinks);
     SharedHeads heads = share_heads<T>(ctx, room);
     swap_heads(ctx, heads);
-    keys_backward(ctx, made, all_dout, all_out, lse, mine);
+    keys_backward(ctx, made, all_dout, all_out, lse, mine, share_of_sinks(ctx, sinks));
     swap_heads(ctx, heads);
 
     // Send each row's gradients back. A key/value head has met all queries of its heads here, so
@@ -555,25 +579,25 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
 // Rotate q and k in place, then attend: Ulysses where heads are exchanged, else gather or ring.
 template <typename T, typename S>
 void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
-                               const Qkv<T>& x, T* cache) {
-    if (ctx.cp.size == 1) return attention_forward(ctx, out, lse, x, cache);
+                               const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
+    if (ctx.cp.size == 1) return attention_forward(ctx, out, lse, x, cache, sinks);
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
-    if (ctx.cp_heads.size > 1) return ulysses_forward(ctx, out, lse, x);
-    keys_forward(ctx, out, lse, x);
+    if (ctx.cp_heads.size > 1) return ulysses_forward(ctx, out, lse, x, sinks);
+    keys_forward(ctx, out, lse, x, sinks);
 }
 
 // x is rotated, as the forward pass left it; dx is the gradient of x before its rotation.
 template <typename T, typename S>
 void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,t,NH,HS)
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
-                                const Qkv<T>& x) {
-    if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x);
+                                const Qkv<T>& x, const Sinks<T>& sinks = {}) {
+    if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x, sinks);
     if (ctx.cp_heads.size > 1)
-        ulysses_backward(ctx, dx, dout, out, lse, x);
+        ulysses_backward(ctx, dx, dout, out, lse, x, sinks);
     else
-        keys_backward(ctx, dx, dout, out, lse, x);
+        keys_backward(ctx, dx, dout, out, lse, x, sinks);
 
     RopeHeads<T> dq = {dx.q, ctx.shape.NH, dx.q_stride};
     RopeHeads<T> dk = {dx.k, ctx.shape.NKV, dx.kv_stride};

@@ -135,8 +135,17 @@ template <typename T>
 size_t wide_product_scratch_bytes(size_t N, size_t OC, size_t IC, Cpu where) {
     Product p = linear_forward_product(N, OC, IC, type_of<T>());
     p.pack_b = false;
-    return matmul_scratch_bytes(p, type_of<T>(), type_of<acc_t<T>>(), false, false,
-                                threads_here(where));
+
+    // A router with a bias adds to rows that hold it already.
+    size_t most = 0;
+    Type a = type_of<acc_t<T>>();
+    int threads = threads_here(where);
+    for (bool accumulate : {false, true}) {
+        p.accumulate = accumulate;
+        size_t bytes = matmul_scratch_bytes(p, type_of<T>(), a, false, false, threads);
+        most = std::max(most, bytes);
+    }
+    return most;
 }
 
 // ----------------------------------------------------------------------------

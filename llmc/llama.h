@@ -37,6 +37,7 @@ struct AttentionWeights {
     Weight q_norm, k_norm;                        // (HS) (HS), whole_qk_norm: (Q) (KV)
     Weight o, o_bias;                             // (C,Q) (C)
     Weight post_1;                                // (C)        the norm of the branch's result
+    Weight sinks;                                 // (NH)       gpt-oss
 };
 
 // The activations of the first branch. Below, "whole" means Shape::whole_qk_norm.
@@ -61,6 +62,7 @@ template <typename T> struct AttentionActs {
     acc_t<T>* norm_1_sums;                        // parts of norm_1's dweight
     acc_t<T> *q_norm_sums, *k_norm_sums;          // parts of q_norm's and k_norm's dweight
     acc_t<T>* post_1_sums;                        // parts of post_1's dweight
+    acc_t<T>* sink_sums;                          // parts of the sinks' gradient
     T* dmiddle_all;                               // (N,C)      the rows of all ranks, if R < N
 };
 
@@ -147,6 +149,8 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
         row(w.o_bias, "self_attn.o_proj.bias",       {C},     ZEROS,  false, whole,   false);
     if (s.post_norm)
         row(w.post_1, "post_attention_layernorm.weight", {C}, one,    false, whole,   false);
+    if (s.sinks)
+        row(w.sinks, "self_attn.sinks",              {s.NH},  normal, false, columns, false);
 }
 
 // The parameters of a block: the first branch, then the ffn.
@@ -252,6 +256,8 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
         row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
         row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
     }
+    if (s.sinks)
+        row(a.sink_sums, "d sinks, sums",  sink_parts(where) * s.NH, GRADIENT, W);
     if (s.row_ranks > 1)
         row(a.dmiddle_all, "d middle, all rows", N * C,    GRADIENT, W);
 }
@@ -487,6 +493,14 @@ template <typename T> struct SumsOfRows {
     std::vector<PartialSums<acc_t<T>>> ready; // norms have made parts of their sums already
 };
 
+// The sinks of this rank's heads, as attention takes them; null without any.
+template <typename T, typename S>
+Sinks<T> sinks_of(const Ctx<S>& ctx, const AttentionWeights& w, acc_t<T>* sums) {
+    // A Weight without data has a null pointer.
+    const T* logits = w.sinks.as<const T>();
+    return {logits, sums, ctx.shape.NH};
+}
+
 // The first branch from its rows (normed, or the stream itself) to a.middle, the stream behind it.
 template <typename T, typename S>
 void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
@@ -500,7 +514,9 @@ void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
     qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
 
     // Attend, and join the stream.
-    context_attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache);
+    acc_t<T>* no_sums = nullptr;
+    Sinks<T> sinks = sinks_of<T>(ctx, w, no_sums);
+    context_attention_forward(ctx, a.attention, a.lse, {a.q, a.k, a.v, Q, KV}, cache, sinks);
     branch_end(ctx, a.middle, a.o_out, a.post_1_rstd, a.attention, w.o, w.o_bias, w.post_1, inp);
 }
 
@@ -539,8 +555,9 @@ void first_branch_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, // (R,C) (R
     const T* d_o = branch_end_backward(ctx, a.do_out, a.post_1_sums, a.dmiddle, a.o_out, w.post_1,
                                        a.post_1_rstd); // (R,C)
     row_parallel_backward_input(ctx, a.dattention, a.dmiddle_all, d_o, w.o);
+    Sinks<T> sinks = sinks_of<T>(ctx, w, a.sink_sums);
     context_attention_backward(ctx, {a.dq, a.dk, a.dv, Q, KV}, a.dattention, a.attention, a.lse,
-                               {a.q, a.k, a.v, Q, KV});
+                               {a.q, a.k, a.v, Q, KV}, sinks);
 
     // Walk back through their norms, to the stream. Nothing reads its gradient below the lowest
     // trained block: dinp is null there.
@@ -573,10 +590,13 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
                                              {grad_of<T>(w.q_bias), dq, N, Q},
                                              {grad_of<T>(w.k_bias), dk, N, KV},
                                              {grad_of<T>(w.v_bias), a.dv, N, KV}});
+    size_t parts = sink_parts(ctx.where);
+    PartialSums<acc_t<T>> sinks = {grad_of<T>(w.sinks), a.sink_sums, parts, s.NH, s.NH};
     sums.ready.insert(sums.ready.end(), {rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums),
                                          rmsnorm_parts<T>(ctx, w.post_1, a.post_1_sums),
                                          qk_norm_parts<T>(ctx, w.q_norm, a.q_norm_sums, s.NH),
-                                         qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV)});
+                                         qk_norm_parts<T>(ctx, w.k_norm, a.k_norm_sums, s.NKV),
+                                         sinks});
 }
 
 // ----------------------------------------------------------------------------

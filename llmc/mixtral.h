@@ -1,4 +1,4 @@
-// mixtral.h - Mixtral, Qwen-MoE, OLMoE: Llama's block with experts for an ffn - arXiv:2401.04088
+// mixtral.h - Mixtral, Qwen-MoE, OLMoE, gpt-oss: blocks with experts for an ffn - arXiv:2401.04088
 //   block       x = x + o_proj(attention(rope(q), rope(k), v)),   q, k, v = proj(norm_1(x))
 //               x = x + sum over the K chosen experts of down_e(g_e silu(gate_e) up_e)
 //               gate_e, up_e = proj_e(norm_2(x)),   g_e: the router's gate for norm_2(x), moe.cuh
@@ -6,6 +6,9 @@
 //               x = x + sum of the experts + [sigmoid(shared_router(norm_2(x)))] ffn(norm_2(x))
 //   Both are one ffn here, of width W and cut like Llama's. Qwen2-MoE multiplies the shared one by
 //   a gate, which is that of a router with one expert.
+//   gpt-oss has biases in its router and experts, sinks (sinks.cuh), and a gate of its own:
+//               + sum of g_e (down_e(act(gate_e, up_e)) + bias_e),   gate_e, up_e with biases
+//   Ranks that cut an expert add bias_e once: the first one does.
 //   The first branch, embedding, head and norms are those of llama.h. N: rows; E, K: experts in
 //   all, and of a token; M = N K slots; F: the width of one expert.
 //   The experts' matrices are stacks of E, in a bucket of their own; so are their adapters. Tensor
@@ -28,6 +31,7 @@
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
 #include "expert_parallel.h"
+#include "grouped_bias.cuh"
 #include "llama.h"
 #include "lora_grouped.cuh"
 
@@ -38,7 +42,8 @@ namespace llmc {
 
 // clang-format off
 struct Mixtral {
-    static constexpr const char* model_types[] = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"};
+    static constexpr const char* model_types[] = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+                                                  "gpt_oss"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up
@@ -50,8 +55,13 @@ struct Mixtral {
     struct Block : AttentionWeights {
         Weight norm_2;                            // (C)
         Weight router;                            // (E,C)
+        Weight router_bias;                       // (E)
         Weight choice_bias;                       // (E)        read by the choice, never trained
         Weight gate, up, down;                    // (E F,C) (E F,C) (E C,F)
+        // Biases of the experts; the last one joins an expert's output.
+        Weight gate_bias;                         // (E F)
+        Weight up_bias;                           // (E F)
+        Weight down_bias;                         // (E C)
         // An ffn instead of the experts, or one for all tokens beside them; W channels.
         Weight shared_router;                     // (1,C)
         Weight ffn_gate, ffn_up, ffn_down;        // (W,C) (W,C) (C,W)
@@ -95,12 +105,15 @@ void second_branch_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
     const char* router = s.hf_type == "mixtral" ? "block_sparse_moe.gate.weight"
+                         : s.expert_bias        ? "mlp.router.weight"
                                                 : "mlp.gate.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
     if (s.E)
         row(w.router, router,                        {s.E, C}, normal, true, heads,   false);
+    if (s.E && s.expert_bias)
+        row(w.router_bias, "mlp.router.bias",        {s.E},   ZEROS,  false, heads,   false);
     if (s.E && s.choice_bias)
         row(w.choice_bias, "mlp.gate.e_score_correction_bias", {s.E}, ZEROS, false, heads, false);
     if (s.E && s.shared_gate)
@@ -134,6 +147,7 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     size_t F = s.F;
     size_t E = s.E;
     Shard columns = {0, int(E)}, rows = {1};
+    Shard first = {-1, 1, 0, Partial::HEADS}; // its gradient is made by the first rank alone
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
 
@@ -151,6 +165,10 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
     row(w.gate,   gate, {E * F, C}, normal, true,  columns, false);
     row(w.up,     up,   {E * F, C}, normal, true,  columns, false);
     row(w.down,   down, {E * C, F}, small,  true,  rows,    false);
+    if (!s.expert_bias) return;
+    row(w.gate_bias, "mlp.experts.{}.gate_proj.bias", {E * F}, ZEROS, false, columns, false);
+    row(w.up_bias,   "mlp.experts.{}.up_proj.bias",   {E * F}, ZEROS, false, columns, false);
+    row(w.down_bias, "mlp.experts.{}.down_proj.bias", {E * C}, ZEROS, false, first,   false);
 }
 
 // Whether choices are kept apart from the slots that experts take: a capacity drops some, and whole
@@ -171,6 +189,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     ExpertCounts n = s.E ? expert_counts(s, N) : ExpertCounts();
     size_t M = n.rows;
     bool rounds = n.rounds > 1;
+    bool gates_in_w = rounds || s.expert_bias; // W reads them for the biases of outputs
     using enum Keep;
     using enum Last;
     auto [attention, wide, down, experts_down] = inputs_kept(s);
@@ -178,7 +197,7 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
     //  pointer         name                    elements   of        last read
     if (s.E) {
         row(a.logits,       "router's logits",      routed * s.E, ROUTING, B);
-        row(a.gates,        "gates",                n.slots,  ROUTING, rounds ? W : B);
+        row(a.gates,        "gates",                n.slots,  ROUTING, gates_in_w ? W : B);
         row(a.ids,          "chosen experts",       n.slots,  ROUTING, W);
         if (keeps_choices(s))
             row(a.choices,  "router's choices",     N * s.K,  ROUTING, B);
@@ -247,6 +266,13 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
 // The settings of the router, as kernels take them.
 inline Routing routing_of(const Shape& s) {
     return {s.router, s.E, s.K, s.gate_scale, nullptr, s.expert_groups, s.kept_groups};
+}
+
+// The activation of the experts, as kernels take it.
+inline ExpertGate gate_of(const Shape& s) {
+    // Without a limit it is SwiGLU's.
+    if (s.gate_limit == 0) return {};
+    return {s.gate_alpha, s.gate_limit, 1};
 }
 
 // The gate of the shared expert: a router with one expert to choose from.
@@ -326,6 +352,56 @@ void stack_backward_weight(Ctx<S>& ctx, const Weight& stack, const T* dout, cons
                                      ctx.where);
 }
 
+// The experts' biases beside a round's rows of C channels. gates: null, or what multiplies them.
+template <typename T, typename S>
+GroupedBias<acc_t<T>> biases_of(const Ctx<S>& ctx, const Round<T>& r,
+                                const Weight& bias,
+                                const acc_t<T>* gates) {
+    // An expert has as many channels as its biases.
+    ExpertCounts n = expert_counts(ctx.shape, ctx.batch.rows());
+    size_t channels = bias.rows / n.experts;
+    return {{r.starts, n.experts, channels, 1, n.rows}, gates, r.slot_of};
+}
+
+// rows += each expert's bias, if the model has any.
+template <typename T, typename S>
+void add_biases(Ctx<S>& ctx, T* rows, // (M,OC)
+                const Weight& bias, const Round<T>& r,
+                const acc_t<T>* gates = nullptr) {
+    if (!bias.data) return;
+    // Rows that end a round's room have no expert, and get nothing.
+    const T* b = bias.as<const T>();
+    GroupedBias<acc_t<T>> biases = biases_of(ctx, r, bias, gates);
+    grouped_bias_forward(rows, b, biases, ctx.where);
+}
+
+// The gradient of the experts' biases. Ranks that make none of it have zeros.
+template <typename T, typename S>
+void biases_backward(Ctx<S>& ctx, const Weight& bias,
+                     const T* drows, // (M,OC)
+                     const Round<T>& r, bool accumulate,
+                     const acc_t<T>* gates = nullptr,
+                     bool mine = true) {
+    // A frozen bias, or one that the model does not have, has no gradient.
+    acc_t<T>* grad = grad_of<T>(bias);
+    if (!grad) return;
+
+    // Sum over each expert's rows.
+    size_t bytes = bias.rows * sizeof(acc_t<T>);
+    GroupedBias<acc_t<T>> biases = biases_of(ctx, r, bias, gates);
+    if (mine)
+        grouped_bias_backward(grad, drows, biases, accumulate, ctx.where);
+    else if (!accumulate)
+        device_zero(grad, bytes, ctx.where);
+}
+
+// Whether this rank adds the biases of the experts' outputs: ranks that cut them sum their outputs.
+template <typename S>
+bool adds_output_bias(const Ctx<S>& ctx) {
+    // The residual, too, is added by one rank alone.
+    return ctx.tp.rank == 0 || ctx.shape.whole_experts;
+}
+
 // Whether the weights of experts, or adapters beside them, have gradients. Nothing else in W reads
 // the rows of slots.
 inline bool stacks_learn(const Mixtral::Block& w) {
@@ -346,15 +422,23 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
             first_routed(ctx)};
 }
 
-// logits = x router^T for N rows, with the output in acc whatever the type of the weights.
+// logits = x router^T + bias for N rows, with the output in acc whatever the type of the weights.
 template <typename T, typename S>
-void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, const Weight& router, // (N,E) (N,C)
-                   size_t N) {
-    // The product has neither a bias nor a residual.
+void router_logits(Ctx<S>& ctx, acc_t<T>* logits, const T* x, size_t N, // (N,E) (N,C)
+                   const Weight& router, const Weight& bias = {}) {
+    // The product has no bias in acc: it adds to rows that begin as the bias.
+    size_t E = router.rows;
     const T* no_bias = nullptr;
     const acc_t<T>* no_residual = nullptr;
-    Product p = linear_forward_product(N, router.rows, ctx.shape.C, type_of<T>());
+    Product p = linear_forward_product(N, E, ctx.shape.C, type_of<T>());
     p.pack_b = false;
+    p.accumulate = bias.data;
+
+    // Every row begins as the same one, widened to acc.
+    if (bias.data) {
+        const T* b = bias.as<const T>();
+        round_rows(logits, E, b, 0, N, E, ctx.where);
+    }
     matmul(logits, x, router.as<const T>(), no_bias, no_residual, p, ctx.blas, ctx.where);
 }
 
@@ -409,7 +493,7 @@ void choose_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // (n,C)
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
     size_t n = routed_rows(ctx);
-    router_logits(ctx, a.logits, x, w.router, n);
+    router_logits(ctx, a.logits, x, n, w.router, w.router_bias);
 
     // Widen the choice's bias to float, whatever the type of the weights.
     Routing routing = routing_of(s);
@@ -444,7 +528,7 @@ void gate_shared_experts(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const T* x, // 
     size_t N = ctx.batch.rows();
     if (!router.data) return;
     // There is one expert to choose from, whose gate is the sigmoid of its logit.
-    router_logits(ctx, a.shared_logits, x, router, N);
+    router_logits(ctx, a.shared_logits, x, N, router);
     route_forward(a.shared_ids, a.shared_gates, a.shared_logits, shared_routing(), N, ctx.where);
 }
 
@@ -512,13 +596,15 @@ void multiply_slots(Ctx<S>& ctx, const Round<T>& r, const T* tokens, // (ep,N,C)
     const T* xs = gather_slots(ctx, r, tokens);
     stack_forward(ctx, r.gate, xs, w.gate, r);
     stack_forward(ctx, r.up, xs, w.up, r);
+    add_biases(ctx, r.gate, w.gate_bias, r);
+    add_biases(ctx, r.up, w.up_bias, r);
 }
 
 // swiglu of a round's slots.
 template <typename T, typename S>
 void swiglu_slots(Ctx<S>& ctx, const Mixtral::Acts<T>& a, const Round<T>& r) {
     gated_swiglu_forward(r.swiglu, r.gate, r.up, a.gates, r.slot_of, r.rows, r.slots, ctx.shape.F,
-                         ctx.where);
+                         ctx.where, gate_of(ctx.shape));
 }
 
 // gate, up and swiglu of each slot, which are kept. With `products` false only swiglu is computed
@@ -626,6 +712,7 @@ void combine_experts(Ctx<S>& ctx, T* out, const T* residual, TokensComing<T, S>&
 
         // The experts' outputs overwrite their inputs, which are no longer needed.
         stack_forward(ctx, y, (const T*)r.swiglu, w.down, r);
+        if (adds_output_bias(ctx)) add_biases(ctx, y, w.down_bias, r, a.gates);
         add_experts(ctx, all, residual, y, a, r);
     }
     sum_tokens(ctx, partial, all, a.ids);
@@ -665,7 +752,15 @@ void narrow_backward(Ctx<S>& ctx, const T* douts, acc_t<T>* dgates, // (ep,N,C) 
     T* dgate = r.dswiglu;                       // (M,F)
     stack_backward_input(ctx, r.dswiglu, dys, w.down, r, false);
     gated_swiglu_backward(dgate, r.dup, dgates, r.dswiglu, r.gate, r.up, a.gates, r.slot_of, r.rows,
-                          r.slots, ctx.shape.F, ctx.where);
+                          r.slots, ctx.shape.F, ctx.where, gate_of(ctx.shape));
+
+    // A gate multiplies the output's bias too, on the rank that adds it.
+    bool adds = w.down_bias.data && adds_output_bias(ctx);
+    if (!dgates || !adds) return;
+    const acc_t<T>* gates = a.gates;
+    const T* bias = w.down_bias.as<const T>();
+    GroupedBias<acc_t<T>> biases = biases_of(ctx, r, w.down_bias, gates);
+    grouped_bias_backward_gates(dgates, dys, bias, biases, ctx.where);
 }
 
 // Go back from gate and up to a round's inputs, and add them to `all`; the first round overwrites.
@@ -810,7 +905,11 @@ void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x,
         // Take the gradients of the experts' outputs, then the experts' inputs. swiglu is read
         // before a round's gradients overwrite it.
         acc_t<T>* no_gates = nullptr; // the input half has their gradients
-        backward(w.down, gather_slots(ctx, r, douts), r.swiglu);
+        const T* dys = gather_slots(ctx, r, douts);
+        const acc_t<T>* gates = a.gates;
+        bool adds = adds_output_bias(ctx);
+        backward(w.down, dys, r.swiglu);
+        biases_backward(ctx, w.down_bias, dys, r, accumulate || i > 0, gates, adds);
         if (rounds > 1)
             narrow_backward(ctx, douts, no_gates, w, a, r);
         else
@@ -818,6 +917,12 @@ void stacks_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& coming, const T* x,
         const T* xs = gather_slots(ctx, r, tokens);
         backward(w.gate, r.dswiglu, xs);
         backward(w.up, r.dup, xs);
+
+        // gate and up share the gradients of their rows with their biases.
+        const T* dgate = r.dswiglu;
+        const T* dup = r.dup;
+        biases_backward(ctx, w.gate_bias, dgate, r, accumulate || i > 0);
+        biases_backward(ctx, w.up_bias, dup, r, accumulate || i > 0);
     }
 }
 
@@ -827,7 +932,8 @@ void experts_backward_weight(Ctx<S>& ctx, TokensComing<T, S>& douts, const T* x,
                              const Mixtral::Block& w, const Mixtral::Acts<T>& a, bool accumulate) {
     size_t n = routed_rows(ctx);
     if (stacks_learn(w)) stacks_backward_weight(ctx, douts, x, w, a, accumulate);
-    linear_backward_weight(w.router, nullptr, a.dlogits, x, n, accumulate, ctx.blas, ctx.where);
+    linear_backward_weight(w.router, bias_of(w.router_bias), a.dlogits, x, n, accumulate, ctx.blas,
+                           ctx.where);
 
     // Nothing trains the choice's bias, so its gradient is zero.
     size_t bytes = ctx.shape.E * sizeof(acc_t<T>);

@@ -14,6 +14,8 @@
 //            The number of rounds is fixed; those behind the last row find no rows
 //   experts  h = g silu(gate) up: the gate multiplies before the last product, so that the results
 //            y of a token's slots just add up:   out = residual + sum over j of y[row_of[n,j]]
+//            gpt-oss has x sigmoid(alpha x) for silu, clamps gate above and up on both sides, and
+//            adds 1 to up (arXiv:2508.10925). A clamped number has no gradient
 //   Gradients, with q = s / S, G = dL/dg, and for sigmoids a factor 1 - s:
 //     dlogits = scale q (G - sum q G)             all experts, or those chosen; SIGMOID_ALONE: q G
 //     + balance s' (f - sum s' f)                 s' = s / sum of all s, f = E count / (K T)
@@ -93,6 +95,56 @@ LLMC_HD inline int round_start(int start, size_t round, size_t R) {
     size_t row = size_t(start);
     size_t in_round = row > first ? row - first : 0;
     return int(in_round < R ? in_round : R);
+}
+
+// The activation of an expert's gate, and what it multiplies. The defaults are SwiGLU's.
+struct ExpertGate {
+    double alpha = 1;        // x sigmoid(alpha x)
+    double limit = INFINITY; // gate is at most this, up between this and its negative
+    double plus = 0;         // added to up
+};
+
+// One element of gate and up, clamped. NaN stays NaN.
+template <typename A> struct ClampedGate {
+    A x;      // the gate
+    A u;      // up, with what is added to it
+    A scaled; // alpha x
+
+    // A number that the clamp has moved has no gradient.
+    bool x_moved;
+    bool u_moved;
+};
+template <typename A>
+LLMC_HD inline ClampedGate<A> clamped_gate(A gate, A up, const ExpertGate& kind) {
+    A limit = A(kind.limit);
+    bool low = up < -limit;
+    bool high = up > limit;
+    bool top = gate > limit;
+
+    // Without a limit both stay as they are.
+    A x = top ? limit : gate;
+    A u = up;
+    if (low) u = -limit;
+    if (high) u = limit;
+
+    // Add to up, and take the sigmoid's argument.
+    u += A(kind.plus);
+    A scaled = A(kind.alpha) * x;
+    return {x, u, scaled, top, low || high};
+}
+
+// h / g, and what the gradients of gate and up multiply dh g by. s: the sigmoid of c.scaled.
+template <typename A> struct GatedAt {
+    A value, gate_slope, up_slope;
+};
+template <typename A>
+LLMC_HD inline GatedAt<A> gated_at(const ClampedGate<A>& c, A s) {
+    // The activation and its slope.
+    A value = c.x * s;
+    A slope = s * (1 + c.scaled * (1 - s));
+    A to_gate = c.x_moved ? A(0) : c.u * slope;
+    A to_up = c.u_moved ? A(0) : value;
+    return {value * c.u, to_gate, to_up};
 }
 
 // A score before it is divided by any sum. max: the largest of the row's logits.
@@ -380,7 +432,7 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // 
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
                           const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
-                          size_t M, size_t F, Cpu) {
+                          size_t M, size_t F, Cpu, const ExpertGate& kind = {}) {
     typedef acc_t<T> A;
     size_t count = row_count(rows, M);
     #pragma omp parallel for
@@ -389,9 +441,9 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
         #pragma omp simd
         for (size_t i = row * F; i < (row + 1) * F; i++) {
             // s is the sigmoid, as in swiglu.cuh.
-            A g = to_acc(gate[i]);
-            A s = 1 / (1 + fast_exp(-g));
-            h[i] = from_acc<T>(weight * g * s * to_acc(up[i]));
+            ClampedGate<A> c = clamped_gate(to_acc(gate[i]), to_acc(up[i]), kind);
+            A s = 1 / (1 + fast_exp(-c.scaled));
+            h[i] = from_acc<T>(weight * gated_at(c, s).value);
         }
     }
 }
@@ -402,7 +454,7 @@ template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) (rows,F) (N,K)
                            const T* dh, const T* gate, const T* up, // (rows,F) each
                            const acc_t<T>* gates, const int* slot_of, const int* rows, // (N,K) (M)
-                           size_t M, size_t F, Cpu) {
+                           size_t M, size_t F, Cpu, const ExpertGate& kind = {}) {
     typedef acc_t<T> A;
     size_t count = row_count(rows, M);
     #pragma omp parallel for
@@ -413,15 +465,14 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
         for (size_t i = row * F; i < end; i++) {
             // Read all inputs before writing an output that may be one of them.
             A d = to_acc(dh[i]);
-            A g = to_acc(gate[i]);
-            A u = to_acc(up[i]);
-            A s = 1 / (1 + fast_exp(-g));
+            ClampedGate<A> c = clamped_gate(to_acc(gate[i]), to_acc(up[i]), kind);
+            A s = 1 / (1 + fast_exp(-c.scaled));
+            GatedAt<A> at = gated_at(c, s);
 
             // The gradient of g sums dh h / g; the other two are multiplied by g.
-            sum += d * g * s * u;
-            A slope = s * (1 + g * (1 - s)); // of silu
-            dgate[i] = from_acc<T>(weight * d * u * slope);
-            dup[i] = from_acc<T>(weight * d * g * s);
+            sum += d * at.value;
+            dgate[i] = from_acc<T>(weight * d * at.gate_slope);
+            dup[i] = from_acc<T>(weight * d * at.up_slope);
         }
         if (dgates) dgates[slot_at(slot_of, row)] = sum;
     }
@@ -706,7 +757,7 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
 template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, const float* gates,
                                             const int* slot_of, const int* rows, size_t M,
-                                            size_t F) {
+                                            size_t F, ExpertGate kind) {
     // A row is a slot, which has a gate value g of its own.
     RowOfBlock<WARPS> row;
     if (row.n >= row_count(rows, M)) return;
@@ -716,9 +767,9 @@ __global__ void gated_swiglu_forward_kernel(T* h, const T* gate, const T* up, co
         Pack<T, P> pu = load<P>(up + row.n * F + i);
         for (int k = 0; k < P; k++) {
             // The result goes into up's pack.
-            float g = to_float(pg.v[k]);
-            float s = 1 / (1 + __expf(-g));
-            pu.v[k] = from_acc<T>(weight * g * s * to_float(pu.v[k]));
+            ClampedGate<float> c = clamped_gate(to_float(pg.v[k]), to_float(pu.v[k]), kind);
+            float s = 1 / (1 + __expf(-c.scaled));
+            pu.v[k] = from_acc<T>(weight * gated_at(c, s).value);
         }
         store(h + row.n * F + i, pu);
     }
@@ -729,7 +780,7 @@ template <typename T, int P, int WARPS>
 __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, const T* dh,
                                              const T* gate, const T* up, const float* gates,
                                              const int* slot_of, const int* rows, size_t M,
-                                             size_t F) {
+                                             size_t F, ExpertGate kind) {
     RowOfBlock<WARPS> row;
     if (row.n >= M) return;
     float weight = gates[slot_at(slot_of, row.n)];
@@ -744,13 +795,12 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
         // The packs of gate and up become their gradients.
         for (int k = 0; k < P; k++) {
             float d = to_float(pd.v[k]);
-            float g = to_float(pg.v[k]);
-            float u = to_float(pu.v[k]);
-            float s = 1 / (1 + __expf(-g));
-            sum += d * g * s * u;
-            float slope = s * (1 + g * (1 - s)); // of silu
-            pg.v[k] = from_acc<T>(weight * d * u * slope);
-            pu.v[k] = from_acc<T>(weight * d * g * s);
+            ClampedGate<float> c = clamped_gate(to_float(pg.v[k]), to_float(pu.v[k]), kind);
+            float s = 1 / (1 + __expf(-c.scaled));
+            GatedAt<float> at = gated_at(c, s);
+            sum += d * at.value;
+            pg.v[k] = from_acc<T>(weight * d * at.gate_slope);
+            pu.v[k] = from_acc<T>(weight * d * at.up_slope);
         }
         store(dgate + at, pg);
         store(dup + at, pu);
@@ -844,10 +894,11 @@ void combine_slots(T* out, const T* residual, const T* y, const int* row_of, siz
 // Any F and any alignment.
 template <typename T>
 void gated_swiglu_forward(T* h, const T* gate, const T* up, const float* gates, const int* slot_of,
-                          const int* rows, size_t M, size_t F, cudaStream_t stream) {
+                          const int* rows, size_t M, size_t F, cudaStream_t stream,
+                          const ExpertGate& kind = {}) {
     pick_row_kernel<T>(F, can_vectorize<T>(F, h, gate, up), [&](auto P, auto WARPS) {
         launch(gated_swiglu_forward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
-               stream, h, gate, up, gates, slot_of, rows, M, F);
+               stream, h, gate, up, gates, slot_of, rows, M, F, kind);
     });
 }
 
@@ -856,12 +907,13 @@ template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
                            const T* dh, const T* gate, const T* up,
                            const float* gates, const int* slot_of, const int* rows,
-                           size_t M, size_t F, cudaStream_t stream) {
+                           size_t M, size_t F, cudaStream_t stream,
+                           const ExpertGate& kind = {}) {
     // One unaligned pointer sends all five to loads of single elements.
     bool vector = can_vectorize<T>(F, dgate, dup, dh, gate, up);
     pick_row_kernel<T>(F, vector, [&](auto P, auto WARPS) {
         launch(gated_swiglu_backward_kernel<T, P, WARPS>, row_grid<WARPS>(M), row_block<WARPS>(), 0,
-               stream, dgate, dup, dgates, dh, gate, up, gates, slot_of, rows, M, F);
+               stream, dgate, dup, dgates, dh, gate, up, gates, slot_of, rows, M, F, kind);
     });
 }
 #endif

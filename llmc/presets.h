@@ -132,6 +132,23 @@ inline Shape olmoe_1b_7b() {
     return s;
 }
 
+// gpt-oss: a window in every other block, and YaRN from 4096 positions.
+inline Shape gpt_oss_shape(size_t L, size_t E) {
+    // A token goes through 4 experts, at both sizes.
+    Shape s = llama_shape(L, 64, 8, 2880, 0, 201088, 131072, 150000);
+    s = mixtral_shape(s, E, 4, 2880);
+    s = variant_shape("gpt_oss", s, false, 1e-5f, 64);
+    s.qkv_bias = true; // and, without a flag, those of router and experts
+    s.o_bias = true;
+    s.sliding_window = 128;
+    s.full_every = 2;
+
+    // Cosines and sines grow with the logarithm of the factor.
+    float size = float(0.1 * std::log(32.0) + 1);
+    s.rope_scaling = {32, 1, 4, 4096, RopeKind::YARN, 32, 1, false, size};
+    return s;
+}
+
 // The sizes of DeepSeek's attention: latents of DQ (0: none) and DC channels; heads of `plain`
 // channels and `rotary` ones, which RoPE rotates; values of HS_v.
 struct LatentSizes {
@@ -282,6 +299,8 @@ inline std::vector<Preset> model_presets() {
                                        14336), "Mixtral 8x7B"},
         {"olmoe-1b-7b", olmoe_1b_7b(), "OLMoE 7B, 1B of them active"},
         {"qwen1.5-moe-a2.7b", qwen15_moe(), "Qwen1.5-MoE 14B, 2.7B of them active"},
+        {"gpt-oss-20b", gpt_oss_shape(24, 32), "gpt-oss 21B, 3.6B of them active"},
+        {"gpt-oss-120b", gpt_oss_shape(36, 128), "gpt-oss 117B, 5.1B of them active"},
         {"deepseek-v2-lite", deepseek_v2_lite(), "DeepSeek-V2-Lite 16B, 2.7B of them active"},
         {"deepseek-v2", deepseek_v2(), "DeepSeek-V2 236B, 21B of them active"},
         {"deepseek-v3", deepseek_v3(), "DeepSeek-V3 671B, 37B of them active"},

@@ -2,7 +2,7 @@
 //   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
 //     norms       before a branch, after it (OLMo-2) or both (Gemma); of q and k
 //     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
-//     the ffn     its gate is SiLU or GELU
+//     the ffn     its gate is SiLU or GELU, or gpt-oss' own
 //   Blocks read the facts; nothing else asks for a name.
 #pragma once
 #include <string>
@@ -43,6 +43,12 @@ struct Variant {
     size_t expert_groups = 1; // DeepSeek: equal groups of experts
     size_t kept_groups = 1;   // of which a token may choose from so many
     bool choice_bias = false; // DeepSeek-V3: numbers that the choice adds to scores
+
+    // gpt-oss.
+    bool sinks = false;       // a logit of each head joins its softmax (sinks.cuh)
+    bool expert_bias = false; // router and experts have biases
+    double gate_alpha = 1;    // experts' gates are x sigmoid(alpha x)
+    double gate_limit = 0;    // they and up are clamped, and up + 1 multiplies; 0: neither
 
     // GPT-NeoX.
     bool parallel = false;   // both branches read the block's input
@@ -98,6 +104,13 @@ inline void set_variant(Variant& v, const std::string& type) {
     v.norm_plus = gemma ? 1 : 0;
     v.gate = gemma ? Gate::GELU : Gate::SILU;
     v.scaled_embedding = gemma;
+
+    // gpt-oss.
+    bool oss = type == "gpt_oss";
+    v.sinks = oss;
+    v.expert_bias = oss;
+    v.gate_alpha = oss ? 1.702 : 1;
+    v.gate_limit = oss ? 7 : 0;
 }
 
 } // namespace llmc

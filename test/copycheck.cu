@@ -603,6 +603,37 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(dk);
 }
 
+#elif defined(COPY_sinks)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t NH = 5; // N rows of C channels
+    std::vector<T> out = numbers<T>(N * C, 1), dout = numbers<T>(N * C, 2), s = numbers<T>(NH, 3);
+    Floats lse = numbers<float>(NH * N, 4), sums(llmc::sink_parts(where) * NH), ds(NH);
+    llmc::SinkDims d = {1, N, NH, C / NH};
+    llmc::sinks_forward(out.data(), lse.data(), s.data(), d, where);
+    llmc::sinks_backward(sums.data(), NH, dout.data(), out.data(), lse.data(), s.data(), d, where);
+    for (size_t i = 0; i < sums.size(); i++) ds[i % NH] += sums[i];
+    r.add(out);
+    r.add(lse);
+    r.add(ds);
+}
+
+#elif defined(COPY_grouped_bias)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<int> starts = {0, 0, int(N)}, slot_of(N);
+    for (size_t i = 0; i < N; i++) slot_of[i] = int(N - 1 - i);
+    std::vector<T> x = numbers<T>(N * C, 1), bias = numbers<T>(2 * C, 2);
+    Floats gates = numbers<float>(N, 3), dgates(N), dbias(2 * C);
+    llmc::GroupedBias<float> b = {{starts.data(), 2, C, 1, N}, gates.data(), slot_of.data()};
+    llmc::grouped_bias_backward(dbias.data(), x.data(), b, false, where);
+    llmc::grouped_bias_backward_gates(dgates.data(), x.data(), bias.data(), b, where);
+    llmc::grouped_bias_forward(x.data(), bias.data(), b, where);
+    r.add(x);
+    r.add(dbias);
+    r.add(dgates);
+}
+
 #elif defined(COPY_attention) || defined(COPY_attention_cpu) || defined(COPY_attention_tiled) || \
     defined(COPY_attention_sm80) || defined(COPY_attention_sm90)
 #define HAS_CALLS

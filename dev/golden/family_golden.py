@@ -37,6 +37,11 @@ FAMILIES = {
     "olmoe": dict(MOE, num_key_value_heads=4, num_experts=5, norm_topk_prob=False),
     "qwen2_moe": dict(MOE, intermediate_size=28, num_experts=5, norm_topk_prob=False, shared_expert_intermediate_size=20,
                       mlp_only_layers=[0]),
+    # Sinks, biases everywhere, a clamp that some gates and some ups meet, YaRN that cuts between channels.
+    "gpt_oss": dict(BASE, intermediate_size=12, num_local_experts=5, num_experts_per_tok=2, head_dim=6, sliding_window=7,
+                    attention_bias=True, swiglu_limit=0.75, router_aux_loss_coef=0.0,
+                    rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=4.0,
+                                      beta_slow=1.0, truncate=False)),
     # Latents, heads whose values are narrower, routers of both kinds. V3 has YaRN: its scores grow, and the text is
     # longer than the context before it. Its groups are those of two sums; of V2's the best expert counts.
     "deepseek_v2": dict(DEEPSEEK, q_lora_rank=10, topk_method="group_limited_greedy", norm_topk_prob=False,

@@ -107,6 +107,10 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"post_norm",      s.post_norm},
         {"norm_plus",      s.norm_plus},
         {"gate",           s.gate == Gate::GELU ? "gelu" : "silu"},
+        {"sinks",          s.sinks},
+        {"expert_bias",    s.expert_bias},
+        {"gate_alpha",     s.gate_alpha},
+        {"gate_limit",     s.gate_limit},
         {"score_scalar",   s.score_scalar},
         {"score_softcap",  s.score_softcap},
         {"logit_softcap",  s.logit_softcap},
@@ -142,7 +146,8 @@ inline bool is_newer_field(const std::string& key) {
                               "norm_plus", "gate", "score_scalar", "score_softcap",
                               "logit_softcap", "scaled_embedding", "full_every", "window_theta",
                               "rotary", "nope_every", "parallel", "exact_gelu", "experts",
-                              "experts_per_token", "router"})
+                              "experts_per_token", "router", "sinks", "expert_bias", "gate_alpha",
+                              "gate_limit"})
         if (key == newer) return true;
     return false;
 }

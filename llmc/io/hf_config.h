@@ -191,10 +191,23 @@ inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::js
     return r.contains("full_attention") ? kind("full_attention") : r;
 }
 
+// RoPE of gpt-oss where the file says nothing: YaRN, its class's default.
+inline nlohmann::json hf_oss_rope() {
+    return {
+        {"rope_type", "yarn"},
+        {"factor", 32.0},
+        {"beta_fast", 32.0},
+        {"beta_slow", 1.0},
+        {"truncate", false},
+        {"original_max_position_embeddings", 4096},
+    };
+}
+
 // Read RoPE's base and its scaling.
 inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     // Read theta from the top level, then from the object, which wins.
     nlohmann::json r = hf_rope_object(c);
+    if (s.hf_type == "gpt_oss" && r.empty()) r = hf_oss_rope();
     if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
     s.rope_theta = hf_positive(c, c.j, "rope_theta", theta);
     s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
@@ -283,6 +296,20 @@ inline void hf_gemma_window(HfConfig& c, Shape& s) {
     hf_refuse_unless(c, "use_bidirectional_attention", false);
 }
 
+// Read gpt-oss' window, which every other layer has, the first one too.
+inline void hf_oss_window(HfConfig& c, Shape& s) {
+    nlohmann::json full = "full_attention";
+    nlohmann::json window = "sliding_attention";
+    s.sliding_window = hf_size(c, "sliding_window", 128);
+    s.full_every = hf_every(c, "layer_types", s.L, full, window, 2);
+
+    // If no layer has the window, there is none.
+    if (s.full_every == 1) {
+        s.sliding_window = 0;
+        s.full_every = 0;
+    }
+}
+
 // Read the window of attention, from the keys that the family's class reads.
 inline void hf_window(HfConfig& c, Shape& s) {
     // Llama, OLMo 2 and OLMoE have no window, whatever the keys say.
@@ -296,6 +323,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
     }
     if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text")
         return hf_gemma_window(c, s);
+    if (s.hf_type == "gpt_oss") return hf_oss_window(c, s);
 
     // Qwen2-MoE decides by a rule of its own which layers have windows; that is not built.
     if (s.hf_type == "qwen2_moe")
@@ -338,7 +366,8 @@ inline void hf_window(HfConfig& c, Shape& s) {
 
 // Whether the blocks of a class have experts.
 inline bool hf_has_experts(const std::string& type) {
-    return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe";
+    return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe" ||
+           type == "gpt_oss";
 }
 // Whether a class is DeepSeek's, with latent attention.
 inline bool hf_is_deepseek(const std::string& type) {
@@ -347,15 +376,16 @@ inline bool hf_is_deepseek(const std::string& type) {
 
 // Read which matrix products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
-    // Qwen2 always has biases on q, k and v, without a key. Blocks with experts
-    // are built without biases.
+    // Qwen2 always has biases on q, k and v, without a key. Other blocks with experts than those of
+    // gpt-oss are built without biases.
+    bool oss = s.hf_type == "gpt_oss";
     bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
-                 hf_has_experts(s.hf_type) || hf_is_deepseek(s.hf_type);
+                 (hf_has_experts(s.hf_type) && !oss) || hf_is_deepseek(s.hf_type);
     bool reads_attention = !fixed;
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
 
     if (reads_attention)
-        s.o_bias = hf_flag(c, "attention_bias", false);
+        s.o_bias = hf_flag(c, "attention_bias", oss);
     else
         hf_refuse_unless(c, "attention_bias", false);
     if (reads_mlp)
@@ -397,16 +427,22 @@ inline void hf_experts(HfConfig& c, Shape& s) {
     s.family = Family::MIXTRAL;
     bool qwen3 = s.hf_type == "qwen3_moe";
     bool qwen2 = s.hf_type == "qwen2_moe";
+    bool oss = s.hf_type == "gpt_oss";
     s.E = mixtral ? hf_size(c, "num_local_experts", 8)
+          : oss   ? hf_size(c, "num_local_experts", 128)
                   : hf_size(c, "num_experts", qwen3 ? 128 : qwen2 ? 60 : 64);
-    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 ? 4 : 8);
+    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);
     s.router = Router::RENORMALISED;
-    // Mixtral always renormalises the gates of the chosen experts; the other classes do so only if
-    // the file says so.
-    if (!mixtral && !hf_flag(c, "norm_topk_prob", false))
+    // Mixtral and gpt-oss always renormalise the gates of the chosen experts; the other classes do
+    // so only if the file says so.
+    if (!mixtral && !oss && !hf_flag(c, "norm_topk_prob", false))
         s.router = Router::SOFTMAX;
     if (qwen2 || qwen3) hf_dense_blocks(c, s);
     if (qwen2 || qwen3) s.F = hf_size(c, "moe_intermediate_size", qwen2 ? 1408 : 768);
+
+    // The clamp of gpt-oss' gate, and the slope of its sigmoid.
+    if (oss) s.gate_limit = hf_positive(c, c.j, "swiglu_limit", 7);
+    if (oss) s.gate_alpha = hf_positive(c, c.j, "swiglu_alpha", 1.702);
 
     // Qwen2-MoE has a shared expert, which every token goes through.
     s.shared_gate = qwen2;
@@ -538,6 +574,7 @@ constexpr HfDefaults HF_DEFAULTS[] = {
     {"qwen2_moe",   "Qwen2MoeForCausalLM", 16, 32768,   0, 1e-6, 1e4, false},
     {"qwen3_moe",   "Qwen3MoeForCausalLM", 4,  32768,   0, 1e-6, 1e4, false},
     {"olmoe",       "OlmoeForCausalLM",    0,   4096,   0, 1e-5, 1e4, false},
+    {"gpt_oss",     "GptOssForCausalLM",   8, 131072,  64, 1e-5, 1.5e5, false},
     {"deepseek_v2", "DeepseekV2ForCausalLM", 0, 2048,   0, 1e-6, 1e4, false},
     {"deepseek_v3", "DeepseekV3ForCausalLM", 0, 4096,   0, 1e-6, 1e4, false},
     {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
@@ -691,8 +728,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     else
         return c.path + ": model_type '" + printable(type.substr(0, 80)) +
                "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
-               "qwen3_moe, olmoe, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
-               "gemma3_text and gpt_neox are";
+               "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, "
+               "gemma2, gemma3_text and gpt_neox are";
 
     // Check what all families have.
     hf_check_sizes(c, *shape);
@@ -754,9 +791,10 @@ inline std::string hf_refusal(Neox, const Shape& s) {
     return "";
 }
 
-// Mixtral's class always renormalises the gates, and no class of this family has sigmoids.
+// Mixtral's and gpt-oss' classes always renormalise the gates, and none here has sigmoids.
 inline std::string hf_refusal(Mixtral, const Shape& s) {
-    Router written = s.hf_type == "mixtral" ? Router::RENORMALISED : s.router;
+    bool fixed = s.hf_type == "mixtral" || s.hf_type == "gpt_oss";
+    Router written = fixed ? Router::RENORMALISED : s.router;
     if (s.router != written || is_sigmoid(s.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
@@ -877,6 +915,18 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     if (s.hf_type == "gemma3_text")
         j["rope_local_base_freq"] = s.window_theta;
 
+    // Add gpt-oss' keys.
+    auto types = [&] {
+        return lists([&](int layer) {
+            return window_of(s, layer) ? "sliding_attention" : "full_attention";
+        });
+    };
+    if (s.hf_type == "gpt_oss") {
+        j["layer_types"] = types();
+        j["swiglu_alpha"] = s.gate_alpha;
+        j["swiglu_limit"] = s.gate_limit;
+    }
+
     // Add Gemma's keys.
     if (s.gate != Gate::GELU) return;
     j["hidden_activation"] = j["hidden_act"];
@@ -886,9 +936,7 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(s.score_scalar);
     j["attn_logit_softcapping"] = cap(s.score_softcap);
     j["final_logit_softcapping"] = cap(s.logit_softcap);
-    j["layer_types"] = lists([&](int layer) {
-        return window_of(s, layer) ? "sliding_attention" : "full_attention";
-    });
+    j["layer_types"] = types();
 }
 
 // Llama's keys. Every size is written, because defaults differ between transformers' versions.
@@ -914,7 +962,9 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
 
     if (scales(s.rope_scaling))
         j["rope_scaling"] = hf_rope_json(s.rope_scaling);
-    if (s.o_bias) j["attention_bias"] = true;
+    else if (s.hf_type == "gpt_oss") // whose class would have YaRN without the key
+        j["rope_scaling"] = {{"rope_type", "default"}};
+    if (s.o_bias || s.hf_type == "gpt_oss") j["attention_bias"] = s.o_bias;
     if (s.mlp_bias) j["mlp_bias"] = true;
 
     // Write the window. Without the key Mistral's class would take 4096. Qwen has a switch and a
@@ -936,7 +986,7 @@ inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
     // Mixtral calls an expert's width intermediate_size, as Llama's keys do.
     nlohmann::ordered_json j = hf_json(Llama{}, s);
     j["num_experts_per_tok"] = s.K;
-    if (s.hf_type == "mixtral") {
+    if (s.hf_type == "mixtral" || s.hf_type == "gpt_oss") {
         j["num_local_experts"] = s.E;
         return j;
     }

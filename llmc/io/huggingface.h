@@ -2,9 +2,9 @@
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
 //            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
 //            are stored [in, out] (Conv1D) and are transposed on the way. Phi-3 stores q, k, v as
-//            one tensor, and gate and up as another. Matrices may be codes of bitsandbytes
-//            (prequantised.h), GPTQ or AWQ (gptq.h). One rank reads each file, and sends others
-//            what they need (hf_files.h).
+//            one tensor, and gate and up as another; gpt-oss all experts (joined_experts.h).
+//            Matrices may be codes of bitsandbytes (prequantised.h), GPTQ or AWQ (gptq.h). One
+//            rank reads each file, and sends others what they need (hf_files.h).
 //   Writing  the same formats, from the float masters, without the vocabulary's padding. The folder
 //            is written under another name and renamed when it is whole. An export loads again to
 //            the same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -18,6 +18,7 @@
 #include "gptq.h"
 #include "hf_config.h"
 #include "hf_files.h"
+#include "joined_experts.h"
 #include "json.h"
 #include "prequantised.h"
 #include "safetensors.h"
@@ -58,6 +59,12 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
         size_t at = p.name.find(j.part);
         if (s.hf_type != "phi3" || at == std::string::npos) continue;
         return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
+    }
+
+    // gpt-oss has one tensor for all experts, gate and up side by side. The first one lists it.
+    if (joins_experts(s, p)) {
+        JoinedPlace place = joined_place(p);
+        return {place.tensor, number + place.first, p.file_rows / p.stack};
     }
 
     // Every other parameter, and each matrix of a stack, has a tensor of its own. Rows beyond
@@ -195,6 +202,16 @@ std::string hf_check_parameters(const Trainer<T, S>& t, const HfFiles& h, const 
         bool quantised = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
         *codes |= quantised;
 
+        // One tensor for all experts, or its codes.
+        if (joins_experts(t.model.shape, p)) {
+            FindTensor find = [&](const std::string& name) {
+                return hf_find(h, name);
+            };
+            std::string wrong = check_joined(find, p, used);
+            if (!wrong.empty()) return folder + ": " + wrong;
+            continue;
+        }
+
         // In a file each matrix of a stack has its own tensor.
         for (size_t k = 0; !quantised && k < p.stack; k++) {
             HfPlace at = hf_place(t.model.shape, p, k);
@@ -225,6 +242,22 @@ inline std::string hf_check_unused(const Shape& s, const HfFiles& h, const std::
 // call it; a rank whose stage does not need the parameter has none of its values.
 typedef std::function<void(const Parameter& p, std::vector<float>* values)> ChangeWeight;
 
+// Load a parameter of experts that files join: its elements of each expert.
+template <typename T, typename S>
+void set_joined(Trainer<T, S>& t, HfFiles& h, const Parameter& p, const ChangeWeight& change) {
+    auto needs = stages_with(t.layout, t.model, p.bucket);
+    bool mine = needs(t.layout.pp.rank);
+    std::vector<float> values;
+
+    // One expert after the other: the host holds this parameter, and one expert of the tensor.
+    for (size_t e = 0; e < p.stack; e++) {
+        std::vector<float> expert = bring_joined(h, p, e, needs);
+        values.insert(values.end(), expert.begin(), expert.end());
+    }
+    if (change) change(p, &values);
+    if (mine) set_file_weight(t, p, values);
+}
+
 // Bring one parameter's values to the stages that need it, and keep this rank's part.
 template <typename T, typename S>
 void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
@@ -232,6 +265,10 @@ void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
     auto needs = stages_with(t.layout, t.model, p.bucket);
     bool mine = needs(t.layout.pp.rank);
     std::vector<float> values;
+
+    // Read experts that files join: of each expert, this parameter's elements.
+    if (joins_experts(t.model.shape, p))
+        return set_joined(t, h, p, change);
 
     // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
     // stack has its own tensor; in memory they lie one below the other. Copies of one tensor, as
@@ -567,11 +604,15 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
             // Parameters of one tensor follow each other in the order of its rows; list it once.
             HfPlace place = hf_place(t.model.shape, table[i], k);
             if (place.first > 0) continue;
+            bool joined = joins_experts(t.model.shape, table[i]);
             std::vector<size_t> shape = file_shape(table[i], place.rows);
+            if (joined) shape = joined_shape(table[i]);
             specs.push_back({export_name(table[i], t.model.shape, k), dtype, shape});
         }
 
-    // Write one parameter at a time: the host holds one, as floats.
+    // Write one parameter at a time: the host holds one, as floats, and the gates of experts until
+    // their ups come.
+    std::vector<float> joined;
     FileWriter w;
     bool writes = t.comms.world.rank == 0;
     if (writes) writer_open(&w, path, specs, {{"format", "pt"}});
@@ -587,6 +628,13 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         std::vector<float> values = merged_weight(t, p, round_row, merged);
         if (!writes || !w.wrong.empty()) continue;
         values.resize(p.file_elements()); // padding is at the end
+        if (joins_experts(t.model.shape, p)) {
+            // gate and up share a tensor, which is written once.
+            JoinedPlace place = joined_place(p);
+            join_experts(&joined, p, values);
+            if (place.first + 1 < place.step) continue; // up comes next
+            values = std::exchange(joined, {});
+        }
         if (p.transposed)
             values = transpose(values, p.rows(), p.cols());
         if (by_heads(p))

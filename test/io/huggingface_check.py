@@ -53,6 +53,7 @@ MOE = dict(LLAMA, pad_token_id=None, num_experts_per_tok=2, moe_intermediate_siz
 MIXTRAL = dict(MOE, model_type="mixtral", num_local_experts=5)
 OLMOE, QWEN2_MOE, QWEN3_MOE = (dict(MOE, model_type=t, num_experts=5) for t in ("olmoe", "qwen2_moe", "qwen3_moe"))
 QWEN2_MOE["shared_expert_intermediate_size"], QWEN3_MOE["head_dim"] = 28, 12
+OSS = dict(MOE, model_type="gpt_oss", num_local_experts=5, head_dim=12, sliding_window=8)
 DEEPSEEK2, DEEPSEEK3 = (dict(MOE, model_type=t, num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8,
                              qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=6, n_shared_experts=2, n_group=3, topk_group=2,
                              first_k_dense_replace=1) for t in ("deepseek_v2", "deepseek_v3"))
@@ -137,6 +138,16 @@ def configurations():
                      dict(output_router_logits=True), dict(router_aux_loss_coef=0.5)):
             yield family, more
 
+    for more in ({}, dict(num_key_value_heads=1), dict(num_key_value_heads=None), dict(head_dim=6), dict(rms_norm_eps=0.1),
+                 dict(tie_word_embeddings=True), dict(rope_theta=50.0), dict(attention_bias=False), dict(mlp_bias=True),
+                 dict(hidden_act="gelu"), dict(rope_parameters=dict(YARN, rope_theta=500.0)), dict(rope_scaling=YARN),
+                 dict(rope_parameters=dict(rope_type="default", rope_theta=77.0)), dict(rope_scaling=dict(YARN, truncate=False)),
+                 dict(swiglu_limit=0.7), dict(swiglu_alpha=1.1), dict(num_experts_per_tok=1), dict(num_experts_per_tok=4),
+                 dict(layer_types=[FULL] * 3), dict(layer_types=[WINDOW] * 3), dict(layer_types=[FULL, WINDOW, FULL]),
+                 dict(sliding_window=None), dict(sliding_window=4), dict(norm_topk_prob=False), dict(clip_qkv=0.5),
+                 dict(num_local_experts=None), dict(experts_per_token=3), dict(initial_context_length=16)):
+        yield OSS, more
+
     # Latents.
     for family in (DEEPSEEK2, DEEPSEEK3):
         for more in ({}, dict(q_lora_rank=None), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=True), dict(attention_bias=True),
@@ -162,7 +173,7 @@ def configurations():
 
     # Keys of other classes, which a family reads, ignores or refuses.
     for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3, NEOX, MIXTRAL, OLMOE, QWEN2_MOE,
-                   QWEN3_MOE, DEEPSEEK2, DEEPSEEK3):
+                   QWEN3_MOE, OSS, DEEPSEEK2, DEEPSEEK3):
         for more in (dict(is_causal=False), dict(logit_scale=0.5, embedding_multiplier=3.0, use_qk_norm=True),
                      dict(no_rope_layers=[1, 0, 1]), dict(rotary_pct=0.5), dict(rotary_emb_base=30.0, rope_local_base_freq=30.0),
                      dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=60.0)):

@@ -63,8 +63,24 @@ struct TensorFile {
         if (t) memcpy(x.data(), t->data, t->bytes);
         return x;
     }
+    // gpt-oss' experts: a tensor (E,in,out), whose even outputs are gate's and odd ones up's.
+    std::vector<float> of_joined(const std::string& kind, const Parameter& p) const {
+        bool gate = has(p.name, "gate_proj"), up = has(p.name, "up_proj");
+        std::string name = p.name.substr(0, p.name.find("{}")) +
+                           (gate || up ? "gate_up_proj" : "down_proj") +
+                           (has(p.name, "bias") ? "_bias" : "");
+        std::vector<float> x = floats(kind + name), y;
+        size_t in = p.cols(), out = x.size() / p.stack / in;
+        for (size_t e = 0; e < p.stack; e++)
+            for (size_t o = up; o < out; o += gate || up ? 2 : 1)
+                for (size_t i = 0; i < in; i++)
+                    y.push_back(x[(e * in + i) * out + o]);
+        return y;
+    }
     // A tensor that belongs to this parameter, as the trainer holds it: [out, in].
     std::vector<float> of(const std::string& kind, const Parameter& p, const Shape& s) const {
+        if (s.hf_type == "gpt_oss" && p.stack > 1) return of_joined(kind, p);
+
         // Join the matrices of a stack: in the file each is a tensor.
         if (p.stack > 1) {
             std::vector<float> all;
@@ -148,11 +164,18 @@ inline std::vector<Shape> saved_shapes() {
     deepseek_v3.expert_groups = 4, deepseek_v3.kept_groups = 2;
     Shape deepseek_v2 = with_experts(deepseek, 1, 6, 2, 10, 1);
 
+    // gpt-oss: sinks, biases, a gate of its own, a window in every other block.
+    Shape oss = mixtral;
+    set_variant(oss, "gpt_oss");
+    oss.hf_type = "gpt_oss", oss.qkv_bias = oss.o_bias = true, oss.HS = 6;
+    oss.sliding_window = 7, oss.full_every = 2;
+    oss.rope_scaling = yarn.rope_scaling;
+
     // Collect them, then add the variants of Llama and GPT-NeoX.
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
                               qwen2, qwen2_tied, biased, yarn, qwen3,
                               mixtral, qwen3_moe, olmoe, qwen2_moe,
-                              deepseek, deepseek_v2, deepseek_v3};
+                              deepseek, deepseek_v2, deepseek_v3, oss};
     for (const char* type : VARIANTS) {
         Shape s = small_variant(mistral_endless, type);
         s.L = 3; // at least one layer of each kind

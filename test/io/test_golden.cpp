@@ -121,6 +121,8 @@ TEST(Golden, OlmoeInDouble) { compare_with_golden<double>("olmoe-tiny", IN_DOUBL
 TEST(Golden, DeepseekV2InDouble) { compare_with_golden<double>("deepseek-v2-tiny", IN_DOUBLE); }
 TEST(Golden, DeepseekV3InDouble) { compare_with_golden<double>("deepseek-v3-tiny", IN_DOUBLE); }
 TEST(Golden, DeepseekV3InFloat) { compare_with_golden<float>("deepseek-v3-tiny", IN_FLOAT); }
+TEST(Golden, GptOssInFloat) { compare_with_golden<float>("gpt-oss-tiny", IN_FLOAT); }
+TEST(Golden, GptOssInDouble) { compare_with_golden<double>("gpt-oss-tiny", IN_DOUBLE); }
 TEST(Golden, Qwen2MoeInDouble) { compare_with_golden<double>("qwen2-moe-tiny", IN_DOUBLE); }
 
 // Experts with a capacity: loss, dropped share and gradients are those of transformers' models, in
@@ -1014,6 +1016,37 @@ TEST_F(Packed, FoldersGiveTheirLibrariesWeights) {
         ASSERT_EQ(hf_load_weights(wide.t, dir), "") << name;
         EXPECT_NEAR(loss(wide.t), golden["loss"].get<double>(), 1e-6) << name;
     }
+}
+
+// gpt-oss' experts in MXFP4 have the loss of transformers, whose class's defaults fill in the rest;
+// so has the export, whose experts are plain numbers in bf16, which hold the codes exactly. Shape
+// keeps the factor of cosines as a float, 6e-8 of itself: scores of size 1 move by 1e-7.
+TEST_F(Packed, Mxfp4GivesTransformersLoss) {
+    std::string folder = ROOT + "/dev/golden/gpt-oss-mxfp4-tiny";
+    json golden = read_json(folder + "/golden.json");
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, folder), "");
+
+    // A step on the golden rows.
+    auto loss_of = [&](Small<double>& m) {
+        m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+            for (size_t i = 0; i < 24; i++) {
+                tokens[i] = golden["tokens"][sample][i].get<int>();
+                targets[i] = golden["tokens"][sample][i + 1].get<int>();
+            }
+            return std::string();
+        };
+        run_plan(m.t, 0);
+        return plan_loss(m.t).mean();
+    };
+    double want = golden["loss"].get<double>();
+    Small<double> m(s, {plan_of(Mode::TRAIN, 3, 24)}), again(s, {plan_of(Mode::TRAIN, 3, 24)});
+    m.t.hyper.lr = 0;
+    ASSERT_EQ(hf_load_weights(m.t, folder), "");
+    EXPECT_NEAR(loss_of(m), want, 1e-7);
+    ASSERT_EQ(hf_export(m.t, dir + "/plain", Type::BF16), "");
+    ASSERT_EQ(hf_load_weights(again.t, dir + "/plain"), "");
+    EXPECT_NEAR(loss_of(again), want, 1e-7);
 }
 
 // Shared out over ranks, each has its part of the same weights.

@@ -497,7 +497,7 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
 // Files hold each expert as a tensor of its own, and a missing expert is named.
 TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
     for (Shape s : saved_shapes()) {
-        if (s.E == 0) continue;
+        if (s.E == 0 || s.expert_bias) continue; // or joined
         auto m = random_model<float>(s);
         std::string folder = dir + "/experts";
         ASSERT_EQ(hf_export(m->t, folder, Type::F32), "");
@@ -527,6 +527,77 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
         std::string wrong = hf_load_weights(more->t, folder);
         EXPECT_HAS(wrong, "gate.weight has the shape");
     }
+}
+
+// gpt-oss' class has defaults for its windows, its clamp, its biases and YaRN.
+TEST_F(HuggingFace, ConfigOfGptOssHasItsClassesDefaults) {
+    json oss = llama_json("gpt_oss");
+    Shape s = config_shape(dir, oss);
+    EXPECT_TRUE(s.sinks && s.expert_bias && s.qkv_bias && s.o_bias && !s.tied);
+    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.HS, s.NKV}),
+              (std::vector<size_t>{128, 4, 20, 64, 2}));
+    EXPECT_TRUE(s.gate_alpha == 1.702 && s.gate_limit == 7 && s.rope_theta == 150000);
+    EXPECT_TRUE(window_of(s, 1) == 128 && window_of(s, 2) == 0);
+    const RopeScaling& r = s.rope_scaling;
+    EXPECT_TRUE(r.kind == RopeKind::YARN && r.factor == 32 && !r.truncate);
+    EXPECT_EQ(r.original_positions, 4096);
+    EXPECT_NEAR(r.attention_factor, 1.346574, 1e-6); // 0.1 ln 32 + 1
+
+    // Keys that say otherwise.
+    s = config_shape(dir, oss, {{"attention_bias", false}, {"swiglu_limit", 3.5},
+                                {"layer_types", {"full_attention", "full_attention"}},
+                                {"rope_parameters", {{"rope_type", "default"}}}});
+    EXPECT_TRUE(!s.qkv_bias && s.sinks && s.gate_limit == 3.5 && s.sliding_window == 0);
+    EXPECT_FALSE(scales(s.rope_scaling));
+    json written = hf_json(Mixtral{}, s);
+    EXPECT_EQ(written["rope_scaling"], (json{{"rope_type", "default"}}));
+    EXPECT_EQ(written["attention_bias"], false);
+    EXPECT_HAS(config_error(dir, oss, {{"swiglu_limit", 0}}), "swiglu_limit is 0, not above zero");
+    EXPECT_HAS(config_error(dir, oss, {{"layer_types", {"full_attention", "sliding_attention"}}}),
+               "layer_types of this kind is not built yet");
+    s.router = Router::SOFTMAX;
+    EXPECT_HAS(hf_refusal(Mixtral{}, s), "has no such router");
+}
+
+// gpt-oss' files join all experts, gate and up side by side; codes must have their shapes.
+TEST_F(HuggingFace, GptOssJoinsItsExperts) {
+    std::vector<Shape> shapes = saved_shapes();
+    Shape s = *std::find_if(shapes.begin(), shapes.end(), [](auto& x) { return x.expert_bias; });
+    auto m = random_model<float>(s);
+    ASSERT_EQ(hf_export(m->t, dir + "/oss", Type::F32), "");
+    TensorFile file(dir + "/oss/model.safetensors");
+    for (const Parameter& p : m->t.model.parameters)
+        EXPECT_EQ(file.of("", p, s), get_weight(m->t, p)) << p.name;
+    std::string experts = "model.layers.1.mlp.experts.";
+    const SafeTensor* joined = safetensors_find(file.file, experts + "gate_up_proj");
+    ASSERT_TRUE(joined);
+    EXPECT_EQ(joined->shape, (std::vector<size_t>{s.E, s.C, 2 * s.F}));
+
+    // One expert more than the files have.
+    Shape more = s;
+    more.E++;
+    EXPECT_HAS(hf_load_weights(random_model<float>(more)->t, dir + "/oss"), "has the shape");
+
+    // Codes of another size, and of a width that blocks do not divide.
+    std::string golden = ROOT + "/dev/golden/gpt-oss-mxfp4-tiny";
+    auto load = [&](auto change) {
+        Shape other;
+        EXPECT_EQ(hf_read_config(&other, golden), "");
+        change(other);
+        return hf_load_weights(random_model<float>(other)->t, golden);
+    };
+    EXPECT_HAS(load([](Shape& x) { x.F = 64; }), "_blocks is U8 (3,64,2,16), and U8 of");
+    s.C = 40;
+    const SafeTensor blocks = {.name = "x", .dtype = "U8"};
+    FindTensor find = [&](const std::string& name) {
+        return name.ends_with("_blocks") ? &blocks : nullptr;
+    };
+    std::set<std::string> used;
+    Model narrow = make_model(s);
+    const Parameter* gate = nullptr;
+    for (const Parameter& p : narrow.parameters)
+        if (has(p.name, "gate_proj.weight")) gate = &p;
+    EXPECT_HAS(check_joined(find, *gate, &used), "blocks of 32 do not divide 40 inputs");
 }
 
 // The shape that --upcycle makes of a dense model.

@@ -6,6 +6,7 @@
 #include "kernels_moe.h"
 #include "kernels_nf4.h"
 #include "kernels_norms.h"
+#include "kernels_oss.h"
 #include "kernels_prefix.h"
 #include "kernels_products.h"
 #include "kernels_training.h"
@@ -35,6 +36,7 @@ int main(int argc, char** argv) {
     add_nf4_kernels(rows);
     add_prefix_kernels(rows);
     add_moe_kernels(rows);
+    add_oss_kernels(rows);
     add_variant_kernels(rows);
 #if defined(EMULATE)
     rows.push_back({"old GPU", old_gpu});

@@ -5,6 +5,7 @@
 #include "ops_distill.h"
 #include "ops_moe.h"
 #include "ops_nf4.h"
+#include "ops_oss.h"
 #include "ops_prefix.h"
 #include "ops_products.h"
 #include "ops_simple.h"
@@ -57,6 +58,7 @@ int main(int argc, char** argv) {
     add_nf4_rows(rows);
     add_prefix_rows(rows);
     add_moe_rows(rows);
+    add_oss_rows(rows);
     if (mode == "perf") {
         Perf p = {copy_rate(), product_rate_of<float>(), product_rate_of<bf16>()};
         printf("ceilings of this run: copy %.1f GB/s (read plus written), 1024^3 products %.0f "

@@ -70,6 +70,16 @@ inline Shape small_shared() {
     return s;
 }
 
+// gpt-oss: sinks, biases, windows in every other block, and a clamp that some numbers meet. Its
+// first gates are about 0.1 in size.
+inline Shape small_oss() {
+    Shape s = small_mixtral();
+    set_variant(s, "gpt_oss");
+    s.hf_type = "gpt_oss", s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
+    s.sliding_window = 4, s.full_every = 2;
+    return s;
+}
+
 // The same shape with adapters. Their scale is no power of two, so that applying it rounds.
 inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all", bool rs = false) {
     Adapters adapters;
@@ -240,7 +250,7 @@ inline std::vector<Shape> all_shapes() {
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
                               alibi,        rope,              small_qwen3(),
                               small_mixtral(), small_mixtral(true), small_shared(),
-                              small_mla(), small_mla(true)};
+                              small_oss(), small_mla(), small_mla(true)};
     for (const char* type : VARIANTS)
         all.push_back(small_variant(small_llama(), type));
     all.push_back(small_neox());

@@ -180,9 +180,10 @@ static void expect_prompt_as_prefix(const Shape& base, const Layout& layout) {
 }
 
 TEST(Slots, APromptIsReadAsAPrefix) {
-    Shape scaled = small_llama(true, true);
+    Shape scaled = small_llama(true, true), oss = small_oss();
     scaled.scaled_embedding = true;
-    for (const Shape& s : {small_gpt2(), scaled, small_qwen3(), small_mixtral()})
+    oss.sliding_window = 0; // what lies before the text is behind no window
+    for (const Shape& s : {small_gpt2(), scaled, small_qwen3(), small_mixtral(), oss})
         expect_prompt_as_prefix(s, {});
 
     // Ranks that share key heads, rows, stages and shards.
@@ -219,6 +220,11 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
         EXPECT_EQ(make_texts<double>(s, 4, with(all, 3), 1, true),
                   make_texts<double>(s, 4, {}, 1, true));
     }
+
+    // Sinks are cut with their heads, and one rank adds the biases of experts' outputs.
+    MadeTexts oss = make_texts<double>(small_oss(), 4);
+    EXPECT_EQ(make_texts<double>(small_oss(), 4, with(small_layout(1, 2), 0, true)), oss);
+    EXPECT_EQ(make_texts<double>(small_oss(), 4, with(small_layout(2, 2), 3)), oss);
 
     // Expert parallelism.
     Layout experts = small_layout(2);

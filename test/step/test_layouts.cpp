@@ -380,6 +380,15 @@ Shape shared_for_tp() {
     return s;
 }
 
+// gpt-oss, whose clamp some numbers meet.
+Shape oss_for_tp() {
+    Shape s = mixtral_for_tp(true);
+    set_variant(s, "gpt_oss");
+    s.hf_type = "gpt_oss", s.tied = false, s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
+    s.window_from = 0, s.full_every = 2;
+    return s;
+}
+
 // Latent attention with heads for eight ranks, whose values are narrower; every width that is cut
 // is a multiple of eight.
 Shape mla_for_tp(bool experts) {
@@ -1334,6 +1343,40 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
         ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
     }
+}
+
+// gpt-oss agrees: sinks that are cut with their heads, biases of experts that one rank adds, and
+// sequences cut by all three methods and a hybrid; some with rounds of experts.
+TEST(Layouts, SinksAndBiasesOfExpertsAreOneComputation) {
+    // Choose layouts.
+    std::map<std::tuple<bool, int, size_t>, OneRank> one_rank;
+    std::vector<LayoutCase> layouts, all = all_layouts(), experts = expert_layouts();
+    for (size_t i = 0; i < all.size(); i += 6) layouts.push_back(all[i]);
+    for (size_t i = 0; i < experts.size(); i += 3) layouts.push_back(experts[i]);
+    for (int method = 0; method < 4; method++)
+        for (auto [tp, sp] : {std::pair{1, false}, {2, true}}) {
+            LayoutCase l{1, tp};
+            l.cp = method == 3 ? 4 : 2, l.cp_method = ContextMethod(method % 3);
+            l.sequence_parallel = sp, l.T = 16;
+            if (method == 3) l.cp_heads = 2, l.cp_method = ContextMethod::RING;
+            layouts.push_back(l);
+        }
+
+    // Compare each with one rank.
+    int number = 0, cells = 0;
+    for (LayoutCase& l : layouts) {
+        l.one_expert = false;
+        bool adamw = number % 2 > 0;
+        Shape shape = oss_for_tp();
+        if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
+        OneRank& one = one_rank[{adamw, l.micro_batches * l.dp, l.T}];
+        if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, l.T);
+        shape.expert_rounds = number % 3 ? 1 : 2;
+        Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+        ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
+        cells++;
+    }
+    printf("%d layouts\n", cells);
 }
 
 // Latent attention agrees, with and without a latent of queries, before a dense ffn and before

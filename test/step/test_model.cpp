@@ -23,13 +23,13 @@ static std::vector<Shape> lora_shapes() {
             with_late_lora(small_variant(small_llama(), "gemma2"), 4),
             with_lora(small_shared(), 2), with_lora(small_mla(true), 3),
             with_lora(small_shared(), 3, "experts,shared_expert.down_proj"),
-            with_lora(small_mixtral(), 2, "w3,q_proj")};
+            with_lora(small_mixtral(), 2, "w3,q_proj"), with_lora(small_oss(), 2)};
 }
 
 // Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
 static std::vector<Shape> prefix_shapes() {
     std::vector<Shape> shapes = {small_gpt2(), small_llama(true, true),
-                                 small_variant(small_llama(), "gemma2")};
+                                 small_variant(small_llama(), "gemma2"), small_oss()};
     for (Shape& s : shapes) s.prefix = 3;
     return shapes;
 }
@@ -39,9 +39,9 @@ static std::vector<Shape> prefix_shapes() {
 TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     std::vector<Shape> shapes = all_shapes();
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
-    for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)})
+    for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true), small_oss()})
         shapes.push_back(with_capacity(s));
-    for (Shape s : {small_shared(), small_mla(true), with_lora(small_mixtral(), 3, "experts")}) {
+    for (Shape s : {small_oss(), small_shared(), small_mla(true), with_lora(small_mixtral(), 3, "experts")}) {
         s.expert_rounds = 3;
         shapes.push_back(s);
     }

@@ -1038,14 +1038,16 @@ TEST(Model, PublishedParameterCounts) {
         {"mixtral-8x7b", 46702792704}, {"qwen3-30b-a3b", 30532122624},
         {"olmoe-1b-7b", 6919161856}, {"qwen1.5-moe-a2.7b", 14315784192},
         {"deepseek-v2-lite", 15706484224}, {"deepseek-v2", 235741434880},
-        {"deepseek-v3", 671026419200}};
+        {"deepseek-v3", 671026419200}, {"gpt-oss-20b", 20914757184},
+        {"gpt-oss-120b", 116829156672}};
 
     // Active parameters, those that a token meets, in 1e9. Without experts all are active.
     std::map<std::string, double> active = {{"mixtral-8x7b", 12.880}, {"qwen3-30b-a3b", 3.353},
                                             {"olmoe-1b-7b", 1.282},
                                             {"qwen1.5-moe-a2.7b", 2.689},
                                             {"deepseek-v2-lite", 2.661}, {"deepseek-v2", 21.376},
-                                            {"deepseek-v3", 37.552}};
+                                            {"deepseek-v3", 37.552}, {"gpt-oss-20b", 4.187},
+                                            {"gpt-oss-120b", 5.712}};
     for (const Preset& p : model_presets())
         if (published.count(p.name)) {
             Model model = make_model(p.shape);
