@@ -34,7 +34,8 @@ using namespace llmc;
 // All ranks end together, because loss and norm are the same on each.
 template <typename T, typename S>
 void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale) {
-    if (std::isfinite(loss) && scale.finite) return;
+    if (std::isfinite(loss) && scale.finite)
+        return;
     std::string first = trace_bad_value(run, t);
     std::string where = first.empty()
                             ? "done again, the step has no such value: suspect the machine"
@@ -65,7 +66,8 @@ void train_step(Run& run, Trainer<T, S>& t) {
 
     // With --loss grpo the next batch cannot be read ahead: it is sampled from the new weights.
     bool ahead = run.step + 1 < c.steps && !has_rollouts(c);
-    if (ahead) prepare_batch(t, run.train_plan, t.cursor + samples);
+    if (ahead)
+        prepare_batch(t, run.train_plan, t.cursor + samples);
     PlanResult result = plan_result(t);
     run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
     StepMeasures measures = measure_step(t);
@@ -156,7 +158,8 @@ template <typename T, typename S>
 void autotune(Run& run, Trainer<T, S>& t) {
     // --verify-every compares the bits of ranks, so all of them must use one algorithm: keep the
     // library's first guess, which does not depend on timing.
-    if (run.config.verify_every && run.layout.dp.size > 1) return;
+    if (run.config.verify_every && run.layout.dp.size > 1)
+        return;
     if (!blas_rehearse(t.ctx.blas, true, t.ctx.where))
         return;
 
@@ -249,7 +252,8 @@ void train(Run& run, Trainer<T, S>& t) {
     measure_peak<T>(run, t.ctx.where);
     open_display(run.log, c.log_every, run.world.mpi != nullptr);
     run.saves = {};
-    if (c.save_async) run.saves.async = make_async_save(t);
+    if (c.save_async)
+        run.saves.async = make_async_save(t);
     CatchSignals catch_signals;
 
     // All ranks agree on a signal, because they must leave at the same place: a rank that stopped
@@ -294,11 +298,13 @@ void train(Run& run, Trainer<T, S>& t) {
     // Save the last step. A copy in memory (--buddy) is not needed once it is on disk.
     save_at_the_end(run, t);
     bool on_disk = run.saves.step == run.step;
-    if (run.buddies && on_disk) remove_buddies(run.world, *run.buddies);
+    if (run.buddies && on_disk)
+        remove_buddies(run.world, *run.buddies);
 
     // A signal during the last step or its save also ends the run here, without
     // samples and exports.
-    if (!run.stopped) run.stopped = agree(run.world, {stop_signal, false}).stop;
+    if (!run.stopped)
+        run.stopped = agree(run.world, {stop_signal, false}).stop;
     if (!is_first(run)) return;
 
     // Close the log and the profile, and print where a stopped run stands.
@@ -348,7 +354,8 @@ void run_training(Run& run, S where) {
     std::string machines = machines_text(run.layout, find_machines(run));
     if (!kernels.empty() && is_first(run))
         printf("attention: %s\n", kernels.c_str());
-    if (is_first(run)) printf("%s", machines.c_str());
+    if (is_first(run))
+        printf("%s", machines.c_str());
     if (is_first(run) && run.world.nccl)
         printf("%s", nccl_settings_text(environ).c_str());
 
@@ -460,7 +467,8 @@ static bool run_on_cpu(Run& run) {
 // Give each of several processes a GPU of its own, and connect them by NCCL. Threads as ranks share
 // the first GPU.
 static void join_gpus(Run& run) {
-    if (!HAS_NCCL || run.world.size == 1) return;
+    if (!HAS_NCCL || run.world.size == 1)
+        return;
     or_die(take_gpu(run.world));
     or_die(no_gpu_because()); // ask again: this GPU may be older than the machine's first
     run.world.fixed_order = run.config.fixed_order;
@@ -587,7 +595,8 @@ static bool run_command(Run& run) {
 
     // Print what fits on a card: that needs no run.
     if (given(c, "fit")) {
-        if (is_first(run)) printf("%s", fit_text(c).c_str());
+        if (is_first(run))
+            printf("%s", fit_text(c).c_str());
         return true;
     }
 
@@ -639,8 +648,10 @@ static bool run_command(Run& run) {
     // Open everything that is read: tasks, conversations, data, prompts.
     open_tasks(run);
     open_chat(run);
-    if (!c.explain && wants_validation(c)) open_data(run);
-    if (!c.explain && has_rollouts(c)) open_exercises(run);
+    if (!c.explain && wants_validation(c))
+        open_data(run);
+    if (!c.explain && has_rollouts(c))
+        open_exercises(run);
     choose_teacher(run);
     choose_texts(run);
 

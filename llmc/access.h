@@ -41,11 +41,8 @@ inline void access_forward(Access& x, const Plan& p, const Model& model, const A
     // Read the weights. Write the next layer's stream; the head writes the loss or the logits.
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    if (l < model.head()) {
-        x.write({Kind::STREAM, l + 1, m});
-    } else {
-        x.write({p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS, -1, m});
-    }
+    Kind result = p.mode == Mode::EVALUATE ? Kind::LOSS : Kind::LOGITS;
+    x.write(l < model.head() ? Data{Kind::STREAM, l + 1, m} : Data{result, -1, m});
 
     // A block leaves its activations, and in generation its keys and values.
     if (!model.is_block(l)) return;
@@ -86,30 +83,28 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
             x.write({k, l, m});
 }
 
-// I and W are the two halves of a backward pass; B runs both at once. The gradients that one half
-// of a B makes for the other are then written, and no other action reads them.
-inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
+// A backward pass reads its layer's input and its output's gradient, and writes its input's. The
+// weight half needs no input: the norms kept their outputs, which its matrices multiply.
+inline void access_streams(Access& x, const Model& model, const Action& a) {
     int m = a.micro, l = a.layer;
-    bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
-    x.read({Kind::TOKENS, -1, m});
-    x.write({Kind::SCRATCH, l});
-
-    // The streams: read the layer's input and its output's gradient, write its input's gradient.
-    // The weight half needs no input: the norms kept their outputs, which its matrices multiply.
+    bool input_half = a.op != Op::W;
     if (l > 0 && input_half)
         x.read({Kind::STREAM, l, m});
     if (l < model.head())
         x.read({Kind::DSTREAM, l + 1, m});
     if (l > lowest_trained(model) && input_half)
         x.write({Kind::DSTREAM, l, m});
-    if (l == model.head()) {
-        x.read({Kind::VALID});
-        x.read({Kind::SCALE}); // the weight of one target, and fp16's loss scale
-        x.write({Kind::LOSS, -1, m});
-    }
+    if (l < model.head()) return;
+    x.read({Kind::VALID});
+    x.read({Kind::SCALE}); // the weight of one target, and fp16's loss scale
+    x.write({Kind::LOSS, -1, m});
+}
 
-    // The input half reads the weights, and the weight half makes their gradients. Both halves read
-    // adapters, since A's gradient needs B and B's needs A, and experts that work in rounds.
+// The input half reads the weights, and the weight half makes their gradients. Both halves read
+// adapters, since A's gradient needs B and B's needs A, and experts that work in rounds.
+inline void access_weights(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int l = a.layer;
+    bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
     for (int b : buckets_of(model, l)) {
         Role role = model.buckets[b].role;
         bool rounds = role == Role::EXPERTS && model.shape.expert_rounds > 1;
@@ -120,6 +115,17 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         Data grad = {gradient_kind(p.layout, model, b, l), b};
         a.first ? x.write(grad) : x.change(grad);
     }
+}
+
+// I and W are the two halves of a backward pass; B runs both at once. The gradients that one half
+// of a B makes for the other are then written, and no other action reads them.
+inline void access_backward(Access& x, const Plan& p, const Model& model, const Action& a) {
+    int m = a.micro, l = a.layer;
+    bool input_half = a.op != Op::W;
+    x.read({Kind::TOKENS, -1, m});
+    x.write({Kind::SCRATCH, l});
+    access_streams(x, model, a);
+    access_weights(x, p, model, a);
 
     // Read the block's activations, and hand gradients from the input half to the weight half.
     if (!model.is_block(l)) return;
@@ -131,9 +137,10 @@ inline void access_backward(Access& x, const Plan& p, const Model& model, const 
         x.read({Kind::REDO_B, l, m});
     x.read({Kind::KEPT_W, l, m});
     if (redone) x.read({Kind::REDO_W, l, m});
-    if (input_half)
-        x.write({Kind::GRADIENT_B, l, m});
-    input_half ? x.write({Kind::GRADIENT_W, l, m}) : x.read({Kind::GRADIENT_W, l, m});
+    if (!input_half)
+        return x.read({Kind::GRADIENT_W, l, m});
+    x.write({Kind::GRADIENT_B, l, m});
+    x.write({Kind::GRADIENT_W, l, m});
 }
 
 // REDUCE sums in place. Where it runs after each micro-batch, it then adds this rank's part of the
@@ -201,7 +208,8 @@ inline void access_move(Access& x, const Plan& p, const Model& model, const Acti
     for (Data d : tiered_data(p, model, a)) {
         // A chunk goes back into weights that lie in one piece: the rest of them must stay.
         bool part = a.chunk >= 0 && d.chunk < 0;
-        fetches ? x.read(d) : part ? x.change(d) : x.write(d);
+        if (fetches || part) x.read(d);
+        if (!fetches) x.write(d);
     }
     for (Data d : moved_data(p, model, a))
         fetches ? x.write(d) : x.read(d);

@@ -211,7 +211,8 @@ void write_weights(const AdamWMemory<T>& x, const acc_t<T>* w, // (n)
     float* master = static_cast<float*>(x.master) + (x.master ? row.offset + i : 0);
     #pragma omp simd
     for (size_t k = 0; k < n; k++) {
-        if (x.master) master[k] = float(w[k]);
+        if (x.master)
+            master[k] = float(w[k]);
         weight[k] = from_acc<T>(w[k]);
     }
 }

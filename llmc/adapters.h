@@ -105,6 +105,8 @@ inline void add_halves(Model& m, const Parameter& w, const std::string& name, si
 inline void add_adapters(Model& m, const std::string& number) {
     SetViews sets = adapter_sets(m.shape);
     if (sets.empty()) return;
+
+    // Copy the bucket: adding one moves the others in memory.
     Bucket block = m.buckets.back();
     std::string whose = block.role == Role::EXPERTS ? ".experts" : "";
     for (int i = block.first; i < block.first + block.count; i++) {

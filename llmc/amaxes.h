@@ -36,7 +36,8 @@ Fp8History fp8_history(const Trainer<T, S>& t) {
 // The slots that products read and fill. An evaluation leaves no maxima.
 template <typename T, typename S>
 Fp8Late late_scales(const Trainer<T, S>& t) {
-    if (t.model.shape.fp8 != Fp8::DELAYED) return {};
+    if (t.model.shape.fp8 != Fp8::DELAYED)
+        return {};
     // Training notes what it sees; the scales are those of the last step.
     Fp8History h = fp8_history(t);
     bool trains = t.plans[t.plan].mode == Mode::TRAIN;

@@ -38,13 +38,17 @@ ReferenceScores<T> reference_scores(const AttentionOperands<T>& x, size_t b, siz
     const T* q = x.query(b, h, i);
 
     // Multiply with the keys that the query sees. The others keep -inf.
-    std::vector<A> capped(x.d.Tk), s(x.d.Tk, A(-INFINITY));
+    std::vector<A> capped(x.d.Tk);
+    std::vector<A> s(x.d.Tk, A(-INFINITY));
     for (size_t j = 0; j < x.d.Tk; j++) {
         int distance = 0;
-        if (!x.visible(b, i, j, distance)) continue;
+        if (!x.visible(b, i, j, distance))
+            continue;
         const T* k = x.k + x.key_at(b, kh, j);
         A product = channel_dot(q, k, x.d.HS);
         capped[j] = x.capped(product);
+
+        // ALiBi: a key counts less the further back it is.
         s[j] = capped[j] - A(x.slope(h)) * A(distance);
     }
     return {capped, s};
@@ -60,7 +64,8 @@ A reference_softmax(std::vector<A>& s) {
     // Test for -inf by hand: in a row that sees nothing, -inf - most would be NaN.
     A total = 0;
     for (A& y : s) {
-        y = y == A(-INFINITY) ? 0 : std::exp(y - most);
+        bool masked = y == A(-INFINITY);
+        y = masked ? 0 : std::exp(y - most);
         total += y;
     }
     if (!seen) return A(-INFINITY);
@@ -122,13 +127,15 @@ void reference_backward_row(ReferenceSums<T>& sums, const T* out, const acc_t<T>
     // Compute the scores again: forward kept only lse.
     const ReferenceScores<T> scores = reference_scores(x, b, h, i);
     const A row_lse = lse[x.lse_at(b, h, i)];
-    const A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS_v);
+    const T* row = out + x.out_at(b, h, i); // (HS_v)
+    const A D = channel_dot(dout, row, d.HS_v);
     std::fill(sums.dq.begin(), sums.dq.end(), A(0));
 
     // Walk the keys. D is the mean of dp under p, which the softmax's gradient subtracts.
     for (size_t j = 0; j < d.Tk; j++) {
         // A masked key has p = 0 and contributes nothing.
-        if (scores.s[j] == A(-INFINITY)) continue;
+        if (scores.s[j] == A(-INFINITY))
+            continue;
         const T* k = x.k + x.key_at(b, kh, j);
         const T* v = x.v + x.value_at(b, kh, j);
 
@@ -173,8 +180,10 @@ void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t
             for (size_t h = kh * group; h < (kh + 1) * group; h++)
                 for (size_t i = 0; i < d.Tq; i++) {
                     reference_backward_row(sums, out, lse, x, b, h, i);
+
                     // No other task writes this row of dq.
-                    put_row(dq + x.query_at(b, h, i), sums.dq.data(), d.HS, x.accumulate);
+                    Q* row = dq + x.query_at(b, h, i);
+                    put_row(row, sums.dq.data(), d.HS, x.accumulate);
                 }
 
             // Write dk and dv.

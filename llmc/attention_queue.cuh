@@ -54,7 +54,8 @@ struct TileQueue {
         place = __shfl_sync(ALL_LANES, place, 0);
         const unsigned NKV = unsigned(x.d.NKV);
         const unsigned heads = unsigned(x.d.B) * NKV;
-        if (place >= heads * x.tiles) return {0, 0, 0, -1};
+        if (place >= heads * x.tiles)
+            return {0, 0, 0, -1};
 
         // All key heads of a sequence have the same order.
         const HeadPlace next = head_place(place, heads, heads_together, x.tiles);

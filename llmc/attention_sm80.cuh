@@ -47,6 +47,7 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
 // s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels.
 template <int D, int MT, int NT, typename T>
 __device__ void rows_times_rows(float (&s)[MT][NT][4], const T* a, int row, const T* b) {
+    // Begin with zeros: products add.
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll

@@ -174,7 +174,8 @@ struct Choice {
 inline std::vector<int> blocks_of(const Layout& layout, const Model& model) {
     std::vector<int> blocks;
     for (int l = std::max(1, lowest_trained(model)); l < model.head(); l++)
-        if (is_mine(layout, model, l)) blocks.push_back(l);
+        if (is_mine(layout, model, l))
+            blocks.push_back(l);
     return blocks;
 }
 

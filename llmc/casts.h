@@ -27,7 +27,8 @@ template <typename F>
 size_t for_each_cast(const Plan& p, const Model& m, F f) {
     size_t at = 0;
     for (const Parameter& w : m.parameters) {
-        if (w.matrix < 0 || !bucket_is_mine(p.layout, m, w.bucket)) continue;
+        if (w.matrix < 0 || !bucket_is_mine(p.layout, m, w.bucket))
+            continue;
         f(w, at);
         at += fp8_cast_bytes(w.local_rows(), w.local_cols());
     }
@@ -42,7 +43,8 @@ inline size_t cast_bytes(const Plan& p, const Model& m) {
 template <typename X>
 void access_fp8(X& x, const Plan& p, const Model& model) {
     access_amaxes(x, p, model);
-    if (keeps_casts(p, model)) x.change({Kind::CAST});
+    if (keeps_casts(p, model))
+        x.change({Kind::CAST});
 }
 
 // The places of a plan's casts, as the plan begins: nothing is cast yet. Empty: it keeps no casts.
@@ -50,7 +52,8 @@ template <typename T, typename S>
 std::vector<Fp8Cast> bind_casts(const Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
     auto* base = address<unsigned char>(t, {Kind::CAST});
-    if (!base || !keeps_casts(p, t.model)) return {};
+    if (!base || !keeps_casts(p, t.model))
+        return {};
     std::vector<Fp8Cast> casts(size_t(t.model.matrices));
     for_each_cast(p, t.model, [&](const Parameter& w, size_t at) {
         casts[size_t(w.matrix)].home = base + at;

@@ -23,7 +23,8 @@ template <typename T, typename S>
 ChoiceBiases read_choice_biases(const Trainer<T, S>& t) {
     ChoiceBiases biases(t.model.shape.L);
     for (const Parameter& p : t.model.parameters)
-        if (is_choice_bias(p)) biases[size_t(p.layer) - 1] = get_weight(t, p);
+        if (is_choice_bias(p))
+            biases[size_t(p.layer) - 1] = get_weight(t, p);
     return biases;
 }
 

@@ -29,8 +29,10 @@ void init_constants(Trainer<T, S>& t) {
         return to + s.prefix * channels * sizeof(table[0]);
     };
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
-    if (s.position == Position::ROPE) t.rope = fill(base, s.rope_theta, s.rope_scaling);
-    if (t.rope && s.window_theta) t.window_rope = fill(base + behind, s.window_theta, {});
+    if (s.position == Position::ROPE)
+        t.rope = fill(base, s.rope_theta, s.rope_scaling);
+    if (t.rope && s.window_theta)
+        t.window_rope = fill(base + behind, s.window_theta, {});
 
     // Fill ALiBi's slopes, one for each head. A rank points at the slopes of its own heads.
     if (s.position == Position::ALIBI) {
@@ -47,7 +49,8 @@ void init_constants(Trainer<T, S>& t) {
 template <typename T, typename S>
 void init_loss_scale(Trainer<T, S>& t) {
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
-    if (!home || !t.hyper.loss_scaling.on) return;
+    if (!home || !t.hyper.loss_scaling.on)
+        return;
     StepScale begin = {};
     begin.loss = begin_loss_scale(t.hyper.loss_scaling);
     copy_in(home, &begin, sizeof(begin), t.ctx.where);

@@ -305,8 +305,10 @@ void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
                    const acc_t<T>* lse, const Qkv<T>& x) {
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.cp_method == ContextMethod::RING;
-    if (ring) return ring_backward(ctx, dx, dout, out, lse, x);
-    if (!alone) return gather_backward(ctx, dx, dout, out, lse, x);
+    if (ring)
+        return ring_backward(ctx, dx, dout, out, lse, x);
+    if (!alone)
+        return gather_backward(ctx, dx, dout, out, lse, x);
 
     // With Ulysses alone the gradients are whole too.
     Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
@@ -388,7 +390,8 @@ void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* fr
         for (size_t h = 0; h < cp; h += copies) {
             T* block = received + h * t * part;
             T* columns = to + h / copies * part;
-            if (copies > 1) add_copies(block, t * part, copies, ctx.where);
+            if (copies > 1)
+                add_copies(block, t * part, copies, ctx.where);
             copy_rows(columns, stride * sizeof(T), block, bytes, bytes, t, ctx.where);
         }
     }
@@ -580,11 +583,13 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
 template <typename T, typename S>
 void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
-    if (ctx.cp.size == 1) return attention_forward(ctx, out, lse, x, cache, sinks);
+    if (ctx.cp.size == 1)
+        return attention_forward(ctx, out, lse, x, cache, sinks);
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
-    if (ctx.cp_heads.size > 1) return ulysses_forward(ctx, out, lse, x, sinks);
+    if (ctx.cp_heads.size > 1)
+        return ulysses_forward(ctx, out, lse, x, sinks);
     keys_forward(ctx, out, lse, x, sinks);
 }
 
@@ -593,7 +598,8 @@ template <typename T, typename S>
 void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,t,NH,HS)
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                 const Qkv<T>& x, const Sinks<T>& sinks = {}) {
-    if (ctx.cp.size == 1) return attention_backward(ctx, dx, dout, out, lse, x, sinks);
+    if (ctx.cp.size == 1)
+        return attention_backward(ctx, dx, dout, out, lse, x, sinks);
     if (ctx.cp_heads.size > 1)
         ulysses_backward(ctx, dx, dout, out, lse, x, sinks);
     else

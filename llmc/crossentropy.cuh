@@ -48,7 +48,8 @@ struct GradientScale {
     // The same factor for a caller whose row 0 is row n.
     template <typename A> GradientScale from_row(size_t n) const {
         GradientScale scale = *this;
-        if (rows) scale.rows = static_cast<const A*>(rows) + n;
+        if (rows)
+            scale.rows = static_cast<const A*>(rows) + n;
         return scale;
     }
     // The slope of the softcap, from the capped logit.
@@ -155,7 +156,8 @@ void crossentropy_backward(T* logits, const int* targets,                    // 
         for (size_t v = 0; gradient_scale.softcap != 0 && v < V; v++) {
             acc_t<T> x = to_acc(l[v]);
             acc_t<T> d = fast_exp_nonpositive(x - m) * factor;
-            if (here && size_t(own) == v) d -= scale;
+            if (here && size_t(own) == v)
+                d -= scale;
             l[v] = from_acc<T>(d * gradient_scale.cap_slope(x));
         }
         if (gradient_scale.softcap != 0) {
@@ -387,8 +389,10 @@ __device__ void backward_of_row(T* row, int target, MaxSum all, GradientScale gr
             bool own_is_mine = here && own - v < P;
             for (int i = 0; i < P; i++) {
                 float d = exp_below(to_float(p.v[i]), all.max) * factor;
-                if (own_is_mine && v + i == own) d -= scale;
-                if (gradient_scale.softcap != 0) d *= gradient_scale.cap_slope(to_float(p.v[i]));
+                if (own_is_mine && v + i == own)
+                    d -= scale;
+                if (gradient_scale.softcap != 0)
+                    d *= gradient_scale.cap_slope(to_float(p.v[i]));
                 p.v[i] = from_acc<T>(d);
             }
 

@@ -165,14 +165,17 @@ void distill_backward(const DistillRows<T>& x, Distillation d, GradientScale sca
         for (size_t v = counted; v < x.Vp; v++)
             s[v] = from_acc<T>(0);
         for (size_t v = 0; v < counted; v++) {
+            // Both models at the temperature, then the student alone.
             A logit = to_acc(s[v]);
             A of_student = logit - x.student_max(n);
             A of_teacher = to_acc(t[v]) - x.teacher_max(n);
             A g = f.lead(fast_exp_nonpositive(of_student * rate),
                          fast_exp_nonpositive(of_teacher * rate));
             g += f.plain * fast_exp_nonpositive(of_student);
-            if (here && v == own) g -= f.target;
-            if (scale.softcap != 0) g *= scale.cap_slope(logit);
+            if (here && v == own)
+                g -= f.target;
+            if (scale.softcap != 0)
+                g *= scale.cap_slope(logit);
             s[v] = from_acc<T>(g);
         }
     }
@@ -218,7 +221,8 @@ template <typename T> __global__ void distill_sums_kernel(DistillRows<T> x, Dist
 template <typename T>
 __global__ void distill_loss_kernel(float* losses, DistillRows<T> x, Distillation d) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < x.N) losses[n] = distill_loss_of(x, d, n);
+    if (n < x.N)
+        losses[n] = distill_loss_of(x, d, n);
 }
 
 // And the gradient. Each thread writes only what it has read.
@@ -241,8 +245,10 @@ __global__ void distill_backward_kernel(DistillRows<T> x, Distillation d, Gradie
             float of_teacher = to_float(t[v]) - x.teacher_max(n);
             g = f.lead(expf(of_student * rate), expf(of_teacher * rate));
             g += f.plain * expf(of_student);
-            if (here && v == own) g -= f.target;
-            if (scale.softcap != 0) g *= scale.cap_slope(logit);
+            if (here && v == own)
+                g -= f.target;
+            if (scale.softcap != 0)
+                g *= scale.cap_slope(logit);
         }
         s[v] = from_acc<T>(g);
     }

@@ -36,7 +36,8 @@ inline void split_pairs(float* feedback, int* tokens, size_t T) {
     // A conversation's first token says whose it is.
     float now = 0;
     for (size_t i = 0; i < T; i++) {
-        if (tokens[i] & BEGINS) now = tokens[i] & REJECTED ? 1 : 0;
+        if (tokens[i] & BEGINS)
+            now = tokens[i] & REJECTED ? 1 : 0;
         tokens[i] &= ~REJECTED;
         feedback[i] = now;
     }

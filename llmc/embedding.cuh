@@ -65,8 +65,10 @@ void embedding_backward_weight(acc_t<T>* dwte, acc_t<T>* dwpe,          // (Vp,C
     };
 
     // Clear the whole tables, because most of their rows have no token in a batch.
-    if (!accumulate && dwte) zero(dwte, Vp, C);
-    if (!accumulate && dwpe) zero(dwpe, P, C);
+    if (!accumulate && dwte)
+        zero(dwte, Vp, C);
+    if (!accumulate && dwpe)
+        zero(dwpe, P, C);
 
     // A thread owns a block of columns and walks all rows, so no two threads add to
     // the same element.

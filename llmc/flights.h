@@ -23,20 +23,26 @@ S comm_where(const Trainer<T, S>& t, Op op) {
 template <typename T, typename S>
 acc_t<T>* whole_gradient(const Trainer<T, S>& t, int bucket) {
     bool each = reduced_each(t.layout, t.model, bucket);
-    return address<acc_t<T>>(t, {each ? Kind::PARTIAL : summed_kind(t.layout), bucket});
+    Kind kind = each ? Kind::PARTIAL : summed_kind(t.layout);
+    return address<acc_t<T>>(t, {kind, bucket});
 }
 
 // ZeRO-2 and 3 reduce a micro-batch's gradient into the step's shard; otherwise REDUCE is in place.
 template <typename T, typename S>
 InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
     typedef acc_t<T> A;
-    bool each = reduced_each(t.layout, t.model, a.bucket);
     A* grad = address<A>(t, {summed_kind(t.layout), a.bucket});
     A* whole = whole_gradient(t, a.bucket);
+
+    // Only the sum of a micro-batch is added to a shard.
+    bool each = reduced_each(t.layout, t.model, a.bucket);
+    A* shard = each ? grad : nullptr;
+
+    // A narrow gradient travels through a buffer of its own.
     void* sent = address<unsigned char>(t, {Kind::SENT, a.bucket});
     Gradients format = t.plans[t.plan].gradients;
-    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, format,
-                       each ? grad : nullptr, a.first, comm_where(t, a.op));
+    return zero_reduce(t.comms, t.layout, t.model, a.bucket, whole, sent, format, shard, a.first,
+                       comm_where(t, a.op));
 }
 
 // Bring together the weights that layers are about to read: shards that lie here, or were fetched.
@@ -45,20 +51,24 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
     Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
+    S where = comm_where(t, a.op);
+
+    // Gather a narrow frozen bucket as bytes.
     Stored stored = t.plans[t.plan].stored;
     if (is_narrow(stored, t.model, a.bucket)) {
-        // Gather a narrow frozen bucket as bytes.
         const Comm& ranks = t.comms.data(t.model.buckets[a.bucket].group).shard;
         size_t bytes = stored_range<T>(stored, t.layout, t.model, a.bucket).count;
         auto* all = reinterpret_cast<unsigned char*>(whole);
         auto* own = reinterpret_cast<const unsigned char*>(shard);
-        return {start_all_gather(ranks, all, own, bytes, comm_where(t, a.op))};
+        return {start_all_gather(ranks, all, own, bytes, where)};
     }
 
+    // Gather others as codes, if the plan has room for them, or as they are.
     unsigned char* codes = address<unsigned char>(t, {Kind::CODES, a.bucket});
     if constexpr (type_of<T>() == Type::BF16)
-        if (codes) return gather_codes(t, a.bucket, whole, shard, codes, comm_where(t, a.op));
-    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, comm_where(t, a.op));
+        if (codes)
+            return gather_codes(t, a.bucket, whole, shard, codes, where);
+    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, where);
 }
 
 // ZeRO-1 and 2: every rank gets the shards that the others have updated.
@@ -71,14 +81,19 @@ InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
 // Post all messages of an exchange together, so that no send waits for a receive after it.
 template <typename T, typename S>
 InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
+    // A stream has the rows of a micro-batch, or this rank's share of them.
     const Plan& p = t.plans[t.plan];
-    size_t rows = p.mode == Mode::GENERATE ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.row_ranks;
+    bool generates = p.mode == Mode::GENERATE;
+    size_t rows = generates ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.row_ranks;
     size_t bytes = rows * t.model.shape.C * sizeof(T);
+
     std::vector<CommMessage> messages;
     for (const Transfer& x : a.transfers) {
         T* stream = address<T>(t, data_of(t.layout, t.model, x));
         messages.push_back({stream, bytes, x.peer, x.send, x.gradient});
     }
+
+    // Receives and sends end apart: data that arrive are needed first.
     int count = int(messages.size());
     S where = comm_where(t, a.op);
     auto exchange = start_exchange_apart(t.comms.pp, messages.data(), count, where);
@@ -88,10 +103,21 @@ InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
     return f;
 }
 
+template <typename T, typename S>
+InFlight<S> start_collective(Trainer<T, S>& t, const Action& a) {
+    switch (a.op) {
+    case Op::SENDRECV: return start_sendrecv(t, a);
+    case Op::GATHER: return start_gather(t, a);
+    case Op::REDUCE: return start_reduce(t, a);
+    default: return start_publish(t, a);
+    }
+}
+
 // Start a collective or a move; the caller keeps it until finish_before() says that it is needed.
 template <typename T, typename S>
 InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
-    if (queue_of(a.op) == Queue::MOVE) return start_move(t, a);
+    if (queue_of(a.op) == Queue::MOVE)
+        return start_move(t, a);
 
     // Sum what tp ranks share on the compute stream, since layers use the communicator of tp there.
     if (a.op == Op::REDUCE)
@@ -104,12 +130,8 @@ InFlight<S> start_flight(Trainer<T, S>& t, const Action& a) {
     if (apart)
         wait_point(record_point(t.ctx.where), where);
 
-    InFlight<S> f = a.op == Op::SENDRECV ? start_sendrecv(t, a)
-                    : a.op == Op::GATHER ? start_gather(t, a)
-                    : a.op == Op::REDUCE ? start_reduce(t, a)
-                                         : start_publish(t, a);
-
     // Give such a stream all of the collective now, the rest too, and mark its end.
+    InFlight<S> f = start_collective(t, a);
     f.action = t.at;
     if (apart && f.rest) f.rest();
     if (apart) f.arrived = record_point(where);

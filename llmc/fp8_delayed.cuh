@@ -77,7 +77,8 @@ LLMC_HD inline void fp8_next_scale(const Fp8History& h, size_t slot, float most,
     // Overwrite the oldest entry of the ring; `most` still includes it.
     uint32_t past = uint32_t(rule.length - 1);
     uint32_t rolled = h.rolled[slot]++;
-    if (past) h.past[slot * past + rolled % past] = a;
+    if (past)
+        h.past[slot * past + rolled % past] = a;
     float amax = rule.recent || a > most ? a : most; // false for a NaN
 
     // Divide as TransformerEngine does. A scale too large for a float becomes the largest float.
@@ -127,7 +128,8 @@ __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
         most = ring[i] > most ? ring[i] : most;
     uint32_t largest = warp_max(bits_as<uint32_t>(most));
     __syncwarp(); // every lane has read what the first lane will change
-    if (lane == 0) fp8_next_scale(h, slot, bits_as<float>(largest), rule);
+    if (lane == 0)
+        fp8_next_scale(h, slot, bits_as<float>(largest), rule);
 }
 
 // ----------------------------------------------------------------------------

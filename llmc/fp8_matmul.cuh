@@ -48,7 +48,8 @@ inline const char* fp8_refuses(const Fp8Product& p, int architecture, size_t ver
 
     // All rows must begin at multiples of 16 bytes.
     if (p.K % 16) return "K is no multiple of 16";
-    if (p.N % (p.out == Type::F32 ? 4 : 8)) return "rows of out are no multiple of 16 bytes";
+    if (p.N % (p.out == Type::F32 ? 4 : 8))
+        return "rows of out are no multiple of 16 bytes";
 
     // Both operands must have one scale, or both must have scales of blocks.
     bool whole = p.a == Fp8Blocks::WHOLE;
@@ -111,7 +112,8 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
         describe(made, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, fp8_scale_mode(p.b));
         describe(made, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, fp8_scale_mode(p.a));
 #endif
-        if (bias) describe(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(type_of<T>()));
+        if (bias)
+            describe(made, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(type_of<T>()));
         return made;
     });
 

@@ -31,8 +31,10 @@ inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
 
     // Look at the bucket. Experts have products of other kinds.
     bool block = m.buckets[bucket].role == Role::BLOCK;
-    if (!block || m.shape.E > 0) return false;
-    if (!bucket_is_mine(p.layout, m, bucket)) return false;
+    if (!block || m.shape.E > 0)
+        return false;
+    if (!bucket_is_mine(p.layout, m, bucket))
+        return false;
     bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
     return cut && !p.layout.weights_away;
 }
@@ -66,12 +68,17 @@ template <typename M, typename W>
 void for_each_gathered(const Model& m, int bucket, size_t first, size_t count, M matrix, W wide) {
     size_t end = std::min(first + count, m.buckets[bucket].elements);
     if (end <= first) return; // a shard of padding
+
+    // Elements between matrices are wide: hand them out when the next matrix begins.
     size_t done = first;
     size_t scale = 0;
     auto wide_until = [&](size_t to) {
-        if (to > done) wide(done - first, to - done);
+        if (to > done)
+            wide(done - first, to - done);
         done = std::max(done, to);
     };
+
+    // Walk the matrices by their offsets.
     for (int i : m.buckets[bucket].in_order) {
         const Parameter& w = m.parameters[i];
         if (w.matrix < 0) continue;
@@ -197,6 +204,8 @@ InFlight<S> gather_codes(const Trainer<T, S>& t, int b, T* whole, const T* weigh
                 fp8_piece_values(home + at, reinterpret_cast<const e4m3*>(codes) + at,
                                  maxima + scale, piece, where);
             };
+
+            // Elements of no matrix came as they are, behind the codes.
             auto take_wide = [&](size_t at, size_t n) {
                 size_t bytes = n * sizeof(T);
                 copy_rows(home + at, bytes, behind, bytes, bytes, 1, where);
@@ -204,8 +213,11 @@ InFlight<S> gather_codes(const Trainer<T, S>& t, int b, T* whole, const T* weigh
             };
             for_each_gathered(*model, b, part.shard * r, part.shard, take_codes, take_wide);
         }
+
+        // These bytes hold whole weights now.
         Placements* checked = comms.placements();
-        if (checked) placement_forget(*checked, whole, part.shard * ranks * sizeof(T));
+        if (checked)
+            placement_forget(*checked, whole, part.shard * ranks * sizeof(T));
     };
     return f;
 }

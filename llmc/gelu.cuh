@@ -150,6 +150,8 @@ __global__ void gelu_backward_kernel(T* dinp, float* sums, const T* dout, const 
         Pack<T, P> p = load<P>(inp + n * C + c), d = load<P>(dout + n * C + c);
         for (int k = 0; k < P; k++) {
             float x = to_float(p.v[k]);
+
+            // GELU is x (1 + tanh(u)) / 2: the slope has a term of each factor.
             float u = float(GELU_SCALE) * (x + 0.044715f * x * x * x);
             float t = gelu_tanh(u);
             float du = float(GELU_SCALE) * (1 + 3 * 0.044715f * x * x);

@@ -70,12 +70,10 @@ struct Gpt2 {
         T *dout_all, *dmiddle_all;                // (N,C) (N,C)  the rows of all ranks, if R < N
     };
 };
-// clang-format on
 
 // ----------------------------------------------------------------------------
 // tables: a function shows each row to a visitor, which adds it to a table or binds its pointer
 
-// clang-format off
 // The parameters of a block. Tensor parallelism cuts columns [out/tp, in], cuts rows [out, in/tp],
 // or leaves a parameter whole; in attn it cuts the columns of queries, keys and values one by one.
 // Files hold a transposed parameter as [in, out].

@@ -243,7 +243,8 @@ __global__ void grad_squares_kernel(double* sums, const float* grad,
             sum += double(p.v[k]) * double(p.v[k]);
     }
     sum = block_sum<GRAD_NORM_WARPS>(sum);
-    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    if (threadIdx.x == 0)
+        sums[blockIdx.x] = sum;
 }
 
 constexpr int FINISH_WARPS = 32;

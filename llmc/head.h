@@ -65,7 +65,8 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
     size_t R = stream_rows(ctx);
     size_t first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
     add(dwte, none, gather_rows(ctx, dout), 0, b.rows());
-    if (dwpe) add(none, dwpe, dout, first, R);
+    if (dwpe)
+        add(none, dwpe, dout, first, R);
 }
 
 // ----------------------------------------------------------------------------
@@ -91,7 +92,8 @@ inline Shape with_logits(const Shape& s, cudaStream_t) {
 // products run at full speed, and at least one step.
 inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
     size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
-    return std::min(N, std::max(fit / s.logits_rows * s.logits_rows, s.logits_rows));
+    size_t whole_steps = fit / s.logits_rows * s.logits_rows;
+    return std::min(N, std::max(whole_steps, s.logits_rows));
 }
 
 // clang-format off
@@ -249,7 +251,8 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     size_t N = b.rows();
     acc_t<T>* x = a.objective;
     if (!ctx.shape.objective.rows()) return;
-    if (ctx.shape.objective.joins()) return head_objective_of_all(ctx, a);
+    if (ctx.shape.objective.joins())
+        return head_objective_of_all(ctx, a);
     ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
                                     b.targets, b.doc_start, b.feedback, b.reference, b.T};
     rows.old = b.old;
@@ -267,8 +270,9 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight
     size_t N = ctx.batch.rows();
     size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
-        head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
-        head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
+        size_t rows = std::min(chunk, N - n);
+        head_chunk_logits(ctx, a, lm_head, n, rows);
+        head_chunk_loss(ctx, a, n, rows);
     }
     head_objective(ctx, a);
     return a.objective;
@@ -284,8 +288,11 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
     for (size_t n = 0; n < N; n += chunk) {
         a.row_max = kept.row_max + n;
         a.target_logit = kept.target_logit + n;
-        head_chunk_logits(ctx, a, lm_head, n, std::min(chunk, N - n));
-        head_chunk_loss(ctx, a, n, std::min(chunk, N - n));
+
+        // The maxima and the targets' logits stay; the logits themselves do not.
+        size_t rows = std::min(chunk, N - n);
+        head_chunk_logits(ctx, a, lm_head, n, rows);
+        head_chunk_loss(ctx, a, n, rows);
     }
     head_objective(ctx, a);
     total_loss(ctx, loss, a);
@@ -380,10 +387,13 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
 template <typename T, typename S, typename W>
 void norm_last_rows(Ctx<S>& ctx, const T* inp, const W& w, HeadActs<T> acts, size_t kept) {
     const Batch& b = ctx.batch;
-    if (kept == b.T) return head_norm(ctx, inp, w, acts, b.B * kept);
+    if (kept == b.T)
+        return head_norm(ctx, inp, w, acts, b.B * kept);
     for (size_t i = 0; i < b.B; i++) {
-        size_t end = i * b.T + (b.lengths ? b.lengths[i] : b.T);
-        head_norm(ctx, inp + (end - kept) * ctx.shape.C, w, acts, kept);
+        // A shorter sequence is padded: its last row stands before the padding.
+        size_t length = b.lengths ? b.lengths[i] : b.T;
+        size_t from = i * b.T + length - kept;
+        head_norm(ctx, inp + from * ctx.shape.C, w, acts, kept);
         acts.norm += kept * ctx.shape.C;
     }
 }

@@ -295,9 +295,13 @@ LLMC_DEV void needs_sm90a(const char* kernel) {
 //   MN-major  a row is one K, with 64 elements of M or N; stride: from 8 of K to the next 8;
 //             leading: from 64 of M or N to the next 64. The next 16 of K: start + 2048.
 LLMC_HD inline uint64_t descriptor(uint32_t start, uint32_t leading, uint32_t stride) {
-    // Each field counts 16 bytes. Bit 62 selects the 128-byte swizzle.
-    return uint64_t((start & 0x3ffff) >> 4) | uint64_t((leading & 0x3ffff) >> 4) << 16 |
-           uint64_t((stride & 0x3ffff) >> 4) << 32 | uint64_t(1) << 62;
+    // Each field counts 16 bytes, in 14 bits.
+    constexpr uint32_t MASK = 0x3ffff;
+    uint64_t starts = (start & MASK) >> 4;
+    uint64_t leads = (leading & MASK) >> 4;
+    uint64_t strides = (stride & MASK) >> 4;
+    uint64_t swizzle = uint64_t(1) << 62; // of 128 bytes
+    return starts | leads << 16 | strides << 32 | swizzle;
 }
 
 // Describe to TMA how a tensor lies: dims, innermost first; strides of dims 1.. in elements;
@@ -313,15 +317,23 @@ CUtensorMap encode_tensor_map(const T* base, const size_t (&dims)[RANK],
     // Refuse what the hardware does not take.
     LLMC_CHECK(uintptr_t(base) % 16 == 0, "a tensor map's base must be 16-byte aligned: %p",
                (const void*)base);
-    LLMC_CHECK(box[0] * sizeof(T) % 16 == 0 && (!swizzle || box[0] * sizeof(T) == 128),
-               "a box of %zu bytes: a multiple of 16, or 128 with swizzle", box[0] * sizeof(T));
-    for (int i = 0; i < RANK; i++)
-        LLMC_CHECK(dims[i] > 0 && dims[i] <= size_t(1) << 32 && box[i] > 0 && box[i] <= 256,
-                   "dim %d of a tensor map: %zu, box %u; a box has 1 to 256", i, dims[i], box[i]);
-    for (int i = 0; i + 1 < RANK; i++)
-        LLMC_CHECK(strides[i] * sizeof(T) % 16 == 0 && strides[i] * sizeof(T) < size_t(1) << 40,
+    size_t row = box[0] * sizeof(T);
+    LLMC_CHECK(row % 16 == 0 && (!swizzle || row == 128),
+               "a box of %zu bytes: a multiple of 16, or 128 with swizzle", row);
+    for (int i = 0; i < RANK; i++) {
+        bool dim_fits = dims[i] > 0 && dims[i] <= size_t(1) << 32;
+        bool box_fits = box[i] > 0 && box[i] <= 256;
+        LLMC_CHECK(dim_fits && box_fits, "dim %d of a tensor map: %zu, box %u; a box has 1 to 256",
+                   i, dims[i], box[i]);
+    }
+
+    // The innermost dim has no stride: its elements are neighbours.
+    for (int i = 0; i + 1 < RANK; i++) {
+        size_t bytes = strides[i] * sizeof(T);
+        LLMC_CHECK(bytes % 16 == 0 && bytes < size_t(1) << 40,
                    "stride %d of a tensor map is %zu elements: no multiple of 16 bytes", i,
                    strides[i]);
+    }
 
     CUtensorMap map;
 #if defined(EMULATE)

@@ -33,6 +33,8 @@ void store_latents(const Ctx<S>& ctx,
                    T* cache, const T* latents, const T* down) { // (N,DC) (N,DC+DR)
     // Only generation has a cache.
     if (!cache) return;
+
+    // A row of the cache has a latent, then a rotary part.
     const Shape& s = ctx.shape;
     const Batch& b = ctx.batch;
     size_t width = cached_elements(s);
@@ -83,10 +85,16 @@ void absorb_adapter(bool query, T* out, const T* x, const HeadMatrix<T>& base, c
     (query ? a : b).accumulate = true;
 
     // Go through the r channels between them.
-    query ? absorb_rows(query, room, x, b, n, where) : absorb_rows(query, room, x, a, heads, where);
-    lora_scale(room, heads * r, lora.scale, where);
-    query ? absorb_rows(query, out, room, a, heads, where)
-          : absorb_rows(query, out, room, b, n, where);
+    // A query goes from a head's channels to latents, so through B first; an output goes back.
+    if (query) {
+        absorb_rows(query, room, x, b, n, where);
+        lora_scale(room, heads * r, lora.scale, where);
+        absorb_rows(query, out, room, a, heads, where);
+    } else {
+        absorb_rows(query, room, x, a, heads, where);
+        lora_scale(room, heads * r, lora.scale, where);
+        absorb_rows(query, out, room, b, n, where);
+    }
 }
 
 // One step of absorption: all rows by kv_b's matrix, then each run of rows by its adapter.
@@ -98,14 +106,19 @@ void absorb(Ctx<S>& ctx, bool query, T* out, const T* x, const HeadMatrix<T>& ba
     if (!kv_b.lora) return;
 
     // Elements of a row on either side.
-    size_t narrow = base.NH * base.narrow, wide = base.NH * base.wide;
-    size_t out_row = query ? wide : narrow, x_row = query ? narrow : wide;
+    size_t narrow = base.NH * base.narrow;
+    size_t wide = base.NH * base.wide;
+    size_t out_row = query ? wide : narrow;
+    size_t x_row = query ? narrow : wide;
+
+    // One adapter serves all rows, or each run of rows has its own.
     const LoraRuns all = {{0, N, 0}};
     for (const LoraRows& run : kv_b.runs ? *kv_b.runs : all) {
         const Lora& lora = kv_b.lora[run.adapter];
         if (!lora.rank) continue;
-        absorb_adapter(query, out + run.first * out_row, x + run.first * x_row, base, lora, room,
-                       run.rows, ctx.where);
+        T* to = out + run.first * out_row;
+        const T* from = x + run.first * x_row;
+        absorb_adapter(query, to, from, base, lora, room, run.rows, ctx.where);
     }
 }
 
@@ -120,8 +133,12 @@ void absorbed_attention(Ctx<S>& ctx,
     size_t width = cached_elements(s);
     size_t heads = b.rows() * s.NH;
     size_t plain = s.HS - s.rotary;
+
+    // Divide the scratch: absorbed queries, means of latents, room for an adapter.
     T* base = static_cast<T*>(ctx.heads);
-    AbsorbedRooms<T> rooms = {base, base + heads * width, base + heads * (width + DC)};
+    T* means = base + heads * width;
+    T* room = means + heads * DC;
+    AbsorbedRooms<T> rooms = {base, means, room};
 
     // Absorb W_k into the plain part of each query; the rotary part stands after it.
     rotate_forward<T>(ctx, {q, s.NH, s.NH * s.HS});
@@ -140,7 +157,8 @@ void absorbed_attention(Ctx<S>& ctx,
     x.d.NKV = 1;
     x.d.HS = width;
     x.d.HS_v = DC;
-    if (x.scale == 0) x.scale = 1 / std::sqrt(acc_t<T>(s.HS));
+    if (x.scale == 0)
+        x.scale = 1 / std::sqrt(acc_t<T>(s.HS));
     latent_attention_forward(rooms.mean, x, ctx.where);
 
     // Absorb W_v into the output.

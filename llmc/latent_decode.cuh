@@ -102,7 +102,8 @@ void latent_attention_forward(T* mean, const AttentionOperands<T>& operands, Cpu
                 std::vector<A> p(d.Tk, A(-INFINITY));
                 for (size_t j = 0; j < d.Tk; j++) {
                     int distance = 0;
-                    if (!x.visible(b, i, j, distance)) continue;
+                    if (!x.visible(b, i, j, distance))
+                        continue;
                     A product = latent_dot(x.query(b, h, i), x.k + x.key_at(b, 0, j), d.HS);
                     p[j] = x.capped(product);
                 }
@@ -219,8 +220,10 @@ __global__ void latent_attention_forward_kernel(T* mean, const AttentionOperands
     float sum[D] = {};
     DecodeSoftmax part = decode_keys(sum, q, x, b, i);
     for (int k = 0, c = threadIdx.x % 32; k < D; k++, c += 32)
-        if (c < int(d.HS_v)) sums[warp * d.HS_v + c] = sum[k];
-    if (threadIdx.x % 32 == 0) parts[warp] = part;
+        if (c < int(d.HS_v))
+            sums[warp * d.HS_v + c] = sum[k];
+    if (threadIdx.x % 32 == 0)
+        parts[warp] = part;
     __syncthreads();
 
     // Bring the warps to one maximum. A warp without keys has sum 0 and no weight.

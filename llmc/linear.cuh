@@ -86,7 +86,8 @@ inline bool learns(const Weight& w) { return w.grad || (w.lora && w.lora->da); }
 // thread, copy included): dx in float, 270 GFLOP/s against 225; out and dx with thousands of rows,
 // 2 to 5%. dW is never packed: += costs 1 to 4% more than = (15% where OC is a vocabulary, because
 // there memory is the limit).
-constexpr size_t LINEAR_PACK_ROWS = 2048, LINEAR_PACK_BYTES = size_t(32) << 20;
+constexpr size_t LINEAR_PACK_ROWS = 2048;
+constexpr size_t LINEAR_PACK_BYTES = size_t(32) << 20;
 
 // Whether to pack W for a product; `input` says that the product is dinp.
 inline bool linear_packs(size_t N, size_t OC, size_t IC, Type t, bool input) {
@@ -196,14 +197,17 @@ inline size_t linear_fp8_bytes(size_t N, size_t OC, size_t IC, Fp8 fp8) {
 // of the work.
 template <typename T, typename S>
 const T* values_of(const Weight& w, Blas& blas, S where) {
-    if (!w.narrow) return w.as<const T>();
+    if (!w.narrow)
+        return w.as<const T>();
     T* wide = static_cast<T*>(blas.wide);
-    if (w.narrow->int8)
-        int8_dequantize(wide, w.narrow->int8, w.narrow->absmax, w.rows, w.cols, where);
-    else if (w.narrow->int4)
-        int4_dequantize(wide, w.narrow->int4, w.narrow->absmax, w.rows, w.cols, where);
-    else
-        nf4_dequantize(wide, w.narrow->nf4, w.rows * w.cols, where);
+    const Narrow& codes = *w.narrow;
+    if (codes.int8) {
+        int8_dequantize(wide, codes.int8, codes.absmax, w.rows, w.cols, where);
+    } else if (codes.int4) {
+        int4_dequantize(wide, codes.int4, codes.absmax, w.rows, w.cols, where);
+    } else {
+        nf4_dequantize(wide, codes.nf4, w.rows * w.cols, where);
+    }
     return wide;
 }
 
@@ -251,7 +255,8 @@ template <typename T, typename S> struct Fp8Operands {
         bool kept = o.cast && !o.cast->codes && !o.cast->turned;
         unsigned char* word = kept ? o.cast->home : room(o);
         T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
-        if (kept && std::exchange(o.cast->values, true)) return values;
+        if (kept && std::exchange(o.cast->values, true))
+            return values;
 
         // Quantise, and write values in the place of codes.
         T* no_transpose = nullptr;
@@ -270,15 +275,17 @@ template <typename T, typename S> struct Fp8Operands {
         // Use the weight's kept codes if they are there.
         bool kept = o.cast && !o.cast->values;
         unsigned char* word = kept ? o.cast->home : room(o);
-        if (kept && o.turned) word += fp8_codes_bytes(o.rows, o.cols);
+        if (kept && o.turned)
+            word += fp8_codes_bytes(o.rows, o.cols);
         unsigned char* codes = word + FP8_ALIGN;
         float* inverse = reinterpret_cast<float*>(codes + round_up(o.rows * o.cols, 16));
         Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
-        if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true)) return operand;
+        if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true))
+            return operand;
 
         // Check that codes and scales fit where values would.
-        size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) +
-                     sizeof(float) * fp8_scales(o.rows, o.cols, blocks(o));
+        size_t scales = fp8_scales(o.rows, o.cols, blocks(o));
+        size_t end = FP8_ALIGN + round_up(o.rows * o.cols, 16) + scales * sizeof(float);
         LLMC_CHECK(end <= linear_operand_bytes(o.rows, o.cols),
                    "codes and scales of %zu x %zu do not fit where values would", o.rows, o.cols);
 
@@ -297,9 +304,11 @@ template <typename T, typename S> struct Fp8Operands {
 
     // The blocks as the product sees them: columns of x are rows of its transpose.
     Fp8Blocks blocks_read(const LinearOperand<T>& o) const {
-        return blocks(o) == Fp8Blocks::COLUMNS     ? Fp8Blocks::ROWS
-               : blocks(o) == Fp8Blocks::SQUARES_T ? Fp8Blocks::SQUARES
-                                                   : blocks(o);
+        switch (blocks(o)) {
+        case Fp8Blocks::COLUMNS: return Fp8Blocks::ROWS;
+        case Fp8Blocks::SQUARES_T: return Fp8Blocks::SQUARES;
+        default: return blocks(o);
+        }
     }
 };
 
@@ -307,7 +316,8 @@ template <typename T, typename S> struct Fp8Operands {
 template <typename T, typename O, typename S>
 void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b, const T* bias,
                     const O* residual, const Product& p, Fp8 fp8, Blas& blas, S where) {
-    if (fp8 == Fp8::NONE) return matmul(out, a.x, b.x, bias, residual, p, blas, where);
+    if (fp8 == Fp8::NONE)
+        return matmul(out, a.x, b.x, bias, residual, p, blas, where);
     LLMC_CHECK(type_of<T>() == Type::BF16, "fp8 quantises bf16, not %s", type_name(type_of<T>()));
     if constexpr (type_of<T>() == Type::BF16) {
         // Multiply codes where tensor cores have the product.

@@ -12,31 +12,52 @@
 
 namespace llmc {
 
-// Read one whole sequence, as a rank without context parallelism sees it: tokens, targets,
-// positions, doc_start (T) each, and if `numbers` is not null the objective's numbers of each row
-// (inputs,T). A sample beyond the end has no targets. Returns "" or what is wrong.
+// One whole sequence, as a rank without context parallelism sees it: parts that follow each other.
+struct WholeSequence {
+    int *tokens, *targets, *positions, *doc_start; // (T) each
+    float* numbers; // (inputs,T) the objective's numbers of each row; null: it needs none
+};
+
+// Room for a sequence. The memory is kept from step to step.
 template <typename T, typename S>
-std::string read_sequence(const Trainer<T, S>& t, uint64_t sample, int* tokens, int* targets,
-                          int* positions, int* doc_start, float* numbers, size_t inputs,
-                          size_t length) {
+WholeSequence sequence_room(Trainer<T, S>& t, const Plan& p) {
+    t.sequence.resize(p.row_numbers() * p.T);
+    int* tokens = t.sequence.data();
+    int* targets = tokens + p.T;
+    int* positions = targets + p.T;
+    int* doc_start = positions + p.T;
+
+    // Numbers are floats among integers: a batch is copied in one piece.
+    float* numbers = reinterpret_cast<float*>(doc_start + p.T);
+    return {tokens, targets, positions, doc_start, p.objective.rows() ? numbers : nullptr};
+}
+
+// Read one whole sequence. A sample beyond the end has no targets. Returns "" or what is wrong.
+template <typename T, typename S>
+std::string read_sequence(const Trainer<T, S>& t, const Plan& p, uint64_t sample,
+                          const WholeSequence& s) {
     bool beyond = sample >= t.samples_end;
     if (beyond) sample = t.samples_end - 1;
-    std::string wrong = t.window(sample, tokens, targets);
+    std::string wrong = t.window(sample, s.tokens, s.targets);
     if (!wrong.empty()) return wrong;
 
     // Fill in the objective's numbers of each row: first whether it is rejected.
+    size_t length = p.T;
+    size_t inputs = p.objective.inputs();
+    float* numbers = s.numbers;
     if (numbers) {
-        split_pairs(numbers, tokens, length);
+        split_pairs(numbers, s.tokens, length);
         std::fill_n(numbers + length, (inputs - 1) * length, 0.0f);
         float* old = inputs > 2 ? numbers + 2 * length : nullptr;
-        if (t.references) t.references(sample, {numbers, numbers + length, old});
+        if (t.references)
+            t.references(sample, {numbers, numbers + length, old});
     }
-    split_documents(doc_start, targets, tokens, length, t.document_end);
+    split_documents(s.doc_start, s.targets, s.tokens, length, t.document_end);
 
     // Set positions. Drop the targets of a sample beyond the end: it is read for its tokens alone.
     for (size_t i = 0; i < length; i++) {
-        if (beyond) targets[i] = -1;
-        positions[i] = int(i);
+        if (beyond) s.targets[i] = -1;
+        s.positions[i] = int(i);
     }
     return "";
 }
@@ -98,6 +119,38 @@ inline double pairs_imbalance(const Layout& layout, const std::vector<int64_t>& 
     return all ? double(most) * double(pairs.size() / heads) / double(all) : 1;
 }
 
+// Take this rank's rows of sequence b. Their positions and document starts count in the whole
+// sequence. Returns how many targets they have, counted before the batch goes to a device.
+inline int64_t take_own_rows(const Plan& p, size_t b, int* batch, const WholeSequence& s) {
+    const Layout& layout = p.layout;
+    size_t N = p.rows();
+    size_t rows = N / p.B;   // of each sequence
+    const int* x = s.tokens; // the first part; the others follow it
+    int64_t targets = 0;
+    for (size_t i = 0; i < rows; i++) {
+        size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
+        for (size_t k = 0; k < p.row_numbers(); k++)
+            batch[k * N + b * rows + i] = x[k * p.T + at];
+        targets += s.targets[at] >= 0;
+    }
+    return targets;
+}
+
+// Add what ranks that share sequence b need of all its rows.
+inline void add_whole_sequence(const Plan& p, size_t b, int* batch, const WholeSequence& s) {
+    // The positions and document starts of all ranks' keys.
+    int* keys = batch + p.row_numbers() * p.rows();
+    fill_keys(p, b, keys, keys + p.B * p.T, s.doc_start);
+
+    // Pairs need whole sequences: add their targets, document starts, the objective's numbers.
+    int* whole = keys + (2 * p.B + b) * p.T; // (4,B,T)
+    const int* feedback = s.doc_start + p.T;
+    const int* reference = feedback + p.T;
+    const int* parts[] = {s.targets, s.doc_start, feedback, reference};
+    for (size_t k = 0; k < p.objective.whole_inputs(); k++)
+        std::copy_n(parts[k], p.T, whole + k * p.B * p.T);
+}
+
 // Read this rank's rows of micro-batch m into `batch`. Samples of the global batch at `cursor` are
 // dealt round the data-parallel ranks: micro-batch m of rank r takes B samples from cursor +
 // (m * dp + r) * B on. So the sequence of samples stays the same when dp, B or the accumulation
@@ -106,48 +159,23 @@ template <typename T, typename S>
 std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, int m, int* batch,
                              int64_t* valid, std::vector<int64_t>& pairs) {
     const Layout& layout = p.layout;
-    size_t N = p.rows();
-    size_t rows = N / p.B; // of each sequence
     uint64_t first = cursor + (uint64_t(m) * layout.dp.size + layout.dp.rank) * p.B;
-    std::string wrong;
-
-    // First read each whole sequence here. The memory is kept from step to step.
-    t.sequence.resize(p.row_numbers() * p.T);
-    int* x = t.sequence.data(); // tokens
-    int* targets = x + p.T;
-    int* positions = targets + p.T;
-    int* doc_start = positions + p.T;
     bool pairs_count = p.objective.pairs(); // `valid` counts pairs, not targets
-    float* numbers = p.objective.rows() ? reinterpret_cast<float*>(doc_start + p.T) : nullptr;
+    WholeSequence s = sequence_room(t, p);
+    std::string wrong;
     for (size_t b = 0; b < p.B && wrong.empty(); b++) {
-        wrong = read_sequence(t, first + b, x, targets, positions, doc_start, numbers,
-                              p.objective.inputs(), p.T);
+        wrong = read_sequence(t, p, first + b, s);
+
         // Pairs lie in whole sequences: the first of the ranks that share a sequence counts them.
         if (pairs_count && layout.cp.rank == 0)
-            *valid += count_pairs(targets, doc_start, numbers, p.T, p.objective.kind);
+            *valid += count_pairs(s.targets, s.doc_start, s.numbers, p.T, p.objective.kind);
+        int64_t targets = take_own_rows(p, b, batch, s);
+        if (!pairs_count) *valid += targets;
 
-        // Take this rank's rows. Their positions and document starts count in the whole sequence.
-        for (size_t i = 0; i < rows; i++) {
-            size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
-            for (size_t k = 0; k < p.row_numbers(); k++)
-                batch[k * N + b * rows + i] = x[k * p.T + at];
-            // Count the targets here, on the host, before the batch goes to a device.
-            *valid += !pairs_count && targets[at] >= 0;
-        }
-
-        // Add the positions and document starts of all ranks' keys.
-        int* keys = batch + p.row_numbers() * N;
+        // Without context parallelism, a rank's rows are all that its queries see.
         if (layout.cp.size == 1) continue;
-        fill_keys(p, b, keys, keys + p.B * p.T, doc_start);
-        count_pairs(p, pairs, doc_start);
-
-        // Pairs need whole sequences: add their targets, document starts, the objective's numbers.
-        int* whole = keys + (2 * p.B + b) * p.T; // (4,B,T)
-        const int* feedback = doc_start + p.T;
-        const int* reference = feedback + p.T;
-        const int* parts[] = {targets, doc_start, feedback, reference};
-        for (size_t k = 0; k < p.objective.whole_inputs(); k++)
-            std::copy_n(parts[k], p.T, whole + k * p.B * p.T);
+        add_whole_sequence(p, b, batch, s);
+        count_pairs(p, pairs, s.doc_start);
     }
     return wrong;
 }
@@ -160,7 +188,8 @@ void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
     const Plan& p = t.plans[plan];
 
     // Wait with KTO: its reference point depends on weights that this step still changes.
-    if (!next.staging || p.objective.kind == LossKind::KTO) return;
+    if (!next.staging || p.objective.kind == LossKind::KTO)
+        return;
     next = {plan, cursor, next.staging};
     for (int m = 0; m < p.micro_batches && next.wrong.empty(); m++) {
         int* batch = next.staging + m * p.input_numbers();
@@ -207,7 +236,8 @@ void run_count(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
     share_maxima(t);
-    if (t.plans[t.plan].mode != Mode::TRAIN) return;
+    if (t.plans[t.plan].mode != Mode::TRAIN)
+        return;
 
     // Copy from staging memory: the copy may still be under way when this returns.
     StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;

@@ -85,7 +85,8 @@ __global__ void lora_rows_kernel(T* out, const T* inp, LoraTable table, size_t O
         for (size_t c = lane; c < IC; c += 32)
             sum += to_float(x[c]) * to_float(a[k * IC + c]);
         sum = warp_sum(sum);
-        if (lane == 0) h[k] = l.scale * sum;
+        if (lane == 0)
+            h[k] = l.scale * sum;
     }
     __syncthreads(); // all warps have written h
 
@@ -102,6 +103,7 @@ __global__ void lora_rows_kernel(T* out, const T* inp, LoraTable table, size_t O
 template <typename T>
 void lora_rows_forward(T* out, const T* inp, const Lora* adapters, const LoraRuns& runs, size_t OC,
                        size_t IC, cudaStream_t stream) {
+    // A launch takes its table by value, so each has a table of its own.
     LoraTable table = {};
     unsigned count = 0;
     auto flush = [&] {
@@ -113,7 +115,8 @@ void lora_rows_forward(T* out, const T* inp, const Lora* adapters, const LoraRun
     // Fill tables.
     for (const LoraRows& run : runs) {
         const Lora& l = adapters[run.adapter];
-        if (!l.rank || !lora_by_row(run, l, stream)) continue;
+        if (!l.rank || !lora_by_row(run, l, stream))
+            continue;
         for (size_t row = run.first; row < run.first + run.rows; row++) {
             table.rows[count++] = {l.a, l.b, row, unsigned(l.rank), float(l.scale)};
             if (count == LORA_LAUNCH_ROWS) flush();
@@ -134,7 +137,8 @@ void lora_batch_forward(T* out, const T* inp, const Lora* adapters, // (N,OC) (N
     // Long runs take the two products, each on its own.
     for (const LoraRows& run : runs) {
         const Lora& l = adapters[run.adapter];
-        if (!l.rank || lora_by_row(run, l, where)) continue;
+        if (!l.rank || lora_by_row(run, l, where))
+            continue;
         lora_forward(out + run.first * OC, inp + run.first * IC, l, room, run.rows, OC, IC, blas,
                      where);
     }

@@ -46,7 +46,8 @@ LLMC_HD inline void grow_loss_scale(LossScale* s, const LossScaling& rule) {
     s->clean = full && !rule.late ? 0 : s->clean + 1;
     if (!full) return;
     // Never to infinity: a scale of 2^127 stays.
-    if (s->now < 1.7e38f) s->now *= 2;
+    if (s->now < 1.7e38f)
+        s->now *= 2;
     s->spent = 0;
 }
 

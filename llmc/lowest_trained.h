@@ -20,7 +20,8 @@ inline int lowest_trained(const Model& model) {
     if (model.buckets[0].trainable) return 0; // the token table
     for (const Bucket& b : model.buckets)
         for (int l : b.layers)
-            if (b.trainable) lowest = std::min(lowest, l);
+            if (b.trainable)
+                lowest = std::min(lowest, l);
     return lowest;
 }
 

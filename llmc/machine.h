@@ -193,7 +193,8 @@ inline std::string machine_named(Machine* m, const std::string& name) {
     for (int number = 1; std::getline(in, line); number++) {
         std::string at = concat(name, ":", number, ": ");
         std::string words = line.substr(0, line.find('#'));
-        if (words.find_first_not_of(" \t\r") == std::string::npos) continue;
+        if (words.find_first_not_of(" \t\r") == std::string::npos)
+            continue;
         size_t equals = words.find('=');
         if (equals == std::string::npos)
             return at + "wants `name = value`";

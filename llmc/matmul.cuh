@@ -260,7 +260,8 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
 // multiplies pairs of bf16 along K, and oneDNN 2.6 answers K = 63 with wrong sums or an illegal
 // instruction. So odd lengths, which no model's channels have, go to our loops.
 inline bool onednn_takes(Type t, size_t K) {
-    if (t == Type::BF16) return K % 2 == 0 && onednn_takes_bf16();
+    if (t == Type::BF16)
+        return K % 2 == 0 && onednn_takes_bf16();
     return t == Type::F32;
 }
 
@@ -450,6 +451,8 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
         return;
     }
 #endif
+
+    // Without oneDNN, loops multiply.
     (void)blas, (void)cache;
     LLMC_CHECK(matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), 1) <= scratch_bytes,
                "a product over %zu needs more scratch than %zu bytes", p.K, scratch_bytes);
@@ -643,6 +646,8 @@ void run_chosen(Blas& blas, GpuProduct& g, const ProductKey& key, size_t align, 
         g.chosen = true;
         blas.known[key] = g.algorithm;
     }
+
+    // Candidates have left other results: run the chosen one last.
     LLMC_CUBLAS_CHECK(run(g.algorithm));
 }
 
@@ -683,7 +688,8 @@ inline std::string choices_file() {
     std::string name = device_name(cudaStream_t{});
     // Keep spaces and slashes out of the file's name.
     for (char& c : name)
-        if (!isalnum((unsigned char)c)) c = '-';
+        if (!isalnum((unsigned char)c))
+            c = '-';
     return std::string(home ? home : "/tmp") + "/.cache/train_gpt-products-" + name + "-" +
            std::to_string(cublasLtGetVersion()) + "-" + std::to_string(CHOICES_VERSION) + ".txt";
 }

@@ -430,7 +430,8 @@ void first_branch_backward_weight(Ctx<S>& ctx,
     // Matrices of the heads first, then those that read the stream. Without a latent q is
     // one of these.
     row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
-    if (s.q_latent) backward(w.q, a.dq, a.q_latent);
+    if (s.q_latent)
+        backward(w.q, a.dq, a.q_latent);
     backward(w.kv_b, a.dkv, a.kv_latent);
     column_parallel_backward_weight(ctx, {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}},
                                     static_cast<const T*>(a.norm_1), accumulate);

@@ -117,41 +117,50 @@ __device__ int tile_at(int row, int chunk) {
 // Load rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma.
 template <int D, typename T>
 __device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
-    int lane = threadIdx.x % 32;
     // Lanes 0-15 address the left 8 channels of the 16 rows, lanes 16-31 the right ones.
-    ldmatrix_x4(a, tile + tile_at<D>(row + lane % 16, 2 * k + lane / 16));
+    int lane = threadIdx.x % 32;
+    int from = row + lane % 16;
+    int chunk = 2 * k + lane / 16;
+    ldmatrix_x4(a, tile + tile_at<D>(from, chunk));
 }
 // Load rows [row, row + 16) as columns, with channels [16 k, 16 k + 16) to sum over:
 // two second operands.
 template <int D, typename T>
 __device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
-    int lane = threadIdx.x % 32;
     // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
-    ldmatrix_x4(b, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+    int lane = threadIdx.x % 32;
+    int from = row + lane / 16 * 8 + lane % 8;
+    int chunk = 2 * k + lane / 8 % 2;
+    ldmatrix_x4(b, tile + tile_at<D>(from, chunk));
 }
 // Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as columns:
 // two second operands.
 template <int D, typename T>
 __device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
-    int lane = threadIdx.x % 32;
     // The load transposes: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
-    ldmatrix_x4_t(b, tile + tile_at<D>(row + lane % 16, c + lane / 16));
+    int lane = threadIdx.x % 32;
+    int from = row + lane % 16;
+    int chunk = c + lane / 16;
+    ldmatrix_x4_t(b, tile + tile_at<D>(from, chunk));
 }
 
 // Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as rows of
 // the first operand.
 template <int D, typename T>
 __device__ void load_a_rows(uint32_t (&a)[4], const T* tile, int row, int c) {
-    int lane = threadIdx.x % 32;
     // The load transposes: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.
-    ldmatrix_x4_t(a, tile + tile_at<D>(row + lane / 16 * 8 + lane % 8, c + lane / 8 % 2));
+    int lane = threadIdx.x % 32;
+    int from = row + lane / 16 * 8 + lane % 8;
+    int chunk = c + lane / 8 % 2;
+    ldmatrix_x4_t(a, tile + tile_at<D>(from, chunk));
 }
 
 // Two products with one first operand. left and right are adjacent: 16 columns of one result.
 template <typename T>
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
                          const uint32_t (&b)[4]) {
-    uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    uint32_t first[2] = {b[0], b[1]};
+    uint32_t second[2] = {b[2], b[3]};
     mma_m16n8k16<T>(left, a, first);
     mma_m16n8k16<T>(right, a, second);
 }

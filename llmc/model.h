@@ -114,22 +114,6 @@ inline size_t cached_elements(const Shape& s) {
     return s.kv_latent ? s.kv_latent + s.rotary : 2 * s.NKV * s.HS;
 }
 
-// Shapes as their papers state them: a head has C / NH channels, and GPT-2's ffn has 4 C.
-inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
-    Shape s;
-    s.L = L, s.NH = s.NKV = NH, s.HS = C / NH, s.C = C, s.F = 4 * C, s.V = V, s.P = P;
-    return s;
-}
-
-inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, size_t V, size_t P,
-                         double theta) {
-    Shape s;
-    s.family = Family::LLAMA, s.hf_type = "llama", s.position = Position::ROPE;
-    s.L = L, s.NH = NH, s.NKV = NKV, s.HS = C / NH, s.C = C, s.F = F, s.V = V, s.P = P;
-    s.qkv_bias = false, s.tied = false, s.rope_theta = theta;
-    return s;
-}
-
 // ----------------------------------------------------------------------------
 // parameters
 
@@ -237,10 +221,6 @@ struct Model {
     int head() const { return int(shape.L) + 1; }
     bool is_block(int layer) const { return layer > 0 && layer < head(); }
 };
-
-inline bool uses(const Bucket& bucket, int layer) {
-    return std::count(bucket.layers.begin(), bucket.layers.end(), layer) > 0;
-}
 
 // The buckets that a layer uses, in the table's order.
 inline const std::vector<int>& buckets_of(const Model& m, int layer) {

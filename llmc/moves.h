@@ -72,7 +72,8 @@ template <typename T, typename S, typename W>
 void update_mean(const Trainer<T, S>& t, const Action& a, const WeightMemory<T>& weights,
                  size_t count, const StepScale* scale, W where) {
     acc_t<T>* mean = update_part<acc_t<T>>(t, a, {Kind::EMA, a.bucket});
-    if (mean) ema_update(mean, weights, count, t.hyper.ema, scale, where);
+    if (mean)
+        ema_update(mean, weights, count, t.hyper.ema, scale, where);
 }
 
 // Call f(place, here) for each datum of a move:

@@ -30,30 +30,41 @@ struct Neox {
 // clang-format off
 template <typename Row>
 void block_parameters(Neox::Block& w, const Shape& s, Row row) {
-    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = 3 * Q;
-    // Each rank has the same heads of q, of k and of v.
-    Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
+    size_t C = s.C;
+    size_t F = s.F;
+    size_t Q = s.NH * s.HS;
+    size_t QKV = 3 * Q; // each rank has the same heads of q, of k and of v
+    Shard whole = {};
+    Shard columns = {0};
+    Shard rows = {1};
+    Shard qkv = {0, 3};
 
     // 2L products add to the residual stream: they start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
 
-    // The first branch: its norm, the products of q, k, v, and the one after attention. A row has
-    // weight, name, shape, start, decays, cut, transposed.
-    row(w.ln_1_weight, "input_layernorm.weight", {C}, ONES, false, whole, false);
-    row(w.ln_1_bias, "input_layernorm.bias", {C}, ZEROS, false, whole, false);
-    row(w.attn_weight, "attention.query_key_value.weight", {QKV, C}, normal, true, qkv, false);
-    row(w.attn_bias, "attention.query_key_value.bias", {QKV}, ZEROS, false, qkv, false);
-    row(w.attn_proj_weight, "attention.dense.weight", {C, Q}, small, true, rows, false);
-    row(w.attn_proj_bias, "attention.dense.bias", {C}, ZEROS, false, whole, false);
+    // Its files hold no matrix transposed.
+    auto add = [&](Weight& weight, const char* name, std::initializer_list<size_t> shape,
+                   Init start, bool decays, Shard cut) {
+        row(weight, name, shape, start, decays, cut, false);
+    };
+
+    // The first branch: its norm, the products of q, k, v, and the one after attention.
+    //  weight              name                                shape     start   decays cut
+    add(w.ln_1_weight,      "input_layernorm.weight",           {C},      ONES,   false, whole);
+    add(w.ln_1_bias,        "input_layernorm.bias",             {C},      ZEROS,  false, whole);
+    add(w.attn_weight,      "attention.query_key_value.weight", {QKV, C}, normal, true,  qkv);
+    add(w.attn_bias,        "attention.query_key_value.bias",   {QKV},    ZEROS,  false, qkv);
+    add(w.attn_proj_weight, "attention.dense.weight",           {C, Q},   small,  true,  rows);
+    add(w.attn_proj_bias,   "attention.dense.bias",             {C},      ZEROS,  false, whole);
 
     // The second: its norm, the widening product and the narrowing one.
-    row(w.ln_2_weight, "post_attention_layernorm.weight", {C}, ONES, false, whole, false);
-    row(w.ln_2_bias, "post_attention_layernorm.bias", {C}, ZEROS, false, whole, false);
-    row(w.fc_weight, "mlp.dense_h_to_4h.weight", {F, C}, normal, true, columns, false);
-    row(w.fc_bias, "mlp.dense_h_to_4h.bias", {F}, ZEROS, false, columns, false);
-    row(w.fc_proj_weight, "mlp.dense_4h_to_h.weight", {C, F}, small, true, rows, false);
-    row(w.fc_proj_bias, "mlp.dense_4h_to_h.bias", {C}, ZEROS, false, whole, false);
+    add(w.ln_2_weight,      "post_attention_layernorm.weight",  {C},      ONES,   false, whole);
+    add(w.ln_2_bias,        "post_attention_layernorm.bias",    {C},      ZEROS,  false, whole);
+    add(w.fc_weight,        "mlp.dense_h_to_4h.weight",         {F, C},   normal, true,  columns);
+    add(w.fc_bias,          "mlp.dense_h_to_4h.bias",           {F},      ZEROS,  false, columns);
+    add(w.fc_proj_weight,   "mlp.dense_4h_to_h.weight",         {C, F},   small,  true,  rows);
+    add(w.fc_proj_bias,     "mlp.dense_4h_to_h.bias",           {C},      ZEROS,  false, whole);
 }
 // clang-format on
 
@@ -71,8 +82,9 @@ template <typename Row>
 void head_parameters(Neox::Head& w, const Shape& s, Row row) {
     row(w.ln_f_weight, "gpt_neox.final_layer_norm.weight", {s.C}, ONES, false, Shard{}, false);
     row(w.ln_f_bias, "gpt_neox.final_layer_norm.bias", {s.C}, ZEROS, false, Shard{}, false);
-    // An untied one is called embed_out, beside embed_in.
     if (s.tied) return;
+
+    // An untied one is called embed_out, beside embed_in.
     row(w.lm_head, "embed_out.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
 

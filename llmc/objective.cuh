@@ -215,7 +215,8 @@ struct RowTerm {
 // exponent, here and below, bounds the weight of a token.
 LLMC_HD inline RowTerm kl_term(Objective o, double x) {
     if (o.beta == 0) return {0, 0};
-    if (o.kl == KlEstimate::K2) return {x * x / 2, x};
+    if (o.kl == KlEstimate::K2)
+        return {x * x / 2, x};
     double inverse = exp(fmin(-x, 20.0)); // p of the reference over p of the policy
     return {inverse - 1 + x, 1 - inverse};
 }
@@ -245,7 +246,8 @@ LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
     x.value[n] = A(counts ? gain.value + o.beta * kl.value : 0);
     x.margin[n] = A(counts ? kl.value : 0);
     x.correct[n] = A(counts ? nll : 0);
-    if (o.old_policy) x.clipped[n] = A(counts && gain.clipped);
+    if (o.old_policy)
+        x.clipped[n] = A(counts && gain.clipped);
 }
 
 // Fill in the pair that begins in row n; any other row returns at once. A pair begins with the
@@ -253,11 +255,14 @@ LLMC_HD void rollout_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
 // is filled in alone. A chosen sequence without a rejected one, such as padding, gets zeros.
 template <typename A>
 LLMC_HD void objective_row(const ObjectiveRows<A>& x, Objective o, size_t n) {
-    if (o.kind == LossKind::GRPO) return rollout_row(x, o, n);
+    if (o.kind == LossKind::GRPO)
+        return rollout_row(x, o, n);
     // Rows that begin no pair are filled in by the row that does.
     bool alone = o.kind == LossKind::KTO;
-    if (x.doc_start[n] != int(n % x.T)) return;
-    if (x.feedback[n] != 0 && !alone) return;
+    if (x.doc_start[n] != int(n % x.T))
+        return;
+    if (x.feedback[n] != 0 && !alone)
+        return;
     SequenceSum chosen = sum_sequence(x, n), other;
     other.end = chosen.end;
     if (!alone && chosen.end % x.T != 0 && x.feedback[chosen.end] != 0)
@@ -337,12 +342,14 @@ static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, siz
 static __global__ void place_rows_kernel(float* whole, const float* rows, const int* positions,
                                          size_t N, size_t t, size_t T) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < N) whole[n / t * T + size_t(positions[n])] = rows[n];
+    if (n < N)
+        whole[n / t * T + size_t(positions[n])] = rows[n];
 }
 static __global__ void take_rows_kernel(float* rows, const float* whole, const int* positions,
                                         size_t N, size_t t, size_t T) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < N) rows[n] = whole[n / t * T + size_t(positions[n])];
+    if (n < N)
+        rows[n] = whole[n / t * T + size_t(positions[n])];
 }
 
 // ----------------------------------------------------------------------------

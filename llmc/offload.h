@@ -59,7 +59,8 @@ inline LateUpdates late_updates(const Plan& p, const Model& model) {
     LateUpdates late;
     size_t updated = 0;
     for (const Action& a : p.actions) {
-        if (a.op != Op::PARK || a.kind != Kind::GRAD) continue;
+        if (a.op != Op::PARK || a.kind != Kind::GRAD)
+            continue;
         size_t elements = kept_elements(p.layout, model, {Kind::MASTER, a.bucket});
         for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
             updated += chunk_elements(p.offload, elements, c);
@@ -75,7 +76,9 @@ inline LateUpdates late_updates(const Plan& p, const Model& model) {
 // before. FETCH stands after COUNT, and PARK where UPDATE was.
 inline Plan add_late_updates(const Plan& in, const Model& model) {
     LateUpdates late = late_updates(in, model);
-    size_t layers = 0, run = 0, next = 0; // run: of all actions of layers; next: of all updates
+    size_t layers = 0; // actions of layers, in all
+    size_t run = 0;    // those that have run
+    size_t next = 0;   // of all updates
     for (const Action& a : in.actions)
         layers += computes(a.op);
 
@@ -90,7 +93,8 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
         int chunks = a.op == Op::UPDATE ? offload_chunks(in, model, a.bucket) : 0;
         for (int c = 0; c < chunks; c++)
             p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
-        if (a.op != Op::UPDATE) p.actions.push_back(a);
+        if (a.op != Op::UPDATE)
+            p.actions.push_back(a);
 
         // Copy all weights to the host before layers begin.
         for (Action fetch : a.op == Op::COUNT ? late.all : std::vector<Action>()) {
@@ -110,7 +114,8 @@ inline Plan add_late_updates(const Plan& in, const Model& model) {
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK after it.
 // The first chunks set out before NORM, which waits for all ranks.
 inline Plan add_offload(Plan in, const Model& model) {
-    if (in.offload.late && in.mode == Mode::TRAIN) return add_late_updates(in, model);
+    if (in.offload.late && in.mode == Mode::TRAIN)
+        return add_late_updates(in, model);
 
     // List the fetches of all updates, in their order.
     std::vector<Action> fetches;
@@ -121,13 +126,16 @@ inline Plan add_offload(Plan in, const Model& model) {
 
     // Insert the fetches ahead of their updates.
     Plan p = in.without_actions();
-    size_t fetched = 0, updated = 0, ahead = size_t(p.layout.prefetch);
+    size_t fetched = 0;
+    size_t updated = 0;
+    size_t ahead = size_t(p.layout.prefetch);
     auto fetch_until = [&](size_t end) {
         for (; fetched < std::min(end, fetches.size()); fetched++)
             p.actions.push_back(fetches[fetched]);
     };
     for (const Action& a : in.actions) {
-        if (a.op == Op::NORM) fetch_until(ahead);
+        if (a.op == Op::NORM)
+            fetch_until(ahead);
 
         // Copy all other actions unchanged.
         if (a.op != Op::UPDATE) {
@@ -152,6 +160,60 @@ struct GradientUse {
     bool writes; // the first action writes the gradient, so nothing needs to be fetched
 };
 
+// All gradients' uses in a list of actions, and where the compute actions stand among them.
+struct GradientUses {
+    std::map<Data, std::vector<GradientUse>> of;
+    std::vector<int> places;         // of the compute actions
+    std::vector<int> computed = {0}; // [action]: compute actions ahead of it
+};
+
+// Note that action i uses a gradient: extend the last use if it was not long ago, else begin one.
+inline void note_use(GradientUses& uses, Data d, int i, bool writes, int prefetch) {
+    std::vector<GradientUse>& all = uses.of[d];
+    int gap = all.empty() ? 0 : uses.computed[i] - uses.computed[all.back().last];
+    if (all.empty() || gap > 2 * prefetch + 1)
+        all.push_back({i, i, writes});
+    all.back().last = i;
+}
+
+inline GradientUses gradient_uses(const Plan& in, const Model& model) {
+    GradientUses uses;
+    for (int i = 0; i < int(in.actions.size()); i++) {
+        Access x = access(in, model, in.actions[i]);
+        for (const std::vector<Data>* all : {&x.reads, &x.writes})
+            for (Data d : *all) {
+                bool moves = d.kind == Kind::GRAD_HERE || d.kind == Kind::TIED_HERE;
+                if (!moves) continue;
+                bool writes = !std::count(x.reads.begin(), x.reads.end(), d);
+                note_use(uses, d, i, writes, in.layout.prefetch);
+            }
+
+        // Count after the action: a compute action is not ahead of itself.
+        if (computes(in.actions[i].op))
+            uses.places.push_back(i);
+        uses.computed.push_back(int(uses.places.size()));
+    }
+    return uses;
+}
+
+// The place ahead of which FETCH stands: `prefetch` compute actions before the use.
+inline int place_to_fetch(const GradientUses& uses, const GradientUse& use, int prefetch) {
+    int computed = uses.computed[use.first];
+    int from = std::max(0, computed - prefetch);
+    return from < computed ? uses.places[from] : use.first;
+}
+
+// The place ahead of which PARK stands. A sum over ranks goes on beside the next layers, so its
+// gradient leaves only after them.
+inline int place_to_park(const Plan& in, const GradientUses& uses, const GradientUse& use) {
+    int behind = use.last + 1;
+    int until = uses.computed[use.last] + in.layout.prefetch;
+    until = std::min(until, int(uses.places.size()));
+    bool sums = in.actions[use.last].op == Op::REDUCE;
+    if (!sums || until == 0) return behind;
+    return std::max(behind, uses.places[until - 1] + 1);
+}
+
 // Before: the plan up to UPDATE. After: a gradient leaves the device after a layer, sum or tie if
 // the next one comes only long after, and returns ahead of that. After the very last one, SQUARE
 // sums its squares, and the gradient goes to where UPDATE finds it in chunks.
@@ -159,47 +221,19 @@ inline Plan add_gradient_moves(Plan in, const Model& model) {
     if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
         return in;
 
-    // Count the compute actions ahead of each place, and list the uses of each gradient.
-    std::vector<int> computed = {0}, places; // places: where the compute actions stand
-    std::map<Data, std::vector<GradientUse>> uses;
-    int prefetch = in.layout.prefetch, end = int(in.actions.size());
-    for (int i = 0; i < end; i++) {
-        Access x = access(in, model, in.actions[i]);
-        for (const std::vector<Data>* all : {&x.reads, &x.writes})
-            for (Data d : *all) {
-                if (d.kind != Kind::GRAD_HERE && d.kind != Kind::TIED_HERE)
-                    continue;
-                // Extend the last use if it was not long ago, else begin a new one.
-                std::vector<GradientUse>& of = uses[d];
-                bool anew = !std::count(x.reads.begin(), x.reads.end(), d);
-                int gap = of.empty() ? 0 : computed[i] - computed[of.back().last];
-                if (of.empty() || gap > 2 * prefetch + 1)
-                    of.push_back({i, i, anew});
-                of.back().last = i;
-            }
-        if (computes(in.actions[i].op)) places.push_back(i);
-        computed.push_back(int(places.size()));
-    }
-
-    // Decide what to insert ahead of each place.
+    // Decide what to insert ahead of each place; the one past the last action comes at the end.
+    size_t end = in.actions.size();
     std::vector<std::vector<Action>> ahead(end + 1);
-    for (auto& [d, all] : uses)
+    GradientUses uses = gradient_uses(in, model);
+    for (auto& [d, all] : uses.of)
         for (GradientUse& use : all) {
-            int from = std::max(0, computed[use.first] - prefetch);
-            int at = from < computed[use.first] ? places[from] : use.first;
-
             // Fetch what an earlier micro-batch has left.
+            int at = place_to_fetch(uses, use, in.layout.prefetch);
             if (!use.writes)
                 ahead[at].push_back({Op::FETCH, -1, -1, d.of, false, {}, -1, d.kind});
 
-            // Let a sum over ranks go on beside the next layers: leave only after them.
-            int until = std::min(computed[use.last] + prefetch, int(places.size()));
-            bool sums = in.actions[use.last].op == Op::REDUCE;
-            int behind = use.last + 1;
-            if (sums && until > 0)
-                behind = std::max(behind, places[until - 1] + 1);
-
             // TIE has added the tied head's gradient to the other one: it is over.
+            int behind = place_to_park(in, uses, use);
             bool over = &use == &all.back();
             if (over && d.kind == Kind::TIED_HERE) continue;
 
@@ -212,8 +246,7 @@ inline Plan add_gradient_moves(Plan in, const Model& model) {
 
     // Write the list again, with these insertions.
     Plan p = in.without_actions();
-    // The place past the last action holds what stands after it.
-    for (int i = 0; i <= end; i++) {
+    for (size_t i = 0; i <= end; i++) {
         p.actions.insert(p.actions.end(), ahead[i].begin(), ahead[i].end());
         if (i < end) p.actions.push_back(in.actions[i]);
     }

@@ -38,7 +38,8 @@ inline const OptimizerRow& optimizer_row(Optimizer optimizer) {
 // config_check() has refused every name that has no row.
 inline Optimizer optimizer_named(const std::string& name) {
     for (size_t i = 0; i < optimizer_rows().size(); i++)
-        if (name == optimizer_rows()[i].name) return Optimizer(i);
+        if (name == optimizer_rows()[i].name)
+            return Optimizer(i);
     return Optimizer::ADAMW;
 }
 

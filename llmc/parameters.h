@@ -32,7 +32,8 @@ template <typename F>
 void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F f) {
     size_t range_end = range.first + range.count;
     auto clip = [&](size_t local, size_t global, size_t count) {
-        size_t first = std::max(local, range.first), end = std::min(local + count, range_end);
+        size_t first = std::max(local, range.first);
+        size_t end = std::min(local + count, range_end);
         if (first < end)
             f(first - range.first, global + first - local, end - first);
     };
@@ -43,7 +44,8 @@ void for_each_kept(const Layout& layout, const Parameter& p, KeptRange range, F 
 template <typename T, typename S>
 bool keeps_any(const Trainer<T, S>& t, Kind kind) {
     for (auto& [d, place] : t.arena.lasting)
-        if (d.kind == kind && place.bytes) return true;
+        if (d.kind == kind && place.bytes)
+            return true;
     return false;
 }
 
@@ -55,9 +57,10 @@ bool owns(const Trainer<T, S>& t, Data d, const Parameter& p) {
     const DataComms& data = t.comms.data(bucket.group);
 
     // Among ranks with equal elements, the one that is first along every axis owns them.
+    const Axis& tp = t.layout.tp;
     bool first_replica = cut_over_replicas(t.layout, t.model, d) || data.replica.rank == 0;
     bool first_shard = is_sharded(t.layout, t.model, d) || data.shard.rank == 0;
-    bool first_piece = t.layout.tp.rank % replication(p.shard, t.layout.tp.size) == 0;
+    bool first_piece = tp.rank % replication(p.shard, tp.size) == 0;
     bool first_stage = is_mine(t.layout, t.model, bucket.layers.front());
     return first_replica && first_shard && first_piece && first_stage;
 }
@@ -72,11 +75,14 @@ auto put_into(Trainer<T, S>& t, int bucket) {
     unsigned char* base = address<unsigned char>(t, {Kind::WEIGHT, bucket});
     StoredRange kept = stored_range<T>(t.plans[0].stored, t.layout, t.model, bucket);
     return [&t, base, kept](size_t at, const auto& values) {
+        // Clip the values to what this rank keeps.
         size_t end = at + values.size() * sizeof(values[0]);
         size_t from = std::max(at, kept.first);
         size_t to = std::min(end, kept.first + kept.count);
         if (from >= to)
             return;
+
+        // Count bytes: a format's codes and scales have different types.
         auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
         bytes += from - at;
         copy_in(base + (from - kept.first), bytes, to - from, t.ctx.where);
@@ -89,7 +95,8 @@ auto put_into(Trainer<T, S>& t, int bucket) {
 template <typename A, typename T, typename S, typename F>
 void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
     Stored stored = t.plans[0].stored;
-    if (!address<unsigned char>(t, {Kind::WEIGHT, p.bucket})) return;
+    bool here = address<unsigned char>(t, {Kind::WEIGHT, p.bucket});
+    if (!here) return;
     std::vector<A> whole(p.elements());
     values(whole.data(), size_t(0), whole.size());
     make_stored<T>(stored, t.model, t.layout, p, whole, put_into(t, p.bucket));
@@ -99,8 +106,8 @@ void make_frozen(Trainer<T, S>& t, const Parameter& p, F values) {
 // that have the matrix.
 template <typename T, typename S>
 void set_stored(Trainer<T, S>& t, const Parameter& p, const StoredMatrix& matrix) {
-    if (!address<unsigned char>(t, {Kind::WEIGHT, p.bucket})) return;
-    keep_stored<T>(t.model, t.layout, p, matrix, put_into(t, p.bucket));
+    bool here = address<unsigned char>(t, {Kind::WEIGHT, p.bucket});
+    if (here) keep_stored<T>(t.model, t.layout, p, matrix, put_into(t, p.bucket));
 }
 
 // Store the part of a parameter that this rank keeps, into its weight and its master. values(to,
@@ -108,11 +115,14 @@ void set_stored(Trainer<T, S>& t, const Parameter& p, const StoredMatrix& matrix
 // float or wider.
 template <typename A, typename T, typename S, typename F>
 void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
-    if (is_narrow(t.plans[0].stored, t.model, p.bucket)) return make_frozen<A>(t, p, values);
-    Data weight = {Kind::WEIGHT, p.bucket}, master = {Kind::MASTER, p.bucket};
-    KeptRange of_weight = kept_range(t, weight, p), of_master = kept_range(t, master, p);
+    if (is_narrow(t.plans[0].stored, t.model, p.bucket))
+        return make_frozen<A>(t, p, values);
 
     // Compute the longer range once: it contains the other one.
+    Data weight = {Kind::WEIGHT, p.bucket};
+    Data master = {Kind::MASTER, p.bucket};
+    KeptRange of_weight = kept_range(t, weight, p);
+    KeptRange of_master = kept_range(t, master, p);
     KeptRange most = of_weight.count > of_master.count ? of_weight : of_master;
     std::vector<A> kept(most.count);
     for_each_kept(t.layout, p, most, [&](size_t at, size_t global, size_t count) {
@@ -121,10 +131,11 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
 
     // Store a range of it in a datum's own type.
     auto store = [&](Data d, KeptRange range, auto convert) {
+        if (!range.count) return;
         const A* from = kept.data() + (range.first - most.first);
         auto value = [=](size_t i) { return convert(from[i]); };
-        if (range.count)
-            fill_kept<decltype(value(0))>(t, d, range.at, range.count, value);
+        typedef decltype(value(0)) V;
+        fill_kept<V>(t, d, range.at, range.count, value);
     };
 
     // If masters are remainders, split each number into a weight and a remainder: the remainder
@@ -168,7 +179,8 @@ inline void numbers_of_bytes(float* x, unsigned char* bytes, const TensorRow& ro
 
         // The lowest code stands for the largest magnitude.
         for (size_t k = 0; k < n; k++)
-            if (is_signed && block.codes[k] == 0) x[i + k] = -*block.absmax;
+            if (is_signed && block.codes[k] == 0)
+                x[i + k] = -*block.absmax;
     }
 }
 inline void bytes_of_numbers(unsigned char* bytes, const float* x, const TensorRow& row,
@@ -212,7 +224,8 @@ void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, Kept
         for (const TensorRow& row : tensor_rows(t.model, d.of, first, end)) {
             bool of_p = row.hash == hash;
             bool within = row.first < range.first + range.count;
-            if (of_p && within) f(part, row, row.first - range.first);
+            if (of_p && within)
+                f(part, row, row.first - range.first);
         }
     }
 }
@@ -241,13 +254,14 @@ void write_state(Trainer<T, S>& t, Data d, const Parameter& p, KeptRange range,
         });
 
     // Round to nearest: only an update rounds stochastically.
-    auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
-    auto whole = [=](size_t i) { return values[i]; };
     if (format == States::BF16) {
-        fill_kept<bf16>(t, d, range.at, range.count, narrow);
-    } else {
-        fill_kept<acc_t<T>>(t, d, range.at, range.count, whole);
+        auto narrow = [=](size_t i) { return from_acc<bf16>(float(values[i])); };
+        return fill_kept<bf16>(t, d, range.at, range.count, narrow);
     }
+
+    // Numbers as wide as sums need no rounding.
+    auto whole = [=](size_t i) { return values[i]; };
+    fill_kept<acc_t<T>>(t, d, range.at, range.count, whole);
 }
 
 // Store the part of a parameter that this rank keeps, from an array of all its elements.
@@ -278,7 +292,8 @@ void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
 template <typename T, typename S>
 void init_weights(Trainer<T, S>& t, uint64_t seed, bool adapters_alone = false) {
     for (const Parameter& p : t.model.parameters)
-        if (!adapters_alone || is_adapter(t.model, p)) draw_weight(t, p, seed);
+        if (!adapters_alone || is_adapter(t.model, p))
+            draw_weight(t, p, seed);
 }
 
 // ----------------------------------------------------------------------------
@@ -313,16 +328,21 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, the mean of weights, a late update's gradient, and masters and weights
-    // of the type of `values`.
+    // Read moments in acc, the mean of weights, and a late update's gradient.
     if (is_in_acc(d.kind))
         return read_kept(t, values, d, range.at, range.count);
+
+    // Read masters and weights of the type of `values` straight into them.
     bool master = d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT;
     if constexpr (std::is_same_v<acc_t<T>, float>)
-        if (master) return read_kept(t, values, d, range.at, range.count);
+        if (master)
+            return read_kept(t, values, d, range.at, range.count);
     if constexpr (std::is_same_v<acc_t<T>, T>)
-        if (d.kind == Kind::WEIGHT) return read_kept(t, values, d, range.at, range.count);
-    if (d.kind == Kind::MASTER && t.plans[0].masters == Masters::FLOAT) {
+        if (d.kind == Kind::WEIGHT)
+            return read_kept(t, values, d, range.at, range.count);
+
+    // Widen float masters, if sums are in double.
+    if (master) {
         std::vector<float> masters(range.count);
         read_kept(t, masters.data(), d, range.at, range.count);
         std::copy(masters.begin(), masters.end(), values);
@@ -344,7 +364,8 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
     for (size_t i = 0; i < range.count; i++) {
         values[i] = to_acc(weights[i]);
         if constexpr (type_of<T>() == Type::BF16)
-            if (d.kind == Kind::MASTER) values[i] = join_float({weights[i].bits, remainders[i]});
+            if (d.kind == Kind::MASTER)
+                values[i] = join_float({weights[i].bits, remainders[i]});
     }
 }
 template <typename T, typename S>

@@ -89,7 +89,8 @@ inline std::vector<ParkedCounts> list_parked(int blocks, const ParkingCosts& cos
     std::vector<ParkedCounts> list;
     auto add = [&](ParkedCounts c) {
         // With no block of either branch, one of the two entries is enough.
-        if (!c.rest.branch && c.rest.which == Recompute::FFN) return;
+        if (!c.rest.branch && c.rest.which == Recompute::FFN)
+            return;
         count_choice(c, blocks, costs);
         list.push_back(c);
     };
@@ -109,8 +110,10 @@ inline std::vector<ParkedCounts> list_parked(int blocks, const ParkingCosts& cos
 
     // Among equals, move the fewest bytes, then redo the fewest.
     auto cheaper = [](const ParkedCounts& x, const ParkedCounts& y) {
-        if (x.least != y.least) return x.least < y.least;
-        if (x.moved != y.moved) return x.moved < y.moved;
+        if (x.least != y.least)
+            return x.least < y.least;
+        if (x.moved != y.moved)
+            return x.moved < y.moved;
         return x.redone < y.redone;
     };
     std::stable_sort(list.begin(), list.end(), cheaper);
@@ -305,14 +308,16 @@ Choice fastest_within(ParkingSearch<T, S>& s, size_t room) {
     size_t most = s.tried.size() + MOST_TRIES;
     for (int i = 0; i < int(s.list.size()); i++) {
         bool slower = best.bytes && s.list[i].least >= best.seconds;
-        if (slower || s.tried.size() >= most) break;
+        if (slower || s.tried.size() >= most)
+            break;
         if (s.least[i] > room) continue;
         const Choice& x = try_choice(s, i);
         if (x.bytes > room) continue;
         bool faster = !best.bytes || x.seconds < best.seconds;
         if (faster) best = x;
     }
-    if (best.bytes || s.list.empty()) return best;
+    if (best.bytes || s.list.empty())
+        return best;
 
     // The walk gave up before anything fitted: ask the choice of the fewest bytes.
     auto leanest = std::min_element(s.least.begin(), s.least.end());
@@ -327,16 +332,21 @@ Choice smallest_faster(ParkingSearch<T, S>& s, const Choice& best) {
     // Go by the least bytes, until no later one can take fewer than what was found.
     std::vector<std::pair<size_t, int>> order;
     for (int i = 0; i < int(s.list.size()); i++)
-        if (s.list[i].least < best.seconds) order.push_back({s.least[i], i});
+        if (s.list[i].least < best.seconds)
+            order.push_back({s.least[i], i});
     std::sort(order.begin(), order.end());
+
+    // Try them in this order. Each try makes and places a plan, so their number is limited.
     Choice found;
     size_t most = s.tried.size() + MOST_TRIES;
     for (auto [least, i] : order) {
         bool over = found.bytes && least >= found.bytes;
-        if (over || s.tried.size() >= most) break;
+        if (over || s.tried.size() >= most)
+            break;
         const Choice& x = try_choice(s, i);
         bool smaller = !found.bytes || x.bytes < found.bytes;
-        if (x.seconds < best.seconds && smaller) found = x;
+        if (x.seconds < best.seconds && smaller)
+            found = x;
     }
     return found;
 }
@@ -348,7 +358,8 @@ template <typename T, typename S> void prepare_costs(ParkingSearch<T, S>& s) {
     auto known = std::make_shared<std::map<std::tuple<Recompute, Kind, int, int>, size_t>>();
     s.cost.bytes = [known, &model = s.model, where = s.where](const Plan& p, Data d) {
         auto [entry, fresh] = known->insert({{p.recompute.of(d.of), d.kind, d.of, d.chunk}, 0});
-        if (fresh) entry->second = data_bytes<T>(p, model, d, where);
+        if (fresh)
+            entry->second = data_bytes<T>(p, model, d, where);
         return entry->second;
     };
 
@@ -419,6 +430,8 @@ Choices choose_parking(const Layout& layout,
     ParkingSearch<T, S> s = parking_search<T>(layout, model, options, cost, where);
     if (s.blocks.empty())
         return choose_levels<T>(layout, model, options, room, where);
+
+    // Find the fastest that fits.
     Choices found;
     found.best = fastest_within(s, room);
     if (!found.best.bytes) return found;
@@ -429,6 +442,8 @@ Choices choose_parking(const Layout& layout,
         found.best = found.cheaper;
         found.cheaper = smallest_faster(s, found.best);
     }
+
+    // Say what less memory would cost.
     found.dearer = fastest_within(s, found.best.bytes - 1);
     return found;
 }

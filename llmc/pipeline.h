@@ -540,6 +540,8 @@ inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
     Steps bare = bare_steps(all, pp);
     Waits data = waits_for_data(bare, messages);
     Timeline free = run_steps(bare, data); // sends never wait
+
+    // Place the transfers both ways.
     double least = INFINITY;
     Steps best;
     for (bool in_rounds : {false, true}) {

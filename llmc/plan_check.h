@@ -46,7 +46,8 @@ inline std::string check_data(const Plan& p, const Model& model) {
         // Forget the copy that a fetch has read: it must be parked again before the next fetch.
         if (a.op == Op::FETCH)
             for (Data d : tiered_data(p, model, a))
-                if (d.kind == Kind::PARKED) written.erase(d);
+                if (d.kind == Kind::PARKED)
+                    written.erase(d);
 
         // Refuse a write after SQUARE: the norm of a gradient that is not whole clips too little.
         for (Data d : x.writes)
@@ -61,7 +62,8 @@ inline std::string check_data(const Plan& p, const Model& model) {
         bool dropped = a.op == Op::F && p.recompute.of(a.layer) != Recompute::NONE;
         for (Data d : x.writes) {
             bool redone = d.kind == Kind::REDO_B || d.kind == Kind::REDO_W;
-            if (!(redone && dropped)) written.insert(d);
+            if (!(redone && dropped))
+                written.insert(d);
         }
     }
     return "";
@@ -202,7 +204,8 @@ inline std::string check_end_order(const Plan& p, const Model& model,
             bucket.kept += late && a.kind == Kind::GRAD;
             break;
         case Op::PUBLISH:
-            if (late ? !bucket.parks : !bucket.updates) return text + " comes before its UPDATE";
+            if (late ? !bucket.parks : !bucket.updates)
+                return text + " comes before its UPDATE";
             bucket.publications++;
             break;
         default: break;
@@ -285,7 +288,8 @@ inline std::string check_live(const Plan& p, const Model& model) {
         int lowest = std::max(first, trained);
         bool returns = trains && last >= trained;
         bool over = returns ? reaches_weights(a.op) && a.layer == lowest : a.layer == last;
-        if (over) live.erase({a.micro, stage});
+        if (over)
+            live.erase({a.micro, stage});
     }
     if (peak <= allowed) return "";
     return std::to_string(peak) + " stages hold their activations at once, not " +

@@ -83,8 +83,11 @@ void prefix_backward_queries(T* dq, const T* out, const acc_t<T>* lse,
     for (size_t b = 0; b < d.B; b++)
         for (size_t i = 0; i < d.Tq; i++)
             for (size_t h = 0; h < d.NH; h++) {
-                const T *q = x.query(b, h, i), *dout = x.gradient(b, h, i);
+                const T* q = x.query(b, h, i);
+                const T* dout = x.gradient(b, h, i);
                 A D = channel_dot(dout, out + x.out_at(b, h, i), d.HS);
+
+                // All sequences share the prefix: it is sequence 0 of its keys.
                 std::vector<A> sum(d.HS);
                 for (size_t j = 0; j < d.Tk; j++) {
                     size_t key = x.key_at(0, h / (d.NH / d.NKV), j);
@@ -144,7 +147,8 @@ void prefix_backward(T* dq, acc_t<T>* dk, acc_t<T>* dv, const T* out, const acc_
                      const AttentionOperands<T>& operands, Cpu) {
     AttentionOperands<T> x = completed(operands);
     prefix_backward_queries(dq, out, lse, x);
-    if (dk) prefix_backward_keys(dk, dv, out, lse, x);
+    if (dk)
+        prefix_backward_keys(dk, dv, out, lse, x);
 }
 
 // ----------------------------------------------------------------------------
@@ -216,9 +220,11 @@ __global__ void prefix_forward_kernel(T* out, float* lse, AttentionOperands<T> x
     __syncwarp();
     for (int c = 0; c < PREFIX_PACK; c++) {
         size_t e = threadIdx.x % 32 + 32 * c;
-        if (e < d.HS) row[e] = from_acc<T>(sum.v[c] / total);
+        if (e < d.HS)
+            row[e] = from_acc<T>(sum.v[c] / total);
     }
-    if (threadIdx.x % 32 == 0) *all = most + logf(total);
+    if (threadIdx.x % 32 == 0)
+        *all = most + logf(total);
 }
 
 // dq += what the prefix adds. A warp has one row of queries.
@@ -249,7 +255,8 @@ __global__ void prefix_queries_kernel(T* dq, const T* out, const float* lse,
     T* row = dq + x.query_at(b, h, i);
     for (int c = 0; c < PREFIX_PACK; c++) {
         size_t e = threadIdx.x % 32 + 32 * c;
-        if (e < d.HS) put(row + e, sum.v[c], true);
+        if (e < d.HS)
+            put(row + e, sum.v[c], true);
     }
 }
 

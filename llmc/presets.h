@@ -4,6 +4,27 @@
 
 namespace llmc {
 
+// GPT-2: a head has C / NH channels, and the ffn has 4 C.
+inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t P = 1024) {
+    Shape s;
+    s.L = L, s.C = C, s.F = 4 * C;
+    s.NH = s.NKV = NH, s.HS = C / NH;
+    s.V = V, s.P = P;
+    return s;
+}
+
+// Llama: fewer heads of keys than of queries, no biases, and a head that is not tied.
+inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, size_t V, size_t P,
+                         double theta) {
+    Shape s;
+    s.family = Family::LLAMA, s.hf_type = "llama", s.position = Position::ROPE;
+    s.L = L, s.C = C, s.F = F;
+    s.NH = NH, s.NKV = NKV, s.HS = C / NH;
+    s.V = V, s.P = P;
+    s.qkv_bias = false, s.tied = false, s.rope_theta = theta;
+    return s;
+}
+
 // GPT-NeoX: GPT-2's block with parallel branches; RoPE rotates a quarter of each head.
 inline Shape neox_shape(size_t L, size_t NH, size_t C, size_t V, size_t P = 2048) {
     Shape s = gpt2_shape(L, NH, C, V, P);

@@ -28,15 +28,20 @@ void put_prompt(Trainer<T, S>& t, const Action& a, const std::vector<float>& row
     size_t R = stream_rows(t.ctx);
     size_t n = t.ctx.batch.T;
     size_t first = s.row_ranks > 1 ? size_t(t.ctx.tp.rank) * R : 0;
+
+    // Sequences are all alike: each has the prompt's n rows.
     acc_t<T> scale = embedding_scale<T>(s);
     std::vector<T> stream(R * s.C);
     for (size_t r = 0; r < R; r++)
         for (size_t c = 0; c < s.C; c++) {
             size_t at = (first + r) % n * s.C + c;
             acc_t<T> x = scale * acc_t<T>(rows[at]);
-            if (!positions.empty()) x += acc_t<T>(positions[at]);
+            if (!positions.empty())
+                x += acc_t<T>(positions[at]);
             stream[r * s.C + c] = from_acc<T>(x);
         }
+
+    // Wait for the copy: it reads memory that ends here.
     copy_in(output_of(t, a), stream.data(), stream.size() * sizeof(T), t.ctx.where);
     wait_for(t.ctx.where);
 }
@@ -47,6 +52,8 @@ PromptKeys take_keys(Trainer<T, S>& t, const Action& a) {
     PromptKeys found;
     size_t n = t.ctx.batch.T;
     size_t KV = t.ctx.shape.NKV * t.ctx.shape.HS;
+
+    // Copy n rows that lie `stride` elements apart.
     auto take = [&](const T* rows, size_t stride) {
         std::vector<T> some(n * KV);
         for (size_t i = 0; i < n; i++)
@@ -78,18 +85,25 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     // Learned positions lie on one stage, and may lie in shards.
     std::vector<float> positions;
     for (const Parameter& p : t.model.parameters)
-        if (t.model.buckets[p.bucket].role == Role::POSITIONS) positions = get_weight(t, p);
+        if (t.model.buckets[p.bucket].role == Role::POSITIONS)
+            positions = get_weight(t, p);
 
     // Run the base alone: the rows stand at its first positions.
     Shape& shape = t.model.shape;
     size_t n = std::exchange(shape.prefix, size_t(0));
     init_constants(t);
     std::map<int, PromptKeys> found;
+
+    // Look at each action of the pass: put the rows before the blocks, and take what each leaves.
     auto after = std::exchange(t.after, [&](const Action& a) {
         if (a.op != Op::F) return;
-        if (a.layer == 0) put_prompt(t, a, rows, positions);
-        if (t.model.is_block(a.layer)) found[a.layer] = take_keys(t, a);
+        if (a.layer == 0)
+            put_prompt(t, a, rows, positions);
+        if (t.model.is_block(a.layer))
+            found[a.layer] = take_keys(t, a);
     });
+
+    // Give it n tokens without targets: any tokens do, since the rows replace them.
     Window window = std::exchange(t.window, [n](uint64_t, int* tokens, int* targets) {
         std::fill_n(tokens, n, 0);
         std::fill_n(targets, n, -1);
@@ -97,6 +111,7 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     });
     int document_end = std::exchange(t.document_end, -1);
     uint64_t end = std::exchange(t.samples_end, UINT64_MAX);
+
     run_plan(t, plan);
     plan_loss(t); // waits for all ranks
 
@@ -118,6 +133,8 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
         const PromptKeys& both = found[p.layer];
         const std::vector<float>& mine = p.name.ends_with(".k") ? both.k : both.v;
         size_t KV = mine.size() / n;
+
+        // Put this rank's heads at their place among all heads.
         size_t rank = size_t(layout.tp.rank);
         size_t head = rank * shape.NKV / size_t(layout.tp.size);
         std::vector<float> values(n * all);

@@ -233,7 +233,8 @@ inline std::string minority_text(const std::vector<ShownSum>& shown) {
         std::vector<int> most, others;
         for (auto& [sum, ranks] : by_sum) {
             all += ranks.size();
-            if (ranks.size() > most.size()) most = ranks;
+            if (ranks.size() > most.size())
+                most = ranks;
         }
 
         // Collect the ranks that disagree with the most frequent sum.
@@ -283,7 +284,8 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     // Find the first datum that differs on any rank.
     int64_t n = int64_t(ranges.size()), left = 0;
     for (int64_t i = n - 1; i >= 0; i--)
-        if (!ranges[size_t(i)].one()) left = n - i;
+        if (!ranges[size_t(i)].one())
+            left = n - i;
     all_reduce_max(world, &left, 1, Cpu{});
     if (!left) return "";
 

@@ -56,7 +56,8 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
         for (size_t c = 0; c < C; c++) {
             A other = to_acc(x[c]);
             // In backward the second factor is the gradient of the normalised channel.
-            if (d) other = to_acc(d[c]) * (to_acc(weight[c]) + A(plus));
+            if (d)
+                other = to_acc(d[c]) * (to_acc(weight[c]) + A(plus));
             sum += to_acc(x[c]) * other;
         }
         row_sums[n] = sum;
@@ -230,7 +231,8 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
         }
         store(out + row.n * C + c, p);
     }
-    if (row.thread == 0) rstd[row.n] = r;
+    if (row.thread == 0)
+        rstd[row.n] = r;
 }
 
 // This rank's share of the sums over rows that are cut over several ranks (see the CPU version).
@@ -260,7 +262,8 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
 
     // Every thread of the row must call sum().
     sum = row.sum(sum);
-    if (row.thread == 0) row_sums[row.n] = sum;
+    if (row.thread == 0)
+        row_sums[row.n] = sum;
 }
 
 // A block owns a strip of rows. One reading of the strip gives both the rows' input gradients and

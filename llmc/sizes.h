@@ -243,7 +243,8 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
     // Size attention over a micro-batch, or in generation over prompts, over one token of each
     // sequence, and over the last rows of each. Context-parallel ranks run a share of a sequence.
     std::vector<std::pair<size_t, size_t>> batches = {{p.B, p.T}};
-    if (generates) batches = {{1, N}, {p.B, (N + p.B - 1) / p.B}, {p.B, 1}, {p.B, p.scored}};
+    if (generates)
+        batches = {{1, N}, {p.B, (N + p.B - 1) / p.B}, {p.B, 1}, {p.B, p.scored}};
     for (auto [sequences, Tq] : batches) {
         AttentionDims d = attention_shape(s, sequences, Tq, std::max(p.T, p.cache));
         if (p.layout.cp.size > 1)
@@ -268,10 +269,13 @@ size_t context_plan_bytes(const Plan& p, const Model& model) {
     size_t bytes = 0;
     for (const Action& a : p.actions) {
         // The embedding and the head need no rows of other context-parallel ranks.
-        if (a.layer < 1 || a.layer >= model.head()) continue;
+        if (a.layer < 1 || a.layer >= model.head())
+            continue;
         bool again = a.op == Op::R && redoes_attn(p.recompute.of(a.layer));
-        if (a.op == Op::F || again) bytes += each.forward;
-        if (a.op == Op::B || a.op == Op::I) bytes += each.backward;
+        if (a.op == Op::F || again)
+            bytes += each.forward;
+        if (a.op == Op::B || a.op == Op::I)
+            bytes += each.backward;
     }
     return bytes;
 }
@@ -381,7 +385,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
 
     // Moments are in acc, bf16 or 8 bits, whatever the type of weights.
     case Kind::STATE:
-        if (p.states == States::EIGHT_BIT) return small_state_bytes(p, model, d, elements);
+        if (p.states == States::EIGHT_BIT)
+            return small_state_bytes(p, model, d, elements);
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
 
     // The mean of weights moves by less than a bf16 has bits for.

@@ -40,7 +40,8 @@ LLMC_HD inline SplitFloat split_float(float x) {
     uint32_t u = bits_as<uint32_t>(x);
     // Keep only a NaN's upper half, with a bit set that keeps it a NaN: rounding could carry it
     // into a zero.
-    if ((u & 0x7fffffff) > 0x7f800000) u = (u | 0x400000) & 0xffff0000;
+    if ((u & 0x7fffffff) > 0x7f800000)
+        u = (u | 0x400000) & 0xffff0000;
     return {uint16_t((u + 0x8000) >> 16), uint16_t(u)};
 }
 
@@ -68,7 +69,8 @@ LLMC_HD inline size_t state_bytes(size_t n, bool small) {
 LLMC_HD inline float dynamic_value(bool is_signed, int code) {
     // Zero and the largest code, 1, belong to no decade.
     int zero = is_signed ? 127 : 0;
-    if (code == zero || code == 255) return code == 255;
+    if (code == zero || code == 255)
+        return code == 255;
 
     // Find the decade and the place in it. The value is the middle of one of n equal parts
     // of [0.1, 1].

@@ -93,7 +93,8 @@ void start_lap(Stopwatch<S>& w, const char* what, const Action& a, S where) {
 // Laps that nobody wants cost a test.
 template <typename S>
 void end_lap(Stopwatch<S>& w, S where) {
-    if (w.on) mark(w.laps[w.used++].to, where);
+    if (w.on)
+        mark(w.laps[w.used++].to, where);
 }
 
 // "F block", "UPDATE embedding", "SENDRECV": the op, and whose layer or bucket it runs.
@@ -133,7 +134,8 @@ std::vector<TimedAction> read_laps(Stopwatch<S>& w, const Model& model) {
 inline double waiting_seconds(const std::vector<TimedAction>& actions) {
     double seconds = 0;
     for (const TimedAction& a : actions)
-        if (a.name.starts_with("WAIT ")) seconds += a.end - a.start;
+        if (a.name.starts_with("WAIT "))
+            seconds += a.end - a.start;
     return seconds;
 }
 

@@ -123,6 +123,8 @@ __global__ void swiglu_backward_kernel(T* dgate, T* dup, const T* dout, const T*
             pu.v[k] = from_acc<T>(d * gelu.value);
             continue;
         }
+
+        // SiLU is g times its sigmoid.
         float s = fast_sigmoid(g);
         pg.v[k] = from_acc<T>(d * u * s * (1 + g * (1 - s)));
         pu.v[k] = from_acc<T>(d * g * s);

@@ -57,7 +57,8 @@ inline int head_action(const Plan& p, int head) {
 template <typename T, typename S>
 void keep_norm(Teacher<T, S>& teacher, const Action& a) {
     Trainer<T, S>& t = teacher.t;
-    if (a.op != Op::F || a.layer != t.model.head()) return;
+    if (a.op != Op::F || a.layer != t.model.head())
+        return;
     size_t bytes = t.plans[0].rows() * t.model.shape.C * sizeof(T);
     copy_rows(teacher.norms + size_t(a.micro) * bytes, bytes, head_acts(t).norm, bytes, bytes, 1,
               t.ctx.where);

@@ -38,7 +38,8 @@ inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
     int states = int(optimizer_row(p.optimizer).states.size());
     for (int s = 0; s < states; s++)
         data.push_back({Kind::STATE, bucket, s, chunk});
-    if (p.ema) data.push_back({Kind::EMA, bucket, -1, chunk});
+    if (p.ema)
+        data.push_back({Kind::EMA, bucket, -1, chunk});
     return data;
 }
 
@@ -60,7 +61,8 @@ inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
 // The datum that holds a chunk's part: weights and gradients on the device are one piece.
 inline Data home_of(const Plan& p, Data d) {
     bool whole = d.kind == Kind::WEIGHT || d.kind == Kind::GRAD;
-    if (whole && tier_of(p, d) == Tier::DEVICE) d.chunk = -1;
+    if (whole && tier_of(p, d) == Tier::DEVICE)
+        d.chunk = -1;
     return d;
 }
 
@@ -84,11 +86,14 @@ inline bool lies_in_chunks(Kind kind) { return kind == Kind::WEIGHT || kind == K
 // The data of a move as they lie in their tiers.
 inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Action& a) {
     std::vector<Data> data;
+
+    // The activations of a block lie apart, each under its own kind.
     if (a.bucket < 0) {
         for (Data d : waiting_data(a))
             data.push_back(parked(d));
         return data;
     }
+
     // An update has its chunk's data side by side in STAGED. All but the gradient go back: no one
     // reads the gradient again.
     if (a.chunk >= 0) {
@@ -106,6 +111,7 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
             data.push_back({a.kind, a.bucket, -1, c});
         return data;
     }
+
     // A gradient between two micro-batches is one piece, and parked as activations are.
     return {parked({a.kind, a.bucket})};
 }
@@ -114,7 +120,10 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
 inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
     // Activations have the names that layers know.
     if (a.bucket < 0) return waiting_data(a);
-    if (a.chunk >= 0) return {{Kind::STAGED, a.bucket, -1, a.chunk}};
+    if (a.chunk >= 0)
+        return {{Kind::STAGED, a.bucket, -1, a.chunk}};
+
+    // A whole bucket has the name under which layers reach it.
     switch (a.kind) {
     case Kind::WEIGHT: return {{fetched_kind(p.layout, model, a.bucket), a.bucket}};
     case Kind::GRAD: return {{Kind::GRAD_HERE, a.bucket}};

@@ -211,7 +211,8 @@ template <> LLMC_HD inline fp16 from_acc<fp16>(float f) {
 
     // Return a NaN, and infinity for 65520 and more, before the arithmetic below.
     if (u > 0x7f800000) return {uint16_t(sign | 0x7e00)};
-    if (u >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
+    if (u >= 0x477ff000)
+        return {uint16_t(sign | 0x7c00)};
 
     // Round a subnormal by adding 0.5: one unit in the last place of that sum is 2^-24.
     if (u < 0x38800000)

@@ -8,6 +8,7 @@
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/parameters.h"
+#include "../../llmc/presets.h"
 
 using namespace llmc;
 

@@ -12,6 +12,7 @@
 #include <random>
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/parameters.h"
+#include "../../llmc/presets.h"
 #include "../../llmc/step.h"
 
 using namespace llmc;

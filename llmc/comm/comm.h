@@ -52,7 +52,8 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
     part.members.clear();
     for (int i = 0; i < part.size; i++) {
         part.members.push_back(c.members[places[i]]);
-        if (places[i] == c.rank) part.rank = i;
+        if (places[i] == c.rank)
+            part.rank = i;
     }
     LLMC_CHECK(part.rank >= 0, "rank %d makes the group '%s' without itself", c.rank, name.c_str());
 
@@ -64,7 +65,8 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
     }
     if (c.local)
         part.local = local_split(c, name, part.members);
-    if (c.mpi) part.mpi = mpi_split(c, places);
+    if (c.mpi)
+        part.mpi = mpi_split(c, places);
     if (c.nccl) part.backend = Backend::MPI;
     return part;
 }

@@ -142,7 +142,8 @@ template <typename S> struct Call {
     // An all-reduce is a reduce-scatter and an all-gather.
     size_t sent_bytes(int size) const {
         size_t peers = size_t(size) - 1;
-        if (kind == Collective::ALL_REDUCE) return 2 * bytes() * peers / size_t(size);
+        if (kind == Collective::ALL_REDUCE)
+            return 2 * bytes() * peers / size_t(size);
         return in ? bytes() * peers : 0; // in a broadcast, only the root has `in`
     }
     // Whether in and out overlap.

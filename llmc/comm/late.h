@@ -51,8 +51,10 @@ inline void open_hotline(MPI_Comm world, MPI_Comm machine, RankInfo& info) {
 
     // All ranks see the same list, so all open the line or none.
     for (int other : line->machine_of)
-        if (other != line->machine_of[0]) info.hotline = line;
-    if (info.hotline) MPI_Comm_dup(world, &line->comm);
+        if (other != line->machine_of[0])
+            info.hotline = line;
+    if (info.hotline)
+        MPI_Comm_dup(world, &line->comm);
 }
 
 // Send bytes without waiting for whoever receives them.
@@ -109,6 +111,8 @@ inline Inquiry begin_inquiry(const RankInfo& info, const std::vector<int>& missi
     Inquiry inquiry;
     if (!info.hotline) return inquiry;
     Hotline& line = *info.hotline;
+
+    // Begin with the machines of missing ranks: they know most.
     inquiry.number = ++line.questions;
     std::vector<int> firsts;
     for (int rank : missing)
@@ -123,7 +127,8 @@ inline Inquiry begin_inquiry(const RankInfo& info, const std::vector<int>& missi
         seen.push_back(first);
         inquiry.machines.emplace_back();
         for (size_t r = 0; r < line.machine_of.size(); r++)
-            if (line.machine_of[r] == first) inquiry.machines.back().ranks.push_back(int(r));
+            if (line.machine_of[r] == first)
+                inquiry.machines.back().ranks.push_back(int(r));
     }
     return inquiry;
 }
@@ -132,13 +137,16 @@ inline Inquiry begin_inquiry(const RankInfo& info, const std::vector<int>& missi
 // whether all machines have answered or were given up.
 inline bool go_on(Inquiry& inquiry, const RankInfo& info, double waited) {
     if (inquiry.machines.empty()) return true;
+
+    // Take all answers that have come. One to an earlier inquiry is out of date.
     std::string bytes;
     for (int from; (from = hotline_receive(*info.hotline, Hotline::ANSWER, &bytes)) >= 0;) {
         Hotline::Question question;
         memcpy(&question, bytes.data(), sizeof(question));
         for (Inquiry::Machine& m : inquiry.machines) {
             bool here = std::count(m.ranks.begin(), m.ranks.end(), from);
-            if (!here || m.answered || question.number != inquiry.number) continue;
+            if (!here || m.answered || question.number != inquiry.number)
+                continue;
             m.answered = true;
             inquiry.found += bytes.substr(sizeof(question));
         }

@@ -204,7 +204,8 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
                    ", during action " + c.info->action + standing_text(c.info->notes, waited);
         };
         // Only the kernels know which ranks are missing, so the inquiry goes to all machines.
-        if (polls > 1000) late.look(waited, [] { return std::vector<int>(); }, text);
+        if (polls > 1000)
+            late.look(waited, [] { return std::vector<int>(); }, text);
         if (limit > 0 && waited > limit)
             mpi_stop(text() + late.inquiry.found);
     }
@@ -288,7 +289,8 @@ inline void check_launch_order(const Comm& world) {
     int version = 0;
     LLMC_NCCL_CHECK(ncclGetVersion(&version));
     std::string missing = launch_order_missing(version);
-    if (!missing.empty()) mpi_stop(rank_text(world) + ": " + missing);
+    if (!missing.empty())
+        mpi_stop(rank_text(world) + ": " + missing);
 }
 
 // Take a GPU of this machine for this process, a different one for each process; all ranks of the

@@ -301,6 +301,7 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
         for (size_t e = 0; wrong.empty() && adaptable(base, p) && e < p.stack; e++)
             wrong = read_adapter(base, p, e, j, file, adapters, &used, &modules);
 
+    // Refuse tensors that belong to no matrix, and targets that no tensor serves.
     if (wrong.empty())
         wrong = check_places(file, used);
     if (wrong.empty())

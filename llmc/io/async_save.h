@@ -110,7 +110,8 @@ inline void async_name(const Comm& world, AsyncSave& a) {
 // Wait for the end of the save on all ranks. Returns "" or what is wrong.
 inline std::string async_end(const Comm& world, AsyncSave& a) {
     if (!a.naming) async_name(world, a);
-    if (a.thread.joinable()) a.thread.join();
+    if (a.thread.joinable())
+        a.thread.join();
     a.in_flight = false;
     return agree_on_save(world, std::exchange(a.wrong, ""));
 }
@@ -119,7 +120,8 @@ inline std::string async_end(const Comm& world, AsyncSave& a) {
 inline void async_drop(const Comm& world, AsyncSave& a) {
     a.thread.join();
     barrier(world, Cpu{}); // until no rank writes
-    if (world.rank == 0) remove_folder(a.save.temporary());
+    if (world.rank == 0)
+        remove_folder(a.save.temporary());
     a.in_flight = a.untried = false;
     a.wrong = "";
 }

@@ -13,7 +13,8 @@ namespace llmc {
 // The files that hold a model's weights, in alphabetical order.
 inline std::vector<std::string> weight_files(const std::string& model) {
     std::error_code none;
-    if (!std::filesystem::is_directory(model, none)) return {model};
+    if (!std::filesystem::is_directory(model, none))
+        return {model};
     std::vector<std::string> files;
     for (const auto& each : std::filesystem::directory_iterator(model, none))
         if (each.path().extension() == ".safetensors")

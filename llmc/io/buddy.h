@@ -34,7 +34,8 @@ inline std::vector<int> ranks_beside(const Buddies& b, int rank) {
     std::vector<int> ranks;
     int machine = b.machine_of[size_t(rank)];
     for (size_t r = 0; r < b.machine_of.size(); r++)
-        if (b.machine_of[r] == machine) ranks.push_back(int(r));
+        if (b.machine_of[r] == machine)
+            ranks.push_back(int(r));
     return ranks;
 }
 
@@ -59,7 +60,8 @@ inline std::vector<int> choose_buddies(const std::vector<int>& machine_of) {
     for (auto it = ranks.begin(); it != ranks.end(); ++it) {
         // The first machine follows the last. Ranks of a smaller machine take the parts of several.
         auto next = std::next(it);
-        if (next == ranks.end()) next = ranks.begin();
+        if (next == ranks.end())
+            next = ranks.begin();
         const std::vector<int>& from = it->second;
         const std::vector<int>& to = next->second;
         for (size_t k = 0; k < from.size(); k++)
@@ -135,7 +137,8 @@ inline std::string keep_others_files(const Comm& world, const Buddies& b, const 
     }
     int buddy = b.buddy_of[size_t(world.rank)];
     std::vector<CommMessage> messages;
-    if (size) messages.push_back({own, bytes, buddy, true});
+    if (size)
+        messages.push_back({own, bytes, buddy, true});
     for (auto& [rank, text] : others)
         messages.push_back({text.data(), text.size(), rank, false});
     exchange(world, messages.data(), int(messages.size()), Cpu{});
@@ -143,7 +146,8 @@ inline std::string keep_others_files(const Comm& world, const Buddies& b, const 
 
     // Write the files that came. If a folder has no room, all ranks learn of it.
     for (auto& [rank, text] : others)
-        if (wrong.empty()) wrong = write_text_file(folder + "/" + rank_file(rank), text);
+        if (wrong.empty())
+            wrong = write_text_file(folder + "/" + rank_file(rank), text);
     return wrong;
 }
 
@@ -181,7 +185,8 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
         wrong = first_error(world, wrong);
     }
 
-    if (first && !wrong.empty()) remove_folder(save.temporary());
+    if (first && !wrong.empty())
+        remove_folder(save.temporary());
     if (!first || !wrong.empty()) return wrong;
     for (int64_t step : checkpoint_steps(save.out))
         if (step != info.step)

@@ -342,7 +342,8 @@ inline std::string chat_trim(const std::string& text, bool trims) {
 
 // The system text of a conversation: its own, or the format's default.
 inline std::string system_text(const Chat& chat, const Conversation& messages) {
-    if (messages[0].role == "system") return messages[0].text;
+    if (messages[0].role == "system")
+        return messages[0].text;
     bool alpaca = chat.format.name == "alpaca";
     return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
 }
@@ -352,8 +353,10 @@ inline std::string system_text(const Chat& chat, const Conversation& messages) {
 inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
     const ChatFormat& f = w.chat.format;
     std::string text = m.text;
-    if (!m.input.empty()) text += f.input + m.input;
-    if (!system.empty()) text = f.system + system + f.system_end + text;
+    if (!m.input.empty())
+        text += f.input + m.input;
+    if (!system.empty())
+        text = f.system + system + f.system_end + text;
     put_markers(w, f.user, false);
     put_text(w, chat_trim(text, f.trims), false);
     put_markers(w, f.user_end, false);
@@ -388,7 +391,8 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
         bool first_user = i == size_t(messages[0].role == "system");
         if (messages[i].role == "user")
             put_user(w, messages[i], first_user && f.system_inside ? system : "");
-        if (messages[i].role == "assistant") put_answer(w, messages[i]);
+        if (messages[i].role == "assistant")
+            put_answer(w, messages[i]);
     }
     if (opens) put_markers(w, f.answer, false);
     end_run(w);
@@ -398,7 +402,8 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
 // Write a whole conversation for training.
 inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
     std::string wrong = check_conversation(messages, true);
-    if (wrong.empty()) *out = write_conversation(chat, messages, false);
+    if (wrong.empty())
+        *out = write_conversation(chat, messages, false);
     return wrong;
 }
 
@@ -407,7 +412,8 @@ inline std::string chat_tokens(const Chat& chat, const Conversation& messages, C
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
     std::string wrong = check_conversation(messages, false);
-    if (wrong.empty()) *tokens = write_conversation(chat, messages, true).tokens;
+    if (wrong.empty())
+        *tokens = write_conversation(chat, messages, true).tokens;
     return wrong;
 }
 
@@ -419,8 +425,12 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     *text = "";
     std::string jinja = folder + "/chat_template.jinja";
     std::string config = folder + "/tokenizer_config.json";
-    if (::access(jinja.c_str(), R_OK) == 0) return read_whole_file(jinja, text);
-    if (::access(config.c_str(), R_OK) != 0) return "";
+
+    // A file of its own comes before the key.
+    if (::access(jinja.c_str(), R_OK) == 0)
+        return read_whole_file(jinja, text);
+    if (::access(config.c_str(), R_OK) != 0)
+        return "";
 
     // The key holds a string, or a list of named templates; take the default one, without tools.
     nlohmann::json j;
@@ -430,7 +440,8 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
         if (each.is_object() && each.value("name", nlohmann::json()) == "default")
             found = nlohmann::json(each.value("template", nlohmann::json()));
-    if (found.is_string()) *text = found.get<std::string>();
+    if (found.is_string())
+        *text = found.get<std::string>();
     return "";
 }
 
@@ -472,7 +483,8 @@ inline std::string template_system(std::string text) {
     for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {
         size_t from = at + opens.size();
         std::string found = text.substr(from, text.find(ends, from) - from);
-        if (!found.empty() && found.find_first_of("'\"{}") == std::string::npos) return found;
+        if (!found.empty() && found.find_first_of("'\"{}") == std::string::npos)
+            return found;
     }
     return "";
 }
@@ -484,7 +496,8 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     std::string text, chosen = name;
     std::string wrong = folder.empty() ? "" : read_chat_template(folder, &text);
     if (!wrong.empty()) return wrong;
-    if (name == "auto") chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
+    if (name == "auto")
+        chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
     if (chosen.empty())
         return folder +
                ": its chat template is of a kind that is not built: give --chat-format "

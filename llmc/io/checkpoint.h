@@ -208,7 +208,8 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     bool late = t.plans[0].offload.late;
 
     for (const Parameter& p : t.model.parameters) {
-        if (!t.model.buckets[p.bucket].trainable) continue;
+        if (!t.model.buckets[p.bucket].trainable)
+            continue;
         // Save the masters, which are exact: the weights beside them are rounded copies.
         Kind weights = narrow ? Kind::MASTER : Kind::WEIGHT;
         // A run that only reads may take the mean of weights in their place (--use-ema).
@@ -218,7 +219,8 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         int number = 0;
         for (std::string state : optimizer_row(t.plans[0].optimizer).states)
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
-        if (t.plans[0].ema) list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
+        if (t.plans[0].ema)
+            list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
         // Save the gradient that waits for its late update.
         if (late)
             list.push_back({"late." + p.name, {Kind::GRAD, p.bucket}, &p});
@@ -298,6 +300,8 @@ template <typename T, typename S>
 RankFile rank_file_of(const Trainer<T, S>& t) {
     RankFile file;
     nlohmann::json ranges;
+
+    // Each element of the model is in one file: its owner writes it.
     for (const StateTensor& s : state_tensors(t)) {
         KeptRange range = owned_range(t, s);
         if (range.count == 0) continue;
@@ -362,7 +366,8 @@ Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes
     const Fp8Rule& rule = t.model.shape.fp8_rule;
     Fp8History home = fp8_history(t);
     bytes->resize(fp8_history_bytes(home.slots, rule));
-    if (home.slots) copy_out(bytes->data(), home.amax, bytes->size(), t.ctx.where);
+    if (home.slots)
+        copy_out(bytes->data(), home.amax, bytes->size(), t.ctx.where);
     return fp8_history_at(bytes->data(), home.slots, rule);
 }
 

@@ -16,17 +16,20 @@ namespace llmc {
 
 // Compare a file's size and checksum with the manifest's.
 inline std::string verify_file(const std::string& folder, const nlohmann::json& entry) {
-    std::string path = folder + "/" + entry["file"].get<std::string>();
     // This reads every byte, and costs as much as loading. Nothing else reveals a flipped bit.
+    std::string path = folder + "/" + entry["file"].get<std::string>();
     size_t bytes = 0;
     uint32_t crc = 0;
     std::string wrong = file_crc(path, &bytes, &crc);
     if (!wrong.empty()) return wrong;
-    if (entry["bytes"] != bytes)
-        return concat(path, ": is ", bytes, " bytes, the manifest says ", entry["bytes"].dump());
-    if (entry["crc32"] != crc)
-        return concat(path, ": its checksum is ", crc, ", the manifest says ",
-                      entry["crc32"].dump());
+
+    // Compare sizes first: a file that was cut has another checksum too.
+    const nlohmann::json& saved_bytes = entry["bytes"];
+    const nlohmann::json& saved_crc = entry["crc32"];
+    if (saved_bytes != bytes)
+        return concat(path, ": is ", bytes, " bytes, the manifest says ", saved_bytes.dump());
+    if (saved_crc != crc)
+        return concat(path, ": its checksum is ", crc, ", the manifest says ", saved_crc.dump());
     return "";
 }
 
@@ -45,9 +48,11 @@ inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks
 inline std::string verify_checkpoint(const Comm& world, const std::string& folder,
                                      nlohmann::json* manifest) {
     std::string wrong = read_manifest(folder, manifest);
+
     // Do not look at files of a format that this program does not know.
-    bool ours = wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT;
-    size_t count = ours ? (*manifest)["files"].size() : 0;
+    size_t count = 0;
+    if (wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT)
+        count = (*manifest)["files"].size();
     for (size_t i = world.rank; wrong.empty() && i < count; i += world.size)
         wrong = verify_file(folder, (*manifest)["files"][i]);
     return first_error(world, wrong);
@@ -56,9 +61,11 @@ inline std::string verify_checkpoint(const Comm& world, const std::string& folde
 // Check that a checkpoint's adapters were trained beside this base. Older manifests do not say.
 inline std::string check_base(const nlohmann::json& own, const nlohmann::json& manifest,
                               const std::string& folder) {
-    if (own.is_null() || !manifest.contains("base")) return "";
+    if (own.is_null() || !manifest.contains("base"))
+        return "";
     const nlohmann::json& saved = manifest["base"];
-    if (saved["bytes"] == own["bytes"] && saved["crc32"] == own["crc32"]) return "";
+    if (saved["bytes"] == own["bytes"] && saved["crc32"] == own["crc32"])
+        return "";
 
     // Name both bases: a user finds the right folder by its size, if not by its name.
     auto text = [](const nlohmann::json& b) {
@@ -73,22 +80,33 @@ inline std::string check_base(const nlohmann::json& own, const nlohmann::json& m
 // that the checkpoint lacks would start untrained.
 inline std::string check_adapters(const Model& model, const nlohmann::json& manifest,
                                   const std::string& folder) {
-    std::set<std::string> saved, own, either;
+    std::set<std::string> saved;
+    const std::string prefix = "param.";
     for (const nlohmann::json& file : manifest["files"])
-        for (auto& [name, range] : file["tensors"].items())
-            if (name.starts_with("param.") && name.find(".lora_") != std::string::npos)
-                saved.insert(name.substr(6));
+        for (auto& [name, range] : file["tensors"].items()) {
+            bool adapter = name.find(".lora_") != std::string::npos;
+            if (adapter && name.starts_with(prefix))
+                saved.insert(name.substr(prefix.size()));
+        }
+
+    // List those of this run.
+    std::set<std::string> own;
     for (const Parameter& p : model.parameters)
-        if (is_adapter(model, p)) own.insert(p.name);
+        if (is_adapter(model, p))
+            own.insert(p.name);
 
     // Leave a checkpoint or a run without any to the checks of their tensors.
-    bool differ = saved != own;
-    if (!differ || saved.empty() || own.empty()) return "";
+    bool both = !saved.empty() && !own.empty();
+    if (!both || saved == own) return "";
+
+    // Name the first one that only one of them has.
+    std::set<std::string> either;
     std::set_symmetric_difference(saved.begin(), saved.end(), own.begin(), own.end(),
                                   std::inserter(either, either.end()));
     std::string name = *either.begin();
-    return concat(folder, ": ", name, saved.count(name) ? " is in it, and not in this run"
-                                                        : " is in this run, and not in it",
+    bool lost = saved.count(name);
+    const char* where = lost ? " is in it, and not in this run" : " is in this run, and not in it";
+    return concat(folder, ": ", name, where,
                   ": give the --lora-layers and --lora-targets that it was trained with");
 }
 
@@ -102,8 +120,8 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
         return concat(folder, ": is of format ", json_word(format), ", this program reads ",
                       CHECKPOINT_FORMAT);
 
-    nlohmann::json own = model_identity(t.model.shape);
     // Name the first field that differs, with both values.
+    nlohmann::json own = model_identity(t.model.shape);
     const nlohmann::json defaults = model_identity(Shape());
     for (auto& [key, value] : own.items()) {
         nlohmann::json absent = is_newer_field(key) ? defaults[key] : nlohmann::json();
@@ -153,7 +171,8 @@ inline std::string open_saved_file(SavedFiles& files, size_t i,
     const nlohmann::json& listed = files.entries[i]["tensors"];
     std::string wrong = safetensors_open(&files.open[i], path);
     for (const StateTensor& s : tensors) {
-        if (!wrong.empty() || !listed.contains(s.name)) continue;
+        if (!wrong.empty() || !listed.contains(s.name))
+            continue;
 
         // Compare the tensor with the manifest's list.
         const SafeTensor* x = safetensors_find(files.open[i], s.name);
@@ -195,8 +214,9 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     const Parameter& saved = cut.parameters[s.p - &files.model.parameters[0]];
 
     // Cut the file's range [first, first + count) into runs of the whole.
-    size_t first = entry["tensors"][s.name][0].get<size_t>();
-    size_t count = entry["tensors"][s.name][1].get<size_t>();
+    const nlohmann::json& range = entry["tensors"][s.name];
+    size_t first = range[0].get<size_t>();
+    size_t count = range[1].get<size_t>();
     size_t found = 0;
     for_each_run(saved, tp_rank, tp, [&](size_t local, size_t global, size_t n) {
         size_t from = std::max(local, first);
@@ -217,8 +237,8 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
     for (size_t i = 0; wrong.empty() && i < files.open.size(); i++)
         wrong = file_pieces(files, i, s, pieces);
     if (!wrong.empty()) return wrong;
-    std::sort(pieces->begin(), pieces->end(),
-              [](const Piece& a, const Piece& b) { return a.global < b.global; });
+    auto before = [](const Piece& a, const Piece& b) { return a.global < b.global; };
+    std::sort(pieces->begin(), pieces->end(), before);
 
     // Walk over the whole parameter: no gap, no overlap, nothing beyond its end.
     size_t reached = 0;
@@ -231,8 +251,9 @@ inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
         size_t end = piece.global + piece.count;
         if (piece.global > reached)
             return elements(reached, piece.global, " are in no file");
+        size_t twice = std::min(end, reached);
         if (piece.global < reached)
-            return elements(piece.global, std::min(end, reached), " are there twice");
+            return elements(piece.global, twice, " are there twice");
         reached = end;
     }
     if (reached > all)
@@ -313,20 +334,24 @@ inline bool saves_average(const nlohmann::json& entries) { return saves(entries,
 // Start the mean of weights at the weights. All ranks call.
 template <typename T, typename S>
 void start_average(Trainer<T, S>& t) {
-    if (t.plans[0].mode != Mode::TRAIN || !t.plans[0].ema) return;
-    bool masters = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
+    const Plan& plan = t.plans[0];
+    if (plan.mode != Mode::TRAIN || !plan.ema) return;
+
+    // A master says more of a weight than the weight itself.
+    bool narrow = sizeof(T) < sizeof(acc_t<T>);
+    bool masters = narrow && plan.masters != Masters::NONE;
     Kind kind = masters ? Kind::MASTER : Kind::WEIGHT;
 
     // ZeRO-1 and 2 keep whole weights, and a shard of their mean.
     for (const Parameter& p : t.model.parameters) {
         Data mean = {Kind::EMA, p.bucket};
         KeptRange range = kept_range(t, mean, p);
-        if (!t.model.buckets[p.bucket].trainable || !range.count) continue;
+        if (!t.model.buckets[p.bucket].trainable || !range.count)
+            continue;
         Data weight = {kind, p.bucket};
         KeptRange from = kept_range(t, weight, p);
-        from.at += range.first - from.first;
-        std::vector<acc_t<T>> values =
-            read_numbers(t, weight, p, {range.first, range.count, from.at});
+        size_t at = from.at + (range.first - from.first);
+        auto values = read_numbers(t, weight, p, {range.first, range.count, at});
         write_state(t, mean, p, range, values.data());
     }
 }
@@ -339,6 +364,8 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     std::vector<SafeTensors> closed(entries.size());
     SavedFiles files = {t.model, folder, entries, readers, closed};
     const Comm& world = t.comms.world;
+
+    // Leave out what the saving run did not have.
     std::vector<StateTensor> tensors = state_tensors(t);
     bool averaged = saves_average(entries);
     if (!averaged) // a run that had none: load_verified() starts it
@@ -347,7 +374,6 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
         std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::GRAD; });
 
     // Check the cut. A tp size that does not divide this model would leave ranks without a head.
-    std::vector<Piece> pieces;
     std::string wrong;
     bool lacks = t.takes_average && !averaged;
     if (lacks)
@@ -362,8 +388,9 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     }
 
     // An ep size that does not divide the experts would leave some of them on no rank.
+    size_t experts = t.model.shape.E;
     for (const nlohmann::json& entry : entries)
-        if (wrong.empty() && t.model.shape.E && t.model.shape.E % entry.value("ep", size_t(1)))
+        if (wrong.empty() && experts && experts % entry.value("ep", size_t(1)))
             wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
                            " expert-parallel ranks wrote it, which cannot share this model's "
                            "experts");
@@ -372,21 +399,27 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     Type type = type_of<acc_t<T>>();
     for (size_t i = 0; wrong.empty() && i < entries.size(); i++) {
         bool reads = readers[i] == world.rank;
-        if (reads) wrong = open_saved_file(files, i, tensors, type);
+        if (reads)
+            wrong = open_saved_file(files, i, tensors, type);
     }
+    std::vector<Piece> pieces;
     for (size_t i = 0; wrong.empty() && i < tensors.size(); i++)
         wrong = find_pieces(files, tensors[i], &pieces);
     wrong = first_error(world, wrong);
-    if (lacks)
+
+    // Say what to do about it.
+    if (lacks) {
         wrong += "; leave --use-ema out";
-    else if (!wrong.empty())
+    } else if (!wrong.empty()) {
         wrong += "; to go on from the checkpoint before, remove " + folder;
+    }
 
     // Load one tensor after the other, in the same order on all ranks.
     OneReader reader = make_one_reader(world, t.layout);
     for (size_t i = 0; wrong.empty() && i < tensors.size(); i++) {
         std::vector<acc_t<T>> values = collect_tensor(t, files, reader, tensors[i]);
-        if (!values.empty()) take_tensor(t, tensors[i], values);
+        if (!values.empty())
+            take_tensor(t, tensors[i], values);
     }
     for (SafeTensors& file : files.open)
         safetensors_close(&file);
@@ -400,12 +433,15 @@ template <typename T, typename S>
 std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
                        const nlohmann::json& manifest) {
     // All ranks have read the same manifest, so either all of them call weight_sums_json or none.
-    bool alike = manifest["precision"] == type_name(type_of<T>()) &&
-                 manifest.value("rounding", "") == rounding_of(t);
+    bool same_type = manifest["precision"] == type_name(type_of<T>());
+    bool same_rounding = manifest.value("rounding", "") == rounding_of(t);
+    bool alike = same_type && same_rounding;
     if (!manifest.contains("weight_sums") || !alike || t.takes_average)
         return "";
 
-    nlohmann::json saved = manifest["weight_sums"], own = weight_sums_json(t);
+    // Name the first tensor that differs.
+    nlohmann::json saved = manifest["weight_sums"];
+    nlohmann::json own = weight_sums_json(t);
     for (auto& [name, sum] : own.items())
         if (saved.contains(name) && saved[name] != sum)
             return concat(folder, ": tensor ", name, " is not what was saved: its sum is ",
@@ -416,7 +452,9 @@ std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
 
 // The steps of the checkpoints as the first rank sees them, newest first. All ranks call.
 inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::string& out) {
-    std::vector<int64_t> steps = world.rank == 0 ? checkpoint_steps(out) : std::vector<int64_t>();
+    std::vector<int64_t> steps;
+    if (world.rank == 0) steps = checkpoint_steps(out);
+
     // A network's folder may look different to each rank: all must try the same steps.
     int64_t count = int64_t(steps.size());
     broadcast(world, &count, 1, 0, Cpu{});
@@ -434,7 +472,6 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     info->config = m.value("config", nlohmann::json());
     if (!info->config.is_object())
         info->config = nlohmann::json::object();
-
     info->rollouts = m.value("rollouts", nlohmann::json());
 
     // Take the best step, if a best checkpoint is kept.
@@ -464,13 +501,16 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     // Load the optimizer's step, and the loss scale.
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
     if (!home) return; // a run that only evaluates has none
+
     // Adam's bias correction needs the step; the rest of the struct keeps what this run gave it.
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     scale.step = m["optimizer_step"].get<int64_t>();
+
+    // The loss scale goes on where it was, unless the command line fixes it.
     const LossScaling& rule = t.hyper.loss_scaling;
     if (rule.on && m.contains("loss_scale")) {
         scale.loss = loss_scale_of(m["loss_scale"]);
-        if (!rule.dynamic) scale.loss.now = rule.start; // the command line's scale
+        if (!rule.dynamic) scale.loss.now = rule.start;
     }
     copy_in(home, &scale, sizeof(scale), t.ctx.where);
     wait_for(t.ctx.where);
@@ -487,6 +527,8 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
         notes->push_back(concat("the checkpoint was made by ", m["threads"].dump(), " threads on ",
                                 cpu, "; this run has ", threads, " on ", cpu_name(),
                                 ": bits may differ from an uninterrupted run"));
+
+    // Name another type: weights are rounded to this run's.
     std::string precision = m["precision"].get<std::string>();
     if (precision != type_name(type_of<T>()))
         notes->push_back("the checkpoint was trained in " + printable(precision));
@@ -510,7 +552,8 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
         notes->push_back("the checkpoint has no scales of --fp8 delayed: they begin at 1");
 
     // Note a gradient that would wait for its update, and one that would get none.
-    bool late = t.plans[0].offload.late, trains = t.plans[0].mode == Mode::TRAIN;
+    bool late = t.plans[0].offload.late;
+    bool trains = t.plans[0].mode == Mode::TRAIN;
     if (late && !m.contains("late"))
         notes->push_back("no gradient waits for its update: with --update-delay 1 the first step "
                          "changes no weight");
@@ -569,11 +612,14 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
         std::vector<int> readers = choose_readers(manifest, world.size);
         return load_verified(t, info, folder, manifest, readers, notes);
     }
+
     // A folder with broken checkpoints is still a run's: without --resume it would be refused.
-    return out + ": holds no whole checkpoint" + (only >= 0 ? concat(" of step ", only) : "") +
-           (notes->empty() ? ": start without --resume, or give the --out of the run to go on with"
-                           : ": the broken ones are named above: put back a copy of one, or begin "
-                             "anew in another --out");
+    std::string none = out + ": holds no whole checkpoint";
+    if (only >= 0) none += concat(" of step ", only);
+    if (notes->empty())
+        return none + ": start without --resume, or give the --out of the run to go on with";
+    return none + ": the broken ones are named above: put back a copy of one, or begin anew in "
+                  "another --out";
 }
 
 } // namespace llmc

@@ -28,7 +28,8 @@ namespace llmc {
 // Read a string of an object. If the key is missing and not needed, `text` stays as it is.
 inline std::string take_string(const nlohmann::json& j, const char* key, bool needed,
                                std::string* text) {
-    if (!j.contains(key) && !needed) return "";
+    if (!j.contains(key) && !needed)
+        return "";
     if (!j.contains(key) || !j[key].is_string())
         return concat("has no string \"", key, "\"");
     *text = j[key].get<std::string>();
@@ -38,7 +39,8 @@ inline std::string take_string(const nlohmann::json& j, const char* key, bool ne
 // Map other collections' names of roles to user and assistant.
 inline std::string usual_role(const std::string& name) {
     if (name == "human") return "user";
-    if (name == "gpt" || name == "bot" || name == "model") return "assistant";
+    if (name == "gpt" || name == "bot" || name == "model")
+        return "assistant";
     return name;
 }
 
@@ -51,8 +53,10 @@ inline std::string read_messages(const nlohmann::json& list, const char* role, c
         ChatMessage m;
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
-        if (wrong.empty()) wrong = take_string(each, text, true, &m.text);
-        if (!wrong.empty()) return concat("message ", out->size() + 1, " ", wrong);
+        if (wrong.empty())
+            wrong = take_string(each, text, true, &m.text);
+        if (!wrong.empty())
+            return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
         m.trained = each.value("weight", nlohmann::json(1)) != 0;
         out->push_back(m);
@@ -131,7 +135,8 @@ inline std::vector<int> marked_tokens(const ChatTokens& c, size_t T, Conversatio
         bool fits = i < T;
         trained += fits && c.trained[i];
         lost += !fits && c.trained[i];
-        if (fits) tokens.push_back(c.tokens[i] | (c.trained[i] ? TRAINED : 0));
+        if (fits)
+            tokens.push_back(c.tokens[i] | (c.trained[i] ? TRAINED : 0));
     }
 
     // Count what was kept and what was lost.
@@ -172,7 +177,8 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
     // Pad the windows.
     std::vector<int> tokens;
     for (std::vector<int>& w : windows) {
-        if (w.size() < T) w.push_back(padding | BEGINS);
+        if (w.size() < T)
+            w.push_back(padding | BEGINS);
         w.resize(T, padding);
         tokens.insert(tokens.end(), w.begin(), w.end());
     }
@@ -188,8 +194,10 @@ inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& l
     Conversation messages;
     ChatTokens written;
     std::string wrong = read_conversation(line, &messages);
-    if (wrong.empty()) wrong = chat_tokens(chat, messages, &written);
-    if (wrong.empty()) *tokens = marked_tokens(written, T, counts);
+    if (wrong.empty())
+        wrong = chat_tokens(chat, messages, &written);
+    if (wrong.empty())
+        *tokens = marked_tokens(written, T, counts);
     return wrong;
 }
 
@@ -203,7 +211,8 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
         // Take a line. Blank lines do not count.
         end = std::min(text.find('\n', at), text.size());
         std::string_view bytes = text.substr(at, end - at);
-        if (bytes.find_first_not_of(" \t\r") == std::string::npos) continue;
+        if (bytes.find_first_not_of(" \t\r") == std::string::npos)
+            continue;
         counts->lines++;
 
         // Read the line, and make its tokens.
@@ -237,8 +246,10 @@ inline std::string conversations_text(const ConversationCounts& n) {
     std::string text = concat(n.conversations, " conversations");
     if (n.pairs + n.long_pairs > 0)
         text = concat(n.pairs, " pairs");
-    if (n.undesirable) text += concat(", ", n.undesirable, " of them undesirable");
-    if (n.trained) text += concat(", ", n.trained, " tokens of answers");
+    if (n.undesirable)
+        text += concat(", ", n.undesirable, " of them undesirable");
+    if (n.trained)
+        text += concat(", ", n.trained, " tokens of answers");
 
     // Say what was lost, and why.
     if (n.cut)

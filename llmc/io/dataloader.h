@@ -300,7 +300,8 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         if (chat && chat->pairs && !lines)
             return path + ": answers that are preferred are JSON objects, one a line: give .jsonl";
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
-        if (wrong.empty()) wrong = check_packed(f, chat != nullptr, T);
+        if (wrong.empty())
+            wrong = check_packed(f, chat != nullptr, T);
         if (!wrong.empty()) return wrong;
 
         // Turn text into tokens; the model must know all of the tokenizer's.
@@ -309,7 +310,8 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
             return concat(path, ": --tokenizer ", tokenizer.name, " writes ", tokenizer.vocab_size,
                           " tokens, the model has ", V,
                           ": give the model's tokenizer, or --vocab with new weights");
-        if (f.width == 1) tokenize_text(&f, tokenizer);
+        if (f.width == 1)
+            tokenize_text(&f, tokenizer);
 
         // Cut the range into windows. The last target is one token after the last input.
         if (!own_validation) keep_split(&f, split);
@@ -339,7 +341,8 @@ inline std::string data_disjoint(const DataLoader& train, const DataLoader& val)
 inline std::vector<std::string> data_notes(const DataLoader& d) {
     std::vector<std::string> notes;
     for (const DataFile& f : d.files)
-        if (!f.note.empty()) notes.push_back(f.note);
+        if (!f.note.empty())
+            notes.push_back(f.note);
     return notes;
 }
 
@@ -512,7 +515,8 @@ inline std::string load_conversations(const DataFile& f, size_t start, size_t T,
         if (size_t(token) >= V)
             return beyond_vocabulary(f, f.first + start + i, V);
         tokens[i] = token | (int(marked) & (BEGINS | REJECTED));
-        if (i > 0) targets[i - 1] = int(marked) & TRAINED ? token : -1;
+        if (i > 0)
+            targets[i - 1] = int(marked) & TRAINED ? token : -1;
     }
     return "";
 }
@@ -540,8 +544,10 @@ inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens
         int64_t token = token_at(f, start + i);
         if (size_t(token) >= d.V)
             return beyond_vocabulary(f, f.first + start + i, d.V);
-        if (i < d.T) tokens[i] = int(token);
-        if (i > 0) targets[i - 1] = int(token);
+        if (i < d.T)
+            tokens[i] = int(token);
+        if (i > 0)
+            targets[i - 1] = int(token);
     }
     return "";
 }

@@ -203,7 +203,8 @@ inline std::string read_ds_config(Config& c, const std::string& path, int proces
     ds_flatten(j, "", &f.keys);
     wrong = ds_check_keys(f);
     for (const DsRow& row : ds_table())
-        if (wrong.empty()) wrong = ds_take(f, row);
+        if (wrong.empty())
+            wrong = ds_take(f, row);
     if (wrong.empty())
         wrong = ds_batch(f, std::max(processes, c.local_ranks));
     *lines = f.lines;

@@ -363,7 +363,8 @@ inline std::string read_lines(const std::string& path, std::vector<std::string>*
     // A last line without its newline counts as well.
     std::istringstream in(text);
     for (std::string line; std::getline(in, line);) {
-        if (line.ends_with('\r')) line.pop_back();
+        if (line.ends_with('\r'))
+            line.pop_back();
         lines->push_back(line);
     }
     return lines->empty() ? path + ": is empty" : "";
@@ -384,6 +385,7 @@ inline std::string read_labels(const std::string& path, size_t count,
 // The texts of the question in lines [at, at + each): one line, or HellaSwag's six.
 inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& lines, size_t at,
                       size_t each, const std::vector<std::string>& labels, std::string* wrong) {
+    // HellaSwag's lines are a context, a label and four endings.
     if (each == 6 && at + 6 > lines.size()) {
         *wrong = "wants six lines: a context, a label and four endings";
         return {};

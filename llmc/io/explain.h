@@ -98,6 +98,7 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
 // The line of the memory table to which a datum of a plan counts.
 inline const char* meaning_of(Kind kind) {
     switch (kind) {
+    // Activations, and the streams between layers.
     case Kind::KEPT_B:
     case Kind::KEPT_W: return "  kept activations";
     case Kind::REDO_B:
@@ -106,10 +107,14 @@ inline const char* meaning_of(Kind kind) {
     case Kind::GRADIENT_W:
     case Kind::DSTREAM: return "  gradients of activations";
     case Kind::STREAM: return "  residual stream";
+
+    // Data that pass through the device: scratch, moves, and weights of a layer in use.
     case Kind::SCRATCH: return "  workspace";
     case Kind::STAGED: return "  offloaded data in passing";
     case Kind::GATHERED: return "  weights of layers in use";
     case Kind::CODES: return "  codes of weights on their way";
+
+    // Gradients that layers still add to, or that are on their way.
     case Kind::GRAD_HERE:
     case Kind::TIED_HERE:
     case Kind::SENT:
@@ -169,7 +174,10 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
     double bytes = 0;
     for (int at = 0; at < int(p.actions.size()); at++) {
         const Action& a = p.actions[at];
-        if (queue_of(a.op) != Queue::MOVE) continue;
+        if (queue_of(a.op) != Queue::MOVE)
+            continue;
+
+        // A move may have several data, each in its own tier.
         for (Data d : tiered_data(p, model, a)) {
             const Place* place = arena_find(arena, plan, at, d);
             if (!place) continue;
@@ -206,7 +214,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     // List what lasts the whole run.
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting)
-        if (place.tier == Tier::DEVICE) sums[d.kind] += place.bytes;
+        if (place.tier == Tier::DEVICE)
+            sums[d.kind] += place.bytes;
     std::string text = "memory, in bytes\n";
     auto add = [&](const char* what, Kind kind, const char* why = "") {
         text += memory_line(what, sums[kind], arena.device().bytes, why);
@@ -283,7 +292,8 @@ inline double small_moment_bytes(const Model& model) {
 // and buckets in use.
 template <typename T>
 ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
-    if (options.mode != Mode::TRAIN) return {sizeof(T), 0, 0};
+    if (options.mode != Mode::TRAIN)
+        return {sizeof(T), 0, 0};
     // There are masters only if weights are stored in fewer bits than they are summed in.
     double state = sizeof(acc_t<T>);
     double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
@@ -308,7 +318,8 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
              layout.zero);
     const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
-    if (layout.ep == 1 && !layout.whole_experts) return concat(line, where);
+    if (layout.ep == 1 && !layout.whole_experts)
+        return concat(line, where);
 
     // Expert parallelism: a rank has only some experts, and other ranks shard each of them.
     shards = shard_axis(layout, Group::EXPERTS).size;
@@ -409,7 +420,8 @@ template <typename T> std::string context_text(const Plan& p, const Model& model
     // Write a hybrid like the flag.
     std::string name = names[int(p.layout.cp_method)];
     int heads = p.layout.cp_heads;
-    if (heads > 1) name = concat("ulysses:", heads, ",", name, ":", keys_axis(p.layout).size);
+    if (heads > 1)
+        name = concat("ulysses:", heads, ",", name, ":", keys_axis(p.layout).size);
     Shape s = rank_shape(p, model);
     ContextMessages each = context_messages<T>(s, p.layout, p.rows());
 
@@ -560,7 +572,8 @@ inline std::string layer_text(const Arena& arena, const Plan& p, const Model& mo
     for (size_t i = 0; i < p.actions.size(); i++) {
         // One micro-batch stands for all: the others do the same at other addresses.
         Action a = p.actions[i];
-        if (a.layer != layer || a.micro > 0) continue;
+        if (a.layer != layer || a.micro > 0)
+            continue;
         text += action_text(a, model) + "\n";
 
         // Leave out a datum without a place: it is not on this rank, or is not stored at all.

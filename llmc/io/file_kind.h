@@ -27,7 +27,8 @@ inline std::string shell_word(const std::string& text) {
         return isalnum((unsigned char)c) || strchr("/._-+=:@%", c);
     };
     for (char c : text)
-        if (!c || !plain(c)) return shell_quoted(text);
+        if (!c || !plain(c))
+            return shell_quoted(text);
     return text.empty() ? "''" : text;
 }
 
@@ -134,7 +135,8 @@ inline std::string binary_note(const std::string& path, std::string_view head) {
         foreign += n == 0 && !cut;
         n = n ? n : 1;
     }
-    if (zeros == 0 && foreign * 100 <= head.size()) return "";
+    if (zeros == 0 && foreign * 100 <= head.size())
+        return "";
     return concat(path, ": ", zeros, " zero bytes and ", foreign,
                   " bytes that are not UTF-8 in the first ", head.size(), ": is it text?");
 }

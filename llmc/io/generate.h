@@ -47,7 +47,8 @@ struct Sampling {
 // the same streams.
 inline uint64_t sample_stream(const Sampling& how) {
     std::string name = concat("sample.", how.step);
-    if (how.number) name += concat(".", how.number);
+    if (how.number)
+        name += concat(".", how.number);
     return fnv1a(name);
 }
 
@@ -284,7 +285,8 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
     bool last = g.how.ends.count(token) > 0;
     s.tokens.push_back(token);
     s.picked++;
-    if (!last || g.how.emits_end) emit(text, token);
+    if (!last || g.how.emits_end)
+        emit(text, token);
 
     // The token itself would be read at position `past`, so the cache must have room there.
     bool enough = s.picked == g.count, full = s.past == g.t.plans[g.plan].cache;
@@ -308,7 +310,8 @@ template <typename T, typename S>
 size_t texts_together(const Generation<T, S>& g, size_t slot) {
     const Plan& p = g.t.plans[g.plan];
     const Text* next = g.texts.data() + g.next_text;
-    if (p.scored > 1 || next->cached) return 1;
+    if (p.scored > 1 || next->cached)
+        return 1;
 
     // Stop at a text that repeats the prompt before it: it will copy that slot instead.
     size_t slots = g.slots.size() - slot;
@@ -318,7 +321,8 @@ size_t texts_together(const Generation<T, S>& g, size_t slot) {
     for (; count < most && g.slots[slot + count].text < 0; count++) {
         longest = std::max(longest, next[count].prompt->size());
         bool repeats = next[count].prompt == next[count - 1].prompt;
-        if (repeats || (count + 1) * longest > p.rows()) break;
+        if (repeats || (count + 1) * longest > p.rows())
+            break;
     }
     return count;
 }
@@ -353,7 +357,8 @@ size_t read_prompts(Generation<T, S>& g, size_t slot, size_t count) {
     size_t rows = std::min(n, g.t.plans[g.plan].scored);
     bring_logits(g.t, g.rows, count * rows);
     float* last = g.rows.row(count * rows - 1);
-    if (g.rows.here) g.held_logits.assign(last, last + g.rows.V);
+    if (g.rows.here)
+        g.held_logits.assign(last, last + g.rows.V);
     g.held = next[count - 1].prompt;
     g.held_slot = slot + count - 1;
     if (g.how.draft)
@@ -393,7 +398,8 @@ void start_texts(Generation<T, S>& g, size_t slot, Emit& emit, End& end) {
     // Pick in all slots in parallel: each has its own random numbers.
     #pragma omp parallel for schedule(dynamic)
     for (size_t i = 0; i < count; i++)
-        if (g.rows.here) tokens[i] = pick_token(g, slot + i, logits + i * g.rows.V);
+        if (g.rows.here)
+            tokens[i] = pick_token(g, slot + i, logits + i * g.rows.V);
     share_tokens(g, tokens.data(), count);
     for (size_t i = 0; i < count; i++)
         take_token(g, g.slots[slot + i], tokens[i], emit, end);
@@ -511,7 +517,8 @@ void decode_slots(Generation<T, S>& g, size_t B, Emit& emit, End& end) {
     std::vector<int> adapters(B, -1);
     for (size_t b = 0; b < B; b++) {
         first[b] = fill_window(g.slots[b], tokens.data() + b * n, n);
-        if (g.slots[b].text >= 0) adapters[b] = g.texts[g.slots[b].text].adapter;
+        if (g.slots[b].text >= 0)
+            adapters[b] = g.texts[g.slots[b].text].adapter;
     }
     generate_batch(g.t, g.plan, tokens.data(), B, n, first.data());
     g.t.ctx.batch.adapters = adapters.data();
@@ -577,7 +584,8 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
 
     // End the texts that were stopped.
     for (const TextSlot& s : g.slots)
-        if (s.text >= 0) end(s.text, Ended::BY_STOP);
+        if (s.text >= 0)
+            end(s.text, Ended::BY_STOP);
 }
 
 // Continue one prompt; each token goes to `emit`.

@@ -42,7 +42,8 @@ inline Type plain_type(GgufType type) {
 
 // The bytes of n elements. A block is its scale, followed by its codes.
 inline size_t gguf_bytes(GgufType type, size_t n) {
-    if (type == GgufType::Q8_0) return n / Q8_BLOCK * (2 + Q8_BLOCK);
+    if (type == GgufType::Q8_0)
+        return n / Q8_BLOCK * (2 + Q8_BLOCK);
     return n * (type == GgufType::F32 ? 4 : 2);
 }
 
@@ -165,7 +166,8 @@ inline std::vector<float> gguf_rounded(std::vector<float> x, GgufType type) {
 // llama.cpp's name of this architecture, or "" if it is not built here.
 inline std::string gguf_architecture(const Shape& s) {
     if (s.family == Family::GPT2) return "gpt2";
-    if (s.hf_type == "llama" || s.hf_type == "mistral") return "llama";
+    if (s.hf_type == "llama" || s.hf_type == "mistral")
+        return "llama";
     return s.hf_type == "qwen2" || s.hf_type == "qwen3" ? s.hf_type : "";
 }
 
@@ -331,6 +333,8 @@ inline std::vector<int32_t> gguf_token_types(const Tokenizer& t,
     // Special tokens are among those, but are never shown: override the type.
     for (const auto& [text, token] : t.special)
         types[token] = 3;
+
+    // Bytes and the unknown token have types of their own.
     for (int b = 0; t.sentencepiece && b < 256; b++)
         if (t.byte_token[b] >= 0)
             types[t.byte_token[b]] = 6;
@@ -350,7 +354,8 @@ inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_j
 // The chat template of the folder that the model came with, or "".
 inline std::string chat_template_of(const ExportTokenizer& e) {
     auto file = e.files.find("chat_template.jinja");
-    if (file != e.files.end()) return file->second;
+    if (file != e.files.end())
+        return file->second;
     auto config = e.files.find("tokenizer_config.json");
     if (config == e.files.end()) return "";
     nlohmann::json j = nlohmann::json::parse(config->second, nullptr, false);
@@ -362,9 +367,11 @@ inline std::string chat_template_of(const ExportTokenizer& e) {
 // Add the vocabulary of V tokens. t is null if the tokenizer is left out.
 inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportTokenizer& e,
                                const Shape& s) {
-    if (!t) return gguf_add(k, "tokenizer.ggml.model", std::string("no_vocab"));
+    if (!t)
+        return gguf_add(k, "tokenizer.ggml.model", std::string("no_vocab"));
     gguf_add(k, "tokenizer.ggml.model", std::string(t->sentencepiece ? "llama" : "gpt2"));
-    if (!t->sentencepiece) gguf_add(k, "tokenizer.ggml.pre", gguf_words(*t));
+    if (!t->sentencepiece)
+        gguf_add(k, "tokenizer.ggml.pre", gguf_words(*t));
 
     // Give every row of the table a text of its own; rows without a token get "[PAD<row>]".
     std::vector<std::string> texts = token_texts(*t);
@@ -414,10 +421,14 @@ inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
         if (is_adapter(m, p)) continue; // merged into its base
         std::vector<size_t> shape = p.shape;
         shape[0] = p.file_rows;
+
+        // Blocks of 8 bits must divide a row.
         // Keep vectors in float: rounding hurts them most, and they cost least.
         GgufType own = type;
-        if (type == GgufType::Q8_0 && p.cols() % Q8_BLOCK != 0) own = GgufType::F16;
-        if (shape.size() == 1 || p.name == "wpe.weight") own = GgufType::F32;
+        if (type == GgufType::Q8_0 && p.cols() % Q8_BLOCK != 0)
+            own = GgufType::F16;
+        if (shape.size() == 1 || p.name == "wpe.weight")
+            own = GgufType::F32;
         tensors.push_back({&p, gguf_name(p.name), own, shape});
     }
     return tensors;
@@ -446,6 +457,8 @@ inline std::string gguf_header(const std::vector<GgufTensor>& tensors, const Ggu
         gguf_put(&h, uint64_t(at));
         at = round_up(at + gguf_bytes(t.type, elements), GGUF_ALIGNMENT);
     }
+
+    // The data begin at a multiple of the alignment.
     *data_bytes = at;
     h.resize(round_up(h.size(), GGUF_ALIGNMENT));
     return h;

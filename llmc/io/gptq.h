@@ -128,7 +128,8 @@ inline uint8_t packed_output(bool awq, const uint32_t* words, size_t r) {
 
 // The code of output r and input c.
 inline uint8_t packed_code(const PackedMatrix& m, size_t r, size_t c) {
-    if (m.awq) return packed_output(true, &m.words[c * (m.rows / PACKED_CODES)], r);
+    if (m.awq)
+        return packed_output(true, &m.words[c * (m.rows / PACKED_CODES)], r);
     uint32_t word = m.words[c / PACKED_CODES * m.rows + r];
     return word >> 4 * (c % PACKED_CODES) & 15;
 }
@@ -149,16 +150,19 @@ inline std::string packed_words(const FindTensor& find, const std::string& name,
 // Read zero points and scales of all groups.
 inline std::string read_packed_groups(const FindTensor& find, const SafeTensor& t,
                                       const PackedFormat& f, PackedMatrix* m) {
-    // Unpack zero points. Readers disagree on 15 + 1 in the first format: some take 16, some 0.
+    // Read the words of the zero points.
     std::vector<uint32_t> packed;
     size_t words = m->rows / PACKED_CODES;
     std::string name = packed_part(t.name, "qzeros");
     std::string wrong = packed_words(find, name, {m->groups, words}, &packed);
     if (!wrong.empty()) return wrong;
+
+    // Unpack them. Readers disagree on 15 + 1 in the first format: some take 16, some 0.
     m->zeros.resize(m->groups * m->rows);
     for (size_t i = 0; i < m->zeros.size(); i++) {
         size_t r = i % m->rows;
-        int zero = packed_output(m->awq, &packed[i / m->rows * words], r) + f.added;
+        size_t group = i / m->rows;
+        int zero = packed_output(m->awq, &packed[group * words], r) + f.added;
         if (zero > 15)
             return "tensor " + name + " has a zero point that stands for 0 or for 16: save the "
                    "folder as gptq_v2";
@@ -166,11 +170,12 @@ inline std::string read_packed_groups(const FindTensor& find, const SafeTensor& 
     }
 
     // Read the scales, as floats.
-    const SafeTensor* scales = find(packed_part(t.name, "scales"));
+    name = packed_part(t.name, "scales");
+    const SafeTensor* scales = find(name);
     std::vector<size_t> shape = {m->groups, m->rows};
     if (!scales || !is_float_dtype(scales->dtype) || scales->shape != shape)
-        return concat("tensor ", packed_part(t.name, "scales"), " is missing, or not F16 ",
-                      shape_text(shape), ": config.json is another model's");
+        return concat("tensor ", name, " is missing, or not F16 ", shape_text(shape),
+                      ": config.json is another model's");
     m->scales.resize(m->zeros.size());
     tensor_to_float(m->scales.data(), *scales, 0, m->scales.size());
     return "";
@@ -179,7 +184,9 @@ inline std::string read_packed_groups(const FindTensor& find, const SafeTensor& 
 // Read a matrix's parts.
 inline std::string read_packed_parts(const FindTensor& find, const SafeTensor& t,
                                      const Parameter& p, const PackedFormat& f, PackedMatrix* m) {
-    m->awq = f.awq, m->rows = p.file_rows, m->cols = p.cols();
+    m->awq = f.awq;
+    m->rows = p.file_rows;
+    m->cols = p.cols();
     if (m->rows % PACKED_CODES || m->cols % PACKED_CODES)
         return concat("tensor ", t.name, " has ", m->cols, " inputs and ", m->rows,
                       " outputs, which words of 8 codes do not divide: dequantise the folder");
@@ -195,6 +202,8 @@ inline std::string read_packed_parts(const FindTensor& find, const SafeTensor& t
     wrong = read_packed_groups(find, t, f, m);
     for (size_t c = 0; c < m->cols; c++)
         m->of_col.push_back(uint32_t(c / group));
+
+    // An index replaces the order of the groups.
     std::string index = packed_part(t.name, "g_idx");
     if (wrong.empty() && !f.awq && find(index))
         wrong = packed_words(find, index, {m->cols}, &m->of_col);
@@ -254,7 +263,8 @@ inline StoredMatrix packed_to_int4(const PackedMatrix& m) {
 // Refuse a bias of a layer that has none in this model, unless it is zeros.
 inline std::string check_packed_bias(const FindTensor& find, const SafeTensor& t) {
     const SafeTensor* bias = find(packed_part(t.name, "bias"));
-    if (!bias || !is_float_dtype(bias->dtype)) return "";
+    if (!bias || !is_float_dtype(bias->dtype))
+        return "";
     std::vector<float> x(bias->elements());
     tensor_to_float(x.data(), *bias, 0, x.size());
     bool zeros = std::all_of(x.begin(), x.end(), [](float v) { return v == 0; });
@@ -281,8 +291,11 @@ inline std::string read_packed(const FindTensor& find, const SafeTensor& t, cons
     if (keep && !fits_int4(packed))
         return "tensor " + t.name + " has zero points, or groups of its own, and --weights int4 "
                "has 8 and 128: give --weights float, or quantise with sym and group_size 128";
-    if (keep) *m = packed_to_int4(packed);
-    else *values = expand_packed(packed);
+    if (keep) {
+        *m = packed_to_int4(packed);
+    } else {
+        *values = expand_packed(packed);
+    }
     m->finite = all_finite(packed.scales);
     return "";
 }

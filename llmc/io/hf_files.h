@@ -116,7 +116,8 @@ inline std::string hf_open_shared(HfFiles* h, const std::vector<std::string>& pa
     h->files.resize(paths.size());
     for (size_t i = 0; wrong.empty() && i < paths.size(); i++) {
         bool reads = i % size_t(world.size) == size_t(world.rank);
-        if (reads) wrong = safetensors_open(&h->files[i], paths[i]);
+        if (reads)
+            wrong = safetensors_open(&h->files[i], paths[i]);
     }
     wrong = first_error(world, wrong);
     if (wrong.empty()) share_headers(h, paths);
@@ -186,9 +187,11 @@ void bring_chunks(HfFiles& h, const SafeTensor& t, size_t first, size_t count, N
     for (size_t at = 0; at < count; at += h.most) {
         size_t n = std::min(h.most, count - at);
         h.chunk.resize(std::max(h.chunk.size(), n));
-        if (reads) memcpy(h.chunk.data(), t.data + first + at, n);
+        if (reads)
+            memcpy(h.chunk.data(), t.data + first + at, n);
         bring(r, h.chunk.data(), n, t.reader, needs);
-        if (mine) use(h.chunk.data(), at, n);
+        if (mine)
+            use(h.chunk.data(), at, n);
     }
 }
 

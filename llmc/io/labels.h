@@ -44,9 +44,11 @@ inline std::string labelled_tokens(const Chat& chat, const nlohmann::json& line,
     std::string wrong = read_part(line, "prompt", "user", &messages);
     for (ChatMessage& asked : messages)
         asked.trained = false;
-    if (wrong.empty()) wrong = read_part(line, "completion", "assistant", &messages);
+    if (wrong.empty())
+        wrong = read_part(line, "completion", "assistant", &messages);
     ChatTokens written;
-    if (wrong.empty()) wrong = chat_tokens(chat, messages, &written);
+    if (wrong.empty())
+        wrong = chat_tokens(chat, messages, &written);
     if (!wrong.empty()) return wrong;
 
     // Mark the label on the first token.
@@ -68,7 +70,8 @@ inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* 
                                                   size_t T) {
     std::vector<AnsweredQuestion> all;
     for (size_t i = 0; i < T; i++) {
-        if (i == 0 || tokens[i] & BEGINS) all.emplace_back();
+        if (i == 0 || tokens[i] & BEGINS)
+            all.emplace_back();
         AnsweredQuestion& now = all.back();
         // A row's target is the next token, so a token is trained if the row before
         // it has a target.
@@ -99,9 +102,11 @@ inline const std::vector<int>* answer_to_another(const std::vector<AnsweredQuest
                                                  const std::vector<AnsweredQuestion>& own,
                                                  size_t i) {
     for (size_t k = i; k-- > 0;)
-        if (!asks_the_same(own[k], own[i])) return &own[k].answer;
+        if (!asks_the_same(own[k], own[i]))
+            return &own[k].answer;
     for (size_t k = before.size(); k-- > 0;)
-        if (!asks_the_same(before[k], own[i])) return &before[k].answer;
+        if (!asks_the_same(before[k], own[i]))
+            return &before[k].answer;
     return nullptr;
 }
 
@@ -121,7 +126,8 @@ inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int
         for (int token : *other)
             marked.push_back(token);
     }
-    if (marked.size() < T) marked.push_back(padding | BEGINS);
+    if (marked.size() < T)
+        marked.push_back(padding | BEGINS);
     marked.resize(T, padding);
 
     // Separate marks and tokens, and count the questions whose answer has begun.
@@ -135,7 +141,8 @@ inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int
         answered += trained && !counted;
         counted |= trained;
         tokens[i] = token | (marked[i] & BEGINS);
-        if (i > 0) targets[i - 1] = trained ? token : -1;
+        if (i > 0)
+            targets[i - 1] = trained ? token : -1;
     }
     targets[T - 1] = -1;
     return answered;

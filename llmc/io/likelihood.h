@@ -97,7 +97,8 @@ inline std::vector<ScoreGroup> group_by_length(const std::vector<Candidate>& can
     // Walk back from the best number of groups, the smallest among equals.
     size_t best = 1;
     for (size_t g = 2; g <= most; g++)
-        if (fewest[g][n] < fewest[best][n]) best = g;
+        if (fewest[g][n] < fewest[best][n])
+            best = g;
     std::vector<ScoreGroup> groups;
     for (size_t j = n; j > 0; j = begin[best--][j]) {
         ScoreGroup group = {lengths[j - 1]};

@@ -85,7 +85,8 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
              width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
              rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
              duration_text(seconds_left).c_str());
-    if (!r.rollouts.empty()) return with_rollouts(text, r);
+    if (!r.rollouts.empty())
+        return with_rollouts(text, r);
     if (r.accuracy < 0) return text;
 
     // Insert after the loss how far the better answers lead, and how often.
@@ -112,7 +113,8 @@ inline void open_display(Logger& log, int64_t every, bool of_job) {
 // Whether a step's line is printed to a pipe or a file. The first and the last step's always are;
 // between them every step's of a short run, else every tenth.
 inline bool is_shown(int64_t every, bool first, int64_t step, int64_t steps) {
-    if (every == 0) every = steps <= 100 ? 1 : 10;
+    if (every == 0)
+        every = steps <= 100 ? 1 : 10;
     return first || step == steps || step % every == 0;
 }
 
@@ -207,7 +209,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     double& smooth = log.seconds_a_step;
     smooth = first ? r.seconds : 0.9 * smooth + 0.1 * r.seconds;
     double left = smooth * double(r.steps - r.step); // seconds
-    if (!first && log.times.size() < 1000) log.times.push_back(r.seconds);
+    if (!first && log.times.size() < 1000)
+        log.times.push_back(r.seconds);
 
     // Print for people; the log gets every step's numbers unrounded.
     show_step(log, step_text(r, left), first, r.step, r.steps);

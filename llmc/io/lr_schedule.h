@@ -25,7 +25,8 @@ inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, doub
     double t = total > warmup ? std::clamp(after / length, 0.0, 1.0) : 0;
     if (schedule == "cosine")
         return min_lr + (lr - min_lr) * 0.5 * (1 + std::cos(M_PI * t));
-    if (schedule == "linear") return lr + (min_lr - lr) * t;
+    if (schedule == "linear")
+        return lr + (min_lr - lr) * t;
 
     // wsd falls after a fixed share of the whole run, warm-up included.
     if (schedule == "wsd") {

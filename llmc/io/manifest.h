@@ -111,7 +111,8 @@ inline std::string check_late_scale(const nlohmann::json& j) {
     if (!j.is_object())
         return "late is no object";
     std::string wrong = check_integer(j, "finite", 0, 1);
-    if (wrong.empty()) wrong = check_integer(j, "step", 0, INT64_MAX);
+    if (wrong.empty())
+        wrong = check_integer(j, "step", 0, INT64_MAX);
     for (const char* key : {"correct1", "correct2", "lr"})
         if (wrong.empty() && !(j.contains(key) && j[key].is_number()))
             wrong = concat("late has no number ", key);

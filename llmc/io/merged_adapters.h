@@ -217,9 +217,12 @@ inline std::string check_merges(const Model& base, const std::string& folder) {
 inline size_t merge_dora(std::vector<float>* w, const std::vector<float>& a, // (out,in) (r,in)
                          const std::vector<float>& b, const std::vector<float>& m, // (out,r) (out)
                          size_t r, double scale) {
-    size_t rows = m.size(), cols = a.size() / r, zeros = 0;
+    size_t rows = m.size();
+    size_t cols = a.size() / r;
+    size_t zeros = 0;
     #pragma omp parallel for reduction(+ : zeros)
     for (size_t i = 0; i < rows; i++) {
+        // Add the low-rank product in double: the row is divided by its norm below.
         float* row = w->data() + i * cols;
         std::vector<double> sum(row, row + cols);
         for (size_t k = 0; k < r; k++)

@@ -33,7 +33,8 @@ inline size_t idle_parameters(const Model& model) {
     size_t n = 0;
     int lowest = lowest_trained(model);
     for (const Parameter& p : model.parameters)
-        if (model.is_block(p.layer) && p.layer < lowest) n += active_elements(model, p);
+        if (model.is_block(p.layer) && p.layer < lowest)
+            n += active_elements(model, p);
     return n;
 }
 

@@ -130,7 +130,8 @@ inline std::string read_llmc_gpt2(ModelHeader* h, const SafeTensors& f) {
     int64_t Vp = word_at<int32_t>(f, 7);
     h->skipped = size_t(Vp - V) * size_t(C);
     std::string wrong = read_llmc_version(h, f);
-    if (!wrong.empty() || Vp >= V) return wrong;
+    if (!wrong.empty() || Vp >= V)
+        return wrong;
     return concat(f.path, ": has a token table of ", Vp, " rows for a vocabulary of ", V,
                   ": write it again with a newer llm.c");
 }
@@ -365,7 +366,8 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
 
         // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
         bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
-        if (turns) values = in_halves(values, t.model.shape.HS, p.cols());
+        if (turns)
+            values = in_halves(values, t.model.shape.HS, p.cols());
         set_file_weight(t, p, values);
     }
     if (bytes) *bytes = h.reader.bytes;
@@ -391,6 +393,8 @@ inline std::string model_file_check(const Shape& s, const std::string& path, Typ
         return "--export " + path +
                ": llm.c's file is of a GPT-2 as it was published (learned positions, a tied head, "
                "ffn of four times the channels): export into a folder";
+
+    // The header has a version for each type, and none for fp16.
     if (dtype == Type::F16)
         return "--export " + path + ": llm.c's files are float or bf16: --export-dtype bf16";
     return "";

@@ -81,7 +81,8 @@ std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t 
     // Load the tables with the folder's number of rows.
     std::vector<Parameter> parameters = t.model.parameters;
     for (Parameter& p : parameters)
-        if (is_token_table(t.model, p)) p.file_rows = before.V;
+        if (is_token_table(t.model, p))
+            p.file_rows = before.V;
     wrong = hf_load_parameters(t, folder, parameters);
     if (!wrong.empty()) return wrong;
 

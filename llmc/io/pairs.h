@@ -34,7 +34,8 @@ inline void leave_common_start(AnswerPair* pair) {
     Conversation &w = pair->chosen, &l = pair->rejected;
     size_t shortest = std::min(w.size(), l.size());
     for (size_t i = 0; i < shortest; i++) {
-        if (!same_message(w[i], l[i])) break;
+        if (!same_message(w[i], l[i]))
+            break;
         w[i].trained = l[i].trained = false;
     }
 }
@@ -66,8 +67,10 @@ inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
 
     // Append each answer to the question.
     pair->chosen = pair->rejected = asked;
-    if (wrong.empty()) wrong = read_part(line, keys.chosen, "assistant", &pair->chosen);
-    if (wrong.empty()) wrong = read_part(line, keys.rejected, "assistant", &pair->rejected);
+    if (wrong.empty())
+        wrong = read_part(line, keys.chosen, "assistant", &pair->chosen);
+    if (wrong.empty())
+        wrong = read_part(line, keys.rejected, "assistant", &pair->rejected);
     leave_common_start(pair);
     return wrong;
 }

@@ -23,7 +23,8 @@ enum class BeforeText { NOTHING, PREFIX, PROMPT };
 inline BeforeText before_text(const std::string& folder) {
     nlohmann::json j;
     std::string wrong = folder.empty() ? "none" : read_json(peft_config_path(folder), &j);
-    if (!wrong.empty() || !j.is_object()) return BeforeText::NOTHING;
+    if (!wrong.empty() || !j.is_object())
+        return BeforeText::NOTHING;
     nlohmann::json type = j.value("peft_type", nlohmann::json());
     if (type == "PREFIX_TUNING") return BeforeText::PREFIX;
     bool prompt = type == "PROMPT_TUNING" || type == "P_TUNING";
@@ -44,6 +45,8 @@ inline std::string read_prefix(const Shape& s, const std::string& folder, size_t
     if (prompt && s.sliding_window)
         return folder + ": is a prompt, whose rows leave the model's sliding window, and a prefix "
                         "does not: such a model is not built";
+
+    // Find its only tensor.
     std::string wrong = open_adapter(&file, folder);
     if (!wrong.empty()) return wrong;
     const SafeTensor* t = safetensors_find(file, PREFIX_TENSOR);
@@ -62,7 +65,10 @@ inline std::string read_prefix(const Shape& s, const std::string& folder, size_t
     else if (file.tensors.size() != 1)
         wrong = concat(file.path, ": holds ", file.tensors.size(), " tensors, and a prefix is one: "
                        "leave trained modules out");
-    if (wrong.empty()) *n = t->shape[0];
+
+    // A row of the tensor is a token.
+    if (wrong.empty())
+        *n = t->shape[0];
     safetensors_close(&file);
     return wrong;
 }
@@ -82,9 +88,12 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
     std::string path = folder + "/adapter_model.safetensors";
     std::string wrong = hf_open_shared(&h, {path});
     if (!wrong.empty()) return wrong;
+
+    // Check the shape again: the file was closed in the meantime.
     const Shape& s = t.model.shape;
     BeforeText what = plan < 0 ? BeforeText::PREFIX : BeforeText::PROMPT;
-    size_t KV = s.NKV * s.HS, width = width_before_text(s, what);
+    size_t KV = s.NKV * s.HS;
+    size_t width = width_before_text(s, what);
     const SafeTensor* tensor = safetensors_find(h.files[0], PREFIX_TENSOR);
     if (!tensor || tensor->shape != std::vector<size_t>{s.prefix, width})
         return path + ": has changed since the run began";
@@ -96,6 +105,8 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
         make_prefix(t, plan, all);
         return "";
     }
+
+    // A token has the keys and values of all layers in one row.
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         std::vector<float> values(p.elements());
@@ -155,7 +166,8 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
     if (writes) {
         std::vector<TensorSpec> specs = {{PREFIX_TENSOR, dtype, {s.prefix, width}}};
         writer_open(&w, folder + "/adapter_model.safetensors", specs, {{"format", "pt"}});
-        if (w.wrong.empty()) writer_put(w, all, dtype);
+        if (w.wrong.empty())
+            writer_put(w, all, dtype);
     }
     std::string wrong = first_error(t.comms.world, writes ? writer_close(&w) : "");
     if (!wrong.empty() || !writes) return wrong;
@@ -167,7 +179,8 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
 template <typename T, typename S>
 std::string export_trained_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                                     const std::string& base) {
-    if (!t.model.shape.prefix) return export_adapters(t, folder, dtype, base);
+    if (!t.model.shape.prefix)
+        return export_adapters(t, folder, dtype, base);
     return export_whole(t, folder, [&](const std::string& path) {
         return write_prefix(t, path, dtype, base);
     });

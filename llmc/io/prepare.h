@@ -294,6 +294,8 @@ inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, cons
     nlohmann::json files = nlohmann::json::array();
     for (const TextInput& i : inputs)
         files.push_back({{"file", i.path}, {"bytes", i.bytes}, {"modified", i.modified}});
+
+    // Conversations depend on their format, and on the length of a window.
     nlohmann::json chat;
     if (o.packed)
         chat = {{"format", o.chat.format.name}, {"end", o.chat.end}, {"seq", o.packed}};

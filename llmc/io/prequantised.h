@@ -29,22 +29,26 @@ inline std::string find_part(const FindTensor& find, const std::string& name, co
                              size_t elements, const SafeTensor** part) {
     *part = find(name);
     if (!*part) return "tensor " + name + " is missing";
+
     // The length must fit, so that nothing is read beyond the end of the file.
-    if ((*part)->dtype != dtype || (elements && (*part)->elements() != elements))
-        return concat("tensor ", name, " is ", (*part)->dtype, " ", shape_text((*part)->shape),
-                      ", and ", dtype, " of ", elements, " is wanted");
-    return "";
+    const SafeTensor& found = **part;
+    bool same_type = found.dtype == dtype;
+    bool same_size = !elements || found.elements() == elements;
+    if (same_type && same_size) return "";
+    return concat("tensor ", name, " is ", found.dtype, " ", shape_text(found.shape), ", and ",
+                  dtype, " of ", elements, " is wanted");
 }
 
 // Read NF4's absmaxes: codes with their table into *m, or floats into *absmax.
 inline std::string read_nf4_scales(const FindTensor& find, const std::string& name,
                                    const nlohmann::json& state, size_t n, StoredMatrix* m,
                                    std::vector<float>* absmax) {
-    const SafeTensor *scales = nullptr, *map = nullptr, *absmax2 = nullptr;
-    size_t blocks = nf4_blocks(n);
     // Double quantisation shows in the tensors' names: only then there is a table.
     bool nested = find(name + ".nested_absmax") != nullptr;
-    std::string wrong = find_part(find, name + ".absmax", nested ? "U8" : "F32", blocks, &scales);
+    const char* dtype = nested ? "U8" : "F32";
+    size_t blocks = nf4_blocks(n);
+    const SafeTensor* scales = nullptr;
+    std::string wrong = find_part(find, name + ".absmax", dtype, blocks, &scales);
     if (!wrong.empty()) return wrong;
 
     // Absmaxes in float need no table.
@@ -54,15 +58,22 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
         return "";
     }
 
-    // Read the table: offset, map, absmaxes of the absmaxes.
+    // Find the parts of the table: a map, and absmaxes of the absmaxes.
+    const SafeTensor* map = nullptr;
+    const SafeTensor* absmax2 = nullptr;
     size_t groups = nf4_table_floats(n) - NF4_TABLE;
     wrong = find_part(find, name + ".nested_quant_map", "F32", NF4_MAP, &map);
     if (wrong.empty())
         wrong = find_part(find, name + ".nested_absmax", "F32", groups, &absmax2);
     if (!wrong.empty()) return wrong;
-    if (state.value("nested_blocksize", nlohmann::json()) != int(NF4_SCALES_BLOCK) ||
-        !state.contains("nested_offset") || !state["nested_offset"].is_number())
+
+    // Check what the state says of them.
+    nlohmann::json block = state.value("nested_blocksize", nlohmann::json());
+    bool offset = state.contains("nested_offset") && state["nested_offset"].is_number();
+    if (block != int(NF4_SCALES_BLOCK) || !offset)
         return "tensor " + name + " has blocks of absmaxes other than 256, or no offset";
+
+    // Read the table as nf4.cuh has it: offset, map, absmaxes of the absmaxes.
     m->table.resize(nf4_table_floats(n));
     m->table[0] = state["nested_offset"].get<float>();
     tensor_to_float(&m->table[1], *map, 0, NF4_MAP);
@@ -76,29 +87,32 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
 inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const Parameter& p,
                             StoredMatrix* m, std::vector<float>* absmax) {
     // Read the quantisation state: JSON in a tensor of bytes.
-    const SafeTensor *text = nullptr, *map = nullptr;
     std::string name = t.name;
-    std::string wrong =
-        find_part(find, name + ".quant_state.bitsandbytes__nf4", "U8", 0, &text);
+    std::string state_name = name + ".quant_state.bitsandbytes__nf4";
+    const SafeTensor* text = nullptr;
+    std::string wrong = find_part(find, state_name, "U8", 0, &text);
     if (!wrong.empty())
         return "tensor " + name + " has codes of 8 bits and is no NF4: quantise with "
                "bnb_4bit_quant_type nf4";
-    auto state = nlohmann::json::parse(text->data, text->data + text->bytes, nullptr, false);
+    auto end = text->data + text->bytes;
+    auto state = nlohmann::json::parse(text->data, end, nullptr, false);
     if (!state.is_object() || state.value("blocksize", nlohmann::json()) != int(NF4_BLOCK))
         return "tensor " + name + " has blocks of other than 64 elements";
 
     // Compare the shapes: a matrix of another shape may have as many bytes.
     std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
-    if (state.value("shape", nlohmann::json()) != nlohmann::json(rows_cols))
-        return concat("tensor ", name, " has the shape ",
-                      state.value("shape", nlohmann::json()).dump(), ", config.json asks for ",
-                      shape_text(rows_cols));
+    nlohmann::json shape = state.value("shape", nlohmann::json());
+    if (shape != nlohmann::json(rows_cols))
+        return concat("tensor ", name, " has the shape ", shape.dump(),
+                      ", config.json asks for ", shape_text(rows_cols));
 
     // Check the number of codes, two in a byte.
     size_t n = p.file_elements();
     if (t.bytes != ceil_div(n, size_t(2)))
         return concat("tensor ", name, " has ", t.bytes, " bytes for ", n, " elements");
+
     // Check the map, which belongs to the format: FP4 and others have codes of 4 bits too.
+    const SafeTensor* map = nullptr;
     wrong = find_part(find, name + ".quant_map", "F32", 16, &map);
     if (!wrong.empty()) return wrong;
     std::vector<float> values(16);
@@ -106,6 +120,8 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
     for (unsigned code = 0; code < 16; code++)
         if (values[code] != nf4_value(code))
             return "tensor " + name + ".quant_map is not NF4's";
+
+    // Keep the codes as they are, then their absmaxes.
     m->stored = Stored::NF4;
     m->codes.assign(t.data, t.data + t.bytes);
     return read_nf4_scales(find, name, state, n, m, absmax);
@@ -114,18 +130,22 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
 // Read a matrix in int8, with an absmax for each row.
 inline std::string read_int8(const FindTensor& find, const SafeTensor& t, const Parameter& p,
                              StoredMatrix* m) {
-    // Check the shape, and find the rows' absmaxes. A row is an output.
-    const SafeTensor* scales = nullptr;
+    // Check the shape: a row is an output.
     std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
     if (t.shape != rows_cols)
         return concat("tensor ", t.name, " has the shape ", shape_text(t.shape),
                       ", config.json asks for ", shape_text(rows_cols));
+
+    // Find the rows' absmaxes.
     std::string stem = t.name.substr(0, t.name.rfind('.') + 1);
+    const SafeTensor* scales = nullptr;
     std::string wrong = find_part(find, stem + "SCB", "F32", p.file_rows, &scales);
     if (!wrong.empty()) return wrong;
+
     // Refuse other memory layouts, which are tiled for a GPU's cache.
     const SafeTensor* format = find(stem + "weight_format");
-    if (format && (format->bytes != 1 || format->data[0] != 0))
+    bool in_rows = !format || (format->bytes == 1 && format->data[0] == 0);
+    if (!in_rows)
         return "tensor " + t.name + " does not lie in rows: save it with a newer bitsandbytes";
 
     // Keep codes and absmaxes: they are laid out as matrix products read them.
@@ -144,13 +164,21 @@ inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t
     // Read by the format of the codes: int8 or NF4.
     std::vector<float> absmax;
     bool bytes = t.dtype == "I8";
-    std::string wrong = bytes ? read_int8(find, t, p, m) : read_nf4(find, t, p, m, &absmax);
+    std::string wrong;
+    if (bytes) {
+        wrong = read_int8(find, t, p, m);
+    } else {
+        wrong = read_nf4(find, t, p, m, &absmax);
+    }
     if (!wrong.empty()) return wrong;
 
     // Note whether all absmaxes are finite: a bad one spoils its block, and the weights'
     // check must find it.
     m->finite = all_finite(m->table) && all_finite(absmax);
-    if (wanted == Stored::NF4 && !bytes && !absmax.empty())
+
+    // Keep the codes if the run stores this format.
+    bool float_absmax = !bytes && !absmax.empty();
+    if (wanted == Stored::NF4 && float_absmax)
         return "tensor " + t.name + " has absmaxes in float, and --weights nf4 has codes for them: "
                "give --weights float, or quantise with bnb_4bit_use_double_quant";
     if (wanted == m->stored) return "";

@@ -40,6 +40,8 @@ inline std::string price_text(const Machine& m, double seconds, double cards, in
     RunPrice p = run_price(m, seconds, cards);
     std::string text = concat("  ", steps, " steps: ", amount_text(p.hours), " hours, ",
                               amount_text(p.card_hours), " card-hours, if nothing is lost\n");
+
+    // Write a line where its number is given, or note the number as missing.
     std::string missing;
     auto line = [&](double given, const char* key, const std::string& words) {
         if (given > 0)
@@ -48,6 +50,7 @@ inline std::string price_text(const Machine& m, double seconds, double cards, in
             missing += concat(missing.empty() ? "" : ", ", key);
     };
 
+    // Money, energy, and what the grid makes of the energy.
     line(m.dollars_hour, "dollars_hour",
          concat("$", amount_text(p.dollars), " at ", m.dollars_hour, " a card-hour"));
     line(m.watts, "watts",

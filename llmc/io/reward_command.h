@@ -155,10 +155,12 @@ inline std::string read_output(int out, double until, size_t most, std::string* 
         pollfd wait = {out, POLLIN, 0};
         // A signal to this run ends the wait early: look at the clock again.
         int milliseconds = int(std::min(left, 1000.0) * 1000) + 1;
-        if (poll(&wait, 1, milliseconds) <= 0) continue;
+        if (poll(&wait, 1, milliseconds) <= 0)
+            continue;
         ssize_t n = read(out, block, sizeof(block));
         if (n == 0) return "";
-        if (n > 0) text->append(block, size_t(n));
+        if (n > 0)
+            text->append(block, size_t(n));
     }
     return "prints more than a number for each answer: print those alone";
 }
@@ -201,12 +203,14 @@ inline std::string run_program(const std::string& command, const std::string& in
     double until = clock_seconds() + seconds;
     wrong = read_output(process.out, until, most, output);
     bool reaped = wrong.empty();
-    if (wrong.empty()) wrong = end_of_program(process.pid, until);
+    if (wrong.empty())
+        wrong = end_of_program(process.pid, until);
 
     // End the group. A program that was not reaped yet is reaped now.
     end_group(process);
     close(process.out);
-    if (!reaped || wrong == "late") waitpid(process.pid, nullptr, 0);
+    if (!reaped || wrong == "late")
+        waitpid(process.pid, nullptr, 0);
     if (wrong != "late") return wrong;
     return concat("took longer than ", seconds, " seconds and was killed: make it faster, or give "
                   "a larger --reward-seconds");
@@ -220,7 +224,8 @@ constexpr double MOST_REWARD = 1e15;
 
 // The number of a line that a program printed, or NaN.
 inline double reward_of_line(const std::string& line) {
-    if (line.size() > 100000 || json_depth(line) > 10) return NAN;
+    if (line.size() > 100000 || json_depth(line) > 10)
+        return NAN;
     nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
     if (j.is_object())
         j = j.value("reward", nlohmann::json());
@@ -256,7 +261,8 @@ inline std::string command_rewards(const std::string& command, double seconds,
         input += answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
     size_t most = (size_t(1) << 20) + 4096 * answers.size();
     std::string wrong = run_program(command, input, seconds, most, &output);
-    if (wrong.empty()) wrong = read_rewards(output, answers.size(), rewards);
+    if (wrong.empty())
+        wrong = read_rewards(output, answers.size(), rewards);
     return wrong.empty() ? "" : "--reward command:" + command + ": it " + wrong;
 }
 

@@ -45,7 +45,8 @@ inline std::vector<float> floats_of(const nlohmann::json& bits) {
 
 // The answers as JSON, if they have updates left of `updates`; else null.
 inline nlohmann::json rollouts_json(const Rollouts& r, int updates) {
-    if (r.updates == 0 || r.updates >= updates) return {};
+    if (r.updates == 0 || r.updates >= updates)
+        return {};
     return {{"tokens", r.tokens},
             {"prompts", r.prompts},
             {"advantages", float_bits(r.advantages)},
@@ -59,7 +60,8 @@ inline nlohmann::json rollouts_json(const Rollouts& r, int updates) {
 inline bool is_list_to(const nlohmann::json& list, uint64_t most) {
     if (!list.is_array()) return false;
     for (const nlohmann::json& number : list)
-        if (!number.is_number_unsigned() || number > most) return false;
+        if (!number.is_number_unsigned() || number > most)
+            return false;
     return true;
 }
 
@@ -69,21 +71,24 @@ inline std::string check_rollouts_json(const nlohmann::json& j) {
     typedef nlohmann::json::value_t Type;
     if (!j.is_object()) return wrong;
     for (const char* key : {"tokens", "prompts", "advantages", "old", "reference", "means"})
-        if (!check_type(j, key, Type::array).empty()) return wrong;
+        if (!check_type(j, key, Type::array).empty())
+            return wrong;
 
     // Each list of numbers, and as many prompts and advantages as answers.
     for (const char* key : {"prompts", "advantages", "old", "reference"})
         if (!is_list_to(j[key], UINT32_MAX)) return wrong;
     size_t answers = j["tokens"].size();
     for (const char* key : {"prompts", "advantages"})
-        if (j[key].size() != answers) return wrong;
+        if (j[key].size() != answers)
+            return wrong;
 
     // A prompt has a token at least, and lies within its window.
     for (size_t i = 0; i < answers; i++) {
         size_t prompt = j["prompts"][i].get<size_t>();
         const nlohmann::json& tokens = j["tokens"][i];
         bool good = is_list_to(tokens, INT32_MAX);
-        if (!good || prompt == 0 || prompt > tokens.size()) return wrong;
+        if (!good || prompt == 0 || prompt > tokens.size())
+            return wrong;
     }
 
     // The means of the log's line, and the count of updates.

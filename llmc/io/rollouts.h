@@ -26,21 +26,25 @@ struct Exercise {
 // Read a line's exercise.
 inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, size_t T,
                                  const std::string& verifier, Exercise* q) {
-    // Read the answer, a text; a number is taken as JSON writes it. A program of the user's reads
-    // what it likes.
+    // Read the answer, a text; a number is taken as JSON writes it.
     if (!line.contains("prompt")) return "has no \"prompt\"";
+    const nlohmann::json answer = line.value("answer", nlohmann::json());
+    bool text = answer.is_string();
+    bool number = answer.is_number();
+    if (text) q->answer = answer.get<std::string>();
+    if (number) q->answer = answer.dump();
+
+    // A program of the user's reads what it likes.
     bool built_in = is_verifier(verifier);
-    bool text = line.contains("answer") && line["answer"].is_string();
-    bool number = line.contains("answer") && line["answer"].is_number();
-    if (built_in && !text && !number) return "has no \"answer\" that is a text or a number";
-    if (text) q->answer = line["answer"].get<std::string>();
-    if (number) q->answer = line["answer"].dump();
     if (!built_in) q->line = line;
+    if (built_in && !text && !number)
+        return "has no \"answer\" that is a text or a number";
 
     // Read the prompt, which must leave at least one row of the window to the answer.
     Conversation asked;
     std::string wrong = read_part(line, "prompt", "user", &asked);
-    if (wrong.empty()) wrong = chat_prompt(chat, asked, &q->prompt);
+    if (wrong.empty())
+        wrong = chat_prompt(chat, asked, &q->prompt);
     if (wrong.empty() && q->prompt.size() > T)
         wrong = concat("has a prompt of ", q->prompt.size(), " tokens: give a larger --seq than ",
                        T);
@@ -63,10 +67,12 @@ inline std::string read_exercise_file(const std::string& path, const Chat& chat,
         if (stripped(line).empty()) continue;
         nlohmann::json j;
         bool deep = json_depth(line) > MOST_JSON_DEPTH;
-        if (!deep) j = nlohmann::json::parse(line, nullptr, false);
+        if (!deep)
+            j = nlohmann::json::parse(line, nullptr, false);
         Exercise q;
         wrong = j.is_object() ? read_exercise(j, chat, T, verifier, &q) : "is no JSON object";
-        if (!wrong.empty()) return concat(path, ":", number, ": ", wrong);
+        if (!wrong.empty())
+            return concat(path, ":", number, ": ", wrong);
         exercises->push_back(std::move(q));
     }
     return "";
@@ -79,7 +85,8 @@ inline std::string read_exercises(const std::string& files, const Chat& chat, si
     std::string wrong = data_paths(files, &paths);
     for (const std::string& path : paths)
         // Report the first bad line of the first bad file.
-        if (wrong.empty()) wrong = read_exercise_file(path, chat, T, verifier, exercises);
+        if (wrong.empty())
+            wrong = read_exercise_file(path, chat, T, verifier, exercises);
     return wrong.empty() && exercises->empty() ? paths[0] + ": holds no prompt" : wrong;
 }
 

@@ -36,10 +36,12 @@ inline std::vector<std::string> small_files(const Config& c) {
 
     // A weights' file is no small file: only --tokenizer may name one itself.
     std::vector<std::string> paths;
-    if (!c.tokenizer.empty()) paths.push_back(c.tokenizer);
+    if (!c.tokenizer.empty())
+        paths.push_back(c.tokenizer);
     for (const std::string& folder : named)
         for (const char* file : SMALL_FILES)
-            if (!folder.empty()) paths.push_back(folder + "/" + file);
+            if (!folder.empty())
+                paths.push_back(folder + "/" + file);
     return paths;
 }
 
@@ -75,7 +77,8 @@ inline void share_files(const Comm& world, std::map<std::string, std::string>* f
 inline void share_small_files(const Comm& world, const Config& c) {
     if (world.size == 1) return;
     std::map<std::string, std::string> files;
-    if (world.rank == 0) files = read_small_files(small_files(c));
+    if (world.rank == 0)
+        files = read_small_files(small_files(c));
     share_files(world, &files);
     shared_files() = files;
 }

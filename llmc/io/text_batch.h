@@ -97,6 +97,8 @@ inline void reader_open(BatchReader& r) {
     r.wrong = stream_open(&r.stream, r.inputs[r.file], r.script, r.field);
     if (!r.wrong.empty() || r.offset == 0)
         return;
+
+    // A plain file can seek to the offset.
     if (r.inputs[r.file].packed.empty()) {
         if (fseeko(r.stream.file, off_t(r.offset), SEEK_SET) != 0)
             r.wrong = strerror(errno);

@@ -308,7 +308,8 @@ inline void stream_close(InputStream& s) {
     bool child = s.file && s.input->packed == ".parquet";
     if (child && pclose(s.file) != 0 && s.wrong.empty())
         s.wrong = s.input->path + ": cannot be read; the lines above say why";
-    if (s.file && !child) fclose(s.file);
+    if (s.file && !child)
+        fclose(s.file);
     s.file = nullptr;
     s.packed_gz = false;
 }

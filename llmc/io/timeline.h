@@ -76,7 +76,10 @@ struct TimeScale {
 };
 
 // The layout of a picture in pixels. ROW is the height of a rank's row.
-constexpr double TIMELINE_WIDTH = 1600, TIMELINE_LEFT = 70, TIMELINE_TOP = 56, TIMELINE_ROW = 28;
+constexpr double TIMELINE_WIDTH = 1600;
+constexpr double TIMELINE_LEFT = 70;
+constexpr double TIMELINE_TOP = 56;
+constexpr double TIMELINE_ROW = 28;
 
 // The legend, on one line: a square of each colour in the picture, with its meaning.
 inline std::string timeline_legend(const Trace& trace) {
@@ -86,11 +89,13 @@ inline std::string timeline_legend(const Trace& trace) {
         for (const TimedAction& a : row)
             colours[box_kind(a.name).meaning] = box_kind(a.name).colour;
 
+    // Leave as much room for a meaning as its letters take.
     std::string text;
     double x = TIMELINE_LEFT;
     for (auto& [meaning, colour] : colours) {
-        text += concat("<rect x=\"", x, "\" y=\"30\" width=\"12\" height=\"12\" fill=\"", colour,
-                       "\"/><text x=\"", x + 17, "\" y=\"40\">", meaning, "</text>");
+        text += concat("<rect x=\"", x, "\" y=\"30\" width=\"12\" height=\"12\" ");
+        text += concat("fill=\"", colour, "\"/>");
+        text += concat("<text x=\"", x + 17, "\" y=\"40\">", meaning, "</text>");
         x += 40 + 7 * double(meaning.size());
     }
     return text + "\n";
@@ -118,11 +123,15 @@ inline std::string timeline_row(const std::vector<TimedAction>& row, const std::
     for (const TimedAction& a : row) {
         double x = TIMELINE_LEFT + a.start * time.pixels;
         double width = (a.end - a.start) * time.pixels;
-        text += concat("<g><title>", a.name, ": ", a.start * time.factor, " to ",
-                       a.end * time.factor, " ", time.unit, "</title>");
-        text += concat("<rect x=\"", x, "\" y=\"", y, "\" width=\"", width, "\" height=\"",
-                       TIMELINE_ROW - 4, "\" fill=\"", box_kind(a.name).colour,
-                       "\" stroke=\"white\" stroke-width=\"0.5\"/>");
+
+        // A browser shows the title of the box under the pointer.
+        double start = a.start * time.factor;
+        double end = a.end * time.factor;
+        text += concat("<g><title>", a.name, ": ", start, " to ", end, " ", time.unit, "</title>");
+        text += concat("<rect x=\"", x, "\" y=\"", y, "\" ");
+        text += concat("width=\"", width, "\" height=\"", TIMELINE_ROW - 4, "\" ");
+        text += concat("fill=\"", box_kind(a.name).colour, "\" ");
+        text += "stroke=\"white\" stroke-width=\"0.5\"/>";
         if (width > 7 * double(a.name.size()))
             text += concat("<text x=\"", x + 3, "\" y=\"", y + 16, "\">", a.name, "</text>");
         text += "</g>\n";
@@ -145,10 +154,12 @@ inline std::string timeline_svg(const Trace& trace, const std::string& title,
 
     // Write the title and the legend, the rows one below the other, the marks.
     double below = TIMELINE_TOP + TIMELINE_ROW * double(trace.size());
-    std::string text = concat(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"", TIMELINE_LEFT + TIMELINE_WIDTH + 20,
-        "\" height=\"", below + 24, "\" font-family=\"sans-serif\" font-size=\"11\">\n",
-        "<text x=\"", TIMELINE_LEFT, "\" y=\"20\" font-size=\"14\">", title, "</text>\n");
+    double width = TIMELINE_LEFT + TIMELINE_WIDTH + 20;
+    std::string text = "<svg xmlns=\"http://www.w3.org/2000/svg\" ";
+    text += concat("width=\"", width, "\" height=\"", below + 24, "\" ");
+    text += "font-family=\"sans-serif\" font-size=\"11\">\n";
+    text += concat("<text x=\"", TIMELINE_LEFT, "\" y=\"20\" font-size=\"14\">", title);
+    text += "</text>\n";
     text += timeline_legend(trace);
     for (size_t r = 0; r < trace.size(); r++) {
         double y = TIMELINE_TOP + TIMELINE_ROW * double(r);

@@ -434,6 +434,8 @@ inline std::vector<BestPath> best_paths(const Tokenizer& t, std::string_view wor
     std::vector<BestPath> best(word.size() + 1);
     best[0].score = 0;
     float unknown = *std::min_element(t.scores.begin(), t.scores.end()) - 10;
+
+    // Keep the better of two paths to a place.
     auto reach = [&](size_t from, size_t to, int token, float score) {
         if (best[from].score + score > best[to].score)
             best[to] = {best[from].score + score, token, from};

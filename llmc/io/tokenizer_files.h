@@ -268,7 +268,8 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     std::istringstream in(text);
     std::string line;
     for (bool first = true; wrong.empty() && std::getline(in, line); first = false) {
-        if (line.ends_with('\r')) line.pop_back();
+        if (line.ends_with('\r'))
+            line.pop_back();
         if (!line.empty() && !(first && line.starts_with("#version")))
             wrong = add_merge_line(*t, &merges, line);
     }
@@ -664,6 +665,8 @@ inline bool next_field(ProtoReader* p) {
     case 5: take_bytes(p, 4); break;
     default: p->good = false;
     }
+
+    // A field of fixed length is a number, too.
     bool fixed = (key & 7) == 1 || (key & 7) == 5;
     if (fixed && p->good) {
         memcpy(&p->number, p->bytes.data(), p->bytes.size());
@@ -699,7 +702,8 @@ inline void add_sentencepiece(Tokenizer* t, const std::string& text, float score
         t->unknown = token;
         t->pieces.back() = " \xe2\x81\x87 "; // U+2047, a double question mark
     }
-    if (b >= 0) t->byte_token[b] = token;
+    if (b >= 0)
+        t->byte_token[b] = token;
 }
 
 // Read a piece. Returns false if it is broken.
@@ -712,7 +716,8 @@ inline bool read_sentencepiece_piece(Tokenizer* t, std::string_view bytes) {
         if (p.field == 1) text = p.bytes;
         if (p.field == 2)
             score = bits_as<float>(uint32_t(p.number));
-        if (p.field == 3) type = int(p.number);
+        if (p.field == 3)
+            type = int(p.number);
     }
     add_sentencepiece(t, replace_all(text, META_SPACE, " "), score, type);
     return p.good && std::isfinite(score) && t->pieces.size() <= MAX_TOKENS;

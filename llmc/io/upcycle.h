@@ -16,7 +16,8 @@ inline std::string dense_name(const Parameter& p) {
     // Attention, norms and tables have the same names everywhere. Files with experts use two sets
     // of names; cut both where the block's own part of the name ends.
     size_t block = std::min(p.name.find("block_sparse_moe."), p.name.find("mlp."));
-    if (block == std::string::npos) return p.name;
+    if (block == std::string::npos)
+        return p.name;
     if (p.stack == 1) return ""; // a router: it is new
     const char* names[][2] = {{"gate_proj", "w1."}, {"up_proj", "w3."}, {"down_proj", "w2."}};
     for (auto [dense, mixtral] : names)

@@ -91,7 +91,8 @@ inline std::string check_average(const Config& c) {
 inline std::string check_whole_model(const std::string& checkpoint) {
     nlohmann::json manifest;
     std::string wrong = read_manifest(checkpoint, &manifest);
-    if (!wrong.empty() || !manifest.contains("config")) return wrong;
+    if (!wrong.empty() || !manifest.contains("config"))
+        return wrong;
     Config of_run;
     adopt_flags(of_run, manifest["config"]);
     if (!has_adapters(of_run)) return "";
@@ -144,10 +145,12 @@ void load_averaged(Run& run, Trainer<T, S>& t, const AveragedModel& model) {
     std::string wrong;
     if (model.step >= 0) {
         wrong = first_error(run.world, check_whole_model(model.folder()));
-        if (wrong.empty()) wrong = checkpoint_load(t, &info, model.path, &notes, model.step);
+        if (wrong.empty())
+            wrong = checkpoint_load(t, &info, model.path, &notes, model.step);
     } else {
         wrong = first_error(run.world, check_same_model(run, model.path));
-        if (wrong.empty()) wrong = hf_load_weights(t, model.path);
+        if (wrong.empty())
+            wrong = hf_load_weights(t, model.path);
     }
     for (const std::string& text : notes)
         note(run, text);

@@ -149,7 +149,8 @@ void measure_products(Measurements& m, const Run& run, S where) {
     double& tera = sizeof(T) == 2 ? m.machine.half_tf : m.machine.single_tf;
     if (!m.known) tera = 0;
     for (const Timed& t : all)
-        if (!m.known) tera = std::max(tera, 2e-12 * double(t.N * t.OC * t.IC) / t.seconds);
+        if (!m.known)
+            tera = std::max(tera, 2e-12 * double(t.N * t.OC * t.IC) / t.seconds);
     CostModel cost = {m.machine, sizeof(T)};
     cost.machine.gemm = 1;
     m.products.clear();
@@ -215,7 +216,8 @@ template <typename S> void measure_copies(Measurements& m, const Run& run, S whe
         device_zero(from, bytes, where); // pages that were never written share one
         double seconds = timed(run, where, [&] { copy_bytes(to, from, bytes, where); });
         double rate = 2e-12 * double(bytes) / seconds; // a byte read, a byte written
-        if (!m.known) m.machine.memory_tb = std::max(m.machine.memory_tb, rate);
+        if (!m.known)
+            m.machine.memory_tb = std::max(m.machine.memory_tb, rate);
     }
 }
 
@@ -231,6 +233,7 @@ void measure_memory(Measurements& m, const Run& run, S where) {
         T* weight = room.template take<T>(2 * C);
         acc_t<T>* sums = room.template take<acc_t<T>>(2 * N);
 
+        // Compare with the time of so many bytes at the peak.
         double whole = 2 * double(N * C * sizeof(T)) / (m.machine.memory_tb * 1e12);
         std::string of = concat(" ", type_name(type_of<T>()), " ", N, " x ", C);
         m.memory.push_back({"norm" + of, timed(run, where, [&] {
@@ -314,8 +317,10 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     fit.gemm = fit_share(fit.gemm, m.products);
     fit.attention = fit_share(fit.attention, m.attention);
     fit.memory = fit_share(fit.memory, m.memory);
-    if (!m.link.empty()) fit.link = fit_share(fit.link, m.link);
-    if (!m.nic.empty()) fit.nic = fit_share(fit.nic, m.nic);
+    if (!m.link.empty())
+        fit.link = fit_share(fit.link, m.link);
+    if (!m.nic.empty())
+        fit.nic = fit_share(fit.nic, m.nic);
     for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
         fit.*rate *= m.known ? 1 : sharers;
 
@@ -355,7 +360,8 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     // Start from this GPU's row, or from the CPU's, of which nothing but guesses would remain.
     Measurements m;
     const Machine* row = nullptr;
-    if constexpr (!std::is_same_v<S, Cpu>) row = machine_of_device(device_name(where));
+    if constexpr (!std::is_same_v<S, Cpu>)
+        row = machine_of_device(device_name(where));
     m.known = row != nullptr;
     m.precision = c.precision;
     std::string base = row ? row->name : "cpu";
@@ -374,7 +380,8 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     measure_copies(m, run, where);
     measure_products<bf16>(m, run, where);
     measure_products<float>(m, run, where);
-    if (sizeof(T) == 2) measure_products<T>(m, run, where);
+    if (sizeof(T) == 2)
+        measure_products<T>(m, run, where);
     measure_attention<T>(m, run, where);
     measure_memory<T>(m, run, where);
     measure_links(m, run, machines, where);
@@ -392,7 +399,8 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
 
 // The same in the element type of --precision.
 template <typename S> void calibrate(Run& run, S where) {
-    if (run.config.precision == "bf16") return calibrate_in<bf16>(run, where);
+    if (run.config.precision == "bf16")
+        return calibrate_in<bf16>(run, where);
     calibrate_in<float>(run, where);
 }
 

@@ -43,7 +43,8 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
         std::vector<std::string> names;
         for (const Preset& p : model_presets()) {
             names.push_back(p.name);
-            if (c.model == p.name) s = p.shape;
+            if (c.model == p.name)
+                s = p.shape;
         }
         std::string close = nearest(c.model, names);
         LLMC_USER_CHECK(s.L > 0,
@@ -95,7 +96,8 @@ inline LoraOptions lora_options(const Config& c) {
 // run is one of --prefix.
 inline void take_prefix(Config& c, const Shape& s) {
     bool made = c.adapter.empty() || given(c, "prefix");
-    if (made || before_text(c.adapter) == BeforeText::NOTHING) return;
+    if (made || before_text(c.adapter) == BeforeText::NOTHING)
+        return;
     size_t n = 0;
     or_die(read_prefix(s, c.adapter, &n));
     c.prefix = int(n);
@@ -107,14 +109,19 @@ inline void add_adapters(const Config& c, Shape& s) {
     if (!has_adapters(c)) return;
     s.prefix = size_t(c.prefix);
     if (s.prefix) return;
+
+    // Named adapters serve texts side by side.
     if (!c.adapters.empty()) {
         AdapterSets sets;
         or_die(read_adapter_sets(make_model(s), c.adapters, &sets));
         s.sets = std::make_shared<const AdapterSets>(sets);
         return;
     }
+
+    // Merged adapters leave no trace in the shape.
     Merging merging = Merging::NONE;
-    if (!c.lora) or_die(merging_of(c.adapter, &merging));
+    if (!c.lora)
+        or_die(merging_of(c.adapter, &merging));
     if (merging != Merging::NONE) {
         or_die(check_merged_run(c, merging));
         return or_die(check_merges(make_model(s), c.adapter));
@@ -209,7 +216,8 @@ inline void look_at_data(Run& run) {
 // Choose the format of conversations, if --loss, --chat or --chat-format needs one.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
-    if (!has_conversations(c) && !c.chat && !given(c, "chat-format")) return;
+    if (!has_conversations(c) && !c.chat && !given(c, "chat-format"))
+        return;
     std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (is_first(run))
@@ -283,8 +291,10 @@ inline void keep_for_export(Run& run) {
     const Config& c = run.config;
     Shape s;
     bool readable = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty();
-    if (!c.add_tokens.empty()) s.V = run.shape.V;
-    if (!readable || model_identity(s) != model_identity(run.shape)) return;
+    if (!c.add_tokens.empty())
+        s.V = run.shape.V;
+    if (!readable || model_identity(s) != model_identity(run.shape))
+        return;
 
     // Keep bos and eos only if this run uses the folder's own tokenizer,
     // or bytes where the folder has none.
@@ -360,7 +370,8 @@ inline void prepare_export(Run& run) {
 inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
     const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     for (int i = 0; i < 4; i++)
-        if (c.pipeline == names[i]) return Pipeline(i);
+        if (c.pipeline == names[i])
+            return Pipeline(i);
 
     // Read and check the user's schedule before any rank depends on it.
     std::ifstream file(c.pipeline);

@@ -62,7 +62,8 @@ inline PlanQuestion changed_question(const PlanQuestion& q, const Knob& knob, in
     PlanQuestion other = q;
     double factor = 1 + thousandths / 1000.0;
     other.machine.*knob.field *= factor;
-    if (knob.field == &Machine::memory_gb) other.room *= factor;
+    if (knob.field == &Machine::memory_gb)
+        other.room *= factor;
     return other;
 }
 
@@ -88,7 +89,8 @@ bool flips_at(const FlipSearch& s, const Knob& knob, int thousandths, Proposal* 
     if (knob.field == &Machine::memory_gb) {
         for (const std::vector<Trial>* some : {&s.shown, &s.larger})
             for (const Trial& t : *some)
-                if (t.bytes <= q.room) trials.push_back(t);
+                if (t.bytes <= q.room)
+                    trials.push_back(t);
     } else {
         trials = s.shown;
         for (size_t i = 0; i < trials.size(); i++)
@@ -118,7 +120,8 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
         place_proposal<T>(q, t, p.estimate.fullest, where);
-        if (t.bytes > q.room) trials.push_back(t);
+        if (t.bytes > q.room)
+            trials.push_back(t);
     }
     return trials;
 }
@@ -128,7 +131,8 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
 template <typename F>
 int smallest_change(const Machine& machine, const Knob& knob, int sign, int most, F flips) {
     int change = within_range(machine, knob.field, sign, most);
-    if (change == 0 || !flips(sign * change)) return 0;
+    if (change == 0 || !flips(sign * change))
+        return 0;
 
     // Halve the interval between a change that does not flip and one that does.
     int low = 0;
@@ -188,7 +192,8 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
 template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int thousandths) {
     // Other memory leaves the times as they are.
     PlanQuestion q = changed_question(s.q, knob, thousandths);
-    if (s.shown.back().bytes > q.room) return false;
+    if (s.shown.back().bytes > q.room)
+        return false;
     auto seconds = [&](size_t i) {
         if (knob.field == &Machine::memory_gb)
             return s.shown[i].seconds;

@@ -42,6 +42,8 @@ inline std::string lock_folder(const std::string& out, std::string* unlocked) {
     int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0)
         return "--out " + out + ": cannot be written: " + strerror(errno);
+
+    // Leave the number of this process, for the message of another run.
     if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
         std::string pid = concat(getpid(), "\n");
         bool told = ftruncate(fd, 0) == 0 && write(fd, pid.data(), pid.size()) > 0;
@@ -107,7 +109,8 @@ inline std::string check_buddies(const Run& run) {
     Buddies b;
     std::string wrong = make_buddies(run.world, c.buddy, &b);
     unmake_buddies(b);
-    if (!wrong.empty() || !b.buddy_of.empty()) return wrong;
+    if (!wrong.empty() || !b.buddy_of.empty())
+        return wrong;
     return refusal;
 }
 
@@ -242,7 +245,8 @@ inline std::string check_place_among_prompts(const Config& c, const nlohmann::js
 // With --resume, take the flags that the command line leaves out from the checkpoint.
 inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
-    if (!c.resume || c.out.empty()) return;
+    if (!c.resume || c.out.empty())
+        return;
     nlohmann::json manifest = newest_manifest(c);
     if (!manifest.is_object() || !manifest.contains("config"))
         return;
@@ -278,7 +282,8 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
 // that trains saves there.
 inline void open_buddies(Run& run) {
     const Config& c = run.config;
-    if (c.buddy.empty() || !writes_folder(c)) return;
+    if (c.buddy.empty() || !writes_folder(c))
+        return;
     run.buddies = std::make_shared<Buddies>();
     or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.buddies.get()));
 
@@ -290,7 +295,8 @@ inline void open_buddies(Run& run) {
     // If --out holds no run to resume, whatever lies in memory belongs to another run.
     int64_t ours = c.resume && is_first(run) && !run_in(c.out).empty();
     all_reduce_max(run.world, &ours, 1, Cpu{});
-    if (!ours) remove_buddies(run.world, *run.buddies);
+    if (!ours)
+        remove_buddies(run.world, *run.buddies);
 }
 
 // Load the save in memory if --out has no newer one. Returns false if there is none to load.
@@ -298,7 +304,8 @@ template <typename T, typename S>
 bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
                         std::vector<std::string>* notes, std::string* wrong) {
     const Config& c = run.config;
-    if (!run.buddies || c.resume_step >= 0) return false;
+    if (!run.buddies || c.resume_step >= 0)
+        return false;
     // If both hold the same step, take memory's: it is read faster, and the files on disk have not
     // been checked yet.
     std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
@@ -326,7 +333,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
     std::vector<std::string> notes;
     std::string wrong;
     bool in_memory = resume_from_memory(run, t, &info, &notes, &wrong);
-    if (!in_memory) wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
+    if (!in_memory)
+        wrong = checkpoint_load(t, &info, c.out, &notes, c.resume_step);
     for (const std::string& text : notes)
         note(run, text);
     or_die_on_all_ranks(run, wrong);
@@ -344,7 +352,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
         (unsigned long long)info.seed, (long long)c.seed);
     t.cursor = info.cursor;
     run.tokens = info.tokens;
-    if (has_rollouts(c)) run.rollouts = rollouts_of(info.rollouts);
+    if (has_rollouts(c))
+        run.rollouts = rollouts_of(info.rollouts);
 
     // Restore the best checkpoint's record, then check the weights before any file moves.
     run.kept_step = info.best_step;
@@ -355,7 +364,8 @@ bool resume(Run& run, Trainer<T, S>& t) {
     }
     check_weights(run, t);
     set_newer_aside(run, info.broken);
-    if (run.buddies && !in_memory) remove_buddies(run.world, *run.buddies);
+    if (run.buddies && !in_memory)
+        remove_buddies(run.world, *run.buddies);
 
     // Print where the run goes on, or that its last step is already done.
     if (is_first(run) && run.step < c.steps)
@@ -452,7 +462,8 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     // has been copied.
     CheckpointInfo info = checkpoint_info(run, t);
     Save save = {info, run.config.out, run.config.keep};
-    if (!async) return checkpoint_save(t, info, save.out, save.keep);
+    if (!async)
+        return checkpoint_save(t, info, save.out, save.keep);
     async->untried = later && loss_proves(run);
     return async_begin(t, *async, save);
 }
@@ -461,7 +472,8 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
 // it is printed.
 inline void set_save_interval(Run& run) {
     const Config& c = run.config;
-    if (c.save_minutes != "auto" || !is_first(run)) return;
+    if (c.save_minutes != "auto" || !is_first(run))
+        return;
     // Count the time of failed saves too; leave out saves to memory.
     double all = run.account.spent_on(Work::SAVE) - run.saves.in_memory;
     double cost = all / double(run.saves.count);
@@ -495,7 +507,8 @@ void end_save(Run& run, Trainer<T, S>& t) {
 
     // No step has tried these weights yet, so they are still here to be tried.
     std::string wrong;
-    if (std::exchange(async->untried, false)) wrong = ruined_weights(run, t);
+    if (std::exchange(async->untried, false))
+        wrong = ruined_weights(run, t);
     if (!wrong.empty())
         async_drop(run.world, *async);
     else
@@ -527,7 +540,8 @@ void save(Run& run, Trainer<T, S>& t) {
 inline bool doubts_save(Run& run) {
     AsyncSave* async = run.saves.async.get();
     bool asked = is_on_its_way(async) && async->untried;
-    if (!asked || std::isnan(run.step_loss)) return false;
+    if (!asked || std::isnan(run.step_loss))
+        return false;
     async->untried = blown_up(run.step_loss, run.shape.V, run.first_loss);
     return async->untried;
 }
@@ -564,6 +578,8 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
     run.saves.async = nullptr;
     if (run.config.out.empty() || run.saves.step == run.step)
         return;
+
+    // Most saves succeed at once.
     Spend spend(run.account, Work::SAVE);
     double end = clock_seconds() + save_seconds(run.config);
     std::string wrong = try_to_save(run, t);
@@ -580,7 +596,9 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
         wrong = try_to_save(run, t);
     }
 
-    if (wrong.empty()) run.saves.step = run.step;
+    // Say what is lost.
+    if (wrong.empty())
+        run.saves.step = run.step;
     if (is_first(run) && !wrong.empty())
         report_failure(run, concat("step ", run.step, " is not saved: ", wrong));
 }

@@ -105,6 +105,8 @@ BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     size_t from = std::max(at, kept.first);
     size_t to = std::min(at + bytes, kept.first + kept.count);
     if (from >= to) return {};
+
+    // Look at one number of a matrix, or at all elements of a vector.
     const unsigned char* here = base + (from - kept.first);
     const float* mark = reinterpret_cast<const float*>(here);
     const T* values = reinterpret_cast<const T*>(here);

@@ -126,7 +126,8 @@ size_t copies_here(const Config& c, const Trainer<T, S>& t) {
     if (!std::is_same_v<S, Cpu>) return 0;
     size_t bytes = snapshot_here(c, t);
     if (keeps_start(c)) bytes += start_weights_bytes(t);
-    if (!c.average.empty()) bytes += average_bytes(t);
+    if (!c.average.empty())
+        bytes += average_bytes(t);
     return bytes;
 }
 
@@ -387,7 +388,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     bool parks = offloads(c, "activations");
     CostModel cost;
     cost.element = sizeof(T);
-    if (parks) cost.machine = machine_asked(c, "--recompute auto", where);
+    if (parks)
+        cost.machine = machine_asked(c, "--recompute auto", where);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         int rank = first_rank_of(run.layout, pp);
         Layout layout = layout_at(run.layout, rank);
@@ -406,9 +408,11 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
             if (is_mine(layout, model, l))
                 levels[l] = found.best.levels[l];
         for (int l = 0; l < int(found.best.segments.size()); l++)
-            if (is_mine(layout, model, l)) segments[l] = found.best.segments[l];
+            if (is_mine(layout, model, l))
+                segments[l] = found.best.segments[l];
         for (int l = 0; l < int(found.best.parked.size()); l++)
-            if (is_mine(layout, model, l)) parked[l] = found.best.parked[l];
+            if (is_mine(layout, model, l))
+                parked[l] = found.best.parked[l];
 
         // Print the choice, with its stage if there are several.
         auto say = [&](const Choice& x) {
@@ -428,7 +432,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     }
     plans[size_t(run.train_plan)].recompute = levels;
     plans[size_t(run.train_plan)].recompute.segments = segments;
-    if (parks) plans[size_t(run.train_plan)].offload.parked = parked;
+    if (parks)
+        plans[size_t(run.train_plan)].offload.parked = parked;
 
     // Check that all ranks chose the same. Workspaces depend on the number of threads, so ranks on
     // different machines may not.
@@ -512,11 +517,16 @@ inline bool same_disk(const std::string& a, const std::string& b) {
 template <typename T, typename S>
 void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
     const Config& c = run.config;
-    if (c.out.empty() || !is_first(run)) return;
+    if (c.out.empty() || !is_first(run))
+        return;
+
+    // Count the checkpoints that are still to come.
     size_t bytes = checkpoint_bytes(t);
     size_t most = size_t(c.keep) + 1 + c.keep_best;
     size_t there = std::min(most, checkpoint_steps(c.out).size());
     size_t needed = (most - there) * bytes;
+
+    // Offloaded data take their room before the first save.
     size_t left = disk_left(c.out);
     if (same_disk(c.out, c.offload_to))
         left -= std::min(left, offloaded);

@@ -34,7 +34,8 @@ inline Machines find_machines(const Run& run) {
 inline std::vector<int> ranks_on(const Machines& m, int machine) {
     std::vector<int> ranks;
     for (int r = 0; r < int(m.of.size()); r++)
-        if (m.of[size_t(r)] == machine) ranks.push_back(r);
+        if (m.of[size_t(r)] == machine)
+            ranks.push_back(r);
     return ranks;
 }
 
@@ -42,7 +43,8 @@ inline std::vector<int> ranks_on(const Machines& m, int machine) {
 inline int ranks_of_each(const Machines& m) {
     size_t each = ranks_on(m, 0).size();
     for (int machine = 1; machine < m.count; machine++)
-        if (ranks_on(m, machine).size() != each) return 0;
+        if (ranks_on(m, machine).size() != each)
+            return 0;
     return int(each);
 }
 
@@ -79,6 +81,8 @@ inline std::string machines_text(const Layout& layout, const Machines& m) {
     int each = ranks_of_each(m);
     std::string text = concat("machines: ", m.count, each ? concat(", ", each, " ranks each") : "",
                               "; on one of them: ");
+
+    // Name the axes that have several ranks.
     auto add = [&](const char* name, Axis Layout::*axis) {
         int size = (layout.*axis).size;
         if (size == 1) return;

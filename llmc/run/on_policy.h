@@ -145,7 +145,8 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
         for (int k = 0; k < c.group; k++) {
             std::string stream = concat("rollout.", run.step, ".", p, ".", k);
             bool mine = p >= begin && p < past;
-            if (mine) texts.push_back({&prompt, fnv1a(stream)});
+            if (mine)
+                texts.push_back({&prompt, fnv1a(stream)});
             r->tokens.push_back(prompt);
             r->prompts.push_back(prompt.size());
         }
@@ -169,7 +170,8 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     // Generate. An answer ends where its window does, if not before.
     int most = c.answer_tokens ? c.answer_tokens : c.seq;
     generate(t, run.rollout_plan, texts, size_t(most), how, emit, end);
-    if (dp.size > 1) share_answers(run, t, first, texts.size(), r);
+    if (dp.size > 1)
+        share_answers(run, t, first, texts.size(), r);
 }
 
 // An answer as text, without the token that ends it.
@@ -190,6 +192,8 @@ inline std::vector<double> rewards_by_program(const Run& run, const Rollouts& r,
     size_t group = size_t(c.group);
     std::vector<double> rewards;
     std::string wrong;
+
+    // Each answer goes to the program with the whole line of its exercise.
     if (is_first(run)) {
         std::vector<nlohmann::json> answers;
         for (size_t i = 0; i < r.tokens.size(); i++) {
@@ -244,7 +248,8 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
 // flags that this run has; else they are sampled again.
 inline bool has_update_left(const Run& run, const Rollouts& r) {
     const Config& c = run.config;
-    if (r.updates == 0 || r.updates >= c.updates) return false;
+    if (r.updates == 0 || r.updates >= c.updates)
+        return false;
     size_t answers = answers_of_step(run);
     size_t rows = answers * size_t(c.seq);
     size_t of_reference = keeps_start(c) ? rows : 0;
@@ -265,11 +270,15 @@ template <typename T, typename S>
 void sample_rollouts(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::SAMPLE);
+
+    // Answers may serve several updates.
     if (has_update_left(run, run.rollouts)) {
         run.rollouts.first = t.cursor;
         run.rollouts.updates++;
         return;
     }
+
+    // Sample answers to the exercises of this step.
     size_t group = size_t(c.group);
     Rollouts r;
     r.first = t.cursor;

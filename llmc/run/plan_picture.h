@@ -13,8 +13,12 @@ namespace llmc {
 
 // The picture's sizes in pixels. A timeline of more boxes than MOST_BOXES is left out: no eye would
 // tell them apart, and the file would have many megabytes.
-constexpr double PICTURE_WIDTH = 1690, PLOT_HEIGHT = 320, PLOT_TOP = 60, BARS_LEFT = 900;
-constexpr size_t MOST_POINTS = 500, MOST_BOXES = 20000;
+constexpr double PICTURE_WIDTH = 1690;
+constexpr double PLOT_HEIGHT = 320;
+constexpr double PLOT_TOP = 60;
+constexpr double BARS_LEFT = 900;
+constexpr size_t MOST_POINTS = 500;
+constexpr size_t MOST_BOXES = 20000;
 
 // A layout in the picture: its name, and what was simulated and placed.
 struct NamedTrial {
@@ -33,9 +37,16 @@ inline std::string plot_text(double x, double y, const std::string& text) {
     return concat("<text x=\"", x, "\" y=\"", y, "\">", text, "</text>\n");
 }
 
+// A line across, broken into dashes: the memory that there is.
+inline std::string room_line(double from, double to, double y) {
+    std::string text = concat("<path d=\"M", from, " ", y, "H", to);
+    return text + "\" stroke=\"#e57373\" stroke-dasharray=\"6 4\"/>\n";
+}
+
 // The marks of an axis: a line with numbers below or beside it. unit: that of a number.
 inline std::string plot_axis(const PlotScale& s, double other, bool across,
                              const std::string& unit) {
+    // Begin at the first mark within the scale.
     std::string text;
     double tick = tick_of(s.high - s.low);
     double first = std::ceil(s.low / tick) * tick;
@@ -81,11 +92,12 @@ inline std::string points_svg(const PlanQuestion& q, const std::vector<Proposal>
     auto x = [&](double seconds) { return time.at(1e3 * seconds); };
     auto y = [&](double bytes) { return memory.at(bytes / GIB); };
 
-    // Draw the axes, the room, a part of all points, and the frontier.
+    // Draw the axes and the room.
     std::string text = plot_axis(time, PLOT_TOP + PLOT_HEIGHT, true, "ms");
     text += plot_axis(memory, 90, false, "GiB");
-    text += concat("<path d=\"M90 ", y(q.room), "H", BARS_LEFT - 60,
-                   "\" stroke=\"#e57373\" stroke-dasharray=\"6 4\"/>\n");
+    text += room_line(90, BARS_LEFT - 60, y(q.room));
+
+    // Leave out points between points: more of them make a large file and no other picture.
     size_t step = 1 + all.size() / MOST_POINTS;
     for (size_t i = 0; i < all.size(); i += step) {
         const Estimate& e = all[i].estimate;
@@ -93,6 +105,8 @@ inline std::string points_svg(const PlanQuestion& q, const std::vector<Proposal>
         text += concat("<circle cx=\"", x(e.seconds), "\" cy=\"", y(e.bytes));
         text += "\" r=\"2\" fill=\"#bdbdbd\"/>\n";
     }
+
+    // Join the frontier by a line, which begins with a move.
     std::string path;
     for (const Proposal& p : frontier_of(all)) {
         const Estimate& e = p.estimate;
@@ -135,7 +149,10 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
         double below = 0;
         for (auto [row, colour] : rows) {
             auto found = n.trial->memory.find(row);
-            if (found == n.trial->memory.end() || found->second <= 0) continue;
+            bool any = found != n.trial->memory.end() && found->second > 0;
+            if (!any) continue;
+
+            // A box stands on the one below it.
             double gib = found->second / GIB;
             double top = memory.at(below + gib);
             double height = memory.at(below) - top;
@@ -151,8 +168,7 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
 
     // Mark the room, and name the colours.
     double room = memory.at(q.room / GIB);
-    text += concat("<path d=\"M", BARS_LEFT + 62, " ", room, "H", left);
-    text += "\" stroke=\"#e57373\" stroke-dasharray=\"6 4\"/>\n";
+    text += room_line(BARS_LEFT + 62, left, room);
     double y = PLOT_TOP;
     for (auto [row, colour] : rows) {
         text += concat("<rect x=\"", PICTURE_WIDTH - 130, "\" y=\"", y - 10);
@@ -166,23 +182,29 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
 // The whole picture. trace: the timeline of the best; empty: it is left out.
 inline std::string picture_svg(const PlanQuestion& q, const std::vector<Proposal>& all,
                                const std::vector<NamedTrial>& named, const Trace& trace) {
+    // The timeline lies below the plots, a row for each stage.
     double below = PLOT_TOP + PLOT_HEIGHT + 50;
-    std::string line = timeline_svg(trace, "the step of the best", "stage", "ms");
-    double height = below + (trace.empty() ? 30 : 90 + TIMELINE_ROW * double(trace.size()));
-    std::string text = concat(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"", PICTURE_WIDTH, "\" height=\"", height,
-        "\" font-family=\"sans-serif\" font-size=\"11\">\n");
-    text += plot_text(90, 24, concat("memory of the fullest rank against time of a step: ", q.gpus,
-                                     " ranks on ", q.machine.name,
-                                     "; grey: estimates, blue: their frontier"));
+    double rows = TIMELINE_ROW * double(trace.size());
+    double height = below + (trace.empty() ? 30 : 90 + rows);
+    std::string text = "<svg xmlns=\"http://www.w3.org/2000/svg\" ";
+    text += concat("width=\"", PICTURE_WIDTH, "\" height=\"", height, "\" ");
+    text += "font-family=\"sans-serif\" font-size=\"11\">\n";
+
+    // Draw the plots under their titles.
+    std::string title = "memory of the fullest rank against time of a step: ";
+    title += concat(q.gpus, " ranks on ", q.machine.name);
+    text += plot_text(90, 24, title + "; grey: estimates, blue: their frontier");
     text += plot_text(BARS_LEFT + 70, 24, "memory by row");
-    text += points_svg(q, all, named) + bars_svg(q, named);
+    text += points_svg(q, all, named);
+    text += bars_svg(q, named);
 
     // A picture within a picture has a place of its own.
-    if (trace.empty())
+    if (trace.empty()) {
         text += plot_text(90, below, "the timeline of so many actions is left out");
-    else
+    } else {
+        std::string line = timeline_svg(trace, "the step of the best", "stage", "ms");
         text += concat("<svg y=\"", below, "\" ", line.substr(strlen("<svg ")));
+    }
     return text + "</svg>\n";
 }
 
@@ -195,11 +217,13 @@ void draw_plan(const PlanQuestion& q, const Answer& a, const std::vector<NamedTr
     CostModel cost = run_costs<T>(q.machine, r.model, Cpu{});
     StepTime step = simulate_step(r.runs.few, r.model, action_cost(cost, r.model));
     Trace trace = trace_of(step, r.runs.few, r.model);
+
+    // Write the timeline alone, or the picture.
+    if (path.ends_with(".json"))
+        return or_die(write_timeline(path, trace, "", "stage", "ms"));
     size_t boxes = 0;
     for (const auto& row : trace)
         boxes += row.size();
-    if (path.ends_with(".json"))
-        return or_die(write_timeline(path, trace, "", "stage", "ms"));
     if (boxes > MOST_BOXES) trace.clear();
     or_die(write_text_file(path, picture_svg(q, a.search.proposals, named, trace)));
 }

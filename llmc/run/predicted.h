@@ -10,18 +10,22 @@ namespace llmc {
 
 // The middle one of some numbers, of which there is at least one.
 inline double median_of(std::vector<double> numbers) {
-    std::nth_element(numbers.begin(), numbers.begin() + numbers.size() / 2, numbers.end());
-    return numbers[numbers.size() / 2];
+    auto middle = numbers.begin() + numbers.size() / 2;
+    std::nth_element(numbers.begin(), middle, numbers.end());
+    return *middle;
 }
 
 // "predicted on FILE: 79.0 ms a step | measured 81.2 ms, the median of 9 steps | error -2.7%".
 inline std::string predicted_text(const std::string& machine, double seconds,
                                   const std::vector<double>& steps) {
     double measured = median_of(steps);
+    double error = 100 * (seconds / measured - 1); // percent of the measured time
+    const char* words = steps.size() > 1 ? "steps" : "step";
+
     char line[160];
-    snprintf(line, sizeof(line), ": %.2f ms a step | measured %.2f ms, the median of %zu %s | "
-             "error %+.1f%%\n", 1e3 * seconds, 1e3 * measured, steps.size(),
-             steps.size() > 1 ? "steps" : "step", 100 * (seconds / measured - 1));
+    snprintf(line, sizeof(line),
+             ": %.2f ms a step | measured %.2f ms, the median of %zu %s | error %+.1f%%\n",
+             1e3 * seconds, 1e3 * measured, steps.size(), words, error);
     return "predicted on " + machine + line;
 }
 
@@ -29,7 +33,8 @@ inline std::string predicted_text(const std::string& machine, double seconds,
 template <typename T, typename S>
 std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
-    if (c.machine.empty() || !untimed_flag(c).empty() || run.log.times.empty()) return "";
+    bool asked = !c.machine.empty() && untimed_flag(c).empty();
+    if (!asked || run.log.times.empty()) return "";
 
     // Simulate the plan that the steps ran.
     Machine machine = machine_asked(c, "--machine", t.ctx.where);

@@ -48,7 +48,8 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
     if (!wrong.empty()) return wrong;
     std::istringstream lines(bytes);
     for (int number = 1; std::getline(lines, line); number++) {
-        if (line.ends_with('\r')) line.pop_back();
+        if (line.ends_with('\r'))
+            line.pop_back();
         if (line.empty()) continue;
         Prompt p;
         wrong = parse_prompt(line, path.ends_with(".txt"), &p);
@@ -56,7 +57,8 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
         // Refuse a prompt that is too long instead of cutting it: with many prompts nobody would
         // notice the cut.
         size_t n = 0;
-        if (wrong.empty()) wrong = find_adapter_set(run.shape, p.fields, &p.adapter);
+        if (wrong.empty())
+            wrong = find_adapter_set(run.shape, p.fields, &p.adapter);
         if (wrong.empty()) {
             p.tokens = prompt_tokens(run, p.text);
             n = p.tokens.size();
@@ -232,7 +234,8 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         Completion& made = writer.all[mine.first + size_t(i)];
         made.why = ended;
         made.over = true;
-        if (is_first(run) && !shared) writer.write_ended(false);
+        if (is_first(run) && !shared)
+            writer.write_ended(false);
     };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
     if (shared) {

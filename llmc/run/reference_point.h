@@ -38,7 +38,8 @@ std::vector<MismatchedSum> mismatched_sums(Run& run, Trainer<T, S>& t, const Dat
         uint64_t own = window_of(d, first + i);
         uint64_t before = (own + d.windows - 1) % d.windows;
         std::string wrong = read_window(d, before, tokens_before.data(), targets_before.data());
-        if (wrong.empty()) wrong = read_window(d, own, tokens, targets);
+        if (wrong.empty())
+            wrong = read_window(d, own, tokens, targets);
         if (!wrong.empty()) return wrong;
         auto questions = questions_of(tokens_before.data(), targets_before.data(), d.T);
         int padding = run.chat.end;
@@ -54,14 +55,16 @@ std::vector<MismatchedSum> mismatched_sums(Run& run, Trainer<T, S>& t, const Dat
         // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
         // tp rank 0.
         RowLosses<T> kept = row_losses(t, 0);
-        if (!kept.losses || t.layout.tp.rank > 0) return;
+        if (!kept.losses || t.layout.tp.rank > 0)
+            return;
         copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
         for (size_t b = 0; b < p.B; b++) {
             uint64_t i = t.cursor + size_t(t.layout.dp.rank) * p.B + b;
             if (i >= count) break;
             // Sum over all rows: those without a target have a loss of 0. Context-parallel ranks
             // have some rows each, and the first of them counts the answers.
-            if (t.layout.cp.rank == 0) sums[i].answers = answers[i];
+            if (t.layout.cp.rank == 0)
+                sums[i].answers = answers[i];
             for (size_t at = 0; at < T_cp; at++)
                 sums[i].logp -= double(losses[b * T_cp + at]);
         }

@@ -46,7 +46,8 @@ void evaluate_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& win
         // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
         // tp rank 0.
         RowLosses<T> kept = row_losses(t, 0);
-        if (!kept.losses || t.layout.tp.rank > 0) return;
+        if (!kept.losses || t.layout.tp.rank > 0)
+            return;
         copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
         for (size_t b = 0; b < p.B; b++) {
             uint64_t sample = t.cursor + size_t(t.layout.dp.rank) * p.B + b;

@@ -184,7 +184,8 @@ inline ReplayFinding find_in_replay(const std::vector<ReplayedAction>& mine,
 template <typename T, typename S>
 std::string replay_step(Trainer<T, S>& t, int plan) {
     const Comm& world = t.comms.world;
-    if (t.layout.dp.size == 1 || t.layout.ep > 1) return "";
+    if (t.layout.dp.size == 1 || t.layout.ep > 1)
+        return "";
 
     // Share all sums with all ranks. Stages differ in their number of actions, so pad the lists.
     std::vector<ReplayedAction> mine = replay_sums(t, plan);
@@ -233,8 +234,10 @@ std::string replay_step(Trainer<T, S>& t, int plan) {
     std::vector<int> differ;
     std::vector<int> blamed;
     for (int r = 0; r < world.size; r++) {
-        if (flags[size_t(r)] & 1) differ.push_back(r);
-        if (flags[size_t(r)] & 2) blamed.push_back(r);
+        if (flags[size_t(r)] & 1)
+            differ.push_back(r);
+        if (flags[size_t(r)] & 2)
+            blamed.push_back(r);
     }
     const std::string& action = names[size_t(differ[0])];
     if (blamed.empty())

@@ -31,6 +31,8 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         total.margin += loss.margin;
         total.correct += loss.correct;
     });
+
+    // Give training its references back.
     t.references = of_training;
     run.reference_point = point_of_training;
     return total;

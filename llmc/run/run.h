@@ -144,7 +144,8 @@ inline void or_die_on_all_ranks(const Run& run, const std::string& wrong) {
 
 // Print a note for the user to standard error, on the first rank; the run goes on.
 inline void note(Run& run, const std::string& text) {
-    if (!is_first(run) || text.empty()) return;
+    if (!is_first(run) || text.empty())
+        return;
     finish_line(run.log);
     fflush(stdout);
     fprintf(stderr, "note: %s\n", text.c_str());

@@ -25,7 +25,8 @@ struct TextTokens {
 // Read the tokens that a JSON file names. A key may be missing, null, a number or a list.
 inline void read_text_tokens(TextTokens* t, const std::string& path) {
     nlohmann::json j;
-    if (!read_json(path, &j).empty()) return;
+    if (!read_json(path, &j).empty())
+        return;
     nlohmann::json bos = j.value("bos_token_id", nlohmann::json());
     nlohmann::json eos = j.value("eos_token_id", nlohmann::json());
     if (bos.is_number_integer()) t->bos = bos;
@@ -104,7 +105,8 @@ inline std::vector<std::string> read_prompts(const Run& run) {
     std::vector<std::string> prompts;
     std::istringstream lines(text);
     for (std::string line; std::getline(lines, line);) {
-        if (line.ends_with('\r')) line.pop_back();
+        if (line.ends_with('\r'))
+            line.pop_back();
         if (!line.empty()) prompts.push_back(line);
     }
     return prompts;

@@ -21,7 +21,8 @@ std::vector<Place> trained_weights(const Trainer<T, S>& t) {
     std::vector<Place> places;
     for (const auto& [d, place] : t.arena.lasting) {
         bool weight = d.kind == Kind::WEIGHT && place.bytes > 0;
-        if (weight && t.model.buckets[d.of].trainable) places.push_back(place);
+        if (weight && t.model.buckets[d.of].trainable)
+            places.push_back(place);
     }
     return places;
 }

@@ -26,7 +26,8 @@ inline void report_pairs(StepReport& r, const Run& run, const Loss& loss) {
     double pairs = double(std::max<int64_t>(loss.valid, 1));
     r.margin = loss.margin / pairs;
     r.accuracy = loss.correct / pairs;
-    if (run.config.loss == "kto") r.kl = run.reference_point;
+    if (run.config.loss == "kto")
+        r.kl = run.reference_point;
 }
 
 // Fill in the report of the step that run.step has just counted. A technique that the run does not
@@ -55,7 +56,8 @@ StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult&
     r.least_load = experts.least;
     r.dropped_share = m.dropped;
     r.loss_scale = result.scale.loss.now;
-    if (c.cp > 1) r.cp_imbalance = pairs_imbalance(t.layout, t.pairs);
+    if (c.cp > 1)
+        r.cp_imbalance = pairs_imbalance(t.layout, t.pairs);
     report_pairs(r, run, result.loss);
     r.rollouts = rollout_numbers(run, result.loss);
     return r;

@@ -33,7 +33,8 @@ inline std::string take_characters(std::string* bytes, bool all) {
         low.resize(std::max(wants, low.size()), '\x80');
         high.resize(std::max(wants, high.size()), '\xbf');
         bool begins = utf8_length(low) || utf8_length(high);
-        if (n == 0 && bytes->size() < wants && begins && !all) break;
+        if (n == 0 && bytes->size() < wants && begins && !all)
+            break;
 
         // Replace control characters: an escape sequence could do anything to a terminal.
         bool obeyed = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f;
@@ -69,7 +70,8 @@ inline bool read_question(std::string* line) {
         // Append the character, unless it ends the line.
         if (c != '\n') *line += c;
     }
-    if (line->ends_with('\r')) line->pop_back();
+    if (line->ends_with('\r'))
+        line->pop_back();
     return true;
 }
 
@@ -87,7 +89,8 @@ inline bool ask_question(const Run& run, std::string* line) {
     share_text(run.world, line);
 
     // At the end begin a new line for the shell's prompt.
-    if (!there && is_first(run) && terminal) printf("\n");
+    if (!there && is_first(run) && terminal)
+        printf("\n");
     return there && *line != "/quit";
 }
 
@@ -158,7 +161,8 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     std::string bytes, answer;
     auto print = [&](bool all) {
         std::string text = take_characters(&bytes, all);
-        if (answer.empty()) text.erase(0, text.find_first_not_of(' '));
+        if (answer.empty())
+            text.erase(0, text.find_first_not_of(' '));
         answer += text;
         if (!is_first(run)) return;
         fputs(text.c_str(), stdout);
@@ -199,7 +203,8 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
         printf("chat: /reset forgets, /quit ends, Ctrl-C stops an answer\n");
 
     // Turn the watchdog off: a person may think for long.
-    if (run.world.info) run.world.info->timeout_s = 0;
+    if (run.world.info)
+        run.world.info->timeout_s = 0;
     handle_signal(SIGINT, note_interrupt);
     for (std::string line; ask_question(run, &line);) {
         if (line == "/reset") {

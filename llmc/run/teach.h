@@ -17,6 +17,8 @@ inline std::string check_teacher(const Run& run) {
     const Config& c = run.config;
     const Shape& s = run.teacher_shape;
     const std::string flag = "--teacher " + printable(c.teacher);
+
+    // Both models read the same tokens.
     if (s.V != run.shape.V)
         return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", run.shape.V,
                       ": give a teacher with the model's vocabulary");
@@ -36,7 +38,10 @@ inline std::string check_teacher(const Run& run) {
 // Choose the teacher's shape, and check it against the model's.
 inline void choose_teacher(Run& run) {
     const Config& c = run.config;
-    if (c.loss != "distill" || c.steps == 0 || c.eval) return;
+    if (c.loss != "distill" || c.steps == 0 || c.eval)
+        return;
+
+    // Refuse what is no model of its own.
     Config d = second_config(run, c.teacher);
     bool there = !d.out.empty() || file_type(d.model);
     LLMC_USER_CHECK(there,
