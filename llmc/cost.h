@@ -530,6 +530,11 @@ inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, 
     return t;
 }
 
+// Return the rate of moves to and from a tier, in bytes per second.
+inline double tier_rate(const Machine& machine, Tier tier) {
+    return tier == Tier::DISK ? machine.disk_rate() : machine.host_rate();
+}
+
 // Return the seconds of a move between tiers, one way.
 inline double move_seconds(const CostModel& c, const Plan& p, const Model& model,
                            const Action& a) {
@@ -544,8 +549,7 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
     if (a.op == Op::PARK && a.chunk >= 0)
         for (Data d : staged_data(p, a.bucket, a.chunk))
             if (d.kind == Kind::GRAD) bytes -= double(c.bytes(p, d));
-    Tier tier = tier_of(p, tiered_data(p, model, a).front());
-    return bytes / (tier == Tier::DISK ? c.machine.disk_rate() : c.machine.host_rate());
+    return bytes / tier_rate(c.machine, tier_of(p, tiered_data(p, model, a).front()));
 }
 
 // ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ struct Machine {
     double launch_us = 8;   // of the host, for a block's forward pass
     double host_gb = 25;    // GB/s that copies to and from the host's memory reach
     double disk_gb = 5;     // the same of a file on a few drives: a guess
+    double host_ram_gb = 256; // GB of the host's memory for each card: a DGX H100's
     double hop_us = 4; // of each rank in a ring that leaves a node: fitted to SimAI's table
 
     // The numbers of a run's costs (io/price.h); 0: not known.
@@ -147,6 +148,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"launch_us", &M::launch_us, 0, 1e5},
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
+        {"host_ram_gb", &M::host_ram_gb, 1, 1e5},
         {"dollars_hour", &M::dollars_hour, 0, 1e4},
         {"host_watts", &M::host_watts, 0, 1e4},
         {"pue", &M::pue, 1, 10},

@@ -26,11 +26,33 @@ struct Offload {
         Tier here = Tier::DEVICE;
         return optimizer != here || weights != here || gradients != here;
     }
+    // Whether anything is offloaded.
+    bool moves() const { return cuts_updates() || activations != Tier::DEVICE; }
     // Whether a block's activations leave the device between its two passes.
     bool parks(int layer) const {
         bool chosen = parked.empty() || parked[size_t(layer)];
         return activations != Tier::DEVICE && chosen;
     }
+};
+
+// The data that may lie in another tier, by the words of --offload.
+struct OffloadRow {
+    const char* name;
+    Tier Offload::*tier;
+};
+constexpr OffloadRow OFFLOAD_TABLE[] = {
+    {"optimizer", &Offload::optimizer},
+    {"gradients", &Offload::gradients},
+    {"weights", &Offload::weights},
+    {"activations", &Offload::activations},
+};
+// Its rows by number.
+enum OffloadRows {
+    OPTIMIZER,
+    GRADIENTS,
+    WEIGHTS,
+    ACTIVATIONS,
+    OFFLOAD_ROWS,
 };
 
 } // namespace llmc

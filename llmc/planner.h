@@ -8,7 +8,9 @@
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.
 //     frozen   layers that no gradient reaches run forward alone, keep nothing and have no sums
-//     offload  masters and moments come and go beside updates, gradients beside backward passes
+//     offload  masters and moments come and go beside updates, gradients beside backward passes;
+//              weights arrive beside the layer before theirs, and activations leave beside the
+//              next forward pass and are back before their backward pass
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -56,29 +58,51 @@ struct LayerEstimate {
     double gradient_w = 0;
     // Bytes needed only while the layer runs.
     double passing = 0;
+    bool block = false; // else an end of the model
 
     double seconds() const { return forward + backward + redone; }
 };
 
+// Bytes that lie where the step runs and could lie in another tier: by the rows of OFFLOAD_TABLE,
+// and of the optimizer's those of masters.
+struct Movable {
+    double of[OFFLOAD_ROWS] = {};
+    double masters = 0;
+
+    void add(const Movable& m, double times) {
+        for (int row = 0; row < OFFLOAD_ROWS; row++)
+            of[row] += times * m.of[row];
+        masters += times * m.masters;
+    }
+};
+
 // The sum over one layer's buckets.
 struct BucketEstimate {
-    // Bytes that last for the whole run, bytes needed while the layer runs, those of a chunk that
-    // comes to its update from another tier, and a gradient that is here only meanwhile.
+    // Bytes that last for the whole run, and what of them could lie in another tier.
+    // And what lies in the host's memory, apart.
     double lasting = 0;
-    double passing = 0;
-    double chunk = 0;
+    Movable movable = {};
+    double host = 0;
+    // Bytes needed while the layer runs: of weights that come for it, of a micro-batch's gradient,
+    // and of a gradient that is here only meanwhile; and bytes of an update's chunk, if it moves.
+    double weights = 0;
+    double partial = 0;
     double gradient = 0;
+    double summed = 0; // those of `gradient` that REDUCE sums
+    double chunk = 0;
 
-    // Seconds to reduce the gradients, to gather the weights, to update, and to move the gradients
-    // to another tier or back.
+    // Seconds to reduce the gradients, to gather the weights for a use, to publish them, to update;
+    // to fetch the weights from another tier, and to move the gradients there or back.
     double reduce = 0;
     double gather = 0;
+    double publish = 0;
     double update = 0;
+    double fetch = 0;
     double move = 0;
 };
 
 // Estimates that layouts share: those with equal keys share an entry.
-typedef std::array<int, 10> EstimateKey;
+typedef std::array<int, 11> EstimateKey;
 typedef std::pair<int, std::vector<int>> StageSplit; // pp, and the first layers of all stages
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
@@ -122,6 +146,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
         return double(data_bytes<T>(p, model, {kind, layer}, planner.where));
     };
     e.passing = bytes(Kind::SCRATCH) + 2 * bytes(Kind::DSTREAM);
+    e.block = block;
     if (!block) return e;
     e.kept_b = bytes(Kind::KEPT_B);
     e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
@@ -131,7 +156,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
         e.passing += std::exchange(e.kept_b, 0) + std::exchange(e.kept_w, 0);
         return e;
     }
-    e.gradient_w = bytes(Kind::GRADIENT_W);
+    e.gradient_w = bytes(Kind::GRADIENT_W) + bytes(Kind::REDO_W);
     for (Kind kind : {Kind::REDO_B, Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W})
         e.passing += bytes(kind);
     return e;
@@ -172,47 +197,62 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
                                 int layer) {
     BucketEstimate e;
     const CostModel& c = planner.cost;
+    const Offload& away = p.offload;
     int states = int(optimizer_row(p.optimizer).states.size());
+    double rate = tier_rate(c.machine, std::max({away.optimizer, away.gradients, away.weights}));
     for (int b : buckets_of(model, layer)) {
         auto bytes = [&](Kind kind) {
             return double(data_bytes<T>(p, model, {kind, b}, planner.where));
         };
+        // Count what lasts where the step runs. What lies there and could leave is movable.
+        auto keep = [&](Tier tier, int row, double kept) {
+            if (is_here(tier, planner.where)) e.lasting += kept;
+            if (tier == Tier::DEVICE) e.movable.of[row] += kept;
+            if (tier == Tier::HOST && !is_here(tier, planner.where)) e.host += kept;
+        };
 
-        // Count the weights, which frozen buckets have too.
+        // Count the weights, which frozen buckets have too. Those that are cut or lie in another
+        // tier come for each use; a shard comes to STAGED first.
         const Bucket& bucket = model.buckets[b];
-        e.lasting += bytes(Kind::WEIGHT);
-        if (p.layout.zero == 3) e.passing += bytes(Kind::GATHERED);
         BucketLinks links = bucket_links(p.layout, c.machine, bucket.group);
-        if (p.layout.zero == 3 || bucket.trainable)
-            e.gather += links.shard.all_gather(gathered_bytes(c, p, model, b));
+        double gather = links.shard.all_gather(gathered_bytes(c, p, model, b));
+        bool cut = is_sharded(p.layout, model, {Kind::WEIGHT, b});
+        keep(away.weights, WEIGHTS, bytes(Kind::WEIGHT));
+        if (cut) e.gather += gather;
+        if (cut || p.layout.weights_away) e.weights += bytes(Kind::GATHERED);
+        if (p.layout.weights_away) {
+            e.weights += cut ? bytes(Kind::STAGED) : 0;
+            e.fetch += bytes(fetched_kind(p.layout, model, b)) / rate;
+        }
         if (!bucket.trainable) continue;
+        if (is_published(p.layout, bucket)) e.publish += gather;
 
         // Count what only trainable buckets have. A gradient that lies in another tier comes for
         // each micro-batch, and leaves again.
-        bool disk = std::max(p.offload.optimizer, p.offload.gradients) == Tier::DISK;
-        double rate = disk ? c.machine.disk_rate() : c.machine.host_rate();
-        double moved = 0;
-        if (is_here(p.offload.gradients, planner.where)) {
-            e.lasting += bytes(Kind::GRAD);
-            e.lasting += bucket.tied() ? bytes(Kind::GRAD_TIED) : 0;
-        } else {
+        keep(away.gradients, GRADIENTS, bytes(Kind::GRAD));
+        if (bucket.tied()) keep(away.gradients, GRADIENTS, bytes(Kind::GRAD_TIED));
+        if (p.layout.gradients_away) {
             e.gradient += bytes(Kind::GRAD_HERE);
+            e.summed += is_reduced(p.layout, model, b) ? bytes(Kind::GRAD_HERE) : 0;
             e.move += bytes(Kind::GRAD_HERE) / rate;
-            moved = bytes(Kind::GRAD);
         }
-        e.passing += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
-        e.passing += bytes(Kind::SENT);
+        e.partial += p.layout.zero >= 2 ? bytes(Kind::PARTIAL) : 0;
+        e.partial += bytes(Kind::SENT);
         e.reduce += reduce_seconds(c, p, model, b);
 
-        // Masters and moments may lie in another tier: their chunks come and go, one at a time,
-        // beside the updates.
+        // Chunks of what lies in another tier come and go, one at a time, beside the updates. The
+        // update has used up their gradients, which do not go back.
         double optimizer = bytes(Kind::MASTER) + states * bytes(Kind::STATE) + bytes(Kind::EMA);
         double update = update_seconds(c, p, model, b);
-        e.lasting += is_here(p.offload.optimizer, planner.where) ? optimizer : 0;
-        if (p.offload.optimizer != Tier::DEVICE) {
+        keep(away.optimizer, OPTIMIZER, optimizer);
+        e.movable.masters += away.optimizer == Tier::DEVICE ? bytes(Kind::MASTER) : 0;
+        if (away.cuts_updates()) {
             Data first = {Kind::STAGED, b, -1, 0};
             e.chunk = std::max(e.chunk, double(data_bytes<T>(p, model, first, planner.where)));
-            update = std::max(update, (2 * optimizer + moved) / rate);
+            double moved = away.optimizer != Tier::DEVICE ? 2 * optimizer : 0;
+            moved += p.layout.weights_away ? 2 * bytes(Kind::WEIGHT) : 0;
+            moved += p.layout.gradients_away ? bytes(Kind::GRAD) : 0;
+            update = std::max(update, moved / rate);
         }
         e.update += update;
     }
@@ -228,7 +268,8 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
                        axis_in_node(l, machine, &Layout::cp),
                        axis_in_node(l, machine, &Layout::dp), int(p.masters),
-                       int(p.offload.optimizer), int(p.offload.gradients)};
+                       int(p.offload.optimizer), int(p.offload.gradients),
+                       int(p.offload.weights)};
     auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
@@ -250,7 +291,14 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
 struct Estimate {
     double seconds = 0; // of a step
     double bytes = 0;   // of the fullest rank
+    double holes = 0;   // part of `bytes`: what placing may lose between data that come and go
     int fullest = 0;    // its place in the pipeline
+    Movable movable;    // of the fullest rank
+    double host = 0;    // the most bytes of a rank in the host's memory, if that is apart
+
+    double least() const {
+        return bytes - holes;
+    }
 };
 
 // How many stages have live activations on a pipeline rank, waiting for the input half (b) and for
@@ -281,9 +329,13 @@ struct RankEstimate {
     double kept_b = 0;
     double kept_w = 0;
     double gradient_w = 0;
+    double parked = 0;    // the most that one block keeps
+    double holes = 0;     // as Estimate has them, beside activations
+    Movable movable = {}; // but activations
+    double host = 0;      // bytes in the host's memory, apart, but activations
 
     // Seconds of a micro-batch: in total, its backward pass,
-    // and the part of ZeRO-2's and 3's collectives that nothing hides.
+    // and the part of collectives and moves that nothing hides.
     double seconds = 0;
     double backward = 0;
     double exposed = 0;
@@ -292,28 +344,122 @@ struct RankEstimate {
 
     // Seconds at the end of the step.
     double reduce = 0;
-    double gather = 0;
+    double publish = 0;
     double update = 0;
 };
 
-// Return the seconds that a layer adds to a micro-batch because its collectives and moves take
-// longer than the compute that hides them. Its weights arrive while the layer before it runs. Its
-// gradient is summed beside the next backward pass or, if that is split, beside the next weight
-// half. One that lies in another tier comes and goes beside backward passes; for the first
-// micro-batch it need not come. This layer's times stand for its neighbours'.
-inline double exposed_seconds(const Plan& p, const LayerEstimate& e, const BucketEstimate& b) {
+// The shares of a stage's blocks that move: weights that come for the forward pass, and for the
+// backward one; activations; gradients. Others stay, because their next use is near.
+struct MovingShares {
+    double forward = 1;
+    double backward = 1;
+    double activations = 1;
+    double gradients = 1;
+};
+inline MovingShares moving_shares(const Plan& p, const Model& model, int from, int to) {
+    // Count the blocks, the compute actions that one of them adds to both passes of a micro-batch,
+    // and those between a block's two passes that the model's ends add.
     const Layout& layout = p.layout;
-    double gather = layout.zero == 3 ? b.gather : 0;
-    double reduce = layout.zero >= 2 ? b.reduce : 0;
-    double backward = e.backward + e.redone;
-    double forward = std::max(0.0, gather - e.forward);
-    if (backward == 0) return forward; // no gradient comes so low
-    double moves = (2 - 1.0 / p.micro_batches) * b.move;
-    forward += std::max(0.0, moves - backward);
-    if (layout.pipeline != Pipeline::ZERO_BUBBLE)
-        return forward + std::max(0.0, gather + reduce - backward);
-    return forward + std::max(0.0, gather - (backward - e.weights)) +
-           std::max(0.0, reduce - e.weights);
+    MovingShares share;
+    bool head = to > model.head();
+    bool embedding = from == 0;
+    int blocks = to - from - head - embedding;
+    bool stay = layout.zero < 3 && !p.offload.moves();
+    if (blocks == 0 || stay) return share;
+    int each = p.recompute.of(std::max(from, 1)) == Recompute::NONE ? 2 : 3;
+
+    // Return how many blocks have `ahead` actions or fewer, and those of an end, between two uses.
+    auto near = [&](int ahead, bool end) {
+        int n = ahead < 2 * end ? 0 : (ahead - 2 * end) / each + 1;
+        return double(std::min(n, blocks)) / blocks;
+    };
+    bool cut = is_sharded(layout, model, {Kind::WEIGHT, buckets_of(model, std::max(from, 1))[0]});
+    int lead = layout.prefetch * (cut + layout.weights_away);
+    int cycle = each * blocks + 2 * (head + embedding);
+
+    // The passes of a rank's only stage follow each other, at both ends of it. With chunks those of
+    // other stages come between; pp micro-batches in a row pass through one.
+    if (layout.chunks == 1) {
+        share.forward -= near(lead, embedding);
+        share.backward -= near(lead, head);
+    } else if (cycle <= lead + 1) {
+        share.forward = share.backward = 1.0 / layout.pp.size;
+    }
+    if (head) share.activations -= near(2 * layout.prefetch, true);
+    bool stays = cycle <= 2 * layout.prefetch + 1;
+    if (stays) share.gradients = layout.chunks > 1 ? 1.0 / layout.pp.size : 0;
+    return share;
+}
+
+// Return the seconds by which what takes `seconds` outlasts what hides it.
+inline double beyond(double seconds, double hides) {
+    return std::max(0.0, seconds - hides);
+}
+
+// Return the seconds that a layer adds to a micro-batch because its collectives and moves take
+// longer than the compute that hides them. Its weights arrive while the layer before it runs, and
+// its activations leave beside the next forward pass. Its gradient is summed beside the next
+// backward pass or, if that is split, beside the next weight half. One that lies in another tier
+// comes and goes beside backward passes; for the first micro-batch it need not come. This layer's
+// times stand for its neighbours', but those of an end of the model: there `block` stands for them.
+inline double exposed_seconds(const Plan& p, const Machine& machine, const LayerEstimate& e,
+                              const BucketEstimate& b, const LayerEstimate& block,
+                              const MovingShares& share) {
+    // Collectives run in one queue and moves in another, so the longer one counts. x: what a share
+    // of the layers waits for, beside what all of them wait for.
+    auto mixed = [](double x, double of, double all, double hides) {
+        return of * beyond(x + all, hides) + (1 - of) * beyond(all, hides);
+    };
+    bool parks = p.offload.activations != Tier::DEVICE;
+    double kept = e.block && parks ? share.activations * (e.kept_b + e.kept_w) : 0;
+    double park = kept / tier_rate(machine, p.offload.activations);
+    double come = e.block ? share.forward : 1;
+    double forward = std::max(mixed(b.gather, come, 0, e.forward),
+                              mixed(b.fetch, come, park, e.forward));
+    if (e.backward == 0) return forward; // no gradient comes so low
+
+    // An end uses its weights in one of the passes alone. The head's forward pass takes no time in
+    // which a gradient could come; the embedding's gradient leaves beside the next forward pass,
+    // unless other moves wait there or none follows.
+    double reduce = p.layout.zero >= 2 ? b.reduce : 0;
+    double later = 1 - 1.0 / p.micro_batches;
+    if (!e.block) {
+        double next = beyond(b.move, block.backward);
+        double leaves = parks || p.layout.weights_away ? 1 : 1 - later;
+        double moved = later * next + leaves * b.move;
+        if (e.forward == 0) moved = later * b.move + next;
+        return forward + std::max(beyond(reduce, e.backward), moved);
+    }
+
+    // Average over the first micro-batch, whose gradients only leave, and later ones.
+    come = share.backward;
+    double move = share.gradients * b.move;
+    auto average = [&](auto seconds) {
+        return (1 - later) * seconds(move) + later * seconds(2 * move);
+    };
+    if (p.layout.pipeline == Pipeline::ZERO_BUBBLE) {
+        double input = e.backward - e.weights;
+        double summed = mixed(b.gather, come, 0, input) + beyond(reduce, e.weights);
+        double moved = mixed(b.fetch, come, park, input) +
+                       average([&](double moves) { return beyond(moves, e.weights); });
+        return forward + std::max(summed, moved);
+    }
+    if (e.redone == 0) {
+        double moved = average([&](double moves) {
+            return mixed(b.fetch, come, park + moves, e.backward);
+        });
+        return forward + std::max(mixed(b.gather, come, reduce, e.backward), moved);
+    }
+
+    // The data of a recomputed pass can only come beside the backward pass before it; a gradient
+    // comes beside the recomputed pass.
+    double both = e.backward + e.redone;
+    double summed = std::max(mixed(b.gather, come, reduce, both),
+                             mixed(b.gather, come, 0, e.backward));
+    double moved = mixed(b.fetch, come, park, e.backward);
+    moved = (1 - later) * std::max(moved, mixed(b.fetch, come, park + move, both)) +
+            later * (moved + beyond(2 * move, e.redone));
+    return forward + std::max(summed, moved);
 }
 
 // Ranks whose stages have layers of the same kinds are of one kind: return each rank's.
@@ -340,21 +486,28 @@ inline std::vector<size_t> kinds_of_ranks(const Layout& layout, const Model& mod
 }
 
 // Estimate a pipeline rank: its bytes, and its seconds.
-inline RankEstimate estimate_rank(const Plan& p, const Model& model,
+inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const Model& model,
                                   const std::vector<LayerEstimate>& layers,
                                   const std::vector<BucketEstimate>& buckets, int rank) {
     const Layout& layout = p.layout;
     RankEstimate r;
     double passing = 0;
-    double next = 0;     // bytes of another layer's buckets
-    double gradient = 0; // of a block, if gradients come and go
+    // Bytes of other layers' buckets: weights that arrive; gradients that come and go, that are
+    // summed, and that wait for a stage's message.
+    double weights = 0;
+    double gradient = 0;
+    double partial = 0;
+    double held = 0;
 
     // Add up the layers of its stages.
+    const LayerEstimate& block = layers[size_t(model.head() - 1)];
     for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
         int from = first_layer(layout, model, stage);
         int to = first_layer(layout, model, stage + 1);
+        MovingShares share = moving_shares(p, model, from, to);
         double forward_here = 0;
         double backward_here = 0;
+        double summed = 0; // bytes of gradients that REDUCE sums behind the stage's message
         for (int l = from, n = 0; l < to; l += n) {
             // Take alike layers at once.
             const LayerEstimate& e = layers[size_t(l)];
@@ -371,34 +524,78 @@ inline RankEstimate estimate_rank(const Plan& p, const Model& model,
             double once = tied_here ? 0 : n;
             r.bytes += once * b.lasting;
             r.reduce += once * b.reduce;
-            r.gather += once * b.gather;
+            r.publish += once * b.publish;
             r.update += once * b.update;
+            r.movable.add(b.movable, once);
+            bool wait = b.host > 0 && p.micro_batches > 1; // gradients between micro-batches
+            r.host += once * (b.host + (wait ? b.gradient : 0));
 
             // Add what a micro-batch in flight keeps, and take the peak of what one layer needs.
             r.kept_b += n * e.kept_b;
             r.kept_w += n * e.kept_w;
             r.gradient_w += n * e.gradient_w;
-            passing = std::max(passing, e.passing + b.passing + b.gradient);
-            next = std::max(next, b.passing);
-            if (model.is_block(l)) gradient = std::max(gradient, b.gradient);
+            r.parked = std::max(r.parked, e.kept_b + e.kept_w);
+            passing = std::max(passing, e.passing + b.weights + b.partial + b.gradient);
+            partial = std::max(partial, b.partial);
+            if (e.block) weights = std::max(weights, b.weights);
+            if (e.block) gradient = std::max(gradient, b.gradient);
             r.staged = std::max(r.staged, (layout.prefetch + 2) * b.chunk);
-            r.exposed += n * exposed_seconds(p, e, b);
+            r.holes = std::max({r.holes, b.chunk, 2.1 * b.gradient});
+            if (p.offload.moves()) r.holes = std::max({r.holes, 1.25 * b.weights, b.partial});
+            summed += n * b.summed;
+            r.exposed += n * exposed_seconds(p, machine, e, b, block, share);
             forward_here += n * e.forward;
             backward_here += backward;
         }
 
+        if (stage > 0 && layout.zero < 2) held = std::max(held, summed);
         if (layout.chunks == 1) continue;
         r.chunk_forward.push_back(forward_here);
         r.chunk_backward.push_back(backward_here);
     }
 
-    // Add the next layer's weights, which ZeRO-3 also holds, or the last one's gradient, in ZeRO-2.
-    // Of gradients in another tier one arrives and one leaves meanwhile.
-    if (layout.zero >= 2) passing += next;
-    passing += 2 * gradient;
+    // Add the next block's weights, where they come for each use, and the last layer's gradient in
+    // ZeRO-2 and 3. Of gradients in another tier one arrives and one leaves meanwhile; at the end
+    // of a step those of a stage wait until its message has left.
+    passing += weights + std::max(2 * gradient, held);
+    if (layout.zero >= 2) passing += partial;
     r.bytes += passing;
     r.staged -= passing;
     return r;
+}
+
+// Return the bytes that input halves leave on a rank to weight halves.
+inline double later_bytes(const Plan& p, const RankEstimate& r, LiveStages live) {
+    bool halves = p.layout.pipeline == Pipeline::ZERO_BUBBLE;
+    return (live.w - live.b + halves) * r.gradient_w;
+}
+
+// Return the bytes of the activations that wait on a rank for their backward passes.
+inline double kept_bytes(const Plan& p, const RankEstimate& r, LiveStages live) {
+    double later = later_bytes(p, r, live);
+    return (live.b * r.kept_b + live.w * r.kept_w + later) / p.layout.chunks;
+}
+
+// Return how many of the `kept` bytes are on the device if activations leave: those of a block in
+// use, and of others that come and go. They stay between the two halves of a backward pass.
+inline double passing_bytes(const Plan& p, const RankEstimate& r, LiveStages live, double kept) {
+    const Layout& layout = p.layout;
+    double some = (layout.prefetch + 1 + (layout.pp.size > 1)) * r.parked;
+    if (layout.pipeline == Pipeline::ZERO_BUBBLE) {
+        double waiting = (live.w - live.b + 1) * r.kept_w;
+        some += (later_bytes(p, r, live) + waiting) / layout.chunks;
+    }
+    return std::min(kept, some);
+}
+
+// Return the bytes that placing may lose between data that come and go, which have unlike sizes. A
+// rule of thumb: test_planner says how seldom it is too low.
+inline double holes_between(const Plan& p, const RankEstimate& r, double kept, double bytes) {
+    if (!p.offload.moves()) return 0;
+    double holes = r.holes + 0.01 * bytes;
+    if (p.layout.chunks > 1) holes += 0.2 * kept;
+    bool both = p.offload.cuts_updates() && p.offload.activations != Tier::DEVICE;
+    return holes + (both ? r.parked : 0);
 }
 
 // Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have
@@ -430,7 +627,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
     for (int rank = 0; rank < pp; rank++) {
         size_t kind = kinds->second[size_t(rank)];
         if (kind == known.size())
-            known.push_back(estimate_rank(p, model, layers, buckets, rank));
+            known.push_back(estimate_rank(p, planner.cost.machine, model, layers, buckets, rank));
         const RankEstimate& r = known[kind];
         double seconds = r.seconds + r.exposed;
 
@@ -438,7 +635,6 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
         // at least 1/32 of it stays visible.
         double sums = std::max(r.reduce - r.backward, r.reduce / 32);
         if (layout.zero >= 2) sums = 0;
-        double publish = layout.zero == 1 || layout.zero == 2 ? r.gather : 0;
 
         // Keep the slowest and the fullest rank.
         sum += seconds;
@@ -447,14 +643,26 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
             double turn = r.chunk_forward[v - 1 - i] + r.chunk_backward[i] + r.exposed / v;
             turns[i] = std::max(turns[i], turn);
         }
-        tail = std::max(tail, sums + publish + r.update);
+        tail = std::max(tail, sums + r.publish + r.update);
 
         // Activations of all micro-batches in flight tell ranks of one kind apart.
+        bool here = is_here(p.offload.activations, planner.where);
         LiveStages live = live_stages(layout, m, rank);
-        double kept = live.b * r.kept_b + live.w * r.kept_w + (live.w - live.b) * r.gradient_w;
-        double bytes = r.bytes + std::max(kept / v, r.staged);
-        if (bytes > e.bytes) e.fullest = rank;
-        e.bytes = std::max(e.bytes, bytes);
+        double all = kept_bytes(p, r, live);
+        double kept = p.offload.activations == Tier::DEVICE ? all : passing_bytes(p, r, live, all);
+        if (p.offload.activations != Tier::DEVICE && here) kept += all;
+        double bytes = r.bytes + std::max(kept, r.staged);
+        double holes = holes_between(p, r, kept, bytes);
+        bytes += holes;
+        double parked = live.b * (r.kept_b + r.kept_w) / v;
+        bool away = p.offload.activations == Tier::HOST && !here;
+        e.host = std::max(e.host, r.host + (away ? parked : 0));
+        if (bytes <= e.bytes) continue;
+        e.bytes = bytes;
+        e.holes = holes;
+        e.fullest = rank;
+        e.movable = r.movable;
+        if (p.offload.activations == Tier::DEVICE) e.movable.of[ACTIVATIONS] = kept;
     }
 
     // Each stage waits for one message in and one back.

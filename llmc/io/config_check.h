@@ -826,11 +826,9 @@ inline std::string check_planning(const Config& c) {
     if (objective_of(c).rows() || c.fp8 != "none")
         return "--plan auto chooses no layout for preferences, sampled answers and --fp8: plan "
                "without them, and add them to the command that it prints";
-    bool others = offloads(c, "activations") || offloads(c, "weights") ||
-                  (offloads(c, "gradients") && !offloads(c, "optimizer"));
-    if (others || c.offload_update == "host")
-        return "--plan auto knows moves of --offload optimizer,gradients alone, and updates on the "
-               "device: plan with those, and change them in the command that it prints";
+    if (c.offload_update == "host")
+        return "--plan auto: the time of updates on the host is not simulated: plan without "
+               "--offload-update host, and add it to the command that it prints";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))

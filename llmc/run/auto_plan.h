@@ -202,7 +202,9 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     std::string fix = "more ranks, a smaller --model or a shorter --seq";
     const char* flags[][2] = {{"masters", "none"}, {"masters", "remainder"},
                               {"states", "8bit"}, {"states", "bf16"},
-                              {"offload", "optimizer"}, {"offload", "optimizer,gradients"}};
+                              {"offload", "optimizer"}, {"offload", "optimizer,gradients"},
+                              {"offload", "optimizer,gradients,weights"},
+                              {"offload", "optimizer,gradients,weights,activations"}};
     for (auto& [flag, value] : flags) {
         // On the CPU, offloading frees nothing, as bytes_with() shows: it is the same memory.
         double bytes = bytes_with(flag, value);
@@ -238,9 +240,12 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 }
 
 // Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that
-// has least has left. `each`: processes of a machine.
-template <typename S> double host_room_asked(const Run& run, int each, S) {
-    if (run.config.explain || std::is_same_v<S, Cpu>) return INFINITY;
+// has least has left, or of what a question's has. `each`: processes of a machine.
+template <typename S>
+double host_room_asked(const Run& run, const Machine& machine, int each, S) {
+    const Config& c = run.config;
+    if (c.explain) return machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
+    if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
     all_gather(run.world, all.data(), &mine, 1, Cpu{});
@@ -260,7 +265,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     if (each && run.world.size > 1) q.machine.cards = each; // the nodes that are there
     q.gpus = c.gpus ? c.gpus : std::max(run.world.size, c.local_ranks);
     q.room = room_asked(run, q.machine, where);
-    q.host_room = host_room_asked(run, each ? each : run.world.size, where);
+    q.host_room = host_room_asked(run, q.machine, each ? each : run.world.size, where);
 
     // Check trials as --explain would: the ranks of a layout need not be there.
     q.config = c;

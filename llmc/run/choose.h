@@ -506,14 +506,8 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
 
     // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
-    if (offloads(c, "optimizer"))
-        train.offload.optimizer = tier;
-    if (offloads(c, "activations"))
-        train.offload.activations = tier;
-    if (offloads(c, "weights"))
-        train.offload.weights = tier;
-    if (offloads(c, "gradients"))
-        train.offload.gradients = tier;
+    for (const OffloadRow& row : OFFLOAD_TABLE)
+        if (offloads(c, row.name)) train.offload.*row.tier = tier;
     if (c.offload_update == "host")
         train.offload.update = Tier::HOST;
     train.offload.late = c.update_delay > 0;

@@ -12,6 +12,7 @@
 //                least memory
 //   All ranks compute the same numbers, and so choose the same layout.
 #pragma once
+#include <bit>
 #include "../io/config_notes.h"
 #include "../io/predict.h"
 #include "../planner.h"
@@ -29,10 +30,10 @@ struct Proposal {
     std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
     Recompute recompute = Recompute::NONE;
-    // To make room: --masters remainder, 2 bytes less for each master; --offload, 1: masters and
-    // moments in the host's memory, 2: gradients too.
+    // To make room: --masters remainder, 2 bytes less for each master; and --offload, a bit for
+    // each row of OFFLOAD_TABLE.
     bool remainder = false;
-    int offload = 0;
+    unsigned offload = 0;
     Estimate estimate = {};
 
     // How much a user has to know to run this layout. An axis counts ten, because it
@@ -42,14 +43,23 @@ struct Proposal {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");
         return 10 * axes + zero + (zero_group > 0) + orders + sequence_parallel + (chunks > 1) +
-               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder + offload;
+               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder +
+               std::popcount(offload);
     }
 };
 
-// The words of --offload for a proposal's level.
-inline const char* offload_name(int offload) {
-    static const char* names[] = {"none", "optimizer", "optimizer,gradients"};
-    return names[offload];
+// Whether a row of OFFLOAD_TABLE is among those of a proposal.
+inline bool moves_row(unsigned offload, int row) {
+    return offload >> row & 1;
+}
+
+// The words of --offload for the rows of a proposal.
+inline std::string offload_words(unsigned offload) {
+    std::string words;
+    for (int row = 0; row < OFFLOAD_ROWS; row++)
+        if (moves_row(offload, row))
+            words += concat(words.empty() ? "" : ",", OFFLOAD_TABLE[row].name);
+    return words.empty() ? "none" : words;
 }
 
 // The name of a schedule, as --pipeline has it.
@@ -79,7 +89,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
     add("masters", "remainder", p.remainder);
-    add("offload", offload_name(p.offload), p.offload > 0);
+    add("offload", offload_words(p.offload), p.offload > 0);
     return text + concat(" --micro-batch ", p.B);
 }
 
@@ -103,7 +113,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pipeline = pipeline_name(p.pipeline);
     c.recompute = recompute_name(p.recompute);
     if (p.remainder) c.masters = "remainder";
-    if (p.offload) c.offload = offload_name(p.offload);
+    if (p.offload) c.offload = offload_words(p.offload);
 }
 
 // The proposal that a configuration's flags make: the reverse of set_proposal().
@@ -127,7 +137,8 @@ inline Proposal proposal_of(const Config& c) {
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
     p.recompute = recompute_named(c.recompute);
     p.remainder = c.masters == "remainder";
-    p.offload = offloads(c, "optimizer") + offloads(c, "gradients");
+    for (int row = 0; row < OFFLOAD_ROWS; row++)
+        p.offload |= unsigned(offloads(c, OFFLOAD_TABLE[row].name)) << row;
     return p;
 }
 
@@ -265,6 +276,15 @@ struct Search {
     std::string why;                 // why the first refused one was refused
 };
 
+// Times within this factor of the fastest are a tie.
+constexpr double TIE = 1.02;
+
+// Whether a proposal fits beyond the error of its estimate.
+inline bool surely_fits(const PlanQuestion& q, const Proposal& p) {
+    const Estimate& e = p.estimate;
+    return e.least() < 0.9 * q.room && e.bytes < q.room && e.host <= q.host_room;
+}
+
 // Whether one layout is faster than another, by their estimates.
 inline bool faster(const Proposal& x, const Proposal& y) {
     return x.estimate.seconds < y.estimate.seconds;
@@ -356,8 +376,10 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     Layout& layout = e.plan.layout;
     e.plan.masters = p.remainder ? Masters::REMAINDER : e.asked.masters;
     Tier away = e.q.config.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
-    e.plan.offload.optimizer = p.offload ? away : e.asked.offload.optimizer;
-    e.plan.offload.gradients = p.offload == 2 ? away : e.asked.offload.gradients;
+    e.plan.offload = e.asked.offload;
+    for (int row = 0; row < OFFLOAD_ROWS; row++)
+        if (moves_row(p.offload, row)) e.plan.offload.*OFFLOAD_TABLE[row].tier = away;
+    layout.weights_away = e.plan.offload.weights != Tier::DEVICE;
     layout.gradients_away = e.plan.offload.gradients != Tier::DEVICE;
     Proposal best = p;
     best.estimate.seconds = INFINITY;
@@ -378,55 +400,82 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     p = best;
 }
 
-// A way to make room that the user leaves open, as Proposal has it, and the bytes that it frees of
-// each element that a rank updates.
+// A way to make room that the user leaves open, as Proposal has it.
 struct Saving {
     bool remainder;
-    int offload;
-    double bytes;
+    unsigned offload;
 };
-template <typename T, typename S>
-std::vector<Saving> savings_of(const PlanQuestion& q, const PlanOptions& asked, S) {
+template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuestion& q, S) {
     // Remainders keep every master's bits, so nothing but rounding at ties tells them apart. What
     // the user says of masters holds.
     std::vector<Saving> savings;
     Config c = q.config;
     c.masters = "remainder";
     bool theirs = given(q.config, "masters") || q.config.masters != "float";
-    if (!theirs && check_masters(c).empty()) savings.push_back({true, 0, 2});
+    if (!theirs && check_masters(c).empty()) savings.push_back({true, 0});
 
     // The host's memory is another one, unless the CPU runs the step. No bit depends on where
-    // masters, moments and gradients lie.
-    c = q.config;
-    c.offload = "optimizer";
+    // anything lies, so try all sets, each behind those that it contains.
     bool apart = sizes_of_gpu || !std::is_same_v<S, Cpu>;
-    theirs = given(q.config, "offload");
-    bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
-    if (theirs || !apart || !works) return savings;
-    bool narrow = sizeof(T) < sizeof(acc_t<T>);
-    double moment = asked.states == States::EIGHT_BIT ? 1 : asked.states == States::BF16 ? 2 : 4;
-    double moments = moment * double(optimizer_row(asked.optimizer).states.size());
-    double master = narrow ? double(master_bytes(asked.masters)) : 0, mean = asked.ema ? 4 : 0;
-    double optimizer = moments + master + mean;
-    savings.push_back({false, 1, optimizer});
-    savings.push_back({false, 2, optimizer + sizeof(acc_t<T>)});
+    if (given(q.config, "offload") || !apart) return savings;
+    for (unsigned offload = 1; offload < 1u << OFFLOAD_ROWS; offload++) {
+        c = q.config;
+        c.offload = offload_words(offload);
+        bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
+        if (works && check_policies(c).empty()) savings.push_back({false, offload});
+    }
     return savings;
 }
 
-// The elements that training updates.
-inline double trained_count(const Model& model) {
-    double n = 0;
-    for (const Parameter& w : model.parameters)
-        if (model.buckets[w.bucket].trainable)
-            n += double(w.file_elements());
-    return n;
+// The most bytes that a saving can free of an estimate's fullest rank; 0: a part of it would free
+// next to nothing.
+inline double most_saved(const Estimate& e, const Saving& saving, double room) {
+    double sum = saving.remainder ? e.movable.masters / 2 : 0;
+    if (saving.remainder) return sum > 0.02 * room ? sum : 0;
+    for (int row = 0; row < OFFLOAD_ROWS; row++) {
+        if (!moves_row(saving.offload, row)) continue;
+        if (e.movable.of[row] < 0.04 * room) return 0;
+        sum += e.movable.of[row];
+    }
+    return sum;
 }
 
-// The most of them that a rank updates. Its stage may be a quarter larger than the mean.
-inline double most_updated(const Proposal& p, double trained) {
-    double shards = p.zero > 0 ? p.dp * p.cp : 1;
-    return 1.25 * trained / (p.tp * p.pp * shards);
+// Estimate a placed proposal with what makes room, where it may decide whether the layout fits.
+// What moves more than a set that surely makes it fit is left out. keep() the fastest, to the first
+// that surely fits and those that tie with it.
+template <typename T, typename S, typename Keep>
+void make_room(Estimator<T, S>& e, const Proposal& p, bool in_nodes,
+               const std::vector<Saving>& savings, Keep keep) {
+    std::vector<unsigned> enough; // sets by which it surely fits
+    std::vector<Proposal> all;
+    double room = e.q.room;
+    for (const Saving& saving : savings) {
+        // Skip what frees too little, and what moves more than it must.
+        double saved = most_saved(p.estimate, saving, room);
+        bool decides = saved > 0 && p.estimate.bytes - saved < 1.1 * room;
+        auto contained = [&](unsigned set) { return (set & saving.offload) == set; };
+        if (!decides || std::any_of(enough.begin(), enough.end(), contained)) continue;
+
+        Proposal smaller = p;
+        smaller.remainder = saving.remainder;
+        smaller.offload = saving.offload;
+        estimate_orders(e, smaller, in_nodes);
+        all.push_back(smaller);
+        if (surely_fits(e.q, smaller)) enough.push_back(saving.offload);
+    }
+
+    // Keep none that is slower than it must be.
+    std::stable_sort(all.begin(), all.end(), faster);
+    double most = INFINITY; // seconds
+    for (const Proposal& x : all) {
+        if (x.estimate.seconds > most) break;
+        if (most == INFINITY && surely_fits(e.q, x)) most = TIE * x.estimate.seconds;
+        keep(x);
+    }
 }
+
+// A layout that takes so many times the fastest one's seconds is not tried with less memory.
+constexpr double HOPELESS = 1.2;
 
 // Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
 // estimate of memory may be a tenth off, so those near the limit stay until they are placed.
@@ -443,15 +492,17 @@ Search search_layouts(const PlanQuestion& q, S where) {
     Plan plan = {asked, choose_layout(one, q.shape), {}};
     Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where};
     Estimator<T, S> e = {q, planner, asked, plan};
-    std::vector<Saving> savings = savings_of<T>(q, asked, where);
-    double trained = trained_count(make_model(q.shape));
+    std::vector<Saving> savings = savings_of<T>(q, where);
 
     // Keep a proposal with its estimate, or drop it.
+    double fastest = INFINITY; // seconds of one that surely fits
     auto keep = [&](const Proposal& p) {
         s.listed++;
         if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
-        if (p.estimate.bytes < 1.1 * q.room) s.proposals.push_back(p);
-        else if (p.estimate.bytes < 1.5 * q.room) s.larger.push_back(p);
+        if (p.estimate.host > q.host_room) return;
+        if (surely_fits(q, p)) fastest = std::min(fastest, p.estimate.seconds);
+        if (p.estimate.least() < 1.1 * q.room) s.proposals.push_back(p);
+        else if (p.estimate.least() < 1.5 * q.room) s.larger.push_back(p);
     };
 
     // Estimate each with all ZeRO stages, groups and levels of recomputation. These are not checked
@@ -472,23 +523,12 @@ Search search_layouts(const PlanQuestion& q, S where) {
                             break;
                         keep(x);
                         // If a layout surely fits without recomputation, skip the other levels.
-                        bool sure = x.estimate.bytes < 0.9 * q.room;
+                        bool sure = surely_fits(q, x);
                         if (level == 0 && sure) break;
 
-                        // Try what makes room, where it may decide whether the layout fits, until
-                        // it surely does.
-                        for (const Saving& saving : savings) {
-                            double saved = saving.bytes * most_updated(x, trained);
-                            double least = x.estimate.bytes - saved;
-                            bool decides = saved > 0.02 * q.room && least < 1.1 * q.room;
-                            if (sure || !decides) continue;
-                            Proposal smaller = x;
-                            smaller.remainder = saving.remainder;
-                            smaller.offload = saving.offload;
-                            estimate_orders(e, smaller, in_nodes);
-                            keep(smaller);
-                            sure = smaller.estimate.bytes < 0.9 * q.room;
-                        }
+                        // Moves take no time off a step that is far from the fastest already.
+                        bool slow = x.estimate.seconds > HOPELESS * fastest;
+                        if (!sure && !slow) make_room(e, x, in_nodes, savings, keep);
                     }
         }
     }
@@ -633,7 +673,7 @@ struct Answer {
 // Limits of the search: trials in all, trials of one grid, placings, and trials printed. Trials of
 // many stages take longest, so simulated actions have a limit too, once there are three trials.
 constexpr size_t MOST_TRIALS = 64, MOST_OF_GRID = 8, MOST_PLACED = 100, SHOWN = 6;
-constexpr double MOST_ACTIONS = 3e5, TIE = 1.02;
+constexpr double MOST_ACTIONS = 3e5;
 // A proposal whose estimate exceeds the time of the last trial shown by this factor is not tried:
 // the closed form overestimates by less, as test_planner checks.
 constexpr double SURELY_SLOWER = 1.15;
@@ -685,7 +725,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
         // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        actions += 15.0 * p.pp * double(q.shape.L); // about: two short runs
+        actions += (p.offload ? 150.0 : 15.0) * p.pp * double(q.shape.L); // about: two short runs
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;

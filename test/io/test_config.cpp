@@ -155,11 +155,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "is for training, and there are no steps");
     EXPECT_HAS(check({"--plan", "auto", "--micro-batch", "2", "--batch-tokens", "4096"}),
                "chooses --micro-batch where --batch-tokens says the batch");
-    for (const char* known : {"optimizer", "optimizer,gradients"})
+    for (const char* known : {"optimizer", "gradients", "optimizer,weights", "activations"})
         EXPECT_EQ(check({"--plan", "auto", "--offload", known}), "");
-    for (const char* more : {"optimizer,weights", "activations"})
-        EXPECT_HAS(check({"--plan", "auto", "--offload", more}),
-                   "knows moves of --offload optimizer,gradients alone");
+    EXPECT_HAS(check({"--plan", "auto", "--offload", "optimizer", "--offload-update", "host"}),
+               "--plan auto: the time of updates on the host is not simulated");
     EXPECT_EQ(check({"--plan", "auto", "--lora", "8"}), "");
 
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");

@@ -434,7 +434,7 @@ TEST(Planner, RanksOfOneKindHaveOneEstimate) {
         // Compare the estimate of each rank with the first one's of its kind.
         std::vector<RankEstimate> first;
         for (int rank = 0; rank < 8; rank++) {
-            RankEstimate r = estimate_rank(p, model, layers_of(planner, p),
+            RankEstimate r = estimate_rank(p, machines()[0], model, layers_of(planner, p),
                                            buckets_for(planner, p), rank);
             ASSERT_LE(kinds[size_t(rank)], first.size());
             if (kinds[size_t(rank)] == first.size()) first.push_back(r);
@@ -457,6 +457,7 @@ TEST(Planner, AnswersForAThousandCardsInAboutASecond) {
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.shape = llama31_shape(126, 128, 16384, 53248);
     q.gpus = 1024, q.room = 0.95 * q.machine.memory_gb * GIB;
+    q.host_room = q.machine.host_ram_gb * GIB;
     q.config.precision = "bf16", q.config.machine = "h100";
     q.config.seq = 8192, q.config.batch_tokens = 1 << 24;
     q.config.explain = true, q.config.sample_tokens = 0;
@@ -468,7 +469,15 @@ TEST(Planner, AnswersForAThousandCardsInAboutASecond) {
 #ifdef __OPTIMIZE__
     EXPECT_LT(seconds, 4);
 #endif
+
+    // Products of so wide a model hide the way of its activations: to move them is faster than a
+    // deeper pipeline, or to compute them again.
+    EXPECT_TRUE(moves_row(a.best[0].proposal.offload, ACTIVATIONS));
+    EXPECT_EQ(set_flag(q.config, "offload", "none"), "");
+    Answer none = answer_question<bf16>(q, Cpu{});
     sizes_of_gpu = false;
+    ASSERT_FALSE(none.best.empty());
+    EXPECT_GT(none.best[0].seconds / a.best[0].seconds, 1.1);
 }
 
 // place_proposal() places only some rounds of a long accumulation. It never finds fewer bytes than
@@ -577,6 +586,7 @@ TEST(Planner, PublishedChoicesAreNearItsOwn) {
         q.config.seq = c.seq, q.config.batch_tokens = c.batch_tokens;
         q.config.explain = true, q.config.sample_tokens = 0;
         EXPECT_EQ(set_flag(q.config, "masters", "float"), ""); // as in those programs
+        EXPECT_EQ(set_flag(q.config, "offload", "none"), "");
         for (auto& [flag, value] : c.flags)
             EXPECT_EQ(set_flag(q.config, flag, value), "");
 
@@ -631,7 +641,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     p.cp_method = "ring";
     p.order = "tp-dp-pp";
     p.remainder = true;
-    p.offload = 2;
+    p.offload = 15;
 
     Config c;
     c.seq = 64, c.batch_tokens = 64 * 64;
@@ -640,7 +650,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
                                 "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
                                 "--grid-order tp-dp-pp --recompute full --masters remainder "
-                                "--offload optimizer,gradients --micro-batch 2");
+                                "--offload optimizer,gradients,weights,activations --micro-batch 2");
 }
 
 // Where float masters do not fit, remainders may: the planner takes them then, and only then. Where
@@ -678,59 +688,63 @@ TEST(Planner, MastersShrinkWhereRoomIsShort) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// On a GPU masters and moments leave for the host where nothing else fits, and only then; gradients
-// too where that is not enough. The closed form knows their moves and the chunks at their updates. A
-// user's --offload none holds.
-TEST(Planner, StatesAndGradientsLeaveWhereRoomIsShort) {
-    // Place the leanest layout of one rank with both.
+// On a GPU data leave for the host where nothing else fits, and only then, and no more of them than
+// that takes. The closed form knows their moves and the bytes that pass through the card. A user's
+// --offload none holds, and so does the host's room.
+TEST(Planner, DataLeaveWhereRoomIsShort) {
+    // Place the leanest layout of one rank with some sets, bit by bit: optimizer, gradients,
+    // weights and activations.
     struct GpuSizes {
         GpuSizes() { sizes_of_gpu = true; }
         ~GpuSizes() { sizes_of_gpu = false; }
     } here;
     PlanQuestion q = small_question(1, 1e6);
     q.shape = gpt2_shape(6, 4, 1024, 5000, 256);
-    Proposal p = plain_proposal(q);
-    p.recompute = Recompute::FULL;
-    Trial on_card = {p};
-    place_proposal<bf16>(q, on_card, 0, Cpu{});
-    p.offload = 1;
-    Trial away = {p};
-    place_proposal<bf16>(q, away, 0, Cpu{});
-    p.offload = 2;
-    Trial leanest = {p};
-    place_proposal<bf16>(q, leanest, 0, Cpu{});
+    auto placed = [&](unsigned offload) {
+        Proposal p = plain_proposal(q);
+        p.recompute = Recompute::FULL;
+        p.offload = offload;
+        Trial t = {p};
+        place_proposal<bf16>(q, t, 0, Cpu{});
+        return t;
+    };
+    Trial on_card = placed(0), states = placed(1), gradients = placed(3), all = placed(15);
     double elements = double(parameter_count(make_model(q.shape)));
     EXPECT_EQ(on_card.host, 0);
-    EXPECT_NEAR(away.host / (12 * elements), 1, 0.01);
-    EXPECT_GT(leanest.host, 16 * elements); // and a place for gradients between micro-batches
-    EXPECT_LT(leanest.host, 20.5 * elements);
-    ASSERT_LT(away.bytes, on_card.bytes);
-    ASSERT_LT(leanest.bytes, 0.95 * away.bytes);
+    EXPECT_NEAR(states.host / (12 * elements), 1, 0.01);
+    EXPECT_GT(gradients.host, 16 * elements); // and a place for gradients between micro-batches
+    EXPECT_LT(gradients.host, 20.5 * elements);
+    ASSERT_LT(states.bytes, on_card.bytes);
+    ASSERT_LT(gradients.bytes, 0.95 * states.bytes);
+    ASSERT_LT(all.bytes, gradients.bytes);
 
-    // Ask with much room, then with room for the smaller one.
+    // Ask with much room, then with room for the smaller ones.
     for (const Proposal& wide : search_layouts<bf16>(q, Cpu{}).proposals)
         ASSERT_FALSE(wide.offload);
-    auto ask = [&](int offload) {
+    auto ask = [&](double room) {
+        q.room = room;
         Answer a = answer_question<bf16>(q, Cpu{});
         EXPECT_FALSE(a.best.empty());
+        unsigned every = 15; // rows that all of them move
         for (const Trial& t : a.best) {
-            EXPECT_EQ(t.proposal.offload, offload);
+            every &= t.proposal.offload;
+            EXPECT_GT(t.proposal.offload, 0u);
             EXPECT_LE(t.bytes, q.room);
             EXPECT_GT(t.parts.moves, 0);
             EXPECT_NEAR(t.proposal.estimate.seconds / t.seconds, 1, 0.1);
-            // Chunks and gradients of unlike sizes leave holes, which the closed form does not know.
-            EXPECT_NEAR(t.proposal.estimate.bytes / t.bytes, 1, offload == 2 ? 0.2 : 0.125);
+            EXPECT_NEAR(t.proposal.estimate.host / t.host, 1, 0.05) << proposal_text(t.proposal);
         }
         EXPECT_HAS(answer_text(q.config, q, a), " a rank in the host's memory beside these\n");
-        EXPECT_HAS(answer_text(q.config, q, a), concat(" --offload ", offload_name(offload), " "));
+        EXPECT_HAS(answer_text(q.config, q, a), " --offload ");
+        return every;
     };
-    q.room = 0.5 * (leanest.bytes + away.bytes);
-    ask(2);
-    q.room = 0.5 * (away.bytes + on_card.bytes);
-    ask(1);
+    EXPECT_EQ(ask(0.5 * (states.bytes + on_card.bytes)), 1u);
+    EXPECT_EQ(ask(0.5 * (gradients.bytes + states.bytes)) & 3, 3u);
+    EXPECT_EQ(ask(1.01 * all.bytes) & 3, 3u);
 
     // With less of the host's memory than they take none of them fits, nor by the user's own flag.
-    q.host_room = 0.9 * away.host;
+    q.room = 0.5 * (gradients.bytes + states.bytes);
+    q.host_room = 0.3 * states.host;
     Answer none = answer_question<bf16>(q, Cpu{});
     EXPECT_TRUE(none.best.empty());
     EXPECT_HAS(refuse_room<bf16>(q, none, Cpu{}), "for each rank, too little: try --offload-to");
@@ -739,31 +753,109 @@ TEST(Planner, StatesAndGradientsLeaveWhereRoomIsShort) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// --offload frees masters and moments of an element, a mean of weights, and the gradient. On a CPU
-// it frees nothing, and the closed form knows that where a user asks for it.
+// A question's host has a DGX's memory for each card, or what a machine's file says.
+TEST(Planner, AHostHasTheRoomThatAMachineSays) {
+    llmc::Run run;
+    EXPECT_EQ(set_flag(run.config, "explain", "true"), "");
+    EXPECT_EQ(set_flag(run.config, "gpus", "8"), "");
+    Machine machine;
+    EXPECT_EQ(machine_named(&machine, "h100"), "");
+    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 256 * GIB);
+    std::string path = put_file(scratch("host.txt"), "base = h100\nhost_ram_gb = 100\n");
+    EXPECT_EQ(machine_named(&machine, path), "");
+    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 100 * GIB);
+}
+
+// A frozen base takes most of the card, and its weights leave: there is little else.
+TEST(Planner, FrozenWeightsLeave) {
+    sizes_of_gpu = true;
+    PlanQuestion q = small_question(1, 1e6);
+    q.shape = with_lora(gpt2_shape(12, 16, 2048, 5000, 256), 8);
+    q.config.batch_tokens = 256;
+    Trial away = {plain_proposal(q)};
+    away.proposal.offload = 1u << WEIGHTS;
+    away.proposal.recompute = Recompute::FULL;
+    place_proposal<bf16>(q, away, 0, Cpu{});
+    q.room = 1.02 * away.bytes;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    sizes_of_gpu = false;
+    ASSERT_FALSE(a.best.empty());
+    for (const Trial& t : a.best)
+        EXPECT_TRUE(moves_row(t.proposal.offload, WEIGHTS)) << proposal_text(t.proposal);
+}
+
+// Weights and activations that leave, alone and with masters, moments and gradients: over layouts of
+// all kinds the closed form's time is a tenth off on average at most. Its bytes are never below the
+// arena's, nor far above them. With chunks, and with gradients, that of unlike sizes come and go,
+// holes may be larger: there it is below by a tenth at most.
+TEST(Planner, ClosedFormKnowsWhatLeaves) {
+    sizes_of_gpu = true;
+    PlanQuestion q = small_question(8, 4000);
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.shape = gpt2_shape(14, 16, 2048, 50000, 1024);
+    q.config.seq = 1024;
+    q.config.batch_tokens = 64 * 1024;
+    for (unsigned set : {4u, 8u, 5u, 9u, 12u, 13u, 15u}) {
+        // A user's own flag holds for all layouts.
+        EXPECT_EQ(set_flag(q.config, "offload", offload_words(set)), "");
+        std::vector<Proposal> some;
+        for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals)
+            if (p.pp == 1 || q.config.batch_tokens / q.config.seq / p.dp / p.B >= 4 * p.pp)
+                some.push_back(p);
+        ASSERT_GT(some.size(), 40u);
+
+        // Simulate and place forty of them, fast and slow.
+        double time = 0, memory = 0, n = 0, least = INFINITY;
+        for (size_t i = 0; i < some.size(); i += some.size() / 40) {
+            const Proposal& p = some[i];
+            Trial t = simulate_proposal<bf16>(q, p, Cpu{});
+            double host = 0;
+            for (int rank = 0; rank < p.pp; rank++) {
+                Trial one = {p};
+                place_proposal<bf16>(q, one, rank, Cpu{});
+                t.bytes = rank ? std::max(t.bytes, one.bytes) : one.bytes;
+                host = std::max(host, one.host);
+            }
+            double ratio = p.estimate.bytes / t.bytes;
+            time += std::fabs(p.estimate.seconds / t.seconds - 1);
+            memory += std::fabs(ratio - 1);
+            n++;
+            least = std::min(least, ratio);
+            bool unlike = p.chunks > 1 || moves_row(set, GRADIENTS);
+            EXPECT_GE(ratio, unlike ? 0.9 : 1) << offload_words(set) << " " << proposal_text(p);
+            EXPECT_NEAR(p.estimate.host / host, 1, 0.15) << proposal_text(p);
+        }
+        printf("%s, %.0f layouts: mean error of time %.1f%%, of memory %.1f%%, at least %+.1f%%\n",
+               offload_words(set).c_str(), n, 100 * time / n, 100 * memory / n, 100 * least - 100);
+        EXPECT_LT(time / n, 0.1);
+        EXPECT_LT(memory / n, set == 15 ? 0.8 : 0.3);
+    }
+    sizes_of_gpu = false;
+}
+
+// On a GPU all sets may leave, and on a CPU none, for it frees nothing there. Adapters beside a base of
+// 4 bits leave out sets with weights, whose codes do not move. The closed form knows what a CPU's
+// user asks for.
 TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
     PlanQuestion q = small_question(1, 1e6);
-    PlanOptions asked;
     sizes_of_gpu = true;
-    auto expect_freed = [&](const std::vector<Saving>& savings, double optimizer) {
-        ASSERT_EQ(savings.size(), 2u);
-        EXPECT_EQ(savings[0].bytes, optimizer);
-        EXPECT_EQ(savings[1].bytes, optimizer + 4);
-    };
-    expect_freed(savings_of<bf16>(q, asked, Cpu{}), 12);
-    asked.ema = true;
-    expect_freed(savings_of<bf16>(q, asked, Cpu{}), 16);
-    expect_freed(savings_of<float>(q, asked, Cpu{}), 12);
+    EXPECT_EQ(savings_of<bf16>(q, Cpu{}).size(), 15u);
+    q.config.weights = "nf4";
+    EXPECT_EQ(savings_of<bf16>(q, Cpu{}).size(), 7u);
+    q.config.weights = "float";
     sizes_of_gpu = false;
-    EXPECT_TRUE(savings_of<bf16>(q, asked, Cpu{}).empty());
+    EXPECT_TRUE(savings_of<bf16>(q, Cpu{}).empty());
 
-    EXPECT_EQ(set_flag(q.config, "offload", "optimizer"), "");
-    Search s = search_layouts<bf16>(q, Cpu{});
-    ASSERT_FALSE(s.proposals.empty());
-    for (const Proposal& p : s.proposals) {
-        Trial t = {p};
-        place_proposal<bf16>(q, t, 0, Cpu{});
-        EXPECT_GT(p.estimate.bytes, 0.875 * t.bytes) << proposal_text(p);
+    for (const char* words : {"optimizer", "weights", "activations", "optimizer,activations"}) {
+        EXPECT_EQ(set_flag(q.config, "offload", words), "");
+        Search s = search_layouts<bf16>(q, Cpu{});
+        ASSERT_FALSE(s.proposals.empty());
+        for (const Proposal& p : s.proposals) {
+            Trial t = {p};
+            place_proposal<bf16>(q, t, 0, Cpu{});
+            EXPECT_GT(p.estimate.bytes, 0.95 * t.bytes) << words << " " << proposal_text(p);
+            EXPECT_LT(p.estimate.bytes, 1.3 * t.bytes) << words << " " << proposal_text(p);
+        }
     }
 }
 
