@@ -26,6 +26,7 @@ struct PackedFormat {
     bool awq = false;
     size_t group = 0;         // inputs that share a scale; 0: all of them
     int added = 0;            // what a stored zero point lacks
+    bool mxfp4 = false;       // joined_experts.h reads it, of one family alone
     std::string refusal = ""; // why a folder of another format cannot be read
 };
 
@@ -52,6 +53,7 @@ inline PackedFormat parse_packed(const nlohmann::json& q) {
 
     // Find the method, and its variant: others pack codes for one kernel.
     f.awq = method == "awq";
+    f.mxfp4 = method == "mxfp4";
     if (!f.awq && method != "gptq")
         return refuse("quant_method", method, "gptq, awq and bitsandbytes are read; dequantise it");
     const char* key = f.awq ? "version" : "checkpoint_format";

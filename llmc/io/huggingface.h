@@ -336,7 +336,9 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
 
     // A format that is not read explains missing tensors and foreign codes.
     PackedFormat format = find_packed_format(t.comms.world, folder);
-    bool foreign = (codes || !wrong.empty()) && !format.refusal.empty();
+    // The check above has said what is wrong with MXFP4.
+    bool joined = format.mxfp4 && t.model.shape.expert_bias;
+    bool foreign = (codes || !wrong.empty()) && !format.refusal.empty() && !joined;
     if (foreign) wrong = folder + ": " + format.refusal;
     if (wrong.empty() && !codes)
         wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
