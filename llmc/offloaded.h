@@ -36,9 +36,10 @@ struct Offload {
 };
 
 // The data that may lie in another tier, by the words of --offload.
+typedef Tier Offload::*OffloadTier; // nvcc's own spelling of a member like this one gives a warning
 struct OffloadRow {
     const char* name;
-    Tier Offload::*tier;
+    OffloadTier tier;
 };
 constexpr OffloadRow OFFLOAD_TABLE[] = {
     {"optimizer", &Offload::optimizer},

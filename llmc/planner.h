@@ -408,7 +408,9 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
     // Collectives run in one queue and moves in another, so the longer one counts. x: what a share
     // of the layers waits for, beside what all of them wait for.
     auto mixed = [](double x, double of, double all, double hides) {
-        return of * beyond(x + all, hides) + (1 - of) * beyond(all, hides);
+        double some = of * beyond(x + all, hides);
+        double rest = (1 - of) * beyond(all, hides);
+        return some + rest;
     };
     bool parks = p.offload.activations != Tier::DEVICE;
     double kept = e.block && parks ? share.activations * (e.kept_b + e.kept_w) : 0;
@@ -435,7 +437,9 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
     come = share.backward;
     double move = share.gradients * b.move;
     auto average = [&](auto seconds) {
-        return (1 - later) * seconds(move) + later * seconds(2 * move);
+        double first = (1 - later) * seconds(move);
+        double others = later * seconds(2 * move);
+        return first + others;
     };
     if (p.layout.pipeline == Pipeline::ZERO_BUBBLE) {
         double input = e.backward - e.weights;
@@ -592,10 +596,12 @@ inline double passing_bytes(const Plan& p, const RankEstimate& r, LiveStages liv
 // rule of thumb: test_planner says how seldom it is too low.
 inline double holes_between(const Plan& p, const RankEstimate& r, double kept, double bytes) {
     if (!p.offload.moves()) return 0;
-    double holes = r.holes + 0.01 * bytes;
+    double holes = r.holes;
+    holes += 0.01 * bytes;
     if (p.layout.chunks > 1) holes += 0.2 * kept;
     bool both = p.offload.cuts_updates() && p.offload.activations != Tier::DEVICE;
-    return holes + (both ? r.parked : 0);
+    if (both) holes += r.parked;
+    return holes;
 }
 
 // Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have

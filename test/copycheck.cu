@@ -437,6 +437,28 @@ static int copied_calls() {
     return failed;
 }
 
+#elif defined(COPY_fp8_gradients)
+
+// Two ranks' parts of two shards: whole numbers up to 7 have codes, so their sums are exact.
+template <typename S> static int packed_sums(S where) {
+    const size_t d = 2, n = llmc::FP8_PACKET_ALIGN, bytes = llmc::fp8_packet_bytes(n);
+    std::vector<float> whole(d * n), mine(n);
+    std::vector<uint8_t> packets(d * bytes);
+    for (size_t i = 0; i < d * n; i++) whole[i] = float(i % 8);
+    llmc::fp8_pack_gradients(packets.data(), whole.data(), d, n, where);
+    llmc::fp8_sum_gradients(mine.data(), packets.data(), d, n, where);
+    int failed = 0;
+    for (size_t i = 0; i < n; i++) failed += mine[i] != whole[i] + whole[n + i];
+    return failed;
+}
+static int copied_calls() {
+    int failed = packed_sums(llmc::Cpu{});
+#if LLMC_KERNELS && defined(EMULATE)
+    failed += packed_sums(cudaStream_t{});
+#endif
+    return failed;
+}
+
 #elif defined(COPY_fp8_gather)
 
 // Two parts of a matrix, cut within a row: whole numbers up to 7 come back as they were.
@@ -772,7 +794,7 @@ static int copied_calls() {
 }
 
 #elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_delayed) && \
-    !defined(COPY_fp8_gather) && !defined(COPY_fp8_matmul)
+    !defined(COPY_fp8_gather) && !defined(COPY_fp8_gradients) && !defined(COPY_fp8_matmul)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

@@ -168,10 +168,12 @@ inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
 
 // Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
+    // --etp 0 asks for nothing: a supervisor gives it to be rid of a 1.
+    auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : given(c, name); };
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
           "expert-capacity", "expert-rounds", "etp"})
-        if (s.E == 0 && given(c, name))
+        if (s.E == 0 && asks(name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
     if (s.E == 0) return "";

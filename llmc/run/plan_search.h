@@ -282,7 +282,9 @@ constexpr double TIE = 1.02;
 // Whether a proposal fits beyond the error of its estimate.
 inline bool surely_fits(const PlanQuestion& q, const Proposal& p) {
     const Estimate& e = p.estimate;
-    return e.least() < 0.9 * q.room && e.bytes < q.room && e.host <= q.host_room;
+    bool sure = e.least() < 0.9 * q.room;
+    bool fits = e.bytes < q.room;
+    return sure && fits && e.host <= q.host_room;
 }
 
 // Whether one layout is faster than another, by their estimates.
@@ -725,7 +727,9 @@ Answer answer_question(const PlanQuestion& q, S where) {
         // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        actions += (p.offload ? 150.0 : 15.0) * p.pp * double(q.shape.L); // about: two short runs
+        // Two short runs, about. What moves takes more actions, and is placed too.
+        double each = p.offload ? 150 : 15;
+        actions += each * p.pp * double(q.shape.L);
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;

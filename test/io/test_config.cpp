@@ -614,6 +614,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
                                                         "route rows of their own: give "
                                                         "--sequence-parallel");
     EXPECT_HAS(check({"--etp", "1"}), "--etp is for models with experts");
+    EXPECT_EQ(check({"--etp", "0"}), "");
     EXPECT_HAS(check({"--plan", "auto", "--explain", "--etp", "1"}, "tiny-moe"),
                "--plan auto looks at experts that --tp cuts: leave --etp out");
     EXPECT_HAS(check({"--loss", "distill", "--teacher", "x", "--tp", "2", "--sequence-parallel",

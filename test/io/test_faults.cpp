@@ -831,8 +831,8 @@ TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
     EXPECT_HAS(wrong("mlp_bias", 1), "mlp_bias is 1, neither true nor false");
     EXPECT_HAS(wrong("model_type", "bloom"),
                "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
-               "qwen3_moe, olmoe, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
-               "gemma3_text and gpt_neox are");
+               "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, "
+               "gemma2, gemma3_text and gpt_neox are");
 }
 
 // ----------------------------------------------------------------------------

@@ -589,7 +589,7 @@ TEST_F(HuggingFace, GptOssJoinsItsExperts) {
         change(other);
         return hf_load_weights(random_model<float>(other)->t, golden);
     };
-    EXPECT_HAS(load([](Shape& x) { x.F = 64; }), "_blocks is U8 (3,64,2,16), and U8 of");
+    EXPECT_HAS(load([](Shape& x) { x.F = 64; }), "_blocks is U8 (3, 64, 2, 16), and U8 of");
     s.C = 40;
     SafeTensor blocks;
     blocks.name = "x", blocks.dtype = "U8";

@@ -121,9 +121,9 @@ struct BiasInputs {
     std::vector<double> out, dout, bias, gates, dgates;
     Groups groups() const { return {starts.data(), starts.size() - 1, C, 1, slot_of.size()}; }
 };
-inline BiasInputs bias_inputs(Check& c, size_t C) {
+inline BiasInputs bias_inputs(Check& c, size_t C, int more_rows = 0) {
     BiasInputs x;
-    x.starts = {0, 0, 1, 10, 10, 10 + int(odd(c, 1, 20))};
+    x.starts = {0, 0, 1, 10, 10, 10 + int(odd(c, 1, 20)) + more_rows};
     size_t M = size_t(x.starts.back()), E = x.starts.size() - 1;
     for (size_t i = 0; i < M; i++) x.slot_of.push_back(int(M - 1 - i));
     x.C = C;
