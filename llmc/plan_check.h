@@ -146,9 +146,10 @@ inline std::string check_late_park(const Plan& p, const Model& model, const Acti
         if (bucket.updates <= a.chunk) return "does not follow its UPDATE";
         return norm ? "" : "changes weights that layers still read";
     }
+    // Activations have no bucket.
+    if (a.kind != Kind::GRAD) return "";
     bool waits = bucket.updates < offload_chunks(p, model, a.bucket);
-    bool leaves = a.kind == Kind::GRAD;
-    return leaves && waits ? "overwrites a gradient that waits for its UPDATE" : "";
+    return waits ? "overwrites a gradient that waits for its UPDATE" : "";
 }
 
 // Check the order of the step's end: gradients are whole before NORM, updates come after NORM, and

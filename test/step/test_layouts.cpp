@@ -570,9 +570,11 @@ void expect_gradients_within_bound(Gradients format) {
         for (auto& g : r.first_grads) all.insert(all.end(), g.begin(), g.end());
         return all;
     };
+    int number = 0;
     for (const Shape& shape : {small_gpt2(), small_mixtral()})
         for (auto [dp, shards] : {std::array{2, 0}, std::array{3, 0}, std::array{4, 2}})
             for (int zero : {0, 2}) {
+                if (left_out(&number)) continue;
                 LayoutCase l;
                 l.dp = dp, l.shards = shards, l.zero = zero;
                 auto wide = run_layout<float>(shape, l, true);
