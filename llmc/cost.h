@@ -457,22 +457,27 @@ inline double gradient_bytes(const Plan& p) {
 
 // Return the seconds of REDUCE: over the shard's ranks, then over those that hold the same shard.
 inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[bucket];
     // Ignore the sum of norms and biases over tensor-parallel ranks: it is small.
+    const Bucket& b = model.buckets[bucket];
     BucketLinks links = bucket_links(p.layout, c.machine, b.group);
-    double elements = whole_elements(p.layout, b), bytes = elements * gradient_bytes(p);
+    double elements = whole_elements(p.layout, b);
+    double bytes = elements * gradient_bytes(p);
     Range range = updated_range(p.layout, model, bucket);
+
     // Replicas share out the update of their shard, or all of them have it.
     auto sum_replicas = [&](double shard) {
         return p.layout.weights_near ? links.replica.all_gather(shard)
                                      : links.replica.all_reduce(shard);
     };
+
+    // Codes meet where their shard is; floats go on from there.
     if (p.gradients == Gradients::FP8 && links.shard.n > 1) {
-        // Codes meet where their shard is; floats go on from there.
         double shard = 4 * double(shard_elements(p.layout, b));
         double back = range.sharded ? 0 : links.shard.all_gather(4 * elements);
         return links.shard.all_gather(bytes) + sum_replicas(shard) + back;
     }
+
+    // Without ZeRO every rank gets the whole sum.
     if (!range.sharded)
         return links.shard.all_reduce(bytes) + links.replica.all_reduce(bytes);
     return links.shard.all_gather(bytes) + sum_replicas(bytes / links.shard.n);

@@ -443,7 +443,7 @@ inline double most_saved(const Estimate& e, const Saving& saving, double room) {
 }
 
 // Estimate a placed proposal with what makes room, where it may decide whether the layout fits.
-// What moves more than a set that surely makes it fit is left out. keep() the fastest, to the first
+// A set is left out if a part of it surely makes the layout fit. keep() the fastest, to the first
 // that surely fits and those that tie with it.
 template <typename T, typename S, typename Keep>
 void make_room(Estimator<T, S>& e, const Proposal& p, bool in_nodes,

@@ -144,3 +144,21 @@ inline AttentionInputs attention_inputs(Check& c, size_t B, size_t Tq, size_t Tk
     }
     return x;
 }
+
+// All rows of attention by a definition: row_of(b, h, i, row) fills in a row (HS) that is 0 and
+// returns its lse. out (B,Tq,NH,HS), lse (B,NH,Tq).
+struct AllRows {
+    std::vector<double> out, lse;
+};
+template <typename F> AllRows all_rows(const AttentionDims& d, F row_of) {
+    AllRows all;
+    all.lse.resize(d.B * d.NH * d.Tq);
+    for (size_t b = 0; b < d.B; b++)
+        for (size_t i = 0; i < d.Tq; i++)
+            for (size_t h = 0; h < d.NH; h++) {
+                std::vector<double> row(d.HS);
+                all.lse[(b * d.NH + h) * d.Tq + i] = row_of(b, h, i, row);
+                all.out.insert(all.out.end(), row.begin(), row.end());
+            }
+    return all;
+}

@@ -78,18 +78,12 @@ inline void prefix_test(Check& c) {
             single.forward();
 
             // Collect all rows by the definition.
-            const AttentionDims& d = in.text.d;
-            std::vector<double> out, lse(run.text.lse.size());
-            for (size_t b = 0; b < d.B; b++)
-                for (size_t i = 0; i < d.Tq; i++)
-                    for (size_t h = 0; h < d.NH; h++) {
-                        std::vector<double> row(d.HS);
-                        lse[(b * d.NH + h) * d.Tq + i] = prefix_row_by_definition(run, b, h, i, row);
-                        out.insert(out.end(), row.begin(), row.end());
-                    }
-            close(c, "out", run.text.out, out, 1e-13);
-            close(c, "lse", run.text.lse, lse, 1e-13);
-            close(c, "float out", single.text.out, out, 1e-5);
+            AllRows want = all_rows(in.text.d, [&](size_t b, size_t h, size_t i, auto& row) {
+                return prefix_row_by_definition(run, b, h, i, row);
+            });
+            close(c, "out", run.text.out, want.out, 1e-13);
+            close(c, "lse", run.text.lse, want.lse, 1e-13);
+            close(c, "float out", single.text.out, want.out, 1e-5);
 
             // Float against double, and gradients that are added to those of earlier batches.
             run.backward();

@@ -195,22 +195,25 @@ template <typename T> void run_poisoned(Trainer<T, Cpu>& t, std::string& wrong) 
 }
 
 Layout layout_of(const LayoutCase& l, int rank) {
+    // The axes, and what differs along each.
     Layout sizes = small_layout(l.dp, l.tp, l.pp, l.cp);
+    sizes.order = layout_order(l.order);
+    sizes.sequence_parallel = l.sequence_parallel;
     sizes.cp_order = l.cp_order;
     sizes.cp_method = l.cp_method;
     sizes.cp_heads = l.cp_heads;
     sizes.ep = l.ep;
     sizes.ep_exchange = l.ep > 1 && l.exchange;
     sizes.whole_experts = l.whole_experts;
-    sizes.order = layout_order(l.order);
     sizes.chunks = l.chunks;
     sizes.pipeline = l.pipeline;
+
+    // ZeRO, and where its shards may cut.
     sizes.zero = l.zero;
     sizes.zero_group = l.shards;
     sizes.weights_near = l.near;
     sizes.prefetch = l.prefetch;
     sizes.whole_matrices = l.whole_matrices;
-    sizes.sequence_parallel = l.sequence_parallel;
     if (l.states == States::EIGHT_BIT) sizes.tensor_align = STATE_BLOCK;
     return layout_at(sizes, rank);
 }

@@ -183,11 +183,20 @@ TEST(Simulator, NarrowGradientsTakeLessTime) {
         // Take a block, whose 800M parameters make latency a thousandth.
         return reduce_seconds(c, p, model, buckets_of(model, 1)[0]);
     };
+
+    // Compare with float gradients that end in shards.
     double shards = seconds(Gradients::FLOAT, 1);
     EXPECT_NEAR(seconds(Gradients::FLOAT, 0) / shards, 2, 0.01);
     EXPECT_NEAR(seconds(Gradients::BF16, 1) / shards, 1.0 / 2, 0.01);
     EXPECT_NEAR(seconds(Gradients::FP8, 1) / shards, 129.0 / 512, 0.01);
     EXPECT_NEAR(seconds(Gradients::FP8, 0) / shards, 129.0 / 512 + 1, 0.01);
+
+    // In two groups of four, weights that are near spare the replicas half of their sum: of 3 parts
+    // in the group and 1 over replicas, half of the 1.
+    layout.zero_group = 4;
+    double hybrid = seconds(Gradients::FLOAT, 3);
+    layout.weights_near = true;
+    EXPECT_NEAR(seconds(Gradients::FLOAT, 3) / hybrid, 3.5 / 4, 0.01);
 }
 
 } // namespace
