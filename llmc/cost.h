@@ -6,7 +6,8 @@
 //                 weight gradient
 //     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward. A ring takes
 //                 keys in pieces, at 90% of the rate: ring-flash-attention's README, zigzag
-//     the rest    bytes of norms, residuals and activation functions / H
+//     the rest    bytes of norms, residuals and activation functions / H, on a CPU / a rate that
+//                 is measured apart: its exponentials take longer than their bytes
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
 //     collectives all-reduce a + 2 (n-1)/n S/link; all-gather, reduce-scatter a + (n-1)/n S/link,
 //                 and (n-1) hops of a ring that leaves a node; a message 20 us + S/link. link: the
@@ -15,7 +16,7 @@
 //     updates     bytes of weight, gradient, master and moments / H
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
-//   Not counted: updates on the host, noise between ranks, kernels that slow down beside NCCL's.
+//   Not counted: updates on the host, noise between ranks.
 #pragma once
 #include <functional>
 #include <memory>
@@ -169,6 +170,8 @@ inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside 
 
 // Return the factor by which tiles waste time: rows beyond the last full wave cost a full wave.
 inline double tile_waves(const Machine& machine, double rows, double columns) {
+    if (machine.sms == 1) return 1;
+
     // Take tiles of 128 x 256, which the fast kernels of all libraries use for large sizes.
     double tiles = std::ceil(rows / 128) * std::ceil(columns / 256);
     double exact = rows / 128 * columns / 256;
@@ -239,6 +242,9 @@ inline double gathered_bytes(const CostModel& c, const Plan& p, const Model& mod
     return elements * c.element - narrow * (c.element - codes);
 }
 
+// Keys of a tile. Those on the diagonal are computed whole, though half of their scores are masked.
+constexpr double ATTENTION_TILE = 128;
+
 // Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
 struct AttentionCost { double seconds, bytes; };
 inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
@@ -249,9 +255,10 @@ inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Sh
     double rows = p.rows();
     size_t window = window_of(s, layer);
     double keys = window && window < p.T ? window * (1 - window / (2 * T)) : T / 2;
-    double flops = 4 * rows * keys * heads * s.HS;
-    if (c.tiled_attention)
+    if (c.tiled_attention) {
+        double flops = 4 * rows * (keys + ATTENTION_TILE / 2) * heads * s.HS;
         return {flops / c.machine.attention_rate(c.element), 0};
+    }
 
     // Count stored scores: they are made whole, and pass through mask, softmax and dropout.
     double whole = 4 * rows * T * heads * s.HS;
@@ -357,7 +364,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     if (pieces) attention.seconds /= RING_RATE;
     t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
     double dequantised = dequantised_bytes(c, p, model, layer);
-    t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.memory_rate();
+    t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.elementwise_rate();
     if (backward) t.memory += accumulate_seconds(c, model, layer);
 
     // Add the host's launches, as far as the device's work does not hide them.
@@ -402,7 +409,7 @@ inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& m
     double bytes = p.rows() * model.shape.C * c.element;
     // Ignore that sequence parallelism would halve these bytes: they are small beside a block's.
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
-    t.memory = 3 * bytes / c.machine.memory_rate();
+    t.memory = 3 * bytes / c.machine.elementwise_rate();
     t.tensor = tp.all_reduce(bytes);
     return t;
 }
@@ -420,7 +427,7 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
     t.products = products * product_seconds(c, N, V, C);
-    t.memory = (6 * e * N + c.accumulated * C) * V / c.machine.memory_rate();
+    t.memory = 6 * e * N * V / c.machine.elementwise_rate() + c.accumulated * C * V / c.machine.memory_rate();
     t.tensor = tp.all_reduce(N * C * e);
     return t;
 }
@@ -621,12 +628,17 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
-// The cost of an action, as the simulator asks for it. action_cost() returns action_seconds() with
-// a memory: micro-batches repeat each other.
-typedef std::function<Times(const Plan&, const Action&)> ActionCost;
+// The cost of an action, as the simulator asks for it, and what a message takes from layers beside
+// it (machine.h).
+struct ActionCost {
+    std::function<Times(const Plan&, const Action&)> of;
+    double contention = 0;
+};
+
+// Return action_seconds() with a memory: micro-batches repeat each other.
 inline ActionCost action_cost(const CostModel& c, const Model& model) {
     auto known = std::make_shared<std::map<std::tuple<int, Op, int, int, int>, Times>>();
-    return [=](const Plan& p, const Action& a) {
+    auto of = [=](const Plan& p, const Action& a) {
         // Do not remember exchanges and moves: they differ by what they carry.
         bool moves = queue_of(a.op) == Queue::MOVE;
         if (moves || a.op == Op::SENDRECV)
@@ -637,6 +649,7 @@ inline ActionCost action_cost(const CostModel& c, const Model& model) {
             found = known->emplace(key, action_seconds(c, p, model, a)).first;
         return found->second;
     };
+    return {of, c.machine.contention};
 }
 
 } // namespace llmc

@@ -1,7 +1,7 @@
 // machine.h - a table of machines: rates of a card and its links, and the shares that runs reach
-//   A row holds a data sheet's numbers, and five shares (efficiencies) of them that runs reach. The
-//   shares of a100-80 and h100 are fitted to published step times, which test_simulator names; all
-//   others are priors. machine_named() takes a row's name, or a FILE of `name = value` lines that
+//   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Those of
+//   a100-80 and h100 are fitted to published step times, which test_simulator names; all others are
+//   priors. machine_named() takes a row's name, or a FILE of `name = value` lines that
 //   changes some numbers of a row:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
 //   A share above 1, a rate of 0 and an unknown name are refused. --calibrate writes such a file.
@@ -17,8 +17,8 @@ namespace llmc {
 struct Machine {
     std::string name;
     std::string device;  // a part of the name by which the driver calls the card
-    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs,
-    // the limit of its power (0: not known).
+    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs
+    // (1: a CPU, whose products fill no waves of tiles), the limit of its power (0: not known).
     double half_tf, single_tf, memory_tb, memory_gb, sms, watts;
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
@@ -31,6 +31,10 @@ struct Machine {
     double disk_gb = 5;     // the same of a file on a few drives: a guess
     double host_ram_gb = 256; // GB of the host's memory for each card: a DGX H100's
     double hop_us = 4; // of each rank in a ring that leaves a node: fitted to SimAI's table
+    // Seconds that a message of one second takes from the layers beside it. 1: a CPU, whose cores
+    // carry messages too.
+    double contention = 0;
+    double elementwise = 0; // share of memory's rate that norms and activations reach; 0: `memory`
 
     // The numbers of a run's costs (io/price.h); 0: not known.
     double dollars_hour = 0; // of a card
@@ -43,6 +47,7 @@ struct Machine {
     double gemm_rate(size_t element) const { return gemm * peak(element); }
     double attention_rate(size_t element) const { return attention * peak(element); }
     double memory_rate() const { return memory * memory_tb * 1e12; }
+    double elementwise_rate() const { return (elementwise ? elementwise : memory) * memory_tb * 1e12; }
     double link_rate() const { return link * link_gb * 1e9; }
     double nic_rate() const { return nic * nic_gb * 1e9; }
     double host_rate() const { return host_gb * 1e9; }
@@ -55,6 +60,9 @@ struct Machine {
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
 //   to the host reach about 25 and 50 of these.
+//   Contention: 0, which the fits to published steps include.
+//   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
+//   cost.h counts apart, make .50 of these .53.
 //   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's
 //   watts do; the CPU is a guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {
@@ -65,37 +73,37 @@ inline const std::vector<Machine>& machines() {
         // name, device; half and single TF, memory TB and GB, SMs, watts; link, nic, cards;
         //   shares of products, attention, memory, link, nic; latency, launch, host
         {"h200", "H200", 989, 67, 4.8, 141, 132, 700,  450, 50, 8,
-         .65, .50, .80, .78, .80, 40, 8, 50},
+         .65, .53, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114, 350,  64, 25, 8,
-         .65, .50, .80, .70, .80, 40, 8, 50},
+         .65, .53, .80, .70, .80, 40, 8, 50},
         {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132, 400,  300, 25, 8,
-         .65, .50, .80, .70, .80, 40, 8, 50},
+         .65, .53, .80, .70, .80, 40, 8, 50},
         {"h100", "H100", 989, 67, 3.35, 80, 132, 700,  450, 50, 8,
-         .65, .50, .80, .78, .80, 40, 8, 50},
+         .65, .53, .80, .78, .80, 40, 8, 50},
         {"b200", "B200", 2250, 75, 8, 180, 148, 1000,  900, 50, 8,
-         .60, .45, .80, .75, .80, 40, 8, 50},
+         .60, .48, .80, .75, .80, 40, 8, 50},
         {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108, 400,  300, 25, 8,
-         .72, .45, .80, .78, .80},
+         .72, .48, .80, .78, .80},
         {"a100-80", "A100", 312, 19.5, 2.039, 80, 108, 400,  300, 25, 8,
-         .80, .45, .60, .80, .94, 68},
+         .80, .48, .60, .80, .94, 68},
         {"l40s", "L40S", 362, 91.6, 0.864, 48, 142, 350,  32, 25, 8,
-         .60, .45, .80, .70, .80},
+         .60, .48, .80, .70, .80},
         {"a10g", "A10G", 70, 35, 0.6, 24, 80, 300,  32, 1.56, 8,
-         .65, .45, .80, .70, .80},
+         .65, .48, .80, .70, .80},
         {"rtx3070", "RTX 3070", 40.6, 20.3, 0.448, 8, 46, 220,  32, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .53, .80, .60, .80},
         {"rtx3060", "RTX 3060", 25.5, 12.7, 0.36, 12, 28, 170,  32, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .53, .80, .60, .80},
         {"rtx4080", "RTX 4080", 97.5, 48.7, 0.717, 16, 76, 320,  32, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .53, .80, .60, .80},
         {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82, 350,  32, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .53, .80, .60, .80},
         {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128, 450,  32, 12.5, 8,
-         .75, .50, .80, .60, .80},
+         .75, .53, .80, .60, .80},
         {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170, 575,  64, 12.5, 8,
-         .75, .50, .80, .60, .80, 40, 8, 50},
-        {"cpu", "", 4, 2, 0.2, 256, 32, 0,  50, 12.5, 1,
-         .60, .30, .60, .50, .80},
+         .75, .53, .80, .60, .80, 40, 8, 50},
+        {"cpu", "", 4, 2, 0.2, 256, 1, 0,  50, 12.5, 1,
+         .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 4, 1},
     };
     // clang-format on
     return rows;
@@ -141,11 +149,13 @@ inline const std::vector<MachineField>& machine_fields() {
         {"gemm", &M::gemm, 0.02, 1},
         {"attention", &M::attention, 0.02, 1},
         {"memory", &M::memory, 0.02, 1},
+        {"elementwise", &M::elementwise, 0, 1},
         {"link", &M::link, 0.02, 1},
         {"nic", &M::nic, 0.02, 1},
         {"latency_us", &M::latency_us, 0, 1e5},
         {"hop_us", &M::hop_us, 0, 1e4},
         {"launch_us", &M::launch_us, 0, 1e5},
+        {"contention", &M::contention, 0, 1},
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
         {"host_ram_gb", &M::host_ram_gb, 1, 1e5},

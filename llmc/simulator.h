@@ -5,6 +5,7 @@
 //   2. A collective starts when its last rank has arrived, a message when both ends have. An
 //      exchange is over with its last message.
 //   3. Before action j a rank waits for everything that finish_before() (queues.h) wants finished.
+//      What of it ran beside layers has taken a share of its time from them (contention, machine.h).
 //   Nothing else is known here: queue_of(), finish_before() and the cost of an action (cost.h) say
 //   the rest. Ranks that differ only in dp, cp or tp have equal plans and arrive together, so one
 //   pipeline of pp ranks stands for a cluster of any size. Given the plans of all ranks, the same
@@ -211,7 +212,7 @@ inline bool run_line(Simulator& s, int r, Line& line) {
         if (m.met < 0) break;
 
         // All ranks are there, so its end is known.
-        m.end = m.met + total_of(s.cost(p, p.actions[i]));
+        m.end = m.met + total_of(s.cost.of(p, p.actions[i]));
         line.free = m.end;
         line.over++;
         moved = true;
@@ -235,18 +236,23 @@ inline bool finish_due(Simulator& s, int r) {
     for (int i : due)
         if (me.of[i].end < 0) return false;
 
-    // Split the wait: waiting for the last rank is a bubble, the rest is the message's own time.
     for (int i : due) {
         const ActionTimes& m = me.of[i];
-        if (m.end <= me.now) continue;
-        double from = std::max(me.now, m.ready);
-        double bubble = std::max(0.0, m.met - from);
         Op op = p.actions[i].op;
         Seconds part = op == Op::SENDRECV ? &Times::pipeline : &Times::data;
         if (queue_of(op) == Queue::MOVE) part = &Times::moves;
+
+        // As far as the message ran beside layers, these took longer.
+        double beside = std::max(0.0, std::min(me.now, m.end) - m.met);
+        double taken = needs_others(op) ? s.cost.contention * beside : 0;
+        me.parts.*part += taken;
+
+        // Split the wait: waiting for the last rank is a bubble, the rest is the message's own time.
+        double wait = std::max(0.0, m.end - me.now);
+        double bubble = wait > 0 ? std::max(0.0, m.met - std::max(me.now, m.ready)) : 0;
         me.parts.bubble += bubble;
-        me.parts.*part += m.end - me.now - bubble;
-        me.now = m.end;
+        me.parts.*part += wait - bubble;
+        me.now += taken + wait;
     }
     return true;
 }
@@ -261,7 +267,7 @@ inline bool run_compute(Simulator& s, int r) {
     if (m.met < 0) return false;
 
     // Count the action's parts for this rank; the wait for the last rank is a bubble.
-    Times t = s.cost(p, p.actions[me.at]);
+    Times t = s.cost.of(p, p.actions[me.at]);
     m.end = m.met + total_of(t);
     add_times(me.parts, t);
     me.parts.bubble += m.met - me.now;

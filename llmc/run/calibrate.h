@@ -2,13 +2,14 @@
 //   1. MEASURE  the trainer's own linear layers, attention and norms, copies, launches of almost
 //               nothing, and all-reduces: among the ranks of a machine, and among those at the same
 //               place of several machines, where each machine has as many. Every rank measures at
-//               the same time; a measurement is the median of seven runs on the slowest rank.
+//               the same time; a measurement is the median of a tenth of a second's runs, on the
+//               slowest rank.
 //               Shares differ between element types, so they are those of --precision
 //   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
 //               this GPU (machine.h), else the fastest product or copy seen. The share s minimises
-//                 sum_i (log(s x_i)/ROW)^2 + (log(s / prior)/PRIOR)^2,   x_i = t_i / t_i(s = 1)
-//               over measured seconds t_i and those of the cost model: ridge regression in logs.
-//               The prior keeps one odd measurement from making nonsense of a share
+//                 n (log(s x)/ROW)^2 + (log(s / prior)/PRIOR)^2,   x = median of t_i / t_i(s = 1)
+//               over n measured seconds t_i and those of the cost model: ridge regression in logs.
+//               A slow moment of the machine does not move a median, nor a few rows a prior
 //   3. WRITE    `name = value` lines, with each measurement and the fit's error as comments
 //   Ranks as threads share a card, as machine_here.h divides it: rates are those of all together.
 //   Not measured: copies to the host, disks. They keep the base row's numbers, as do links that no
@@ -34,17 +35,26 @@ struct Measured {
 // Standard deviations of logs: of a measurement around the model, and of a share around its prior.
 constexpr double ROW_SIGMA = 0.15, PRIOR_SIGMA = 0.5;
 
+// The middle of some logs; of an even number of them, the mean of both in the middle.
+inline double middle_of(std::vector<double> logs) {
+    std::sort(logs.begin(), logs.end());
+    size_t n = logs.size();
+    return (logs[n / 2] + logs[(n - 1) / 2]) / 2;
+}
+
 // The share that fits measurements best.
 inline double fit_share(double prior, const std::vector<Measured>& rows) {
-    // Weigh each log by the inverse of its variance. Without rows the prior stays.
-    double weight = 1 / (PRIOR_SIGMA * PRIOR_SIGMA);
-    double sum = weight * std::log(prior);
-    for (const Measured& m : rows) {
-        double w = 1 / (ROW_SIGMA * ROW_SIGMA);
-        sum += w * std::log(m.whole / m.seconds);
-        weight += w;
-    }
-    return std::clamp(std::exp(sum / weight), 0.02, 1.0);
+    // Without rows the prior stays.
+    if (rows.empty()) return prior;
+    std::vector<double> logs;
+    for (const Measured& m : rows)
+        logs.push_back(std::log(m.whole / m.seconds));
+
+    // Weigh logs by the inverse of their variance.
+    double measured = double(rows.size()) / (ROW_SIGMA * ROW_SIGMA);
+    double before = 1 / (PRIOR_SIGMA * PRIOR_SIGMA);
+    double log_share = (measured * middle_of(logs) + before * std::log(prior)) / (measured + before);
+    return std::clamp(std::exp(log_share), 0.02, 1.0);
 }
 
 // The measurements of one share, and the error of the fit for each, as comments of a machine file.
@@ -81,21 +91,26 @@ template <typename S> struct Buffers {
     }
 };
 
-// The seconds of some work: the median of seven runs after one that warms up, on the slowest rank.
-template <typename S, typename F> double timed(const Run& run, S where, F work) {
-    std::vector<double> runs;
-    work();
-    for (int i = 0; i < 7; i++) {
+// The seconds of some work: the median of some runs after one that warms up, on the slowest rank.
+// runs: 0: as many as a tenth of a second has, from 7 to 500.
+template <typename S, typename F>
+double timed(const Run& run, S where, F work, size_t runs = 0) {
+    auto seconds_of_run = [&] {
         wait_for(where);
         double start = clock_seconds();
         work();
         wait_for(where);
-        runs.push_back(clock_seconds() - start);
-    }
+        return clock_seconds() - start;
+    };
+    double first = seconds_of_run();
+    if (runs == 0) runs = size_t(std::clamp(0.1 / first, 7.0, 500.0));
+    std::vector<double> seconds(runs);
+    for (double& s : seconds)
+        s = seconds_of_run();
 
     // The clock may tick more slowly than the work runs.
-    std::sort(runs.begin(), runs.end());
-    double median = std::max(runs[3], 1e-9);
+    std::nth_element(seconds.begin(), seconds.begin() + long(runs / 2), seconds.end());
+    double median = std::max(seconds[runs / 2], 1e-9);
     all_reduce_max(run.world, &median, 1, Cpu{});
     return median;
 }
@@ -110,7 +125,8 @@ struct Measurements {
     Machine machine; // the base row, with the numbers that were measured
     bool known = false; // a GPU of the table: its data sheet counts
     std::string precision = "";
-    std::vector<Measured> products = {}, attention = {}, memory = {}, link = {}, nic = {};
+    std::vector<Measured> products = {}, attention = {}, memory = {}, elementwise = {};
+    std::vector<Measured> link = {}, nic = {};
 };
 
 // Measure linear layers: forward, and both halves of backward. The fastest rate becomes the peak,
@@ -191,9 +207,9 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         size_t bytes = attention_scratch_bytes<T>(completed(o.d), threads_here(where), where);
         blas_scratch(blas, room.template take<char>(bytes), bytes);
 
-        // Time both passes. A query sees half of the keys on average; backward has 2.5 times the
-        // products of forward (cost.h).
-        double flops = 4 * double(n) * double(tokens) / 2;
+        // Time both passes. A query sees half of the keys on average, and half a tile more; backward
+        // has 2.5 times the products of forward (cost.h).
+        double flops = 4 * double(n) * (double(tokens) + ATTENTION_TILE) / 2;
         double whole = flops / m.machine.peak(sizeof(T));
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
         double forward = timed(run, where,
@@ -221,9 +237,38 @@ template <typename S> void measure_copies(Measurements& m, const Run& run, S whe
     }
 }
 
-// Measure what waits for memory: a norm and an activation function.
+// Measure what streams through memory: an update, which reads a gradient and reads and writes
+// weight, master and moments.
 template <typename T, typename S>
-void measure_memory(Measurements& m, const Run& run, S where) {
+void measure_updates(Measurements& m, const Run& run, S where) {
+    for (size_t millions : {1, 4}) {
+        // Zeros stay zeros.
+        typedef acc_t<T> A;
+        size_t n = (millions << 20) * calibrate_scale(where);
+        Buffers<S> room = {where};
+        T* weight = room.template take<T>(n);
+        float* master = sizeof(T) == 2 ? room.template take<float>(n) : nullptr;
+        A* x[3]; // gradient, moments
+        for (A*& p : x)
+            p = room.template take<A>(n);
+        device_zero(x[0], n * sizeof(A), where); // as in measure_copies()
+
+        // Compare with the time of so many bytes at the peak.
+        size_t each = 2 * sizeof(T) + (master ? 2 * sizeof(float) : 0) + 5 * sizeof(A);
+        double whole = double(n * each) / (m.machine.memory_tb * 1e12);
+        AdamW h = {0, 0.9f, 0.95f, 1e-8f, 0};
+        const StepScale* no_scale = nullptr;
+        std::string name = concat("update ", type_name(type_of<T>()), " of ", n >> 20, "M");
+        m.memory.push_back({name, timed(run, where, [&] {
+                                adamw_update(weight, master, x[0], x[1], x[2], n, h, no_scale,
+                                             where);
+                            }), whole});
+    }
+}
+
+// Measure a norm and an activation function: a CPU computes longer than it waits for their bytes.
+template <typename T, typename S>
+void measure_elementwise(Measurements& m, const Run& run, S where) {
     // Both read a number and write one.
     for (size_t C : {256, 1024}) {
         size_t N = 2048 * calibrate_scale(where);
@@ -236,18 +281,20 @@ void measure_memory(Measurements& m, const Run& run, S where) {
         // Compare with the time of so many bytes at the peak.
         double whole = 2 * double(N * C * sizeof(T)) / (m.machine.memory_tb * 1e12);
         std::string of = concat(" ", type_name(type_of<T>()), " ", N, " x ", C);
-        m.memory.push_back({"norm" + of, timed(run, where, [&] {
-                                layernorm_forward(y, sums, sums + N, x, weight, weight + C, N, C,
-                                                  1e-5f, where);
-                            }), whole});
-        m.memory.push_back({"gelu" + of, timed(run, where, [&] {
-                                gelu_forward(y, x, N * C, where);
-                            }), whole});
+        m.elementwise.push_back({"norm" + of, timed(run, where, [&] {
+                                     layernorm_forward(y, sums, sums + N, x, weight, weight + C,
+                                                       N, C, 1e-5f, where);
+                                 }), whole});
+        m.elementwise.push_back({"gelu" + of, timed(run, where, [&] {
+                                     gelu_forward(y, x, N * C, where);
+                                 }), whole});
     }
 }
 
+constexpr size_t LINK_RUNS = 21;
+
 // Measure all-reduces in a group, while all other groups of its kind measure too: a short one is
-// all latency, the fastest long one is the link's peak.
+// all latency, the longest one is at the link's peak.
 template <typename S>
 void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber peak,
                   std::vector<Measured>& rows, S where) {
@@ -255,8 +302,8 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
     if (run.world.nccl) group = nccl_attach(group);
     Buffers<S> room = {where};
     float* x = room.template take<float>(size_t(4) << 20);
-    auto seconds = [&](size_t count) {
-        return timed(run, where, [&] { all_reduce_sum(group, x, count, where); });
+    auto seconds = [&](size_t count) { // ranks agree on the number of runs
+        return timed(run, where, [&] { all_reduce_sum(group, x, count, where); }, LINK_RUNS);
     };
 
     // Keep the longest latency: cost.h has one for all links.
@@ -264,19 +311,21 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
     double& longest = m.machine.latency_us;
     longest = std::max(longest, 1e6 * latency);
 
-    // Count what each rank sends, as cost.h does.
+    // Count what each rank sends, as cost.h does. What takes no longer than a short one is all
+    // latency too.
     double n = group.size;
-    double& most = m.machine.*peak;
-    most = 0;
+    double rate = 0; // bytes a second
     for (size_t count : {size_t(1) << 18, size_t(1) << 20, size_t(4) << 20}) {
         double sent = 2 * (n - 1) / n * double(count) * sizeof(float);
-        double time = std::max(seconds(count) - latency, 1e-9);
-        most = std::max(most, sent / time / 1e9);
+        double whole = seconds(count);
+        double time = std::max(whole - latency, whole / 10);
+        rate = sent / time;
         rows.push_back({concat("all-reduce of ", count * sizeof(float) >> 10, " KiB on '",
                                group.name, "'"), time, sent});
     }
+    m.machine.*peak = rate / 1e9;
     for (Measured& row : rows)
-        row.whole /= most * 1e9; // bytes become seconds
+        row.whole /= rate; // bytes become seconds
 }
 
 // Measure the links between the ranks of a machine, then those between machines.
@@ -316,6 +365,7 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     Machine fit = m.machine;
     fit.gemm = fit_share(fit.gemm, m.products);
     fit.attention = fit_share(fit.attention, m.attention);
+    fit.elementwise = fit_share(fit.memory, m.elementwise);
     fit.memory = fit_share(fit.memory, m.memory);
     if (!m.link.empty())
         fit.link = fit_share(fit.link, m.link);
@@ -337,7 +387,8 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     // Write the measurements, so that a reader sees what the shares stand on.
     text += "# products\n" + share_text(fit.gemm, m.products);
     text += "# attention\n" + share_text(fit.attention, m.attention);
-    text += "# norms and activation functions\n" + share_text(fit.memory, m.memory);
+    text += "# updates\n" + share_text(fit.memory, m.memory);
+    text += "# norms and activation functions\n" + share_text(fit.elementwise, m.elementwise);
     if (!m.link.empty())
         text += "# all-reduces inside a machine, without their latency\n" +
                 share_text(fit.link, m.link);
@@ -383,7 +434,8 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     if (sizeof(T) == 2)
         measure_products<T>(m, run, where);
     measure_attention<T>(m, run, where);
-    measure_memory<T>(m, run, where);
+    measure_updates<T>(m, run, where);
+    measure_elementwise<T>(m, run, where);
     measure_links(m, run, machines, where);
     measure_launches(m, run, where);
 

@@ -692,14 +692,14 @@ TEST(Simulator, PartsOfAStepAddUpToIt) {
 // pipeline's own simulation, which knows only slots.
 TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
     // Let the second of a stage's two blocks cost the slot's seconds, and nothing else.
-    ActionCost slots = [](const Plan& p, const Action& a) {
+    ActionCost slots = {[](const Plan& p, const Action& a) {
         Times t;
         bool block = a.layer > 0 && a.layer <= 2 * p.layout.pp.size * p.layout.chunks;
         bool second = a.layer % 2 == 0;
         double seconds = a.op == Op::F ? 1 : a.op == Op::B ? 2 : 1;
         if (computes(a.op) && block && second) t.products = seconds;
         return t;
-    };
+    }};
 
     // Compare every kind of pipeline.
     for (Pipeline pipeline : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
@@ -721,6 +721,31 @@ TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
                 EXPECT_EQ(step.seconds, known.time) << int(pipeline) << " pp " << pp << " m " << m;
                 EXPECT_NEAR(step.parts.bubble / step.seconds, known.bubble, 1e-12);
             }
+}
+
+// Where cores carry messages too, a step takes at least the sum of all actions. It takes a little
+// more: a wait for a stream that another message has counts that one's time, and so does its own
+// place. Where cores do not, a message beside layers costs nothing.
+TEST(Simulator, ContentionTakesTheTimeOfMessagesFromLayers) {
+    CostModel c = slow_links();
+    Layout layout;
+    layout.dp.size = 4;
+    layout.zero = 2;
+    Model model = make_model(gpt2_shape(4, 2, 16, 50, 32), layout);
+    PlanOptions o;
+    o.T = 32, o.micro_batches = 3;
+    std::vector<Plan> plans = make_plans(layout, model, o);
+    double all = 0;
+    for (const Action& a : plans[0].actions)
+        all += total_of(action_seconds(c, plans[0], model, a));
+
+    double beside = simulate_step(plans, model, action_cost(c, model)).seconds;
+    c.machine.contention = 1;
+    StepTime serial = simulate_step(plans, model, action_cost(c, model));
+    EXPECT_GE(serial.seconds / all, 1 - 1e-12);
+    EXPECT_LT(serial.seconds / all, 1.02);
+    EXPECT_LT(beside, 0.99 * all);
+    EXPECT_NEAR(total_of(serial.parts) / serial.seconds, 1, 1e-12);
 }
 
 // In a long accumulation only the ends are simulated, and the rounds in the middle are counted: the
@@ -746,11 +771,13 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
         bool matters = false, slower = name == "latency_us" || name == "launch_us" ||
-                                        name == "hop_us";
+                                        name == "hop_us" || name == "contention";
         for (const SmallCase& s : small_cases) {
             // Time a case before and after the number grows by a tenth.
             SmallRun run(s, 4);
             CostModel c = slow_links();
+            c.machine.elementwise = c.machine.memory;
+            c.machine.contention = 0.5;
             double before = run.folded(c).seconds;
             c.machine.*f.field *= 1.1;
             double after = run.folded(c).seconds;
