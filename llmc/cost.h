@@ -4,8 +4,9 @@
 //     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles of 128 x 256 that
 //                 do not fill all SMs. A thin product: its bytes / H. Frozen matrices have no
 //                 weight gradient
-//     attention   4 N keys Q / P; T/2 keys on average, 2.5 times as much backward. A ring takes
-//                 keys in pieces, at 90% of the rate: ring-flash-attention's README, zigzag
+//     attention   4 N keys Q / P, Q channels of queries; T/2 keys on average and half a tile, 2.5
+//                 times as much backward. A ring takes keys in pieces, at 90% of the rate:
+//                 ring-flash-attention's README, zigzag
 //     the rest    bytes of norms, residuals and activation functions / H, on a CPU / a rate that
 //                 is measured apart: its exponentials take longer than their bytes
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
@@ -16,7 +17,7 @@
 //     updates     bytes of weight, gradient, master and moments / H
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
-//   Not counted: updates on the host, noise between ranks.
+//   An update on the host counts as one on the device. Not counted: noise between ranks.
 #pragma once
 #include <functional>
 #include <memory>
@@ -168,7 +169,7 @@ inline bool is_gated(const Shape& s) {
 // Return the inner channels of a token's ffn; with experts, those of all K that the token chose.
 inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
 
-// Return the factor by which tiles waste time: rows beyond the last full wave cost a full wave.
+// Return the factor by which tiles waste time: those beyond the last full wave cost a full wave.
 inline double tile_waves(const Machine& machine, double rows, double columns) {
     if (machine.sms == 1) return 1;
 
@@ -180,8 +181,7 @@ inline double tile_waves(const Machine& machine, double rows, double columns) {
 // Return the seconds of a product (rows,in) x (in,out).
 inline double product_seconds(const CostModel& c, double rows, double out, double in) {
     double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);
-    // Bound the waste: a small product splits its sum over idle SMs,
-    // so it never takes a whole wave.
+    // Bound the waste: a small product splits its sum over idle SMs.
     double computing = best * std::min(tile_waves(c.machine, rows, out), 2.0);
 
     // A thin product, as those of adapters, waits for its rows from memory.
@@ -326,7 +326,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
         double message = ep.all_gather(share * routed * layout.ep);
         t.experts = (backward ? 4 : 2) * message;
 
-        // The ffn for all tokens hides a message of each pass (expert_parallel.h).
+        // The ffn for all tokens hides a message of F, one of I and one of W (expert_parallel.h).
         double width = double(s.ffn_beside) / layout.tp.size;
         double product = s.ffn_beside ? product_seconds(c, N, width, double(s.C)) : 0;
         auto hidden = [&](int products) { return std::min(message, products * product); };
@@ -427,7 +427,8 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
     t.products = products * product_seconds(c, N, V, C);
-    t.memory = 6 * e * N * V / c.machine.elementwise_rate() + c.accumulated * C * V / c.machine.memory_rate();
+    t.memory = 6 * e * N * V / c.machine.elementwise_rate();
+    t.memory += c.accumulated * C * V / c.machine.memory_rate();
     t.tensor = tp.all_reduce(N * C * e);
     return t;
 }
@@ -552,7 +553,7 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
                            const Action& a) {
     if (!c.bytes) return 0;
 
-    // Add the data where the step runs, and divide by the rate of where they go or come from.
+    // Add up the bytes. The rate is that of the tier that they leave the device for, or come from.
     double bytes = 0;
     for (Data d : moved_data(p, model, a))
         bytes += double(c.bytes(p, d));
@@ -628,11 +629,10 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     return t;
 }
 
-// The cost of an action, as the simulator asks for it, and what a message takes from layers beside
-// it (machine.h).
+// The cost of an action, as the simulator asks for it.
 struct ActionCost {
     std::function<Times(const Plan&, const Action&)> of;
-    double contention = 0;
+    double contention = 0; // what a message takes from layers beside it (machine.h)
 };
 
 // Return action_seconds() with a memory: micro-batches repeat each other.

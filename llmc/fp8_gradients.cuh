@@ -10,17 +10,18 @@
 //   whole, mine  (d, n), (n) acc   n is a multiple of 512, so that codes are read four at a time
 //   packets      (d, fp8_packet_bytes(n))   sent, or received
 //   Contract: packets =   mine =   the sum's bits depend on neither timing nor backend. A NaN or an
-//             infinity in any part makes the element's sum NaN.
+//             infinity in any part makes the element's sum NaN. That part's block is not scaled
+//             then, so its other elements may become 0 or NaN too.
 //   Cost: a rank sends (d-1)/d of 1.008 bytes an element; bf16 takes 2, float 4.
 //   Error: 2^-4 of each rank's part at most, 2.7% of its root mean square; what is smaller than
-//          2^-14 of its block's largest element loses more, and below 2^-18 it becomes 0.
+//          about 2^-14 of its block's largest element loses more, and below about 2^-18 it is 0.
 //   To copy: this file, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include "fp8.cuh"
 
 namespace llmc {
 
-constexpr size_t FP8_PACKET_ALIGN = 4 * FP8_BLOCK; // elements of a packet: a multiple of these
+constexpr size_t FP8_PACKET_ALIGN = 4 * FP8_BLOCK; // what n must be a multiple of
 
 // The bytes of n elements: their codes, and a scale for each block.
 LLMC_HD inline size_t fp8_packet_bytes(size_t n) { return n + n / FP8_BLOCK; }
@@ -60,7 +61,7 @@ void fp8_pack_gradients(uint8_t* packets, const A* whole, size_t d, size_t n, Cp
         }
         float scale = fp8_scale<e4m3>(most);
 
-        // Write it, and the codes.
+        // Write the scale, and the codes.
         Fp8PacketBlock<uint8_t> to(packets, n, b);
         *to.scale = fp8_scale_byte(scale);
         for (size_t k = 0; k < FP8_BLOCK; k++)
@@ -68,7 +69,7 @@ void fp8_pack_gradients(uint8_t* packets, const A* whole, size_t d, size_t n, Cp
     }
 }
 
-// Step 3: add the packets that d ranks have sent.
+// Step 3: add this rank's shard over the packets of d ranks.
 template <typename A>
 void fp8_sum_gradients(A* mine, const uint8_t* packets, size_t d, size_t n, Cpu) {
     #pragma omp parallel for
@@ -89,12 +90,12 @@ void fp8_sum_gradients(A* mine, const uint8_t* packets, size_t d, size_t n, Cpu)
 
 #if LLMC_KERNELS
 
-constexpr unsigned FP8_PACK_WARPS = 8; // in a block
+constexpr unsigned FP8_GRADIENT_WARPS = 8; // in a block of threads
 constexpr unsigned FP8_LANE = FP8_BLOCK / 32; // elements of a lane
 
 // The scaled block that this warp works on.
 __device__ inline size_t fp8_block_of_warp() {
-    return size_t(blockIdx.x) * FP8_PACK_WARPS + threadIdx.x / 32;
+    return size_t(blockIdx.x) * FP8_GRADIENT_WARPS + threadIdx.x / 32;
 }
 
 // One warp packs one scaled block, four elements a lane.
@@ -112,7 +113,7 @@ static __global__ void fp8_pack_gradients_kernel(uint8_t* packets, const float* 
     }
     float scale = fp8_scale<e4m3>(warp_max(most));
 
-    // Write it once, and each lane's codes as one word.
+    // Write the scale once, and each lane's codes as one word.
     Fp8PacketBlock<uint8_t> to(packets, n, b);
     Pack<uint8_t, FP8_LANE> codes;
     for (unsigned k = 0; k < FP8_LANE; k++)
@@ -128,6 +129,8 @@ static __global__ void fp8_sum_gradients_kernel(float* mine, const uint8_t* pack
     size_t blocks = n / FP8_BLOCK;
     size_t b = fp8_block_of_warp(), lane = threadIdx.x % 32 * FP8_LANE;
     if (b >= blocks) return;
+
+    // Add in the order of the ranks, as the CPU does.
     Pack<float, FP8_LANE> sum = {};
     for (size_t rank = 0; rank < d; rank++) {
         Fp8PacketBlock<const uint8_t> from(packets, n, rank * blocks + b);
@@ -142,23 +145,25 @@ static __global__ void fp8_sum_gradients_kernel(float* mine, const uint8_t* pack
 // ----------------------------------------------------------------------------
 // launchers; the arguments are the CPU versions'
 
-inline unsigned fp8_pack_grid(size_t blocks) {
-    size_t grid = ceil_div(blocks, size_t(FP8_PACK_WARPS));
+// The grid of a warp for each scaled block.
+inline unsigned fp8_warp_grid(size_t blocks) {
+    size_t grid = ceil_div(blocks, size_t(FP8_GRADIENT_WARPS));
     LLMC_CHECK(grid <= 0x7fffffff, "%zu blocks of a gradient are more than a grid has", blocks);
     return unsigned(grid);
 }
+
 inline void fp8_pack_gradients(uint8_t* packets, const float* whole, size_t d, size_t n,
                                cudaStream_t stream) {
     size_t blocks = d * n / FP8_BLOCK;
     if (blocks)
-        launch(fp8_pack_gradients_kernel, fp8_pack_grid(blocks), FP8_PACK_WARPS * 32, 0, stream,
-               packets, whole, blocks, n);
+        launch(fp8_pack_gradients_kernel, fp8_warp_grid(blocks), FP8_GRADIENT_WARPS * 32, 0,
+               stream, packets, whole, blocks, n);
 }
 inline void fp8_sum_gradients(float* mine, const uint8_t* packets, size_t d, size_t n,
                               cudaStream_t stream) {
     if (n)
-        launch(fp8_sum_gradients_kernel, fp8_pack_grid(n / FP8_BLOCK), FP8_PACK_WARPS * 32, 0,
-               stream, mine, packets, d, n);
+        launch(fp8_sum_gradients_kernel, fp8_warp_grid(n / FP8_BLOCK), FP8_GRADIENT_WARPS * 32,
+               0, stream, mine, packets, d, n);
 }
 #endif
 

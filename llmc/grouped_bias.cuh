@@ -4,7 +4,7 @@
 //   g is the gate of the row's slot, which multiplies an expert's output, or 1 without gates.
 //   out, dout (M,C)   b (E,C)   db (E,C) acc   gates, dgates (slots) acc   slot_of (M)
 //   Contract: an expert without rows has db = 0, or leaves it unchanged when accumulating. Bitwise
-//             repeatable: a thread adds rows in their order.
+//             repeatable: a thread adds rows in their order. Any C.
 //   Cost: memory-bound.
 //   To copy: this file, attention_types.h, grouped_mma.cuh, mma.cuh, types.h and cuda_common.h.
 #pragma once
@@ -69,7 +69,7 @@ void grouped_bias_backward(acc_t<T>* dbias, const T* dout, const GroupedBias<acc
     }
 }
 
-// Add what biases give to the gradients of gates.
+// Add the biases' part of the gates' gradients.
 template <typename T>
 void grouped_bias_backward_gates(acc_t<T>* dgates, const T* dout, const T* bias,
                                  const GroupedBias<acc_t<T>>& x, Cpu) {
@@ -78,7 +78,7 @@ void grouped_bias_backward_gates(acc_t<T>* dgates, const T* dout, const T* bias,
     for (size_t e = 0; e < x.g.E; e++) {
         const T* b = bias + e * C;
         for (size_t row = x.first(e); row < x.end(e); row++) {
-            // Every row has a slot of its own.
+            // Every row has a slot of its own, so threads do not meet.
             acc_t<T> sum = 0;
             for (size_t c = 0; c < C; c++)
                 sum += to_acc(dout[row * C + c]) * to_acc(b[c]);
@@ -95,14 +95,14 @@ constexpr unsigned BIAS_THREADS = 256;
 constexpr unsigned BIAS_WARPS = BIAS_THREADS / 32;
 constexpr unsigned BIAS_BLOCKS = 64; // of an expert
 
-// A block has a row, and its threads share out the channels.
+// A block takes a row at a time, and its threads share out the channels.
 template <typename T>
 __global__ void grouped_bias_forward_kernel(T* out, const T* bias, GroupedBias<float> x) {
     size_t C = x.g.OC;
     size_t e = blockIdx.y;
     const T* b = bias + e * C;
 
-    // Every so many rows are this block's.
+    // An expert has BIAS_BLOCKS blocks, so each takes every 64th row.
     for (size_t row = x.first(e) + blockIdx.x; row < x.end(e); row += BIAS_BLOCKS) {
         float g = x.weight(row);
         for (size_t c = threadIdx.x; c < C; c += BIAS_THREADS)
@@ -126,7 +126,7 @@ __global__ void grouped_bias_backward_kernel(float* dbias, const T* dout, Groupe
     put(dbias + e * C + c, sum, accumulate);
 }
 
-// A warp has a row.
+// A warp takes a row at a time.
 template <typename T>
 __global__ void grouped_bias_gates_kernel(float* dgates,
                                           const T* dout,
@@ -137,12 +137,13 @@ __global__ void grouped_bias_gates_kernel(float* dgates,
     size_t warp = size_t(blockIdx.x) * BIAS_WARPS + threadIdx.x / 32;
     const T* b = bias + e * C;
 
-    // The warps of all of an expert's blocks share out its rows.
+    // The warps of an expert's blocks share out its rows.
     for (size_t row = x.first(e) + warp; row < x.end(e); row += BIAS_BLOCKS * BIAS_WARPS) {
         float sum = 0;
         for (size_t c = threadIdx.x % 32; c < C; c += 32)
             sum += to_float(dout[row * C + c]) * to_float(b[c]);
-        // One lane adds: every row has a slot of its own.
+
+        // One lane adds, without atomics: every row has a slot of its own.
         sum = warp_sum(sum);
         if (threadIdx.x % 32 == 0) dgates[x.slot_of[row]] += sum;
     }
@@ -151,7 +152,7 @@ __global__ void grouped_bias_gates_kernel(float* dgates,
 // ----------------------------------------------------------------------------
 // launchers: starts, gates and slot_of must be on the device
 
-// Any C. The grid does not depend on the rows, which the host does not know.
+// The grid does not depend on the experts' rows, which the host does not know.
 template <typename T>
 void grouped_bias_forward(T* out, const T* bias, const GroupedBias<float>& x,
                           cudaStream_t stream) {
@@ -164,14 +165,13 @@ void grouped_bias_forward(T* out, const T* bias, const GroupedBias<float>& x,
 template <typename T>
 void grouped_bias_backward(float* dbias, const T* dout, const GroupedBias<float>& x,
                            bool accumulate, cudaStream_t stream) {
-    // Neighbouring blocks have neighbouring channels.
     size_t blocks = ceil_div(x.g.OC, size_t(BIAS_THREADS));
     dim3 grid(unsigned(blocks), unsigned(x.g.E));
     launch(grouped_bias_backward_kernel<T>, grid, BIAS_THREADS, 0, stream, dbias, dout, x,
            accumulate);
 }
 
-// dgates must hold what the experts' inner rows gave.
+// dgates holds the part of the experts' inner rows already: this one is added.
 template <typename T>
 void grouped_bias_backward_gates(float* dgates, const T* dout, const T* bias,
                                  const GroupedBias<float>& x, cudaStream_t stream) {

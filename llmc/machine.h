@@ -47,7 +47,9 @@ struct Machine {
     double gemm_rate(size_t element) const { return gemm * peak(element); }
     double attention_rate(size_t element) const { return attention * peak(element); }
     double memory_rate() const { return memory * memory_tb * 1e12; }
-    double elementwise_rate() const { return (elementwise ? elementwise : memory) * memory_tb * 1e12; }
+    double elementwise_rate() const {
+        return (elementwise ? elementwise : memory) * memory_tb * 1e12;
+    }
     double link_rate() const { return link * link_gb * 1e9; }
     double nic_rate() const { return nic * nic_gb * 1e9; }
     double host_rate() const { return host_gb * 1e9; }
@@ -135,8 +137,8 @@ struct MachineField {
 };
 inline const std::vector<MachineField>& machine_fields() {
     typedef Machine M;
-    // A share below 2% or above 1 is a mistake in the units.
     static const std::vector<MachineField> fields = {
+        // The card and its links.
         {"half_tf", &M::half_tf, 1e-3, 1e5},
         {"single_tf", &M::single_tf, 1e-3, 1e5},
         {"memory_tb", &M::memory_tb, 1e-3, 100},
@@ -146,12 +148,16 @@ inline const std::vector<MachineField>& machine_fields() {
         {"link_gb", &M::link_gb, 0.01, 1e5},
         {"nic_gb", &M::nic_gb, 0.01, 1e5},
         {"cards", &M::cards, 1, 1024},
+
+        // Shares: one below 2% or above 1 is a mistake in the units.
         {"gemm", &M::gemm, 0.02, 1},
         {"attention", &M::attention, 0.02, 1},
         {"memory", &M::memory, 0.02, 1},
         {"elementwise", &M::elementwise, 0, 1},
         {"link", &M::link, 0.02, 1},
         {"nic", &M::nic, 0.02, 1},
+
+        // Times that do not depend on bytes; the tiers beyond the card.
         {"latency_us", &M::latency_us, 0, 1e5},
         {"hop_us", &M::hop_us, 0, 1e4},
         {"launch_us", &M::launch_us, 0, 1e5},
@@ -159,6 +165,8 @@ inline const std::vector<MachineField>& machine_fields() {
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
         {"host_ram_gb", &M::host_ram_gb, 1, 1e5},
+
+        // The numbers of a run's costs.
         {"dollars_hour", &M::dollars_hour, 0, 1e4},
         {"host_watts", &M::host_watts, 0, 1e4},
         {"pue", &M::pue, 1, 10},

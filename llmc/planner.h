@@ -1,6 +1,7 @@
 // planner.h - time and memory of any layout in closed form, thousands of them in a blink
 //   t_r = F + B + R of a rank's layers, m micro-batches, v chunks, p stages of the pipeline
-//     step     m max t_r + (sum t_r - max t_r) / v  + 2 v m messages  + data parallelism + update
+//     step     m max t_r + (sum t_r - max t_r) / v + 2 (v m + p - 1) messages + data parallelism
+//              + update
 //     chunks   m max t_r becomes a sum over turns, each F of one chunk and B of another on the
 //              slowest rank: a long stage holds up all ranks in its turn
 //     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
@@ -63,11 +64,10 @@ struct LayerEstimate {
     double seconds() const { return forward + backward + redone; }
 };
 
-// Bytes that lie where the step runs and could lie in another tier: by the rows of OFFLOAD_TABLE,
-// and of the optimizer's those of masters.
+// Bytes that lie where the step runs and could lie in another tier.
 struct Movable {
-    double of[OFFLOAD_ROWS] = {};
-    double masters = 0;
+    double of[OFFLOAD_ROWS] = {}; // by the rows of OFFLOAD_TABLE
+    double masters = 0;           // part of the optimizer's row
 
     void add(const Movable& m, double times) {
         for (int row = 0; row < OFFLOAD_ROWS; row++)
@@ -331,8 +331,8 @@ struct RankEstimate {
     double gradient_w = 0;
     double parked = 0;    // the most that one block keeps
     double holes = 0;     // as Estimate has them, beside activations
-    Movable movable = {}; // but activations
-    double host = 0;      // bytes in the host's memory, apart, but activations
+    Movable movable = {}; // without activations
+    double host = 0;      // bytes in the host's memory, if that is apart, without activations
 
     // Seconds of a micro-batch: in total, its backward pass,
     // and the part of collectives and moves that nothing hides.
@@ -513,7 +513,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
         double backward_here = 0;
         double summed = 0; // bytes of gradients that REDUCE sums behind the stage's message
         for (int l = from, n = 0; l < to; l += n) {
-            // Take alike layers at once.
+            // Take neighbours of one kind at once.
             const LayerEstimate& e = layers[size_t(l)];
             n = 1;
             while (l + n < to && layers[size_t(l + n)].kind == e.kind)

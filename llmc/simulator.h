@@ -5,7 +5,8 @@
 //   2. A collective starts when its last rank has arrived, a message when both ends have. An
 //      exchange is over with its last message.
 //   3. Before action j a rank waits for everything that finish_before() (queues.h) wants finished.
-//      What of it ran beside layers has taken a share of its time from them (contention, machine.h).
+//      A message that ran beside layers has taken a share of its time from them (contention,
+//      machine.h).
 //   Nothing else is known here: queue_of(), finish_before() and the cost of an action (cost.h) say
 //   the rest. Ranks that differ only in dp, cp or tp have equal plans and arrive together, so one
 //   pipeline of pp ranks stands for a cluster of any size. Given the plans of all ranks, the same
@@ -40,7 +41,7 @@ struct Line {
 
 // The state of a rank during the simulation.
 struct SimulatedRank {
-    std::vector<ActionTimes> of;            // [action]
+    std::vector<ActionTimes> of;       // [action]
     std::vector<std::vector<int>> due; // [action]: what must be finished before it
     std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
     std::vector<std::vector<Member>> partners; // [action]: ranks of other stages that it meets
@@ -247,7 +248,7 @@ inline bool finish_due(Simulator& s, int r) {
         double taken = needs_others(op) ? s.cost.contention * beside : 0;
         me.parts.*part += taken;
 
-        // Split the wait: waiting for the last rank is a bubble, the rest is the message's own time.
+        // Split the wait: until the last rank came it is a bubble, the rest is the message's time.
         double wait = std::max(0.0, m.end - me.now);
         double bubble = wait > 0 ? std::max(0.0, m.met - std::max(me.now, m.ready)) : 0;
         me.parts.bubble += bubble;
@@ -336,9 +337,9 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
     return step;
 }
 
-// `few` micro-batches fill a pipeline twice. From there on it is in a steady state: each `round` of
-// micro-batches is like the one before it. Interleaved stages take turns in rounds of `pp`; other
-// schedules repeat every micro-batch.
+// `few` micro-batches fill a pipeline twice or more. From there on it is in a steady state: each
+// `round` of micro-batches is like the one before it. Interleaved stages take turns in rounds of
+// `pp`; other schedules repeat every micro-batch.
 struct Settled {
     int few, round;
 };

@@ -32,7 +32,7 @@ inline SinkDims sink_dims(const AttentionDims& d) {
     return {d.B, d.Tq, d.NH, d.HS};
 }
 
-// The number of parts of the gradient's sums, however many rows there are.
+// The number of parts of the gradient's sums. It does not depend on the rows.
 constexpr size_t SINK_PARTS = 64; // on a GPU
 inline size_t sink_parts(Cpu) { return 1; }
 
@@ -53,7 +53,7 @@ void sinks_forward(T* out, acc_t<T>* lse, const T* sinks, const SinkDims& d, Cpu
     #pragma omp parallel for
     for (size_t n = 0; n < d.rows(); n++)
         for (size_t h = 0; h < d.NH; h++) {
-            // Find the share of the text.
+            // Find the share of the softmax that is left for the text.
             A& all = lse[d.lse_at(n, h)];
             A s = to_acc(sinks[h]);
             A share = 1 / (1 + std::exp(s - all));
@@ -66,10 +66,10 @@ void sinks_forward(T* out, acc_t<T>* lse, const T* sinks, const SinkDims& d, Cpu
         }
 }
 
-// The gradients of sinks, each a sum over all rows.
+// The gradients of sinks, each a sum over all rows: one part, so no stride is needed.
 template <typename T>
-void sinks_backward(acc_t<T>* sums, size_t, const T* dout, const T* out, // (NH)
-                    const acc_t<T>* lse, const T* sinks, const SinkDims& d, Cpu) {
+void sinks_backward(acc_t<T>* sums, size_t, const T* dout, const T* out, const acc_t<T>* lse,
+                    const T* sinks, const SinkDims& d, Cpu) {
     typedef acc_t<T> A;
     #pragma omp parallel for
     for (size_t h = 0; h < d.NH; h++) {
@@ -82,7 +82,7 @@ void sinks_backward(acc_t<T>* sums, size_t, const T* dout, const T* out, // (NH)
             for (size_t c = 0; c < d.HS; c++)
                 D += to_acc(row[c]) * to_acc(drow[c]);
 
-            // The sink takes exp(s - lse) of the row.
+            // The sink's share of the softmax; lse is the joined one.
             A p = std::exp(s - lse[d.lse_at(n, h)]);
             sum -= p * D;
         }
@@ -104,7 +104,7 @@ __global__ void sinks_forward_kernel(T* out, float* lse, const T* sinks, SinkDim
     size_t n = i / d.NH;
     size_t h = i % d.NH;
 
-    // Find the share of the text.
+    // Find the share of the softmax that is left for the text.
     float* all = lse + d.lse_at(n, h);
     float before = *all;
     float s = to_float(sinks[h]);
@@ -138,30 +138,31 @@ __global__ void sinks_backward_kernel(float* sums, size_t stride,
     for (size_t n = first; n < end; n++) {
         const T* row = out + d.out_at(n, h);
         const T* drow = dout + d.out_at(n, h);
-        // The dot product of the row and its gradient.
         float D = 0;
         for (size_t c = threadIdx.x % 32; c < d.HS; c += 32)
             D += to_float(row[c]) * to_float(drow[c]);
+
+        // All lanes get the row's sum, and add the same.
         float p = expf(s - lse[d.lse_at(n, h)]);
         sum -= p * warp_sum(D);
     }
     if (threadIdx.x % 32 == 0) sums[part * stride + h] = sum;
 }
 
-// A warp for each head of each row.
+// One warp takes a head's row.
 template <typename T>
 void sinks_forward(T* out, float* lse, const T* sinks, const SinkDims& d, cudaStream_t stream) {
     size_t warps = d.rows() * d.NH;
     unsigned grid = unsigned(ceil_div(warps, size_t(SINK_WARPS)));
     launch(sinks_forward_kernel<T>, grid, SINK_WARPS * 32, 0, stream, out, lse, sinks, d);
 }
-// A warp for each head of each part.
+
+// One warp takes a head's part. Parts without rows become 0.
 template <typename T>
 void sinks_backward(float* sums, size_t stride,
                     const T* dout, const T* out,
                     const float* lse, const T* sinks,
                     const SinkDims& d, cudaStream_t stream) {
-    // Parts without rows are 0.
     size_t warps = SINK_PARTS * d.NH;
     unsigned grid = unsigned(ceil_div(warps, size_t(SINK_WARPS)));
     launch(sinks_backward_kernel<T>, grid, SINK_WARPS * 32, 0, stream, sums, stride, dout, out, lse,
@@ -180,16 +181,16 @@ template <typename T> struct Sinks {
     size_t stride = 0;         // heads of the rank
 };
 
-// Does nothing without sinks.
+// Join the sinks to out and lse, in place. Does nothing without sinks.
 template <typename T, typename S>
 void join_sinks(T* out, acc_t<T>* lse, const AttentionOperands<T>& x, const Sinks<T>& s, S where) {
-    // Forward changes both in place.
     if (s.logits) sinks_forward(out, lse, s.logits, sink_dims(x.d), where);
 }
+
+// Sum the sinks' own gradient: attention has those of q, k and v.
 template <typename T, typename S>
 void join_sinks_backward(const T* out, const acc_t<T>* lse, const AttentionOperands<T>& x,
                          const Sinks<T>& s, S where) {
-    // The gradients of q, k and v are attention's own.
     if (!s.logits) return;
     SinkDims d = sink_dims(x.d);
     sinks_backward(s.sums, s.stride, x.dout, out, lse, s.logits, d, where);

@@ -193,6 +193,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
 #elif defined(COPY_moe)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {
+    // Route N tokens to K of E experts each, and sort their slots by expert.
     const size_t E = 4, K = 2, M = N * K;
     Floats logits = numbers<float>(N * E, 1), gates(M), dgates(M);
     std::vector<int> ids(M), counts(E), starts(E + 1), row_of(M), slot_of(M);
@@ -201,16 +202,22 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::Slots slots = {counts.data(), starts.data(), row_of.data(), slot_of.data()};
     llmc::route_forward(ids.data(), gates.data(), logits.data(), routing, N, where);
     llmc::sort_slots(slots, ids.data(), M, E, where);
+
+    // Forward: each slot gets a row, and a token's rows are added. The gathered rows stand for the
+    // gate's products, which are not made here.
     std::vector<T> x = numbers<T>(N * C, 1), up = numbers<T>(M * C, 2), xs(M * C), h(M * C);
     std::vector<T> out(N * C), dgate(M * C), dup(M * C), dlogits(N * E);
     llmc::gather_slots(xs.data(), x.data(), slot_of.data(), &rows, M, K, C, where);
     llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(),
                                &rows, M, C, where);
     llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), 0, &rows, N, K, C, where);
+
+    // Backward: from rows to gates, and from gates to the router's logits.
     llmc::gated_swiglu_backward(dgate.data(), dup.data(), dgates.data(), up.data(), xs.data(),
                                 up.data(), gates.data(), slot_of.data(), &rows, M, C, where);
     llmc::route_backward(dlogits.data(), dgates.data(), logits.data(), ids.data(), routing,
                          llmc::BalanceTerms{}, N, where);
+
     r.add(out);
     r.add(dgate);
     r.add(dup);
@@ -570,6 +577,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
 #elif defined(COPY_lora_grouped)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {
+    // Two experts, of which the first has no rows, each with its adapter.
     const size_t rank = 8;
     std::vector<int> starts = {0, 0, int(N)};
     llmc::Groups groups = {starts.data(), 2, C, C, N};
@@ -578,14 +586,18 @@ template <typename T, typename S> void calls(Results& r, S where) {
     std::vector<T> out(N * C), dx(N * C), room(N * rank);
     Floats da(2 * rank * C), db(2 * C * rank);
     llmc::Lora lora = {a.data(), b.data(), da.data(), db.data(), rank, 0.5};
+
+    // The products of all experts share one scratch.
     std::vector<char> scratch(llmc::lora_grouped_scratch_bytes<T>(groups, rank, where) + 1);
     llmc::Blas blas;
     llmc::blas_scratch(blas, scratch.data(), scratch.size());
+
     llmc::lora_grouped_forward(out.data(), x.data(), lora, room.data(), groups, blas, where);
     llmc::lora_grouped_backward_input(dx.data(), dout.data(), lora, room.data(), groups, blas,
                                       where);
     llmc::lora_grouped_backward_weight(lora, dout.data(), x.data(), room.data(), groups, false,
                                        blas, where);
+
     r.add(out);
     r.add(dx);
     r.add(da);

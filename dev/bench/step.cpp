@@ -1,10 +1,8 @@
-// step.cpp - a whole GPT-2 124M training step against the rate of its own products, on this
-// machine, in this run
-//   ceiling: the FLOP-weighted rate of the step's products in their three forms (out = x W^T, dx =
-//   dout W,
-//   dW = dout^T x), each by the fastest of oneDNN's layouts: plain strides, layouts of oneDNN's own
-//   choice with the
-//   packing left out, and the inner-product primitives.
+// step.cpp - a whole GPT-2 124M training step against the rate of its own products
+//   ceiling: the FLOP-weighted rate of the step's products on this machine, in this run, in their
+//            three forms: out = x W^T, dx = dout W, dW = dout^T x. Each takes the fastest of
+//            oneDNN's layouts: plain strides, layouts of oneDNN's own choice with the packing left
+//            out, and the inner-product primitives
 //   share = (6 parameters + 6 L C T) FLOPs a token * tokens a second / ceiling
 //   usage: bench_step [fp32|bf16] [T] ...
 #include <cstdio>
@@ -58,9 +56,12 @@ static double matmul_seconds(long M, long N, long K, DataType in, DataType out, 
 // form 0: forward, 1: dx, 2: dW, of a layer (OC,IC) on N rows
 static double inner_product_seconds(int form, long N, long OC, long IC, DataType in,
                                     const engine& e) {
-    memory::desc x({N, IC}, in, Tag::any), w({OC, IC}, in, Tag::any), y({N, OC}, in, Tag::any),
-        dw({OC, IC}, DataType::f32, Tag::any);
+    // Leave every layout to oneDNN. Backward primitives ask for forward's description as a hint.
+    memory::desc x({N, IC}, in, Tag::any), w({OC, IC}, in, Tag::any), y({N, OC}, in, Tag::any);
+    memory::desc dw({OC, IC}, DataType::f32, Tag::any);
     inner_product_forward::primitive_desc f({prop_kind::forward_training, x, w, y}, e);
+
+    // Time one form, with operands in the layouts that it has chosen.
     auto room = [&](const memory::desc& d) { return filled(d, e); };
     if (form == 0)
         return time_primitive(inner_product_forward(f),
@@ -68,6 +69,7 @@ static double inner_product_seconds(int form, long N, long OC, long IC, DataType
                                {DNNL_ARG_WEIGHTS, room(f.weights_desc())},
                                {DNNL_ARG_DST, room(f.dst_desc())}},
                               e);
+
     if (form == 1) {
         inner_product_backward_data::primitive_desc b({x, w, y}, e, f);
         return time_primitive(inner_product_backward_data(b),
@@ -76,6 +78,7 @@ static double inner_product_seconds(int form, long N, long OC, long IC, DataType
                                {DNNL_ARG_DIFF_DST, room(b.diff_dst_desc())}},
                               e);
     }
+
     inner_product_backward_weights::primitive_desc b({x, dw, y}, e, f);
     return time_primitive(inner_product_backward_weights(b),
                           {{DNNL_ARG_SRC, room(b.src_desc())},
@@ -88,6 +91,7 @@ static double inner_product_seconds(int form, long N, long OC, long IC, DataType
 template <typename T>
 static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int times, double* flops,
                         double* fastest, double* ours) {
+    // Take the operands of one layer.
     engine e(engine::kind::cpu, 0);
     DataType in = dnnl_type(type_of<T>());
     long n = long(N), oc = long(OC), ic = long(IC);
@@ -97,7 +101,9 @@ static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int ti
     Blas blas;
     blas_scratch(blas, scratch.data(), scratch.size());
     Weight W = {w.data(), type_of<T>(), OC, IC, dw.data(), nullptr};
+
     for (int form = 0; form < 3; form++) {
+        // Time the form as the trainer runs it.
         double own = best_seconds([&] {
             if (form == 0)
                 linear_forward(y.data(), x.data(), W, nullptr, (const T*)nullptr, N, blas, Cpu{});
@@ -105,16 +111,23 @@ static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int ti
             if (form == 2)
                 linear_backward_weight(W, nullptr, y.data(), x.data(), N, false, blas, Cpu{});
         });
+
+        // Time it in layouts of oneDNN's choice, which a trainer would have to pack into.
         double packed = form == 0 ? matmul_seconds(n, oc, ic, in, in, Tag::any, Tag::any, e)
                         : form == 1
                             ? matmul_seconds(n, ic, oc, in, in, Tag::any, Tag::any, e)
                             : matmul_seconds(oc, ic, n, in, DataType::f32, Tag::any, Tag::any, e);
-        double inner = inner_product_seconds(form, n, oc, ic, in, e),
-               best = std::min({own, packed, inner}), f = 2.0 * double(N) * double(OC) * double(IC);
+        double inner = inner_product_seconds(form, n, oc, ic, in, e);
+
+        // Report the rates. The layer counts `times` times in the step.
+        double best = std::min({own, packed, inner});
+        double f = 2.0 * double(N) * double(OC) * double(IC);
         const char* forms[] = {"forward", "dx", "dW"};
         printf("  %-8s %-8s ours %7.1f  packed %7.1f  inner product %7.1f GFLOP/s\n", name,
                forms[form], f / own / 1e9, f / packed / 1e9, f / inner / 1e9);
-        *flops += times * f, *fastest += times * best, *ours += times * own;
+        *flops += times * f;
+        *fastest += times * best;
+        *ours += times * own;
     }
 }
 

@@ -8,7 +8,7 @@
 //                                        four bits come first
 //     ..._scales   U8 (E,out,in/32)      a block's power of two, plus 127
 //   Codes become the values that they stand for. Exports are never in MXFP4.
-//   Here gate, up and down are stacks of [out, in], as in other families.
+//   In the model gate, up and down are stacks of [out, in], as in other families.
 #pragma once
 #include "hf_files.h"
 #include "prequantised.h"
@@ -20,7 +20,7 @@ inline bool joins_experts(const Shape& s, const Parameter& p) {
     return s.expert_bias && p.name.find("{}") != std::string::npos;
 }
 
-// A parameter's tensor, of which it has every step-th output from `first` on.
+// The tensor that holds a parameter: every step-th output from `first` on.
 struct JoinedPlace {
     std::string tensor;
     size_t first = 0, step = 1;
@@ -34,7 +34,7 @@ inline JoinedPlace joined_place(const Parameter& p) {
     std::string tensor = p.name.substr(0, at) + (down ? "down_proj" : "gate_up_proj");
     if (rest.ends_with(".bias")) tensor += "_bias";
 
-    // Two parameters share the outputs of the first tensor.
+    // Gate and up share the outputs of their tensor.
     return {tensor, size_t(up), size_t(down ? 1 : 2)};
 }
 
@@ -53,13 +53,11 @@ inline std::string check_joined(const FindTensor& find, const Parameter& p,
     size_t outputs = joined_shape(p).back();
     size_t blocks = p.cols() / 32;
 
-    // Check one tensor's type and shape.
+    // Check one tensor; an error names both types and both shapes.
     auto check = [&](const std::string& part, std::vector<size_t> shape, bool floats) {
         const SafeTensor* t = find(part);
         if (!t) return "tensor " + part + " is missing";
         used->insert(t->name);
-
-        // Name both types and both shapes.
         bool type = floats ? is_float_dtype(t->dtype) : t->dtype == "U8";
         if (type && t->shape == shape) return std::string();
         return concat("tensor ", part, " is ", t->dtype, " ", shape_text(t->shape), ", and ",
@@ -87,7 +85,7 @@ inline float e2m1_value(int code) {
 // One expert's part (rows,cols) of a parameter, on ranks whose stage needs it. All ranks call.
 template <typename N>
 std::vector<float> bring_joined(HfFiles& h, const Parameter& p, size_t expert, N needs) {
-    // The sizes of one expert in the file.
+    // One expert has `rows` outputs of this parameter, among `outputs` of the tensor.
     JoinedPlace place = joined_place(p);
     size_t rows = p.rows() / p.stack;
     size_t cols = p.cols();
@@ -120,11 +118,10 @@ std::vector<float> bring_joined(HfFiles& h, const Parameter& p, size_t expert, N
         return bytes;
     };
 
-    // Two codes lie in a byte, and 32 share a scale.
+    // Two codes lie in a byte, and 32 share a scale. The inputs of an output lie side by side.
     std::vector<unsigned char> codes = bytes_of("_blocks", outputs * cols / 2);
     std::vector<unsigned char> scales = bytes_of("_scales", outputs * cols / 32);
     each([&](size_t out, size_t in) {
-        // The inputs of an output lie side by side.
         size_t at = out * cols + in;
         int code = codes[at / 2] >> (at % 2 ? 4 : 0);
         return std::ldexp(e2m1_value(code), int(scales[at / 32]) - 127);

@@ -1,12 +1,13 @@
 // calibrate.h - --calibrate FILE: measure this machine, fit the numbers of its row, write FILE
-//   1. MEASURE  the trainer's own linear layers, attention and norms, copies, launches of almost
-//               nothing, and all-reduces: among the ranks of a machine, and among those at the same
-//               place of several machines, where each machine has as many. Every rank measures at
-//               the same time; a measurement is the median of a tenth of a second's runs, on the
-//               slowest rank.
-//               Shares differ between element types, so they are those of --precision
+//   1. MEASURE  the trainer's own linear layers, attention, updates, norms and activations; copies,
+//               launches of almost nothing, and all-reduces: among the ranks of a machine, and
+//               among those at the same place of several machines, where each machine has as many.
+//               Every rank measures at the same time; a measurement is the median of a tenth of a
+//               second's runs (of LINK_RUNS all-reduces), on the slowest rank. Shares differ
+//               between element types, so they are those of --precision
 //   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
-//               this GPU (machine.h), else the fastest product or copy seen. The share s minimises
+//               this GPU (machine.h), else the fastest product or copy seen; a link's is the rate
+//               of the longest all-reduce. The share s minimises
 //                 n (log(s x)/ROW)^2 + (log(s / prior)/PRIOR)^2,   x = median of t_i / t_i(s = 1)
 //               over n measured seconds t_i and those of the cost model: ridge regression in logs.
 //               A slow moment of the machine does not move a median, nor a few rows a prior
@@ -53,8 +54,8 @@ inline double fit_share(double prior, const std::vector<Measured>& rows) {
     // Weigh logs by the inverse of their variance.
     double measured = double(rows.size()) / (ROW_SIGMA * ROW_SIGMA);
     double before = 1 / (PRIOR_SIGMA * PRIOR_SIGMA);
-    double log_share = (measured * middle_of(logs) + before * std::log(prior)) / (measured + before);
-    return std::clamp(std::exp(log_share), 0.02, 1.0);
+    double sum = measured * middle_of(logs) + before * std::log(prior);
+    return std::clamp(std::exp(sum / (measured + before)), 0.02, 1.0);
 }
 
 // The measurements of one share, and the error of the fit for each, as comments of a machine file.
@@ -92,7 +93,7 @@ template <typename S> struct Buffers {
 };
 
 // The seconds of some work: the median of some runs after one that warms up, on the slowest rank.
-// runs: 0: as many as a tenth of a second has, from 7 to 500.
+// With runs 0 there are as many as a tenth of a second has, from 7 to 500.
 template <typename S, typename F>
 double timed(const Run& run, S where, F work, size_t runs = 0) {
     auto seconds_of_run = [&] {
@@ -102,6 +103,7 @@ double timed(const Run& run, S where, F work, size_t runs = 0) {
         wait_for(where);
         return clock_seconds() - start;
     };
+
     double first = seconds_of_run();
     if (runs == 0) runs = size_t(std::clamp(0.1 / first, 7.0, 500.0));
     std::vector<double> seconds(runs);
@@ -207,10 +209,11 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         size_t bytes = attention_scratch_bytes<T>(completed(o.d), threads_here(where), where);
         blas_scratch(blas, room.template take<char>(bytes), bytes);
 
-        // Time both passes. A query sees half of the keys on average, and half a tile more; backward
-        // has 2.5 times the products of forward (cost.h).
+        // Say how long both passes may take. A query sees half of the keys on average, and half a
+        // tile more; backward has 2.5 times the products of forward (cost.h).
         double flops = 4 * double(n) * (double(tokens) + ATTENTION_TILE) / 2;
         double whole = flops / m.machine.peak(sizeof(T));
+
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
         double forward = timed(run, where,
                                [&] { attention_forward(x[4], lse, o, blas, where); });
@@ -222,7 +225,7 @@ void measure_attention(Measurements& m, const Run& run, S where) {
     }
 }
 
-// Measure the rate of memory: copies of more than a cache holds.
+// Measure the peak of memory, by copies of more than most caches hold. A data sheet's stays.
 template <typename S> void measure_copies(Measurements& m, const Run& run, S where) {
     for (size_t mib : {16, 64}) {
         Buffers<S> room = {where};
@@ -242,7 +245,7 @@ template <typename S> void measure_copies(Measurements& m, const Run& run, S whe
 template <typename T, typename S>
 void measure_updates(Measurements& m, const Run& run, S where) {
     for (size_t millions : {1, 4}) {
-        // Zeros stay zeros.
+        // Take weights, masters, gradients and moments: all are 0, and stay so.
         typedef acc_t<T> A;
         size_t n = (millions << 20) * calibrate_scale(where);
         Buffers<S> room = {where};
@@ -251,7 +254,7 @@ void measure_updates(Measurements& m, const Run& run, S where) {
         A* x[3]; // gradient, moments
         for (A*& p : x)
             p = room.template take<A>(n);
-        device_zero(x[0], n * sizeof(A), where); // as in measure_copies()
+        device_zero(x[0], n * sizeof(A), where); // as in measure_copies(): it is only read
 
         // Compare with the time of so many bytes at the peak.
         size_t each = 2 * sizeof(T) + (master ? 2 * sizeof(float) : 0) + 5 * sizeof(A);
@@ -311,8 +314,8 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
     double& longest = m.machine.latency_us;
     longest = std::max(longest, 1e6 * latency);
 
-    // Count what each rank sends, as cost.h does. What takes no longer than a short one is all
-    // latency too.
+    // Count what each rank sends, as cost.h does, in the time beyond latency. At least a tenth is
+    // taken to be beyond it: else noise could make the rate infinite.
     double n = group.size;
     double rate = 0; // bytes a second
     for (size_t count : {size_t(1) << 18, size_t(1) << 20, size_t(4) << 20}) {
@@ -325,7 +328,7 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
     }
     m.machine.*peak = rate / 1e9;
     for (Measured& row : rows)
-        row.whole /= rate; // bytes become seconds
+        row.whole /= rate; // bytes become seconds at the peak
 }
 
 // Measure the links between the ranks of a machine, then those between machines.
@@ -359,7 +362,7 @@ template <typename S> void measure_launches(Measurements& m, const Run& run, S w
 // ----------------------------------------------------------------------------
 // write
 
-// The machine file of some measurements. sharers: ranks that share a card.
+// The machine file of some measurements. sharers: ranks that share a card, whose rates add up.
 inline std::string machine_text(const Measurements& m, const std::string& base, int sharers) {
     // Fit the shares.
     Machine fit = m.machine;
@@ -408,7 +411,8 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
         or_die("--calibrate measures links between ranks at the same place of each machine, and "
                "these machines have different numbers of ranks: start as many on each");
 
-    // Start from this GPU's row, or from the CPU's, of which nothing but guesses would remain.
+    // Start from this GPU's row. A CPU, and a GPU without a row, start from the CPU's guesses, of
+    // which there remain those that are not measured: no waves of tiles, for example.
     Measurements m;
     const Machine* row = nullptr;
     if constexpr (!std::is_same_v<S, Cpu>)
@@ -419,11 +423,10 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     or_die(machine_named(&m.machine, base));
     m.machine.cards = each;
     if (!m.known) {
-        // A CPU's products have no tiles that wait for each other.
+        // Take the memory that is there; the fastest copy will be the peak of its rate.
         m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(run, where);
         m.machine.memory_gb *= c.local_ranks;
         m.machine.memory_tb = 0;
-        m.machine.sms = 1;
     }
 
     // Measure. Copies and products come first: they are the peaks of what follows. The last

@@ -1,8 +1,9 @@
 // flip.h - the smallest change of one number of the machine that makes --plan auto choose otherwise
 //   A choice by simulation is as good as the machine's numbers. find_flip() asks for each number x:
 //     x' = x (1 + k/1000)    the smallest |k|, at most 500, at which choose_trial() takes another
-//   Each number is first changed by as much as the least flip so far, then the interval is halved:
-//   this takes for granted that a choice, once flipped, stays so under a larger change.
+//   Each number is first changed by a thousandth less than the least flip so far; if that flips the
+//   choice too, the interval is halved. A choice, once flipped, is taken to stay so under a larger
+//   change.
 //   Rates change the times of the layouts that are shown: each is simulated again. Memory changes
 //   which layouts fit: those shown may fall out, and those that were too large may come in, so
 //   nothing is simulated twice. Layouts that are neither are not looked at.
@@ -53,9 +54,14 @@ struct FlipSearch {
 // Limits: of the change, of layouts that more memory would admit.
 constexpr int MOST_THOUSANDTHS = 500;
 constexpr size_t MOST_LARGER = 6;
-// Actions of a simulation of all shown layouts, beyond which only memory is varied; and of one that
-// is too large, beyond which it is left out.
+// A limit on simulated actions. Where all shown layouts together have more, only memory is varied;
+// a layout that has more alone, and did not fit, is left out.
 constexpr double MOST_FLIP_ACTIONS = 5e4;
+
+// About as many actions as a simulation of a layout has: two short runs (answer_question()).
+inline double flip_actions(const PlanQuestion& q, const Proposal& p) {
+    return 15.0 * p.pp * double(q.shape.L);
+}
 
 // The question with one number of its machine changed. Memory also changes the room.
 inline PlanQuestion changed_question(const PlanQuestion& q, const Knob& knob, int thousandths) {
@@ -79,7 +85,7 @@ inline int within_range(const Machine& machine, MachineNumber number, int sign, 
     return 0;
 }
 
-// Whether the planner takes another layout if one number changes. winner: receives it.
+// Whether the planner takes another layout if one number changes. winner: receives the choice.
 template <typename T>
 bool flips_at(const FlipSearch& s, const Knob& knob, int thousandths, Proposal* winner) {
     PlanQuestion q = changed_question(s.q, knob, thousandths);
@@ -109,14 +115,14 @@ bool flips_at(const FlipSearch& s, const Knob& knob, int thousandths, Proposal* 
 // Simulate and place the fastest of the layouts that are too large, by their estimates.
 template <typename T, typename S>
 std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where) {
-    // Leave out those that surely lose.
+    // Leave out those that surely lose, and those that fit after all: they are no question of room.
     std::vector<Trial> trials;
     double slowest = SURELY_SLOWER * a.best[a.chosen].seconds;
     size_t tried = 0;
     for (const Proposal& p : a.larger) {
         if (tried++ == MOST_LARGER || p.estimate.seconds > slowest)
             break;
-        if (15.0 * p.pp * double(q.shape.L) > MOST_FLIP_ACTIONS) continue; // it takes seconds
+        if (flip_actions(q, p) > MOST_FLIP_ACTIONS) continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
         place_proposal<T>(q, t, p.estimate.fullest, where);
@@ -144,12 +150,12 @@ int smallest_change(const Machine& machine, const Knob& knob, int sign, int most
     return change;
 }
 
-// Make the plans of the shown layouts, unless their pipelines are too long to vary rates. Returns
-// whether they are.
+// Make the plans of the shown layouts. Returns true, and makes none, if their pipelines are too
+// long to vary rates.
 template <typename T, typename S> bool rehearse_shown(FlipSearch& s, S where) {
     double actions = 0;
     for (const Trial& t : s.shown)
-        actions += 15.0 * t.proposal.pp * double(s.q.shape.L);
+        actions += flip_actions(s.q, t.proposal);
     if (actions > MOST_FLIP_ACTIONS) return true;
     for (const Trial& t : s.shown)
         s.plans.push_back(rehearse_proposal<T>(s.q, t.proposal, where));
@@ -178,7 +184,7 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
             });
             if (change == 0) continue;
 
-            // Ask once more who wins there: the last question may have been another.
+            // Ask once more who wins there: the search may have ended at another change.
             flips_at<T>(s, knob, sign * change, &winner);
             flip.knob = &knob;
             flip.thousandths = sign * change;
@@ -205,14 +211,14 @@ template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int t
     return true;
 }
 
-// From a tenth of a number to ten times as much, in thousandths of change.
+// The changes that find_lead() tries, in thousandths: down to a tenth of a number, up to ten times.
 constexpr int LEAST_SHARE = 900, MOST_TIMES = 9000;
 
 // Find the smallest change of one number, as a factor, with which a layout that the user names
 // leads all that are shown.
 template <typename T, typename S>
 Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S where) {
-    // Look at the layouts that are shown, then at yours.
+    // Yours is the last of the layouts, as leads_at() wants it.
     Flip flip;
     FlipSearch s = {q, "", a.best, {}, {}};
     s.shown.push_back(yours);

@@ -50,8 +50,9 @@ inline std::string plot_axis(const PlotScale& s, double other, bool across,
     std::string text;
     double tick = tick_of(s.high - s.low);
     double first = std::ceil(s.low / tick) * tick;
+
+    // Draw them away from the plot, with their numbers beyond.
     for (double v = first; v <= s.high; v += tick) {
-        // Marks point away from the plot, and numbers stand beyond them.
         double at = s.at(v);
         std::string number = concat(v, " ", unit);
         if (across) {

@@ -713,8 +713,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
     };
 
     // Make a proposal a trial; false: it does not fit, or is refused. If its estimate is below nine
-    // tenths of the room it surely fits: the closed form is never off by so much. It does not know
-    // what an offloaded one takes of the host.
+    // tenths of the room it surely fits: the closed form is never off by so much. What an offloaded
+    // one takes of the host is an estimate too, so that one is always placed.
     auto try_proposal = [&](const Proposal& p) {
         Trial t = {p};
         bool sure = p.estimate.bytes < 0.9 * q.room && !p.offload;

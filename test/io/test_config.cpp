@@ -302,7 +302,14 @@ TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_HAS(check({"--local-ranks", "1", "--tp", "2", "--explain"}), "are 2 ranks, and there are 1");
     EXPECT_HAS(check({"--dp", "2"}), "are 2 ranks, and there are 1: use --local-ranks 2");
     EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
+
+    // A stage needs a layer, and more stages on a rank need a schedule that knows of them.
     EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
+    EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
+
+    // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups itself,
+    // so it takes no others.
+    EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
     EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
     EXPECT_EQ(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2"}), "");
     EXPECT_EQ(check({"--local-ranks", "4", "--zero", "2", "--hpz", "1"}), "");
@@ -312,8 +319,6 @@ TEST(Config, TheLayoutMakesTheRanks) {
                "leave --zero-group out");
     EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2", "--offload", "weights"}),
                "--offload weights does not");
-    EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
-    EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
 }
 
 TEST(Config, TensorParallelRanksShareEqually) {

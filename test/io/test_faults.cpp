@@ -703,6 +703,7 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
 
 // A Llama's configuration with every field that is read.
 static nlohmann::json llama_json() {
+    // Sizes; then how blocks compute; then the scaling of positions, which is an object of its own.
     return {{"model_type", "llama"},
             {"hidden_size", 16},
             {"num_attention_heads", 4},
@@ -712,12 +713,14 @@ static nlohmann::json llama_json() {
             {"vocab_size", 9},
             {"max_position_embeddings", 64},
             {"head_dim", 4},
+
             {"rms_norm_eps", 1e-5},
             {"rope_theta", 1e4},
             {"hidden_act", "silu"},
             {"attention_bias", false},
             {"mlp_bias", false},
             {"tie_word_embeddings", false},
+
             {"rope_scaling",
              {{"rope_type", "llama3"},
               {"factor", 8.0},
@@ -725,6 +728,8 @@ static nlohmann::json llama_json() {
               {"high_freq_factor", 4.0},
               {"original_max_position_embeddings", 16}}}};
 }
+
+// The same for a GPT-2.
 static nlohmann::json gpt2_json() {
     return {{"model_type", "gpt2"},
             {"n_embd", 12},

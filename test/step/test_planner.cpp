@@ -546,11 +546,15 @@ static std::vector<PublishedChoice> published_choices() {
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"},
           {"micro-batch", "4"}},
          0.2, 0.1},
+
+        // Eight stages, a node each, hold the optimizer of 175B without ZeRO.
         {"arXiv:2205.05198, 175B", gpt2_shape(96, 96, 12288, 51200, 2048), "a100-80", 64, 2048,
          64 * 2048,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"recompute", "selective"}, {"pp", "8"},
           {"pipeline", "interleaved"}, {"chunks", "3"}, {"micro-batch", "1"}},
          0.1, 0.08},
+
+        // At 405B that program has ZeRO too, so nothing without it is compared.
         {"arXiv:2407.21783, 405B", llama31_shape(126, 128, 16384, 53248), "h100", 16384, 8192,
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},

@@ -160,7 +160,7 @@ TEST(Simulator, ALateUpdateRunsBesideLayers) {
     EXPECT_NEAR(seconds(small, false) / on_time, 1, 1e-9);
     EXPECT_NEAR((on_time - seconds(large, true)) / updates, 1, 1e-9);
 
-    // They take as long as slow memory does: no step is shorter than its updates.
+    // With slow memory updates take longer than layers: no step is shorter than they are.
     c.machine.memory_tb /= 50;
     double slow = seconds(small, true);
     EXPECT_GE(slow, all_updates());
@@ -238,6 +238,7 @@ TEST(Published, VTrainsSweepsOnA100) {
         EXPECT_GT(share_in_order(pairs), 0.75);
         EXPECT_LT(regret_of(pairs), 0.05);
     }
+
     report("vTrain, fitted", fitted, 0.15);
     report("vTrain, held out", held, 0.15);
     EXPECT_LT(mean_error(fitted), 0.078);
@@ -538,8 +539,8 @@ TEST(Published, TorchtitanOnH100) {
 }
 
 // Reduce-scatters and all-gathers over 2 to 128 nodes of eight cards reach the shares of the links'
-// rate that were measured, by one line for 16 MB and for 16 GB, for 16 ranks and for 1,024. Its time
-// for each rank of the ring is fitted to this table.
+// rate that were measured, by one formula for 16 MB and for 16 GB, for 16 ranks and for 1,024. Its
+// time for each rank of the ring is fitted to this table.
 TEST(Published, RingsOverManyNodes) {
     Machine m = machine_of("h100");
     m.nic = 0.96;
@@ -615,6 +616,7 @@ static CostModel slow_links() {
     return c;
 }
 
+// Layouts of one to 64 ranks: every pipeline, ZeRO's stages, and every axis but ep.
 struct SmallCase {
     int tp, cp, pp, dp, zero, zero_group, chunks;
     Pipeline pipeline;
@@ -626,12 +628,14 @@ static const SmallCase small_cases[] = {
     {1, 1, 4, 2, 3, 0, 1, Pipeline::GPIPE},       {2, 1, 4, 1, 0, 0, 2, Pipeline::INTERLEAVED},
 };
 
-// The plans of a case: of one pipeline, or of all ranks.
+// A case with its model, and its plans: of one pipeline, or of all ranks.
 struct SmallRun {
     Layout layout;
     Model model;
     PlanOptions options;
+
     SmallRun(const SmallCase& s, int micro_batches, bool tied = true) {
+        // Lay out a small model.
         Shape shape = gpt2_shape(10, 8, 512, 1000, 512);
         shape.tied = tied;
         layout.tp.size = s.tp, layout.cp.size = s.cp, layout.pp.size = s.pp, layout.dp.size = s.dp;
@@ -639,10 +643,14 @@ struct SmallRun {
         layout.chunks = s.chunks, layout.pipeline = s.pipeline;
         if (layout.stages() > 1) layout.first_layer = equal_stages(shape.L, layout.stages());
         model = make_model(shape, layout);
+
+        // Recompute some, so that R is there too.
         options.B = 2, options.T = 512, options.micro_batches = micro_batches;
         options.recompute = Recompute::SELECTIVE;
         options.split_backward = s.pipeline == Pipeline::ZERO_BUBBLE;
     }
+
+    // The step by one pipeline, which stands for all ranks.
     StepTime folded(const CostModel& c) const {
         return simulate_step(make_plans(layout, model, options), model, action_cost(c, model));
     }
@@ -696,7 +704,7 @@ TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
         Times t;
         bool block = a.layer > 0 && a.layer <= 2 * p.layout.pp.size * p.layout.chunks;
         bool second = a.layer % 2 == 0;
-        double seconds = a.op == Op::F ? 1 : a.op == Op::B ? 2 : 1;
+        double seconds = a.op == Op::B ? 2 : 1;
         if (computes(a.op) && block && second) t.products = seconds;
         return t;
     }};
@@ -724,8 +732,8 @@ TEST(Simulator, FreeMessagesGiveThePipelinesSimulationToTheBit) {
 }
 
 // Where cores carry messages too, a step takes at least the sum of all actions. It takes a little
-// more: a wait for a stream that another message has counts that one's time, and so does its own
-// place. Where cores do not, a message beside layers costs nothing.
+// more: a wait for a message that stands in line behind another one includes that one's time, which
+// counts again where it is due itself. Where cores do not, a message beside layers costs nothing.
 TEST(Simulator, ContentionTakesTheTimeOfMessagesFromLayers) {
     CostModel c = slow_links();
     Layout layout;
@@ -763,15 +771,17 @@ TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
         }
 }
 
-// A machine that is better in one number never takes longer, and every number matters in some case.
+// A machine that is better in one number never takes longer. Every number matters in some case, but
+// for those that these cases do not use.
 TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
     std::set<std::string> idle = {"single_tf", "memory_gb", "cards", "launch_us", "sms",
                                   "host_gb", "disk_gb", "host_ram_gb", // no case moves anything
                                   "watts", "dollars_hour", "host_watts", "pue", "grid_g"};
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
-        bool matters = false, slower = name == "latency_us" || name == "launch_us" ||
-                                        name == "hop_us" || name == "contention";
+        bool slower = name == "latency_us" || name == "launch_us" || name == "hop_us" ||
+                      name == "contention";
+        bool matters = false;
         for (const SmallCase& s : small_cases) {
             // Time a case before and after the number grows by a tenth.
             SmallRun run(s, 4);
@@ -864,8 +874,8 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_EQ(ring.context, 0);
 }
 
-// Tokens travel to experts on other ranks while the shared expert computes: of a pass's messages
-// the first is hidden by two products, in backward by one and another by three.
+// Tokens travel to experts on other ranks while the shared expert computes. Forward its first two
+// products hide a message; backward one product hides a message of I, and three hide one of W.
 TEST(Simulator, ASharedExpertHidesMessages) {
     CostModel c;
     c.machine = machine_of("h100");
