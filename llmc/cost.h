@@ -1,8 +1,8 @@
 // cost.h - seconds of each action of a plan on a machine, by the model's tables - arXiv:2104.04473
 //   N = B T / cp rows of a micro-batch on a rank, e bytes of an element. P, H, link: the rates that
 //   runs reach (machine.h). a: a collective's latency. tau: the host's time for a block's launches.
-//     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles of 128 x 256 that
-//                 do not fill all SMs. A thin product: its bytes / H. Frozen matrices have no
+//     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles that do not
+//                 fill all SMs. A thin product: its bytes / H. Frozen matrices have no
 //                 weight gradient
 //     attention   4 N keys Q / P, Q channels of queries; T/2 keys on average and half a tile, 2.5
 //                 times as much backward. A ring takes keys in pieces, at 90% of the rate:
@@ -169,15 +169,26 @@ inline bool is_gated(const Shape& s) {
 // Return the inner channels of a token's ffn; with experts, those of all K that the token chose.
 inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
 
+// A tile of a product's output, and its rate beside the best: a smaller one reads more for as much.
+struct ProductTile { double rows, columns, rate; };
+constexpr ProductTile PRODUCT_TILES[] = {{128, 256, 1}, {256, 128, 1}, {128, 128, 0.95},
+                                         {128, 64, 0.85}, {64, 128, 0.85}}; // rates are assumed
+
 // Return the factor by which tiles waste time: those beyond the last full wave cost a full wave.
+// Libraries take the tile that wastes least.
 inline double tile_waves(const Machine& machine, double rows, double columns) {
     if (machine.sms == 1) return 1;
 
-    // Take tiles of 128 x 256, which the fast kernels of all libraries use for large sizes.
-    double tiles = std::ceil(rows / 128) * std::ceil(columns / 256);
-    double exact = rows / 128 * columns / 256;
-    return std::ceil(tiles / machine.sms) * machine.sms / exact;
+    double least = INFINITY;
+    for (const ProductTile& t : PRODUCT_TILES) {
+        double tiles = std::ceil(rows / t.rows) * std::ceil(columns / t.columns);
+        double exact = rows / t.rows * columns / t.columns;
+        double waves = std::ceil(tiles / machine.sms);
+        least = std::min(least, waves * machine.sms / exact / t.rate);
+    }
+    return least;
 }
+
 // Return the seconds of a product (rows,in) x (in,out).
 inline double product_seconds(const CostModel& c, double rows, double out, double in) {
     double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);

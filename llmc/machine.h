@@ -1,8 +1,8 @@
 // machine.h - a table of machines: rates of a card and its links, and the shares that runs reach
 //   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Those of
-//   a100-80 and h100 are fitted to published step times, which test_simulator names; all others are
-//   priors. machine_named() takes a row's name, or a FILE of `name = value` lines that
-//   changes some numbers of a row:
+//   a100-80 are fitted to published step times, which test_simulator names; all others are priors.
+//   machine_named() takes a row's name, or a FILE of `name = value` lines that changes some numbers
+//   of a row:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
 //   A share above 1, a rate of 0 and an unknown name are refused. --calibrate writes such a file.
 #pragma once
@@ -87,7 +87,7 @@ inline const std::vector<Machine>& machines() {
         {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108, 400,  300, 25, 8,
          .72, .48, .80, .78, .80},
         {"a100-80", "A100", 312, 19.5, 2.039, 80, 108, 400,  300, 25, 8,
-         .80, .48, .60, .80, .94, 68},
+         .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 4, 0, .62},
         {"l40s", "L40S", 362, 91.6, 0.864, 48, 142, 350,  32, 25, 8,
          .60, .48, .80, .70, .80},
         {"a10g", "A10G", 70, 35, 0.6, 24, 80, 300,  32, 1.56, 8,

@@ -253,7 +253,7 @@ inline bool finish_due(Simulator& s, int r) {
         double bubble = wait > 0 ? std::max(0.0, m.met - std::max(me.now, m.ready)) : 0;
         me.parts.bubble += bubble;
         me.parts.*part += wait - bubble;
-        me.now += taken + wait;
+        me.now = std::max(me.now, m.end) + taken;
     }
     return true;
 }

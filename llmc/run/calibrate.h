@@ -415,13 +415,15 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     // which there remain those that are not measured: no waves of tiles, for example.
     Measurements m;
     const Machine* row = nullptr;
-    if constexpr (!std::is_same_v<S, Cpu>)
+    constexpr bool gpu = !std::is_same_v<S, Cpu>;
+    if constexpr (gpu)
         row = machine_of_device(device_name(where));
     m.known = row != nullptr;
     m.precision = c.precision;
     std::string base = row ? row->name : "cpu";
     or_die(machine_named(&m.machine, base));
     m.machine.cards = each;
+    if (gpu) m.machine.contention = 0; // not measured; its messages leave the SMs to layers
     if (!m.known) {
         // Take the memory that is there; the fastest copy will be the peak of its rate.
         m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(run, where);
