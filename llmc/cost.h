@@ -502,6 +502,23 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
     return links.shard.all_gather(bytes) + sum_replicas(bytes / links.shard.n);
 }
 
+// Return the seconds of GATHER: the shard's ranks bring a bucket's weights together.
+inline double gather_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    double bytes = gathered_bytes(c, p, model, bucket);
+    if (gathers_codes(p, model, bucket))
+        bytes = double(codes_bytes(p, model, bucket));
+    Group group = model.buckets[bucket].group;
+    return bucket_links(p.layout, c.machine, group).shard.all_gather(bytes);
+}
+
+// Return the seconds of PUBLISH. Of weights that are near, replicas bring a shard together.
+inline double publish_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    if (!p.layout.weights_near) return gather_seconds(c, p, model, bucket);
+    const Bucket& b = model.buckets[bucket];
+    double bytes = c.element * double(shard_elements(p.layout, b));
+    return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
+}
+
 // Return the seconds of UPDATE:
 // it reads and writes weight, gradient, master and moments of this rank's range.
 inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket,
@@ -584,20 +601,6 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
                             const Action& a) {
     Times t;
     double latency = p.layout.world() > 1 ? c.machine.latency_us * 1e-6 : 0;
-    auto bucket_gather = [&] {
-        const Bucket& b = model.buckets[a.bucket];
-        double bytes = gathered_bytes(c, p, model, a.bucket);
-        if (gathers_codes(p, model, a.bucket))
-            bytes = double(codes_bytes(p, model, a.bucket));
-        return bucket_links(p.layout, c.machine, b.group).shard.all_gather(bytes);
-    };
-    auto bucket_publish = [&] {
-        // Replicas bring together a shard of weights that are near.
-        if (!p.layout.weights_near) return bucket_gather();
-        const Bucket& b = model.buckets[a.bucket];
-        double bytes = c.element * double(shard_elements(p.layout, b));
-        return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
-    };
     switch (a.op) {
     // Layers, including the messages inside them.
     case Op::F:
@@ -622,8 +625,8 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     // Collectives in the plan's own queue.
     case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
     case Op::REDUCE: t.data = reduce_seconds(c, p, model, a.bucket); break;
-    case Op::GATHER: t.data = bucket_gather(); break;
-    case Op::PUBLISH: t.data = bucket_publish(); break;
+    case Op::GATHER: t.data = gather_seconds(c, p, model, a.bucket); break;
+    case Op::PUBLISH: t.data = publish_seconds(c, p, model, a.bucket); break;
 
     case Op::FETCH:
     case Op::PARK:

@@ -102,23 +102,23 @@ struct BucketEstimate {
 };
 
 // Estimates that layouts share: those with equal keys share an entry.
-typedef std::array<int, 11> EstimateKey;
+typedef std::array<int, 14> EstimateKey;
 typedef std::pair<int, std::vector<int>> StageSplit; // pp, and the first layers of all stages
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
     CostModel cost;
     S where;
-    std::map<EstimateKey, Model> models = {};                        // by tp, ep
+    std::map<EstimateKey, Model> models = {}; // by tp, ep, whole experts
     std::map<EstimateKey, std::vector<LayerEstimate>> layers = {};   // [layer]
     std::map<EstimateKey, std::vector<BucketEstimate>> buckets = {}; // [layer]
     std::map<StageSplit, std::vector<size_t>> kinds = {}; // [rank]: kinds_of_ranks()
 };
 
-// Return the model of a layout, made at most once for each tp and ep.
+// Return the model of a layout, made at most once for each way to cut it.
 template <typename T, typename S>
 const Model& model_of(Planner<T, S>& planner, const Layout& layout) {
     // Take the pieces of the layout's rank for all: no rank has larger ones.
-    EstimateKey key = {layout.tp.size, layout.ep};
+    EstimateKey key = {layout.tp.size, layout.ep, layout.whole_experts};
     auto found = planner.models.find(key);
     if (found == planner.models.end())
         found = planner.models.emplace(key, make_model(planner.shape, layout)).first;
@@ -170,9 +170,9 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
 
     // The sizes decide the bytes and the work; ranks in the same node decide the speed of messages.
     auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
-    EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.sequence_parallel, int(p.B),
-                       int(p.recompute.of(1)), near(&Layout::tp), near(&Layout::cp),
-                       near(&Layout::dp)};
+    EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.whole_experts,
+                       l.sequence_parallel, int(p.B), int(p.recompute.of(1)), near(&Layout::tp),
+                       near(&Layout::cp), near(&Layout::dp)};
     auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 
@@ -214,18 +214,16 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         // Count the weights, which frozen buckets have too. Those that are cut or lie in another
         // tier come for each use; a shard comes to STAGED first.
         const Bucket& bucket = model.buckets[b];
-        BucketLinks links = bucket_links(p.layout, c.machine, bucket.group);
-        double gather = links.shard.all_gather(gathered_bytes(c, p, model, b));
         bool cut = is_sharded(p.layout, model, {Kind::WEIGHT, b});
         keep(away.weights, WEIGHTS, bytes(Kind::WEIGHT));
-        if (cut) e.gather += gather;
+        if (cut) e.gather += gather_seconds(c, p, model, b);
         if (cut || p.layout.weights_away) e.weights += bytes(Kind::GATHERED);
         if (p.layout.weights_away) {
             e.weights += cut ? bytes(Kind::STAGED) : 0;
             e.fetch += bytes(fetched_kind(p.layout, model, b)) / rate;
         }
         if (!bucket.trainable) continue;
-        if (is_published(p.layout, bucket)) e.publish += gather;
+        if (is_published(p.layout, bucket)) e.publish += publish_seconds(c, p, model, b);
 
         // Count what only trainable buckets have. A gradient that lies in another tier comes for
         // each micro-batch, and leaves again.
@@ -265,9 +263,9 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     const Layout& l = p.layout;
     const Machine& machine = planner.cost.machine;
     // Buckets do not depend on micro-batches.
-    EstimateKey key = {l.tp.size, l.ep, l.zero, l.zero_group, l.dp.size * l.cp.size,
-                       axis_in_node(l, machine, &Layout::cp),
-                       axis_in_node(l, machine, &Layout::dp), int(p.masters),
+    EstimateKey key = {l.tp.size, l.ep, l.whole_experts, l.zero, l.zero_group, l.weights_near,
+                       l.dp.size * l.cp.size, ranks_in_node(l, machine, Group::DATA),
+                       ranks_in_node(l, machine, Group::EXPERTS), int(p.masters),
                        int(p.offload.optimizer), int(p.offload.gradients),
                        int(p.offload.weights)};
     auto [entry, fresh] = planner.buckets.try_emplace(key);

@@ -361,9 +361,6 @@ inline std::string check_hpz(const Config& c) {
         return flag + " is not built with --ep and --etp: leave one of them out";
     if (offloads(c, "weights"))
         return flag + " keeps weights near, --offload weights does not: leave one of them out";
-    if (c.plan == "auto" && !c.explain)
-        return "--plan auto tries no --hpz: plan without it, and add it to the command that it "
-               "prints";
     if (data_ranks(c) % c.hpz)
         return concat(flag, " does not divide --dp ", c.dp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "");
@@ -819,9 +816,6 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
-    if (c.etp)
-        return "--plan auto looks at experts that --tp cuts: leave --etp out, and add it to the "
-               "command that it prints";
     if (c.loss == "distill")
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
@@ -890,7 +884,10 @@ inline std::string check_fit(const Config& c) {
 }
 
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
-inline std::string config_check(Config& c, const Shape& s, int processes = 1) {
+inline std::string config_check(Config& c, Shape s, int processes = 1) {
+    // The planner has one shape for many layouts: whether experts are whole is up to the flags.
+    s.whole_experts = s.E && has_whole_experts(c);
+
     // First check what needs no other number: later messages then speak of a possible shape.
     std::string wrong = check_device(c);
     if (wrong.empty()) wrong = check_shape(s);

@@ -17,7 +17,7 @@ inline bool is_planned(const std::string& flag) {
     static const std::set<std::string> names = {
         "dp", "tp", "pp", "cp", "ep", "chunks", "zero", "sequence-parallel", "pipeline",
         "recompute", "micro-batch", "batch-tokens", "plan", "gpus", "machine", "explain",
-        "cp-method", "grid-order", "zero-group"};
+        "cp-method", "grid-order", "zero-group", "hpz", "etp"};
     return names.count(flag) > 0;
 }
 
@@ -158,6 +158,7 @@ inline int nearest_gpus(PlanQuestion q) {
         p.tp = tp;
         p.pp = pp;
         p.dp = dp;
+        p.sequence_parallel = p.whole_experts();
         if (ranks <= q.gpus && refuse_proposal(q, p).empty()) return ranks;
     }
     return 0;

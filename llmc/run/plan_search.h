@@ -2,10 +2,11 @@
 //   1. LIST      every grid of the ranks, its schedules, micro-batches, ZeRO stages and levels of
 //                recomputation. config_check() decides what is allowed, so no rule is written
 //                twice. Rules that shorten the list: tensor parallelism stays inside a node; ZeRO
-//                shares out a bucket among all ranks or those of a node; data-parallel ranks come
-//                next to tensor-parallel ones where that is faster by the links; and the method of
-//                context parallelism is the fastest for a block. The global batch, the sequence
-//                length and what the flags say of these stay as the user gave them
+//                shares out a bucket among all ranks or those of a node, or its weights among
+//                these; data-parallel ranks come next to tensor-parallel ones where that is faster
+//                by the links; and the method of context parallelism is the fastest for a block.
+//                The global batch, the sequence length and what the flags say of these stay as the
+//                user gave them
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
 //   3. SIMULATE  the best few, as the plans that would run (simulator.h), and place them in memory
 //   4. CHOOSE    times within 2% of the fastest are a tie: the fewest techniques win, then the
@@ -25,7 +26,7 @@ struct Proposal {
     int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1; // ranks along each axis
     // Pipeline stages of a rank, ZeRO's stage, sequences of a micro-batch.
     int chunks = 1, zero = 0, B = 1;
-    int zero_group = 0; // as --zero-group has it
+    int zero_group = 0, hpz = 0, etp = 0; // as the flags of these names have them
     bool sequence_parallel = false;
     std::string cp_method = "gather", order = "tp-pp-dp";
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
@@ -36,13 +37,17 @@ struct Proposal {
     unsigned offload = 0;
     Estimate estimate = {};
 
+    // Whether tensor-parallel ranks cut no expert.
+    bool whole_experts() const { return etp == 1 && tp > 1; }
+
     // How much a user has to know to run this layout. An axis counts ten, because it
     // brings messages of its own; any other technique counts one, a higher level of ZeRO
     // or of recomputation more.
     int techniques() const {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");
-        return 10 * axes + zero + (zero_group > 0) + orders + sequence_parallel + (chunks > 1) +
+        int groups = (zero_group > 0) + (hpz > 1) + whole_experts();
+        return 10 * axes + zero + groups + orders + sequence_parallel + (chunks > 1) +
                (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder +
                std::popcount(offload);
     }
@@ -83,9 +88,11 @@ inline std::string proposal_text(const Proposal& p) {
     add("pipeline", pipeline_name(p.pipeline), p.pipeline != Pipeline::ONE_F_ONE_B);
     add("chunks", p.chunks, p.chunks > 1);
     add("ep", p.ep, p.ep > 1);
+    add("etp", p.etp, p.etp > 0);
 
     add("zero", p.zero, p.zero > 0);
     add("zero-group", p.zero_group, p.zero > 0 && p.zero_group > 0);
+    add("hpz", p.hpz, p.hpz > 0);
     add("grid-order", p.order, p.order != "tp-pp-dp");
     add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
     add("masters", "remainder", p.remainder);
@@ -101,6 +108,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.pp = p.pp;
     c.cp = p.cp;
     c.ep = p.ep;
+    c.etp = p.etp;
     c.cp_method = p.cp_method;
     c.grid_order = p.order;
 
@@ -108,6 +116,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.chunks = p.chunks;
     c.zero = p.zero;
     c.zero_group = p.zero_group;
+    c.hpz = p.hpz;
     c.micro_batch = p.B;
     c.sequence_parallel = p.sequence_parallel;
     c.pipeline = pipeline_name(p.pipeline);
@@ -125,6 +134,7 @@ inline Proposal proposal_of(const Config& c) {
     p.pp = c.pp;
     p.cp = c.cp;
     p.ep = c.ep;
+    p.etp = c.etp;
     p.cp_method = c.cp_method;
     p.order = c.grid_order;
 
@@ -132,6 +142,7 @@ inline Proposal proposal_of(const Config& c) {
     p.chunks = c.chunks;
     p.zero = c.zero;
     p.zero_group = c.zero_group;
+    p.hpz = c.hpz;
     p.B = c.micro_batch;
     p.sequence_parallel = c.sequence_parallel;
     p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
@@ -159,6 +170,11 @@ inline Proposal plain_proposal(const PlanQuestion& q) {
     p.cp_method = q.config.cp_method;
     p.order = q.config.grid_order;
     p.zero_group = q.config.zero_group;
+    p.etp = q.config.etp;
+
+    // Weights that stay near are cut in ZeRO-3 alone.
+    p.hpz = q.config.hpz;
+    p.zero = keeps_weights_near(q.config) ? 3 : 0;
     return p;
 }
 
@@ -180,6 +196,13 @@ inline std::string refuse_proposal(const PlanQuestion& q, const Proposal& p) {
     Config c = q.config;
     set_proposal(c, p);
     return config_check(c, q.shape);
+}
+
+// The values of --etp to try: tp ranks cut all experts or none. A user's flag leaves no choice.
+inline std::vector<int> etp_choices(const PlanQuestion& q, int tp) {
+    bool open = q.shape.E && tp > 1 && !given(q.config, "etp");
+    if (open) return {0, 1};
+    return {q.config.etp};
 }
 
 // The allowed grids of q.gpus ranks, each as a proposal without other techniques.
@@ -206,11 +229,16 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
                 p.cp = cp;
                 p.dp = q.gpus / tp / pp / cp; // what is left
 
-                // Distribute experts over ranks that see different tokens: those of dp and cp.
-                for (int ep : q.shape.E ? divisors : one) {
-                    p.ep = ep;
-                    if (p.dp * p.cp % ep == 0) ask(p);
-                }
+                // Distribute experts over ranks that see different tokens: those of dp and cp, and
+                // of tp where experts are whole, which wants sequence parallelism.
+                for (int etp : etp_choices(q, tp))
+                    for (int ep : q.shape.E ? divisors : one) {
+                        p.etp = etp;
+                        p.ep = ep;
+                        p.sequence_parallel = p.whole_experts();
+                        int routing = p.dp * p.cp * (p.whole_experts() ? tp : 1);
+                        if (routing % ep == 0) ask(p);
+                    }
             }
     return grids;
 }
@@ -312,6 +340,7 @@ template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const 
     layout.pp.size = p.pp;
     layout.cp.size = p.cp;
     layout.ep = p.ep;
+    layout.whole_experts = p.whole_experts();
     layout.ep_exchange = p.ep > 1 && c.ep_method == "exchange";
     ContextChoice context;
     read_context_method(p.cp_method, &context);
@@ -339,15 +368,28 @@ inline std::vector<std::string> orders_of(const PlanQuestion& q, const Proposal&
     return {p.order, "tp-dp-pp"};
 }
 
-// The data-parallel ranks of a node, if ZeRO may share out each bucket among these alone: where
-// there are several nodes, and no flag says otherwise; else 0. Groups between a node's ranks and
-// all ranks send as much across nodes as all.
-inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& layout) {
+// Which ranks share out a bucket: those of the user's flags, or else all; those of a node
+// (--zero-group); or those of a node its weights, and all ranks the rest (--hpz).
+enum class Sharing { ASKED, NODE, NEAR };
+
+// The data-parallel ranks of a node, if ZeRO may share out each bucket among these alone, or its
+// weights: where there are several nodes, and no flag says otherwise; else 0. Groups between a
+// node's ranks and all ranks send as much across nodes as all.
+inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& layout,
+                      Sharing sharing) {
+    // Look at what the flags leave open. Experts that are shared out have groups of their own.
+    const Config& c = q.config;
+    bool open = !given(c, "zero-group") && !keeps_weights_near(c) && p.zero > 0;
+    if (sharing == Sharing::NEAR)
+        open &= !given(c, "hpz") && p.zero == 3 && !offloads(c, "weights");
+    if (!open || p.ep > 1 || p.whole_experts()) return 0;
+
+    // Look at the nodes.
     int near = axis_in_node(layout, q.machine, &Layout::cp) *
                axis_in_node(layout, q.machine, &Layout::dp);
     int all = p.dp * p.cp;
     bool apart = near > 1 && near < all && all % near == 0;
-    return apart && p.ep == 1 && p.zero > 0 && !given(q.config, "zero-group") ? near : 0;
+    return apart ? near : 0;
 }
 
 // Choose the method of context parallelism by which a block takes least time, unless the user has.
@@ -371,10 +413,10 @@ void choose_method(Estimator<T, S>& e, Proposal& p) {
     p = best;
 }
 
-// Estimate a placed proposal in the faster order of its grid. in_nodes: ZeRO shares out buckets
-// among the ranks of a node. Without such ranks the estimate is infinite.
+// Estimate a placed proposal in the faster order of its grid. Where ZeRO has no such groups as
+// `sharing` wants, the estimate is infinite.
 template <typename T, typename S>
-void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
+void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
     Layout& layout = e.plan.layout;
     e.plan.masters = p.remainder ? Masters::REMAINDER : e.asked.masters;
     Tier away = e.q.config.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
@@ -387,17 +429,19 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, bool in_nodes) {
     best.estimate.seconds = INFINITY;
     for (const std::string& order : orders_of(e.q, p)) {
         layout.order = layout_order(order);
-        int group = node_group(e.q, p, layout);
-        if (in_nodes && group == 0) continue;
-        layout.zero_group = in_nodes ? group : p.zero_group;
+        Proposal x = p;
+        x.order = order;
+        if (sharing != Sharing::ASKED) {
+            int group = node_group(e.q, p, layout, sharing);
+            if (group == 0) continue;
+            (sharing == Sharing::NODE ? x.zero_group : x.hpz) = group;
+        }
+        layout.weights_near = x.hpz > 1;
+        layout.zero_group = layout.weights_near ? x.hpz : x.zero_group;
 
         // Keep the faster one.
-        Estimate estimate = estimate_layout(e.planner, e.plan);
-        if (estimate.seconds >= best.estimate.seconds)
-            continue;
-        best.estimate = estimate;
-        best.order = order;
-        best.zero_group = layout.zero_group;
+        x.estimate = estimate_layout(e.planner, e.plan);
+        if (x.estimate.seconds < best.estimate.seconds) best = x;
     }
     p = best;
 }
@@ -446,7 +490,7 @@ inline double most_saved(const Estimate& e, const Saving& saving, double room) {
 // A set is left out if a part of it surely makes the layout fit. keep() the fastest, to the first
 // that surely fits and those that tie with it.
 template <typename T, typename S, typename Keep>
-void make_room(Estimator<T, S>& e, const Proposal& p, bool in_nodes,
+void make_room(Estimator<T, S>& e, const Proposal& p, Sharing sharing,
                const std::vector<Saving>& savings, Keep keep) {
     std::vector<unsigned> enough; // sets by which it surely fits
     std::vector<Proposal> all;
@@ -456,12 +500,14 @@ void make_room(Estimator<T, S>& e, const Proposal& p, bool in_nodes,
         double saved = most_saved(p.estimate, saving, room);
         bool decides = saved > 0 && p.estimate.bytes - saved < 1.1 * room;
         auto contained = [&](unsigned set) { return (set & saving.offload) == set; };
-        if (!decides || std::any_of(enough.begin(), enough.end(), contained)) continue;
+        bool refused = p.hpz > 1 && moves_row(saving.offload, WEIGHTS); // they stay near
+        bool idle = !decides || std::any_of(enough.begin(), enough.end(), contained);
+        if (idle || refused) continue;
 
         Proposal smaller = p;
         smaller.remainder = saving.remainder;
         smaller.offload = saving.offload;
-        estimate_orders(e, smaller, in_nodes);
+        estimate_orders(e, smaller, sharing);
         all.push_back(smaller);
         if (surely_fits(e.q, smaller)) enough.push_back(saving.offload);
     }
@@ -514,13 +560,13 @@ Search search_layouts(const PlanQuestion& q, S where) {
         for (Proposal p : list_schedules(q, grid)) {
             place_estimate(e, p);
             int last_zero = p.dp * p.cp > 1 ? 3 : 0;
-            for (p.zero = 0; p.zero <= last_zero; p.zero++)
-                for (bool in_nodes : {false, true})
+            for (p.zero = grid.zero; p.zero <= last_zero; p.zero++)
+                for (Sharing sharing : {Sharing::ASKED, Sharing::NODE, Sharing::NEAR})
                     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
                         Proposal x = p;
                         e.plan.layout.zero = p.zero;
                         e.plan.recompute = x.recompute = Recompute(level);
-                        estimate_orders(e, x, in_nodes);
+                        estimate_orders(e, x, sharing);
                         if (x.estimate.seconds == INFINITY)
                             break;
                         keep(x);
@@ -530,7 +576,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
 
                         // Moves take no time off a step that is far from the fastest already.
                         bool slow = x.estimate.seconds > HOPELESS * fastest;
-                        if (!sure && !slow) make_room(e, x, in_nodes, savings, keep);
+                        if (!sure && !slow) make_room(e, x, sharing, savings, keep);
                     }
         }
     }
@@ -700,7 +746,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
     // Estimate all layouts, and count what the limits bound.
     Answer a;
     a.search = search_layouts<T>(q, where);
-    std::map<std::array<int, 4>, size_t> of_grid;
+    std::map<std::array<int, 5>, size_t> of_grid;
     std::vector<Trial> trials;
     size_t placed = 0;
     double actions = 0;
@@ -745,7 +791,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
     for (const Proposal& p : all) {
         if (too_slow(p)) break;
         if (p.estimate.seconds < 1.05 * all[0].estimate.seconds) simple.push_back(p);
-        size_t& count = of_grid[{p.tp, p.pp, p.cp, p.ep}];
+        size_t& count = of_grid[{p.tp, p.pp, p.cp, p.ep, p.etp}];
         bool sure = p.estimate.bytes < 0.9 * q.room; // it need not be placed
         bool enough = trials.size() == MOST_TRIALS || (placed >= MOST_PLACED && !sure) ||
                       (trials.size() >= 3 && actions > MOST_ACTIONS);

@@ -25,8 +25,8 @@ PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
     return q;
 }
 
-// A proposal in every order of the grid, with every group of shards and method along cp that it may
-// have. Where all ranks are in one node these change nothing but the method.
+// A proposal in every order of the grid, with every group of shards or of weights that stay near, and
+// method along cp that it may have. Where all ranks are in one node these change nothing but the method.
 std::vector<Proposal> variants_of(const PlanQuestion& q, Proposal p) {
     // List them: a group of one rank, or of all, is no group.
     bool nodes = q.machine.cards < q.gpus;
@@ -44,10 +44,15 @@ std::vector<Proposal> variants_of(const PlanQuestion& q, Proposal p) {
             for (const std::string& method : methods) {
                 bool apart = group > 1 && group < p.dp * p.cp && p.zero > 0 && nodes;
                 if (group > 1 && !apart) continue;
-                p.zero_group = group > 1 ? group : 0;
                 p.order = order;
                 p.cp_method = method;
-                if (refuse_proposal(q, p).empty()) all.push_back(p);
+                for (bool near : {false, true}) {
+                    bool whole = group == 1 || near;
+                    p.zero_group = whole ? 0 : group;
+                    p.hpz = group > 1 && near ? group : 0;
+                    bool known = near && group == 1;
+                    if (!known && refuse_proposal(q, p).empty()) all.push_back(p);
+                }
             }
     return all;
 }
@@ -142,7 +147,7 @@ TEST(Planner, GroupsAndOrdersFollowTheLinks) {
     p.dp = 8, p.zero = 3;
     Config one = q.config;
     set_proposal(one, p);
-    EXPECT_EQ(node_group(q, p, choose_layout(one, q.shape)), 4);
+    EXPECT_EQ(node_group(q, p, choose_layout(one, q.shape), Sharing::NODE), 4);
     auto gain = [&](double nic_gb) {
         PlanQuestion other = q;
         other.machine.nic_gb = nic_gb;
@@ -174,6 +179,120 @@ TEST(Planner, GroupsAndOrdersFollowTheLinks) {
         ASSERT_EQ(x.zero_group, 2);
         ASSERT_EQ(x.order, "dp-tp-pp");
     }
+}
+
+// Where nodes are far apart, weights that stay near beat shards over all ranks, and shards in each
+// node too, which need more room than there is here. What a flag says of them holds.
+TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
+    // Sixteen ranks in four nodes. One head leaves no tensor parallelism.
+    PlanQuestion q = small_question(16, 1e6);
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.cards = 4, q.machine.nic_gb = 3;
+    q.shape = gpt2_shape(2, 1, 2048, 1000, 4096);
+    q.config.seq = 4096, q.config.batch_tokens = 16 * 4096;
+    auto trial = [&](int zero_group, int hpz) {
+        Proposal p;
+        p.dp = 16, p.zero = 3;
+        p.zero_group = zero_group, p.hpz = hpz;
+        Trial t = simulate_proposal<bf16>(q, p, Cpu{});
+        EXPECT_EQ(t.wrong, "");
+        place_proposal<bf16>(q, t, 0, Cpu{});
+        return t;
+    };
+
+    // Choose with room for these weights, and not for all that a node shares out otherwise.
+    Trial near = trial(0, 4), plain = trial(0, 0), group = trial(4, 0);
+    q.room = 1.1 * near.bytes;
+    EXPECT_GT(group.bytes, q.room);
+    EXPECT_LT(plain.bytes, near.bytes);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    EXPECT_EQ(proposal_text(a.best[a.chosen].proposal), "--dp 16 --zero 3 --hpz 4 --micro-batch 1");
+    EXPECT_DOUBLE_EQ(a.best[a.chosen].seconds, near.seconds);
+    EXPECT_GT(plain.seconds / near.seconds, 1.4);
+
+    // Where links between nodes are as fast as those in them, nothing is gained.
+    PlanQuestion fast = q;
+    fast.machine.nic_gb = fast.machine.link_gb;
+    Answer other = answer_question<bf16>(fast, Cpu{});
+    EXPECT_EQ(other.best[other.chosen].proposal.hpz, 0);
+
+    // On GPUs data leave for the host where room is short, but for weights that stay near.
+    PlanQuestion tight = q;
+    tight.room = 0.6 * near.bytes;
+    sizes_of_gpu = true;
+    std::vector<Proposal> away = search_layouts<bf16>(tight, Cpu{}).proposals;
+    sizes_of_gpu = false;
+    size_t moved = 0;
+    for (const Proposal& x : away) {
+        ASSERT_EQ(refuse_proposal(tight, x), "") << proposal_text(x);
+        moved += x.hpz == 4 && x.offload;
+    }
+    EXPECT_GT(moved, 0u);
+
+    // The user's own flag holds, in groups that are no node's too.
+    EXPECT_EQ(set_flag(q.config, "hpz", "2"), "");
+    Answer asked = answer_question<bf16>(q, Cpu{});
+    for (const Proposal& x : asked.search.proposals) {
+        ASSERT_EQ(x.hpz, 2);
+        ASSERT_EQ(refuse_proposal(q, x), "") << proposal_text(x);
+    }
+    ASSERT_FALSE(asked.best.empty());
+    std::string command = command_text(q.config, q, asked.best[0].proposal);
+    EXPECT_HAS(command, " --zero 3 --hpz 2 ");
+    EXPECT_EQ(command.find("--hpz"), command.rfind("--hpz")) << command;
+
+    // So does one that wants none, and one in whose way all layouts are.
+    EXPECT_EQ(set_flag(q.config, "hpz", "0"), "");
+    for (const Proposal& x : search_layouts<bf16>(q, Cpu{}).proposals)
+        ASSERT_EQ(x.hpz, 0);
+    EXPECT_EQ(set_flag(q.config, "hpz", "3"), "");
+    std::string why;
+    EXPECT_TRUE(list_grids(q, &why).empty());
+    EXPECT_HAS(why, "--hpz 3 does not divide --dp 16");
+}
+
+// Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
+// where narrow experts make rows dear to send. A user's --etp holds for all layouts.
+TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
+    PlanQuestion q = small_question(8, 1e6);
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.cards = 4, q.machine.nic_gb = 10;
+    q.shape = mixtral_shape(llama_shape(2, 8, 8, 2048, 0, 1000, 4096, 1e4), 64, 8, 256);
+    q.config.seq = 4096, q.config.batch_tokens = 4 * 4096;
+    auto ask = [&](const char* etp) {
+        PlanQuestion asked = q;
+        if (*etp) {
+            EXPECT_EQ(set_flag(asked.config, "etp", etp), "");
+        }
+        Answer a = answer_question<bf16>(asked, Cpu{});
+        EXPECT_FALSE(a.best.empty());
+        for (const Proposal& p : a.search.proposals) {
+            EXPECT_EQ(refuse_proposal(asked, p), "") << proposal_text(p);
+            EXPECT_TRUE(!*etp || p.etp == atoi(etp)) << proposal_text(p);
+        }
+        return a;
+    };
+
+    // More ranks may share out experts that are whole than see different data.
+    Answer both = ask(""), cut = ask("0"), whole = ask("1");
+    const Trial& best = both.best[both.chosen];
+    EXPECT_TRUE(best.proposal.whole_experts()) << proposal_text(best.proposal);
+    EXPECT_GT(best.proposal.ep, best.proposal.dp * best.proposal.cp);
+    EXPECT_GT(cut.best[0].seconds / both.best[0].seconds, 1.04);
+    EXPECT_DOUBLE_EQ(whole.best[0].seconds, both.best[0].seconds);
+    EXPECT_EQ(command_text(q.config, q, best.proposal),
+              "mpirun -np 8 build/train_gpt --masters float --batch-tokens 16384 --dp 2 --tp 4 "
+              "--sequence-parallel --ep 4 --etp 1 --zero 1 --micro-batch 2");
+
+    // The flag stays where a single rank cuts nothing, and dense models have none.
+    size_t single = 0;
+    for (const Proposal& p : whole.search.proposals)
+        single += p.tp == 1;
+    EXPECT_GT(single, 0u);
+    PlanQuestion dense = small_question(8, 1e6);
+    for (const Proposal& p : search_layouts<bf16>(dense, Cpu{}).proposals)
+        ASSERT_EQ(p.etp, 0);
 }
 
 // The table of differences adds up: parts of time to the step, rows of memory to the fullest rank.
@@ -323,20 +442,25 @@ TEST(Planner, AChangedNumberStaysANumberOfAMachine) {
 
 // The closed form leaves out how actions wait for each other. Over layouts of all kinds its mean
 // error is below 10% of the simulated time, and below 8% of the arena's bytes.
-static void expect_near(const Shape& shape) {
+static bool any_layout(const Proposal&) { return true; }
+static void expect_near(const Shape& shape, int cards = 8,
+                        std::function<bool(const Proposal&)> wanted = any_layout) {
     // Estimate all layouts of a larger model.
     PlanQuestion q = small_question(8, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.cards = cards;
     q.shape = shape;
     q.config.seq = 1024;
     q.config.batch_tokens = 64 * 1024;
-    Search s = search_layouts<bf16>(q, Cpu{});
+    std::vector<Proposal> all = search_layouts<bf16>(q, Cpu{}).proposals;
+    std::erase_if(all, [&](const Proposal& p) { return !wanted(p); });
+    ASSERT_GT(all.size(), 20u);
 
     // Take 160 of them, fast and slow.
     double time = 0, memory = 0, n = 0;
-    size_t step = s.proposals.size() / 160;
-    for (size_t i = 0; i < s.proposals.size(); i += step) {
-        const Proposal& p = s.proposals[i];
+    size_t step = std::max<size_t>(1, all.size() / 160);
+    for (size_t i = 0; i < all.size(); i += step) {
+        const Proposal& p = all[i];
         Trial t = simulate_proposal<bf16>(q, p, Cpu{});
         place_proposal<bf16>(q, t, p.estimate.fullest, Cpu{});
         time += std::fabs(p.estimate.seconds / t.seconds - 1);
@@ -356,6 +480,44 @@ TEST(Planner, ClosedFormIsNearTheSimulatorAndTheArena) {
 TEST(Planner, ClosedFormKnowsWhatIsFrozen) {
     Shape base = gpt2_shape(14, 16, 2048, 50000, 1024);
     for (int lowest : {0, 7}) expect_near(upper_lora(base, 16, lowest, true));
+}
+
+// The same of weights that stay near in two nodes, and of whole experts.
+TEST(Planner, ClosedFormKnowsWhatStaysNearAndWhole) {
+    expect_near(gpt2_shape(14, 16, 2048, 50000, 1024), 4,
+                [](const Proposal& p) { return p.hpz > 1; });
+    expect_near(mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024), 8,
+                [](const Proposal& p) { return p.whole_experts(); });
+}
+
+// The closed form counts the messages of weights that stay near as the simulator does, and their
+// bytes; groups of as many ranks that share out all the rest too have others.
+TEST(Planner, ClosedFormCountsMessagesOfWeightsThatStayNear) {
+    PlanQuestion q = small_question(8, 1e6);
+    Planner<bf16, Cpu> planner = {q.shape, {q.machine, sizeof(bf16)}, Cpu{}};
+    Plan p;
+    p.B = 1, p.T = 256;
+    p.layout.dp.size = 8, p.layout.zero = 3, p.layout.zero_group = 4;
+
+    // A block has a single bucket, whose padding depends on the shards.
+    const Model& model = model_of(planner, p.layout);
+    int bucket = buckets_of(model, 1)[0];
+    auto elements = [&] { return double(whole_elements(p.layout, model.buckets[bucket])); };
+    BucketEstimate group = buckets_for(planner, p)[1];
+    EXPECT_EQ(group.publish, 0);
+    EXPECT_DOUBLE_EQ(group.lasting, elements() * 18 / 4); // 2 of weights, 4 of each of the others
+
+    p.layout.weights_near = true;
+    BucketEstimate near = buckets_for(planner, p)[1];
+    EXPECT_DOUBLE_EQ(near.lasting, elements() * (2.0 / 4 + 16.0 / 8));
+    auto seconds = [&](Op op) {
+        return action_seconds(planner.cost, p, model, {.op = op, .bucket = bucket}).data;
+    };
+    EXPECT_DOUBLE_EQ(near.publish, seconds(Op::PUBLISH));
+    EXPECT_DOUBLE_EQ(near.gather, seconds(Op::GATHER));
+    EXPECT_DOUBLE_EQ(near.reduce, seconds(Op::REDUCE));
+    EXPECT_LT(near.reduce, group.reduce);
+    EXPECT_LT(near.update, 0.52 * group.update);
 }
 
 // ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times as
@@ -638,7 +800,7 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
 TEST(Planner, AProposalIsReadBackFromItsFlags) {
     Proposal p;
     p.dp = 4, p.tp = 2, p.pp = 2, p.cp = 2;
-    p.chunks = 2, p.zero = 3, p.zero_group = 4, p.B = 2;
+    p.chunks = 2, p.zero = 3, p.zero_group = 4, p.hpz = 2, p.etp = 1, p.B = 2;
     p.sequence_parallel = true;
     p.pipeline = Pipeline::INTERLEAVED;
     p.recompute = Recompute::FULL;
@@ -652,9 +814,10 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     set_proposal(c, p);
     EXPECT_EQ(proposal_text(proposal_of(c)), proposal_text(p));
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
-                                "--pipeline interleaved --chunks 2 --zero 3 --zero-group 4 "
-                                "--grid-order tp-dp-pp --recompute full --masters remainder "
-                                "--offload optimizer,gradients,weights,activations --micro-batch 2");
+                                "--pipeline interleaved --chunks 2 --etp 1 --zero 3 "
+                                "--zero-group 4 --hpz 2 --grid-order tp-dp-pp --recompute full "
+                                "--masters remainder --offload "
+                                "optimizer,gradients,weights,activations --micro-batch 2");
 }
 
 // Where float masters do not fit, remainders may: the planner takes them then, and only then. Where

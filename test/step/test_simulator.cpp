@@ -212,6 +212,33 @@ TEST(Simulator, NarrowGradientsTakeLessTime) {
     EXPECT_NEAR(seconds(Gradients::FLOAT, 3) / hybrid, 3.5 / 4, 0.01);
 }
 
+// Weights that are near (--hpz) are published to the replicas of a shard alone, which send its
+// parts. In a group of four, P elements are shards of P / 4, and of each both replicas have updated
+// half: one ring step with P / 8 of them, over a node's links or, in two nodes, the NIC of each.
+TEST(Simulator, WeightsThatAreNearArePublishedToReplicas) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.element = 2;
+    Plan p;
+    p.layout.dp.size = 8, p.layout.zero = 3;
+    p.layout.zero_group = 4, p.layout.weights_near = true;
+    Model model = make_model(gpt2_shape(2, 64, 8192, 1024, 1024), p.layout);
+    int bucket = buckets_of(model, 1)[0];
+    double bytes = 2.0 * double(whole_elements(p.layout, model.buckets[bucket])) / 8;
+    auto seconds = [&](Op op) {
+        return action_seconds(c, p, model, {.op = op, .bucket = bucket}).data;
+    };
+
+    // The gather of a shard's other three quarters stays in the group.
+    double latency = 1e-6 * c.machine.latency_us, hop = 1e-6 * c.machine.hop_us;
+    double link = c.machine.link_rate(), nic = c.machine.nic_rate();
+    EXPECT_DOUBLE_EQ(seconds(Op::PUBLISH), latency + bytes / link);
+    EXPECT_DOUBLE_EQ(seconds(Op::GATHER), latency + 3 * (2 * bytes / link));
+    c.machine.cards = 4;
+    EXPECT_DOUBLE_EQ(seconds(Op::PUBLISH), latency + hop + bytes / nic);
+    EXPECT_DOUBLE_EQ(seconds(Op::GATHER), latency + 3 * (2 * bytes / link));
+}
+
 } // namespace
 
 // The share of pairs in the right order, among those whose measured times differ by more than 5%.
