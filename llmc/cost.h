@@ -4,6 +4,8 @@
 //     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles that do not
 //                 fill all SMs. A thin product: its bytes / H. Frozen matrices have no
 //                 weight gradient
+//     fp8         a block's products at the rate of 8 bits, or at P where a card has none; and the
+//                 bytes of casting both operands of each / H. The head stays wide
 //     attention   4 N keys Q / P, Q channels of queries; T/2 keys on average and half a tile, 2.5
 //                 times as much backward. A ring takes keys in pieces, at 90% of the rate:
 //                 ring-flash-attention's README, zigzag
@@ -14,13 +16,15 @@
 //                 and (n-1) hops of a ring that leaves a node; a message 20 us + S/link. link: the
 //                 rate between a node's cards, or of all NICs that the group's ranks in one node
 //                 have together. An all-reduce has trees, which need few hops
-//     updates     bytes of weight, gradient, master and moments / H
+//     updates     bytes of weight, gradient, master and moments / H, or / the rate of the host's
+//                 memory where they run there
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
-//   An update on the host counts as one on the device. Not counted: noise between ranks.
+//   Not counted: noise between ranks, casts of weights that ZeRO-3 sends as codes.
 #pragma once
 #include <functional>
 #include <memory>
+#include "casts.h"
 #include "context_parallel.h"
 #include "family.h"
 #include "frozen.h"
@@ -170,9 +174,16 @@ inline bool is_gated(const Shape& s) {
 inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
 
 // A tile of a product's output, and its rate beside the best: a smaller one reads more for as much.
-struct ProductTile { double rows, columns, rate; };
-constexpr ProductTile PRODUCT_TILES[] = {{128, 256, 1}, {256, 128, 1}, {128, 128, 0.95},
-                                         {128, 64, 0.85}, {64, 128, 0.85}}; // rates are assumed
+struct ProductTile {
+    double rows, columns, rate;
+};
+constexpr ProductTile PRODUCT_TILES[] = { // rates are assumed
+    {128, 256, 1},
+    {256, 128, 1},
+    {128, 128, 0.95},
+    {128, 64, 0.85},
+    {64, 128, 0.85},
+};
 
 // Return the factor by which tiles waste time: those beyond the last full wave cost a full wave.
 // Libraries take the tile that wastes least.
@@ -188,10 +199,17 @@ inline double tile_waves(const Machine& machine, double rows, double columns) {
     }
     return least;
 }
+// Return the rate of products of 8-bit codes; 0: the machine multiplies their values.
+inline double codes_rate(const CostModel& c, Fp8 fp8) {
+    return fp8 == Fp8::NONE ? 0 : c.machine.fp8_rate(fp8 == Fp8::BLOCK);
+}
 
 // Return the seconds of a product (rows,in) x (in,out).
-inline double product_seconds(const CostModel& c, double rows, double out, double in) {
-    double best = 2 * rows * out * in / c.machine.gemm_rate(c.element);
+inline double product_seconds(const CostModel& c, double rows, double out, double in,
+                              Fp8 fp8 = Fp8::NONE) {
+    double rate = codes_rate(c, fp8);
+    if (rate == 0) rate = c.machine.gemm_rate(c.element);
+    double best = 2 * rows * out * in / rate;
     // Bound the waste: a small product splits its sum over idle SMs.
     double computing = best * std::min(tile_waves(c.machine, rows, out), 2.0);
 
@@ -222,10 +240,43 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
             double experts = double(w.stack) / w.experts.size;
             double rows = w.stack > 1 ? routed * s.K : N;
             double out = double(w.local_rows()) / experts;
-            seconds += product_seconds(c, rows, out, w.local_cols());
+            Fp8 fp8 = w.matrix >= 0 ? s.fp8 : Fp8::NONE;
+            seconds += product_seconds(c, rows, out, w.local_cols(), fp8);
         }
     }
     return seconds;
+}
+
+// The three products of a matrix (linear.cuh), by what they make.
+enum class Makes { OUT, DINP, DW };
+
+// Return the seconds of casting the operands of one product of each matrix in a block.
+inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
+                           Makes makes) {
+    Fp8 fp8 = model.shape.fp8;
+    if (fp8 == Fp8::NONE) return 0;
+    // Weights whose casts are kept are cast in one micro-batch of a step.
+    double weights = keeps_casts(p, model) ? 1.0 / p.micro_batches : 1;
+    double N = p.rows();
+    double elements = 0;
+    for (const Parameter& w : model.parameters) {
+        if (w.layer != layer || w.matrix < 0) continue;
+        double inp = N * w.local_cols();
+        double dout = N * w.local_rows();
+        double weight = weights * w.local_elements();
+        bool trained = model.buckets[w.bucket].trainable;
+        switch (makes) {
+        case Makes::OUT: elements += inp + weight; break;
+        case Makes::DINP: elements += dout + weight; break;
+        case Makes::DW: elements += trained ? dout + inp : 0; break;
+        }
+    }
+
+    // A scale of a whole operand wants its largest number first. Codes take a byte, and values that
+    // stand in for them as much as before.
+    double read = c.element * (fp8 == Fp8::TENSOR ? 2 : 1);
+    double written = codes_rate(c, fp8) > 0 ? 1 : c.element;
+    return (read + written) * elements / c.machine.memory_rate();
 }
 
 // Return the bytes that a block moves to dequantise its frozen matrices once: codes are read, wide
@@ -240,8 +291,11 @@ inline double dequantised_bytes(const CostModel& c, const Plan& p, const Model& 
     return (codes + c.element) * elements;
 }
 
-// Return the bytes of a bucket's weights that ZeRO-3 gathers: codes where they are narrow.
+// Return the bytes of a bucket's weights that ZeRO-3 gathers: codes where they are narrow, or where
+// products read codes.
 inline double gathered_bytes(const CostModel& c, const Plan& p, const Model& model, int bucket) {
+    if (sends_codes(p, model, bucket))
+        return double(codes_bytes(p, model, bucket));
     double codes = p.stored == Stored::INT8 ? 1 : 0.5;
     double elements = double(whole_elements(p.layout, model.buckets[bucket]));
     double narrow = 0;
@@ -367,6 +421,8 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     Times t = block_messages(c, p, model, s, backward);
     t.products = block_products(c, p, model, layer);
     if (backward) t.products += block_products(c, p, model, layer, true);
+    t.products += cast_seconds(c, p, model, layer, backward ? Makes::DINP : Makes::OUT);
+    if (backward) t.products += cast_seconds(c, p, model, layer, Makes::DW);
 
     // Rounds make gate and up again, and for W also what leads to their gradients.
     if (backward && s.E && s.expert_rounds > 1)
@@ -461,6 +517,7 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
     if (forward || a.op == Op::B) return t;
     Times w;
     w.products = block_products(c, p, model, a.layer, true);
+    w.products += cast_seconds(c, p, model, a.layer, Makes::DW);
     t.products -= w.products;
     return a.op == Op::I ? t : w;
 }
@@ -505,8 +562,6 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
 // Return the seconds of GATHER: the shard's ranks bring a bucket's weights together.
 inline double gather_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket) {
     double bytes = gathered_bytes(c, p, model, bucket);
-    if (gathers_codes(p, model, bucket))
-        bytes = double(codes_bytes(p, model, bucket));
     Group group = model.buckets[bucket].group;
     return bucket_links(p.layout, c.machine, group).shard.all_gather(bytes);
 }
@@ -519,8 +574,8 @@ inline double publish_seconds(const CostModel& c, const Plan& p, const Model& mo
     return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
 }
 
-// Return the seconds of UPDATE:
-// it reads and writes weight, gradient, master and moments of this rank's range.
+// Return the seconds of UPDATE: it reads and writes weight, gradient, master and moments of this
+// rank's range, where it runs. Nothing but memory holds it up: on the host, too.
 inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket,
                              int chunk = -1) {
     // Ignore the scales of 8-bit moments: one for each block of them is too small to count.
@@ -531,7 +586,9 @@ inline double update_seconds(const CostModel& c, const Plan& p, const Model& mod
     // The mean of weights is read and written, and weights or masters are read again.
     if (p.ema) each += 12;
     Range range = chunk_of(updated_range(p.layout, model, bucket), p.offload, chunk);
-    return each * double(range.count) / c.machine.memory_rate();
+    bool host = p.offload.update == Tier::HOST;
+    double rate = host ? c.machine.host_memory_rate() : c.machine.memory_rate();
+    return each * double(range.count) / rate;
 }
 
 // Return the seconds of NORM: it reads the gradients that this rank updates.
@@ -590,7 +647,8 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
     if (a.op == Op::PARK && a.chunk >= 0)
         for (Data d : staged_data(p, a.bucket, a.chunk))
             if (d.kind == Kind::GRAD) bytes -= double(c.bytes(p, d));
-    return bytes / tier_rate(c.machine, tier_of(p, tiered_data(p, model, a).front()));
+    std::vector<Data> lie = tiered_data(p, model, a);
+    return lie.empty() ? 0 : bytes / tier_rate(c.machine, tier_of(p, lie.front()));
 }
 
 // ----------------------------------------------------------------------------

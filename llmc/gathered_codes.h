@@ -21,8 +21,8 @@ namespace llmc {
 
 template <typename T, typename S> struct Trainer;
 
-// Whether the plan gathers a bucket as codes.
-inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
+// Whether ranks that have a bucket gather it as codes.
+inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
     // Look at the recipe and at the plan.
     bool of_blocks = m.shape.fp8 == Fp8::BLOCK;
     bool of_tensors = m.shape.fp8 == Fp8::TENSOR;
@@ -33,10 +33,13 @@ inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
     bool block = m.buckets[bucket].role == Role::BLOCK;
     if (!block || m.shape.E > 0)
         return false;
-    if (!bucket_is_mine(p.layout, m, bucket))
-        return false;
     bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
     return cut && !p.layout.weights_away;
+}
+
+// Whether the plan gathers a bucket as codes: this rank has it.
+inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
+    return sends_codes(p, m, bucket) && bucket_is_mine(p.layout, m, bucket);
 }
 
 // The number of scales of a bucket's matrices.

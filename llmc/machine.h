@@ -13,13 +13,19 @@
 
 namespace llmc {
 
+// The share of `gemm` that products in 8 bits reach of their own peak: the best ones that are
+// published reach 71 to 76% of it, those in bf16 78 to 80% (ml-engineering's page on accelerators).
+constexpr double FP8_GEMM = 0.9;
+
 // A machine: its cards and the links between them.
 struct Machine {
     std::string name;
     std::string device;  // a part of the name by which the driver calls the card
-    // The card: TFLOP/s of dense products in 16 bits and in float, TB/s and GB of its memory, SMs
-    // (1: a CPU, whose products fill no waves of tiles), the limit of its power (0: not known).
-    double half_tf, single_tf, memory_tb, memory_gb, sms, watts;
+    // The card: TFLOP/s of dense products in 16 bits and in float; in 8 bits with one scale for an
+    // operand, and with scales of blocks (0: it has none, and multiplies the codes' values in 16).
+    // TB/s and GB of its memory, SMs (1: a CPU, whose products fill no waves of tiles), the limit
+    // of its power (0: not known).
+    double half_tf, single_tf, fp8_tf, fp8_block_tf, memory_tb, memory_gb, sms, watts;
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
@@ -30,6 +36,9 @@ struct Machine {
     double host_gb = 25;    // GB/s that copies to and from the host's memory reach
     double disk_gb = 5;     // the same of a file on a few drives: a guess
     double host_ram_gb = 256; // GB of the host's memory for each card: a DGX H100's
+    // GB/s of the host's memory for each card, of which updates there take all. A guess: a server's
+    // two sockets have some 400 GB/s for eight cards.
+    double host_memory_gb = 50;
     double hop_us = 4; // of each rank in a ring that leaves a node: fitted to SimAI's table
     // Seconds that a message of one second takes from the layers beside it. 1: a CPU, whose cores
     // carry messages too.
@@ -45,6 +54,9 @@ struct Machine {
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
     double gemm_rate(size_t element) const { return gemm * peak(element); }
+    double fp8_rate(bool blocks) const {
+        return FP8_GEMM * gemm * (blocks ? fp8_block_tf : fp8_tf) * 1e12;
+    }
     double attention_rate(size_t element) const { return attention * peak(element); }
     double memory_rate() const { return memory * memory_tb * 1e12; }
     double elementwise_rate() const {
@@ -53,11 +65,13 @@ struct Machine {
     double link_rate() const { return link * link_gb * 1e9; }
     double nic_rate() const { return nic * nic_gb * 1e9; }
     double host_rate() const { return host_gb * 1e9; }
+    double host_memory_rate() const { return host_memory_gb * 1e9; }
     double disk_rate() const { return disk_gb * 1e9; }
 };
 
 // The table of machines. "H100 PCIe" stands before "H100", which would match its name too.
-//   Rates: NVIDIA's data sheets, without sparsity; for RTX cards, FP16 with sums in float.
+//   Rates: NVIDIA's data sheets, without sparsity; for RTX cards, FP16 and FP8 with sums in float.
+//   FP8 with scales of blocks: sm_90 alone has it (fp8_matmul.cuh), at the same rate by a guess.
 //   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
@@ -72,40 +86,41 @@ inline const std::vector<Machine>& machines() {
 
     // clang-format off
     static const std::vector<Machine> rows = {
-        // name, device; half and single TF, memory TB and GB, SMs, watts; link, nic, cards;
-        //   shares of products, attention, memory, link, nic; latency, launch, host
-        {"h200", "H200", 989, 67, 4.8, 141, 132, 700,  450, 50, 8,
+        // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs, watts;
+        //   link, nic, cards; shares of products, attention, memory, link, nic;
+        //   latency, launch, host
+        {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"h100-pcie", "H100 PCIe", 756, 51, 2, 80, 114, 350,  64, 25, 8,
+        {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 3.9, 94, 132, 400,  300, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  300, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100", "H100", 989, 67, 3.35, 80, 132, 700,  450, 50, 8,
+        {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"b200", "B200", 2250, 75, 8, 180, 148, 1000,  900, 50, 8,
+        {"b200", "B200", 2250, 75, 4500, 0, 8, 180, 148, 1000,  900, 50, 8,
          .60, .48, .80, .75, .80, 40, 8, 50},
-        {"a100-40", "SXM4-40GB", 312, 19.5, 1.555, 40, 108, 400,  300, 25, 8,
+        {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 1.555, 40, 108, 400,  300, 25, 8,
          .72, .48, .80, .78, .80},
-        {"a100-80", "A100", 312, 19.5, 2.039, 80, 108, 400,  300, 25, 8,
-         .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 4, 0, .62},
-        {"l40s", "L40S", 362, 91.6, 0.864, 48, 142, 350,  32, 25, 8,
+        {"a100-80", "A100", 312, 19.5, 0, 0, 2.039, 80, 108, 400,  300, 25, 8,
+         .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 50, 4, 0, .62},
+        {"l40s", "L40S", 362, 91.6, 733, 0, 0.864, 48, 142, 350,  32, 25, 8,
          .60, .48, .80, .70, .80},
-        {"a10g", "A10G", 70, 35, 0.6, 24, 80, 300,  32, 1.56, 8,
+        {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80, 300,  32, 1.56, 8,
          .65, .48, .80, .70, .80},
-        {"rtx3070", "RTX 3070", 40.6, 20.3, 0.448, 8, 46, 220,  32, 12.5, 8,
+        {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46, 220,  32, 12.5, 8,
          .75, .53, .80, .60, .80},
-        {"rtx3060", "RTX 3060", 25.5, 12.7, 0.36, 12, 28, 170,  32, 12.5, 8,
+        {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28, 170,  32, 12.5, 8,
          .75, .53, .80, .60, .80},
-        {"rtx4080", "RTX 4080", 97.5, 48.7, 0.717, 16, 76, 320,  32, 12.5, 8,
+        {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76, 320,  32, 12.5, 8,
          .75, .53, .80, .60, .80},
-        {"rtx3090", "RTX 3090", 71, 35.6, 0.936, 24, 82, 350,  32, 12.5, 8,
+        {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82, 350,  32, 12.5, 8,
          .75, .53, .80, .60, .80},
-        {"rtx4090", "RTX 4090", 165, 82.6, 1.008, 24, 128, 450,  32, 12.5, 8,
+        {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128, 450,  32, 12.5, 8,
          .75, .53, .80, .60, .80},
-        {"rtx5090", "RTX 5090", 209, 105, 1.792, 32, 170, 575,  64, 12.5, 8,
+        {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170, 575,  64, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 50},
-        {"cpu", "", 4, 2, 0.2, 256, 1, 0,  50, 12.5, 1,
-         .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 4, 1},
+        {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1, 0,  50, 12.5, 1,
+         .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1},
     };
     // clang-format on
     return rows;
@@ -141,6 +156,8 @@ inline const std::vector<MachineField>& machine_fields() {
         // The card and its links.
         {"half_tf", &M::half_tf, 1e-3, 1e5},
         {"single_tf", &M::single_tf, 1e-3, 1e5},
+        {"fp8_tf", &M::fp8_tf, 0, 1e5},
+        {"fp8_block_tf", &M::fp8_block_tf, 0, 1e5},
         {"memory_tb", &M::memory_tb, 1e-3, 100},
         {"memory_gb", &M::memory_gb, 0.1, 1e5},
         {"sms", &M::sms, 1, 1e4},
@@ -165,6 +182,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
         {"host_ram_gb", &M::host_ram_gb, 1, 1e5},
+        {"host_memory_gb", &M::host_memory_gb, 0.01, 1e5},
 
         // The numbers of a run's costs.
         {"dollars_hour", &M::dollars_hour, 0, 1e4},

@@ -9,9 +9,10 @@
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.
 //     frozen   layers that no gradient reaches run forward alone, keep nothing and have no sums
-//     offload  masters and moments come and go beside updates, gradients beside backward passes;
-//              weights arrive beside the layer before theirs, and activations leave beside the
-//              next forward pass and are back before their backward pass
+//     offload  masters and moments come and go beside updates, or weights and gradients do where
+//              the host updates; gradients beside backward passes; weights arrive beside the layer
+//              before theirs, and activations leave beside the next forward pass and are back
+//              before their backward pass. Late updates hide behind all passes of a step
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -84,25 +85,30 @@ struct BucketEstimate {
     Movable movable = {};
     double host = 0;
     // Bytes needed while the layer runs: of weights that come for it, of a micro-batch's gradient,
-    // and of a gradient that is here only meanwhile; and bytes of an update's chunk, if it moves.
+    // and of a gradient that is here only meanwhile; and bytes of an update's chunk, if it moves,
+    // here or in the host's memory, apart.
     double weights = 0;
     double partial = 0;
     double gradient = 0;
     double summed = 0; // those of `gradient` that REDUCE sums
     double chunk = 0;
+    double chunk_apart = 0;
+    double staged_apart = 0; // bytes of all chunks, of which some are there at a time
 
-    // Seconds to reduce the gradients, to gather the weights for a use, to publish them, to update;
-    // to fetch the weights from another tier, and to move the gradients there or back.
+    // Seconds to reduce the gradients, to gather the weights for a use, to publish them, to update,
+    // of which `late` run beside layers; to fetch the weights from another tier, and to move the
+    // gradients there or back.
     double reduce = 0;
     double gather = 0;
     double publish = 0;
     double update = 0;
+    double late = 0;
     double fetch = 0;
     double move = 0;
 };
 
 // Estimates that layouts share: those with equal keys share an entry.
-typedef std::array<int, 14> EstimateKey;
+typedef std::array<int, 14> EstimateKey; // those that say less end in zeros
 typedef std::pair<int, std::vector<int>> StageSplit; // pp, and the first layers of all stages
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
@@ -170,9 +176,11 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
 
     // The sizes decide the bytes and the work; ranks in the same node decide the speed of messages.
     auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
+    // Micro-batches share the casts of weights that are kept.
+    int kept = keeps_casts(p, model_of(planner, l)) ? p.micro_batches : 0;
     EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.whole_experts,
                        l.sequence_parallel, int(p.B), int(p.recompute.of(1)), near(&Layout::tp),
-                       near(&Layout::cp), near(&Layout::dp)};
+                       near(&Layout::cp), near(&Layout::dp), kept};
     auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 
@@ -218,6 +226,11 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         keep(away.weights, WEIGHTS, bytes(Kind::WEIGHT));
         if (cut) e.gather += gather_seconds(c, p, model, b);
         if (cut || p.layout.weights_away) e.weights += bytes(Kind::GATHERED);
+        if (sends_codes(p, model, b)) e.weights += bytes(Kind::CODES);
+        for (int i = bucket.first; keeps_casts(p, model) && i < bucket.first + bucket.count; i++) {
+            const Parameter& w = model.parameters[i];
+            if (w.matrix >= 0) e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols());
+        }
         if (p.layout.weights_away) {
             e.weights += cut ? bytes(Kind::STAGED) : 0;
             e.fetch += bytes(fetched_kind(p.layout, model, b)) / rate;
@@ -238,19 +251,29 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         e.partial += bytes(Kind::SENT);
         e.reduce += reduce_seconds(c, p, model, b);
 
-        // Chunks of what lies in another tier come and go, one at a time, beside the updates. The
-        // update has used up their gradients, which do not go back.
+        // Chunks of what lies in another tier than the update's come and go, one at a time, beside
+        // the updates. The update has used up their gradients, which do not go back.
         double optimizer = bytes(Kind::MASTER) + states * bytes(Kind::STATE) + bytes(Kind::EMA);
         double update = update_seconds(c, p, model, b);
         keep(away.optimizer, OPTIMIZER, optimizer);
         e.movable.masters += away.optimizer == Tier::DEVICE ? bytes(Kind::MASTER) : 0;
         if (away.cuts_updates()) {
             Data first = {Kind::STAGED, b, -1, 0};
-            e.chunk = std::max(e.chunk, double(data_bytes<T>(p, model, first, planner.where)));
-            double moved = away.optimizer != Tier::DEVICE ? 2 * optimizer : 0;
-            moved += p.layout.weights_away ? 2 * bytes(Kind::WEIGHT) : 0;
-            moved += p.layout.gradients_away ? bytes(Kind::GRAD) : 0;
-            update = std::max(update, moved / rate);
+            double& chunk = is_here(away.update, planner.where) ? e.chunk : e.chunk_apart;
+            chunk = std::max(chunk, double(data_bytes<T>(p, model, first, planner.where)));
+            double n = double(updated_range(p.layout, model, b).count);
+            double weights = away.weights != away.update ? n * sizeof(T) : 0;
+            double gradients = away.gradients != away.update ? n * sizeof(acc_t<T>) : 0;
+            double states = away.optimizer != away.update ? optimizer : 0;
+            double come = weights + gradients + states, go = weights + states;
+            if (!is_here(away.update, planner.where)) e.staged_apart += come;
+
+            // Late updates leave the end of a step nothing but weights that come back.
+            if (away.late) {
+                e.late += update + come / rate;
+                update = 0;
+            }
+            update = std::max(update, (away.late ? go : come + go) / rate);
         }
         e.update += update;
     }
@@ -322,6 +345,7 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
 struct RankEstimate {
     double bytes = 0;  // all but kept activations
     double staged = 0; // chunks at their updates, when no activation is left
+    double staged_apart = 0; // the same in the host's memory, apart; of late updates all chunks
 
     // Bytes that a micro-batch in flight keeps, as LayerEstimate has them.
     double kept_b = 0;
@@ -329,8 +353,9 @@ struct RankEstimate {
     double gradient_w = 0;
     double parked = 0;    // the most that one block keeps
     double holes = 0;     // as Estimate has them, beside activations
-    Movable movable = {}; // without activations
-    double host = 0;      // bytes in the host's memory, if that is apart, without activations
+    Movable movable = {}; // but activations
+    double host = 0;      // bytes in the host's memory, apart, but activations
+    double waiting = 0;   // of gradients there, between micro-batches
 
     // Seconds of a micro-batch: in total, its backward pass,
     // and the part of collectives and moves that nothing hides.
@@ -344,6 +369,7 @@ struct RankEstimate {
     double reduce = 0;
     double publish = 0;
     double update = 0;
+    double late = 0; // of the host, beside the layers of the whole step
 };
 
 // The shares of a stage's blocks that move: weights that come for the forward pass, and for the
@@ -500,6 +526,7 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
     double gradient = 0;
     double partial = 0;
     double held = 0;
+    double chunk_apart = 0;
 
     // Add up the layers of its stages.
     const LayerEstimate& block = layers[size_t(model.head() - 1)];
@@ -528,9 +555,11 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
             r.reduce += once * b.reduce;
             r.publish += once * b.publish;
             r.update += once * b.update;
+            r.late += once * b.late;
             r.movable.add(b.movable, once);
-            bool wait = b.host > 0 && p.micro_batches > 1; // gradients between micro-batches
-            r.host += once * (b.host + (wait ? b.gradient : 0));
+            bool wait = b.host > 0 && p.micro_batches > 1;
+            r.host += once * b.host;
+            r.waiting += wait ? once * b.gradient : 0;
 
             // Add what a micro-batch in flight keeps, and take the peak of what one layer needs.
             r.kept_b += n * e.kept_b;
@@ -542,6 +571,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
             if (e.block) weights = std::max(weights, b.weights);
             if (e.block) gradient = std::max(gradient, b.gradient);
             r.staged = std::max(r.staged, (layout.prefetch + 2) * b.chunk);
+            r.staged_apart += once * b.staged_apart;
+            chunk_apart = std::max(chunk_apart, b.chunk_apart);
             r.holes = std::max({r.holes, b.chunk, 2.1 * b.gradient});
             if (p.offload.moves()) r.holes = std::max({r.holes, 1.25 * b.weights, b.partial});
             summed += n * b.summed;
@@ -561,6 +592,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
     // of a step those of a stage wait until its message has left.
     passing += weights + std::max(2 * gradient, held);
     if (layout.zero >= 2) passing += partial;
+    double waiting = (layout.prefetch + 2) * chunk_apart;
+    if (!p.offload.late) r.staged_apart = std::min(r.staged_apart, waiting);
     r.bytes += passing;
     r.staged -= passing;
     return r;
@@ -597,7 +630,10 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
     double holes = r.holes;
     holes += 0.01 * bytes;
     if (p.layout.chunks > 1) holes += 0.2 * kept;
-    bool both = p.offload.cuts_updates() && p.offload.activations != Tier::DEVICE;
+    bool leave = p.offload.activations != Tier::DEVICE;
+    bool selective = p.recompute.of(1) == Recompute::SELECTIVE; // rows of unlike sizes stay
+    if (leave && selective) holes += 0.25 * kept;
+    bool both = p.offload.cuts_updates() && leave;
     if (both) holes += r.parked;
     return holes;
 }
@@ -647,7 +683,11 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
             double turn = r.chunk_forward[v - 1 - i] + r.chunk_backward[i] + r.exposed / v;
             turns[i] = std::max(turns[i], turn);
         }
-        tail = std::max(tail, sums + r.publish + r.update);
+
+        // Late updates have one queue with the moves of gradients, ahead of them: they hide behind
+        // what the first micro-batch and the pipeline before it take.
+        double first = pp * (r.seconds - r.backward) + r.backward;
+        tail = std::max(tail, sums + r.publish + r.update + beyond(r.late, first));
 
         // Activations of all micro-batches in flight tell ranks of one kind apart.
         bool here = is_here(p.offload.activations, planner.where);
@@ -660,7 +700,9 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
         bytes += holes;
         double parked = live.b * (r.kept_b + r.kept_w) / v;
         bool away = p.offload.activations == Tier::HOST && !here;
-        e.host = std::max(e.host, r.host + (away ? parked : 0));
+        parked = r.waiting + (away ? parked : 0);
+        double host = p.offload.late ? parked + r.staged_apart : std::max(parked, r.staged_apart);
+        e.host = std::max(e.host, r.host + host);
         if (bytes <= e.bytes) continue;
         e.bytes = bytes;
         e.holes = holes;

@@ -819,12 +819,9 @@ inline std::string check_planning(const Config& c) {
     if (c.loss == "distill")
         return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
                "and add it to the command that it prints";
-    if (objective_of(c).rows() || c.fp8 != "none")
-        return "--plan auto chooses no layout for preferences, sampled answers and --fp8: plan "
-               "without them, and add them to the command that it prints";
-    if (c.offload_update == "host")
-        return "--plan auto: the time of updates on the host is not simulated: plan without "
-               "--offload-update host, and add it to the command that it prints";
+    if (objective_of(c).rows())
+        return "--plan auto chooses no layout for preferences and sampled answers: plan without "
+               "them, and add them to the command that it prints";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -835,12 +832,10 @@ inline std::string check_planning(const Config& c) {
     return "";
 }
 
-// Return the flag whose time the simulator has no cost for: a head that walks twice, updates by the
-// host, 8-bit products. "": it has all.
+// Return the flag whose time the simulator has no cost for: a head that walks twice. "": none.
 inline std::string untimed_flag(const Config& c) {
-    if (objective_of(c).rows() || c.loss == "distill") return "--loss " + c.loss;
-    if (c.offload_update == "host") return "--offload-update host";
-    return c.fp8 == "none" ? "" : "--fp8 " + c.fp8;
+    bool walks_twice = objective_of(c).rows() || c.loss == "distill";
+    return walks_twice ? "--loss " + c.loss : "";
 }
 
 // Check --machine. It is simulated, and the time of some flags is not.
@@ -877,9 +872,9 @@ inline std::string check_fit(const Config& c) {
                           name, " out, or ask --plan auto for several cards");
 
     // Refuse what has no time in the simulator, and no step at all.
-    if (objective_of(c).rows() || c.loss == "distill" || c.fp8 != "none")
-        return "--fit: the time of preferences, sampled answers, teachers and --fp8 is not "
-               "simulated: leave them out";
+    if (objective_of(c).rows() || c.loss == "distill")
+        return "--fit: the time of preferences, sampled answers and teachers is not simulated: "
+               "leave them out";
     return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
 }
 

@@ -135,7 +135,11 @@ struct Measurements {
 // unless the data sheet's is known.
 template <typename T, typename S>
 void measure_products(Measurements& m, const Run& run, S where) {
-    struct Timed { size_t N, OC, IC; const char* pass; double seconds; };
+    struct Timed {
+        size_t N, OC, IC;
+        const char* pass;
+        double seconds;
+    };
     std::vector<Timed> all;
     for (auto [n, out, in] : {std::array<size_t, 3>{128, 512, 128}, {512, 256, 256},
                               {256, 768, 512}, {1024, 512, 768}, {512, 2048, 512}}) {
@@ -259,7 +263,13 @@ void measure_updates(Measurements& m, const Run& run, S where) {
         // Compare with the time of so many bytes at the peak.
         size_t each = 2 * sizeof(T) + (master ? 2 * sizeof(float) : 0) + 5 * sizeof(A);
         double whole = double(n * each) / (m.machine.memory_tb * 1e12);
-        AdamW h = {0, 0.9f, 0.95f, 1e-8f, 0};
+        AdamW h = {
+            .lr = 0,
+            .beta1 = 0.9f,
+            .beta2 = 0.95f,
+            .eps = 1e-8f,
+            .decay = 0,
+        };
         const StepScale* no_scale = nullptr;
         std::string name = concat("update ", type_name(type_of<T>()), " of ", n >> 20, "M");
         m.memory.push_back({name, timed(run, where, [&] {

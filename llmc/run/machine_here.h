@@ -26,8 +26,9 @@ template <typename S> Machine machine_asked(const Config& c, const char* flag, S
     // Divide the card's speed among threads as ranks, which share one card and lie in one node.
     int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
     machine.cards = std::max(machine.cards, double(sharers));
-    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb,
-                                  &Machine::host_gb, &Machine::disk_gb})
+    for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::fp8_tf,
+                               &Machine::fp8_block_tf, &Machine::memory_tb, &Machine::host_gb,
+                               &Machine::host_memory_gb, &Machine::disk_gb})
         machine.*rate /= sharers;
     return machine;
 }

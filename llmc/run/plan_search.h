@@ -37,8 +37,9 @@ struct Proposal {
     unsigned offload = 0;
     Estimate estimate = {};
 
-    // Whether tensor-parallel ranks cut no expert.
+    // Whether tensor-parallel ranks cut no expert, and how many ranks route rows of their own.
     bool whole_experts() const { return etp == 1 && tp > 1; }
+    int routing_ranks() const { return dp * cp * (whole_experts() ? tp : 1); }
 
     // How much a user has to know to run this layout. An axis counts ten, because it
     // brings messages of its own; any other technique counts one, a higher level of ZeRO
@@ -195,7 +196,8 @@ inline std::string refuse_proposal(const PlanQuestion& q, const Proposal& p) {
     // Give the check a copy, because it fills in what flags leave out.
     Config c = q.config;
     set_proposal(c, p);
-    return config_check(c, q.shape);
+    std::string wrong = config_check(c, q.shape);
+    return wrong.empty() ? refuse_idle_offload(c) : wrong;
 }
 
 // The values of --etp to try: tp ranks cut all experts or none. A user's flag leaves no choice.
@@ -236,8 +238,7 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
                         p.etp = etp;
                         p.ep = ep;
                         p.sequence_parallel = p.whole_experts();
-                        int routing = p.dp * p.cp * (p.whole_experts() ? tp : 1);
-                        if (routing % ep == 0) ask(p);
+                        if (p.routing_ranks() % ep == 0) ask(p);
                     }
             }
     return grids;
@@ -559,7 +560,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
         choose_method(e, grid);
         for (Proposal p : list_schedules(q, grid)) {
             place_estimate(e, p);
-            int last_zero = p.dp * p.cp > 1 ? 3 : 0;
+            bool shares = p.dp * p.cp > 1 || p.routing_ranks() > p.ep; // experts, at least
+            int last_zero = shares ? 3 : 0;
             for (p.zero = grid.zero; p.zero <= last_zero; p.zero++)
                 for (Sharing sharing : {Sharing::ASKED, Sharing::NODE, Sharing::NEAR})
                     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
