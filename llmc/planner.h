@@ -628,7 +628,7 @@ inline double passing_bytes(const Plan& p, const RankEstimate& r, LiveStages liv
 inline double holes_between(const Plan& p, const RankEstimate& r, double kept, double bytes) {
     if (!p.offload.moves()) return 0;
     double holes = r.holes;
-    holes += 0.01 * bytes;
+    holes += 0.015 * bytes;
     if (p.layout.chunks > 1) holes += 0.2 * kept;
     bool leave = p.offload.activations != Tier::DEVICE;
     bool selective = p.recompute.of(1) == Recompute::SELECTIVE; // rows of unlike sizes stay

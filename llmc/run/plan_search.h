@@ -459,7 +459,8 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
     Config c = q.config;
     c.masters = "remainder";
     bool theirs = given(q.config, "masters") || q.config.masters != "float";
-    if (!theirs && check_masters(c).empty()) savings.push_back({true, 0});
+    bool shrink = !theirs && check_masters(c).empty();
+    if (shrink) savings.push_back({true, 0});
 
     // The host's memory is another one, unless the CPU runs the step. No bit depends on where
     // anything lies, so try all sets, each behind those that it contains.
@@ -469,7 +470,11 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
         c = q.config;
         c.offload = offload_words(offload);
         bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
-        if (works && check_policies(c).empty()) savings.push_back({false, offload});
+        if (!works || !check_policies(c).empty()) continue;
+        savings.push_back({false, offload});
+
+        // Masters that stay may shrink beside what leaves.
+        if (shrink && !moves_row(offload, OPTIMIZER)) savings.push_back({true, offload});
     }
     return savings;
 }
@@ -478,7 +483,7 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
 // next to nothing.
 inline double most_saved(const Estimate& e, const Saving& saving, double room) {
     double sum = saving.remainder ? e.movable.masters / 2 : 0;
-    if (saving.remainder) return sum > 0.02 * room ? sum : 0;
+    if (saving.remainder && sum < 0.02 * room) return 0;
     for (int row = 0; row < OFFLOAD_ROWS; row++) {
         if (!moves_row(saving.offload, row)) continue;
         if (e.movable.of[row] < 0.04 * room) return 0;
@@ -573,12 +578,11 @@ Search search_layouts(const PlanQuestion& q, S where) {
                             break;
                         keep(x);
                         // If a layout surely fits without recomputation, skip the other levels.
+                        // Neither they nor moves take time off a step that is far from the fastest.
                         bool sure = surely_fits(q, x);
-                        if (level == 0 && sure) break;
-
-                        // Moves take no time off a step that is far from the fastest already.
                         bool slow = x.estimate.seconds > HOPELESS * fastest;
-                        if (!sure && !slow) make_room(e, x, sharing, savings, keep);
+                        if (slow || (level == 0 && sure)) break;
+                        if (!sure) make_room(e, x, sharing, savings, keep);
                     }
         }
     }
