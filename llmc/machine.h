@@ -88,7 +88,7 @@ inline const std::vector<Machine>& machines() {
     static const std::vector<Machine> rows = {
         // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs, watts;
         //   link, nic, cards; shares of products, attention, memory, link, nic;
-        //   latency, launch, host
+        //   latency, launch; host, disk, the host's GB and its memory; hop, contention, elementwise
         {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,

@@ -983,6 +983,19 @@ TEST(Planner, FrozenWeightsLeave) {
         EXPECT_TRUE(moves_row(t.proposal.offload, WEIGHTS)) << proposal_text(t.proposal);
 }
 
+// A layout's simulated time, and the most bytes of a rank, on the card and in the host's memory.
+static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
+    Trial all = simulate_proposal<bf16>(q, p, Cpu{});
+    all.bytes = 0;
+    for (int rank = 0; rank < p.pp; rank++) {
+        Trial one = {p};
+        place_proposal<bf16>(q, one, rank, Cpu{});
+        all.bytes = std::max(all.bytes, one.bytes);
+        all.host = std::max(all.host, one.host);
+    }
+    return all;
+}
+
 // Weights and activations that leave, alone and with masters, moments and gradients: over layouts of
 // all kinds the closed form's time is a tenth off on average at most. Its bytes are never below the
 // arena's, nor far above them. With chunks, and with gradients, that of unlike sizes come and go,
@@ -1007,14 +1020,7 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
         double time = 0, memory = 0, n = 0, least = INFINITY;
         for (size_t i = 0; i < some.size(); i += some.size() / 40) {
             const Proposal& p = some[i];
-            Trial t = simulate_proposal<bf16>(q, p, Cpu{});
-            double host = 0;
-            for (int rank = 0; rank < p.pp; rank++) {
-                Trial one = {p};
-                place_proposal<bf16>(q, one, rank, Cpu{});
-                t.bytes = rank ? std::max(t.bytes, one.bytes) : one.bytes;
-                host = std::max(host, one.host);
-            }
+            Trial t = simulated_and_placed(q, p);
             double ratio = p.estimate.bytes / t.bytes;
             time += std::fabs(p.estimate.seconds / t.seconds - 1);
             memory += std::fabs(ratio - 1);
@@ -1022,7 +1028,7 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
             least = std::min(least, ratio);
             bool unlike = p.chunks > 1 || moves_row(set, GRADIENTS);
             EXPECT_GE(ratio, unlike ? 0.9 : 1) << offload_words(set) << " " << proposal_text(p);
-            EXPECT_NEAR(p.estimate.host / host, 1, 0.15) << proposal_text(p);
+            EXPECT_NEAR(p.estimate.host / t.host, 1, 0.15) << proposal_text(p);
         }
         printf("%s, %.0f layouts: mean error of time %.1f%%, of memory %.1f%%, at least %+.1f%%\n",
                offload_words(set).c_str(), n, 100 * time / n, 100 * memory / n, 100 * least - 100);
@@ -1060,20 +1066,13 @@ TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
             double time = 0, n = 0;
             for (size_t i = 0; i < all.size(); i += std::max<size_t>(1, all.size() / 90)) {
                 const Proposal& p = all[i];
-                Trial t = simulate_proposal<bf16>(q, p, Cpu{});
-                double host = 0;
-                for (int rank = 0; rank < p.pp; rank++) {
-                    Trial one = {p};
-                    place_proposal<bf16>(q, one, rank, Cpu{});
-                    t.bytes = rank ? std::max(t.bytes, one.bytes) : one.bytes;
-                    host = std::max(host, one.host);
-                }
+                Trial t = simulated_and_placed(q, p);
                 time += std::fabs(p.estimate.seconds / t.seconds - 1);
                 n++;
                 EXPECT_GE(p.estimate.bytes / t.bytes, 0.9) << words << " " << proposal_text(p);
                 // Three of the largest chunks are staged at a time, at most.
-                EXPECT_GE(p.estimate.host / host, 0.95) << words << " " << proposal_text(p);
-                EXPECT_LE(p.estimate.host / host, 1.2) << words << " " << proposal_text(p);
+                EXPECT_GE(p.estimate.host / t.host, 0.95) << words << " " << proposal_text(p);
+                EXPECT_LE(p.estimate.host / t.host, 1.2) << words << " " << proposal_text(p);
             }
             printf("%s, %g GB/s, %.0f layouts: mean error of time %.1f%%\n", words, memory_gb, n,
                    100 * time / n);
