@@ -8,7 +8,7 @@
 //                 bytes of casting both operands of each / H. The head stays wide
 //     attention   4 N keys Q / P, Q channels of queries; T/2 keys on average and half a tile, 2.5
 //                 times as much backward. A ring takes keys in pieces, at 90% of the rate:
-//                 ring-flash-attention's README, zigzag
+//                 ring-flash-attention's README, zigzag. Short chunks of cp waste more of a tile
 //     the rest    bytes of norms, residuals and activation functions / H, on a CPU / a rate that
 //                 is measured apart: its exponentials take longer than their bytes
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
@@ -20,7 +20,10 @@
 //                 memory where they run there
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
-//   Not counted: noise between ranks, casts of weights that ZeRO-3 sends as codes.
+//     jitter      ranks of one machine differ by a standard deviation of their speed. A stage's
+//                 ranks wait for the slowest of them, so the expected maximum of as many normal
+//                 numbers lengthens its layers
+//   Not counted: casts of weights that ZeRO-3 sends as codes.
 #pragma once
 #include <functional>
 #include <memory>
@@ -40,6 +43,7 @@ namespace llmc {
 struct Times {
     double products = 0, attention = 0, memory = 0, recompute = 0, update = 0; // of a rank alone
     double launch = 0;                                   // of the host, beyond the device's work
+    double jitter = 0;                                   // of the slowest rank, beyond the mean
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
     double bubble = 0;                                   // waits for other ranks
@@ -59,6 +63,7 @@ inline const std::vector<TimePart>& time_parts() {
         {"recomputation", &Times::recompute},
         {"norm, update", &Times::update},
         {"launches", &Times::launch},
+        {"slower ranks", &Times::jitter},
         {"tensor parallelism", &Times::tensor},
         {"context parallelism", &Times::context},
         {"expert parallelism", &Times::experts},
@@ -310,22 +315,41 @@ inline double gathered_bytes(const CostModel& c, const Plan& p, const Model& mod
 // Keys of a tile. Those on the diagonal are computed whole, though half of their scores are masked.
 constexpr double ATTENTION_TILE = 128;
 
+// Return the keys that a query meets in tiles, on average on the rank that meets the most: those it
+// sees, and masked ones. window: the keys that it sees at most; 0: no window.
+inline double tiled_keys(const Plan& p, size_t window) {
+    // A query sees half of a sequence on average, unless its rank has the last rows.
+    double T = p.T;
+    double most = window && window < p.T ? double(window) : T;
+    double seen = most * (1 - most / (2 * T));
+    double masked = ATTENTION_TILE / 2;
+    int cp = p.layout.cp.size;
+    int ways = keys_axis(p.layout).size; // ranks that share the queries of a head
+    if (ways > 1) switch (p.layout.cp_order) {
+        // A tile with rows of two chunks meets all keys of the later one.
+        case ContextOrder::ZIGZAG:
+            if (T / (2 * cp) < ATTENTION_TILE) masked = T / 2;
+            break;
+        case ContextOrder::CONTIGUOUS: seen = std::min(most, T - T / (2 * ways)); break;
+        // A tile's rows are cp tokens apart.
+        case ContextOrder::STRIPED: masked *= cp; break;
+    }
+    return std::min(seen + masked, T);
+}
+
 // Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
 struct AttentionCost { double seconds, bytes; };
 inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
                                      int layer) {
-    // Count the keys that a query sees: all of its window, except at the start of the sequence.
-    double T = p.T;
     double heads = double(s.NH) / p.layout.tp.size;
     double rows = p.rows();
-    size_t window = window_of(s, layer);
-    double keys = window && window < p.T ? window * (1 - window / (2 * T)) : T / 2;
     if (c.tiled_attention) {
-        double flops = 4 * rows * (keys + ATTENTION_TILE / 2) * heads * s.HS;
+        double flops = 4 * rows * tiled_keys(p, window_of(s, layer)) * heads * s.HS;
         return {flops / c.machine.attention_rate(c.element), 0};
     }
 
     // Count stored scores: they are made whole, and pass through mask, softmax and dropout.
+    double T = p.T;
     double whole = 4 * rows * T * heads * s.HS;
     double bytes = 5.0 * c.element * heads * rows * T;
     return {1.3 * whole / c.machine.gemm_rate(c.element), bytes};
@@ -343,6 +367,46 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     double F = block_ffn(s) * (is_gated(s) ? 1.5 : 1);
     double heads = (s.NH + 2 * s.NKV) * s.HS;
     return e * (10 * stream * s.C + N * (2 * heads + 3 * F) / tp);
+}
+
+// Return the seconds that a block waits for messages of context parallelism.
+// Backward sends twice as many as forward.
+inline double context_seconds(const CostModel& c, const Plan& p, const Model& model,
+                              const Shape& s, bool backward) {
+    const Layout& layout = p.layout;
+    if (layout.cp.size == 1) return 0;
+    Link cp = axis_link(layout, c.machine, &Layout::cp);
+    Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
+    bool narrow = c.element == 2;
+    auto bytes_of = [&](ContextMessages sent) {
+        return double(backward ? sent.backward : sent.forward);
+    };
+    double heads = bytes_of(narrow ? heads_messages<bf16>(mine, layout, p.rows())
+                                   : heads_messages<float>(mine, layout, p.rows()));
+    double keys = bytes_of(narrow ? keys_messages<bf16>(mine, layout, p.rows())
+                                  : keys_messages<float>(mine, layout, p.rows()));
+    double passes = backward ? 2 : 1;
+    double seconds = 0;
+
+    // Ulysses sends q, k, v and out of each sequence. It packs them: reads and writes all heads.
+    double ranks = heads_axis(layout).size;
+    if (ranks > 1) {
+        double packed = 2 * heads * ranks / (ranks - 1);
+        seconds += passes * 4 * p.B * cp.latency + heads / cp.rate;
+        seconds += packed / c.machine.memory_rate();
+    }
+
+    // Gather sends the keys of each sequence. A ring sends those of all sequences in each hop, and
+    // hides them behind attention, as far as both can run at once.
+    double others = keys_axis(layout).size - 1;
+    if (others > 0) {
+        bool ring = layout.cp_method == ContextMethod::RING;
+        double wait = passes * (ring ? others : p.B) * cp.latency + keys / cp.rate;
+        double attention = block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
+        seconds += wait;
+        if (ring) seconds -= (1 - c.machine.contention) * std::min(wait, attention);
+    }
+    return seconds;
 }
 
 // Return the seconds of a block's collectives:
@@ -363,24 +427,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     // Whole experts, without an ffn beside them, leave the second branch no row to gather or sum.
     if (s.E && s.whole_experts && !s.ffn_beside) t.tensor /= 2;
 
-    // cp: keys of other ranks. A ring hides them behind attention.
-    if (layout.cp.size > 1) {
-        Link cp = axis_link(layout, c.machine, &Layout::cp);
-        Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
-        auto seconds = [&](ContextMessages sent) {
-            return cp.latency + double(backward ? sent.backward : sent.forward) / cp.rate;
-        };
-        // A hybrid sends messages of both kinds.
-        bool narrow = c.element == 2;
-        double heads = seconds(narrow ? heads_messages<bf16>(mine, layout, p.rows())
-                                      : heads_messages<float>(mine, layout, p.rows()));
-        double keys = seconds(narrow ? keys_messages<bf16>(mine, layout, p.rows())
-                                     : keys_messages<float>(mine, layout, p.rows()));
-        if (layout.cp_method == ContextMethod::RING)
-            keys -= block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
-        t.context = (heads_axis(layout).size > 1 ? heads : 0) +
-                    (keys_axis(layout).size > 1 ? std::max(keys, 0.0) : 0);
-    }
+    t.context = context_seconds(c, p, model, s, backward);
 
     // ep: rows of tokens go to the ranks that share out the experts, and sums come back.
     if (layout.ep > 1 && s.E) {
@@ -500,9 +547,39 @@ inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model)
     return t;
 }
 
-// Return the parts of an action that runs a layer. B is I and W: each has half of the products, and
-// I has all the rest.
-inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
+// Return the expected maximum of n independent normal numbers, in standard deviations.
+inline double expected_maximum(int n) {
+    if (n == 1) return 0;
+    // Integrate 1 - Phi(x)^n above 0, less Phi(x)^n below it.
+    auto integrate = [](double n) {
+        double sum = 0, dx = 1.0 / 64;
+        for (double x = dx / 2; x < 9; x += dx) {
+            double beyond = std::erfc(x / std::sqrt(2.0)) / 2;
+            sum += 1 - std::pow(1 - beyond, n) - std::pow(beyond, n);
+        }
+        return sum * dx;
+    };
+
+    // Keep it for powers of two. Between them it grows almost evenly with the logarithm of n.
+    static const std::vector<double> known = [&] {
+        std::vector<double> of;
+        for (int power = 0; power < 32; power++)
+            of.push_back(integrate(std::exp2(power)));
+        return of;
+    }();
+    double power = std::log2(double(n));
+    size_t below = size_t(power);
+    return std::lerp(known[below], known[below + 1], power - double(below));
+}
+// Return how much longer the slowest of a stage's ranks computes than they do on average.
+inline double jitter_share(const CostModel& c, const Layout& layout) {
+    if (c.machine.jitter == 0) return 0;
+    return c.machine.jitter * expected_maximum(layout.world() / layout.pp.size);
+}
+
+// Return the parts of an action that runs a layer, on an average rank. B is I and W: each has half of
+// the products, and I has all the rest.
+inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
     // Take the two ends of the model first: they have costs of their own.
     bool forward = a.op == Op::F;
     if (a.layer == model.head())
@@ -520,6 +597,13 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
     w.products += cast_seconds(c, p, model, a.layer, Makes::DW);
     t.products -= w.products;
     return a.op == Op::I ? t : w;
+}
+// Return the same on the slowest rank.
+inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
+    Times t = even_seconds(c, p, model, a);
+    double computing = t.products + t.attention + t.memory + t.recompute;
+    t.jitter = jitter_share(c, p.layout) * computing;
+    return t;
 }
 
 // ----------------------------------------------------------------------------

@@ -44,6 +44,7 @@ struct Machine {
     // carry messages too.
     double contention = 0;
     double elementwise = 0; // share of memory's rate that norms and activations reach; 0: `memory`
+    double jitter = 0;      // standard deviation of ranks' speeds, as a share of their mean
 
     // The numbers of a run's costs (io/price.h); 0: not known.
     double dollars_hour = 0; // of a card
@@ -76,7 +77,7 @@ struct Machine {
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
 //   to the host reach about 25 and 50 of these.
-//   Contention: 0, which the fits to published steps include.
+//   Contention, jitter: 0, which the fits to published steps include.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
 //   cost.h counts apart, make .50 of these .53.
 //   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's
@@ -179,6 +180,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"hop_us", &M::hop_us, 0, 1e4},
         {"launch_us", &M::launch_us, 0, 1e5},
         {"contention", &M::contention, 0, 1},
+        {"jitter", &M::jitter, 0, 1},
         {"host_gb", &M::host_gb, 0.01, 1e5},
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
         {"host_ram_gb", &M::host_ram_gb, 1, 1e5},

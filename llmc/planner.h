@@ -178,9 +178,10 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
     // Micro-batches share the casts of weights that are kept.
     int kept = keeps_casts(p, model_of(planner, l)) ? p.micro_batches : 0;
+    int peers = machine.jitter > 0 ? l.world() / l.pp.size : 0; // they wait for the slowest
     EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.whole_experts,
                        l.sequence_parallel, int(p.B), int(p.recompute.of(1)), near(&Layout::tp),
-                       near(&Layout::cp), near(&Layout::dp), kept};
+                       near(&Layout::cp), near(&Layout::dp), kept, peers};
     auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 

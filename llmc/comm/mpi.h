@@ -379,6 +379,9 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
     return missing;
 }
 
+// Polls before a rank that waits begins to sleep: about a millisecond.
+constexpr long MPI_POLLS = 2000;
+
 // Finish one collective, and advance all others: a peer may need their second round before it
 // starts this one.
 inline void mpi_finish(MpiOp& op) {
@@ -396,9 +399,13 @@ inline void mpi_finish(MpiOp& op) {
             }
         if (op.done) break;
 
-        // Sleep between polls after a while, and end the job after the limit.
-        if (polls < 1000) continue;
-        std::this_thread::sleep_for(std::chrono::microseconds(polls < 10000 ? 20 : 500));
+        // A sleep takes longer than many polls, so that two ranks that sleep early keep each other
+        // waiting. Leave the core to a peer first, then sleep; and end the job after the limit.
+        if (polls < MPI_POLLS) {
+            std::this_thread::yield();
+            continue;
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(polls < 5 * MPI_POLLS ? 20 : 500));
         double waited = clock_seconds() - start;
         note.sign();
         auto missing = [&] { return mpi_missing(op); };

@@ -3,8 +3,9 @@
 //               launches of almost nothing, and all-reduces: among the ranks of a machine, and
 //               among those at the same place of several machines, where each machine has as many.
 //               Every rank measures at the same time; a measurement is the median of a tenth of a
-//               second's runs (of LINK_RUNS all-reduces), on the slowest rank. Shares differ
-//               between element types, so they are those of --precision
+//               second's runs (of LINK_RUNS all-reduces), and the mean over ranks. How far a
+//               product's time differs between ranks is their jitter. Shares differ between element
+//               types, so they are those of --precision
 //   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
 //               this GPU (machine.h), else the fastest product or copy seen; a link's is the rate
 //               of the longest all-reduce. The share s minimises
@@ -92,10 +93,9 @@ template <typename S> struct Buffers {
     }
 };
 
-// The seconds of some work: the median of some runs after one that warms up, on the slowest rank.
+// The seconds of some work on this rank: the median of some runs after one that warms up.
 // With runs 0 there are as many as a tenth of a second has, from 7 to 500.
-template <typename S, typename F>
-double timed(const Run& run, S where, F work, size_t runs = 0) {
+template <typename S, typename F> double timed_here(S where, F work, size_t runs = 0) {
     auto seconds_of_run = [&] {
         wait_for(where);
         double start = clock_seconds();
@@ -112,9 +112,17 @@ double timed(const Run& run, S where, F work, size_t runs = 0) {
 
     // The clock may tick more slowly than the work runs.
     std::nth_element(seconds.begin(), seconds.begin() + long(runs / 2), seconds.end());
-    double median = std::max(seconds[runs / 2], 1e-9);
-    all_reduce_max(run.world, &median, 1, Cpu{});
-    return median;
+    return std::max(seconds[runs / 2], 1e-9);
+}
+// The mean of some number over all ranks.
+inline double mean_over_ranks(const Run& run, double x) {
+    all_reduce_sum(run.world, &x, 1, Cpu{});
+    return x / run.world.size;
+}
+// The seconds of some work, on average over ranks. All of them call.
+template <typename S, typename F>
+double timed(const Run& run, S where, F work, size_t runs = 0) {
+    return mean_over_ranks(run, timed_here(where, work, runs));
 }
 
 // GPUs need larger sizes to be busy.
@@ -181,6 +189,34 @@ void measure_products(Measurements& m, const Run& run, S where) {
         m.products.push_back({concat("linear ", type_name(type_of<T>()), " ", t.N, " x ", t.IC,
                                      " -> ", t.OC, " ", t.pass), t.seconds, whole});
     }
+}
+
+// Return the standard deviation of a time over ranks, as a share of its mean. own: of this rank.
+inline double spread_over_ranks(const Run& run, double own) {
+    double ranks = run.world.size;
+    double off = own / mean_over_ranks(run, own) - 1;
+    return std::sqrt(mean_over_ranks(run, off * off) * ranks / (ranks - 1));
+}
+
+// Measure how much ranks differ in the time that one product takes them.
+template <typename T, typename S>
+void measure_jitter(Measurements& m, const Run& run, S where) {
+    if (run.world.size == 1) return;
+    size_t N = 512 * calibrate_scale(where);
+    Buffers<S> room = {where};
+    size_t bytes = linear_scratch_bytes<T>(N, N, N, where);
+    T* x = room.template take<T>(N * N);
+    T* y = room.template take<T>(N * N);
+    Weight w = {room.template take<T>(N * N), type_of<T>(), N, N};
+    Blas blas;
+    blas_scratch(blas, room.template take<char>(bytes), bytes);
+
+    // Time it long enough that one slow moment of a rank does not count.
+    const T* no_residual = nullptr;
+    constexpr size_t RUNS = 501;
+    m.machine.jitter = spread_over_ranks(run, timed_here(where, [&] {
+        linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
+    }, RUNS));
 }
 
 // Measure causal attention, forward and backward.
@@ -448,6 +484,7 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     measure_products<float>(m, run, where);
     if (sizeof(T) == 2)
         measure_products<T>(m, run, where);
+    measure_jitter<T>(m, run, where);
     measure_attention<T>(m, run, where);
     measure_updates<T>(m, run, where);
     measure_elementwise<T>(m, run, where);

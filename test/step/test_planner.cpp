@@ -1390,6 +1390,16 @@ TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
     EXPECT_HAS(read_file(path), "a product ");
 }
 
+// Four ranks that take 9, 10, 10 and 11 seconds differ by sqrt(2/3) of a tenth.
+TEST(Calibrate, JitterIsTheSpreadOverRanks) {
+    run_local_ranks(4, {}, [](const Comm& world) {
+        Run run;
+        run.world = world;
+        double seconds[] = {9, 10, 10, 11};
+        EXPECT_NEAR(spread_over_ranks(run, seconds[world.rank]), 0.1 * std::sqrt(2 / 3.0), 1e-12);
+    });
+}
+
 // Two ranks as threads measure this machine in either precision: every number of the file is finite
 // and positive, and --machine reads it. Other flags, and places where no file can be, are refused.
 TEST(Calibrate, MeasuresThisMachineAndRefusesOtherFlags) {
@@ -1462,7 +1472,7 @@ TEST(Machines, NamesNcclsSettings) {
 }
 
 // Links inside and between two machines are measured among their own ranks. A rank sends
-// 2 (n-1)/n of each all-reduce, and of each size there are eight: one warms up, seven count.
+// 2 (n-1)/n of each all-reduce, and of each size there are 22: one warms up, 21 count.
 TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
     run_local_ranks(6, {}, [&](const Comm& world) {
         // Let six threads be two machines of three.
@@ -1476,7 +1486,7 @@ TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
         Machines machines = machines_of({"a", "a", "a", "b", "b", "b"});
         measure_links(m, run, machines, Cpu{});
 
-        // Count the bytes of all sizes, without those of the maximum over ranks.
+        // Count the bytes of all sizes, without those of the mean over ranks.
         double floats = 16 + (1 << 18) + (1 << 20) + (1 << 22);
         EXPECT_NEAR(double(sent["machine"]), 22 * 4 * floats * 2 * 2 / 3, 64);
         EXPECT_NEAR(double(sent["machines"]), 22 * 4 * floats * 2 * 1 / 2, 64);

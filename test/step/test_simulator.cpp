@@ -795,11 +795,13 @@ TEST(Published, Llama3Of405BOnH100) {
 // ----------------------------------------------------------------------------
 // what the simulator means
 
-// An imaginary machine whose links are so slow that messages matter as much as computing.
+// An imaginary machine whose cards differ, and whose links are so slow that messages matter as much
+// as computing.
 static CostModel slow_links() {
     CostModel c;
     c.machine = machine_of("h100");
     c.machine.link_gb = 20, c.machine.nic_gb = 3, c.machine.cards = 4;
+    c.machine.jitter = 0.01;
     return c;
 }
 
@@ -877,6 +879,7 @@ TEST(Simulator, PartsOfAStepAddUpToIt) {
         for (const TimePart& p : time_parts())
             EXPECT_GE(step.parts.*p.part, 0) << p.name;
         EXPECT_GT(step.parts.products, 0);
+        EXPECT_EQ(step.parts.jitter > 0, s.tp * s.cp * s.dp > 1);
         EXPECT_EQ(step.parts.tensor > 0, s.tp > 1);
         EXPECT_EQ(step.parts.context > 0, s.cp > 1);
         EXPECT_EQ(step.parts.pipeline > 0, s.pp > 1);
@@ -943,6 +946,73 @@ TEST(Simulator, ContentionTakesTheTimeOfMessagesFromLayers) {
     EXPECT_NEAR(total_of(serial.parts) / serial.seconds, 1, 1e-12);
 }
 
+// The expected maximum of n normal numbers: by hand for two and three, else from the tables of
+// order statistics (Harter 1961). Between powers of two it is interpolated, to a hundredth.
+TEST(Simulator, TheSlowestOfManyRanks) {
+    const double pi = std::acos(-1.0);
+    EXPECT_EQ(expected_maximum(1), 0);
+    EXPECT_NEAR(expected_maximum(2), 1 / std::sqrt(pi), 1e-9);
+    EXPECT_NEAR(expected_maximum(3), 1.5 / std::sqrt(pi), 0.01);
+    EXPECT_NEAR(expected_maximum(8), 1.42360, 1e-5);
+    EXPECT_NEAR(expected_maximum(10), 1.53875, 0.01);
+    EXPECT_NEAR(expected_maximum(100), 2.50759, 0.01);
+    EXPECT_NEAR(expected_maximum(400), 2.96818, 0.01);
+}
+
+// Ranks that differ by a hundredth wait for the slowest of their stage: eight of them compute 1.42%
+// longer. Messages and updates take what they took.
+TEST(Simulator, AStageWaitsForItsSlowestRank) {
+    for (int pp : {1, 2}) {
+        SmallRun run({2, 1, pp, 4, 1, 0, 1, Pipeline::ONE_F_ONE_B}, 8);
+        CostModel c = slow_links();
+        Times uneven = run.folded(c).parts;
+        c.machine.jitter = 0;
+        Times even = run.folded(c).parts;
+        double computing = even.products + even.attention + even.memory + even.recompute;
+        EXPECT_EQ(even.jitter, 0);
+        EXPECT_NEAR(uneven.jitter / computing, 0.0142360, 1e-7);
+        EXPECT_EQ(uneven.tensor, even.tensor);
+        EXPECT_EQ(uneven.update, even.update);
+    }
+}
+
+// The keys that queries meet are those of all tiles in which somebody sees something: counted tile
+// by tile, in each order of context parallelism, on the rank that has most.
+TEST(Simulator, KeysOfAttentionsTilesAreCounted) {
+    const size_t tile = size_t(ATTENTION_TILE);
+    for (ContextOrder order : {ContextOrder::ZIGZAG, ContextOrder::CONTIGUOUS,
+                               ContextOrder::STRIPED})
+        for (int cp : {1, 2, 4})
+            for (size_t T : {512, 1024, 4096}) {
+                // List the tokens of each rank's rows.
+                std::vector<std::vector<size_t>> rows(size_t(cp), std::vector<size_t>(T / cp));
+                for (int r = 0; r < cp; r++)
+                    for (size_t i = 0; i < T / cp; i++)
+                        rows[r][i] = context_row(order, {cp, r}, T, i);
+
+                // Count a tile of keys if its first token comes before the last query.
+                double most = 0;
+                for (const std::vector<size_t>& queries : rows) {
+                    double met = 0;
+                    for (size_t q = 0; q < queries.size(); q += tile)
+                        for (const std::vector<size_t>& keys : rows)
+                            for (size_t k = 0; k < keys.size(); k += tile) {
+                                auto here = queries.begin() + long(q), there = keys.begin() + long(k);
+                                size_t last = *std::max_element(here, here + long(tile));
+                                size_t first = *std::min_element(there, there + long(tile));
+                                met += first <= last ? double(tile * tile) : 0;
+                            }
+                    most = std::max(most, met / double(queries.size()));
+                }
+
+                Plan p;
+                p.T = T;
+                p.layout.cp.size = cp;
+                p.layout.cp_order = order;
+                EXPECT_EQ(tiled_keys(p, 0), most) << int(order) << " cp " << cp << " T " << T;
+            }
+}
+
 // In a long accumulation only the ends are simulated, and the rounds in the middle are counted: the
 // time is that of simulating all, to 1e-9.
 TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
@@ -968,7 +1038,7 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
         bool slower = name == "latency_us" || name == "launch_us" || name == "hop_us" ||
-                      name == "contention";
+                      name == "contention" || name == "jitter";
         bool matters = false;
         for (const SmallCase& s : small_cases) {
             // Time a case before and after the number grows by a tenth.
@@ -1060,6 +1130,34 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_NEAR(ring.attention / gather.attention, 1 / 0.9, 1e-12);
     EXPECT_GT(gather.context, 0);
     EXPECT_EQ(ring.context, 0);
+
+    // Cores that carry messages too hide none of them. Three hops carry what was gathered in two
+    // messages, one for each sequence.
+    c.machine.contention = 1;
+    double shown = block_seconds(c, p, run.model, 1, false).context;
+    EXPECT_NEAR(shown - gather.context, c.machine.latency_us * 1e-6, 1e-12);
+}
+
+// Four short sequences have the messages of one long one four times: those of gather's keys, and
+// Ulysses' four. Their bytes are the same. Backward has twice as many.
+TEST(Simulator, EachSequenceHasItsMessages) {
+    SmallRun run({1, 4, 1, 1, 0, 0, 1, Pipeline::ONE_F_ONE_B}, 1);
+    CostModel c = slow_links();
+    Plan one, four;
+    one.layout = four.layout = run.layout;
+    one.B = 1, one.T = 4096;
+    four.B = 4, four.T = 1024;
+    for (ContextMethod method : {ContextMethod::GATHER, ContextMethod::ULYSSES}) {
+        one.layout.cp_method = four.layout.cp_method = method;
+        int messages = method == ContextMethod::ULYSSES ? 4 : 1;
+        for (bool backward : {false, true}) {
+            auto seconds = [&](const Plan& p) {
+                return block_seconds(c, p, run.model, 1, backward).context;
+            };
+            double more = 3 * messages * (backward ? 2 : 1) * c.machine.latency_us * 1e-6;
+            EXPECT_NEAR(seconds(four) - seconds(one), more, 1e-12);
+        }
+    }
 }
 
 // Tokens travel to experts on other ranks while the shared expert computes. Forward its first two
