@@ -577,8 +577,8 @@ inline double jitter_share(const CostModel& c, const Layout& layout) {
     return c.machine.jitter * expected_maximum(layout.world() / layout.pp.size);
 }
 
-// Return the parts of an action that runs a layer, on an average rank. B is I and W: each has half of
-// the products, and I has all the rest.
+// Return the parts of an action that runs a layer, on an average rank. B is I and W: each of them
+// has half of the products, and I has all the rest.
 inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model, const Action& a) {
     // Take the two ends of the model first: they have costs of their own.
     bool forward = a.op == Op::F;

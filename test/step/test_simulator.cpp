@@ -795,8 +795,8 @@ TEST(Published, Llama3Of405BOnH100) {
 // ----------------------------------------------------------------------------
 // what the simulator means
 
-// An imaginary machine whose cards differ, and whose links are so slow that messages matter as much
-// as computing.
+// An imaginary machine whose cards differ, and whose links are so slow that messages matter as
+// much as computing.
 static CostModel slow_links() {
     CostModel c;
     c.machine = machine_of("h100");
