@@ -1158,6 +1158,14 @@ TEST(Simulator, EachSequenceHasItsMessages) {
             EXPECT_NEAR(seconds(four) - seconds(one), more, 1e-12);
         }
     }
+
+    // One sequence of Ulysses by hand: three quarters of q, k, v and out leave, and all is packed.
+    one.layout.cp_method = ContextMethod::ULYSSES;
+    double bytes = 1024 * 4 * 512 * 2;
+    double latency = 4 * c.machine.latency_us * 1e-6;
+    double sent = 0.75 * bytes / c.machine.link_rate();
+    double packed = 2 * bytes / c.machine.memory_rate();
+    EXPECT_NEAR(block_seconds(c, one, run.model, 1, false).context, latency + sent + packed, 1e-12);
 }
 
 // Tokens travel to experts on other ranks while the shared expert computes. Forward its first two
