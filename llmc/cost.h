@@ -603,6 +603,7 @@ inline Times layer_seconds(const CostModel& c, const Plan& p, const Model& model
     Times t = even_seconds(c, p, model, a);
     double computing = t.products + t.attention + t.memory + t.recompute;
     t.jitter = jitter_share(c, p.layout) * computing;
+    t.launch -= std::min(t.launch, t.jitter); // longer work hides more of the host's
     return t;
 }
 

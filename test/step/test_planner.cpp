@@ -541,6 +541,22 @@ TEST(Planner, ClosedFormCountsMessagesOfWeightsThatStayNear) {
     EXPECT_LT(near.update, 0.52 * group.update);
 }
 
+// The closed form lets a block wait for the slowest rank of its stage: of eight ranks or of four, in
+// layouts that differ in nothing else that a block asks for.
+TEST(Planner, ClosedFormWaitsForTheSlowestRank) {
+    PlanQuestion q = small_question(8, 1e6, 2);
+    q.machine.jitter = 0.05, q.machine.launch_us = 0;
+    Planner<bf16, Cpu> planner = {q.shape, {q.machine, sizeof(bf16)}, Cpu{}};
+    Plan p;
+    p.B = 1, p.T = 256;
+    p.layout.dp.size = 8;
+    double eight = layers_of(planner, p)[1].forward;
+    p.layout.dp.size = 4;
+    double four = layers_of(planner, p)[1].forward;
+    double expected = (1 + 0.05 * expected_maximum(8)) / (1 + 0.05 * expected_maximum(4));
+    EXPECT_NEAR(eight / four, expected, 1e-12);
+}
+
 // The same with products of 8 bits: casts of weights stay, or are made by each product.
 TEST(Planner, ClosedFormKnowsEightBits) {
     for (bool kept : {true, false}) {
@@ -1393,7 +1409,7 @@ TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
 // Four ranks that take 9, 10, 10 and 11 seconds differ by sqrt(2/3) of a tenth.
 TEST(Calibrate, JitterIsTheSpreadOverRanks) {
     run_local_ranks(4, {}, [](const Comm& world) {
-        Run run;
+        llmc::Run run;
         run.world = world;
         double seconds[] = {9, 10, 10, 11};
         EXPECT_NEAR(spread_over_ranks(run, seconds[world.rank]), 0.1 * std::sqrt(2 / 3.0), 1e-12);
