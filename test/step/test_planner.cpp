@@ -622,25 +622,72 @@ TEST(Planner, RanksOfOneKindHaveOneEstimate) {
         p.layout.pp.size = 8;
         p.layout.first_layer = {0, 3, 4, 5, 7, 9, 11, 14, int(shape.L) + 2};
         const Model& model = model_of(planner, p.layout);
-        std::vector<size_t> kinds = kinds_of_ranks(p.layout, model);
-        size_t last = 0;
+        std::vector<AlikeRanks> kinds = alike_ranks(p.layout, model, planner.kinds);
+        size_t ranks = 0;
 
         // Compare the estimate of each rank with the first one's of its kind.
-        std::vector<RankEstimate> first;
-        for (int rank = 0; rank < 8; rank++) {
-            RankEstimate r = estimate_rank(p, machines()[0], model, layers_of(planner, p),
-                                           buckets_for(planner, p), rank);
-            ASSERT_LE(kinds[size_t(rank)], first.size());
-            if (kinds[size_t(rank)] == first.size()) first.push_back(r);
-            const RankEstimate& known = first[kinds[size_t(rank)]];
-            EXPECT_EQ(r.bytes, known.bytes);
-            EXPECT_EQ(r.kept_w, known.kept_w);
-            EXPECT_EQ(r.seconds, known.seconds);
-            EXPECT_EQ(r.update, known.update);
-            last = std::max(last, kinds[size_t(rank)]);
+        auto estimate = [&](const std::vector<StageLayers>& stages) {
+            return estimate_rank(planner, p, model, layers_of(planner, p), buckets_for(planner, p),
+                                 stages);
+        };
+        for (const AlikeRanks& alike : kinds) {
+            RankEstimate first = estimate(alike.stages);
+            ranks += alike.ranks.size();
+            for (int rank : alike.ranks) {
+                RankEstimate r = estimate(stages_of(p.layout, model, planner.kinds, rank));
+                EXPECT_EQ(r.bytes, first.bytes);
+                EXPECT_EQ(r.kept_w, first.kept_w);
+                EXPECT_EQ(r.seconds, first.seconds);
+                EXPECT_EQ(r.update, first.update);
+            }
         }
-        EXPECT_EQ(last, shape.adapters ? 6u : shape.family == Family::GPT2 ? 4u : 5u);
+        EXPECT_EQ(ranks, 8u);
+        EXPECT_EQ(kinds.size(), shape.adapters ? 7u : shape.family == Family::GPT2 ? 5u : 6u);
     }
+}
+
+// Of ranks of one kind the closed form counts one's bytes. No other rank takes more, whatever waits on
+// it for backward passes and wherever that lies.
+TEST(Planner, TheFullestRankIsAmongThoseThatAreCounted) {
+    for (bool gpu : {false, true})
+        for (Tier tier : {Tier::DEVICE, Tier::HOST})
+            for (Recompute level : {Recompute::NONE, Recompute::FULL})
+                for (Pipeline pipeline : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B,
+                                          Pipeline::INTERLEAVED, Pipeline::ZERO_BUBBLE}) {
+                    // Sixteen stages of one block, but for the ends.
+                    sizes_of_gpu = gpu;
+                    Shape shape = with_logits(gpt2_shape(16, 4, 64, 100, 64), Cpu{});
+                    Planner<bf16, Cpu> planner = {shape, {machines()[0], 2}, Cpu{}};
+                    Plan p;
+                    p.B = 1, p.T = 64, p.micro_batches = 11;
+                    p.recompute = level;
+                    p.offload.activations = tier;
+                    p.layout.pipeline = pipeline;
+                    p.layout.chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
+                    p.layout.pp.size = 16 / p.layout.chunks;
+                    for (int stage = 1; stage < 16; stage++)
+                        p.layout.first_layer.push_back(stage + 1);
+                    p.layout.first_layer.insert(p.layout.first_layer.begin(), 0);
+                    p.layout.first_layer.push_back(18);
+
+                    // Count every rank.
+                    const Model& model = model_of(planner, p.layout);
+                    std::vector<AlikeRanks> kinds = alike_ranks(p.layout, model, planner.kinds);
+                    EXPECT_LT(kinds.size(), 4u);
+                    bool here = is_here(tier, Cpu{});
+                    Estimate all;
+                    for (int rank = 0; rank < p.layout.pp.size; rank++) {
+                        RankEstimate r = estimate_rank(
+                            planner, p, model, layers_of(planner, p), buckets_for(planner, p),
+                            stages_of(p.layout, model, planner.kinds, rank));
+                        keep_fullest(all, p, r, rank, here);
+                    }
+                    Estimate e = estimate_layout(planner, p, kinds);
+                    EXPECT_EQ(e.bytes, all.bytes);
+                    EXPECT_EQ(e.host, all.host);
+                    EXPECT_EQ(e.fullest, all.fullest);
+                }
+    sizes_of_gpu = false;
 }
 
 // A question about a thousand cards is answered in about a second of one core: the time is printed,
