@@ -403,8 +403,14 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
     bool embedding = from == 0;
     int blocks = to - from - head - embedding;
     bool stay = layout.zero < 3 && !p.offload.moves();
-    if (blocks == 0 || stay) return share;
+    if (stay) return share;
     int each = p.recompute.of(std::max(from, 1)) == Recompute::NONE ? 2 : 3;
+
+    // A gradient stays if few actions stand between two backward passes of its stage.
+    int cycle = each * blocks + 2 * (head + embedding);
+    bool stays = cycle <= 2 * layout.prefetch + 1;
+    if (stays) share.gradients = layout.chunks > 1 ? 1.0 / layout.pp.size : 0;
+    if (blocks == 0) return share;
 
     // Return how many blocks have `ahead` actions or fewer, and those of an end, between two uses.
     auto near = [&](int ahead, bool end) {
@@ -413,7 +419,6 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
     };
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, buckets_of(model, std::max(from, 1))[0]});
     int lead = layout.prefetch * (cut + layout.weights_away);
-    int cycle = each * blocks + 2 * (head + embedding);
 
     // The passes of a rank's only stage follow each other, at both ends of it. With chunks those of
     // other stages come between; pp micro-batches in a row pass through one.
@@ -424,8 +429,6 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
         share.forward = share.backward = 1.0 / layout.pp.size;
     }
     if (head) share.activations -= near(2 * layout.prefetch, true);
-    bool stays = cycle <= 2 * layout.prefetch + 1;
-    if (stays) share.gradients = layout.chunks > 1 ? 1.0 / layout.pp.size : 0;
     return share;
 }
 
@@ -469,7 +472,7 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
         double leaves = parks || p.layout.weights_away ? 1 : 1 - later;
         double moved = later * next + leaves * b.move;
         if (e.forward == 0) moved = later * b.move + next;
-        return forward + std::max(beyond(reduce, e.backward), moved);
+        return forward + std::max(beyond(reduce, e.backward), share.gradients * moved);
     }
 
     // Average over the first micro-batch, whose gradients only leave, and later ones.
@@ -744,9 +747,9 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
             turns[i] = std::max(turns[i], turn);
         }
 
-        // Late updates have one queue with the moves of gradients, ahead of them: they hide behind
-        // what the first micro-batch and the pipeline before it take.
-        double first = pp * (r.seconds - r.backward) + r.backward;
+        // Late updates have one queue with the moves of gradients, ahead of them. The first of these
+        // is in the first backward pass, so late updates hide behind the forward passes before it.
+        double first = pp * (r.seconds - r.backward);
         tail = std::max(tail, sums + r.publish + r.update + beyond(r.late, first));
 
         // Keep the fullest: the first of its kind, which has most in flight. Only weight halves
