@@ -747,8 +747,8 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
             turns[i] = std::max(turns[i], turn);
         }
 
-        // Late updates have one queue with the moves of gradients, ahead of them. The first of these
-        // is in the first backward pass, so late updates hide behind the forward passes before it.
+        // Late updates have one queue with the moves of gradients, ahead of them. The first of
+        // these is in the first backward pass: late updates hide behind forward passes alone.
         double first = pp * (r.seconds - r.backward);
         tail = std::max(tail, sums + r.publish + r.update + beyond(r.late, first));
 

@@ -3,8 +3,9 @@
 //                recomputation. config_check() decides what is allowed, so no rule is written
 //                twice. Rules that shorten the list: tensor parallelism stays inside a node; ZeRO
 //                shares out a bucket among all ranks or those of a node, or its weights among
-//                these; data-parallel ranks come next to tensor-parallel ones where that is faster
-//                by the links; and the method of context parallelism is the fastest for a block.
+//                these or those of several nodes; data-parallel ranks come next to tensor-parallel
+//                ones where that is faster by the links; and the method of context parallelism is
+//                the fastest for a block.
 //                The global batch, the sequence length and what the flags say of these stay as the
 //                user gave them
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
@@ -394,18 +395,19 @@ template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const 
 }
 
 // Which ranks share out a bucket: those of the user's flags, or else all; those of a node
-// (--zero-group); or those of a node its weights, and all ranks the rest (--hpz).
-enum class Sharing { ASKED, NODE, NEAR };
+// (--zero-group); or those of one node, or of several, its weights, and all ranks the rest (--hpz).
+enum class Sharing { ASKED, NODE, NEAR, NEAR_NODES };
 
 // The data-parallel ranks of a node, if ZeRO may share out each bucket among these alone, or its
-// weights: where there are several nodes, and no flag says otherwise; else 0. Groups between a
-// node's ranks and all ranks send as much across nodes as all.
+// weights: where there are several nodes, and no flag says otherwise; else 0. A group of several
+// nodes sends as much across them as all ranks do, but its rings are shorter: it has as many nodes
+// as there are groups, or fewer, so that neither ring is long.
 inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& layout,
                       Sharing sharing) {
     // Look at what the flags leave open. Experts that are shared out have groups of their own.
     const Config& c = q.config;
     bool open = !given(c, "zero-group") && !keeps_weights_near(c) && p.zero > 0;
-    if (sharing == Sharing::NEAR)
+    if (sharing >= Sharing::NEAR)
         open &= !given(c, "hpz") && p.zero == 3 && !offloads(c, "weights");
     if (!open || p.ep > 1 || p.whole_experts()) return 0;
 
@@ -414,7 +416,13 @@ inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& la
                axis_in_node(layout, q.machine, &Layout::dp);
     int all = p.dp * p.cp;
     bool apart = near > 1 && near < all && all % near == 0;
-    return apart ? near : 0;
+    if (!apart || sharing != Sharing::NEAR_NODES) return apart ? near : 0;
+
+    // Take a power of two of nodes.
+    int nodes = 1;
+    while (4 * nodes * nodes * near <= all && all % (2 * nodes * near) == 0)
+        nodes *= 2;
+    return nodes > 1 ? nodes * near : 0;
 }
 
 // Choose the method of context parallelism by which a block takes least time, unless the user has.
@@ -452,8 +460,9 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
     layout.gradients_away = e.plan.offload.gradients != Tier::DEVICE;
     p.estimate.seconds = INFINITY;
     for (const GridOrder& order : e.orders) {
-        // What makes room is tried in the order that is faster without it, and in the last one.
-        if (order.name != p.order && &order != &e.orders.back()) continue;
+        // A set that makes room is tried in the order that is faster without it.
+        bool makes_room = p.remainder || p.offload;
+        if (makes_room && order.name != p.order) continue;
         layout.order = order.axes;
         int zero_group = p.zero_group;
         int hpz = p.hpz;
@@ -595,7 +604,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
             bool shares = p.dp * p.cp > 1 || p.routing_ranks() > p.ep; // experts, at least
             int last_zero = shares ? 3 : 0;
             for (p.zero = grid.zero; p.zero <= last_zero; p.zero++)
-                for (Sharing sharing : {Sharing::ASKED, Sharing::NODE, Sharing::NEAR})
+                for (Sharing sharing : {Sharing::ASKED, Sharing::NODE, Sharing::NEAR,
+                                        Sharing::NEAR_NODES})
                     for (int level = 0; level < RECOMPUTE_LEVELS; level++) {
                         Proposal x = p;
                         e.plan.layout.zero = p.zero;

@@ -252,6 +252,44 @@ TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
     EXPECT_HAS(why, "--hpz 3 does not divide --dp 16");
 }
 
+// Among many nodes weights stay near in groups of several: rings over all ranks have many hops, and a
+// gather of one node's shards leaves long rings to publish them. A group takes no more nodes than
+// there are groups.
+TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
+    PlanQuestion q;
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.nic_gb = 12;
+    q.shape = llama31_shape(32, 32, 4096, 14336);
+    q.gpus = 1024, q.room = 40 * GIB;
+    q.config.precision = "bf16", q.config.machine = "h100";
+    q.config.seq = 8192, q.config.batch_tokens = 1 << 23;
+    q.config.explain = true, q.config.sample_tokens = 0;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    Proposal best = a.best[0].proposal;
+    EXPECT_EQ(proposal_text(best), "--dp 1024 --zero 3 --hpz 64 --micro-batch 1");
+
+    // Simulate it with one node, and with all ranks.
+    for (int hpz : {0, 8}) {
+        Proposal other = best;
+        other.hpz = hpz;
+        Trial t = simulate_proposal<bf16>(q, other, Cpu{});
+        printf("--hpz %d takes %.3f times as long\n", hpz, t.seconds / a.best[0].seconds);
+        EXPECT_GT(t.seconds, 1.01 * a.best[0].seconds);
+    }
+
+    // Sixteen nodes are four groups of four. Two nodes, and three, have no such group.
+    Config one = q.config;
+    Proposal p = plain_proposal(q);
+    p.zero = 3;
+    for (auto [nodes, ranks] : {std::pair(2, 0), {3, 0}, {4, 16}, {16, 32}, {24, 32}, {128, 64}}) {
+        p.dp = 8 * nodes;
+        set_proposal(one, p);
+        Layout layout = choose_layout(one, q.shape);
+        EXPECT_EQ(node_group(q, p, layout, Sharing::NEAR_NODES), ranks) << nodes;
+    }
+}
+
 // Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
 // where narrow experts make rows dear to send. A user's --etp holds for all layouts.
 TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
@@ -646,48 +684,53 @@ TEST(Planner, RanksOfOneKindHaveOneEstimate) {
     }
 }
 
-// Of ranks of one kind the closed form counts one's bytes. No other rank takes more, whatever waits on
-// it for backward passes and wherever that lies.
-TEST(Planner, TheFullestRankIsAmongThoseThatAreCounted) {
+// The closed form counts ranks of one kind at once. It finds what it would find rank by rank: the same
+// step, and the same fullest rank, whatever waits on it for backward passes and wherever that lies.
+TEST(Planner, RanksOfOneKindAreCountedAtOnce) {
+    Shape shape = with_logits(gpt2_shape(16, 4, 64, 100, 64), Cpu{});
     for (bool gpu : {false, true})
         for (Tier tier : {Tier::DEVICE, Tier::HOST})
             for (Recompute level : {Recompute::NONE, Recompute::FULL})
                 for (Pipeline pipeline : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B,
                                           Pipeline::INTERLEAVED, Pipeline::ZERO_BUBBLE}) {
-                    // Sixteen stages of one block, but for the ends.
+                    // Cut the model into eighteen stages of one layer.
                     sizes_of_gpu = gpu;
-                    Shape shape = with_logits(gpt2_shape(16, 4, 64, 100, 64), Cpu{});
                     Planner<bf16, Cpu> planner = {shape, {machines()[0], 2}, Cpu{}};
                     Plan p;
-                    p.B = 1, p.T = 64, p.micro_batches = 11;
+                    p.B = 16, p.T = 64, p.micro_batches = 11;
                     p.recompute = level;
                     p.offload.activations = tier;
                     p.layout.pipeline = pipeline;
                     p.layout.chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
-                    p.layout.pp.size = 16 / p.layout.chunks;
-                    for (int stage = 1; stage < 16; stage++)
-                        p.layout.first_layer.push_back(stage + 1);
-                    p.layout.first_layer.insert(p.layout.first_layer.begin(), 0);
-                    p.layout.first_layer.push_back(18);
+                    p.layout.pp.size = 18 / p.layout.chunks;
+                    for (int stage = 0; stage <= 18; stage++)
+                        p.layout.first_layer.push_back(stage);
 
-                    // Count every rank.
                     const Model& model = model_of(planner, p.layout);
+                    std::vector<AlikeRanks> each;
+                    for (int rank = 0; rank < p.layout.pp.size; rank++)
+                        each.push_back({{rank}, stages_of(p.layout, model, planner.kinds, rank)});
                     std::vector<AlikeRanks> kinds = alike_ranks(p.layout, model, planner.kinds);
-                    EXPECT_LT(kinds.size(), 4u);
-                    bool here = is_here(tier, Cpu{});
-                    Estimate all;
-                    for (int rank = 0; rank < p.layout.pp.size; rank++) {
-                        RankEstimate r = estimate_rank(
-                            planner, p, model, layers_of(planner, p), buckets_for(planner, p),
-                            stages_of(p.layout, model, planner.kinds, rank));
-                        keep_fullest(all, p, r, rank, here);
-                    }
-                    Estimate e = estimate_layout(planner, p, kinds);
-                    EXPECT_EQ(e.bytes, all.bytes);
-                    EXPECT_EQ(e.host, all.host);
-                    EXPECT_EQ(e.fullest, all.fullest);
+                    EXPECT_EQ(kinds.size(), 3u);
+
+                    Estimate one = estimate_layout(planner, p, kinds);
+                    Estimate all = estimate_layout(planner, p, each);
+                    EXPECT_NEAR(one.seconds / all.seconds, 1, 1e-12);
+                    EXPECT_EQ(one.bytes, all.bytes);
+                    EXPECT_EQ(one.host, all.host);
+                    EXPECT_EQ(one.fullest, all.fullest);
                 }
     sizes_of_gpu = false;
+
+    // Two ranks have windows in the same order, and are not of one kind: their chunks end elsewhere.
+    shape = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
+    shape.sliding_window = 16;
+    shape.full_every = 2;
+    Layout layout;
+    layout.pp.size = 5, layout.chunks = 2;
+    layout.first_layer = {0, 3, 4, 5, 7, 9, 10, 12, 13, 14, 18};
+    Model model = make_model(with_logits(shape, Cpu{}));
+    EXPECT_EQ(alike_ranks(layout, model, kinds_of_layers(model)).size(), 5u);
 }
 
 // A question about a thousand cards is answered in about a second of one core: the time is printed,
@@ -1122,7 +1165,7 @@ TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
             }
             printf("%s, %g GB/s, %.0f layouts: mean error of time %.1f%%\n", words, memory_gb, n,
                    100 * time / n);
-            EXPECT_LT(time / n, 0.1);
+            EXPECT_LT(time / n, memory_gb < 50 ? 0.04 : 0.095);
         }
     sizes_of_gpu = false;
 
