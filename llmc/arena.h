@@ -67,8 +67,8 @@ inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& 
     int end = int(p.actions.size()) - 1;
 
     // A life begins without an offset; place_lives() gives it one.
-    auto born = [&](Data d, int first, int last) {
-        lives[d].push_back({first, last, 0, bytes_of(p, d), tier_of(p, d)});
+    auto born = [&](std::vector<Place>& all, Data d, int first, int last) {
+        all.push_back({first, last, 0, bytes_of(p, d), tier_of(p, d)});
     };
 
     for (int i = 0; i <= end; i++) {
@@ -77,20 +77,22 @@ inline std::map<Data, std::vector<Place>> lifetimes(const Plan& p, const Model& 
         // A reader prolongs the life. A datum that nobody wrote was given before the plan started.
         for (Data d : x.reads) {
             if (persistent(d.kind)) continue;
-            if (!lives.count(d))
-                born(d, 0, i);
-            int& last = lives[d].back().last;
+            std::vector<Place>& all = lives[d];
+            if (all.empty())
+                born(all, d, 0, i);
+            int& last = all.back().last;
             last = std::max(last, finish[i].reads - 1);
         }
 
         // A writer begins a new life, unless it changes what is there.
         for (Data d : x.writes) {
             if (persistent(d.kind)) continue;
+            std::vector<Place>& all = lives[d];
             bool goes_on = std::count(x.reads.begin(), x.reads.end(), d);
             if (!goes_on)
-                born(d, i, finish[i].writes - 1);
+                born(all, d, i, finish[i].writes - 1);
             if (outlives_plan(d.kind))
-                lives[d].back().last = end;
+                all.back().last = end;
         }
     }
     return lives;

@@ -686,18 +686,23 @@ inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model
     return 4 * elements / c.machine.memory_rate();
 }
 
+// Return the seconds of `count` messages to another stage at once.
+inline double stage_seconds(const CostModel& c, const Plan& p, const Model& model, int count) {
+    bool cut = p.layout.sequence_parallel || c.cuts_messages;
+    double rows = double(p.rows()) / (cut ? p.layout.tp.size : 1);
+    double bytes = rows * model.shape.C * c.element;
+    return axis_link(p.layout, c.machine, &Layout::pp).message(count * bytes);
+}
+
 // Return the seconds of an exchange with other stages.
 inline double exchange_seconds(const CostModel& c, const Plan& p, const Model& model,
                                const Action& a) {
     // Both ways run at once, so the fuller one counts.
-    bool cut = p.layout.sequence_parallel || c.cuts_messages;
-    double rows = double(p.rows()) / (cut ? p.layout.tp.size : 1);
-    double bytes = rows * model.shape.C * c.element;
-    double sent = 0;
-    double received = 0;
+    int sent = 0;
+    int received = 0;
     for (const Transfer& t : a.transfers)
-        (t.send ? sent : received) += bytes;
-    return axis_link(p.layout, c.machine, &Layout::pp).message(std::max(sent, received));
+        (t.send ? sent : received)++;
+    return stage_seconds(c, p, model, std::max(sent, received));
 }
 
 // Return the parts of TIE: a tied table's two gradients are added here,

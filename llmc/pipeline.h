@@ -771,9 +771,9 @@ inline std::vector<int> split_layers(const std::vector<double>& cost, int stages
     auto solve = [&](auto join) {
         PerRank<int64_t> best(stages + 1, std::vector<int64_t>(n + 1, NONE));
         best[0][n] = 0;
-        for (int k = 1; k <= stages; k++)
-            for (int i = 0; i < n; i++)
-                for (int end = i + 1; end <= n; end++)
+        for (int k = 1; k <= stages; k++) // each other stage has a layer at least
+            for (int i = stages - k; i <= n - k; i++)
+                for (int end = i + 1; end <= n - k + 1; end++)
                     best[k][i] = std::min(best[k][i], join(sum[end] - sum[i], best[k - 1][end]));
         return best;
     };

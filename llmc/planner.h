@@ -22,6 +22,7 @@
 //   Cost: a microsecond a layout, some milliseconds for each new size of tp, ep or pipeline.
 #pragma once
 #include <numeric>
+#include <unordered_map>
 #include <utility>
 #include "simulator.h"
 #include "trainer.h"
@@ -43,10 +44,24 @@ inline LayerKind kind_of_layer(const Model& model, int layer) {
             layer >= lowest_trained(model)};
 }
 
+// A model's layers by kind. Kinds are numbered in the order of their first layers.
+struct LayerKinds {
+    std::vector<size_t> of; // [layer]: its kind
+    std::vector<int> first; // [kind]: its first layer, which stands for all
+};
+inline LayerKinds kinds_of_layers(const Model& model) {
+    LayerKinds kinds;
+    std::map<LayerKind, size_t> known;
+    for (int layer = 0; layer < model.layers(); layer++) {
+        auto [kind, fresh] = known.insert({kind_of_layer(model, layer), known.size()});
+        if (fresh) kinds.first.push_back(layer);
+        kinds.of.push_back(kind->second);
+    }
+    return kinds;
+}
+
 // One layer's time and bytes for one micro-batch.
 struct LayerEstimate {
-    int kind = 0; // layers of one kind have one number
-
     // Seconds.
     double forward = 0;
     double backward = 0;
@@ -109,15 +124,23 @@ struct BucketEstimate {
 
 // Estimates that layouts share: those with equal keys share an entry.
 typedef std::array<int, 14> EstimateKey; // those that say less end in zeros
-typedef std::pair<int, std::vector<int>> StageSplit; // pp, and the first layers of all stages
+struct EstimateHash {
+    size_t operator()(const EstimateKey& key) const {
+        size_t sum = 0;
+        for (int x : key)
+            sum = 31 * sum + size_t(x);
+        return sum;
+    }
+};
+template <typename V> using Estimates = std::unordered_map<EstimateKey, V, EstimateHash>;
 template <typename T, typename S> struct Planner {
     Shape shape; // as with_logits() returns it
     CostModel cost;
     S where;
-    std::map<EstimateKey, Model> models = {}; // by tp, ep, whole experts
-    std::map<EstimateKey, std::vector<LayerEstimate>> layers = {};   // [layer]
-    std::map<EstimateKey, std::vector<BucketEstimate>> buckets = {}; // [layer]
-    std::map<StageSplit, std::vector<size_t>> kinds = {}; // [rank]: kinds_of_ranks()
+    Estimates<Model> models = {};                        // by tp, ep, whole experts
+    LayerKinds kinds = {};                               // of each of them
+    Estimates<std::vector<LayerEstimate>> layers = {};   // [kind]
+    Estimates<std::vector<BucketEstimate>> buckets = {}; // [kind]
 };
 
 // Return the model of a layout, made at most once for each way to cut it.
@@ -125,10 +148,10 @@ template <typename T, typename S>
 const Model& model_of(Planner<T, S>& planner, const Layout& layout) {
     // Take the pieces of the layout's rank for all: no rank has larger ones.
     EstimateKey key = {layout.tp.size, layout.ep, layout.whole_experts};
-    auto found = planner.models.find(key);
-    if (found == planner.models.end())
-        found = planner.models.emplace(key, make_model(planner.shape, layout)).first;
-    return found->second;
+    auto [entry, fresh] = planner.models.try_emplace(key);
+    if (fresh) entry->second = make_model(planner.shape, layout);
+    if (planner.kinds.of.empty()) planner.kinds = kinds_of_layers(entry->second);
+    return entry->second;
 }
 
 // Estimate one layer for one micro-batch.
@@ -168,7 +191,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     return e;
 }
 
-// Return the estimates of all layers, made at most once for each key. Layers of one kind share one.
+// Return the estimates of all kinds of layers, made at most once for each key.
 template <typename T, typename S>
 const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& p) {
     const Layout& l = p.layout;
@@ -177,7 +200,8 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     // The sizes decide the bytes and the work; ranks in the same node decide the speed of messages.
     auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
     // Micro-batches share the casts of weights that are kept.
-    int kept = keeps_casts(p, model_of(planner, l)) ? p.micro_batches : 0;
+    bool casts = planner.shape.fp8 != Fp8::NONE && keeps_casts(p, model_of(planner, l));
+    int kept = casts ? p.micro_batches : 0;
     int peers = machine.jitter > 0 ? l.world() / l.pp.size : 0; // they wait for the slowest
     EstimateKey key = {l.tp.size, l.cp.size, int(l.cp_method), l.ep, l.whole_experts,
                        l.sequence_parallel, int(p.B), int(p.recompute.of(1)), near(&Layout::tp),
@@ -185,17 +209,9 @@ const std::vector<LayerEstimate>& layers_of(Planner<T, S>& planner, const Plan& 
     auto [entry, fresh] = planner.layers.try_emplace(key);
     if (!fresh) return entry->second;
 
-    // Estimate each kind once.
     const Model& model = model_of(planner, l);
-    std::map<LayerKind, LayerEstimate> kinds;
-    for (int layer = 0; layer < model.layers(); layer++) {
-        auto [kind, unknown] = kinds.try_emplace(kind_of_layer(model, layer));
-        if (unknown) {
-            kind->second = estimate_layer(planner, p, model, layer);
-            kind->second.kind = int(kinds.size());
-        }
-        entry->second.push_back(kind->second);
-    }
+    for (int layer : planner.kinds.first)
+        entry->second.push_back(estimate_layer(planner, p, model, layer));
     return entry->second;
 }
 
@@ -281,7 +297,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
     return e;
 }
 
-// Return the estimates of all layers' buckets, made at most once for each key.
+// Return the estimates of all kinds of layers' buckets, made at most once for each key.
 template <typename T, typename S>
 const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Plan& p) {
     const Layout& l = p.layout;
@@ -295,14 +311,9 @@ const std::vector<BucketEstimate>& buckets_for(Planner<T, S>& planner, const Pla
     auto [entry, fresh] = planner.buckets.try_emplace(key);
     if (!fresh) return entry->second;
 
-    // Estimate each kind of layer once.
     const Model& model = model_of(planner, l);
-    std::map<LayerKind, BucketEstimate> kinds;
-    for (int layer = 0; layer < model.layers(); layer++) {
-        auto [kind, unknown] = kinds.try_emplace(kind_of_layer(model, layer));
-        if (unknown) kind->second = estimate_buckets(planner, p, model, layer);
-        entry->second.push_back(kind->second);
-    }
+    for (int layer : planner.kinds.first)
+        entry->second.push_back(estimate_buckets(planner, p, model, layer));
     return entry->second;
 }
 
@@ -342,6 +353,9 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
     return {v * waits, double(v * std::min(m, pp))};
 }
 
+// The planner tries no more stages on a rank.
+constexpr int MOST_CHUNKS = 8;
+
 // One rank's share of a micro-batch, and of the end of the step.
 struct RankEstimate {
     double bytes = 0;  // all but kept activations
@@ -363,8 +377,8 @@ struct RankEstimate {
     double seconds = 0;
     double backward = 0;
     double exposed = 0;
-    // Seconds by chunk; empty if there is only one.
-    std::vector<double> chunk_forward = {}, chunk_backward = {};
+    // Seconds by chunk.
+    std::array<double, MOST_CHUNKS> chunk_forward = {}, chunk_backward = {};
 
     // Seconds at the end of the step.
     double reduce = 0;
@@ -390,8 +404,14 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
     bool embedding = from == 0;
     int blocks = to - from - head - embedding;
     bool stay = layout.zero < 3 && !p.offload.moves();
-    if (blocks == 0 || stay) return share;
+    if (stay) return share;
     int each = p.recompute.of(std::max(from, 1)) == Recompute::NONE ? 2 : 3;
+
+    // A gradient stays if few actions stand between two backward passes of its stage.
+    int cycle = each * blocks + 2 * (head + embedding);
+    bool stays = cycle <= 2 * layout.prefetch + 1;
+    if (stays) share.gradients = layout.chunks > 1 ? 1.0 / layout.pp.size : 0;
+    if (blocks == 0) return share;
 
     // Return how many blocks have `ahead` actions or fewer, and those of an end, between two uses.
     auto near = [&](int ahead, bool end) {
@@ -400,7 +420,6 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
     };
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, buckets_of(model, std::max(from, 1))[0]});
     int lead = layout.prefetch * (cut + layout.weights_away);
-    int cycle = each * blocks + 2 * (head + embedding);
 
     // The passes of a rank's only stage follow each other, at both ends of it. With chunks those of
     // other stages come between; pp micro-batches in a row pass through one.
@@ -411,8 +430,6 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
         share.forward = share.backward = 1.0 / layout.pp.size;
     }
     if (head) share.activations -= near(2 * layout.prefetch, true);
-    bool stays = cycle <= 2 * layout.prefetch + 1;
-    if (stays) share.gradients = layout.chunks > 1 ? 1.0 / layout.pp.size : 0;
     return share;
 }
 
@@ -439,6 +456,8 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
     };
     bool parks = p.offload.activations != Tier::DEVICE;
     double kept = e.block && parks ? share.activations * (e.kept_b + e.kept_w) : 0;
+    double reduce = p.layout.zero >= 2 ? b.reduce : 0;
+    if (b.gather + b.fetch + b.move + reduce + kept == 0) return 0; // all stays and is whole
     double park = kept / tier_rate(machine, p.offload.activations);
     double come = e.block ? share.forward : 1;
     double forward = std::max(mixed(b.gather, come, 0, e.forward),
@@ -448,14 +467,13 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
     // An end uses its weights in one of the passes alone. The head's forward pass takes no time in
     // which a gradient could come; the embedding's gradient leaves beside the next forward pass,
     // unless other moves wait there or none follows.
-    double reduce = p.layout.zero >= 2 ? b.reduce : 0;
     double later = 1 - 1.0 / p.micro_batches;
     if (!e.block) {
         double next = beyond(b.move, block.backward);
         double leaves = parks || p.layout.weights_away ? 1 : 1 - later;
         double moved = later * next + leaves * b.move;
         if (e.forward == 0) moved = later * b.move + next;
-        return forward + std::max(beyond(reduce, e.backward), moved);
+        return forward + std::max(beyond(reduce, e.backward), share.gradients * moved);
     }
 
     // Average over the first micro-batch, whose gradients only leave, and later ones.
@@ -491,34 +509,71 @@ inline double exposed_seconds(const Plan& p, const Machine& machine, const Layer
     return forward + std::max(summed, moved);
 }
 
-// Ranks whose stages have layers of the same kinds are of one kind: return each rank's.
-// Kinds are numbered in the order of the ranks.
-inline std::vector<size_t> kinds_of_ranks(const Layout& layout, const Model& model) {
-    // Describe a rank by the kinds of its stages' layers.
-    typedef std::vector<std::vector<LayerKind>> Stages;
-    std::map<Stages, size_t> known;
-    std::vector<size_t> kinds;
+// Neighbouring layers of one kind, which are counted at once.
+struct AlikeLayers {
+    size_t kind;
+    int first, count;
+};
+
+// The layers of a stage, from `from` to the one before `to`.
+struct StageLayers {
+    int from, to;
+    std::vector<AlikeLayers> alike;
+};
+
+// Ranks of a pipeline whose stages have layers of the same kinds, and the stages of the first one.
+struct AlikeRanks {
+    std::vector<int> ranks;
+    std::vector<StageLayers> stages;
+};
+
+// Return the stages of a pipeline rank.
+inline std::vector<StageLayers> stages_of(const Layout& layout, const Model& model,
+                                          const LayerKinds& kinds, int rank) {
+    std::vector<StageLayers> stages;
+    for (int s = rank; s < layout.stages(); s += layout.pp.size) {
+        StageLayers stage = {first_layer(layout, model, s), first_layer(layout, model, s + 1), {}};
+        for (int l = stage.from; l < stage.to; l++) {
+            size_t kind = kinds.of[size_t(l)];
+            bool alike = l > stage.from && stage.alike.back().kind == kind;
+            if (!alike) stage.alike.push_back({kind, l, 0});
+            stage.alike.back().count++;
+        }
+        stages.push_back(stage);
+    }
+    return stages;
+}
+
+// Divide the ranks of a pipeline into those that are alike, in the order of their first ones.
+inline std::vector<AlikeRanks> alike_ranks(const Layout& layout, const Model& model,
+                                           const LayerKinds& kinds) {
+    std::map<std::vector<std::pair<size_t, int>>, size_t> known; // by kinds and counts of layers
+    std::vector<AlikeRanks> all;
     for (int rank = 0; rank < layout.pp.size; rank++) {
-        Stages stages;
-        for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
-            std::vector<LayerKind>& layers = stages.emplace_back();
-            int to = first_layer(layout, model, stage + 1);
-            for (int l = first_layer(layout, model, stage); l < to; l++)
-                layers.push_back(kind_of_layer(model, l));
+        std::vector<StageLayers> stages = stages_of(layout, model, kinds, rank);
+        std::vector<std::pair<size_t, int>> layers;
+        for (const StageLayers& stage : stages) {
+            for (const AlikeLayers& alike : stage.alike)
+                layers.push_back({alike.kind, alike.count});
+            layers.push_back({kinds.first.size(), 0}); // the end of a stage
         }
 
-        // Number a kind that is new.
-        auto entry = known.insert({stages, known.size()}).first;
-        kinds.push_back(entry->second);
+        // Add the rank to its like, or begin with a kind that is new.
+        auto [entry, fresh] = known.insert({layers, all.size()});
+        if (fresh) all.push_back({{}, stages});
+        all[entry->second].ranks.push_back(rank);
     }
-    return kinds;
+    return all;
 }
 
 // Estimate a pipeline rank: its bytes, and its seconds.
-inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const Model& model,
-                                  const std::vector<LayerEstimate>& layers,
-                                  const std::vector<BucketEstimate>& buckets, int rank) {
+template <typename T, typename S>
+RankEstimate estimate_rank(const Planner<T, S>& planner, const Plan& p, const Model& model,
+                           const std::vector<LayerEstimate>& layers,
+                           const std::vector<BucketEstimate>& buckets,
+                           const std::vector<StageLayers>& stages) {
     const Layout& layout = p.layout;
+    const Machine& machine = planner.cost.machine;
     RankEstimate r;
     double passing = 0;
     // Bytes of other layers' buckets: weights that arrive; gradients that come and go, that are
@@ -530,27 +585,23 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
     double chunk_apart = 0;
 
     // Add up the layers of its stages.
-    const LayerEstimate& block = layers[size_t(model.head() - 1)];
-    for (int stage = rank; stage < layout.stages(); stage += layout.pp.size) {
-        int from = first_layer(layout, model, stage);
-        int to = first_layer(layout, model, stage + 1);
-        MovingShares share = moving_shares(p, model, from, to);
-        double forward_here = 0;
-        double backward_here = 0;
+    const LayerEstimate& block = layers[planner.kinds.of[size_t(model.head() - 1)]];
+    for (size_t chunk = 0; chunk < stages.size(); chunk++) {
+        const StageLayers& stage = stages[chunk];
+        MovingShares share = moving_shares(p, model, stage.from, stage.to);
         double summed = 0; // bytes of gradients that REDUCE sums behind the stage's message
-        for (int l = from, n = 0; l < to; l += n) {
-            // Take neighbours of one kind at once.
-            const LayerEstimate& e = layers[size_t(l)];
-            n = 1;
-            while (l + n < to && layers[size_t(l + n)].kind == e.kind)
-                n++;
-            const BucketEstimate& b = buckets[size_t(l)];
+        for (auto [kind, first, n] : stage.alike) {
+            const LayerEstimate& e = layers[kind];
+            const BucketEstimate& b = buckets[kind];
             double backward = n * (e.backward + e.redone);
             r.seconds += n * e.seconds();
             r.backward += backward;
+            r.chunk_forward[chunk] += n * e.forward;
+            r.chunk_backward[chunk] += backward;
 
             // A tied head on the embedding's rank uses the table that is there already.
-            bool tied_here = l == model.head() && model.shape.tied && rank == 0;
+            bool embeds = stages[0].from == 0;
+            bool tied_here = first == model.head() && model.shape.tied && embeds;
             double once = tied_here ? 0 : n;
             r.bytes += once * b.lasting;
             r.reduce += once * b.reduce;
@@ -578,14 +629,8 @@ inline RankEstimate estimate_rank(const Plan& p, const Machine& machine, const M
             if (p.offload.moves()) r.holes = std::max({r.holes, 1.25 * b.weights, b.partial});
             summed += n * b.summed;
             r.exposed += n * exposed_seconds(p, machine, e, b, block, share);
-            forward_here += n * e.forward;
-            backward_here += backward;
         }
-
-        if (stage > 0 && layout.zero < 2) held = std::max(held, summed);
-        if (layout.chunks == 1) continue;
-        r.chunk_forward.push_back(forward_here);
-        r.chunk_backward.push_back(backward_here);
+        if (stage.from > 0 && layout.zero < 2) held = std::max(held, summed);
     }
 
     // Add the next block's weights, where they come for each use, and the last layer's gradient in
@@ -639,37 +684,55 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
     return holes;
 }
 
-// Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have
-// been split into stages.
+// Keep what a rank takes, of the card and of the host, if it is the most of all ranks so far.
+// here: what leaves the card stays in the memory in which the step runs.
+inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int rank, bool here) {
+    LiveStages live = live_stages(p.layout, p.micro_batches, rank);
+    double all = kept_bytes(p, r, live);
+    double kept = p.offload.activations == Tier::DEVICE ? all : passing_bytes(p, r, live, all);
+    if (p.offload.activations != Tier::DEVICE && here) kept += all;
+    double bytes = r.bytes + std::max(kept, r.staged);
+    double holes = holes_between(p, r, kept, bytes);
+    bytes += holes;
+
+    // Add what waits on the host.
+    double parked = live.b * (r.kept_b + r.kept_w) / p.layout.chunks;
+    bool away = p.offload.activations == Tier::HOST && !here;
+    parked = r.waiting + (away ? parked : 0);
+    double host = p.offload.late ? parked + r.staged_apart : std::max(parked, r.staged_apart);
+    e.host = std::max(e.host, r.host + host);
+    if (bytes <= e.bytes) return;
+    e.bytes = bytes;
+    e.holes = holes;
+    e.fullest = rank;
+    e.movable = r.movable;
+    if (p.offload.activations == Tier::DEVICE) e.movable.of[ACTIVATIONS] = kept;
+}
+
+// Estimate a layout's step, and its fullest rank, by a plan without actions. kinds: alike_ranks().
 template <typename T, typename S>
-Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
+Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
+                         const std::vector<AlikeRanks>& kinds) {
     // Look up the prices of layers and buckets.
     const Layout& layout = p.layout;
-    Estimate e;
+    const CostModel& cost = planner.cost;
     const Model& model = model_of(planner, layout);
     const std::vector<LayerEstimate>& layers = layers_of(planner, p);
     const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
 
     // Seconds of a micro-batch over ranks: the sum, and the slowest.
+    Estimate e;
     double sum = 0;
     double most = 0;
-    std::vector<double> turns(size_t(layout.chunks)); // each turn's slowest rank
+    std::array<double, MOST_CHUNKS> turns = {}; // each turn's slowest rank
     double tail = 0; // seconds of the step behind the last micro-batch
     int m = p.micro_batches;
     int pp = layout.pp.size;
     int v = layout.chunks;
 
-    // Estimate each kind of rank once.
-    auto [kinds, fresh] = planner.kinds.try_emplace({pp, layout.first_layer});
-    if (fresh) kinds->second = kinds_of_ranks(layout, model);
-    std::vector<RankEstimate> known;
-
     // The slowest rank sets the pace. Collectives that nothing hides come on top.
-    for (int rank = 0; rank < pp; rank++) {
-        size_t kind = kinds->second[size_t(rank)];
-        if (kind == known.size())
-            known.push_back(estimate_rank(p, planner.cost.machine, model, layers, buckets, rank));
-        const RankEstimate& r = known[kind];
+    for (const AlikeRanks& alike : kinds) {
+        RankEstimate r = estimate_rank(planner, p, model, layers, buckets, alike.stages);
         double seconds = r.seconds + r.exposed;
 
         // ZeRO 0 and 1 sum once a step, behind the last backward pass;
@@ -677,45 +740,30 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
         double sums = std::max(r.reduce - r.backward, r.reduce / 32);
         if (layout.zero >= 2) sums = 0;
 
-        // Keep the slowest and the fullest rank.
-        sum += seconds;
+        // Keep the slowest.
+        sum += double(alike.ranks.size()) * seconds;
         most = std::max(most, seconds);
         for (int i = 0; v > 1 && i < v; i++) {
             double turn = r.chunk_forward[v - 1 - i] + r.chunk_backward[i] + r.exposed / v;
             turns[i] = std::max(turns[i], turn);
         }
 
-        // Late updates have one queue with the moves of gradients, ahead of them: they hide behind
-        // what the first micro-batch and the pipeline before it take.
-        double first = pp * (r.seconds - r.backward) + r.backward;
+        // Late updates have one queue with the moves of gradients, ahead of them. The first of
+        // these is in the first backward pass: late updates hide behind forward passes alone.
+        double first = pp * (r.seconds - r.backward);
         tail = std::max(tail, sums + r.publish + r.update + beyond(r.late, first));
 
-        // Activations of all micro-batches in flight tell ranks of one kind apart.
+        // Keep the fullest: the first of its kind, which has most in flight. Only weight halves
+        // that wait for their turn may be more on a later one.
         bool here = is_here(p.offload.activations, planner.where);
-        LiveStages live = live_stages(layout, m, rank);
-        double all = kept_bytes(p, r, live);
-        double kept = p.offload.activations == Tier::DEVICE ? all : passing_bytes(p, r, live, all);
-        if (p.offload.activations != Tier::DEVICE && here) kept += all;
-        double bytes = r.bytes + std::max(kept, r.staged);
-        double holes = holes_between(p, r, kept, bytes);
-        bytes += holes;
-        double parked = live.b * (r.kept_b + r.kept_w) / v;
-        bool away = p.offload.activations == Tier::HOST && !here;
-        parked = r.waiting + (away ? parked : 0);
-        double host = p.offload.late ? parked + r.staged_apart : std::max(parked, r.staged_apart);
-        e.host = std::max(e.host, r.host + host);
-        if (bytes <= e.bytes) continue;
-        e.bytes = bytes;
-        e.holes = holes;
-        e.fullest = rank;
-        e.movable = r.movable;
-        if (p.offload.activations == Tier::DEVICE) e.movable.of[ACTIVATIONS] = kept;
+        for (int rank : alike.ranks) {
+            keep_fullest(e, p, r, rank, here);
+            if (layout.pipeline != Pipeline::ZERO_BUBBLE) break;
+        }
     }
 
     // Each stage waits for one message in and one back.
-    Action exchange = {Op::SENDRECV};
-    exchange.transfers.resize(1);
-    double message = pp > 1 ? exchange_seconds(planner.cost, p, model, exchange) : 0;
+    double message = pp > 1 ? stage_seconds(cost, p, model, 1) : 0;
     double bubble = (sum - most) / v;
     if (layout.pipeline == Pipeline::ZERO_BUBBLE) bubble *= 0.4;
     double messages = 2 * message * (double(v) * m + pp - 1);

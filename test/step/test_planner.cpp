@@ -252,6 +252,44 @@ TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
     EXPECT_HAS(why, "--hpz 3 does not divide --dp 16");
 }
 
+// Among many nodes weights stay near in groups of several: rings over all ranks have many hops, and a
+// gather of one node's shards leaves long rings to publish them. A group takes no more nodes than
+// there are groups.
+TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
+    PlanQuestion q;
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.nic_gb = 12;
+    q.shape = llama31_shape(32, 32, 4096, 14336);
+    q.gpus = 1024, q.room = 40 * GIB;
+    q.config.precision = "bf16", q.config.machine = "h100";
+    q.config.seq = 8192, q.config.batch_tokens = 1 << 23;
+    q.config.explain = true, q.config.sample_tokens = 0;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    Proposal best = a.best[0].proposal;
+    EXPECT_EQ(proposal_text(best), "--dp 1024 --zero 3 --hpz 64 --micro-batch 1");
+
+    // Simulate it with one node, and with all ranks.
+    for (int hpz : {0, 8}) {
+        Proposal other = best;
+        other.hpz = hpz;
+        Trial t = simulate_proposal<bf16>(q, other, Cpu{});
+        printf("--hpz %d takes %.3f times as long\n", hpz, t.seconds / a.best[0].seconds);
+        EXPECT_GT(t.seconds, 1.01 * a.best[0].seconds);
+    }
+
+    // Sixteen nodes are four groups of four. Two nodes, and three, have no such group.
+    Config one = q.config;
+    Proposal p = plain_proposal(q);
+    p.zero = 3;
+    for (auto [nodes, ranks] : {std::pair(2, 0), {3, 0}, {4, 16}, {16, 32}, {24, 32}, {128, 64}}) {
+        p.dp = 8 * nodes;
+        set_proposal(one, p);
+        Layout layout = choose_layout(one, q.shape);
+        EXPECT_EQ(node_group(q, p, layout, Sharing::NEAR_NODES), ranks) << nodes;
+    }
+}
+
 // Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
 // where narrow experts make rows dear to send. A user's --etp holds for all layouts.
 TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
@@ -638,25 +676,77 @@ TEST(Planner, RanksOfOneKindHaveOneEstimate) {
         p.layout.pp.size = 8;
         p.layout.first_layer = {0, 3, 4, 5, 7, 9, 11, 14, int(shape.L) + 2};
         const Model& model = model_of(planner, p.layout);
-        std::vector<size_t> kinds = kinds_of_ranks(p.layout, model);
-        size_t last = 0;
+        std::vector<AlikeRanks> kinds = alike_ranks(p.layout, model, planner.kinds);
+        size_t ranks = 0;
 
         // Compare the estimate of each rank with the first one's of its kind.
-        std::vector<RankEstimate> first;
-        for (int rank = 0; rank < 8; rank++) {
-            RankEstimate r = estimate_rank(p, machines()[0], model, layers_of(planner, p),
-                                           buckets_for(planner, p), rank);
-            ASSERT_LE(kinds[size_t(rank)], first.size());
-            if (kinds[size_t(rank)] == first.size()) first.push_back(r);
-            const RankEstimate& known = first[kinds[size_t(rank)]];
-            EXPECT_EQ(r.bytes, known.bytes);
-            EXPECT_EQ(r.kept_w, known.kept_w);
-            EXPECT_EQ(r.seconds, known.seconds);
-            EXPECT_EQ(r.update, known.update);
-            last = std::max(last, kinds[size_t(rank)]);
+        auto estimate = [&](const std::vector<StageLayers>& stages) {
+            return estimate_rank(planner, p, model, layers_of(planner, p), buckets_for(planner, p),
+                                 stages);
+        };
+        for (const AlikeRanks& alike : kinds) {
+            RankEstimate first = estimate(alike.stages);
+            ranks += alike.ranks.size();
+            for (int rank : alike.ranks) {
+                RankEstimate r = estimate(stages_of(p.layout, model, planner.kinds, rank));
+                EXPECT_EQ(r.bytes, first.bytes);
+                EXPECT_EQ(r.kept_w, first.kept_w);
+                EXPECT_EQ(r.seconds, first.seconds);
+                EXPECT_EQ(r.update, first.update);
+            }
         }
-        EXPECT_EQ(last, shape.adapters ? 6u : shape.family == Family::GPT2 ? 4u : 5u);
+        EXPECT_EQ(ranks, 8u);
+        EXPECT_EQ(kinds.size(), shape.adapters ? 7u : shape.family == Family::GPT2 ? 5u : 6u);
     }
+}
+
+// The closed form counts ranks of one kind at once. It finds what it would find rank by rank: the same
+// step, and the same fullest rank, whatever waits on it for backward passes and wherever that lies.
+TEST(Planner, RanksOfOneKindAreCountedAtOnce) {
+    Shape shape = with_logits(gpt2_shape(16, 4, 64, 100, 64), Cpu{});
+    for (bool gpu : {false, true})
+        for (Tier tier : {Tier::DEVICE, Tier::HOST})
+            for (Recompute level : {Recompute::NONE, Recompute::FULL})
+                for (Pipeline pipeline : {Pipeline::GPIPE, Pipeline::ONE_F_ONE_B,
+                                          Pipeline::INTERLEAVED, Pipeline::ZERO_BUBBLE}) {
+                    // Cut the model into eighteen stages of one layer.
+                    sizes_of_gpu = gpu;
+                    Planner<bf16, Cpu> planner = {shape, {machines()[0], 2}, Cpu{}};
+                    Plan p;
+                    p.B = 16, p.T = 64, p.micro_batches = 11;
+                    p.recompute = level;
+                    p.offload.activations = tier;
+                    p.layout.pipeline = pipeline;
+                    p.layout.chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
+                    p.layout.pp.size = 18 / p.layout.chunks;
+                    for (int stage = 0; stage <= 18; stage++)
+                        p.layout.first_layer.push_back(stage);
+
+                    const Model& model = model_of(planner, p.layout);
+                    std::vector<AlikeRanks> each;
+                    for (int rank = 0; rank < p.layout.pp.size; rank++)
+                        each.push_back({{rank}, stages_of(p.layout, model, planner.kinds, rank)});
+                    std::vector<AlikeRanks> kinds = alike_ranks(p.layout, model, planner.kinds);
+                    EXPECT_EQ(kinds.size(), 3u);
+
+                    Estimate one = estimate_layout(planner, p, kinds);
+                    Estimate all = estimate_layout(planner, p, each);
+                    EXPECT_NEAR(one.seconds / all.seconds, 1, 1e-12);
+                    EXPECT_EQ(one.bytes, all.bytes);
+                    EXPECT_EQ(one.host, all.host);
+                    EXPECT_EQ(one.fullest, all.fullest);
+                }
+    sizes_of_gpu = false;
+
+    // Two ranks have windows in the same order, and are not of one kind: their chunks end elsewhere.
+    shape = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
+    shape.sliding_window = 16;
+    shape.full_every = 2;
+    Layout layout;
+    layout.pp.size = 5, layout.chunks = 2;
+    layout.first_layer = {0, 3, 4, 5, 7, 9, 10, 12, 13, 14, 18};
+    Model model = make_model(with_logits(shape, Cpu{}));
+    EXPECT_EQ(alike_ranks(layout, model, kinds_of_layers(model)).size(), 5u);
 }
 
 // A question about a thousand cards is answered in about a second of one core: the time is printed,
@@ -1056,7 +1146,6 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
 
 // The host's updates, at once and late, over layouts of all kinds: the closed form's time is near
 // the simulator's whatever the host's memory and the way there take, and so are bytes on both sides.
-// Of what late updates hide it knows less.
 TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
     sizes_of_gpu = true;
     PlanQuestion q = small_question(8, 4000);
@@ -1092,7 +1181,7 @@ TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
             }
             printf("%s, %g GB/s, %.0f layouts: mean error of time %.1f%%\n", words, memory_gb, n,
                    100 * time / n);
-            EXPECT_LT(time / n, late ? 0.15 : 0.1);
+            EXPECT_LT(time / n, memory_gb < 50 ? 0.04 : 0.095);
         }
     sizes_of_gpu = false;
 
