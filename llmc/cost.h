@@ -42,6 +42,7 @@ struct Times {
     double launch = 0;                                   // of the host, beyond the device's work
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
+    double evaluations = 0;                              // before the step (run/before_step.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -65,6 +66,7 @@ inline const std::vector<TimePart>& time_parts() {
         {"messages of stages", &Times::pipeline},
         {"data parallelism, ZeRO", &Times::data},
         {"waits for moves", &Times::moves},
+        {"evaluations before it", &Times::evaluations},
         {"waits for other ranks", &Times::bubble},
     };
     return parts;
@@ -93,6 +95,7 @@ struct CostModel {
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
     double tensor_shown = 1; // the share of a block's tp messages that its products do not hide
     double accumulated = 0;  // bytes moved to add a micro-batch's gradient beside its product
+    double teacher_C = 0;    // channels of distillation's teacher, whose logits the head makes too
     // The bytes of a datum that moves between tiers; null: moves take no time.
     std::function<size_t(const Plan&, Data)> bytes = nullptr;
 };
@@ -481,22 +484,48 @@ inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& m
     return t;
 }
 
-// Return the parts of the head, which runs entirely in its backward pass:
-// logits, loss, both gradients.
-inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
-    // Logits are written once, then read by the loss,
-    // by its gradient and by both products behind it.
+// Return the parts of a walk over the head's logits that makes their loss: logits are written by
+// their product, then read. An evaluation does no more.
+inline Times walk_seconds(const CostModel& c, const Plan& p, const Model& model) {
     Times t;
     double N = p.rows();
     double V = double(model.shape.Vp()) / p.layout.tp.size;
+    t.products = product_seconds(c, N, V, double(model.shape.C));
+    t.memory = 2 * double(c.element) * N * V / c.machine.elementwise_rate();
+    return t;
+}
+
+// Return the parts of the head, which runs entirely in its backward pass:
+// logits, loss, both gradients.
+inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    Times walk = walk_seconds(c, p, model);
+    Times t = walk;
+    double N = p.rows();
+    double V = double(model.shape.Vp()) / p.layout.tp.size;
     double C = model.shape.C;
-    double e = c.element;
+    double stream = N * C * double(c.element);
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
-    int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
-    t.products = products * product_seconds(c, N, V, C);
-    t.memory = 6 * e * N * V / c.machine.elementwise_rate();
+    if (p.mode != Mode::TRAIN) {
+        t.tensor = p.layout.sequence_parallel ? tp.all_gather(stream) : 0;
+        return t;
+    }
+
+    // The gradient reads logits and writes itself, and the products behind it read that. A frozen
+    // head has no weight gradient.
+    double pass = walk.memory / 2; // over all logits
+    int gradients = trains_adapters(model.shape) ? 1 : 2;
+    t.products += gradients * walk.products;
+    t.memory += 4 * pass;
     t.memory += c.accumulated * C * V / c.machine.memory_rate();
-    t.tensor = tp.all_reduce(N * C * e);
+    t.tensor = tp.all_reduce(stream);
+
+    // Objectives over sequences walk the logits once before (head.h). A teacher's are written, then
+    // read by maxima, sums and the gradient; the student's are read by the maxima as well.
+    if (p.objective.rows()) add_times(t, walk);
+    if (p.objective.distills()) {
+        t.products += product_seconds(c, N, V, c.teacher_C);
+        t.memory += 5 * pass;
+    }
     return t;
 }
 

@@ -287,6 +287,47 @@ TEST(Simulator, CodesAreGatheredInHalfTheTime) {
     EXPECT_EQ(seconds(Fp8::DELAYED), seconds(Fp8::NONE));
 }
 
+// The head by hand, on a card of one SM. Its products are logits, and both gradients; logits are
+// passed over six times. Losses over sequences walk them once before: a product, written and read.
+// Distillation makes a teacher's too: a product, written, read by maxima, sums and the gradient; the
+// student's are read by maxima beside. An evaluation makes the loss alone. The halves of a table
+// that two ranks cut take half the time.
+TEST(Simulator, TheHeadsWalksByHand) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.sms = 1;
+    c.teacher_C = 4096;
+    double N = 8192, C = 2048, V = 50176; // no padding
+    for (int tp : {1, 2}) {
+        Plan p;
+        p.B = 8, p.T = 1024;
+        p.layout.tp.size = tp;
+        Model model = make_model(gpt2_shape(2, 16, size_t(C), size_t(V), 1024), p.layout);
+        double columns = V / tp;
+        double product = 2 * N * columns * C / (c.machine.gemm * 989e12);
+        double pass = 2 * N * columns / c.machine.elementwise_rate();
+        auto expect = [&](LossKind kind, double products, double passes) {
+            p.objective.kind = kind;
+            Times t = layer_seconds(c, p, model, {Op::B, 0, model.head()});
+            EXPECT_NEAR(t.products / (products * product), 1, 1e-9) << int(kind);
+            EXPECT_NEAR(t.memory / (passes * pass), 1, 1e-9) << int(kind);
+            EXPECT_EQ(total_of(layer_seconds(c, p, model, {Op::F, 0, model.head()})), 0);
+        };
+        expect(LossKind::NLL, 3, 6);
+        for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
+                              LossKind::KTO, LossKind::GRPO})
+            expect(kind, 4, 8);
+        expect(LossKind::DISTILL, 5, 11);
+
+        // Evaluate.
+        p.mode = Mode::EVALUATE;
+        Times t = layer_seconds(c, p, model, {Op::F, 0, model.head()});
+        EXPECT_NEAR(t.products / product, 1, 1e-9);
+        EXPECT_NEAR(t.memory / (2 * pass), 1, 1e-9);
+        EXPECT_EQ(t.tensor, 0);
+    }
+}
+
 // Sending gradients takes time by their bytes: 4, 2 or 129/128 an element, once with shards
 // and twice without; codes come back as floats where there are no shards.
 TEST(Simulator, NarrowGradientsTakeLessTime) {
@@ -880,6 +921,27 @@ TEST(Simulator, PartsOfAStepAddUpToIt) {
         EXPECT_EQ(step.parts.tensor > 0, s.tp > 1);
         EXPECT_EQ(step.parts.context > 0, s.cp > 1);
         EXPECT_EQ(step.parts.pipeline > 0, s.pp > 1);
+    }
+}
+
+// Preferences take a step's time and the head's second walk for each micro-batch, no more.
+TEST(Simulator, PreferencesTakeASecondWalkOfLogits) {
+    CostModel c = slow_links();
+    for (int micro_batches : {1, 5}) {
+        SmallRun run(small_cases[0], micro_batches);
+        double plain = run.folded(c).seconds;
+        Plan p = {run.options, run.layout, {}};
+        double walk = total_of(walk_seconds(c, p, run.model));
+        run.options.objective.kind = LossKind::DPO;
+        StepTime step = run.folded(c);
+        EXPECT_NEAR((step.seconds - plain) / (micro_batches * walk), 1, 1e-9);
+        EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
+
+        // An evaluation before the step is a part of it.
+        double seconds = step.seconds;
+        add_before(step, 0.5);
+        EXPECT_DOUBLE_EQ(step.seconds, seconds + 0.5);
+        EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
     }
 }
 
