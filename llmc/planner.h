@@ -13,6 +13,8 @@
 //              the host updates; gradients beside backward passes; weights arrive beside the layer
 //              before theirs, and activations leave beside the next forward pass and are back
 //              before their backward pass. Late updates hide behind all passes of a step
+//     before   an evaluation of m micro-batches: (m - 1) turns of the slowest rank + all stages. A
+//              turn ends where a rank has run the last of its chunks, and then the next one begins
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -139,7 +141,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     LayerEstimate e;
     const CostModel& c = planner.cost;
     auto seconds = [&](Op op) { return total_of(layer_seconds(c, p, model, {op, 0, layer})); };
-    bool backward = layer >= lowest_trained(model);
+    bool backward = p.mode == Mode::TRAIN && layer >= lowest_trained(model);
     bool block = model.is_block(layer);
     bool redoes = block && backward && p.recompute.of(layer) != Recompute::NONE;
     e.forward = seconds(Op::F);
@@ -235,7 +237,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
             e.weights += cut ? bytes(Kind::STAGED) : 0;
             e.fetch += bytes(fetched_kind(p.layout, model, b)) / rate;
         }
-        if (!bucket.trainable) continue;
+        if (!bucket.trainable || p.mode != Mode::TRAIN) continue;
         if (is_published(p.layout, bucket)) e.publish += publish_seconds(c, p, model, b);
 
         // Count what only trainable buckets have. A gradient that lies in another tier comes for
@@ -638,10 +640,62 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
     return holes;
 }
 
-// Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have
-// been split into stages.
+// An evaluation before a step: its seconds, and the bytes that it keeps beside the step's.
+struct EvaluationEstimate {
+    double seconds = 0;
+    std::vector<double> bytes = {}; // [pipeline rank]; empty: none
+};
+
+// Estimate an evaluation, by a plan without actions. Bytes are those of a model of its own.
 template <typename T, typename S>
-Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
+EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
+    // Look up the prices of layers and buckets.
+    const Layout& layout = p.layout;
+    const Model& model = model_of(planner, layout);
+    const std::vector<LayerEstimate>& layers = layers_of(planner, p);
+    const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
+    int pp = layout.pp.size;
+    Action exchange = {Op::SENDRECV};
+    exchange.transfers.resize(1);
+    double message = pp > 1 ? exchange_seconds(planner.cost, p, model, exchange) : 0;
+
+    // Add up each stage, which waits for its input, and what the layers of each rank keep and need.
+    std::vector<double> seconds; // [stage]
+    std::vector<double> kept(size_t(pp), 0.0);
+    std::vector<double> passing(size_t(pp), 0.0);
+    for (int stage = 0; stage < layout.stages(); stage++) {
+        size_t rank = size_t(stage % pp);
+        seconds.push_back(stage > 0 ? message : 0);
+        for (int l = first_layer(layout, model, stage); l < first_layer(layout, model, stage + 1);
+             l++) {
+            const LayerEstimate& e = layers[size_t(l)];
+            const BucketEstimate& b = buckets[size_t(l)];
+            seconds.back() += std::max({e.forward, b.gather, b.fetch});
+            bool tied_here = l == model.head() && model.shape.tied && rank == 0;
+            kept[rank] += tied_here ? 0 : b.lasting;
+            passing[rank] = std::max(passing[rank], e.passing + b.weights);
+        }
+    }
+
+    // The slowest rank sets the pace of micro-batches, and the last one passes through all stages.
+    EvaluationEstimate e;
+    double turn = 0;
+    int last = layout.stages() - pp; // stages between a rank's first and its last
+    for (int rank = 0; rank < pp; rank++) {
+        auto from = seconds.begin() + rank;
+        turn = std::max(turn, std::accumulate(from, from + last + 1, 0.0));
+        e.bytes.push_back(kept[size_t(rank)] + passing[size_t(rank)]);
+    }
+    double all = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+    e.seconds = (p.micro_batches - 1) * turn + all;
+    return e;
+}
+
+// Estimate a layout's step, and its fullest rank, by a plan without actions. Its layout must have
+// been split into stages. before: what ranks evaluate first.
+template <typename T, typename S>
+Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
+                         const EvaluationEstimate& before = {}) {
     // Look up the prices of layers and buckets.
     const Layout& layout = p.layout;
     Estimate e;
@@ -698,6 +752,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
         double bytes = r.bytes + std::max(kept, r.staged);
         double holes = holes_between(p, r, kept, bytes);
         bytes += holes;
+        if (!before.bytes.empty()) bytes += before.bytes[size_t(rank)];
         double parked = live.b * (r.kept_b + r.kept_w) / v;
         bool away = p.offload.activations == Tier::HOST && !here;
         parked = r.waiting + (away ? parked : 0);
@@ -720,6 +775,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p) {
     double messages = 2 * message * (double(v) * m + pp - 1);
     double pace = v > 1 ? std::accumulate(turns.begin(), turns.end(), 0.0) : most;
     e.seconds = m * pace + bubble + messages + tail;
+    e.seconds += before.seconds;
     return e;
 }
 

@@ -799,6 +799,12 @@ inline std::string check_together(const Config& c, const Shape& s) {
     return "";
 }
 
+// Return the flag whose time the simulator has no cost for; "": there is none. Sampling takes as
+// long as answers become, and no flag says how long prompts are.
+inline std::string untimed_flag(const Config& c) {
+    return c.loss == "grpo" ? "--loss grpo" : "";
+}
+
 // Check --plan, which chooses the layout: in a run no flag may choose another part of it.
 inline std::string check_planning(const Config& c) {
     if (c.gpus && c.plan == "none")
@@ -816,12 +822,10 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
-    if (c.loss == "distill")
-        return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
-               "and add it to the command that it prints";
-    if (objective_of(c).rows())
-        return "--plan auto chooses no layout for preferences and sampled answers: plan without "
-               "them, and add them to the command that it prints";
+    std::string untimed = untimed_flag(c);
+    if (!untimed.empty())
+        return "--plan auto: the time of " + untimed + " is not simulated: plan without it, and "
+               "add it to the command that is printed";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -830,12 +834,6 @@ inline std::string check_planning(const Config& c) {
     if (c.steps == 0 || c.eval)
         return "--plan auto is for training, and there are no steps";
     return "";
-}
-
-// Return the flag whose time the simulator has no cost for: a head that walks twice. "": none.
-inline std::string untimed_flag(const Config& c) {
-    bool walks_twice = objective_of(c).rows() || c.loss == "distill";
-    return walks_twice ? "--loss " + c.loss : "";
 }
 
 // Check --machine. It is simulated, and the time of some flags is not.
@@ -872,9 +870,9 @@ inline std::string check_fit(const Config& c) {
                           name, " out, or ask --plan auto for several cards");
 
     // Refuse what has no time in the simulator, and no step at all.
-    if (objective_of(c).rows() || c.loss == "distill")
-        return "--fit: the time of preferences, sampled answers and teachers is not simulated: "
-               "leave them out";
+    std::string untimed = untimed_flag(c);
+    if (!untimed.empty())
+        return "--fit: the time of " + untimed + " is not simulated: leave it out";
     return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
 }
 

@@ -3,7 +3,7 @@
 //   and of the simulator. Measured is the median, so that a few slow steps do not count. The first
 //   step is left out, because it does some work once for all.
 #pragma once
-#include "../io/predict.h"
+#include "before_step.h"
 #include "machine_here.h"
 
 namespace llmc {
@@ -29,6 +29,14 @@ inline std::string predicted_text(const std::string& machine, double seconds,
     return "predicted on " + machine + line;
 }
 
+// Seconds of what a run evaluates before each step.
+template <typename T>
+double seconds_before_step(const Run& run, const PlanOptions& train, const Machine& machine) {
+    KnownSteps steps;
+    BeforeStep before = before_step(train, run.shape, run.teacher_shape);
+    return before_seconds<T>(machine, before_runs(before, run.layout, steps));
+}
+
 // The line of a run; "" without --machine, without a second step, or where untimed_flag() has one.
 template <typename T, typename S>
 std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
@@ -39,8 +47,10 @@ std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     // Simulate the plan that the steps ran.
     Machine machine = machine_asked(c, "--machine", t.ctx.where);
     CostModel cost = run_costs<T>(machine, t.model, t.ctx.where);
+    cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& options = t.plans[size_t(run.train_plan)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
+    add_before(step, seconds_before_step<T>(run, options, machine));
     return predicted_text(c.machine, step.seconds, run.log.times);
 }
 
