@@ -42,7 +42,7 @@ struct Times {
     double launch = 0;                                   // of the host, beyond the device's work
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
-    double evaluations = 0;                              // before the step (run/before_step.h)
+    double evaluations = 0, sampling = 0;                // before the step (run/before_step.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -67,6 +67,7 @@ inline const std::vector<TimePart>& time_parts() {
         {"data parallelism, ZeRO", &Times::data},
         {"waits for moves", &Times::moves},
         {"evaluations before it", &Times::evaluations},
+        {"sampling before it", &Times::sampling},
         {"waits for other ranks", &Times::bubble},
     };
     return parts;
@@ -412,6 +413,17 @@ inline double accumulate_seconds(const CostModel& c, const Model& model, int lay
     return c.accumulated * elements / c.machine.memory_rate();
 }
 
+// Return the seconds of attention in generation, where each sequence's row sees `cache` keys: it
+// computes, or reads its keys and values.
+inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const Shape& s) {
+    double heads = double(s.NH) / p.layout.tp.size;
+    double flops = 4 * double(p.rows()) * double(p.cache) * heads * double(s.HS);
+    double elements = double(p.B * p.cache * cached_elements(s));
+    if (!s.kv_latent) elements /= p.layout.tp.size; // each rank has a latent whole
+    double reading = double(c.element) * elements / c.machine.memory_rate();
+    return {std::max(flops / c.machine.attention_rate(c.element), reading), 0};
+}
+
 // The share of attention's rate that is left where a ring takes keys in pieces.
 constexpr double RING_RATE = 0.9;
 
@@ -420,6 +432,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
     AttentionCost attention = block_attention(c, p, s, layer);
+    if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s);
     double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, s, backward);
     t.products = block_products(c, p, model, layer);
@@ -488,7 +501,7 @@ inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& m
 // their product, then read. An evaluation does no more.
 inline Times walk_seconds(const CostModel& c, const Plan& p, const Model& model) {
     Times t;
-    double N = p.rows();
+    double N = p.mode == Mode::GENERATE ? double(p.B * p.scored) : double(p.rows());
     double V = double(model.shape.Vp()) / p.layout.tp.size;
     t.products = product_seconds(c, N, V, double(model.shape.C));
     t.memory = 2 * double(c.element) * N * V / c.machine.elementwise_rate();

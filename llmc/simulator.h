@@ -414,10 +414,10 @@ inline StepTime simulate_layout(const Layout& layout, const Model& model,
     return simulate_runs(layout_runs(layout, model, options, steps), model, cost);
 }
 
-// Add the seconds of evaluations before a step, as a part of their own.
-inline void add_before(StepTime& step, double seconds) {
-    step.seconds += seconds;
-    step.parts.evaluations += seconds;
+// Add what comes before a step, by parts of their own.
+inline void add_before(StepTime& step, const Times& before) {
+    step.seconds += total_of(before);
+    add_times(step.parts, before);
 }
 
 } // namespace llmc

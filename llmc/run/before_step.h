@@ -17,25 +17,32 @@ struct BeforeStep {
     Shape shape;
     PlanOptions options;
     bool teacher = false;
-    int times = 0; // 0: nothing is evaluated
+    double times = 0; // 0: nothing is evaluated
 };
+
+// Return the options of a run's own evaluation, of one micro-batch.
+inline PlanOptions evaluation_of(const PlanOptions& train) {
+    PlanOptions evaluate = train;
+    evaluate.mode = Mode::EVALUATE;
+    evaluate.recompute = Recompute::NONE;
+    evaluate.micro_batches = 1;
+    return evaluate;
+}
 
 // Return what comes before the steps of a training plan.
 inline BeforeStep before_step(const PlanOptions& train, const Shape& model, const Shape& teacher) {
     LossKind kind = train.objective.kind;
     if (kind == LossKind::DISTILL) return {teacher, teacher_options(train), true, 1};
     if (kind != LossKind::KTO) return {};
-    PlanOptions evaluate = train;
-    evaluate.mode = Mode::EVALUATE;
-    evaluate.recompute = Recompute::NONE;
-    evaluate.micro_batches = 1;
-    return {model, evaluate, false, train.micro_batches};
+    return {model, evaluation_of(train), false, double(train.micro_batches)};
 }
 
 // Return the layout of the evaluations, given the step's.
 inline Layout before_layout(const BeforeStep& before, const Layout& layout) {
-    if (!before.teacher) return layout;
-    Layout own = teacher_layout(layout);
+    Layout own = layout;
+    if (before.options.mode == Mode::GENERATE) own.sequence_parallel = false; // it cuts no rows
+    if (!before.teacher) return own;
+    own = teacher_layout(own);
     if (own.stages() > 1) own.first_layer = choose_stages(before.shape, own.stages());
     return own;
 }
@@ -44,7 +51,7 @@ inline Layout before_layout(const BeforeStep& before, const Layout& layout) {
 struct BeforeRuns {
     Model model;
     LayoutRuns runs;
-    int times = 0;
+    double times = 0;
 };
 inline BeforeRuns before_runs(const BeforeStep& before, const Layout& layout, KnownSteps& known) {
     if (before.times == 0) return {};

@@ -129,7 +129,7 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     StepTime step = simulate_layout(layout, t.model, whole, action_cost(cost, t.model));
     KnownSteps steps;
     BeforeRuns before = before_runs(before_step(whole, shape, teacher), layout, steps);
-    add_before(step, before_seconds<bf16>(q.machine, before));
+    add_before(step, {.evaluations = before_seconds<bf16>(q.machine, before)});
     cell->rate = double(c.batch_tokens) / step.seconds;
     return "";
 }

@@ -667,7 +667,7 @@ template <typename T> StepTime simulate_rehearsal(const Machine& machine, const 
     CostModel cost = run_costs<T>(machine, r.model, Cpu{});
     cost.teacher_C = r.teacher_C;
     StepTime step = simulate_runs(r.runs, r.model, action_cost(cost, r.model));
-    add_before(step, before_seconds<T>(machine, r.before));
+    add_before(step, {.evaluations = before_seconds<T>(machine, r.before)});
     return step;
 }
 

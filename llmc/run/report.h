@@ -302,14 +302,16 @@ inline void draw_simulation(const Run& run, const Plan& p, const Model& model) {
 // Predict a step for --machine with --explain: returns the simulator's times as text,
 // and draws --timeline.
 template <typename T, typename S>
-std::string predict(const Run& run, const Model& model, const PlanOptions& options, S where) {
+std::string predict(const Run& run, const Model& model, const std::vector<PlanOptions>& plans,
+                    S where) {
     const Config& c = run.config;
     Machine machine;
     or_die(machine_named(&machine, c.machine));
     CostModel cost = run_costs<T>(machine, model, where);
     cost.teacher_C = double(run.teacher_shape.C);
-    double before = seconds_before_step<T>(run, options, machine);
-    Prediction p = predict_step(run.layout, model, options, cost, double(c.batch_tokens), before);
+    const PlanOptions& train = plans[size_t(run.train_plan)];
+    Times before = times_before_step<T>(run, plans, machine);
+    Prediction p = predict_step(run.layout, model, train, cost, double(c.batch_tokens), before);
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
@@ -351,7 +353,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
     if (trains && timed)
-        text += predict<T>(run, model, options[size_t(plan)], t.ctx.where);
+        text += predict<T>(run, model, options, t.ctx.where);
 
     // Describe memory: the arena, then what the run takes beside it.
     text += memory_text(t.arena, t.plans, model);

@@ -161,17 +161,22 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check({"--plan", "auto", "--fp8", "block", "--precision", "bf16"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--fp8", "delayed", "--precision", "bf16"}), "");
 
-    // Losses that walk logits twice, or ask a teacher, have a time; sampled answers have none.
+    // Losses that walk logits twice, or ask a teacher, have a time; sampled answers have one where
+    // their length is known, and no plan.
     for (const char* loss : {"dpo", "ipo", "simpo", "orpo", "kto"})
         EXPECT_EQ(check({"--plan", "auto", "--loss", loss, "--data", "a.jsonl"}), "");
     for (const char* flag : {"--plan", "--machine"}) {
         const char* value = flag[2] == 'p' ? "auto" : "h100";
         EXPECT_EQ(check({flag, value, "--loss", "distill", "--teacher", "x"}), "");
-        std::string why = check({flag, value, "--loss", "grpo", "--data", "a.jsonl", "--group", "2",
-                                 "--reward", "exact", "--answer-tokens", "8", "--seq", "32",
-                                 "--batch-tokens", "256"});
-        EXPECT_HAS(why, concat(flag, flag[2] == 'p' ? " auto" : "", ": the time of --loss grpo"));
     }
+    std::vector<std::string> grpo = {"--loss", "grpo", "--data", "a.jsonl", "--reward", "exact"};
+    auto sampled = [&](std::vector<std::string> more) {
+        more.insert(more.end(), grpo.begin(), grpo.end());
+        return check(more);
+    };
+    EXPECT_HAS(sampled({"--plan", "auto", "--answer-tokens", "8"}), "plan without --loss grpo");
+    EXPECT_HAS(sampled({"--machine", "h100"}), "--loss grpo without --answer-tokens is not known");
+    EXPECT_EQ(sampled({"--machine", "h100", "--answer-tokens", "8"}), "");
 
     // The layouts that it looks at have the ZeRO-3 that this wants.
     Config planned;
@@ -427,7 +432,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(sampled({"--reward", "exact", "--top-k", "5"}), "own distribution");
     EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");
     EXPECT_HAS(sampled({"--reward", "exact", "--val", "b"}), "rewards of validation are not built");
-    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}), "not simulated");
+    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}),
+               "the time of --loss grpo without --answer-tokens is not known: give that too");
 
     // Saves.
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");

@@ -328,6 +328,38 @@ TEST(Simulator, TheHeadsWalksByHand) {
     }
 }
 
+// A run that samples by hand, on a card of one SM: it reads the products' weights once for a row of
+// each of 8 sequences, and computes with 300 keys of each, or reads them where that takes longer.
+// The head makes the logits of these rows. A prompt is read by a forward pass, whose head makes the
+// logits of the last row alone.
+TEST(Simulator, ARunThatSamplesByHand) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.sms = 1;
+    double C = 2048, V = 50176, B = 8, keys = 300;
+    Model model = make_model(gpt2_shape(2, 16, size_t(C), size_t(V), 1024));
+    Plan p;
+    p.mode = Mode::GENERATE;
+    p.B = size_t(B), p.T = 1, p.cache = size_t(keys);
+    double memory = c.machine.memory_rate();
+    Times block = block_seconds(c, p, model, 1, false);
+    double moved = 2 * (12 * C * C + B * (7 + 9) * C);
+    EXPECT_NEAR(block.products / (moved / memory), 1, 1e-9);
+    EXPECT_NEAR(block.attention / (2 * B * keys * 2 * C / memory), 1, 1e-9);
+    Times head = layer_seconds(c, p, model, {Op::F, 0, model.head()});
+    EXPECT_NEAR(head.products / (2 * (C * V + B * (C + V)) / memory), 1, 1e-9);
+
+    // A prompt of 1,000 rows.
+    Plan prompt = p;
+    prompt.B = 1, prompt.T = 1000, prompt.cache = 0;
+    Plan forward = prompt;
+    forward.mode = Mode::EVALUATE;
+    Times read = block_seconds(c, prompt, model, 1, false);
+    EXPECT_EQ(total_of(read), total_of(block_seconds(c, forward, model, 1, false)));
+    head = layer_seconds(c, prompt, model, {Op::F, 0, model.head()});
+    EXPECT_NEAR(head.products / (2 * (C * V + C + V) / memory), 1, 1e-9);
+}
+
 // Sending gradients takes time by their bytes: 4, 2 or 129/128 an element, once with shards
 // and twice without; codes come back as floats where there are no shards.
 TEST(Simulator, NarrowGradientsTakeLessTime) {
@@ -939,7 +971,7 @@ TEST(Simulator, PreferencesTakeASecondWalkOfLogits) {
 
         // An evaluation before the step is a part of it.
         double seconds = step.seconds;
-        add_before(step, 0.5);
+        add_before(step, {.evaluations = 0.25, .sampling = 0.25});
         EXPECT_DOUBLE_EQ(step.seconds, seconds + 0.5);
         EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
     }
