@@ -50,7 +50,9 @@ void check_step(Run& run, Trainer<T, S>& t, double loss, const StepScale& scale)
 template <typename T, typename S>
 void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
+    double begin = clock_seconds();
     if (has_rollouts(c)) sample_rollouts(run, t);
+    run.rollout_seconds += clock_seconds() - begin;
     Spend spend(run.account, Work::STEPS);
     t.watch.on = wants_times(run);
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));

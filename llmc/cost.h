@@ -46,6 +46,7 @@ struct Times {
     double jitter = 0;                                   // of the slowest rank, beyond the mean
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
+    double evaluations = 0, sampling = 0;                // before the step (run/before_step.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -70,6 +71,8 @@ inline const std::vector<TimePart>& time_parts() {
         {"messages of stages", &Times::pipeline},
         {"data parallelism, ZeRO", &Times::data},
         {"waits for moves", &Times::moves},
+        {"evaluations before it", &Times::evaluations},
+        {"sampling before it", &Times::sampling},
         {"waits for other ranks", &Times::bubble},
     };
     return parts;
@@ -98,6 +101,7 @@ struct CostModel {
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
     double tensor_shown = 1; // the share of a block's tp messages that its products do not hide
     double accumulated = 0;  // bytes moved to add a micro-batch's gradient beside its product
+    double teacher_C = 0;    // channels of distillation's teacher, whose logits the head makes too
     // The bytes of a datum that moves between tiers; null: moves take no time.
     std::function<size_t(const Plan&, Data)> bytes = nullptr;
 };
@@ -456,6 +460,17 @@ inline double accumulate_seconds(const CostModel& c, const Model& model, int lay
     return c.accumulated * elements / c.machine.memory_rate();
 }
 
+// Return the seconds of attention in generation, where each sequence's row sees `cache` keys: it
+// computes, or reads its keys and values.
+inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const Shape& s) {
+    double heads = double(s.NH) / p.layout.tp.size;
+    double flops = 4 * double(p.rows()) * double(p.cache) * heads * double(s.HS);
+    double elements = double(p.B * p.cache * cached_elements(s));
+    if (!s.kv_latent) elements /= p.layout.tp.size; // each rank has a latent whole
+    double reading = double(c.element) * elements / c.machine.memory_rate();
+    return {std::max(flops / c.machine.attention_rate(c.element), reading), 0};
+}
+
 // The share of attention's rate that is left where a ring takes keys in pieces.
 constexpr double RING_RATE = 0.9;
 
@@ -464,6 +479,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
     AttentionCost attention = block_attention(c, p, s, layer);
+    if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s);
     double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, s, backward);
     t.products = block_products(c, p, model, layer);
@@ -528,22 +544,48 @@ inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& m
     return t;
 }
 
+// Return the parts of a walk over the head's logits that makes their loss: logits are written by
+// their product, then read. An evaluation does no more.
+inline Times walk_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    Times t;
+    double N = p.mode == Mode::GENERATE ? double(p.B * p.scored) : double(p.rows());
+    double V = double(model.shape.Vp()) / p.layout.tp.size;
+    t.products = product_seconds(c, N, V, double(model.shape.C));
+    t.memory = 2 * double(c.element) * N * V / c.machine.elementwise_rate();
+    return t;
+}
+
 // Return the parts of the head, which runs entirely in its backward pass:
 // logits, loss, both gradients.
 inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
-    // Logits are written once, then read by the loss,
-    // by its gradient and by both products behind it.
-    Times t;
+    Times walk = walk_seconds(c, p, model);
+    Times t = walk;
     double N = p.rows();
     double V = double(model.shape.Vp()) / p.layout.tp.size;
     double C = model.shape.C;
-    double e = c.element;
+    double stream = N * C * double(c.element);
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
-    int products = trains_adapters(model.shape) ? 2 : 3; // a frozen head has no weight gradient
-    t.products = products * product_seconds(c, N, V, C);
-    t.memory = 6 * e * N * V / c.machine.elementwise_rate();
+    if (p.mode != Mode::TRAIN) {
+        t.tensor = p.layout.sequence_parallel ? tp.all_gather(stream) : 0;
+        return t;
+    }
+
+    // The gradient reads logits and writes itself, and the products behind it read that. A frozen
+    // head has no weight gradient.
+    double pass = walk.memory / 2; // over all logits
+    int gradients = trains_adapters(model.shape) ? 1 : 2;
+    t.products += gradients * walk.products;
+    t.memory += 4 * pass;
     t.memory += c.accumulated * C * V / c.machine.memory_rate();
-    t.tensor = tp.all_reduce(N * C * e);
+    t.tensor = tp.all_reduce(stream);
+
+    // Objectives over sequences walk the logits once before (head.h). A teacher's are written, then
+    // read by maxima, sums and the gradient; the student's are read by the maxima as well.
+    if (p.objective.rows()) add_times(t, walk);
+    if (p.objective.distills()) {
+        t.products += product_seconds(c, N, V, c.teacher_C);
+        t.memory += 5 * pass;
+    }
     return t;
 }
 

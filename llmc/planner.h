@@ -13,6 +13,8 @@
 //              the host updates; gradients beside backward passes; weights arrive beside the layer
 //              before theirs, and activations leave beside the next forward pass and are back
 //              before their backward pass. Late updates hide behind all passes of a step
+//     before   an evaluation of m micro-batches: (m - 1) turns of the slowest rank + all stages. A
+//              turn ends where a rank has run the last of its chunks, and then the next one begins
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -162,7 +164,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     LayerEstimate e;
     const CostModel& c = planner.cost;
     auto seconds = [&](Op op) { return total_of(layer_seconds(c, p, model, {op, 0, layer})); };
-    bool backward = layer >= lowest_trained(model);
+    bool backward = p.mode == Mode::TRAIN && layer >= lowest_trained(model);
     bool block = model.is_block(layer);
     bool redoes = block && backward && p.recompute.of(layer) != Recompute::NONE;
     e.forward = seconds(Op::F);
@@ -252,7 +254,7 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
             e.weights += cut ? bytes(Kind::STAGED) : 0;
             e.fetch += bytes(fetched_kind(p.layout, model, b)) / rate;
         }
-        if (!bucket.trainable) continue;
+        if (!bucket.trainable || p.mode != Mode::TRAIN) continue;
         if (is_published(p.layout, bucket)) e.publish += publish_seconds(c, p, model, b);
 
         // Count what only trainable buckets have. A gradient that lies in another tier comes for
@@ -685,15 +687,16 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
 }
 
 // Keep what a rank takes, of the card and of the host, if it is the most of all ranks so far.
-// here: what leaves the card stays in the memory in which the step runs.
-inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int rank, bool here) {
+// here: what leaves the card stays in the memory in which the step runs. beside: bytes of a teacher.
+inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int rank, bool here,
+                         double beside) {
     LiveStages live = live_stages(p.layout, p.micro_batches, rank);
     double all = kept_bytes(p, r, live);
     double kept = p.offload.activations == Tier::DEVICE ? all : passing_bytes(p, r, live, all);
     if (p.offload.activations != Tier::DEVICE && here) kept += all;
     double bytes = r.bytes + std::max(kept, r.staged);
     double holes = holes_between(p, r, kept, bytes);
-    bytes += holes;
+    bytes += holes + beside;
 
     // Add what waits on the host.
     double parked = live.b * (r.kept_b + r.kept_w) / p.layout.chunks;
@@ -709,10 +712,62 @@ inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int 
     if (p.offload.activations == Tier::DEVICE) e.movable.of[ACTIVATIONS] = kept;
 }
 
+// An evaluation before a step: its seconds, and the bytes that it keeps beside the step's.
+struct EvaluationEstimate {
+    double seconds = 0;
+    std::vector<double> bytes = {}; // [pipeline rank]; empty: none
+};
+
+// Estimate an evaluation, by a plan without actions. Bytes are those of a model of its own.
+template <typename T, typename S>
+EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
+    // Look up the prices of layers and buckets.
+    const Layout& layout = p.layout;
+    const Model& model = model_of(planner, layout);
+    const std::vector<LayerEstimate>& layers = layers_of(planner, p);
+    const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
+    int pp = layout.pp.size;
+    double message = pp > 1 ? stage_seconds(planner.cost, p, model) : 0;
+
+    // Add up each stage, which waits for its input, and what the layers of each rank keep and need.
+    std::vector<double> seconds; // [stage]
+    std::vector<double> kept(size_t(pp), 0.0);
+    std::vector<double> passing(size_t(pp), 0.0);
+    for (int stage = 0; stage < layout.stages(); stage++) {
+        size_t rank = size_t(stage % pp);
+        seconds.push_back(stage > 0 ? message : 0);
+        for (int l = first_layer(layout, model, stage); l < first_layer(layout, model, stage + 1);
+             l++) {
+            size_t kind = planner.kinds.of[size_t(l)];
+            const LayerEstimate& e = layers[kind];
+            const BucketEstimate& b = buckets[kind];
+            seconds.back() += std::max({e.forward, b.gather, b.fetch});
+            bool tied_here = l == model.head() && model.shape.tied && rank == 0;
+            kept[rank] += tied_here ? 0 : b.lasting;
+            passing[rank] = std::max(passing[rank], e.passing + b.weights);
+        }
+    }
+
+    // The slowest rank sets the pace of micro-batches, and the last one passes through all stages.
+    EvaluationEstimate e;
+    double turn = 0;
+    int last = layout.stages() - pp; // stages between a rank's first and its last
+    for (int rank = 0; rank < pp; rank++) {
+        auto from = seconds.begin() + rank;
+        turn = std::max(turn, std::accumulate(from, from + last + 1, 0.0));
+        e.bytes.push_back(kept[size_t(rank)] + passing[size_t(rank)]);
+    }
+    double all = std::accumulate(seconds.begin(), seconds.end(), 0.0);
+    e.seconds = (p.micro_batches - 1) * turn + all;
+    return e;
+}
+
 // Estimate a layout's step, and its fullest rank, by a plan without actions. kinds: alike_ranks().
+// before: what ranks evaluate first.
 template <typename T, typename S>
 Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
-                         const std::vector<AlikeRanks>& kinds) {
+                         const std::vector<AlikeRanks>& kinds,
+                         const EvaluationEstimate& before = {}) {
     // Look up the prices of layers and buckets.
     const Layout& layout = p.layout;
     const CostModel& cost = planner.cost;
@@ -753,12 +808,14 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
         double first = pp * (r.seconds - r.backward);
         tail = std::max(tail, sums + r.publish + r.update + beyond(r.late, first));
 
-        // Keep the fullest: the first of its kind, which has most in flight. Only weight halves
-        // that wait for their turn may be more on a later one.
+        // Keep the fullest: the first of its kind, which has most in flight. A later one may have
+        // more weight halves that wait for their turn, or more of a teacher.
         bool here = is_here(p.offload.activations, planner.where);
+        bool alike_in_bytes = layout.pipeline != Pipeline::ZERO_BUBBLE && before.bytes.empty();
         for (int rank : alike.ranks) {
-            keep_fullest(e, p, r, rank, here);
-            if (layout.pipeline != Pipeline::ZERO_BUBBLE) break;
+            double beside = before.bytes.empty() ? 0 : before.bytes[size_t(rank)];
+            keep_fullest(e, p, r, rank, here, beside);
+            if (alike_in_bytes) break;
         }
     }
 
@@ -769,6 +826,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
     double messages = 2 * message * (double(v) * m + pp - 1);
     double pace = v > 1 ? std::accumulate(turns.begin(), turns.end(), 0.0) : most;
     e.seconds = m * pace + bubble + messages + tail;
+    e.seconds += before.seconds;
     return e;
 }
 

@@ -353,12 +353,13 @@ inline Settled settled(const Layout& layout, int micro_batches) {
 
 // The steps of pipelines, which layouts that differ in nothing else share.
 struct KnownSteps {
-    std::map<std::array<int, 4>, PerRank<ScheduleStep>> known = {}; // schedule, pp, chunks, batches
+    // mode, schedule, pp, chunks, batches
+    std::map<std::array<int, 5>, PerRank<ScheduleStep>> known = {};
 
-    // Make the steps of a training plan, at most once for each pipeline.
+    // Make the steps of a plan, at most once for each pipeline.
     const PerRank<ScheduleStep>& of(const Layout& layout, const PlanOptions& options) {
-        std::array<int, 4> key = {int(layout.pipeline), layout.pp.size, layout.chunks,
-                                  options.micro_batches};
+        std::array<int, 5> key = {int(options.mode), int(layout.pipeline), layout.pp.size,
+                                  layout.chunks, options.micro_batches};
         auto [entry, fresh] = known.insert({key, {}});
         if (fresh) entry->second = schedule(layout, options);
         return entry->second;
@@ -411,6 +412,12 @@ inline StepTime simulate_layout(const Layout& layout, const Model& model,
                                 const PlanOptions& options, const ActionCost& cost) {
     KnownSteps steps;
     return simulate_runs(layout_runs(layout, model, options, steps), model, cost);
+}
+
+// Add what comes before a step, by parts of their own.
+inline void add_before(StepTime& step, const Times& before) {
+    step.seconds += total_of(before);
+    add_times(step.parts, before);
 }
 
 } // namespace llmc

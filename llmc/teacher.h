@@ -31,15 +31,21 @@ inline PlanOptions teacher_options(const PlanOptions& train) {
     return o;
 }
 
+// The layout of a teacher. Nothing of it is sharded, because the student's head reads its table
+// when no plan gathers that.
+inline Layout teacher_layout(Layout layout) {
+    layout.zero = 0;
+    layout.zero_group = 0;
+    layout.weights_near = false;
+    return layout;
+}
+
 // Place the teacher's plan in memory. Nothing is allocated.
 template <typename T, typename S>
 void teacher_place(Teacher<T, S>& teacher, const Shape& shape, const PlanOptions& train,
-                   Layout layout) {
+                   const Layout& layout) {
     Trainer<T, S>& t = teacher.t;
-    layout.zero = 0; // the student's head reads the table when no plan gathers it
-    layout.zero_group = 0;
-    layout.weights_near = false;
-    trainer_place(t, shape, {teacher_options(train)}, layout);
+    trainer_place(t, shape, {teacher_options(train)}, teacher_layout(layout));
     bool has_head = is_mine(t.layout, t.model, t.model.head());
     size_t rows = size_t(train.micro_batches) * t.plans[0].rows();
     teacher.norm_bytes = has_head ? rows * shape.C * sizeof(T) : 0;

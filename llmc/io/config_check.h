@@ -799,6 +799,13 @@ inline std::string check_together(const Config& c, const Shape& s) {
     return "";
 }
 
+// Return the flags whose time the simulator has no cost for; "": there are none. Sampling takes as
+// long as answers become: a limit is wanted.
+inline std::string untimed_flag(const Config& c) {
+    bool open = has_rollouts(c) && c.answer_tokens == 0;
+    return open ? "--loss grpo without --answer-tokens" : "";
+}
+
 // Check --plan, which chooses the layout: in a run no flag may choose another part of it.
 inline std::string check_planning(const Config& c) {
     if (c.gpus && c.plan == "none")
@@ -816,12 +823,9 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
-    if (c.loss == "distill")
-        return "--plan auto: the time of a teacher is not simulated: plan without --loss distill, "
-               "and add it to the command that it prints";
-    if (objective_of(c).rows())
-        return "--plan auto chooses no layout for preferences and sampled answers: plan without "
-               "them, and add them to the command that it prints";
+    if (c.loss == "grpo")
+        return "--plan auto: what sampling takes of a layout is not estimated: plan without --loss "
+               "grpo, and add it to the command that is printed";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -830,12 +834,6 @@ inline std::string check_planning(const Config& c) {
     if (c.steps == 0 || c.eval)
         return "--plan auto is for training, and there are no steps";
     return "";
-}
-
-// Return the flag whose time the simulator has no cost for: a head that walks twice. "": none.
-inline std::string untimed_flag(const Config& c) {
-    bool walks_twice = objective_of(c).rows() || c.loss == "distill";
-    return walks_twice ? "--loss " + c.loss : "";
 }
 
 // Check --machine. It is simulated, and the time of some flags is not.
@@ -852,7 +850,7 @@ inline std::string check_machine(const Config& c) {
 
     std::string untimed = untimed_flag(c);
     if (!untimed.empty())
-        return "--machine: the time of " + untimed + " is not simulated: leave one out";
+        return "--machine: the time of " + untimed + " is not known: give that too";
     return "";
 }
 
@@ -872,9 +870,8 @@ inline std::string check_fit(const Config& c) {
                           name, " out, or ask --plan auto for several cards");
 
     // Refuse what has no time in the simulator, and no step at all.
-    if (objective_of(c).rows() || c.loss == "distill")
-        return "--fit: the time of preferences, sampled answers and teachers is not simulated: "
-               "leave them out";
+    if (c.loss == "grpo")
+        return "--fit: what sampling takes of a card is not estimated: leave --loss grpo out";
     return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
 }
 

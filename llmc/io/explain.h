@@ -358,10 +358,12 @@ size_t fixed_order_scratch(const Layout& layout, const PlanOptions& options, con
 }
 
 // Make the plans of all ranks of the pipeline, check them together, and place each. Returns "" or
-// what is wrong with them. *text receives the table, *most the bytes of the largest rank.
+// what is wrong with them. *text receives the table, *most the bytes of the largest rank. beside:
+// bytes of a teacher, by rank; empty: there is none.
 template <typename T, typename S>
 std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& options,
-                         const Model& model, S where, std::string* text, size_t* most) {
+                         const Model& model, S where, std::string* text, size_t* most,
+                         const std::vector<size_t>& beside = {}) {
     // Make and check every plan, for each rank of the pipeline.
     const PlanOptions& o = options[0];
     int pp = layout.pp.size;
@@ -403,11 +405,13 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
                  passing.c_str(), bytes_text(double(memory.bytes)).c_str(), kept[r]);
         *text += line + layers_text(plans[r][0], model) + "\n";
         // Among equally large ranks, name the first.
-        if (memory.bytes <= *most) continue;
-        *most = memory.bytes;
+        size_t bytes = memory.bytes + (beside.empty() ? 0 : beside[size_t(r)]);
+        if (bytes <= *most) continue;
+        *most = bytes;
         largest = r;
     }
-    *text += memory_line("the largest", *most, 0, concat("rank ", largest));
+    const char* with = beside.empty() ? "" : ", with its teacher";
+    *text += memory_line("the largest", *most, 0, concat("rank ", largest, with));
     *text += nccl_text(layout);
     return "";
 }

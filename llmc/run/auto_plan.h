@@ -91,7 +91,7 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
     text += "  GiB of the fullest rank\n";
     for (const char* name : {"weights", "gradients", "master weights", "optimizer moments",
-                             "constants", "activations"})
+                             "mean of weights", "constants", "activations", "teacher"})
         row(name, [&](const Trial& t) {
             auto found = t.memory.find(name);
             return found == t.memory.end() ? 0 : found->second / GIB;
@@ -186,7 +186,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         if (!strcmp(flag, "offload")) t.proposal.offload = 0;
         Config c = other.config;
         set_proposal(c, t.proposal);
-        if (!config_check(c, q.shape).empty()) return double(INFINITY);
+        if (!check_with_teacher(c, q.shape, q.teacher).empty()) return double(INFINITY);
         place_proposal<T>(other, t, t.proposal.estimate.fullest, where);
         return t.bytes;
     };
@@ -261,6 +261,7 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     const Config& c = run.config;
     q.shape = run.shape;
     add_adapters(c, q.shape);
+    q.teacher = choose_teacher_shape(run);
     q.machine = machine_asked(c, "--plan auto", where);
     int each = c.gpus ? 0 : ranks_of_each(find_machines(run));
     if (each && run.world.size > 1) q.machine.cards = each; // the nodes that are there
@@ -298,7 +299,7 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
     if (c.dp == 0) c.dp = std::max(1, q.gpus / (c.tp * c.pp * c.cp));
 
     // Refuse another number of ranks: its time could not be compared with the others'.
-    std::string wrong = config_check(c, q.shape);
+    std::string wrong = check_with_teacher(c, q.shape, q.teacher);
     if (wrong.empty() && rank_count(c) != q.gpus)
         wrong = concat("its axes are ", rank_count(c), " ranks, and there are ", q.gpus);
     if (!wrong.empty()) {

@@ -456,6 +456,14 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     return layout;
 }
 
+// The first rank of a pipeline stage. It stands for the others, which take the same bytes.
+inline int first_rank_of(const Layout& layout, int pp_rank) {
+    int rank = 0;
+    while (layout_at(layout, rank).pp.rank != pp_rank)
+        rank++;
+    return rank;
+}
+
 // The level that --recompute names; config_check() has refused every other name. "auto" counts as
 // FULL until choose_recompute() (limits.h) has found out how much room there is.
 inline Recompute recompute_named(const std::string& name) {

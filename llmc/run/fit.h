@@ -47,6 +47,7 @@ struct FitQuestion {
     Config config;
     Machine machine;
     double room = 0;
+    Shape teacher = {}; // that --teacher names
 };
 
 // The answer for a model and a way. B = 0: nothing fits.
@@ -90,7 +91,7 @@ inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) 
 // Place a run, and time its step if `timed`. Returns "" or why it is not allowed.
 inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool timed, FitCell* cell) {
     // Check the flags as the run itself would.
-    std::string wrong = config_check(c, shape);
+    std::string wrong = check_with_teacher(c, shape, q.teacher);
     if (!wrong.empty()) return wrong;
 
     // Add the adapters, which choose_shape() leaves out.
@@ -107,20 +108,28 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     int train = 0;
     std::vector<PlanOptions> options = plans_of(c, shape, &train);
     int m = options[0].micro_batches;
+    PlanOptions whole = options[0];
     options[0].micro_batches = std::min(m, 3);
     Trainer<bf16, Cpu> t;
     sizes_of_gpu = true;
     trainer_place(t, shape, options, choose_layout(c, shape));
+    Shape teacher = with_logits(q.teacher, size_t(512) << 20, 128);
+    double beside = teacher_room<bf16>(c, teacher, whole, 0, Cpu{});
     sizes_of_gpu = false;
     size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
     cell->bytes = double(t.arena.device().bytes) + double(std::max(0, m - 3)) * double(each);
+    cell->bytes += beside;
     cell->host = double(t.arena.memory[int(Tier::HOST)].bytes);
     if (!timed) return "";
 
-    // Time a step of all micro-batches, with its moves beside it.
-    ActionCost prices = action_cost(run_costs<bf16>(q.machine, t.model, Cpu{}), t.model);
-    options[0].micro_batches = m;
-    StepTime step = simulate_layout(t.plans[0].layout, t.model, options[0], prices);
+    // Time a step of all micro-batches, with its moves beside it, and what is evaluated first.
+    CostModel cost = run_costs<bf16>(q.machine, t.model, Cpu{});
+    cost.teacher_C = double(teacher.C);
+    const Layout& layout = t.plans[0].layout;
+    StepTime step = simulate_layout(layout, t.model, whole, action_cost(cost, t.model));
+    KnownSteps steps;
+    BeforeRuns before = before_runs(before_step(whole, shape, teacher), layout, steps);
+    add_before(step, {.evaluations = before_seconds<bf16>(q.machine, before)});
     cell->rate = double(c.batch_tokens) / step.seconds;
     return "";
 }
@@ -136,7 +145,7 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
-        std::string wrong = config_check(c, shape);
+        std::string wrong = check_with_teacher(c, shape, q.teacher);
         if (wrong.empty())
             rungs.push_back(rung);
         else
@@ -236,6 +245,9 @@ inline FitQuestion fit_question(const Config& c, const std::string& card) {
     FitQuestion q;
     q.config = c;
     or_die(read_card(c, card, &q.machine));
+    Run run;
+    run.config = c;
+    q.teacher = choose_teacher_shape(run);
     q.room = c.memory > 0 ? c.memory * GIB : 0.95 * q.machine.memory_gb * GIB;
     q.config.machine = q.config.fit = "";
     q.config.memory = 0;

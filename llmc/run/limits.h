@@ -277,14 +277,6 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
 // The unit of --memory and of the output of --explain, in bytes.
 constexpr double GIB = 1073741824;
 
-// The first rank of a pipeline stage. It stands for the others, which take the same bytes.
-inline int first_rank_of(const Layout& layout, int pp_rank) {
-    int rank = 0;
-    while (layout_at(layout, rank).pp.rank != pp_rank)
-        rank++;
-    return rank;
-}
-
 // End the run if any stage of the pipeline needs more than --memory. Where --recompute auto has
 // found no levels that fit, the plans recompute everything.
 template <typename T, typename S>

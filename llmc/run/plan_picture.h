@@ -135,7 +135,7 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
         {"weights", "#64b5f6"},           {"gradients", "#81c784"},
         {"master weights", "#aed581"},    {"optimizer moments", "#ffb74d"},
         {"mean of weights", "#4dd0e1"},   {"constants", "#bdbdbd"},
-        {"activations", "#e57373"},
+        {"activations", "#e57373"},       {"teacher", "#ba68c8"},
     };
     double most = q.room;
     for (const NamedTrial& n : named)
@@ -216,6 +216,7 @@ void draw_plan(const PlanQuestion& q, const Answer& a, const std::vector<NamedTr
     // Simulate the best again: its actions' times were not kept.
     Rehearsal r = rehearse_proposal<T>(q, named[0].trial->proposal, where);
     CostModel cost = run_costs<T>(q.machine, r.model, Cpu{});
+    cost.teacher_C = r.teacher_C;
     StepTime step = simulate_step(r.runs.few, r.model, action_cost(cost, r.model));
     Trace trace = trace_of(step, r.runs.few, r.model);
 

@@ -18,6 +18,7 @@
 #include "../io/config_notes.h"
 #include "../io/predict.h"
 #include "../planner.h"
+#include "before_step.h"
 #include "limits.h"
 
 namespace llmc {
@@ -160,6 +161,7 @@ struct PlanQuestion {
     Config config; // with a batch and a sequence length, and checked as by --explain
     Shape shape;
     Machine machine;
+    Shape teacher = {}; // that --teacher names
     int gpus = 1;    // ranks
     double room = 0; // bytes that each rank may take
     double host_room = INFINITY; // and of the host's memory beside its GPU
@@ -197,7 +199,7 @@ inline std::string refuse_proposal(const PlanQuestion& q, const Proposal& p) {
     // Give the check a copy, because it fills in what flags leave out.
     Config c = q.config;
     set_proposal(c, p);
-    std::string wrong = config_check(c, q.shape);
+    std::string wrong = check_with_teacher(c, q.shape, q.teacher);
     return wrong.empty() ? refuse_idle_offload(c) : wrong;
 }
 
@@ -354,11 +356,38 @@ template <typename T, typename S> struct Estimator {
     Plan plan;
     std::map<int, std::vector<int>> stages = {}; // [number of stages]: the first layer of each
     std::map<std::pair<int, int>, std::vector<AlikeRanks>> pipelines = {}; // [pp, chunks]
+    // Evaluations before a step: their prices, and stages. A shape without layers: there are none.
+    Planner<T, S> before = {};
+    std::map<int, std::vector<int>> before_stages = {};
 
     // The placed proposal's.
     const std::vector<AlikeRanks>* ranks = nullptr;
     std::vector<GridOrder> orders = {};
 };
+
+// Estimate what ranks evaluate before a placed proposal's step. KTO's own policy has its bytes in
+// the step's arena.
+template <typename T, typename S> EvaluationEstimate estimate_before(Estimator<T, S>& e) {
+    if (e.before.shape.L == 0) return {};
+    BeforeStep before = before_step(e.plan, e.q.shape, e.q.teacher);
+    Plan p = {before.options, e.plan.layout, {}};
+    if (before.teacher) {
+        // Split each number of stages once.
+        int count = p.layout.stages();
+        auto [stages, fresh] = e.before_stages.try_emplace(count);
+        if (fresh && count > 1) stages->second = choose_stages(before.shape, count);
+        p.layout = with_tiers(teacher_layout(p.layout), {});
+        p.layout.first_layer = stages->second;
+    }
+    EvaluationEstimate estimate = estimate_evaluation(e.before, p);
+    estimate.seconds *= before.times;
+    if (!before.teacher) estimate.bytes.clear();
+
+    // A teacher keeps the output of its last norm for the student's head, on the rank that has it.
+    double norms = double(p.micro_batches) * double(p.rows()) * double(before.shape.C) * sizeof(T);
+    if (before.teacher) estimate.bytes[size_t(p.layout.pp.size - 1)] += norms;
+    return estimate;
+}
 
 // Change the plan to a proposal's, but for its ZeRO stage, group, order and recomputation.
 template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const Proposal& p) {
@@ -475,7 +504,7 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
         layout.zero_group = layout.weights_near ? hpz : zero_group;
 
         // Keep the faster one.
-        Estimate estimate = estimate_layout(e.planner, e.plan, *e.ranks);
+        Estimate estimate = estimate_layout(e.planner, e.plan, *e.ranks, estimate_before(e));
         if (estimate.seconds >= p.estimate.seconds) continue;
         p.estimate = estimate;
         p.order = order.name;
@@ -580,8 +609,12 @@ Search search_layouts(const PlanQuestion& q, S where) {
     set_proposal(one, plain);
     PlanOptions asked = plans_of(one, q.shape, &train)[0];
     Plan plan = {asked, choose_layout(one, q.shape), {}};
-    Planner<T, S> planner = {with_logits(q.shape, where), {q.machine, sizeof(T)}, where};
+    CostModel cost = {q.machine, sizeof(T)};
+    cost.teacher_C = double(q.teacher.C);
+    Planner<T, S> planner = {with_logits(q.shape, where), cost, where};
     Estimator<T, S> e = {q, planner, asked, plan};
+    Shape evaluates = before_step(asked, q.shape, q.teacher).shape;
+    e.before = {with_logits(evaluates, where), cost, where};
     std::vector<Saving> savings = savings_of<T>(q, where);
 
     // Keep a proposal with its estimate, or drop it.
@@ -647,6 +680,8 @@ struct Trial {
 struct Rehearsal {
     Model model;
     LayoutRuns runs;
+    BeforeRuns before = {};
+    double teacher_C = 0;
 };
 template <typename T, typename S>
 Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
@@ -657,12 +692,20 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     int train = 0;
     Layout layout = choose_layout(c, q.shape);
     Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
-    r.runs = layout_runs(layout, r.model, plans_of(c, q.shape, &train)[0], *q.steps);
+    PlanOptions options = plans_of(c, q.shape, &train)[0];
+    r.runs = layout_runs(layout, r.model, options, *q.steps);
+
+    // Make those of what is evaluated before, too.
+    r.before = before_runs(before_step(options, q.shape, q.teacher), layout, *q.steps);
+    r.teacher_C = double(q.teacher.C);
     return r;
 }
 template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
     CostModel cost = run_costs<T>(machine, r.model, Cpu{});
-    return simulate_runs(r.runs, r.model, action_cost(cost, r.model));
+    cost.teacher_C = r.teacher_C;
+    StepTime step = simulate_runs(r.runs, r.model, action_cost(cost, r.model));
+    add_before(step, {.evaluations = before_seconds<T>(machine, r.before)});
+    return step;
 }
 
 // Simulate a step of a proposal.
@@ -672,7 +715,7 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     Trial t = {p};
     Config c = q.config;
     set_proposal(c, p);
-    t.wrong = config_check(c, q.shape);
+    t.wrong = check_with_teacher(c, q.shape, q.teacher);
     if (!t.wrong.empty()) return t;
 
     // Simulate the plan that trains.
@@ -695,6 +738,25 @@ inline const char* memory_row(Kind kind) {
     }
 }
 
+// Bytes of a teacher beside a rank's plans. Of many micro-batches a few are placed: each of the
+// others adds as many bytes as the last of these.
+template <typename T, typename S>
+double teacher_room(const Config& c, const Shape& teacher, PlanOptions train, int rank, S where) {
+    Run run;
+    run.config = c;
+    run.teacher_shape = teacher;
+    run.train_plan = 0;
+    if (!has_teacher(run)) return 0;
+    int m = train.micro_batches;
+    int few = std::min(m, 4);
+    auto bytes = [&](int micro_batches) {
+        train.micro_batches = micro_batches;
+        return double(teacher_bytes<T>(run, {train}, rank, where));
+    };
+    double placed = bytes(few);
+    return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
+}
+
 // Place the plans of one pipeline rank, and keep its bytes if they are the most so far. A pipeline
 // that is full repeats itself, so of many micro-batches only a few are placed; each of the others
 // adds the bytes of its tokens and its loss.
@@ -704,12 +766,14 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     set_proposal(c, t.proposal);
     config_check(c, q.shape);
     Layout layout = choose_layout(c, q.shape);
-    layout = layout_at(layout, first_rank_of(layout, pp_rank));
+    int rank = first_rank_of(layout, pp_rank);
+    layout = layout_at(layout, rank);
     Model model = make_model(with_logits(q.shape, where), layout);
 
     // Place as many micro-batches as the pipeline needs to settle.
     int train = 0;
     std::vector<PlanOptions> options = plans_of(c, q.shape, &train);
+    double teacher = teacher_room<T>(c, q.teacher, options[0], rank, where);
     int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
     options[0].micro_batches = std::min(m, few);
     std::vector<Plan> plans;
@@ -727,10 +791,10 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     // Add a hundredth for several chunks: in the longer plan first fit finds other holes, and tests
     // see differences of this size.
     if (layout.chunks > 1 && m > few) bytes *= 1.01;
-    if (t.bytes < INFINITY && bytes <= t.bytes) return;
+    if (t.bytes < INFINITY && bytes + teacher <= t.bytes) return;
 
     // Keep the bytes by row: this rank is the fullest so far.
-    t.bytes = bytes;
+    t.bytes = bytes + teacher;
     t.host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
     t.memory.clear();
     double lasting = 0;
@@ -740,6 +804,7 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
         lasting += double(place.bytes);
     }
     t.memory["activations"] = bytes - lasting;
+    t.memory["teacher"] = teacher;
 }
 
 // Whether a trial fits. Only the rank that the estimate calls the fullest is placed.

@@ -3,8 +3,9 @@
 //   and of the simulator. Measured is the median, so that a few slow steps do not count. The first
 //   step is left out, because it does some work once for all.
 #pragma once
-#include "../io/predict.h"
+#include "before_step.h"
 #include "machine_here.h"
+#include "rollout_time.h"
 
 namespace llmc {
 
@@ -29,6 +30,28 @@ inline std::string predicted_text(const std::string& machine, double seconds,
     return "predicted on " + machine + line;
 }
 
+// The time before each step of a run, by parts. plans: those of the run, or their options.
+template <typename T, typename P>
+Times times_before_step(const Run& run, const std::vector<P>& plans, const Machine& machine) {
+    KnownSteps steps;
+    auto seconds = [&](const BeforeStep& before) {
+        return before_seconds<T>(machine, before_runs(before, run.layout, steps));
+    };
+    Times t;
+    const PlanOptions& train = plans[size_t(run.train_plan)];
+    t.evaluations = seconds(before_step(train, run.shape, run.teacher_shape));
+    if (!has_rollouts(run.config)) return t;
+
+    // Add the share of a rollout.
+    const PlanOptions& generate = plans[size_t(run.rollout_plan)];
+    RolloutRuns rollout = rollout_runs(run.config, train, generate, run.shape);
+    for (const BeforeStep& x : rollout.samples)
+        t.sampling += seconds(x);
+    for (const BeforeStep& x : rollout.evaluates)
+        t.evaluations += seconds(x);
+    return t;
+}
+
 // The line of a run; "" without --machine, without a second step, or where untimed_flag() has one.
 template <typename T, typename S>
 std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
@@ -39,9 +62,17 @@ std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     // Simulate the plan that the steps ran.
     Machine machine = machine_asked(c, "--machine", t.ctx.where);
     CostModel cost = run_costs<T>(machine, t.model, t.ctx.where);
+    cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& options = t.plans[size_t(run.train_plan)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
-    return predicted_text(c.machine, step.seconds, run.log.times);
+    add_before(step, times_before_step<T>(run, t.plans, machine));
+
+    // Each step has its share of the rollouts, which the log leaves out.
+    double rollout = run.rollout_seconds / double(run.step - run.first_step);
+    std::vector<double> times = run.log.times;
+    for (double& seconds : times)
+        seconds += rollout;
+    return predicted_text(c.machine, step.seconds, times);
 }
 
 } // namespace llmc

@@ -302,12 +302,16 @@ inline void draw_simulation(const Run& run, const Plan& p, const Model& model) {
 // Predict a step for --machine with --explain: returns the simulator's times as text,
 // and draws --timeline.
 template <typename T, typename S>
-std::string predict(const Run& run, const Model& model, const PlanOptions& options, S where) {
+std::string predict(const Run& run, const Model& model, const std::vector<PlanOptions>& plans,
+                    S where) {
     const Config& c = run.config;
     Machine machine;
     or_die(machine_named(&machine, c.machine));
     CostModel cost = run_costs<T>(machine, model, where);
-    Prediction p = predict_step(run.layout, model, options, cost, double(c.batch_tokens));
+    cost.teacher_C = double(run.teacher_shape.C);
+    const PlanOptions& train = plans[size_t(run.train_plan)];
+    Times before = times_before_step<T>(run, plans, machine);
+    Prediction p = predict_step(run.layout, model, train, cost, double(c.batch_tokens), before);
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
@@ -333,12 +337,13 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 
     // Describe the run, and its ranks if there are several.
     std::string text;
-    size_t most = t.arena.device().bytes; // of any rank
+    size_t most = t.arena.device().bytes + run.teacher_bytes; // of any rank
     if (trains)
         text = run_text(model, size_t(c.seq), c.steps, c.batch_tokens, rank_count(c));
     if (rank_count(c) > 1) {
         std::string ranks;
-        or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most));
+        std::vector<size_t> beside = teachers_bytes<T>(run, options, t.ctx.where);
+        or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most, beside));
 
         // Add the scratch of sums in rank order: CUDA's pool holds it, not the arena.
         size_t scratch = fixed_order_scratch<T>(run.layout, options[0], model);
@@ -348,7 +353,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
         text += concat(ranks, "rank 0 of ", rank_count(c), "\n");
     }
     if (trains && timed)
-        text += predict<T>(run, model, options[size_t(plan)], t.ctx.where);
+        text += predict<T>(run, model, options, t.ctx.where);
 
     // Describe memory: the arena, then what the run takes beside it.
     text += memory_text(t.arena, t.plans, model);
@@ -375,7 +380,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
-    size_t all = most + run.draft_bytes + run.teacher_bytes;
+    size_t all = most + run.draft_bytes;
     text += fits_text(double(all), state * double(parameter_count(model)));
 
     // List the actions: those of one layer, or all.

@@ -86,6 +86,7 @@ struct Run {
     int64_t first_step = 0; // the step that this process started from
     int64_t tokens = 0;     // tokens trained on so far
     double started = 0;     // when the first step began, by clock_seconds()
+    double rollout_seconds = 0; // of this process's steps, for --loss grpo
     double first_loss = 0;  // the loss of this process's first step; 0: it has done none
     double step_loss = NAN; // the loss of the last step; NaN: its update was skipped
     double cp_imbalance = 0; // pairs_imbalance(), summed over this process's steps; 0 without cp

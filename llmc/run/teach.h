@@ -12,15 +12,14 @@ inline bool has_teacher(const Run& run) {
     return run.config.loss == "distill" && run.train_plan >= 0;
 }
 
-// Check that a teacher can lie in this run's layout and read its sequences: "" or why not.
-inline std::string check_teacher(const Run& run) {
-    const Config& c = run.config;
-    const Shape& s = run.teacher_shape;
+// Check that a teacher of shape `s` can lie in this layout and read these sequences beside a
+// model: "" or why not.
+inline std::string check_teacher(const Config& c, const Shape& model, const Shape& s) {
     const std::string flag = "--teacher " + printable(c.teacher);
 
     // Both models read the same tokens.
-    if (s.V != run.shape.V)
-        return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", run.shape.V,
+    if (s.V != model.V)
+        return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", model.V,
                       ": give a teacher with the model's vocabulary");
     if (s.E)
         return flag + " has experts, and a teacher with experts is not built: give a dense one";
@@ -35,11 +34,18 @@ inline std::string check_teacher(const Run& run) {
     return "";
 }
 
-// Choose the teacher's shape, and check it against the model's.
-inline void choose_teacher(Run& run) {
+// Check flags, and the teacher that they name: "" or what is wrong. Fills in what flags leave out.
+inline std::string check_with_teacher(Config& c, const Shape& model, const Shape& teacher) {
+    std::string wrong = config_check(c, model);
+    bool alone = c.loss != "distill" || c.steps == 0 || c.eval;
+    return wrong.empty() && !alone ? check_teacher(c, model, teacher) : wrong;
+}
+
+// The shape of the teacher that the flags name; empty without one.
+inline Shape choose_teacher_shape(const Run& run) {
     const Config& c = run.config;
-    if (c.loss != "distill" || c.steps == 0 || c.eval)
-        return;
+    if (c.loss != "distill" || c.teacher.empty() || c.steps == 0 || c.eval)
+        return {};
 
     // Refuse what is no model of its own.
     Config d = second_config(run, c.teacher);
@@ -52,10 +58,20 @@ inline void choose_teacher(Run& run) {
                     "another model: --export it, with --merge, and give the folder",
                     printable(c.teacher).c_str());
 
-    // Read its shape, and compare.
-    run.teacher_shape = choose_shape(d, "--teacher");
-    run.teacher_shape.fp8 = Fp8::NONE;
-    or_die(check_teacher(run));
+    // Read its shape. It computes in the model's type.
+    Shape shape = choose_shape(d, "--teacher");
+    shape.fp8 = Fp8::NONE;
+    return shape;
+}
+
+// Choose the teacher, and compare it with the model.
+inline void choose_teacher(Run& run) {
+    const Config& c = run.config;
+    if (c.loss != "distill" || c.steps == 0 || c.eval)
+        return;
+    run.teacher_shape = choose_teacher_shape(run);
+    or_die(check_teacher(c, run.shape, run.teacher_shape));
+    Config d = second_config(run, c.teacher);
     or_die(check_same_tokens(run, d, run.teacher_shape, "--teacher", c.teacher, "teacher"));
 }
 
@@ -75,6 +91,15 @@ size_t teacher_bytes(const Run& run, const std::vector<PlanOptions>& plans, int 
     teacher.t.ctx.where = where;
     place_teacher(run, plans, rank, teacher);
     return bytes_here(teacher.t.arena, where) + teacher.norm_bytes;
+}
+
+// The same by rank of the pipeline; empty without one.
+template <typename T, typename S>
+std::vector<size_t> teachers_bytes(const Run& run, const std::vector<PlanOptions>& plans, S where) {
+    std::vector<size_t> all;
+    for (int pp = 0; has_teacher(run) && pp < run.layout.pp.size; pp++)
+        all.push_back(teacher_bytes<T>(run, plans, first_rank_of(run.layout, pp), where));
+    return all;
 }
 
 // Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.

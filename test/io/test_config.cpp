@@ -160,8 +160,23 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check({"--plan", "auto", "--lora", "8"}), "");
     EXPECT_EQ(check({"--plan", "auto", "--fp8", "block", "--precision", "bf16"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--fp8", "delayed", "--precision", "bf16"}), "");
-    EXPECT_HAS(check({"--plan", "auto", "--loss", "dpo", "--data", "a.jsonl"}),
-               "no layout for preferences and sampled answers");
+
+    // Losses that walk logits twice, or ask a teacher, have a time; sampled answers have one where
+    // their length is known, and no plan.
+    for (const char* loss : {"dpo", "ipo", "simpo", "orpo", "kto"})
+        EXPECT_EQ(check({"--plan", "auto", "--loss", loss, "--data", "a.jsonl"}), "");
+    for (const char* flag : {"--plan", "--machine"}) {
+        const char* value = flag[2] == 'p' ? "auto" : "h100";
+        EXPECT_EQ(check({flag, value, "--loss", "distill", "--teacher", "x"}), "");
+    }
+    std::vector<std::string> grpo = {"--loss", "grpo", "--data", "a.jsonl", "--reward", "exact"};
+    auto sampled = [&](std::vector<std::string> more) {
+        more.insert(more.end(), grpo.begin(), grpo.end());
+        return check(more);
+    };
+    EXPECT_HAS(sampled({"--plan", "auto", "--answer-tokens", "8"}), "plan without --loss grpo");
+    EXPECT_HAS(sampled({"--machine", "h100"}), "--loss grpo without --answer-tokens is not known");
+    EXPECT_EQ(sampled({"--machine", "h100", "--answer-tokens", "8"}), "");
 
     // The layouts that it looks at have the ZeRO-3 that this wants.
     Config planned;
@@ -382,8 +397,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "--undesirable-weight is for --loss kto: leave it out");
     EXPECT_HAS(check({"--loss", "ipo", "--label-smoothing", "0.1"}), "is for --loss dpo");
     EXPECT_HAS(check({"--loss", "dpo", "--label-smoothing", "0.5"}), "give less than 0.5");
-    EXPECT_HAS(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}),
-               "the time of --loss dpo is not simulated");
+    EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}), "");
     EXPECT_HAS(check({"--loss", "dpo", "--gamma", "1"}), "--gamma 1 is for --loss simpo");
     EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}), "");
 
@@ -418,7 +432,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(sampled({"--reward", "exact", "--top-k", "5"}), "own distribution");
     EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");
     EXPECT_HAS(sampled({"--reward", "exact", "--val", "b"}), "rewards of validation are not built");
-    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}), "not simulated");
+    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}),
+               "the time of --loss grpo without --answer-tokens is not known: give that too");
 
     // Saves.
     EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");

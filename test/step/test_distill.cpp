@@ -201,6 +201,27 @@ TEST_F(DistillRun, LearnsFromAFolderAndGoesOnToTheBit) {
     double arena = number_behind(r.text, "\n  total ");
     EXPECT_GT(beside, 4 * (256 * 48 + 32 * 48 + 12 * 48 * 48));
 
+    // A machine predicts the step with the teacher's part, before the run and at its end; a plan has
+    // its bytes, and keeps its flags.
+    EXPECT_HAS(start(deep + "--explain --machine cpu").text, "\n  evaluations before it ");
+    r = start(flags + "--steps 3 --machine cpu");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "predicted on cpu: ");
+    r = start(flags + "--steps 3 --plan auto --gpus 2 --explain --memory 1");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "\n  evaluations before it ");
+    EXPECT_HAS(r.text, "\n  teacher ");
+    EXPECT_HAS(r.text, " --loss distill --teacher " + teacher);
+    std::string taught_by = " --layers 2 --seq 32 --loss distill --teacher " + teacher;
+    r = start("--heads 2 --channels 32 --batch-tokens 256 --sample-tokens 0 --eval-tokens 256 "
+              "--steps 3 --plan auto --local-ranks 2 --data " + path("text.txt") + taught_by);
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "teacher: " + teacher);
+    r = start("--fit 1 --model gpt2 --vocab 256" + taught_by);
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "  full ");
+    EXPECT_HAS(start("--fit 1 --model gpt2" + taught_by).text, "has 256 tokens, and gpt2 50257");
+
     // Levels are chosen for the room that it leaves: less than a run without recomputation takes.
     double bound = (arena + beside - 4096) / (1 << 30);
     r = start(deep + concat("--recompute auto --memory ", bound));

@@ -499,9 +499,9 @@ TEST(Planner, AChangedNumberStaysANumberOfAMachine) {
 // error is below 10% of the simulated time, and below 8% of the arena's bytes.
 static bool any_layout(const Proposal&) { return true; }
 static void expect_near(const Shape& shape, int cards = 8,
-                        std::function<bool(const Proposal&)> wanted = any_layout) {
+                        std::function<bool(const Proposal&)> wanted = any_layout,
+                        PlanQuestion q = small_question(8, 1e6)) {
     // Estimate all layouts of a larger model.
-    PlanQuestion q = small_question(8, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = cards;
     q.shape = shape;
@@ -603,6 +603,182 @@ TEST(Planner, ClosedFormKnowsEightBits) {
         shape.fp8_kept = kept;
         expect_near(shape);
     }
+}
+
+// ----------------------------------------------------------------------------
+// losses that ask more of a step
+
+// A question with a loss; of distillation with a teacher of half the channels and twice the blocks.
+static PlanQuestion lossy_question(int gpus, const char* loss) {
+    PlanQuestion q = small_question(gpus, 1e6);
+    EXPECT_EQ(set_flag(q.config, "loss", loss), "");
+    if (!strcmp(loss, "distill")) {
+        EXPECT_EQ(set_flag(q.config, "teacher", "a folder"), "");
+        q.teacher = gpt2_shape(12, 2, 128, 1000, 256);
+    } else {
+        EXPECT_EQ(set_flag(q.config, "data", "pairs.jsonl"), "");
+    }
+    return q;
+}
+
+// Layouts of four ranks that a teacher can lie in: of every axis but cp and ep, and ZeRO's stages.
+static std::vector<Proposal> some_layouts() {
+    std::vector<Proposal> all(6);
+    all[0].dp = 4, all[0].zero = 3;
+    all[1].tp = 2, all[1].dp = 2, all[1].zero = 1;
+    all[2].tp = 2, all[2].pp = 2, all[2].sequence_parallel = true;
+    all[3].pp = 4, all[3].pipeline = Pipeline::ZERO_BUBBLE;
+    all[4].pp = 2, all[4].dp = 2, all[4].zero = 2, all[4].B = 2;
+    all[5].pp = 2, all[5].dp = 2, all[5].chunks = 2, all[5].pipeline = Pipeline::INTERLEAVED;
+    return all;
+}
+
+// A step beside a teacher is the student's, whose head makes the teacher's logits too, and one
+// evaluation by the teacher's own plan, unsharded. For KTO's reference point the weights themselves
+// evaluate each micro-batch, in a run of its own. Others evaluate nothing.
+TEST(Planner, EvaluationsComeBeforeAStep) {
+    for (const char* loss : {"distill", "kto", "dpo", "lm"}) {
+        PlanQuestion q = lossy_question(4, loss);
+        bool taught = !strcmp(loss, "distill");
+        bool own = !strcmp(loss, "kto");
+        for (const Proposal& p : some_layouts()) {
+            // Time the training plan alone.
+            Config c = q.config;
+            set_proposal(c, p);
+            EXPECT_EQ(check_with_teacher(c, q.shape, q.teacher), "") << proposal_text(p);
+            int train = 0;
+            PlanOptions o = plans_of(c, q.shape, &train)[0];
+            EXPECT_EQ(o.objective.kind, loss_kind(loss));
+            Layout layout = choose_layout(c, q.shape);
+            auto seconds = [&](const Shape& s, const Layout& l, const PlanOptions& options) {
+                Model model = make_model(s, l);
+                CostModel cost = {q.machine, sizeof(bf16)};
+                cost.teacher_C = 128;
+                return simulate_layout(l, model, options, action_cost(cost, model)).seconds;
+            };
+            double alone = seconds(q.shape, layout, o);
+
+            // Time the evaluation by its own plan.
+            PlanOptions e;
+            e.mode = Mode::EVALUATE;
+            e.B = o.B, e.T = o.T;
+            e.micro_batches = taught ? o.micro_batches : 1;
+            Layout whole = choose_layout(c, taught ? q.teacher : q.shape);
+            if (taught) whole.zero = 0;
+            double before = 0;
+            if (taught) before = seconds(q.teacher, whole, e);
+            if (own) before = o.micro_batches * seconds(q.shape, whole, e);
+
+            // Compare.
+            Trial t = simulate_proposal<bf16>(q, p, Cpu{});
+            ASSERT_EQ(t.wrong, "");
+            EXPECT_NEAR(t.seconds / (alone + before), 1, 1e-9) << loss << " " << proposal_text(p);
+            EXPECT_NEAR(t.parts.evaluations, before, 1e-9 * alone);
+            EXPECT_NEAR(total_of(t.parts) / t.seconds, 1, 1e-9);
+            EXPECT_EQ(before > 0.01 * alone, taught || own);
+        }
+    }
+}
+
+// A rollout by hand: 32 answers of 4 prompts on two places along dp, 4 texts at once. Each place reads
+// 2 prompts of 192 tokens, and samples 64 tokens of 16 answers in 4 rounds, of which the prompt gives
+// the first; both other policies evaluate the answers. Two steps share it.
+TEST(Planner, ARolloutByHand) {
+    Config c;
+    c.loss = "grpo", c.dp = 2, c.group = 8, c.updates = 2, c.beta = 0.1, c.answer_tokens = 64;
+    c.seq = 256, c.batch_tokens = 32 * 256;
+    PlanOptions train, generate;
+    train.B = 4, train.T = 256, train.micro_batches = 4;
+    generate.mode = Mode::GENERATE;
+    generate.B = 4, generate.T = generate.cache = 256;
+    RolloutRuns r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
+    ASSERT_EQ(r.samples.size(), 2u);
+    EXPECT_EQ(r.samples[0].times, 2 / 2.0);
+    EXPECT_EQ(r.samples[0].options.B, 1u);
+    EXPECT_EQ(r.samples[0].options.T, 192u);
+    EXPECT_EQ(r.samples[1].times, 4 * 63 / 2.0);
+    EXPECT_EQ(r.samples[1].options.B, 4u);
+    EXPECT_EQ(r.samples[1].options.cache, 192u + 32);
+    ASSERT_EQ(r.evaluates.size(), 1u);
+    EXPECT_EQ(r.evaluates[0].times, 2 * 4 / 2.0);
+    EXPECT_EQ(r.evaluates[0].options.mode, Mode::EVALUATE);
+
+    // One update, and no weight of the first policy: nothing is evaluated.
+    c.updates = 1, c.beta = 0;
+    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
+    EXPECT_TRUE(r.evaluates.empty());
+    EXPECT_EQ(r.samples[1].times, 4 * 63);
+}
+
+// A layout's bytes are those that a run counts for each of its ranks, a teacher's with them, to the
+// byte. Of a long accumulation some rounds of the step are placed, which is 1% off at most.
+TEST(Planner, ATeacherTakesTheBytesThatARunCounts) {
+    PlanQuestion q = lossy_question(4, "distill");
+    for (Proposal p : some_layouts())
+        for (int samples : {8, 64}) {
+            q.config.batch_tokens = samples * 256;
+            llmc::Run run;
+            run.config = q.config;
+            set_proposal(run.config, p);
+            EXPECT_EQ(check_with_teacher(run.config, q.shape, q.teacher), "");
+            run.shape = q.shape;
+            run.teacher_shape = q.teacher;
+            run.layout = choose_layout(run.config, run.shape);
+            std::vector<PlanOptions> plans = choose_plans(run);
+
+            // Count each rank of the pipeline as a run would.
+            for (int rank = 0; rank < p.pp; rank++) {
+                Trial t = {p};
+                place_proposal<bf16>(q, t, rank, Cpu{});
+                int first = first_rank_of(run.layout, rank);
+                double whole = double(plans_bytes<bf16>(run, plans, first, Cpu{}));
+                double teacher = double(teacher_bytes<bf16>(run, plans, first, Cpu{}));
+
+                // All of a teacher's bytes are known, and a step's few micro-batches are placed.
+                EXPECT_GT(teacher, 0.02 * whole);
+                EXPECT_EQ(t.memory["teacher"], teacher) << proposal_text(p);
+                EXPECT_NEAR(t.bytes, whole, (samples == 8 ? 0 : 0.01) * whole) << proposal_text(p);
+            }
+        }
+}
+
+// The closed form is as near beside a teacher, and with evaluations of the weights themselves.
+TEST(Planner, ClosedFormKnowsEvaluations) {
+    Shape shape = gpt2_shape(14, 16, 2048, 50000, 1024);
+    PlanQuestion q = lossy_question(8, "distill");
+    q.teacher = gpt2_shape(20, 32, 4096, 50000, 1024);
+    expect_near(shape, 8, any_layout, q);
+    expect_near(shape, 8, any_layout, lossy_question(8, "kto"));
+}
+
+// Beside a teacher no layout is proposed that the run would refuse: no cp, ranks along tp that cut
+// its heads evenly, and no more stages than it has blocks. The teacher's bytes count: in a room that
+// just holds the leanest, all that are proposed fit.
+TEST(Planner, ProposesWhatATeacherCanLieIn) {
+    PlanQuestion q = lossy_question(4, "distill");
+    q.teacher = gpt2_shape(3, 2, 128, 1000, 256);
+    Search s = search_layouts<bf16>(q, Cpu{});
+    ASSERT_GT(s.proposals.size(), 50u);
+    int most_tp = 0;
+    for (const Proposal& p : s.proposals) {
+        EXPECT_EQ(p.cp * p.ep, 1) << proposal_text(p);
+        EXPECT_LE(p.tp, 2) << proposal_text(p);
+        EXPECT_LE(p.pp * p.chunks, 3) << proposal_text(p);
+        most_tp = std::max(most_tp, p.tp);
+    }
+    EXPECT_EQ(most_tp, 2);
+
+    // A larger teacher takes the room of micro-batches, and of layouts that hold it whole.
+    Answer roomy = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(roomy.best.empty());
+    Trial leanest = {s.leanest};
+    for (int rank = 0; rank < leanest.proposal.pp; rank++)
+        place_proposal<bf16>(q, leanest, rank, Cpu{});
+    q.room = 1.02 * leanest.bytes;
+    for (const Trial& t : answer_question<bf16>(q, Cpu{}).best)
+        EXPECT_LE(t.bytes, q.room) << proposal_text(t.proposal);
+    q.teacher = gpt2_shape(40, 2, 512, 1000, 256);
+    EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
 // ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times as
@@ -1452,6 +1628,13 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_EQ(check_fit(c), "");
     EXPECT_EQ(set_flag(c, "tp", "2"), "");
     EXPECT_HAS(check_fit(c), "--fit chooses flags for one card, --tp among them: leave --tp out");
+    for (const char* loss : {"dpo", "kto", "distill", "grpo"}) {
+        Config asks;
+        EXPECT_EQ(set_flag(asks, "fit", "24"), "");
+        EXPECT_EQ(set_flag(asks, "loss", loss), "");
+        bool samples = !strcmp(loss, "grpo");
+        EXPECT_EQ(has(check_fit(asks), "leave --loss grpo out"), samples);
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -1617,9 +1800,37 @@ TEST(Calibrate, TheErrorIsThatOfThePredictionForTheMedianStep) {
 
 // A real run prints it with --machine, and not without.
 TEST(Calibrate, ARunWithAMachinePrintsIt) {
-    std::string run = program() + " --channels 32 --layers 1 --heads 2 --seq 32 --steps 3"
+    std::string run = program() + " --channels 32 --layers 1 --heads 2 --seq 128 --steps 3"
                       " --sample-tokens 0 --out ''";
     EXPECT_HAS(shell(run + " --machine cpu").text, "predicted on cpu: ");
     EXPECT_HAS(shell(run + " --machine cpu --offload optimizer").text, "predicted on cpu: ");
     EXPECT_FALSE(has(shell(run).text, "predicted on"));
+
+    // Preferences have a time too, and KTO evaluates its own policy first.
+    std::string pairs, answers;
+    for (int i = 0; i < 8; i++) {
+        pairs += R"({"prompt": "a", "chosen": "b", "rejected": "c"})" "\n";
+        answers += R"({"prompt": "a", "completion": "b", "label": true})" "\n";
+        answers += R"({"prompt": "b", "completion": "c", "label": false})" "\n";
+    }
+    std::string dpo = " --loss dpo --data " + put_file(scratch("few.jsonl"), pairs);
+    std::string kto = " --loss kto --data " + put_file(scratch("labels.jsonl"), answers);
+    for (const std::string& loss : {dpo, kto}) {
+        EXPECT_HAS(shell(run + loss + " --machine cpu").text, "predicted on cpu: ");
+        std::string text = shell(run + loss + " --machine cpu --explain").text;
+        EXPECT_EQ(has(text, "\n  evaluations before it "), loss == kto) << text;
+        Ran plan = shell(run + loss + " --plan auto --gpus 2 --explain");
+        EXPECT_EQ(plan.status, 0) << plan.text;
+    }
+
+    // Sampled answers have one where their length has a limit; two steps share a rollout.
+    std::string prompts;
+    for (int i = 0; i < 4; i++)
+        prompts += R"({"prompt": "a", "answer": "b"})" "\n";
+    std::string grpo = " --loss grpo --reward exact --group 2 --answer-tokens 8 --updates 2 --data " +
+                       put_file(scratch("asked.jsonl"), prompts);
+    EXPECT_HAS(shell(run + grpo + " --machine cpu").text, "predicted on cpu: ");
+    std::string text = shell(run + grpo + " --machine cpu --explain").text;
+    EXPECT_HAS(text, "\n  sampling before it ");
+    EXPECT_HAS(text, "\n  evaluations before it ");
 }

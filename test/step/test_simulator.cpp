@@ -287,6 +287,79 @@ TEST(Simulator, CodesAreGatheredInHalfTheTime) {
     EXPECT_EQ(seconds(Fp8::DELAYED), seconds(Fp8::NONE));
 }
 
+// The head by hand, on a card of one SM. Its products are logits, and both gradients; logits are
+// passed over six times. Losses over sequences walk them once before: a product, written and read.
+// Distillation makes a teacher's too: a product, written, read by maxima, sums and the gradient; the
+// student's are read by maxima beside. An evaluation makes the loss alone. The halves of a table
+// that two ranks cut take half the time.
+TEST(Simulator, TheHeadsWalksByHand) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.sms = 1;
+    c.teacher_C = 4096;
+    double N = 8192, C = 2048, V = 50176; // no padding
+    for (int tp : {1, 2}) {
+        Plan p;
+        p.B = 8, p.T = 1024;
+        p.layout.tp.size = tp;
+        Model model = make_model(gpt2_shape(2, 16, size_t(C), size_t(V), 1024), p.layout);
+        double columns = V / tp;
+        double product = 2 * N * columns * C / (c.machine.gemm * 989e12);
+        double pass = 2 * N * columns / c.machine.elementwise_rate();
+        auto expect = [&](LossKind kind, double products, double passes) {
+            p.objective.kind = kind;
+            Times t = layer_seconds(c, p, model, {Op::B, 0, model.head()});
+            EXPECT_NEAR(t.products / (products * product), 1, 1e-9) << int(kind);
+            EXPECT_NEAR(t.memory / (passes * pass), 1, 1e-9) << int(kind);
+            EXPECT_EQ(total_of(layer_seconds(c, p, model, {Op::F, 0, model.head()})), 0);
+        };
+        expect(LossKind::NLL, 3, 6);
+        for (LossKind kind : {LossKind::DPO, LossKind::IPO, LossKind::SIMPO, LossKind::ORPO,
+                              LossKind::KTO, LossKind::GRPO})
+            expect(kind, 4, 8);
+        expect(LossKind::DISTILL, 5, 11);
+
+        // Evaluate.
+        p.mode = Mode::EVALUATE;
+        Times t = layer_seconds(c, p, model, {Op::F, 0, model.head()});
+        EXPECT_NEAR(t.products / product, 1, 1e-9);
+        EXPECT_NEAR(t.memory / (2 * pass), 1, 1e-9);
+        EXPECT_EQ(t.tensor, 0);
+    }
+}
+
+// A run that samples by hand, on a card of one SM: it reads the products' weights once for a row of
+// each of 8 sequences, and computes with 300 keys of each, or reads them where that takes longer.
+// The head makes the logits of these rows. A prompt is read by a forward pass, whose head makes the
+// logits of the last row alone.
+TEST(Simulator, ARunThatSamplesByHand) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    c.machine.sms = 1;
+    double C = 2048, V = 50176, B = 8, keys = 300;
+    Model model = make_model(gpt2_shape(2, 16, size_t(C), size_t(V), 1024));
+    Plan p;
+    p.mode = Mode::GENERATE;
+    p.B = size_t(B), p.T = 1, p.cache = size_t(keys);
+    double memory = c.machine.memory_rate();
+    Times block = block_seconds(c, p, model, 1, false);
+    double moved = 2 * (12 * C * C + B * (7 + 9) * C);
+    EXPECT_NEAR(block.products / (moved / memory), 1, 1e-9);
+    EXPECT_NEAR(block.attention / (2 * B * keys * 2 * C / memory), 1, 1e-9);
+    Times head = layer_seconds(c, p, model, {Op::F, 0, model.head()});
+    EXPECT_NEAR(head.products / (2 * (C * V + B * (C + V)) / memory), 1, 1e-9);
+
+    // A prompt of 1,000 rows.
+    Plan prompt = p;
+    prompt.B = 1, prompt.T = 1000, prompt.cache = 0;
+    Plan forward = prompt;
+    forward.mode = Mode::EVALUATE;
+    Times read = block_seconds(c, prompt, model, 1, false);
+    EXPECT_EQ(total_of(read), total_of(block_seconds(c, forward, model, 1, false)));
+    head = layer_seconds(c, prompt, model, {Op::F, 0, model.head()});
+    EXPECT_NEAR(head.products / (2 * (C * V + C + V) / memory), 1, 1e-9);
+}
+
 // Sending gradients takes time by their bytes: 4, 2 or 129/128 an element, once with shards
 // and twice without; codes come back as floats where there are no shards.
 TEST(Simulator, NarrowGradientsTakeLessTime) {
@@ -883,6 +956,27 @@ TEST(Simulator, PartsOfAStepAddUpToIt) {
         EXPECT_EQ(step.parts.tensor > 0, s.tp > 1);
         EXPECT_EQ(step.parts.context > 0, s.cp > 1);
         EXPECT_EQ(step.parts.pipeline > 0, s.pp > 1);
+    }
+}
+
+// Preferences take a step's time and the head's second walk for each micro-batch, no more.
+TEST(Simulator, PreferencesTakeASecondWalkOfLogits) {
+    CostModel c = slow_links();
+    for (int micro_batches : {1, 5}) {
+        SmallRun run(small_cases[0], micro_batches);
+        double plain = run.folded(c).seconds;
+        Plan p = {run.options, run.layout, {}};
+        double walk = total_of(walk_seconds(c, p, run.model));
+        run.options.objective.kind = LossKind::DPO;
+        StepTime step = run.folded(c);
+        EXPECT_NEAR((step.seconds - plain) / (micro_batches * walk), 1, 1e-9);
+        EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
+
+        // An evaluation before the step is a part of it.
+        double seconds = step.seconds;
+        add_before(step, {.evaluations = 0.25, .sampling = 0.25});
+        EXPECT_DOUBLE_EQ(step.seconds, seconds + 0.5);
+        EXPECT_NEAR(total_of(step.parts) / step.seconds, 1, 1e-12);
     }
 }
 
