@@ -727,7 +727,7 @@ EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
     const std::vector<LayerEstimate>& layers = layers_of(planner, p);
     const std::vector<BucketEstimate>& buckets = buckets_for(planner, p);
     int pp = layout.pp.size;
-    double message = pp > 1 ? stage_seconds(planner.cost, p, model) : 0;
+    double message = pp > 1 ? stage_seconds(planner.cost, p, model, 1) : 0;
 
     // Add up each stage, which waits for its input, and what the layers of each rank keep and need.
     std::vector<double> seconds; // [stage]
