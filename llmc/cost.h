@@ -405,7 +405,8 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
     double others = keys_axis(layout).size - 1;
     if (others > 0) {
         bool ring = layout.cp_method == ContextMethod::RING;
-        double wait = passes * (ring ? others : p.B) * cp.latency + keys / cp.rate;
+        double begin = ring ? others * cp.message(0) : p.B * cp.latency;
+        double wait = passes * begin + keys / cp.rate;
         double attention = block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
         seconds += wait;
         if (ring) seconds -= (1 - c.machine.contention) * std::min(wait, attention);

@@ -687,7 +687,7 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
 }
 
 // Keep what a rank takes, of the card and of the host, if it is the most of all ranks so far.
-// here: what leaves the card stays in the memory in which the step runs. beside: bytes of a teacher.
+// here: what leaves the card stays in the memory in which the step runs. beside: a teacher's bytes.
 inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int rank, bool here,
                          double beside) {
     LiveStages live = live_stages(p.layout, p.micro_batches, rank);
