@@ -1035,7 +1035,7 @@ static std::vector<PublishedChoice> published_choices() {
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
           {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
-         0.12, 0}, // no zero-bubble and no ring of 32 ranks in that program, which are chosen here
+         0.12, 0}, // that program has no ring, and the choice here has one
     };
 }
 
