@@ -305,8 +305,7 @@ template <typename T, typename S>
 std::string predict(const Run& run, const Model& model, const std::vector<PlanOptions>& plans,
                     S where) {
     const Config& c = run.config;
-    Machine machine;
-    or_die(machine_named(&machine, c.machine));
+    Machine machine = machine_asked(c, "--machine", where);
     CostModel cost = run_costs<T>(machine, model, where);
     cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& train = plans[size_t(run.train_plan)];

@@ -1807,6 +1807,17 @@ TEST(Calibrate, ARunWithAMachinePrintsIt) {
     EXPECT_HAS(shell(run + " --machine cpu --offload optimizer").text, "predicted on cpu: ");
     EXPECT_FALSE(has(shell(run).text, "predicted on"));
 
+    // --explain predicts the same time, of threads that share a card too.
+    auto predicted = [](const std::string& text) {
+        const char* words = "predicted on cpu: ";
+        size_t at = text.find(words);
+        return at == text.npos ? 0 : strtod(text.c_str() + at + strlen(words), nullptr);
+    };
+    std::string shared = run + " --machine cpu --local-ranks 2 --dp 2";
+    double explained = predicted(shell(shared + " --explain").text);
+    EXPECT_GT(explained, 0);
+    EXPECT_EQ(predicted(shell(shared).text), explained);
+
     // Preferences have a time too, and KTO evaluates its own policy first.
     std::string pairs, answers;
     for (int i = 0; i < 8; i++) {
