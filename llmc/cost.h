@@ -20,9 +20,9 @@
 //                 memory where they run there
 //   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
-//     jitter      ranks of one machine differ by a standard deviation of their speed. A stage's
-//                 ranks wait for the slowest of them, so the expected maximum of as many normal
-//                 numbers lengthens its layers
+//     jitter      the times of ranks have a standard deviation (machine.h). A stage's ranks wait
+//                 for the slowest of them, so the expected maximum of as many normal numbers
+//                 lengthens its layers
 //   Not counted: casts of weights that ZeRO-3 sends as codes.
 #pragma once
 #include <functional>
@@ -46,7 +46,7 @@ struct Times {
     double jitter = 0;                                   // of the slowest rank, beyond the mean
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
-    double evaluations = 0, sampling = 0;                // before the step (run/before_step.h)
+    double evaluations = 0, sampling = 0;                // before the step (run/predicted.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -374,7 +374,6 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
 }
 
 // Return the seconds that a block waits for messages of context parallelism.
-// Backward sends twice as many as forward.
 inline double context_seconds(const CostModel& c, const Plan& p, const Model& model,
                               const Shape& s, bool backward) {
     const Layout& layout = p.layout;
@@ -382,36 +381,38 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
     Link cp = axis_link(layout, c.machine, &Layout::cp);
     Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
     bool narrow = c.element == 2;
-    auto bytes_of = [&](ContextMessages sent) {
-        return double(backward ? sent.backward : sent.forward);
-    };
-    double heads = bytes_of(narrow ? heads_messages<bf16>(mine, layout, p.rows())
-                                   : heads_messages<float>(mine, layout, p.rows()));
-    double keys = bytes_of(narrow ? keys_messages<bf16>(mine, layout, p.rows())
-                                  : keys_messages<float>(mine, layout, p.rows()));
-    double passes = backward ? 2 : 1;
+    ContextMessages heads = narrow ? heads_messages<bf16>(mine, layout, p.rows())
+                                   : heads_messages<float>(mine, layout, p.rows());
+    ContextMessages keys = narrow ? keys_messages<bf16>(mine, layout, p.rows())
+                                  : keys_messages<float>(mine, layout, p.rows());
+    double passes = backward ? 2 : 1; // backward has twice as many messages
     double seconds = 0;
 
     // Ulysses sends q, k, v and out of each sequence. It packs them: reads and writes all heads.
     double ranks = heads_axis(layout).size;
     if (ranks > 1) {
-        double packed = 2 * heads * ranks / (ranks - 1);
-        seconds += passes * 4 * p.B * cp.latency + heads / cp.rate;
+        double sent = passes * double(heads.forward);
+        double packed = 2 * sent * ranks / (ranks - 1);
+        seconds += passes * 4 * p.B * cp.latency + sent / cp.rate;
         seconds += packed / c.machine.memory_rate();
     }
 
-    // Gather sends the keys of each sequence. A ring sends those of all sequences in each hop, and
-    // hides them behind attention, as far as both can run at once.
-    double others = keys_axis(layout).size - 1;
-    if (others > 0) {
-        bool ring = layout.cp_method == ContextMethod::RING;
-        double begin = ring ? others * cp.message(0) : p.B * cp.latency;
-        double wait = passes * begin + keys / cp.rate;
-        double attention = block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
-        seconds += wait;
-        if (ring) seconds -= (1 - c.machine.contention) * std::min(wait, attention);
-    }
-    return seconds;
+    // Gather sends the keys of each sequence, and later their gradients.
+    double ways = keys_axis(layout).size;
+    if (ways == 1) return seconds;
+    double sent = double(backward ? keys.backward : keys.forward);
+    if (layout.cp_method != ContextMethod::RING)
+        return seconds + passes * p.B * cp.latency + sent / cp.rate;
+
+    // A ring sends those of all sequences in each hop. Gradients follow their keys one hop later,
+    // and go one hop further, beside nothing; all else hides behind attention, as far as both can
+    // run at once.
+    double hops = ways - 1 + (backward ? 2 : 0);
+    double wait = hops * cp.message(0) + sent / cp.rate;
+    double last = backward ? cp.message(double(keys.backward - keys.forward) / ways) : 0;
+    double attention = block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
+    double hidden = std::min(wait - last, attention);
+    return seconds + wait - (1 - c.machine.contention) * hidden;
 }
 
 // Return the seconds of a block's collectives:
@@ -463,11 +464,14 @@ inline double accumulate_seconds(const CostModel& c, const Model& model, int lay
 
 // Return the seconds of attention in generation, where each sequence's row sees `cache` keys: it
 // computes, or reads its keys and values.
-inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const Shape& s) {
-    double heads = double(s.NH) / p.layout.tp.size;
-    double flops = 4 * double(p.rows()) * double(p.cache) * heads * double(s.HS);
-    double elements = double(p.B * p.cache * cached_elements(s));
-    if (!s.kv_latent) elements /= p.layout.tp.size; // each rank has a latent whole
+inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const Shape& s,
+                                      int layer) {
+    const Axis& tp = p.layout.tp;
+    Shape mine = rank_shape(s, tp.size, tp.rank, false); // tp ranks may share a key's head
+    size_t window = window_of(s, layer);
+    double seen = double(window ? std::min(window, p.cache) : p.cache);
+    double flops = 4 * double(p.rows()) * seen * double(mine.NH * mine.HS);
+    double elements = double(p.B) * seen * double(cached_elements(mine));
     double reading = double(c.element) * elements / c.machine.memory_rate();
     return {std::max(flops / c.machine.attention_rate(c.element), reading), 0};
 }
@@ -480,7 +484,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
     AttentionCost attention = block_attention(c, p, s, layer);
-    if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s);
+    if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s, layer);
     double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, s, backward);
     t.products = block_products(c, p, model, layer);
@@ -556,8 +560,8 @@ inline Times walk_seconds(const CostModel& c, const Plan& p, const Model& model)
     return t;
 }
 
-// Return the parts of the head, which runs entirely in its backward pass:
-// logits, loss, both gradients.
+// Return the parts of the head: logits, loss, both gradients. In training its backward pass makes
+// all of them.
 inline Times head_seconds(const CostModel& c, const Plan& p, const Model& model) {
     Times walk = walk_seconds(c, p, model);
     Times t = walk;

@@ -206,9 +206,10 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
         // Refuse what is not a number, or is out of range.
         char* end = nullptr;
         double v = strtod(value.c_str(), &end);
+        bool share = f.least == 0.02 || f.field == &Machine::elementwise;
         if (value.empty() || *end || !(v >= f.least && v <= f.most))
             return concat(name, " = ", value, ": wants a number from ", f.least, " to ", f.most,
-                          f.most == 1 ? ", the share of the data sheet's rate" : "");
+                          share ? ", the share of the data sheet's rate" : "");
         m->*f.field = v;
         return "";
     }

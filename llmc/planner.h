@@ -12,7 +12,7 @@
 //     offload  masters and moments come and go beside updates, or weights and gradients do where
 //              the host updates; gradients beside backward passes; weights arrive beside the layer
 //              before theirs, and activations leave beside the next forward pass and are back
-//              before their backward pass. Late updates hide behind all passes of a step
+//              before their backward pass. Late updates hide behind the first forward passes
 //     before   an evaluation of m micro-batches: (m - 1) turns of the slowest rank + all stages. A
 //              turn ends where a rank has run the last of its chunks, and then the next one begins
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
@@ -140,7 +140,7 @@ template <typename T, typename S> struct Planner {
     CostModel cost;
     S where;
     Estimates<Model> models = {};                        // by tp, ep, whole experts
-    LayerKinds kinds = {};                               // of each of them
+    LayerKinds kinds = {};                               // of every model: layers are alike
     Estimates<std::vector<LayerEstimate>> layers = {};   // [kind]
     Estimates<std::vector<BucketEstimate>> buckets = {}; // [kind]
 };
@@ -386,7 +386,7 @@ struct RankEstimate {
     double reduce = 0;
     double publish = 0;
     double update = 0;
-    double late = 0; // of the host, beside the layers of the whole step
+    double late = 0; // of the host, beside the first forward passes
 };
 
 // The shares of a stage's blocks that move: weights that come for the forward pass, and for the

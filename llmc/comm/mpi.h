@@ -379,7 +379,7 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
     return missing;
 }
 
-// Polls before a rank that waits begins to sleep: about a millisecond.
+// Polls before a rank that waits begins to sleep: about a millisecond, if its core is its own.
 constexpr long MPI_POLLS = 2000;
 
 // Finish one collective, and advance all others: a peer may need their second round before it

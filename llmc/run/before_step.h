@@ -1,8 +1,8 @@
 // before_step.h - the time of what ranks evaluate before each step: a teacher, KTO's own policy
 //   distill  the teacher evaluates the step's batch, all micro-batches in one plan (../teacher.h).
 //            Its second product, in the student's head, is the student's time (cost.h)
-//   kto      the weights as they are evaluate a mismatched window for each of the batch, a run of
-//            the evaluation plan for each micro-batch (reference_point.h)
+//   kto      the weights as they are evaluate a mismatched window for each window of the batch, a
+//            run of the evaluation plan for each micro-batch (reference_point.h)
 //   Both are plans, so the simulator times them as it times a step. Other preferences compare with
 //   log p that was evaluated before the first step (references.h).
 //   The step begins when all ranks are through: a stage that is done early does not start ahead.
@@ -12,7 +12,7 @@
 
 namespace llmc {
 
-// The evaluations before each step: of which model, by which plan, and how often it runs.
+// An evaluation before each step, or a run that samples: of which model, by which plan, how often.
 struct BeforeStep {
     Shape shape;
     PlanOptions options;

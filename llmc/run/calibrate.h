@@ -94,8 +94,9 @@ template <typename S> struct Buffers {
 };
 
 // The seconds of some work on this rank: the median of some runs after one that warms up.
-// With runs 0 there are as many as a tenth of a second has, from 7 to 500.
-template <typename S, typename F> double timed_here(S where, F work, size_t runs = 0) {
+// With runs 0 there are as many as `span` seconds have, from 7 to 500.
+template <typename S, typename F>
+double timed_here(S where, F work, size_t runs = 0, double span = 0.1) {
     auto seconds_of_run = [&] {
         wait_for(where);
         double start = clock_seconds();
@@ -105,7 +106,7 @@ template <typename S, typename F> double timed_here(S where, F work, size_t runs
     };
 
     double first = seconds_of_run();
-    if (runs == 0) runs = size_t(std::clamp(0.1 / first, 7.0, 500.0));
+    if (runs == 0) runs = size_t(std::clamp(span / first, 7.0, 500.0));
     std::vector<double> seconds(runs);
     for (double& s : seconds)
         s = seconds_of_run();
@@ -211,12 +212,11 @@ void measure_jitter(Measurements& m, const Run& run, S where) {
     Blas blas;
     blas_scratch(blas, room.template take<char>(bytes), bytes);
 
-    // Time it long enough that one slow moment of a rank does not count.
+    // Time it for a second: a slow moment of a rank must not count.
     const T* no_residual = nullptr;
-    constexpr size_t RUNS = 501;
     m.machine.jitter = spread_over_ranks(run, timed_here(where, [&] {
         linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
-    }, RUNS));
+    }, 0, 1.0));
 }
 
 // Measure causal attention, forward and backward.

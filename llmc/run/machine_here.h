@@ -5,6 +5,11 @@
 
 namespace llmc {
 
+// How many ranks share a card: all, where they are threads. A question about other cards has none.
+inline int sharers_of_card(const Config& c) {
+    return c.explain && c.gpus ? 1 : c.local_ranks;
+}
+
 // The machine to plan for: --machine, or the GPU that is here, or the CPU. flag: who asks.
 template <typename S> Machine machine_asked(const Config& c, const char* flag, S where) {
     // Find its name. A GPU that the table does not know must be described by --machine FILE.
@@ -24,7 +29,7 @@ template <typename S> Machine machine_asked(const Config& c, const char* flag, S
     or_die(machine_named(&machine, name));
 
     // Divide the card's speed among threads as ranks, which share one card and lie in one node.
-    int sharers = c.explain && c.gpus ? 1 : c.local_ranks;
+    int sharers = sharers_of_card(c);
     machine.cards = std::max(machine.cards, double(sharers));
     for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::fp8_tf,
                                &Machine::fp8_block_tf, &Machine::memory_tb, &Machine::host_gb,

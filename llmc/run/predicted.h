@@ -1,7 +1,8 @@
 // predicted.h - a step's time by the simulator beside the time that the run's own steps took
 //   With --machine the end of a run prints both and the error: a check of the machine's numbers,
 //   and of the simulator. Measured is the median, so that a few slow steps do not count. The first
-//   step is left out, because it does some work once for all.
+//   step is left out, because it does some work once for all; sampled
+//   answers are the mean over all steps.
 #pragma once
 #include "before_step.h"
 #include "machine_here.h"

@@ -314,7 +314,7 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
-    double cards = run.layout.world();
+    double cards = run.layout.world() / double(sharers_of_card(c));
     return p.text + price_text(machine, p.seconds * double(c.steps), cards, c.steps);
 }
 

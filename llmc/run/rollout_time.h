@@ -20,21 +20,20 @@ struct RolloutRuns {
 };
 inline RolloutRuns rollout_runs(const Config& c, const PlanOptions& train,
                                 const PlanOptions& generate, const Shape& model) {
-    // Share out the answers among data-parallel ranks, as sample_answers() does.
+    // Share out the prompts among data-parallel ranks, as sample_answers() does.
     RolloutRuns r;
     double share = 1.0 / c.updates; // of a rollout
-    size_t texts = size_t(c.batch_tokens / c.seq);
-    if (answers_are_shared(c)) texts = ceil_div(texts, size_t(c.dp));
-    double rounds = double(ceil_div(texts, generate.B));
-    int most = c.answer_tokens;
+    size_t prompts = size_t(c.batch_tokens / c.seq) / size_t(c.group);
+    if (answers_are_shared(c)) prompts = ceil_div(prompts, size_t(c.dp));
+    double rounds = double(ceil_div(prompts * size_t(c.group), generate.B));
+    int most = std::min(c.answer_tokens, c.seq); // a window ends longer answers
 
     // Read the prompts, one at a time: their answers stand together.
     PlanOptions o = generate;
     o.B = 1;
     o.T = size_t(std::max(1, c.seq - most));
     o.cache = 0;
-    double prompts = std::ceil(double(texts) / c.group);
-    r.samples.push_back({model, o, false, share * prompts});
+    r.samples.push_back({model, o, false, share * double(prompts)});
 
     // Sample. The prompt's last row gives the first token. A row sees the prompt, and half of its
     // answer on average.

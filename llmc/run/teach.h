@@ -7,6 +7,10 @@
 
 namespace llmc {
 
+// Whether the flags ask for steps beside a teacher.
+inline bool wants_teacher(const Config& c) {
+    return c.loss == "distill" && c.steps > 0 && !c.eval;
+}
 // Whether this run trains beside a teacher.
 inline bool has_teacher(const Run& run) {
     return run.config.loss == "distill" && run.train_plan >= 0;
@@ -37,14 +41,14 @@ inline std::string check_teacher(const Config& c, const Shape& model, const Shap
 // Check flags, and the teacher that they name: "" or what is wrong. Fills in what flags leave out.
 inline std::string check_with_teacher(Config& c, const Shape& model, const Shape& teacher) {
     std::string wrong = config_check(c, model);
-    bool alone = c.loss != "distill" || c.steps == 0 || c.eval;
-    return wrong.empty() && !alone ? check_teacher(c, model, teacher) : wrong;
+    bool checks = wrong.empty() && wants_teacher(c);
+    return checks ? check_teacher(c, model, teacher) : wrong;
 }
 
 // The shape of the teacher that the flags name; empty without one.
 inline Shape choose_teacher_shape(const Run& run) {
     const Config& c = run.config;
-    if (c.loss != "distill" || c.teacher.empty() || c.steps == 0 || c.eval)
+    if (!wants_teacher(c) || c.teacher.empty())
         return {};
 
     // Refuse what is no model of its own.
@@ -67,8 +71,7 @@ inline Shape choose_teacher_shape(const Run& run) {
 // Choose the teacher, and compare it with the model.
 inline void choose_teacher(Run& run) {
     const Config& c = run.config;
-    if (c.loss != "distill" || c.steps == 0 || c.eval)
-        return;
+    if (!wants_teacher(c)) return;
     run.teacher_shape = choose_teacher_shape(run);
     or_die(check_teacher(c, run.shape, run.teacher_shape));
     Config d = second_config(run, c.teacher);

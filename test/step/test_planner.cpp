@@ -708,6 +708,19 @@ TEST(Planner, ARolloutByHand) {
     r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
     EXPECT_TRUE(r.evaluates.empty());
     EXPECT_EQ(r.samples[1].times, 4 * 63);
+
+    // Three prompts of eight answers on two ranks: one of them has two, in four rounds.
+    c.batch_tokens = 24 * 256;
+    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
+    EXPECT_EQ(r.samples[0].times, 2);
+    EXPECT_EQ(r.samples[1].times, 4 * 63);
+
+    // An answer ends with its window, whatever its limit.
+    c.answer_tokens = 100000;
+    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
+    EXPECT_EQ(r.samples[0].options.T, 1u);
+    EXPECT_EQ(r.samples[1].times, 4 * 255);
+    EXPECT_EQ(r.samples[1].options.cache, 128u);
 }
 
 // A layout's bytes are those that a run counts for each of its ranks, a teacher's with them, to the
@@ -1035,7 +1048,7 @@ static std::vector<PublishedChoice> published_choices() {
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
           {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
-         0.12, 0}, // that program has no ring, and the choice here has one
+         0.1, 0},
     };
 }
 
@@ -1350,7 +1363,7 @@ TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
                 Trial t = simulated_and_placed(q, p);
                 time += std::fabs(p.estimate.seconds / t.seconds - 1);
                 n++;
-                // All thousand layouts of each case have 0.890 at least, and 9.2% at most.
+                // The least of a thousand layouts has 0.890 of the bytes.
                 EXPECT_GE(p.estimate.bytes / t.bytes, 0.88) << words << " " << proposal_text(p);
                 // Three of the largest chunks are staged at a time, at most.
                 EXPECT_GE(p.estimate.host / t.host, 0.95) << words << " " << proposal_text(p);

@@ -1237,6 +1237,14 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     double shown = block_seconds(c, p, run.model, 1, false).context;
     double more = 3 * 20e-6 - 2 * c.machine.latency_us * 1e-6;
     EXPECT_NEAR(shown - gather.context, more, 1e-12);
+
+    // Backward, nothing hides the last hop: float gradients of k and v of a rank's 32,768 rows.
+    c.machine.contention = 0;
+    double hop = 20e-6 + 4.0 * 32768 * 2 * 512 / c.machine.link_rate();
+    EXPECT_NEAR(block_seconds(c, p, run.model, 1, true).context, hop, 1e-12);
+    c.machine.contention = 1;
+    double sent = (3 * 2.0 + 4 * 4.0) * 32768 * 2 * 512 / c.machine.link_rate();
+    EXPECT_NEAR(block_seconds(c, p, run.model, 1, true).context, 5 * 20e-6 + sent, 1e-12);
 }
 
 // Four short sequences have the messages of one long one four times: those of gather's keys, and
