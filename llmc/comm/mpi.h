@@ -379,8 +379,8 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
     return missing;
 }
 
-// Polls before a rank that waits begins to sleep: about a millisecond, if its core is its own.
-constexpr long MPI_POLLS = 2000;
+// Seconds for which a rank that waits polls before it sleeps, and then sleeps briefly.
+constexpr double MPI_POLL_S = 1e-3, MPI_NAP_S = 0.5;
 
 // Finish one collective, and advance all others: a peer may need their second round before it
 // starts this one.
@@ -390,23 +390,20 @@ inline void mpi_finish(MpiOp& op) {
     LateWait late = {*c.info};
     double start = clock_seconds();
     double limit = c.info->timeout_s;
-    for (long polls = 0;; polls++) {
+    while (true) {
         // Poll everything. Reset the clock whenever a round ends: the job is alive.
         for (MpiOp* other : c.info->outstanding)
-            if (mpi_advance(*other)) {
-                polls = 0;
-                start = clock_seconds();
-            }
+            if (mpi_advance(*other)) start = clock_seconds();
         if (op.done) break;
 
         // A sleep takes longer than many polls, so that two ranks that sleep early keep each other
         // waiting. Leave the core to a peer first, then sleep; and end the job after the limit.
-        if (polls < MPI_POLLS) {
+        double waited = clock_seconds() - start;
+        if (waited < MPI_POLL_S) {
             std::this_thread::yield();
             continue;
         }
-        std::this_thread::sleep_for(std::chrono::microseconds(polls < 5 * MPI_POLLS ? 20 : 500));
-        double waited = clock_seconds() - start;
+        std::this_thread::sleep_for(std::chrono::microseconds(waited < MPI_NAP_S ? 20 : 500));
         note.sign();
         auto missing = [&] { return mpi_missing(op); };
         auto text = [&] { return overdue_text(c, op.call.kind, waited, missing()); };
