@@ -846,7 +846,9 @@ constexpr bool SANITIZED = true;
 constexpr bool SANITIZED = false;
 #endif
 
-// The peak of memory is the same for a file that is ten times as large, give or take 16 MiB.
+// The peak of memory is the same for a file that is ten times as large, give or take 32 MiB: on two
+// cores, six batches may be in flight at one peak and one at the other, each with 1 MiB of text and
+// up to as many tokens of 4 bytes.
 TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
     if (SANITIZED) GTEST_SKIP() << "skipped: sanitizers keep memory of their own";
     auto peak = [&](const std::string& name, size_t megabytes) { // kB
@@ -876,9 +878,9 @@ TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
 
     // The smaller text, too, has more batches of 1 MiB than are ever in flight.
     long small = peak("a.txt", 20), large = peak("a.txt", 200);
-    EXPECT_LT(large, small + 16 * 1024) << small; // although the text is 180 MB longer
+    EXPECT_LT(large, small + 32 * 1024) << small; // although the text is 180 MB longer
     small = peak("a.jsonl", 20), large = peak("a.jsonl", 80);
-    EXPECT_LT(large, small + 16 * 1024) << small;
+    EXPECT_LT(large, small + 32 * 1024) << small;
 }
 
 TEST_F(Prepare, ProgressIsALineNowAndThen) {
