@@ -65,6 +65,8 @@ inline const std::vector<TimePart>& time_parts() {
         {"norm, update", &Times::update},
         {"launches", &Times::launch},
         {"slower ranks", &Times::jitter},
+
+        // Waits for messages and moves, time before the step, and waits for ranks.
         {"tensor parallelism", &Times::tensor},
         {"context parallelism", &Times::context},
         {"expert parallelism", &Times::experts},

@@ -380,7 +380,7 @@ inline std::vector<int> mpi_missing(const MpiOp& op) {
 }
 
 // Seconds for which a rank that waits polls before it sleeps, and then sleeps briefly.
-constexpr double MPI_POLL_S = 1e-3, MPI_NAP_S = 0.5;
+constexpr double MPI_POLL_S = 3e-4, MPI_NAP_S = 0.5;
 
 // Finish one collective, and advance all others: a peer may need their second round before it
 // starts this one.
@@ -397,12 +397,11 @@ inline void mpi_finish(MpiOp& op) {
         if (op.done) break;
 
         // A sleep takes longer than many polls, so that two ranks that sleep early keep each other
-        // waiting. Leave the core to a peer first, then sleep; and end the job after the limit.
+        // waiting. A yield would leave the core to another program for as long as that likes.
         double waited = clock_seconds() - start;
-        if (waited < MPI_POLL_S) {
-            std::this_thread::yield();
-            continue;
-        }
+        if (waited < MPI_POLL_S) continue;
+
+        // Sleep, and end the job after the limit.
         std::this_thread::sleep_for(std::chrono::microseconds(waited < MPI_NAP_S ? 20 : 500));
         note.sign();
         auto missing = [&] { return mpi_missing(op); };

@@ -121,7 +121,8 @@ TEST(Config, RefusesWhatItCannotRead) {
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
 
-    EXPECT_HAS(check({"--recompute", "full", "--recompute-segment", "99"}), " blocks: give at most");
+    EXPECT_HAS(check({"--recompute", "full", "--recompute-segment", "99"}),
+               " blocks: give at most");
 
     // fp8 and its options.
     EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
@@ -320,8 +321,10 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
 TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
     EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");
-    EXPECT_HAS(check({"--local-ranks", "3", "--tp", "2", "--explain"}), "are 2 ranks, and there are 3");
-    EXPECT_HAS(check({"--local-ranks", "1", "--tp", "2", "--explain"}), "are 2 ranks, and there are 1");
+    EXPECT_HAS(check({"--local-ranks", "3", "--tp", "2", "--explain"}),
+               "are 2 ranks, and there are 3");
+    EXPECT_HAS(check({"--local-ranks", "1", "--tp", "2", "--explain"}),
+               "are 2 ranks, and there are 1");
     EXPECT_HAS(check({"--dp", "2"}), "are 2 ranks, and there are 1: use --local-ranks 2");
     EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
 
@@ -329,8 +332,8 @@ TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
     EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
 
-    // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups itself,
-    // so it takes no others.
+    // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups
+    // itself, so it takes no others.
     EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
     EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
     EXPECT_EQ(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2"}), "");
@@ -423,7 +426,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "--reward-seconds 600 is not below --watchdog 600");
     EXPECT_HAS(sampled({"--reward", "exact", "--clip-low", "0.1"}), "give --updates 2 or more");
     EXPECT_HAS(sampled({"--reward", "exact", "--kl", "k2"}), "estimates what --beta weighs");
-    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1", "--precision", "bf16", "--fp8", "block"}),
+    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1", "--precision", "bf16",
+                        "--fp8", "block"}),
                "--beta 0.1 is not built with --fp8");
     EXPECT_HAS(check({"--updates", "2"}), "--updates is of answers that are sampled");
     EXPECT_HAS(sampled({"--reward", "exact", "--group", "12", "--micro-batch", "8"}),
@@ -519,8 +523,10 @@ TEST(Config, RefusesWhatCannotWork) {
 
     // Drafts.
     EXPECT_HAS(check({"--draft", "d", "--eval"}), "--draft d: --eval continues nothing");
-    EXPECT_HAS(check({"--draft", "d", "--sample-tokens", "0"}), "--draft d: --sample-tokens 0 continues");
-    EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}), "--draft d guesses in one process, and this run has 2 ranks");
+    EXPECT_HAS(check({"--draft", "d", "--sample-tokens", "0"}),
+               "--draft d: --sample-tokens 0 continues");
+    EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}),
+               "--draft d guesses in one process, and this run has 2 ranks");
     EXPECT_EQ(check({"--draft", "d", "--draft-tokens", "8"}), "");
 
     EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
@@ -940,7 +946,8 @@ TEST(DsConfig, RefusesByName) {
         {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})",
          "adam_w_mode false"},
         {R"({"scheduler": {"type": "OneCycle", "params": {}}})", "scheduler.type \"OneCycle\""},
-        {R"({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1, "warmup_min_lr": 0.5}}})",
+        {R"({"scheduler": {"type": "WarmupLR",
+            "params": {"warmup_max_lr": 1, "warmup_min_lr": 0.5}}})",
          "warmup_min_lr 0.5: not built here"},
         {R"({"zero_optimization": {"zero_quantized_weights": true}})",
          "quantized_weights true: not"},

@@ -201,8 +201,8 @@ TEST_F(DistillRun, LearnsFromAFolderAndGoesOnToTheBit) {
     double arena = number_behind(r.text, "\n  total ");
     EXPECT_GT(beside, 4 * (256 * 48 + 32 * 48 + 12 * 48 * 48));
 
-    // A machine predicts the step with the teacher's part, before the run and at its end; a plan has
-    // its bytes, and keeps its flags.
+    // A machine predicts the step with the teacher's part, before the run and at its end; a plan
+    // has its bytes, and keeps its flags.
     EXPECT_HAS(start(deep + "--explain --machine cpu").text, "\n  evaluations before it ");
     r = start(flags + "--steps 3 --machine cpu");
     EXPECT_EQ(r.status, 0) << r.text;

@@ -25,8 +25,9 @@ PlanQuestion small_question(int gpus, double room_mb, int cards = 4) {
     return q;
 }
 
-// A proposal in every order of the grid, with every group of shards or of weights that stay near, and
-// method along cp that it may have. Where all ranks are in one node these change nothing but the method.
+// A proposal in every order of the grid, with every group of shards or of weights that stay
+// near, and method along cp that it may have. Where all ranks are in one node these change
+// nothing but the method.
 std::vector<Proposal> variants_of(const PlanQuestion& q, Proposal p) {
     // List them: a group of one rank, or of all, is no group.
     bool nodes = q.machine.cards < q.gpus;
@@ -252,8 +253,8 @@ TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
     EXPECT_HAS(why, "--hpz 3 does not divide --dp 16");
 }
 
-// Among many nodes weights stay near in groups of several: rings over all ranks have many hops, and a
-// gather of one node's shards leaves long rings to publish them. A group takes no more nodes than
+// Among many nodes weights stay near in groups of several: rings over all ranks have many hops, and
+// a gather of one node's shards leaves long rings to publish them. A group takes no more nodes than
 // there are groups.
 TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
     PlanQuestion q;
@@ -380,8 +381,10 @@ PlanQuestion question_with(const PlanQuestion& q, const Knob& knob, int thousand
     std::string path = scratch("flipped_machine.txt");
     std::ofstream file(path);
     file.precision(17);
-    for (const MachineField& f : machine_fields())
-        file << f.name << " = " << q.machine.*f.field * (f.field == knob.field ? factor : 1) << "\n";
+    for (const MachineField& f : machine_fields()) {
+        double changed = f.field == knob.field ? factor : 1;
+        file << f.name << " = " << q.machine.*f.field * changed << "\n";
+    }
     file.close();
     EXPECT_EQ(machine_named(&other.machine, path), "");
     if (knob.field == &Machine::memory_gb) other.room *= factor;
@@ -579,8 +582,8 @@ TEST(Planner, ClosedFormCountsMessagesOfWeightsThatStayNear) {
     EXPECT_LT(near.update, 0.52 * group.update);
 }
 
-// The closed form lets a block wait for the slowest rank of its stage: of eight ranks or of four, in
-// layouts that differ in nothing else that a block asks for.
+// The closed form lets a block wait for the slowest rank of its stage: of eight ranks or of four,
+// in layouts that differ in nothing else that a block asks for.
 TEST(Planner, ClosedFormWaitsForTheSlowestRank) {
     PlanQuestion q = small_question(8, 1e6, 2);
     q.machine.jitter = 0.05, q.machine.launch_us = 0;
@@ -680,9 +683,9 @@ TEST(Planner, EvaluationsComeBeforeAStep) {
     }
 }
 
-// A rollout by hand: 32 answers of 4 prompts on two places along dp, 4 texts at once. Each place reads
-// 2 prompts of 192 tokens, and samples 64 tokens of 16 answers in 4 rounds, of which the prompt gives
-// the first; both other policies evaluate the answers. Two steps share it.
+// A rollout by hand: 32 answers of 4 prompts on two places along dp, 4 texts at once. Each place
+// reads 2 prompts of 192 tokens, and samples 64 tokens of 16 answers in 4 rounds, of which the
+// prompt gives the first; both other policies evaluate the answers. Two steps share it.
 TEST(Planner, ARolloutByHand) {
     Config c;
     c.loss = "grpo", c.dp = 2, c.group = 8, c.updates = 2, c.beta = 0.1, c.answer_tokens = 64;
@@ -765,8 +768,8 @@ TEST(Planner, ClosedFormKnowsEvaluations) {
 }
 
 // Beside a teacher no layout is proposed that the run would refuse: no cp, ranks along tp that cut
-// its heads evenly, and no more stages than it has blocks. The teacher's bytes count: in a room that
-// just holds the leanest, all that are proposed fit.
+// its heads evenly, and no more stages than it has blocks. The teacher's bytes count: in a room
+// that just holds the leanest, all that are proposed fit.
 TEST(Planner, ProposesWhatATeacherCanLieIn) {
     PlanQuestion q = lossy_question(4, "distill");
     q.teacher = gpt2_shape(3, 2, 128, 1000, 256);
@@ -794,8 +797,8 @@ TEST(Planner, ProposesWhatATeacherCanLieIn) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times as
-// long as the step.
+// ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times
+// as long as the step.
 TEST(Planner, FrozenWeightsAreNotPublished) {
     PlanQuestion q = small_question(4, 1e6);
     q.shape = with_lora(gpt2_shape(6, 4, 512, 1000, 256), 8);
@@ -889,8 +892,9 @@ TEST(Planner, RanksOfOneKindHaveOneEstimate) {
     }
 }
 
-// The closed form counts ranks of one kind at once. It finds what it would find rank by rank: the same
-// step, and the same fullest rank, whatever waits on it for backward passes and wherever that lies.
+// The closed form counts ranks of one kind at once. It finds what it would find rank by rank:
+// the same step, and the same fullest rank, whatever waits on it for backward passes and
+// wherever that lies.
 TEST(Planner, RanksOfOneKindAreCountedAtOnce) {
     Shape shape = with_logits(gpt2_shape(16, 4, 64, 100, 64), Cpu{});
     for (bool gpu : {false, true})
@@ -927,7 +931,7 @@ TEST(Planner, RanksOfOneKindAreCountedAtOnce) {
                 }
     sizes_of_gpu = false;
 
-    // Two ranks have windows in the same order, and are not of one kind: their chunks end elsewhere.
+    // Two ranks have windows in the same order, but their chunks end elsewhere: two kinds.
     shape = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
     shape.sliding_window = 16;
     shape.full_every = 2;
@@ -1052,8 +1056,8 @@ static std::vector<PublishedChoice> published_choices() {
     };
 }
 
-// The seconds of the fastest layout without ZeRO that fits, among the twenty that are the fastest by
-// their estimates in closed form.
+// The seconds of the fastest layout without ZeRO that fits, among the twenty that are the fastest
+// by their estimates in closed form.
 static double fastest_unsharded(const PlanQuestion& q, const Search& s) {
     double least = INFINITY;
     int tried = 0;
@@ -1291,10 +1295,10 @@ static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
     return all;
 }
 
-// Weights and activations that leave, alone and with masters, moments and gradients: over layouts of
-// all kinds the closed form's time is a tenth off on average at most. Its bytes are never below the
-// arena's, nor far above them. With chunks, and with gradients, that of unlike sizes come and go,
-// holes may be larger: there it is below by a tenth at most.
+// Weights and activations that leave, alone and with masters, moments and gradients: over layouts
+// of all kinds the closed form's time is a tenth off on average at most. Its bytes are never below
+// the arena's, nor far above them. With chunks, and with gradients, that of unlike sizes come and
+// go, holes may be larger: there it is below by a tenth at most.
 TEST(Planner, ClosedFormKnowsWhatLeaves) {
     sizes_of_gpu = true;
     PlanQuestion q = small_question(8, 4000);
@@ -1333,8 +1337,9 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
     sizes_of_gpu = false;
 }
 
-// The host's updates, at once and late, over layouts of all kinds: the closed form's time is near
-// the simulator's whatever the host's memory and the way there take, and so are bytes on both sides.
+// The host's updates, at once and late, over layouts of all kinds: the closed form's time is
+// near the simulator's whatever the host's memory and the way there take, and so are bytes
+// on both sides.
 TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
     sizes_of_gpu = true;
     PlanQuestion q = small_question(8, 4000);
@@ -1386,9 +1391,9 @@ TEST(Planner, ClosedFormKnowsUpdatesOnTheHost) {
     EXPECT_TRUE(list_grids(q, &why).empty());
 }
 
-// On a GPU all sets may leave, and on a CPU none, for it frees nothing there. Adapters beside a base of
-// 4 bits leave out sets with weights, whose codes do not move. The closed form knows what a CPU's
-// user asks for.
+// On a GPU all sets may leave, and on a CPU none, for it frees nothing there. Adapters beside a
+// base of 4 bits leave out sets with weights, whose codes do not move. The closed form knows what a
+// CPU's user asks for.
 TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
     PlanQuestion q = small_question(1, 1e6);
     sizes_of_gpu = true;
@@ -1421,8 +1426,8 @@ TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
     }
 }
 
-// The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the room's
-// line, no point lies below the frontier and left of it, and it is a whole drawing.
+// The picture of an answer: heights of a trial's bars add up to its bytes in the scale of the
+// room's line, no point lies below the frontier and left of it, and it is a whole drawing.
 TEST(Planner, DrawsItsAnswer) {
     PlanQuestion q = small_question(4, 60);
     Answer a = answer_question<bf16>(q, Cpu{});
@@ -1636,6 +1641,8 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_EQ(m.memory_gb, 141);
     EXPECT_HAS(read_card({}, "12GB", &m), "--fit 12GB: give the GB of a card, or a machine: h200");
     EXPECT_HAS(read_card({}, "-1", &m), "--fit -1: give the GB");
+
+    // Refused are flags that it chooses, and a loss that it cannot time.
     Config c;
     EXPECT_HAS(check_fit(c), "--fit wants a card");
     EXPECT_EQ(set_flag(c, "fit", "24"), "");
@@ -1852,7 +1859,8 @@ TEST(Calibrate, ARunWithAMachinePrintsIt) {
     std::string prompts;
     for (int i = 0; i < 4; i++)
         prompts += R"({"prompt": "a", "answer": "b"})" "\n";
-    std::string grpo = " --loss grpo --reward exact --group 2 --answer-tokens 8 --updates 2 --data " +
+    std::string grpo = " --loss grpo --reward exact --group 2 --answer-tokens 8 --updates 2"
+                       " --data " +
                        put_file(scratch("asked.jsonl"), prompts);
     EXPECT_HAS(shell(run + grpo + " --machine cpu").text, "predicted on cpu: ");
     std::string text = shell(run + grpo + " --machine cpu --explain").text;

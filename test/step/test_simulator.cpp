@@ -162,8 +162,8 @@ TEST(Simulator, ALateUpdateRunsBesideLayers) {
         return simulate_layout({}, model, o, action_cost(c, model)).seconds;
     };
     auto all_updates = [&] {
-        // By hand: bf16 weights, float masters and two float moments are read and written, and float
-        // gradients are read.
+        // By hand: bf16 weights, float masters and two float moments are read and written, and
+        // float gradients are read.
         return 32 * double(parameter_count(model)) / (1e9 * c.machine.host_memory_gb);
     };
 
@@ -267,8 +267,8 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
     expect("a100-80", Fp8::TENSOR, 312, 6, true, 1);
 }
 
-// ZeRO-3 gathers a byte for an element of a block's matrices where products read codes, with a scale
-// of their own: half the time. Delayed scales want wide weights.
+// ZeRO-3 gathers a byte for an element of a block's matrices where products read codes, with a
+// scale of their own: half the time. Delayed scales want wide weights.
 TEST(Simulator, CodesAreGatheredInHalfTheTime) {
     CostModel c;
     c.machine = machine_of("h100");
@@ -289,9 +289,9 @@ TEST(Simulator, CodesAreGatheredInHalfTheTime) {
 
 // The head by hand, on a card of one SM. Its products are logits, and both gradients; logits are
 // passed over six times. Losses over sequences walk them once before: a product, written and read.
-// Distillation makes a teacher's too: a product, written, read by maxima, sums and the gradient; the
-// student's are read by maxima beside. An evaluation makes the loss alone. The halves of a table
-// that two ranks cut take half the time.
+// Distillation makes a teacher's too: a product, written, read by maxima, sums and the gradient;
+// the student's are read by maxima beside. An evaluation makes the loss alone. The halves of a
+// table that two ranks cut take half the time.
 TEST(Simulator, TheHeadsWalksByHand) {
     CostModel c;
     c.machine = machine_of("h100");
@@ -510,9 +510,9 @@ static Pair node_pair(const CostModel& c, const NodeRow& row) {
     return {name, row.seconds, seconds};
 }
 
-// vTrain's runs on single nodes are of small models, whose layers the host launches more slowly than
-// a card runs them. The host's time for a block is fitted here, in steps of 100 us and to every
-// thirtieth row, which the machine was fitted to as well; the other 1,392 rows are held out.
+// vTrain's runs on single nodes are of small models, whose layers the host launches more slowly
+// than a card runs them. The host's time for a block is fitted here, in steps of 100 us and to
+// every thirtieth row, which the machine was fitted to as well; the other 1,392 rows are held out.
 TEST(Published, VTrainsNodesOfA100) {
     CostModel best = megatron_of_2021(12.5);
     CostModel c = best;
@@ -770,8 +770,8 @@ static Pair titan_pair(const CostModel& c, const TitanRow& row, Fp8 fp8 = Fp8::N
     return {row.name, 8192.0 * row.micro_batch / row.tp / row.rate, seconds};
 }
 
-// With the products' share fitted to the first row, on cards of 500 W, the other three agree, and so
-// does what 8 bits gain.
+// With the products' share fitted to the first row, on cards of 500 W, the other three agree, and
+// so does what 8 bits gain.
 TEST(Published, TorchtitanOnH100) {
     CostModel c;
     c.machine = machine_of("h100");
@@ -1097,7 +1097,8 @@ TEST(Simulator, KeysOfAttentionsTilesAreCounted) {
                     for (size_t q = 0; q < queries.size(); q += tile)
                         for (const std::vector<size_t>& keys : rows)
                             for (size_t k = 0; k < keys.size(); k += tile) {
-                                auto here = queries.begin() + long(q), there = keys.begin() + long(k);
+                                auto here = queries.begin() + long(q);
+                                auto there = keys.begin() + long(k);
                                 size_t last = *std::max_element(here, here + long(tile));
                                 size_t first = *std::min_element(there, there + long(tile));
                                 met += first <= last ? double(tile * tile) : 0;
@@ -1131,7 +1132,8 @@ TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
 // A machine that is better in one number never takes longer. Every number matters in some case, but
 // for those that these cases do not use.
 TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
-    std::set<std::string> idle = {"single_tf", "fp8_tf", "fp8_block_tf", "memory_gb", "cards", "launch_us", "sms",
+    std::set<std::string> idle = {"single_tf", "fp8_tf", "fp8_block_tf", "memory_gb", "cards",
+                                  "launch_us", "sms",
                                   // No case moves anything, or updates on the host.
                                   "host_gb", "disk_gb", "host_ram_gb", "host_memory_gb",
                                   "watts", "dollars_hour", "host_watts", "pue", "grid_g"};
