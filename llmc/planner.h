@@ -14,7 +14,8 @@
 //              before theirs, and activations leave beside the next forward pass and are back
 //              before their backward pass. Late updates hide behind the first forward passes
 //     before   an evaluation of m micro-batches: (m - 1) turns of the slowest rank + all stages. A
-//              turn ends where a rank has run the last of its chunks, and then the next one begins
+//              turn ends where a rank has run the last of its chunks, and then the next one begins.
+//              Sampling: the same, of one row of each slot
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
 //   The simulator prices layers (cost.h), and the arena says their bytes (sizes.h). Each is asked
@@ -75,8 +76,9 @@ struct LayerEstimate {
     double kept_w = 0;
     // Bytes that the input half hands to the weight half.
     double gradient_w = 0;
-    // Bytes needed only while the layer runs.
+    // Bytes needed only while the layer runs, and those of keys and values in generation.
     double passing = 0;
+    double cache = 0;
     bool block = false; // else an end of the model
 
     double seconds() const { return forward + backward + redone; }
@@ -179,6 +181,7 @@ LayerEstimate estimate_layer(const Planner<T, S>& planner, const Plan& p, const 
     e.passing = bytes(Kind::SCRATCH) + 2 * bytes(Kind::DSTREAM);
     e.block = block;
     if (!block) return e;
+    e.cache = p.mode == Mode::GENERATE ? bytes(Kind::CACHE) : 0;
     e.kept_b = bytes(Kind::KEPT_B);
     e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
 
@@ -361,6 +364,7 @@ constexpr int MOST_CHUNKS = 8;
 // One rank's share of a micro-batch, and of the end of the step.
 struct RankEstimate {
     double bytes = 0;  // all but kept activations
+    double passing = 0; // part of `bytes`: what comes and goes
     double staged = 0; // chunks at their updates, when no activation is left
     double staged_apart = 0; // the same in the host's memory, apart; of late updates all chunks
 
@@ -643,6 +647,7 @@ RankEstimate estimate_rank(const Planner<T, S>& planner, const Plan& p, const Mo
     double waiting = (layout.prefetch + 2) * chunk_apart;
     if (!p.offload.late) r.staged_apart = std::min(r.staged_apart, waiting);
     r.bytes += passing;
+    r.passing = passing;
     r.staged -= passing;
     return r;
 }
@@ -686,17 +691,28 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
     return holes;
 }
 
+// What ranks run before a step. By pipeline rank: bytes that stay beside the step's, and those that
+// take the place of its activations while it runs; empty: nothing runs before.
+struct BeforeEstimate {
+    double seconds = 0;
+    std::vector<double> beside, instead;
+};
+
 // Keep what a rank takes, of the card and of the host, if it is the most of all ranks so far.
-// here: what leaves the card stays in the memory in which the step runs. beside: a teacher's bytes.
+// here: what leaves the card stays in the memory in which the step runs.
 inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int rank, bool here,
-                         double beside) {
+                         const BeforeEstimate& before) {
     LiveStages live = live_stages(p.layout, p.micro_batches, rank);
     double all = kept_bytes(p, r, live);
     double kept = p.offload.activations == Tier::DEVICE ? all : passing_bytes(p, r, live, all);
     if (p.offload.activations != Tier::DEVICE && here) kept += all;
     double bytes = r.bytes + std::max(kept, r.staged);
     double holes = holes_between(p, r, kept, bytes);
-    bytes += holes + beside;
+    if (!before.beside.empty()) {
+        bytes = std::max(bytes, r.bytes - r.passing + before.instead[size_t(rank)]);
+        bytes += before.beside[size_t(rank)];
+    }
+    bytes += holes;
 
     // Add what waits on the host.
     double parked = live.b * (r.kept_b + r.kept_w) / p.layout.chunks;
@@ -712,13 +728,14 @@ inline void keep_fullest(Estimate& e, const Plan& p, const RankEstimate& r, int 
     if (p.offload.activations == Tier::DEVICE) e.movable.of[ACTIVATIONS] = kept;
 }
 
-// An evaluation before a step: its seconds, and the bytes that it keeps beside the step's.
+// An evaluation, or a run of a generation: its seconds, and bytes by pipeline rank.
 struct EvaluationEstimate {
     double seconds = 0;
-    std::vector<double> bytes = {}; // [pipeline rank]; empty: none
+    std::vector<double> weights, cache, passing; // what a model of its own has; keys and values;
+                                                 // and what comes and goes
 };
 
-// Estimate an evaluation, by a plan without actions. Bytes are those of a model of its own.
+// Estimate an evaluation, by a plan without actions.
 template <typename T, typename S>
 EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
     // Look up the prices of layers and buckets.
@@ -731,31 +748,30 @@ EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
 
     // Add up each stage, which waits for its input, and what the layers of each rank keep and need.
     std::vector<double> seconds; // [stage]
-    std::vector<double> kept(size_t(pp), 0.0);
-    std::vector<double> passing(size_t(pp), 0.0);
+    std::vector<double> none(size_t(pp), 0.0);
+    EvaluationEstimate e = {0, none, none, none};
     for (int stage = 0; stage < layout.stages(); stage++) {
         size_t rank = size_t(stage % pp);
         seconds.push_back(stage > 0 ? message : 0);
         for (int l = first_layer(layout, model, stage); l < first_layer(layout, model, stage + 1);
              l++) {
             size_t kind = planner.kinds.of[size_t(l)];
-            const LayerEstimate& e = layers[kind];
+            const LayerEstimate& layer = layers[kind];
             const BucketEstimate& b = buckets[kind];
-            seconds.back() += std::max({e.forward, b.gather, b.fetch});
+            seconds.back() += std::max({layer.forward, b.gather, b.fetch});
             bool tied_here = l == model.head() && model.shape.tied && rank == 0;
-            kept[rank] += tied_here ? 0 : b.lasting;
-            passing[rank] = std::max(passing[rank], e.passing + b.weights);
+            e.weights[rank] += tied_here ? 0 : b.lasting;
+            e.cache[rank] += layer.cache;
+            e.passing[rank] = std::max(e.passing[rank], layer.passing + b.weights);
         }
     }
 
     // The slowest rank sets the pace of micro-batches, and the last one passes through all stages.
-    EvaluationEstimate e;
     double turn = 0;
     int last = layout.stages() - pp; // stages between a rank's first and its last
     for (int rank = 0; rank < pp; rank++) {
         auto from = seconds.begin() + rank;
         turn = std::max(turn, std::accumulate(from, from + last + 1, 0.0));
-        e.bytes.push_back(kept[size_t(rank)] + passing[size_t(rank)]);
     }
     double all = std::accumulate(seconds.begin(), seconds.end(), 0.0);
     e.seconds = (p.micro_batches - 1) * turn + all;
@@ -767,7 +783,7 @@ EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
 template <typename T, typename S>
 Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
                          const std::vector<AlikeRanks>& kinds,
-                         const EvaluationEstimate& before = {}) {
+                         const BeforeEstimate& before = {}) {
     // Look up the prices of layers and buckets.
     const Layout& layout = p.layout;
     const CostModel& cost = planner.cost;
@@ -811,10 +827,9 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
         // Keep the fullest: the first of its kind, which has most in flight. A later one may have
         // more weight halves that wait for their turn, or more of a teacher.
         bool here = is_here(p.offload.activations, planner.where);
-        bool alike_in_bytes = layout.pipeline != Pipeline::ZERO_BUBBLE && before.bytes.empty();
+        bool alike_in_bytes = layout.pipeline != Pipeline::ZERO_BUBBLE && before.beside.empty();
         for (int rank : alike.ranks) {
-            double beside = before.bytes.empty() ? 0 : before.bytes[size_t(rank)];
-            keep_fullest(e, p, r, rank, here, beside);
+            keep_fullest(e, p, r, rank, here, before);
             if (alike_in_bytes) break;
         }
     }

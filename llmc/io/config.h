@@ -821,6 +821,9 @@ inline bool has_pairs(const Config& c) { return objective_of(c).pairs(); }
 // Whether the run samples the answers that it trains on.
 inline bool has_rollouts(const Config& c) { return c.loss == "grpo" && c.steps > 0; }
 
+// Whether no flag bounds their length, and so the time of sampling.
+inline bool has_open_answers(const Config& c) { return has_rollouts(c) && c.answer_tokens == 0; }
+
 // Whether data-parallel ranks share out what they sample. Those that share out experts must run
 // equal batches, so they sample the same.
 inline bool answers_are_shared(const Config& c) { return c.dp > 1 && c.ep == 1; }

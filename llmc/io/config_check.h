@@ -799,11 +799,11 @@ inline std::string check_together(const Config& c, const Shape& s) {
     return "";
 }
 
-// Return the flags whose time the simulator has no cost for; "": there are none. Sampling takes as
-// long as answers become: a limit is wanted.
-inline std::string untimed_flag(const Config& c) {
-    bool open = has_rollouts(c) && c.answer_tokens == 0;
-    return open ? "--loss grpo without --answer-tokens" : "";
+// Refuse a flag that asks for a step's time where no limit bounds it.
+inline std::string refuse_open_answers(const Config& c, const char* flag) {
+    if (!has_open_answers(c)) return "";
+    return concat(flag, ": the time of --loss grpo without --answer-tokens is not known: give that "
+                        "too");
 }
 
 // Check --plan, which chooses the layout: in a run no flag may choose another part of it.
@@ -823,9 +823,6 @@ inline std::string check_planning(const Config& c) {
     if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
-    if (c.loss == "grpo")
-        return "--plan auto: what sampling takes of a layout is not estimated: plan without --loss "
-               "grpo, and add it to the command that is printed";
 
     const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
     if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
@@ -833,7 +830,7 @@ inline std::string check_planning(const Config& c) {
                       c.pipeline, " out");
     if (c.steps == 0 || c.eval)
         return "--plan auto is for training, and there are no steps";
-    return "";
+    return refuse_open_answers(c, "--plan auto");
 }
 
 // Check --machine. It is simulated, and the time of some flags is not.
@@ -848,10 +845,7 @@ inline std::string check_machine(const Config& c) {
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 
-    std::string untimed = untimed_flag(c);
-    if (!untimed.empty())
-        return "--machine: the time of " + untimed + " is not known: give that too";
-    return "";
+    return refuse_open_answers(c, "--machine");
 }
 
 // Check --fit, which asks about one card: it chooses the flags of memory itself.
@@ -869,10 +863,8 @@ inline std::string check_fit(const Config& c) {
             return concat("--fit chooses flags for one card, --", name, " among them: leave --",
                           name, " out, or ask --plan auto for several cards");
 
-    // Refuse what has no time in the simulator, and no step at all.
-    if (c.loss == "grpo")
-        return "--fit: what sampling takes of a card is not estimated: leave --loss grpo out";
-    return c.steps == 0 || c.eval ? "--fit is for training, and there are no steps" : "";
+    if (c.steps == 0 || c.eval) return "--fit is for training, and there are no steps";
+    return refuse_open_answers(c, "--fit");
 }
 
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.

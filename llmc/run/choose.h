@@ -487,6 +487,30 @@ inline size_t generation_slots(const Config& c, size_t texts) {
     return std::min(size_t(c.slots), texts);
 }
 
+// The options of a run's own evaluation, of one micro-batch.
+inline PlanOptions evaluation_of(const PlanOptions& train) {
+    PlanOptions evaluate = train;
+    evaluate.mode = Mode::EVALUATE;
+    evaluate.recompute = Recompute::NONE;
+    evaluate.micro_batches = 1;
+    return evaluate;
+}
+
+// The options of the plan that samples answers to train on. A slot holds a whole training window:
+// the prompt and its answer.
+inline PlanOptions rollout_options(const Config& c, const PlanOptions& train) {
+    PlanOptions generate = evaluation_of(train);
+    generate.mode = Mode::GENERATE;
+    generate.objective = {};
+    size_t group = size_t(c.group);
+    size_t groups = std::max(size_t(1), size_t(c.batch_tokens / c.seq) / group);
+    if (answers_are_shared(c))
+        groups = ceil_div(groups, size_t(c.dp));
+    generate.B = std::min(size_t(c.slots), groups * group);
+    generate.T = generate.cache = size_t(c.seq);
+    return generate;
+}
+
 // Choose the plans of this run: to train, evaluate, score candidates, generate, sample rollouts.
 // Returns their options, and stores each plan's index in `run`.
 inline std::vector<PlanOptions> choose_plans(Run& run) {
@@ -523,10 +547,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         run.train_plan = add(train);
 
     // Evaluate.
-    PlanOptions evaluate = train;
-    evaluate.mode = Mode::EVALUATE;
-    evaluate.recompute = Recompute::NONE;
-    evaluate.micro_batches = 1;
+    PlanOptions evaluate = evaluation_of(train);
     if (evaluate.objective.distills()) evaluate.objective = {}; // the text's own loss
     bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
     if (wants_validation(c) || evaluates_rollouts(c))
@@ -571,15 +592,9 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
     if (c.sample_tokens > 0 && !c.eval)
         run.generate_plan = add(generate);
 
-    // Sample answers to train on. A slot holds a whole training window: the prompt and its answer.
-    size_t group = size_t(c.group);
-    size_t groups = std::max(size_t(1), size_t(c.batch_tokens / c.seq) / group);
-    if (answers_are_shared(c))
-        groups = ceil_div(groups, size_t(c.dp));
-    generate.B = std::min(size_t(c.slots), groups * group);
-    generate.T = generate.cache = size_t(c.seq);
+    // Sample answers to train on.
     if (has_rollouts(c))
-        run.rollout_plan = add(generate);
+        run.rollout_plan = add(rollout_options(c, train));
     return plans;
 }
 

@@ -105,8 +105,7 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     // Make the plans as a run would, with a GPU's chunks of logits. Further micro-batches add only
     // the bytes of their tokens, so three are placed.
     shape = with_logits(shape, size_t(512) << 20, 128);
-    int train = 0;
-    std::vector<PlanOptions> options = plans_of(c, shape, &train);
+    std::vector<PlanOptions> options = plans_of(c, shape);
     int m = options[0].micro_batches;
     PlanOptions whole = options[0];
     options[0].micro_batches = std::min(m, 3);
@@ -128,8 +127,8 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     const Layout& layout = t.plans[0].layout;
     StepTime step = simulate_layout(layout, t.model, whole, action_cost(cost, t.model));
     KnownSteps steps;
-    BeforeRuns before = before_runs(before_step(whole, shape, teacher), layout, steps);
-    add_before(step, {.evaluations = before_seconds<bf16>(q.machine, before)});
+    auto before = before_runs(before_steps(c, whole, shape, teacher), layout, steps);
+    add_before(step, before_times<bf16>(q.machine, before));
     cell->rate = double(c.batch_tokens) / step.seconds;
     return "";
 }

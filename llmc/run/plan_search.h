@@ -286,17 +286,14 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
 // ----------------------------------------------------------------------------
 // 2. estimate
 
-// The options of all plans of a run with these flags. train: receives the index of the
-// plan that trains.
-inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape, int* train) {
+// The options of all plans of a run with these flags. The first one trains.
+inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape) {
     // Make a run that has only flags and a shape: the plans depend on nothing else.
     Run run;
     run.config = c;
     run.shape = shape;
     run.context_length = shape.P;
-    std::vector<PlanOptions> plans = choose_plans(run);
-    *train = run.train_plan;
-    return plans;
+    return choose_plans(run);
 }
 
 // The layouts that a search has found.
@@ -356,8 +353,10 @@ template <typename T, typename S> struct Estimator {
     Plan plan;
     std::map<int, std::vector<int>> stages = {}; // [number of stages]: the first layer of each
     std::map<std::pair<int, int>, std::vector<AlikeRanks>> pipelines = {}; // [pp, chunks]
-    // Evaluations before a step: their prices, and stages. A shape without layers: there are none.
-    Planner<T, S> before = {};
+    // What runs before a step: the proposal's batch and axes, the prices of each run, and of a
+    // rollout's whole plan; and a teacher's stages.
+    Config config = q.config;
+    std::vector<Planner<T, S>> before = {};
     std::map<int, std::vector<int>> before_stages = {};
 
     // The placed proposal's.
@@ -365,28 +364,47 @@ template <typename T, typename S> struct Estimator {
     std::vector<GridOrder> orders = {};
 };
 
-// Estimate what ranks evaluate before a placed proposal's step. KTO's own policy has its bytes in
-// the step's arena.
-template <typename T, typename S> EvaluationEstimate estimate_before(Estimator<T, S>& e) {
-    if (e.before.shape.L == 0) return {};
-    BeforeStep before = before_step(e.plan, e.q.shape, e.q.teacher);
-    Plan p = {before.options, e.plan.layout, {}};
-    if (before.teacher) {
-        // Split each number of stages once.
-        int count = p.layout.stages();
-        auto [stages, fresh] = e.before_stages.try_emplace(count);
-        if (fresh && count > 1) stages->second = choose_stages(before.shape, count);
-        p.layout = with_tiers(teacher_layout(p.layout), {});
-        p.layout.first_layer = stages->second;
-    }
-    EvaluationEstimate estimate = estimate_evaluation(e.before, p);
-    estimate.seconds *= before.times;
-    if (!before.teacher) estimate.bytes.clear();
+// What runs before a placed proposal's step, and last a rollout's whole plan: its runs are parts of
+// it, and it has room for the longest texts.
+template <typename T, typename S> std::vector<BeforeStep> before_of(const Estimator<T, S>& e) {
+    std::vector<BeforeStep> all = before_steps(e.config, e.plan, e.q.shape, e.q.teacher);
+    if (has_rollouts(e.config))
+        all.push_back({e.q.shape, rollout_options(e.config, e.plan), false, 0});
+    return all;
+}
 
-    // A teacher keeps the output of its last norm for the student's head, on the rank that has it.
-    double norms = double(p.micro_batches) * double(p.rows()) * double(before.shape.C) * sizeof(T);
-    if (before.teacher) estimate.bytes[size_t(p.layout.pp.size - 1)] += norms;
-    return estimate;
+// Estimate these runs.
+template <typename T, typename S> BeforeEstimate estimate_before(Estimator<T, S>& e) {
+    if (e.before.empty()) return {};
+    std::vector<double> none(size_t(e.plan.layout.pp.size), 0.0);
+    BeforeEstimate sum = {0, none, none};
+    size_t i = 0;
+    for (const BeforeStep& before : before_of(e)) {
+        Plan p = {before.options, before_layout(before, e.plan.layout), {}};
+        if (before.teacher) {
+            // Split each number of stages once.
+            int count = p.layout.stages();
+            auto [stages, fresh] = e.before_stages.try_emplace(count);
+            if (fresh && count > 1) stages->second = choose_stages(before.shape, count);
+            p.layout = with_tiers(p.layout, {});
+            p.layout.first_layer = stages->second;
+        }
+        EvaluationEstimate one = estimate_evaluation(e.before[i++], p);
+        sum.seconds += before.times * one.seconds;
+
+        // A teacher has weights and room of its own; the step's own model has all but a cache.
+        for (size_t rank = 0; rank < none.size(); rank++) {
+            double passing = one.passing[rank];
+            double beside = before.teacher ? one.weights[rank] + passing : one.cache[rank];
+            sum.beside[rank] = std::max(sum.beside[rank], beside);
+            if (!before.teacher) sum.instead[rank] = std::max(sum.instead[rank], passing);
+        }
+
+        // A teacher keeps the output of its last norm for the student's head, on that rank.
+        double norms = double(p.micro_batches) * double(p.rows() * before.shape.C * sizeof(T));
+        if (before.teacher) sum.beside.back() += norms;
+    }
+    return sum;
 }
 
 // Change the plan to a proposal's, but for its ZeRO stage, group, order and recomputation.
@@ -394,11 +412,11 @@ template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const 
     // Set the axes.
     const Config& c = e.q.config;
     Layout& layout = e.plan.layout;
-    layout.dp.size = p.dp;
+    e.config.dp = layout.dp.size = p.dp;
     layout.tp.size = p.tp;
     layout.pp.size = p.pp;
     layout.cp.size = p.cp;
-    layout.ep = p.ep;
+    e.config.ep = layout.ep = p.ep;
     layout.whole_experts = p.whole_experts();
     layout.ep_exchange = p.ep > 1 && c.ep_method == "exchange";
     ContextChoice context;
@@ -603,18 +621,17 @@ Search search_layouts(const PlanQuestion& q, S where) {
     // Begin with the plainest layout, which the others change field by field.
     Search s;
     s.leanest.estimate.bytes = INFINITY;
-    int train = 0;
     Config one = q.config; // the plainest: one rank
     Proposal plain = plain_proposal(q);
     set_proposal(one, plain);
-    PlanOptions asked = plans_of(one, q.shape, &train)[0];
+    PlanOptions asked = plans_of(one, q.shape)[0];
     Plan plan = {asked, choose_layout(one, q.shape), {}};
     CostModel cost = {q.machine, sizeof(T)};
     cost.teacher_C = double(q.teacher.C);
     Planner<T, S> planner = {with_logits(q.shape, where), cost, where};
     Estimator<T, S> e = {q, planner, asked, plan};
-    Shape evaluates = before_step(asked, q.shape, q.teacher).shape;
-    e.before = {with_logits(evaluates, where), cost, where};
+    for (const BeforeStep& before : before_of(e))
+        e.before.push_back({with_logits(before.shape, where), cost, where});
     std::vector<Saving> savings = savings_of<T>(q, where);
 
     // Keep a proposal with its estimate, or drop it.
@@ -680,7 +697,7 @@ struct Trial {
 struct Rehearsal {
     Model model;
     LayoutRuns runs;
-    BeforeRuns before = {};
+    std::vector<BeforeRuns> before = {};
     double teacher_C = 0;
 };
 template <typename T, typename S>
@@ -689,14 +706,13 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     Config c = q.config;
     set_proposal(c, p);
     config_check(c, q.shape);
-    int train = 0;
     Layout layout = choose_layout(c, q.shape);
     Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
-    PlanOptions options = plans_of(c, q.shape, &train)[0];
+    PlanOptions options = plans_of(c, q.shape)[0];
     r.runs = layout_runs(layout, r.model, options, *q.steps);
 
-    // Make those of what is evaluated before, too.
-    r.before = before_runs(before_step(options, q.shape, q.teacher), layout, *q.steps);
+    // Make those of what runs before, too.
+    r.before = before_runs(before_steps(c, options, q.shape, q.teacher), layout, *q.steps);
     r.teacher_C = double(q.teacher.C);
     return r;
 }
@@ -704,7 +720,7 @@ template <typename T> StepTime simulate_rehearsal(const Machine& machine, const 
     CostModel cost = run_costs<T>(machine, r.model, Cpu{});
     cost.teacher_C = r.teacher_C;
     StepTime step = simulate_runs(r.runs, r.model, action_cost(cost, r.model));
-    add_before(step, {.evaluations = before_seconds<T>(machine, r.before)});
+    add_before(step, before_times<T>(machine, r.before));
     return step;
 }
 
@@ -771,8 +787,7 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     Model model = make_model(with_logits(q.shape, where), layout);
 
     // Place as many micro-batches as the pipeline needs to settle.
-    int train = 0;
-    std::vector<PlanOptions> options = plans_of(c, q.shape, &train);
+    std::vector<PlanOptions> options = plans_of(c, q.shape);
     double teacher = teacher_room<T>(c, q.teacher, options[0], rank, where);
     int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
     options[0].micro_batches = std::min(m, few);

@@ -6,7 +6,6 @@
 #pragma once
 #include "before_step.h"
 #include "machine_here.h"
-#include "rollout_time.h"
 
 namespace llmc {
 
@@ -31,33 +30,19 @@ inline std::string predicted_text(const std::string& machine, double seconds,
     return "predicted on " + machine + line;
 }
 
-// The time before each step of a run, by parts. plans: those of the run, or their options.
-template <typename T, typename P>
-Times times_before_step(const Run& run, const std::vector<P>& plans, const Machine& machine) {
+// The time before each step of a run, by parts, given the options of its training plan.
+template <typename T>
+Times times_before_step(const Run& run, const PlanOptions& train, const Machine& machine) {
     KnownSteps steps;
-    auto seconds = [&](const BeforeStep& before) {
-        return before_seconds<T>(machine, before_runs(before, run.layout, steps));
-    };
-    Times t;
-    const PlanOptions& train = plans[size_t(run.train_plan)];
-    t.evaluations = seconds(before_step(train, run.shape, run.teacher_shape));
-    if (!has_rollouts(run.config)) return t;
-
-    // Add the share of a rollout.
-    const PlanOptions& generate = plans[size_t(run.rollout_plan)];
-    RolloutRuns rollout = rollout_runs(run.config, train, generate, run.shape);
-    for (const BeforeStep& x : rollout.samples)
-        t.sampling += seconds(x);
-    for (const BeforeStep& x : rollout.evaluates)
-        t.evaluations += seconds(x);
-    return t;
+    auto all = before_steps(run.config, train, run.shape, run.teacher_shape);
+    return before_times<T>(machine, before_runs(all, run.layout, steps));
 }
 
-// The line of a run; "" without --machine, without a second step, or where untimed_flag() has one.
+// The line of a run; "" without --machine, without a second step, or where sampling has no bound.
 template <typename T, typename S>
 std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
-    bool asked = !c.machine.empty() && untimed_flag(c).empty();
+    bool asked = !c.machine.empty() && !has_open_answers(c);
     if (!asked || run.log.times.empty()) return "";
 
     // Simulate the plan that the steps ran.
@@ -66,7 +51,7 @@ std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& options = t.plans[size_t(run.train_plan)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
-    add_before(step, times_before_step<T>(run, t.plans, machine));
+    add_before(step, times_before_step<T>(run, options, machine));
 
     // Each step has its share of the rollouts, which the log leaves out.
     double rollout = run.rollout_seconds / double(run.step - run.first_step);

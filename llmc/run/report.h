@@ -309,7 +309,7 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
     CostModel cost = run_costs<T>(machine, model, where);
     cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& train = plans[size_t(run.train_plan)];
-    Times before = times_before_step<T>(run, plans, machine);
+    Times before = times_before_step<T>(run, plans[size_t(run.train_plan)], machine);
     Prediction p = predict_step(run.layout, model, train, cost, double(c.batch_tokens), before);
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
@@ -330,7 +330,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // Refuse before drawing: a run that ends here leaves no timeline.
     LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
                     model.head());
-    bool timed = !c.machine.empty() && untimed_flag(c).empty();
+    bool timed = !c.machine.empty() && !has_open_answers(c);
     if (!c.timeline.empty() && trains && !timed)
         draw_simulation(run, t.plans[plan], model);
 

@@ -285,7 +285,7 @@ TEST(Offload, ChangesNoBitInAnyLayout) {
         {1, 1, 1, 0, Tier::DEVICE}, {2, 1, 1, 1, Tier::DEVICE}, {2, 1, 1, 2, Tier::DEVICE},
         {2, 1, 1, 3, Tier::DEVICE}, {1, 2, 1, 0, Tier::DEVICE}, {1, 1, 2, 0, Tier::DEVICE},
         {2, 2, 1, 1, Tier::DEVICE}, {2, 1, 2, 3, Tier::DEVICE}};
-    for (const Shape& shape : {small_gpt2(), small_llama()})
+    for (const Shape& shape : {small_gpt2(true, 4), small_llama()})
         for (Case c : layouts) {
             std::vector<float> there = trained<bf16>(shape, c);
             ASSERT_GT(there.size(), 1000u);
@@ -357,7 +357,8 @@ TEST(Offload, ChangesNoBitBesideAdapters) {
     Shape prefixed = small_llama();
     prefixed.prefix = 3;
     int turn = 0; // tiers and codes take turns
-    for (const Shape& shape : {with_lora(small_gpt2(), 3), with_late_lora(small_llama(), 2), prefixed})
+    for (const Shape& shape : {with_lora(small_gpt2(true, 4), 3),
+                               with_late_lora(small_llama(), 2), prefixed})
         for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
                        Case{2, 1, 1, 3, Tier::DEVICE}, Case{1, 2, 1, 0, Tier::DEVICE},
                        Case{1, 1, 2, 2, Tier::DEVICE}}) {

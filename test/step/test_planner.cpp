@@ -621,10 +621,17 @@ static PlanQuestion lossy_question(int gpus, const char* loss) {
     } else {
         EXPECT_EQ(set_flag(q.config, "data", "pairs.jsonl"), "");
     }
+
+    // Sampling wants rewards, and a bound.
+    if (strcmp(loss, "grpo")) return q;
+    for (auto [name, value] : {std::pair("reward", "exact"), {"answer-tokens", "64"},
+                               {"slots", "16"}, {"beta", "0.1"}, {"group", "2"}})
+        EXPECT_EQ(set_flag(q.config, name, value), "");
     return q;
 }
 
-// Layouts of four ranks that a teacher can lie in: of every axis but cp and ep, and ZeRO's stages.
+// Layouts of four ranks that a teacher can lie in, and that can sample: of every axis but cp and ep,
+// and ZeRO's stages.
 static std::vector<Proposal> some_layouts() {
     std::vector<Proposal> all(6);
     all[0].dp = 4, all[0].zero = 3;
@@ -638,19 +645,20 @@ static std::vector<Proposal> some_layouts() {
 
 // A step beside a teacher is the student's, whose head makes the teacher's logits too, and one
 // evaluation by the teacher's own plan, unsharded. For KTO's reference point the weights themselves
-// evaluate each micro-batch, in a run of its own. Others evaluate nothing.
+// evaluate each micro-batch, in a run of its own, and for GRPO the first policy's do. Others
+// evaluate nothing. Sampled answers are runs of a generation's plan.
 TEST(Planner, EvaluationsComeBeforeAStep) {
-    for (const char* loss : {"distill", "kto", "dpo", "lm"}) {
+    for (const char* loss : {"distill", "kto", "grpo", "dpo", "lm"}) {
         PlanQuestion q = lossy_question(4, loss);
         bool taught = !strcmp(loss, "distill");
-        bool own = !strcmp(loss, "kto");
+        bool samples = !strcmp(loss, "grpo");
+        bool own = samples || !strcmp(loss, "kto");
         for (const Proposal& p : some_layouts()) {
             // Time the training plan alone.
             Config c = q.config;
             set_proposal(c, p);
             EXPECT_EQ(check_with_teacher(c, q.shape, q.teacher), "") << proposal_text(p);
-            int train = 0;
-            PlanOptions o = plans_of(c, q.shape, &train)[0];
+            PlanOptions o = plans_of(c, q.shape)[0];
             EXPECT_EQ(o.objective.kind, loss_kind(loss));
             Layout layout = choose_layout(c, q.shape);
             auto seconds = [&](const Shape& s, const Layout& l, const PlanOptions& options) {
@@ -672,11 +680,25 @@ TEST(Planner, EvaluationsComeBeforeAStep) {
             if (taught) before = seconds(q.teacher, whole, e);
             if (own) before = o.micro_batches * seconds(q.shape, whole, e);
 
+            // Time a rollout: this rank's prompts, and 63 further tokens of its 16 slots.
+            double sampling = 0;
+            if (samples) {
+                e.mode = Mode::GENERATE;
+                whole.sequence_parallel = false;
+                int answers = int(c.batch_tokens / 256) / p.dp;
+                e.B = 1, e.T = 256 - 64;
+                sampling = answers / c.group * seconds(q.shape, whole, e);
+                e.B = size_t(std::min(16, answers)), e.T = 1, e.cache = 256 - 32;
+                sampling += 63 * (answers / int(e.B)) * seconds(q.shape, whole, e);
+            }
+
             // Compare.
             Trial t = simulate_proposal<bf16>(q, p, Cpu{});
             ASSERT_EQ(t.wrong, "");
-            EXPECT_NEAR(t.seconds / (alone + before), 1, 1e-9) << loss << " " << proposal_text(p);
+            double all = alone + before + sampling;
+            EXPECT_NEAR(t.seconds / all, 1, 1e-9) << loss << " " << proposal_text(p);
             EXPECT_NEAR(t.parts.evaluations, before, 1e-9 * alone);
+            EXPECT_NEAR(t.parts.sampling, sampling, 1e-9 * all);
             EXPECT_NEAR(total_of(t.parts) / t.seconds, 1, 1e-9);
             EXPECT_EQ(before > 0.01 * alone, taught || own);
         }
@@ -690,40 +712,39 @@ TEST(Planner, ARolloutByHand) {
     Config c;
     c.loss = "grpo", c.dp = 2, c.group = 8, c.updates = 2, c.beta = 0.1, c.answer_tokens = 64;
     c.seq = 256, c.batch_tokens = 32 * 256;
-    PlanOptions train, generate;
+    PlanOptions train;
     train.B = 4, train.T = 256, train.micro_batches = 4;
-    generate.mode = Mode::GENERATE;
-    generate.B = 4, generate.T = generate.cache = 256;
-    RolloutRuns r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
-    ASSERT_EQ(r.samples.size(), 2u);
-    EXPECT_EQ(r.samples[0].times, 2 / 2.0);
-    EXPECT_EQ(r.samples[0].options.B, 1u);
-    EXPECT_EQ(r.samples[0].options.T, 192u);
-    EXPECT_EQ(r.samples[1].times, 4 * 63 / 2.0);
-    EXPECT_EQ(r.samples[1].options.B, 4u);
-    EXPECT_EQ(r.samples[1].options.cache, 192u + 32);
-    ASSERT_EQ(r.evaluates.size(), 1u);
-    EXPECT_EQ(r.evaluates[0].times, 2 * 4 / 2.0);
-    EXPECT_EQ(r.evaluates[0].options.mode, Mode::EVALUATE);
+    c.slots = 4;
+    auto runs = [&] { return rollout_runs(c, train, gpt2_shape(2, 2, 32, 100, 256)); };
+    std::vector<BeforeStep> r = runs();
+    ASSERT_EQ(r.size(), 3u);
+    EXPECT_EQ(r[0].times, 2 / 2.0);
+    EXPECT_EQ(r[0].options.B, 1u);
+    EXPECT_EQ(r[0].options.T, 192u);
+    EXPECT_EQ(r[1].times, 4 * 63 / 2.0);
+    EXPECT_EQ(r[1].options.B, 4u);
+    EXPECT_EQ(r[1].options.cache, 192u + 32);
+    EXPECT_EQ(r[2].times, 2 * 4 / 2.0);
+    EXPECT_EQ(r[2].options.mode, Mode::EVALUATE);
 
     // One update, and no weight of the first policy: nothing is evaluated.
     c.updates = 1, c.beta = 0;
-    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
-    EXPECT_TRUE(r.evaluates.empty());
-    EXPECT_EQ(r.samples[1].times, 4 * 63);
+    r = runs();
+    ASSERT_EQ(r.size(), 2u);
+    EXPECT_EQ(r[1].times, 4 * 63);
 
     // Three prompts of eight answers on two ranks: one of them has two, in four rounds.
     c.batch_tokens = 24 * 256;
-    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
-    EXPECT_EQ(r.samples[0].times, 2);
-    EXPECT_EQ(r.samples[1].times, 4 * 63);
+    r = runs();
+    EXPECT_EQ(r[0].times, 2);
+    EXPECT_EQ(r[1].times, 4 * 63);
 
     // An answer ends with its window, whatever its limit.
     c.answer_tokens = 100000;
-    r = rollout_runs(c, train, generate, gpt2_shape(2, 2, 32, 100, 256));
-    EXPECT_EQ(r.samples[0].options.T, 1u);
-    EXPECT_EQ(r.samples[1].times, 4 * 255);
-    EXPECT_EQ(r.samples[1].options.cache, 128u);
+    r = runs();
+    EXPECT_EQ(r[0].options.T, 1u);
+    EXPECT_EQ(r[1].times, 4 * 255);
+    EXPECT_EQ(r[1].options.cache, 128u);
 }
 
 // A layout's bytes are those that a run counts for each of its ranks, a teacher's with them, to the
@@ -765,6 +786,7 @@ TEST(Planner, ClosedFormKnowsEvaluations) {
     q.teacher = gpt2_shape(20, 32, 4096, 50000, 1024);
     expect_near(shape, 8, any_layout, q);
     expect_near(shape, 8, any_layout, lossy_question(8, "kto"));
+    expect_near(shape, 8, any_layout, lossy_question(8, "grpo"));
 }
 
 // Beside a teacher no layout is proposed that the run would refuse: no cp, ranks along tp that cut
@@ -992,11 +1014,10 @@ TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
             // Place every micro-batch.
             Config c = q.config;
             set_proposal(c, p);
-            int train = 0;
             Layout layout = choose_layout(c, q.shape);
             Model model = make_model(with_logits(q.shape, Cpu{}), layout);
             std::vector<Plan> plans;
-            for (const PlanOptions& o : plans_of(c, q.shape, &train))
+            for (const PlanOptions& o : plans_of(c, q.shape))
                 plans.push_back(make_plan(layout, model, o));
             double whole = double(bytes_here(place_plans<bf16>(plans, model, Cpu{}), Cpu{}));
             EXPECT_GE(t.bytes, whole) << "pp " << pp << " chunks " << chunks;
@@ -1518,10 +1539,9 @@ TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
         // Place the run with all of its micro-batches, as the program on a GPU would.
         Config c = fit_config(q, cell.flags, cell.B);
         EXPECT_EQ(config_check(c, shape), "");
-        int train = 0;
         Trainer<bf16, Cpu> t;
         sizes_of_gpu = true;
-        trainer_place(t, with_logits(shape, size_t(512) << 20, 128), plans_of(c, shape, &train),
+        trainer_place(t, with_logits(shape, size_t(512) << 20, 128), plans_of(c, shape),
                       choose_layout(c, shape));
         sizes_of_gpu = false;
         double whole = double(t.arena.device().bytes);
@@ -1642,7 +1662,7 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_HAS(read_card({}, "12GB", &m), "--fit 12GB: give the GB of a card, or a machine: h200");
     EXPECT_HAS(read_card({}, "-1", &m), "--fit -1: give the GB");
 
-    // Refused are flags that it chooses, and a loss that it cannot time.
+    // Refused are flags that it chooses, and answers whose time has no bound.
     Config c;
     EXPECT_HAS(check_fit(c), "--fit wants a card");
     EXPECT_EQ(set_flag(c, "fit", "24"), "");
@@ -1654,7 +1674,9 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
         EXPECT_EQ(set_flag(asks, "fit", "24"), "");
         EXPECT_EQ(set_flag(asks, "loss", loss), "");
         bool samples = !strcmp(loss, "grpo");
-        EXPECT_EQ(has(check_fit(asks), "leave --loss grpo out"), samples);
+        EXPECT_EQ(has(check_fit(asks), "--loss grpo without --answer-tokens"), samples);
+        EXPECT_EQ(set_flag(asks, "answer-tokens", "64"), "");
+        EXPECT_EQ(check_fit(asks), "");
     }
 }
 
