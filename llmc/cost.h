@@ -12,18 +12,16 @@
 //     the rest    bytes of norms, residuals and activation functions / H, on a CPU / a rate that
 //                 is measured apart: its exponentials take longer than their bytes
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
-//     collectives all-reduce a + 2 (n-1)/n S/link; all-gather, reduce-scatter a + (n-1)/n S/link,
-//                 and (n-1) hops of a ring that leaves a node; a message 20 us + S/link. link: the
-//                 rate between a node's cards, or of all NICs that the group's ranks in one node
-//                 have together. An all-reduce has trees, which need few hops
+//     collectives by the links of their groups (links.h)
 //     updates     bytes of weight, gradient, master and moments / H, or / the rate of the host's
 //                 memory where they run there
-//   No formula is fitted to a published step time; only a machine's five shares and two times are.
 //     moves       bytes / the rate between card and host, or of the disk
 //     jitter      the times of ranks have a standard deviation (machine.h). A stage's ranks wait
 //                 for the slowest of them, so the expected maximum of as many normal numbers
 //                 lengthens its layers
-//   Not counted: casts of weights that ZeRO-3 sends as codes.
+//   No formula is fitted to a published step time; only a machine's five shares and two times are.
+//   Not counted: casts of weights that ZeRO-3 sends as codes; the sums of a loss over the ranks that
+//   share a vocabulary; the choices of experts that ranks exchange.
 #pragma once
 #include <functional>
 #include <memory>
@@ -31,7 +29,7 @@
 #include "context_parallel.h"
 #include "family.h"
 #include "frozen.h"
-#include "machine.h"
+#include "links.h"
 #include "zero.h"
 
 namespace llmc {
@@ -109,82 +107,10 @@ struct CostModel {
 };
 
 // ----------------------------------------------------------------------------
-// messages
-
-// A group of n ranks, and the rate in bytes per second at which each of them sends.
-struct Link {
-    int n;
-    double rate, latency;
-    double hop = 0; // seconds of a ring's step, if the ring leaves a node
-
-    // Return seconds. `bytes` counts all shards together, as --explain and papers do.
-    double all_gather(double bytes) const {
-        // A group of one has all of it already.
-        return n > 1 ? latency + (n - 1) * (hop + bytes / n / rate) : 0;
-    }
-    double all_reduce(double bytes) const {
-        return n > 1 ? latency + 2 * double(n - 1) / n * bytes / rate : 0;
-    }
-    double message(double bytes) const { return 20e-6 + bytes / rate; }
-};
-
-// Return how many ranks of an axis stand in one node.
-// Axes that come before it in the order fill the node first.
-inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
-    // Compute the stride as layout_at() does.
-    int stride = 1;
-    for (size_t i = 0; layout.order[i] != axis; i++)
-        stride *= (layout.*layout.order[i]).size;
-    return std::clamp(int(machine.cards) / stride, 1, (layout.*axis).size);
-}
-
-// Return the link of a group of n ranks,
-// of which `near` are in one node and send through that many of its NICs.
-inline Link link_of(const Machine& machine, int n, int near) {
-    // Let a ring pass through a node's cards, and leave the node by one NIC for each of its ranks.
-    near = std::min(near, n);
-    double rate = near == n ? machine.link_rate()
-                            : std::min(machine.link_rate(), machine.nic_rate() * near);
-    return {n, rate, machine.latency_us * 1e-6, near == n ? 0 : machine.hop_us * 1e-6};
-}
-inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
-    return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
-}
-
-// Return how many ranks of those that route other tokens, or see other data, stand in one node.
-inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
-    // Neighbours along cp stay together; so do those along dp if all of cp fits.
-    int near = axis_in_node(layout, machine, &Layout::cp) *
-               axis_in_node(layout, machine, &Layout::dp);
-    bool over_tp = group == Group::EXPERTS && layout.whole_experts;
-    if (!over_tp) return near;
-    return near * axis_in_node(layout, machine, &Layout::tp);
-}
-
-// The links of the ranks that share a bucket, and of those that hold the same shard of it.
-struct BucketLinks {
-    Link shard, replica;
-};
-inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
-    int near = ranks_in_node(layout, machine, group);
-    int shards = shard_axis(layout, group).size;
-    int replicas = replica_axis(layout, group).size;
-    return {link_of(machine, shards, near),
-            link_of(machine, replicas, std::max(1, near / shards))};
-}
-
-// ----------------------------------------------------------------------------
 // layers
 
-// Whether an ffn has three products, because its gate is a product of its own.
-inline bool is_gated(const Shape& s) {
-    return s.family == Family::LLAMA || s.family == Family::MIXTRAL ||
-           s.family == Family::DEEPSEEK;
-}
-// Return the inner channels of a token's ffn; with experts, those of all K that the token chose.
-inline size_t block_ffn(const Shape& s) { return s.E ? s.F * s.K + s.ffn_beside : s.F; }
-
-// A tile of a product's output, and its rate beside the best: a smaller one reads more for as much.
+// A tile of a product's output, and its rate as a share of the best tile's: small tiles read more
+// bytes for each FLOP.
 struct ProductTile {
     double rows, columns, rate;
 };
@@ -370,17 +296,35 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     double e = c.element;
     double tp = p.layout.tp.size;
     double stream = p.layout.sequence_parallel ? N / tp : N;
-    double F = block_ffn(s) * (is_gated(s) ? 1.5 : 1);
+    double gated = 1;
+    with_family(s.family, [&](auto family) { gated = (family.widening_products + 1) / 2.0; });
+    double F = width_of_ffn(s) * gated;
     double heads = (s.NH + 2 * s.NKV) * s.HS;
     return e * (10 * stream * s.C + N * (2 * heads + 3 * F) / tp);
 }
 
+// The share of attention's rate that is left where a ring takes keys in pieces.
+constexpr double RING_RATE = 0.9;
+
+// Return the seconds that a ring of keys waits: its hops carry those of all sequences. Gradients
+// follow their keys one hop later, and go one hop further, beside nothing; all else hides behind
+// attention, as far as both can run at once.
+inline double ring_seconds(const CostModel& c, const Plan& p, const Shape& s, int layer,
+                           const Link& ring, const ContextMessages& keys, bool backward) {
+    double sent = double(backward ? keys.backward : keys.forward);
+    double hops = ring.n - 1 + (backward ? 2 : 0);
+    double wait = hops * ring.message(0) + sent / ring.one();
+    double last = backward ? ring.message(double(keys.backward - keys.forward) / ring.n) : 0;
+    double attention = block_attention(c, p, s, layer).seconds * (backward ? 2.5 : 1) / RING_RATE;
+    double hidden = std::min(wait - last, attention);
+    return wait - (1 - c.machine.contention) * hidden;
+}
+
 // Return the seconds that a block waits for messages of context parallelism.
-inline double context_seconds(const CostModel& c, const Plan& p, const Model& model,
-                              const Shape& s, bool backward) {
+inline double context_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
+                              bool backward) {
     const Layout& layout = p.layout;
     if (layout.cp.size == 1) return 0;
-    Link cp = axis_link(layout, c.machine, &Layout::cp);
     Shape mine = rank_shape(model.shape, layout.tp.size, layout.tp.rank, false);
     bool narrow = c.element == 2;
     ContextMessages heads = narrow ? heads_messages<bf16>(mine, layout, p.rows())
@@ -390,60 +334,61 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
     double passes = backward ? 2 : 1; // backward has twice as many messages
     double seconds = 0;
 
+    // Neighbours exchange heads; those that share keys stand as many ranks apart.
+    int near = axis_in_node(layout, c.machine, &Layout::cp);
+    Link of_heads = link_of(c.machine, heads_axis(layout).size, near);
+    Link of_keys = link_of(c.machine, keys_axis(layout).size, std::max(1, near / of_heads.n));
+
     // Ulysses sends q, k, v and out of each sequence. It packs them: reads and writes all heads.
-    double ranks = heads_axis(layout).size;
-    if (ranks > 1) {
-        double sent = passes * double(heads.forward);
-        double packed = 2 * sent * ranks / (ranks - 1);
-        seconds += passes * 4 * p.B * cp.latency + sent / cp.rate;
-        seconds += packed / c.machine.memory_rate();
+    if (of_heads.n > 1) {
+        double messages = passes * 4 * p.B;
+        double all = passes * of_heads.whole(double(heads.forward));
+        seconds += messages * of_heads.all_to_all(all / messages);
+        seconds += 2 * all / c.machine.memory_rate();
     }
 
     // Gather sends the keys of each sequence, and later their gradients.
-    double ways = keys_axis(layout).size;
-    if (ways == 1) return seconds;
-    double sent = double(backward ? keys.backward : keys.forward);
-    if (layout.cp_method != ContextMethod::RING)
-        return seconds + passes * p.B * cp.latency + sent / cp.rate;
-
-    // A ring sends those of all sequences in each hop. Gradients follow their keys one hop later,
-    // and go one hop further, beside nothing; all else hides behind attention, as far as both can
-    // run at once.
-    double hops = ways - 1 + (backward ? 2 : 0);
-    double wait = hops * cp.message(0) + sent / cp.rate;
-    double last = backward ? cp.message(double(keys.backward - keys.forward) / ways) : 0;
-    double attention = block_attention(c, p, s, 1).seconds * (backward ? 2.5 : 1);
-    double hidden = std::min(wait - last, attention);
-    return seconds + wait - (1 - c.machine.contention) * hidden;
+    if (of_keys.n == 1) return seconds;
+    if (layout.cp_method == ContextMethod::RING)
+        return seconds + ring_seconds(c, p, layer_shape(model.shape, layer), layer, of_keys, keys,
+                                      backward);
+    double messages = passes * p.B;
+    double all = of_keys.whole(double(backward ? keys.backward : keys.forward));
+    return seconds + messages * of_keys.all_gather(all / messages);
 }
 
-// Return the seconds of a block's collectives:
-// f and g of both branches, other ranks' keys, experts' rows.
-inline Times block_messages(const CostModel& c, const Plan& p, const Model& model, const Shape& s,
+// Return the seconds of f and g of one branch of a block: with sequence parallelism, backward
+// gathers the norm's rows again. No branch: the second one of a block whose experts are whole, and
+// which has no ffn beside them, has no row to gather or sum.
+inline double branch_messages(const CostModel& c, const Plan& p, const Shape& s, bool backward) {
+    Link tp = axis_link(p.layout, c.machine, &Layout::tp);
+    double stream = double(p.rows() * s.C * c.element);
+    double one = p.layout.sequence_parallel ? (backward ? 3 : 2) * tp.all_gather(stream)
+                                            : tp.all_reduce(stream);
+    return c.tensor_shown * one;
+}
+inline bool second_branch_sends(const Shape& s) {
+    return !s.E || !s.whole_experts || s.ffn_beside > 0;
+}
+
+// Return the seconds of a block's collectives: of both branches, other ranks' keys, experts' rows.
+inline Times block_messages(const CostModel& c, const Plan& p, const Model& model, int layer,
                             bool backward) {
     const Layout& layout = p.layout;
+    Shape s = layer_shape(model.shape, layer);
     double N = p.rows();
-    double stream = N * s.C * c.element;
     Times t;
-
-    // tp: with sequence parallelism, backward gathers the norms' rows again.
-    Link tp = axis_link(layout, c.machine, &Layout::tp);
-    t.tensor = layout.sequence_parallel
-                              ? (backward ? 6 : 4) * tp.all_gather(stream)
-                              : 2 * tp.all_reduce(stream);
-    t.tensor *= c.tensor_shown;
-    // Whole experts, without an ffn beside them, leave the second branch no row to gather or sum.
-    if (s.E && s.whole_experts && !s.ffn_beside) t.tensor /= 2;
-
-    t.context = context_seconds(c, p, model, s, backward);
+    t.tensor = (second_branch_sends(s) ? 2 : 1) * branch_messages(c, p, s, backward);
+    t.context = context_seconds(c, p, model, layer, backward);
 
     // ep: rows of tokens go to the ranks that share out the experts, and sums come back.
     if (layout.ep > 1 && s.E) {
         int near = ranks_in_node(layout, c.machine, Group::EXPERTS);
         Link ep = link_of(c.machine, layout.ep, near);
-        double share = layout.ep_exchange ? exchanged_share(s, size_t(layout.ep)) : 1;
-        double routed = s.whole_experts ? stream / layout.tp.size : stream;
-        double message = ep.all_gather(share * routed * layout.ep);
+        double routed = N * s.C * c.element / (s.whole_experts ? layout.tp.size : 1);
+        double share = exchanged_share(s, size_t(layout.ep));
+        double message = layout.ep_exchange ? ep.all_to_all(share * routed * layout.ep)
+                                            : ep.all_gather(routed * layout.ep);
         t.experts = (backward ? 4 : 2) * message;
 
         // The ffn for all tokens hides a message of F, one of I and one of W (expert_parallel.h).
@@ -478,9 +423,6 @@ inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const S
     return {std::max(flops / c.machine.attention_rate(c.element), reading), 0};
 }
 
-// The share of attention's rate that is left where a ring takes keys in pieces.
-constexpr double RING_RATE = 0.9;
-
 // Return the parts of a block's forward pass, or of its backward pass.
 inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
                            bool backward) {
@@ -488,7 +430,7 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     AttentionCost attention = block_attention(c, p, s, layer);
     if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s, layer);
     double bytes = block_bytes(c, p, s) + attention.bytes;
-    Times t = block_messages(c, p, model, s, backward);
+    Times t = block_messages(c, p, model, layer, backward);
     t.products = block_products(c, p, model, layer);
     if (backward) t.products += block_products(c, p, model, layer, true);
     t.products += cast_seconds(c, p, model, layer, backward ? Makes::DINP : Makes::OUT);
@@ -518,15 +460,11 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     Times all = block_seconds(c, p, model, layer, false), t;
 
     // Take the share of the products that is made again. This program leaves out the ffn's last
-    // product, but not inside a segment; other programs redo it.
+    // product, but not inside a segment nor before a norm; other programs redo it.
     bool whole = c.redoes_all || remakes_output(p, model, layer);
-    double k = is_gated(s) ? 3 : 2;
-    double F = block_ffn(s);
-    double attn = 2 * (s.NH + s.NKV) * s.HS;
-    double ffn = k * F;
-    double last = whole ? 0 : F;
-    double redone = (redoes_attn(level) ? attn : 0) + (redoes_ffn(level) ? ffn - last : 0);
-    t.recompute = all.products * redone / (attn + ffn);
+    double last = last_product_flops(s);
+    double redone = recompute_flops(s, 0, level) + (whole && redoes_ffn(level) ? last : 0);
+    t.recompute = all.products * redone / (recompute_flops(s, 0, Recompute::FULL) + last);
 
     // Add attention and its messages. In other programs SELECTIVE recomputes attention's scores.
     bool scores = c.redoes_all && level != Recompute::NONE;
@@ -534,20 +472,30 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
         t.recompute += all.attention;
     t.recompute += all.memory;
     if (redoes_attn(level)) t.context = all.context;
-    double sums = (int(redoes_attn(level)) + int(redoes_ffn(level) && whole)) / 2.0;
-    t.tensor = sums * all.tensor;
+
+    // Add the sums behind products that are made again, and the rows that they read. Experts' rows
+    // come once more, where they come at once.
+    double branch = branch_messages(c, p, s, false);
+    double gather = p.layout.sequence_parallel ? branch / 2 : 0;
+    if (redoes_attn(level)) t.tensor = branch;
+    if (redoes_ffn(level)) {
+        if (second_branch_sends(s)) t.tensor += whole || s.post_norm ? branch : gather;
+        if (s.expert_rounds == 1) t.experts = all.experts / 2;
+    }
     t.launch = level == Recompute::FULL ? all.launch : 0;
     return t;
 }
 
-// Return the parts of the embedding: it looks up rows, and backward adds to them.
-inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& model) {
+// Return the parts of the embedding: it looks up rows and sums those of all ranks, and backward adds
+// to them. Sequence parallelism scatters and gathers rows.
+inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& model,
+                               bool forward) {
     Times t;
     double bytes = p.rows() * model.shape.C * c.element;
-    // Ignore that sequence parallelism would halve these bytes: they are small beside a block's.
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     t.memory = 3 * bytes / c.machine.elementwise_rate();
-    t.tensor = tp.all_reduce(bytes);
+    if (p.layout.sequence_parallel) t.tensor = tp.all_gather(bytes);
+    else if (forward) t.tensor = tp.all_reduce(bytes);
     return t;
 }
 
@@ -634,7 +582,7 @@ inline Times even_seconds(const CostModel& c, const Plan& p, const Model& model,
     if (a.layer == model.head())
         return forward && p.mode == Mode::TRAIN ? Times() : head_seconds(c, p, model);
     if (a.layer == 0)
-        return embedding_seconds(c, p, model);
+        return embedding_seconds(c, p, model, forward);
     if (a.op == Op::R)
         return recompute_seconds(c, p, model, a.layer);
 
@@ -684,7 +632,7 @@ inline double reduce_seconds(const CostModel& c, const Plan& p, const Model& mod
     if (p.gradients == Gradients::FP8 && links.shard.n > 1) {
         double shard = 4 * double(shard_elements(p.layout, b));
         double back = range.sharded ? 0 : links.shard.all_gather(4 * elements);
-        return links.shard.all_gather(bytes) + sum_replicas(shard) + back;
+        return links.shard.all_to_all(bytes) + sum_replicas(shard) + back;
     }
 
     // Without ZeRO every rank gets the whole sum.
@@ -708,12 +656,13 @@ inline double publish_seconds(const CostModel& c, const Plan& p, const Model& mo
     return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
 }
 
-// Return the seconds of UPDATE: it reads and writes weight, gradient, master and moments of this
+// Return the seconds of UPDATE: it reads a gradient, and reads and writes weight, master and moments of this
 // rank's range, where it runs. Nothing but memory holds it up: on the host, too.
 inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket,
                              int chunk = -1) {
     // Ignore the scales of 8-bit moments: one for each block of them is too small to count.
-    double each = 2 * c.element + 4;
+    bool whole_masters = c.element == 2 && p.masters == Masters::FLOAT; // then no weight is read
+    double each = (whole_masters ? 1 : 2) * c.element + 4;
     if (c.element == 2) each += 2 * master_bytes(p.masters);
     double moment = p.states == States::EIGHT_BIT ? 1 : p.states == States::BF16 ? 2 : 4;
     each += 2 * moment * optimizer_row(p.optimizer).states.size();
@@ -760,10 +709,11 @@ inline Times tie_seconds(const CostModel& c, const Plan& p, const Model& model, 
     // Adding reads two gradients and writes one, in float.
     Times t;
     double bytes = 4 * model.buckets[bucket].elements;
-    Link pp = axis_link(p.layout, c.machine, &Layout::pp);
-    pp.n = tied_apart(p.layout, model, bucket) ? 2 : 1;
+    int ranks = tied_apart(p.layout, model, bucket) ? 2 : 1;
+    bool near = axis_in_node(p.layout, c.machine, &Layout::pp) == p.layout.pp.size;
+    Link ends = link_of(c.machine, ranks, near ? ranks : 1);
     t.update = 3 * bytes / c.machine.memory_rate();
-    t.pipeline = pp.all_reduce(bytes);
+    t.pipeline = ends.all_reduce(bytes);
     return t;
 }
 
@@ -846,15 +796,16 @@ struct ActionCost {
     double contention = 0; // what a message takes from layers beside it (machine.h)
 };
 
-// Return action_seconds() with a memory: micro-batches repeat each other.
+// Return action_seconds() with a memory: micro-batches repeat each other, in plans of as many.
 inline ActionCost action_cost(const CostModel& c, const Model& model) {
-    auto known = std::make_shared<std::map<std::tuple<int, Op, int, int, int>, Times>>();
+    auto known = std::make_shared<std::map<std::array<int, 6>, Times>>();
     auto of = [=](const Plan& p, const Action& a) {
         // Do not remember exchanges and moves: they differ by what they carry.
         bool moves = queue_of(a.op) == Queue::MOVE;
         if (moves || a.op == Op::SENDRECV)
             return action_seconds(c, p, model, a);
-        auto key = std::tuple(p.layout.pp.rank, a.op, a.layer, a.bucket, a.chunk);
+        std::array<int, 6> key = {p.layout.pp.rank, int(a.op), a.layer, a.bucket, a.chunk,
+                                  p.micro_batches};
         auto found = known->find(key);
         if (found == known->end())
             found = known->emplace(key, action_seconds(c, p, model, a)).first;

@@ -386,14 +386,15 @@ inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<
 }
 
 // Divide the layers into stages of about equal cost. Returns the first layer of each stage, then
-// the number of layers. A layer's cost is the number of weights in its matrices; the head's product
+// the number of layers. A layer's cost is the number of weights that a token meets in its matrices:
+// of experts those of K, so that stages take as long and not as many bytes. The head's product
 // counts also if its table is tied.
 inline std::vector<int> choose_stages(const Shape& shape, int stages) {
     Model model = make_model(shape);
     std::vector<double> cost(model.layers(), 0);
     for (const Parameter& p : model.parameters)
         if (p.shape.size() == 2 && p.layer > 0)
-            cost[p.layer] += double(p.elements());
+            cost[p.layer] += double(p.elements()) * (p.stack > 1 ? double(shape.K) / p.stack : 1);
     if (shape.tied)
         cost.back() = double(shape.Vp() * shape.C);
     return split_layers(cost, stages);

@@ -1,0 +1,85 @@
+// links.h - the rates at which a group's ranks send: inside a node, and by NICs - arXiv:2104.04473
+//   all-reduce                  a + 2 (n-1)/n S/ring; it has trees, which need few hops
+//   all-gather, reduce-scatter  a + (n-1)/n S/ring + (n-1) hops of a ring that leaves a node
+//   all-to-all                  a + max(what stays in the node / link, what leaves it / nic)
+//   message                     20 us + S/link, or S/nic across the edge of a node
+//   a: the latency of a collective. link: between two cards of a node. nic: of one card's own NIC.
+//   ring: of the link, or of all NICs that the group's ranks in one node have together: a
+//   collective has as many rings as there are NICs. A message to one rank has one NIC.
+#pragma once
+#include "machine.h"
+#include "zero.h"
+
+namespace llmc {
+
+// A group of n ranks, of which `near` are in one node. Rates are in bytes per second, times in
+// seconds. `bytes` counts all shards together, as --explain and papers do.
+struct Link {
+    int n, near;
+    double link, nic;
+    double latency, hop;
+
+    bool leaves_node() const { return near < n; }
+    double ring() const { return leaves_node() ? std::min(link, nic * near) : link; }
+    double one() const { return leaves_node() ? std::min(link, nic) : link; }
+
+    // The bytes of all shards, given those that a rank sends to all others.
+    double whole(double sent) const { return sent * n / (n - 1); }
+
+    // A group of one has all of it already.
+    double all_gather(double bytes) const {
+        double step = (leaves_node() ? hop : 0) + bytes / n / ring();
+        return n > 1 ? latency + (n - 1) * step : 0;
+    }
+    double all_reduce(double bytes) const {
+        return n > 1 ? latency + 2 * double(n - 1) / n * bytes / ring() : 0;
+    }
+    double all_to_all(double bytes) const {
+        if (n == 1) return 0;
+        return latency + std::max((near - 1) * bytes / n / link, (n - near) * bytes / n / nic);
+    }
+    double message(double bytes) const { return 20e-6 + bytes / one(); }
+};
+
+// The link of a group of n ranks, of which `near` or all are in one node.
+inline Link link_of(const Machine& machine, int n, int near) {
+    return {n, std::min(near, n), machine.link_rate(), machine.nic_rate(),
+            machine.latency_us * 1e-6, machine.hop_us * 1e-6};
+}
+
+// How many ranks of an axis stand in one node. Axes that come before it in the order fill the node
+// first.
+inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
+    // Compute the stride as layout_at() does.
+    int stride = 1;
+    for (size_t i = 0; layout.order[i] != axis; i++)
+        stride *= (layout.*layout.order[i]).size;
+    return std::clamp(int(machine.cards) / stride, 1, (layout.*axis).size);
+}
+inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
+    return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
+}
+
+// How many ranks of those that route other tokens, or see other data, stand in one node.
+inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
+    // Neighbours along cp stay together; so do those along dp if all of cp fits.
+    int near = axis_in_node(layout, machine, &Layout::cp) *
+               axis_in_node(layout, machine, &Layout::dp);
+    bool over_tp = group == Group::EXPERTS && layout.whole_experts;
+    if (!over_tp) return near;
+    return near * axis_in_node(layout, machine, &Layout::tp);
+}
+
+// The links of the ranks that share a bucket, and of those that hold the same shard of it.
+struct BucketLinks {
+    Link shard, replica;
+};
+inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
+    int near = ranks_in_node(layout, machine, group);
+    int shards = shard_axis(layout, group).size;
+    int replicas = replica_axis(layout, group).size;
+    return {link_of(machine, shards, near),
+            link_of(machine, replicas, std::max(1, near / shards))};
+}
+
+} // namespace llmc
