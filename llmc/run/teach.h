@@ -2,6 +2,7 @@
 //   The teacher computes in the run's element type and layout (../teacher.h). It must have the
 //   run's vocabulary: a distribution over other tokens says nothing about these.
 #pragma once
+#include "choose_plans.h"
 #include "second_model.h"
 #include "../teacher.h"
 
