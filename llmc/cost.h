@@ -64,8 +64,8 @@ inline double publish_seconds(const CostModel& c, const Plan& p, const Model& mo
     return bucket_links(p.layout, c.machine, b.group).replica.all_gather(bytes);
 }
 
-// Return the seconds of UPDATE: it reads a gradient, and reads and writes weight, master and moments of this
-// rank's range, where it runs. Nothing but memory holds it up: on the host, too.
+// Return the seconds of UPDATE, where it runs. In this rank's range it reads gradients, reads and
+// writes masters and moments, and writes weights. Nothing but memory holds it up: on the host, too.
 inline double update_seconds(const CostModel& c, const Plan& p, const Model& model, int bucket,
                              int chunk = -1) {
     // Ignore the scales of 8-bit moments: one for each block of them is too small to count.

@@ -1,4 +1,4 @@
-// layer_cost.h - seconds of each layer of a plan on a machine, by the model's tables - arXiv:2104.04473
+// layer_cost.h - seconds of each layer of a plan, by the model's tables - arXiv:2104.04473
 //   N = B T / cp rows of a micro-batch on a rank, e bytes of an element. P, H, link: the rates that
 //   runs reach (machine.h). a: a collective's latency. tau: the host's time for a block's launches.
 //     products    2 N OC IC w / P for each matrix of the layer; w: waste of tiles that do not
@@ -481,7 +481,7 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     return t;
 }
 
-// Return the parts of the embedding: it looks up rows and sums those of all ranks, and backward adds
+// Return the parts of the embedding, which looks up rows and sums those of all ranks. Backward adds
 // to them. Sequence parallelism scatters and gathers rows.
 inline Times embedding_seconds(const CostModel& c, const Plan& p, const Model& model,
                                bool forward) {

@@ -47,8 +47,7 @@ inline Link link_of(const Machine& machine, int n, int near) {
             machine.latency_us * 1e-6, machine.hop_us * 1e-6};
 }
 
-// How many ranks of an axis stand in one node. Axes that come before it in the order fill the node
-// first.
+// How many ranks of an axis stand in one node. Axes before it in the order fill the node first.
 inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
     // Compute the stride as layout_at() does.
     int stride = 1;

@@ -691,8 +691,8 @@ inline double holes_between(const Plan& p, const RankEstimate& r, double kept, d
     return holes;
 }
 
-// What ranks run before a step. By pipeline rank: bytes that stay beside the step's, and those that
-// take the place of its activations while it runs; empty: nothing runs before.
+// The seconds of what ranks run before a step; and for each rank of the pipeline, bytes that stay
+// beside the step's, and bytes that take the place of its activations. Empty: nothing runs before.
 struct BeforeEstimate {
     double seconds = 0;
     std::vector<double> beside, instead;

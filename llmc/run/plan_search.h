@@ -353,8 +353,8 @@ template <typename T, typename S> struct Estimator {
     Plan plan;
     std::map<int, std::vector<int>> stages = {}; // [number of stages]: the first layer of each
     std::map<std::pair<int, int>, std::vector<AlikeRanks>> pipelines = {}; // [pp, chunks]
-    // What runs before a step: the proposal's batch and axes, the prices of each run, and of a
-    // rollout's whole plan; and a teacher's stages.
+    // Prices of what runs before a step, each run's and last a rollout's whole plan; the flags with
+    // the proposal's axes, on which they depend; and a teacher's stages.
     Config config = q.config;
     std::vector<Planner<T, S>> before = {};
     std::map<int, std::vector<int>> before_stages = {};
@@ -364,8 +364,8 @@ template <typename T, typename S> struct Estimator {
     std::vector<GridOrder> orders = {};
 };
 
-// What runs before a placed proposal's step, and last a rollout's whole plan: its runs are parts of
-// it, and it has room for the longest texts.
+// List what runs before a placed proposal's step, and last a rollout's whole plan: its runs are
+// parts of it, and it has room for the longest texts.
 template <typename T, typename S> std::vector<BeforeStep> before_of(const Estimator<T, S>& e) {
     std::vector<BeforeStep> all = before_steps(e.config, e.plan, e.q.shape, e.q.teacher);
     if (has_rollouts(e.config))

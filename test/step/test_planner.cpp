@@ -819,6 +819,15 @@ TEST(Planner, ProposesWhatATeacherCanLieIn) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
+// Stages take as long as each other: of a block's 32 experts a token meets two, so that the head has
+// the work of two blocks, though few of the weights.
+TEST(Planner, StagesAreSplitByWhatATokenMeets) {
+    Shape s = mixtral_shape(llama_shape(6, 4, 4, 64, 0, 1344, 64, 1e4), 32, 2, 64);
+    EXPECT_EQ(choose_stages(s, 4), (std::vector<int>{0, 3, 5, 7, 8}));
+    s.K = 32;
+    EXPECT_EQ(choose_stages(s, 3), (std::vector<int>{0, 3, 5, 8}));
+}
+
 // ZeRO-1 and 2 publish what was updated: over slow links the frozen weights would take three times
 // as long as the step.
 TEST(Planner, FrozenWeightsAreNotPublished) {

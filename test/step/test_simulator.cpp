@@ -1188,8 +1188,8 @@ TEST(Simulator, LinksByHand) {
     EXPECT_NEAR(context_seconds(c, p, model, 1, false), 15 * 20e-6 + sent / 10e9, 1e-9);
 }
 
-// What R sends over tensor-parallel ranks, in messages of all rows: both sums of the branches, or
-// the gathers before them; the last sum only where something reads its product again.
+// Over tensor-parallel ranks R sends both sums of the branches, and the gathers before them; the
+// last sum only where something reads its product again.
 TEST(Simulator, RecomputationSendsWhatItsProductsNeed) {
     CostModel c;
     c.machine = machine_of("h100");
