@@ -5,6 +5,7 @@
 //     chunks   m max t_r becomes a sum over turns, each F of one chunk and B of another on the
 //              slowest rank: a long stage holds up all ranks in its turn
 //     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
+//     m < p    neither fills the bubble: (p - m) / (p - 1) of (sum t_r - max t_r) stay
 //     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.
@@ -484,6 +485,17 @@ EvaluationEstimate estimate_evaluation(Planner<T, S>& planner, const Plan& p) {
     return e;
 }
 
+// Return the share of a round trip's waiting that a schedule leaves: chunks divide it, and weight
+// gradients fill a part. Fewer micro-batches than ranks cannot fill the pipeline in any schedule.
+inline double bubble_share(const Layout& layout, int micro_batches) {
+    bool halves = layout.pipeline == Pipeline::ZERO_BUBBLE;
+    double full = halves ? 0.4 : 1.0 / layout.chunks;
+    int pp = layout.pp.size;
+    if (micro_batches >= pp) return full;
+    double idle = double(pp - micro_batches) / (pp - 1);
+    return std::max(full, halves ? idle * 2 / 3 : idle);
+}
+
 // Estimate a layout's step, and its fullest rank, by a plan without actions. kinds: alike_ranks().
 // before: what ranks evaluate first.
 template <typename T, typename S>
@@ -542,8 +554,7 @@ Estimate estimate_layout(Planner<T, S>& planner, const Plan& p,
 
     // Each stage waits for one message in and one back.
     double message = pp > 1 ? stage_seconds(cost, p, model, 1) : 0;
-    double bubble = (sum - most) / v;
-    if (layout.pipeline == Pipeline::ZERO_BUBBLE) bubble *= 0.4;
+    double bubble = (sum - most) * bubble_share(layout, m);
     double messages = 2 * message * (double(v) * m + pp - 1);
     double pace = v > 1 ? std::accumulate(turns.begin(), turns.end(), 0.0) : most;
     e.seconds = m * pace + bubble + messages + tail;

@@ -503,7 +503,7 @@ TEST(Planner, AChangedNumberStaysANumberOfAMachine) {
 static bool any_layout(const Proposal&) { return true; }
 static void expect_near(const Shape& shape, int cards = 8,
                         std::function<bool(const Proposal&)> wanted = any_layout,
-                        PlanQuestion q = small_question(8, 1e6)) {
+                        PlanQuestion q = small_question(8, 1e6), double most = 0.06) {
     // Estimate all layouts of a larger model.
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = cards;
@@ -528,7 +528,7 @@ static void expect_near(const Shape& shape, int cards = 8,
     }
     printf("%.0f layouts: mean error of time %.1f%%, of memory %.1f%%\n", n, 100 * time / n,
            100 * memory / n);
-    EXPECT_LT(time / n, 0.1);
+    EXPECT_LT(time / n, most);
     EXPECT_LT(memory / n, 0.08);
 }
 TEST(Planner, ClosedFormIsNearTheSimulatorAndTheArena) {
@@ -547,7 +547,7 @@ TEST(Planner, ClosedFormKnowsWhatStaysNearAndWhole) {
     expect_near(gpt2_shape(14, 16, 2048, 50000, 1024), 4, [](const Proposal& p) {
         int micro_batches = 64 / p.dp / p.B;
         return p.hpz > 1 && (p.pp == 1 || micro_batches >= 4 * p.pp);
-    });
+    }, small_question(8, 1e6), 0.1);
     expect_near(mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024), 8,
                 [](const Proposal& p) { return p.whole_experts(); });
 }
