@@ -366,12 +366,10 @@ template <typename T, typename S> void prepare_costs(ParkingSearch<T, S>& s) {
     // Take the bytes of a block, and the rate at which they move.
     ParkingCosts& costs = s.costs;
     Plan p = s.plans[0];
-    const Machine& machine = s.cost.machine;
     costs.levels = level_costs<T>(p, s.model, s.where);
     size_t input = data_bytes<T>(p, s.model, {Kind::STREAM, 1}, s.where);
     costs.stream = round_up(input, ARENA_ALIGN);
-    bool disk = o.offload.activations == Tier::DISK;
-    costs.rate = disk ? machine.disk_rate() : machine.host_rate();
+    costs.rate = tier_rate(s.cost.machine, o.offload.activations);
     costs.micro_batches = o.micro_batches;
 
     // Time a step that redoes nothing, then what each level adds for one block.

@@ -75,7 +75,7 @@ struct Simulator {
 // and ep ranks.
 inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     // A rank also meets itself.
-    bool data = x.dp.rank == y.dp.rank, context = x.cp.rank == y.cp.rank;
+    bool data = x.dp.rank == y.dp.rank;
     bool tensor = x.tp.rank == y.tp.rank;
     switch (op) {
     case Op::GATHER:
@@ -83,7 +83,7 @@ inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     case Op::PUBLISH: return tensor || x.whole_experts;
     case Op::COUNT:
     case Op::NORM: return true;
-    default: return computes(op) && (data || x.ep > 1) && (context || x.cp.size > 1 || x.ep > 1);
+    default: return computes(op) && (data || x.ep > 1);
     }
 }
 
