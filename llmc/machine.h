@@ -2,11 +2,14 @@
 //   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Those of
 //   a100-80 are fitted to published step times, which test_simulator names; all others are priors.
 //   machine_named() takes a row's name, or a FILE of `name = value` lines that changes some numbers
-//   of a row:
+//   of a row, which its first line names:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
-//   A share above 1, a rate of 0 and an unknown name are refused. --calibrate writes such a file.
+//   A share above 1, a rate of 0, an unknown name and a repeated one are refused. --calibrate
+//   writes such a file.
 #pragma once
+#include <cmath>
 #include <fstream>
+#include <set>
 #include <string>
 #include <vector>
 #include "text.h"
@@ -203,12 +206,15 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
         names += concat(names.empty() ? "" : ", ", f.name);
         if (name != f.name) continue;
 
-        // Refuse what is not a number, or is out of range.
+        // Refuse what is not a number, or is out of range. Cards and SMs are whole.
         char* end = nullptr;
         double v = strtod(value.c_str(), &end);
         bool share = f.least == 0.02 || f.field == &Machine::elementwise;
-        if (value.empty() || *end || !(v >= f.least && v <= f.most))
-            return concat(name, " = ", value, ": wants a number from ", f.least, " to ", f.most,
+        bool whole = f.field == &Machine::cards || f.field == &Machine::sms;
+        bool number = !value.empty() && !*end && v >= f.least && v <= f.most;
+        if (!number || (whole && v != std::floor(v)))
+            return concat(name, " = ", value, ": wants a ", whole ? "whole " : "", "number from ",
+                          f.least, " to ", f.most,
                           share ? ", the share of the data sheet's rate" : "");
         m->*f.field = v;
         return "";
@@ -216,38 +222,64 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
     return concat("'", name, "' is no number of a machine: base, ", names);
 }
 
+// The row with a name; null if there is none.
+inline const Machine* machine_row(const std::string& name) {
+    for (const Machine& row : machines())
+        if (name == row.name) return &row;
+    return nullptr;
+}
+
+// Why a file is refused that names no row to start from.
+inline const char* const WANTS_BASE = "a machine's file begins with a base, as base = h100";
+
+// Set what a line of a file says: `name = value`. names: those of the lines above it. Returns "" or
+// what is wrong.
+inline std::string set_machine_line(Machine* m, const std::string& line,
+                                    std::set<std::string>& names) {
+    size_t equals = line.find('=');
+    if (equals == std::string::npos) return "wants `name = value`";
+
+    // Names and values are one word each, and a name stands once.
+    std::string name, value, more;
+    std::istringstream left(line.substr(0, equals)), right(line.substr(equals + 1));
+    left >> name;
+    right >> value;
+    if (left >> more || right >> more)
+        return concat(name, " = ", value, ": '", more, "' is a word too many");
+    if (!names.insert(name).second)
+        return name + " stands a second time: leave one of them out";
+
+    // The base comes first, because it sets every number. It is a row, never another file.
+    if (names.size() == 1 && name != "base") return WANTS_BASE;
+    if (name != "base") return set_machine_field(m, name, value);
+    const Machine* row = machine_row(value);
+    if (!row) return concat("base = ", value, ": a base is one of ", machine_names());
+    *m = *row;
+    return "";
+}
+
 // Find a machine by name, or read it from a file. Returns "" or what is wrong.
 inline std::string machine_named(Machine* m, const std::string& name) {
-    for (const Machine& row : machines())
-        if (name == row.name) {
-            *m = row;
-            return "";
-        }
+    if (const Machine* row = machine_row(name)) {
+        *m = *row;
+        return "";
+    }
     std::ifstream in(name);
     if (!in)
         return concat("--machine ", name, " is neither a machine nor a file; machines: ",
                       machine_names());
 
-    // Read `name = value` lines; # begins a comment. Without a base, start from the first row.
-    *m = machines()[0];
+    // Read the lines; # begins a comment. A folder has none.
+    std::set<std::string> names;
     std::string line;
     for (int number = 1; std::getline(in, line); number++) {
-        std::string at = concat(name, ":", number, ": ");
-        std::string words = line.substr(0, line.find('#'));
-        if (words.find_first_not_of(" \t\r") == std::string::npos)
+        line = line.substr(0, line.find('#'));
+        if (line.find_first_not_of(" \t\r") == std::string::npos)
             continue;
-        size_t equals = words.find('=');
-        if (equals == std::string::npos)
-            return at + "wants `name = value`";
-
-        // Names and values have no spaces in them. A base must be a row's name, never another file.
-        std::string left, right;
-        std::istringstream(words.substr(0, equals)) >> left;
-        std::istringstream(words.substr(equals + 1)) >> right;
-        bool base = left == "base" && std::ifstream(right).fail();
-        std::string wrong = base ? machine_named(m, right) : set_machine_field(m, left, right);
-        if (!wrong.empty()) return at + wrong;
+        std::string wrong = set_machine_line(m, line, names);
+        if (!wrong.empty()) return concat(name, ":", number, ": ", wrong);
     }
+    if (names.empty()) return concat("--machine ", name, ": ", WANTS_BASE);
     m->name = name;
     return "";
 }

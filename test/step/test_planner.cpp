@@ -381,6 +381,7 @@ PlanQuestion question_with(const PlanQuestion& q, const Knob& knob, int thousand
     std::string path = scratch("flipped_machine.txt");
     std::ofstream file(path);
     file.precision(17);
+    file << "base = h100\n";
     for (const MachineField& f : machine_fields()) {
         double changed = f.field == knob.field ? factor : 1;
         file << f.name << " = " << q.machine.*f.field * changed << "\n";
