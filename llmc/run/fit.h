@@ -136,11 +136,10 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
 // ----------------------------------------------------------------------------
 // a cell, a table
 
-// The fastest rung of a way that fits, with its largest micro-batch.
-inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
-    // Leave out rungs that are refused, as small states are beside SGD.
-    FitCell best;
-    FitCell cell;
+// The rungs of a way without those that are refused, as small states are beside SGD. If all are,
+// *refusal says why.
+inline std::vector<std::string> allowed_rungs(const FitQuestion& q, const Shape& shape,
+                                              const FitWay& way, std::string* refusal) {
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
@@ -148,12 +147,20 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
         if (wrong.empty())
             rungs.push_back(rung);
         else
-            best.refusal = wrong;
+            *refusal = wrong;
     }
+    if (!rungs.empty()) *refusal = "";
+    return rungs;
+}
+
+// The fastest rung of a way that fits, with its largest micro-batch.
+inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
+    FitCell best;
+    FitCell cell;
+    std::vector<std::string> rungs = allowed_rungs(q, shape, way, &best.refusal);
     if (rungs.empty()) return best;
 
     // Ask the leanest rung first: if it does not fit, no other does.
-    best.refusal = "";
     auto fits = [&](const std::string& rung, int B) {
         Config c = fit_config(q, rung, B);
         return try_fit(q, c, shape, false, &cell).empty() && cell.bytes <= q.room;
@@ -265,6 +272,28 @@ inline Shape fit_shape(FitQuestion& q, const Config& user, const std::string& mo
     return shape;
 }
 
+// The models that are asked about: the user's alone, or those of the table.
+inline std::vector<std::string> models_asked(const Config& user) {
+    if (given(user, "model")) return {user.model};
+    return {fit_models().begin(), fit_models().end()};
+}
+
+// The reason for which every way of every model is refused, if it is one; otherwise "".
+inline std::string refuse_all(const Config& user, const std::string& card) {
+    FitQuestion q = fit_question(user, card);
+    std::string reason;
+    for (const std::string& model : models_asked(user)) {
+        Shape shape = fit_shape(q, user, model);
+        for (const FitWay& way : fit_ways()) {
+            std::string refusal;
+            allowed_rungs(q, shape, way, &refusal);
+            if (reason.empty()) reason = refusal;
+            if (refusal.empty() || refusal != reason) return "";
+        }
+    }
+    return reason;
+}
+
 // A line of a card's table: the way, its rate, its bytes, and the flags. longest: 0: not asked.
 inline std::string fit_line(const std::string& model, const char* way, const FitCell& cell,
                             int longest) {
@@ -289,8 +318,6 @@ inline std::string fit_card(const Config& user, const std::string& card) {
     // Head the table with the card, and with the flags that all lines share.
     FitQuestion q = fit_question(user, card);
     bool one = given(user, "model");
-    std::vector<std::string> models(fit_models().begin(), fit_models().end());
-    if (one) models = {user.model};
     std::string text = concat(
         "what trains on one card of ", q.machine.memory_gb, " GB, ", bytes_text(q.room),
         " of them for the run, at the rates of ", q.machine.name, "\nwith --precision bf16 --seq ",
@@ -298,7 +325,7 @@ inline std::string fit_card(const Config& user, const std::string& card) {
         fit_batch(user), "\n");
 
     // Answer for each model, and for a single one also how long a sequence may be.
-    for (const std::string& model : models) {
+    for (const std::string& model : models_asked(user)) {
         Shape shape = fit_shape(q, user, model);
         for (const FitWay& way : fit_ways()) {
             FitCell cell = fit_cell(q, shape, way);
@@ -310,17 +337,21 @@ inline std::string fit_card(const Config& user, const std::string& card) {
 }
 
 // A cell of the table of several cards: how all weights train there, and if that takes the host's
-// memory, how adapters do without it.
-inline std::string fit_word(const FitQuestion& q, const Shape& shape) {
+// memory, how adapters do without it. *refusal: why no way is allowed; "": some are.
+inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::string* refusal) {
     // Go on until a way needs nothing but the card.
     std::string text;
+    bool allowed = false;
     for (const FitWay& way : fit_ways()) {
         FitCell cell = fit_cell(q, shape, way);
+        allowed |= cell.refusal.empty();
+        if (!cell.refusal.empty()) *refusal = cell.refusal;
         if (cell.B == 0) continue;
         text += concat(text.empty() ? "" : ", ", way.name, " ", count_text(cell.rate));
         if (strcmp(way.name, "offload")) break;
     }
-    return text.empty() ? "-" : text;
+    if (allowed) *refusal = "";
+    return !allowed ? "refused" : text.empty() ? "-" : text;
 }
 
 // The table of several cards: the models, and on each card the ways and tokens a second.
@@ -338,18 +369,19 @@ inline std::string fit_cards(const Config& user, const std::vector<std::string>&
         text += "---|";
     text += "\n";
 
-    // Write a row for each model, or for the user's alone.
-    std::vector<std::string> models(fit_models().begin(), fit_models().end());
-    if (given(user, "model")) models = {user.model};
-    for (const std::string& model : models) {
+    // Write a row for each model, and below the table why some are refused, on every card.
+    std::string refusals;
+    for (const std::string& model : models_asked(user)) {
+        std::string refusal;
         text += concat("| ", model, " |");
         for (FitQuestion& q : columns) {
             Shape shape = fit_shape(q, user, model);
-            text += concat(" ", fit_word(q, shape), " |");
+            text += concat(" ", fit_word(q, shape, &refusal), " |");
         }
         text += "\n";
+        if (!refusal.empty()) refusals += concat(model, " is refused: ", refusal, "\n");
     }
-    return text;
+    return text + refusals;
 }
 
 // Answer --fit: the flags for one card, or the ways for several, with commas between them.
@@ -360,6 +392,7 @@ inline std::string fit_text(const Config& user) {
     std::string card;
     for (std::istringstream all(user.fit); std::getline(all, card, ',');)
         cards.push_back(card);
+    or_die(refuse_all(user, cards[0]));
     return cards.size() == 1 ? fit_card(user, cards[0]) : fit_cards(user, cards);
 }
 

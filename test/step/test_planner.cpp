@@ -1649,6 +1649,22 @@ TEST(Fit, RefusedRungsAreLeftOut) {
     EXPECT_HAS(fit_line("m", "full", cell, 0), "refused: --seq");
 }
 
+// A refusal of every model and way is an error of the command line. One of some models stands below
+// the table of cards; a dash says that memory lacks.
+TEST(Fit, RefusalsAreNoLackOfMemory) {
+    for (const char* cards : {"24", "8,24"}) {
+        Ran ran = shell(concat(program(), " --fit ", cards, " --loss kto"));
+        EXPECT_EQ(ran.status, 1);
+        EXPECT_HAS(ran.text, "error: --loss kto learns from answers with a label: give --data");
+    }
+    Ran ran = shell(program() + " --fit 1,24 --seq 2048");
+    EXPECT_EQ(ran.status, 0);
+    EXPECT_HAS(ran.text, "\n| gpt2 | refused | refused |\n");
+    EXPECT_HAS(ran.text, "\n| llama3-70b | - |");
+    EXPECT_HAS(ran.text, "\ngpt2 is refused: --seq 2048 is beyond the model's 1024 positions");
+    EXPECT_FALSE(has(ran.text, "llama3-70b is refused"));
+}
+
 // Cards are numbers or machines; flags that --fit chooses are refused by name.
 TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     Machine m;
