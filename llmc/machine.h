@@ -80,6 +80,8 @@ struct Machine {
 //   12.5 GB/s for all eight cards).
 //   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
 //   to the host reach about 25 and 50 of these.
+//   Host: 256 GB of memory for a card, as a DGX H100 has. RTX cards stand in desktops, which have
+//   64, by a guess.
 //   Contention, jitter: 0, which the fits to published steps include.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
 //   cost.h counts apart, make .50 of these .53.
@@ -112,17 +114,17 @@ inline const std::vector<Machine>& machines() {
         {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80, 300,  32, 1.56, 8,
          .65, .48, .80, .70, .80},
         {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46, 220,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28, 170,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76, 320,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82, 350,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128, 450,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170, 575,  64, 12.5, 8,
-         .75, .53, .80, .60, .80, 40, 8, 50},
+         .75, .53, .80, .60, .80, 40, 8, 50, 5, 64},
         {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1, 0,  50, 12.5, 1,
          .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1},
     };

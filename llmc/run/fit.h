@@ -7,7 +7,7 @@
 //   A way is a list of rungs, sets of flags from the fastest to the leanest. For a rung the
 //   micro-batch doubles while the run fits. Bytes are those of the arena, with a GPU's chunks of
 //   logits, so they are the run's own; a twentieth of the card is left to CUDA's context and
-//   libraries. Tokens a second come from the simulator (simulator.h), moves to the host included.
+//   libraries, and a twentieth of the host's memory to the system. Tokens a second come from the simulator (simulator.h), moves to the host included.
 //   Cost: some ten placings a cell, a few milliseconds each.
 #pragma once
 #include "plan_search.h"
@@ -47,7 +47,8 @@ struct FitQuestion {
     Config config;
     Machine machine;
     double room = 0;
-    Shape teacher = {}; // that --teacher names
+    double host_room = 0; // the same of the host's memory
+    Shape teacher = {};   // that --teacher names
 };
 
 // The answer for a model and a way. B = 0: nothing fits.
@@ -136,6 +137,11 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
 // ----------------------------------------------------------------------------
 // a cell, a table
 
+// Whether a placed run fits the card and the host.
+inline bool has_room(const FitQuestion& q, const FitCell& cell) {
+    return cell.bytes <= q.room && cell.host <= q.host_room;
+}
+
 // The rungs of a way without those that are refused, as small states are beside SGD. If all are,
 // *refusal says why.
 inline std::vector<std::string> allowed_rungs(const FitQuestion& q, const Shape& shape,
@@ -160,12 +166,16 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
     std::vector<std::string> rungs = allowed_rungs(q, shape, way, &best.refusal);
     if (rungs.empty()) return best;
 
-    // Ask the leanest rung first: if it does not fit, no other does.
+    // Ask the leanest rung first: if the card does not hold it, it holds no other. A rung for which
+    // the host lacks memory is left out, because the one before it takes less there.
     auto fits = [&](const std::string& rung, int B) {
         Config c = fit_config(q, rung, B);
-        return try_fit(q, c, shape, false, &cell).empty() && cell.bytes <= q.room;
+        return try_fit(q, c, shape, false, &cell).empty() && has_room(q, cell);
     };
-    if (!fits(rungs.back(), 1)) return best;
+    while (!rungs.empty() && !fits(rungs.back(), 1)) {
+        if (cell.bytes > q.room) return best;
+        rungs.pop_back();
+    }
 
     // Double the micro-batch of each rung while it fits. A rung beyond the second that fits would
     // only recompute or move more.
@@ -199,7 +209,7 @@ inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std:
         FitCell cell;
         other.config.seq = seq;
         Config c = fit_config(other, leanest, 1);
-        return try_fit(other, c, shape, false, &cell).empty() && cell.bytes <= q.room;
+        return try_fit(other, c, shape, false, &cell).empty() && has_room(q, cell);
     };
 
     // Bisect between a length that fits and one that does not, in units of 1024 tokens.
@@ -255,6 +265,7 @@ inline FitQuestion fit_question(const Config& c, const std::string& card) {
     run.config = c;
     q.teacher = choose_teacher_shape(run);
     q.room = c.memory > 0 ? c.memory * GIB : 0.95 * q.machine.memory_gb * GIB;
+    q.host_room = 0.95 * q.machine.host_ram_gb * GIB;
     q.config.machine = q.config.fit = "";
     q.config.memory = 0;
     q.config.precision = "bf16";
@@ -320,7 +331,8 @@ inline std::string fit_card(const Config& user, const std::string& card) {
     bool one = given(user, "model");
     std::string text = concat(
         "what trains on one card of ", q.machine.memory_gb, " GB, ", bytes_text(q.room),
-        " of them for the run, at the rates of ", q.machine.name, "\nwith --precision bf16 --seq ",
+        " of them for the run, and ", bytes_text(q.host_room), " of the host, at the rates of ",
+        q.machine.name, "\nwith --precision bf16 --seq ",
         user.seq ? concat(user.seq) : "2048 (or the most that the model has)", " --batch-tokens ",
         fit_batch(user), "\n");
 

@@ -1665,6 +1665,35 @@ TEST(Fit, RefusalsAreNoLackOfMemory) {
     EXPECT_FALSE(has(ran.text, "llama3-70b is refused"));
 }
 
+// A way through the host's memory takes no more of it than the machine has, less a twentieth. Where
+// the leanest rung takes too much, one that moves less may still do.
+TEST(Fit, AHostHasTheRoomThatAMachineSays) {
+    std::string path = put_file(scratch("ram.txt"), "base = rtx3090\nhost_ram_gb = 32\n");
+    EXPECT_DOUBLE_EQ(fit_question({}, path).host_room, 0.95 * 32 * GIB);
+    EXPECT_DOUBLE_EQ(fit_question({}, "24").host_room, 0.95 * 64 * GIB); // a desktop's
+    EXPECT_DOUBLE_EQ(fit_question({}, "h100").host_room, 0.95 * 256 * GIB);
+
+    // Optimizer state alone leaves the card, or all of it.
+    FitWay way = {"offload", {"--offload optimizer",
+                              "--offload optimizer,activations,gradients,weights"}};
+    Shape shape;
+    FitQuestion q = small_fit(8, &shape);
+    auto least = [&](const std::string& rung) {
+        FitCell cell;
+        EXPECT_EQ(try_fit(q, fit_config(q, rung, 1), shape, false, &cell), "");
+        return cell.host;
+    };
+    double some = least(way.rungs[0]), all = least(way.rungs[1]);
+    EXPECT_LT(some, all);
+    q.host_room = (some + all) / 2;
+    FitCell cell = fit_cell(q, shape, way);
+    EXPECT_GT(cell.B, 0);
+    EXPECT_FALSE(has(cell.flags, "weights"));
+    EXPECT_EQ(cell.leanest, way.rungs[0]);
+    q.host_room = 0.99 * some;
+    EXPECT_EQ(fit_cell(q, shape, way).B, 0);
+}
+
 // Cards are numbers or machines; flags that --fit chooses are refused by name.
 TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     Machine m;
