@@ -2,8 +2,9 @@
 //   full      every weight is trained, and all that takes lies on the card
 //   offload   the same, with masters and moments in the host's memory; where that is not enough,
 //             also activations, gradients and weights
-//   lora      the weights are frozen in bf16, and adapters of rank 16 are trained
-//   qlora     the same beside weights of 4 bits (nf4)
+//   lora      the weights are frozen in bf16, and adapters of rank 16 are trained; where the card
+//             is too small for that, weights and activations lie in the host's memory
+//   qlora     the same beside weights of 4 bits (nf4), which stay on the card
 //   A way is a list of rungs, sets of flags from the fastest to the leanest. For a rung the
 //   micro-batch doubles while the run fits. Bytes are those of the arena, with a GPU's chunks of
 //   logits, so they are the run's own; a twentieth of the card is left to CUDA's context and
@@ -27,9 +28,13 @@ inline const std::vector<FitWay>& fit_ways() {
         {"offload", {"--offload optimizer", "--recompute full --offload optimizer",
                      "--recompute full --offload optimizer,activations,gradients",
                      "--recompute full --offload optimizer,activations,gradients,weights"}},
-        {"lora", {"--lora 16", "--lora 16 --recompute selective", "--lora 16 --recompute full"}},
+        {"lora", {"--lora 16", "--lora 16 --recompute selective", "--lora 16 --recompute full",
+                  "--lora 16 --offload weights", "--lora 16 --offload weights,activations",
+                  "--lora 16 --recompute full --offload weights,activations"}},
         {"qlora", {"--lora 16 --weights nf4", "--lora 16 --weights nf4 --recompute selective",
-                   "--lora 16 --weights nf4 --recompute full"}},
+                   "--lora 16 --weights nf4 --recompute full",
+                   "--lora 16 --weights nf4 --offload activations",
+                   "--lora 16 --weights nf4 --recompute full --offload activations"}},
     };
     return ways;
 }
@@ -349,7 +354,7 @@ inline std::string fit_card(const Config& user, const std::string& card) {
 }
 
 // A cell of the table of several cards: how all weights train there, and if that takes the host's
-// memory, how adapters do without it. *refusal: why no way is allowed; "": some are.
+// memory, how adapters do, to the first way without it. *refusal: why no way is allowed, or "".
 inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::string* refusal) {
     // Go on until a way needs nothing but the card.
     std::string text;
@@ -360,7 +365,7 @@ inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::strin
         if (!cell.refusal.empty()) *refusal = cell.refusal;
         if (cell.B == 0) continue;
         text += concat(text.empty() ? "" : ", ", way.name, " ", count_text(cell.rate));
-        if (strcmp(way.name, "offload")) break;
+        if (cell.host == 0) break;
     }
     if (allowed) *refusal = "";
     return !allowed ? "refused" : text.empty() ? "-" : text;

@@ -1665,6 +1665,27 @@ TEST(Fit, RefusalsAreNoLackOfMemory) {
     EXPECT_FALSE(has(ran.text, "llama3-70b is refused"));
 }
 
+// Frozen weights may wait in the host's memory, whose time beside adapters is short, and codes of
+// weights stay on the card while activations leave it.
+TEST(Fit, AdaptersTrainBesideWeightsInTheHost) {
+    Config user;
+    FitQuestion q = fit_question(user, "12");
+    Shape shape = fit_shape(q, user, "llama3-8b");
+    FitCell lora = fit_cell(q, shape, way_named("lora"));
+    ASSERT_GT(lora.B, 0);
+    EXPECT_HAS(lora.flags, "--offload weights");
+    EXPECT_GT(lora.host, 14 * GIB); // of 16 bits a frozen weight
+    EXPECT_GT(lora.rate, 450);      // 527 by --plan auto
+
+    // Ways without the card alone are named up to the first that needs nothing else.
+    std::string refusal;
+    EXPECT_HAS(fit_word(q, shape, &refusal), "lora 5");
+    EXPECT_HAS(fit_word(q, shape, &refusal), ", qlora ");
+    q = fit_question(user, "7.5");
+    shape = fit_shape(q, user, "llama3-8b");
+    EXPECT_HAS(fit_cell(q, shape, way_named("qlora")).flags, "--offload activations");
+}
+
 // A way through the host's memory takes no more of it than the machine has, less a twentieth. Where
 // the leanest rung takes too much, one that moves less may still do.
 TEST(Fit, AHostHasTheRoomThatAMachineSays) {
