@@ -7,8 +7,10 @@
 //   qlora     the same beside weights of 4 bits (nf4), which stay on the card
 //   A way is a list of rungs, sets of flags from the fastest to the leanest. For a rung the
 //   micro-batch doubles while the run fits. Bytes are those of the arena, with a GPU's chunks of
-//   logits, so they are the run's own; a twentieth of the card is left to CUDA's context and
-//   libraries, and a twentieth of the host's memory to the system. Tokens a second come from the simulator (simulator.h), moves to the host included.
+//   logits and workspace of products, so they are the run's own but for the scratch of some small
+//   kernels; a twentieth of the card is left to CUDA's context and libraries, and a twentieth of
+//   the host's memory to the system. Tokens a second come from the simulator (simulator.h), moves
+//   to the host included.
 //   Cost: some ten placings a cell, a few milliseconds each.
 #pragma once
 #include "plan_search.h"
@@ -108,17 +110,17 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
         shape.adapters = std::make_shared<const Adapters>(adapters);
     }
 
-    // Make the plans as a run would, with a GPU's chunks of logits. Further micro-batches add only
-    // the bytes of their tokens, so three are placed.
-    shape = with_logits(shape, size_t(512) << 20, 128);
+    // Make the plans as a run would, with a GPU's sizes. Further micro-batches add only the bytes
+    // of their tokens, so three are placed.
+    sizes_of_gpu = true;
+    shape = with_logits(shape, Cpu{});
     std::vector<PlanOptions> options = plans_of(c, shape);
     int m = options[0].micro_batches;
     PlanOptions whole = options[0];
     options[0].micro_batches = std::min(m, 3);
     Trainer<bf16, Cpu> t;
-    sizes_of_gpu = true;
     trainer_place(t, shape, options, choose_layout(c, shape));
-    Shape teacher = with_logits(q.teacher, size_t(512) << 20, 128);
+    Shape teacher = with_logits(q.teacher, Cpu{});
     double beside = teacher_room<bf16>(c, teacher, whole, 0, Cpu{});
     sizes_of_gpu = false;
     size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
