@@ -78,8 +78,9 @@ struct Machine {
 //   FP8 with scales of blocks: sm_90 alone has it (fp8_matmul.cuh), at the same rate by a guess.
 //   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
 //   12.5 GB/s for all eight cards).
-//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
-//   to the host reach about 25 and 50 of these.
+//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. So do
+//   H100 NVLs, whose bridge joins two cards, and no more. Copies to the host reach about 25 and 50
+//   of these.
 //   Host: 256 GB of memory for a card, as a DGX H100 has. RTX cards stand in desktops, which have
 //   64, by a guess.
 //   Contention, jitter: 0, which the fits to published steps include.
@@ -99,7 +100,7 @@ inline const std::vector<Machine>& machines() {
          .65, .53, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  300, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
         {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},

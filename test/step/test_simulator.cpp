@@ -1457,4 +1457,7 @@ TEST(Machine, RowsMakeSenseAndDriversNamesFindThem) {
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-40GB")->name, "a100-40");
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-80GB")->name, "a100-80");
     EXPECT_EQ(machine_of_device("Quadro"), nullptr);
+
+    // A bridge joins two cards of a node of eight: the others meet over PCIe.
+    EXPECT_EQ(machine_of("h100-nvl").link_gb, machine_of("h100-pcie").link_gb);
 }
