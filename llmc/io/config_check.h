@@ -863,6 +863,9 @@ inline std::string check_fit(const Config& c) {
             return concat("--fit chooses flags for one card, --", name, " among them: leave --",
                           name, " out, or ask --plan auto for several cards");
 
+    if (given(c, "precision") && c.precision != "bf16")
+        return concat("--fit answers for bf16: leave --precision ", c.precision,
+                      " out, or ask --plan auto --gpus 1 --machine NAME --explain");
     if (c.steps == 0 || c.eval) return "--fit is for training, and there are no steps";
     return refuse_open_answers(c, "--fit");
 }

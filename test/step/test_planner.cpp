@@ -1784,6 +1784,13 @@ TEST(Fit, ReadsCardsAndRefusesWhatItChooses) {
     EXPECT_EQ(check_fit(c), "");
     EXPECT_EQ(set_flag(c, "tp", "2"), "");
     EXPECT_HAS(check_fit(c), "--fit chooses flags for one card, --tp among them: leave --tp out");
+    for (const char* precision : {"bf16", "fp32", "fp16"}) {
+        Config asks;
+        EXPECT_EQ(set_flag(asks, "fit", "24"), "");
+        EXPECT_EQ(set_flag(asks, "precision", precision), "");
+        bool other = strcmp(precision, "bf16") != 0;
+        EXPECT_EQ(has(check_fit(asks), concat("leave --precision ", precision, " out")), other);
+    }
     for (const char* loss : {"dpo", "kto", "distill", "grpo"}) {
         Config asks;
         EXPECT_EQ(set_flag(asks, "fit", "24"), "");
