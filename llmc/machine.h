@@ -55,6 +55,8 @@ struct Machine {
     double pue = 1;          // watts of the building for one of the machines
     double grid_g = 0;       // g CO2e a kWh
 
+    std::string precision = ""; // in which --calibrate measured; "": a data sheet's numbers
+
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
     double gemm_rate(size_t element) const { return gemm * peak(element); }
@@ -222,7 +224,7 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
         m->*f.field = v;
         return "";
     }
-    return concat("'", name, "' is no number of a machine: base, ", names);
+    return concat("'", name, "' is no number of a machine: base, precision, ", names);
 }
 
 // The row with a name; null if there is none.
@@ -254,6 +256,11 @@ inline std::string set_machine_line(Machine* m, const std::string& line,
 
     // The base comes first, because it sets every number. It is a row, never another file.
     if (names.size() == 1 && name != "base") return WANTS_BASE;
+    if (name == "precision") {
+        m->precision = value;
+        bool measured = value == "bf16" || value == "fp32";
+        return measured ? "" : concat("precision = ", value, ": wants bf16 or fp32");
+    }
     if (name != "base") return set_machine_field(m, name, value);
     const Machine* row = machine_row(value);
     if (!row) return concat("base = ", value, ": a base is one of ", machine_names());

@@ -1840,6 +1840,18 @@ TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
     EXPECT_NEAR(back.gemm, 0.5, 1e-3);
     EXPECT_NEAR(back.attention, m.machine.attention, 1e-6);
     EXPECT_EQ(back.launch_us, 1e5);
+
+    // It says in which precision, and a run in another one notes it.
+    EXPECT_EQ(back.precision, "fp32");
+    Config c;
+    c.machine = path;
+    for (std::string precision : {"fp32", "bf16", "fp16"}) {
+        c.precision = precision;
+        std::vector<std::string> notes = config_notes(c);
+        ASSERT_EQ(notes.size(), precision == m.precision ? 0u : 1u);
+        for (const std::string& note : notes)
+            EXPECT_HAS(note, ": measured in fp32, and this run computes in bf16: --calibrate");
+    }
     EXPECT_HAS(read_file(path), "a product ");
 }
 

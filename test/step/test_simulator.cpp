@@ -1387,6 +1387,7 @@ TEST(Machine, RefusesNonsenseWithTheLineAndWhatIsWanted) {
     EXPECT_EQ(second("gemm 3"), ":2: wants `name = value`");
     EXPECT_EQ(second("cards = 2.5"), ":2: cards = 2.5: wants a whole number from 1 to 1024");
     EXPECT_EQ(second("half_tf = 1 000"), ":2: half_tf = 1: '000' is a word too many");
+    EXPECT_EQ(second("precision = fp16"), ":2: precision = fp16: wants bf16 or fp32");
     EXPECT_EQ(second("half tf = 1"), ":2: half = 1: 'tf' is a word too many");
     EXPECT_EQ(second("base = h200"), ":2: base stands a second time: leave one of them out");
     EXPECT_EQ(second("nic_gb = 3\nnic_gb = 4"),
