@@ -1983,6 +1983,11 @@ TEST(Calibrate, ARunWithAMachinePrintsIt) {
     EXPECT_HAS(shell(run + " --machine cpu --offload optimizer").text, "predicted on cpu: ");
     EXPECT_FALSE(has(shell(run).text, "predicted on"));
 
+    // The peak of a slow processor is no zero.
+    std::string slow = put_file(scratch("slow.txt"), "base = cpu\nsingle_tf = 0.25\n");
+    EXPECT_HAS(shell(run + " --explain --machine " + slow).text, "% of 250 GFLOP/s\n");
+    EXPECT_HAS(shell(run + " --explain --machine rtx3060").text, "% of 12.7 TFLOP/s\n");
+
     // --explain predicts the same time, of threads that share a card too.
     auto predicted = [](const std::string& text) {
         const char* words = "predicted on cpu: ";
