@@ -1988,6 +1988,13 @@ TEST(Calibrate, ARunWithAMachinePrintsIt) {
     EXPECT_HAS(shell(run + " --explain --machine " + slow).text, "% of 250 GFLOP/s\n");
     EXPECT_HAS(shell(run + " --explain --machine rtx3060").text, "% of 12.7 TFLOP/s\n");
 
+    // Moves to the host and to a disk take the machine's rates.
+    std::string moves = run + " --offload optimizer --explain";
+    EXPECT_HAS(shell(moves).text, " of each step both ways at 25 GB/s\n");
+    EXPECT_HAS(shell(moves + " --machine h100").text, " of each step both ways at 50 GB/s\n");
+    std::string disk = put_file(scratch("disk.txt"), "base = h100\ndisk_gb = 7\n");
+    EXPECT_HAS(shell(moves + " --offload-to /tmp --machine " + disk).text, "both ways at 7 GB/s\n");
+
     // --explain predicts the same time, of threads that share a card too.
     auto predicted = [](const std::string& text) {
         const char* words = "predicted on cpu: ";
