@@ -228,8 +228,7 @@ inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std:
     return low * unit;
 }
 
-// The row of the table for a card of so many GB: the last with this memory, which is the cheapest,
-// or the one that is nearest.
+// The row of the table for a card of so many GB: the last with this memory, or with the nearest.
 inline Machine card_of(double gb) {
     // Pass over the CPU's row, which names no device.
     Machine best = machines()[0];
