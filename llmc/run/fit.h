@@ -11,7 +11,7 @@
 //   kernels; a twentieth of the card is left to CUDA's context and libraries, and a twentieth of
 //   the host's memory to the system. Tokens a second come from the simulator (simulator.h), moves
 //   to the host included.
-//   Cost: some ten placings a cell, a few milliseconds each.
+//   Cost: ten to forty placings a cell, a few milliseconds each.
 #pragma once
 #include "plan_search.h"
 
@@ -184,11 +184,11 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
         rungs.pop_back();
     }
 
-    // Double the micro-batch of each rung while it fits. A rung beyond the second that fits would
-    // only recompute or move more.
+    // Double the micro-batch of each rung while it fits. A rung beyond the second that fits the
+    // card alone would only recompute or move more.
     int found = 0;
     for (const std::string& rung : rungs) {
-        if (found == 2) break;
+        if (found == 2 && best.host == 0) break;
         int B = 0;
         int64_t most = std::max<int64_t>(1, FULL_ROWS / 2 / q.config.seq);
         while (std::max(1, 2 * B) <= most && fits(rung, std::max(1, 2 * B)))
