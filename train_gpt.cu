@@ -326,6 +326,7 @@ void run_training(Run& run, S where) {
     Trainer<T, S> t;
     t.ctx.where = where;
     t.offload_folder = c.offload_to;
+    sizes_of_gpu = explains_gpu(c);
 
     // Plan: the actions of a step, and a place for every byte. Nothing is allocated yet.
     run.layout = layout_at(choose_layout(c, run.shape), run.world.rank);

@@ -81,11 +81,12 @@ inline Shape with_logits(Shape s, size_t bytes, size_t rows) {
     s.logits_rows = rows;
     return s;
 }
-inline Shape with_logits(const Shape& s, Cpu) { return with_logits(s, size_t(64) << 20, 64); }
-#if LLMC_KERNELS
-inline Shape with_logits(const Shape& s, cudaStream_t) {
-    return with_logits(s, size_t(512) << 20, 128);
+inline Shape with_gpu_logits(const Shape& s) { return with_logits(s, size_t(512) << 20, 128); }
+inline Shape with_logits(const Shape& s, Cpu) {
+    return sizes_of_gpu ? with_gpu_logits(s) : with_logits(s, size_t(64) << 20, 64);
 }
+#if LLMC_KERNELS
+inline Shape with_logits(const Shape& s, cudaStream_t) { return with_gpu_logits(s); }
 #endif
 
 // Return the rows of a chunk: as many as logits_bytes holds, in steps of logits_rows, which let

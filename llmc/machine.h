@@ -2,11 +2,14 @@
 //   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Those of
 //   a100-80 are fitted to published step times, which test_simulator names; all others are priors.
 //   machine_named() takes a row's name, or a FILE of `name = value` lines that changes some numbers
-//   of a row:
+//   of a row, which its first line names:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
-//   A share above 1, a rate of 0 and an unknown name are refused. --calibrate writes such a file.
+//   A share above 1, a rate of 0, an unknown name and a repeated one are refused. --calibrate
+//   writes such a file.
 #pragma once
+#include <cmath>
 #include <fstream>
+#include <set>
 #include <string>
 #include <vector>
 #include "text.h"
@@ -52,6 +55,8 @@ struct Machine {
     double pue = 1;          // watts of the building for one of the machines
     double grid_g = 0;       // g CO2e a kWh
 
+    std::string precision = ""; // in which --calibrate measured; "": a data sheet's numbers
+
     // The rates that runs reach, in FLOP/s and bytes a second.
     double peak(size_t element) const { return (element == 2 ? half_tf : single_tf) * 1e12; }
     double gemm_rate(size_t element) const { return gemm * peak(element); }
@@ -75,8 +80,11 @@ struct Machine {
 //   FP8 with scales of blocks: sm_90 alone has it (fp8_matmul.cuh), at the same rate by a guess.
 //   nic: that of the common node (DGX A100 and HGX H100 have a NIC for each card; g5.48xlarge has
 //   12.5 GB/s for all eight cards).
-//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. Copies
-//   to the host reach about 25 and 50 of these.
+//   Cards without NVLink reach their neighbours by PCIe: 32 GB/s in generation 4, 64 in 5. So do
+//   H100 NVLs, whose bridge joins two cards, and no more. Copies to the host reach about 25 and 50
+//   of these.
+//   Host: 256 GB of memory for a card, as a DGX H100 has. RTX cards stand in desktops, which have
+//   64, by a guess.
 //   Contention, jitter: 0, which the fits to published steps include.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
 //   cost.h counts apart, make .50 of these .53.
@@ -94,7 +102,7 @@ inline const std::vector<Machine>& machines() {
          .65, .53, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  300, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
         {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
@@ -109,17 +117,17 @@ inline const std::vector<Machine>& machines() {
         {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80, 300,  32, 1.56, 8,
          .65, .48, .80, .70, .80},
         {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46, 220,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28, 170,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76, 320,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82, 350,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128, 450,  32, 12.5, 8,
-         .75, .53, .80, .60, .80},
+         .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
         {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170, 575,  64, 12.5, 8,
-         .75, .53, .80, .60, .80, 40, 8, 50},
+         .75, .53, .80, .60, .80, 40, 8, 50, 5, 64},
         {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1, 0,  50, 12.5, 1,
          .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1},
     };
@@ -203,51 +211,85 @@ inline std::string set_machine_field(Machine* m, const std::string& name,
         names += concat(names.empty() ? "" : ", ", f.name);
         if (name != f.name) continue;
 
-        // Refuse what is not a number, or is out of range.
+        // Refuse what is not a number, or is out of range. Cards and SMs are whole.
         char* end = nullptr;
         double v = strtod(value.c_str(), &end);
         bool share = f.least == 0.02 || f.field == &Machine::elementwise;
-        if (value.empty() || *end || !(v >= f.least && v <= f.most))
-            return concat(name, " = ", value, ": wants a number from ", f.least, " to ", f.most,
+        bool whole = f.field == &Machine::cards || f.field == &Machine::sms;
+        bool number = !value.empty() && !*end && v >= f.least && v <= f.most;
+        if (!number || (whole && v != std::floor(v)))
+            return concat(name, " = ", value, ": wants a ", whole ? "whole " : "", "number from ",
+                          f.least, " to ", f.most,
                           share ? ", the share of the data sheet's rate" : "");
         m->*f.field = v;
         return "";
     }
-    return concat("'", name, "' is no number of a machine: base, ", names);
+    return concat("'", name, "' is no number of a machine: base, precision, ", names);
+}
+
+// The row with a name; null if there is none.
+inline const Machine* machine_row(const std::string& name) {
+    for (const Machine& row : machines())
+        if (name == row.name) return &row;
+    return nullptr;
+}
+
+// Why a file is refused that names no row to start from.
+inline const char* const WANTS_BASE = "a machine's file begins with a base, as base = h100";
+
+// Set what a line of a file says: `name = value`. names: those of the lines above it. Returns "" or
+// what is wrong.
+inline std::string set_machine_line(Machine* m, const std::string& line,
+                                    std::set<std::string>& names) {
+    size_t equals = line.find('=');
+    if (equals == std::string::npos) return "wants `name = value`";
+
+    // Names and values are one word each, and a name stands once.
+    std::string name, value, more;
+    std::istringstream left(line.substr(0, equals)), right(line.substr(equals + 1));
+    left >> name;
+    right >> value;
+    if (left >> more || right >> more)
+        return concat(name, " = ", value, ": '", more, "' is a word too many");
+    if (!names.insert(name).second)
+        return name + " stands a second time: leave one of them out";
+
+    // The base comes first, because it sets every number. It is a row, never another file.
+    if (names.size() == 1 && name != "base") return WANTS_BASE;
+    if (name == "precision") {
+        m->precision = value;
+        bool measured = value == "bf16" || value == "fp32";
+        return measured ? "" : concat("precision = ", value, ": wants bf16 or fp32");
+    }
+    if (name != "base") return set_machine_field(m, name, value);
+    const Machine* row = machine_row(value);
+    if (!row) return concat("base = ", value, ": a base is one of ", machine_names());
+    *m = *row;
+    return "";
 }
 
 // Find a machine by name, or read it from a file. Returns "" or what is wrong.
 inline std::string machine_named(Machine* m, const std::string& name) {
-    for (const Machine& row : machines())
-        if (name == row.name) {
-            *m = row;
-            return "";
-        }
+    if (const Machine* row = machine_row(name)) {
+        *m = *row;
+        return "";
+    }
     std::ifstream in(name);
     if (!in)
         return concat("--machine ", name, " is neither a machine nor a file; machines: ",
                       machine_names());
 
-    // Read `name = value` lines; # begins a comment. Without a base, start from the first row.
-    *m = machines()[0];
+    // Read the lines; # begins a comment. A folder has none.
+    std::set<std::string> names;
     std::string line;
     for (int number = 1; std::getline(in, line); number++) {
-        std::string at = concat(name, ":", number, ": ");
-        std::string words = line.substr(0, line.find('#'));
-        if (words.find_first_not_of(" \t\r") == std::string::npos)
+        line = line.substr(0, line.find('#'));
+        if (line.find_first_not_of(" \t\r") == std::string::npos)
             continue;
-        size_t equals = words.find('=');
-        if (equals == std::string::npos)
-            return at + "wants `name = value`";
-
-        // Names and values have no spaces in them. A base must be a row's name, never another file.
-        std::string left, right;
-        std::istringstream(words.substr(0, equals)) >> left;
-        std::istringstream(words.substr(equals + 1)) >> right;
-        bool base = left == "base" && std::ifstream(right).fail();
-        std::string wrong = base ? machine_named(m, right) : set_machine_field(m, left, right);
-        if (!wrong.empty()) return at + wrong;
+        std::string wrong = set_machine_line(m, line, names);
+        if (!wrong.empty()) return concat(name, ":", number, ": ", wrong);
     }
+    if (names.empty()) return concat("--machine ", name, ": ", WANTS_BASE);
     m->name = name;
     return "";
 }

@@ -245,7 +245,7 @@ template <typename T, typename S> struct ParkingSearch {
 
     // Whether parked data lie in the memory where the step runs.
     bool same() const {
-        return std::is_same_v<S, Cpu> && options[0].offload.activations == Tier::HOST;
+        return is_here(Tier::HOST, where) && options[0].offload.activations == Tier::HOST;
     }
 };
 

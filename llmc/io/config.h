@@ -246,7 +246,8 @@ inline const std::vector<Flag>& config_table() {
          "own loss (0: 0.1; simpo 2); grpo: the weight of the KL divergence from the starting "
          "weights (0: none)"},
         {"teacher", &C::teacher, "",
-         "distill: a model of the same vocabulary: what --model can be, or a run's folder"},
+         "distill: a model of the same vocabulary: a Hugging Face folder, a .bin or a run's "
+         "folder"},
         {"distill-share", &C::distill_share, "0..1",
          "distill: weight of the teacher's distribution; the text has the rest"},
         {"distill-temperature", &C::distill_temperature, "0.01..1000",

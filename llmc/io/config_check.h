@@ -833,11 +833,28 @@ inline std::string check_planning(const Config& c) {
     return refuse_open_answers(c, "--plan auto");
 }
 
+// The rows that a name may mean: its own in small letters, those that begin with it, or the nearest
+// one; "" if none is near.
+inline std::string machines_like(std::string name) {
+    for (char& letter : name)
+        letter = char(tolower(letter));
+    if (machine_row(name)) return name;
+    std::vector<std::string> all;
+    std::string begun;
+    for (const Machine& m : machines()) {
+        all.push_back(m.name);
+        if (m.name.starts_with(name)) begun += (begun.empty() ? "" : " or ") + m.name;
+    }
+    return begun.empty() ? nearest(name, all) : begun;
+}
+
 // Check --machine. It is simulated, and the time of some flags is not.
 inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
-    std::string wrong = machine_named(&machine, c.machine);
+    std::string wrong = machine_named(&machine, c.machine), like = machines_like(c.machine);
+    bool missing = !wrong.empty() && !std::ifstream(c.machine) && !like.empty();
+    if (missing) wrong += concat("; did you mean ", like, "?");
     if (!wrong.empty()) return wrong;
     // Its rates are wanted where moves of activations are weighed against recomputation, also if
     // the step is not timed.
@@ -863,6 +880,9 @@ inline std::string check_fit(const Config& c) {
             return concat("--fit chooses flags for one card, --", name, " among them: leave --",
                           name, " out, or ask --plan auto for several cards");
 
+    if (given(c, "precision") && c.precision != "bf16")
+        return concat("--fit answers for bf16: leave --precision ", c.precision,
+                      " out, or ask --plan auto --gpus 1 --machine NAME --explain");
     if (c.steps == 0 || c.eval) return "--fit is for training, and there are no steps";
     return refuse_open_answers(c, "--fit");
 }

@@ -2,6 +2,7 @@
 //   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
 //   A refusal is a text; "" refuses nothing.
 #pragma once
+#include "../machine.h"
 #include "config.h"
 
 namespace llmc {
@@ -214,6 +215,16 @@ inline std::vector<std::string> config_notes(const Config& c) {
     if (given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)
         notes.push_back(concat("--warmup ", c.warmup, " is all of --steps ", c.steps,
                                ": the learning rate never reaches --lr"));
+
+    // Rates are those of the precision in which they were measured; bf16 stands for fp16.
+    Machine machine;
+    bool named = !c.machine.empty() && machine_named(&machine, c.machine).empty();
+    std::string measured = named ? machine.precision : "";
+    std::string wanted = c.precision == "fp16" ? "bf16" : c.precision;
+    if (!measured.empty() && measured != wanted)
+        notes.push_back(concat("--machine ", c.machine, " was measured in ", measured,
+                               ", and this run computes in ", c.precision,
+                               ": measure with --calibrate FILE --precision ", wanted));
     return notes;
 }
 

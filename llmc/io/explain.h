@@ -197,8 +197,7 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
     return bytes;
 }
 
-// A tier's bytes, and how long a step's moves take at a rate in GB/s each way: that of a PCIe 4
-// link with 16 lanes, or of a fast disk.
+// A tier's bytes, and how long a step's moves take at a rate in GB/s each way.
 inline std::string tier_line(const char* what, const Arena& arena, const std::vector<Plan>& plans,
                              const Model& model, Tier tier, double rate) {
     char why[128];
@@ -208,9 +207,9 @@ inline std::string tier_line(const char* what, const Arena& arena, const std::ve
     return memory_line(what, arena.memory[int(tier)].bytes, 0, why);
 }
 
-// The memory table of a rank.
+// The memory table of a rank. machine: whose links to the host and to a disk moves take.
 inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plans,
-                               const Model& model) {
+                               const Model& model, const Machine& machine) {
     // List what lasts the whole run.
     std::map<Kind, size_t> sums;
     for (auto& [d, place] : arena.lasting)
@@ -248,8 +247,8 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     text += memory_line("total", arena.device().bytes, 0, why);
 
     // Name the other tiers, which hold offloaded data.
-    text += tier_line("in the host's memory", arena, plans, model, Tier::HOST, 25);
-    text += tier_line("in a file", arena, plans, model, Tier::DISK, 5);
+    text += tier_line("in the host's memory", arena, plans, model, Tier::HOST, machine.host_gb);
+    text += tier_line("in a file", arena, plans, model, Tier::DISK, machine.disk_gb);
     return text;
 }
 

@@ -72,12 +72,14 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
     double cards = layout.world();
     double rate = tokens / step.seconds;
     double flops = flops_per_token(model, options.T) * rate;
-    double mfu = flops / (cost.machine.peak(cost.element) * cards);
+    double peak = cost.machine.peak(cost.element), mfu = flops / (peak * cards);
+    bool slow = peak < 1e12; // a processor's
     char line[160];
     snprintf(line, sizeof(line),
-             "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.0f TFLOP/s\n",
+             "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.4g %s\n",
              cost.machine.name.c_str(), step.seconds * 1e3, count_text(rate).c_str(),
-             count_text(rate / cards).c_str(), 100 * mfu, cost.machine.peak(cost.element) / 1e12);
+             count_text(rate / cards).c_str(), 100 * mfu, peak / (slow ? 1e9 : 1e12),
+             slow ? "GFLOP/s" : "TFLOP/s");
     return {line + parts_text(step), trace_of(step, plans, model), step.seconds};
 }
 

@@ -424,8 +424,8 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
         fit.*rate *= m.known ? 1 : sharers;
 
     // Write the numbers, within the ranges that a machine file may have.
-    std::string text = concat("# measured by --calibrate in ", m.precision,
-                              "; --machine reads it\nbase = ", base, "\n");
+    std::string text = concat("# measured by --calibrate; --machine reads it\nbase = ", base,
+                              "\nprecision = ", m.precision, "\n");
     for (const MachineField& f : machine_fields()) {
         char line[64];
         double v = std::clamp(fit.*f.field, f.least, f.most);

@@ -2,13 +2,16 @@
 //   full      every weight is trained, and all that takes lies on the card
 //   offload   the same, with masters and moments in the host's memory; where that is not enough,
 //             also activations, gradients and weights
-//   lora      the weights are frozen in bf16, and adapters of rank 16 are trained
-//   qlora     the same beside weights of 4 bits (nf4)
+//   lora      the weights are frozen in bf16, and adapters of rank 16 are trained; where the card
+//             is too small for that, weights and activations lie in the host's memory
+//   qlora     the same beside weights of 4 bits (nf4), which stay on the card
 //   A way is a list of rungs, sets of flags from the fastest to the leanest. For a rung the
 //   micro-batch doubles while the run fits. Bytes are those of the arena, with a GPU's chunks of
-//   logits, so they are the run's own; a twentieth of the card is left to CUDA's context and
-//   libraries. Tokens a second come from the simulator (simulator.h), moves to the host included.
-//   Cost: some ten placings a cell, a few milliseconds each.
+//   logits and workspace of products, so they are the run's own but for the scratch of some small
+//   kernels; a twentieth of the card is left to CUDA's context and libraries, and a twentieth of
+//   the host's memory to the system. Tokens a second come from the simulator (simulator.h), moves
+//   to the host included.
+//   Cost: ten to forty placings a cell, a few milliseconds each.
 #pragma once
 #include "plan_search.h"
 
@@ -27,9 +30,13 @@ inline const std::vector<FitWay>& fit_ways() {
         {"offload", {"--offload optimizer", "--recompute full --offload optimizer",
                      "--recompute full --offload optimizer,activations,gradients",
                      "--recompute full --offload optimizer,activations,gradients,weights"}},
-        {"lora", {"--lora 16", "--lora 16 --recompute selective", "--lora 16 --recompute full"}},
+        {"lora", {"--lora 16", "--lora 16 --recompute selective", "--lora 16 --recompute full",
+                  "--lora 16 --offload weights", "--lora 16 --offload weights,activations",
+                  "--lora 16 --recompute full --offload weights,activations"}},
         {"qlora", {"--lora 16 --weights nf4", "--lora 16 --weights nf4 --recompute selective",
-                   "--lora 16 --weights nf4 --recompute full"}},
+                   "--lora 16 --weights nf4 --recompute full",
+                   "--lora 16 --weights nf4 --offload activations",
+                   "--lora 16 --weights nf4 --recompute full --offload activations"}},
     };
     return ways;
 }
@@ -47,7 +54,8 @@ struct FitQuestion {
     Config config;
     Machine machine;
     double room = 0;
-    Shape teacher = {}; // that --teacher names
+    double host_room = 0; // the same of the host's memory
+    Shape teacher = {};   // that --teacher names
 };
 
 // The answer for a model and a way. B = 0: nothing fits.
@@ -102,17 +110,17 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
         shape.adapters = std::make_shared<const Adapters>(adapters);
     }
 
-    // Make the plans as a run would, with a GPU's chunks of logits. Further micro-batches add only
-    // the bytes of their tokens, so three are placed.
-    shape = with_logits(shape, size_t(512) << 20, 128);
+    // Make the plans as a run would, with a GPU's sizes. Further micro-batches add only the bytes
+    // of their tokens, so three are placed.
+    sizes_of_gpu = true;
+    shape = with_logits(shape, Cpu{});
     std::vector<PlanOptions> options = plans_of(c, shape);
     int m = options[0].micro_batches;
     PlanOptions whole = options[0];
     options[0].micro_batches = std::min(m, 3);
     Trainer<bf16, Cpu> t;
-    sizes_of_gpu = true;
     trainer_place(t, shape, options, choose_layout(c, shape));
-    Shape teacher = with_logits(q.teacher, size_t(512) << 20, 128);
+    Shape teacher = with_logits(q.teacher, Cpu{});
     double beside = teacher_room<bf16>(c, teacher, whole, 0, Cpu{});
     sizes_of_gpu = false;
     size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
@@ -136,11 +144,15 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
 // ----------------------------------------------------------------------------
 // a cell, a table
 
-// The fastest rung of a way that fits, with its largest micro-batch.
-inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
-    // Leave out rungs that are refused, as small states are beside SGD.
-    FitCell best;
-    FitCell cell;
+// Whether a placed run fits the card and the host.
+inline bool has_room(const FitQuestion& q, const FitCell& cell) {
+    return cell.bytes <= q.room && cell.host <= q.host_room;
+}
+
+// The rungs of a way without those that are refused, as small states are beside SGD. If all are,
+// *refusal says why.
+inline std::vector<std::string> allowed_rungs(const FitQuestion& q, const Shape& shape,
+                                              const FitWay& way, std::string* refusal) {
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
@@ -148,23 +160,35 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
         if (wrong.empty())
             rungs.push_back(rung);
         else
-            best.refusal = wrong;
+            *refusal = wrong;
     }
+    if (!rungs.empty()) *refusal = "";
+    return rungs;
+}
+
+// The fastest rung of a way that fits, with its largest micro-batch.
+inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
+    FitCell best;
+    FitCell cell;
+    std::vector<std::string> rungs = allowed_rungs(q, shape, way, &best.refusal);
     if (rungs.empty()) return best;
 
-    // Ask the leanest rung first: if it does not fit, no other does.
-    best.refusal = "";
+    // Ask the leanest rung first: if the card does not hold it, it holds no other. A rung for which
+    // the host lacks memory is left out, because the one before it takes less there.
     auto fits = [&](const std::string& rung, int B) {
         Config c = fit_config(q, rung, B);
-        return try_fit(q, c, shape, false, &cell).empty() && cell.bytes <= q.room;
+        return try_fit(q, c, shape, false, &cell).empty() && has_room(q, cell);
     };
-    if (!fits(rungs.back(), 1)) return best;
+    while (!rungs.empty() && !fits(rungs.back(), 1)) {
+        if (cell.bytes > q.room) return best;
+        rungs.pop_back();
+    }
 
-    // Double the micro-batch of each rung while it fits. A rung beyond the second that fits would
-    // only recompute or move more.
+    // Double the micro-batch of each rung while it fits. A rung beyond the second that fits the
+    // card alone would only recompute or move more.
     int found = 0;
     for (const std::string& rung : rungs) {
-        if (found == 2) break;
+        if (found == 2 && best.host == 0) break;
         int B = 0;
         int64_t most = std::max<int64_t>(1, FULL_ROWS / 2 / q.config.seq);
         while (std::max(1, 2 * B) <= most && fits(rung, std::max(1, 2 * B)))
@@ -192,7 +216,7 @@ inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std:
         FitCell cell;
         other.config.seq = seq;
         Config c = fit_config(other, leanest, 1);
-        return try_fit(other, c, shape, false, &cell).empty() && cell.bytes <= q.room;
+        return try_fit(other, c, shape, false, &cell).empty() && has_room(q, cell);
     };
 
     // Bisect between a length that fits and one that does not, in units of 1024 tokens.
@@ -204,8 +228,7 @@ inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std:
     return low * unit;
 }
 
-// The row of the table for a card of so many GB: the last with this memory, which is the cheapest,
-// or the one that is nearest.
+// The row of the table for a card of so many GB: the last with this memory, or with the nearest.
 inline Machine card_of(double gb) {
     // Pass over the CPU's row, which names no device.
     Machine best = machines()[0];
@@ -248,6 +271,7 @@ inline FitQuestion fit_question(const Config& c, const std::string& card) {
     run.config = c;
     q.teacher = choose_teacher_shape(run);
     q.room = c.memory > 0 ? c.memory * GIB : 0.95 * q.machine.memory_gb * GIB;
+    q.host_room = 0.95 * q.machine.host_ram_gb * GIB;
     q.config.machine = q.config.fit = "";
     q.config.memory = 0;
     q.config.precision = "bf16";
@@ -263,6 +287,28 @@ inline Shape fit_shape(FitQuestion& q, const Config& user, const std::string& mo
     Shape shape = choose_shape(c);
     q.config.seq = user.seq ? user.seq : int(std::min<size_t>(shape.P, 2048));
     return shape;
+}
+
+// The models that are asked about: the user's alone, or those of the table.
+inline std::vector<std::string> models_asked(const Config& user) {
+    if (given(user, "model")) return {user.model};
+    return {fit_models().begin(), fit_models().end()};
+}
+
+// The reason for which every way of every model is refused, if it is one; otherwise "".
+inline std::string refuse_all(const Config& user, const std::string& card) {
+    FitQuestion q = fit_question(user, card);
+    std::string reason;
+    for (const std::string& model : models_asked(user)) {
+        Shape shape = fit_shape(q, user, model);
+        for (const FitWay& way : fit_ways()) {
+            std::string refusal;
+            allowed_rungs(q, shape, way, &refusal);
+            if (reason.empty()) reason = refusal;
+            if (refusal.empty() || refusal != reason) return "";
+        }
+    }
+    return reason;
 }
 
 // A line of a card's table: the way, its rate, its bytes, and the flags. longest: 0: not asked.
@@ -289,16 +335,15 @@ inline std::string fit_card(const Config& user, const std::string& card) {
     // Head the table with the card, and with the flags that all lines share.
     FitQuestion q = fit_question(user, card);
     bool one = given(user, "model");
-    std::vector<std::string> models(fit_models().begin(), fit_models().end());
-    if (one) models = {user.model};
     std::string text = concat(
         "what trains on one card of ", q.machine.memory_gb, " GB, ", bytes_text(q.room),
-        " of them for the run, at the rates of ", q.machine.name, "\nwith --precision bf16 --seq ",
+        " of them for the run, and ", bytes_text(q.host_room), " of the host, at the rates of ",
+        q.machine.name, "\nwith --precision bf16 --seq ",
         user.seq ? concat(user.seq) : "2048 (or the most that the model has)", " --batch-tokens ",
         fit_batch(user), "\n");
 
     // Answer for each model, and for a single one also how long a sequence may be.
-    for (const std::string& model : models) {
+    for (const std::string& model : models_asked(user)) {
         Shape shape = fit_shape(q, user, model);
         for (const FitWay& way : fit_ways()) {
             FitCell cell = fit_cell(q, shape, way);
@@ -310,17 +355,21 @@ inline std::string fit_card(const Config& user, const std::string& card) {
 }
 
 // A cell of the table of several cards: how all weights train there, and if that takes the host's
-// memory, how adapters do without it.
-inline std::string fit_word(const FitQuestion& q, const Shape& shape) {
+// memory, how adapters do, to the first way without it. *refusal: why no way is allowed, or "".
+inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::string* refusal) {
     // Go on until a way needs nothing but the card.
     std::string text;
+    bool allowed = false;
     for (const FitWay& way : fit_ways()) {
         FitCell cell = fit_cell(q, shape, way);
+        allowed |= cell.refusal.empty();
+        if (!cell.refusal.empty()) *refusal = cell.refusal;
         if (cell.B == 0) continue;
         text += concat(text.empty() ? "" : ", ", way.name, " ", count_text(cell.rate));
-        if (strcmp(way.name, "offload")) break;
+        if (cell.host == 0) break;
     }
-    return text.empty() ? "-" : text;
+    if (allowed) *refusal = "";
+    return !allowed ? "refused" : text.empty() ? "-" : text;
 }
 
 // The table of several cards: the models, and on each card the ways and tokens a second.
@@ -338,18 +387,19 @@ inline std::string fit_cards(const Config& user, const std::vector<std::string>&
         text += "---|";
     text += "\n";
 
-    // Write a row for each model, or for the user's alone.
-    std::vector<std::string> models(fit_models().begin(), fit_models().end());
-    if (given(user, "model")) models = {user.model};
-    for (const std::string& model : models) {
+    // Write a row for each model, and below the table why some are refused, on every card.
+    std::string refusals;
+    for (const std::string& model : models_asked(user)) {
+        std::string refusal;
         text += concat("| ", model, " |");
         for (FitQuestion& q : columns) {
             Shape shape = fit_shape(q, user, model);
-            text += concat(" ", fit_word(q, shape), " |");
+            text += concat(" ", fit_word(q, shape, &refusal), " |");
         }
         text += "\n";
+        if (!refusal.empty()) refusals += concat(model, " is refused: ", refusal, "\n");
     }
-    return text;
+    return text + refusals;
 }
 
 // Answer --fit: the flags for one card, or the ways for several, with commas between them.
@@ -360,6 +410,7 @@ inline std::string fit_text(const Config& user) {
     std::string card;
     for (std::istringstream all(user.fit); std::getline(all, card, ',');)
         cards.push_back(card);
+    or_die(refuse_all(user, cards[0]));
     return cards.size() == 1 ? fit_card(user, cards[0]) : fit_cards(user, cards);
 }
 

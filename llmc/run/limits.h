@@ -109,7 +109,7 @@ template <typename S> int ranks_here(const Run& run, S) {
 template <typename T, typename S>
 size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
     bool saves = c.save_async && c.steps > 0 && !c.eval;
-    return saves && std::is_same_v<S, Cpu> ? snapshot_bytes(t) : 0;
+    return saves && is_here(Tier::HOST, t.ctx.where) ? snapshot_bytes(t) : 0;
 }
 
 // Bytes of the sums of --average: a double for each weight that this rank keeps.
@@ -123,7 +123,7 @@ template <typename T, typename S> size_t average_bytes(const Trainer<T, S>& t) {
 // Bytes of the host's memory that a run on the CPU takes beside its arena.
 template <typename T, typename S>
 size_t copies_here(const Config& c, const Trainer<T, S>& t) {
-    if (!std::is_same_v<S, Cpu>) return 0;
+    if (!is_here(Tier::HOST, t.ctx.where)) return 0;
     size_t bytes = snapshot_here(c, t);
     if (keeps_start(c)) bytes += start_weights_bytes(t);
     if (!c.average.empty())
@@ -237,7 +237,7 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
                  "--states, a smaller --model, or more ranks (--explain shows where the bytes go)";
 
     // On the CPU, data offloaded to "cpu" lies in the same memory: say that it is included.
-    bool same = std::is_same_v<S, Cpu> && run.config.offload != "none";
+    bool same = is_here(Tier::HOST, where) && run.config.offload != "none";
     std::string shared = same && run.config.offload_to == "cpu" ? " with what it offloads" : "";
 
     // Name the rank if there are several.

@@ -10,6 +10,13 @@ inline int sharers_of_card(const Config& c) {
     return c.explain && c.gpus ? 1 : c.local_ranks;
 }
 
+// Whether --explain speaks of a GPU's memory, which is not the host's: --machine names one.
+inline bool explains_gpu(const Config& c) {
+    Machine machine;
+    bool named = c.explain && !c.machine.empty() && machine_named(&machine, c.machine).empty();
+    return named && !machine.device.empty();
+}
+
 // The machine to plan for: --machine, or the GPU that is here, or the CPU. flag: who asks.
 template <typename S> Machine machine_asked(const Config& c, const char* flag, S where) {
     // Find its name. A GPU that the table does not know must be described by --machine FILE.

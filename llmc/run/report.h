@@ -354,8 +354,11 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (trains && timed)
         text += predict<T>(run, model, options, t.ctx.where);
 
-    // Describe memory: the arena, then what the run takes beside it.
-    text += memory_text(t.arena, t.plans, model);
+    // Describe memory: the arena, then what the run takes beside it. Moves take the machine's time,
+    // or that of PCIe 4 and of a fast disk.
+    Machine machine = {};
+    if (!c.machine.empty()) machine = machine_asked(c, "--machine", t.ctx.where);
+    text += memory_text(t.arena, t.plans, model, machine);
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
     if (run.teacher_bytes)

@@ -137,6 +137,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check({"--machine", "h100"}), "");
     EXPECT_HAS(check({"--machine", "h1000", "--explain"}),
                "neither a machine nor a file; machines:");
+    EXPECT_HAS(check({"--machine", "H100"}), "; did you mean h100?");
+    EXPECT_HAS(check({"--machine", "a100"}), "; did you mean a100-40 or a100-80?");
+    EXPECT_HAS(check({"--machine", "rtx4091"}), "; did you mean rtx4090?");
+    EXPECT_FALSE(has(check({"--machine", "abacus"}), "did you mean"));
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}),
                "times steps of training");
     EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer"}), "");

@@ -5,8 +5,8 @@
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/io/predict.h"
 #include "../../llmc/io/price.h"
+#include "../harness/testing.h"
 #include "published_steps.h"
-#include <gtest/gtest.h>
 
 using namespace llmc;
 
@@ -1469,14 +1469,43 @@ TEST(Machine, RefusesNonsenseWithTheLineAndWhatIsWanted) {
     Machine m;
     EXPECT_EQ(read_machine("base = h100\ngemm = 1.4\n", &m),
               ":2: gemm = 1.4: wants a number from 0.02 to 1, the share of the data sheet's rate");
-    EXPECT_EQ(read_machine("nic_gb = fast\n", &m),
-              ":1: nic_gb = fast: wants a number from 0.01 to 100000");
-    EXPECT_EQ(read_machine("nic = nan\n", &m).substr(0, 12), ":1: nic = na");
-    EXPECT_EQ(read_machine("speed = 3\n", &m).substr(0, 42),
-              ":1: 'speed' is no number of a machine: bas");
-    EXPECT_EQ(read_machine("gemm 3\n", &m), ":1: wants `name = value`");
-    EXPECT_EQ(machine_named(&m, "h1000").substr(0, 50),
-              "--machine h1000 is neither a machine nor a file; m");
+
+    // Try other lines behind the base.
+    auto second = [&](const std::string& line) {
+        return read_machine("base = h100\n" + line + "\n", &m);
+    };
+    EXPECT_EQ(second("nic_gb = fast"), ":2: nic_gb = fast: wants a number from 0.01 to 100000");
+    EXPECT_HAS(second("nic = nan"), ":2: nic = na");
+    EXPECT_HAS(second("speed = 3"), ":2: 'speed' is no number of a machine: bas");
+    EXPECT_EQ(second("gemm 3"), ":2: wants `name = value`");
+    EXPECT_EQ(second("cards = 2.5"), ":2: cards = 2.5: wants a whole number from 1 to 1024");
+    EXPECT_EQ(second("half_tf = 1 000"), ":2: half_tf = 1: '000' is a word too many");
+    EXPECT_EQ(second("precision = fp16"), ":2: precision = fp16: wants bf16 or fp32");
+    EXPECT_EQ(second("half tf = 1"), ":2: half = 1: 'tf' is a word too many");
+    EXPECT_EQ(second("base = h200"), ":2: base stands a second time: leave one of them out");
+    EXPECT_EQ(second("nic_gb = 3\nnic_gb = 4"),
+              ":3: nic_gb stands a second time: leave one of them out");
+    EXPECT_HAS(machine_named(&m, "h1000"), "--machine h1000 is neither a machine nor a file; m");
+}
+
+// A file says first which row it changes: without one its other numbers would be the first row's. A
+// row is found by its name alone, whatever lies in the folder where the program runs.
+TEST(Machine, AFileNamesItsBaseFirst) {
+    Machine m;
+    EXPECT_EQ(read_machine("gemm = 0.5\nbase = h100\n", &m), ":1: " + std::string(WANTS_BASE));
+    for (const std::string& none : {testing::TempDir(), std::string("/dev/null")})
+        EXPECT_EQ(machine_named(&m, none), concat("--machine ", none, ": ", WANTS_BASE));
+
+    // A file named as a row changes nothing, and a file is no base.
+    std::string other = testing::TempDir() + "test_simulator.base";
+    std::ofstream(other) << "base = a100-80\n";
+    EXPECT_HAS(read_machine("base = " + other + "\n", &m), ": a base is one of h200, h100-pcie,");
+    std::string here = std::filesystem::current_path();
+    std::filesystem::current_path(testing::TempDir());
+    std::ofstream("h100") << "nonsense";
+    EXPECT_EQ(read_machine("base = h100\n", &m), "");
+    std::filesystem::remove("h100");
+    std::filesystem::current_path(here);
 }
 
 // Published runs: BLOOM's 1,082,990 hours of A100 at 400 W and 57 g/kWh are 433,196 kWh and 24.7 t
@@ -1507,7 +1536,7 @@ TEST(Machine, PricesByHandAndTheNumbersThatLack) {
               "  10 steps: 2.00 hours, 2.00 card-hours, if nothing is lost\n"
               "  a machine's FILE may add: dollars_hour, watts, grid_g\n");
     for (const char* wrong : {"pue = 0.9", "dollars_hour = -1", "grid_g = -5", "watts = x"})
-        EXPECT_NE(read_machine(concat(wrong, "\n"), &m).find("wants a number"), std::string::npos);
+        EXPECT_HAS(read_machine(concat("base = h100\n", wrong, "\n"), &m), "wants a number");
 }
 
 // The numbers of each row are within their bounds, and the driver's name of a GPU finds its row.
@@ -1522,4 +1551,7 @@ TEST(Machine, RowsMakeSenseAndDriversNamesFindThem) {
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-40GB")->name, "a100-40");
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-80GB")->name, "a100-80");
     EXPECT_EQ(machine_of_device("Quadro"), nullptr);
+
+    // A bridge joins two cards of a node of eight: the others meet over PCIe.
+    EXPECT_EQ(machine_of("h100-nvl").link_gb, machine_of("h100-pcie").link_gb);
 }
