@@ -351,8 +351,11 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
     double waits = std::min(m, pp - rank);
     if (layout.pipeline == Pipeline::GPIPE)
         return {all, all};
-    if (layout.pipeline == Pipeline::INTERLEAVED)
-        waits = std::min(all, 2.0 * (pp - rank - 1) + (v - 1) * pp + 1);
+    if (layout.pipeline == Pipeline::INTERLEAVED) {
+        // Groups are larger where pp does not divide the micro-batches, as in schedule_of().
+        int largest = int(ceil_div(m, std::max(1, m / pp)));
+        waits = std::min(all, 2.0 * (pp - rank - 1) + (v - 1) * largest + 1);
+    }
     if (layout.pipeline != Pipeline::ZERO_BUBBLE)
         return {waits, waits};
     return {v * waits, double(v * std::min(m, pp))};
