@@ -563,7 +563,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
     std::vector<Trial> trials;
     size_t placed = 0;
     double actions = 0;
-    std::set<double> times; // of the trials
+    std::set<double> times;      // of the trials
+    std::set<std::string> tried; // proposals as text
 
     // A proposal is too slow if its estimate is surely beyond the last trial that would be shown.
     auto too_slow = [&](const Proposal& p) {
@@ -571,8 +572,9 @@ Answer answer_question(const PlanQuestion& q, S where) {
                p.estimate.seconds > SURELY_SLOWER * *std::next(times.begin(), SHOWN - 1);
     };
 
-    // Make a proposal a trial; false: it does not fit, or is refused.
+    // Make a proposal a trial; false: it was tried before, does not fit, or is refused.
     auto try_proposal = [&](const Proposal& p) {
+        if (!tried.insert(proposal_text(p)).second) return false;
         Trial t = {p};
         bool sure = need_not_place(q, p);
         placed += !sure;
@@ -614,12 +616,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
     std::stable_sort(simple.begin(), simple.end(), [](const Proposal& x, const Proposal& y) {
         return x.techniques() < y.techniques();
     });
-    for (size_t i = 0; i < simple.size() && i < 4 && actions < MOST_ACTIONS; i++) {
-        auto known = [&](const Trial& t) {
-            return proposal_text(t.proposal) == proposal_text(simple[i]);
-        };
-        if (std::none_of(trials.begin(), trials.end(), known)) try_proposal(simple[i]);
-    }
+    for (size_t i = 0; i < simple.size() && i < 4 && actions < MOST_ACTIONS; i++)
+        try_proposal(simple[i]);
 
     // Show the fastest that fit.
     std::stable_sort(trials.begin(), trials.end(),

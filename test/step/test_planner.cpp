@@ -351,6 +351,22 @@ TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
         ASSERT_EQ(p.etp, 0);
 }
 
+// A proposal is tried once: none stands twice among those that are too large, nor among the best.
+TEST(Planner, NoProposalIsTriedTwice) {
+    PlanQuestion q = small_question(4, 1e6, 2);
+    Answer roomy = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(roomy.best.empty());
+    for (double room : {0.5, 0.7, 0.9, 1.02}) {
+        q.room = room * roomy.best[0].bytes;
+        Answer a = answer_question<bf16>(q, Cpu{});
+        std::set<std::string> seen;
+        for (const Proposal& p : a.larger)
+            EXPECT_TRUE(seen.insert(proposal_text(p)).second) << proposal_text(p);
+        for (const Trial& t : a.best)
+            EXPECT_TRUE(seen.insert(proposal_text(t.proposal)).second);
+    }
+}
+
 // The table of differences adds up: parts of time to the step, rows of memory to the fullest rank.
 TEST(Planner, TheTableOfDifferencesAddsUp) {
     PlanQuestion q = small_question(4, 1e6);
