@@ -309,8 +309,7 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
 
     // Simulate its step, and place each rank of the pipeline to find the fullest.
     *yours = simulate_proposal<T>(q, proposal_of(c), where);
-    for (int rank = 0; rank < c.pp; rank++)
-        place_proposal<T>(q, *yours, rank, where);
+    fits_everywhere<T>(q, *yours, where);
     return true;
 }
 

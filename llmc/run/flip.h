@@ -125,8 +125,7 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
         if (flip_actions(q, p) > MOST_FLIP_ACTIONS) continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
-        place_proposal<T>(q, t, p.estimate.fullest, where);
-        if (t.bytes > q.room)
+        if (!fits_everywhere<T>(q, t, where))
             trials.push_back(t);
     }
     return trials;

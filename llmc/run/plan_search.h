@@ -624,7 +624,7 @@ Answer answer_question(const PlanQuestion& q, S where) {
                      [](const Trial& x, const Trial& y) { return x.seconds < y.seconds; });
     for (Trial& t : trials) {
         if (a.best.size() == SHOWN) break;
-        if (fits<T>(q, t, where)) a.best.push_back(t);
+        if (fits_everywhere<T>(q, t, where)) a.best.push_back(t);
         else a.larger.push_back(t.proposal);
     }
     a.chosen = choose_trial(a.best);

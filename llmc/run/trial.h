@@ -151,6 +151,8 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     // Count the micro-batches that were left out.
     size_t each = round_up(plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
     double bytes = double(bytes_here(arena, where)) + double(std::max(0, m - few)) * double(each);
+    double host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
+    t.host = std::max(t.host, host);
 
     // Add a hundredth for several chunks: in the longer plan first fit finds other holes, and tests
     // see differences of this size.
@@ -159,7 +161,6 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
 
     // Keep the bytes by row: this rank is the fullest so far.
     t.bytes = bytes + teacher;
-    t.host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
     t.memory.clear();
     double lasting = 0;
     for (auto& [d, place] : arena.lasting) {
@@ -171,12 +172,38 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     t.memory["teacher"] = teacher;
 }
 
+// Whether there is room for a trial, as far as it was placed.
+inline bool has_room(const PlanQuestion& q, const Trial& t) {
+    return t.bytes <= q.room && t.host <= q.host_room;
+}
+
 // Whether a trial fits. Only the rank that the estimate calls the fullest is placed.
 template <typename T, typename S>
 bool fits(const PlanQuestion& q, Trial& t, S where) {
     if (t.bytes == INFINITY)
         place_proposal<T>(q, t, t.proposal.estimate.fullest, where);
-    return t.bytes <= q.room && t.host <= q.host_room;
+    return has_room(q, t);
+}
+
+// Whether a trial fits on all ranks, whichever is the fullest. Of ranks with layers alike the first
+// is placed, which has most in flight. A later one may have more weight halves that wait, or more of
+// what runs before a step: then each is placed.
+template <typename T, typename S>
+bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
+    Config c = q.config;
+    set_proposal(c, t.proposal);
+    config_check(c, q.shape);
+    Layout layout = choose_layout(c, q.shape);
+    Model model = make_model(with_logits(q.shape, where), layout);
+    PlanOptions options = plans_of(c, q.shape)[0];
+    bool each = layout.pipeline == Pipeline::ZERO_BUBBLE ||
+                !before_steps(c, options, q.shape, q.teacher).empty();
+    for (const AlikeRanks& alike : alike_ranks(layout, model, kinds_of_layers(model)))
+        for (int rank : alike.ranks) {
+            place_proposal<T>(q, t, rank, where);
+            if (!each) break;
+        }
+    return has_room(q, t);
 }
 
 } // namespace llmc

@@ -1058,6 +1058,60 @@ TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
     }
 }
 
+// A layout's simulated time, and the most bytes of a rank, on the card and in the host's memory.
+static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
+    Trial all = simulate_proposal<bf16>(q, p, Cpu{});
+    all.bytes = 0;
+    for (int rank = 0; rank < p.pp; rank++) {
+        Trial one = {p};
+        place_proposal<bf16>(q, one, rank, Cpu{});
+        all.bytes = std::max(all.bytes, one.bytes);
+        all.host = std::max(all.host, one.host);
+    }
+    return all;
+}
+
+// A layout that is shown has been placed on all ranks that may be the fullest, whichever the closed
+// form calls it, on the card and on the host. Ranks are alike but for both ends of the model, and
+// weight halves that wait.
+TEST(Planner, AShownLayoutFitsOnEveryRank) {
+    sizes_of_gpu = true;
+    PlanQuestion q = small_question(4, 1e6);
+    q.shape = gpt2_shape(10, 4, 256, 20000, 256);
+    q.config.batch_tokens = 16 * 256;
+    for (unsigned offload : {0u, 15u})
+        for (Pipeline pipeline : {Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
+                                  Pipeline::ZERO_BUBBLE}) {
+            Proposal p;
+            p.pp = 4, p.pipeline = pipeline, p.offload = offload;
+            p.chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
+            if (!refuse_proposal(q, p).empty()) continue;
+            Trial all = simulated_and_placed(q, p);
+
+            // Let the closed form be wrong.
+            for (int rank = 0; rank < 4; rank++) {
+                Trial t = {p};
+                t.proposal.estimate.fullest = rank;
+                EXPECT_TRUE(fits<bf16>(q, t, Cpu{}));
+                EXPECT_TRUE(fits_everywhere<bf16>(q, t, Cpu{}));
+                EXPECT_EQ(t.bytes, all.bytes) << proposal_text(p) << " rank " << rank;
+                EXPECT_EQ(t.host, all.host) << proposal_text(p) << " rank " << rank;
+
+                // A room that is a byte too small.
+                PlanQuestion tight = q;
+                tight.room = t.bytes - 1;
+                EXPECT_FALSE(fits_everywhere<bf16>(tight, t, Cpu{}));
+            }
+        }
+    sizes_of_gpu = false;
+
+    // The answer asks for it.
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    for (const Trial& t : a.best)
+        EXPECT_EQ(t.bytes, simulated_and_placed(q, t.proposal).bytes) << proposal_text(t.proposal);
+}
+
 // The planner keeps tensor parallelism inside a node, because its messages are on
 // the critical path.
 TEST(Planner, TensorParallelismStaysInsideANode) {
@@ -1333,19 +1387,6 @@ TEST(Planner, FrozenWeightsLeave) {
     ASSERT_FALSE(a.best.empty());
     for (const Trial& t : a.best)
         EXPECT_TRUE(moves_row(t.proposal.offload, WEIGHTS)) << proposal_text(t.proposal);
-}
-
-// A layout's simulated time, and the most bytes of a rank, on the card and in the host's memory.
-static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
-    Trial all = simulate_proposal<bf16>(q, p, Cpu{});
-    all.bytes = 0;
-    for (int rank = 0; rank < p.pp; rank++) {
-        Trial one = {p};
-        place_proposal<bf16>(q, one, rank, Cpu{});
-        all.bytes = std::max(all.bytes, one.bytes);
-        all.host = std::max(all.host, one.host);
-    }
-    return all;
 }
 
 // Weights and activations that leave, alone and with masters, moments and gradients: over layouts
