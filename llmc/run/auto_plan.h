@@ -45,7 +45,8 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     double more = 100 * (t.seconds / a.best[a.chosen].seconds - 1);
     snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
              t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
-    bool tie = t.seconds <= TIE * a.best[0].seconds && &t != &a.best[a.chosen];
+    bool tie = has_room(q, t) && t.seconds <= TIE * a.best[0].seconds &&
+               &t != &a.best[a.chosen];
     return line + proposal_text(t.proposal) + (tie ? "  (a tie)" : "") + "\n";
 }
 
@@ -127,6 +128,9 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
     if (yours && yours->bytes > q.room)
         text += concat("  yours does not fit: it takes ", bytes_text(yours->bytes - q.room),
                        " too much\n");
+    else if (yours && !has_room(q, *yours))
+        text += concat("  yours does not fit: the host lacks ",
+                       bytes_text(yours->host - q.host_room), "\n");
     const Trial& best = *trials[0].trial;
     if (best.host > 0)
         text += concat("  best keeps ", bytes_text(best.host),
@@ -286,17 +290,27 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     return q;
 }
 
-// Simulate and place the layout that the user's own flags name, to compare it with the best.
+// Simulate and place the layout that the user's own flags name, to compare it with the best. What
+// they leave open is as in the fastest of the search's layouts that fit, or else in the leanest.
 // Returns false if they name none, or one that is refused, which is printed.
 template <typename T, typename S>
 bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
-    // Look for a flag that a proposal would set.
+    if (!names_layout(q.config)) return false;
+
+    // Ask again, of those that have the named values.
+    PlanQuestion mine = q;
+    mine.named = true;
+    Answer a = answer_question<T>(mine, where);
+    if (!a.best.empty()) {
+        *yours = a.best[0];
+        return true;
+    }
+
+    // The search may have none, because it looks at none of this kind: take the flags as they are.
     Config c = q.config;
-    bool any = false;
-    for (const char* name : planned_flags())
-        any |= given(c, name);
-    if (!any) return false;
+    if (!given(c, "micro-batch")) c.micro_batch = 1;
     if (c.dp == 0) c.dp = std::max(1, q.gpus / (c.tp * c.pp * c.cp));
+    if (a.search.listed > 0) set_proposal(c, a.search.leanest);
 
     // Refuse another number of ranks: its time could not be compared with the others'.
     std::string wrong = check_with_teacher(c, q.shape, q.teacher);
@@ -306,8 +320,6 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
         printf("the layout that the flags name: %s\n", wrong.c_str());
         return false;
     }
-
-    // Simulate its step, and place each rank of the pipeline to find the fullest.
     *yours = simulate_proposal<T>(q, proposal_of(c), where);
     fits_everywhere<T>(q, *yours, where);
     return true;

@@ -501,6 +501,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         Proposal x = p;
                         e.plan.layout.zero = p.zero;
                         e.plan.recompute = x.recompute = Recompute(level);
+                        if (q.named && !has_named(q.config, x)) continue;
                         estimate_orders(e, x, sharing);
                         if (x.estimate.seconds == INFINITY)
                             break;

@@ -18,8 +18,31 @@ struct PlanQuestion {
     int gpus = 1;    // ranks
     double room = 0; // bytes that each rank may take
     double host_room = INFINITY; // and of the host's memory beside its GPU
+    bool named = false; // keep to the values that the user's flags name (has_named())
     std::shared_ptr<KnownSteps> steps = std::make_shared<KnownSteps>(); // of all trials
 };
+
+// Whether the user's flags name a value of what the planner chooses. Other flags hold in any case.
+inline bool names_layout(const Config& c) {
+    bool any = given(c, "micro-batch");
+    for (const char* name : planned_flags())
+        any |= given(c, name);
+    return any;
+}
+
+// Whether a proposal has all values that they name.
+inline bool has_named(const Config& c, const Proposal& p) {
+    auto same = [&](const char* flag, const auto& named, const auto& value) {
+        return !given(c, flag) || named == value;
+    };
+    return same("dp", c.dp, p.dp) && same("tp", c.tp, p.tp) && same("pp", c.pp, p.pp) &&
+           same("cp", c.cp, p.cp) && same("ep", c.ep, p.ep) && same("zero", c.zero, p.zero) &&
+           same("pipeline", c.pipeline, pipeline_name(p.pipeline)) &&
+           same("chunks", c.chunks, p.chunks) &&
+           same("sequence-parallel", c.sequence_parallel, p.sequence_parallel) &&
+           same("recompute", recompute_named(c.recompute), p.recompute) &&
+           same("micro-batch", c.micro_batch, p.B);
+}
 
 // The options of all plans of a run with these flags. The first one trains.
 inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape) {

@@ -351,6 +351,46 @@ TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
         ASSERT_EQ(p.etp, 0);
 }
 
+// Every flag that the planner chooses names a layout. What it leaves open is chosen: the fastest
+// that has the value and fits, or else the leanest. A layout that does not fit is no tie.
+TEST(Planner, FlagsThatItChoosesNameALayoutOfYours) {
+    for (auto [flag, value] : {std::pair("micro-batch", "2"), {"dp", "2"}, {"chunks", "3"},
+                               {"sequence-parallel", "true"}, {"zero", "3"}, {"tp", "2"},
+                               {"pp", "4"}, {"cp", "2"}, {"recompute", "full"},
+                               {"pipeline", "zero-bubble"}, {"pipeline", "gpipe"}}) {
+        PlanQuestion q = small_question(4, 200);
+        EXPECT_EQ(set_flag(q.config, flag, value), "");
+        if (!strcmp(value, "gpipe")) { // it is not searched
+            EXPECT_EQ(set_flag(q.config, "pp", "2"), "");
+        }
+        Trial yours;
+        ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{})) << flag;
+        EXPECT_TRUE(has_named(q.config, yours.proposal)) << proposal_text(yours.proposal);
+        EXPECT_TRUE(has_room(q, yours)) << proposal_text(yours.proposal);
+        Answer a = answer_question<bf16>(q, Cpu{});
+        EXPECT_GE(yours.seconds, a.best[0].seconds);
+        for (const Trial& t : a.best)
+            if (has_named(q.config, t.proposal)) {
+                EXPECT_LE(yours.seconds, t.seconds) << flag;
+            }
+
+        // Where nothing has room with this value, the leanest stands for it, and is no tie.
+        q.room = 1e6;
+        ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{})) << flag;
+        EXPECT_TRUE(has_named(q.config, yours.proposal)) << proposal_text(yours.proposal);
+        EXPECT_FALSE(has_room(q, yours));
+        yours.seconds = a.best[0].seconds;
+        EXPECT_FALSE(has(trial_line(yours, a, q, "yours"), "a tie"));
+    }
+
+    // Three ranks are not four, and no flag names nothing.
+    PlanQuestion q = small_question(4, 200);
+    Trial yours;
+    EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
+    EXPECT_EQ(set_flag(q.config, "dp", "3"), "");
+    EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
+}
+
 // A proposal is tried once: none stands twice among those that are too large, nor among the best.
 TEST(Planner, NoProposalIsTriedTwice) {
     PlanQuestion q = small_question(4, 1e6, 2);
@@ -1158,7 +1198,8 @@ static std::vector<PublishedChoice> published_choices() {
         {"arXiv:2407.21783, 405B", llama31_shape(126, 128, 16384, 53248), "h100", 16384, 8192,
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
-          {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
+          {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"},
+          {"recompute", "none"}},
          0.1, 0},
     };
 }
