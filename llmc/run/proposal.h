@@ -28,15 +28,16 @@ struct Proposal {
     int routing_ranks() const { return dp * cp * (whole_experts() ? tp : 1); }
 
     // How much a user has to know to run this layout. An axis counts ten, because it
-    // brings messages of its own; any other technique counts one, a higher level of ZeRO
-    // or of recomputation more.
+    // brings messages of its own, and a row that leaves the card four, because it needs another
+    // memory, and the way there; any other technique counts one, a higher level of ZeRO or of
+    // recomputation more.
     int techniques() const {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");
         int groups = (zero_group > 0) + (hpz > 1) + whole_experts();
         return 10 * axes + zero + groups + orders + sequence_parallel + (chunks > 1) +
                (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder +
-               std::popcount(offload);
+               4 * std::popcount(offload);
     }
 };
 

@@ -1606,6 +1606,12 @@ TEST(Planner, OfATieTheSimplestWins) {
     slow.seconds = 1.03, slow.bytes = 1;
     EXPECT_EQ(choose_trial({fast, plain, slow}), 1u);
     EXPECT_EQ(choose_trial({fast, slow}), 0u);
+
+    // Nobody moves weights to the host where ZeRO-3 is as fast.
+    Trial moved = plain, sharded = plain;
+    moved.proposal.offload = 1u << WEIGHTS;
+    sharded.proposal.zero = 3;
+    EXPECT_EQ(choose_trial({moved, sharded}), 1u);
 }
 
 // A batch of 8 sequences cannot be divided among 11 ranks, and 8 layers cannot make 11 stages: the
