@@ -53,14 +53,15 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
 // A row of the table of differences: the best trial's number, then for each other trial its number
 // minus the best's.
 inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
-    // Leave out a row in which all numbers are 0.
-    auto zero = [](double x) { return x == 0; };
+    // Leave out a row in which all numbers print as 0, and print no sign of what rounds to 0.
+    auto zero = [](double x) { return std::fabs(x) < 0.005; };
     if (std::all_of(numbers.begin(), numbers.end(), zero)) return "";
     char cell[64];
     snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
     std::string line = cell;
     for (size_t i = 1; i < numbers.size(); i++) {
-        snprintf(cell, sizeof(cell), " %+10.2f", numbers[i] - numbers[0]);
+        double more = numbers[i] - numbers[0];
+        snprintf(cell, sizeof(cell), " %+10.2f", zero(more) ? 0 : more);
         line += cell;
     }
     return line + "\n";
@@ -91,10 +92,9 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
         row(part.name, [&](const Trial& t) { return 1e3 * t.parts.*part.part; });
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
     text += "  GiB of the fullest rank\n";
-    for (const char* name : {"weights", "gradients", "master weights", "optimizer moments",
-                             "mean of weights", "constants", "activations", "teacher"})
-        row(name, [&](const Trial& t) {
-            auto found = t.memory.find(name);
+    for (const MemoryRow& memory : memory_rows())
+        row(memory.name, [&](const Trial& t) {
+            auto found = t.memory.find(memory.name);
             return found == t.memory.end() ? 0 : found->second / GIB;
         });
     row("together", [](const Trial& t) { return t.bytes / GIB; });

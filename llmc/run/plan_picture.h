@@ -131,12 +131,6 @@ inline std::string points_svg(const PlanQuestion& q, const std::vector<Proposal>
 
 // Draw the bytes of the fullest rank by row, a bar for each trial.
 inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>& named) {
-    static const std::pair<const char*, const char*> rows[] = {
-        {"weights", "#64b5f6"},           {"gradients", "#81c784"},
-        {"master weights", "#aed581"},    {"optimizer moments", "#ffb74d"},
-        {"mean of weights", "#4dd0e1"},   {"constants", "#bdbdbd"},
-        {"activations", "#e57373"},       {"teacher", "#ba68c8"},
-    };
     double most = q.room;
     for (const NamedTrial& n : named)
         most = std::max(most, n.trial->bytes);
@@ -146,9 +140,10 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
     // Stack the rows of each.
     std::string text = plot_axis(memory, BARS_LEFT + 62, false, "GiB");
     double left = BARS_LEFT + 70;
+    std::set<std::string> drawn; // rows
     for (const NamedTrial& n : named) {
         double below = 0;
-        for (auto [row, colour] : rows) {
+        for (auto [row, colour] : memory_rows()) {
             auto found = n.trial->memory.find(row);
             bool any = found != n.trial->memory.end() && found->second > 0;
             if (!any) continue;
@@ -162,16 +157,18 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
             text += concat("\" width=\"", 0.7 * width, "\" height=\"", height);
             text += concat("\" fill=\"", colour, "\"/></g>\n");
             below += gib;
+            drawn.insert(row);
         }
         text += plot_text(left, PLOT_TOP + PLOT_HEIGHT + 18, n.name);
         left += width;
     }
 
-    // Mark the room, and name the colours.
+    // Mark the room, and name the colours of the rows that are there.
     double room = memory.at(q.room / GIB);
     text += room_line(BARS_LEFT + 62, left, room);
     double y = PLOT_TOP;
-    for (auto [row, colour] : rows) {
+    for (auto [row, colour] : memory_rows()) {
+        if (!drawn.count(row)) continue;
         text += concat("<rect x=\"", PICTURE_WIDTH - 130, "\" y=\"", y - 10);
         text += concat("\" width=\"12\" height=\"12\" fill=\"", colour, "\"/>");
         text += plot_text(PICTURE_WIDTH - 112, y, row);

@@ -113,15 +113,35 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     return t;
 }
 
-// The row of the memory table that a kind of data belongs to.
+// The rows of the memory table, in their order, and their colours in a picture.
+struct MemoryRow {
+    const char* name;
+    const char* colour;
+};
+inline const std::vector<MemoryRow>& memory_rows() {
+    static const std::vector<MemoryRow> rows = {
+        {"weights", "#64b5f6"},           {"codes of fp8 weights", "#9fa8da"},
+        {"gradients", "#81c784"},         {"master weights", "#aed581"},
+        {"optimizer moments", "#ffb74d"}, {"mean of weights", "#4dd0e1"},
+        {"constants", "#bdbdbd"},         {"key/value cache", "#a1887f"},
+        {"activations", "#e57373"},       {"teacher", "#ba68c8"},
+    };
+    return rows;
+}
+
+// The row that a kind of data belongs to. Maxima of 8-bit products stand with the codes.
 inline const char* memory_row(Kind kind) {
     switch (kind) {
     case Kind::WEIGHT: return "weights";
+    case Kind::AMAX:
+    case Kind::MAXIMA:
+    case Kind::CAST: return "codes of fp8 weights";
     case Kind::GRAD:
     case Kind::GRAD_TIED: return "gradients";
     case Kind::MASTER: return "master weights";
     case Kind::STATE: return "optimizer moments";
     case Kind::EMA: return "mean of weights";
+    case Kind::CACHE: return "key/value cache";
     default: return "constants";
     }
 }

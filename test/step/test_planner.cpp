@@ -427,6 +427,34 @@ TEST(Planner, TheTableOfDifferencesAddsUp) {
         EXPECT_HAS(text, part);
 }
 
+static PlanQuestion lossy_question(int gpus, const char* loss);
+
+// Codes of weights, and keys and values of answers, have rows of their own in the table. What rounds
+// to 0 has no sign, and a row of it is left out.
+TEST(Planner, TheTableNamesCodesAndTheCache) {
+    PlanQuestion q = small_question(2, 1e6);
+    auto memory = [&](const PlanQuestion& asked) {
+        Trial t = {plain_proposal(asked)};
+        t.proposal.dp = 2;
+        place_proposal<bf16>(asked, t, 0, Cpu{});
+        return t.memory;
+    };
+    EXPECT_EQ(memory(q).count("codes of fp8 weights") + memory(q).count("key/value cache"), 0u);
+    q.shape.fp8 = Fp8::TENSOR;
+    q.shape.fp8_kept = true;
+    EXPECT_GT(memory(q)["codes of fp8 weights"], 6 * 12 * 256 * 256); // a byte for an element
+    EXPECT_GT(memory(lossy_question(2, "grpo"))["key/value cache"], 0);
+
+    std::set<std::string> known;
+    for (const MemoryRow& row : memory_rows())
+        known.insert(row.name);
+    for (int kind = 0; kind <= int(Kind::CACHE); kind++)
+        EXPECT_EQ(known.count(memory_row(Kind(kind))), 1u) << kind;
+    EXPECT_EQ(difference_line("x", {1, 1 - 1e-9, 3}),
+              "  x                              1.00      +0.00      +2.00\n");
+    EXPECT_EQ(difference_line("x", {0, 1e-3, -1e-3}), "");
+}
+
 namespace {
 
 // The question of a machine whose file says one number otherwise. Memory changes the room too.
@@ -1573,6 +1601,8 @@ TEST(Planner, DrawsItsAnswer) {
     EXPECT_HAS(text, "</svg>\n</svg>\n");
     EXPECT_HAS(text, "the step of the best");
     EXPECT_HAS(text, "<title>" + proposal_text(a.best[a.chosen].proposal) + "</title>");
+    EXPECT_HAS(text, ">optimizer moments</text>"); // its legend names no row that is empty
+    EXPECT_FALSE(has(text, ">teacher</text>") || has(text, ">codes of fp8 weights</text>"));
 
     // Add up the bars. A scale from 0 to 1.1 of the most has PLOT_HEIGHT pixels.
     double height = 0;
