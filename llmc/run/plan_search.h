@@ -110,11 +110,12 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
     std::vector<int> sizes, chunks = {1};
     for (int B = 1; B <= 64 && (B == 1 || B * int64_t(q.config.seq) <= FULL_ROWS); B++)
         if (samples % B == 0) sizes.push_back(B);
-    for (int v : {2, 3, 4, 6, 7, MOST_CHUNKS})
+    for (int v = 2; v <= MOST_CHUNKS; v++)
         if (grid.pp > 1) chunks.push_back(v);
 
     // Try three schedules. GPipe is left out: it has 1F1B's bubble, and keeps more activations.
-    // Zero-bubble with chunks is left out for the same reason.
+    // Zero-bubble with chunks is left out because the closed form counts neither the stages that
+    // live there nor the bubble.
     for (int B : sizes)
         for (int v : chunks)
             for (bool sequence_parallel : {false, true})

@@ -1490,7 +1490,8 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
             least = std::min(least, ratio);
             bool unlike = p.chunks > 1 || moves_row(set, GRADIENTS);
             EXPECT_GE(ratio, unlike ? 0.9 : 1) << offload_words(set) << " " << proposal_text(p);
-            EXPECT_NEAR(p.estimate.host / t.host, 1, 0.15) << proposal_text(p);
+            EXPECT_GE(p.estimate.host / t.host, 0.85) << proposal_text(p); // need_not_place()
+            EXPECT_LE(p.estimate.host / t.host, 1.2) << proposal_text(p);
         }
         printf("%s, %.0f layouts: mean error of time %.1f%%, of memory %.1f%%, at least %+.1f%%\n",
                offload_words(set).c_str(), n, 100 * time / n, 100 * memory / n, 100 * least - 100);
