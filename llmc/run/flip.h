@@ -6,7 +6,8 @@
 //   change.
 //   Rates change the times of the layouts that are shown: each is simulated again. Memory changes
 //   which layouts fit: those shown may fall out, and those that were too large may come in, so
-//   nothing is simulated twice. Layouts that are neither are not looked at.
+//   nothing is simulated twice. Layouts that are neither are looked at only in the end: where that
+//   is quick, a plan for the changed machine says who wins there.
 //   find_lead() asks the same for a layout that the user names: which change, from a tenth to ten
 //   times, makes it at least as fast as all that are shown?
 //   Cost: some hundred simulations, of plans that are made once. Long pipelines would take seconds,
@@ -40,6 +41,7 @@ struct Flip {
     const Knob* knob = nullptr; // null: none was found
     int thousandths = 0;
     Proposal winner = {};      // dp 0: none of the layouts that were looked at fits
+    bool planned = false;      // all layouts were looked at, by a plan for the changed machine
     bool memory_alone = false; // rates were not varied: the pipelines are too long
 };
 
@@ -51,8 +53,10 @@ struct FlipSearch {
     std::vector<Rehearsal> plans;     // [shown]
 };
 
-// Limits: of the change, of layouts that more memory would admit.
+// Limits: of the change, of layouts that more memory would admit, and of those that are planned
+// anew, which takes a tenth of a second.
 constexpr int MOST_THOUSANDTHS = 500;
+constexpr size_t MOST_REPLANNED = 20000;
 constexpr size_t MOST_LARGER = 6;
 // A limit on simulated actions. Where all shown layouts together have more, only memory is varied;
 // a layout that has more alone, and did not fit, is left out.
@@ -190,10 +194,21 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
             flip.winner = winner;
             most = change - 1;
         }
+    if (!flip.knob || a.search.listed > MOST_REPLANNED) return flip;
+
+    // Plan for the changed machine: a layout that is not shown may win there.
+    Answer there = answer_question<T>(changed_question(q, *flip.knob, flip.thousandths), where);
+    Proposal winner;
+    winner.dp = 0;
+    if (!there.best.empty()) winner = there.best[there.chosen].proposal;
+    if (proposal_text(winner) == chosen) return flip;
+    flip.winner = winner;
+    flip.planned = true;
     return flip;
 }
 
-// Whether the last shown layout fits and is at least as fast as all others if one number changes.
+// Whether the last shown layout fits and is at least as fast as all others that do if one number
+// changes.
 template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int thousandths) {
     // Other memory leaves the times as they are.
     PlanQuestion q = changed_question(s.q, knob, thousandths);
@@ -206,7 +221,7 @@ template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int t
     };
     double mine = seconds(s.shown.size() - 1);
     for (size_t i = 0; i + 1 < s.shown.size(); i++)
-        if (seconds(i) < mine) return false;
+        if (s.shown[i].bytes <= q.room && seconds(i) < mine) return false;
     return true;
 }
 
@@ -230,6 +245,8 @@ Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S whe
             if (flip.memory_alone && knob.field != &Machine::memory_gb)
                 break;
             int most = sign > 0 ? MOST_TIMES : LEAST_SHARE;
+            bool shrinks = sign < 0 && knob.field == &Machine::memory_gb;
+            if (shrinks) most = std::max(0, int(1000 * (1 - yours.bytes / q.room))); // it fits
             int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
                 return leads_at<T>(s, knob, k);
             });
@@ -243,16 +260,23 @@ Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S whe
     return flip;
 }
 
+// A number in five digits, rounded up or down.
+inline double rounded(double x, bool up) {
+    double unit = std::pow(10, std::floor(std::log10(x)) - 4);
+    double steps = x / unit;
+    return unit * (up ? std::ceil(steps - 1e-6) : std::floor(steps + 1e-6));
+}
+
 // A change in words. memory_flag: the user gave --memory, which is changed instead of the card's.
 inline std::string change_text(const PlanQuestion& q, const Flip& flip, bool memory_flag) {
     const Knob& knob = *flip.knob;
     bool room = memory_flag && knob.field == &Machine::memory_gb;
     double now = room ? q.room / GIB : q.machine.*knob.field;
-    double then = now * (1 + flip.thousandths / 1000.0);
+    double then = rounded(now * (1 + flip.thousandths / 1000.0), flip.thousandths > 0);
 
-    // Four digits tell a thousandth apart.
+    // Who types the number is past the flip, not short of it.
     char line[160];
-    snprintf(line, sizeof(line), "%.1f%% %s %s (%.4g instead of %.4g %s)",
+    snprintf(line, sizeof(line), "%.1f%% %s %s (%.5g instead of %.5g %s)",
              std::abs(flip.thousandths) / 10.0, flip.thousandths > 0 ? "more" : "less", knob.words,
              then, now, room ? "GiB" : knob.unit);
     return line;
@@ -277,9 +301,10 @@ inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memor
         return concat("what would flip the choice: no single number of the machine, by ",
                       MOST_THOUSANDTHS / 10, "% or less", scope, "\n");
     bool fits = flip.winner.dp > 0;
-    return concat("what would flip the choice: with ", change_text(q, flip, memory_flag),
-                  fits ? " this would win" : " none of these would fit", scope,
-                  fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");
+    const char* what = fits ? " of these this would be best" : " none of the planner's would fit";
+    if (flip.planned) what = fits ? " this would win" : " the planner would find none that fits";
+    return concat("what would flip the choice: with ", change_text(q, flip, memory_flag), what,
+                  scope, fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");
 }
 
 } // namespace llmc

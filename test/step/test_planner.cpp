@@ -504,6 +504,8 @@ TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
             printf("%s: %s", chosen.c_str(), flip_text(q, flip, false).c_str());
             if (!flip.knob) continue;
             seen.insert(flip.knob->words);
+            EXPECT_TRUE(flip.planned);
+            EXPECT_HAS(flip_text(q, flip, false), flip.winner.dp ? ") this would win:" : "find none");
 
             // Ask the whole planner there, and on this side of it.
             int k = flip.thousandths;
@@ -570,6 +572,44 @@ TEST(Planner, TheNamedChangeMakesTheUsersLayoutTheFastestAndALittleLessDoesNot) 
     EXPECT_EQ(lead_text(q, a, large, flip, false),
               "what would make yours the fastest of these: with 25.0% more memory (100 instead of "
               "80 GB)\n");
+}
+
+// A printed number is past the flip: 22.7284 becomes less where less flips, and more where more does.
+TEST(Planner, PrintedNumbersArePastTheFlip) {
+    EXPECT_NEAR(rounded(22.72848, false), 22.728, 1e-9);
+    EXPECT_NEAR(rounded(22.72811, true), 22.729, 1e-9);
+    EXPECT_NEAR(rounded(100, true), 100, 1e-9);
+    EXPECT_NEAR(rounded(71.84, false), 71.84, 1e-9);
+    EXPECT_NEAR(rounded(0.63127501, true), 0.63128, 1e-9);
+}
+
+// With less memory only what still fits competes: a slower layout of the user's leads where the
+// others do not fit. Among more layouts than are planned anew the line speaks of those shown.
+TEST(Planner, AYoursThatFitsLeadsWhereOthersDoNot) {
+    PlanQuestion q = small_question(4, 2000, 2);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    Trial yours = a.best.back();
+    yours.seconds = 1.5 * a.best[0].seconds;
+    double least = INFINITY;
+    for (const Trial& t : a.best)
+        least = std::min(least, t.bytes);
+    yours.bytes = 0.8 * least;
+    q.room = 1.01 * a.best[0].bytes;
+    Flip lead = find_lead<bf16>(q, a, yours, Cpu{});
+    std::string text = lead_text(q, a, yours, lead, false);
+    EXPECT_HAS(text, "% less memory (");
+    double room = q.room * (1 + lead.thousandths / 1000.0);
+    EXPECT_LE(yours.bytes, room);
+    EXPECT_LT(room, least);
+    EXPECT_GE(room + q.room / 1000, least);
+
+    a.search.listed = MOST_REPLANNED + 1;
+    Flip flip = find_flip<bf16>(q, a, Cpu{});
+    EXPECT_FALSE(flip.planned);
+    text = flip_text(q, flip, false);
+    EXPECT_TRUE(has(text, ") of these this would be best:") || has(text, "none of the planner's"))
+        << text;
 }
 
 // A change stays within the range that a machine file may have, and within the asked one.
