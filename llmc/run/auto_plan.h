@@ -35,14 +35,14 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
 }
 
-// A trial as one line: its time, how much longer it takes than the best, tokens a second, bytes of
-// the fullest rank, flags.
+// A trial as one line: its time, how much longer it takes than the fastest, tokens a second, bytes
+// of the fullest rank, flags.
 inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestion& q,
                               const std::string& name) {
     // The rate counts the tokens of all ranks together.
     char line[96];
     double rate = double(q.config.batch_tokens) / t.seconds;
-    double more = 100 * (t.seconds / a.best[a.chosen].seconds - 1);
+    double more = 100 * (t.seconds / a.best[0].seconds - 1);
     snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
              t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
     bool tie = has_room(q, t) && t.seconds <= TIE * a.best[0].seconds &&
@@ -119,7 +119,8 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         "plan for ", q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name, ", ",
         bytes_text(q.room), " each; ", q.config.batch_tokens, " tokens a step, ", q.config.seq,
         " a sequence\nof ", a.search.listed, " layouts ", a.search.proposals.size(),
-        " may fit, ", a.simulated, " were simulated\n");
+        " may fit, ", a.simulated, " were simulated; within 2% of the fastest is a tie, and the "
+        "simplest is best\n");
 
     // Print them. With --explain the table of differences follows.
     std::vector<NamedTrial> trials = named_trials(a, yours);
