@@ -246,16 +246,17 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 }
 
 // Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that
-// has least has left, or of what a question's has. `each`: processes of a machine.
+// has least has left, or of what a question's has, without a twentieth for all else that runs there.
+// `each`: processes of a machine.
 template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     const Config& c = run.config;
-    if (c.explain) return machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
+    if (c.explain) return 0.95 * machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
     if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
     all_gather(run.world, all.data(), &mine, 1, Cpu{});
-    return double(*std::min_element(all.begin(), all.end()));
+    return 0.95 * double(*std::min_element(all.begin(), all.end()));
 }
 
 // The question that a command line asks, the same on all ranks. Without --batch-tokens the global
