@@ -71,6 +71,7 @@ struct Rehearsal {
     LayoutRuns runs;
     std::vector<BeforeRuns> before = {};
     double teacher_C = 0;
+    int micro_batches = 0; // of the whole step
 };
 template <typename T, typename S>
 Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
@@ -81,6 +82,7 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     Layout layout = choose_layout(c, q.shape);
     Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
     PlanOptions options = plans_of(c, q.shape)[0];
+    r.micro_batches = options.micro_batches;
     r.runs = layout_runs(layout, r.model, options, *q.steps);
 
     // Make those of what runs before, too.

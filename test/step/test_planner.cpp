@@ -1666,6 +1666,30 @@ TEST(Planner, DrawsItsAnswer) {
         for (const Proposal& f : frontier)
             EXPECT_FALSE(p.estimate.seconds < f.estimate.seconds &&
                          p.estimate.bytes < f.estimate.bytes);
+    // Nothing lies above the plot or left of it, the room has a label, and no name lies on another.
+    for (size_t at = text.find(" cy=\""); at != std::string::npos; at = text.find(" cy=\"", at + 1))
+        EXPECT_GE(atof(text.c_str() + at + 5), PLOT_TOP);
+    EXPECT_HAS(text, ">room: " + bytes_text(q.room) + "</text>");
+    std::vector<NamedTrial> twins(3, {"same", &a.best[0]});
+    std::string drawn = points_svg(q, a.search.proposals, twins);
+    std::vector<double> heights;
+    for (size_t end = drawn.find("\">same"); end != std::string::npos;
+         end = drawn.find("\">same", end + 1))
+        heights.push_back(atof(drawn.c_str() + drawn.rfind(" y=\"", end) + 4));
+    ASSERT_EQ(heights.size(), 3u);
+    EXPECT_GE(heights[1] - heights[0], 11);
+    EXPECT_GE(heights[2] - heights[1], 11);
+
+    // Of many micro-batches the step shows a few, and says so.
+    EXPECT_FALSE(has(text, "micro-batches)"));
+    q.config.batch_tokens = 256 * 256;
+    q.config.micro_batch = 1;
+    EXPECT_EQ(set_flag(q.config, "micro-batch", "1"), "");
+    q.named = true;
+    Answer many = answer_question<bf16>(q, Cpu{});
+    draw_plan<bf16>(q, many, named_trials(many, nullptr), path, Cpu{});
+    EXPECT_HAS(read_file(path), " micro-batches)</text>");
+
     draw_plan<bf16>(q, a, named_trials(a, nullptr), scratch("plan.json"), Cpu{});
     EXPECT_HAS(read_file(scratch("plan.json")), "traceEvents");
 }
