@@ -172,10 +172,12 @@ inline int nearest_gpus(PlanQuestion q) {
 // The error when no layout of these ranks is allowed: why the first one tried was refused, and the
 // nearest number of ranks that has one. Another batch, which more numbers divide, helps as well.
 inline std::string refuse_ranks(const PlanQuestion& q, const std::string& why) {
-    // If not even a single rank has a layout, the reason alone must do.
+    // If not even a single rank has a layout, look for a fault that has nothing to do with one.
     int near = nearest_gpus(q);
-    return concat("--plan auto: no layout of ", q.gpus, " ranks is allowed (", why, ")",
-                  near ? concat(": try ", near, " ranks, or another --batch-tokens") : "");
+    std::string wrong = refuse_proposal(q, {});
+    if (near == 0) return wrong.empty() ? why : wrong;
+    return concat("--plan auto: no layout of ", q.gpus, " ranks is allowed (", why, "): try ", near,
+                  " ranks, or another --batch-tokens");
 }
 
 // The error when no layout fits: how many bytes the leanest one lacks, and which other flag frees

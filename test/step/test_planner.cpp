@@ -1718,6 +1718,15 @@ TEST(Planner, NamesANumberOfRanksThatHasALayout) {
     EXPECT_TRUE(list_grids(q, &why).empty());
     EXPECT_HAS(refuse_ranks(q, why), "no layout of 11 ranks is allowed (");
     EXPECT_HAS(refuse_ranks(q, why), "): try 10 ranks, or another --batch-tokens");
+
+    // What is refused whatever the layout is not blamed on the ranks.
+    EXPECT_EQ(set_flag(q.config, "loss", "dpo"), "");
+    std::string wrong = refuse_ranks(q, why);
+    EXPECT_HAS(wrong, "--loss dpo");
+    EXPECT_FALSE(has(wrong, "no layout of") || has(wrong, "--batch-tokens")) << wrong;
+    q.config.loss = "lm";
+    q.config.seq = 1024; // of 256
+    EXPECT_EQ(refuse_ranks(q, why).find("--seq 1024"), 0u) << refuse_ranks(q, why);
 }
 
 // ----------------------------------------------------------------------------
