@@ -248,7 +248,7 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 }
 
 // Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that
-// has least has left, or of what a question's has, without a twentieth for all else that runs there.
+// has least has left, or of what a question's has. A twentieth is for all else that runs there.
 // `each`: processes of a machine.
 template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {

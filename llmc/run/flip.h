@@ -129,7 +129,8 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
         if (flip_actions(q, p) > MOST_FLIP_ACTIONS) continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
-        if (!fits_everywhere<T>(q, t, where))
+        fits_everywhere<T>(q, t, where);
+        if (t.bytes > q.room && t.host <= q.host_room)
             trials.push_back(t);
     }
     return trials;
@@ -207,8 +208,7 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
     return flip;
 }
 
-// Whether the last shown layout fits and is at least as fast as all others that do if one number
-// changes.
+// Whether the last shown layout fits and is at least as fast as all others if one number changes.
 template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int thousandths) {
     // Other memory leaves the times as they are.
     PlanQuestion q = changed_question(s.q, knob, thousandths);
@@ -221,7 +221,7 @@ template <typename T> bool leads_at(const FlipSearch& s, const Knob& knob, int t
     };
     double mine = seconds(s.shown.size() - 1);
     for (size_t i = 0; i + 1 < s.shown.size(); i++)
-        if (s.shown[i].bytes <= q.room && seconds(i) < mine) return false;
+        if (seconds(i) < mine) return false;
     return true;
 }
 
@@ -245,8 +245,6 @@ Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S whe
             if (flip.memory_alone && knob.field != &Machine::memory_gb)
                 break;
             int most = sign > 0 ? MOST_TIMES : LEAST_SHARE;
-            bool shrinks = sign < 0 && knob.field == &Machine::memory_gb;
-            if (shrinks) most = std::max(0, int(1000 * (1 - yours.bytes / q.room))); // it fits
             int change = smallest_change(q.machine, knob, sign, most, [&](int k) {
                 return leads_at<T>(s, knob, k);
             });
@@ -290,7 +288,7 @@ inline std::string lead_text(const PlanQuestion& q, const Answer& a, const Trial
     const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
     std::string what = flip.knob ? "with " + change_text(q, flip, memory_flag)
                                  : "no single number of the machine, from a tenth to ten times";
-    return concat("what would make yours the fastest of these: ", what, scope, "\n");
+    return concat("what would make yours as fast as any of these: ", what, scope, "\n");
 }
 
 // The flip as a line. memory_flag: the user gave --memory, which is changed instead of the card's.

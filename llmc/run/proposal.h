@@ -27,10 +27,9 @@ struct Proposal {
     bool whole_experts() const { return etp == 1 && tp > 1; }
     int routing_ranks() const { return dp * cp * (whole_experts() ? tp : 1); }
 
-    // How much a user has to know to run this layout. An axis counts ten, because it
-    // brings messages of its own, and a row that leaves the card four, because it needs another
-    // memory, and the way there; any other technique counts one, a higher level of ZeRO or of
-    // recomputation more.
+    // How much a user has to know to run this layout. An axis counts ten, because it brings
+    // messages of its own. A row that leaves the card counts four: it needs another memory, and the
+    // way there. Any other technique counts one, a higher level of ZeRO or recomputation more.
     int techniques() const {
         int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
         int orders = (order != "tp-pp-dp") + (cp_method != "gather");

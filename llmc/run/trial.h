@@ -1,6 +1,6 @@
 // trial.h - a proposal as the plans that would run: simulated, and placed in memory
 //   1. simulate_proposal()  the time of a step, by parts; with what runs before it
-//   2. place_proposal()     the bytes of a pipeline rank, by rows; fits() asks whether there is room
+//   2. place_proposal()     the bytes of a pipeline rank, by rows; fits() asks if there is room
 //   Both make as few micro-batches as a pipeline needs to settle.
 #pragma once
 #include "../io/predict.h"
@@ -231,8 +231,8 @@ bool fits(const PlanQuestion& q, Trial& t, S where) {
 }
 
 // Whether a trial fits on all ranks, whichever is the fullest. Of ranks with layers alike the first
-// is placed, which has most in flight. A later one may have more weight halves that wait, or more of
-// what runs before a step: then each is placed.
+// is placed, which has most in flight. A later one may have more weight halves that wait, or more
+// of what runs before a step: then each is placed.
 template <typename T, typename S>
 bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
     Config c = q.config;
