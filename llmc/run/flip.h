@@ -62,11 +62,6 @@ constexpr size_t MOST_LARGER = 6;
 // a layout that has more alone, and did not fit, is left out.
 constexpr double MOST_FLIP_ACTIONS = 5e4;
 
-// About as many actions as a simulation of a layout has: two short runs (answer_question()).
-inline double flip_actions(const PlanQuestion& q, const Proposal& p) {
-    return 15.0 * p.pp * double(q.shape.L);
-}
-
 // The question with one number of its machine changed. Memory also changes the room.
 inline PlanQuestion changed_question(const PlanQuestion& q, const Knob& knob, int thousandths) {
     PlanQuestion other = q;
@@ -126,7 +121,7 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     for (const Proposal& p : a.larger) {
         if (tried++ == MOST_LARGER || p.estimate.seconds > slowest)
             break;
-        if (flip_actions(q, p) > MOST_FLIP_ACTIONS) continue;
+        if (rehearsal_actions(q, p) > MOST_FLIP_ACTIONS) continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
         fits_everywhere<T>(q, t, where);
@@ -159,7 +154,7 @@ int smallest_change(const Machine& machine, const Knob& knob, int sign, int most
 template <typename T, typename S> bool rehearse_shown(FlipSearch& s, S where) {
     double actions = 0;
     for (const Trial& t : s.shown)
-        actions += flip_actions(s.q, t.proposal);
+        actions += rehearsal_actions(s.q, t.proposal);
     if (actions > MOST_FLIP_ACTIONS) return true;
     for (const Trial& t : s.shown)
         s.plans.push_back(rehearse_proposal<T>(s.q, t.proposal, where));

@@ -588,9 +588,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
         // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        // Two short runs, about. What moves takes more actions.
-        double each = p.offload ? 150 : 15;
-        actions += each * p.pp * double(q.shape.L);
+        double moves = p.offload ? 10 : 1; // what moves takes more actions
+        actions += moves * rehearsal_actions(q, p);
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;

@@ -90,6 +90,18 @@ Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     r.teacher_C = double(q.teacher.C);
     return r;
 }
+
+// About as many actions as its plans have: two short runs. Interleaved groups of unequal sizes want
+// longer ones (settled()).
+inline double rehearsal_actions(const PlanQuestion& q, const Proposal& p) {
+    int m = int(q.config.batch_tokens / (int64_t(p.B) * q.config.seq * p.dp));
+    Layout layout;
+    layout.pp.size = p.pp;
+    layout.pipeline = p.pipeline;
+    double longer = std::min(m, settled(layout, m).few) / (3.0 * p.pp);
+    return 15.0 * p.pp * double(q.shape.L) * std::max(1.0, longer);
+}
+
 template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
     CostModel cost = run_costs<T>(machine, r.model, Cpu{});
     cost.teacher_C = r.teacher_C;

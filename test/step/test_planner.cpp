@@ -1128,6 +1128,18 @@ TEST(Planner, LiveStagesAreThoseOfTheSchedule) {
         }
 }
 
+// Groups of unequal sizes are simulated in longer plans, and the limits of the search know it.
+TEST(Planner, LimitsKnowPlansOfUnequalGroups) {
+    PlanQuestion q = small_question(16, 1e6);
+    Proposal p;
+    p.pp = 16, p.chunks = 2, p.pipeline = Pipeline::INTERLEAVED;
+    q.config.batch_tokens = 992 * 256;
+    double equal = rehearsal_actions(q, p);
+    EXPECT_EQ(equal, 15 * 16 * 6);
+    q.config.batch_tokens = 1000 * 256; // eight more than 62 rounds: 168 micro-batches, and not 32
+    EXPECT_DOUBLE_EQ(rehearsal_actions(q, p) / equal, 168 / 48.0);
+}
+
 // place_proposal() places only some rounds of a long accumulation. It never finds fewer bytes than
 // all of them take, and at most 0.5% more, or 2% with chunks.
 TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
