@@ -1221,7 +1221,16 @@ TEST(Planner, AShownLayoutFitsOnEveryRank) {
         }
     sizes_of_gpu = false;
 
+    // In a long zero-bubble pipeline a rank in the middle has most weight halves that wait.
+    q.shape = gpt2_shape(14, 4, 256, 256, 256);
+    Proposal halves;
+    halves.pp = 8, halves.pipeline = Pipeline::ZERO_BUBBLE;
+    Trial placed = {halves};
+    fits_everywhere<bf16>(q, placed, Cpu{});
+    EXPECT_EQ(placed.bytes, simulated_and_placed(q, halves).bytes);
+
     // The answer asks for it.
+    q.shape = gpt2_shape(10, 4, 256, 20000, 256);
     Answer a = answer_question<bf16>(q, Cpu{});
     ASSERT_FALSE(a.best.empty());
     for (const Trial& t : a.best)
