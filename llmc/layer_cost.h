@@ -332,7 +332,8 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
     // Neighbours exchange heads; those that share keys stand as many ranks apart.
     int near = axis_in_node(layout, c.machine, &Layout::cp);
     Link of_heads = link_of(c.machine, heads_axis(layout).size, near);
-    Link of_keys = link_of(c.machine, keys_axis(layout).size, std::max(1, near / of_heads.n));
+    int apart = std::max(1, near / of_heads.n);
+    Link of_keys = link_of(c.machine, keys_axis(layout).size, apart);
 
     // Ulysses sends q, k, v and out of each sequence. It packs them: reads and writes all heads.
     if (of_heads.n > 1) {
@@ -423,7 +424,9 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
     AttentionCost attention = block_attention(c, p, s, layer);
-    if (p.mode == Mode::GENERATE && p.T == 1) attention = cached_attention(c, p, s, layer);
+    // A row of each sequence reads what generation has kept.
+    bool cached = p.mode == Mode::GENERATE && p.T == 1;
+    if (cached) attention = cached_attention(c, p, s, layer);
     double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, layer, backward);
     t.products = block_products(c, p, model, layer);

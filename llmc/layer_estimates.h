@@ -260,7 +260,9 @@ BucketEstimate estimate_buckets(const Planner<T, S>& planner, const Plan& p, con
         if (cut) e.gather += gather_seconds(c, p, model, b);
         if (cut || p.layout.weights_away) e.weights += bytes(Kind::GATHERED);
         if (sends_codes(p, model, b)) e.weights += bytes(Kind::CODES);
-        for (int i = bucket.first; keeps_casts(p, model) && i < bucket.first + bucket.count; i++) {
+        int last = bucket.first + (keeps_casts(p, model) ? bucket.count : 0);
+        for (int i = bucket.first; i < last; i++) {
+            // Only matrices have casts.
             const Parameter& w = model.parameters[i];
             if (w.matrix >= 0) e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols());
         }

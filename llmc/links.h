@@ -19,11 +19,13 @@ struct Link {
     double link, nic;
     double latency, hop;
 
+    // A ring that leaves a node goes around all of its NICs at once, but for one message.
     bool leaves_node() const { return near < n; }
     double ring() const { return leaves_node() ? std::min(link, nic * near) : link; }
     double one() const { return leaves_node() ? std::min(link, nic) : link; }
 
-    // The bytes of all shards, given those that a rank sends to all others.
+    // The bytes of all shards, given those that a rank sends to all others. Each of the n - 1 gets a
+    // part, and the rank keeps one.
     double whole(double sent) const { return sent * n / (n - 1); }
 
     // A group of one has all of it already.
@@ -35,8 +37,12 @@ struct Link {
         return n > 1 ? latency + 2 * double(n - 1) / n * bytes / ring() : 0;
     }
     double all_to_all(double bytes) const {
+        // Parts for this node and for others go at once.
         if (n == 1) return 0;
-        return latency + std::max((near - 1) * bytes / n / link, (n - near) * bytes / n / nic);
+        double part = bytes / n;
+        double inside = (near - 1) * part / link;
+        double across = (n - near) * part / nic;
+        return latency + std::max(inside, across);
     }
     double message(double bytes) const { return 20e-6 + bytes / one(); }
 };

@@ -19,8 +19,9 @@
 //              Sampling: the same, of one row of each slot
 //   bytes      lasting data of the rank's buckets + live micro-batches x kept activations + the
 //              peak that one layer needs while it runs
-//   Layers have estimates that many layouts share (layer_estimates.h). The closed form leaves out how actions wait for
-//   each other, so the best few layouts are simulated and placed before anybody believes them.
+//   Layers have estimates that many layouts share (layer_estimates.h). The closed form leaves out
+//   how actions wait for each other, so the best few layouts are simulated and placed before they
+//   are believed.
 //   test_planner says how far off the closed form is.
 //   Cost: a microsecond a layout, some milliseconds for each new size of tp, ep or pipeline.
 #pragma once
@@ -58,8 +59,11 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
     double waits = std::min(m, pp - rank);
     if (layout.pipeline == Pipeline::GPIPE)
         return {all, all};
-    if (layout.pipeline == Pipeline::INTERLEAVED)
-        waits = std::min(all, 2.0 * (pp - rank - 1) + (v - 1) * pp + 1);
+    if (layout.pipeline == Pipeline::INTERLEAVED) {
+        // Groups are larger where pp does not divide the micro-batches, as in schedule_of().
+        int largest = int(ceil_div(m, std::max(1, m / pp)));
+        waits = std::min(all, 2.0 * (pp - rank - 1) + (v - 1) * largest + 1);
+    }
     if (layout.pipeline != Pipeline::ZERO_BUBBLE)
         return {waits, waits};
     return {v * waits, double(v * std::min(m, pp))};
@@ -131,7 +135,8 @@ inline MovingShares moving_shares(const Plan& p, const Model& model, int from, i
         int n = ahead < 2 * end ? 0 : (ahead - 2 * end) / each + 1;
         return double(std::min(n, blocks)) / blocks;
     };
-    bool cut = is_sharded(layout, model, {Kind::WEIGHT, buckets_of(model, std::max(from, 1))[0]});
+    int bucket = buckets_of(model, std::max(from, 1))[0];
+    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
     int lead = layout.prefetch * (cut + layout.weights_away);
 
     // The passes of a rank's only stage follow each other, at both ends of it. With chunks those of

@@ -339,15 +339,17 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
 
 // `few` micro-batches fill a pipeline twice or more. From there on it is in a steady state: each
 // `round` of micro-batches is like the one before it. Interleaved stages take turns in rounds of
-// `pp`; other schedules repeat every micro-batch.
+// `pp`; other schedules repeat every micro-batch. Of micro-batches that pp does not divide, each of
+// the rest makes a round larger by one: those rounds are a part of `few`.
 struct Settled {
     int few, round;
 };
 inline Settled settled(const Layout& layout, int micro_batches) {
     // Rounds of up to four micro-batches average out waits that do not occur in each one.
     int pp = layout.pp.size;
+    int rest = micro_batches % pp;
     if (layout.pipeline == Pipeline::INTERLEAVED)
-        return {2 * pp + micro_batches % pp, pp};
+        return {(2 + rest) * pp + rest, pp};
     return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
 }
 

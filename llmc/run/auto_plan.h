@@ -35,31 +35,33 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
 }
 
-// A trial as one line: its time, how much longer it takes than the best, tokens a second, bytes of
-// the fullest rank, flags.
+// A trial as one line: its time, how much longer it takes than the fastest, tokens a second, bytes
+// of the fullest rank, flags.
 inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestion& q,
                               const std::string& name) {
     // The rate counts the tokens of all ranks together.
     char line[96];
     double rate = double(q.config.batch_tokens) / t.seconds;
-    double more = 100 * (t.seconds / a.best[a.chosen].seconds - 1);
+    double more = 100 * (t.seconds / a.best[0].seconds - 1);
     snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
              t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
-    bool tie = t.seconds <= TIE * a.best[0].seconds && &t != &a.best[a.chosen];
+    bool tie = has_room(q, t) && t.seconds <= TIE * a.best[0].seconds &&
+               &t != &a.best[a.chosen];
     return line + proposal_text(t.proposal) + (tie ? "  (a tie)" : "") + "\n";
 }
 
 // A row of the table of differences: the best trial's number, then for each other trial its number
 // minus the best's.
 inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
-    // Leave out a row in which all numbers are 0.
-    auto zero = [](double x) { return x == 0; };
+    // Leave out a row in which all numbers print as 0, and print no sign of what rounds to 0.
+    auto zero = [](double x) { return std::fabs(x) < 0.005; };
     if (std::all_of(numbers.begin(), numbers.end(), zero)) return "";
     char cell[64];
     snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
     std::string line = cell;
     for (size_t i = 1; i < numbers.size(); i++) {
-        snprintf(cell, sizeof(cell), " %+10.2f", numbers[i] - numbers[0]);
+        double more = numbers[i] - numbers[0];
+        snprintf(cell, sizeof(cell), " %+10.2f", zero(more) ? 0 : more);
         line += cell;
     }
     return line + "\n";
@@ -90,10 +92,9 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
         row(part.name, [&](const Trial& t) { return 1e3 * t.parts.*part.part; });
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
     text += "  GiB of the fullest rank\n";
-    for (const char* name : {"weights", "gradients", "master weights", "optimizer moments",
-                             "mean of weights", "constants", "activations", "teacher"})
-        row(name, [&](const Trial& t) {
-            auto found = t.memory.find(name);
+    for (const MemoryRow& memory : memory_rows())
+        row(memory.name, [&](const Trial& t) {
+            auto found = t.memory.find(memory.name);
             return found == t.memory.end() ? 0 : found->second / GIB;
         });
     row("together", [](const Trial& t) { return t.bytes / GIB; });
@@ -118,7 +119,8 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
         "plan for ", q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name, ", ",
         bytes_text(q.room), " each; ", q.config.batch_tokens, " tokens a step, ", q.config.seq,
         " a sequence\nof ", a.search.listed, " layouts ", a.search.proposals.size(),
-        " may fit, ", a.simulated, " were simulated\n");
+        " may fit, ", a.simulated, " were simulated; within 2% of the fastest is a tie, and the "
+        "simplest is best\n");
 
     // Print them. With --explain the table of differences follows.
     std::vector<NamedTrial> trials = named_trials(a, yours);
@@ -127,6 +129,9 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
     if (yours && yours->bytes > q.room)
         text += concat("  yours does not fit: it takes ", bytes_text(yours->bytes - q.room),
                        " too much\n");
+    else if (yours && !has_room(q, *yours))
+        text += concat("  yours does not fit: the host lacks ",
+                       bytes_text(yours->host - q.host_room), "\n");
     const Trial& best = *trials[0].trial;
     if (best.host > 0)
         text += concat("  best keeps ", bytes_text(best.host),
@@ -167,10 +172,12 @@ inline int nearest_gpus(PlanQuestion q) {
 // The error when no layout of these ranks is allowed: why the first one tried was refused, and the
 // nearest number of ranks that has one. Another batch, which more numbers divide, helps as well.
 inline std::string refuse_ranks(const PlanQuestion& q, const std::string& why) {
-    // If not even a single rank has a layout, the reason alone must do.
+    // If not even a single rank has a layout, look for a fault that has nothing to do with one.
     int near = nearest_gpus(q);
-    return concat("--plan auto: no layout of ", q.gpus, " ranks is allowed (", why, ")",
-                  near ? concat(": try ", near, " ranks, or another --batch-tokens") : "");
+    std::string wrong = refuse_proposal(q, {});
+    if (near == 0) return wrong.empty() ? why : wrong;
+    return concat("--plan auto: no layout of ", q.gpus, " ranks is allowed (", why, "): try ", near,
+                  " ranks, or another --batch-tokens");
 }
 
 // The error when no layout fits: how many bytes the leanest one lacks, and which other flag frees
@@ -241,16 +248,17 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 }
 
 // Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that
-// has least has left, or of what a question's has. `each`: processes of a machine.
+// has least has left, or of what a question's has. A twentieth is for all else that runs there.
+// `each`: processes of a machine.
 template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     const Config& c = run.config;
-    if (c.explain) return machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
+    if (c.explain) return 0.95 * machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
     if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
     all_gather(run.world, all.data(), &mine, 1, Cpu{});
-    return double(*std::min_element(all.begin(), all.end()));
+    return 0.95 * double(*std::min_element(all.begin(), all.end()));
 }
 
 // The question that a command line asks, the same on all ranks. Without --batch-tokens the global
@@ -286,17 +294,27 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
     return q;
 }
 
-// Simulate and place the layout that the user's own flags name, to compare it with the best.
+// Simulate and place the layout that the user's own flags name, to compare it with the best. What
+// they leave open is as in the fastest of the search's layouts that fit, or else in the leanest.
 // Returns false if they name none, or one that is refused, which is printed.
 template <typename T, typename S>
 bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
-    // Look for a flag that a proposal would set.
+    if (!names_layout(q.config)) return false;
+
+    // Ask again, of those that have the named values.
+    PlanQuestion mine = q;
+    mine.named = true;
+    Answer a = answer_question<T>(mine, where);
+    if (!a.best.empty()) {
+        *yours = a.best[0];
+        return true;
+    }
+
+    // The search may have none, because it looks at none of this kind: take the flags as they are.
     Config c = q.config;
-    bool any = false;
-    for (const char* name : planned_flags())
-        any |= given(c, name);
-    if (!any) return false;
+    if (!given(c, "micro-batch")) c.micro_batch = 1;
     if (c.dp == 0) c.dp = std::max(1, q.gpus / (c.tp * c.pp * c.cp));
+    if (a.search.listed > 0) set_proposal(c, a.search.leanest);
 
     // Refuse another number of ranks: its time could not be compared with the others'.
     std::string wrong = check_with_teacher(c, q.shape, q.teacher);
@@ -306,11 +324,8 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
         printf("the layout that the flags name: %s\n", wrong.c_str());
         return false;
     }
-
-    // Simulate its step, and place each rank of the pipeline to find the fullest.
     *yours = simulate_proposal<T>(q, proposal_of(c), where);
-    for (int rank = 0; rank < c.pp; rank++)
-        place_proposal<T>(q, *yours, rank, where);
+    fits_everywhere<T>(q, *yours, where);
     return true;
 }
 

@@ -97,6 +97,7 @@ inline std::vector<BeforeRuns> before_runs(const std::vector<BeforeStep>& all,
                                            const Layout& layout, KnownSteps& known) {
     std::vector<BeforeRuns> runs;
     for (const BeforeStep& before : all) {
+        // A teacher has stages of its own.
         Layout own = before_layout(before, layout);
         if (before.teacher && own.stages() > 1)
             own.first_layer = choose_stages(before.shape, own.stages());

@@ -36,8 +36,11 @@ inline std::vector<int> choose_stages(const Shape& shape, int stages) {
     Model model = make_model(shape);
     std::vector<double> cost(model.layers(), 0);
     for (const Parameter& p : model.parameters)
-        if (p.shape.size() == 2 && p.layer > 0)
-            cost[p.layer] += double(p.elements()) * (p.stack > 1 ? double(shape.K) / p.stack : 1);
+        if (p.shape.size() == 2 && p.layer > 0) {
+            // A token meets K experts of a stack.
+            double met = p.stack > 1 ? double(shape.K) / p.stack : 1;
+            cost[p.layer] += met * double(p.elements());
+        }
     if (shape.tied)
         cost.back() = double(shape.Vp() * shape.C);
     return split_layers(cost, stages);

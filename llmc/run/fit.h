@@ -124,7 +124,8 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     double beside = teacher_room<bf16>(c, teacher, whole, 0, Cpu{});
     sizes_of_gpu = false;
     size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
-    cell->bytes = double(t.arena.device().bytes) + double(std::max(0, m - 3)) * double(each);
+    cell->bytes = double(t.arena.device().bytes);
+    cell->bytes += double(std::max(0, m - 3)) * double(each);
     cell->bytes += beside;
     cell->host = double(t.arena.memory[int(Tier::HOST)].bytes);
     if (!timed) return "";
@@ -220,7 +221,9 @@ inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std:
     };
 
     // Bisect between a length that fits and one that does not, in units of 1024 tokens.
-    int unit = int(std::min<size_t>(1024, shape.P)), low = 0, high = int(shape.P) / unit + 1;
+    int unit = int(std::min<size_t>(1024, shape.P));
+    int low = 0;
+    int high = int(shape.P) / unit + 1;
     while (high - low > 1) {
         int middle = (low + high) / 2;
         (fits(middle * unit) ? low : high) = middle;

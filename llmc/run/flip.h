@@ -6,7 +6,8 @@
 //   change.
 //   Rates change the times of the layouts that are shown: each is simulated again. Memory changes
 //   which layouts fit: those shown may fall out, and those that were too large may come in, so
-//   nothing is simulated twice. Layouts that are neither are not looked at.
+//   nothing is simulated twice. Layouts that are neither are looked at only in the end: where that
+//   is quick, a plan for the changed machine says who wins there.
 //   find_lead() asks the same for a layout that the user names: which change, from a tenth to ten
 //   times, makes it at least as fast as all that are shown?
 //   Cost: some hundred simulations, of plans that are made once. Long pipelines would take seconds,
@@ -40,6 +41,7 @@ struct Flip {
     const Knob* knob = nullptr; // null: none was found
     int thousandths = 0;
     Proposal winner = {};      // dp 0: none of the layouts that were looked at fits
+    bool planned = false;      // all layouts were looked at, by a plan for the changed machine
     bool memory_alone = false; // rates were not varied: the pipelines are too long
 };
 
@@ -51,17 +53,14 @@ struct FlipSearch {
     std::vector<Rehearsal> plans;     // [shown]
 };
 
-// Limits: of the change, of layouts that more memory would admit.
+// Limits: of the change, of layouts that more memory would admit, and of those that are planned
+// anew, which takes a tenth of a second.
 constexpr int MOST_THOUSANDTHS = 500;
+constexpr size_t MOST_REPLANNED = 20000;
 constexpr size_t MOST_LARGER = 6;
 // A limit on simulated actions. Where all shown layouts together have more, only memory is varied;
 // a layout that has more alone, and did not fit, is left out.
 constexpr double MOST_FLIP_ACTIONS = 5e4;
-
-// About as many actions as a simulation of a layout has: two short runs (answer_question()).
-inline double flip_actions(const PlanQuestion& q, const Proposal& p) {
-    return 15.0 * p.pp * double(q.shape.L);
-}
 
 // The question with one number of its machine changed. Memory also changes the room.
 inline PlanQuestion changed_question(const PlanQuestion& q, const Knob& knob, int thousandths) {
@@ -122,11 +121,11 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     for (const Proposal& p : a.larger) {
         if (tried++ == MOST_LARGER || p.estimate.seconds > slowest)
             break;
-        if (flip_actions(q, p) > MOST_FLIP_ACTIONS) continue;
+        if (rehearsal_actions(q, p) > MOST_FLIP_ACTIONS) continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
-        place_proposal<T>(q, t, p.estimate.fullest, where);
-        if (t.bytes > q.room)
+        fits_everywhere<T>(q, t, where);
+        if (t.bytes > q.room && t.host <= q.host_room)
             trials.push_back(t);
     }
     return trials;
@@ -155,7 +154,7 @@ int smallest_change(const Machine& machine, const Knob& knob, int sign, int most
 template <typename T, typename S> bool rehearse_shown(FlipSearch& s, S where) {
     double actions = 0;
     for (const Trial& t : s.shown)
-        actions += flip_actions(s.q, t.proposal);
+        actions += rehearsal_actions(s.q, t.proposal);
     if (actions > MOST_FLIP_ACTIONS) return true;
     for (const Trial& t : s.shown)
         s.plans.push_back(rehearse_proposal<T>(s.q, t.proposal, where));
@@ -191,6 +190,16 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
             flip.winner = winner;
             most = change - 1;
         }
+    if (!flip.knob || a.search.listed > MOST_REPLANNED) return flip;
+
+    // Plan for the changed machine: a layout that is not shown may win there.
+    Answer there = answer_question<T>(changed_question(q, *flip.knob, flip.thousandths), where);
+    Proposal winner;
+    winner.dp = 0;
+    if (!there.best.empty()) winner = there.best[there.chosen].proposal;
+    if (proposal_text(winner) == chosen) return flip;
+    flip.winner = winner;
+    flip.planned = true;
     return flip;
 }
 
@@ -244,16 +253,23 @@ Flip find_lead(const PlanQuestion& q, const Answer& a, const Trial& yours, S whe
     return flip;
 }
 
+// A number in five digits, rounded up or down.
+inline double rounded(double x, bool up) {
+    double unit = std::pow(10, std::floor(std::log10(x)) - 4);
+    double steps = x / unit;
+    return unit * (up ? std::ceil(steps - 1e-6) : std::floor(steps + 1e-6));
+}
+
 // A change in words. memory_flag: the user gave --memory, which is changed instead of the card's.
 inline std::string change_text(const PlanQuestion& q, const Flip& flip, bool memory_flag) {
     const Knob& knob = *flip.knob;
     bool room = memory_flag && knob.field == &Machine::memory_gb;
     double now = room ? q.room / GIB : q.machine.*knob.field;
-    double then = now * (1 + flip.thousandths / 1000.0);
+    double then = rounded(now * (1 + flip.thousandths / 1000.0), flip.thousandths > 0);
 
-    // Four digits tell a thousandth apart.
+    // Who types the number is past the flip, not short of it.
     char line[160];
-    snprintf(line, sizeof(line), "%.1f%% %s %s (%.4g instead of %.4g %s)",
+    snprintf(line, sizeof(line), "%.1f%% %s %s (%.5g instead of %.5g %s)",
              std::abs(flip.thousandths) / 10.0, flip.thousandths > 0 ? "more" : "less", knob.words,
              then, now, room ? "GiB" : knob.unit);
     return line;
@@ -267,7 +283,7 @@ inline std::string lead_text(const PlanQuestion& q, const Answer& a, const Trial
     const char* scope = flip.memory_alone ? " (rates were not varied: the pipelines are long)" : "";
     std::string what = flip.knob ? "with " + change_text(q, flip, memory_flag)
                                  : "no single number of the machine, from a tenth to ten times";
-    return concat("what would make yours the fastest of these: ", what, scope, "\n");
+    return concat("what would make yours as fast as any of these: ", what, scope, "\n");
 }
 
 // The flip as a line. memory_flag: the user gave --memory, which is changed instead of the card's.
@@ -278,9 +294,10 @@ inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memor
         return concat("what would flip the choice: no single number of the machine, by ",
                       MOST_THOUSANDTHS / 10, "% or less", scope, "\n");
     bool fits = flip.winner.dp > 0;
-    return concat("what would flip the choice: with ", change_text(q, flip, memory_flag),
-                  fits ? " this would win" : " none of these would fit", scope,
-                  fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");
+    const char* what = fits ? " of these this would be best" : " none of the planner's would fit";
+    if (flip.planned) what = fits ? " this would win" : " the planner would find none that fits";
+    return concat("what would flip the choice: with ", change_text(q, flip, memory_flag), what,
+                  scope, fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");
 }
 
 } // namespace llmc

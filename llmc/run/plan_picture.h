@@ -3,8 +3,8 @@
 //                those that no other beats in both. Those that were simulated and placed are larger
 //   2. BARS      bytes of the fullest rank by row of the memory table, for each of these; a line
 //                marks the room
-//   3. TIMELINE  the simulated step of the best (timeline.h); of a long accumulation its beginning
-//                and its end, without the rounds between that repeat
+//   3. TIMELINE  the simulated step of the best (timeline.h); of a long accumulation as few
+//                micro-batches as the simulator makes
 //   --plan auto --explain --timeline FILE.svg writes it; FILE.json holds the timeline alone.
 #pragma once
 #include "plan_search.h"
@@ -37,10 +37,11 @@ inline std::string plot_text(double x, double y, const std::string& text) {
     return concat("<text x=\"", x, "\" y=\"", y, "\">", text, "</text>\n");
 }
 
-// A line across, broken into dashes: the memory that there is.
-inline std::string room_line(double from, double to, double y) {
+// A line across, broken into dashes: the memory that there is, with its bytes above its left end.
+inline std::string room_line(double from, double to, double y, double bytes) {
     std::string text = concat("<path d=\"M", from, " ", y, "H", to);
-    return text + "\" stroke=\"#e57373\" stroke-dasharray=\"6 4\"/>\n";
+    text += "\" stroke=\"#e57373\" stroke-dasharray=\"6 4\"/>\n";
+    return text + plot_text(from + 4, y - 4, "room: " + bytes_text(bytes));
 }
 
 // The marks of an axis: a line with numbers below or beside it. unit: that of a number.
@@ -96,13 +97,14 @@ inline std::string points_svg(const PlanQuestion& q, const std::vector<Proposal>
     // Draw the axes and the room.
     std::string text = plot_axis(time, PLOT_TOP + PLOT_HEIGHT, true, "ms");
     text += plot_axis(memory, 90, false, "GiB");
-    text += room_line(90, BARS_LEFT - 60, y(q.room));
+    text += room_line(90, BARS_LEFT - 60, y(q.room), q.room);
 
     // Leave out points between points: more of them make a large file and no other picture.
     size_t step = 1 + all.size() / MOST_POINTS;
     for (size_t i = 0; i < all.size(); i += step) {
         const Estimate& e = all[i].estimate;
         if (e.seconds > slowest) break;
+        if (e.bytes > most) continue; // above the plot
         text += concat("<circle cx=\"", x(e.seconds), "\" cy=\"", y(e.bytes));
         text += "\" r=\"2\" fill=\"#bdbdbd\"/>\n";
     }
@@ -112,31 +114,34 @@ inline std::string points_svg(const PlanQuestion& q, const std::vector<Proposal>
     for (const Proposal& p : frontier_of(all)) {
         const Estimate& e = p.estimate;
         if (e.seconds > slowest) break;
+        if (e.bytes > most) continue;
         path += path.empty() ? "M" : "L";
         path += concat(x(e.seconds), " ", y(e.bytes));
     }
     text += concat("<path d=\"", path, "\" fill=\"none\" stroke=\"#64b5f6\"/>\n");
 
-    // Draw what was simulated and placed.
+    // Draw what was simulated and placed. A name that would lie on another goes below it.
+    std::vector<std::pair<double, double>> names;
     for (const NamedTrial& n : named) {
         double at = x(n.trial->seconds);
         double up = y(n.trial->bytes);
         std::string flags = proposal_text(n.trial->proposal);
         text += concat("<g><title>", flags, "</title>");
         text += concat("<circle cx=\"", at, "\" cy=\"", up, "\" r=\"5\" fill=\"#ffb74d\"/></g>");
-        text += plot_text(at + 7, up + 4, n.name);
+        double below = up + 4;
+        auto covered = [&](const auto& other) {
+            return std::fabs(other.first - at) < 30 && std::fabs(other.second - below) < 11;
+        };
+        while (std::any_of(names.begin(), names.end(), covered))
+            below += 2;
+        names.push_back({at, below});
+        text += plot_text(at + 7, below, n.name);
     }
     return text;
 }
 
 // Draw the bytes of the fullest rank by row, a bar for each trial.
 inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>& named) {
-    static const std::pair<const char*, const char*> rows[] = {
-        {"weights", "#64b5f6"},           {"gradients", "#81c784"},
-        {"master weights", "#aed581"},    {"optimizer moments", "#ffb74d"},
-        {"mean of weights", "#4dd0e1"},   {"constants", "#bdbdbd"},
-        {"activations", "#e57373"},       {"teacher", "#ba68c8"},
-    };
     double most = q.room;
     for (const NamedTrial& n : named)
         most = std::max(most, n.trial->bytes);
@@ -146,9 +151,10 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
     // Stack the rows of each.
     std::string text = plot_axis(memory, BARS_LEFT + 62, false, "GiB");
     double left = BARS_LEFT + 70;
+    std::set<std::string> drawn; // rows
     for (const NamedTrial& n : named) {
         double below = 0;
-        for (auto [row, colour] : rows) {
+        for (auto [row, colour] : memory_rows()) {
             auto found = n.trial->memory.find(row);
             bool any = found != n.trial->memory.end() && found->second > 0;
             if (!any) continue;
@@ -162,16 +168,18 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
             text += concat("\" width=\"", 0.7 * width, "\" height=\"", height);
             text += concat("\" fill=\"", colour, "\"/></g>\n");
             below += gib;
+            drawn.insert(row);
         }
         text += plot_text(left, PLOT_TOP + PLOT_HEIGHT + 18, n.name);
         left += width;
     }
 
-    // Mark the room, and name the colours.
+    // Mark the room, and name the colours of the rows that are there.
     double room = memory.at(q.room / GIB);
-    text += room_line(BARS_LEFT + 62, left, room);
+    text += room_line(BARS_LEFT + 62, left, room, q.room);
     double y = PLOT_TOP;
-    for (auto [row, colour] : rows) {
+    for (auto [row, colour] : memory_rows()) {
+        if (!drawn.count(row)) continue;
         text += concat("<rect x=\"", PICTURE_WIDTH - 130, "\" y=\"", y - 10);
         text += concat("\" width=\"12\" height=\"12\" fill=\"", colour, "\"/>");
         text += plot_text(PICTURE_WIDTH - 112, y, row);
@@ -180,9 +188,10 @@ inline std::string bars_svg(const PlanQuestion& q, const std::vector<NamedTrial>
     return text;
 }
 
-// The whole picture. trace: the timeline of the best; empty: it is left out.
+// The whole picture. trace: the timeline of the best, under its title; empty: it is left out.
 inline std::string picture_svg(const PlanQuestion& q, const std::vector<Proposal>& all,
-                               const std::vector<NamedTrial>& named, const Trace& trace) {
+                               const std::vector<NamedTrial>& named, const Trace& trace,
+                               const std::string& step_title) {
     // The timeline lies below the plots, a row for each stage.
     double below = PLOT_TOP + PLOT_HEIGHT + 50;
     double rows = TIMELINE_ROW * double(trace.size());
@@ -193,7 +202,7 @@ inline std::string picture_svg(const PlanQuestion& q, const std::vector<Proposal
 
     // Draw the plots under their titles.
     std::string title = "memory of the fullest rank against time of a step: ";
-    title += concat(q.gpus, " ranks on ", q.machine.name);
+    title += concat(q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name);
     text += plot_text(90, 24, title + "; grey: estimates, blue: their frontier");
     text += plot_text(BARS_LEFT + 70, 24, "memory by row");
     text += points_svg(q, all, named);
@@ -203,7 +212,7 @@ inline std::string picture_svg(const PlanQuestion& q, const std::vector<Proposal
     if (trace.empty()) {
         text += plot_text(90, below, "the timeline of so many actions is left out");
     } else {
-        std::string line = timeline_svg(trace, "the step of the best", "stage", "ms");
+        std::string line = timeline_svg(trace, step_title, "stage", "ms");
         text += concat("<svg y=\"", below, "\" ", line.substr(strlen("<svg ")));
     }
     return text + "</svg>\n";
@@ -227,7 +236,13 @@ void draw_plan(const PlanQuestion& q, const Answer& a, const std::vector<NamedTr
     for (const auto& row : trace)
         boxes += row.size();
     if (boxes > MOST_BOXES) trace.clear();
-    or_die(write_text_file(path, picture_svg(q, a.search.proposals, named, trace)));
+
+    // Say how much of a long accumulation it shows.
+    int all = r.micro_batches;
+    int some = r.runs.more.empty() ? all : r.runs.few[0].micro_batches;
+    std::string title = "the step of the best";
+    if (some < all) title += concat(" (first ", some, " of ", all, " micro-batches)");
+    or_die(write_text_file(path, picture_svg(q, a.search.proposals, named, trace, title)));
 }
 
 } // namespace llmc

@@ -9,164 +9,15 @@
 //                The global batch, the sequence length and what the flags say of these stay as the
 //                user gave them
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
-//   3. SIMULATE  the best few, as the plans that would run (simulator.h), and place them in memory
+//   3. SIMULATE  the best few, as the plans that would run, and place them in memory (trial.h)
 //   4. CHOOSE    times within 2% of the fastest are a tie: the fewest techniques win, then the
 //                least memory
 //   All ranks compute the same numbers, and so choose the same layout.
 #pragma once
-#include <bit>
 #include "../io/config_notes.h"
-#include "../io/predict.h"
-#include "../planner.h"
-#include "before_step.h"
-#include "limits.h"
+#include "trial.h"
 
 namespace llmc {
-
-// A layout that might run: the flags that --plan chooses.
-struct Proposal {
-    int dp = 1, tp = 1, pp = 1, cp = 1, ep = 1; // ranks along each axis
-    // Pipeline stages of a rank, ZeRO's stage, sequences of a micro-batch.
-    int chunks = 1, zero = 0, B = 1;
-    int zero_group = 0, hpz = 0, etp = 0; // as the flags of these names have them
-    bool sequence_parallel = false;
-    std::string cp_method = "gather", order = "tp-pp-dp";
-    Pipeline pipeline = Pipeline::ONE_F_ONE_B;
-    Recompute recompute = Recompute::NONE;
-    // To make room: --masters remainder, 2 bytes less for each master; and --offload, a bit for
-    // each row of OFFLOAD_TABLE.
-    bool remainder = false;
-    unsigned offload = 0;
-    Estimate estimate = {};
-
-    // Whether tensor-parallel ranks cut no expert, and how many ranks route rows of their own.
-    bool whole_experts() const { return etp == 1 && tp > 1; }
-    int routing_ranks() const { return dp * cp * (whole_experts() ? tp : 1); }
-
-    // How much a user has to know to run this layout. An axis counts ten, because it
-    // brings messages of its own; any other technique counts one, a higher level of ZeRO
-    // or of recomputation more.
-    int techniques() const {
-        int axes = (tp > 1) + (pp > 1) + (cp > 1) + (ep > 1);
-        int orders = (order != "tp-pp-dp") + (cp_method != "gather");
-        int groups = (zero_group > 0) + (hpz > 1) + whole_experts();
-        return 10 * axes + zero + groups + orders + sequence_parallel + (chunks > 1) +
-               (pipeline != Pipeline::ONE_F_ONE_B) + int(recompute) + remainder +
-               std::popcount(offload);
-    }
-};
-
-// Whether a row of OFFLOAD_TABLE is among those of a proposal.
-inline bool moves_row(unsigned offload, int row) {
-    return offload >> row & 1;
-}
-
-// The words of --offload for the rows of a proposal.
-inline std::string offload_words(unsigned offload) {
-    std::string words;
-    for (int row = 0; row < OFFLOAD_ROWS; row++)
-        if (moves_row(offload, row))
-            words += concat(words.empty() ? "" : ",", OFFLOAD_TABLE[row].name);
-    return words.empty() ? "none" : words;
-}
-
-// The name of a schedule, as --pipeline has it.
-inline const char* pipeline_name(Pipeline p) {
-    static const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
-    return names[int(p)];
-}
-
-// The flags of a proposal, as a shell takes them.
-inline std::string proposal_text(const Proposal& p) {
-    // Leave out defaults, except --dp and --micro-batch.
-    std::string text = concat("--dp ", p.dp);
-    auto add = [&](const char* flag, auto value, bool set) {
-        if (set) text += concat(" --", flag, " ", value);
-    };
-    add("tp", p.tp, p.tp > 1);
-    if (p.sequence_parallel) text += " --sequence-parallel";
-    add("cp", p.cp, p.cp > 1);
-    add("cp-method", p.cp_method, p.cp > 1 && p.cp_method != "gather");
-    add("pp", p.pp, p.pp > 1);
-    add("pipeline", pipeline_name(p.pipeline), p.pipeline != Pipeline::ONE_F_ONE_B);
-    add("chunks", p.chunks, p.chunks > 1);
-    add("ep", p.ep, p.ep > 1);
-    add("etp", p.etp, p.etp > 0);
-
-    add("zero", p.zero, p.zero > 0);
-    add("zero-group", p.zero_group, p.zero > 0 && p.zero_group > 0);
-    add("hpz", p.hpz, p.hpz > 0);
-    add("grid-order", p.order, p.order != "tp-pp-dp");
-    add("recompute", recompute_name(p.recompute), p.recompute != Recompute::NONE);
-    add("masters", "remainder", p.remainder);
-    add("offload", offload_words(p.offload), p.offload > 0);
-    return text + concat(" --micro-batch ", p.B);
-}
-
-// Set a proposal's flags in a configuration.
-inline void set_proposal(Config& c, const Proposal& p) {
-    // Set the axes.
-    c.dp = p.dp;
-    c.tp = p.tp;
-    c.pp = p.pp;
-    c.cp = p.cp;
-    c.ep = p.ep;
-    c.etp = p.etp;
-    c.cp_method = p.cp_method;
-    c.grid_order = p.order;
-
-    // Set the schedule, the ZeRO stage, the micro-batch and the recomputation.
-    c.chunks = p.chunks;
-    c.zero = p.zero;
-    c.zero_group = p.zero_group;
-    c.hpz = p.hpz;
-    c.micro_batch = p.B;
-    c.sequence_parallel = p.sequence_parallel;
-    c.pipeline = pipeline_name(p.pipeline);
-    c.recompute = recompute_name(p.recompute);
-    if (p.remainder) c.masters = "remainder";
-    if (p.offload) c.offload = offload_words(p.offload);
-}
-
-// The proposal that a configuration's flags make: the reverse of set_proposal().
-inline Proposal proposal_of(const Config& c) {
-    // Read the axes.
-    Proposal p;
-    p.dp = c.dp;
-    p.tp = c.tp;
-    p.pp = c.pp;
-    p.cp = c.cp;
-    p.ep = c.ep;
-    p.etp = c.etp;
-    p.cp_method = c.cp_method;
-    p.order = c.grid_order;
-
-    // Read the rest. --recompute auto counts as full.
-    p.chunks = c.chunks;
-    p.zero = c.zero;
-    p.zero_group = c.zero_group;
-    p.hpz = c.hpz;
-    p.B = c.micro_batch;
-    p.sequence_parallel = c.sequence_parallel;
-    p.pipeline = choose_pipeline(c, micro_batches(c), nullptr);
-    p.recompute = recompute_named(c.recompute);
-    p.remainder = c.masters == "remainder";
-    for (int row = 0; row < OFFLOAD_ROWS; row++)
-        p.offload |= unsigned(offloads(c, OFFLOAD_TABLE[row].name)) << row;
-    return p;
-}
-
-// The question: the flags, the model, the machine, how many ranks, and how much room each has.
-struct PlanQuestion {
-    Config config; // with a batch and a sequence length, and checked as by --explain
-    Shape shape;
-    Machine machine;
-    Shape teacher = {}; // that --teacher names
-    int gpus = 1;    // ranks
-    double room = 0; // bytes that each rank may take
-    double host_room = INFINITY; // and of the host's memory beside its GPU
-    std::shared_ptr<KnownSteps> steps = std::make_shared<KnownSteps>(); // of all trials
-};
 
 // The proposal of one rank, with what the flags say beyond it.
 inline Proposal plain_proposal(const PlanQuestion& q) {
@@ -257,13 +108,17 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
     std::vector<Proposal> all;
     int64_t samples = q.config.batch_tokens / q.config.seq / grid.dp;
     std::vector<int> sizes, chunks = {1};
-    for (int B = 1; B <= 64 && (B == 1 || B * int64_t(q.config.seq) <= FULL_ROWS); B++)
-        if (samples % B == 0) sizes.push_back(B);
-    for (int v : {2, 3, 4, 6, 7, MOST_CHUNKS})
+    for (int B = 1; B <= 64; B++) {
+        // A single sequence may have more rows than fill a card.
+        bool full = B > 1 && B * int64_t(q.config.seq) > FULL_ROWS;
+        if (!full && samples % B == 0) sizes.push_back(B);
+    }
+    for (int v = 2; v <= MOST_CHUNKS; v++)
         if (grid.pp > 1) chunks.push_back(v);
 
     // Try three schedules. GPipe is left out: it has 1F1B's bubble, and keeps more activations.
-    // Zero-bubble with chunks is left out for the same reason.
+    // Zero-bubble with chunks is left out because the closed form counts neither the stages that
+    // live there nor the bubble.
     for (int B : sizes)
         for (int v : chunks)
             for (bool sequence_parallel : {false, true})
@@ -285,16 +140,6 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
 
 // ----------------------------------------------------------------------------
 // 2. estimate
-
-// The options of all plans of a run with these flags. The first one trains.
-inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape) {
-    // Make a run that has only flags and a shape: the plans depend on nothing else.
-    Run run;
-    run.config = c;
-    run.shape = shape;
-    run.context_length = shape.P;
-    return choose_plans(run);
-}
 
 // The layouts that a search has found.
 struct Search {
@@ -660,6 +505,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         Proposal x = p;
                         e.plan.layout.zero = p.zero;
                         e.plan.recompute = x.recompute = Recompute(level);
+                        if (q.named && !has_named(q.config, x)) continue;
                         estimate_orders(e, x, sharing);
                         if (x.estimate.seconds == INFINITY)
                             break;
@@ -680,158 +526,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
 }
 
 // ----------------------------------------------------------------------------
-// 3. simulate and place
-
-// A proposal with the simulator's time and the arena's bytes. Either is infinite until it has been
-// computed: most proposals lose by their estimates, and need neither.
-struct Trial {
-    Proposal proposal;
-    double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
-    double host = 0;                             // its bytes in the host's memory, if that is apart
-    Times parts = {};                            // `seconds` by part, the mean over ranks
-    std::map<std::string, double> memory = {};   // `bytes` by memory_row()
-    std::string wrong = "";                      // why it is refused; "": it is allowed
-};
-
-// A proposal as plans, which machines of any speed share.
-struct Rehearsal {
-    Model model;
-    LayoutRuns runs;
-    std::vector<BeforeRuns> before = {};
-    double teacher_C = 0;
-};
-template <typename T, typename S>
-Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
-    // Let the check fill in what flags leave out, and make the plans as a run would.
-    Config c = q.config;
-    set_proposal(c, p);
-    config_check(c, q.shape);
-    Layout layout = choose_layout(c, q.shape);
-    Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
-    PlanOptions options = plans_of(c, q.shape)[0];
-    r.runs = layout_runs(layout, r.model, options, *q.steps);
-
-    // Make those of what runs before, too.
-    r.before = before_runs(before_steps(c, options, q.shape, q.teacher), layout, *q.steps);
-    r.teacher_C = double(q.teacher.C);
-    return r;
-}
-template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
-    CostModel cost = run_costs<T>(machine, r.model, Cpu{});
-    cost.teacher_C = r.teacher_C;
-    StepTime step = simulate_runs(r.runs, r.model, action_cost(cost, r.model));
-    add_before(step, before_times<T>(machine, r.before));
-    return step;
-}
-
-// Simulate a step of a proposal.
-template <typename T, typename S>
-Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
-    // Check it with its ZeRO stage and level of recomputation, which the list has not checked.
-    Trial t = {p};
-    Config c = q.config;
-    set_proposal(c, p);
-    t.wrong = check_with_teacher(c, q.shape, q.teacher);
-    if (!t.wrong.empty()) return t;
-
-    // Simulate the plan that trains.
-    StepTime step = simulate_rehearsal<T>(q.machine, rehearse_proposal<T>(q, p, where));
-    t.seconds = step.seconds;
-    t.parts = step.parts;
-    return t;
-}
-
-// The row of the memory table that a kind of data belongs to.
-inline const char* memory_row(Kind kind) {
-    switch (kind) {
-    case Kind::WEIGHT: return "weights";
-    case Kind::GRAD:
-    case Kind::GRAD_TIED: return "gradients";
-    case Kind::MASTER: return "master weights";
-    case Kind::STATE: return "optimizer moments";
-    case Kind::EMA: return "mean of weights";
-    default: return "constants";
-    }
-}
-
-// Bytes of a teacher beside a rank's plans. Of many micro-batches a few are placed: each of the
-// others adds as many bytes as the last of these.
-template <typename T, typename S>
-double teacher_room(const Config& c, const Shape& teacher, PlanOptions train, int rank, S where) {
-    Run run;
-    run.config = c;
-    run.teacher_shape = teacher;
-    run.train_plan = 0;
-    if (!has_teacher(run)) return 0;
-    int m = train.micro_batches;
-    int few = std::min(m, 4);
-    auto bytes = [&](int micro_batches) {
-        train.micro_batches = micro_batches;
-        return double(teacher_bytes<T>(run, {train}, rank, where));
-    };
-    double placed = bytes(few);
-    return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
-}
-
-// Place the plans of one pipeline rank, and keep its bytes if they are the most so far. A pipeline
-// that is full repeats itself, so of many micro-batches only a few are placed; each of the others
-// adds the bytes of its tokens and its loss.
-template <typename T, typename S>
-void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
-    Config c = q.config;
-    set_proposal(c, t.proposal);
-    config_check(c, q.shape);
-    Layout layout = choose_layout(c, q.shape);
-    int rank = first_rank_of(layout, pp_rank);
-    layout = layout_at(layout, rank);
-    Model model = make_model(with_logits(q.shape, where), layout);
-
-    // Place as many micro-batches as the pipeline needs to settle.
-    std::vector<PlanOptions> options = plans_of(c, q.shape);
-    double teacher = teacher_room<T>(c, q.teacher, options[0], rank, where);
-    int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
-    options[0].micro_batches = std::min(m, few);
-    std::vector<Plan> plans;
-    for (const PlanOptions& o : options) {
-        bool trains = o.mode == Mode::TRAIN;
-        plans.push_back(trains ? make_plan(layout, model, o, q.steps->of(layout, o)[pp_rank])
-                               : make_plan(layout, model, o));
-    }
-    Arena arena = place_plans<T>(plans, model, where);
-
-    // Count the micro-batches that were left out.
-    size_t each = round_up(plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
-    double bytes = double(bytes_here(arena, where)) + double(std::max(0, m - few)) * double(each);
-
-    // Add a hundredth for several chunks: in the longer plan first fit finds other holes, and tests
-    // see differences of this size.
-    if (layout.chunks > 1 && m > few) bytes *= 1.01;
-    if (t.bytes < INFINITY && bytes + teacher <= t.bytes) return;
-
-    // Keep the bytes by row: this rank is the fullest so far.
-    t.bytes = bytes + teacher;
-    t.host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
-    t.memory.clear();
-    double lasting = 0;
-    for (auto& [d, place] : arena.lasting) {
-        if (!is_here(place.tier, where)) continue;
-        t.memory[memory_row(d.kind)] += double(place.bytes);
-        lasting += double(place.bytes);
-    }
-    t.memory["activations"] = bytes - lasting;
-    t.memory["teacher"] = teacher;
-}
-
-// Whether a trial fits. Only the rank that the estimate calls the fullest is placed.
-template <typename T, typename S>
-bool fits(const PlanQuestion& q, Trial& t, S where) {
-    if (t.bytes == INFINITY)
-        place_proposal<T>(q, t, t.proposal.estimate.fullest, where);
-    return t.bytes <= q.room && t.host <= q.host_room;
-}
-
-// ----------------------------------------------------------------------------
-// 4. choose
+// 3. and 4. simulate the best few, and choose
 
 // The answer: the best trials, and which one is chosen.
 struct Answer {
@@ -873,7 +568,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
     std::vector<Trial> trials;
     size_t placed = 0;
     double actions = 0;
-    std::set<double> times; // of the trials
+    std::set<double> times;      // of the trials
+    std::set<std::string> tried; // proposals as text
 
     // A proposal is too slow if its estimate is surely beyond the last trial that would be shown.
     auto too_slow = [&](const Proposal& p) {
@@ -881,8 +577,9 @@ Answer answer_question(const PlanQuestion& q, S where) {
                p.estimate.seconds > SURELY_SLOWER * *std::next(times.begin(), SHOWN - 1);
     };
 
-    // Make a proposal a trial; false: it does not fit, or is refused.
+    // Make a proposal a trial; false: it was tried before, does not fit, or is refused.
     auto try_proposal = [&](const Proposal& p) {
+        if (!tried.insert(proposal_text(p)).second) return false;
         Trial t = {p};
         bool sure = need_not_place(q, p);
         placed += !sure;
@@ -894,9 +591,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
         // Take the simulator's time from here on.
         Trial simulated = simulate_proposal<T>(q, p, where);
         a.simulated++;
-        // Two short runs, about. What moves takes more actions.
-        double each = p.offload ? 150 : 15;
-        actions += each * p.pp * double(q.shape.L);
+        double moves = p.offload ? 10 : 1; // what moves takes more actions
+        actions += moves * rehearsal_actions(q, p);
         if (!simulated.wrong.empty()) return false;
         simulated.bytes = t.bytes;
         simulated.memory = t.memory;
@@ -924,19 +620,15 @@ Answer answer_question(const PlanQuestion& q, S where) {
     std::stable_sort(simple.begin(), simple.end(), [](const Proposal& x, const Proposal& y) {
         return x.techniques() < y.techniques();
     });
-    for (size_t i = 0; i < simple.size() && i < 4 && actions < MOST_ACTIONS; i++) {
-        auto known = [&](const Trial& t) {
-            return proposal_text(t.proposal) == proposal_text(simple[i]);
-        };
-        if (std::none_of(trials.begin(), trials.end(), known)) try_proposal(simple[i]);
-    }
+    for (size_t i = 0; i < simple.size() && i < 4 && actions < MOST_ACTIONS; i++)
+        try_proposal(simple[i]);
 
     // Show the fastest that fit.
     std::stable_sort(trials.begin(), trials.end(),
                      [](const Trial& x, const Trial& y) { return x.seconds < y.seconds; });
     for (Trial& t : trials) {
         if (a.best.size() == SHOWN) break;
-        if (fits<T>(q, t, where)) a.best.push_back(t);
+        if (fits_everywhere<T>(q, t, where)) a.best.push_back(t);
         else a.larger.push_back(t.proposal);
     }
     a.chosen = choose_trial(a.best);

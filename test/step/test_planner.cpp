@@ -351,6 +351,67 @@ TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
         ASSERT_EQ(p.etp, 0);
 }
 
+// Every flag that the planner chooses names a layout. What it leaves open is chosen: the fastest
+// that has the value and fits, or else the leanest. A layout that does not fit is no tie.
+TEST(Planner, FlagsThatItChoosesNameALayoutOfYours) {
+    for (auto [flag, value] : {std::pair("micro-batch", "2"), {"dp", "2"}, {"chunks", "3"},
+                               {"sequence-parallel", "true"}, {"zero", "3"}, {"tp", "2"},
+                               {"pp", "4"}, {"cp", "2"}, {"recompute", "full"},
+                               {"pipeline", "zero-bubble"}, {"pipeline", "gpipe"}}) {
+        PlanQuestion q = small_question(4, 200);
+        EXPECT_EQ(set_flag(q.config, flag, value), "");
+        if (!strcmp(value, "gpipe")) { // it is not searched
+            EXPECT_EQ(set_flag(q.config, "pp", "2"), "");
+        }
+        Trial yours;
+        ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{})) << flag;
+        Config c;
+        set_proposal(c, yours.proposal);
+        for (const Flag& f : config_table())
+            if (f.name == std::string(flag)) {
+                EXPECT_EQ(field_text(c, f.field), value) << proposal_text(yours.proposal);
+            }
+        EXPECT_TRUE(has_room(q, yours)) << proposal_text(yours.proposal);
+        Answer a = answer_question<bf16>(q, Cpu{});
+        EXPECT_GE(yours.seconds, a.best[0].seconds);
+        for (const Trial& t : a.best)
+            if (has_named(q.config, t.proposal)) {
+                EXPECT_LE(yours.seconds, t.seconds) << flag;
+            }
+
+        // Where nothing has room with this value, the leanest stands for it, and is no tie.
+        q.room = 1e6;
+        ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{})) << flag;
+        EXPECT_TRUE(has_named(q.config, yours.proposal)) << proposal_text(yours.proposal);
+        EXPECT_FALSE(has_room(q, yours));
+        yours.seconds = a.best[0].seconds;
+        EXPECT_FALSE(has(trial_line(yours, a, q, "yours"), "a tie"));
+    }
+
+    // Three ranks are not four, and no flag names nothing.
+    PlanQuestion q = small_question(4, 200);
+    Trial yours;
+    EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
+    EXPECT_EQ(set_flag(q.config, "dp", "3"), "");
+    EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
+}
+
+// A proposal is tried once: none stands twice among those that are too large, nor among the best.
+TEST(Planner, NoProposalIsTriedTwice) {
+    PlanQuestion q = small_question(4, 1e6, 2);
+    Answer roomy = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(roomy.best.empty());
+    for (double room : {0.5, 0.7, 0.9, 1.02}) {
+        q.room = room * roomy.best[0].bytes;
+        Answer a = answer_question<bf16>(q, Cpu{});
+        std::set<std::string> seen;
+        for (const Proposal& p : a.larger)
+            EXPECT_TRUE(seen.insert(proposal_text(p)).second) << proposal_text(p);
+        for (const Trial& t : a.best)
+            EXPECT_TRUE(seen.insert(proposal_text(t.proposal)).second);
+    }
+}
+
 // The table of differences adds up: parts of time to the step, rows of memory to the fullest rank.
 TEST(Planner, TheTableOfDifferencesAddsUp) {
     PlanQuestion q = small_question(4, 1e6);
@@ -364,11 +425,44 @@ TEST(Planner, TheTableOfDifferencesAddsUp) {
         EXPECT_NEAR(memory / t.bytes, 1, 1e-9);
     }
 
+    // Percentages count from the fastest, whichever is chosen.
+    a.chosen = 1;
+    EXPECT_HAS(trial_line(a.best[0], a, q, "2"), " +0.0% ");
+    a.chosen = 0;
+
     // Print it.
     std::string text = answer_text(q.config, q, a, &a.best[1]);
     for (const char* part : {"plan for 4 ranks on h100", "  best ", "  2 ", "  yours ", "together",
                              "GiB of the fullest rank", "run it:\n  mpirun -np 4 build/train_gpt "})
         EXPECT_HAS(text, part);
+}
+
+static PlanQuestion lossy_question(int gpus, const char* loss);
+
+// Codes of weights, and keys and values of answers, have rows of their own in the table. What rounds
+// to 0 has no sign, and a row of it is left out.
+TEST(Planner, TheTableNamesCodesAndTheCache) {
+    PlanQuestion q = small_question(2, 1e6);
+    auto memory = [&](const PlanQuestion& asked) {
+        Trial t = {plain_proposal(asked)};
+        t.proposal.dp = 2;
+        place_proposal<bf16>(asked, t, 0, Cpu{});
+        return t.memory;
+    };
+    EXPECT_EQ(memory(q).count("codes of fp8 weights") + memory(q).count("key/value cache"), 0u);
+    q.shape.fp8 = Fp8::TENSOR;
+    q.shape.fp8_kept = true;
+    EXPECT_GT(memory(q)["codes of fp8 weights"], 6 * 12 * 256 * 256); // a byte for an element
+    EXPECT_GT(memory(lossy_question(2, "grpo"))["key/value cache"], 0);
+
+    std::set<std::string> known;
+    for (const MemoryRow& row : memory_rows())
+        known.insert(row.name);
+    for (int kind = 0; kind <= int(Kind::CACHE); kind++)
+        EXPECT_EQ(known.count(memory_row(Kind(kind))), 1u) << kind;
+    EXPECT_EQ(difference_line("x", {1, 1 - 1e-9, 3}),
+              "  x                              1.00      +0.00      +2.00\n");
+    EXPECT_EQ(difference_line("x", {0, 1e-3, -1e-3}), "");
 }
 
 namespace {
@@ -421,6 +515,8 @@ TEST(Planner, TheSmallestChangeFlipsTheChoiceAndALittleLessDoesNot) {
             printf("%s: %s", chosen.c_str(), flip_text(q, flip, false).c_str());
             if (!flip.knob) continue;
             seen.insert(flip.knob->words);
+            EXPECT_TRUE(flip.planned);
+            EXPECT_HAS(flip_text(q, flip, false), flip.winner.dp ? ") this would win:" : "find none");
 
             // Ask the whole planner there, and on this side of it.
             int k = flip.thousandths;
@@ -485,8 +581,32 @@ TEST(Planner, TheNamedChangeMakesTheUsersLayoutTheFastestAndALittleLessDoesNot) 
     large.bytes = 1.25 * q.room;
     Flip flip = find_lead<bf16>(q, a, large, Cpu{});
     EXPECT_EQ(lead_text(q, a, large, flip, false),
-              "what would make yours the fastest of these: with 25.0% more memory (100 instead of "
-              "80 GB)\n");
+              "what would make yours as fast as any of these: with 25.0% more memory (100 instead "
+              "of 80 GB)\n");
+}
+
+// A printed number is past the flip: 22.7284 becomes less where less flips, and more where more does.
+TEST(Planner, PrintedNumbersArePastTheFlip) {
+    EXPECT_NEAR(rounded(22.72848, false), 22.728, 1e-9);
+    EXPECT_NEAR(rounded(22.72811, true), 22.729, 1e-9);
+    EXPECT_NEAR(rounded(100, true), 100, 1e-9);
+    EXPECT_NEAR(rounded(71.84, false), 71.84, 1e-9);
+    EXPECT_NEAR(rounded(0.63127501, true), 0.63128, 1e-9);
+}
+
+// Among more layouts than are planned anew the line speaks of those shown.
+TEST(Planner, AFlipOfManyLayoutsSpeaksOfThoseShown) {
+    PlanQuestion q = small_question(4, 200, 2);
+    q.machine.link_gb = 4;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    a.search.listed = MOST_REPLANNED + 1;
+    Flip flip = find_flip<bf16>(q, a, Cpu{});
+    ASSERT_TRUE(flip.knob);
+    EXPECT_FALSE(flip.planned);
+    EXPECT_HAS(flip_text(q, flip, false), ") of these this would be best:\n  ");
+    flip.winner.dp = 0;
+    EXPECT_HAS(flip_text(q, flip, false), ") none of the planner's would fit\n");
 }
 
 // A change stays within the range that a machine file may have, and within the asked one.
@@ -1005,35 +1125,154 @@ TEST(Planner, AnswersForAThousandCardsInAboutASecond) {
     EXPECT_GT(none.best[0].seconds / a.best[0].seconds, 1.1);
 }
 
+// The closed form counts the stages that live on a rank as the schedule makes them, whether or not
+// pp divides the micro-batches.
+TEST(Planner, LiveStagesAreThoseOfTheSchedule) {
+    for (auto [pp, v, m] : {std::array{8, 4, 15}, {8, 4, 12}, {4, 4, 6}, {4, 2, 50}, {4, 3, 16},
+                            {8, 2, 3}, {3, 5, 7}})
+        for (int rank = 0; rank < pp; rank++) {
+            // Count from a forward pass to its backward pass.
+            int live = 0, most = 0;
+            for (const Slot& s : schedule_of(Pipeline::INTERLEAVED, pp, v, m, rank)) {
+                live += s.op == SlotOp::F ? 1 : -1;
+                most = std::max(most, live);
+            }
+            Layout layout;
+            layout.pp.size = pp, layout.chunks = v, layout.pipeline = Pipeline::INTERLEAVED;
+            EXPECT_EQ(live_stages(layout, m, rank).b, most) << pp << " " << v << " " << m;
+        }
+}
+
+// Groups of unequal sizes are simulated in longer plans, and the limits of the search know it.
+TEST(Planner, LimitsKnowPlansOfUnequalGroups) {
+    PlanQuestion q = small_question(16, 1e6);
+    Proposal p;
+    p.pp = 16, p.chunks = 2, p.pipeline = Pipeline::INTERLEAVED;
+    q.config.batch_tokens = 992 * 256;
+    double equal = rehearsal_actions(q, p);
+    EXPECT_EQ(equal, 15 * 16 * 6);
+    q.config.batch_tokens = 1000 * 256; // eight more than 62 rounds: 168 micro-batches, and not 32
+    EXPECT_DOUBLE_EQ(rehearsal_actions(q, p) / equal, 168 / 48.0);
+}
+
 // place_proposal() places only some rounds of a long accumulation. It never finds fewer bytes than
 // all of them take, and at most 0.5% more, or 2% with chunks.
 TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
-    for (int pp : {1, 2, 4})
-        for (int chunks : {1, 2}) {
-            if (pp == 1 && chunks > 1) continue;
+    for (auto [pp, chunks, m] : {std::array{1, 1, 32}, {2, 1, 32}, {4, 1, 32}, {2, 2, 32},
+                                 {4, 2, 32}, {4, 2, 50}}) {
+        // Place some rounds.
+        PlanQuestion q = small_question(pp, 1e6);
+        q.config.batch_tokens = m * 256;
+        Proposal p;
+        p.pp = pp, p.chunks = chunks;
+        p.pipeline = chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
+        Trial t = {p};
+        place_proposal<bf16>(q, t, 0, Cpu{});
 
-            // Place some rounds.
-            PlanQuestion q = small_question(pp, 1e6);
-            q.config.batch_tokens = 32 * 256;
+        // Place every micro-batch.
+        Config c = q.config;
+        set_proposal(c, p);
+        Layout layout = choose_layout(c, q.shape);
+        Model model = make_model(with_logits(q.shape, Cpu{}), layout);
+        std::vector<Plan> plans;
+        for (const PlanOptions& o : plans_of(c, q.shape))
+            plans.push_back(make_plan(layout, model, o));
+        double whole = double(bytes_here(place_plans<bf16>(plans, model, Cpu{}), Cpu{}));
+        EXPECT_GE(t.bytes, whole) << "pp " << pp << " chunks " << chunks;
+        EXPECT_LE(t.bytes, (chunks > 1 ? 1.02 : 1.005) * whole)
+            << "pp " << pp << " chunks " << chunks;
+    }
+}
+
+// A layout's simulated time, and the most bytes of a rank, on the card and in the host's memory.
+static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
+    Trial all = simulate_proposal<bf16>(q, p, Cpu{});
+    all.bytes = 0;
+    for (int rank = 0; rank < p.pp; rank++) {
+        Trial one = {p};
+        place_proposal<bf16>(q, one, rank, Cpu{});
+        all.bytes = std::max(all.bytes, one.bytes);
+        all.host = std::max(all.host, one.host);
+    }
+    return all;
+}
+
+// A layout that is shown has been placed on all ranks that may be the fullest, whichever the closed
+// form calls it, on the card and on the host. Ranks are alike but for both ends of the model, and
+// weight halves that wait.
+TEST(Planner, AShownLayoutFitsOnEveryRank) {
+    sizes_of_gpu = true;
+    PlanQuestion q = small_question(4, 1e6);
+    q.shape = gpt2_shape(10, 4, 256, 20000, 256);
+    q.config.batch_tokens = 16 * 256;
+    for (unsigned offload : {0u, 15u})
+        for (Pipeline pipeline : {Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
+                                  Pipeline::ZERO_BUBBLE}) {
             Proposal p;
-            p.pp = pp, p.chunks = chunks;
-            p.pipeline = chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
-            Trial t = {p};
-            place_proposal<bf16>(q, t, 0, Cpu{});
+            p.pp = 4, p.pipeline = pipeline, p.offload = offload;
+            p.chunks = pipeline == Pipeline::INTERLEAVED ? 2 : 1;
+            if (!refuse_proposal(q, p).empty()) continue;
+            Trial all = simulated_and_placed(q, p);
 
-            // Place every micro-batch.
-            Config c = q.config;
-            set_proposal(c, p);
-            Layout layout = choose_layout(c, q.shape);
-            Model model = make_model(with_logits(q.shape, Cpu{}), layout);
-            std::vector<Plan> plans;
-            for (const PlanOptions& o : plans_of(c, q.shape))
-                plans.push_back(make_plan(layout, model, o));
-            double whole = double(bytes_here(place_plans<bf16>(plans, model, Cpu{}), Cpu{}));
-            EXPECT_GE(t.bytes, whole) << "pp " << pp << " chunks " << chunks;
-            EXPECT_LE(t.bytes, (chunks > 1 ? 1.02 : 1.005) * whole)
-                << "pp " << pp << " chunks " << chunks;
+            // Let the closed form be wrong.
+            for (int rank = 0; rank < 4; rank++) {
+                Trial t = {p};
+                t.proposal.estimate.fullest = rank;
+                EXPECT_TRUE(fits<bf16>(q, t, Cpu{}));
+                EXPECT_TRUE(fits_everywhere<bf16>(q, t, Cpu{}));
+                EXPECT_EQ(t.bytes, all.bytes) << proposal_text(p) << " rank " << rank;
+                EXPECT_EQ(t.host, all.host) << proposal_text(p) << " rank " << rank;
+
+                // A room that is a byte too small.
+                PlanQuestion tight = q;
+                tight.room = t.bytes - 1;
+                EXPECT_FALSE(fits_everywhere<bf16>(tight, t, Cpu{}));
+            }
         }
+    sizes_of_gpu = false;
+
+    // In a long zero-bubble pipeline a rank in the middle has most weight halves that wait.
+    q.shape = gpt2_shape(14, 4, 256, 256, 256);
+    Proposal halves;
+    halves.pp = 8, halves.pipeline = Pipeline::ZERO_BUBBLE;
+    Trial placed = {halves};
+    fits_everywhere<bf16>(q, placed, Cpu{});
+    EXPECT_EQ(placed.bytes, simulated_and_placed(q, halves).bytes);
+
+    // The answer asks for it.
+    q.shape = gpt2_shape(10, 4, 256, 20000, 256);
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_FALSE(a.best.empty());
+    for (const Trial& t : a.best)
+        EXPECT_EQ(t.bytes, simulated_and_placed(q, t.proposal).bytes) << proposal_text(t.proposal);
+}
+
+// Where the closed form is wrong about the fullest rank, a room between that one's bytes and the
+// most is too small.
+TEST(Planner, ARoomThatAnotherRankExceedsIsTooSmall) {
+    PlanQuestion q = small_question(4, 1e6);
+    q.config.batch_tokens = 16 * 256;
+    int found = 0;
+    for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals) {
+        if (p.pp < 4 || found == 3) continue;
+        Trial one = {p}, all = {p};
+        fits<bf16>(q, one, Cpu{});
+        fits_everywhere<bf16>(q, all, Cpu{});
+        if (one.bytes >= all.bytes) continue;
+        found++;
+
+        // Ask for this one alone.
+        PlanQuestion tight = q;
+        tight.named = true;
+        tight.room = 0.5 * (one.bytes + all.bytes);
+        set_proposal(tight.config, p);
+        for (const char* flag : {"pp", "chunks", "pipeline", "zero", "recompute", "micro-batch"})
+            tight.config.given.insert(flag);
+        for (const Trial& t : answer_question<bf16>(tight, Cpu{}).best)
+            EXPECT_NE(proposal_text(t.proposal), proposal_text(p));
+    }
+    printf("%d layouts whose fullest rank is another\n", found);
+    EXPECT_GT(found, 0);
 }
 
 // The planner keeps tensor parallelism inside a node, because its messages are on
@@ -1047,6 +1286,18 @@ TEST(Planner, TensorParallelismStaysInsideANode) {
         any |= p.tp == 2;
     }
     EXPECT_TRUE(any);
+}
+
+// Every number of chunks up to eight is tried: five is the only even split of some models.
+TEST(Planner, EveryNumberOfChunksIsTried) {
+    PlanQuestion q = small_question(2, 1e6);
+    q.shape = gpt2_shape(18, 4, 256, 1000, 256);
+    Proposal grid = plain_proposal(q);
+    grid.pp = 2;
+    std::set<int> chunks;
+    for (const Proposal& p : list_schedules(q, grid))
+        chunks.insert(p.chunks);
+    EXPECT_EQ(chunks, (std::set<int>{1, 2, 3, 4, 5, 6, 7, 8}));
 }
 
 // A layout that others have published, with the flags that name it here, and how much slower than
@@ -1082,7 +1333,8 @@ static std::vector<PublishedChoice> published_choices() {
         {"arXiv:2407.21783, 405B", llama31_shape(126, 128, 16384, 53248), "h100", 16384, 8192,
          1 << 24,
          {{"tp", "8"}, {"sequence-parallel", "true"}, {"pp", "16"}, {"dp", "128"}, {"zero", "1"},
-          {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"}},
+          {"pipeline", "interleaved"}, {"chunks", "8"}, {"micro-batch", "1"},
+          {"recompute", "none"}},
          0.1, 0},
     };
 }
@@ -1282,17 +1534,17 @@ TEST(Planner, DataLeaveWhereRoomIsShort) {
     EXPECT_TRUE(answer_question<bf16>(q, Cpu{}).best.empty());
 }
 
-// A question's host has a DGX's memory for each card, or what a machine's file says.
+// A question's host has 95% of a DGX's memory for each card, or of what a machine's file says.
 TEST(Planner, AHostHasTheRoomThatAMachineSays) {
     llmc::Run run;
     EXPECT_EQ(set_flag(run.config, "explain", "true"), "");
     EXPECT_EQ(set_flag(run.config, "gpus", "8"), "");
     Machine machine;
     EXPECT_EQ(machine_named(&machine, "h100"), "");
-    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 256 * GIB);
+    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 0.95 * 256 * GIB);
     std::string path = put_file(scratch("host.txt"), "base = h100\nhost_ram_gb = 100\n");
     EXPECT_EQ(machine_named(&machine, path), "");
-    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 100 * GIB);
+    EXPECT_EQ(host_room_asked(run, machine, 1, Cpu{}), 0.95 * 100 * GIB);
 }
 
 // A frozen base takes most of the card, and its weights leave: there is little else.
@@ -1311,19 +1563,6 @@ TEST(Planner, FrozenWeightsLeave) {
     ASSERT_FALSE(a.best.empty());
     for (const Trial& t : a.best)
         EXPECT_TRUE(moves_row(t.proposal.offload, WEIGHTS)) << proposal_text(t.proposal);
-}
-
-// A layout's simulated time, and the most bytes of a rank, on the card and in the host's memory.
-static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
-    Trial all = simulate_proposal<bf16>(q, p, Cpu{});
-    all.bytes = 0;
-    for (int rank = 0; rank < p.pp; rank++) {
-        Trial one = {p};
-        place_proposal<bf16>(q, one, rank, Cpu{});
-        all.bytes = std::max(all.bytes, one.bytes);
-        all.host = std::max(all.host, one.host);
-    }
-    return all;
 }
 
 // Weights and activations that leave, alone and with masters, moments and gradients: over layouts
@@ -1359,7 +1598,8 @@ TEST(Planner, ClosedFormKnowsWhatLeaves) {
             least = std::min(least, ratio);
             bool unlike = p.chunks > 1 || moves_row(set, GRADIENTS);
             EXPECT_GE(ratio, unlike ? 0.9 : 1) << offload_words(set) << " " << proposal_text(p);
-            EXPECT_NEAR(p.estimate.host / t.host, 1, 0.15) << proposal_text(p);
+            EXPECT_GE(p.estimate.host / t.host, 0.85) << proposal_text(p); // need_not_place()
+            EXPECT_LE(p.estimate.host / t.host, 1.2) << proposal_text(p);
         }
         printf("%s, %.0f layouts: mean error of time %.1f%%, of memory %.1f%%, at least %+.1f%%\n",
                offload_words(set).c_str(), n, 100 * time / n, 100 * memory / n, 100 * least - 100);
@@ -1471,6 +1711,8 @@ TEST(Planner, DrawsItsAnswer) {
     EXPECT_HAS(text, "</svg>\n</svg>\n");
     EXPECT_HAS(text, "the step of the best");
     EXPECT_HAS(text, "<title>" + proposal_text(a.best[a.chosen].proposal) + "</title>");
+    EXPECT_HAS(text, ">optimizer moments</text>"); // its legend names no row that is empty
+    EXPECT_FALSE(has(text, ">teacher</text>") || has(text, ">codes of fp8 weights</text>"));
 
     // Add up the bars. A scale from 0 to 1.1 of the most has PLOT_HEIGHT pixels.
     double height = 0;
@@ -1492,6 +1734,32 @@ TEST(Planner, DrawsItsAnswer) {
         for (const Proposal& f : frontier)
             EXPECT_FALSE(p.estimate.seconds < f.estimate.seconds &&
                          p.estimate.bytes < f.estimate.bytes);
+    // Nothing lies above the plot, the room has a label, and no name lies on another.
+    EXPECT_HAS(text, ">room: " + bytes_text(q.room) + "</text>");
+    std::vector<NamedTrial> twins(3, {"same", &a.best[0]});
+    std::vector<Proposal> all = a.search.proposals;
+    all[0].estimate.bytes = 10 * most;
+    std::string drawn = points_svg(q, all, twins);
+    for (size_t at = drawn.find(" cy=\""); at != drawn.npos; at = drawn.find(" cy=\"", at + 1))
+        EXPECT_GE(atof(drawn.c_str() + at + 5), PLOT_TOP);
+    std::vector<double> heights;
+    for (size_t end = drawn.find("\">same"); end != std::string::npos;
+         end = drawn.find("\">same", end + 1))
+        heights.push_back(atof(drawn.c_str() + drawn.rfind(" y=\"", end) + 4));
+    ASSERT_EQ(heights.size(), 3u);
+    EXPECT_GE(heights[1] - heights[0], 11);
+    EXPECT_GE(heights[2] - heights[1], 11);
+
+    // The step shows a few of many micro-batches, and says so.
+    EXPECT_FALSE(has(text, "micro-batches)"));
+    q.config.batch_tokens = 256 * 256;
+    q.config.micro_batch = 1;
+    EXPECT_EQ(set_flag(q.config, "micro-batch", "1"), "");
+    q.named = true;
+    Answer many = answer_question<bf16>(q, Cpu{});
+    draw_plan<bf16>(q, many, named_trials(many, nullptr), path, Cpu{});
+    EXPECT_HAS(read_file(path), " micro-batches)</text>");
+
     draw_plan<bf16>(q, a, named_trials(a, nullptr), scratch("plan.json"), Cpu{});
     EXPECT_HAS(read_file(scratch("plan.json")), "traceEvents");
 }
@@ -1504,6 +1772,12 @@ TEST(Planner, OfATieTheSimplestWins) {
     slow.seconds = 1.03, slow.bytes = 1;
     EXPECT_EQ(choose_trial({fast, plain, slow}), 1u);
     EXPECT_EQ(choose_trial({fast, slow}), 0u);
+
+    // Nobody moves weights to the host where ZeRO-3 is as fast.
+    Trial moved = plain, sharded = plain;
+    moved.proposal.offload = 1u << WEIGHTS;
+    sharded.proposal.zero = 3;
+    EXPECT_EQ(choose_trial({moved, sharded}), 1u);
 }
 
 // A batch of 8 sequences cannot be divided among 11 ranks, and 8 layers cannot make 11 stages: the
@@ -1514,6 +1788,15 @@ TEST(Planner, NamesANumberOfRanksThatHasALayout) {
     EXPECT_TRUE(list_grids(q, &why).empty());
     EXPECT_HAS(refuse_ranks(q, why), "no layout of 11 ranks is allowed (");
     EXPECT_HAS(refuse_ranks(q, why), "): try 10 ranks, or another --batch-tokens");
+
+    // A fault of the loss or the sequence is not blamed on the ranks.
+    EXPECT_EQ(set_flag(q.config, "loss", "dpo"), "");
+    std::string wrong = refuse_ranks(q, why);
+    EXPECT_HAS(wrong, "--loss dpo");
+    EXPECT_FALSE(has(wrong, "no layout of") || has(wrong, "--batch-tokens")) << wrong;
+    q.config.loss = "lm";
+    q.config.seq = 1024; // of 256
+    EXPECT_EQ(refuse_ranks(q, why).find("--seq 1024"), 0u) << refuse_ranks(q, why);
 }
 
 // ----------------------------------------------------------------------------

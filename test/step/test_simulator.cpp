@@ -1119,7 +1119,7 @@ TEST(Simulator, KeysOfAttentionsTilesAreCounted) {
 TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
     CostModel c = slow_links();
     for (const SmallCase& s : small_cases)
-        for (int m : {24, 36, 40}) {
+        for (int m : {24, 36, 40, 50}) { // 50: groups of unequal sizes
             SmallRun run(s, m);
             StepTime whole = run.folded(c);
             ActionCost cost = action_cost(c, run.model);
