@@ -19,12 +19,12 @@ struct Link {
     double link, nic;
     double latency, hop;
 
-    // A ring that leaves a node goes around all of its NICs at once, but for one message.
+    // A ring that leaves a node goes around all its NICs at once; one message has one of them.
     bool leaves_node() const { return near < n; }
     double ring() const { return leaves_node() ? std::min(link, nic * near) : link; }
     double one() const { return leaves_node() ? std::min(link, nic) : link; }
 
-    // The bytes of all shards, given those that a rank sends to all others. Each of the n - 1 gets a
+    // The bytes of all shards, given those that a rank sends to all others. Each of these gets a
     // part, and the rank keeps one.
     double whole(double sent) const { return sent * n / (n - 1); }
 
