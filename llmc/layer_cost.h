@@ -39,7 +39,7 @@ struct Times {
     double jitter = 0;                                   // of the slowest rank, beyond the mean
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
-    double evaluations = 0, sampling = 0;                // before the step (run/predicted.h)
+    double evaluations = 0, sampling = 0;                // before the step (run/before_step.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.
@@ -301,9 +301,10 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
 // The share of attention's rate that is left where a ring takes keys in pieces.
 constexpr double RING_RATE = 0.9;
 
-// Return the seconds that a ring of keys waits: its hops carry those of all sequences. Gradients
-// follow their keys one hop later, and go one hop further, beside nothing; all else hides behind
-// attention, as far as both can run at once.
+// Return the seconds that a ring of keys waits: its hops carry those of all sequences. A hop hides
+// behind attention to the keys that are there, as far as both can run at once; forward, the last of
+// n pieces has no hop beside it. Backward, gradients follow their keys one hop later and go one hop
+// further, beside nothing.
 inline double ring_seconds(const CostModel& c, const Plan& p, const Shape& s, int layer,
                            const Link& ring, const ContextMessages& keys, bool backward) {
     double sent = double(backward ? keys.backward : keys.forward);
@@ -311,7 +312,8 @@ inline double ring_seconds(const CostModel& c, const Plan& p, const Shape& s, in
     double wait = hops * ring.message(0) + sent / ring.one();
     double last = backward ? ring.message(double(keys.backward - keys.forward) / ring.n) : 0;
     double attention = block_attention(c, p, s, layer).seconds * (backward ? 2.5 : 1) / RING_RATE;
-    double hidden = std::min(wait - last, attention);
+    double beside = backward ? 1 : double(ring.n - 1) / ring.n;
+    double hidden = std::min(wait - last, beside * attention);
     return wait - (1 - c.machine.contention) * hidden;
 }
 
@@ -354,8 +356,7 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
 }
 
 // Return the seconds of f and g of one branch of a block: with sequence parallelism, backward
-// gathers the norm's rows again. No branch: the second one of a block whose experts are whole, and
-// which has no ffn beside them, has no row to gather or sum.
+// gathers the norm's rows again.
 inline double branch_messages(const CostModel& c, const Plan& p, const Shape& s, bool backward) {
     Link tp = axis_link(p.layout, c.machine, &Layout::tp);
     double stream = double(p.rows() * s.C * c.element);
@@ -363,6 +364,8 @@ inline double branch_messages(const CostModel& c, const Plan& p, const Shape& s,
                                             : tp.all_reduce(stream);
     return c.tensor_shown * one;
 }
+// Whether the second branch sends anything. Where experts are whole and no ffn stands beside them,
+// it has no row to gather or sum.
 inline bool second_branch_sends(const Shape& s) {
     return !s.E || !s.whole_experts || s.ffn_beside > 0;
 }

@@ -65,7 +65,8 @@ inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout:
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
-// How many ranks of those that route other tokens, or see other data, stand in one node.
+// How many ranks of a group stand in one node: of those that see other data, or that route other
+// tokens to experts.
 inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
     // Neighbours along cp stay together; so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *

@@ -87,7 +87,7 @@ struct Machine {
 //   64, by a guess.
 //   Contention, jitter: 0, which the fits to published steps include.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
-//   cost.h counts apart, make .50 of these .53.
+//   layer_cost.h counts apart, make .50 of these .53.
 //   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's
 //   watts do; the CPU is a guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {

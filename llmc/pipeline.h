@@ -35,6 +35,7 @@
 //   To copy: this file.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -60,6 +61,8 @@ struct Slot {
 typedef std::vector<Slot> Schedule; // one rank's, in order
 
 enum class Pipeline { GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, GIVEN }; // GIVEN: by a file
+// Their names, as --pipeline has them.
+inline constexpr std::array PIPELINE_NAMES = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
 
 inline bool operator==(const Slot& a, const Slot& b) {
     return a.op == b.op && a.micro == b.micro && a.stage == b.stage;

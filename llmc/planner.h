@@ -5,7 +5,7 @@
 //     chunks   m max t_r becomes a sum over turns, each F of one chunk and B of another on the
 //              slowest rank: a long stage holds up all ranks in its turn
 //     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
-//     m < p    neither fills the bubble: (p - m) / (p - 1) of (sum t_r - max t_r) stay
+//     m < p    nothing fills the bubble: (p - m) / (p - 1) of it stay, two thirds of that in ZB-H1
 //     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.

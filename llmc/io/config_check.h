@@ -824,8 +824,8 @@ inline std::string check_planning(const Config& c) {
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
 
-    const char* known[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
-    if (std::find(std::begin(known), std::end(known), c.pipeline) == std::end(known))
+    const auto& known = PIPELINE_NAMES;
+    if (std::find(known.begin(), known.end(), c.pipeline) == known.end())
         return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
                       c.pipeline, " out");
     if (c.steps == 0 || c.eval)

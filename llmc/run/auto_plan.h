@@ -185,22 +185,23 @@ inline std::string refuse_ranks(const PlanQuestion& q, const std::string& why) {
 template <typename T, typename S>
 std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     // Place the leanest layout with one more flag, and return its bytes; infinity: not allowed.
+    Trial t;
     auto bytes_with = [&](const char* flag, const char* value) {
         PlanQuestion other = q;
-        Trial t = {a.search.leanest};
+        t = {a.search.leanest};
         if (*flag) set_flag(other.config, flag, value);
         if (!strcmp(flag, "masters")) t.proposal.remainder = false; // the flag holds
         if (!strcmp(flag, "offload")) t.proposal.offload = 0;
         Config c = other.config;
         set_proposal(c, t.proposal);
         if (!check_with_teacher(c, q.shape, q.teacher).empty()) return double(INFINITY);
-        place_proposal<T>(other, t, t.proposal.estimate.fullest, where);
+        fits_everywhere<T>(other, t, where);
         return t.bytes;
     };
 
-    // The leanest may fit, and its host may not have the room.
+    // The card may have room for the leanest, and its host may not.
     double least = bytes_with("", ""), best = least;
-    if (least <= q.room)
+    if (least <= q.room && t.host > q.host_room)
         return concat("--plan auto: only layouts with --offload fit ", bytes_text(q.room),
                       ", and the host's memory has ", bytes_text(q.host_room),
                       " for each rank, too little: try --offload-to FOLDER, more ranks or a "
@@ -237,8 +238,7 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
     const Config& c = run.config;
     double card = 0.95 * machine.memory_gb * GIB;
     if (c.memory > 0) return c.memory * GIB;
-    if (c.explain) return card / (c.gpus ? 1 : c.local_ranks);
-    if (!std::is_same_v<S, Cpu>) return card / c.local_ranks;
+    if (c.explain || !std::is_same_v<S, Cpu>) return card / sharers_of_card(c);
 
     // On the CPU take the least room that any rank finds, so that all ranks choose the same.
     std::vector<int64_t> all(size_t(run.world.size));
@@ -253,7 +253,7 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     const Config& c = run.config;
-    if (c.explain) return 0.95 * machine.host_ram_gb * GIB / (c.gpus ? 1 : c.local_ranks);
+    if (c.explain) return 0.95 * machine.host_ram_gb * GIB / sharers_of_card(c);
     if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
@@ -296,9 +296,9 @@ template <typename S> PlanQuestion question_of(const Run& run, S where) {
 
 // Simulate and place the layout that the user's own flags name, to compare it with the best. What
 // they leave open is as in the fastest of the search's layouts that fit, or else in the leanest.
-// Returns false if they name none, or one that is refused, which is printed.
+// Returns false if they name none, or one that is refused: why receives a line.
 template <typename T, typename S>
-bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
+bool named_layout(const PlanQuestion& q, Trial* yours, S where, std::string* why = nullptr) {
     if (!names_layout(q.config)) return false;
 
     // Ask again, of those that have the named values.
@@ -321,7 +321,7 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where) {
     if (wrong.empty() && rank_count(c) != q.gpus)
         wrong = concat("its axes are ", rank_count(c), " ranks, and there are ", q.gpus);
     if (!wrong.empty()) {
-        printf("the layout that the flags name: %s\n", wrong.c_str());
+        if (why) *why = "the layout that the flags name: " + wrong + "\n";
         return false;
     }
     *yours = simulate_proposal<T>(q, proposal_of(c), where);
@@ -346,13 +346,14 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
 
     // Print the answer. A run prints it too, so that it can be repeated without the planner.
     Trial yours;
-    bool named = c.explain && named_layout<T>(q, &yours, where);
-    std::string why;
+    std::string why, refused;
+    bool named = c.explain && named_layout<T>(q, &yours, where, &refused);
     bool memory = given(c, "memory");
     if (c.explain) why = flip_text(q, find_flip<T>(q, a, where), memory);
     if (named) why += lead_text(q, a, yours, find_lead<T>(q, a, yours, where), memory);
     if (is_first(run))
-        printf("%s", answer_text(c, q, a, named ? &yours : nullptr, why).c_str());
+        printf("%s%s", refused.c_str(),
+               answer_text(c, q, a, named ? &yours : nullptr, why).c_str());
     if (c.explain && !c.timeline.empty() && is_first(run))
         draw_plan<T>(q, a, named_trials(a, named ? &yours : nullptr), c.timeline, where);
     if (c.explain) return false;

@@ -1,6 +1,6 @@
 // before_step.h - the time of what ranks run before each step: a teacher, other policies, sampling
 //   distill  the teacher evaluates the step's batch, all micro-batches in one plan (../teacher.h).
-//            Its second product, in the student's head, is the student's time (cost.h)
+//            Its second product, in the student's head, is the student's time (layer_cost.h)
 //   kto      the weights as they are evaluate a mismatched window for each window of the batch, a
 //            run of the evaluation plan for each micro-batch (reference_point.h)
 //   grpo     a rollout (on_policy.h), which serves --updates steps: a step has its share of it

@@ -250,7 +250,7 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         blas_scratch(blas, room.template take<char>(bytes), bytes);
 
         // Say how long both passes may take. A query sees half of the keys on average, and half a
-        // tile more; backward has 2.5 times the products of forward (cost.h).
+        // tile more; backward has 2.5 times the products of forward (layer_cost.h).
         double flops = 4 * double(n) * (double(tokens) + ATTENTION_TILE) / 2;
         double whole = flops / m.machine.peak(sizeof(T));
 
@@ -355,12 +355,12 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
         return timed(run, where, [&] { all_reduce_sum(group, x, count, where); }, LINK_RUNS);
     };
 
-    // Keep the longest latency: cost.h has one for all links.
+    // Keep the longest latency: links.h has one for all.
     double latency = seconds(16);
     double& longest = m.machine.latency_us;
     longest = std::max(longest, 1e6 * latency);
 
-    // Count what each rank sends, as cost.h does, in the time beyond latency. At least a tenth is
+    // Count what each rank sends, as links.h does, in the time beyond latency. At least a tenth is
     // taken to be beyond it: else noise could make the rate infinite.
     double n = group.size;
     double rate = 0; // bytes a second

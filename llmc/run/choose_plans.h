@@ -1,5 +1,5 @@
 // choose_plans.h - what the flags say of ranks and memory becomes a layout and the options of plans
-//   No other place turns flags into a layout. Nothing is allocated.
+//   Nothing is allocated.
 #pragma once
 #include "choose.h"
 
@@ -11,9 +11,8 @@ namespace llmc {
 // The schedule that --pipeline names. A name that is no schedule's is the path of a file with one,
 // which is read into `given`.
 inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
-    const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
-    for (int i = 0; i < 4; i++)
-        if (c.pipeline == names[i])
+    for (size_t i = 0; i < PIPELINE_NAMES.size(); i++)
+        if (c.pipeline == PIPELINE_NAMES[i])
             return Pipeline(i);
 
     // Read and check the user's schedule before any rank depends on it.
@@ -60,7 +59,7 @@ inline ContextOrder context_order_named(const std::string& name) {
 }
 
 // The layout that the flags describe, the same for every rank. No other place turns flags
-// into a layout.
+// into a layout, but for the planner's estimates (plan_search.h).
 inline Layout choose_layout(const Config& c, const Shape& shape) {
     Layout layout;
 

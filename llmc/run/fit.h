@@ -174,16 +174,15 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
     std::vector<std::string> rungs = allowed_rungs(q, shape, way, &best.refusal);
     if (rungs.empty()) return best;
 
-    // Ask the leanest rung first: if the card does not hold it, it holds no other. A rung for which
-    // the host lacks memory is left out, because the one before it takes less there.
+    // Ask the leanest rung first: what the card cannot hold then, it holds with no other. Leave out
+    // those that come last and fit nowhere, as where the host lacks memory.
     auto fits = [&](const std::string& rung, int B) {
         Config c = fit_config(q, rung, B);
         return try_fit(q, c, shape, false, &cell).empty() && has_room(q, cell);
     };
-    while (!rungs.empty() && !fits(rungs.back(), 1)) {
-        if (cell.bytes > q.room) return best;
+    if (!fits(rungs.back(), 1) && cell.bytes > q.room) return best;
+    while (!rungs.empty() && !fits(rungs.back(), 1))
         rungs.pop_back();
-    }
 
     // Double the micro-batch of each rung while it fits. A rung beyond the second that fits the
     // card alone would only recompute or move more.

@@ -41,6 +41,7 @@ struct Flip {
     const Knob* knob = nullptr; // null: none was found
     int thousandths = 0;
     Proposal winner = {};      // dp 0: none of the layouts that were looked at fits
+    bool kept = false;         // a plan for the changed machine keeps the choice
     bool planned = false;      // all layouts were looked at, by a plan for the changed machine
     bool memory_alone = false; // rates were not varied: the pipelines are too long
 };
@@ -197,9 +198,9 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
     Proposal winner;
     winner.dp = 0;
     if (!there.best.empty()) winner = there.best[there.chosen].proposal;
-    if (proposal_text(winner) == chosen) return flip;
-    flip.winner = winner;
-    flip.planned = true;
+    flip.kept = proposal_text(winner) == chosen;
+    flip.planned = !flip.kept;
+    if (flip.planned) flip.winner = winner;
     return flip;
 }
 
@@ -294,7 +295,9 @@ inline std::string flip_text(const PlanQuestion& q, const Flip& flip, bool memor
         return concat("what would flip the choice: no single number of the machine, by ",
                       MOST_THOUSANDTHS / 10, "% or less", scope, "\n");
     bool fits = flip.winner.dp > 0;
-    const char* what = fits ? " of these this would be best" : " none of the planner's would fit";
+    const char* what = fits ? " of these this would be best"
+                            : " none of the planner's above would fit";
+    if (flip.kept && fits) what = " of these this would be best, but a new plan keeps the choice";
     if (flip.planned) what = fits ? " this would win" : " the planner would find none that fits";
     return concat("what would flip the choice: with ", change_text(q, flip, memory_flag), what,
                   scope, fits ? ":\n  " + proposal_text(flip.winner) : "", "\n");

@@ -6,8 +6,8 @@
 //                these or those of several nodes; data-parallel ranks come next to tensor-parallel
 //                ones where that is faster by the links; and the method of context parallelism is
 //                the fastest for a block.
-//                The global batch, the sequence length and what the flags say of these stay as the
-//                user gave them
+//                The global batch and the sequence length stay as the user gave them, and so does
+//                every flag that the planner does not choose
 //   2. ESTIMATE  time and memory of each, in closed form (planner.h)
 //   3. SIMULATE  the best few, as the plans that would run, and place them in memory (trial.h)
 //   4. CHOOSE    times within 2% of the fastest are a tie: the fewest techniques win, then the
@@ -459,8 +459,12 @@ void make_room(Estimator<T, S>& e, const Proposal& p, Sharing sharing,
 // A layout that takes so many times the fastest one's seconds is not tried with less memory.
 constexpr double HOPELESS = 1.2;
 
-// Estimate every allowed layout. Layouts that surely do not fit are counted and dropped. The
-// estimate of memory may be a tenth off, so those near the limit stay until they are placed.
+// How much of the room an estimate may take that is placed all the same. It may be a tenth too
+// high, or much more where gradients come and go between data of unlike sizes (test_planner).
+inline double may_fit(const Proposal& p) { return moves_row(p.offload, GRADIENTS) ? 1.7 : 1.1; }
+
+// Estimate every allowed layout. Layouts that surely do not fit are counted and dropped, and those
+// near the limit stay until they are placed.
 template <typename T, typename S>
 Search search_layouts(const PlanQuestion& q, S where) {
     // Begin with the plainest layout, which the others change field by field.
@@ -486,7 +490,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
         if (p.estimate.bytes < s.leanest.estimate.bytes) s.leanest = p;
         if (p.estimate.host > q.host_room) return;
         if (surely_fits(q, p)) fastest = std::min(fastest, p.estimate.seconds);
-        if (p.estimate.least() < 1.1 * q.room) s.proposals.push_back(p);
+        if (p.estimate.least() < may_fit(p) * q.room) s.proposals.push_back(p);
         else if (p.estimate.least() < 1.5 * q.room) s.larger.push_back(p);
     };
 
@@ -623,13 +627,25 @@ Answer answer_question(const PlanQuestion& q, S where) {
     for (size_t i = 0; i < simple.size() && i < 4 && actions < MOST_ACTIONS; i++)
         try_proposal(simple[i]);
 
-    // Show the fastest that fit.
+    // The leanest is the last resort.
+    if (trials.empty() && a.search.listed > 0) try_proposal(a.search.leanest);
+
+    // Show the fastest that fit. The last place is for a simpler one that ties with the first.
     std::stable_sort(trials.begin(), trials.end(),
                      [](const Trial& x, const Trial& y) { return x.seconds < y.seconds; });
+    int simplest = INT_MAX;
     for (Trial& t : trials) {
-        if (a.best.size() == SHOWN) break;
-        if (fits_everywhere<T>(q, t, where)) a.best.push_back(t);
-        else a.larger.push_back(t.proposal);
+        bool full = a.best.size() == SHOWN;
+        int techniques = t.proposal.techniques();
+        if (full && t.seconds > TIE * a.best[0].seconds) break;
+        if (full && techniques >= simplest) continue;
+        if (!fits_everywhere<T>(q, t, where)) {
+            a.larger.push_back(t.proposal);
+            continue;
+        }
+        if (full) a.best.pop_back();
+        a.best.push_back(t);
+        simplest = std::min(simplest, techniques);
     }
     a.chosen = choose_trial(a.best);
 

@@ -54,12 +54,6 @@ inline std::string offload_words(unsigned offload) {
     return words.empty() ? "none" : words;
 }
 
-// The name of a schedule, as --pipeline has it.
-inline const char* pipeline_name(Pipeline p) {
-    static const char* names[] = {"gpipe", "1f1b", "interleaved", "zero-bubble"};
-    return names[int(p)];
-}
-
 // The flags of a proposal, as a shell takes them.
 inline std::string proposal_text(const Proposal& p) {
     // Leave out defaults, except --dp and --micro-batch.
@@ -72,7 +66,7 @@ inline std::string proposal_text(const Proposal& p) {
     add("cp", p.cp, p.cp > 1);
     add("cp-method", p.cp_method, p.cp > 1 && p.cp_method != "gather");
     add("pp", p.pp, p.pp > 1);
-    add("pipeline", pipeline_name(p.pipeline), p.pipeline != Pipeline::ONE_F_ONE_B);
+    add("pipeline", PIPELINE_NAMES[size_t(p.pipeline)], p.pipeline != Pipeline::ONE_F_ONE_B);
     add("chunks", p.chunks, p.chunks > 1);
     add("ep", p.ep, p.ep > 1);
     add("etp", p.etp, p.etp > 0);
@@ -106,7 +100,7 @@ inline void set_proposal(Config& c, const Proposal& p) {
     c.hpz = p.hpz;
     c.micro_batch = p.B;
     c.sequence_parallel = p.sequence_parallel;
-    c.pipeline = pipeline_name(p.pipeline);
+    c.pipeline = PIPELINE_NAMES[size_t(p.pipeline)];
     c.recompute = recompute_name(p.recompute);
     if (p.remainder) c.masters = "remainder";
     if (p.offload) c.offload = offload_words(p.offload);

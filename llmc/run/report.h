@@ -309,7 +309,7 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
     CostModel cost = run_costs<T>(machine, model, where);
     cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& train = plans[size_t(run.train_plan)];
-    Times before = times_before_step<T>(run, plans[size_t(run.train_plan)], machine);
+    Times before = times_before_step<T>(run, train, machine);
     Prediction p = predict_step(run.layout, model, train, cost, double(c.batch_tokens), before);
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,

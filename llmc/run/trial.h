@@ -41,7 +41,7 @@ inline bool has_named(const Config& c, const Proposal& p) {
            same("cp", c.cp, p.cp) &&
            same("ep", c.ep, p.ep) &&
            same("zero", c.zero, p.zero) &&
-           same("pipeline", c.pipeline, pipeline_name(p.pipeline)) &&
+           same("pipeline", c.pipeline, PIPELINE_NAMES[size_t(p.pipeline)]) &&
            same("chunks", c.chunks, p.chunks) &&
            same("sequence-parallel", c.sequence_parallel, p.sequence_parallel) &&
            same("recompute", recompute_named(c.recompute), p.recompute) &&

@@ -594,6 +594,23 @@ TEST(Planner, PrintedNumbersArePastTheFlip) {
     EXPECT_NEAR(rounded(0.63127501, true), 0.63128, 1e-9);
 }
 
+// A layout without any technique ties with the fastest, and wins, though more than six variants of
+// others are a little faster.
+TEST(Planner, TheSimplestOfManyTiesWins) {
+    sizes_of_gpu = true;
+    PlanQuestion q;
+    EXPECT_EQ(machine_named(&q.machine, "h200"), "");
+    q.shape = gpt2_shape(48, 25, 1600, 50257, 1024);
+    q.gpus = 16, q.room = 0.95 * q.machine.memory_gb * GIB;
+    q.config.precision = "bf16", q.config.machine = "h200", q.config.explain = true;
+    q.config.seq = 1024, q.config.batch_tokens = 1 << 20, q.config.sample_tokens = 0;
+    Answer a = answer_question<bf16>(q, Cpu{});
+    ASSERT_EQ(a.best.size(), SHOWN);
+    EXPECT_EQ(a.best[a.chosen].proposal.techniques(), 0);
+    EXPECT_EQ(a.chosen, SHOWN - 1);
+    sizes_of_gpu = false;
+}
+
 // Among more layouts than are planned anew the line speaks of those shown.
 TEST(Planner, AFlipOfManyLayoutsSpeaksOfThoseShown) {
     PlanQuestion q = small_question(4, 200, 2);
@@ -606,7 +623,7 @@ TEST(Planner, AFlipOfManyLayoutsSpeaksOfThoseShown) {
     EXPECT_FALSE(flip.planned);
     EXPECT_HAS(flip_text(q, flip, false), ") of these this would be best:\n  ");
     flip.winner.dp = 0;
-    EXPECT_HAS(flip_text(q, flip, false), ") none of the planner's would fit\n");
+    EXPECT_HAS(flip_text(q, flip, false), ") none of the planner's above would fit\n");
 }
 
 // A change stays within the range that a machine file may have, and within the asked one.
@@ -1821,6 +1838,18 @@ const FitWay& way_named(const std::string& name) {
 }
 
 } // namespace
+
+// Adapters of a large model fit the card by recomputation, where all rungs that move more lack the
+// host's memory, or keep more on the card.
+TEST(Fit, ARungThatFitsIsFoundAmongOthersThatDoNot) {
+    Config user;
+    EXPECT_EQ(set_flag(user, "seq", "8192"), "");
+    FitQuestion q = fit_question(user, "180");
+    EXPECT_EQ(machine_named(&q.machine, "rtx4090"), "");
+    FitCell cell = fit_cell(q, fit_shape(q, user, "llama3-70b"), way_named("lora"));
+    EXPECT_EQ(cell.flags, "--lora 16 --recompute full");
+    EXPECT_GT(cell.B, 0);
+}
 
 // The flags that --fit prints are the largest micro-batch of their rung: the run fits by the
 // arena of every micro-batch, and with twice the micro-batch it does not.

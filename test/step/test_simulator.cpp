@@ -1327,6 +1327,14 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_GT(gather.context, 0);
     EXPECT_EQ(ring.context, 0);
 
+    // A slow link outlasts the attention beside its three hops, which is that of three of four pieces.
+    double fast = c.machine.link_gb;
+    c.machine.link_gb = 0.1;
+    double hops = 3 * 20e-6 + 3.0 * 32768 * 2 * 512 * 2 / c.machine.link_rate();
+    double hidden = 0.75 * ring.attention;
+    EXPECT_NEAR(block_seconds(c, p, run.model, 1, false).context, hops - hidden, 1e-9);
+    c.machine.link_gb = fast;
+
     // Cores that carry messages too hide none of them. Three hops carry what was gathered in two
     // messages, one for each sequence.
     c.machine.contention = 1;
