@@ -91,13 +91,17 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
     for (const TimePart& part : time_parts())
         row(part.name, [&](const Trial& t) { return 1e3 * t.parts.*part.part; });
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
-    text += "  GiB of the fullest rank\n";
+
+    // A small model's bytes stand in MiB.
+    bool small = trials[0].trial->bytes < GIB;
+    double unit = small ? GIB / 1024 : GIB;
+    text += small ? "  MiB of the fullest rank\n" : "  GiB of the fullest rank\n";
     for (const MemoryRow& memory : memory_rows())
         row(memory.name, [&](const Trial& t) {
             auto found = t.memory.find(memory.name);
-            return found == t.memory.end() ? 0 : found->second / GIB;
+            return found == t.memory.end() ? 0 : found->second / unit;
         });
-    row("together", [](const Trial& t) { return t.bytes / GIB; });
+    row("together", [&](const Trial& t) { return t.bytes / unit; });
     return text;
 }
 

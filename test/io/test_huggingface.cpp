@@ -726,9 +726,10 @@ TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
         }
 
         // Shared out over ranks, each has its part of the same weights.
+        int tp = tp_divides(s, 2) ? 2 : 1;
         EXPECT_EQ(run_local_ranks(4, {}, [&](const Comm& world) {
             Plan plan = plan_of(Mode::TRAIN, 2, 16);
-            plan.layout = small_layout(2, 2);
+            plan.layout = small_layout(4 / tp, tp);
             plan.layout.zero = 3;
             plan.layout = layout_at(plan.layout, world.rank);
             Small<float> part(s, {plan});

@@ -433,7 +433,7 @@ TEST(Planner, TheTableOfDifferencesAddsUp) {
     // Print it.
     std::string text = answer_text(q.config, q, a, &a.best[1]);
     for (const char* part : {"plan for 4 ranks on h100", "  best ", "  2 ", "  yours ", "together",
-                             "GiB of the fullest rank", "run it:\n  mpirun -np 4 build/train_gpt "})
+                             "MiB of the fullest rank", "run it:\n  mpirun -np 4 build/train_gpt "})
         EXPECT_HAS(text, part);
 }
 
