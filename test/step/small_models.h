@@ -179,7 +179,8 @@ template <typename T> struct Small {
         // A run refuses any other layout: its ranks would read and write beyond their activations.
         Shape cut = s;
         cut.whole_experts = plans[0].layout.whole_experts;
-        EXPECT_TRUE(tp_divides(cut, size_t(plans[0].layout.tp.size)));
+        int tp = plans[0].layout.tp.size;
+        LLMC_CHECK(tp_divides(cut, size_t(tp)), "%d ranks share no heads of this test's model", tp);
 
         t.offload_folder = "/tmp";
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
