@@ -972,7 +972,9 @@ template <typename T> static void export_round_trip(const std::string& dir) {
             else if (shard_bytes == 1)
                 EXPECT_EQ(shards, size_t(std::count_if(
                                       a->t.model.parameters.begin(), a->t.model.parameters.end(),
-                                      [&](auto& p) { return !has(p.name, "up_proj") || !joined; })));
+                                      [&](auto& p) {
+                                          return !has(p.name, "up_proj") || !joined;
+                                      })));
             else
                 EXPECT_GT(shards, 2u);
 

@@ -98,9 +98,9 @@ inline Shape with_late_lora(Shape s, size_t rank) {
     return s;
 }
 
-// The same with adapters from block `first` on. left_out: blocks below have none, so backward passes
-// end above them. Otherwise they have adapters whose scale is 0: these change nothing and learn
-// nothing, but backward passes go through them to the first block.
+// The same with adapters from block `first` on. left_out: blocks below have none, so backward
+// passes end above them. Otherwise they have adapters whose scale is 0: these change nothing and
+// learn nothing, but backward passes go through them to the first block.
 inline Shape upper_lora(const Shape& base, size_t rank, int first, bool left_out) {
     Shape s = with_lora(base, rank);
     Adapters upper = *s.adapters;

@@ -623,7 +623,7 @@ TEST(Offload, APlanThatUpdatesAtTheWrongTimeIsRefused) {
         long norm = place_of([](const Action& a) { return a.op == Op::NORM; });
         long first_layer = place_of([](const Action& a) { return computes(a.op); });
 
-        // Leave out each action of the moves, or move it to the other side of what it must not pass.
+        // Leave out each action of the moves, or move it beyond what it must not pass.
         int updates = 0, among_layers = 0;
         for (long i = 0; i < long(good.actions.size()); i++) {
             const Action& a = good.actions[size_t(i)];
@@ -633,7 +633,7 @@ TEST(Offload, APlanThatUpdatesAtTheWrongTimeIsRefused) {
             without.actions.erase(without.actions.begin() + i);
             EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
 
-            // An update behind NORM, weights that come back before it, a gradient that leaves early.
+            // An update behind NORM, weights that return before it, a gradient that leaves early.
             Plan moved = without;
             updates += a.op == Op::UPDATE;
             among_layers += a.op == Op::UPDATE && i > first_layer;

@@ -1129,8 +1129,8 @@ TEST(Simulator, LongAccumulationsAreCountedToTheLastDigits) {
         }
 }
 
-// With products of 8 bits each micro-batch has its share of the one cast of the weights, in the step
-// that is simulated whole and in its two ends.
+// With products of 8 bits each micro-batch has its share of the one cast of the weights, in the
+// step that is simulated whole and in its two ends.
 TEST(Simulator, LongAccumulationsShareTheCastsOfWeights) {
     CostModel c;
     c.machine = machine_of("h100");
@@ -1327,7 +1327,7 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_GT(gather.context, 0);
     EXPECT_EQ(ring.context, 0);
 
-    // A slow link outlasts the attention beside its three hops, which is that of three of four pieces.
+    // A slow link outlasts the attention beside its three hops, that of three of four pieces.
     double fast = c.machine.link_gb;
     c.machine.link_gb = 0.1;
     double hops = 3 * 20e-6 + 3.0 * 32768 * 2 * 512 * 2 / c.machine.link_rate();
