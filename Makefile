@@ -66,7 +66,7 @@ define nvcc
     else echo "skipped: machine code of $@: python3 is not installed"; fi
 endef
 
-STEP_TESTS = test_plan test_budget test_planner test_model test_layouts test_context test_memory test_overflow test_offload \
+STEP_TESTS = test_plan test_budget test_planner test_fit test_model test_layouts test_context test_memory test_overflow test_offload \
     test_life test_samples test_generate test_golden test_huggingface test_checkpoint test_evaluate test_interchange \
     test_faults test_states test_averages test_distill
 TESTS = $(STEP_TESTS) test_simulator test_pipeline test_comm test_nccl test_run test_fp8 test_device test_types test_onnx \
