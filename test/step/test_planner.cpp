@@ -582,8 +582,7 @@ TEST(Planner, TheNamedChangeMakesTheUsersLayoutTheFastestAndALittleLessDoesNot) 
               "of 80 GB)\n");
 }
 
-// A printed number is past the flip: 22.7284 becomes less where less flips, and more where more
-// does.
+// A printed number is past the flip: 22.7284 is rounded down where less flips, else up.
 TEST(Planner, PrintedNumbersArePastTheFlip) {
     EXPECT_NEAR(rounded(22.72848, false), 22.728, 1e-9);
     EXPECT_NEAR(rounded(22.72811, true), 22.729, 1e-9);
