@@ -26,7 +26,10 @@ step() { # a name, then a command whose exit status is the verdict
     echo $verdict >>"$verdicts"
     {
         printf '%-4s %-66s (%d s)\n' "$verdict" "$name" $((SECONDS - start))
-        [ $verdict = FAIL ] && tail -n 40 "$log"
+        if [ $verdict = FAIL ]; then
+            grep -E -A 6 ': Failure$|runtime error:|(ERROR|WARNING): [A-Z][a-z]+Sanitizer' "$log" | head -n 40
+            tail -n 40 "$log"
+        fi
         grep -h -o 'skipped: .*' "$log" | sort | uniq -c
     } >"$log.said"
     cat "$log.said"
