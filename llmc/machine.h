@@ -47,6 +47,7 @@ struct Machine {
     // carry messages too.
     double contention = 0;
     double elementwise = 0; // share of memory's rate that norms and activations reach; 0: `memory`
+    double message_us = 20; // of one message to a neighbour, between stages or in a ring: a guess
     double jitter = 0;      // standard deviation of ranks' speeds, as a share of their mean
 
     // The numbers of a run's costs (io/price.h); 0: not known.
@@ -185,6 +186,7 @@ inline const std::vector<MachineField>& machine_fields() {
 
         // Times that do not depend on bytes; the tiers beyond the card.
         {"latency_us", &M::latency_us, 0, 1e5},
+        {"message_us", &M::message_us, 0, 1e5},
         {"hop_us", &M::hop_us, 0, 1e4},
         {"launch_us", &M::launch_us, 0, 1e5},
         {"contention", &M::contention, 0, 1},

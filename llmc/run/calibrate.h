@@ -1,6 +1,6 @@
 // calibrate.h - --calibrate FILE: measure this machine, fit the numbers of its row, write FILE
 //   1. MEASURE  the trainer's own linear layers, attention, updates, norms and activations; copies,
-//               launches of almost nothing, and all-reduces: among the ranks of a machine, and
+//               launches of almost nothing, all-reduces and messages: among the ranks of a machine, and
 //               among those at the same place of several machines, where each machine has as many.
 //               Every rank measures at the same time; a measurement is the median of a tenth of a
 //               second's runs (of LINK_RUNS all-reduces), and the mean over ranks. How far a
@@ -342,6 +342,16 @@ void measure_elementwise(Measurements& m, const Run& run, S where) {
 
 constexpr size_t LINK_RUNS = 21;
 
+// Send some numbers to the next rank of a group, and receive those of the rank before.
+template <typename S>
+void send_around(const Comm& group, float* out, float* in, size_t n, S where) {
+    int next = (group.rank + 1) % group.size;
+    int before = (group.rank + group.size - 1) % group.size;
+    CommMessage messages[] = {{out, n * sizeof(float), next, true},
+                              {in, n * sizeof(float), before, false}};
+    exchange(group, messages, 2, where);
+}
+
 // Measure all-reduces in a group, while all other groups of its kind measure too: a short one is
 // all latency, the longest one is at the link's peak.
 template <typename S>
@@ -355,10 +365,13 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
         return timed(run, where, [&] { all_reduce_sum(group, x, count, where); }, LINK_RUNS);
     };
 
-    // Keep the longest latency: links.h has one for all.
+    // Keep the longest latencies: links.h has one for all groups. That of a message is measured
+    // while each rank sends one to the next.
     double latency = seconds(16);
-    double& longest = m.machine.latency_us;
-    longest = std::max(longest, 1e6 * latency);
+    double message = timed(run, where, [&] { send_around(group, x, x + 16, 16, where); },
+                           LINK_RUNS);
+    m.machine.latency_us = std::max(m.machine.latency_us, 1e6 * latency);
+    m.machine.message_us = std::max(m.machine.message_us, 1e6 * message);
 
     // Count what each rank sends, as links.h does, in the time beyond latency. At least a tenth is
     // taken to be beyond it: else noise could make the rate infinite.
@@ -381,7 +394,7 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
 template <typename S>
 void measure_links(Measurements& m, const Run& run, const Machines& machines, S where) {
     if (run.world.size == 1) return;
-    m.machine.latency_us = 0;
+    m.machine.latency_us = m.machine.message_us = 0;
     int rank = run.world.rank;
     int here = machines.of[size_t(rank)];
     Comm inside = comm_split(run.world, "machine", ranks_on(machines, here));

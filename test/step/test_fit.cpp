@@ -463,7 +463,7 @@ TEST(Machines, NamesNcclsSettings) {
 }
 
 // Links inside and between two machines are measured among their own ranks. A rank sends
-// 2 (n-1)/n of each all-reduce, and of each size there are 22: one warms up, 21 count.
+// 2 (n-1)/n of each all-reduce, and all of a message. Of each there are 22: one warms up, 21 count.
 TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
     run_local_ranks(6, {}, [&](const Comm& world) {
         // Let six threads be two machines of three.
@@ -473,19 +473,22 @@ TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
         run.world = world;
         Measurements m;
         EXPECT_EQ(machine_named(&m.machine, "cpu"), "");
-        m.machine.latency_us = 1e6;
+        m.machine.latency_us = m.machine.message_us = 1e6;
         Machines machines = machines_of({"a", "a", "a", "b", "b", "b"});
         measure_links(m, run, machines, Cpu{});
 
         // Count the bytes of all sizes, without those of the mean over ranks.
         double floats = 16 + (1 << 18) + (1 << 20) + (1 << 22);
-        EXPECT_NEAR(double(sent["machine"]), 22 * 4 * floats * 2 * 2 / 3, 64);
-        EXPECT_NEAR(double(sent["machines"]), 22 * 4 * floats * 2 * 1 / 2, 64);
+        double messages = 22 * 16 * 4;
+        EXPECT_NEAR(double(sent["machine"]), 22 * 4 * floats * 2 * 2 / 3 + messages, 64);
+        EXPECT_NEAR(double(sent["machines"]), 22 * 4 * floats * 2 * 1 / 2 + messages, 64);
 
         // The file has both links, and no longer the base row's.
         EXPECT_EQ(m.link.size(), 3u);
         EXPECT_EQ(m.nic.size(), 3u);
         EXPECT_LT(m.machine.latency_us, 1e6);
+        EXPECT_LT(m.machine.message_us, 1e6);
+        EXPECT_GT(m.machine.message_us, 0);
         std::string text = machine_text(m, "cpu", 1);
         EXPECT_HAS(text, "# all-reduces inside a machine");
         EXPECT_HAS(text, "KiB on 'machines'");

@@ -1160,12 +1160,13 @@ TEST(Simulator, LongAccumulationsShareTheCastsOfWeights) {
 TEST(Simulator, LinksByHand) {
     Machine m = machine_of("h100");
     m.link_gb = 100, m.nic_gb = 10, m.link = m.nic = 1, m.latency_us = 0, m.hop_us = 2;
+    m.message_us = 30;
     Link inside = link_of(m, 8, 8), across = link_of(m, 16, 8), spread = link_of(m, 4, 1);
     EXPECT_NEAR(inside.all_gather(8e9), 7 * 1e9 / 100e9, 1e-12);
     EXPECT_NEAR(across.all_gather(16e9), 15 * (2e-6 + 1e9 / 80e9), 1e-12);
     EXPECT_NEAR(across.all_reduce(16e9), 2 * 15 * 1e9 / 80e9, 1e-12);
-    EXPECT_NEAR(inside.message(1e9), 20e-6 + 1e9 / 100e9, 1e-12);
-    EXPECT_NEAR(across.message(1e9), 20e-6 + 1e9 / 10e9, 1e-12);
+    EXPECT_NEAR(inside.message(1e9), 30e-6 + 1e9 / 100e9, 1e-12);
+    EXPECT_NEAR(across.message(1e9), 30e-6 + 1e9 / 10e9, 1e-12);
     EXPECT_NEAR(inside.all_to_all(8e9), 7 * 1e9 / 100e9, 1e-12);
     EXPECT_NEAR(across.all_to_all(16e9), 8 * 1e9 / 10e9, 1e-12); // 8 of 16 parts leave the node
     EXPECT_NEAR(spread.all_to_all(4e9), 3 * 1e9 / 10e9, 1e-12);
@@ -1178,14 +1179,14 @@ TEST(Simulator, LinksByHand) {
     CostModel c;
     c.machine = m;
     Model model = make_model(gpt2_shape(4, 8, 512, 1000, 1024), p.layout);
-    EXPECT_NEAR(stage_seconds(c, p, model, 1), 20e-6 + 1024 * 512 * 2 / 10e9, 1e-12);
+    EXPECT_NEAR(stage_seconds(c, p, model, 1), 30e-6 + 1024 * 512 * 2 / 10e9, 1e-12);
 
     // A ring of keys over two nodes waits for the rank at the edge.
     p.layout = {};
     p.layout.cp.size = 16, p.layout.cp_method = ContextMethod::RING;
     c.machine.contention = 1; // hides nothing
     double sent = 15 * 2.0 * (1024 / 16) * 512 * 2;
-    EXPECT_NEAR(context_seconds(c, p, model, 1, false), 15 * 20e-6 + sent / 10e9, 1e-9);
+    EXPECT_NEAR(context_seconds(c, p, model, 1, false), 15 * 30e-6 + sent / 10e9, 1e-9);
 }
 
 // Over tensor-parallel ranks R sends both sums of the branches, and the gathers before them; the
@@ -1233,8 +1234,8 @@ TEST(Simulator, EachNumberOfAMachineMattersAndFasterIsNeverSlower) {
                                   "watts", "dollars_hour", "host_watts", "pue", "grid_g"};
     for (const MachineField& f : machine_fields()) {
         std::string name = f.name;
-        bool slower = name == "latency_us" || name == "launch_us" || name == "hop_us" ||
-                      name == "contention" || name == "jitter";
+        bool slower = name == "latency_us" || name == "message_us" || name == "launch_us" ||
+                      name == "hop_us" || name == "contention" || name == "jitter";
         bool matters = false;
         for (const SmallCase& s : small_cases) {
             // Time a case before and after the number grows by a tenth.
@@ -1439,13 +1440,13 @@ TEST(Simulator, WholeExpertsSendTheirOwnRows) {
 // A machine with twice the rates and half the latencies takes half the time, up to rounding.
 TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
     for (const SmallCase& s : small_cases) {
-        if (s.pp > 1) continue; // a message's 20 us depend on no machine
         SmallRun run(s, 4);
         CostModel c = slow_links(), twice = c;
         for (double Machine::*rate : {&Machine::half_tf, &Machine::memory_tb, &Machine::link_gb,
                                       &Machine::nic_gb})
             twice.machine.*rate *= 2;
-        for (double Machine::*wait : {&Machine::latency_us, &Machine::launch_us, &Machine::hop_us})
+        for (double Machine::*wait : {&Machine::latency_us, &Machine::message_us,
+                                      &Machine::launch_us, &Machine::hop_us})
             twice.machine.*wait /= 2;
         EXPECT_NEAR(run.folded(c).seconds / run.folded(twice).seconds, 2, 1e-9);
     }
