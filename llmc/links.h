@@ -3,8 +3,9 @@
 //   all-gather, reduce-scatter  a + (n-1)/n S/ring + (n-1) hops of a ring that leaves a node
 //   all-to-all                  a + max(what stays in the node / link, what leaves it / nic)
 //   message                     m + S/link, or S/nic across the edge of a node
-//   a, m: the latencies of a collective and of a message. link: between two cards of a node. nic:
-//   of one card's own NIC. ring: of the link, or of all NICs that the group's ranks in one node have together: a
+//   a, m: the latencies of a collective and of a message
+//   link: between two cards of a node. nic: of one card's own NIC
+//   ring: of the link, or of all NICs that the group's ranks in one node have together: a
 //   collective has as many rings as there are NICs. A message to one rank has one NIC.
 #pragma once
 #include "machine.h"
@@ -50,7 +51,9 @@ struct Link {
 // The link of a group of n ranks, of which `near` or all are in one node.
 inline Link link_of(const Machine& machine, int n, int near) {
     return {n, std::min(near, n), machine.link_rate(), machine.nic_rate(),
-            machine.latency_us * 1e-6, machine.message_us * 1e-6, machine.hop_us * 1e-6};
+            machine.latency_us * 1e-6,
+            machine.message_us * 1e-6,
+            machine.hop_us * 1e-6};
 }
 
 // How many ranks of an axis stand in one node. Axes before it in the order fill the node first.

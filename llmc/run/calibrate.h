@@ -1,9 +1,9 @@
 // calibrate.h - --calibrate FILE: measure this machine, fit the numbers of its row, write FILE
 //   1. MEASURE  the trainer's own linear layers, attention, updates, norms and activations; copies,
-//               launches of almost nothing, all-reduces and messages: among the ranks of a machine, and
-//               among those at the same place of several machines, where each machine has as many.
-//               Every rank measures at the same time; a measurement is the median of a tenth of a
-//               second's runs (of LINK_RUNS all-reduces), and the mean over ranks. How far a
+//               launches of almost nothing, all-reduces and messages: among the ranks of a machine,
+//               and among those at the same place of several machines, where each machine has as
+//               many. Every rank measures at the same time; a measurement is the median of a tenth
+//               of a second's runs (of LINK_RUNS all-reduces), and the mean over ranks. How far a
 //               product's time differs between ranks is their jitter. Shares differ between element
 //               types, so they are those of --precision
 //   2. FIT      a rate is a peak times a share. The peak is the data sheet's where the table has
@@ -347,8 +347,11 @@ template <typename S>
 void send_around(const Comm& group, float* out, float* in, size_t n, S where) {
     int next = (group.rank + 1) % group.size;
     int before = (group.rank + group.size - 1) % group.size;
-    CommMessage messages[] = {{out, n * sizeof(float), next, true},
-                              {in, n * sizeof(float), before, false}};
+    size_t bytes = n * sizeof(float);
+    CommMessage messages[] = {
+        {out, bytes, next, true},
+        {in, bytes, before, false},
+    };
     exchange(group, messages, 2, where);
 }
 
@@ -368,8 +371,8 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
     // Keep the longest latencies: links.h has one for all groups. That of a message is measured
     // while each rank sends one to the next.
     double latency = seconds(16);
-    double message = timed(run, where, [&] { send_around(group, x, x + 16, 16, where); },
-                           LINK_RUNS);
+    auto send = [&] { send_around(group, x, x + 16, 16, where); };
+    double message = timed(run, where, send, LINK_RUNS);
     m.machine.latency_us = std::max(m.machine.latency_us, 1e6 * latency);
     m.machine.message_us = std::max(m.machine.message_us, 1e6 * message);
 
