@@ -118,13 +118,15 @@ constexpr ProductTile PRODUCT_TILES[] = { // rates are assumed
 };
 
 // Return the factor by which tiles waste time: those beyond the last full wave cost a full wave.
-// Libraries take the tile that wastes least.
-inline double tile_waves(const Machine& machine, double rows, double columns) {
+// Libraries take the tile that wastes least. The rows are those of `matrices` products in one
+// launch, in equal parts.
+inline double tile_waves(const Machine& machine, double rows, double columns, double matrices) {
     if (machine.sms == 1) return 1;
 
     double least = INFINITY;
     for (const ProductTile& t : PRODUCT_TILES) {
-        double tiles = std::ceil(rows / t.rows) * std::ceil(columns / t.columns);
+        double down = matrices * std::ceil(rows / matrices / t.rows);
+        double tiles = down * std::ceil(columns / t.columns);
         double exact = rows / t.rows * columns / t.columns;
         double waves = std::ceil(tiles / machine.sms);
         least = std::min(least, waves * machine.sms / exact / t.rate);
@@ -136,17 +138,19 @@ inline double codes_rate(const CostModel& c, Fp8 fp8) {
     return fp8 == Fp8::NONE ? 0 : c.machine.fp8_rate(fp8 == Fp8::BLOCK);
 }
 
-// Return the seconds of a product (rows,in) x (in,out).
+// Return the seconds of a product (rows,in) x (in,out), or of one with a stack of matrices, which
+// share out the rows.
 inline double product_seconds(const CostModel& c, double rows, double out, double in,
-                              Fp8 fp8 = Fp8::NONE) {
+                              Fp8 fp8 = Fp8::NONE, double stack = 1) {
     double rate = codes_rate(c, fp8);
     if (rate == 0) rate = c.machine.gemm_rate(c.element);
     double best = 2 * rows * out * in / rate;
     // Bound the waste: a small product splits its sum over idle SMs.
-    double computing = best * std::min(tile_waves(c.machine, rows, out), 2.0);
+    double matrices = std::min(stack, rows); // a row reads one
+    double computing = best * std::min(tile_waves(c.machine, rows, out, matrices), 2.0);
 
     // A thin product, as those of adapters, waits for its rows from memory.
-    double moved = rows * (in + out) + in * out;
+    double moved = rows * (in + out) + matrices * in * out;
     return std::max(computing, c.element * moved / c.machine.memory_rate());
 }
 
@@ -173,7 +177,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
             double rows = w.stack > 1 ? routed * s.K : N;
             double out = double(w.local_rows()) / experts;
             Fp8 fp8 = w.matrix >= 0 ? s.fp8 : Fp8::NONE;
-            seconds += product_seconds(c, rows, out, w.local_cols(), fp8);
+            seconds += product_seconds(c, rows, out, w.local_cols(), fp8, experts);
         }
     }
     return seconds;
@@ -282,8 +286,8 @@ inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Sh
     return {1.3 * whole / c.machine.gemm_rate(c.element), bytes};
 }
 
-// Return the bytes that a block's norms, residual sums,
-// biases, rotations and activation functions move.
+// Return the bytes that a block's norms, residual sums, biases, rotations and activation functions
+// move, and those of rows on their way to experts on this rank and back.
 inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     // Norms and residual sums touch the stream ten times, with sequence parallelism 1/tp of it. Add
     // q, k, v twice and the ffn's inner rows three times.
@@ -295,7 +299,11 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     with_family(s.family, [&](auto family) { gated = (family.widening_products + 1) / 2.0; });
     double F = width_of_ffn(s) * gated;
     double heads = (s.NH + 2 * s.NKV) * s.HS;
-    return e * (10 * stream * s.C + N * (2 * heads + 3 * F) / tp);
+
+    // A token's row is read and written for each of its K experts, and their K outputs are read.
+    double routed = s.whole_experts ? N / tp : N;
+    double slots = s.E ? 3 * routed * s.K : 0;
+    return e * ((10 * stream + slots) * s.C + N * (2 * heads + 3 * F) / tp);
 }
 
 // The share of attention's rate that is left where a ring takes keys in pieces.
@@ -309,7 +317,7 @@ inline double ring_seconds(const CostModel& c, const Plan& p, const Shape& s, in
                            const Link& ring, const ContextMessages& keys, bool backward) {
     double sent = double(backward ? keys.backward : keys.forward);
     double hops = ring.n - 1 + (backward ? 2 : 0);
-    double wait = hops * ring.message(0) + sent / ring.one();
+    double wait = hops * ring.message(0) + sent / ring.message_rate();
     double last = backward ? ring.message(double(keys.backward - keys.forward) / ring.n) : 0;
     double attention = block_attention(c, p, s, layer).seconds * (backward ? 2.5 : 1) / RING_RATE;
     double beside = backward ? 1 : double(ring.n - 1) / ring.n;

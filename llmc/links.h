@@ -13,8 +13,9 @@
 
 namespace llmc {
 
-// A group of n ranks, of which `near` are in one node. Rates are in bytes per second, times in
-// seconds. `bytes` counts all shards together, as --explain and papers do.
+// A group of n ranks, of which `near` are in one node: in the node that has the fewest, whose NICs
+// bound a ring. Rates are in bytes per second, times in seconds. `bytes` counts all shards together,
+// as --explain and papers do.
 struct Link {
     int n, near;
     double link, nic;
@@ -23,7 +24,7 @@ struct Link {
     // A ring that leaves a node goes around all its NICs at once; one message has one of them.
     bool leaves_node() const { return near < n; }
     double ring() const { return leaves_node() ? std::min(link, nic * near) : link; }
-    double one() const { return leaves_node() ? std::min(link, nic) : link; }
+    double message_rate() const { return leaves_node() ? std::min(link, nic) : link; }
 
     // The bytes of all shards, given those that a rank sends to all others. Each of these gets a
     // part, and the rank keeps one.
@@ -45,7 +46,7 @@ struct Link {
         double across = (n - near) * part / nic;
         return latency + std::max(inside, across);
     }
-    double message(double bytes) const { return message_latency + bytes / one(); }
+    double message(double bytes) const { return message_latency + bytes / message_rate(); }
 };
 
 // The link of a group of n ranks, of which `near` or all are in one node.
@@ -56,20 +57,51 @@ inline Link link_of(const Machine& machine, int n, int near) {
             machine.hop_us * 1e-6};
 }
 
-// How many ranks of an axis stand in one node. Axes before it in the order fill the node first.
+// How many of n ranks, `stride` apart from `first` on, stand in the same node: the fewest where some
+// do.
+inline int fewest_in_node(int first, int stride, int n, int cards) {
+    // Nodes in the middle have as many as fit; those at both ends may have fewer.
+    int last = first + (n - 1) * stride;
+    int nodes = last / cards - first / cards + 1;
+    if (nodes == 1) return n;
+    int head = (cards - first % cards + stride - 1) / stride;
+    int tail = last % cards / stride + 1;
+    return std::min({head, tail, nodes > 2 ? cards / stride : n});
+}
+
+// How many ranks of an axis stand in one node, of the group that has the fewest. Axes before it in
+// the order fill the node first.
 inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
     // Compute the stride as layout_at() does.
     int stride = 1;
     for (size_t i = 0; layout.order[i] != axis; i++)
         stride *= (layout.*layout.order[i]).size;
-    return std::clamp(int(machine.cards) / stride, 1, (layout.*axis).size);
+    int n = (layout.*axis).size;
+    int cards = int(machine.cards);
+    int span = stride * n; // ranks of `stride` groups, which lie between each other
+    if (layout.world() <= cards || n == 1) return n;
+    if (stride >= cards) return 1;
+
+    // Most groups fill nodes, or nodes hold whole groups.
+    bool aligned = cards % span == 0 || (cards % stride == 0 && span % cards == 0);
+    if (aligned) return std::min(n, cards / stride);
+
+    // Others begin at different places of a node, which repeat after `cards` spans. The groups of a
+    // span lie alike where nodes hold whole strides.
+    int fewest = n;
+    int alike = cards % stride == 0 ? stride : 1;
+    int ranks = std::min(layout.world(), span * cards);
+    for (int begin = 0; begin < ranks && fewest > 1; begin += span)
+        for (int first = begin; first < begin + stride; first += alike)
+            fewest = std::min(fewest, fewest_in_node(first, stride, n, cards));
+    return fewest;
 }
 inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
-// How many ranks of a group stand in one node: of those that see other data, or that route other
-// tokens to experts.
+// How many ranks stand in one node: of those that see other data, or that route other tokens to
+// experts.
 inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
     // Neighbours along cp stay together; so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *
@@ -84,7 +116,9 @@ struct BucketLinks {
     Link shard, replica;
 };
 inline BucketLinks bucket_links(const Layout& layout, const Machine& machine, Group group) {
+    // The ranks that have the same experts stand ep ranks apart.
     int near = ranks_in_node(layout, machine, group);
+    if (group == Group::EXPERTS) near = std::max(1, near / layout.ep);
     int shards = shard_axis(layout, group).size;
     int replicas = replica_axis(layout, group).size;
     return {link_of(machine, shards, near),

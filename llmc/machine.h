@@ -136,11 +136,14 @@ inline const std::vector<Machine>& machines() {
     return rows;
 }
 
-// Return the row of a device, by the driver's name for it; null if there is none.
+// Return the row of a device, by the driver's name for it; null if there is none. A GH200 is no
+// H200.
 inline const Machine* machine_of_device(const std::string& device) {
-    for (const Machine& m : machines())
-        if (!m.device.empty() && device.find(m.device) != std::string::npos)
-            return &m;
+    for (const Machine& m : machines()) {
+        size_t at = m.device.empty() ? std::string::npos : device.find(m.device);
+        bool word = at == 0 || (at != std::string::npos && !isalnum(device[at - 1]));
+        if (word) return &m;
+    }
     return nullptr;
 }
 

@@ -241,14 +241,17 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
     // twentieth of it.
     const Config& c = run.config;
     double card = 0.95 * machine.memory_gb * GIB;
+    card /= sharers_of_card(c);
     if (c.memory > 0) return c.memory * GIB;
-    if (c.explain || !std::is_same_v<S, Cpu>) return card / sharers_of_card(c);
+    if (c.explain) return card;
 
-    // On the CPU take the least room that any rank finds, so that all ranks choose the same.
+    // In a run take the least room that any rank finds, so that all ranks choose the same. A GPU of
+    // the same name may have less memory than its row.
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_share(run, where)) / c.local_ranks;
     all_gather(run.world, all.data(), &mine, 1, Cpu{});
-    return double(*std::min_element(all.begin(), all.end()));
+    double least = double(*std::min_element(all.begin(), all.end()));
+    return std::is_same_v<S, Cpu> ? least : std::min(card, least);
 }
 
 // Bytes of the host's memory for each rank of a run on GPUs: an equal part of what the machine that

@@ -72,13 +72,15 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
         if (!wrong.empty() && why->empty()) *why = wrong;
     };
 
-    // Keep tensor parallelism inside a node: its messages are on the critical path.
+    // Keep tensor parallelism inside a node: its messages are on the critical path. Where there are
+    // several nodes, each holds whole groups.
+    int cards = int(q.machine.cards);
     for (int tp : divisors)
         for (int pp : divisors)
             for (int cp : divisors) {
                 int64_t each = int64_t(tp) * pp * cp;
-                if (tp > q.machine.cards || q.gpus % each)
-                    continue;
+                bool inside = tp <= cards && (q.gpus <= cards || cards % tp == 0);
+                if (!inside || q.gpus % each) continue;
                 Proposal p = plain_proposal(q);
                 p.tp = tp;
                 p.pp = pp;
@@ -98,7 +100,7 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
     return grids;
 }
 
-// Rows (tokens) of a micro-batch beyond which products get no faster, while activations take
+// Rows (tokens) of a rank's micro-batch beyond which products get no faster, while activations take
 // ever more memory.
 constexpr int64_t FULL_ROWS = 65536;
 
@@ -110,7 +112,7 @@ inline std::vector<Proposal> list_schedules(const PlanQuestion& q, const Proposa
     std::vector<int> sizes, chunks = {1};
     for (int B = 1; B <= 64; B++) {
         // A single sequence may have more rows than fill a card.
-        bool full = B > 1 && B * int64_t(q.config.seq) > FULL_ROWS;
+        bool full = B > 1 && B * int64_t(q.config.seq) / grid.cp > FULL_ROWS;
         if (!full && samples % B == 0) sizes.push_back(B);
     }
     for (int v = 2; v <= MOST_CHUNKS; v++)
@@ -204,13 +206,13 @@ template <typename T, typename S> struct Estimator {
     std::vector<Planner<T, S>> before = {};
     std::map<int, std::vector<int>> before_stages = {};
 
-    // The placed proposal's.
+    // Those of the proposal that the plan has.
     const std::vector<AlikeRanks>* ranks = nullptr;
     std::vector<GridOrder> orders = {};
 };
 
-// List what runs before a placed proposal's step, and last a rollout's whole plan: its runs are
-// parts of it, and it has room for the longest texts.
+// List what runs before the plan's step, and last a rollout's whole plan: its runs are parts of it,
+// and it has room for the longest texts.
 template <typename T, typename S> std::vector<BeforeStep> before_of(const Estimator<T, S>& e) {
     std::vector<BeforeStep> all = before_steps(e.config, e.plan, e.q.shape, e.q.teacher);
     if (has_rollouts(e.config))
@@ -253,7 +255,7 @@ template <typename T, typename S> BeforeEstimate estimate_before(Estimator<T, S>
 }
 
 // Change the plan to a proposal's, but for its ZeRO stage, group, order and recomputation.
-template <typename T, typename S> void place_estimate(Estimator<T, S>& e, const Proposal& p) {
+template <typename T, typename S> void set_estimated(Estimator<T, S>& e, const Proposal& p) {
     // Set the axes.
     const Config& c = e.q.config;
     Layout& layout = e.plan.layout;
@@ -317,28 +319,44 @@ inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& la
     return nodes > 1 ? nodes * near : 0;
 }
 
-// Choose the method of context parallelism by which a block takes least time, unless the user has.
-template <typename T, typename S>
-void choose_method(Estimator<T, S>& e, Proposal& p) {
-    if (p.cp == 1 || given(e.q.config, "cp-method"))
-        return;
-    double least = INFINITY;
-    Proposal best = p;
+// The methods of context parallelism that a grid allows, or the user's.
+inline std::vector<std::string> context_methods(const PlanQuestion& q, Proposal grid) {
+    if (grid.cp == 1 || given(q.config, "cp-method")) return {grid.cp_method};
+    std::vector<std::string> methods;
     for (const char* name : {"gather", "ulysses", "ring"}) {
-        // Skip a method that this grid does not allow.
-        p.cp_method = name;
-        if (!refuse_proposal(e.q, p).empty()) continue;
-        place_estimate(e, p);
-        e.plan.layout.order = layout_order(p.order);
-        double seconds = layers_of(e.planner, e.plan)[1].seconds();
-        if (seconds >= least) continue;
-        least = seconds;
-        best = p;
+        grid.cp_method = name;
+        if (refuse_proposal(q, grid).empty()) methods.push_back(name);
     }
-    p = best;
+    return methods;
 }
 
-// Estimate a placed proposal in the faster order of its grid. Where ZeRO has no such groups as
+// Change the plan to a proposal's with the method by which its layers take least time, of one that
+// recomputes nothing. Messages for each sequence and those for all weigh differently in short and
+// long ones, and so in micro-batches of few and many.
+template <typename T, typename S>
+void choose_method(Estimator<T, S>& e, Proposal& p, const std::vector<std::string>& methods) {
+    double least = INFINITY;
+    std::string best = methods[0];
+    for (const std::string& name : methods) {
+        p.cp_method = name;
+        set_estimated(e, p);
+        if (methods.size() == 1) return;
+
+        // Sum over all layers: windows differ.
+        e.plan.layout.order = layout_order(p.order);
+        e.plan.recompute = Recompute::NONE;
+        double seconds = 0;
+        for (size_t kind : e.planner.kinds.of)
+            seconds += layers_of(e.planner, e.plan)[kind].seconds();
+        if (seconds >= least) continue;
+        least = seconds;
+        best = name;
+    }
+    p.cp_method = best;
+    set_estimated(e, p);
+}
+
+// Estimate the plan's proposal in the faster order of its grid. Where ZeRO has no such groups as
 // `sharing` wants, the estimate is infinite.
 template <typename T, typename S>
 void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
@@ -421,7 +439,7 @@ inline double most_saved(const Estimate& e, const Saving& saving, double room) {
     return sum;
 }
 
-// Estimate a placed proposal with what makes room, where it may decide whether the layout fits.
+// Estimate the plan's proposal with what makes room, where it may decide whether the layout fits.
 // A set is left out if a part of it surely makes the layout fit. keep() the fastest, to the first
 // that surely fits and those that tie with it.
 template <typename T, typename S, typename Keep>
@@ -496,10 +514,10 @@ Search search_layouts(const PlanQuestion& q, S where) {
 
     // Estimate each with all ZeRO stages, groups and levels of recomputation. These are not checked
     // here: simulate_proposal() checks the best few again.
-    for (Proposal grid : list_grids(q, &s.why)) {
-        choose_method(e, grid);
+    for (const Proposal& grid : list_grids(q, &s.why)) {
+        std::vector<std::string> methods = context_methods(q, grid);
         for (Proposal p : list_schedules(q, grid)) {
-            place_estimate(e, p);
+            choose_method(e, p, methods);
             bool shares = p.dp * p.cp > 1 || p.routing_ranks() > p.ep; // experts, at least
             int last_zero = shares ? 3 : 0;
             for (p.zero = grid.zero; p.zero <= last_zero; p.zero++)
@@ -546,7 +564,7 @@ constexpr size_t MOST_TRIALS = 64, MOST_OF_GRID = 8, MOST_PLACED = 100, SHOWN = 
 constexpr double MOST_ACTIONS = 3e5;
 // A proposal whose estimate exceeds the time of the last trial shown by this factor is not tried:
 // the closed form overestimates by less, as test_planner checks.
-constexpr double SURELY_SLOWER = 1.15;
+constexpr double SURELY_SLOWER = 1.25;
 
 // Choose among trials that fit, the fastest first: of those that tie with it, the one with the
 // fewest techniques, then the least memory. Returns its index.

@@ -292,9 +292,9 @@ TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
 TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
     PlanQuestion q = small_question(8, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
-    q.machine.cards = 4, q.machine.nic_gb = 10;
+    q.machine.link_gb = 200;
     q.shape = mixtral_shape(llama_shape(2, 8, 8, 2048, 0, 1000, 4096, 1e4), 64, 8, 256);
-    q.config.seq = 4096, q.config.batch_tokens = 4 * 4096;
+    q.config.seq = 4096, q.config.batch_tokens = 2 * 4096;
     auto ask = [&](const char* etp) {
         PlanQuestion asked = q;
         if (*etp) {
@@ -317,8 +317,8 @@ TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {
     EXPECT_GT(cut.best[0].seconds / both.best[0].seconds, 1.03);
     EXPECT_DOUBLE_EQ(whole.best[0].seconds, both.best[0].seconds);
     EXPECT_EQ(command_text(q.config, q, best.proposal),
-              "mpirun -np 8 build/train_gpt --masters float --batch-tokens 16384 --dp 2 --tp 4 "
-              "--sequence-parallel --ep 4 --etp 1 --zero 1 --micro-batch 2");
+              "mpirun -np 8 build/train_gpt --masters float --batch-tokens 8192 --dp 2 --tp 4 "
+              "--sequence-parallel --ep 4 --etp 1 --zero 1 --micro-batch 1");
 
     // ZeRO has experts to share out where ranks see no different data. The flag stays where a
     // single rank cuts nothing, and dense models have none.

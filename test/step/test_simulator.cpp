@@ -1189,6 +1189,51 @@ TEST(Simulator, LinksByHand) {
     EXPECT_NEAR(context_seconds(c, p, model, 1, false), 15 * 30e-6 + sent / 10e9, 1e-9);
 }
 
+// Ranks of a group in one node of eight, counted by hand: of nine ranks the second node has one; the
+// third group of three lies across an edge, and so do pairs of every third rank; two groups of 12
+// leave four in a node. Where everything is in one node, nothing crosses.
+TEST(Simulator, TheNodeWithTheFewestCounts) {
+    Machine m = machine_of("h100");
+    struct Case { int tp, pp, dp, of_tp, of_pp, of_dp; };
+    for (Case k : {Case{1, 1, 9, 1, 1, 1}, {1, 1, 12, 1, 1, 4}, {3, 1, 8, 1, 1, 2},
+                   {3, 2, 1, 3, 2, 1}, {1, 12, 2, 1, 4, 1}, {8, 1, 4, 8, 1, 1},
+                   {2, 2, 16, 2, 2, 2}, {4, 1, 1000, 4, 1, 2}, {2, 6, 20, 2, 2, 1}}) {
+        Layout l;
+        l.tp.size = k.tp, l.pp.size = k.pp, l.dp.size = k.dp;
+        std::string what = concat("tp ", k.tp, ", pp ", k.pp, ", dp ", k.dp);
+        EXPECT_EQ(axis_in_node(l, m, &Layout::tp), k.of_tp) << what;
+        EXPECT_EQ(axis_in_node(l, m, &Layout::pp), k.of_pp) << what;
+        EXPECT_EQ(axis_in_node(l, m, &Layout::dp), k.of_dp) << what;
+    }
+
+    // Eight ranks of a node have other experts each: those with the same ones are in other nodes.
+    Layout experts;
+    experts.dp.size = 16, experts.ep = 8;
+    Link apart = bucket_links(experts, m, Group::EXPERTS).shard;
+    EXPECT_EQ(apart.n, 2);
+    EXPECT_EQ(apart.near, 1);
+    experts.ep = 4;
+    EXPECT_EQ(bucket_links(experts, m, Group::EXPERTS).shard.near, 2);
+    EXPECT_EQ(bucket_links(experts, m, Group::DATA).shard.near, 8);
+}
+
+// A product of 16 rows waits for its matrix from memory, and one with eight matrices for all of
+// them, or for as many as there are rows.
+TEST(Simulator, AStackOfMatricesIsReadWhole) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    double C = 4096, e = 2 / c.machine.memory_rate();
+    double rows = 16 * 2 * C;
+    EXPECT_NEAR(product_seconds(c, 16, C, C), e * (rows + C * C), 1e-12);
+    EXPECT_NEAR(product_seconds(c, 16, C, C, Fp8::NONE, 8), e * (rows + 8 * C * C), 1e-12);
+    EXPECT_NEAR(product_seconds(c, 4, C, C, Fp8::NONE, 8), e * (4 * 2 * C + 4 * C * C), 1e-12);
+
+    // Tiles of 128 by 256 fill 132 SMs five times. The same rows in 132 matrices are 64 of each, and
+    // smaller tiles fill the SMs 20 times.
+    EXPECT_NEAR(tile_waves(c.machine, 66 * 128, 2560, 1), 1, 1e-12);
+    EXPECT_NEAR(tile_waves(c.machine, 66 * 128, 2560, 132), 1 / 0.85, 1e-12);
+}
+
 // Over tensor-parallel ranks R sends both sums of the branches, and the gathers before them; the
 // last sum only where something reads its product again.
 TEST(Simulator, RecomputationSendsWhatItsProductsNeed) {
@@ -1433,7 +1478,11 @@ TEST(Simulator, WholeExpertsSendTheirOwnRows) {
         EXPECT_NEAR(of_whole.products, of_cut.products, 0.02 * of_cut.products);
         EXPECT_DOUBLE_EQ(of_whole.tensor, of_cut.tensor / 2);
         EXPECT_DOUBLE_EQ(of_whole.experts, of_cut.experts / 2);
-        EXPECT_DOUBLE_EQ(of_whole.memory, of_cut.memory);
+
+        // Half of the rows go to their two experts and come back: three numbers of 2 bytes each.
+        double slots = 3 * 2.0 * (65536 / 2) * 2048 * 2 * (backward ? 2 : 1);
+        double saved = slots / c.machine.elementwise_rate();
+        EXPECT_NEAR(of_cut.memory - of_whole.memory, saved, 1e-12);
     }
 }
 
@@ -1559,6 +1608,8 @@ TEST(Machine, RowsMakeSenseAndDriversNamesFindThem) {
     EXPECT_EQ(machine_of_device("NVIDIA H100 PCIe")->name, "h100-pcie");
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-40GB")->name, "a100-40");
     EXPECT_EQ(machine_of_device("NVIDIA A100-SXM4-80GB")->name, "a100-80");
+    EXPECT_EQ(machine_of_device("H200")->name, "h200");
+    EXPECT_EQ(machine_of_device("NVIDIA GH200 480GB"), nullptr);
     EXPECT_EQ(machine_of_device("Quadro"), nullptr);
 
     // A bridge joins two cards of a node of eight: the others meet over PCIe.
