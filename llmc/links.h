@@ -13,9 +13,9 @@
 
 namespace llmc {
 
-// A group of n ranks, of which `near` are in one node: in the node that has the fewest, whose NICs
-// bound a ring. Rates are in bytes per second, times in seconds. `bytes` counts all shards together,
-// as --explain and papers do.
+// A group of n ranks, of which `near` are in one node: the fewest in any, whose NICs bound a ring.
+// Rates are in bytes per second, times in seconds. `bytes` counts all shards together, as --explain
+// and papers do.
 struct Link {
     int n, near;
     double link, nic;
@@ -57,16 +57,18 @@ inline Link link_of(const Machine& machine, int n, int near) {
             machine.hop_us * 1e-6};
 }
 
-// How many of n ranks, `stride` apart from `first` on, stand in the same node: the fewest where some
-// do.
+// How many of n ranks, `stride` apart from `first` on, a node has: the fewest of those that have
+// any of them.
 inline int fewest_in_node(int first, int stride, int n, int cards) {
     // Nodes in the middle have as many as fit; those at both ends may have fewer.
     int last = first + (n - 1) * stride;
     int nodes = last / cards - first / cards + 1;
     if (nodes == 1) return n;
-    int head = (cards - first % cards + stride - 1) / stride;
+    int room = cards - first % cards;
+    int head = (room + stride - 1) / stride;
     int tail = last % cards / stride + 1;
-    return std::min({head, tail, nodes > 2 ? cards / stride : n});
+    int middle = nodes > 2 ? cards / stride : n;
+    return std::min({head, tail, middle});
 }
 
 // How many ranks of an axis stand in one node, of the group that has the fewest. Axes before it in
@@ -83,8 +85,9 @@ inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layou
     if (stride >= cards) return 1;
 
     // Most groups fill nodes, or nodes hold whole groups.
-    bool aligned = cards % span == 0 || (cards % stride == 0 && span % cards == 0);
-    if (aligned) return std::min(n, cards / stride);
+    bool whole = cards % span == 0;
+    bool fills = cards % stride == 0 && span % cards == 0;
+    if (whole || fills) return std::min(n, cards / stride);
 
     // Others begin at different places of a node, which repeat after `cards` spans. The groups of a
     // span lie alike where nodes hold whole strides.
@@ -100,7 +103,7 @@ inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout:
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
-// How many ranks stand in one node: of those that see other data, or that route other tokens to
+// How many ranks stand in one node: of those that see other data, or that send other tokens on to
 // experts.
 inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
     // Neighbours along cp stay together; so do those along dp if all of cp fits.

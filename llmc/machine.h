@@ -8,6 +8,7 @@
 //   writes such a file.
 #pragma once
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <string>
@@ -136,12 +137,14 @@ inline const std::vector<Machine>& machines() {
     return rows;
 }
 
-// Return the row of a device, by the driver's name for it; null if there is none. A GH200 is no
-// H200.
+// Return the row of a device, by the driver's name for it; null if there is none.
 inline const Machine* machine_of_device(const std::string& device) {
     for (const Machine& m : machines()) {
-        size_t at = m.device.empty() ? std::string::npos : device.find(m.device);
-        bool word = at == 0 || (at != std::string::npos && !isalnum(device[at - 1]));
+        if (m.device.empty()) continue;
+        size_t at = device.find(m.device);
+        if (at == std::string::npos) continue;
+        // A GH200 is no H200.
+        bool word = at == 0 || !isalnum(device[at - 1]);
         if (word) return &m;
     }
     return nullptr;
@@ -280,14 +283,15 @@ inline std::string machine_named(Machine* m, const std::string& name) {
         return "";
     }
     std::ifstream in(name);
-    if (!in)
+    if (!in || std::filesystem::is_directory(name))
         return concat("--machine ", name, " is neither a machine nor a file; machines: ",
                       machine_names());
 
-    // Read the lines; # begins a comment. A folder has none.
+    // Read the lines; # begins a comment. Some editors begin with the mark of UTF-8.
     std::set<std::string> names;
     std::string line;
     for (int number = 1; std::getline(in, line); number++) {
+        if (number == 1 && line.rfind("\xEF\xBB\xBF", 0) == 0) line.erase(0, 3);
         line = line.substr(0, line.find('#'));
         if (line.find_first_not_of(" \t\r") == std::string::npos)
             continue;

@@ -202,8 +202,9 @@ inline std::string tier_line(const char* what, const Arena& arena, const std::ve
                              const Model& model, Tier tier, double rate) {
     char why[128];
     double seconds = moved_bytes(arena, plans[0], model, 0, tier) / (rate * 1e9);
-    snprintf(why, sizeof(why), "offloaded; %.2g s of each step both ways at %g GB/s", seconds,
-             rate);
+    char time[32];
+    snprintf(time, sizeof(time), seconds < 100 ? "%.2g" : "%.0f", seconds);
+    snprintf(why, sizeof(why), "offloaded; %s s of each step both ways at %g GB/s", time, rate);
     return memory_line(what, arena.memory[int(tier)].bytes, 0, why);
 }
 
@@ -448,7 +449,8 @@ struct GpuMemory {
 };
 inline const std::vector<GpuMemory>& gpu_memories() {
     static const std::vector<GpuMemory> sizes = {
-        {24, "RTX 3090, RTX 4090"}, {48, "L40S"}, {80, "A100, H100"}, {141, "H200"}};
+        {8, "RTX 3070"},  {12, "RTX 3060"},   {16, "RTX 4080"}, {24, "RTX 3090, RTX 4090"},
+        {48, "L40S"},     {80, "A100, H100"}, {141, "H200"}};
     return sizes;
 }
 

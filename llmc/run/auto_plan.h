@@ -45,8 +45,8 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     double more = 100 * (t.seconds / a.best[0].seconds - 1);
     snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
              t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
-    bool tie = has_room(q, t) && t.seconds <= TIE * a.best[0].seconds &&
-               &t != &a.best[a.chosen];
+    bool close = t.seconds <= TIE * a.best[0].seconds && t.seconds >= a.best[0].seconds / TIE;
+    bool tie = close && has_room(q, t) && &t != &a.best[a.chosen];
     return line + proposal_text(t.proposal) + (tie ? "  (a tie)" : "") + "\n";
 }
 
@@ -158,7 +158,8 @@ inline int nearest_gpus(PlanQuestion q) {
             int dp = int(std::min<int64_t>(samples, q.gpus / tp / pp));
             while (dp > 1 && samples % dp)
                 dp--;
-            if (dp > 0) worlds.insert({dp * tp * pp, tp, pp, dp});
+            int ranks = dp * tp * pp;
+            if (dp > 0 && nodes_hold(q.machine, ranks, tp)) worlds.insert({ranks, tp, pp, dp});
         }
 
     // Return the first that config_check() allows.
@@ -221,7 +222,7 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     for (auto& [flag, value] : flags) {
         // On the CPU, offloading frees nothing, as bytes_with() shows: it is the same memory.
         double bytes = bytes_with(flag, value);
-        if (bytes >= best) continue;
+        if (bytes >= best || t.host > q.host_room) continue;
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");

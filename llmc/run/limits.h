@@ -232,9 +232,11 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
     if (is_first(run))
         fit = flags_that_fit<T>(run, rank, room, where);
     std::string advice = "these flags fit:" + fit;
+    bool shares = run.layout.dp.size * run.layout.cp.size > 1 && run.layout.zero < 3;
     if (fit.empty())
-        advice = "no --micro-batch or --recompute makes it fit: try --offload, --masters or "
-                 "--states, a smaller --model, or more ranks (--explain shows where the bytes go)";
+        advice = concat("no --micro-batch or --recompute makes it fit: try ",
+                        shares ? "--zero 3, " : "", "--offload, --masters or --states, a smaller "
+                        "--model, or more ranks (--explain shows where the bytes go)");
 
     // On the CPU, data offloaded to "cpu" lies in the same memory: say that it is included.
     bool same = is_here(Tier::HOST, where) && run.config.offload != "none";

@@ -61,6 +61,13 @@ inline std::vector<int> etp_choices(const PlanQuestion& q, int tp) {
     return {q.config.etp};
 }
 
+// Whether each node holds whole groups of tp ranks: all, if there is one node.
+inline bool nodes_hold(const Machine& machine, int ranks, int tp) {
+    int cards = int(machine.cards);
+    if (ranks <= cards) return tp <= cards;
+    return cards % tp == 0;
+}
+
 // The allowed grids of q.gpus ranks, each as a proposal without other techniques.
 // why: receives the first refusal.
 inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why) {
@@ -72,15 +79,13 @@ inline std::vector<Proposal> list_grids(const PlanQuestion& q, std::string* why)
         if (!wrong.empty() && why->empty()) *why = wrong;
     };
 
-    // Keep tensor parallelism inside a node: its messages are on the critical path. Where there are
-    // several nodes, each holds whole groups.
-    int cards = int(q.machine.cards);
+    // Keep tensor parallelism inside a node: its messages are on the critical path.
     for (int tp : divisors)
         for (int pp : divisors)
             for (int cp : divisors) {
                 int64_t each = int64_t(tp) * pp * cp;
-                bool inside = tp <= cards && (q.gpus <= cards || cards % tp == 0);
-                if (!inside || q.gpus % each) continue;
+                if (!nodes_hold(q.machine, q.gpus, tp) || q.gpus % each)
+                    continue;
                 Proposal p = plain_proposal(q);
                 p.tp = tp;
                 p.pp = pp;
@@ -206,7 +211,7 @@ template <typename T, typename S> struct Estimator {
     std::vector<Planner<T, S>> before = {};
     std::map<int, std::vector<int>> before_stages = {};
 
-    // Those of the proposal that the plan has.
+    // The proposal that the plan has: its ranks, and the orders of its grid.
     const std::vector<AlikeRanks>* ranks = nullptr;
     std::vector<GridOrder> orders = {};
 };
@@ -338,9 +343,9 @@ void choose_method(Estimator<T, S>& e, Proposal& p, const std::vector<std::strin
     double least = INFINITY;
     std::string best = methods[0];
     for (const std::string& name : methods) {
+        if (methods.size() == 1) break;
         p.cp_method = name;
         set_estimated(e, p);
-        if (methods.size() == 1) return;
 
         // Sum over all layers: windows differ.
         e.plan.layout.order = layout_order(p.order);
@@ -500,6 +505,7 @@ Search search_layouts(const PlanQuestion& q, S where) {
     for (const BeforeStep& before : before_of(e))
         e.before.push_back({with_logits(before.shape, where), cost, where});
     std::vector<Saving> savings = savings_of<T>(q, where);
+    bool leave = offloads(q.config, "activations");
 
     // Keep a proposal with its estimate, or drop it.
     double fastest = INFINITY; // seconds of one that surely fits
@@ -533,10 +539,11 @@ Search search_layouts(const PlanQuestion& q, S where) {
                             break;
                         keep(x);
                         // If a layout surely fits without recomputation, skip the other levels.
-                        // Neither they nor moves take time off a step that is far from the fastest.
+                        // Neither they nor moves take time off a step that is far from the fastest,
+                        // unless activations leave: what is recomputed need not move.
                         bool sure = surely_fits(q, x);
                         bool slow = x.estimate.seconds > HOPELESS * fastest;
-                        if (slow || (level == 0 && sure)) break;
+                        if (!leave && (slow || (level == 0 && sure))) break;
                         if (!sure) make_room(e, x, sharing, savings, keep);
                     }
         }

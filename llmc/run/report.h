@@ -318,6 +318,18 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
     return p.text + price_text(machine, p.seconds * double(c.steps), cards, c.steps);
 }
 
+// Say whether ranks fit the machine that --machine names, and its host. sharers: ranks of a card.
+inline std::string fits_machine_text(const Machine& machine, int sharers, double rank_bytes,
+                                     double host_bytes) {
+    double room = 0.95 * machine.memory_gb * GIB / sharers;
+    double host_room = 0.95 * machine.host_ram_gb * GIB / sharers;
+    std::string has = concat(machine.name, ", which has ", bytes_text(room), " for a rank");
+    if (rank_bytes > room) return "does not fit " + has + "\n";
+    if (host_bytes <= host_room) return "fits " + has + "\n";
+    return concat("does not fit ", machine.name, ", whose host has ", bytes_text(host_room),
+                  " for a rank\n");
+}
+
 // Print the output of --explain: the run, its ranks, their memory, and the actions of a step.
 template <typename T, typename S>
 void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOptions>& options) {
@@ -384,6 +396,10 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     size_t all = most + run.draft_bytes;
     text += fits_text(double(all), state * double(parameter_count(model)));
+    if (explains_gpu(c)) {
+        double host = double(t.arena.memory[int(Tier::HOST)].bytes);
+        text += fits_machine_text(machine, sharers_of_card(c), double(all), host);
+    }
 
     // List the actions: those of one layer, or all.
     if (c.layer >= 0) {

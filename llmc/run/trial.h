@@ -183,11 +183,16 @@ double teacher_room(const Config& c, const Shape& teacher, PlanOptions train, in
     return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
 }
 
+// Micro-batches of a plan that is placed whole, times layers of a rank, or ranks of a pipeline: more
+// take too long.
+constexpr int MOST_PLACED_WHOLE = 2000;
+
 // Place the plans of one pipeline rank, and keep its bytes if they are the most so far. A pipeline
 // that is full repeats itself, so of many micro-batches only a few are placed; each of the others
-// adds the bytes of its tokens and its loss.
+// adds the bytes of its tokens and its loss. A longer plan has other holes: `whole` places all
+// micro-batches of a step, or as many as take no long time.
 template <typename T, typename S>
-void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
+void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S where) {
     Config c = q.config;
     set_proposal(c, t.proposal);
     config_check(c, q.shape);
@@ -199,7 +204,10 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, S where) {
     // Place as many micro-batches as the pipeline needs to settle.
     std::vector<PlanOptions> options = plans_of(c, q.shape);
     double teacher = teacher_room<T>(c, q.teacher, options[0], rank, where);
-    int m = options[0].micro_batches, few = settled(layout, m).few + layout.pp.size;
+    int m = options[0].micro_batches;
+    int few = settled(layout, m).few + layout.pp.size;
+    int each_takes = std::max(layout.pp.size, int(q.shape.L) / layout.pp.size);
+    if (whole) few = std::max(few, MOST_PLACED_WHOLE / each_takes);
     options[0].micro_batches = std::min(m, few);
     std::vector<Plan> plans;
     for (const PlanOptions& o : options) {
@@ -243,13 +251,13 @@ inline bool has_room(const PlanQuestion& q, const Trial& t) {
 template <typename T, typename S>
 bool fits(const PlanQuestion& q, Trial& t, S where) {
     if (t.bytes == INFINITY)
-        place_proposal<T>(q, t, t.proposal.estimate.fullest, where);
+        place_proposal<T>(q, t, t.proposal.estimate.fullest, false, where);
     return has_room(q, t);
 }
 
-// Whether a trial fits on all ranks, whichever is the fullest. Of ranks with layers alike the first
-// is placed, which has most in flight. A later one may have more weight halves that wait, or more
-// of what runs before a step: then each is placed.
+// Whether a trial fits on all ranks, whichever is the fullest, with all of its micro-batches. Of
+// ranks with layers alike the first is placed, which has most in flight. A later one may have more
+// weight halves that wait, or more of what runs before a step: then each is placed.
 template <typename T, typename S>
 bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
     Config c = q.config;
@@ -260,9 +268,11 @@ bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
     PlanOptions options = plans_of(c, q.shape)[0];
     bool each = layout.pipeline == Pipeline::ZERO_BUBBLE ||
                 !before_steps(c, options, q.shape, q.teacher).empty();
+    t.bytes = INFINITY;
+    t.host = 0;
     for (const AlikeRanks& alike : alike_ranks(layout, model, kinds_of_layers(model)))
         for (int rank : alike.ranks) {
-            place_proposal<T>(q, t, rank, where);
+            place_proposal<T>(q, t, rank, true, where);
             if (!each) break;
         }
     return has_room(q, t);

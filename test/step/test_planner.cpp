@@ -65,7 +65,7 @@ std::vector<Trial> all_trials(const PlanQuestion& q) {
         Trial t = simulate_proposal<bf16>(any, p, Cpu{});
         EXPECT_EQ(t.wrong, "");
         for (int rank = 0; rank < p.pp; rank++)
-            place_proposal<bf16>(any, t, rank, Cpu{});
+            place_proposal<bf16>(any, t, rank, false, Cpu{});
         all.push_back(t);
     };
 
@@ -193,7 +193,7 @@ TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
         p.zero_group = zero_group, p.hpz = hpz;
         Trial t = simulate_proposal<bf16>(q, p, Cpu{});
         EXPECT_EQ(t.wrong, "");
-        place_proposal<bf16>(q, t, 0, Cpu{});
+        place_proposal<bf16>(q, t, 0, false, Cpu{});
         return t;
     };
 
@@ -285,6 +285,22 @@ TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
         Layout layout = choose_layout(one, q.shape);
         EXPECT_EQ(node_group(q, p, layout, Sharing::NEAR_NODES), ranks) << nodes;
     }
+}
+
+// Gathered keys are a message for each sequence, a ring's hops are for all of them: the method is
+// chosen for each micro-batch.
+TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
+    PlanQuestion q = small_question(4, 1e12);
+    EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.shape = llama_shape(2, 32, 8, 4096, 14336, 1000, 4096, 1e4);
+    q.config.seq = 1024, q.config.batch_tokens = 16 * 1024;
+    std::map<int, int> seen; // [sequences]: how many
+    for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals) {
+        if (p.cp < 4 || (p.B > 1 && p.B < 16)) continue;
+        EXPECT_EQ(p.cp_method, p.B == 1 ? "gather" : "ring") << proposal_text(p);
+        seen[p.B]++;
+    }
+    EXPECT_EQ(seen.size(), 2u);
 }
 
 // Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
@@ -442,7 +458,7 @@ TEST(Planner, TheTableNamesCodesAndTheCache) {
     auto memory = [&](const PlanQuestion& asked) {
         Trial t = {plain_proposal(asked)};
         t.proposal.dp = 2;
-        place_proposal<bf16>(asked, t, 0, Cpu{});
+        place_proposal<bf16>(asked, t, 0, false, Cpu{});
         return t.memory;
     };
     EXPECT_EQ(memory(q).count("codes of fp8 weights") + memory(q).count("key/value cache"), 0u);
@@ -672,7 +688,7 @@ static void expect_near(const Shape& shape, int cards = 8,
     for (size_t i = 0; i < all.size(); i += step) {
         const Proposal& p = all[i];
         Trial t = simulate_proposal<bf16>(q, p, Cpu{});
-        place_proposal<bf16>(q, t, p.estimate.fullest, Cpu{});
+        place_proposal<bf16>(q, t, p.estimate.fullest, false, Cpu{});
         time += std::fabs(p.estimate.seconds / t.seconds - 1);
         memory += std::fabs(p.estimate.bytes / t.bytes - 1);
         n++;
@@ -917,7 +933,7 @@ TEST(Planner, ATeacherTakesTheBytesThatARunCounts) {
             // Count each rank of the pipeline as a run would.
             for (int rank = 0; rank < p.pp; rank++) {
                 Trial t = {p};
-                place_proposal<bf16>(q, t, rank, Cpu{});
+                place_proposal<bf16>(q, t, rank, false, Cpu{});
                 int first = first_rank_of(run.layout, rank);
                 double whole = double(plans_bytes<bf16>(run, plans, first, Cpu{}));
                 double teacher = double(teacher_bytes<bf16>(run, plans, first, Cpu{}));
@@ -962,7 +978,7 @@ TEST(Planner, ProposesWhatATeacherCanLieIn) {
     ASSERT_FALSE(roomy.best.empty());
     Trial leanest = {s.leanest};
     for (int rank = 0; rank < leanest.proposal.pp; rank++)
-        place_proposal<bf16>(q, leanest, rank, Cpu{});
+        place_proposal<bf16>(q, leanest, rank, false, Cpu{});
     q.room = 1.02 * leanest.bytes;
     for (const Trial& t : answer_question<bf16>(q, Cpu{}).best)
         EXPECT_LE(t.bytes, q.room) << proposal_text(t.proposal);
@@ -1197,7 +1213,7 @@ TEST(Planner, SomeRoundsOfAnAccumulationTakeTheBytesOfAll) {
         p.pp = pp, p.chunks = chunks;
         p.pipeline = chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
         Trial t = {p};
-        place_proposal<bf16>(q, t, 0, Cpu{});
+        place_proposal<bf16>(q, t, 0, false, Cpu{});
 
         // Place every micro-batch.
         Config c = q.config;
@@ -1220,7 +1236,7 @@ static Trial simulated_and_placed(const PlanQuestion& q, const Proposal& p) {
     all.bytes = 0;
     for (int rank = 0; rank < p.pp; rank++) {
         Trial one = {p};
-        place_proposal<bf16>(q, one, rank, Cpu{});
+        place_proposal<bf16>(q, one, rank, true, Cpu{});
         all.bytes = std::max(all.bytes, one.bytes);
         all.host = std::max(all.host, one.host);
     }
@@ -1316,6 +1332,17 @@ TEST(Planner, TensorParallelismStaysInsideANode) {
         any |= p.tp == 2;
     }
     EXPECT_TRUE(any);
+
+    // A group of three ranks lies across the edge of a node of eight, unless there is but one.
+    for (int gpus : {24, 6}) {
+        q = small_question(gpus, 1e6, 8);
+        q.shape = gpt2_shape(6, 6, 384, 1000, 256);
+        q.config.batch_tokens = 24 * 256;
+        any = false;
+        for (const Proposal& p : list_grids(q, &why)) any |= p.tp % 3 == 0;
+        EXPECT_EQ(any, gpus == 6);
+        EXPECT_EQ(nearest_gpus(q), gpus);
+    }
 }
 
 // Every number of chunks up to eight is tried: five is the only even split of some models.
@@ -1478,7 +1505,7 @@ TEST(Planner, MastersShrinkWhereRoomIsShort) {
         p.recompute = Recompute::FULL;
         p.remainder = remainder;
         Trial t = {p};
-        place_proposal<bf16>(q, t, 0, Cpu{});
+        place_proposal<bf16>(q, t, 0, false, Cpu{});
         bytes[remainder] = t.bytes;
     }
     ASSERT_LT(bytes[true], bytes[false]);
@@ -1516,7 +1543,7 @@ TEST(Planner, DataLeaveWhereRoomIsShort) {
         p.recompute = Recompute::FULL;
         p.offload = offload;
         Trial t = {p};
-        place_proposal<bf16>(q, t, 0, Cpu{});
+        place_proposal<bf16>(q, t, 0, false, Cpu{});
         return t;
     };
     Trial on_card = placed(0), states = placed(1), gradients = placed(3), all = placed(15);
@@ -1586,7 +1613,7 @@ TEST(Planner, FrozenWeightsLeave) {
     Trial away = {plain_proposal(q)};
     away.proposal.offload = 1u << WEIGHTS;
     away.proposal.recompute = Recompute::FULL;
-    place_proposal<bf16>(q, away, 0, Cpu{});
+    place_proposal<bf16>(q, away, 0, false, Cpu{});
     q.room = 1.02 * away.bytes;
     Answer a = answer_question<bf16>(q, Cpu{});
     sizes_of_gpu = false;
@@ -1722,7 +1749,7 @@ TEST(Planner, OffloadFreesWhatItMovesAndNothingOnACpu) {
         ASSERT_FALSE(s.proposals.empty());
         for (const Proposal& p : s.proposals) {
             Trial t = {p};
-            place_proposal<bf16>(q, t, 0, Cpu{});
+            place_proposal<bf16>(q, t, 0, false, Cpu{});
             EXPECT_GT(p.estimate.bytes, 0.95 * t.bytes) << words << " " << proposal_text(p);
             EXPECT_LT(p.estimate.bytes, 1.3 * t.bytes) << words << " " << proposal_text(p);
         }

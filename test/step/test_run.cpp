@@ -355,7 +355,10 @@ TEST_F(Run, ExplainSaysWhichGpuFits) {
     for (const char* word : {"words: F forward", "R repeats", "LOAD reads", "COUNT sums", "bucket:",
                              "PUBLISH sends", "TIE adds", "NORM measures"})
         EXPECT_HAS(r.text, word);
-    EXPECT_HAS(run("--explain").text, "\nfits a GPU of 24 GB (RTX 3090, RTX 4090)\n");
+    EXPECT_HAS(run("--explain").text, "\nfits a GPU of 8 GB (RTX 3070)\n");
+    std::string xl = "--explain --model gpt2-xl --seq 1024 --micro-batch 1 --machine ";
+    EXPECT_HAS(run(xl + "l40s").text, "\nfits l40s, which has 45.6 GiB for a rank\n");
+    EXPECT_HAS(run(xl + "rtx4090").text, "\ndoes not fit rtx4090, which has 22.8 GiB for a rank\n");
     EXPECT_HAS(run("--explain --model gpt2-xl --seq 1024 --micro-batch 1").text,
                "\nfits a GPU of 48 GB (L40S)\n");
 }
