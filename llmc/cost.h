@@ -4,7 +4,9 @@
 //     updates     bytes of weight, gradient, master and moments / the rate of the memory in which
 //                 they run, the card's or the host's
 //     moves       bytes / the rate between card and host, or of the disk
-//   No formula is fitted to a published step time; only a machine's five shares and two times are.
+//   No formula is fitted to a published step time; only numbers of a machine are. Those of a100-80
+//   are four shares (gemm, elementwise, link, nic) and a time (latency_us); hop_us is fitted to
+//   SimAI's rings. All others are a data sheet's, guesses, or what --calibrate measures.
 //   Not counted: casts of weights that ZeRO-3 sends as codes.
 #pragma once
 #include <memory>

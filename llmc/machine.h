@@ -1,6 +1,7 @@
 // machine.h - a table of machines: rates of a card and its links, and the shares that runs reach
-//   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Those of
-//   a100-80 are fitted to published step times, which test_simulator names; all others are priors.
+//   A row holds a data sheet's numbers, and shares (efficiencies) of them that runs reach. Four of
+//   a100-80 and its latency are fitted to published step times, which test_simulator names; all
+//   others are priors.
 //   machine_named() takes a row's name, or a FILE of `name = value` lines that changes some numbers
 //   of a row, which its first line names:
 //     base = h100        nic_gb = 25        memory_gb = 94        gemm = 0.6
@@ -33,7 +34,8 @@ struct Machine {
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
-    // Shares of the rates above that runs reach: products, attention, memory, links, NICs.
+    // Shares of the rates above that runs reach: products, attention, memory, links, NICs. There is
+    // one more below, `elementwise`.
     double gemm, attention, memory, link, nic;
     double latency_us = 40; // of a collective
     double launch_us = 8;   // of the host, for a block's forward pass
@@ -87,7 +89,7 @@ struct Machine {
 //   of these.
 //   Host: 256 GB of memory for a card, as a DGX H100 has. RTX cards stand in desktops, which have
 //   64, by a guess.
-//   Contention, jitter: 0, which the fits to published steps include.
+//   Contention, jitter: 0, which the fits to published steps include. A cpu's contention is 1.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
 //   layer_cost.h counts apart, make .50 of these .53.
 //   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's

@@ -1,11 +1,13 @@
 // planner.h - time and memory of any layout in closed form, thousands of them in a blink
-//   t_r = F + B + R of a rank's layers, m micro-batches, v chunks, p stages of the pipeline
-//     step     m max t_r + (sum t_r - max t_r) / v + 2 (v m + p - 1) messages + data parallelism
-//              + update
+//   m micro-batches, v chunks, p stages of the pipeline; t_r = F + B + R of a rank's layers, with
+//   the collectives and moves that nothing hides
+//     step     m max t_r + bubble + 2 (v m + p - 1) messages + data parallelism + update
+//     bubble   (sum t_r - max t_r) s, with s = 1 / v. In ZB-H1 weight gradients fill 60% of the
+//              bubble: s = 0.4
+//     m < p    nothing fills a part of the bubble: s = max(s, idle), idle = (p - m) / (p - 1), or
+//              two thirds of that in ZB-H1
 //     chunks   m max t_r becomes a sum over turns, each F of one chunk and B of another on the
 //              slowest rank: a long stage holds up all ranks in its turn
-//     ZB-H1    fills 60% of that bubble, the middle term, with weight gradients
-//     m < p    nothing fills the bubble: (p - m) / (p - 1) of it stay, two thirds of that in ZB-H1
 //     ZeRO     0, 1: a rank's sums hide behind its last backward pass. 2, 3: sums hide behind every
 //              backward pass, in ZB-H1 behind every weight half. 3: a layer's weights arrive while
 //              the layer before it runs.

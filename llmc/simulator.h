@@ -61,6 +61,11 @@ struct StepTime {
     std::string stuck;                // "", or the actions at which ranks wait forever
 };
 
+// Check that all ranks come to their end. A step in which some wait forever looks short.
+inline void check_ends(const StepTime& step) {
+    LLMC_CHECK(step.stuck.empty(), "%s", step.stuck.c_str());
+}
+
 // The plans of some ranks, run side by side.
 struct Simulator {
     const std::vector<Plan>& plans;
@@ -339,8 +344,8 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
 
 // `few` micro-batches fill a pipeline twice or more. From there on it is in a steady state: each
 // `round` of micro-batches is like the one before it. Interleaved stages take turns in rounds of
-// `pp`; other schedules repeat every micro-batch. Of micro-batches that pp does not divide, each of
-// the rest makes a round larger by one: those rounds are a part of `few`.
+// `pp`; other schedules repeat every micro-batch. If pp does not divide m, the first m % pp rounds
+// of a long step have one micro-batch more; `few` holds them.
 struct Settled {
     int few, round;
 };
@@ -406,6 +411,7 @@ inline StepTime simulate_runs(const LayoutRuns& runs, const Model& model,
     // Each round takes as long as the one that `more` has.
     StepTime more = simulate_step(runs.more, model, cost);
     step.seconds += runs.rounds * (more.seconds - step.seconds);
+    if (step.stuck.empty()) step.stuck = more.stuck;
     add_times(more.parts, step.parts, -1);
     add_times(step.parts, more.parts, runs.rounds);
     return step;

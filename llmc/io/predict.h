@@ -66,6 +66,7 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
     // Time the plans that a run with these flags would execute.
     std::vector<Plan> plans = make_plans(layout, model, options);
     StepTime step = simulate_step(plans, model, action_cost(cost, model));
+    check_ends(step);
     add_before(step, before);
 
     // Compute mfu as a run prints it, against the data sheet.

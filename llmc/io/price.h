@@ -5,8 +5,9 @@
 //   energy     card-hours * (watts + host_watts) * pue / 1000 kWh. Cards draw their limit all the
 //              time, which is more than a run draws whose cards wait
 //   CO2e       energy * grid_g / 1000 kg
-//   A number that nobody gave is 0, and what follows from it is not printed. Only watts come with
-//   the table of machines; prices and grids change by place and year: a machine's FILE has them.
+//   A number that nobody gave is 0, or a PUE of 1. It is not printed, and the last line names it.
+//   Only watts come with the table of machines; prices and grids change by place and year: a
+//   machine's FILE has them.
 #pragma once
 #include "../machine.h"
 
@@ -41,23 +42,31 @@ inline std::string price_text(const Machine& m, double seconds, double cards, in
     std::string text = concat("  ", steps, " steps: ", amount_text(p.hours), " hours, ",
                               amount_text(p.card_hours), " card-hours, if nothing is lost\n");
 
-    // Write a line where its number is given, or note the number as missing.
+    // Note a number as missing where nobody gave it.
     std::string missing;
-    auto line = [&](double given, const char* key, const std::string& words) {
-        if (given > 0)
-            text += "  " + words + "\n";
-        else
-            missing += concat(missing.empty() ? "" : ", ", key);
+    auto given = [&](double number, const char* key, double none = 0) {
+        if (number <= none) missing += concat(missing.empty() ? "" : ", ", key);
+        return number > none;
     };
 
-    // Money, energy, and what the grid makes of the energy.
-    line(m.dollars_hour, "dollars_hour",
-         concat("$", amount_text(p.dollars), " at ", m.dollars_hour, " a card-hour"));
-    line(m.watts, "watts",
-         concat(amount_text(p.kwh), " kWh of cards at their limit of ", m.watts, " W, ",
-                m.host_watts, " W of the host to each, PUE ", m.pue));
-    line(m.watts > 0 ? m.grid_g : 0, "grid_g",
-         concat(amount_text(p.kg), " kg CO2e at ", m.grid_g, " g/kWh"));
+    // Money.
+    if (given(m.dollars_hour, "dollars_hour"))
+        text += concat("  $", amount_text(p.dollars), " at ", m.dollars_hour, " a card-hour\n");
+
+    // Energy, with the host's part and the building's.
+    bool watts = given(m.watts, "watts");
+    std::string more;
+    if (given(m.host_watts, "host_watts"))
+        more += concat(", ", m.host_watts, " W of the host to each");
+    if (given(m.pue, "pue", 1))
+        more += concat(", PUE ", m.pue);
+    if (watts)
+        text += concat("  ", amount_text(p.kwh), " kWh of cards at their limit of ", m.watts, " W",
+                       more, "\n");
+
+    // CO2e.
+    if (given(m.grid_g, "grid_g") && watts)
+        text += concat("  ", amount_text(p.kg), " kg CO2e at ", m.grid_g, " g/kWh\n");
     return missing.empty() ? text : text + "  a machine's FILE may add: " + missing + "\n";
 }
 

@@ -115,8 +115,9 @@ Times before_times(const Machine& machine, const std::vector<BeforeRuns>& all) {
     for (const BeforeRuns& before : all) {
         CostModel cost = run_costs<T>(machine, before.model, Cpu{});
         ActionCost prices = action_cost(cost, before.model);
-        double seconds = simulate_runs(before.runs, before.model, prices).seconds;
-        (before.samples ? t.sampling : t.evaluations) += before.times * seconds;
+        StepTime step = simulate_runs(before.runs, before.model, prices);
+        check_ends(step);
+        (before.samples ? t.sampling : t.evaluations) += before.times * step.seconds;
     }
     return t;
 }

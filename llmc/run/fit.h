@@ -140,6 +140,7 @@ inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool tim
     cost.teacher_C = double(teacher.C);
     const Layout& layout = t.plans[0].layout;
     StepTime step = simulate_layout(layout, t.model, whole, action_cost(cost, t.model));
+    if (!step.stuck.empty()) return step.stuck;
     KnownSteps steps;
     auto before = before_runs(before_steps(c, whole, shape, teacher), layout, steps);
     add_before(step, before_times<bf16>(q.machine, before));

@@ -51,6 +51,7 @@ std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
     cost.teacher_C = double(run.teacher_shape.C);
     const PlanOptions& options = t.plans[size_t(run.train_plan)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
+    check_ends(step);
     add_before(step, times_before_step<T>(run, options, machine));
 
     // Each step has its share of the rollouts, which the log leaves out.

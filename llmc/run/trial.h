@@ -126,6 +126,8 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
 
     // Simulate the plan that trains.
     StepTime step = simulate_rehearsal<T>(q.machine, rehearse_proposal<T>(q, p, where));
+    t.wrong = step.stuck;
+    if (!t.wrong.empty()) return t;
     t.seconds = step.seconds;
     t.parts = step.parts;
     return t;

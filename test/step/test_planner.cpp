@@ -54,13 +54,50 @@ std::vector<Proposal> variants_of(const PlanQuestion& q, Proposal p) {
     return all;
 }
 
+// Every allowed grid with its schedules and micro-batches: all values of all flags, of which the
+// check keeps some. The planner's own lists have no part in it.
+std::vector<Proposal> all_schedules(const PlanQuestion& q) {
+    std::vector<Proposal> all = {{}};
+    auto vary = [&](auto flag, auto values) {
+        std::vector<Proposal> varied;
+        for (Proposal p : all)
+            for (auto value : values) {
+                p.*flag = value;
+                varied.push_back(p);
+            }
+        all = varied;
+    };
+
+    // Vary the axes. Tensor parallelism stays inside a node.
+    std::vector<int> counts = {1, 2, 3, 4, 5, 6, 7, 8};
+    for (auto axis : {&Proposal::dp, &Proposal::tp, &Proposal::pp, &Proposal::cp})
+        vary(axis, counts);
+    std::erase_if(all, [&](const Proposal& p) {
+        return p.dp * p.tp * p.pp * p.cp != q.gpus || p.tp > q.machine.cards;
+    });
+
+    // Vary the rest. Chunks are those of interleaved pipelines, which have two or more: the planner
+    // searches no others. One stage wants no schedule, and one tensor rank cuts no sequence.
+    vary(&Proposal::B, counts);
+    vary(&Proposal::chunks, counts);
+    vary(&Proposal::sequence_parallel, std::vector<bool>{false, true});
+    vary(&Proposal::pipeline, std::vector<Pipeline>{Pipeline::ONE_F_ONE_B, Pipeline::INTERLEAVED,
+                                                    Pipeline::ZERO_BUBBLE});
+    std::erase_if(all, [&](const Proposal& p) {
+        bool interleaved = p.pipeline == Pipeline::INTERLEAVED;
+        bool idle = (p.pp == 1 && p.pipeline != Pipeline::ONE_F_ONE_B) ||
+                    (p.tp == 1 && p.sequence_parallel);
+        return idle || interleaved != (p.chunks > 1) || !refuse_proposal(q, p).empty();
+    });
+    return all;
+}
+
 // Every allowed layout, simulated, and placed on every rank of the pipeline. The room is infinite,
 // so that the closed form leaves none out.
 std::vector<Trial> all_trials(const PlanQuestion& q) {
     PlanQuestion any = q;
     any.room = INFINITY;
     std::vector<Trial> all;
-    std::string why;
     auto try_one = [&](const Proposal& p) {
         Trial t = simulate_proposal<bf16>(any, p, Cpu{});
         EXPECT_EQ(t.wrong, "");
@@ -70,14 +107,13 @@ std::vector<Trial> all_trials(const PlanQuestion& q) {
     };
 
     // Take every level that trains alike in size: the two halves of FULL lie between the others.
-    for (const Proposal& grid : list_grids(any, &why))
-        for (Proposal p : list_schedules(any, grid))
-            for (p.zero = 0; p.zero <= (p.dp * p.cp > 1 ? 3 : 0); p.zero++)
-                for (Recompute r : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
-                    p.recompute = r;
-                    for (const Proposal& variant : variants_of(any, p))
-                        try_one(variant);
-                }
+    for (Proposal p : all_schedules(any))
+        for (p.zero = 0; p.zero <= (p.dp * p.cp > 1 ? 3 : 0); p.zero++)
+            for (Recompute r : {Recompute::NONE, Recompute::SELECTIVE, Recompute::FULL}) {
+                p.recompute = r;
+                for (const Proposal& variant : variants_of(any, p))
+                    try_one(variant);
+            }
     return all;
 }
 
@@ -134,6 +170,20 @@ static void find_the_fastest(int cards, size_t lora = 0) {
 TEST(Planner, FindsTheFastestOfAllLayouts) { find_the_fastest(4); }
 TEST(Planner, FindsTheFastestOfAllLayoutsInTwoNodes) { find_the_fastest(2); }
 TEST(Planner, FindsTheFastestOfAllLayoutsBesideAdapters) { find_the_fastest(2, 8); }
+
+// The planner lists every grid and schedule, each of them once.
+TEST(Planner, ListsEveryGridAndSchedule) {
+    PlanQuestion q = small_question(4, 1e6, 2);
+    std::multiset<std::string> all, listed;
+    for (const Proposal& p : all_schedules(q))
+        all.insert(proposal_text(p));
+    std::string why;
+    for (const Proposal& grid : list_grids(q, &why))
+        for (const Proposal& p : list_schedules(q, grid))
+            listed.insert(proposal_text(p));
+    EXPECT_GT(all.size(), 100u);
+    EXPECT_EQ(listed, all);
+}
 
 // Shards that stay in a node save most where nodes are far apart. A node's other ranks lie along dp
 // where a pipeline's messages are short beside sums. What the user's flags say of both holds.
@@ -408,6 +458,29 @@ TEST(Planner, FlagsThatItChoosesNameALayoutOfYours) {
     EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
 }
 
+// A plan whose ranks wait forever is refused: by the clock of those that wait it would be fast.
+TEST(Planner, ALayoutThatWaitsForeverIsRefused) {
+    PlanQuestion q = small_question(2, 1e6);
+    Proposal p = plain_proposal(q);
+    p.pp = 2, p.B = 1;
+    Trial sound = simulate_proposal<bf16>(q, p, Cpu{});
+    EXPECT_EQ(sound.wrong, "");
+    EXPECT_LT(sound.seconds, INFINITY);
+
+    // Let the last stage send its first gradient before it has asked for an activation.
+    for (auto& [key, ranks] : q.steps->known) {
+        std::vector<ScheduleStep>& last = ranks[1];
+        auto sends = std::find_if(last.begin(), last.end(), [](const ScheduleStep& s) {
+            return !s.transfers.empty() && s.transfers[0].send;
+        });
+        ASSERT_NE(sends, last.end());
+        std::swap(last[0].transfers, sends->transfers);
+    }
+    Trial stuck = simulate_proposal<bf16>(q, p, Cpu{});
+    EXPECT_HAS(stuck.wrong, "rank 1 waits at ");
+    EXPECT_EQ(stuck.seconds, INFINITY);
+}
+
 // A proposal is tried once: none stands twice among those that are too large, nor among the best.
 TEST(Planner, NoProposalIsTriedTwice) {
     PlanQuestion q = small_question(4, 1e6, 2);
@@ -666,7 +739,7 @@ TEST(Planner, AChangedNumberStaysANumberOfAMachine) {
 }
 
 // The closed form leaves out how actions wait for each other. Over layouts of all kinds its mean
-// error is below 10% of the simulated time, and below 8% of the arena's bytes.
+// error is below 6% of the simulated time, or `most`, and below 8% of the arena's bytes.
 static bool any_layout(const Proposal&) { return true; }
 static void expect_near(const Shape& shape, int cards = 8,
                         std::function<bool(const Proposal&)> wanted = any_layout,
@@ -1470,7 +1543,7 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
 // The flags of a proposal are read back from a configuration, every one of them.
 TEST(Planner, AProposalIsReadBackFromItsFlags) {
     Proposal p;
-    p.dp = 4, p.tp = 2, p.pp = 2, p.cp = 2;
+    p.dp = 4, p.tp = 2, p.pp = 2, p.cp = 2, p.ep = 2;
     p.chunks = 2, p.zero = 3, p.zero_group = 4, p.hpz = 2, p.etp = 1, p.B = 2;
     p.sequence_parallel = true;
     p.pipeline = Pipeline::INTERLEAVED;
@@ -1485,7 +1558,7 @@ TEST(Planner, AProposalIsReadBackFromItsFlags) {
     set_proposal(c, p);
     EXPECT_EQ(proposal_text(proposal_of(c)), proposal_text(p));
     EXPECT_EQ(proposal_text(p), "--dp 4 --tp 2 --sequence-parallel --cp 2 --cp-method ring --pp 2 "
-                                "--pipeline interleaved --chunks 2 --etp 1 --zero 3 "
+                                "--pipeline interleaved --chunks 2 --ep 2 --etp 1 --zero 3 "
                                 "--zero-group 4 --hpz 2 --grid-order tp-dp-pp --recompute full "
                                 "--masters remainder --offload "
                                 "optimizer,gradients,weights,activations --micro-batch 2");

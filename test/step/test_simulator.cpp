@@ -640,10 +640,9 @@ TEST(Published, MegatronsWeakScalingOnH100) {
     EXPECT_LT(mean_error(pairs), 0.22);
 }
 
-// With two habits of that program fitted to three of its rows, the share of products and the share
-// of tp's messages that shows, the other six agree: it hides nearly all of these messages.
-TEST(Published, MegatronsHabitsOnH100ExplainTheOtherRows) {
-    // Fit both to a row without tensor parallelism and to two with tp 8.
+// Two habits of that program, the share of products and the share of tp's messages that shows,
+// fitted to three of its rows: one without tensor parallelism and two with tp 8.
+static CostModel fitted_to_megatron() {
     CostModel c;
     c.machine = machine_of("h100");
     c.machine.launch_us = 40;
@@ -660,6 +659,12 @@ TEST(Published, MegatronsHabitsOnH100ExplainTheOtherRows) {
             least = sum;
             best = c;
         }
+    return best;
+}
+
+// With both habits the other six rows agree: that program hides nearly all of tp's messages.
+TEST(Published, MegatronsHabitsOnH100ExplainTheOtherRows) {
+    CostModel best = fitted_to_megatron();
     printf("products at %.2f of the peak, %.2f of tp's messages show\n", best.machine.gemm,
            best.tensor_shown);
 
@@ -746,7 +751,7 @@ TEST(Published, NanotronOnH100) {
     };
 
     EXPECT_LT(held_error(machine_of("h100").gemm), 0.13);
-    EXPECT_LT(held_error(0.6), 0.08);
+    EXPECT_LT(held_error(fitted_to_megatron().machine.gemm), 0.08);
 }
 
 // The seconds of one of torchtitan's rows.
@@ -1352,9 +1357,16 @@ TEST(Simulator, NamesWhereRanksWaitForever) {
     ASSERT_NE(third, last.end());
     std::swap(first->transfers, third->transfers); // send a gradient before it is asked for
 
-    std::string stuck = simulate_step(plans, run.model, action_cost(slow_links(), run.model)).stuck;
+    ActionCost cost = action_cost(slow_links(), run.model);
+    std::string stuck = simulate_step(plans, run.model, cost).stuck;
     EXPECT_EQ(stuck.substr(0, 7), "rank 0 ");
     EXPECT_NE(stuck.find("; rank 1 waits at "), std::string::npos) << stuck;
+
+    // Either end of a long step may be the one that waits.
+    std::vector<Plan> sound = make_plans(run.layout, run.model, run.options);
+    EXPECT_EQ(simulate_runs({plans, sound, 1}, run.model, cost).stuck, stuck);
+    EXPECT_EQ(simulate_runs({sound, plans, 1}, run.model, cost).stuck, stuck);
+    EXPECT_EQ(simulate_runs({sound, sound, 1}, run.model, cost).stuck, "");
 }
 
 // Attention in a ring takes a ninth longer than attention that has gathered all keys, and waits for
@@ -1593,10 +1605,19 @@ TEST(Machine, PricesByHandAndTheNumbersThatLack) {
               "  7.20 kWh of cards at their limit of 500 W, 100 W of the host to each, PUE 1.5\n"
               "  1.44 kg CO2e at 200 g/kWh\n");
 
-    // Leave out what nobody said.
+    // Leave out what nobody said: the host's watts and the building's, the card's too, or all.
+    ASSERT_EQ(read_machine("base = h100\ndollars_hour = 2.5\n", &m), "");
+    EXPECT_EQ(price_text(m, 7200, 4, 10),
+              "  10 steps: 2.00 hours, 8.00 card-hours, if nothing is lost\n"
+              "  $20.00 at 2.5 a card-hour\n"
+              "  5.60 kWh of cards at their limit of 700 W\n"
+              "  a machine's FILE may add: host_watts, pue, grid_g\n");
+    ASSERT_EQ(read_machine("base = cpu\npue = 1.5\ngrid_g = 57\n", &m), "");
+    EXPECT_HAS(price_text(m, 7200, 1, 10),
+               "lost\n  a machine's FILE may add: dollars_hour, watts, host_watts\n");
     EXPECT_EQ(price_text(machines().back(), 7200, 1, 10),
               "  10 steps: 2.00 hours, 2.00 card-hours, if nothing is lost\n"
-              "  a machine's FILE may add: dollars_hour, watts, grid_g\n");
+              "  a machine's FILE may add: dollars_hour, watts, host_watts, pue, grid_g\n");
     for (const char* wrong : {"pue = 0.9", "dollars_hour = -1", "grid_g = -5", "watts = x"})
         EXPECT_HAS(read_machine(concat("base = h100\n", wrong, "\n"), &m), "wants a number");
 }
