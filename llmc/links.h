@@ -81,8 +81,10 @@ inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layou
     int n = (layout.*axis).size;
     int cards = int(machine.cards);
     int span = stride * n; // ranks of `stride` groups, which lie between each other
-    if (layout.world() <= cards || n == 1) return n;
-    if (stride >= cards) return 1;
+    if (layout.world() <= cards || n == 1)
+        return n;
+    if (stride >= cards)
+        return 1;
 
     // Most groups fill nodes, or nodes hold whole groups.
     bool whole = cards % span == 0;
@@ -95,16 +97,17 @@ inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layou
     int alike = cards % stride == 0 ? stride : 1;
     int ranks = std::min(layout.world(), span * cards);
     for (int begin = 0; begin < ranks && fewest > 1; begin += span)
-        for (int first = begin; first < begin + stride; first += alike)
-            fewest = std::min(fewest, fewest_in_node(first, stride, n, cards));
+        for (int i = 0; i < stride; i += alike) {
+            int here = fewest_in_node(begin + i, stride, n, cards);
+            fewest = std::min(fewest, here);
+        }
     return fewest;
 }
 inline Link axis_link(const Layout& layout, const Machine& machine, Axis Layout::*axis) {
     return link_of(machine, (layout.*axis).size, axis_in_node(layout, machine, axis));
 }
 
-// How many ranks stand in one node: of those that see other data, or that send other tokens on to
-// experts.
+// How many ranks stand in one node, of those that see other data or route other tokens.
 inline int ranks_in_node(const Layout& layout, const Machine& machine, Group group) {
     // Neighbours along cp stay together; so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *

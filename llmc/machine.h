@@ -142,9 +142,11 @@ inline const std::vector<Machine>& machines() {
 // Return the row of a device, by the driver's name for it; null if there is none.
 inline const Machine* machine_of_device(const std::string& device) {
     for (const Machine& m : machines()) {
-        if (m.device.empty()) continue;
+        if (m.device.empty())
+            continue;
         size_t at = device.find(m.device);
-        if (at == std::string::npos) continue;
+        if (at == std::string::npos)
+            continue;
         // A GH200 is no H200.
         bool word = at == 0 || !isalnum(device[at - 1]);
         if (word) return &m;

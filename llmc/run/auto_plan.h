@@ -29,7 +29,8 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     text += "build/train_gpt";
     for (const Flag& f : config_table()) {
         bool drawn = user.explain && f.name == std::string("timeline"); // by the planner
-        if (!*f.name || !given(user, f.name) || is_planned(f.name) || drawn) continue;
+        if (!*f.name || !given(user, f.name) || is_planned(f.name) || drawn)
+            continue;
         text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
     }
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
@@ -45,7 +46,8 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     double more = 100 * (t.seconds / a.best[0].seconds - 1);
     snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
              t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
-    bool close = t.seconds <= TIE * a.best[0].seconds && t.seconds >= a.best[0].seconds / TIE;
+    double times = t.seconds / a.best[0].seconds;
+    bool close = times <= TIE && times >= 1 / TIE;
     bool tie = close && has_room(q, t) && &t != &a.best[a.chosen];
     return line + proposal_text(t.proposal) + (tie ? "  (a tie)" : "") + "\n";
 }
@@ -55,7 +57,8 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
 inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
     // Leave out a row in which all numbers print as 0, and print no sign of what rounds to 0.
     auto zero = [](double x) { return std::fabs(x) < 0.005; };
-    if (std::all_of(numbers.begin(), numbers.end(), zero)) return "";
+    if (std::all_of(numbers.begin(), numbers.end(), zero))
+        return "";
     char cell[64];
     snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
     std::string line = cell;
@@ -169,7 +172,8 @@ inline int nearest_gpus(PlanQuestion q) {
         p.pp = pp;
         p.dp = dp;
         p.sequence_parallel = p.whole_experts();
-        if (ranks <= q.gpus && refuse_proposal(q, p).empty()) return ranks;
+        if (ranks <= q.gpus && refuse_proposal(q, p).empty())
+            return ranks;
     }
     return 0;
 }
@@ -199,7 +203,8 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         if (!strcmp(flag, "offload")) t.proposal.offload = 0;
         Config c = other.config;
         set_proposal(c, t.proposal);
-        if (!check_with_teacher(c, q.shape, q.teacher).empty()) return double(INFINITY);
+        if (!check_with_teacher(c, q.shape, q.teacher).empty())
+            return double(INFINITY);
         fits_everywhere<T>(other, t, where);
         return t.bytes;
     };
@@ -222,7 +227,8 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
     for (auto& [flag, value] : flags) {
         // On the CPU, offloading frees nothing, as bytes_with() shows: it is the same memory.
         double bytes = bytes_with(flag, value);
-        if (bytes >= best || t.host > q.host_room) continue;
+        if (bytes >= best || t.host > q.host_room)
+            continue;
         best = bytes;
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");
@@ -261,7 +267,8 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     const Config& c = run.config;
-    if (c.explain) return 0.95 * machine.host_ram_gb * GIB / sharers_of_card(c);
+    if (c.explain)
+        return 0.95 * machine.host_ram_gb * GIB / sharers_of_card(c);
     if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
@@ -377,8 +384,10 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
 template <typename S> bool plan_run_as(Run& run, S where) {
     // The names are those that run_rank() turns into types (train_gpt.cu).
     const std::string& precision = run.config.precision;
-    if (precision == "bf16") return plan_run<bf16>(run, where);
-    if (precision == "fp16") return plan_run<fp16>(run, where);
+    if (precision == "bf16")
+        return plan_run<bf16>(run, where);
+    if (precision == "fp16")
+        return plan_run<fp16>(run, where);
     return plan_run<float>(run, where);
 }
 

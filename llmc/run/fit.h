@@ -35,7 +35,8 @@ inline const std::vector<FitWay>& fit_ways() {
                      "--recompute full --offload optimizer,activations,gradients",
                      "--recompute full --offload optimizer,activations,gradients,weights"}},
         {"lora", {"--lora 16", "--lora 16 --recompute selective", "--lora 16 --recompute full",
-                  "--lora 16 --offload weights", "--lora 16 --recompute selective --offload weights",
+                  "--lora 16 --offload weights",
+                  "--lora 16 --recompute selective --offload weights",
                   "--lora 16 --offload weights,activations",
                   "--lora 16 --recompute full --offload weights,activations"}},
         {"qlora", {"--lora 16 --weights nf4", "--lora 16 --weights nf4 --recompute selective",
@@ -186,7 +187,8 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
         Config c = fit_config(q, rung, B);
         return try_fit(q, c, shape, false, &cell).empty() && has_room(q, cell);
     };
-    if (!fits(rungs.back(), 1) && cell.bytes > q.room) return best;
+    if (!fits(rungs.back(), 1) && cell.bytes > q.room)
+        return best;
     while (!rungs.empty() && !fits(rungs.back(), 1))
         rungs.pop_back();
 
@@ -257,7 +259,8 @@ inline std::string read_card(const Config& c, const std::string& card, Machine* 
     bool number = !card.empty() && !*end;
     std::string unknown = number ? "" : machine_named(machine, card);
     if (!number && unknown.empty()) return "";
-    if (!number && file_type(card) == S_IFREG) return "--fit: " + unknown;
+    if (!number && file_type(card) == S_IFREG)
+        return "--fit: " + unknown;
     if (!number || !(gb >= 0.1 && gb <= 1e5))
         return concat("--fit ", printable(card), ": give the GB of a card, or a machine: ",
                       machine_names(), ", or a FILE of one");
@@ -313,7 +316,8 @@ inline std::string refuse_all(const Config& user, const std::string& card) {
             std::string refusal;
             allowed_rungs(q, shape, way, &refusal);
             if (reason.empty()) reason = refusal;
-            if (refusal.empty() || refusal != reason) return "";
+            if (refusal.empty() || refusal != reason)
+                return "";
         }
     }
     return reason;
@@ -325,8 +329,10 @@ inline std::string fit_line(const std::string& model, const char* way, const Fit
     // Write the rate and the bytes, or only that there are none.
     char line[160];
     snprintf(line, sizeof(line), "  %-16s %-8s ", model.c_str(), way);
-    if (!cell.refusal.empty()) return concat(line, "refused: ", cell.refusal, "\n");
-    if (cell.B == 0) return concat(line, "does not fit\n");
+    if (!cell.refusal.empty())
+        return concat(line, "refused: ", cell.refusal, "\n");
+    if (cell.B == 0)
+        return concat(line, "does not fit\n");
     std::string text = line;
     snprintf(line, sizeof(line), "%8s tok/s %10s  ", count_text(cell.rate).c_str(),
              bytes_text(cell.bytes).c_str());

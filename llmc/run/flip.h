@@ -122,7 +122,8 @@ std::vector<Trial> larger_trials(const PlanQuestion& q, const Answer& a, S where
     for (const Proposal& p : a.larger) {
         if (tried++ == MOST_LARGER || p.estimate.seconds > slowest)
             break;
-        if (rehearsal_actions(q, p) > MOST_FLIP_ACTIONS) continue;
+        if (rehearsal_actions(q, p) > MOST_FLIP_ACTIONS)
+            continue;
         Trial t = simulate_proposal<T>(q, p, where);
         if (!t.wrong.empty()) continue;
         fits_everywhere<T>(q, t, where);
@@ -191,7 +192,8 @@ Flip find_flip(const PlanQuestion& q, const Answer& a, S where) {
             flip.winner = winner;
             most = change - 1;
         }
-    if (!flip.knob || a.search.listed > MOST_REPLANNED) return flip;
+    if (!flip.knob || a.search.listed > MOST_REPLANNED)
+        return flip;
 
     // Plan for the changed machine: a layout that is not shown may win there.
     Answer there = answer_question<T>(changed_question(q, *flip.knob, flip.thousandths), where);

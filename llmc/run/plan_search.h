@@ -64,7 +64,8 @@ inline std::vector<int> etp_choices(const PlanQuestion& q, int tp) {
 // Whether each node holds whole groups of tp ranks: all, if there is one node.
 inline bool nodes_hold(const Machine& machine, int ranks, int tp) {
     int cards = int(machine.cards);
-    if (ranks <= cards) return tp <= cards;
+    if (ranks <= cards)
+        return tp <= cards;
     return cards % tp == 0;
 }
 
@@ -315,7 +316,8 @@ inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& la
                axis_in_node(layout, q.machine, &Layout::dp);
     int all = p.dp * p.cp;
     bool apart = near > 1 && near < all && all % near == 0;
-    if (!apart || sharing != Sharing::NEAR_NODES) return apart ? near : 0;
+    if (!apart || sharing != Sharing::NEAR_NODES)
+        return apart ? near : 0;
 
     // Take a power of two of nodes.
     int nodes = 1;
@@ -326,7 +328,8 @@ inline int node_group(const PlanQuestion& q, const Proposal& p, const Layout& la
 
 // The methods of context parallelism that a grid allows, or the user's.
 inline std::vector<std::string> context_methods(const PlanQuestion& q, Proposal grid) {
-    if (grid.cp == 1 || given(q.config, "cp-method")) return {grid.cp_method};
+    if (grid.cp == 1 || given(q.config, "cp-method"))
+        return {grid.cp_method};
     std::vector<std::string> methods;
     for (const char* name : {"gather", "ulysses", "ring"}) {
         grid.cp_method = name;
@@ -377,7 +380,8 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
     for (const GridOrder& order : e.orders) {
         // A set that makes room is tried in the order that is faster without it.
         bool makes_room = p.remainder || p.offload;
-        if (makes_room && order.name != p.order) continue;
+        if (makes_room && order.name != p.order)
+            continue;
         layout.order = order.axes;
         int zero_group = p.zero_group;
         int hpz = p.hpz;
@@ -391,7 +395,8 @@ void estimate_orders(Estimator<T, S>& e, Proposal& p, Sharing sharing) {
 
         // Keep the faster one.
         Estimate estimate = estimate_layout(e.planner, e.plan, *e.ranks, estimate_before(e));
-        if (estimate.seconds >= p.estimate.seconds) continue;
+        if (estimate.seconds >= p.estimate.seconds)
+            continue;
         p.estimate = estimate;
         p.order = order.name;
         p.zero_group = zero_group;
@@ -417,12 +422,14 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
     // The host's memory is another one, unless the CPU runs the step. No bit depends on where
     // anything lies, so try all sets, each behind those that it contains.
     bool apart = sizes_of_gpu || !std::is_same_v<S, Cpu>;
-    if (given(q.config, "offload") || !apart) return savings;
+    if (given(q.config, "offload") || !apart)
+        return savings;
     for (unsigned offload = 1; offload < 1u << OFFLOAD_ROWS; offload++) {
         c = q.config;
         c.offload = offload_words(offload);
         bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
-        if (!works || !check_policies(c).empty()) continue;
+        if (!works || !check_policies(c).empty())
+            continue;
         savings.push_back({false, offload});
 
         // Masters that stay may shrink beside what leaves.
@@ -533,7 +540,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         Proposal x = p;
                         e.plan.layout.zero = p.zero;
                         e.plan.recompute = x.recompute = Recompute(level);
-                        if (q.named && !has_named(q.config, x)) continue;
+                        if (q.named && !has_named(q.config, x))
+                            continue;
                         estimate_orders(e, x, sharing);
                         if (x.estimate.seconds == INFINITY)
                             break;
@@ -543,7 +551,8 @@ Search search_layouts(const PlanQuestion& q, S where) {
                         // unless activations leave: what is recomputed need not move.
                         bool sure = surely_fits(q, x);
                         bool slow = x.estimate.seconds > HOPELESS * fastest;
-                        if (!leave && (slow || (level == 0 && sure))) break;
+                        if (!leave && (slow || (level == 0 && sure)))
+                            break;
                         if (!sure) make_room(e, x, sharing, savings, keep);
                     }
         }
@@ -608,7 +617,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
 
     // Make a proposal a trial; false: it was tried before, does not fit, or is refused.
     auto try_proposal = [&](const Proposal& p) {
-        if (!tried.insert(proposal_text(p)).second) return false;
+        if (!tried.insert(proposal_text(p)).second)
+            return false;
         Trial t = {p};
         bool sure = need_not_place(q, p);
         placed += !sure;
@@ -662,7 +672,8 @@ Answer answer_question(const PlanQuestion& q, S where) {
     for (Trial& t : trials) {
         bool full = a.best.size() == SHOWN;
         int techniques = t.proposal.techniques();
-        if (full && t.seconds > TIE * a.best[0].seconds) break;
+        if (full && t.seconds > TIE * a.best[0].seconds)
+            break;
         if (full && techniques >= simplest) continue;
         if (!fits_everywhere<T>(q, t, where)) {
             a.larger.push_back(t.proposal);

@@ -185,14 +185,14 @@ double teacher_room(const Config& c, const Shape& teacher, PlanOptions train, in
     return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
 }
 
-// Micro-batches of a plan that is placed whole, times layers of a rank, or ranks of a pipeline: more
+// Micro-batches of a plan that is placed whole, times a rank's layers or a pipeline's ranks: more
 // take too long.
 constexpr int MOST_PLACED_WHOLE = 2000;
 
 // Place the plans of one pipeline rank, and keep its bytes if they are the most so far. A pipeline
 // that is full repeats itself, so of many micro-batches only a few are placed; each of the others
 // adds the bytes of its tokens and its loss. A longer plan has other holes: `whole` places all
-// micro-batches of a step, or as many as take no long time.
+// micro-batches of a step, or as many as MOST_PLACED_WHOLE allows.
 template <typename T, typename S>
 void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S where) {
     Config c = q.config;
@@ -229,7 +229,8 @@ void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S 
     // Add a hundredth for several chunks: in the longer plan first fit finds other holes, and tests
     // see differences of this size.
     if (layout.chunks > 1 && m > few) bytes *= 1.01;
-    if (t.bytes < INFINITY && bytes + teacher <= t.bytes) return;
+    if (t.bytes < INFINITY && bytes + teacher <= t.bytes)
+        return;
 
     // Keep the bytes by row: this rank is the fullest so far.
     t.bytes = bytes + teacher;
