@@ -60,15 +60,14 @@ inline Link link_of(const Machine& machine, int n, int near) {
 // How many of n ranks, `stride` apart from `first` on, a node has: the fewest of those that have
 // any of them.
 inline int fewest_in_node(int first, int stride, int n, int cards) {
-    // Nodes in the middle have as many as fit; those at both ends may have fewer.
+    // Nodes in the middle are full. Those at both ends may have fewer.
     int last = first + (n - 1) * stride;
-    int nodes = last / cards - first / cards + 1;
-    if (nodes == 1) return n;
+    if (first / cards == last / cards)
+        return n;
     int room = cards - first % cards;
     int head = (room + stride - 1) / stride;
     int tail = last % cards / stride + 1;
-    int middle = nodes > 2 ? cards / stride : n;
-    return std::min({head, tail, middle});
+    return std::min(head, tail);
 }
 
 // How many ranks of an axis stand in one node, of the group that has the fewest. Axes before it in
@@ -81,8 +80,6 @@ inline int axis_in_node(const Layout& layout, const Machine& machine, Axis Layou
     int n = (layout.*axis).size;
     int cards = int(machine.cards);
     int span = stride * n; // ranks of `stride` groups, which lie between each other
-    if (layout.world() <= cards || n == 1)
-        return n;
     if (stride >= cards)
         return 1;
 

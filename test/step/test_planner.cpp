@@ -353,6 +353,22 @@ TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
     EXPECT_EQ(seen.size(), 2u);
 }
 
+// Recomputation costs time where all fits, so no level of it is tried, unless activations leave: what
+// is computed again need not move.
+TEST(Planner, RecomputationIsTriedBesideActivationsThatLeave) {
+    sizes_of_gpu = true;
+    PlanQuestion q = small_question(2, 1e6);
+    for (const char* offload : {"none", "activations"}) {
+        EXPECT_EQ(set_flag(q.config, "offload", offload), "");
+        bool moves = strcmp(offload, "none") != 0;
+        std::set<Recompute> levels;
+        for (const Proposal& x : search_layouts<bf16>(q, Cpu{}).proposals)
+            levels.insert(x.recompute);
+        EXPECT_EQ(levels.size(), moves ? size_t(RECOMPUTE_LEVELS) : 1u) << offload;
+    }
+    sizes_of_gpu = false;
+}
+
 // Experts that tensor-parallel ranks leave whole are tried beside experts that they cut, and chosen
 // where narrow experts make rows dear to send. A user's --etp holds for all layouts.
 TEST(Planner, ExpertsStayWholeWhereTheyAreNarrow) {

@@ -1196,13 +1196,15 @@ TEST(Simulator, LinksByHand) {
 
 // Ranks of a group in one node of eight, counted by hand: of nine ranks the second node has one; the
 // third group of three lies across an edge, and so do pairs of every third rank; two groups of 12
-// leave four in a node. Where everything is in one node, nothing crosses.
+// leave four in a node; ranks 1, 6, 11 and 16 are two, one and one. Where everything is in one node,
+// nothing crosses.
 TEST(Simulator, TheNodeWithTheFewestCounts) {
     Machine m = machine_of("h100");
     struct Case { int tp, pp, dp, of_tp, of_pp, of_dp; };
     for (Case k : {Case{1, 1, 9, 1, 1, 1}, {1, 1, 12, 1, 1, 4}, {3, 1, 8, 1, 1, 2},
                    {3, 2, 1, 3, 2, 1}, {1, 12, 2, 1, 4, 1}, {8, 1, 4, 8, 1, 1},
-                   {2, 2, 16, 2, 2, 2}, {4, 1, 1000, 4, 1, 2}, {2, 6, 20, 2, 2, 1}}) {
+                   {2, 2, 16, 2, 2, 2}, {4, 1, 1000, 4, 1, 2}, {2, 6, 20, 2, 2, 1},
+                   {1, 5, 4, 1, 1, 1}}) {
         Layout l;
         l.tp.size = k.tp, l.pp.size = k.pp, l.dp.size = k.dp;
         std::string what = concat("tp ", k.tp, ", pp ", k.pp, ", dp ", k.dp);
