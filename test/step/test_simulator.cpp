@@ -1196,8 +1196,7 @@ TEST(Simulator, LinksByHand) {
 
 // Ranks of a group in one node of eight, counted by hand: of nine ranks the second node has one; the
 // third group of three lies across an edge, and so do pairs of every third rank; two groups of 12
-// leave four in a node; ranks 1, 6, 11 and 16 are two, one and one. Where everything is in one node,
-// nothing crosses.
+// leave four in a node; ranks 1, 6, 11 and 16 are two, one and one. In one node nothing crosses.
 TEST(Simulator, TheNodeWithTheFewestCounts) {
     Machine m = machine_of("h100");
     struct Case { int tp, pp, dp, of_tp, of_pp, of_dp; };
