@@ -339,9 +339,17 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where, std::string* why
         if (why) *why = "the layout that the flags name: " + wrong + "\n";
         return false;
     }
-    *yours = simulate_proposal<T>(q, proposal_of(c), where);
-    fits_everywhere<T>(q, *yours, where);
-    return true;
+
+    // Share out more and more, unless the user says how much, until it fits.
+    Proposal p = proposal_of(c);
+    bool shares = p.dp * p.cp > 1 && !given(c, "zero");
+    for (int last = shares ? 3 : p.zero;; p.zero++) {
+        Trial t = simulate_proposal<T>(q, p, where);
+        if (!t.wrong.empty()) return true;
+        *yours = t;
+        if (fits_everywhere<T>(q, *yours, where) || p.zero == last)
+            return true;
+    }
 }
 
 // Answer --plan auto: print the answer, and set the run's flags by it. Returns whether there is

@@ -472,6 +472,18 @@ TEST(Planner, FlagsThatItChoosesNameALayoutOfYours) {
     EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
     EXPECT_EQ(set_flag(q.config, "dp", "3"), "");
     EXPECT_FALSE(named_layout<bf16>(q, &yours, Cpu{}));
+
+    // Tensor parallelism beyond a node is not searched: it stands as its flags say, with as much of
+    // ZeRO as fits.
+    q = small_question(8, 1e6, 2);
+    EXPECT_EQ(set_flag(q.config, "tp", "4"), "");
+    ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{}));
+    EXPECT_EQ(yours.proposal.tp, 4);
+    EXPECT_EQ(yours.proposal.zero, 0);
+    q.room = yours.bytes - 1;
+    ASSERT_TRUE(named_layout<bf16>(q, &yours, Cpu{}));
+    EXPECT_EQ(yours.proposal.zero, 1);
+    EXPECT_TRUE(has_room(q, yours));
 }
 
 // A plan whose ranks wait forever is refused: by the clock of those that wait it would be fast.
