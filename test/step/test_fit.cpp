@@ -235,18 +235,26 @@ TEST(Fit, PrintedFlagsPassAsTheyStand) {
     }
     EXPECT_GE(lines, 3);
 
-    // Paste the planner's answer, which moves data to the host. All of its micro-batches were
-    // placed: it takes the bytes that its line has.
-    Ran plan = explain(card, "--plan auto --gpus 1");
-    ASSERT_EQ(plan.status, 0) << plan.text;
-    size_t at = plan.text.find("--dp 1 --"), end = plan.text.find('\n', at);
-    ASSERT_NE(at, plan.text.npos);
-    std::string answer = plan.text.substr(at, end - at);
-    answer = answer.substr(0, answer.find("  ("));
-    EXPECT_HAS(answer, "--offload ");
-    Ran pasted = explain(card, answer);
-    EXPECT_EQ(pasted.status, 0) << answer << "\n" << pasted.text;
-    EXPECT_HAS(plan.text.substr(0, at), bytes_text(total_of_arena(pasted)));
+    // Paste the planner's answers, which move data to the host. All of their micro-batches were
+    // placed: they take the bytes that their lines have, though longer plans have other holes.
+    std::string answer;
+    std::string large = concat(program(), " --model qwen3-1.7b --seq 2048 --batch-tokens 65536",
+                               " --precision bf16 --explain --machine rtx3060 ");
+    for (bool small : {false, true}) {
+        auto ask = [&](const std::string& more) {
+            return small ? explain(card, more) : shell(large + more);
+        };
+        Ran plan = ask("--plan auto --gpus 1");
+        ASSERT_EQ(plan.status, 0) << plan.text;
+        size_t at = plan.text.find("--dp 1 --"), end = plan.text.find('\n', at);
+        ASSERT_NE(at, plan.text.npos);
+        answer = plan.text.substr(at, end - at);
+        answer = answer.substr(0, answer.find("  ("));
+        EXPECT_HAS(answer, "--offload ");
+        Ran pasted = ask(answer);
+        EXPECT_EQ(pasted.status, 0) << answer << "\n" << pasted.text;
+        EXPECT_HAS(plan.text.substr(0, at), bytes_text(total_of_arena(pasted)));
+    }
 
     // A processor has one memory for both, so the same flags are refused there.
     EXPECT_HAS(explain("cpu", answer).text, " with what it offloads, and --memory ");
