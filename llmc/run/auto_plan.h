@@ -244,11 +244,9 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
 
 // Bytes that each rank may take: --memory, or what this machine has left, or most of a card.
 template <typename S> double room_asked(const Run& run, const Machine& machine, S where) {
-    // A card's memory is shared by the threads of a process; CUDA's context and libraries take a
-    // twentieth of it.
+    // A card's memory is shared by the threads of a process.
     const Config& c = run.config;
-    double card = 0.95 * machine.memory_gb * GIB;
-    card /= sharers_of_card(c);
+    double card = room_of_card(machine) / sharers_of_card(c);
     if (c.memory > 0) return c.memory * GIB;
     if (c.explain) return card;
 
@@ -268,7 +266,7 @@ template <typename S>
 double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     const Config& c = run.config;
     if (c.explain)
-        return 0.95 * machine.host_ram_gb * GIB / sharers_of_card(c);
+        return room_of_host(machine) / sharers_of_card(c);
     if (std::is_same_v<S, Cpu>) return INFINITY;
     std::vector<int64_t> all(size_t(run.world.size));
     int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);

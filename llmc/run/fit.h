@@ -13,6 +13,7 @@
 //   to the host included.
 //   Cost: ten to forty placings a cell, a few milliseconds each.
 #pragma once
+#include "machine_here.h"
 #include "plan_search.h"
 
 namespace llmc {
@@ -281,8 +282,8 @@ inline FitQuestion fit_question(const Config& c, const std::string& card) {
     Run run;
     run.config = c;
     q.teacher = choose_teacher_shape(run);
-    q.room = c.memory > 0 ? c.memory * GIB : 0.95 * q.machine.memory_gb * GIB;
-    q.host_room = 0.95 * q.machine.host_ram_gb * GIB;
+    q.room = c.memory > 0 ? c.memory * GIB : room_of_card(q.machine);
+    q.host_room = room_of_host(q.machine);
     q.config.machine = q.config.fit = "";
     q.config.memory = 0;
     q.config.precision = "bf16";

@@ -276,9 +276,6 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // --memory and --recompute auto: every rank asks for all stages, so all hear the same
 
-// The unit of --memory and of the output of --explain, in bytes.
-constexpr double GIB = 1073741824;
-
 // End the run if any stage of the pipeline needs more than --memory. Where --recompute auto has
 // found no levels that fit, the plans recompute everything.
 template <typename T, typename S>

@@ -10,6 +10,14 @@ inline int sharers_of_card(const Config& c) {
     return c.explain && c.gpus ? 1 : c.local_ranks;
 }
 
+// The unit of --memory and of the output of --explain, in bytes.
+constexpr double GIB = 1073741824;
+
+// Bytes of a card, and of the host's memory for each, that runs may take. CUDA's context and
+// libraries take a twentieth of the card, and all else that runs on the host a twentieth there.
+inline double room_of_card(const Machine& machine) { return 0.95 * machine.memory_gb * GIB; }
+inline double room_of_host(const Machine& machine) { return 0.95 * machine.host_ram_gb * GIB; }
+
 // Whether --explain speaks of a GPU's memory, which is not the host's: --machine names one.
 inline bool explains_gpu(const Config& c) {
     Machine machine;

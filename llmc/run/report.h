@@ -321,8 +321,8 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
 // Say whether ranks fit the machine that --machine names, and its host. sharers: ranks of a card.
 inline std::string fits_machine_text(const Machine& machine, int sharers, double rank_bytes,
                                      double host_bytes) {
-    double room = 0.95 * machine.memory_gb * GIB / sharers;
-    double host_room = 0.95 * machine.host_ram_gb * GIB / sharers;
+    double room = room_of_card(machine) / sharers;
+    double host_room = room_of_host(machine) / sharers;
     std::string has = concat(machine.name, ", which has ", bytes_text(room), " for a rank");
     if (rank_bytes > room) return "does not fit " + has + "\n";
     if (host_bytes <= host_room) return "fits " + has + "\n";

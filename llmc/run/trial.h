@@ -258,9 +258,10 @@ bool fits(const PlanQuestion& q, Trial& t, S where) {
     return has_room(q, t);
 }
 
-// Whether a trial fits on all ranks, whichever is the fullest, with all of its micro-batches. Of
-// ranks with layers alike the first is placed, which has most in flight. A later one may have more
-// weight halves that wait, or more of what runs before a step: then each is placed.
+// Whether a trial fits on all ranks, whichever is the fullest, with the micro-batches of the whole
+// step (up to MOST_PLACED_WHOLE). Of ranks with layers alike the first is placed, which has most in
+// flight. A later one may have more weight halves that wait, or more of what runs before a step:
+// then each is placed.
 template <typename T, typename S>
 bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
     Config c = q.config;

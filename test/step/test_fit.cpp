@@ -1,4 +1,4 @@
-// test_fit.cpp - --fit: what fits one card, by the run's own arena; --calibrate: a machine's numbers
+// test_fit.cpp - --fit: what fits one card, by the run's own arena; --calibrate: machines' numbers
 #include "../../llmc/run/calibrate.h"
 #include "../../llmc/run/fit.h"
 #include "../../llmc/run/predicted.h"

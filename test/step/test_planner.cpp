@@ -353,8 +353,8 @@ TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
     EXPECT_EQ(seen.size(), 2u);
 }
 
-// Recomputation costs time where all fits, so no level of it is tried, unless activations leave: what
-// is computed again need not move.
+// Recomputation costs time where all fits, so no level of it is tried, unless activations leave:
+// what is computed again need not move.
 TEST(Planner, RecomputationIsTriedBesideActivationsThatLeave) {
     sizes_of_gpu = true;
     PlanQuestion q = small_question(2, 1e6);

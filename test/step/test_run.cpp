@@ -191,7 +191,8 @@ TEST_F(Run, ExplainSaysTheMemoryOfAdapters) {
             // Add up what lasts. The margin: the page has two digits, tensors end at multiples of
             // 256 bytes, and the vocabulary is padded.
             double bytes = 0;
-            for (const char* part : {"weights", "gradients", "master weights", "optimizer moments"}) {
+            for (const char* part : {"weights", "gradients", "master weights",
+                                     "optimizer moments"}) {
                 size_t at = r.text.find(std::string("\n  ") + part + " ");
                 ASSERT_NE(at, std::string::npos) << part;
                 bytes += atof(r.text.c_str() + at + 3 + strlen(part));

@@ -1194,9 +1194,9 @@ TEST(Simulator, LinksByHand) {
     EXPECT_NEAR(context_seconds(c, p, model, 1, false), 15 * 30e-6 + sent / 10e9, 1e-9);
 }
 
-// Ranks of a group in one node of eight, counted by hand: of nine ranks the second node has one; the
-// third group of three lies across an edge, and so do pairs of every third rank; two groups of 12
-// leave four in a node; ranks 1, 6, 11 and 16 are two, one and one. In one node nothing crosses.
+// Ranks of a group in one node of eight, by hand: of nine ranks the second node has one; the third
+// group of three lies across an edge, and so do pairs of every third rank; two groups of 12 leave
+// four in a node; ranks 1, 6, 11 and 16 are two, one and one. In one node nothing crosses.
 TEST(Simulator, TheNodeWithTheFewestCounts) {
     Machine m = machine_of("h100");
     struct Case { int tp, pp, dp, of_tp, of_pp, of_dp; };
@@ -1234,8 +1234,8 @@ TEST(Simulator, AStackOfMatricesIsReadWhole) {
     EXPECT_NEAR(product_seconds(c, 16, C, C, Fp8::NONE, 8), e * (rows + 8 * C * C), 1e-12);
     EXPECT_NEAR(product_seconds(c, 4, C, C, Fp8::NONE, 8), e * (4 * 2 * C + 4 * C * C), 1e-12);
 
-    // Tiles of 128 by 256 fill 132 SMs five times. The same rows in 132 matrices are 64 of each, and
-    // smaller tiles fill the SMs 20 times.
+    // Tiles of 128 by 256 fill 132 SMs five times. The same rows in 132 matrices are 64 of each,
+    // and smaller tiles fill the SMs 20 times.
     EXPECT_NEAR(tile_waves(c.machine, 66 * 128, 2560, 1), 1, 1e-12);
     EXPECT_NEAR(tile_waves(c.machine, 66 * 128, 2560, 132), 1 / 0.85, 1e-12);
 }
