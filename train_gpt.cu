@@ -154,8 +154,9 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         printf("weights: %s\n", run.weights.c_str());
 }
 
-// Run each plan of whole sequences once on zeros, so that each matrix product on a GPU measures
-// which algorithm is fastest. This overwrites all state, so it comes before the weights are loaded.
+// Run each plan of whole sequences once on random numbers, so that each matrix product on a GPU
+// measures which algorithm is fastest: on zeros a GPU's clock is higher. This overwrites all state,
+// so it comes before the weights are loaded.
 template <typename T, typename S>
 void autotune(Run& run, Trainer<T, S>& t) {
     // --verify-every compares the bits of ranks, so all of them must use one algorithm: keep the
@@ -165,22 +166,26 @@ void autotune(Run& run, Trainer<T, S>& t) {
     if (!blas_rehearse(t.ctx.blas, true, t.ctx.where))
         return;
 
-    // Read zeros in place of data until the end of this function.
+    // Read random tokens in place of data until the end of this function.
     Window window = t.window;
-    t.window = [&](uint64_t, int* tokens, int* targets) {
-        size_t n = t.plans[t.plan].T;
-        std::fill_n(tokens, n, 0);
-        std::fill_n(targets, n, 0);
+    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < t.plans[t.plan].T; i++)
+            tokens[i] = targets[i] = int(random_block(0, sample, i)[0] % t.model.shape.V);
         return std::string();
     };
 
     // Run the training step, the evaluation, and one plan for each length of a task's rows.
-    init_constants(t);
+    const Memory& device = t.arena.device();
+    auto noise = [](size_t i) { return from_acc<T>(acc_t<T>(0.02 * normal(0, 0, i))); };
     std::vector<int> plans = {run.train_plan, run.evaluate_plan};
     for (const ScoreGroup& group : run.score_groups)
         plans.push_back(group.plan);
     for (int plan : plans)
         if (plan >= 0) {
+            // The plan before has left what its update made of such weights.
+            T* memory = reinterpret_cast<T*>(device.base);
+            fill_repeated(memory, device.bytes / sizeof(T), noise, t.ctx.where);
+            init_constants(t);
             run_plan(t, plan);
             wait_for(t.ctx.where); // the next plan's batch overwrites this one's
         }
@@ -188,7 +193,7 @@ void autotune(Run& run, Trainer<T, S>& t) {
     // Zero the arena, so that no result of these runs stays.
     wait_for(t.ctx.where);
     blas_rehearse(t.ctx.blas, false, t.ctx.where);
-    device_zero(t.arena.device().base, t.arena.device().bytes, t.ctx.where);
+    device_zero(device.base, device.bytes, t.ctx.where);
     t.window = window;
 }
 

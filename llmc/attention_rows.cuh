@@ -2,8 +2,8 @@
 //   A row is a (query, head) pair of one key head: row r is query r / group, head r % group. The
 //   heads of a group are adjacent, so a block reads the keys of its group once.
 //   A KeyRange is the range of positions that a row sees, by document, causality and window. It is
-//   computed once a pass. A Span is the least and largest position in a tile: spans decide whether
-//   a tile of keys is skipped, read without a mask, or masked.
+//   computed once a pass, for 8 bytes a row and a launch. A Span is the least and largest position
+//   in a tile: spans decide whether a tile of keys is skipped, read without a mask, or masked.
 //   A product's result stays in registers in the layout of mma: a thread has two rows, 8 apart, and
 //   of each row the columns 8 n + 2 (lane % 4) and the next. Four adjacent lanes share a row.
 //   Scores are exponents of 2 ("in units of log 2"): p = exp2(s - lse).

@@ -1187,7 +1187,8 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         // no block is the first to add to dQ, so it must start at 0.
         attention_statistics<T>(out, lse, x, stream);
         if (d.any_order)
-            device_zero(x.dq, B * heads * x.tiles * PARTS * 64 * 64 * sizeof(float), stream);
+            device_zero(x.dq, size_t(B) * heads * x.tiles * PARTS * 64 * 64 * sizeof(float),
+                        stream);
 
         // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);

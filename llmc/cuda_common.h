@@ -235,14 +235,15 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
     ask_for_shared(kernel, shared_bytes);
 #if defined(__CUDACC__)
     kernel<<<grid, block, shared_bytes, stream>>>(Params(args)...);
-    LLMC_CUDA_CHECK(cudaGetLastError());
 #else
+    if (!emulator::check_launch(grid, block, shared_bytes)) return;
     emulator::note_launch(kernel);
     auto threads = [=] { kernel(Params(args)...); };
     emulator::give(reinterpret_cast<const void*>(kernel), stream,
                    [=] { emulator::run_grid(grid, block, shared_bytes, threads); }, grid, block,
                    shared_bytes, Params(args)...);
 #endif
+    LLMC_CUDA_CHECK(cudaGetLastError());
 }
 
 // A compile-time constant that a generic lambda can take as an argument.

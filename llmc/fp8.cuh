@@ -18,7 +18,9 @@
 //   out (rows,cols), transposed (cols,rows)   codes, or T: the values that they stand for
 //   inverse   1 / scale of each block, in fp8_scales()'s order; its gaps are not written
 //   Contract: out, transposed, inverse =   maxima do not depend on order: bitwise repeatable.
-//   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted.
+//   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted. The
+//         kernels are the definition and not fast: 69 instructions an element for codes both ways,
+//         beside which the bytes take less than half of the time on an H100.
 //   Error of normal numbers: e4m3 2.7%, e5m2 5.3% of their root mean square.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once

@@ -248,14 +248,30 @@ __global__ void grad_squares_kernel(double* sums, const float* grad,
 }
 
 constexpr int FINISH_WARPS = 32;
+constexpr size_t NORM_RUN = 4096; // sums that one block adds into the first of them
 
-// One block adds all sums: which sums a thread adds depends on the count alone.
-static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sums, size_t count,
-                                               float clip, LossScaling rule, Betas betas) {
+// The sum of every `stride`-th of `count` sums, in each thread of a block. Which sums a thread adds
+// depends on the count alone.
+__device__ inline double sum_of_sums(const double* sums, size_t count, size_t stride) {
     double sum = 0;
-    for (size_t i = threadIdx.x; i < count; i += FINISH_WARPS * 32)
+    for (size_t i = threadIdx.x * stride; i < count; i += FINISH_WARPS * 32 * stride)
         sum += sums[i];
-    sum = block_sum<FINISH_WARPS>(sum);
+    return block_sum<FINISH_WARPS>(sum);
+}
+
+// One block a run: a model of 8e9 elements has 2e6 sums, too many for one block's reads.
+static __global__ void grad_norm_runs_kernel(double* sums, size_t count) {
+    double* run = sums + blockIdx.x * NORM_RUN;
+    size_t left = count - blockIdx.x * NORM_RUN;
+    double sum = sum_of_sums(run, left < NORM_RUN ? left : NORM_RUN, 1);
+    if (threadIdx.x == 0) *run = sum;
+}
+
+// One block concludes the step.
+static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sums, size_t count,
+                                               size_t stride, float clip, LossScaling rule,
+                                               Betas betas) {
+    double sum = sum_of_sums(sums, count, stride);
     if (threadIdx.x == 0)
         finish_step_scale(out, sum, clip, rule, betas);
 }
@@ -338,12 +354,16 @@ inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t
     grad_squares(sums, grad, &row, 1, stream);
 }
 
-// Add the sums in one block and conclude the step.
-inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, float clip,
+// Add the sums, of which many are overwritten by those of their runs, and conclude the step.
+inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float clip,
                              cudaStream_t stream, const LossScaling& rule = {},
                              Betas betas = {}) {
-    launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, 0, stream, out, sums, count, clip, rule,
-           betas);
+    bool runs = count > NORM_RUN;
+    unsigned grid = unsigned(ceil_div(count, NORM_RUN));
+    if (runs)
+        launch(grad_norm_runs_kernel, grid, FINISH_WARPS * 32, 0, stream, sums, count);
+    launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, 0, stream, out, sums, count,
+           runs ? NORM_RUN : size_t(1), clip, rule, betas);
 }
 
 // grad += other, on a GPU.

@@ -92,15 +92,23 @@ LLMC_DEV bool elect_one() {
 }
 
 // Wait until a word in global memory says that it is this block's turn; a negative word means that
-// turns were lost. One thread polls; acquire shows it all that the block before has written.
+// turns were lost. One thread polls; then it sees all that the block before has written, and so do
+// its bulk copies, which go by the asynchronous proxy.
 LLMC_DEV void wait_for_turn(int* turn, int mine) {
     int now, polls = 0;
     do {
-        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        // A turn that has not come within minutes never comes: give up, for all blocks that wait. A
-        // printf here would make ptxas serialise the kernel's products, so check_turn() reports it.
-        if (++polls == 1 << 30) atomicExch(turn, INT_MIN);
+        // An acquire would empty the SM's L1 at each poll.
+        asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        // A turn that has not come within half a minute never comes: give up, for all blocks that
+        // wait. A printf here would make ptxas serialise the kernel's products, so check_turn()
+        // reports it.
+        if (++polls == 1 << 26) atomicExch(turn, INT_MIN);
     } while (now != mine && now >= 0);
+    // Acquire once: a load costs less than a fence, which waits for the thread's writes too.
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\nfence.proxy.async.global;"
+                 : "=r"(now)
+                 : "l"(turn)
+                 : "memory");
 }
 // Call it in a later kernel: it stops with an error if turns were lost.
 LLMC_DEV void check_turn(const int* turn) {

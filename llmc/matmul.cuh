@@ -475,6 +475,22 @@ inline bool blas_rehearse(Blas&, bool /*begin*/, Cpu) { return false; } // nothi
 
 inline int threads_here(cudaStream_t) { return 1; } // scratch belongs to a launch, not to a thread
 
+// An operand or the output as cuBLASLt takes it: a column-major matrix, whose columns are our rows,
+// or our columns if it is transposed. ld: elements between columns, never fewer than rows.
+struct GpuLayout {
+    bool transposed;
+    size_t rows, cols, ld;
+};
+
+// Describe a matrix of ours (rows,cols), one of whose strides is 1. Both are where it has one row
+// or one column.
+inline GpuLayout gpu_layout(Strides s, size_t rows, size_t cols) {
+    bool by_rows = s.column == 1 && (s.row >= cols || rows == 1);
+    if (by_rows)
+        return {false, cols, rows, std::max(s.row, cols)};
+    return {true, rows, cols, std::max(s.column, rows)};
+}
+
 #if defined(__CUDACC__)
 #define LLMC_CUBLAS_CHECK(call)                                                   \
     do {                                                                          \
@@ -514,21 +530,17 @@ inline GpuProduct make_gpu_product(const Product& p, cudaDataType_t a, cudaDataT
     auto set = [&](cublasLtMatmulDescAttributes_t name, auto value) {
         LLMC_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(g.what, name, &value, sizeof(value)));
     };
-    // Contiguous rows of ours are contiguous columns to the library: no transposition.
-    set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.column == 1 ? CUBLAS_OP_N : CUBLAS_OP_T);
     if (bias)
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
 
-    // Describe the layouts of the operands.
-    auto layout = [&](cublasLtMatrixLayout_t* l, cudaDataType_t t, size_t rows, size_t cols,
-                      size_t ld) {
-        LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(l, t, rows, cols, int64_t(ld)));
+    // Describe both operands and the output.
+    auto describe = [&](cublasLtMatrixLayout_t* made, cudaDataType_t type, const GpuLayout& l) {
+        LLMC_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(made, type, l.rows, l.cols, int64_t(l.ld)));
+        return l.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
     };
-    // The leading dimension is the stride that is not 1.
-    p.b.column == 1 ? layout(&g.b, b, p.N, p.K, p.b.row) : layout(&g.b, b, p.K, p.N, p.b.column);
-    p.a.column == 1 ? layout(&g.a, a, p.K, p.M, p.a.row) : layout(&g.a, a, p.M, p.K, p.a.column);
-    layout(&g.out, out, p.N, p.M, p.out_row);
+    set(CUBLASLT_MATMUL_DESC_TRANSA, describe(&g.b, b, gpu_layout(p.b, p.K, p.N)));
+    set(CUBLASLT_MATMUL_DESC_TRANSB, describe(&g.a, a, gpu_layout(p.a, p.M, p.K)));
+    describe(&g.out, out, gpu_layout({p.out_row, 1}, p.M, p.N));
     return g;
 }
 
@@ -757,6 +769,14 @@ void emulated_product(O* out, const T* a, const T* b, const T* bias, const O* re
     matmul_plain(out, a, b, bias, residual, p, panels.data());
 }
 
+// The operand's strides as the library reads them from its layout, and what the library refuses.
+inline Strides library_strides(Strides s, size_t rows, size_t cols) {
+    GpuLayout l = gpu_layout(s, rows, cols);
+    LLMC_CHECK(l.ld >= l.rows, "cuBLASLt takes no leading dimension of %zu for %zu rows", l.ld,
+               l.rows);
+    return l.transposed ? Strides{1, l.ld} : Strides{l.ld, 1};
+}
+
 // The product in the emulator, queued like a launch.
 template <typename T, typename O>
 void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, const Product& p,
@@ -767,11 +787,15 @@ void matmul(O* out, const T* a, const T* b, const T* bias, const O* residual, co
                "a product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
 
-    // Queue it as a launch.
+    // Queue it as a launch, of the matrices that the library sees.
+    Product seen = p;
+    seen.a = library_strides(p.a, p.M, p.K);
+    seen.b = library_strides(p.b, p.K, p.N);
+    seen.out_row = library_strides({p.out_row, 1}, p.M, p.N).row;
     auto* name = &emulated_product<T, O>;
     emulator::note_launch(name);
     emulator::give(reinterpret_cast<const void*>(name), stream,
-                   [=] { emulated_product(out, a, b, bias, residual, p); }, out, a, b, bias,
+                   [=] { emulated_product(out, a, b, bias, residual, seen); }, out, a, b, bias,
                    residual, p);
 }
 inline bool blas_rehearse(Blas&, bool, cudaStream_t) { return true; }

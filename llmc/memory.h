@@ -24,7 +24,8 @@ inline void copy_out_later(void* to, const void* from, size_t bytes, Cpu) {
 }
 inline void copy_out(void* to, const void* from, size_t bytes, Cpu) { memcpy(to, from, bytes); }
 
-// Copy the rows of a matrix. Strides are in bytes.
+// Copy the rows of a matrix. Strides are in bytes. Rows of 2 GiB or more, which CUDA's copies of
+// matrices refuse, must be one row or lie side by side.
 inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
                       size_t row_bytes, size_t rows, Cpu) {
     char* out = static_cast<char*>(to);
@@ -127,8 +128,11 @@ inline void copy_out(void* to, const void* from, size_t bytes, cudaStream_t stre
 }
 inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
                       size_t row_bytes, size_t rows, cudaStream_t stream) {
-    LLMC_CUDA_CHECK(cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
-                                      cudaMemcpyDeviceToDevice, stream));
+    bool dense = rows == 1 || (to_stride == row_bytes && from_stride == row_bytes);
+    constexpr cudaMemcpyKind KIND = cudaMemcpyDeviceToDevice;
+    LLMC_CUDA_CHECK(dense ? cudaMemcpyAsync(to, from, row_bytes * rows, KIND, stream)
+                          : cudaMemcpy2DAsync(to, to_stride, from, from_stride, row_bytes, rows,
+                                              KIND, stream));
 }
 
 // Copies from pinned memory run beside compute.
@@ -140,18 +144,25 @@ inline void* staging_memory(size_t bytes, cudaStream_t) {
 inline void staging_free(void* p, cudaStream_t) { LLMC_CUDA_CHECK(cudaFreeHost(p)); }
 template <typename T>
 T* host_side(T*, T* staged, cudaStream_t) { return staged; }
+
+// Too little room is no error here: the caller says what did not fit. CUDA would report it once
+// more at the next launch, so forget it.
+inline void* no_memory() {
+    cudaGetLastError();
+    return nullptr;
+}
 inline void* device_memory(size_t bytes, cudaStream_t stream) {
     void* p = nullptr;
-    // Too little room is no error here: the caller says what did not fit.
     if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess)
-        return nullptr;
+        return no_memory();
     LLMC_CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
     return p;
 }
 inline void device_free(void* p, size_t, cudaStream_t) { LLMC_CUDA_CHECK(cudaFree(p)); }
 inline void* host_memory(size_t bytes, cudaStream_t) {
     void* p = nullptr;
-    if (cudaMallocHost(&p, bytes) != cudaSuccess) return nullptr;
+    if (cudaMallocHost(&p, bytes) != cudaSuccess)
+        return no_memory();
     return memset(p, 0, bytes);
 }
 inline void host_free(void* p, size_t, cudaStream_t stream) { staging_free(p, stream); }
@@ -168,5 +179,20 @@ void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
     }
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// to[i] = value(i) for the first 2^20 elements, and these over and over: the host computes few.
+template <typename T, typename F, typename S>
+void fill_repeated(T* to, size_t n, F value, S where) {
+    size_t done = n < size_t(1) << 20 ? n : size_t(1) << 20;
+    fill_memory(to, done, value, where);
+    for (size_t count; done < n; done += count) {
+        count = n - done < done ? n - done : done;
+        size_t bytes = count * sizeof(T);
+        copy_rows(to + done, bytes, to, bytes, bytes, 1, where);
+    }
+}
 
 } // namespace llmc

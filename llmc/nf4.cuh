@@ -37,7 +37,10 @@ struct Nf4 {
     size_t run = ~size_t(0); // blocks in a run
     size_t part = 0;         // blocks from one run's start to the next
     size_t first = 0;        // blocks before the first run
-    LLMC_HD size_t whole(size_t b) const { return b / run * part + first + b % run; }
+    LLMC_HD size_t whole(size_t b) const {
+        if (b < run) return first + b; // a GPU divides 64 bits in many instructions
+        return b / run * part + first + b % run;
+    }
 };
 
 // ----------------------------------------------------------------------------
@@ -47,7 +50,7 @@ struct Nf4 {
 // so normal numbers use all codes about equally often. 0 has a code, so that zeros stay zeros; 7
 // values lie below it and 8 above.
 LLMC_HD inline float nf4_value(unsigned code) {
-    constexpr float values[16] = {
+    static constexpr float values[16] = { // not static, each thread would have its own copy
         -1,                    -0.6961928009986877f,  -0.5250730514526367f, -0.39491748809814453f,
         -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0,
         0.07958029955625534f,  0.16093020141124725f,  0.24611230194568634f, 0.33791524171829224f,

@@ -62,22 +62,28 @@ struct Peak {
     std::string says; // the source of the number
 };
 
-// Measure the product of n x n matrices: the best of five runs, after one to warm up.
+// Measure the product of n x n matrices, of fewer where memory is short: the best of five runs,
+// after one to warm up.
 template <typename T, typename S>
 Peak measure_peak(size_t n, S where) {
     // Allocate separately: the run's one allocation is planned to the byte.
-    size_t bytes = n * n * sizeof(T);
-    size_t scratch_bytes = linear_scratch_bytes<T>(n, n, n, where);
-
-    auto take = [&](size_t size) {
-        void* p = device_memory(size, where);
-        LLMC_USER_CHECK(p, "no memory to measure a product of %zu: the model leaves none", n);
-        return static_cast<T*>(p);
+    size_t matrix = 0, scratch_bytes = 0;
+    auto room_bytes = [&] {
+        matrix = round_up(n * n * sizeof(T), 256);
+        scratch_bytes = linear_scratch_bytes<T>(n, n, n, where);
+        return 3 * matrix + scratch_bytes;
     };
-    T* out = take(bytes);    // (n,n)
-    T* weight = take(bytes); // (n,n)
-    T* inp = take(bytes);    // (n,n)
-    T* scratch = take(scratch_bytes);
+    void* room = device_memory(room_bytes(), where);
+    for (; !room && n > 1024; room = device_memory(room_bytes(), where))
+        n /= 2;
+    LLMC_USER_CHECK(room, "no memory to measure a product of %zu: the model leaves none", n);
+
+    // Lay out the matrices.
+    unsigned char* bytes = static_cast<unsigned char*>(room);
+    T* out = reinterpret_cast<T*>(bytes);              // (n,n)
+    T* weight = reinterpret_cast<T*>(bytes + matrix);  // (n,n)
+    T* inp = reinterpret_cast<T*>(bytes + 2 * matrix); // (n,n)
+    void* scratch = bytes + 3 * matrix;
 
     // Time the trainer's own product, so that training can reach the rate.
     Blas blas;
@@ -94,9 +100,7 @@ Peak measure_peak(size_t n, S where) {
     }
 
     // Free the memory before training begins.
-    for (T* p : {out, weight, inp})
-        device_free(p, bytes, where);
-    device_free(scratch, scratch_bytes, where);
+    device_free(room, 3 * matrix + scratch_bytes, where);
     return {2.0 * double(n * n * n) / best, concat("a ", n, "^3 product measured now")};
 }
 
@@ -110,7 +114,7 @@ Peak machine_peak(cudaStream_t stream) {
     std::string device = device_name(stream);
     if (const Machine* m = machine_of_device(device))
         return {m->peak(sizeof(T)), device + "'s data sheet"};
-    return measure_peak<T>(1024, stream);
+    return measure_peak<T>(8192, stream); // a smaller product ends before the host has looked
 }
 #endif
 

@@ -781,6 +781,7 @@ struct Given {
     const void* what = nullptr;
     std::string arguments = {};
     std::function<void()> work = {};
+    std::vector<int64_t> numbers = {}; // whole numbers among the arguments; blocks of a grid
     bool operator==(const Given& other) const {
         return what == other.what && arguments == other.arguments;
     }
@@ -807,14 +808,31 @@ template <typename... A> std::string bytes_of(A... arguments) {
     (add(arguments), ...);
     return bytes;
 }
+// The whole numbers among a launch's arguments, and the number of blocks of its grid.
+template <typename... A> std::vector<int64_t> numbers_of(const A&... arguments) {
+    std::vector<int64_t> numbers;
+    [[maybe_unused]] auto add = [&](const auto& x) {
+        typedef std::decay_t<decltype(x)> X;
+        if constexpr (std::is_same_v<X, dim3>)
+            numbers.push_back(int64_t(x.x) * x.y * x.z);
+        else if constexpr (std::is_integral_v<X>)
+            numbers.push_back(int64_t(x));
+    };
+    (add(arguments), ...);
+    return numbers;
+}
+// A dry run launches everything and runs nothing. Device memory is then addresses without memory
+// behind them, so that a step of any size can be launched.
+inline thread_local bool dry = false;
+
 // Run the work, or put it into the graph that is being captured. Only a captured stream's work may
 // become part of a graph.
 template <typename W, typename... A>
 void give(const void* what, cudaStream_t stream, W work, const A&... arguments) {
-    if (!capture && !notes) return work();
+    if (!capture && !notes) return dry ? void() : work();
     Given given = {what, bytes_of(arguments...), work};
-    if (notes) notes->push_back({what, given.arguments});
-    if (!capture) return work();
+    if (notes) notes->push_back({what, given.arguments, {}, numbers_of(arguments...)});
+    if (!capture) return dry ? void() : work();
 
     // Keep it for the graph, and count it for its stream.
     auto at = capture->of.find(stream);
@@ -839,17 +857,20 @@ inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
     return block_fits && some && grid_fits && shared_bytes <= gpu.block_shared_bytes;
 }
 
+// Report a launch that is not within the limits. Returns whether it is.
+inline bool check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
+    if (launch_fits(grid, block, shared_bytes)) return true;
+    error(Site::current(),
+          "invalid launch: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory", grid.x,
+          grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
+    return false;
+}
+
 // Run a whole kernel. It has finished when this function returns.
 template <typename F>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
     catch_up();
     Unseen unseen;
-    if (!launch_fits(grid, block, shared_bytes)) {
-        error(Site::current(),
-              "invalid launch: grid (%u,%u,%u), block (%u,%u,%u), %zu bytes of shared memory",
-              grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes);
-        return;
-    }
 
     // Describe the launch to the machine and run it. ThreadSanitizer sees every fiber between
     // the launch and its end.

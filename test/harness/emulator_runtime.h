@@ -4,16 +4,20 @@
 //   emulator::blocking counts the calls in which the host waits for the device: synchronization,
 //   allocation, and copies from or to memory that is not pinned.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 enum cudaError_t {
     cudaSuccess,
     cudaErrorMemoryAllocation,
+    cudaErrorInvalidPitchValue,
     cudaErrorNotReady,
     cudaErrorStreamCaptureUnsupported,
     cudaErrorStreamCaptureUnjoined
@@ -29,12 +33,18 @@ constexpr unsigned cudaStreamNonBlocking = 1;
 inline const char* cudaGetErrorString(cudaError_t e) {
     return e == cudaSuccess                         ? "no error"
            : e == cudaErrorMemoryAllocation         ? "out of memory"
+           : e == cudaErrorInvalidPitchValue        ? "invalid pitch argument"
            : e == cudaErrorStreamCaptureUnsupported ? "not permitted while a stream is captured"
            : e == cudaErrorStreamCaptureUnjoined    ? "captured streams that were not joined"
                                                     : "not ready";
 }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// The error that a call of this thread has left. Reading it forgets it.
+namespace emulator {
+inline thread_local cudaError_t last_error = cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return std::exchange(emulator::last_error, cudaSuccess); }
 struct cudaUUID_t {
     char bytes[16];
 };
@@ -86,18 +96,30 @@ inline bool is_pinned(const void* p) {
 }
 } // namespace emulator
 
+// Addresses without memory behind them, for a dry run. They are never freed.
+namespace emulator {
+inline void* addresses(size_t bytes) {
+    return mmap(nullptr, bytes ? bytes : 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                -1, 0);
+}
+} // namespace emulator
+
 template <typename T> cudaError_t cudaMalloc(T** p, size_t bytes) {
     if (emulator::not_captured("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
 
     // Allocate the exact size, so that AddressSanitizer checks every byte.
-    *p = static_cast<T*>(malloc(bytes ? bytes : 1));
-    if (!*p) return cudaErrorMemoryAllocation;
+    constexpr size_t MOST = size_t(1) << 40; // more than any GPU has
+    if (emulator::dry) return *p = static_cast<T*>(emulator::addresses(bytes)), cudaSuccess;
+    *p = bytes < MOST ? static_cast<T*>(malloc(bytes ? bytes : 1)) : nullptr;
+    if (!*p) return emulator::last_error = cudaErrorMemoryAllocation;
     memset(static_cast<void*>(*p), 0xff, bytes); // NaN until somebody writes it
     return cudaSuccess;
 }
 template <typename T> cudaError_t cudaMallocHost(T** p, size_t bytes) {
+    bool dry = std::exchange(emulator::dry, false); // the host's memory is memory
     cudaError_t e = cudaMalloc(p, bytes);
+    emulator::dry = dry;
     std::lock_guard<std::mutex> lock(emulator::pinned_lock);
     emulator::pinned[reinterpret_cast<char*>(*p)] = bytes;
     return e;
@@ -106,12 +128,17 @@ inline cudaError_t cudaFree(void* p) {
     if (emulator::not_captured("cudaFree")) return cudaErrorStreamCaptureUnsupported;
     emulator::catch_up();
     emulator::blocking++;
-    return free(p), cudaSuccess;
+    if (!emulator::dry) free(p);
+    return cudaSuccess;
 }
 inline cudaError_t cudaFreeHost(void* p) {
-    std::lock_guard<std::mutex> lock(emulator::pinned_lock);
-    emulator::pinned.erase(static_cast<char*>(p));
-    return cudaFree(p);
+    {
+        std::lock_guard<std::mutex> lock(emulator::pinned_lock);
+        emulator::pinned.erase(static_cast<char*>(p));
+    }
+    bool dry = std::exchange(emulator::dry, false);
+    cudaError_t e = cudaFree(p);
+    return emulator::dry = dry, e;
 }
 
 // A copy from the host waits in emulator::given. Every other copy runs those first, then itself. A
@@ -135,6 +162,8 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
 inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
                                      size_t width, size_t height, cudaMemcpyKind,
                                      cudaStream_t stream) {
+    // A GPU's own limit, cudaDevAttrMaxPitch.
+    if (std::max(to_pitch, from_pitch) > INT_MAX) return cudaErrorInvalidPitchValue;
     auto copy = [=] {
         emulator::catch_up();
         for (size_t r = 0; r < height; r++)

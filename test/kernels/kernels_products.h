@@ -30,15 +30,17 @@ struct ProductHandles {
 // products
 
 // Shapes: one element; odd sizes; sizes that suit tensor cores; a sum long enough to be cut into
-// parts. `pad` elements follow each row of every operand: 0 and 8 keep rows 16-byte aligned, 1
+// parts; one row, one column or one term, whose operands have two strides of 1 where nothing pads
+// them. `pad` elements follow each row of every operand: 0 and 8 keep rows 16-byte aligned, 1
 // leaves them aligned to 2 bytes. The shift moves every operand off its alignment.
 struct ProductCase {
     size_t M, N, K, pad, shift;
 };
 inline std::vector<ProductCase> product_cases() {
     if (SMALL) return {{1, 1, 1, 0, 0}, {5, 7, 3, 1, 1}};
-    return {{1, 1, 1, 0, 0},   {5, 7, 3, 1, 1},     {33, 17, 66, 0, 1}, {64, 128, 96, 8, 0},
-            {57, 63, 65, 0, 0}, {8, 16, 2048, 0, 0}, {1, 96, 64, 8, 0},  {40, 16, 64, 1, 0}};
+    return {{1, 1, 1, 0, 0},    {5, 7, 3, 1, 1},     {33, 17, 66, 0, 1}, {64, 128, 96, 8, 0},
+            {57, 63, 65, 0, 0}, {8, 16, 2048, 0, 0}, {1, 96, 64, 8, 0},  {40, 16, 64, 1, 0},
+            {1, 96, 64, 0, 0},  {40, 1, 64, 0, 0},   {40, 16, 1, 0, 0}};
 }
 
 // A matrix with `pad` elements after each row, or after each column where it is stored transposed.
@@ -150,12 +152,14 @@ template <typename T, typename O> void product_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 // the linear layer, as blocks call it
 
+// The sixth case is a gate of one output; in the seventh an adapter has rank 1 (lora_kernels).
 struct LinearCase {
     size_t N, OC, IC, shift;
 };
 inline std::vector<LinearCase> linear_cases() {
     if (SMALL) return {{3, 5, 7, 1}};
-    return {{1, 1, 1, 0}, {3, 5, 7, 1}, {96, 64, 128, 0}, {130, 96, 24, 0}, {17, 33, 64, 0}};
+    return {{1, 1, 1, 0},     {3, 5, 7, 1},    {96, 64, 128, 0}, {130, 96, 24, 0},
+            {17, 33, 64, 0},  {40, 1, 64, 0},  {49, 40, 24, 0}};
 }
 
 // The three products of a linear layer, with a bias and a residual, against the CPU in double.

@@ -487,6 +487,27 @@ inline void grad_norm_kernels(Check& c) {
         }
 }
 
+// More sums than one block adds: whole runs of them, and a run that is not whole.
+inline void grad_norm_runs_kernels(Check& c) {
+    for (size_t count : {NORM_RUN, NORM_RUN + 1, 3 * NORM_RUN - 7}) {
+        CASE(c, "grad_norm of %zu sums", count);
+        auto sums = normals(c, count);
+        for (double& x : sums) x *= x;
+        double norm = std::sqrt(std::accumulate(sums.begin(), sums.end(), 0.0));
+
+        every_order(c, [&](Outputs& o) {
+            Array<double> s(sums);
+            Array<unsigned char> out(std::vector<double>(sizeof(StepScale), 0.0));
+            grad_norm_finish(reinterpret_cast<StepScale*>(out.data), s.data, count, 1e9f,
+                             cudaStream_t{});
+            StepScale got;
+            memcpy(&got, out.host().data(), sizeof(got));
+            Array<double> found(std::vector<double>{got.norm});
+            o.add("norm", found, {norm}, 1e-12);
+        });
+    }
+}
+
 // AdamW and SGD: the CPU's numbers in double, and the CPU's bits in T.
 template <typename T> void update_kernels(Check& c) {
     for (size_t tensors : {1, 5, 70})
@@ -729,6 +750,7 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"objective", objective_kernels});
     rows.push_back({"places of rows", places_kernels});
     rows.push_back({"grad_norm", grad_norm_kernels});
+    rows.push_back({"grad_norm runs", grad_norm_runs_kernels});
 
     // The optimizer.
     rows.push_back({"adamw, sgd float", update_kernels<float>});

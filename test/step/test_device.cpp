@@ -300,6 +300,23 @@ TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
     EXPECT_EQ(before, after);
 }
 
+// A rehearsal runs on random numbers in all of the arena: no kernel takes one for an index, and
+// losses are finite, so that products see what they see in training.
+TEST(Device, AStepRunsOnNoise) {
+    Plan narrow = train_plan(Recompute::FULL, false);
+    narrow.masters = Masters::REMAINDER, narrow.states = States::BF16;
+    for (const Shape& s : {tiny_gpt2(), tiny_alibi(), tiny_moe(), tiny_mla()})
+        for (const Plan& plan : {train_plan(Recompute::NONE, false), narrow}) {
+            Small<bf16, cudaStream_t> gpu(s, {plan});
+            const Memory& arena = gpu.t.arena.device();
+            auto noise = [](size_t i) { return bf16(float(0.02 * normal(0, 0, i))); };
+            fill_repeated(reinterpret_cast<bf16*>(arena.base), arena.bytes / 2, noise,
+                          gpu.t.ctx.where);
+            init_constants(gpu.t);
+            EXPECT_TRUE(std::isfinite(gpu.step()));
+        }
+}
+
 #ifdef EMULATE
 // The host waits for the device once a step, from its first action to its loss and norm, also if
 // the actions are timed.
@@ -791,5 +808,129 @@ TEST(Graphs, AStepIsOneLaunch) {
     EXPECT_EQ(emulator::launches.size(), 1u);
     EXPECT_EQ(emulator::launches.begin()->second, 1u);
     EXPECT_TRUE(emulator::take_messages().empty());
+}
+
+// ----------------------------------------------------------------------------
+// real sizes: a dry run, in which everything is launched and nothing runs
+
+// A dry run of this thread's launches, which are recorded; what was found stays an error.
+struct DryRun {
+    std::vector<emulator::Given> given;
+    DryRun() {
+        emulator::dry = true;
+        emulator::notes = &given;
+    }
+    ~DryRun() {
+        emulator::notes = nullptr;
+        emulator::dry = false;
+        for (const std::string& message : emulator::take_messages())
+            ADD_FAILURE() << message;
+    }
+};
+
+// The sums of each kernel's blocks and whole arguments over all launches of a step.
+typedef std::map<const void*, std::vector<int64_t>> Totals;
+static Totals launched_totals(const Shape& shape, const Plan& plan, const emulator::Gpu& gpu) {
+    DryRun run;
+    emulator::gpu = gpu;
+    {
+        Trainer<bf16, cudaStream_t> t;
+        trainer_place(t, shape, {plan}, plan.layout);
+        trainer_allocate(t);
+        t.window = random_window(shape, plan.T);
+        run_plan(t, 0);
+        trainer_free(t);
+    }
+    emulator::gpu = emulator::AMPERE;
+
+    // Add them up.
+    Totals totals;
+    for (const emulator::Given& g : run.given) {
+        std::vector<int64_t>& sums = totals[g.what];
+        sums.resize(std::max(sums.size(), g.numbers.size()));
+        for (size_t i = 0; i < g.numbers.size(); i++) {
+            EXPECT_GE(g.numbers[i], 0) << kernel_name(g.what) << ", number " << i;
+            sums[i] += g.numbers[i];
+        }
+    }
+    return totals;
+}
+
+// A product in 32 bits that overflows makes a number smaller when a sequence doubles: what was
+// below 2^32 becomes 2^32 less than twice itself. Blocks of a grid, lengths of copies and of zeros,
+// and arguments stay the same or grow, up to the longest sequences and vocabularies in use.
+TEST(RealSizes, NumbersOfLaunchesGrowWithTheSequence) {
+    struct Case {
+        const char* preset;
+        size_t T, B;
+    };
+    for (Case c : {Case{"llama3-405b", 131072, 2}, {"gemma-2-2b", 131072, 1},
+                   {"deepseek-v3", 65536, 1}, {"gpt-oss-120b", 131072, 1}})
+        for (const emulator::Gpu& gpu : {emulator::AMPERE, emulator::HOPPER}) {
+            Shape shape;
+            for (const Preset& p : model_presets())
+                if (c.preset == std::string(p.name)) shape = p.shape;
+            shape.L = 2, shape.P = c.T;
+            Totals before;
+            for (size_t T = c.T / 4; T <= c.T; T *= 2) {
+                Plan plan;
+                plan.B = c.B, plan.T = T;
+                Totals now = launched_totals(shape, plan, gpu);
+                for (auto& [what, numbers] : now)
+                    for (size_t i = 0; i < numbers.size() && before.count(what); i++)
+                        EXPECT_GE(numbers[i], before[what][i])
+                            << c.preset << ", T " << T << ": " << kernel_name(what) << ", " << i;
+                before = now;
+            }
+        }
+}
+
+// Rows of 2 GiB and more are copied, though CUDA copies no matrix with such rows.
+TEST(RealSizes, LongRowsAreCopied) {
+    DryRun run;
+    char* from = nullptr;
+    size_t bytes = size_t(256000) * 4608 * 4; // Gemma 2 27B's table in float
+    LLMC_CUDA_CHECK(cudaMalloc(&from, 2 * bytes));
+    copy_rows(from + bytes, bytes, from, bytes, bytes, 1, cudaStream_t{});
+    copy_rows(from + bytes, bytes / 2, from, bytes / 2, bytes / 2, 2, cudaStream_t{});
+    ASSERT_EQ(run.given.size(), 2u);
+    for (const emulator::Given& g : run.given) EXPECT_EQ(size_t(g.numbers[0]), bytes);
+}
+
+// Where blocks add to dQ in any order it is zeroed first, all of it: 2^32 bytes here.
+TEST(RealSizes, AllOfDqIsZeroed) {
+    DryRun run;
+    emulator::gpu = emulator::HOPPER;
+    AttentionDims d = {2, 131072, 131072, 128, 128, 128, 128 * 128, 128 * 128};
+    d.any_order = true;
+    size_t rows = d.B * d.Tq * d.NH, scratch = attention_scratch_bytes<bf16>(d, 1, cudaStream_t{});
+
+    // Launch the backward pass on addresses alone.
+    bf16* x = nullptr;
+    float* lse = nullptr;
+    int* positions = nullptr;
+    unsigned char* room = nullptr;
+    LLMC_CUDA_CHECK(cudaMalloc(&x, rows * d.HS * sizeof(bf16)));
+    LLMC_CUDA_CHECK(cudaMalloc(&lse, rows * sizeof(float)));
+    LLMC_CUDA_CHECK(cudaMalloc(&positions, d.B * d.Tq * sizeof(int)));
+    LLMC_CUDA_CHECK(cudaMalloc(&room, scratch));
+    AttentionOperands<bf16> operands = {x, x, x, x, positions, positions, positions, nullptr, d};
+    attention_backward(x, x, x, x, lse, operands, room, cudaStream_t{});
+    emulator::gpu = emulator::AMPERE;
+
+    // Look for the zeros.
+    size_t most = 0;
+    const void* zeros = reinterpret_cast<const void*>(&cudaMemsetAsync);
+    for (const emulator::Given& g : run.given)
+        if (g.what == zeros) most = std::max(most, size_t(g.numbers.back()));
+    EXPECT_EQ(most, rows * d.HS * sizeof(float));
+}
+
+// A device that has too little room leaves no error behind for the next launch.
+TEST(Device, TooLittleRoomIsForgotten) {
+    EXPECT_EQ(device_memory(size_t(1) << 50, cudaStream_t{}), nullptr);
+    launch(nothing_kernel, 1, 32, 0, cudaStream_t{});
+    EXPECT_EQ(host_memory(size_t(1) << 50, cudaStream_t{}), nullptr);
+    launch(nothing_kernel, 1, 32, 0, cudaStream_t{});
 }
 #endif
