@@ -176,7 +176,6 @@ void autotune(Run& run, Trainer<T, S>& t) {
 
     // Run the training step, the evaluation, and one plan for each length of a task's rows.
     const Memory& device = t.arena.device();
-    auto noise = [](size_t i) { return from_acc<T>(acc_t<T>(0.02 * normal(0, 0, i))); };
     std::vector<int> plans = {run.train_plan, run.evaluate_plan};
     for (const ScoreGroup& group : run.score_groups)
         plans.push_back(group.plan);
@@ -184,7 +183,7 @@ void autotune(Run& run, Trainer<T, S>& t) {
         if (plan >= 0) {
             // The plan before has left what its update made of such weights.
             T* memory = reinterpret_cast<T*>(device.base);
-            fill_repeated(memory, device.bytes / sizeof(T), noise, t.ctx.where);
+            fill_noise(memory, device.bytes / sizeof(T), t.ctx.where);
             init_constants(t);
             run_plan(t, plan);
             wait_for(t.ctx.where); // the next plan's batch overwrites this one's

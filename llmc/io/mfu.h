@@ -84,6 +84,8 @@ Peak measure_peak(size_t n, S where) {
     T* weight = reinterpret_cast<T*>(bytes + matrix);  // (n,n)
     T* inp = reinterpret_cast<T*>(bytes + 2 * matrix); // (n,n)
     void* scratch = bytes + 3 * matrix;
+    fill_noise(weight, n * n, where);
+    fill_noise(inp, n * n, where);
 
     // Time the trainer's own product, so that training can reach the rate.
     Blas blas;

@@ -75,7 +75,7 @@ inline std::string share_text(double share, const std::vector<Measured>& rows) {
 // ----------------------------------------------------------------------------
 // measure
 
-// Zero-filled buffers for one measurement.
+// Buffers for one measurement: zeros, or small random numbers where a GPU multiplies them.
 template <typename S> struct Buffers {
     S where;
     std::vector<std::pair<void*, size_t>> taken = {};
@@ -84,6 +84,8 @@ template <typename S> struct Buffers {
         void* p = device_memory(n * sizeof(T), where);
         LLMC_USER_CHECK(p, "--calibrate: no memory for %zu bytes", n * sizeof(T));
         taken.push_back({p, n * sizeof(T)});
+        if constexpr (!std::is_integral_v<T> && !std::is_same_v<S, Cpu>)
+            fill_noise(static_cast<T*>(p), n, where);
         return static_cast<T*>(p);
     }
     ~Buffers() {
