@@ -99,9 +99,8 @@ LLMC_DEV void wait_for_turn(int* turn, int mine) {
     do {
         // An acquire would empty the SM's L1 at each poll.
         asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        // A turn that has not come within half a minute never comes: give up, for all blocks that
-        // wait. A printf here would make ptxas serialise the kernel's products, so check_turn()
-        // reports it.
+        // A turn that has not come in half a minute never comes: give up, for all blocks that wait.
+        // A printf here would make ptxas serialise the kernel's products: check_turn() reports it.
         if (++polls == 1 << 26) atomicExch(turn, INT_MIN);
     } while (now != mine && now >= 0);
     // Acquire once: a load costs less than a fence, which waits for the thread's writes too.
