@@ -47,6 +47,7 @@
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags); // flags 1: the switch orders nothing
 void __tsan_acquire(void* object);
 void __tsan_release(void* object);
@@ -227,6 +228,15 @@ struct Machine {
     uint64_t random = 1;
     std::vector<std::function<void()>> late; // writes that only the end of the launch waits for
     char launched, done; // ThreadSanitizer's objects for the launch's start and its end
+
+    // A thread that ends gives its stacks back: a process may map only so many.
+    ~Machine() {
+        for (std::vector<Worker>& set : workers)
+            for (Worker& w : set) {
+                munmap(w.stack, STACK_BYTES);
+                EMULATOR_TSAN(__tsan_destroy_fiber(w.tsan);)
+            }
+    }
 };
 inline thread_local Machine machine;
 
