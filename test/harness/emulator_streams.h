@@ -132,9 +132,10 @@ inline void nap(StreamsLock& lock) {
     lock.lock();
 }
 
-// Run a stream up to a mark, or all of it.
+// Run a stream up to a mark, or all of it. Behind a mark that has passed the stream may be gone.
 inline void run_stream(EmulatedStream& asked, const Mark* mark = nullptr) {
     StreamsLock lock(streams_mutex);
+    if (mark && mark->passed) return;
     std::vector<EmulatedStream*> all = streams_beside(asked);
     while (mark ? !mark->passed : !asked.pieces.empty())
         if (!advance(asked, all, lock)) nap(lock);
@@ -167,7 +168,10 @@ inline void run_late_copies() {
 // Run all of this thread's streams.
 inline void run_own_streams() {
     run_late_copies();
-    for (EmulatedStream* s : streams_beside({}))
+    StreamsLock lock(streams_mutex);
+    std::vector<EmulatedStream*> own = streams_beside({});
+    lock.unlock();
+    for (EmulatedStream* s : own)
         run_stream(*s);
 }
 
