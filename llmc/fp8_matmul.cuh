@@ -160,7 +160,6 @@ void fp8_matmul(O* out, const Fp8Operand& a, const Fp8Operand& b, // (M,N) (M,K)
                "an fp8 product needs %zu bytes of scratch, has %zu", PRODUCT_WORKSPACE,
                blas.scratch_bytes);
     auto multiply = [=] {
-        emulator::catch_up(); // wait until codes and scales are there
         auto numbers = [&](const Fp8Operand& x, size_t rows) {
             return x.wide ? fp8_numbers<T, e5m2>(x, rows, p.K) : fp8_numbers<T, e4m3>(x, rows, p.K);
         };

@@ -763,7 +763,6 @@ inline bool blas_rehearse(Blas& blas, bool begin, cudaStream_t) {
 template <typename T, typename O>
 void emulated_product(O* out, const T* a, const T* b, const T* bias, const O* residual,
                       const Product& p) {
-    emulator::catch_up(); // wait until the operands are there
     std::vector<unsigned char> panels(
         matmul_plain_scratch_bytes(p.K, sizeof(acc_t<T>), threads_here(Cpu{})));
     matmul_plain(out, a, b, bias, residual, p, panels.data());

@@ -9,10 +9,12 @@
 //     a wrong shuffle               lanes outside the mask, or read from outside it
 //     out of bounds                 with -fsanitize=address, shared arrays included
 //     memory nobody wrote           shared memory is NaN when a block starts
+//     a missing wait of a stream    results differ between two orders of streams, or are NaN
+//                                   (emulator_streams.h)
 //   A fiber runs until it waits: at a barrier for the block, at a shuffle for the lanes in its
-//   mask. All state is per OS thread, so rank threads may launch at the same time. A kernel runs
-//   when it is launched, whatever its stream. ThreadSanitizer sees each fiber as a thread. Only
-//   barriers and atomics order fibers: shuffles exchange registers and order no memory.
+//   mask. All state of a launch is per OS thread, so rank threads may launch at the same time.
+//   ThreadSanitizer sees each fiber as a thread. Only barriers and atomics order fibers: shuffles
+//   exchange registers and order no memory.
 //   It cannot show weak memory order, bank conflicts, register pressure or time.
 #pragma once
 #include <sys/mman.h>
@@ -45,6 +47,7 @@
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags); // flags 1: the switch orders nothing
 void __tsan_acquire(void* object);
 void __tsan_release(void* object);
@@ -225,6 +228,15 @@ struct Machine {
     uint64_t random = 1;
     std::vector<std::function<void()>> late; // writes that only the end of the launch waits for
     char launched, done; // ThreadSanitizer's objects for the launch's start and its end
+
+    // A thread that ends gives its stacks back: a process may map only so many.
+    ~Machine() {
+        for (std::vector<Worker>& set : workers)
+            for (Worker& w : set) {
+                munmap(w.stack, STACK_BYTES);
+                EMULATOR_TSAN(__tsan_destroy_fiber(w.tsan);)
+            }
+    }
 };
 inline thread_local Machine machine;
 
@@ -764,89 +776,7 @@ inline void run_blocks(size_t shared_bytes) {
 }
 
 // ----------------------------------------------------------------------------
-// streams: work the host has given them, and graphs of that work
-
-// Host-to-device copies that have been issued and not run yet. Each runs as late as CUDA allows:
-// before the stream's next work, or when somebody waits. If the host changes or frees the source
-// too early, the copy takes the wrong bytes, as it might on a GPU.
-inline thread_local std::vector<std::function<void()>> given;
-inline void catch_up() {
-    for (auto& copy : given) copy();
-    given.clear();
-}
-
-// One piece of a stream's work: a launch, a product or a copy. `arguments` are the arguments' bytes
-// with padding zeroed, so that two pieces can be compared.
-struct Given {
-    const void* what = nullptr;
-    std::string arguments = {};
-    std::function<void()> work = {};
-    std::vector<int64_t> numbers = {}; // whole numbers among the arguments; blocks of a grid
-    bool operator==(const Given& other) const {
-        return what == other.what && arguments == other.arguments;
-    }
-};
-// The work captured into a graph. While a stream is captured nothing runs.
-struct Graph {
-    std::vector<Given> given;
-    std::vector<void*> kept;               // memory from cudaMallocAsync, freed with the graph
-    std::map<cudaStream_t, size_t> of;     // pieces of work from each captured stream
-    std::map<cudaStream_t, size_t> joined; // ... and how many of them `first` has waited for
-    cudaStream_t first = nullptr;          // the stream with which the capture began
-};
-inline thread_local Graph* capture = nullptr;
-// A record of all work, without its functions. The work happens as it would without the record.
-inline thread_local std::vector<Given>* notes = nullptr;
-
-// The bytes of a launch's arguments, one after the other.
-template <typename... A> std::string bytes_of(A... arguments) {
-    std::string bytes;
-    [[maybe_unused]] auto add = [&](auto x) {
-        if constexpr (!std::is_scalar_v<decltype(x)>) __builtin_clear_padding(&x);
-        bytes.append(reinterpret_cast<const char*>(&x), sizeof(x));
-    };
-    (add(arguments), ...);
-    return bytes;
-}
-// The whole numbers among a launch's arguments, and the number of blocks of its grid.
-template <typename... A> std::vector<int64_t> numbers_of(const A&... arguments) {
-    std::vector<int64_t> numbers;
-    [[maybe_unused]] auto add = [&](const auto& x) {
-        typedef std::decay_t<decltype(x)> X;
-        if constexpr (std::is_same_v<X, dim3>)
-            numbers.push_back(int64_t(x.x) * x.y * x.z);
-        else if constexpr (std::is_integral_v<X>)
-            numbers.push_back(int64_t(x));
-    };
-    (add(arguments), ...);
-    return numbers;
-}
-// A dry run launches everything and runs nothing. Device memory is then addresses without memory
-// behind them, so that a step of any size can be launched.
-inline thread_local bool dry = false;
-
-// Run the work, or put it into the graph that is being captured. Only a captured stream's work may
-// become part of a graph.
-template <typename W, typename... A>
-void give(const void* what, cudaStream_t stream, W work, const A&... arguments) {
-    if (!capture && !notes) return dry ? void() : work();
-    Given given = {what, bytes_of(arguments...), work};
-    if (notes) notes->push_back({what, given.arguments, {}, numbers_of(arguments...)});
-    if (!capture) return dry ? void() : work();
-
-    // Keep it for the graph, and count it for its stream.
-    auto at = capture->of.find(stream);
-    if (at == capture->of.end())
-        return error(Site::current(), "work for a stream that is not captured, beside one that is");
-    at->second++;
-    capture->given.push_back(std::move(given));
-}
-// Report a call that CUDA does not allow while this thread captures a stream. Returns true if
-// the thread was capturing.
-inline bool not_captured(const char* call) {
-    if (capture) error(Site::current(), "%s while a stream is captured", call);
-    return capture;
-}
+// launches
 
 // Whether a launch is within CUDA's limits and this GPU's shared memory.
 inline bool launch_fits(dim3 grid, dim3 block, size_t shared_bytes) {
@@ -869,7 +799,6 @@ inline bool check_launch(dim3 grid, dim3 block, size_t shared_bytes) {
 // Run a whole kernel. It has finished when this function returns.
 template <typename F>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
-    catch_up();
     Unseen unseen;
 
     // Describe the launch to the machine and run it. ThreadSanitizer sees every fiber between
@@ -890,6 +819,8 @@ void run_grid(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
 }
 
 } // namespace emulator
+
+#include "emulator_streams.h"
 
 // ----------------------------------------------------------------------------
 // CUDA's own names

@@ -1,6 +1,6 @@
 // emulator_runtime.h - the part of CUDA's runtime library that the trainer and the tests use
-//   Device memory is heap memory of the exact size. A kernel runs when it is issued, and a copy
-//   from the host as late as it may (emulator::catch_up): streams and events stay in order.
+//   Device memory is heap memory of the exact size. Kernels, copies and events wait in their
+//   streams until the host asks for them (emulator_streams.h).
 //   emulator::blocking counts the calls in which the host waits for the device: synchronization,
 //   allocation, and copies from or to memory that is not pinned.
 #pragma once
@@ -94,10 +94,8 @@ inline bool is_pinned(const void* p) {
     auto next = pinned.upper_bound(at);
     return next != pinned.begin() && at < std::prev(next)->first + std::prev(next)->second;
 }
-} // namespace emulator
 
 // Addresses without memory behind them, for a dry run. They are never freed.
-namespace emulator {
 inline void* addresses(size_t bytes) {
     return mmap(nullptr, bytes ? bytes : 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                 -1, 0);
@@ -120,13 +118,15 @@ template <typename T> cudaError_t cudaMallocHost(T** p, size_t bytes) {
     bool dry = std::exchange(emulator::dry, false); // the host's memory is memory
     cudaError_t e = cudaMalloc(p, bytes);
     emulator::dry = dry;
+    if (e != cudaSuccess) return e;
+
     std::lock_guard<std::mutex> lock(emulator::pinned_lock);
     emulator::pinned[reinterpret_cast<char*>(*p)] = bytes;
     return e;
 }
 inline cudaError_t cudaFree(void* p) {
     if (emulator::not_captured("cudaFree")) return cudaErrorStreamCaptureUnsupported;
-    emulator::catch_up();
+    emulator::run_own_streams();
     emulator::blocking++;
     if (!emulator::dry) free(p);
     return cudaSuccess;
@@ -136,28 +136,43 @@ inline cudaError_t cudaFreeHost(void* p) {
         std::lock_guard<std::mutex> lock(emulator::pinned_lock);
         emulator::pinned.erase(static_cast<char*>(p));
     }
+    // Without the lock, because it runs what was issued.
     bool dry = std::exchange(emulator::dry, false);
     cudaError_t e = cudaFree(p);
     return emulator::dry = dry, e;
 }
 
-// A copy from the host waits in emulator::given. Every other copy runs those first, then itself. A
-// copy whose host side is not pinned blocks the host.
+namespace emulator {
+// Fill the place of a copy to the host with NaN, unless a copy from the host is yet to read it.
+inline void poison(void* to, size_t bytes) {
+    StreamsLock lock(streams_mutex);
+    const char* at = static_cast<const char*>(to);
+    auto reads = [=](const Piece& p) { return p.from < at + bytes && at < p.from + p.bytes; };
+    bool read = std::any_of(late_copies.begin(), late_copies.end(), reads);
+    for (EmulatedStream* s : streams)
+        read |= std::any_of(s->pieces.begin(), s->pieces.end(), reads);
+    if (!read) memset(to, 0xff, bytes);
+}
+} // namespace emulator
+
+// A copy whose host side is not pinned blocks the host; to the host, until it is over.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream) {
     if (!bytes) return cudaSuccess;
+    bool in = kind == cudaMemcpyHostToDevice, out = kind == cudaMemcpyDeviceToHost;
+    bool blocks = (in && !emulator::is_pinned(from)) || (out && !emulator::is_pinned(to));
+    emulator::blocking += blocks;
+    if (out && !emulator::capture) emulator::poison(to, bytes);
 
-    // Count a copy that blocks the host.
-    if (kind == cudaMemcpyHostToDevice) emulator::blocking += !emulator::is_pinned(from);
-    if (kind == cudaMemcpyDeviceToHost) emulator::blocking += !emulator::is_pinned(to);
-
-    // Run the copy, or put it into the graph that is being captured.
-    auto copy = [=] {
-        emulator::given.push_back([=] { memcpy(to, from, bytes); });
-        if (kind != cudaMemcpyHostToDevice) emulator::catch_up();
-    };
+    // Queue it, and say what it reads.
     const void* name = reinterpret_cast<const void*>(&cudaMemcpyAsync);
-    return emulator::give(name, stream, copy, to, from, bytes, int(kind)), cudaSuccess;
+    emulator::note(name, to, from, bytes, int(kind));
+    emulator::Piece copy;
+    copy.run = [=] { return memcpy(to, from, bytes), true; };
+    if (in) copy.from = static_cast<const char*>(from), copy.bytes = bytes;
+    emulator::push(stream, std::move(copy));
+    if (blocks && out && stream && !emulator::capture) emulator::run_stream(*stream);
+    return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
                                      size_t width, size_t height, cudaMemcpyKind,
@@ -165,7 +180,6 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
     // A GPU's own limit, cudaDevAttrMaxPitch.
     if (std::max(to_pitch, from_pitch) > INT_MAX) return cudaErrorInvalidPitchValue;
     auto copy = [=] {
-        emulator::catch_up();
         for (size_t r = 0; r < height; r++)
             memcpy(static_cast<char*>(to) + r * to_pitch,
                    static_cast<const char*>(from) + r * from_pitch, width);
@@ -176,28 +190,36 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
 }
 inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
     emulator::note_launch(&cudaMemsetAsync);
-    auto set = [=] { emulator::catch_up(), memset(p, value, bytes); };
+    auto set = [=] { memset(p, value, bytes); };
     const void* name = reinterpret_cast<const void*>(&cudaMemsetAsync);
     return emulator::give(name, stream, set, p, value, bytes), cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
-    static std::atomic<uintptr_t> made = 0; // a stream is a number; nothing reads through it
-    return *s = reinterpret_cast<cudaStream_t>(++made), cudaSuccess;
+    emulator::StreamsLock lock(emulator::streams_mutex);
+    emulator::streams.push_back(*s = new EmulatedStream);
+    return cudaSuccess;
 }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+inline cudaError_t cudaStreamDestroy(cudaStream_t s) {
+    emulator::run_stream(*s);
+    emulator::StreamsLock lock(emulator::streams_mutex);
+    std::erase(emulator::streams, s);
+    return delete s, cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     if (emulator::not_captured("cudaStreamSynchronize")) return cudaErrorStreamCaptureUnsupported;
     emulator::blocking++;
-    return emulator::catch_up(), cudaSuccess;
+    s ? emulator::run_stream(*s) : emulator::run_late_copies();
+    return cudaSuccess;
 }
 // How many of this thread's next stream queries report unfinished work, as if a peer never came.
 namespace emulator {
 inline thread_local long busy_queries = 0;
 }
-inline cudaError_t cudaStreamQuery(cudaStream_t) {
+inline cudaError_t cudaStreamQuery(cudaStream_t s) {
     if (emulator::not_captured("cudaStreamQuery")) return cudaErrorStreamCaptureUnsupported;
-    emulator::catch_up();
-    return emulator::busy_queries-- > 0 ? cudaErrorNotReady : cudaSuccess;
+    if (!s) emulator::run_late_copies();
+    bool busy = emulator::busy_queries-- > 0 || (s && !emulator::is_over(*s));
+    return busy ? cudaErrorNotReady : cudaSuccess;
 }
 
 // The pool of cudaMallocAsync: pool_keeps is the number of free bytes that it keeps
@@ -220,31 +242,32 @@ template <typename T> cudaError_t cudaMallocAsync(T** p, size_t bytes, cudaStrea
     emulator::blocking--; // undoes cudaMalloc's count: here the host does not wait
     return cudaMalloc(p, bytes);
 }
-inline cudaError_t cudaFreeAsync(void* p, cudaStream_t) {
+inline cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
     if (emulator::capture) return cudaSuccess;
-    emulator::blocking--;
-    return cudaFree(p);
+    emulator::Piece piece;
+    piece.run = [=] { return free(p), true; };
+    return emulator::push(stream, std::move(piece)), cudaSuccess;
 }
 
-// An event has passed as soon as it is recorded, because all work before it has happened. In a
-// capture it is a position in its stream's work.
+// An event is the mark of its last record. Its work, and waits for it, need the event no more.
 typedef struct Event {
-    std::chrono::steady_clock::time_point passed;
-    cudaStream_t stream = nullptr;
+    emulator::MarkPointer mark = nullptr; // null: never recorded
     emulator::Graph* capture = nullptr;
-    size_t place = 0;
+    size_t place = 0; // in a capture: the pieces of its stream up to it
 }* cudaEvent_t;
 constexpr unsigned cudaEventDisableTiming = 2;
 inline cudaError_t cudaEventCreate(cudaEvent_t* e) { return *e = new Event, cudaSuccess; }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return cudaEventCreate(e); }
 inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t stream) {
-    bool captured = emulator::capture && emulator::capture->of.count(stream);
-    *e = {std::chrono::steady_clock::now(), stream, captured ? emulator::capture : nullptr,
-          captured ? emulator::capture->of[stream] : 0};
+    bool captured = emulator::is_captured(stream);
+    *e = {emulator::push_mark(stream), captured ? emulator::capture : nullptr,
+          captured ? emulator::capture->of[stream].size() : 0};
     return cudaSuccess;
 }
 inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
-    std::chrono::duration<float, std::milli> time = to->passed - from->passed;
+    emulator::StreamsLock lock(emulator::streams_mutex);
+    if (!from->mark->passed || !to->mark->passed) return cudaErrorNotReady;
+    std::chrono::duration<float, std::milli> time = to->mark->time - from->mark->time;
     return *ms = time.count(), cudaSuccess;
 }
 // A stream that waits for a captured stream's event joins the capture.
@@ -252,12 +275,15 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t e, unsig
     emulator::Graph* graph = emulator::capture;
     if (e->capture != graph && emulator::not_captured("a wait for an event from before"))
         return cudaErrorStreamCaptureUnsupported;
-    if (!graph) return cudaSuccess;
-    graph->of[stream];
-    if (stream == graph->first) graph->joined[e->stream] = e->place;
+    if (!e->mark) return cudaSuccess;
+    if (graph) graph->of[stream];
+    if (graph && stream == graph->first) graph->joined[e->mark->stream] = e->place;
+    return emulator::push_wait(stream, e->mark), cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    if (e->mark && e->mark->stream) emulator::run_stream(*e->mark->stream, e->mark.get());
     return cudaSuccess;
 }
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 inline cudaError_t cudaEventDestroy(cudaEvent_t e) { return delete e, cudaSuccess; }
 
 // ----------------------------------------------------------------------------
@@ -269,17 +295,18 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     if (!stream || emulator::not_captured("a second capture"))
         return cudaErrorStreamCaptureUnsupported;
-    emulator::catch_up();
     emulator::capture = new emulator::Graph;
     emulator::capture->first = stream;
     return emulator::capture->of[stream], cudaSuccess;
 }
-// Ends the capture. Each other captured stream must have been joined at its last piece of work.
+// Ends the capture. Each other captured stream must have been joined behind its last work.
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
     *graph = emulator::capture;
     emulator::capture = nullptr;
-    for (auto& [other, work] : (*graph)->of)
-        if (other != stream && (*graph)->joined[other] != work)
+    auto runs = [](const emulator::Piece& p) { return bool(p.run); };
+    for (auto& [other, pieces] : (*graph)->of)
+        if (other != stream && std::any_of(pieces.begin() + ptrdiff_t((*graph)->joined[other]),
+                                           pieces.end(), runs))
             return cudaErrorStreamCaptureUnjoined;
     return cudaSuccess;
 }
@@ -288,12 +315,14 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
     return *exec = graph, cudaSuccess;
 }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; } // cudaGraphExec_t owns it
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
     emulator::note_launch(&cudaGraphLaunch);
-    for (const emulator::Given& given : graph->given) given.work();
-    return cudaSuccess;
+    emulator::Piece piece;
+    piece.run = [launch = emulator::make_replay(*graph)] { return emulator::run_replay(*launch); };
+    return emulator::push(stream, std::move(piece)), cudaSuccess;
 }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+    emulator::run_own_streams();
     for (void* p : graph->kept) free(p);
     return delete graph, cudaSuccess;
 }

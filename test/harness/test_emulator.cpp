@@ -1014,9 +1014,130 @@ void known_ldmatrix() {
 }
 
 // ----------------------------------------------------------------------------
-// captures
+// streams
 
 __global__ void add_kernel(float* x, float y) { *x += y; }
+__global__ void copy_kernel(float* to, const float* from) { *to = *from; }
+
+// Let a stream wait for what another one has been given. The event is gone before anything runs.
+void join(cudaStream_t waits, cudaStream_t is_waited_for) {
+    cudaEvent_t e;
+    cudaEventCreate(&e), cudaEventRecord(e, is_waited_for);
+    cudaStreamWaitEvent(waits, e, 0), cudaEventDestroy(e);
+}
+
+// Two streams in both orders of what runs beside the one that the host waits for.
+struct TwoStreams {
+    cudaStream_t one, two;
+    TwoStreams() {
+        cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
+        cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
+    }
+    ~TwoStreams() {
+        cudaStreamDestroy(one), cudaStreamDestroy(two);
+        emulator::beside = emulator::Beside::LAST;
+    }
+
+    // The orders in which work() returns something else than `want`: "", "last", "first" or both.
+    template <typename W> std::string shows(float want, W work) {
+        std::string orders;
+        emulator::beside = emulator::Beside::LAST;
+        if (work() != want) orders += "last";
+        emulator::beside = emulator::Beside::FIRST;
+        if (work() != want) orders += "first";
+        return orders;
+    }
+};
+
+// Stream one makes x, stream two copies it to y, and one copies y to z and changes x, for two to
+// copy it once more. Each wait that is missing shows in one of the orders.
+float copies(const TwoStreams& s, bool start, bool finish, bool again, bool captured) {
+    float x = 0, y = 0, z = 0, last = 0;
+    if (captured) {
+        cudaStreamBeginCapture(s.one, cudaStreamCaptureModeThreadLocal);
+        join(s.two, s.one);
+    }
+    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    if (start) join(s.two, s.one);
+    launch(copy_kernel, 1, 1, 0, s.two, &y, &x);
+    if (finish) join(s.one, s.two);
+    launch(copy_kernel, 1, 1, 0, s.one, &z, &y);
+    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    if (again) join(s.two, s.one);
+    launch(copy_kernel, 1, 1, 0, s.two, &last, &x);
+
+    // Run it, at once or as a graph.
+    if (captured) {
+        cudaGraph_t graph;
+        join(s.one, s.two);
+        if (cudaStreamEndCapture(s.one, &graph) != cudaSuccess) return -1;
+        cudaGraphLaunch(graph, s.one);
+        cudaGraphExecDestroy(graph);
+    }
+    cudaStreamSynchronize(s.one), cudaStreamSynchronize(s.two);
+    return 100 * y + 10 * z + last;
+}
+void missing_waits() {
+    TwoStreams s;
+    for (bool captured : {false, true}) {
+        auto shows = [&](bool start, bool finish, bool again) {
+            return s.shows(112, [&] { return copies(s, start, finish, again, captured); });
+        };
+        std::string where = captured ? " in a graph" : "";
+        verdict(shows(true, true, true) == "", "streams that wait are right" + where);
+        verdict(shows(false, true, true) == "first", "reading before it is written" + where);
+        verdict(shows(true, false, true) == "last", "reading what is yet to arrive" + where);
+        verdict(shows(true, true, false) == "first", "reading before it is changed" + where);
+    }
+}
+
+// Nothing runs before somebody waits. Until then a copy to the host is NaN, unless an earlier copy
+// from there is still to run. A copy from the host takes what is there when it runs.
+void late_copies() {
+    TwoStreams s;
+    float *host, *device;
+    cudaMallocHost(&host, 8), cudaMalloc(&device, 8);
+    auto in = [&] { cudaMemcpyAsync(device, host, 4, cudaMemcpyHostToDevice, s.one); };
+    auto out = [&](int i) {
+        cudaMemcpyAsync(host + i, device, 4, cudaMemcpyDeviceToHost, s.one);
+    };
+    host[0] = host[1] = 1;
+    in();
+    bool good = std::isnan(*device);
+    out(1);
+    good &= std::isnan(host[1]);
+    out(0);
+    good &= host[0] == 1;
+    host[0] = 2; // too early: the copy takes this
+    cudaStreamSynchronize(s.one);
+    verdict(good && host[0] == 2 && host[1] == 2, "copies run when somebody waits");
+
+    // A copy to memory that is not pinned is over when the call returns.
+    float pageable = 0;
+    cudaMemcpyAsync(&pageable, device, 4, cudaMemcpyDeviceToHost, s.one);
+    verdict(pageable == 2, "a copy to pageable memory waits");
+    cudaFreeHost(host), cudaFree(device);
+}
+
+// An event passes when its stream comes to it. A host that waits for it runs nothing behind it.
+void events() {
+    TwoStreams s;
+    float x = 0, ms = -1;
+    cudaEvent_t before, after;
+    cudaEventCreate(&before), cudaEventCreate(&after);
+    cudaEventRecord(before, s.one);
+    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    cudaEventRecord(after, s.one);
+    launch(add_kernel, 1, 1, 0, s.one, &x, 1.0f);
+    bool good = cudaEventElapsedTime(&ms, before, after) == cudaErrorNotReady;
+    cudaEventSynchronize(after);
+    good &= x == 1 && cudaEventElapsedTime(&ms, before, after) == cudaSuccess && ms > 0;
+    verdict(good && cudaStreamQuery(s.one) == cudaSuccess && x == 2, "events");
+    cudaEventDestroy(before), cudaEventDestroy(after);
+}
+
+// ----------------------------------------------------------------------------
+// captures
 
 // A launch of a graph repeats what its streams were given during the capture, with the arguments
 // they had then. A forked stream must be joined before the capture ends. A host that captures
@@ -1031,11 +1152,6 @@ void captures() {
         work();
         return std::pair(cudaStreamEndCapture(one, &graph), graph);
     };
-    auto join = [](cudaStream_t waits, cudaStream_t is_waited_for) {
-        cudaEvent_t e;
-        cudaEventCreate(&e), cudaEventRecord(e, is_waited_for);
-        cudaStreamWaitEvent(waits, e, 0), cudaEventDestroy(e);
-    };
 
     // A graph of two streams: x + y, then x + 2 y. Nothing runs until it is launched, and a later
     // change of y has no effect. Two launches make 2 (1 + 2) = 6.
@@ -1048,7 +1164,7 @@ void captures() {
     });
     y = 100;
     bool good = status == cudaSuccess && x == 0;
-    cudaGraphLaunch(graph, one), cudaGraphLaunch(graph, one);
+    cudaGraphLaunch(graph, one), cudaGraphLaunch(graph, one), cudaStreamSynchronize(one);
     verdict(good && x == 6 && emulator::take_messages().empty(), "a graph is what was captured");
     cudaGraphExecDestroy(graph);
 
@@ -1092,7 +1208,7 @@ int main(int argc, char** argv) {
     for (const Bug& b : BUGS) check_bug(b), check_right(b);
     known_swizzle(), known_edges(), known_descriptor(), known_accumulators();
     known_register_operand(), known_mma(), known_ldmatrix();
-    captures();
+    missing_waits(), late_copies(), events(), captures();
     known_product<bf16, 64, 0, 0>("m64n64, both K-major");
     known_product<fp16, 128, 0, 0>("m64n128, both K-major, fp16");
     known_product<bf16, 128, 0, 1>("m64n128, b MN-major");

@@ -53,11 +53,25 @@ static Plan train_plan(Recompute recompute, bool split) {
     return p;
 }
 
+// Run body() in both orders that the emulator has for streams beside the one that the host waits
+// for. The first shows work that begins too early, the second what does not wait for it to end.
+template <typename F> void in_both_orders(F body) {
+#ifdef EMULATE
+    for (auto beside : {emulator::Beside::FIRST, emulator::Beside::LAST}) {
+        SCOPED_TRACE(beside == emulator::Beside::FIRST ? "others first" : "others last");
+        emulator::beside = beside;
+        body();
+    }
+#else
+    body();
+#endif
+}
+
 // A trainer on the CPU or on a device, with the same random weights and samples on both.
 template <typename T, typename S> struct Small {
     Trainer<T, S> t;
-    Small(const Shape& s, const std::vector<Plan>& plans, S where = {}) {
-        t.ctx.where = where;
+    Small(const Shape& s, const std::vector<Plan>& plans) {
+        t.ctx.where = open_stream(S());
         t.offload_folder = "/tmp";
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
         trainer_allocate(t);
@@ -72,7 +86,7 @@ template <typename T, typename S> struct Small {
         t.hyper = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
         t.window = random_window(s, plans[0].T);
     }
-    ~Small() { trainer_free(t); }
+    ~Small() { trainer_free(t), close_stream(t.ctx.where); }
 
     // Run a step as train_step() does: the next step's batch is read while the device computes.
     PlanResult full_step() {
@@ -146,6 +160,12 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     alibi_slopes(slopes.data(), 4);
     copy_out(here.data(), alibi.t.ctx.slopes, 16, alibi.t.ctx.where);
     EXPECT_EQ(here, slopes);
+
+    // The first loss scale of fp16.
+    Small<fp16, cudaStream_t> half(least_gpt2(), {train_plan(Recompute::NONE, false)});
+    half.t.hyper.loss_scaling = {true, true, false, 256, 1, 2};
+    init_loss_scale(half.t);
+    EXPECT_EQ(read_value<StepScale>(half.t, {Kind::SCALE}).loss.now, 256);
 }
 
 // Compare the device with the CPU: the gradients of the first step, and the losses and norms of
@@ -228,7 +248,7 @@ TEST(Device, RunsAreBitwiseEqual) {
 }
 
 // Offloading to the host's memory or to a file changes no bit of the weights.
-TEST(Device, OffloadChangesNoBit) {
+static void compare_offloaded() {
     // Offload everything to each tier.
     std::vector<std::vector<double>> all[TIERS];
     for (Tier tier : {Tier::DEVICE, Tier::HOST, Tier::DISK}) {
@@ -259,6 +279,7 @@ TEST(Device, OffloadChangesNoBit) {
     }
     EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
+TEST(Device, OffloadChangesNoBit) { in_both_orders(compare_offloaded); }
 
 // Late, the host applies the first step's gradient in the second step: both steps begin with the
 // same weights, so these then are those of one step on time.
@@ -269,6 +290,8 @@ TEST(Device, ALateUpdateIsTheStepBefores) {
         plan.offload.late = late;
         Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
         for (int i = 0; i < steps; i++) gpu.step();
+
+        // Read the weights.
         std::vector<std::vector<double>> all;
         for (const Parameter& p : gpu.t.model.parameters) {
             auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p);
@@ -276,9 +299,11 @@ TEST(Device, ALateUpdateIsTheStepBefores) {
         }
         return all;
     };
-    EXPECT_EQ(after(1, true), after(0, true));
-    EXPECT_EQ(after(2, true), after(1, false));
-    EXPECT_NE(after(1, false), after(0, false));
+    in_both_orders([&] {
+        EXPECT_EQ(after(1, true), after(0, true));
+        EXPECT_EQ(after(2, true), after(1, false));
+        EXPECT_NE(after(1, false), after(0, false));
+    });
 }
 
 // After a step whose gradient is not finite the weights are as before, and the step does not count.
@@ -446,24 +471,21 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
 
-        // Train. The trainer must be gone before its stream is closed.
-        S stream = open_stream(S());
-        {
-            Small<float, S> rank(ep > 1 ? tiny_moe() : tiny_gpt2(), {p}, stream);
-            rank.t.comms = make_comms(world, p.layout);
-            for (int step = 0; step < 2; step++) {
-                double loss = rank.step();
-                double norm = read_value<StepScale>(rank.t, {Kind::SCALE}).norm;
-                if (world.rank == 0) seen.push_back(loss), seen.push_back(norm);
-            }
+        // Train.
+        Small<float, S> rank(ep > 1 ? tiny_moe() : tiny_gpt2(), {p});
+        rank.t.comms = make_comms(world, p.layout);
+        for (int step = 0; step < 2; step++) {
+            double loss = rank.step();
+            double norm = read_value<StepScale>(rank.t, {Kind::SCALE}).norm;
+            if (world.rank == 0) seen.push_back(loss), seen.push_back(norm);
         }
-        close_stream(stream);
     });
     EXPECT_EQ(status, 0);
     return seen;
 }
 
-// Ranks on a GPU compute what they compute on the CPU, to float's rounding.
+// Ranks on a GPU compute what they compute on the CPU, to float's rounding. The host waits for the
+// stream of each collective, and nothing else runs then: one order of streams shows all waits.
 TEST(Device, ThreadsShareAGpu) {
     using enum ContextMethod;
     for (auto [dp, pp, cp, zero, method, ep] :
@@ -534,12 +556,11 @@ TEST(Device, EvaluationIsTheCpus) {
 // A trainer whose steps differ as those of a run do: in learning rate, and in how
 // many targets count.
 template <typename T> struct Stepper {
-    cudaStream_t stream = open_stream(cudaStream_t{});
     std::unique_ptr<Small<T, cudaStream_t>> small;
     Stepper(const Shape& s, const Plan& plan) {
         Plan evaluate = plan;
         evaluate.mode = Mode::EVALUATE, evaluate.micro_batches = 1;
-        small.reset(new Small<T, cudaStream_t>(s, {plan, evaluate}, stream));
+        small.reset(new Small<T, cudaStream_t>(s, {plan, evaluate}));
         auto& t = small->t;
         t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
             for (size_t i = 0; i < sample % 11; i++) targets[i] = -1;
@@ -551,7 +572,6 @@ template <typename T> struct Stepper {
         t.hyper.loss_scaling = {true, true, false, 256, 1, 2}; // the scale grows every second step
         init_loss_scale(t);
     }
-    ~Stepper() { small.reset(), close_stream(stream); }
 
     // Run a step and an evaluation: loss, norm and loss scale of the step, loss of the evaluation.
     std::vector<double> step(int number) {
@@ -760,7 +780,7 @@ template <typename T> void compare_launches() {
     for (auto [shape, plan] : steps_to_replay()) {
         if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
         Stepper<T> run(shape, plan);
-        std::vector<emulator::Given> given[2];
+        std::vector<emulator::Note> given[2];
         run.step(0);
 
         // Record the launches of two steps.
@@ -814,7 +834,7 @@ TEST(Graphs, AStepIsOneLaunch) {
 
 // A dry run of this thread's launches, which are recorded; what was found stays an error.
 struct DryRun {
-    std::vector<emulator::Given> given;
+    std::vector<emulator::Note> given;
     DryRun() {
         emulator::dry = true;
         emulator::notes = &given;
@@ -844,7 +864,7 @@ static Totals launched_totals(const Shape& shape, const Plan& plan, const emulat
 
     // Add them up.
     Totals totals;
-    for (const emulator::Given& g : run.given) {
+    for (const emulator::Note& g : run.given) {
         std::vector<int64_t>& sums = totals[g.what];
         sums.resize(std::max(sums.size(), g.numbers.size()));
         for (size_t i = 0; i < g.numbers.size(); i++) {
@@ -893,7 +913,7 @@ TEST(RealSizes, LongRowsAreCopied) {
     copy_rows(from + bytes, bytes, from, bytes, bytes, 1, cudaStream_t{});
     copy_rows(from + bytes, bytes / 2, from, bytes / 2, bytes / 2, 2, cudaStream_t{});
     ASSERT_EQ(run.given.size(), 2u);
-    for (const emulator::Given& g : run.given) EXPECT_EQ(size_t(g.numbers[0]), bytes);
+    for (const emulator::Note& g : run.given) EXPECT_EQ(size_t(g.numbers[0]), bytes);
 }
 
 // Where blocks add to dQ in any order it is zeroed first, all of it: 2^32 bytes here.
@@ -920,7 +940,7 @@ TEST(RealSizes, AllOfDqIsZeroed) {
     // Look for the zeros.
     size_t most = 0;
     const void* zeros = reinterpret_cast<const void*>(&cudaMemsetAsync);
-    for (const emulator::Given& g : run.given)
+    for (const emulator::Note& g : run.given)
         if (g.what == zeros) most = std::max(most, size_t(g.numbers.back()));
     EXPECT_EQ(most, rows * d.HS * sizeof(float));
 }

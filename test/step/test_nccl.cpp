@@ -1,11 +1,11 @@
 // test_nccl.cpp - steps of training on NCCL, whose calls MPI carries here (harness/nccl_stub)
-//   Kernels run in the emulator. On the stand-in a rank's collectives happen in the order of its
-//   host's calls, each when all its ranks have arrived. NCCL does at least that, and may run
-//   several at a time. Sums in rank order have the same bits on every backend, so processes on NCCL
-//   are compared with threads that share a GPU, bit by bit; and the order of calls is compared
-//   between ranks.
-//     build/test_nccl                        starts the others
-//     mpirun -np 4 build/test_nccl --steps   the layouts of 4 ranks
+//   Kernels run in the emulator, and collectives in the order of their streams, each when all its
+//   ranks have arrived. Every layout runs in both of the emulator's orders of streams
+//   (emulator_streams.h), so that each wait between them shows. Sums in rank order have the same
+//   bits on every backend, so processes on NCCL are compared with threads that share a GPU, bit by
+//   bit; and the order of calls is compared between ranks.
+//     build/test_nccl                              starts the others
+//     mpirun -np 4 build/test_nccl --steps-last    the layouts of 4 ranks; or --steps-first
 #include "../../llmc/io/checkpoint_load.h"
 #include "../../llmc/text.h"
 #include "../harness/testing.h"
@@ -23,6 +23,8 @@ struct NcclCase {
     int chunks = 1, shards = 0;
     bool replays = false; // processes replay a graph from the second step on
     int ep = 1;           // above 1: a model with experts
+    bool exchanges = false; // tokens go only to the ranks that have their experts
+    int cp = 1;             // above 1: a ring
 };
 
 // Layouts that use every kind of group, with communicators that are shared, split or their own.
@@ -30,13 +32,16 @@ static std::vector<NcclCase> nccl_cases(int ranks) {
     if (ranks == 2)
         return {{2, 1, 1, 3, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true},
                 {1, 2, 1, 0, true, true},
+                {.dp = 1, .tp = 1, .pp = 1, .zero = 0, .llama = true, .replays = true, .cp = 2},
                 {1, 1, 2, 0, false, false, Pipeline::INTERLEAVED, 2}};
     if (ranks == 3) return {{1, 1, 3, 0, false, false, Pipeline::ZERO_BUBBLE}};
     return {{2, 2, 1, 2, true, true, Pipeline::ONE_F_ONE_B, 1, 0, true},
             {1, 4, 1, 0, true, true},
             {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 2},
             {2, 1, 2, 1, false, false, Pipeline::ONE_F_ONE_B, 1, 0, true},
-            {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 0, false, 2}};
+            {4, 1, 1, 1, true, false, Pipeline::ONE_F_ONE_B, 1, 0, false, 2},
+            {.dp = 2, .tp = 1, .pp = 1, .zero = 2, .llama = true, .ep = 2, .exchanges = true,
+             .cp = 2}};
 }
 
 // A case's model. Llama has two key/value heads, which the ranks of tp 4 share in pairs.
@@ -51,10 +56,12 @@ static Shape shape_of(const NcclCase& c) {
 }
 
 static Layout sizes_of(const NcclCase& c) {
-    Layout layout = small_layout(c.dp, c.tp, c.pp);
+    Layout layout = small_layout(c.dp, c.tp, c.pp, c.cp);
     layout.zero = c.zero;
     layout.zero_group = c.shards || c.ep > 1 ? c.shards : c.dp;
     layout.ep = c.ep;
+    layout.ep_exchange = c.exchanges;
+    layout.cp_method = ContextMethod::RING;
     layout.sequence_parallel = c.sequence_parallel;
     layout.pipeline = c.pipeline;
     layout.chunks = c.chunks;
@@ -117,8 +124,8 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     // Hash the state.
     const Memory& memory = t.arena.device();
     std::string lasting(reinterpret_cast<const char*>(memory.base), memory.persistent_bytes);
-    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d, zero %d, ep %d, %s: rank %d:", c.dp,
-             c.tp, c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.zero, c.ep,
+    snprintf(words, sizeof(words), "dp %d tp %d%s pp %d x %d cp %d, zero %d, ep %d, %s: rank %d:",
+             c.dp, c.tp, c.sequence_parallel ? " sp" : "", c.pp, c.chunks, c.cp, c.zero, c.ep,
              c.llama ? "Llama" : "GPT-2", world.rank);
     text = words + text + concat(", ", fnv1a(lasting), "\n");
     trainer_free(t);
@@ -249,10 +256,11 @@ static int run_old() {
 }
 
 // Run all cases of so many processes: print their results, and check the order of their calls.
-static int run_steps() {
+static int run_steps(emulator::Beside beside) {
     RankInfo info;
     info.timeout_s = 60;
     int failed = 0;
+    emulator::beside = beside;
     Comm world = mpi_world(info);
     world = nccl_attach(world);
     for (const NcclCase& c : nccl_cases(world.size)) {
@@ -270,15 +278,12 @@ static int run_steps() {
     return failed;
 }
 
-// Steps of processes on NCCL have the losses, norms and state of threads, to the bit.
+// Steps of processes on NCCL have the losses, norms and state of threads, to the bit, in both
+// orders of streams beside the one that a host waits for.
 TEST(Nccl, StepsAreThoseOfThreads) {
     char self[4096] = {};
     ASSERT_GT(readlink("/proc/self/exe", self, sizeof(self) - 1), 0);
     for (int ranks : {2, 3, 4}) {
-        Ran ran = shell(concat("timeout 200 mpirun --allow-run-as-root --oversubscribe -np ", ranks,
-                               " ", self, " --steps"));
-
-        // Run the same cases with threads.
         std::string want;
         for (const NcclCase& c : nccl_cases(ranks)) {
             std::vector<std::string> texts{size_t(ranks), std::string()};
@@ -288,8 +293,14 @@ TEST(Nccl, StepsAreThoseOfThreads) {
             EXPECT_EQ(run_local_ranks(ranks, {}, body), 0);
             for (const std::string& text : texts) want += text;
         }
-        EXPECT_EQ(ran.text, want);
-        EXPECT_EQ(ran.status, 0);
+
+        // Run the same cases with processes.
+        for (const char* order : {"--steps-last", "--steps-first"}) {
+            Ran ran = shell(concat("timeout 200 mpirun --allow-run-as-root --oversubscribe -np ",
+                                   ranks, " ", self, " ", order));
+            EXPECT_EQ(ran.text, want) << order;
+            EXPECT_EQ(ran.status, 0);
+        }
     }
 }
 #endif
@@ -297,10 +308,14 @@ TEST(Nccl, StepsAreThoseOfThreads) {
 int main(int argc, char** argv) {
     testing::InitGoogleTest(&argc, argv);
 #ifdef WITH_NCCL
-    if (argc > 1 && (!strcmp(argv[1], "--steps") || !strcmp(argv[1], "--old"))) {
+    std::string mode = argc > 1 ? argv[1] : "";
+    if (mode == "--old" || mode == "--steps-last" || mode == "--steps-first") {
         int given;
         LLMC_MPI_CHECK(MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &given));
-        int status = !strcmp(argv[1], "--old") ? run_old() : run_steps();
+        bool last = mode == "--steps-last";
+        int status = mode == "--old" ? run_old()
+                                     : run_steps(last ? emulator::Beside::LAST
+                                                      : emulator::Beside::FIRST);
         LLMC_MPI_CHECK(MPI_Finalize());
         return status;
     }

@@ -1,6 +1,9 @@
 // nccl.h - stands for NCCL where there is no GPU: the same calls carried by MPI, and a list of them
-//   A call ends when its peers have come, in the caller's order, as on one stream that everything
-//   shares: ranks that would wait for each other on a GPU's streams wait for ever here.
+//   A call is a piece of its stream's work (emulator_streams.h). It ends when its peers have come;
+//   until then streams that do not wait for it go on, and so do all of them while the host waits
+//   for other ranks by itself. Calls on one communicator run in the order of their issue, whatever
+//   their streams, as in NCCL; calls on two communicators have no order but that of their streams.
+//   Only the thread that initialised MPI may wait for streams with calls.
 //   To build with it: -DWITH_NCCL -DWITH_MPI -DEMULATE -Itest/harness/nccl_stub.
 #pragma once
 #include <climits>
@@ -35,6 +38,8 @@ struct ncclComm {
     int number;
     bool shares; // its parts share its buffers
     ncclResult_t error = ncclSuccess;
+    emulator::MarkPointer last = nullptr;        // behind its last call
+    const emulator::Graph* captured = nullptr; // the graph that has the last call, if one has
 };
 typedef ncclComm* ncclComm_t;
 
@@ -48,23 +53,40 @@ struct Message {
     size_t bytes;
     int peer;
     bool send;
-    MPI_Comm mpi;
+    ncclComm_t comm;
     cudaStream_t stream;
 };
 inline std::vector<Message> messages; // of the group of calls that is open
 
 inline void note(const std::string& what, ncclComm_t comm, cudaStream_t stream) {
-    emulator::catch_up(); // what the host has copied in is there
     streams[size_t(comm->number)].insert(stream);
     calls.push_back(what + " on " + std::to_string(comm->number));
 }
-// What a stream that is captured is given happens when its graph is launched.
-template <typename W> ncclResult_t give(cudaStream_t stream, W work) {
-    auto late = [=] {
-        emulator::catch_up();
-        work();
+
+// Queue a call. post() starts it over MPI, and finish() runs when it has ended.
+typedef std::vector<MPI_Request> Requests;
+template <typename P, typename F>
+ncclResult_t give(ncclComm_t comm, cudaStream_t stream, P post, F finish) {
+    auto requests = std::make_shared<Requests>(); // empty: not posted
+    emulator::Piece call;
+    call.run = [=] {
+        if (requests->empty()) *requests = post();
+        int over = 0;
+        PMPI_Testall(int(requests->size()), requests->data(), &over, MPI_STATUSES_IGNORE);
+        if (!over) return false;
+        requests->clear(); // a graph may run it again
+        return finish(), true;
     };
-    return emulator::give("a collective", stream, late), ncclSuccess;
+
+    // Keep it behind the communicator's last call. A graph has only its own calls to wait for.
+    if (comm->last && comm->captured == emulator::capture) emulator::push_wait(stream, comm->last);
+    emulator::push(stream, std::move(call));
+    comm->last = emulator::push_mark(stream);
+    comm->captured = emulator::capture;
+    return ncclSuccess;
+}
+template <typename P> ncclResult_t give(ncclComm_t comm, cudaStream_t stream, P post) {
+    return give(comm, stream, post, [] {});
 }
 inline ncclResult_t made_of(MPI_Comm mpi, bool shares, ncclComm_t* comm) {
     *comm = new ncclComm{mpi, int(made.size()), shares};
@@ -164,6 +186,7 @@ inline ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclCom
 }
 
 inline ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    emulator::run_own_streams();
     nccl_stub::made[size_t(comm->number)] = nullptr;
     MPI_Comm_free(&comm->mpi);
     delete comm;
@@ -177,30 +200,30 @@ inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
 inline ncclResult_t ncclSend(const void* data, size_t n, ncclDataType_t, int peer, ncclComm_t comm,
                              cudaStream_t stream) {
     nccl_stub::note("send to " + std::to_string(peer), comm, stream);
-    nccl_stub::messages.push_back({const_cast<void*>(data), n, peer, true, comm->mpi, stream});
+    nccl_stub::messages.push_back({const_cast<void*>(data), n, peer, true, comm, stream});
     return ncclSuccess;
 }
 inline ncclResult_t ncclRecv(void* data, size_t n, ncclDataType_t, int peer, ncclComm_t comm,
                              cudaStream_t stream) {
     nccl_stub::note("receive from " + std::to_string(peer), comm, stream);
-    nccl_stub::messages.push_back({data, n, peer, false, comm->mpi, stream});
+    nccl_stub::messages.push_back({data, n, peer, false, comm, stream});
     return ncclSuccess;
 }
 inline ncclResult_t ncclGroupEnd() {
     std::vector<nccl_stub::Message> messages = std::move(nccl_stub::messages);
     nccl_stub::messages.clear();
     if (messages.empty()) return ncclSuccess;
-    return nccl_stub::give(messages[0].stream, [=] {
-        std::vector<MPI_Request> requests;
-        for (const nccl_stub::Message& m : messages) {
-            requests.emplace_back();
-            MPI_Request* r = &requests.back();
+    return nccl_stub::give(messages[0].comm, messages[0].stream, [=] {
+        nccl_stub::Requests requests(messages.size());
+        for (size_t i = 0; i < messages.size(); i++) {
+            const nccl_stub::Message& m = messages[i];
+            int n = int(m.bytes);
             if (m.send)
-                MPI_Isend(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
+                MPI_Isend(m.data, n, MPI_BYTE, m.peer, 0, m.comm->mpi, &requests[i]);
             else
-                MPI_Irecv(m.data, int(m.bytes), MPI_BYTE, m.peer, 0, m.mpi, r);
+                MPI_Irecv(m.data, n, MPI_BYTE, m.peer, 0, m.comm->mpi, &requests[i]);
         }
-        MPI_Waitall(int(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+        return requests;
     });
 }
 
@@ -212,23 +235,31 @@ inline ncclResult_t ncclAllGather(const void* in, void* out, size_t n, ncclDataT
     MPI_Comm_rank(comm->mpi, &rank);
     MPI_Type_size(t, &unit);
     bool in_place = in == static_cast<char*>(out) + size_t(rank) * n * size_t(unit);
-    return nccl_stub::give(stream, [=] {
-        MPI_Allgather(in_place ? MPI_IN_PLACE : in, int(n), t, out, int(n), t, comm->mpi);
+    return nccl_stub::give(comm, stream, [=] {
+        nccl_stub::Requests all(1);
+        const void* from = in_place ? MPI_IN_PLACE : in;
+        MPI_Iallgather(from, int(n), t, out, int(n), t, comm->mpi, &all[0]);
+        return all;
     });
 }
 inline ncclResult_t ncclBroadcast(const void*, void* out, size_t n, ncclDataType_t type, int root,
                                   ncclComm_t comm, cudaStream_t stream) {
     nccl_stub::note("broadcast", comm, stream);
-    return nccl_stub::give(
-        stream, [=] { MPI_Bcast(out, int(n), nccl_stub::mpi_type(type), root, comm->mpi); });
+    return nccl_stub::give(comm, stream, [=] {
+        nccl_stub::Requests all(1);
+        MPI_Ibcast(out, int(n), nccl_stub::mpi_type(type), root, comm->mpi, &all[0]);
+        return all;
+    });
 }
 // Floats of 16 bits have no sum in MPI: the project sums them in rank order under this stub.
 inline ncclResult_t ncclAllReduce(const void*, void* out, size_t n, ncclDataType_t type,
                                   ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
     nccl_stub::note(op == ncclMax ? "maximum" : "all-reduce", comm, stream);
-    return nccl_stub::give(stream, [=] {
-        MPI_Allreduce(MPI_IN_PLACE, out, int(n), nccl_stub::mpi_type(type),
-                      op == ncclMax ? MPI_MAX : MPI_SUM, comm->mpi);
+    return nccl_stub::give(comm, stream, [=] {
+        nccl_stub::Requests all(1);
+        MPI_Iallreduce(MPI_IN_PLACE, out, int(n), nccl_stub::mpi_type(type),
+                       op == ncclMax ? MPI_MAX : MPI_SUM, comm->mpi, &all[0]);
+        return all;
     });
 }
 inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclDataType_t type,
@@ -241,11 +272,23 @@ inline ncclResult_t ncclReduceScatter(const void* in, void* out, size_t n, ncclD
     MPI_Type_size(t, &unit);
 
     // Sum a copy: the shard of an input in place is written while others still read theirs.
-    return nccl_stub::give(stream, [=] {
-        size_t bytes = n * size_t(unit);
-        const char* from = static_cast<const char*>(in);
-        std::vector<char> all(from, from + bytes * size_t(size));
-        MPI_Allreduce(MPI_IN_PLACE, all.data(), int(n) * size, t, MPI_SUM, comm->mpi);
-        if (bytes) memcpy(out, all.data() + bytes * size_t(rank), bytes); // memcpy takes no null
+    size_t bytes = n * size_t(unit);
+    auto sum = std::make_shared<std::vector<char>>(bytes * size_t(size));
+    auto post = [=] {
+        nccl_stub::Requests all(1);
+        if (bytes) memcpy(sum->data(), in, sum->size()); // memcpy takes no null
+        MPI_Iallreduce(MPI_IN_PLACE, sum->data(), int(n) * size, t, MPI_SUM, comm->mpi, &all[0]);
+        return all;
+    };
+    return nccl_stub::give(comm, stream, post, [=] {
+        if (bytes) memcpy(out, sum->data() + bytes * size_t(rank), bytes);
     });
+}
+
+// The host polls this while it waits for other ranks by itself. They may wait for its streams.
+extern "C" inline int MPI_Testall(int n, MPI_Request* requests, int* over, MPI_Status* statuses) {
+    static int refused = 0;
+    int error = PMPI_Testall(n, requests, over, statuses);
+    if (!*over && ++refused % 100 == 0) emulator::run_beside_host();
+    return error;
 }
