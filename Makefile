@@ -1,5 +1,5 @@
-# train_gpt - make run | test | check | bench | ladders | gpu | lease | copycheck | mutate | clean | setup;  build/train_gpt,
-#   build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
+# train_gpt - make run | test | check | bench | ladders | gpu | lease | copycheck | mutate | clean | setup;
+#   build/train_gpt, build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
 #   CUDA toolkit. Without either: cuda where a GPU answers and nvcc is there.
 CXX ?= g++
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
@@ -119,8 +119,8 @@ built = commit $$(git describe --always --dirty), CUDA $$($(NVCC) --version | se
 gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels \
     ladder_layernorm_forward ladder_attention_forward ladder_matmul)
 	@echo "$(built)" >$(BUILD)/gpu/built
-# One archive for a Hopper machine with CUDA's libraries and none of ours: programs, what scripts/gpu_check.sh reads, and
-# from $(LEASE)/gpu/peer llm.c's program and tokens, if they are there.
+# One archive for a Hopper machine with CUDA's libraries and none of ours: programs, what scripts/gpu_check.sh reads,
+# and llm.c's program and tokens, if they are in build/lease/gpu/peer. Then the command to type there.
 LEASE = $(BUILD)/lease
 LEASE_PROGRAMS = train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels ladder_layernorm_forward \
     ladder_attention_forward ladder_matmul
@@ -133,8 +133,8 @@ lease:
 	@[ ! -d $(LEASE)/gpu/peer ] || cp -r $(LEASE)/gpu/peer $(LEASE)/lease/gpu
 	@tar -C $(LEASE) -cf - lease | xz -T0 >$(LEASE)/lease.tar.xz
 	@ls -l $(LEASE)/lease/gpu $(LEASE)/lease/gpu/peer 2>/dev/null | awk 'NF > 8 {printf "%6.1f MiB %s\n", $$5 / 2^20, $$9}'
-	@size=$$(wc -c <$(LEASE)/lease.tar.xz); echo "$(LEASE)/lease.tar.xz: $$((size >> 20)) MiB of at most 40; there:"; \
-	    echo "tar xf lease.tar.xz && RESULTS=\$$OUT lease/scripts/gpu_check.sh --prebuilt gpu --lease 480"; [ $$size -le 41943040 ]
+	@echo "tar xf $(LEASE)/lease.tar.xz && RESULTS=\$$OUT lease/scripts/gpu_check.sh --prebuilt gpu --lease 480"
+	@size=$$(wc -c <$(LEASE)/lease.tar.xz); echo "$$((size >> 10)) KiB of at most 40960"; [ $$size -le 41943040 ]
 clean:
 	rm -rf $(BUILD)
 
