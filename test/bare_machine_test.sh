@@ -62,7 +62,7 @@ cp "${programs[@]:0:2}" "$root/lease/gpu"
 
 # A runtime whose launches fail, with the version of its symbols that programs ask for.
 echo 'libcudart.so.13 { global: *; };' >"$work/version"
-gcc -Wall -Wextra -Werror -shared -fPIC -I/usr/local/cuda/include test/harness/cudart_stub.c \
+gcc -Wall -Wextra -Werror -Wno-unused-parameter -shared -fPIC -I/usr/local/cuda/include test/harness/cudart_stub.c \
     -Wl,--version-script="$work/version" -o "$root/stub/libcudart.so.13"
 
 # there FOLDER COMMAND: run it in the machine, where FOLDER stands for CUDA's libraries

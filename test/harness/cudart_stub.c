@@ -1,9 +1,9 @@
-// cudart_stub.c - the CUDA runtime of a machine whose GPU fails each launch: one Hopper, the host's memory
-//   Stands in for libcudart.so.13 beside programs linked with CUDART=shared: they start, allocate and
-//   copy, and their first launch fails as an illegal address does, with every call after it. Calls
-//   are those of our programs; another one ends the loading with its name.
-//   STUB_HANG=NAME   a launch of a kernel whose name contains NAME never returns
-//   STUB_CRASH=NAME  .. ends the program by a signal
+// cudart_stub.c - a CUDA runtime whose GPU, a Hopper, fails each launch; memory is the host's
+//   Stands in for libcudart.so.13 beside programs linked with CUDART=shared. They start, allocate and
+//   copy; their first launch fails as at an illegal address, and so does every call behind it. It has
+//   the calls of our programs: the loader names another one.
+//   STUB_HANG=NAME    the launch of a kernel whose name contains NAME never returns
+//   STUB_CRASH=NAME   the launch of such a kernel ends the program by SIGABRT
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -33,11 +33,8 @@ void** __cudaRegisterFatBinary(void* image) { return (void**)image; }
 void __cudaRegisterFatBinaryEnd(void** image) { (void)image; }
 void __cudaUnregisterFatBinary(void** image) { (void)image; }
 char __cudaInitModule(void** image) { return image != NULL; }
-void __cudaRegisterVar(void** image, char* at, char* to, const char* name) {
-    (void)image, (void)at, (void)to, (void)name;
-}
+void __cudaRegisterVar(void** image, char* at, char* to, const char* name) {}
 void __cudaRegisterFunction(void** image, const char* function, char* device, const char* name) {
-    (void)image, (void)device;
     if (kernel_count == 4096) abort();
     kernels[kernel_count].function = function;
     kernels[kernel_count++].name = name;
@@ -54,21 +51,26 @@ static struct {
     cudaStream_t stream;
 } call;
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
-    call.grid = grid, call.block = block, call.shared = shared, call.stream = stream;
+    call.grid = grid;
+    call.block = block;
+    call.shared = shared;
+    call.stream = stream;
     return 0;
 }
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
-    *grid = call.grid, *block = call.block, *shared = call.shared;
+    *grid = call.grid;
+    *block = call.block;
+    *shared = call.shared;
     *(cudaStream_t*)stream = call.stream;
     return cudaSuccess;
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
                                size_t shared, cudaStream_t stream) {
-    (void)grid, (void)block, (void)arguments, (void)shared, (void)stream;
     while (hangs && strstr((const char*)kernel, hangs)) pause();
     if (crashes && strstr((const char*)kernel, crashes)) abort();
-    return error = cudaErrorIllegalAddress;
+    error = cudaErrorIllegalAddress;
+    return error;
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
                              size_t shared, cudaStream_t stream) {
@@ -76,18 +78,19 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
     __cudaGetKernel(&kernel, function);
     return __cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void** arguments) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function,
+                                void** arguments) {
     return cudaLaunchKernel(function, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes,
                             c->stream);
 }
-cudaError_t cudaFuncSetAttribute(const void* function, enum cudaFuncAttribute attribute, int value) {
-    (void)function, (void)attribute, (void)value;
+cudaError_t cudaFuncSetAttribute(const void* function, enum cudaFuncAttribute attribute,
+                                 int value) {
     return error;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function,
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
+                                                                   const void* function,
                                                                    int threads, size_t shared,
                                                                    unsigned flags) {
-    (void)function, (void)threads, (void)shared, (void)flags;
     *blocks = 1;
     return error;
 }
@@ -95,22 +98,25 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
 // ----------------------------------------------------------------------------
 // the device
 
-cudaError_t cudaGetDeviceCount(int* n) { return *n = 1, error; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, error; }
+cudaError_t cudaGetDeviceCount(int* n) {
+    *n = 1;
+    return error;
+}
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return error;
+}
 cudaError_t cudaSetDevice(int device) { return device ? cudaErrorInvalidDevice : error; }
-cudaError_t cudaDeviceSynchronize(void) { return error; }
 cudaError_t cudaGetLastError(void) { return error; }
-cudaError_t cudaPeekAtLastError(void) { return error; }
-cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, error; }
-cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, error; }
-cudaError_t cudaMemGetInfo(size_t* rest, size_t* all) { return *rest = *all = 80ull << 30, error; }
+cudaError_t cudaMemGetInfo(size_t* rest, size_t* all) {
+    *rest = *all = 80ull << 30;
+    return error;
+}
 const char* cudaGetErrorString(cudaError_t e) {
     return e == cudaSuccess ? "no error" : "an illegal memory access was encountered";
 }
-const char* cudaGetErrorName(cudaError_t e) { return cudaGetErrorString(e); }
 
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, int device) {
-    (void)device;
     switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
@@ -123,7 +129,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute, in
     return error;
 }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int device) {
-    (void)device;
     memset(p, 0, sizeof(*p));
     strcpy(p->name, "a Hopper that fails");
     p->major = 9;
@@ -136,7 +141,6 @@ static int succeed(void) { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                              unsigned long long flags,
                                              enum cudaDriverEntryPointQueryResult* found) {
-    (void)name, (void)version, (void)flags;
     *function = (void*)succeed;
     if (found) *found = cudaDriverEntryPointSuccess;
     return error;
@@ -159,42 +163,31 @@ cudaError_t cudaFree(void* p) {
     return error;
 }
 cudaError_t cudaMallocHost(void** p, size_t bytes) { return cudaMalloc(p, bytes); }
-cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned flags) {
-    (void)flags;
-    return cudaMalloc(p, bytes);
-}
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned flags) { return cudaMalloc(p, bytes); }
 cudaError_t cudaFreeHost(void* p) { return cudaFree(p); }
-cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t s) {
-    (void)s;
-    return cudaMalloc(p, bytes);
-}
-cudaError_t cudaFreeAsync(void* p, cudaStream_t s) {
-    (void)s;
-    return cudaFree(p);
-}
+cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t s) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeAsync(void* p, cudaStream_t s) { return cudaFree(p); }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
-    (void)device;
     *pool = NULL;
     return error;
 }
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void* value) {
-    (void)pool, (void)attribute, (void)value;
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute,
+                                    void* value) {
     return error;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind) {
-    (void)kind;
     if (!error && bytes <= 1 << 20) memcpy(to, from, bytes);
     return error;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t s) {
-    (void)s;
     return cudaMemcpy(to, from, bytes, kind);
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
                               size_t width, size_t rows, enum cudaMemcpyKind kind, cudaStream_t s) {
     for (size_t i = 0; i < rows; i++)
-        cudaMemcpyAsync((char*)to + i * to_pitch, (const char*)from + i * from_pitch, width, kind, s);
+        cudaMemcpyAsync((char*)to + i * to_pitch, (const char*)from + i * from_pitch, width, kind,
+                        s);
     return error;
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
@@ -202,7 +195,6 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
     return error;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t s) {
-    (void)s;
     return cudaMemset(to, value, bytes);
 }
 
@@ -212,30 +204,30 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t s) {
 static int something;
 #define HANDLE(p) (*(p) = (void*)&something, error)
 cudaError_t cudaStreamCreate(cudaStream_t* s) { return HANDLE(s); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned f) { return (void)f, HANDLE(s); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned f) { return HANDLE(s); }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return HANDLE(e); }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned f) { return (void)f, HANDLE(e); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned f) { return HANDLE(e); }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* g, cudaGraph_t from, unsigned long long f) {
-    return (void)from, (void)f, HANDLE(g);
+    return HANDLE(g);
 }
-cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) { return (void)s, HANDLE(g); }
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) { return HANDLE(g); }
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
-    return (void)s, (void)mode, error;
+    return error;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { return (void)s, error; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { return (void)s, error; }
-cudaError_t cudaStreamQuery(cudaStream_t s) { return (void)s, error; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) {
-    return (void)s, (void)e, (void)f, error;
-}
-cudaError_t cudaEventDestroy(cudaEvent_t e) { return (void)e, error; }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return (void)e, (void)s, error; }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { return (void)e, error; }
+cudaError_t cudaStreamDestroy(cudaStream_t s) { return error; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { return error; }
+cudaError_t cudaStreamQuery(cudaStream_t s) { return error; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { return error; }
+cudaError_t cudaEventDestroy(cudaEvent_t e) { return error; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return error; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { return error; }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
-    return (void)a, (void)b, *ms = 1, error;
+    *ms = 1;
+    return error;
 }
-cudaError_t cudaGraphDestroy(cudaGraph_t g) { return (void)g, error; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) { return (void)g, error; }
+cudaError_t cudaGraphDestroy(cudaGraph_t g) { return error; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) { return error; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t g, cudaStream_t s) {
-    return (void)g, (void)s, error = cudaErrorIllegalAddress;
+    error = cudaErrorIllegalAddress;
+    return error;
 }
