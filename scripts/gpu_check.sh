@@ -198,10 +198,10 @@ machine() {
     ok "machine: $(nproc) cores, $(query compute_cap,driver_version,memory.total)"
 }
 
-# A kernel table. A CUDA error ends its program, and a row that hangs is ended after a third of the line's seconds: each
-# is that row's failure, and the program begins again behind it.
+# A kernel table. A CUDA error ends its program, and a row that hangs is ended after a quarter of the line's seconds, the
+# next after half of that: each is that row's failure, and the program begins again behind it.
 table() { # program [rows' name]
-    local row='' behind=() seconds=$(($(left) / 3 + 1)) good=0 before
+    local row='' behind=() seconds=$(($(left) / 4 + 1)) good=0 before
     program "$1" || return
     while true; do
         run "$command${row:+, behind $row}" "$dir/$1" ${2:+"$2"} --limit $seconds "${behind[@]}"
@@ -216,7 +216,7 @@ table() { # program [rows' name]
         if [ -z "$row" ] || [ "$row" = "$before" ]; then bad "$command: status $status"; tail -n 15 "$log"; break; fi
         case $status in
         124 | 137) broken_row "$1: $row: no time is left, for rows behind it either"; break ;;
-        142) broken_row "$1: $row: more than $seconds s" ;;
+        142) broken_row "$1: $row: more than $seconds s"; seconds=$((seconds / 2 + 1)) ;;
         *) broken_row "$1: $row: status $status: $(grep -m 1 'error' "$log")" ;;
         esac
     done

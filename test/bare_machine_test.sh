@@ -93,7 +93,7 @@ says "CUDA says: an illegal memory access" "$full"
 says "FAIL    passes ladder_layernorm_forward: more than 1 s"
 [ "${ALL:-0}" = 1 ] || { echo "ok: a bare machine"; exit 0; }
 
-# The archive, unpacked there. Without a driver its programs say so, and the trainer has done 50 steps on the CPU.
+# The archive, unpacked there. Without a driver its programs say so.
 rm -r "$root/lease"
 cp build/lease/lease.tar.xz "$root"
 there $cuda "tar xf lease.tar.xz"
