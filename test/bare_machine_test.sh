@@ -112,7 +112,7 @@ for row in "test_attention_sm90: attention on Hopper, bf16" "test_kernels: layer
     "test_attention_kernels: attention bf16" "agree: training on cuda" "step gpt2 32" "bench nf4"; do
     says "FAIL    $row: status 1"
 done
-says "broken: test_attention_sm90: attention on Hopper, bf16"
+says "broken: attention on Hopper, bf16"
 says "CUDA says: an illegal memory access" "$full"
 
 # One kernel hangs and one crashes: the rows behind them run.
