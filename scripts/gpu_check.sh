@@ -217,7 +217,7 @@ table() { # program [rows' name]
         if [ -z "$row" ] || [ "$row" = "$before" ]; then bad "$command: status $status"; tail -n 15 "$log"; break; fi
         case $status in
         124 | 137) broken_row "$1" "$row" "no time is left, for rows behind it either"; break ;;
-        142) broken_row "$1" "$row" "more than $seconds s"; seconds=$((seconds / 2 + 1)) ;;
+        142) broken_row "$1" "$row" "more than $seconds s"; seconds=$((seconds / 2 + 2)) ;;
         *) broken_row "$1" "$row" "status $status: $(grep -m 1 'error' "$log")" ;;
         esac
     done
