@@ -309,7 +309,7 @@ profile() { # part, regular expression of the kernel with its template's argumen
     run "$command" ncu --clock-control none --kernel-name-base demangled -k "regex:$2" --launch-skip 3 \
         --launch-count 1 --kill yes --section SpeedOfLight --section ComputeWorkloadAnalysis --section WarpStateStats \
         --section MemoryWorkloadAnalysis --section SchedulerStats --section LaunchStats "$dir/bench_kernels" "$1"
-    if grep -q Duration "$log"; then ok "$command"; else skip "$command" "no figures: $(grep -m 1 '^==' "$log")"; fi
+    if grep -q Duration "$log"; then ok "$command"; else skip "$command" "no figures: $(grep -m 1 '^==[EW]' "$log")"; fi
 }
 # A tool slows a kernel down by 10 to 100, so that time may end it; some virtual machines refuse it. It is not known
 # whether racecheck follows TMA and mbarriers: its silence about Hopper's kernels says little.
