@@ -1,5 +1,5 @@
-# train_gpt - make run | test | check | bench | ladders | gpu | copycheck | mutate | clean | setup;  build/train_gpt,
-#   build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
+# train_gpt - make run | test | check | bench | ladders | gpu | lease | copycheck | mutate | clean | setup;
+#   build/train_gpt, build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too; DEVICE=cpu needs no
 #   CUDA toolkit. Without either: cuda where a GPU answers and nvcc is there.
 CXX ?= g++
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
@@ -49,8 +49,10 @@ GPU_LIBS = -lcublasLt
 # GPU programs go to machines with a driver, CUDA's libraries, and of others only what every machine has: what has an
 # archive here is linked from it. Not libstdc++: its archive asks for this machine's C library or a newer one. CUDA's
 # libraries are found beside the program, in their usual folder or by LD_LIBRARY_PATH; MPI=0 leaves MPI and NCCL out.
+# CUDART=shared takes the runtime from there too, where a test puts one of its own in its place.
+CUDART ?= static
 ARCHIVES = $(BUILD)/gpu/archives
-PORTABLE = -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/cuda/lib64
+PORTABLE = -cudart $(CUDART) -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/cuda/lib64
 # A GPU build fails on any warning of nvcc, on registers spilled, where ptxas says (C75..) that it serialised wgmma, and
 # where attention's machine code is not what dev/bench/sass_limits.txt wants. The host compiler's own warnings end in
 # [-W...] and are only shown: at -O3 GCC 12 warns of lengths that no run has.
@@ -75,7 +77,7 @@ KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
 LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
-.PHONY: run test check bench ladders gpu copycheck mutate clean setup found all tests-built
+.PHONY: run test check bench ladders gpu lease copycheck mutate clean setup found all tests-built
 vpath %.cpp test/kernels test/step test/io test/harness
 -include $(wildcard $(BUILD)/*.d $(BUILD)/gpu/*.d)
 
@@ -112,10 +114,27 @@ bench:
 ladders: $(LADDERS)
 	@for ladder in $(LADDERS); do echo $$ladder; $$ladder || exit 1; done
 tests-built: all $(addprefix $(BUILD)/,test_ops $(TESTS) $(EMULATED))
-# Everything that a machine with a GPU runs.
+# Everything that a machine with a GPU runs, and what it was built from.
+built = commit $$(git describe --always --dirty), CUDA $$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 gpu: $(addprefix $(BUILD)/gpu/,train_gpt $(KERNEL_TESTS) test_large test_device test_comm bench_kernels \
     ladder_layernorm_forward ladder_attention_forward ladder_matmul)
-	@echo "commit $$(git describe --always --dirty), CUDA $$($(NVCC) --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')" >$(BUILD)/gpu/built
+	@echo "$(built)" >$(BUILD)/gpu/built
+# One archive for a Hopper machine with CUDA's libraries and none of ours: programs, what scripts/gpu_check.sh reads,
+# and llm.c's program and tokens, if they are in build/lease/gpu/peer. Then the command to type there.
+LEASE = $(BUILD)/lease
+LEASE_PROGRAMS = train_gpt $(KERNEL_TESTS) test_large test_device bench_kernels ladder_layernorm_forward \
+    ladder_attention_forward ladder_matmul
+lease:
+	@$(MAKE) --no-print-directory BUILD=$(LEASE) GPUS=90a MPI=0 CUDART=shared $(addprefix $(LEASE)/gpu/,$(LEASE_PROGRAMS))
+	@rm -rf $(LEASE)/lease; mkdir -p $(LEASE)/lease/gpu
+	@for name in $(LEASE_PROGRAMS); do strip -o $(LEASE)/lease/gpu/$$name $(LEASE)/gpu/$$name || exit 1; done
+	@echo "$(built)" >$(LEASE)/lease/gpu/built
+	@cp --parents README.md llmc/*.h scripts/gpu_check.sh dev/bench/peers.py $(LEASE)/lease
+	@[ ! -d $(LEASE)/gpu/peer ] || cp -r $(LEASE)/gpu/peer $(LEASE)/lease/gpu
+	@tar -C $(LEASE) -cf - lease | xz -T0 >$(LEASE)/lease.tar.xz
+	@ls -l $(LEASE)/lease/gpu $(LEASE)/lease/gpu/peer 2>/dev/null | awk 'NF > 8 {printf "%6.1f MiB %s\n", $$5 / 2^20, $$9}'
+	@echo "tar xf $(LEASE)/lease.tar.xz && RESULTS=\$$OUT lease/scripts/gpu_check.sh --prebuilt gpu --lease 480"
+	@size=$$(wc -c <$(LEASE)/lease.tar.xz); echo "$$((size >> 10)) KiB of at most 40960"; [ $$size -le 41943040 ]
 clean:
 	rm -rf $(BUILD)
 

@@ -3,6 +3,7 @@
 //   case runs with its threads forward, in reverse and shuffled, and with asynchronous operations
 //   at their earliest and their latest: all must give the same bits. On a GPU each case runs twice.
 #pragma once
+#include <unistd.h>
 #include "../../llmc/memory.h"
 #include "../harness/op_table.h"
 
@@ -159,12 +160,20 @@ inline const char* type_word(float) { return "float"; }
 inline const char* type_word(bf16) { return "bf16"; }
 inline const char* type_word(fp16) { return "fp16"; }
 
-// Names the case. A failure's message starts with this name.
+// Names the case. A failure's message starts with this name. On a GPU, where an error ends the
+// program, the name is printed before the case runs.
 inline char case_text[200];
+inline void begin_case(Check& c) {
+    c.row = case_text;
+#if defined(__CUDACC__)
+    printf("  case %s\n", case_text);
+    fflush(stdout);
+#endif
+}
 #define CASE(c, ...)                                         \
     do {                                                     \
         snprintf(case_text, sizeof(case_text), __VA_ARGS__); \
-        (c).row = case_text;                                 \
+        begin_case(c);                                       \
     } while (0)
 
 struct KernelRow {
@@ -172,14 +181,23 @@ struct KernelRow {
     void (*test)(Check&);
 };
 
-// A table's main(): test_kernels [name] [--seed N] runs the rows whose name contains [name].
+// A table's main(): test_kernels [name] [--seed N] [--after ROW] [--limit S]
+//   name       run the rows whose name contains it
+//   --after    begin behind this row: a CUDA error ends the program, and a second call goes on
+//   --limit    end the program, by SIGALRM, where a row takes longer than S seconds
 inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows) {
-    // Read the row's name and the seed.
-    std::string filter;
+    // Read the rows' name, the seed, where to begin and a row's time.
+    std::string filter, after;
     uint64_t seed = 1; // the same test on each machine; test/check.sh draws others
+    unsigned limit = 0;
     for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--seed") && i + 1 < argc)
+        bool has_value = i + 1 < argc;
+        if (!strcmp(argv[i], "--seed") && has_value)
             seed = strtoull(argv[++i], nullptr, 10);
+        else if (!strcmp(argv[i], "--after") && has_value)
+            after = argv[++i];
+        else if (!strcmp(argv[i], "--limit") && has_value)
+            limit = unsigned(atoi(argv[++i]));
         else
             filter = argv[i];
     }
@@ -194,13 +212,22 @@ inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows
     // Run the rows, each from the same seed, so that one row alone repeats what it
     // did among the others.
     int passed = 0, failed = 0;
+    bool begun = after.empty();
     for (const KernelRow& row : rows) {
-        if (std::string(row.name).find(filter) == std::string::npos) continue;
+        bool runs = begun && std::string(row.name).find(filter) != std::string::npos;
+        begun = begun || row.name == after;
+        if (!runs) continue;
+
+        // Print the name first: where the program ends within the row, this line is the last.
+        printf("run %s\n", row.name);
+        fflush(stdout);
+        alarm(limit);
         Check c;
         c.random.seed(seed);
         c.row = row.name;
         auto start = std::chrono::steady_clock::now();
         row.test(c);
+        alarm(0);
         double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 
         bool good = c.failures == 0 && c.checks > 0;
@@ -209,6 +236,7 @@ inline int kernel_main(int argc, char** argv, const std::vector<KernelRow>& rows
         fflush(stdout);
         good ? passed++ : failed++;
     }
+    if (!begun) printf("no row is called %s\n", after.c_str());
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0 || passed == 0;
 }
