@@ -260,14 +260,24 @@ template <typename T> void elementwise(const char* type) {
 // The logits are read once and their gradient is written once, over them.
 template <typename T> void crossentropy(const char* type, size_t V) {
     size_t N = sized(8192), Vp = round_up(V, 128);
+    double bytes = 2.0 * double(N * V * sizeof(T));
+    std::string shape = text("%s (%zu,%zu)", type, N, V);
     Buffer<T> logits(N * Vp);
-    Buffer<float> losses(N);
+    Buffer<float> losses(N), max(N), sum(N), target(N);
     Integers targets(N, [&](size_t i) { return int(i * 7919 % V); });
-    memory_row("head", text("cross-entropy forward and backward %s (%zu,%zu)", type, N, V),
-               2.0 * double(N * V * sizeof(T)), [&] {
-                   crossentropy_forward_backward(losses.data, logits.data, targets.data, 1e-4f, N,
-                                                 V, Vp, STREAM);
-               });
+    memory_row("head", "cross-entropy forward and backward " + shape, bytes, [&] {
+        crossentropy_forward_backward(losses.data, logits.data, targets.data, 1e-4f, N, V, Vp,
+                                      STREAM);
+    });
+
+    // Ranks that share a vocabulary go in steps, between which they add up their sums.
+    memory_row("head", "cross-entropy in steps " + shape, bytes, [&] {
+        crossentropy_max_sum(max.data, sum.data, target.data, logits.data, targets.data, N, V, Vp,
+                             STREAM);
+        crossentropy_loss(losses.data, max.data, sum.data, target.data, targets.data, N, STREAM);
+        crossentropy_backward(logits.data, targets.data, max.data, sum.data, 1e-4f, N, V, Vp, 0,
+                              STREAM);
+    });
 }
 
 template <typename T> void head(const char* type) {
