@@ -61,10 +61,10 @@ entropy = -sum(w / sums[-1] * math.log(w / sums[-1]) for w in weights)
 print(f"tokens: 10M to train on, 1M to validate; a model that knows their frequencies has the loss {entropy:.2f}")
 END
 
-echo "missing there if missing here: $(ldd "$out/train_gpt2cu" | awk '{printf "%s%s", sep, $1; sep = " "}')"
+echo "train_gpt2cu needs$(readelf -d "$out/train_gpt2cu" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/ \1/p' | tr -d '\n')"
 echo "compare tok/s and loss of"
 echo "  (cd $out && ./train_gpt2cu -i tokens_train.bin -j tokens_val.bin -e d12 -b 32 -t 1024 -d 32768 -x 20 -l 0.0003" \
     "-q 1 -u 0 -c 0 -r 0 -v 1000000 -m 1 -s 0 -h 0)"
 echo "  build/train_gpt --device cuda --model gpt2 --precision bf16 --data $out/tokens_train.bin --val" \
     "$out/tokens_val.bin --seq 1024 --micro-batch 32 --batch-tokens 32768 --steps 20 --lr 0.0003 --schedule constant" \
-    "--warmup 0 --weight-decay 0 --eval-every 0 --eval-tokens 32768 --sample-every 0 --sample-tokens 0"
+    "--warmup 0 --weight-decay 0 --eval-every 0 --eval-tokens 32768 --sample-tokens 0"
