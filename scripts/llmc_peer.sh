@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# llm.c beside this trainer: build its train_gpt2cu, make tokens that both programs read, print the commands that compare.
+# llm.c beside this trainer: build its train_gpt2cu, make tokens that both read, print the commands that compare.
 # usage: scripts/llmc_peer.sh CHECKOUT OUT      CHECKOUT: a clone of github.com/karpathy/llm.c, which stays as it is
 #   SM=90   the GPU's architecture
 # Writes OUT/train_gpt2cu, OUT/tokens_train.bin and OUT/tokens_val.bin. Needs nvcc, make and python3, and no GPU: copy
@@ -10,8 +10,8 @@
 # Run: train_gpt2cu needs a driver and libcublasLt, which it looks for beside itself, in /usr/local/cuda/lib64 and in
 #   LD_LIBRARY_PATH. It runs in any folder. With -e d12 it draws GPT-2 124M's weights itself, with -s 0 it samples
 #   nothing, so that a missing gpt2_tokenizer.bin is a warning, and without -h 1 it asks for no HellaSwag.
-# Tokens: drawn from GPT-2's vocabulary by Zipf's law, so the loss of both programs falls from ln 50257 = 10.8 towards the
-#   entropy that is printed. Each program shuffles the windows in an order of its own.
+# Tokens: drawn from GPT-2's vocabulary by Zipf's law, so the loss of both programs falls from ln 50257 = 10.8 towards
+#   the entropy that is printed. Each program shuffles the windows in an order of its own.
 # Both: AdamW with betas 0.9 and 0.95, float masters, no decay, a constant learning rate, clipping at 1, nothing
 #   recomputed. llm.c keeps gradients in bf16, this trainer in float.
 set -eu
