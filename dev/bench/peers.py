@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """PyTorch on the shapes of dev/bench/kernels.cu and whole GPT-2 steps, on this GPU.
 
-usage: peers.py [attention|ops|gpt2|gpt2-xl] ...     one JSON object a line: part, what, rate, unit
+usage: peers.py [attention|ops|decode|fp8|experts|gpt2|gpt2-xl] ...
+Prints one JSON object a line: part, what, rate, unit. Useful bytes and FLOPs are counted as the head of
+kernels.cu says. What this PyTorch lacks it skips with its reason.
 Without PyTorch or a GPU it says so and leaves with status 0.
 """
 import json, statistics, sys
@@ -45,26 +47,102 @@ def random(*shape, dtype=torch.bfloat16, grad=False):
     return torch.randn(*shape, device=DEVICE, dtype=dtype).requires_grad_(grad)
 
 
+def attempt(part, what, useful, unit, f):
+    """A row, or why there is none."""
+    try:
+        row(part, what, useful / seconds(f) / (1e12 if unit == "TFLOP/s" else 1e9), unit)
+    except Exception as e:
+        print(f"skipped: {what}: {(str(e) or repr(e)).splitlines()[0]}", flush=True)
+
+
+def capped(T, cap):
+    """Causal attention whose scores have a soft cap."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=DEVICE)
+    flex = torch.compile(flex_attention)
+    cap_of = lambda s, b, h, i, j: cap * torch.tanh(s / cap)
+    return lambda q, k, v: flex(q, k, v, score_mod=cap_of, block_mask=mask, enable_gqa=True)
+
+
 def attention():
-    for B, T, NH, NKV, HS in [(16, 1024, 12, 12, 64), (4, 4096, 16, 16, 64), (2, 8192, 16, 16, 64),
-                              (16, 1024, 16, 16, 128), (4, 4096, 16, 16, 128), (2, 8192, 16, 16, 128),
-                              (2, 8192, 32, 8, 128), (1, 16384, 16, 16, 128), (4, 4096, 8, 8, 256)]:
-        pairs = B * NH * HS * T * T / 2
-        for name, backend in [("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)]:
+    causal = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                            enable_gqa=q.shape[1] != k.shape[1])
+    both = [("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)]
+    for B, T, NH, NKV, HS, HS_v, cap in [
+            (16, 1024, 12, 12, 64, 64, 0), (4, 4096, 16, 16, 64, 64, 0), (2, 8192, 16, 16, 64, 64, 0),
+            (16, 1024, 16, 16, 128, 128, 0), (4, 4096, 16, 16, 128, 128, 0), (2, 8192, 16, 16, 128, 128, 0),
+            (2, 8192, 32, 8, 128, 128, 0), (1, 16384, 16, 16, 128, 128, 0), (4, 4096, 8, 8, 256, 256, 0),
+            (2, 4096, 16, 16, 192, 128, 0), (1, 4096, 16, 8, 256, 256, 50)]:
+        pairs = B * NH * T * T / 2
+        q = random(B, NH, T, HS, grad=True)
+        k, v = random(B, NKV, T, HS, grad=True), random(B, NKV, T, HS_v, grad=True)
+        f = capped(T, cap) if cap else causal
+        for name, backend in [("flex", SDPBackend.MATH)] if cap else both:
             shape = f"{name} bf16 B={B} T={T} NH={NH} NKV={NKV} HS={HS}"
-            try:
-                q = random(B, NH, T, HS, grad=True)
-                k, v = random(B, NKV, T, HS, grad=True), random(B, NKV, T, HS, grad=True)
-                run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=NH != NKV)
-                with sdpa_kernel(backend):
-                    with torch.no_grad():
-                        row("attention", "attention forward " + shape, 4 * pairs / seconds(run) / 1e12, "TFLOP/s")
-                    out = run()
-                    dout = torch.randn_like(out)
-                    back = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-                    row("attention", "attention backward " + shape, 10 * pairs / seconds(back) / 1e12, "TFLOP/s")
-            except RuntimeError as e:
-                print(f"skipped: {shape}: {str(e).splitlines()[0]}")
+            shape += f" HS_v={HS_v}" * (HS_v != HS) + f" softcap={cap}" * (cap > 0)
+
+            def forward():
+                with torch.no_grad():
+                    f(q, k, v)
+
+            def backward():
+                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+            with sdpa_kernel(backend):
+                attempt("attention", "attention forward " + shape, pairs * (2 * HS + 2 * HS_v), "TFLOP/s", forward)
+                try:
+                    out = f(q, k, v)
+                except Exception:
+                    continue  # forward has said why
+                dout = torch.randn_like(out)
+                attempt("attention", "attention backward " + shape, pairs * (6 * HS + 4 * HS_v), "TFLOP/s", backward)
+
+
+def decode():
+    for B, Tk, NH, NKV, HS in [(16, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (16, 1024, 12, 12, 64)]:
+        q, cache = random(B, NH, 1, HS), random(B, Tk, 2, NKV, HS)
+        k, v = (x.transpose(1, 2) for x in cache.unbind(2))
+        for name, backend in [("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)]:
+            with sdpa_kernel(backend):
+                attempt("decode", f"attention {name} bf16 B={B} Tk={Tk} NH={NH} NKV={NKV} HS={HS}", 2 * cache.numel(),
+                        "GB/s", lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=NH != NKV))
+    OC, IC = 14336, 4096
+    w = random(OC, IC)
+    for N in (16, 1):
+        x = random(N, IC)
+        attempt("decode", f"product bf16 N={N} OC={OC} IC={IC}", 2 * (OC * IC + N * (OC + IC)), "GB/s",
+                lambda: F.linear(x, w))
+
+
+def fp8():
+    e4m3, e5m2, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+
+    @torch.compile
+    def cast(x):
+        scale = 448 / x.abs().amax().float()
+        return (x * scale).to(e4m3), 1 / scale
+
+    x = random(8192, 4096)
+    attempt("fp8", "cast tensor compiled (8192,4096)", 3 * x.numel(), "GB/s", lambda: cast(x))
+    one = torch.ones((), device=DEVICE)
+    for N, OC, IC in [(8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336)]:
+        for form, M, C, K, of_a, out in [("forward", N, OC, IC, e4m3, bf16), ("backward input", N, IC, OC, e5m2, bf16),
+                                         ("backward weight", OC, IC, N, e5m2, torch.float32)]:
+            a, b = random(M, K).to(of_a), random(C, K).to(e4m3)
+            attempt("fp8", f"{form} codes tensor N={N} OC={OC} IC={IC}", 2 * N * OC * IC, "TFLOP/s",
+                    lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out))
+
+
+def experts():
+    for N, K, E, C, H in [(4096, 2, 8, 4096, 14336), (8192, 8, 128, 2048, 768)]:
+        M = N * K
+        x, dout, w = random(M, C), random(M, H), random(E, H, C)
+        chosen = torch.rand(N, E, device=DEVICE).topk(K).indices.flatten()
+        ends = torch.bincount(chosen, minlength=E).cumsum(0).to(torch.int32)
+        for form, f in [("forward", lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends)),
+                        ("backward input", lambda: torch._grouped_mm(dout, w, offs=ends)),
+                        ("backward weight", lambda: torch._grouped_mm(dout.t(), x, offs=ends))]:
+            attempt("experts", f"{form} bf16 N={N} K={K} E={E} C={C} F={H}", 2 * M * C * H, "TFLOP/s", f)
 
 
 def ops():
@@ -87,7 +165,7 @@ def ops():
         def both():
             torch.autograd.grad(f(logits), logits)
         row("head", f"cross-entropy forward and backward compiled bf16 ({N},{V})",
-            3 * 2 * N * V / seconds(both) / 1e9, "GB/s")
+            2 * 2 * N * V / seconds(both) / 1e9, "GB/s")
     n = 256 << 20
     p = torch.nn.Parameter(random(n, dtype=torch.float32))
     p.grad = random(n, dtype=torch.float32)
@@ -145,7 +223,8 @@ def gpt2_step(name, L, NH, C, B, T=1024):
     row("step", f"{name} compiled, autocast bf16, fused AdamW, B={B} T={T}", B * T / s, "tokens/s")
 
 
-PARTS = {"attention": attention, "ops": ops, "gpt2": lambda: gpt2_step("gpt2", 12, 12, 768, 32),
+PARTS = {"attention": attention, "ops": ops, "decode": decode, "fp8": fp8, "experts": experts,
+         "gpt2": lambda: gpt2_step("gpt2", 12, 12, 768, 32),
          "gpt2-xl": lambda: gpt2_step("gpt2-xl", 48, 25, 1600, 8)}
 for part in sys.argv[1:] or PARTS:
     PARTS[part]()
