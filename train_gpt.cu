@@ -356,8 +356,8 @@ void run_training(Run& run, S where) {
     if (c.explain) return;
     check_plans_of_all_ranks(run, plans, t.model);
 
-    // Name the attention kernels, which depend on the GPU and on the heads; and the machines.
-    std::string kernels = attention_backend<T>(attention_shape(run.shape, 1, 1, 1), where);
+    // Name the kernels of attention, and the machines.
+    std::string kernels = context_attention_backend(t.rank_shape, run.layout, sizeof(T), where);
     std::string machines = machines_text(run.layout, find_machines(run));
     if (!kernels.empty() && is_first(run))
         printf("attention: %s\n", kernels.c_str());

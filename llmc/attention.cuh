@@ -371,18 +371,25 @@ size_t attention_scratch_bytes(const AttentionDims& d, int, cudaStream_t) {
                      d.B * d.NH * d.Tq * sizeof(float)});
 }
 
-// A line for the log: the kernels that a launcher chooses for aligned operands, and why
-// no faster ones.
-template <typename T>
-std::string attention_backend(const AttentionDims& d, cudaStream_t stream) {
-    if (!IS_BF16_OR_FP16<native_t<T>>) return "plain kernels, in float";
-    if (!mma_takes<T>(d))
-        return "plain kernels: tensor cores take heads of 8 to 256 channels, a multiple of 8, "
-               "not " + std::to_string(d.HS);
-    if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
-    if (hopper_takes<T>(d)) return "flash attention by wgmma";
-    return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels and "
-           "64 heads a group";
+// The kernels that a launcher chooses for aligned operands, and why no faster ones.
+inline std::string attention_backend(const AttentionDims& d, const AttentionCall& call,
+                                     cudaStream_t stream) {
+    // Ask what the launchers ask.
+    switch (attention_kernels(d, call, is_hopper(stream))) {
+    case AttentionKernels::WGMMA: return "flash attention by wgmma";
+    case AttentionKernels::MMA:
+        if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
+        return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels "
+               "and 64 heads a group";
+    case AttentionKernels::PLAIN: break;
+    }
+
+    // Say the first reason that holds.
+    if (call.element != 2) return "plain kernels, in float";
+    if (call.softcap) return "plain kernels: those of tensor cores have no soft cap";
+    if (call.sums) return "plain kernels: those of tensor cores add up no gradients in float";
+    return "plain kernels: tensor cores take heads of 8 to 256 channels, a multiple of 8, not " +
+           std::to_string(d.HS);
 }
 
 // Forward. T: float, bf16, fp16, __nv_bfloat16, __half. O: T or float.
@@ -414,9 +421,9 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
     } else {
         if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, Q> && std::is_same_v<T, K>) {
             // Tensor-core kernels overwrite their outputs. Only the plain ones add to dq, dk, dv.
-            if (is_hopper(stream) && !x.accumulate && hopper_takes(x, dq, dk, dv, out))
+            if (is_hopper(stream) && hopper_takes(x, dq, dk, dv, out))
                 return attention_hopper_backward(dq, dk, dv, out, lse, x, scratch, stream);
-            if (!x.accumulate && mma_takes(x, dq, dk, dv, out))
+            if (mma_takes(x, dq, dk, dv, out))
                 return attention_mma_backward(dq, dk, dv, out, lse, x, scratch, stream);
         }
         attention_plain_backward(dq, dk, dv, out, lse, x, scratch, stream);

@@ -450,23 +450,10 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // ----------------------------------------------------------------------------
 // launchers
 
-// Whether these kernels take the type and the sizes: strides of whole 16 bytes, v laid out as k.
-template <typename T>
-bool mma_takes(const AttentionDims& dims) {
-    AttentionDims d = completed(dims);
-    // cp.async moves 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements.
-    bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
-                d.k_batch % 8 == 0;
-    return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 256 && rows &&
-           values_lie_as_keys(d);
-}
-
-// Whether they take the operands too: 16-byte addresses, results in T. Backward can only overwrite.
-template <typename T, typename... Ps>
-bool mma_takes(const AttentionOperands<T>& x, const Ps*... ps) {
-    auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
-    return mma_takes<T>(x.d) && (std::is_same_v<T, Ps> && ...) && x.softcap == 0 &&
-           aligned(x.q, x.k, x.v, x.dout, ps...);
+// Whether these kernels take the operands and results.
+template <typename T, typename... Rs>
+bool mma_takes(const AttentionOperands<T>& x, const Rs*... results) {
+    return attention_kernels(x, false, results...) == AttentionKernels::MMA;
 }
 
 // Call f(D, MT, N): channels; 16 MT rows a warp; N keys in a tile of the forward pass.
@@ -535,7 +522,7 @@ void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
         return attention_mma_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out),
                                       lse, as_native(operands), scratch, stream);
     else {
-        LLMC_CHECK(mma_takes(operands, dq, dk, dv, out) && !operands.accumulate,
+        LLMC_CHECK(mma_takes(operands, dq, dk, dv, out),
                    "mma.sync's attention does not take these operands");
         RowOperands<T> x = {};
         const unsigned keys = mma_backward_keys(operands.d.HS);

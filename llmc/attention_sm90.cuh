@@ -76,7 +76,6 @@ template <int D> constexpr int CHUNKS = (D + 63) / 64; // of 64 channels, in a r
 // two parts of 64 x 64, so each warpgroup computes one part of dQ.
 template <int D> constexpr int BACKWARD_ROWS = D > 64 ? 64 : 128;
 constexpr int PARTS = 2;
-constexpr size_t MOST_HEADS = 64; // in a group: they fit a tile of either size
 
 #if HOPPER_PASS
 // ----------------------------------------------------------------------------
@@ -1046,24 +1045,10 @@ inline unsigned rows_in_use(const AttentionDims& d, int tile) { // a whole numbe
     return unsigned(tile) / group * group;
 }
 
-// Whether these kernels take the type and the sizes: strides of whole 16 bytes, v laid out as k, a
-// group that fits a tile.
-template <typename T>
-bool hopper_takes(const AttentionDims& dims) {
-    AttentionDims d = completed(dims);
-    // TMA's strides are multiples of 16 bytes, 8 elements.
-    bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
-                d.k_batch % 8 == 0;
-    return IS_BF16_OR_FP16<native_t<T>> && d.HS % 8 == 0 && d.HS <= 128 && rows &&
-           values_lie_as_keys(d) && d.NH / d.NKV <= MOST_HEADS;
-}
-
-// Whether they take the operands too: 16-byte addresses, results in T. Backward can only overwrite.
-template <typename T, typename... Ps>
-bool hopper_takes(const AttentionOperands<T>& x, const Ps*... ps) {
-    auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
-    return hopper_takes<T>(x.d) && (std::is_same_v<T, Ps> && ...) && x.softcap == 0 &&
-           aligned(x.q, x.k, x.v, x.dout, ps...);
+// Whether these kernels take the operands and results.
+template <typename T, typename... Rs>
+bool hopper_takes(const AttentionOperands<T>& x, const Rs*... results) {
+    return attention_kernels(x, true, results...) == AttentionKernels::WGMMA;
 }
 
 // Set up the operands in the tiles of one pass. Returns the bytes of scratch.
@@ -1175,7 +1160,7 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         attention_hopper_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out), lse,
                                   as_native(operands), scratch, stream);
     } else {
-        LLMC_CHECK(hopper_takes(operands, dq, dk, dv, out) && !operands.accumulate,
+        LLMC_CHECK(hopper_takes(operands, dq, dk, dv, out),
                    "Hopper's attention does not take these operands");
         HopperOperands<T> x = {};
         hopper_operands(x, operands, scratch, true);

@@ -574,7 +574,8 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
 }
 
 // For the log: on the CPU there is no choice of kernels.
-template <typename T>
-std::string attention_backend(const AttentionDims&, Cpu) { return ""; }
+inline std::string attention_backend(const AttentionDims&, const AttentionCall&, Cpu) {
+    return "";
+}
 
 } // namespace llmc

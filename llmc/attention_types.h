@@ -53,6 +53,37 @@ inline bool values_lie_as_keys(const AttentionDims& dims) {
 }
 
 // ----------------------------------------------------------------------------
+// the kernels of a GPU
+
+// Three sets, the slowest first: attention.cuh's own, attention_sm80.cuh's, attention_sm90.cuh's.
+enum class AttentionKernels { PLAIN, MMA, WGMMA };
+
+// A call's demands on its kernels, beside its sizes.
+struct AttentionCall {
+    size_t element;       // bytes of an element of q, k and v
+    bool softcap = false;
+    bool sums = false;    // results in float, or added to what is there
+};
+constexpr size_t MOST_HEADS = 64; // in a group, on Hopper: they fit a tile of either size
+
+// Return the fastest kernels that take a call whose operands begin at multiples of 16 bytes.
+inline AttentionKernels attention_kernels(const AttentionDims& dims, const AttentionCall& call,
+                                          bool hopper) {
+    // Tensor cores take 16 bits, and their kernels neither cap scores nor keep sums.
+    AttentionDims d = completed(dims);
+    if (call.element != 2 || call.softcap || call.sums)
+        return AttentionKernels::PLAIN;
+
+    // Copies take 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements.
+    bool rows = d.q_stride % 8 == 0 && d.k_stride % 8 == 0 && d.q_batch % 8 == 0 &&
+                d.k_batch % 8 == 0;
+    if (d.HS % 8 != 0 || d.HS > 256 || !rows || !values_lie_as_keys(d))
+        return AttentionKernels::PLAIN;
+    bool fits = d.HS <= 128 && d.NH / d.NKV <= MOST_HEADS;
+    return hopper && fits ? AttentionKernels::WGMMA : AttentionKernels::MMA;
+}
+
+// ----------------------------------------------------------------------------
 // operands, read by the CPU and by kernels
 
 // The operands of one call. Positions count within the whole sequence, not within this rank's rows,
@@ -124,6 +155,17 @@ AttentionOperands<T> completed(AttentionOperands<T> x) {
     if (x.scale == 0)
         x.scale = 1 / std::sqrt(acc_t<T>(x.d.HS));
     return x;
+}
+
+// Return the fastest kernels that take these operands and results.
+template <typename T, typename... Rs>
+AttentionKernels attention_kernels(const AttentionOperands<T>& x, bool hopper,
+                                   const Rs*... results) {
+    auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
+    if (!aligned(x.q, x.k, x.v, x.dout, results...))
+        return AttentionKernels::PLAIN;
+    bool sums = x.accumulate || !(std::is_same_v<T, Rs> && ...);
+    return attention_kernels(x.d, {sizeof(T), x.softcap != 0, sums}, hopper);
 }
 
 // Store x, or add it: *to = or += x.

@@ -5,6 +5,8 @@
 //   it. The checksum of each block stays in memory. A block that comes back changed is an error.
 //     disk_read, disk_write   move any range now: initial weights, checkpoints
 //     disk_start              starts to move a range by the file's threads; disk_finish() waits
+//   Beside a device each thread copies through pinned memory, in a stream of its own, so threads
+//   wait neither for each other nor for copies of the driver's.
 //   Functions that return a text return "" or one line that says what is wrong.
 #pragma once
 #include <fcntl.h>
@@ -32,10 +34,21 @@ constexpr size_t DISK_BLOCK = size_t(1) << 20; // bytes that move at a time
 constexpr size_t DISK_ALIGN = 4096;            // O_DIRECT: of addresses, offsets and lengths
 constexpr int DISK_THREADS = 4;                // blocks in flight at once
 
-// Memory for one block, aligned for O_DIRECT.
-struct DiskBuffer {
-    unsigned char* bytes = static_cast<unsigned char*>(aligned_alloc(DISK_ALIGN, DISK_BLOCK));
-    ~DiskBuffer() { free(bytes); }
+// A thread's memory for one block, pinned beside a device and aligned for O_DIRECT, and its stream.
+template <typename S> struct DiskLane {
+    static constexpr size_t ROOM = DISK_BLOCK + DISK_ALIGN;
+    S stream;
+    void* room;
+    unsigned char* bytes; // (DISK_BLOCK) in room
+    explicit DiskLane(S where) : stream(open_stream(where)), room(host_memory(ROOM, where)) {
+        LLMC_USER_CHECK(room, "--offload-to: no memory for a block of %zu bytes", DISK_BLOCK);
+        bytes = reinterpret_cast<unsigned char*>(round_up(uintptr_t(room), uintptr_t(DISK_ALIGN)));
+    }
+    DiskLane(const DiskLane&) = delete;
+    ~DiskLane() {
+        host_free(room, ROOM, stream);
+        close_stream(stream);
+    }
 };
 
 // The file, and the threads that move its blocks.
@@ -46,7 +59,7 @@ struct Disk {
     std::vector<uint32_t> sums; // [block]
     std::vector<char> written;  // [block]; a block that was never written reads as zero
 
-    typedef std::function<void(DiskBuffer&)> Job;
+    typedef std::function<void(std::shared_ptr<void>& lane)> Job; // a thread's first job makes it
     std::deque<Job> jobs;
     bool ends = false;
     std::mutex lock;
@@ -70,7 +83,7 @@ struct Disk {
 
 // One thread's life: take jobs until the disk ends.
 inline void disk_thread(Disk& d) {
-    DiskBuffer buffer;
+    std::shared_ptr<void> lane;
     for (std::unique_lock hold(d.lock);;) {
         // Sleep until there is something to do.
         d.changed.wait(hold, [&] { return d.ends || !d.jobs.empty(); });
@@ -80,7 +93,7 @@ inline void disk_thread(Disk& d) {
 
         // Release the lock, so that others take jobs while this one runs.
         hold.unlock();
-        job(buffer);
+        job(lane);
         hold.lock();
     }
 }
@@ -230,47 +243,49 @@ void for_each_block(size_t offset, size_t bytes, F f) {
     }
 }
 
-// Move one part of a block; the rest of the block keeps its bytes.
-template <typename S>
-std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, DiskBuffer& buffer,
-                      S where) {
+// Move one part of a block; the rest of the block keeps its bytes. ready() waits until
+// the copy may begin.
+template <typename S, typename F>
+std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, DiskLane<S>& lane,
+                      F ready) {
     // To write part of a block, read the rest of it first.
-    unsigned char* there = buffer.bytes + part.within;
+    unsigned char* there = lane.bytes + part.within;
     std::string wrong;
     if (way == Way::FROM_DISK || part.bytes < DISK_BLOCK)
-        wrong = read_block(d, part.block, buffer.bytes);
+        wrong = read_block(d, part.block, lane.bytes);
     if (!wrong.empty()) return wrong;
 
+    // The copy is over when this returns: the next part uses the same buffer.
+    ready();
     if (way == Way::FROM_DISK) {
-        copy_in(memory, there, part.bytes, where);
-        wait_for(where); // the next part uses the same buffer
+        copy_in(memory, there, part.bytes, lane.stream);
+        wait_for(lane.stream);
         return "";
     }
-    // A copy from a device waits for the stream, so the kernels that wrote the memory are done.
-    copy_out(there, memory, part.bytes, where);
-    return write_block(d, part.block, buffer.bytes);
+    copy_out(there, memory, part.bytes, lane.stream);
+    return write_block(d, part.block, lane.bytes);
 }
 
 // Move a range of the file now, to or from the host's memory.
 inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
-    DiskBuffer buffer;
+    DiskLane<Cpu> lane(Cpu{});
     std::string wrong;
     // Stop at the first faulty block.
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
         unsigned char* memory = static_cast<unsigned char*>(to) + at;
         if (wrong.empty())
-            wrong = move_part(d, Way::FROM_DISK, memory, part, buffer, Cpu{});
+            wrong = move_part(d, Way::FROM_DISK, memory, part, lane, [] {});
     });
     return wrong;
 }
 inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t bytes) {
     // move_part() moves both ways, so it takes a pointer to non-const, but here it only reads.
-    DiskBuffer buffer;
+    DiskLane<Cpu> lane(Cpu{});
     std::string wrong;
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
         auto* memory = const_cast<unsigned char*>(static_cast<const unsigned char*>(from)) + at;
         if (wrong.empty())
-            wrong = move_part(d, Way::TO_DISK, memory, part, buffer, Cpu{});
+            wrong = move_part(d, Way::TO_DISK, memory, part, lane, [] {});
     });
     return wrong;
 }
@@ -282,21 +297,30 @@ inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t b
 struct DiskMove {
     size_t left = 0; // blocks in flight or waiting
     std::string wrong;
+    std::function<void()> ready; // waits until copies may begin
+    std::once_flag waited;       // one thread has waited for all
 };
 
 // Add a range to a move. Each block is a job. `memory` belongs to the move until the move is over.
+// Copies begin once `where` has done what it was given before the move's first range.
 template <typename S>
 void disk_start(Disk& d, const std::shared_ptr<DiskMove>& move, Way way, void* memory,
                 size_t offset, size_t bytes, S where) {
     // Tell the threads which device to use: a new thread uses the first one.
     int device = current_device(where);
+    if (!move->ready)
+        move->ready = [point = record_point(where)] { wait_here(point); };
     std::lock_guard hold(d.lock);
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
         unsigned char* here = static_cast<unsigned char*>(memory) + at;
         move->left++;
-        d.jobs.push_back([=, &d](DiskBuffer& buffer) {
+        d.jobs.push_back([=, &d](std::shared_ptr<void>& lane) {
+            // A copy must not begin before the work that used these bytes is over.
             use_device(device, where);
-            std::string wrong = move_part(d, way, here, part, buffer, where);
+            if (!lane) lane = std::make_shared<DiskLane<S>>(where);
+            auto ready = [&] { std::call_once(move->waited, move->ready); };
+            auto& mine = *static_cast<DiskLane<S>*>(lane.get());
+            std::string wrong = move_part(d, way, here, part, mine, ready);
 
             // The last block wakes the waiter.
             std::lock_guard hold(d.lock);

@@ -1,7 +1,7 @@
 // expert_exchange.h - expert parallelism that sends a token only where it goes - arXiv:2101.03961
 //   A token's row travels once to each rank that has an expert the token chose, however many of
 //   that rank's experts want it. Counts are whatever the router makes them, zero included.
-//   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each one knows what
+//   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each one lists what
 //               the others send: no message carries counts
 //   2. SEND     this rank's rows to each rank that wants them              all-to-all, unequal
 //               beside the ffn for all tokens, if the block has one (expert_parallel.h)
@@ -13,76 +13,74 @@
 //   A token's K experts among E lie on D(K) ranks. A rank sends N (D(K) - own) rows where gather
 //   sends (ep-1) N: with even loads, the share 1 - (E-E/ep choose K) / (E choose K) of them.
 //   Room is planned for all rows, so no routing can fail: 2 ep N C elements more than the gathered
-//   form. On a GPU the host reads the choices before it sends, and waits for them.
+//   form. On a GPU the host reads the counts before it sends, and waits for them. One launch packs
+//   a message's rows, and one puts them in their places.
 #pragma once
 #include <algorithm>
 #include <vector>
+#include "moe.cuh"
 #include "tensor_parallel.h"
 
 namespace llmc {
 
-// The choices of all ranks, where the host can read them.
-struct HostChoices {
-    const int* ids;         // (ep,N,K)
-    std::vector<int> copy;  // on a GPU: what `ids` points to
-    size_t N, K, experts;   // tokens of a rank, experts of a token and of a rank
+// The tokens that travel between this rank and the others, on the device.
+struct TravelLists {
+    int* leaving;  // (ep,N) this rank's tokens that rank r wants
+    int* arriving; // (ep,N) rank r's tokens that this rank wants
+    int* counts;   // (2,ep) how many of each list
 };
-// Return the choices; on a GPU the host waits for them.
+// Return the bytes of the workspace that they take.
+inline size_t travel_bytes(size_t ranks, size_t N) { return 2 * ranks * (N + 1) * sizeof(int); }
+
+// List the tokens. The lists are good until the workspace's next use.
 template <typename S>
-HostChoices host_choices(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
-    // On the CPU, use the choices in place; from a GPU, copy them and wait.
+TravelLists list_tokens(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
+    size_t ranks = size_t(ctx.ep.size);
     size_t N = routed_rows(ctx);
     size_t K = ctx.shape.K;
-    HostChoices c = {ids, {}, N, K, ctx.shape.E / ctx.shape.expert_ranks};
-    if constexpr (!std::is_same_v<S, Cpu>) {
-        c.copy.resize(size_t(ctx.ep.size) * N * K);
-        copy_out(c.copy.data(), ids, c.copy.size() * sizeof(int), ctx.where);
-        wait_for(ctx.where);
-        c.ids = c.copy.data();
-    }
-    return c;
-}
+    LLMC_CHECK(travel_bytes(ranks, N) <= ctx.blas.scratch_bytes,
+               "lists of %zu tokens on %zu ranks do not fit the %zu bytes that the plan gave them",
+               N, ranks, ctx.blas.scratch_bytes);
+    int* leaving = static_cast<int*>(ctx.blas.scratch);
+    int* arriving = leaving + ranks * N;
+    int* counts = arriving + ranks * N;
 
-// Whether a token chose an expert of rank `server`; rank `owner` has the token.
-inline bool is_wanted(const HostChoices& c, size_t owner, size_t token, size_t server) {
-    const int* chosen = c.ids + (owner * c.N + token) * c.K;
-    // Rank r has `experts` experts, from r * experts on.
-    auto lies_there = [&](int e) { return size_t(e) / c.experts == server; };
-    return std::any_of(chosen, chosen + c.K, lies_there);
-}
-
-// Call f(first, count, before) for each run of neighbouring tokens of `owner` that `server` wants;
-// `before` counts the wanted tokens ahead of the run. Returns the number of wanted tokens.
-template <typename F>
-size_t for_each_wanted(const HostChoices& c, size_t owner, size_t server, F f) {
     // Both ends of a message walk over the same choices, so they agree.
-    size_t wanted = 0;
-    for (size_t n = 0; n < c.N;) {
-        // Extend the run as far as it goes: neighbours are copied together.
-        size_t first = n;
-        while (n < c.N && is_wanted(c, owner, n, server)) n++;
-        size_t count = n - first;
-        if (count) f(first, count, wanted);
-        wanted += count;
-        n += count == 0;
-    }
-    return wanted;
+    TokenLists of = {ranks, N, K, ctx.shape.E / ranks, 0};
+    const int* mine = ids + size_t(ctx.ep.rank) * N * K;
+    list_tokens(leaving, counts, mine, of, ctx.where);
+    of.stride = N * K;
+    of.only = ctx.ep.rank;
+    list_tokens(arriving, counts + ranks, ids, of, ctx.where);
+    return {leaving, arriving, counts};
 }
 
-// Pack the wanted rows side by side; or, with `back`, put them at their tokens' places.
-// Returns their number.
+// How many rows go to each rank and come from it.
+struct TravelCounts {
+    std::vector<int> leaving, arriving; // [rank]
+};
+// Return the counts; on a GPU the host waits for them.
+template <typename S>
+TravelCounts read_counts(Ctx<S>& ctx, const TravelLists& lists) {
+    size_t ranks = size_t(ctx.ep.size);
+    std::vector<int> all(2 * ranks);
+    copy_out(all.data(), lists.counts, all.size() * sizeof(int), ctx.where);
+    auto second = all.begin() + long(ranks);
+    return {{all.begin(), second}, {second, all.end()}};
+}
+
+// Pack the rows of listed tokens side by side, and put them back at their tokens' places.
 template <typename T, typename S>
-size_t pack_wanted(Ctx<S>& ctx, T* packed, T* rows, const HostChoices& c, // (n,C) (N,C)
-                   size_t owner, size_t server, bool back) {
-    // Each run of neighbours is one copy.
+void pack_rows(Ctx<S>& ctx, T* packed, const T* rows, const int* tokens, const int* count, // (n,C)
+               int n) {
     size_t C = ctx.shape.C;
-    size_t bytes = C * sizeof(T);
-    return for_each_wanted(c, owner, server, [&](size_t first, size_t count, size_t before) {
-        // The packed side has no gaps.
-        T* there = packed + before * C;
-        T* here = rows + first * C;
-        copy_rows(back ? here : there, bytes, back ? there : here, bytes, bytes, count, ctx.where);
-    });
+    if (n) gather_slots(packed, rows, tokens, count, size_t(n), 1, C, ctx.where);
+}
+template <typename T, typename S>
+void place_rows(Ctx<S>& ctx, T* rows, const T* packed, const int* tokens, const int* count, // (N,C)
+                int n) {
+    size_t C = ctx.shape.C;
+    if (n) scatter_slots(rows, packed, tokens, count, size_t(n), 1, C, ctx.where);
 }
 
 // The two halves of the exchange's scratch.
@@ -119,7 +117,8 @@ template <typename T, typename S> struct TokensComing {
     bool travel = false;      // false: they are there
     Pending<S> pending = {};
     T* places = nullptr;      // (ep,N,C) `all`, if the rows arrive packed
-    HostChoices choices = {}; // that say where packed rows belong
+    const int* ids = nullptr; // (ep,N,K) the choices that say where packed rows belong
+    std::vector<int> counts = {}; // [rank] packed rows
 };
 
 // Start to send this rank's rows to the ranks that want them, and to receive those that it wants.
@@ -127,40 +126,44 @@ template <typename T, typename S>
 TokensComing<T, S> send_tokens(Ctx<S>& ctx, T* all, const T* rows, // (ep,N,C) (N,C)
                                const int* ids) {                   // (ep,N,K)
     // Copy this rank's own rows: they need no message.
-    HostChoices c = host_choices(ctx, ids);
     size_t me = size_t(ctx.ep.rank);
+    size_t N = routed_rows(ctx);
     size_t C = ctx.shape.C;
-    size_t part = c.N * C;
-    T* mine = all + me * part;
-    copy_rows(mine, C * sizeof(T), rows, C * sizeof(T), C * sizeof(T), c.N, ctx.where);
+    size_t part = N * C;
+    copy_rows(all + me * part, C * sizeof(T), rows, C * sizeof(T), C * sizeof(T), N, ctx.where);
 
-    // Pack the rows to send, and count the rows to receive.
+    // Pack the rows to send.
+    TravelLists lists = list_tokens(ctx, ids);
+    TravelCounts n = read_counts(ctx, lists);
     std::vector<CommMessage> messages;
-    auto no_copy = [](size_t, size_t, size_t) {};
     for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
         if (r == me) continue;
         T* sent = sent_rows<T>(ctx) + r * part;
         T* received = received_rows<T>(ctx) + r * part;
-        add_rows(messages, sent, pack_wanted(ctx, sent, mine, c, me, r, false), C, r, true);
-        add_rows(messages, received, for_each_wanted(c, r, me, no_copy), C, r, false);
+        pack_rows(ctx, sent, rows, lists.leaving + r * N, lists.counts + r, n.leaving[r]);
+        add_rows(messages, sent, size_t(n.leaving[r]), C, r, true);
+        add_rows(messages, received, size_t(n.arriving[r]), C, r, false);
     }
 
     // Leave once the rows are packed, on the stream beside.
     wait_point(record_point(ctx.where), ctx.beside);
     int count = int(messages.size());
     Pending<S> pending = start_exchange(ctx.ep, messages.data(), count, ctx.beside);
-    return {all, true, std::move(pending), all, std::move(c)};
+    return {all, true, std::move(pending), all, ids, std::move(n.arriving)};
 }
 
 // Put the received rows at their tokens' places.
 template <typename T, typename S>
 void place_tokens(Ctx<S>& ctx, const TokensComing<T, S>& coming) {
-    size_t part = coming.choices.N * ctx.shape.C;
-    size_t me = size_t(ctx.ep.rank);
-    for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
-        if (r == me) continue;
-        T* received = received_rows<T>(ctx) + r * part;
-        pack_wanted(ctx, received, coming.places + r * part, coming.choices, r, me, true);
+    // List the tokens again: the workspace has served others since they left.
+    TravelLists lists = list_tokens(ctx, coming.ids);
+    size_t ranks = size_t(ctx.ep.size);
+    size_t N = routed_rows(ctx);
+    size_t part = N * ctx.shape.C;
+    for (size_t r = 0; r < ranks; r++) {
+        if (r == size_t(ctx.ep.rank)) continue;
+        place_rows(ctx, coming.places + r * part, received_rows<T>(ctx) + r * part,
+                   lists.arriving + r * N, lists.counts + ranks + r, coming.counts[r]);
     }
 }
 
@@ -168,21 +171,24 @@ void place_tokens(Ctx<S>& ctx, const TokensComing<T, S>& coming) {
 // and add up those of this rank's rows. `partial` is overwritten.
 template <typename T, typename S>
 void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (ep,N,C) (ep,N,K)
-    HostChoices c = host_choices(ctx, ids);
+    TravelLists lists = list_tokens(ctx, ids);
+    TravelCounts n = read_counts(ctx, lists);
+    size_t ranks = size_t(ctx.ep.size);
     size_t me = size_t(ctx.ep.rank);
+    size_t N = routed_rows(ctx);
     size_t C = ctx.shape.C;
-    size_t part = c.N * C;
+    size_t part = N * C;
 
     // Pack the rows of each owner. Each server returns the rows that it was sent.
     std::vector<CommMessage> messages;
-    auto no_copy = [](size_t, size_t, size_t) {};
-    for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
+    for (size_t r = 0; r < ranks; r++) {
         if (r == me) continue;
         T* sent = sent_rows<T>(ctx) + r * part;
         T* received = received_rows<T>(ctx) + r * part;
-        size_t leaving = pack_wanted(ctx, sent, partial + r * part, c, r, me, false);
-        add_rows(messages, sent, leaving, C, r, true);
-        add_rows(messages, received, for_each_wanted(c, me, r, no_copy), C, r, false);
+        pack_rows(ctx, sent, partial + r * part, lists.arriving + r * N, lists.counts + ranks + r,
+                  n.arriving[r]);
+        add_rows(messages, sent, size_t(n.arriving[r]), C, r, true);
+        add_rows(messages, received, size_t(n.leaving[r]), C, r, false);
     }
     int count = int(messages.size());
     send_beside(ctx, [&](S beside) { exchange(ctx.ep, messages.data(), count, beside); });
@@ -190,12 +196,13 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
     // Overwrite the other ranks' rows, which are sent, with what came back for this rank's rows. A
     // rank that was sent nothing adds zero.
     std::vector<const void*> parts;
-    for (size_t r = 0; r < size_t(ctx.ep.size); r++) {
+    for (size_t r = 0; r < ranks; r++) {
         T* rows = partial + r * part;
         parts.push_back(rows);
         if (r == me) continue;
         device_zero(rows, part * sizeof(T), ctx.where);
-        pack_wanted(ctx, received_rows<T>(ctx) + r * part, rows, c, me, r, true);
+        place_rows(ctx, rows, received_rows<T>(ctx) + r * part, lists.leaving + r * N,
+                   lists.counts + r, n.leaving[r]);
     }
     void* sum = out;
     reduce_ranks<T, false>(&sum, 1, parts.data(), ctx.ep.size, part, ctx.where);

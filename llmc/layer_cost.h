@@ -8,7 +8,8 @@
 //                 bytes of casting both operands of each / H. The head stays wide
 //     attention   4 N keys Q / P, Q channels of queries; T/2 keys on average and half a tile, 2.5
 //                 times as much backward. A ring takes keys in pieces, at 90% of the rate:
-//                 ring-flash-attention's README, zigzag. Short chunks of cp waste more of a tile
+//                 ring-flash-attention's README, zigzag. Short chunks of cp waste more of a tile.
+//                 At the rate of plain kernels where attention.cuh runs these, 5 times backward
 //     the rest    bytes of norms, residuals and activation functions / H, on a CPU / a rate that
 //                 is measured apart: its exponentials take longer than their bytes
 //     a block     max(products + attention + rest, tau), and the collectives that it waits for
@@ -92,6 +93,7 @@ struct CostModel {
     Machine machine;
     size_t element = 2; // bytes of a weight
     bool tiled_attention = true;
+    bool plain_attention = true; // some calls run plain kernels; false: tensor cores take all
     bool redoes_all = false;   // R runs all of a block's forward pass
     bool cuts_messages = false; // each tp rank sends its part of the rows to the next stage
     double tensor_shown = 1; // the share of a block's tp messages that its products do not hide
@@ -268,22 +270,51 @@ inline double tiled_keys(const Plan& p, size_t window) {
     return std::min(seen + masked, T);
 }
 
-// Attention in a block: the seconds of its kernels, and the bytes of scores if these are stored.
+// The share of attention's rate that is left where a ring takes keys in pieces.
+constexpr double RING_RATE = 0.9;
+
+// Whether plain kernels run a pass of attention.
+inline bool is_plain(const CostModel& c, const Plan& p, const Shape& s, bool backward) {
+    if (!c.plain_attention) return false;
+    AttentionCall call = attention_call(s, p.layout, c.element, backward);
+    // On a CPU, tiles take all but soft caps (attention_tiled.cuh).
+    if (c.machine.sms == 1) return call.softcap;
+    AttentionDims d = context_attention_shape(s, p.layout, p.B, p.T);
+    return attention_kernels(d, call, false) == AttentionKernels::PLAIN;
+}
+
+// Work of attention's backward pass, as a multiple of the forward pass's two products. It has five.
+// Plain kernels make two of them twice, and the other three for masked keys too, of which there are
+// as many as of the others.
+constexpr double FLASH_BACKWARD = 2.5, PLAIN_BACKWARD = 5;
+
+// Return the seconds of a pass whose forward products are `flops`.
+inline double attention_seconds(const CostModel& c, const Plan& p, const Shape& s, double flops,
+                                bool backward) {
+    if (is_plain(c, p, s, backward))
+        return (backward ? PLAIN_BACKWARD : 1) * flops / c.machine.plain_rate();
+    bool pieces = p.layout.cp.size > 1 && p.layout.cp_method == ContextMethod::RING;
+    double rate = c.machine.attention_rate(c.element) * (pieces ? RING_RATE : 1);
+    return (backward ? FLASH_BACKWARD : 1) * flops / rate;
+}
+
+// Attention in a pass of a block: the seconds of its kernels, and the bytes of stored scores.
 struct AttentionCost { double seconds, bytes; };
-inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s,
-                                     int layer) {
+inline AttentionCost block_attention(const CostModel& c, const Plan& p, const Shape& s, int layer,
+                                     bool backward) {
     double heads = double(s.NH) / p.layout.tp.size;
     double rows = p.rows();
     if (c.tiled_attention) {
         double flops = 4 * rows * tiled_keys(p, window_of(s, layer)) * heads * s.HS;
-        return {flops / c.machine.attention_rate(c.element), 0};
+        return {attention_seconds(c, p, s, flops, backward), 0};
     }
 
     // Count stored scores: they are made whole, and pass through mask, softmax and dropout.
     double T = p.T;
+    double passes = backward ? 2 : 1;
     double whole = 4 * rows * T * heads * s.HS;
     double bytes = 5.0 * c.element * heads * rows * T;
-    return {1.3 * whole / c.machine.gemm_rate(c.element), bytes};
+    return {passes * 1.3 * whole / c.machine.gemm_rate(c.element), passes * bytes};
 }
 
 // Return the bytes that a block's norms, residual sums, biases, rotations and activation functions
@@ -306,9 +337,6 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     return e * ((10 * stream + slots) * s.C + N * (2 * heads + 3 * F) / tp);
 }
 
-// The share of attention's rate that is left where a ring takes keys in pieces.
-constexpr double RING_RATE = 0.9;
-
 // Return the seconds that a ring of keys waits: its hops carry those of all sequences. A hop hides
 // behind attention to the keys that are there, as far as both can run at once; forward, the last of
 // n pieces has no hop beside it. Backward, gradients follow their keys one hop later and go one hop
@@ -319,7 +347,7 @@ inline double ring_seconds(const CostModel& c, const Plan& p, const Shape& s, in
     double hops = ring.n - 1 + (backward ? 2 : 0);
     double wait = hops * ring.message(0) + sent / ring.message_rate();
     double last = backward ? ring.message(double(keys.backward - keys.forward) / ring.n) : 0;
-    double attention = block_attention(c, p, s, layer).seconds * (backward ? 2.5 : 1) / RING_RATE;
+    double attention = block_attention(c, p, s, layer, backward).seconds;
     double beside = backward ? 1 : double(ring.n - 1) / ring.n;
     double hidden = std::min(wait - last, beside * attention);
     return wait - (1 - c.machine.contention) * hidden;
@@ -427,18 +455,17 @@ inline AttentionCost cached_attention(const CostModel& c, const Plan& p, const S
     double flops = 4 * double(p.rows()) * seen * double(mine.NH * mine.HS);
     double elements = double(p.B) * seen * double(cached_elements(mine));
     double reading = double(c.element) * elements / c.machine.memory_rate();
-    return {std::max(flops / c.machine.attention_rate(c.element), reading), 0};
+    return {std::max(attention_seconds(c, p, s, flops, false), reading), 0};
 }
 
 // Return the parts of a block's forward pass, or of its backward pass.
 inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
                            bool backward) {
     Shape s = layer_shape(model.shape, layer);
-    AttentionCost attention = block_attention(c, p, s, layer);
+    AttentionCost attention = block_attention(c, p, s, layer, backward);
     // A row of each sequence reads what generation has kept.
     bool cached = p.mode == Mode::GENERATE && p.T == 1;
     if (cached) attention = cached_attention(c, p, s, layer);
-    double bytes = block_bytes(c, p, s) + attention.bytes;
     Times t = block_messages(c, p, model, layer, backward);
     t.products = block_products(c, p, model, layer);
     if (backward) t.products += block_products(c, p, model, layer, true);
@@ -448,11 +475,10 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     // Rounds make gate and up again, and for W also what leads to their gradients.
     if (backward && s.E && s.expert_rounds > 1)
         t.products += 5.0 / 3 * block_products(c, p, model, layer, false, true);
-    bool pieces = p.layout.cp.size > 1 && p.layout.cp_method == ContextMethod::RING;
-    if (pieces) attention.seconds /= RING_RATE;
-    t.attention = attention.seconds * (!backward ? 1 : c.tiled_attention ? 2.5 : 2);
+    t.attention = attention.seconds;
+    double bytes = (backward ? 2 : 1) * block_bytes(c, p, s) + attention.bytes;
     double dequantised = dequantised_bytes(c, p, model, layer);
-    t.memory = (bytes * (backward ? 2 : 1) + dequantised) / c.machine.elementwise_rate();
+    t.memory = (bytes + dequantised) / c.machine.elementwise_rate();
     if (backward) t.memory += accumulate_seconds(c, model, layer);
 
     // Add the host's launches, as far as the device's work does not hide them.

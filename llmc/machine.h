@@ -34,8 +34,8 @@ struct Machine {
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
-    // Shares of the rates above that runs reach: products, attention, memory, links, NICs. There is
-    // one more below, `elementwise`.
+    // Shares of the rates above that runs reach: products, attention, memory, links, NICs. Two more
+    // are below, `elementwise` and `plain`.
     double gemm, attention, memory, link, nic;
     double latency_us = 40; // of a collective
     double launch_us = 8;   // of the host, for a block's forward pass
@@ -50,6 +50,10 @@ struct Machine {
     // carry messages too.
     double contention = 0;
     double elementwise = 0; // share of memory's rate that norms and activations reach; 0: `memory`
+    // Share of `single_tf` that attention's plain kernels reach. Two reads of shared memory for
+    // each multiply-add leave 32 FLOPs a clock of an SM's 256 (an A100's 128), and waits leave two
+    // thirds of these, a guess. Of a CPU's loops for soft caps: measured on two cores.
+    double plain = 0.08;
     double message_us = 20; // of one message to a neighbour, between stages or in a ring: a guess
     double jitter = 0;      // standard deviation of ranks' speeds, as a share of their mean
 
@@ -68,6 +72,7 @@ struct Machine {
         return FP8_GEMM * gemm * (blocks ? fp8_block_tf : fp8_tf) * 1e12;
     }
     double attention_rate(size_t element) const { return attention * peak(element); }
+    double plain_rate() const { return plain * peak(4); }
     double memory_rate() const { return memory * memory_tb * 1e12; }
     double elementwise_rate() const {
         return (elementwise ? elementwise : memory) * memory_tb * 1e12;
@@ -101,7 +106,8 @@ inline const std::vector<Machine>& machines() {
     static const std::vector<Machine> rows = {
         // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs, watts;
         //   link, nic, cards; shares of products, attention, memory, link, nic;
-        //   latency, launch; host, disk, the host's GB and its memory; hop, contention, elementwise
+        //   latency, launch; host, disk, the host's GB and its memory;
+        //   hop, contention, elementwise, plain
         {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132, 700,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
         {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,
@@ -113,9 +119,9 @@ inline const std::vector<Machine>& machines() {
         {"b200", "B200", 2250, 75, 4500, 0, 8, 180, 148, 1000,  900, 50, 8,
          .60, .48, .80, .75, .80, 40, 8, 50},
         {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 1.555, 40, 108, 400,  300, 25, 8,
-         .72, .48, .80, .78, .80},
+         .72, .48, .80, .78, .80, 40, 8, 25, 5, 256, 50, 4, 0, 0, .16},
         {"a100-80", "A100", 312, 19.5, 0, 0, 2.039, 80, 108, 400,  300, 25, 8,
-         .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 50, 4, 0, .62},
+         .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 50, 4, 0, .62, .16},
         {"l40s", "L40S", 362, 91.6, 733, 0, 0.864, 48, 142, 350,  32, 25, 8,
          .60, .48, .80, .70, .80},
         {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80, 300,  32, 1.56, 8,
@@ -133,7 +139,7 @@ inline const std::vector<Machine>& machines() {
         {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170, 575,  64, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 50, 5, 64},
         {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1, 0,  50, 12.5, 1,
-         .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1},
+         .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1, 0, .02},
     };
     // clang-format on
     return rows;
@@ -191,6 +197,7 @@ inline const std::vector<MachineField>& machine_fields() {
         {"attention", &M::attention, 0.02, 1},
         {"memory", &M::memory, 0.02, 1},
         {"elementwise", &M::elementwise, 0, 1},
+        {"plain", &M::plain, 0.02, 1},
         {"link", &M::link, 0.02, 1},
         {"nic", &M::nic, 0.02, 1},
 

@@ -10,6 +10,8 @@
 //            counting sort gives each slot its row: the rows of an expert are adjacent, in order of
 //            tokens. A rank that has only some of the experts sorts the other experts' slots behind
 //            its own, and gives them no row
+//   lists    tokens by the ranks that have their experts. The rows of a list are packed and put
+//            back as slots are, with K = 1
 //   rounds   rows may be worked off R at a time: round i has rows [i R, (i+1) R), numbered from 0.
 //            The number of rounds is fixed; those behind the last row find no rows
 //   experts  h = g silu(gate) up: the gate multiplies before the last product, so that the results
@@ -24,7 +26,7 @@
 //   micro-batches nor the layout. count: slots of a sequence that chose the expert, a constant.
 //   logits (N,E), gates, dgates (N,K) acc   ids, row_of (N,K) ints   slot_of (N K)   counts (E)
 //   starts (E+1)   x, out, residual (N,C)   xs, y (rows,C)   gate, up, h (rows,F)   M: all slots
-//   rows: 1 int on the device: N K, or the number of slots of this rank's experts
+//   rows: 1 int on the device: N K, or the number of slots of this rank's experts, or of a list
 //   Contract: everything =; dgate may be dh, dup may be up.  No atomics; bitwise repeatable: the
 //             sort is in integers, sums over slots are in ascending order of experts, in acc, and
 //             rounded once.
@@ -87,6 +89,24 @@ LLMC_HD inline size_t slot_at(const int* slot_of, size_t row) {
 LLMC_HD inline size_t row_count(const int* rows, size_t M) {
     return rows ? size_t(*rows) : M;
 }
+
+// Lists of tokens by the ranks that have their experts, of which a rank has `experts`, in order.
+// List r has tokens with a choice on rank r, or all lists on rank `only`.
+struct TokenLists {
+    size_t lists, N, K, experts;
+    size_t stride; // choices between the tokens of two lists; 0: all lists are of the same tokens
+    int only = -1; // -1: each list has a rank of its own
+
+    // Whether list r has token n. A choice that was dropped lies on no rank.
+    LLMC_HD bool has(const int* ids, size_t r, size_t n) const {
+        size_t rank = only < 0 ? r : size_t(only);
+        const int* chosen = ids + r * stride + n * K;
+        bool found = false;
+        for (size_t j = 0; j < K; j++)
+            found |= size_t(chosen[j]) / experts == rank;
+        return found;
+    }
+};
 
 // An expert's first row in a round, from its first row among all.
 LLMC_HD inline int round_start(int start, size_t round, size_t R) {
@@ -368,6 +388,17 @@ inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t
     }
 }
 
+// List tokens in their order: those of list r lie from tokens[r N] on, and are counts[r].
+inline void list_tokens(int* tokens, int* counts, const int* ids, // (lists,N) (lists) (..,N,K)
+                        const TokenLists& of, Cpu) {
+    for (size_t r = 0; r < of.lists; r++) {
+        counts[r] = 0;
+        for (size_t n = 0; n < of.N; n++)
+            if (of.has(ids, r, n))
+                tokens[r * of.N + size_t(counts[r]++)] = int(n);
+    }
+}
+
 // Sort M slots by expert: a stable counting sort.
 inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu where) { // (M)
     // Scan the counts.
@@ -403,6 +434,18 @@ void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (ro
     for (size_t row = 0; row < count; row++) {
         size_t n = size_t(slot_of[row]) / K; // the slot's token
         std::copy_n(x + n * C, C, xs + row * C);
+    }
+}
+
+// The reverse: x[the row's token] = xs[row]. A token has one row at most; others stay as they are.
+template <typename T>
+void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, // (N,C) (rows,C) (M)
+                   size_t, size_t K, size_t C, Cpu) {
+    size_t count = size_t(*rows);
+    #pragma omp parallel for
+    for (size_t row = 0; row < count; row++) {
+        size_t n = size_t(slot_of[row]) / K;
+        std::copy_n(xs + row * C, C, x + n * C);
     }
 }
 
@@ -693,6 +736,24 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     }
 }
 
+// Block r makes list r, as many tokens at a time as it has threads.
+__global__ void list_tokens_kernel(int* tokens, int* counts, const int* ids, TokenLists of) {
+    constexpr unsigned WARPS = SLOT_THREADS / 32;
+    LLMC_SHARED(int, of_warp, WARPS);
+    size_t r = blockIdx.x;
+    size_t count = 0;
+    for (size_t first = 0; first < of.N; first += SLOT_THREADS) {
+        // Rows follow the order of tokens.
+        size_t n = first + threadIdx.x;
+        bool match = n < of.N && of.has(ids, r, n);
+        int all = 0;
+        int rank = rank_of_match(match, of_warp, &all);
+        if (match) tokens[r * of.N + count + size_t(rank)] = int(n);
+        count += size_t(all);
+    }
+    if (threadIdx.x == 0) counts[r] = int(count);
+}
+
 // A thread a slot.
 __global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t first, size_t E) {
     size_t i = size_t(blockIdx.x) * SLOT_THREADS + threadIdx.x;
@@ -718,6 +779,17 @@ __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const
     size_t n = size_t(slot_of[row]) / K; // the slot's token
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P)
         store(xs + row * C + c, load<P>(x + n * C + c));
+}
+
+// A block has a row, if that row exists.
+template <typename T, int P>
+__global__ void scatter_slots_kernel(T* x, const T* xs, const int* slot_of, const int* rows,
+                                     size_t K, size_t C) {
+    size_t row = blockIdx.x;
+    if (row >= size_t(*rows)) return;
+    size_t n = size_t(slot_of[row]) / K;
+    for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P)
+        store(x + n * C + c, load<P>(xs + row * C + c));
 }
 
 // A block has a token. It adds rows in ascending order of experts.
@@ -846,6 +918,13 @@ inline void count_slots(int* counts, const int* ids, size_t groups, size_t lengt
            ids, length, E, accumulate);
 }
 
+// One block for each list.
+inline void list_tokens(int* tokens, int* counts, const int* ids, const TokenLists& of,
+                        cudaStream_t stream) {
+    launch(list_tokens_kernel, unsigned(of.lists), SLOT_THREADS, 0, stream, tokens, counts, ids,
+           of);
+}
+
 // One thread for each slot.
 inline void own_experts(int* own, const int* ids, size_t M, size_t first, size_t E,
                         cudaStream_t stream) {
@@ -877,6 +956,17 @@ void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t
                xs, x, slot_of, rows, K, C);
     };
     can_vectorize<T>(C, xs, x) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+}
+
+// The same grid.
+template <typename T>
+void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, size_t M, size_t K,
+                   size_t C, cudaStream_t stream) {
+    auto run = [&](auto P) {
+        launch(scatter_slots_kernel<T, P>, unsigned(M), 128, 0, stream,
+               x, xs, slot_of, rows, K, C);
+    };
+    can_vectorize<T>(C, x, xs) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
 // A null residual means the sum alone.

@@ -193,6 +193,8 @@ size_t expert_workspace(const Plan& p, const Model& model, const Shape& s, const
         bytes = std::max(bytes, lora_grouped_scratch_bytes<T>(g, r, where));
     if (s.expert_ranks > 1)
         bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
+    if (p.layout.ep_exchange)
+        bytes = std::max(bytes, travel_bytes(s.expert_ranks, routed_rows(s, N)));
 
     // Whole experts know all tokens' choices: those that are taken pass through here.
     size_t choices = N * s.K * sizeof(int);

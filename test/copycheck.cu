@@ -212,6 +212,12 @@ template <typename T, typename S> void calls(Results& r, S where) {
                                &rows, M, C, where);
     llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), 0, &rows, N, K, C, where);
 
+    // Rows of the tokens that chose one of two ranks' experts, there and back.
+    std::vector<int> tokens(2 * N), lengths(2);
+    llmc::list_tokens(tokens.data(), lengths.data(), ids.data(), {2, N, K, E / 2, 0}, where);
+    llmc::gather_slots(xs.data(), x.data(), tokens.data(), lengths.data(), N, 1, C, where);
+    llmc::scatter_slots(x.data(), xs.data(), tokens.data(), lengths.data(), N, 1, C, where);
+
     // Backward: from rows to gates, and from gates to the router's logits.
     llmc::gated_swiglu_backward(dgate.data(), dup.data(), dgates.data(), up.data(), xs.data(),
                                 up.data(), gates.data(), slot_of.data(), &rows, M, C, where);

@@ -139,6 +139,7 @@ struct Measurements {
     bool known = false; // a GPU of the table: its data sheet counts
     std::string precision = "";
     std::vector<Measured> products = {}, attention = {}, memory = {}, elementwise = {};
+    std::vector<Measured> plain = {}; // attention by plain kernels
     std::vector<Measured> link = {}, nic = {};
 };
 
@@ -252,9 +253,12 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         blas_scratch(blas, room.template take<char>(bytes), bytes);
 
         // Say how long both passes may take. A query sees half of the keys on average, and half a
-        // tile more; backward has 2.5 times the products of forward (layer_cost.h).
+        // tile more. On a GPU floats go through plain kernels.
+        bool plain = !std::is_same_v<S, Cpu> && sizeof(T) > 2;
         double flops = 4 * double(n) * (double(tokens) + ATTENTION_TILE) / 2;
         double whole = flops / m.machine.peak(sizeof(T));
+        double more = plain ? PLAIN_BACKWARD : FLASH_BACKWARD;
+        std::vector<Measured>& rows = plain ? m.plain : m.attention;
 
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
         double forward = timed(run, where,
@@ -262,8 +266,8 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         double backward = timed(run, where, [&] {
             attention_backward(x[5], x[6], x[7], x[4], lse, o, blas, where);
         });
-        m.attention.push_back({name + " forward", forward, whole});
-        m.attention.push_back({name + " backward", backward, 2.5 * whole});
+        rows.push_back({name + " forward", forward, whole});
+        rows.push_back({name + " backward", backward, more * whole});
     }
 }
 
@@ -432,6 +436,7 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     Machine fit = m.machine;
     fit.gemm = fit_share(fit.gemm, m.products);
     fit.attention = fit_share(fit.attention, m.attention);
+    fit.plain = fit_share(fit.plain, m.plain);
     fit.elementwise = fit_share(fit.memory, m.elementwise);
     fit.memory = fit_share(fit.memory, m.memory);
     if (!m.link.empty())
@@ -453,7 +458,8 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
 
     // Write the measurements, so that a reader sees what the shares stand on.
     text += "# products\n" + share_text(fit.gemm, m.products);
-    text += "# attention\n" + share_text(fit.attention, m.attention);
+    text += "# attention\n" + share_text(fit.attention, m.attention) +
+            share_text(fit.plain, m.plain);
     text += "# updates\n" + share_text(fit.memory, m.memory);
     text += "# norms and activation functions\n" + share_text(fit.elementwise, m.elementwise);
     if (!m.link.empty())

@@ -396,9 +396,101 @@ template <typename T, Path path = Path::CHOSEN> void attention_nan_kernels(Check
     attention_nan_rows<T, path>(c, "a key", q, bad_k, later);
 }
 
+#if defined(EMULATE)
+// The sets of kernels that this thread has launched since emulator::launches was cleared.
+template <typename T, typename G>
+std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool backward) {
+    std::vector<AttentionKernels> sets;
+    auto look = [&](AttentionKernels set, auto* kernel) {
+        if (emulator::launches.count(reinterpret_cast<const void*>(kernel))) sets.push_back(set);
+    };
+
+    // Each set has a kernel of its own for each size of heads.
+    pick_plain_kernel(d, [&](auto D) {
+        if (backward) look(AttentionKernels::PLAIN, attention_backward_q_kernel<T, G, D>);
+        else look(AttentionKernels::PLAIN, attention_forward_kernel<T, T, D>);
+    });
+    if constexpr (IS_BF16_OR_FP16<T>) {
+        pick_mma_kernel(d.HS, [&](auto D, auto MT, auto N) {
+            constexpr int KEYS = mma_backward_keys(D);
+            if (backward) look(AttentionKernels::MMA, attention_mma_backward_q_kernel<T, D, KEYS>);
+            else look(AttentionKernels::MMA, attention_mma_forward_kernel<T, D, MT, N>);
+        });
+        pick_hopper_kernel(d.HS, [&](auto D) {
+            auto back = attention_hopper_backward_kernel<T, D, false>;
+            if (backward) look(AttentionKernels::WGMMA, back);
+            else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D>);
+        });
+    }
+    return sets;
+}
+
+// Run both passes of a small layer, and hold what is launched against what the log would name.
+template <typename T, typename G>
+void expect_named_kernels(Check& c, size_t HS, float softcap, bool accumulate) {
+    CASE(c, "attention's name: sm_%d, %s into %zu bytes, %zu channels, cap %g, +=: %d",
+         emulator::gpu.major, type_word(T()), sizeof(G), HS, double(softcap), accumulate);
+    AttentionDims d = {1, 4, 4, 2, 1, HS, 2 * HS, HS};
+    Array<T> q(8 * HS), k(4 * HS), v(4 * HS), out(8 * HS), dout(8 * HS);
+    Array<G> dq(8 * HS), dk(4 * HS), dv(4 * HS);
+    Array<float> lse(8);
+    Array<int> at(std::vector<int>{0, 1, 2, 3}), start(std::vector<int>(4, 0));
+    Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, cudaStream_t{}));
+    AttentionOperands<T> x = {q.data,  k.data,     v.data,  dout.data, at.data,
+                              at.data, start.data, nullptr, d,         0, softcap};
+    for (bool backward : {false, true}) {
+        // A forward pass neither adds nor writes floats.
+        AttentionCall call = {sizeof(T), softcap != 0};
+        call.sums = backward && (accumulate || sizeof(G) != sizeof(T));
+        x.accumulate = backward && accumulate;
+        emulator::launches.clear();
+        if (backward)
+            attention_backward(dq.data, dk.data, dv.data, out.data, lse.data, x, scratch.data,
+                               cudaStream_t{});
+        else
+            attention_forward(out.data, lse.data, x, scratch.data, cudaStream_t{});
+
+        // One set alone runs, and it is the one that is named.
+        const char* words[] = {"plain kernels", "by mma.sync", "by wgmma"};
+        bool hopper = emulator::gpu.major == 9;
+        AttentionKernels named = attention_kernels(d, call, hopper);
+        expect(c, launched_kernels<T, G>(d, backward) == std::vector{named}, "other kernels run");
+        std::string text = attention_backend(d, call, cudaStream_t{});
+        expect(c, text.find(words[int(named)]) != std::string::npos, text);
+    }
+}
+inline void attention_names(Check& c) {
+    for (emulator::Gpu gpu : {emulator::AMPERE, emulator::HOPPER}) {
+        emulator::gpu = gpu;
+        for (size_t HS : {12, 64, 128, 192, 256})
+            for (float softcap : {0.f, 30.f})
+                for (bool accumulate : {false, true}) {
+                    expect_named_kernels<float, float>(c, HS, softcap, accumulate);
+                    expect_named_kernels<bf16, bf16>(c, HS, softcap, accumulate);
+                    expect_named_kernels<fp16, fp16>(c, HS, softcap, accumulate);
+                    expect_named_kernels<bf16, float>(c, HS, softcap, accumulate);
+                }
+    }
+    emulator::gpu = emulator::AMPERE;
+
+    // By hand: larger heads than Hopper's own kernels take, and one of each that falls back.
+    CASE(c, "attention's names by hand");
+    AttentionDims d = {1, 4, 4, 2, 1, 192, 384, 192};
+    typedef AttentionKernels K;
+    expect(c, attention_kernels(d, {2}, true) == K::MMA, "192 channels on Hopper");
+    d.HS = 128, d.q_stride = 256, d.k_stride = 128;
+    expect(c, attention_kernels(d, {2}, true) == K::WGMMA, "128 channels on Hopper");
+    expect(c, attention_kernels(d, {2}, false) == K::MMA, "128 channels on Ampere");
+    expect(c, attention_kernels(d, {4}, true) == K::PLAIN, "floats");
+    expect(c, attention_kernels(d, {2, true}, true) == K::PLAIN, "a soft cap");
+    expect(c, attention_kernels(d, {2, false, true}, true) == K::PLAIN, "sums in float");
+}
+#endif
+
 inline void add_attention_kernels(std::vector<KernelRow>& rows) {
 #if defined(EMULATE)
     rows.push_back({"attention visibility", attention_visibility});
+    rows.push_back({"attention, the names of kernels", attention_names});
 #endif
 
     // The layers of training, on plain kernels and on tensor cores.

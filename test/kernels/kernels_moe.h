@@ -113,6 +113,14 @@ inline void sort_kernels(Check& c) {
         std::vector<int> own(s.M);
         own_experts(own.data(), ids.data(), s.M, s.E / 3, s.E / 2, Cpu{});
 
+        // Tokens with one choice each: by the rank of the choice, and those of a rank by owner.
+        size_t owners = s.M % 7 ? 1 : 7, N = s.M / owners;
+        TokenLists by_rank = {2, s.M, 1, s.E / 2 + 1, 0};
+        TokenLists by_owner = {owners, N, 1, s.E / 2 + 1, N, 1};
+        std::vector<int> lists(2 * s.M), these(s.M), lengths(2), these_lengths(owners);
+        list_tokens(lists.data(), lengths.data(), ids.data(), by_rank, Cpu{});
+        list_tokens(these.data(), these_lengths.data(), ids.data(), by_owner, Cpu{});
+
         // The device.
         every_order(c, [&](Outputs& o) {
             Array<int> i(ids), n(s.E), first(s.E + 1), row(s.M), slot(s.M);
@@ -124,6 +132,15 @@ inline void sort_kernels(Check& c) {
                 return std::vector<double>(x.begin(), x.end());
             };
             o.add("own", mine, whole(own), 0);
+
+            // Places behind a list's end are not written.
+            Array<int> l(std::vector<int>(2 * s.M)), t(std::vector<int>(s.M)), nl(2), nt(owners);
+            list_tokens(l.data, nl.data, i.data, by_rank, cudaStream_t{});
+            list_tokens(t.data, nt.data, i.data, by_owner, cudaStream_t{});
+            o.add("tokens by rank", l, whole(lists), 0);
+            o.add("lengths by rank", nl, whole(lengths), 0);
+            o.add("tokens by owner", t, whole(these), 0);
+            o.add("lengths by owner", nt, whole(these_lengths), 0);
             o.add("counts", n, whole(counts), 0);
             o.add("starts", first, whole(starts), 0);
             o.add("row_of", row, whole(row_of), 0);
@@ -210,6 +227,13 @@ template <typename T> void expert_kernels(Check& c) {
             combine_slots(halves.data(), halves.data(), y.data() + i * R * C, rows.data(), i * R,
                           &round_ends[i], s.N, s.K, C, Cpu{});
 
+        // Rows of a list go to their tokens.
+        std::vector<int> reversed(s.N);
+        for (size_t i = 0; i < s.N; i++) reversed[i] = int(s.N - 1 - i);
+        int listed = std::min(end, int(s.N));
+        std::vector<double> put = begun;
+        scatter_slots(put.data(), x.data(), reversed.data(), &listed, s.N, 1, C, Cpu{});
+
         // A shared expert has all rows, each in its own place, and needs no list of slots.
         bool shared = s.K == 1 && s.own == E;
         const int* slot = shared ? nullptr : slots.data();
@@ -242,6 +266,12 @@ template <typename T> void expert_kernels(Check& c) {
                           stream);
             combine_slots(no_residual.data, none, made.data, row_of.data, 0, last.data, s.N, s.K, C,
                           stream);
+
+            // Put rows back in reverse order. Other tokens' rows stay.
+            Array<int> back(reversed), few(std::vector<int>{listed});
+            Array<T> placed(begun, s.shift);
+            scatter_slots(placed.data, in.data, back.data, few.data, s.N, 1, C, stream);
+            o.add("placed", placed, put, 0);
 
             // Gate forward and, in place as a block calls it, backward.
             const int* slot_here = shared ? nullptr : slot_of.data;

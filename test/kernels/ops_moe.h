@@ -359,6 +359,44 @@ inline void experts_test(Check& c) {
     }
 }
 
+// Lists of tokens against a walk over all choices, and rows that go by a list and come back.
+inline void token_lists_test(Check& c) {
+    size_t ranks = odd(c, 1, 5), own = odd(c, 1, 4), N = odd(c, 1, 40), K = odd(c, 1, 4), C = 3;
+    std::vector<int> ids = integers(c, ranks * N * K, 0, int(ranks * own)); // the last: dropped
+    Doubles x = normals(c, N * C);
+    for (size_t me = 0; me < ranks; me++) {
+        std::vector<int> by_rank(ranks * N, -1), by_owner(ranks * N, -1), n(ranks), m(ranks);
+        TokenLists of = {ranks, N, K, own, 0};
+        list_tokens(by_rank.data(), n.data(), &ids[me * N * K], of, CPU);
+        of.stride = N * K, of.only = int(me);
+        list_tokens(by_owner.data(), m.data(), ids.data(), of, CPU);
+        auto wants = [&](size_t owner, size_t token, size_t rank) {
+            bool found = false;
+            for (size_t j = 0; j < K; j++)
+                found |= size_t(ids[(owner * N + token) * K + j]) / own == rank;
+            return found;
+        };
+        for (size_t r = 0; r < ranks; r++) {
+            std::vector<int> leave(N, -1), arrive(N, -1);
+            int left = 0, arrived = 0;
+            for (size_t i = 0; i < N; i++) {
+                if (wants(me, i, r)) leave[size_t(left++)] = int(i);
+                if (wants(r, i, me)) arrive[size_t(arrived++)] = int(i);
+            }
+            expect(c, left == n[r] && arrived == m[r], "the number of tokens");
+            expect(c, std::equal(leave.begin(), leave.end(), &by_rank[r * N]), "tokens by rank");
+            expect(c, std::equal(arrive.begin(), arrive.end(), &by_owner[r * N]), "by owner");
+
+            // Listed rows come back as they were; the others are not touched.
+            Doubles packed(N * C, NAN), back(N * C, 7);
+            gather_slots(packed.data(), x.data(), &by_rank[r * N], &n[r], N, 1, C, CPU);
+            scatter_slots(back.data(), packed.data(), &by_rank[r * N], &n[r], N, 1, C, CPU);
+            for (size_t i = 0; i < N * C; i++)
+                expect(c, back[i] == (wants(me, i / C, r) ? x[i] : 7), "rows there and back");
+        }
+    }
+}
+
 // Ranks that hold some of the experts each. Their outputs for all tokens add up to one rank's
 // outputs, and nobody touches the rows after a rank's own.
 inline void own_experts_test(Check& c) {
@@ -726,6 +764,7 @@ inline void add_moe_rows(std::vector<Row>& rows) {
     rows.push_back({"capacity", capacity_test, nullptr, nullptr});
     rows.push_back({"experts", experts_test, experts_grad, experts_perf});
     rows.push_back({"experts of ranks", own_experts_test, nullptr, nullptr});
+    rows.push_back({"experts, lists of tokens", token_lists_test, nullptr, nullptr});
     rows.push_back({"experts in rounds", rounds_test, nullptr, nullptr});
     rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});
     rows.push_back({"lora grouped", lora_grouped_test, nullptr, nullptr});

@@ -260,7 +260,8 @@ void limits_row(Check& c) {
     };
     for (Case s : {Case{64, 128, true}, {65, 128, false}, {64, 136, false}}) {
         AttentionDims d = completed({1, 4, 4, s.group, 1, s.HS, s.group * s.HS, s.HS});
-        expect(c, hopper_takes<bf16>(d) == s.taken, "a layer goes to the wrong kernels");
+        bool taken = attention_kernels(d, {sizeof(bf16)}, true) == AttentionKernels::WGMMA;
+        expect(c, taken == s.taken, "a layer goes to the wrong kernels");
         expect(c, (attention_hopper_scratch_bytes(d) > 0) == s.taken, "its scratch");
     }
 }

@@ -1,5 +1,6 @@
 // test_device.cpp - the whole step by the CUDA kernels against the whole step on the CPU
 //   With g++ -DEMULATE the kernels run in the emulator, with nvcc -x cu on a GPU.
+#include <barrier>
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -306,6 +307,55 @@ TEST(Device, ALateUpdateIsTheStepBefores) {
     });
 }
 
+#ifdef EMULATE
+// A file's threads copy from and to pinned memory, each in a stream of its own: a block costs one
+// wait, and a copy none.
+TEST(Device, AFilesThreadsWaitOnceABlock) {
+    typedef DiskLane<cudaStream_t> Lane;
+    constexpr size_t BLOCKS = 8;
+    std::mutex lock;
+    std::set<cudaStream_t> streams;
+    std::barrier all(DISK_THREADS + 1);
+    Disk d; // its threads end before what their jobs use
+    ASSERT_EQ(disk_open(d, "/tmp", BLOCKS * DISK_BLOCK), "");
+    cudaStream_t stream = open_stream(cudaStream_t());
+
+    // Let each thread make its lane: no thread goes on before all have one.
+    {
+        std::lock_guard hold(d.lock);
+        for (int i = 0; i < DISK_THREADS; i++)
+            d.jobs.push_back([&](std::shared_ptr<void>& lane) {
+                auto mine = std::make_shared<Lane>(stream);
+                lane = mine;
+                EXPECT_TRUE(emulator::is_pinned(mine->bytes));
+                EXPECT_EQ(uintptr_t(mine->bytes) % DISK_ALIGN, 0u);
+                {
+                    std::lock_guard hold(lock);
+                    streams.insert(mine->stream);
+                }
+                all.arrive_and_wait();
+            });
+        d.changed.notify_all();
+    }
+    all.arrive_and_wait();
+    EXPECT_EQ(streams.size(), size_t(DISK_THREADS));
+    EXPECT_EQ(streams.count(stream), 0u);
+
+    // Move all blocks there and back.
+    std::vector<unsigned char> bytes(BLOCKS * DISK_BLOCK, 5), back(bytes.size());
+    for (Way way : {Way::TO_DISK, Way::FROM_DISK}) {
+        unsigned char* memory = way == Way::TO_DISK ? bytes.data() : back.data();
+        long before = emulator::blocking;
+        auto move = std::make_shared<DiskMove>();
+        disk_start(d, move, way, memory, 0, bytes.size(), stream);
+        ASSERT_EQ(disk_finish(d, *move), "");
+        EXPECT_EQ(emulator::blocking - before, long(BLOCKS)) << int(way);
+    }
+    EXPECT_EQ(back, bytes);
+    close_stream(stream);
+}
+#endif
+
 // After a step whose gradient is not finite the weights are as before, and the step does not count.
 TEST(Device, NothingIsWrittenWhenTheGradientIsNotFinite) {
     Small<float, cudaStream_t> gpu(tiny_gpt2(), {train_plan(Recompute::NONE, false)});
@@ -456,7 +506,7 @@ TEST(Device, BatchesArePreparedAhead) {
 // stream, or on the CPU.
 template <typename S>
 std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMethod method,
-                                    int ep = 1) {
+                                    int ep = 1, bool exchange = false) {
     std::vector<double> seen;
     int status = run_local_ranks(dp * pp * cp, {}, [&](const Comm& world) {
         Plan p = train_plan(Recompute::FULL, false);
@@ -468,6 +518,7 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
         sizes.cp_method = method;
         sizes.zero = zero;
         sizes.ep = ep;
+        sizes.ep_exchange = exchange;
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
 
@@ -488,12 +539,14 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
 // stream of each collective, and nothing else runs then: one order of streams shows all waits.
 TEST(Device, ThreadsShareAGpu) {
     using enum ContextMethod;
-    for (auto [dp, pp, cp, zero, method, ep] :
-         {std::tuple{2, 1, 1, 3, GATHER, 1}, {2, 2, 1, 1, GATHER, 1}, {1, 2, 1, 0, GATHER, 1},
-          {1, 1, 2, 0, GATHER, 1}, {1, 1, 2, 0, ULYSSES, 1}, {1, 1, 2, 0, RING, 1},
-          {2, 1, 1, 2, GATHER, 2}}) {
-        std::vector<double> gpu = losses_of_ranks<cudaStream_t>(dp, pp, cp, zero, method, ep),
-                            cpu = losses_of_ranks<Cpu>(dp, pp, cp, zero, method, ep);
+    for (auto [dp, pp, cp, zero, method, ep, exchange] :
+         {std::tuple{2, 1, 1, 3, GATHER, 1, false}, {2, 2, 1, 1, GATHER, 1, false},
+          {1, 2, 1, 0, GATHER, 1, false}, {1, 1, 2, 0, GATHER, 1, false},
+          {1, 1, 2, 0, ULYSSES, 1, false}, {1, 1, 2, 0, RING, 1, false},
+          {2, 1, 1, 2, GATHER, 2, false}, {2, 1, 1, 2, GATHER, 2, true}}) {
+        std::vector<double> gpu =
+            losses_of_ranks<cudaStream_t>(dp, pp, cp, zero, method, ep, exchange);
+        std::vector<double> cpu = losses_of_ranks<Cpu>(dp, pp, cp, zero, method, ep, exchange);
         ASSERT_EQ(gpu.size(), 4u);
         for (size_t i = 0; i < gpu.size(); i++)
             EXPECT_NEAR(gpu[i], cpu[i], 3e-5 * cpu[i]) << cp << " by " << int(method);
@@ -708,6 +761,80 @@ TEST(Launches, OfABlock) {
     Shape llama = llama_shape(1, 4, 2, 64, 44, 53, 64, 10000);
     EXPECT_LE(all_launches(launches_of(gpt2, 1)), 25u);
     EXPECT_LE(all_launches(launches_of(llama, 1)), 35u);
+}
+
+// Ranks that share the keys of a sequence add up their gradients in float, by plain kernels; the log
+// says so. Those that exchange heads do not.
+TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
+    using enum ContextMethod;
+    for (ContextMethod method : {GATHER, ULYSSES, RING}) {
+        int status = run_local_ranks(2, {}, [&](const Comm& world) {
+            Plan p = train_plan(Recompute::NONE, false);
+            p.T = 16;
+            Layout sizes;
+            sizes.cp.size = 2, sizes.cp_method = method;
+            p.layout = layout_at(sizes, world.rank);
+            cudaStream_t stream = open_stream(cudaStream_t());
+            Small<bf16, cudaStream_t> rank(tiny_gpt2(), {p}, stream);
+            rank.t.comms = make_comms(world, p.layout);
+
+            // Count a step's launches.
+            std::map<std::string, size_t> counts;
+            emulator::launches.clear();
+            rank.step();
+            for (auto& [kernel, count] : emulator::launches) counts[kernel_name(kernel)] += count;
+
+            // Hold them against the log's words.
+            std::string text = context_attention_backend(rank.t.rank_shape, p.layout, 2, stream);
+            bool plain = text.find("backward plain kernels") != std::string::npos;
+            EXPECT_EQ(plain, method != ULYSSES) << text;
+            EXPECT_EQ(counts.count("attention_backward_q_kernel") > 0, plain) << text;
+            EXPECT_EQ(counts.count("attention_mma_backward_q_kernel") > 0, !plain) << text;
+            EXPECT_TRUE(text.starts_with("flash attention by mma.sync")) << text;
+            EXPECT_GT(counts["attention_mma_forward_kernel"], 0u);
+            EXPECT_EQ(counts.count("attention_forward_kernel"), 0u);
+        });
+        EXPECT_EQ(status, 0);
+    }
+}
+
+// Count the launches and copies of an exchange of N tokens between two ranks. Every other token goes
+// to the other rank.
+static size_t given_for_exchange(size_t N) {
+    std::atomic<size_t> total = 0;
+    EXPECT_EQ(run_local_ranks(2, {}, [&](const Comm& world) {
+        cudaStream_t stream = open_stream(cudaStream_t());
+        Ctx<cudaStream_t> ctx;
+        ctx.where = stream, ctx.beside = open_stream(stream), ctx.ep = world;
+        ctx.shape.C = 8, ctx.shape.K = 1, ctx.shape.E = ctx.shape.expert_ranks = 2;
+        ctx.batch.B = 1, ctx.batch.T = N;
+        std::vector<float> rows(N * 8, 1), all(2 * N * 8), packed(4 * N * 8), out(N * 8);
+        std::vector<int> ids(2 * N);
+        for (size_t i = 0; i < ids.size(); i++) ids[i] = int(i % 2);
+        std::vector<char> lists(travel_bytes(2, N));
+        ctx.exchange_rows = packed.data();
+        blas_scratch(ctx.blas, lists.data(), lists.size());
+
+        // Send the tokens and return them.
+        std::vector<emulator::Given> given;
+        emulator::notes = &given;
+        auto coming = send_tokens(ctx, all.data(), rows.data(), ids.data());
+        finish_tokens(ctx, coming);
+        return_tokens(ctx, out.data(), all.data(), ids.data());
+        emulator::notes = nullptr;
+        wait_for(stream);
+        total += given.size();
+        close_stream(ctx.beside);
+        close_stream(stream);
+    }), 0);
+    return total;
+}
+
+// Rows of tokens are packed and put back by one launch each, however many runs of tokens travel.
+TEST(Launches, OfAnExchangeDoNotDependOnTokens) {
+    size_t few = given_for_exchange(6), many = given_for_exchange(96);
+    EXPECT_GT(few, 8u);
+    EXPECT_EQ(few, many);
 }
 
 // One launch computes a product of all experts, however many there are.

@@ -381,12 +381,14 @@ TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
     m.machine.single_tf = 0.25;
     m.machine.launch_us = 1e9;
     m.products = std::vector<Measured>(1000, {"a product", 2, 1});
+    m.plain = std::vector<Measured>(1000, {"attention in float", 4, 1});
     std::string path = put_file(scratch("measured.txt"), machine_text(m, "cpu", 2));
     Machine back;
     ASSERT_EQ(machine_named(&back, path), "");
     EXPECT_NEAR(back.single_tf, 0.5, 1e-6);
     EXPECT_NEAR(back.gemm, 0.5, 1e-3);
     EXPECT_NEAR(back.attention, m.machine.attention, 1e-6);
+    EXPECT_NEAR(back.plain, 0.25, 1e-3);
     EXPECT_EQ(back.launch_us, 1e5);
 
     // It says in which precision, and a run in another one notes it.

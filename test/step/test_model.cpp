@@ -1537,8 +1537,10 @@ TEST(Experts, TokensTravelBesideCompute) {
             ctx.shape.C = C, ctx.shape.K = 1, ctx.shape.E = ctx.shape.expert_ranks = 2;
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
             std::vector<double> rows(part, world.rank + 1), all(2 * part), scratch(4 * part);
+            std::vector<char> lists(travel_bytes(2, N));
             ctx.token_rows = all.data();
             if (exchange) ctx.exchange_rows = scratch.data();
+            blas_scratch(ctx.blas, lists.data(), lists.size());
 
             // Send, go on, and only then wait.
             while (world.rank == 1 && !goes_on && !world.local->world->failed)
@@ -1587,6 +1589,8 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN),
                 out(part, NAN);
             ctx.exchange_rows = scratch.data();
+            std::vector<char> lists(travel_bytes(R, N));
+            blas_scratch(ctx.blas, lists.data(), lists.size());
 
             // Send the rows, and check which have arrived and how many bytes have left.
             for (size_t i = 0; i < part; i++) rows[i] = double(me * part + i);

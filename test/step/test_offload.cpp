@@ -61,6 +61,28 @@ TEST(Disk, HoldsWhatWasWritten) {
     EXPECT_TRUE(all == like);
 }
 
+// No byte of memory is read or written before a move's memory is ready, which is asked once.
+TEST(Disk, CopiesBeginWhenTheMemoryIsReady) {
+    Disk d;
+    size_t size = 6 * DISK_BLOCK;
+    ASSERT_EQ(disk_open(d, "/tmp", size), "");
+    std::vector<unsigned char> memory(size, 1), late(size, 2), other(size, 3);
+    for (Way way : {Way::TO_DISK, Way::FROM_DISK}) {
+        // Others use the memory until then.
+        std::atomic<int> asked = 0;
+        auto move = std::make_shared<DiskMove>();
+        move->ready = [&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            memory = way == Way::TO_DISK ? late : other;
+            asked++;
+        };
+        disk_start(d, move, way, memory.data(), 0, size, Cpu{});
+        ASSERT_EQ(disk_finish(d, *move), "");
+        EXPECT_EQ(asked, 1);
+        EXPECT_TRUE(memory == late) << int(way);
+    }
+}
+
 // A block that has changed on the disk is an error when it is read, and names the block.
 TEST(Disk, ABlockThatChangedIsAnError) {
     std::mt19937 random(4);
@@ -194,8 +216,9 @@ void make_late(Disk* disk) {
     if (!disk) return;
     std::lock_guard hold(disk->lock);
     for (int i = 0; i < DISK_THREADS; i++)
-        disk->jobs.push_front(
-            [](DiskBuffer&) { std::this_thread::sleep_for(std::chrono::milliseconds(3)); });
+        disk->jobs.push_front([](std::shared_ptr<void>&) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        });
     disk->changed.notify_all();
 }
 

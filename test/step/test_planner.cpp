@@ -338,11 +338,11 @@ TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
 }
 
 // Gathered keys are a message for each sequence, a ring's hops are for all of them: the method is
-// chosen for each micro-batch.
+// chosen for each micro-batch. Heads of 132 channels run on plain kernels by every method.
 TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
     PlanQuestion q = small_question(4, 1e12);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
-    q.shape = llama_shape(2, 32, 8, 4096, 14336, 1000, 4096, 1e4);
+    q.shape = llama_shape(2, 32, 8, 4224, 14336, 1000, 4096, 1e4);
     q.config.seq = 1024, q.config.batch_tokens = 16 * 1024;
     std::map<int, int> seen; // [sequences]: how many
     for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals) {
@@ -351,6 +351,16 @@ TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
         seen[p.B]++;
     }
     EXPECT_EQ(seen.size(), 2u);
+
+    // Tensor cores take heads of 128, but add up no gradients of shared keys: heads are exchanged.
+    q.shape = llama_shape(2, 32, 8, 4096, 14336, 1000, 4096, 1e4);
+    int exchanged = 0;
+    for (const Proposal& p : search_layouts<bf16>(q, Cpu{}).proposals) {
+        if (p.cp == 1) continue;
+        EXPECT_EQ(p.cp_method, "ulysses") << proposal_text(p);
+        exchanged++;
+    }
+    EXPECT_GT(exchanged, 0);
 }
 
 // Recomputation costs time where all fits, so no level of it is tried, unless activations leave:

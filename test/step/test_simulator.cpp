@@ -835,10 +835,12 @@ TEST(Published, RingsOverManyNodes) {
 }
 
 // Predictions agree with Llama 3 405B's three layouts, in their order; nothing was fitted to them.
-// The paper does not say how many chunks a rank has: take one block each.
+// The paper does not say how many chunks a rank has: take one block each. Its kernels take float
+// gradients of shared keys.
 TEST(Published, Llama3Of405BOnH100) {
     CostModel c;
     c.machine = machine_of("h100");
+    c.plain_attention = false;
     std::vector<Pair> pairs;
     std::vector<double> rates; // TFLOP/s a card
     for (const LlamaRow& row : llama3_405b) {
@@ -1410,6 +1412,57 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_NEAR(block_seconds(c, p, run.model, 1, true).context, 5 * 20e-6 + sent, 1e-12);
 }
 
+// Soft caps, gradients of shared keys and floats run on plain kernels, at 5.4 TFLOP/s of an H100,
+// and twice as long backward. Gemma 2 has such caps, the same layer without them has flash kernels.
+TEST(Simulator, PlainKernelsOfAttentionHaveTheirOwnRate) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    Plan p;
+    p.B = 1, p.T = 8192;
+    Shape capped = gemma2_2b(), flash = capped;
+    flash.score_softcap = 0;
+    auto seconds = [&](const Shape& s, bool backward) {
+        return block_seconds(c, p, make_model(s, p.layout), 2, backward).attention;
+    };
+
+    // Block 2 sees all keys: half of 8192 and half a tile, on 8 heads of 256 channels.
+    double flops = 4.0 * 8192 * (4096 + 64) * 8 * 256;
+    auto expect = [&](const Shape& s, bool backward, double rate, double more) {
+        EXPECT_NEAR(seconds(s, backward) / (more * flops / rate), 1, 1e-12);
+    };
+    double plain = 0.08 * 67e12, fast = 0.53 * 989e12;
+    expect(capped, false, plain, 1);
+    expect(capped, true, plain, 5);
+    expect(flash, false, fast, 1);
+    expect(flash, true, fast, 2.5);
+    c.element = 4;
+    expect(flash, false, plain, 1);
+    c.element = 2;
+
+    // Other programs' kernels take all.
+    c.plain_attention = false;
+    expect(capped, true, fast, 2.5);
+    c.plain_attention = true;
+
+    // Four ranks have a quarter of the rows each. Heads that are exchanged are whole there.
+    p.layout.cp.size = 4;
+    flops /= 4;
+    using enum ContextMethod;
+    for (auto [method, ring, back] : {std::tuple(GATHER, 1.0, plain / 2), {RING, 0.9, plain / 2},
+                                      {ULYSSES, 1.0, fast}}) {
+        p.layout.cp_method = method;
+        expect(flash, false, ring * fast, 1);
+        expect(flash, true, back, 2.5);
+    }
+
+    // A CPU's tiles take all but caps.
+    p.layout = {};
+    flops *= 4;
+    c.machine = machine_of("cpu");
+    expect(flash, true, 0.32 * 4e12, 2.5);
+    expect(capped, false, 0.02 * 2e12, 1);
+}
+
 // Four short sequences have the messages of one long one four times: those of gather's keys, and
 // Ulysses' four. Their bytes are the same. Backward has twice as many.
 TEST(Simulator, EachSequenceHasItsMessages) {
@@ -1504,8 +1557,8 @@ TEST(Simulator, ATwiceAsFastMachineTakesHalfTheTime) {
     for (const SmallCase& s : small_cases) {
         SmallRun run(s, 4);
         CostModel c = slow_links(), twice = c;
-        for (double Machine::*rate : {&Machine::half_tf, &Machine::memory_tb, &Machine::link_gb,
-                                      &Machine::nic_gb})
+        for (double Machine::*rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb,
+                                      &Machine::link_gb, &Machine::nic_gb})
             twice.machine.*rate *= 2;
         for (double Machine::*wait : {&Machine::latency_us, &Machine::message_us,
                                       &Machine::launch_us, &Machine::hop_us})
