@@ -774,8 +774,7 @@ TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
             Layout sizes;
             sizes.cp.size = 2, sizes.cp_method = method;
             p.layout = layout_at(sizes, world.rank);
-            cudaStream_t stream = open_stream(cudaStream_t());
-            Small<bf16, cudaStream_t> rank(tiny_gpt2(), {p}, stream);
+            Small<bf16, cudaStream_t> rank(tiny_gpt2(), {p});
             rank.t.comms = make_comms(world, p.layout);
 
             // Count a step's launches.
@@ -785,7 +784,8 @@ TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
             for (auto& [kernel, count] : emulator::launches) counts[kernel_name(kernel)] += count;
 
             // Hold them against the log's words.
-            std::string text = context_attention_backend(rank.t.rank_shape, p.layout, 2, stream);
+            std::string text = context_attention_backend(rank.t.rank_shape, p.layout, 2,
+                                                         rank.t.ctx.where);
             bool plain = text.find("backward plain kernels") != std::string::npos;
             EXPECT_EQ(plain, method != ULYSSES) << text;
             EXPECT_EQ(counts.count("attention_backward_q_kernel") > 0, plain) << text;
@@ -816,7 +816,7 @@ static size_t given_for_exchange(size_t N) {
         blas_scratch(ctx.blas, lists.data(), lists.size());
 
         // Send the tokens and return them.
-        std::vector<emulator::Given> given;
+        std::vector<emulator::Note> given;
         emulator::notes = &given;
         auto coming = send_tokens(ctx, all.data(), rows.data(), ids.data());
         finish_tokens(ctx, coming);
