@@ -981,11 +981,13 @@ static Totals launched_totals(const Shape& shape, const Plan& plan, const emulat
     emulator::gpu = gpu;
     {
         Trainer<bf16, cudaStream_t> t;
+        t.ctx.where = open_stream(cudaStream_t{});
         trainer_place(t, shape, {plan}, plan.layout);
         trainer_allocate(t);
         t.window = random_window(shape, plan.T);
         run_plan(t, 0);
         trainer_free(t);
+        close_stream(t.ctx.where);
     }
     emulator::gpu = emulator::AMPERE;
 
