@@ -231,8 +231,8 @@ TEST(Planner, GroupsAndOrdersFollowTheLinks) {
 // Where nodes are far apart, weights that stay near beat shards over all ranks, and shards in each
 // node too, which need more room than there is here. What a flag says of them holds.
 TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
-    // Sixteen ranks in four nodes. One head, of as many channels as tensor cores take, leaves no
-    // tensor parallelism.
+    // Sixteen ranks in four nodes. One head leaves no tensor parallelism; of 256 channels, it runs
+    // on tensor cores.
     PlanQuestion q = small_question(16, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = 4, q.machine.nic_gb = 4;
