@@ -231,11 +231,13 @@ TEST(Planner, GroupsAndOrdersFollowTheLinks) {
 // Where nodes are far apart, weights that stay near beat shards over all ranks, and shards in each
 // node too, which need more room than there is here. What a flag says of them holds.
 TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
-    // Sixteen ranks in four nodes. One head leaves no tensor parallelism.
+    // Sixteen ranks in four nodes. One head leaves no tensor parallelism; of 256 channels, it runs
+    // on tensor cores.
     PlanQuestion q = small_question(16, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = 4, q.machine.nic_gb = 4;
     q.shape = gpt2_shape(2, 1, 2048, 1000, 4096);
+    q.shape.HS = 256;
     q.config.seq = 4096, q.config.batch_tokens = 16 * 4096;
     auto trial = [&](int zero_group, int hpz) {
         Proposal p;
@@ -338,10 +340,12 @@ TEST(Planner, WeightsStayNearInSeveralNodesAmongMany) {
 }
 
 // Gathered keys are a message for each sequence, a ring's hops are for all of them: the method is
-// chosen for each micro-batch. Heads of 132 channels run on plain kernels by every method.
+// chosen for each micro-batch. Heads of 132 channels run on plain kernels by every method, and no
+// message hides behind them.
 TEST(Planner, TheMethodOfContextParallelismDependsOnTheMicroBatch) {
     PlanQuestion q = small_question(4, 1e12);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
+    q.machine.contention = 1;
     q.shape = llama_shape(2, 32, 8, 4224, 14336, 1000, 4096, 1e4);
     q.config.seq = 1024, q.config.batch_tokens = 16 * 1024;
     std::map<int, int> seen; // [sequences]: how many

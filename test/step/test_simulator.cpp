@@ -1461,6 +1461,8 @@ TEST(Simulator, PlainKernelsOfAttentionHaveTheirOwnRate) {
     c.machine = machine_of("cpu");
     expect(flash, true, 0.32 * 4e12, 2.5);
     expect(capped, false, 0.02 * 2e12, 1);
+    c.element = 4;
+    expect(flash, true, 0.32 * 2e12, 2.5);
 }
 
 // Four short sequences have the messages of one long one four times: those of gather's keys, and
