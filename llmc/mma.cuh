@@ -120,11 +120,12 @@ __device__ int tile_at(int row, int chunk) {
 template <int D>
 __device__ int tile_behind(int at, int more) {
     static_assert(D % 32 == 0, "the bits that change would belong to the row");
-    constexpr int INSIDE = D / 8 % 8 == 0 ? 7 : 3; // bits of a chunk's number that a swizzle changes
+    constexpr int INSIDE = D / 8 % 8 == 0 ? 7 : 3; // bits of a chunk that a swizzle changes
     return (at ^ (more & INSIDE) * 8) + (more & ~INSIDE) * 8;
 }
 
-// The loads below take a multiple of 16 or 8 for `row`: it does not change the swizzle.
+// In the loads below `row` is a multiple of 8, which does not change the swizzle.
+
 // Load rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma.
 template <int D, typename T>
 __device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
