@@ -421,6 +421,11 @@ template <typename S> void run_rank(Run& run, S where) {
     run_training<float>(run, where);
 }
 
+#if defined(__CUDA_ARCH__)
+// nvcc's passes for GPUs look for kernels: spare them the ranks on the CPU.
+extern template void run_rank(Run&, Cpu);
+#endif
+
 // Call body(run) once for each rank of this process: the process is a rank itself, or it starts
 // --local-ranks threads. Returns whether all threads ended well.
 template <typename F> bool run_ranks(Run& run, F body) {

@@ -409,6 +409,8 @@ __device__ void write_some(const AdamWMemory<T>& x, const Pack<float, P>& w, con
     } else if (!x.master && h.stochastic && sizeof(T) == 2) {
         // Number elements within the whole tensor, so that no layout changes a bit.
         RoundingBits random(h, step, row.hash + ROUND_WEIGHT);
+        // A loop would index arrays, in local memory. nvcc does not unroll it for Blackwell.
+        #pragma unroll
         for (int k = 0; k < P; k++)
             rounded.v[k] = round_stochastic<T>(w.v[k], random(whole_index(row, i + k)));
     } else {

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
 
 // Tiles: D channels and M rows. A warp owns D / SPLIT channels, as many as its registers hold.
 template <typename T, int D, int M, int SPLIT>
-__global__ void __launch_bounds__(MMA_THREADS)
+__global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) // blocks on an SM
     attention_mma_backward_kv_kernel(T* dk, T* dv, const RowOperands<T> x) {
     // A block has N keys. With SPLIT = 2 two warps compute the same scores, then half of
     // the channels each.

@@ -550,7 +550,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     if (warp == 1 && elect_one())
         forward_storer(shared, maps, x);
 #else
-    needs_sm90a("attention_hopper_forward_kernel");
+    needs_sm90a();
 #endif
 }
 
@@ -996,7 +996,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     if (warp == 1)
         backward_adder<T, D, ANY_ORDER>(shared, x, block, look);
 #else
-    needs_sm90a("attention_hopper_backward_kernel");
+    needs_sm90a();
 #endif
 }
 

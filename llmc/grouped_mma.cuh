@@ -69,8 +69,8 @@ __device__ void load_stage(T* stage, const Lines<T>& x, int depth) {
 
         // For absent elements, read 0 bytes from a valid address.
         bool real = line < x.lines && column < x.columns;
-        const T* from = real ? x.data + size_t(line) * size_t(x.stride) + size_t(column) : x.data;
-        cp_async16(stage + tile_at<LINE<DEEP>>(place, chunk), from, real ? 16 : 0);
+        int64_t at = real ? int64_t(line) * x.stride + column : 0;
+        cp_async16(stage + tile_at<LINE<DEEP>>(place, chunk), x.data + at, real ? 16 : 0);
     }
 }
 

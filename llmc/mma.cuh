@@ -114,14 +114,25 @@ __device__ int tile_at(int row, int chunk) {
     return row * D + (chunk ^ swizzle) * 8;
 }
 
+// The index of `more` chunks behind at = tile_at<D>(row, chunk), for chunk 0 or 1 and an even
+// `more`: some bits of `at` change, and the rest is an offset. Compilers do not see that: they keep
+// or compute an index for each `more` of a loop that is unrolled.
+template <int D>
+__device__ int tile_behind(int at, int more) {
+    static_assert(D % 32 == 0, "the bits that change would belong to the row");
+    constexpr int INSIDE = D / 8 % 8 == 0 ? 7 : 3; // bits of a chunk that a swizzle changes
+    return (at ^ (more & INSIDE) * 8) + (more & ~INSIDE) * 8;
+}
+
+// In the loads below `row` is a multiple of 8, which does not change the swizzle.
+
 // Load rows [row, row + 16), channels [16 k, 16 k + 16) as the first operand of mma.
 template <int D, typename T>
 __device__ void load_a(uint32_t (&a)[4], const T* tile, int row, int k) {
     // Lanes 0-15 address the left 8 channels of the 16 rows, lanes 16-31 the right ones.
     int lane = threadIdx.x % 32;
-    int from = row + lane % 16;
-    int chunk = 2 * k + lane / 16;
-    ldmatrix_x4(a, tile + tile_at<D>(from, chunk));
+    int at = tile_at<D>(lane % 16, lane / 16);
+    ldmatrix_x4(a, tile + row * D + tile_behind<D>(at, 2 * k));
 }
 // Load rows [row, row + 16) as columns, with channels [16 k, 16 k + 16) to sum over:
 // two second operands.
@@ -129,9 +140,8 @@ template <int D, typename T>
 __device__ void load_b(uint32_t (&b)[4], const T* tile, int row, int k) {
     // b[0], b[1] are rows 0-7, b[2], b[3] rows 8-15.
     int lane = threadIdx.x % 32;
-    int from = row + lane / 16 * 8 + lane % 8;
-    int chunk = 2 * k + lane / 8 % 2;
-    ldmatrix_x4(b, tile + tile_at<D>(from, chunk));
+    int at = tile_at<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    ldmatrix_x4(b, tile + row * D + tile_behind<D>(at, 2 * k));
 }
 // Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as columns:
 // two second operands.
@@ -139,9 +149,8 @@ template <int D, typename T>
 __device__ void load_b_rows(uint32_t (&b)[4], const T* tile, int row, int c) {
     // The load transposes: b[0], b[1] are channels 0-7, b[2], b[3] channels 8-15.
     int lane = threadIdx.x % 32;
-    int from = row + lane % 16;
-    int chunk = c + lane / 16;
-    ldmatrix_x4_t(b, tile + tile_at<D>(from, chunk));
+    int at = tile_at<D>(row + lane % 16, lane / 16);
+    ldmatrix_x4_t(b, tile + tile_behind<D>(at, c));
 }
 
 // Load rows [row, row + 16) to sum over, with channels [8 c, 8 c + 16) as rows of
@@ -150,9 +159,8 @@ template <int D, typename T>
 __device__ void load_a_rows(uint32_t (&a)[4], const T* tile, int row, int c) {
     // The load transposes: a[0], a[2] are channels 0-7, a[1], a[3] channels 8-15.
     int lane = threadIdx.x % 32;
-    int from = row + lane / 16 * 8 + lane % 8;
-    int chunk = c + lane / 8 % 2;
-    ldmatrix_x4_t(a, tile + tile_at<D>(from, chunk));
+    int at = tile_at<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    ldmatrix_x4_t(a, tile + row * D + tile_behind<D>(at, c));
 }
 
 // Two products with one first operand. left and right are adjacent: 16 columns of one result.

@@ -28,6 +28,21 @@ if [ "${1:-}" = plot ]; then
     need python3 python3
     python3 -c 'import matplotlib' 2>/dev/null || needed+=(python3-matplotlib)
 fi
+
+# cuobjdump and nvdisasm, which it runs, show machine code to test/sass_guard_test.sh. Where a CUDA
+# toolkit lacks them, pip installs them into a folder of their own.
+cuda_tools() {
+    local nvcc tools
+    tools=$(dirname "$0")/../build/cuda_tools
+    nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) || return 0
+    [ ! -x "$(dirname "$nvcc")/cuobjdump" ] && ! command -v cuobjdump >/dev/null || return 0
+    ! compgen -G "$tools/nvidia/*/bin/cuobjdump" >/dev/null || return 0
+    echo "setup: installing nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm into build/cuda_tools"
+    python3 -m pip install -q --retries 0 --timeout 10 --root-user-action ignore --disable-pip-version-check \
+        --target "$tools" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm ||
+        echo "setup: going on without: limits on machine code are not tested until pip has installed both" >&2
+}
+[ "${1:-}" != test ] || cuda_tools
 [ $((${#needed[@]} + ${#better[@]})) -eq 0 ] && exit 0
 
 echo "setup: installing ${needed[*]} ${better[*]}"

@@ -1,43 +1,80 @@
 #!/usr/bin/env bash
-# The machine code of Hopper's attention keeps its limits; without never(), which keeps waits behind
-# the exponentials, the guard is red. Half a minute of nvcc.
-# Last line: N passed, N failed.
+# Attention's machine code keeps its limits; without never(), which keeps waits behind the
+# exponentials, the guard is red. A build on local memory or on spilled registers fails.
+# Two minutes of nvcc. Last line: N passed, N failed, N skipped.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
-[ -n "$nvcc" ] || { echo "skipped: nvcc (there is no CUDA toolkit)"; exit 0; }
-passed=0 failed=0
+if [ -z "$nvcc" ]; then
+    echo "skipped: nvcc (there is no CUDA toolkit)"
+    echo "0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+release=$("$nvcc" --version | sed -n 's/.*, V//p')
+passed=0 failed=0 skipped=0
 
 verdict() { # status, what
     if [ "$1" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
     [ "$1" = 0 ] && echo "ok   $2" || echo "FAIL $2"
 }
-compile() { # from a folder with llmc/, which becomes kernels.cubin there
-    cat >"$1/kernels.cu" <<'END'
+
+# The Makefile's rule builds a program, and removes one whose kernel has local memory.
+build() { # a program of one kernel, whose body this is
+    printf '#include <cstdio>\n__global__ void kernel(float* x, int n) {\n%s\n}\n%s\n' "$1" \
+        'int main() { kernel<<<1, 1>>>(nullptr, 1); }' >"$folder/small.cpp"
+    make --no-print-directory DEVICE=cuda NVCC="$nvcc" GPUS=80 VPATH="$folder" BUILD="$folder/build" \
+        "$folder/build/gpu/small" >"$folder/says" 2>&1
+}
+build '*x = n;'
+verdict $? "a program without local memory is built"
+! build 'float v[64] = {}; for (int i = 0; i < n; i++) v[i % 64 ^ n] += x[i]; *x = v[n];'
+verdict $? "one with an array in local memory is not"
+grep -q 'Local memory used for' "$folder/says" && [ ! -e "$folder/build/gpu/small" ]
+verdict $? "the log says why, and no program is left"
+
+# Attention's code keeps its limits. They hold for one release of nvcc: the guard says which.
+compile() { # in a folder with llmc/: hopper or mma, whose code for a GPU becomes hopper.cubin or mma.cubin
+    cat >"$1/$2.cu" <<END
+#include "llmc/attention_sm80.cuh"
 #include "llmc/attention_sm90.cuh"
 using namespace llmc;
 typedef __nv_bfloat16 T;
-template void llmc::attention_hopper_forward<T>(T*, float*, const AttentionOperands<T>&, void*, cudaStream_t);
-template void llmc::attention_hopper_backward<T>(T*, T*, T*, const T*, const float*, const AttentionOperands<T>&,
-                                                 void*, cudaStream_t);
+template void llmc::attention_$2_forward<T>(T*, float*, const AttentionOperands<T>&, void*, cudaStream_t);
+template void llmc::attention_$2_backward<T>(T*, T*, T*, const T*, const float*, const AttentionOperands<T>&,
+                                             void*, cudaStream_t);
 END
-    "$nvcc" -std=c++20 -O3 -cubin -gencode=arch=compute_90a,code=sm_90a -I"$1" "$1/kernels.cu" -o "$1/kernels.cubin"
+    : >"$folder/says"
+    "$nvcc" -std=c++20 -cubin "-arch=sm_$3" -Xptxas -warn-lmem-usage,-Werror -I"$1" "$1/$2.cu" -o "$1/$2.cubin"
 }
-
+guard() { dev/bench/sass.py guard "$folder/$1.cubin" "$release" >"$folder/says"; }
 cp -r llmc "$folder"
-compile "$folder" && dev/bench/sass.py guard "$folder/kernels.cubin" | tee "$folder/says"
-verdict $? "compiled attention keeps its limits"
-if grep '^skipped' "$folder/says"; then exit 0; fi
-
-sed -i '/^ *never(/d' "$folder/llmc/attention_sm90.cuh"
-compile "$folder"
-dev/bench/sass.py guard "$folder/kernels.cubin" >"$folder/says"
-verdict $((1 - $?)) "without never() the guard is red"
-for way in forward backward; do
-    grep -q "${way}_kernel<.*64.* exponentials under the product" "$folder/says"
-    verdict $? "it names the exponentials of $way"
+for kernels in "mma 80" "hopper 90a"; do
+    # shellcheck disable=SC2086 # the kernels and the GPU
+    compile "$folder" $kernels && guard "${kernels% *}"
+    status=$?
+    cat "$folder/says"
+    if grep -qE '^skipped|not held' "$folder/says"; then
+        echo "skipped: limits on the machine code of attention's ${kernels% *} kernels"
+        skipped=$((skipped + 1))
+    else
+        verdict $status "attention's ${kernels% *} kernels keep their limits"
+    fi
 done
-echo "$passed passed, $failed failed"
+if "$nvcc" --list-gpu-code | grep -q sm_120; then
+    compile "$folder" mma 120a
+    verdict $? "on Blackwell they have no local memory"
+fi
+if [ $skipped = 0 ]; then
+    sed -i '/^ *never(/d' "$folder/llmc/attention_sm90.cuh"
+    compile "$folder" hopper 90a
+    ! guard hopper
+    verdict $? "without never() the guard is red"
+    for way in forward backward; do
+        grep -q "${way}_kernel<.*64.* exponentials under the product" "$folder/says"
+        verdict $? "it names the exponentials of $way"
+    done
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]

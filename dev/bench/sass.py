@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""What the machine code of GPU kernels says: limits that a build must keep, and lowest times.
+"""What the machine code of GPU kernels says: limits that attention keeps, and lowest times.
 
-usage: sass.py guard PROGRAM       status 1 when an attention kernel breaks a row of sass_limits.txt
+usage: sass.py guard PROGRAM NVCC  status 1 when an attention kernel breaks a row of sass_limits.txt
+                                   and NVCC is the release, 13.0.88, that the limits were taken with
        sass.py rows PROGRAM        the same figures as rows for sass_limits.txt
        sass.py table PROGRAM ...   tables of registers, instructions and lowest times, in markdown
 
-PROGRAM is what nvcc wrote: a program, an object, a fatbin or a cubin. cuobjdump comes with the CUDA
-toolkit, or from pip as nvidia-cuda-cuobjdump; without it the guard says so and passes.
+PROGRAM is what nvcc wrote: a program, an object, a fatbin or a cubin. Another release's code has
+other counts: the guard prints how many kernels are beyond the limits, and passes. cuobjdump and
+nvdisasm come with the CUDA toolkit; scripts/setup.sh installs them where a toolkit lacks them.
 
 Loops. A kernel's SASS is cut into basic blocks; a depth-first walk finds the edges that go back,
 and each such edge's natural loop. Attention's main loop is the innermost one with products on tensor
@@ -41,6 +43,7 @@ import collections, functools, glob, itertools, os, re, shutil, subprocess, sys,
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIMITS = os.path.join(HERE, "sass_limits.txt")
+TOOLS = os.path.join(HERE, "../../build/cuda_tools")  # where scripts/setup.sh installs cuobjdump
 
 
 # ----------------------------------------------------------------------------
@@ -53,12 +56,13 @@ LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s
 
 
 def cuobjdump():
-    """The tool's path, or None."""
+    """The tool's path, or None. It runs nvdisasm, which lies beside it."""
     beside = os.path.dirname(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
-    packages = [os.path.join(p, "nvidia/*/bin/cuobjdump") for p in sys.path]
+    packages = [os.path.join(p, "nvidia/*/bin/cuobjdump") for p in [TOOLS, *sys.path]]
     found = [shutil.which("cuobjdump"), os.path.join(beside, "cuobjdump")]
     found += [path for pattern in packages for path in glob.glob(pattern)]
-    return next((path for path in found if path and os.path.exists(path)), None)
+    both = lambda path: os.path.exists(path) and os.path.exists(os.path.join(os.path.dirname(path), "nvdisasm"))
+    return next((path for path in found if path and both(path)), None)
 
 
 def dump(program, *options):
@@ -260,10 +264,10 @@ def usage_of(program, gpu):
 
 
 def read_limits(path):
-    """[(GPU, pattern of plain names, Figures)]"""
+    """The release of nvcc that they were taken with, and [(GPU, pattern of plain names, Figures)]."""
     with open(path, encoding="utf-8") as lines:
-        rows = [line.split("#")[0].split() for line in lines]
-    return [(row[0], row[1], Figures(int(row[2]), 0, *map(int, row[3:]))) for row in rows if row]
+        (_, release), *rows = filter(None, (line.split("#")[0].split() for line in lines))
+    return release, [(row[0], row[1], Figures(int(row[2]), 0, *map(int, row[3:]))) for row in rows]
 
 
 def fits(name, pattern):
@@ -303,23 +307,33 @@ def wrong(found, limit):
     return [text for bad, text in says if bad]
 
 
-def guard(program, limits=LIMITS):
+def guard(program, release, limits=LIMITS):
     """Exit status."""
     if not cuobjdump() or not shutil.which("c++filt"):
-        print(f"skipped: machine code of {program}: cuobjdump or c++filt is not installed")
+        print("skipped: cuobjdump with nvdisasm, or c++filt, is not installed: scripts/setup.sh test")
         return 0
-    start, seen, bad = time.time(), 0, []
-    for gpu, name, found, limit in attention_figures(program, read_limits(limits)):
+    start, seen, bad = time.time(), 0, {}
+    taken_with, rows = read_limits(limits)
+    for gpu, name, found, limit in attention_figures(program, rows):
         seen += 1
-        bad += [f"{program}: {name} on {gpu}: {text}" for text in wrong(found, limit)]
-    print(*bad, sep="\n", end="\n" if bad else "")
-    if seen and not bad:
+        if wrong(found, limit):
+            bad[f"{name} on {gpu}"] = wrong(found, limit)
+    if not seen:
+        sys.exit(f"sass.py: error: {program} has no attention kernel")
+    if release != taken_with:
+        print(f"{program}: {len(bad)} of {seen} attention kernels are beyond the limits of nvcc {taken_with}; "
+              f"nvcc {release} is not held to them")
+        return 0
+
+    for kernel, texts in bad.items():
+        print(*[f"{program}: {kernel}: {text}" for text in texts], sep="\n")
+    if not bad:
         print(f"{program}: {seen} attention kernels keep their limits ({time.time() - start:.0f} s)")
     return 1 if bad else 0
 
 
 def print_rows(program):
-    for gpu, name, found, _ in attention_figures(program, read_limits(LIMITS)):
+    for gpu, name, found, _ in attention_figures(program, read_limits(LIMITS)[1]):
         f = found or Figures(0, 0, 0, 0, 0, 0)
         print(f"{gpu:7} {name:55} {f.registers:4} {f.exponentials:3} {f.whole:5} {f.masked:5} {f.sloped:5}")
 
@@ -624,8 +638,8 @@ def print_tables(*programs):
 
 def main(arguments):
     commands = {"guard": guard, "rows": print_rows, "table": print_tables}
-    one = arguments[:1] != ["table"]
-    if len(arguments) < 2 or arguments[0] not in commands or one and len(arguments) > 2:
+    wanted = {"guard": 3, "rows": 2, "table": max(2, len(arguments))}
+    if not arguments or len(arguments) != wanted.get(arguments[0]):
         sys.exit(__doc__)
     return commands[arguments[0]](*arguments[1:])
 

@@ -40,7 +40,7 @@ CODE = """
 0170 BRA 0x40
 0180 BRA 0x180
 """
-LIMITS = "sm_90a attention_hopper_forward_kernel<*,64> 168 2 16 22 24  # as it is"
+LIMITS = "# taken with\nnvcc 13.0.88\nsm_90a attention_hopper_forward_kernel<*,64> 168 2 16 22 24  # as it is"
 
 
 def text(code, name=NAME):
@@ -168,7 +168,7 @@ class Sass(unittest.TestCase):
 
     # -- the guard --
 
-    def guard(self, code, limits=LIMITS, registers=168, tool="cuobjdump"):
+    def guard(self, code, limits=LIMITS, registers=168, tool="cuobjdump", release="13.0.88"):
         """Status and what is printed, where cuobjdump prints this code."""
         def dump(program, option, *rest):
             if option == "-sass":
@@ -178,7 +178,7 @@ class Sass(unittest.TestCase):
             f.write(limits)
             f.flush()
             with mock.patch.object(sass, "dump", dump), mock.patch.object(sass, "cuobjdump", lambda: tool):
-                return sass.guard("program", f.name), out.getvalue()
+                return sass.guard("program", release, f.name), out.getvalue()
 
     def test_guard_passes(self):
         status, says = self.guard(CODE)
@@ -187,6 +187,18 @@ class Sass(unittest.TestCase):
     def test_guard_says_that_it_looks_at_nothing(self):
         status, says = self.guard(CODE, LIMITS.replace("168 2", "1 99"), tool=None)
         self.assertEqual((status, says.split(":")[0]), (0, "skipped"))
+
+    def test_guard_only_tells_of_another_release(self):
+        """It counts the kernels that are beyond the limits, in one line."""
+        for limits, beyond in [(LIMITS, 0), (LIMITS.replace(" 16 22 ", " 13 19 "), 1)]:
+            status, says = self.guard(CODE, limits, release="13.0.48")
+            self.assertEqual((status, says), (0, f"program: {beyond} of 1 attention kernels are beyond the limits of "
+                                                 "nvcc 13.0.88; nvcc 13.0.48 is not held to them\n"))
+
+    def test_guard_wants_an_attention_kernel(self):
+        with self.assertRaises(SystemExit), mock.patch.object(sass, "cuobjdump", lambda: "cuobjdump"), \
+                mock.patch.object(sass, "dump", lambda *arguments: iter([])):
+            sass.guard("program", "13.0.88")
 
     def red(self, words, *arguments, **named):
         status, says = self.guard(*arguments, **named)
@@ -206,7 +218,7 @@ class Sass(unittest.TestCase):
         self.red("20 instructions a tile with ALiBi, limit 19", CODE, LIMITS.replace(" 24 ", " 19 "))
 
     def test_a_mask_costs_at_most_half_a_tile(self):
-        for gpu, name, limit in sass.read_limits(sass.LIMITS):
+        for gpu, name, limit in sass.read_limits(sass.LIMITS)[1]:
             if gpu == "sm_90a":
                 self.assertLessEqual(limit.masked, 1.5 * limit.whole, name)
 
