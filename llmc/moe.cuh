@@ -35,6 +35,7 @@
 #pragma once
 #include <algorithm>
 #include <climits>
+#include <vector>
 #include "cuda_common.h"
 
 namespace llmc {

@@ -231,13 +231,13 @@ TEST(Planner, GroupsAndOrdersFollowTheLinks) {
 // Where nodes are far apart, weights that stay near beat shards over all ranks, and shards in each
 // node too, which need more room than there is here. What a flag says of them holds.
 TEST(Planner, WeightsStayNearWhereNodesAreFarApart) {
-    // Sixteen ranks in four nodes. One head leaves no tensor parallelism; of 256 channels, it runs
-    // on tensor cores.
+    // Sixteen ranks in four nodes. One head leaves no tensor parallelism; plain kernels run it, and
+    // must not hide all else.
     PlanQuestion q = small_question(16, 1e6);
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = 4, q.machine.nic_gb = 4;
     q.shape = gpt2_shape(2, 1, 2048, 1000, 4096);
-    q.shape.HS = 256;
+    q.machine.plain = 1, q.machine.single_tf = 1000;
     q.config.seq = 4096, q.config.batch_tokens = 16 * 4096;
     auto trial = [&](int zero_group, int hpz) {
         Proposal p;
