@@ -5,8 +5,8 @@
 //   it. The checksum of each block stays in memory. A block that comes back changed is an error.
 //     disk_read, disk_write   move any range now: initial weights, checkpoints
 //     disk_start              starts to move a range by the file's threads; disk_finish() waits
-//   Beside a device each thread copies through pinned memory, in a stream of its own, so threads
-//   wait neither for each other nor for copies of the driver's.
+//   Each thread owns pinned memory and a stream: it waits for no other thread, and the driver
+//   stages nothing.
 //   Functions that return a text return "" or one line that says what is wrong.
 #pragma once
 #include <fcntl.h>
@@ -59,7 +59,7 @@ struct Disk {
     std::vector<uint32_t> sums; // [block]
     std::vector<char> written;  // [block]; a block that was never written reads as zero
 
-    typedef std::function<void(std::shared_ptr<void>& lane)> Job; // a thread's first job makes it
+    typedef std::function<void(std::shared_ptr<void>& lane)> Job; // lane: the thread's DiskLane
     std::deque<Job> jobs;
     bool ends = false;
     std::mutex lock;

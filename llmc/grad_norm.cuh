@@ -354,7 +354,7 @@ inline void grad_squares(double* sums, const float* grad, size_t n, cudaStream_t
     grad_squares(sums, grad, &row, 1, stream);
 }
 
-// Add the sums, of which many are overwritten by those of their runs, and conclude the step.
+// Add the sums, more than NORM_RUN of them first run by run, in place, and conclude the step.
 inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float clip,
                              cudaStream_t stream, const LossScaling& rule = {},
                              Betas betas = {}) {

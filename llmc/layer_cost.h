@@ -284,8 +284,8 @@ inline bool is_plain(const CostModel& c, const Plan& p, const Shape& s, bool bac
 }
 
 // Work of attention's backward pass, as a multiple of the forward pass's two products. It has five.
-// Plain kernels make two of them twice, and the other three for masked keys too, of which there are
-// as many as of the others.
+// Plain kernels make two of them twice, and the other three for hidden keys too, which are half of
+// all keys under the causal mask: (2 * 2 + 3 * 2) / 2 = 5.
 constexpr double FLASH_BACKWARD = 2.5, PLAIN_BACKWARD = 5;
 
 // Return the seconds of a pass whose forward products are `flops`.

@@ -482,8 +482,8 @@ struct GpuLayout {
     size_t rows, cols, ld;
 };
 
-// Describe a matrix of ours (rows,cols), one of whose strides is 1. Both are where it has one row
-// or one column.
+// Describe a matrix of ours (rows,cols), one of whose strides is 1. With one row or one column both
+// may be 1.
 inline GpuLayout gpu_layout(Strides s, size_t rows, size_t cols) {
     bool by_rows = s.column == 1 && (s.row >= cols || rows == 1);
     if (by_rows)

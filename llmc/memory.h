@@ -24,8 +24,8 @@ inline void copy_out_later(void* to, const void* from, size_t bytes, Cpu) {
 }
 inline void copy_out(void* to, const void* from, size_t bytes, Cpu) { memcpy(to, from, bytes); }
 
-// Copy the rows of a matrix. Strides are in bytes. Rows of 2 GiB or more, which CUDA's copies of
-// matrices refuse, must be one row or lie side by side.
+// Copy the rows of a matrix. Strides are in bytes. CUDA refuses strides of 2 GiB or more, but for
+// one row and for rows that lie side by side.
 inline void copy_rows(void* to, size_t to_stride, const void* from, size_t from_stride,
                       size_t row_bytes, size_t rows, Cpu) {
     char* out = static_cast<char*>(to);
@@ -183,8 +183,8 @@ void fill_memory(T* to, size_t n, F value, cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // anywhere
 
-// Fill memory with numbers of all signs up to 0.02, for work that is timed: on zeros a GPU's clock
-// is higher than on data. The host computes 2^20 of them, which are then copied over and over.
+// Fill memory with numbers from -0.02 to 0.02, for work that is timed: on zeros a GPU's clock is
+// higher than on data. The host computes 2^20 of them, which are then copied over and over.
 template <typename T, typename S>
 void fill_noise(T* to, size_t n, S where) {
     size_t done = n < size_t(1) << 20 ? n : size_t(1) << 20;

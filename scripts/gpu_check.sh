@@ -3,8 +3,9 @@
 # usage: scripts/gpu_check.sh [--prebuilt DIR] [--lease SECONDS] [--only PART]...
 #        PART: machine kernels agree step bench peers llmc profile sanitizer large ladders multi
 #   --prebuilt DIR     build nothing: use the programs in DIR, what `make gpu` puts into build/gpu or `make lease` packs
-#   --lease SECONDS    end within so many (3000, which begin behind the build). Rows 0 to 15 below want 480; a longer
-#                      lease stretches every limit and has time for the rows behind them
+#   --lease SECONDS    end within so many (3000, which begin behind the build). In 480 rows 0 to 8 below come to their
+#                      turn whatever hangs, and where nothing does rows 0 to 15; longer leases stretch the limits by half
+#                      as much and have time for the rows behind them
 #   --only PART        run the rows of these parts alone; what the others wrote before stays
 # Writes into RESULTS (dev/results), each command's before the next begins: gpu_<chip>.json and .md, a line a figure,
 # with the commit, CUDA and driver that it is from; gpu_<chip>.log, the verdicts; gpu_<chip>.full.log, what every
@@ -149,14 +150,16 @@ run() { # what it is, command
     status=$?
     archive "$1" "$log"
 }
+# Whether the last command was ended with its time. 137 is also what a program gets that takes too much memory.
+stopped() { [ $status -eq 124 ] || { [ $status -eq 137 ] && [ $SECONDS -ge "$end" ]; }; }
 # Run a command that must succeed.
 try() { # what it is, command
     local seconds
     seconds=$(left)
     run "$@"
     [ $status -ne 0 ] || return 0
-    if over; then skip "$1" "the $lease seconds are over"; return 1; fi
-    case $status in 124 | 137) bad "$1: more than $seconds s" ;; *) bad "$1: status $status" ;; esac
+    if stopped && over; then skip "$1" "the $lease seconds are over"; return 1; fi
+    if stopped; then bad "$1: more than $seconds s"; else bad "$1: status $status"; fi
     tail -n 15 "$log"
     return 1
 }
@@ -179,6 +182,7 @@ record() { # part, file of JSON lines
     } >"$md"
 }
 figures() { grep -c '^{' "$log"; }
+why_skipped() { sed -n 's/^skipped: //p' "$log" | head -n 1; }
 # Whether a program is there with all its libraries; else why its line is skipped.
 program() {
     [ -x "$dir/$1" ] || { skip "$command" "$dir/$1 is not there"; return 1; }
@@ -215,8 +219,8 @@ table() { # program [rows' name]
         before=$row row=$(sed -n 's/^run //p' "$log" | tail -n 1)
         behind=(--after "$row")
         if [ -z "$row" ] || [ "$row" = "$before" ]; then bad "$command: status $status"; tail -n 15 "$log"; break; fi
+        if stopped; then broken_row "$1" "$row" "no time is left, for rows behind it either"; break; fi
         case $status in
-        124 | 137) broken_row "$1" "$row" "no time is left, for rows behind it either"; break ;;
         142) broken_row "$1" "$row" "more than $seconds s"; seconds=$((seconds / 2 + 2)) ;;
         *) broken_row "$1" "$row" "status $status: $(grep -m 1 'error' "$log")" ;;
         esac
@@ -227,7 +231,10 @@ table() { # program [rows' name]
 }
 broken_row() { echo "$2" >>"$broken"; bad "$1: $2: $3"; } # program, row, why
 
-passes() { program "$1" && try "$command" "$dir/$1" && ok "$command: $(tail -n 1 "$log")"; }
+passes() {
+    program "$1" && try "$command" "$dir/$1" || return
+    if grep -q '^skipped: ' "$log"; then skip "$command" "$(why_skipped)"; else ok "$command: $(tail -n 1 "$log")"; fi
+}
 
 data=$(echo README.md llmc/*.h | tr ' ' ',') # the program does not lie beside its sources
 small=(--data "$data" --precision fp32 --model tiny-llama --seq 256 --micro-batch 1 --batch-tokens 512
@@ -256,6 +263,7 @@ agree() {
     while [ $good -gt 0 ] && kill -0 "$cpu" 2>/dev/null && [ $SECONDS -lt "$end" ]; do sleep 0.2; done
     local late=0
     kill "$cpu" 2>/dev/null && late=1
+    cpu=
     archive "agree: training on cpu" "$work/cpu.log"
 
     [ $good -lt 2 ] || same_losses "agree: graphs" 50 1e-12 "$work/cuda" "$work/cuda--graphs"
@@ -283,6 +291,7 @@ speed() { # what, micro-batch: the median of a run's last eleven steps
     local rate
     rate=$(sed -n 's/^step .* \([0-9.]*\) ms .*/\1/p' "$log" | tail -n 11 | sort -g | sed -n 6p |
         awk -v tokens=$(($2 * 1024)) '{printf "%.0f", 1000 * tokens / $1}')
+    [ -n "$rate" ] || { bad "step: $1: no step was timed"; return; }
     ok "step: $1: $rate tokens/s"
     echo "{\"part\": \"step\", \"what\": \"$1\", \"rate\": $rate, \"unit\": \"tokens/s\"}" >"$work/step"
     record step "$work/step"
@@ -290,18 +299,14 @@ speed() { # what, micro-batch: the median of a run's last eleven steps
 
 bench() { # part
     program bench_kernels || return
-    try "$command" "$dir/bench_kernels" "$1" && ok "$command: $(figures) figures"
+    try "$command" "$dir/bench_kernels" "$1" && measured
     record bench "$log"
 }
+measured() { if [ "$(figures)" -gt 0 ]; then ok "$command: $(figures) figures"; else skip "$command" "$(why_skipped)"; fi; }
 peers() { # part
     tool python3 || return
-    try "$command" env LD_LIBRARY_PATH="$given" python3 dev/bench/peers.py "$1"
+    try "$command" env LD_LIBRARY_PATH="$given" python3 dev/bench/peers.py "$1" && measured
     record peers "$log"
-    if [ "$(figures)" -gt 0 ]; then
-        ok "$command: $(figures) figures"
-    elif [ $status -eq 0 ]; then
-        skip "$command" "$(sed -n 's/^skipped: //p' "$log" | head -n 1)"
-    fi
 }
 # Nsight Compute on one launch, the fourth, of a kernel in a part of the benchmark. Clocks are left as they are.
 profile() { # part, regular expression of the kernel with its template's arguments
@@ -353,7 +358,7 @@ while read -r -u 3 number part limit breaks command; do
     # A row's seconds, longer in a longer lease, end no later than the lease does.
     if [ "$number" != "$row" ]; then
         row=$number lines=$(grep -c "^$number " "$work/plan")
-        [ "$lease" -le 480 ] || limit=$((limit * lease / 480))
+        [ "$lease" -le 960 ] || limit=$((limit * lease / 960))
         row_end=$((SECONDS + limit < last ? SECONDS + limit : last))
     fi
     # A line may take one and a half times its share of what is left, the last line all of it.

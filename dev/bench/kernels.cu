@@ -6,8 +6,8 @@
 //   result that is added to (+=) is read and written. A row of a table that several tokens name is
 //   one row. Statistics, weights of norms and other vectors beside a matrix are left out.
 //   TFLOP/s counts useful FLOPs, two a multiply-add: attention 2 HS + 2 HS_v forward and
-//   6 HS + 4 HS_v backward for each (query, key) of the causal half. Padding, the empty rows of
-//   tiles and scores that are computed again count nothing.
+//   6 HS + 4 HS_v backward, with the scores once more, for each (query, key) of the causal half.
+//   Padding, the empty rows of tiles and whatever is computed a second time count nothing.
 //   usage: bench_kernels [--small] [PART ...]      no PART: all of them
 //          PART: norms elementwise head optimizer attention decode products fp8 nf4 experts
 //   Prints one JSON object a line: part, what, rate, unit, share.

@@ -116,7 +116,7 @@ Peak machine_peak(cudaStream_t stream) {
     std::string device = device_name(stream);
     if (const Machine* m = machine_of_device(device))
         return {m->peak(sizeof(T)), device + "'s data sheet"};
-    return measure_peak<T>(8192, stream); // a smaller product ends before the host has looked
+    return measure_peak<T>(8192, stream); // the host cannot time a smaller one
 }
 #endif
 

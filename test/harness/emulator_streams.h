@@ -7,9 +7,9 @@
 //             reads what is not there yet, or overwrites what they are yet to read
 //     FIRST   run as far as their own waits allow, before each piece of the stream that is asked
 //             for: they read what is not there yet, or overwrite what it is yet to read
-//   Work is NaN until it runs where that is safe: fresh device memory, and where a copy to the host
-//   will arrive, unless a queued copy still reads those bytes. A copy from the host reads its
-//   source when it runs, pinned or not: CUDA may stage pageable memory before the call returns.
+//   Until work has run its result is NaN: fresh device memory, and the place of a copy to the host,
+//   unless a queued copy still reads it. A copy from the host reads its source when it runs, pinned
+//   or not: stricter than CUDA, which may stage pageable memory before the call returns.
 //   The null stream, one a thread, runs its work when it is issued, except for copies from the
 //   host. Streams beside a stream are those of the thread that made it. A host that frees memory
 //   runs all of its own streams. Any thread may wait for any stream; a piece runs in the thread

@@ -1006,7 +1006,8 @@ static Totals launched_totals(const Shape& shape, const Plan& plan, const emulat
 
 // A product in 32 bits that overflows makes a number smaller when a sequence doubles: what was
 // below 2^32 becomes 2^32 less than twice itself. Blocks of a grid, lengths of copies and of zeros,
-// and arguments stay the same or grow, up to the longest sequences and vocabularies in use.
+// and whole numbers among arguments stay the same or grow, up to the longest sequences and
+// vocabularies in use. Sums over a kernel's launches are compared, and no members of arguments.
 TEST(RealSizes, NumbersOfLaunchesGrowWithTheSequence) {
     struct Case {
         const char* preset;
@@ -1045,7 +1046,7 @@ TEST(RealSizes, LongRowsAreCopied) {
     for (const emulator::Note& g : run.given) EXPECT_EQ(size_t(g.numbers[0]), bytes);
 }
 
-// Where blocks add to dQ in any order it is zeroed first, all of it: 2^32 bytes here.
+// Where blocks add to dQ in any order it is zeroed first, all of it: 2^32 floats here.
 TEST(RealSizes, AllOfDqIsZeroed) {
     DryRun run;
     emulator::gpu = emulator::HOPPER;
