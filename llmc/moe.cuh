@@ -92,7 +92,7 @@ LLMC_HD inline size_t row_count(const int* rows, size_t M) {
 }
 
 // For each rank, the tokens that chose one of its experts: rank r has experts [r experts,
-// (r+1) experts). List r is that of rank r; or, with `only`, that of rank r's tokens for rank `only`.
+// (r+1) experts). List r is that of rank r; with `only`, that of rank r's tokens for rank `only`.
 struct TokenLists {
     size_t lists, N, K, experts;
     size_t stride; // choices between the tokens of two lists; 0: all lists are of the same tokens

@@ -1,7 +1,7 @@
 // cudart_stub.c - a CUDA runtime whose GPU, a Hopper, fails each launch; memory is the host's
-//   Stands in for libcudart.so.13 beside programs linked with CUDART=shared. They start, allocate and
-//   copy; their first launch fails as at an illegal address, and so does every call behind it. It has
-//   the calls that our programs make; the loader names one that is missing.
+//   Stands in for libcudart.so.13 beside programs linked with CUDART=shared. They start, allocate
+//   and copy; their first launch fails as at an illegal address, and so does every call behind it.
+//   It has the calls that our programs make; the loader names one that is missing.
 //   STUB_HANG=NAME    the launch of a kernel whose name contains NAME never returns
 //   STUB_CRASH=NAME   the launch of such a kernel ends the program by SIGABRT
 #define _GNU_SOURCE

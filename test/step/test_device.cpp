@@ -763,8 +763,8 @@ TEST(Launches, OfABlock) {
     EXPECT_LE(all_launches(launches_of(llama, 1)), 35u);
 }
 
-// Ranks that share the keys of a sequence add up their gradients in float, by plain kernels; the log
-// says so. Those that exchange heads do not.
+// Ranks that share the keys of a sequence add up their gradients in float, by plain kernels,
+// and the log says so. Those that exchange heads do not.
 TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
     using enum ContextMethod;
     for (ContextMethod method : {GATHER, ULYSSES, RING}) {
@@ -798,8 +798,8 @@ TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
     }
 }
 
-// Count the launches and copies of an exchange of N tokens between two ranks. Every other token goes
-// to the other rank.
+// Count the launches and copies of an exchange of N tokens between two ranks. Every other token
+// goes to the other rank.
 static size_t given_for_exchange(size_t N) {
     std::atomic<size_t> total = 0;
     EXPECT_EQ(run_local_ranks(2, {}, [&](const Comm& world) {
