@@ -1,8 +1,8 @@
 // emulator_runtime.h - the part of CUDA's runtime library that the trainer and the tests use
 //   Device memory is heap memory of the exact size. Kernels, copies and events wait in their
 //   streams until the host asks for them (emulator_streams.h).
-//   emulator::blocking counts the calls in which the host waits for the device: synchronization,
-//   allocation, and copies from or to memory that is not pinned.
+//   emulator::blocking counts the calls in which the host waits for the device: synchronization of
+//   streams, allocation, and copies from or to memory that is not pinned. It does not count events.
 #pragma once
 #include <algorithm>
 #include <atomic>
