@@ -5,8 +5,8 @@
 //   it. The checksum of each block stays in memory. A block that comes back changed is an error.
 //     disk_read, disk_write   move any range now: initial weights, checkpoints
 //     disk_start              starts to move a range by the file's threads; disk_finish() waits
-//   Each thread owns pinned memory and a stream: it waits for no other thread, and the driver
-//   stages nothing.
+//   Each thread owns memory for a block and, beside a device, a stream; that memory is pinned then.
+//   So threads wait for no other thread, and the driver stages nothing.
 //   Functions that return a text return "" or one line that says what is wrong.
 #pragma once
 #include <fcntl.h>

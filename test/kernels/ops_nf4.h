@@ -93,21 +93,25 @@ inline void nf4_test(Check& c) {
     close(c, "bf16", narrow, rounded<bf16>(as_double(w.back<float>(n))), 0);
     expect(c, Nf4Bytes(w.back<float>(n)).codes == w.codes, "other codes the second time");
 
-    // A piece made of whole blocks equals that part of the whole: each row has 3 blocks, and the
-    // piece holds the second of them.
+    // A piece made of whole blocks equals that part of the whole: the second of each row's 3
+    // blocks, or the middle third, all of it one run.
     std::vector<float> all = w.back<float>(64 * 3 * 1000), piece(64 * 1000);
-    std::vector<uint8_t> part, part_scales;
-    for (size_t r = 0; r < 1000; r++) {
-        size_t b = 3 * r + 1;
-        part.insert(part.end(), &w.codes[b * 32], &w.codes[b * 32] + 32);
-        part_scales.push_back(w.scales[b]);
+    for (size_t run : {size_t(1), size_t(1000)}) {
+        std::vector<uint8_t> part, part_scales;
+        auto whole = [&](size_t b) { return b / run * 3 * run + run + b % run; };
+        for (size_t b = 0; b < 1000; b++) {
+            part.insert(part.end(), &w.codes[whole(b) * 32], &w.codes[whole(b) * 32] + 32);
+            part_scales.push_back(w.scales[whole(b)]);
+        }
+
+        // Dequantise the piece alone, with the whole's table.
+        Nf4 x = {part.data(), part_scales.data(), w.table.data(), run, 3 * run, run};
+        nf4_dequantize(piece.data(), x, piece.size(), Cpu{});
+        bool same = true;
+        for (size_t i = 0; i < piece.size(); i++)
+            same &= piece[i] == all[whole(i / 64) * 64 + i % 64];
+        expect(c, same, "a piece differs from its part of the whole");
     }
-    nf4_dequantize(piece.data(), {part.data(), part_scales.data(), w.table.data(), 1, 3, 1},
-                   piece.size(), Cpu{});
-    bool same = true;
-    for (size_t i = 0; i < piece.size(); i++)
-        same &= piece[i] == all[(i / 64 * 3 + 1) * 64 + i % 64];
-    expect(c, same, "a piece differs from its part of the whole");
 }
 
 // Zeros come back as zeros, beside other blocks and alone. A single number is its own absmax.

@@ -1020,6 +1020,8 @@ TEST(RealSizes, NumbersOfLaunchesGrowWithTheSequence) {
             for (const Preset& p : model_presets())
                 if (c.preset == std::string(p.name)) shape = p.shape;
             shape.L = 2, shape.P = c.T;
+
+            // Double the sequence, up to the real one.
             Totals before;
             for (size_t T = c.T / 4; T <= c.T; T *= 2) {
                 Plan plan;
@@ -1034,7 +1036,7 @@ TEST(RealSizes, NumbersOfLaunchesGrowWithTheSequence) {
         }
 }
 
-// Rows of 2 GiB and more are copied, though CUDA copies no matrix with such rows.
+// Rows of 2 GiB and more are copied, though CUDA copies no matrix with such strides.
 TEST(RealSizes, LongRowsAreCopied) {
     DryRun run;
     char* from = nullptr;

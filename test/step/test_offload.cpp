@@ -76,6 +76,8 @@ TEST(Disk, CopiesBeginWhenTheMemoryIsReady) {
             memory = way == Way::TO_DISK ? late : other;
             asked++;
         };
+
+        // Move all blocks.
         disk_start(d, move, way, memory.data(), 0, size, Cpu{});
         ASSERT_EQ(disk_finish(d, *move), "");
         EXPECT_EQ(asked, 1);
