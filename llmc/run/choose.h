@@ -167,7 +167,7 @@ inline void open_tokenizer(Run& run) {
         c.tokenizer = tokenizer_in(c.model);
     if (c.tokenizer.empty()) c.tokenizer = "byte";
     std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
-    LLMC_USER_CHECK(wrong.empty(), "%s%s", wrong.c_str(),
+    LLMC_USER_CHECK(wrong.empty(), "%s%s", one_screen(wrong).c_str(),
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
     if (left_out && c.tokenizer != "byte" && is_first(run))
         printf("tokenizer: %s\n", c.tokenizer.c_str());
@@ -224,6 +224,14 @@ inline void open_chat(Run& run) {
         printf("chat format: %s\n", run.chat.format.name.c_str());
 }
 
+// Remember which files a flag names. The first rank, which writes manifests, does.
+inline void remember_files(Run& run, const char* flag, const std::string& value) {
+    std::vector<std::string> paths;
+    if (!is_first(run)) return;
+    or_die(data_paths(value, &paths));
+    or_die(identify_files(paths, &run.data[flag]));
+}
+
 // Open training and validation data, and check that they have no text in common.
 inline void open_data(Run& run) {
     Config& c = run.config;
@@ -253,6 +261,10 @@ inline void open_data(Run& run) {
     bool trained = file_type(c.model) && !c.scratch;
     LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
                     "--data: %s", foreign_tokenizer(run).c_str());
+
+    // Note which files they are, for checkpoints.
+    remember_files(run, "data", files);
+    if (apart) remember_files(run, "val", c.val);
 
     // Look at the files on one rank, for all.
     if (is_first(run)) look_at_data(run);
