@@ -115,10 +115,11 @@ inline std::string completion_line(const Run& run, const Prompt& prompt, int sam
     const char* ends[] = {"token", "length", "context", "stopped"};
     nlohmann::ordered_json j = prompt.fields;
     j["sample"] = sample;
-    std::string text; // token by token: a blank that the first one begins with is the text's
+    // Prompt and completion are one text, so a blank between them is kept; an answer stands alone.
+    std::string text;
     for (int token : made.tokens)
         text += decode(run.tokenizer, token);
-    j["completion"] = text;
+    j["completion"] = run.chat.tokenizer ? decode(run.tokenizer, made.tokens) : text;
     j["tokens"] = made.tokens.size();
     j["end"] = ends[int(made.why)];
 

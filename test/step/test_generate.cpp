@@ -1131,13 +1131,16 @@ TEST_F(Prompts, ASampleCommandsNoTerminal) {
 
 // A prompt and its completion are the text: the blank that begins the completion belongs to it.
 TEST(Completions, KeepTheBlankBetweenPromptAndCompletion) {
-    Run run;
+    llmc::Run run;
     run.tokenizer.kind = TokenizerKind::BPE;
     run.tokenizer.prefix = Prefix::SPACE;
     run.tokenizer.pieces = {" a", " time"};
     Prompt prompt = {"Once upon", {}, {{"prompt", "Once upon"}}};
     std::string line = completion_line(run, prompt, 0, {{0, 1}, Ended::BY_COUNT, true});
     EXPECT_EQ(nlohmann::json::parse(line)["completion"], " a time");
+    run.chat.tokenizer = &run.tokenizer; // an answer stands alone
+    line = completion_line(run, prompt, 0, {{0, 1}, Ended::BY_COUNT, true});
+    EXPECT_EQ(nlohmann::json::parse(line)["completion"], "a time");
 }
 
 // Ctrl-C ends the wait for a question, and with it the talk.
