@@ -217,30 +217,6 @@ inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* cr
     return n == 0 ? "" : path + ": cannot be read";
 }
 
-// Identify files by name, size, and the CRC-32 of a sample: eight blocks of 16 KiB, spread evenly;
-// all of a file of less than a MiB.
-inline std::string identify_files(const std::vector<std::string>& paths, nlohmann::json* list) {
-    *list = nlohmann::json::array();
-    std::vector<unsigned char> block(size_t(1) << 14);
-    for (const std::string& path : paths) {
-        int fd = -1;
-        struct stat s = {};
-        std::string wrong = open_regular(path, &fd, &s);
-        if (!wrong.empty()) return wrong;
-
-        // Read block by block. A block that cannot be read has no part in the checksum.
-        uint32_t crc = 0;
-        size_t bytes = size_t(s.st_size), stride = bytes >> 20 ? bytes / 8 : block.size();
-        for (size_t at = 0; at < bytes; at += stride) {
-            ssize_t n = pread(fd, block.data(), block.size(), off_t(at));
-            crc = uint32_t(crc32(crc, block.data(), uInt(std::max<ssize_t>(n, 0))));
-        }
-        close(fd);
-        list->push_back({{"file", path}, {"bytes", bytes}, {"crc32", crc}});
-    }
-    return "";
-}
-
 // ----------------------------------------------------------------------------
 // locks
 

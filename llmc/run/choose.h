@@ -224,14 +224,6 @@ inline void open_chat(Run& run) {
         printf("chat format: %s\n", run.chat.format.name.c_str());
 }
 
-// Remember which files a flag names. The first rank, which writes manifests, does.
-inline void remember_files(Run& run, const char* flag, const std::string& value) {
-    std::vector<std::string> paths;
-    if (!is_first(run)) return;
-    or_die(data_paths(value, &paths));
-    or_die(identify_files(paths, &run.data[flag]));
-}
-
 // Open training and validation data, and check that they have no text in common.
 inline void open_data(Run& run) {
     Config& c = run.config;
@@ -262,12 +254,10 @@ inline void open_data(Run& run) {
     LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
                     "--data: %s", foreign_tokenizer(run).c_str());
 
-    // Note which files they are, for checkpoints.
-    remember_files(run, "data", files);
-    if (apart) remember_files(run, "val", c.val);
-
-    // Look at the files on one rank, for all.
+    // Look at the files on one rank, for all, and note which they are, for checkpoints.
     if (is_first(run)) look_at_data(run);
+    if (is_first(run)) or_die(identify_files(files, &run.data["data"]));
+    if (is_first(run) && apart) or_die(identify_files(c.val, &run.data["val"]));
 
     // Evaluate at least one sample, and at most all that there are.
     run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));

@@ -236,6 +236,31 @@ TEST(Data, AFileThatIsNamedTwiceIsRefused) {
     fs::remove(link);
 }
 
+// Data are known by the sizes of their files and a sample of each.
+TEST(Data, FilesThatChangeHaveAnotherIdentity) {
+    std::string small = std::string(20000, 'x'), large = std::string(3 << 20, 'y');
+    std::string name = scratch("identified");
+    auto identity = [&](const std::string& bytes) {
+        nlohmann::json list;
+        EXPECT_EQ(identify_files(put_file(name, bytes), &list), "");
+        EXPECT_EQ(list[0]["file"], name);
+        EXPECT_EQ(list[0]["bytes"], bytes.size());
+        return list[0]["crc32"].get<uint32_t>();
+    };
+
+    // All of a small file counts, of a large one its blocks.
+    EXPECT_EQ(identity(small), uint32_t(crc32(0, (const Bytef*)small.data(), 20000)));
+    EXPECT_EQ(identity(""), 0u);
+    uint32_t before = identity(large);
+    for (size_t at : {size_t(0), large.size() / 8 + 5, large.size() / 8 * 7 + 16383}) {
+        std::string other = large;
+        other[at] = 'z';
+        EXPECT_NE(identity(other), before) << at;
+    }
+    nlohmann::json list;
+    EXPECT_HAS(identify_files(scratch("none"), &list), "No such file");
+}
+
 // Some editors write a mark before a text in UTF-8.
 TEST(Data, AByteOrderMarkIsNoText) {
     std::string name = put_file(scratch("marked.txt"), "\xef\xbb\xbf" "0123456789");
