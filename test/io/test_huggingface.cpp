@@ -934,7 +934,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
 
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_embd", {1}}}), "n_embd is [1]");
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"activation_function", {1}}}),
-               "activation_function array is not built yet");
+               "activation_function [1] is not built yet");
 }
 
 // ----------------------------------------------------------------------------
