@@ -9,7 +9,6 @@
 #include <string>
 #include <string_view>
 #include "../text.h"
-#include "json.h"
 
 namespace llmc {
 

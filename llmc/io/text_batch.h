@@ -4,8 +4,8 @@
 //   in the middle has the same batches. A file that holds tokens passes through.
 #pragma once
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include "../text.h"
+#include "json.h"
 #include "text_stream.h"
 #include "tokenizer.h"
 
