@@ -293,8 +293,10 @@ inline std::string machine_named(Machine* m, const std::string& name) {
         *m = *row;
         return "";
     }
-    std::ifstream in(name);
-    if (!in || std::filesystem::is_directory(name))
+    std::error_code none;
+    bool file = std::filesystem::is_regular_file(name, none);
+    std::ifstream in(file ? name : "");
+    if (!in)
         return concat("--machine ", name, " is neither a machine nor a file; machines: ",
                       machine_names());
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """parquet_text.py - the text column of parquet files as plain text, or as JSON lines
 
-usage: parquet_text.py FILE.parquet ... --out FILE.txt|FILE.jsonl|- [--column text]
+usage: parquet_text.py FILE.parquet ... --out FILE.txt|FILE.jsonl|- [--column text | --rows]
 
 .txt: each document, then a line <|endoftext|>, as TinyStories has it. .jsonl: {"text": ...} a
 line, for tokenizers that want documents apart. -: such lines on standard output, named by the
-column, for train_gpt --prepare. Reads a batch of rows at a time, never a whole
-file; the output gets its name when it is whole. Needs pyarrow: pip install pyarrow
+column, for train_gpt --prepare. --rows: lines of whole rows, all columns, for conversations. Reads
+a batch of rows at a time, never a whole file; the output gets its name when it is whole. Needs pyarrow: pip install pyarrow
 """
 import argparse, json, os, sys
 
@@ -27,24 +27,35 @@ def require_pyarrow():
     return pyarrow
 
 
-def documents(path, column):
-    """The strings of a column, missing ones left out."""
+def documents(path, column, flag="--column"):
+    """The values of a column, missing ones left out. None: whole rows, without what is missing."""
     pyarrow = require_pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            if column is None:
+                for batch in file.iter_batches(batch_size=1024):
+                    for row in batch.to_pylist():
+                        yield {key: value for key, value in row.items() if value is not None}
+                return
             if column not in file.schema_arrow.names:
                 names = ", ".join(file.schema_arrow.names)
-                raise DownloadError(f"{path}: has no column {column}; --column takes: {names}")
+                raise DownloadError(f"{path}: has no column {column}; {flag} takes: {names}")
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 yield from (text for text in batch.column(0).to_pylist() if text is not None)
     except pyarrow.ArrowException as e:
         raise DownloadError(f"{path}: cannot be read as parquet: {e}") from e
 
 
+def json_line(value, name):
+    """A document under its name, or a whole row, as a line. What JSON has no type for is text."""
+    return json.dumps({name: value} if name else value, default=str) + "\n"
+
+
 def parquet_to_stdout(paths, column):
+    """For train_gpt, whose flag for the column is --field."""
     for path in paths:
-        for text in documents(path, column):
-            sys.stdout.write(json.dumps({column: text}) + "\n")
+        for text in documents(path, column, "--field"):
+            sys.stdout.write(json_line(text, column))
     sys.stdout.flush()
 
 
@@ -56,8 +67,7 @@ def parquet_to_text(paths, out, column="text"):
     with open(out + ".part", "w", encoding="utf-8", newline="\n") as f:
         for path in paths:
             for text in documents(path, column):
-                f.write(json.dumps({"text": text}) if lines else f"{text}\n{END_OF_TEXT}")
-                f.write("\n")
+                f.write(json_line(text, column and "text") if lines else f"{text}\n{END_OF_TEXT}\n")
                 count += 1
     os.replace(out + ".part", out)
     print(f"{out}: {count} documents, {bytes_text(os.path.getsize(out))}")
@@ -89,11 +99,16 @@ def main():
     parser.add_argument("files", nargs="+", metavar="FILE.parquet")
     parser.add_argument("--out", required=True, help="FILE.txt, FILE.jsonl or -")
     parser.add_argument("--column", default="text", help="the column with the text (text)")
+    parser.add_argument("--rows", action="store_true", help="whole rows instead, as JSON lines")
     arguments = parser.parse_args()
+    if arguments.rows:
+        arguments.column = None
     if arguments.out == "-":
         return parquet_to_stdout(arguments.files, arguments.column)
     if not arguments.out.endswith((".txt", ".jsonl")):
         parser.error(f"--out {arguments.out}: ends in .txt or .jsonl")
+    if arguments.rows and arguments.out.endswith(".txt"):
+        parser.error("--rows: rows are JSON lines: --out FILE.jsonl")
     parquet_to_text(arguments.files, arguments.out, arguments.column)
 
 

@@ -47,6 +47,7 @@ struct CheckpointInfo {
     std::vector<int64_t> broken = {}; // newer steps that a load skipped
     size_t bytes_read = 0;            // tensor bytes that this rank read in a load
     nlohmann::json base = {}; // the base that adapters stand beside (base_identity.h); null: none
+    nlohmann::json data = {};     // the files of --data and --val (identify_files); null: unknown
     nlohmann::json rollouts = {}; // answers with updates left (rollout_state.h); null: none
 };
 
@@ -415,6 +416,8 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
         manifest["states"] = states_name(t.plans[0].states);
     if (!info.base.is_null())
         manifest["base"] = info.base;
+    if (!info.data.is_null())
+        manifest["data"] = info.data;
     if (!info.rollouts.is_null())
         manifest["rollouts"] = info.rollouts;
     if (info.best_step >= 0) {

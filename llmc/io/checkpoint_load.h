@@ -473,6 +473,9 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     if (!info->config.is_object())
         info->config = nlohmann::json::object();
     info->rollouts = m.value("rollouts", nlohmann::json());
+    info->data = m.value("data", nlohmann::json());
+    if (!info->data.is_object())
+        info->data = nlohmann::json::object();
 
     // Take the best step, if a best checkpoint is kept.
     if (m.contains("best_step")) {

@@ -4,7 +4,6 @@
 #pragma once
 #include <algorithm>
 #include <climits>
-#include <fstream>
 #include <set>
 #include <sstream>
 #include <string>
@@ -14,6 +13,7 @@
 #include "../action.h"
 #include "../context_parallel.h"
 #include "../text.h"
+#include "files.h"
 
 namespace llmc {
 
@@ -689,6 +689,9 @@ inline std::string unknown_flag(const std::string& name) {
 inline std::string set_flag(Config& c, const std::string& name, const std::string& value) {
     const Flag* f = find_flag(name);
     if (!f) return unknown_flag(name);
+    // Empty is not absent: only a prompt may be empty, where a file names one and none is wanted.
+    if (value.empty() && name != "prompt")
+        return "--" + name + " wants a value, and this is empty: is a shell's variable not set?";
     std::string wrong = set_field(c, *f, value);
     c.given.insert(name);
     return wrong.empty() ? "" : "--" + name + " " + wrong;
@@ -696,8 +699,10 @@ inline std::string set_flag(Config& c, const std::string& name, const std::strin
 
 // Read a file of `name = value` lines, where # begins a comment. A message begins with FILE:LINE.
 inline std::string read_config_file(Config& c, const std::string& path) {
-    std::ifstream in(path);
-    if (!in) return "--config " + path + ": no such file";
+    std::string line, text, unread = read_whole_file(path, &text);
+    if (!unread.empty()) return "--config " + unread;
+    if (text.find_first_not_of(" \t\r\n") == std::string::npos)
+        return "--config " + path + ": is empty: leave it out, or give it lines";
     // Trim carriage returns too: files from Windows end lines in CR LF.
     auto trim = [](std::string s) {
         size_t a = s.find_first_not_of(" \t\r"), b = s.find_last_not_of(" \t\r");
@@ -705,7 +710,7 @@ inline std::string read_config_file(Config& c, const std::string& path) {
     };
 
     // Set one flag a line. Line numbers count from 1, as in editors.
-    std::string line;
+    std::istringstream in(text);
     for (int number = 1; std::getline(in, line); number++) {
         line = trim(line.substr(0, line.find('#')));
         if (line.empty()) continue;

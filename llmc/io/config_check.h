@@ -853,7 +853,7 @@ inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine), like = machines_like(c.machine);
-    bool missing = !wrong.empty() && !std::ifstream(c.machine) && !like.empty();
+    bool missing = !wrong.empty() && ::access(c.machine.c_str(), F_OK) != 0 && !like.empty();
     if (missing) wrong += concat("; did you mean ", like, "?");
     if (!wrong.empty()) return wrong;
     // Its rates are wanted where moves of activations are weighed against recomputation, also if

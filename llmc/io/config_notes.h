@@ -41,10 +41,10 @@ inline std::string refuse_delay(const Config& c) {
     return "";
 }
 
-// Refuse an offload that is not built, has nothing to move, or has no place to go.
+// Refuse an offload that is not built, or has nothing to move.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the unknown word, not the whole list.
-    std::istringstream words(c.offload + (c.offload.empty() ? "," : ""));
+    std::istringstream words(c.offload);
     for (std::string word; std::getline(words, word, ',');)
         if (c.offload != "none" && word != "optimizer" && word != "activations" &&
             word != "weights" && word != "gradients")
@@ -66,7 +66,7 @@ inline std::string refuse_idle_offload(const Config& c) {
         return concat("--offload-update host: the CPU updates in memory, and ",
                       printable(c.offload_to), " is a folder: leave --offload-to out");
     if (std::string wrong = refuse_delay(c); !wrong.empty()) return wrong;
-    return c.offload_to.empty() ? "--offload-to names no place: give cpu, or a folder" : "";
+    return "";
 }
 
 // Refuse CUDA graphs if the host has a part in the middle of a step.

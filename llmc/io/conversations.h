@@ -28,7 +28,8 @@ namespace llmc {
 // Read a string of an object. If the key is missing and not needed, `text` stays as it is.
 inline std::string take_string(const nlohmann::json& j, const char* key, bool needed,
                                std::string* text) {
-    if (!j.contains(key) && !needed)
+    bool none = !j.contains(key) || j[key].is_null();
+    if (none && !needed)
         return "";
     if (!j.contains(key) || !j[key].is_string())
         return concat("has no string \"", key, "\"");
@@ -39,9 +40,36 @@ inline std::string take_string(const nlohmann::json& j, const char* key, bool ne
 // Map other collections' names of roles to user and assistant.
 inline std::string usual_role(const std::string& name) {
     if (name == "human") return "user";
+    if (name == "developer") return "system";
     if (name == "gpt" || name == "bot" || name == "model")
         return "assistant";
     return name;
+}
+
+// Read a message's text: a string, or a list of parts that are texts.
+inline std::string take_content(const nlohmann::json& message, const char* key, std::string* text) {
+    if (!message.contains(key) || !message[key].is_array())
+        return take_string(message, key, true, text);
+    // Join the parts. OpenAI's have a type, which only here may be left out.
+    for (const nlohmann::json& part : message[key]) {
+        std::string more, type = "text";
+        bool good = part.is_object() && take_string(part, "type", false, &type).empty() &&
+                    take_string(part, "text", true, &more).empty();
+        if (!good || type != "text")
+            return "has a part that is no text, and only texts are read";
+        *text += more;
+    }
+    return "";
+}
+
+// Refuse what a tool says, is asked or can: formats differ in how they write it, if they do at all.
+inline std::string refuse_tool(const nlohmann::json& j, const std::string& role = "") {
+    bool tool = role == "tool" || role == "function" || role == "ipython" || role == "observation";
+    for (const char* key : {"tool_calls", "function_call", "tools"})
+        tool |= j.contains(key) && !j[key].empty() && j[key] != "[]";
+    return tool ? "is of a tool, which no --chat-format writes: leave the line out, or give the "
+                  "tokens of its own template as \"input_ids\" and \"labels\""
+                : "";
 }
 
 // Append a list of messages. The keys differ between collections: role and content are OpenAI's,
@@ -54,7 +82,9 @@ inline std::string read_messages(const nlohmann::json& list, const char* role, c
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
         if (wrong.empty())
-            wrong = take_string(each, text, true, &m.text);
+            wrong = refuse_tool(each, m.role);
+        if (wrong.empty())
+            wrong = take_content(each, text, &m.text);
         if (!wrong.empty())
             return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
@@ -216,10 +246,13 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
         counts->lines++;
 
         // Read the line, and make its tokens.
-        nlohmann::json j = nlohmann::json::parse(bytes, nullptr, false);
+        nlohmann::json j;
         std::vector<int> tokens;
-        std::string wrong = j.is_object() ? line_tokens(chat, j, T, &tokens, counts)
-                                          : "is no JSON object";
+        std::string wrong = parse_record(bytes, &j);
+        if (wrong.empty() && !j.contains("input_ids"))
+            wrong = refuse_tool(j);
+        if (wrong.empty())
+            wrong = with_records(line_tokens(chat, j, T, &tokens, counts), j);
 
         // Count a bad line, and keep the message of the first one.
         if (wrong.empty()) {
@@ -233,11 +266,13 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
     return pack_windows(std::move(conversations), T, chat.end);
 }
 
-// Refuse a file with many bad lines; a few are tolerated.
-inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first) {
-    if (malformed <= 10 + lines / 100) return "";
-    return concat(malformed, " of the first ", lines,
-                  " lines are bad, which is more than 10 and a hundredth of them: ", first);
+// Refuse a file of which more than a hundredth of the lines are bad. spare: so many more are
+// tolerated, where lines are to follow.
+inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first,
+                                      size_t spare = 0) {
+    if (malformed <= spare + lines / 100) return "";
+    return concat(malformed, " of ", spare ? "the first " : "", lines,
+                  " lines are bad, and a hundredth of them may be: ", first);
 }
 
 // Describe what the windows hold, and what was left out.

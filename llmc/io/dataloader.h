@@ -22,6 +22,7 @@
 #include <unistd.h>
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -117,11 +118,49 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
             globfree(&found);
         } else if (pattern) {
             return item + ": no file matches";
-        } else if (!item.empty()) {
+        } else if (item.empty()) {
+            return "'" + value + "' has an empty name: is a shell's variable not set?";
+        } else {
             paths->push_back(item);
         }
     }
-    return paths->empty() ? "no data file in '" + value + "'" : "";
+
+    // Refuse a file that is there twice, by whatever names: it would be trained on twice as often
+    // as the others, which is mostly a pattern that matches more than it should.
+    std::set<std::pair<dev_t, ino_t>> seen;
+    for (const std::string& path : *paths) {
+        struct stat s;
+        if (stat(path.c_str(), &s) == 0 && !seen.insert({s.st_dev, s.st_ino}).second)
+            return "'" + value + "' names " + path + " twice: name each file once";
+    }
+    return "";
+}
+
+// Identify the files of a value by name, size, and the CRC-32 of a sample: eight blocks of 16 KiB,
+// spread evenly; all of a file of less than a MiB.
+inline std::string identify_files(const std::string& value, nlohmann::json* list) {
+    *list = nlohmann::json::array();
+    std::vector<std::string> paths;
+    std::string wrong = data_paths(value, &paths);
+    std::vector<unsigned char> block(size_t(1) << 14);
+    for (const std::string& path : paths) {
+        int fd = -1;
+        struct stat s = {};
+        if (wrong.empty())
+            wrong = open_regular(path, &fd, &s);
+        if (!wrong.empty()) return wrong;
+
+        // Read block by block. A block that cannot be read has no part in the checksum.
+        uint32_t crc = 0;
+        size_t bytes = size_t(s.st_size), stride = bytes >> 20 ? bytes / 8 : block.size();
+        for (size_t at = 0; at < bytes; at += stride) {
+            ssize_t n = pread(fd, block.data(), block.size(), off_t(at));
+            crc = uint32_t(crc32(crc, block.data(), uInt(std::max<ssize_t>(n, 0))));
+        }
+        close(fd);
+        list->push_back({{"file", path}, {"bytes", bytes}, {"crc32", crc}});
+    }
+    return wrong;
 }
 
 // The command that makes shards of nanoGPT's tokens without a header, which are mostly GPT-2's.
@@ -208,9 +247,8 @@ inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
     f->count = f->encoded->size();
     f->packed = T;
     f->note = f->path + ": " + conversations_text(counts);
-    if (f->count == 0)
-        return f->note + (counts.malformed ? "" : ": nothing to train on");
-    return too_many_malformed(counts.malformed, counts.lines, counts.first_malformed);
+    wrong = too_many_malformed(counts.malformed, counts.lines, counts.first_malformed);
+    return wrong.empty() && f->count == 0 ? f->note + ": nothing to train on" : wrong;
 }
 
 // Map a file, which stays mapped as long as the program runs. `tokenizer` is the value of
@@ -236,9 +274,15 @@ inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
 
 // Replace a mapped text by its tokens. With the byte tokenizer the text is its own tokens.
 inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
-    if (tokenizer.kind == TokenizerKind::BYTE)
-        return;
     std::string_view text((const char*)f->tokens, f->count);
+    // The mark before a text in UTF-8 is no text.
+    size_t mark = text.starts_with(BYTE_ORDER_MARK) ? BYTE_ORDER_MARK.size() : 0;
+    if (tokenizer.kind == TokenizerKind::BYTE) {
+        f->tokens += mark;
+        f->count -= mark;
+        return;
+    }
+    text.remove_prefix(mark);
     f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
     // Unmap the text. `encoded` keeps the tokens alive in every copy of the DataFile.
     unmap_file((void*)f->tokens, f->count);
@@ -297,8 +341,9 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         f.path = path;
         bool lines = chat && path.ends_with(".jsonl");
         // Refuse shards for preferences: they cannot mark the worse answer.
-        if (chat && chat->pairs && !lines)
-            return path + ": answers that are preferred are JSON objects, one a line: give .jsonl";
+        bool records = path.ends_with(".json") || path.ends_with(".parquet");
+        if (chat && !lines && (chat->pairs || records))
+            return no_json_lines(path);
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
         if (wrong.empty())
             wrong = check_packed(f, chat != nullptr, T);

@@ -396,11 +396,9 @@ inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& line
 
     // Parse a line of JSON, or take a line of LAMBADA's plain text.
     bool json = lines[0].starts_with('{');
-    Json j = json ? Json::parse(lines[at], nullptr, false) : Json{{"text", lines[at]}};
-    if (!j.is_object() || lines[at].empty()) {
-        *wrong = json ? "is no JSON object" : "is empty";
-        return {};
-    }
+    Json j = {{"text", lines[at]}};
+    *wrong = lines[at].empty() ? "is empty" : json ? parse_record(lines[at], &j) : "";
+    if (!wrong->empty()) return {};
     if (!labels.empty())
         j["label"] = labels[at];
     return kind.texts(j, wrong);
@@ -416,7 +414,7 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
     bool json = lines[0].starts_with('{');
     size_t each = name == "hellaswag" && !json ? 6 : 1; // lines a question
     if (!json && each == 1 && name != "lambada")
-        return path + ":1: is no JSON object";
+        return path + ":1: " + no_record(lines[0]);
     if (name == "piqa" && lines[0].find("\"label\"") == std::string::npos)
         wrong = read_labels(path, lines.size(), &labels);
     if (!wrong.empty()) return wrong;
@@ -535,6 +533,8 @@ inline std::string score_text(const Task& task, const Score& s) {
     double error = s.perplexity() * s.log_likelihood.error;
     snprintf(line, sizeof(line), "  perplexity %.4g +- %.2g", s.perplexity(), error);
     if (kind.perplexity) text += line;
+    // A single question has no error.
+    text = replace_all(replace_all(text, " +- -nan", ""), " +- nan", "");
     return text + "\n";
 }
 

@@ -32,6 +32,17 @@ inline std::string shell_word(const std::string& text) {
     return text.empty() ? "''" : text;
 }
 
+// Refuse a file where JSON lines are read, with the command that makes some of it.
+inline std::string no_json_lines(const std::string& path) {
+    std::string wrong = path + ": records are JSON objects, one a line: give .jsonl";
+    if (path.ends_with(".parquet"))
+        return wrong + ": dev/data/parquet_text.py --rows --out LINES.jsonl " + shell_word(path);
+    return path.ends_with(".json") ? wrong + ": jq -c '.[]' " + shell_word(path) +
+                                         " > LINES.jsonl makes it of an array, '.data[]' of "
+                                         "{\"data\": [...]}"
+                                   : wrong;
+}
+
 // Whether --prepare reads a file of this name.
 inline bool prepare_reads(std::string name) {
     if (name.ends_with(".parquet")) return true;
@@ -116,7 +127,7 @@ inline std::string no_text(const std::string& path, std::string_view head,
     if (prepare_reads(path) && !kind_by_name(path).empty())
         return wrong + prepare_command(path, tokenizer) + " makes shards of it";
     if (kind == "JSON")
-        return wrong + "write a document a line, {\"text\": \"...\"}, into a .jsonl for --prepare";
+        return no_json_lines(path) + ", for --prepare";
     if (kind.starts_with("compressed") || kind == "a parquet file")
         return wrong + "unpack it, or give it a name that ends in .txt.gz, .jsonl.gz, .txt.zst, "
                        ".jsonl.zst or .parquet, which --prepare reads";

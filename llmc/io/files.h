@@ -160,7 +160,10 @@ inline std::map<std::string, std::string>& shared_files() {
     return files;
 }
 
-// Read all bytes of a file.
+// Some editors write this before a text in UTF-8. It is no part of the text.
+constexpr std::string_view BYTE_ORDER_MARK = "\xef\xbb\xbf";
+
+// Read all bytes of a file, but for a byte order mark.
 inline std::string read_whole_file(const std::string& path, std::string* bytes) {
     // A shared file is here already.
     auto shared = shared_files().find(path);
@@ -189,6 +192,8 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
             bytes->append(buffer.data(), size_t(n));
     }
     close(fd);
+    if (bytes->starts_with(BYTE_ORDER_MARK))
+        bytes->erase(0, BYTE_ORDER_MARK.size());
     return wrong;
 }
 

@@ -1,7 +1,8 @@
 // json.h - JSON files that may hold anything: an object comes back, or a line says what is wrong
 //   The library throws if a type is not the expected one, and it recurses as deep as brackets nest
 //   when it prints. So this file refuses a text that is no object, or that is nested too deep.
-//   json_word() shows a part of one in a message.
+//   json_word() shows a part of one in a message. JSON lines hold an object a line: what else they
+//   hold is refused with the command that makes lines of it.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <string>
@@ -32,11 +33,13 @@ inline size_t json_depth(std::string_view text) {
     return deepest;
 }
 
-// A JSON value for a message: a word, a number or a short text; for a list only its type.
+// A JSON value for a message: a word, a number, or the beginning of a text or a list.
 inline std::string json_word(const nlohmann::json& j) {
     if (j.is_string())
         return in_quotes(j.get_ref<const std::string&>());
-    return j.is_structured() ? j.type_name() : j.dump();
+    std::string text = json_text(j);
+    text.pop_back(); // the newline
+    return printable(text.substr(0, 80)) + (text.size() > 80 ? "..." : "");
 }
 
 // Parse the text of a file that holds a JSON object.
@@ -75,6 +78,45 @@ inline std::string check_type(const nlohmann::json& m, const char* key,
                               nlohmann::json::value_t type) {
     bool good = m.contains(key) && m[key].type() == type;
     return good ? "" : concat(key, " is missing, or no ", nlohmann::json(type).type_name());
+}
+
+// ----------------------------------------------------------------------------
+// JSON lines
+
+// Say what a line is that is no JSON object, and what makes lines of it.
+inline std::string no_record(std::string_view line) {
+    // Find the first byte that is not UTF-8.
+    size_t at = 0;
+    while (at < line.size() && utf8_length(line.substr(at)) > 0)
+        at += utf8_length(line.substr(at));
+    if (at < line.size())
+        return "is no JSON object in UTF-8: iconv -f LATIN1 -t UTF-8 converts what is mostly meant";
+
+    // The first character tells what the text is that this line belongs to.
+    at = std::min(line.find_first_not_of(" \t\r\xef\xbb\xbf"), line.size());
+    char first = at < line.size() ? line[at] : ' ';
+    if (first == '[')
+        return "is no JSON object but begins an array: jq -c '.[]' writes its records a line each";
+    return std::string("is no JSON object") +
+           (first == '{' ? ", or cut short: jq -c . writes each on one line" : "");
+}
+
+// Parse a line that is to be a JSON object.
+template <typename Json> std::string parse_record(std::string_view line, Json* j) {
+    // The library recurses as deep as brackets are nested, so limit the depth.
+    bool deep = json_depth(line) > MOST_JSON_DEPTH;
+    *j = deep ? Json() : Json::parse(line, nullptr, false);
+    return j->is_object() ? "" : no_record(line);
+}
+
+// Add to an object's lack of a key that it holds records in an array. Messages are none.
+template <typename Json> std::string with_records(const std::string& wrong, const Json& j) {
+    for (const auto& [key, value] : j.items())
+        if (wrong.starts_with("has no") && value.is_array() && !value.empty() &&
+            value[0].is_object() && !value[0].contains("role") && !value[0].contains("from"))
+            return wrong + "; its " + in_quotes(key) +
+                   " holds records: jq -c '.[]|arrays[]' writes them a line each";
+    return wrong;
 }
 
 } // namespace llmc

@@ -21,9 +21,10 @@
 //   Resume     OUT.progress, rewritten after each shard, says in which batch the shard ended. The
 //              same call continues there, so a kill loses one shard's work and changes no byte. A
 //              compressed input and standard input are read again up to that batch.
-//   Bad lines  (no JSON, no such field) are counted, and the first one is shown. The run ends when
-//              they exceed 10 plus a hundredth of all lines so far. Bytes that are not UTF-8 are
-//              kept, in lines too.
+//   Bad lines  (no JSON, no such field) are counted, and the first one is shown. More than a
+//              hundredth of all lines are an error: fewer than 100 lines must all be good. The run
+//              ends when they exceed 10 plus a hundredth of the lines so far. Bytes that are not
+//              UTF-8 are kept, in lines too.
 //   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
 //   Cost       that of the tokenizer and of JSON (dev/LOG.md has the figures)
 //   Errors     "" or one line that says what is wrong
@@ -243,6 +244,8 @@ inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
 // Write a batch, and count its lines.
 inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     if (!b.wrong.empty()) return b.wrong;
+    if (!b.note.empty())
+        fprintf(stderr, "note: %s\n", printable(b.note).c_str());
     o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
                   {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins},
                   {"cut", o.cut},     {"dropped", o.dropped}};
@@ -256,14 +259,14 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     if (!wrong.empty()) return wrong;
     o.skip = 0;
 
-    // Tolerate a few bad lines; many are an error.
+    // Tolerate ten bad lines more than at the end, while good ones may follow.
     if (o.first_malformed.empty())
         o.first_malformed = b.first_malformed;
     if (o.malformed == 0 && b.malformed > 0)
         fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
     o.lines += b.lines_read;
     o.malformed += b.malformed;
-    return too_many_malformed(o.malformed, o.lines, b.first_malformed);
+    return too_many_malformed(o.malformed, o.lines, o.first_malformed, 10);
 }
 
 // ----------------------------------------------------------------------------
@@ -548,14 +551,6 @@ inline void workers_end(Workers& w) {
         t.join();
 }
 
-// Say why there is nothing to train on.
-inline std::string no_document(const ShardOutput& o, const BatchReader& r) {
-    std::string path = r.inputs[0].path;
-    if (o.malformed == 0)
-        return path + ": holds no document";
-    return concat("all ", o.malformed, " lines are bad: ", o.first_malformed);
-}
-
 // Finish the last shard. Remove it instead if `wrong` reports a failure, or if it
 // has too few tokens.
 inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::string wrong) {
@@ -574,7 +569,7 @@ inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::s
     if (wrong.empty() && o.shards.size() == size_t(o.val_tokens > 0))
         wrong = o.val_tokens ? concat("--val-tokens ", o.val_tokens,
                                       " takes all tokens: none is left to train on")
-                             : no_document(o, r);
+                             : r.inputs[0].path + ": holds no document";
     return wrong;
 }
 
@@ -582,6 +577,15 @@ inline std::string close_last_shard(ShardOutput& o, const BatchReader& r, std::s
 inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer& t,
                             const BatchReader& r) {
     const std::string& path = r.inputs[b.file].path;
+
+    // Look at the beginning of a file as --data does: note what may be no text, and drop a mark.
+    if (b.offset == 0 && !b.holds_tokens) {
+        b.note = binary_note(path, std::string_view(b.text).substr(0, size_t(1) << 16));
+        if (b.text.starts_with(BYTE_ORDER_MARK))
+            b.text.erase(0, BYTE_ORDER_MARK.size());
+    }
+
+    // Tokenize documents.
     if (!o.packed)
         return tokenize_batch(b, t, r.field, path);
     // Pack each batch separately, so that the windows do not depend on the threads.
@@ -632,6 +636,8 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
         fprintf(stderr, "\r\033[K");
     if (r.open) stream_close(r.stream);
     if (wrong.empty()) wrong = r.wrong;
+    if (wrong.empty())
+        wrong = too_many_malformed(o.malformed, o.lines, o.first_malformed);
     return close_last_shard(o, r, wrong);
 }
 
@@ -805,7 +811,7 @@ inline std::string prepare(const Config& c, const Tokenizer& t, const std::strin
     if (!wrong.empty()) return wrong;
     o.identity = prepare_identity(c, t, o, r.inputs, limits.batch);
     r.script = parquet_script(program_folder);
-    r.field = c.field;
+    r.field = o.packed ? "" : c.field;
     r.limits = limits;
     for (const auto& [text, token] : t.special)
         if (token == t.eot) r.end_text = text;

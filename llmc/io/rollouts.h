@@ -56,21 +56,19 @@ inline std::string read_exercise_file(const std::string& path, const Chat& chat,
                                       const std::string& verifier,
                                       std::vector<Exercise>* exercises) {
     if (!path.ends_with(".jsonl"))
-        return path + ": prompts and their answers are JSON objects, one a line: give .jsonl";
+        return no_json_lines(path);
     std::string bytes, line, wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
 
-    // Skip blank lines. Check the depth before parsing: the library recurses as
-    // deep as brackets nest.
+    // Skip blank lines.
     std::istringstream lines(bytes);
     for (size_t number = 1; std::getline(lines, line); number++) {
         if (stripped(line).empty()) continue;
         nlohmann::json j;
-        bool deep = json_depth(line) > MOST_JSON_DEPTH;
-        if (!deep)
-            j = nlohmann::json::parse(line, nullptr, false);
         Exercise q;
-        wrong = j.is_object() ? read_exercise(j, chat, T, verifier, &q) : "is no JSON object";
+        wrong = parse_record(line, &j);
+        if (wrong.empty())
+            wrong = with_records(read_exercise(j, chat, T, verifier, &q), j);
         if (!wrong.empty())
             return concat(path, ":", number, ": ", wrong);
         exercises->push_back(std::move(q));

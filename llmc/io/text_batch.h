@@ -4,8 +4,8 @@
 //   in the middle has the same batches. A file that holds tokens passes through.
 #pragma once
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include "../text.h"
+#include "json.h"
 #include "text_stream.h"
 #include "tokenizer.h"
 
@@ -36,6 +36,7 @@ struct TextBatch {
     size_t cut = 0;       // conversations that lost their end
     size_t dropped = 0;   // conversations of which no answer was left
     std::string wrong = ""; // an error that ends the run
+    std::string note = "";  // a remark on the file, of its first batch
     bool done = false;
 };
 
@@ -230,9 +231,10 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
     if (other_bytes)
         j = nlohmann::json::parse(bytes_to_noncharacters(line), nullptr, false);
     if (!j.is_object())
-        return "is no JSON object";
+        return no_record(line);
     if (!j.contains(field) || !j[field].is_string())
-        return "has no string \"" + field + "\": --field says which one is the text";
+        return with_records("has no string \"" + field + "\": --field says which one is the text",
+                            j);
     *text = j[field].get<std::string>();
     if (other_bytes)
         *text = noncharacters_to_bytes(*text);

@@ -80,6 +80,8 @@ inline std::string input_describe(TextInput* input, const std::string& path) {
     }
 
     // The ending decides what it holds.
+    if (name.ends_with(".json"))
+        return no_json_lines(path);
     input->lines = name.ends_with(".jsonl") || input->packed == ".parquet";
     input->tokens = input->packed.empty() && name.ends_with(".bin");
     if (!input->lines && !input->tokens && !name.ends_with(".txt"))
@@ -141,13 +143,14 @@ inline std::string parquet_open(InputStream* s, const std::string& script,
                       "the environment whose python3 comes first (--user is not looked at)";
 
     // Start with exec, so that pclose() waits for Python itself and not for a shell.
-    std::string command = "exec python3 -I " + shell_quoted(script) + " --out - --column " +
-                          shell_quoted(field) + " -- " + shell_quoted(path);
+    std::string what = field.empty() ? " --rows -- " : " --column " + shell_quoted(field) + " -- ";
+    std::string command =
+        "exec python3 -I " + shell_quoted(script) + " --out -" + what + shell_quoted(path);
     s->file = popen(command.c_str(), "re");
     return s->file ? "" : path + ": python3 cannot be started: " + strerror(errno);
 }
 
-// Open an input. script: the program that reads parquet; field: the column with the text.
+// Open an input. script: the program that reads parquet; field: the column with the text; "": all.
 inline std::string stream_open(InputStream* s, const TextInput& input, const std::string& script,
                                const std::string& field) {
     *s = {};

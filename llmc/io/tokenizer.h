@@ -57,7 +57,10 @@ struct FixedRule {
 struct Fixed {
     TokenOf ids = {};
     std::unordered_map<int, FixedRule> rules = {}; // by token
-    std::vector<size_t> lengths = {}; // lengths of the texts, descending, each once
+    // a trie of the texts, whose root is node 0: thousands may begin alike, so each place of a text
+    // is matched in one walk
+    std::unordered_map<uint64_t, uint32_t> edges = {}; // node << 8 | byte -> node
+    std::vector<int> token_at = {-1}; // [node]; -1: only the beginning of a text
     bool first_byte[256] = {};        // whether a text begins with this byte
 };
 
@@ -118,9 +121,16 @@ inline void fixed_add(Fixed* f, const std::string& text, int token, FixedRule ru
     f->ids[text] = token;
     f->rules[token] = rule;
     f->first_byte[(unsigned char)text[0]] = true;
-    auto at = std::lower_bound(f->lengths.begin(), f->lengths.end(), text.size(), std::greater<>());
-    if (at == f->lengths.end() || *at != text.size())
-        f->lengths.insert(at, text.size());
+
+    // Walk down the trie, and make the nodes that it lacks.
+    uint32_t node = 0;
+    for (unsigned char byte : text) {
+        auto fresh = uint32_t(f->token_at.size());
+        auto [edge, made] = f->edges.insert({uint64_t(node) << 8 | byte, fresh});
+        if (made) f->token_at.push_back(-1);
+        node = edge->second;
+    }
+    f->token_at[node] = token;
 }
 
 // Whether a character is white space, or belongs to a word: \s and \w of Unicode's UTS 18.
@@ -183,13 +193,19 @@ struct FixedMatch {
     size_t length;
 };
 inline FixedMatch match_fixed(const Fixed& f, std::string_view text, size_t at) {
+    FixedMatch longest = {-1, 0};
     if (!f.first_byte[(unsigned char)text[at]])
-        return {-1, 0};
-    for (size_t length : f.lengths) {
-        int id = at + length > text.size() ? -1 : find_token(f.ids, text.substr(at, length));
-        if (id >= 0) return {id, length};
+        return longest;
+    // Walk as far as the text is the beginning of a fixed one, and note the last whole one.
+    uint64_t node = 0;
+    for (size_t length = 1; at + length <= text.size(); length++) {
+        auto edge = f.edges.find(node << 8 | (unsigned char)text[at + length - 1]);
+        if (edge == f.edges.end()) break;
+        node = edge->second;
+        if (f.token_at[node] >= 0)
+            longest = {f.token_at[node], length};
     }
-    return {-1, 0};
+    return longest;
 }
 
 // Cut a text at its fixed texts: calls plain(text between them) and token(id) in the text's order.
@@ -513,9 +529,10 @@ inline void split_by_patterns(Encoding& e, std::string_view text, size_t pattern
                                 at, PCRE2_NO_UTF_CHECK | PCRE2_NOTEMPTY, match, e.limits.get());
         if (found == PCRE2_ERROR_NOMATCH)
             return split_by_patterns(e, text.substr(at), pattern + 1);
-        LLMC_CHECK(found >= 0,
-                   "--tokenizer %s: its pattern fails on this text (PCRE2 error %d at byte %zu)",
-                   e.t.name.c_str(), found, at);
+        LLMC_USER_CHECK(found >= 0,
+                        "--tokenizer %s: its pattern %s takes too many steps in this text (PCRE2 "
+                        "error %d): make token shards (.bin) with the tokenizer's own library",
+                        e.t.name.c_str(), in_quotes(e.t.pattern_texts[pattern]).c_str(), found);
 
         // The next pattern may cut both the text before the match and the match itself.
         size_t begin = place[0];

@@ -289,7 +289,7 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
 
 // Refuse a part that this program does not have.
 inline std::string not_built(const std::string& what, const nlohmann::json& j) {
-    return what + " " + (j.is_string() ? j.get<std::string>() : std::string(j.type_name())) +
+    return what + " " + (j.is_string() ? j.get<std::string>() : json_word(j)) +
            " is not built; make token shards (.bin) with its own library";
 }
 

@@ -167,7 +167,7 @@ inline void open_tokenizer(Run& run) {
         c.tokenizer = tokenizer_in(c.model);
     if (c.tokenizer.empty()) c.tokenizer = "byte";
     std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
-    LLMC_USER_CHECK(wrong.empty(), "%s%s", wrong.c_str(),
+    LLMC_USER_CHECK(wrong.empty(), "%s%s", one_screen(wrong).c_str(),
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
     if (left_out && c.tokenizer != "byte" && is_first(run))
         printf("tokenizer: %s\n", c.tokenizer.c_str());
@@ -254,8 +254,10 @@ inline void open_data(Run& run) {
     LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
                     "--data: %s", foreign_tokenizer(run).c_str());
 
-    // Look at the files on one rank, for all.
+    // Look at the files on one rank, for all, and note which they are, for checkpoints.
     if (is_first(run)) look_at_data(run);
+    if (is_first(run)) or_die(identify_files(files, &run.data["data"]));
+    if (is_first(run) && apart) or_die(identify_files(c.val, &run.data["val"]));
 
     // Evaluate at least one sample, and at most all that there are.
     run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));

@@ -16,7 +16,7 @@ inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<
             return Pipeline(i);
 
     // Read and check the user's schedule before any rank depends on it.
-    std::ifstream file(c.pipeline);
+    std::ifstream file(file_type(c.pipeline) == S_IFREG ? c.pipeline : "");
     LLMC_USER_CHECK(file,
                     "--pipeline %s is neither gpipe, 1f1b, interleaved, zero-bubble nor a file",
                     c.pipeline.c_str());

@@ -260,6 +260,25 @@ inline void adopt_checkpoint(Run& run) {
 // ----------------------------------------------------------------------------
 // going on
 
+// Say how the files of a flag differ from those that the checkpoint names; "": they are the same,
+// wherever they lie, or it names none.
+inline std::string other_files(const nlohmann::json& now, const nlohmann::json& saved) {
+    auto described = [](const nlohmann::json& list, size_t i) {
+        const nlohmann::json none = {{"file", "none"}, {"bytes", 0}, {"crc32", 0}};
+        return i < list.size() && list[i].is_object() ? list[i] : none;
+    };
+
+    // Compare file by file, in their order: it numbers the windows.
+    for (size_t i = 0; saved.is_array() && i < std::max(now.size(), saved.size()); i++) {
+        nlohmann::json is = described(now, i), was = described(saved, i);
+        if (is["bytes"] != was["bytes"] || is["crc32"] != was["crc32"])
+            return concat("file ", i + 1, " is ", json_word(is["file"]), ", ",
+                          json_word(is["bytes"]), " bytes, and was ", json_word(was["file"]), ", ",
+                          json_word(was["bytes"]), " bytes of another content");
+    }
+    return "";
+}
+
 // Rename the checkpoints that are newer than the one this run resumed from. The next resume must
 // not load them, and --keep must not count them; nothing is deleted.
 inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
@@ -350,6 +369,14 @@ bool resume(Run& run, Trainer<T, S>& t) {
         "the checkpoint was made with --seed %llu, not %lld: the data order would change: leave "
         "--seed out",
         (unsigned long long)info.seed, (long long)c.seed);
+
+    // Say if the data are others: the cursor is a place among the samples of the old ones.
+    for (const char* flag : {"data", "val"}) {
+        std::string other = other_files(run.data[flag], info.data[flag]);
+        if (!other.empty())
+            note(run, concat("--", flag, " is not the checkpoint's: ", other,
+                             ": text may come again, and what was held back may be trained on"));
+    }
     t.cursor = info.cursor;
     run.tokens = info.tokens;
     if (has_rollouts(c))
@@ -423,6 +450,7 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     info.best_step = run.kept_step;
     info.best_loss = run.kept_loss;
     info.base = run.base;
+    info.data = run.data;
     info.rollouts = rollouts_json(run.rollouts, run.config.updates);
     return info;
 }

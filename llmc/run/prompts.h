@@ -28,14 +28,10 @@ inline std::string parse_prompt(const std::string& line, bool text, Prompt* p) {
         return "";
     }
 
-    // Parse a JSON object. The library recurses as deep as brackets are nested, so limit the depth.
-    bool deep = json_depth(line) > MOST_JSON_DEPTH;
-    if (!deep)
-        p->fields = nlohmann::ordered_json::parse(line, nullptr, false);
-    if (deep || !p->fields.is_object())
-        return "is no JSON object, or cut short";
+    std::string wrong = parse_record(line, &p->fields);
+    if (!wrong.empty()) return wrong;
     if (!p->fields.contains("prompt") || !p->fields["prompt"].is_string())
-        return "has no \"prompt\" that is a text";
+        return with_records("has no \"prompt\" that is a text", p->fields);
     p->text = p->fields["prompt"];
     return p->text.empty() ? "its prompt is empty" : "";
 }
@@ -119,7 +115,11 @@ inline std::string completion_line(const Run& run, const Prompt& prompt, int sam
     const char* ends[] = {"token", "length", "context", "stopped"};
     nlohmann::ordered_json j = prompt.fields;
     j["sample"] = sample;
-    j["completion"] = decode(run.tokenizer, made.tokens);
+    // Prompt and completion are one text, so a blank between them is kept; an answer stands alone.
+    std::string text;
+    for (int token : made.tokens)
+        text += decode(run.tokenizer, token);
+    j["completion"] = run.chat.tokenizer ? decode(run.tokenizer, made.tokens) : text;
     j["tokens"] = made.tokens.size();
     j["end"] = ends[int(made.why)];
 

@@ -54,6 +54,7 @@ struct Run {
     Chat chat;                // the format of conversations, where --loss or --chat needs one
     ExportTokenizer exported; // the tokenizer that --export writes
     nlohmann::json base;      // which base weights the saved adapters belong to (base_identity.h)
+    nlohmann::json data;      // the files of --data and --val, which checkpoints name
     std::vector<Prompt> prompts;
     size_t context_length = 0; // positions that a sample may use, its prompt included
     std::set<int> stop_tokens; // tokens that end a sample
@@ -129,10 +130,17 @@ inline double waited_for_others(const Run& run) {
     return run.world.info ? seconds_waited(run.world.info->notes) : 0;
 }
 
+// A message as it is shown: printable, whatever the file held that it quotes, and a screen at most,
+// however long the list is that it names.
+inline std::string one_screen(const std::string& message) {
+    const size_t most = 1400;
+    return printable(message.substr(0, most)) + (message.size() > most ? "..." : "");
+}
+
 // End the program with an error message, unless the message is empty. Functions that may fail
 // return "" or a sentence for the user, and or_die() wraps their calls.
 inline void or_die(const std::string& wrong) {
-    LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
+    LLMC_USER_CHECK(wrong.empty(), "%s", one_screen(wrong).c_str());
 }
 
 // The same for an error that all ranks know. Only the first rank prints it, and ends the program;
@@ -149,7 +157,7 @@ inline void note(Run& run, const std::string& text) {
         return;
     finish_line(run.log);
     fflush(stdout);
-    fprintf(stderr, "note: %s\n", text.c_str());
+    fprintf(stderr, "note: %s\n", one_screen(text).c_str());
 }
 
 // Print what could not be done. The run goes on, and the program ends with exit status 1.
@@ -158,7 +166,7 @@ inline void report_failure(Run& run, const std::string& wrong) {
     run.failed = true;
     finish_line(run.log);
     fflush(stdout);
-    fprintf(stderr, "train_gpt: error: %s\n", wrong.c_str());
+    fprintf(stderr, "train_gpt: error: %s\n", one_screen(wrong).c_str());
 }
 
 // The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
@@ -202,7 +210,7 @@ inline std::string foreign_tokenizer(const Run& run) {
 // that is there is not changed.
 inline std::string try_file(const char* flag, const std::string& path) {
     bool there = file_type(path) != 0;
-    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
     std::string why = strerror(errno);
     if (fd < 0)
         return concat("--", flag, " ", path, ": cannot be written: ", why);

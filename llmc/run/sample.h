@@ -192,6 +192,38 @@ inline void choose_prompts(Run& run) {
 // ----------------------------------------------------------------------------
 // printing
 
+// Remove the whole characters from the front of `bytes`, and return them. Bytes that are not UTF-8,
+// and control characters that a terminal would obey, become U+FFFD. The beginning of a character
+// stays in `bytes` until its end has come; all: no more bytes will come.
+inline std::string take_characters(std::string* bytes, bool all) {
+    std::string text;
+    size_t at = 0;
+    while (at < bytes->size()) {
+        std::string next = bytes->substr(at, 4);
+        unsigned char c = (unsigned char)next[0];
+        size_t n = utf8_length(next);
+        size_t wants = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
+
+        // Decide whether these bytes may begin a character: they do if the lowest or the highest
+        // bytes after them would make them one.
+        std::string low = next, high = next;
+        low.resize(std::max(wants, low.size()), '\x80');
+        high.resize(std::max(wants, high.size()), '\xbf');
+        bool begins = utf8_length(low) || utf8_length(high);
+        if (n == 0 && next.size() < wants && begins && !all)
+            break;
+
+        // Replace control characters, U+0080 to U+009F too: an escape sequence could do anything
+        // to a terminal.
+        bool high_control = c == 0xc2 && n == 2 && (unsigned char)next[1] < 0xa0;
+        bool obeyed = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f || high_control;
+        text += n == 0 || obeyed ? "\xef\xbf\xbd" : next.substr(0, n);
+        at += std::max(n, size_t(1));
+    }
+    bytes->erase(0, at);
+    return text;
+}
+
 // The line above a sample: "step 200 | sample 2 of 3". Before the first step a single sample
 // has no title.
 inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
@@ -209,18 +241,23 @@ inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
 template <typename T, typename S>
 void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t number) {
     const Config& c = run.config;
-    bool text = vocab_matches(run);
+    bool text = vocab_matches(run), terminal = isatty(STDOUT_FILENO);
+    std::string bytes; // not printed yet: a character may take several tokens
+    auto print = [&](bool all) {
+        std::string shown = terminal ? take_characters(&bytes, all) : std::exchange(bytes, "");
+        fputs(shown.c_str(), stdout);
+        fflush(stdout);
+    };
     auto emit = [&](int token) {
         if (!is_first(run)) return;
-        std::string piece = text ? decode(run.tokenizer, token) : std::to_string(token) + " ";
-        fputs(piece.c_str(), stdout);
-        fflush(stdout);
+        bytes += text ? decode(run.tokenizer, token) : std::to_string(token) + " ";
+        print(false);
     };
 
     // Print the prompt, then each token as it comes.
     int64_t samples = int64_t(run.prompts.size()) * c.samples;
-    if (is_first(run))
-        printf("%s---\n%s", sample_title(run.step, number, samples).c_str(), prompt.text.c_str());
+    bytes = sample_title(run.step, number, samples) + "---\n" + prompt.text;
+    if (is_first(run)) print(true);
     for (size_t i = 0; !text && i < prompt.tokens.size(); i++)
         emit(prompt.tokens[i]);
 
@@ -230,7 +267,9 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     how.draft = run.draft;
     how.ends = run.stop_tokens;
     generate(t, run.generate_plan, prompt.tokens, size_t(c.sample_tokens), how, emit);
-    if (is_first(run)) printf("\n---\n");
+    if (!is_first(run)) return;
+    print(true);
+    printf("\n---\n");
 }
 
 // Continue each prompt --samples times.

@@ -15,36 +15,6 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// characters
-
-// Remove the whole characters from the front of `bytes`, and return them. Bytes that are not UTF-8,
-// and control characters that a terminal would obey, become U+FFFD. The beginning of a character
-// stays in `bytes` until its end has come; all: no more bytes will come.
-inline std::string take_characters(std::string* bytes, bool all) {
-    std::string text;
-    while (!bytes->empty()) {
-        unsigned char c = (unsigned char)(*bytes)[0];
-        size_t n = utf8_length(*bytes);
-        size_t wants = c < 0xc2 ? 1 : c < 0xe0 ? 2 : c < 0xf0 ? 3 : c < 0xf5 ? 4 : 1;
-
-        // Decide whether these bytes may begin a character: they do if the lowest or the highest
-        // bytes after them would make them one.
-        std::string low = *bytes, high = *bytes;
-        low.resize(std::max(wants, low.size()), '\x80');
-        high.resize(std::max(wants, high.size()), '\xbf');
-        bool begins = utf8_length(low) || utf8_length(high);
-        if (n == 0 && bytes->size() < wants && begins && !all)
-            break;
-
-        // Replace control characters: an escape sequence could do anything to a terminal.
-        bool obeyed = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f;
-        text += n == 0 || obeyed ? "\xef\xbf\xbd" : bytes->substr(0, n);
-        bytes->erase(0, std::max(n, size_t(1)));
-    }
-    return text;
-}
-
-// ----------------------------------------------------------------------------
 // questions
 
 // How often Ctrl-C was pressed since the last answer ended. The second time ends the program.

@@ -417,6 +417,13 @@ class DataScripts(unittest.TestCase):
         self.assertEqual(self.program("parquet_text", parquet, parquet, "--out", "t.jsonl")[0], 0)
         lines = self.read("t.jsonl").decode().splitlines()
         self.assertEqual([json.loads(line)["text"] for line in lines], whole * 2)
+        # whole rows, without what is missing; train_gpt's flag for a column is --field
+        self.assertEqual(self.program("parquet_text", parquet, "--out", "r.jsonl", "--rows")[0], 0)
+        rows = [json.loads(line) for line in self.read("r.jsonl").decode().splitlines()]
+        self.assertEqual(rows[:3], [{"id": 0, "text": whole[0]}, {"id": 1}, {"id": 2, "text": ""}])
+        self.assertEqual(len(rows), len(texts))
+        self.assertIn("--field takes: id, text",
+                      self.program("parquet_text", parquet, "--out", "-", "--column", "body")[1])
         status, says = self.program("parquet_text", parquet, "--out", "u.txt", "--column", "body")
         self.assertEqual(status, 1)
         self.assertIn("has no column body; --column takes: id, text", says)

@@ -311,6 +311,72 @@ TEST(Conversations, LinesOfTheUsualShapesSayTheSame) {
                "message 1 has no string \"content\"");
     EXPECT_HAS(read(R"({"prompt": "u", "completion": 3})"), "no string \"completion\"");
     EXPECT_HAS(read(R"({"messages": 3})"), "no list");
+    EXPECT_HAS(read(R"({"messages": [{"role": "user", "content": null}]})"),
+               "message 1 has no string \"content\"");
+}
+
+// Texts may come in parts, and OpenAI's newer word for the system is developer. What cannot be
+// written as it is meant is no line: a picture, a call of a tool, its answer.
+TEST(Conversations, PartsAreJoinedAndToolsAreRefused) {
+    Conversation c;
+    auto read = [&](const std::string& message) {
+        return read_conversation(nlohmann::json::parse("{\"messages\": [" + message + "]}"), &c);
+    };
+
+    // Texts.
+    EXPECT_EQ(read(R"({"role": "developer", "content": [{"type": "text", "text": "a "},
+                       {"type": "text", "text": "b"}]})"),
+              "");
+    EXPECT_EQ(c[0].role + c[0].text, "systema b");
+    EXPECT_EQ(read(R"({"role": "assistant", "content": "a", "tool_calls": null})"), "");
+    EXPECT_EQ(read(R"({"role": "assistant", "content": "a", "tool_calls": []})"), "");
+
+    // No texts.
+    for (const char* part : {R"({"type": "image_url", "image_url": {"url": "x"}})",
+                             R"({"type": "image", "text": "x"})", R"({"type": "text"})", "\"x\""})
+        EXPECT_HAS(read(concat(R"({"role": "user", "content": [)", part, "]}")),
+                   "message 1 has a part that is no text");
+    for (const char* message :
+         {R"({"role": "tool", "content": "21 C"})", R"({"role": "function", "content": "x"})",
+          R"({"role": "ipython", "content": {"output": 1}})",
+          R"({"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]})",
+          R"({"role": "assistant", "content": "a", "function_call": {"name": "f"}})"})
+        EXPECT_HAS(read(message), "message 1 is of a tool, which no --chat-format writes");
+}
+
+// A hundredth of the lines may be bad: of six lines none.
+TEST(Conversations, AFileWithMoreThanAHundredthOfBadLinesIsRefused) {
+    Tokenizer t;
+    Chat chat;
+    ASSERT_EQ(choose_chat(&chat, "plain", "", t), "");
+    std::string good = R"({"prompt": "q", "completion": "a"})" "\n", tools = good;
+    tools.insert(1, R"("tools": [{"name": "f"}], )");
+    auto opened = [&](const std::string& text) {
+        DataFile f;
+        f.path = put_file(scratch("share.jsonl"), text);
+        return open_conversations(&f, chat, 64);
+    };
+    std::string many;
+    for (int i = 0; i < 99; i++) many += good;
+    EXPECT_EQ(opened(many + tools), "");
+    EXPECT_HAS(opened(many.substr(good.size()) + tools), "1 of 99 lines are bad");
+    EXPECT_HAS(opened(good + tools), "share.jsonl:2: is of a tool");
+    EXPECT_HAS(opened(tools), "1 of 1 lines are bad");
+    EXPECT_HAS(opened("[\n" + many + "]\n"), "share.jsonl:1: is no JSON object but begins an array");
+    good.pop_back();
+    EXPECT_HAS(opened("{\"data\": [" + good + "]}"), "; its \"data\" holds records: jq -c");
+
+    // Files of other kinds are refused with the command that makes lines of them.
+    auto as_data = [&](const std::string& name) {
+        DataLoader d;
+        std::string path = put_file(scratch(name), "[" + good + "]");
+        return data_open(&d, path, Split::TRAIN, true, t, 64, 256, 1, &chat);
+    };
+    for (bool pairs : {false, true}) {
+        chat.pairs = pairs;
+        EXPECT_HAS(as_data("a.json"), "give .jsonl: jq -c '.[]' ");
+        EXPECT_HAS(as_data("a.parquet"), "give .jsonl: dev/data/parquet_text.py --rows --out ");
+    }
 }
 
 static std::string line_of(const std::string& question, const std::string& answer) {
@@ -888,7 +954,8 @@ TEST(Rollouts, RefuseLinesThatCannotBeAnswered) {
 
     EXPECT_HAS(read(""), "asked.jsonl: holds no prompt");
     std::vector<Exercise> none;
-    EXPECT_HAS(read_exercises(scratch("asked.txt"), chat, 40, "exact", &none), "");
+    EXPECT_HAS(read_exercises(scratch("asked.txt"), chat, 40, "exact", &none), "give .jsonl");
+    EXPECT_HAS(read_exercises(scratch("a.json"), chat, 40, "exact", &none), "jq -c '.[]' ");
 }
 
 // A window trains the answer and its end.

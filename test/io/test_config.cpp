@@ -61,7 +61,6 @@ TEST(Config, ReadsAValueBehindAnEqualsSign) {
     EXPECT_EQ(c.steps, 7);
     EXPECT_TRUE(c.explain);
     EXPECT_HAS(parse({"--stpes=3"}), "unknown flag --stpes: did you mean --steps?");
-    EXPECT_HAS(parse({"--steps="}), "--steps wants a whole number");
     EXPECT_HAS(parse({"--resume=maybe"}), "--resume wants true or false, not 'maybe'");
 }
 
@@ -93,7 +92,47 @@ TEST(Config, FilesHoldTheSameNames) {
     EXPECT_HAS(parse({"--config", path}), ":2: unknown flag --stepz: did you mean --steps?");
     std::ofstream(path) << "steps 12\n";
     EXPECT_HAS(parse({"--config", path}), "wants `name = value`");
-    EXPECT_HAS(parse({"--config", "/no/such"}), "no such file");
+    EXPECT_HAS(parse({"--config", "/no/such"}), "--config /no/such: No such file");
+}
+
+// An unset variable of a shell is an empty word. Only a prompt may be empty: then there is none.
+TEST(Config, AnEmptyValueOfAnyFlagIsRefused) {
+    std::string path = scratch("empty.conf");
+    for (const Flag& f : config_table()) {
+        if (!*f.name || f.name == std::string("prompt")) continue;
+        std::string flag = std::string("--") + f.name, wants = flag + " wants a value";
+        bool is_switch = std::holds_alternative<bool Config::*>(f.field);
+        EXPECT_HAS(is_switch ? wants : parse({flag, ""}), wants);
+        EXPECT_HAS(parse({flag + "="}), wants);
+        std::ofstream(path) << "steps = 3\n" << f.name << " =  # nothing\n";
+        EXPECT_HAS(parse({"--config", path}), path + ":2: " + wants);
+    }
+    Config c;
+    EXPECT_EQ(parse(c, {"--prompt", ""}), "");
+}
+
+// A folder, a pipe and a device are no files, and nothing waits for them.
+TEST(Config, AFileThatIsNoneIsRefusedAtOnce) {
+    std::string pipe = scratch("pipe"), folder = fs::path(pipe).parent_path();
+    ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+    EXPECT_HAS(parse({"--config", folder}), "--config " + folder + ": is no file but a folder");
+    EXPECT_HAS(parse({"--config", pipe}), "is no file but a pipe");
+    EXPECT_HAS(parse({"--config", "/dev/zero"}), "is no file but a device");
+    Machine m;
+    for (std::string path : {pipe, folder, std::string("/dev/zero")})
+        EXPECT_HAS(machine_named(&m, path), "is neither a machine nor a file");
+    Config c;
+    c.machine = pipe;
+    EXPECT_HAS(check_machine(c), "is neither a machine nor a file");
+
+    std::string path = scratch("none.conf");
+    for (const char* text : {"", " \n\n"}) {
+        std::ofstream(path) << text;
+        EXPECT_HAS(parse({"--config", path}), "none.conf: is empty");
+    }
+    std::ofstream(path) << "\xef\xbb\xbfsteps = 3\n";
+    EXPECT_EQ(parse(c, {"--config", path}), "");
+    EXPECT_EQ(c.steps, 3) << "a byte order mark belongs to no name";
 }
 
 // Names and values that cannot be read.
@@ -317,7 +356,7 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
 
     for (const char* wrong :
          {"ulysses:2", "ulysses:2,ring", "ulysses:2,ulysses:2", "ring:2,ulysses:2",
-          "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2", ""})
+          "ulysses:2,ring:2x", "ulysses:0,ring:4", "ulysses:-2,ring:-2"})
         EXPECT_HAS(hybrid("4", wrong),
                    "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R");
 }
@@ -454,7 +493,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
                "--save-minutes auto wants a folder: give --out DIR");
     EXPECT_HAS(check({"--failure-hours", "9", "--out", "x"}), "give that too");
 
-    for (const char* minutes : {"often", "-1", "", "1e7", "5m", "nan"})
+    for (const char* minutes : {"often", "-1", "1e7", "5m", "nan"})
         EXPECT_HAS(check({"--save-minutes", minutes, "--out", "x"}), "neither auto nor a number");
 
     // A Llama's shape.

@@ -199,11 +199,11 @@ TEST(Data, PatternsAndCommas) {
     std::string one = text_file("single.txt", 100, 9);
     std::vector<std::string> paths;
     EXPECT_EQ(
-        data_paths(one + "," + scratch("pattern?.txt") + ",," + scratch("pattern[3].txt"), &paths),
+        data_paths(one + "," + scratch("pattern[12].txt") + "," + scratch("pattern3.txt"), &paths),
         "");
     std::string p1 = scratch("pattern1.txt"), p2 = scratch("pattern2.txt"),
                 p3 = scratch("pattern3.txt");
-    EXPECT_EQ(paths, (std::vector<std::string>{one, p1, p2, p3, p3}));
+    EXPECT_EQ(paths, (std::vector<std::string>{one, p1, p2, p3}));
 
     DataLoader d;
     ASSERT_EQ(data_open(&d, scratch("pattern*.txt"), Split::VAL, true, bytes_tokenizer, 4, 256, 1),
@@ -219,8 +219,62 @@ TEST(Data, PatternsAndCommas) {
     EXPECT_EQ(open_error(one + "," + escape_commas(comma)), "");
     EXPECT_HAS(open_error(one + "," + comma), "ma?.txt: no file matches");
 
-    EXPECT_HAS(open_error(""), "no data file in ''");
-    EXPECT_HAS(open_error(",,"), "no data file in ',,'");
+    // A name that is empty is a shell's variable that is not set.
+    for (std::string value : {std::string(), std::string(",,"), one + ",", "," + one})
+        EXPECT_HAS(open_error(value), "'" + value + "' has an empty name");
+}
+
+// A file that is there twice, by whatever names, would be trained on twice as often as others.
+TEST(Data, AFileThatIsNamedTwiceIsRefused) {
+    std::string a = text_file("twice_a.txt", 0, 9), b = text_file("twice_b.txt", 20, 9);
+    std::string link = scratch("twice_link.txt"), pattern = scratch("twice_*.txt");
+    EXPECT_EQ(open_error(a + "," + b), "");
+    EXPECT_HAS(open_error(a + "," + b + "," + a), "names " + a + " twice");
+    EXPECT_HAS(open_error(pattern + "," + b), "names " + b + " twice");
+    fs::create_symlink(a, link);
+    EXPECT_HAS(open_error(a + "," + link), "names " + link + " twice");
+    fs::remove(link);
+}
+
+// Data are known by the sizes of their files and a sample of each.
+TEST(Data, FilesThatChangeHaveAnotherIdentity) {
+    std::string small = std::string(20000, 'x'), large = std::string(3 << 20, 'y');
+    std::string name = scratch("identified");
+    auto identity = [&](const std::string& bytes) {
+        nlohmann::json list;
+        EXPECT_EQ(identify_files(put_file(name, bytes), &list), "");
+        EXPECT_EQ(list[0]["file"], name);
+        EXPECT_EQ(list[0]["bytes"], bytes.size());
+        return list[0]["crc32"].get<uint32_t>();
+    };
+
+    // All of a small file counts, of a large one its blocks.
+    EXPECT_EQ(identity(small), uint32_t(crc32(0, (const Bytef*)small.data(), 20000)));
+    EXPECT_EQ(identity(""), 0u);
+    uint32_t before = identity(large);
+    for (size_t at : {size_t(0), large.size() / 8 + 5, large.size() / 8 * 7 + 16383}) {
+        std::string other = large;
+        other[at] = 'z';
+        EXPECT_NE(identity(other), before) << at;
+    }
+    nlohmann::json list;
+    EXPECT_HAS(identify_files(scratch("none"), &list), "No such file");
+}
+
+// Some editors write a mark before a text in UTF-8.
+TEST(Data, AByteOrderMarkIsNoText) {
+    std::string name = put_file(scratch("marked.txt"), "\xef\xbb\xbf" "0123456789");
+    DataLoader d;
+    ASSERT_EQ(data_open(&d, name, Split::TRAIN, true, bytes_tokenizer, 4, 256, 1), "");
+    EXPECT_EQ(d.tokens, 10u);
+    EXPECT_EQ(token_at(d.files[0], 0), '0');
+
+    // Without its own files, validation is the last tenth of what is left.
+    ASSERT_EQ(data_open(&d, put_file(name, "\xef\xbb\xbf" + std::string(60, 'x') + "0123456789"),
+                        Split::VAL, false, bytes_tokenizer, 4, 256, 1),
+              "");
+    EXPECT_EQ(d.tokens, 7u);
+    EXPECT_EQ(token_at(d.files[0], 0), '3');
 }
 
 // A window of 4 needs 5 tokens.
@@ -228,7 +282,7 @@ TEST(Data, FilesShorterThanAWindow) {
     std::string four = text_file("four.txt", 0, 4), five = text_file("five.txt", 10, 5);
     EXPECT_EQ(open_error(four), "the training text has 4 tokens in " + four +
                                     ": a sequence takes 5; give more text or a smaller --seq");
-    EXPECT_HAS(open_error(four + "," + four),
+    EXPECT_HAS(open_error(four + "," + text_file("more.txt", 0, 4)),
                "has 8 tokens in " + four + " and others: a sequence takes 5");
     EXPECT_EQ(open_error(four + "," + five), "");
     EXPECT_EQ(open_error(five), "");

@@ -319,6 +319,12 @@ TEST(Scores, OfOneCompletionEach) {
     Json j;
     score_log(j, task, s);
     EXPECT_EQ(j, (Json{{"lambada", 0.5}, {"lambada_perplexity", s.perplexity()}}));
+
+    // A single question has no error.
+    task.questions.resize(1);
+    EXPECT_EQ(score_text(task, score_task(task, c)), "lambada 0/1  acc 0.0000  perplexity 2.718\n");
+    task.name = "piqa";
+    EXPECT_EQ(score_text(task, score_task(task, c)), "piqa 1/1  acc 0.0000  acc_norm 1.0000\n");
 }
 
 // ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ TEST(Json, WhatIsNoShallowObjectIsASentence) {
     std::string deep = "{\"a\": " + std::string(300000, '[') + std::string(300000, ']') + "}";
     EXPECT_HAS(wrong(deep), "x.json: is nested more than 100 brackets deep");
     EXPECT_TRUE(j.is_null());
-    EXPECT_EQ(json_word(json::array()), "array");
+    EXPECT_EQ(json_word(json::array()), "[]");
     EXPECT_EQ(json_word("\x1b[2J"), "\"\\x1b[2J\"");
 }
 
@@ -189,8 +189,8 @@ TEST(FileKind, NoTextIsToldByItsBytesAndByItsName) {
     EXPECT_HAS(says("a.txt", "\xfe\xff"), "UTF-16");
     EXPECT_HAS(says("a.txt", "\xff\xfe\0\0"s), "iconv -f UTF-32");
     EXPECT_HAS(says("a.txt", "\0\0\xfe\xff"s), "UTF-32");
-    EXPECT_HAS(says("a.json", "[1]"), "a.json: is JSON, and --data reads plain text and token "
-                                      "shards: write a document a line");
+    EXPECT_HAS(says("a.json", "[1]"), "a.json: records are JSON objects, one a line: give .jsonl: "
+                                      "jq -c '.[]' a.json > LINES.jsonl");
     EXPECT_HAS(says("a.gz", "plain"), "give it a name that ends in .txt.gz");
 
     // The command that makes shards of the file.
@@ -203,6 +203,34 @@ TEST(FileKind, NoTextIsToldByItsBytesAndByItsName) {
 
     EXPECT_EQ(shell_word("it's"), "'it'\\''s'");
     EXPECT_EQ(shell_word(""), "''");
+}
+
+// A line that is no record says what it is instead, and what makes lines of it.
+TEST(JsonLines, ThatAreNoneSayWhatMakesSome) {
+    auto wrong = [](const std::string& line) {
+        nlohmann::json j;
+        return parse_record(line, &j);
+    };
+    EXPECT_EQ(wrong("{\"a\": [1]}"), "");
+    EXPECT_EQ(wrong("\xef\xbb\xbf{}"), "");
+    for (const char* line : {"[{\"a\": 1}, {\"a\": 2}]", " [", "\xef\xbb\xbf[{\"a\": 1},"})
+        EXPECT_HAS(wrong(line), "begins an array: jq -c '.[]'");
+    EXPECT_HAS(wrong("{"), "or cut short: jq -c . writes each on one line");
+    EXPECT_HAS(wrong("{\"a\": \"caf\xe9\"}"), "is no JSON object in UTF-8: iconv");
+    EXPECT_EQ(wrong("\"a\""), "is no JSON object");
+    EXPECT_HAS(wrong("{\"a\": " + std::string(100000, '[')), "is no JSON object");
+
+    // An object may hold the records. Messages are none, and a line with its keys is one itself.
+    auto with = [](const char* text, const char* says) {
+        return with_records(says, nlohmann::json::parse(text));
+    };
+    EXPECT_HAS(with(R"({"version": 1, "data": [{"text": "a"}]})", "has no string"),
+               "has no string; its \"data\" holds records: jq -c '.[]|arrays[]'");
+    EXPECT_EQ(with(R"({"data": [{"text": "a"}]})", "message 1 is"), "message 1 is");
+    EXPECT_EQ(with(R"({"messages": [{"role": "user"}]})", "has no string"), "has no string");
+    EXPECT_EQ(with(R"({"data": [1], "more": []})", "has no string"), "has no string");
+    EXPECT_EQ(json_word(nlohmann::json::parse("[1, [2]]")), "[1,[2]]");
+    EXPECT_EQ(json_word(std::vector<int>(99, 7)).size(), 83u);
 }
 
 TEST(FileKind, BinaryTextIsNoted) {

@@ -932,9 +932,9 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
     put_file(dir + "/config.json", text);
     EXPECT_HAS(hf_read_config(&s, dir), "config.json: is nested more than 100 brackets deep");
 
-    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_embd", {1}}}), "n_embd is array");
+    EXPECT_HAS(config_error(dir, gpt2_json(), {{"n_embd", {1}}}), "n_embd is [1]");
     EXPECT_HAS(config_error(dir, gpt2_json(), {{"activation_function", {1}}}),
-               "activation_function array is not built yet");
+               "activation_function [1] is not built yet");
 }
 
 // ----------------------------------------------------------------------------

@@ -477,9 +477,10 @@ TEST_F(Prepare, AKillAtAnyMomentChangesNoByte) {
     std::string lines, text = random_text(random, 20000);
     for (int i = 0; i < 1500; i++)
         lines += i % 300 == 7 ? "{bad}\n" : "{\"text\": \"ab " + std::to_string(random()) + "\"}\n";
-    put("b.txt.gz", gzipped(text, dir + "/1")), put("c.txt.zst", zstd_of(text));
-    c.data = put("a.jsonl", lines) + "," + dir + "/b.txt.gz," + dir + "/" +
-             (PACKED.size() == 3 ? "c.txt.zst" : "b.txt.gz") + "," + dir + "/a.jsonl";
+    std::string packed = gzipped(text, dir + "/1");
+    put("c.txt.gz", packed), put("c.txt.zst", zstd_of(text));
+    c.data = put("a.jsonl", lines) + "," + put("b.txt.gz", packed) + "," + dir + "/" +
+             (PACKED.size() == 3 ? "c.txt.zst" : "c.txt.gz") + "," + put("d.jsonl", lines);
 
     // One run without a kill takes `whole` microseconds.
     double start = clock_seconds();
@@ -633,17 +634,18 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
                          "{\"text\": \"\\ud800\"}\n", "nonsense\n"};
     std::string lines = good + good;
     for (const std::string& b : bad) lines += b + good;
+    for (int i = 0; i < 800; i++) lines += good;
     c.data = put("a.jsonl", good) + "," + put("b.jsonl", lines);
     limits.batch = 64;
 
     ASSERT_EQ(run(), "");
-    EXPECT_EQ(shard(out("x.bin")).size(), 2 * 11u);
+    EXPECT_EQ(shard(out("x.bin")).size(), 2 * 811u);
     EXPECT_HAS(says, "note: " + dir + "/b.jsonl:3: is no JSON object");
     EXPECT_EQ(says.find("b.jsonl:5"), std::string::npos);
     EXPECT_EQ(manifest()["malformed_lines"], 8);
-    EXPECT_EQ(manifest()["lines"], 19);
+    EXPECT_EQ(manifest()["lines"], 819);
 
-    // Allowed are ten bad lines, plus a hundredth of the lines so far.
+    // A hundredth of the lines may be bad, of less than a hundred none.
     auto with_bad = [&](int lines, int last) {
         std::string text;
         for (int i = 0; i < lines - last; i++) text += good;
@@ -652,10 +654,21 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
         limits.batch = 1 << 20; // one batch: the count is looked at once
         return again();
     };
-    EXPECT_EQ(with_bad(1000, 20), "");
-    EXPECT_HAS(with_bad(999, 20), "20 of the first 999 lines are bad");
-    EXPECT_HAS(with_bad(999, 20), "c.jsonl:980: has no string \"text\": --field says which");
+    EXPECT_EQ(with_bad(1000, 10), "");
+    EXPECT_EQ(with_bad(100, 1), "");
+    EXPECT_HAS(with_bad(999, 10), "10 of 999 lines are bad, and a hundredth of them may be");
+    EXPECT_HAS(with_bad(99, 1), "c.jsonl:99: has no string \"text\": --field says which");
     EXPECT_EQ(files().count("x.bin"), 0u);
+
+    // Good lines may follow ten bad ones; a file of bad lines is not read to its end.
+    std::string start, rest;
+    for (int i = 0; i < 10; i++) start += bad[2];
+    for (int i = 0; i < 990; i++) rest += good;
+    limits.batch = 64;
+    c.data = put("c.jsonl", start + rest);
+    EXPECT_EQ(again(), "");
+    c.data = put("c.jsonl", start + bad[2] + rest);
+    EXPECT_HAS(again(), "of the first 1");
 
     // Lines that are too long.
     limits = {64, 100};
@@ -663,6 +676,57 @@ TEST_F(Prepare, BadLinesAreCountedUpToALimit) {
     EXPECT_EQ(again(), "");
     c.data = put("d.jsonl", good + "{\"text\": \"" + std::string(190, 'x') + "\"}\n");
     EXPECT_HAS(again(), "d.jsonl:2: a line of more than 100 bytes");
+}
+
+// Texts are read as --data reads them: a byte order mark is no text, and what may be no text in
+// UTF-8 is said.
+TEST_F(Prepare, MarksAndForeignBytesAreTreatedAsByData) {
+    std::string mark = "\xef\xbb\xbf", line = "{\"text\": \"one\"}\n";
+    for (auto [name, text] : {std::pair<std::string, std::string>("a.txt", "one two"),
+                              {"a.jsonl", line + line}}) {
+        c.data = put(name, text);
+        ASSERT_EQ(again(), "") << name;
+        EXPECT_EQ(says.find("note"), std::string::npos) << says;
+        Tokens plain = shard(out("x.bin"));
+        put(name, mark + text);
+        ASSERT_EQ(again(), "") << name;
+        EXPECT_EQ(shard(out("x.bin")), plain) << name;
+    }
+    std::string packed = gzipped(mark + "one two", dir + "/2");
+    c.data = put("b.txt.gz", packed);
+    ASSERT_EQ(again(), "");
+    EXPECT_EQ(shard(out("x.bin")), tokens_of("\none two"));
+
+    // The same words as --data has, once a file.
+    std::string latin, zeros;
+    for (int i = 0; i < 200; i++) {
+        latin += "caf\xe9 \xe0 la carte\n";
+        zeros += std::string("one\0two\n", 8);
+    }
+    limits.batch = 512;
+    for (auto [name, text] : {std::pair<std::string, std::string>("l.txt", latin),
+                              {"z.txt", zeros},
+                              {"l.jsonl", "{\"text\": \"" + latin.substr(0, 17) + "\"}\n"}}) {
+        c.data = put(name, text);
+        again();
+        size_t note = says.find("note: " + dir + "/" + name + ": ");
+        ASSERT_NE(note, std::string::npos) << says;
+        EXPECT_HAS(says, "is it text?");
+        EXPECT_EQ(says.find("is it text?", note + 200), std::string::npos) << says;
+    }
+}
+
+// JSON that is no lines is refused with what makes lines of it.
+TEST_F(Prepare, JsonThatIsNotLinesIsRefusedWithTheCommand) {
+    c.data = put("a.json", "[{\"text\": \"one\"}]");
+    EXPECT_HAS(again(), "a.json: records are JSON objects, one a line: give .jsonl: jq -c '.[]' ");
+    c.data = put("a.jsonl", "[{\"text\": \"one\"}, {\"text\": \"two\"}]");
+    EXPECT_HAS(again(), "a.jsonl:1: is no JSON object but begins an array: jq -c '.[]'");
+    c.data = put("b.jsonl", "{\"data\": [{\"text\": \"one\"}]}");
+    EXPECT_HAS(again(), "b.jsonl:1: has no string \"text\": --field says which one is the text; its "
+                        "\"data\" holds records");
+    c.data = put("c.jsonl", "{\n  \"text\": \"one\"\n}\n");
+    EXPECT_HAS(again(), "c.jsonl:1: is no JSON object, or cut short: jq -c .");
 }
 
 TEST_F(Prepare, FilesCutShortAreNamed) {
@@ -764,7 +828,8 @@ TEST_F(Prepare, NamesThatHideAKindAreRefused) {
 
 TEST_F(Prepare, WhereAllLinesAreBadTheFirstIsNamed) {
     c.data = put("a.jsonl", "{\"text\": 1}\n{\"text\": 2}\n");
-    EXPECT_HAS(run(), "all 2 lines are bad: " + dir + "/a.jsonl:1: has no string \"text\"");
+    EXPECT_HAS(run(), "2 of 2 lines are bad");
+    EXPECT_HAS(again(), ": " + dir + "/a.jsonl:1: has no string \"text\"");
     c.data = put("b.jsonl", "\n");
     EXPECT_HAS(again(), "b.jsonl: holds no document");
 }
@@ -901,17 +966,20 @@ TEST_F(Prepare, ProgressIsALineNowAndThen) {
 TEST_F(Prepare, ParquetComesThroughAChild) {
     fs::create_directories(dir + "/pyarrow");
     put("pyarrow/__init__.py", "class ArrowException(Exception): pass\n");
-    put("pyarrow/parquet.py", R"(import pyarrow
+    put("pyarrow/parquet.py", R"(import json, pyarrow
 class ParquetFile:
     def __init__(self, path): self.path, self.schema_arrow = path, self
     names = ["text", "body"]
     def __enter__(self): return self
     def __exit__(self, *e): pass
-    def iter_batches(self, batch_size, columns): yield self
+    def iter_batches(self, batch_size, columns=None):
+        self.rows = columns is None
+        yield self
     def column(self, i): return self
     def to_pylist(self):
         lines = open(self.path).read().split("|")
         if "broken" in lines: raise pyarrow.ArrowException("broken")
+        if self.rows: return [json.loads(l) for l in lines]
         return [None if l == "none" else l for l in lines]
 pyarrow.parquet = __import__("sys").modules[__name__]
 )");
@@ -938,7 +1006,15 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     EXPECT_HAS(says, "cannot be read as parquet: broken");
     c.field = "absent";
     EXPECT_HAS(again(), name + ": cannot be read");
-    EXPECT_HAS(says, "has no column absent");
+    EXPECT_HAS(says, "has no column absent; --field takes: text, body");
+
+    // Conversations are whole rows, without the columns that are missing there.
+    c.loss = "sft", c.seq = 64, c.chat_format = "plain";
+    std::string row = R"({"prompt": "q", "completion": "a", "messages": null})";
+    put(name, row + "|" + row);
+    ASSERT_EQ(again(), "") << says;
+    EXPECT_HAS(says, "2 documents, 64 tokens in 1 shards");
+    c.loss = "lm";
     put("pyarrow/__init__.py", "raise ImportError\n");
     EXPECT_HAS(again(), name + ": parquet files need pyarrow: pip install pyarrow");
     setenv("PATH", dir.c_str(), 1);

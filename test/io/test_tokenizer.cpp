@@ -2,6 +2,7 @@
 //   The files are written here, with answers worked out by hand, by a second implementation of BPE
 //   on strings, or by trying all cuts of a word. Where the fixtures are at hand, so are the texts
 //   and tokens that llama.cpp publishes for GPT-2, Llama 2 and Llama 3.
+#include <ctime>
 #include <map>
 #include <random>
 #include <thread>
@@ -520,6 +521,37 @@ TEST(Special, OnlyWhereAskedForAndTheLongest) {
     EXPECT_EQ(encode(t, "<|end", true), encode(t, "<|end"));
 }
 
+// Thousands of tokens that begin alike cost what the text that they match costs: without a trie
+// this took a minute.
+TEST(Special, TokensThatBeginAlikeAreFoundInTime) {
+    json j = tokenizer_json(HELLO);
+    for (int i = 0; i < 3000; i++)
+        j["added_tokens"].push_back({{"id", 300 + i}, {"content", std::string(i + 2, 'a')}});
+    Tokenizer t = opened(put_json(j));
+
+    std::string text;
+    for (int i = 0; i < 100000; i++) text += "a ab";
+    clock_t start = clock();
+    Tokens tokens = encode(t, text + std::string(6001, 'a'));
+    EXPECT_LT(clock() - start, 5 * CLOCKS_PER_SEC);
+    EXPECT_EQ(std::vector<int>(tokens.end() - 2, tokens.end()), (Tokens{3299, 3298}));
+    EXPECT_EQ(std::count(tokens.begin(), tokens.end(), int('a')), 200000);
+}
+
+// A pattern that tries too many ways to match is the tokenizer's fault, and is named.
+TEST(Words, APatternThatPcreGivesUpOnIsNamed) {
+    json j = tokenizer_json(HELLO);
+    json split = {{"type", "Split"}, {"behavior", "Isolated"}, {"invert", false}};
+    split["pattern"]["Regex"] = "(a+)+$|(\\w+\\s?)*$|.";
+    json bytes = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
+    j["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, bytes}}};
+    Tokenizer t = opened(put_json(j));
+    EXPECT_EQ(decode(t, encode(t, "a b")), "a b");
+    EXPECT_EXIT(encode(t, std::string(60, 'a') + "!" + std::string(200, 'b') + "!"),
+                testing::ExitedWithCode(1),
+                "^train_gpt: error: --tokenizer .*: its pattern .* takes too many steps");
+}
+
 // A special token's text is no piece of words, even if the vocabulary has it.
 TEST(Special, NeverMadeOfWords) {
     json j = tokenizer_json(HELLO);
@@ -951,6 +983,12 @@ TEST(Text, IsReadAsItsTokens) {
     ASSERT_EQ(load_window(d, 0, tokens.data(), targets.data()), "");
     EXPECT_EQ(tokens, (Tokens{259, 262, 265, 259, ' '}));
     EXPECT_EQ(targets, (Tokens{262, 265, 259, ' ', 259}));
+
+    // A byte order mark before the text is none of its tokens.
+    put("data.txt", "\xef\xbb\xbfhello wor<|endoftext|>hello hello");
+    ASSERT_EQ(data_open(&d, path, Split::VAL, true, t, 5, 266, 1), "");
+    EXPECT_EQ(d.tokens, 6u);
+    EXPECT_EQ(token_at(d.files[0], 0), 259);
 
     EXPECT_HAS(data_open(&d, path, Split::VAL, true, t, 5, 265, 1),
                "writes 266 tokens, the model has 265: give the model's tokenizer");

@@ -1062,8 +1062,9 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
         return r.text;
     };
     EXPECT_HAS(refused("{\"prompt\": \"a\"}\n{\"prompt\":\n"),
-               "p.jsonl:2: is no JSON object, or cut short\n");
-    EXPECT_HAS(refused("[1]"), "p.jsonl:1: is no JSON object");
+               "p.jsonl:2: is no JSON object, or cut short: jq -c .");
+    EXPECT_HAS(refused("[{\"prompt\": \"a\"}]"), "p.jsonl:1: is no JSON object but begins an array");
+    EXPECT_HAS(refused("{\"data\": [{\"prompt\": \"a\"}]}"), "its \"data\" holds records: jq -c");
     EXPECT_HAS(refused("{\"text\": \"a\"}"), "p.jsonl:1: has no \"prompt\" that is a text\n");
     EXPECT_HAS(refused("\n{\"prompt\": \"\"}"), "p.jsonl:2: its prompt is empty\n");
     EXPECT_HAS(refused(""), "p.jsonl: holds no prompt\n");
@@ -1108,7 +1109,38 @@ TEST(Talks, CharactersAreWhole) {
         EXPECT_EQ(shown("\xff\xc0\xed\xa0\x80\xf0\x9f", piece),
                   none + none + none + none + none + none + none);
         EXPECT_EQ(shown("\x1b[2J\t\x7f", piece), none + "[2J\t" + none);
+        EXPECT_EQ(shown("\xc2\x9b" "2J\xc2\xa0", piece), none + "2J\xc2\xa0") << "U+009B";
     }
+    std::string megabyte(1 << 20, 'a');
+    EXPECT_EQ(take_characters(&megabyte, false).size(), 1u << 20) << "in less than a minute";
+}
+
+// A sample is written to a terminal in characters that it does not obey, and to a file as it is.
+TEST_F(Prompts, ASampleCommandsNoTerminal) {
+    if (system("command -v script >/dev/null")) GTEST_SKIP() << "skipped: there is no script";
+    std::string flags = "--steps 0 --layers 1 --heads 2 --channels 32 --seq 512 --prompt A";
+    std::string command = program() + " " + flags + " --sample-tokens 400";
+    auto controls = [](const std::string& text) {
+        return std::count_if(text.begin(), text.end(), [](unsigned char c) {
+            return (c < 32 && c != '\n' && c != '\t' && c != '\r') || c == 127;
+        });
+    };
+    EXPECT_EQ(controls(shell("script -qec '" + command + "' /dev/null").text), 0);
+    EXPECT_GT(controls(shell(command).text), 0);
+}
+
+// A prompt and its completion are the text: the blank that begins the completion belongs to it.
+TEST(Completions, KeepTheBlankBetweenPromptAndCompletion) {
+    llmc::Run run;
+    run.tokenizer.kind = TokenizerKind::BPE;
+    run.tokenizer.prefix = Prefix::SPACE;
+    run.tokenizer.pieces = {" a", " time"};
+    Prompt prompt = {"Once upon", {}, {{"prompt", "Once upon"}}};
+    std::string line = completion_line(run, prompt, 0, {{0, 1}, Ended::BY_COUNT, true});
+    EXPECT_EQ(nlohmann::json::parse(line)["completion"], " a time");
+    run.chat.tokenizer = &run.tokenizer; // an answer stands alone
+    line = completion_line(run, prompt, 0, {{0, 1}, Ended::BY_COUNT, true});
+    EXPECT_EQ(nlohmann::json::parse(line)["completion"], "a time");
 }
 
 // Ctrl-C ends the wait for a question, and with it the talk.

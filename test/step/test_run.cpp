@@ -539,6 +539,40 @@ static void kill_and_resume(const std::string& small, const std::string& whole,
 }
 
 // Kills of one rank, and of two ranks with ZeRO-3.
+// A checkpoint knows its data: by their sizes and a sample of their content, not by their names.
+TEST_F(Run, OtherDataThanTheCheckpointsAreSaid) {
+    auto put_text = [&](const std::string& name, char c) { put(name, std::string(4000, c)); };
+    put_text("a1.txt", 'a'), put_text("a2.txt", 'b'), put_text("v.txt", 'v');
+    std::string flags = "--layers 1 --heads 2 --channels 32 --seq 32 --sample-tokens 0 --out " +
+                        path("out") + " --data '" + path("a*.txt") + "' --val " + path("v.txt");
+    int steps = 1;
+    auto notes = [&](const std::string& more) {
+        Ran r = run(flags + more + " --steps " + std::to_string(++steps));
+        EXPECT_EQ(r.status, 0) << r.text;
+        size_t at = r.text.find("is not the checkpoint's: ");
+        return at == std::string::npos ? "" : r.text.substr(at - 8, r.text.find('\n', at) - at + 8);
+    };
+    EXPECT_EQ(notes(""), "");
+    EXPECT_EQ(notes(" --resume"), "");
+
+    // The same number of other bytes; a file more that the pattern matches; another --val.
+    put_text("a2.txt", 'c');
+    EXPECT_HAS(notes(" --resume"), "--data is not the checkpoint's: file 2 is \"" + path("a2.txt"));
+    EXPECT_EQ(notes(" --resume"), "") << "the next checkpoint knows the new ones";
+    put_text("a3.txt", 'd');
+    EXPECT_HAS(notes(" --resume"), "a3.txt\", 4000 bytes, and was \"none\"");
+    fs::remove(path("a3.txt"));
+    EXPECT_HAS(notes(" --resume"), "file 3 is \"none\", 0 bytes, and was ");
+    put_text("v.txt", 'w');
+    EXPECT_HAS(notes(" --resume"), " --val is not the checkpoint's: file 1 ");
+
+    // A folder that is moved holds the same data.
+    fs::create_directories(path("b"));
+    for (const char* name : {"a1.txt", "a2.txt"}) fs::rename(path(name), path(std::string("b/") + name));
+    flags += " --data '" + path("b/*") + "'";
+    EXPECT_EQ(notes(" --resume"), "");
+}
+
 TEST_F(Run, KilledAtRandomMomentsItResumesToTheSameBits) {
     kill_and_resume(small, path("whole"), path("killed"));
 }
