@@ -83,7 +83,7 @@ refuses "without --out DIR" supervise
 
 # A flag that is wrong in any layout is refused at once, and blamed by name.
 refuses "the run is refused on all machines" supervise --export "$work/no/such" --out "$work/wrong"
-grep -q -- "error: --export $work/no/such: cannot be made" "$work/log"
+grep -q -- "error: --export $work/no/such: cannot be " "$work/log"
 ! grep -qE 'starting|have no place' "$work/log"
 
 kill_a_rank() { # of the run that writes to a folder

@@ -63,8 +63,7 @@ choose_machines() { # those that answer, as many as have a layout, and its flags
     # Where they have no place: the largest number for which --plan auto finds a layout.
     [ "$n" -gt 0 ] || for ((n = count; n > 0; n--)); do plan_layout "$n" "$@" && break; done
     if [ "$n" = 0 ] && [ -z "$stopped" ]; then
-        cat "$work/flags" >&2
-        cmp -s "$work/flags" "$work/why" || cat "$work/why" >&2
+        grep -h 'error: ' "$work/flags" "$work/why" | sort -u >&2
         [ -n "$missing" ] || fail "the run is refused on all machines: its errors are above"
     fi
     sed -i "$((n + 1)),\$d" "$alive"
