@@ -536,8 +536,8 @@ TEST_F(Life, AFolderThatIsMovedIsMadeAgain) {
         fs::remove(path("said"));
         Child child(program() + " " + small + "--steps 1000000 --out " + out, path("said"));
         child.wait_for_step(5, 1000000);
-        fs::rename(out, path("moved"));
-        if (!moved) fs::remove_all(path("moved"));
+        fs::rename(out, path(moved ? "moved" : "gone"));
+        if (!moved) fs::remove_all(path("gone"));
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         kill(child.pid, SIGTERM);
         EXPECT_EQ(child.wait(), 128 + SIGTERM);
