@@ -51,8 +51,15 @@ template <typename T, typename S>
 void train_step(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     double begin = clock_seconds();
-    if (has_rollouts(c)) sample_rollouts(run, t);
+    std::string wrong = has_rollouts(c) ? sample_rollouts(run, t) : "";
     run.rollout_seconds += clock_seconds() - begin;
+
+    // A reward program that fails ends the run: save first what the steps before have trained.
+    if (!wrong.empty()) {
+        if (run.step > run.first_step) save(run, t);
+        end_save(run, t);
+        or_die_on_all_ranks(run, wrong + resume_hint(run));
+    }
     Spend spend(run.account, Work::STEPS);
     t.watch.on = wants_times(run);
     t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
@@ -114,8 +121,9 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     // A checkpoint takes precedence over the model's own files. Two kinds of run load it later,
     // after the model's files: a checkpoint of adapters does not hold the base weights, and a
     // reference is computed with the weights from which the first run started.
-    mode_t type = c.scratch ? 0 : file_type(c.model);
-    run.weights = type ? c.model : concat("new, from --seed ", c.seed);
+    bool drawn = has_new_weights(c);
+    mode_t type = drawn ? 0 : file_type(c.start.empty() ? c.model : c.start);
+    run.weights = drawn ? concat("new, from --seed ", c.seed) : base_name(c);
     bool adapters = trains_adapters(run.shape);
     bool behind = adapters || has_reference(c); // load the checkpoint after the starting weights
     bool resumed = c.resume && !behind && resume(run, t);
@@ -125,7 +133,9 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     }
 
     // Without a checkpoint, read the model's files, and draw the weights that they lack.
-    if (!resumed && c.upcycle)
+    if (!resumed && !c.start.empty())
+        or_die_on_all_ranks(run, checkpoint_load_weights(t, c.start));
+    else if (!resumed && c.upcycle)
         or_die_on_all_ranks(run, upcycle_weights(t, c.model, uint64_t(c.seed)));
     else if (!resumed && type == S_IFDIR)
         or_die_on_all_ranks(run, c.add_tokens.empty()
@@ -134,7 +144,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     else if (!resumed && type)
         or_die(model_file_load(t, c.model));
     if (!resumed)
-        init_weights(t, uint64_t(c.seed), type != 0);
+        init_weights(t, uint64_t(c.seed), !drawn);
     if (!resumed && adapters && !c.adapter.empty())
         or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.prompt_plan));
     or_die_on_all_ranks(run, load_adapter_sets(t, c.adapters));
@@ -142,7 +152,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
 
     // Finish what needs the starting weights, then load the checkpoint over them.
     if (adapters && !c.out.empty())
-        or_die_on_all_ranks(run, base_identity(run.world, type ? c.model : "", c.seed, &run.base));
+        or_die_on_all_ranks(
+            run, base_identity(run.world, drawn ? "" : base_name(c), c.seed, &run.base));
     if (has_reference(c)) compute_references(run, t);
     if (c.loss == "kto") compute_mismatched(run, t);
     if (behind && c.resume) resume(run, t);
@@ -320,7 +331,8 @@ void train(Run& run, Trainer<T, S>& t) {
     finish_line(run.log);
     if (run.stopped)
         printf("stopped by %s at step %lld%s\n", signal_name(run.stopped).c_str(),
-               (long long)run.step, run.saves.step == run.step ? ": --resume goes on" : "");
+               (long long)run.step,
+               run.saves.step == run.step ? ": --resume goes on" : ", which is not saved");
 }
 
 // One rank's whole run.
@@ -599,7 +611,8 @@ static bool run_command(Run& run) {
         return true;
     }
 
-    // Prepare data: that needs no model.
+    // Let --model name a run. Then prepare data: that needs the model's text alone.
+    or_die(take_run_model(c));
     if (!c.prepare.empty()) {
         prepare_data(run);
         return true;
@@ -633,13 +646,13 @@ static bool run_command(Run& run) {
     // checkpoint, and a mean of models trains nothing.
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
     goes_on |= !c.average.empty();
-    std::string taken = goes_on || !file_type(c.model) ? "" : take_loss_defaults(c);
+    std::string taken = goes_on || has_new_weights(c) ? "" : take_loss_defaults(c);
     if (is_first(run) && !taken.empty())
         printf("%s\n", taken.c_str());
 
     // Choose the layout if the program is to choose it; then check that all flags fit together.
     if (!plan_ahead(run)) return true;
-    or_die(config_check(c, run.shape, run.world.size));
+    or_die(whose_flag(c, config_check(c, run.shape, run.world.size)));
     add_adapters(c, run.shape);
     or_die(refuse_idle_flags(c));
     or_die(choose_loss_scaling(run));
@@ -689,6 +702,9 @@ int main(int argc, char** argv) {
     join_processes(run, &info, &argc, &argv);
     or_die(parse_arguments(run.config, argc, argv));
     info.timeout_s = run.config.watchdog;
+
+    // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
+    if (trains(run.config)) signal(SIGPIPE, SIG_IGN);
     bool good = run_command(run);
     leave_processes(run);
 

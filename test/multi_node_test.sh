@@ -81,6 +81,11 @@ wait_for() { # a text in a file
 }
 refuses "without --out DIR" supervise
 
+# A flag that is wrong in any layout is refused at once, and blamed by name.
+refuses "the run is refused on all machines" supervise --export "$work/no/such" --out "$work/wrong"
+grep -q -- "error: --export $work/no/such: cannot be " "$work/log"
+! grep -qE 'starting|have no place' "$work/log"
+
 kill_a_rank() { # of the run that writes to a folder
     kill -KILL "$(pgrep -f -- "--out $1" | xargs -r ps -o pid=,comm= -p | awk '$2 == "train_gpt" { print $1; exit }')"
 }

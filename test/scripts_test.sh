@@ -115,12 +115,53 @@ done < <(section layouts | sed -nE 's/^\| `([^`]*)` .* ([0-9.]+) \|$/\2 \1/p')
 [ $cells = 36 ] || fail "docs/layouts.md's tables of memory have $cells cells"
 
 # The first run's flags: accepted, and its sample ends before the first position that was never trained.
-"$TRAIN_GPT" --config scripts/first_run.cfg --steps 2 --eval-tokens 512 >"$work/dry" 2>&1 ||
-    { cat "$work/dry"; fail "scripts/first_run.cfg"; }
+# It leaves a checkpoint, from which the same command goes on.
+for steps in 2 3; do
+    "$TRAIN_GPT" --config scripts/first_run.cfg --steps $steps --eval-tokens 512 --out "$work/first" >"$work/dry" 2>&1 ||
+        { cat "$work/dry"; fail "scripts/first_run.cfg"; }
+    [ $steps = 3 ] || cp "$work/dry" "$work/first_two"
+done
+grep -q '^resumed at step 2$' "$work/dry" || fail "scripts/first_run.cfg leaves no checkpoint to go on from"
+cp "$work/first_two" "$work/dry"
 grep -q '^step 2 | val loss [0-9.]' "$work/dry" || fail "scripts/first_run.cfg prints no val loss"
 set_to() { sed -n "s/^$1 = //p" scripts/first_run.cfg; }
 prompt=$(set_to prompt)
 [ $((${#prompt} + $(set_to sample-tokens))) -lt "$(set_to seq)" ] || fail "scripts/first_run.cfg: its sample is longer than seq"
+
+# The commands of docs/cookbook.md, in the order in which they stand, in one folder, at tiny sizes: what a command reads is
+# there, or an earlier one has made it. Left out are those that want mpirun, machines, a download or fp16 on a GPU.
+book=$work/book
+mkdir -p "$book"/{data,corpus,talks,dev,scripts} && (
+    cd "$book"
+    for file in shakespeare.txt corpus.txt chats.txt; do seq -f "$file %g" 3000 >$file; done
+    cp "$OLDPWD/dev/data/dialogue.jsonl" talks.jsonl && cp talks.jsonl chats.jsonl && gzip -c talks.jsonl >talks/a.jsonl.gz
+    cp "$OLDPWD/dev/data/preferences.jsonl" pairs.jsonl
+    for n in $(seq 40); do
+        echo "{\"prompt\": \"$n\", \"completion\": \"$n\", \"label\": $((n % 2)), \"answer\": \"$n\", \"text\": \"$n\"}" |
+            sed 's/"label": 0/"label": false/; s/"label": 1/"label": true/'
+    done >thumbs.jsonl
+    cp thumbs.jsonl sums.jsonl
+    small="--model tiny-llama --layers 1 --heads 2 --kv-heads 1 --channels 32 --seq 256 --micro-batch 2 --steps 1 --sample-tokens 0"
+    for folder in DIR LARGERDIR data/TinyLlama data/gpt2; do "$program" --data corpus.txt $small --export $folder; done
+    "$program" --data corpus.txt --model tiny-moe --layers 1 --seq 64 --steps 1 --sample-tokens 0 --export EXPERTSDIR
+) >"$work/dry" 2>&1 || { cat "$work/dry"; fail "the folders of the cookbook"; }
+typed=0
+while read -r command; do
+    shape="--layers 2 --heads 2 --channels 32" # a model from files has its own
+    [[ $command != *--model* && $command != *--resume* && $command != *--average* ]] || shape=
+    [[ $command != *'--model tiny-m'* ]] || shape="--layers 2"
+    [[ $command != *--lora-layers* ]] || command=${command/11-21/0}
+    [[ $command != *--merge* ]] || shape="--steps 0"
+    [[ $command = *'--steps 0'* || $command = *--eval* || $command = *--average* ]] || shape+=" --steps 2"
+    [[ $command = *--average* ]] || shape+=" --seq 256 --micro-batch 2"
+    [[ $command != *'--loss grpo'* ]] || shape+=" --micro-batch 8 --answer-tokens 4"
+    [[ $command = *--resume* ]] && shape=$([[ $command = *'--steps 0'* ]] || echo "--steps 4")
+    [[ $command != *'--out smooth --'* && $command != *'--save-every 200'* ]] || command=${command/200/1}
+    ( cd "$book" && bash -c "${command/build\/train_gpt/$program} $shape --sample-tokens 0 --eval-tokens 64 --device cpu" ) >"$work/dry" 2>&1 ||
+        { tail -3 "$work/dry"; fail "docs/cookbook.md: $command $shape"; }
+    typed=$((typed + 1))
+done < <(sed -n '/^## Train/,/^## Data/{s/^    \(build\/train_gpt .*\)/\1/p}' docs/cookbook.md | grep -vE 'fineweb|--precision fp16')
+[ $typed -ge 25 ] || fail "docs/cookbook.md has $typed commands that train"
 
 # What would run on no, one and eight GPUs. TRAIN_GPT empty: the scripts build.
 dry() { TRAIN_GPT='' DRY=1 "$@" >"$work/dry" || fail "$*"; }

@@ -228,7 +228,7 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
     std::string folder = b.folder + "/" + step_folder(step);
     nlohmann::json mine;
     bool have = read_manifest(folder, &mine).empty();
-    have = have && mine["config"].value("out", "") == out;
+    have = have && mine["format"] == CHECKPOINT_FORMAT && folder_of_run(mine) == out;
 
     // Only one rank sends its manifest: all of them would be world^2 entries. The maximum of world
     // - rank finds the first rank that has one.

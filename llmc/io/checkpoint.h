@@ -386,12 +386,13 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     bool trained = address<StepScale>(t, {Kind::SCALE});
     int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
     // A resume only notes a change of threads or processor: it may change the last bits of a sum.
-    nlohmann::json manifest = {{"format", CHECKPOINT_FORMAT},
+    typedef nlohmann::json Json;
+    Json manifest = {{"format", CHECKPOINT_FORMAT},
                                {"step", info.step},
                                {"cursor", info.cursor},
                                {"seed", info.seed},
                                {"tokens", info.tokens},
-                               {"config", info.config},
+                               {"config", info.config.is_null() ? Json::object() : info.config},
                                {"model", model_identity(t.model.shape)},
                                {"optimizer", optimizer_row(t.plans[0].optimizer).name},
                                {"optimizer_step", updates},
@@ -428,12 +429,15 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
 }
 
 // Write manifest.json, with a checksum of its own; then sync the folder, which makes names durable.
+// Read it back as a load will: what no load would take is no checkpoint.
 inline std::string write_manifest(nlohmann::json manifest, const nlohmann::json& files,
                                   const std::string& folder) {
     // The manifest's checksum covers the files' checksums, so it vouches for the whole folder.
     manifest["files"] = files;
     manifest["crc32"] = manifest_crc(manifest);
     std::string wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
+    if (wrong.empty())
+        wrong = read_manifest(folder, &manifest);
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 

@@ -360,13 +360,13 @@ void start_average(Trainer<T, S>& t) {
 // that they need: a checkpoint that does not fit changes nothing. *bytes: what this rank read.
 template <typename T, typename S>
 std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries,
-                       const std::vector<int>& readers, size_t* bytes) {
+                       const std::vector<int>& readers, std::vector<StateTensor> tensors,
+                       size_t* bytes) {
     std::vector<SafeTensors> closed(entries.size());
     SavedFiles files = {t.model, folder, entries, readers, closed};
     const Comm& world = t.comms.world;
 
     // Leave out what the saving run did not have.
-    std::vector<StateTensor> tensors = state_tensors(t);
     bool averaged = saves_average(entries);
     if (!averaged) // a run that had none: load_verified() starts it
         std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::EMA; });
@@ -581,7 +581,8 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
 
     // Read the tensors, and compare their sums with the manifest's.
     if (wrong.empty())
-        wrong = read_files(t, folder, manifest["files"], readers, &info->bytes_read);
+        wrong = read_files(t, folder, manifest["files"], readers, state_tensors(t),
+                           &info->bytes_read);
     if (wrong.empty())
         wrong = check_sums(t, folder, manifest);
     if (!wrong.empty()) return wrong;
@@ -591,6 +592,26 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
     take_counters(t, info, manifest);
     note_differences(t, manifest, notes);
     return "";
+}
+
+// Load the weights alone of a checkpoint, frozen ones too, as those of a model's folder. Adapters
+// beside them keep their values.
+template <typename T, typename S>
+std::string checkpoint_load_weights(Trainer<T, S>& t, const std::string& folder) {
+    const Comm& world = t.comms.world;
+    nlohmann::json manifest;
+    std::string wrong = verify_checkpoint(world, folder, &manifest);
+    if (wrong.empty())
+        wrong = first_error(world, check_identity(t, manifest, folder, false));
+    if (!wrong.empty()) return wrong;
+
+    std::vector<StateTensor> tensors;
+    for (const Parameter& p : t.model.parameters)
+        if (!is_adapter(t.model, p))
+            tensors.push_back({"param." + p.name, {Kind::WEIGHT, p.bucket}, &p});
+    size_t bytes = 0;
+    std::vector<int> readers = choose_readers(manifest, world.size);
+    return read_files(t, folder, manifest["files"], readers, tensors, &bytes);
 }
 
 // Load the newest whole checkpoint in `out`, or the one of step `only`. Broken checkpoints are

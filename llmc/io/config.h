@@ -2,6 +2,7 @@
 //   Each row of the table is a flag: its name, its field, what it accepts, a line of help.
 //   The row checks a flag's value; config_check.h checks what flags only get wrong together.
 #pragma once
+#include <sys/stat.h>
 #include <algorithm>
 #include <climits>
 #include <set>
@@ -140,8 +141,13 @@ struct Config {
     // -1: no layer's actions are printed
     int layer = -1;
 
-    // names of the flags that the command line and its files set; all others have their defaults
-    std::set<std::string> given = {};
+    // names of the flags that the command line and its files set, and of those that a checkpoint
+    // has set; all others have their defaults
+    std::set<std::string> given = {}, adopted = {};
+    // --reward as this call's own arguments have it: a file's program is not run
+    std::string typed_reward;
+    // the checkpoint that --model names: its weights are those of `model`. Empty: none
+    std::string start;
 };
 // clang-format on
 
@@ -182,7 +188,7 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "", "Model"},
         {"model", &C::model, "",
          "a preset (listed below), or whose weights are loaded: a Hugging Face folder, a .bin of "
-         "llm.c or llama2.c"},
+         "llm.c or llama2.c, a run's folder"},
         {"scratch", &C::scratch, "", "with a folder or a file: take its shape, not its weights"},
         {"layers", &C::layers, "0..10000", "change the preset's number of blocks"},
         {"heads", &C::heads, "0..100000", "change the number of attention heads"},
@@ -753,6 +759,7 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
         std::string wrong =
             name == "config" ? read_config_file(c, value) : set_flag(c, name, value);
         if (!wrong.empty()) return wrong;
+        if (name == "reward") c.typed_reward = value;
     }
     return "";
 }
@@ -766,6 +773,7 @@ inline nlohmann::json config_json(const Config& c) {
     for (const Flag& f : config_table())
         if (*f.name)
             std::visit([&](auto member) { j[f.name] = c.*member; }, f.field);
+    if (!c.start.empty()) j["start"] = c.start;
     return j;
 }
 
@@ -784,6 +792,20 @@ inline bool has_whole_experts(const Config& c) {
 }
 inline int routing_ranks(const Config& c) {
     return data_ranks(c) * (has_whole_experts(c) ? c.tp : 1);
+}
+
+// Whether the run trains.
+inline bool trains(const Config& c) { return c.steps > 0 && !c.eval && !c.explain; }
+
+// Whether weights are drawn: --model names neither files nor a checkpoint.
+inline bool has_new_weights(const Config& c) {
+    struct stat s;
+    return c.start.empty() && (c.scratch || stat(c.model.c_str(), &s) != 0);
+}
+
+// Where weights that are not drawn come from.
+inline const std::string& base_name(const Config& c) {
+    return c.start.empty() ? c.model : c.start;
 }
 
 // Whether the run has adapters: new ones, or those of folders.

@@ -432,9 +432,16 @@ inline std::string check_batch(Config& c, const Shape& s) {
     // Offer the multiple below and the one above; below the first there is none.
     int64_t down = c.batch_tokens / step_tokens * step_tokens;
     int64_t up = down + step_tokens;
-    return concat("--batch-tokens ", c.batch_tokens, " is no multiple of micro-batch x seq x dp = ",
-                  c.micro_batch, " x ", c.seq, " x ", c.dp, " = ", step_tokens, ": try ",
-                  down ? concat(down, " or ") : "", up);
+    std::string wrong = concat(
+        "--batch-tokens ", c.batch_tokens, " is no multiple of micro-batch x seq x dp = ",
+        c.micro_batch, " x ", c.seq, " x ", c.dp, " = ", step_tokens, ": try ",
+        down ? concat(down, " or ") : "", up);
+
+    // A smaller micro-batch may leave the batch as it is.
+    int64_t sequences = c.batch_tokens / c.seq / c.dp;
+    int64_t micro = std::gcd(sequences, int64_t(c.micro_batch));
+    bool fits = c.batch_tokens == sequences * c.seq * c.dp && sequences > 0;
+    return fits ? concat(wrong, ", or --micro-batch ", micro) : wrong;
 }
 
 // Check the storage of masters and moments. Small masters exist for bf16 weights, which are the
@@ -548,6 +555,11 @@ inline std::string check_reward(const Config& c) {
     bool words = program.find_first_not_of(" \t\n") != program.npos;
     if (!is_verifier(c.reward) && !words)
         return "--reward " + c.reward + " names no verifier: give " + names;
+
+    // Run no program that a checkpoint or a file of flags names: somebody else may have made it.
+    if (words && c.reward != c.typed_reward)
+        return "--reward '" + printable(c.reward) + "' comes from a file, and no program is run "
+               "unasked: to run it, give this flag on the command line";
 
     // Refuse a time that has no use, or that the watchdog would not wait.
     if (given(c, "reward-seconds") && !words)

@@ -205,6 +205,12 @@ inline std::vector<std::string> config_notes(const Config& c) {
         if (given(c, p.name) && !p.works)
             notes.push_back(concat("--", p.name, " does nothing without ", p.wants));
 
+    // Note what a signal would lose.
+    if (trains && c.out.empty() && !c.explain)
+        notes.push_back(concat("no --out: nothing is saved",
+                               c.export_dir.empty() ? "" : " before --export at the end",
+                               ", and a signal or a crash loses every step"));
+
     // Note numbers that fit their own ranges but not each other.
     if (c.fp8 == "block" && c.seq % FP8_BLOCK)
         notes.push_back(concat("--fp8 block: blocks of 128 tokens hold several sequences of --seq ",

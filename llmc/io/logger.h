@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "files.h"
@@ -29,6 +30,7 @@ namespace llmc {
 // because the machine may be another one.
 struct Logger {
     std::string path;          // empty: no file
+    std::string first;         // its first line
     std::string pending;       // lines that a full disk has not taken yet
     int64_t repeated = 0;      // steps that an earlier run logged, and this run repeats
     double seconds_a_step = 0; // smoothed, for the ETA; 0: no step yet
@@ -38,6 +40,7 @@ struct Logger {
     int64_t every = 0;
     int columns = 0;        // of the terminal; 0: standard output is no terminal
     bool open_line = false; // the cursor stands after a step line
+    bool unread = false;    // standard output cannot be written any more
 };
 
 // A named number for the log.
@@ -185,6 +188,7 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
                             const nlohmann::json& first) {
     // Read the lines to keep. A line that a crash cut in half is no JSON, and is dropped.
     log.path = path;
+    log.first = json_text(first);
     std::string kept, line;
     std::ifstream in(path);
     while (resumed_step > 0 && std::getline(in, line)) {
@@ -197,7 +201,7 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
     }
 
     // Rewrite the file; it begins with `first` if nothing is kept.
-    if (kept.empty()) kept = json_text(first);
+    if (kept.empty()) kept = log.first;
     std::string wrong = write_text_file(path, kept);
     return wrong.empty() ? "" : wrong + ": choose another --out";
 }
@@ -236,7 +240,9 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
     if (r.kl >= 0) j["kl"] = r.kl;
     for (const NamedNumber& n : r.rollouts) j[n.name] = n.value;
-    return log_append(log, j);
+    std::string said = log_append(log, j);
+    if (!ferror(stdout) || std::exchange(log.unread, true)) return said;
+    return "standard output cannot be written: the run goes on without it";
 }
 
 } // namespace llmc

@@ -96,15 +96,19 @@ inline nlohmann::json late_scale_json(const StepScale& s) {
             {"lr", s.given.lr}};
 }
 inline StepScale late_scale_of(const nlohmann::json& j) {
-    // A norm that is not finite is written as null, and its update writes nothing.
+    // A number that is not finite is written as null, and its update writes nothing: the norm, and
+    // the corrections before the first step that does not overflow.
+    auto number = [&](const char* key) {
+        return j[key].is_number() ? j[key].get<double>() : 0;
+    };
     StepScale s = {};
-    s.norm = j["norm"].is_number() ? j["norm"].get<double>() : 0;
-    s.scale = j["scale"].is_number() ? j["scale"].get<float>() : 0;
+    s.norm = number("norm");
+    s.scale = float(number("scale"));
     s.finite = j["finite"].get<int>();
     s.step = j["step"].get<int64_t>();
-    s.correct1 = j["correct1"].get<double>();
-    s.correct2 = j["correct2"].get<double>();
-    s.given.lr = j["lr"].get<float>();
+    s.correct1 = number("correct1");
+    s.correct2 = number("correct2");
+    s.given.lr = float(number("lr"));
     return s;
 }
 inline std::string check_late_scale(const nlohmann::json& j) {
@@ -113,11 +117,10 @@ inline std::string check_late_scale(const nlohmann::json& j) {
     std::string wrong = check_integer(j, "finite", 0, 1);
     if (wrong.empty())
         wrong = check_integer(j, "step", 0, INT64_MAX);
-    for (const char* key : {"correct1", "correct2", "lr"})
-        if (wrong.empty() && !(j.contains(key) && j[key].is_number()))
+    for (const char* key : {"norm", "scale", "correct1", "correct2", "lr"})
+        if (wrong.empty() && !(j.contains(key) && (j[key].is_number() || j[key].is_null())))
             wrong = concat("late has no number ", key);
-    bool scaled = j.contains("norm") && j.contains("scale");
-    return wrong.empty() && !scaled ? "late has no norm, or no scale" : wrong;
+    return wrong;
 }
 
 // The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
@@ -226,7 +229,7 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
         wrong = check_type(m, "rounding", nlohmann::json::value_t::string);
 
     // Check only that flags are an object; each is read later, like one of the command line.
-    bool flags = !m.contains("config") || m["config"].is_object() || m["config"].is_null();
+    bool flags = !m.contains("config") || m["config"].is_object();
     return wrong.empty() && !flags ? "config is " + json_word(m["config"]) : wrong;
 }
 
@@ -285,6 +288,13 @@ inline std::string read_manifest(const std::string& folder, nlohmann::json* mani
         return "";
     wrong = check_manifest(m);
     return wrong.empty() ? "" : broken + ": " + wrong;
+}
+
+// The folder of the run that saved a checkpoint, as its manifest has it; "": it has none.
+inline std::string folder_of_run(const nlohmann::json& m) {
+    nlohmann::json flags = m.value("config", nlohmann::json());
+    nlohmann::json out = flags.is_object() ? flags.value("out", nlohmann::json()) : flags;
+    return out.is_string() ? out.get<std::string>() : "";
 }
 
 } // namespace llmc

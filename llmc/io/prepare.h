@@ -374,6 +374,9 @@ inline std::string check_state(const nlohmann::json& found) {
     for (const char* key : {"file", "offset", "line", "lines", "malformed"})
         if (wrong.empty())
             wrong = check_integer(at, key, 0, INT64_MAX);
+    for (const char* key : {"cut", "dropped"})
+        if (wrong.empty() && at.contains(key))
+            wrong = check_integer(at, key, 0, INT64_MAX);
     return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
 }
 

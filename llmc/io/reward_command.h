@@ -6,11 +6,13 @@
 //   PROGRAM is words with spaces between: the first is looked up in PATH, the others are its
 //   arguments. No shell reads them, so quotes and pipes mean nothing: put those in a script.
 //   What the model wrote goes to standard input alone, and is never a part of a command.
-//   The program runs in a process group of its own. If it takes longer than --reward-seconds, or
-//   prints more than it should, the whole group is killed. If the run itself ends first, even by
-//   SIGKILL, a guard kills the group: a shell that waits for the end of a pipe of the run's.
+//   LLMC_REWARD in its environment is a number of its own, which all that it starts inherits. When
+//   it ends, takes longer than --reward-seconds or prints more than it should, a guard kills what
+//   is left: its process group, and all processes with that number, whatever their session. The
+//   guard is a shell that waits for the end of a pipe of the run's, so it also does this when the
+//   run is gone, even by SIGKILL. Only a process that has cleared its environment escapes.
 //   Every function that returns a text returns "" or what is wrong.
-//   Cost: two processes a rollout, and the answers once more in memory.
+//   Cost: some short processes a rollout, and the answers once more in memory.
 #pragma once
 #include <poll.h>
 #include <signal.h>
@@ -35,6 +37,7 @@ namespace llmc {
 struct RewardProcess {
     pid_t pid = -1;
     pid_t guard = -1; // leads the process group of both
+    std::string mark; // LLMC_REWARD=N: in the environment of the program and of all that it starts
     int out = -1;
     int alive = -1; // the end of the guard's pipe that this run alone has open
 };
@@ -65,13 +68,18 @@ inline void keep_statuses() {
     if (now.sa_handler == SIG_IGN) signal(SIGCHLD, SIG_DFL);
 }
 
-// Start a program in a process group, 0 for a new one, with two files as its input and output. It
-// gets standard error too, and no other file of this run. Returns 0 or the system's error.
-inline int spawn(std::vector<std::string> words, int in, int out, pid_t group, pid_t* pid) {
-    std::vector<char*> arguments;
+// Start a program in a process group, 0 for a new one, with two files as its input and output, and
+// a word more in its environment. It gets standard error too, and no other file of this run.
+// Returns 0 or the system's error.
+inline int spawn(std::vector<std::string> words, std::string mark, int in, int out, pid_t group,
+                 pid_t* pid) {
+    std::vector<char*> arguments, environment = {mark.data()};
     for (std::string& word : words)
         arguments.push_back(word.data());
     arguments.push_back(nullptr);
+    for (char** word = environ; *word; word++)
+        environment.push_back(*word);
+    environment.push_back(nullptr);
 
     // Name the files.
     posix_spawn_file_actions_t files;
@@ -83,38 +91,53 @@ inline int spawn(std::vector<std::string> words, int in, int out, pid_t group, p
     posix_spawn_file_actions_addclosefrom_np(&files, STDERR_FILENO + 1);
 #endif
 
-    // Spawn it, rather than fork: other threads of this run may hold locks.
+    // Spawn it, rather than fork: other threads of this run may hold locks. Signals that this run
+    // ignores end it, as they end other programs.
+    sigset_t ignored;
+    sigemptyset(&ignored);
+    sigaddset(&ignored, SIGPIPE);
+    sigaddset(&ignored, SIGXFSZ);
     posix_spawnattr_init(&how);
-    posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP);
+    posix_spawnattr_setflags(&how, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGDEF);
+    posix_spawnattr_setsigdefault(&how, &ignored);
     posix_spawnattr_setpgroup(&how, group);
-    int error = posix_spawnp(pid, arguments[0], &files, &how, arguments.data(), environ);
+    int error = posix_spawnp(pid, arguments[0], &files, &how, arguments.data(), environment.data());
     posix_spawnattr_destroy(&how);
     posix_spawn_file_actions_destroy(&files);
     return error;
 }
 
 // Start the guard, which leads the group that the program will join. It reads from a pipe that
-// nobody writes to: the pipe ends when the system closes the files of a run that is gone, and then
-// the guard kills its group. Unlike a signal at the parent's death, this reaches what the program
-// has started, and it does not depend on the thread that started it.
+// nobody writes to: the pipe ends when this run closes it, or when the system closes the files of a
+// run that is gone. Then the guard kills all that has the program's mark, again while it finds any,
+// since a process may start another meanwhile; at last its group, and so itself. Unlike a signal at
+// the parent's death, this does not depend on the thread that started the program.
 inline std::string start_guard(RewardProcess* process) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
         return std::string("finds no pipe: ") + strerror(errno);
     process->alive = ends[1];
-    std::vector<std::string> words = {"/bin/sh", "-c", "read line; kill -s KILL 0"};
-    int error = spawn(words, ends[0], STDERR_FILENO, 0, &process->guard);
+    process->mark = concat("LLMC_REWARD=", getpid(), ".", int64_t(clock_seconds() * 1e9));
+    const char* kills = "read line; for i in 1 2 3 4 5; do "
+                        "l=$(grep -lzsxF \"$0\" /proc/[0-9]*/environ); [ \"$l\" ] || break; "
+                        "for f in $l; do f=${f#/proc/}; kill -s KILL \"${f%/*}\"; done; "
+                        "done 2>/dev/null; kill -s KILL 0";
+    std::vector<std::string> words = {"/bin/sh", "-c", kills, process->mark};
+    int error = spawn(words, "LLMC_GUARD=1", ends[0], STDERR_FILENO, 0, &process->guard);
     close(ends[0]);
     if (error == 0) return "";
     close(process->alive);
     return concat("finds no /bin/sh (", strerror(error), "), which ends it with the run");
 }
 
-// Kill what is left of the group, the guard included.
+// Let the guard kill what is left, and itself. The program may have killed the guard: then kill the
+// group from here, before the system can give its number away.
 inline void end_group(const RewardProcess& process) {
+    close(process.alive);
+    siginfo_t ended;
+    waitid(P_PID, id_t(process.guard), &ended, WEXITED | WNOWAIT);
     kill(-process.guard, SIGKILL);
     waitpid(process.guard, nullptr, 0);
-    close(process.alive);
 }
 
 // Start a program by its words, with a text as standard input. Its errors go where this run's go.
@@ -135,7 +158,7 @@ inline std::string start_program(const std::string& command, const std::string& 
     }
 
     // Leave it the only writer, so that the pipe ends when it does.
-    int error = spawn(words, file, ends[1], process->guard, &process->pid);
+    int error = spawn(words, process->mark, file, ends[1], process->guard, &process->pid);
     close(file);
     close(ends[1]);
     process->out = ends[0];

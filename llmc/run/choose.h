@@ -71,7 +71,7 @@ inline std::string check_merged_run(const Config& c, Merging merging) {
     std::string flag = concat("--adapter ", c.adapter, ": is ",
                               merging == Merging::DORA ? "DoRA" : "(IA)3",
                               ", which is merged as it is read");
-    bool folder = file_type(c.model) == S_IFDIR && !c.scratch;
+    bool folder = file_type(c.model) == S_IFDIR && !c.scratch && c.start.empty();
     if (c.steps > 0 && !c.eval)
         return flag + " and not trained: give --steps 0 or --eval, or --export the merged model "
                       "and train that";
@@ -153,8 +153,7 @@ inline void take_ds_config(Run& run) {
 // Without --vocab, give new weights as many tokens as the tokenizer that the user names.
 inline void follow_tokenizer(Run& run) {
     Config& c = run.config;
-    bool new_weights = c.scratch || !file_type(c.model);
-    if (new_weights && given(c, "tokenizer") && !given(c, "vocab"))
+    if (has_new_weights(c) && given(c, "tokenizer") && !given(c, "vocab"))
         c.vocab = run.tokenizer.vocab_size;
 }
 
@@ -250,8 +249,8 @@ inline void open_data(Run& run) {
                      run.shape.V, c.seed, chat));
 
     // Refuse a tokenizer that is not the model's: its tokens would mean nothing to the weights.
-    bool trained = file_type(c.model) && !c.scratch;
-    LLMC_USER_CHECK(!trained || vocab_matches(run) || !(has_text(run.train) || has_text(run.val)),
+    bool text = has_text(run.train) || has_text(run.val);
+    LLMC_USER_CHECK(has_new_weights(c) || vocab_matches(run) || !text,
                     "--data: %s", foreign_tokenizer(run).c_str());
 
     // Look at the files on one rank, for all, and note which they are, for checkpoints.

@@ -76,17 +76,36 @@ inline std::string make_folder(Run& run) {
         note(run, concat("--out ", c.out, " cannot be locked (", unlocked,
                          "): see that no second run writes there"));
 
-    // Without --resume this run would replace the checkpoints and the log of the run before.
+    // Without --resume this run would replace the checkpoints and the log of the run before. What
+    // stands where a folder was moved away during the run is always another's.
     std::string holds = run_in(c.out);
-    if (c.resume || holds.empty()) return "";
-    return concat("--out ", c.out, " holds ", holds,
-                  ": --resume goes on with it, or choose another --out");
+    bool moved = run.home >= 0;
+    if (!holds.empty() && (moved || !c.resume))
+        return concat("--out ", c.out, " holds ", holds,
+                      ": --resume goes on with it, or choose another --out");
+    run.home = open(c.out.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+    return "";
+}
+
+// Before a save, make the folder again if somebody has moved or removed it: "" or why not.
+inline std::string keep_folder(Run& run) {
+    const std::string& out = run.config.out;
+    struct stat mine = {}, there = {};
+    bool known = is_first(run) && run.home >= 0 && fstat(run.home, &mine) == 0;
+    bool same = stat(out.c_str(), &there) == 0 && mine.st_ino == there.st_ino &&
+                mine.st_dev == there.st_dev;
+    if (!known || same) return "";
+    std::string wrong = make_folder(run);
+    if (!wrong.empty()) return wrong;
+
+    // Begin another log there.
+    note(run, "--out " + out + " was moved or removed: it is made again");
+    run.log.pending.insert(0, run.log.first);
+    return "";
 }
 
 // Whether this run writes to --out. Only a run that trains does; every other run only reads there.
-inline bool writes_folder(const Config& c) {
-    return !c.out.empty() && c.steps > 0 && !c.eval && !c.explain;
-}
+inline bool writes_folder(const Config& c) { return !c.out.empty() && trains(c); }
 
 // Name the reason why --buddy cannot save: there is no second machine.
 inline std::string one_machine(const Config& c) {
@@ -159,9 +178,11 @@ inline bool follows_given(const Config& c, const nlohmann::json& saved, const st
 // optimizer or loss, the settings of the old one mean nothing.
 inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
                                 const std::string& name) {
+    auto differs = [&](const char* flag, const std::string& now) {
+        return given(c, flag) && saved.contains(flag) && saved[flag] != now;
+    };
     bool reads = c.eval || c.steps == 0;
-    bool other = given(c, "precision") && saved.value("precision", c.precision) != c.precision;
-    other |= given(c, "optimizer") && saved.value("optimizer", c.optimizer) != c.optimizer;
+    bool other = differs("precision", c.precision) || differs("optimizer", c.optimizer);
     if (name == "masters" || name == "states")
         return reads || other;
 
@@ -174,7 +195,7 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
         });
     bool preference = name == "beta" || name == "gamma" || name == "label-smoothing" ||
                       name == "desirable-weight" || name == "undesirable-weight";
-    if (preference && given(c, "loss") && saved.value("loss", c.loss) != c.loss)
+    if (preference && differs("loss", c.loss))
         return true;
     return name == "fp8" && (other || given(c, "weights"));
 }
@@ -184,6 +205,7 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
 // or a value that it refuses, is ignored.
 inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
     std::string group, differences;
+    if (!saved.is_object()) return "";
     for (const Flag& f : config_table()) {
         if (!*f.name) {
             group = f.help;
@@ -206,6 +228,7 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
         // Adopt the saved value, or report that the given one differs.
         if (!given(c, f.name) && !follows_given(c, saved, f.name)) {
             c = as_saved;
+            c.adopted.insert(f.name);
         } else if (given(c, f.name)) {
             differences += concat(differences.empty() ? "" : ", ", "--", f.name, " was ",
                                   was.empty() ? "not given" : printable(was));
@@ -227,15 +250,54 @@ inline nlohmann::json newest_manifest(const Config& c) {
     return {};
 }
 
+// Let --model name a run, or one of its checkpoints: "" or what is wrong. The model's flags, its
+// tokenizer and its chat format are then that run's where the command line has none, and its newest
+// checkpoint has the weights.
+inline std::string take_run_model(Config& c) {
+    std::vector<int64_t> steps = checkpoint_steps(c.model);
+    std::string folder = c.model + (steps.empty() ? "" : "/" + step_folder(steps[0]));
+    bool is_checkpoint = ::access((folder + "/manifest.json").c_str(), F_OK) == 0;
+    if (steps.empty() && !is_checkpoint) return "";
+    nlohmann::json manifest;
+    std::string wrong = read_manifest(folder, &manifest);
+    if (!wrong.empty()) return "--model " + wrong;
+    c.start = folder;
+
+    // Adapters stand on another model, which their checkpoint does not hold.
+    Config of_run;
+    adopt_flags(of_run, manifest.value("config", nlohmann::json()));
+    if (has_adapters(of_run) || !of_run.add_tokens.empty())
+        return "--model " + c.start + ": has adapters or added tokens, and stands on another "
+               "model: --export it, with --merge, and give the folder";
+
+    // Take what describes the model.
+    std::string group;
+    for (const Flag& f : config_table()) {
+        if (!*f.name) group = f.help;
+        std::string name = f.name;
+        bool text = name == "tokenizer" || name == "chat-format";
+        bool takes = name == "model" || ((text || group == "Model") && !given(c, name));
+        if (takes && *f.name) set_field(c, f, field_text(of_run, f.field));
+    }
+    return "";
+}
+
+// Add to the refusal of a flag that nobody gave on this command line whose it is.
+inline std::string whose_flag(const Config& c, const std::string& wrong) {
+    std::string name = wrong.substr(0, wrong.find(' '));
+    bool adopted = name.starts_with("--") && c.adopted.count(name.substr(2));
+    return adopted ? concat(wrong, " (", name, " is the checkpoint's)") : wrong;
+}
+
 // Refuse to go on with groups of another size, or other updates: a run's place among its prompts is
 // its number of answers, divided by both.
 inline std::string check_place_among_prompts(const Config& c, const nlohmann::json& saved) {
-    bool both = has_rollouts(c) && saved.value("loss", "") == c.loss && writes_folder(c);
+    bool both = has_rollouts(c) && saved.contains("loss") && saved["loss"] == c.loss;
     for (const char* name : {"group", "updates"}) {
         int now = strcmp(name, "group") == 0 ? c.group : c.updates;
-        int was = saved.value(name, now);
-        if (both && was != now)
-            return concat("--", name, " ", now, ": this run has ", was,
+        bool differs = both && writes_folder(c) && saved.contains(name) && saved[name] != now;
+        if (differs)
+            return concat("--", name, " ", now, ": this run has ", json_word(saved[name]),
                           ", by which it counts its prompts: leave --", name,
                           " out, or start a new run from its weights");
     }
@@ -248,11 +310,13 @@ inline void adopt_checkpoint(Run& run) {
     if (!c.resume || c.out.empty())
         return;
     nlohmann::json manifest = newest_manifest(c);
-    if (!manifest.is_object() || !manifest.contains("config"))
-        return;
-    const nlohmann::json& saved = manifest["config"];
+    if (!manifest.is_object()) return;
+    const nlohmann::json saved = manifest.value("config", nlohmann::json());
+    if (!saved.is_object()) return;
     std::string differences = adopt_flags(c, saved);
     or_die(check_place_among_prompts(c, saved));
+    if (!given(c, "model") && saved.contains("start"))
+        c.start = json_value_text(saved["start"]);
     if (!differences.empty() && writes_folder(c))
         note(run, "this run differs from its checkpoint: " + differences);
 }
@@ -297,8 +361,27 @@ inline void set_newer_aside(Run& run, const std::vector<int64_t>& broken) {
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
-// Find the machines of --buddy, and delete what another run has left in their memory. Only a run
-// that trains saves there.
+// The run of --out as its saves in memory name it: two runs may call their folders alike.
+inline std::string run_of(const Config& c) {
+    std::error_code none;
+    return std::filesystem::weakly_canonical(c.out, none).string();
+}
+
+// Refuse a folder in memory that holds another run's save: "" or why. own: the run that this one
+// goes on with; "": it is a new one.
+inline std::string check_memory(const std::string& folder, const std::string& own) {
+    for (int64_t step : checkpoint_steps(folder)) {
+        nlohmann::json m;
+        bool whole = read_manifest(folder + "/" + step_folder(step), &m).empty();
+        std::string of = whole ? folder_of_run(m) : "";
+        if (own.empty() || (whole && of != own))
+            return concat("--buddy ", folder, ": holds step ", step, " of another run, ",
+                          printable(of), ": choose another folder, or remove that");
+    }
+    return "";
+}
+
+// Find the machines of --buddy. Only a run that trains saves there.
 inline void open_buddies(Run& run) {
     const Config& c = run.config;
     if (c.buddy.empty() || !writes_folder(c))
@@ -314,8 +397,8 @@ inline void open_buddies(Run& run) {
     // If --out holds no run to resume, whatever lies in memory belongs to another run.
     int64_t ours = c.resume && is_first(run) && !run_in(c.out).empty();
     all_reduce_max(run.world, &ours, 1, Cpu{});
-    if (!ours)
-        remove_buddies(run.world, *run.buddies);
+    std::string wrong = check_memory(run.buddies->folder, ours ? run_of(c) : "");
+    or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
 // Load the save in memory if --out has no newer one. Returns false if there is none to load.
@@ -329,7 +412,7 @@ bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
     // been checked yet.
     std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
     int64_t newest = saved.empty() ? -1 : saved[0];
-    return buddy_load(t, *run.buddies, info, c.out, newest - 1, notes, wrong);
+    return buddy_load(t, *run.buddies, info, run_of(c), newest - 1, notes, wrong);
 }
 
 // Continue from a checkpoint of --out, whatever layout it was written with. Returns false if
@@ -466,8 +549,10 @@ void save_in_memory(Run& run, Trainer<T, S>& t) {
     // Check the weights as before a save to disk, because a resume prefers this one.
     check_replicas(run, t);
     std::string wrong = first_error(run.world, first_bad_weight(t));
+    CheckpointInfo info = checkpoint_info(run, t);
+    info.config["out"] = run_of(run.config);
     if (wrong.empty())
-        wrong = buddy_save(t, *run.buddies, checkpoint_info(run, t));
+        wrong = buddy_save(t, *run.buddies, info);
     run.saves.in_memory += run.account.spent_on(Work::SAVE) - before;
     bool failed_before = std::exchange(run.saves.memory_fails, !wrong.empty());
     if (!wrong.empty() && !failed_before)
@@ -483,8 +568,10 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     check_replicas(run, t);
     AsyncSave* async = run.saves.async.get();
     bool later = async && !run.saves.tries_first;
-    std::string ruined = ruined_weights(run, t, later);
-    if (!ruined.empty()) return ruined;
+    std::string wrong = ruined_weights(run, t, later);
+    if (wrong.empty())
+        wrong = first_error(run.world, keep_folder(run));
+    if (!wrong.empty()) return wrong;
 
     // Save. The next step waits until the save is done, or with --save-async until the state
     // has been copied.

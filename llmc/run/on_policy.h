@@ -185,13 +185,12 @@ inline std::string answer_text(const Run& run, const Rollouts& r, size_t i) {
     return decode(run.tokenizer, tokens);
 }
 
-// Let the user's program reward the answers. One rank runs it, and all get its rewards; or all end,
-// with what it did wrong.
-inline std::vector<double> rewards_by_program(const Run& run, const Rollouts& r,
-                                              const std::vector<size_t>& asked) {
+// Let the user's program reward the answers: "" or what it did wrong. One rank runs it, for all.
+inline std::string rewards_by_program(const Run& run, const Rollouts& r,
+                                      const std::vector<size_t>& asked,
+                                      std::vector<double>* rewards) {
     const Config& c = run.config;
     size_t group = size_t(c.group);
-    std::vector<double> rewards;
     std::string wrong;
 
     // Each answer goes to the program with the whole line of its exercise.
@@ -202,31 +201,30 @@ inline std::vector<double> rewards_by_program(const Run& run, const Rollouts& r,
             answers.push_back(run.exercises[exercise].line);
             answers.back()["completion"] = answer_text(run, r, i);
         }
-        wrong = command_rewards(reward_program(c.reward), c.reward_seconds, answers, &rewards);
+        wrong = command_rewards(reward_program(c.reward), c.reward_seconds, answers, rewards);
     }
-
-    // All ranks end together, so that none waits for one that has gone.
     wrong = broadcast_text(run.world, wrong, 0);
-    or_die_on_all_ranks(run, wrong.empty() ? "" : wrong + resume_hint(run));
-    rewards.resize(r.tokens.size());
-    broadcast(run.world, rewards.data(), rewards.size(), 0, Cpu{});
-    return rewards;
+    if (!wrong.empty()) return wrong;
+    rewards->resize(r.tokens.size());
+    broadcast(run.world, rewards->data(), rewards->size(), 0, Cpu{});
+    return "";
 }
 
-// Reward each answer. `asked` lists the exercises of the groups. All ranks call, and get the same.
-inline std::vector<double> reward_answers(const Run& run, const Rollouts& r,
-                                          const std::vector<size_t>& asked) {
+// Reward each answer: "" or what is wrong. `asked` lists the exercises of the groups. All ranks
+// call, and get the same.
+inline std::string reward_answers(const Run& run, const Rollouts& r,
+                                  const std::vector<size_t>& asked,
+                                  std::vector<double>* rewards) {
     const Config& c = run.config;
     if (!is_verifier(c.reward))
-        return rewards_by_program(run, r, asked);
+        return rewards_by_program(run, r, asked, rewards);
     size_t group = size_t(c.group);
-    std::vector<double> rewards;
     for (size_t i = 0; i < r.tokens.size(); i++) {
         size_t exercise = asked[i / group];
         std::string answer = answer_text(run, r, i);
-        rewards.push_back(reward_of(c.reward, answer, run.exercises[exercise].answer));
+        rewards->push_back(reward_of(c.reward, answer, run.exercises[exercise].answer));
     }
-    return rewards;
+    return "";
 }
 
 // Fill in the numbers for the log: mean reward and length, shares of cut answers and equal groups.
@@ -266,9 +264,10 @@ inline bool has_update_left(const Run& run, const Rollouts& r) {
 }
 
 // Get the answers that the next step trains on: those of the step before while they have updates
-// left, else new ones. All ranks call, and get the same answers.
+// left, else new ones. Returns "" or what is wrong with their rewards; then nothing has changed.
+// All ranks call, and get the same.
 template <typename T, typename S>
-void sample_rollouts(Run& run, Trainer<T, S>& t) {
+std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::SAMPLE);
 
@@ -276,7 +275,7 @@ void sample_rollouts(Run& run, Trainer<T, S>& t) {
     if (has_update_left(run, run.rollouts)) {
         run.rollouts.first = t.cursor;
         run.rollouts.updates++;
-        return;
+        return "";
     }
 
     // Sample answers to the exercises of this step.
@@ -287,12 +286,15 @@ void sample_rollouts(Run& run, Trainer<T, S>& t) {
     sample_answers(run, t, asked, &r);
 
     // Reward each answer, and compare it with its group's. LOAD hands out the advantages.
-    std::vector<double> rewards = reward_answers(run, r, asked);
+    std::vector<double> rewards;
+    std::string wrong = reward_answers(run, r, asked, &rewards);
+    if (!wrong.empty()) return wrong;
     r.advantages = advantages(rewards, group, c.advantage == "std");
     take_means(&r, rewards, group);
     ask_other_policies(run, t, &r);
     r.updates = 1;
     run.rollouts = std::move(r);
+    return "";
 }
 
 // The numbers that a step's line prints. The mean of -log p over sampled tokens estimates

@@ -139,7 +139,7 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     // Write it. A merge rounds the sum of weights and adapters: print how much of them is kept.
     MergeSums merged;
     if (wrong.empty())
-        wrong = adapters ? export_trained_adapters(t, c.export_dir, export_type(c), c.model)
+        wrong = adapters ? export_trained_adapters(t, c.export_dir, export_type(c), base_name(c))
                 : is_gguf(c.export_dir) ? export_gguf(run, t, &merged)
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
@@ -390,9 +390,18 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
         text += memory_line("files of --buddy", 4 * snapshot_bytes(t), 0,
                             "in --buddy: its own and a neighbour's, twice in a save");
 
-    // Describe the logits, attention over several ranks, and which GPUs the run would fit.
+    // Describe the logits, attention over several ranks, and which GPUs the run would fit. On a CPU
+    // the workspace above is this one's, so for the GPU count the largest rank again, with a GPU's.
     text += logits_text<T>(t.plans[plan], model);
     text += context_text<T>(t.plans[plan], model);
+    if (std::is_same_v<S, Cpu> && !sizes_of_gpu) {
+        text += concat("the workspace is that of ", threads_here(Cpu{}), " threads on this CPU\n");
+        sizes_of_gpu = true;
+        std::string ranks;
+        std::vector<size_t> beside = teachers_bytes<T>(run, options, t.ctx.where);
+        or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most, beside));
+        sizes_of_gpu = false;
+    }
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
     size_t all = most + run.draft_bytes;
     text += fits_text(double(all), state * double(parameter_count(model)));

@@ -110,6 +110,7 @@ struct Run {
     Spikes spikes;
     LossScaling loss_scaling; // fp16
     Saves saves;
+    int home = -1; // --out as this run took it, open; -1: it writes no folder
     std::shared_ptr<Buddies> buddies; // --buddy; null: all saves go to --out
     Account account;                  // where the time goes
 

@@ -1,7 +1,10 @@
 // stop.h - signals end a run between two steps, and all ranks end it after the same one
 //   SIGINT, SIGTERM, SIGHUP, SIGUSR1   the current step ends, a checkpoint is saved, and the
-//                                      program exits with status 128 + the signal's number
-//   a second signal, a second later    ends the program at once, by the signal's default action
+//   SIGUSR2, SIGXCPU                   program exits with status 128 + the signal's number
+//   a second signal, a second later    ends the program at once, by the signal's default action;
+//                                      SIGXCPU does not: the system repeats it each second
+//   SIGPIPE                            is ignored by a run that trains: a reader of its output that
+//                                      has gone costs lines, and no step
 //   Shells and timeout(1) may send a signal twice at once: within a second, two count as one.
 //   A signal that was ignored at the start (nohup, a shell's &) stays ignored.
 //   Signals reach ranks at different moments, or reach only one of them. Once a step, agree() adds
@@ -16,7 +19,8 @@
 
 namespace llmc {
 
-constexpr std::array<int, 4> STOP_SIGNALS = {SIGINT, SIGTERM, SIGHUP, SIGUSR1};
+constexpr std::array<int, 6> STOP_SIGNALS = {SIGINT,  SIGTERM, SIGHUP,
+                                             SIGUSR1, SIGUSR2, SIGXCPU};
 
 // The signal that this process received, 0 for none, and when. Threads as ranks share both.
 inline std::atomic<int> stop_signal = 0;
@@ -29,7 +33,7 @@ inline void note_signal(int number) {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     int64_t milliseconds = int64_t(now.tv_sec) * 1000 + now.tv_nsec / 1000000;
-    if (stop_signal && milliseconds - stop_time < 1000)
+    if (stop_signal && (milliseconds - stop_time < 1000 || number == SIGXCPU))
         return;
     if (stop_signal) {
         signal(number, SIG_DFL);

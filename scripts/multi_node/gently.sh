@@ -7,7 +7,7 @@ set -u
 [ $# -gt 0 ] || { echo "gently.sh: error: wants a command: see the head of this file" >&2; exit 1; }
 setsid "$@" & # in a session of its own: the terminal's Ctrl-C does not reach it
 job=$!
-trap 'kill -USR1 "$job"' INT TERM HUP USR1
+trap 'kill -USR1 "$job"' INT TERM HUP USR1 USR2 XCPU
 while :; do # a signal ends `wait`, and not the job
     wait "$job"
     status=$?

@@ -5,8 +5,9 @@
 #   --dp follows from the rest, and the global batch stays. Where the flags have no place on any number of them,
 #   --plan auto, asked on these machines, chooses another layout that fits; once all are back, the flags count again.
 #   $HEALTHY HOST says by its status whether a machine is taken (default: ssh; a test of its GPUs would stand here).
-#   Ends with 0 once the run is done, with the run's status where a signal has stopped it, and with 1 where three attempts
-#   one after the other fail at the same step: that is no machine's fault. A signal to it is passed on: the run saves.
+#   Ends with 0 once the run is done, with the run's status where a signal has stopped it, and with 1 at once where all
+#   machines answer and the flags are refused in any layout, or where three attempts one after the other fail at the same
+#   step: that is no machine's fault. A signal to it is passed on: the run saves.
 #   If this script is killed the run goes on; started again, it waits for its end.
 set -u
 fail() { echo "supervise.sh: error: $*" >&2; exit 1; }
@@ -36,11 +37,11 @@ healthy() { # a machine
     fi
 }
 choose_machines() { # those that answer, as many as have a layout, and its flags, in `layout`; false: none
-    local line n count
+    local line n count missing=
     : >"$alive"
     while read -r line; do
         [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
-        if healthy "${line%% *}" </dev/null >/dev/null 2>&1; then echo "$line" >>"$alive"; else say "${line%% *} does not answer: left out"; fi
+        if healthy "${line%% *}" </dev/null >/dev/null 2>&1; then echo "$line" >>"$alive"; else missing=1 && say "${line%% *} does not answer: left out"; fi
     done <"$hosts"
     until [ -n "$stopped" ] || [ -s "$alive" ]; do
         say "no machine answers: looking again in $wait_s s"
@@ -61,7 +62,10 @@ choose_machines() { # those that answer, as many as have a layout, and its flags
 
     # Where they have no place: the largest number for which --plan auto finds a layout.
     [ "$n" -gt 0 ] || for ((n = count; n > 0; n--)); do plan_layout "$n" "$@" && break; done
-    [ "$n" -gt 0 ] || cat "$work/flags" "$work/why" >&2
+    if [ "$n" = 0 ] && [ -z "$stopped" ]; then
+        grep -h 'error: ' "$work/flags" "$work/why" | sort -u >&2
+        [ -n "$missing" ] || fail "the run is refused on all machines: its errors are above"
+    fi
     sed -i "$((n + 1)),\$d" "$alive"
     [ "$n" -gt 0 ]
 }
@@ -73,11 +77,14 @@ plan_layout() { # for so many of the machines, then the flags: sets `layout`; fa
         >"$work/said" 2>"$work/why" </dev/null
     line=$(sed -nE 's/.* (--batch-tokens [0-9]+ --dp .*)/\1/p' "$work/said" | tail -1)
     [ -n "$line" ] || return 1
-    say "the flags have no place on $(wc -l <"$alive") machines ($(sed -n 's/.* error: //p' "$work/flags")): --plan auto says $line"
+    # A flag that is wrong in this layout too is no matter of machines.
     # shellcheck disable=SC2206 # words, and the last of two equal flags counts
-    batch=(${line%% --dp*})
+    any=(--tp 1 --pp 1 --cp 1 --ep 1 --chunks 1 --zero 0 --pipeline 1f1b --recompute none --sequence-parallel false "${any[@]}" $line)
+    "$program" "$@" "${any[@]}" --resume --local-ranks $((n * ranks)) --explain >/dev/null 2>"$work/why" || return 1
+    say "the flags have no place on $(wc -l <"$alive") machines ($(sed -n 's/.* error: //p' "$work/flags")): --plan auto says $line"
     # shellcheck disable=SC2206
-    layout=(--tp 1 --pp 1 --cp 1 --ep 1 --chunks 1 --zero 0 --pipeline 1f1b --recompute none --sequence-parallel false "${any[@]}" $line)
+    batch=(${line%% --dp*})
+    layout=("${any[@]}")
 }
 last_step() { grep -o '^{.*' "$out/log.jsonl" 2>/dev/null | grep -oE '"step": *[0-9]+' | tail -1 | grep -oE '[0-9]+' || echo 0; }
 is_held() { # the folder, by a run; a file system without locks cannot say
@@ -97,7 +104,8 @@ wait_for_folder() { # while a run that is not this script's writes there
 }
 
 stopped= job= failures=0 step=none unlocked=
-trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job"' INT TERM HUP USR1
+trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job"' INT TERM HUP USR1 USR2 XCPU
+trap '' PIPE # nobody may be reading what it says
 while wait_for_folder; [ -z "$stopped" ]; do
     status=1
     if choose_machines "$@"; then
@@ -111,7 +119,7 @@ while wait_for_folder; [ -z "$stopped" ]; do
         done
         job=
         [ "$status" != 0 ] || exit 0
-        case $status in 129 | 130 | 138 | 143) exit "$status" ;; esac # SIGHUP, SIGINT, SIGUSR1, SIGTERM
+        case $status in 129 | 130 | 138 | 140 | 143 | 152) exit "$status" ;; esac # what llmc/run/stop.h lists
     fi
 
     # Go on, unless it fails where it has failed before.

@@ -1267,14 +1267,14 @@ static bool has_ended(pid_t pid) {
 }
 
 // A program ends with the run that started it, even if SIGKILL ends the run. This one reads nothing
-// and waits for nobody; nor does what it has started stay behind.
+// and waits for nobody; nor does what it has started stay behind, in a session of its own.
 TEST(RewardPrograms, EndWithTheRun) {
     std::string file = scratch("pids"), made = scratch("pids.new");
     std::filesystem::remove(file);
     pid_t run = fork();
     if (run == 0) {
         std::vector<double> rewards;
-        scripted("sleep 1000 & echo $$ $! >" + made + "; mv " + made + " " + file +
+        scripted("setsid sleep 1000 & echo $$ $! >" + made + "; mv " + made + " " + file +
                      "; while :; do sleep 0.1; done",
                  &rewards, 1000);
         _exit(0);
@@ -1330,14 +1330,35 @@ TEST(RewardPrograms, AreRunByOneRank) {
     EXPECT_EQ(rollout_log(by, {"reward", "loss", "grad_norm"}),
               rollout_log(own, {"reward", "loss", "grad_norm"}));
 
+    // A checkpoint's program is shown, and not run, unless the command line names it; no more is
+    // one of a file of flags.
+    std::string resumes = "OMP_NUM_THREADS=1 " + program() + " --resume --device cpu --out " + by;
+    std::string named = " --reward 'command:sh " + script + "'";
+    std::string file = put_file(scratch("flags.cfg"), "reward = command:sh " + script + "\n");
+    for (std::string flags : {std::string(), " --config " + file, named + " --config " + file}) {
+        ran = shell(resumes + " --steps 2" + flags);
+        bool good = has(flags, "--reward");
+        EXPECT_EQ(ran.status, good ? 0 : 1) << ran.text;
+        EXPECT_EQ(has(ran.text, "--reward 'command:sh " + script + "' comes from a file"), !good);
+    }
+    EXPECT_EQ(read_file(count), "x\nx\n");
+
+    // One that fails ends the run after a save of the steps before it.
+    put_file(script, "[ -e " + scratch("once") + " ] && exit 1; touch " + scratch("once") +
+             "; sed 's/.*/1/'\n");
+    std::filesystem::remove(scratch("once"));
+    ran = shell(resumes + " --steps 5 --save-every 0 --sample-tokens 0" + named);
+    EXPECT_NE(ran.status, 0);
+    EXPECT_TRUE(std::filesystem::exists(by + "/step_00000003")) << ran.text;
+
     put_file(script, "echo broken >&2; exit 1\n");
-    ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 4 --device cpu --out " + by);
+    ran = shell(resumes + " --steps 4" + named);
     EXPECT_NE(ran.status, 0);
     EXPECT_HAS(ran.text, "ended with status 1: what it said is above; --resume goes on from the last checkpoint");
     size_t at = ran.text.find("train_gpt: error");
     EXPECT_EQ(ran.text.find("train_gpt: error", at + 1), std::string::npos) << ran.text;
     put_file(script, "sed 's/.*/1/'\n");
-    ran = shell("OMP_NUM_THREADS=1 " + program() + " --resume --steps 3 --device cpu --sample-tokens 0 --out " + by);
+    ran = shell(resumes + " --steps 4 --sample-tokens 0" + named);
     EXPECT_EQ(ran.status, 0) << ran.text;
-    EXPECT_HAS(ran.text, "resumed at step 2");
+    EXPECT_HAS(ran.text, "resumed at step 3");
 }

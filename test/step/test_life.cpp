@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <chrono>
 #include <csignal>
+#include <functional>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -491,6 +492,177 @@ TEST_F(Life, ASignalThatIsIgnoredStaysSo) {
     EXPECT_EQ(child.wait(), 0) << child.text();
 }
 
+// The system repeats SIGXCPU each second, so a second one does not end the program before its save.
+TEST(Stop, ARepeatedLimitOfCpuTimeWaitsForTheSave) {
+    stop_signal = SIGXCPU;
+    stop_time = -1000000;
+    note_signal(SIGXCPU);
+    EXPECT_EQ(stop_signal, SIGXCPU);
+    stop_signal = 0;
+}
+
+// A reader of the output that leaves, as `| head` does, ends no run.
+TEST_F(Life, AReaderThatLeavesCostsNoStep) {
+    Ran r = start(small + "--steps 60 --out " + out + " 2>" + path("said") + " | head -n 1");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_EQ(steps(), (Names{"step_00000060"}));
+    EXPECT_EQ(log_steps(), 62) << "60 steps, a validation and the account";
+    EXPECT_HAS(read_file(path("said")), "note: standard output cannot be written: the run goes on");
+
+    // The same for both outputs, and an interrupt that ends the reader too.
+    std::string line = program() + " " + small + "--steps 1000000 --out " + path("both") +
+                       " 2>&1 | tee " + path("tee") + " >" + path("teed");
+    pid_t group = fork();
+    if (group == 0) {
+        setpgid(0, 0);
+        signal(SIGINT, SIG_DFL);
+        execl("/bin/bash", "bash", "-c", line.c_str(), nullptr);
+        _exit(127);
+    }
+    for (int i = 0; i < 1000 && !has(read_file(path("tee")), " 3/1000000 |"); i++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    kill(-group, SIGINT);
+    for (int i = 0; i < 1000 && kill(-group, 0) == 0; i++) {
+        waitpid(group, nullptr, WNOHANG);
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    EXPECT_EQ(steps(path("both")).size(), 1u);
+}
+
+// A folder that is moved or removed during the run is made again, and the run saves there. Another
+// run's folder in its place stays as it is.
+TEST_F(Life, AFolderThatIsMovedIsMadeAgain) {
+    for (bool moved : {true, false}) {
+        fs::remove(path("said"));
+        Child child(program() + " " + small + "--steps 1000000 --out " + out, path("said"));
+        child.wait_for_step(5, 1000000);
+        fs::rename(out, path(moved ? "moved" : "gone"));
+        if (!moved) fs::remove_all(path("gone"));
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        kill(child.pid, SIGTERM);
+        EXPECT_EQ(child.wait(), 128 + SIGTERM);
+        EXPECT_HAS(child.text(), "note: --out " + out + " was moved or removed: it is made again");
+        EXPECT_EQ(steps().size(), 1u);
+        EXPECT_TRUE(log()[0].contains("config"));
+        EXPECT_EQ(start(small + "--steps 2 --resume --out " + out).status, 0);
+        fs::remove_all(out);
+    }
+
+    // Put a finished run in the folder's place.
+    ASSERT_EQ(start(small + "--steps 2 --out " + path("other")).status, 0);
+    fs::remove(path("said"));
+    Child child(program() + " " + small + "--steps 1000000 --save-minutes 0 --resume --out " + out,
+                path("said"));
+    child.wait_for_step(5, 1000000);
+    fs::rename(out, path("away"));
+    fs::rename(path("other"), out);
+    kill(child.pid, SIGTERM);
+    EXPECT_EQ(child.wait(), 128 + SIGTERM);
+    EXPECT_HAS(child.text(), "is not saved: --out " + out + " holds a run at step 2");
+    EXPECT_EQ(steps(), (Names{"step_00000002"}));
+}
+
+// A run that saves nowhere says so before its first step, and where a signal has ended it.
+TEST_F(Life, ARunWithoutAFolderSaysWhatASignalLoses) {
+    Child child(program() + " " + small + "--steps 1000000 --export " + path("e"), path("said"));
+    child.wait_for_step(5, 1000000);
+    EXPECT_HAS(child.text(), "note: no --out: nothing is saved before --export at the end, and a "
+                             "signal or a crash loses every step\n");
+    kill(child.pid, SIGTERM);
+    child.wait();
+    EXPECT_TRUE(has(child.text(), ", which is not saved\n"));
+    EXPECT_FALSE(has(start(small + "--steps 1 --out " + out).text, "nothing is saved"));
+}
+
+// Change a manifest's flags, with a checksum that fits.
+static void rewrite_manifest(const std::string& folder, const std::function<void(json&)>& change) {
+    json m = json::parse(read_file(folder + "/manifest.json"));
+    change(m);
+    m["crc32"] = manifest_crc(m);
+    std::ofstream(folder + "/manifest.json") << manifest_text(m);
+}
+
+// Whatever type a manifest's flags have, a resume is told in words or goes on. It never aborts.
+TEST_F(Life, FlagsOfAManifestMayHaveAnyType) {
+    ASSERT_EQ(start(small + "--steps 1 --out " + out).status, 0);
+    std::string folder = out + "/step_00000001", given = "--loss lm --precision fp32 --optimizer "
+                                                         "adamw --lr 1e-3 --out " + out;
+    for (json all : {json(), json(5), json("x"), json::array()}) {
+        rewrite_manifest(folder, [&](json& m) { m["config"] = all; });
+        Ran r = start(given + " --resume --steps 2");
+        EXPECT_EQ(r.status, 1) << r.text;
+        EXPECT_HAS(r.text, "manifest.json is broken: config is ");
+    }
+    rewrite_manifest(folder, [&](json& m) { m["config"] = config_json(Config()); });
+    for (const char* name : {"loss", "precision", "optimizer", "group", "lr", "min-lr", "out",
+                             "start", "model", "layers", "fp8", "beta"})
+        for (json value : {json(), json(5), json("x"), json::array({1}), json::object()}) {
+            rewrite_manifest(folder, [&](json& m) { m["config"][name] = value; });
+            int status = start(given + " --resume --eval").status;
+            EXPECT_TRUE(status == 0 || status == 1) << name << " " << value << ": " << status;
+        }
+}
+
+// fp16 with late updates: before the first step that does not overflow, Adam's corrections are no
+// numbers. Its checkpoint loads.
+TEST_F(Life, ALateUpdateThatOverflowsIsSavedAndReadBack) {
+    std::string late = small + "--precision fp16 --loss-scale-start 1073741824 --offload "
+                       "optimizer,gradients --offload-update host --update-delay 1 --out " + out;
+    Ran r = start(late + " --steps 2");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_TRUE(manifest("step_00000002")["late"]["correct1"].is_null());
+    r = start(late + " --steps 3 --resume");
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_HAS(r.text, "resumed at step 2");
+}
+
+// More ranks than the checkpoint had: the batch is the checkpoint's, and the error says so, with a
+// micro-batch that keeps it.
+TEST_F(Life, AnErrorSaysWhoseFlagItIs) {
+    ASSERT_EQ(start(small + "--steps 1 --out " + out).status, 0);
+    Ran r = start("--out " + out + " --resume --steps 2 --sample-tokens 0 --local-ranks 2");
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, "--batch-tokens 128 is no multiple of micro-batch x seq x dp = 4 x 32 x 2 = "
+                       "256: try 256, or --micro-batch 2 (--batch-tokens is the checkpoint's)");
+    r = start("--out " + out + " --resume --steps 2 --sample-tokens 0 --local-ranks 2 "
+              "--micro-batch 2");
+    EXPECT_EQ(r.status, 0) << r.text;
+}
+
+// --model names a run, or a checkpoint of one, as it names a folder: the validation loss is that of
+// its checkpoint. Adapters beside it go on to the same bits, and know their base again.
+TEST_F(Life, ARunIsAModel) {
+    std::string base = path("base"), text = "--data " + path("text.txt") + " --seq 32 ";
+    ASSERT_EQ(start(small + "--kv-heads 1 --model tiny-llama --steps 6 --save-every 3 --out " + base)
+                  .status, 0);
+    auto loss = [](const std::string& said) { return said.substr(said.find("val loss "), 15); };
+    std::string last = loss(start("--resume --eval --eval-tokens 256 --out " + base).text);
+    for (std::string layout : {"", "--local-ranks 2 --tp 2 ", "--local-ranks 2 --zero 3 "})
+        EXPECT_EQ(loss(start(text + "--eval --eval-tokens 256 --model " + base + " " + layout).text),
+                  last);
+    Ran older = start(text + "--eval --eval-tokens 256 --model " + base + "/step_00000003");
+    EXPECT_HAS(older.text, "weights: " + base + "/step_00000003\n");
+    EXPECT_NE(loss(older.text), last);
+
+    // Train adapters beside it, at once and in two runs.
+    std::string lora = text + "--model " + base + " --lora 2 --sample-tokens 0 --schedule constant "
+                       "--micro-batch 4 --log-every 1 ";
+    Ran whole = start(lora + "--steps 4 --out " + path("whole"));
+    EXPECT_EQ(whole.status, 0) << whole.text;
+    ASSERT_EQ(start(lora + "--steps 2 --out " + out).status, 0);
+    EXPECT_EQ(manifest("step_00000002")["config"]["start"], base + "/step_00000006");
+    Ran again = start("--resume --steps 4 --sample-tokens 0 --out " + out);
+    EXPECT_EQ(again.status, 0) << again.text;
+    EXPECT_TRUE(state(out + "/step_00000004") == state(path("whole") + "/step_00000004"));
+
+    // Adapters have no weights of their own; a checkpoint that is gone is named.
+    EXPECT_HAS(start(text + "--eval --model " + out).text, "stands on another model: --export it");
+    fs::remove_all(base);
+    again = start("--resume --steps 5 --sample-tokens 0 --out " + out);
+    EXPECT_EQ(again.status, 1);
+    EXPECT_HAS(again.text, base + "/step_00000006");
+}
+
 // agree() gives all ranks what any of them wishes.
 TEST(Stop, OneWishIsEnough) {
     std::vector<Wishes> got(3);
@@ -649,10 +821,22 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
     for (int m = 0; m < 3; m++)
         EXPECT_EQ(checkpoint_steps(path(concat("m", m))).size(), 0u);
 
-    // Remove --out: without its log the memory counts as another run's, and a new run begins.
-    lose({});
+    // Remove --out: without its log the memory counts as another run's, and is left alone. So it
+    // does for a run that goes on in another folder, also one that is called alike.
+    step = lose({});
+    fs::rename(out, path("aside"));
+    r = go_on(2);
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, concat(": holds step ", step, " of another run, ", out, ": choose another"));
+    fs::create_directories(path("else/out"));
+    std::string there = "cd " + path("else") + "; ", words = flags + threads + "--out out ";
+    ASSERT_EQ(start(words + "--steps 2", there).status, 0);
+    r = start(words + "--resume --steps 3 --buddy-every 2 --buddy " + path("m%r"), there);
+    EXPECT_EQ(r.status, 1);
+    EXPECT_HAS(r.text, concat(" of another run, ", out, ": choose another"));
     fs::remove_all(out);
-    EXPECT_HAS(go_on(2).text, "holds no checkpoint: a new run begins");
+    fs::rename(path("aside"), out);
+    EXPECT_HAS(go_on(step + 1).text, ", from memory\n");
 
     // Lose a machine and its buddy.
     lose({1, 2});

@@ -268,15 +268,23 @@ TEST_F(Run, ExplainDrawsSharesOfMemory) {
 // cp 16 a rank has 8,192 of the 131,072 tokens, and with tp 8 an eighth of their rows in
 // the residual stream.
 TEST_F(Run, LongSequencesOnAClusterExplainThemselves) {
-    Ran r = run(
+    std::string flags =
         "--explain --model llama3-405b --precision bf16 --seq 131072 --micro-batch 1 "
         "--recompute full --device cpu --tp 8 --sequence-parallel --cp 16 --pp 16 --dp 8 --zero 2 "
-        "--batch-tokens 16777216 --sample-tokens 0");
+        "--batch-tokens 16777216 --sample-tokens 0";
+    Ran r = run(flags);
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "a line stands for 1024; 18 bytes a parameter, ");
     EXPECT_HAS(r.text, "on 16384 GPUs");
     EXPECT_HAS(r.text, "bubble: ranks are idle 48.4% of a step"); // 15 / 31, of 16 micro-batches
     EXPECT_HAS(r.text, "fits a GPU of 24 GB");
+
+    // The GPU does not depend on this machine's threads; the workspace does, and says of how many.
+    for (std::string threads : {"1", "4"}) {
+        Ran other = run(flags, "OMP_NUM_THREADS=" + threads);
+        EXPECT_HAS(other.text, "the workspace is that of " + threads + " threads");
+        EXPECT_HAS(other.text, "fits a GPU of 24 GB");
+    }
 
     // The first stage keeps the inputs of seven blocks for 16 micro-batches: 8,192 / 8 rows of
     // 16,384 channels in bf16.
