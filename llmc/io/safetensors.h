@@ -160,21 +160,29 @@ inline void float_to_type(void* out, const float* in, size_t count, Type type) {
 // ----------------------------------------------------------------------------
 // reading
 
-// A parser callback that notices a name which occurs twice in one object. After parsing, the object
-// has only the last of the two, and another program could read such a file as another model.
+// A walk over JSON that notices a name which occurs twice in one object. After parsing, the object
+// has only the last of the two, and another program could read such a file as another model. The
+// parser's own callback would take time that grows with the square of the names.
 struct DuplicateKeys {
-    std::vector<std::set<std::string>> open; // the names in each object that is not closed yet
-    std::string twice;
-    bool operator()(int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
-        if (event == nlohmann::json::parse_event_t::object_start)
-            open.push_back({});
-        if (event == nlohmann::json::parse_event_t::object_end)
-            open.pop_back();
-        if (event == nlohmann::json::parse_event_t::key &&
-            !open.back().insert(value.get<std::string>()).second)
-            twice = value.get<std::string>();
+    typedef nlohmann::json Json;
+    std::vector<std::set<std::string>> open = {}; // the names in each object that is not closed yet
+    std::string twice = {};
+    bool key(std::string& name) {
+        if (!open.back().insert(name).second) twice = name;
         return true;
     }
+    bool start_object(size_t) { return open.push_back({}), true; }
+    bool end_object() { return open.pop_back(), true; }
+    bool start_array(size_t) { return true; }
+    bool end_array() { return true; }
+    bool null() { return true; }
+    bool boolean(bool) { return true; }
+    bool number_integer(Json::number_integer_t) { return true; }
+    bool number_unsigned(Json::number_unsigned_t) { return true; }
+    bool number_float(Json::number_float_t, const std::string&) { return true; }
+    bool string(std::string&) { return true; }
+    bool binary(Json::binary_t&) { return true; }
+    bool parse_error(size_t, const std::string&, const Json::exception&) { return false; }
 };
 
 // Read and check a shape, and count its elements.
@@ -268,8 +276,10 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     // Parse the header, and watch for duplicate names.
     DuplicateKeys keys;
     const unsigned char* data = file + 8 + length;
-    nlohmann::json header = nlohmann::json::parse(file + 8, data, std::ref(keys), false);
-    if (header.is_discarded() || !header.is_object())
+    bool whole = nlohmann::json::sax_parse(file + 8, data, &keys);
+    nlohmann::json header;
+    if (whole) header = nlohmann::json::parse(file + 8, data);
+    if (!header.is_object())
         return "its header is no JSON object";
     if (!keys.twice.empty())
         return "names " + printable(keys.twice) + " twice";
@@ -326,6 +336,20 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
 // ----------------------------------------------------------------------------
 // writing: names, types and shapes first, then the data in the same order
 
+// The nearest float that a file's type can hold. An export rounds once, from the float sum of base
+// and change, never from a base that is already narrow.
+inline float as_written(float x, Type dtype) {
+    if (dtype == Type::BF16) return to_float(from_acc<bf16>(x));
+    return dtype == Type::F16 ? half_to_float(float_to_half(x)) : x;
+}
+
+// Count a value that a narrower type makes infinite, or zero. A value that was no number is
+// counted with the infinite ones.
+inline void count_lost(FileWriter& w, float value, float written) {
+    w.infinite += !std::isfinite(written);
+    w.vanished += value != 0 && written == 0;
+}
+
 // A tensor to be written: its entry in the header.
 struct TensorSpec {
     std::string name;
@@ -369,11 +393,13 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
     return w->wrong;
 }
 
-// Append a tensor's values in the file's type.
+// Append a tensor's values in the file's type, and count those that it cannot hold.
 inline void writer_put(FileWriter& w, const std::vector<float>& values, Type type) {
     if (values.empty()) return;
     std::vector<unsigned char> bytes(values.size() * type_bytes(type));
     float_to_type(bytes.data(), values.data(), values.size(), type);
+    for (float x : values)
+        count_lost(w, x, as_written(x, type));
     writer_put(w, bytes.data(), bytes.size());
 }
 

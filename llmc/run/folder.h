@@ -165,6 +165,10 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     if (name == "masters" || name == "states")
         return reads || other;
 
+    // Masters are float, and this run's weights are what its export writes: so they are float too.
+    bool exports = reads && !c.export_dir.empty() && !given(c, "precision");
+    if (exports && (name == "precision" || name == "fp8")) return true;
+
     // New adapters, a new prefix and a folder's exclude one another.
     const char* kinds[] = {"lora", "prefix", "adapter"};
     bool kind = std::ranges::find(kinds, name) != std::end(kinds);
