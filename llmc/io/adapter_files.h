@@ -94,7 +94,7 @@ inline std::string read_peft_config(const std::string& path, nlohmann::json* j) 
     auto ordered = nlohmann::ordered_json::parse(text);
     for (const char* key : {"rank_pattern", "alpha_pattern"}) {
         nlohmann::json pairs = nlohmann::json::array();
-        if (!asks(*j, key)) continue;
+        if (!asks(*j, key)) ordered[key] = nlohmann::ordered_json::object();
         if (!ordered[key].is_object())
             return concat(path, ": ", key, " is ", json_word((*j)[key]), ", and no object");
         for (auto& [pattern, value] : ordered[key].items())
@@ -425,16 +425,15 @@ inline std::set<std::string> target_modules(const Model& m) {
 inline std::string peft_loses(const Adapters& adapters) {
     for (const auto& [module, adapter] : adapters) {
         size_t stack = module.find("{}.");
-        if (stack == std::string::npos) continue;
-        std::string front = module.substr(0, stack + 3), word = module.substr(stack + 3);
-        bool mixtral = word.starts_with("w");
-        if (word == "w2" || word == "down_proj") continue;
-        for (const char* other : {mixtral ? "w1" : "gate_proj", mixtral ? "w3" : "up_proj",
-                                  mixtral ? "w2" : "down_proj"})
-            if (!adapters.count(front + other))
-                return concat("PEFT joins gate and up of experts, and loads no adapter of ",
-                              stack_name(module, 0), " without one of ", other,
-                              ": give --lora-targets all,experts, or --merge");
+        bool down = module.ends_with(".w2") || module.ends_with(".down_proj");
+        if (stack == std::string::npos || down) continue;
+        size_t of_expert = size_t(std::ranges::count_if(adapters, [&](const auto& other) {
+            return other.first.starts_with(module.substr(0, stack + 3));
+        }));
+        if (of_expert < 3)
+            return concat("PEFT joins gate and up of experts, and loads no adapter of ",
+                          stack_name(module, 0), " unless all three matrices of an expert have "
+                          "one: give --lora-targets all,experts, or --merge");
     }
     return "";
 }

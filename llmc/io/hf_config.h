@@ -237,29 +237,24 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     x.factor = float(hf_positive(c, r, "factor", 1));
 }
 
-// Read a list in which every n-th layer is `special` and the others are `usual`. Returns the period
-// n, or 0 if no layer is special. Without the list the period is `otherwise`.
-inline size_t hf_every(HfConfig& c, const char* key, size_t L, const nlohmann::json& special,
-                       const nlohmann::json& usual, size_t otherwise) {
-    // A model with fewer layers than the period has no special layer.
-    if (!c.has(key)) return otherwise > L ? 0 : otherwise;
+// Read SmolLM3's list of layers that RoPE turns, all but every n-th. Returns n, or 0 if it turns
+// all. Without the list, n is no_rope_layer_interval.
+inline size_t hf_nope_every(HfConfig& c, size_t L) {
+    // A model with fewer layers than that has no such layer.
+    size_t interval = hf_size(c, "no_rope_layer_interval", 4);
+    if (!c.has("no_rope_layers")) return interval > L ? 0 : interval;
 
     // Try every period, and return the smallest that fits.
-    const nlohmann::json& list = c.j[key];
-    auto fits = [&](size_t every) {
-        for (size_t l = 0; l < L; l++) {
-            bool nth = every && (l + 1) % every == 0;
-            if (list[l] != (nth ? special : usual)) return false;
-        }
-        return true;
-    };
+    const nlohmann::json& list = c.j["no_rope_layers"];
     bool whole = list.is_array() && list.size() == L;
-    for (size_t every = 0; whole && every <= L; every++)
-        if (fits(every)) return every;
-
-    // Refuse any other list: the model would train with wrong numbers.
-    hf_wrong(c, key, " of this kind is not built yet, only ", special.dump(), " for every n-th of ",
-             L, " layers and ", usual.dump(), " for the others is");
+    for (size_t every = 0; whole && every <= L; every++) {
+        bool fits = true;
+        for (size_t l = 0; l < L; l++)
+            fits &= list[l] == int(!every || (l + 1) % every > 0);
+        if (fits) return every;
+    }
+    hf_wrong(c, "no_rope_layers of this kind is not built yet, only 0 for every n-th of ", L,
+             " layers and 1 for the others is");
     return 0;
 }
 
@@ -326,9 +321,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
     if (gemma) hf_refuse_unless(c, "use_bidirectional_attention", false);
 
     // SmolLM3 lists the layers that RoPE turns.
-    if (smol)
-        s.nope_every = hf_every(c, "no_rope_layers", s.L, 0, 1,
-                                hf_size(c, "no_rope_layer_interval", 4));
+    if (smol) s.nope_every = hf_nope_every(c, s.L);
 
     // Read the size. Qwen and SmolLM3 have a switch. Without the key some classes have a window of
     // their own; null means none.

@@ -165,10 +165,6 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
     if (name == "masters" || name == "states")
         return reads || other;
 
-    // Masters are float, and this run's weights are what its export writes: so they are float too.
-    bool exports = reads && !c.export_dir.empty() && !given(c, "precision");
-    if (exports && (name == "precision" || name == "fp8")) return true;
-
     // New adapters, a new prefix and a folder's exclude one another.
     const char* kinds[] = {"lora", "prefix", "adapter"};
     bool kind = std::ranges::find(kinds, name) != std::end(kinds);
@@ -257,6 +253,13 @@ inline void adopt_checkpoint(Run& run) {
     const nlohmann::json& saved = manifest["config"];
     std::string differences = adopt_flags(c, saved);
     or_die(check_place_among_prompts(c, saved));
+
+    // An export writes what the training run's would: its masters. They are float, and in a run
+    // without an optimizer the weights hold them.
+    if (c.steps == 0 && !c.eval && !c.export_dir.empty()) {
+        c.precision = "fp32";
+        c.fp8 = "none";
+    }
     if (!differences.empty() && writes_folder(c))
         note(run, "this run differs from its checkpoint: " + differences);
 }
