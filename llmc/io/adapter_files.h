@@ -89,12 +89,16 @@ inline std::string check_peft_layers(const nlohmann::json& j, const std::string&
 inline std::string read_peft_config(const std::string& path, nlohmann::json* j) {
     std::string text;
     std::string wrong = read_whole_file(path, &text);
-    if (wrong.empty()) wrong = parse_json(text, path, j);
+    if (wrong.empty())
+        wrong = parse_json(text, path, j);
     if (!wrong.empty()) return wrong;
+
+    // Parse it once more: the library's usual object sorts its names.
     auto ordered = nlohmann::ordered_json::parse(text);
     for (const char* key : {"rank_pattern", "alpha_pattern"}) {
         nlohmann::json pairs = nlohmann::json::array();
-        if (!asks(*j, key)) ordered[key] = nlohmann::ordered_json::object();
+        if (!asks(*j, key))
+            ordered[key] = nlohmann::ordered_json::object();
         if (!ordered[key].is_object())
             return concat(path, ": ", key, " is ", json_word((*j)[key]), ", and no object");
         for (auto& [pattern, value] : ordered[key].items())
@@ -107,7 +111,8 @@ inline std::string read_peft_config(const std::string& path, nlohmann::json* j) 
 // Whether a pattern is a module's name, or the end of it after a dot. PEFT takes patterns as
 // regular expressions, so a dot in one means any character.
 inline bool pattern_fits(const std::string& pattern, const std::string& module) {
-    if (pattern.size() > module.size()) return false;
+    if (pattern.size() > module.size())
+        return false;
     size_t at = module.size() - pattern.size();
     bool begins = at == 0 || module[at - 1] == '.';
     return begins && std::equal(pattern.begin(), pattern.end(), module.begin() + long(at),
@@ -123,10 +128,13 @@ inline std::string peft_number(const nlohmann::json& j, const std::string& path,
         if (pattern.find_first_of("*+?[](){}|^$\\") != std::string::npos)
             return concat(path, ": ", patterns, " ", printable(pattern),
                           " is a regular expression: names of modules can be read");
-        if (!pattern_fits(pattern, module)) continue;
+        if (!pattern_fits(pattern, module))
+            continue;
         value = pair[1];
         break;
     }
+
+    // Accept any number: alpha is only divided by the rank.
     if (!value.is_number())
         return concat(path, ": ", of_all, " of ", module, " is ", json_word(value),
                       ", and no number");
@@ -142,7 +150,10 @@ inline std::string peft_scale(const nlohmann::json& j, const std::string& path,
     std::string wrong = peft_number(j, path, "r", "rank_pattern", module, &rank);
     if (wrong.empty())
         wrong = peft_number(j, path, "lora_alpha", "alpha_pattern", module, &alpha);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
+
+    // Compare the rank. Without the key PEFT has 8, and could not load other tensors.
     if (j.contains("r") && rank != double(r))
         return concat(path, ": r of ", module, " is ", rank, ", and its tensors have rank ", r,
                       ": get both files again");
@@ -426,7 +437,8 @@ inline std::string peft_loses(const Adapters& adapters) {
     for (const auto& [module, adapter] : adapters) {
         size_t stack = module.find("{}.");
         bool down = module.ends_with(".w2") || module.ends_with(".down_proj");
-        if (stack == std::string::npos || down) continue;
+        if (stack == std::string::npos || down)
+            continue;
         size_t of_expert = size_t(std::ranges::count_if(adapters, [&](const auto& other) {
             return other.first.starts_with(module.substr(0, stack + 3));
         }));

@@ -207,10 +207,12 @@ inline std::string check_experts(const Config& c, const Shape& s) {
     if (s.K > std::min(s.E, MOST_CHOICES))
         return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
                       std::min(s.E, MOST_CHOICES));
-    bool shares = s.router == Router::RENORMALISED || s.router == Router::SIGMOID;
+
+    // Train no router by one gate that is a share. A folder may have one: transformers computes it.
     bool loaded = ::access(c.model.c_str(), F_OK) == 0 && !c.scratch;
-    bool frozen = c.eval || c.steps == 0 || c.lora || c.prefix || !c.adapter.empty();
-    if (s.K == 1 && shares && !(loaded && frozen))
+    bool learns = c.steps > 0 && !c.eval && !has_adapters(c) && !c.prefix;
+    bool share = s.router == Router::RENORMALISED || s.router == Router::SIGMOID;
+    if (s.K == 1 && share && (learns || !loaded))
         return concat("--experts-per-token 1: a gate that is a share of one is always 1, and "
                       "teaches the router nothing: ",
                       loaded ? "train adapters, as --lora 8" : "give --router softmax");

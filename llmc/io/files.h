@@ -96,8 +96,7 @@ inline std::string writer_close(FileWriter* w) {
         w->wrong = concat(w->infinite, " values are infinite in this type, or were no numbers "
                           "before: --export-dtype fp32, or bf16");
     if (w->wrong.empty() && w->vanished)
-        printf("%s: %zu values are too small for this type, and 0 in it\n",
-               w->path.substr(w->path.rfind('/') + 1).c_str(), w->vanished);
+        printf("--export: %zu values are too small for this type, and 0 in it\n", w->vanished);
 
     // Sync and close. A full disk may show only now.
     if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty())

@@ -278,7 +278,8 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
     }
 
     // A window needs its size.
-    if (full.count() == L) return;
+    if (full.count() == L)
+        return;
     if (!size)
         return hf_wrong(c, "layer_types has windows, and ",
                         c.has("sliding_window") ? "use_sliding_window is not true"
@@ -288,15 +289,18 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
     // Say it by one number where one is enough: the first layer with a window, or a period.
     auto fits = [&] {
         for (size_t layer = 1; layer <= L; layer++)
-            if (full[layer] == (window_of(s, int(layer)) > 0)) return false;
+            if (full[layer] == (window_of(s, int(layer)) > 0))
+                return false;
         return true;
     };
     for (size_t n = 0; n < L; n++) {
         s.window_from = n;
-        if (fits()) return;
+        if (fits())
+            return;
         s.window_from = 0;
         s.full_every = n + 1;
-        if (fits()) return;
+        if (fits())
+            return;
         s.full_every = 0;
     }
     s.full_layers = full;
@@ -330,7 +334,8 @@ inline void hf_window(HfConfig& c, Shape& s) {
     bool on = !(type.starts_with("qwen") || smol) || hf_flag(c, "use_sliding_window", false);
     bool left_out = !c.j.contains("sliding_window");
     size_t size = on && left_out ? otherwise : 0;
-    if (on && c.has("sliding_window")) size = hf_size(c, "sliding_window");
+    if (on && c.has("sliding_window"))
+        size = hf_size(c, "sliding_window");
 
     // Read which layers have it. Three classes give it to all, and read no list. Qwen2-MoE's gives
     // it to every other layer before max_window_layers, Qwen's to those from there on.
@@ -748,23 +753,19 @@ inline std::string hf_refusal(Gpt2, const Shape& s) {
     return "";
 }
 
-// Three classes read no list: they give a window to all layers.
-inline std::string hf_window_refusal(const Shape& s) {
-    bool all = s.hf_type == "mixtral" || s.hf_type == "phi3" || s.hf_type == "qwen3_moe";
-    for (int layer = 1; all && layer <= int(s.L); layer++)
-        if (window_of(s, layer) != s.sliding_window)
-            return "--export: Hugging Face's " + s.hf_type +
-                   " has its window in all layers: drop --export";
-    return "";
-}
-
 // The same for the families of Llama's kind.
 inline std::string hf_refusal(Llama, const Shape& s) {
     // Refuse a window, if the class has no key for it.
     bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2";
     if (no_windows && s.sliding_window)
         return "--export: Hugging Face's Llama has no window: drop --export";
-    if (std::string wrong = hf_window_refusal(s); !wrong.empty()) return wrong;
+
+    // Three classes read no list: they give a window to all layers.
+    bool all = s.hf_type == "mixtral" || s.hf_type == "phi3" || s.hf_type == "qwen3_moe";
+    for (int layer = 1; all && layer <= int(s.L); layer++)
+        if (window_of(s, layer) != s.sliding_window)
+            return "--export: Hugging Face's " + s.hf_type +
+                   " has its window in all layers: drop --export";
 
     // Refuse biases on q, k and v alone. Only Qwen2 has those, and always.
     bool qwen2 = s.hf_type == "qwen2";
@@ -916,7 +917,8 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     bool switched = s.hf_type.starts_with("qwen") || s.hf_type == "smollm3";
     bool named = (switched && s.hf_type != "qwen3_moe" && window) || partly ||
                  s.gate == Gate::GELU || s.hf_type == "gpt_oss";
-    if (window && switched) j["use_sliding_window"] = true;
+    if (window && switched)
+        j["use_sliding_window"] = true;
     if (named)
         j["layer_types"] = lists([&](int layer) {
             return window_of(s, layer) ? "sliding_attention" : "full_attention";
@@ -974,7 +976,8 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
     bool qwen = s.hf_type == "qwen2" || s.hf_type.starts_with("qwen3");
-    if (s.sliding_window && qwen) j["max_window_layers"] = s.window_from;
+    if (s.sliding_window && qwen)
+        j["max_window_layers"] = s.window_from;
     return j;
 }
 

@@ -214,8 +214,8 @@ std::vector<float> bring_floats(HfFiles& h, const SafeTensor& t, size_t first, s
     bring_chunks(h, t, first * width, count * width, needs, convert);
 
     // Note values that no model can use, with the file that they are in.
-    auto finite = [](float x) { return std::isfinite(x); };
-    size_t bad = values.size() - size_t(std::ranges::count_if(values, finite));
+    auto is_bad = [](float x) { return !std::isfinite(x); };
+    auto bad = std::ranges::count_if(values, is_bad);
     for (const SafeTensors& f : h.files)
         if (bad && h.ruined.empty() && safetensors_find(f, t.name))
             h.ruined = concat(f.path, ": tensor ", t.name, ": ", bad, " of ", values.size(),

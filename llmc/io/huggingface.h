@@ -329,10 +329,11 @@ inline std::string hf_check_tied(HfFiles& h, const Model& m, const std::string& 
 
         // Compare them part by part.
         bool equal = head->shape == table->shape;
-        size_t n = table->elements(), part = size_t(1) << 22;
-        for (size_t at = 0; equal && at < n; at += part) {
-            size_t count = std::min(part, n - at);
-            equal = bring_floats(h, *head, at, count, all) == bring_floats(h, *table, at, count, all);
+        size_t part = size_t(1) << 22;
+        for (size_t at = 0; equal && at < table->elements(); at += part) {
+            size_t count = std::min(part, table->elements() - at);
+            std::vector<float> of_head = bring_floats(h, *head, at, count, all);
+            equal = of_head == bring_floats(h, *table, at, count, all);
         }
         if (!equal)
             return concat(folder, ": ", name, " is another matrix than ", table->name, ", and "
@@ -390,7 +391,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     if (wrong.empty() && codes)
         wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
     if (bytes) *bytes = h.reader.bytes;
-    if (wrong.empty()) wrong = first_error(t.comms.world, h.ruined);
+    if (wrong.empty())
+        wrong = first_error(t.comms.world, h.ruined);
 
     // Let one rank report what was left out.
     if (wrong.empty() && further && t.comms.world.rank == 0)

@@ -10,7 +10,6 @@
 #pragma once
 #include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -160,30 +159,22 @@ inline void float_to_type(void* out, const float* in, size_t count, Type type) {
 // ----------------------------------------------------------------------------
 // reading
 
-// A walk over JSON that notices a name which occurs twice in one object. After parsing, the object
-// has only the last of the two, and another program could read such a file as another model. The
-// parser's own callback would take time that grows with the square of the names.
-struct DuplicateKeys {
-    typedef nlohmann::json Json;
-    std::vector<std::set<std::string>> open = {}; // the names in each object that is not closed yet
-    std::string twice = {};
-    bool key(std::string& name) {
-        if (!open.back().insert(name).second) twice = name;
-        return true;
+// How many names a JSON text has: its colons outside strings. A parsed object has only the last of
+// two equal names, and another program could read such a file as another model.
+inline size_t count_names(std::string_view text) {
+    size_t names = 0;
+    bool in_string = false;
+    for (size_t at = 0; at < text.size(); at++) {
+        char c = text[at];
+        if (in_string && c == '\\')
+            at++; // the character behind it ends no string
+        else if (c == '"')
+            in_string = !in_string;
+        else
+            names += c == ':' && !in_string;
     }
-    bool start_object(size_t) { return open.push_back({}), true; }
-    bool end_object() { return open.pop_back(), true; }
-    bool start_array(size_t) { return true; }
-    bool end_array() { return true; }
-    bool null() { return true; }
-    bool boolean(bool) { return true; }
-    bool number_integer(Json::number_integer_t) { return true; }
-    bool number_unsigned(Json::number_unsigned_t) { return true; }
-    bool number_float(Json::number_float_t, const std::string&) { return true; }
-    bool string(std::string&) { return true; }
-    bool binary(Json::binary_t&) { return true; }
-    bool parse_error(size_t, const std::string&, const Json::exception&) { return false; }
-};
+    return names;
+}
 
 // Read and check a shape, and count its elements.
 inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t* elements) {
@@ -273,16 +264,17 @@ inline std::string read_safetensors_header(SafeTensors* s) {
         return concat("its header is said to take ", length, " bytes, the file has ", s->bytes,
                       ": truncated, or no safetensors file");
 
-    // Parse the header, and watch for duplicate names.
-    DuplicateKeys keys;
+    // Parse the header. Objects stand only in the outermost one.
     const unsigned char* data = file + 8 + length;
-    bool whole = nlohmann::json::sax_parse(file + 8, data, &keys);
-    nlohmann::json header;
-    if (whole) header = nlohmann::json::parse(file + 8, data);
+    std::string_view text(reinterpret_cast<const char*>(file + 8), length);
+    nlohmann::json header = nlohmann::json::parse(text, nullptr, false);
     if (!header.is_object())
         return "its header is no JSON object";
-    if (!keys.twice.empty())
-        return "names " + printable(keys.twice) + " twice";
+    size_t names = header.size();
+    for (const nlohmann::json& entry : header)
+        names += entry.is_object() ? entry.size() : 0;
+    if (names != count_names(text))
+        return "names something twice, or an object stands in a tensor's entry";
 
     // Read its tensors, and the texts of its metadata.
     size_t body = s->bytes - 8 - length;

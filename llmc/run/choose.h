@@ -362,7 +362,8 @@ inline void prepare_export(Run& run) {
 
     // Say at the start what PEFT will not load.
     std::string lost = run.shape.adapters && !c.merge ? peft_loses(*run.shape.adapters) : "";
-    if (!lost.empty() && is_first(run)) note(run, "--export " + c.export_dir + ": " + lost);
+    if (!lost.empty() && is_first(run))
+        note(run, "--export " + c.export_dir + ": " + lost);
 
     // Announce that an older export will be replaced.
     if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())

@@ -148,10 +148,10 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {"7", 0, "no JSON object"},
              {deep, 0, "no JSON object"},
              {deep + closed, 0, "no JSON object"},
-             {"{" + good + "," + good + "}", 8, "names a twice"},
-             {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names a twice"},
+             {"{" + good + "," + good + "}", 8, "names something twice"},
+             {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names something twice"},
              {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}",
-              8, "names dtype twice"},
+              8, "names something twice"},
              {"{\"a\":3}", 0, "tensor a has no dtype, shape and data_offsets"},
              {"{\"a\":null}", 0, "has no dtype, shape"},
              {"{\"a\":[\"F32\",[2],[0,8]]}", 8, "has no dtype, shape"},
@@ -243,6 +243,8 @@ TEST(SafeTensors, ValuesThatATypeCannotHoldAreCounted) {
         EXPECT_EQ(writer_open(&w, scratch("narrow.safetensors"), {{"a", type, {values.size()}}},
                               {}), "");
         writer_put(w, values, type);
+
+        // Closing says what is lost.
         testing::internal::CaptureStdout();
         std::string wrong = writer_close(&w);
         *said = testing::internal::GetCapturedStdout();
@@ -252,7 +254,7 @@ TEST(SafeTensors, ValuesThatATypeCannotHoldAreCounted) {
     EXPECT_EQ(write({65519, 1e-7f, 0}, Type::F16, &said), "");
     EXPECT_EQ(said, "");
     EXPECT_EQ(write({1, 1e-8f, -1e-9f, 0}, Type::F16, &said), "");
-    EXPECT_EQ(said, "narrow.safetensors: 2 values are too small for this type, and 0 in it\n");
+    EXPECT_EQ(said, "--export: 2 values are too small for this type, and 0 in it\n");
     EXPECT_HAS(write({65520, -1e6f, 1}, Type::F16, &said), "2 values are infinite in this type");
     EXPECT_EQ(write({65520, -1e6f, 1e-8f}, Type::BF16, &said), "");
     EXPECT_EQ(said, "");
