@@ -270,7 +270,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
     if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
-    for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
+    for (std::istringstream targets(o.targets + ","); std::getline(targets, target, ',');) {
         bool any = false;
         if (target == "experts" && base.shape.expert_bias)
             return "--lora-targets experts: not built for " + base.shape.hf_type +

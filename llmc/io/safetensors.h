@@ -264,22 +264,19 @@ inline std::string read_safetensors_header(SafeTensors* s) {
         return concat("its header is said to take ", length, " bytes, the file has ", s->bytes,
                       ": truncated, or no safetensors file");
 
-    // Parse the header. Objects stand only in the outermost one.
+    // Parse the header.
     const unsigned char* data = file + 8 + length;
     std::string_view text(reinterpret_cast<const char*>(file + 8), length);
     nlohmann::json header = nlohmann::json::parse(text, nullptr, false);
     if (!header.is_object())
         return "its header is no JSON object";
-    size_t names = header.size();
-    for (const nlohmann::json& entry : header)
-        names += entry.is_object() ? entry.size() : 0;
-    if (names != count_names(text))
-        return "names something twice, or an object stands in a tensor's entry";
 
     // Read its tensors, and the texts of its metadata.
     size_t body = s->bytes - 8 - length;
+    size_t names = header.size(); // of tensors, and in their entries
     std::vector<std::pair<size_t, size_t>> spans; // {begin, end} of each tensor's bytes
     for (auto& [name, entry] : header.items()) {
+        names += entry.is_object() ? entry.size() : 0;
         if (name == "__metadata__") {
             for (auto& [key, value] : entry.items())
                 if (value.is_string())
@@ -300,6 +297,10 @@ inline std::string read_safetensors_header(SafeTensors* s) {
         spans.push_back({begin, begin + t.bytes});
         s->tensors.push_back(t);
     }
+
+    // Refuse names that the parser has dropped. No object stands in an entry.
+    if (names != count_names(text))
+        return "names something twice, or has an object in a tensor's entry";
     return check_spans(spans, body);
 }
 

@@ -258,6 +258,7 @@ inline void adopt_checkpoint(Run& run) {
     // without an optimizer the weights hold them.
     if (c.steps == 0 && !c.eval && !c.export_dir.empty()) {
         c.precision = "fp32";
+        c.masters = "float";
         c.fp8 = "none";
     }
     if (!differences.empty() && writes_folder(c))

@@ -1242,13 +1242,15 @@ TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
 // ----------------------------------------------------------------------------
 // weights that others wrote
 
-// Write a file with these tensors, whose floats are all different.
-static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
+// Write a file with these tensors. All floats differ, but for those of a copy of the first one.
+static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs,
+                          const std::string& copy = "") {
     FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, {}), "");
     float next = 0;
     for (const TensorSpec& s : specs) {
         std::vector<float> numbers(s.bytes() / 4);
+        if (s.name == copy) next = 0;
         for (float& x : numbers) x = ++next;
         writer_put(w, numbers.data(), s.bytes());
     }
@@ -1278,7 +1280,7 @@ TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
         specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
         if (i == 0)
             specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: a copy of the table
-        write_tensors(dir + "/model.safetensors", specs);
+        write_tensors(dir + "/model.safetensors", specs, i == 0 ? "lm_head.weight" : "");
         ASSERT_EQ(hf_load_weights(b->t, dir), "");
         expect_same_weights(*a, *b);
         EXPECT_EQ(get_weight(a->t, a->t.model.parameters[0])[13], 14);
@@ -1583,7 +1585,11 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
 
         if (s.tied) {
             specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
-            EXPECT_EQ(load(specs), "");
+            EXPECT_HAS(load(specs), "lm_head.weight is another matrix than " + good[0].name);
+            write_tensors(file, specs, "lm_head.weight");
+            EXPECT_EQ(hf_load_weights(m->t, dir), "");
+            specs.back().shape[0]++;
+            EXPECT_HAS(load(specs), "lm_head.weight is another matrix than " + good[0].name);
         }
     }
 

@@ -1148,14 +1148,13 @@ struct Folders : Program {
     void SetUp() override {
         Program::SetUp();
         std::string shard(1024, '\0');
-        uint32_t words[3] = {20240520, 1, 200};
+        uint32_t words[3] = {20240520, 1, 2000};
         memcpy(shard.data(), words, sizeof(words));
-        for (int i = 0; i < 200; i++)
+        for (int i = 0; i < 2000; i++)
             shard += {char(i * 7919 % 53), 0};
-        std::string path = put("tokens.bin", shard);
-        data = " --tokenizer byte --data " + path + " --val " + path + " ";
+        data = " --tokenizer byte --data " + put("tokens.bin", shard) + " ";
     }
-    std::string golden(const std::string& name, const json& keys,
+    std::string golden(const std::string& name, const json& keys = json::object(),
                        const std::vector<std::string>& gone = {}) {
         std::string folder = dir + "/" + name;
         fs::remove_all(folder);
@@ -1176,22 +1175,22 @@ struct Folders : Program {
 // Folders of experts load and compute whichever of its two names the number of experts has, with
 // one expert a token, and without renormalised gates. Another number of experts is not guessed.
 TEST_F(Folders, ExpertsByAnyKey) {
-    double qwen3 = loss(golden("qwen3-moe-tiny", {}));
+    double qwen3 = loss(golden("qwen3-moe-tiny"));
     json config = json::parse(read_file(dir + "/qwen3-moe-tiny/config.json"));
     json renamed = {{"num_local_experts", config["num_experts"]}};
     EXPECT_EQ(loss(golden("qwen3-moe-tiny", renamed, {"num_experts"})), qwen3);
-    EXPECT_HAS(run(golden("qwen3-moe-tiny", {}, {"num_experts"}) + "--eval", 1),
+    EXPECT_HAS(run(golden("qwen3-moe-tiny", json::object(), {"num_experts"}) + "--eval", 1),
                "config.json asks for (128, ");
 
     // Without norm_topk_prob the sigmoids of DeepSeek-V3 are gates as they are.
-    double v3 = loss(golden("deepseek-v3-tiny", {}));
+    double v3 = loss(golden("deepseek-v3-tiny"));
     std::string alone = golden("deepseek-v3-tiny", {{"norm_topk_prob", false}});
     EXPECT_GT(std::abs(loss(alone) - v3), 1e-3);
     run(alone + "--steps 1 --sample-tokens 0");
 
     // One expert a token: its gate is 1, and teaches the router nothing.
     std::string one = golden("mixtral-tiny", {{"num_experts_per_tok", 1}});
-    EXPECT_GT(std::abs(loss(one) - loss(golden("mixtral-tiny", {}))), 1e-3);
+    EXPECT_GT(std::abs(loss(one) - loss(golden("mixtral-tiny"))), 1e-3);
     one = golden("mixtral-tiny", {{"num_experts_per_tok", 1}});
     EXPECT_HAS(run(one + "--steps 1", 1), "teaches the router nothing: train adapters, as --lora");
     run(one + "--steps 1 --lora 2 --sample-tokens 0");
@@ -1201,10 +1200,10 @@ TEST_F(Folders, ExpertsByAnyKey) {
 // A target of --lora-targets that finds nothing in the blocks of --lora-layers ends the run by a
 // line. What PEFT would refuse or drop is said when the run starts.
 TEST_F(Folders, AdaptersThatNothingUses) {
-    std::string v2 = golden("deepseek-v2-tiny", {}) + "--steps 1 --sample-tokens 0 --lora 2 ";
+    std::string v2 = golden("deepseek-v2-tiny") + "--steps 1 --sample-tokens 0 --lora 2 ";
     EXPECT_HAS(run(v2 + "--lora-targets experts --lora-layers 0", 1), "of --lora-layers has this");
     EXPECT_HAS(run(v2 + "--lora-targets all,experts --lora-layers 0", 1), "of --lora-layers has");
-    std::string mixtral = golden("mixtral-tiny", {}) + "--steps 1 --sample-tokens 0 --lora 2 " +
+    std::string mixtral = golden("mixtral-tiny") + "--steps 1 --sample-tokens 0 --lora 2 " +
                           "--export " + dir + "/adapter --lora-targets ";
     for (const char* targets : {"w1", "w1,w3", "q_proj,w3"})
         EXPECT_HAS(run(mixtral + targets), "PEFT joins gate and up of experts, and loads no") <<
@@ -1243,7 +1242,7 @@ TEST_F(Folders, ATiedHeadIsTheTable) {
 
 // A value that is no number is blamed on its file and tensor, an adapter's on the adapter's file.
 TEST_F(Folders, AValueThatIsNoNumberNamesItsFile) {
-    golden("llama-tiny", {});
+    golden("llama-tiny");
     auto spoil = [&](const std::string& path, const std::string& name) {
         SafeTensors f;
         ASSERT_EQ(safetensors_open(&f, path), "");

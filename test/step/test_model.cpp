@@ -541,6 +541,7 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
 
     // The first block has no experts: a target that finds nothing in the blocks of --lora-layers
     // is refused, alone or beside others.
+    EXPECT_HAS(choose_adapters(m, {2, 4, false, ""}, &none), "--lora-targets : no matrix of a");
     for (const char* targets : {"experts", "all,experts"})
         EXPECT_HAS(choose_adapters(make_model(small_shared()), {2, 4, false, targets, "0"}, &none),
                    "--lora-targets experts: no matrix of a block of --lora-layers has this name");
