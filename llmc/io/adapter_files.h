@@ -91,7 +91,8 @@ inline std::string read_peft_config(const std::string& path, nlohmann::json* j) 
     std::string wrong = read_whole_file(path, &text);
     if (wrong.empty())
         wrong = parse_json(text, path, j);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Parse it once more: the library's usual object sorts its names.
     auto ordered = nlohmann::ordered_json::parse(text);
@@ -349,7 +350,8 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
     SafeTensors file;
     if (wrong.empty())
         wrong = open_adapter(&file, folder);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Look for both halves of each matrix.
     std::set<std::string> used, modules;
@@ -431,21 +433,24 @@ inline std::set<std::string> target_modules(const Model& m) {
     return names;
 }
 
-// Why PEFT would not use some adapters, or "". transformers 5 joins an expert's gate and up: PEFT
-// refuses one without the other, and drops both where down has none.
-inline std::string peft_loses(const Adapters& adapters) {
-    for (const auto& [module, adapter] : adapters) {
+// Why PEFT would not use some adapters, or "". transformers 5 joins the experts of a block. PEFT
+// turns their matrices' names into the joined ones, so it loads gate and up of an expert only with
+// down; and, but for Qwen2-MoE, whose experts it does not know, no ffn beside experts.
+inline std::string peft_loses(const Shape& s) {
+    for (const auto& [module, adapter] : *s.adapters) {
         size_t stack = module.find("{}.");
+        bool expert = stack != std::string::npos, qwen2 = s.hf_type == "qwen2_moe";
         bool down = module.ends_with(".w2") || module.ends_with(".down_proj");
-        if (stack == std::string::npos || down)
-            continue;
-        size_t of_expert = size_t(std::ranges::count_if(adapters, [&](const auto& other) {
-            return other.first.starts_with(module.substr(0, stack + 3));
-        }));
-        if (of_expert < 3)
-            return concat("PEFT joins gate and up of experts, and loads no adapter of ",
-                          stack_name(module, 0), " unless all three matrices of an expert have "
-                          "one: give --lora-targets all,experts, or --merge");
+        std::string front = module.substr(0, expert ? stack + 3 : 0);
+        auto of_expert = std::ranges::count_if(*s.adapters, [&](const auto& other) {
+            return other.first.starts_with(front);
+        });
+
+        // Name the first one that is lost.
+        bool ffn = s.E && !qwen2 && module.find(".mlp.") != std::string::npos;
+        if (expert ? qwen2 || (!down && of_expert < 3) : ffn)
+            return "PEFT with transformers 5 loads no adapter of " + stack_name(module, 0) +
+                   ": give --merge, or --lora-targets attention";
     }
     return "";
 }

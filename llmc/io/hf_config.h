@@ -242,7 +242,8 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
 inline size_t hf_nope_every(HfConfig& c, size_t L) {
     // A model with fewer layers than that has no such layer.
     size_t interval = hf_size(c, "no_rope_layer_interval", 4);
-    if (!c.has("no_rope_layers")) return interval > L ? 0 : interval;
+    if (!c.has("no_rope_layers"))
+        return interval > L ? 0 : interval;
 
     // Try every period, and return the smallest that fits.
     const nlohmann::json& list = c.j["no_rope_layers"];
@@ -251,7 +252,8 @@ inline size_t hf_nope_every(HfConfig& c, size_t L) {
         bool fits = true;
         for (size_t l = 0; l < L; l++)
             fits &= list[l] == int(!every || (l + 1) % every > 0);
-        if (fits) return every;
+        if (fits)
+            return every;
     }
     hf_wrong(c, "no_rope_layers of this kind is not built yet, only 0 for every n-th of ", L,
              " layers and 1 for the others is");
@@ -409,7 +411,8 @@ inline void hf_same(HfConfig& c, const char* key, const char* other, double valu
 inline size_t hf_expert_count(HfConfig& c, const char* own, size_t otherwise) {
     const char* names[] = {own, "num_experts", "num_local_experts"};
     for (const char* name : names) {
-        if (!c.has(name)) continue;
+        if (!c.has(name))
+            continue;
         size_t E = hf_size(c, name);
         for (const char* other : names)
             hf_same(c, other, name, double(E));

@@ -361,7 +361,7 @@ inline void prepare_export(Run& run) {
         or_die(add_tokens_to_files(&run.exported.files, t, c.add_tokens));
 
     // Say at the start what PEFT will not load.
-    std::string lost = run.shape.adapters && !c.merge ? peft_loses(*run.shape.adapters) : "";
+    std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";
     if (!lost.empty() && is_first(run))
         note(run, "--export " + c.export_dir + ": " + lost);
 

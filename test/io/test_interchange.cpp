@@ -1203,13 +1203,22 @@ TEST_F(Folders, AdaptersThatNothingUses) {
     std::string v2 = golden("deepseek-v2-tiny") + "--steps 1 --sample-tokens 0 --lora 2 ";
     EXPECT_HAS(run(v2 + "--lora-targets experts --lora-layers 0", 1), "of --lora-layers has this");
     EXPECT_HAS(run(v2 + "--lora-targets all,experts --lora-layers 0", 1), "of --lora-layers has");
-    std::string mixtral = golden("mixtral-tiny") + "--steps 1 --sample-tokens 0 --lora 2 " +
-                          "--export " + dir + "/adapter --lora-targets ";
+
+    // PEFT 0.21 with transformers 5.24 gives the base's loss, or another one, for those with a line.
+    auto said = [&](const std::string& name, const std::string& targets) {
+        return has(run(golden(name) + "--steps 1 --sample-tokens 0 --lora 2 --export " + dir +
+                       "/adapter --lora-targets " + targets),
+                   "PEFT with transformers 5 loads no adapter of ");
+    };
     for (const char* targets : {"w1", "w1,w3", "q_proj,w3"})
-        EXPECT_HAS(run(mixtral + targets), "PEFT joins gate and up of experts, and loads no") <<
-            targets;
+        EXPECT_TRUE(said("mixtral-tiny", targets)) << targets;
     for (const char* targets : {"w2", "all,experts", "all", "experts"})
-        EXPECT_FALSE(has(run(mixtral + targets), "PEFT joins")) << targets;
+        EXPECT_FALSE(said("mixtral-tiny", targets)) << targets;
+    EXPECT_TRUE(said("qwen2-moe-tiny", "experts"));
+    EXPECT_FALSE(said("qwen2-moe-tiny", "all"));
+    EXPECT_TRUE(said("deepseek-v2-tiny", "all"));
+    EXPECT_FALSE(said("deepseek-v2-tiny", "attention,experts"));
+    EXPECT_FALSE(said("llama-tiny", "all"));
 }
 
 // A head of its own in a file whose config.json ties it is refused, never dropped; an equal one is
