@@ -270,7 +270,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
     if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
-    for (std::istringstream targets(o.targets); std::getline(targets, target, ',');) {
+    for (std::istringstream targets(o.targets + ","); std::getline(targets, target, ',');) {
         bool any = false;
         if (target == "experts" && base.shape.expert_bias)
             return "--lora-targets experts: not built for " + base.shape.hf_type +
@@ -279,8 +279,8 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             std::string module = module_of(p);
             if (!adaptable(base, p) || !flag_targets(target, p))
                 continue;
-            any = true;
             if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
+            any = true;
 
             // Refuse a rank beyond the matrix's own: it adds nothing.
             size_t rows = p.rows() / p.stack; // of one expert's
@@ -291,8 +291,9 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
             (*adapters)[module] = {o.rank, lora_scale(o)};
         }
         if (!any)
-            return concat("--lora-targets ", target, ": no matrix of a block has this name: try "
-                          "all, attention, ", stacks ? "experts, " : "", "or some of ",
+            return concat("--lora-targets ", target, ": no matrix of a block ",
+                          o.layers == "all" ? "" : "of --lora-layers ", "has this name: try all, "
+                          "attention, ", stacks ? "experts, " : "", "or some of ",
                           module_words(base));
     }
     return "";

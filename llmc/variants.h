@@ -5,6 +5,7 @@
 //     the ffn     its gate is SiLU or GELU, or gpt-oss' own
 //   Blocks read the facts; nothing else asks for a name.
 #pragma once
+#include <bitset>
 #include <string>
 #include "swiglu.cuh"
 
@@ -23,6 +24,7 @@ struct Variant {
     size_t sliding_window = 0;  // keys further back are not seen
     size_t window_from = 0;     // Qwen: the first block that has the window
     size_t full_every = 0;      // Gemma: every so many blocks one has no window
+    std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
     size_t nope_every = 0;      // SmolLM3: every so many blocks one has no RoPE
     size_t rotary = 0;          // channels of a head that RoPE turns; 0: all
     double window_theta = 0;    // Gemma 3: RoPE's base where a window is; 0: the others'
@@ -66,7 +68,7 @@ struct Variant {
 // The window; 0: queries see all keys before them.
 inline size_t window_of(const Variant& v, int layer) {
     bool full = v.full_every && layer % int(v.full_every) == 0;
-    bool begun = layer > int(v.window_from);
+    bool begun = layer > int(v.window_from) && !v.full_layers[size_t(layer)];
     return begun && !full ? v.sliding_window : 0;
 }
 

@@ -19,6 +19,10 @@ namespace llmc {
 // PEFT's model wraps the base twice; each wrapper puts a word in front of a parameter's name.
 constexpr const char* PEFT_PREFIX = "base_model.model.";
 
+// The largest factor of an adapter that is read. Beyond it a change is no small one, and its
+// products soon leave the range of floats.
+constexpr double MOST_SCALE = 1e6;
+
 // ----------------------------------------------------------------------------
 // adapter_config.json
 
@@ -81,29 +85,83 @@ inline std::string check_peft_layers(const nlohmann::json& j, const std::string&
                   module_of(w), " has an adapter: leave layers_to_transform out");
 }
 
-// The alpha of a module: that of the first pattern which is the module's name, or the end of it
-// after a dot; without such a pattern lora_alpha.
-inline std::string peft_alpha(const nlohmann::json& j, const std::string& path,
-                              const std::string& module, double* alpha) {
-    nlohmann::json value = j.value("lora_alpha", nlohmann::json(8));
-    nlohmann::json patterns = j.value("alpha_pattern", nlohmann::json());
-    for (auto& [pattern, of_pattern] : patterns.items()) {
-        // PEFT takes patterns as regular expressions. A dot in a name means any character, so it
-        // finds dots too; other signs are refused.
+// Read a config. Patterns become lists of pairs, in the file's order: the first that fits counts.
+inline std::string read_peft_config(const std::string& path, nlohmann::json* j) {
+    std::string text;
+    std::string wrong = read_whole_file(path, &text);
+    if (wrong.empty())
+        wrong = parse_json(text, path, j);
+    if (!wrong.empty())
+        return wrong;
+
+    // Parse it once more: the library's usual object sorts its names.
+    auto ordered = nlohmann::ordered_json::parse(text);
+    for (const char* key : {"rank_pattern", "alpha_pattern"}) {
+        nlohmann::json pairs = nlohmann::json::array();
+        if (!asks(*j, key))
+            ordered[key] = nlohmann::ordered_json::object();
+        if (!ordered[key].is_object())
+            return concat(path, ": ", key, " is ", json_word((*j)[key]), ", and no object");
+        for (auto& [pattern, value] : ordered[key].items())
+            pairs.push_back({pattern, nlohmann::json(value)});
+        (*j)[key] = pairs;
+    }
+    return "";
+}
+
+// Whether a pattern is a module's name, or the end of it after a dot. PEFT takes patterns as
+// regular expressions, so a dot in one means any character.
+inline bool pattern_fits(const std::string& pattern, const std::string& module) {
+    if (pattern.size() > module.size())
+        return false;
+    size_t at = module.size() - pattern.size();
+    bool begins = at == 0 || module[at - 1] == '.';
+    return begins && std::equal(pattern.begin(), pattern.end(), module.begin() + long(at),
+                                [](char p, char c) { return p == '.' || p == c; });
+}
+
+// A number of a module: that of the first pattern that fits, else the one of all modules.
+inline std::string peft_number(const nlohmann::json& j, const std::string& path, const char* of_all,
+                               const char* patterns, const std::string& module, double* number) {
+    nlohmann::json value = j.value(of_all, nlohmann::json(8));
+    for (const nlohmann::json& pair : j.value(patterns, nlohmann::json::array())) {
+        const std::string pattern = pair[0];
         if (pattern.find_first_of("*+?[](){}|^$\\") != std::string::npos)
-            return path + ": alpha_pattern " + printable(pattern) +
-                   " is a regular expression: names of modules can be read";
-        if (!targets_module(pattern, module))
+            return concat(path, ": ", patterns, " ", printable(pattern),
+                          " is a regular expression: names of modules can be read");
+        if (!pattern_fits(pattern, module))
             continue;
-        value = of_pattern;
+        value = pair[1];
         break;
     }
 
-    // Accept any finite number: alpha is only divided by the rank.
+    // Accept any number: alpha is only divided by the rank.
     if (!value.is_number())
-        return path + ": alpha of " + module + " is " + json_word(value) + ", and no number";
-    *alpha = value.get<double>();
+        return concat(path, ": ", of_all, " of ", module, " is ", json_word(value),
+                      ", and no number");
+    *number = value.get<double>();
     return "";
+}
+
+// The factor of a module's adapter of rank r. The config must give the rank that the tensors have,
+// if it gives one, and a factor that floats can compute with.
+inline std::string peft_scale(const nlohmann::json& j, const std::string& path,
+                              const std::string& module, size_t r, double* scale) {
+    double rank = 0, alpha = 0;
+    std::string wrong = peft_number(j, path, "r", "rank_pattern", module, &rank);
+    if (wrong.empty())
+        wrong = peft_number(j, path, "lora_alpha", "alpha_pattern", module, &alpha);
+    if (!wrong.empty())
+        return wrong;
+
+    // Compare the rank. Without the key PEFT has 8, and could not load other tensors.
+    if (j.contains("r") && rank != double(r))
+        return concat(path, ": r of ", module, " is ", rank, ", and its tensors have rank ", r,
+                      ": get both files again");
+    *scale = lora_scale({r, alpha, asks(j, "use_rslora"), ""});
+    return std::abs(*scale) <= MOST_SCALE
+               ? "" : concat(path, ": lora_alpha ", alpha, " of ", module, " makes the factor ",
+                             *scale, ", and up to ", MOST_SCALE, " is read: get the file again");
 }
 
 // ----------------------------------------------------------------------------
@@ -259,18 +317,17 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
                       "first expert of its block: adapters of all or of none can be read");
 
     // Check the pair.
-    double alpha = 0;
+    double scale = 0;
     std::string path = peft_config_path(folder_of(file.path));
     std::string wrong = check_halves(file.path, p, a, b, expert);
     if (wrong.empty())
         wrong = check_peft_layers(j, path, p);
     if (wrong.empty())
-        wrong = peft_alpha(j, path, module, &alpha);
+        wrong = peft_scale(j, path, module, a->shape[0], &scale);
     if (!wrong.empty()) return wrong;
 
     // Compare it with the first expert's.
-    LoraOptions o = {a->shape[0], alpha, asks(j, "use_rslora"), ""};
-    Adapter own = {o.rank, lora_scale(o)};
+    Adapter own = {a->shape[0], scale};
     if (others && (own.rank != first->second.rank || own.scale != first->second.scale))
         return concat(file.path, ": the adapter of ", module, " has rank ", own.rank, ", factor ",
                       own.scale, ", and that of the first expert rank ", first->second.rank,
@@ -287,13 +344,14 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
                                  Adapters* adapters) {
     std::string path = peft_config_path(folder);
     nlohmann::json j;
-    std::string wrong = read_json(path, &j);
+    std::string wrong = read_peft_config(path, &j);
     if (wrong.empty())
         wrong = check_peft_config(j, path);
     SafeTensors file;
     if (wrong.empty())
         wrong = open_adapter(&file, folder);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Look for both halves of each matrix.
     std::set<std::string> used, modules;
@@ -340,7 +398,7 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
         if (!values.empty())
             set_file_weight(t, p, values);
     }
-    return "";
+    return first_error(t.comms.world, h.ruined);
 }
 
 // ----------------------------------------------------------------------------
@@ -373,6 +431,28 @@ inline std::set<std::string> target_modules(const Model& m) {
             names.insert(partly.count(word) ? peft_module(m, p, e) : word);
     }
     return names;
+}
+
+// Why PEFT would not use some adapters, or "". transformers 5 joins the experts of a block. PEFT
+// turns their matrices' names into the joined ones, so it loads gate and up of an expert only with
+// down; and, but for Qwen2-MoE, whose experts it does not know, no ffn beside experts.
+inline std::string peft_loses(const Shape& s) {
+    for (const auto& [module, adapter] : *s.adapters) {
+        size_t stack = module.find("{}.");
+        bool expert = stack != std::string::npos, qwen2 = s.hf_type == "qwen2_moe";
+        bool down = module.ends_with(".w2") || module.ends_with(".down_proj");
+        std::string front = module.substr(0, expert ? stack + 3 : 0);
+        auto of_expert = std::ranges::count_if(*s.adapters, [&](const auto& other) {
+            return other.first.starts_with(front);
+        });
+
+        // Name the first one that is lost.
+        bool ffn = s.E && !qwen2 && module.find(".mlp.") != std::string::npos;
+        if (expert ? qwen2 || (!down && of_expert < 3) : ffn)
+            return "PEFT with transformers 5 loads no adapter of " + stack_name(module, 0) +
+                   ": give --merge, or --lora-targets attention";
+    }
+    return "";
 }
 
 // The config of a model's adapters. r and lora_alpha are those of the first one; modules that

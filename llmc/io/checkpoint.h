@@ -70,6 +70,9 @@ inline nlohmann::json model_identity(const Shape& s) {
     const char* positions[] = {"learned", "rope", "alibi"};
     const char* kinds[] = {"llama3", "linear", "yarn"};
     const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
+    nlohmann::json full = nlohmann::json::array(); // layers
+    for (size_t layer = 0; layer < s.full_layers.size(); layer++)
+        if (s.full_layers[layer]) full.push_back(layer);
 
     // clang-format off
     return {
@@ -120,6 +123,7 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"sliding_window", s.sliding_window},
         {"window_from",    s.window_from},
         {"full_every",     s.full_every},
+        {"full_layers",    full},
         {"window_theta",   s.window_theta},
         {"rotary",         s.rotary},
         {"nope_every",     s.nope_every},
@@ -148,7 +152,7 @@ inline bool is_newer_field(const std::string& key) {
                               "logit_softcap", "scaled_embedding", "full_every", "window_theta",
                               "rotary", "nope_every", "parallel", "exact_gelu", "experts",
                               "experts_per_token", "router", "sinks", "expert_bias", "gate_alpha",
-                              "gate_limit"})
+                              "gate_limit", "full_layers"})
         if (key == newer) return true;
     return false;
 }

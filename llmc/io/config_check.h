@@ -188,7 +188,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
 
     // A bias on the router's choice: it belongs to sigmoids, and its steps are lost
     // in 16 bits alone.
-    if (s.choice_bias && s.router != Router::SIGMOID)
+    if (s.choice_bias && !is_sigmoid(s.router))
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
     if (c.router_bias_rate > 0 && !s.choice_bias)
@@ -207,9 +207,15 @@ inline std::string check_experts(const Config& c, const Shape& s) {
     if (s.K > std::min(s.E, MOST_CHOICES))
         return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
                       std::min(s.E, MOST_CHOICES));
-    if (s.K == 1 && s.router != Router::SOFTMAX)
-        return "--experts-per-token 1: a gate that is a share of one is always 1, and teaches the "
-               "router nothing: give --router softmax";
+
+    // Train no router by one gate that is a share. A folder may have one: transformers computes it.
+    bool loaded = ::access(c.model.c_str(), F_OK) == 0 && !c.scratch;
+    bool learns = c.steps > 0 && !c.eval && !has_adapters(c) && !c.prefix;
+    bool share = s.router == Router::RENORMALISED || s.router == Router::SIGMOID;
+    if (s.K == 1 && share && (learns || !loaded))
+        return concat("--experts-per-token 1: a gate that is a share of one is always 1, and "
+                      "teaches the router nothing: ",
+                      loaded ? "train adapters, as --lora 8" : "give --router softmax");
 
     // Refuse flags that would not do what they say.
     if (c.fp8 != "none")

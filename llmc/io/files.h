@@ -35,6 +35,8 @@ struct FileWriter {
     size_t expected = 0; // bytes that the whole file will have
     uint32_t crc = 0;    // CRC-32 of what is written
     std::string wrong;   // the first thing that failed
+    // Values of an export that its type made infinite, and that became zero.
+    size_t infinite = 0, vanished = 0;
 };
 
 // Sync a folder, so that the names in it survive a power cut.
@@ -88,6 +90,13 @@ inline std::string writer_close(FileWriter* w) {
     if (w->wrong.empty() && w->bytes != w->expected)
         w->wrong = concat(w->path, ": ", w->bytes, " bytes written, the header promises ",
                           w->expected);
+
+    // An infinity would be of no use to anybody. What has become zero is lost, and said.
+    if (w->wrong.empty() && w->infinite)
+        w->wrong = concat(w->infinite, " values are infinite in this type, or were no numbers "
+                          "before: --export-dtype fp32, or bf16");
+    if (w->wrong.empty() && w->vanished)
+        printf("--export: %zu values are too small for this type, and 0 in it\n", w->vanished);
 
     // Sync and close. A full disk may show only now.
     if (w->fd >= 0 && fsync(w->fd) != 0 && w->wrong.empty())

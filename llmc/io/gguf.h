@@ -189,11 +189,19 @@ inline std::string gguf_check(const Shape& s, const std::string& path) {
     with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
     if (!wrong.empty()) return wrong;
 
+    // llama.cpp's qwen2 has heads as wide as the channels together, and its qwen3 has no biases.
+    std::string a = gguf_architecture(s);
+    if (a == "qwen2" && s.NH * s.HS != s.C)
+        return concat(flag, ": llama.cpp's qwen2 has heads of ", s.C, " channels together, this "
+                      "model's have ", s.NH * s.HS, ": export a folder");
+    if (a == "qwen3" && s.o_bias)
+        return flag + ": llama.cpp's qwen3 has no biases: export a folder";
+
     // llama.cpp reads rope_freqs.weight only for llama, and has no place for a
     // factor of the cosines.
-    bool divides = gguf_architecture(s) == "llama";
+    bool divides = a == "llama";
     if (scales(s.rope_scaling) && (!divides || s.rope_scaling.attention_factor != 1))
-        return flag + ": llama.cpp's " + gguf_architecture(s) +
+        return flag + ": llama.cpp's " + a +
                " scales rotary positions in another way: export a folder";
     return "";
 }
@@ -253,6 +261,12 @@ inline std::vector<float> in_pairs(const std::vector<float>& x, size_t HS, size_
     return y;
 }
 
+// The context of the file. A window is a shorter context, in which it hides nothing: none of these
+// architectures has windows in llama.cpp.
+inline size_t gguf_context(const Shape& s) {
+    return s.sliding_window ? std::min(s.P, s.sliding_window) : s.P;
+}
+
 // Describe the shape: sizes and constants under llama.cpp's keys.
 inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std::string& name) {
     std::string a = gguf_architecture(s);
@@ -261,10 +275,7 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
     gguf_add(k, "general.file_type", gguf_file_type(type));
     gguf_add(k, "general.quantization_version", uint32_t(2));
 
-    // Write a window as a shorter context, in which it hides nothing: llama.cpp's
-    // llama has no windows.
-    size_t context = s.sliding_window ? std::min(s.P, s.sliding_window) : s.P;
-    gguf_add(k, a + ".context_length", uint32_t(context));
+    gguf_add(k, a + ".context_length", uint32_t(gguf_context(s)));
     gguf_add(k, a + ".embedding_length", uint32_t(s.C));
     gguf_add(k, a + ".block_count", uint32_t(s.L));
     gguf_add(k, a + ".feed_forward_length", uint32_t(s.F));
@@ -522,6 +533,10 @@ std::string gguf_export(const Trainer<T, S>& t, const std::string& path, GgufTyp
     for (const GgufTensor& tensor : tensors) {
         std::vector<float> values = gguf_weight(t, tensor, merged);
         if (!writes) continue;
+        std::vector<float> rounded = gguf_rounded(values, tensor.type);
+        bool blocks = tensor.type == GgufType::Q8_0; // where small values beside large ones are 0
+        for (size_t i = 0; i < values.size(); i++)
+            count_lost(w, blocks ? 0 : values[i], rounded[i]);
         std::string bytes = gguf_values(values, tensor.type);
         bytes.resize(round_up(bytes.size(), GGUF_ALIGNMENT));
         writer_put(w, bytes.data(), bytes.size());

@@ -237,131 +237,75 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     x.factor = float(hf_positive(c, r, "factor", 1));
 }
 
-// Read which layers have Qwen's window: layer_types says so for each layer; without it, layers from
-// max_window_layers on. Returns the first one. Only windows from one layer to the last are built.
-inline size_t hf_first_window(HfConfig& c, size_t L) {
-    if (!c.has("layer_types"))
-        return c.has("max_window_layers") && c.j["max_window_layers"] == 0
-                   ? 0 : hf_size(c, "max_window_layers", 28);
-
-    // Find the first layer with a window; all layers behind it must have one.
-    const nlohmann::json& types = c.j["layer_types"];
-    size_t first = L;
-    bool good = types.is_array() && types.size() == L;
-    for (size_t l = 0; good && l < L; l++) {
-        bool window = types[l] == "sliding_attention";
-        good = window || (types[l] == "full_attention" && first == L);
-        if (window) first = std::min(first, l);
-    }
-    if (!good)
-        hf_wrong(c, "layer_types of this kind is not built yet, only full_attention for the first "
-                    "layers and sliding_attention for the others is");
-    return first;
-}
-
-// Read a list in which every n-th layer is `special` and the others are `usual`. Returns the period
-// n, or 0 if no layer is special. Without the list the period is `otherwise`.
-inline size_t hf_every(HfConfig& c, const char* key, size_t L, const nlohmann::json& special,
-                       const nlohmann::json& usual, size_t otherwise) {
-    // A model with fewer layers than the period has no special layer.
-    if (!c.has(key)) return otherwise > L ? 0 : otherwise;
+// Read SmolLM3's list of layers that RoPE turns, all but every n-th. Returns n, or 0 if it turns
+// all. Without the list, n is no_rope_layer_interval.
+inline size_t hf_nope_every(HfConfig& c, size_t L) {
+    // A model with fewer layers than that has no such layer.
+    size_t interval = hf_size(c, "no_rope_layer_interval", 4);
+    if (!c.has("no_rope_layers"))
+        return interval > L ? 0 : interval;
 
     // Try every period, and return the smallest that fits.
-    const nlohmann::json& list = c.j[key];
-    auto fits = [&](size_t every) {
-        for (size_t l = 0; l < L; l++) {
-            bool nth = every && (l + 1) % every == 0;
-            if (list[l] != (nth ? special : usual)) return false;
-        }
-        return true;
-    };
+    const nlohmann::json& list = c.j["no_rope_layers"];
     bool whole = list.is_array() && list.size() == L;
-    for (size_t every = 0; whole && every <= L; every++)
-        if (fits(every)) return every;
-
-    // Refuse any other list: the model would train with wrong numbers.
-    hf_wrong(c, key, " of this kind is not built yet, only ", special.dump(), " for every n-th of ",
-             L, " layers and ", usual.dump(), " for the others is");
+    for (size_t every = 0; whole && every <= L; every++) {
+        bool fits = true;
+        for (size_t l = 0; l < L; l++)
+            fits &= list[l] == int(!every || (l + 1) % every > 0);
+        if (fits)
+            return every;
+    }
+    hf_wrong(c, "no_rope_layers of this kind is not built yet, only 0 for every n-th of ", L,
+             " layers and 1 for the others is");
     return 0;
 }
 
-// Read Gemma's windows, which all layers have but every n-th.
-inline void hf_gemma_window(HfConfig& c, Shape& s) {
-    // Gemma 2 has no key for the period; older files of Gemma 3 have one instead of the list.
-    size_t usual = s.hf_type == "gemma2" ? 2 : hf_size(c, "sliding_window_pattern", 6);
-    s.sliding_window = hf_size(c, "sliding_window", 4096);
-    s.full_every = hf_every(c, "layer_types", s.L, "full_attention", "sliding_attention", usual);
-    // If no layer has the window, there is none.
-    if (s.full_every == 1) s.sliding_window = s.full_every = 0;
-    hf_refuse_unless(c, "use_bidirectional_attention", false);
-}
+// Read which layers have a window of `size` keys: layer_types says so for each; without it they are
+// those that `usual` names, counted from 0.
+template <typename F>
+void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
+    // Read the list. A broken file may ask for more layers than are built.
+    nlohmann::json types = listed ? c.j["layer_types"] : nlohmann::json();
+    if (listed && (!types.is_array() || types.size() != s.L))
+        return hf_wrong(c, "layer_types is no list of ", s.L, " words, one for each layer");
+    size_t L = std::min(s.L, s.full_layers.size() - 2);
+    std::bitset<1026> full; // [layer]
+    for (size_t l = 0; l < L; l++) {
+        bool window = listed ? types[l] == "sliding_attention" : usual(l);
+        bool known = !listed || window || types[l] == "full_attention" || types[l] == "attention";
+        if (!known)
+            return hf_wrong(c, "layer_types ", json_word(types[l]),
+                            " is not built yet: full_attention and sliding_attention are");
+        full[l + 1] = !window;
+    }
 
-// Read gpt-oss' window, which every other layer has, the first one too.
-inline void hf_oss_window(HfConfig& c, Shape& s) {
-    nlohmann::json full = "full_attention";
-    nlohmann::json window = "sliding_attention";
-    s.sliding_window = hf_size(c, "sliding_window", 128);
-    s.full_every = hf_every(c, "layer_types", s.L, full, window, 2);
+    // A window needs its size.
+    if (full.count() == L)
+        return;
+    if (!size)
+        return hf_wrong(c, "layer_types has windows, and ",
+                        c.has("sliding_window") ? "use_sliding_window is not true"
+                                                : "sliding_window is no size");
+    s.sliding_window = size;
 
-    // If no layer has the window, there is none.
-    if (s.full_every == 1) {
-        s.sliding_window = 0;
+    // Say it by one number where one is enough: the first layer with a window, or a period.
+    auto fits = [&] {
+        for (size_t layer = 1; layer <= L; layer++)
+            if (full[layer] == (window_of(s, int(layer)) > 0))
+                return false;
+        return true;
+    };
+    for (size_t n = 0; n < L; n++) {
+        s.window_from = n;
+        if (fits())
+            return;
+        s.window_from = 0;
+        s.full_every = n + 1;
+        if (fits())
+            return;
         s.full_every = 0;
     }
-}
-
-// Read the window of attention, from the keys that the family's class reads.
-inline void hf_window(HfConfig& c, Shape& s) {
-    // Llama, OLMo 2 and OLMoE have no window, whatever the keys say.
-    bool left_out = !c.j.contains("sliding_window");
-    if (s.hf_type == "llama" || s.hf_type == "olmo2" || s.hf_type == "olmoe") return;
-    if (s.hf_type == "mixtral") {
-        // Mixtral has one window in all layers, if the key is there.
-        if (c.has("sliding_window"))
-            s.sliding_window = hf_size(c, "sliding_window");
-        return;
-    }
-    if (s.hf_type == "gemma2" || s.hf_type == "gemma3_text")
-        return hf_gemma_window(c, s);
-    if (s.hf_type == "gpt_oss") return hf_oss_window(c, s);
-
-    // Qwen2-MoE decides by a rule of its own which layers have windows; that is not built.
-    if (s.hf_type == "qwen2_moe")
-        return hf_refuse_unless(c, "use_sliding_window", false);
-
-    // SmolLM3 lists the layers that RoPE turns; its windows are not built.
-    if (s.hf_type == "smollm3") {
-        hf_refuse_unless(c, "use_sliding_window", false);
-        hf_every(c, "layer_types", s.L, "full_attention", "full_attention", 1);
-        s.nope_every = hf_every(c, "no_rope_layers", s.L, 0, 1,
-                                hf_size(c, "no_rope_layer_interval", 4));
-        return;
-    }
-
-    // Mistral and Phi-3 have one window in all layers. Without the key, Mistral's is 4096 and Phi-3
-    // has none; null means none.
-    if (s.hf_type == "phi3" && left_out) return;
-    if (s.hf_type == "mistral" || s.hf_type == "phi3") {
-        if (left_out || c.has("sliding_window"))
-            s.sliding_window = hf_size(c, "sliding_window", 4096);
-        return;
-    }
-
-    // Qwen's window must be switched on.
-    bool windows = hf_flag(c, "use_sliding_window", false) && (left_out || c.has("sliding_window"));
-    size_t size = windows ? hf_size(c, "sliding_window", 4096) : 0;
-
-    // Qwen3-MoE's class gives it to all layers, and reads no key that would leave some out.
-    if (s.hf_type == "qwen3_moe") {
-        s.sliding_window = size;
-        return;
-    }
-    size_t first = windows || c.has("layer_types") ? hf_first_window(c, s.L) : s.L;
-    if (first >= s.L) return;
-    if (!windows)
-        return hf_wrong(c, "layer_types has windows, and use_sliding_window is not true");
-    s.sliding_window = size;
-    s.window_from = first;
+    s.full_layers = full;
 }
 
 // Whether the blocks of a class have experts.
@@ -372,6 +316,41 @@ inline bool hf_has_experts(const std::string& type) {
 // Whether a class is DeepSeek's, with latent attention.
 inline bool hf_is_deepseek(const std::string& type) {
     return type == "deepseek_v2" || type == "deepseek_v3";
+}
+
+// Read the window of attention, from the keys that the family's class reads.
+inline void hf_window(HfConfig& c, Shape& s) {
+    // Some classes have no window, whatever the keys say.
+    const std::string& type = s.hf_type;
+    if (type == "llama" || type == "olmo2" || type == "olmoe" || hf_is_deepseek(type)) return;
+    bool gemma = s.gate == Gate::GELU, smol = type == "smollm3";
+    if (gemma) hf_refuse_unless(c, "use_bidirectional_attention", false);
+
+    // SmolLM3 lists the layers that RoPE turns.
+    if (smol) s.nope_every = hf_nope_every(c, s.L);
+
+    // Read the size. Qwen and SmolLM3 have a switch. Without the key some classes have a window of
+    // their own; null means none.
+    bool none = type == "mixtral" || type == "phi3" || smol;
+    size_t otherwise = type == "gpt_oss" ? 128 : none ? 0 : 4096;
+    bool on = !(type.starts_with("qwen") || smol) || hf_flag(c, "use_sliding_window", false);
+    bool left_out = !c.j.contains("sliding_window");
+    size_t size = on && left_out ? otherwise : 0;
+    if (on && c.has("sliding_window"))
+        size = hf_size(c, "sliding_window");
+
+    // Read which layers have it. Three classes give it to all, and read no list. Qwen2-MoE's gives
+    // it to every other layer before max_window_layers, Qwen's to those from there on.
+    bool lists = type != "mixtral" && type != "phi3" && type != "qwen3_moe";
+    size_t qwen = c.has("max_window_layers") && c.j["max_window_layers"] == 0
+                      ? 0 : hf_size(c, "max_window_layers", 28);
+    size_t period = type == "gemma3_text" ? hf_size(c, "sliding_window_pattern", 6) : 2;
+    hf_windows(c, s, size, lists && c.has("layer_types"), [&](size_t l) {
+        if (gemma || type == "gpt_oss") return (l + 1) % period > 0;
+        if (type == "qwen2" || type == "qwen3") return size && l >= qwen;
+        if (type == "qwen2_moe") return size && l % 2 == 0 && l < qwen;
+        return size && !(smol && turns(s, int(l) + 1));
+    });
 }
 
 // Read which matrix products have biases.
@@ -420,6 +399,28 @@ inline void hf_dense_blocks(HfConfig& c, Shape& s) {
         hf_wrong(c, "decoder_sparse_step ", s.sparse_every, " leaves no layer with experts");
 }
 
+// Refuse a second name for a number unless it says the same: versions of transformers differ in
+// which of the two they read.
+inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
+    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
+    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
+             nlohmann::json(value).dump(), ": give both the same value");
+}
+
+// Read how many experts a block has: the class's own key, or another version's.
+inline size_t hf_expert_count(HfConfig& c, const char* own, size_t otherwise) {
+    const char* names[] = {own, "num_experts", "num_local_experts"};
+    for (const char* name : names) {
+        if (!c.has(name))
+            continue;
+        size_t E = hf_size(c, name);
+        for (const char* other : names)
+            hf_same(c, other, name, double(E));
+        return E;
+    }
+    return otherwise;
+}
+
 // Read the experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
 inline void hf_experts(HfConfig& c, Shape& s) {
     // A missing key has the class's default.
@@ -428,9 +429,8 @@ inline void hf_experts(HfConfig& c, Shape& s) {
     bool qwen3 = s.hf_type == "qwen3_moe";
     bool qwen2 = s.hf_type == "qwen2_moe";
     bool oss = s.hf_type == "gpt_oss";
-    s.E = mixtral ? hf_size(c, "num_local_experts", 8)
-          : oss   ? hf_size(c, "num_local_experts", 128)
-                  : hf_size(c, "num_experts", qwen3 ? 128 : qwen2 ? 60 : 64);
+    size_t usual = mixtral ? 8 : oss || qwen3 ? 128 : qwen2 ? 60 : 64;
+    s.E = hf_expert_count(c, "num_local_experts", usual);
     s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);
     s.router = Router::RENORMALISED;
     // Mixtral and gpt-oss always renormalise the gates of the chosen experts; the other classes do
@@ -542,7 +542,7 @@ inline void hf_deepseek(HfConfig& c, Shape& s) {
     // Read the experts' numbers and width.
     s.dense_first = dense;
     if (dense == 0) s.dense_F = 0;
-    s.E = hf_size(c, "n_routed_experts", v3 ? 256 : 64);
+    s.E = hf_expert_count(c, "n_routed_experts", v3 ? 256 : 64);
     s.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
     s.F = hf_size(c, "moe_intermediate_size", v3 ? 2048 : 1407);
 
@@ -658,14 +658,6 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     return s;
 }
 
-// Refuse a second name for a number unless it says the same: versions of transformers differ in
-// which of the two they read.
-inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
-    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
-    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
-             nlohmann::json(value).dump(), ": give both the same value");
-}
-
 // Read GPT-NeoX's keys.
 inline Shape hf_neox_shape(HfConfig& c) {
     // Read the sizes, and whether both branches of a block read the same input.
@@ -734,6 +726,7 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     // Check what all families have.
     hf_check_sizes(c, *shape);
     hf_refuse_unless(c, "is_causal", true);
+    hf_refuse_unless(c, "per_layer_config", nlohmann::json::object());
     return c.wrong;
 }
 
@@ -766,9 +759,16 @@ inline std::string hf_refusal(Gpt2, const Shape& s) {
 // The same for the families of Llama's kind.
 inline std::string hf_refusal(Llama, const Shape& s) {
     // Refuse a window, if the class has no key for it.
-    bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2" || s.hf_type == "smollm3";
+    bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2";
     if (no_windows && s.sliding_window)
         return "--export: Hugging Face's Llama has no window: drop --export";
+
+    // Three classes read no list: they give a window to all layers.
+    bool all = s.hf_type == "mixtral" || s.hf_type == "phi3" || s.hf_type == "qwen3_moe";
+    for (int layer = 1; all && layer <= int(s.L); layer++)
+        if (window_of(s, layer) != s.sliding_window)
+            return "--export: Hugging Face's " + s.hf_type +
+                   " has its window in all layers: drop --export";
 
     // Refuse biases on q, k and v alone. Only Qwen2 has those, and always.
     bool qwen2 = s.hf_type == "qwen2";
@@ -798,9 +798,6 @@ inline std::string hf_refusal(Mixtral, const Shape& s) {
     if (s.router != written || is_sigmoid(s.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
-    // Qwen3-MoE's class gives a window to all layers.
-    if (s.hf_type == "qwen3_moe" && s.sliding_window && s.window_from)
-        return "--export: Hugging Face's Qwen3-MoE has its window in all layers: drop --export";
     // Qwen2-MoE has a key for biases on q, k and v, which Llama lacks.
     if (s.hf_type == "qwen2_moe") return "";
     return hf_refusal(Llama{}, s);
@@ -915,14 +912,23 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     if (s.hf_type == "gemma3_text")
         j["rope_local_base_freq"] = s.window_theta;
 
-    // Add gpt-oss' keys.
-    auto types = [&] {
-        return lists([&](int layer) {
+    // List the layers with a window, where a class reads that. Mistral's window is in all layers
+    // unless there is a list.
+    bool window = s.sliding_window, partly = false;
+    for (int layer = 1; window && layer <= int(s.L); layer++)
+        partly |= window_of(s, layer) == 0;
+    bool switched = s.hf_type.starts_with("qwen") || s.hf_type == "smollm3";
+    bool named = (switched && s.hf_type != "qwen3_moe" && window) || partly ||
+                 s.gate == Gate::GELU || s.hf_type == "gpt_oss";
+    if (window && switched)
+        j["use_sliding_window"] = true;
+    if (named)
+        j["layer_types"] = lists([&](int layer) {
             return window_of(s, layer) ? "sliding_attention" : "full_attention";
         });
-    };
+
+    // Add gpt-oss' keys.
     if (s.hf_type == "gpt_oss") {
-        j["layer_types"] = types();
         j["swiglu_alpha"] = s.gate_alpha;
         j["swiglu_limit"] = s.gate_limit;
     }
@@ -936,7 +942,6 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(s.score_scalar);
     j["attn_logit_softcapping"] = cap(s.score_softcap);
     j["final_logit_softcapping"] = cap(s.logit_softcap);
-    j["layer_types"] = types();
 }
 
 // Llama's keys. Every size is written, because defaults differ between transformers' versions.
@@ -974,10 +979,8 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
     bool qwen = s.hf_type == "qwen2" || s.hf_type.starts_with("qwen3");
-    if (s.sliding_window && qwen) {
-        j["use_sliding_window"] = true;
+    if (s.sliding_window && qwen)
         j["max_window_layers"] = s.window_from;
-    }
     return j;
 }
 

@@ -21,6 +21,7 @@ struct HfFiles {
     OneReader reader = {};
     size_t most = 16 << 20; // bytes of a chunk: a whole number of elements of any type
     std::vector<unsigned char> chunk = {};
+    std::string ruined = {}; // the first tensor with values that are not finite
 
     ~HfFiles() {
         for (SafeTensors& f : files) safetensors_close(&f);
@@ -211,6 +212,14 @@ std::vector<float> bring_floats(HfFiles& h, const SafeTensor& t, size_t first, s
         tensor_to_float(values.data() + at / width, part, 0, n / width);
     };
     bring_chunks(h, t, first * width, count * width, needs, convert);
+
+    // Note values that no model can use, with the file that they are in.
+    auto is_bad = [](float x) { return !std::isfinite(x); };
+    auto bad = std::ranges::count_if(values, is_bad);
+    for (const SafeTensors& f : h.files)
+        if (bad && h.ruined.empty() && safetensors_find(f, t.name))
+            h.ruined = concat(f.path, ": tensor ", t.name, ": ", bad, " of ", values.size(),
+                              " values are not finite: take another file");
     return values;
 }
 

@@ -317,6 +317,32 @@ std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
     return set_prequantised(t, p, find, *find(codes.name), format);
 }
 
+// Refuse a head beside the table that config.json ties it to, unless both are equal: transformers
+// keeps such a head. All ranks call, and see the same bytes.
+inline std::string hf_check_tied(HfFiles& h, const Model& m, const std::string& folder) {
+    const SafeTensor* table = hf_find(h, m.parameters[0].name);
+    auto all = [](int) { return true; };
+    for (const char* name : {"lm_head.weight", "embed_out.weight"}) {
+        const SafeTensor* head = hf_find(h, name);
+        if (!head || !table || !is_float_dtype(head->dtype) || !is_float_dtype(table->dtype))
+            continue;
+
+        // Compare them part by part.
+        bool equal = head->shape == table->shape;
+        size_t part = size_t(1) << 22;
+        for (size_t at = 0; equal && at < table->elements(); at += part) {
+            size_t count = std::min(part, table->elements() - at);
+            std::vector<float> of_head = bring_floats(h, *head, at, count, all);
+            equal = of_head == bring_floats(h, *table, at, count, all);
+        }
+        if (!equal)
+            return concat(folder, ": ", name, " is another matrix than ", table->name, ", and "
+                          "tie_word_embeddings is true: write false into config.json to use it, "
+                          "or take the tensor out");
+    }
+    return "";
+}
+
 // Load parameters from a folder; tensors of others in it are an error. Each byte is read by one
 // rank. All ranks call and see the same error. *bytes: tensor bytes that this rank read.
 template <typename T, typename S>
@@ -333,6 +359,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     std::string wrong = hf_open_files(&h, folder);
     if (!wrong.empty()) return wrong;
     wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
+    if (wrong.empty() && t.model.shape.tied)
+        wrong = hf_check_tied(h, t.model, folder);
 
     // A format that is not read explains missing tensors and foreign codes.
     PackedFormat format = find_packed_format(t.comms.world, folder);
@@ -363,6 +391,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     if (wrong.empty() && codes)
         wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
     if (bytes) *bytes = h.reader.bytes;
+    if (wrong.empty())
+        wrong = first_error(t.comms.world, h.ruined);
 
     // Let one rank report what was left out.
     if (wrong.empty() && further && t.comms.world.rank == 0)
@@ -550,13 +580,6 @@ struct MergeSums {
     double changed = 0, kept = 0; // W' is the weight as the file has it
     double coefficient() const { return changed > 0 ? kept / changed : 1; }
 };
-
-// The nearest float that a file's type can hold. An export rounds once, from the float sum of base
-// and change, never from a base that is already narrow.
-inline float as_written(float x, Type dtype) {
-    if (dtype == Type::BF16) return to_float(from_acc<bf16>(x));
-    return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
-}
 
 // A trained parameter with its adapter merged: W + s B A, in float; in a stack each expert with its
 // own. round_row(row) rounds a row as the file will; only the sums use that. All ranks call.

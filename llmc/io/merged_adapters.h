@@ -104,11 +104,9 @@ inline std::string find_dora(const Model& base, const nlohmann::json& j, const s
             wrong = check_factors(file.path, *m.magnitude, {p.rows()}, module_of(p));
 
         // Note the scale, which is LoRA's.
-        double alpha = 0;
         if (wrong.empty())
-            wrong = peft_alpha(j, config, peft_module(base, p), &alpha);
+            wrong = peft_scale(j, config, peft_module(base, p), m.a->shape[0], &m.scale);
         if (!wrong.empty()) return wrong;
-        m.scale = lora_scale({m.a->shape[0], alpha, asks(j, "use_rslora"), ""});
         (*merges)[p.name] = m;
         used->insert({m.a->name, m.b->name, m.magnitude->name});
     }
@@ -170,7 +168,7 @@ inline std::string find_merges(const Model& base, const std::string& folder,
                                const SafeTensors& file, Merges* merges) {
     nlohmann::json j;
     std::string path = peft_config_path(folder);
-    std::string wrong = read_json(path, &j);
+    std::string wrong = read_peft_config(path, &j);
     if (!wrong.empty()) return wrong;
 
     // Both kinds refuse what else may be trained beside them: show the check a plain LoRA.
@@ -288,6 +286,7 @@ std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::
                              "adapter again without ", module_of(p));
     };
     wrong = hf_load_parameters(t, folder, t.model.parameters, nullptr, change);
+    if (refusal.empty()) refusal = h.ruined;
     return wrong.empty() ? first_error(t.comms.world, refusal) : wrong;
 }
 

@@ -371,7 +371,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
         set_file_weight(t, p, values);
     }
     if (bytes) *bytes = h.reader.bytes;
-    return "";
+    return first_error(t.comms.world, h.ruined);
 }
 
 // ----------------------------------------------------------------------------

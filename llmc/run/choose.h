@@ -320,6 +320,9 @@ inline void prepare_gguf(Run& run) {
         tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
     if (!why.empty() && is_first(run))
         printf("--export writes no tokenizer: %s\n", why.c_str());
+    if (gguf_context(run.shape) < run.shape.P && is_first(run))
+        printf("--export: llama.cpp has no windows for this model: the file's context is the "
+               "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);
     keep_for_export(run);
 }
 
@@ -357,6 +360,11 @@ inline void prepare_export(Run& run) {
     keep_for_export(run);
     if (!c.add_tokens.empty())
         or_die(add_tokens_to_files(&run.exported.files, t, c.add_tokens));
+
+    // Say at the start what PEFT will not load.
+    std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";
+    if (!lost.empty() && is_first(run))
+        note(run, "--export " + c.export_dir + ": " + lost);
 
     // Announce that an older export will be replaced.
     if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())

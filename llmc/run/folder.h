@@ -317,6 +317,14 @@ inline void adopt_checkpoint(Run& run) {
     or_die(check_place_among_prompts(c, saved));
     if (!given(c, "model") && saved.contains("start"))
         c.start = json_value_text(saved["start"]);
+
+    // An export writes what the training run's would: its masters. They are float, and in a run
+    // without an optimizer the weights hold them.
+    if (c.steps == 0 && !c.eval && !c.export_dir.empty()) {
+        c.precision = "fp32";
+        c.masters = "float";
+        c.fp8 = "none";
+    }
     if (!differences.empty() && writes_folder(c))
         note(run, "this run differs from its checkpoint: " + differences);
 }

@@ -4,12 +4,14 @@
 usage: test/io/huggingface_check.py [TRAIN_GPT]     prints `skipped: ...` where transformers is not installed
 
 Models: a tiny model with large random weights for each config.json, made by transformers. Its loss on a text and its
-greedy tokens must be those of the program, and those of the program's export when transformers loads it. Tokenizers: a
+greedy tokens must be those of the program, and those of the program's export when transformers loads it. Each folder is
+read with the keys as they stand here, as older files have them, and as the installed transformers saves it; then each
+family has some configurations drawn at random, saved by its class. Tokenizers: a
 small tokenizer.json of each kind, made by tokenizers; the tokens of awkward texts must be the same. What the program
 refuses it must refuse by one line. Anything else is a silent difference, and the exit status says so.
-All hold with transformers 5.23.0 and tokenizers 0.23.3.
+All hold with transformers 5.24.0 and tokenizers 0.23.3.
 """
-import json, os, re, shutil, struct, subprocess, sys, tempfile
+import json, os, random, re, shutil, struct, subprocess, sys, tempfile
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 try:
@@ -24,6 +26,7 @@ torch.set_num_threads(1)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PROGRAM = sys.argv[1] if len(sys.argv) > 1 else os.path.join(ROOT, "build/train_gpt")
+DRAWN = int(os.environ.get("DRAWN", 4))  # configurations at random of each family
 SEQ, SAMPLED, PROMPT = 48, 30, "Once upon a time, the 3 kings'"
 TEXT = "It's 1234567 o'clock;  we'll   see what the kings of the north have brought from the fields. " * 8
 
@@ -96,10 +99,14 @@ def configurations():
 
     # Windows.
     for family in (QWEN2, QWEN3):
-        for more in (WINDOWS, dict(WINDOWS, max_window_layers=0), dict(WINDOWS, max_window_layers=3),
+        for more in (WINDOWS, dict(WINDOWS, max_window_layers=0), dict(WINDOWS, max_window_layers=3), dict(num_hidden_layers=5,
+                     use_sliding_window=True, sliding_window=8, layer_types=[WINDOW, FULL, FULL, WINDOW, FULL]),
                      dict(WINDOWS, layer_types=[FULL, FULL, WINDOW]), dict(WINDOWS, layer_types=[WINDOW, FULL, WINDOW]),
                      dict(layer_types=[FULL] * 3), dict(use_sliding_window=True, sliding_window=8)):
             yield family, more
+
+    for types in ([FULL, WINDOW, FULL], [WINDOW, FULL, WINDOW], [WINDOW] * 3, [FULL] * 3):
+        yield MISTRAL, dict(sliding_window=8, layer_types=types)
 
     # Several changes at once.
     yield LLAMA, dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_scaling=YARN)
@@ -205,6 +212,54 @@ def make_model(folder, config):
         return f"{type(e).__name__}: {e}".split("\n")[0]
 
 
+EVERY_FAMILY = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3, NEOX, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+                OSS, DEEPSEEK2, DEEPSEEK3)
+
+
+def drawn(family, draw):
+    """Keys at random, of those that the family's class has: sizes, flags, windows, experts, scaled positions."""
+    L, NH, E = draw.randint(1, 5), draw.choice([2, 4]), draw.randint(2, 7)
+    rope = draw.choice([None, dict(rope_type="default", rope_theta=draw.choice([9.0, 5e4])),
+                        dict(rope_type="linear", factor=2.5, rope_theta=77.0), dict(LLAMA3, rope_theta=1e3), dict(YARN, rope_theta=1e3)])
+    keys = dict(
+        num_hidden_layers=L, n_layer=L, num_attention_heads=NH, n_head=draw.choice([2, 3, 6]), n_embd=24, n_inner=draw.choice([None, 20]),
+        hidden_size=draw.choice([16, 32]), intermediate_size=draw.choice([20, 36]), num_key_value_heads=draw.choice([NH, NH // 2, 1]),
+        head_dim=draw.choice([6, 8, 12]), rms_norm_eps=draw.choice([1e-6, 0.1]), layer_norm_eps=draw.choice([1e-6, 0.1]),
+        layer_norm_epsilon=draw.choice([1e-6, 0.1]), tie_word_embeddings=draw.random() < 0.4, attention_bias=draw.random() < 0.4,
+        mlp_bias=draw.random() < 0.4, qkv_bias=draw.random() < 0.5, use_parallel_residual=draw.random() < 0.5,
+        use_sliding_window=draw.random() < 0.7, sliding_window=draw.choice([None, 3, 9]), max_window_layers=draw.randint(0, L),
+        layer_types=draw.choice([None, [draw.choice([FULL, WINDOW]) for _ in range(L)]]),
+        no_rope_layer_interval=draw.choice([1, 2, 4]), rope_parameters=rope, query_pre_attn_scalar=draw.choice([10, 64]),
+        attn_logit_softcapping=draw.choice([None, 4.0]), final_logit_softcapping=draw.choice([None, 4.0]),
+        num_local_experts=E, num_experts=E, n_routed_experts=6, num_experts_per_tok=draw.randint(1, 2), norm_topk_prob=draw.random() < 0.5,
+        moe_intermediate_size=draw.choice([8, 20]), shared_expert_intermediate_size=draw.choice([8, 28]),
+        decoder_sparse_step=draw.choice([1, 1, 2]) if L > 1 else 1, mlp_only_layers=draw.choice([[], [0]]) if L > 1 else [],
+        swiglu_limit=draw.choice([0.7, 7.0]), swiglu_alpha=draw.choice([1.1, 1.702]), routed_scaling_factor=draw.choice([1.0, 1.7]),
+        n_shared_experts=draw.choice([1, 2]), q_lora_rank=draw.choice([None, 20]), first_k_dense_replace=draw.randint(0, L),
+        n_group=draw.choice([1, 3]), topk_method=draw.choice(["greedy", "group_limited_greedy"]), v_head_dim=draw.choice([6, 12]))
+
+    # Leave out what is refused, but for one draw in eight.
+    name = family["model_type"]
+    if draw.random() < 0.9:
+        keys["attention_bias"] &= name not in ("olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+        keys["mlp_bias"] &= name != "deepseek_v2"
+        keys["norm_topk_prob"] &= name != "deepseek_v2"
+        if name.startswith("deepseek"):
+            keys["num_key_value_heads"] = NH
+        if name.startswith("gemma") or name in ("gpt_oss", "smollm3"):
+            keys["sliding_window"] = draw.choice([3, 9])
+        if name == "gemma3_text":
+            keys["attn_logit_softcapping"] = None
+            keys["rope_parameters"] = rope and dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=30.0))
+        if not keys["use_sliding_window"] and keys["layer_types"]:
+            keys["layer_types"] = [FULL] * L if "qwen" in name or name == "smollm3" else keys["layer_types"]
+        if name == "gpt_neox":
+            keys["attention_bias"] = True
+    config = AutoConfig.for_model(name)
+    own = {key: value for key, value in keys.items() if key in config.to_dict() or key in type(config).attribute_map}
+    return dict(family, **own, vocab_size=256, topk_group=1 if own.get("n_group") == 1 else 2, pad_token_id=None)
+
+
 def theirs(folder):
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
 
@@ -227,15 +282,30 @@ class TheirsFails(Exception):
     pass
 
 
-def check_model(folder, data):
-    """What differs; "" where all agrees; a refusal is an exception."""
-    common = ["--model", folder, "--device", "cpu", "--tokenizer", "byte", "--seq", SEQ, "--data", data, "--val", data + ".val.txt"]
+def model_type(folder):
+    """The class: transformers saves a Mistral with a list of layers as another one."""
+    return json.load(open(f"{folder}/config.json"))["model_type"]
 
-    # Evaluate, and then sample and export.
+
+def evaluate(folder, data):
+    """Flags for a folder, and its loss."""
+    common = ["--model", folder, "--device", "cpu", "--tokenizer", "byte", "--seq", SEQ, "--data", data, "--val", data + ".val.txt"]
     rc, out, error = run(*common, "--eval")
     if rc:
         raise PermissionError(error)
-    loss = float(re.findall(rb"val loss (-?[\d.]+|-?nan)", out)[-1])
+    return common, float(re.findall(rb"val loss (-?[\d.]+|-?nan)", out)[-1])
+
+
+def check_model(folder, data):
+    """What differs; "" where all agrees; a refusal is an exception."""
+
+    # Evaluate, and then sample and export. The folder as transformers saves it is the same model.
+    common, loss = evaluate(folder, data)
+    saved = loss
+    if os.path.isdir(folder + ".saved") and model_type(folder + ".saved") == model_type(folder):
+        saved = evaluate(folder + ".saved", data)[1]
+    if saved != loss:
+        return f"loss {loss:.4f}, and {saved:.4f} where transformers has saved the folder"
     rc, out, error = run(*common, "--steps", 0, "--temperature", 0, "--sample-tokens", SAMPLED, "--ignore-eos",
                          "--prompt", PROMPT, "--export", folder + ".export")
     if rc:
@@ -454,7 +524,23 @@ def main():
                 print(f"{state:8}{name}: transformers: {refused[-100:]}")
             else:
                 report(name, lambda: check_model(folder, data), counts)
-            shutil.rmtree(folder + ".export", ignore_errors=True)
+            for ending in ("", ".export", ".saved"):
+                shutil.rmtree(folder + ending, ignore_errors=True)
+
+        # Configurations at random, as their classes save them.
+        for number, family in enumerate(list(EVERY_FAMILY) * DRAWN):
+            draw = random.Random(number)
+            config = drawn(family, draw)
+            folder = f"{scratch}/drawn{number}"
+            name = f"{family['model_type']} drawn {number} {json.dumps({k: v for k, v in config.items() if family.get(k) != v})}"
+            refused = make_model(folder, config)
+            if refused:
+                counts["theirs"] = counts.get("theirs", 0) + 1
+                print(f"theirs  {name}: transformers: {refused[-100:]}")
+            else:
+                report(name, lambda: check_model(folder + ".saved", data), counts)
+            for ending in ("", ".saved", ".saved.export"):
+                shutil.rmtree(folder + ending, ignore_errors=True)
 
         # Tokenizers.
         for number, (name, kind) in enumerate(tokenizer_kinds()):

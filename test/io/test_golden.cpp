@@ -409,6 +409,30 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("alpha_pattern", {{"layers.*", 3}}), "is a regular expression");
     EXPECT_HAS(with("lora_alpha", "x"), "and no number");
 
+    // The rank must be the tensors', and the factor one that floats can compute with.
+    EXPECT_HAS(with("r", 999), "is 999, and its tensors have rank 4: get both files again");
+    EXPECT_HAS(with("rank_pattern", {{"k_proj", 5}}), "k_proj is 5, and its tensors have rank");
+    for (double alpha : {1e308, -1e8})
+        EXPECT_HAS(with("lora_alpha", alpha), "makes the factor");
+    EXPECT_HAS(with("alpha_pattern", json{1}), "alpha_pattern is array, and no object");
+
+    // The first pattern in the file counts, and a dot in it is any character.
+    auto first = [&](const std::string& patterns) {
+        json j = config;
+        j.erase("alpha_pattern");
+        std::string text = j.dump();
+        text.pop_back();
+        std::ofstream(dir + "/adapter_config.json")
+            << text << ", \"alpha_pattern\": {" << patterns << "}}";
+        EXPECT_EQ(adapted(&s, golden + "llama-tiny", dir), "") << patterns;
+        const Adapter& a = s.adapters->at("model.layers.0.self_attn.q_proj");
+        return a.scale * std::sqrt(double(a.rank)); // the file is rank-stabilised
+    };
+    EXPECT_EQ(first(R"("self_attn.q_proj": 8, "q_proj": 16)"), 8);
+    EXPECT_EQ(first(R"("q_proj": 16, "self_attn.q_proj": 8)"), 16);
+    EXPECT_EQ(first(R"("z_proj": 2, "q.proj": 24, "q_proj": 16)"), 24);
+    EXPECT_EQ(first(R"("proj": 24, "ttn.q_proj": 3)"), config["lora_alpha"]);
+
     // target_modules names what the file has, here all matrices of the blocks: by a list, by the
     // word for all, or by an expression, of which Python's own are not read.
     json targets = config["target_modules"];
@@ -475,7 +499,10 @@ TEST_F(Adapted, ExpertsThatDifferAreRefused) {
             t.shape[has(t, "lora_A") ? 0 : 1] = 1;
         return true;
     };
-    EXPECT_HAS(read(narrower, config), "experts.2.w2 has rank 1, factor 5, and that of the first "
+    json of_one = config;
+    EXPECT_HAS(read(narrower, config), "its tensors have rank 1: get both files again");
+    of_one["rank_pattern"]["1.block_sparse_moe.experts.2.w2"] = 1;
+    EXPECT_HAS(read(narrower, of_one), "experts.2.w2 has rank 1, factor 5, and that of the first "
                                        "expert rank 3, factor 1.66667: equal ones can be read");
     json alpha = config;
     alpha["alpha_pattern"] = {{"experts.4.w1", 8}};

@@ -303,11 +303,9 @@ TEST_F(HuggingFace, ConfigOfVariants) {
     for (json list : {json{0, 1}, json{1}, json("x"), json{true, false}})
         EXPECT_HAS(config_error(dir, llama_json("smollm3"), {{"no_rope_layers", list}}),
                    "no_rope_layers of this kind is not built yet");
-    EXPECT_HAS(config_error(dir, llama_json("smollm3"), {{"use_sliding_window", true}}),
-               "use_sliding_window true is not built yet");
     EXPECT_HAS(config_error(dir, llama_json("smollm3"),
                             {{"layer_types", {"full_attention", "sliding_attention"}}}),
-               "layer_types of this kind is not built yet");
+               "layer_types has windows, and sliding_window is no size");
 
     s = config_shape(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.75}});
     EXPECT_TRUE(rotary_channels(s, s.HS) == 6 && s.sliding_window == 0 && !s.tied);
@@ -350,8 +348,9 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     EXPECT_EQ(typed({window, window, window, window}), (Sizes{8, 8, 8, 8}));
     EXPECT_EQ(typed({full, full, full, full}), (Sizes{0, 0, 0, 0}));
 
-    EXPECT_HAS(config_error(dir, file, {{"layer_types", {full, window, full, window}}}),
-               "layer_types of this kind is not built yet");
+    EXPECT_EQ(typed({full, window, full, window}), (Sizes{0, 8, 0, 8}));
+    EXPECT_HAS(config_error(dir, file, {{"sliding_window", nullptr}}),
+               "layer_types has windows, and sliding_window is no size");
     EXPECT_HAS(config_error(dir, file, {{"hidden_activation", "gelu"}}),
                "hidden_activation \"gelu\" is not built yet");
 
@@ -416,7 +415,21 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     EXPECT_TRUE(s.sliding_window == 8 && s.window_from == 0 && window_of(s, 1) == 8);
     EXPECT_EQ(config_shape(dir, llama_json("olmoe"), windows).sliding_window, 0u);
     s.window_from = 1;
-    EXPECT_HAS(hf_refusal(Mixtral{}, s), "Qwen3-MoE has its window in all layers");
+    EXPECT_HAS(hf_refusal(Mixtral{}, s), "qwen3_moe has its window in all layers");
+
+    // Versions of transformers call the number of experts by two names; both must agree.
+    for (auto [type, own] : {std::pair("mixtral", "num_local_experts"), {"olmoe", "num_experts"},
+                             {"gpt_oss", "num_local_experts"}, {"qwen2_moe", "num_experts"},
+                             {"qwen3_moe", "num_experts"}, {"deepseek_v3", "n_routed_experts"}})
+        for (const char* name : {own, "num_experts", "num_local_experts"}) {
+            json keys = {{"num_key_value_heads", nullptr}, {"num_hidden_layers", 4}, {name, 16}};
+            EXPECT_EQ(config_shape(dir, llama_json(type), keys).E, 16u) << type << " " << name;
+            if (name == own) continue;
+            keys[own] = 8;
+            EXPECT_HAS(config_error(dir, llama_json(type), keys), ": give both the same value");
+        }
+    EXPECT_HAS(config_error(dir, qwen, {{"per_layer_config", {{"0", {{"head_dim", 8}}}}}}),
+               "per_layer_config object is not built yet");
     EXPECT_HAS(config_error(dir, qwen, {{"is_causal", false}}), "is_causal false is not built yet");
 
     s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});
@@ -553,8 +566,8 @@ TEST_F(HuggingFace, ConfigOfGptOssHasItsClassesDefaults) {
     EXPECT_EQ(written["rope_scaling"], (json{{"rope_type", "default"}}));
     EXPECT_EQ(written["attention_bias"], false);
     EXPECT_HAS(config_error(dir, oss, {{"swiglu_limit", 0}}), "swiglu_limit is 0, not above zero");
-    EXPECT_HAS(config_error(dir, oss, {{"layer_types", {"full_attention", "sliding_attention"}}}),
-               "layer_types of this kind is not built yet");
+    s = config_shape(dir, oss, {{"layer_types", {"full_attention", "sliding_attention"}}});
+    EXPECT_TRUE(window_of(s, 1) == 0 && window_of(s, 2) == 128);
     s.router = Router::SOFTMAX;
     EXPECT_HAS(hf_refusal(Mixtral{}, s), "has no such router");
 }
@@ -815,6 +828,57 @@ TEST_F(HuggingFace, LayersThatPredictFurtherAreLeftOutAloud) {
     }
 }
 
+// A list of layers' kinds decides in every family whose class of transformers reads it, whatever
+// the list; three classes read none, and four have no window. An export says the same again.
+TEST_F(HuggingFace, AnyListOfLayersWithAWindowIsRead) {
+    json full = "full_attention", window = "sliding_attention";
+    json list = {window, full, full, window, window, full, window};
+    json keys = {{"sliding_window", 8}, {"use_sliding_window", true}, {"num_hidden_layers", 7},
+                 {"max_window_layers", 2}, {"layer_types", list}};
+    auto kinds = [&](const Shape& s) {
+        json all;
+        for (int layer = 1; layer <= int(s.L); layer++)
+            all.push_back(window_of(s, layer) == 8 ? window : full);
+        return all;
+    };
+    for (const char* type : {"mistral", "qwen2", "qwen3", "qwen2_moe", "gpt_oss", "smollm3",
+                             "gemma2", "gemma3_text"}) {
+        Shape s = config_shape(dir, llama_json(type), keys);
+        EXPECT_EQ(kinds(s), list) << type;
+        EXPECT_NE(model_identity(s), model_identity(config_shape(dir, llama_json(type),
+                                                                 {{"num_hidden_layers", 7}})));
+        json written;
+        with_family(s.family, [&](auto family) {
+            written = hf_json(family, s);
+            EXPECT_EQ(hf_refusal(family, s), "") << type;
+        });
+        written["tie_word_embeddings"] = s.tied;
+        Shape again = config_shape(dir, written);
+        EXPECT_EQ(model_identity(again), model_identity(s)) << type;
+    }
+    for (const char* type : {"mixtral", "qwen3_moe", "phi3"}) {
+        Shape s = config_shape(dir, llama_json(type), keys);
+        EXPECT_EQ(kinds(s), json(std::vector<json>(7, window))) << type;
+        s.full_layers[3] = true;
+        with_family(s.family, [&](auto family) {
+            EXPECT_HAS(hf_refusal(family, s), concat(type, " has its window in all layers"));
+        });
+    }
+    for (const char* type : {"llama", "olmo2", "olmoe", "deepseek_v3"}) {
+        keys["num_key_value_heads"] = nullptr;
+        EXPECT_EQ(config_shape(dir, llama_json(type), keys).sliding_window, 0u) << type;
+    }
+
+    // Without a list the class decides: Qwen2-MoE's window is in every other layer before one.
+    keys.erase("layer_types");
+    EXPECT_EQ(kinds(config_shape(dir, llama_json("qwen2_moe"), keys)),
+              (json{window, full, full, full, full, full, full}));
+    EXPECT_EQ(kinds(config_shape(dir, llama_json("smollm3"), keys)),
+              (json{full, full, full, window, full, full, full}));
+    keys["sliding_window"] = 0, keys["use_sliding_window"] = false; // as transformers saves it
+    EXPECT_EQ(config_shape(dir, llama_json("qwen2_moe"), keys).sliding_window, 0u);
+}
+
 // A layer's window, by the layer's number: block b is layer b + 1.
 TEST_F(HuggingFace, ConfigOfQwensWindows) {
     auto windows = [&](const json& more) {
@@ -837,14 +901,22 @@ TEST_F(HuggingFace, ConfigOfQwensWindows) {
     EXPECT_EQ(windows({{"layer_types", {full, full, window, window}}}), (Sizes{0, 0, 32, 32}));
     EXPECT_EQ(windows({{"layer_types", {full, full, full, full}}}), (Sizes{0, 0, 0, 0}));
 
-    for (const json& types : {json{full, window, full, window}, json{window, window},
-                              json{full, full, full, "x"}, json("x")})
+    EXPECT_EQ(windows({{"layer_types", {full, window, full, window}}}), (Sizes{0, 32, 0, 32}));
+    EXPECT_EQ(windows({{"layer_types", {window, "attention", full, window}}}),
+              (Sizes{32, 0, 0, 32}));
+    for (const auto& [types, wrong] :
+         {std::pair<json, const char*>{{window, window}, "layer_types is no list of 4 words"},
+          {{full, full, full, "x"}, "layer_types \"x\" is not built yet: full_attention and"},
+          {"x", "layer_types is no list of 4 words"}})
         EXPECT_HAS(config_error(dir, llama_json("qwen2"),
                                 {{"use_sliding_window", true},
                                  {"num_hidden_layers", 4},
                                  {"layer_types", types}}),
-                   "layer_types of this kind is not built yet");
+                   wrong);
     EXPECT_HAS(config_error(dir, llama_json("qwen2"), {{"layer_types", {full, window}}}),
+               "layer_types has windows, and sliding_window is no size");
+    EXPECT_HAS(config_error(dir, llama_json("qwen2"),
+                            {{"layer_types", {full, window}}, {"sliding_window", 8}}),
                "layer_types has windows, and use_sliding_window is not true");
 }
 
@@ -1170,13 +1242,15 @@ TEST_F(HuggingFace, ExportsThatFailOnTheFirstRankFailOnAll) {
 // ----------------------------------------------------------------------------
 // weights that others wrote
 
-// Write a file with these tensors, whose floats are all different.
-static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs) {
+// Write a file with these tensors. All floats differ, but for those of a copy of the first one.
+static void write_tensors(const std::string& path, const std::vector<TensorSpec>& specs,
+                          const std::string& copy = "") {
     FileWriter w;
     ASSERT_EQ(writer_open(&w, path, specs, {}), "");
     float next = 0;
     for (const TensorSpec& s : specs) {
         std::vector<float> numbers(s.bytes() / 4);
+        if (s.name == copy) next = 0;
         for (float& x : numbers) x = ++next;
         writer_put(w, numbers.data(), s.bytes());
     }
@@ -1206,7 +1280,7 @@ TEST_F(HuggingFace, Gpt2LoadsWithAndWithoutItsPrefix) {
         specs.push_back({"transformer.h.1.attn.masked_bias", Type::F32, {1}});
         if (i == 0)
             specs.push_back({"lm_head.weight", Type::F32, {61, 12}}); // tied: a copy of the table
-        write_tensors(dir + "/model.safetensors", specs);
+        write_tensors(dir + "/model.safetensors", specs, i == 0 ? "lm_head.weight" : "");
         ASSERT_EQ(hf_load_weights(b->t, dir), "");
         expect_same_weights(*a, *b);
         EXPECT_EQ(get_weight(a->t, a->t.model.parameters[0])[13], 14);
@@ -1511,7 +1585,11 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
 
         if (s.tied) {
             specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
-            EXPECT_EQ(load(specs), "");
+            EXPECT_HAS(load(specs), "lm_head.weight is another matrix than " + good[0].name);
+            write_tensors(file, specs, "lm_head.weight");
+            EXPECT_EQ(hf_load_weights(m->t, dir), "");
+            specs.back().shape[0]++;
+            EXPECT_HAS(load(specs), "lm_head.weight is another matrix than " + good[0].name);
         }
     }
 

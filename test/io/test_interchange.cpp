@@ -1,6 +1,7 @@
 // test_interchange.cpp - models and tokenizers of others: llm.c's, llama2.c's, llama.cpp's files
 //   Exports take their tokenizer along, and each malformed file is answered with one line.
 #include <omp.h>
+#include "../../llmc/io/adapter_files.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
 #include "../../llmc/io/gguf.h"
@@ -530,6 +531,16 @@ TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
 
     EXPECT_HAS(gguf_check(small_variant(small_llama(), "gemma2"), out), "not for gemma2");
     EXPECT_HAS(gguf_check(with_scaled, out), "scales rotary positions in another way");
+
+    // llama.cpp's architectures have no place for these.
+    Shape wide = qwen2, biased = small_qwen3(), windows = llama;
+    wide.HS *= 2, biased.qkv_bias = biased.o_bias = true, biased.rope_scaling = {};
+    EXPECT_HAS(gguf_check(wide, out), "llama.cpp's qwen2 has heads of 32 channels together, this "
+                                      "model's have 64: export a folder");
+    EXPECT_HAS(gguf_check(biased, out), "llama.cpp's qwen3 has no biases");
+    windows.hf_type = "mistral", windows.sliding_window = 7;
+    EXPECT_EQ(gguf_check(windows, out), "");
+    EXPECT_EQ(gguf_context(windows), 7u);
     EXPECT_HAS(gguf_check(qwen3, dir), "is no file");
     EXPECT_HAS(gguf_check(qwen3, dir + "/no/out.gguf"), "No such file");
 }
@@ -1129,6 +1140,182 @@ TEST_F(Program, GgufIsReadByItsOwnPackage) {
                    "    x = dequantize(t.data, t.tensor_type).astype('float64')\n"
                    "    print(t.name, int(t.tensor_type), int(abs(x).sum() * 1000 + 0.5))\n");
     EXPECT_EQ(shell("python3 " + dir + "/sums.py " + out).text, lines);
+}
+
+// A folder of dev/golden with other keys in its config.json, and tokens that its vocabulary has.
+struct Folders : Program {
+    std::string data;
+    void SetUp() override {
+        Program::SetUp();
+        std::string shard(1024, '\0');
+        uint32_t words[3] = {20240520, 1, 2000};
+        memcpy(shard.data(), words, sizeof(words));
+        for (int i = 0; i < 2000; i++)
+            shard += {char(i * 7919 % 53), 0};
+        data = " --tokenizer byte --data " + put("tokens.bin", shard) + " ";
+    }
+    std::string golden(const std::string& name, const json& keys = json::object(),
+                       const std::vector<std::string>& gone = {}) {
+        std::string folder = dir + "/" + name;
+        fs::remove_all(folder);
+        fs::copy(std::string(REPO_ROOT) + "/dev/golden/" + name, folder);
+        json config = json::parse(read_file(folder + "/config.json"));
+        config.update(keys);
+        for (const std::string& key : gone) config.erase(key);
+        put_file(folder + "/config.json", config.dump());
+        return "--model " + folder + data;
+    }
+    double loss(const std::string& arguments) {
+        std::string out = run(arguments + " --eval");
+        size_t at = out.find("val loss ");
+        return at == std::string::npos ? NAN : atof(out.c_str() + at + 9);
+    }
+};
+
+// Folders of experts load and compute whichever of its two names the number of experts has, with
+// one expert a token, and without renormalised gates. Another number of experts is not guessed.
+TEST_F(Folders, ExpertsByAnyKey) {
+    double qwen3 = loss(golden("qwen3-moe-tiny"));
+    json config = json::parse(read_file(dir + "/qwen3-moe-tiny/config.json"));
+    json renamed = {{"num_local_experts", config["num_experts"]}};
+    EXPECT_EQ(loss(golden("qwen3-moe-tiny", renamed, {"num_experts"})), qwen3);
+    EXPECT_HAS(run(golden("qwen3-moe-tiny", json::object(), {"num_experts"}) + "--eval", 1),
+               "config.json asks for (128, ");
+
+    // Without norm_topk_prob the sigmoids of DeepSeek-V3 are gates as they are.
+    double v3 = loss(golden("deepseek-v3-tiny"));
+    std::string alone = golden("deepseek-v3-tiny", {{"norm_topk_prob", false}});
+    EXPECT_GT(std::abs(loss(alone) - v3), 1e-3);
+    run(alone + "--steps 1 --sample-tokens 0");
+
+    // One expert a token: its gate is 1, and teaches the router nothing.
+    std::string one = golden("mixtral-tiny", {{"num_experts_per_tok", 1}});
+    EXPECT_GT(std::abs(loss(one) - loss(golden("mixtral-tiny"))), 1e-3);
+    one = golden("mixtral-tiny", {{"num_experts_per_tok", 1}});
+    EXPECT_HAS(run(one + "--steps 1", 1), "teaches the router nothing: train adapters, as --lora");
+    run(one + "--steps 1 --lora 2 --sample-tokens 0");
+    EXPECT_HAS(run(one + "--scratch --steps 1", 1), "nothing: give --router softmax");
+}
+
+// A target of --lora-targets that finds nothing in the blocks of --lora-layers ends the run by a
+// line. What PEFT would refuse or drop is said when the run starts.
+TEST_F(Folders, AdaptersThatNothingUses) {
+    std::string v2 = golden("deepseek-v2-tiny") + "--steps 1 --sample-tokens 0 --lora 2 ";
+    EXPECT_HAS(run(v2 + "--lora-targets experts --lora-layers 0", 1), "of --lora-layers has this");
+    EXPECT_HAS(run(v2 + "--lora-targets all,experts --lora-layers 0", 1), "of --lora-layers has");
+
+    // PEFT 0.21 with transformers 5.24 gives the base's loss, or another one, for those with a line.
+    auto said = [&](const std::string& name, const std::string& targets) {
+        return has(run(golden(name) + "--steps 1 --sample-tokens 0 --lora 2 --export " + dir +
+                       "/adapter --lora-targets " + targets),
+                   "PEFT with transformers 5 loads no adapter of ");
+    };
+    for (const char* targets : {"w1", "w1,w3", "q_proj,w3"})
+        EXPECT_TRUE(said("mixtral-tiny", targets)) << targets;
+    for (const char* targets : {"w2", "all,experts", "all", "experts"})
+        EXPECT_FALSE(said("mixtral-tiny", targets)) << targets;
+    EXPECT_TRUE(said("qwen2-moe-tiny", "experts"));
+    EXPECT_FALSE(said("qwen2-moe-tiny", "all"));
+    EXPECT_TRUE(said("deepseek-v2-tiny", "all"));
+    EXPECT_FALSE(said("deepseek-v2-tiny", "attention,experts"));
+    EXPECT_FALSE(said("llama-tiny", "all"));
+}
+
+// A head of its own in a file whose config.json ties it is refused, never dropped; an equal one is
+// the table's copy.
+TEST_F(Folders, ATiedHeadIsTheTable) {
+    std::string untied = dir + "/untied", small = "--model tiny-llama --layers 1 --channels 16 "
+                                                  "--heads 2 --kv-heads 2 --ffn 16 ";
+    run(small + "--steps 0 --sample-tokens 0 --export " + untied);
+    json config = json::parse(read_file(untied + "/config.json"));
+    ASSERT_EQ(config["tie_word_embeddings"], false);
+    config["tie_word_embeddings"] = true;
+    put("untied/config.json", config.dump());
+    for (const char* layout : {"", "--local-ranks 2 --pp 1 --dp 2 "})
+        EXPECT_HAS(run("--model " + untied + " --eval " + layout, 1),
+                   "lm_head.weight is another matrix than model.embed_tokens.weight, and "
+                   "tie_word_embeddings is true");
+
+    // Write the table's values into the head's place.
+    SafeTensors f;
+    ASSERT_EQ(safetensors_open(&f, untied + "/model.safetensors"), "");
+    const SafeTensor* table = safetensors_find(f, "model.embed_tokens.weight");
+    const SafeTensor* head = safetensors_find(f, "lm_head.weight");
+    size_t from = size_t(table->data - static_cast<unsigned char*>(f.map));
+    size_t to = size_t(head->data - static_cast<unsigned char*>(f.map)), n = head->bytes;
+    safetensors_close(&f);
+    std::string bytes = read_file(untied + "/model.safetensors");
+    put("untied/model.safetensors", bytes.replace(to, n, bytes.substr(from, n)));
+    run("--model " + untied + " --eval");
+}
+
+// A value that is no number is blamed on its file and tensor, an adapter's on the adapter's file.
+TEST_F(Folders, AValueThatIsNoNumberNamesItsFile) {
+    golden("llama-tiny");
+    auto spoil = [&](const std::string& path, const std::string& name) {
+        SafeTensors f;
+        ASSERT_EQ(safetensors_open(&f, path), "");
+        const SafeTensor* t = safetensors_find(f, name);
+        ASSERT_TRUE(t);
+        size_t at = size_t(t->data - static_cast<unsigned char*>(f.map)), n = dtype_bytes(t->dtype);
+        safetensors_close(&f);
+        std::string bytes = read_file(path);
+        put_file(path, bytes.replace(at, n, std::string(n, '\xff')));
+    };
+    std::string lora = dir + "/lora";
+    fs::copy(std::string(REPO_ROOT) + "/dev/golden/lora-llama-tiny", lora);
+    std::string module = "model.layers.1.mlp.up_proj";
+    spoil(lora + "/adapter_model.safetensors", PEFT_PREFIX + module + ".lora_B.weight");
+    std::string base = "--model " + dir + "/llama-tiny --steps 0 --sample-tokens 1 --tokenizer byte ";
+    EXPECT_HAS(run(base + "--adapter " + lora, 1),
+               lora + "/adapter_model.safetensors: tensor " + PEFT_PREFIX + module +
+                   ".lora_B.weight: 1 of ");
+
+    std::string shard;
+    for (const auto& file : fs::directory_iterator(dir + "/llama-tiny")) {
+        SafeTensors f;
+        if (file.path().extension() != ".safetensors" ||
+            !safetensors_open(&f, file.path()).empty())
+            continue;
+        if (safetensors_find(f, module + ".weight")) shard = file.path();
+        safetensors_close(&f);
+    }
+    spoil(shard, module + ".weight");
+    EXPECT_HAS(run(base, 1), shard + ": tensor " + module + ".weight: 1 of ");
+    EXPECT_HAS(run(base + "--local-ranks 2 --dp 2", 1), shard + ": tensor " + module);
+}
+
+// A run's own export and an export of its checkpoint are the same bytes, in every precision, of
+// every kind of masters, and of the mean.
+TEST_F(Program, ACheckpointsExportIsTheRuns) {
+    std::string small = "--model tiny-llama --layers 1 --channels 16 --heads 2 --kv-heads 2 "
+                        "--ffn 16 --sample-tokens 0 ";
+    for (std::string more : {"--precision bf16", "--precision bf16 --masters remainder",
+                             "--precision bf16 --masters none", "--precision fp16",
+                             "--precision bf16 --lora 2", "--precision bf16 --fp8 block"}) {
+        std::string out = dir + "/run", own = dir + "/own", later = dir + "/later";
+        for (const std::string& folder : {out, own, later}) fs::remove_all(folder);
+        std::string where = more + " --out " + out + " ", file = more.find("lora") < more.size()
+                                                                     ? "/adapter_model.safetensors"
+                                                                     : "/model.safetensors";
+        run(small + where + "--steps 3 --export " + own);
+        run(small + where + "--resume --steps 0 --export " + later);
+        EXPECT_TRUE(read_file(own + file) == read_file(later + file)) << more;
+        fs::remove_all(later);
+        run("--out " + out + " --resume --steps 0 --sample-tokens 0 --export " + later);
+        EXPECT_TRUE(read_file(own + file) == read_file(later + file)) << more;
+    }
+
+    // The mean is kept in float, and an export of it holds more than bf16 can.
+    std::string out = dir + "/mean", ema = dir + "/ema";
+    run(small + "--precision bf16 --ema 0.5 --steps 3 --out " + out);
+    run("--out " + out + " --resume --use-ema --steps 0 --sample-tokens 0 --export " + ema);
+    SafeTensors f;
+    ASSERT_EQ(safetensors_open(&f, ema + "/model.safetensors"), "");
+    std::vector<float> x(16);
+    tensor_to_float(x.data(), *safetensors_find(f, "model.embed_tokens.weight"), 0, x.size());
+    EXPECT_TRUE(std::any_of(x.begin(), x.end(), [](float v) { return as_written(v, Type::BF16) != v; }));
+    safetensors_close(&f);
 }
 
 TEST_F(Program, ModelFiles) {

@@ -2,6 +2,7 @@
 //   A write that fails leaves the older file as it was.
 #include <signal.h>
 #include <sys/resource.h>
+#include <chrono>
 #include "../../llmc/io/safetensors.h"
 #include "../harness/testing.h"
 
@@ -147,10 +148,10 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
              {"7", 0, "no JSON object"},
              {deep, 0, "no JSON object"},
              {deep + closed, 0, "no JSON object"},
-             {"{" + good + "," + good + "}", 8, "names a twice"},
-             {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names a twice"},
+             {"{" + good + "," + good + "}", 8, "names something twice"},
+             {"{" + good + "," + entry("a", "F32", "[1]", "[8,12]") + "}", 12, "names something twice"},
              {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}",
-              8, "names dtype twice"},
+              8, "names something twice"},
              {"{\"a\":3}", 0, "tensor a has no dtype, shape and data_offsets"},
              {"{\"a\":null}", 0, "has no dtype, shape"},
              {"{\"a\":[\"F32\",[2],[0,8]]}", 8, "has no dtype, shape"},
@@ -218,6 +219,48 @@ TEST(SafeTensors, RefusesEveryMalformedHeader) {
         EXPECT_HAS(wrong, c.wrong) << c.header.substr(0, 200);
         EXPECT_EQ(wrong.find('\n'), std::string::npos);
     }
+}
+
+// A header of 100,000 names takes ten times as long as one of 10,000, not a hundred times.
+TEST(SafeTensors, TheTimeOfAHeaderIsLinear) {
+    auto seconds = [](int names) {
+        std::string header = "{";
+        for (int i = 0; i < names; i++)
+            header += (i ? "," : "") + entry("x" + std::to_string(i), "F32", "[0]", "[0,0]");
+        std::string bytes = whole(header + "}", 0);
+        auto start = std::chrono::steady_clock::now();
+        EXPECT_EQ(open_bytes(bytes), "");
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    };
+    double few = std::min({seconds(10000), seconds(10000), seconds(10000)});
+    EXPECT_LT(seconds(100000), 40 * few);
+}
+
+// Values that a file's type cannot hold: an infinity is refused, and what becomes zero is said.
+TEST(SafeTensors, ValuesThatATypeCannotHoldAreCounted) {
+    auto write = [](std::vector<float> values, Type type, std::string* said) {
+        FileWriter w;
+        EXPECT_EQ(writer_open(&w, scratch("narrow.safetensors"), {{"a", type, {values.size()}}},
+                              {}), "");
+        writer_put(w, values, type);
+
+        // Closing says what is lost.
+        testing::internal::CaptureStdout();
+        std::string wrong = writer_close(&w);
+        *said = testing::internal::GetCapturedStdout();
+        return wrong;
+    };
+    std::string said;
+    EXPECT_EQ(write({65519, 1e-7f, 0}, Type::F16, &said), "");
+    EXPECT_EQ(said, "");
+    EXPECT_EQ(write({1, 1e-8f, -1e-9f, 0}, Type::F16, &said), "");
+    EXPECT_EQ(said, "--export: 2 values are too small for this type, and 0 in it\n");
+    EXPECT_HAS(write({65520, -1e6f, 1}, Type::F16, &said), "2 values are infinite in this type");
+    EXPECT_EQ(write({65520, -1e6f, 1e-8f}, Type::BF16, &said), "");
+    EXPECT_EQ(said, "");
+    EXPECT_HAS(write({3.4e38f}, Type::BF16, &said), "1 values are infinite in this type");
+    for (float bad : {INFINITY, NAN})
+        EXPECT_HAS(write({bad, 1}, Type::F32, &said), "or were no numbers before");
 }
 
 TEST(SafeTensors, RefusesLengthsThatDoNotFit) {

@@ -538,6 +538,13 @@ TEST(Lora, RefusesRanksAndNamesThatNoMatrixHas) {
     EXPECT_TRUE(experts.count("model.layers.2.mlp.experts.{}.down_proj"));
     EXPECT_EQ(choose_adapters(make_model(small_shared()), {2, 4, false, "up_proj"}, &up), "");
     EXPECT_EQ(up.size(), 3u + 2);
+
+    // The first block has no experts: a target that finds nothing in the blocks of --lora-layers
+    // is refused, alone or beside others.
+    EXPECT_HAS(choose_adapters(m, {2, 4, false, ""}, &none), "--lora-targets : no matrix of a");
+    for (const char* targets : {"experts", "all,experts"})
+        EXPECT_HAS(choose_adapters(make_model(small_shared()), {2, 4, false, targets, "0"}, &none),
+                   "--lora-targets experts: no matrix of a block of --lora-layers has this name");
 }
 
 // The input of a frozen product is gone when the forward pass is over: its gradient alone would
