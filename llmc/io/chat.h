@@ -224,6 +224,52 @@ inline std::string alpaca_preamble(bool with_input) {
            ". Write a response that appropriately completes the request.";
 }
 
+// A Jinja expression of text: a string, and bos_token and eos_token for <s> and </s>.
+inline std::string jinja_text(std::string text) {
+    for (auto [from, to] : {std::pair("\\", "\\\\"), std::pair("'", "\\'"),
+                            std::pair("\n", "\\n"), std::pair("<s>", "' ~ bos_token ~ '"),
+                            std::pair("</s>", "' ~ eos_token ~ '")})
+        text = replace_all(text, from, to);
+    return "'" + text + "'";
+}
+
+// The chat template of a format, in Jinja: it renders a conversation as write_conversation() does.
+// It stands on one line, so white space between its parts cannot be rendered. An instruction's
+// input is no part of a message there.
+inline std::string chat_template_of(const ChatFormat& f) {
+    // Take the system text: the conversation's, or the format's own.
+    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system;
+    std::string text =
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+        "{% set turns = messages[1:] %}{% else %}{% set system = " +
+        (own.empty() && !f.always_system ? "none" : jinja_text(own)) +
+        " %}{% set turns = messages %}{% endif %}{{ " + jinja_text(f.begin) + " }}";
+
+    // Write it as a turn, or inside the first one.
+    std::string trim = f.trims ? " | trim" : "", user = "message['content']";
+    std::string system = jinja_text(f.system) + " ~ system" + (f.system_inside ? "" : trim) +
+                         " ~ " + jinja_text(f.system_end);
+    if (!f.system_inside)
+        text += "{% if system is not none %}{{ " + system + " }}{% endif %}";
+    text += "{% for message in turns %}";
+    if (f.system_inside) {
+        text += "{% set user = message['content'] %}{% if loop.first and system is not none %}"
+                "{% set user = " + system + " ~ user %}{% endif %}";
+        user = "user";
+    }
+
+    // Write the turns, which alternate.
+    return text +
+           "{% if message['role'] != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception("
+           "'after a system text, user and assistant take turns') }}{% endif %}"
+           "{% if message['role'] == 'user' %}{{ " +
+           jinja_text(f.user) + " ~ " + user + trim + " ~ " + jinja_text(f.user_end) +
+           " }}{% else %}{{ " + jinja_text(f.answer + f.lead) + " ~ message['content']" +
+           (f.trims_answer ? " | trim" : "") + " ~ " + jinja_text(f.answer_end + f.behind) +
+           " }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ " + jinja_text(f.answer) +
+           " }}{% endif %}";
+}
+
 constexpr int NO_TOKEN = INT_MAX; // <s> of a tokenizer without such a token: nothing is written
 
 // A format, and the tokenizer that writes it.
@@ -334,29 +380,27 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
 
 // A text without white space at its ends, if the format trims.
 inline std::string chat_trim(const std::string& text, bool trims) {
-    const char* spaces = " \t\n\r\f\v";
-    size_t from = trims ? text.find_first_not_of(spaces) : 0;
-    if (from == std::string::npos) return "";
-    return trims ? text.substr(from, text.find_last_not_of(spaces) + 1 - from) : text;
+    size_t from = trims ? space_at_start(text) : 0;
+    return trims ? text.substr(from, text.size() - from - space_at_end(text.substr(from))) : text;
 }
 
-// The system text of a conversation: its own, or the format's default.
-inline std::string system_text(const Chat& chat, const Conversation& messages) {
-    if (messages[0].role == "system")
-        return messages[0].text;
-    bool alpaca = chat.format.name == "alpaca";
-    return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
+// The system text of a conversation: its own, even if it is empty, or the format's. Returns false
+// if there is none.
+inline bool system_text(const ChatFormat& f, const Conversation& messages, std::string* text) {
+    bool own = messages[0].role == "system", alpaca = f.name == "alpaca";
+    *text = own      ? messages[0].text
+            : alpaca ? alpaca_preamble(!messages[0].input.empty())
+                     : f.default_system;
+    return own || f.always_system || !text->empty();
 }
 
 // Write a user's turn. The user's words are put as text, so special tokens that they name stay
-// text. The first turn takes the system text if that has no turn of its own.
+// text. system: the system text in its marks, if this turn takes it.
 inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
     const ChatFormat& f = w.chat.format;
-    std::string text = m.text;
+    std::string text = system + m.text;
     if (!m.input.empty())
         text += f.input + m.input;
-    if (!system.empty())
-        text = f.system + system + f.system_end + text;
     put_markers(w, f.user, false);
     put_text(w, chat_trim(text, f.trims), false);
     put_markers(w, f.user_end, false);
@@ -375,11 +419,14 @@ inline void put_answer(ChatWriter& w, const ChatMessage& m) {
 inline ChatTokens write_conversation(const Chat& chat, const Conversation& messages, bool opens) {
     ChatWriter w = {chat};
     const ChatFormat& f = chat.format;
-    std::string system = system_text(chat, messages);
+    std::string system;
+    bool has_system = system_text(f, messages, &system);
     put_markers(w, f.begin, false);
 
-    // Write a system turn, if the format has one.
-    if (!f.system_inside && (!system.empty() || f.always_system)) {
+    // Write a system turn, if the format has one; otherwise the first question's turn takes it.
+    if (has_system && f.system_inside)
+        system = f.system + system + f.system_end;
+    if (has_system && !f.system_inside) {
         put_markers(w, f.system, false);
         put_text(w, chat_trim(system, f.trims), false);
         put_markers(w, f.system_end, false);

@@ -258,6 +258,34 @@ TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
     EXPECT_EQ(choose_chat(&chat, "plain", "", few), "");
 }
 
+// chat_templates_test.py renders the same with Jinja. Here every format writes its conversations.
+TEST(Chat, WritesEveryFormatForAComparisonWithJinja) {
+    const char* path = getenv("CHAT_RENDERED");
+    if (!path) GTEST_SKIP() << "skipped: test/io/chat_templates_test.py runs this";
+    nlohmann::json in, out;
+    ASSERT_EQ(read_json(path, &in), "");
+    Tokenizer t = tokenizer_with(ALL_SPECIAL);
+    for (ChatFormat row : chat_formats()) {
+        // Formats with a system text of their own are variants of a row.
+        for (const nlohmann::json& system : in["systems"]) {
+            Chat chat;
+            row.default_system = system.get<std::string>();
+            ASSERT_EQ(chat_open(&chat, row, t), "");
+            nlohmann::json texts;
+            for (const nlohmann::json& each : in["conversations"]) {
+                Conversation talk;
+                ASSERT_EQ(read_messages(each["messages"], "role", "content", &talk), "");
+                ChatTokens written = write_conversation(chat, talk, each["opens"]);
+                for (char& trained : written.trained) trained = 0;
+                texts.push_back(shown(t, written));
+            }
+            out.push_back({{"format", row.name}, {"system", system}, {"texts", texts},
+                           {"template", chat_template_of(row)}});
+        }
+    }
+    put_file(std::string(path) + ".out", out.dump());
+}
+
 // Meta's program encodes each turn by itself: begin + "[INST] U [/INST] T " + end.
 TEST(Chat, Llama2sTokensAreThoseOfItsOwnProgram) {
     NEEDS_FIXTURES();
