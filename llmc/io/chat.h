@@ -8,11 +8,8 @@
 //           3. encode each run: if people write the text of a special token, it stays text
 //   Mask    An answer's own tokens and the one that ends it are trained; what stands before and
 //           after is not. The mask is made with the tokens, not searched in a rendered text.
-//   auto    The format is the one whose signs occur in the folder's chat template
-//           (chat_template.jinja, or tokenizer_config.json). Without a template, the tokenizer's
-//           special tokens decide. A template that fits no row is refused: there is no Jinja here.
-//   Differences from templates: a system text goes into the first turn, even where Mistral's put it
-//   into the last one. Llama 3.1's date is its template's default.
+//   Jinja   chat_template_of() is the template that computes a row. Llama 3.1's date is its
+//           template's default. Which row a folder's template is: chat_templates.h
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <climits>
@@ -87,19 +84,37 @@ struct ChatFormat {
     std::string default_system = "";
 };
 
+// ChatML's format. Its versions differ in the beginning, and behind a role and an answer.
+inline ChatFormat chatml_format(const std::string& name, const std::string& begin,
+                                const std::string& sep, const std::string& behind) {
+    std::vector<std::string> needs = {"<|im_start|>", "<|im_end|>"};
+    if (sep != "\n") needs.push_back(sep);
+    if (!begin.empty()) needs.push_back(begin);
+    return {.name = name,
+            .begin = begin,
+            .system = "<|im_start|>system" + sep,
+            .system_end = "<|im_end|>" + behind,
+            .user = "<|im_start|>user" + sep,
+            .user_end = "<|im_end|>" + behind,
+            .answer = "<|im_start|>assistant" + sep,
+            .answer_end = "<|im_end|>",
+            .behind = behind,
+            .needs = needs};
+}
+
 // Llama 3's format; 3.1 adds dates to the system turn.
 inline ChatFormat llama3_format(const std::string& name, const std::string& dates) {
     const std::string end = "<|end_header_id|>\n\n";
     return {
         .name = name,
-        .begin = "<|begin_of_text|>",
+        .begin = "<s>",
         .system = "<|start_header_id|>system" + end + dates,
         .system_end = "<|eot_id|>",
         .user = "<|start_header_id|>user" + end,
         .user_end = "<|eot_id|>",
         .answer = "<|start_header_id|>assistant" + end,
         .answer_end = "<|eot_id|>",
-        .needs = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+        .needs = {"<s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
         .always_system = !dates.empty(),
         .trims = true,
         .trims_answer = true};
@@ -108,7 +123,7 @@ inline ChatFormat llama3_format(const std::string& name, const std::string& date
 // Mistral's format. Its versions differ in spaces, and in which marks are tokens.
 inline ChatFormat mistral_format(const std::string& name, const std::string& user,
                                  const std::string& user_end, const std::string& lead) {
-    bool tokens = name != "mistral"; // [INST] is a token
+    bool tokens = name.starts_with("mistral-v3"); // [INST] is a token
     return {.name = name,
             .begin = "<s>",
             .system_end = "\n\n",
@@ -119,22 +134,29 @@ inline ChatFormat mistral_format(const std::string& name, const std::string& use
             .needs = tokens ? std::vector<std::string>{"<s>", "[INST]", "[/INST]"}
                             : std::vector<std::string>{"<s>"},
             .system_inside = true,
-            .trims_answer = true};
+            .trims_answer = name != "mistral-v1"};
+}
+
+// Mistral's format since version 7: the system text has marks of its own.
+inline ChatFormat mistral_v7_format(const std::string& name, const std::string& space) {
+    return {.name = name,
+            .begin = "<s>",
+            .system = "[SYSTEM_PROMPT]" + space,
+            .system_end = "[/SYSTEM_PROMPT]",
+            .user = "[INST]" + space,
+            .user_end = "[/INST]",
+            .lead = space,
+            .answer_end = "</s>",
+            .needs = {"<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}};
 }
 
 // All formats, each with a comment that shows a turn.
 inline const std::vector<ChatFormat>& chat_formats() {
     static const std::vector<ChatFormat> table = {
         // <|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nT<|im_end|>\n
-        {.name = "chatml",
-         .system = "<|im_start|>system\n",
-         .system_end = "<|im_end|>\n",
-         .user = "<|im_start|>user\n",
-         .user_end = "<|im_end|>\n",
-         .answer = "<|im_start|>assistant\n",
-         .answer_end = "<|im_end|>",
-         .behind = "\n",
-         .needs = {"<|im_start|>", "<|im_end|>"}},
+        chatml_format("chatml", "", "\n", "\n"),
+        chatml_format("chatml-bos", "<s>", "\n", "\n"),
+        chatml_format("phi-4", "", "<|im_sep|>", ""),
 
         // <s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] T </s>
         {.name = "llama2",
@@ -156,20 +178,13 @@ inline const std::vector<ChatFormat>& chat_formats() {
 
         // <s>[INST] S\n\nU [/INST] T</s>; [INST] U[/INST] T</s>; [INST]U[/INST]T</s>
         mistral_format("mistral", "[INST] ", " [/INST]", " "),
+        mistral_format("mistral-v1", " [INST] ", " [/INST]", " "),
         mistral_format("mistral-v3", "[INST] ", "[/INST]", " "),
         mistral_format("mistral-v3-tekken", "[INST]", "[/INST]", ""),
 
         // <s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST] T</s>
-        {.name = "mistral-v7",
-         .begin = "<s>",
-         .system = "[SYSTEM_PROMPT] ",
-         .system_end = "[/SYSTEM_PROMPT]",
-         .user = "[INST] ",
-         .user_end = "[/INST]",
-         .lead = " ",
-         .answer_end = "</s>",
-         .needs = {"<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"},
-         .trims_answer = true},
+        mistral_v7_format("mistral-v7", " "),
+        mistral_v7_format("mistral-v7-tekken", ""),
 
         // <|user|>\nU</s>\n<|assistant|>\nT</s>\n
         {.name = "zephyr",
@@ -277,8 +292,9 @@ struct Chat {
     ChatFormat format;
     const Tokenizer* tokenizer = nullptr;
     Fixed markers = {}; // special tokens by the names that formats use
-    int bos = -1;       // the token of <s>
-    int end = -1;       // the token that ends an answer, and a sample
+    std::string why = ""; // who chose the format
+    int bos = -1;         // the token of <s>
+    int end = -1;         // the token that ends an answer, and a sample
     bool pairs = false; // a line holds two answers to a question, the better one first (pairs.h)
     bool labels = false; // a line holds one answer, and whether it is desirable (labels.h)
 };
@@ -462,102 +478,6 @@ inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
     if (wrong.empty())
         *tokens = write_conversation(chat, messages, true).tokens;
     return wrong;
-}
-
-// ----------------------------------------------------------------------------
-// which format
-
-// Read a folder's chat template, or "" if it has none.
-inline std::string read_chat_template(const std::string& folder, std::string* text) {
-    *text = "";
-    std::string jinja = folder + "/chat_template.jinja";
-    std::string config = folder + "/tokenizer_config.json";
-
-    // A file of its own comes before the key.
-    if (::access(jinja.c_str(), R_OK) == 0)
-        return read_whole_file(jinja, text);
-    if (::access(config.c_str(), R_OK) != 0)
-        return "";
-
-    // The key holds a string, or a list of named templates; take the default one, without tools.
-    nlohmann::json j;
-    std::string wrong = read_json(config, &j);
-    if (!wrong.empty()) return wrong;
-    nlohmann::json found = j.value("chat_template", nlohmann::json());
-    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
-        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
-            found = nlohmann::json(each.value("template", nlohmann::json()));
-    if (found.is_string())
-        *text = found.get<std::string>();
-    return "";
-}
-
-// Find the row that renders like a template, by signs in it. Returns "" if there is none.
-inline std::string recognise_template(const std::string& text, const Tokenizer& t) {
-    auto holds = [&](const char* sign) { return text.find(sign) != std::string::npos; };
-    if (holds("<think>")) return ""; // the model's thoughts are set apart, which no row does
-    if (holds("<|im_start|>")) return "chatml";
-    if (holds("<|start_header_id|>"))
-        return holds("Cutting Knowledge Date") ? "llama3.1" : "llama3";
-    if (holds("<|user_start|>")) return "nanochat";
-    if (holds("<|user|>") && holds("eos_token") && !holds("<|end|>")) return "zephyr";
-    if (!holds("[INST]")) return "";
-
-    // Tell Llama 2's from Mistral's by the system text, and Mistral's by spaces around [INST]. The
-    // first Mistral writes [INST] as text, so its tokenizer has no such token.
-    if (holds("<<SYS>>")) return "llama2";
-    if (holds("[SYSTEM_PROMPT]")) return "mistral-v7";
-    if (find_token(t.special, "[INST]") < 0) return "mistral";
-    return holds("[INST] ") ? "mistral-v3" : "mistral-v3-tekken";
-}
-
-// Find the row whose special tokens a tokenizer has, or "plain". The marks of Llama 2 and Zephyr
-// are text, which no tokenizer shows: such a folder needs its template.
-inline std::string recognise_tokens(const Tokenizer& t) {
-    auto has = [&](const char* token) { return find_token(t.special, token) >= 0; };
-    if (has("<|im_start|>")) return "chatml";
-    if (has("<|start_header_id|>")) return "llama3";
-    if (has("<|user_start|>")) return "nanochat";
-    return has("[INST]") ? "mistral-v3" : "plain";
-}
-
-// The system text that a ChatML template writes if a conversation has none.
-inline std::string template_system(std::string text) {
-    // Templates write a newline as two characters or as one. If there are several parts, take the
-    // first without code: tools would change those before it.
-    const std::string opens = "<|im_start|>system\n", ends = "<|im_end|>";
-    text = replace_all(text, "\\n", "\n");
-    for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {
-        size_t from = at + opens.size();
-        std::string found = text.substr(from, text.find(ends, from) - from);
-        if (!found.empty() && found.find_first_of("'\"{}") == std::string::npos)
-            return found;
-    }
-    return "";
-}
-
-// Choose the format of --chat-format for a model's folder ("": no folder). A name is trusted.
-inline std::string choose_chat(Chat* chat, const std::string& name, const std::string& folder,
-                               const Tokenizer& t) {
-    // Look for a template.
-    std::string text, chosen = name;
-    std::string wrong = folder.empty() ? "" : read_chat_template(folder, &text);
-    if (!wrong.empty()) return wrong;
-    if (name == "auto")
-        chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
-    if (chosen.empty())
-        return folder +
-               ": its chat template is of a kind that is not built: give --chat-format "
-               "with the name of the row that it is like (--help lists them)";
-
-    // Take the row.
-    for (const ChatFormat& row : chat_formats())
-        if (row.name == chosen) {
-            ChatFormat format = row;
-            if (chosen == "chatml") format.default_system = template_system(text);
-            return chat_open(chat, format, t);
-        }
-    return "--chat-format " + name + ": there is no such format";
 }
 
 } // namespace llmc

@@ -17,7 +17,7 @@
 #pragma once
 #include <map>
 #include "../documents.h"
-#include "chat.h"
+#include "chat_templates.h"
 #include "text_batch.h"
 
 namespace llmc {

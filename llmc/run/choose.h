@@ -221,7 +221,7 @@ inline void open_chat(Run& run) {
     std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (is_first(run))
-        printf("chat format: %s\n", run.chat.format.name.c_str());
+        printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
 }
 
 // Open training and validation data, and check that they have no text in common.
