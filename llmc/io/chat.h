@@ -292,7 +292,8 @@ struct Chat {
     ChatFormat format;
     const Tokenizer* tokenizer = nullptr;
     Fixed markers = {}; // special tokens by the names that formats use
-    std::string why = ""; // who chose the format
+    std::string why = "";     // who chose the format
+    std::string refused = ""; // why no conversation can be written, only tokens read
     int bos = -1;         // the token of <s>
     int end = -1;         // the token that ends an answer, and a sample
     bool pairs = false; // a line holds two answers to a question, the better one first (pairs.h)
@@ -465,6 +466,7 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
 // Write a whole conversation for training.
 inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
     std::string wrong = check_conversation(messages, true);
+    if (!chat.refused.empty()) return chat.refused;
     if (wrong.empty())
         *out = write_conversation(chat, messages, false);
     return wrong;
@@ -475,6 +477,7 @@ inline std::string chat_tokens(const Chat& chat, const Conversation& messages, C
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
     std::string wrong = check_conversation(messages, false);
+    if (!chat.refused.empty()) return chat.refused;
     if (wrong.empty())
         *tokens = write_conversation(chat, messages, true).tokens;
     return wrong;

@@ -159,14 +159,18 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     if (!wrong.empty()) return wrong;
     ChatFormat format;
     bool known = text.is_string() && recognise_template(text.get<std::string>(), &format);
-    if (name == "auto" && text.is_string() && !known)
-        return at + ": its chat template equals no format here: name the format that the model "
-                    "was trained with, as in --chat-format chatml (--help lists them), or give "
-                    "data that are tokenized already (dev/data/tokenize_chat.py makes them)";
 
-    // Take the template's format, or the name's, or what the special tokens say.
-    std::string mark, why = "by the chat template";
-    if (name != "auto" && !(known && format.name == name)) {
+    // Take the template's format, or the name's, or what the special tokens say. With a template
+    // that is not known only lines that are tokenized already can be read.
+    std::string mark, refused, why = "by the chat template";
+    if (name == "auto" && text.is_string() && !known) {
+        refused = at + ": its chat template equals no format here: name the format that the model "
+                       "was trained with, as in --chat-format chatml (--help lists them), or give "
+                       "data that are tokenized already (dev/data/tokenize_chat.py makes them)";
+        format = *format_named("plain");
+        format.name = "none";
+        why = "for data that are tokenized already";
+    } else if (name != "auto" && !(known && format.name == name)) {
         if (!format_named(name)) return "--chat-format " + name + ": there is no such format";
         format = *format_named(name);
         why = text.is_null() ? "by --chat-format" : "by --chat-format, not the chat template";
@@ -180,6 +184,7 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
         why += ", with the system text " + in_quotes(format.default_system);
     wrong = chat_open(chat, format, t);
     chat->why = why;
+    chat->refused = refused;
     return wrong;
 }
 

@@ -313,18 +313,22 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
     EXPECT_EQ(chat.format.name, "zephyr");
     for (const char* unknown : {"{{ '<start_of_turn>' }}", ""}) {
         put_file(folder + "/chat_template.jinja", unknown);
-        EXPECT_HAS(choose_chat(&chat, "auto", folder, t),
+        EXPECT_EQ(choose_chat(&chat, "auto", folder, t), "");
+        EXPECT_HAS(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out),
                    folder + ": its chat template equals no format here: name the format that the "
                             "model was trained with, as in --chat-format chatml");
         EXPECT_EQ(choose_chat(&chat, "zephyr", folder, t), "");
+        EXPECT_EQ(chat.refused, "");
     }
 
     // A template beside the tokenizer counts without a model's folder, and before it.
     t.name = put_file(folder + "/tokenizer.json", "{}");
-    EXPECT_HAS(choose_chat(&chat, "auto", "", t), folder + "/: its chat template equals no format");
+    EXPECT_EQ(choose_chat(&chat, "auto", "", t), "");
+    EXPECT_HAS(chat.refused, folder + "/: its chat template equals no format");
     std::string model = scratch("model");
     put_file(model + "/chat_template.jinja", zephyr);
-    EXPECT_HAS(choose_chat(&chat, "auto", model, t), "equals no format");
+    EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
+    EXPECT_HAS(chat.refused, folder);
     fs::remove(folder + "/chat_template.jinja"), fs::remove(folder + "/chat_template.json");
     EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
     EXPECT_EQ(chat.format.name, "zephyr");
@@ -468,6 +472,61 @@ static std::string eight_lines() {
     std::string text;
     for (int n : {3, 20, 11, 1, 7, 30, 2, 15}) text += line_of("q", std::string(n, 'a' + n % 26));
     return text;
+}
+
+TEST(Conversations, LinesThatAreTokenizedAlreadyKeepTheirTokensAndLabels) {
+    // A folder whose template is not known reads them, and nothing else.
+    Tokenizer t = tokenizer_with({"<s>", "</s>", "[X]"}); // 259 tokens
+    Chat chat;
+    std::string folder = scratch("tokenized");
+    put_file(folder + "/chat_template.jinja", "[X]{{ messages }}");
+    ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
+    EXPECT_EQ(chat.format.name, "none");
+    EXPECT_EQ(chat.end, 257);
+
+    // The first token has nothing before it that could predict it.
+    ConversationCounts counts;
+    Tokens tokens;
+    auto read = [&](const std::string& line, size_t T = 8) {
+        tokens.clear();
+        return conversation_tokens(chat, nlohmann::json::parse(line), T, &tokens, &counts);
+    };
+    const int T = TRAINED, B = BEGINS;
+    EXPECT_EQ(read(R"({"input_ids": [258, 7, 8, 257], "labels": [-100, -100, 8, 257]})"), "");
+    EXPECT_EQ(tokens, Tokens({258 | B, 7, 8 | T, 257 | T}));
+    EXPECT_EQ(read(R"({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]})"), "");
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T}));
+    EXPECT_EQ(read(R"({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})", 2), "");
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T}));
+    EXPECT_EQ(counts.lost, 1u);
+    EXPECT_EQ(read(R"({"input_ids": [5, 6], "labels": [-100, -100]})"), "");
+    EXPECT_TRUE(tokens.empty());
+    EXPECT_EQ(counts.dropped, 1u);
+
+    // What contradicts itself or the vocabulary is refused.
+    EXPECT_HAS(read(R"({"input_ids": [5, 6], "labels": [-100]})"), "has 2 \"input_ids\" and 1");
+    EXPECT_HAS(read(R"({"input_ids": [5, 6]})"), "has no list \"labels\"");
+    EXPECT_HAS(read(R"({"input_ids": "5 6", "labels": []})"), "has no list \"input_ids\"");
+    for (const char* odd : {"259", "-1", "5.0", "null", "\"5\"", "99999999999999"})
+        EXPECT_HAS(read(concat("{\"input_ids\": [5, ", odd, "], \"labels\": [-100, -100]}")),
+                   "tokens go from 0 to 258") << odd;
+    for (const char* odd : {"6", "-1", "null", "1"})
+        EXPECT_HAS(read(concat("{\"input_ids\": [5, 5], \"labels\": [-100, ", odd, "]}")),
+                   "for the token 5: give -100, or the token itself") << odd;
+    EXPECT_HAS(read(R"({"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": [0, 1]})"),
+               "has padding");
+
+    // Conversations and prompts need a format.
+    const std::string unknown = folder + ": its chat template equals no format here";
+    EXPECT_HAS(read(R"({"prompt": "u", "completion": "a"})"), unknown);
+    EXPECT_HAS(chat_prompt(chat, {{"user", "U"}}, &tokens), unknown);
+    const std::string path = put_file(
+        folder + "/a.jsonl", "{\"input_ids\": [5, 6], \"labels\": [-100, 6]}\n"
+                             "{\"input_ids\": [5, 259], \"labels\": [-100, 6]}\n");
+    counts = {};
+    tokens = pack_lines(read_file(path), 1, path, chat, 4, &counts);
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T, 257 | B, 257}));
+    EXPECT_HAS(counts.first_malformed, path + ":2: has the input_id \"259\"");
 }
 
 TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {

@@ -1134,6 +1134,16 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
         ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
     EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
 
+    // /help lists the commands. A command that there is not is no question; behind a space it is.
+    r = talk("/help\\n");
+    EXPECT_HAS(r.text, "\n/reset forgets, /quit ends, Ctrl-C stops");
+    EXPECT_EQ(r.text.find("answer stops "), std::string::npos);
+    r = talk("/exit\\n/\\033[2J\\n");
+    EXPECT_HAS(r.text, "\nthere is no /exit: /reset forgets");
+    EXPECT_HAS(r.text, "\nthere is no /\\x1b[2J: /reset forgets");
+    EXPECT_EQ(r.text.find("answer stops "), std::string::npos);
+    EXPECT_HAS(talk(" /exit\\n").text, "answer stops ");
+
     // /reset forgets the talk, and /quit ends it.
     EXPECT_HAS(talk("hi\\n/reset\\nyou\\n/quit\\nno\\n").text, "\n(forgotten)\n");
     EXPECT_EQ(talk("\\n/quit\\nno\\n").text.find("answer stops "), std::string::npos)
