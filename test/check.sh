@@ -108,6 +108,7 @@ step "scripts/run_*.sh" test/scripts_test.sh
 step "chat formats in Jinja" test/io/chat_templates_test.py
 step "dev/tensorboard.py" test/io/tensorboard_test.py
 step "dev/data" test/io/data_scripts_test.py
+step "dev/data/tokenize_chat.py" test/io/tokenize_chat_test.py
 step "dev/plot.py" test/io/plot_test.py
 step "dev/bench/sass.py" test/io/sass_test.py
 

@@ -120,34 +120,28 @@ inline ChatFormat llama3_format(const std::string& name, const std::string& date
         .trims_answer = true};
 }
 
-// Mistral's format. Its versions differ in spaces, and in which marks are tokens.
+// Mistral's format. Its versions differ in spaces, in which marks are tokens, and in the system text:
+// it stands in the first turn, or between marks of its own.
 inline ChatFormat mistral_format(const std::string& name, const std::string& user,
-                                 const std::string& user_end, const std::string& lead) {
-    bool tokens = name.starts_with("mistral-v3"); // [INST] is a token
+                                 const std::string& user_end, const std::string& lead,
+                                 const std::string& system = "",
+                                 const std::string& system_end = "\n\n") {
+    std::vector<std::string> needs = {"<s>"};
+    if (name != "mistral" && name != "mistral-v1")
+        needs.insert(needs.end(), {"[INST]", "[/INST]"});
+    if (!system.empty())
+        needs.insert(needs.end(), {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"});
     return {.name = name,
             .begin = "<s>",
-            .system_end = "\n\n",
+            .system = system,
+            .system_end = system_end,
             .user = user,
             .user_end = user_end,
             .lead = lead,
             .answer_end = "</s>",
-            .needs = tokens ? std::vector<std::string>{"<s>", "[INST]", "[/INST]"}
-                            : std::vector<std::string>{"<s>"},
-            .system_inside = true,
-            .trims_answer = name != "mistral-v1"};
-}
-
-// Mistral's format since version 7: the system text has marks of its own.
-inline ChatFormat mistral_v7_format(const std::string& name, const std::string& space) {
-    return {.name = name,
-            .begin = "<s>",
-            .system = "[SYSTEM_PROMPT]" + space,
-            .system_end = "[/SYSTEM_PROMPT]",
-            .user = "[INST]" + space,
-            .user_end = "[/INST]",
-            .lead = space,
-            .answer_end = "</s>",
-            .needs = {"<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}};
+            .needs = needs,
+            .system_inside = system.empty(),
+            .trims_answer = system.empty() && name != "mistral-v1"};
 }
 
 // All formats, each with a comment that shows a turn.
@@ -183,8 +177,10 @@ inline const std::vector<ChatFormat>& chat_formats() {
         mistral_format("mistral-v3-tekken", "[INST]", "[/INST]", ""),
 
         // <s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST] T</s>
-        mistral_v7_format("mistral-v7", " "),
-        mistral_v7_format("mistral-v7-tekken", ""),
+        mistral_format("mistral-v7", "[INST] ", "[/INST]", " ", "[SYSTEM_PROMPT] ",
+                       "[/SYSTEM_PROMPT]"),
+        mistral_format("mistral-v7-tekken", "[INST]", "[/INST]", "", "[SYSTEM_PROMPT]",
+                       "[/SYSTEM_PROMPT]"),
 
         // <|user|>\nU</s>\n<|assistant|>\nT</s>\n
         {.name = "zephyr",
@@ -252,37 +248,31 @@ inline std::string jinja_text(std::string text) {
 // It stands on one line, so white space between its parts cannot be rendered. An instruction's
 // input is no part of a message there.
 inline std::string chat_template_of(const ChatFormat& f) {
-    // Take the system text: the conversation's, or the format's own.
-    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system;
-    std::string text =
+    // Names between $ stand for the format's texts.
+    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system, text =
         "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
-        "{% set turns = messages[1:] %}{% else %}{% set system = " +
-        (own.empty() && !f.always_system ? "none" : jinja_text(own)) +
-        " %}{% set turns = messages %}{% endif %}{{ " + jinja_text(f.begin) + " }}";
-
-    // Write it as a turn, or inside the first one.
-    std::string trim = f.trims ? " | trim" : "", user = "message['content']";
-    std::string system = jinja_text(f.system) + " ~ system" + (f.system_inside ? "" : trim) +
-                         " ~ " + jinja_text(f.system_end);
-    if (!f.system_inside)
-        text += "{% if system is not none %}{{ " + system + " }}{% endif %}";
-    text += "{% for message in turns %}";
-    if (f.system_inside) {
-        text += "{% set user = message['content'] %}{% if loop.first and system is not none %}"
-                "{% set user = " + system + " ~ user %}{% endif %}";
-        user = "user";
-    }
-
-    // Write the turns, which alternate.
-    return text +
-           "{% if message['role'] != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception("
-           "'after a system text, user and assistant take turns') }}{% endif %}"
-           "{% if message['role'] == 'user' %}{{ " +
-           jinja_text(f.user) + " ~ " + user + trim + " ~ " + jinja_text(f.user_end) +
-           " }}{% else %}{{ " + jinja_text(f.answer + f.lead) + " ~ message['content']" +
-           (f.trims_answer ? " | trim" : "") + " ~ " + jinja_text(f.answer_end + f.behind) +
-           " }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ " + jinja_text(f.answer) +
-           " }}{% endif %}";
+        "{% set turns = messages[1:] %}{% else %}{% set system = $own$ %}"
+        "{% set turns = messages %}{% endif %}{{ $begin$ }}{% if system is not none and not "
+        "$inside$ %}{{ $system$ ~ system$trim$ ~ $system_end$ }}{% endif %}"
+        "{% for message in turns %}{% set text = message['content'] %}"
+        "{% if message['role'] != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception("
+        "'after a system text, user and assistant take turns') }}{% endif %}"
+        "{% if loop.first and system is not none and $inside$ %}"
+        "{% set text = $system$ ~ system ~ $system_end$ ~ text %}{% endif %}"
+        "{% if message['role'] == 'user' %}{{ $user$ ~ text$trim$ ~ $user_end$ }}{% else %}"
+        "{{ $answer$ ~ $lead$ ~ text$trim_answer$ ~ $answer_end$ ~ $behind$ }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ $answer$ }}{% endif %}";
+    for (auto [name, value] : {std::pair("$inside$", f.system_inside), {"$trim$", f.trims},
+                               {"$trim_answer$", f.trims_answer}})
+        text = replace_all(text, name, name[1] == 'i' ? value ? "true" : "false"
+                                       : value ? " | trim" : "");
+    for (auto [name, value] : {std::pair("$begin$", f.begin), {"$system$", f.system},
+                               {"$system_end$", f.system_end}, {"$user$", f.user},
+                               {"$user_end$", f.user_end}, {"$answer$", f.answer},
+                               {"$lead$", f.lead}, {"$answer_end$", f.answer_end},
+                               {"$behind$", f.behind}})
+        text = replace_all(text, name, jinja_text(value));
+    return replace_all(text, "$own$", own.empty() && !f.always_system ? "none" : jinja_text(own));
 }
 
 constexpr int NO_TOKEN = INT_MAX; // <s> of a tokenizer without such a token: nothing is written

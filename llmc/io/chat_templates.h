@@ -16,59 +16,45 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // published templates
 
-// Templates that equal a format with a system text of its own ("": none), by fnv1a() of their text.
+// Templates that equal a format with a system text of its own ("": none): fnv1a() of each text.
 struct PublishedTemplates {
-    std::string format, system;
-    std::vector<uint64_t> hashes;
+    std::string format, system, hashes;
 };
 inline const std::vector<PublishedTemplates>& published_templates() {
     static const std::vector<PublishedTemplates> table = {
-        // Dolphin 2.5, OpenOrca, SmolLM, Qwen3-Instruct-2507, -Coder and -VL; axolotl, TRL, Unsloth
+        // Dolphin 2.5, OpenOrca, SmolLM, Qwen3-Instruct-2507, -Coder, -VL; axolotl, TRL, Unsloth
         {"chatml", "",
-         {0x88bf4138d5c826f0, 0x773d13e188afc917, 0x51db54a41944f247, 0xf6904ae94ef66867,
-          0x81d45424a0beddda, 0xff53d7337ccbb396, 0xa41d6bae9b9141bc, 0x17fde6ecda9c7c01,
-          0x3751fe8ea48448ab, 0xe8faca59b0472e66, 0x99ac253185d6f7c1, 0x42d92516b0fdee95,
-          0x3dbbdd28c4670e85, 0xdaec948531d70f8f, 0x8bfd6052757eabbd}},
-        // Qwen2.5-Instruct and -Coder
+         "88bf4138d5c826f0 773d13e188afc917 51db54a41944f247 f6904ae94ef66867 81d45424a0beddda "
+         "ff53d7337ccbb396 a41d6bae9b9141bc 17fde6ecda9c7c01 3751fe8ea48448ab e8faca59b0472e66 "
+         "99ac253185d6f7c1 42d92516b0fdee95 3dbbdd28c4670e85 daec948531d70f8f 8bfd6052757eabbd"},
         {"chatml", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-         {0xe642ce246d7f2e3d, 0xadaa2a0bbac0305f, 0xdab0e3c18598a303, 0xdedd22c04194d239}},
-        // SmolLM2-Instruct
+         "e642ce246d7f2e3d adaa2a0bbac0305f dab0e3c18598a303 dedd22c04194d239"},
         {"chatml", "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-         {0x45ec583d4d25bc3a}},
+         "45ec583d4d25bc3a"},
         // Qwen1.5
-        {"chatml", "You are a helpful assistant", {0xc867da37c989d41f}},
+        {"chatml", "You are a helpful assistant", "c867da37c989d41f"},
         // Qwen1.5-Chat, Qwen2-Instruct, Qwen2.5, Qwen2-VL, Qwen2.5-VL
         {"chatml", "You are a helpful assistant.",
-         {0x71242f76359e71e8, 0x16bc91fc7006a16d, 0x8a87094e0e1e24c5, 0x6336937c1429e601,
-          0x59dd975ef5774b65}},
-        // InternLM2-Chat, Nous-Hermes-2-Mixtral, Dolphin 2.8
-        {"chatml-bos", "", {0x52642d07ab0602d8, 0x89bcbd75ce6a3d28, 0x6026a4efc1063551}},
-        // Hermes 3
-        {"chatml-bos", "You are a helpful assistant.", {0x4312bf7023f3555d}},
-        // Llama-2-chat, CodeLlama-Instruct
+         "71242f76359e71e8 16bc91fc7006a16d 8a87094e0e1e24c5 6336937c1429e601 59dd975ef5774b65"},
+        // InternLM2-Chat, Nous-Hermes-2-Mixtral, Dolphin 2.8; then Hermes 3
+        {"chatml-bos", "", "52642d07ab0602d8 89bcbd75ce6a3d28 6026a4efc1063551"},
+        {"chatml-bos", "You are a helpful assistant.", "4312bf7023f3555d"},
+        // Llama-2-chat, CodeLlama-Instruct; Llama-3-Instruct; 3.1, with its first revision
         {"llama2", "",
-         {0xf344eecf1bd3a427, 0x2bb17d55e56025e2, 0x5edcf98a0b16ba28, 0x3c3ecf6866d83ca1,
-          0x54f74c2db3c2b5b9}},
-        // Meta-Llama-3-Instruct; axolotl, TRL, Unsloth
+         "f344eecf1bd3a427 2bb17d55e56025e2 5edcf98a0b16ba28 3c3ecf6866d83ca1 54f74c2db3c2b5b9"},
         {"llama3", "",
-         {0x0e60067a5537498e, 0x58f97c63c2f8bd77, 0xf2a9dd138dc335ee, 0x8cd8b2dba5919cff,
-          0x87211746dfbc9cbf}},
-        // Llama-3.1-Instruct, and its first revision
-        {"llama3.1", "", {0xcc0368e1ffb6b958, 0x762a7b60b97bb533}},
-        // Mistral-7B-Instruct-v0.1 and v0.2, Mixtral-Instruct: their last revisions
-        {"mistral-v1", "", {0x7959c3cbc5cd4fed, 0x46eac0bf5c765c47}},
-        // Mistral-7B-Instruct-v0.3 with the system text in the first turn
-        {"mistral-v3", "", {0xd1b216bca15950ad}},
-        // Mistral-Large-Instruct-2411
-        {"mistral-v7", "", {0xe4a9cc594604808a}},
-        // Mistral-Small-Instruct of 24B, with no system text of its own
-        {"mistral-v7-tekken", "", {0x71e04a49fb8f1f9d, 0xd5d3d1c537cde2bc}},
-        // phi-4
-        {"phi-4", "", {0x9acdd6b945e8e7f9}},
+         "0e60067a5537498e 58f97c63c2f8bd77 f2a9dd138dc335ee 8cd8b2dba5919cff 87211746dfbc9cbf"},
+        {"llama3.1", "", "cc0368e1ffb6b958 762a7b60b97bb533"},
+        // Mistral-7B-Instruct-v0.1, v0.2, Mixtral-Instruct; v0.3 with the system text in front
+        {"mistral-v1", "", "7959c3cbc5cd4fed 46eac0bf5c765c47"},
+        {"mistral-v3", "", "d1b216bca15950ad"},
+        // Mistral-Large-Instruct-2411; Mistral-Small of 24B, with no system text of its own
+        {"mistral-v7", "", "e4a9cc594604808a"},
+        {"mistral-v7-tekken", "", "71e04a49fb8f1f9d d5d3d1c537cde2bc"},
+        {"phi-4", "", "9acdd6b945e8e7f9"},
         // zephyr-7b, TinyLlama-Chat, stablelm-zephyr, ghost-7b; open-instruct, Unsloth
         {"zephyr", "",
-         {0x60ae72299886317f, 0xcd8b49000db02c2c, 0x0af6ea9cf9896e56, 0x3ef9c3bc84dbf4a5,
-          0x4f538ea416e097dd}},
+         "60ae72299886317f cd8b49000db02c2c 0af6ea9cf9896e56 3ef9c3bc84dbf4a5 4f538ea416e097dd"},
     };
     return table;
 }
@@ -92,55 +78,50 @@ inline bool recognise_template(const std::string& written, ChatFormat* format) {
         if (chat_template_of(*format = row) == text) return true;
 
     // A published text, or our own with a published system text.
+    char hash[17];
+    snprintf(hash, sizeof(hash), "%016llx", (unsigned long long)fnv1a(text));
     for (const PublishedTemplates& known : published_templates()) {
         *format = *format_named(known.format);
         format->default_system = known.system;
-        bool listed = std::ranges::count(known.hashes, fnv1a(text)) > 0;
-        if (listed || chat_template_of(*format) == text) return true;
+        if (known.hashes.find(hash) != std::string::npos || chat_template_of(*format) == text)
+            return true;
     }
     return false;
 }
 
 // Read the chat template of a folder. It stays null if the folder has none.
 inline std::string read_chat_template(const std::string& folder, nlohmann::json* found) {
-    // A file of its own comes before the key.
-    std::string path = folder + "/chat_template.jinja", text;
-    if (::access(path.c_str(), R_OK) == 0) {
-        std::string wrong = read_whole_file(path, &text);
-        *found = text;
-        return wrong;
-    }
-
-    // The key holds a string, or named templates; take the default one, without tools.
-    for (const char* name : {"/tokenizer_config.json", "/chat_template.json"}) {
+    for (const char* name : {"chat_template.jinja", "tokenizer_config.json", "chat_template.json"}) {
+        // Read a file of its own, which comes first, or a key.
+        std::string path = folder + "/" + name, text, wrong;
         nlohmann::json j;
-        path = folder + name;
-        std::string wrong = ::access(path.c_str(), R_OK) == 0 ? read_json(path, &j) : "";
+        if (::access(path.c_str(), R_OK) != 0) continue;
+        bool own = path.ends_with(".jinja");
+        wrong = own ? read_whole_file(path, &text) : read_json(path, &j);
         if (!wrong.empty()) return wrong;
-        if (!j.is_object() || !j.contains("chat_template") || j["chat_template"].is_null())
-            continue;
-        *found = j["chat_template"];
-        nlohmann::json named = *found;
-        for (const nlohmann::json& each : named.is_array() ? named : nlohmann::json::array())
+        *found = own ? nlohmann::json(text)
+                     : j.is_object() ? j.value("chat_template", nlohmann::json()) : nullptr;
+        if (found->is_null()) continue;
+
+        // Of named templates take the default one, without tools.
+        nlohmann::json named = found->is_array() ? *found : nlohmann::json::array();
+        if (found->is_object()) *found = found->value("default", nlohmann::json());
+        for (const nlohmann::json& each : named)
             if (each.is_object() && each.value("name", nlohmann::json()) == "default")
                 *found = each.value("template", nlohmann::json());
-        if (named.is_object()) *found = named.value("default", nlohmann::json());
-        if (!found->is_string())
-            return path + ": \"chat_template\" is no string, and no list with a \"default\" one";
-        return "";
+        return found->is_string() ? "" : path + ": \"chat_template\" is no string, and no list "
+                                                "with a \"default\" one";
     }
     return "";
 }
 
 // Find the row whose special tokens a tokenizer has, or "plain". The marks of Llama 2 and Zephyr
-// are text, which no tokenizer shows: such a folder needs its template. mark: what decided.
-inline std::string recognise_tokens(const Tokenizer& t, std::string* mark) {
-    for (auto [token, name] : {std::pair("<|im_sep|>", "phi-4"), std::pair("<|im_start|>", "chatml"),
-                               std::pair("<|start_header_id|>", "llama3"),
-                               std::pair("<|user_start|>", "nanochat"),
-                               std::pair("[INST]", "mistral-v3")})
-        if (find_token(t.special, *mark = token) >= 0) return name;
-    *mark = "";
+// are text, which no tokenizer shows: such a folder needs its template.
+inline std::string recognise_tokens(const Tokenizer& t) {
+    for (auto [token, name] : {std::pair("<|im_sep|>", "phi-4"), {"<|im_start|>", "chatml"},
+                               {"<|start_header_id|>", "llama3"}, {"<|user_start|>", "nanochat"},
+                               {"[INST]", "mistral-v3"}})
+        if (find_token(t.special, token) >= 0) return name;
     return "plain";
 }
 
@@ -151,40 +132,37 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     // Look for a template.
     struct stat s;
     bool file = t.kind != TokenizerKind::BYTE && stat(t.name.c_str(), &s) == 0;
-    std::string beside = !file ? "" : S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
+    std::string at = !file ? "" : S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
     nlohmann::json text;
-    std::string at = beside, wrong = beside.empty() ? "" : read_chat_template(beside, &text);
+    std::string wrong = at.empty() ? "" : read_chat_template(at, &text);
     if (text.is_null() && wrong.empty() && !folder.empty())
         wrong = read_chat_template(at = folder, &text);
     if (!wrong.empty()) return wrong;
+
+    // Take its format, or the name's, or what the special tokens say. With a template that is not
+    // known only lines that are tokenized already can be read.
     ChatFormat format;
     bool known = text.is_string() && recognise_template(text.get<std::string>(), &format);
-
-    // Take the template's format, or the name's, or what the special tokens say. With a template
-    // that is not known only lines that are tokenized already can be read.
-    std::string mark, refused, why = "by the chat template";
-    if (name == "auto" && text.is_string() && !known) {
-        refused = at + ": its chat template equals no format here: name the format that the model "
-                       "was trained with, as in --chat-format chatml (--help lists them), or give "
-                       "data that are tokenized already (dev/data/tokenize_chat.py makes them)";
-        format = *format_named("plain");
-        format.name = "none";
-        why = "for data that are tokenized already";
-    } else if (name != "auto" && !(known && format.name == name)) {
-        if (!format_named(name)) return "--chat-format " + name + ": there is no such format";
-        format = *format_named(name);
-        why = text.is_null() ? "by --chat-format" : "by --chat-format, not the chat template";
-    } else if (!known) {
-        format = *format_named(recognise_tokens(t, &mark));
-        why = mark.empty() ? "for there is no chat template; --chat-format names another"
-                           : "by its token " + mark + ", for there is no chat template; "
-                             "--chat-format names another";
-    }
-    if (!format.default_system.empty())
-        why += ", with the system text " + in_quotes(format.default_system);
+    bool trusted = name != "auto" && !(known && format.name == name);
+    std::string chosen = trusted ? name : text.is_null() ? recognise_tokens(t) : "plain";
+    if (!format_named(chosen)) return "--chat-format " + name + ": there is no such format";
+    if (trusted || !known) format = *format_named(chosen);
+    bool refused = !trusted && !known && !text.is_null();
+    if (refused) format.name = "none";
     wrong = chat_open(chat, format, t);
-    chat->why = why;
-    chat->refused = refused;
+
+    // Say why.
+    chat->why = trusted   ? "by --chat-format"
+                : known   ? "by the chat template"
+                : refused ? "for data that are tokenized already"
+                          : "by the special tokens, for there is no chat template";
+    if (!format.default_system.empty())
+        chat->why += ", with the system text " + in_quotes(format.default_system);
+    if (refused)
+        chat->refused =
+            at + ": its chat template equals no format here: name the format that the model was "
+                 "trained with, as in --chat-format chatml (--help lists them), or give data that "
+                 "are tokenized already (dev/data/tokenize_chat.py makes them)";
     return wrong;
 }
 

@@ -13,7 +13,7 @@ try:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 except ImportError:
-    print("1 skipped: no jinja2")
+    print("skipped: no jinja2\n0 failed, 1 skipped")
     sys.exit(0)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -287,7 +287,7 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
     ASSERT_EQ(choose_chat(&chat, "chatml-bos", folder, t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
     EXPECT_EQ(shown(t, out), "<s>" + turn);
-    EXPECT_EQ(chat.why, "by --chat-format, not the chat template");
+    EXPECT_EQ(chat.why, "by --chat-format");
 
     // A list of templates, and an object of them; without a default one nothing is guessed.
     const std::string zephyr = chat_template_of(*format_named("zephyr"));
@@ -338,23 +338,23 @@ TEST(Chat, WithoutATemplateTheTokensDecideAndItIsSaid) {
     struct Known {
         std::string token, format;
     };
-    Chat chat;
     for (const Known& known : std::vector<Known>{{"<|im_start|>", "chatml"},
                                                  {"<|im_sep|>", "phi-4"},
                                                  {"<|start_header_id|>", "llama3"},
                                                  {"<|user_start|>", "nanochat"},
-                                                 {"[INST]", "mistral-v3"}}) {
-        std::string mark;
-        EXPECT_EQ(recognise_tokens(tokenizer_with({known.token}), &mark), known.format);
-        EXPECT_EQ(mark, known.token);
-    }
+                                                 {"[INST]", "mistral-v3"},
+                                                 {"<s>", "plain"}})
+        EXPECT_EQ(recognise_tokens(tokenizer_with({known.token})), known.format);
+
+    Chat chat;
     Tokenizer all = tokenizer_with(ALL_SPECIAL), few = tokenizer_with({"<s>", "</s>"});
-    ASSERT_EQ(choose_chat(&chat, "auto", "", all), "");
-    EXPECT_EQ(chat.why, "by its token <|im_sep|>, for there is no chat template; --chat-format "
-                        "names another");
-    ASSERT_EQ(choose_chat(&chat, "auto", "", few), "");
-    EXPECT_EQ(chat.format.name, "plain");
-    EXPECT_EQ(chat.why, "for there is no chat template; --chat-format names another");
+    for (const Tokenizer* t : {&all, &few}) {
+        ASSERT_EQ(choose_chat(&chat, "auto", "", *t), "");
+        EXPECT_EQ(chat.format.name, t == &all ? "phi-4" : "plain");
+        EXPECT_EQ(chat.why, "by the special tokens, for there is no chat template");
+        EXPECT_EQ(chat.refused, "");
+    }
+    EXPECT_EQ(choose_chat(&chat, "gpt", "", all), "--chat-format gpt: there is no such format");
 }
 
 TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
@@ -503,7 +503,7 @@ TEST(Conversations, LinesThatAreTokenizedAlreadyKeepTheirTokensAndLabels) {
     EXPECT_TRUE(tokens.empty());
     EXPECT_EQ(counts.dropped, 1u);
 
-    // What contradicts itself or the vocabulary is refused.
+    // Lines that contradict themselves or the vocabulary are refused.
     EXPECT_HAS(read(R"({"input_ids": [5, 6], "labels": [-100]})"), "has 2 \"input_ids\" and 1");
     EXPECT_HAS(read(R"({"input_ids": [5, 6]})"), "has no list \"labels\"");
     EXPECT_HAS(read(R"({"input_ids": "5 6", "labels": []})"), "has no list \"input_ids\"");

@@ -1129,7 +1129,7 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
     // Two questions: all that is printed is UTF-8.
     Ran r = talk("hi\\nyou\\n");
     EXPECT_EQ(r.status, 0) << r.text;
-    EXPECT_HAS(r.text, "chat format: plain, for there is no chat template");
+    EXPECT_HAS(r.text, "chat format: plain, by the special tokens, for there is no");
     for (size_t i = 0, n; i < r.text.size(); i += n)
         ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
     EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
