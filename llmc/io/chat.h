@@ -120,8 +120,8 @@ inline ChatFormat llama3_format(const std::string& name, const std::string& date
         .trims_answer = true};
 }
 
-// Mistral's format. Its versions differ in spaces, in which marks are tokens, and in the system text:
-// it stands in the first turn, or between marks of its own.
+// Mistral's format. Its versions differ in spaces, in which marks are tokens, and in where the
+// system text stands: in the first turn, or between marks of its own.
 inline ChatFormat mistral_format(const std::string& name, const std::string& user,
                                  const std::string& user_end, const std::string& lead,
                                  const std::string& system = "",
@@ -249,7 +249,8 @@ inline std::string jinja_text(std::string text) {
 // input is no part of a message there.
 inline std::string chat_template_of(const ChatFormat& f) {
     // Names between $ stand for the format's texts.
-    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system, text =
+    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system;
+    std::string text =
         "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
         "{% set turns = messages[1:] %}{% else %}{% set system = $own$ %}"
         "{% set turns = messages %}{% endif %}{{ $begin$ }}{% if system is not none and not "
@@ -262,10 +263,11 @@ inline std::string chat_template_of(const ChatFormat& f) {
         "{% if message['role'] == 'user' %}{{ $user$ ~ text$trim$ ~ $user_end$ }}{% else %}"
         "{{ $answer$ ~ $lead$ ~ text$trim_answer$ ~ $answer_end$ ~ $behind$ }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ $answer$ }}{% endif %}";
-    for (auto [name, value] : {std::pair("$inside$", f.system_inside), {"$trim$", f.trims},
-                               {"$trim_answer$", f.trims_answer}})
-        text = replace_all(text, name, name[1] == 'i' ? value ? "true" : "false"
-                                       : value ? " | trim" : "");
+
+    // Put them in, the system text last: it may hold such names.
+    text = replace_all(text, "$inside$", f.system_inside ? "true" : "false");
+    text = replace_all(text, "$trim$", f.trims ? " | trim" : "");
+    text = replace_all(text, "$trim_answer$", f.trims_answer ? " | trim" : "");
     for (auto [name, value] : {std::pair("$begin$", f.begin), {"$system$", f.system},
                                {"$system_end$", f.system_end}, {"$user$", f.user},
                                {"$user_end$", f.user_end}, {"$answer$", f.answer},

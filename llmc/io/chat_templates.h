@@ -91,9 +91,10 @@ inline bool recognise_template(const std::string& written, ChatFormat* format) {
 
 // Read the chat template of a folder. It stays null if the folder has none.
 inline std::string read_chat_template(const std::string& folder, nlohmann::json* found) {
-    for (const char* name : {"chat_template.jinja", "tokenizer_config.json", "chat_template.json"}) {
+    for (const char* file : {"chat_template.jinja", "tokenizer_config.json",
+                             "chat_template.json"}) {
         // Read a file of its own, which comes first, or a key.
-        std::string path = folder + "/" + name, text, wrong;
+        std::string path = folder + "/" + file, text, wrong;
         nlohmann::json j;
         if (::access(path.c_str(), R_OK) != 0) continue;
         bool own = path.ends_with(".jinja");
@@ -103,7 +104,7 @@ inline std::string read_chat_template(const std::string& folder, nlohmann::json*
                      : j.is_object() ? j.value("chat_template", nlohmann::json()) : nullptr;
         if (found->is_null()) continue;
 
-        // Of named templates take the default one, without tools.
+        // Take the default one of named templates: it is without tools.
         nlohmann::json named = found->is_array() ? *found : nlohmann::json::array();
         if (found->is_object()) *found = found->value("default", nlohmann::json());
         for (const nlohmann::json& each : named)

@@ -194,7 +194,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     if (!tokens.empty()) talk.known.pop_back(); // the last token was picked, but not read
 }
 
-// What a line that begins with a slash may be.
+// Commands of a talk: lines that begin with a slash.
 constexpr const char* COMMANDS =
     "/reset forgets, /quit ends, Ctrl-C stops an answer; a space hides a question's first slash";
 

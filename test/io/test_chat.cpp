@@ -141,6 +141,15 @@ TEST(Chat, SystemTextsThatFormatsBring) {
                               "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
                               "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>");
 
+    // A system text is one even if it is empty. White space at the ends is Unicode's, as Python's.
+    ASSERT_EQ(choose_chat(&chat, "chatml", "", t), "");
+    ASSERT_EQ(chat_tokens(chat, {{"system", ""}, {"user", " U"}, {"assistant", "T"}}, &out), "");
+    EXPECT_HAS(shown(t, out), "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n U<|im_end|>\n");
+    ASSERT_EQ(choose_chat(&chat, "llama3", "", t), "");
+    ASSERT_EQ(chat_tokens(chat, {{"user", "\u2003U\u00a0\n"}, {"assistant", " T\u3000"}}, &out), "");
+    EXPECT_HAS(shown(t, out), "user<|end_header_id|>\n\nU<|eot_id|>");
+    EXPECT_HAS(shown(t, out), "{T<|eot_id|>}");
+
     // Alpaca's text depends on whether the instruction has an input.
     ASSERT_EQ(choose_chat(&chat, "alpaca", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "Add.", "1 2"}, {"assistant", "3"}}, &out), "");
