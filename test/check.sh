@@ -105,8 +105,10 @@ step "scripts/multi_node" test/multi_node_test.sh
 step "scripts/run_*.sh" test/scripts_test.sh
 
 # Plots, event files, and the scripts that download data, against a server on this machine.
+step "chat formats in Jinja" test/io/chat_templates_test.py
 step "dev/tensorboard.py" test/io/tensorboard_test.py
 step "dev/data" test/io/data_scripts_test.py
+step "dev/data/tokenize_chat.py" test/io/tokenize_chat_test.py
 step "dev/plot.py" test/io/plot_test.py
 step "dev/bench/sass.py" test/io/sass_test.py
 

@@ -8,11 +8,8 @@
 //           3. encode each run: if people write the text of a special token, it stays text
 //   Mask    An answer's own tokens and the one that ends it are trained; what stands before and
 //           after is not. The mask is made with the tokens, not searched in a rendered text.
-//   auto    The format is the one whose signs occur in the folder's chat template
-//           (chat_template.jinja, or tokenizer_config.json). Without a template, the tokenizer's
-//           special tokens decide. A template that fits no row is refused: there is no Jinja here.
-//   Differences from templates: a system text goes into the first turn, even where Mistral's put it
-//   into the last one. Llama 3.1's date is its template's default.
+//   Jinja   chat_template_of() is the template that computes a row. Llama 3.1's date is its
+//           template's default. Which row a folder's template is: chat_templates.h
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <climits>
@@ -87,54 +84,73 @@ struct ChatFormat {
     std::string default_system = "";
 };
 
+// ChatML's format. Its versions differ in the beginning, and behind a role and an answer.
+inline ChatFormat chatml_format(const std::string& name, const std::string& begin,
+                                const std::string& sep, const std::string& behind) {
+    std::vector<std::string> needs = {"<|im_start|>", "<|im_end|>"};
+    if (sep != "\n") needs.push_back(sep);
+    if (!begin.empty()) needs.push_back(begin);
+    return {.name = name,
+            .begin = begin,
+            .system = "<|im_start|>system" + sep,
+            .system_end = "<|im_end|>" + behind,
+            .user = "<|im_start|>user" + sep,
+            .user_end = "<|im_end|>" + behind,
+            .answer = "<|im_start|>assistant" + sep,
+            .answer_end = "<|im_end|>",
+            .behind = behind,
+            .needs = needs};
+}
+
 // Llama 3's format; 3.1 adds dates to the system turn.
 inline ChatFormat llama3_format(const std::string& name, const std::string& dates) {
     const std::string end = "<|end_header_id|>\n\n";
     return {
         .name = name,
-        .begin = "<|begin_of_text|>",
+        .begin = "<s>",
         .system = "<|start_header_id|>system" + end + dates,
         .system_end = "<|eot_id|>",
         .user = "<|start_header_id|>user" + end,
         .user_end = "<|eot_id|>",
         .answer = "<|start_header_id|>assistant" + end,
         .answer_end = "<|eot_id|>",
-        .needs = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+        .needs = {"<s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
         .always_system = !dates.empty(),
         .trims = true,
         .trims_answer = true};
 }
 
-// Mistral's format. Its versions differ in spaces, and in which marks are tokens.
+// Mistral's format. Its versions differ in spaces, in which marks are tokens, and in where the
+// system text stands: in the first turn, or between marks of its own.
 inline ChatFormat mistral_format(const std::string& name, const std::string& user,
-                                 const std::string& user_end, const std::string& lead) {
-    bool tokens = name != "mistral"; // [INST] is a token
+                                 const std::string& user_end, const std::string& lead,
+                                 const std::string& system = "",
+                                 const std::string& system_end = "\n\n") {
+    std::vector<std::string> needs = {"<s>"};
+    if (name != "mistral" && name != "mistral-v1")
+        needs.insert(needs.end(), {"[INST]", "[/INST]"});
+    if (!system.empty())
+        needs.insert(needs.end(), {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"});
     return {.name = name,
             .begin = "<s>",
-            .system_end = "\n\n",
+            .system = system,
+            .system_end = system_end,
             .user = user,
             .user_end = user_end,
             .lead = lead,
             .answer_end = "</s>",
-            .needs = tokens ? std::vector<std::string>{"<s>", "[INST]", "[/INST]"}
-                            : std::vector<std::string>{"<s>"},
-            .system_inside = true,
-            .trims_answer = true};
+            .needs = needs,
+            .system_inside = system.empty(),
+            .trims_answer = system.empty() && name != "mistral-v1"};
 }
 
 // All formats, each with a comment that shows a turn.
 inline const std::vector<ChatFormat>& chat_formats() {
     static const std::vector<ChatFormat> table = {
         // <|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nT<|im_end|>\n
-        {.name = "chatml",
-         .system = "<|im_start|>system\n",
-         .system_end = "<|im_end|>\n",
-         .user = "<|im_start|>user\n",
-         .user_end = "<|im_end|>\n",
-         .answer = "<|im_start|>assistant\n",
-         .answer_end = "<|im_end|>",
-         .behind = "\n",
-         .needs = {"<|im_start|>", "<|im_end|>"}},
+        chatml_format("chatml", "", "\n", "\n"),
+        chatml_format("chatml-bos", "<s>", "\n", "\n"),
+        chatml_format("phi-4", "", "<|im_sep|>", ""),
 
         // <s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] T </s>
         {.name = "llama2",
@@ -156,20 +172,15 @@ inline const std::vector<ChatFormat>& chat_formats() {
 
         // <s>[INST] S\n\nU [/INST] T</s>; [INST] U[/INST] T</s>; [INST]U[/INST]T</s>
         mistral_format("mistral", "[INST] ", " [/INST]", " "),
+        mistral_format("mistral-v1", " [INST] ", " [/INST]", " "),
         mistral_format("mistral-v3", "[INST] ", "[/INST]", " "),
         mistral_format("mistral-v3-tekken", "[INST]", "[/INST]", ""),
 
         // <s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST] U[/INST] T</s>
-        {.name = "mistral-v7",
-         .begin = "<s>",
-         .system = "[SYSTEM_PROMPT] ",
-         .system_end = "[/SYSTEM_PROMPT]",
-         .user = "[INST] ",
-         .user_end = "[/INST]",
-         .lead = " ",
-         .answer_end = "</s>",
-         .needs = {"<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"},
-         .trims_answer = true},
+        mistral_format("mistral-v7", "[INST] ", "[/INST]", " ", "[SYSTEM_PROMPT] ",
+                       "[/SYSTEM_PROMPT]"),
+        mistral_format("mistral-v7-tekken", "[INST]", "[/INST]", "", "[SYSTEM_PROMPT]",
+                       "[/SYSTEM_PROMPT]"),
 
         // <|user|>\nU</s>\n<|assistant|>\nT</s>\n
         {.name = "zephyr",
@@ -224,6 +235,48 @@ inline std::string alpaca_preamble(bool with_input) {
            ". Write a response that appropriately completes the request.";
 }
 
+// A Jinja expression of text: a string, and bos_token and eos_token for <s> and </s>.
+inline std::string jinja_text(std::string text) {
+    for (auto [from, to] : {std::pair("\\", "\\\\"), std::pair("'", "\\'"),
+                            std::pair("\n", "\\n"), std::pair("<s>", "' ~ bos_token ~ '"),
+                            std::pair("</s>", "' ~ eos_token ~ '")})
+        text = replace_all(text, from, to);
+    return "'" + text + "'";
+}
+
+// The chat template of a format, in Jinja: it renders a conversation as write_conversation() does.
+// It stands on one line, so white space between its parts cannot be rendered. An instruction's
+// input is no part of a message there.
+inline std::string chat_template_of(const ChatFormat& f) {
+    // Names between $ stand for the format's texts.
+    std::string own = f.name == "alpaca" ? alpaca_preamble(false) : f.default_system;
+    std::string text =
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+        "{% set turns = messages[1:] %}{% else %}{% set system = $own$ %}"
+        "{% set turns = messages %}{% endif %}{{ $begin$ }}{% if system is not none and not "
+        "$inside$ %}{{ $system$ ~ system$trim$ ~ $system_end$ }}{% endif %}"
+        "{% for message in turns %}{% set text = message['content'] %}"
+        "{% if message['role'] != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception("
+        "'after a system text, user and assistant take turns') }}{% endif %}"
+        "{% if loop.first and system is not none and $inside$ %}"
+        "{% set text = $system$ ~ system ~ $system_end$ ~ text %}{% endif %}"
+        "{% if message['role'] == 'user' %}{{ $user$ ~ text$trim$ ~ $user_end$ }}{% else %}"
+        "{{ $answer$ ~ $lead$ ~ text$trim_answer$ ~ $answer_end$ ~ $behind$ }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ $answer$ }}{% endif %}";
+
+    // Put them in, the system text last: it may hold such names.
+    text = replace_all(text, "$inside$", f.system_inside ? "true" : "false");
+    text = replace_all(text, "$trim$", f.trims ? " | trim" : "");
+    text = replace_all(text, "$trim_answer$", f.trims_answer ? " | trim" : "");
+    for (auto [name, value] : {std::pair("$begin$", f.begin), {"$system$", f.system},
+                               {"$system_end$", f.system_end}, {"$user$", f.user},
+                               {"$user_end$", f.user_end}, {"$answer$", f.answer},
+                               {"$lead$", f.lead}, {"$answer_end$", f.answer_end},
+                               {"$behind$", f.behind}})
+        text = replace_all(text, name, jinja_text(value));
+    return replace_all(text, "$own$", own.empty() && !f.always_system ? "none" : jinja_text(own));
+}
+
 constexpr int NO_TOKEN = INT_MAX; // <s> of a tokenizer without such a token: nothing is written
 
 // A format, and the tokenizer that writes it.
@@ -231,8 +284,10 @@ struct Chat {
     ChatFormat format;
     const Tokenizer* tokenizer = nullptr;
     Fixed markers = {}; // special tokens by the names that formats use
-    int bos = -1;       // the token of <s>
-    int end = -1;       // the token that ends an answer, and a sample
+    std::string why = "";     // who chose the format
+    std::string refused = ""; // why no conversation can be written, only tokens read
+    int bos = -1;         // the token of <s>
+    int end = -1;         // the token that ends an answer, and a sample
     bool pairs = false; // a line holds two answers to a question, the better one first (pairs.h)
     bool labels = false; // a line holds one answer, and whether it is desirable (labels.h)
 };
@@ -334,29 +389,27 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
 
 // A text without white space at its ends, if the format trims.
 inline std::string chat_trim(const std::string& text, bool trims) {
-    const char* spaces = " \t\n\r\f\v";
-    size_t from = trims ? text.find_first_not_of(spaces) : 0;
-    if (from == std::string::npos) return "";
-    return trims ? text.substr(from, text.find_last_not_of(spaces) + 1 - from) : text;
+    size_t from = trims ? space_at_start(text) : 0;
+    return trims ? text.substr(from, text.size() - from - space_at_end(text.substr(from))) : text;
 }
 
-// The system text of a conversation: its own, or the format's default.
-inline std::string system_text(const Chat& chat, const Conversation& messages) {
-    if (messages[0].role == "system")
-        return messages[0].text;
-    bool alpaca = chat.format.name == "alpaca";
-    return alpaca ? alpaca_preamble(!messages[0].input.empty()) : chat.format.default_system;
+// The system text of a conversation: its own, even if it is empty, or the format's. Returns false
+// if there is none.
+inline bool system_text(const ChatFormat& f, const Conversation& messages, std::string* text) {
+    bool own = messages[0].role == "system", alpaca = f.name == "alpaca";
+    *text = own      ? messages[0].text
+            : alpaca ? alpaca_preamble(!messages[0].input.empty())
+                     : f.default_system;
+    return own || f.always_system || !text->empty();
 }
 
 // Write a user's turn. The user's words are put as text, so special tokens that they name stay
-// text. The first turn takes the system text if that has no turn of its own.
+// text. system: the system text in its marks, if this turn takes it.
 inline void put_user(ChatWriter& w, const ChatMessage& m, const std::string& system) {
     const ChatFormat& f = w.chat.format;
-    std::string text = m.text;
+    std::string text = system + m.text;
     if (!m.input.empty())
         text += f.input + m.input;
-    if (!system.empty())
-        text = f.system + system + f.system_end + text;
     put_markers(w, f.user, false);
     put_text(w, chat_trim(text, f.trims), false);
     put_markers(w, f.user_end, false);
@@ -375,11 +428,14 @@ inline void put_answer(ChatWriter& w, const ChatMessage& m) {
 inline ChatTokens write_conversation(const Chat& chat, const Conversation& messages, bool opens) {
     ChatWriter w = {chat};
     const ChatFormat& f = chat.format;
-    std::string system = system_text(chat, messages);
+    std::string system;
+    bool has_system = system_text(f, messages, &system);
     put_markers(w, f.begin, false);
 
-    // Write a system turn, if the format has one.
-    if (!f.system_inside && (!system.empty() || f.always_system)) {
+    // Write a system turn, if the format has one; otherwise the first question's turn takes it.
+    if (has_system && f.system_inside)
+        system = f.system + system + f.system_end;
+    if (has_system && !f.system_inside) {
         put_markers(w, f.system, false);
         put_text(w, chat_trim(system, f.trims), false);
         put_markers(w, f.system_end, false);
@@ -402,6 +458,7 @@ inline ChatTokens write_conversation(const Chat& chat, const Conversation& messa
 // Write a whole conversation for training.
 inline std::string chat_tokens(const Chat& chat, const Conversation& messages, ChatTokens* out) {
     std::string wrong = check_conversation(messages, true);
+    if (!chat.refused.empty()) return chat.refused;
     if (wrong.empty())
         *out = write_conversation(chat, messages, false);
     return wrong;
@@ -412,105 +469,10 @@ inline std::string chat_tokens(const Chat& chat, const Conversation& messages, C
 inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
                                std::vector<int>* tokens) {
     std::string wrong = check_conversation(messages, false);
+    if (!chat.refused.empty()) return chat.refused;
     if (wrong.empty())
         *tokens = write_conversation(chat, messages, true).tokens;
     return wrong;
-}
-
-// ----------------------------------------------------------------------------
-// which format
-
-// Read a folder's chat template, or "" if it has none.
-inline std::string read_chat_template(const std::string& folder, std::string* text) {
-    *text = "";
-    std::string jinja = folder + "/chat_template.jinja";
-    std::string config = folder + "/tokenizer_config.json";
-
-    // A file of its own comes before the key.
-    if (::access(jinja.c_str(), R_OK) == 0)
-        return read_whole_file(jinja, text);
-    if (::access(config.c_str(), R_OK) != 0)
-        return "";
-
-    // The key holds a string, or a list of named templates; take the default one, without tools.
-    nlohmann::json j;
-    std::string wrong = read_json(config, &j);
-    if (!wrong.empty()) return wrong;
-    nlohmann::json found = j.value("chat_template", nlohmann::json());
-    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
-        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
-            found = nlohmann::json(each.value("template", nlohmann::json()));
-    if (found.is_string())
-        *text = found.get<std::string>();
-    return "";
-}
-
-// Find the row that renders like a template, by signs in it. Returns "" if there is none.
-inline std::string recognise_template(const std::string& text, const Tokenizer& t) {
-    auto holds = [&](const char* sign) { return text.find(sign) != std::string::npos; };
-    if (holds("<think>")) return ""; // the model's thoughts are set apart, which no row does
-    if (holds("<|im_start|>")) return "chatml";
-    if (holds("<|start_header_id|>"))
-        return holds("Cutting Knowledge Date") ? "llama3.1" : "llama3";
-    if (holds("<|user_start|>")) return "nanochat";
-    if (holds("<|user|>") && holds("eos_token") && !holds("<|end|>")) return "zephyr";
-    if (!holds("[INST]")) return "";
-
-    // Tell Llama 2's from Mistral's by the system text, and Mistral's by spaces around [INST]. The
-    // first Mistral writes [INST] as text, so its tokenizer has no such token.
-    if (holds("<<SYS>>")) return "llama2";
-    if (holds("[SYSTEM_PROMPT]")) return "mistral-v7";
-    if (find_token(t.special, "[INST]") < 0) return "mistral";
-    return holds("[INST] ") ? "mistral-v3" : "mistral-v3-tekken";
-}
-
-// Find the row whose special tokens a tokenizer has, or "plain". The marks of Llama 2 and Zephyr
-// are text, which no tokenizer shows: such a folder needs its template.
-inline std::string recognise_tokens(const Tokenizer& t) {
-    auto has = [&](const char* token) { return find_token(t.special, token) >= 0; };
-    if (has("<|im_start|>")) return "chatml";
-    if (has("<|start_header_id|>")) return "llama3";
-    if (has("<|user_start|>")) return "nanochat";
-    return has("[INST]") ? "mistral-v3" : "plain";
-}
-
-// The system text that a ChatML template writes if a conversation has none.
-inline std::string template_system(std::string text) {
-    // Templates write a newline as two characters or as one. If there are several parts, take the
-    // first without code: tools would change those before it.
-    const std::string opens = "<|im_start|>system\n", ends = "<|im_end|>";
-    text = replace_all(text, "\\n", "\n");
-    for (size_t at = text.find(opens); at != std::string::npos; at = text.find(opens, at + 1)) {
-        size_t from = at + opens.size();
-        std::string found = text.substr(from, text.find(ends, from) - from);
-        if (!found.empty() && found.find_first_of("'\"{}") == std::string::npos)
-            return found;
-    }
-    return "";
-}
-
-// Choose the format of --chat-format for a model's folder ("": no folder). A name is trusted.
-inline std::string choose_chat(Chat* chat, const std::string& name, const std::string& folder,
-                               const Tokenizer& t) {
-    // Look for a template.
-    std::string text, chosen = name;
-    std::string wrong = folder.empty() ? "" : read_chat_template(folder, &text);
-    if (!wrong.empty()) return wrong;
-    if (name == "auto")
-        chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
-    if (chosen.empty())
-        return folder +
-               ": its chat template is of a kind that is not built: give --chat-format "
-               "with the name of the row that it is like (--help lists them)";
-
-    // Take the row.
-    for (const ChatFormat& row : chat_formats())
-        if (row.name == chosen) {
-            ChatFormat format = row;
-            if (chosen == "chatml") format.default_system = template_system(text);
-            return chat_open(chat, format, t);
-        }
-    return "--chat-format " + name + ": there is no such format";
 }
 
 } // namespace llmc

@@ -284,10 +284,10 @@ inline const std::vector<Flag>& config_table() {
          "kto: weight of desirable answers' loss; where they are few, more"},
         {"undesirable-weight", &C::undesirable_weight, "0..1000", "kto: and of the others'"},
         {"chat-format", &C::chat_format,
-         "auto|chatml|llama2|llama3|llama3.1|mistral|mistral-v3|mistral-v3-tekken|mistral-v7|"
-         "zephyr|nanochat|alpaca|plain",
-         "how conversations are written; auto: as the --model folder's chat template has it, or "
-         "the tokenizer's special tokens, else plain"},
+         "auto|chatml|chatml-bos|phi-4|llama2|llama3|llama3.1|mistral|mistral-v1|mistral-v3|"
+         "mistral-v3-tekken|mistral-v7|mistral-v7-tekken|zephyr|nanochat|alpaca|plain",
+         "how conversations are written; auto: as the --model folder's chat template has it; "
+         "without one as the tokenizer's special tokens say, else plain"},
 
         {"", &C::help, "",
          "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},

@@ -5,6 +5,8 @@
 //              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
 //              {"instruction": "...", "input": "...", "output": "..."}
 //              {"prompt": "...", "completion": "..."}, texts or lists of messages
+//              {"input_ids": [...], "labels": [...]}, rendered and tokenized already, label i of
+//                token i: its id if it is trained, otherwise -100 (transformers' convention)
 //   Windows  Conversations lie whole in windows of T tokens. The longest come first, and each goes
 //            to the window with the least room that takes it (best fit). Padding fills the rest, as
 //            a document of its own. A conversation that is longer than T loses its end; without an
@@ -17,7 +19,7 @@
 #pragma once
 #include <map>
 #include "../documents.h"
-#include "chat.h"
+#include "chat_templates.h"
 #include "text_batch.h"
 
 namespace llmc {
@@ -137,6 +139,31 @@ inline std::string read_conversation(const nlohmann::json& j, Conversation* out)
     return wrong;
 }
 
+// Read a line that is tokenized already.
+inline std::string read_tokens(const nlohmann::json& j, int vocab, ChatTokens* out) {
+    for (const char* key : {"input_ids", "labels"})
+        if (!j.contains(key) || !j[key].is_array())
+            return concat("has no list \"", key, "\"");
+    const nlohmann::json &ids = j["input_ids"], &labels = j["labels"];
+    if (ids.size() != labels.size())
+        return concat("has ", ids.size(), " \"input_ids\" and ", labels.size(), " \"labels\"");
+    if (j.contains("attention_mask") && j["attention_mask"] != nlohmann::json(ids.size(), 1))
+        return "has padding in its \"attention_mask\": leave the padding out";
+
+    // Nothing stands before the first token, so it is never trained.
+    for (size_t i = 0; i < ids.size(); i++) {
+        if (!ids[i].is_number_integer() || ids[i] < 0 || ids[i] >= vocab)
+            return concat("has the input_id ", in_quotes(ids[i].dump()), ": tokens go from 0 to ",
+                          vocab - 1);
+        if (labels[i] != -100 && labels[i] != ids[i])
+            return concat("has the label ", in_quotes(labels[i].dump()), " for the token ",
+                          ids[i].dump(), ": give -100, or the token itself (labels not shifted)");
+        out->tokens.push_back(ids[i].get<int>());
+        out->trained.push_back(i > 0 && labels[i] != -100);
+    }
+    return "";
+}
+
 // ----------------------------------------------------------------------------
 // windows
 
@@ -223,8 +250,10 @@ inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& l
                                        std::vector<int>* tokens, ConversationCounts* counts) {
     Conversation messages;
     ChatTokens written;
-    std::string wrong = read_conversation(line, &messages);
-    if (wrong.empty())
+    bool ready = line.contains("input_ids");
+    std::string wrong = ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
+                              : read_conversation(line, &messages);
+    if (wrong.empty() && !ready)
         wrong = chat_tokens(chat, messages, &written);
     if (wrong.empty())
         *tokens = marked_tokens(written, T, counts);

@@ -720,7 +720,10 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
     // Write conversations in the format of the model's folder, if there is one.
     struct stat s;
     bool folder = stat(c.model.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    return choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
+    std::string wrong = choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
+    if (wrong.empty())
+        printf("chat format: %s, %s\n", o->chat.format.name.c_str(), o->chat.why.c_str());
+    return wrong;
 }
 
 // Describe the inputs that --data names.

@@ -215,12 +215,20 @@ inline void look_at_data(Run& run) {
 // Choose the format of conversations, if --loss, --chat or --chat-format needs one.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
-    if (!has_conversations(c) && !c.chat && !given(c, "chat-format"))
-        return;
     std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
+    if (!has_conversations(c) && !c.chat && !given(c, "chat-format")) {
+        // Say how a model that knows conversations is asked: a plain prompt gets no answer from it.
+        bool asks = !folder.empty() && !(c.prompt + c.prompts).empty();
+        nlohmann::json text;
+        if (asks && read_chat_template(folder, &text).empty() && !text.is_null())
+            note(run, concat(folder, " has a chat template, and prompts are continued as plain "
+                             "text: --chat-format auto asks them as questions"));
+        return;
+    }
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
+    if (!has_conversations(c)) or_die(run.chat.refused);
     if (is_first(run))
-        printf("chat format: %s\n", run.chat.format.name.c_str());
+        printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
 }
 
 // Open training and validation data, and check that they have no text in common.

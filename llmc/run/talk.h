@@ -1,5 +1,5 @@
 // talk.h - a talk with the model in a terminal, or through a pipe
-//   1. read a line: a question, /reset (forget all), or /quit; the end of the input quits too
+//   1. read a line: a question, or a command (/help lists them); the end of the input quits too
 //   2. encode the conversation so far in the chat format (llmc/io/chat.h); if the context has no
 //      room for it and an answer, forget its first questions, and say so
 //   3. run the model on the new tokens only: the cache keeps those that are the same as before
@@ -164,25 +164,30 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     if (!tokens.empty()) talk.known.pop_back(); // the last token was picked, but not read
 }
 
+// Commands of a talk: lines that begin with a slash.
+constexpr const char* COMMANDS =
+    "/reset forgets, /quit ends, Ctrl-C stops an answer; a space hides a question's first slash";
+
 // Hold the talk, until the input ends.
 template <typename T, typename S>
 void hold_talk(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::SAMPLE);
     Talk talk;
     if (is_first(run))
-        printf("chat: /reset forgets, /quit ends, Ctrl-C stops an answer\n");
+        printf("chat: %s\n", COMMANDS);
 
     // Turn the watchdog off: a person may think for long.
     if (run.world.info)
         run.world.info->timeout_s = 0;
     handle_signal(SIGINT, note_interrupt);
     for (std::string line; ask_question(run, &line);) {
-        if (line == "/reset") {
-            talk.messages.clear();
-            if (is_first(run)) printf("(forgotten)\n");
-            continue;
-        }
-        if (line.empty()) continue;
+        // Obey a command. One that there is not is no question either.
+        bool command = line.starts_with('/'), reset = line == "/reset";
+        if (reset) talk.messages.clear();
+        std::string unknown = line == "/help" ? "" : "there is no " + printable(line) + ": ";
+        if (command && is_first(run))
+            puts(reset ? "(forgotten)" : (unknown + COMMANDS).c_str());
+        if (command || line.empty()) continue;
 
         // Answer the question, or drop it from the talk if it does not fit.
         talk.messages.push_back({"user", line});

@@ -3,6 +3,7 @@
 //   tokenizer has a token for each byte and the special tokens of all formats, so that a string
 //   tells the tokens. Llama 2's own tokenizer is compared where the fixtures are at hand.
 #include "../../llmc/io/dataloader.h"
+
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/io/reward_command.h"
 #include "../../llmc/io/rollouts.h"
@@ -39,7 +40,7 @@ static Tokenizer tokenizer_with(const std::vector<std::string>& special) {
 static const std::vector<std::string> ALL_SPECIAL = {
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
-    "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"};
+    "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", "<|im_sep|>"};
 
 // Tokens as text, with special tokens by their names. The trained part stands in { }.
 static std::string shown(const Tokenizer& t, const ChatTokens& c) {
@@ -75,16 +76,25 @@ TEST(Chat, EachFormatIsItsTemplatesStringAndTrainsItsAnswers) {
              {"chatml", "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n U <|im_end|>\n"
                         "<|im_start|>assistant\n{T<|im_end|>}\n<|im_start|>user\nV<|im_end|>\n"
                         "<|im_start|>assistant\n{ W\n<|im_end|>}\n"},
+             {"chatml-bos", "<s><|im_start|>system\nS<|im_end|>\n<|im_start|>user\n U <|im_end|>\n"
+                            "<|im_start|>assistant\n{T<|im_end|>}\n<|im_start|>user\nV<|im_end|>\n"
+                            "<|im_start|>assistant\n{ W\n<|im_end|>}\n"},
+             {"phi-4", "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|> U <|im_end|>"
+                       "<|im_start|>assistant<|im_sep|>{T<|im_end|>}<|im_start|>user<|im_sep|>V"
+                       "<|im_end|><|im_start|>assistant<|im_sep|>{ W\n<|im_end|>}"},
              {"llama2", "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\n U [/INST]{ T </s>}"
                         "<s>[INST] V [/INST]{ W </s>}"},
-             {"llama3", "<|begin_of_text|>" + H + "system" + E + "S<|eot_id|>" + H + "user" + E +
+             {"llama3", "<s>" + H + "system" + E + "S<|eot_id|>" + H + "user" + E +
                             "U<|eot_id|>" + H + "assistant" + E + "{T<|eot_id|>}" + H + "user" +
                             E + "V<|eot_id|>" + H + "assistant" + E + "{W<|eot_id|>}"},
              {"mistral", "<s>[INST] S\n\n U  [/INST]{ T</s>}[INST] V [/INST]{ W</s>}"},
+             {"mistral-v1", "<s> [INST] S\n\n U  [/INST]{ T</s>} [INST] V [/INST]{  W\n</s>}"},
              {"mistral-v3", "<s>[INST] S\n\n U [/INST]{ T</s>}[INST] V[/INST]{ W</s>}"},
              {"mistral-v3-tekken", "<s>[INST]S\n\n U [/INST]{T</s>}[INST]V[/INST]{W</s>}"},
              {"mistral-v7", "<s>[SYSTEM_PROMPT] S[/SYSTEM_PROMPT][INST]  U [/INST]{ T</s>}"
-                            "[INST] V[/INST]{ W</s>}"},
+                            "[INST] V[/INST]{  W\n</s>}"},
+             {"mistral-v7-tekken", "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST] U [/INST]{T</s>}"
+                                   "[INST]V[/INST]{ W\n</s>}"},
              {"zephyr", "<|system|>\nS</s>\n<|user|>\n U </s>\n<|assistant|>\n{T</s>}\n"
                         "<|user|>\nV</s>\n<|assistant|>\n{ W\n</s>}\n"},
              {"nanochat", "<|bos|><|user_start|>S\n\n U <|user_end|><|assistant_start|>"
@@ -127,9 +137,18 @@ TEST(Chat, SystemTextsThatFormatsBring) {
     ChatTokens out;
     ASSERT_EQ(choose_chat(&chat, "llama3.1", "", t), "");
     ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
-    EXPECT_HAS(shown(t, out), "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    EXPECT_HAS(shown(t, out), "<s><|start_header_id|>system<|end_header_id|>\n\n"
                               "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
                               "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>");
+
+    // A system text is one even if it is empty. White space at the ends is Unicode's, as Python's.
+    ASSERT_EQ(choose_chat(&chat, "chatml", "", t), "");
+    ASSERT_EQ(chat_tokens(chat, {{"system", ""}, {"user", " U"}, {"assistant", "T"}}, &out), "");
+    EXPECT_HAS(shown(t, out), "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n U<|im_end|>\n");
+    ASSERT_EQ(choose_chat(&chat, "llama3", "", t), "");
+    ASSERT_EQ(chat_tokens(chat, {{"user", "\u2003U\u00a0\n"}, {"assistant", " T\u3000"}}, &out), "");
+    EXPECT_HAS(shown(t, out), "user<|end_header_id|>\n\nU<|eot_id|>");
+    EXPECT_HAS(shown(t, out), "{T<|eot_id|>}");
 
     // Alpaca's text depends on whether the instruction has an input.
     ASSERT_EQ(choose_chat(&chat, "alpaca", "", t), "");
@@ -196,55 +215,155 @@ TEST(Chat, RolesOutOfOrderAreRefusedWithAFix) {
     EXPECT_HAS(chat_prompt(chat, {{"system", "S"}}, &prompt), "has no question");
 }
 
-TEST(Chat, AutoKnowsATemplateByItsTextAndATokenizerByItsTokens) {
-    struct Known {
-        std::string text, format;
-    };
-    Tokenizer all = tokenizer_with(ALL_SPECIAL), few = tokenizer_with({"<s>", "</s>"});
-    for (const Known& known : std::vector<Known>{
-             {"{{'<|im_start|>' + message['role']", "chatml"},
-             {"{{ '<|start_header_id|>' + message['role']", "llama3"},
-             {"<|start_header_id|> Cutting Knowledge Date: ", "llama3.1"},
-             {"bos_token + '[INST] ' ... '<<SYS>>", "llama2"},
-             {"'[INST] ' + message['content'] + '[/INST]'", "mistral-v3"},
-             {"'[INST]' + message['content'] + '[/INST]'", "mistral-v3-tekken"},
-             {"[SYSTEM_PROMPT] [INST] ", "mistral-v7"},
-             {"<|user|>\n' + message['content'] + eos_token", "zephyr"},
-             {"<|user|>\n' + message['content'] + '<|end|>' eos_token", ""},
-             {"<|im_start|> <think>", ""},
+TEST(Chat, ATemplateIsAFormatOnlyIfAllOfItsTextIsKnown) {
+    // The default template of transformers' first versions, which SmolLM and OpenOrca have.
+    const std::string chatml = "{% for message in messages %}{{'<|im_start|>' + message['role'] + "
+                               "'\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+                               "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+                               "{% endif %}";
+    ChatFormat format;
+    ASSERT_TRUE(recognise_template(chatml, &format));
+    EXPECT_EQ(format.name, "chatml");
+    EXPECT_EQ(format.default_system, "");
+    ASSERT_TRUE(recognise_template("{{ bos_token }}" + chatml, &format)); // Dolphin 2.8's, Hermes 2's
+    EXPECT_EQ(format.name, "chatml-bos");
 
-             {"<start_of_turn>", ""}})
-        EXPECT_EQ(recognise_template(known.text, all), known.format) << known.text;
+    // Jinja leaves out one newline at the end, and reads line ends of two bytes as one.
+    EXPECT_TRUE(recognise_template(chatml + "\n", &format));
+    EXPECT_TRUE(recognise_template(replace_all(chatml, "\n", "\r\n"), &format));
+    EXPECT_FALSE(recognise_template(chatml + " ", &format));
+    EXPECT_FALSE(recognise_template(chatml + "\n\n", &format));
 
-    // The tokenizer decides where the text fits two formats, or where there is no template.
-    EXPECT_EQ(recognise_template("'[INST] ' + message['content'] + ' [/INST]'", few), "mistral");
-    EXPECT_EQ(recognise_tokens(tokenizer_with({"<|im_start|>"})), "chatml");
-    EXPECT_EQ(recognise_tokens(few), "plain");
+    // A token, a space, a role, another mark: each makes it another template.
+    EXPECT_FALSE(recognise_template("{{ eos_token }}" + chatml, &format));
+    EXPECT_FALSE(recognise_template(replace_all(chatml, "'\n' +", "' ' +"), &format));
+    EXPECT_FALSE(recognise_template(replace_all(chatml, "assistant", "model"), &format));
+    EXPECT_FALSE(recognise_template(replace_all(chatml, "'\n' +", "'<|im_sep|>' +"), &format));
+    EXPECT_FALSE(recognise_template("", &format));
+
+    // A system text that a template brings counts.
+    const std::string qwen = "{% for message in messages %}{% if loop.first and messages[0]['role']"
+                             " != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant."
+                             "<|im_end|>\n' }}{% endif %}" + chatml.substr(29);
+    ASSERT_TRUE(recognise_template(qwen, &format));
+    EXPECT_EQ(format.name, "chatml");
+    EXPECT_EQ(format.default_system, "You are a helpful assistant.");
+    EXPECT_FALSE(recognise_template(replace_all(qwen, "helpful", "kind"), &format));
+}
+
+TEST(Chat, TheTemplateThatAFormatIsExportedWithIsThatFormat) {
+    ChatFormat found;
+    for (ChatFormat row : chat_formats()) {
+        ASSERT_TRUE(recognise_template(chat_template_of(row), &found)) << row.name;
+        EXPECT_EQ(found.name, row.name);
+    }
+    for (const PublishedTemplates& each : published_templates()) {
+        ASSERT_NE(format_named(each.format), nullptr) << each.format;
+        ChatFormat row = *format_named(each.format);
+        row.default_system = each.system;
+        ASSERT_TRUE(recognise_template(chat_template_of(row), &found));
+        EXPECT_EQ(found.name, row.name);
+        EXPECT_EQ(found.default_system, row.default_system);
+    }
+
+    // Another system text is one that nobody published.
+    ChatFormat row = chat_formats()[0];
+    row.default_system = "It's {{ x }}.\n";
+    EXPECT_FALSE(recognise_template(chat_template_of(row), &found));
 }
 
 TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
-    // The template is a string in tokenizer_config.json. ChatML's brings a system text of its own.
+    // The template is a string in tokenizer_config.json. It brings a system text of its own.
     Tokenizer t = tokenizer_with(ALL_SPECIAL);
     Chat chat;
     ChatTokens out;
     std::string folder = scratch("template");
-    nlohmann::json config = {
-        {"chat_template", "{{- '<|im_start|>system\\nYou are kind.<|im_end|>\\n' }}"}};
+    ChatFormat kind = chat_formats()[0];
+    kind.default_system = "You are a helpful assistant.";
+    nlohmann::json config = {{"chat_template", chat_template_of(kind)}};
     put_file(folder + "/tokenizer_config.json", config.dump());
-    ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
-    ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
-    EXPECT_EQ(shown(t, out), "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nU"
-                             "<|im_end|>\n<|im_start|>assistant\n{T<|im_end|>}\n");
+    const std::string turn = "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n{T<|im_end|>}\n";
+    for (std::string name : {"auto", "chatml"}) {
+        ASSERT_EQ(choose_chat(&chat, name, folder, t), "");
+        ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
+        EXPECT_EQ(shown(t, out),
+                  "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + turn);
+        EXPECT_EQ(chat.why, "by the chat template, with the system text \"You are a helpful "
+                            "assistant.\"");
+    }
 
-    // A list of templates; then a file of its own, which wins, and which we cannot render.
-    config = {{"chat_template", {{{"name", "tools"}, {"template", "<<SYS>>"}},
-                                 {{"name", "default"}, {"template", "<|start_header_id|>"}}}}};
-    put_file(folder + "/tokenizer_config.json", config.dump());
+    // An explicit name of another format is trusted, and takes no text from the template.
+    ASSERT_EQ(choose_chat(&chat, "chatml-bos", folder, t), "");
+    ASSERT_EQ(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out), "");
+    EXPECT_EQ(shown(t, out), "<s>" + turn);
+    EXPECT_EQ(chat.why, "by --chat-format");
+
+    // A list of templates, and an object of them; without a default one nothing is guessed.
+    const std::string zephyr = chat_template_of(*format_named("zephyr"));
+    for (bool list : {true, false}) {
+        config = {{"chat_template", {{"tool_use", "x"}, {"default", zephyr}}}};
+        if (list)
+            config = {{"chat_template", {{{"name", "tool_use"}, {"template", "x"}},
+                                         {{"name", "default"}, {"template", zephyr}}}}};
+        put_file(folder + "/tokenizer_config.json", config.dump());
+        ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
+        EXPECT_EQ(chat.format.name, "zephyr");
+    }
+    for (const char* odd : {R"({"chat_template": [{"name": "rag", "template": "x"}]})",
+                            R"({"chat_template": {"rag": "x"}})", R"({"chat_template": 3})"}) {
+        put_file(folder + "/tokenizer_config.json", odd);
+        EXPECT_HAS(choose_chat(&chat, "auto", folder, t), "no list with a \"default\" one") << odd;
+    }
+
+    // A processor's file holds the key too. A file of the template alone wins.
+    put_file(folder + "/tokenizer_config.json", R"({"chat_template": null})");
+    put_file(folder + "/chat_template.json", nlohmann::json{{"chat_template", zephyr}}.dump());
     ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
-    EXPECT_EQ(chat.format.name, "llama3");
-    put_file(folder + "/chat_template.jinja", "{{ '<start_of_turn>' }}");
-    EXPECT_HAS(choose_chat(&chat, "auto", folder, t), "is of a kind that is not built");
-    EXPECT_EQ(choose_chat(&chat, "zephyr", folder, t), "");
+    EXPECT_EQ(chat.format.name, "zephyr");
+    for (const char* unknown : {"{{ '<start_of_turn>' }}", ""}) {
+        put_file(folder + "/chat_template.jinja", unknown);
+        EXPECT_EQ(choose_chat(&chat, "auto", folder, t), "");
+        EXPECT_HAS(chat_tokens(chat, {{"user", "U"}, {"assistant", "T"}}, &out),
+                   folder + ": its chat template equals no format here: name the format that the "
+                            "model was trained with, as in --chat-format chatml");
+        EXPECT_EQ(choose_chat(&chat, "zephyr", folder, t), "");
+        EXPECT_EQ(chat.refused, "");
+    }
+
+    // A template beside the tokenizer counts without a model's folder, and before it.
+    t.name = put_file(folder + "/tokenizer.json", "{}");
+    EXPECT_EQ(choose_chat(&chat, "auto", "", t), "");
+    EXPECT_HAS(chat.refused, folder + "/: its chat template equals no format");
+    std::string model = scratch("model");
+    put_file(model + "/chat_template.jinja", zephyr);
+    EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
+    EXPECT_HAS(chat.refused, folder);
+    fs::remove(folder + "/chat_template.jinja"), fs::remove(folder + "/chat_template.json");
+    EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
+    EXPECT_EQ(chat.format.name, "zephyr");
+}
+
+TEST(Chat, WithoutATemplateTheTokensDecideAndItIsSaid) {
+    struct Known {
+        std::string token, format;
+    };
+    for (const Known& known : std::vector<Known>{{"<|im_start|>", "chatml"},
+                                                 {"<|im_sep|>", "phi-4"},
+                                                 {"<|start_header_id|>", "llama3"},
+                                                 {"<|user_start|>", "nanochat"},
+                                                 {"[INST]", "mistral-v3"},
+                                                 {"<s>", "plain"}})
+        EXPECT_EQ(recognise_tokens(tokenizer_with({known.token})), known.format);
+
+    Chat chat;
+    Tokenizer all = tokenizer_with(ALL_SPECIAL), few = tokenizer_with({"<s>", "</s>"});
+    for (const Tokenizer* t : {&all, &few}) {
+        ASSERT_EQ(choose_chat(&chat, "auto", "", *t), "");
+        EXPECT_EQ(chat.format.name, t == &all ? "phi-4" : "plain");
+        EXPECT_EQ(chat.why, "by the special tokens, for there is no chat template");
+        EXPECT_EQ(chat.refused, "");
+    }
+    EXPECT_EQ(choose_chat(&chat, "gpt", "", all), "--chat-format gpt: there is no such format");
 }
 
 TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
@@ -256,6 +375,45 @@ TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
     EXPECT_HAS(choose_chat(&chat, "llama2", "", few), "no token that begins a text");
     EXPECT_HAS(choose_chat(&chat, "plain", "", none), "no token that ends a text");
     EXPECT_EQ(choose_chat(&chat, "plain", "", few), "");
+}
+
+// chat_templates_test.py renders the same with Jinja. Here every format writes its conversations.
+TEST(Chat, WritesEveryFormatForAComparisonWithJinja) {
+    const char* path = getenv("CHAT_RENDERED");
+    if (!path) GTEST_SKIP() << "skipped: test/io/chat_templates_test.py runs this";
+    nlohmann::json in, out;
+    ASSERT_EQ(read_json(path, &in), "");
+    // Give <s> and </s> other names, as they have in most tokenizers.
+    std::vector<std::string> special = ALL_SPECIAL;
+    special[0] = "<bos>", special[1] = "<eos>";
+    Tokenizer t = tokenizer_with(special);
+    t.bos = t.special["<bos>"], t.eot = t.special["<eos>"];
+    auto write = [&](const ChatFormat& row, const std::string& text) {
+        Chat chat;
+        ASSERT_EQ(chat_open(&chat, row, t), "");
+        nlohmann::json texts;
+        for (const nlohmann::json& each : in["conversations"]) {
+            Conversation talk;
+            ASSERT_EQ(read_messages(each["messages"], "role", "content", &talk), "");
+            ChatTokens written = write_conversation(chat, talk, each["opens"]);
+            for (char& trained : written.trained) trained = 0;
+            texts.push_back(shown(t, written));
+        }
+        out.push_back({{"format", row.name}, {"template", text}, {"texts", texts}});
+    };
+
+    // Formats with a system text of their own are variants of a row.
+    for (ChatFormat row : chat_formats())
+        for (const nlohmann::json& system : in["systems"]) {
+            row.default_system = system.get<std::string>();
+            write(row, chat_template_of(row));
+        }
+    for (const nlohmann::json& text : in["templates"]) {
+        ChatFormat row;
+        bool known = recognise_template(text, &row);
+        known ? write(row, text) : out.push_back({{"format", nullptr}, {"template", text}});
+    }
+    put_file(std::string(path) + ".out", out.dump());
 }
 
 // Meta's program encodes each turn by itself: begin + "[INST] U [/INST] T " + end.
@@ -389,6 +547,61 @@ static std::string eight_lines() {
     std::string text;
     for (int n : {3, 20, 11, 1, 7, 30, 2, 15}) text += line_of("q", std::string(n, 'a' + n % 26));
     return text;
+}
+
+TEST(Conversations, LinesThatAreTokenizedAlreadyKeepTheirTokensAndLabels) {
+    // A folder whose template is not known reads them, and nothing else.
+    Tokenizer t = tokenizer_with({"<s>", "</s>", "[X]"}); // 259 tokens
+    Chat chat;
+    std::string folder = scratch("tokenized");
+    put_file(folder + "/chat_template.jinja", "[X]{{ messages }}");
+    ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
+    EXPECT_EQ(chat.format.name, "none");
+    EXPECT_EQ(chat.end, 257);
+
+    // The first token has nothing before it that could predict it.
+    ConversationCounts counts;
+    Tokens tokens;
+    auto read = [&](const std::string& line, size_t T = 8) {
+        tokens.clear();
+        return conversation_tokens(chat, nlohmann::json::parse(line), T, &tokens, &counts);
+    };
+    const int T = TRAINED, B = BEGINS;
+    EXPECT_EQ(read(R"({"input_ids": [258, 7, 8, 257], "labels": [-100, -100, 8, 257]})"), "");
+    EXPECT_EQ(tokens, Tokens({258 | B, 7, 8 | T, 257 | T}));
+    EXPECT_EQ(read(R"({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 1]})"), "");
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T}));
+    EXPECT_EQ(read(R"({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})", 2), "");
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T}));
+    EXPECT_EQ(counts.lost, 1u);
+    EXPECT_EQ(read(R"({"input_ids": [5, 6], "labels": [-100, -100]})"), "");
+    EXPECT_TRUE(tokens.empty());
+    EXPECT_EQ(counts.dropped, 1u);
+
+    // Lines that contradict themselves or the vocabulary are refused.
+    EXPECT_HAS(read(R"({"input_ids": [5, 6], "labels": [-100]})"), "has 2 \"input_ids\" and 1");
+    EXPECT_HAS(read(R"({"input_ids": [5, 6]})"), "has no list \"labels\"");
+    EXPECT_HAS(read(R"({"input_ids": "5 6", "labels": []})"), "has no list \"input_ids\"");
+    for (const char* odd : {"259", "-1", "5.0", "null", "\"5\"", "99999999999999"})
+        EXPECT_HAS(read(concat("{\"input_ids\": [5, ", odd, "], \"labels\": [-100, -100]}")),
+                   "tokens go from 0 to 258") << odd;
+    for (const char* odd : {"6", "-1", "null", "1"})
+        EXPECT_HAS(read(concat("{\"input_ids\": [5, 5], \"labels\": [-100, ", odd, "]}")),
+                   "for the token 5: give -100, or the token itself") << odd;
+    EXPECT_HAS(read(R"({"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": [0, 1]})"),
+               "has padding");
+
+    // Conversations and prompts need a format.
+    const std::string unknown = folder + ": its chat template equals no format here";
+    EXPECT_HAS(read(R"({"prompt": "u", "completion": "a"})"), unknown);
+    EXPECT_HAS(chat_prompt(chat, {{"user", "U"}}, &tokens), unknown);
+    const std::string path = put_file(
+        folder + "/a.jsonl", "{\"input_ids\": [5, 6], \"labels\": [-100, 6]}\n"
+                             "{\"input_ids\": [5, 259], \"labels\": [-100, 6]}\n");
+    counts = {};
+    tokens = pack_lines(read_file(path), 1, path, chat, 4, &counts);
+    EXPECT_EQ(tokens, Tokens({5 | B, 6 | T, 257 | B, 257}));
+    EXPECT_HAS(counts.first_malformed, path + ":2: has the input_id \"259\"");
 }
 
 TEST(Conversations, LieWholeInWindowsAndSeeNoOther) {

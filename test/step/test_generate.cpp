@@ -1151,6 +1151,32 @@ TEST(Talks, AnInterruptEndsTheWait) {
     interrupts = 0;
 }
 
+// A folder with a chat template says how it is asked in its format; one that is unknown refuses.
+TEST_F(Prompts, AFolderWithATemplateSaysHowItIsAsked) {
+    std::string m = path("m"), ask = program() + " --model " + m + " --steps 0 --sample-tokens 2 ";
+    ASSERT_EQ(shell(program() + " --model tiny-llama" + small + "--export " + m).status, 0);
+    const std::string note = "note: " + m + " has a chat template, and prompts are continued as "
+                             "plain text: --chat-format auto asks them as questions";
+    EXPECT_EQ(shell(ask + "--prompt hi").text.find("chat template"), std::string::npos);
+    put("m/chat_template.jinja", "{{ messages }}");
+    EXPECT_HAS(shell(ask + "--prompt hi").text, note);
+    EXPECT_HAS(shell(ask + "--prompts " + put("p.txt", "hi\n")).text, note);
+    EXPECT_EQ(shell(ask).text.find("chat template"), std::string::npos);
+
+    // The unknown template refuses questions, and training on conversations, by name.
+    const std::string refused = "m: its chat template equals no format here";
+    for (std::string more : {"--prompt hi --chat-format auto", "--chat </dev/null"}) {
+        Ran r = shell(ask + more);
+        EXPECT_NE(r.status, 0) << more;
+        EXPECT_HAS(replace_all(r.text, "m/:", "m:"), refused);
+    }
+    EXPECT_EQ(shell(ask + "--prompt hi --chat-format plain").status, 0);
+    std::string lines = put("c.jsonl", "{\"prompt\": \"u\", \"completion\": \"a\"}\n");
+    Ran r = shell(program() + " --model " + m + " --steps 1 --seq 32 --loss sft --data " + lines);
+    EXPECT_NE(r.status, 0);
+    EXPECT_HAS(replace_all(r.text, "m/:", "m:"), refused);
+}
+
 // --chat reads questions from a pipe, and answers each.
 TEST_F(Prompts, ATalkRunsThroughAPipe) {
     std::string flags = small + "--chat --seq 64 --temperature 0.5 ";
@@ -1161,10 +1187,20 @@ TEST_F(Prompts, ATalkRunsThroughAPipe) {
     // Two questions: all that is printed is UTF-8.
     Ran r = talk("hi\\nyou\\n");
     EXPECT_EQ(r.status, 0) << r.text;
-    EXPECT_HAS(r.text, "chat format: plain\n");
+    EXPECT_HAS(r.text, "chat format: plain, by the special tokens, for there is no");
     for (size_t i = 0, n; i < r.text.size(); i += n)
         ASSERT_GT(n = utf8_length(r.text.substr(i)), 0u);
     EXPECT_EQ(talk("hi\\nyou", "--local-ranks 2 --tp 2").status, 0);
+
+    // /help lists the commands. A command that there is not is no question; behind a space it is.
+    r = talk("/help\\n");
+    EXPECT_HAS(r.text, "\n/reset forgets, /quit ends, Ctrl-C stops");
+    EXPECT_EQ(r.text.find("answer stops "), std::string::npos);
+    r = talk("/exit\\n/\\033[2J\\n");
+    EXPECT_HAS(r.text, "\nthere is no /exit: /reset forgets");
+    EXPECT_HAS(r.text, "\nthere is no /\\x1b[2J: /reset forgets");
+    EXPECT_EQ(r.text.find("answer stops "), std::string::npos);
+    EXPECT_HAS(talk(" /exit\\n").text, "answer stops ");
 
     // /reset forgets the talk, and /quit ends it.
     EXPECT_HAS(talk("hi\\n/reset\\nyou\\n/quit\\nno\\n").text, "\n(forgotten)\n");
