@@ -291,13 +291,12 @@ inline int marker_token(const Chat& chat, std::string_view mark) {
 
 // Join a format to a tokenizer, which must have the tokens that the format needs.
 inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokenizer& t) {
-    // Find the token that ends texts. Without one the byte zero does it, which occurs in no text.
+    // Find the token that ends texts. --tokenizer byte is ours, and has 0, which occurs in no text.
     *chat = {format, &t};
-    int zero = t.kind == TokenizerKind::BYTE ? 0 : t.byte_token[0];
-    int eot = t.eot < 0 ? zero : t.eot;
+    int eot = t.eot < 0 && only_bytes(t) && t.vocab_size == 256 ? 0 : t.eot;
     for (const auto& [text, token] : t.special) fixed_add(&chat->markers, text, token);
-    chat->bos = t.bos;
-    fixed_add(&chat->markers, "<s>", t.bos < 0 ? NO_TOKEN : t.bos);
+    chat->bos = t.bos_token;
+    fixed_add(&chat->markers, "<s>", t.bos_token < 0 ? NO_TOKEN : t.bos_token);
     fixed_add(&chat->markers, "</s>", eot < 0 ? NO_TOKEN : eot);
 
     // Name the first token that is missing. A model that never saw the marks as tokens would have
@@ -311,7 +310,10 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
                    ": give the format that its model was trained with; plain needs none";
     size_t last = format.answer_end.rfind('<');
     chat->end = marker_token(*chat, format.answer_end.substr(last));
-    return chat->end >= 0 ? "" : refused + "no token that ends a text, which an answer needs";
+    if (chat->end >= 0) return "";
+    return refused + "no token that ends a text, which an answer needs: name it as eos_token in the "
+                     "tokenizer_config.json beside it, or make one with --add-tokens "
+                     "'<|im_start|>,<|im_end|>' --chat-format chatml";
 }
 
 // ----------------------------------------------------------------------------
@@ -467,6 +469,16 @@ inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
 // ----------------------------------------------------------------------------
 // which format
 
+// The template in a tokenizer_config.json: a string, or the default one of a list, without tools.
+inline std::string named_template(const nlohmann::json& config) {
+    if (!config.is_object()) return "";
+    nlohmann::json found = config.value("chat_template", nlohmann::json());
+    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
+        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
+            found = nlohmann::json(each.value("template", nlohmann::json()));
+    return found.is_string() ? found.get<std::string>() : "";
+}
+
 // Read a folder's chat template, or "" if it has none.
 inline std::string read_chat_template(const std::string& folder, std::string* text) {
     *text = "";
@@ -479,16 +491,10 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     if (::access(config.c_str(), R_OK) != 0)
         return "";
 
-    // The key holds a string, or a list of named templates; take the default one, without tools.
     nlohmann::json j;
     std::string wrong = read_json(config, &j);
     if (!wrong.empty()) return wrong;
-    nlohmann::json found = j.value("chat_template", nlohmann::json());
-    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
-        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
-            found = nlohmann::json(each.value("template", nlohmann::json()));
-    if (found.is_string())
-        *text = found.get<std::string>();
+    *text = named_template(j);
     return "";
 }
 
@@ -545,6 +551,9 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     if (!wrong.empty()) return wrong;
     if (name == "auto")
         chosen = text.empty() ? recognise_tokens(t) : recognise_template(text, t);
+    for (const ChatFormat& row : chat_formats()) // what an export of ours carries
+        if (name == "auto" && text == chat_template_of(row))
+            chosen = row.name;
     if (chosen.empty())
         return folder +
                ": its chat template is of a kind that is not built: give --chat-format "

@@ -389,12 +389,35 @@ struct ExportTokenizer {
     nlohmann::ordered_json kept = nlohmann::ordered_json::object();
 };
 
+// Change a JSON file of an export; without the file it begins as {}.
+template <typename F>
+std::string change_json(ExportTokenizer* e, const std::string& name, F change) {
+    std::string& text = e->files[name];
+    auto j = nlohmann::ordered_json::parse(text.empty() ? "{}" : text, nullptr, false);
+    if (!j.is_object())
+        return name + ": is no JSON object";
+    change(j);
+    text = j.dump(2) + "\n";
+    return "";
+}
+
+// The names in a folder, or none if it is no folder.
+inline std::vector<std::string> names_in(const std::string& folder) {
+    std::vector<std::string> names;
+    if (DIR* d = opendir(folder.c_str())) {
+        while (dirent* e = readdir(d))
+            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+                names.push_back(e->d_name);
+        closedir(d);
+    }
+    return names;
+}
+
 // Take over what the model's folder says beside its shape: keys of config.json that this program
-// does not know, and files that describe how to use the model.
+// does not know.
 inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
                                   bool own_tokenizer) {
-    // Take the keys. The element type is the export's own. Token ids hold only if the
-    // tokenizer is the folder's.
+    // The element type is the export's own. Token ids hold only if the tokenizer is the folder's.
     std::string text;
     std::string wrong = read_whole_file(folder + "/config.json", &text);
     if (!wrong.empty()) return wrong;
@@ -405,17 +428,48 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     e->kept.erase("quantization_config"); // an export has no codes
     for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (!own_tokenizer) e->kept.erase(id);
-
-    // Take the files that speak of the tokenizer's tokens.
-    for (const char* name : {"generation_config.json", "special_tokens_map.json",
-                             "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
-        std::string path = folder + "/" + name;
-        if (!own_tokenizer || ::access(path.c_str(), F_OK) != 0)
-            continue;
-        wrong = read_whole_file(path, &e->files[name]);
-        if (!wrong.empty()) return wrong;
-    }
     return "";
+}
+
+constexpr const char* CHAT_TEMPLATES = "additional_chat_templates/"; // a folder of named templates
+constexpr size_t CARRIED_BYTES = size_t(64) << 20; // larger files are weights, whatever their names
+
+// Whether a file of a model's folder is no part of an export: weights and what trains them, the
+// card that describes them, what an export writes itself, and hidden files.
+inline bool left_behind(const std::string& name) {
+    for (const char* end : {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
+                            ".msgpack", ".onnx", ".index.json"})
+        if (name.ends_with(end)) return true;
+    return name == "config.json" || name.starts_with("adapter_") || name == "README.md" ||
+           name.starts_with('.');
+}
+
+// Take over every other file of the model's folder that is not there yet: the tokenizer's in all
+// its forms, settings of generate(), chat templates, licences, code.
+inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
+    std::vector<std::string> names = names_in(folder);
+    for (const std::string& name : names_in(folder + "/" + CHAT_TEMPLATES))
+        names.push_back(CHAT_TEMPLATES + name);
+
+    std::string wrong;
+    for (const std::string& name : names) {
+        struct stat st;
+        std::string path = folder + "/" + name;
+        bool file = stat(path.c_str(), &st) == 0 && S_ISREG(st.st_mode);
+        if (!file || size_t(st.st_size) > CARRIED_BYTES || left_behind(name) || e->files.count(name))
+            continue;
+        if (wrong.empty())
+            wrong = read_whole_file(path, &e->files[name]);
+    }
+    return wrong;
+}
+
+// The names of an export's files beside weights and config.json.
+inline std::set<std::string> carried_names(const ExportTokenizer& e) {
+    std::set<std::string> names;
+    for (const auto& [name, text] : e.files)
+        names.insert(name);
+    return names;
 }
 
 // The real path of an export's folder. A slash at the end goes: the temporary folder must stand
@@ -436,20 +490,10 @@ inline std::string export_folder(std::string path) {
     return path;
 }
 
-// The names in a folder, or none if it is no folder.
-inline std::vector<std::string> names_in(const std::string& folder) {
-    std::vector<std::string> names;
-    if (DIR* d = opendir(folder.c_str())) {
-        while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
-                names.push_back(e->d_name);
-        closedir(d);
-    }
-    return names;
-}
-
-// Check that an export may be written to a folder: only an older export may be in it.
-inline std::string hf_check_folder(const std::string& folder) {
+// Check that an export may be written to a folder: only an older export may be in it. carried: the
+// names of files that this one replaces.
+inline std::string hf_check_folder(const std::string& folder,
+                                   const std::set<std::string>& carried) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
     std::string path = export_folder(folder);
@@ -468,8 +512,13 @@ inline std::string hf_check_folder(const std::string& folder) {
 
     // Refuse a folder with files of any other origin: the rename would remove them.
     std::vector<std::string> names = names_in(path);
+    auto ours = [&](const std::string& name) {
+        return export_file(name) || std::any_of(carried.begin(), carried.end(), [&](auto& other) {
+                   return other == name || other.starts_with(name + "/");
+               });
+    };
     for (const std::string& name : names)
-        if (!export_file(name))
+        if (!ours(name))
             return "--export " + folder + ": holds " + printable(name) +
                    ", which is no export of ours: choose a new folder";
 
@@ -512,8 +561,9 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 
 // Check at the start of a run that the folder may be written and that config.json can describe the
 // shape. A refusal at the end would cost the run.
-inline std::string hf_export_check(const Shape& s, const std::string& folder) {
-    std::string wrong = hf_check_folder(folder);
+inline std::string hf_export_check(const Shape& s, const std::string& folder,
+                                   const std::set<std::string>& carried = {}) {
+    std::string wrong = hf_check_folder(folder, carried);
     if (!wrong.empty()) return wrong;
     with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
     return wrong;
@@ -670,6 +720,18 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     return shards;
 }
 
+// Write the files of a folder, [name]: content. A name may have a folder before it.
+inline std::string write_texts(const std::string& folder,
+                               const std::map<std::string, std::string>& texts) {
+    for (const auto& [name, text] : texts) {
+        std::string path = folder + "/" + name;
+        mkdir(folder_of(path).c_str(), 0777);
+        std::string wrong = write_text_file(path, text);
+        if (!wrong.empty()) return wrong;
+    }
+    return sync_folder(folder);
+}
+
 // Write a whole export into an empty folder. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
@@ -700,48 +762,54 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 
     // Write the files that describe the weights.
     if (t.comms.world.rank > 0) return "";
-    std::map<std::string, std::string> texts = tokenizer.files;
+    std::map<std::string, std::string> texts;
     nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
                                     {"weight_map", weight_map}};
     if (files > 1)
         texts["model.safetensors.index.json"] = index.dump(2);
-    texts["config.json"] = hf_config_json(t.model.shape, dtype, tokenizer).dump(2) + "\n";
-    if (tokenizer.eos >= 0 && !texts.count("generation_config.json"))
-        texts["generation_config.json"] = begin_and_end(tokenizer).dump(2) + "\n";
-    for (const auto& [name, text] : texts) {
-        std::string wrong = write_text_file(folder + "/" + name, text);
-        if (!wrong.empty()) return wrong;
-    }
-    return sync_folder(folder);
+    nlohmann::ordered_json config = hf_config_json(t.model.shape, dtype, tokenizer), ids;
+    texts["config.json"] = config.dump(2) + "\n";
+    for (const char* key : {"bos_token_id", "eos_token_id"})
+        ids[key] = config[key];
+    if (!ids["eos_token_id"].is_null() && !tokenizer.files.count("generation_config.json"))
+        texts["generation_config.json"] = ids.dump(2) + "\n";
+    return write_texts(folder, texts);
 }
 
 // Make the temporary folder of an export, after removing what a crash left.
-inline std::string make_export_folder(const std::string& folder, const std::string& temporary) {
-    remove_folder(temporary);
+inline std::string make_export_folder(const std::string& folder, const std::string& temporary,
+                                      const std::set<std::string>& carried) {
+    remove_folder(temporary, carried);
     if (mkdir(temporary.c_str(), 0777) == 0) return "";
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
 }
 
-// Export a folder completely or not at all: fill(path) writes into an empty folder. All ranks call:
-// the first one writes, the others help to gather each parameter. All return the first error.
+// Export a folder completely or not at all: fill(path) writes into an empty folder, which also gets
+// the files of `beside`. All ranks call: the first one writes, the others help to gather each
+// parameter. All return the first error.
 template <typename T, typename S, typename F>
-std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fill) {
+std::string export_whole(const Trainer<T, S>& t, const std::string& folder,
+                         const ExportTokenizer& beside, F fill) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     bool first = world.rank == 0;
+    const std::set<std::string> carried = carried_names(beside);
 
     // Make a folder beside the old one, which stays whole until the new one is.
     std::string path = export_folder(folder);
     std::string temporary = path + ".exporting";
-    std::string wrong = first_error(world, first ? make_export_folder(folder, temporary) : "");
+    std::string wrong = first ? make_export_folder(folder, temporary, carried) : "";
+    wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
     // Fill it, then give it the name.
     wrong = fill(temporary);
     if (first && wrong.empty())
-        wrong = replace_folder(temporary, path);
+        wrong = write_texts(temporary, beside.files);
+    if (first && wrong.empty())
+        wrong = replace_folder(temporary, path, carried);
     wrong = first_error(world, wrong);
-    if (first && !wrong.empty()) remove_folder(temporary);
+    if (first && !wrong.empty()) remove_folder(temporary, carried);
     return wrong;
 }
 
@@ -753,7 +821,7 @@ std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dt
                       MergeSums* merged = nullptr) {
     MergeSums nobody_asks;
     MergeSums* sums = merged ? merged : &nobody_asks;
-    return export_whole(t, folder, [&](const std::string& path) {
+    return export_whole(t, folder, tokenizer, [&](const std::string& path) {
         return write_export(t, path, dtype, shard_bytes, tokenizer, sums);
     });
 }

@@ -23,6 +23,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -79,9 +80,12 @@ struct Tokenizer {
     std::string name = "byte"; // the value of --tokenizer
     int vocab_size = 256;
     TokenizerKind kind = TokenizerKind::BYTE;
-    int bos = -1; // token that begins a sequence; -1: none
-    int eot = -1; // token that ends a text
+    int bos = -1;       // token that is put before each text; -1: none
+    int bos_token = -1; // token that begins a text in chat formats, as their templates' bos_token
+    int eot = -1;       // token that ends a text
     int unknown = -1;
+    std::set<int> ends = {}; // all tokens that its files let end a text
+    std::vector<std::string> notes = {}; // where its files disagree
     // the vocabulary
     std::vector<std::string> pieces = {}; // token -> bytes; empty for control tokens
     TokenOf ids = {};                     // piece -> token, without control tokens
@@ -243,6 +247,12 @@ inline Merge find_merge(const Tokenizer& t, int left, int right) {
     if (t.merges.empty() || left < 0 || right < 0)
         return {0, NO_RANK, 0};
     return t.merges[merge_slot(t.merges, uint64_t(left) << 32 | uint32_t(right))];
+}
+
+// Whether each token of text is one byte, so that nothing merges however words are cut: --tokenizer
+// byte, and what an export makes of it.
+inline bool only_bytes(const Tokenizer& t) {
+    return t.kind != TokenizerKind::UNIGRAM && !t.sentencepiece && t.longest <= 1;
 }
 
 // Put merges into a hash table that is at most half full.
