@@ -104,42 +104,41 @@ inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
         return "";
     }
 
-    // Describe each token as transformers does.
-    std::map<std::string, nlohmann::ordered_json> added; // [text]
+    // Describe each token as transformers does, in the order of their numbers: its library counts.
+    std::vector<nlohmann::ordered_json> added;
     for (const std::string& text : texts_between_commas(list))
-        added[text] = {{"id", find_token(t.special, text)},
-                       {"content", text},
-                       {"single_word", false},
-                       {"lstrip", false},
-                       {"rstrip", false},
-                       {"normalized", false},
-                       {"special", true}};
+        added.push_back({{"id", find_token(t.special, text)},
+                         {"content", text},
+                         {"single_word", false},
+                         {"lstrip", false},
+                         {"rstrip", false},
+                         {"normalized", false},
+                         {"special", true}});
 
     // Skip tokens that are there: a file made from our tokenizer has them already.
     std::string wrong = change_json(e, "tokenizer.json", [&](nlohmann::ordered_json& j) {
         std::set<std::string> there;
         for (const auto& each : j["added_tokens"]) there.insert(each.value("content", ""));
-        for (const auto& [text, token] : added)
-            if (!there.count(text))
+        for (const auto& token : added)
+            if (!there.count(token["content"]))
                 j["added_tokens"].push_back(token);
     });
 
     // Name them where some classes of transformers and llama.cpp's converter look.
-    auto decode_them = [&](nlohmann::ordered_json& j) {
-        for (auto [text, token] : added) {
-            std::string id = token["id"].dump();
-            token.erase("id");
-            if (j.contains("added_tokens_decoder"))
+    auto describe = [&](nlohmann::ordered_json& j) {
+        for (auto token : added)
+            if (std::string id = token["id"].dump(); j.contains("added_tokens_decoder")) {
+                token.erase("id");
                 j["added_tokens_decoder"][id] = token;
-        }
+            }
     };
-    auto list_them = [&](nlohmann::ordered_json& j) {
-        for (const auto& [text, token] : added) j[text] = token["id"];
+    auto number = [&](nlohmann::ordered_json& j) {
+        for (const auto& token : added) j[token["content"]] = token["id"];
     };
     if (wrong.empty() && e->files.count("tokenizer_config.json"))
-        wrong = change_json(e, "tokenizer_config.json", decode_them);
+        wrong = change_json(e, "tokenizer_config.json", describe);
     if (wrong.empty() && (e->files.count("tokenizer.model") || e->files.count("added_tokens.json")))
-        wrong = change_json(e, "added_tokens.json", list_them);
+        wrong = change_json(e, "added_tokens.json", number);
     return wrong;
 }
 
