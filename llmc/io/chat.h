@@ -295,8 +295,8 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
     *chat = {format, &t};
     int eot = t.eot < 0 && only_bytes(t) && t.vocab_size == 256 ? 0 : t.eot;
     for (const auto& [text, token] : t.special) fixed_add(&chat->markers, text, token);
-    chat->bos = t.bos_token;
-    fixed_add(&chat->markers, "<s>", t.bos_token < 0 ? NO_TOKEN : t.bos_token);
+    chat->bos = begin_token(t);
+    fixed_add(&chat->markers, "<s>", chat->bos < 0 ? NO_TOKEN : chat->bos);
     fixed_add(&chat->markers, "</s>", eot < 0 ? NO_TOKEN : eot);
 
     // Name the first token that is missing. A model that never saw the marks as tokens would have
@@ -311,8 +311,8 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
     size_t last = format.answer_end.rfind('<');
     chat->end = marker_token(*chat, format.answer_end.substr(last));
     if (chat->end >= 0) return "";
-    return refused + "no token that ends a text, which an answer needs: name it as eos_token in the "
-                     "tokenizer_config.json beside it, or make one with --add-tokens "
+    return refused + "no token that ends a text, which an answer needs: name it as eos_token in "
+                     "the tokenizer_config.json beside it, or make one with --add-tokens "
                      "'<|im_start|>,<|im_end|>' --chat-format chatml";
 }
 
@@ -469,16 +469,6 @@ inline std::string chat_prompt(const Chat& chat, const Conversation& messages,
 // ----------------------------------------------------------------------------
 // which format
 
-// The template in a tokenizer_config.json: a string, or the default one of a list, without tools.
-inline std::string named_template(const nlohmann::json& config) {
-    if (!config.is_object()) return "";
-    nlohmann::json found = config.value("chat_template", nlohmann::json());
-    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
-        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
-            found = nlohmann::json(each.value("template", nlohmann::json()));
-    return found.is_string() ? found.get<std::string>() : "";
-}
-
 // Read a folder's chat template, or "" if it has none.
 inline std::string read_chat_template(const std::string& folder, std::string* text) {
     *text = "";
@@ -491,10 +481,16 @@ inline std::string read_chat_template(const std::string& folder, std::string* te
     if (::access(config.c_str(), R_OK) != 0)
         return "";
 
+    // The key holds a string, or a list of named templates; take the default one, without tools.
     nlohmann::json j;
     std::string wrong = read_json(config, &j);
     if (!wrong.empty()) return wrong;
-    *text = named_template(j);
+    nlohmann::json found = j.value("chat_template", nlohmann::json());
+    for (const nlohmann::json& each : found.is_array() ? found : nlohmann::json::array())
+        if (each.is_object() && each.value("name", nlohmann::json()) == "default")
+            found = nlohmann::json(each.value("template", nlohmann::json()));
+    if (found.is_string())
+        *text = found.get<std::string>();
     return "";
 }
 

@@ -17,7 +17,6 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -273,12 +272,15 @@ inline bool own_file(const std::string& name) {
     return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
 }
 
+// Files of a folder, [NAME or FOLDER/NAME]: the content.
+typedef std::map<std::string, std::string> TextFiles;
+
 // Remove the program's own files from a folder, and then the folder if it is empty. carried: files
-// of other names that an export has, NAME or FOLDER/NAME.
-inline void remove_folder(const std::string& folder, const std::set<std::string>& carried = {}) {
+// of other names that an export has.
+inline void remove_folder(const std::string& folder, const TextFiles& carried = {}) {
     DIR* d = opendir(folder.c_str());
     if (!d) return;
-    for (const std::string& name : carried) {
+    for (const auto& [name, text] : carried) {
         unlink((folder + "/" + name).c_str());
         if (name.find('/') != std::string::npos)
             rmdir(folder_of(folder + "/" + name).c_str());
@@ -293,7 +295,7 @@ inline void remove_folder(const std::string& folder, const std::set<std::string>
 // Put a whole new folder in the place of an old one, or of nothing. At every moment one of the two
 // has the name, except on file systems that cannot exchange two names.
 inline std::string replace_folder(const std::string& fresh, const std::string& folder,
-                                  const std::set<std::string>& carried = {}) {
+                                  const TextFiles& carried = {}) {
     // Exchange the two names, or give the name for the first time.
     bool old = ::access(folder.c_str(), F_OK) == 0;
     unsigned how = old ? RENAME_EXCHANGE : 0;

@@ -8,11 +8,10 @@
 //   scaled  scaled frequencies are written as a divisor for each pair, "rope_freqs.weight"
 //   types   vectors and the table of positions are float; matrices are F32, F16, BF16 or Q8_0:
 //           blocks of 32 elements with one scale, amax / 127 in fp16. Rows that do not divide into
-//           blocks are F16
+//           blocks are F16, which gguf_wider() says
 //   A tokenizer that cuts words in a way that llama.cpp has no name for is left out: then the model
 //   takes only tokens.
 #pragma once
-#include "chat.h"
 #include "huggingface.h"
 #include "tokenizer_export.h"
 
@@ -352,17 +351,6 @@ inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_j
         gguf_add(k, "tokenizer.ggml." + key, id.get<uint32_t>());
 }
 
-// The chat template among the files of an export, or "".
-inline std::string chat_template_of(const ExportTokenizer& e) {
-    auto file = e.files.find("chat_template.jinja");
-    if (file != e.files.end())
-        return file->second;
-    auto config = e.files.find("tokenizer_config.json");
-    return config == e.files.end()
-               ? ""
-               : named_template(nlohmann::json::parse(config->second, nullptr, false));
-}
-
 // Add the vocabulary of V tokens. t is null if the tokenizer is left out.
 inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportTokenizer& e,
                                const Shape& s) {
@@ -394,9 +382,8 @@ inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportToke
     gguf_add(k, "tokenizer.ggml.add_bos_token", t->bos >= 0);
     if (t->sentencepiece)
         gguf_add(k, "tokenizer.ggml.add_space_prefix", t->prefix != Prefix::NONE);
-    std::string chat = chat_template_of(e);
-    if (!chat.empty())
-        gguf_add(k, "tokenizer.chat_template", chat);
+    if (!e.chat_template.empty())
+        gguf_add(k, "tokenizer.chat_template", e.chat_template);
 }
 
 // ----------------------------------------------------------------------------
@@ -435,19 +422,18 @@ inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
 
 // A line if matrices get a wider type than the one that was asked for, else "".
 inline std::string gguf_wider(const Model& m, GgufType type) {
-    std::set<size_t> widths;
+    std::set<std::string> rows;
     size_t matrices = 0;
     for (const GgufTensor& t : gguf_tensors(m, type))
-        if (t.type == GgufType::F16 && type == GgufType::Q8_0) {
-            matrices += t.p->stack;
-            widths.insert(t.shape.back());
+        if (t.type != type && t.type == GgufType::F16) {
+            matrices++;
+            rows.insert(std::to_string(t.shape.back()));
         }
     std::string all;
-    for (size_t width : widths)
-        all += concat(all.empty() ? "" : ", ", width);
-    return matrices ? concat("--export-dtype q8_0: ", matrices, " matrices are written as fp16: rows "
-                             "of ", all, " elements are no whole blocks of ", Q8_BLOCK)
-                    : "";
+    for (const std::string& row : rows)
+        all += (all.empty() ? "" : ", ") + row;
+    return rows.empty() ? "" : concat("--export-dtype q8_0: ", matrices, " matrices are written as "
+                                      "fp16: rows of ", all, " are no blocks of ", Q8_BLOCK);
 }
 
 // Everything before the data. *data_bytes receives the length of the data.

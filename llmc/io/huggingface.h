@@ -22,6 +22,7 @@
 #include "json.h"
 #include "prequantised.h"
 #include "safetensors.h"
+#include "tokenizer_files.h"
 
 namespace llmc {
 
@@ -384,7 +385,8 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
 // The files of an export beside its weights, and the ids of the tokens around a text.
 struct ExportTokenizer {
     int bos = -1, eos = -1; // tokens; -1: not known
-    std::map<std::string, std::string> files = {}; // [name]: the content
+    TextFiles files = {};
+    std::string chat_template = ""; // for llama.cpp's file
     // keys of the config.json that the model came with
     nlohmann::ordered_json kept = nlohmann::ordered_json::object();
 };
@@ -434,18 +436,9 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
 constexpr const char* CHAT_TEMPLATES = "additional_chat_templates/"; // a folder of named templates
 constexpr size_t CARRIED_BYTES = size_t(64) << 20; // larger files are weights, whatever their names
 
-// Whether a file of a model's folder is no part of an export: weights and what trains them, the
-// card that describes them, what an export writes itself, and hidden files.
-inline bool left_behind(const std::string& name) {
-    for (const char* end : {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
-                            ".msgpack", ".onnx", ".index.json"})
-        if (name.ends_with(end)) return true;
-    return name == "config.json" || name.starts_with("adapter_") || name == "README.md" ||
-           name.starts_with('.');
-}
-
 // Take over every other file of the model's folder that is not there yet: the tokenizer's in all
-// its forms, settings of generate(), chat templates, licences, code.
+// its forms, settings of generate(), chat templates, licences, code. Left behind are weights, what
+// trained them, the card that describes them, and hidden files.
 inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
     std::vector<std::string> names = names_in(folder);
     for (const std::string& name : names_in(folder + "/" + CHAT_TEMPLATES))
@@ -453,23 +446,56 @@ inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
 
     std::string wrong;
     for (const std::string& name : names) {
-        struct stat st;
         std::string path = folder + "/" + name;
+        bool left = name[0] == '.' || name == "config.json" || name == "README.md" ||
+                    name.starts_with("adapter_") || e->files.count(name);
+        for (const char* end : {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
+                                ".msgpack", ".onnx", ".index.json"})
+            left |= name.ends_with(end);
+        struct stat st;
         bool file = stat(path.c_str(), &st) == 0 && S_ISREG(st.st_mode);
-        if (!file || size_t(st.st_size) > CARRIED_BYTES || left_behind(name) || e->files.count(name))
-            continue;
-        if (wrong.empty())
+        if (!left && file && size_t(st.st_size) <= CARRIED_BYTES && wrong.empty())
             wrong = read_whole_file(path, &e->files[name]);
     }
     return wrong;
 }
 
-// The names of an export's files beside weights and config.json.
-inline std::set<std::string> carried_names(const ExportTokenizer& e) {
-    std::set<std::string> names;
-    for (const auto& [name, text] : e.files)
-        names.insert(name);
-    return names;
+// Make answers end with `end`, in both configs: generate() reads generation_config.json. Tokens
+// that ended a text before still end one.
+inline std::string export_end(ExportTokenizer* e, const Tokenizer& t, int end) {
+    std::vector<int> ends = {e->eos};
+    auto add_end = [&](nlohmann::ordered_json& j) {
+        // A file that names none has those of the file before.
+        std::vector<int> own = named_tokens(t, j, "eos_token");
+        ends = own.empty() ? ends : own;
+        if (std::count(ends.begin(), ends.end(), end) == 0)
+            ends.insert(ends.begin(), end);
+        std::erase(ends, -1);
+        j["eos_token_id"] = end;
+        if (ends.size() > 1) j["eos_token_id"] = ends;
+    };
+    add_end(e->kept);
+    e->eos = end;
+    return change_json(e, "generation_config.json", add_end);
+}
+
+// Give an export a chat template in the place of all that it has. It writes bos_token and
+// eos_token, so these must be what the model was trained with.
+inline std::string export_template(ExportTokenizer* e, const std::string& text,
+                                   const nlohmann::ordered_json& bos, const std::string& eos) {
+    std::string wrong;
+    for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"})
+        if (wrong.empty() && (*name == 't' || e->files.count(name)))
+            wrong = change_json(e, name, [&](nlohmann::ordered_json& j) {
+                j.erase("chat_template");
+                j["bos_token"] = bos;
+                j["eos_token"] = eos;
+            });
+    std::erase_if(e->files, [](const auto& file) {
+        return file.first == "chat_template.json" || file.first.starts_with(CHAT_TEMPLATES);
+    });
+    e->files["chat_template.jinja"] = e->chat_template = text;
+    return wrong;
 }
 
 // The real path of an export's folder. A slash at the end goes: the temporary folder must stand
@@ -493,7 +519,7 @@ inline std::string export_folder(std::string path) {
 // Check that an export may be written to a folder: only an older export may be in it. carried: the
 // names of files that this one replaces.
 inline std::string hf_check_folder(const std::string& folder,
-                                   const std::set<std::string>& carried) {
+                                   const TextFiles& carried) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
     std::string path = export_folder(folder);
@@ -512,13 +538,12 @@ inline std::string hf_check_folder(const std::string& folder,
 
     // Refuse a folder with files of any other origin: the rename would remove them.
     std::vector<std::string> names = names_in(path);
-    auto ours = [&](const std::string& name) {
-        return export_file(name) || std::any_of(carried.begin(), carried.end(), [&](auto& other) {
-                   return other == name || other.starts_with(name + "/");
-               });
-    };
+    auto templates = carried.lower_bound(CHAT_TEMPLATES);
+    bool carries_templates = templates != carried.end() &&
+                             templates->first.starts_with(CHAT_TEMPLATES);
     for (const std::string& name : names)
-        if (!ours(name))
+        if (!export_file(name) && !carried.count(name) &&
+            !(carries_templates && name + "/" == CHAT_TEMPLATES))
             return "--export " + folder + ": holds " + printable(name) +
                    ", which is no export of ours: choose a new folder";
 
@@ -532,15 +557,6 @@ inline std::string hf_check_folder(const std::string& folder,
     if (names.empty() || (config && weights)) return "";
     return "--export " + folder + ": holds " + printable(names[0]) +
            " and no whole model: choose a new folder";
-}
-
-// The ids of a text's first and last token, for config.json. An unknown token becomes null: without
-// the key, transformers would assume the id of the family's first model.
-inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
-    nlohmann::ordered_json j = {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}};
-    if (t.bos >= 0) j["bos_token_id"] = t.bos;
-    if (t.eos >= 0) j["eos_token_id"] = t.eos;
-    return j;
 }
 
 // ----------------------------------------------------------------------------
@@ -562,7 +578,7 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 // Check at the start of a run that the folder may be written and that config.json can describe the
 // shape. A refusal at the end would cost the run.
 inline std::string hf_export_check(const Shape& s, const std::string& folder,
-                                   const std::set<std::string>& carried = {}) {
+                                   const TextFiles& carried = {}) {
     std::string wrong = hf_check_folder(folder, carried);
     if (!wrong.empty()) return wrong;
     with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
@@ -579,11 +595,12 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                        : dtype == Type::F16 ? "float16"
                                             : "float32";
 
-    // Keep a list of end tokens: several tokens may end a text.
-    const nlohmann::ordered_json ids = begin_and_end(tokenizer);
-    for (const auto& [key, id] : ids.items())
+    // Keep a list of end tokens: several tokens may end a text. An unknown token is null: without
+    // the key, transformers would assume the id of the family's first model.
+    for (auto [key, id] : {std::pair("bos_token_id", tokenizer.bos),
+                           std::pair("eos_token_id", tokenizer.eos)})
         if (!j.contains(key) || j[key].is_null())
-            j[key] = id;
+            j[key] = id < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(id);
     return j;
 }
 
@@ -720,9 +737,8 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     return shards;
 }
 
-// Write the files of a folder, [name]: content. A name may have a folder before it.
-inline std::string write_texts(const std::string& folder,
-                               const std::map<std::string, std::string>& texts) {
+// Write the files of a folder.
+inline std::string write_texts(const std::string& folder, const TextFiles& texts) {
     for (const auto& [name, text] : texts) {
         std::string path = folder + "/" + name;
         mkdir(folder_of(path).c_str(), 0777);
@@ -762,23 +778,23 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 
     // Write the files that describe the weights.
     if (t.comms.world.rank > 0) return "";
-    std::map<std::string, std::string> texts;
+    TextFiles texts;
     nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
                                     {"weight_map", weight_map}};
     if (files > 1)
         texts["model.safetensors.index.json"] = index.dump(2);
-    nlohmann::ordered_json config = hf_config_json(t.model.shape, dtype, tokenizer), ids;
+    nlohmann::ordered_json config = hf_config_json(t.model.shape, dtype, tokenizer);
     texts["config.json"] = config.dump(2) + "\n";
-    for (const char* key : {"bos_token_id", "eos_token_id"})
-        ids[key] = config[key];
-    if (!ids["eos_token_id"].is_null() && !tokenizer.files.count("generation_config.json"))
+    nlohmann::ordered_json ids = {{"bos_token_id", config["bos_token_id"]},
+                                  {"eos_token_id", config["eos_token_id"]}};
+    if (!config["eos_token_id"].is_null() && !tokenizer.files.count("generation_config.json"))
         texts["generation_config.json"] = ids.dump(2) + "\n";
     return write_texts(folder, texts);
 }
 
 // Make the temporary folder of an export, after removing what a crash left.
 inline std::string make_export_folder(const std::string& folder, const std::string& temporary,
-                                      const std::set<std::string>& carried) {
+                                      const TextFiles& carried) {
     remove_folder(temporary, carried);
     if (mkdir(temporary.c_str(), 0777) == 0) return "";
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
@@ -793,12 +809,11 @@ std::string export_whole(const Trainer<T, S>& t, const std::string& folder,
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     bool first = world.rank == 0;
-    const std::set<std::string> carried = carried_names(beside);
 
     // Make a folder beside the old one, which stays whole until the new one is.
     std::string path = export_folder(folder);
     std::string temporary = path + ".exporting";
-    std::string wrong = first ? make_export_folder(folder, temporary, carried) : "";
+    std::string wrong = first ? make_export_folder(folder, temporary, beside.files) : "";
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
@@ -807,9 +822,9 @@ std::string export_whole(const Trainer<T, S>& t, const std::string& folder,
     if (first && wrong.empty())
         wrong = write_texts(temporary, beside.files);
     if (first && wrong.empty())
-        wrong = replace_folder(temporary, path, carried);
+        wrong = replace_folder(temporary, path, beside.files);
     wrong = first_error(world, wrong);
-    if (first && !wrong.empty()) remove_folder(temporary, carried);
+    if (first && !wrong.empty()) remove_folder(temporary, beside.files);
     return wrong;
 }
 

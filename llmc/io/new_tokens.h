@@ -124,21 +124,15 @@ inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
                 j["added_tokens"].push_back(token);
     });
 
-    // Name them where some classes of transformers and llama.cpp's converter look.
-    auto describe = [&](nlohmann::ordered_json& j) {
-        for (auto token : added)
-            if (std::string id = token["id"].dump(); j.contains("added_tokens_decoder")) {
-                token.erase("id");
-                j["added_tokens_decoder"][id] = token;
-            }
-    };
-    auto number = [&](nlohmann::ordered_json& j) {
-        for (const auto& token : added) j[token["content"]] = token["id"];
-    };
+    // List them where classes of transformers, and llama.cpp's converter, look first.
     if (wrong.empty() && e->files.count("tokenizer_config.json"))
-        wrong = change_json(e, "tokenizer_config.json", describe);
-    if (wrong.empty() && (e->files.count("tokenizer.model") || e->files.count("added_tokens.json")))
-        wrong = change_json(e, "added_tokens.json", number);
+        wrong = change_json(e, "tokenizer_config.json", [&](nlohmann::ordered_json& j) {
+            for (auto token : added)
+                if (std::string id = token["id"].dump(); j.contains("added_tokens_decoder")) {
+                    token.erase("id");
+                    j["added_tokens_decoder"][id] = token;
+                }
+        });
     return wrong;
 }
 

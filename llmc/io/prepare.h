@@ -655,9 +655,8 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
 
     // Refuse a folder that does not exist.
     o->stem = c.prepare.substr(0, c.prepare.size() - 4);
-    struct stat s;
     std::string folder = folder_of(o->stem);
-    if (stat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode))
+    if (!is_folder(folder))
         return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
 
     // Choose the token before a document: the one that begins a text, or else the one that ends
@@ -709,9 +708,7 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
     o->width = 4;
 
     // Write conversations in the format of the model's folder, if there is one.
-    struct stat s;
-    bool folder = stat(c.model.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    return choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
+    return choose_chat(&o->chat, c.chat_format, is_folder(c.model) ? c.model : "", t);
 }
 
 // Describe the inputs that --data names.

@@ -81,7 +81,7 @@ struct Tokenizer {
     int vocab_size = 256;
     TokenizerKind kind = TokenizerKind::BYTE;
     int bos = -1;       // token that is put before each text; -1: none
-    int bos_token = -1; // token that begins a text in chat formats, as their templates' bos_token
+    int bos_token = -1; // token that its files name so, which templates write; -1: bos
     int eot = -1;       // token that ends a text
     int unknown = -1;
     std::set<int> ends = {}; // all tokens that its files let end a text
@@ -248,6 +248,9 @@ inline Merge find_merge(const Tokenizer& t, int left, int right) {
         return {0, NO_RANK, 0};
     return t.merges[merge_slot(t.merges, uint64_t(left) << 32 | uint32_t(right))];
 }
+
+// The token that begins a text for templates and configs, or -1.
+inline int begin_token(const Tokenizer& t) { return t.bos_token < 0 ? t.bos : t.bos_token; }
 
 // Whether each token of text is one byte, so that nothing merges however words are cut: --tokenizer
 // byte, and what an export makes of it.

@@ -195,8 +195,8 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     // Use the token that ends texts also as the one that begins them, unless there is one.
     if (t.eot >= 0)
         j["bos_token"] = j["eos_token"] = texts[t.eot];
-    if (t.bos_token >= 0)
-        j["bos_token"] = texts[t.bos_token];
+    if (begin_token(t) >= 0)
+        j["bos_token"] = texts[begin_token(t)];
     if (t.unknown >= 0)
         j["unk_token"] = texts[t.unknown];
     return j.dump(2) + "\n";

@@ -845,14 +845,14 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
 }
 
 // ----------------------------------------------------------------------------
-// special tokens: what begins and ends a text, by the files beside a tokenizer, in transformers' order
-//   1. bos_token and eos_token of tokenizer_config.json, or, if that has no added_tokens_decoder, of
-//      special_tokens_map.json: texts, which chat templates write
-//   2. bos_token_id and eos_token_id of generation_config.json, then config.json: generate() stops there
+// special tokens: what begins and ends a text, in the order that transformers has
+//   1. bos_token and eos_token of tokenizer_config.json, or, if that has no added_tokens_decoder,
+//      of special_tokens_map.json: texts, which chat templates write
+//   2. bos_token_id and eos_token_id of generation_config.json, then config.json, for generate()
 //   3. what the tokenizer's own file or format says
 
-// The tokens that a file names by a key, "eos_token": by their text, a number or a list of numbers. A
-// text or number that is no token is -1.
+// The tokens that a file names by a key, "eos_token": by their text, a number or a list of numbers.
+// A text or number that is no token is -1.
 template <typename J>
 std::vector<int> named_tokens(const Tokenizer& t, const J& j, const std::string& key) {
     std::vector<int> tokens;
@@ -863,6 +863,8 @@ std::vector<int> named_tokens(const Tokenizer& t, const J& j, const std::string&
         if (each.is_object())
             each = J(each.value("content", J()));
         int64_t id = each.is_number_integer() ? each.template get<int64_t>() : -1;
+
+        // Look up a text: as a word of the vocabulary, and then among those found verbatim.
         std::string text = each.is_string() ? each.template get<std::string>() : "";
         if (!text.empty())
             id = find_token(t.ids, piece_bytes(t, text));
@@ -878,11 +880,12 @@ std::vector<int> named_tokens(const Tokenizer& t, const J& j, const std::string&
 // Read what the files of a folder say begins and ends a text.
 inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) {
     std::map<std::string, std::string> taken; // [key]: the file that names the token
+    std::map<std::string, int> noted;
     bool decoder = false;
     for (std::string file : {"tokenizer_config.json", "special_tokens_map.json",
                              "generation_config.json", "config.json"}) {
         nlohmann::json j = nlohmann::json::object();
-        std::string wrong, path = folder + "/" + file;
+        std::string wrong, path = (folder.ends_with('/') ? folder : folder + "/") + file;
         if (::access(path.c_str(), F_OK) == 0)
             wrong = read_json(path, &j);
         if (!wrong.empty()) return wrong;
@@ -902,7 +905,7 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
             bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
             if (taken[key].empty() || map)
                 taken[key] = file, *token = tokens[0];
-            else if (!agrees)
+            else if (!agrees && !noted[key]++)
                 t->notes.push_back(concat(key, " is token ", *token, ", as ", taken[key],
                                           " says; ", path, " says ", tokens[0]));
         }
@@ -1006,7 +1009,6 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     t->vocab_size = int(t->pieces.size());
 
     // Let the files beside it say what begins and ends a text.
-    t->bos_token = t->bos;
     return read_special_tokens(t, is_folder(name) ? name : folder_of(name));
 }
 

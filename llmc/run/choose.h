@@ -2,7 +2,6 @@
 //   Nothing is allocated here. Mistakes on the command line are found here, as far as they can be.
 #pragma once
 #include "../io/adapter_files.h"
-#include "../io/chat_export.h"
 #include "../io/checkpoint_load.h"
 #include "../io/config_check.h"
 #include "../io/ds_config.h"
@@ -334,31 +333,36 @@ inline void keep_for_export(Run& run) {
 // format and the end of an answer.
 inline void keep_chat(Run& run) {
     const Config& c = run.config;
-    std::string text, models, from = chat_folder(c);
-    bool merges = !c.adapter.empty() && from == c.adapter;
-    bool taught = has_conversations(c) || given(c, "chat-format");
-    int end = taught ? run.chat.end : run.tokenizer.eot; // adapters say it beside them
-    if (!vocab_matches(run) || !(taught || merges) || end < 0) return;
-
-    // Keep the text of the folder that the format came from; a format that was named has its own.
+    ExportTokenizer& e = run.exported;
+    std::string text, from = chat_folder(c);
     if (!from.empty())
         or_die(read_chat_template(from, &text));
     if (file_type(c.model) == S_IFDIR)
-        or_die(read_chat_template(c.model, &models));
+        or_die(read_chat_template(c.model, &e.chat_template));
+
+    // Adapters say beside them how an answer ends.
+    bool taught = has_conversations(c) || given(c, "chat-format");
+    bool merges = !c.adapter.empty() && from == c.adapter;
+    int end = taught ? run.chat.end : run.tokenizer.eot;
+    if (!vocab_matches(run) || !(taught || merges) || end < 0) return;
+    or_die(export_end(&e, run.tokenizer, end));
+
+    // Keep the text of the folder that the format came from; leave files that have it as they are.
     bool same = !text.empty() && (c.chat_format == "auto" ||
                                   recognise_template(text, run.tokenizer) == c.chat_format);
     if (taught && !same)
         text = chat_template_of(run.chat.format);
-
-    // Leave the model's files as they are if they say it.
-    or_die(export_end(&run.exported, run.tokenizer, end));
-    if (text != models)
-        or_die(export_template(&run.exported, text, run.tokenizer, end));
+    std::vector<std::string> texts = token_texts(run.tokenizer);
+    int begin = begin_token(run.tokenizer);
+    nlohmann::ordered_json bos;
+    if (begin >= 0) bos = texts[begin];
+    if (text != e.chat_template)
+        or_die(export_template(&e, text, bos, texts[end]));
     else if (exports_adapters(run))
-        run.exported.files["chat_template.jinja"] = text;
+        e.files["chat_template.jinja"] = text;
 }
 
-// Check that a file for llama.cpp can hold this model, and print what it holds otherwise than asked.
+// Check that a file for llama.cpp can hold this model, and print where it differs from the flags.
 inline void prepare_gguf(Run& run) {
     const Config& c = run.config;
     or_die(gguf_check(run.shape, c.export_dir));
@@ -390,7 +394,9 @@ inline void prepare_export(Run& run) {
     // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
     run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
-    run.exported.bos = known && t.bos_token >= 0 ? t.bos_token : run.exported.eos;
+    run.exported.bos = known && begin_token(t) >= 0 ? begin_token(t) : run.exported.eos;
+    if (known && begin_token(t) < 0 && !t.ends.empty())
+        run.exported.bos = -1; // the tokenizer's folder names an end, and no beginning
 
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
@@ -413,7 +419,7 @@ inline void prepare_export(Run& run) {
         run.exported.files.clear();
     if (exports_adapters(run))
         run.exported.files.erase("generation_config.json"); // nobody looks for it there
-    or_die(hf_export_check(run.shape, c.export_dir, carried_names(run.exported)));
+    or_die(hf_export_check(run.shape, c.export_dir, run.exported.files));
     if (is_first(run))
         or_die(try_folder("export", c.export_dir));
 
