@@ -774,13 +774,13 @@ TEST_F(HuggingFace, TokenizersLearnNewTokens) {
     json now = json::parse(e.files["tokenizer.json"]);
     ASSERT_EQ(now["added_tokens"].size(), 3u);
     EXPECT_EQ(now["added_tokens"][1]["id"], 257);
-    EXPECT_EQ(now["added_tokens"][2]["id"], 258);
+    EXPECT_EQ(now["added_tokens"][2]["id"], 260);
     EXPECT_EQ(now["added_tokens"][2]["content"], "<0>");
     EXPECT_EQ(now["added_tokens"][1]["special"], true);
     EXPECT_EQ(now["model"], 1);
     json listed = json::parse(e.files["tokenizer_config.json"])["added_tokens_decoder"];
-    EXPECT_EQ(listed["258"]["content"], "<0>");
-    EXPECT_FALSE(listed["258"].contains("id"));
+    EXPECT_EQ(listed["260"]["content"], "<0>");
+    EXPECT_FALSE(listed["260"].contains("id"));
     EXPECT_EQ(e.files["tokenizer.model"], "x"); // llama.cpp's converter reads both
 
     // Without a tokenizer.json, a SentencePiece model would lack them: it is left out.
