@@ -450,7 +450,7 @@ inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
         bool left = name[0] == '.' || name == "config.json" || name == "README.md" ||
                     name.starts_with("adapter_") || e->files.count(name);
         for (const char* end : {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
-                                ".msgpack", ".onnx", ".index.json"})
+                                ".msgpack", ".onnx", ".index.json", ".jsonl"})
             left |= name.ends_with(end);
         struct stat st;
         bool file = stat(path.c_str(), &st) == 0 && S_ISREG(st.st_mode);

@@ -977,7 +977,7 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     put_all("from", files);
     put("from/config.json", config.dump());
     for (const char* left : {"README.md", "pytorch_model.bin", "model.safetensors.index.json",
-                             "adapter_config.json", ".gitattributes", "old/notes.txt"})
+                             "adapter_config.json", ".gitattributes", "data.jsonl", "old/notes.txt"})
         put(std::string("from/") + left, "of another model");
 
     ExportTokenizer e = {0, 1};
