@@ -664,15 +664,16 @@ static bool run_command(Run& run) {
     if (run.world.size > 1)
         check_same(run.world, "the program", program_bytes());
 
-    // Try every file that will be written: an error at the end of the run would come too late.
+    // Choose how conversations are written, which an export says. Then try every file that will be
+    // written: an error at the end of the run would come too late.
+    open_chat(run);
     if (!c.export_dir.empty()) prepare_export(run);
     if (!c.timeline.empty() && is_first(run)) or_die(try_file("timeline", c.timeline));
     if (!c.profile.empty() && is_first(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
 
-    // Open everything that is read: tasks, conversations, data, prompts.
+    // Open everything that is read: tasks, data, prompts.
     open_tasks(run);
-    open_chat(run);
     if (!c.explain && wants_validation(c))
         open_data(run);
     if (!c.explain && has_rollouts(c))

@@ -537,8 +537,8 @@ std::string write_adapters(const Trainer<T, S>& t, const std::string& folder, Ty
 // Export a folder of adapters, completely or not at all. `base` is the model's name in the config.
 template <typename T, typename S>
 std::string export_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                            const std::string& base) {
-    return export_whole(t, folder, [&](const std::string& path) {
+                            const std::string& base, const ExportTokenizer& beside = {}) {
+    return export_whole(t, folder, beside, [&](const std::string& path) {
         return write_adapters(t, path, dtype, base);
     });
 }

@@ -300,13 +300,12 @@ inline int marker_token(const Chat& chat, std::string_view mark) {
 
 // Join a format to a tokenizer, which must have the tokens that the format needs.
 inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokenizer& t) {
-    // Find the token that ends texts. Without one the byte zero does it, which occurs in no text.
+    // Find the token that ends texts. --tokenizer byte is ours, and has 0, which occurs in no text.
     *chat = {format, &t};
-    int zero = t.kind == TokenizerKind::BYTE ? 0 : t.byte_token[0];
-    int eot = t.eot < 0 ? zero : t.eot;
+    int eot = t.eot < 0 && only_bytes(t) && t.vocab_size == 256 ? 0 : t.eot;
     for (const auto& [text, token] : t.special) fixed_add(&chat->markers, text, token);
-    chat->bos = t.bos;
-    fixed_add(&chat->markers, "<s>", t.bos < 0 ? NO_TOKEN : t.bos);
+    chat->bos = begin_token(t);
+    fixed_add(&chat->markers, "<s>", chat->bos < 0 ? NO_TOKEN : chat->bos);
     fixed_add(&chat->markers, "</s>", eot < 0 ? NO_TOKEN : eot);
 
     // Name the first token that is missing. A model that never saw the marks as tokens would have
@@ -320,7 +319,10 @@ inline std::string chat_open(Chat* chat, const ChatFormat& format, const Tokeniz
                    ": give the format that its model was trained with; plain needs none";
     size_t last = format.answer_end.rfind('<');
     chat->end = marker_token(*chat, format.answer_end.substr(last));
-    return chat->end >= 0 ? "" : refused + "no token that ends a text, which an answer needs";
+    if (chat->end >= 0) return "";
+    return refused + "no token that ends a text, which an answer needs: name it as eos_token in "
+                     "the tokenizer_config.json beside it, or make one with --add-tokens "
+                     "'<|im_start|>,<|im_end|>' --chat-format chatml";
 }
 
 // ----------------------------------------------------------------------------

@@ -159,6 +159,7 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
                           : "by the special tokens, for there is no chat template";
     if (!format.default_system.empty())
         chat->why += ", with the system text " + in_quotes(format.default_system);
+    if (chat->end == 0 && only_bytes(t)) chat->why += ", and the byte 0 ends an answer";
     if (refused)
         chat->refused =
             at + ": its chat template equals no format here: name the format that the model was "

@@ -286,10 +286,19 @@ inline bool own_file(const std::string& name) {
     return export_file(name) || rank || name.rfind("manifest.json", 0) == 0;
 }
 
-// Remove the program's own files from a folder, and then the folder if it is empty.
-inline void remove_folder(const std::string& folder) {
+// Files of a folder, [NAME or FOLDER/NAME]: the content.
+typedef std::map<std::string, std::string> TextFiles;
+
+// Remove the program's own files from a folder, and then the folder if it is empty. carried: files
+// of other names that an export has.
+inline void remove_folder(const std::string& folder, const TextFiles& carried = {}) {
     DIR* d = opendir(folder.c_str());
     if (!d) return;
+    for (const auto& [name, text] : carried) {
+        unlink((folder + "/" + name).c_str());
+        if (name.find('/') != std::string::npos)
+            rmdir(folder_of(folder + "/" + name).c_str());
+    }
     while (dirent* e = readdir(d))
         if (own_file(e->d_name))
             unlink((folder + "/" + e->d_name).c_str());
@@ -299,7 +308,8 @@ inline void remove_folder(const std::string& folder) {
 
 // Put a whole new folder in the place of an old one, or of nothing. At every moment one of the two
 // has the name, except on file systems that cannot exchange two names.
-inline std::string replace_folder(const std::string& fresh, const std::string& folder) {
+inline std::string replace_folder(const std::string& fresh, const std::string& folder,
+                                  const TextFiles& carried = {}) {
     // Exchange the two names, or give the name for the first time.
     bool old = ::access(folder.c_str(), F_OK) == 0;
     unsigned how = old ? RENAME_EXCHANGE : 0;
@@ -318,7 +328,7 @@ inline std::string replace_folder(const std::string& fresh, const std::string& f
 
     // Remove the old folder, which now has the temporary name.
     std::string wrong = sync_folder(folder_of(folder));
-    if (old) remove_folder(fresh);
+    if (old) remove_folder(fresh, carried);
     return wrong;
 }
 

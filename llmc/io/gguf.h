@@ -8,7 +8,7 @@
 //   scaled  scaled frequencies are written as a divisor for each pair, "rope_freqs.weight"
 //   types   vectors and the table of positions are float; matrices are F32, F16, BF16 or Q8_0:
 //           blocks of 32 elements with one scale, amax / 127 in fp16. Rows that do not divide into
-//           blocks are F16
+//           blocks are F16, which gguf_wider() says
 //   A tokenizer that cuts words in a way that llama.cpp has no name for is left out: then the model
 //   takes only tokens.
 #pragma once
@@ -298,8 +298,8 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
 
 // llama.cpp's name for the way in which a byte-level tokenizer cuts words, or "" if it has none.
 inline std::string gguf_words(const Tokenizer& t) {
-    // The byte tokenizer never merges, so any way to cut gives its tokens.
-    if (t.kind == TokenizerKind::BYTE) return "gpt-2";
+    // If nothing merges, any way to cut gives the same tokens.
+    if (only_bytes(t)) return "gpt-2";
     std::string one_digit = replace_all(CL100K_PATTERN, "{1,3}", ""); // Qwen2's
     if (t.pattern_texts.size() != 1) return "";
     const std::string& pattern = t.pattern_texts[0];
@@ -362,19 +362,6 @@ inline void add_gguf_id(GgufKeys* k, const std::string& key, nlohmann::ordered_j
         gguf_add(k, "tokenizer.ggml." + key, id.get<uint32_t>());
 }
 
-// The chat template of the folder that the model came with, or "".
-inline std::string chat_template_of(const ExportTokenizer& e) {
-    auto file = e.files.find("chat_template.jinja");
-    if (file != e.files.end())
-        return file->second;
-    auto config = e.files.find("tokenizer_config.json");
-    if (config == e.files.end()) return "";
-    nlohmann::json j = nlohmann::json::parse(config->second, nullptr, false);
-    // Ignore a list of several named templates.
-    bool text = j.is_object() && j.contains("chat_template") && j["chat_template"].is_string();
-    return text ? j["chat_template"].get<std::string>() : "";
-}
-
 // Add the vocabulary of V tokens. t is null if the tokenizer is left out.
 inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportTokenizer& e,
                                const Shape& s) {
@@ -400,15 +387,14 @@ inline void add_gguf_tokenizer(GgufKeys* k, const Tokenizer* t, const ExportToke
     // Add the tokens with a meaning, and what stands before a text.
     nlohmann::ordered_json j = hf_config_json(s, Type::F32, e);
     add_gguf_id(k, "bos_token_id", j["bos_token_id"]);
-    add_gguf_id(k, "eos_token_id", j["eos_token_id"]);
+    add_gguf_id(k, "eos_token_id", e.eos < 0 ? j["eos_token_id"] : nlohmann::ordered_json(e.eos));
     if (t->unknown >= 0)
         gguf_add(k, "tokenizer.ggml.unknown_token_id", uint32_t(t->unknown));
     gguf_add(k, "tokenizer.ggml.add_bos_token", t->bos >= 0);
     if (t->sentencepiece)
         gguf_add(k, "tokenizer.ggml.add_space_prefix", t->prefix != Prefix::NONE);
-    std::string chat = chat_template_of(e);
-    if (!chat.empty())
-        gguf_add(k, "tokenizer.chat_template", chat);
+    if (!e.chat_template.empty())
+        gguf_add(k, "tokenizer.chat_template", e.chat_template);
 }
 
 // ----------------------------------------------------------------------------
@@ -443,6 +429,22 @@ inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
         tensors.push_back({&p, gguf_name(p.name), own, shape});
     }
     return tensors;
+}
+
+// A line if matrices get a wider type than the one that was asked for, else "".
+inline std::string gguf_wider(const Model& m, GgufType type) {
+    std::set<std::string> rows;
+    size_t matrices = 0;
+    for (const GgufTensor& t : gguf_tensors(m, type))
+        if (t.type != type && t.type == GgufType::F16) {
+            matrices++;
+            rows.insert(std::to_string(t.shape.back()));
+        }
+    std::string all;
+    for (const std::string& row : rows)
+        all += (all.empty() ? "" : ", ") + row;
+    return rows.empty() ? "" : concat("--export-dtype q8_0: ", matrices, " matrices are written as "
+                                      "fp16: rows of ", all, " are no blocks of ", Q8_BLOCK);
 }
 
 // Everything before the data. *data_bytes receives the length of the data.

@@ -22,6 +22,7 @@
 #include "json.h"
 #include "prequantised.h"
 #include "safetensors.h"
+#include "tokenizer_files.h"
 
 namespace llmc {
 
@@ -414,17 +415,41 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
 // The files of an export beside its weights, and the ids of the tokens around a text.
 struct ExportTokenizer {
     int bos = -1, eos = -1; // tokens; -1: not known
-    std::map<std::string, std::string> files = {}; // [name]: the content
+    TextFiles files = {};
+    std::string chat_template = ""; // for llama.cpp's file
     // keys of the config.json that the model came with
     nlohmann::ordered_json kept = nlohmann::ordered_json::object();
 };
 
+// Change a JSON file of an export; without the file it begins as {}.
+template <typename F>
+std::string change_json(ExportTokenizer* e, const std::string& name, F change) {
+    std::string& text = e->files[name];
+    auto j = nlohmann::ordered_json::parse(text.empty() ? "{}" : text, nullptr, false);
+    if (!j.is_object())
+        return name + ": is no JSON object";
+    change(j);
+    text = j.dump(2) + "\n";
+    return "";
+}
+
+// The names in a folder, or none if it is no folder.
+inline std::vector<std::string> names_in(const std::string& folder) {
+    std::vector<std::string> names;
+    if (DIR* d = opendir(folder.c_str())) {
+        while (dirent* e = readdir(d))
+            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+                names.push_back(e->d_name);
+        closedir(d);
+    }
+    return names;
+}
+
 // Take over what the model's folder says beside its shape: keys of config.json that this program
-// does not know, and files that describe how to use the model.
+// does not know.
 inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
                                   bool own_tokenizer) {
-    // Take the keys. The element type is the export's own. Token ids hold only if the
-    // tokenizer is the folder's.
+    // The element type is the export's own. Token ids hold only if the tokenizer is the folder's.
     std::string text;
     std::string wrong = read_whole_file(folder + "/config.json", &text);
     if (!wrong.empty()) return wrong;
@@ -435,17 +460,72 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     e->kept.erase("quantization_config"); // an export has no codes
     for (const char* id : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (!own_tokenizer) e->kept.erase(id);
-
-    // Take the files that speak of the tokenizer's tokens.
-    for (const char* name : {"generation_config.json", "special_tokens_map.json",
-                             "added_tokens.json", "chat_template.jinja", "chat_template.json"}) {
-        std::string path = folder + "/" + name;
-        if (!own_tokenizer || ::access(path.c_str(), F_OK) != 0)
-            continue;
-        wrong = read_whole_file(path, &e->files[name]);
-        if (!wrong.empty()) return wrong;
-    }
     return "";
+}
+
+constexpr const char* CHAT_TEMPLATES = "additional_chat_templates/"; // a folder of named templates
+constexpr size_t CARRIED_BYTES = size_t(64) << 20; // larger files are weights, whatever their names
+
+// Take over every other file of the model's folder that is not there yet: the tokenizer's in all
+// its forms, settings of generate(), chat templates, licences, code. Left behind are weights, what
+// trained them, the card that describes them, and hidden files.
+inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
+    std::vector<std::string> names = names_in(folder);
+    for (const std::string& name : names_in(folder + "/" + CHAT_TEMPLATES))
+        names.push_back(CHAT_TEMPLATES + name);
+
+    std::string wrong;
+    for (const std::string& name : names) {
+        std::string path = folder + "/" + name;
+        bool left = name[0] == '.' || name == "config.json" || name == "README.md" ||
+                    name.starts_with("adapter_") || e->files.count(name);
+        for (const char* end : {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
+                                ".msgpack", ".onnx", ".index.json", ".jsonl"})
+            left |= name.ends_with(end);
+        struct stat st;
+        bool file = stat(path.c_str(), &st) == 0 && S_ISREG(st.st_mode);
+        if (!left && file && size_t(st.st_size) <= CARRIED_BYTES && wrong.empty())
+            wrong = read_whole_file(path, &e->files[name]);
+    }
+    return wrong;
+}
+
+// Make answers end with `end`, in both configs: generate() reads generation_config.json. Tokens
+// that ended a text before still end one.
+inline std::string export_end(ExportTokenizer* e, const Tokenizer& t, int end) {
+    std::vector<int> ends = {e->eos};
+    auto add_end = [&](nlohmann::ordered_json& j) {
+        // A file that names none has those of the file before.
+        std::vector<int> own = named_tokens(t, j, "eos_token");
+        ends = own.empty() ? ends : own;
+        if (std::count(ends.begin(), ends.end(), end) == 0)
+            ends.insert(ends.begin(), end);
+        std::erase(ends, -1);
+        j["eos_token_id"] = end;
+        if (ends.size() > 1) j["eos_token_id"] = ends;
+    };
+    add_end(e->kept);
+    e->eos = end;
+    return change_json(e, "generation_config.json", add_end);
+}
+
+// Give an export a chat template in the place of all that it has. It writes bos_token and
+// eos_token, so these must be what the model was trained with.
+inline std::string export_template(ExportTokenizer* e, const std::string& text,
+                                   const nlohmann::ordered_json& bos, const std::string& eos) {
+    std::string wrong;
+    for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"})
+        if (wrong.empty() && (*name == 't' || e->files.count(name)))
+            wrong = change_json(e, name, [&](nlohmann::ordered_json& j) {
+                j.erase("chat_template");
+                j["bos_token"] = bos;
+                j["eos_token"] = eos;
+            });
+    std::erase_if(e->files, [](const auto& file) {
+        return file.first == "chat_template.json" || file.first.starts_with(CHAT_TEMPLATES);
+    });
+    e->files["chat_template.jinja"] = e->chat_template = text;
+    return wrong;
 }
 
 // The real path of an export's folder. A slash at the end goes: the temporary folder must stand
@@ -466,20 +546,10 @@ inline std::string export_folder(std::string path) {
     return path;
 }
 
-// The names in a folder, or none if it is no folder.
-inline std::vector<std::string> names_in(const std::string& folder) {
-    std::vector<std::string> names;
-    if (DIR* d = opendir(folder.c_str())) {
-        while (dirent* e = readdir(d))
-            if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
-                names.push_back(e->d_name);
-        closedir(d);
-    }
-    return names;
-}
-
-// Check that an export may be written to a folder: only an older export may be in it.
-inline std::string hf_check_folder(const std::string& folder) {
+// Check that an export may be written to a folder: only an older export may be in it. carried: the
+// names of files that this one replaces.
+inline std::string hf_check_folder(const std::string& folder,
+                                   const TextFiles& carried) {
     // Refuse the current folder, which cannot be exchanged for another.
     std::error_code none;
     std::string path = export_folder(folder);
@@ -498,8 +568,12 @@ inline std::string hf_check_folder(const std::string& folder) {
 
     // Refuse a folder with files of any other origin: the rename would remove them.
     std::vector<std::string> names = names_in(path);
+    auto templates = carried.lower_bound(CHAT_TEMPLATES);
+    bool carries_templates = templates != carried.end() &&
+                             templates->first.starts_with(CHAT_TEMPLATES);
     for (const std::string& name : names)
-        if (!export_file(name))
+        if (!export_file(name) && !carried.count(name) &&
+            !(carries_templates && name + "/" == CHAT_TEMPLATES))
             return "--export " + folder + ": holds " + printable(name) +
                    ", which is no export of ours: choose a new folder";
 
@@ -513,15 +587,6 @@ inline std::string hf_check_folder(const std::string& folder) {
     if (names.empty() || (config && weights)) return "";
     return "--export " + folder + ": holds " + printable(names[0]) +
            " and no whole model: choose a new folder";
-}
-
-// The ids of a text's first and last token, for config.json. An unknown token becomes null: without
-// the key, transformers would assume the id of the family's first model.
-inline nlohmann::ordered_json begin_and_end(const ExportTokenizer& t) {
-    nlohmann::ordered_json j = {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}};
-    if (t.bos >= 0) j["bos_token_id"] = t.bos;
-    if (t.eos >= 0) j["eos_token_id"] = t.eos;
-    return j;
 }
 
 // ----------------------------------------------------------------------------
@@ -542,8 +607,9 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 
 // Check at the start of a run that the folder may be written and that config.json can describe the
 // shape. A refusal at the end would cost the run.
-inline std::string hf_export_check(const Shape& s, const std::string& folder) {
-    std::string wrong = hf_check_folder(folder);
+inline std::string hf_export_check(const Shape& s, const std::string& folder,
+                                   const TextFiles& carried = {}) {
+    std::string wrong = hf_check_folder(folder, carried);
     if (!wrong.empty()) return wrong;
     with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
     return wrong;
@@ -559,11 +625,12 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                        : dtype == Type::F16 ? "float16"
                                             : "float32";
 
-    // Keep a list of end tokens: several tokens may end a text.
-    const nlohmann::ordered_json ids = begin_and_end(tokenizer);
-    for (const auto& [key, id] : ids.items())
+    // Keep a list of end tokens: several tokens may end a text. An unknown token is null: without
+    // the key, transformers would assume the id of the family's first model.
+    for (auto [key, id] : {std::pair("bos_token_id", tokenizer.bos),
+                           std::pair("eos_token_id", tokenizer.eos)})
         if (!j.contains(key) || j[key].is_null())
-            j[key] = id;
+            j[key] = id < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(id);
     return j;
 }
 
@@ -693,6 +760,17 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     return shards;
 }
 
+// Write the files of a folder.
+inline std::string write_texts(const std::string& folder, const TextFiles& texts) {
+    for (const auto& [name, text] : texts) {
+        std::string path = folder + "/" + name;
+        mkdir(folder_of(path).c_str(), 0777);
+        std::string wrong = write_text_file(path, text);
+        if (!wrong.empty()) return wrong;
+    }
+    return sync_folder(folder);
+}
+
 // Write a whole export into an empty folder. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,
@@ -723,32 +801,34 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 
     // Write the files that describe the weights.
     if (t.comms.world.rank > 0) return "";
-    std::map<std::string, std::string> texts = tokenizer.files;
+    TextFiles texts;
     nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
                                     {"weight_map", weight_map}};
     if (files > 1)
         texts["model.safetensors.index.json"] = index.dump(2);
-    texts["config.json"] = hf_config_json(t.model.shape, dtype, tokenizer).dump(2) + "\n";
-    if (tokenizer.eos >= 0 && !texts.count("generation_config.json"))
-        texts["generation_config.json"] = begin_and_end(tokenizer).dump(2) + "\n";
-    for (const auto& [name, text] : texts) {
-        std::string wrong = write_text_file(folder + "/" + name, text);
-        if (!wrong.empty()) return wrong;
-    }
-    return sync_folder(folder);
+    nlohmann::ordered_json config = hf_config_json(t.model.shape, dtype, tokenizer);
+    texts["config.json"] = config.dump(2) + "\n";
+    nlohmann::ordered_json ids = {{"bos_token_id", config["bos_token_id"]},
+                                  {"eos_token_id", config["eos_token_id"]}};
+    if (!config["eos_token_id"].is_null() && !tokenizer.files.count("generation_config.json"))
+        texts["generation_config.json"] = ids.dump(2) + "\n";
+    return write_texts(folder, texts);
 }
 
 // Make the temporary folder of an export, after removing what a crash left.
-inline std::string make_export_folder(const std::string& folder, const std::string& temporary) {
-    remove_folder(temporary);
+inline std::string make_export_folder(const std::string& folder, const std::string& temporary,
+                                      const TextFiles& carried) {
+    remove_folder(temporary, carried);
     if (mkdir(temporary.c_str(), 0777) == 0) return "";
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
 }
 
-// Export a folder completely or not at all: fill(path) writes into an empty folder. All ranks call:
-// the first one writes, the others help to gather each parameter. All return the first error.
+// Export a folder completely or not at all: fill(path) writes into an empty folder, which also gets
+// the files of `beside`. All ranks call: the first one writes, the others help to gather each
+// parameter. All return the first error.
 template <typename T, typename S, typename F>
-std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fill) {
+std::string export_whole(const Trainer<T, S>& t, const std::string& folder,
+                         const ExportTokenizer& beside, F fill) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
     bool first = world.rank == 0;
@@ -756,15 +836,18 @@ std::string export_whole(const Trainer<T, S>& t, const std::string& folder, F fi
     // Make a folder beside the old one, which stays whole until the new one is.
     std::string path = export_folder(folder);
     std::string temporary = path + ".exporting";
-    std::string wrong = first_error(world, first ? make_export_folder(folder, temporary) : "");
+    std::string wrong = first ? make_export_folder(folder, temporary, beside.files) : "";
+    wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
 
     // Fill it, then give it the name.
     wrong = fill(temporary);
     if (first && wrong.empty())
-        wrong = replace_folder(temporary, path);
+        wrong = write_texts(temporary, beside.files);
+    if (first && wrong.empty())
+        wrong = replace_folder(temporary, path, beside.files);
     wrong = first_error(world, wrong);
-    if (first && !wrong.empty()) remove_folder(temporary);
+    if (first && !wrong.empty()) remove_folder(temporary, beside.files);
     return wrong;
 }
 
@@ -776,7 +859,7 @@ std::string hf_export(const Trainer<T, S>& t, const std::string& folder, Type dt
                       MergeSums* merged = nullptr) {
     MergeSums nobody_asks;
     MergeSums* sums = merged ? merged : &nobody_asks;
-    return export_whole(t, folder, [&](const std::string& path) {
+    return export_whole(t, folder, tokenizer, [&](const std::string& path) {
         return write_export(t, path, dtype, shard_bytes, tokenizer, sums);
     });
 }

@@ -8,7 +8,6 @@
 //   An export has the tokens in its config.json and tokenizer.json, and needs the flag no more.
 #pragma once
 #include "huggingface.h"
-#include "tokenizer_export.h"
 
 namespace llmc {
 
@@ -96,31 +95,45 @@ std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t 
     return "";
 }
 
-// Add the new tokens to an export's tokenizer.json that came with the model's folder. A
-// SentencePiece model cannot hold them, so it is left out.
-inline std::string add_tokens_to_files(std::map<std::string, std::string>* files,
-                                       const Tokenizer& t, const std::string& list) {
-    files->erase("tokenizer.model");
-    auto found = files->find("tokenizer.json");
-    if (found == files->end()) return "";
-    auto json = nlohmann::ordered_json::parse(found->second, nullptr, false);
-    if (!json.is_object())
-        return t.name + ": is no JSON object";
+// Add the new tokens to the files of an export that came with the model's folder. A SentencePiece
+// model cannot hold them: without a tokenizer.json beside it, which readers prefer, it is left out.
+inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
+                                       const std::string& list) {
+    if (!e->files.count("tokenizer.json")) {
+        e->files.erase("tokenizer.model");
+        return "";
+    }
+
+    // Describe each token as transformers does, in the order of their numbers: its library counts.
+    std::vector<nlohmann::ordered_json> added;
+    for (const std::string& text : texts_between_commas(list))
+        added.push_back({{"id", find_token(t.special, text)},
+                         {"content", text},
+                         {"single_word", false},
+                         {"lstrip", false},
+                         {"rstrip", false},
+                         {"normalized", false},
+                         {"special", true}});
 
     // Skip tokens that are there: a file made from our tokenizer has them already.
-    std::set<std::string> there;
-    for (const auto& each : json["added_tokens"]) there.insert(each.value("content", ""));
-    for (const std::string& text : texts_between_commas(list))
-        if (!there.count(text))
-            json["added_tokens"].push_back({{"id", find_token(t.special, text)},
-                                            {"content", text},
-                                            {"single_word", false},
-                                            {"lstrip", false},
-                                            {"rstrip", false},
-                                            {"normalized", false},
-                                            {"special", true}});
-    found->second = json.dump(1) + "\n";
-    return "";
+    std::string wrong = change_json(e, "tokenizer.json", [&](nlohmann::ordered_json& j) {
+        std::set<std::string> there;
+        for (const auto& each : j["added_tokens"]) there.insert(each.value("content", ""));
+        for (const auto& token : added)
+            if (!there.count(token["content"]))
+                j["added_tokens"].push_back(token);
+    });
+
+    // List them where classes of transformers, and llama.cpp's converter, look first.
+    if (wrong.empty() && e->files.count("tokenizer_config.json"))
+        wrong = change_json(e, "tokenizer_config.json", [&](nlohmann::ordered_json& j) {
+            for (auto token : added)
+                if (std::string id = token["id"].dump(); j.contains("added_tokens_decoder")) {
+                    token.erase("id");
+                    j["added_tokens_decoder"][id] = token;
+                }
+        });
+    return wrong;
 }
 
 } // namespace llmc

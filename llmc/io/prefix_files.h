@@ -176,13 +176,14 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
     return wrong.empty() ? sync_folder(folder) : wrong;
 }
 
-// Export what was trained beside the base, of either kind: completely or not at all.
+// Export what was trained beside the base, of either kind: completely or not at all. beside: the
+// tokenizer and chat template that go with it.
 template <typename T, typename S>
 std::string export_trained_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
-                                    const std::string& base) {
+                                    const std::string& base, const ExportTokenizer& beside = {}) {
     if (!t.model.shape.prefix)
-        return export_adapters(t, folder, dtype, base);
-    return export_whole(t, folder, [&](const std::string& path) {
+        return export_adapters(t, folder, dtype, base, beside);
+    return export_whole(t, folder, beside, [&](const std::string& path) {
         return write_prefix(t, path, dtype, base);
     });
 }

@@ -664,9 +664,8 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
 
     // Refuse a folder that does not exist.
     o->stem = c.prepare.substr(0, c.prepare.size() - 4);
-    struct stat s;
     std::string folder = folder_of(o->stem);
-    if (stat(folder.c_str(), &s) != 0 || !S_ISDIR(s.st_mode))
+    if (!is_folder(folder))
         return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
 
     // Choose the token before a document: the one that begins a text, or else the one that ends
@@ -718,9 +717,8 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
     o->width = 4;
 
     // Write conversations in the format of the model's folder, if there is one.
-    struct stat s;
-    bool folder = stat(c.model.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    std::string wrong = choose_chat(&o->chat, c.chat_format, folder ? c.model : "", t);
+    std::string folder = is_folder(c.model) ? c.model : "";
+    std::string wrong = choose_chat(&o->chat, c.chat_format, folder, t);
     if (wrong.empty())
         printf("chat format: %s, %s\n", o->chat.format.name.c_str(), o->chat.why.c_str());
     return wrong;

@@ -23,6 +23,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -82,9 +83,12 @@ struct Tokenizer {
     std::string name = "byte"; // the value of --tokenizer
     int vocab_size = 256;
     TokenizerKind kind = TokenizerKind::BYTE;
-    int bos = -1; // token that begins a sequence; -1: none
-    int eot = -1; // token that ends a text
+    int bos = -1;       // token that is put before each text; -1: none
+    int bos_token = -1; // token that its files name so, which templates write; -1: bos
+    int eot = -1;       // token that ends a text
     int unknown = -1;
+    std::set<int> ends = {}; // all tokens that its files let end a text
+    std::vector<std::string> notes = {}; // where its files disagree
     // the vocabulary
     std::vector<std::string> pieces = {}; // token -> bytes; empty for control tokens
     TokenOf ids = {};                     // piece -> token, without control tokens
@@ -259,6 +263,15 @@ inline Merge find_merge(const Tokenizer& t, int left, int right) {
     if (t.merges.empty() || left < 0 || right < 0)
         return {0, NO_RANK, 0};
     return t.merges[merge_slot(t.merges, uint64_t(left) << 32 | uint32_t(right))];
+}
+
+// The token that begins a text for templates and configs, or -1.
+inline int begin_token(const Tokenizer& t) { return t.bos_token < 0 ? t.bos : t.bos_token; }
+
+// Whether each token of text is one byte, so that nothing merges however words are cut: --tokenizer
+// byte, and what an export makes of it.
+inline bool only_bytes(const Tokenizer& t) {
+    return t.kind != TokenizerKind::UNIGRAM && !t.sentencepiece && t.longest <= 1;
 }
 
 // Put merges into a hash table that is at most half full.

@@ -195,8 +195,8 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     // Use the token that ends texts also as the one that begins them, unless there is one.
     if (t.eot >= 0)
         j["bos_token"] = j["eos_token"] = texts[t.eot];
-    if (t.bos >= 0)
-        j["bos_token"] = texts[t.bos];
+    if (begin_token(t) >= 0)
+        j["bos_token"] = texts[begin_token(t)];
     if (t.unknown >= 0)
         j["unk_token"] = texts[t.unknown];
     return j.dump(2) + "\n";
@@ -210,9 +210,7 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
 // The tokenizer_config.json beside any of them is copied too.
 inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
                                    size_t positions) {
-    struct stat s;
-    bool folder = stat(t.name.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-    std::string path = folder ? tokenizer_in(t.name) : t.name;
+    std::string path = is_folder(t.name) ? tokenizer_in(t.name) : t.name;
     std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
 
     // Copy. The tokenizer_config.json stays as it is: it may hold a chat template.

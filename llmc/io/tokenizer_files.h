@@ -278,9 +278,9 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     set_merges(t, merges);
 
     // Add what the files do not say: the special token, and the pattern that cuts text.
-    int end = find_token(t->ids, "<|endoftext|>");
-    if (end >= 0)
-        add_special(t, "<|endoftext|>", end);
+    t->eot = find_token(t->ids, "<|endoftext|>");
+    if (t->eot >= 0)
+        add_special(t, "<|endoftext|>", t->eot);
     return add_pattern(t, GPT2_PATTERN);
 }
 
@@ -365,14 +365,17 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
     return add_pattern(t, j["pattern"].at(literal ? "String" : "Regex"), literal);
 }
 
-// Take the token that the template puts before a text, if it has one.
+// Take the tokens that the template puts before and behind a text, if it has them.
 inline void read_post_processor(Tokenizer* t, const nlohmann::json& j) {
     // Read only the template for single texts: this program never writes pairs.
     if (j.at("type") != "TemplateProcessing" || j.at("single").empty())
         return;
-    const auto& first = j["single"].at(0);
+    const auto& first = j["single"].front();
+    const auto& last = j["single"].back();
     if (first.contains("SpecialToken"))
         t->bos = find_token(t->special, std::string(first["SpecialToken"].at("id")));
+    if (last.contains("SpecialToken"))
+        t->eot = find_token(t->special, std::string(last["SpecialToken"].at("id")));
 }
 
 // The text of an added token after normalisation.
@@ -494,6 +497,7 @@ struct KnownRanks {
     size_t ranks;
     const char* pattern;
     std::vector<std::pair<std::string, int>> special; // text, and its number after the last rank
+    const char* end = "<|endoftext|>";                // the one that ends a text
 };
 
 // The encodings of tiktoken and of Llama 3.
@@ -505,7 +509,7 @@ inline std::vector<KnownRanks> known_ranks() {
         {"r50k_base", 50256, GPT2_PATTERN, {{end, 0}}},
         {"cl100k_base", 100256, CL100K_PATTERN, {{end, 1}, {prompt, 20}}},
         {"o200k_base", 199998, O200K_PATTERN, {{end, 1}, {prompt, 20}}},
-        {"llama3", 128000, CL100K_PATTERN, {}},
+        {"llama3", 128000, CL100K_PATTERN, {}, "<|end_of_text|>"},
     };
 
     // Llama 3 has 256 special tokens; unused ones have numbered names.
@@ -610,6 +614,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
         add_special(t, name, after + place);
     }
     t->bos = find_token(t->special, "<|begin_of_text|>");
+    t->eot = find_token(t->special, row->end);
     return add_pattern(t, row->pattern);
 }
 
@@ -729,6 +734,7 @@ struct SentencePieceFields {
     uint64_t model = 1;       // 1: unigram, 2: BPE
     uint64_t suffix = 0;      // spaces are written after words, not before
     uint64_t bos = 1;         // the token that begins a sequence
+    uint64_t eos = 2;         // the token that ends it
     size_t character_map = 0; // bytes of a table that maps characters (NFKC)
     uint64_t prefix = 1;      // a space is put before the text
     uint64_t extra = 0;       // extra spaces are dropped; 1 if the normaliser is described
@@ -753,6 +759,7 @@ inline bool read_sentencepiece_fields(Tokenizer* t, SentencePieceFields* f,
                 if (q.field == 3) f->model = q.number;
                 if (q.field == 24) f->suffix = q.number;
                 if (q.field == 41) f->bos = q.number;
+                if (q.field == 42) f->eos = q.number;
             }
 
         // How text is normalised.
@@ -790,6 +797,7 @@ inline std::string read_sentencepiece(Tokenizer* t, const std::string& path,
     t->prefix = f.prefix ? Prefix::SPACE : Prefix::NONE;
     t->extra_spaces = !f.extra;
     t->bos = f.bos < t->pieces.size() ? int(f.bos) : -1;
+    t->eot = f.eos < t->pieces.size() ? int(f.eos) : -1;
     if (t->kind == TokenizerKind::BPE)
         set_merges_from_scores(t, t->scores);
     return split_at_spaces(t);
@@ -831,8 +839,78 @@ inline std::string read_llama2c(Tokenizer* t, const std::string& path, const std
     t->sentencepiece = true;
     t->prefix = Prefix::SPACE;
     t->bos = 1;
+    t->eot = 2;
     set_merges_from_scores(t, t->scores);
     return split_at_spaces(t);
+}
+
+// ----------------------------------------------------------------------------
+// special tokens: what begins and ends a text, in the order that transformers has
+//   1. bos_token and eos_token of tokenizer_config.json, or, if that has no added_tokens_decoder,
+//      of special_tokens_map.json: texts, which chat templates write
+//   2. bos_token_id and eos_token_id of generation_config.json, then config.json, for generate()
+//   3. what the tokenizer's own file or format says
+
+// The tokens that a file names by a key, "eos_token": by their text, a number or a list of numbers.
+// A text or number that is no token is -1.
+template <typename J>
+std::vector<int> named_tokens(const Tokenizer& t, const J& j, const std::string& key) {
+    std::vector<int> tokens;
+    J named = j.value(key + "_id", j.value(key, J()));
+    if (!named.is_array())
+        named = J::array({named});
+    for (J each : named) {
+        if (each.is_object())
+            each = J(each.value("content", J()));
+        int64_t id = each.is_number_integer() ? each.template get<int64_t>() : -1;
+
+        // Look up a text: as a word of the vocabulary, and then among those found verbatim.
+        std::string text = each.is_string() ? each.template get<std::string>() : "";
+        if (!text.empty())
+            id = find_token(t.ids, piece_bytes(t, text));
+        for (const TokenOf* ids : {&t.added.ids, &t.raw.ids, &t.special})
+            if (int found = find_token(*ids, text); found >= 0)
+                id = found;
+        if (!each.is_null())
+            tokens.push_back(id >= 0 && id < t.vocab_size ? int(id) : -1);
+    }
+    return tokens;
+}
+
+// Read what the files of a folder say begins and ends a text.
+inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) {
+    std::map<std::string, std::string> taken; // [key]: the file that names the token
+    std::map<std::string, int> noted;
+    bool decoder = false;
+    for (std::string file : {"tokenizer_config.json", "special_tokens_map.json",
+                             "generation_config.json", "config.json"}) {
+        nlohmann::json j = nlohmann::json::object();
+        std::string wrong, path = (folder.ends_with('/') ? folder : folder + "/") + file;
+        if (::access(path.c_str(), F_OK) == 0)
+            wrong = read_json(path, &j);
+        if (!wrong.empty()) return wrong;
+        decoder |= j.contains("added_tokens_decoder");
+        bool map = file == "special_tokens_map.json";
+        if (map && decoder) continue;
+
+        // The first file counts. Note what others name instead; a list agrees if it has the token.
+        for (auto [key, token] : {std::pair(std::string("bos_token"), &t->bos_token),
+                                  std::pair(std::string("eos_token"), &t->eot)}) {
+            std::vector<int> tokens = named_tokens(*t, j, key);
+            if (std::erase(tokens, -1))
+                t->notes.push_back(path + ": its " + key + " is no token of " + t->name);
+            if (key == "eos_token")
+                t->ends.insert(tokens.begin(), tokens.end());
+            if (tokens.empty()) continue;
+            bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
+            if (taken[key].empty() || map)
+                taken[key] = file, *token = tokens[0];
+            else if (!agrees && !noted[key]++)
+                t->notes.push_back(concat(key, " is token ", *token, ", as ", taken[key],
+                                          " says; ", path, " says ", tokens[0]));
+        }
+    }
+    return "";
 }
 
 // ----------------------------------------------------------------------------
@@ -868,16 +946,21 @@ inline std::string published_tokenizer(const std::string& path) {
     return "";
 }
 
+// Whether a path is a folder.
+inline bool is_folder(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+}
+
 // Open a file, by its name, or the tokenizer's file in a folder.
 inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
-    struct stat s;
-    if (stat(path.c_str(), &s) != 0)
+    if (::access(path.c_str(), F_OK) != 0)
         return path + ": " + strerror(errno) + published_tokenizer(path) +
                "; give a tokenizer.json, tokenizer.model, tokenizer.bin, a .tiktoken file or the "
                "folder of one, or --tokenizer byte";
 
     // Look into a folder.
-    if (S_ISDIR(s.st_mode)) {
+    if (is_folder(path)) {
         std::string one = tokenizer_in(path);
         if (!one.empty())
             return read_tokenizer(t, one);
@@ -925,11 +1008,8 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
         return "--tokenizer " + wrong;
     t->vocab_size = int(t->pieces.size());
 
-    // Find the token that ends a text, by its usual names.
-    for (const char* end : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"})
-        if (t->eot < 0)
-            t->eot = find_token(t->special, end);
-    return "";
+    // Let the files beside it say what begins and ends a text.
+    return read_special_tokens(t, is_folder(name) ? name : folder_of(name));
 }
 
 } // namespace llmc

@@ -170,6 +170,12 @@ inline void open_tokenizer(Run& run) {
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
     if (left_out && c.tokenizer != "byte" && is_first(run))
         printf("tokenizer: %s\n", c.tokenizer.c_str());
+
+    // Adapters may have learned to end texts otherwise than their base, and say so beside them.
+    if (!c.adapter.empty() && run.tokenizer.kind != TokenizerKind::BYTE)
+        or_die(read_special_tokens(&run.tokenizer, c.adapter));
+    for (const std::string& text : run.tokenizer.notes)
+        note(run, text);
     if (!c.add_tokens.empty())
         or_die(add_tokens(&run.tokenizer, c.add_tokens));
 }
@@ -212,10 +218,18 @@ inline void look_at_data(Run& run) {
     }
 }
 
+// The folder whose chat template counts: that of the adapters, if it has one, else the model's.
+inline std::string chat_folder(const Config& c) {
+    nlohmann::json text;
+    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() && text.is_string())
+        return c.adapter;
+    return file_type(c.model) == S_IFDIR ? c.model : "";
+}
+
 // Choose the format of conversations, if --loss, --chat or --chat-format needs one.
 inline void open_chat(Run& run) {
     const Config& c = run.config;
-    std::string folder = file_type(c.model) == S_IFDIR ? c.model : "";
+    std::string folder = chat_folder(c);
     if (!has_conversations(c) && !c.chat && !given(c, "chat-format")) {
         // Say how a model that knows conversations is asked: a plain prompt gets no answer from it.
         bool asks = !folder.empty() && !(c.prompt + c.prompts).empty();
@@ -294,18 +308,21 @@ inline void open_tasks(Run& run) {
     check_same(run.world, "the questions of --evaluate", all);
 }
 
-// Keep the model folder's other settings for the export: keys of config.json that the shape does
-// not hold. If this run's shape differs from the folder's it is another model, and keeps nothing.
+// Whether --export writes adapters alone, beside nothing.
+inline bool exports_adapters(const Run& run) {
+    return trains_adapters(run.shape) && !run.config.merge;
+}
+
+// Keep what the model's folder says beside its shape, and its other files.
 inline void keep_for_export(Run& run) {
     const Config& c = run.config;
     Shape s;
     bool readable = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty();
     if (!c.add_tokens.empty())
         s.V = run.shape.V;
-    if (!readable || model_identity(s) != model_identity(run.shape))
-        return;
+    if (!readable) return;
 
-    // Keep bos and eos only if this run uses the folder's own tokenizer,
+    // Keep ids, and files about tokens, only if this run uses the folder's own tokenizer,
     // or bytes where the folder has none.
     std::error_code none;
     std::string own = tokenizer_in(c.model);
@@ -313,10 +330,51 @@ inline void keep_for_export(Run& run) {
     std::string chosen = folder ? tokenizer_in(c.tokenizer) : c.tokenizer;
     bool own_tokenizer = own.empty() ? c.tokenizer == "byte"
                                      : std::filesystem::equivalent(own, chosen, none);
-    or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
+    if (own_tokenizer && is_first(run) && !exports_adapters(run))
+        or_die(carry_files(&run.exported, c.model));
+
+    // If this run's shape differs from the folder's it is another model, and keeps no keys.
+    if (model_identity(s) == model_identity(run.shape))
+        or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
 }
 
-// Check that a file for llama.cpp can hold this model, and print why it holds no tokenizer, if so.
+// If the model was taught a chat format, by this run or by adapters that it merges, export the
+// format and the end of an answer.
+inline void keep_chat(Run& run) {
+    const Config& c = run.config;
+    ExportTokenizer& e = run.exported;
+    auto template_in = [](const std::string& folder) {
+        nlohmann::json text;
+        or_die(read_chat_template(folder, &text));
+        return text.is_string() ? text.get<std::string>() : "";
+    };
+    std::string from = chat_folder(c), text = from.empty() ? "" : template_in(from);
+    if (file_type(c.model) == S_IFDIR) e.chat_template = template_in(c.model);
+
+    // Adapters say beside them how an answer ends.
+    bool taught = has_conversations(c) || given(c, "chat-format");
+    bool merges = !c.adapter.empty() && from == c.adapter;
+    int end = taught ? run.chat.end : run.tokenizer.eot;
+    if (!vocab_matches(run) || !(taught || merges) || end < 0) return;
+    or_die(export_end(&e, run.tokenizer, end));
+
+    // Keep the text of the folder that the format came from; leave files that have it as they are.
+    ChatFormat format;
+    bool named = recognise_template(text, &format) && format.name == c.chat_format;
+    bool same = !text.empty() && (c.chat_format == "auto" || named);
+    if (taught && !same)
+        text = chat_template_of(run.chat.format);
+    std::vector<std::string> texts = token_texts(run.tokenizer);
+    int begin = begin_token(run.tokenizer);
+    nlohmann::ordered_json bos;
+    if (begin >= 0) bos = texts[begin];
+    if (text != e.chat_template)
+        or_die(export_template(&e, text, bos, texts[end]));
+    else if (exports_adapters(run))
+        e.files["chat_template.jinja"] = text;
+}
+
+// Check that a file for llama.cpp can hold this model, and print where it differs from the flags.
 inline void prepare_gguf(Run& run) {
     const Config& c = run.config;
     or_die(gguf_check(run.shape, c.export_dir));
@@ -331,7 +389,9 @@ inline void prepare_gguf(Run& run) {
     if (gguf_context(run.shape) < run.shape.P && is_first(run))
         printf("--export: llama.cpp has no windows for this model: the file's context is the "
                "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);
+    note(run, gguf_wider(make_model(run.shape), gguf_type(c.export_dtype)));
     keep_for_export(run);
+    keep_chat(run);
 }
 
 // Check the export before the run, because a failure after it would lose the run's work. A
@@ -349,16 +409,15 @@ inline void prepare_export(Run& run) {
     // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
     run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
-    run.exported.bos = known && t.bos >= 0 ? t.bos : run.exported.eos;
+    run.exported.bos = known && begin_token(t) >= 0 ? begin_token(t) : run.exported.eos;
+    if (known && begin_token(t) < 0 && !t.ends.empty())
+        run.exported.bos = -1; // the tokenizer's folder names an end, and no beginning
 
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
     if (is_gguf(c.export_dir))
         return prepare_gguf(run);
-    or_die(hf_export_check(run.shape, c.export_dir));
-    if (is_first(run))
-        or_die(try_folder("export", c.export_dir));
 
     // Export the model even if its tokenizer cannot be exported, but print why.
     std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
@@ -367,7 +426,17 @@ inline void prepare_export(Run& run) {
         printf("--export writes no tokenizer.json: %s\n", why.c_str());
     keep_for_export(run);
     if (!c.add_tokens.empty())
-        or_die(add_tokens_to_files(&run.exported.files, t, c.add_tokens));
+        or_die(add_tokens_to_files(&run.exported, t, c.add_tokens));
+    keep_chat(run);
+
+    // Adapters take the tokenizer with them only where they change how it is used.
+    if (exports_adapters(run) && !run.exported.files.count("chat_template.jinja"))
+        run.exported.files.clear();
+    if (exports_adapters(run))
+        run.exported.files.erase("generation_config.json"); // nobody looks for it there
+    or_die(hf_export_check(run.shape, c.export_dir, run.exported.files));
+    if (is_first(run))
+        or_die(try_folder("export", c.export_dir));
 
     // Say at the start what PEFT will not load.
     std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";

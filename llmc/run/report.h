@@ -134,12 +134,13 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
-    bool adapters = trains_adapters(run.shape) && !c.merge; // write the adapters alone
+    bool adapters = exports_adapters(run);
 
     // Write it. A merge rounds the sum of weights and adapters: print how much of them is kept.
     MergeSums merged;
     if (wrong.empty())
-        wrong = adapters ? export_trained_adapters(t, c.export_dir, export_type(c), base_name(c))
+        wrong = adapters ? export_trained_adapters(t, c.export_dir, export_type(c), base_name(c),
+                                                   run.exported)
                 : is_gguf(c.export_dir) ? export_gguf(run, t, &merged)
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))

@@ -16,40 +16,18 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // tokens that begin and end texts
 
-// The tokens that begin and end a text by the model's own files; -1 and {}: the files name none.
-struct TextTokens {
-    int bos = -1;
-    std::vector<int> eos = {};
-};
-
-// Read the tokens that a JSON file names. A key may be missing, null, a number or a list.
-inline void read_text_tokens(TextTokens* t, const std::string& path) {
-    nlohmann::json j;
-    if (!read_json(path, &j).empty())
-        return;
-    nlohmann::json bos = j.value("bos_token_id", nlohmann::json());
-    nlohmann::json eos = j.value("eos_token_id", nlohmann::json());
-    if (bos.is_number_integer()) t->bos = bos;
-    if (!eos.is_array())
-        eos = nlohmann::json::array({eos});
-    for (const nlohmann::json& token : eos)
-        if (token.is_number_integer())
-            t->eos.push_back(token);
-}
-
-// The tokens that begin and end a text of --model. A folder's files name them; llama2.c's models
-// all begin with 1 and end with 2.
-inline TextTokens model_text_tokens(const Run& run) {
-    const std::string& model = run.config.model;
-    TextTokens t;
-    mode_t type = file_type(model);
+// The tokens that begin and end a text of --model: a tokenizer that knows nothing else. A folder's
+// files name them; llama2.c's models all begin with 1 and end with 2.
+inline Tokenizer model_text_tokens(const Run& run) {
+    Tokenizer t;
+    t.vocab_size = int(run.shape.V);
+    mode_t type = file_type(run.config.model);
+    bool gpt2 = run.shape.V == 50257; // one token both ends and begins a text
     if (type == S_IFDIR) {
-        read_text_tokens(&t, model + "/config.json");
-        read_text_tokens(&t, model + "/generation_config.json");
-    } else if (type && run.shape.family == Family::LLAMA) {
-        t = {1, {2}};
-    } else if (run.shape.V == 50257) { // GPT-2: one token both ends and begins a text
-        t = {50256, {50256}};
+        or_die(read_special_tokens(&t, run.config.model));
+    } else if (gpt2 || (type && run.shape.family == Family::LLAMA)) {
+        t.bos_token = gpt2 ? 50256 : 1;
+        t.ends = {gpt2 ? 50256 : 2};
     }
     return t;
 }
@@ -67,14 +45,12 @@ inline int data_end(const Run& run) {
 inline std::set<int> choose_stop_tokens(const Run& run) {
     std::set<int> tokens;
     if (run.config.ignore_eos) return tokens;
-    TextTokens model = model_text_tokens(run);
-    std::vector<int> found = model.eos;
-    found.push_back(run.chat.end);
-    found.push_back(model.bos);
-    found.push_back(data_end(run));
+    Tokenizer model = model_text_tokens(run);
+    std::set<int> found = model.ends;
+    found.insert({run.chat.end, model.bos_token, data_end(run)});
     if (vocab_matches(run)) {
-        found.push_back(run.tokenizer.eot);
-        found.push_back(run.tokenizer.bos);
+        found.insert({run.tokenizer.eot, run.tokenizer.bos});
+        found.insert(run.tokenizer.ends.begin(), run.tokenizer.ends.end());
     }
 
     // Drop tokens that the model does not have: a file may name some.
@@ -120,7 +96,7 @@ inline std::vector<std::string> read_prompts(const Run& run) {
 inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt) {
     const Tokenizer& t = run.tokenizer;
     int V = int(run.shape.V);
-    int bos = model_text_tokens(run).bos;
+    int bos = model_text_tokens(run).bos_token;
     bool named = bos >= 0 && bos < V;
     if (!vocab_matches(run))
         return {named ? bos : V - 1};

@@ -368,7 +368,7 @@ TEST(Chat, WithoutATemplateTheTokensDecideAndItIsSaid) {
 
 TEST(Chat, AFormatWhoseTokensAreMissingIsRefusedByName) {
     Tokenizer few = tokenizer_with({"</s>"}), none = tokenizer_with({});
-    none.byte_token[0] = -1; // otherwise the byte zero would end an answer
+    none.longest = 2; // it is not --tokenizer byte, of which we say that the byte 0 ends an answer
     Chat chat;
     EXPECT_HAS(choose_chat(&chat, "chatml", "", few),
                "--chat-format chatml: --tokenizer test has no special token <|im_start|>");

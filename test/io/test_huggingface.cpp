@@ -775,21 +775,33 @@ TEST_F(HuggingFace, TokenizersLearnNewTokens) {
     EXPECT_HAS(add_tokens(&t, "<c>,<a>"), "--add-tokens <a>: is token 256 already");
     EXPECT_HAS(add_tokens(&t, "<d>,"), "a text between two commas is empty");
 
-    // A tokenizer.json that knows one token gets the other one. A SentencePiece model would lack
-    // both, so it is left out.
-    std::map<std::string, std::string> files = {
+    // A tokenizer.json that knows one token gets the others, in the order of their numbers, which
+    // the tokenizers library gives out itself. A list in the config is what some classes read.
+    ASSERT_EQ(add_tokens(&t, "<0>"), "");
+    ExportTokenizer e;
+    e.files = {
         {"tokenizer.json", R"({"added_tokens": [{"id": 256, "content": "<a>"}], "model": 1})"},
+        {"tokenizer_config.json", R"({"added_tokens_decoder": {"256": {"content": "<a>"}}})"},
         {"tokenizer.model", "x"}};
-    ASSERT_EQ(add_tokens_to_files(&files, t, "<a>,<b>"), "");
-    json now = json::parse(files["tokenizer.json"]);
-    ASSERT_EQ(now["added_tokens"].size(), 2u);
+    ASSERT_EQ(add_tokens_to_files(&e, t, "<a>,<b>,<0>"), "");
+    json now = json::parse(e.files["tokenizer.json"]);
+    ASSERT_EQ(now["added_tokens"].size(), 3u);
     EXPECT_EQ(now["added_tokens"][1]["id"], 257);
+    EXPECT_EQ(now["added_tokens"][2]["id"], 260);
+    EXPECT_EQ(now["added_tokens"][2]["content"], "<0>");
     EXPECT_EQ(now["added_tokens"][1]["special"], true);
     EXPECT_EQ(now["model"], 1);
-    EXPECT_EQ(files.count("tokenizer.model"), 0u);
+    json listed = json::parse(e.files["tokenizer_config.json"])["added_tokens_decoder"];
+    EXPECT_EQ(listed["260"]["content"], "<0>");
+    EXPECT_FALSE(listed["260"].contains("id"));
+    EXPECT_EQ(e.files["tokenizer.model"], "x"); // llama.cpp's converter reads both
 
-    files["tokenizer.json"] = "[]";
-    EXPECT_HAS(add_tokens_to_files(&files, t, "<a>"), "is no JSON object");
+    // Without a tokenizer.json, a SentencePiece model would lack them: it is left out.
+    e.files["tokenizer.json"] = "[]";
+    EXPECT_HAS(add_tokens_to_files(&e, t, "<a>"), "is no JSON object");
+    e.files.erase("tokenizer.json");
+    EXPECT_EQ(add_tokens_to_files(&e, t, "<a>"), "");
+    EXPECT_EQ(e.files.count("tokenizer.model"), 0u);
 }
 
 // DeepSeek-V3's files have layers after the last one, which predict further tokens. They are left

@@ -4,6 +4,7 @@
 #include "../../llmc/io/adapter_files.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
+#include "../../llmc/io/chat.h"
 #include "../../llmc/io/gguf.h"
 #include "../harness/testing.h"
 #include "../step/small_models.h"
@@ -554,7 +555,8 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
     GgufKeys keys;
     Shape s = published_llama(true);
     s.V = 258;
-    ExportTokenizer beside = {3, 4, {{"tokenizer_config.json", R"({"chat_template": "{{ x }}"})"}}};
+    ExportTokenizer beside = {3, 4};
+    beside.chat_template = "{{ x }}";
     add_gguf_tokenizer(&keys, &bytes, beside, s);
     auto read = [&] {
         std::string file = "GGUF";
@@ -585,7 +587,7 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
     pieces.special = {{"<s>", 1}}, pieces.byte_token[10] = 2;
     pieces.merges = {{0, NO_RANK, 0}, {uint64_t(3) << 32 | 4, 7, 5}};
     keys = {}, s.V = 6, beside.eos = -1, beside.kept["eos_token_id"] = {4, 5};
-    beside.files["chat_template.jinja"] = "{{ y }}";
+    beside.chat_template = "{{ y }}";
     add_gguf_tokenizer(&keys, &pieces, beside, s);
     j = read();
 
@@ -602,7 +604,7 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
 
     // Ways of cutting words that llama.cpp has no name for, and a tokenizer without merges.
     Tokenizer other = bytes;
-    other.kind = TokenizerKind::BPE, other.pieces.resize(256);
+    other.kind = TokenizerKind::BPE, other.pieces.resize(256), other.longest = 2;
     for (int b = 0; b < 256; b++) other.pieces[b] = std::string(1, char(b));
     other.pattern_texts = {CL100K_PATTERN};
     EXPECT_EQ(gguf_words(other), "dbrx");
@@ -827,6 +829,12 @@ TEST_F(Interchange, BytesAsATokenizerJson) {
     EXPECT_FALSE(e.of("tokenizer_config.json").contains("eos_token"));
     put_all("byte", e.files);
     expect_same_tokens("byte", dir + "/byte");
+
+    // They go on into llama.cpp's file: whatever its way to cut words, nothing merges.
+    Tokenizer again;
+    ASSERT_EQ(tokenizer_open(&again, dir + "/byte"), "");
+    EXPECT_EQ(gguf_no_tokenizer(again), "");
+    EXPECT_EQ(gguf_words(again), "gpt-2");
 }
 
 // A file's name tells its pattern and its special tokens: r50k_base is GPT-2's.
@@ -971,15 +979,23 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
         {"generation_config.json", R"({"eos_token_id": [1, 4], "temperature": 0.6})"},
         {"special_tokens_map.json", R"({"pad_token": "<p>"})"},
         {"chat_template.jinja", "{{ messages }}"},
+        {"additional_chat_templates/tools.jinja", "{{ tools }}"},
+        {"tokenizer.model", "\nbytes"},
+        {"LICENSE", "free"},
         {"added_tokens.json", "{}"}};
     json config = {{"eos_token_id", {1, 4}}, {"pad_token_id", 2},    {"bos_token_id", nullptr},
                    {"use_cache", true},      {"hidden_size", 99999}, {"dtype", "float64"}};
     put_all("from", files);
     put("from/config.json", config.dump());
-    put("from/README.md", "of another model");
+    for (const char* left : {"README.md", "pytorch_model.bin", "model.safetensors.index.json",
+                             "adapter_config.json", ".gitattributes", "data.jsonl", "old/notes.txt"})
+        put(std::string("from/") + left, "of another model");
 
     ExportTokenizer e = {0, 1};
+    e.files["LICENSE"] = "free"; // what is there stays
     ASSERT_EQ(keep_of_folder(&e, dir + "/from", true), "");
+    ASSERT_EQ(carry_files(&e, dir + "/from"), "");
+    EXPECT_EQ(e.files.size(), files.size());
     std::string folder = dir + "/export";
     auto file = [&](const char* name) { return json::parse(read_file(folder + "/" + name)); };
     ASSERT_EQ(hf_export(t, folder, Type::BF16, 1 << 30, e), "");
@@ -995,6 +1011,21 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     for (const auto& [name, text] : files) EXPECT_EQ(read_file(folder + "/" + name), text) << name;
     EXPECT_FALSE(fs::exists(folder + "/README.md"));
 
+    // The next export of the same model replaces them; one without such files is refused.
+    EXPECT_HAS(hf_export_check(t.model.shape, folder), "which is no export of ours");
+    EXPECT_EQ(hf_export_check(t.model.shape, folder, e.files), "");
+    e.files["LICENSE"] = "new";
+    ASSERT_EQ(hf_export(t, folder, Type::BF16, 1 << 30, e), "");
+    EXPECT_EQ(read_file(folder + "/LICENSE"), "new");
+    EXPECT_FALSE(fs::exists(folder + ".exporting"));
+    fs::remove_all(folder);
+
+    // Without a generation_config.json, generate() goes on to stop where config.json says.
+    e.files.erase("generation_config.json");
+    ASSERT_EQ(hf_export(t, folder, Type::F32, 1 << 30, e), "");
+    EXPECT_EQ(file("generation_config.json")["eos_token_id"], (json{1, 4}));
+    fs::remove_all(folder);
+
     // A run with another tokenizer has other ids, so nothing about tokens is passed on.
     e = {0, 1};
     ASSERT_EQ(keep_of_folder(&e, dir + "/from", false), "");
@@ -1004,6 +1035,43 @@ TEST_F(Interchange, ExportsKeepWhatTheirFolderSays) {
     EXPECT_EQ(file("generation_config.json")["eos_token_id"], 1);
     EXPECT_FALSE(fs::exists(folder + "/chat_template.jinja"));
     trainer_free(t);
+}
+
+// The end of an answer comes first where generate() looks, and what ended a text before still does.
+TEST_F(Interchange, AnExportSaysHowAnAnswerEnds) {
+    Tokenizer t;
+    t.vocab_size = 300;
+    auto ends = [&](const json& config, const json& generation) {
+        ExportTokenizer e = {-1, 5};
+        e.kept = nlohmann::ordered_json::parse(config.dump());
+        if (!generation.is_null()) e.files["generation_config.json"] = generation.dump();
+        EXPECT_EQ(export_end(&e, t, 7), "");
+        EXPECT_EQ(e.eos, 7);
+        json j = json::parse(e.files["generation_config.json"]);
+        EXPECT_EQ(j.value("temperature", json()), generation.is_null() ? json() : json(0.6));
+        return json{json::parse(e.kept.dump())["eos_token_id"], j["eos_token_id"]};
+    };
+    EXPECT_EQ(ends({{"eos_token_id", 3}}, {{"temperature", 0.6}}), (json{{7, 3}, {7, 3}}));
+    EXPECT_EQ(ends({{"eos_token_id", {3, 7}}}, {{"temperature", 0.6}, {"eos_token_id", 4}}),
+              (json{{3, 7}, {7, 4}}));
+    EXPECT_EQ(ends({{"eos_token_id", 7}}, nullptr), (json{7, 7}));
+    EXPECT_EQ(ends(json::object(), nullptr), (json{{7, 5}, {7, 5}})); // 5: the tokenizer's
+    ExportTokenizer e;
+    e.files["generation_config.json"] = "[]";
+    EXPECT_HAS(export_end(&e, t, 7), "generation_config.json: is no JSON object");
+
+    // A template is one for all: others go, and its tokens are those that were trained.
+    e.files = {{"tokenizer_config.json", R"({"chat_template": "a", "eos_token": "b", "c": 1})"},
+               {"special_tokens_map.json", R"({"eos_token": "b"})"},
+               {"chat_template.json", "{}"},
+               {"additional_chat_templates/tools.jinja", "t"}};
+    EXPECT_EQ(export_template(&e, "{{ x }}", nullptr, "</s>"), "");
+    EXPECT_EQ(json::parse(e.files["tokenizer_config.json"]),
+              json::parse(R"({"bos_token": null, "eos_token": "</s>", "c": 1})"));
+    EXPECT_EQ(json::parse(e.files["special_tokens_map.json"])["eos_token"], "</s>");
+    EXPECT_EQ(e.files["chat_template.jinja"], "{{ x }}");
+    EXPECT_EQ(e.chat_template, "{{ x }}");
+    EXPECT_EQ(e.files.size(), 3u);
 }
 
 // A link stays a link. The folder that it points to is written, and made if there is none yet.
@@ -1063,6 +1131,53 @@ struct Program : Interchange {
         return at == std::string::npos ? "none: " + out : out.substr(at, end - at);
     }
 };
+
+// A model that was taught a chat format says so wherever it goes: as a folder, as one file, as
+// adapters beside their base, merged, and from a checkpoint. Bytes end an answer with 0.
+TEST_F(Program, AModelThatWasTaughtAChatFormatTakesItAlong) {
+    std::string talks, base = dir + "/base", small = "--layers 1 --heads 2 --channels 16 ";
+    for (int i = 0; i < 40; i++)
+        talks += concat(R"({"prompt": "q)", i, R"(", "completion": "a"})", "\n");
+    std::string none = " --steps 0 --sample-tokens 0 --export ";
+    std::string sft = " --loss sft --seq 64 --steps 1 --sample-tokens 0 --data " +
+                      put("t.jsonl", talks);
+    auto says = [&](const std::string& folder, const std::string& file) {
+        return json::parse(read_file(dir + folder + "/" + file));
+    };
+    run(small + none + base);
+    EXPECT_TRUE(says("/base", "config.json")["eos_token_id"].is_null());
+    std::string out = run("--model " + base + sft + " --out " + dir + "/run --export " + dir +
+                          "/e");
+    EXPECT_HAS(out, "chat format: plain, and the byte 0 ends an answer\n");
+
+    // The folder, and what is made of it, of the checkpoint and of adapters.
+    run("--model " + dir + "/e" + none + dir + "/again");
+    run("--resume --out " + dir + "/run" + none + dir + "/resumed");
+    run("--model " + base + sft + " --lora 2 --export " + dir + "/adapter");
+    run("--model " + base + " --adapter " + dir + "/adapter --merge" + none + dir + "/merged");
+    std::string plain = chat_template_of(chat_formats().back());
+    for (const char* folder : {"/e", "/again", "/resumed", "/merged"}) {
+        SCOPED_TRACE(folder);
+        EXPECT_EQ(read_file(dir + folder + "/chat_template.jinja"), plain);
+        EXPECT_EQ(says(folder, "config.json")["eos_token_id"], 0);
+        EXPECT_EQ(says(folder, "generation_config.json")["eos_token_id"], 0);
+        EXPECT_EQ(says(folder, "tokenizer_config.json")["eos_token"], "Ā"); // GPT-2's letter of 0
+    }
+    EXPECT_EQ(read_file(dir + "/adapter/chat_template.jinja"), plain);
+    EXPECT_TRUE(fs::exists(dir + "/adapter/tokenizer.json"));
+    EXPECT_FALSE(fs::exists(dir + "/adapter/generation_config.json"));
+    run("--model " + base + " --lora 2 --steps 1 --sample-tokens 0 --export " + dir + "/text");
+    EXPECT_FALSE(fs::exists(dir + "/text/tokenizer.json")); // it changes nothing of how texts end
+
+    // llama.cpp's file has them too. Rows of 16 are no blocks of 32; one matrix has rows of 64.
+    out = run("--model " + dir + "/e --export-dtype q8_0" + none + dir + "/e.gguf");
+    EXPECT_HAS(out, "--export-dtype q8_0: 4 matrices are written as fp16: rows of 16 are no");
+    EXPECT_FALSE(has(out, "writes no tokenizer"));
+    json keys = Gguf(dir + "/e.gguf").keys;
+    EXPECT_EQ(keys["tokenizer.ggml.eos_token_id"], 0);
+    EXPECT_EQ(keys["tokenizer.chat_template"], plain);
+    EXPECT_EQ(keys["tokenizer.ggml.model"], "gpt2");
+}
 
 // An export brings its tokenizer, and only a tokenizer that fits the model is written.
 TEST_F(Program, AnExportNeedsNoTokenizer) {

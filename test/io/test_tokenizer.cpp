@@ -386,7 +386,7 @@ TEST(Bpe, OneTokenizerInEveryFormOfFile) {
             EXPECT_EQ(encode(t, text), expected);
             EXPECT_EQ(decode(t, expected), text);
             EXPECT_EQ(t.vocab_size, all[0].vocab_size);
-            EXPECT_EQ(t.eot, all[0].eot);
+            EXPECT_EQ(find_token(t.special, "<|endoftext|>"), all[0].eot);
         }
     }
 }
@@ -646,6 +646,8 @@ TEST(Special, TiktokenFilesHaveThemByName) {
         int ranks = 256 + int(HELLO.merges.size());
         EXPECT_EQ(encode(t, c.token, true), Tokens{ranks + c.place}) << c.name;
         EXPECT_EQ(t.bos, c.bos < 0 ? -1 : ranks + c.bos) << c.name;
+        int end = c.name[0] == 'r' ? 0 : 1; // <|endoftext|>, <|end_of_text|>
+        EXPECT_EQ(t.eot, ranks + end) << c.name;
         EXPECT_EQ(encode(t, "hello wor"), (Tokens{259, 262}));
     }
 }
@@ -663,9 +665,68 @@ TEST(Special, TheTemplateSaysWhatBeginsAText) {
                            {"processors", {{{"type", "ByteLevel"}}, processor}}};
     EXPECT_EQ(opened(put_json(j)).bos, 265);
 
+    EXPECT_EQ(opened(put_json(j)).eot, -1);
     std::swap(j["post_processor"]["processors"][1]["single"][0],
               j["post_processor"]["processors"][1]["single"][1]);
     EXPECT_EQ(opened(put_json(j)).bos, -1); // now it comes after the text
+    EXPECT_EQ(opened(put_json(j)).eot, 265);
+}
+
+// The order is transformers': eos_token is what templates write, eos_token_id where generate()
+// stops. No usual name counts: <|endoftext|> is a token here, and ends nothing unless a file says so.
+TEST(Special, TheFilesBesideATokenizerSayWhatBeginsAndEndsAText) {
+    json j = tokenizer_json(HELLO);
+    for (int i = 0; i < 3; i++)
+        j["added_tokens"].push_back(
+            {{"id", 266 + i}, {"content", concat("<", i, ">")}, {"special", true}});
+    std::string folder = scratch("says");
+    put_json(j, "says/tokenizer.json");
+    auto add = [&](const char* name, const json& file) {
+        put(std::string("says/") + name, file.dump());
+        return opened(folder);
+    };
+
+    // Alone, the file says nothing.
+    EXPECT_EQ(opened(folder).eot, -1);
+    EXPECT_TRUE(opened(folder).notes.empty());
+
+    // Each file that comes before another one wins, and what the other says is noted once.
+    EXPECT_EQ(add("config.json", {{"eos_token_id", 265}, {"bos_token_id", nullptr}}).eot, 265);
+    EXPECT_EQ(opened(folder + "/tokenizer.json").eot, 265);
+    Tokenizer t = add("generation_config.json", {{"eos_token_id", {266, 265}}});
+    EXPECT_EQ(t.eot, 266);
+    EXPECT_EQ(t.notes.size(), 1u);
+    t = add("tokenizer_config.json", {{"eos_token", "<1>"}, {"bos_token", {{"content", "<0>"}}}});
+    EXPECT_EQ(t.eot, 267);
+    EXPECT_EQ(t.bos, -1); // it is put before no text, but templates write it
+    EXPECT_EQ(begin_token(t), 266);
+    EXPECT_EQ(t.ends, (std::set<int>{265, 266, 267}));
+    ASSERT_EQ(t.notes.size(), 1u);
+    EXPECT_EQ(t.notes[0], "eos_token is token 267, as tokenizer_config.json says; " + folder +
+                              "/generation_config.json says 266");
+
+    // special_tokens_map.json is older: it counts unless the config lists its tokens.
+    EXPECT_EQ(add("special_tokens_map.json", {{"eos_token", {{"content", "<2>"}}}}).eot, 268);
+    t = add("tokenizer_config.json", {{"eos_token", "<1>"}, {"added_tokens_decoder", {}}});
+    EXPECT_EQ(t.eot, 267);
+    EXPECT_EQ(add("tokenizer_config.json", {{"eos_token", letters(" ")},
+                                            {"added_tokens_decoder", {}}}).eot, ' ');
+
+    // A list that has the token agrees.
+    t = add("tokenizer_config.json", {{"eos_token", "<|endoftext|>"}, {"added_tokens_decoder", {}}});
+    EXPECT_EQ(t.eot, 265);
+    EXPECT_TRUE(t.notes.empty());
+
+    // Texts and numbers that are no token are noted, and count for nothing.
+    add("config.json", {{"eos_token_id", int64_t(1) << 32}});
+    add("generation_config.json", {{"eos_token_id", {269, -1, "xx"}}});
+    t = add("tokenizer_config.json", {{"eos_token", "</s>"}, {"added_tokens_decoder", {}}});
+    EXPECT_EQ(t.eot, -1);
+    ASSERT_EQ(t.notes.size(), 3u);
+    for (const std::string& note : t.notes)
+        EXPECT_HAS(note, "config.json: its eos_token is no token of " + folder);
+    put("says/config.json", "[]");
+    EXPECT_HAS(tokenizer_open(&t, folder), "says/config.json: is no JSON object");
 }
 
 // ----------------------------------------------------------------------------

@@ -6,8 +6,12 @@ usage: test/io/transformers_check.py [TRAIN_GPT]     prints `skipped: no transfo
 Each case trains a small model for some steps (or loads one), evaluates it on a text, continues a prompt and exports.
 AutoTokenizer and AutoModelForCausalLM then read the folder alone. The loss is of the tokens that AutoTokenizer makes
 of the text, so a token that differs moves it. All cases hold with transformers 4.57.6 and 5.23.0.
+
+Conversations: a folder that save_pretrained() wrote is taught one, and exported. apply_chat_template() must make the
+tokens that the program trains on, generate() must say the answer and stop behind it, and the settings stay.
+They hold with transformers 5.24.0, PEFT 0.21.2, gguf 0.19.0.
 """
-import os, re, subprocess, sys, tempfile
+import json, os, re, struct, subprocess, sys, tempfile
 
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 try:
@@ -75,8 +79,111 @@ def cases(scratch):
     yield "an export again", f"--model {scratch}/export --steps 1 --lr 0"  # its own tokenizer
 
 
+# ---- conversations
+
+TALK = [{"role": "user", "content": "What is a token?"}, {"role": "assistant", "content": "A piece of text."}]
+LONGER = TALK + [{"role": "user", "content": "And a loss?"}, {"role": "assistant", "content": "How wrong it was."}]
+
+
+def program(*arguments):
+    out = subprocess.run([PROGRAM, *map(str, arguments), "--device", "cpu"], capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout + out.stderr
+    return out.stdout
+
+
+def saved_model(folder):
+    """A Llama and its tokenizer, as save_pretrained() writes them. None of its names is a usual one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words.train_from_iterator([m["content"] for m in LONGER] * 9, trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<begins>", eos_token="<ends>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id))
+    model.generation_config.do_sample, model.generation_config.temperature = True, 0.6
+    model.save_pretrained(folder)
+
+
+def conversations(scratch):
+    """(name, folder, the model if it is not the folder's own)"""
+    path = lambda name: os.path.join(scratch, name)
+    with open(path("talk.jsonl"), "w") as lines:
+        lines.writelines(json.dumps({"messages": TALK}) + "\n" for _ in range(8))
+    taught = ["--loss", "sft", "--data", path("talk.jsonl"), "--seq", 128, "--steps", 80, "--warmup", 4, "--lr", 1e-2,
+              "--micro-batch", 2, "--eval-every", 0, "--sample-tokens", 0]
+    none = ["--steps", 0, "--sample-tokens", 0, "--export"]
+    marks = ["--add-tokens", "<|im_start|>,<|im_end|>", "--chat-format", "chatml"]
+    saved_model(path("base"))
+    program(*LLAMA.split(), *none, path("bytes"))
+
+    program("--model", path("bytes"), *taught, "--steps", 150, "--export", path("bytes-taught"))
+    yield "bytes, plain", path("bytes-taught"), None
+    program("--model", path("base"), *taught, "--out", path("run"), "--export", path("taught"))
+    yield "all weights, plain", path("taught"), None
+    program("--model", path("base"), *taught, *marks, "--export", path("marked"))
+    yield "new tokens, ChatML", path("marked"), None
+    program("--model", path("marked"), *none, path("again"))
+    yield "exported again", path("again"), None
+    program("--resume", "--out", path("run"), *none, path("resumed"))
+    yield "of a checkpoint", path("resumed"), None
+    program("--average", f"{path('run')}/step_00000080,{path('taught')}", *none, path("mean"))
+    yield "a mean", path("mean"), None
+
+    program("--model", path("base"), *taught, "--lora", 8, "--lora-targets", "all", "--export", path("adapter"))
+    program("--model", path("base"), "--adapter", path("adapter"), "--merge", *none, path("merged"))
+    yield "merged adapters", path("merged"), None
+    try:
+        from peft import PeftModel
+        yield "adapters", path("adapter"), PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(path("base")), path("adapter"))
+    except ImportError:
+        print("skipped: no peft")
+    try:
+        import gguf
+        program("--model", path("marked"), *none, path("file.gguf"))
+        keys = {k: f.contents() for k, f in gguf.GGUFReader(path("file.gguf")).fields.items() if "token" in k}
+        found = gguf.SpecialVocab(path("marked")) # what llama.cpp's converter takes from a folder
+        assert keys["tokenizer.ggml.eos_token_id"] == found.special_token_ids["eos"], (keys, found)
+        assert keys["tokenizer.chat_template"] == found.chat_template, (keys, found)
+    except ImportError:
+        print("skipped: no gguf")
+
+
+def same_conversation(scratch, folder, model):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = model or AutoModelForCausalLM.from_pretrained(folder)
+    begin = tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    answer = model.generate(**begin, max_new_tokens=40, do_sample=False)[0, begin["input_ids"].shape[1] :]
+    text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+
+    # The program's tokens of a longer conversation, with the format that the folder says.
+    shard, lines = os.path.join(scratch, "shard.bin"), os.path.join(scratch, "longer.jsonl")
+    for name in os.listdir(scratch):
+        if name.startswith("shard"): os.remove(os.path.join(scratch, name))
+    open(lines, "w").write(json.dumps({"messages": LONGER}) + "\n")
+    base = ["--model", folder] if os.path.exists(os.path.join(folder, "config.json")) else \
+        ["--model", os.path.join(scratch, "base"), "--chat-format", "plain"]
+    program(*base, "--prepare", shard, "--loss", "sft", "--seq", 128, "--data", lines)
+    data = open(shard, "rb").read()
+    ours = [x & 0x3FFFFFFF for x in struct.unpack(f"<{len(data) // 4 - 256}I", data[1024:])]
+    theirs = tokenizer.apply_chat_template(LONGER, return_dict=True)["input_ids"]
+    same = ours[: len(theirs)] == theirs
+    return same and text == TALK[1]["content"] and len(answer) < 40, f"{text!r} in {len(answer)} tokens, same tokens: {same}"
+
+
 def main():
     failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, folder, model in conversations(scratch):
+            good, said = same_conversation(scratch, folder, model)
+            failed += not good
+            print(f"{'ok  ' if good else 'FAIL'} {name}: {said}")
     with tempfile.TemporaryDirectory() as scratch:
         data = os.path.join(scratch, "data.txt")
         open(data, "w", newline="").write(PROMPT * 200 + TEXT)
