@@ -926,6 +926,9 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
     if (!c.timeline.empty() && (!drawn || c.timeline.size() <= 5))
         return "--timeline " + c.timeline + ": FILE.svg or FILE.json";
+    if (!c.timeline.empty() && c.explain && c.plan == "auto")
+        return "--timeline draws the step of one layout: give it with the command that --plan auto "
+               "prints";
 
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     wrong = check_layout(c, s, processes);

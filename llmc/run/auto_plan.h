@@ -2,10 +2,9 @@
 //   If there is no answer, the error says what is missing: a number of ranks that has a layout, or
 //   bytes of memory.
 #pragma once
-#include "flip.h"
 #include "machine_here.h"
 #include "machines.h"
-#include "plan_picture.h"
+#include "plan_search.h"
 
 namespace llmc {
 
@@ -28,13 +27,18 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
     text += "build/train_gpt";
     for (const Flag& f : config_table()) {
-        bool drawn = user.explain && f.name == std::string("timeline"); // by the planner
-        if (!*f.name || !given(user, f.name) || is_planned(f.name) || drawn)
+        if (!*f.name || !given(user, f.name) || is_planned(f.name))
             continue;
         text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
     }
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ", proposal_text(p));
 }
+
+// A trial of the answer, by the name that its row has.
+struct NamedTrial {
+    std::string name;
+    const Trial* trial;
+};
 
 // A trial as one line: its time, how much longer it takes than the fastest, tokens a second, bytes
 // of the fullest rank, flags.
@@ -99,9 +103,9 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
     bool small = trials[0].trial->bytes < GIB;
     double unit = small ? GIB / 1024 : GIB;
     text += small ? "  MiB of the fullest rank\n" : "  GiB of the fullest rank\n";
-    for (const MemoryRow& memory : memory_rows())
-        row(memory.name, [&](const Trial& t) {
-            auto found = t.memory.find(memory.name);
+    for (const char* name : memory_rows())
+        row(name, [&](const Trial& t) {
+            auto found = t.memory.find(name);
             return found == t.memory.end() ? 0 : found->second / unit;
         });
     row("together", [&](const Trial& t) { return t.bytes / unit; });
@@ -119,9 +123,9 @@ inline std::vector<NamedTrial> named_trials(const Answer& a, const Trial* yours)
 }
 
 // The answer as text: a line for each of the best trials and for `yours`, the layout that the
-// user's own flags name; then `why`, and the command that runs the best.
+// user's own flags name; then the command that runs the best.
 inline std::string answer_text(const Config& user, const PlanQuestion& q, const Answer& a,
-                               const Trial* yours = nullptr, const std::string& why = "") {
+                               const Trial* yours = nullptr) {
     std::string text = concat(
         "plan for ", q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name, ", ",
         bytes_text(q.room), " each; ", q.config.batch_tokens, " tokens a step, ", q.config.seq,
@@ -145,7 +149,7 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
                        " a rank in the host's memory beside these\n");
     if (user.explain && trials.size() > 1) text += differences_text(trials);
     std::string command = command_text(user, q, best.proposal);
-    return text + why + "run it:\n  " + command + "\n";
+    return text + "run it:\n  " + command + "\n";
 }
 
 // ----------------------------------------------------------------------------
@@ -367,9 +371,8 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
 
     // Print the answer. A run prints it too, so that it can be repeated without the planner.
     Trial yours;
-    std::string why, refused;
+    std::string refused;
     bool named = c.explain && named_layout<T>(q, &yours, where, &refused);
-    bool memory = given(c, "memory");
 
     // The user may know a faster one than was tried.
     bool faster = named && has_room(q, yours) && yours.seconds < a.best[0].seconds;
@@ -378,13 +381,8 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
         if (a.best.size() > SHOWN) a.best.pop_back();
         a.chosen = choose_trial(a.best);
     }
-    if (c.explain) why = flip_text(q, find_flip<T>(q, a, where), memory);
-    if (named) why += lead_text(q, a, yours, find_lead<T>(q, a, yours, where), memory);
     if (is_first(run))
-        printf("%s%s", refused.c_str(),
-               answer_text(c, q, a, named ? &yours : nullptr, why).c_str());
-    if (c.explain && !c.timeline.empty() && is_first(run))
-        draw_plan<T>(q, a, named_trials(a, named ? &yours : nullptr), c.timeline, where);
+        printf("%s%s", refused.c_str(), answer_text(c, q, a, named ? &yours : nullptr).c_str());
     if (c.explain) return false;
 
     // Set the flags: from here on the run is as if the user had given them.

@@ -133,18 +133,12 @@ Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
     return t;
 }
 
-// The rows of the memory table, in their order, and their colours in a picture.
-struct MemoryRow {
-    const char* name;
-    const char* colour;
-};
-inline const std::vector<MemoryRow>& memory_rows() {
-    static const std::vector<MemoryRow> rows = {
-        {"weights", "#64b5f6"},           {"codes of fp8 weights", "#9fa8da"},
-        {"gradients", "#81c784"},         {"master weights", "#aed581"},
-        {"optimizer moments", "#ffb74d"}, {"mean of weights", "#4dd0e1"},
-        {"constants", "#bdbdbd"},         {"key/value cache", "#a1887f"},
-        {"activations", "#e57373"},       {"teacher", "#ba68c8"},
+// The rows of the memory table, in their order.
+inline const std::vector<const char*>& memory_rows() {
+    static const std::vector<const char*> rows = {
+        "weights",           "codes of fp8 weights", "gradients", "master weights",
+        "optimizer moments", "mean of weights",      "constants", "key/value cache",
+        "activations",       "teacher",
     };
     return rows;
 }

@@ -229,6 +229,8 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check_planning(planned), "");
 
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
+    EXPECT_HAS(check({"--plan", "auto", "--gpus", "2", "--explain", "--timeline", "x.svg"}),
+               "--timeline draws the step of one layout: give it with the command that");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
 
