@@ -392,7 +392,8 @@ inline void put_markers(ChatWriter& w, std::string_view text, bool trained) {
 // A text without white space at its ends, if the format trims.
 inline std::string chat_trim(const std::string& text, bool trims) {
     size_t from = trims ? space_at_start(text) : 0;
-    return trims ? text.substr(from, text.size() - from - space_at_end(text.substr(from))) : text;
+    size_t end = trims ? space_at_end(text.substr(from)) : 0;
+    return text.substr(from, text.size() - from - end);
 }
 
 // The system text of a conversation: its own, even if it is empty, or the format's. Returns false

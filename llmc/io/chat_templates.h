@@ -65,7 +65,8 @@ inline const std::vector<PublishedTemplates>& published_templates() {
 // The row of a name, or null.
 inline const ChatFormat* format_named(const std::string& name) {
     for (const ChatFormat& row : chat_formats())
-        if (row.name == name) return &row;
+        if (row.name == name)
+            return &row;
     return nullptr;
 }
 
@@ -75,7 +76,8 @@ inline bool recognise_template(const std::string& written, ChatFormat* format) {
     std::string text = replace_all(written, "\r\n", "\n");
     if (text.ends_with('\n')) text.pop_back();
     for (const ChatFormat& row : chat_formats())
-        if (chat_template_of(*format = row) == text) return true;
+        if (chat_template_of(*format = row) == text)
+            return true;
 
     // A published text, or our own with a published system text.
     char hash[17];
@@ -96,13 +98,16 @@ inline std::string read_chat_template(const std::string& folder, nlohmann::json*
         // Read a file of its own, which comes first, or a key.
         std::string path = folder + "/" + file, text, wrong;
         nlohmann::json j;
-        if (::access(path.c_str(), R_OK) != 0) continue;
+        if (::access(path.c_str(), R_OK) != 0)
+            continue;
         bool own = path.ends_with(".jinja");
         wrong = own ? read_whole_file(path, &text) : read_json(path, &j);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
         *found = own ? nlohmann::json(text)
                      : j.is_object() ? j.value("chat_template", nlohmann::json()) : nullptr;
-        if (found->is_null()) continue;
+        if (found->is_null())
+            continue;
 
         // Take the default one of named templates: it is without tools.
         nlohmann::json named = found->is_array() ? *found : nlohmann::json::array();
@@ -122,7 +127,8 @@ inline std::string recognise_tokens(const Tokenizer& t) {
     for (auto [token, name] : {std::pair("<|im_sep|>", "phi-4"), {"<|im_start|>", "chatml"},
                                {"<|start_header_id|>", "llama3"}, {"<|user_start|>", "nanochat"},
                                {"[INST]", "mistral-v3"}})
-        if (find_token(t.special, token) >= 0) return name;
+        if (find_token(t.special, token) >= 0)
+            return name;
     return "plain";
 }
 
@@ -132,13 +138,15 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
                                const Tokenizer& t) {
     // Look for a template.
     struct stat s;
-    bool file = t.kind != TokenizerKind::BYTE && stat(t.name.c_str(), &s) == 0;
-    std::string at = !file ? "" : S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
+    std::string at;
+    if (t.kind != TokenizerKind::BYTE && stat(t.name.c_str(), &s) == 0)
+        at = S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
     nlohmann::json text;
     std::string wrong = at.empty() ? "" : read_chat_template(at, &text);
     if (text.is_null() && wrong.empty() && !folder.empty())
         wrong = read_chat_template(at = folder, &text);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Take its format, or the name's, or what the special tokens say. With a template that is not
     // known only lines that are tokenized already can be read.
@@ -146,10 +154,13 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     bool known = text.is_string() && recognise_template(text.get<std::string>(), &format);
     bool trusted = name != "auto" && !(known && format.name == name);
     std::string chosen = trusted ? name : text.is_null() ? recognise_tokens(t) : "plain";
-    if (!format_named(chosen)) return "--chat-format " + name + ": there is no such format";
-    if (trusted || !known) format = *format_named(chosen);
+    if (!format_named(chosen))
+        return "--chat-format " + name + ": there is no such format";
+    if (trusted || !known)
+        format = *format_named(chosen);
     bool refused = !trusted && !known && !text.is_null();
-    if (refused) format.name = "none";
+    if (refused)
+        format.name = "none";
     wrong = chat_open(chat, format, t);
 
     // Say why.
@@ -159,7 +170,8 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
                           : "by the special tokens, for there is no chat template";
     if (!format.default_system.empty())
         chat->why += ", with the system text " + in_quotes(format.default_system);
-    if (chat->end == 0 && only_bytes(t)) chat->why += ", and the byte 0 ends an answer";
+    if (chat->end == 0 && only_bytes(t))
+        chat->why += ", and the byte 0 ends an answer";
     if (refused)
         chat->refused =
             at + ": its chat template equals no format here: name the format that the model was "

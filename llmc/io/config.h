@@ -795,12 +795,15 @@ inline int routing_ranks(const Config& c) {
 }
 
 // Whether the run trains.
-inline bool trains(const Config& c) { return c.steps > 0 && !c.eval && !c.explain; }
+inline bool trains(const Config& c) {
+    return c.steps > 0 && !c.eval && !c.explain;
+}
 
 // Whether weights are drawn: --model names neither files nor a checkpoint.
 inline bool has_new_weights(const Config& c) {
     struct stat s;
-    return c.start.empty() && (c.scratch || stat(c.model.c_str(), &s) != 0);
+    bool file = stat(c.model.c_str(), &s) == 0;
+    return c.start.empty() && (c.scratch || !file);
 }
 
 // Where weights that are not drawn come from.

@@ -871,7 +871,8 @@ inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine), like = machines_like(c.machine);
-    bool missing = !wrong.empty() && ::access(c.machine.c_str(), F_OK) != 0 && !like.empty();
+    bool no_file = ::access(c.machine.c_str(), F_OK) != 0;
+    bool missing = !wrong.empty() && no_file && !like.empty();
     if (missing) wrong += concat("; did you mean ", like, "?");
     if (!wrong.empty()) return wrong;
     // Its rates are wanted where moves of activations are weighed against recomputation, also if

@@ -42,7 +42,8 @@ inline std::string take_string(const nlohmann::json& j, const char* key, bool ne
 // Map other collections' names of roles to user and assistant.
 inline std::string usual_role(const std::string& name) {
     if (name == "human") return "user";
-    if (name == "developer") return "system";
+    if (name == "developer")
+        return "system";
     if (name == "gpt" || name == "bot" || name == "model")
         return "assistant";
     return name;
@@ -147,12 +148,14 @@ inline std::string read_tokens(const nlohmann::json& j, int vocab, ChatTokens* o
     const nlohmann::json &ids = j["input_ids"], &labels = j["labels"];
     if (ids.size() != labels.size())
         return concat("has ", ids.size(), " \"input_ids\" and ", labels.size(), " \"labels\"");
-    if (j.contains("attention_mask") && j["attention_mask"] != nlohmann::json(ids.size(), 1))
+    if (j.contains("attention_mask") &&
+        j["attention_mask"] != nlohmann::json(ids.size(), 1))
         return "has padding in its \"attention_mask\": leave the padding out";
 
     // Nothing stands before the first token, so it is never trained.
     for (size_t i = 0; i < ids.size(); i++) {
-        if (!ids[i].is_number_integer() || ids[i] < 0 || ids[i] >= vocab)
+        if (!ids[i].is_number_integer() ||
+            ids[i] < 0 || ids[i] >= vocab)
             return concat("has the input_id ", in_quotes(ids[i].dump()), ": tokens go from 0 to ",
                           vocab - 1);
         if (labels[i] != -100 && labels[i] != ids[i])
@@ -299,7 +302,8 @@ inline std::vector<int> pack_lines(std::string_view text, size_t line, const std
 // tolerated, where lines are to follow.
 inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first,
                                       size_t spare = 0) {
-    if (malformed <= spare + lines / 100) return "";
+    if (malformed <= spare + lines / 100)
+        return "";
     return concat(malformed, " of ", spare ? "the first " : "", lines,
                   " lines are bad, and a hundredth of them may be: ", first);
 }

@@ -130,7 +130,8 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
     std::set<std::pair<dev_t, ino_t>> seen;
     for (const std::string& path : *paths) {
         struct stat s;
-        if (stat(path.c_str(), &s) == 0 && !seen.insert({s.st_dev, s.st_ino}).second)
+        if (stat(path.c_str(), &s) == 0 &&
+            !seen.insert({s.st_dev, s.st_ino}).second)
             return "'" + value + "' names " + path + " twice: name each file once";
     }
     return "";
@@ -148,14 +149,16 @@ inline std::string identify_files(const std::string& value, nlohmann::json* list
         struct stat s = {};
         if (wrong.empty())
             wrong = open_regular(path, &fd, &s);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
 
         // Read block by block. A block that cannot be read has no part in the checksum.
         uint32_t crc = 0;
         size_t bytes = size_t(s.st_size), stride = bytes >> 20 ? bytes / 8 : block.size();
         for (size_t at = 0; at < bytes; at += stride) {
             ssize_t n = pread(fd, block.data(), block.size(), off_t(at));
-            crc = uint32_t(crc32(crc, block.data(), uInt(std::max<ssize_t>(n, 0))));
+            uInt length = uInt(std::max<ssize_t>(n, 0));
+            crc = uint32_t(crc32(crc, block.data(), length));
         }
         close(fd);
         list->push_back({{"file", path}, {"bytes", bytes}, {"crc32", crc}});
@@ -347,7 +350,8 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
         if (wrong.empty())
             wrong = check_packed(f, chat != nullptr, T);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
 
         // Turn text into tokens; the model must know all of the tokenizer's.
         bool text = f.width == 1 || lines;

@@ -397,7 +397,8 @@ inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& line
     // Parse a line of JSON, or take a line of LAMBADA's plain text.
     bool json = lines[0].starts_with('{');
     Json j = {{"text", lines[at]}};
-    *wrong = lines[at].empty() ? "is empty" : json ? parse_record(lines[at], &j) : "";
+    *wrong = lines[at].empty() ? "is empty" : "";
+    if (wrong->empty() && json) *wrong = parse_record(lines[at], &j);
     if (!wrong->empty()) return {};
     if (!labels.empty())
         j["label"] = labels[at];

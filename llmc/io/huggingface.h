@@ -377,7 +377,8 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
 
     // Load one parameter after the other, in the same order on all ranks.
     for (const Parameter& p : parameters) {
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
         if (is_adapter(t.model, p)) continue;
         const SafeTensor* tensor = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
         if (!tensor) {
@@ -766,7 +767,8 @@ inline std::string write_texts(const std::string& folder, const TextFiles& texts
         std::string path = folder + "/" + name;
         mkdir(folder_of(path).c_str(), 0777);
         std::string wrong = write_text_file(path, text);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
     }
     return sync_folder(folder);
 }
@@ -790,7 +792,8 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
         std::string path = folder + "/" + name;
         std::string wrong = write_export_file(t, path, first, last, dtype, merged);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
         for (size_t i = first; i < last; i++)
             for (size_t k = 0; k < table[i].stack; k++) {
                 if (is_adapter(t.model, table[i])) continue;

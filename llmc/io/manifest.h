@@ -118,7 +118,8 @@ inline std::string check_late_scale(const nlohmann::json& j) {
     if (wrong.empty())
         wrong = check_integer(j, "step", 0, INT64_MAX);
     for (const char* key : {"norm", "scale", "correct1", "correct2", "lr"})
-        if (wrong.empty() && !(j.contains(key) && (j[key].is_number() || j[key].is_null())))
+        if (wrong.empty() &&
+            !(j.contains(key) && (j[key].is_number() || j[key].is_null())))
             wrong = concat("late has no number ", key);
     return wrong;
 }

@@ -583,7 +583,8 @@ inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer&
 
     // Look at the beginning of a file as --data does: note what may be no text, and drop a mark.
     if (b.offset == 0 && !b.holds_tokens) {
-        b.note = binary_note(path, std::string_view(b.text).substr(0, size_t(1) << 16));
+        std::string_view text = b.text;
+        b.note = binary_note(path, text.substr(0, size_t(1) << 16));
         if (b.text.starts_with(BYTE_ORDER_MARK))
             b.text.erase(0, BYTE_ORDER_MARK.size());
     }
@@ -720,7 +721,8 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
     std::string folder = is_folder(c.model) ? c.model : "";
     std::string wrong = choose_chat(&o->chat, c.chat_format, folder, t);
     if (wrong.empty())
-        printf("chat format: %s, %s\n", o->chat.format.name.c_str(), o->chat.why.c_str());
+        printf("chat format: %s, %s\n", o->chat.format.name.c_str(),
+               o->chat.why.c_str());
     return wrong;
 }
 

@@ -130,7 +130,8 @@ inline void fixed_add(Fixed* f, const std::string& text, int token, FixedRule ru
     uint32_t node = 0;
     for (unsigned char byte : text) {
         auto fresh = uint32_t(f->token_at.size());
-        auto [edge, made] = f->edges.insert({uint64_t(node) << 8 | byte, fresh});
+        uint64_t key = uint64_t(node) << 8 | byte;
+        auto [edge, made] = f->edges.insert({key, fresh});
         if (made) f->token_at.push_back(-1);
         node = edge->second;
     }

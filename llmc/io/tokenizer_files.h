@@ -888,10 +888,12 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
         std::string wrong, path = (folder.ends_with('/') ? folder : folder + "/") + file;
         if (::access(path.c_str(), F_OK) == 0)
             wrong = read_json(path, &j);
-        if (!wrong.empty()) return wrong;
+        if (!wrong.empty())
+            return wrong;
         decoder |= j.contains("added_tokens_decoder");
         bool map = file == "special_tokens_map.json";
-        if (map && decoder) continue;
+        if (map && decoder)
+            continue;
 
         // The first file counts. Note what others name instead; a list agrees if it has the token.
         for (auto [key, token] : {std::pair(std::string("bos_token"), &t->bos_token),
@@ -901,7 +903,8 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
                 t->notes.push_back(path + ": its " + key + " is no token of " + t->name);
             if (key == "eos_token")
                 t->ends.insert(tokens.begin(), tokens.end());
-            if (tokens.empty()) continue;
+            if (tokens.empty())
+                continue;
             bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
             if (taken[key].empty() || map)
                 taken[key] = file, *token = tokens[0];

@@ -381,8 +381,8 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
         if (a.best.size() > SHOWN) a.best.pop_back();
         a.chosen = choose_trial(a.best);
     }
-    if (is_first(run))
-        printf("%s%s", refused.c_str(), answer_text(c, q, a, named ? &yours : nullptr).c_str());
+    std::string text = answer_text(c, q, a, named ? &yours : nullptr);
+    if (is_first(run)) printf("%s%s", refused.c_str(), text.c_str());
     if (c.explain) return false;
 
     // Set the flags: from here on the run is as if the user had given them.

@@ -221,8 +221,9 @@ inline void look_at_data(Run& run) {
 // The folder whose chat template counts: that of the adapters, if it has one, else the model's.
 inline std::string chat_folder(const Config& c) {
     nlohmann::json text;
-    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty() && text.is_string())
-        return c.adapter;
+    if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty())
+        if (text.is_string())
+            return c.adapter;
     return file_type(c.model) == S_IFDIR ? c.model : "";
 }
 
@@ -278,7 +279,8 @@ inline void open_data(Run& run) {
     // Look at the files on one rank, for all, and note which they are, for checkpoints.
     if (is_first(run)) look_at_data(run);
     if (is_first(run)) or_die(identify_files(files, &run.data["data"]));
-    if (is_first(run) && apart) or_die(identify_files(c.val, &run.data["val"]));
+    if (is_first(run) && apart)
+        or_die(identify_files(c.val, &run.data["val"]));
 
     // Evaluate at least one sample, and at most all that there are.
     run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
@@ -349,7 +351,8 @@ inline void keep_chat(Run& run) {
         return text.is_string() ? text.get<std::string>() : "";
     };
     std::string from = chat_folder(c), text = from.empty() ? "" : template_in(from);
-    if (file_type(c.model) == S_IFDIR) e.chat_template = template_in(c.model);
+    if (file_type(c.model) == S_IFDIR)
+        e.chat_template = template_in(c.model);
 
     // Adapters say beside them how an answer ends.
     bool taught = has_conversations(c) || given(c, "chat-format");
@@ -367,7 +370,8 @@ inline void keep_chat(Run& run) {
     std::vector<std::string> texts = token_texts(run.tokenizer);
     int begin = begin_token(run.tokenizer);
     nlohmann::ordered_json bos;
-    if (begin >= 0) bos = texts[begin];
+    if (begin >= 0)
+        bos = texts[begin];
     if (text != e.chat_template)
         or_die(export_template(&e, text, bos, texts[end]));
     else if (exports_adapters(run))
@@ -409,8 +413,9 @@ inline void prepare_export(Run& run) {
     // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
     run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
-    run.exported.bos = known && begin_token(t) >= 0 ? begin_token(t) : run.exported.eos;
-    if (known && begin_token(t) < 0 && !t.ends.empty())
+    int begin = begin_token(t);
+    run.exported.bos = known && begin >= 0 ? begin : run.exported.eos;
+    if (known && begin < 0 && !t.ends.empty())
         run.exported.bos = -1; // the tokenizer's folder names an end, and no beginning
 
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.

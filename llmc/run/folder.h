@@ -71,7 +71,8 @@ inline std::string make_folder(Run& run) {
     if (error)
         return "--out " + c.out + ": cannot be made: " + error.message();
     std::string unlocked, wrong = lock_folder(c.out, &unlocked);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
     if (!unlocked.empty())
         note(run, concat("--out ", c.out, " cannot be locked (", unlocked,
                          "): see that no second run writes there"));
@@ -91,12 +92,15 @@ inline std::string make_folder(Run& run) {
 inline std::string keep_folder(Run& run) {
     const std::string& out = run.config.out;
     struct stat mine = {}, there = {};
-    bool known = is_first(run) && run.home >= 0 && fstat(run.home, &mine) == 0;
+    bool known = is_first(run) && run.home >= 0;
+    known = known && fstat(run.home, &mine) == 0;
     bool same = stat(out.c_str(), &there) == 0 && mine.st_ino == there.st_ino &&
                 mine.st_dev == there.st_dev;
-    if (!known || same) return "";
+    if (!known || same)
+        return "";
     std::string wrong = make_folder(run);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Begin another log there.
     note(run, "--out " + out + " was moved or removed: it is made again");
@@ -205,7 +209,8 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
 // or a value that it refuses, is ignored.
 inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
     std::string group, differences;
-    if (!saved.is_object()) return "";
+    if (!saved.is_object())
+        return "";
     for (const Flag& f : config_table()) {
         if (!*f.name) {
             group = f.help;
@@ -255,12 +260,15 @@ inline nlohmann::json newest_manifest(const Config& c) {
 // checkpoint has the weights.
 inline std::string take_run_model(Config& c) {
     std::vector<int64_t> steps = checkpoint_steps(c.model);
-    std::string folder = c.model + (steps.empty() ? "" : "/" + step_folder(steps[0]));
+    std::string folder = c.model;
+    if (!steps.empty()) folder += "/" + step_folder(steps[0]);
     bool is_checkpoint = ::access((folder + "/manifest.json").c_str(), F_OK) == 0;
-    if (steps.empty() && !is_checkpoint) return "";
+    if (steps.empty() && !is_checkpoint)
+        return "";
     nlohmann::json manifest;
     std::string wrong = read_manifest(folder, &manifest);
-    if (!wrong.empty()) return "--model " + wrong;
+    if (!wrong.empty())
+        return "--model " + wrong;
     c.start = folder;
 
     // Adapters stand on another model, which their checkpoint does not hold.
@@ -276,7 +284,8 @@ inline std::string take_run_model(Config& c) {
         if (!*f.name) group = f.help;
         std::string name = f.name;
         bool text = name == "tokenizer" || name == "chat-format";
-        bool takes = name == "model" || ((text || group == "Model") && !given(c, name));
+        bool describes = text || group == "Model";
+        bool takes = name == "model" || (describes && !given(c, name));
         if (takes && *f.name) set_field(c, f, field_text(of_run, f.field));
     }
     return "";
@@ -341,7 +350,8 @@ inline std::string other_files(const nlohmann::json& now, const nlohmann::json& 
     };
 
     // Compare file by file, in their order: it numbers the windows.
-    for (size_t i = 0; saved.is_array() && i < std::max(now.size(), saved.size()); i++) {
+    size_t files = saved.is_array() ? std::max(now.size(), saved.size()) : 0;
+    for (size_t i = 0; i < files; i++) {
         nlohmann::json is = described(now, i), was = described(saved, i);
         if (is["bytes"] != was["bytes"] || is["crc32"] != was["crc32"])
             return concat("file ", i + 1, " is ", json_word(is["file"]), ", ",
@@ -579,7 +589,8 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     std::string wrong = ruined_weights(run, t, later);
     if (wrong.empty())
         wrong = first_error(run.world, keep_folder(run));
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
 
     // Save. The next step waits until the save is done, or with --save-async until the state
     // has been copied.

@@ -192,7 +192,8 @@ inline std::string take_characters(std::string* bytes, bool all) {
         // Replace control characters, U+0080 to U+009F too: an escape sequence could do anything
         // to a terminal.
         bool high_control = c == 0xc2 && n == 2 && (unsigned char)next[1] < 0xa0;
-        bool obeyed = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7f || high_control;
+        bool low_control = c < 0x20 && c != '\n' && c != '\t';
+        bool obeyed = low_control || c == 0x7f || high_control;
         text += n == 0 || obeyed ? "\xef\xbf\xbd" : next.substr(0, n);
         at += std::max(n, size_t(1));
     }
