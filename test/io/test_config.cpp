@@ -1243,7 +1243,7 @@ static const Published PUBLISHED[] = {
                           "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}})"},
 };
 
-// What the published file of a family says in every size, or its class where the file is silent.
+// The keys that files of a family have in every size, or its class where they are silent.
 static nlohmann::json of_every_size(const std::string& type) {
     if (type == "gpt2") return {{"layer_norm_epsilon", 1e-5}, {"activation_function", "gelu_new"}};
     if (type == "gpt_neox")
@@ -1398,7 +1398,7 @@ TEST(Defaults, OfEachPreference) {
     }
 }
 
-// What flags are where nobody gives them, and whose number that is.
+// Flags that nobody gives have the values of published trainers and papers.
 TEST(Defaults, OfFlagsAreWhatOthersPublished) {
     struct Row {
         const char* flag;
@@ -1449,7 +1449,7 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
         EXPECT_EQ(field_text(defaults, flag->field), row.value) << row.flag << ": " << row.whose;
     }
 
-    // Those that follow from others: alpha is twice the rank, the last rate a tenth of the peak.
+    // Two follow from other flags: alpha is twice the rank, the last rate a tenth of the peak.
     Config c;
     Shape s = gpt2_shape(4, 4, 128, 256, 1024);
     ASSERT_EQ(parse(c, {"--lora", "6", "--lr", "0.5"}), "");

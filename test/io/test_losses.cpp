@@ -313,6 +313,7 @@ TEST(Losses, NormAndClipAreThoseOfTheMove) {
 // mfu is the model's arithmetic of the step's tokens over its time and the peak that the run prints,
 // whatever ranks share. FLOPs a token are 6 a parameter and 6 L C T.
 TEST(Losses, UtilisationIsThatOfAllTokens) {
+    // By hand: both tables, the last norm, and blocks of 12 C^2 + 13 C.
     double parameters = 256 * 32 + 1024 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32);
     double flops = 6 * parameters + 6 * 2 * 32 * 64;
     for (std::string layout :
@@ -324,6 +325,7 @@ TEST(Losses, UtilisationIsThatOfAllTokens) {
                                  "--seq 64 --batch-tokens 256 --steps 2 --out " + out + " " + layout);
         std::smatch peak;
         ASSERT_TRUE(std::regex_search(text, peak, std::regex("against (\\d+) GFLOP/s"))) << text;
+
         EXPECT_EQ(logged(out, "flops_per_token").at(0)["flops_per_token"], flops);
         for (const json& step : logged(out)) {
             double rate = 256 / step["ms"].get<double>() * 1e3;
@@ -338,7 +340,7 @@ TEST(Losses, UtilisationIsThatOfAllTokens) {
 // ----------------------------------------------------------------------------
 // 2. looking
 
-// What a line of validation says after "val loss", for each such line.
+// The lines of validation, each from "val loss" on.
 std::vector<std::string> validations(const std::string& text) {
     std::vector<std::string> found;
     std::istringstream lines(text);
@@ -352,11 +354,14 @@ std::vector<std::string> validations(const std::string& text) {
 // never looks: for each loss, and in each precision.
 TEST(Losses, LookingChangesNoBit) {
     auto compare = [](const std::string& flags) {
+        // Run twice.
         std::string blind = fresh("blind"), looks = fresh("looks");
         std::string common = SMALL + flags + " --lr 3e-3 --warmup 0 --steps 3 --out ";
         train(common + blind + " --export " + blind + "_x");
         train(common + looks + " --export " + looks + "_x --eval-every 1 --sample-every 1 "
               "--sample-tokens 3");
+
+        // Compare the logs, and the exports.
         EXPECT_EQ(logged(looks, "val_loss").size(), 3u) << flags;
         std::vector<json> one = logged(blind), other = logged(looks);
         for (size_t i = 0; i < one.size(); i++) {
@@ -367,14 +372,17 @@ TEST(Losses, LookingChangesNoBit) {
                     read_file(looks + "_x/model.safetensors")) << flags;
         for (std::string path : {blind, looks}) fs::remove_all(path + "_x");
     };
+
+    // Each loss, then each precision, then some of both.
     for (std::string loss : {"sft", "dpo", "ipo", "simpo", "orpo", "kto", "distill"})
         compare((loss == "distill" ? "--model tiny-llama --kv-heads 2 --ffn 48 " : "") +
                 loss_flags(loss, 12, 9));
+    const std::string text = loss_flags("lm", 200, 100) + "--precision ";
     std::string experts = "--model tiny-moe --kv-heads 2 --ffn 16 --experts 4 ";
-    for (std::string how : {"fp32", "bf16", "fp16 --loss-scale-start 1024", "bf16 --fp8 block",
-                            "bf16 --fp8 tensor", "bf16 --fp8 delayed --fp8-history 2"})
-        for (std::string model : {"", "--lora 4 ", experts.c_str()})
-            compare(model + loss_flags("lm", 200, 100) + "--precision " + how);
+    for (std::string how : {"fp32", "bf16", "fp16 --loss-scale-start 1024"})
+        for (std::string model : {"", "--lora 4 ", experts.c_str()}) compare(model + text + how);
+    for (const char* how : {"block", "tensor", "delayed --fp8-history 2"})
+        compare(text + "bf16 --fp8 " + how);
     compare(loss_flags("dpo", 12, 9) + "--precision bf16 --lora 4 --local-ranks 2 --micro-batch 1");
     compare(loss_flags("kto", 12, 9) + "--precision fp16 --ema 0.5 --loss-scale-start 1024");
 }
@@ -407,6 +415,8 @@ TEST(Losses, UnevenLastBatchesCountEachWindowOnce) {
     for (std::string loss : {"lm", "sft", "dpo", "kto"}) {
         std::string first;
         double wanted = 0;
+
+        // The first layout, of one rank, says what all others must.
         for (std::string layout :
              {"", "--micro-batch 2 ", "--local-ranks 2 --micro-batch 2 ",
               "--local-ranks 4 --cp 2 --micro-batch 2 ", "--local-ranks 4 --cp 4 --cp-method ring ",
@@ -417,6 +427,7 @@ TEST(Losses, UnevenLastBatchesCountEachWindowOnce) {
                                      "--seq 64 --eval --eval-tokens 192 " + layout);
             std::vector<std::string> found = validations(text);
             ASSERT_EQ(found.size(), 1u) << text;
+
             std::string count = found[0].substr(found[0].rfind('|'));
             double value = std::stod(found[0].substr(9));
             if (first.empty()) first = count, wanted = value;
@@ -429,9 +440,8 @@ TEST(Losses, UnevenLastBatchesCountEachWindowOnce) {
 // ----------------------------------------------------------------------------
 // 3. precisions
 
-// The first norm, beside each loss and technique, is fp32's: within a hundredth in fp16, whose loss
-// scale leaves no trace, within a thirtieth in bf16, and within an eighth where products read eight
-// bits.
+// The first norm is fp32's, beside each loss and technique: within a hundredth in fp16, whose loss
+// scale leaves no trace, a thirtieth in bf16, and an eighth where products read eight bits.
 TEST(Losses, FirstNormsAreThoseOfFp32) {
     std::string llama = "--model tiny-llama --kv-heads 2 --ffn 48 ";
     std::vector<std::string> cases = {
@@ -443,12 +453,14 @@ TEST(Losses, FirstNormsAreThoseOfFp32) {
             loss_flags("lm", 200, 100),
         llama + "--lora 4 " + loss_flags("lm", 200, 100),
         llama + "--prefix 3 " + loss_flags("lm", 200, 100),
-        llama + loss_flags("distill", 12, 9),
     };
+    size_t wide = cases.size() - 1; // those after the first have no products of eight bits
+    cases.push_back(llama + loss_flags("distill", 12, 9));
     for (const char* loss : {"sft", "dpo", "ipo", "simpo", "orpo", "kto"})
         cases.push_back(loss_flags(loss, 12, 9));
 
-    for (const std::string& flags : cases) {
+    for (size_t i = 0; i < cases.size(); i++) {
+        const std::string& flags = cases[i];
         auto first_norm = [&](const std::string& how) {
             std::string out = fresh("first");
             train(SMALL + flags + " --micro-batch 2 --steps 1 --out " + out + " --precision " + how);
@@ -456,40 +468,32 @@ TEST(Losses, FirstNormsAreThoseOfFp32) {
         };
         double norm = first_norm("fp32");
         ASSERT_GT(norm, 0) << flags;
-        for (const char* how : {"fp16 --loss-scale 64", "fp16 --loss-scale 1024"})
-            EXPECT_NEAR(first_norm(how), norm, 0.01 * norm) << how << " " << flags;
+        EXPECT_NEAR(first_norm("fp16 --loss-scale 1024"), norm, 0.01 * norm) << flags;
         EXPECT_NEAR(first_norm("bf16"), norm, 0.033 * norm) << flags;
+
+        // Scales of eight bits.
         for (const char* how : {"block", "tensor", "delayed"})
-            EXPECT_NEAR(first_norm(std::string("bf16 --fp8 ") + how), norm, 0.125 * norm)
-                << how << " " << flags;
+            if (i == 0 || i > wide)
+                EXPECT_NEAR(first_norm(std::string("bf16 --fp8 ") + how), norm, 0.125 * norm)
+                    << how << " " << flags;
     }
 }
 
 // ----------------------------------------------------------------------------
 // 4. skipped steps, and router biases
 
-// An fp16 step that overflows changes nothing: neither weights nor a router's biases nor the mean
-// of --ema. The weights are those of a run without steps.
+// An fp16 step that overflows changes nothing: the masters, and with them a router's biases, are
+// those of a run without steps, to the bit.
 TEST(Losses, ASkippedStepChangesNothing) {
     std::string v3 = "--model " + ROOT + "/dev/golden/deepseek-v3-tiny --scratch --vocab 256 "
                      "--seq 24 --micro-batch 1 " + loss_flags("lm", 200, 100);
-    std::string start = fresh("start"), out = fresh("skipped"), moved = fresh("moved");
+    std::string start = fresh("start"), moved = fresh("moved");
     train(v3 + "--steps 0 --export " + start);
     std::string text = train(v3 + "--steps 2 --warmup 0 --precision fp16 --router-bias-rate 0.1 "
-                             "--ema 0.5 --loss-scale-start 1073741824 --out " + out + " --export " +
-                             moved);
+                             "--loss-scale-start 1073741824 --export " + moved);
     EXPECT_HAS(text, "step 2: gradients overflow fp16");
-
-    // fp16's masters are float, but its weights are rounded: the export has the masters' numbers.
-    std::vector<float> before = weights_of(start), after = weights_of(moved);
-    ASSERT_EQ(before.size(), after.size());
-    for (size_t i = 0; i < before.size(); i++)
-        ASSERT_NEAR(before[i], after[i], 1e-3 * std::fabs(before[i]) + 1e-7) << i;
-
-    // The mean is what it began with, too.
-    std::string mean = fresh("mean");
-    train("--resume --steps 0 --use-ema --out " + out + " --export " + mean);
-    EXPECT_TRUE(weights_of(mean) == after);
+    EXPECT_GT(weights_of(start).size(), 1000u);
+    EXPECT_TRUE(weights_of(start) == weights_of(moved));
 }
 
 // A run of DeepSeek-V3's kind, whose router biases move by a thousandth a step, goes on to the same
