@@ -72,7 +72,7 @@ STEP_TESTS = test_plan test_budget test_planner test_fit test_model test_layouts
     test_life test_samples test_generate test_golden test_huggingface test_checkpoint test_evaluate test_interchange \
     test_faults test_states test_averages test_distill
 TESTS = $(STEP_TESTS) test_simulator test_pipeline test_comm test_nccl test_run test_fp8 test_device test_types test_onnx \
-    test_config test_report test_data test_files test_safetensors test_prepare test_tokenizer test_chat
+    test_config test_losses test_report test_data test_files test_safetensors test_prepare test_tokenizer test_chat
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first

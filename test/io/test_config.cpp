@@ -2,6 +2,7 @@
 #include "../../llmc/io/config_check.h"
 #include "../../llmc/io/config_notes.h"
 #include "../../llmc/io/ds_config.h"
+#include "../../llmc/io/hf_config.h"
 #include "../../llmc/io/lr_schedule.h"
 #include "../harness/testing.h"
 
@@ -1057,4 +1058,443 @@ TEST(Schedule, FormulasAtTheirEdges) {
     EXPECT_DOUBLE_EQ(lr_at(55, 100, 10, 1.0, 0.1, "linear"), 0.55);
     EXPECT_DOUBLE_EQ(lr_at(80, 100, 10, 1.0, 0.1, "wsd"), 1.0);
     EXPECT_DOUBLE_EQ(lr_at(90, 100, 10, 1.0, 0.1, "wsd"), 0.55);
+}
+
+// ----------------------------------------------------------------------------
+// presets
+
+// A preset beside the file that its makers published, or its paper's row: the parameters in all,
+// where they are published, and each key that an export writes.
+struct Published {
+    const char* preset;
+    const char* source;
+    size_t parameters; // 0: not published, or counted otherwise
+    const char* config;
+};
+
+static const Published PUBLISHED[] = {
+    // GPT-2: n_inner is null there, which is 4 n_embd.
+    {"gpt2", "openai-community/gpt2", 124439808,
+     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12})"},
+    {"gpt2-medium", "openai-community/gpt2-medium", 354823168,
+     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1024, "n_layer": 24, "n_head": 16})"},
+    {"gpt2-large", "openai-community/gpt2-large", 774030080,
+     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1280, "n_layer": 36, "n_head": 20})"},
+    {"gpt2-xl", "openai-community/gpt2-xl", 1557611200,
+     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 48, "n_head": 25})"},
+
+    // GPT-3's rows of table 2.1, but for XL's heads and 13B's channels (presets.h says why).
+    {"gpt3-small", "arXiv:2005.14165", 0, R"({"n_embd": 768, "n_layer": 12, "n_head": 12})"},
+    {"gpt3-medium", "arXiv:2005.14165", 0, R"({"n_embd": 1024, "n_layer": 24, "n_head": 16})"},
+    {"gpt3-large", "arXiv:2005.14165", 0, R"({"n_embd": 1536, "n_layer": 24, "n_head": 16})"},
+    {"gpt3-xl", "arXiv:2005.14165", 0, R"({"n_embd": 2048, "n_layer": 24, "n_head": 16})"},
+    {"gpt3-2.7b", "arXiv:2005.14165", 0, R"({"n_embd": 2560, "n_layer": 32, "n_head": 32})"},
+    {"gpt3-6.7b", "arXiv:2005.14165", 0, R"({"n_embd": 4096, "n_layer": 32, "n_head": 32})"},
+    {"gpt3-13b", "arXiv:2005.14165", 0, R"({"n_embd": 5120, "n_layer": 40, "n_head": 40})"},
+    {"gpt3-175b", "arXiv:2005.14165", 0, R"({"n_embd": 12288, "n_layer": 96, "n_head": 96})"},
+
+    // Llama.
+    {"tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", 1100048384,
+     R"({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000,
+         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0})"},
+    {"llama2-7b", "meta-llama/Llama-2-7b-hf", 6738415616,
+     R"({"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0})"},
+    {"llama3-8b", "meta-llama/Meta-Llama-3-8B", 8030261248,
+     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0})"},
+    {"llama3-70b", "meta-llama/Meta-Llama-3-70B", 70553706496,
+     R"({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0})"},
+    {"llama3.1-8b", "meta-llama/Llama-3.1-8B", 8030261248,
+     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+    {"llama3.1-70b", "meta-llama/Llama-3.1-70B", 70553706496,
+     R"({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+    {"llama3-405b", "meta-llama/Llama-3.1-405B", 405853388800,
+     R"({"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+
+    // Qwen and OLMo.
+    {"qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 494032768,
+     R"({"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "tie_word_embeddings": true})"},
+    {"qwen3-0.6b", "Qwen/Qwen3-0.6B", 596049920,
+     R"({"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
+         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+         "rope_theta": 1000000, "tie_word_embeddings": true})"},
+    {"qwen3-1.7b", "Qwen/Qwen3-1.7B", 1720574976,
+     R"({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
+         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+         "rope_theta": 1000000, "tie_word_embeddings": true})"},
+    {"olmo-2-7b", "allenai/OLMo-2-1124-7B", 7298617344,
+     R"({"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 500000})"},
+
+    // Pythia: all have use_parallel_residual, rotary_pct 0.25 and the exact GELU.
+    {"pythia-70m", "EleutherAI/pythia-70m", 70426624,
+     R"({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 50304,
+         "intermediate_size": 2048})"},
+    {"pythia-160m", "EleutherAI/pythia-160m", 162322944,
+     R"({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "vocab_size": 50304, "intermediate_size": 3072})"},
+    {"pythia-410m", "EleutherAI/pythia-410m", 405334016,
+     R"({"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "vocab_size": 50304, "intermediate_size": 4096})"},
+    {"pythia-1b", "EleutherAI/pythia-1b", 1011781632,
+     R"({"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8,
+         "vocab_size": 50304, "intermediate_size": 8192})"},
+    {"pythia-1.4b", "EleutherAI/pythia-1.4b", 1414647808,
+     R"({"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "vocab_size": 50304, "intermediate_size": 8192})"},
+    {"pythia-2.8b", "EleutherAI/pythia-2.8b", 2775208960,
+     R"({"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "vocab_size": 50304, "intermediate_size": 10240})"},
+    {"pythia-6.9b", "EleutherAI/pythia-6.9b", 6857302016,
+     R"({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "vocab_size": 50432, "intermediate_size": 16384})"},
+    {"pythia-12b", "EleutherAI/pythia-12b", 11846072320,
+     R"({"hidden_size": 5120, "num_hidden_layers": 36, "num_attention_heads": 40,
+         "vocab_size": 50688, "intermediate_size": 20480})"},
+
+    // Further variants.
+    {"smollm3-3b", "HuggingFaceTB/SmolLM3-3B", 3075098624,
+     R"({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256,
+         "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 5000000.0,
+         "no_rope_layers": [1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0],
+         "tie_word_embeddings": true})"},
+    {"phi-3-mini", "microsoft/Phi-3-mini-4k-instruct", 3821079552,
+     R"({"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064,
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+         "sliding_window": 2047, "partial_rotary_factor": 1.0})"},
+    {"gemma-2-2b", "google/gemma-2-2b", 2614341888,
+     R"({"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+         "vocab_size": 256000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+         "rope_theta": 10000.0, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "full_every": 2,
+         "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+         "tie_word_embeddings": true})"},
+    {"gemma-3-1b", "google/gemma-3-1b-pt", 999885952,
+     R"({"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+         "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+         "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512,
+         "query_pre_attn_scalar": 256, "attn_logit_softcapping": null,
+         "final_logit_softcapping": null, "full_every": 6, "hidden_act": "gelu_pytorch_tanh",
+         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": true})"},
+
+    // Experts.
+    {"mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 46702792704,
+     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+         "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+         "num_local_experts": 8, "num_experts_per_tok": 2})"},
+    {"olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6919161856,
+     R"({"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false})"},
+    {"qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B", 14315784192,
+     R"({"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
+         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "num_experts": 60,
+         "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+         "shared_expert_intermediate_size": 5632, "norm_topk_prob": false, "qkv_bias": true})"},
+    {"gpt-oss-20b", "openai/gpt-oss-20b", 20914757184,
+     R"({"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+         "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+         "rope_theta": 150000, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
+         "swiglu_alpha": 1.702, "attention_bias": true, "num_local_experts": 32,
+         "num_experts_per_tok": 4,
+         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                          "truncate": false, "original_max_position_embeddings": 4096}})"},
+    {"gpt-oss-120b", "openai/gpt-oss-120b", 116829156672,
+     R"({"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+         "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+         "rope_theta": 150000, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
+         "swiglu_alpha": 1.702, "attention_bias": true, "num_local_experts": 128,
+         "num_experts_per_tok": 4,
+         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                          "truncate": false, "original_max_position_embeddings": 4096}})"},
+    {"qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30532122624,
+     R"({"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+         "decoder_sparse_step": 1, "norm_topk_prob": true})"},
+
+    // DeepSeek. V3's count is without the layer that predicts further.
+    {"deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 15706484224,
+     R"({"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400,
+         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+         "q_lora_rank": null, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1,
+         "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+         "n_shared_experts": 2, "routed_scaling_factor": 1.0, "norm_topk_prob": false,
+         "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+         "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
+    {"deepseek-v2", "deepseek-ai/DeepSeek-V2", 235741434880,
+     R"({"hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 60,
+         "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 102400,
+         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1,
+         "n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536,
+         "n_shared_experts": 2, "routed_scaling_factor": 16.0, "norm_topk_prob": false,
+         "scoring_func": "softmax", "topk_method": "group_limited_greedy", "n_group": 8,
+         "topk_group": 3,
+         "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
+    {"deepseek-v3", "deepseek-ai/DeepSeek-V3", 671026419200,
+     R"({"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+         "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 3,
+         "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+         "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": true,
+         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4,
+         "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}})"},
+};
+
+// The keys that files of a family have in every size, or its class where they are silent.
+static nlohmann::json of_every_size(const std::string& type) {
+    if (type == "gpt2") return {{"layer_norm_epsilon", 1e-5}, {"activation_function", "gelu_new"}};
+    if (type == "gpt_neox")
+        return {{"max_position_embeddings", 2048}, {"hidden_act", "gelu"}, {"rotary_pct", 0.25},
+                {"layer_norm_eps", 1e-5}, {"rotary_emb_base", 10000},
+                {"use_parallel_residual", true}};
+    nlohmann::json silu = {{"hidden_act", "silu"}};
+    if (type.starts_with("qwen") && type.ends_with("moe"))
+        silu["mlp_only_layers"] = nlohmann::json::array();
+    return silu;
+}
+
+// Expect each key of `wanted` in `found`, and no key in `found` that is not wanted.
+static void expect_keys(nlohmann::json wanted, nlohmann::json found, const std::string& of) {
+    for (auto& [key, value] : wanted.items()) {
+        bool both = value.is_object() && found.contains(key) && found[key].is_object();
+        if (both)
+            expect_keys(value, found[key], of + ": " + key);
+        else
+            EXPECT_EQ(found.contains(key) ? found[key] : "not there", value) << of << ": " << key;
+        found.erase(key);
+    }
+    EXPECT_EQ(found.dump(), "{}") << of << " says nothing of these";
+}
+
+// Each preset has every number of the published file, and its parameters in all.
+TEST(Presets, AreThePublishedConfigs) {
+    std::set<std::string> seen;
+    for (const Published& row : PUBLISHED) {
+        // Find the preset, and write what an export of it would.
+        seen.insert(row.preset);
+        nlohmann::json found;
+        Shape shape;
+        for (const Preset& p : model_presets())
+            if (p.name == std::string(row.preset)) shape = p.shape;
+        ASSERT_GT(shape.L, 0u) << row.preset;
+        with_family(shape.family, [&](auto family) { found = hf_json(family, shape); });
+        found["tie_word_embeddings"] = shape.tied;
+
+        // Fill in what files leave to their class: the positions of GPT-3, sizes that follow.
+        nlohmann::json wanted = of_every_size(shape.hf_type);
+        wanted.update(nlohmann::json::parse(row.config));
+        bool gpt = shape.hf_type == "gpt2";
+        if (gpt && !wanted.contains("vocab_size")) {
+            wanted["vocab_size"] = 50257;
+            wanted["n_positions"] = 2048;
+        }
+        if (gpt) {
+            wanted["n_ctx"] = wanted["n_positions"];
+            wanted["n_inner"] = 4 * wanted["n_embd"].get<int>();
+        }
+        bool llama = wanted.contains("num_key_value_heads");
+        if (llama && !wanted.contains("head_dim"))
+            wanted["head_dim"] = wanted["hidden_size"].get<int>() /
+                                 wanted["num_attention_heads"].get<int>();
+        if (wanted.contains("qk_rope_head_dim")) wanted["head_dim"] = wanted["qk_rope_head_dim"];
+        if (!wanted.contains("tie_word_embeddings")) wanted["tie_word_embeddings"] = gpt;
+
+        // Which layers see all keys is a list in newer files, and a period in the older ones.
+        if (wanted.contains("full_every")) {
+            for (int layer = 1; layer <= wanted["num_hidden_layers"]; layer++) {
+                bool full = layer % wanted["full_every"].get<int>() == 0;
+                wanted["layer_types"].push_back(full ? "full_attention" : "sliding_attention");
+            }
+            wanted.erase("full_every");
+        }
+
+        // YaRN's size of cosines and sines follows from the factor; DeepSeek's mscale cancels it.
+        if (wanted.contains("rope_scaling") && wanted["rope_scaling"].contains("beta_fast")) {
+            nlohmann::json& rope = wanted["rope_scaling"];
+            bool mscale = rope.contains("mscale");
+            double size = mscale ? 1 : 0.1 * std::log(rope["factor"].get<double>()) + 1;
+            EXPECT_NEAR(found["rope_scaling"]["attention_factor"].get<double>(), size, 1e-6);
+            found["rope_scaling"].erase("attention_factor");
+            rope["rope_type"] = "yarn";
+            if (mscale) rope["truncate"] = true;
+        }
+
+        // Compare, key by key, and count the parameters.
+        found.erase("architectures");
+        EXPECT_EQ(found["model_type"], shape.hf_type);
+        found.erase("model_type");
+        expect_keys(wanted, found, concat(row.preset, " is ", row.source));
+        size_t parameters = 0;
+        for (const Parameter& p : make_model(shape).parameters)
+            parameters += p.file_elements();
+        if (row.parameters) EXPECT_EQ(parameters, row.parameters) << row.preset;
+    }
+    for (const Preset& p : model_presets())
+        if (!has(p.name, "tiny") || has(p.name, "tinyllama"))
+            EXPECT_TRUE(seen.count(p.name)) << p.name << " stands beside no published file";
+}
+
+// ----------------------------------------------------------------------------
+// defaults
+
+// The learning rate and decay of each loss on loaded weights, full and with adapters: TRL's
+// (SFTConfig 2e-5, DPOConfig and its kin 1e-6, no decay; ten times the rate with LoRA).
+TEST(Defaults, OfEachLossWithAndWithoutAdapters) {
+    struct Row {
+        const char* loss;
+        const char* lr;
+        const char* of_adapters;
+    };
+    const Row rows[] = {{"sft", "2e-05", "2e-04"},   {"dpo", "1e-06", "1e-05"},
+                        {"ipo", "1e-06", "1e-05"},   {"simpo", "1e-06", "1e-05"},
+                        {"orpo", "1e-06", "1e-05"},  {"kto", "1e-06", "1e-05"},
+                        {"grpo", "1e-06", "1e-05"}};
+    for (const Row& row : rows)
+        for (const char* adapters : {"", "--lora", "--prefix", "--adapter"}) {
+            // The line that a run prints, and the numbers that it takes.
+            Config c;
+            ASSERT_EQ(parse(c, {"--loss", row.loss}), "");
+            if (*adapters) ASSERT_EQ(parse(c, {adapters, "4"}), "");
+            std::string lr = *adapters ? row.of_adapters : row.lr;
+            EXPECT_EQ(take_loss_defaults(c), std::string("--loss ") + row.loss +
+                                                 " takes TRL's defaults: --lr " + lr +
+                                                 " --weight-decay 0");
+            EXPECT_DOUBLE_EQ(c.lr, atof(lr.c_str())) << row.loss << adapters;
+            EXPECT_EQ(c.weight_decay, 0);
+
+            // Flags that are given stay.
+            Config mine;
+            ASSERT_EQ(parse(mine, {"--loss", row.loss, "--lr", "3e-4", "--weight-decay", "0.2"}), "");
+            EXPECT_EQ(take_loss_defaults(mine), "");
+            EXPECT_EQ(mine.lr, 3e-4);
+            EXPECT_EQ(mine.weight_decay, 0.2);
+        }
+
+    // Text, and a teacher's, keep those of training from scratch.
+    for (const char* loss : {"lm", "distill"}) {
+        Config c;
+        ASSERT_EQ(parse(c, {"--loss", loss}), "");
+        EXPECT_EQ(take_loss_defaults(c), "");
+        EXPECT_EQ(c.lr, 1e-3);
+    }
+}
+
+// The weights of each preference: beta 0.1 as in TRL; SimPO's are its authors' SimPOConfig, beta 2
+// and gamma a quarter of it, which is TRL's simpo_gamma. GRPO has no reference unless it is asked.
+TEST(Defaults, OfEachPreference) {
+    for (auto [loss, beta] : std::map<std::string, double>{
+             {"dpo", 0.1}, {"ipo", 0.1}, {"orpo", 0.1}, {"kto", 0.1}, {"simpo", 2}, {"grpo", 0}}) {
+        Config c;
+        std::vector<std::string> words = {"--loss", loss, "--data", "x.jsonl"};
+        if (loss == "grpo") words.insert(words.end(), {"--reward", "exact"});
+        ASSERT_EQ(parse(c, words), "");
+        ASSERT_EQ(check_loss(c), "") << loss;
+        EXPECT_EQ(c.beta, beta) << loss;
+        EXPECT_EQ(c.gamma, 0.5) << loss;
+        EXPECT_EQ(objective_of(c).beta, beta) << loss;
+    }
+}
+
+// Flags that nobody gives have the values of published trainers and papers.
+TEST(Defaults, OfFlagsAreWhatOthersPublished) {
+    struct Row {
+        const char* flag;
+        const char* value;
+        const char* whose;
+    };
+    const Row rows[] = {
+        {"beta1", "0.9", "GPT-3, appendix B"},
+        {"beta2", "0.95", "GPT-3, appendix B"},
+        {"eps", "1e-08", "GPT-3, appendix B"},
+        {"weight-decay", "0.1", "GPT-3, appendix B"},
+        {"clip", "1", "GPT-3, appendix B"},
+        {"schedule", "cosine", "GPT-3, appendix B"},
+        {"balance", "0.01", "Switch Transformer, 2.2"},
+        {"z-loss", "0", "none, as in Mixtral"},
+        {"clip-low", "0.2", "PPO, 6.1; TRL's epsilon"},
+        {"clip-high", "0.2", "PPO, 6.1; TRL's epsilon_high follows epsilon"},
+        {"kl", "k3", "GRPO's paper, equation 4"},
+        {"updates", "1", "TRL's num_iterations"},
+        {"group", "8", "TRL's num_generations"},
+        {"label-smoothing", "0", "TRL's DPOConfig"},
+        {"desirable-weight", "1", "TRL's KTOConfig"},
+        {"undesirable-weight", "1", "TRL's KTOConfig"},
+        {"distill-share", "0.5", "torchtune's kd_ratio"},
+        {"distill-temperature", "1", "no softening"},
+        {"fp8-history", "1024", "Transformer Engine's DelayedScaling"},
+        {"fp8-amax", "max", "Transformer Engine's DelayedScaling"},
+        {"fp8-margin", "0", "Transformer Engine's DelayedScaling"},
+        {"loss-scale", "dynamic", "Megatron-LM"},
+        {"loss-scale-rule", "megatron", "Megatron-LM"},
+        {"lora-plus", "1", "PEFT: one rate for both"},
+        {"lora-targets", "all", "PEFT's all-linear"},
+        {"temperature", "1", "transformers' GenerationConfig"},
+        {"top-p", "1", "transformers' GenerationConfig"},
+        {"top-k", "0", "the whole distribution"},
+        {"cp-order", "zigzag", "Llama 3, 3.3.2"},
+        {"pipeline", "1f1b", "Megatron-LM"},
+        {"zero", "0", "plain data parallelism"},
+        {"masters", "float", "mixed precision, arXiv:1710.03740"},
+        {"states", "float", "AdamW"},
+        {"failure-hours", "50700", "Llama 3: 16384 GPUs, 419 failures in 54 days"},
+        {"draft-tokens", "4", "arXiv:2302.01318, K = 4"},
+    };
+    Config defaults;
+    for (const Row& row : rows) {
+        const Flag* flag = find_flag(row.flag);
+        ASSERT_TRUE(flag) << row.flag;
+        EXPECT_EQ(field_text(defaults, flag->field), row.value) << row.flag << ": " << row.whose;
+    }
+
+    // Two follow from other flags: alpha is twice the rank, the last rate a tenth of the peak.
+    Config c;
+    Shape s = gpt2_shape(4, 4, 128, 256, 1024);
+    ASSERT_EQ(parse(c, {"--lora", "6", "--lr", "0.5"}), "");
+    ASSERT_EQ(config_check(c, s), "");
+    EXPECT_EQ(c.lora_alpha, 12);
+    EXPECT_EQ(c.min_lr, 0.05);
 }

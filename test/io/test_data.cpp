@@ -562,6 +562,27 @@ TEST(Sampler, TopPKeepsTheFewestThatReachTheShare) {
     EXPECT_EQ(reachable(logits, 2, 0, 0.4f), (Ints{1, 3}));
 }
 
+// A share that is met exactly is reached: of four equal tokens two hold a half, and no third one
+// is kept. Equal logits give shares that floats hold exactly.
+TEST(Sampler, TopPAtTiesKeepsNoneTooMany) {
+    const std::vector<float> four = {2, 2, 2, 2}, eight(8, -1);
+    EXPECT_EQ(reachable(four, 1, 0, 0.25f), (Ints{0}));
+    EXPECT_EQ(reachable(four, 1, 0, 0.5f), (Ints{0, 1}));
+    EXPECT_EQ(reachable(four, 1, 0, 0.75f), (Ints{0, 1, 2}));
+    EXPECT_EQ(reachable(four, 3, 0, 0.5f), (Ints{0, 1})); // at any temperature
+    EXPECT_EQ(reachable(four, 1, 0, 0), (Ints{0}));
+    EXPECT_EQ(reachable(eight, 1, 0, 0.375f), (Ints{0, 1, 2}));
+    EXPECT_EQ(reachable(eight, 1, 4, 0.5f), (Ints{0, 1})); // of the four that top-k keeps
+
+    // The likeliest holds exactly half of all: it alone is kept. Then the half is passed.
+    const float third = std::log(3.0f);
+    EXPECT_EQ(reachable({0, third, 0, 0}, 1, 0, 0.45f), (Ints{1}));
+    EXPECT_EQ(reachable({0, third, 0, 0}, 1, 0, 0.55f), (Ints{0, 1}));
+
+    // The distribution that judges guesses keeps the same tokens.
+    EXPECT_EQ(token_shares(four.data(), 4, 1, 0, 0.5f, order), (std::vector<double>{0.5, 0.5, 0, 0}));
+}
+
 TEST(Sampler, LargeAndImpossibleLogits) {
     EXPECT_EQ(reachable({1e30f, 1e30f, -1e30f}, 1, 0, 1), (Ints{0, 1}));
     EXPECT_EQ(reachable({-1e4f, -1e4f}, 1, 0, 1), (Ints{0, 1})); // less the largest: no 0/0

@@ -240,6 +240,23 @@ TEST(Context, HybridsAreWholeSequencesToo) {
             }
 }
 
+// In bf16 a ring adds the parts of `out` and of the queries' gradient in float, and rounds each sum
+// once: a ring of 4 or 8 is as exact as one rank, which rounds once too. Each part has a rounding of
+// its own, by as much as the softmax gives it: that of one part in the striped order, where every
+// hop brings keys to every query, but of up to two in the others. Sums in bf16 lose a third more.
+TEST(Context, ARingRoundsOnce) {
+    Whole want = whole_of<bf16>(heads(8, 2, 16), 64, false, 17);
+    auto one = run_ranks<bf16>(want, 1, ContextMethod::GATHER, ContextOrder::ZIGZAG);
+    for (int cp : {4, 8})
+        for (ContextOrder order : ORDERS) {
+            auto ring = run_ranks<bf16>(want, cp, ContextMethod::RING, order);
+            for (const auto& [name, exact] : {std::pair{"out", &want.out}, {"dq", &want.dq}})
+                EXPECT_LT(of_norm(ring[name], *exact),
+                          (order == ContextOrder::STRIPED ? 1.1 : 1.25) * of_norm(one[name], *exact))
+                    << name << " cp " << cp << " order " << int(order);
+        }
+}
+
 // In bf16 the gradients of keys lose no precision by the number of ranks. Each of eight ranks has a
 // part of every key's gradient. Gathering and the ring add the parts in float and round once, as
 // one rank does; but the ring also rounds parts of `out`. Ulysses rounds each rank's part of the

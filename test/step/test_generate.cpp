@@ -834,6 +834,75 @@ TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
     EXPECT_GT(draft->stayed, draft->guesses / 10);
 }
 
+// The shares (V) of the token that a model adds to a text, at temperature 1, computed by itself.
+static std::vector<double> shares_after(Trainer<float, Cpu>& t, const std::vector<int>& text) {
+    for (size_t i = 0; i < text.size(); i++) {
+        generate_batch(t, 0, &text[i], 1, i);
+        run_plan(t, 0);
+    }
+    LogitRows<float> rows = make_logit_rows(t, t.plans[0].scored);
+    bring_logits(t, rows, 1);
+    std::vector<double> shares(t.model.shape.V);
+    double sum = 0;
+    for (size_t v = 0; v < shares.size(); v++) sum += shares[v] = std::exp(double(rows.row(0)[v]));
+    for (double& share : shares) share /= sum;
+    return shares;
+}
+
+// Each of the first four tokens has the share that the model alone gives it: chi-square of 20000
+// texts from a vocabulary of eight, position by position. If shares are right it has a mean of 7
+// and a deviation of sqrt(14) = 3.7; five of them are allowed. The draft guesses far off, so that
+// half of its guesses are drawn again: random numbers that are used twice would show.
+TEST(Drafts, EachOfFourTokensHasTheModelsOwnShares) {
+    constexpr size_t V = 8, TEXTS = 20000;
+    Shape s = gpt2_shape(1, 1, 16, V, 16);
+    Plan p = small_plan(100, 2, 1);
+    p.mode = Mode::GENERATE, p.cache = 8, p.scored = 4;
+    Plan of_draft = p;
+    of_draft.scored = 2;
+    Fixture<float> f(s, {p}), other(s, {of_draft}, 6);
+    for (Fixture<float>* one : {&f, &other})
+        for (float& w : std::span(one->weight(one->t.model.parameters[0]), V * 16)) w *= 2;
+    std::shared_ptr<Trainer<float, Cpu>> model(&other.t, [](auto*) {});
+    std::shared_ptr<Draft> draft = make_draft(model, 3, V);
+
+    // Sample, and count the tokens of each position.
+    std::vector<int> prompt = {1, 2};
+    std::vector<Text> texts;
+    for (uint64_t i = 0; i < TEXTS; i++) texts.push_back({&prompt, fnv1a(concat("own.", i))});
+    std::vector<std::vector<int>> made(TEXTS);
+    Sampling how;
+    how.draft = draft.get();
+    generate(f.t, 0, texts, 4, how, [&](int64_t i, int token) { made[size_t(i)].push_back(token); },
+             [](int64_t, Ended) {});
+    EXPECT_LT(draft->stayed, draft->guesses * 8 / 10);
+
+    // Walk over all texts of up to three tokens, and add up what the next one may be.
+    std::vector<std::vector<double>> wanted(4, std::vector<double>(V));
+    std::function<void(std::vector<int>, double)> walk = [&](std::vector<int> text, double share) {
+        std::vector<double> next = shares_after(f.t, text);
+        size_t position = text.size() - prompt.size();
+        text.push_back(0);
+        for (size_t v = 0; v < V; v++) {
+            wanted[position][v] += share * next[v];
+            text.back() = int(v);
+            if (position + 1 < 4) walk(text, share * next[v]);
+        }
+    };
+    walk(prompt, 1);
+
+    for (size_t position = 0; position < 4; position++) {
+        std::vector<double> counts(V);
+        for (const std::vector<int>& text : made) counts[size_t(text.at(position))]++;
+        double chi_square = 0;
+        for (size_t v = 0; v < V; v++) {
+            double expected = double(TEXTS) * wanted[position][v];
+            chi_square += (counts[v] - expected) * (counts[v] - expected) / expected;
+        }
+        EXPECT_LT(chi_square, 7 + 5 * 3.7) << "token " << position + 1;
+    }
+}
+
 // In a conversation the draft, too, does not read again what its cache holds.
 TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
     Plan p = small_plan(1, 12, 1);

@@ -826,6 +826,9 @@ TEST(Experts, BalanceIsThatOfTheWorstBlock) {
     ExpertBalance b = expert_balance({2, 2, 2, 2, 0, 0, 0, 0, 4, 1, 1, 2}, 4);
     EXPECT_DOUBLE_EQ(b.max_vio, 1);
     EXPECT_DOUBLE_EQ(b.least, 0.5);
+    b = expert_balance({4, 1, 1, 2, 0, 0, 0, 0, 2, 2, 2, 2}, 4); // in any order
+    EXPECT_DOUBLE_EQ(b.max_vio, 1);
+    EXPECT_DOUBLE_EQ(b.least, 0.5);
     EXPECT_EQ(expert_balance({0, 0, 0}, 3).max_vio, -1);
     EXPECT_EQ(expert_balance({}, 0).max_vio, -1);
 }
@@ -921,6 +924,80 @@ TEST(Init, WeightsComeFromNamesAndPaddingIsZero) {
         }
     }
     trainer_free(t);
+}
+
+// The mean and the deviation of a parameter's first values by the published rule, and whether they
+// are published as normal numbers: GPT-2 (openai/gpt-2: 0.02; its paper: residual layers are scaled
+// by 1 / sqrt(2L)), which Megatron-LM takes for Llama's blocks and experts; biases zero, norms one
+// (Gemma stores its norms less one); PEFT's A as wide as kaiming_uniform(sqrt 5), B zero.
+struct FirstValues {
+    double mean;
+    double deviation;
+};
+FirstValues published_values(const Shape& s, const Parameter& p) {
+    auto ends = [&](std::initializer_list<const char*> words) {
+        return std::any_of(words.begin(), words.end(),
+                           [&](const char* word) { return p.name.ends_with(word); });
+    };
+
+    // Adapters: kaiming_uniform's bound is 1 / sqrt(in), and a uniform number deviates by it / sqrt 3.
+    if (ends({"lora_A.weight"})) return {0, std::sqrt(1.0 / 3 / double(p.shape[1]))};
+    if (ends({"lora_B.weight", "bias"})) return {0, 0};
+
+    // Norms.
+    bool gemma = s.hf_type.starts_with("gemma");
+    bool norm = has(p.name, "norm") || has(p.name, "ln_") || has(p.name, "layer_norm");
+    if (norm) return {gemma ? 0.0 : 1.0, 0};
+
+    // Products that write to the residual stream: two in each of the three blocks.
+    bool residual = ends({"c_proj.weight", "o_proj.weight", "down_proj.weight", "w2.weight",
+                          "attention.dense.weight", "dense_4h_to_h.weight"});
+    return {0, residual ? 0.02 / 2.449489742783178 : 0.02};
+}
+
+// The weights that a run begins with have the published mean and deviation, in every family and
+// beside adapters. Tensors are small: a deviation over n numbers deviates by 1 / sqrt(2n) of itself,
+// a mean by 1 / sqrt(n) of the deviation; five of these are allowed, and no number beyond 5.5.
+TEST(Init, EachWeightHasItsPublishedMeanAndDeviation) {
+    Shape prefixed = small_llama();
+    prefixed.prefix = 40;
+    std::vector<Shape> shapes = all_shapes();
+    for (const Shape& s : {with_lora(small_gpt2(), 4), with_lora(small_llama(), 4),
+                           with_lora(small_mixtral(), 4, "all,experts"), prefixed})
+        shapes.push_back(s);
+
+    std::set<std::string> kinds;
+    for (const Shape& s : shapes) {
+        ASSERT_EQ(s.L, 3u);
+        Small<float> small(s, {small_plan(1, 8, 1)});
+        init_weights(small.t, 11);
+        for (const Parameter& p : small.t.model.parameters) {
+            // Measure, without the padding.
+            std::vector<float> w = get_weight(small.t, p);
+            double n = double(p.file_elements()), sum = 0, squares = 0, most = 0;
+            for (size_t i = 0; i < p.file_elements(); i++) sum += w[i];
+            for (size_t i = 0; i < p.file_elements(); i++) {
+                double off = w[i] - sum / n;
+                squares += off * off;
+                most = std::max(most, std::fabs(off));
+            }
+
+            // Compare.
+            FirstValues wanted = published_values(s, p);
+            double deviation = std::sqrt(squares / n);
+            EXPECT_NEAR(sum / n, wanted.mean, 5 * wanted.deviation / std::sqrt(n))
+                << s.hf_type << " " << p.name;
+            EXPECT_NEAR(deviation, wanted.deviation, 5 * wanted.deviation / std::sqrt(2 * n))
+                << s.hf_type << " " << p.name;
+            EXPECT_EQ(deviation > 0, wanted.deviation > 0) << s.hf_type << " " << p.name;
+            EXPECT_LE(most, 5.5 * wanted.deviation) << s.hf_type << " " << p.name;
+            kinds.insert(p.name.substr(p.name.rfind('.', p.name.rfind('.') - 1) + 1));
+        }
+    }
+    for (const char* kind : {"lora_A.weight", "0.k", "wpe.weight", "w2.weight", "router.weight",
+                             "self_attn.sinks", "kv_b_proj.weight", "shared_expert_gate.weight",
+                             "gate.e_score_correction_bias", "embed_in.weight"})
+        EXPECT_TRUE(kinds.count(kind)) << kind << " was not looked at";
 }
 
 // The head in chunks of 64, 64 and 22 rows makes the same loss and gradients as in one chunk, to

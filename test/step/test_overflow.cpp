@@ -81,7 +81,7 @@ std::vector<unsigned char> numbers(Rank& rank) {
     const Trainer<fp16, Cpu>& t = rank.t;
     for (int b = 0; b < int(t.model.buckets.size()); b++)
         for (Data d : {Data{Kind::WEIGHT, b}, Data{Kind::MASTER, b}, Data{Kind::STATE, b, 0},
-                       Data{Kind::STATE, b, 1}})
+                       Data{Kind::STATE, b, 1}, Data{Kind::EMA, b}})
             if (const Place* place = arena_find(t.arena, t.plan, t.at, d)) {
                 const unsigned char* from = t.arena.device().base + place->offset;
                 all.insert(all.end(), from, from + place->bytes);
@@ -111,8 +111,11 @@ TEST(LossScale, ChangesNoBit) {
 // With a scale that is too large, steps are skipped until it fits. Then the run equals one that
 // began with this scale, and with the data behind the skipped steps.
 TEST(LossScale, FallsUntilGradientsFit) {
-    // Skip steps.
-    Rank rank(small_gpt2(), small_plan(3, 8, 2), 0x1p30f);
+    // Skip steps. A mean of weights stays, too.
+    Plan plan = small_plan(3, 8, 2);
+    plan.ema = true;
+    Rank rank(small_gpt2(), plan, 0x1p30f);
+    rank.t.hyper.ema = 0.5;
     int skipped = 0;
     while (skipped < 40) {
         auto before = numbers(rank);
@@ -129,7 +132,8 @@ TEST(LossScale, FallsUntilGradientsFit) {
     EXPECT_EQ(rank.scale().step, 1);
 
     // Begin with the scale that fits.
-    Rank other(small_gpt2(), small_plan(3, 8, 2), std::ldexp(0x1p30f, -skipped));
+    Rank other(small_gpt2(), plan, std::ldexp(0x1p30f, -skipped));
+    other.t.hyper.ema = 0.5;
     other.t.cursor = uint64_t(skipped) * 6;
     other.step();
     EXPECT_TRUE(numbers(rank) == numbers(other));
@@ -271,6 +275,26 @@ TEST(LossScale, IsChosenByFlags) {
     EXPECT_EQ(chosen(fixed, {"--precision", "fp16", "--loss-scale", "1024"}), "");
     EXPECT_EQ(fixed.loss_scaling.start, 1024);
     EXPECT_FALSE(fixed.loss_scaling.dynamic);
+}
+
+// Each rule's numbers are its trainer's own defaults, typed from their pages: Megatron-LM's
+// DynamicGradScaler and arguments (its first scale of 2^32 is PyTorch's here), PyTorch's GradScaler,
+// and DeepSpeed's fp16 section with consecutive_hysteresis left off.
+TEST(LossScale, EachRulesNumbersAreItsTrainers) {
+    struct Row {
+        const char* rule;
+        int window, hysteresis;
+        float least;
+    };
+    for (const Row& row : {Row{"megatron", 1000, 2, 1}, {"pytorch", 2000, 1, 0},
+                           {"deepspeed", 1000, 2, 1}}) {
+        llmc::Run run;
+        EXPECT_EQ(chosen(run, {"--precision", "fp16", "--loss-scale-rule", row.rule}), "");
+        EXPECT_EQ(run.loss_scaling.start, 65536);
+        EXPECT_EQ(run.loss_scaling.window, row.window) << row.rule;
+        EXPECT_EQ(run.loss_scaling.hysteresis, row.hysteresis) << row.rule;
+        EXPECT_EQ(run.loss_scaling.least, row.least) << row.rule;
+    }
 }
 
 // Flags that would do nothing, or numbers that are no power of two, are refused.

@@ -181,6 +181,52 @@ TEST(Simulator, ALateUpdateRunsBesideLayers) {
     EXPECT_LT(slow, seconds(small, false));
 }
 
+// An update's bytes by hand, an element: the gradient is read (4), masters and moments are read and
+// written, weights are written, and read too where no float master stands for them. The mean of
+// --ema is read and written beside what it follows. The norm reads the gradients once.
+TEST(Simulator, AnUpdatesBytesByHand) {
+    struct Row {
+        double element;
+        Optimizer optimizer;
+        Masters masters;
+        States states;
+        double bytes;
+    };
+    using enum Masters;
+    const Row rows[] = {
+        {2, Optimizer::ADAMW, FLOAT, States::FLOAT, 4 + 8 + 16 + 2},
+        {2, Optimizer::ADAMW, FLOAT, States::BF16, 4 + 8 + 8 + 2},
+        {2, Optimizer::ADAMW, FLOAT, States::EIGHT_BIT, 4 + 8 + 4 + 2},
+        {2, Optimizer::ADAMW, REMAINDER, States::FLOAT, 4 + 4 + 16 + 4},
+        {2, Optimizer::ADAMW, REMAINDER, States::EIGHT_BIT, 4 + 4 + 4 + 4},
+        {2, Optimizer::ADAMW, NONE, States::BF16, 4 + 8 + 4},
+        {2, Optimizer::SGD, FLOAT, States::FLOAT, 4 + 8 + 2},
+        {4, Optimizer::ADAMW, FLOAT, States::FLOAT, 4 + 16 + 8},
+        {4, Optimizer::ADAMW, FLOAT, States::EIGHT_BIT, 4 + 4 + 8},
+        {4, Optimizer::SGD, FLOAT, States::FLOAT, 4 + 8},
+    };
+    Model model = make_model(gpt2_shape(12, 12, 768, 50304, 1024));
+    int block = buckets_of(model, 1)[0];
+    for (const Row& row : rows)
+        for (bool ema : {false, true}) {
+            CostModel c;
+            c.machine = machine_of("h100");
+            c.element = row.element;
+            Plan p;
+            p.optimizer = row.optimizer, p.masters = row.masters, p.states = row.states;
+            p.ema = ema;
+
+            // A block of 768 channels has 12 C^2 + 13 C parameters.
+            double elements = 12.0 * 768 * 768 + 13 * 768;
+            double bytes = row.bytes + (ema ? 12 : 0);
+            double seconds = update_seconds(c, p, model, block);
+            EXPECT_NEAR(seconds * c.machine.memory_rate() / elements, bytes, 1e-6)
+                << row.bytes << " bytes of " << row.element << ", ema " << ema;
+            EXPECT_NEAR(norm_seconds(c, p, model) * c.machine.memory_rate(),
+                        4.0 * double(parameter_count(model)), 1);
+        }
+}
+
 // Updates on the host take their bytes by its memory's rate, and the way there takes those of
 // gradients and weights alone: 6 bytes an element to the host and 2 back, without gradients that
 // lie there. By hand, with no time for anything else.
