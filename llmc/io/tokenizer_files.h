@@ -877,41 +877,57 @@ std::vector<int> named_tokens(const Tokenizer& t, const J& j, const std::string&
     return tokens;
 }
 
+// Special tokens that the files of a folder have named so far.
+struct SpecialTokens {
+    std::map<std::string, std::string> taken = {}; // [key]: the file that names the token
+    std::set<std::string> noted = {};              // keys of which files disagree
+};
+
+// Take the tokens that a file names by a key. The first file counts, but for a map, which comes
+// before the one ahead of it. Note what others name instead; a list agrees if it has the token.
+inline void take_special_token(Tokenizer* t, SpecialTokens* s, const std::string& path,
+                               const nlohmann::json& j, const std::string& key, int* token) {
+    // Leave out names that are no tokens.
+    std::vector<int> tokens = named_tokens(*t, j, key);
+    if (std::erase(tokens, -1))
+        t->notes.push_back(path + ": its " + key + " is no token of " + t->name);
+    if (key == "eos_token")
+        t->ends.insert(tokens.begin(), tokens.end());
+    if (tokens.empty())
+        return;
+
+    // Take the first token, or compare it with the one that was taken.
+    std::string file = path.substr(path.rfind('/') + 1);
+    bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
+    if (s->taken[key].empty() || file == "special_tokens_map.json") {
+        s->taken[key] = file;
+        *token = tokens[0];
+    } else if (!agrees && s->noted.insert(key).second) {
+        t->notes.push_back(concat(key, " is token ", *token, ", as ", s->taken[key], " says; ",
+                                  path, " says ", tokens[0]));
+    }
+}
+
 // Read what the files of a folder say begins and ends a text.
 inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) {
-    std::map<std::string, std::string> taken; // [key]: the file that names the token
-    std::map<std::string, int> noted;
+    SpecialTokens found;
     bool decoder = false;
     for (std::string file : {"tokenizer_config.json", "special_tokens_map.json",
                              "generation_config.json", "config.json"}) {
+        // Read the file, if it is there.
         nlohmann::json j = nlohmann::json::object();
         std::string wrong, path = (folder.ends_with('/') ? folder : folder + "/") + file;
         if (::access(path.c_str(), F_OK) == 0)
             wrong = read_json(path, &j);
         if (!wrong.empty())
             return wrong;
-        decoder |= j.contains("added_tokens_decoder");
-        bool map = file == "special_tokens_map.json";
-        if (map && decoder)
-            continue;
 
-        // The first file counts. Note what others name instead; a list agrees if it has the token.
-        for (auto [key, token] : {std::pair(std::string("bos_token"), &t->bos_token),
-                                  std::pair(std::string("eos_token"), &t->eot)}) {
-            std::vector<int> tokens = named_tokens(*t, j, key);
-            if (std::erase(tokens, -1))
-                t->notes.push_back(path + ": its " + key + " is no token of " + t->name);
-            if (key == "eos_token")
-                t->ends.insert(tokens.begin(), tokens.end());
-            if (tokens.empty())
-                continue;
-            bool agrees = std::count(tokens.begin(), tokens.end(), *token) > 0;
-            if (taken[key].empty() || map)
-                taken[key] = file, *token = tokens[0];
-            else if (!agrees && !noted[key]++)
-                t->notes.push_back(concat(key, " is token ", *token, ", as ", taken[key],
-                                          " says; ", path, " says ", tokens[0]));
-        }
+        // transformers reads no map beside a config that describes its added tokens.
+        decoder |= j.contains("added_tokens_decoder");
+        if (decoder && file == "special_tokens_map.json")
+            continue;
+        take_special_token(t, &found, path, j, "bos_token", &t->bos_token);
+        take_special_token(t, &found, path, j, "eos_token", &t->eot);
     }
     return "";
 }

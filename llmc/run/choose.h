@@ -241,7 +241,8 @@ inline void open_chat(Run& run) {
         return;
     }
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
-    if (!has_conversations(c)) or_die(run.chat.refused);
+    if (!has_conversations(c))
+        or_die(run.chat.refused);
     if (is_first(run))
         printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
 }
@@ -278,7 +279,8 @@ inline void open_data(Run& run) {
 
     // Look at the files on one rank, for all, and note which they are, for checkpoints.
     if (is_first(run)) look_at_data(run);
-    if (is_first(run)) or_die(identify_files(files, &run.data["data"]));
+    if (is_first(run))
+        or_die(identify_files(files, &run.data["data"]));
     if (is_first(run) && apart)
         or_die(identify_files(c.val, &run.data["val"]));
 
@@ -322,7 +324,8 @@ inline void keep_for_export(Run& run) {
     bool readable = file_type(c.model) == S_IFDIR && hf_read_config(&s, c.model).empty();
     if (!c.add_tokens.empty())
         s.V = run.shape.V;
-    if (!readable) return;
+    if (!readable)
+        return;
 
     // Keep ids, and files about tokens, only if this run uses the folder's own tokenizer,
     // or bytes where the folder has none.
@@ -358,7 +361,8 @@ inline void keep_chat(Run& run) {
     bool taught = has_conversations(c) || given(c, "chat-format");
     bool merges = !c.adapter.empty() && from == c.adapter;
     int end = taught ? run.chat.end : run.tokenizer.eot;
-    if (!vocab_matches(run) || !(taught || merges) || end < 0) return;
+    if (!vocab_matches(run) || !(taught || merges) || end < 0)
+        return;
     or_die(export_end(&e, run.tokenizer, end));
 
     // Keep the text of the folder that the format came from; leave files that have it as they are.

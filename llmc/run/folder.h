@@ -261,7 +261,8 @@ inline nlohmann::json newest_manifest(const Config& c) {
 inline std::string take_run_model(Config& c) {
     std::vector<int64_t> steps = checkpoint_steps(c.model);
     std::string folder = c.model;
-    if (!steps.empty()) folder += "/" + step_folder(steps[0]);
+    if (!steps.empty())
+        folder += "/" + step_folder(steps[0]);
     bool is_checkpoint = ::access((folder + "/manifest.json").c_str(), F_OK) == 0;
     if (steps.empty() && !is_checkpoint)
         return "";
@@ -281,12 +282,14 @@ inline std::string take_run_model(Config& c) {
     // Take what describes the model.
     std::string group;
     for (const Flag& f : config_table()) {
-        if (!*f.name) group = f.help;
+        if (!*f.name)
+            group = f.help;
         std::string name = f.name;
         bool text = name == "tokenizer" || name == "chat-format";
         bool describes = text || group == "Model";
         bool takes = name == "model" || (describes && !given(c, name));
-        if (takes && *f.name) set_field(c, f, field_text(of_run, f.field));
+        if (takes && *f.name)
+            set_field(c, f, field_text(of_run, f.field));
     }
     return "";
 }
@@ -319,9 +322,11 @@ inline void adopt_checkpoint(Run& run) {
     if (!c.resume || c.out.empty())
         return;
     nlohmann::json manifest = newest_manifest(c);
-    if (!manifest.is_object()) return;
+    if (!manifest.is_object())
+        return;
     const nlohmann::json saved = manifest.value("config", nlohmann::json());
-    if (!saved.is_object()) return;
+    if (!saved.is_object())
+        return;
     std::string differences = adopt_flags(c, saved);
     or_die(check_place_among_prompts(c, saved));
     if (!given(c, "model") && saved.contains("start"))
