@@ -1371,7 +1371,9 @@ TEST(Presets, AreThePublishedConfigs) {
         size_t parameters = 0;
         for (const Parameter& p : make_model(shape).parameters)
             parameters += p.file_elements();
-        if (row.parameters) EXPECT_EQ(parameters, row.parameters) << row.preset;
+        if (row.parameters) {
+            EXPECT_EQ(parameters, row.parameters) << row.preset;
+        }
     }
     for (const Preset& p : model_presets())
         if (!has(p.name, "tiny") || has(p.name, "tinyllama"))
@@ -1398,7 +1400,9 @@ TEST(Defaults, OfEachLossWithAndWithoutAdapters) {
             // The line that a run prints, and the numbers that it takes.
             Config c;
             ASSERT_EQ(parse(c, {"--loss", row.loss}), "");
-            if (*adapters) ASSERT_EQ(parse(c, {adapters, "4"}), "");
+            if (*adapters) {
+                ASSERT_EQ(parse(c, {adapters, "4"}), "");
+            }
             std::string lr = *adapters ? row.of_adapters : row.lr;
             EXPECT_EQ(take_loss_defaults(c), std::string("--loss ") + row.loss +
                                                  " takes TRL's defaults: --lr " + lr +
