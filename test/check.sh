@@ -118,7 +118,7 @@ step "exports in transformers" test/io/transformers_check.py
 step "configurations and tokenizers of Hugging Face" test/io/huggingface_check.py
 
 # Other mutants at each commit; `make mutate` runs all.
-step "a sample of 4 mutants turns the suite red" test/mutate 4 "$commit"
+step "a sample of 16 mutants turns the suite red" test/mutate 16 "$commit"
 
 # ----------------------------------------------------------------------------
 # sanitizers
