@@ -54,6 +54,11 @@ inline std::string folder_of(const std::string& path) {
     return slash == std::string::npos ? "." : path.substr(0, slash + 1);
 }
 
+// A file of a folder, whose name may end with a slash.
+inline std::string file_in(const std::string& folder, const std::string& name) {
+    return (folder.ends_with('/') ? folder : folder + "/") + name;
+}
+
 // Start PATH.tmp.
 inline std::string writer_create(FileWriter* w, const std::string& path) {
     *w = {};

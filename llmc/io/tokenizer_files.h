@@ -916,7 +916,7 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
                              "generation_config.json", "config.json"}) {
         // Read the file, if it is there.
         nlohmann::json j = nlohmann::json::object();
-        std::string wrong, path = (folder.ends_with('/') ? folder : folder + "/") + file;
+        std::string wrong, path = file_in(folder, file);
         if (::access(path.c_str(), F_OK) == 0)
             wrong = read_json(path, &j);
         if (!wrong.empty())

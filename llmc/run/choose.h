@@ -277,11 +277,11 @@ inline void open_data(Run& run) {
     LLMC_USER_CHECK(has_new_weights(c) || vocab_matches(run) || !text,
                     "--data: %s", foreign_tokenizer(run).c_str());
 
-    // Look at the files on one rank, for all, and note which they are, for checkpoints.
+    // Look at the files on one rank, for all. Checkpoints name them; the manifests of all machines
+    // must be equal, so each rank notes which they are.
     if (is_first(run)) look_at_data(run);
-    if (is_first(run))
-        or_die(identify_files(files, &run.data["data"]));
-    if (is_first(run) && apart)
+    or_die(identify_files(files, &run.data["data"]));
+    if (apart)
         or_die(identify_files(c.val, &run.data["val"]));
 
     // Evaluate at least one sample, and at most all that there are.

@@ -34,7 +34,7 @@ inline void open_exercises(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(vocab_matches(run), "--data: %s", foreign_tokenizer(run).c_str());
     or_die(read_exercises(c.data, run.chat, size_t(c.seq), c.reward, &run.exercises));
-    if (is_first(run)) or_die(identify_files(c.data, &run.data["data"]));
+    or_die(identify_files(c.data, &run.data["data"]));
 
     // Each rank has read the file itself: compare what they read.
     std::string all;

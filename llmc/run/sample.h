@@ -218,7 +218,7 @@ inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
 template <typename T, typename S>
 void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t number) {
     const Config& c = run.config;
-    bool text = vocab_matches(run), terminal = isatty(STDOUT_FILENO);
+    bool text = vocab_matches(run), terminal = run.log.columns > 0;
     std::string bytes; // not printed yet: a character may take several tokens
     auto print = [&](bool all) {
         std::string shown = terminal ? take_characters(&bytes, all) : std::exchange(bytes, "");

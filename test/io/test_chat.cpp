@@ -791,7 +791,7 @@ TEST(Sft, ARunThatGoesOnHasTheSameBits) {
 // --loss sft chooses smaller steps for loaded weights than for new ones, and
 // larger ones for adapters.
 TEST(Sft, LoadedWeightsTakeSmallerStepsAndAPromptIsAQuestion) {
-    std::string path = put_file(scratch("prompt.jsonl"), eight_lines()), model = scratch("model");
+    std::string path = put_file(scratch("prompt.jsonl"), eight_lines()), model = scratch("tuned");
     std::string common = "OMP_NUM_THREADS=1 " + program() + " --loss sft --data " + path +
                          " --seq 64 --micro-batch 1 --device cpu ";
 

@@ -230,7 +230,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(check_planning(planned), "");
 
     EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
-    EXPECT_HAS(check({"--plan", "auto", "--gpus", "2", "--explain", "--timeline", "x.svg"}),
+    EXPECT_HAS(check({"--plan", "auto", "--gpus", "2", "--explain", "--timeline", "plan.svg"}),
                "--timeline draws the step of one layout: give it with the command that");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
 }
@@ -737,7 +737,8 @@ TEST(Config, NotesWhatDoesNothing) {
         EXPECT_EQ(parse(c, words), "");
         EXPECT_EQ(config_check(c, gpt2_shape(4, 4, 128, 256, 1024)), "");
         std::string all;
-        for (const std::string& note : config_notes(c)) all += note + "; ";
+        for (const std::string& note : config_notes(c))
+            if (!note.starts_with("no --out: nothing is saved")) all += note + "; ";
         return all;
     };
     EXPECT_EQ(notes({}), "");
@@ -752,6 +753,7 @@ TEST(Config, NotesWhatDoesNothing) {
 
     // Two tensor-parallel ranks both have all experts, whole, or one half of them each.
     Config whole;
+    whole.out = "run"; // without it another note says what is lost
     whole.zero = whole.dp = whole.etp = 1, whole.tp = 2;
     EXPECT_EQ(config_notes(whole).size(), 0u);
     whole.ep = 2;

@@ -414,7 +414,7 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("rank_pattern", {{"k_proj", 5}}), "k_proj is 5, and its tensors have rank");
     for (double alpha : {1e308, -1e8})
         EXPECT_HAS(with("lora_alpha", alpha), "makes the factor");
-    EXPECT_HAS(with("alpha_pattern", json{1}), "alpha_pattern is array, and no object");
+    EXPECT_HAS(with("alpha_pattern", json{1}), "alpha_pattern is [1], and no object");
 
     // The first pattern in the file counts, and a dot in it is any character.
     auto first = [&](const std::string& patterns) {

@@ -429,7 +429,7 @@ TEST_F(HuggingFace, ConfigOfExperts) {
             EXPECT_HAS(config_error(dir, llama_json(type), keys), ": give both the same value");
         }
     EXPECT_HAS(config_error(dir, qwen, {{"per_layer_config", {{"0", {{"head_dim", 8}}}}}}),
-               "per_layer_config object is not built yet");
+               "per_layer_config {\"0\":{\"head_dim\":8}} is not built yet");
     EXPECT_HAS(config_error(dir, qwen, {{"is_causal", false}}), "is_causal false is not built yet");
 
     s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});

@@ -1234,8 +1234,8 @@ TEST_F(Life, WeightsThatAreNotFiniteAreRefused) {
     for (const char* what : {"--eval", "--steps 2", "--steps 0 --sample-tokens 4"}) {
         Ran r = start("--seq 32 --model " + path("e") + " --data " + path("text.txt") + " " + what);
         EXPECT_EQ(r.status, 1) << r.text;
-        EXPECT_HAS(r.text, "values are not finite, the first at ");
-        EXPECT_HAS(r.text, "these weights are ruined");
+        EXPECT_HAS(r.text, "e/model.safetensors: tensor transformer.h.0.mlp.c_proj.weight: 1 of ");
+        EXPECT_HAS(r.text, " values are not finite: take another file");
     }
 }
 
@@ -1641,7 +1641,7 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
 
 // Without AVX-512 oneDNN multiplies no bf16: our own loops do, and the first line of the run says so.
 TEST_F(Life, Bf16TrainsWithoutAvx512) {
-    Ran r = start(small + "--precision bf16 --steps 2 --out ''", "ONEDNN_MAX_CPU_ISA=AVX2");
+    Ran r = start(small + "--precision bf16 --steps 2", "ONEDNN_MAX_CPU_ISA=AVX2");
     EXPECT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "step  2/2 | loss ");
     if (has(r.text, "by oneDNN")) {

@@ -62,16 +62,16 @@ TEST(SampleChoices, EachSampleHasItsOwnNumbers) {
 // The tokens that begin and end texts are read from a model's files, in every form that they take.
 TEST_F(Samples, TheModelsFilesNameTheTokens) {
     auto tokens = [&](const std::string& json) {
-        TextTokens t;
-        read_text_tokens(&t, put("config.json", json));
+        Tokenizer t;
+        t.vocab_size = 10;
+        EXPECT_EQ(read_special_tokens(&t, fs::path(put("config.json", json)).parent_path()), "");
         return t;
     };
-    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": [2, 4]})").eos,
-              (std::vector<int>{2, 4}));
-    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": 2})").bos, 1);
-    EXPECT_EQ(tokens(R"({"bos_token_id": null, "eos_token_id": "x"})").bos, -1);
-    EXPECT_TRUE(tokens(R"({"eos_token_id": [null, "x"]})").eos.empty());
-    EXPECT_EQ(tokens("not json").bos, -1);
+    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": [2, 4]})").ends,
+              (std::set<int>{2, 4}));
+    EXPECT_EQ(tokens(R"({"bos_token_id": 1, "eos_token_id": 2})").bos_token, 1);
+    EXPECT_EQ(tokens(R"({"bos_token_id": null, "eos_token_id": "x"})").bos_token, -1);
+    EXPECT_TRUE(tokens(R"({"eos_token_id": [null, "x", 10]})").ends.empty());
 }
 
 // ----------------------------------------------------------------------------
