@@ -218,7 +218,9 @@ inline std::string sample_title(int64_t step, int64_t number, int64_t samples) {
 template <typename T, typename S>
 void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t number) {
     const Config& c = run.config;
-    bool text = vocab_matches(run), terminal = run.log.columns > 0;
+    // A process of an MPI job may have a terminal of mpirun's, which nobody sees.
+    bool text = vocab_matches(run);
+    bool terminal = isatty(STDOUT_FILENO) && !run.world.mpi;
     std::string bytes; // not printed yet: a character may take several tokens
     auto print = [&](bool all) {
         std::string shown = terminal ? take_characters(&bytes, all) : std::exchange(bytes, "");
