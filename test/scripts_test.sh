@@ -136,6 +136,7 @@ mkdir -p "$book"/{data,corpus,talks,dev,scripts} && (
     for file in shakespeare.txt corpus.txt chats.txt; do seq -f "$file %g" 3000 >$file; done
     cp "$OLDPWD/dev/data/dialogue.jsonl" talks.jsonl && cp talks.jsonl chats.jsonl && gzip -c talks.jsonl >talks/a.jsonl.gz
     cp "$OLDPWD/dev/data/preferences.jsonl" pairs.jsonl
+    for n in $(seq 8); do echo "{\"input_ids\": [$(seq -s, 200)], \"labels\": [$(seq -s, 200)]}"; done >tokens.jsonl
     for n in $(seq 40); do
         echo "{\"prompt\": \"$n\", \"completion\": \"$n\", \"label\": $((n % 2)), \"answer\": \"$n\", \"text\": \"$n\"}" |
             sed 's/"label": 0/"label": false/; s/"label": 1/"label": true/'
