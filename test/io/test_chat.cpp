@@ -255,6 +255,7 @@ TEST(Chat, TheTemplateThatAFormatIsExportedWithIsThatFormat) {
     ChatFormat found;
     for (ChatFormat row : chat_formats()) {
         ASSERT_TRUE(recognise_template(chat_template_of(row), &found)) << row.name;
+        EXPECT_EQ(has(chat_template_of(row), "text | trim ~"), row.trims_answer) << row.name;
         EXPECT_EQ(found.name, row.name);
     }
     for (const PublishedTemplates& each : published_templates()) {
@@ -320,6 +321,8 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
     put_file(folder + "/chat_template.json", nlohmann::json{{"chat_template", zephyr}}.dump());
     ASSERT_EQ(choose_chat(&chat, "auto", folder, t), "");
     EXPECT_EQ(chat.format.name, "zephyr");
+    config = {{"chat_template", zephyr}};
+    put_file(folder + "/tokenizer_config.json", config.dump());
     for (const char* unknown : {"{{ '<start_of_turn>' }}", ""}) {
         put_file(folder + "/chat_template.jinja", unknown);
         EXPECT_EQ(choose_chat(&chat, "auto", folder, t), "");
@@ -338,7 +341,8 @@ TEST(Chat, AFoldersTemplateIsReadWhereItLies) {
     put_file(model + "/chat_template.jinja", zephyr);
     EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
     EXPECT_HAS(chat.refused, folder);
-    fs::remove(folder + "/chat_template.jinja"), fs::remove(folder + "/chat_template.json");
+    for (const char* file : {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"})
+        fs::remove(folder + "/" + file);
     EXPECT_EQ(choose_chat(&chat, "auto", model, t), "");
     EXPECT_EQ(chat.format.name, "zephyr");
 }
