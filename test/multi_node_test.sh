@@ -71,7 +71,7 @@ printf '#!/bin/sh\n[ ! -e "%s/dead.$1" ]\n' "$work" >"$work/bin/healthy"
 chmod +x "$work/bin/mpirun" "$work/bin/healthy"
 export HEALTHY=$work/bin/healthy RETRY_SECONDS=0.1
 printf 'm1 slots=1\nm2 slots=1\n# spare\nm3 slots=1\nm4 slots=1\n' >"$work/machines"
-supervise_as_is() { PATH=$work/bin:$PATH scripts/multi_node/supervise.sh "$work/machines" 1 "$program" $flags "$@"; }
+supervise_as_is() { OMP_NUM_THREADS=1 PATH=$work/bin:$PATH scripts/multi_node/supervise.sh "$work/machines" 1 "$program" $flags "$@"; }
 supervise() { supervise_as_is --batch-tokens 1536 "$@"; }
 wait_for() { # a text in a file
     for _ in $(seq 300); do grep -q -- "$1" "$2" 2>/dev/null && return || sleep 0.1; done
