@@ -159,15 +159,15 @@ $(BUILD)/ladder_%: dev/cuda/%.cu | $(BUILD)
 	$(compile)
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
-# The step is compiled once a type for all programs (llmc/step_built.h). STEPS is all four, or empty: each program whole.
+# The step is compiled once a type for all programs (llmc/step.h). STEPS is all four, or empty: each program whole.
 STEPS ?= float double bf16 fp16
 step = $(patsubst %,$(BUILD)/step_%.o,$(filter $(STEPS),$(1)))
-$(BUILD)/step_%.o: llmc/step_built.h | $(BUILD)
+$(BUILD)/step_%.o: llmc/step.h | $(BUILD)
 	$(CXX) $(CXXFLAGS) -DSTEP_OF=$* -include $< -x c++ -c /dev/null -o $@
 $(BUILD)/train_gpt.o: train_gpt.cu | $(BUILD)
 	$(CXX) $(CXXFLAGS) -x c++ -c $< -o $@
 $(addprefix $(BUILD)/,$(STEP_TESTS) bench_step): $(call step,float double bf16 fp16)
-$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o): private CXXFLAGS += $(if $(STEPS),-include llmc/step_built.h)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o): private CXXFLAGS += $(if $(STEPS),-DSTEP_BUILT -include llmc/step.h)
 $(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o step_%.o test_comm test_nccl): private CXXFLAGS += $(MPI_FLAGS)
 $(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt test_comm test_nccl): LIBS += $(MPI_LIBS)
 ifeq ($(DEVICE),cuda)

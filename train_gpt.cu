@@ -8,22 +8,80 @@
 //   of a run: choices before the steps, reports, and the folder from which a run resumes.
 //   Compiles as plain C++ too: make DEVICE=cpu.   Usage: train_gpt --help
 #include <malloc.h>
+#include "llmc/action.h"
+#include "llmc/adapters.h"
+#include "llmc/arena.h"
+#include "llmc/comm/comm.h"
+#include "llmc/comm/group.h"
+#include "llmc/comm/local.h"
+#include "llmc/comm/mpi.h"
+#include "llmc/comm/nccl.h"
+#include "llmc/comm/record.h"
+#include "llmc/context.h"
+#include "llmc/context_parallel.h"
+#include "llmc/extra/average.h"
+#include "llmc/extra/draft.h"
+#include "llmc/extra/speculate.h"
+#include "llmc/extra/upcycle.h"
+#include "llmc/io/checkpoint.h"
+#include "llmc/io/checkpoint_load.h"
+#include "llmc/io/config.h"
+#include "llmc/io/config_check.h"
 #include "llmc/io/config_notes.h"
+#include "llmc/io/dataloader.h"
+#include "llmc/io/explain.h"
+#include "llmc/io/files.h"
 #include "llmc/io/help.h"
-#include "llmc/io/lr_schedule.h"
+#include "llmc/io/likelihood.h"
+#include "llmc/io/logger.h"
+#include "llmc/io/machines.h"
+#include "llmc/io/model_files.h"
+#include "llmc/io/new_tokens.h"
+#include "llmc/io/plan_flags.h"
 #include "llmc/io/prepare.h"
-#include "llmc/io/upcycle.h"
-#include "llmc/run/auto_plan.h"
-#include "llmc/run/average.h"
-#include "llmc/run/calibrate.h"
-#include "llmc/run/fit.h"
+#include "llmc/io/shared_files.h"
+#include "llmc/layout.h"
+#include "llmc/load.h"
+#include "llmc/ops/cuda_common.h"
+#include "llmc/ops/grad_norm.cuh"
+#include "llmc/ops/matmul.cuh"
+#include "llmc/ops/memory.h"
+#include "llmc/ops/rand.h"
+#include "llmc/optimizer.h"
+#include "llmc/parameters.h"
+#include "llmc/planner/auto_plan.h"
+#include "llmc/planner/calibrate.h"
+#include "llmc/planner/fit.h"
+#include "llmc/planner/machine_here.h"
+#include "llmc/quantised.h"
+#include "llmc/run/account.h"
+#include "llmc/run/async_save.h"
+#include "llmc/run/buddy.h"
+#include "llmc/run/choose.h"
+#include "llmc/run/choose_plans.h"
 #include "llmc/run/folder.h"
+#include "llmc/run/health.h"
 #include "llmc/run/limits.h"
-#include "llmc/run/on_policy.h"
 #include "llmc/run/overflow.h"
+#include "llmc/run/prompts.h"
 #include "llmc/run/report.h"
+#include "llmc/run/run.h"
+#include "llmc/run/sample.h"
 #include "llmc/run/step_report.h"
+#include "llmc/run/stop.h"
 #include "llmc/run/talk.h"
+#include "llmc/sharding.h"
+#include "llmc/step.h"
+#include "llmc/text.h"
+#include "llmc/trainer.h"
+#include "llmc/tune/base_identity.h"
+#include "llmc/tune/merged_adapters.h"
+#include "llmc/tune/named_adapters.h"
+#include "llmc/tune/on_policy.h"
+#include "llmc/tune/prefix_files.h"
+#include "llmc/tune/reference_point.h"
+#include "llmc/tune/references.h"
+#include "llmc/tune/teach.h"
 
 using namespace llmc;
 
@@ -98,7 +156,7 @@ void train_step(Run& run, Trainer<T, S>& t) {
     run.step++;
     run.tokens += c.batch_tokens;
     t.cursor += samples;
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
 
     // Log the step, and look for a spike of the loss. GRPO's loss is weighted by advantages, so it
     // has no usual level.
@@ -161,7 +219,7 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     check_weights(run, t);
 
     // A run that only evaluates or samples prints where its weights come from.
-    if (run.train_plan < 0 && is_first(run))
+    if (run.train_plan < 0 && is_first_rank(run))
         printf("weights: %s\n", run.weights.c_str());
 }
 
@@ -247,9 +305,9 @@ void set_training(Run& run, Trainer<T, S>& t) {
     };
 
     // Print what data is read, and which token ends a document.
-    if (run.train_plan >= 0 && is_first(run))
+    if (run.train_plan >= 0 && is_first_rank(run))
         printf("data: %s\n", data_text(run.train).c_str());
-    if (run.document_end >= 0 && is_first(run))
+    if (run.document_end >= 0 && is_first_rank(run))
         printf("documents: apart, each ends with token %d\n", run.document_end);
 }
 
@@ -302,7 +360,7 @@ void train(Run& run, Trainer<T, S>& t) {
 
         // Keep the best checkpoint, sample, and save.
         if (run.best_step == run.step)
-            keep_best(run, t);
+            keep_best_checkpoint(run, t);
         if (is_time(run, c.sample_every, false))
             print_samples(run, t);
         if (run.buddies && is_time(run, c.buddy_every, false))
@@ -322,7 +380,7 @@ void train(Run& run, Trainer<T, S>& t) {
     // samples and exports.
     if (!run.stopped)
         run.stopped = agree(run.world, {stop_signal, false}).stop;
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
 
     // Close the log and the profile, and print where a stopped run stands.
     report_profile(run);
@@ -354,12 +412,12 @@ void run_training(Run& run, S where) {
     or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
     // Print the model and its levels of recomputation.
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
 
     // Count the memory of a draft and of a teacher too.
-    run.draft_bytes = draft_bytes<T>(run, plans, where);
-    run.teacher_bytes = teacher_bytes<T>(run, plans, run.world.rank, where);
+    run.draft_bytes = bytes_of_draft<T>(run, plans, where);
+    run.teacher_bytes = bytes_of_teacher<T>(run, plans, run.world.rank, where);
 
     // --explain prints the plan and ends here, after the check of --memory: then a plan that is
     // refused is on the screen too.
@@ -370,12 +428,12 @@ void run_training(Run& run, S where) {
 
     // Name the kernels of attention, and the machines.
     std::string kernels = context_attention_backend(t.rank_shape, run.layout, sizeof(T), where);
-    std::string machines = machines_text(run.layout, find_machines(run));
-    if (!kernels.empty() && is_first(run))
+    std::string machines = machines_text(run.layout, find_machines(run.world));
+    if (!kernels.empty() && is_first_rank(run))
         printf("attention: %s\n", kernels.c_str());
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("%s", machines.c_str());
-    if (is_first(run) && run.world.nccl)
+    if (is_first_rank(run) && run.world.nccl)
         printf("%s", nccl_settings_text(environ).c_str());
 
     // Start: check that there is room, join the other ranks, and allocate.
@@ -427,9 +485,12 @@ void run_training(Run& run, S where) {
 // (auto_plan.h), which plans before there is a run, turn the name into a type.
 template <typename S> void run_rank(Run& run, S where) {
     const std::string& precision = run.config.precision;
-    if (!run.config.calibrate.empty()) return calibrate(run, where);
-    if (precision == "bf16") return run_training<bf16>(run, where);
-    if (precision == "fp16") return run_training<fp16>(run, where);
+    if (!run.config.calibrate.empty())
+        return run_calibration(run, where);
+    if (precision == "bf16")
+        return run_training<bf16>(run, where);
+    if (precision == "fp16")
+        return run_training<fp16>(run, where);
     run_training<float>(run, where);
 }
 
@@ -445,7 +506,7 @@ template <typename F> bool run_ranks(Run& run, F body) {
     bool threads = c.local_ranks > 1 && !c.explain;
 
     // Print how many ranks there are, and along which axes.
-    if (is_first(run) && (threads || run.world.size > 1))
+    if (is_first_rank(run) && (threads || run.world.size > 1))
         printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
                axes_text(c).c_str());
 
@@ -461,7 +522,7 @@ template <typename F> bool run_ranks(Run& run, F body) {
         mine.world = world;
         body(mine);
         // The first rank decides the exit status of the program.
-        if (is_first(mine)) {
+        if (is_first_rank(mine)) {
             run.stopped = mine.stopped;
             run.failed = mine.failed;
         }
@@ -481,7 +542,7 @@ static bool run_on_cpu(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(!c.graphs || c.explain,
                     "--graphs is for GPUs, and this run is on the CPU: leave it out");
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("train_gpt: %s, %s, on the CPU with %d threads, %s\n", printable(c.model).c_str(),
                c.precision.c_str(), threads_here(Cpu{}), matmul_backend());
     return run_ranks(run, [](Run& rank) { run_rank(rank, Cpu{}); });
@@ -515,7 +576,7 @@ static bool run_on_gpu(Run& run) {
 
     // If any process lacks a GPU, all run on the CPU.
     if (!there && !plans_only) {
-        if (is_first(run))
+        if (is_first_rank(run))
             printf("%s: on the CPU\n", why.empty() ? "another process has no GPU" : why.c_str());
         return run_on_cpu(run);
     }
@@ -523,7 +584,7 @@ static bool run_on_gpu(Run& run) {
     // Print the device. --explain plans for a GPU that need not be there.
     if (there && !c.explain) join_gpus(run);
     std::string name = there ? device_name(cudaStream_t{}) : "a GPU that is not here";
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("train_gpt: %s, %s, on %s\n", printable(c.model).c_str(), c.precision.c_str(),
                name.c_str());
 
@@ -542,7 +603,7 @@ static bool run_on_gpu(Run& run) { return run_on_cpu(run); } // the program has 
 // to communicate between GPUs.
 static bool run_where_wanted(Run& run) {
     bool can = HAS_NCCL || run.world.size == 1;
-    if (LLMC_KERNELS && !can && run.config.device == "auto" && is_first(run))
+    if (LLMC_KERNELS && !can && run.config.device == "auto" && is_first_rank(run))
         printf("built without NCCL (install libnccl-dev): processes run on the CPU\n");
     return can && run.config.device != "cpu" ? run_on_gpu(run) : run_on_cpu(run);
 }
@@ -584,9 +645,9 @@ static bool plan_ahead(Run& run) {
 
 // Turn text into shards of tokens (--prepare). One process does it, and no model is needed.
 static void prepare_data(Run& run) {
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
     open_tokenizer(run);
-    or_die(prepare(run.config, run.tokenizer, program_folder()));
+    or_die(prepare_shards(run.config, run.tokenizer, program_folder()));
 }
 
 // Make OpenMP's threads spin only briefly. Threads spin while they wait, and when another program
@@ -606,7 +667,7 @@ static void spin_briefly(char** argv) {
 static bool run_command(Run& run) {
     Config& c = run.config;
     if (c.help || c.version) {
-        if (is_first(run))
+        if (is_first_rank(run))
             fputs(c.help ? help_text(terminal_columns()).c_str() : version_text().c_str(), stdout);
         return true;
     }
@@ -619,8 +680,8 @@ static bool run_command(Run& run) {
     }
 
     // Print what fits on a card: that needs no run.
-    if (given(c, "fit")) {
-        if (is_first(run))
+    if (was_given(c, "fit")) {
+        if (is_first_rank(run))
             printf("%s", fit_text(c).c_str());
         return true;
     }
@@ -647,7 +708,7 @@ static bool run_command(Run& run) {
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
     goes_on |= !c.average.empty();
     std::string taken = goes_on || has_new_weights(c) ? "" : take_loss_defaults(c);
-    if (is_first(run) && !taken.empty())
+    if (is_first_rank(run) && !taken.empty())
         printf("%s\n", taken.c_str());
 
     // Choose the layout if the program is to choose it; then check that all flags fit together.
@@ -668,8 +729,8 @@ static bool run_command(Run& run) {
     // written: an error at the end of the run would come too late.
     open_chat(run);
     if (!c.export_dir.empty()) prepare_export(run);
-    if (!c.timeline.empty() && is_first(run)) or_die(try_file("timeline", c.timeline));
-    if (!c.profile.empty() && is_first(run)) or_die(try_file("profile", c.profile));
+    if (!c.timeline.empty() && is_first_rank(run)) or_die(try_file("timeline", c.timeline));
+    if (!c.profile.empty() && is_first_rank(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
 
     // Open everything that is read: tasks, data, prompts.
@@ -705,7 +766,7 @@ int main(int argc, char** argv) {
     info.timeout_s = run.config.watchdog;
 
     // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
-    if (trains(run.config)) signal(SIGPIPE, SIG_IGN);
+    if (has_training(run.config)) signal(SIGPIPE, SIG_IGN);
     bool good = run_command(run);
     leave_processes(run);
 

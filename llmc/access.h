@@ -2,9 +2,14 @@
 //   access() answers for one action. Four users rely on it: the plan's check, the arena's
 //   lifetimes, the waits for collectives, and the tests that poison all other bytes.
 #pragma once
-#include "casts.h"
-#include "gathered_codes.h"
-#include "tiers.h"
+#include "action.h"
+#include "fp8.h"
+#include "layout.h"
+#include "model.h"
+#include "optimizer.h"
+#include "pipeline.h"
+#include "recompute.h"
+#include "sharding.h"
 
 namespace llmc {
 
@@ -111,7 +116,8 @@ inline void access_weights(Access& x, const Plan& p, const Model& model, const A
         bool multiplies = input_half || role == Role::ADAPTER || rounds;
         if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
-        if (!weight_half || !model.buckets[b].trainable) continue;
+        if (!weight_half || !model.buckets[b].trainable)
+            continue;
         Data grad = {gradient_kind(p.layout, model, b, l), b};
         a.first ? x.write(grad) : x.change(grad);
     }
@@ -194,7 +200,8 @@ inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read(p.offload.late ? LATE_SCALE : Data{Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
     for (Data d : update_data(p, a.bucket, a.chunk)) {
-        if (tier_of(p, d) != p.offload.update) continue;
+        if (tier_of(p, d) != p.offload.update)
+            continue;
         Data home = home_of(p, d);
         d.kind == Kind::GRAD ? x.read(home) : x.change(home);
     }

@@ -1,4 +1,4 @@
-// action.h - the vocabulary of a plan: actions, the data they touch, and which ranks do what
+// action.h - the vocabulary of a plan: actions, and the data they touch
 //   An optimizer step is a list of actions. m is a micro-batch, l a layer, b a bucket of
 //   parameters; layer 0 embeds, the layers after it are blocks, the last one is the head.
 //     LOAD            read the step's tokens            COUNT  sum valid targets over all ranks
@@ -20,17 +20,74 @@
 //     owner    the rank that contributes an element      range    {first, count} of elements
 //     partial  a gradient still to be summed             in flight  started, not yet finished
 #pragma once
+#include "layout.h"
+#include "model.h"
+#include "ops/objective.cuh"
+#include "ops/small_states.cuh"
+#include "optimizer.h"
+#include "pipeline.h"
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <map>
 #include <set>
 #include <string>
 #include <vector>
-#include "buckets.h"
-#include "offloaded.h"
-#include "optimizer.h"
-#include "pipeline.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the tiers of memory, and in which of them a run keeps each kind of data
+//   DEVICE is where the step runs. tiers.h says where a datum lies, offload.h when it moves.
+
+// A tier of memory: DEVICE is where the step runs, HOST the host's memory, DISK a file.
+enum class Tier : uint8_t { DEVICE, HOST, DISK };
+constexpr int TIERS = 3;
+
+// The tier of each kind of data. Offloaded data come to the device while they are used (offload.h).
+struct Offload {
+    Tier optimizer = Tier::DEVICE;   // masters and state
+    Tier activations = Tier::DEVICE; // blocks' inputs and kept activations, from F to backward
+    Tier weights = Tier::DEVICE, gradients = Tier::DEVICE;
+    size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
+    Tier update = Tier::DEVICE;      // where UPDATE runs; on HOST, masters and moments stay there
+    std::vector<bool> parked = {};   // [layer]: whose activations leave; empty: those of all blocks
+    bool late = false;               // UPDATE applies the gradient of the step before, on HOST
+
+    // Whether updates go chunk by chunk: they do when any of their data is offloaded.
+    bool cuts_updates() const {
+        Tier here = Tier::DEVICE;
+        return optimizer != here || weights != here || gradients != here;
+    }
+    // Whether anything is offloaded.
+    bool moves() const { return cuts_updates() || activations != Tier::DEVICE; }
+    // Whether a block's activations leave the device between its two passes.
+    bool parks(int layer) const {
+        bool chosen = parked.empty() || parked[size_t(layer)];
+        return activations != Tier::DEVICE && chosen;
+    }
+};
+
+// The data that may lie in another tier, by the words of --offload.
+typedef Tier Offload::*OffloadTier; // nvcc's own spelling of a member like this one gives a warning
+struct OffloadRow {
+    const char* name;
+    OffloadTier tier;
+};
+constexpr OffloadRow OFFLOAD_TABLE[] = {
+    {"optimizer", &Offload::optimizer},
+    {"gradients", &Offload::gradients},
+    {"weights", &Offload::weights},
+    {"activations", &Offload::activations},
+};
+// Its rows by number.
+enum OffloadRows {
+    OPTIMIZER,
+    GRADIENTS,
+    WEIGHTS,
+    ACTIVATIONS,
+    OFFLOAD_ROWS,
+};
 
 // clang-format off
 enum class Op : uint8_t {
@@ -69,7 +126,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
         {"scale",      true,  false}, // the gradient norm, the clipping factor, finiteness
         {"amax",       true,  false}, // fp8's delayed scaling: maxima and scales (fp8_delayed.cuh)
-        {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (casts.h)
+        {"cast",       true,  false}, // fp8: codes of the weights of this rank's blocks (fp8.h)
         {"maxima",     true,  false}, // ZeRO-3: maxima of fp8 weights that are gathered as codes
         {"constants",  true,  false}, // RoPE's table or ALiBi's slopes
         {"cache",      true,  false}, // generation: keys and values of all tokens so far
@@ -180,7 +237,8 @@ struct Plan : PlanOptions {
     // Generation runs one prompt of T rows, or several with PROMPT_ROWS rows together, or the last
     // `scored` rows of each of B sequences.
     size_t rows() const {
-        if (mode != Mode::GENERATE) return B * T / size_t(layout.cp.size);
+        if (mode != Mode::GENERATE)
+            return B * T / size_t(layout.cp.size);
         return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
@@ -203,7 +261,7 @@ inline bool computes(Op op) {
 // which layers stand where
 
 // The first layer of a stage. For the stage past the last one: the number of layers.
-inline int first_layer(const Layout& layout, const Model& model, int stage) {
+inline int first_layer_of(const Layout& layout, const Model& model, int stage) {
     if (layout.first_layer.empty())
         return stage == 0 ? 0 : model.layers();
     return layout.first_layer[stage];
@@ -212,7 +270,7 @@ inline int first_layer(const Layout& layout, const Model& model, int stage) {
 // The stage that runs a layer. Stages are few, so a walk over them is fast enough.
 inline int stage_of(const Layout& layout, const Model& model, int layer) {
     int stage = 0;
-    while (first_layer(layout, model, stage + 1) <= layer)
+    while (first_layer_of(layout, model, stage + 1) <= layer)
         stage++;
     return stage;
 }
@@ -220,7 +278,7 @@ inline int stage_of(const Layout& layout, const Model& model, int layer) {
 // The datum that a transfer moves: the input of the later stage, or the gradient of that input.
 inline Data data_of(const Layout& layout, const Model& model, const Transfer& t) {
     Kind kind = t.gradient ? Kind::DSTREAM : Kind::STREAM;
-    return {kind, first_layer(layout, model, t.stage), t.micro};
+    return {kind, first_layer_of(layout, model, t.stage), t.micro};
 }
 
 // Whether this rank runs a layer. With chunks it has several stages, pp.size apart.
@@ -243,117 +301,53 @@ inline bool tied_apart(const Layout& layout, const Model& model, int bucket) {
 }
 
 // ----------------------------------------------------------------------------
-// which ranks sum a bucket's gradient, and what each keeps of it
+// the words of actions and data, as --explain, timelines and errors print them
 
-// Whether a bucket is reduced after each micro-batch into a shard, as ZeRO-2 and 3 do. Not a tied
-// table: its two gradients are added first, at the end of the step. Nor a bucket in the same layer
-// as a tied table, because an action has one flag, `first`, for all gradients of its layer. For the
-// same reason a rank's own experts go with their block, although they have nothing to sum.
-inline bool reduced_each(const Layout& layout, const Model& model, int bucket) {
-    int ranks = std::max(update_axis(layout, Group::DATA).size,
-                         update_axis(layout, Group::EXPERTS).size);
-    if (layout.zero < 2 || ranks == 1)
-        return false;
-    for (int l : model.buckets[bucket].layers)
-        for (int other : buckets_of(model, l))
-            if (model.buckets[other].tied()) return false;
-    return true;
+// The words of a bucket's chunk, after its name.
+inline std::string chunk_text(int chunk) {
+    if (chunk < 0) return "";
+    std::string text = "."; // g++ 12 warns of "." + a text
+    return text + std::to_string(chunk);
 }
 
-// The number of tensor-parallel ranks that hold the same key/value head.
-inline int ranks_of_kv_head(const Layout& layout, const Model& model) {
-    return std::max(1, layout.tp.size / int(model.shape.NKV));
-}
-
-// Elements [0, this) of a bucket have a partial gradient on every tensor-parallel rank; see Bucket.
-inline size_t partial_over_tp(const Layout& layout, const Bucket& bucket) {
-    return layout.sequence_parallel ? bucket.common : bucket.by_heads;
-}
-
-// Whether a bucket has replicated parameters or shared heads, whose gradients add over tp ranks.
-inline bool adds_over_tp(const Layout& layout, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[bucket];
-    bool shares_heads = ranks_of_kv_head(layout, model) > 1 && b.shared > b.common;
-    return layout.tp.size > 1 && (partial_over_tp(layout, b) > 0 || shares_heads);
-}
-
-// Whether the plan gives a bucket a REDUCE. Without other ranks to sum with it needs none.
-inline bool is_reduced(const Layout& layout, const Model& model, int bucket) {
-    bool many = group_axis(layout, model.buckets[bucket].group).size > 1;
-    bool collected = reduced_each(layout, model, bucket);
-    return many || collected || adds_over_tp(layout, model, bucket);
-}
-
-// The ranks among which a bucket's datum is cut, if it is, and the number of this rank's part.
-inline Axis cut_axis(const Layout& layout, const Model& model, Data d) {
-    Group group = model.buckets[d.of].group;
-    return d.kind == Kind::WEIGHT ? shard_axis(layout, group) : update_axis(layout, group);
-}
-
-// Whether this rank keeps only a shard of a bucket's datum. Each level of ZeRO shards one datum
-// more: 1 the optimizer's, 2 the gradient, 3 the weights. Offloaded weights come for each use
-// whatever the level is, so every level shards them.
-inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
-    if (cut_axis(layout, model, d).size == 1) return false;
-    switch (d.kind) {
-    case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.weights_away);
-    case Kind::MASTER:
-    case Kind::STATE:
-    case Kind::EMA: return layout.zero >= 1;
-    // An offloaded gradient lies where its update runs: each rank keeps the range that it updates.
+// The word that tells a gradient's moves from those of weights.
+inline std::string gradient_text(const Action& a) {
+    switch (a.kind) {
     case Kind::GRAD:
-        if (layout.gradients_away) return layout.zero >= 1;
-        return reduced_each(layout, model, d.of);
-    case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
-    default: return false;
+    case Kind::GRAD_HERE: return "grad ";
+    case Kind::TIED_HERE: return "grad.tied ";
+    default: return "";
     }
 }
 
-// The range of a bucket's datum that this rank keeps: its length and its start, in elements.
-inline size_t kept_elements(const Layout& layout, const Model& model, Data d) {
-    size_t whole = whole_elements(layout, model.buckets[d.of]);
-    return is_sharded(layout, model, d) ? whole / size_t(cut_axis(layout, model, d).size) : whole;
-}
-inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
-    size_t part = size_t(cut_axis(layout, model, d).rank);
-    return is_sharded(layout, model, d) ? kept_elements(layout, model, d) * part : 0;
-}
-
-// Whether the ranks that hold the same shard of weights share out a bucket's datum among them.
-inline bool cut_over_replicas(const Layout& layout, const Model& model, Data d) {
-    return layout.weights_near && d.kind != Kind::WEIGHT && is_sharded(layout, model, d);
-}
-
-// Whether a bucket needs PUBLISH, because a rank keeps more of its weights than it updates: ZeRO-1
-// and 2 keep all of them, and weights that are near are shards of which it updates a part.
-inline bool is_published(const Layout& layout, const Bucket& b) {
-    bool some_whole = layout.zero == 1 || layout.zero == 2;
-    if (layout.weights_near) return update_axis(layout, b.group).size > 1;
-    return shard_axis(layout, b.group).size > 1 && some_whole && !layout.weights_away;
+// The words of one action: F(0,3), REDUCE(block.0), SENDRECV(to 1: activation 0.1).
+inline std::string action_text(const Action& a, const Model& model) {
+    // List the messages of an exchange.
+    std::string s = op_name(a.op);
+    if (a.op == Op::SENDRECV) {
+        std::string list;
+        for (const Transfer& t : a.transfers)
+            list += (list.empty() ? "" : ", ") + std::string(t.send ? "to " : "from ") +
+                    std::to_string(t.peer) + ": " + name_of(t);
+        return s + "(" + list + ")";
+    }
+    // A bucket has a name; layers have numbers.
+    if (a.bucket >= 0)
+        return s + "(" + gradient_text(a) + model.buckets[a.bucket].name +
+               chunk_text(a.chunk) + ")";
+    if (a.layer < 0) return s;
+    return s + "(" + std::to_string(a.micro) + "," + std::to_string(a.layer) + ")";
 }
 
-// The datum in which a layer finds its weights.
-inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
-    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return cut || layout.weights_away ? Kind::GATHERED : Kind::WEIGHT;
-}
-// The datum that FETCH(b) fills: STAGED with a shard that GATHER completes, or GATHERED at once.
-inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
-    bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return cut ? Kind::STAGED : Kind::GATHERED;
-}
-// The datum in which the step's gradient is summed: GRAD, or GRAD_HERE if gradients are offloaded.
-inline Kind summed_kind(const Layout& layout) {
-    return layout.gradients_away ? Kind::GRAD_HERE : Kind::GRAD;
-}
-inline Kind tied_kind(const Layout& layout) {
-    return layout.gradients_away ? Kind::TIED_HERE : Kind::GRAD_TIED;
-}
-// The datum to which a layer adds its gradient.
-inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, int layer) {
-    if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
-    bool head_of_tied = model.buckets[bucket].tied() && layer == model.head();
-    return head_of_tied ? tied_kind(layout) : summed_kind(layout);
+// The words of a datum, in the same form: stream(0,3), weight(block.0).
+inline std::string data_text(Data d, const Model& model) {
+    std::string micro = d.micro < 0 ? "" : std::to_string(d.micro), of;
+    if (d.of >= 0)
+        of = of_bucket(d.kind) ? model.buckets[d.of].name + chunk_text(d.chunk)
+                               : std::to_string(d.of);
+    std::string comma = micro.empty() || of.empty() ? "" : ",";
+    std::string name = kind_name(d.kind);
+    return micro.empty() && of.empty() ? name : name + "(" + micro + comma + of + ")";
 }
 
 } // namespace llmc

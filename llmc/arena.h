@@ -11,9 +11,15 @@
 #pragma once
 #include <algorithm>
 #include <functional>
+#include "access.h"
+#include "action.h"
+#include "comm/comm.h"
 #include "disk.h"
-#include "memory.h"
-#include "plan.h"
+#include "model.h"
+#include "ops/memory.h"
+#include "ops/types.h"
+#include "sharding.h"
+#include "streams.h"
 
 namespace llmc {
 

@@ -25,7 +25,9 @@
 #include <string>
 #include <thread>
 #include <vector>
-#include "memory.h"
+#include "ops/matmul.cuh"
+#include "ops/memory.h"
+#include "ops/types.h"
 #include "text.h"
 
 namespace llmc {

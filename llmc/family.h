@@ -8,10 +8,14 @@
 //   A new family is its header, its name in `enum class Family`, and a row here.
 #pragma once
 #include "adapters.h"
-#include "buckets.h"
 #include "gpt2.h"
+#include "layout.h"
+#include "llama.h"
+#include "mixtral.h"
 #include "mla.h"
-#include "neox.h"
+#include "model.h"
+#include "ops/linear.cuh"
+#include "ops/types.h"
 
 namespace llmc {
 

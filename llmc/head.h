@@ -15,11 +15,16 @@
 //         for the logits, 2 N C elements for the norm and its gradient.
 #pragma once
 #include <algorithm>
-#include "crossentropy.cuh"
-#include "distill.cuh"
-#include "elementwise.cuh"
-#include "embedding.cuh"
-#include "objective.cuh"
+#include "comm/comm.h"
+#include "context.h"
+#include "model.h"
+#include "ops/crossentropy.cuh"
+#include "ops/distill.cuh"
+#include "ops/elementwise.cuh"
+#include "ops/embedding.cuh"
+#include "ops/linear.cuh"
+#include "ops/objective.cuh"
+#include "ops/types.h"
 #include "tensor_parallel.h"
 
 namespace llmc {

@@ -16,11 +16,22 @@
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
 //         attention. Its backward pass takes twice the former and 2.5 times the latter.
 #pragma once
+#include "comm/comm.h"
+#include "context.h"
 #include "context_parallel.h"
-#include "elementwise.cuh"
 #include "head.h"
-#include "rmsnorm.cuh"
-#include "swiglu.cuh"
+#include "model.h"
+#include "ops/column_sums.cuh"
+#include "ops/elementwise.cuh"
+#include "ops/linear.cuh"
+#include "ops/memory.h"
+#include "ops/objective.cuh"
+#include "ops/rand.h"
+#include "ops/rmsnorm.cuh"
+#include "ops/sinks.cuh"
+#include "ops/swiglu.cuh"
+#include "ops/types.h"
+#include "tensor_parallel.h"
 
 namespace llmc {
 
@@ -384,7 +395,8 @@ void branch_end(Ctx<S>& ctx, T* out, T* raw, acc_t<T>* rstd, const T* inp, // (R
                 const T* residual) { // (R,C)
     // Without a norm the product itself joins the stream.
     const T* no_residual = nullptr;
-    if (!raw) return row_parallel_forward(ctx, out, inp, w, bias, residual);
+    if (!raw)
+        return row_parallel_forward(ctx, out, inp, w, bias, residual);
     row_parallel_forward(ctx, raw, inp, w, bias, no_residual);
     rmsnorm_forward(ctx, out, rstd, raw, norm, residual);
 }
@@ -416,7 +428,8 @@ template <typename T, typename S>
 RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t C) {
     // A row that lies whole on this rank needs no sums of other ranks.
     RmsnormMore<T> more = {nullptr, ctx.shape.norm_plus};
-    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1) return more;
+    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1)
+        return more;
     more.row_sums = row_sums;
     more.C_all = C * size_t(ctx.tp.size);
     return more;

@@ -6,11 +6,93 @@
 //   prepare_batch  reads the next step's batch while this step runs, so that a device does not wait
 //                  for text between two steps
 #pragma once
+#include "access.h"
+#include "comm/comm.h"
+#include "context.h"
+#include "context_parallel.h"
+#include "fp8.h"
+#include "layout.h"
+#include "model.h"
+#include "ops/grad_norm.cuh"
+#include "ops/memory.h"
+#include "ops/objective.cuh"
+#include "ops/types.h"
+#include "parameters.h"
+#include "sizes.h"
+#include "trainer.h"
 #include <numeric>
-#include "documents.h"
-#include "expert_loads.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// how evenly tokens choose their experts: loads and MaxVio - arXiv:2408.15664
+//   A forward pass in training adds the slots that chose each expert of its block (moe.cuh) to
+//   LOADS, (L,E) integers of a step. After it the ranks that see other tokens add theirs up. With a
+//   capacity a second table counts those of the slots that were dropped (expert_capacity.cuh).
+//   MaxVio of a block = the largest load / the mean load - 1: 0 is even, E/K - 1 is one choice for
+//   all. The least load / the mean is 0 where nobody chooses an expert, which then learns nothing.
+
+// LOADS of a block's experts, (E), this rank's tokens alone; null: this plan counts none.
+template <typename T, typename S>
+int* expert_loads(const Trainer<T, S>& t, int layer) {
+    int* loads = address<int>(t, {Kind::LOADS}); // (L,E)
+    size_t block = size_t(layer - 1);
+    return loads ? loads + block * t.model.shape.E : nullptr;
+}
+
+// The worst MaxVio of all blocks with experts, -1 where there are none, and the least load / mean.
+struct ExpertBalance {
+    double max_vio = -1, least = 0;
+};
+
+// loads (L,E), of all ranks.
+inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E) {
+    ExpertBalance all;
+    for (size_t first = 0; first < loads.size(); first += E) {
+        auto block = loads.begin() + ptrdiff_t(first), end = block + ptrdiff_t(E);
+        double mean = double(std::accumulate(block, end, int64_t(0))) / double(E);
+        if (mean == 0) continue; // its ffn is dense
+        double least = double(*std::min_element(block, end)) / mean;
+        all.least = all.max_vio < 0 ? least : std::min(all.least, least);
+        all.max_vio = std::max(all.max_vio, double(*std::max_element(block, end)) / mean - 1);
+    }
+    return all;
+}
+
+// One of the tables in LOADS, of all ranks. All ranks call this, and hear the same.
+template <typename T, typename S>
+std::vector<int64_t> sum_of_loads(const Trainer<T, S>& t, size_t table) { // (L,E)
+    // The host has waited for the step already: this copy is short.
+    std::vector<int> mine(t.model.shape.L * t.model.shape.E);
+    const int* from = expert_loads(t, 1) + table * mine.size();
+    copy_out(mine.data(), from, mine.size() * sizeof(int), t.ctx.where);
+
+    // Other tokens stand on other ranks, other blocks on other stages.
+    std::vector<int64_t> loads(mine.begin(), mine.end());
+    all_reduce_sum(t.comms.samples, loads.data(), loads.size(), Cpu{});
+    all_reduce_sum(t.comms.pp, loads.data(), loads.size(), Cpu{});
+    return loads;
+}
+
+// The loads (L,E) of the step that is over; none where a model has no experts.
+template <typename T, typename S>
+std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
+    if (!counts_loads(t.plans[t.plan], t.model))
+        return {};
+    return sum_of_loads(t, 0);
+}
+
+// The share of the step's slots that were dropped, -1 without a capacity. `loads` are the step's.
+template <typename T, typename S>
+double dropped_share(const Trainer<T, S>& t, const std::vector<int64_t>& loads) {
+    if (loads.empty() || t.model.shape.capacity.factor == 0)
+        return -1;
+    std::vector<int64_t> dropped = sum_of_loads(t, 1);
+    auto total = [](const auto& table) {
+        return double(std::accumulate(table.begin(), table.end(), int64_t(0)));
+    };
+    return total(dropped) / total(loads);
+}
 
 // One whole sequence, as a rank without context parallelism sees it: parts that follow each other.
 struct WholeSequence {
@@ -267,6 +349,52 @@ void bind_batch(Trainer<T, S>& t, int micro) {
     if (p.layout.cp.size == 1) return;
     t.ctx.batch.key_positions = keys;
     t.ctx.batch.key_documents = keys + p.B * p.T;
+}
+
+// ----------------------------------------------------------------------------
+// experts kept even without a loss: a bias of the choice - arXiv:2408.15664
+//   after a step   b_e += rate sign(mean load - load of e),   sign(0) = 0,   of all its tokens
+//   b takes part in the choice alone (moe.cuh), so no gradient tells it anything, and gates stay
+//   what the scores say. A step that is skipped leaves it as it is.
+//   Every rank knows all loads, which are whole numbers, and so all have the same biases here, on
+//   the host: no message carries one. Each rank stores what it keeps of them: the float master,
+//   and the weight that kernels read, which is rounded in bf16.
+
+// Biases by block; empty where a block has none.
+typedef std::vector<std::vector<float>> ChoiceBiases; // (L)(E)
+
+inline bool is_choice_bias(const Parameter& p) {
+    return p.name.ends_with(".e_score_correction_bias");
+}
+
+// Read them as they were loaded. All ranks call this.
+template <typename T, typename S>
+ChoiceBiases read_choice_biases(const Trainer<T, S>& t) {
+    ChoiceBiases biases(t.model.shape.L);
+    for (const Parameter& p : t.model.parameters)
+        if (is_choice_bias(p))
+            biases[size_t(p.layer) - 1] = get_weight(t, p);
+    return biases;
+}
+
+// Move them by a step's loads (L,E), which step_loads() has brought together.
+template <typename T, typename S>
+void move_choice_biases(Trainer<T, S>& t, ChoiceBiases& biases, const std::vector<int64_t>& loads,
+                        float rate) {
+    int64_t E = int64_t(t.model.shape.E);
+    for (const Parameter& p : t.model.parameters) {
+        if (!is_choice_bias(p)) continue;
+        std::vector<float>& bias = biases[size_t(p.layer) - 1];
+        const int64_t* load = loads.data() + (p.layer - 1) * E;
+        int64_t all = std::accumulate(load, load + E, int64_t(0));
+
+        // Compare E times a load with the sum: a mean may be no whole number.
+        for (int64_t e = 0; e < E; e++) {
+            bool below = load[e] * E < all, above = load[e] * E > all;
+            bias[size_t(e)] += rate * float(below - above);
+        }
+        set_weight(t, p, bias.data());
+    }
 }
 
 } // namespace llmc

@@ -30,10 +30,27 @@
 //   order; between rounds they are rounded to the type of activations.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
 #pragma once
+#include "comm/comm.h"
+#include "context.h"
 #include "expert_parallel.h"
-#include "grouped_bias.cuh"
 #include "llama.h"
-#include "lora_grouped.cuh"
+#include "model.h"
+#include "ops/attention_merge.cuh"
+#include "ops/column_sums.cuh"
+#include "ops/expert_capacity.cuh"
+#include "ops/grouped_bias.cuh"
+#include "ops/grouped_matmul.cuh"
+#include "ops/grouped_mma.cuh"
+#include "ops/linear.cuh"
+#include "ops/lora_grouped.cuh"
+#include "ops/matmul.cuh"
+#include "ops/memory.h"
+#include "ops/moe.cuh"
+#include "ops/rand.h"
+#include "ops/rmsnorm.cuh"
+#include "ops/swiglu.cuh"
+#include "ops/types.h"
+#include "tensor_parallel.h"
 
 namespace llmc {
 
@@ -417,7 +434,8 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) {
     size_t ranks = size_t(ctx.cp.size);
     size_t T = ctx.batch.T * ranks;
     double tokens = double(ctx.sequences) * double(T);
-    if (ctx.tp.rank > 0 && !s.whole_experts) return {};
+    if (ctx.tp.rank > 0 && !s.whole_experts)
+        return {};
     return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks,
             first_routed(ctx)};
 }

@@ -9,24 +9,139 @@
 //     "block.l.experts"  its experts' stacks  layer l + 1 (only in models with experts)
 //     "adapter.l[.experts]"  their adapters   layer l + 1 (only adapters are then trained)
 //     "head"       final norm, untied head   layer L+1
-//   Inside a bucket buckets.h places each parameter at a multiple of 128 elements (256 bytes in
+//   Inside a bucket model.h places each parameter at a multiple of 128 elements (256 bytes in
 //   bf16). Its offset is the same in the weight, gradient, master and moment buffers. Each table is
 //   written once, in gpt2.h or llama.h, as a function that visits its rows: one visitor makes the
 //   table, another one binds a block's pointers.
 #pragma once
+#include "layout.h"
+#include "ops/expert_capacity.cuh"
+#include "ops/fp8_delayed.cuh"
+#include "ops/moe.cuh"
+#include "ops/objective.cuh"
+#include "ops/rope.cuh"
+#include "ops/swiglu.cuh"
+#include "ops/types.h"
 #include <algorithm>
+#include <bitset>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
-#include "expert_capacity.cuh"
-#include "fp8_delayed.cuh"
-#include "layout.h"
-#include "objective.cuh"
-#include "rope.cuh"
-#include "variants.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// what differs between variants of one family, and between layers of one model
+//   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
+//     norms       before a branch, after it (OLMo-2) or both (Gemma); of q and k
+//     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
+//     the ffn     its gate is SiLU or GELU, or gpt-oss' own
+//   Blocks read the facts; nothing else asks for a name.
+
+// A part of a model's shape; as it stands, Llama's.
+struct Variant {
+    // Norms.
+    bool qk_norm = false;       // Qwen3: each head's q and k are normed before RoPE
+    bool whole_qk_norm = false; // with qk_norm, OLMo-2: all heads of a token are one row
+    bool pre_norm = true;       // a branch reads a norm of the stream; OLMo-2's the stream itself
+    bool post_norm = false;     // OLMo-2, Gemma: a branch's result is normed before it joins
+    float norm_plus = 0;        // Gemma: RMSNorm multiplies by this + weight
+
+    // Attention. A count of 0: there is nothing of the kind.
+    size_t sliding_window = 0;  // keys further back are not seen
+    size_t window_from = 0;     // Qwen: the first block that has the window
+    size_t full_every = 0;      // Gemma: every so many blocks one has no window
+    std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
+    size_t nope_every = 0;      // SmolLM3: every so many blocks one has no RoPE
+    size_t rotary = 0;          // channels of a head that RoPE turns; 0: all
+    double window_theta = 0;    // Gemma 3: RoPE's base where a window is; 0: the others'
+    double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
+    float score_softcap = 0;    // Gemma 2
+
+    // DeepSeek: latent attention (mla.h). The last channels of a head turn, pairs of neighbours.
+    size_t kv_latent = 0;       // channels of the latent of keys and values; 0: there is none
+    size_t q_latent = 0;        // of queries
+    size_t HS_v = 0;            // channels of a head of values; 0: HS
+
+    // Experts: some blocks have an ffn in their place, or beside them experts of every token.
+    size_t dense_first = 0;   // DeepSeek: the first so many blocks have an ffn
+    size_t sparse_every = 1;  // Qwen: every so many blocks one has experts
+    size_t dense_F = 0;       // the width of that ffn
+    size_t shared_F = 0;      // of the shared experts together; 0: there are none
+    bool shared_gate = false; // Qwen2-MoE: each token weighs them by a sigmoid of its own
+    size_t expert_groups = 1; // DeepSeek: equal groups of experts
+    size_t kept_groups = 1;   // of which a token may choose from so many
+    bool choice_bias = false; // DeepSeek-V3: numbers that the choice adds to scores
+
+    // gpt-oss.
+    bool sinks = false;       // a logit of each head joins its softmax (sinks.cuh)
+    bool expert_bias = false; // router and experts have biases
+    double gate_alpha = 1;    // experts' gates are x sigmoid(alpha x)
+    double gate_limit = 0;    // they and up are clamped, and up + 1 multiplies; 0: neither
+
+    // GPT-NeoX.
+    bool parallel = false;   // both branches read the block's input
+    bool exact_gelu = false; // by erf, in place of the tanh form
+
+    // The rest.
+    Gate gate = Gate::SILU;        // of the ffn; Gemma: GELU
+    bool scaled_embedding = false; // Gemma: times the root of C
+    float logit_softcap = 0;       // Gemma 2
+};
+
+// ----------------------------------------------------------------------------
+// what a layer has: block b is layer b + 1
+
+// The window; 0: queries see all keys before them.
+inline size_t window_of(const Variant& v, int layer) {
+    bool full = v.full_every && layer % int(v.full_every) == 0;
+    bool begun = layer > int(v.window_from) && !v.full_layers[size_t(layer)];
+    return begun && !full ? v.sliding_window : 0;
+}
+
+// The channels of a head that RoPE turns.
+inline size_t rotary_channels(const Variant& v, size_t HS) { return v.rotary ? v.rotary : HS; }
+
+// The first of them.
+inline size_t first_rotary(const Variant& v, size_t HS) {
+    return v.kv_latent ? HS - rotary_channels(v, HS) : 0;
+}
+
+// Whether RoPE turns the heads of a layer.
+inline bool has_rope(const Variant& v, int layer) {
+    return !v.nope_every || layer % int(v.nope_every) != 0;
+}
+
+// Whether a layer has experts, in a model that has them.
+inline bool is_sparse(const Variant& v, int layer) {
+    return layer > int(v.dense_first) && layer % int(v.sparse_every) == 0;
+}
+
+// ----------------------------------------------------------------------------
+// what a model_type has, whatever the sizes are
+
+inline void set_variant(Variant& v, const std::string& type) {
+    // Norms of q and k, and of branches.
+    bool gemma = type == "gemma2" || type == "gemma3_text";
+    bool olmo = type == "olmo2";
+    v.whole_qk_norm = olmo || type == "olmoe";
+    v.qk_norm = v.whole_qk_norm || type == "qwen3" || type == "qwen3_moe" || type == "gemma3_text";
+    v.pre_norm = !olmo;
+    v.post_norm = olmo || gemma;
+
+    // Gemma's norms, gate and embedding.
+    v.norm_plus = gemma ? 1 : 0;
+    v.gate = gemma ? Gate::GELU : Gate::SILU;
+    v.scaled_embedding = gemma;
+
+    // gpt-oss.
+    bool oss = type == "gpt_oss";
+    v.sinks = oss;
+    v.expert_bias = oss;
+    v.gate_alpha = oss ? 1.702 : 1;
+    v.gate_limit = oss ? 7 : 0;
+}
 
 // ----------------------------------------------------------------------------
 // shape
@@ -39,7 +154,7 @@ struct Adapter {
 };
 typedef std::map<std::string, Adapter> Adapters;
 
-// Adapters under a name, by which texts choose them (adapter_sets.h).
+// Adapters under a name, by which texts choose them (adapters.h).
 struct AdapterSet {
     std::string name;
     Adapters adapters;
@@ -74,7 +189,7 @@ struct Shape : Variant {
     size_t logits_rows = 64; // a chunk of logits has a multiple of so many rows
     Fp8 fp8 = Fp8::NONE;     // fp8 in the products of blocks, attention's own left out
     Fp8Rule fp8_rule;        // how DELAYED chooses scales
-    bool fp8_kept = true;    // cast weights once a step (casts.h), else at each product
+    bool fp8_kept = true;    // cast weights once a step (fp8.h), else at each product
     double balance = 0, z_loss = 0; // weights of the router's terms in the trained loss (moe.cuh)
     Objective objective = {};                 // the loss of the running plan, for the head
     std::shared_ptr<const Adapters> adapters; // if not null, only these are trained (adapters.h)
@@ -109,7 +224,7 @@ inline double attention_channels(const Shape& s) {
 }
 
 // Elements of the cache for a token and layer: a key and a value of each head, or with latent
-// attention the latent and the rotary part of all keys (latent_cache.h).
+// attention the latent and the rotary part of all keys (mla.h).
 inline size_t cached_elements(const Shape& s) {
     return s.kv_latent ? s.kv_latent + s.rotary : 2 * s.NKV * s.HS;
 }
@@ -203,7 +318,7 @@ struct Bucket {
     std::vector<int> in_order = {}; // the same parameters, by offset
     size_t elements = 0;       // the end of the last parameter, rounded up to 128
     size_t by_heads = 0, common = 0, shared = 0;
-    size_t shard = 0; // a shard's elements, if shards cut no matrix (buckets.h); 0: cut anywhere
+    size_t shard = 0; // a shard's elements, if shards cut no matrix (model.h); 0: cut anywhere
 
     bool tied() const { return layers.size() > 1; }
 };
@@ -261,7 +376,7 @@ inline const char* recompute_name(Recompute r) {
 
 // A level for each layer, by its number. Layers past the last one given take the last one's level,
 // so one level serves all. Embedding and head ignore their levels: they have no activation table.
-// A segment is a run of FULL blocks that keeps only the first one's input (segments.h).
+// A segment is a run of FULL blocks that keeps only the first one's input (recompute.h).
 struct RecomputeLevels {
     std::vector<Recompute> given;
     std::vector<int> segments = {}; // [layer]: the blocks of its segment; empty: one
@@ -303,6 +418,179 @@ inline bool recomputed(Keep keep, Recompute level) {
     case Keep::ROUTING:
     case Keep::GRADIENT: return false; // made once, whatever the level is
     default: return true; // PASSING: no backward pass reads it
+    }
+}
+
+// ----------------------------------------------------------------------------
+// how a bucket is filled: where its parameters lie, and where its shards are cut
+//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter, for
+//   AdamW and SGD update each element alone. An optimizer that works on whole matrices
+//   (Layout::whole_matrices) needs each matrix of a block in one shard. Then a matrix that a cut
+//   would divide starts at the next shard, and shards are as small as this allows:
+//     shard 0 | ln_1, q k v, o .....|     a block of GPT-2 on two ranks: 4 C^2 and 8 C^2 elements;
+//     shard 1 | fc, proj            |     dots: padding, which makes both equally long
+//   Vectors may be cut, and so may tables (embedding, positions, head): no such optimizer treats
+//   them as matrices. With more shards than matrices, some shards hold nothing but padding.
+
+// The number of pieces that tensor-parallel ranks cut a parameter into.
+inline int pieces_of(const Shard& s, int tp) {
+    return s.axis < 0 ? 1 : tp / replication(s, tp);
+}
+
+// Append a bucket. The parameters that are added next belong to it.
+inline void add_bucket(Model& m, const std::string& name, Role role, std::vector<int> layers,
+                       Group group = Group::DATA) {
+    Bucket bucket = {name, role, group, layers};
+    bucket.first = int(m.parameters.size());
+    m.used.resize(m.shape.L + 2);
+    for (int layer : layers)
+        m.used[size_t(layer)].push_back(int(m.buckets.size()));
+    m.buckets.push_back(bucket);
+}
+
+// Append a parameter to the last bucket.
+inline void add_parameter(Model& m, Parameter p) {
+    p.bucket = int(m.buckets.size()) - 1;
+    p.pieces = pieces_of(p.shard, m.tp);
+    if (m.buckets.back().role == Role::BLOCK && p.shape.size() == 2) p.matrix = m.matrices++;
+    m.buckets.back().count++;
+    m.parameters.push_back(p);
+}
+
+// The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
+inline size_t active_elements(const Model& m, const Parameter& p) {
+    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.K : p.file_elements();
+}
+inline size_t active_parameters(const Model& m) {
+    size_t n = 0;
+    for (const Parameter& p : m.parameters)
+        n += active_elements(m, p);
+    return n;
+}
+
+// A rank's piece of a parameter, as runs of consecutive elements of the whole. The first run begins
+// at `start`, each has `run` elements, and `gap` elements of other ranks lie between two runs.
+// Experts stand one behind the other: expert parallelism cuts their stack into ranges, and tensor
+// parallelism cuts each expert.
+struct PieceRuns {
+    size_t start, run, gap;
+};
+inline PieceRuns piece_runs(const Parameter& p, int tp_rank, int tp) {
+    size_t pieces = size_t(pieces_of(p.shard, tp)), same = size_t(tp) / pieces;
+    size_t range = p.elements() / size_t(p.experts.size);
+    size_t first = range * size_t(p.experts.rank);
+
+    // A parameter that no tensor-parallel rank cuts is one run.
+    if (pieces == 1)
+        return {first, range, 0};
+
+    // A cut along the second axis divides each row; along the first axis it divides each part.
+    size_t inner = p.shard.axis == 0 ? p.cols() : 1;
+    size_t part = p.shape[size_t(p.shard.axis)] / size_t(p.shard.parts) * inner;
+    size_t run = part / pieces;
+    return {first + size_t(tp_rank) / same * run, run, part - run};
+}
+
+// Call f(local, global, count) for each run of a rank's piece: `count` elements that begin at
+// `local` in the piece and at `global` in the whole parameter. Initial weights, checkpoints and
+// exports go through here, so that none of them depends on the layout.
+template <typename F>
+void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
+    auto [start, run, gap] = piece_runs(p, tp_rank, tp);
+    size_t range = p.elements() / size_t(p.experts.size);
+    for (size_t k = 0; k < range / (run + gap); k++)
+        f(k * run, start + k * (run + gap), run);
+}
+
+// The elements of a rank's part of an update that is cut, of all parts together, and of a shard of
+// weights. Parts are equal and hold whole chunks of the norm, so a bucket that is cut is padded.
+constexpr size_t SHARD_ALIGN = 4096; // elements
+inline size_t update_elements(const Layout& layout, const Bucket& b) {
+    size_t parts = size_t(update_axis(layout, b.group).size);
+    if (b.shard) return b.shard;
+    return parts == 1 ? b.elements : round_up(ceil_div(b.elements, parts), SHARD_ALIGN);
+}
+inline size_t whole_elements(const Layout& layout, const Bucket& b) {
+    return update_elements(layout, b) * size_t(update_axis(layout, b.group).size);
+}
+inline size_t shard_elements(const Layout& layout, const Bucket& b) {
+    return whole_elements(layout, b) / size_t(shard_axis(layout, b.group).size);
+}
+
+// The first place from `at` on where a matrix of n elements lies in one shard. shard: a shard's
+// elements; 0: nothing is cut. The place starts a chunk of the norm, so the chunks' sums are the
+// same however the bucket is cut.
+inline size_t matrix_place(size_t at, size_t n, size_t shard) {
+    at = round_up(at, SHARD_ALIGN);
+    bool cut = shard && at / shard != (at + n - 1) / shard;
+    return cut ? round_up(at, shard) : at;
+}
+
+// Give each parameter of a bucket its offset. whole: place matrices so that shards of b.shard
+// elements do not cut them.
+inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
+    b.elements = 0;
+    b.in_order = {};
+
+    // Place the parameters that `belongs` selects behind all earlier ones, and return their end.
+    auto place = [&](auto belongs) {
+        for (int i = b.first; i < b.first + b.count; i++) {
+            Parameter& p = m.parameters[i];
+            if (!belongs(p.shard)) continue;
+            bool matrix = whole && p.shape.size() == 2;
+            p.offset = matrix ? matrix_place(b.elements, p.local_elements(), b.shard) : b.elements;
+            b.elements = round_up(p.offset + p.local_elements(), align);
+            b.in_order.push_back(i);
+        }
+        return b.elements;
+    };
+
+    // Order parameters by the ranks that sum their gradients; see Bucket (model.h).
+    b.by_heads = place([](Shard s) { return s.axis < 0 && s.partial == Partial::HEADS; });
+    b.common = place([](Shard s) { return s.axis < 0 && s.partial == Partial::ROWS; });
+    b.shared = place([](Shard s) { return s.axis >= 0 && s.units > 0; });
+    place([](Shard s) {
+        bool cut = s.axis >= 0 && s.units == 0;
+        return cut || s.partial == Partial::EXPERTS;
+    });
+}
+
+// Place a bucket in the smallest shards that hold its matrices whole. If shards of some size are
+// enough, larger ones are enough too, so a binary search finds the size.
+inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t align) {
+    // Bound the size: a shard as long as the bucket is enough, one below its largest matrix is not.
+    b.shard = 0;
+    place_bucket(m, b, true, align);
+    size_t largest = 1;
+    for (int i : b.in_order)
+        if (m.parameters[i].shape.size() == 2)
+            largest = std::max(largest, m.parameters[i].local_elements());
+    if (shards == 1) return;
+
+    // Search in units of SHARD_ALIGN.
+    size_t least = ceil_div(largest, SHARD_ALIGN);
+    size_t enough = ceil_div(b.elements, SHARD_ALIGN);
+    while (least < enough) {
+        size_t middle = (least + enough) / 2;
+        b.shard = middle * SHARD_ALIGN;
+        place_bucket(m, b, true, align);
+        bool fits = b.elements <= shards * b.shard;
+        (fits ? enough : least) = fits ? middle : middle + 1;
+    }
+    b.shard = enough * SHARD_ALIGN;
+    place_bucket(m, b, true, align);
+}
+
+// Give all parameters their offsets, once the table is complete. Without ZeRO nothing is cut.
+inline void place_parameters(Model& m, const Layout& layout) {
+    for (Bucket& b : m.buckets) {
+        bool whole = layout.whole_matrices && b.role == Role::BLOCK;
+        int shards = layout.zero ? update_axis(layout, b.group).size : 1;
+        if (whole) {
+            place_whole_matrices(m, b, size_t(shards), layout.tensor_align);
+        } else {
+            place_bucket(m, b, false, layout.tensor_align);
+        }
     }
 }
 

@@ -39,6 +39,11 @@
 //   Time: a step moves 24 P bytes while it computes 6 P N floating-point operations for N tokens.
 //   The moves are hidden for N > 4 F/w tokens, at F operations and w bytes a second.
 #pragma once
+#include "access.h"
+#include "action.h"
+#include "model.h"
+#include "recompute.h"
+#include "sharding.h"
 #include "zero.h"
 
 namespace llmc {

@@ -3,7 +3,24 @@
 //   weights are keyed by seed, name and global index. Checkpoints and exports read and write
 //   through fetch_numbers() and make_weight().
 #pragma once
-#include "moves.h"
+#include "action.h"
+#include "adapters.h"
+#include "arena.h"
+#include "comm/comm.h"
+#include "layout.h"
+#include "model.h"
+#include "ops/cuda_common.h"
+#include "ops/grad_norm.cuh"
+#include "ops/memory.h"
+#include "ops/rand.h"
+#include "ops/small_states.cuh"
+#include "ops/types.h"
+#include "optimizer.h"
+#include "quantised.h"
+#include "sharding.h"
+#include "sizes.h"
+#include "trainer.h"
+#include "transfers.h"
 
 namespace llmc {
 

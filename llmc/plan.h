@@ -36,9 +36,12 @@
 //   messages of one SENDRECV (from and to) are posted together.
 #pragma once
 #include "action.h"
-#include "lowest_trained.h"
+#include "layout.h"
+#include "model.h"
 #include "offload.h"
-#include "plan_words.h"
+#include "pipeline.h"
+#include "recompute.h"
+#include "sharding.h"
 #include "zero.h"
 
 namespace llmc {
@@ -73,7 +76,7 @@ inline std::vector<Schedule> schedules_of(const Layout& layout, int micro_batche
 }
 
 // The steps of every pipeline rank, with the transfers between them.
-inline PerRank<ScheduleStep> schedule(Layout layout, const PlanOptions& options) {
+inline PerRank<ScheduleStep> schedule_of(Layout layout, const PlanOptions& options) {
     int m = options.micro_batches;
     if (options.mode == Mode::TRAIN)
         return add_transfers(schedules_of(layout, m), layout.pp.size);
@@ -112,8 +115,8 @@ inline Plan add_layers(const Plan& in, const Model& model, const std::vector<Sch
 
         // Run the layers [from, to) of the slot's stage.
         int m = step.slot.micro, head = model.head();
-        int from = first_layer(p.layout, model, step.slot.stage);
-        int to = first_layer(p.layout, model, step.slot.stage + 1);
+        int from = first_layer_of(p.layout, model, step.slot.stage);
+        int to = first_layer_of(p.layout, model, step.slot.stage + 1);
         SlotOp op = step.slot.op;
 
         if (op == SlotOp::F) {
@@ -209,13 +212,13 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
 
 // The same for a rank that knows only its layout: make the steps of all ranks, and take its own.
 inline Plan make_plan(const Layout& layout, const Model& model, const PlanOptions& options) {
-    PerRank<ScheduleStep> steps = schedule(layout, options);
+    PerRank<ScheduleStep> steps = schedule_of(layout, options);
     return make_plan(layout, model, options, steps[layout.pp.rank]);
 }
 
 // Make the plans of all ranks of the pipeline.
 inline std::vector<Plan> make_plans(Layout layout, const Model& model, const PlanOptions& options) {
-    PerRank<ScheduleStep> steps = schedule(layout, options);
+    PerRank<ScheduleStep> steps = schedule_of(layout, options);
     std::vector<Plan> all;
     for (layout.pp.rank = 0; layout.pp.rank < layout.pp.size; layout.pp.rank++)
         all.push_back(make_plan(layout, model, options, steps[layout.pp.rank]));

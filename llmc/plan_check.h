@@ -7,7 +7,14 @@
 //   check_pipeline  messages between ranks pair in order, and none waits for ever
 //   Each function returns "", or a sentence that says what is wrong in the plan's own words.
 #pragma once
+#include "access.h"
+#include "action.h"
+#include "model.h"
+#include "offload.h"
+#include "pipeline.h"
 #include "plan.h"
+#include "recompute.h"
+#include "sharding.h"
 
 namespace llmc {
 
@@ -72,8 +79,8 @@ inline std::string check_data(const Plan& p, const Model& model) {
 // Check that one micro-batch passes a stage's layers in order: forward once, then backward once.
 inline std::string check_stage_order(const Plan& p, const Model& model, int m, int stage) {
     // Follow the two fronts: forward moves up the layers, backward down.
-    int first = first_layer(p.layout, model, stage);
-    int end = first_layer(p.layout, model, stage + 1);
+    int first = first_layer_of(p.layout, model, stage);
+    int end = first_layer_of(p.layout, model, stage + 1);
     int forward = first, backward = end - 1; // the layers that are next
     int lowest = std::clamp(lowest_trained(model), first, end); // where backward ends
     int weights = 0;
@@ -279,8 +286,8 @@ inline std::string check_live(const Plan& p, const Model& model) {
         int stage = stage_of(p.layout, model, a.layer);
 
         // The first layer of a stage begins its life. In training its backward pass ends it.
-        int first = first_layer(p.layout, model, stage);
-        int last = first_layer(p.layout, model, stage + 1) - 1;
+        int first = first_layer_of(p.layout, model, stage);
+        int last = first_layer_of(p.layout, model, stage + 1) - 1;
         if (a.op == Op::F && a.layer == first)
             live.insert({a.micro, stage});
         peak = std::max(peak, live.size());
@@ -317,8 +324,8 @@ inline std::string check_sends(const Plan& p, const Model& model) {
             // Forward sends the stage's output. Backward sends the gradient of its input, unless
             // nothing below trains.
             std::string wrong;
-            int begin = first_layer(p.layout, model, s);
-            int end = first_layer(p.layout, model, s + 1);
+            int begin = first_layer_of(p.layout, model, s);
+            int end = first_layer_of(p.layout, model, s + 1);
             if (s + 1 < p.layout.stages())
                 wrong = once({Kind::STREAM, end, m});
             bool needed = s > 0 && begin > lowest_trained(model);

@@ -1,6 +1,8 @@
 // presets.h - the models that --model names: shapes as their papers and config.json state them
 #pragma once
 #include "model.h"
+#include "ops/moe.cuh"
+#include "ops/rope.cuh"
 
 namespace llmc {
 

@@ -4,17 +4,226 @@
 //     input     run_load (load.h): tokens, targets, positions, starts of documents
 //     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
-//     between   collectives, and moves between tiers (flights.h): each starts at its place in the
+//     between   collectives, and moves between tiers (transfers.h): each starts at its place in the
 //               plan and finishes just before the first action that needs it
 //   Contract: no bit depends on when a collective runs between its start and its finish.
 #pragma once
-#include "constants.h"
-#include "flights.h"
+#include "access.h"
+#include "action.h"
+#include "arena.h"
+#include "comm/comm.h"
+#include "comm/group.h"
+#include "comm/placement.h"
+#include "comm/record.h"
+#include "fp8.h"
+#include "head.h"
+#include "layout.h"
 #include "load.h"
-#include "norm_shares.h"
-#include "placement_notes.h"
+#include "model.h"
+#include "ops/adamw.cuh"
+#include "ops/attention_types.h"
+#include "ops/ema.cuh"
+#include "ops/grad_norm.cuh"
+#include "ops/linear.cuh"
+#include "ops/loss_scale.cuh"
+#include "ops/matmul.cuh"
+#include "ops/memory.h"
+#include "ops/objective.cuh"
+#include "ops/rope.cuh"
+#include "ops/small_states.cuh"
+#include "ops/types.h"
+#include "optimizer.h"
+#include "recompute.h"
+#include "sharding.h"
+#include "sizes.h"
+#include "streams.h"
+#include "tensor_parallel.h"
+#include "trainer.h"
+#include "transfers.h"
+#include "zero.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// what a rank adds to the gradient norm, and what it keeps of the result
+//   NORM (step.h) adds a sum of squares for each chunk of each bucket, over all ranks. An element
+//   that several ranks hold counts once. Offloaded gradients leave their sums before NORM (SQUARE).
+
+// The first element of a bucket that this rank counts in the norm. The elements before it are
+// replicated over tp: another tensor-parallel rank counts them.
+template <typename T, typename S>
+size_t own_count(const Trainer<T, S>& t, const Bucket& bucket) {
+    if (t.layout.tp.rank == 0) return 0;
+    bool first_of_head = t.layout.tp.rank % ranks_of_kv_head(t.layout, t.model) == 0;
+    return first_of_head ? bucket.common : bucket.shared;
+}
+
+// Sum the squares of this rank's range of a gradient, one sum for each chunk.
+template <typename T, typename S>
+void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums) {
+    Range range = updated_range(t.layout, t.model, bucket);
+    auto rows = tensor_rows(t.model, bucket, range.first, range.first + range.count);
+    const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {kind, bucket}, range);
+    grad_squares(sums, grad, rows.data(), rows.size(), t.ctx.where);
+}
+
+// Leave the step's scale with the host, if updates run late: they read it in the next step.
+template <typename T, typename S>
+void leave_late_scale(Trainer<T, S>& t) {
+    StepScale* late = address<StepScale>(t, LATE_SCALE);
+    if (!late) return;
+    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
+    copy_out_later(late, scale, sizeof(StepScale), t.ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// what a run begins with besides weights: tables that blocks only read, fp16's scale
+//   init_constants() fills in RoPE's table (P,rotary/2,2), one more for layers with a window, or
+//   ALiBi's slopes (NH). init_loss_scale() sets fp16's first loss scale.
+
+// Fill in RoPE's table or ALiBi's slopes, which blocks only read.
+template <typename T, typename S>
+void init_constants(Trainer<T, S>& t) {
+    const Shape& s = t.model.shape;
+    unsigned char* base = address<unsigned char>(t, {Kind::CONSTANTS});
+    if (!base) return; // this rank has no blocks
+
+    // Make the tables long enough for every plan.
+    size_t rows = 0;
+    for (const Plan& p : t.plans)
+        rows = std::max({rows, p.T + s.prefix, p.cache + s.prefix});
+
+    // Fill RoPE's table, which serves every head. Layers with a window may have one after it. The
+    // text begins after a prefix of n tokens, in row n.
+    size_t channels = rotary_channels(s, s.HS);
+    auto fill = [&](unsigned char* to, double theta, const RopeScaling& scaling) {
+        std::vector<acc_t<T>> table(rows * channels);
+        rope_table(table.data(), rows, channels, theta, scaling);
+        copy_in(to, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
+        wait_for(t.ctx.where); // the copy reads `table`, which ends here
+        return to + s.prefix * channels * sizeof(table[0]);
+    };
+    size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
+    if (s.position == Position::ROPE)
+        t.rope = fill(base, s.rope_theta, s.rope_scaling);
+    if (t.rope && s.window_theta)
+        t.window_rope = fill(base + behind, s.window_theta, {});
+
+    // Fill ALiBi's slopes, one for each head. A rank points at the slopes of its own heads.
+    if (s.position == Position::ALIBI) {
+        std::vector<float> slopes(s.NH);
+        alibi_slopes(slopes.data(), s.NH);
+        copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
+        wait_for(t.ctx.where);
+        size_t heads = s.NH / size_t(t.layout.tp.size); // on each rank
+        t.ctx.slopes = reinterpret_cast<const float*>(base) + heads * size_t(t.layout.tp.rank);
+    }
+}
+
+// Set fp16's first loss scale, which lies beside the norm, and point ctx at it for the head.
+template <typename T, typename S>
+void init_loss_scale(Trainer<T, S>& t) {
+    StepScale* home = address<StepScale>(t, {Kind::SCALE});
+    if (!home || !t.hyper.loss_scaling.on)
+        return;
+    StepScale begin = {};
+    begin.loss = begin_loss_scale(t.hyper.loss_scaling);
+    copy_in(home, &begin, sizeof(begin), t.ctx.where);
+    wait_for(t.ctx.where);
+    t.ctx.loss_scale = &home->loss.now;
+}
+
+// ----------------------------------------------------------------------------
+// what an action leaves along each axis of ranks: whole, shards, parts of a sum
+//   Only tests use this (comm/placement.h). Every collective is then checked against the placement
+//   of its data, so a sum that is left out or made twice gives an error message.
+
+// Record what a range of memory holds along one axis of ranks.
+template <typename T, typename S>
+void note_placement(Trainer<T, S>& t, Data d, auto* from, size_t count, const std::string& axis,
+                    Placement holds) {
+    size_t bytes = count * sizeof(*from);
+    placement_set(*t.comms.placements(), from, bytes, axis, holds, data_text(d, t.model));
+}
+
+// Record a gradient as a partial sum over each axis that will reduce it, range by range.
+template <typename T, typename S>
+void note_partial(Trainer<T, S>& t, Data d, std::initializer_list<const char*> axes) {
+    const Bucket& b = t.model.buckets[d.of];
+    acc_t<T>* grad = address<acc_t<T>>(t, d);
+
+    // Data-parallel ranks have seen other samples: all of the gradient is partial.
+    size_t whole = whole_elements(t.layout, b);
+    for (const char* axis : axes)
+        note_placement(t, d, grad, whole, axis, Placement::PARTIAL);
+    const std::string& shards = t.comms.data(b.group).shard.name;
+    note_placement(t, d, grad, whole, shards, Placement::PARTIAL);
+
+    // Tensor-parallel ranks share only the first ranges of a bucket.
+    size_t over_tp = partial_over_tp(t.layout, b);
+    size_t of_heads = b.shared - b.common;
+    note_placement(t, d, grad, over_tp, "tp", Placement::PARTIAL);
+    note_placement(t, d, grad + b.common, of_heads, "kv", Placement::PARTIAL);
+}
+
+// Backward passes, and TIE, leave partial gradients.
+template <typename T, typename S>
+void note_gradients(Trainer<T, S>& t, const Action& a) {
+    if (a.op == Op::TIE)
+        note_partial(t, {summed_kind(t.layout), a.bucket}, {"replica"});
+    if (!reaches_weights(a.op)) return;
+    for (int b : buckets_of(t.model, a.layer)) {
+        if (!t.model.buckets[b].trainable) continue;
+        Kind kind = gradient_kind(t.layout, t.model, b, a.layer);
+        note_partial(t, {kind, b}, {"replica", "tie"});
+    }
+}
+
+// RELEASE gives bytes to any other data. Find where they lay in the last action that read them.
+template <typename T, typename S>
+void forget_released(Trainer<T, S>& t, const Action& a) {
+    if (a.op != Op::RELEASE) return;
+    const Place* gathered = nullptr;
+    for (int at = t.at; at >= 0 && !gathered; at--)
+        gathered = arena_find(t.arena, t.plan, at, {Kind::GATHERED, a.bucket});
+    if (!gathered) return;
+
+    unsigned char* base = t.arena.device().base;
+    placement_forget(*t.comms.placements(), base + gathered->offset, gathered->bytes);
+}
+
+// UPDATE leaves shards of weights. A late one changes a copy of them, which goes back behind NORM,
+// when no layer reads the old ones any more.
+template <typename T, typename S>
+void note_updated(Trainer<T, S>& t, const Action& a) {
+    bool late = t.plans[t.plan].offload.late;
+    for (int b = 0; b < int(t.model.buckets.size()); b++) {
+        bool updates = a.op == Op::UPDATE && b == a.bucket;
+        bool changes = late ? a.op == Op::NORM : updates;
+        const Bucket& bucket = t.model.buckets[b];
+        if (!changes || !bucket.trainable) continue;
+
+        // Without ZeRO nothing is in shards, and a rank may have no part of a bucket.
+        Data weight = {Kind::WEIGHT, b};
+        Range range = updated_range(t.layout, t.model, b);
+        T* mine = updated_part<T>(t, weight, range);
+        if (!range.sharded || !mine) continue;
+
+        // Name the ranks over which PUBLISH will bring these shards together.
+        const DataComms& data = t.comms.data(bucket.group);
+        const Comm& published = t.layout.weights_near ? data.replica : data.shard;
+        note_placement(t, weight, mine, range.count, published.name, Placement::SHARDED);
+    }
+}
+
+// Record the placement that an action leaves behind, if placements are being checked.
+template <typename T, typename S>
+void note_placements(Trainer<T, S>& t, const Action& a) {
+    if (!t.comms.placements()) return;
+    note_gradients(t, a);
+    forget_released(t, a);
+    note_updated(t, a);
+}
 
 // ----------------------------------------------------------------------------
 // how blocks and operators get their scratch
@@ -131,13 +340,14 @@ void run_forward(Trainer<T, S>& t, const Action& a) {
     });
 }
 
-// R: fill the rows that F has dropped, or, inside a segment (segments.h), run the whole forward
+// R: fill the rows that F has dropped, or, inside a segment (recompute.h), run the whole forward
 // pass. F has counted the experts' tokens already, so R counts none.
 template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
     t.ctx.loads = nullptr;
-    if (remakes_output(t.plans[t.plan], t.model, a.layer)) return run_forward(t, a);
+    if (remakes_output(t.plans[t.plan], t.model, a.layer))
+        return run_forward(t, a);
     with_block(t, a, [&](const auto& w, const auto& acts) {
         block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute.of(a.layer));
     });
@@ -212,8 +422,10 @@ void run_norm(Trainer<T, S>& t) {
         start += norm_chunks(t.model, b, bucket.elements);
 
         // Let one rank count each element: one stage of a bucket, one rank of equal ranges.
-        if (!is_squared(t.layout, t.model, b)) continue;
-        if (adds && !is_first_of_equals(t.layout, t.model, b)) continue;
+        if (!is_squared(t.layout, t.model, b))
+            continue;
+        if (adds && !is_first_of_equals(t.layout, t.model, b))
+            continue;
 
         // Square this rank's range, or copy the squares that an offloaded gradient has left.
         Range range = updated_range(t.layout, t.model, b);
@@ -310,7 +522,7 @@ void bind_layer(Trainer<T, S>& t, int layer) {
     t.ctx.shape = layer_shape(t.rank_shape, layer);
     t.ctx.shape.sliding_window = window;
     t.ctx.rope = window && t.window_rope ? t.window_rope : t.rope;
-    if (!turns(t.model.shape, layer)) t.ctx.rope = nullptr;
+    if (!has_rope(t.model.shape, layer)) t.ctx.rope = nullptr;
     t.ctx.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
 }
 
@@ -424,7 +636,8 @@ void run_actions(Trainer<T, S>& t, Part part) {
     for (t.at = 0; t.at <= end; t.at++) {
         finish_due(t, flights, p, finish);
         if (t.at == end) break;
-        if (!is_part(part, p.actions[t.at].op)) continue;
+        if (!is_part(part, p.actions[t.at].op))
+            continue;
 
         // Run the action, or start it.
         const Action& a = p.actions[t.at];
@@ -508,5 +721,25 @@ PlanResult plan_result(const Trainer<T, S>& t) {
 }
 template <typename T, typename S>
 Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
+
+// ----------------------------------------------------------------------------
+// the step on the CPU, compiled once per element type for all programs that train
+//   make compiles this file into build/step_float.o, step_double.o and so on; STEP_OF is the type.
+//   Programs that link these objects are compiled with STEP_BUILT, which only declares the step's
+//   templates. `make STEPS=` compiles each program whole.
+
+#ifdef STEP_OF
+template void run_action(Trainer<STEP_OF, Cpu>&, const Action&);
+template void run_actions(Trainer<STEP_OF, Cpu>&, Part);
+#elif defined STEP_BUILT
+extern template void run_action(Trainer<float, Cpu>&, const Action&);
+extern template void run_actions(Trainer<float, Cpu>&, Part);
+extern template void run_action(Trainer<double, Cpu>&, const Action&);
+extern template void run_actions(Trainer<double, Cpu>&, Part);
+extern template void run_action(Trainer<bf16, Cpu>&, const Action&);
+extern template void run_actions(Trainer<bf16, Cpu>&, Part);
+extern template void run_action(Trainer<fp16, Cpu>&, const Action&);
+extern template void run_actions(Trainer<fp16, Cpu>&, Part);
+#endif
 
 } // namespace llmc

@@ -21,7 +21,10 @@
 //   Cost of a block and micro-batch, in units of (tp-1)/tp N C elements sent by a rank: 8 for four
 //   all-reduces; 10 with sequence parallelism, as backward gathers the rows of both norms again.
 #pragma once
+#include "comm/comm.h"
 #include "context.h"
+#include "model.h"
+#include "ops/linear.cuh"
 
 namespace llmc {
 

@@ -5,13 +5,28 @@
 #pragma once
 #include <functional>
 #include <tuple>
-#include "adapter_sets.h"
-#include "comm/comms.h"
-#include "documents.h"
-#include "graph.h"
+#include "action.h"
+#include "adapters.h"
+#include "arena.h"
+#include "context.h"
+#include "family.h"
+#include "fp8.h"
+#include "head.h"
+#include "layout.h"
+#include "model.h"
+#include "ops/grad_norm.cuh"
+#include "ops/linear.cuh"
+#include "ops/loss_scale.cuh"
+#include "ops/matmul.cuh"
+#include "ops/memory.h"
+#include "ops/objective.cuh"
+#include "ops/types.h"
+#include "plan.h"
 #include "plan_check.h"
+#include "quantised.h"
+#include "sharding.h"
 #include "sizes.h"
-#include "stopwatch.h"
+#include "streams.h"
 #include "zero.h"
 
 namespace llmc {
@@ -75,8 +90,8 @@ template <typename T, typename S> struct Trainer {
     std::vector<PlanGraph<S>> graphs;         // [plan]
     std::function<void()> before; // called before each step of training; may be empty
     std::function<void(const Action&)> after; // called after each action, to look at its results
-    std::vector<Narrow> narrow; // frozen weights: where each parameter lies (frozen.h)
-    std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (casts.h)
+    std::vector<Narrow> narrow; // frozen weights: where each parameter lies (quantised.h)
+    std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (fp8.h)
     bool takes_average = false; // a checkpoint's mean of weights is loaded as the weights
     std::function<bool()> stopped; // whether the run should end: all ranks ask, and hear the same
 };

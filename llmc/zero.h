@@ -7,9 +7,9 @@
 //     stage 1   masters, optimizer state       dw reduce-scattered once a step; w published
 //     stage 2   ... and gradients              dw reduce-scattered after each micro-batch
 //     stage 3   ... and weights                w gathered for each use, then released
-//   Collectives, and what runs beside them until finish_before() (queues.h):
+//   Collectives, and what runs beside them until finish_before() (streams.h):
 //     GATHER(b)   w[P/d] -> w[P]                    the `prefetch` layers before its use; of fp8
-//                                                   products as codes (gathered_codes.h)
+//                                                   products as codes (fp8.h)
 //     REDUCE(b)   dw[P]{partial} -> dw[P/d]         stages 2, 3: the next layer's backward
 //                                                   stages 0, 1: all backward that is left
 //     PUBLISH(b)  w[P/d] -> w[P]                    the updates of later buckets; with --hpz
@@ -26,11 +26,18 @@
 //   The file has two halves: passes that insert these actions into a plan, and the collectives
 //   that run them.
 #pragma once
-#include "comm/comms.h"
-#include "fp8_gradients.cuh"
-#include "grad_norm.cuh"
-#include "memory.h"
-#include "queues.h"
+#include "access.h"
+#include "action.h"
+#include "comm/comm.h"
+#include "comm/placement.h"
+#include "layout.h"
+#include "model.h"
+#include "ops/fp8_gradients.cuh"
+#include "ops/grad_norm.cuh"
+#include "ops/memory.h"
+#include "optimizer.h"
+#include "sharding.h"
+#include "streams.h"
 
 namespace llmc {
 
@@ -55,8 +62,10 @@ inline double zero_bytes(const ParameterBytes& whole, int zero, int d, int near 
 // Return the index of the SENDRECV that ends pass i's slot, or i if the slot sends nothing.
 inline int message_behind(const Plan& p, int i) {
     for (int j = i + 1; j < int(p.actions.size()); j++) {
-        if (p.actions[j].op == Op::SENDRECV) return j;
-        if (p.actions[j].micro != p.actions[i].micro) break;
+        if (p.actions[j].op == Op::SENDRECV)
+            return j;
+        if (p.actions[j].micro != p.actions[i].micro)
+            break;
     }
     return i;
 }
@@ -144,7 +153,8 @@ typedef std::map<int, std::vector<Action>> Insertions;
 
 // Insert actions before and behind compute actions.
 inline Plan add_around(Plan in, const Insertions& before, const Insertions& behind) {
-    if (before.empty() && behind.empty()) return in;
+    if (before.empty() && behind.empty())
+        return in;
     Plan p = in.without_actions();
     auto append = [&](const Insertions& all, int place) {
         auto found = all.find(place);
@@ -333,7 +343,8 @@ InFlight<S> zero_sum_fp8(const DataComms& data, Range range, A* whole, uint8_t* 
         if (Placements* checked = data.shard.info->placements)
             placement_set(*checked, mine, shard * sizeof(A), data.shard.name, Placement::SHARDED,
                           "a sum of codes");
-        if (range.sharded) return zero_sum_replicas(data, range, whole, shard, where);
+        if (range.sharded)
+            return zero_sum_replicas(data, range, whole, shard, where);
         all_reduce_sum(data.replica, mine, shard, where);
         all_gather(data.shard, whole, mine, shard, where);
     };

@@ -34,24 +34,10 @@ ordered() { # files, one a line, on standard input; then names
 }
 
 # ----------------------------------------------------------------------------
-# groups: the folder says which wing; what operators include and what cuts the work is named
+# rooms: the folder says which
 
-ground="types cuda_common memory rand attention_types"
-cuts="layout grid pipeline zero tensor_parallel sequence_parallel context_parallel ring_attention expert_parallel placement"
-matching() { grep -E "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
-without() { grep -vE "/($(tr ' ' '|' <<<"$1"))\.[a-z]+$" || true; }
-operators() {
-    { ls llmc/*.cuh; ls llmc/*.h | matching "$ground"; } |
-        ordered types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu moe matmul grouped_matmul fp8 linear \
-            attention_types attention_rows attention_cpu attention_tiled attention_merge attention \
-            attention_sm80 attention_sm90 mma hopper crossentropy optimizer adamw grad_norm
-}
-parallelism() { ls llmc/*.h | matching "$cuts" | ordered $cuts; }
-the_step() {
-    ls llmc/*.h | without "$ground $cuts" |
-        ordered action plan arena model buckets parameters sizes family gpt2 llama head context trainer load step placement_notes optimizer documents text
-}
 wing() { ls llmc/"$1"/* | ordered "${@:2}"; }
+syllabus() { ls llmc/*.h | ordered "$@"; }
 
 group() { # heading, one sentence; files on standard input
     printf '## %s\n\n%s\n\n| file | lines | what it is |\n|---|---:|---|\n' "$1" "$2"
@@ -62,24 +48,33 @@ contents() {
     cat <<'END'
 # llmc: the files
 
-`scripts/readme_table.sh` writes this page from the files' first lines. Techniques stand flat in this folder, all
-else in `comm/`, `io/` and `run/`. Operators include the files of the first group only.
-`io/` may include everything but `run/`, and only the program includes `run/`.
+`scripts/readme_table.sh` writes this page from the files' first lines. The syllabus is flat: the step and its
+techniques. A file includes what it uses, directly, and no file includes a later room. The order of rooms is
+`ops`, `comm`, this folder, `io`, `planner`, `run`, `tune`, `extra`; programs include all.
 
 END
-    operators | group "Operators" \
+    syllabus action sharding access plan plan_check streams arena disk sizes model parameters context trainer transfers load step \
+        family presets gpt2 llama mixtral mla head layout zero tensor_parallel pipeline context_parallel expert_parallel \
+        recompute offload fp8 quantised optimizer adapters text | group "The syllabus" \
+        "A training step as a printed, checked list of actions, and the loop that runs it; models; how ranks share the work; what saves memory."
+    wing ops types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu moe matmul grouped_matmul fp8 linear \
+        attention_types attention_rows attention_cpu attention_tiled attention_merge attention \
+        attention_sm80 attention_sm90 mma hopper crossentropy adamw grad_norm | group "ops: operators" \
         "An operator is maths, a CPU version, CUDA kernels and launchers; the headers are what operators share. Copy one with what its line *To copy* names."
-    the_step | group "The step" \
-        "A training step as a printed, checked list of actions, the models, and the loop that runs it."
-    parallelism | group "Parallelism" "How ranks share the work."
-    wing comm comm group comms local mpi nccl placement | group "comm: messages between ranks" \
+    wing comm comm group local mpi nccl placement | group "comm: messages between ranks" \
         "One interface; ranks are threads, MPI processes, or processes with a GPU each."
-    wing io config config_notes help tokenizer tokenizer_files tokenizer_export dataloader documents prepare text_batch text_stream text \
-        checkpoint safetensors huggingface model_files files logger numbers mfu lr_schedule \
-        explain timeline generate sampler evaluate likelihood | group "io: data, files, reports" \
+    wing io config config_check config_notes plan_flags help tokenizer tokenizer_files tokenizer_export dataloader prepare \
+        checkpoint safetensors huggingface hf_config model_files files logger \
+        explain timeline generate sampler evaluate likelihood | group "io: formats" \
         "What goes into a run and what comes out of it."
+    wing planner simulator cost layer_cost links planner plan_search fit calibrate | group "planner: what fits, what is fastest" \
+        "A step's time and memory on any machine, before it runs."
     wing run run choose folder report sample | group "run: the life of a run" \
-        "What \`train_gpt.cu\` calls before, during and after its steps."
+        "What programs call before, during and after the steps."
+    wing tune chat conversations rewards rollouts references on_policy teacher | group "tune: fine-tuning" \
+        "Conversations, preferences, rewards, distillation, adapters' files."
+    wing extra gguf gptq | group "extra: extensions" \
+        "Formats and techniques that nobody needs to understand the rest; only programs include them."
 }
 
 # ----------------------------------------------------------------------------
@@ -132,7 +127,7 @@ techniques() {
     some() { # heading, names
         echo "|**$1**||||"
         for name in "${@:2}"; do
-            for file in llmc/"$name".cuh llmc/"$name".h llmc/comm/"$name".h; do
+            for file in llmc/ops/"$name".cuh llmc/"$name".h llmc/comm/"$name".h llmc/planner/"$name".h; do
                 [ ! -e "$file" ] || echo "|[$(basename "$file")]($file)|$(lines "$file")|$(in_short "$file")|"
             done
         done
@@ -141,7 +136,7 @@ techniques() {
     echo '|---|---:|---|---|'
     some operators embedding layernorm rmsnorm rope swiglu matmul lora attention attention_sm80 attention_sm90 moe fp8_matmul crossentropy objective adamw
     some "the step" action plan arena step gpt2 llama mixtral mla simulator
-    some "parallelism and memory" pipeline zero tensor_parallel context_parallel ring_attention expert_parallel offload small_states comm
+    some "parallelism and memory" pipeline zero tensor_parallel context_parallel expert_parallel offload small_states comm
 }
 
 between() { # name, text: README.md on standard input with the table put in

@@ -18,7 +18,7 @@ example() {
     rm -rf "$folder"/*
     local file # README names the files to copy
     for file in $(sed -n 's/^.*With \(.*\) beside it this is a whole program:$/\1/p' README.md | grep -oE '[a-z_]+\.(h|cuh)'); do
-        cp "llmc/$file" "$folder"
+        cp "llmc/ops/$file" "$folder"
     done
     sed -n '/^```cpp/,/^```$/{/^```/!p}' README.md >"$folder/example.cu"
     local command says
@@ -31,7 +31,7 @@ example() {
 verdict() {
     local what=$1
     shift
-    if (cd "$folder/llmc" && "$@") >"$folder/log" 2>&1 && ! grep -q 'warning' "$folder/log"; then
+    if (cd "$folder/llmc/ops" && "$@") >"$folder/log" 2>&1 && ! grep -q 'warning' "$folder/log"; then
         passed=$((passed + 1))
         echo "ok   $what"
     else
@@ -45,7 +45,7 @@ verdict() {
 if [ $# = 0 ]; then
     if example; then passed=1; echo "ok   README's example"
     else failed=1; echo "FAIL README's example"; fi
-    lines=$(grep -l '^//   To copy:' llmc/*.h llmc/*.cuh |
+    lines=$(grep -l '^//   To copy:' llmc/*.h llmc/ops/* |
         xargs -P 2 -I{} sh -c 'lines=$(test/copycheck.sh {}); echo "$lines"' |
         grep -vE '^[0-9]+ passed, [0-9]+ failed$|^skipped: nvcc')
     echo "$lines"
@@ -56,9 +56,9 @@ for file in "$@"; do
     # the "To copy" line, and those that continue it
     line=$(sed -n '/To copy:/,/^#pragma once/p' "$file" | grep '^//' | tr '\n' ' ')
     names=$(grep -oE '[a-z0-9_]+\.(cuh|h)' <<<"$line")
-    rm -rf "$folder"/* && mkdir -p "$folder/llmc" "$folder/test"
-    cp "$file" test/copycheck.cu "$folder/llmc"
-    for name in $names; do cp "llmc/$name" "$folder/llmc"; done
+    rm -rf "$folder"/* && mkdir -p "$folder/llmc/ops" "$folder/test"
+    cp "$file" test/copycheck.cu "$folder/llmc/ops"
+    for name in $names; do cp "$(dirname "$file")/$name" "$folder/llmc/ops"; done
     main=$(basename "$file")
     [[ $line != *"which includes this file"* ]] || main=${names%%$'\n'*}
     what="$file with $(echo ${names:-no other file})"

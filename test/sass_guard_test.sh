@@ -37,8 +37,8 @@ verdict $? "the log says why, and no program is left"
 # Attention's code keeps its limits. They hold for one release of nvcc: the guard says which.
 compile() { # in a folder with llmc/: hopper or mma, whose code for a GPU becomes hopper.cubin or mma.cubin
     cat >"$1/$2.cu" <<END
-#include "llmc/attention_sm80.cuh"
-#include "llmc/attention_sm90.cuh"
+#include "llmc/ops/attention_sm80.cuh"
+#include "llmc/ops/attention_sm90.cuh"
 using namespace llmc;
 typedef __nv_bfloat16 T;
 template void llmc::attention_$2_forward<T>(T*, float*, const AttentionOperands<T>&, void*, cudaStream_t);
@@ -67,7 +67,7 @@ if "$nvcc" --list-gpu-code | grep -q sm_120; then
     verdict $? "on Blackwell they have no local memory"
 fi
 if [ $skipped = 0 ]; then
-    sed -i '/^ *never(/d' "$folder/llmc/attention_sm90.cuh"
+    sed -i '/^ *never(/d' "$folder/llmc/ops/attention_sm90.cuh"
     compile "$folder" hopper 90a
     ! guard hopper
     verdict $? "without never() the guard is red"

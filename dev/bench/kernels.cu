@@ -17,20 +17,20 @@
 #include <cstdarg>
 #include <cstdio>
 #include <functional>
-#include "../../llmc/adamw.cuh"
-#include "../../llmc/attention.cuh"
-#include "../../llmc/crossentropy.cuh"
-#include "../../llmc/embedding.cuh"
-#include "../../llmc/gelu.cuh"
-#include "../../llmc/grouped_matmul.cuh"
-#include "../../llmc/latent_decode.cuh"
-#include "../../llmc/layernorm.cuh"
-#include "../../llmc/linear.cuh"
-#include "../../llmc/memory.h"
-#include "../../llmc/moe.cuh"
-#include "../../llmc/rmsnorm.cuh"
-#include "../../llmc/rope.cuh"
-#include "../../llmc/swiglu.cuh"
+#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/attention.cuh"
+#include "../../llmc/ops/crossentropy.cuh"
+#include "../../llmc/ops/embedding.cuh"
+#include "../../llmc/ops/gelu.cuh"
+#include "../../llmc/ops/grouped_matmul.cuh"
+#include "../../llmc/ops/latent_decode.cuh"
+#include "../../llmc/ops/layernorm.cuh"
+#include "../../llmc/ops/linear.cuh"
+#include "../../llmc/ops/memory.h"
+#include "../../llmc/ops/moe.cuh"
+#include "../../llmc/ops/rmsnorm.cuh"
+#include "../../llmc/ops/rope.cuh"
+#include "../../llmc/ops/swiglu.cuh"
 
 using namespace llmc;
 

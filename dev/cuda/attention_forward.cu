@@ -16,7 +16,7 @@
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread    checks
 //     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/attention_forward.cu -lcublasLt      and measures
-#include "../../llmc/attention.cuh"
+#include "../../llmc/ops/attention.cuh"
 #include "../../test/kernels/attention_inputs.h"
 #include "ladder.h"
 
@@ -284,7 +284,7 @@ template <typename E> struct Operands {
            scratch.data, s.B, s.T, s.NH},
           nullptr);
     }
-    void prepare() { // positions count from 0 in each sequence, which is one document
+    void prepare_shards() { // positions count from 0 in each sequence, which is one document
         auto position = [this](size_t n) { return int(n % s.T); };
         fill_memory(positions.data, rows, position, cudaStream_t{});
         device_zero(doc_start.data, rows * sizeof(int), cudaStream_t{});

@@ -14,7 +14,7 @@
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread     checks
 //     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/layernorm_forward.cu -lcublasLt       measures too
-#include "../../llmc/layernorm.cuh"
+#include "../../llmc/ops/layernorm.cuh"
 #include "ladder.h"
 
 using namespace llmc;

@@ -2,7 +2,7 @@
 """Print what NF4 with double quantisation makes of one list of numbers, for the op table's row nf4.
 
 Written from the algorithm's description (arXiv:2305.14314 and bitsandbytes' CUDA kernels), apart from
-llmc/nf4.cuh: a value is looked for among all of them, and every operation is rounded to float.
+llmc/ops/nf4.cuh: a value is looked for among all of them, and every operation is rounded to float.
 """
 import bisect, math, struct
 

@@ -24,10 +24,13 @@
 //   To copy: this file, local.h, mpi.h, nccl.h, late.h, placement.h, group.h, record.h, rand.h,
 //   memory.h, cuda_common.h and types.h.
 #pragma once
-#include "../rand.h"
+#include "../ops/memory.h"
+#include "../ops/rand.h"
+#include "group.h"
 #include "local.h"
 #include "mpi.h"
 #include "nccl.h"
+#include "placement.h"
 
 namespace llmc {
 
@@ -42,7 +45,7 @@ namespace llmc {
 }
 
 // Make the group of ranks `places` of c, in this order; only these ranks call. Ranks with GPUs also
-// need a communicator for their streams: comms.h makes it.
+// need a communicator for their streams: layout.h makes it.
 inline Comm comm_split(const Comm& c, const std::string& name, const std::vector<int>& places) {
     Comm part = c;
     part.name = name;

@@ -19,8 +19,11 @@
 #include <mutex>
 #include <thread>
 #include <unistd.h>
+#include "../ops/memory.h"
+#include "group.h"
 #include "late.h"
 #include "placement.h"
+#include "record.h"
 
 namespace llmc {
 

@@ -4,7 +4,7 @@
 //   A communicator takes memory of the GPU. Groups of the same ranks therefore share one, and a
 //   group of fewer ranks is split from a larger one, whose buffers it shares. NCCL runs
 //   communicators that share buffers one after the other; those that must run side by side are
-//   made apart (comms.h).
+//   made apart (layout.h).
 //   All communicators are made before the first collective: making one may wait for the device, on
 //   which a collective may wait for a peer that has not arrived.
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
@@ -12,7 +12,11 @@
 //   Without WITH_NCCL the same names exist, but nothing calls them: no group has GPUs.
 //   To copy: this file, mpi.h, late.h, group.h, record.h, memory.h, cuda_common.h and types.h.
 #pragma once
+#include "../ops/memory.h"
+#include "group.h"
+#include "late.h"
 #include "mpi.h"
+#include "record.h"
 #ifdef WITH_NCCL
 #ifndef WITH_MPI
 #error "WITH_NCCL needs WITH_MPI, which carries NCCL's first message and what the host exchanges"

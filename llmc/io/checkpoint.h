@@ -7,7 +7,7 @@
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
 //     and "ep", "ep_rank" if ranks shared out experts; "etp" 1 if tensor-parallel ranks cut none
 //   A tensor holds elements [first, first + count) of the parameter as a rank of this tp_rank keeps
-//   it; for_each_run (buckets.h) says where they lie in the whole parameter. Each element is in one
+//   it; for_each_run (model.h) says where they lie in the whole parameter. Each element is in one
 //   file, that of its owner: see owns() (parameters.h). A rank that owns nothing makes no file. No
 //   file holds the vocabulary's padding.
 //   Save   1. the first rank makes step_N.tmp
@@ -26,11 +26,25 @@
 #include <sys/stat.h>
 #include <filesystem>
 #include <fstream>
+#include "../access.h"
+#include "../comm/comm.h"
+#include "../fp8.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/fp8_delayed.cuh"
+#include "../ops/grad_norm.cuh"
+#include "../ops/matmul.cuh"
+#include "../ops/memory.h"
+#include "../ops/small_states.cuh"
+#include "../ops/types.h"
+#include "../optimizer.h"
+#include "../parameters.h"
+#include "../text.h"
+#include "../trainer.h"
 #include "files.h"
 #include "manifest.h"
+#include "replicas.h"
 #include "safetensors.h"
-#include "../text.h"
-#include "../replicas.h"
 
 namespace llmc {
 

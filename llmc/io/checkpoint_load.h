@@ -9,8 +9,30 @@
 //      sent and rounded as they were saved
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
+#include "../adapters.h"
+#include "../comm/comm.h"
+#include "../family.h"
+#include "../fp8.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/fp8_delayed.cuh"
+#include "../ops/grad_norm.cuh"
+#include "../ops/loss_scale.cuh"
+#include "../ops/matmul.cuh"
+#include "../ops/memory.h"
+#include "../ops/small_states.cuh"
+#include "../ops/types.h"
+#include "../optimizer.h"
+#include "../parameters.h"
+#include "../tensor_parallel.h"
+#include "../text.h"
+#include "../trainer.h"
 #include "checkpoint.h"
+#include "files.h"
+#include "json.h"
+#include "manifest.h"
 #include "one_reader.h"
+#include "safetensors.h"
 
 namespace llmc {
 

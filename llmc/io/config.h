@@ -12,7 +12,8 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../action.h"
-#include "../context_parallel.h"
+#include "../layout.h"
+#include "../ops/objective.cuh"
 #include "../text.h"
 #include "files.h"
 
@@ -152,10 +153,10 @@ struct Config {
 // clang-format on
 
 // Whether the user set a flag. A default that follows from other flags must not override it.
-inline bool given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
+inline bool was_given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
 
 // The seconds of --save-minutes: the time between checkpoints, and the wait for room at the end of
-// a run. The interval that "auto" will choose (interval.h) is unknown before the run, so the
+// a run. The interval that "auto" will choose (folder.h) is unknown before the run, so the
 // default stands for it.
 inline double save_seconds(const Config& c) {
     return 60 * (c.save_minutes == "auto" ? 10 : strtod(c.save_minutes.c_str(), nullptr));
@@ -795,7 +796,7 @@ inline int routing_ranks(const Config& c) {
 }
 
 // Whether the run trains.
-inline bool trains(const Config& c) {
+inline bool has_training(const Config& c) {
     return c.steps > 0 && !c.eval && !c.explain;
 }
 

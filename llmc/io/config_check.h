@@ -5,12 +5,19 @@
 //   rely on it. A function that returns a text returns "" or what is wrong.
 #pragma once
 #include <numeric>
-#include "../latent_decode.cuh"
-#include "../machine.h"
+#include "../access.h"
+#include "../context_parallel.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/latent_decode.cuh"
+#include "../ops/moe.cuh"
+#include "../ops/types.h"
+#include "machine.h"
 #include "../presets.h"
 #include "../tensor_parallel.h"
+#include "../text.h"
+#include "../tune/rewards.h"
 #include "config.h"
-#include "rewards.h"
 
 namespace llmc {
 
@@ -98,7 +105,8 @@ inline std::string override_shape(const Config& c, Shape& s) {
     // RoPE may turn only a part of each head; keep its share. 0 means the whole head.
     if (s.rotary == 0) return "";
     s.rotary = s.rotary * s.HS / before;
-    if (s.rotary > 0 && s.rotary % 2 == 0) return "";
+    if (s.rotary > 0 && s.rotary % 2 == 0)
+        return "";
     return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
                   " that part is ", s.rotary, ": change --heads or --channels");
 }
@@ -161,7 +169,8 @@ inline std::string check_expert_capacity(const Config& c) {
 // Refuse latents that a GPU cannot decode, where a run generates texts on one. Only the run knows
 // what --device auto has found.
 inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
-    if (!gpu || !generates || s.kv_latent <= MOST_LATENT) return "";
+    if (!gpu || !generates || s.kv_latent <= MOST_LATENT)
+        return "";
     return concat("latents of ", s.kv_latent, " channels: generation on a GPU takes up to ",
                   MOST_LATENT, ": give --sample-tokens 0, or --device cpu");
 }
@@ -169,7 +178,7 @@ inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
 // Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
     // --etp 0 asks for nothing: a supervisor gives it to be rid of a 1.
-    auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : given(c, name); };
+    auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : was_given(c, name); };
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
           "expert-capacity", "expert-rounds", "etp"})
@@ -273,7 +282,8 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
 inline std::string check_hybrid(const Config& c, const Shape& s, const ContextChoice& choice) {
     size_t heads = size_t(choice.heads);
     bool fits = choice.heads * choice.keys == c.cp;
-    if (fits && cp_divides(s, c.tp, heads)) return "";
+    if (fits && cp_divides(s, c.tp, heads))
+        return "";
 
     // Collect the divisors of cp that work.
     const char* across = choice.method == ContextMethod::RING ? "ring" : "gather";
@@ -299,7 +309,8 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
     if (!read_context_method(c.cp_method, &choice))
         return "--cp-method wants one of gather|ulysses|ring, ulysses:U,ring:R or "
                "ulysses:U,gather:R, not '" + c.cp_method + "'";
-    if (c.cp == 1 && choice.keys == 0) return "";
+    if (c.cp == 1 && choice.keys == 0)
+        return "";
     if (std::string wrong = choice.keys ? check_hybrid(c, s, choice) : ""; !wrong.empty())
         return wrong;
     bool zigzag = c.cp_order == "zigzag";
@@ -390,7 +401,8 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (c.dp == 0)
         c.dp = std::max(1, ranks / (c.tp * c.pp * c.cp));
     int wanted = rank_count(c);
-    bool counted = !c.explain || given(c, "local-ranks"); // --explain alone describes any cluster
+    // --explain alone describes any cluster.
+    bool counted = !c.explain || was_given(c, "local-ranks");
     if (wanted != ranks && counted)
         return concat("--dp ", c.dp, " x --tp ", c.tp, " x --pp ", c.pp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "", " are ", wanted,
@@ -410,7 +422,8 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
     if (c.zero_group && data_ranks(c) % c.zero_group)
         return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
                       c.cp > 1 ? concat(" x --cp ", c.cp) : "");
-    if (std::string wrong = check_hpz(c); !wrong.empty()) return wrong;
+    if (std::string wrong = check_hpz(c); !wrong.empty())
+        return wrong;
     if (c.chunks > 1 && c.pipeline == "1f1b")
         return concat("--chunks ", c.chunks,
                       " needs --pipeline interleaved, gpipe or zero-bubble");
@@ -470,7 +483,7 @@ inline std::string check_masters(const Config& c) {
 inline std::string check_distill(const Config& c) {
     bool distills = c.loss == "distill";
     for (const char* name : {"teacher", "distill-share", "distill-temperature"})
-        if (given(c, name) && !distills)
+        if (was_given(c, name) && !distills)
             return concat("--", name, " is for --loss distill: give that too");
     if (!distills) return "";
     if (c.teacher.empty() && c.steps > 0 && !c.eval)
@@ -495,13 +508,13 @@ inline std::string check_loss(Config& c) {
     bool sampled = c.loss == "grpo";
 
     // Refuse flags of preferences and of sampled answers beside other losses.
-    if (given(c, "beta") && !has_pairs(c) && !sampled)
+    if (was_given(c, "beta") && !has_pairs(c) && !sampled)
         return concat("--beta ", c.beta,
                       " is for preferences and rewards: give --loss dpo, ipo, simpo, orpo, kto "
                       "or grpo");
     for (const char* name : {"group", "answer-tokens", "reward", "advantage", "updates",
                              "clip-low", "clip-high", "kl", "reward-seconds"})
-        if (given(c, name) && !sampled)
+        if (was_given(c, name) && !sampled)
             return concat("--", name, " is of answers that are sampled: give --loss grpo");
 
     // Refuse numbers of one loss beside another.
@@ -510,12 +523,13 @@ inline std::string check_loss(Config& c) {
     if (c.label_smoothing >= 0.5)
         return concat("--label-smoothing ", c.label_smoothing, " takes half of the pairs or more "
                       "to be wrong: give less than 0.5");
-    if (given(c, "gamma") && c.loss != "simpo")
+    if (was_given(c, "gamma") && c.loss != "simpo")
         return concat("--gamma ", c.gamma, " is for --loss simpo: leave it out");
     for (const char* name : {"desirable-weight", "undesirable-weight"})
-        if (given(c, name) && c.loss != "kto")
+        if (was_given(c, name) && c.loss != "kto")
             return concat("--", name, " is for --loss kto: leave it out");
-    if (std::string wrong = check_distill(c); !wrong.empty()) return wrong;
+    if (std::string wrong = check_distill(c); !wrong.empty())
+        return wrong;
     if (!has_conversations(c)) return "";
 
     // Fill in TRL's numbers; for SimPO, those of its paper. Sampled answers need no reference.
@@ -537,12 +551,13 @@ inline std::string check_loss(Config& c) {
 // Check what compares the policy of sampled answers with the one that sampled, or the first one.
 inline std::string check_policies(const Config& c) {
     for (const char* name : {"clip-low", "clip-high"})
-        if (given(c, name) && c.updates == 1)
+        if (was_given(c, name) && c.updates == 1)
             return concat("--", name, ": the first update of a rollout has no ratio to clip: give "
                           "--updates 2 or more");
     if (c.beta == 0)
-        return given(c, "kl") ? concat("--kl ", c.kl, " estimates what --beta weighs: give --beta")
-                              : "";
+        return !was_given(c, "kl")
+                   ? ""
+                   : concat("--kl ", c.kl, " estimates what --beta weighs: give --beta");
 
     // Refuse weights of which the copy would not be all: casts, and chunks elsewhere.
     if (c.fp8 != "none")
@@ -568,7 +583,7 @@ inline std::string check_reward(const Config& c) {
                "unasked: to run it, give this flag on the command line";
 
     // Refuse a time that has no use, or that the watchdog would not wait.
-    if (given(c, "reward-seconds") && !words)
+    if (was_given(c, "reward-seconds") && !words)
         return concat("--reward-seconds ", c.reward_seconds, " is of a program: give --reward "
                       "command:PROGRAM");
     bool waits = words && rank_count(c) > 1 && c.watchdog > 0;
@@ -582,12 +597,14 @@ inline std::string check_reward(const Config& c) {
 inline std::string check_rollouts(const Config& c) {
     if (c.loss != "grpo") return "";
     for (const char* name : {"val", "eval", "keep-best"})
-        if (given(c, name))
+        if (was_given(c, name))
             return concat("--", name, ": the loss of sampled answers says nothing of others, and "
                           "rewards of validation are not built: leave it out");
     if (!has_rollouts(c)) return "";
-    if (std::string wrong = check_reward(c); !wrong.empty()) return wrong;
-    if (std::string wrong = check_policies(c); !wrong.empty()) return wrong;
+    if (std::string wrong = check_reward(c); !wrong.empty())
+        return wrong;
+    if (std::string wrong = check_policies(c); !wrong.empty())
+        return wrong;
 
     // Refuse another distribution: the gradient is right only if the policy itself is sampled.
     if (c.temperature != 1 || c.top_k > 0 || c.top_p < 1)
@@ -632,10 +649,10 @@ inline std::string check_adapter_sets(const Config& c) {
 // built beside one.
 inline std::string check_prefix(const Config& c, const Shape& s) {
     if (!c.prefix) return "";
-    bool made = given(c, "prefix") || c.adapter.empty();
+    bool made = was_given(c, "prefix") || c.adapter.empty();
     std::string flag = made ? concat("--prefix ", c.prefix) : "--adapter " + c.adapter;
     for (const char* other : {"lora", "adapter", "adapters", "lora-plus"})
-        if (given(c, other) && (made || strcmp(other, "adapter")))
+        if (was_given(c, other) && (made || strcmp(other, "adapter")))
             return concat(flag, " is prefix tuning, and --", other, " is for other adapters: leave "
                           "one of them out");
 
@@ -666,16 +683,18 @@ inline std::string check_prefix(const Config& c, const Shape& s) {
 inline std::string check_lora(Config& c, const Shape& s) {
     // Refuse flags of adapters in runs that have none.
     for (const char* name : {"lora-alpha", "lora-targets", "lora-layers", "lora-rs"})
-        if (c.lora == 0 && given(c, name))
+        if (c.lora == 0 && was_given(c, name))
             return concat("--", name, " is for adapters: give --lora RANK");
     if (c.merge && (c.export_dir.empty() || !has_adapters(c)))
         return "--merge is for adapters that are exported: give --export DIR, and --adapter DIR or "
                "--lora RANK";
-    if (given(c, "lora-plus") && !has_adapters(c))
+    if (was_given(c, "lora-plus") && !has_adapters(c))
         return "--lora-plus is for adapters: give --lora RANK or --adapter DIR";
     if (!has_adapters(c)) return "";
-    if (std::string wrong = check_adapter_sets(c); !wrong.empty()) return wrong;
-    if (std::string wrong = check_prefix(c, s); !wrong.empty()) return wrong;
+    if (std::string wrong = check_adapter_sets(c); !wrong.empty())
+        return wrong;
+    if (std::string wrong = check_prefix(c, s); !wrong.empty())
+        return wrong;
     if (c.lora && !c.adapter.empty())
         return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
                       " has some: leave one of them out");
@@ -684,7 +703,7 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.prefix && c.adapter.empty()) flag = concat("--prefix ", c.prefix);
     // Fill in what follows from the rank. No decay by default: it would draw adapters to the base.
     if (c.lora_alpha == 0) c.lora_alpha = 2 * c.lora;
-    if (!given(c, "weight-decay")) c.weight_decay = 0;
+    if (!was_given(c, "weight-decay")) c.weight_decay = 0;
 
     // Refuse families whose files join matrices or mix their rows, and a prefix before latents.
     if (s.family == Family::NEOX || s.hf_type == "phi3")
@@ -797,7 +816,7 @@ inline std::string check_together(const Config& c, const Shape& s) {
                       " is neither auto nor a number from 0 to 1000000");
     if (c.save_minutes == "auto" && c.out.empty())
         return "--save-minutes auto wants a folder: give --out DIR";
-    if (given(c, "failure-hours") && c.save_minutes != "auto")
+    if (was_given(c, "failure-hours") && c.save_minutes != "auto")
         return "--failure-hours says how often --save-minutes auto saves: give that too";
 
     // Check saves in memory: a run with them needs a folder on disk too.
@@ -835,10 +854,10 @@ inline std::string check_planning(const Config& c) {
 
     // Refuse a flag that the plan chooses: one of the two would have no effect.
     for (const char* name : planned_flags())
-        if (given(c, name) && !c.explain)
+        if (was_given(c, name) && !c.explain)
             return concat("--plan auto chooses --", name,
                           ": leave one of them out, or look at both with --explain");
-    if (given(c, "micro-batch") && given(c, "batch-tokens") && !c.explain)
+    if (was_given(c, "micro-batch") && was_given(c, "batch-tokens") && !c.explain)
         return "--plan auto chooses --micro-batch where --batch-tokens says the batch: leave one "
                "of them out";
 
@@ -877,7 +896,8 @@ inline std::string check_machine(const Config& c) {
     if (!wrong.empty()) return wrong;
     // Its rates are wanted where moves of activations are weighed against recomputation, also if
     // the step is not timed.
-    if (c.recompute == "auto" && offloads(c, "activations")) return "";
+    if (c.recompute == "auto" && offloads(c, "activations"))
+        return "";
     if (c.steps == 0 || c.eval)
         return "--machine " + c.machine + " times steps of training, and there are none";
 
@@ -895,11 +915,11 @@ inline std::string check_fit(const Config& c) {
                              "local-ranks"})
         chosen.push_back(name);
     for (const char* name : chosen)
-        if (given(c, name))
+        if (was_given(c, name))
             return concat("--fit chooses flags for one card, --", name, " among them: leave --",
                           name, " out, or ask --plan auto for several cards");
 
-    if (given(c, "precision") && c.precision != "bf16")
+    if (was_given(c, "precision") && c.precision != "bf16")
         return concat("--fit answers for bf16: leave --precision ", c.precision,
                       " out, or ask --plan auto --gpus 1 --machine NAME --explain");
     if (c.steps == 0 || c.eval) return "--fit is for training, and there are no steps";
@@ -938,6 +958,39 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     if (wrong.empty()) wrong = check_machine(c);
     if (wrong.empty()) wrong = check_planning(c);
     return wrong.empty() ? check_together(c, s) : wrong;
+}
+
+// Whether the flags ask for steps beside a teacher.
+inline bool wants_teacher(const Config& c) {
+    return c.loss == "distill" && c.steps > 0 && !c.eval;
+}
+// Check that a teacher of shape `s` can lie in this layout and read these sequences beside a
+// model: "" or why not.
+inline std::string check_teacher(const Config& c, const Shape& model, const Shape& s) {
+    const std::string flag = "--teacher " + printable(c.teacher);
+
+    // Both models read the same tokens.
+    if (s.V != model.V)
+        return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", model.V,
+                      ": give a teacher with the model's vocabulary");
+    if (s.E)
+        return flag + " has experts, and a teacher with experts is not built: give a dense one";
+    if (size_t(c.seq) > s.P)
+        return concat(flag, " has ", s.P, " positions: give --seq ", s.P, " or less");
+
+    // Both models' heads and layers are shared out over the same ranks.
+    if (!tp_divides(s, size_t(c.tp)))
+        return concat(flag, " cannot share its heads over --tp ", c.tp, ": give a smaller one");
+    if (size_t(c.pp * c.chunks) > s.L)
+        return concat(flag, " has ", s.L, " layers for ", c.pp * c.chunks, " stages: give fewer");
+    return "";
+}
+
+// Check flags, and the teacher that they name: "" or what is wrong. Fills in what flags leave out.
+inline std::string check_with_teacher(Config& c, const Shape& model, const Shape& teacher) {
+    std::string wrong = config_check(c, model);
+    bool checks = wrong.empty() && wants_teacher(c);
+    return checks ? check_teacher(c, model, teacher) : wrong;
 }
 
 } // namespace llmc

@@ -2,7 +2,8 @@
 //   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
 //   A refusal is a text; "" refuses nothing.
 #pragma once
-#include "../machine.h"
+#include "machine.h"
+#include "../text.h"
 #include "config.h"
 
 namespace llmc {
@@ -11,14 +12,15 @@ namespace llmc {
 // from scratch. Returns a line that names them, or "" if none is taken.
 inline std::string take_loss_defaults(Config& c) {
     std::string taken;
-    if (c.loss == "lm" || c.loss == "distill") return taken;
+    if (c.loss == "lm" || c.loss == "distill")
+        return taken;
     // Adapters take ten times the learning rate of full fine-tuning, as TRL's pages on LoRA advise.
-    if (!given(c, "lr")) {
+    if (!was_given(c, "lr")) {
         bool gentle = objective_of(c).rows();
         c.lr = (gentle ? 1e-6 : 2e-5) * (has_adapters(c) ? 10 : 1);
         taken += concat(" --lr ", gentle ? "1e-0" : "2e-0", (gentle ? 6 : 5) - has_adapters(c));
     }
-    if (!given(c, "weight-decay")) {
+    if (!was_given(c, "weight-decay")) {
         c.weight_decay = 0;
         taken += " --weight-decay 0";
     }
@@ -65,7 +67,8 @@ inline std::string refuse_idle_offload(const Config& c) {
     if (at_host && c.offload_to != "cpu")
         return concat("--offload-update host: the CPU updates in memory, and ",
                       printable(c.offload_to), " is a folder: leave --offload-to out");
-    if (std::string wrong = refuse_delay(c); !wrong.empty()) return wrong;
+    if (std::string wrong = refuse_delay(c); !wrong.empty())
+        return wrong;
     return "";
 }
 
@@ -97,7 +100,8 @@ inline std::string refuse_graphs(const Config& c) {
 
 // Refuse two sources of texts to continue: --prompt, --prompts and --chat exclude each other.
 inline std::string refuse_prompts(const Config& c) {
-    if (c.prompts.empty() && !c.chat) return "";
+    if (c.prompts.empty() && !c.chat)
+        return "";
     std::string flag = c.chat ? "--chat" : "--prompts";
     if (!c.prompt.empty() || (c.chat && !c.prompts.empty()))
         return concat(flag, " and --prompt", c.prompt.empty() ? "s" : "",
@@ -132,7 +136,7 @@ inline std::string refuse_idle_flags(const Config& c) {
                           " = 0; use a number below 1");
 
     // Refuse flags of another command.
-    if (given(c, "threads"))
+    if (was_given(c, "threads"))
         return concat("--threads ", c.threads,
                       " is for --prepare: a run takes OMP_NUM_THREADS=", c.threads);
     if (c.layer >= 0 && !c.explain)
@@ -140,9 +144,12 @@ inline std::string refuse_idle_flags(const Config& c) {
     if (!c.profile.empty() && (c.explain || c.eval || c.steps == 0))
         return concat("--profile ", c.profile, " times the actions of steps, and ",
                       c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
-    if (std::string wrong = refuse_graphs(c); !wrong.empty()) return wrong;
-    if (std::string wrong = refuse_prompts(c); !wrong.empty()) return wrong;
-    if (std::string wrong = refuse_draft(c); !wrong.empty()) return wrong;
+    if (std::string wrong = refuse_graphs(c); !wrong.empty())
+        return wrong;
+    if (std::string wrong = refuse_prompts(c); !wrong.empty())
+        return wrong;
+    if (std::string wrong = refuse_draft(c); !wrong.empty())
+        return wrong;
 
     // Refuse a run without any work.
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
@@ -202,7 +209,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     // clang-format on
     std::vector<std::string> notes;
     for (const Pair& p : pairs)
-        if (given(c, p.name) && !p.works)
+        if (was_given(c, p.name) && !p.works)
             notes.push_back(concat("--", p.name, " does nothing without ", p.wants));
 
     // Note what a signal would lose.
@@ -218,7 +225,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
     if (shards && !shares)
         notes.push_back(
             concat("--zero ", c.zero, " shards nothing: there is one data-parallel rank"));
-    if (given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)
+    if (was_given(c, "warmup") && c.steps > 0 && c.warmup >= c.steps)
         notes.push_back(concat("--warmup ", c.warmup, " is all of --steps ", c.steps,
                                ": the learning rate never reaches --lr"));
 

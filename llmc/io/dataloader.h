@@ -6,13 +6,13 @@
 //          Magic 20240520 version 1: uint16 (GPT-2). Magic 20240801 version 7: uint32 (Llama 3).
 //          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
 //   .jsonl with --loss sft: conversations, packed when they are opened (conversations.h);
-//          with --loss dpo and its relatives: pairs of answers (pairs.h).
+//          with --loss dpo and its relatives: pairs of answers (conversations.h).
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
 //              visits every window once, in an order that is a function of seed and epoch and needs
 //              no memory. The cursor of a run is one number: the samples taken so far.
-//   documents  With --document-mask the documents of a window do not see each other (documents.h).
+//   documents  With --document-mask the documents of a window do not see each other (context.h).
 //   validation Without its own files, validation gets the last tenth of each training file. The two
 //              splits share no token.
 //   A function that returns a text returns "", or one line that says what is wrong.
@@ -26,12 +26,14 @@
 #include <sstream>
 #include <string>
 #include <vector>
-#include "../documents.h"
-#include "../rand.h"
+#include "../access.h"
+#include "../context.h"
+#include "../ops/rand.h"
 #include "../text.h"
+#include "../tune/labels.h"
 #include "file_kind.h"
+#include "files.h"
 #include "mapping.h"
-#include "labels.h"
 #include "tokenizer.h"
 
 namespace llmc {
@@ -489,7 +491,7 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
     return x;
 }
 
-// The upper bits of a token in packed shards are marks (documents.h).
+// The upper bits of a token in packed shards are marks (context.h).
 constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // mask of the token itself
 
 // Token i of a file's range, with its marks.

@@ -37,10 +37,13 @@
 #pragma once
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include "../text.h"
 #include "config.h"
 #include "dataloader.h"
+#include "files.h"
+#include "json.h"
+#include "tokenizer.h"
 #include "tokenizer_files.h"
-#include "../text.h"
 
 namespace llmc {
 
@@ -54,7 +57,7 @@ struct Candidate {
 };
 
 // A question. Its candidates lie side by side in Evaluation::candidates.
-struct Question {
+struct TaskQuestion {
     size_t first, count; // range of its candidates
     int label;           // index of the right one
 };
@@ -62,7 +65,7 @@ struct Question {
 // A task of --evaluate, with its questions in the order of the file.
 struct Task {
     std::string name;
-    std::vector<Question> questions = {};
+    std::vector<TaskQuestion> questions = {};
 };
 
 // All questions of --evaluate. The candidates of all tasks run together.
@@ -104,8 +107,8 @@ inline std::string_view strip_right(std::string_view text) {
     return text;
 }
 
-// Python's strip(): remove white space at both ends.
-inline std::string strip(std::string_view text) {
+// Python's trimmed(): remove white space at both ends.
+inline std::string trimmed(std::string_view text) {
     while (size_t n = space_length(text))
         text.remove_prefix(n);
     return std::string(strip_right(text));
@@ -131,7 +134,7 @@ inline std::string capitalize(std::string text) {
 // Remove WikiHow's titles and marks from HellaSwag's texts. A mark ends in its line.
 inline std::string without_marks(const std::string& raw) {
     // An opening bracket without a closing one in its line is text, and stays.
-    std::string text = replace_all(strip(raw), " [title]", ". "), out;
+    std::string text = replace_all(trimmed(raw), " [title]", ". "), out;
     for (size_t at = 0; at < text.size();) {
         size_t close = text[at] == '[' ? text.find_first_of("]\n", at) : std::string::npos;
         bool mark = close != std::string::npos && text[close] == ']';
@@ -154,7 +157,7 @@ struct Texts {
 };
 
 // Join one context with completions, each after a space.
-inline Texts choices(const std::string& context, const std::vector<std::string>& completions,
+inline Texts as_choices(const std::string& context, const std::vector<std::string>& completions,
                      int label) {
     Texts q;
     for (const std::string& c : completions)
@@ -208,7 +211,7 @@ inline Texts hellaswag_texts(const Json& j, std::string* wrong) {
     std::vector<std::string> endings = texts_in(j, "endings", wrong);
     for (std::string& e : endings)
         e = without_marks(e);
-    return choices(without_marks(text_in(j, "activity_label", wrong) + ": " + ctx), endings,
+    return as_choices(without_marks(text_in(j, "activity_label", wrong) + ": " + ctx), endings,
                    number_in(j, "label", wrong));
 }
 
@@ -237,12 +240,12 @@ inline Texts arc_texts(const Json& j, std::string* wrong) {
     if (wrong->empty() && (texts.size() != labels.size() || right == labels.end()))
         *wrong = concat("answerKey '", key, "' is none of the labels of the ", texts.size(),
                         " choices");
-    return choices("Question: " + question + "\nAnswer:", texts, int(right - labels.begin()));
+    return as_choices("Question: " + question + "\nAnswer:", texts, int(right - labels.begin()));
 }
 
 // PIQA: {"goal", "sol1", "sol2"}, with "label" or a file of labels
 inline Texts piqa_texts(const Json& j, std::string* wrong) {
-    return choices("Question: " + text_in(j, "goal", wrong) + "\nAnswer:",
+    return as_choices("Question: " + text_in(j, "goal", wrong) + "\nAnswer:",
                    {text_in(j, "sol1", wrong), text_in(j, "sol2", wrong)},
                    number_in(j, "label", wrong));
 }
@@ -255,7 +258,7 @@ inline Texts winogrande_texts(const Json& j, std::string* wrong) {
     if (wrong->empty() && gap == sentence.size())
         *wrong = "wants a _ in \"sentence\"";
     std::string before = sentence.substr(0, gap);
-    std::string rest = " " + strip(sentence.substr(std::min(gap + 1, sentence.size())));
+    std::string rest = " " + trimmed(sentence.substr(std::min(gap + 1, sentence.size())));
     Texts q;
     for (const char* option : {"option1", "option2"})
         q.pairs.push_back({before + text_in(j, option, wrong), rest});
@@ -268,8 +271,8 @@ inline Texts lambada_texts(const Json& j, std::string* wrong) {
     std::string text = text_in(j, "text", wrong);
     size_t space = text.rfind(' ');
     if (space == std::string::npos)
-        return choices("", {text}, 0);
-    return choices(text.substr(0, space), {text.substr(space + 1)}, 0);
+        return as_choices("", {text}, 0);
+    return as_choices(text.substr(0, space), {text.substr(space + 1)}, 0);
 }
 
 // A kind of task: the function that reads its lines, and its scores beside acc.
@@ -391,7 +394,7 @@ inline Texts texts_of(const TaskKind& kind, const std::vector<std::string>& line
         return {};
     }
     if (each == 6)
-        return choices(lines[at], {&lines[at + 2], &lines[at + 6]},
+        return as_choices(lines[at], {&lines[at + 2], &lines[at + 6]},
                        number_of(lines[at + 1], "label", wrong));
 
     // Parse a line of JSON, or take a line of LAMBADA's plain text.
@@ -496,7 +499,7 @@ struct Score {
 // Compare the candidates of each question.
 inline Score score_task(const Task& task, const std::vector<Candidate>& candidates) {
     std::vector<double> acc, acc_norm, log_likelihood; // [question]
-    for (const Question& q : task.questions) {
+    for (const TaskQuestion& q : task.questions) {
         const Candidate* c = &candidates[q.first];
         auto best = [&](auto value) { // the first of the largest
             size_t at = 0;

@@ -6,10 +6,29 @@
 //   Nothing is run or allocated. Data-parallel ranks of a stage are alike, so a cluster of any size
 //   needs one line, and one placing of its plans, for each rank of the pipeline.
 #pragma once
-#include "mfu.h"
-#include "numbers.h"
+#include "../access.h"
+#include "../action.h"
+#include "../adapters.h"
+#include "../arena.h"
+#include "../context_parallel.h"
+#include "../head.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/small_states.cuh"
+#include "../ops/types.h"
+#include "../optimizer.h"
+#include "../pipeline.h"
+#include "../plan.h"
+#include "../plan_check.h"
+#include "../recompute.h"
+#include "../sharding.h"
+#include "../sizes.h"
+#include "../streams.h"
 #include "../text.h"
 #include "../trainer.h"
+#include "../zero.h"
+#include "machine.h"
+#include "mfu.h"
 
 namespace llmc {
 
@@ -270,8 +289,8 @@ inline std::string layers_text(const Plan& p, const Model& model) {
     std::string text;
     for (int s = p.layout.pp.rank; s < p.layout.stages(); s += p.layout.pp.size) {
         // A rank's interleaved stages are a whole pipeline apart.
-        int first = first_layer(p.layout, model, s);
-        int last = first_layer(p.layout, model, s + 1) - 1;
+        int first = first_layer_of(p.layout, model, s);
+        int last = first_layer_of(p.layout, model, s + 1) - 1;
         text += concat(text.empty() ? "" : ", ", first, last > first ? concat("..", last) : "");
     }
     return text;
@@ -331,7 +350,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 
 // NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5
 // to 1.6 GB a communicator (NCCL's issues 964 and 864). Communicators that share buffers count
-// once: the plan's, and beside them those of other axes (comms.h).
+// once: the plan's, and beside them those of other axes (layout.h).
 inline std::string nccl_text(const Layout& layout) {
     auto beside = [&](Axis axis) { return int(axis.size > 1 && axis.size < layout.world()); };
     bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;

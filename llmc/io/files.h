@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
+#include "../access.h"
 #include "../text.h"
 
 namespace llmc {
@@ -355,6 +356,66 @@ inline uint32_t manifest_crc(nlohmann::json manifest) {
     std::string text = manifest_text(manifest);
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(text.data());
     return uint32_t(crc32(0, bytes, uInt(text.size())));
+}
+
+// The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
+inline mode_t file_type(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
+}
+
+// Try whether a file that will be written at the end of the run can be made: "" or why not. A file
+// that is there is not changed.
+inline std::string try_file(const char* flag, const std::string& path) {
+    bool there = file_type(path) != 0;
+    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+    std::string why = strerror(errno);
+    if (fd < 0)
+        return concat("--", flag, " ", path, ": cannot be written: ", why);
+    close(fd);
+    if (!there) unlink(path.c_str());
+    return "";
+}
+
+// The same for a folder: make one beside it, and remove that.
+inline std::string try_folder(const char* flag, std::string path) {
+    while (path.size() > 1 && path.ends_with("/"))
+        path.pop_back();
+    std::string beside = path + ".try";
+    bool good = mkdir(beside.c_str(), 0777) == 0 || errno == EEXIST;
+    std::string why = strerror(errno);
+    rmdir(beside.c_str());
+    return good ? "" : concat("--", flag, " ", path, ": cannot be made: ", why);
+}
+
+// The program itself: its path, to start it again; its folder, to find the sources beside it; and
+// its bytes, to check that all ranks run the same program.
+inline std::string program_path() {
+    // Ask Linux for the path; "" where it does not tell.
+    char path[4096];
+    ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    return std::string(path, n > 0 ? size_t(n) : 0);
+}
+inline std::string program_folder() {
+    std::string program = program_path();
+    return program.substr(0, program.rfind('/') + 1);
+}
+inline std::string program_bytes() {
+    std::ifstream program("/proc/self/exe", std::ios::binary);
+    return {std::istreambuf_iterator<char>(program), {}};
+}
+
+// A message as it is shown: printable, whatever the file held that it quotes, and a screen at most,
+// however long the list is that it names.
+inline std::string one_screen(const std::string& message) {
+    const size_t most = 1400;
+    return printable(message.substr(0, most)) + (message.size() > most ? "..." : "");
+}
+
+// End the program with an error message, unless the message is empty. Functions that may fail
+// return "" or a sentence for the user, and or_die() wraps their calls.
+inline void or_die(const std::string& wrong) {
+    LLMC_USER_CHECK(wrong.empty(), "%s", one_screen(wrong).c_str());
 }
 
 } // namespace llmc

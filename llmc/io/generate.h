@@ -17,10 +17,19 @@
 #pragma once
 #include <functional>
 #include <set>
-#include "sampler.h"
-#include "speculate.h"
+#include "../action.h"
+#include "../comm/comm.h"
+#include "../extra/speculate.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/memory.h"
+#include "../ops/rand.h"
+#include "../ops/types.h"
+#include "../sizes.h"
 #include "../step.h"
 #include "../text.h"
+#include "../trainer.h"
+#include "sampler.h"
 
 namespace llmc {
 

@@ -2,8 +2,9 @@
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
-#include "config.h"
 #include "../presets.h"
+#include "../text.h"
+#include "config.h"
 
 namespace llmc {
 

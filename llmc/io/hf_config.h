@@ -4,8 +4,15 @@
 //   Writing  Every size is written, for defaults differ between versions of transformers.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include "../family.h"
+#include "../access.h"
+#include "../llama.h"
+#include "../mixtral.h"
+#include "../mla.h"
+#include "../model.h"
+#include "../ops/moe.cuh"
+#include "../ops/rope.cuh"
 #include "../presets.h"
+#include "../text.h"
 #include "json.h"
 
 namespace llmc {
@@ -112,7 +119,8 @@ inline nlohmann::json hf_rope_object(HfConfig& c) {
             hf_wrong(c, key, " is no object");
             continue;
         }
-        if (!c.j[key].empty()) return c.j[key];
+        if (!c.j[key].empty())
+            return c.j[key];
     }
     return nlohmann::json::object();
 }
@@ -229,7 +237,8 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     // and this program has none.
     if (type == "dynamic") return;
     if (type == "llama3") return hf_rope_llama3(c, r, x);
-    if (type == "yarn") return hf_rope_yarn(c, r, s.P, x);
+    if (type == "yarn")
+        return hf_rope_yarn(c, r, s.P, x);
     if (type != "linear")
         return hf_wrong(c, "rope scaling ", type,
                         " is not built yet: linear, dynamic, llama3 and yarn are");
@@ -346,10 +355,13 @@ inline void hf_window(HfConfig& c, Shape& s) {
                       ? 0 : hf_size(c, "max_window_layers", 28);
     size_t period = type == "gemma3_text" ? hf_size(c, "sliding_window_pattern", 6) : 2;
     hf_windows(c, s, size, lists && c.has("layer_types"), [&](size_t l) {
-        if (gemma || type == "gpt_oss") return (l + 1) % period > 0;
-        if (type == "qwen2" || type == "qwen3") return size && l >= qwen;
-        if (type == "qwen2_moe") return size && l % 2 == 0 && l < qwen;
-        return size && !(smol && turns(s, int(l) + 1));
+        if (gemma || type == "gpt_oss")
+            return (l + 1) % period > 0;
+        if (type == "qwen2" || type == "qwen3")
+            return size && l >= qwen;
+        if (type == "qwen2_moe")
+            return size && l % 2 == 0 && l < qwen;
+        return size && !(smol && has_rope(s, int(l) + 1));
     });
 }
 
@@ -906,7 +918,7 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
 
     // Add the keys that only one model_type has.
     if (s.hf_type == "smollm3")
-        j["no_rope_layers"] = lists([&](int layer) { return int(turns(s, layer)); });
+        j["no_rope_layers"] = lists([&](int layer) { return int(has_rope(s, layer)); });
     if (s.hf_type == "phi3")
         j["partial_rotary_factor"] = double(rotary_channels(s, s.HS)) / double(s.HS);
     if (s.hf_type == "gemma3_text")

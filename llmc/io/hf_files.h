@@ -8,6 +8,8 @@
 //   Contract: a tensor's `data` is null on every rank but its reader.
 //   Memory: one chunk of at most 16 MiB a rank, and none where one rank runs alone.
 #pragma once
+#include "../access.h"
+#include "../text.h"
 #include "checkpoint.h"
 #include "json.h"
 #include "one_reader.h"

@@ -13,15 +13,32 @@
 #pragma once
 #include <dirent.h>
 #include <filesystem>
+#include "../access.h"
+#include "../adapters.h"
+#include "../comm/comm.h"
+#include "../extra/gptq.h"
+#include "../extra/joined_experts.h"
+#include "../extra/prequantised.h"
+#include "../family.h"
+#include "../llama.h"
+#include "../mixtral.h"
+#include "../mla.h"
+#include "../model.h"
+#include "../ops/attention_merge.cuh"
+#include "../ops/attention_sm90.cuh"
+#include "../ops/types.h"
+#include "../optimizer.h"
+#include "../parameters.h"
+#include "../quantised.h"
+#include "../text.h"
 #include "../trainer.h"
 #include "checkpoint.h"
-#include "gptq.h"
+#include "files.h"
 #include "hf_config.h"
 #include "hf_files.h"
-#include "joined_experts.h"
-#include "json.h"
-#include "prequantised.h"
+#include "one_reader.h"
 #include "safetensors.h"
+#include "tokenizer.h"
 #include "tokenizer_files.h"
 
 namespace llmc {
@@ -58,7 +75,8 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
                              {"mlp.up_proj", "mlp.gate_up_proj", s.F, 2 * s.F}};
     for (const Joined& j : joined) {
         size_t at = p.name.find(j.part);
-        if (s.hf_type != "phi3" || at == std::string::npos) continue;
+        if (s.hf_type != "phi3" || at == std::string::npos)
+            continue;
         return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
     }
 
@@ -95,7 +113,7 @@ inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, si
 }
 
 // Whether files hold q, k and v of one head, then those of the next: GPT-NeoX's do.
-inline bool by_heads(const Parameter& p) {
+inline bool ordered_by_heads(const Parameter& p) {
     return p.name.find("attention.query_key_value.") != std::string::npos;
 }
 
@@ -156,7 +174,8 @@ template <typename T, typename S>
 std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
                              const SafeTensor& tensor, const PackedFormat& format) {
     // Refuse a part of a matrix, or another order of rows: the codes' blocks would not fit.
-    bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 && !by_heads(p);
+    bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 &&
+                 !ordered_by_heads(p);
     if (!whole || p.shape.size() != 2)
         return "tensor " + tensor.name + " is " + tensor.dtype + ", and only whole matrices can be "
                "read from codes: dequantise the folder first";
@@ -290,7 +309,7 @@ void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
     }
     if (change) change(p, &values);
     if (!mine) return;
-    if (by_heads(p))
+    if (ordered_by_heads(p))
         values = swap_outer(values, t.model.shape.NH, 3);
     set_file_weight(t, p, values);
 }
@@ -585,7 +604,8 @@ inline std::string hf_check_folder(const std::string& folder,
     bool weights = std::any_of(names.begin(), names.end(), [](const std::string& name) {
         return name.ends_with(".safetensors");
     });
-    if (names.empty() || (config && weights)) return "";
+    if (names.empty() || (config && weights))
+        return "";
     return "--export " + folder + ": holds " + printable(names[0]) +
            " and no whole model: choose a new folder";
 }
@@ -730,7 +750,7 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         }
         if (p.transposed)
             values = transpose(values, p.rows(), p.cols());
-        if (by_heads(p))
+        if (ordered_by_heads(p))
             values = swap_outer(values, 3, t.model.shape.NH);
         writer_put(w, values, dtype);
     }
@@ -822,7 +842,8 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
 inline std::string make_export_folder(const std::string& folder, const std::string& temporary,
                                       const TextFiles& carried) {
     remove_folder(temporary, carried);
-    if (mkdir(temporary.c_str(), 0777) == 0) return "";
+    if (mkdir(temporary.c_str(), 0777) == 0)
+        return "";
     return "--export " + folder + ": " + temporary + ": cannot be made: " + strerror(errno);
 }
 

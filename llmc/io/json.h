@@ -7,8 +7,6 @@
 #pragma once
 #include <string>
 #include <nlohmann/json.hpp>
-#include "../text.h"
-#include "files.h"
 
 namespace llmc {
 

@@ -5,8 +5,17 @@
 //   Contract: all layouts give the same sums, apart from the rounding of their reductions.
 #pragma once
 #include <numeric>
-#include "evaluate.h"
+#include "../action.h"
+#include "../comm/comm.h"
+#include "../context.h"
+#include "../head.h"
+#include "../layout.h"
+#include "../ops/hopper.cuh"
+#include "../ops/memory.h"
+#include "../ops/types.h"
 #include "../step.h"
+#include "../trainer.h"
+#include "evaluate.h"
 
 namespace llmc {
 

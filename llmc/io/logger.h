@@ -4,7 +4,7 @@
 //     first         {config, flops_per_token}
 //     a step        {step, loss, grad_norm, lr, tokens, ms, tokens_per_second, mfu}; in fp16 also
 //                   loss_scale, that of the next step; with --cp also cp_imbalance; with experts
-//                   max_vio and least_load (expert_loads.h), with a capacity also dropped_share;
+//                   max_vio and least_load (load.h), with a capacity also dropped_share;
 //                   with pairs margin and accuracy, with KTO's also kl, the reference point;
 //                   with sampled answers reward, length, cut, equal_groups, entropy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
@@ -21,8 +21,9 @@
 #include <utility>
 #include <vector>
 #include <nlohmann/json.hpp>
+#include "../comm/comm.h"
+#include "../text.h"
 #include "files.h"
-#include "numbers.h"
 
 namespace llmc {
 
@@ -57,7 +58,7 @@ struct StepReport {
     double mfu = 0;                      // 0 to 1
     double loss_scale = 0;       // fp16: the scale of the next step; 0: none
     double cp_imbalance = 0;     // most pairs of a context-parallel rank over the mean; 0: none
-    double max_vio = -1;         // experts: see expert_loads.h; -1: none
+    double max_vio = -1;         // experts: see load.h; -1: none
     double least_load = 0;
     double dropped_share = -1;   // of experts' slots, by capacity; -1: none
     double margin = 0, accuracy = -1; // means over pairs; -1: no pairs
@@ -241,7 +242,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     if (r.kl >= 0) j["kl"] = r.kl;
     for (const NamedNumber& n : r.rollouts) j[n.name] = n.value;
     std::string said = log_append(log, j);
-    if (!ferror(stdout) || std::exchange(log.unread, true)) return said;
+    if (!ferror(stdout) || std::exchange(log.unread, true))
+        return said;
     return "standard output cannot be written: the run goes on without it";
 }
 

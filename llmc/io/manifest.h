@@ -5,8 +5,13 @@
 //   Every function that returns a text returns "" or what is wrong.
 #pragma once
 #include <climits>
-#include "../fp8_delayed.cuh"
-#include "../grad_norm.cuh"
+#include "../access.h"
+#include "../ops/fp8_delayed.cuh"
+#include "../ops/grad_norm.cuh"
+#include "../ops/loss_scale.cuh"
+#include "../ops/types.h"
+#include "../text.h"
+#include "files.h"
 #include "json.h"
 #include "rollout_state.h"
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include "../text.h"
 #include "files.h"
 
 namespace llmc {

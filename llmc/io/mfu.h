@@ -2,7 +2,7 @@
 //   FLOPs a token = 6 * parameters + 6 * L * NH*HS * T        (arXiv:2204.02311)
 //     6 for each parameter that the token meets; of the experts, those that it goes through. A
 //     product takes 2 forward and 4 backward. A frozen matrix beside adapters takes 2 backward: its
-//     own gradient is not computed; in blocks below the lowest adapter none (lowest_trained.h).
+//     own gradient is not computed; in blocks below the lowest adapter none (recompute.h).
 //     Attention's two products see T/2 keys on average.
 //   mfu = tokens a second * FLOPs a token / peak.  Recomputation does not count.
 //   A GPU's peak is its data sheet's, dense. A CPU's data sheet names a peak that its libraries do
@@ -12,10 +12,16 @@
 #pragma once
 #include <string>
 #include "../comm/group.h"
-#include "../linear.cuh"
-#include "../buckets.h"
-#include "../lowest_trained.h"
-#include "../machine.h"
+#include "../comm/mpi.h"
+#include "../comm/record.h"
+#include "../model.h"
+#include "../ops/cuda_common.h"
+#include "../ops/linear.cuh"
+#include "../ops/matmul.cuh"
+#include "../ops/memory.h"
+#include "../ops/types.h"
+#include "machine.h"
+#include "../recompute.h"
 #include "../text.h"
 
 namespace llmc {

@@ -18,7 +18,21 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <sstream>
+#include "../access.h"
+#include "../adapters.h"
+#include "../family.h"
+#include "../model.h"
+#include "../ops/types.h"
+#include "../parameters.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "checkpoint.h"
+#include "files.h"
+#include "hf_config.h"
+#include "hf_files.h"
 #include "huggingface.h"
+#include "one_reader.h"
+#include "safetensors.h"
 
 namespace llmc {
 

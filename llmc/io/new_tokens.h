@@ -7,7 +7,16 @@
 //      layouts draw the same.
 //   An export has the tokens in its config.json and tokenizer.json, and needs the flag no more.
 #pragma once
+#include "../model.h"
+#include "../ops/rand.h"
+#include "../parameters.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "checkpoint.h"
+#include "hf_config.h"
 #include "huggingface.h"
+#include "tokenizer.h"
+#include "tokenizer_files.h"
 
 namespace llmc {
 

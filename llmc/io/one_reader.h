@@ -7,7 +7,10 @@
 //   Cost: a rank receives as many bytes as it would have read.
 #pragma once
 #include "../action.h"
-#include "../comm/comms.h"
+#include "../comm/comm.h"
+#include "../comm/group.h"
+#include "../layout.h"
+#include "../model.h"
 
 namespace llmc {
 

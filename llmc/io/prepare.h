@@ -35,13 +35,17 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include "../comm/record.h"
+#include "../text.h"
+#include "../tune/conversations.h"
 #include "config.h"
-#include "conversations.h"
 #include "dataloader.h"
+#include "file_kind.h"
 #include "files.h"
-#include "logger.h"
-#include "mfu.h"
+#include "json.h"
 #include "text_batch.h"
+#include "text_stream.h"
+#include "tokenizer.h"
 #include "tokenizer_files.h"
 
 namespace llmc {
@@ -804,8 +808,9 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
 }
 
 // Run --prepare, from the flags to the manifest. program_folder: where the program lies.
-inline std::string prepare(const Config& c, const Tokenizer& t, const std::string& program_folder,
-                           const BatchLimits& limits = {}) {
+inline std::string prepare_shards(const Config& c, const Tokenizer& t,
+                                  const std::string& program_folder,
+                                  const BatchLimits& limits = {}) {
     // Check the flags and the inputs.
     ShardOutput o;
     BatchReader r;

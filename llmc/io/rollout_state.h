@@ -9,7 +9,7 @@
 #pragma once
 #include <string>
 #include <vector>
-#include "../types.h"
+#include "../ops/types.h"
 #include "json.h"
 
 namespace llmc {

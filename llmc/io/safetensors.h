@@ -13,7 +13,8 @@
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
-#include "../types.h"
+#include "../ops/small_states.cuh"
+#include "../ops/types.h"
 #include "files.h"
 #include "mapping.h"
 
@@ -332,7 +333,8 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
 // The nearest float that a file's type can hold. An export rounds once, from the float sum of base
 // and change, never from a base that is already narrow.
 inline float as_written(float x, Type dtype) {
-    if (dtype == Type::BF16) return to_float(from_acc<bf16>(x));
+    if (dtype == Type::BF16)
+        return to_float(from_acc<bf16>(x));
     return dtype == Type::F16 ? half_to_float(float_to_half(x)) : x;
 }
 

@@ -9,8 +9,10 @@
 //             use, a folder's name with "/" and the file's.
 //   Memory: the files' bytes on each process until it ends. A process that runs alone keeps none.
 #pragma once
+#include "../comm/comm.h"
 #include "checkpoint.h"
 #include "config.h"
+#include "files.h"
 
 namespace llmc {
 

@@ -22,6 +22,7 @@
 #include <zstd.h>
 #include <zstd_errors.h>
 #endif
+#include "../text.h"
 #include "file_kind.h"
 
 namespace llmc {

@@ -5,8 +5,9 @@
 //   event format of chrome://tracing and ui.perfetto.dev.
 #pragma once
 #include <fstream>
+#include "../pipeline.h"
+#include "../streams.h"
 #include "../text.h"
-#include "../trainer.h"
 
 namespace llmc {
 

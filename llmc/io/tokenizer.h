@@ -28,8 +28,9 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+#include "../ops/rand.h"
+#include "../ops/types.h"
 #include "../text.h"
-#include "../types.h"
 
 namespace llmc {
 

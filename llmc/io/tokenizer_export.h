@@ -6,6 +6,10 @@
 #pragma once
 #include <map>
 #include <set>
+#include "../access.h"
+#include "../text.h"
+#include "files.h"
+#include "tokenizer.h"
 #include "tokenizer_files.h"
 
 namespace llmc {

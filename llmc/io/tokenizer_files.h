@@ -17,7 +17,10 @@
 #include <fstream>
 #include <sstream>
 #include <nlohmann/json.hpp>
+#include "../access.h"
+#include "../ops/types.h"
 #include "../text.h"
+#include "files.h"
 #include "json.h"
 #include "tokenizer.h"
 

@@ -1,17 +1,34 @@
 // choose.h - before the run: what the flags name becomes a shape, text and data
 //   Nothing is allocated here. Mistakes on the command line are found here, as far as they can be.
 #pragma once
-#include "../io/adapter_files.h"
+#include "../adapters.h"
+#include "../comm/comm.h"
+#include "../extra/ds_config.h"
+#include "../extra/gguf.h"
+#include "../family.h"
+#include "../io/checkpoint.h"
 #include "../io/checkpoint_load.h"
+#include "../io/config.h"
 #include "../io/config_check.h"
-#include "../io/ds_config.h"
+#include "../io/dataloader.h"
+#include "../io/evaluate.h"
+#include "../io/files.h"
+#include "../io/hf_config.h"
+#include "../io/huggingface.h"
 #include "../io/model_files.h"
-#include "../io/gguf.h"
-#include "../io/merged_adapters.h"
-#include "../io/named_adapters.h"
-#include "../io/prefix_files.h"
 #include "../io/new_tokens.h"
-#include "../io/shared_files.h"
+#include "../io/tokenizer.h"
+#include "../io/tokenizer_export.h"
+#include "../io/tokenizer_files.h"
+#include "../model.h"
+#include "../presets.h"
+#include "../text.h"
+#include "../tune/adapter_files.h"
+#include "../tune/chat.h"
+#include "../tune/chat_templates.h"
+#include "../tune/merged_adapters.h"
+#include "../tune/named_adapters.h"
+#include "../tune/prefix_files.h"
 #include "run.h"
 
 namespace llmc {
@@ -95,7 +112,7 @@ inline LoraOptions lora_options(const Config& c) {
 // Take the number of trained keys from the folder --adapter, if it holds a prefix: from here on the
 // run is one of --prefix.
 inline void take_prefix(Config& c, const Shape& s) {
-    bool made = c.adapter.empty() || given(c, "prefix");
+    bool made = c.adapter.empty() || was_given(c, "prefix");
     if (made || before_text(c.adapter) == BeforeText::NOTHING)
         return;
     size_t n = 0;
@@ -145,7 +162,7 @@ inline void take_ds_config(Run& run) {
     std::vector<std::string> lines;
     std::string wrong = read_ds_config(run.config, path, run.world.size, &lines);
     for (const std::string& line : lines)
-        if (is_first(run))
+        if (is_first_rank(run))
             printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
     or_die(wrong);
 }
@@ -153,7 +170,7 @@ inline void take_ds_config(Run& run) {
 // Without --vocab, give new weights as many tokens as the tokenizer that the user names.
 inline void follow_tokenizer(Run& run) {
     Config& c = run.config;
-    if (has_new_weights(c) && given(c, "tokenizer") && !given(c, "vocab"))
+    if (has_new_weights(c) && was_given(c, "tokenizer") && !was_given(c, "vocab"))
         c.vocab = run.tokenizer.vocab_size;
 }
 
@@ -168,7 +185,7 @@ inline void open_tokenizer(Run& run) {
     std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
     LLMC_USER_CHECK(wrong.empty(), "%s%s", one_screen(wrong).c_str(),
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
-    if (left_out && c.tokenizer != "byte" && is_first(run))
+    if (left_out && c.tokenizer != "byte" && is_first_rank(run))
         printf("tokenizer: %s\n", c.tokenizer.c_str());
 
     // Adapters may have learned to end texts otherwise than their base, and say so beside them.
@@ -191,7 +208,7 @@ inline void grow_vocabulary(Run& run) {
                     c.add_tokens.c_str());
     size_t before = run.shape.V;
     run.shape.V = std::max(before, size_t(run.tokenizer.vocab_size));
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("new tokens: %s, up to token %d; the tables grow from %zu to %zu rows\n",
                printable(c.add_tokens).c_str(), run.tokenizer.vocab_size - 1, before, run.shape.V);
 }
@@ -200,7 +217,7 @@ inline void grow_vocabulary(Run& run) {
 // the loss would be that of the project's own sources, which nobody asked for.
 inline bool wants_validation(const Config& c) {
     if (c.loss == "grpo") return false;
-    bool tasks_alone = !c.evaluate.empty() && !given(c, "data") && !given(c, "val");
+    bool tasks_alone = !c.evaluate.empty() && !was_given(c, "data") && !was_given(c, "val");
     return c.eval ? !tasks_alone : c.steps > 0;
 }
 
@@ -231,7 +248,7 @@ inline std::string chat_folder(const Config& c) {
 inline void open_chat(Run& run) {
     const Config& c = run.config;
     std::string folder = chat_folder(c);
-    if (!has_conversations(c) && !c.chat && !given(c, "chat-format")) {
+    if (!has_conversations(c) && !c.chat && !was_given(c, "chat-format")) {
         // Say how a model that knows conversations is asked: a plain prompt gets no answer from it.
         bool asks = !folder.empty() && !(c.prompt + c.prompts).empty();
         nlohmann::json text;
@@ -243,7 +260,7 @@ inline void open_chat(Run& run) {
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (!has_conversations(c))
         or_die(run.chat.refused);
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
 }
 
@@ -279,7 +296,7 @@ inline void open_data(Run& run) {
 
     // Look at the files on one rank, for all. Checkpoints name them; the manifests of all machines
     // must be equal, so each rank notes which they are.
-    if (is_first(run)) look_at_data(run);
+    if (is_first_rank(run)) look_at_data(run);
     or_die(identify_files(files, &run.data["data"]));
     if (apart)
         or_die(identify_files(c.val, &run.data["val"]));
@@ -335,7 +352,7 @@ inline void keep_for_export(Run& run) {
     std::string chosen = folder ? tokenizer_in(c.tokenizer) : c.tokenizer;
     bool own_tokenizer = own.empty() ? c.tokenizer == "byte"
                                      : std::filesystem::equivalent(own, chosen, none);
-    if (own_tokenizer && is_first(run) && !exports_adapters(run))
+    if (own_tokenizer && is_first_rank(run) && !exports_adapters(run))
         or_die(carry_files(&run.exported, c.model));
 
     // If this run's shape differs from the folder's it is another model, and keeps no keys.
@@ -358,7 +375,7 @@ inline void keep_chat(Run& run) {
         e.chat_template = template_in(c.model);
 
     // Adapters say beside them how an answer ends.
-    bool taught = has_conversations(c) || given(c, "chat-format");
+    bool taught = has_conversations(c) || was_given(c, "chat-format");
     bool merges = !c.adapter.empty() && from == c.adapter;
     int end = taught ? run.chat.end : run.tokenizer.eot;
     if (!vocab_matches(run) || !(taught || merges) || end < 0)
@@ -392,9 +409,9 @@ inline void prepare_gguf(Run& run) {
     // Read the tokenizer's files too: one of them may hold the chat template.
     if (known)
         tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
-    if (!why.empty() && is_first(run))
+    if (!why.empty() && is_first_rank(run))
         printf("--export writes no tokenizer: %s\n", why.c_str());
-    if (gguf_context(run.shape) < run.shape.P && is_first(run))
+    if (gguf_context(run.shape) < run.shape.P && is_first_rank(run))
         printf("--export: llama.cpp has no windows for this model: the file's context is the "
                "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);
     note(run, gguf_wider(make_model(run.shape), gguf_type(c.export_dtype)));
@@ -431,7 +448,7 @@ inline void prepare_export(Run& run) {
     // Export the model even if its tokenizer cannot be exported, but print why.
     std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
-    if (!why.empty() && is_first(run))
+    if (!why.empty() && is_first_rank(run))
         printf("--export writes no tokenizer.json: %s\n", why.c_str());
     keep_for_export(run);
     if (!c.add_tokens.empty())
@@ -444,16 +461,16 @@ inline void prepare_export(Run& run) {
     if (exports_adapters(run))
         run.exported.files.erase("generation_config.json"); // nobody looks for it there
     or_die(hf_export_check(run.shape, c.export_dir, run.exported.files));
-    if (is_first(run))
+    if (is_first_rank(run))
         or_die(try_folder("export", c.export_dir));
 
     // Say at the start what PEFT will not load.
     std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";
-    if (!lost.empty() && is_first(run))
+    if (!lost.empty() && is_first_rank(run))
         note(run, "--export " + c.export_dir + ": " + lost);
 
     // Announce that an older export will be replaced.
-    if (is_first(run) && !names_in(export_folder(c.export_dir)).empty())
+    if (is_first_rank(run) && !names_in(export_folder(c.export_dir)).empty())
         note(run, "--export " + c.export_dir + " holds an export, which the new one replaces");
 }
 

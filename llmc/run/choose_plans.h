@@ -1,198 +1,20 @@
-// choose_plans.h - what the flags say of ranks and memory becomes a layout and the options of plans
-//   Nothing is allocated.
+// choose_plans.h - which plans a run has: to train, evaluate, score candidates, generate
 #pragma once
+#include "../action.h"
+#include "../adapters.h"
+#include "../io/config.h"
+#include "../io/likelihood.h"
+#include "../io/plan_flags.h"
+#include "../model.h"
+#include "../ops/types.h"
+#include "../plan.h"
+#include "../plan_check.h"
+#include "../text.h"
+#include "../tune/prefix_files.h"
 #include "choose.h"
+#include "run.h"
 
 namespace llmc {
-
-// ----------------------------------------------------------------------------
-// layout
-
-// The schedule that --pipeline names. A name that is no schedule's is the path of a file with one,
-// which is read into `given`.
-inline Pipeline choose_pipeline(const Config& c, int micro_batches, std::vector<Schedule>* given) {
-    for (size_t i = 0; i < PIPELINE_NAMES.size(); i++)
-        if (c.pipeline == PIPELINE_NAMES[i])
-            return Pipeline(i);
-
-    // Read and check the user's schedule before any rank depends on it.
-    std::ifstream file(file_type(c.pipeline) == S_IFREG ? c.pipeline : "");
-    LLMC_USER_CHECK(file,
-                    "--pipeline %s is neither gpipe, 1f1b, interleaved, zero-bubble nor a file",
-                    c.pipeline.c_str());
-    std::string wrong = read_schedule(file, *given);
-    if (wrong.empty())
-        wrong = check_schedule(*given, c.pp, c.chunks, micro_batches);
-    LLMC_USER_CHECK(wrong.empty(), "--pipeline %s: %s", c.pipeline.c_str(), wrong.c_str());
-    return Pipeline::GIVEN;
-}
-
-// Divide the layers into stages of about equal cost. Returns the first layer of each stage, then
-// the number of layers. A layer's cost is the number of weights that a token meets in its matrices:
-// of experts those of K, so that stages take as long and not as many bytes. The head's product
-// counts also if its table is tied.
-inline std::vector<int> choose_stages(const Shape& shape, int stages) {
-    Model model = make_model(shape);
-    std::vector<double> cost(model.layers(), 0);
-    for (const Parameter& p : model.parameters)
-        if (p.shape.size() == 2 && p.layer > 0) {
-            // A token meets K experts of a stack.
-            double met = p.stack > 1 ? double(shape.K) / p.stack : 1;
-            cost[p.layer] += met * double(p.elements());
-        }
-    if (shape.tied)
-        cost.back() = double(shape.Vp() * shape.C);
-    return split_layers(cost, stages);
-}
-
-// Micro-batches of a step on one data-parallel rank. config_check() has checked that the division
-// leaves no remainder.
-inline int micro_batches(const Config& c) {
-    return int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
-}
-
-// The order of tokens over context-parallel ranks that --cp-order names. The table of flags allows
-// no other name than these three.
-inline ContextOrder context_order_named(const std::string& name) {
-    if (name == "contiguous") return ContextOrder::CONTIGUOUS;
-    return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
-}
-
-// The layout that the flags describe, the same for every rank. No other place turns flags
-// into a layout, but for the planner's estimates (plan_search.h).
-inline Layout choose_layout(const Config& c, const Shape& shape) {
-    Layout layout;
-
-    // The grid: ranks along each axis, and the order in which they are numbered.
-    layout.dp.size = c.dp;
-    layout.tp.size = c.tp;
-    layout.pp.size = c.pp;
-    layout.cp.size = c.cp;
-    layout.ep = c.ep;
-    layout.whole_experts = has_whole_experts(c) && shape.E;
-    layout.ep_exchange = c.ep > 1 && c.ep_method == "exchange";
-    layout.order = layout_order(c.grid_order);
-    layout.sequence_parallel = c.sequence_parallel;
-
-    // Context parallelism: how attention reaches the other ranks' tokens, and which
-    // tokens are whose.
-    ContextChoice context;
-    read_context_method(c.cp_method, &context);
-    layout.cp_method = context.method;
-    layout.cp_heads = context.heads;
-    layout.cp_order = context_order_named(c.cp_order);
-
-    // ZeRO: its stage, the ranks of a sharding group, how many layers ahead weights are
-    // gathered, and which units no shard boundary may cut: matrices for some optimizers, blocks
-    // of 8-bit state.
-    layout.zero = c.zero;
-    layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
-    layout.weights_near = keeps_weights_near(c);
-    layout.prefetch = c.prefetch;
-    layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
-
-    if (states_named(c.states) == States::EIGHT_BIT)
-        layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
-
-    // The pipeline: its schedule, and the first layer of each stage.
-    layout.chunks = c.chunks;
-    layout.pipeline = choose_pipeline(c, micro_batches(c), &layout.given);
-    if (layout.stages() > 1)
-        layout.first_layer = choose_stages(shape, layout.stages());
-    return layout;
-}
-
-// The first rank of a pipeline stage. It stands for the others, which take the same bytes.
-inline int first_rank_of(const Layout& layout, int pp_rank) {
-    int rank = 0;
-    while (layout_at(layout, rank).pp.rank != pp_rank)
-        rank++;
-    return rank;
-}
-
-// The level that --recompute names; config_check() has refused every other name. "auto" counts as
-// FULL until choose_recompute() (limits.h) has found out how much room there is.
-inline Recompute recompute_named(const std::string& name) {
-    for (int level = 0; level < RECOMPUTE_LEVELS; level++)
-        if (name == recompute_name(Recompute(level)))
-            return Recompute(level);
-    return Recompute::FULL;
-}
-
-// The format of frozen weights that --weights names.
-inline Stored stored_named(const std::string& name) {
-    if (name == "nf4") return Stored::NF4;
-    if (name == "int4") return Stored::INT4;
-    return name == "int8" ? Stored::INT8 : Stored::WIDE;
-}
-
-// ----------------------------------------------------------------------------
-// plans
-
-// The options of the plan that trains. The other plans copy them, and change what differs.
-inline PlanOptions train_options(const Config& c) {
-    PlanOptions train;
-    train.B = size_t(c.micro_batch);
-    train.T = size_t(c.seq);
-    train.micro_batches = micro_batches(c);
-    train.optimizer = optimizer_named(c.optimizer);
-    train.gradients = gradients_named(c.gradients);
-    train.masters = masters_named(c.masters);
-    train.states = states_named(c.states);
-    train.ema = c.ema > 0;
-    train.stored = stored_named(c.weights);
-    train.objective = objective_of(c);
-    train.recompute = recompute_named(c.recompute);
-    train.recompute.segments = {c.recompute_segment};
-
-    // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
-    Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
-    for (const OffloadRow& row : OFFLOAD_TABLE)
-        if (offloads(c, row.name)) train.offload.*row.tier = tier;
-    if (c.offload_update == "host")
-        train.offload.update = Tier::HOST;
-    train.offload.late = c.update_delay > 0;
-    return train;
-}
-
-// The options of a run's own evaluation, of one micro-batch.
-inline PlanOptions evaluation_of(const PlanOptions& train) {
-    PlanOptions evaluate = train;
-    evaluate.mode = Mode::EVALUATE;
-    evaluate.recompute = Recompute::NONE;
-    evaluate.micro_batches = 1;
-    return evaluate;
-}
-
-// The options of the plan that samples answers to train on. A slot holds a whole training window:
-// the prompt and its answer.
-inline PlanOptions rollout_options(const Config& c, const PlanOptions& train) {
-    PlanOptions generate = evaluation_of(train);
-    generate.mode = Mode::GENERATE;
-    generate.objective = {};
-    size_t group = size_t(c.group);
-    size_t groups = std::max(size_t(1), size_t(c.batch_tokens / c.seq) / group);
-    if (answers_are_shared(c))
-        groups = ceil_div(groups, size_t(c.dp));
-    generate.B = std::min(size_t(c.slots), groups * group);
-    generate.T = generate.cache = size_t(c.seq);
-    return generate;
-}
-
-// The options of the plan that evaluates the rows of a prompt, which become a prefix.
-inline PlanOptions prompt_options(const Config& c, PlanOptions prompt) {
-    prompt.whole_sequences = true;
-    prompt.B = c.sequence_parallel ? size_t(c.tp) : 1;
-    prompt.T = size_t(c.prefix);
-    return prompt;
-}
-
-// Sequences that are generated at once. Samples are printed token by token, so one at a time;
-// the completions of --prompts go to a file, --slots at a time.
-inline size_t generation_slots(const Config& c, size_t texts) {
-    if (c.prompts.empty()) return 1;
-    return std::min(size_t(c.slots), texts);
-}
 
 // The options of the plan that generates, one text in each slot. A slot of the cache holds the
 // longest prompt and all tokens that follow it.
@@ -271,18 +93,6 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
         std::vector<Plan> plans = make_plans(run.layout, model, o);
         or_die_on_all_ranks(run, plans_check(plans, model));
     }
-}
-
-// The axes of the layout in words, and below the whole layout, for the title of a timeline.
-inline std::string axes_text(const Config& c) {
-    return concat("dp ", c.dp, " x tp ", c.tp,
-                  c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,
-                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "",
-                  c.ep > 1 ? concat(", ep ", c.ep, " by ", c.ep_method) : "",
-                  has_whole_experts(c) ? ", etp 1" : "");
-}
-inline std::string layout_text(const Config& c) {
-    return concat(c.model, ", ", axes_text(c), ", zero ", c.zero, ", ", c.pipeline);
 }
 
 } // namespace llmc

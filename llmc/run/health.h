@@ -11,10 +11,26 @@
 //                       results as they are made. A step whose norm is not finite updates nothing,
 //                       so the repeated step makes the same values, but for the order of sums.
 #pragma once
+#include "../action.h"
+#include "../comm/comm.h"
+#include "../extra/replay.h"
+#include "../family.h"
 #include "../io/checkpoint.h"
-#include "choose.h"
-#include "replay.h"
-#include "stop.h"
+#include "../io/config.h"
+#include "../io/dataloader.h"
+#include "../io/likelihood.h"
+#include "../io/replicas.h"
+#include "../model.h"
+#include "../ops/memory.h"
+#include "../ops/types.h"
+#include "../optimizer.h"
+#include "../parameters.h"
+#include "../quantised.h"
+#include "../step.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../transfers.h"
+#include "run.h"
 
 namespace llmc {
 
@@ -87,9 +103,9 @@ inline std::string bad_values_text(const std::string& name, const BadValues& bad
                   bad.first, others);
 }
 
-// Look for bad values in a frozen weight (frozen.h). A vector is kept as values. A matrix is kept
-// as integer codes, which cannot express infinity: one float beside them is not finite if a value
-// of the matrix was not.
+// Look for bad values in a frozen weight (quantised.h). A vector is kept as values. A matrix is
+// kept as integer codes, which cannot express infinity: one float beside them is not finite if a
+// value of the matrix was not.
 template <typename T, typename S>
 BadValues find_bad_frozen(const Trainer<T, S>& t, const Parameter& p) {
     Stored stored = t.plans[0].stored;

@@ -4,105 +4,41 @@
 //   refuses first, and names flags that fit.
 #pragma once
 #include <sys/statvfs.h>
-#include "../io/async_save.h"
+#include "../access.h"
+#include "../action.h"
+#include "../arena.h"
+#include "../comm/comm.h"
+#include "../extra/draft.h"
+#include "../family.h"
+#include "../head.h"
+#include "../io/checkpoint.h"
+#include "../io/config.h"
+#include "../io/config_check.h"
+#include "../io/machines.h"
 #include "../io/mfu.h"
-#include "../parking.h"
-#include "draft.h"
-#include "machine_here.h"
-#include "start_weights.h"
-#include "teach.h"
+#include "../io/plan_flags.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/types.h"
+#include "../parameters.h"
+#include "../pipeline.h"
+#include "../planner/budget.h"
+#include "../planner/layer_cost.h"
+#include "../planner/machine_here.h"
+#include "../planner/parking.h"
+#include "../sharding.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../tune/references.h"
+#include "../tune/teach.h"
+#include "async_save.h"
+#include "choose_plans.h"
+#include "run.h"
 
 namespace llmc {
 
 // ----------------------------------------------------------------------------
 // memory
-
-// The number at the start of a file; `otherwise` if there is no such file, or it holds "max".
-inline size_t number_in_file(const std::string& path, size_t otherwise) {
-    std::ifstream in(path);
-    size_t n = 0;
-    return in >> n ? n : otherwise;
-}
-
-// Bytes of a control group that only cache files: the system frees them when memory is needed.
-inline size_t cgroup_cache(const std::string& group, const char* prefix) {
-    std::ifstream in(group + "/memory.stat");
-    size_t bytes = 0, n = 0;
-    for (std::string name; in >> name >> n;)
-        if (name == concat(prefix, "inactive_file") || name == concat(prefix, "active_file"))
-            bytes += n;
-    return bytes;
-}
-
-// Bytes that a control group may still take; SIZE_MAX: it has no limit. second: the group is of
-// version 2 of Linux's control groups.
-inline size_t cgroup_room(const std::string& group, bool second) {
-    size_t most = number_in_file(
-        group + (second ? "/memory.max" : "/memory.limit_in_bytes"), SIZE_MAX);
-    if (most == SIZE_MAX) return most;
-    size_t used =
-        number_in_file(group + (second ? "/memory.current" : "/memory.usage_in_bytes"), 0);
-    used -= std::min(used, cgroup_cache(group, second ? "" : "total_"));
-    return most > used ? most - used : 0;
-}
-
-// The least room in this process's control group and the groups above it. Containers and batch
-// systems set such limits.
-inline size_t cgroup_left() {
-    size_t least = SIZE_MAX;
-    std::ifstream groups("/proc/self/cgroup");
-    for (std::string line; std::getline(groups, line);) {
-        // Read a line: "0::/a/b" is a group of version 2, "7:memory:/a/b" one of version 1.
-        bool second = line.rfind("0::", 0) == 0;
-        size_t at = line.find(":memory:");
-        if (!second && at == std::string::npos)
-            continue;
-        std::string root = second ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
-        std::string group = line.substr(second ? 3 : at + 8);
-
-        // Walk up to the root. Inside a container the root is the container's own group.
-        for (;; group.resize(group.rfind('/'))) {
-            least = std::min(least, cgroup_room(root + group, second));
-            if (group.find('/') == std::string::npos)
-                break;
-        }
-    }
-    return least;
-}
-
-// Bytes that are left on this machine: free memory, and memory that the system can free.
-inline size_t memory_left(Cpu) {
-    size_t left = SIZE_MAX;
-    std::ifstream in("/proc/meminfo");
-    for (std::string line; std::getline(in, line);)
-        if (line.rfind("MemAvailable:", 0) == 0)
-            left = strtoull(line.c_str() + strlen("MemAvailable:"), nullptr, 10) * 1024;
-    return std::min(left, cgroup_left());
-}
-#if LLMC_KERNELS
-inline size_t memory_left(cudaStream_t) {
-    size_t left = 0, all = 0;
-    LLMC_CUDA_CHECK(cudaMemGetInfo(&left, &all));
-    return left;
-}
-#endif
-
-// A name of this machine that no other machine has: Linux draws one at each start.
-inline std::string boot_name() {
-    std::string boot;
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-    return boot;
-}
-
-// The number of ranks that share one memory with this rank. On the CPU these are the ranks of this
-// machine. On GPUs each process has a GPU of its own, and threads as ranks share one.
-template <typename S> int ranks_here(const Run& run, S) {
-    if (run.world.local) return run.world.size;
-    if (!std::is_same_v<S, Cpu>) return 1;
-    std::string boot = boot_name();
-    std::vector<std::string> all = gather_texts(run.world, boot);
-    return int(std::count(all.begin(), all.end(), boot));
-}
 
 // Bytes that an asynchronous save's copy takes of the memory in which a rank's step runs. On a GPU
 // it takes none: the copy is in the host's memory.
@@ -123,7 +59,8 @@ template <typename T, typename S> size_t average_bytes(const Trainer<T, S>& t) {
 // Bytes of the host's memory that a run on the CPU takes beside its arena.
 template <typename T, typename S>
 size_t copies_here(const Config& c, const Trainer<T, S>& t) {
-    if (!is_here(Tier::HOST, t.ctx.where)) return 0;
+    if (!is_here(Tier::HOST, t.ctx.where))
+        return 0;
     size_t bytes = snapshot_here(c, t);
     if (keeps_start(c)) bytes += start_weights_bytes(t);
     if (!c.average.empty())
@@ -136,8 +73,8 @@ template <typename T, typename S>
 size_t bytes_beside(const Run& run, const std::vector<PlanOptions>& plans, int rank,
                     const Trainer<T, S>& t) {
     S where = t.ctx.where;
-    return copies_here(run.config, t) + draft_bytes<T>(run, plans, where) +
-           teacher_bytes<T>(run, plans, rank, where);
+    return copies_here(run.config, t) + bytes_of_draft<T>(run, plans, where) +
+           bytes_of_teacher<T>(run, plans, rank, where);
 }
 
 // Bytes that a rank takes under given plans. Nothing is allocated.
@@ -219,7 +156,7 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
 // memory that no plan counts: the program, its data and tokenizer, what a save copies.
 template <typename S> size_t memory_share(const Run& run, S where) {
     size_t left = memory_left(where);
-    return (left - left / 32) / size_t(ranks_here(run, where));
+    return (left - left / 32) / size_t(ranks_here(run.world, where));
 }
 
 // End the run because `rank` needs more bytes than it has room for. The message gives both numbers,
@@ -229,7 +166,7 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
                    S where) {
     // Look for flags on the first rank, which prints the message: each try places a whole plan.
     std::string fit;
-    if (is_first(run))
+    if (is_first_rank(run))
         fit = flags_that_fit<T>(run, rank, room, where);
     std::string advice = "these flags fit:" + fit;
     bool shares = run.layout.dp.size * run.layout.cp.size > 1 && run.layout.zero < 3;
@@ -269,7 +206,7 @@ void check_memory(const Run& run, const Trainer<T, S>& t) {
     if (lacks(worst) <= 0) return;
     size_t needed = size_t(all[2 * worst]), room = size_t(all[2 * worst + 1]);
     std::string there = concat(bytes_text(double(room)), " are left",
-                               ranks_here(run, t.ctx.where) > 1 ? " for it: " : ": ");
+                               ranks_here(run.world, t.ctx.where) > 1 ? " for it: " : ": ");
     refuse_memory<T>(run, worst, needed, room, there, t.ctx.where);
 }
 
@@ -508,7 +445,7 @@ inline bool same_disk(const std::string& a, const std::string& b) {
 template <typename T, typename S>
 void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
     const Config& c = run.config;
-    if (c.out.empty() || !is_first(run))
+    if (c.out.empty() || !is_first_rank(run))
         return;
 
     // Count the checkpoints that are still to come.

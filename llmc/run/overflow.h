@@ -3,6 +3,10 @@
 //   and the next one has a smaller scale (loss_scale.cuh). The data and the schedule of the
 //   learning rate go on: a skipped step counts as one of --steps.
 #pragma once
+#include "../io/config.h"
+#include "../ops/grad_norm.cuh"
+#include "../ops/loss_scale.cuh"
+#include "../text.h"
 #include "run.h"
 
 namespace llmc {
@@ -61,10 +65,10 @@ inline std::string choose_loss_scaling(Run& run) {
                              "loss-scale-hysteresis", "loss-scale-min"};
     bool fp16 = c.precision == "fp16";
     bool dynamic = c.loss_scale == "dynamic";
-    if (!fp16 && given(c, "loss-scale"))
+    if (!fp16 && was_given(c, "loss-scale"))
         return "--loss-scale is for fp16 alone: give --precision fp16";
     for (const char* name : numbers)
-        if (given(c, name) && (!fp16 || !dynamic))
+        if (was_given(c, name) && (!fp16 || !dynamic))
             return concat("--", name, " moves fp16's loss scale: give --precision fp16 and ",
                           "--loss-scale dynamic");
     if (!fp16) return "";

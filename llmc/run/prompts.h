@@ -11,6 +11,18 @@
 //   without such peers writes each as soon as all before it have ended.
 #pragma once
 #include <nlohmann/json.hpp>
+#include "../comm/comm.h"
+#include "../comm/record.h"
+#include "../io/config.h"
+#include "../io/files.h"
+#include "../io/generate.h"
+#include "../io/json.h"
+#include "../io/tokenizer.h"
+#include "../ops/rand.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../tune/named_adapters.h"
+#include "run.h"
 #include "sample.h"
 #include "stop.h"
 
@@ -76,7 +88,7 @@ inline void choose_prompt_file(Run& run) {
     run.stop_tokens = choose_stop_tokens(run);
     run.context_length = choose_context_length(run);
     or_die(read_prompt_file(run, &run.prompts));
-    if (!is_first(run) || c.explain) return;
+    if (!is_first_rank(run) || c.explain) return;
 
     // Refuse to overwrite completions that may have taken hours.
     struct stat there;
@@ -91,7 +103,7 @@ inline void choose_prompt_file(Run& run) {
 // error from here on. Call it before anything is printed.
 inline void reserve_output(Run& run) {
     const Config& c = run.config;
-    if (c.prompts.empty() || !c.completions.empty() || c.explain || !is_first(run))
+    if (c.prompts.empty() || !c.completions.empty() || c.explain || !is_first_rank(run))
         return;
     run.completions = fdopen(dup(STDOUT_FILENO), "w");
     LLMC_USER_CHECK(run.completions && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0,
@@ -208,10 +220,10 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
 
     // Open the file on the first rank, which writes it. choose_prompt_file() has tried this before.
     FILE* file = run.completions;
-    if (is_first(run) && !file)
+    if (is_first_rank(run) && !file)
         file = fopen(c.completions.c_str(), "w");
     std::string why = strerror(errno);
-    LLMC_USER_CHECK(file || !is_first(run), "--completions %s: cannot be written: %s",
+    LLMC_USER_CHECK(file || !is_first_rank(run), "--completions %s: cannot be written: %s",
                     c.completions.c_str(), why.c_str());
     CompletionWriter writer = {run, file, std::vector<Completion>(all)};
 
@@ -234,7 +246,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         Completion& made = writer.all[mine.first + size_t(i)];
         made.why = ended;
         made.over = true;
-        if (is_first(run) && !shared)
+        if (is_first_rank(run) && !shared)
             writer.write_ended(false);
     };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
@@ -242,7 +254,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
         run.stopped = agree(run.world, {stop_signal, false}).stop;
         share_completions(run, t, mine, writer.all);
     }
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
     writer.write_ended(true);
 
     // Close the file, which is when a full disk may show, and report errors.

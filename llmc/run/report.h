@@ -1,11 +1,50 @@
 // report.h - what a run tells: validation, tasks, samples, exports, timelines, the plan
 #pragma once
+#include "../action.h"
+#include "../comm/comm.h"
+#include "../comm/record.h"
+#include "../context.h"
+#include "../io/checkpoint.h"
+#include "../io/config.h"
+#include "../io/dataloader.h"
+#include "../io/evaluate.h"
 #include "../io/explain.h"
-#include "../io/predict.h"
-#include "../io/price.h"
+#include "../io/files.h"
+#include "../io/huggingface.h"
+#include "../io/likelihood.h"
+#include "../io/logger.h"
+#include "../io/machine.h"
 #include "../io/mfu.h"
-#include "predicted.h"
-#include "reference_point.h"
+#include "../io/model_files.h"
+#include "../io/plan_flags.h"
+#include "../io/timeline.h"
+#include "../model.h"
+#include "../ops/attention_merge.cuh"
+#include "../ops/matmul.cuh"
+#include "../pipeline.h"
+#include "../planner/calibrate.h"
+#include "../planner/layer_cost.h"
+#include "../planner/machine_here.h"
+#include "../planner/predict.h"
+#include "../planner/predicted.h"
+#include "../planner/price.h"
+#include "../recompute.h"
+#include "../step.h"
+#include "../streams.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../transfers.h"
+#include "../tune/prefix_files.h"
+#include "../tune/reference_point.h"
+#include "../tune/references.h"
+#include "../tune/teach.h"
+#include "../zero.h"
+#include "account.h"
+#include "async_save.h"
+#include "choose.h"
+#include "health.h"
+#include "limits.h"
+#include "run.h"
 
 namespace llmc {
 
@@ -53,7 +92,7 @@ void report_validation(Run& run, Trainer<T, S>& t) {
         run.best_loss = loss.mean();
         run.best_step = run.step;
     }
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
 
     // Print and log the loss, with bits per byte if the text's length is known.
     finish_line(run.log);
@@ -91,7 +130,7 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
     // Score the candidates group by group: those of about one length share a plan.
     for (const ScoreGroup& group : run.score_groups)
         score_group(t, group, run.tasks.candidates);
-    if (!is_first(run) || run.stopped) return;
+    if (!is_first_rank(run) || run.stopped) return;
 
     // Print a table for each task, and log one line for all.
     finish_line(run.log);
@@ -145,13 +184,13 @@ bool write_export(Run& run, Trainer<T, S>& t) {
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
                     : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
-    if (c.merge && run.shape.adapters && is_first(run))
+    if (c.merge && run.shape.adapters && is_first_rank(run))
         printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
                merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
 
     // A failure on any rank fails the export: a model that lacks a part is useless.
     wrong = first_error(run.world, wrong);
-    if (is_first(run) && !wrong.empty())
+    if (is_first_rank(run) && !wrong.empty())
         report_failure(run, "--export " + c.export_dir + ": " + wrong);
     return wrong.empty();
 }
@@ -160,7 +199,7 @@ bool write_export(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
     const Config& c = run.config;
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
     finish_line(run.log);
 
     // Sum up the training, where there was any.
@@ -246,7 +285,7 @@ inline Trace gather_trace(const Run& run) {
 // Write --timeline: all ranks send their times, and the first one writes the file.
 inline void draw_timeline(Run& run) {
     Trace trace = gather_trace(run);
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
     std::string title = layout_text(run.config) + ": the last step";
     report_failure(run, write_timeline(run.config.timeline, trace, title, "rank", "ms"));
 }
@@ -334,7 +373,7 @@ inline std::string fits_machine_text(const Machine& machine, int sharers, double
 // Print the output of --explain: the run, its ranks, their memory, and the actions of a step.
 template <typename T, typename S>
 void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOptions>& options) {
-    if (!is_first(run)) return; // one rank's text covers all ranks
+    if (!is_first_rank(run)) return; // one rank's text covers all ranks
     const Config& c = run.config;
     const Model& model = t.model;
     bool trains = run.train_plan >= 0;
@@ -427,7 +466,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 template <typename T, typename S>
 void measure_peak(Run& run, S where) {
     // Measure on the first rank, while the others wait at the first collective.
-    if (run.train_plan < 0 || !is_first(run))
+    if (run.train_plan < 0 || !is_first_rank(run))
         return;
     Spend spend(run.account, Work::START);
     Peak peak = machine_peak<T>(where);

@@ -1,23 +1,99 @@
 // run.h - what a run has beside its trainer: options, shape, text, progress; and how it ends badly
 #pragma once
-#include <sys/stat.h>
-#include <filesystem>
-#include "../choice_bias.h"
-#include "../io/async_save.h"
-#include "../io/buddy.h"
+#include "../comm/comm.h"
+#include "../comm/record.h"
+#include "../extra/speculate.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
+#include "../io/evaluate.h"
+#include "../io/files.h"
 #include "../io/huggingface.h"
 #include "../io/likelihood.h"
 #include "../io/logger.h"
-#include "../io/profile.h"
-#include "../io/rollouts.h"
-#include "../io/speculate.h"
-#include "../io/timeline.h"
+#include "../io/rollout_state.h"
+#include "../io/tokenizer.h"
+#include "../layout.h"
+#include "../load.h"
+#include "../model.h"
+#include "../ops/loss_scale.cuh"
+#include "../streams.h"
+#include "../text.h"
+#include "../tune/rollouts.h"
 #include "account.h"
-#include "spikes.h"
+#include "async_save.h"
+#include "buddy.h"
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <filesystem>
+#include <string>
+#include <sys/stat.h>
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// losses and norms far above their recent mean are noted; a run that has blown up
+//   z = (x - mean) / standard deviation, over the last 100 steps; a spike is z > 6.
+//   Spikes are common and often heal by themselves, so the run prints a note and goes on. PaLM
+//   (arXiv:2204.02311, 5.1) skipped the spikes that did not heal, by going back a hundred steps.
+
+// The recent values of a number that each step adds one value to.
+struct Recent {
+    static constexpr size_t WINDOW = 100, LEAST = 20; // steps
+    static constexpr double MAX_Z = 6;                // standard deviations
+    std::deque<double> values = {};
+    bool on = false; // the last value was part of a spike, which has been noted
+
+    // Add a value. If a spike begins with it, return how many standard deviations it lies above the
+    // mean; else 0.
+    double add(double x) {
+        double mean = 0, square = 0;
+        for (double v : values)
+            mean += v / double(values.size());
+        for (double v : values)
+            square += (v - mean) * (v - mean) / double(values.size());
+
+        // Compare with a deviation of at least a hundredth of the mean: on a curve that is almost
+        // flat, small moves are no spikes.
+        double deviation = std::max({std::sqrt(square), 0.01 * std::fabs(mean), 1e-12});
+        bool enough = values.size() >= LEAST;
+        bool spike = enough && x > mean + MAX_Z * deviation;
+        bool begins = spike && !on;
+        on = spike;
+
+        // Record a spike as the largest value that is no spike. So a spike hardly widens the range
+        // of normal values, but a new level that stays becomes normal in time.
+        values.push_back(spike ? mean + MAX_Z * deviation : x);
+        if (values.size() > WINDOW) values.pop_front();
+        return begins ? (x - mean) / deviation : 0;
+    }
+};
+
+// The recent losses and gradient norms of a run.
+struct Spikes {
+    Recent loss = {}, norm = {};
+
+    // Add a step's loss and norm. Returns the note that a spike begins, or "".
+    std::string look(int64_t step, double new_loss, double new_norm) {
+        double z_loss = loss.add(new_loss);
+        double z_norm = norm.add(new_norm);
+        if (z_loss == 0 && z_norm == 0) return "";
+        bool of_loss = z_loss > 0;
+        char text[160];
+        snprintf(text, sizeof(text),
+                 "step %lld: the %s of %.4g is %.0f standard deviations above the last %zu steps: "
+                 "a spike",
+                 (long long)step, of_loss ? "loss" : "gradient norm", of_loss ? new_loss : new_norm,
+                 of_loss ? z_loss : z_norm, loss.values.size());
+        return text;
+    }
+};
+
+// Whether a loss shows that the weights are ruined: it is above twice the loss of guessing, ln V,
+// and also above twice the run's first loss, which may be larger. True for NaN.
+inline bool blown_up(double loss, size_t V, double first_loss) {
+    return !(loss <= 2 * std::max(std::log(double(V)), first_loss));
+}
 
 // The saves of a run so far. Times are those of a steady clock, which setting the machine's clock
 // does not move.
@@ -94,7 +170,7 @@ struct Run {
     std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
     std::vector<double> mismatched = {}, val_mismatched = {}; // (windows): reference_point.h
     double reference_point = 0;      // KTO's, for the batch that is running
-    std::vector<unsigned char> start_weights = {}; // GRPO's reference: start_weights.h
+    std::vector<unsigned char> start_weights = {}; // GRPO's reference: references.h
     ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
     double max_vio = 0;              // of experts' loads, summed over this process's steps
     double dropped = 0;              // the dropped share of their slots, summed likewise
@@ -124,37 +200,24 @@ struct Run {
 };
 
 // Whether this is the first rank, which alone prints and writes files.
-inline bool is_first(const Run& run) { return run.world.rank == 0; }
+inline bool is_first_rank(const Run& run) { return run.world.rank == 0; }
 
 // Seconds that this rank has waited for others so far; 0 for a rank that is alone.
 inline double waited_for_others(const Run& run) {
     return run.world.info ? seconds_waited(run.world.info->notes) : 0;
 }
 
-// A message as it is shown: printable, whatever the file held that it quotes, and a screen at most,
-// however long the list is that it names.
-inline std::string one_screen(const std::string& message) {
-    const size_t most = 1400;
-    return printable(message.substr(0, most)) + (message.size() > most ? "..." : "");
-}
-
-// End the program with an error message, unless the message is empty. Functions that may fail
-// return "" or a sentence for the user, and or_die() wraps their calls.
-inline void or_die(const std::string& wrong) {
-    LLMC_USER_CHECK(wrong.empty(), "%s", one_screen(wrong).c_str());
-}
-
-// The same for an error that all ranks know. Only the first rank prints it, and ends the program;
-// the others wait in a barrier, so that the message appears once.
+// End the program with an error that all ranks know. Only the first rank prints it, and ends the
+// program; the others wait in a barrier, so that the message appears once.
 inline void or_die_on_all_ranks(const Run& run, const std::string& wrong) {
-    if (!wrong.empty() && !is_first(run))
+    if (!wrong.empty() && !is_first_rank(run))
         barrier(run.world, Cpu{});
     or_die(wrong);
 }
 
 // Print a note for the user to standard error, on the first rank; the run goes on.
 inline void note(Run& run, const std::string& text) {
-    if (!is_first(run) || text.empty())
+    if (!is_first_rank(run) || text.empty())
         return;
     finish_line(run.log);
     fflush(stdout);
@@ -170,29 +233,6 @@ inline void report_failure(Run& run, const std::string& wrong) {
     fprintf(stderr, "train_gpt: error: %s\n", one_screen(wrong).c_str());
 }
 
-// The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
-inline mode_t file_type(const std::string& path) {
-    struct stat s;
-    return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
-}
-
-// The program itself: its path, to start it again; its folder, to find the sources beside it; and
-// its bytes, to check that all ranks run the same program.
-inline std::string program_path() {
-    // Ask Linux for the path; "" where it does not tell.
-    char path[4096];
-    ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    return std::string(path, n > 0 ? size_t(n) : 0);
-}
-inline std::string program_folder() {
-    std::string program = program_path();
-    return program.substr(0, program.rfind('/') + 1);
-}
-inline std::string program_bytes() {
-    std::ifstream program("/proc/self/exe", std::ios::binary);
-    return {std::istreambuf_iterator<char>(program), {}};
-}
-
 // Whether the tokenizer can be the model's, judged by their sizes. A model may have more tokens
 // than its tokenizer, as padding; only a byte tokenizer must match exactly.
 inline bool vocab_matches(const Run& run) {
@@ -205,30 +245,6 @@ inline bool vocab_matches(const Run& run) {
 inline std::string foreign_tokenizer(const Run& run) {
     return concat("the model has ", run.shape.V, " tokens, --tokenizer ", run.config.tokenizer,
                   " writes ", run.tokenizer.vocab_size, ": give the model's tokenizer");
-}
-
-// Try whether a file that will be written at the end of the run can be made: "" or why not. A file
-// that is there is not changed.
-inline std::string try_file(const char* flag, const std::string& path) {
-    bool there = file_type(path) != 0;
-    int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-    std::string why = strerror(errno);
-    if (fd < 0)
-        return concat("--", flag, " ", path, ": cannot be written: ", why);
-    close(fd);
-    if (!there) unlink(path.c_str());
-    return "";
-}
-
-// The same for a folder: make one beside it, and remove that.
-inline std::string try_folder(const char* flag, std::string path) {
-    while (path.size() > 1 && path.ends_with("/"))
-        path.pop_back();
-    std::string beside = path + ".try";
-    bool good = mkdir(beside.c_str(), 0777) == 0 || errno == EEXIST;
-    std::string why = strerror(errno);
-    rmdir(beside.c_str());
-    return good ? "" : concat("--", flag, " ", path, ": cannot be made: ", why);
 }
 
 // The format of an export, by the end of its path: .bin is a file of llm.c's, .gguf one of

@@ -8,8 +8,20 @@
 //              up to --seq only; beyond that the model's output is noise.
 #pragma once
 #include <iostream>
+#include "../adapters.h"
+#include "../comm/comm.h"
+#include "../io/config.h"
+#include "../io/dataloader.h"
+#include "../io/files.h"
 #include "../io/generate.h"
-#include "choose.h"
+#include "../io/logger.h"
+#include "../io/tokenizer.h"
+#include "../io/tokenizer_files.h"
+#include "../model.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../tune/chat.h"
+#include "run.h"
 
 namespace llmc {
 
@@ -74,7 +86,7 @@ inline void share_text(const Comm& world, std::string* text) {
 // The lines of standard input that are not empty, on all ranks.
 inline std::vector<std::string> read_prompts(const Run& run) {
     std::string text;
-    if (is_first(run))
+    if (is_first_rank(run))
         text.assign(std::istreambuf_iterator<char>(std::cin), {});
     share_text(run.world, &text);
 
@@ -143,7 +155,7 @@ inline void choose_prompts(Run& run) {
     // Encode each prompt, and cut what is longer than the positions.
     size_t positions = choose_context_length(run), wanted = size_t(c.sample_tokens), longest = 0;
     run.context_length = positions;
-    bool speaks = is_first(run) && wanted > 0 && !c.eval && !c.explain;
+    bool speaks = is_first_rank(run) && wanted > 0 && !c.eval && !c.explain;
     for (const std::string& text : texts) {
         Prompt p = {text, prompt_tokens(run, text), {}};
         size_t before = p.tokens.size();
@@ -228,7 +240,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
         fflush(stdout);
     };
     auto emit = [&](int token) {
-        if (!is_first(run)) return;
+        if (!is_first_rank(run)) return;
         bytes += text ? decode(run.tokenizer, token) : std::to_string(token) + " ";
         print(false);
     };
@@ -236,7 +248,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     // Print the prompt, then each token as it comes.
     int64_t samples = int64_t(run.prompts.size()) * c.samples;
     bytes = sample_title(run.step, number, samples) + "---\n" + prompt.text;
-    if (is_first(run)) print(true);
+    if (is_first_rank(run)) print(true);
     for (size_t i = 0; !text && i < prompt.tokens.size(); i++)
         emit(prompt.tokens[i]);
 
@@ -246,7 +258,7 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     how.draft = run.draft;
     how.ends = run.stop_tokens;
     generate(t, run.generate_plan, prompt.tokens, size_t(c.sample_tokens), how, emit);
-    if (!is_first(run)) return;
+    if (!is_first_rank(run)) return;
     print(true);
     printf("\n---\n");
 }

@@ -1,6 +1,12 @@
 // step_report.h - the numbers of a finished step, for its line and for the log
 #pragma once
-#include "on_policy.h"
+#include "../io/config.h"
+#include "../io/logger.h"
+#include "../io/mfu.h"
+#include "../load.h"
+#include "../step.h"
+#include "../trainer.h"
+#include "../tune/on_policy.h"
 
 namespace llmc {
 

@@ -16,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include "../comm/comm.h"
+#include "../text.h"
 
 namespace llmc {
 

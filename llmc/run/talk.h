@@ -1,6 +1,6 @@
 // talk.h - a talk with the model in a terminal, or through a pipe
 //   1. read a line: a question, or a command (/help lists them); the end of the input quits too
-//   2. encode the conversation so far in the chat format (llmc/io/chat.h); if the context has no
+//   2. encode the conversation so far in the chat format (llmc/tune/chat.h); if the context has no
 //      room for it and an answer, forget its first questions, and say so
 //   3. run the model on the new tokens only: the cache keeps those that are the same as before
 //   4. print the answer as it is generated, whole characters only
@@ -9,8 +9,19 @@
 //   The first rank reads and prints; all ranks receive the line, and generate the same answer.
 #pragma once
 #include <poll.h>
-#include "draft.h"
+#include "../comm/comm.h"
+#include "../extra/draft.h"
+#include "../io/config.h"
+#include "../io/generate.h"
+#include "../io/tokenizer.h"
+#include "../ops/rand.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../tune/chat.h"
 #include "prompts.h"
+#include "run.h"
+#include "sample.h"
+#include "stop.h"
 
 namespace llmc {
 
@@ -48,18 +59,18 @@ inline bool read_question(std::string* line) {
 // Ask for a line on the first rank, and send it to all ranks. Returns false if the talk is over.
 inline bool ask_question(const Run& run, std::string* line) {
     bool terminal = isatty(STDIN_FILENO);
-    if (is_first(run) && terminal) {
+    if (is_first_rank(run) && terminal) {
         printf("> ");
         fflush(stdout);
     }
 
     // Tell all ranks whether there is a line, and then the line.
-    int64_t there = is_first(run) && read_question(line);
+    int64_t there = is_first_rank(run) && read_question(line);
     broadcast(run.world, &there, 1, 0, Cpu{});
     share_text(run.world, line);
 
     // At the end begin a new line for the shell's prompt.
-    if (!there && is_first(run) && terminal)
+    if (!there && is_first_rank(run) && terminal)
         printf("\n");
     return there && *line != "/quit";
 }
@@ -134,7 +145,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
         if (answer.empty())
             text.erase(0, text.find_first_not_of(' '));
         answer += text;
-        if (!is_first(run)) return;
+        if (!is_first_rank(run)) return;
         fputs(text.c_str(), stdout);
         fflush(stdout);
     };
@@ -150,7 +161,7 @@ void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
     auto end = [&](int64_t, Ended ended) { why = ended; };
     generate(t, run.generate_plan, texts, size_t(c.sample_tokens), how, emit, end);
     print(true);
-    if (is_first(run)) printf("\n");
+    if (is_first_rank(run)) printf("\n");
 
     // Note why an answer stops in the middle, and keep it in the talk as far as it came.
     const char* whys[] = {"", "at --sample-tokens", "where the model's positions end",
@@ -173,7 +184,7 @@ template <typename T, typename S>
 void hold_talk(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::SAMPLE);
     Talk talk;
-    if (is_first(run))
+    if (is_first_rank(run))
         printf("chat: %s\n", COMMANDS);
 
     // Turn the watchdog off: a person may think for long.
@@ -185,7 +196,7 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
         bool command = line.starts_with('/'), reset = line == "/reset";
         if (reset) talk.messages.clear();
         std::string unknown = line == "/help" ? "" : "there is no " + printable(line) + ": ";
-        if (command && is_first(run))
+        if (command && is_first_rank(run))
             puts(reset ? "(forgotten)" : (unknown + COMMANDS).c_str());
         if (command || line.empty()) continue;
 

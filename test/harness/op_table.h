@@ -9,7 +9,7 @@
 #include <random>
 #include <string>
 #include <vector>
-#include "../../llmc/matmul.cuh"
+#include "../../llmc/ops/matmul.cuh"
 
 using namespace llmc;
 

@@ -21,6 +21,7 @@ LIMITS = {
     "inverted": (0, "comments that begin with a genitive or a pronoun"),
     "lengths": (0, "functions over 120 lines, kernels over 160, rows of tables left out"),
     "includes": (0, "includes against the rules"),
+    "upward": (37, "includes of a later room"),
 }
 AT_LEAST = {"comments"}
 # Tests are read too; lines of JSON and of words that are expected may be long.
@@ -122,9 +123,8 @@ def measure_lines(texts, found):
 # ----------------------------------------------------------------------------
 # who includes whom
 
-FOUNDATION = {"types.h", "cuda_common.h", "memory.h", "rand.h", "hopper.cuh"}
-# A plan is made, printed and checked without a kernel in sight.
-HOST = {"action.h", "arena.h", "grid.h", "layout.h", "pipeline.h", "plan.h", "io/config.h"}
+# A room includes the rooms before it in this list, and its own; programs include all.
+ROOMS = ["ops", "comm", "", "io", "planner", "run", "tune", "extra"]
 
 
 def included(path):
@@ -139,7 +139,6 @@ def check_includes(found):
              if os.path.isfile(p) and not p.endswith(".md")}
     arrows = {name: [x for x in included(path) if not x.startswith("..")] for name, path in files.items()}
     operators = [name for name in files if name.endswith(".cuh")]
-    stems = tuple(os.path.splitext(name)[0] + "_" for name in operators)
 
     def reached(name, seen):
         for target in arrows.get(name, []):
@@ -154,16 +153,10 @@ def check_includes(found):
         for target in arrows[name]:
             if target not in files:
                 found.add("includes", f"{path}: includes {target}, which is not there")
-            # Operators stand on the foundation and on each other.
-            own = target in FOUNDATION or target.endswith(".cuh") or target.startswith(stems)
-            if name in operators and not own:
-                found.add("includes", f"{path}: an operator includes {target}")
-            if name in HOST and target.endswith(".cuh"):
-                found.add("includes", f"{path}: includes {target}, and a plan needs no kernel")
-            # Wings stand on what is below them: files on the syllabus, the life of a run on files.
-            wing = {"io": 1, "run": 2}
-            if wing.get(os.path.dirname(target), 0) > wing.get(os.path.dirname(name), 0):
-                found.add("includes", f"{path}: includes {target}, a wing that stands above it")
+            # Rooms include what is below them, and nobody an extension.
+            rooms = [ROOMS.index(os.path.dirname(x)) for x in (name, target)]
+            if rooms[1] > rooms[0]:
+                found.add("upward", f"{path}: includes {target}, a room that comes after it")
 
         # No file includes itself, whatever the way round.
         all_of_it = reached(name, set())
@@ -210,11 +203,11 @@ def main():
     limits = {figure: limit for figure, (limit, _) in LIMITS.items()}
     files, tests = sys.argv[1:], {}
     if files == ["--includes"]:
-        files, limits = [], {"includes": limits["includes"]}
+        files, limits = [], {x: limits[x] for x in ("includes", "upward")}
     elif files:
-        del limits["includes"]
+        del limits["includes"], limits["upward"]
     else:
-        files = sorted(glob.glob("llmc/**/*.h", recursive=True) + glob.glob("llmc/*.cuh") + ["train_gpt.cu"])
+        files = sorted(glob.glob("llmc/**/*.h", recursive=True) + glob.glob("llmc/ops/*.cuh") + ["train_gpt.cu"])
         tests = TESTS
 
     # The sources, then the tests.

@@ -7,7 +7,7 @@
 //   and fragments are written from the PTX manual's figures, not from the models.
 #include <cinttypes>
 #include <set>
-#include "../../llmc/hopper.cuh"
+#include "../../llmc/ops/hopper.cuh"
 
 using namespace llmc;
 

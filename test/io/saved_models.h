@@ -102,7 +102,7 @@ struct TensorFile {
         x.resize(p.file_elements());
 
         // Turn it as the trainer holds it.
-        if (by_heads(p)) x = swap_outer(x, s.NH, 3);
+        if (ordered_by_heads(p)) x = swap_outer(x, s.NH, 3);
         return p.transposed ? transpose(x, p.cols(), p.rows()) : x;
     }
 };

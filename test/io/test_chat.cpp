@@ -5,8 +5,8 @@
 #include "../../llmc/io/dataloader.h"
 
 #include "../../llmc/io/prepare.h"
-#include "../../llmc/io/reward_command.h"
-#include "../../llmc/io/rollouts.h"
+#include "../../llmc/tune/reward_command.h"
+#include "../../llmc/tune/rollouts.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -687,12 +687,12 @@ TEST(Conversations, ShardsHoldTheWindowsThatTheTextHas) {
     c.prepare = scratch("talks.bin");
     c.data = path;
     c.loss = "sft";
-    EXPECT_HAS(prepare(c, t, "./"), "give --seq");
+    EXPECT_HAS(prepare_shards(c, t, "./"), "give --seq");
     c.seq = 64;
     c.shard_tokens = 100;
-    EXPECT_HAS(prepare(c, t, "./"), "--shard-tokens 100 is no multiple of --seq 64: give 128");
+    EXPECT_HAS(prepare_shards(c, t, "./"), "--shard-tokens 100 is no multiple of --seq 64: give 128");
     c.shard_tokens = 0;
-    ASSERT_EQ(prepare(c, t, "./"), "");
+    ASSERT_EQ(prepare_shards(c, t, "./"), "");
     EXPECT_HAS(read_file(scratch("talks.json")), "\"documents\": 8");
 
     // The shards hold the windows of the text.
@@ -1136,7 +1136,7 @@ TEST(Rewards, VerifiersTellRightAnswersFromWrongOnes) {
 // them. A group of equal rewards has none.
 TEST(Rewards, AdvantagesAreThoseOfThePapers) {
     const std::vector<double> rewards = {1, 0, 0, 1, 0, 0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1};
-    std::vector<float> mean = advantages(rewards, 8, false), deviation = advantages(rewards, 8, true);
+    std::vector<float> mean = group_advantages(rewards, 8, false), deviation = group_advantages(rewards, 8, true);
     for (size_t i = 0; i < 16; i++) {
             bool equal = i >= 8; // their mean is not exactly 0.1
         EXPECT_EQ(mean[i], equal ? 0 : rewards[i] == 1 ? 0.75f : -0.25f) << i;

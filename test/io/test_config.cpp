@@ -1,9 +1,9 @@
 // test_config.cpp - flags, files of flags, help, and refusals: each names the fault and a fix
 #include "../../llmc/io/config_check.h"
 #include "../../llmc/io/config_notes.h"
-#include "../../llmc/io/ds_config.h"
+#include "../../llmc/extra/ds_config.h"
 #include "../../llmc/io/hf_config.h"
-#include "../../llmc/io/lr_schedule.h"
+#include "../../llmc/optimizer.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -72,10 +72,10 @@ TEST(Config, RemembersWhatWasGiven) {
     std::ofstream(path) << "lr = 0.001\n";
     Config c;
     EXPECT_EQ(parse(c, {"--steps", "600", "--resume", "--config", path}), "");
-    EXPECT_TRUE(given(c, "steps"));
-    EXPECT_TRUE(given(c, "resume"));
-    EXPECT_TRUE(given(c, "lr"));
-    EXPECT_FALSE(given(c, "vocab"));
+    EXPECT_TRUE(was_given(c, "steps"));
+    EXPECT_TRUE(was_given(c, "resume"));
+    EXPECT_TRUE(was_given(c, "lr"));
+    EXPECT_FALSE(was_given(c, "vocab"));
 }
 
 TEST(Config, FilesHoldTheSameNames) {
@@ -842,7 +842,7 @@ TEST(DsConfig, BecomesFlags) {
     EXPECT_EQ(c.log_every, 2000);
     EXPECT_EQ(c.micro_batch, 4);
     EXPECT_EQ(c.batch_tokens, 32 * 128);
-    EXPECT_TRUE(given(c, "zero") && given(c, "batch-tokens")); // as the user's: --resume keeps them
+    EXPECT_TRUE(was_given(c, "zero") && was_given(c, "batch-tokens")); // as the user's: --resume keeps them
 
     // The lines say what became of each key.
     EXPECT_HAS(lines, "fp16.enabled true -> --precision fp16\n");
@@ -876,7 +876,7 @@ TEST(DsConfig, AutoIsTheCommandLines) {
                              "micro-batch", "batch-tokens", "loss-scale-start"}) {
         Field field = find_flag(name)->field;
         EXPECT_EQ(field_text(c, field), field_text(plain, field)) << name;
-        EXPECT_FALSE(given(c, name)) << name;
+        EXPECT_FALSE(was_given(c, name)) << name;
     }
 
     EXPECT_HAS(lines, "gradient_clipping \"auto\" -> --clip stays 1\n");
@@ -901,7 +901,7 @@ TEST(DsConfig, LeftOutIsDeepSpeedsDefault) {
     Config fixed;
     translate(fixed, {}, R"({"fp16": {"enabled": true, "loss_scale": 1024, "hysteresis": 2}})");
     EXPECT_EQ(fixed.loss_scale, "1024");
-    EXPECT_FALSE(given(fixed, "loss-scale-hysteresis") || given(fixed, "loss-scale-rule"));
+    EXPECT_FALSE(was_given(fixed, "loss-scale-hysteresis") || was_given(fixed, "loss-scale-rule"));
 }
 
 TEST(DsConfig, TheCommandLineWins) {
@@ -911,7 +911,7 @@ TEST(DsConfig, TheCommandLineWins) {
     EXPECT_EQ(c.zero, 1);
     EXPECT_EQ(c.precision, "bf16");
     EXPECT_EQ(c.batch_tokens, 32 * 64); // the batch stays, so accumulation changes
-    EXPECT_FALSE(given(c, "loss-scale-window"));
+    EXPECT_FALSE(was_given(c, "loss-scale-window"));
     EXPECT_HAS(lines, "zero_optimization.stage 3 -> --zero stays 1: the command line wins\n");
     EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1 -> --micro-batch stays 8");
 

@@ -19,7 +19,7 @@ std::string write(const std::string& name, const std::string& bytes) {
 }
 
 // A question's candidates as context|completion in bytes, one a line. A * marks the right one.
-std::string text_of(const Evaluation& e, const Question& q) {
+std::string text_of(const Evaluation& e, const TaskQuestion& q) {
     std::string text;
     for (size_t i = q.first; i < q.first + q.count; i++) {
         const Candidate& c = e.candidates[i];
@@ -37,7 +37,7 @@ std::string texts_of_file(const std::string& task, const std::string& name,
     Evaluation e;
     std::string wrong = read_tasks(&e, task + "=" + write(name, bytes), Tokenizer(), 1 << 20), all;
     if (!wrong.empty()) return wrong;
-    for (const Question& q : e.tasks.at(0).questions) all += text_of(e, q);
+    for (const TaskQuestion& q : e.tasks.at(0).questions) all += text_of(e, q);
     return all;
 }
 
@@ -219,9 +219,9 @@ TEST(Files, AnyBytesAreReadOrRefused) {
 // texts and tokens
 
 TEST(Texts, WhiteSpaceAndLettersAsPythonHasThem) {
-    EXPECT_EQ(strip(" \t\n\v\f\r\x1c a b\u00a0\u2003\u3000 "), "a b");
-    EXPECT_EQ(strip("\u200b"), "\u200b"); // a zero-width space is not white space
-    EXPECT_EQ(strip(" \u0085\u2028 "), "");
+    EXPECT_EQ(trimmed(" \t\n\v\f\r\x1c a b\u00a0\u2003\u3000 "), "a b");
+    EXPECT_EQ(trimmed("\u200b"), "\u200b"); // a zero-width space is not white space
+    EXPECT_EQ(trimmed(" \u0085\u2028 "), "");
 
     EXPECT_EQ(capitalize("hE SAID"), "He said");
     EXPECT_EQ(capitalize(""), "");

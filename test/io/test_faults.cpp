@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstdarg>
 #include <random>
-#include "../../llmc/io/async_save.h"
-#include "../../llmc/io/buddy.h"
+#include "../../llmc/run/async_save.h"
+#include "../../llmc/run/buddy.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"
@@ -456,7 +456,7 @@ TEST_F(Files, ACrashOrFailureAtAnyCallOfAPreparationLosesNothing) {
     };
     auto prepared = [&] {
         testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
-        std::string wrong = prepare(c, bytes, "");
+        std::string wrong = prepare_shards(c, bytes, "");
         testing::internal::GetCapturedStdout(), testing::internal::GetCapturedStderr();
         return wrong;
     };

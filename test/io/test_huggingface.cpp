@@ -2,10 +2,10 @@
 //   Exports load to the same bits, and each malformed folder is answered with one line.
 #include <sys/resource.h>
 #include <csignal>
-#include "../../llmc/comm/comms.h"
+#include "../../llmc/layout.h"
 #include "../../llmc/io/config_check.h"
 #include "../../llmc/io/new_tokens.h"
-#include "../../llmc/io/upcycle.h"
+#include "../../llmc/extra/upcycle.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"
 
@@ -294,9 +294,9 @@ TEST_F(HuggingFace, ConfigOfVariants) {
 
     s = config_shape(dir, llama_json("smollm3"), {{"num_hidden_layers", 9}});
     EXPECT_TRUE(s.tied && s.rope_theta == 2e6 && s.P == 32768);
-    EXPECT_TRUE(turns(s, 1) && turns(s, 3) && !turns(s, 4) && turns(s, 5) && !turns(s, 8));
+    EXPECT_TRUE(has_rope(s, 1) && has_rope(s, 3) && !has_rope(s, 4) && has_rope(s, 5) && !has_rope(s, 8));
     s = config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 0}}});
-    EXPECT_TRUE(turns(s, 1) && !turns(s, 2));
+    EXPECT_TRUE(has_rope(s, 1) && !has_rope(s, 2));
     EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).nope_every,
               0u);
 

@@ -1,11 +1,11 @@
 // test_interchange.cpp - models and tokenizers of others: llm.c's, llama2.c's, llama.cpp's files
 //   Exports take their tokenizer along, and each malformed file is answered with one line.
 #include <omp.h>
-#include "../../llmc/io/adapter_files.h"
+#include "../../llmc/tune/adapter_files.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
-#include "../../llmc/io/chat.h"
-#include "../../llmc/io/gguf.h"
+#include "../../llmc/tune/chat.h"
+#include "../../llmc/extra/gguf.h"
 #include "../harness/testing.h"
 #include "../step/small_models.h"
 

@@ -23,11 +23,11 @@ struct Prepare : Scratch {
         c.prepare = dir + "/out/x.bin", c.document_end = 10, c.threads = 2;
     }
     std::string out(const std::string& name) { return dir + "/out/" + name; }
-    // prepare() of c.data. What it prints to stdout and stderr goes to `says`.
+    // prepare_shards() of c.data. What it prints to stdout and stderr goes to `says`.
     std::string says;
     std::string run() {
         testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
-        std::string wrong = prepare(c, t, PROGRAM_FOLDER, limits);
+        std::string wrong = prepare_shards(c, t, PROGRAM_FOLDER, limits);
         says = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
         return wrong;
     }
@@ -382,7 +382,7 @@ static void blocks_are_the_whole(const Tokenizer& t, const std::string& text, si
     EXPECT_TRUE(back == text);
     EXPECT_GE(blocks, text.size() / batch);
 
-    // Where encode() finds an end of text, prepare() begins a document.
+    // Where encode() finds an end of text, prepare_shards() begins a document.
     for (int& token : whole)
         if (token == t.eot || token == t.bos) token = DOCUMENT;
     auto [a, b] = std::mismatch(got.begin(), got.end(), whole.begin(), whole.end());
@@ -460,7 +460,7 @@ static bool finished_before(Prepare& p, int microseconds) {
     pid_t child = fork();
     if (child == 0) {
         (void)!freopen("/dev/null", "w", stdout), (void)!freopen("/dev/null", "w", stderr);
-        _exit(prepare(p.c, p.t, PROGRAM_FOLDER, p.limits).empty() ? 0 : 1);
+        _exit(prepare_shards(p.c, p.t, PROGRAM_FOLDER, p.limits).empty() ? 0 : 1);
     }
     usleep(useconds_t(microseconds));
     kill(child, SIGKILL);
@@ -885,7 +885,7 @@ TEST_F(Prepare, AFullDiskLeavesNoShardThatLooksWhole) {
         signal(SIGXFSZ, SIG_IGN);
         rlimit limit = {30000, 30000};
         setrlimit(RLIMIT_FSIZE, &limit);
-        std::string wrong = prepare(c, t, PROGRAM_FOLDER);
+        std::string wrong = prepare_shards(c, t, PROGRAM_FOLDER);
         bool named =
             wrong.find("x_000000.bin: cannot be written: File too large") != std::string::npos;
         _exit(named ? 0 : 1);
@@ -932,7 +932,7 @@ TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
         pid_t child = fork();
         if (child == 0) {
             (void)!freopen("/dev/null", "w", stdout), (void)!freopen("/dev/null", "w", stderr);
-            _exit(prepare(c, t, PROGRAM_FOLDER).empty() ? 0 : 1);
+            _exit(prepare_shards(c, t, PROGRAM_FOLDER).empty() ? 0 : 1);
         }
         int status = 0;
         rusage used;
@@ -1022,6 +1022,6 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     setenv("PATH", path.c_str(), 1);
 
     testing::internal::CaptureStdout();
-    EXPECT_HAS(prepare(c, t, dir + "/"), "which is not there");
+    EXPECT_HAS(prepare_shards(c, t, dir + "/"), "which is not there");
     testing::internal::GetCapturedStdout();
 }

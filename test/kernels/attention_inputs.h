@@ -1,8 +1,8 @@
 // attention_inputs.h - random operands of attention under every mask, and the CPU versions' results
 #pragma once
-#include "../../llmc/attention.cuh"
-#include "../../llmc/attention_merge.cuh"
-#include "../../llmc/attention_tiled.cuh"
+#include "../../llmc/ops/attention.cuh"
+#include "../../llmc/ops/attention_merge.cuh"
+#include "../../llmc/ops/attention_tiled.cuh"
 #include "../harness/op_table.h"
 
 using namespace llmc;

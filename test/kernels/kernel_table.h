@@ -4,7 +4,7 @@
 //   at their earliest and their latest: all must give the same bits. On a GPU each case runs twice.
 #pragma once
 #include <unistd.h>
-#include "../../llmc/memory.h"
+#include "../../llmc/ops/memory.h"
 #include "../harness/op_table.h"
 
 using namespace llmc;

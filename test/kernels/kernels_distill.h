@@ -1,6 +1,6 @@
 // kernels_distill.h - rows of the kernel table: distillation
 #pragma once
-#include "../../llmc/distill.cuh"
+#include "../../llmc/ops/distill.cuh"
 #include "kernel_table.h"
 
 // The sums, losses and gradients of a rank's columns, against the CPU in double. The second shard

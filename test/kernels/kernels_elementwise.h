@@ -1,9 +1,9 @@
 // kernels_elementwise.h - rows of the kernel table: GELU, SwiGLU, RoPE, column sums
 #pragma once
-#include "../../llmc/gelu.cuh"
-#include "../../llmc/linear.cuh"
-#include "../../llmc/rope.cuh"
-#include "../../llmc/swiglu.cuh"
+#include "../../llmc/ops/gelu.cuh"
+#include "../../llmc/ops/linear.cuh"
+#include "../../llmc/ops/rope.cuh"
+#include "../../llmc/ops/swiglu.cuh"
 #include "kernels_norms.h"
 
 using namespace llmc;

@@ -1,9 +1,9 @@
 // kernels_fp8.h - rows of the kernel table: fp8 in blocks, transposed too; products of codes
 #pragma once
-#include "../../llmc/fp8_delayed.cuh"
-#include "../../llmc/fp8_gather.cuh"
-#include "../../llmc/fp8_gradients.cuh"
-#include "../../llmc/linear.cuh"
+#include "../../llmc/ops/fp8_delayed.cuh"
+#include "../../llmc/ops/fp8_gather.cuh"
+#include "../../llmc/ops/fp8_gradients.cuh"
+#include "../../llmc/ops/linear.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;

@@ -1,7 +1,7 @@
 // kernels_moe.h - rows of the kernel table: mixture of experts, and a product for each expert
 #pragma once
-#include "../../llmc/expert_capacity.cuh"
-#include "../../llmc/lora_grouped.cuh"
+#include "../../llmc/ops/expert_capacity.cuh"
+#include "../../llmc/ops/lora_grouped.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;

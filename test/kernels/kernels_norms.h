@@ -1,7 +1,7 @@
 // kernels_norms.h - rows of the kernel table: LayerNorm, RMSNorm
 #pragma once
-#include "../../llmc/layernorm.cuh"
-#include "../../llmc/rmsnorm.cuh"
+#include "../../llmc/ops/layernorm.cuh"
+#include "../../llmc/ops/rmsnorm.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;

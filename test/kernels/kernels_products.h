@@ -2,7 +2,7 @@
 //   On a GPU these rows run cuBLASLt. In the emulator they run the loops that stand in for it,
 //   which shows that the rows themselves are right.
 #pragma once
-#include "../../llmc/linear.cuh"
+#include "../../llmc/ops/linear.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;

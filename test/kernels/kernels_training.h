@@ -1,10 +1,10 @@
 // kernels_training.h - rows of the kernel table: embedding, cross-entropy, optimizer, gradient norm
 #pragma once
-#include "../../llmc/adamw.cuh"
-#include "../../llmc/crossentropy.cuh"
-#include "../../llmc/ema.cuh"
-#include "../../llmc/embedding.cuh"
-#include "../../llmc/objective.cuh"
+#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/crossentropy.cuh"
+#include "../../llmc/ops/ema.cuh"
+#include "../../llmc/ops/embedding.cuh"
+#include "../../llmc/ops/objective.cuh"
 #include "kernel_table.h"
 
 using namespace llmc;

@@ -3,14 +3,14 @@
 //   Gate, RopeHeads, a scale and softcaps change. Sizes take both paths,
 //   of vectors and of single elements.
 #pragma once
-#include "../../llmc/crossentropy.cuh"
-#include "../../llmc/elementwise.cuh"
-#include "../../llmc/embedding.cuh"
-#include "../../llmc/latent_decode.cuh"
-#include "../../llmc/latent_heads.cuh"
-#include "../../llmc/rmsnorm.cuh"
-#include "../../llmc/rope.cuh"
-#include "../../llmc/swiglu.cuh"
+#include "../../llmc/ops/crossentropy.cuh"
+#include "../../llmc/ops/elementwise.cuh"
+#include "../../llmc/ops/embedding.cuh"
+#include "../../llmc/ops/latent_decode.cuh"
+#include "../../llmc/ops/latent_heads.cuh"
+#include "../../llmc/ops/rmsnorm.cuh"
+#include "../../llmc/ops/rope.cuh"
+#include "../../llmc/ops/swiglu.cuh"
 #include "kernel_table.h"
 
 // RMSNorm with a residual, with weights that count from 1, and with sums of rows

@@ -1,6 +1,6 @@
 // ops_distill.h - rows of the op table: distillation against its definition
 #pragma once
-#include "../../llmc/distill.cuh"
+#include "../../llmc/ops/distill.cuh"
 #include "../harness/op_table.h"
 
 using namespace llmc;

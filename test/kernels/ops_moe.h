@@ -1,8 +1,8 @@
 // ops_moe.h - rows of the op table: mixture of experts, and a product for each expert
 #pragma once
 #include <numeric>
-#include "../../llmc/expert_capacity.cuh"
-#include "../../llmc/lora_grouped.cuh"
+#include "../../llmc/ops/expert_capacity.cuh"
+#include "../../llmc/ops/lora_grouped.cuh"
 #include "ops_products.h"
 #include "ops_simple.h"
 

@@ -1,8 +1,8 @@
 // ops_nf4.h - rows of the op table: NF4 with double quantisation, int8 rows
 #pragma once
-#include "../../llmc/int4.cuh"
-#include "../../llmc/nf4.cuh"
-#include "../../llmc/rand.h"
+#include "../../llmc/ops/int4.cuh"
+#include "../../llmc/ops/nf4.cuh"
+#include "../../llmc/ops/rand.h"
 #include "../harness/op_table.h"
 
 using namespace llmc;

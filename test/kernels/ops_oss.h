@@ -1,8 +1,8 @@
 // ops_oss.h - what gpt-oss adds: sinks, biases of experts, their clamped gate
 #pragma once
-#include "../../llmc/grouped_bias.cuh"
-#include "../../llmc/moe.cuh"
-#include "../../llmc/sinks.cuh"
+#include "../../llmc/ops/grouped_bias.cuh"
+#include "../../llmc/ops/moe.cuh"
+#include "../../llmc/ops/sinks.cuh"
 #include "attention_inputs.h"
 
 // Attention over a text in T, joined by sinks (NH).

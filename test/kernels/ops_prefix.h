@@ -1,6 +1,6 @@
 // ops_prefix.h - a prefix of trained keys and values: its definition, its gradients
 #pragma once
-#include "../../llmc/prefix.cuh"
+#include "../../llmc/ops/prefix.cuh"
 #include "attention_inputs.h"
 
 // A prefix of n keys beside a text, in T. k and v hold (n,NKV,HS).

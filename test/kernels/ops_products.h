@@ -1,7 +1,7 @@
 // ops_products.h - rows of the op table: matrix products, the linear layer, attention
 //   The reference is written here, naively, in double. oneDNN and our own loops must both agree.
 #pragma once
-#include "../../llmc/linear.cuh"
+#include "../../llmc/ops/linear.cuh"
 #include "attention_inputs.h"
 
 using namespace llmc;

@@ -12,9 +12,9 @@
 #include "/usr/local/cuda/include/cuda_fp8.h"
 #define WITH_CUDA_FP8
 #endif
-#include "../../llmc/fp8_delayed.cuh"
-#include "../../llmc/fp8_gather.cuh"
-#include "../../llmc/linear.cuh"
+#include "../../llmc/ops/fp8_delayed.cuh"
+#include "../../llmc/ops/fp8_gather.cuh"
+#include "../../llmc/ops/linear.cuh"
 
 using namespace llmc;
 

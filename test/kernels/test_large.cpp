@@ -2,12 +2,12 @@
 //   Outputs that depend on one row are checked on rows drawn at random, by the CPU version in
 //   double. Sums over rows are checked whole. The emulator is too slow for these sizes: its
 //   table is that of test_kernels.
-#include "../../llmc/adamw.cuh"
-#include "../../llmc/crossentropy.cuh"
-#include "../../llmc/embedding.cuh"
-#include "../../llmc/layernorm.cuh"
-#include "../../llmc/rmsnorm.cuh"
-#include "../../llmc/swiglu.cuh"
+#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/crossentropy.cuh"
+#include "../../llmc/ops/embedding.cuh"
+#include "../../llmc/ops/layernorm.cuh"
+#include "../../llmc/ops/rmsnorm.cuh"
+#include "../../llmc/ops/swiglu.cuh"
 #include "kernels_attention.h"
 
 using namespace llmc;

@@ -3,10 +3,10 @@
 //   that our operators cannot express (masks other than causal, softcap, other scales, past keys,
 //   float16) are left out; the output says how many were used.
 #include <dirent.h>
-#include "../../llmc/attention_tiled.cuh"
-#include "../../llmc/gelu.cuh"
-#include "../../llmc/layernorm.cuh"
-#include "../../llmc/rmsnorm.cuh"
+#include "../../llmc/ops/attention_tiled.cuh"
+#include "../../llmc/ops/gelu.cuh"
+#include "../../llmc/ops/layernorm.cuh"
+#include "../../llmc/ops/rmsnorm.cuh"
 #include "../../llmc/io/safetensors.h"
 #include "../harness/testing.h"
 

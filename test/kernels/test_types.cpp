@@ -7,8 +7,8 @@
 #include <functional>
 #include <numeric>
 #include <set>
-#include "../../llmc/rand.h"
-#include "../../llmc/types.h"
+#include "../../llmc/ops/rand.h"
+#include "../../llmc/ops/types.h"
 #include "../../llmc/io/safetensors.h"
 
 using namespace llmc;

@@ -1,7 +1,7 @@
 // small_models.h - tiny models, random samples and one rank's trainer, for tests of the whole step
 #pragma once
 #include <mutex>
-#include "../../llmc/choice_bias.h"
+#include "../../llmc/load.h"
 #include "../../llmc/presets.h"
 #include "../../llmc/step.h"
 

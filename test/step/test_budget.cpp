@@ -1,7 +1,7 @@
 // test_budget.cpp - recomputation under a budget: the choice against all that there are
 //   Live bytes by a sum against the arena's, the order of levels, and FLOPs; parked activations.
 #include "../../llmc/io/mfu.h"
-#include "../../llmc/parking.h"
+#include "../../llmc/planner/parking.h"
 #include "../../llmc/presets.h"
 #include "../harness/testing.h"
 #include "rotor.h"

@@ -11,7 +11,7 @@
 #include <gtest/gtest.h>
 #include <random>
 #include <regex>
-#include "../../llmc/comm/comms.h"
+#include "../../llmc/layout.h"
 
 using namespace llmc;
 

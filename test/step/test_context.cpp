@@ -3,7 +3,7 @@
 #include <map>
 #include <numeric>
 #include <random>
-#include "../../llmc/comm/comms.h"
+#include "../../llmc/layout.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

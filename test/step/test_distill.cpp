@@ -1,7 +1,7 @@
 // test_distill.cpp - distillation: a teacher beside the model that is trained
 //   A teacher that is the student teaches nothing, exactly, in every layout; another teacher gives
 //   every layout the same weights. The program loads one, goes on to the bit and refuses by name.
-#include "../../llmc/teacher.h"
+#include "../../llmc/tune/teacher.h"
 #include "../io/saved_models.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // test_fit.cpp - --fit: what fits one card, by the run's own arena; --calibrate: machines' numbers
-#include "../../llmc/run/calibrate.h"
-#include "../../llmc/run/fit.h"
-#include "../../llmc/run/predicted.h"
+#include "../../llmc/planner/calibrate.h"
+#include "../../llmc/planner/fit.h"
+#include "../../llmc/planner/predicted.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

@@ -9,7 +9,7 @@
 #endif
 #include <array>
 #include <fstream>
-#include "../../llmc/comm/comms.h"
+#include "../../llmc/layout.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -1036,7 +1036,7 @@ TEST(Layouts, BackwardEndsAtTheLowestAdapterBitByBit) {
         // Count the layouts in which a stage hears of no gradient.
         Layout me = layout_of(l, 0);
         Plan p = plan_of(ends, l, me, adamw);
-        cut_messages += l.pp > 1 && first_layer(p.layout, upper, 1) <= lowest_trained(upper);
+        cut_messages += l.pp > 1 && first_layer_of(p.layout, upper, 1) <= lowest_trained(upper);
     }
     EXPECT_GT(cut_messages, EVERY > 1 ? 0 : 5);
 }

@@ -8,7 +8,7 @@
 #include <random>
 #include "../../llmc/io/dataloader.h"
 #include "../../llmc/io/generate.h"
-#include "../../llmc/io/rollouts.h"
+#include "../../llmc/tune/rollouts.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -205,7 +205,7 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
     EXPECT_NEAR(std::accumulate(p.begin(), p.end(), 0.0), 1, 1e-12);
     for (size_t y = 0; y < 40; y++)
         for (size_t z = 0; z < 40; z++) {
-            std::vector<float> a = advantages({reward[y], reward[z]}, 2, false);
+            std::vector<float> a = group_advantages({reward[y], reward[z]}, 2, false);
             weight[y] += float(p[y] * p[z] * a[0]);
             weight[z] += float(p[y] * p[z] * a[1]);
         }

@@ -1,7 +1,7 @@
 // test_plan.cpp - plans without running them: generators, passes, check, print, lifetimes, places
 #include <fstream>
 #include <map>
-#include "../../llmc/comm/comms.h"
+#include "../../llmc/layout.h"
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "../../llmc/presets.h"

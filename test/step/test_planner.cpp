@@ -1,5 +1,5 @@
 // test_planner.cpp - the planner: closed form, choice against all layouts, what it prints
-#include "../../llmc/run/auto_plan.h"
+#include "../../llmc/planner/auto_plan.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

@@ -1,10 +1,10 @@
 // test_simulator.cpp - the simulator: its meaning, machines, and published step times
 #include <fstream>
-#include "../../llmc/simulator.h"
+#include "../../llmc/planner/simulator.h"
 #include "../../llmc/presets.h"
 #include "../../llmc/io/mfu.h"
-#include "../../llmc/io/predict.h"
-#include "../../llmc/io/price.h"
+#include "../../llmc/planner/predict.h"
+#include "../../llmc/planner/price.h"
 #include "../harness/testing.h"
 #include "published_steps.h"
 

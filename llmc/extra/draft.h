@@ -1,0 +1,113 @@
+// draft.h - --draft: a small model beside the run's own, which guesses what texts go on with
+//   A draft has its own shape, weights and memory, and a key/value cache as long as the model's. It
+//   must have the model's vocabulary. ../extra/speculate.h says how guesses are judged.
+#pragma once
+#include "../action.h"
+#include "../arena.h"
+#include "../io/config.h"
+#include "../io/files.h"
+#include "../io/generate.h"
+#include "../model.h"
+#include "../optimizer.h"
+#include "../run/choose.h"
+#include "../run/run.h"
+#include "../step.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "../tune/second_model.h"
+#include "speculate.h"
+
+namespace llmc {
+
+// The configuration of a run whose model is the draft.
+inline Config draft_config(const Run& run) { return second_config(run, run.config.draft); }
+
+// Check that the draft has the model's vocabulary: "" or what differs. Without tokenizers, the
+// sizes of the tables are compared, which may differ by padding rows although tokens are the same.
+inline std::string check_draft_tokens(const Run& run, const Config& d) {
+    return check_same_tokens(run, d, run.draft_shape, "--draft", run.config.draft, "draft");
+}
+
+// Choose the draft's shape, and check that its vocabulary is the model's.
+inline void choose_draft(Run& run) {
+    if (run.config.draft.empty())
+        return;
+    Config d = draft_config(run);
+    LLMC_USER_CHECK(!has_adapters(d),
+                    "--draft %s: its checkpoint has adapters alone: --merge and --export it, and "
+                    "give the folder", run.config.draft.c_str());
+    LLMC_USER_CHECK(d.add_tokens.empty(),
+                    "--draft %s: has tokens of --add-tokens: --export it, and give the folder",
+                    run.config.draft.c_str());
+    run.draft_shape = choose_shape(d, "--draft");
+    or_die(check_draft_tokens(run, d));
+}
+
+// Place the draft's only plan in memory. It has the slots, prompt length and cache length of
+// the model's generation.
+template <typename T, typename S>
+void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<T, S>& t) {
+    PlanOptions o = plans[size_t(run.generate_plan)];
+    size_t P = run.draft_shape.P;
+    LLMC_USER_CHECK(o.cache <= P,
+                    "--draft %s has %zu positions, and texts with their prompts may take %zu: give "
+                    "a smaller --sample-tokens, shorter prompts, or another draft",
+                    run.config.draft.c_str(), P, o.cache);
+    // A draft begins a step by reading two tokens: its last guess of the step before, which it has
+    // not read yet, and the model's token after it.
+    o.scored = 2;
+    o.stored = Stored::WIDE;
+    o.offload = {};
+    trainer_place(t, run.draft_shape, {o});
+}
+
+// Bytes that the draft takes of the memory that holds the model; 0 without a draft.
+template <typename T, typename S>
+size_t bytes_of_draft(const Run& run, const std::vector<PlanOptions>& plans, S where) {
+    if (run.config.draft.empty())
+        return 0;
+    Trainer<T, S> t;
+    t.ctx.where = where;
+    place_draft(run, plans, t);
+    return bytes_here(t.arena, where);
+}
+
+// Load the draft; null without --draft. Its trainer lives as long as the returned pointer.
+template <typename T, typename S>
+std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plans, S where) {
+    const Config &c = run.config, d = draft_config(run);
+    if (c.draft.empty())
+        return nullptr;
+    Spend spend(run.account, Work::LOAD);
+
+    // Place and allocate it.
+    auto drop = [](Trainer<T, S>* t) {
+        trainer_free(*t);
+        delete t;
+    };
+    std::shared_ptr<Trainer<T, S>> t(new Trainer<T, S>, drop);
+    t->ctx.where = where;
+    place_draft(run, plans, *t);
+    trainer_allocate(*t);
+
+    // Clear the cache. Attention multiplies positions that no text has written by 0, which must not
+    // be 0 times NaN.
+    device_zero(t->arena.device().base, t->arena.device().bytes, where);
+    init_constants(*t);
+
+    bool drawn = load_second(run, *t, d);
+    printf("draft: %s%s, %zu parameters, guesses %d tokens ahead\n", printable(c.draft).c_str(),
+           drawn ? " with new weights" : "", parameter_count(t->model), c.draft_tokens);
+    return make_draft(t, size_t(c.draft_tokens), run.shape.V);
+}
+
+// Print how many tokens a step of the model gave, and how many guesses were right.
+inline void report_draft(const Run& run) {
+    if (!run.draft || !run.draft->steps)
+        return;
+    const Draft& d = *run.draft;
+    printf("draft: %.2f tokens a step of the model, %zu of %zu guesses stayed\n",
+           1 + double(d.stayed) / double(d.steps), d.stayed, d.guesses);
+}
+
+} // namespace llmc

@@ -1,0 +1,99 @@
+// named_adapters.h - --adapters NAME=DIR,NAME=DIR: PEFT's folders under names that prompts choose
+//   {"prompt": "...", "adapter": "NAME"}    a line of --prompts; without the key, or with null, the
+//                                           base alone answers
+//   The folders are read as --adapter reads one (adapter_files.h), beside the same base. Ranks,
+//   factors and the adapted matrices may differ from folder to folder.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include "../io/huggingface.h"
+#include "../io/json.h"
+#include "../model.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "adapter_files.h"
+
+namespace llmc {
+
+// One NAME=DIR of --adapters.
+struct NamedFolder {
+    std::string name, folder;
+};
+
+// Split --adapters into names and folders. Names also begin parameters' names, so they are words.
+inline std::string parse_named_folders(const std::string& flag, std::vector<NamedFolder>* folders) {
+    std::string part;
+    for (std::istringstream parts(flag); std::getline(parts, part, ',');) {
+        size_t equals = part.find('=');
+        NamedFolder f = {part.substr(0, equals), ""};
+        if (equals != std::string::npos)
+            f.folder = part.substr(equals + 1);
+        if (f.name.empty() || f.folder.empty())
+            return concat("--adapters: ", printable(part), " is no NAME=DIR");
+
+        // A name is a word of its own, and its owner can be found only once.
+        auto good = [](unsigned char c) { return isalnum(c) || strchr("_-.", c); };
+        if (!std::all_of(f.name.begin(), f.name.end(), good))
+            return concat("--adapters: the name ", printable(f.name),
+                          " has more than letters, digits, _, - and .: choose another one");
+        for (const NamedFolder& other : *folders)
+            if (other.name == f.name)
+                return concat("--adapters: ", f.name, " is ", other.folder, " and ", f.folder,
+                              ": give one of them another name");
+        folders->push_back(f);
+    }
+    return "";
+}
+
+// Read which matrices each folder adapts, before anything is allocated.
+inline std::string read_adapter_sets(const Model& base, const std::string& flag,
+                                     AdapterSets* sets) {
+    std::vector<NamedFolder> folders;
+    std::string wrong = parse_named_folders(flag, &folders);
+    for (const NamedFolder& f : folders) {
+        if (!wrong.empty()) return wrong;
+        sets->push_back({f.name, {}});
+        wrong = read_adapters(base, f.folder, &sets->back().adapters);
+
+        // Rows of experts are sorted by expert, not by text.
+        for (const auto& [module, adapter] : sets->back().adapters)
+            if (wrong.empty() && module.find("{}") != std::string::npos)
+                wrong = concat("--adapters ", f.name, ": adapts experts (", stack_name(module, 0),
+                               "), which texts of one batch cannot choose: give --adapter ",
+                               f.folder);
+    }
+    return wrong;
+}
+
+// Load the weights of all folders into a model that was made for them. All ranks call.
+template <typename T, typename S>
+std::string load_adapter_sets(Trainer<T, S>& t, const std::string& flag) {
+    std::vector<NamedFolder> folders;
+    std::string wrong = parse_named_folders(flag, &folders);
+    for (const NamedFolder& f : folders)
+        if (wrong.empty())
+            wrong = load_adapters(t, f.folder, f.name + ":");
+    return wrong;
+}
+
+// Find the set that a line of --prompts names: -1 for the base alone.
+inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
+    *set = -1;
+    if (!line.contains("adapter") || line["adapter"].is_null())
+        return "";
+    const nlohmann::ordered_json& asked = line["adapter"];
+    if (!s.sets)
+        return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
+                      "give --adapters NAME=DIR, or leave the key out");
+
+    // Look for the name, and list those that are there.
+    std::string known;
+    for (const AdapterSet& other : *s.sets) {
+        if (asked == other.name)
+            *set = int(&other - s.sets->data());
+        known += (known.empty() ? "" : ", ") + other.name;
+    }
+    if (*set >= 0) return "";
+    return concat("its \"adapter\" is ", json_word(asked), "; --adapters has ", known);
+}
+
+} // namespace llmc

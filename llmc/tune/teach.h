@@ -1,0 +1,114 @@
+// teach.h - --teacher: the model that --loss distill learns from, chosen, placed and loaded
+//   The teacher computes in the run's element type and layout (../teacher.h). It must have the
+//   run's vocabulary: a distribution over other tokens says nothing about these.
+#pragma once
+#include "../action.h"
+#include "../arena.h"
+#include "../io/config.h"
+#include "../io/config_check.h"
+#include "../io/files.h"
+#include "../io/plan_flags.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../sharding.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "second_model.h"
+#include "teacher.h"
+
+namespace llmc {
+
+// Whether this run trains beside a teacher.
+inline bool has_teacher(const Run& run) {
+    return run.config.loss == "distill" && run.train_plan >= 0;
+}
+
+// The shape of the teacher that the flags name; empty without one.
+inline Shape choose_teacher_shape(const Run& run) {
+    const Config& c = run.config;
+    if (!wants_teacher(c) || c.teacher.empty())
+        return {};
+
+    // Refuse what is no model of its own.
+    Config d = second_config(run, c.teacher);
+    bool there = !d.out.empty() || file_type(d.model);
+    LLMC_USER_CHECK(there,
+                    "--teacher %s: is neither a Hugging Face folder, a .bin nor a run's folder",
+                    printable(c.teacher).c_str());
+    LLMC_USER_CHECK(!has_adapters(d) && d.add_tokens.empty(),
+                    "--teacher %s: its checkpoint has adapters or added tokens, and stands on "
+                    "another model: --export it, with --merge, and give the folder",
+                    printable(c.teacher).c_str());
+
+    // Read its shape. It computes in the model's type.
+    Shape shape = choose_shape(d, "--teacher");
+    shape.fp8 = Fp8::NONE;
+    return shape;
+}
+
+// Choose the teacher, and compare it with the model.
+inline void choose_teacher(Run& run) {
+    const Config& c = run.config;
+    if (!wants_teacher(c)) return;
+    run.teacher_shape = choose_teacher_shape(run);
+    or_die(check_teacher(c, run.shape, run.teacher_shape));
+    Config d = second_config(run, c.teacher);
+    or_die(check_same_tokens(run, d, run.teacher_shape, "--teacher", c.teacher, "teacher"));
+}
+
+// Place the teacher of a rank beside its training plan.
+template <typename T, typename S>
+void place_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank,
+                   Teacher<T, S>& teacher) {
+    Layout layout = layout_at(choose_layout(run.config, run.teacher_shape), rank);
+    teacher_place(teacher, run.teacher_shape, plans[size_t(run.train_plan)], layout);
+}
+
+// Bytes that the teacher takes of the memory that holds the model; 0 without one.
+template <typename T, typename S>
+size_t bytes_of_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
+    if (!has_teacher(run)) return 0;
+    Teacher<T, S> teacher;
+    teacher.t.ctx.where = where;
+    place_teacher(run, plans, rank, teacher);
+    return bytes_here(teacher.t.arena, where) + teacher.norm_bytes;
+}
+
+// The same by rank of the pipeline; empty without one.
+template <typename T, typename S>
+std::vector<size_t> teachers_bytes(const Run& run, const std::vector<PlanOptions>& plans, S where) {
+    std::vector<size_t> all;
+    for (int pp = 0; has_teacher(run) && pp < run.layout.pp.size; pp++)
+        all.push_back(bytes_of_teacher<T>(run, plans, first_rank_of(run.layout, pp), where));
+    return all;
+}
+
+// Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.
+// All ranks call, for loading is shared.
+template <typename T, typename S>
+void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans) {
+    if (!has_teacher(run)) return;
+    Spend spend(run.account, Work::LOAD);
+
+    // Place and allocate it. Its heads may be shared by other ranks, so it has groups of its own.
+    auto drop = [](Teacher<T, S>* teacher) {
+        teacher_free(*teacher);
+        delete teacher;
+    };
+    std::shared_ptr<Teacher<T, S>> teacher(new Teacher<T, S>, drop);
+    teacher->t.ctx.where = t.ctx.where;
+    place_teacher(run, plans, run.world.rank, *teacher);
+    const Layout& layout = teacher->t.layout;
+    teacher->t.comms =
+        make_comms(run.world, layout, ranks_of_kv_head(layout, teacher->t.model));
+    teacher_allocate(*teacher);
+
+    // Load its weights.
+    load_second(run, teacher->t, second_config(run, run.config.teacher));
+    if (is_first_rank(run))
+        printf("teacher: %s, %zu parameters, frozen\n", printable(run.config.teacher).c_str(),
+               parameter_count(teacher->t.model));
+    t.before = [teacher, &t] { teacher_forward(*teacher, t); };
+}
+
+} // namespace llmc

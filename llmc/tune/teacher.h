@@ -1,0 +1,107 @@
+// teacher.h - a frozen model beside the trained one: distillation's teacher - arXiv:1503.02531
+//   1. FORWARD   before a step the teacher evaluates the step's batch, micro-batch by micro-batch,
+//                and keeps the output of its last norm
+//   2. TRAIN     the student's head makes the teacher's logits beside its own, chunk by chunk
+//                (head.h), so all logits never exist at once; distill.cuh compares them
+//   Layout: the student's, so a rank's head has the teacher's norm of its own rows, and both tables
+//           are cut alike over tensor-parallel ranks. The teacher's layers are split over the
+//           stages anew. Data-parallel ranks each hold it whole, whatever ZeRO shards.
+//   Cost: the teacher's forward pass, and its head's product twice. Memory: its weights, what an
+//         evaluation takes, and C elements for each row of a step.
+#pragma once
+#include "../action.h"
+#include "../head.h"
+#include "../io/plan_flags.h"
+#include "../layout.h"
+#include "../model.h"
+#include "../ops/memory.h"
+#include "../step.h"
+#include "../trainer.h"
+
+namespace llmc {
+
+// The teacher of a rank.
+template <typename T, typename S> struct Teacher {
+    Trainer<T, S> t;
+    TeacherHead head = {};          // what the student's head reads
+    unsigned char* norms = nullptr; // (micro-batches,N,C) on the stage with the head
+    size_t norm_bytes = 0;          // of all micro-batches
+};
+
+// Place the teacher's plan in memory. Nothing is allocated.
+template <typename T, typename S>
+void teacher_place(Teacher<T, S>& teacher, const Shape& shape, const PlanOptions& train,
+                   const Layout& layout) {
+    Trainer<T, S>& t = teacher.t;
+    trainer_place(t, shape, {teacher_options(train)}, teacher_layout(layout));
+    bool has_head = is_mine(t.layout, t.model, t.model.head());
+    size_t rows = size_t(train.micro_batches) * t.plans[0].rows();
+    teacher.norm_bytes = has_head ? rows * shape.C * sizeof(T) : 0;
+}
+
+// The last action of a plan that runs a model's head.
+inline int head_action(const Plan& p, int head) {
+    int at = int(p.actions.size()) - 1;
+    while (at > 0 && p.actions[at].layer != head)
+        at--;
+    return at;
+}
+
+// Copy what the head's norm gave for a micro-batch, and remember the head for the student.
+template <typename T, typename S>
+void keep_norm(Teacher<T, S>& teacher, const Action& a) {
+    Trainer<T, S>& t = teacher.t;
+    if (a.op != Op::F || a.layer != t.model.head())
+        return;
+    size_t bytes = t.plans[0].rows() * t.model.shape.C * sizeof(T);
+    copy_rows(teacher.norms + size_t(a.micro) * bytes, bytes, head_acts(t).norm, bytes, bytes, 1,
+              t.ctx.where);
+
+    // Remember where the head's weights lie; its scratch is given back in teacher_forward().
+    teacher.head.blas = &t.ctx.blas;
+    with_head(t, [&](const auto& w) { teacher.head.lm_head = w.lm_head; });
+}
+
+// Allocate the teacher. Its weights are loaded afterwards, as a trainer's are.
+template <typename T, typename S>
+void teacher_allocate(Teacher<T, S>& teacher) {
+    Trainer<T, S>& t = teacher.t;
+    trainer_allocate(t);
+    init_constants(t);
+    size_t bytes = std::max(teacher.norm_bytes, size_t(1)); // a stage without the head: one
+    teacher.norms = static_cast<unsigned char*>(device_memory(bytes, t.ctx.where));
+    teacher.head.norm = teacher.norms;
+    teacher.head.C = t.model.shape.C;
+    teacher.head.softcap = t.model.shape.logit_softcap;
+    t.after = [&teacher](const Action& a) { keep_norm(teacher, a); };
+}
+
+// Free it. Nothing may still run.
+template <typename T, typename S>
+void teacher_free(Teacher<T, S>& teacher) {
+    device_free(teacher.norms, teacher.norm_bytes, teacher.t.ctx.where);
+    trainer_free(teacher.t);
+}
+
+// Let the teacher read the batch that the student's next step trains on, and point the student's
+// head at what it made of it. All ranks call.
+template <typename T, typename S>
+void teacher_forward(Teacher<T, S>& teacher, Trainer<T, S>& student) {
+    // Read the same samples, with the same documents.
+    Trainer<T, S>& t = teacher.t;
+    t.window = student.window;
+    t.cursor = student.cursor;
+    t.samples_end = student.samples_end;
+    t.document_end = student.document_end;
+    run_plan(t, 0);
+
+    // A later action may have taken the head's scratch for its own: give it back.
+    if (teacher.head.blas) {
+        t.at = head_action(t.plans[0], t.model.head());
+        bind_scratch(t, t.model.head());
+        t.at = int(t.plans[0].actions.size()) - 1;
+    }
+    student.ctx.teacher = &teacher.head;
+}
+
+} // namespace llmc
