@@ -68,11 +68,14 @@ define nvcc
     if grep -E 'warning|spill|C75[0-9][0-9]' $@.log | grep -qv '\[-W'; then rm -f $@; exit 1; fi; exit $$status
 endef
 
+# The programs: those that train or read weights run the step.
+TRAINERS = train_gpt tune_gpt sample_gpt plan_gpt convert_gpt
+PROGRAMS = $(addprefix $(BUILD)/,$(TRAINERS) prepare_gpt)
 STEP_TESTS = test_plan test_budget test_planner test_fit test_model test_layouts test_context test_memory test_overflow test_offload \
-    test_life test_samples test_generate test_golden test_huggingface test_checkpoint test_evaluate test_interchange \
+    test_life test_samples test_generate test_golden test_huggingface test_dialects test_checkpoint test_evaluate test_interchange \
     test_faults test_states test_averages test_distill
 TESTS = $(STEP_TESTS) test_simulator test_pipeline test_comm test_nccl test_run test_fp8 test_device test_types test_onnx \
-    test_config test_losses test_report test_data test_files test_safetensors test_prepare test_tokenizer test_chat
+    test_config test_losses test_report test_data test_files test_safetensors test_prepare test_tokenizer test_chat test_kto
 KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
@@ -81,7 +84,7 @@ LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layern
 vpath %.cpp test/kernels test/step test/io test/harness
 -include $(wildcard $(BUILD)/*.d $(BUILD)/gpu/*.d)
 
-all: found $(BUILD)/train_gpt $(BUILD)/train_gpt_min
+all: found $(PROGRAMS) $(BUILD)/train_gpt_min
 says = $(if $(call with,$(1),1),yes,no - $(2))
 found:
 	@echo "$(shell $(CXX) --version | head -1); oneDNN: $(call says,ONEDNN,matrix products are plain loops);" \
@@ -143,6 +146,7 @@ clean:
 # own source, by g++ alone.
 $(addprefix $(BUILD)/,$(TESTS) $(EMULATED)) $(BUILD)/ladder_%: private OPT = -O1 -march=native
 $(BUILD)/test_ops $(BUILD)/train_gpt.o: private OPT = -O2 -march=native
+$(patsubst %,$(BUILD)/%.o,$(filter-out train_gpt,$(TRAINERS))) $(BUILD)/prepare_gpt: private OPT = -O1 -march=native
 $(addprefix $(BUILD)/,$(EMULATED) test_device test_comm test_nccl) $(BUILD)/ladder_%: CXXFLAGS += -DEMULATE
 # NCCL's calls, carried by MPI.
 $(addprefix $(BUILD)/,test_comm test_nccl): CXXFLAGS += $(call with,MPI,-DWITH_NCCL -Itest/harness/nccl_stub)
@@ -164,26 +168,28 @@ STEPS ?= float double bf16 fp16
 step = $(patsubst %,$(BUILD)/step_%.o,$(filter $(STEPS),$(1)))
 $(BUILD)/step_%.o: llmc/step.h | $(BUILD)
 	$(CXX) $(CXXFLAGS) -DSTEP_OF=$* -include $< -x c++ -c /dev/null -o $@
-$(BUILD)/train_gpt.o: train_gpt.cu | $(BUILD)
+$(BUILD)/%_gpt.o: %_gpt.cu | $(BUILD)
 	$(CXX) $(CXXFLAGS) -x c++ -c $< -o $@
+$(BUILD)/prepare_gpt: prepare_gpt.cpp | $(BUILD)
+	$(CXX) $(CXXFLAGS) $< -o $@ $(LIBS)
 $(addprefix $(BUILD)/,$(STEP_TESTS) bench_step): $(call step,float double bf16 fp16)
-$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o): private CXXFLAGS += $(if $(STEPS),-DSTEP_BUILT -include llmc/step.h)
-$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt.o step_%.o test_comm test_nccl): private CXXFLAGS += $(MPI_FLAGS)
-$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step train_gpt test_comm test_nccl): LIBS += $(MPI_LIBS)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step $(addsuffix .o,$(TRAINERS))): private CXXFLAGS += $(if $(STEPS),-DSTEP_BUILT -include llmc/step.h)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step $(addsuffix .o,$(TRAINERS)) prepare_gpt step_%.o test_comm test_nccl): private CXXFLAGS += $(MPI_FLAGS)
+$(addprefix $(BUILD)/,$(STEP_TESTS) bench_step $(TRAINERS) prepare_gpt test_comm test_nccl): LIBS += $(MPI_LIBS)
 ifeq ($(DEVICE),cuda)
-$(BUILD)/train_gpt: $(BUILD)/gpu/train_gpt
+$(addprefix $(BUILD)/,$(TRAINERS)): $(BUILD)/%: $(BUILD)/gpu/%
 	cp $< $@
 else
-$(BUILD)/train_gpt: $(BUILD)/train_gpt.o $(call step,float bf16 fp16)
+$(addprefix $(BUILD)/,$(TRAINERS)): $(BUILD)/%: $(BUILD)/%.o $(call step,float bf16 fp16)
 	$(CXX) $(OPENMP) $(EXTRA) $^ -o $@ $(LIBS)
 endif
 
 # On GPUs. Kernels alone need no library but CUDA's.
-$(addprefix $(BUILD)/gpu/,train_gpt test_device test_comm libraries): GPU_LIBS = $(filter-out -ldnnl,$(LIBS)) -lcublasLt
+$(addprefix $(BUILD)/gpu/,$(TRAINERS) test_device test_comm libraries): GPU_LIBS = $(filter-out -ldnnl,$(LIBS)) -lcublasLt
 $(addprefix $(BUILD)/gpu/,test_device test_comm): LIBS += -lgtest -lgtest_main
-$(addprefix $(BUILD)/gpu/,train_gpt test_comm): NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
-$(addprefix $(BUILD)/gpu/,train_gpt test_comm): LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
-$(BUILD)/gpu/train_gpt: train_gpt.cu | $(ARCHIVES)
+$(addprefix $(BUILD)/gpu/,$(TRAINERS) test_comm): NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
+$(addprefix $(BUILD)/gpu/,$(TRAINERS) test_comm): LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
+$(addprefix $(BUILD)/gpu/,$(TRAINERS)): $(BUILD)/gpu/%: %.cu | $(ARCHIVES)
 	$(nvcc)
 $(BUILD)/gpu/%: %.cpp | $(ARCHIVES)
 	$(nvcc)

@@ -6,6 +6,7 @@
 #include "fp8.h"
 #include "layout.h"
 #include "model.h"
+#include "offload.h"
 #include "optimizer.h"
 #include "pipeline.h"
 #include "recompute.h"
@@ -106,14 +107,13 @@ inline void access_streams(Access& x, const Model& model, const Action& a) {
 }
 
 // The input half reads the weights, and the weight half makes their gradients. Both halves read
-// adapters, since A's gradient needs B and B's needs A, and experts that work in rounds.
+// adapters, since A's gradient needs B and B's needs A.
 inline void access_weights(Access& x, const Plan& p, const Model& model, const Action& a) {
     int l = a.layer;
     bool input_half = a.op != Op::W, weight_half = a.op != Op::I;
     for (int b : buckets_of(model, l)) {
         Role role = model.buckets[b].role;
-        bool rounds = role == Role::EXPERTS && model.shape.expert_rounds > 1;
-        bool multiplies = input_half || role == Role::ADAPTER || rounds;
+        bool multiplies = input_half || role == Role::ADAPTER;
         if (multiplies && l > 0)
             x.read({weight_kind(p.layout, model, b), b});
         if (!weight_half || !model.buckets[b].trainable)
@@ -172,32 +172,24 @@ inline void access_tie(Access& x, const Plan& p, const Model& model, const Actio
     if (apart) x.write(tied);
 }
 
-// Whether this rank's norm counts a bucket. A tied table lives on two stages: the first counts it.
-inline bool is_squared(const Layout& layout, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[bucket];
-    return b.trainable && is_mine(layout, model, b.layers.front());
-}
-
 // NORM reads the gradients of this rank's trainable buckets. Its sums are scratch of no layer.
 inline void access_norm(Access& x, const Plan& p, const Model& model) {
     for (int b = 0; b < int(model.buckets.size()); b++) {
         // An offloaded gradient has left the sums of its squares here.
-        if (p.layout.gradients_away && is_squared(p.layout, model, b))
+        if (p.layout.offload.gradients && is_squared(p.layout, model, b))
             x.read({Kind::SQUARES, b});
         bool mine = model.buckets[b].trainable && bucket_is_mine(p.layout, model, b);
-        if (!p.layout.gradients_away && mine)
+        if (!p.layout.offload.gradients && mine)
             x.read({Kind::GRAD, b});
     }
     x.change({Kind::SCALE});
-    if (p.offload.late) x.write(LATE_SCALE);
     access_amaxes(x, p, model);
     x.write({Kind::SCRATCH, -1});
 }
 
-// UPDATE reads the clipping factor, so it runs after NORM. A late update reads the factor of
-// the step before.
+// UPDATE reads the clipping factor, so it runs after NORM.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
-    x.read(p.offload.late ? LATE_SCALE : Data{Kind::SCALE});
+    x.read({Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
     for (Data d : update_data(p, a.bucket, a.chunk)) {
         if (tier_of(p, d) != p.offload.update)
@@ -248,7 +240,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         }
         break;
     case Op::GATHER:
-        x.read({p.layout.weights_away ? Kind::STAGED : Kind::WEIGHT, a.bucket});
+        x.read({p.layout.offload.weights ? Kind::STAGED : Kind::WEIGHT, a.bucket});
         x.write({Kind::GATHERED, a.bucket});
         if (!gathers_codes(p, model, a.bucket)) break;
         x.read({Kind::MAXIMA});

@@ -38,7 +38,7 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // the tiers of memory, and in which of them a run keeps each kind of data
-//   DEVICE is where the step runs. tiers.h says where a datum lies, offload.h when it moves.
+//   DEVICE is where the step runs. offload.h says where a datum lies, and when it moves.
 
 // A tier of memory: DEVICE is where the step runs, HOST the host's memory, DISK a file.
 enum class Tier : uint8_t { DEVICE, HOST, DISK };
@@ -52,7 +52,6 @@ struct Offload {
     size_t chunk = size_t(1) << 24;  // elements of state that move together: SHARD_ALIGN divides it
     Tier update = Tier::DEVICE;      // where UPDATE runs; on HOST, masters and moments stay there
     std::vector<bool> parked = {};   // [layer]: whose activations leave; empty: those of all blocks
-    bool late = false;               // UPDATE applies the gradient of the step before, on HOST
 
     // Whether updates go chunk by chunk: they do when any of their data is offloaded.
     bool cuts_updates() const {
@@ -66,27 +65,6 @@ struct Offload {
         bool chosen = parked.empty() || parked[size_t(layer)];
         return activations != Tier::DEVICE && chosen;
     }
-};
-
-// The data that may lie in another tier, by the words of --offload.
-typedef Tier Offload::*OffloadTier; // nvcc's own spelling of a member like this one gives a warning
-struct OffloadRow {
-    const char* name;
-    OffloadTier tier;
-};
-constexpr OffloadRow OFFLOAD_TABLE[] = {
-    {"optimizer", &Offload::optimizer},
-    {"gradients", &Offload::gradients},
-    {"weights", &Offload::weights},
-    {"activations", &Offload::activations},
-};
-// Its rows by number.
-enum OffloadRows {
-    OPTIMIZER,
-    GRADIENTS,
-    WEIGHTS,
-    ACTIVATIONS,
-    OFFLOAD_ROWS,
 };
 
 // clang-format off
@@ -196,13 +174,6 @@ struct Action {
 // The purpose of a plan. Each mode has its own forward pass and its own end of the step.
 enum class Mode { TRAIN, EVALUATE, GENERATE };
 
-// The layout, which then says whether weights and gradients are offloaded to another tier.
-inline Layout with_tiers(Layout layout, const Offload& offload) {
-    layout.weights_away = offload.weights != Tier::DEVICE;
-    layout.gradients_away = offload.gradients != Tier::DEVICE;
-    return layout;
-}
-
 // Generation reads several prompts together, up to this many rows: enough that a product takes
 // longer than the reading of its weights.
 constexpr size_t PROMPT_ROWS = 256;
@@ -255,6 +226,32 @@ struct Plan : PlanOptions {
 inline bool reaches_weights(Op op) { return op == Op::B || op == Op::W; }
 inline bool computes(Op op) {
     return op == Op::F || op == Op::B || op == Op::I || op == Op::W || op == Op::R;
+}
+
+// Actions to insert, by the number of a compute action among the compute actions of the plan.
+typedef std::map<int, std::vector<Action>> Insertions;
+
+// Insert actions before and behind compute actions.
+inline Plan add_around(Plan in, const Insertions& before, const Insertions& behind) {
+    if (before.empty() && behind.empty())
+        return in;
+    Plan p = in.without_actions();
+    auto append = [&](const Insertions& all, int place) {
+        auto found = all.find(place);
+        if (found == all.end()) return;
+        const std::vector<Action>& some = found->second;
+        p.actions.insert(p.actions.end(), some.begin(), some.end());
+    };
+
+    // Keep all other actions where they are.
+    int count = 0;
+    for (Action& a : in.actions) {
+        bool runs = computes(a.op);
+        if (runs) append(before, count);
+        p.actions.push_back(std::move(a));
+        if (runs) append(behind, count++);
+    }
+    return p;
 }
 
 // ----------------------------------------------------------------------------

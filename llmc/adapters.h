@@ -20,6 +20,7 @@
 #include "context.h"
 #include "model.h"
 #include "ops/linear.cuh"
+#include "ops/lora.cuh"
 #include "ops/lora_batch.cuh"
 #include "ops/prefix.cuh"
 #include "ops/rand.h"

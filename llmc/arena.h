@@ -16,9 +16,9 @@
 #include "comm/comm.h"
 #include "disk.h"
 #include "model.h"
+#include "offload.h"
 #include "ops/memory.h"
 #include "ops/types.h"
-#include "sharding.h"
 #include "streams.h"
 
 namespace llmc {

@@ -3,12 +3,14 @@
 //   A block computes rows, one for each token. It never asks how long a sequence is: `positions`
 //   says where a row stands, and only keys_seen() knows where the keys of a query lie.
 #pragma once
+#include "comm/group.h"
 #include "layout.h"
 #include "model.h"
 #include "ops/attention.cuh"
 #include "ops/attention_tiled.cuh"
 #include "ops/attention_types.h"
 #include "ops/linear.cuh"
+#include "ops/matmul.cuh"
 #include "ops/memory.h"
 #include "ops/prefix.cuh"
 #include "ops/rope.cuh"
@@ -99,24 +101,35 @@ struct Batch {
     size_t rows() const { return B * T; } // N
 };
 
+// Context parallelism as attention needs it (context_parallel.h).
+struct ContextRanks {
+    Comm heads, keys; // ranks of cp that exchange heads; that share keys
+    ContextMethod method = ContextMethod::GATHER; // how ranks of cp share attention
+    void* scratch = nullptr;
+};
+
+// Rows of tokens as a router and its experts need them (mixtral.h, expert_parallel.h).
+struct ExpertRows {
+    void* slot_rows = nullptr;     // rows sorted by expert
+    void* token_rows = nullptr;    // (ep,N,C) rows of all tokens that experts may see
+    void* exchange_rows = nullptr; // (2,ep,N,C) rows on their way to experts
+    int* loads = nullptr;          // (E) slots given to this layer's experts so far
+};
+
 // The context of a block. Pointers are null where the running layer has no use for them.
 template <typename S> struct Ctx {
     S where;     // the CPU, or a CUDA stream
-    Shape shape; // this rank's part: its heads, channels and vocabulary
+    Shape rank_shape; // this rank's part of the model's: its heads, channels and vocabulary
+    Shape shape;      // the same, as the running layer has it
     Batch batch;
     Blas blas;   // handles and scratch of products
     Comm tp;                           // the ranks that share the shape
     Comm cp;                           // the ranks that share each sequence
-    Comm cp_heads, cp_keys;            // ranks of cp that exchange heads; that share keys
-    ContextMethod cp_method = ContextMethod::GATHER; // how ranks of cp share attention
+    ContextRanks context;
     S beside = {};                     // the stream of messages that run beside a layer's work
     Comm ep;                           // the ranks that share out the experts
+    ExpertRows experts;
     void* all_rows = nullptr;          // (N,C) rows of all ranks, for sequence parallelism
-    void* context = nullptr;           // scratch of context parallelism
-    void* slot_rows = nullptr;         // rows sorted by expert
-    void* token_rows = nullptr;        // (ep,N,C) rows of all tokens that experts may see
-    void* exchange_rows = nullptr;     // (2,ep,N,C) rows on their way to experts
-    int* loads = nullptr;              // (E) slots given to this layer's experts so far
     void* heads = nullptr;             // (rooms,N,NH,HS) expanded heads of latent attention
     size_t sequences = 0;              // in the global batch
     const void* rope = nullptr;        // (P,rotary/2,2) acc: cos and sin of this layer's RoPE

@@ -199,7 +199,7 @@ void ring_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t
     const Shape& s = ctx.shape;
     size_t N = b.rows();
     size_t Q = s.NH * s.HS;
-    RingRooms<T> room = ring_rooms<T>(s, N, false, ctx.context);
+    RingRooms<T> room = ring_rooms<T>(s, N, false, ctx.context.scratch);
     pack_keys(ctx, room.keys, x);
 
     for (int step = 0; step < ctx.cp.size; step++) {
@@ -235,7 +235,7 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     size_t KV = s.NKV * s.HS;
     size_t numbers = N * 2 * KV;
     size_t bytes = numbers * sizeof(acc_t<T>);
-    RingRooms<T> room = ring_rooms<T>(s, N, true, ctx.context);
+    RingRooms<T> room = ring_rooms<T>(s, N, true, ctx.context.scratch);
     pack_keys(ctx, room.keys, x);
 
     // Copy the queries to dense rows, the layout that the sum of their gradients has.
@@ -328,7 +328,7 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
     // Ulysses divides the heads; gather divides the queries; a ring divides the keys too.
     size_t heads = size_t(heads_axis(layout).size);
     size_t queries = T / size_t(keys_axis(layout).size);
-    bool ring = layout.cp_method == ContextMethod::RING;
+    bool ring = layout.context.method == ContextMethod::RING;
     size_t keys = ring ? queries : T;
     return attention_shape(share_of_heads(s, heads), B, queries, keys);
 }
@@ -417,7 +417,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
 
     // Count the keys of other ranks, for this rank's share of the heads.
     Shape mine = share_of_heads(s, ranks);
-    if (layout.cp_method == ContextMethod::RING)
+    if (layout.context.method == ContextMethod::RING)
         return bytes + ring_rooms<T>(mine, N * ranks, trains, nullptr).bytes;
     size_t n = B * tokens * 2 * mine.NKV * s.HS;
     size_t keys = round_up(n * sizeof(T), size_t(256));
@@ -454,7 +454,7 @@ ContextMessages keys_messages(const Shape& s, const Layout& layout, size_t N) {
     size_t rows = N * heads;
     size_t elements = rows * 2 * share_of_heads(s, heads).NKV * s.HS;
     size_t keys = (ranks - 1) * elements * sizeof(T);
-    bool ring = layout.cp_method == ContextMethod::RING;
+    bool ring = layout.context.method == ContextMethod::RING;
     size_t hops = ring ? ranks : ranks - 1;
     size_t gradients = hops * elements * sizeof(acc_t<T>);
     return {keys, keys + gradients};
@@ -492,7 +492,7 @@ Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
     size_t from = x.kv_stride * sizeof(T); // bytes between rows
     size_t bytes = KV * sizeof(T);
     size_t to = 2 * bytes;
-    T* keys = static_cast<T*>(ctx.context);
+    T* keys = static_cast<T*>(ctx.context.scratch);
 
     for (size_t i = 0; i < b.B; i++) {
         // Copy this rank's rows to their place in the gathered sequence.
@@ -513,7 +513,7 @@ Keys<T> gather_keys(Ctx<S>& ctx, const Qkv<T>& x) {
 template <typename T, typename S>
 acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,KV) {+cp}
     size_t bytes = ctx.batch.B * keys.Tk * keys.stride * sizeof(T);
-    char* scratch = static_cast<char*>(ctx.context);
+    char* scratch = static_cast<char*>(ctx.context.scratch);
     return reinterpret_cast<acc_t<T>*>(scratch + round_up(bytes, size_t(256)));
 }
 
@@ -559,7 +559,7 @@ template <typename T, typename S>
 void text_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
     // With Ulysses alone, a rank already has all keys of its heads.
     bool alone = ctx.cp.size == 1;
-    bool ring = !alone && ctx.cp_method == ContextMethod::RING;
+    bool ring = !alone && ctx.context.method == ContextMethod::RING;
     if (ring) return ring_forward(ctx, out, lse, x);
     Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
     // Take gathered keys from the scratch.
@@ -571,7 +571,7 @@ template <typename T, typename S>
 void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
                    const acc_t<T>* lse, const Qkv<T>& x) {
     bool alone = ctx.cp.size == 1;
-    bool ring = !alone && ctx.cp_method == ContextMethod::RING;
+    bool ring = !alone && ctx.context.method == ContextMethod::RING;
     if (ring)
         return ring_backward(ctx, dx, dout, out, lse, x);
     if (!alone)
@@ -613,7 +613,7 @@ void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
 template <typename T, typename S>
 void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, size_t width,
                    size_t copies = 1) {
-    size_t cp = size_t(ctx.cp_heads.size);
+    size_t cp = size_t(ctx.context.heads.size);
     size_t t = ctx.batch.T;
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
@@ -625,7 +625,7 @@ void rows_to_heads(Ctx<S>& ctx, T* to, T* sent, const T* rows, size_t stride, si
             const T* columns = from + h / copies * part;
             copy_rows(block, bytes, columns, stride * sizeof(T), bytes, t, ctx.where);
         }
-        all_to_all(ctx.cp_heads, to + b * t * part * cp, sent, t * part, ctx.where);
+        all_to_all(ctx.context.heads, to + b * t * part * cp, sent, t * part, ctx.where);
     }
 }
 
@@ -644,13 +644,13 @@ void add_copies(T* parts, size_t count, size_t copies, S where) { // (copies,cou
 template <typename T, typename S>
 void heads_to_rows(Ctx<S>& ctx, T* rows, size_t stride, T* received, const T* from, size_t width,
                    size_t copies = 1) {
-    size_t cp = size_t(ctx.cp_heads.size);
+    size_t cp = size_t(ctx.context.heads.size);
     size_t t = ctx.batch.T;
     size_t part = width * copies / cp;
     size_t bytes = part * sizeof(T);
     for (size_t b = 0; b < ctx.batch.B; b++) {
         // Bring back what every rank has made of this rank's rows.
-        all_to_all(ctx.cp_heads, received, from + b * t * part * cp, t * part, ctx.where);
+        all_to_all(ctx.context.heads, received, from + b * t * part * cp, t * part, ctx.where);
 
         // Put each rank's columns at their place in a row.
         T* to = rows + b * t * stride;
@@ -671,7 +671,7 @@ Qkv<T> exchange_heads(Ctx<S>& ctx, const HeadRooms& room, const Qkv<T>& x) {
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
     size_t copies = key_copies(ctx.shape, room.ranks);
-    T* base = static_cast<T*>(ctx.context);
+    T* base = static_cast<T*>(ctx.context.scratch);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.q, sent, x.q, x.q_stride, Q);
     rows_to_heads(ctx, base + room.k, sent, x.k, x.kv_stride, KV, copies);
@@ -698,7 +698,7 @@ void swap_heads(Ctx<S>& ctx, SharedHeads& heads) {
     std::swap(ctx.shape, heads.shape);
     std::swap(ctx.batch, heads.batch);
     std::swap(ctx.cp, heads.cp);
-    std::swap(ctx.context, heads.context);
+    std::swap(ctx.context.scratch, heads.context);
     std::swap(ctx.slopes, heads.slopes);
     std::swap(ctx.prefix, heads.prefix);
 }
@@ -712,7 +712,7 @@ PrefixRows share_of_prefix(const Ctx<S>& ctx, size_t ranks, size_t key_heads) {
     typedef acc_t<T> A;
 
     // Skip the heads of the ranks before. Ranks with copies of a head share its part.
-    size_t part = size_t(ctx.cp_heads.rank) / key_copies(ctx.shape, ranks);
+    size_t part = size_t(ctx.context.heads.rank) / key_copies(ctx.shape, ranks);
     size_t first = part * key_heads * ctx.shape.HS;
     p.stride = ctx.shape.NKV * ctx.shape.HS;
     p.accumulate = true;
@@ -740,7 +740,7 @@ void clear_prefix(const Ctx<S>& ctx) {
 template <typename T, typename S>
 Sinks<T> share_of_sinks(const Ctx<S>& ctx, Sinks<T> sinks) {
     // Ranks have equal shares, in order.
-    size_t first = ctx.shape.NH * size_t(ctx.cp_heads.rank);
+    size_t first = ctx.shape.NH * size_t(ctx.context.heads.rank);
     if (sinks.logits) sinks.logits += first;
     if (sinks.sums) sinks.sums += first;
     return sinks;
@@ -758,32 +758,33 @@ void clear_sinks(const Ctx<S>& ctx, const Sinks<T>& sinks) {
 // that exchange heads.
 template <typename T, typename S>
 SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
-    SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.cp_keys, ctx.context,
-                     ctx.slopes, {}};
+    SharedHeads h = {share_of_heads(ctx.shape, room.ranks), ctx.batch, ctx.context.keys,
+                     ctx.context.scratch, ctx.slopes, {}};
     h.prefix = share_of_prefix<T>(ctx, room.ranks, h.shape.NKV);
     // Take the ALiBi slopes of these heads: a slope belongs to its head.
     if (h.slopes)
-        h.slopes += h.shape.NH * size_t(ctx.cp_heads.rank);
+        h.slopes += h.shape.NH * size_t(ctx.context.heads.rank);
     h.batch.T *= room.ranks;
 
     // Find these rows' positions among the positions of all keys: in a ring they are adjacent; with
     // gather, each sequence has its own.
-    bool ring = ctx.cp_method == ContextMethod::RING;
+    bool ring = ctx.context.method == ContextMethod::RING;
     size_t bytes = h.batch.T * sizeof(int);
-    size_t stride = ring ? bytes : bytes * size_t(ctx.cp_keys.size);
-    size_t first = size_t(ctx.cp_keys.rank) * (ring ? h.batch.rows() : h.batch.T);
+    size_t stride = ring ? bytes : bytes * size_t(ctx.context.keys.size);
+    size_t first = size_t(ctx.context.keys.rank) * (ring ? h.batch.rows() : h.batch.T);
     const int* key_positions = ctx.batch.key_positions + first;
     const int* key_documents = ctx.batch.key_documents + first;
 
     // Copy positions and documents after the rooms; scratch for other ranks' keys comes next.
     size_t used = round_up(room.end * sizeof(T), size_t(256));
-    int* positions = reinterpret_cast<int*>(static_cast<char*>(ctx.context) + used); // (B,u,t)
-    int* documents = positions + h.batch.rows();                                     // (B,u,t)
+    char* free = static_cast<char*>(ctx.context.scratch) + used;
+    int* positions = reinterpret_cast<int*>(free); // (B,u,t)
+    int* documents = positions + h.batch.rows();   // (B,u,t)
     copy_rows(positions, bytes, key_positions, stride, bytes, h.batch.B, ctx.where);
     copy_rows(documents, bytes, key_documents, stride, bytes, h.batch.B, ctx.where);
     h.batch.positions = positions;
     h.batch.doc_start = documents;
-    h.context = static_cast<char*>(ctx.context) + head_bytes<T>(room, ctx.batch.rows());
+    h.context = static_cast<char*>(ctx.context.scratch) + head_bytes<T>(room, ctx.batch.rows());
     return h;
 }
 
@@ -792,10 +793,10 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
 template <typename T, typename S>
 void ulysses_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,NH,HS)
                      const Sinks<T>& sinks) {
-    size_t ranks = size_t(ctx.cp_heads.size);
+    size_t ranks = size_t(ctx.context.heads.size);
     HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, false);
     Qkv<T> mine = exchange_heads(ctx, room, x);
-    T* base = static_cast<T*>(ctx.context);
+    T* base = static_cast<T*>(ctx.context.scratch);
 
     // Attend with these heads, over the keys of the other ranks too.
     SharedHeads heads = share_heads<T>(ctx, room);
@@ -814,12 +815,12 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
                       const acc_t<T>* lse, const Qkv<T>& x, const Sinks<T>& sinks) {
     size_t Q = ctx.shape.NH * ctx.shape.HS;
     size_t KV = ctx.shape.NKV * ctx.shape.HS;
-    size_t ranks = size_t(ctx.cp_heads.size);
+    size_t ranks = size_t(ctx.context.heads.size);
     HeadRooms room = head_rooms(ctx.shape, ranks, ctx.batch.rows(), ctx.batch.T, true);
     Qkv<T> mine = exchange_heads(ctx, room, x);
 
     // Exchange the output and its gradient as well.
-    T* base = static_cast<T*>(ctx.context);
+    T* base = static_cast<T*>(ctx.context.scratch);
     T* sent = base + room.sent;
     rows_to_heads(ctx, base + room.out, sent, out, Q, Q);
     rows_to_heads(ctx, base + room.dout, sent, dout, Q, Q);
@@ -855,7 +856,7 @@ void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
-    if (ctx.cp_heads.size > 1)
+    if (ctx.context.heads.size > 1)
         return ulysses_forward(ctx, out, lse, x, sinks);
     keys_forward(ctx, out, lse, x, sinks);
 }
@@ -867,7 +868,7 @@ void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, //
                                 const Qkv<T>& x, const Sinks<T>& sinks = {}) {
     if (ctx.cp.size == 1)
         return attention_backward(ctx, dx, dout, out, lse, x, sinks);
-    if (ctx.cp_heads.size > 1)
+    if (ctx.context.heads.size > 1)
         ulysses_backward(ctx, dx, dout, out, lse, x, sinks);
     else
         keys_backward(ctx, dx, dout, out, lse, x, sinks);

@@ -2,8 +2,8 @@
 //   ep neighbouring ranks, which see different tokens, share out each block's E experts. Rank r
 //   has experts [r E/ep, (r+1) E/ep), each whole or, under tensor parallelism, its part of F. For
 //   all but the experts' rows these are data-parallel ranks. A rank has N tokens, each K experts.
-//   Whole experts beside tensor parallelism (--etp 1) have its ranks in these groups too: each of
-//   them routes the rows that it has of the residual stream, and N counts these.
+//   With whole experts (--etp 1) tensor-parallel ranks are in these groups too: each of them routes
+//   the rows that it has of the residual stream, and N counts these.
 //   1. ROUTE     each rank chooses for its own tokens
 //   2. GATHER    ids, gates [N] -> [ep N], x [N] -> [ep N]     all-gather
 //   3. EXPERTS   this rank's own, on all tokens; rows are sorted by expert, then by rank and token,
@@ -18,21 +18,25 @@
 //   loads cost time, never memory; --recompute ffn keeps the rows of one layer only. With a
 //   capacity a rank receives at most about factor N K rows, and has room for these
 //   (expert_capacity.cuh).
-//   Rounds bring the room down without a drop: the worst case is worked off in --expert-rounds
-//   equal parts, one after the other, and only one part has room. Inner rows are never kept:
-//   backward makes each round's again, once for its input half and once for W, 5/3 of the experts'
-//   forward products more. The number of rounds is fixed, so no host waits for counts; a round
-//   that finds no rows ends at once. Tokens are gathered once a pass, for all rounds.
 //   A block's ffn for all tokens, its shared expert, needs no other rank. Its products run while
 //   tokens travel: forward gate and up, backward what leads to their gradients, in W all three.
 //   All else is on the critical path. With --ep-method exchange, steps 2 and 4 move only rows that
-//   some expert wants (expert_parallel.h).
+//   some expert wants.
+//   Blocks call these functions whatever the layout is: in a group of size 1 they send nothing. The
+//   same holds for capacity, whole experts and adapters, which blocks do not name either.
 //   Cost of a block and micro-batch: a rank sends (ep-1) N C elements twice forward, four times
 //   backward, and (ep-1) N K ids and gates.
 #pragma once
 #include "comm/comm.h"
 #include "comm/group.h"
+#include "context.h"
 #include "model.h"
+#include "ops/attention_merge.cuh"
+#include "ops/expert_capacity.cuh"
+#include "ops/grouped_matmul.cuh"
+#include "ops/grouped_mma.cuh"
+#include "ops/linear.cuh"
+#include "ops/lora_grouped.cuh"
 #include "ops/memory.h"
 #include "ops/moe.cuh"
 #include "ops/types.h"
@@ -47,10 +51,10 @@ namespace llmc {
 // expert parallelism that sends a token only where it goes - arXiv:2101.03961
 //   A token's row travels once to each rank that has an expert the token chose, however many of
 //   that rank's experts want it. Counts are whatever the router makes them, zero included.
-//   1. LISTS    every rank has all ranks' choices (expert_parallel.h, 2), so each one lists what
-//               the others send: no message carries counts
+//   1. LISTS    every rank has all ranks' choices (2 above), so each one lists what the others
+//               send: no message carries counts
 //   2. SEND     this rank's rows to each rank that wants them              all-to-all, unequal
-//               beside the ffn for all tokens, if the block has one (expert_parallel.h)
+//               while the ffn for all tokens runs, if the block has one
 //   3. EXPERTS  as with gather: rows lie at their tokens' places; the other places are not read
 //   4. RETURN   the partial outputs of those rows to their owner           all-to-all, unequal
 //               which adds them in the order of ranks
@@ -125,7 +129,7 @@ void place_rows(Ctx<S>& ctx, T* rows, const T* packed, const int* tokens, const 
 // The two halves of the exchange's scratch.
 template <typename T, typename S>
 T* sent_rows(Ctx<S>& ctx) { // (ep,N,C)
-    return static_cast<T*>(ctx.exchange_rows);
+    return static_cast<T*>(ctx.experts.exchange_rows);
 }
 template <typename T, typename S>
 T* received_rows(Ctx<S>& ctx) { // (ep,N,C)
@@ -266,8 +270,7 @@ struct ExpertCounts {
     size_t groups;  // of the sort: one for each own expert, and one for all slots without a row
     size_t tokens;  // of all ranks that share out the experts
     size_t slots;   // of those tokens: K each
-    size_t rows;    // at most, in a round: a token chooses an expert once
-    size_t rounds;  // that have room for all rows
+    size_t rows;    // at most: a token chooses an expert once
 };
 // The most sequences that a group of `tokens` neighbours meets. Groups follow each other, and
 // those of whole experts may begin and end within a sequence.
@@ -285,59 +288,32 @@ inline ExpertCounts expert_counts(const Shape& s, size_t rows_of_batch) {
     size_t rows = tokens * std::min(s.K, experts);
     // Each sequence fills each of the experts up to its capacity.
     if (limited) rows = std::min(rows, sequences_met(s, tokens) * experts * s.capacity.slots);
-
-    // Rounds are equal. With more rounds than rows, each has one row.
-    size_t all = rows;
-    rows = ceil_div(all, s.expert_rounds);
-    return {experts, groups, tokens, tokens * s.K, rows, ceil_div(all, rows)};
+    return {experts, groups, tokens, tokens * s.K, rows};
 }
 
-// The elements of the buffer of slots' rows, and where a round's inner rows begin in it. Buffers
-// 0, 1 and 2 are those of gate, up and swiglu.
-inline size_t inner_rows(const Shape& s, const ExpertCounts& n, size_t buffer) {
-    constexpr size_t ALIGNED = 128; // 256 bytes of the narrowest type
-    size_t outer = round_up(n.rows * s.C, ALIGNED);
-    return outer + buffer * round_up(n.rows * s.F, ALIGNED);
-}
-inline size_t slot_room(const Shape& s, const ExpertCounts& n) {
-    return n.rounds == 1 ? n.rows * s.C : inner_rows(s, n, 3);
+// The counts of this rank's layer.
+template <typename S>
+ExpertCounts expert_counts(const Ctx<S>& ctx) {
+    return expert_counts(ctx.shape, ctx.batch.rows());
 }
 
-// The parts of the buffer of tokens. Without rounds one part serves in turn for all; rounds need
-// inputs, sums and the outputs' gradients side by side.
-enum class Tokens : uint8_t { INPUT, SUM, GRADIENT };
-inline size_t token_parts(const Shape& s, const ExpertCounts& n, bool trains) {
-    if (n.rounds == 1) return s.expert_ranks > 1;
-    if (s.expert_ranks > 1) return trains ? 3 : 2;
-    // The input: where it was gathered over tp, the sums will lie.
-    return s.row_ranks > 1 && !s.whole_experts;
-}
-template <typename T, typename S>
-T* token_part(Ctx<S>& ctx, Tokens part) { // (ep,N,C)
-    const Shape& s = ctx.shape;
-    ExpertCounts n = expert_counts(s, ctx.batch.rows());
-    size_t before = n.rounds == 1 ? 0 : size_t(part) * n.tokens * s.C;
-    return static_cast<T*>(ctx.token_rows) + before;
+// How many rows this rank's experts have: 1 int on the device, where the last expert ends.
+template <typename S>
+const int* rows_here(const Ctx<S>& ctx, const Slots& slots) {
+    return slots.starts + expert_counts(ctx).experts;
 }
 
 // Start to gather the rows of all ranks' tokens into the layer's scratch. What the caller runs
 // until finish_tokens() runs beside that; one gather at a time is under way.
-// On one rank nothing is copied: the rows stay where they are, unless rounds overwrite them.
+// On one rank nothing is copied: the rows stay where they are.
 template <typename T, typename S>
-TokensComing<T, S> start_tokens(Ctx<S>& ctx, const T* rows, const int* ids, // (N,C) (ep,N,K)
-                                Tokens part) {
-    bool overwritten = part == Tokens::INPUT && ctx.token_rows;
-    if (ctx.ep.size == 1 && !overwritten)
+TokensComing<T, S> start_tokens(Ctx<S>& ctx, const T* rows, const int* ids) { // (N,C) (ep,N,K)
+    T* all = static_cast<T*>(ctx.experts.token_rows); // (ep,N,C)
+    if (ctx.ep.size == 1)
         return {rows};
-    T* all = token_part<T>(ctx, part);
-    if (ctx.ep.size == 1) {
-        size_t bytes = ctx.shape.C * sizeof(T);
-        copy_rows(all, bytes, rows, bytes, bytes, routed_rows(ctx), ctx.where);
-        return {all};
-    }
 
     // With --ep-method exchange, rows that no expert here wants are never sent nor read.
-    if (ctx.exchange_rows)
+    if (ctx.experts.exchange_rows)
         return send_tokens(ctx, all, rows, ids);
     size_t part_size = routed_rows(ctx) * ctx.shape.C;
     wait_point(record_point(ctx.where), ctx.beside);
@@ -356,8 +332,8 @@ const T* finish_tokens(Ctx<S>& ctx, TokensComing<T, S>& coming) { // (ep,N,C)
     return coming.all;
 }
 template <typename T, typename S>
-const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids, Tokens part) {
-    TokensComing<T, S> coming = start_tokens(ctx, rows, ids, part);
+const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids) {
+    TokensComing<T, S> coming = start_tokens(ctx, rows, ids);
     return finish_tokens(ctx, coming);
 }
 
@@ -365,12 +341,12 @@ const T* gather_tokens(Ctx<S>& ctx, const T* rows, const int* ids, Tokens part) 
 // sum_tokens() reduces it into `out`. On one rank the two are one buffer.
 template <typename T, typename S>
 T* partial_tokens(Ctx<S>& ctx, T* out) { // (ep,N,C) for (N,C)
-    return ctx.ep.size == 1 ? out : token_part<T>(ctx, Tokens::SUM);
+    return ctx.ep.size == 1 ? out : static_cast<T*>(ctx.experts.token_rows);
 }
 template <typename T, typename S>
 void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (ep,N,C) {+ep}
     // Return the partial rows the way their tokens came.
-    bool exchanges = ctx.ep.size > 1 && ctx.exchange_rows;
+    bool exchanges = ctx.ep.size > 1 && ctx.experts.exchange_rows;
     if (exchanges) return return_tokens(ctx, out, partial, ids);
     size_t count = routed_rows(ctx) * ctx.shape.C;
     send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, out, partial, count, beside); });
@@ -405,8 +381,7 @@ void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
 // where expert e begins, and this rank's experts have starts[experts] rows in all.
 template <typename S>
 void sort_own_slots(Ctx<S>& ctx, const Slots& slots, const int* ids) { // (ep,N,K)
-    const Shape& s = ctx.shape;
-    ExpertCounts n = expert_counts(s, ctx.batch.rows());
+    ExpertCounts n = expert_counts(ctx);
     if (ctx.ep.size == 1)
         return sort_slots(slots, ids, n.slots, n.groups, ctx.where);
 
@@ -414,6 +389,301 @@ void sort_own_slots(Ctx<S>& ctx, const Slots& slots, const int* ids) { // (ep,N,
     int* own = static_cast<int*>(ctx.blas.scratch); // (ep,N,K)
     own_experts(own, ids, n.slots, size_t(ctx.ep.rank) * n.experts, n.experts, ctx.where);
     sort_slots(slots, own, n.slots, n.groups, ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the rows of a block's second branch
+
+// Whether the second branch reads all N rows: whole experts alone read those of this rank.
+inline bool reads_all_rows(const Shape& s) { return s.ffn_beside || !s.whole_experts; }
+
+// The rows as the branch's parts read them.
+template <typename T> struct BranchRows {
+    const T* routed; // (n,C) for the experts
+    const T* all;    // (N,C) for the ffn
+};
+template <typename T>
+BranchRows<T> branch_rows(const Shape& s, const T* own, const T* all) { // (R,C) (N,C)
+    return {s.whole_experts ? own : all, all};
+}
+
+// Gather the rows into `room`.
+template <typename T, typename S>
+BranchRows<T> gather_branch_rows(Ctx<S>& ctx, T* room, const T* own) { // (N,C) (R,C)
+    const T* all = reads_all_rows(ctx.shape) ? gather_rows(ctx, room, own) : nullptr;
+    return branch_rows(ctx.shape, own, all);
+}
+// The same, into the layer's scratch.
+template <typename T, typename S>
+BranchRows<T> gather_branch_rows(Ctx<S>& ctx, T* own) { // (R,C)
+    T* room = static_cast<T*>(ctx.all_rows);
+    const T* rows = own;
+    return gather_branch_rows(ctx, room, rows);
+}
+// The same rows again: the first call's room still holds them.
+template <typename T>
+BranchRows<T> gathered_branch_rows(const Shape& s, const T* room, const T* own) { // (N,C) (R,C)
+    return branch_rows(s, own, s.row_ranks == 1 ? own : room);
+}
+
+// ----------------------------------------------------------------------------
+// choices of experts
+
+// Whether choices are kept apart from the slots that experts take: a capacity drops some, and whole
+// experts know those of all rows, as what counts a sequence's choices must.
+inline bool keeps_choices(const Shape& s) { return s.capacity.slots || s.whole_experts; }
+
+// The choices of all N rows, whether or not the experts have room for them. kept: null, or where
+// they are kept apart.
+template <typename S>
+int* all_choices(const Ctx<S>& ctx, int* ids, int* kept) { // (N,K) of (ep,N,K)
+    return kept ? kept : my_slots(ctx, ids);
+}
+
+// The choices of the rows that this rank routes.
+template <typename S>
+int* my_choices(const Ctx<S>& ctx, int* all) { // (n,K) of (N,K)
+    return all + first_routed(ctx) * ctx.shape.K;
+}
+
+// With whole experts each tensor-parallel rank routes its own rows: all-gather the choices.
+template <typename S>
+void share_choices(Ctx<S>& ctx, int* all, const int* own) { // (N,K) (n,K)
+    size_t n = routed_rows(ctx);
+    bool shared = n < ctx.batch.rows();
+    if (shared)
+        all_gather(ctx.tp, all, own, n * ctx.shape.K, ctx.where);
+}
+
+// Count the choices of all rows, where the step counts loads.
+template <typename S>
+void count_loads(Ctx<S>& ctx, const int* choices) { // (N,K)
+    const Shape& s = ctx.shape;
+    if (ctx.experts.loads)
+        count_slots(ctx.experts.loads, choices, 1, ctx.batch.rows() * s.K, s.E, true, ctx.where);
+}
+
+// Leave what experts have room for in the ids of this rank's rows, and add the rest of all rows to
+// the step's count.
+template <typename S>
+void take_choices(Ctx<S>& ctx, int* ids, const int* choices) { // (n,K) (N,K)
+    const Shape& s = ctx.shape;
+    size_t M = ctx.batch.rows() * s.K;
+    size_t length = ctx.batch.T * s.K; // slots of a sequence
+    if (s.capacity.slots) {
+        // The loads of all blocks come first.
+        int* dropped = ctx.experts.loads ? ctx.experts.loads + s.L * s.E : nullptr; // (E)
+        int* room = static_cast<int*>(ctx.blas.scratch);            // (N,K)
+        int* taken = s.whole_experts ? room : ids;
+        drop_over_capacity(taken, dropped, choices, M, length, s.E, s.capacity.slots, ctx.where);
+        choices = taken;
+    }
+
+    // Whole experts have decided on all rows: keep this rank's.
+    if (!s.whole_experts) return;
+    const int* own = choices + first_routed(ctx) * s.K; // (n,K)
+    size_t bytes = routed_rows(ctx) * s.K * sizeof(int);
+    copy_rows(ids, bytes, own, bytes, bytes, 1, ctx.where);
+}
+
+// Widen the choice's bias to float, whatever the type of the weights; null without one.
+template <typename T, typename S>
+const float* widen_choice_bias(Ctx<S>& ctx, const Weight& choice_bias) { // (E)
+    size_t E = ctx.shape.E;
+    float* bias = static_cast<float*>(ctx.blas.scratch);
+    if (!choice_bias.data) return nullptr;
+    round_rows(bias, E, choice_bias.as<const T>(), E, 1, E, ctx.where);
+    return bias;
+}
+
+// Nothing trains the choice's bias, so its gradient is zero.
+template <typename T, typename S>
+void zero_choice_bias_gradient(Ctx<S>& ctx, const Weight& choice_bias, bool accumulate) {
+    size_t bytes = ctx.shape.E * sizeof(acc_t<T>);
+    if (choice_bias.grad && !accumulate) device_zero(choice_bias.grad, bytes, ctx.where);
+}
+
+// Count each sequence's choices of each expert, on all context-parallel ranks that share it.
+template <typename S>
+const int* sequence_counts(Ctx<S>& ctx, const int* choices) { // (B,E) of (N,K)
+    const Shape& s = ctx.shape;
+    int* counts = static_cast<int*>(ctx.blas.scratch);
+    if (s.balance <= 0) return counts; // nobody reads them
+    count_slots(counts, choices, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
+    all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
+    return counts;
+}
+
+// The balance terms that this rank adds. Of the tensor-parallel ranks that route the same rows only
+// the first adds them.
+template <typename S>
+BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) { // (B,E)
+    // A term is a mean over the sequences of the step, and over the tokens of each.
+    const Shape& s = ctx.shape;
+    size_t ranks = size_t(ctx.cp.size);
+    size_t T = ctx.batch.T * ranks;
+    double tokens = double(ctx.sequences) * double(T);
+    if (ctx.tp.rank > 0 && !s.whole_experts)
+        return {};
+    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks,
+            first_routed(ctx)};
+}
+
+// ----------------------------------------------------------------------------
+// products of this rank's experts, each followed by those of its adapters
+
+// Gather the rows of the slots' tokens into the buffer of slots, ctx.experts.slot_rows.
+template <typename T, typename S>
+T* gather_slots(Ctx<S>& ctx, const Slots& slots, const T* tokens) { // (M,C) of (ep,N,C)
+    // The token of a slot is its number over K.
+    const Shape& s = ctx.shape;
+    T* rows = static_cast<T*>(ctx.experts.slot_rows);
+    gather_slots(rows, tokens, slots.slot_of, rows_here(ctx, slots), expert_counts(ctx).slots, s.K,
+                 s.C, ctx.where);
+    return rows;
+}
+
+// A stack of this rank's experts, as the grouped products take it.
+template <typename S>
+Groups groups_of(const Ctx<S>& ctx, const Slots& slots, const Weight& stack) {
+    ExpertCounts n = expert_counts(ctx);
+    return {slots.starts, n.experts, stack.rows / n.experts, stack.cols, n.rows};
+}
+
+// out = inp W^T
+template <typename T, typename S>
+void stack_forward(Ctx<S>& ctx, T* out, const T* inp, const Weight& stack, // (M,OC) (M,IC)
+                   const Slots& slots) {
+    Groups g = groups_of(ctx, slots, stack);
+    const T* w = stack.as<const T>();
+    T* room = lora_room<T>(ctx.blas);
+    grouped_forward(out, inp, w, g, false, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_forward(out, inp, *stack.lora, room, g, ctx.blas, ctx.where);
+}
+
+// dinp = or += dout W
+template <typename T, typename S>
+void stack_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const Weight& stack, // (M,IC) (M,OC)
+                          const Slots& slots, bool accumulate) {
+    Groups g = groups_of(ctx, slots, stack);
+    const T* w = stack.as<const T>();
+    T* room = lora_room<T>(ctx.blas);
+    grouped_backward_input(dinp, dout, w, g, accumulate, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_backward_input(dinp, dout, *stack.lora, room, g, ctx.blas, ctx.where);
+}
+
+// dW = or += dout^T inp
+template <typename T, typename S>
+void stack_backward_weight(Ctx<S>& ctx, const Weight& stack, const T* dout, const T* inp,
+                           const Slots& slots, bool accumulate) { // (M,OC) (M,IC)
+    Groups g = groups_of(ctx, slots, stack);
+    acc_t<T>* dw = grad_of<T>(stack);
+    T* room = lora_room<T>(ctx.blas);
+    if (dw)
+        grouped_backward_weight(dw, dout, inp, g, accumulate, ctx.blas, ctx.where);
+    if (stack.lora)
+        lora_grouped_backward_weight(*stack.lora, dout, inp, room, g, accumulate, ctx.blas,
+                                     ctx.where);
+}
+
+// ----------------------------------------------------------------------------
+// the sum of a block's second branch: residual + the ffn for all tokens + each token's experts
+//   BranchSum<T> sum = begin_sum(ctx, out, residual);
+//   T* place = first_place(ctx, sum); ...; fill_place(ctx, sum, place);     an ffn, if there is one
+//   add_experts(ctx, sum, y, slots);
+//   finish_sum(ctx, sum, ids);
+
+template <typename T> struct BranchSum {
+    T* out;            // (R,C)
+    T* partial;        // (n,C) {+tp}
+    T* all;            // (ep,n,C) {+ep} {+tp}
+    const T* residual; // (R,C) what one rank adds to each row
+    bool begun;        // `all` holds an ffn and the residual for this rank's own tokens
+};
+
+// The place for what experts add to the rows that this rank routes, before tensor-parallel ranks
+// sum it. Whole experts leave them nothing to sum.
+template <typename T, typename S>
+T* partial_of_experts(Ctx<S>& ctx, T* out) { // (n,C) for (R,C)
+    return ctx.shape.whole_experts ? out : partial_rows(ctx, out);
+}
+template <typename T, typename S>
+BranchSum<T> begin_sum(Ctx<S>& ctx, T* out, const T* residual) { // (R,C) (R,C)
+    T* partial = partial_of_experts(ctx, out);
+    return {out, partial, partial_tokens(ctx, partial), residual, false};
+}
+
+// The place (N,C) {+tp} where an ffn and the residual begin the sum: this rank's own tokens.
+template <typename T, typename S>
+T* first_place(Ctx<S>& ctx, const BranchSum<T>& sum) {
+    if (ctx.shape.whole_experts) return partial_rows(ctx, sum.out);
+    return sum.all + size_t(ctx.ep.rank) * ctx.batch.rows() * ctx.shape.C;
+}
+// Whole experts wait for the ffn's sum over ranks, and add to that.
+template <typename T, typename S>
+void fill_place(Ctx<S>& ctx, BranchSum<T>& sum, const T* place) {
+    sum.begun = !ctx.shape.whole_experts;
+    if (sum.begun) return;
+    sum_rows(ctx, sum.out, place);
+    sum.residual = sum.out;
+}
+
+// Add the experts' outputs to the rows of their tokens. A token's own rank begins with the
+// residual, as in row_parallel_forward, or with the ffn that has it.
+template <typename T, typename S>
+void add_experts(Ctx<S>& ctx, const BranchSum<T>& sum, const T* y, const Slots& slots) { // (M,C)
+    const Shape& s = ctx.shape;
+    size_t parts = s.whole_experts ? 1 : s.row_ranks;
+    size_t R = stream_rows(ctx);
+    for (size_t i = 0; i < s.expert_ranks * parts; i++) {
+        // The residual of a token is added by its own rank. Among tensor-parallel ranks that is the
+        // row's owner under sequence parallelism, otherwise the first rank.
+        bool own_tokens = i / parts == size_t(ctx.ep.rank);
+        bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank)
+                                  : ctx.tp.rank == 0 || s.whole_experts;
+        bool adds = own_tokens && own_rows;
+        const int* row_of = slots.row_of + i * R * s.K;
+        T* to = sum.all + i * R * s.C;
+        const T* before = adds ? sum.residual : nullptr;
+
+        // The experts add to the ffn in place.
+        if (own_tokens && sum.begun) before = to;
+        combine_slots(to, before, y, row_of, rows_here(ctx, slots), R, s.K, s.C, ctx.where);
+    }
+}
+
+// Sum over the ranks that share out experts, then over those that cut them.
+template <typename T, typename S>
+void finish_sum(Ctx<S>& ctx, const BranchSum<T>& sum, const int* ids) { // (ep,n,K)
+    const Shape& s = ctx.shape;
+    sum_tokens(ctx, sum.partial, sum.all, ids);
+    if (!s.whole_experts) return sum_rows(ctx, sum.out, sum.partial);
+
+    // Whole experts have the sum. Where all ranks have all rows, the first one's bits are theirs.
+    if (s.row_ranks > 1) return;
+    size_t bytes = ctx.batch.rows() * s.C * sizeof(T);
+    if (ctx.tp.rank > 0)
+        device_zero(sum.out, bytes, ctx.where);
+    sum_rows(ctx, sum.out, sum.out);
+}
+
+// Backward: the partial sum over tensor-parallel ranks to which the ffn's parts are added, after
+// experts have written theirs to `own`. Whole experts have written sums, which a row's owner adds.
+template <typename T, typename S>
+T* partial_behind_experts(Ctx<S>& ctx, T* own) { // (N,C) {+tp} for (R,C)
+    size_t C = ctx.shape.C;
+    size_t bytes = stream_rows(ctx) * C * sizeof(T);
+    T* partial = partial_rows(ctx, own);
+    if (!ctx.shape.whole_experts || !ctx.shape.ffn_beside) return partial;
+    device_zero(partial, ctx.batch.rows() * C * sizeof(T), ctx.where);
+    copy_rows(my_rows(ctx, partial), bytes, own, bytes, bytes, 1, ctx.where);
+    return partial;
+}
+template <typename T, typename S>
+void sum_behind_experts(Ctx<S>& ctx, T* own, const T* partial) { // (R,C) of (N,C) {+tp}
+    if (reads_all_rows(ctx.shape)) sum_rows(ctx, own, partial);
 }
 
 } // namespace llmc

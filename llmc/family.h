@@ -9,12 +9,14 @@
 #pragma once
 #include "adapters.h"
 #include "gpt2.h"
+#include "gpt_oss.h"
 #include "layout.h"
 #include "llama.h"
 #include "mixtral.h"
 #include "mla.h"
 #include "model.h"
 #include "ops/linear.cuh"
+#include "ops/matmul.cuh"
 #include "ops/types.h"
 
 namespace llmc {
@@ -26,6 +28,7 @@ template <typename F> void with_family(Family family, F f) {
     case Family::LLAMA: return f(Llama{});
     case Family::NEOX: return f(Neox{});
     case Family::MIXTRAL: return f(Mixtral{});
+    case Family::GPT_OSS: return f(GptOss{});
     case Family::DEEPSEEK: return f(Deepseek{});
     }
 }
@@ -43,7 +46,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     int tp = layout.tp.size;
     Model model;
     model.shape = shape;
-    model.shape.whole_experts = layout.whole_experts && shape.E;
+    model.shape.whole_experts = layout.experts.whole && shape.E;
     model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
     model.tp = tp;
     model.tp_rank = layout.tp.rank;
@@ -61,7 +64,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
         size_t rows = *dims.begin();
         bool vocabulary = shard.axis == 0 && (layer == 0 || layer == head);
         bool stack = strstr(name, "{}");
-        if (stack && layout.whole_experts) shard = {-1, 1, 0, Partial::EXPERTS};
+        if (stack && layout.experts.whole) shard = {-1, 1, 0, Partial::EXPERTS};
         add_parameter(model, {prefix + name, dims, vocabulary ? s.V : rows, transposed, shard, init,
                               decay, layer});
         // A stack has a matrix for each expert.

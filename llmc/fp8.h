@@ -2,6 +2,7 @@
 #pragma once
 #include "action.h"
 #include "comm/comm.h"
+#include "comm/group.h"
 #include "comm/placement.h"
 #include "layout.h"
 #include "model.h"
@@ -83,7 +84,7 @@ void take_amaxes(Trainer<T, S>& t) {
 
 // Whether the plan's blocks keep their casts. Generation does not: it reads weights once a plan.
 inline bool keeps_casts(const Plan& p, const Model& m) {
-    bool whole = p.layout.zero < 3 && !p.layout.weights_away;
+    bool whole = p.layout.zero < 3 && !p.layout.offload.weights;
     return m.shape.fp8 != Fp8::NONE && m.shape.fp8_kept && whole && p.mode != Mode::GENERATE;
 }
 
@@ -140,7 +141,7 @@ struct Fp8Matrices {
 };
 template <typename T, typename S>
 Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
-    return {late_scales(t), t.casts.empty() ? nullptr : t.casts.data()};
+    return {late_scales(t), t.stored.casts.empty() ? nullptr : t.stored.casts.data()};
 }
 
 // ----------------------------------------------------------------------------
@@ -173,7 +174,7 @@ inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
     if (!block || m.shape.E > 0)
         return false;
     bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
-    return cut && !p.layout.weights_away;
+    return cut && !p.layout.offload.weights;
 }
 
 // Whether the plan gathers a bucket as codes: this rank has it.

@@ -23,6 +23,7 @@
 #include "ops/elementwise.cuh"
 #include "ops/embedding.cuh"
 #include "ops/linear.cuh"
+#include "ops/matmul.cuh"
 #include "ops/objective.cuh"
 #include "ops/types.h"
 #include "tensor_parallel.h"

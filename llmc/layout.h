@@ -7,6 +7,7 @@
 //   of ranks all read that layout. One rank alone is the layout 1x1x1x1, and runs the same code.
 #pragma once
 #include "comm/comm.h"
+#include "comm/group.h"
 #include "comm/nccl.h"
 #include "comm/placement.h"
 #include "ops/memory.h"
@@ -36,17 +37,33 @@ enum class Group : uint8_t {
 enum class ContextMethod : uint8_t { GATHER, ULYSSES, RING };
 enum class ContextOrder : uint8_t { ZIGZAG, CONTIGUOUS, STRIPED };
 
+// How context-parallel ranks share out a sequence.
+struct ContextLayout {
+    ContextMethod method = ContextMethod::GATHER;
+    ContextOrder order = ContextOrder::ZIGZAG;
+    int heads = 1; // hybrids: neighbours along cp that exchange heads; `method` joins them
+};
+
+// How ranks share out experts, beside their number, Layout::ep.
+struct ExpertLayout {
+    bool whole = false;    // tp ranks cut no expert, and count as ep ranks (--etp 1)
+    bool exchange = false; // send a token only to the ranks that have its experts
+};
+
+// Buckets that lie in another tier of memory while no layer uses them (offload.h).
+struct OffloadLayout {
+    bool weights = false;   // layers find weights where FETCH brings them
+    bool gradients = false; // gradients are here only while layers add to them
+};
+
 struct Layout {
     // The axes, and the order in which ranks are dealt to them.
     Axis tp, cp, pp, dp;
     std::array<Axis Layout::*, 4> order = {&Layout::tp, &Layout::cp, &Layout::pp, &Layout::dp};
     bool sequence_parallel = false; // tp ranks share out the rows of norms and residual stream
-    ContextMethod cp_method = ContextMethod::GATHER;
-    ContextOrder cp_order = ContextOrder::ZIGZAG;
-    int cp_heads = 1; // hybrids: neighbours along cp that exchange heads; cp_method joins them
+    ContextLayout context;
     int ep = 1; // neighbours that share out each block's experts (routing_axis)
-    bool whole_experts = false; // tp ranks cut no expert, and count as ep ranks (--etp 1)
-    bool ep_exchange = false; // send a token only to the ranks that have its experts
+    ExpertLayout experts;
 
     // ZeRO.
     int zero = 0;       // stage 0 to 3
@@ -55,8 +72,7 @@ struct Layout {
     int prefetch = 1;   // gather a bucket this many layers ahead of its use
     bool whole_matrices = false; // shards cut no matrix of a block, as the optimizer's row asks
     size_t tensor_align = 128;   // elements: tensors start at multiples; 8-bit moments: 256
-    bool weights_away = false;   // offload: layers find weights where FETCH brings them
-    bool gradients_away = false; // offload: gradients are here only while layers add to them
+    OffloadLayout offload;
 
     // The pipeline. Stage s stands on rank s % pp; its layers end where those of s + 1 begin.
     Pipeline pipeline = Pipeline::ONE_F_ONE_B;
@@ -113,7 +129,7 @@ inline Axis data_axis(const Layout& layout) {
 // which have rows of their own then; they are the nearest neighbours.
 inline Axis routing_axis(const Layout& layout) {
     Axis data = data_axis(layout), tp = layout.tp;
-    if (!layout.whole_experts) return data;
+    if (!layout.experts.whole) return data;
     return {data.size * tp.size, data.rank * tp.size + tp.rank};
 }
 
@@ -137,15 +153,15 @@ inline Layout whole_sequences(Layout layout) {
     // Let neighbours along cp stay neighbours, so that shards keep their owners.
     layout.dp = data_axis(layout);
     layout.cp = {};
-    layout.cp_heads = 1;
+    layout.context.heads = 1;
     return layout;
 }
 
 // Two axes along cp: the ranks that exchange heads (Ulysses), and the ranks that then share keys.
 inline Axis heads_axis(const Layout& layout) {
     // Neighbours exchange heads, so that they stay inside a machine.
-    bool all = layout.cp_method == ContextMethod::ULYSSES;
-    int size = all ? layout.cp.size : layout.cp_heads;
+    bool all = layout.context.method == ContextMethod::ULYSSES;
+    int size = all ? layout.cp.size : layout.context.heads;
     return {size, layout.cp.rank % size};
 }
 inline Axis keys_axis(const Layout& layout) {
@@ -277,7 +293,7 @@ template <typename F>
 Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
     std::vector<int> ranks = ranks_where(me, [&](const Layout& o) {
         bool same_stage = o.pp.rank == me.pp.rank;
-        bool same_pieces = me.whole_experts || o.tp.rank == me.tp.rank;
+        bool same_pieces = me.experts.whole || o.tp.rank == me.tp.rank;
         return same_stage && same_pieces && f(o);
     });
 
@@ -353,7 +369,7 @@ inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
     // Ranks that hold the same experts, and ranks that together hold all of them.
     Axis experts = expert_axis(me);
     int neighbours = group_axis(me, Group::EXPERTS).rank;
-    bool apart = experts.size > 1 || me.whole_experts; // from the groups of other parameters
+    bool apart = experts.size > 1 || me.experts.whole; // from the groups of other parameters
     if (apart) {
         c.data(Group::EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
             return expert_axis(o).rank == experts.rank;

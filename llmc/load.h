@@ -7,6 +7,7 @@
 //                  for text between two steps
 #pragma once
 #include "access.h"
+#include "action.h"
 #include "comm/comm.h"
 #include "context.h"
 #include "context_parallel.h"
@@ -103,8 +104,8 @@ struct WholeSequence {
 // Room for a sequence. The memory is kept from step to step.
 template <typename T, typename S>
 WholeSequence sequence_room(Trainer<T, S>& t, const Plan& p) {
-    t.sequence.resize(p.row_numbers() * p.T);
-    int* tokens = t.sequence.data();
+    t.host.sequence.resize(p.row_numbers() * p.T);
+    int* tokens = t.host.sequence.data();
     int* targets = tokens + p.T;
     int* positions = targets + p.T;
     int* doc_start = positions + p.T;
@@ -118,9 +119,9 @@ WholeSequence sequence_room(Trainer<T, S>& t, const Plan& p) {
 template <typename T, typename S>
 std::string read_sequence(const Trainer<T, S>& t, const Plan& p, uint64_t sample,
                           const WholeSequence& s) {
-    bool beyond = sample >= t.samples_end;
-    if (beyond) sample = t.samples_end - 1;
-    std::string wrong = t.window(sample, s.tokens, s.targets);
+    bool beyond = sample >= t.data.samples_end;
+    if (beyond) sample = t.data.samples_end - 1;
+    std::string wrong = t.data.window(sample, s.tokens, s.targets);
     if (!wrong.empty()) return wrong;
 
     // Fill in the objective's numbers of each row: first whether it is rejected.
@@ -131,10 +132,10 @@ std::string read_sequence(const Trainer<T, S>& t, const Plan& p, uint64_t sample
         split_pairs(numbers, s.tokens, length);
         std::fill_n(numbers + length, (inputs - 1) * length, 0.0f);
         float* old = inputs > 2 ? numbers + 2 * length : nullptr;
-        if (t.references)
-            t.references(sample, {numbers, numbers + length, old});
+        if (t.data.references)
+            t.data.references(sample, {numbers, numbers + length, old});
     }
-    split_documents(s.doc_start, s.targets, s.tokens, length, t.document_end);
+    split_documents(s.doc_start, s.targets, s.tokens, length, t.data.document_end);
 
     // Set positions. Drop the targets of a sample beyond the end: it is read for its tokens alone.
     for (size_t i = 0; i < length; i++) {
@@ -152,7 +153,7 @@ inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
     // Compute how far apart sequences and hops lie.
     Axis cp = p.layout.cp;
     size_t t = p.T / size_t(cp.size);
-    bool ring = p.layout.cp_method == ContextMethod::RING;
+    bool ring = p.layout.context.method == ContextMethod::RING;
     size_t heads = size_t(heads_axis(p.layout).size);
     size_t next_sequence = ring ? heads * t : p.T;
     size_t hop = heads * t; // rows of one sequence that a hop brings
@@ -161,7 +162,7 @@ inline void fill_keys(const Plan& p, size_t b, int* positions, int* documents,
     // Walk over all ranks of cp, this one included.
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < t; i++) {
-            size_t at = context_row(p.layout.cp_order, cp, p.T, i);
+            size_t at = context_row(p.layout.context.order, cp, p.T, i);
 
             // Ranks that exchange heads have their rows side by side.
             size_t rank = size_t(cp.rank);
@@ -181,7 +182,7 @@ inline void count_pairs(const Plan& p, std::vector<int64_t>& pairs, const int* d
     for (cp.rank = 0; cp.rank < cp.size; cp.rank++)
         for (size_t i = 0; i < rows; i++) {
             // A query sees the keys from its document's first token up to its own.
-            size_t at = context_row(p.layout.cp_order, cp, p.T, i);
+            size_t at = context_row(p.layout.context.order, cp, p.T, i);
             pairs[size_t(cp.rank)] += int64_t(at) - doc_start[at] + 1;
         }
 }
@@ -210,7 +211,7 @@ inline int64_t take_own_rows(const Plan& p, size_t b, int* batch, const WholeSeq
     const int* x = s.tokens; // the first part; the others follow it
     int64_t targets = 0;
     for (size_t i = 0; i < rows; i++) {
-        size_t at = context_row(layout.cp_order, layout.cp, p.T, i);
+        size_t at = context_row(layout.context.order, layout.cp, p.T, i);
         for (size_t k = 0; k < p.row_numbers(); k++)
             batch[k * N + b * rows + i] = x[k * p.T + at];
         targets += s.targets[at] >= 0;
@@ -266,7 +267,7 @@ std::string read_micro_batch(Trainer<T, S>& t, const Plan& p, uint64_t cursor, i
 // time is free, so LOAD itself reads.
 template <typename T, typename S>
 void prepare_batch(Trainer<T, S>& t, int plan, uint64_t cursor) {
-    PreparedBatch& next = t.next;
+    PreparedBatch& next = t.host.next;
     const Plan& p = t.plans[plan];
 
     // Wait with KTO: its reference point depends on weights that this step still changes.
@@ -287,22 +288,22 @@ void run_load(Trainer<T, S>& t) {
 
     // Take the prepared batch. The batch after it goes to the other staging memory, because copies
     // from this one may still be under way by then.
-    PreparedBatch& next = t.next;
-    bool prepared = next.plan == t.plan && next.cursor == t.cursor;
+    PreparedBatch& next = t.host.next;
+    bool prepared = next.plan == t.plan && next.cursor == t.data.cursor;
     if (prepared) {
-        std::swap(t.staging, next.staging);
+        std::swap(t.host.staging, next.staging);
         next.plan = -1;
     }
-    t.valid = prepared ? next.valid : 0;
-    t.pairs = prepared ? next.pairs : std::vector<int64_t>();
+    t.data.valid = prepared ? next.valid : 0;
+    t.data.pairs = prepared ? next.pairs : std::vector<int64_t>();
     std::string wrong = prepared ? next.wrong : "";
 
     for (int m = 0; m < p.micro_batches; m++) {
         // Read the batch if none is prepared, where the host can write. Copy it home in one piece.
         int* home = address<int>(t, {Kind::TOKENS, -1, m}); // (4 to 7,N), keys' positions
-        int* batch = host_side(home, t.staging + m * numbers, t.ctx.where);
+        int* batch = host_side(home, t.host.staging + m * numbers, t.ctx.where);
         if (!prepared)
-            wrong = read_micro_batch(t, p, t.cursor, m, batch, &t.valid, t.pairs);
+            wrong = read_micro_batch(t, p, t.data.cursor, m, batch, &t.data.valid, t.data.pairs);
         LLMC_USER_CHECK(wrong.empty(), "%s", wrong.c_str());
         copy_in(home, batch, numbers * sizeof(int), t.ctx.where);
     }
@@ -316,15 +317,15 @@ void run_load(Trainer<T, S>& t) {
 template <typename T, typename S>
 void run_count(Trainer<T, S>& t) {
     typedef acc_t<T> A;
-    all_reduce_sum(t.comms.samples, &t.valid, 1, Cpu{});
+    all_reduce_sum(t.comms.samples, &t.data.valid, 1, Cpu{});
     share_maxima(t);
     if (t.plans[t.plan].mode != Mode::TRAIN)
         return;
 
     // Copy from staging memory: the copy may still be under way when this returns.
     StepNumbers* home = &address<StepScale>(t, {Kind::SCALE})->given;
-    StepNumbers* here = host_side(home, t.numbers, t.ctx.where);
-    here->target_weight = double(t.valid ? A(1) / A(t.valid) : 0);
+    StepNumbers* here = host_side(home, t.host.numbers, t.ctx.where);
+    here->target_weight = double(t.data.valid ? A(1) / A(t.data.valid) : 0);
     here->lr = t.hyper.lr;
     copy_in(home, here, sizeof(*home), t.ctx.where);
 }

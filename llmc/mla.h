@@ -28,6 +28,7 @@
 #include "ops/latent_decode.cuh"
 #include "ops/latent_heads.cuh"
 #include "ops/linear.cuh"
+#include "ops/lora.cuh"
 #include "ops/lora_batch.cuh"
 #include "ops/memory.h"
 #include "ops/rand.h"
@@ -295,7 +296,7 @@ void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
     row(w.kv_a_norm, "self_attn.kv_a_layernorm.weight", {DC},       ONES,   false, latent,  false);
     row(w.kv_b, "self_attn.kv_b_proj.weight",           {KV, DC},   normal, true,  columns, false);
     row(w.o, "self_attn.o_proj.weight",                 {C, V},     small,  true,  rows,    false);
-    second_branch_parameters(w, s, row);
+    second_branch_parameters(w, s, "mlp.shared_experts.", row);
 }
 
 // The experts are Mixtral's.

@@ -16,6 +16,7 @@
 #pragma once
 #include "layout.h"
 #include "ops/expert_capacity.cuh"
+#include "ops/fp8.cuh"
 #include "ops/fp8_delayed.cuh"
 #include "ops/moe.cuh"
 #include "ops/objective.cuh"
@@ -161,7 +162,7 @@ struct AdapterSet {
 };
 typedef std::vector<AdapterSet> AdapterSets;
 
-enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, DEEPSEEK };
+enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, GPT_OSS, DEEPSEEK };
 enum class Position { LEARNED, ROPE, ALIBI };
 
 // The default is GPT-2's: presets and config.json state only what differs.
@@ -200,7 +201,7 @@ struct Shape : Variant {
     size_t vocab_start = 0; // this rank's first token
     size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
     size_t row_ranks = 1;   // ranks that share the rows of the residual stream
-    size_t expert_ranks = 1, expert_rounds = 1; // who shares experts, and in how many rounds
+    size_t expert_ranks = 1;    // ranks that share out the experts
     bool whole_experts = false; // tp ranks cut no expert, and each routes its own rows
 
     // The rows of a token table: the vocabulary, padded with zero rows that never reach a file.

@@ -6,16 +6,6 @@
 //     PARK(b.c)    STAGED -> where they lie                               one chunk behind
 //   The CPU can update them where they lie instead, as ZeRO-Offload does: FETCH brings a chunk's
 //   gradient and weights, PARK takes the weights back: 8 bytes per parameter instead of 24.
-//   Such updates may run a step late, beside the next step's layers (--update-delay 1), as in
-//   ZeRO-Offload. Step t computes g(t) with weights w(t) and applies the gradient before it, with
-//   the rate, clipping and bias correction of that step; nothing waits at the first step:
-//     w(t+1) = update(w(t), g(t-1))       w(2) = w(1)
-//   The host updates copies of the weights, 2 bytes an element in bf16, while layers read the old:
-//     FETCH(b.c)   weights -> a copy          after COUNT
-//     UPDATE(b.c)  on the copy                spread over the layers' actions, each before
-//                                             PARK(grad b) overwrites the gradient
-//     PARK(b.c)    the copy -> weights        after NORM
-//   The last gradient of a run stays unapplied: it waits in the checkpoint.
 //   Activations: what a block keeps for its backward pass leaves the device until then. With
 //   `--recompute full` that is the block's input alone, and the device's memory does not grow with
 //   the number of layers:
@@ -38,15 +28,120 @@
 //     with gradients too: 3 chunks of 18, and gradients of as many layers                  18 P
 //   Time: a step moves 24 P bytes while it computes 6 P N floating-point operations for N tokens.
 //   The moves are hidden for N > 4 F/w tokens, at F operations and w bytes a second.
+//   This file has the tables of what lies where and what moves, then the passes that insert moves.
+//   transfers.h carries them out, disk.h is the file.
 #pragma once
-#include "access.h"
+#include <map>
+#include <utility>
+#include <vector>
 #include "action.h"
+#include "layout.h"
 #include "model.h"
+#include "ops/types.h"
+#include "optimizer.h"
 #include "recompute.h"
 #include "sharding.h"
-#include "zero.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the data that may lie in another tier, by the words of --offload
+
+typedef Tier Offload::*OffloadTier; // nvcc's own spelling of a member like this one gives a warning
+struct OffloadRow {
+    const char* name;
+    OffloadTier tier;
+};
+constexpr OffloadRow OFFLOAD_TABLE[] = {
+    {"optimizer", &Offload::optimizer},
+    {"gradients", &Offload::gradients},
+    {"weights", &Offload::weights},
+    {"activations", &Offload::activations},
+};
+// Its rows by number.
+enum OffloadRows {
+    OPTIMIZER,
+    GRADIENTS,
+    WEIGHTS,
+    ACTIVATIONS,
+    OFFLOAD_ROWS,
+};
+
+// The layout, which then says whether weights and gradients are offloaded to another tier.
+inline Layout with_tiers(Layout layout, const Offload& offload) {
+    layout.offload.weights = offload.weights != Tier::DEVICE;
+    layout.offload.gradients = offload.gradients != Tier::DEVICE;
+    return layout;
+}
+
+// ----------------------------------------------------------------------------
+// data in another tier of memory: what lies where, and what moves
+//   Offloading a datum is a row of tier_of(). FETCH and PARK move three things:
+//     a chunk (b.c)   the update's data that lie in another tier than it runs in -> side by side in
+//                     STAGED, and back
+//     activations     of a block (m,l), under their own kinds; in their tier they are PARKED
+//     a bucket (b)    WEIGHT comes, from its chunks; GRAD goes to its chunks once it is whole;
+//                     a gradient that is not whole yet goes and comes back as activations do
+
+// Offloading a datum is a row here.
+inline Tier tier_of(const Plan& p, Data d) {
+    switch (d.kind) {
+    case Kind::WEIGHT: return p.offload.weights;
+    case Kind::MASTER:
+    case Kind::STATE:
+    case Kind::EMA: return p.offload.optimizer;
+    case Kind::GRAD:
+    case Kind::GRAD_TIED: return p.offload.gradients;
+    // A chunk is staged where its update runs; a shard of weights, where it is gathered.
+    case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
+    // Layers know parked data under their own kinds, when FETCH has brought them.
+    case Kind::PARKED:
+        return of_bucket(Kind(d.chunk)) ? p.offload.gradients : p.offload.activations;
+    default: return Tier::DEVICE;
+    }
+}
+
+// All data of an update of a bucket, or of a chunk of it.
+inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
+    std::vector<Data> data = {{Kind::MASTER, bucket, -1, chunk}};
+    int states = int(optimizer_row(p.optimizer).states.size());
+    for (int s = 0; s < states; s++)
+        data.push_back({Kind::STATE, bucket, s, chunk});
+    if (p.ema)
+        data.push_back({Kind::EMA, bucket, -1, chunk});
+    data.push_back({Kind::WEIGHT, bucket, -1, chunk});
+    data.push_back({Kind::GRAD, bucket, -1, chunk});
+    return data;
+}
+
+// The data of an update that lie in another tier than it runs in: it finds these in STAGED.
+inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
+    std::vector<Data> data = update_data(p, bucket, chunk);
+    std::erase_if(data, [&](Data d) { return tier_of(p, d) == p.offload.update; });
+    return data;
+}
+
+// The datum that holds a chunk's part: weights and gradients on the device are one piece.
+inline Data home_of(const Plan& p, Data d) {
+    bool whole = d.kind == Kind::WEIGHT || d.kind == Kind::GRAD;
+    if (whole && tier_of(p, d) == Tier::DEVICE)
+        d.chunk = -1;
+    return d;
+}
+
+// The activations of a block that wait for its backward pass, and one of them in its other tier.
+inline std::vector<Data> waiting_data(const Action& a) {
+    return {{Kind::STREAM, a.layer, a.micro},
+            {Kind::KEPT_B, a.layer, a.micro},
+            {Kind::KEPT_W, a.layer, a.micro}};
+}
+inline Data parked(Data d) { return {Kind::PARKED, d.of, d.micro, int(d.kind)}; }
+
+// Chunks of what this rank updates of a bucket. The last one may be shorter.
+inline int updated_chunks(const Plan& p, const Model& model, int bucket) {
+    size_t elements = kept_elements(p.layout, model, {Kind::MASTER, bucket});
+    return int(ceil_div(elements, p.offload.chunk));
+}
 
 // Return the number of chunks by which this rank updates a bucket; 0 means all at once, because
 // nothing of the bucket is offloaded.
@@ -54,74 +149,78 @@ inline int offload_chunks(const Plan& p, const Model& model, int bucket) {
     return p.offload.cuts_updates() ? updated_chunks(p, model, bucket) : 0;
 }
 
-// The updates of a step that run late, in the order in which gradients leave the device.
-struct LateUpdates {
-    std::vector<Action> all;
-    std::vector<size_t> elements;  // updated when each is over
-    std::map<int, size_t> over_by; // [bucket]: how many are over before its gradient leaves
-};
-inline LateUpdates late_updates(const Plan& p, const Model& model) {
-    LateUpdates late;
-    size_t updated = 0;
-    for (const Action& a : p.actions) {
-        if (a.op != Op::PARK || a.kind != Kind::GRAD)
-            continue;
-        size_t elements = kept_elements(p.layout, model, {Kind::MASTER, a.bucket});
-        for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
-            updated += chunk_elements(p.offload, elements, c);
-            late.all.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
-            late.elements.push_back(updated);
-        }
-        late.over_by[a.bucket] = late.all.size();
-    }
-    return late;
+// Return how many elements chunk `chunk` of `elements` has; chunk -1 is all of them.
+inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
+    if (chunk < 0) return elements;
+    size_t from = std::min(elements, offload.chunk * size_t(chunk));
+    return std::min(offload.chunk, elements - from);
 }
 
-// Before: UPDATE(b) after NORM. After: UPDATE(b.c) among the layers, with the gradient of the step
-// before. FETCH stands after COUNT, and PARK where UPDATE was.
-inline Plan add_late_updates(const Plan& in, const Model& model) {
-    LateUpdates late = late_updates(in, model);
-    size_t layers = 0; // actions of layers, in all
-    size_t run = 0;    // those that have run
-    size_t next = 0;   // of all updates
-    for (const Action& a : in.actions)
-        layers += computes(a.op);
-
-    Plan p = in.without_actions();
-    for (const Action& a : in.actions) {
-        // Update what the gradient of this step is about to overwrite.
-        bool leaves = a.op == Op::PARK && a.kind == Kind::GRAD;
-        while (leaves && next < late.over_by[a.bucket])
-            p.actions.push_back(late.all[next++]);
-
-        // Copy the action, but bring back weights in the place of their update.
-        int chunks = a.op == Op::UPDATE ? offload_chunks(in, model, a.bucket) : 0;
-        for (int c = 0; c < chunks; c++)
-            p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
-        if (a.op != Op::UPDATE)
-            p.actions.push_back(a);
-
-        // Copy all weights to the host before layers begin.
-        for (Action fetch : a.op == Op::COUNT ? late.all : std::vector<Action>()) {
-            fetch.op = Op::FETCH;
-            p.actions.push_back(fetch);
-        }
-
-        // Share out the host's work: after each layer, as large a part of it as of the layers.
-        run += computes(a.op);
-        while (computes(a.op) && next < late.all.size() &&
-               late.elements[next] * layers <= late.elements.back() * run)
-            p.actions.push_back(late.all[next++]);
-    }
-    return p;
+// Return the part of a range that is chunk `chunk`; chunk -1 is all of it.
+inline Range chunk_of(Range range, const Offload& offload, int chunk) {
+    size_t count = chunk_elements(offload, range.count, chunk);
+    size_t skip = chunk < 0 ? 0 : offload.chunk * size_t(chunk);
+    return {range.first + skip, count, range.sharded};
 }
+
+// Weights and whole gradients of a bucket lie in the chunks that updates stage.
+inline bool lies_in_chunks(Kind kind) { return kind == Kind::WEIGHT || kind == Kind::GRAD; }
+
+// The data of a move as they lie in their tiers.
+inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Action& a) {
+    std::vector<Data> data;
+
+    // The activations of a block lie apart, each under its own kind.
+    if (a.bucket < 0) {
+        for (Data d : waiting_data(a))
+            data.push_back(parked(d));
+        return data;
+    }
+
+    // An update has its chunk's data side by side in STAGED. All but the gradient go back: no one
+    // reads the gradient again.
+    if (a.chunk >= 0) {
+        data = staged_data(p, a.bucket, a.chunk);
+        if (a.op == Op::PARK)
+            std::erase_if(data, [](Data d) { return d.kind == Kind::GRAD; });
+        for (Data& d : data)
+            d = home_of(p, d);
+        return data;
+    }
+
+    // Weights come, and gradients go, as a whole bucket; both lie in the chunks of updates.
+    if (lies_in_chunks(a.kind)) {
+        for (int c = 0; c < updated_chunks(p, model, a.bucket); c++)
+            data.push_back({a.kind, a.bucket, -1, c});
+        return data;
+    }
+
+    // A gradient between two micro-batches is one piece, and parked as activations are.
+    return {parked({a.kind, a.bucket})};
+}
+
+// The same data where the step runs. STAGED holds all of a chunk.
+inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
+    // Activations have the names that layers know.
+    if (a.bucket < 0) return waiting_data(a);
+    if (a.chunk >= 0)
+        return {{Kind::STAGED, a.bucket, -1, a.chunk}};
+
+    // A whole bucket has the name under which layers reach it.
+    switch (a.kind) {
+    case Kind::WEIGHT: return {{fetched_kind(p.layout, model, a.bucket), a.bucket}};
+    case Kind::GRAD: return {{Kind::GRAD_HERE, a.bucket}};
+    // A gradient that is not whole yet has one name where it goes and where it comes.
+    default: return {{a.kind, a.bucket}};
+    }
+}
+
+// ----------------------------------------------------------------------------
+// passes that insert FETCH, PARK and SQUARE; add_gather() (zero.h) inserts the FETCH of weights
 
 // Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK after it.
 // The first chunks set out before NORM, which waits for all ranks.
 inline Plan add_offload(Plan in, const Model& model) {
-    if (in.offload.late && in.mode == Mode::TRAIN)
-        return add_late_updates(in, model);
-
     // List the fetches of all updates, in their order.
     std::vector<Action> fetches;
     for (const Action& a : in.actions)
@@ -181,10 +280,12 @@ inline void note_use(GradientUses& uses, Data d, int i, bool writes, int prefetc
     all.back().last = i;
 }
 
-inline GradientUses gradient_uses(const Plan& in, const Model& model) {
+// List the uses of gradients that move. access: the function of access.h, which includes this file.
+template <typename F>
+GradientUses gradient_uses(const Plan& in, const Model& model, F access) {
     GradientUses uses;
     for (int i = 0; i < int(in.actions.size()); i++) {
-        Access x = access(in, model, in.actions[i]);
+        auto x = access(in, model, in.actions[i]);
         for (const std::vector<Data>* all : {&x.reads, &x.writes})
             for (Data d : *all) {
                 bool moves = d.kind == Kind::GRAD_HERE || d.kind == Kind::TIED_HERE;
@@ -222,14 +323,15 @@ inline int place_to_park(const Plan& in, const GradientUses& uses, const Gradien
 // Before: the plan up to UPDATE. After: a gradient leaves the device after a layer, sum or tie if
 // the next one comes only long after, and returns ahead of that. After the very last one, SQUARE
 // sums its squares, and the gradient goes to where UPDATE finds it in chunks.
-inline Plan add_gradient_moves(Plan in, const Model& model) {
-    if (!in.layout.gradients_away || in.mode != Mode::TRAIN)
+template <typename F>
+Plan add_gradient_moves(Plan in, const Model& model, F access) {
+    if (!in.layout.offload.gradients || in.mode != Mode::TRAIN)
         return in;
 
     // Decide what to insert ahead of each place; the one past the last action comes at the end.
     size_t end = in.actions.size();
     std::vector<std::vector<Action>> ahead(end + 1);
-    GradientUses uses = gradient_uses(in, model);
+    GradientUses uses = gradient_uses(in, model, access);
     for (auto& [d, all] : uses.of)
         for (GradientUse& use : all) {
             // Fetch what an earlier micro-batch has left.

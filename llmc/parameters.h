@@ -345,7 +345,7 @@ void read_numbers(const Trainer<T, S>& t, acc_t<T>* values, Data d, const Parame
         return;
     }
 
-    // Read moments in acc, the mean of weights, and a late update's gradient.
+    // Read moments in acc, and the mean of weights.
     if (is_in_acc(d.kind))
         return read_kept(t, values, d, range.at, range.count);
 

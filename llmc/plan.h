@@ -35,6 +35,7 @@
 //   ranks. Positions and head share a layer with the table, so they too are reduced only once. The
 //   messages of one SENDRECV (from and to) are posted together.
 #pragma once
+#include "access.h"
 #include "action.h"
 #include "layout.h"
 #include "model.h"
@@ -204,7 +205,7 @@ inline Plan make_plan(const Layout& layout, const Model& model, const PlanOption
     p = add_recompute(std::move(p), model);
     p = add_reduce(std::move(p), model);
     p = add_update(std::move(p), model);
-    p = add_gradient_moves(std::move(p), model);
+    p = add_gradient_moves(std::move(p), model, access);
     p = add_offload(std::move(p), model);
     p = add_parking(std::move(p), model);
     return add_gather(std::move(p), model);

@@ -9,6 +9,7 @@
 #pragma once
 #include "access.h"
 #include "action.h"
+#include "layout.h"
 #include "model.h"
 #include "offload.h"
 #include "pipeline.h"
@@ -38,8 +39,7 @@ inline std::string check_data(const Plan& p, const Model& model) {
         for (Data d : x.reads) {
             bool given = p.mode == Mode::GENERATE && d.kind == Kind::TOKENS;
             bool gradient = d.kind == Kind::GRAD || d.kind == Kind::GRAD_TIED;
-            // Each step makes new gradients, but a late update reads those of the step before.
-            bool lasts = persistent(d.kind) && (!gradient || p.offload.late);
+            bool lasts = persistent(d.kind) && !gradient; // each step makes new gradients
             if (!lasts && !given && !written.count(d))
                 return action_text(a, model) + " reads " + data_text(d, model) +
                        ", which nothing before it wrote";
@@ -142,30 +142,14 @@ struct BucketUses {
     int reductions = 0;
     int publications = 0;
     int fetches = 0, updates = 0, parks = 0; // an offloaded bucket has one of each for every chunk
-    int kept = 0; // gradients that leave for a late update
 };
-
-// Check what a late update leaves: its weights come back when no layer of this step reads the old
-// ones any more, and a gradient leaves for the next step when the one before it is used up.
-inline std::string check_late_park(const Plan& p, const Model& model, const Action& a,
-                                   const BucketUses& bucket, bool norm) {
-    if (a.chunk >= 0) {
-        if (bucket.updates <= a.chunk) return "does not follow its UPDATE";
-        return norm ? "" : "changes weights that layers still read";
-    }
-    // Activations have no bucket.
-    if (a.kind != Kind::GRAD) return "";
-    bool waits = bucket.updates < offload_chunks(p, model, a.bucket);
-    return waits ? "overwrites a gradient that waits for its UPDATE" : "";
-}
 
 // Check the order of the step's end: gradients are whole before NORM, updates come after NORM, and
 // publications come after their update. Counts the actions into `uses`.
 inline std::string check_end_order(const Plan& p, const Model& model,
                                    std::vector<BucketUses>& uses) {
     // Walk the plan once, and remember whether COUNT and NORM have run.
-    bool counted = false, norm = false, late = p.offload.late;
-    std::string wrong;
+    bool counted = false, norm = false;
     for (const Action& a : p.actions) {
         std::string text = action_text(a, model);
         bool weights = reaches_weights(a.op);
@@ -195,8 +179,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
 
         // Updates need the norm, and publications need the weights that an update has written.
         case Op::UPDATE:
-            if (late && norm) return text + " is late, and follows NORM";
-            if (!late && !norm) return text + " comes before NORM";
+            if (!norm) return text + " comes before NORM";
             if (bucket.updates++ != std::max(a.chunk, 0))
                 return text + " is out of order";
             break;
@@ -204,16 +187,12 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         // State comes before its chunk's update, and leaves right after it.
         case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
         case Op::PARK:
-            wrong = late ? check_late_park(p, model, a, bucket, norm) : "";
-            if (!late && a.chunk >= 0 && bucket.updates != a.chunk + 1)
-                wrong = "does not follow its UPDATE";
-            if (!wrong.empty()) return text + " " + wrong;
+            if (a.chunk >= 0 && bucket.updates != a.chunk + 1)
+                return text + " does not follow its UPDATE";
             bucket.parks += a.chunk >= 0;
-            bucket.kept += late && a.kind == Kind::GRAD;
             break;
         case Op::PUBLISH:
-            if (late ? !bucket.parks : !bucket.updates)
-                return text + " comes before its UPDATE";
+            if (!bucket.updates) return text + " comes before its UPDATE";
             bucket.publications++;
             break;
         default: break;
@@ -258,7 +237,6 @@ inline std::string check_update(const Plan& p, const Model& model) {
         times(uses[b].updates, mine ? std::max(chunks, 1) : 0, " is updated ");
         times(uses[b].fetches, chunks, " has its state fetched ");
         times(uses[b].parks, chunks, " has its state parked ");
-        times(uses[b].kept, mine && p.offload.late, " has its gradient kept ");
         times(uses[b].ties, mine && bucket.tied(), " has its two gradients added ");
         times(uses[b].reductions, reductions, " is reduced ");
         times(uses[b].publications, mine && is_published(p.layout, bucket), " is published ");

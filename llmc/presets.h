@@ -161,6 +161,7 @@ inline Shape gpt_oss_shape(size_t L, size_t E) {
     Shape s = llama_shape(L, 64, 8, 2880, 0, 201088, 131072, 150000);
     s = mixtral_shape(s, E, 4, 2880);
     s = variant_shape("gpt_oss", s, false, 1e-5f, 64);
+    s.family = Family::GPT_OSS;
     s.qkv_bias = true; // and, without a flag, those of router and experts
     s.o_bias = true;
     s.sliding_window = 128;

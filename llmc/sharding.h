@@ -1,11 +1,9 @@
-// sharding.h - where a bucket's data lie: each rank's share, and the tier of memory
+// sharding.h - each rank's share of a bucket's data
 //   The passes of zero.h and offload.h follow these rules, and access.h states what they touch.
 #pragma once
 #include "action.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/types.h"
-#include "optimizer.h"
 
 namespace llmc {
 
@@ -64,13 +62,13 @@ inline bool is_sharded(const Layout& layout, const Model& model, Data d) {
     if (cut_axis(layout, model, d).size == 1)
         return false;
     switch (d.kind) {
-    case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.weights_away);
+    case Kind::WEIGHT: return layout.zero == 3 || (layout.zero && layout.offload.weights);
     case Kind::MASTER:
     case Kind::STATE:
     case Kind::EMA: return layout.zero >= 1;
     // An offloaded gradient lies where its update runs: each rank keeps the range that it updates.
     case Kind::GRAD:
-        if (layout.gradients_away) return layout.zero >= 1;
+        if (layout.offload.gradients) return layout.zero >= 1;
         return reduced_each(layout, model, d.of);
     case Kind::GRAD_HERE: return reduced_each(layout, model, d.of);
     default: return false;
@@ -87,9 +85,37 @@ inline size_t kept_first(const Layout& layout, const Model& model, Data d) {
     return is_sharded(layout, model, d) ? kept_elements(layout, model, d) * part : 0;
 }
 
+// The range of a bucket that this rank reduces, updates and publishes, counted in elements.
+struct Range {
+    size_t first, count;
+    bool sharded; // ZeRO: others have the rest
+};
+// Return that range: the whole bucket, or this rank's shard of it under ZeRO.
+inline Range updated_range(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
+    size_t part = update_elements(layout, b);
+    if (!sharded)
+        return {0, whole_elements(layout, b), false};
+    return {part * size_t(update_axis(layout, b.group).rank), part, true};
+}
+
+// Whether this rank contributes its range to a norm. Ranks of a group that update the same range,
+// because the bucket is not sharded, hold equal numbers, and only the first of them counts.
+inline bool is_first_of_equals(const Layout& layout, const Model& model, int bucket) {
+    Axis parts = update_axis(layout, model.buckets[bucket].group);
+    return updated_range(layout, model, bucket).sharded || parts.rank == 0;
+}
+
 // Whether the ranks that hold the same shard of weights share out a bucket's datum among them.
 inline bool cut_over_replicas(const Layout& layout, const Model& model, Data d) {
     return layout.weights_near && d.kind != Kind::WEIGHT && is_sharded(layout, model, d);
+}
+
+// Whether this rank's norm counts a bucket. A tied table lives on two stages: the first counts it.
+inline bool is_squared(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    return b.trainable && is_mine(layout, model, b.layers.front());
 }
 
 // Whether a bucket needs PUBLISH, because a rank keeps more of its weights than it updates: ZeRO-1
@@ -98,13 +124,13 @@ inline bool is_published(const Layout& layout, const Bucket& b) {
     bool some_whole = layout.zero == 1 || layout.zero == 2;
     if (layout.weights_near)
         return update_axis(layout, b.group).size > 1;
-    return shard_axis(layout, b.group).size > 1 && some_whole && !layout.weights_away;
+    return shard_axis(layout, b.group).size > 1 && some_whole && !layout.offload.weights;
 }
 
 // The datum in which a layer finds its weights.
 inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return cut || layout.weights_away ? Kind::GATHERED : Kind::WEIGHT;
+    return cut || layout.offload.weights ? Kind::GATHERED : Kind::WEIGHT;
 }
 // The datum that FETCH(b) fills: STAGED with a shard that GATHER completes, or GATHERED at once.
 inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
@@ -113,147 +139,16 @@ inline Kind fetched_kind(const Layout& layout, const Model& model, int bucket) {
 }
 // The datum in which the step's gradient is summed: GRAD, or GRAD_HERE if gradients are offloaded.
 inline Kind summed_kind(const Layout& layout) {
-    return layout.gradients_away ? Kind::GRAD_HERE : Kind::GRAD;
+    return layout.offload.gradients ? Kind::GRAD_HERE : Kind::GRAD;
 }
 inline Kind tied_kind(const Layout& layout) {
-    return layout.gradients_away ? Kind::TIED_HERE : Kind::GRAD_TIED;
+    return layout.offload.gradients ? Kind::TIED_HERE : Kind::GRAD_TIED;
 }
 // The datum to which a layer adds its gradient.
 inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, int layer) {
     if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
     bool head_of_tied = model.buckets[bucket].tied() && layer == model.head();
     return head_of_tied ? tied_kind(layout) : summed_kind(layout);
-}
-
-// ----------------------------------------------------------------------------
-// data in another tier of memory: what lies where, and what moves
-//   Offloading a datum is a row of tier_of(). FETCH and PARK move three things:
-//     a chunk (b.c)   the update's data that lie in another tier than it runs in -> side by side in
-//                     STAGED, and back
-//     activations     of a block (m,l), under their own kinds; in their tier they are PARKED
-//     a bucket (b)    WEIGHT comes, from its chunks; GRAD goes to its chunks once it is whole;
-//                     a gradient that is not whole yet goes and comes back as activations do
-
-// The scale of the step before. Updates that run a step late read it.
-constexpr Data LATE_SCALE = {Kind::SCALE, -1, 0};
-
-// Offloading a datum is a row here.
-inline Tier tier_of(const Plan& p, Data d) {
-    switch (d.kind) {
-    case Kind::WEIGHT: return p.offload.weights;
-    case Kind::MASTER:
-    case Kind::STATE:
-    case Kind::EMA: return p.offload.optimizer;
-    case Kind::GRAD:
-    case Kind::GRAD_TIED: return p.offload.gradients;
-    case Kind::SCALE: return d == LATE_SCALE ? p.offload.update : Tier::DEVICE;
-    // A chunk is staged where its update runs; a shard of weights, where it is gathered.
-    case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
-    // Layers know parked data under their own kinds, when FETCH has brought them.
-    case Kind::PARKED:
-        return of_bucket(Kind(d.chunk)) ? p.offload.gradients : p.offload.activations;
-    default: return Tier::DEVICE;
-    }
-}
-
-// The optimizer's own data of a bucket, or of a chunk of it.
-inline std::vector<Data> optimizer_data(const Plan& p, int bucket, int chunk) {
-    std::vector<Data> data = {{Kind::MASTER, bucket, -1, chunk}};
-    int states = int(optimizer_row(p.optimizer).states.size());
-    for (int s = 0; s < states; s++)
-        data.push_back({Kind::STATE, bucket, s, chunk});
-    if (p.ema)
-        data.push_back({Kind::EMA, bucket, -1, chunk});
-    return data;
-}
-
-// All data of an update of a chunk.
-inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
-    std::vector<Data> data = optimizer_data(p, bucket, chunk);
-    data.push_back({Kind::WEIGHT, bucket, -1, chunk});
-    data.push_back({Kind::GRAD, bucket, -1, chunk});
-    return data;
-}
-
-// The data of an update that lie in another tier than it runs in: it finds these in STAGED.
-inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
-    std::vector<Data> data = update_data(p, bucket, chunk);
-    std::erase_if(data, [&](Data d) { return tier_of(p, d) == p.offload.update; });
-    return data;
-}
-
-// The datum that holds a chunk's part: weights and gradients on the device are one piece.
-inline Data home_of(const Plan& p, Data d) {
-    bool whole = d.kind == Kind::WEIGHT || d.kind == Kind::GRAD;
-    if (whole && tier_of(p, d) == Tier::DEVICE)
-        d.chunk = -1;
-    return d;
-}
-
-// The activations of a block that wait for its backward pass, and one of them in its other tier.
-inline std::vector<Data> waiting_data(const Action& a) {
-    return {{Kind::STREAM, a.layer, a.micro},
-            {Kind::KEPT_B, a.layer, a.micro},
-            {Kind::KEPT_W, a.layer, a.micro}};
-}
-inline Data parked(Data d) { return {Kind::PARKED, d.of, d.micro, int(d.kind)}; }
-
-// Chunks of what this rank updates of a bucket. The last one may be shorter.
-inline int updated_chunks(const Plan& p, const Model& model, int bucket) {
-    size_t elements = kept_elements(p.layout, model, {Kind::MASTER, bucket});
-    return int(ceil_div(elements, p.offload.chunk));
-}
-
-// Weights and whole gradients of a bucket lie in the chunks that updates stage.
-inline bool lies_in_chunks(Kind kind) { return kind == Kind::WEIGHT || kind == Kind::GRAD; }
-
-// The data of a move as they lie in their tiers.
-inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Action& a) {
-    std::vector<Data> data;
-
-    // The activations of a block lie apart, each under its own kind.
-    if (a.bucket < 0) {
-        for (Data d : waiting_data(a))
-            data.push_back(parked(d));
-        return data;
-    }
-
-    // An update has its chunk's data side by side in STAGED. All but the gradient go back: no one
-    // reads the gradient again.
-    if (a.chunk >= 0) {
-        data = staged_data(p, a.bucket, a.chunk);
-        if (a.op == Op::PARK)
-            std::erase_if(data, [](Data d) { return d.kind == Kind::GRAD; });
-        for (Data& d : data)
-            d = home_of(p, d);
-        return data;
-    }
-
-    // Weights come, and gradients go, as a whole bucket; both lie in the chunks of updates.
-    if (lies_in_chunks(a.kind)) {
-        for (int c = 0; c < updated_chunks(p, model, a.bucket); c++)
-            data.push_back({a.kind, a.bucket, -1, c});
-        return data;
-    }
-
-    // A gradient between two micro-batches is one piece, and parked as activations are.
-    return {parked({a.kind, a.bucket})};
-}
-
-// The same data where the step runs. STAGED holds all of a chunk.
-inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
-    // Activations have the names that layers know.
-    if (a.bucket < 0) return waiting_data(a);
-    if (a.chunk >= 0)
-        return {{Kind::STAGED, a.bucket, -1, a.chunk}};
-
-    // A whole bucket has the name under which layers reach it.
-    switch (a.kind) {
-    case Kind::WEIGHT: return {{fetched_kind(p.layout, model, a.bucket), a.bucket}};
-    case Kind::GRAD: return {{Kind::GRAD_HERE, a.bucket}};
-    // A gradient that is not whole yet has one name where it goes and where it comes.
-    default: return {{a.kind, a.bucket}};
-    }
 }
 
 } // namespace llmc

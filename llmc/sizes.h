@@ -15,6 +15,7 @@
 #include "layout.h"
 #include "mla.h"
 #include "model.h"
+#include "offload.h"
 #include "ops/attention_types.h"
 #include "ops/column_sums.cuh"
 #include "ops/embedding.cuh"
@@ -63,7 +64,6 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
     s.objective.ranks = size_t(p.layout.cp.size);
     if (!generates)
         s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
-    if (generates) s.expert_rounds = 1; // its rows are few
     return s;
 }
 
@@ -130,9 +130,8 @@ inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int 
 enum class ScratchKind : uint8_t {
     WORKSPACE, // working memory of products, norms, attention and embedding
     ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
-    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it; with
-               // rounds also (3,M,F) inner rows
-    TOKEN_ROWS, // (parts,ep,N,C) the rows of all expert-parallel ranks
+    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it
+    TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
     EXCHANGE_ROWS, // (2,ep,N,C) rows sent and received, where tokens go only to their experts
     HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
     HEAD,      // the head's own activations (head.h)
@@ -217,7 +216,7 @@ size_t expert_workspace(const Plan& p, const Model& model, const Shape& s, const
         bytes = std::max(bytes, lora_grouped_scratch_bytes<T>(g, r, where));
     if (s.expert_ranks > 1)
         bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
-    if (p.layout.ep_exchange)
+    if (p.layout.experts.exchange)
         bytes = std::max(bytes, travel_bytes(s.expert_ranks, routed_rows(s, N)));
 
     // Whole experts know all tokens' choices: those that are taken pass through here.
@@ -328,10 +327,10 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
         // Experts need rows of slots, and if ranks share out the experts rows of all tokens.
         if (layer > 0 && s.E) {
             ExpertCounts n = expert_counts(s, N);
-            table.add(ScratchKind::SLOT_ROWS, slot_room(s, n) * sizeof(T));
-            size_t parts = token_parts(s, n, p.mode == Mode::TRAIN);
-            table.add(ScratchKind::TOKEN_ROWS, parts * n.tokens * s.C * sizeof(T));
-            if (p.layout.ep_exchange)
+            table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
+            if (s.expert_ranks > 1)
+                table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
+            if (p.layout.experts.exchange)
                 table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }
 

@@ -8,7 +8,6 @@
 //               plan and finishes just before the first action that needs it
 //   Contract: no bit depends on when a collective runs between its start and its finish.
 #pragma once
-#include "access.h"
 #include "action.h"
 #include "arena.h"
 #include "comm/comm.h"
@@ -40,7 +39,6 @@
 #include "tensor_parallel.h"
 #include "trainer.h"
 #include "transfers.h"
-#include "zero.h"
 
 namespace llmc {
 
@@ -65,15 +63,6 @@ void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums
     auto rows = tensor_rows(t.model, bucket, range.first, range.first + range.count);
     const acc_t<T>* grad = updated_part<const acc_t<T>>(t, {kind, bucket}, range);
     grad_squares(sums, grad, rows.data(), rows.size(), t.ctx.where);
-}
-
-// Leave the step's scale with the host, if updates run late: they read it in the next step.
-template <typename T, typename S>
-void leave_late_scale(Trainer<T, S>& t) {
-    StepScale* late = address<StepScale>(t, LATE_SCALE);
-    if (!late) return;
-    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
-    copy_out_later(late, scale, sizeof(StepScale), t.ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -105,9 +94,9 @@ void init_constants(Trainer<T, S>& t) {
     };
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
     if (s.position == Position::ROPE)
-        t.rope = fill(base, s.rope_theta, s.rope_scaling);
-    if (t.rope && s.window_theta)
-        t.window_rope = fill(base + behind, s.window_theta, {});
+        t.rope.table = fill(base, s.rope_theta, s.rope_scaling);
+    if (t.rope.table && s.window_theta)
+        t.rope.window = fill(base + behind, s.window_theta, {});
 
     // Fill ALiBi's slopes, one for each head. A rank points at the slopes of its own heads.
     if (s.position == Position::ALIBI) {
@@ -192,28 +181,21 @@ void forget_released(Trainer<T, S>& t, const Action& a) {
     placement_forget(*t.comms.placements(), base + gathered->offset, gathered->bytes);
 }
 
-// UPDATE leaves shards of weights. A late one changes a copy of them, which goes back behind NORM,
-// when no layer reads the old ones any more.
+// UPDATE leaves shards of weights.
 template <typename T, typename S>
 void note_updated(Trainer<T, S>& t, const Action& a) {
-    bool late = t.plans[t.plan].offload.late;
-    for (int b = 0; b < int(t.model.buckets.size()); b++) {
-        bool updates = a.op == Op::UPDATE && b == a.bucket;
-        bool changes = late ? a.op == Op::NORM : updates;
-        const Bucket& bucket = t.model.buckets[b];
-        if (!changes || !bucket.trainable) continue;
+    if (a.op != Op::UPDATE) return;
 
-        // Without ZeRO nothing is in shards, and a rank may have no part of a bucket.
-        Data weight = {Kind::WEIGHT, b};
-        Range range = updated_range(t.layout, t.model, b);
-        T* mine = updated_part<T>(t, weight, range);
-        if (!range.sharded || !mine) continue;
+    // Without ZeRO nothing is in shards, and a rank may have no part of a bucket.
+    Data weight = {Kind::WEIGHT, a.bucket};
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    T* mine = updated_part<T>(t, weight, range);
+    if (!range.sharded || !mine) return;
 
-        // Name the ranks over which PUBLISH will bring these shards together.
-        const DataComms& data = t.comms.data(bucket.group);
-        const Comm& published = t.layout.weights_near ? data.replica : data.shard;
-        note_placement(t, weight, mine, range.count, published.name, Placement::SHARDED);
-    }
+    // Name the ranks over which PUBLISH will bring these shards together.
+    const DataComms& data = t.comms.data(t.model.buckets[a.bucket].group);
+    const Comm& published = t.layout.weights_near ? data.replica : data.shard;
+    note_placement(t, weight, mine, range.count, published.name, Placement::SHARDED);
 }
 
 // Record the placement that an action leaves behind, if placements are being checked.
@@ -237,10 +219,10 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     t.ctx.blas.wide = scratch_address(t, layer, ScratchKind::WIDE);
     t.ctx.blas.room = scratch_address(t, layer, ScratchKind::ROOM);
     t.ctx.all_rows = scratch_address(t, layer, ScratchKind::ALL_ROWS);
-    t.ctx.context = scratch_address(t, layer, ScratchKind::CONTEXT);
-    t.ctx.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
-    t.ctx.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
-    t.ctx.exchange_rows = scratch_address(t, layer, ScratchKind::EXCHANGE_ROWS);
+    t.ctx.context.scratch = scratch_address(t, layer, ScratchKind::CONTEXT);
+    t.ctx.experts.slot_rows = scratch_address(t, layer, ScratchKind::SLOT_ROWS);
+    t.ctx.experts.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
+    t.ctx.experts.exchange_rows = scratch_address(t, layer, ScratchKind::EXCHANGE_ROWS);
     t.ctx.heads = scratch_address(t, layer, ScratchKind::HEADS);
 }
 
@@ -345,7 +327,7 @@ void run_forward(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 void run_recompute(Trainer<T, S>& t, const Action& a) {
     const T* inp = input_of(t, a);
-    t.ctx.loads = nullptr;
+    t.ctx.experts.loads = nullptr;
     if (remakes_output(t.plans[t.plan], t.model, a.layer))
         return run_forward(t, a);
     with_block(t, a, [&](const auto& w, const auto& acts) {
@@ -415,7 +397,7 @@ void run_norm(Trainer<T, S>& t) {
     device_zero(sums, chunks * sizeof(double), where);
 
     // Data-parallel ranks have different parts, or only one of equal parts counts.
-    bool adds = t.layout.zero > 0 || t.layout.ep > 1 || t.layout.whole_experts;
+    bool adds = t.layout.zero > 0 || t.layout.ep > 1 || t.layout.experts.whole;
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
         const Bucket& bucket = t.model.buckets[b];
         double* mine = sums + start;
@@ -451,11 +433,10 @@ void run_norm(Trainer<T, S>& t) {
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
 
-    // Compute the norm, then what depends on it: fp8's scales, and the scale of a late update.
+    // Compute the norm, then fp8's scales, which depend on it.
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
                      where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
     take_amaxes(t);
-    leave_late_scale(t);
 }
 
 // Update this rank's range of a bucket, or an offloaded chunk of it. scale: the step's clipping
@@ -498,16 +479,13 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
 }
 
 // UPDATE: a device reads StepScale from its own memory, so the host need not know the norm. A host
-// that runs the update itself waits for the norm, unless the update is late.
+// that runs the update itself waits for the norm.
 template <typename T, typename S>
 void run_update(Trainer<T, S>& t, const Action& a) {
     if (t.plans[t.plan].offload.update == Tier::DEVICE) {
         const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
         return run_update(t, a, scale, t.ctx.where);
     }
-    // A late update (--update-delay 1) has had its scale since the step before: it never waits.
-    if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
-        return run_update(t, a, late, Cpu{});
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     run_update(t, a, &scale, Cpu{});
 }
@@ -519,11 +497,11 @@ void run_update(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 void bind_layer(Trainer<T, S>& t, int layer) {
     size_t window = window_of(t.model.shape, layer);
-    t.ctx.shape = layer_shape(t.rank_shape, layer);
+    t.ctx.shape = layer_shape(t.ctx.rank_shape, layer);
     t.ctx.shape.sliding_window = window;
-    t.ctx.rope = window && t.window_rope ? t.window_rope : t.rope;
+    t.ctx.rope = window && t.rope.window ? t.rope.window : t.rope.table;
     if (!has_rope(t.model.shape, layer)) t.ctx.rope = nullptr;
-    t.ctx.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
+    t.ctx.experts.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
 }
 
 // Run one action from start to end.
@@ -613,15 +591,15 @@ void finish_due(Trainer<T, S>& t, std::vector<InFlight<S>>& flights, const Plan&
 template <typename T, typename S>
 void enter_plan(Trainer<T, S>& t) {
     const Plan& p = t.plans[t.plan];
-    t.ctx.shape = t.rank_shape = rank_shape(p, t.model);
+    t.ctx.shape = t.ctx.rank_shape = rank_shape(p, t.model);
     t.ctx.tp = t.comms.tp;
     bool shares = p.layout.cp.size > 1;
     t.ctx.cp = shares ? t.comms.cp : Comm();
-    t.ctx.cp_heads = shares ? t.comms.cp_heads : Comm();
-    t.ctx.cp_keys = shares ? t.comms.cp_keys : Comm();
-    t.ctx.cp_method = p.layout.cp_method;
+    t.ctx.context.heads = shares ? t.comms.cp_heads : Comm();
+    t.ctx.context.keys = shares ? t.comms.cp_keys : Comm();
+    t.ctx.context.method = p.layout.context.method;
     t.ctx.ep = t.comms.ep;
-    t.casts = bind_casts(t);
+    t.stored.casts = bind_casts(t);
 }
 
 // Run the plan's actions (or one part of them) in order, and finish all that they start.
@@ -645,7 +623,7 @@ void run_actions(Trainer<T, S>& t, Part part) {
             if (queue_of(a.op) == Queue::COMPUTE) {
                 run_action(t, a);
                 note_placements(t, a);
-                if (t.after) t.after(a);
+                if (t.hooks.after) t.hooks.after(a);
             } else {
                 flights.push_back(start_flight(t, a));
             }
@@ -661,16 +639,16 @@ template <typename T, typename S>
 void start_plan(Trainer<T, S>& t, int plan) {
     t.plan = plan;
     enter_plan(t);
-    bool looks = t.watch.on || t.after;
-    bool replays = t.replays && !looks && can_replay(t.plans[plan], t.comms.world, t.ctx.where);
-    if (!replays || t.graphs[plan].runs++ == 0)
+    bool looks = t.watch.on || t.hooks.after;
+    bool replays = t.graphs.on && !looks && can_replay(t.plans[plan], t.comms.world, t.ctx.where);
+    if (!replays || t.graphs.of[plan].runs++ == 0)
         return run_actions(t, Part::ALL);
 
     // Run the host's part, then replay the streams' part. The watchdog has one name for the graph.
     run_actions(t, Part::HOST);
     if (RankInfo* info = t.comms.world.info)
         info->action = "the plan's graph";
-    replay_calls(t.graphs[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
+    replay_calls(t.graphs.of[plan], t.ctx.where, [&] { run_actions(t, Part::STREAMS); });
 }
 
 // Run a plan. On NCCL wait for it here, with a time limit: plain waits have none, and would not
@@ -705,8 +683,8 @@ PlanResult plan_result(const Trainer<T, S>& t) {
     int micro_batches = t.plans[t.plan].micro_batches;
     std::vector<const LossSums*> losses;
     for (int m = 0; has_head && m < micro_batches; m++)
-        losses.push_back(ask_for(t, {Kind::LOSS, -1, m}, t.answers + m));
-    StepScale* room = reinterpret_cast<StepScale*>(t.answers + micro_batches);
+        losses.push_back(ask_for(t, {Kind::LOSS, -1, m}, t.host.answers + m));
+    StepScale* room = reinterpret_cast<StepScale*>(t.host.answers + micro_batches);
     const StepScale* scale = ask_for(t, {Kind::SCALE}, room);
     wait_for_peers(t.comms.world, t.ctx.where);
 
@@ -716,7 +694,7 @@ PlanResult plan_result(const Trainer<T, S>& t) {
         sum.add(*of_micro_batch, t.plans[t.plan].objective);
     all_reduce_sum(t.comms.samples, &sum.loss, 4, Cpu{});
     all_reduce_sum(t.comms.pp, &sum.loss, 4, Cpu{});
-    return {{sum.loss, t.valid, sum.margin, sum.correct, sum.clipped},
+    return {{sum.loss, t.data.valid, sum.margin, sum.correct, sum.clipped},
             scale ? *scale : StepScale()};
 }
 template <typename T, typename S>

@@ -6,6 +6,7 @@
 #include "comm/group.h"
 #include "comm/record.h"
 #include "model.h"
+#include "ops/types.h"
 #include <nvtx3/nvToolsExt.h>
 #if defined(__CUDACC__) && __has_include(<nvtx3/nvToolsExt.h>)
 #define LLMC_NVTX 1

@@ -198,12 +198,11 @@ void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnPr
 // ----------------------------------------------------------------------------
 // row-parallel products: each rank multiplies its columns of the input, then g sums
 
-// out = sum over ranks of inp W^T, + bias (if it has data) + residual
+// This rank's part of a sum over ranks: inp W^T, + bias (if it has data) + residual
 template <typename T, typename S>
-void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
+void row_parallel_partial(Ctx<S>& ctx, T* partial, const T* inp, // (N,C) {+tp} (N,IC)
                           const Weight& w, const Weight& bias, const T* residual) { // (R,C)
     size_t parts = ctx.shape.row_ranks, R = stream_rows(ctx);
-    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
     for (size_t i = 0; i < parts; i++) { // rows of rank i
         // Add bias and residual once: to scattered rows their owner adds them, else the
         // first rank does.
@@ -212,6 +211,14 @@ void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
                        adds ? bias_of(bias) : nullptr, adds ? residual : (const T*)nullptr, R,
                        ctx.blas, ctx.where);
     }
+}
+
+// out = the sum over ranks
+template <typename T, typename S>
+void row_parallel_forward(Ctx<S>& ctx, T* out, const T* inp, // (R,C) (N,IC)
+                          const Weight& w, const Weight& bias, const T* residual) { // (R,C)
+    T* partial = partial_rows(ctx, out); // (N,C) {+tp}
+    row_parallel_partial(ctx, partial, inp, w, bias, residual);
     sum_rows(ctx, out, partial);
 }
 

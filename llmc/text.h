@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace llmc {
 
@@ -72,6 +73,14 @@ inline std::string in_quotes(std::string_view text) {
     for (char c : text.substr(0, most))
         quoted += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
     return printable(quoted) + "\"" + (text.size() > most ? "..." : "");
+}
+
+// Words in a sentence: "a, b and c".
+inline std::string words_with_and(const std::vector<std::string>& words) {
+    std::string list;
+    for (size_t i = 0; i < words.size(); i++)
+        list += (i == 0 ? "" : i + 1 < words.size() ? ", " : " and ") + words[i];
+    return list;
 }
 
 // ----------------------------------------------------------------------------

@@ -14,6 +14,8 @@
 #include "head.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/fp8.cuh"
+#include "offload.h"
 #include "ops/grad_norm.cuh"
 #include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
@@ -27,7 +29,6 @@
 #include "sharding.h"
 #include "sizes.h"
 #include "streams.h"
-#include "zero.h"
 
 namespace llmc {
 
@@ -51,10 +52,64 @@ struct PreparedBatch {
     std::string wrong = ""; // reported by the step that uses the batch, not by the one that read it
 };
 
+// The data: where LOAD reads samples, and how far it has read.
+struct DataSource {
+    Window window;
+    References references;               // numbers for the objective; empty: it needs none
+    uint64_t cursor = 0;                 // samples taken so far, over all ranks
+    uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
+    int document_end = -1;      // the token that ends a document; -1: documents are not cut
+    int64_t valid = 0;          // valid targets of this global batch
+    std::vector<int64_t> pairs; // (cp) pairs of a query and a key it sees, by the query's rank
+};
+
+// Host memory for copies from and to a device; null on a CPU.
+struct HostBuffers {
+    int* staging = nullptr;         // the batch that LOAD copies to the device
+    PreparedBatch next;             // the batch after it
+    std::vector<int> sequence;      // (4 to 7,T) a whole sequence; LOAD takes this rank's rows
+    LossSums* answers = nullptr;    // (micro-batches), then a StepScale
+    StepNumbers* numbers = nullptr; // the next step's learning rate and others, to copy
+};
+
+// On NCCL: the streams of the queues COMM and MESSAGE.
+template <typename S> struct CommStreams {
+    S comm = {}, message = {};
+};
+
+// Moves between tiers of memory (offload.h).
+template <typename S> struct OffloadMoves {
+    S stream = {};      // for FETCH and PARK
+    std::string folder; // holds the file of Tier::DISK
+};
+
+// RoPE's tables (P,rotary/2,2). Layers with a window may have their own.
+struct RopeTables {
+    const void *table = nullptr, *window = nullptr;
+};
+
+// Weights that are not stored as T.
+struct StoredWeights {
+    std::vector<Narrow> narrow; // frozen weights: where each parameter lies (quantised.h)
+    std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (fp8.h)
+};
+
+// --graphs: replay a plan's launches as one graph.
+template <typename S> struct Graphs {
+    bool on = false;
+    std::vector<PlanGraph<S>> of; // [plan]
+};
+
+// Functions that the program gives; each may be empty.
+struct Hooks {
+    std::function<void()> before;             // called before each step of training
+    std::function<void(const Action&)> after; // called after each action, to look at its results
+    std::function<bool()> stopped; // whether the run should end: all ranks ask, and hear the same
+};
+
 // The state of one rank. T: type of weights and activations. S: a CPU or a CUDA stream.
 template <typename T, typename S> struct Trainer {
     Ctx<S> ctx;
-    Shape rank_shape; // this rank's part of the model's shape; ctx has the running layer's
     Layout layout;
     Model model;
     std::vector<Plan> plans;
@@ -62,38 +117,19 @@ template <typename T, typename S> struct Trainer {
     std::vector<std::map<int, ScratchTable>> scratch; // [plan][layer]
     Hyper hyper;
     Comms comms;            // the groups of ranks that this one works with
-    S comm_stream = {}, message_stream = {}; // on NCCL: for the queues COMM and MESSAGE
-    S move_stream = {};     // for FETCH and PARK
-    std::string offload_folder; // holds the file of Tier::DISK
-    const void *rope = nullptr, *window_rope = nullptr; // tables; windows may have their own
-
-    // Host memory for copies from and to a device; null on a CPU.
-    int* staging = nullptr;    // the batch that LOAD copies to the device
-    PreparedBatch next;        // the batch after it
-    std::vector<int> sequence; // (4 to 7,T) a whole sequence; LOAD takes this rank's rows
-    LossSums* answers = nullptr; // (micro-batches), then a StepScale
-    StepNumbers* numbers = nullptr; // the next step's learning rate and others, to copy
-
-    // The data: where LOAD reads samples, and how far it has read.
-    Window window;
-    References references;              // numbers for the objective; empty: it needs none
-    uint64_t cursor = 0;                // samples taken so far, over all ranks
-    uint64_t samples_end = ~uint64_t(0); // targets of later samples are ignored
-    int document_end = -1;              // the token that ends a document; -1: documents are not cut
-    int64_t valid = 0;                  // valid targets of this global batch
-    std::vector<int64_t> pairs; // (cp) pairs of a query and a key it sees, by the query's rank
+    CommStreams<S> streams;
+    OffloadMoves<S> offload;
+    RopeTables rope;
+    StoredWeights stored;
+    HostBuffers host;
+    DataSource data;
 
     // The running plan and action.
     int plan = 0, at = 0;
-    Stopwatch<S> watch;                       // times actions while it is on
-    bool replays = false;                     // --graphs: replay a plan's launches as one graph
-    std::vector<PlanGraph<S>> graphs;         // [plan]
-    std::function<void()> before; // called before each step of training; may be empty
-    std::function<void(const Action&)> after; // called after each action, to look at its results
-    std::vector<Narrow> narrow; // frozen weights: where each parameter lies (quantised.h)
-    std::vector<Fp8Cast> casts; // weights of fp8 products: where each matrix lies (fp8.h)
+    Stopwatch<S> watch; // times actions while it is on
+    Graphs<S> graphs;
+    Hooks hooks;
     bool takes_average = false; // a checkpoint's mean of weights is loaded as the weights
-    std::function<bool()> stopped; // whether the run should end: all ranks ask, and hear the same
 };
 
 // ----------------------------------------------------------------------------
@@ -189,7 +225,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
         LLMC_CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
         t.scratch.push_back(scratch_tables<T>(t.plans.back(), t.model, t.ctx.where));
     }
-    t.ctx.shape = t.rank_shape = rank_shape(t.plans[0], t.model);
+    t.ctx.shape = t.ctx.rank_shape = rank_shape(t.plans[0], t.model);
     t.arena = place_plans<T>(t.plans, t.model, t.ctx.where);
 }
 
@@ -198,24 +234,24 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
 template <typename T, typename S>
 void trainer_allocate(Trainer<T, S>& t) {
     // Allocate one block for all data, and host memory for the largest batch of any plan.
-    arena_allocate(t.arena, t.ctx.where, t.offload_folder);
+    arena_allocate(t.arena, t.ctx.where, t.offload.folder);
     size_t ints = 0, losses = 0;
     for (const Plan& p : t.plans) {
         ints = std::max(ints, size_t(p.micro_batches) * p.input_numbers());
         losses = std::max(losses, size_t(p.micro_batches));
     }
-    t.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
-    t.next.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
+    t.host.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
+    t.host.next.staging = static_cast<int*>(staging_memory(ints * sizeof(int), t.ctx.where));
     size_t answers = losses * sizeof(LossSums) + sizeof(StepScale);
-    t.answers = static_cast<LossSums*>(staging_memory(answers, t.ctx.where));
-    t.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
+    t.host.answers = static_cast<LossSums*>(staging_memory(answers, t.ctx.where));
+    t.host.numbers = static_cast<StepNumbers*>(staging_memory(sizeof(StepNumbers), t.ctx.where));
 
     // Bind frozen weights, and open the streams of the other queues and of a ring.
-    t.graphs.resize(t.plans.size());
-    t.narrow = bind_frozen(t);
-    t.comm_stream = open_stream(t.ctx.where);
-    t.message_stream = open_stream(t.ctx.where);
-    t.move_stream = open_stream(t.ctx.where);
+    t.graphs.of.resize(t.plans.size());
+    t.stored.narrow = bind_frozen(t);
+    t.streams.comm = open_stream(t.ctx.where);
+    t.streams.message = open_stream(t.ctx.where);
+    t.offload.stream = open_stream(t.ctx.where);
     t.ctx.beside = open_stream(t.ctx.where);
 }
 
@@ -223,15 +259,15 @@ void trainer_allocate(Trainer<T, S>& t) {
 template <typename T, typename S>
 void trainer_free(Trainer<T, S>& t) {
     arena_free(t.arena, t.ctx.where);
-    staging_free(t.staging, t.ctx.where);
-    staging_free(t.next.staging, t.ctx.where);
-    staging_free(t.answers, t.ctx.where);
-    staging_free(t.numbers, t.ctx.where);
-    const S streams[] = {t.comm_stream, t.message_stream, t.move_stream, t.ctx.beside};
+    staging_free(t.host.staging, t.ctx.where);
+    staging_free(t.host.next.staging, t.ctx.where);
+    staging_free(t.host.answers, t.ctx.where);
+    staging_free(t.host.numbers, t.ctx.where);
+    const S streams[] = {t.streams.comm, t.streams.message, t.offload.stream, t.ctx.beside};
     for (S stream : streams)
         close_stream(stream);
     free_laps(t.watch);
-    for (PlanGraph<S>& g : t.graphs)
+    for (PlanGraph<S>& g : t.graphs.of)
         free_graph(g);
 }
 
@@ -291,7 +327,7 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
     int row = t.model.buckets[bucket].first;
     Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head stays wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
-            &t.narrow[row], adapters, fp8_matrices(t)};
+            &t.stored.narrow[row], adapters, fp8_matrices(t)};
 }
 
 // A visitor of activation rows that points each at its bytes. The rows of a group follow each

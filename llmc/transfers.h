@@ -8,6 +8,7 @@
 #include "disk.h"
 #include "fp8.h"
 #include "layout.h"
+#include "offload.h"
 #include "ops/ema.cuh"
 #include "ops/grad_norm.cuh"
 #include "ops/matmul.cuh"
@@ -141,7 +142,7 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
     auto move = std::make_shared<DiskMove>();
 
     // Wait for the work that compute has been given: it may still use these bytes.
-    S stream = t.move_stream, compute = t.ctx.where;
+    S stream = t.offload.stream, compute = t.ctx.where;
     wait_point(record_point(compute), stream);
 
     // Move each datum, from or to the place where it lies.
@@ -168,8 +169,7 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
                : copy_in(to, from, place.bytes, stream);
     });
 
-    // At the finish, the host waits for a file's blocks, and for what a late update reads. The
-    // stream of compute waits for all other copies.
+    // At the finish, the host waits for a file's blocks, and the stream of compute for all copies.
     InFlight<S> f;
     f.moves = true;
     f.action = t.at;
@@ -179,10 +179,7 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
             LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
         };
     } else {
-        bool for_host = t.plans[t.plan].offload.late && fetches && a.chunk >= 0;
-        f.rest = [=, point = record_point(stream)] {
-            for_host ? wait_here(point) : wait_point(point, compute);
-        };
+        f.rest = [=, point = record_point(stream)] { wait_point(point, compute); };
     }
     return f;
 }
@@ -276,7 +273,7 @@ bool in_stream_order(const Trainer<T, S>& t) {
 template <typename T, typename S>
 S comm_where(const Trainer<T, S>& t, Op op) {
     if (!in_stream_order(t)) return t.ctx.where;
-    return queue_of(op) == Queue::MESSAGE ? t.message_stream : t.comm_stream;
+    return queue_of(op) == Queue::MESSAGE ? t.streams.message : t.streams.comm;
 }
 
 // The gradient of a bucket that REDUCE sums: a micro-batch's, or the step's.
@@ -309,7 +306,7 @@ InFlight<S> start_reduce(Trainer<T, S>& t, const Action& a) {
 template <typename T, typename S>
 InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
-    Kind from = t.layout.weights_away ? Kind::STAGED : Kind::WEIGHT;
+    Kind from = t.layout.offload.weights ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
     S where = comm_where(t, a.op);
 

@@ -29,12 +29,14 @@
 #include "access.h"
 #include "action.h"
 #include "comm/comm.h"
+#include "comm/group.h"
 #include "comm/placement.h"
 #include "layout.h"
 #include "model.h"
 #include "ops/fp8_gradients.cuh"
 #include "ops/grad_norm.cuh"
 #include "ops/memory.h"
+#include "ops/types.h"
 #include "optimizer.h"
 #include "sharding.h"
 #include "streams.h"
@@ -123,14 +125,14 @@ struct BucketUse {
 // fetched on the first half of the way and gathered on the second.
 inline int weights_lead(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});
-    return layout.prefetch * (int(cut) + int(layout.weights_away));
+    return layout.prefetch * (int(cut) + int(layout.offload.weights));
 }
 
 // List the uses of each gathered bucket. Two uses within the prefetch distance become one, and the
 // bucket stays in memory between them.
 inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, const Model& model) {
     std::map<int, std::vector<BucketUse>> uses; // of a bucket
-    if (p.layout.zero < 3 && !p.layout.weights_away) return uses; // weights stay where they are
+    if (p.layout.zero < 3 && !p.layout.offload.weights) return uses; // weights stay where they are
     int count = 0;
     for (const Action& a : p.actions) {
         if (!computes(a.op)) continue;
@@ -148,32 +150,6 @@ inline std::map<int, std::vector<BucketUse>> uses_of_gathered(const Plan& p, con
     return uses;
 }
 
-// Actions to insert, by the number of a compute action among the compute actions of the plan.
-typedef std::map<int, std::vector<Action>> Insertions;
-
-// Insert actions before and behind compute actions.
-inline Plan add_around(Plan in, const Insertions& before, const Insertions& behind) {
-    if (before.empty() && behind.empty())
-        return in;
-    Plan p = in.without_actions();
-    auto append = [&](const Insertions& all, int place) {
-        auto found = all.find(place);
-        if (found == all.end()) return;
-        const std::vector<Action>& some = found->second;
-        p.actions.insert(p.actions.end(), some.begin(), some.end());
-    };
-
-    // Keep all other actions where they are.
-    int count = 0;
-    for (Action& a : in.actions) {
-        bool runs = computes(a.op);
-        if (runs) append(before, count);
-        p.actions.push_back(std::move(a));
-        if (runs) append(behind, count++);
-    }
-    return p;
-}
-
 // Before: actions that read buckets. After, in stage 3: GATHER stands `prefetch` compute actions
 // before a bucket's use, and RELEASE behind it. Weights that lie in another tier also get a FETCH,
 // which stands `prefetch` compute actions earlier still when a GATHER follows it.
@@ -186,7 +162,7 @@ inline Plan add_gather(Plan in, const Model& model) {
             int from = std::max(0, use.first - lead);
             int at = std::max(0, use.first - in.layout.prefetch);
             // Fetch a shard from another tier first; gather it when its use is near.
-            if (in.layout.weights_away)
+            if (in.layout.offload.weights)
                 before[from].push_back({Op::FETCH, -1, -1, bucket});
             if (is_sharded(in.layout, model, {Kind::WEIGHT, bucket}))
                 before[at].push_back({Op::GATHER, -1, -1, bucket});
@@ -198,42 +174,6 @@ inline Plan add_gather(Plan in, const Model& model) {
 
 // ----------------------------------------------------------------------------
 // collectives: each one starts here, and the executor finishes it where finish_before() says
-
-// The range of a bucket that this rank reduces, updates and publishes, counted in elements.
-struct Range {
-    size_t first, count;
-    bool sharded; // ZeRO: others have the rest
-};
-// Return that range: the whole bucket, or this rank's shard of it under ZeRO.
-inline Range updated_range(const Layout& layout, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[bucket];
-    bool sharded = is_sharded(layout, model, {Kind::MASTER, bucket});
-    size_t part = update_elements(layout, b);
-    if (!sharded)
-        return {0, whole_elements(layout, b), false};
-    return {part * size_t(update_axis(layout, b.group).rank), part, true};
-}
-
-// Whether this rank contributes its range to a norm. Ranks of a group that update the same range,
-// because the bucket is not sharded, hold equal numbers, and only the first of them counts.
-inline bool is_first_of_equals(const Layout& layout, const Model& model, int bucket) {
-    Axis parts = update_axis(layout, model.buckets[bucket].group);
-    return updated_range(layout, model, bucket).sharded || parts.rank == 0;
-}
-
-// Return how many elements chunk `chunk` of `elements` has; chunk -1 is all of them.
-inline size_t chunk_elements(const Offload& offload, size_t elements, int chunk) {
-    if (chunk < 0) return elements;
-    size_t from = std::min(elements, offload.chunk * size_t(chunk));
-    return std::min(offload.chunk, elements - from);
-}
-
-// Return the part of a range that is chunk `chunk`; chunk -1 is all of it.
-inline Range chunk_of(Range range, const Offload& offload, int chunk) {
-    size_t count = chunk_elements(offload, range.count, chunk);
-    size_t skip = chunk < 0 ? 0 : offload.chunk * size_t(chunk);
-    return {range.first + skip, count, range.sharded};
-}
 
 // Return the bytes of room for what REDUCE sends of a bucket's gradient: a copy in 16 bits, or
 // packets of codes and as many that are received. 0: it sends the gradient itself, or nothing.

@@ -11,5 +11,5 @@ base=${MODEL:-${OUT:-out/chat}/base}
 run mkdir -p "$(dirname "$base")"
 [ -n "${MODEL:-}" ] || [ -e "$base/config.json" ] || run "$program" --config scripts/first_run.cfg --steps 600 --prompt "" \
     --sample-tokens 0 --eval-every 0 --device cpu --out "$(dirname "$base")/read" --export "$base"
-run "$program" --model "$base" --loss sft --data dev/data/dialogue.jsonl --seq 256 --micro-batch 4 --steps 200 \
+run "$programs/tune_gpt" --model "$base" --loss sft --data dev/data/dialogue.jsonl --seq 256 --micro-batch 4 --steps 200 \
     --lr 2e-3 --warmup 20 --device cpu --prompt "What is a token?" --temperature 0 --sample-tokens 150 ${FLAGS:-}

@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 name=$(basename "$0" .sh)
 name=${name#run_}
 program=${TRAIN_GPT:-build/train_gpt}
+programs=$(dirname "$program") # the others are beside it
 fail() { echo "$(basename "$0"): error: $*" >&2; exit 1; }
 
 if [ -z "${GPUS:-}" ]; then
@@ -32,7 +33,7 @@ fetch() { # the file that is there when all is there, then the command that make
 build() {
     [ -n "${TRAIN_GPT:-}${EXPLAIN:-}" ] && return
     run scripts/setup.sh
-    run make "DEVICE=$([ "$GPUS" = 0 ] && echo cpu || echo cuda)" build/train_gpt
+    run make "DEVICE=$([ "$GPUS" = 0 ] && echo cpu || echo cuda)" all
 }
 explain() { # flags; one thread, since the CPU's workspace grows with them
     [ -x "$program" ] || fail "$program is not there: run make"

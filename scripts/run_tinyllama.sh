@@ -21,8 +21,8 @@ fetch data/hellaswag_val.jsonl dev/data/hellaswag.py || echo "$name: going on wi
 fetch $shards/edu.json dev/data/fineweb.py --edu --100B --parquet --raw --out $text
 build
 fetch $shards/edu.json mkdir -p $shards
-fetch $shards/edu.json "$program" --prepare $shards/edu.bin --data "$text/*.parquet" --tokenizer data/llama2 \
-    --shard-tokens 100000000 --val-tokens 10485760
+fetch $shards/edu.json "$programs/prepare_gpt" --data "$text/*.parquet" --tokenizer data/llama2 \
+    --shard-tokens 100000000 --val-tokens 10485760 $shards/edu.bin
 train --model tinyllama-1.1b --precision bf16 --data "$shards/edu_*.bin" --val $shards/edu.val.bin \
     --seq 2048 --micro-batch 8 --batch-tokens 2097152 --steps "${STEPS:-50000}" --zero 1 \
     --lr 4e-4 --min-lr 4e-5 --warmup 2000 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --clip 1 \

@@ -72,7 +72,7 @@ deal_runs() { # of a build: what it is called, its folder, the arrays of make's 
         dealt "$what: $run" || continue
         mine+=("$run")
         programs+=("$folder/${run%% *}")
-        [ "$run" != test_interchange ] || programs+=("$folder/train_gpt") # which it runs
+        [ "$run" != test_interchange ] || programs+=("$folder"/{train,tune,sample,plan,convert}_gpt) # which it runs
     done
     [ ${#mine[@]} -gt 0 ] || return 0
     step "$what: build" make_quiet "BUILD=$folder" "${build_flags[@]}" "${programs[@]}"
@@ -96,6 +96,7 @@ step "no loop over {a, b} has a variable of a template's type: nvcc refuses it" 
 step "build" make_quiet all tests-built build/bench_ops
 step "the kernels' test at full size compiles: only GPUs run it" \
     "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp
+step "the ceiling: test/size.py" test/size.py
 step "operators at -O3, as the program has them" build/bench_ops --seed "$commit"
 
 # The scripts for machines with GPUs and for many machines, with stand-ins; what scripts and pages say.
@@ -127,7 +128,7 @@ step "a sample of 16 mutants turns the suite red" test/mutate 16 "$commit"
 export ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0
 asan=(OPT="-O1 -march=native" EXTRA="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1")
 asan_runs=("test_ops --seed 11" test_model test_layouts test_comm test_types test_fp8 test_data
-    test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_checkpoint test_evaluate test_interchange
+    test_safetensors test_prepare test_tokenizer test_golden test_huggingface test_dialects test_checkpoint test_evaluate test_interchange
     test_faults "test_offload --gtest_filter=-*Run*"
     test_kernels test_attention_kernels test_attention_sm90 "fuzz_readers --seconds 60 --seed 3")
 deal_runs "AddressSanitizer and UBSan" build/asan asan asan_runs

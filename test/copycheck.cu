@@ -210,7 +210,7 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::gather_slots(xs.data(), x.data(), slot_of.data(), &rows, M, K, C, where);
     llmc::gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), slot_of.data(),
                                &rows, M, C, where);
-    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), 0, &rows, N, K, C, where);
+    llmc::combine_slots(out.data(), x.data(), h.data(), row_of.data(), &rows, N, K, C, where);
 
     // Rows of the tokens that chose one of two ranks' experts, there and back.
     std::vector<int> tokens(2 * N), lengths(2);

@@ -56,24 +56,30 @@ for file in "$@"; do
     # the "To copy" line, and those that continue it
     line=$(sed -n '/To copy:/,/^#pragma once/p' "$file" | grep '^//' | tr '\n' ' ')
     names=$(grep -oE '[a-z0-9_]+\.(cuh|h)' <<<"$line")
+    # They keep their rooms: a file names those of another room by a path.
     rm -rf "$folder"/* && mkdir -p "$folder/llmc/ops" "$folder/test"
-    cp "$file" test/copycheck.cu "$folder/llmc/ops"
-    for name in $names; do cp "$(dirname "$file")/$name" "$folder/llmc/ops"; done
+    cp test/copycheck.cu "$folder/llmc/ops"
+    for name in $(basename "$file") $names; do
+        for place in "$(dirname "$file")" llmc/ops llmc/comm llmc; do
+            [ -e "$place/$name" ] && break
+        done
+        mkdir -p "$folder/$place" && cp "$place/$name" "$folder/$place"
+    done
     main=$(basename "$file")
     [[ $line != *"which includes this file"* ]] || main=${names%%$'\n'*}
     what="$file with $(echo ${names:-no other file})"
     [ -n "$line" ] || { failed=$((failed + 1)); echo "FAIL $file has no line 'To copy: ...'"; continue; }
-    word=${main%.*}
+    word=${main%.*} path=../../$(cd "$folder" && find llmc -name "$main")
 
-    verdict "$what (g++)" sh -c "$gcc '-DCOPIED=\"$main\"' -DCOPY_$word copycheck.cu -o a && ./a"
+    verdict "$what (g++)" sh -c "$gcc '-DCOPIED=\"$path\"' -DCOPY_$word copycheck.cu -o a && ./a"
     cp -r test/harness "$folder/test" # the emulator's own files, for the project's tests alone
     verdict "$what (emulator)" \
-        sh -c "$gcc -DEMULATE '-DCOPIED=\"$main\"' -DCOPY_$word copycheck.cu -o a && ./a"
-    [ -z "$nvcc" ] || verdict "$what (nvcc)" "$nvcc" -std=c++20 -x cu "-DCOPIED=\"$main\"" \
+        sh -c "$gcc -DEMULATE '-DCOPIED=\"$path\"' -DCOPY_$word copycheck.cu -o a && ./a"
+    [ -z "$nvcc" ] || verdict "$what (nvcc)" "$nvcc" -std=c++20 -x cu "-DCOPIED=\"$path\"" \
         "-DCOPY_$word" -gencode=arch=compute_90a,code=sm_90a -c copycheck.cu -o a.o
     # each of Hopper's own kernels, compiled for another GPU, says so and traps: none is empty
     [ -z "$nvcc" ] || [ "$word" != attention_sm90 ] || verdict "$what (nvcc, another GPU)" \
-        sh -c "$nvcc -std=c++20 -x cu '-DCOPIED=\"$main\"' -DCOPY_$word -arch=sm_80 -ptx copycheck.cu -o a.ptx &&
+        sh -c "$nvcc -std=c++20 -x cu '-DCOPIED=\"$path\"' -DCOPY_$word -arch=sm_80 -ptx copycheck.cu -o a.ptx &&
             awk '/[.]entry.*attention_hopper_(for|back)ward/ {kernel = 1; kernels++}
                 /trap;/ && kernel {kernel = 0; traps++}
                 END {exit !(kernels && kernels == traps)}' a.ptx"

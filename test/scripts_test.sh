@@ -7,6 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 export TRAIN_GPT=${TRAIN_GPT:-build/train_gpt}
 program=$(realpath "$TRAIN_GPT")
+programs=${program%/*}
 unset GPUS OUT FLAGS DRY EXPLAIN DATA STEPS
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -52,7 +53,7 @@ blocks=0
 for page in README.md docs/*.md; do
     while IFS=: read -r line _; do
         command=$(sed -n "${line}s/^<!-- prints: \(.*\) -->$/\1/p" "$page")
-        OMP_NUM_THREADS=1 bash -c "${command//build\/train_gpt/$program}" >"$work/says"
+        OMP_NUM_THREADS=1 bash -c "${command//build\//$programs/}" >"$work/says"
         [ -s "$work/says" ] || fail "$page:$line: its command prints nothing: $command"
         if [ "${1:-}" = --write ]; then
             awk -v line="$line" -v says="$work/says" '
@@ -78,7 +79,7 @@ done
 
 # docs/planning.md's table of cards is what --fit prints for them.
 cards=$(sed -n 's/^<!-- fit: \(.*\) -->$/\1/p' docs/planning.md)
-"$TRAIN_GPT" --fit "$cards" >"$work/says" || fail "--fit $cards"
+"$programs/plan_gpt" --fit "$cards" >"$work/says" || fail "--fit $cards"
 if [ "${1:-}" = --write ]; then
     awk -v says="$work/says" '
         /^<!-- fit: / {print; while ((getline line < says) > 0) print line; skip = 1}
@@ -149,19 +150,20 @@ mkdir -p "$book"/{data,corpus,talks,dev,scripts} && (
 typed=0
 while read -r command; do
     shape="--layers 2 --heads 2 --channels 32" # a model from files has its own
-    [[ $command != *--model* && $command != *--resume* && $command != *--average* ]] || shape=
+    [[ $command != *--model* && $command != *--resume* ]] || shape=
     [[ $command != *'--model tiny-m'* ]] || shape="--layers 2"
     [[ $command != *--lora-layers* ]] || command=${command/11-21/0}
-    [[ $command != *--merge* ]] || shape="--steps 0"
-    [[ $command = *'--steps 0'* || $command = *--eval* || $command = *--average* ]] || shape+=" --steps 2"
-    [[ $command = *--average* ]] || shape+=" --seq 256 --micro-batch 2"
+    [[ $command = *'--steps 0'* || $command = *--eval* ]] || shape+=" --steps 2"
+    shape+=" --seq 256 --micro-batch 2"
     [[ $command != *'--loss grpo'* ]] || shape+=" --micro-batch 8 --answer-tokens 4"
     [[ $command = *--resume* ]] && shape=$([[ $command = *'--steps 0'* ]] || echo "--steps 4")
+    shape+=" --sample-tokens 0 --eval-tokens 64 --device cpu"
+    [[ $command != *convert_gpt* ]] || shape="--device cpu"
     [[ $command != *'--out smooth --'* && $command != *'--save-every 200'* ]] || command=${command/200/1}
-    ( cd "$book" && bash -c "${command/build\/train_gpt/$program} $shape --sample-tokens 0 --eval-tokens 64 --device cpu" ) >"$work/dry" 2>&1 ||
+    ( cd "$book" && bash -c "${command/build\//$programs/} $shape" ) >"$work/dry" 2>&1 ||
         { tail -3 "$work/dry"; fail "docs/cookbook.md: $command $shape"; }
     typed=$((typed + 1))
-done < <(sed -n '/^## Train/,/^## Data/{s/^    \(build\/train_gpt .*\)/\1/p}' docs/cookbook.md | grep -vE 'fineweb|--precision fp16')
+done < <(sed -n '/^## Train/,/^## Data/{s/^    \(build\/[a-z]*_gpt .*\)/\1/p}' docs/cookbook.md | grep -vE 'fineweb|--precision fp16')
 [ $typed -ge 25 ] || fail "docs/cookbook.md has $typed commands that train"
 
 # What would run on no, one and eight GPUs. TRAIN_GPT empty: the scripts build.
@@ -172,12 +174,12 @@ root=
 for script in "${scripts[@]}"; do
     dry env GPUS=8 OUT="$work/o" FLAGS="--steps 7" "$script"
     says "^scripts/multi_node/gently.sh mpirun $root-np 8 --bind-to none build/train_gpt .* --device cuda --resume --steps 7 $"
-    says "^make DEVICE=cuda build/train_gpt $"
+    says "^make DEVICE=cuda all $"
     dry env GPUS=1 OUT="$work/o" "$script"
     says "^build/train_gpt .* --out $work/o --device cuda --resume $"
     dry env GPUS=0 OUT="$work/o" "$script"
     says "^build/train_gpt .* --out $work/o --device cpu --resume $"
-    says "^make DEVICE=cpu build/train_gpt $"
+    says "^make DEVICE=cpu all $"
     [ ! -e "$work/o" ] || fail "$script: DRY=1 makes $work/o"
     GPUS=many "$script" >"$work/dry" 2>&1 && fail "$script takes GPUS=many"
     says "error: GPUS=many is no number"
@@ -187,9 +189,9 @@ dry env GPUS=0 scripts/run_gpt2_124M.sh
 says '--tokenizer data/gpt2 --evaluate hellaswag=data/hellaswag_val.jsonl '
 dry env OUT="$work/o" scripts/run_chat.sh
 says "--config scripts/first_run.cfg .* --export $work/o/base $"
-says "^build/train_gpt --model $work/o/base --loss sft --data dev/data/dialogue.jsonl "
+says "^build/tune_gpt --model $work/o/base --loss sft --data dev/data/dialogue.jsonl "
 dry env MODEL=folder scripts/run_chat.sh
-says '^build/train_gpt --model folder --loss sft '
+says '^build/tune_gpt --model folder --loss sft '
 [ ! -e "$work/o" ] || fail "run_chat.sh: DRY=1 makes $work/o"
 
 # Without a GPU the scripts for GPUs say so; a stand-in for nvidia-smi lists two.

@@ -34,7 +34,7 @@ static Times time_texts(Trainer<T, Cpu>& t, int plan, const Sampling& how) {
     // The trainer tells when each action has ended.
     Times x;
     double start = clock_seconds(), last = start;
-    t.after = [&](const Action& a) {
+    t.hooks.after = [&](const Action& a) {
         double now = clock_seconds();
         bool prompt = t.ctx.batch.T > 1, head = a.layer == t.model.head();
         // What lies before the embedding is the sampler's.

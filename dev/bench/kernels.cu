@@ -704,8 +704,8 @@ static void expert_moves(ExpertRows& x, const std::string& shape) {
         gather_slots(sorted.data, tokens.data, x.slot_of.data, x.rows.data, x.M, x.K, x.C, STREAM);
     });
     memory_row("experts", "combine with residual " + shape, bytes + 2.0 * double(x.N * x.C), [&] {
-        combine_slots(tokens.data, tokens.data, sorted.data, x.row_of.data, 0, x.rows.data, x.N,
-                      x.K, x.C, STREAM);
+        combine_slots(tokens.data, tokens.data, sorted.data, x.row_of.data, x.rows.data, x.N, x.K,
+                      x.C, STREAM);
     });
 }
 

@@ -153,7 +153,7 @@ template <typename T> static void bench(size_t B, size_t T_) {
     init_constants(t);
     init_weights(t, 1);
     t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < T_; i++)
             tokens[i] = int((sample * 31 + i * 7) % s.V),
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);

@@ -6,7 +6,7 @@ usage: fineweb.py [--edu] [--100B] [--shards N] [--parquet [--raw]] [--out DIR]
 Without --parquet: shards of 100M GPT-2 tokens (200 MB each) that others made and published, and
 one shard for validation, in the format that llmc/io/dataloader.h describes: nothing to convert.
 With --parquet: the text itself, about 2 GB a file, each turned into FILE.txt (needs pyarrow), or
-left as it is with --raw, for train_gpt --prepare.
+left as it is with --raw, for prepare_gpt.
 --edu takes FineWeb-Edu, the pages that a classifier finds educational. N files are taken in the
 order of their names; sizes and hashes are those of the hub's listing.
 """

@@ -5,12 +5,12 @@ usage: parquet_text.py FILE.parquet ... --out FILE.txt|FILE.jsonl|- [--column te
 
 .txt: each document, then a line <|endoftext|>, as TinyStories has it. .jsonl: {"text": ...} a
 line, for tokenizers that want documents apart. -: such lines on standard output, named by the
-column, for train_gpt --prepare. --rows: lines of whole rows, all columns, for conversations. Reads
+column, for prepare_gpt. --rows: lines of whole rows, all columns, for conversations. Reads
 a batch of rows at a time, never a whole file; the output gets its name when it is whole. Needs pyarrow: pip install pyarrow
 """
 import argparse, json, os, sys
 
-# train_gpt starts this with python3 -I, which looks for modules neither here nor in the current folder.
+# prepare_gpt starts this with python3 -I, which looks for modules neither here nor in the current folder.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from download import (
     DownloadError, bytes_text, hugging_face_download, hugging_face_files, main_with_errors,
@@ -52,7 +52,7 @@ def json_line(value, name):
 
 
 def parquet_to_stdout(paths, column):
-    """For train_gpt, whose flag for the column is --field."""
+    """For prepare_gpt, whose flag for the column is --field."""
     for path in paths:
         for text in documents(path, column, "--field"):
             sys.stdout.write(json_line(text, column))
@@ -75,14 +75,14 @@ def parquet_to_text(paths, out, column="text"):
 
 def download_as_text(dataset, folder, revision, count, out, raw=False):
     """Parquet files of a dataset as text files. A text that is there is not made again. raw: the
-    parquet files alone, which train_gpt --prepare reads too."""
+    parquet files alone, which prepare_gpt reads too."""
     require_pyarrow()  # before the gigabytes come
     files = hugging_face_files(dataset, folder, revision)
     names = sorted(f for f in files if f.endswith(".parquet"))[:count]
     if raw:
         for name in names:
             hugging_face_download(files, name, out)
-        print(f"prepare:  build/train_gpt --prepare OUT.bin --data '{out}/*.parquet'")
+        print(f"prepare:  build/prepare_gpt --data '{out}/*.parquet' OUT.bin")
         return
     for name in names:
         text = os.path.join(out, name.removesuffix(".parquet") + ".txt")

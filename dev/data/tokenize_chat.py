@@ -3,8 +3,8 @@
 
 usage: tokenize_chat.py FOLDER IN.jsonl OUT.jsonl
 
-For templates that train_gpt does not know, and for turns of tools: a line {"messages": [...]}, with "tools" where
-there are some, becomes {"input_ids": [...], "labels": [...]}, for train_gpt --loss sft. Labels are -100 but for the
+For templates that tune_gpt does not know, and for turns of tools: a line {"messages": [...]}, with "tools" where
+there are some, becomes {"input_ids": [...], "labels": [...]}, for tune_gpt --loss sft. Labels are -100 but for the
 answers' tokens. What is an answer the template says ({% generation %}); otherwise it is what an answer adds to its
 prompt, up to the token that ends it. An answer that the template writes in another way once more turns follow is
 not trained; a line without one is left out; both are counted. Needs transformers: pip install transformers

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <type_traits>
+#include <vector>
 #include "../ops/cuda_common.h"
 #include "../ops/types.h"
 #include "record.h"

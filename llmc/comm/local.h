@@ -121,7 +121,7 @@ inline void local_fail(LocalWorld& world, const std::string& message) {
     if (world.settings.failure)
         *world.settings.failure = message;
     else
-        fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
+        fprintf(stderr, "%s: error: %s\n", program_invocation_short_name, message.c_str());
 
     // End the process after a while, because a single thread that hangs cannot be ended. Tests that
     // go on after a failure leave leave_s at 0.

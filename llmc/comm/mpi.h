@@ -188,7 +188,7 @@ struct MpiOp {
 // End all processes of the job with this message. Peers are killed where they wait, so the message
 // must be out before the abort.
 [[noreturn]] inline void mpi_stop(const std::string& message) {
-    fprintf(stderr, "train_gpt: error: %s\n", message.c_str());
+    fprintf(stderr, "%s: error: %s\n", program_invocation_short_name, message.c_str());
     fflush(stderr);
     MPI_Abort(MPI_COMM_WORLD, 1);
     abort();

@@ -8,6 +8,7 @@
 //             knows only the order of the names.
 //   Cost: each model is read once. 8 bytes of the host's memory for each element that a rank keeps.
 #pragma once
+#include "../action.h"
 #include "../comm/comm.h"
 #include "../io/checkpoint.h"
 #include "../io/checkpoint_load.h"
@@ -16,6 +17,7 @@
 #include "../io/hf_config.h"
 #include "../io/huggingface.h"
 #include "../io/manifest.h"
+#include "../layout.h"
 #include "../model.h"
 #include "../ops/types.h"
 #include "../parameters.h"
@@ -27,6 +29,25 @@
 
 namespace llmc {
 
+// Bytes of the sums: a double for each weight that this rank keeps.
+template <typename T, typename S> size_t average_bytes(const Trainer<T, S>& t) {
+    size_t elements = 0;
+    for (const Parameter& p : t.model.parameters)
+        elements += kept_range(t, {Kind::WEIGHT, p.bucket}, p).count;
+    return elements * sizeof(double);
+}
+
+// Keep such sums in the host's memory.
+template <typename T, typename S> void keep_sums(Run& run, S where) {
+    auto bytes = [where](const Run& r, const std::vector<PlanOptions>& plans, int rank) {
+        Trainer<T, S> t;
+        t.ctx.where = where;
+        trainer_place(t, r.shape, plans, layout_at(r.layout, rank));
+        return average_bytes(t);
+    };
+    run.companions.push_back({"sums of the mean", "in the host's memory", Tier::HOST, bytes});
+}
+
 // A model that is averaged: a Hugging Face folder, or the checkpoint of one step in `path`.
 struct AveragedModel {
     std::string path;
@@ -34,7 +55,7 @@ struct AveragedModel {
     std::string folder() const { return step < 0 ? path : path + "/" + step_folder(step); }
 };
 
-// List what one name of --average stands for: "" or what is wrong.
+// List what one name stands for: "" or what is wrong.
 inline std::string list_models(std::string name, std::vector<AveragedModel>* models) {
     while (name.size() > 1 && name.ends_with("/"))
         name.pop_back();
@@ -57,48 +78,34 @@ inline std::string list_models(std::string name, std::vector<AveragedModel>* mod
 
     // Anything else must be a folder of Hugging Face's.
     if (file_type(name + "/config.json") != S_IFREG)
-        return concat("--average: ", printable(name), " is neither a Hugging Face folder, nor a "
+        return concat(printable(name), " is neither a Hugging Face folder, nor a "
                       "checkpoint RUN/step_N, nor a run with checkpoints");
     models->push_back({name});
     return "";
 }
 
-// List the models of --average in the order of the names.
+// List the models of a mean in the order of the names.
 inline std::vector<AveragedModel> averaged_models(const Config& c) {
     std::vector<AveragedModel> models;
     std::stringstream names(c.average);
     for (std::string name; std::getline(names, name, ',');)
         or_die(list_models(name, &models));
-    LLMC_USER_CHECK(models.size() >= 2,
-                    "--average %s: names %zu model, and a mean wants two: add a folder, or keep "
-                    "more checkpoints with --keep",
-                    c.average.c_str(), models.size());
 
     // A model named twice would count twice, and a run stands for all of its checkpoints.
     std::set<std::filesystem::path> seen;
     for (const AveragedModel& model : models) {
         bool first = seen.insert(std::filesystem::weakly_canonical(model.folder())).second;
-        LLMC_USER_CHECK(first, "--average %s: %s is named twice: name each model once",
-                        c.average.c_str(), model.folder().c_str());
+        LLMC_USER_CHECK(first, "%s is named twice: name each model once",
+                        model.folder().c_str());
     }
     return models;
 }
 
-// Check that the flags fit an average, before the first model's flags join them.
+// Check that the flags fit a mean, before the first model's flags join them.
 inline std::string check_average(const Config& c) {
-    const std::string flag = "--average " + c.average;
-    for (const char* name :
-         {"model", "resume", "scratch", "upcycle", "add-tokens", "adapter", "adapters", "lora",
-          "prefix", "weights"})
+    for (const char* name : {"upcycle", "add-tokens", "adapter"})
         if (was_given(c, name))
-            return concat(flag, " takes the model from its folders: leave --", name, " out");
-
-    // An average is made from files, and it is no state that training could go on from.
-    if (c.steps > 0 && !c.eval)
-        return flag + " trains nothing: give --steps 0 --export DIR, or --eval; the export can "
-                      "then be a run's --model";
-    if (c.precision != "fp32")
-        return concat(flag, " sums float weights: leave --precision ", c.precision, " out");
+            return concat("a mean of models takes them as they are: leave --", name, " out");
     return "";
 }
 
@@ -111,11 +118,11 @@ inline std::string check_whole_model(const std::string& checkpoint) {
     Config of_run;
     adopt_flags(of_run, manifest["config"]);
     if (!has_adapters(of_run)) return "";
-    return concat("--average: ", checkpoint, " has adapters alone, whose mean is no mean of "
+    return concat(checkpoint, " has adapters alone, whose mean is no mean of "
                   "models: --merge and --export each, and average the folders");
 }
 
-// Let the first model of --average choose the flags that describe a model.
+// Let the first model of a mean choose the flags that describe a model.
 inline void choose_average(Run& run) {
     Config& c = run.config;
     if (c.average.empty()) return;
@@ -165,7 +172,7 @@ void load_averaged(Run& run, Trainer<T, S>& t, const AveragedModel& model) {
     } else {
         wrong = first_error(run.world, check_same_model(run, model.path));
         if (wrong.empty())
-            wrong = hf_load_weights(t, model.path);
+            wrong = hf_load_weights(t, model.path, run.dialects);
     }
     for (const std::string& text : notes)
         note(run, text);

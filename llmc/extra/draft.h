@@ -7,15 +7,16 @@
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/generate.h"
+#include "../io/model_shape.h"
+#include "../io/speculate.h"
 #include "../model.h"
 #include "../optimizer.h"
-#include "../run/choose.h"
+#include "../run/account.h"
 #include "../run/run.h"
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "../tune/second_model.h"
-#include "speculate.h"
 
 namespace llmc {
 
@@ -70,6 +71,15 @@ size_t bytes_of_draft(const Run& run, const std::vector<PlanOptions>& plans, S w
     t.ctx.where = where;
     place_draft(run, plans, t);
     return bytes_here(t.arena, where);
+}
+
+// Keep a draft in memory beside the run's plans.
+template <typename T, typename S> void keep_draft(Run& run, S where) {
+    auto bytes = [where](const Run& r, const std::vector<PlanOptions>& plans, int) {
+        return bytes_of_draft<T>(r, plans, where);
+    };
+    run.companions.push_back(
+        {"draft", "its weights, and a cache beside the model's", Tier::DEVICE, bytes});
 }
 
 // Load the draft; null without --draft. Its trainer lives as long as the returned pointer.

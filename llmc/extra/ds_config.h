@@ -8,7 +8,9 @@
 //   Every function that returns a text returns "" or what is wrong.
 #pragma once
 #include "../io/config.h"
+#include "../io/files.h"
 #include "../io/json.h"
+#include "../run/run.h"
 #include "../text.h"
 #include "ds_keys.h"
 
@@ -212,6 +214,18 @@ inline std::string read_ds_config(Config& c, const std::string& path, int proces
         wrong = ds_batch(f, std::max(processes, c.local_ranks));
     *lines = f.lines;
     return wrong.empty() ? "" : "--ds-config " + path + ": " + wrong;
+}
+
+// With --ds-config, turn another trainer's file into flags, and print a line for each key.
+inline void take_ds_config(Run& run) {
+    const std::string& path = run.config.ds_config;
+    if (path.empty()) return;
+    std::vector<std::string> lines;
+    std::string wrong = read_ds_config(run.config, path, run.world.size, &lines);
+    for (const std::string& line : lines)
+        if (is_first_rank(run))
+            printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
+    or_die(wrong);
 }
 
 } // namespace llmc

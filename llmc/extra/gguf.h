@@ -12,9 +12,9 @@
 //   A tokenizer that cuts words in a way that llama.cpp has no name for is left out: then the model
 //   takes only tokens.
 #pragma once
-#include "../access.h"
 #include "../adapters.h"
 #include "../family.h"
+#include "../io/config.h"
 #include "../io/files.h"
 #include "../io/hf_config.h"
 #include "../io/huggingface.h"
@@ -26,6 +26,7 @@
 #include "../ops/attention_merge.cuh"
 #include "../ops/rope.cuh"
 #include "../ops/types.h"
+#include "../run/run.h"
 #include "../sizes.h"
 #include "../text.h"
 #include "../trainer.h"
@@ -559,6 +560,35 @@ std::string gguf_export(const Trainer<T, S>& t, const std::string& path, GgufTyp
         writer_put(w, bytes.data(), bytes.size());
     }
     return writes ? writer_close(&w) : "";
+}
+
+// Write one file for llama.cpp: "" or what is wrong. The model's name in it is the last
+// part of --model.
+template <typename T, typename S>
+std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
+    const Config& c = run.config;
+    bool known = vocab_matches(run) && gguf_no_tokenizer(run.tokenizer).empty();
+    std::string name = std::filesystem::path(export_folder(c.model)).filename();
+    return gguf_export(t, c.export_dir, gguf_type(c.export_dtype),
+                       known ? &run.tokenizer : nullptr, run.exported, name, merged);
+}
+
+// Check that a file for llama.cpp can hold this model, and print where it differs from the flags.
+inline void prepare_gguf(Run& run) {
+    const Config& c = run.config;
+    or_die(gguf_check(run.shape, c.export_dir));
+    bool known = vocab_matches(run);
+    std::string why = known ? gguf_no_tokenizer(run.tokenizer)
+                            : "--tokenizer " + c.tokenizer + " is not the model's";
+    // Read the tokenizer's files too: one of them may hold the chat template.
+    if (known)
+        tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
+    if (!why.empty() && is_first_rank(run))
+        printf("--export writes no tokenizer: %s\n", why.c_str());
+    if (gguf_context(run.shape) < run.shape.P && is_first_rank(run))
+        printf("--export: llama.cpp has no windows for this model: the file's context is the "
+               "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);
+    note(run, gguf_wider(make_model(run.shape), gguf_type(c.export_dtype)));
 }
 
 } // namespace llmc

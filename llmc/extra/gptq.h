@@ -9,21 +9,21 @@
 //                        Without it, and in AWQ, input i has group i / group_size
 //   NAME.bias      zeros that AutoGPTQ wrote for a layer that has no bias
 //   quantization_config in config.json, or quantize_config.json, says which format it is.
+//   A dialect of folders (tensor_source.h).
 //   Contract: a product of 5 and 11 bits is exact in float, so a matrix is expanded without
 //             rounding. With --weights int4 codes and scales are kept as they are; this needs zero
 //             points of 8, and groups that are whole groups of int4.cuh. Others are refused.
 //   Memory: while it is loaded, a matrix takes 0.6 bytes an element, and 4 if it is expanded.
 #pragma once
-#include "../io/checkpoint.h"
-#include "../io/json.h"
+#include "../io/hf_files.h"
 #include "../io/safetensors.h"
+#include "../io/tensor_source.h"
 #include "../model.h"
 #include "../ops/int4.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../text.h"
-#include "prequantised.h"
 
 namespace llmc {
 
@@ -35,38 +35,27 @@ struct PackedFormat {
     bool awq = false;
     size_t group = 0;         // inputs that share a scale; 0: all of them
     int added = 0;            // what a stored zero point lacks
-    bool mxfp4 = false;       // joined_experts.h reads it, of one family alone
     std::string refusal = ""; // why a folder of another format cannot be read
 };
 
 // ----------------------------------------------------------------------------
 // which format it is
 
-// A key's word in small letters: AutoAWQ writes the version both as GEMM and as gemm.
-inline std::string packed_word(const nlohmann::json& q, const char* key, const char* otherwise) {
-    nlohmann::json value = q.value(key, nlohmann::json(otherwise));
-    std::string word = value.is_string() ? value.get<std::string>() : value.dump();
-    for (char& c : word) c = char(tolower(c));
-    return word;
-}
-
-// Read a quantization_config. bitsandbytes' says nothing that its tensors do not say.
+// Read a quantization_config. One of another method says nothing of the format here.
 inline PackedFormat parse_packed(const nlohmann::json& q) {
     PackedFormat f;
-    std::string method = packed_word(q, "quant_method", "gptq");
-    if (method == "bitsandbytes") return f;
+    std::string method = quantization_method(q);
+    f.awq = method == "awq";
+    if (!f.awq && method != "gptq")
+        return f;
     auto refuse = [&](const char* key, const std::string& value, const char* fix) {
         f.refusal = concat("quantization_config has ", key, " ", printable(value), ": ", fix);
         return f;
     };
 
-    // Find the method, and its variant: others pack codes for one kernel.
-    f.awq = method == "awq";
-    f.mxfp4 = method == "mxfp4";
-    if (!f.awq && method != "gptq")
-        return refuse("quant_method", method, "gptq, awq and bitsandbytes are read; dequantise it");
+    // Find the variant: others pack codes for one kernel.
     const char* key = f.awq ? "version" : "checkpoint_format";
-    std::string variant = packed_word(q, key, f.awq ? "gemm" : "gptq");
+    std::string variant = quantization_word(q, key, f.awq ? "gemm" : "gptq");
     if (q.value("is_marlin_format", nlohmann::json()) == true)
         variant = "marlin";
     if (f.awq && variant != "gemm")
@@ -88,25 +77,6 @@ inline PackedFormat parse_packed(const nlohmann::json& q) {
     return f;
 }
 
-// Read what a folder says of its format: in config.json, or as older versions of AutoGPTQ, in a
-// file of its own. A folder that says nothing may still be read, if it has no packed matrices.
-inline nlohmann::json read_quantization(const std::string& folder) {
-    nlohmann::json config;
-    read_json(folder + "/config.json", &config);
-    if (config.is_object() && config.contains("quantization_config"))
-        return config["quantization_config"];
-    nlohmann::json own; // stays null if there is no file
-    read_json(folder + "/quantize_config.json", &own);
-    return own;
-}
-
-// Find a folder's format. The first rank reads, and all ranks see the same.
-inline PackedFormat find_packed_format(const Comm& world, const std::string& folder) {
-    std::string text = world.rank ? "" : read_quantization(folder).dump();
-    nlohmann::json q = nlohmann::json::parse(broadcast_text(world, text, 0), nullptr, false);
-    return q.is_object() ? parse_packed(q) : PackedFormat();
-}
-
 // ----------------------------------------------------------------------------
 // a matrix
 
@@ -120,9 +90,6 @@ struct PackedMatrix {
     std::vector<float> scales;     // (groups,rows)
     std::vector<uint32_t> of_col;  // (cols) each input's group
 };
-
-// Whether a tensor holds packed codes.
-inline bool is_packed(const SafeTensor& t) { return t.name.ends_with(".qweight"); }
 
 // The name of a matrix's part, from the name of the matrix or of its codes.
 inline std::string packed_part(const std::string& name, const char* part) {
@@ -310,5 +277,41 @@ inline std::string read_packed(const FindTensor& find, const SafeTensor& t, cons
     m->finite = all_finite(packed.scales);
     return "";
 }
+
+// ----------------------------------------------------------------------------
+// the dialect
+
+// Wrap a source: packed matrices are read from their codes.
+inline std::string open_packed(SourceFolder& f, TensorSource* source) {
+    PackedFormat format = parse_packed(f.quantization);
+    CodesDialect d;
+    d.find = [](const HfFiles& h, const std::string& name) -> const SafeTensor* {
+        bool plain = hf_find(h, name) || !name.ends_with(".weight");
+        return plain ? nullptr : hf_find(h, packed_part(name, "qweight"));
+    };
+
+    // A packed matrix may have a bias of zeros, of which the model knows nothing.
+    d.read = [format, &f](const FindTensor& find, const SafeTensor& codes, const Parameter& p,
+                          Stored wanted, SourceValues* to) {
+        std::string wrong = read_packed(find, codes, p, format, wanted, &to->codes, &to->floats);
+        std::string bias = packed_part(p.name, "bias");
+        const std::vector<Parameter>& all = f.model->parameters;
+        bool has_bias = std::any_of(all.begin(), all.end(),
+                                    [&](const Parameter& other) { return other.name == bias; });
+        return wrong.empty() && !has_bias ? check_packed_bias(find, codes) : wrong;
+    };
+    wrap_codes(f, source, d);
+    if (format.refusal.empty()) return "";
+
+    // A variant that is not read explains codes and missing tensors.
+    TensorSource inner = *source;
+    source->check = [=](const Parameter& p, UsedTensors* used) {
+        std::string wrong = inner.check(p, used);
+        return wrong.empty() && !used->codes ? wrong : format.refusal;
+    };
+    return "";
+}
+
+inline const Dialect GPTQ_AND_AWQ = {{"gptq", "awq"}, open_packed};
 
 } // namespace llmc

@@ -14,6 +14,7 @@
 #pragma once
 #include "../action.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../context.h"
 #include "../fp8.h"
 #include "../io/checkpoint.h"
@@ -24,20 +25,13 @@
 #include "../ops/memory.h"
 #include "../ops/types.h"
 #include "../parameters.h"
+#include "../run/health.h"
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "../transfers.h"
 
 namespace llmc {
-
-// The place of a layer's action in a step, a number that orders actions alike on all ranks: forward
-// before backward, then by micro-batch, then by layer in the direction of the pass.
-inline int64_t when_in_step(const Action& a, int layers) {
-    bool backward = a.op != Op::F;
-    int64_t layer = backward ? layers - a.layer : a.layer;
-    return (int64_t(backward) << 60) + (int64_t(a.micro) << 30) + layer;
-}
 
 // Add the elements of x (n) to a sum. `at` numbers elements across calls, so that their order
 // counts. x may be null: then nothing is added.
@@ -100,10 +94,10 @@ template <typename T, typename S>
 std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     // Remember everything that the step would change.
     const Plan& p = t.plans[plan];
-    Window window = t.window;
-    References references = t.references;
-    auto after = t.after;
-    uint64_t cursor = t.cursor;
+    Window window = t.data.window;
+    References references = t.data.references;
+    auto after = t.hooks.after;
+    uint64_t cursor = t.data.cursor;
     std::vector<unsigned char> amaxes; // the history of --fp8 delayed
     fp8_on_host(t, &amaxes);
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
@@ -115,21 +109,21 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
 
     // Go back to the step's first sample, and give each rank the first rank's windows.
     uint64_t samples = p.B * uint64_t(p.micro_batches) * uint64_t(p.layout.dp.size);
-    t.cursor -= std::min(t.cursor, samples);
-    uint64_t begin = t.cursor;
-    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    t.data.cursor -= std::min(t.data.cursor, samples);
+    uint64_t begin = t.data.cursor;
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         return window(first_ranks_sample(sample, p, begin), tokens, targets);
     };
     if (references)
-        t.references = [&](uint64_t sample, RowNumbers to) {
+        t.data.references = [&](uint64_t sample, RowNumbers to) {
             references(first_ranks_sample(sample, p, begin), to);
         };
-    if (t.before) t.before(); // a teacher reads the same samples
+    if (t.hooks.before) t.hooks.before(); // a teacher reads the same samples
 
     // Sum up each layer's action after it has run. After NORM declare the gradients not finite, so
     // that UPDATE writes nothing.
     std::vector<ReplayedAction> list;
-    t.after = [&](const Action& a) {
+    t.hooks.after = [&](const Action& a) {
         if (after) after(a);
         bool forward = a.op == Op::F;
         bool backward = a.op == Op::B || a.op == Op::I || a.op == Op::W;
@@ -147,10 +141,10 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     wait_for(t.ctx.where);
 
     // Restore everything.
-    t.after = after;
-    t.window = window;
-    t.references = references;
-    t.cursor = cursor;
+    t.hooks.after = after;
+    t.data.window = window;
+    t.data.references = references;
+    t.data.cursor = cursor;
     put_scale(scale);
     if (!amaxes.empty())
         copy_in(fp8_history(t).amax, amaxes.data(), amaxes.size(), t.ctx.where);

@@ -8,6 +8,7 @@
 //   Cost: the ffn is read and sent once; each expert then takes its copy.
 #pragma once
 #include "../io/huggingface.h"
+#include "../io/tensor_source.h"
 #include "../model.h"
 #include "../parameters.h"
 #include "../trainer.h"
@@ -34,7 +35,7 @@ inline std::string dense_name(const Parameter& p) {
 // this rank read.
 template <typename T, typename S>
 std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_t seed,
-                            size_t* bytes = nullptr) {
+                            const Dialects& dialects = {}, size_t* bytes = nullptr) {
     // Separate the parameters that the folder has from the new ones.
     std::vector<Parameter> dense;
     for (Parameter p : t.model.parameters) {
@@ -49,7 +50,7 @@ std::string upcycle_weights(Trainer<T, S>& t, const std::string& folder, uint64_
         p.name = name;
         dense.push_back(p);
     }
-    return hf_load_parameters(t, folder, dense, bytes);
+    return hf_load_parameters(t, folder, dense, dialects, "", bytes);
 }
 
 } // namespace llmc

@@ -26,8 +26,9 @@
 #include <sys/stat.h>
 #include <filesystem>
 #include <fstream>
-#include "../access.h"
+#include "../action.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../fp8.h"
 #include "../layout.h"
 #include "../model.h"
@@ -36,6 +37,7 @@
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/small_states.cuh"
+#include "../ops/swiglu.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../parameters.h"
@@ -224,7 +226,6 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
     bool stateful = t.plans[0].mode == Mode::TRAIN;
     std::vector<StateTensor> list;
     bool narrow = sizeof(T) < sizeof(acc_t<T>) && t.plans[0].masters != Masters::NONE;
-    bool late = t.plans[0].offload.late;
 
     for (const Parameter& p : t.model.parameters) {
         if (!t.model.buckets[p.bucket].trainable)
@@ -240,9 +241,6 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema)
             list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
-        // Save the gradient that waits for its late update.
-        if (late)
-            list.push_back({"late." + p.name, {Kind::GRAD, p.bucket}, &p});
     }
     return list;
 }
@@ -334,7 +332,7 @@ RankFile rank_file_of(const Trainer<T, S>& t) {
                   {"tp", t.layout.tp.size},
                   {"tp_rank", t.layout.tp.rank},
                   {"tensors", ranges}};
-    if (t.layout.whole_experts) file.entry["etp"] = 1;
+    if (t.layout.experts.whole) file.entry["etp"] = 1;
     Axis experts = expert_axis(t.layout);
     if (experts.size == 1) return file;
     file.entry.update({{"ep", experts.size}, {"ep_rank", experts.rank}});
@@ -423,8 +421,6 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     // Add the fields that only some runs have.
     if (trained && t.hyper.loss_scaling.on)
         manifest["loss_scale"] = loss_scale_json(read_value<StepScale>(t, {Kind::SCALE}).loss);
-    if (const StepScale* late = address<const StepScale>(t, LATE_SCALE))
-        manifest["late"] = late_scale_json(*late);
     // Save the scales of delayed scaling too. Every rank has the scales of all matrices.
     std::vector<unsigned char> bytes;
     Fp8History h = fp8_on_host(t, &bytes);

@@ -9,8 +9,10 @@
 //      sent and rounded as they were saved
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
+#include "../action.h"
 #include "../adapters.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../family.h"
 #include "../fp8.h"
 #include "../layout.h"
@@ -343,15 +345,13 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t
     write_state(t, s.data, *s.p, range, kept.data());
 }
 
-// Whether a checkpoint holds tensors of a kind: "ema.", means of weights; "late.", gradients that
-// are not applied yet.
-inline bool saves(const nlohmann::json& entries, const char* kind) {
+// Whether a checkpoint holds means of weights.
+inline bool saves_average(const nlohmann::json& entries) {
     for (const nlohmann::json& entry : entries)
         for (auto& [name, range] : entry["tensors"].items())
-            if (name.starts_with(kind)) return true;
+            if (name.starts_with("ema.")) return true;
     return false;
 }
-inline bool saves_average(const nlohmann::json& entries) { return saves(entries, "ema."); }
 
 // Start the mean of weights at the weights. All ranks call.
 template <typename T, typename S>
@@ -392,8 +392,6 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     bool averaged = saves_average(entries);
     if (!averaged) // a run that had none: load_verified() starts it
         std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::EMA; });
-    if (!saves(entries, "late.")) // note_differences() says so
-        std::erase_if(tensors, [](const StateTensor& s) { return s.data.kind == Kind::GRAD; });
 
     // Check the cut. A tp size that does not divide this model would leave ranks without a head.
     std::string wrong;
@@ -519,10 +517,6 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
         wait_for(t.ctx.where);
     }
 
-    // Load the scale of a gradient that waits for its late update. Without one, nothing waits.
-    if (StepScale* late = address<StepScale>(t, LATE_SCALE))
-        *late = m.contains("late") ? late_scale_of(m["late"]) : StepScale{};
-
     // Load the optimizer's step, and the loss scale.
     StepScale* home = address<StepScale>(t, {Kind::SCALE});
     if (!home) return; // a run that only evaluates has none
@@ -575,16 +569,6 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
                                 t.hyper.loss_scaling.start));
     if (fp8_slots(t.model) && !has_fp8_history(t, m))
         notes->push_back("the checkpoint has no scales of --fp8 delayed: they begin at 1");
-
-    // Note a gradient that would wait for its update, and one that would get none.
-    bool late = t.plans[0].offload.late;
-    bool trains = t.plans[0].mode == Mode::TRAIN;
-    if (late && !m.contains("late"))
-        notes->push_back("no gradient waits for its update: with --update-delay 1 the first step "
-                         "changes no weight");
-    if (!late && trains && m.contains("late"))
-        notes->push_back("the last gradient before the checkpoint is left out: its update waited "
-                         "for --update-delay 1");
 }
 
 // Load a whole checkpoint, or say why it does not fit.

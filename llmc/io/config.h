@@ -1,6 +1,8 @@
-// config.h - one struct and one table of flags: command line, --config files, log's copy
+// config.h - flags by subject and by program: command line, --config files, log's copy
 //   Each row of the table is a flag: its name, its field, what it accepts, a line of help.
-//   The row checks a flag's value; config_check.h checks what flags only get wrong together.
+//   The row checks a flag's value; config_check.h has the checks that involve several flags.
+//   A group of rows says which programs take it. tune_gpt takes all that train_gpt takes, and
+//   plan_gpt what both take: these flags are its question.
 #pragma once
 #include <sys/stat.h>
 #include <algorithm>
@@ -20,10 +22,11 @@
 namespace llmc {
 
 // clang-format off
-// A run's options. The member names are not the flags' names: the table below joins the two.
-// The initial values are the defaults that --help shows.
-struct Config {
-    // model; a size of 0 keeps that of --model
+// A run's options by subject. The member names are not the flags' names: the table below joins the
+// two. The initial values are the defaults that --help shows.
+
+// The model; a size of 0 keeps that of --model.
+struct ModelFlags {
     std::string model = "tiny", position;
     bool scratch = false;
     // L, NH, NKV, C, F and V of a Shape
@@ -32,10 +35,11 @@ struct Config {
     // in the trained loss
     int experts = 0, experts_per_token = 0, upcycle = 0;
     std::string router;
-    int expert_rounds = 1;
     double balance = 0.01, z_loss = 0, router_bias_rate = 0, expert_capacity = 0;
+};
 
-    // data
+// Data, and what is trained.
+struct DataFlags {
     std::string data, val, tokenizer, add_tokens;
     // T and B; one forward and backward pass of a rank takes B sequences of T tokens
     int seq = 0, micro_batch = 8;
@@ -57,14 +61,18 @@ struct Config {
     int updates = 1;
     double clip_low = 0.2, clip_high = 0.2;
     double reward_seconds = 60;
+};
 
-    // data preparation
+// Shards of tokens.
+struct PrepareFlags {
     std::string prepare, field = "text";
     // tokens; 0: a single shard, and no validation shard
     int64_t shard_tokens = 0, val_tokens = 0;
     int threads = 0;
+};
 
-    // optimizer
+// The optimizer.
+struct OptimizerFlags {
     int64_t steps = 600;
     std::string optimizer = "adamw", schedule = "cosine";
     // min_lr -1 becomes a tenth of lr in config_check()
@@ -74,15 +82,19 @@ struct Config {
     double ema = 0;
     bool use_ema = false;
     int64_t seed = 1337;
+};
 
-    // adapters; an alpha of 0 becomes twice the rank in config_check()
+// Adapters; an alpha of 0 becomes twice the rank in config_check().
+struct AdapterFlags {
     int lora = 0, prefix = 0;
     double lora_alpha = 0;
     std::string lora_targets = "all", lora_layers = "all", adapter, adapters;
     bool lora_rs = false, merge = false;
     double lora_plus = 1;
+};
 
-    // numbers and memory
+// Numbers and memory.
+struct MemoryFlags {
     std::string precision = "fp32";
     std::string fp8 = "none", fp8_amax = "max", fp8_weights = "step";
     int fp8_history = 1024, fp8_margin = 0;
@@ -95,10 +107,11 @@ struct Config {
     std::string recompute = "none", offload = "none", offload_to = "cpu";
     int recompute_segment = 1;
     std::string offload_update = "device";
-    int update_delay = 0; // steps
     double memory = 0;
+};
 
-    // layout
+// The layout of ranks.
+struct LayoutFlags {
     // ranks of each axis; their product is the number of ranks. dp 0 takes what
     // the other axes leave.
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, etp = 0;
@@ -108,8 +121,10 @@ struct Config {
     std::string cp_method = "gather", cp_order = "zigzag", ep_method = "gather";
     int64_t verify_every = 0; // steps
     double watchdog = 600;    // seconds
+};
 
-    // files
+// Checkpoints and exports.
+struct FileFlags {
     // --out survives a kill and can be resumed; an export holds only weights
     std::string out, export_dir, export_dtype = "fp32", ds_config, average;
     int64_t save_every = 0;
@@ -122,8 +137,10 @@ struct Config {
     bool keep_best = false, resume = false;
     // -1: the newest checkpoint
     int64_t resume_step = -1;
+};
 
-    // looking
+// Evaluation, samples, plans.
+struct LookingFlags {
     // eval_every in steps, eval_tokens in tokens, the others in steps
     int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0, log_every = 0;
     bool eval = false;
@@ -141,7 +158,11 @@ struct Config {
     bool graphs = false, explain = false, help = false, version = false;
     // -1: no layer's actions are printed
     int layer = -1;
+};
 
+// All of them, and where they come from.
+struct Config : ModelFlags, DataFlags, PrepareFlags, OptimizerFlags,
+                AdapterFlags, MemoryFlags, LayoutFlags, FileFlags, LookingFlags {
     // names of the flags that the command line and its files set, and of those that a checkpoint
     // has set; all others have their defaults
     std::set<std::string> given = {}, adopted = {};
@@ -149,6 +170,9 @@ struct Config {
     std::string typed_reward;
     // the checkpoint that --model names: its weights are those of `model`. Empty: none
     std::string start;
+    // the program whose flags these are, and its words that are no flags; null: any flags
+    const struct Program* program = nullptr;
+    std::vector<std::string> paths = {};
 };
 // clang-format on
 
@@ -172,7 +196,8 @@ typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Co
                      std::string Config::*>
     Field;
 
-// A flag. A row with an empty name begins a group of flags, and its help is the group's title.
+// A flag. A row with an empty name begins a group of flags: `accepts` lists the programs that take
+// them, and `help` is the group's title.
 struct Flag {
     const char* name;
     Field field;
@@ -181,314 +206,258 @@ struct Flag {
     const char* help;
 };
 
+// A program: what --help says of it, and whose groups of flags it takes. Its own come first.
+struct Program {
+    const char* name;
+    const char* purpose;
+    std::vector<const char*> takes;
+    const char* examples;
+    const char* words = ""; // what it takes besides flags, as --help shows it
+    bool trains = false;
+};
+
 // clang-format off
 // Every flag, in the order --help prints. Renaming one breaks users' config files.
 inline const std::vector<Flag>& config_table() {
     typedef Config C;
     static const std::vector<Flag> table = {
-        {"", &C::help, "", "Model"},
+        {"", &C::help, "train sample kept shape", "Model"},
         {"model", &C::model, "",
          "a preset (listed below), or whose weights are loaded: a Hugging Face folder, a .bin of "
          "llm.c or llama2.c, a run's folder"},
-        {"scratch", &C::scratch, "", "with a folder or a file: take its shape, not its weights"},
-        {"layers", &C::layers, "0..10000", "change the preset's number of blocks"},
-        {"heads", &C::heads, "0..100000", "change the number of attention heads"},
-        {"kv-heads", &C::kv_heads, "0..100000", "change the number of key/value heads"},
-        {"channels", &C::channels, "0..1000000", "change the width of the residual stream"},
-        {"ffn", &C::ffn, "0..10000000", "change the width of the feed-forward layer"},
-        {"vocab", &C::vocab, "0..100000000", "change the vocabulary; new weights: the tokenizer's"},
-        {"experts", &C::experts, "0..4096",
-         "experts in the place of a Llama's ffn, each --ffn wide; or change their number"},
-        {"experts-per-token", &C::experts_per_token, "0..32",
-         "experts that a token goes through (0: the preset's, or 2)"},
-        {"upcycle", &C::upcycle, "0..4096",
-         "replace each ffn of a dense --model folder by this many copies of it, as experts; the "
-         "first loss stays"},
-        {"router", &C::router, "softmax|renormalised|sigmoid",
-         "a gate is a share of all experts' softmax, of those chosen, or of their sigmoids"},
-        {"balance", &C::balance, "0..1000",
-         "experts: weight of the balance loss of each sequence, which spreads tokens over them"},
-        {"z-loss", &C::z_loss, "0..1000",
-         "experts: weight of the square of the router's log-sum-exp"},
-        {"router-bias-rate", &C::router_bias_rate, "0..1",
-         "DeepSeek-V3: what each step adds to the choice's bias of idle experts, and takes from "
-         "busy ones; V3 took 0.001"},
-        {"expert-capacity", &C::expert_capacity, "0..1000",
-         "capacity factor: an expert takes at most this many times its even share of a sequence's "
-         "choices, and drops later ones (0: drops none)"},
-        {"expert-rounds", &C::expert_rounds, "1..4096",
-         "experts work off the most rows that they may get in so many rounds, and have room for "
-         "one: less memory, no drops, more products"},
-        {"position", &C::position, "learned|rope|alibi", "change how positions enter"},
 
-        {"", &C::help, "", "Data"},
+        {"", &C::help, "train kept shape", "Shape of new weights"},
+        {"scratch", &C::scratch, "",
+         "with a folder or a file: take its shape and draw new weights"},
+        {"layers", &C::layers, "0..10000", "number of blocks, instead of the preset's"},
+        {"heads", &C::heads, "0..100000", "number of attention heads, instead of the preset's"},
+        {"kv-heads", &C::kv_heads, "0..100000",
+         "number of key/value heads (GQA), instead of the preset's"},
+        {"channels", &C::channels, "0..1000000",
+         "width of the residual stream, instead of the preset's"},
+        {"ffn", &C::ffn, "0..10000000", "width of the feed-forward layer, instead of the preset's"},
+        {"vocab", &C::vocab, "0..100000000",
+         "vocabulary size, instead of the preset's; new weights take the tokenizer's"},
+        {"position", &C::position, "learned|rope|alibi",
+         "position encoding, instead of the preset's"},
+
+        {"", &C::help, "train kept shape", "Experts"},
+        {"experts", &C::experts, "0..4096",
+         "number of experts in place of a Llama's ffn, each --ffn wide"},
+        {"experts-per-token", &C::experts_per_token, "0..32",
+         "top-k of the router: experts per token (0: the preset's, or 2)"},
+        {"router", &C::router, "softmax|renormalised|sigmoid",
+         "gate values: softmax over all experts, renormalised over the chosen ones, or sigmoid"},
+        {"balance", &C::balance, "0..1000",
+         "weight of the load-balancing loss of experts, per sequence"},
+        {"z-loss", &C::z_loss, "0..1000",
+         "weight of the router z-loss: the squared log-sum-exp of its logits"},
+        {"router-bias-rate", &C::router_bias_rate, "0..1",
+         "aux-loss-free balancing (DeepSeek-V3): step size of the per-expert routing bias; V3 "
+         "took 0.001"},
+        {"expert-capacity", &C::expert_capacity, "0..1000",
+         "capacity factor: at most this many times the even share of a sequence's choices per "
+         "expert; later ones are dropped (0: no limit)"},
+
+        {"", &C::help, "train prepare kept", "Text"},
         {"data", &C::data, "",
          "training text (.txt) or token shards (.bin), commas or a pattern between files; without "
-         "it: this project's own sources"},
-        {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
+         "it: this project's own sources; prepare_gpt: .txt, .jsonl, each also .gz or .zst; "
+         ".parquet; nanoGPT's .bin; - for JSON lines on standard input"},
+
+        {"", &C::help, "train sample convert prepare kept", "Tokens"},
         {"tokenizer", &C::tokenizer, "",
          "how text becomes tokens: byte, or PATH: tokenizer.json, .model, .bin, .tiktoken, or a "
          "folder with one (GPT-2: vocab.bpe, encoder.json); without it: the --model folder's own, "
          "else byte"},
-        {"add-tokens", &C::add_tokens, "",
-         "with a --model folder: texts between commas that become special tokens; their rows begin "
-         "as the mean of the others"},
+
+        {"", &C::help, "train prepare kept", "Sequence"},
         {"seq", &C::seq, "0..16777216", "tokens a sequence, T (0: 256, or what the model allows)"},
-        {"micro-batch", &C::micro_batch, "1..1000000", "sequences a micro-batch, B"},
-        {"batch-tokens", &C::batch_tokens, "0..1000000000000",
-         "tokens an optimizer step, over all ranks; accumulation follows (0: one micro-batch)"},
-        {"document-mask", &C::document_mask, "",
-         "train on documents apart: none sees or predicts another, positions restart"},
+
+        {"", &C::help, "train prepare kept", "Documents"},
         {"document-end", &C::document_end, "-1..100000000",
-         "the token that ends a document (-1: the shards' or the tokenizer's end of text)"},
+         "token id that ends a document (-1: the shards' or the tokenizer's end of text)"},
 
-        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto|grpo|distill",
-         "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
-         "as JSON lines (.jsonl); distill: text or answers, and what --teacher says of each token; "
-         "kto: answers that are desirable or not, lines have prompt, "
-         "completion, label; grpo: answers that the model samples, by --reward, lines have prompt, "
-         "answer; the others: to prefer one answer, lines have prompt, chosen, rejected"},
-        {"beta", &C::beta, "0..1000",
-         "dpo, ipo, simpo, kto: how much a preference weighs; orpo: its share beside the answer's "
-         "own loss (0: 0.1; simpo 2); grpo: the weight of the KL divergence from the starting "
-         "weights (0: none)"},
-        {"teacher", &C::teacher, "",
-         "distill: a model of the same vocabulary: a Hugging Face folder, a .bin or a run's "
-         "folder"},
-        {"distill-share", &C::distill_share, "0..1",
-         "distill: weight of the teacher's distribution; the text has the rest"},
-        {"distill-temperature", &C::distill_temperature, "0.01..1000",
-         "distill: divides both models' logits; above 1 unlikely tokens count more"},
-        {"group", &C::group, "2..65536",
-         "grpo: answers to each prompt, whose rewards are compared; a sequence each"},
-        {"answer-tokens", &C::answer_tokens, "0..16777216",
-         "grpo: tokens of an answer, at most (0: as many as --seq leaves)"},
-        {"reward", &C::reward, "",
-         "grpo: exact, number, regex: 1 for an answer that is the line's, whose last number is the "
-         "line's last, in which the line's pattern is found; else 0; command:PROGRAM: it reads "
-         "the lines with a \"completion\" each and prints a number each; no shell runs it"},
-        {"reward-seconds", &C::reward_seconds, "0.001..1000000",
-         "grpo: how long PROGRAM may take for the answers of a step"},
-        {"advantage", &C::advantage, "mean|std",
-         "grpo: a reward less its group's mean; std: over the group's deviation"},
-        {"updates", &C::updates, "1..10000",
-         "grpo: steps on the answers of a rollout, each counted by --steps (TRL: num_iterations)"},
-        {"clip-low", &C::clip_low, "0..1",
-         "grpo: how far below 1 an answer's ratio to the policy that sampled it may go (epsilon)"},
-        {"clip-high", &C::clip_high, "0..1000", "grpo: and how far above (epsilon_high)"},
-        {"kl", &C::kl, "k2|k3", "grpo: --beta's estimate of KL; k3: exp(-x) - 1 + x; k2: x^2 / 2"},
-        {"label-smoothing", &C::label_smoothing, "0..1",
-         "dpo: the share of pairs whose order is taken to be wrong (cDPO)"},
-        {"gamma", &C::gamma, "-1..1000",
-         "simpo: by how much the better answer is to win (-1: 0.5)"},
-        {"desirable-weight", &C::desirable_weight, "0..1000",
-         "kto: weight of desirable answers' loss; where they are few, more"},
-        {"undesirable-weight", &C::undesirable_weight, "0..1000", "kto: and of the others'"},
-        {"chat-format", &C::chat_format,
-         "auto|chatml|chatml-bos|phi-4|llama2|llama3|llama3.1|mistral|mistral-v1|mistral-v3|"
-         "mistral-v3-tekken|mistral-v7|mistral-v7-tekken|zephyr|nanochat|alpaca|plain",
-         "how conversations are written; auto: as the --model folder's chat template has it; "
-         "without one as the tokenizer's special tokens say, else plain"},
+        {"", &C::help, "train kept", "Data"},
+        {"val", &C::val, "", "validation files; without it: the last tenth of each training file"},
+        {"micro-batch", &C::micro_batch, "1..1000000", "sequences per micro-batch, B"},
+        {"batch-tokens", &C::batch_tokens, "0..1000000000000",
+         "tokens per optimizer step over all ranks, reached by gradient accumulation (0: one "
+         "micro-batch)"},
+        {"document-mask", &C::document_mask, "",
+         "mask attention and loss across documents; positions restart in each"},
 
-        {"", &C::help, "",
-         "Data preparation: --prepare OUT.bin --data FILES --tokenizer PATH, then --data OUT.bin"},
-        {"prepare", &C::prepare, "",
-         "OUT.bin: write token shards of --data (.txt, .jsonl, each also .gz or .zst; .parquet; "
-         "nanoGPT's .bin; - for JSON lines on standard input) and leave; the same call goes on "
-         "after a kill"},
-        {"field", &C::field, "", "the text of a JSON line, or the parquet column"},
-        {"shard-tokens", &C::shard_tokens, "0..2147483647",
-         "tokens a shard, written as OUT_000000.bin, ... (0: one shard, OUT.bin)"},
-        {"val-tokens", &C::val_tokens, "0..2147483647",
-         "the first N tokens go to OUT.val.bin, which the pattern OUT_*.bin does not match"},
-        {"threads", &C::threads, "0..1024", "that tokenize (0: one a core)"},
-
-        {"", &C::help, "", "Optimizer"},
+        {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
-        {"optimizer", &C::optimizer, "adamw|sgd", "sgd has no momentum"},
+        {"optimizer", &C::optimizer, "adamw|sgd", "adamw, or sgd without momentum"},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
-        {"schedule", &C::schedule, "cosine|linear|wsd|constant", "how the learning rate falls"},
+        {"schedule", &C::schedule, "cosine|linear|wsd|constant",
+         "learning-rate decay after warm-up"},
         {"weight-decay", &C::weight_decay, "0..1000", "decoupled decay of matrices and tables"},
-        {"beta1", &C::beta1, "0..1", "AdamW"},
-        {"beta2", &C::beta2, "0..1", "AdamW"},
-        {"eps", &C::eps, "0..1", "AdamW"},
-        {"clip", &C::clip, "0..1000000", "largest global gradient norm (0: no clipping)"},
+        {"beta1", &C::beta1, "0..1", "AdamW's decay rate of the first moment"},
+        {"beta2", &C::beta2, "0..1", "AdamW's decay rate of the second moment"},
+        {"eps", &C::eps, "0..1", "AdamW's epsilon"},
+        {"clip", &C::clip, "0..1000000", "gradient clipping: largest global norm (0: off)"},
         {"ema", &C::ema, "0..1",
-         "keep a running mean of the weights beside them, which forgets a share of 1 - EMA each "
-         "step, as 0.999; checkpoints hold both (0: none)"},
-        {"seed", &C::seed, "0..9007199254740991", "of initial weights, data order and sampling"},
+         "decay of an exponential moving average of the weights, as 0.999; checkpoints hold "
+         "both (0: off)"},
 
-        {"", &C::help, "", "Adapters"},
-        {"lora", &C::lora, "0..65536",
-         "train low-rank adapters of this rank beside blocks' matrices, and nothing else (0: train "
-         "all); without --weight-decay they do not decay"},
-        {"lora-alpha", &C::lora_alpha, "0..1000000",
-         "what an adapter adds is multiplied by alpha / rank (0: alpha is twice the rank)"},
-        {"lora-targets", &C::lora_targets, "",
-         "which matrices: all (that every token meets), attention, experts, or names with commas, "
-         "as q_proj,v_proj"},
-        {"lora-layers", &C::lora_layers, "",
-         "which blocks, counted from 0: all, or 0,4,8-11; below the lowest none runs backward"},
-        {"lora-rs", &C::lora_rs, "", "by alpha / sqrt(rank) instead: rank-stabilised"},
-        {"lora-plus", &C::lora_plus, "0.001..1000",
-         "B's learning rate by A's (LoRA+); 16 is its authors' choice"},
-        {"prefix", &C::prefix, "0..4096",
-         "train so many keys and values before each layer's sequence, and nothing else: prefix "
-         "tuning (0: none)"},
-        {"adapter", &C::adapter, "",
-         "PEFT's folder of adapters, to go on from or to read; --export writes such a folder"},
-        {"adapters", &C::adapters, "",
-         "NAME=DIR,...: folders of adapters; each line of --prompts may name one, as \"adapter\""},
+        {"", &C::help, "train sample convert kept", "Random numbers"},
+        {"seed", &C::seed, "0..9007199254740991",
+         "random seed of initial weights, data order and sampling"},
 
-        {"", &C::help, "", "Numbers"},
+        {"", &C::help, "train sample kept", "Numbers"},
         {"precision", &C::precision, "fp32|bf16|fp16",
-         "weights and activations; sums, gradients of weights, moments and masters stay float"},
+         "type of weights and activations; sums, weight gradients, moments and master weights "
+         "stay float"},
+
+        {"", &C::help, "train kept", "Numbers of a step"},
         {"fp8", &C::fp8, "none|block|tensor|delayed",
-         "bf16: products of blocks read operands of 8 bits, with a scale for 128 numbers or for "
-         "each operand; delayed: from the steps before"},
-        {"fp8-history", &C::fp8_history, "1..65536", "delayed: steps that a scale looks back at"},
+         "FP8 matmuls in the blocks: scales per 128-element block, per tensor, or delayed (amax "
+         "history); bf16 only"},
+        {"fp8-history", &C::fp8_history, "1..65536", "--fp8 delayed: steps of the amax history"},
         {"fp8-amax", &C::fp8_amax, "max|most_recent",
-         "delayed: scale by the largest of them, or by the last one"},
+         "--fp8 delayed: scale by the history's maximum, or by its latest value"},
         {"fp8-margin", &C::fp8_margin, "0..6",
-         "delayed: powers of two left free above that maximum"},
+         "--fp8 delayed: powers of two left free above the amax"},
         {"fp8-weights", &C::fp8_weights, "step|product",
-         "fp8: weights are cast once a step and kept, 2 bytes an element, or at each product"},
-        {"loss-scale", &C::loss_scale, "",
-         "fp16: what gradients are multiplied by; dynamic, or a power of two that stays"},
+         "--fp8: cast weights once per step and keep them (2 bytes an element), or for each "
+         "product"},
+        {"loss-scale", &C::loss_scale, "", "fp16 loss scale: dynamic, or a constant power of two"},
         {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",
-         "when it doubles and halves"},
+         "fp16: whose rule for growing and halving the dynamic loss scale"},
         {"loss-scale-start", &C::loss_scale_start, "0..4294967296",
-         "the first dynamic scale (0: 65536)"},
+         "fp16: initial dynamic loss scale (0: 65536)"},
         {"loss-scale-window", &C::loss_scale_window, "0..1000000000",
-         "steps without overflow before it doubles (0: 1000, pytorch's 2000)"},
+         "fp16: steps without overflow before the loss scale doubles (0: 1000; pytorch 2000)"},
         {"loss-scale-hysteresis", &C::loss_scale_hysteresis, "0..1000000",
-         "overflows before it halves (0: 2, pytorch's 1)"},
+         "fp16: overflows before the loss scale halves (0: 2; pytorch 1)"},
         {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
-         "it falls no lower (-1: 1, pytorch's 0)"},
-        {"weights", &C::weights, "float|nf4|int8|int4",
-         "without training: matrices of blocks as they are, or quantised once after loading, to "
-         "4.13, 8 or 4.25 bits an element"},
+         "fp16: lower bound of the loss scale (-1: 1; pytorch 0)"},
         {"gradients", &C::gradients, "float|bf16|fp8",
-         "what data-parallel ranks send of gradients; bf16: half the bytes, each part rounded and "
-         "then the sum; fp8: a quarter, each part rounded, best with --zero"},
+         "type in which data-parallel ranks reduce gradients: float; bf16, half the bytes; fp8, "
+         "a quarter, best with --zero"},
         {"masters", &C::masters, "float|remainder|none",
-         "of bf16 weights; remainder: 16 bits beside them, as exact as float; none: they are "
-         "rounded at random"},
+         "master weights of bf16 parameters: float; remainder, the 16 missing bits, as exact; "
+         "none, stochastic rounding"},
         {"states", &C::states, "float|bf16|8bit",
-         "AdamW's moments; bf16: rounded at random; 8bit: blocks' matrices, by 256 elements"},
+         "AdamW's moments: float; bf16, stochastically rounded; 8bit, in blocks of 256 elements"},
 
-        {"", &C::help, "", "Memory"},
-        {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
-         "selective: norms and activation functions; attention, ffn: that branch's products too; "
-         "full: keep a block's input only; auto: a level for each block, the least arithmetic that "
-         "fits; beside --offload activations the least time"},
-        {"recompute-segment", &C::recompute_segment, "1..1000",
-         "blocks in a row that keep one input, with --recompute full: sublinear memory for deep "
-         "models"},
+        {"", &C::help, "train sample", "Memory"},
+        {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
         {"memory", &C::memory, "0..1000000",
-         "GiB that a rank may take: a plan that needs more is refused, with flags that fit (0: as "
-         "much as the machine has)"},
+         "GiB a rank may take; a plan that needs more is refused, with flags that fit (0: what "
+         "the machine has)"},
+
+        {"", &C::help, "train", "Recomputation and offload"},
+        {"recompute", &C::recompute, "none|selective|attention|ffn|full|auto",
+         "activation recomputation per block: selective, norms and activation functions; "
+         "attention, ffn, that branch's products too; full, all but the block's input; auto, "
+         "the least arithmetic that fits"},
+        {"recompute-segment", &C::recompute_segment, "1..1000",
+         "with --recompute full: consecutive blocks that keep one input (sublinear memory)"},
         {"offload", &C::offload, "",
-         "what lies outside the device while nobody uses it: some of optimizer, activations, "
-         "weights and gradients, with commas"},
+         "states kept off the device while unused: optimizer, activations, weights, gradients, "
+         "with commas"},
         {"offload-to", &C::offload_to, "",
-         "where --offload lays them: cpu, the host's memory, or a folder, for a nameless file"},
+         "target of --offload: cpu, the host's memory, or a folder for an unlinked file"},
         {"offload-update", &C::offload_update, "device|host",
-         "where --offload optimizer updates; host: by the CPU, and masters and moments stay there"},
-        {"update-delay", &C::update_delay, "0..1",
-         "1: the host applies each gradient a step late, beside the next step's layers"},
+         "where the update of --offload optimizer runs; host: on the CPU, and masters and "
+         "moments stay there"},
 
-        {"", &C::help, "", "Layout"},
-        {"dp", &C::dp, "0..1000000", "data-parallel ranks; 0: what the other axes leave"},
-        {"tp", &C::tp, "1..1000000",
-         "tensor-parallel ranks, which share heads, ffn and vocabulary"},
+        {"", &C::help, "train sample convert", "Ranks"},
+        {"dp", &C::dp, "0..1000000", "data-parallel ranks (0: what the other axes leave)"},
+        {"tp", &C::tp, "1..1000000", "tensor-parallel ranks: they shard heads, ffn and vocabulary"},
         {"pp", &C::pp, "1..1000000", "pipeline-parallel ranks"},
-        {"cp", &C::cp, "1..1000000",
-         "context-parallel ranks, which share the tokens of each sequence"},
-        {"cp-method", &C::cp_method, "",
-         "how their attention meets all keys; gather: keys and values come to every rank; ulysses: "
-         "each rank takes some heads of all tokens; ring: keys go from rank to rank; "
-         "ulysses:U,ring:R and ulysses:U,gather:R: of U x R ranks U neighbours share heads"},
-        {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
-         "which tokens a rank has; zigzag: an early and a late chunk"},
         {"ep", &C::ep, "1..1000000",
-         "expert-parallel ranks: so many of the dp x cp ranks share out each block's experts"},
-        {"etp", &C::etp, "0..1000000",
-         "tensor-parallel ranks that cut each expert; 0: --tp; 1: none, experts stay whole, and "
-         "--ep shares them out over dp x cp x tp ranks"},
-        {"ep-method", &C::ep_method, "gather|exchange",
-         "how tokens reach experts; gather: all come to every rank; exchange: each goes where it "
-         "is wanted, which sends less where experts are many and tokens choose few"},
-        {"sequence-parallel", &C::sequence_parallel, "",
-         "they share the rows of norms and residuals too"},
-        {"zero", &C::zero, "0..3",
-         "what data-parallel ranks shard: 1 moments, 2 gradients, 3 weights"},
-        {"grid-order", &C::grid_order, "tp-pp-dp|tp-dp-pp|pp-tp-dp|pp-dp-tp|dp-tp-pp|dp-pp-tp",
-         "which axis has its ranks side by side, which comes next"},
-        {"zero-group", &C::zero_group, "0..1000000",
-         "data-parallel ranks that share a shard's buckets, such groups replicate; 0: all"},
-        {"hpz", &C::hpz, "0..1000000",
-         "ZeRO-3: neighbours that share out weights, so that gathers stay among them; gradients, "
-         "masters and moments are cut over all data-parallel ranks (hpZ); 0: no"},
-        {"pipeline", &C::pipeline, "",
-         "gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of slots (F0.1) a rank"},
-        {"chunks", &C::chunks, "1..1000", "stages of each pipeline rank"},
-        {"prefetch", &C::prefetch, "0..1000",
-         "ZeRO-3: layers gathered ahead; --offload: fetched; 0: nothing that costs room overlaps"},
-        {"local-ranks", &C::local_ranks, "1..1024", "ranks, as threads of this process"},
-        {"fixed-order", &C::fixed_order, "",
-         "add ranks in rank order, on GPUs by our own code and not by NCCL's; always so on CPUs"},
-        {"verify-every", &C::verify_every, "0..1000000000000",
-         "steps between comparisons of what several ranks keep, which each save makes too, and of "
-         "what they compute from the same samples (0: never)"},
+         "expert-parallel ranks: each block's experts are sharded over this many of the dp x cp "
+         "ranks"},
+        {"local-ranks", &C::local_ranks, "1..1024", "ranks as threads of this process"},
         {"watchdog", &C::watchdog, "0..1000000",
-         "seconds that a rank waits for another until the run ends and names who hangs, and where; "
-         "a save must not take as long (0: wait for ever)"},
+         "seconds that a rank waits for another before the run ends and names who hangs, and "
+         "where (0: for ever)"},
 
-        {"", &C::help, "", "Files"},
+        {"", &C::help, "train", "Layout"},
+        {"cp", &C::cp, "1..1000000",
+         "context-parallel ranks: they shard the tokens of each sequence"},
+        {"cp-method", &C::cp_method, "",
+         "context parallelism: gather, all-gather keys and values; ulysses, all-to-all over "
+         "heads; ring, keys pass from rank to rank; ulysses:U,ring:R and ulysses:U,gather:R, U "
+         "x R ranks of which U neighbours use Ulysses"},
+        {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
+         "context parallelism: which tokens a rank has; zigzag: an early and a late chunk"},
+        {"etp", &C::etp, "0..1000000",
+         "tensor-parallel ranks per expert (0: --tp; 1: whole experts, and --ep shards them "
+         "over dp x cp x tp ranks)"},
+        {"ep-method", &C::ep_method, "gather|exchange",
+         "expert parallelism: gather, all-gather every token; exchange, all-to-all of the "
+         "tokens that an expert wants"},
+        {"sequence-parallel", &C::sequence_parallel, "",
+         "sequence parallelism: shard norms and the residual stream over the tp ranks"},
+        {"zero", &C::zero, "0..3",
+         "ZeRO stage: data-parallel ranks shard 1 optimizer state, 2 and gradients, 3 and "
+         "weights"},
+        {"grid-order", &C::grid_order, "tp-pp-dp|tp-dp-pp|pp-tp-dp|pp-dp-tp|dp-tp-pp|dp-pp-tp",
+         "order of the axes in the numbering of ranks, nearest first"},
+        {"zero-group", &C::zero_group, "0..1000000",
+         "data-parallel ranks per ZeRO sharding group; groups are replicas of each other (0: "
+         "all)"},
+        {"hpz", &C::hpz, "0..1000000",
+         "ZeRO-3: shard weights within groups of N neighbouring ranks, all other state over all "
+         "ranks (hpZ) (0: off)"},
+        {"pipeline", &C::pipeline, "",
+         "pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of "
+         "slots (F0.1) per rank"},
+        {"chunks", &C::chunks, "1..1000", "pipeline stages per rank (virtual stages)"},
+        {"prefetch", &C::prefetch, "0..1000",
+         "layers that ZeRO-3 gathers, or --offload fetches, ahead of their use"},
+        {"fixed-order", &C::fixed_order, "",
+         "sum in rank order on GPUs, by our own code instead of NCCL: bit-equal layouts; always "
+         "so on CPUs"},
+        {"verify-every", &C::verify_every, "0..1000000000000",
+         "steps between checks for silent data corruption: replicas are compared, and a step is "
+         "repeated on all ranks (0: only replicas, at each save)"},
+
+        {"", &C::help, "train", "Checkpoints"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
         {"save-every", &C::save_every, "0..1000000000000",
          "steps between checkpoints (0: by --save-minutes, and at the end)"},
         {"save-minutes", &C::save_minutes, "",
-         "minutes between checkpoints, where --out is given (0: by --save-every alone; auto: where "
-         "saves and what failures undo cost the least)"},
+         "minutes between checkpoints of --out (0: only --save-every; auto: Young's interval, "
+         "from the cost of a save and --failure-hours)"},
         {"failure-hours", &C::failure_hours, "0.000001..1000000000",
-         "of --save-minutes auto: hours between two failures of a rank; those of a large cluster's "
-         "GPUs"},
+         "with --save-minutes auto: mean time between failures of a rank, in hours"},
         {"buddy", &C::buddy, "",
-         "folder in the machines' memory (/dev/shm/NAME) for saves of which each part lies on two "
-         "machines; %r in it is the rank's number"},
-        {"buddy-every", &C::buddy_every, "0..1000000000000", "steps between saves in --buddy"},
+         "in-memory replication: folder in the machines' memory (/dev/shm/NAME) for saves whose "
+         "parts each lie on two machines; %r is the rank's number"},
+        {"buddy-every", &C::buddy_every, "0..1000000000000",
+         "steps between in-memory saves of --buddy"},
         {"save-async", &C::save_async, "",
-         "write checkpoints beside the steps, from a copy in the host's memory"},
-        {"keep", &C::keep, "1..1000000", "newest checkpoints kept"},
-        {"keep-best", &C::keep_best, "",
-         "keep the checkpoint of the lowest validation loss too, saved when it is found"},
+         "write checkpoints in parallel to the steps, from a copy in the host's memory"},
+        {"keep", &C::keep, "1..1000000", "number of newest checkpoints kept"},
+        {"keep-best", &C::keep_best, "", "also keep the checkpoint of the lowest validation loss"},
         {"resume", &C::resume, "",
          "go on from the newest whole checkpoint in --out, with the model, data, optimizer and "
          "adapters it was made with where flags say nothing else; a new run where there is none"},
         {"resume-step", &C::resume_step, "-1..1000000000000",
          "with --resume: from the checkpoint of this step (-1: the newest)"},
+
+        {"", &C::help, "train convert", "Weights of a checkpoint"},
         {"use-ema", &C::use_ema, "",
-         "with --resume, to evaluate, sample or export: the mean of --ema in the place of the "
-         "weights"},
-        {"average", &C::average, "",
-         "DIR,DIR,...: evaluate, sample or export the mean of several models: Hugging Face "
-         "folders, checkpoints RUN/step_N, or a run for all its checkpoints"},
+         "evaluate, sample or export the moving average of --ema instead of the weights"},
+
+        {"", &C::help, "train", "Export"},
         {"export", &C::export_dir, "",
          "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2; "
          "FILE.gguf: for llama.cpp"},
-        {"merge", &C::merge, "",
-         "--export writes the model, with what its adapters change, and not the adapters"},
-        {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",
-         "its element type; q8_0, in 8 bits, for FILE.gguf"},
-        {"ds-config", &C::ds_config, "",
-         "FILE: DeepSpeed's JSON, or Accelerate's, as flags: a printed line a key; flags that are "
-         "given win"},
 
-        {"", &C::help, "", "Looking"},
+        {"", &C::help, "train convert", "Type of an export"},
+        {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",
+         "element type of the export; q8_0: 8 bits, for FILE.gguf"},
+
+        {"", &C::help, "train", "Validation"},
         {"eval-every", &C::eval_every, "0..1000000000000",
          "steps between validation losses (0: at the end only)"},
         {"eval-tokens", &C::eval_tokens, "1..1000000000000", "validation tokens at most"},
@@ -498,43 +467,26 @@ inline const std::vector<Flag>& config_table() {
          "arc-challenge, piqa, winogrande, lambada"},
         {"sample-every", &C::sample_every, "0..1000000000000",
          "steps between samples (0: at the end only)"},
+
+        {"", &C::help, "train sample", "Samples"},
         {"prompt", &C::prompt, "",
          "text that a sample continues; -: each line of standard input"},
-        {"prompts", &C::prompts, "",
-         "FILE: at the end continue each line's \"prompt\" (JSON lines; of a .txt: each line) and "
-         "write JSON lines, by themselves on standard output"},
-        {"completions", &C::completions, "", "FILE: where --prompts writes them"},
-        {"slots", &C::slots, "1..65536", "--prompts, grpo: texts that are generated at once"},
-        {"chat", &C::chat, "", "at the end talk with the model: a line is a question"},
-        {"draft", &C::draft, "",
-         "a small model that guesses what texts go on with, for fewer runs of the model and the "
-         "same distribution: what --model can be, or a run's folder"},
-        {"draft-tokens", &C::draft_tokens, "1..64", "--draft: tokens that it guesses ahead"},
-        {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens a sample, at most"},
-        {"samples", &C::samples, "1..1000000", "samples of each prompt"},
-        {"ignore-eos", &C::ignore_eos, "", "go on behind the token that ends a text"},
-        {"temperature", &C::temperature, "0..1000", "0 is greedy"},
-        {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest (0: all)"},
-        {"top-p", &C::top_p, "0..1", "sample from the likeliest that hold this share"},
-        {"device", &C::device, "auto|cpu|cuda", "where it runs"},
-        {"graphs", &C::graphs, "",
-         "on GPUs: launch a step as one CUDA graph; for steps whose launches take longer than "
-         "their kernels"},
-        {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
+        {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens per sample, at most"},
+        {"samples", &C::samples, "1..1000000", "samples per prompt"},
+        {"ignore-eos", &C::ignore_eos, "", "sample past the end-of-text token"},
+        {"temperature", &C::temperature, "0..1000", "sampling temperature (0: greedy)"},
+        {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest tokens (0: all)"},
+        {"top-p", &C::top_p, "0..1",
+         "nucleus sampling: the likeliest tokens with this share of the probability"},
+
+        {"", &C::help, "train", "Plan"},
+        {"layer", &C::layer, "-1..10000",
+         "with --explain: one layer's actions, with what they read and write (-1: all layers)"},
         {"machine", &C::machine, "",
          "with --explain: the step's time on a machine, its parts and mfu, by simulation: h100, "
          "a100-80, rtx4090, ..., or a FILE of `name = value`; a run prints it beside its own"},
-        {"calibrate", &C::calibrate, "",
-         "FILE: measure this machine for some seconds, and write what --machine FILE reads"},
         {"plan", &C::plan, "none|auto",
-         "auto: choose the layout, the micro-batch and recomputation by simulating them on "
-         "--machine; --explain prints what it chooses, and why"},
-        {"gpus", &C::gpus, "0..1000000", "--plan with --explain: for so many (0: 1)"},
-        {"fit", &C::fit, "",
-         "GB of a card, or a machine's name: print which models train on one of it, with which "
-         "flags, and about how fast; --model: that one alone, and its longest sequence"},
-        {"layer", &C::layer, "-1..10000",
-         "with --explain: one layer's actions, with what they read and write"},
+         "auto: choose layout, micro-batch and recomputation by simulation on --machine"},
         {"timeline", &C::timeline, "",
          "FILE.svg: draw the last step, or with --explain the schedule, with --machine in its "
          "time, with --plan auto the layouts; FILE.json: a trace for Chrome"},
@@ -543,12 +495,186 @@ inline const std::vector<Flag>& config_table() {
         {"log-every", &C::log_every, "0..1000000000000",
          "steps between printed lines (0: each of 100 steps, of more every tenth; on a terminal "
          "one line in place); log.jsonl has all"},
-        {"help", &C::help, "", "this text"},
-        {"version", &C::version, "", "the program's version, and what it was built with"},
+        {"graphs", &C::graphs, "", "GPUs: launch a step as one CUDA graph"},
+
+        {"", &C::help, "tune prepare kept", "Objective"},
+        {"loss", &C::loss, "lm|sft|dpo|ipo|simpo|orpo|kto|grpo|distill",
+         "what is trained; lm: every token; sft: the answers of conversations, which --data holds "
+         "as JSON lines (.jsonl); distill: text or answers, and what --teacher says of each token; "
+         "kto: answers that are desirable or not, lines have prompt, "
+         "completion, label; grpo: answers that the model samples, by --reward, lines have prompt, "
+         "answer; the others: to prefer one answer, lines have prompt, chosen, rejected"},
+
+        {"", &C::help, "tune kept", "Preferences, rewards, distillation"},
+        {"beta", &C::beta, "0..1000",
+         "preference losses: weight of the implicit reward, or orpo's odds-ratio term (0: 0.1; "
+         "simpo 2); grpo: weight of the KL divergence from the starting weights (0: none)"},
+        {"label-smoothing", &C::label_smoothing, "0..1",
+         "dpo: share of pairs assumed to be labelled wrongly (cDPO)"},
+        {"gamma", &C::gamma, "-1..1000", "simpo: target reward margin (-1: 0.5)"},
+        {"desirable-weight", &C::desirable_weight, "0..1000",
+         "kto: weight of the loss on desirable answers"},
+        {"undesirable-weight", &C::undesirable_weight, "0..1000",
+         "kto: weight of the loss on undesirable answers"},
+        {"group", &C::group, "2..65536",
+         "grpo: sampled answers per prompt, whose rewards are compared"},
+        {"answer-tokens", &C::answer_tokens, "0..16777216",
+         "grpo: tokens per sampled answer, at most (0: as many as --seq leaves)"},
+        {"reward", &C::reward, "",
+         "grpo: exact, number, regex: 1 for an answer that is the line's, whose last number is the "
+         "line's last, in which the line's pattern is found; else 0; command:PROGRAM: it reads "
+         "the lines with a \"completion\" each and prints a number each; no shell runs it"},
+        {"reward-seconds", &C::reward_seconds, "0.001..1000000",
+         "grpo: time limit of the reward program for a step's answers, in seconds"},
+        {"advantage", &C::advantage, "mean|std",
+         "grpo: reward minus the group's mean; std: divided by the group's deviation too"},
+        {"updates", &C::updates, "1..10000",
+         "grpo: optimizer steps per rollout, each counted by --steps (TRL: num_iterations)"},
+        {"clip-low", &C::clip_low, "0..1",
+         "grpo: lower clipping range of the policy ratio (epsilon)"},
+        {"clip-high", &C::clip_high, "0..1000",
+         "grpo: upper clipping range of the policy ratio (epsilon_high)"},
+        {"kl", &C::kl, "k2|k3",
+         "grpo: estimator of the KL divergence; k3: exp(-x) - 1 + x; k2: x^2 / 2"},
+        {"teacher", &C::teacher, "",
+         "distill: teacher with the same vocabulary: a Hugging Face folder, a .bin or a run's "
+         "folder"},
+        {"distill-share", &C::distill_share, "0..1",
+         "distill: weight of the teacher's distribution; the data's tokens have the rest"},
+        {"distill-temperature", &C::distill_temperature, "0.01..1000",
+         "distill: temperature of both models' distributions"},
+
+        {"", &C::help, "tune sample prepare convert kept", "Conversations"},
+        {"chat-format", &C::chat_format,
+         "auto|chatml|chatml-bos|phi-4|llama2|llama3|llama3.1|mistral|mistral-v1|mistral-v3|"
+         "mistral-v3-tekken|mistral-v7|mistral-v7-tekken|zephyr|nanochat|alpaca|plain",
+         "how conversations are written; auto: as the --model folder's chat template has it; "
+         "without one as the tokenizer's special tokens say, else plain"},
+
+        {"", &C::help, "tune kept", "New adapters"},
+        {"lora", &C::lora, "0..65536",
+         "LoRA: rank of new adapters; only they are trained, without weight decay by default "
+         "(0: train all weights)"},
+        {"lora-alpha", &C::lora_alpha, "0..1000000",
+         "LoRA: adapters are scaled by alpha / rank (0: alpha is twice the rank)"},
+        {"lora-targets", &C::lora_targets, "",
+         "LoRA: adapted matrices: all, attention, experts, or names as q_proj,v_proj"},
+        {"lora-layers", &C::lora_layers, "",
+         "LoRA: adapted blocks, counted from 0: all, or 0,4,8-11"},
+        {"lora-rs", &C::lora_rs, "", "rank-stabilised LoRA: scale by alpha / sqrt(rank)"},
+        {"lora-plus", &C::lora_plus, "0.001..1000",
+         "LoRA+: learning rate of B as a multiple of A's; its authors took 16"},
+        {"prefix", &C::prefix, "0..4096",
+         "prefix tuning: trained keys and values per layer; only they are trained (0: off)"},
+
+        {"", &C::help, "tune sample convert kept", "Adapters"},
+        {"adapter", &C::adapter, "", "folder of PEFT's adapters, to continue or to apply"},
+
+        {"", &C::help, "tune convert", "Adapters in an export"},
+        {"merge", &C::merge, "",
+         "export the model with its adapters merged, instead of the adapters"},
+
+        {"", &C::help, "tune sample kept", "Weights of the base"},
+        {"weights", &C::weights, "float|nf4|int8|int4",
+         "frozen weights of the blocks: as they are, or quantised after loading to 4.13 (nf4), "
+         "8 or 4.25 (int4) bits an element"},
+
+        {"", &C::help, "tune", "Other trainers' files"},
+        {"ds-config", &C::ds_config, "",
+         "FILE: DeepSpeed's or Accelerate's JSON as flags, one printed line per key; given "
+         "flags win"},
+
+        {"", &C::help, "tune convert kept shape", "New tokens, new experts"},
+        {"upcycle", &C::upcycle, "0..4096",
+         "replace each ffn of a dense --model folder by this many copies as experts; the first "
+         "loss stays"},
+        {"add-tokens", &C::add_tokens, "",
+         "texts between commas that become special tokens of a --model folder; new rows begin "
+         "as the mean of the others"},
+
+        {"", &C::help, "tune sample", "Texts"},
+        {"slots", &C::slots, "1..65536", "texts generated at once (--prompts, grpo)"},
+
+        {"", &C::help, "sample", "Many texts, conversations"},
+        {"prompts", &C::prompts, "",
+         "FILE: at the end continue each line's \"prompt\" (JSON lines; of a .txt: each line) and "
+         "write JSON lines, by themselves on standard output"},
+        {"completions", &C::completions, "",
+         "FILE that --prompts writes (default: standard output)"},
+        {"chat", &C::chat, "", "talk in the terminal: a line is a question"},
+        {"adapters", &C::adapters, "",
+         "NAME=DIR,...: adapters by name; a line of --prompts chooses one by its key \"adapter\""},
+        {"draft", &C::draft, "",
+         "draft model for speculative decoding: what --model can be, or a run's folder"},
+        {"draft-tokens", &C::draft_tokens, "1..64", "--draft: tokens guessed per step"},
+
+        {"", &C::help, "plan", "Questions"},
+        {"gpus", &C::gpus, "0..1000000", "number of GPUs to plan for (0: 1)"},
+        {"fit", &C::fit, "",
+         "GB of a card, or a machine's name: print which models train on one of it, with which "
+         "flags, and about how fast; --model: that one alone, and its longest sequence"},
+        {"calibrate", &C::calibrate, "",
+         "FILE: measure this machine for some seconds, and write what --machine FILE reads"},
+
+        {"", &C::help, "prepare", "Shards"},
+        {"field", &C::field, "", "key of the text in JSON lines, or the parquet column"},
+        {"shard-tokens", &C::shard_tokens, "0..2147483647",
+         "tokens per shard, OUT_000000.bin, ... (0: one shard, OUT.bin)"},
+        {"val-tokens", &C::val_tokens, "0..2147483647",
+         "tokens of the validation shard OUT.val.bin, taken from the beginning (0: none)"},
+        {"threads", &C::threads, "0..1024", "tokenizer threads (0: one per core)"},
+
+        {"", &C::help, "train sample convert plan", "Program"},
+        {"device", &C::device, "auto|cpu|cuda", "device to run on"},
+
+        {"", &C::help, "train sample convert plan prepare", "Help"},
+        {"help", &C::help, "", "print this page"},
+        {"version", &C::version, "", "print the version, and what it was built with"},
     };
     return table;
 }
+
+// The programs, in the order in which an error looks for the one that takes a flag.
+inline const std::vector<Program>& programs() {
+    static const std::vector<Program> all = {
+        {"train_gpt", "trains, evaluates and samples GPT-2 and Llama", {"train"},
+         "  train_gpt --data text.txt --steps 2400 --out run\n"
+         "  train_gpt --model HF_FOLDER --eval --data text.txt\n"
+         "  train_gpt --model llama3-8b --precision bf16 --zero 3 --dp 8 --explain\n", "", true},
+        {"tune_gpt", "fine-tunes: adapters, conversations, preferences, distillation",
+         {"tune", "train"},
+         "  tune_gpt --model HF_FOLDER --loss sft --data chats.jsonl --lora 16 --out run\n"
+         "  tune_gpt --model HF_FOLDER --loss dpo --data pairs.jsonl --export tuned\n", "", true},
+        {"sample_gpt", "writes and talks", {"sample"},
+         "  sample_gpt --model HF_FOLDER --prompt 'Once upon a time'\n"
+         "  sample_gpt --model run --chat\n"
+         "  sample_gpt --model HF_FOLDER --prompts questions.jsonl --completions answers.jsonl\n"},
+        {"plan_gpt", "says what fits, what is fastest, and why", {"plan", "train", "tune"},
+         "  plan_gpt --model llama3-8b --precision bf16 --gpus 64 --machine h100\n"
+         "  plan_gpt --fit 24\n"
+         "  plan_gpt --calibrate machine.txt\n", "", true},
+        {"convert_gpt", "from model files to model files", {"convert"},
+         "  convert_gpt run HF_FOLDER\n"
+         "  convert_gpt --adapter ADAPTERS --merge HF_FOLDER merged\n"
+         "  convert_gpt HF_FOLDER model.gguf --export-dtype q8_0\n", " IN... OUT"},
+        {"prepare_gpt", "turns text into shards of tokens", {"prepare"},
+         "  prepare_gpt --data text.jsonl --tokenizer HF_FOLDER shards.bin\n", " OUT.bin"},
+    };
+    return all;
+}
+inline const Program& program_named(const std::string& name) {
+    for (const Program& p : programs())
+        if (p.name == name) return p;
+    return programs()[0];
+}
 // clang-format on
+
+// Whether a program takes a group of flags, given the group's list of programs.
+inline bool takes_group(const Program& p, const std::string& list) {
+    for (const char* kind : p.takes)
+        if ((" " + list + " ").find(concat(" ", kind, " ")) != std::string::npos) return true;
+    return false;
+}
 
 // ----------------------------------------------------------------------------
 // values
@@ -671,19 +797,31 @@ inline std::string nearest(const std::string& name, const std::vector<std::strin
     return best;
 }
 
-// The row of a flag, or null if there is none.
-inline const Flag* find_flag(const std::string& name) {
-    for (const Flag& f : config_table())
-        if (*f.name && name == f.name)
-            return &f;
+// The row of a flag, and the list of programs that take it. Null: there is no such flag.
+inline const Flag* find_flag(const std::string& name, std::string* list = nullptr) {
+    std::string group;
+    for (const Flag& f : config_table()) {
+        if (!*f.name) group = f.accepts;
+        if (!*f.name || name != f.name) continue;
+        if (list) *list = group;
+        return &f;
+    }
     return nullptr;
 }
 
-// Refuse an unknown flag, and offer the nearest name.
-inline std::string unknown_flag(const std::string& name) {
+// Whether a program takes a flag; a configuration of no program takes all.
+inline bool takes_flag(const Program* program, const std::string& name) {
+    std::string list;
+    return find_flag(name, &list) && (!program || takes_group(*program, list));
+}
+
+// Refuse an unknown flag, and offer the nearest name; or a flag of another program.
+inline std::string unknown_flag(const Config& c, const std::string& name) {
+    for (const Program& p : programs())
+        if (takes_flag(&p, name)) return concat("--", name, " is a flag of ", p.name);
     std::vector<std::string> names;
     for (const Flag& f : config_table())
-        if (*f.name) names.push_back(f.name);
+        if (*f.name && takes_flag(c.program, f.name)) names.push_back(f.name);
     std::string close = nearest(name, names);
     return "unknown flag --" + name + (close.empty() ? "" : ": did you mean --" + close + "?") +
            " (--help lists them all)";
@@ -695,7 +833,7 @@ inline std::string unknown_flag(const std::string& name) {
 // Set a flag by name. Returns "" or a message that begins with the flag.
 inline std::string set_flag(Config& c, const std::string& name, const std::string& value) {
     const Flag* f = find_flag(name);
-    if (!f) return unknown_flag(name);
+    if (!takes_flag(c.program, name)) return unknown_flag(c, name);
     // Empty is not absent: only a prompt may be empty, where a file names one and none is wanted.
     if (value.empty() && name != "prompt")
         return "--" + name + " wants a value, and this is empty: is a shell's variable not set?";
@@ -738,6 +876,10 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         std::string word = argv[i];
         if (word == "-h") word = "--help";
+        if (word.rfind("--", 0) != 0 && c.program && *c.program->words) {
+            c.paths.push_back(word);
+            continue;
+        }
         if (word.rfind("--", 0) != 0)
             return "'" + word + "' is no flag: flags look like --steps 100 (--help lists them all)";
 
@@ -746,7 +888,8 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
         bool joined = equals != std::string::npos;
         std::string name = word.substr(2, joined ? equals - 2 : equals);
         const Flag* f = find_flag(name);
-        if (!f && name != "config") return unknown_flag(name);
+        bool known = name == "config" || takes_flag(c.program, name);
+        if (!known) return unknown_flag(c, name);
 
         // A switch takes the next word as its value only if that is true or false.
         std::string value = joined ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";

@@ -5,7 +5,6 @@
 //   rely on it. A function that returns a text returns "" or what is wrong.
 #pragma once
 #include <numeric>
-#include "../access.h"
 #include "../context_parallel.h"
 #include "../layout.h"
 #include "../model.h"
@@ -16,7 +15,6 @@
 #include "../presets.h"
 #include "../tensor_parallel.h"
 #include "../text.h"
-#include "../tune/rewards.h"
 #include "config.h"
 
 namespace llmc {
@@ -78,7 +76,6 @@ inline std::string override_shape(const Config& c, Shape& s) {
     s.balance = s.E ? c.balance : 0;
     s.z_loss = s.E ? c.z_loss : 0;
     s.capacity.factor = s.E ? c.expert_capacity : 0;
-    s.expert_rounds = s.E ? size_t(c.expert_rounds) : 1;
     s.whole_experts = s.E && has_whole_experts(c);
 
     // Take the remaining flags as they are.
@@ -181,7 +178,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
     auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : was_given(c, name); };
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
-          "expert-capacity", "expert-rounds", "etp"})
+          "expert-capacity", "etp"})
         if (s.E == 0 && asks(name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
@@ -208,7 +205,9 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                "float";
 
     // GPT-2's ffn, and an ffn with biases, have no form as experts here.
-    if (s.family != Family::MIXTRAL && s.family != Family::DEEPSEEK)
+    bool built = s.family == Family::MIXTRAL || s.family == Family::GPT_OSS ||
+                 s.family == Family::DEEPSEEK;
+    if (!built)
         return flag + ": built for Llama, Mistral and Qwen3 without biases: leave it out, or give "
                       "--model tiny-moe";
 
@@ -565,6 +564,17 @@ inline std::string check_policies(const Config& c) {
     if (offloads(c, "weights"))
         return concat("--beta ", c.beta, " is not built with --offload weights: leave one out");
     return "";
+}
+
+// Whether a name is that of a verifier (tune/rewards.h).
+inline bool is_verifier(const std::string& name) {
+    return name == "exact" || name == "number" || name == "regex";
+}
+
+// The program of --reward command:PROGRAM, or "" for a verifier (tune/reward_command.h).
+inline std::string reward_program(const std::string& reward) {
+    const std::string prefix = "command:";
+    return reward.starts_with(prefix) ? reward.substr(prefix.size()) : "";
 }
 
 // Check where rewards come from: a verifier, or a program that other ranks wait for.

@@ -27,22 +27,6 @@ inline std::string take_loss_defaults(Config& c) {
     return taken.empty() ? "" : "--loss " + c.loss + " takes TRL's defaults:" + taken;
 }
 
-// Refuse late updates without a host that makes them, or where a step may be done twice.
-inline std::string refuse_delay(const Config& c) {
-    if (!c.update_delay) return "";
-    if (c.offload_update != "host" || !offloads(c, "gradients"))
-        return "--update-delay 1: the host updates beside the next step, from gradients that lie "
-               "with it: give --offload optimizer,gradients --offload-update host";
-    if (offloads(c, "weights"))
-        return "--update-delay 1: layers would read weights that the host is changing: leave "
-               "weights out of --offload";
-    if (c.verify_every)
-        return concat("--update-delay 1: --verify-every ", c.verify_every,
-                      " repeats a step, and the gradient that waits would be lost: leave one of "
-                      "the two out");
-    return "";
-}
-
 // Refuse an offload that is not built, or has nothing to move.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the unknown word, not the whole list.
@@ -67,8 +51,6 @@ inline std::string refuse_idle_offload(const Config& c) {
     if (at_host && c.offload_to != "cpu")
         return concat("--offload-update host: the CPU updates in memory, and ",
                       printable(c.offload_to), " is a folder: leave --offload-to out");
-    if (std::string wrong = refuse_delay(c); !wrong.empty())
-        return wrong;
     return "";
 }
 
@@ -135,10 +117,7 @@ inline std::string refuse_idle_flags(const Config& c) {
             return concat("--", name, " 1 never forgets: the first step divides by 1 - ", name,
                           " = 0; use a number below 1");
 
-    // Refuse flags of another command.
-    if (was_given(c, "threads"))
-        return concat("--threads ", c.threads,
-                      " is for --prepare: a run takes OMP_NUM_THREADS=", c.threads);
+    // Refuse flags that need another one.
     if (c.layer >= 0 && !c.explain)
         return concat("--layer ", c.layer, " is printed by --explain: give --explain too");
     if (!c.profile.empty() && (c.explain || c.eval || c.steps == 0))
@@ -180,9 +159,6 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"ema",           !c.out.empty(),            "--out, where checkpoints hold the mean"},
         {"keep",          !c.out.empty(),            "--out"},
         {"export-dtype",  !c.export_dir.empty(),     "--export"},
-        {"field",         false,                     "--prepare"},
-        {"shard-tokens",  false,                     "--prepare"},
-        {"val-tokens",    false,                     "--prepare"},
         {"zero-group",    shards,                    "--zero"},
         {"hpz",           shards,                    "--zero 3"},
         {"cp-method",     c.cp > 1,                  "--cp"},

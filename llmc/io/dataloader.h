@@ -5,8 +5,8 @@
 //   .bin   llm.c's shards: a header of 256 int32 {magic, version, tokens}, then the tokens.
 //          Magic 20240520 version 1: uint16 (GPT-2). Magic 20240801 version 7: uint32 (Llama 3).
 //          prepare.h writes them. With --loss sft: version 8, windows of whole conversations.
-//   .jsonl with --loss sft: conversations, packed when they are opened (conversations.h);
-//          with --loss dpo and its relatives: pairs of answers (conversations.h).
+//   .jsonl with --loss sft and other losses of answers: packed when they are opened, by a function
+//          that the program passes (LineSource). The loader knows the marks of its tokens alone.
 //   windows    A file of n tokens has (n-1)/T windows. Window i holds the tokens iT .. iT+T:
 //              T inputs, and the same shifted by one as targets.
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
@@ -21,6 +21,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <set>
 #include <sstream>
@@ -30,9 +31,9 @@
 #include "../context.h"
 #include "../ops/rand.h"
 #include "../text.h"
-#include "../tune/labels.h"
 #include "file_kind.h"
 #include "files.h"
+#include "json.h"
 #include "mapping.h"
 #include "tokenizer.h"
 
@@ -70,6 +71,26 @@ struct DataLoader {
     uint64_t seed = 0;
     bool shuffle = true;
 };
+
+// Windows that a source has packed: their tokens, marked (context.h), and what they hold.
+struct PackedLines {
+    std::vector<int> tokens = {};
+    LineCounts counts = {};
+    std::string text = ""; // the counts in words
+};
+
+// A source of windows of T tokens that hold whole records of JSON lines. The same text must give
+// the same windows on every rank. line: the number of the text's first line.
+struct LineSource {
+    std::function<PackedLines(std::string_view text, size_t line, const std::string& path,
+                              size_t T)> pack = nullptr;
+    bool shards = true;      // shards can hold its windows too: the marks fit
+    std::string format = ""; // how the records are written, by name
+    int padding = 0;         // the token that fills a window's end
+};
+
+// Opens the source of a preparation. Returns "" or what is wrong.
+typedef std::function<std::string(LineSource*)> OpenSource;
 
 // Whether any file is text, which this run has tokenized itself.
 inline bool has_text(const DataLoader& d) {
@@ -218,58 +239,51 @@ inline std::string check_packed(const DataFile& f, bool wanted, size_t T) {
         return f.path + ": holds conversations, of which answers are marked: give --loss sft";
     if (!f.packed && wanted)
         return f.path + ": --loss sft trains the answers of conversations, and this marks none: "
-                        "give JSON lines (.jsonl), or shards that --prepare --loss sft makes";
+                        "give JSON lines (.jsonl), or shards that prepare_gpt --loss sft makes";
     if (f.packed && f.packed != T)
         return concat(f.path, ": conversations are packed into windows of ", f.packed,
                       " tokens, and --seq is ", T, ": give --seq ", f.packed);
     return "";
 }
 
-// Open JSON lines of conversations, and pack their tokens into windows.
-inline std::string open_conversations(DataFile* f, const Chat& chat, size_t T) {
-    // Map the file, and note which one it is.
-    void* begin = nullptr;
-    size_t bytes = 0;
-    struct stat s = {};
-    std::string wrong = map_whole_file(f->path, &begin, &bytes, &s);
-    if (!wrong.empty()) return wrong;
-    f->device = s.st_dev;
-    f->inode = s.st_ino;
-
-    // Pack the lines. data_notes() reports the lines that were left out.
-    ConversationCounts counts;
-    std::string_view text(static_cast<const char*>(begin), bytes);
-    LineTokens line_tokens = chat.labels  ? labelled_tokens
-                             : chat.pairs ? pair_tokens
-                                          : conversation_tokens;
-    f->encoded = std::make_shared<std::vector<int>>(
-        pack_lines(text, 1, f->path, chat, T, &counts, line_tokens));
-    unmap_file(begin, bytes);
-
-    // The tokens in memory replace the text.
-    f->tokens = (const unsigned char*)f->encoded->data();
-    f->width = sizeof(int);
-    f->count = f->encoded->size();
-    f->packed = T;
-    f->note = f->path + ": " + conversations_text(counts);
-    wrong = too_many_malformed(counts.malformed, counts.lines, counts.first_malformed);
-    return wrong.empty() && f->count == 0 ? f->note + ": nothing to train on" : wrong;
-}
-
-// Map a file, which stays mapped as long as the program runs. `tokenizer` is the value of
-// --tokenizer, for the commands that messages suggest.
-inline std::string open_data_file(DataFile* f, const std::string& tokenizer) {
+// Map a file, which stays mapped as long as the program runs, and note which one it is.
+inline std::string map_data_file(DataFile* f) {
     void* begin = nullptr;
     struct stat s = {};
     std::string wrong = map_whole_file(f->path, &begin, &f->count, &s);
-    if (!wrong.empty()) return wrong;
     f->tokens = static_cast<const unsigned char*>(begin);
     f->device = s.st_dev;
     f->inode = s.st_ino;
+    return wrong;
+}
 
+// Replace a mapped text by its tokens, and unmap it. `encoded` keeps the tokens alive in every copy
+// of the DataFile.
+inline void replace_text(DataFile* f, std::vector<int> tokens) {
+    unmap_file((void*)f->tokens, f->count);
+    f->encoded = std::make_shared<std::vector<int>>(std::move(tokens));
+    f->tokens = (const unsigned char*)f->encoded->data();
+    f->width = sizeof(int);
+    f->count = f->encoded->size();
+}
+
+// Let a source pack mapped JSON lines into windows. data_notes() reports the lines left out.
+inline std::string open_lines(DataFile* f, const LineSource& source, size_t T) {
+    std::string_view text((const char*)f->tokens, f->count);
+    PackedLines packed = source.pack(text, 1, f->path, T);
+    replace_text(f, std::move(packed.tokens));
+    f->packed = T;
+    f->note = f->path + ": " + packed.text;
+    std::string wrong = too_many_malformed(packed.counts);
+    return wrong.empty() && f->count == 0 ? f->note + ": nothing to train on" : wrong;
+}
+
+// Open a mapped file of text or tokens. `tokenizer` is the value of --tokenizer, for the commands
+// that messages suggest.
+inline std::string open_text(DataFile* f, const std::string& tokenizer) {
     // Refuse a file that is neither text nor tokens. If it only looks doubtful, note that.
-    std::string_view head(static_cast<const char*>(begin), std::min(f->count, size_t(1) << 16));
-    wrong = no_text(f->path, head, tokenizer);
+    std::string_view head((const char*)f->tokens, std::min(f->count, size_t(1) << 16));
+    std::string wrong = no_text(f->path, head, tokenizer);
     if (!wrong.empty()) return wrong;
     if (f->path.size() > 4 && f->path.ends_with(".bin"))
         return read_shard_header(f, f->count, tokenizer);
@@ -288,12 +302,7 @@ inline void tokenize_text(DataFile* f, const Tokenizer& tokenizer) {
         return;
     }
     text.remove_prefix(mark);
-    f->encoded = std::make_shared<std::vector<int>>(encode(tokenizer, text, true));
-    // Unmap the text. `encoded` keeps the tokens alive in every copy of the DataFile.
-    unmap_file((void*)f->tokens, f->count);
-    f->tokens = (const unsigned char*)f->encoded->data();
-    f->width = sizeof(int);
-    f->count = f->encoded->size();
+    replace_text(f, encode(tokenizer, text, true));
 }
 
 // Keep one split of a file's tokens: training gets [0, n - n/10), validation the rest. They do not
@@ -326,10 +335,10 @@ inline std::string no_window(const DataLoader& d, Split split, bool own_validati
 }
 
 // Open the files of one split. own_validation: validation has files of its own, so all tokens of
-// these files belong to this split. chat: how conversations are written; null: plain text.
+// these files belong to this split. source: what packs JSON lines into windows; null: plain text.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
-                             uint64_t seed, const Chat* chat = nullptr) {
+                             uint64_t seed, const LineSource* source = nullptr) {
     // Find the files before opening any.
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
@@ -344,14 +353,16 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     for (const std::string& path : paths) {
         DataFile f;
         f.path = path;
-        bool lines = chat && path.ends_with(".jsonl");
+        bool lines = source && path.ends_with(".jsonl");
         // Refuse shards for preferences: they cannot mark the worse answer.
         bool records = path.ends_with(".json") || path.ends_with(".parquet");
-        if (chat && !lines && (chat->pairs || records))
+        if (source && !lines && (!source->shards || records))
             return no_json_lines(path);
-        wrong = lines ? open_conversations(&f, *chat, T) : open_data_file(&f, tokenizer.name);
+        wrong = map_data_file(&f);
         if (wrong.empty())
-            wrong = check_packed(f, chat != nullptr, T);
+            wrong = lines ? open_lines(&f, *source, T) : open_text(&f, tokenizer.name);
+        if (wrong.empty())
+            wrong = check_packed(f, source != nullptr, T);
         if (!wrong.empty())
             return wrong;
 

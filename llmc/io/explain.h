@@ -14,6 +14,7 @@
 #include "../head.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../offload.h"
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
@@ -337,7 +338,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
              layout.zero);
     const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
-    if (layout.ep == 1 && !layout.whole_experts)
+    if (layout.ep == 1 && !layout.experts.whole)
         return concat(line, where);
 
     // Expert parallelism: a rank has only some experts, and other ranks shard each of them.
@@ -345,7 +346,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
     char more[64];
     snprintf(more, sizeof(more), ", %.4g of an expert's by ep %d", expert, layout.ep);
-    return concat(line, more, layout.whole_experts ? " and etp 1" : "", where);
+    return concat(line, more, layout.experts.whole ? " and etp 1" : "", where);
 }
 
 // NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5
@@ -441,8 +442,8 @@ template <typename T> std::string context_text(const Plan& p, const Model& model
     if (p.layout.cp.size == 1) return "";
     const char* names[] = {"gather", "ulysses", "ring"};
     // Write a hybrid like the flag.
-    std::string name = names[int(p.layout.cp_method)];
-    int heads = p.layout.cp_heads;
+    std::string name = names[int(p.layout.context.method)];
+    int heads = p.layout.context.heads;
     if (heads > 1)
         name = concat("ulysses:", heads, ",", name, ":", keys_axis(p.layout).size);
     Shape s = rank_shape(p, model);

@@ -43,7 +43,7 @@ inline std::string no_json_lines(const std::string& path) {
                                    : wrong;
 }
 
-// Whether --prepare reads a file of this name.
+// Whether prepare_gpt reads a file of this name.
 inline bool prepare_reads(std::string name) {
     if (name.ends_with(".parquet")) return true;
     for (std::string packed : {".gz", ".zst"})
@@ -63,7 +63,7 @@ inline std::string prepare_command(const std::string& path, const std::string& t
     // The byte tokenizer has no token that begins or ends a text: let newlines end documents.
     std::string with = tokenizer == "byte" ? "--document-end 10"
                                            : "--tokenizer " + shell_word(tokenizer);
-    return "train_gpt --prepare " + shell_word(stem + ".shards.bin") + " --data " +
+    return "prepare_gpt " + shell_word(stem + ".shards.bin") + " --data " +
            shell_word(path) + " " + with;
 }
 
@@ -120,17 +120,17 @@ inline std::string no_text(const std::string& path, std::string_view head,
     if (kind.empty()) return "";
     std::string wrong = path + ": is " + kind + ", and --data reads plain text and token shards: ";
 
-    // Suggest what helps: convert other encodings, let --prepare read, write JSON line by line.
+    // Suggest what helps: convert other encodings, let prepare_gpt read, write JSON line by line.
     if (kind.starts_with("text in"))
         return wrong + "write it as UTF-8: iconv -f " + kind.substr(8) + " -t UTF-8 " +
                shell_word(path) + " > " + shell_word(path + ".utf8.txt");
     if (prepare_reads(path) && !kind_by_name(path).empty())
         return wrong + prepare_command(path, tokenizer) + " makes shards of it";
     if (kind == "JSON")
-        return no_json_lines(path) + ", for --prepare";
+        return no_json_lines(path) + ", for prepare_gpt";
     if (kind.starts_with("compressed") || kind == "a parquet file")
         return wrong + "unpack it, or give it a name that ends in .txt.gz, .jsonl.gz, .txt.zst, "
-                       ".jsonl.zst or .parquet, which --prepare reads";
+                       ".jsonl.zst or .parquet, which prepare_gpt reads";
     return wrong + "give the text itself";
 }
 

@@ -16,11 +16,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
-#include "../access.h"
+#include "../ops/types.h"
 #include "../text.h"
 
 namespace llmc {

@@ -19,12 +19,14 @@
 #include <set>
 #include "../action.h"
 #include "../comm/comm.h"
-#include "../extra/speculate.h"
+#include "../comm/group.h"
+#include "speculate.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/memory.h"
 #include "../ops/rand.h"
 #include "../ops/types.h"
+#include "../pipeline.h"
 #include "../sizes.h"
 #include "../step.h"
 #include "../text.h"
@@ -87,7 +89,7 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, siz
     size_t N = p.rows(), seen = 0;
     int* home = address<int>(t, {Kind::TOKENS, -1, 0});
     // Fill the host's copy. Targets stay as they are: no loss is computed.
-    int* host = host_side(home, t.staging, t.ctx.where);
+    int* host = host_side(home, t.host.staging, t.ctx.where);
     int *positions = host + 2 * N, *doc_start = host + 3 * N, *keys = host + 4 * N;
 
     // Each token knows its position, and sees all keys of its sequence.

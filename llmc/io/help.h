@@ -41,22 +41,28 @@ inline std::string help_row(std::string left, const std::string& help, size_t wi
     return left + wrapped(help, HELP_COLUMN, width) + "\n";
 }
 
-// The text of --help: examples, then one paragraph a group, with defaults in parentheses.
-inline std::string help_text(size_t width = HELP_WIDTH) {
-    std::string text =
-        "train_gpt [--flag value ...]     trains, evaluates and samples GPT-2 and Llama\n\n"
-        "  train_gpt --data text.txt --steps 2400 --out run\n"
-        "  train_gpt --model HF_FOLDER --steps 0 --prompt 'Once upon a time'\n"
-        "  train_gpt --model llama3-8b --precision bf16 --zero 3 --dp 8 --explain\n\n" +
-        wrapped("--config FILE holds the same names as `name = value` lines; --flag=value is "
-                "--flag value.", 0, width) + "\n";
+// The text of a program's --help: examples, then one paragraph a group of its own flags, with
+// defaults in parentheses.
+inline std::string help_text(const Program& program, size_t width = HELP_WIDTH) {
+    std::string text = concat(program.name, " [--flag value ...]", program.words, "     ",
+                              program.purpose, "\n\n", program.examples, "\n");
+    text += wrapped("--config FILE holds the same names as `name = value` lines; --flag=value is "
+                    "--flag value.", 0, width) + "\n";
+    for (size_t i = 1; i < program.takes.size(); i++)
+        text += wrapped(concat("It takes the flags of ", program.takes[i], "_gpt too: ",
+                               program.takes[i], "_gpt --help."), 0, width) + "\n";
+    const Program own = {program.name, "", {program.takes[0]}, ""};
+    bool shown = false; // whether the program has the current group
     Config defaults;
     for (const Flag& f : config_table()) {
         // Begin a group: its row has no name.
         if (!*f.name) {
-            text += "\n" + wrapped(f.help, 0, width) + "\n";
+            shown = takes_group(own, f.accepts);
+            if (shown) text += "\n" + wrapped(f.help, 0, width) + "\n";
             continue;
         }
+        if (!shown) continue;
+
         // Show the choices after the name and the default after the help; ranges are not shown.
         std::string accepts = f.accepts, help = f.help, value = field_text(defaults, f.field);
         bool choice = accepts.find('|') != std::string::npos;
@@ -73,6 +79,7 @@ inline std::string help_text(size_t width = HELP_WIDTH) {
         text += help_row(name + (fits ? choices : ""), help, width);
     }
 
+    if (!takes_flag(&own, "scratch")) return text;
     text += "\nPresets\n";
     for (const Preset& p : model_presets())
         text += help_row(concat("  ", p.name), p.help, width);
@@ -89,13 +96,13 @@ constexpr const char* VERSION = "1.0";
 #define LLMC_DEFINED(name) (std::string(LLMC_EXPANDED(name)) != #name)
 
 // One line with the version, the compiler, and the libraries of this build.
-inline std::string version_text() {
+inline std::string version_text(const Program& program) {
     const std::pair<const char*, bool> parts[] = {
         {"OpenMP", LLMC_DEFINED(_OPENMP)},  {"oneDNN", LLMC_DEFINED(WITH_ONEDNN)},
         {"zstd", LLMC_DEFINED(WITH_ZSTD)},  {"MPI", LLMC_DEFINED(WITH_MPI)},
         {"NCCL", LLMC_DEFINED(WITH_NCCL)},  {"CUDA kernels", bool(LLMC_KERNELS)},
     };
-    std::string text = concat("train_gpt ", VERSION, ", built by ",
+    std::string text = concat(program.name, " ", VERSION, ", built by ",
                               LLMC_DEFINED(__clang__) ? "" : "g++ ", __VERSION__, ";");
     for (auto& [name, there] : parts)
         text += concat(there ? " " : " no ", name, ",");

@@ -4,13 +4,14 @@
 //   Writing  Every size is written, for defaults differ between versions of transformers.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include "../access.h"
+#include "../gpt2.h"
 #include "../llama.h"
 #include "../mixtral.h"
 #include "../mla.h"
 #include "../model.h"
 #include "../ops/moe.cuh"
 #include "../ops/rope.cuh"
+#include "../ops/swiglu.cuh"
 #include "../presets.h"
 #include "../text.h"
 #include "json.h"
@@ -437,10 +438,10 @@ inline size_t hf_expert_count(HfConfig& c, const char* own, size_t otherwise) {
 inline void hf_experts(HfConfig& c, Shape& s) {
     // A missing key has the class's default.
     bool mixtral = s.hf_type == "mixtral";
-    s.family = Family::MIXTRAL;
     bool qwen3 = s.hf_type == "qwen3_moe";
     bool qwen2 = s.hf_type == "qwen2_moe";
     bool oss = s.hf_type == "gpt_oss";
+    s.family = oss ? Family::GPT_OSS : Family::MIXTRAL;
     size_t usual = mixtral ? 8 : oss || qwen3 ? 128 : qwen2 ? 60 : 64;
     s.E = hf_expert_count(c, "num_local_experts", usual);
     s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);

@@ -8,7 +8,7 @@
 //   Contract: a tensor's `data` is null on every rank but its reader.
 //   Memory: one chunk of at most 16 MiB a rank, and none where one rank runs alone.
 #pragma once
-#include "../access.h"
+#include "../comm/group.h"
 #include "../text.h"
 #include "checkpoint.h"
 #include "json.h"
@@ -23,7 +23,7 @@ struct HfFiles {
     OneReader reader = {};
     size_t most = 16 << 20; // bytes of a chunk: a whole number of elements of any type
     std::vector<unsigned char> chunk = {};
-    std::string ruined = {}; // the first tensor with values that are not finite
+    std::string ruined = {}; // the first tensor whose values cannot be used; ranks compare it last
 
     ~HfFiles() {
         for (SafeTensors& f : files) safetensors_close(&f);
@@ -235,6 +235,26 @@ inline SafeTensor bring_tensor(HfFiles& h, const SafeTensor& t, std::vector<unsi
     SafeTensor whole = t;
     whole.data = bytes->data();
     return whole;
+}
+
+// Finds a tensor of a folder by name; null if there is none.
+typedef std::function<const SafeTensor*(const std::string&)> FindTensor;
+
+// Find tensors of a folder, and bring each whole to all ranks, once. All ranks call, in one order.
+inline FindTensor find_and_bring(HfFiles& h) {
+    struct Brought {
+        std::vector<unsigned char> bytes = {};
+        SafeTensor tensor = {};
+    };
+    auto brought = std::make_shared<std::map<std::string, Brought>>();
+    return [&h, brought](const std::string& name) -> const SafeTensor* {
+        const SafeTensor* tensor = hf_find(h, name);
+        if (!tensor) return nullptr;
+        auto [at, is_new] = brought->insert({tensor->name, {}});
+        Brought& b = at->second;
+        if (is_new) b.tensor = bring_tensor(h, *tensor, &b.bytes);
+        return &b.tensor;
+    };
 }
 
 } // namespace llmc

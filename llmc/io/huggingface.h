@@ -1,10 +1,8 @@
 // huggingface.h - Hugging Face folders: config.json and safetensors to weights, and exports
 //   Reading  config.json becomes a Shape (hf_config.h). model.safetensors, or the shards that
-//            model.safetensors.index.json names, become weights, tensor by tensor. GPT-2's matrices
-//            are stored [in, out] (Conv1D) and are transposed on the way. Phi-3 stores q, k, v as
-//            one tensor, and gate and up as another; gpt-oss all experts (joined_experts.h).
-//            Matrices may be codes of bitsandbytes (prequantised.h), GPTQ or AWQ (gptq.h). One
-//            rank reads each file, and sends others what they need (hf_files.h).
+//            model.safetensors.index.json names, become weights, tensor by tensor (hf_places.h).
+//            One rank reads each file, and sends others what they need (hf_files.h). Files in
+//            other formats are read through the dialects that a program names (tensor_source.h).
 //   Writing  the same formats, from the float masters, without the vocabulary's padding. The folder
 //            is written under another name and renamed when it is whole. An export loads again to
 //            the same bits. With the tokenizer's files (tokenizer_export.h) AutoTokenizer and
@@ -16,10 +14,9 @@
 #include "../access.h"
 #include "../adapters.h"
 #include "../comm/comm.h"
-#include "../extra/gptq.h"
-#include "../extra/joined_experts.h"
-#include "../extra/prequantised.h"
+#include "../comm/group.h"
 #include "../family.h"
+#include "../gpt2.h"
 #include "../llama.h"
 #include "../mixtral.h"
 #include "../mla.h"
@@ -36,8 +33,10 @@
 #include "files.h"
 #include "hf_config.h"
 #include "hf_files.h"
+#include "hf_places.h"
 #include "one_reader.h"
 #include "safetensors.h"
+#include "tensor_source.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"
 
@@ -46,100 +45,18 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // safetensors -> weights
 
-// A tensor's name for matrix `number` of a stack: the number replaces {}.
-inline std::string stack_name(const std::string& name, size_t number) {
-    // A parameter that is not a stack keeps its name.
-    size_t at = name.find("{}");
-    if (at == std::string::npos) return name;
-    return name.substr(0, at) + std::to_string(number) + name.substr(at + 2);
-}
-
-// The place of a parameter in a file: a tensor, which may also hold rows of other parameters.
-struct HfPlace {
-    std::string tensor;
-    size_t first, rows; // the parameter's first row, and all rows of the tensor
-};
-// Find the place of a parameter, or of matrix `number` of a stack.
-inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
-    size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    struct Joined {
-        const char *part, *whole;
-        size_t first, rows;
-    };
-
-    // Look among the joined tensors. Only Phi-3 has them, and it has no biases.
-    const Joined joined[] = {{"self_attn.q_proj", "self_attn.qkv_proj", 0, Q + 2 * KV},
-                             {"self_attn.k_proj", "self_attn.qkv_proj", Q, Q + 2 * KV},
-                             {"self_attn.v_proj", "self_attn.qkv_proj", Q + KV, Q + 2 * KV},
-                             {"mlp.gate_proj", "mlp.gate_up_proj", 0, 2 * s.F},
-                             {"mlp.up_proj", "mlp.gate_up_proj", s.F, 2 * s.F}};
-    for (const Joined& j : joined) {
-        size_t at = p.name.find(j.part);
-        if (s.hf_type != "phi3" || at == std::string::npos)
-            continue;
-        return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
-    }
-
-    // gpt-oss has one tensor for all experts, gate and up side by side. The first one lists it.
-    if (joins_experts(s, p)) {
-        JoinedPlace place = joined_place(p);
-        return {place.tensor, number + place.first, p.file_rows / p.stack};
-    }
-
-    // Every other parameter, and each matrix of a stack, has a tensor of its own. Rows beyond
-    // file_rows are the padding of the vocabulary, and are in no file.
-    return {stack_name(p.name, number), 0, p.file_rows / p.stack};
-}
-
-// The shape of a parameter's tensor in a file: without padding, and transposed for Conv1D.
-inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
-    std::vector<size_t> shape = p.shape;
-    shape[0] = rows;
-    if (p.transposed && shape.size() == 2)
-        std::swap(shape[0], shape[1]);
-    return shape;
-}
-inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
-
-// Transpose x (rows,cols) into (cols,rows), for Conv1D's matrices on their way in and out.
-inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
-    std::vector<float> y(rows * cols); // (cols,rows)
-    // Each thread writes whole rows of y, so threads share cache lines only at their borders.
-    #pragma omp parallel for
-    for (size_t c = 0; c < cols; c++)
-        for (size_t r = 0; r < rows; r++)
-            y[c * rows + r] = x[r * cols + c];
-    return y;
-}
-
-// Whether files hold q, k and v of one head, then those of the next: GPT-NeoX's do.
-inline bool ordered_by_heads(const Parameter& p) {
-    return p.name.find("attention.query_key_value.") != std::string::npos;
-}
-
-// Swap the two outer dimensions: x (a,b,rest) becomes (b,a,rest).
-inline std::vector<float> swap_outer(const std::vector<float>& x, size_t a, size_t b) {
-    // Copy runs of `rest` elements.
-    size_t rest = x.size() / (a * b);
-    std::vector<float> y(x.size());
-    for (size_t i = 0; i < a; i++)
-        for (size_t j = 0; j < b; j++)
-            std::copy_n(&x[(i * b + j) * rest], rest, &y[(j * a + i) * rest]);
-    return y;
-}
-
-// Check that a tensor exists, with its parameter's shape and a type that can be read.
-inline std::string hf_check_tensor(const SafeTensor* t, const Parameter& p, const HfPlace& place,
-                                   const std::string& folder) {
-    std::vector<size_t> shape = file_shape(p, place.rows);
+// Check that a tensor exists, with the shape that config.json asks for and a type that can be read.
+inline std::string hf_check_tensor(const HfFiles& h, const std::string& name,
+                                   const std::vector<size_t>& shape, UsedTensors* used) {
+    const SafeTensor* t = hf_find(h, name);
+    if (!t) return "tensor " + name + " is missing";
+    used->names.insert(t->name);
     // Name both shapes: usually the config.json belongs to another size of the same model.
-    if (!t)
-        return folder + ": tensor " + place.tensor + " is missing";
     if (t->shape != shape)
-        return concat(folder, ": tensor ", t->name, " has the shape ", shape_text(t->shape),
+        return concat("tensor ", t->name, " has the shape ", shape_text(t->shape),
                       ", config.json asks for ", shape_text(shape));
     if (!is_float_dtype(t->dtype))
-        return concat(folder, ": tensor ", t->name, " is ", t->dtype,
+        return concat("tensor ", t->name, " is ", t->dtype,
                       "; F32, F16, BF16 and F64 can be read");
     return "";
 }
@@ -169,83 +86,21 @@ inline bool hf_predicts(const Shape& s, const std::string& name) {
     return s.family == Family::DEEPSEEK && name.starts_with(behind);
 }
 
-// Set a weight from quantised codes in a file: keep the codes, or expand them to values.
-template <typename T, typename S>
-std::string set_prequantised(Trainer<T, S>& t, const Parameter& p, const FindTensor& find,
-                             const SafeTensor& tensor, const PackedFormat& format) {
-    // Refuse a part of a matrix, or another order of rows: the codes' blocks would not fit.
-    bool whole = hf_place(t.model.shape, p).tensor == p.name && p.stack == 1 &&
-                 !ordered_by_heads(p);
-    if (!whole || p.shape.size() != 2)
-        return "tensor " + tensor.name + " is " + tensor.dtype + ", and only whole matrices can be "
-               "read from codes: dequantise the folder first";
-
-    // Keep codes only for matrices of blocks, and only if --weights asks for that.
-    StoredMatrix m;
-    std::vector<float> values;
-    bool narrow = is_narrow(t.plans[0].stored, t.model, p);
-    Stored wanted = narrow ? t.plans[0].stored : Stored::WIDE;
-    bool packed = is_packed(tensor);
-    std::string wrong = packed ? read_packed(find, tensor, p, format, wanted, &m, &values)
-                               : read_prequantised(find, tensor, p, wanted, &m, &values);
-    if (!wrong.empty()) return wrong;
-
-    // A packed matrix may have a bias of zeros, of which the model knows nothing.
-    std::string bias = packed_part(p.name, "bias");
-    bool has_bias = std::any_of(t.model.parameters.begin(), t.model.parameters.end(),
-                                [&](const Parameter& other) { return other.name == bias; });
-    if (packed && !has_bias)
-        wrong = check_packed_bias(find, tensor);
-    if (!wrong.empty()) return wrong;
-
-    // No padding is needed here: matrices of blocks have none.
-    values.empty() ? set_stored(t, p, m) : set_file_weight(t, p, values);
-    return "";
-}
-
-// Find the codes of a matrix, or return null if it is stored as floats, or is missing.
-inline const SafeTensor* hf_find_codes(const HfFiles& h, const std::string& name) {
-    // bitsandbytes' codes have the matrix's own name.
-    const SafeTensor* tensor = hf_find(h, name);
-    if (tensor) return is_prequantised(*tensor) ? tensor : nullptr;
-    return name.ends_with(".weight") ? hf_find(h, packed_part(name, "qweight")) : nullptr;
-}
-
-// Check that every parameter has its tensors, and mark these as used. *codes: whether some are
-// quantised; read_prequantised() marks their parts.
-template <typename T, typename S>
-std::string hf_check_parameters(const Trainer<T, S>& t, const HfFiles& h, const std::string& folder,
-                                const std::vector<Parameter>& parameters,
-                                std::set<std::string>* used, bool* codes) {
-    for (const Parameter& p : parameters) {
-        if (is_adapter(t.model, p)) continue; // they have a folder of their own
-        bool quantised = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
-        *codes |= quantised;
-
-        // One tensor for all experts, or its codes.
-        if (joins_experts(t.model.shape, p)) {
-            FindTensor find = [&](const std::string& name) {
-                return hf_find(h, name);
-            };
-            std::string wrong = check_joined(find, p, used);
-            if (!wrong.empty()) return folder + ": " + wrong;
-            continue;
-        }
-
-        // In a file each matrix of a stack has its own tensor.
-        for (size_t k = 0; !quantised && k < p.stack; k++) {
-            HfPlace at = hf_place(t.model.shape, p, k);
-            const SafeTensor* tensor = hf_find(h, at.tensor);
-            std::string wrong = hf_check_tensor(tensor, p, at, folder);
-            if (!wrong.empty()) return wrong;
-            used->insert(tensor->name);
-        }
+// Check the tensors of a parameter: each matrix of a stack has its own, unless experts share one.
+inline std::string check_plain(const SourceFolder& f, const Parameter& p, UsedTensors* used) {
+    const Shape& s = f.model->shape;
+    if (joins_experts(s, p))
+        return hf_check_tensor(f.files, joined_place(p).tensor, joined_shape(p), used);
+    std::string wrong;
+    for (size_t k = 0; k < p.stack && wrong.empty(); k++) {
+        HfPlace at = hf_place(s, p, k);
+        wrong = hf_check_tensor(f.files, at.tensor, file_shape(p, at.rows), used);
     }
-    return "";
+    return wrong;
 }
 
 // Refuse tensors that belong to no parameter. *further counts those that are left out.
-inline std::string hf_check_unused(const Shape& s, const HfFiles& h, const std::string& folder,
+inline std::string hf_check_unused(const Shape& s, const HfFiles& h,
                                    const std::set<std::string>& used, size_t* further) {
     *further = 0;
     for (const SafeTensors& f : h.files)
@@ -253,93 +108,71 @@ inline std::string hf_check_unused(const Shape& s, const HfFiles& h, const std::
             if (hf_predicts(s, x.name))
                 ++*further;
             else if (!used.count(x.name) && !hf_ignored(x.name))
-                return folder + ": tensor " + x.name +
+                return "tensor " + x.name +
                        " belongs to nothing in this model: config.json is another model's";
     return "";
 }
 
-// Change a parameter's whole values, [out, in], on their way from a file to the ranks. All ranks
-// call it; a rank whose stage does not need the parameter has none of its values.
-typedef std::function<void(const Parameter& p, std::vector<float>* values)> ChangeWeight;
+// Read a parameter of experts that share a tensor, one expert after the other: the host holds this
+// parameter, and one expert of the tensor.
+inline std::vector<float> read_joined(SourceFolder& f, const Parameter& p) {
+    JoinedPlace place = joined_place(p);
+    const SafeTensor* tensor = hf_find(f.files, place.tensor);
+    auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
+    size_t rows = p.rows() / p.stack;
+    size_t outputs = rows * place.step;
+    size_t all = outputs * p.cols();
 
-// Load a parameter of experts that files join: its elements of each expert.
-template <typename T, typename S>
-void set_joined(Trainer<T, S>& t, HfFiles& h, const Parameter& p, const ChangeWeight& change) {
-    auto needs = stages_with(t.layout, t.model, p.bucket);
-    bool mine = needs(t.layout.pp.rank);
+    // Take this parameter's outputs. Inputs come before outputs in the file.
     std::vector<float> values;
-
-    // One expert after the other: the host holds this parameter, and one expert of the tensor.
     for (size_t e = 0; e < p.stack; e++) {
-        std::vector<float> expert = bring_joined(h, p, e, needs);
-        values.insert(values.end(), expert.begin(), expert.end());
+        std::vector<float> x = bring_floats(f.files, *tensor, e * all, all, needs);
+        for (size_t r = 0; r < rows && !x.empty(); r++)
+            for (size_t in = 0; in < p.cols(); in++)
+                values.push_back(x[in * outputs + place.first + r * place.step]);
     }
-    if (change) change(p, &values);
-    if (mine) set_file_weight(t, p, values);
+    return values;
 }
 
-// Bring one parameter's values to the stages that need it, and keep this rank's part.
-template <typename T, typename S>
-void hf_load_parameter(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
-                       const ChangeWeight& change = nullptr) {
-    auto needs = stages_with(t.layout, t.model, p.bucket);
-    bool mine = needs(t.layout.pp.rank);
-    std::vector<float> values;
+// Read a parameter on the stages that need it: its own rows of a tensor that may have more. In a
+// file each matrix of a stack has its own tensor; in memory they lie one below the other.
+inline std::vector<float> read_plain(SourceFolder& f, const Parameter& p) {
+    const Shape& s = f.model->shape;
+    if (joins_experts(s, p)) return read_joined(f, p);
+    auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
+    bool mine = needs(f.files.reader.layout.pp.rank);
 
-    // Read experts that files join: of each expert, this parameter's elements.
-    if (joins_experts(t.model.shape, p))
-        return set_joined(t, h, p, change);
-
-    // Read the parameter's own rows of a tensor that may have more. In a file each matrix of a
-    // stack has its own tensor; in memory they lie one below the other. Copies of one tensor, as
-    // upcycling has them, are sent once.
+    // Send copies of one tensor, as upcycling has them, once.
     const SafeTensor* before = nullptr;
-    std::vector<float> part;
+    std::vector<float> values, part;
     for (size_t k = 0; k < p.stack; k++) {
-        HfPlace place = hf_place(t.model.shape, p, k);
-        const SafeTensor* tensor = hf_find(h, place.tensor);
+        HfPlace place = hf_place(s, p, k);
+        const SafeTensor* tensor = hf_find(f.files, place.tensor);
         size_t count = p.file_elements() / p.stack;
         if (tensor != before)
-            part = bring_floats(h, *tensor, place.first * p.cols(), count, needs);
+            part = bring_floats(f.files, *tensor, place.first * p.cols(), count, needs);
         before = tensor;
-        if (!mine) continue;
         values.insert(values.end(), part.begin(), part.end());
-        if (p.transposed)
+        if (p.transposed && mine)
             values = transpose(values, tensor->shape[0], tensor->shape[1]);
     }
-    if (change) change(p, &values);
-    if (!mine) return;
-    if (ordered_by_heads(p))
-        values = swap_outer(values, t.model.shape.NH, 3);
-    set_file_weight(t, p, values);
+    return values;
 }
 
-// Bring a matrix's codes to all ranks, and keep this rank's part. A rank sees the codes even if its
-// stage does not need them: their contents may be refused, and all ranks must see the same error.
-template <typename T, typename S>
-std::string hf_load_codes(Trainer<T, S>& t, HfFiles& h, const Parameter& p,
-                          const SafeTensor& codes, const PackedFormat& format,
-                          std::set<std::string>* used) {
-    struct Brought {
-        std::vector<unsigned char> bytes = {};
-        SafeTensor tensor = {};
+// The source of plain safetensors, under the names of Hugging Face's classes.
+inline TensorSource plain_source(SourceFolder& f) {
+    TensorSource source;
+    source.check = [&f](const Parameter& p, UsedTensors* used) { return check_plain(f, p, used); };
+    source.read = [&f](const Parameter& p, Stored, SourceValues* to) {
+        to->floats = read_plain(f, p);
+        return std::string();
     };
-    std::map<std::string, Brought> brought; // the matrix's tensors so far, each once
-    FindTensor find = [&](const std::string& name) -> const SafeTensor* {
-        const SafeTensor* tensor = hf_find(h, name);
-        if (!tensor) return nullptr;
-        used->insert(tensor->name);
-        auto [at, is_new] = brought.insert({tensor->name, {}});
-        Brought& b = at->second;
-        if (is_new) b.tensor = bring_tensor(h, *tensor, &b.bytes);
-        return &b.tensor;
-    };
-    return set_prequantised(t, p, find, *find(codes.name), format);
+    return source;
 }
 
 // Refuse a head beside the table that config.json ties it to, unless both are equal: transformers
 // keeps such a head. All ranks call, and see the same bytes.
-inline std::string hf_check_tied(HfFiles& h, const Model& m, const std::string& folder) {
+inline std::string hf_check_tied(HfFiles& h, const Model& m) {
     const SafeTensor* table = hf_find(h, m.parameters[0].name);
     auto all = [](int) { return true; };
     for (const char* name : {"lm_head.weight", "embed_out.weight"}) {
@@ -356,64 +189,97 @@ inline std::string hf_check_tied(HfFiles& h, const Model& m, const std::string& 
             equal = of_head == bring_floats(h, *table, at, count, all);
         }
         if (!equal)
-            return concat(folder, ": ", name, " is another matrix than ", table->name, ", and "
+            return concat(name, " is another matrix than ", table->name, ", and "
                           "tie_word_embeddings is true: write false into config.json to use it, "
                           "or take the tensor out");
     }
     return "";
 }
 
-// Load parameters from a folder; tensors of others in it are an error. Each byte is read by one
-// rank. All ranks call and see the same error. *bytes: tensor bytes that this rank read.
-template <typename T, typename S>
-std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
-                               const std::vector<Parameter>& parameters, size_t* bytes = nullptr,
-                               const ChangeWeight& change = nullptr) {
-    // Open the files, and check all headers before any tensor is sent.
-    HfFiles h;
-    h.reader = make_one_reader(t.comms.world, t.layout);
-    std::set<std::string> used;
-    if (t.model.shape.tied) used = {"lm_head.weight", "embed_out.weight"}; // copies of the table
-    bool codes = false;
-    size_t further = 0;
-    std::string wrong = hf_open_files(&h, folder);
+// Open a folder's files, and wrap their source by each dialect. All ranks call, and see the same.
+inline std::string open_source(SourceFolder* f, TensorSource* source, const Dialects& dialects) {
+    std::string wrong = hf_open_files(&f->files, f->path);
     if (!wrong.empty()) return wrong;
-    wrong = hf_check_parameters(t, h, folder, parameters, &used, &codes);
-    if (wrong.empty() && t.model.shape.tied)
-        wrong = hf_check_tied(h, t.model, folder);
+    const Comm& world = f->files.reader.world;
+    std::string said = world.rank ? "" : read_quantization(f->path).dump();
+    f->quantization = nlohmann::json::parse(broadcast_text(world, said, 0), nullptr, false);
 
-    // A format that is not read explains missing tensors and foreign codes.
-    PackedFormat format = find_packed_format(t.comms.world, folder);
-    // The check above has said what is wrong with MXFP4.
-    bool joined = format.mxfp4 && t.model.shape.expert_bias;
-    bool foreign = (codes || !wrong.empty()) && !format.refusal.empty() && !joined;
-    if (foreign) wrong = folder + ": " + format.refusal;
-    if (wrong.empty() && !codes)
-        wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
-    if (wrong.empty() && codes && change)
-        wrong = folder + ": has matrices stored as codes, into which no adapter can be merged: "
-                         "dequantise the folder first";
+    *source = plain_source(*f);
+    for (const Dialect& d : dialects)
+        if (wrong.empty()) wrong = d.open(*f, source);
+    if (wrong.empty() && !f->adapter.empty() && !source->merges)
+        wrong = "--adapter " + f->adapter + ": is of a kind that this program does not merge";
+    return wrong;
+}
 
-    // Load one parameter after the other, in the same order on all ranks.
+// Check that a folder has the tensors of these parameters, and no others. *further counts those of
+// layers that are left out.
+inline std::string check_source(SourceFolder& f, const TensorSource& source,
+                                const Dialects& dialects, const std::vector<Parameter>& parameters,
+                                size_t* further) {
+    UsedTensors used;
+    if (f.model->shape.tied) used.names = {"lm_head.weight", "embed_out.weight"}; // table's copies
+    std::string wrong;
+    for (const Parameter& p : parameters)
+        if (wrong.empty() && !is_adapter(*f.model, p)) // these have a folder of their own
+            wrong = source.check(p, &used);
+    if (wrong.empty() && f.model->shape.tied)
+        wrong = hf_check_tied(f.files, *f.model);
+
+    // A method that is not read explains missing tensors and foreign codes.
+    std::string foreign = check_method(f.quantization, dialects);
+    if (!foreign.empty() && (used.codes || !wrong.empty()))
+        return foreign;
+    return wrong.empty() ? hf_check_unused(f.model->shape, f.files, used.names, further) : wrong;
+}
+
+// Load parameters from a source, one after the other, in the same order on all ranks.
+template <typename T, typename S>
+std::string load_parameters(Trainer<T, S>& t, const TensorSource& source,
+                            const std::vector<Parameter>& parameters) {
     for (const Parameter& p : parameters) {
-        if (!wrong.empty())
-            return wrong;
         if (is_adapter(t.model, p)) continue;
-        const SafeTensor* tensor = hf_find_codes(h, hf_place(t.model.shape, p).tensor);
-        if (!tensor) {
-            hf_load_parameter(t, h, p, change);
+        bool narrow = is_narrow(t.plans[0].stored, t.model, p);
+        SourceValues values;
+        std::string wrong = source.read(p, narrow ? t.plans[0].stored : Stored::WIDE, &values);
+        if (!wrong.empty()) return wrong;
+
+        // Keep codes as they are; both are empty if another stage needs the parameter.
+        if (values.floats.empty()) {
+            if (!values.codes.codes.empty()) set_stored(t, p, values.codes);
             continue;
         }
-        wrong = hf_load_codes(t, h, p, *tensor, format, &used);
-        if (!wrong.empty()) wrong = folder + ": " + wrong;
+        if (ordered_by_heads(p))
+            values.floats = swap_outer(values.floats, t.model.shape.NH, 3);
+        set_file_weight(t, p, values.floats);
     }
+    return "";
+}
 
-    // Only a read matrix of codes says which tensors belong to it.
-    if (wrong.empty() && codes)
-        wrong = hf_check_unused(t.model.shape, h, folder, used, &further);
-    if (bytes) *bytes = h.reader.bytes;
-    if (wrong.empty())
-        wrong = first_error(t.comms.world, h.ruined);
+// Load parameters from a folder; tensors of others in it are an error. Each byte is read by one
+// rank. All ranks call and see the same error. adapter: a folder of adapters to merge; "": none.
+// *bytes: tensor bytes that this rank read.
+template <typename T, typename S>
+std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
+                               const std::vector<Parameter>& parameters,
+                               const Dialects& dialects = {}, const std::string& adapter = "",
+                               size_t* bytes = nullptr) {
+    SourceFolder f;
+    f.model = &t.model;
+    f.path = folder;
+    f.adapter = adapter;
+    f.files.reader = make_one_reader(t.comms.world, t.layout);
+    TensorSource source;
+    std::string wrong = open_source(&f, &source, dialects);
+    if (!wrong.empty()) return wrong;
+
+    // Check all headers before any tensor is sent.
+    size_t further = 0;
+    wrong = check_source(f, source, dialects, parameters, &further);
+    if (wrong.empty()) wrong = load_parameters(t, source, parameters);
+    if (!wrong.empty()) return folder + ": " + wrong;
+    if (bytes) *bytes = f.files.reader.bytes;
+    wrong = first_error(t.comms.world, f.files.ruined);
 
     // Let one rank report what was left out.
     if (wrong.empty() && further && t.comms.world.rank == 0)
@@ -425,8 +291,9 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
 // Load all weights of a folder.
 template <typename T, typename S>
 std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
+                            const Dialects& dialects = {}, const std::string& adapter = "",
                             size_t* bytes = nullptr) {
-    return hf_load_parameters(t, folder, t.model.parameters, bytes);
+    return hf_load_parameters(t, folder, t.model.parameters, dialects, adapter, bytes);
 }
 
 // ----------------------------------------------------------------------------

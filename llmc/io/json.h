@@ -2,9 +2,12 @@
 //   The library throws if a type is not the expected one, and it recurses as deep as brackets nest
 //   when it prints. So this file refuses a text that is no object, or that is nested too deep.
 //   json_word() shows a part of one in a message. JSON lines hold an object a line: what else they
-//   hold is refused with the command that makes lines of it.
+//   hold is refused with the command that makes lines of it. read_records() is their one reader:
+//   it counts bad lines, and names file and line of the first.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
+#include "../text.h"
+#include "files.h"
 #include <string>
 #include <nlohmann/json.hpp>
 
@@ -115,6 +118,67 @@ template <typename Json> std::string with_records(const std::string& wrong, cons
             return wrong + "; its " + in_quotes(key) +
                    " holds records: jq -c '.[]|arrays[]' writes them a line each";
     return wrong;
+}
+
+// Counts of the lines of a text, or of several. A bad line is left out.
+struct LineCounts {
+    size_t lines = 0;
+    size_t malformed = 0;
+    std::string first_malformed = ""; // with its file and line
+    size_t cut = 0;                   // records that lost their end
+    size_t dropped = 0;               // records of which nothing would have been left
+
+    // Add the counts of the lines that follow.
+    void add(const LineCounts& more) {
+        if (first_malformed.empty())
+            first_malformed = more.first_malformed;
+        lines += more.lines;
+        malformed += more.malformed;
+        cut += more.cut;
+        dropped += more.dropped;
+    }
+};
+
+// Call read(line) for each line of a text; it returns "" or what is wrong with the line. Blank
+// lines do not count. number: that of the first line.
+template <typename F>
+void each_line(std::string_view text, size_t number, const std::string& path, LineCounts* counts,
+               F read) {
+    for (size_t at = 0, end; at < text.size(); at = end + 1, number++) {
+        end = std::min(text.find('\n', at), text.size());
+        std::string_view line = text.substr(at, end - at);
+        if (line.ends_with('\r'))
+            line.remove_suffix(1);
+        if (line.find_first_not_of(" \t\r") == std::string::npos)
+            continue;
+
+        // Count a bad line, and keep the message of the first one.
+        counts->lines++;
+        std::string wrong = read(line);
+        if (wrong.empty()) continue;
+        if (counts->malformed++ == 0)
+            counts->first_malformed = concat(path, ":", number, ": ", wrong);
+    }
+}
+
+// Call read(object) for each JSON object of a text that holds one a line.
+template <typename Json = nlohmann::json, typename F>
+void read_records(std::string_view text, size_t number, const std::string& path,
+                  LineCounts* counts, F read) {
+    each_line(text, number, path, counts, [&](std::string_view line) {
+        Json j;
+        std::string wrong = parse_record(line, &j);
+        return wrong.empty() ? with_records(read(j), j) : wrong;
+    });
+}
+
+// Refuse a file of which more than a hundredth of the lines are bad. spare: so many more are
+// tolerated, where lines are to follow.
+inline std::string too_many_malformed(const LineCounts& counts, size_t spare = 0) {
+    if (counts.malformed <= spare + counts.lines / 100)
+        return "";
+    return concat(counts.malformed, " of ", spare ? "the first " : "", counts.lines,
+                  " lines are bad, and a hundredth of them may be: ", counts.first_malformed);
 }
 
 } // namespace llmc

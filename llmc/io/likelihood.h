@@ -32,27 +32,27 @@ struct ScoreGroup {
 template <typename T, typename S, typename F>
 void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
     const Plan& p = t.plans[plan];
-    Window window_before = t.window;
-    uint64_t cursor_before = t.cursor;
-    uint64_t end_before = t.samples_end;
-    int document_end_before = t.document_end;
+    Window window_before = t.data.window;
+    uint64_t cursor_before = t.data.cursor;
+    uint64_t end_before = t.data.samples_end;
+    int document_end_before = t.data.document_end;
 
     // Do not mask documents: losses with and without --document-mask are to be compared.
-    t.window = window;
-    t.samples_end = count;
-    t.document_end = -1;
+    t.data.window = window;
+    t.data.samples_end = count;
+    t.data.document_end = -1;
     // Each turn takes B samples on each data-parallel rank; rows after the last sample are blank.
-    for (t.cursor = 0; t.cursor < count; t.cursor += p.B * p.layout.dp.size) {
+    for (t.data.cursor = 0; t.data.cursor < count; t.data.cursor += p.B * p.layout.dp.size) {
         run_plan(t, plan);
         each();
-        if (t.stopped && t.stopped()) break;
+        if (t.hooks.stopped && t.hooks.stopped()) break;
     }
 
     // Restore training's place: an evaluation must not change which samples come next.
-    t.window = window_before;
-    t.cursor = cursor_before;
-    t.samples_end = end_before;
-    t.document_end = document_end_before;
+    t.data.window = window_before;
+    t.data.cursor = cursor_before;
+    t.data.samples_end = end_before;
+    t.data.document_end = document_end_before;
 }
 
 // The input tokens of a candidate's row: all but the last, padded to a multiple of 8,
@@ -161,7 +161,7 @@ void score_group(Trainer<T, S>& t, const ScoreGroup& group, std::vector<Candidat
 
         for (size_t b = 0; b < p.B; b++) {
             // Add up the completion's rows, which end where the candidate ends.
-            size_t sample = t.cursor + p.layout.dp.rank * p.B + b;
+            size_t sample = t.data.cursor + p.layout.dp.rank * p.B + b;
             if (sample >= n) break;
             const Candidate& c = candidates[group.members[sample]];
             size_t end = b * p.T + c.tokens.size() - 1;

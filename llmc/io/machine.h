@@ -28,9 +28,8 @@ struct Machine {
     std::string device;  // a part of the name by which the driver calls the card
     // The card: TFLOP/s of dense products in 16 bits and in float; in 8 bits with one scale for an
     // operand, and with scales of blocks (0: it has none, and multiplies the codes' values in 16).
-    // TB/s and GB of its memory, SMs (1: a CPU, whose products fill no waves of tiles), the limit
-    // of its power (0: not known).
-    double half_tf, single_tf, fp8_tf, fp8_block_tf, memory_tb, memory_gb, sms, watts;
+    // TB/s and GB of its memory, SMs (1: a CPU, whose products fill no waves of tiles).
+    double half_tf, single_tf, fp8_tf, fp8_block_tf, memory_tb, memory_gb, sms;
     // One-way GB/s of each card, to its neighbours in the node and to other nodes.
     // Then the number of cards in a node.
     double link_gb, nic_gb, cards;
@@ -56,12 +55,6 @@ struct Machine {
     double plain = 0.08;
     double message_us = 20; // of one message to a neighbour, between stages or in a ring: a guess
     double jitter = 0;      // standard deviation of ranks' speeds, as a share of their mean
-
-    // The numbers of a run's costs (planner/price.h); 0: not known.
-    double dollars_hour = 0; // of a card
-    double host_watts = 0;   // of the host, for each card
-    double pue = 1;          // watts of the building for one of the machines
-    double grid_g = 0;       // g CO2e a kWh
 
     std::string precision = ""; // in which --calibrate measured; "": a data sheet's numbers
 
@@ -97,48 +90,48 @@ struct Machine {
 //   Contention, jitter: 0, which the fits to published steps include. A cpu's contention is 1.
 //   Attention: flash attention's share of useful products at T 2048; tiles on the diagonal, which
 //   layer_cost.h counts apart, make .50 of these .53.
-//   Not from a data sheet: B200's shares are guesses, and its SMs come from reports, as the A10G's
-//   watts do; the CPU is a guess at a server of some 32 cores, to be replaced by a FILE.
+//   Not from a data sheet: B200's shares are guesses, and its SMs come from reports; the CPU is a
+//   guess at a server of some 32 cores, to be replaced by a FILE.
 inline const std::vector<Machine>& machines() {
     // Replace a machine's shares here, or in a FILE, once they are measured.
 
     // clang-format off
     static const std::vector<Machine> rows = {
-        // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs, watts;
+        // name, device; half, single, FP8 and FP8 of blocks TF, memory TB and GB, SMs;
         //   link, nic, cards; shares of products, attention, memory, link, nic;
         //   latency, launch; host, disk, the host's GB and its memory;
         //   hop, contention, elementwise, plain
-        {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132, 700,  450, 50, 8,
+        {"h200", "H200", 989, 67, 1979, 1979, 4.8, 141, 132,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114, 350,  64, 25, 8,
+        {"h100-pcie", "H100 PCIe", 756, 51, 1513, 1513, 2, 80, 114,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132, 400,  64, 25, 8,
+        {"h100-nvl", "H100 NVL", 835, 60, 1671, 1671, 3.9, 94, 132,  64, 25, 8,
          .65, .53, .80, .70, .80, 40, 8, 50},
-        {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132, 700,  450, 50, 8,
+        {"h100", "H100", 989, 67, 1979, 1979, 3.35, 80, 132,  450, 50, 8,
          .65, .53, .80, .78, .80, 40, 8, 50},
-        {"b200", "B200", 2250, 75, 4500, 0, 8, 180, 148, 1000,  900, 50, 8,
+        {"b200", "B200", 2250, 75, 4500, 0, 8, 180, 148,  900, 50, 8,
          .60, .48, .80, .75, .80, 40, 8, 50},
-        {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 1.555, 40, 108, 400,  300, 25, 8,
+        {"a100-40", "SXM4-40GB", 312, 19.5, 0, 0, 1.555, 40, 108,  300, 25, 8,
          .72, .48, .80, .78, .80, 40, 8, 25, 5, 256, 50, 4, 0, 0, .16},
-        {"a100-80", "A100", 312, 19.5, 0, 0, 2.039, 80, 108, 400,  300, 25, 8,
+        {"a100-80", "A100", 312, 19.5, 0, 0, 2.039, 80, 108,  300, 25, 8,
          .78, .48, .80, .97, .84, 43, 8, 25, 5, 256, 50, 4, 0, .62, .16},
-        {"l40s", "L40S", 362, 91.6, 733, 0, 0.864, 48, 142, 350,  32, 25, 8,
+        {"l40s", "L40S", 362, 91.6, 733, 0, 0.864, 48, 142,  32, 25, 8,
          .60, .48, .80, .70, .80},
-        {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80, 300,  32, 1.56, 8,
+        {"a10g", "A10G", 70, 35, 0, 0, 0.6, 24, 80,  32, 1.56, 8,
          .65, .48, .80, .70, .80},
-        {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46, 220,  32, 12.5, 8,
+        {"rtx3070", "RTX 3070", 40.6, 20.3, 0, 0, 0.448, 8, 46,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28, 170,  32, 12.5, 8,
+        {"rtx3060", "RTX 3060", 25.5, 12.7, 0, 0, 0.36, 12, 28,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76, 320,  32, 12.5, 8,
+        {"rtx4080", "RTX 4080", 97.5, 48.7, 195, 0, 0.717, 16, 76,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82, 350,  32, 12.5, 8,
+        {"rtx3090", "RTX 3090", 71, 35.6, 0, 0, 0.936, 24, 82,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128, 450,  32, 12.5, 8,
+        {"rtx4090", "RTX 4090", 165, 82.6, 330, 0, 1.008, 24, 128,  32, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 25, 5, 64},
-        {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170, 575,  64, 12.5, 8,
+        {"rtx5090", "RTX 5090", 209, 105, 419, 0, 1.792, 32, 170,  64, 12.5, 8,
          .75, .53, .80, .60, .80, 40, 8, 50, 5, 64},
-        {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1, 0,  50, 12.5, 1,
+        {"cpu", "", 4, 2, 0, 0, 0.2, 256, 1,  50, 12.5, 1,
          .60, .32, .60, .50, .80, 40, 8, 25, 5, 256, 120, 4, 1, 0, .02},
     };
     // clang-format on
@@ -187,7 +180,6 @@ inline const std::vector<MachineField>& machine_fields() {
         {"memory_tb", &M::memory_tb, 1e-3, 100},
         {"memory_gb", &M::memory_gb, 0.1, 1e5},
         {"sms", &M::sms, 1, 1e4},
-        {"watts", &M::watts, 0, 1e4},
         {"link_gb", &M::link_gb, 0.01, 1e5},
         {"nic_gb", &M::nic_gb, 0.01, 1e5},
         {"cards", &M::cards, 1, 1024},
@@ -212,12 +204,6 @@ inline const std::vector<MachineField>& machine_fields() {
         {"disk_gb", &M::disk_gb, 0.01, 1e5},
         {"host_ram_gb", &M::host_ram_gb, 1, 1e5},
         {"host_memory_gb", &M::host_memory_gb, 0.01, 1e5},
-
-        // The numbers of a run's costs.
-        {"dollars_hour", &M::dollars_hour, 0, 1e4},
-        {"host_watts", &M::host_watts, 0, 1e4},
-        {"pue", &M::pue, 1, 10},
-        {"grid_g", &M::grid_g, 0, 2000},
     };
     return fields;
 }

@@ -3,8 +3,10 @@
 //   file. --plan auto takes their ranks for the cards of a node, --calibrate measures links inside
 //   and between them, and a run says which axes cross them.
 #pragma once
+#include "../comm/group.h"
 #include "../layout.h"
 #include "../ops/cuda_common.h"
+#include "../ops/types.h"
 #include "../text.h"
 #include "checkpoint.h"
 

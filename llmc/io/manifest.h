@@ -7,7 +7,6 @@
 #include <climits>
 #include "../access.h"
 #include "../ops/fp8_delayed.cuh"
-#include "../ops/grad_norm.cuh"
 #include "../ops/loss_scale.cuh"
 #include "../ops/types.h"
 #include "../text.h"
@@ -93,42 +92,6 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
 }
 
-// The scale of a gradient that waits for its late update (--update-delay), as JSON, and the way
-// back. check_late_scale() has checked the fields.
-inline nlohmann::json late_scale_json(const StepScale& s) {
-    return {{"norm", s.norm},         {"scale", s.scale},       {"finite", s.finite},
-            {"step", s.step},         {"correct1", s.correct1}, {"correct2", s.correct2},
-            {"lr", s.given.lr}};
-}
-inline StepScale late_scale_of(const nlohmann::json& j) {
-    // A number that is not finite is written as null, and its update writes nothing: the norm, and
-    // the corrections before the first step that does not overflow.
-    auto number = [&](const char* key) {
-        return j[key].is_number() ? j[key].get<double>() : 0;
-    };
-    StepScale s = {};
-    s.norm = number("norm");
-    s.scale = float(number("scale"));
-    s.finite = j["finite"].get<int>();
-    s.step = j["step"].get<int64_t>();
-    s.correct1 = number("correct1");
-    s.correct2 = number("correct2");
-    s.given.lr = float(number("lr"));
-    return s;
-}
-inline std::string check_late_scale(const nlohmann::json& j) {
-    if (!j.is_object())
-        return "late is no object";
-    std::string wrong = check_integer(j, "finite", 0, 1);
-    if (wrong.empty())
-        wrong = check_integer(j, "step", 0, INT64_MAX);
-    for (const char* key : {"norm", "scale", "correct1", "correct2", "lr"})
-        if (wrong.empty() &&
-            !(j.contains(key) && (j[key].is_number() || j[key].is_null())))
-            wrong = concat("late has no number ", key);
-    return wrong;
-}
-
 // The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
 // are stored as the bits of floats, since some may be inf or NaN. `h` points to host memory.
 inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
@@ -209,8 +172,6 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
 
     if (wrong.empty() && m.contains("loss_scale"))
         wrong = check_loss_scale(m["loss_scale"]);
-    if (wrong.empty() && m.contains("late"))
-        wrong = check_late_scale(m["late"]);
     if (wrong.empty() && m.contains("fp8"))
         wrong = check_fp8_history(m["fp8"]);
 

@@ -45,7 +45,9 @@ inline void on_bus_error(int, siginfo_t* info, void*) {
     }
 
     // Write the line in one call, so that lines of several processes do not mix.
-    char line[1024] = "train_gpt: error: ";
+    char line[1024] = "";
+    strncat(line, program_invocation_short_name, 64);
+    strcat(line, ": error: ");
     strncat(line, name, 512);
     strcat(line, ": was cut while it was read, or its disk fails: make it whole again; what was "
                  "saved is good, --resume goes on from the last checkpoint\n");

@@ -18,11 +18,10 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <sstream>
-#include "../access.h"
-#include "../adapters.h"
 #include "../family.h"
 #include "../model.h"
 #include "../ops/types.h"
+#include "../optimizer.h"
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"
@@ -33,6 +32,7 @@
 #include "huggingface.h"
 #include "one_reader.h"
 #include "safetensors.h"
+#include "tensor_source.h"
 
 namespace llmc {
 
@@ -370,20 +370,20 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
     share_headers(&h, {path});
 
     // Bring one parameter after the other.
-    for (const Parameter& p : t.model.parameters) {
-        if (is_adapter(t.model, p)) continue;
+    TensorSource source;
+    source.read = [&](const Parameter& p, Stored, SourceValues* to) {
         const SafeTensor* tensor = safetensors_find(h.files[0], p.name);
         LLMC_CHECK(tensor, "%s has no %s", path.c_str(), p.name.c_str());
         auto needs = stages_with(t.layout, t.model, p.bucket);
-        std::vector<float> values = bring_floats(h, *tensor, 0, tensor->elements(), needs);
-        if (!needs(t.layout.pp.rank)) continue;
+        to->floats = bring_floats(h, *tensor, 0, tensor->elements(), needs);
 
         // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
         bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
         if (turns)
-            values = in_halves(values, t.model.shape.HS, p.cols());
-        set_file_weight(t, p, values);
-    }
+            to->floats = in_halves(to->floats, t.model.shape.HS, p.cols());
+        return std::string();
+    };
+    wrong = load_parameters(t, source, t.model.parameters);
     if (bytes) *bytes = h.reader.bytes;
     return first_error(t.comms.world, h.ruined);
 }

@@ -15,6 +15,7 @@
 #include "checkpoint.h"
 #include "hf_config.h"
 #include "huggingface.h"
+#include "tensor_source.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"
 
@@ -81,7 +82,8 @@ inline void draw_new_rows(std::vector<float>& whole, size_t first, size_t rows, 
 
 // Load a folder whose tables have fewer rows than the model's, and draw the remaining rows.
 template <typename T, typename S>
-std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t seed) {
+std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t seed,
+                          const Dialects& dialects = {}) {
     Shape before;
     std::string wrong = first_error(t.comms.world, hf_read_config(&before, folder));
     if (!wrong.empty()) return wrong;
@@ -91,7 +93,7 @@ std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t 
     for (Parameter& p : parameters)
         if (is_token_table(t.model, p))
             p.file_rows = before.V;
-    wrong = hf_load_parameters(t, folder, parameters);
+    wrong = hf_load_parameters(t, folder, parameters, dialects);
     if (!wrong.empty()) return wrong;
 
     // Let all ranks see a whole table at a time; each keeps its part of the new rows.

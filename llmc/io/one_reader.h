@@ -11,6 +11,7 @@
 #include "../comm/group.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../ops/types.h"
 
 namespace llmc {
 

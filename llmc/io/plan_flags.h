@@ -2,9 +2,11 @@
 //   Nothing is allocated.
 #pragma once
 #include "../action.h"
+#include "../adapters.h"
 #include "../family.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../offload.h"
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
@@ -69,9 +71,8 @@ inline ContextOrder context_order_named(const std::string& name) {
     return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
 }
 
-// The layout that the flags describe, the same for every rank. No other place turns flags
-// into a layout, but for the planner's estimates (plan_search.h).
-inline Layout choose_layout(const Config& c, const Shape& shape) {
+// The layout that the flags describe, but for its stages.
+inline Layout choose_grid(const Config& c, const Shape& shape) {
     Layout layout;
 
     // The grid: ranks along each axis, and the order in which they are numbered.
@@ -80,8 +81,8 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     layout.pp.size = c.pp;
     layout.cp.size = c.cp;
     layout.ep = c.ep;
-    layout.whole_experts = has_whole_experts(c) && shape.E;
-    layout.ep_exchange = c.ep > 1 && c.ep_method == "exchange";
+    layout.experts.whole = has_whole_experts(c) && shape.E;
+    layout.experts.exchange = c.ep > 1 && c.ep_method == "exchange";
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
 
@@ -89,9 +90,9 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     // tokens are whose.
     ContextChoice context;
     read_context_method(c.cp_method, &context);
-    layout.cp_method = context.method;
-    layout.cp_heads = context.heads;
-    layout.cp_order = context_order_named(c.cp_order);
+    layout.context.method = context.method;
+    layout.context.heads = context.heads;
+    layout.context.order = context_order_named(c.cp_order);
 
     // ZeRO: its stage, the ranks of a sharding group, how many layers ahead weights are
     // gathered, and which units no shard boundary may cut: matrices for some optimizers, blocks
@@ -105,9 +106,15 @@ inline Layout choose_layout(const Config& c, const Shape& shape) {
     if (states_named(c.states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 
-    // The pipeline: its schedule, and the first layer of each stage.
+    // The pipeline's schedule.
     layout.chunks = c.chunks;
     layout.pipeline = choose_pipeline(c, micro_batches_of(c), &layout.given);
+    return layout;
+}
+
+// The layout that the flags describe, the same for every rank. No other place makes one of flags.
+inline Layout choose_layout(const Config& c, const Shape& shape) {
+    Layout layout = choose_grid(c, shape);
     if (layout.stages() > 1)
         layout.first_layer = choose_stages(shape, layout.stages());
     return layout;
@@ -137,6 +144,11 @@ inline Stored stored_named(const std::string& name) {
     return name == "int8" ? Stored::INT8 : Stored::WIDE;
 }
 
+// The options of new adapters.
+inline LoraOptions lora_options(const Config& c) {
+    return {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets, c.lora_layers};
+}
+
 // ----------------------------------------------------------------------------
 // plans
 
@@ -162,7 +174,6 @@ inline PlanOptions train_options(const Config& c) {
         if (offloads(c, row.name)) train.offload.*row.tier = tier;
     if (c.offload_update == "host")
         train.offload.update = Tier::HOST;
-    train.offload.late = c.update_delay > 0;
     return train;
 }
 

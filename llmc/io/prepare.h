@@ -6,8 +6,8 @@
 //              text (<|endoftext|>); between cuts its tokens are those of training on the file.
 //              Before each document stands the token that begins a text (Llama) or else ends one
 //              (GPT-2), as in llm.c's shards, or --document-end. Empty documents leave nothing.
-//   --loss sft A JSON line is a conversation. Each batch of lines is packed separately into windows
-//              of --seq tokens (conversations.h), and shards hold whole windows.
+//   --loss sft A JSON line is a conversation. A source that the program passes packs each batch of
+//              lines separately into windows of --seq tokens, and shards hold whole windows.
 //   Outputs    OUT.val.bin, the first --val-tokens; then OUT.bin, or OUT_000000.bin and so on of
 //              --shard-tokens each, the last one shorter. A document may cross into the next.
 //              Shards are llm.c's (dataloader.h): 16 bits a token if the vocabulary fits, else 32.
@@ -37,7 +37,6 @@
 #include <thread>
 #include "../comm/record.h"
 #include "../text.h"
-#include "../tune/conversations.h"
 #include "config.h"
 #include "dataloader.h"
 #include "file_kind.h"
@@ -64,14 +63,11 @@ struct ShardOutput {
     int document_token = 0; // stands before each document
     size_t width = 2;       // bytes of a token
     size_t packed = 0;      // tokens of a window of conversations; 0: documents
-    Chat chat;
+    LineSource source;      // what packs them
     nlohmann::json identity = nlohmann::json::object(); // all that decides the output
     // Progress so far.
     nlohmann::json shards = nlohmann::json::array(); // complete shards
-    size_t lines = 0;
-    size_t malformed = 0;
-    size_t cut = 0, dropped = 0; // conversations that lost their end, or all answers
-    std::string first_malformed; // the first bad line of this run
+    LineCounts counts;
     size_t tokens = 0;
     bool begins = false; // a document begins with the next token
     // The batch that is being written.
@@ -184,7 +180,7 @@ inline void buffer_tokens(ShardOutput& o, const int* tokens, size_t n) {
     for (size_t i = 0; i < n; i++)
         memcpy(&o.buffer[at + i * o.width], tokens + i, o.width); // little-endian
     for (size_t i = 0; i < n && o.packed; i++) // padding begins with the token that ends an answer
-        o.documents_in_shard += (tokens[i] & BEGINS) && tokens[i] != (o.chat.end | BEGINS);
+        o.documents_in_shard += (tokens[i] & BEGINS) && tokens[i] != (o.source.padding | BEGINS);
     o.in_shard += n;
     o.from_batch += n;
     o.tokens += n;
@@ -250,12 +246,15 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     if (!b.wrong.empty()) return b.wrong;
     if (!b.note.empty())
         fprintf(stderr, "note: %s\n", printable(b.note).c_str());
-    o.batch_at = {{"file", b.file},   {"offset", b.offset},       {"line", b.line},
-                  {"lines", o.lines}, {"malformed", o.malformed}, {"begins", o.begins},
-                  {"cut", o.cut},     {"dropped", o.dropped}};
+    o.batch_at = {{"file", b.file},
+                  {"offset", b.offset},
+                  {"line", b.line},
+                  {"lines", o.counts.lines},
+                  {"malformed", o.counts.malformed},
+                  {"begins", o.begins},
+                  {"cut", o.counts.cut},
+                  {"dropped", o.counts.dropped}};
     o.from_batch = 0;
-    o.cut += b.cut;
-    o.dropped += b.dropped;
 
     // Windows of conversations carry their own marks.
     std::string wrong = o.packed ? put_tokens(o, b.tokens.data(), b.tokens.size(), false)
@@ -264,13 +263,10 @@ inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
     o.skip = 0;
 
     // Tolerate ten bad lines more than at the end, while good ones may follow.
-    if (o.first_malformed.empty())
-        o.first_malformed = b.first_malformed;
-    if (o.malformed == 0 && b.malformed > 0)
-        fprintf(stderr, "note: %s; such lines are left out\n", b.first_malformed.c_str());
-    o.lines += b.lines_read;
-    o.malformed += b.malformed;
-    return too_many_malformed(o.malformed, o.lines, o.first_malformed, 10);
+    if (o.counts.malformed == 0 && b.counts.malformed > 0)
+        fprintf(stderr, "note: %s; such lines are left out\n", b.counts.first_malformed.c_str());
+    o.counts.add(b.counts);
+    return too_many_malformed(o.counts, 10);
 }
 
 // ----------------------------------------------------------------------------
@@ -305,7 +301,7 @@ inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, cons
     // Conversations depend on their format, and on the length of a window.
     nlohmann::json chat;
     if (o.packed)
-        chat = {{"format", o.chat.format.name}, {"end", o.chat.end}, {"seq", o.packed}};
+        chat = {{"format", o.source.format}, {"end", o.source.padding}, {"seq", o.packed}};
     return {{"format", 1},
             {"chat", chat},
             {"inputs", files},
@@ -400,7 +396,7 @@ inline std::string read_state(const ShardOutput& o, const std::string& path,
     bool whole = parse_json(bytes, path, found).empty() && found->contains("crc32") &&
                  (*found)["crc32"] == manifest_crc(*found) && check_state(*found).empty();
     if (!whole)
-        return path + ": is there, and is none of --prepare's files or is damaged" + fix;
+        return path + ": is there, and is none of prepare_gpt's files or is damaged" + fix;
 
     // Check that it belongs to this call.
     std::string other = state_differs(*found, o.identity);
@@ -455,10 +451,10 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
 
     // Take over the batch's place and the counts at its beginning.
     o.skip = progress["written"];
-    o.lines = at["lines"];
-    o.malformed = at["malformed"];
-    o.cut = at.value("cut", size_t(0));
-    o.dropped = at.value("dropped", size_t(0));
+    o.counts.lines = at["lines"];
+    o.counts.malformed = at["malformed"];
+    o.counts.cut = at.value("cut", size_t(0));
+    o.counts.dropped = at.value("dropped", size_t(0));
     o.begins = at["begins"];
     r.file = at["file"];
     r.offset = at["offset"];
@@ -597,13 +593,9 @@ inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer&
     if (!o.packed)
         return tokenize_batch(b, t, r.field, path);
     // Pack each batch separately, so that the windows do not depend on the threads.
-    ConversationCounts counts;
-    b.tokens = pack_lines(b.text, b.line, path, o.chat, o.packed, &counts);
-    b.lines_read = counts.lines;
-    b.malformed = counts.malformed;
-    b.first_malformed = counts.first_malformed;
-    b.cut = counts.cut;
-    b.dropped = counts.dropped;
+    PackedLines packed = o.source.pack(b.text, b.line, path, o.packed);
+    b.tokens = std::move(packed.tokens);
+    b.counts = packed.counts;
 }
 
 // Read, tokenize and write the rest of the inputs, by the algorithm above.
@@ -645,7 +637,7 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
     if (r.open) stream_close(r.stream);
     if (wrong.empty()) wrong = r.wrong;
     if (wrong.empty())
-        wrong = too_many_malformed(o.malformed, o.lines, o.first_malformed);
+        wrong = too_many_malformed(o.counts);
     return close_last_shard(o, r, wrong);
 }
 
@@ -661,17 +653,15 @@ inline size_t sum_of(const nlohmann::json& shards, const char* key) {
 inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutput* o) {
     // Refuse flags that contradict each other.
     if (!c.prepare.ends_with(".bin") || c.prepare.size() == 4)
-        return "--prepare " + c.prepare + ": OUT.bin, the name of what is written";
+        return c.prepare + ": wants OUT.bin, the name of what is written";
     if (c.data.empty())
-        return "--prepare makes shards of --data: give --data FILES";
-    if (!c.val.empty())
-        return "--prepare: validation is the first --val-tokens of --data: leave --val out";
+        return "what is prepared? give --data FILES";
 
     // Refuse a folder that does not exist.
     o->stem = c.prepare.substr(0, c.prepare.size() - 4);
     std::string folder = folder_of(o->stem);
     if (!is_folder(folder))
-        return "--prepare " + c.prepare + ": there is no folder " + folder + ": make it first";
+        return c.prepare + ": there is no folder " + folder + ": make it first";
 
     // Choose the token before a document: the one that begins a text, or else the one that ends
     // it. Conversations need none.
@@ -683,7 +673,7 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
     o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
 
     if (o->document_token < 0)
-        return "--prepare: --tokenizer " + t.name +
+        return "--tokenizer " + t.name +
                " has no token that begins or ends a text: say which one goes before each document, "
                "as in --document-end 10 for a newline";
     if (o->document_token >= t.vocab_size)
@@ -699,13 +689,13 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
 
 // Plan windows of conversations: their size and format. They are packed now, unlike documents,
 // because a part of a window is of no use.
-inline std::string prepare_chat(const Config& c, const Tokenizer& t,
-                                const std::vector<TextInput>& inputs, ShardOutput* o) {
+inline std::string prepare_source(const Config& c, const OpenSource& open,
+                                  const std::vector<TextInput>& inputs, ShardOutput* o) {
     if (c.loss == "lm") return "";
     if (c.loss != "sft")
-        return "--prepare --loss " + c.loss + " is not built: give the JSON lines to --data";
+        return "--loss " + c.loss + " is not built: give the JSON lines to --data";
     if (c.seq == 0)
-        return "--prepare --loss sft packs conversations into windows: give --seq, the tokens of "
+        return "--loss sft packs conversations into windows: give --seq, the tokens of "
                "one";
     for (const TextInput& i : inputs)
         if (!i.lines)
@@ -720,14 +710,7 @@ inline std::string prepare_chat(const Config& c, const Tokenizer& t,
                           tokens + c.seq - tokens % c.seq);
     o->packed = size_t(c.seq);
     o->width = 4;
-
-    // Write conversations in the format of the model's folder, if there is one.
-    std::string folder = is_folder(c.model) ? c.model : "";
-    std::string wrong = choose_chat(&o->chat, c.chat_format, folder, t);
-    if (wrong.empty())
-        printf("chat format: %s, %s\n", o->chat.format.name.c_str(),
-               o->chat.why.c_str());
-    return wrong;
+    return open(&o->source);
 }
 
 // Describe the inputs that --data names.
@@ -754,8 +737,8 @@ inline std::string parquet_script(const std::string& program_folder) {
 inline std::string write_manifest(const ShardOutput& o, const Tokenizer& t) {
     nlohmann::json manifest = o.identity;
     manifest["shards"] = o.shards;
-    manifest["lines"] = o.lines;
-    manifest["malformed_lines"] = o.malformed;
+    manifest["lines"] = o.counts.lines;
+    manifest["malformed_lines"] = o.counts.malformed;
     manifest["tokenizer_name"] = t.name;
     manifest["tokens"] = sum_of(o.shards, "tokens");
     manifest["documents"] = sum_of(o.shards, "documents");
@@ -770,7 +753,7 @@ inline void print_prepared(const ShardOutput& o, const Config& c, bool already) 
     std::string data = o.shard_tokens ? "'" + o.stem + "_*.bin'" : c.prepare;
     std::string val = o.val_tokens ? " --val " + o.stem + ".val.bin" : "";
     if (o.packed)
-        printf("train:  train_gpt --loss sft --seq %zu --data %s%s\n", o.packed, data.c_str(),
+        printf("train:  tune_gpt --loss sft --seq %zu --data %s%s\n", o.packed, data.c_str(),
                val.c_str());
     else
         printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
@@ -779,13 +762,14 @@ inline void print_prepared(const ShardOutput& o, const Config& c, bool already) 
 
 // Say which parts of the inputs are not in the shards.
 inline void print_left_out(const ShardOutput& o) {
-    if (o.malformed > 0)
-        fprintf(stderr, "note: %zu of %zu lines are left out\n", o.malformed, o.lines);
-    if (o.cut + o.dropped > 0)
+    const LineCounts& n = o.counts;
+    if (n.malformed > 0)
+        fprintf(stderr, "note: %zu of %zu lines are left out\n", n.malformed, n.lines);
+    if (n.cut + n.dropped > 0)
         fprintf(stderr,
                 "note: %zu conversations are longer than --seq and lost answers at their ends; %zu "
                 "are left out: no answer begins within it\n",
-                o.cut, o.dropped);
+                n.cut, n.dropped);
 }
 
 // Do what the last run has left to do. The caller holds the lock.
@@ -807,9 +791,10 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
     return "";
 }
 
-// Run --prepare, from the flags to the manifest. program_folder: where the program lies.
+// Prepare, from the flags to the manifest. program_folder: where the program lies. open:
+// opens the source that packs conversations, for --loss sft.
 inline std::string prepare_shards(const Config& c, const Tokenizer& t,
-                                  const std::string& program_folder,
+                                  const std::string& program_folder, const OpenSource& open = {},
                                   const BatchLimits& limits = {}) {
     // Check the flags and the inputs.
     ShardOutput o;
@@ -818,7 +803,7 @@ inline std::string prepare_shards(const Config& c, const Tokenizer& t,
     if (wrong.empty())
         wrong = describe_inputs(&r.inputs, c.data);
     if (wrong.empty())
-        wrong = prepare_chat(c, t, r.inputs, &o);
+        wrong = prepare_source(c, open, r.inputs, &o);
     if (!wrong.empty()) return wrong;
     o.identity = prepare_identity(c, t, o, r.inputs, limits.batch);
     r.script = parquet_script(program_folder);
@@ -831,7 +816,7 @@ inline std::string prepare_shards(const Config& c, const Tokenizer& t,
     int lock = -1;
     const std::string lock_path = o.stem + ".lock";
     wrong = lock_file(lock_path, &lock,
-                      "--prepare " + c.prepare +
+                      c.prepare +
                           ": another process is writing it: wait for it, or choose another name");
     if (!wrong.empty()) return wrong;
     wrong = prepare_locked(c, t, o, r);

@@ -13,9 +13,12 @@
 //   Cost: one read of all that is kept, at each save and every --verify-every steps.
 #pragma once
 #include <tuple>
+#include "../action.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../ops/types.h"
 #include "../optimizer.h"
 #include "../parameters.h"
 #include "../quantised.h"

@@ -14,6 +14,13 @@
 
 namespace llmc {
 
+// A prompt with an answer that can be verified.
+struct Exercise {
+    std::vector<int> prompt; // its tokens
+    std::string answer;      // the right answer, or a pattern of it
+    nlohmann::json line;     // the whole line, where a program gives the reward; else null
+};
+
 // The answers sampled for a step, with their prompts and advantages; the same on all ranks.
 struct Rollouts {
     uint64_t first = 0;                        // number of the first sample

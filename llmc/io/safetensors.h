@@ -15,6 +15,7 @@
 #include <nlohmann/json.hpp>
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
+#include "../text.h"
 #include "files.h"
 #include "mapping.h"
 

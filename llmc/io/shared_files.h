@@ -10,6 +10,8 @@
 //   Memory: the files' bytes on each process until it ends. A process that runs alone keeps none.
 #pragma once
 #include "../comm/comm.h"
+#include "../comm/group.h"
+#include "../ops/types.h"
 #include "checkpoint.h"
 #include "config.h"
 #include "files.h"

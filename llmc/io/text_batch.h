@@ -1,4 +1,4 @@
-// text_batch.h - texts in batches, and their tokens: what --prepare's threads work on
+// text_batch.h - texts in batches, and their tokens: what prepare_gpt's threads work on
 //   A batch is whole JSON lines, or a block of a text that ends where its tokens do (text_cut). The
 //   end of a batch depends only on the inputs and on where the batch begins, so a run that resumes
 //   in the middle has the same batches. A file that holds tokens passes through.
@@ -30,11 +30,7 @@ struct TextBatch {
     size_t position = 0; // bytes of the input on disk that are read at its end
     // Results of the thread.
     std::vector<int> tokens = {};
-    size_t lines_read = 0;
-    size_t malformed = 0; // bad lines
-    std::string first_malformed = "";
-    size_t cut = 0;       // conversations that lost their end
-    size_t dropped = 0;   // conversations of which no answer was left
+    LineCounts counts = {};
     std::string wrong = ""; // an error that ends the run
     std::string note = "";  // a remark on the file, of its first batch
     bool done = false;
@@ -241,34 +237,19 @@ inline std::string read_json_line(std::string_view line, const std::string& fiel
     return "";
 }
 
-// Tokenize JSON lines, each a document. Bad lines are counted, and the first one is reported.
+// Tokenize JSON lines, each a document.
 inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& field,
                            const std::string& path) {
-    size_t line = b.line;
     Encoding e = encoding_open(t, b.text.size());
     std::deque<std::string> texts; // a deque never moves its texts: repeated words point into them
-    for (size_t at = 0, end; at < b.text.size(); at = end + 1, line++) {
-        // Take a line. Blank lines do not count.
-        end = std::min(b.text.find('\n', at), b.text.size());
-        std::string_view bytes = std::string_view(b.text).substr(at, end - at);
-        if (bytes.find_first_not_of(" \t\r") == std::string::npos)
-            continue;
-        b.lines_read++;
-
-        // Read the line's text.
+    each_line(b.text, b.line, path, &b.counts, [&](std::string_view line) {
         std::string& text = texts.emplace_back();
-        std::string wrong = read_json_line(bytes, field, &text);
-        if (!wrong.empty()) {
-            if (b.malformed == 0)
-                b.first_malformed = concat(path, ":", line, ": ", wrong);
-            b.malformed++;
-            continue;
-        }
-
-        // Encode the text.
+        std::string wrong = read_json_line(line, field, &text);
+        if (!wrong.empty()) return wrong;
         e.out.push_back(DOCUMENT);
         encode_more(e, text);
-    }
+        return wrong;
+    });
     b.tokens = std::move(e.out);
 }
 

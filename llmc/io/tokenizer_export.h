@@ -6,7 +6,6 @@
 #pragma once
 #include <map>
 #include <set>
-#include "../access.h"
 #include "../text.h"
 #include "files.h"
 #include "tokenizer.h"

@@ -12,8 +12,6 @@
 //            its own, and gives them no row
 //   lists    tokens by the ranks that have their experts. The rows of a list are packed and put
 //            back as slots are, with K = 1
-//   rounds   rows may be worked off R at a time: round i has rows [i R, (i+1) R), numbered from 0.
-//            The number of rounds is fixed; those behind the last row find no rows
 //   experts  h = g silu(gate) up: the gate multiplies before the last product, so that the results
 //            y of a token's slots just add up:   out = residual + sum over j of y[row_of[n,j]]
 //            gpt-oss has x sigmoid(alpha x) for silu, clamps gate above and up on both sides, and
@@ -108,15 +106,6 @@ struct TokenLists {
         return found;
     }
 };
-
-// An expert's first row in a round, from its first row among all.
-LLMC_HD inline int round_start(int start, size_t round, size_t R) {
-    // An expert may begin in an earlier round, or in a later one.
-    size_t first = round * R;
-    size_t row = size_t(start);
-    size_t in_round = row > first ? row - first : 0;
-    return int(in_round < R ? in_round : R);
-}
 
 // The activation of an expert's gate, and what it multiplies. The defaults are SwiGLU's.
 struct ExpertGate {
@@ -419,13 +408,6 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
     s.starts[0] = 0;
 }
 
-// Where each expert's rows begin in each round of R rows; at the end, how many the round has.
-inline void round_starts(int* out, const int* starts, size_t rounds, size_t R, // (rounds,E+1) (E+1)
-                         size_t E, Cpu) {
-    for (size_t i = 0; i < rounds * (E + 1); i++)
-        out[i] = round_start(starts[i % (E + 1)], i / (E + 1), R);
-}
-
 // xs[row] = x[the row's token].
 template <typename T>
 void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (rows,C) (N,C) (M)
@@ -450,22 +432,19 @@ void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, // (N
     }
 }
 
-// out = residual (null: 0) + the sum of a token's rows. A slot without a row adds nothing. y begins
-// with row `first`.
+// out = residual (null: 0) + the sum of a token's rows. A slot without a row adds nothing.
 template <typename T>
 void combine_slots(T* out, const T* residual, const T* y, const int* row_of, // (N,C) (N,C) (rows,C)
-                   size_t first, const int* rows, size_t N, size_t K, size_t C, Cpu) {
+                   const int* rows, size_t N, size_t K, size_t C, Cpu) {
     typedef acc_t<T> A;
     size_t count = size_t(*rows);
-    if (count == 0 && residual == out) return; // nothing to add
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++)
         for (size_t c = 0; c < C; c++) {
             // A token's slots are in ascending order of experts.
             A sum = residual ? to_acc(residual[n * C + c]) : A(0);
             for (size_t j = 0; j < K; j++) {
-                // A row before the first one becomes a large number.
-                size_t row = size_t(row_of[n * K + j]) - first;
+                size_t row = size_t(row_of[n * K + j]);
                 if (row < count) sum += to_acc(y[row * C + c]);
             }
             out[n * C + c] = from_acc<T>(sum);
@@ -493,7 +472,7 @@ void gated_swiglu_forward(T* h, const T* gate, const T* up, // (rows,F) each
 }
 
 // The gradients of gate, up and g. dgates is a sum over each row. A slot without a row gets 0, so
-// that the sums of several ranks add up. With a null dgates it is left out.
+// that the sums of several ranks add up.
 template <typename T>
 void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) (rows,F) (N,K)
                            const T* dh, const T* gate, const T* up, // (rows,F) each
@@ -518,7 +497,7 @@ void gated_swiglu_backward(T* dgate, T* dup, acc_t<T>* dgates,      // (rows,F) 
             dgate[i] = from_acc<T>(weight * d * at.gate_slope);
             dup[i] = from_acc<T>(weight * d * at.up_slope);
         }
-        if (dgates) dgates[slot_at(slot_of, row)] = sum;
+        dgates[slot_at(slot_of, row)] = sum;
     }
 }
 
@@ -763,14 +742,6 @@ __global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t fi
     own[i] = int(e < E ? e : E);
 }
 
-// A thread a number.
-__global__ void round_starts_kernel(int* out, const int* starts, size_t rounds, size_t R,
-                                    size_t E) {
-    size_t i = size_t(blockIdx.x) * SLOT_THREADS + threadIdx.x;
-    if (i >= rounds * (E + 1)) return;
-    out[i] = round_start(starts[i % (E + 1)], i / (E + 1), R);
-}
-
 // A block has a row, if that row exists.
 template <typename T, int P>
 __global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const int* rows,
@@ -796,12 +767,9 @@ __global__ void scatter_slots_kernel(T* x, const T* xs, const int* slot_of, cons
 // A block has a token. It adds rows in ascending order of experts.
 template <typename T, int P>
 __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, const int* row_of,
-                                     size_t first, const int* rows, size_t K, size_t C) {
-    // A round without rows has nothing to add.
+                                     const int* rows, size_t K, size_t C) {
     size_t n = blockIdx.x;
     size_t count = size_t(*rows);
-    if (count == 0 && residual == out) return;
-
     // Neighbouring threads have neighbouring channels.
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P) {
         float sum[P] = {};
@@ -814,7 +782,7 @@ __global__ void combine_slots_kernel(T* out, const T* residual, const T* y, cons
         // Add the residual, then the token's rows.
         if (residual) add(residual + n * C);
         for (size_t j = 0; j < K; j++) {
-            size_t row = size_t(row_of[n * K + j]) - first; // earlier rows: a large number
+            size_t row = size_t(row_of[n * K + j]);
             if (row < count) add(y + row * C);
         }
 
@@ -881,7 +849,7 @@ __global__ void gated_swiglu_backward_kernel(T* dgate, T* dup, float* dgates, co
 
     // The gradient of g is one number a row.
     sum = row.sum(sum);
-    if (row.thread == 0 && dgates) dgates[slot_at(slot_of, row.n)] = sum;
+    if (row.thread == 0) dgates[slot_at(slot_of, row.n)] = sum;
 }
 
 // ----------------------------------------------------------------------------
@@ -939,14 +907,6 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaS
     launch(place_slots_kernel, unsigned(E), SLOT_THREADS, 0, stream, s, ids, M, E);
 }
 
-// One thread for each number.
-inline void round_starts(int* out, const int* starts, size_t rounds, size_t R, size_t E,
-                         cudaStream_t stream) {
-    size_t numbers = rounds * (E + 1);
-    launch(round_starts_kernel, unsigned(ceil_div(numbers, SLOT_THREADS)), SLOT_THREADS, 0, stream,
-           out, starts, rounds, R, E);
-}
-
 // The grid has a block for each of M slots, so the host need not read *rows.
 template <typename T>
 void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t M, size_t K,
@@ -972,12 +932,12 @@ void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, size_
 
 // A null residual means the sum alone.
 template <typename T>
-void combine_slots(T* out, const T* residual, const T* y, const int* row_of, size_t first,
-                   const int* rows, size_t N, size_t K, size_t C, cudaStream_t stream) {
+void combine_slots(T* out, const T* residual, const T* y, const int* row_of, const int* rows,
+                   size_t N, size_t K, size_t C, cudaStream_t stream) {
     // A null residual counts as aligned.
     auto run = [&](auto P) {
         launch(combine_slots_kernel<T, P>, unsigned(N), 128, 0, stream,
-               out, residual, y, row_of, first, rows, K, C);
+               out, residual, y, row_of, rows, K, C);
     };
     can_vectorize<T>(C, out, residual, y) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }

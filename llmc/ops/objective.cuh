@@ -9,7 +9,7 @@
 //     ORPO   -m_chosen - beta log s(o_chosen - o_rejected),   o = m - log(1 - exp m) (2403.07691)
 //   KTO instead takes each document as an answer of its own; `feedback` marks the undesirable ones:
 //     KTO    desirable  w (1 - s(beta (r - z))),   undesirable  w (1 - s(beta (z - r)))
-//            z is the batch's reference point (tune/reference_point.h), w the weight of the label
+//            z is the batch's reference point (extra/kto.h), w the weight of the label
 //            (2402.01306)
 //   GRPO takes answers that the policy has sampled, and each row stands alone. a is its advantage,
 //   q = p / p_old its ratio to the policy that sampled, x = log p - the reference's:

@@ -54,7 +54,8 @@ inline thread_local int this_rank = 0; // only the messages below read it
 
     // Build one line and write it at once, so that lines of several processes do not mix.
     char line[2048];
-    int n = snprintf(line, sizeof(line), "train_gpt: error: %s\n", message);
+    int n = snprintf(line, sizeof(line), "%s: error: %s\n", program_invocation_short_name,
+                     message);
     if (n > int(sizeof(line)) - 1)
         n = sizeof(line) - 1;
     line[n - 1] = '\n'; // a message that was cut needs it too

@@ -2,7 +2,7 @@
 //   distill  the teacher evaluates the step's batch, all micro-batches in one plan (../teacher.h).
 //            Its second product, in the student's head, is the student's time (layer_cost.h)
 //   kto      the weights as they are evaluate a mismatched window for each window of the batch, a
-//            run of the evaluation plan for each micro-batch (reference_point.h)
+//            run of the evaluation plan for each micro-batch (extra/kto.h)
 //   grpo     a rollout (on_policy.h), which serves --updates steps: a step has its share of it
 //     read      each prompt, once for all answers to it: T rows of a generation's plan
 //     sample    --slots answers at once, a run for each further token: a row of each slot. A run

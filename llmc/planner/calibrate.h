@@ -38,6 +38,7 @@
 #include "../io/machines.h"
 #include "../text.h"
 #include "layer_cost.h"
+#include "machine_here.h"
 #include "../io/machine.h"
 
 namespace llmc {
@@ -135,14 +136,14 @@ double timed_here(S where, F work, size_t runs = 0, double span = 0.1) {
     return std::max(seconds[runs / 2], 1e-9);
 }
 // The mean of some number over all ranks.
-inline double mean_over_ranks(const Run& run, double x) {
-    all_reduce_sum(run.world, &x, 1, Cpu{});
-    return x / run.world.size;
+inline double mean_over_ranks(const Comm& world, double x) {
+    all_reduce_sum(world, &x, 1, Cpu{});
+    return x / world.size;
 }
 // The seconds of some work, on average over ranks. All of them call.
 template <typename S, typename F>
-double timed(const Run& run, S where, F work, size_t runs = 0) {
-    return mean_over_ranks(run, timed_here(where, work, runs));
+double timed(const Comm& world, S where, F work, size_t runs = 0) {
+    return mean_over_ranks(world, timed_here(where, work, runs));
 }
 
 // GPUs need larger sizes to be busy.
@@ -163,7 +164,7 @@ struct Measurements {
 // Measure linear layers: forward, and both halves of backward. The fastest rate becomes the peak,
 // unless the data sheet's is known.
 template <typename T, typename S>
-void measure_products(Measurements& m, const Run& run, S where) {
+void measure_products(Measurements& m, const Comm& world, S where) {
     struct Timed {
         size_t N, OC, IC;
         const char* pass;
@@ -185,13 +186,13 @@ void measure_products(Measurements& m, const Run& run, S where) {
 
         // Time its passes.
         const T* no_residual = nullptr;
-        all.push_back({N, OC, IC, "forward", timed(run, where, [&] {
+        all.push_back({N, OC, IC, "forward", timed(world, where, [&] {
                            linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
                        })});
-        all.push_back({N, OC, IC, "dx", timed(run, where, [&] {
+        all.push_back({N, OC, IC, "dx", timed(world, where, [&] {
                            linear_backward_input(x, y, w, N, false, blas, where);
                        })});
-        all.push_back({N, OC, IC, "dw", timed(run, where, [&] {
+        all.push_back({N, OC, IC, "dw", timed(world, where, [&] {
                            linear_backward_weight(w, nullptr, y, x, N, true, blas, where);
                        })});
     }
@@ -213,16 +214,16 @@ void measure_products(Measurements& m, const Run& run, S where) {
 }
 
 // Return the standard deviation of a time over ranks, as a share of its mean. own: of this rank.
-inline double spread_over_ranks(const Run& run, double own) {
-    double ranks = run.world.size;
-    double off = own / mean_over_ranks(run, own) - 1;
-    return std::sqrt(mean_over_ranks(run, off * off) * ranks / (ranks - 1));
+inline double spread_over_ranks(const Comm& world, double own) {
+    double ranks = world.size;
+    double off = own / mean_over_ranks(world, own) - 1;
+    return std::sqrt(mean_over_ranks(world, off * off) * ranks / (ranks - 1));
 }
 
 // Measure how much ranks differ in the time that one product takes them.
 template <typename T, typename S>
-void measure_jitter(Measurements& m, const Run& run, S where) {
-    if (run.world.size == 1) return;
+void measure_jitter(Measurements& m, const Comm& world, S where) {
+    if (world.size == 1) return;
     size_t N = 512 * calibrate_scale(where);
     Buffers<S> room = {where};
     size_t bytes = linear_scratch_bytes<T>(N, N, N, where);
@@ -234,14 +235,14 @@ void measure_jitter(Measurements& m, const Run& run, S where) {
 
     // Time it for a second: a slow moment of a rank must not count.
     const T* no_residual = nullptr;
-    m.machine.jitter = spread_over_ranks(run, timed_here(where, [&] {
+    m.machine.jitter = spread_over_ranks(world, timed_here(where, [&] {
         linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
     }, 0, 1.0));
 }
 
 // Measure causal attention, forward and backward.
 template <typename T, typename S>
-void measure_attention(Measurements& m, const Run& run, S where) {
+void measure_attention(Measurements& m, const Comm& world, S where) {
     for (size_t tokens : {256, 1024}) {
         // Take q, k, v and their gradients, dense.
         size_t B = 2048 / tokens, NH = 4 * calibrate_scale(where), HS = 64;
@@ -278,9 +279,9 @@ void measure_attention(Measurements& m, const Run& run, S where) {
         std::vector<Measured>& rows = plain ? m.plain : m.attention;
 
         std::string name = concat("attention ", type_name(type_of<T>()), " T ", tokens);
-        double forward = timed(run, where,
+        double forward = timed(world, where,
                                [&] { attention_forward(x[4], lse, o, blas, where); });
-        double backward = timed(run, where, [&] {
+        double backward = timed(world, where, [&] {
             attention_backward(x[5], x[6], x[7], x[4], lse, o, blas, where);
         });
         rows.push_back({name + " forward", forward, whole});
@@ -289,14 +290,14 @@ void measure_attention(Measurements& m, const Run& run, S where) {
 }
 
 // Measure the peak of memory, by copies of more than most caches hold. A data sheet's stays.
-template <typename S> void measure_copies(Measurements& m, const Run& run, S where) {
+template <typename S> void measure_copies(Measurements& m, const Comm& world, S where) {
     for (size_t mib : {16, 64}) {
         Buffers<S> room = {where};
         size_t bytes = (mib << 20) * calibrate_scale(where);
         char* from = room.template take<char>(bytes);
         char* to = room.template take<char>(bytes);
         device_zero(from, bytes, where); // pages that were never written share one
-        double seconds = timed(run, where, [&] { copy_bytes(to, from, bytes, where); });
+        double seconds = timed(world, where, [&] { copy_bytes(to, from, bytes, where); });
         double rate = 2e-12 * double(bytes) / seconds; // a byte read, a byte written
         if (!m.known)
             m.machine.memory_tb = std::max(m.machine.memory_tb, rate);
@@ -306,7 +307,7 @@ template <typename S> void measure_copies(Measurements& m, const Run& run, S whe
 // Measure what streams through memory: an update, which reads a gradient and reads and writes
 // weight, master and moments.
 template <typename T, typename S>
-void measure_updates(Measurements& m, const Run& run, S where) {
+void measure_updates(Measurements& m, const Comm& world, S where) {
     for (size_t millions : {1, 4}) {
         // Take weights, masters, gradients and moments: all are 0, and stay so.
         typedef acc_t<T> A;
@@ -331,7 +332,7 @@ void measure_updates(Measurements& m, const Run& run, S where) {
         };
         const StepScale* no_scale = nullptr;
         std::string name = concat("update ", type_name(type_of<T>()), " of ", n >> 20, "M");
-        m.memory.push_back({name, timed(run, where, [&] {
+        m.memory.push_back({name, timed(world, where, [&] {
                                 adamw_update(weight, master, x[0], x[1], x[2], n, h, no_scale,
                                              where);
                             }), whole});
@@ -340,7 +341,7 @@ void measure_updates(Measurements& m, const Run& run, S where) {
 
 // Measure a norm and an activation function: a CPU computes longer than it waits for their bytes.
 template <typename T, typename S>
-void measure_elementwise(Measurements& m, const Run& run, S where) {
+void measure_elementwise(Measurements& m, const Comm& world, S where) {
     // Both read a number and write one.
     for (size_t C : {256, 1024}) {
         size_t N = 2048 * calibrate_scale(where);
@@ -353,11 +354,11 @@ void measure_elementwise(Measurements& m, const Run& run, S where) {
         // Compare with the time of so many bytes at the peak.
         double whole = 2 * double(N * C * sizeof(T)) / (m.machine.memory_tb * 1e12);
         std::string of = concat(" ", type_name(type_of<T>()), " ", N, " x ", C);
-        m.elementwise.push_back({"norm" + of, timed(run, where, [&] {
+        m.elementwise.push_back({"norm" + of, timed(world, where, [&] {
                                      layernorm_forward(y, sums, sums + N, x, weight, weight + C,
                                                        N, C, 1e-5f, where);
                                  }), whole});
-        m.elementwise.push_back({"gelu" + of, timed(run, where, [&] {
+        m.elementwise.push_back({"gelu" + of, timed(world, where, [&] {
                                      gelu_forward(y, x, N * C, where);
                                  }), whole});
     }
@@ -381,21 +382,21 @@ void send_around(const Comm& group, float* out, float* in, size_t n, S where) {
 // Measure all-reduces in a group, while all other groups of its kind measure too: a short one is
 // all latency, the longest one is at the link's peak.
 template <typename S>
-void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber peak,
+void measure_link(Measurements& m, const Comm& world, Comm group, MachineNumber peak,
                   std::vector<Measured>& rows, S where) {
     if (group.size == 1) return;
-    if (run.world.nccl) group = nccl_attach(group);
+    if (world.nccl) group = nccl_attach(group);
     Buffers<S> room = {where};
     float* x = room.template take<float>(size_t(4) << 20);
     auto seconds = [&](size_t count) { // ranks agree on the number of runs
-        return timed(run, where, [&] { all_reduce_sum(group, x, count, where); }, LINK_RUNS);
+        return timed(world, where, [&] { all_reduce_sum(group, x, count, where); }, LINK_RUNS);
     };
 
     // Keep the longest latencies: links.h has one for all groups. That of a message is measured
     // while each rank sends one to the next.
     double latency = seconds(16);
     auto send = [&] { send_around(group, x, x + 16, 16, where); };
-    double message = timed(run, where, send, LINK_RUNS);
+    double message = timed(world, where, send, LINK_RUNS);
     m.machine.latency_us = std::max(m.machine.latency_us, 1e6 * latency);
     m.machine.message_us = std::max(m.machine.message_us, 1e6 * message);
 
@@ -418,26 +419,26 @@ void measure_link(Measurements& m, const Run& run, Comm group, MachineNumber pea
 
 // Measure the links between the ranks of a machine, then those between machines.
 template <typename S>
-void measure_links(Measurements& m, const Run& run, const Machines& machines, S where) {
-    if (run.world.size == 1) return;
+void measure_links(Measurements& m, const Comm& world, const Machines& machines, S where) {
+    if (world.size == 1) return;
     m.machine.latency_us = m.machine.message_us = 0;
-    int rank = run.world.rank;
+    int rank = world.rank;
     int here = machines.of[size_t(rank)];
-    Comm inside = comm_split(run.world, "machine", ranks_on(machines, here));
-    Comm across = comm_split(run.world, "machines", ranks_across(machines, rank));
-    measure_link(m, run, inside, &Machine::link_gb, m.link, where);
-    measure_link(m, run, across, &Machine::nic_gb, m.nic, where);
+    Comm inside = comm_split(world, "machine", ranks_on(machines, here));
+    Comm across = comm_split(world, "machines", ranks_across(machines, rank));
+    measure_link(m, world, inside, &Machine::link_gb, m.link, where);
+    measure_link(m, world, across, &Machine::nic_gb, m.nic, where);
 }
 
 // Launches of a block's forward pass.
 constexpr int LAUNCHES_OF_BLOCK = 12;
 
 // Measure what a launch takes: a function of a few numbers.
-template <typename S> void measure_launches(Measurements& m, const Run& run, S where) {
+template <typename S> void measure_launches(Measurements& m, const Comm& world, S where) {
     Buffers<S> room = {where};
     float* x = room.template take<float>(64);
     constexpr int MANY = 200;
-    double seconds = timed(run, where, [&] {
+    double seconds = timed(world, where, [&] {
         for (int i = 0; i < MANY; i++)
             gelu_forward(x, x, 64, where);
     });
@@ -489,10 +490,9 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
 }
 
 // Measure this machine and write --calibrate's file, on every rank that was started.
-template <typename T, typename S> void calibrate_in(Run& run, S where) {
+template <typename T, typename S> void calibrate_in(const Config& c, const Comm& world, S where) {
     // Links between machines are measured among ranks at the same place of each.
-    const Config& c = run.config;
-    Machines machines = find_machines(run.world);
+    Machines machines = find_machines(world);
     int each = ranks_of_each(machines);
     if (each == 0)
         or_die("--calibrate measures links between ranks at the same place of each machine, and "
@@ -513,27 +513,27 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
     if (gpu) m.machine.contention = 0; // not measured; its messages leave the SMs to layers
     if (!m.known) {
         // Take the memory that is there; the fastest copy will be the peak of its rate.
-        m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(run.world, where);
+        m.machine.memory_gb = double(memory_left(where)) / GIB / ranks_here(world, where);
         m.machine.memory_gb *= c.local_ranks;
         m.machine.memory_tb = 0;
     }
 
     // Measure. Copies and products come first: they are the peaks of what follows. The last
     // products are those of T, whose share is fitted.
-    measure_copies(m, run, where);
-    measure_products<bf16>(m, run, where);
-    measure_products<float>(m, run, where);
+    measure_copies(m, world, where);
+    measure_products<bf16>(m, world, where);
+    measure_products<float>(m, world, where);
     if (sizeof(T) == 2)
-        measure_products<T>(m, run, where);
-    measure_jitter<T>(m, run, where);
-    measure_attention<T>(m, run, where);
-    measure_updates<T>(m, run, where);
-    measure_elementwise<T>(m, run, where);
-    measure_links(m, run, machines, where);
-    measure_launches(m, run, where);
+        measure_products<T>(m, world, where);
+    measure_jitter<T>(m, world, where);
+    measure_attention<T>(m, world, where);
+    measure_updates<T>(m, world, where);
+    measure_elementwise<T>(m, world, where);
+    measure_links(m, world, machines, where);
+    measure_launches(m, world, where);
 
     // Write the file, and read it back: what --machine would refuse must not be left behind.
-    if (!is_first_rank(run)) return;
+    if (world.rank != 0) return;
     std::string text = machine_text(m, base, c.local_ranks);
     or_die(write_text_file(c.calibrate, text));
     Machine back;
@@ -543,16 +543,16 @@ template <typename T, typename S> void calibrate_in(Run& run, S where) {
 }
 
 // The same in the element type of --precision.
-template <typename S> void run_calibration(Run& run, S where) {
-    if (run.config.precision == "bf16")
-        return calibrate_in<bf16>(run, where);
-    calibrate_in<float>(run, where);
+template <typename S>
+void run_calibration(const Config& c, const Comm& world, S where) {
+    if (c.precision == "bf16")
+        return calibrate_in<bf16>(c, world, where);
+    calibrate_in<float>(c, world, where);
 }
 
 // Whether the command line asks for a calibration. If so, check its flags, and make them those of
 // as many ranks as were started.
-inline bool wants_calibration(Run& run) {
-    Config& c = run.config;
+inline bool wants_calibration(Config& c, const Comm& world) {
     if (c.calibrate.empty()) return false;
     for (const Flag& f : config_table()) {
         static const std::set<std::string> allowed = {"calibrate", "device", "local-ranks",
@@ -563,7 +563,7 @@ inline bool wants_calibration(Run& run) {
     LLMC_USER_CHECK(c.precision != "fp16",
                     "--calibrate measures --precision fp32 or bf16: give bf16, which is as fast");
     or_die(try_file("calibrate", c.calibrate));
-    c.dp = std::max(run.world.size, c.local_ranks);
+    c.dp = std::max(world.size, c.local_ranks);
     return true;
 }
 

@@ -10,20 +10,19 @@
 //   Not counted: casts of weights that ZeRO-3 sends as codes.
 #pragma once
 #include <memory>
-#include "../access.h"
 #include "../action.h"
+#include "../io/machine.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../offload.h"
 #include "../ops/fp8_gradients.cuh"
 #include "../ops/small_states.cuh"
 #include "../optimizer.h"
 #include "../pipeline.h"
 #include "../sharding.h"
 #include "../streams.h"
-#include "../zero.h"
 #include "layer_cost.h"
 #include "links.h"
-#include "../io/machine.h"
 
 namespace llmc {
 
@@ -187,11 +186,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         t.update = norm_seconds(c, p, model);
         t.data = 2 * latency;
         break;
-    // A late update runs on the host, beside layers: its time stands with its FETCH, whose queue
-    // goes on beside them too.
-    case Op::UPDATE:
-        if (!p.offload.late) t.update = update_seconds(c, p, model, a.bucket, a.chunk);
-        break;
+    case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket, a.chunk); break;
 
     // Collectives in the plan's own queue.
     case Op::SENDRECV: t.pipeline = exchange_seconds(c, p, model, a); break;
@@ -200,11 +195,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
     case Op::PUBLISH: t.data = publish_seconds(c, p, model, a.bucket); break;
 
     case Op::FETCH:
-    case Op::PARK:
-        t.moves = move_seconds(c, p, model, a);
-        if (p.offload.late && a.op == Op::FETCH && a.chunk >= 0)
-            t.moves += update_seconds(c, p, model, a.bucket, a.chunk);
-        break;
+    case Op::PARK: t.moves = move_seconds(c, p, model, a); break;
 
     // The host's part takes no time here.
     case Op::LOAD:

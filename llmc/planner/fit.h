@@ -13,29 +13,14 @@
 //   to the host included.
 //   Cost: ten to forty placings a cell, a few milliseconds each.
 #pragma once
-#include "../action.h"
-#include "../adapters.h"
-#include "../family.h"
-#include "../head.h"
 #include "../io/config.h"
 #include "../io/config_check.h"
 #include "../io/files.h"
 #include "../io/machine.h"
-#include "../io/plan_flags.h"
-#include "../layout.h"
-#include "../model.h"
 #include "../ops/types.h"
-#include "../run/choose.h"
 #include "../text.h"
-#include "../trainer.h"
-#include "../tune/teach.h"
-#include "before_step.h"
-#include "cost.h"
-#include "layer_cost.h"
 #include "machine_here.h"
 #include "plan_search.h"
-#include "predict.h"
-#include "simulator.h"
 #include "trial.h"
 
 namespace llmc {
@@ -78,15 +63,6 @@ inline const std::vector<const char*>& fit_models() {
     return names;
 }
 
-// The question: a card, the bytes of it that a run may take, and the user's other flags.
-struct FitQuestion {
-    Config config;
-    Machine machine;
-    double room = 0;
-    double host_room = 0; // the same of the host's memory
-    Shape teacher = {};   // that --teacher names
-};
-
 // The answer for a model and a way. B = 0: nothing fits.
 struct FitCell {
     std::string flags;
@@ -115,7 +91,7 @@ constexpr int64_t FIT_BATCH = 65536;
 inline int64_t fit_batch(const Config& c) { return c.batch_tokens ? c.batch_tokens : FIT_BATCH; }
 
 // The configuration of a rung with a micro-batch of B sequences, in the nearest batch below.
-inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) {
+inline Config fit_config(const PlanQuestion& q, const std::string& flags, int B) {
     // Set the rung's flags, then the micro-batch and a batch that it divides.
     Config c = q.config;
     set_flags(c, flags);
@@ -125,69 +101,25 @@ inline Config fit_config(const FitQuestion& q, const std::string& flags, int B) 
     return c;
 }
 
-// Place a run, and time its step if `timed`. Returns "" or why it is not allowed.
-inline std::string try_fit(const FitQuestion& q, Config c, Shape shape, bool timed, FitCell* cell) {
-    // Check the flags as the run itself would.
-    std::string wrong = check_with_teacher(c, shape, q.teacher);
-    if (!wrong.empty()) return wrong;
-
-    // Add the adapters, which choose_shape() leaves out.
-    if (c.lora) {
-        Adapters adapters;
-        wrong = choose_adapters(make_model(shape), lora_options(c), &adapters);
-        if (!wrong.empty()) return wrong;
-        shape.adapters = std::make_shared<const Adapters>(adapters);
-    }
-
-    // Make the plans as a run would, with a GPU's sizes. Further micro-batches add only the bytes
-    // of their tokens, so three are placed.
+// Evaluate a run with a GPU's sizes.
+inline const Trial& try_fit(const PlanQuestion& q, const Config& c, Depth depth) {
     sizes_of_gpu = true;
-    shape = with_logits(shape, Cpu{});
-    std::vector<PlanOptions> options = plans_of(c, shape);
-    int m = options[0].micro_batches;
-    PlanOptions whole = options[0];
-    options[0].micro_batches = std::min(m, 3);
-    Trainer<bf16, Cpu> t;
-    trainer_place(t, shape, options, choose_layout(c, shape));
-    Shape teacher = with_logits(q.teacher, Cpu{});
-    double beside = teacher_room<bf16>(c, teacher, whole, 0, Cpu{});
+    const Trial& t = evaluate_config<bf16>(q, c, depth, Cpu{});
     sizes_of_gpu = false;
-    size_t each = round_up(t.plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
-    cell->bytes = double(t.arena.device().bytes);
-    cell->bytes += double(std::max(0, m - 3)) * double(each);
-    cell->bytes += beside;
-    cell->host = double(t.arena.memory[int(Tier::HOST)].bytes);
-    if (!timed) return "";
-
-    // Time a step of all micro-batches, with its moves beside it, and what is evaluated first.
-    CostModel cost = run_costs<bf16>(q.machine, t.model, Cpu{});
-    cost.teacher_C = double(teacher.C);
-    const Layout& layout = t.plans[0].layout;
-    StepTime step = simulate_layout(layout, t.model, whole, action_cost(cost, t.model));
-    if (!step.stuck.empty()) return step.stuck;
-    KnownSteps steps;
-    auto before = before_runs(before_steps(c, whole, shape, teacher), layout, steps);
-    add_before(step, before_times<bf16>(q.machine, before));
-    cell->rate = double(c.batch_tokens) / step.seconds;
-    return "";
+    return t;
 }
 
 // ----------------------------------------------------------------------------
 // a cell, a table
 
-// Whether a placed run fits the card and the host.
-inline bool has_room(const FitQuestion& q, const FitCell& cell) {
-    return cell.bytes <= q.room && cell.host <= q.host_room;
-}
-
 // The rungs of a way without those that are refused, as small states are beside SGD. If all are,
 // *refusal says why.
-inline std::vector<std::string> allowed_rungs(const FitQuestion& q, const Shape& shape,
-                                              const FitWay& way, std::string* refusal) {
+inline std::vector<std::string> allowed_rungs(const PlanQuestion& q, const FitWay& way,
+                                              std::string* refusal) {
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
-        std::string wrong = check_with_teacher(c, shape, q.teacher);
+        std::string wrong = check_with_teacher(c, q.shape, q.teacher);
         if (wrong.empty())
             rungs.push_back(rung);
         else
@@ -198,19 +130,19 @@ inline std::vector<std::string> allowed_rungs(const FitQuestion& q, const Shape&
 }
 
 // The fastest rung of a way that fits, with its largest micro-batch.
-inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& way) {
+inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
+    q.known->clear();
     FitCell best;
-    FitCell cell;
-    std::vector<std::string> rungs = allowed_rungs(q, shape, way, &best.refusal);
+    std::vector<std::string> rungs = allowed_rungs(q, way, &best.refusal);
     if (rungs.empty()) return best;
 
     // Ask the leanest rung first: what the card cannot hold then, it holds with no other. Leave out
     // those that come last and fit nowhere, as where the host lacks memory.
     auto fits = [&](const std::string& rung, int B) {
-        Config c = fit_config(q, rung, B);
-        return try_fit(q, c, shape, false, &cell).empty() && has_room(q, cell);
+        const Trial& t = try_fit(q, fit_config(q, rung, B), Depth::PLACED);
+        return t.wrong.empty() && has_room(q, t);
     };
-    if (!fits(rungs.back(), 1) && cell.bytes > q.room)
+    if (try_fit(q, fit_config(q, rungs.back(), 1), Depth::PLACED).bytes > q.room)
         return best;
     while (!rungs.empty() && !fits(rungs.back(), 1))
         rungs.pop_back();
@@ -227,10 +159,9 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
         if (B == 0) continue;
         found++;
         Config c = fit_config(q, rung, B);
-        try_fit(q, c, shape, true, &cell);
-        cell.flags = rung;
-        cell.leanest = rungs.back();
-        cell.B = B;
+        const Trial& t = try_fit(q, c, Depth::TIMED);
+        double rate = double(c.batch_tokens) / t.seconds;
+        FitCell cell = {rung, B, t.bytes, t.host, rate, rungs.back(), ""};
 
         // A batch of whole micro-batches may be smaller than the heading's.
         if (c.batch_tokens != fit_batch(q.config))
@@ -241,19 +172,18 @@ inline FitCell fit_cell(const FitQuestion& q, const Shape& shape, const FitWay& 
 }
 
 // The longest sequence that a rung fits, with one sequence in a micro-batch, to 1024 tokens.
-inline int longest_sequence(const FitQuestion& q, const Shape& shape, const std::string& leanest) {
+inline int longest_sequence(const PlanQuestion& q, const std::string& leanest) {
     auto fits = [&](int seq) {
-        FitQuestion other = q;
-        FitCell cell;
+        PlanQuestion other = q;
         other.config.seq = seq;
-        Config c = fit_config(other, leanest, 1);
-        return try_fit(other, c, shape, false, &cell).empty() && has_room(q, cell);
+        const Trial& t = try_fit(other, fit_config(other, leanest, 1), Depth::PLACED);
+        return t.wrong.empty() && has_room(q, t);
     };
 
     // Bisect between a length that fits and one that does not, in units of 1024 tokens.
-    int unit = int(std::min<size_t>(1024, shape.P));
+    int unit = int(std::min<size_t>(1024, q.shape.P));
     int low = 0;
-    int high = int(shape.P) / unit + 1;
+    int high = int(q.shape.P) / unit + 1;
     while (high - low > 1) {
         int middle = (low + high) / 2;
         (fits(middle * unit) ? low : high) = middle;
@@ -296,14 +226,13 @@ inline std::string read_card(const Config& c, const std::string& card, Machine* 
 }
 
 // The question for one card. Trials are checked as --explain does, in bf16 and on one rank.
-inline FitQuestion fit_question(const Config& c, const std::string& card) {
+inline PlanQuestion fit_question(const RunFacts& run, const Config& c, const std::string& card) {
     // Take the card, and the bytes that it leaves for a run.
-    FitQuestion q;
+    PlanQuestion q;
+    q.run = run;
     q.config = c;
     or_die(read_card(c, card, &q.machine));
-    Run run;
-    run.config = c;
-    q.teacher = choose_teacher_shape(run);
+    q.teacher = run.teacher(c);
     q.room = c.memory > 0 ? c.memory * GIB : room_of_card(q.machine);
     q.host_room = room_of_host(q.machine);
     q.config.machine = q.config.fit = "";
@@ -314,13 +243,12 @@ inline FitQuestion fit_question(const Config& c, const std::string& card) {
 }
 
 // Take a model by its name, with the user's sequence, or with 2048 tokens if it can have as many.
-inline Shape fit_shape(FitQuestion& q, const Config& user, const std::string& model) {
+inline void take_model(PlanQuestion& q, const Config& user, const std::string& model) {
     // Read the shape as a run does: from a folder, a file or a preset.
     Config c = user;
     c.model = q.config.model = model;
-    Shape shape = choose_shape(c);
-    q.config.seq = user.seq ? user.seq : int(std::min<size_t>(shape.P, 2048));
-    return shape;
+    q.shape = q.run.shape(c);
+    q.config.seq = user.seq ? user.seq : int(std::min<size_t>(q.shape.P, 2048));
 }
 
 // The models that are asked about: the user's alone, or those of the table.
@@ -330,14 +258,14 @@ inline std::vector<std::string> models_asked(const Config& user) {
 }
 
 // The reason for which every way of every model is refused, if it is one; otherwise "".
-inline std::string refuse_all(const Config& user, const std::string& card) {
-    FitQuestion q = fit_question(user, card);
+inline std::string refuse_all(const RunFacts& run, const Config& user, const std::string& card) {
+    PlanQuestion q = fit_question(run, user, card);
     std::string reason;
     for (const std::string& model : models_asked(user)) {
-        Shape shape = fit_shape(q, user, model);
+        take_model(q, user, model);
         for (const FitWay& way : fit_ways()) {
             std::string refusal;
-            allowed_rungs(q, shape, way, &refusal);
+            allowed_rungs(q, way, &refusal);
             if (reason.empty()) reason = refusal;
             if (refusal.empty() || refusal != reason)
                 return "";
@@ -368,9 +296,9 @@ inline std::string fit_line(const std::string& model, const char* way, const Fit
 }
 
 // The table of one card: a line for each model and way.
-inline std::string fit_card(const Config& user, const std::string& card) {
+inline std::string fit_card(const RunFacts& run, const Config& user, const std::string& card) {
     // Head the table with the card, and with the flags that all lines share.
-    FitQuestion q = fit_question(user, card);
+    PlanQuestion q = fit_question(run, user, card);
     bool one = was_given(user, "model");
     std::string text = concat(
         "what trains on one card of ", q.machine.memory_gb, " GB, ", bytes_text(q.room),
@@ -381,10 +309,10 @@ inline std::string fit_card(const Config& user, const std::string& card) {
 
     // Answer for each model, and for a single one also how long a sequence may be.
     for (const std::string& model : models_asked(user)) {
-        Shape shape = fit_shape(q, user, model);
+        take_model(q, user, model);
         for (const FitWay& way : fit_ways()) {
-            FitCell cell = fit_cell(q, shape, way);
-            int longest = one && cell.B ? longest_sequence(q, shape, cell.leanest) : 0;
+            FitCell cell = fit_cell(q, way);
+            int longest = one && cell.B ? longest_sequence(q, cell.leanest) : 0;
             text += fit_line(model, way.name, cell, longest);
         }
     }
@@ -393,12 +321,12 @@ inline std::string fit_card(const Config& user, const std::string& card) {
 
 // A cell of the table of several cards: how all weights train there, and if that takes the host's
 // memory, how adapters do, to the first way without it. *refusal: why no way is allowed, or "".
-inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::string* refusal) {
+inline std::string fit_word(const PlanQuestion& q, std::string* refusal) {
     // Go on until a way needs nothing but the card.
     std::string text;
     bool allowed = false;
     for (const FitWay& way : fit_ways()) {
-        FitCell cell = fit_cell(q, shape, way);
+        FitCell cell = fit_cell(q, way);
         allowed |= cell.refusal.empty();
         if (!cell.refusal.empty()) *refusal = cell.refusal;
         if (cell.B == 0) continue;
@@ -410,12 +338,13 @@ inline std::string fit_word(const FitQuestion& q, const Shape& shape, std::strin
 }
 
 // The table of several cards: the models, and on each card the ways and tokens a second.
-inline std::string fit_cards(const Config& user, const std::vector<std::string>& cards) {
+inline std::string fit_cards(const RunFacts& run, const Config& user,
+                             const std::vector<std::string>& cards) {
     // Name the columns by the cards, and by the rows of machine.h whose rates they have.
-    std::vector<FitQuestion> columns;
+    std::vector<PlanQuestion> columns;
     std::string text = "| |";
     for (const std::string& card : cards) {
-        columns.push_back(fit_question(user, card));
+        columns.push_back(fit_question(run, user, card));
         const Machine& m = columns.back().machine;
         text += concat(" ", m.memory_gb, " GB, ", m.name, " |");
     }
@@ -429,9 +358,9 @@ inline std::string fit_cards(const Config& user, const std::vector<std::string>&
     for (const std::string& model : models_asked(user)) {
         std::string refusal;
         text += concat("| ", model, " |");
-        for (FitQuestion& q : columns) {
-            Shape shape = fit_shape(q, user, model);
-            text += concat(" ", fit_word(q, shape, &refusal), " |");
+        for (PlanQuestion& q : columns) {
+            take_model(q, user, model);
+            text += concat(" ", fit_word(q, &refusal), " |");
         }
         text += "\n";
         if (!refusal.empty()) refusals += concat(model, " is refused: ", refusal, "\n");
@@ -440,15 +369,15 @@ inline std::string fit_cards(const Config& user, const std::vector<std::string>&
 }
 
 // Answer --fit: the flags for one card, or the ways for several, with commas between them.
-inline std::string fit_text(const Config& user) {
+inline std::string fit_text(const RunFacts& run, const Config& user) {
     // Read the cards between the commas.
     or_die(check_fit(user));
     std::vector<std::string> cards;
     std::string card;
     for (std::istringstream all(user.fit); std::getline(all, card, ',');)
         cards.push_back(card);
-    or_die(refuse_all(user, cards[0]));
-    return cards.size() == 1 ? fit_card(user, cards[0]) : fit_cards(user, cards);
+    or_die(refuse_all(run, user, cards[0]));
+    return cards.size() == 1 ? fit_card(run, user, cards[0]) : fit_cards(run, user, cards);
 }
 
 } // namespace llmc

@@ -27,15 +27,17 @@
 #include "../expert_parallel.h"
 #include "../family.h"
 #include "../fp8.h"
+#include "../io/machine.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/attention_types.h"
+#include "../ops/fp8.cuh"
 #include "../ops/grad_norm.cuh"
+#include "../ops/types.h"
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../recompute.h"
 #include "links.h"
-#include "../io/machine.h"
 
 namespace llmc {
 
@@ -167,9 +169,8 @@ inline double product_seconds(const CostModel& c, double rows, double out, doubl
 
 // Return the seconds of all products in a block's forward pass. trained: only those whose matrices
 // are trained, which the weight half of a backward pass repeats.
-// stacks: only those of experts.
 inline double block_products(const CostModel& c, const Plan& p, const Model& model, int layer,
-                             bool trained = false, bool stacks = false) {
+                             bool trained = false) {
     double seconds = 0;
     double N = p.rows();
     const Shape& s = model.shape;
@@ -181,7 +182,6 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
             const Parameter& w = model.parameters[i];
             if (w.layer != layer || w.shape.size() != 2)
                 continue;
-            if (stacks && w.stack == 1) continue;
 
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
@@ -268,7 +268,7 @@ inline double tiled_keys(const Plan& p, size_t window) {
     double masked = ATTENTION_TILE / 2;
     int cp = p.layout.cp.size;
     int ways = keys_axis(p.layout).size; // ranks that share the queries of a head
-    if (ways > 1) switch (p.layout.cp_order) {
+    if (ways > 1) switch (p.layout.context.order) {
         // A tile with rows of two chunks meets all keys of the later one.
         case ContextOrder::ZIGZAG:
             if (T / (2 * cp) < ATTENTION_TILE) masked = T / 2;
@@ -303,7 +303,7 @@ inline double attention_seconds(const CostModel& c, const Plan& p, const Shape& 
                                 bool backward) {
     if (is_plain(c, p, s, backward))
         return (backward ? PLAIN_BACKWARD : 1) * flops / c.machine.plain_rate();
-    bool pieces = p.layout.cp.size > 1 && p.layout.cp_method == ContextMethod::RING;
+    bool pieces = p.layout.cp.size > 1 && p.layout.context.method == ContextMethod::RING;
     double rate = c.machine.attention_rate(c.element) * (pieces ? RING_RATE : 1);
     return (backward ? FLASH_BACKWARD : 1) * flops / rate;
 }
@@ -393,7 +393,7 @@ inline double context_seconds(const CostModel& c, const Plan& p, const Model& mo
 
     // Gather sends the keys of each sequence, and later their gradients.
     if (of_keys.n == 1) return seconds;
-    if (layout.cp_method == ContextMethod::RING)
+    if (layout.context.method == ContextMethod::RING)
         return seconds + ring_seconds(c, p, layer_shape(model.shape, layer), layer, of_keys, keys,
                                       backward);
     double messages = passes * p.B;
@@ -432,7 +432,7 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
         Link ep = link_of(c.machine, layout.ep, near);
         double routed = N * s.C * c.element / (s.whole_experts ? layout.tp.size : 1);
         double share = exchanged_share(s, size_t(layout.ep));
-        double message = layout.ep_exchange ? ep.all_to_all(share * routed * layout.ep)
+        double message = layout.experts.exchange ? ep.all_to_all(share * routed * layout.ep)
                                             : ep.all_gather(routed * layout.ep);
         t.experts = (backward ? 4 : 2) * message;
 
@@ -482,9 +482,6 @@ inline Times block_seconds(const CostModel& c, const Plan& p, const Model& model
     t.products += cast_seconds(c, p, model, layer, backward ? Makes::DINP : Makes::OUT);
     if (backward) t.products += cast_seconds(c, p, model, layer, Makes::DW);
 
-    // Rounds make gate and up again, and for W also what leads to their gradients.
-    if (backward && s.E && s.expert_rounds > 1)
-        t.products += 5.0 / 3 * block_products(c, p, model, layer, false, true);
     t.attention = attention.seconds;
     double bytes = (backward ? 2 : 1) * block_bytes(c, p, s) + attention.bytes;
     double dequantised = dequantised_bytes(c, p, model, layer);
@@ -519,13 +516,13 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     if (redoes_attn(level)) t.context = all.context;
 
     // Add the sums behind products that are made again, and the rows that they read. Experts' rows
-    // come once more, where they come at once.
+    // come once more.
     double branch = branch_messages(c, p, s, false);
     double gather = p.layout.sequence_parallel ? branch / 2 : 0;
     if (redoes_attn(level)) t.tensor = branch;
     if (redoes_ffn(level)) {
         if (second_branch_sends(s)) t.tensor += whole || s.post_norm ? branch : gather;
-        if (s.expert_rounds == 1) t.experts = all.experts / 2;
+        t.experts = all.experts / 2;
     }
     t.launch = level == Recompute::FULL ? all.launch : 0;
     return t;

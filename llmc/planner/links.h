@@ -110,7 +110,7 @@ inline int ranks_in_node(const Layout& layout, const Machine& machine, Group gro
     // Neighbours along cp stay together; so do those along dp if all of cp fits.
     int near = axis_in_node(layout, machine, &Layout::cp) *
                axis_in_node(layout, machine, &Layout::dp);
-    bool over_tp = group == Group::EXPERTS && layout.whole_experts;
+    bool over_tp = group == Group::EXPERTS && layout.experts.whole;
     if (!over_tp) return near;
     return near * axis_in_node(layout, machine, &Layout::tp);
 }

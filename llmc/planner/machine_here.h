@@ -4,6 +4,7 @@
 #include "../io/files.h"
 #include "../io/machine.h"
 #include "../ops/cuda_common.h"
+#include "../ops/types.h"
 #include "../text.h"
 
 namespace llmc {

@@ -31,7 +31,6 @@
 #include "budget.h"
 #include "cost.h"
 #include "layer_cost.h"
-#include "plan_search.h"
 #include "simulator.h"
 
 namespace llmc {

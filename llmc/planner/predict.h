@@ -3,6 +3,8 @@
 //   is from published step times, and docs/planning.md has its table. Ratios between layouts are
 //   closer than the times themselves.
 //   A part is the mean over pipeline ranks, so the parts add up to the step.
+//   The end of a run compares this time with its own steps' median, so that a few slow steps do not
+//   count; the first step is left out, because it does some work once for all.
 #pragma once
 #include "../action.h"
 #include "../io/explain.h"
@@ -92,6 +94,27 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
              count_text(rate / cards).c_str(), 100 * mfu, peak / (slow ? 1e9 : 1e12),
              slow ? "GFLOP/s" : "TFLOP/s");
     return {line + parts_text(step), trace_of(step, plans, model), step.seconds};
+}
+
+// The middle one of some numbers, of which there is at least one.
+inline double median_of(std::vector<double> numbers) {
+    auto middle = numbers.begin() + numbers.size() / 2;
+    std::nth_element(numbers.begin(), middle, numbers.end());
+    return *middle;
+}
+
+// "predicted on FILE: 79.0 ms a step | measured 81.2 ms, the median of 9 steps | error -2.7%".
+inline std::string predicted_text(const std::string& machine, double seconds,
+                                  const std::vector<double>& steps) {
+    double measured = median_of(steps);
+    double error = 100 * (seconds / measured - 1); // percent of the measured time
+    const char* words = steps.size() > 1 ? "steps" : "step";
+
+    char line[160];
+    snprintf(line, sizeof(line),
+             ": %.2f ms a step | measured %.2f ms, the median of %zu %s | error %+.1f%%\n",
+             1e3 * seconds, 1e3 * measured, steps.size(), words, error);
+    return "predicted on " + machine + line;
 }
 
 } // namespace llmc

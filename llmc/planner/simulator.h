@@ -93,7 +93,7 @@ inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
     switch (op) {
     case Op::GATHER:
     case Op::REDUCE:
-    case Op::PUBLISH: return tensor || x.whole_experts;
+    case Op::PUBLISH: return tensor || x.experts.whole;
     case Op::COUNT:
     case Op::NORM: return true;
     default: return computes(op) && (data || x.ep > 1);

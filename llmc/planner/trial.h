@@ -1,37 +1,70 @@
-// trial.h - a proposal as the plans that would run: simulated, and placed in memory
-//   1. simulate_proposal()  the time of a step, by parts; with what runs before it
-//   2. place_proposal()     the bytes of a pipeline rank, by rows; fits() asks if there is room
-//   Both make as few micro-batches as a pipeline needs to settle.
+// trial.h - one configuration: why it is refused, or its seconds, bytes and bytes of the host
+//   1. CHECKED  config_check() allows it
+//   2. PLACED   the rank that is probably the fullest has room, with a few micro-batches
+//   3. TIMED    simulated: the time of a step, by parts; with what runs before it
+//   4. SURE     every rank that may be the fullest has room, with all micro-batches
+//   evaluate_config() goes as far as it is asked, and stops where a configuration fails. It
+//   remembers what it has found. --plan auto and --fit differ in nothing but the configurations
+//   that they ask for.
 #pragma once
 #include "../action.h"
+#include "../adapters.h"
 #include "../arena.h"
 #include "../family.h"
 #include "../head.h"
 #include "../io/config.h"
 #include "../io/config_check.h"
+#include "../io/files.h"
 #include "../io/machine.h"
 #include "../io/plan_flags.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../offload.h"
 #include "../ops/types.h"
 #include "../pipeline.h"
 #include "../plan.h"
-#include "../run/choose_plans.h"
+#include "../text.h"
 #include "../trainer.h"
-#include "../tune/teach.h"
 #include "before_step.h"
 #include "cost.h"
 #include "layer_cost.h"
-#include "layer_estimates.h"
-#include "planner.h"
+#include "lower_bound.h"
 #include "predict.h"
-#include "proposal.h"
 #include "simulator.h"
+#include <bit>
+#include <functional>
+#include <memory>
 
 namespace llmc {
 
+// The facts of a run that only the program knows.
+struct RunFacts {
+    std::function<Shape(const Config&)> shape;   // of --model
+    std::function<Shape(const Config&)> teacher; // of --teacher; empty without one
+    // The options of all its plans. The first one trains.
+    std::function<std::vector<PlanOptions>(const Config&, const Shape&)> plans;
+    // Bytes that a rank's teacher takes beside a training plan.
+    std::function<size_t(const Config&, const Shape& teacher, const PlanOptions& train, int rank)>
+        teacher_bytes;
+};
+
+// How far an evaluation goes.
+enum class Depth { CHECKED, PLACED, TIMED, SURE };
+
+// A configuration, and what is known of it. Seconds and bytes are infinite until they are computed.
+struct Trial {
+    Config config;
+    double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
+    double host = 0;                             // its bytes in the host's memory, if that is apart
+    Times parts = {};                            // `seconds` by part, the mean over ranks
+    std::map<std::string, double> memory = {};   // `bytes` by memory_row()
+    std::string wrong = "";                      // why it is refused; "": it is allowed
+    Depth depth = Depth::CHECKED;                // how far it has been evaluated
+};
+
 // The question: the flags, the model, the machine, how many ranks, and how much room each has.
 struct PlanQuestion {
+    RunFacts run;
     Config config; // with a batch and a sequence length, and checked as by --explain
     Shape shape;
     Machine machine;
@@ -41,7 +74,55 @@ struct PlanQuestion {
     double host_room = INFINITY; // and of the host's memory beside its GPU
     bool named = false; // keep to the values that the user's flags name (has_named())
     std::shared_ptr<KnownSteps> steps = std::make_shared<KnownSteps>(); // of all trials
+    typedef std::map<std::string, Trial> KnownTrials;
+    std::shared_ptr<KnownTrials> known = std::make_shared<KnownTrials>(); // by config_key()
 };
+
+// ----------------------------------------------------------------------------
+// a candidate is a configuration
+
+// The flags that make a layout, in the order in which a command line has them.
+inline const std::vector<const char*>& layout_flags() {
+    static const std::vector<const char*> names = {
+        "dp",  "tp",   "sequence-parallel", "cp",  "cp-method",  "pp",        "pipeline", "chunks",
+        "ep",  "etp",  "zero",              "zero-group", "hpz", "grid-order", "recompute",
+        "masters", "offload", "micro-batch"};
+    return names;
+}
+
+// The row of a flag.
+inline const Flag& flag_row(const std::string& name) {
+    const std::vector<Flag>& table = config_table();
+    auto row = std::find_if(table.begin(), table.end(),
+                            [&](const Flag& f) { return f.name == name; });
+    LLMC_CHECK(row != table.end(), "no flag --%s", name.c_str());
+    return *row;
+}
+
+// A layout's flags, as a shell takes them. Defaults are left out, and so is what the user has said
+// of masters and offload.
+inline std::string layout_flags_text(const Config& c) {
+    static const Config plain;
+    std::string text;
+    for (const char* name : layout_flags()) {
+        const Field& field = flag_row(name).field;
+        std::string value = field_text(c, field);
+        bool always = !strcmp(name, "dp") || !strcmp(name, "micro-batch");
+        bool theirs = (!strcmp(name, "masters") || !strcmp(name, "offload")) && was_given(c, name);
+        bool group = !strcmp(name, "zero-group") && c.zero == 0;
+        if ((!always && value == field_text(plain, field)) || theirs || group)
+            continue;
+        bool on = !strcmp(name, "sequence-parallel"); // it takes no value
+        text += concat(text.empty() ? "--" : " --", name, on ? "" : " ", on ? "" : value);
+    }
+    return text;
+}
+
+// Give a configuration another one's layout.
+inline void take_layout(Config& to, const Config& from) {
+    for (const char* name : layout_flags())
+        std::visit([&](auto member) { to.*member = from.*member; }, flag_row(name).field);
+}
 
 // Whether the user's flags name a value of what the planner chooses. Other flags hold in any case.
 inline bool names_layout(const Config& c) {
@@ -51,46 +132,64 @@ inline bool names_layout(const Config& c) {
     return any;
 }
 
-// Whether a proposal has all values that they name.
-inline bool has_named(const Config& c, const Proposal& p) {
-    auto same = [&](const char* flag, const auto& named, const auto& value) {
-        return !was_given(c, flag) || named == value;
-    };
-    return same("dp", c.dp, p.dp) &&
-           same("tp", c.tp, p.tp) &&
-           same("pp", c.pp, p.pp) &&
-           same("cp", c.cp, p.cp) &&
-           same("ep", c.ep, p.ep) &&
-           same("zero", c.zero, p.zero) &&
-           same("pipeline", c.pipeline, PIPELINE_NAMES[size_t(p.pipeline)]) &&
-           same("chunks", c.chunks, p.chunks) &&
-           same("sequence-parallel", c.sequence_parallel, p.sequence_parallel) &&
-           same("recompute", recompute_named(c.recompute), p.recompute) &&
-           same("micro-batch", c.micro_batch, p.B);
+// Whether a candidate has all values that they name. --recompute auto counts as full.
+inline bool has_named(const Config& user, const Config& c) {
+    std::vector<const char*> names = planned_flags();
+    names.push_back("micro-batch");
+    for (const char* name : names) {
+        const Field& field = flag_row(name).field;
+        bool levels = !strcmp(name, "recompute") &&
+                      recompute_named(user.recompute) == recompute_named(c.recompute);
+        if (was_given(user, name) && !levels && field_text(user, field) != field_text(c, field))
+            return false;
+    }
+    return true;
 }
 
-// The options of all plans of a run with these flags. The first one trains.
-inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape) {
-    // Make a run that has only flags and a shape: the plans depend on nothing else.
-    Run run;
-    run.config = c;
-    run.shape = shape;
-    run.context_length = shape.P;
-    return choose_plans(run);
+// How much a user has to know to run a layout. An axis counts ten, because it brings messages of
+// its own. A row that leaves the card counts four: it needs another memory, and the way there. Any
+// other technique counts one, a higher level of ZeRO or recomputation more.
+inline int techniques(const Config& c) {
+    int axes = (c.tp > 1) + (c.pp > 1) + (c.cp > 1) + (c.ep > 1);
+    int orders = (c.grid_order != "tp-pp-dp") + (c.cp_method != "gather");
+    int groups = (c.zero_group > 0) + (c.hpz > 1) + has_whole_experts(c);
+
+    // Rows that leave the device.
+    int rows = 0;
+    for (const OffloadRow& row : OFFLOAD_TABLE)
+        rows += offloads(c, row.name);
+    return 10 * axes + c.zero + groups + orders + c.sequence_parallel + (c.chunks > 1) +
+           (c.pipeline != "1f1b") + int(recompute_named(c.recompute)) +
+           (c.masters == "remainder") + 4 * rows;
 }
 
-// A proposal with the simulator's time and the arena's bytes. Either is infinite until it has been
-// computed: most proposals lose by their estimates, and need neither.
-struct Trial {
-    Proposal proposal;
-    double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
-    double host = 0;                             // its bytes in the host's memory, if that is apart
-    Times parts = {};                            // `seconds` by part, the mean over ranks
-    std::map<std::string, double> memory = {};   // `bytes` by memory_row()
-    std::string wrong = "";                      // why it is refused; "": it is allowed
-};
+// A candidate's name among all that were evaluated: the flags that are not default.
+inline std::string config_key(const Config& c) {
+    static const Config plain;
+    std::string key;
+    for (const Flag& f : config_table()) {
+        if (!*f.name) continue; // a heading
+        std::string value = field_text(c, f.field);
+        if (value != field_text(plain, f.field))
+            key += concat(f.name, "=", value, "\n");
+    }
+    return key;
+}
 
-// A proposal as plans, which machines of any speed share.
+// The shape of a candidate's run: with new adapters, where its flags ask for them.
+inline Shape shape_of(const PlanQuestion& q, const Config& c) {
+    if (!c.lora || q.shape.adapters) return q.shape;
+    Shape shape = q.shape;
+    Adapters adapters;
+    or_die(choose_adapters(make_model(shape), lora_options(c), &adapters));
+    shape.adapters = std::make_shared<const Adapters>(adapters);
+    return shape;
+}
+
+// ----------------------------------------------------------------------------
+// time
+
+// A configuration as plans, which machines of any speed share.
 struct Rehearsal {
     Model model;
     LayoutRuns runs;
@@ -99,32 +198,31 @@ struct Rehearsal {
     int micro_batches = 0; // of the whole step
 };
 template <typename T, typename S>
-Rehearsal rehearse_proposal(const PlanQuestion& q, const Proposal& p, S where) {
+Rehearsal rehearse(const PlanQuestion& q, Config c, S where) {
     // Let the check fill in what flags leave out, and make the plans as a run would.
-    Config c = q.config;
-    set_proposal(c, p);
-    config_check(c, q.shape);
-    Layout layout = choose_layout(c, q.shape);
-    Rehearsal r = {make_model(with_logits(q.shape, where), layout), {}};
-    PlanOptions options = plans_of(c, q.shape)[0];
+    Shape shape = shape_of(q, c);
+    config_check(c, shape);
+    Layout layout = choose_layout(c, shape);
+    Rehearsal r = {make_model(with_logits(shape, where), layout), {}};
+    PlanOptions options = q.run.plans(c, shape)[0];
     r.micro_batches = options.micro_batches;
     r.runs = layout_runs(layout, r.model, options, *q.steps);
 
     // Make those of what runs before, too.
-    r.before = before_runs(before_steps(c, options, q.shape, q.teacher), layout, *q.steps);
+    r.before = before_runs(before_steps(c, options, shape, q.teacher), layout, *q.steps);
     r.teacher_C = double(q.teacher.C);
     return r;
 }
 
 // About as many actions as its plans have: two short runs. Interleaved groups of unequal sizes want
 // longer ones (settled()).
-inline double rehearsal_actions(const PlanQuestion& q, const Proposal& p) {
-    int m = int(q.config.batch_tokens / (int64_t(p.B) * q.config.seq * p.dp));
+inline double rehearsal_actions(const PlanQuestion& q, const Config& c) {
+    int m = micro_batches_of(c);
     Layout layout;
-    layout.pp.size = p.pp;
-    layout.pipeline = p.pipeline;
-    double longer = std::min(m, settled(layout, m).few) / (3.0 * p.pp);
-    return 15.0 * p.pp * double(q.shape.L) * std::max(1.0, longer);
+    layout.pp.size = c.pp;
+    layout.pipeline = choose_pipeline(c, m, nullptr);
+    double longer = std::min(m, settled(layout, m).few) / (3.0 * c.pp);
+    return 15.0 * c.pp * double(q.shape.L) * std::max(1.0, longer);
 }
 
 template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
@@ -135,24 +233,18 @@ template <typename T> StepTime simulate_rehearsal(const Machine& machine, const 
     return step;
 }
 
-// Simulate a step of a proposal.
+// Simulate a step of a configuration that was checked, and keep its time.
 template <typename T, typename S>
-Trial simulate_proposal(const PlanQuestion& q, const Proposal& p, S where) {
-    // Check it with its ZeRO stage and level of recomputation, which the list has not checked.
-    Trial t = {p};
-    Config c = q.config;
-    set_proposal(c, p);
-    t.wrong = check_with_teacher(c, q.shape, q.teacher);
-    if (!t.wrong.empty()) return t;
-
-    // Simulate the plan that trains.
-    StepTime step = simulate_rehearsal<T>(q.machine, rehearse_proposal<T>(q, p, where));
+void simulate_trial(const PlanQuestion& q, Trial& t, S where) {
+    StepTime step = simulate_rehearsal<T>(q.machine, rehearse<T>(q, t.config, where));
     t.wrong = step.stuck;
-    if (!t.wrong.empty()) return t;
+    if (!t.wrong.empty()) return;
     t.seconds = step.seconds;
     t.parts = step.parts;
-    return t;
 }
+
+// ----------------------------------------------------------------------------
+// memory
 
 // The rows of the memory table, in their order.
 inline const std::vector<const char*>& memory_rows() {
@@ -183,18 +275,14 @@ inline const char* memory_row(Kind kind) {
 
 // Bytes of a teacher beside a rank's plans. Of many micro-batches a few are placed: each of the
 // others adds as many bytes as the last of these.
-template <typename T, typename S>
-double teacher_room(const Config& c, const Shape& teacher, PlanOptions train, int rank, S where) {
-    Run run;
-    run.config = c;
-    run.teacher_shape = teacher;
-    run.train_plan = 0;
-    if (!has_teacher(run)) return 0;
+inline double teacher_room(const RunFacts& run, const Config& c, const Shape& teacher,
+                           PlanOptions train, int rank) {
+    if (c.loss != "distill") return 0;
     int m = train.micro_batches;
     int few = std::min(m, 4);
     auto bytes = [&](int micro_batches) {
         train.micro_batches = micro_batches;
-        return double(bytes_of_teacher<T>(run, {train}, rank, where));
+        return double(run.teacher_bytes(c, teacher, train, rank));
     };
     double placed = bytes(few);
     return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
@@ -209,18 +297,18 @@ constexpr int MOST_PLACED_WHOLE = 2000;
 // adds the bytes of its tokens and its loss. A longer plan has other holes: `whole` places all
 // micro-batches of a step, or as many as MOST_PLACED_WHOLE allows.
 template <typename T, typename S>
-void place_proposal(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S where) {
-    Config c = q.config;
-    set_proposal(c, t.proposal);
-    config_check(c, q.shape);
-    Layout layout = choose_layout(c, q.shape);
+void place_trial(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S where) {
+    Config c = t.config;
+    Shape shape = shape_of(q, c);
+    config_check(c, shape);
+    Layout layout = choose_layout(c, shape);
     int rank = first_rank_of(layout, pp_rank);
     layout = layout_at(layout, rank);
-    Model model = make_model(with_logits(q.shape, where), layout);
+    Model model = make_model(with_logits(shape, where), layout);
 
     // Place as many micro-batches as the pipeline needs to settle.
-    std::vector<PlanOptions> options = plans_of(c, q.shape);
-    double teacher = teacher_room<T>(c, q.teacher, options[0], rank, where);
+    std::vector<PlanOptions> options = q.run.plans(c, shape);
+    double teacher = teacher_room(q.run, c, q.teacher, options[0], rank);
     int m = options[0].micro_batches;
     int few = settled(layout, m).few + layout.pp.size;
     int each_takes = std::max(layout.pp.size, int(q.shape.L) / layout.pp.size);
@@ -265,12 +353,27 @@ inline bool has_room(const PlanQuestion& q, const Trial& t) {
     return t.bytes <= q.room && t.host <= q.host_room;
 }
 
-// Whether a trial fits. Only the rank that the estimate calls the fullest is placed.
-template <typename T, typename S>
-bool fits(const PlanQuestion& q, Trial& t, S where) {
-    if (t.bytes == INFINITY)
-        place_proposal<T>(q, t, t.proposal.estimate.fullest, false, where);
-    return has_room(q, t);
+// Ranks of a pipeline whose stages have layers of the same kinds, in the order of their first ones.
+inline std::vector<std::vector<int>> alike_ranks(const Layout& layout, const Model& model) {
+    LayerKinds kinds = kinds_of_layers(model);
+    std::map<std::vector<size_t>, size_t> known;
+    std::vector<std::vector<int>> all;
+    for (int rank = 0; rank < layout.pp.size; rank++) {
+        // List the kinds of its layers, each stage with an end.
+        std::vector<size_t> layers;
+        for (int s = rank; s < layout.stages(); s += layout.pp.size) {
+            int end = first_layer_of(layout, model, s + 1);
+            for (int l = first_layer_of(layout, model, s); l < end; l++)
+                layers.push_back(kinds.of[size_t(l)]);
+            layers.push_back(kinds.first.size());
+        }
+
+        // Add the rank to its like, or begin with a kind that is new.
+        auto [entry, fresh] = known.insert({layers, all.size()});
+        if (fresh) all.push_back({});
+        all[entry->second].push_back(rank);
+    }
+    return all;
 }
 
 // Whether a trial fits on all ranks, whichever is the fullest, with the micro-batches of the whole
@@ -279,22 +382,51 @@ bool fits(const PlanQuestion& q, Trial& t, S where) {
 // then each is placed.
 template <typename T, typename S>
 bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
-    Config c = q.config;
-    set_proposal(c, t.proposal);
-    config_check(c, q.shape);
-    Layout layout = choose_layout(c, q.shape);
-    Model model = make_model(with_logits(q.shape, where), layout);
-    PlanOptions options = plans_of(c, q.shape)[0];
+    Config c = t.config;
+    Shape shape = shape_of(q, c);
+    config_check(c, shape);
+    Layout layout = choose_layout(c, shape);
+    Model model = make_model(with_logits(shape, where), layout);
+    PlanOptions options = q.run.plans(c, shape)[0];
     bool each = layout.pipeline == Pipeline::ZERO_BUBBLE ||
-                !before_steps(c, options, q.shape, q.teacher).empty();
+                !before_steps(c, options, shape, q.teacher).empty();
     t.bytes = INFINITY;
     t.host = 0;
-    for (const AlikeRanks& alike : alike_ranks(layout, model, kinds_of_layers(model)))
-        for (int rank : alike.ranks) {
-            place_proposal<T>(q, t, rank, true, where);
+    for (const std::vector<int>& alike : alike_ranks(layout, model))
+        for (int rank : alike) {
+            place_trial<T>(q, t, rank, true, where);
             if (!each) break;
         }
     return has_room(q, t);
+}
+
+// ----------------------------------------------------------------------------
+// all of it
+
+// Evaluate a configuration, as far as `depth` says. fullest: the rank of the pipeline to place
+// first. The result stays where it is.
+template <typename T, typename S>
+const Trial& evaluate_config(const PlanQuestion& q, const Config& c, Depth depth, S where,
+                      int fullest = 0) {
+    // Check it once.
+    auto [entry, fresh] = q.known->try_emplace(config_key(c));
+    Trial& t = entry->second;
+    if (fresh) {
+        t.config = c;
+        t.wrong = check_with_teacher(t.config, q.shape, q.teacher);
+        t.config = c;
+    }
+
+    // Go on from where the last evaluation ended.
+    while (t.wrong.empty() && t.depth < depth) {
+        bool placed = t.depth >= Depth::PLACED;
+        if (placed && !has_room(q, t)) break;
+        t.depth = Depth(int(t.depth) + 1);
+        if (t.depth == Depth::PLACED) place_trial<T>(q, t, fullest, false, where);
+        if (t.depth == Depth::TIMED) simulate_trial<T>(q, t, where);
+        if (t.depth == Depth::SURE) fits_everywhere<T>(q, t, where);
+    }
+    return t;
 }
 
 } // namespace llmc

@@ -18,6 +18,7 @@
 #include <span>
 #include <thread>
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../ops/types.h"

@@ -3,13 +3,10 @@
 #pragma once
 #include "../adapters.h"
 #include "../comm/comm.h"
-#include "../extra/ds_config.h"
-#include "../extra/gguf.h"
-#include "../family.h"
+#include "../io/chat.h"
+#include "../io/chat_templates.h"
 #include "../io/checkpoint.h"
-#include "../io/checkpoint_load.h"
 #include "../io/config.h"
-#include "../io/config_check.h"
 #include "../io/dataloader.h"
 #include "../io/evaluate.h"
 #include "../io/files.h"
@@ -21,151 +18,13 @@
 #include "../io/tokenizer_export.h"
 #include "../io/tokenizer_files.h"
 #include "../model.h"
-#include "../presets.h"
 #include "../text.h"
-#include "../tune/adapter_files.h"
-#include "../tune/chat.h"
-#include "../tune/chat_templates.h"
-#include "../tune/merged_adapters.h"
-#include "../tune/named_adapters.h"
-#include "../tune/prefix_files.h"
 #include "run.h"
 
 namespace llmc {
 
 // ----------------------------------------------------------------------------
 // shape, tokenizer, prompt, data
-
-// The shape that --model names, by a Hugging Face folder, a file or a preset; then other flags
-// change it. flag: the flag that named the model, for messages.
-inline Shape choose_shape(const Config& c, const char* flag = "--model") {
-    Shape s;
-    LLMC_USER_CHECK(!c.upcycle || file_type(c.model) == S_IFDIR,
-                    "--upcycle %d copies the ffn of a dense model, and --model %s is no folder of "
-                    "one: give a Hugging Face folder, or --experts for new weights",
-                    c.upcycle, c.model.c_str());
-
-    // A model on disk has its own shape, and its weights fit no other.
-    if (mode_t type = file_type(c.model)) {
-        or_die(type == S_IFDIR ? hf_read_config(&s, c.model) : model_file_shape(&s, c.model));
-        bool reshaped = c.layers || c.heads || c.kv_heads || c.channels || c.ffn || c.vocab ||
-                        c.position.size() || c.experts ||
-                        (!c.upcycle && (c.experts_per_token || c.router.size()));
-        LLMC_USER_CHECK(c.scratch || !reshaped,
-                        "%s has weights of its own shape: to change the shape, start from new "
-                        "weights with --scratch",
-                        c.model.c_str());
-    } else {
-        // Look for a preset. If none has the name, suggest the nearest one.
-        std::vector<std::string> names;
-        for (const Preset& p : model_presets()) {
-            names.push_back(p.name);
-            if (c.model == p.name)
-                s = p.shape;
-        }
-        std::string close = nearest(c.model, names);
-        LLMC_USER_CHECK(s.L > 0,
-                        "%s %s is neither a folder, a file nor a preset%s%s%s; presets: %s",
-                        flag, c.model.c_str(), close.empty() ? "" : ": did you mean ",
-                        close.c_str(), close.empty() ? "" : "?", preset_names().c_str());
-    }
-    or_die(override_shape(c, s));
-
-    // Choose how products use fp8: it is a property of the model's shape here.
-    if (c.fp8 == "block")
-        s.fp8 = Fp8::BLOCK;
-    if (c.fp8 == "tensor")
-        s.fp8 = Fp8::TENSOR;
-    if (c.fp8 == "delayed")
-        s.fp8 = Fp8::DELAYED;
-    s.fp8_kept = c.fp8_weights == "step";
-    s.fp8_rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
-    return s;
-}
-
-// Refuse runs that would need the adapter beside the weights, or weights of another origin.
-inline std::string check_merged_run(const Config& c, Merging merging) {
-    std::string flag = concat("--adapter ", c.adapter, ": is ",
-                              merging == Merging::DORA ? "DoRA" : "(IA)3",
-                              ", which is merged as it is read");
-    bool folder = file_type(c.model) == S_IFDIR && !c.scratch && c.start.empty();
-    if (c.steps > 0 && !c.eval)
-        return flag + " and not trained: give --steps 0 or --eval, or --export the merged model "
-                      "and train that";
-
-    // Only a folder's weights pass by whole; a checkpoint's are what a run has made of them.
-    if (!folder)
-        return flag + ": give --model the Hugging Face folder that it was trained on";
-    if (c.resume)
-        return flag + ", and --resume reads a checkpoint instead: leave one of them out";
-    if (c.weights != "float" && !c.export_dir.empty())
-        return flag + ", and --weights " + c.weights +
-               " has lost what --export writes: give --weights float";
-    return "";
-}
-
-// The options of new adapters, from the flags.
-inline LoraOptions lora_options(const Config& c) {
-    return {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets, c.lora_layers};
-}
-
-// Take the number of trained keys from the folder --adapter, if it holds a prefix: from here on the
-// run is one of --prefix.
-inline void take_prefix(Config& c, const Shape& s) {
-    bool made = c.adapter.empty() || was_given(c, "prefix");
-    if (made || before_text(c.adapter) == BeforeText::NOTHING)
-        return;
-    size_t n = 0;
-    or_die(read_prefix(s, c.adapter, &n));
-    c.prefix = int(n);
-}
-
-// Add LoRA adapters to the shape: new ones, or those of folders. DoRA and (IA)3 add nothing: they
-// are merged into the weights. Call it after config_check(), which fills in what flags leave out.
-inline void add_adapters(const Config& c, Shape& s) {
-    if (!has_adapters(c)) return;
-    s.prefix = size_t(c.prefix);
-    if (s.prefix) return;
-
-    // Named adapters serve texts side by side.
-    if (!c.adapters.empty()) {
-        AdapterSets sets;
-        or_die(read_adapter_sets(make_model(s), c.adapters, &sets));
-        s.sets = std::make_shared<const AdapterSets>(sets);
-        return;
-    }
-
-    // Merged adapters leave no trace in the shape.
-    Merging merging = Merging::NONE;
-    if (!c.lora)
-        or_die(merging_of(c.adapter, &merging));
-    if (merging != Merging::NONE) {
-        or_die(check_merged_run(c, merging));
-        return or_die(check_merges(make_model(s), c.adapter));
-    }
-
-    // The other adapters stay beside their matrices.
-    Adapters adapters;
-    if (c.lora)
-        or_die(choose_adapters(make_model(s), lora_options(c), &adapters));
-    else
-        or_die(read_adapters(make_model(s), c.adapter, &adapters));
-    for (auto& [module, adapter] : adapters)
-        adapter.rate_of_b = float(c.lora_plus);
-    s.adapters = std::make_shared<const Adapters>(adapters);
-}
-
-// With --ds-config, turn another trainer's file into flags, and print a line for each key.
-inline void take_ds_config(Run& run) {
-    const std::string& path = run.config.ds_config;
-    if (path.empty()) return;
-    std::vector<std::string> lines;
-    std::string wrong = read_ds_config(run.config, path, run.world.size, &lines);
-    for (const std::string& line : lines)
-        if (is_first_rank(run))
-            printf("%s: %s\n", printable(path).c_str(), printable(line).c_str());
-    or_die(wrong);
-}
 
 // Without --vocab, give new weights as many tokens as the tokenizer that the user names.
 inline void follow_tokenizer(Run& run) {
@@ -264,8 +123,9 @@ inline void open_chat(Run& run) {
         printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
 }
 
-// Open training and validation data, and check that they have no text in common.
-inline void open_data(Run& run) {
+// Open training and validation data, and check that they have no text in common. lines: what packs
+// JSON lines, for a loss that reads conversations.
+inline void open_data(Run& run, const LineSource& lines) {
     Config& c = run.config;
 
     // Without --data, train on the project's own sources.
@@ -280,14 +140,12 @@ inline void open_data(Run& run) {
 
     // Open both splits. Validation reads --val, or without it the end of the data.
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
-    const Chat* chat = has_conversations(c) ? &run.chat : nullptr;
-    run.chat.pairs = has_pairs(c);
-    run.chat.labels = c.loss == "kto";
+    const LineSource* source = has_conversations(c) ? &lines : nullptr;
     if (train)
         or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
-                         c.seed, chat));
+                         c.seed, source));
     or_die(data_open(&run.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
-                     run.shape.V, c.seed, chat));
+                     run.shape.V, c.seed, source));
 
     // Refuse a tokenizer that is not the model's: its tokens would mean nothing to the weights.
     bool text = has_text(run.train) || has_text(run.val);
@@ -399,26 +257,6 @@ inline void keep_chat(Run& run) {
         e.files["chat_template.jinja"] = text;
 }
 
-// Check that a file for llama.cpp can hold this model, and print where it differs from the flags.
-inline void prepare_gguf(Run& run) {
-    const Config& c = run.config;
-    or_die(gguf_check(run.shape, c.export_dir));
-    bool known = vocab_matches(run);
-    std::string why = known ? gguf_no_tokenizer(run.tokenizer)
-                            : "--tokenizer " + c.tokenizer + " is not the model's";
-    // Read the tokenizer's files too: one of them may hold the chat template.
-    if (known)
-        tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
-    if (!why.empty() && is_first_rank(run))
-        printf("--export writes no tokenizer: %s\n", why.c_str());
-    if (gguf_context(run.shape) < run.shape.P && is_first_rank(run))
-        printf("--export: llama.cpp has no windows for this model: the file's context is the "
-               "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);
-    note(run, gguf_wider(make_model(run.shape), gguf_type(c.export_dtype)));
-    keep_for_export(run);
-    keep_chat(run);
-}
-
 // Check the export before the run, because a failure after it would lose the run's work. A
 // tokenizer that is not the model's is not exported.
 inline void prepare_export(Run& run) {
@@ -442,8 +280,14 @@ inline void prepare_export(Run& run) {
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
-    if (is_gguf(c.export_dir))
-        return prepare_gguf(run);
+    LLMC_USER_CHECK(!is_gguf(c.export_dir) || run.export_file,
+                    "--export %s: convert_gpt writes files of llama.cpp's: --export a folder, then "
+                    "convert_gpt FOLDER %s",
+                    c.export_dir.c_str(), c.export_dir.c_str());
+    if (is_gguf(c.export_dir)) {
+        keep_for_export(run);
+        return keep_chat(run);
+    }
 
     // Export the model even if its tokenizer cannot be exported, but print why.
     std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
@@ -463,11 +307,6 @@ inline void prepare_export(Run& run) {
     or_die(hf_export_check(run.shape, c.export_dir, run.exported.files));
     if (is_first_rank(run))
         or_die(try_folder("export", c.export_dir));
-
-    // Say at the start what PEFT will not load.
-    std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";
-    if (!lost.empty() && is_first_rank(run))
-        note(run, "--export " + c.export_dir + ": " + lost);
 
     // Announce that an older export will be replaced.
     if (is_first_rank(run) && !names_in(export_folder(c.export_dir)).empty())

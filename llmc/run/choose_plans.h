@@ -10,8 +10,8 @@
 #include "../plan.h"
 #include "../plan_check.h"
 #include "../text.h"
-#include "../tune/prefix_files.h"
 #include "choose.h"
+#include "report.h"
 #include "run.h"
 
 namespace llmc {
@@ -69,7 +69,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         group.plan = add(score_plan(evaluate, group.T, run.layout));
 
     // Evaluate a prompt that becomes a prefix.
-    if (c.prefix && before_text(c.adapter) == BeforeText::PROMPT) {
+    if (run.prompt_rows) {
         run.prompt_plan = add(prompt_options(c, evaluate));
         if (trains)
             note(run, concat("--adapter ", c.adapter, ": a prompt's rows become keys and values of "

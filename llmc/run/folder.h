@@ -7,7 +7,6 @@
 //   3. resume          load weights, moments and counters; without a checkpoint begin a new run
 //   4. save            when it is time, and at the end. A save that fails never ends the run
 #pragma once
-#include "../access.h"
 #include "../comm/comm.h"
 #include "../comm/record.h"
 #include "../io/checkpoint.h"
@@ -19,8 +18,10 @@
 #include "../io/manifest.h"
 #include "../io/mfu.h"
 #include "../io/rollout_state.h"
+#include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"
+#include "account.h"
 #include "async_save.h"
 #include "buddy.h"
 #include "health.h"
@@ -212,10 +213,10 @@ inline void take_folder(Run& run) {
 // ----------------------------------------------------------------------------
 // flags of the checkpoint
 
-// Whether the flags of a group describe what is trained, and not where or for how long.
-inline bool describes_training(const std::string& group) {
-    const char* groups[] = {"Model", "Data", "Optimizer", "Adapters", "Numbers"};
-    return std::ranges::find(groups, group) != std::end(groups);
+// Whether a group's list of programs has a word: "kept" marks flags that describe what is trained,
+// and not where or for how long; "shape" those that describe the model.
+inline bool marks(const std::string& list, const std::string& word) {
+    return (" " + list + " ").find(" " + word + " ") != std::string::npos;
 }
 
 // A value of the manifest's configuration, as text that set_field() reads.
@@ -268,10 +269,10 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
         return "";
     for (const Flag& f : config_table()) {
         if (!*f.name) {
-            group = f.help;
+            group = f.accepts;
             continue;
         }
-        if (!describes_training(group) || !saved.contains(f.name))
+        if (!marks(group, "kept") || !saved.contains(f.name))
             continue;
         if (is_of_other_numbers(c, saved, f.name))
             continue;
@@ -338,10 +339,10 @@ inline std::string take_run_model(Config& c) {
     std::string group;
     for (const Flag& f : config_table()) {
         if (!*f.name)
-            group = f.help;
+            group = f.accepts;
         std::string name = f.name;
         bool text = name == "tokenizer" || name == "chat-format";
-        bool describes = text || group == "Model";
+        bool describes = text || (marks(group, "shape") && name != "add-tokens");
         bool takes = name == "model" || (describes && !was_given(c, name));
         if (takes && *f.name)
             set_field(c, f, field_text(of_run, f.field));
@@ -371,6 +372,35 @@ inline std::string check_place_among_prompts(const Config& c, const nlohmann::js
     return "";
 }
 
+// A flag of earlier programs that a checkpoint may name, and the value that changes nothing.
+struct GoneFlag {
+    const char *name, *harmless, *instead;
+};
+constexpr GoneFlag GONE_FLAGS[] = {
+    {"expert-rounds", "1", "--recompute ffn saves most of that memory"},
+    {"update-delay", "0", "its last gradient would be lost"},
+};
+
+// Refuse a checkpoint whose run used a flag that is gone.
+inline std::string check_gone_flags(const nlohmann::json& saved) {
+    for (const GoneFlag& f : GONE_FLAGS) {
+        std::string was = saved.contains(f.name) ? json_value_text(saved[f.name]) : f.harmless;
+        if (was != f.harmless)
+            return concat("--resume: this checkpoint's run had --", f.name, " ", was,
+                          ", which is gone: start a new run from its weights; ", f.instead);
+    }
+    return "";
+}
+
+// Refuse a checkpoint that another program made: its flags would be left out.
+inline std::string check_program(const Config& c) {
+    for (const std::string& name : c.adopted)
+        if (!takes_flag(c.program, name))
+            return concat("--resume ", c.out, ": ", unknown_flag(c, name),
+                          ", which goes on with this run");
+    return "";
+}
+
 // With --resume, take the flags that the command line leaves out from the checkpoint.
 inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
@@ -382,8 +412,10 @@ inline void adopt_checkpoint(Run& run) {
     const nlohmann::json saved = manifest.value("config", nlohmann::json());
     if (!saved.is_object())
         return;
+    if (writes_folder(c)) or_die(check_gone_flags(saved));
     std::string differences = adopt_flags(c, saved);
     or_die(check_place_among_prompts(c, saved));
+    or_die(check_program(c));
     if (!was_given(c, "model") && saved.contains("start"))
         c.start = json_value_text(saved["start"]);
 
@@ -538,7 +570,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
             note(run, concat("--", flag, " is not the checkpoint's: ", other,
                              ": text may come again, and what was held back may be trained on"));
     }
-    t.cursor = info.cursor;
+    t.data.cursor = info.cursor;
     run.tokens = info.tokens;
     if (has_rollouts(c))
         run.rollouts = rollouts_of(info.rollouts);
@@ -604,7 +636,7 @@ template <typename T, typename S>
 CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     CheckpointInfo info;
     info.step = run.step;
-    info.cursor = t.cursor;
+    info.cursor = t.data.cursor;
     info.seed = uint64_t(run.config.seed);
     info.config = config_json(run.config);
     info.tokens = run.tokens;

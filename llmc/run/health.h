@@ -13,7 +13,6 @@
 #pragma once
 #include "../action.h"
 #include "../comm/comm.h"
-#include "../extra/replay.h"
 #include "../family.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
@@ -182,8 +181,7 @@ void check_replicas(const Run& run, Trainer<T, S>& t) {
 
     // Replay the step from equal weights. One data-parallel rank has no twin to compare with, and
     // with expert parallelism none has.
-    even_weights(t);
-    std::string who = replay_step(t, run.train_plan);
+    std::string who = run.replay(true);
     bool twins = run.layout.dp.size > 1 && run.layout.ep == 1;
     bool alike = twins && who.empty();
     if (alike) who = "a replay of the step is the same on all ranks, as if memory had failed";
@@ -196,7 +194,7 @@ void check_replicas(const Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void check_ranks(const Run& run, Trainer<T, S>& t) {
     // Replay first, but report differing weights first: they would explain a replay's difference.
-    std::string who = replay_step(t, run.train_plan);
+    std::string who = run.replay(false);
     check_replicas(run, t);
     if (who.empty()) return;
     or_die_on_all_ranks(run, concat("step ", run.step, ": ", who, ": suspect that machine, leave "
@@ -212,7 +210,7 @@ void check_ranks(const Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 double try_weights(Run& run, Trainer<T, S>& t) {
     uint64_t samples = t.plans[run.evaluate_plan].B * uint64_t(t.layout.dp.size);
-    uint64_t start = t.cursor - std::min(t.cursor, samples);
+    uint64_t start = t.data.cursor - std::min(t.data.cursor, samples);
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(run.train, start + sample, tokens, targets);
     };
@@ -324,6 +322,14 @@ std::string bad_results(const Trainer<T, S>& t, const Action& a) {
     return found;
 }
 
+// The place of a layer's action in a step, a number that orders actions alike on all ranks: forward
+// before backward, then by micro-batch, then by layer in the direction of the pass.
+inline int64_t when_in_step(const Action& a, int layers) {
+    bool backward = a.op != Op::F;
+    int64_t layer = backward ? layers - a.layer : a.layer;
+    return (int64_t(backward) << 60) + (int64_t(a.micro) << 30) + layer;
+}
+
 // Repeat the step and describe the first value that is not finite; "": there was none this time.
 // All ranks call, and get the same answer.
 template <typename T, typename S>
@@ -331,7 +337,7 @@ std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
     // Look at the results after each action, until the first bad one.
     int64_t when = INT64_MAX;
     std::string what;
-    t.after = [&](const Action& a) {
+    t.hooks.after = [&](const Action& a) {
         if (!what.empty()) return;
         std::string found = bad_results(t, a);
         if (found.empty()) return;
@@ -340,7 +346,7 @@ std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
                       ", ", found);
     };
     run_plan(t, run.train_plan);
-    t.after = nullptr;
+    t.hooks.after = nullptr;
 
     // Take the finding of the rank whose bad action comes first in a step.
     std::vector<int64_t> all(run.world.size);

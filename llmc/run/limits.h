@@ -4,11 +4,9 @@
 //   refuses first, and names flags that fit.
 #pragma once
 #include <sys/statvfs.h>
-#include "../access.h"
 #include "../action.h"
 #include "../arena.h"
 #include "../comm/comm.h"
-#include "../extra/draft.h"
 #include "../family.h"
 #include "../head.h"
 #include "../io/checkpoint.h"
@@ -19,18 +17,15 @@
 #include "../io/plan_flags.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../offload.h"
 #include "../ops/types.h"
-#include "../parameters.h"
 #include "../pipeline.h"
 #include "../planner/budget.h"
 #include "../planner/layer_cost.h"
 #include "../planner/machine_here.h"
 #include "../planner/parking.h"
-#include "../sharding.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../tune/references.h"
-#include "../tune/teach.h"
 #include "async_save.h"
 #include "choose_plans.h"
 #include "run.h"
@@ -48,33 +43,11 @@ size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
     return saves && is_here(Tier::HOST, t.ctx.where) ? snapshot_bytes(t) : 0;
 }
 
-// Bytes of the sums of --average: a double for each weight that this rank keeps.
-template <typename T, typename S> size_t average_bytes(const Trainer<T, S>& t) {
-    size_t elements = 0;
-    for (const Parameter& p : t.model.parameters)
-        elements += kept_range(t, {Kind::WEIGHT, p.bucket}, p).count;
-    return elements * sizeof(double);
-}
-
-// Bytes of the host's memory that a run on the CPU takes beside its arena.
-template <typename T, typename S>
-size_t copies_here(const Config& c, const Trainer<T, S>& t) {
-    if (!is_here(Tier::HOST, t.ctx.where))
-        return 0;
-    size_t bytes = snapshot_here(c, t);
-    if (keeps_start(c)) bytes += start_weights_bytes(t);
-    if (!c.average.empty())
-        bytes += average_bytes(t);
-    return bytes;
-}
-
 // Bytes that a rank takes beside its arena, of the memory that holds the model.
 template <typename T, typename S>
 size_t bytes_beside(const Run& run, const std::vector<PlanOptions>& plans, int rank,
                     const Trainer<T, S>& t) {
-    S where = t.ctx.where;
-    return copies_here(run.config, t) + bytes_of_draft<T>(run, plans, where) +
-           bytes_of_teacher<T>(run, plans, rank, where);
+    return snapshot_here(run.config, t) + companion_bytes(run, plans, rank, t.ctx.where);
 }
 
 // Bytes that a rank takes under given plans. Nothing is allocated.
@@ -189,10 +162,10 @@ void refuse_memory(const Run& run, int rank, size_t needed, size_t room, const s
 
 // End the run if any rank needs more memory than its machine has left for it. All ranks call.
 template <typename T, typename S>
-void check_memory(const Run& run, const Trainer<T, S>& t) {
+void check_memory(const Run& run, const std::vector<PlanOptions>& plans, const Trainer<T, S>& t) {
     // Gather what each rank takes, and what it may take.
     size_t share = memory_share(run, t.ctx.where);
-    size_t beside = copies_here(run.config, t) + run.draft_bytes + run.teacher_bytes;
+    size_t beside = bytes_beside(run, plans, run.world.rank, t);
     size_t takes = bytes_here(t.arena, t.ctx.where) + beside;
     int64_t mine[2] = {int64_t(takes), int64_t(share)};
     std::vector<int64_t> all(2 * size_t(run.world.size));

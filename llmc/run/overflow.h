@@ -6,6 +6,7 @@
 #include "../io/config.h"
 #include "../ops/grad_norm.cuh"
 #include "../ops/loss_scale.cuh"
+#include "../ops/types.h"
 #include "../text.h"
 #include "run.h"
 

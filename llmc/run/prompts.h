@@ -18,10 +18,13 @@
 #include "../io/generate.h"
 #include "../io/json.h"
 #include "../io/tokenizer.h"
+#include "../layout.h"
+#include "../model.h"
 #include "../ops/rand.h"
+#include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../tune/named_adapters.h"
+#include "account.h"
 #include "run.h"
 #include "sample.h"
 #include "stop.h"
@@ -31,53 +34,65 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // reading
 
-// Parse a line into a prompt and its other fields: "" or what is wrong with the line. text: the
-// whole line is the prompt.
-inline std::string parse_prompt(const std::string& line, bool text, Prompt* p) {
-    p->fields = nlohmann::ordered_json::object();
-    if (text) {
-        p->fields["prompt"] = p->text = line;
+// Find the set that a line of --prompts names: -1 for the base alone.
+inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
+    *set = -1;
+    if (!line.contains("adapter") || line["adapter"].is_null())
         return "";
-    }
+    const nlohmann::ordered_json& asked = line["adapter"];
+    if (!s.sets)
+        return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
+                      "give --adapters NAME=DIR, or leave the key out");
 
-    std::string wrong = parse_record(line, &p->fields);
-    if (!wrong.empty()) return wrong;
-    if (!p->fields.contains("prompt") || !p->fields["prompt"].is_string())
-        return with_records("has no \"prompt\" that is a text", p->fields);
-    p->text = p->fields["prompt"];
-    return p->text.empty() ? "its prompt is empty" : "";
+    // Look for the name, and list those that are there.
+    std::string known;
+    for (const AdapterSet& other : *s.sets) {
+        if (asked == other.name)
+            *set = int(&other - s.sets->data());
+        known += (known.empty() ? "" : ", ") + other.name;
+    }
+    if (*set >= 0) return "";
+    return concat("its \"adapter\" is ", json_word(asked), "; --adapters has ", known);
 }
 
-// Read the prompts of --prompts: "" or an error that names the line that cannot be continued.
-// Empty lines are skipped.
+// Make a prompt of a line's fields. One that is too long is refused instead of cut: with many
+// prompts nobody would notice the cut.
+inline std::string read_prompt(const Run& run, const nlohmann::ordered_json& line, Prompt* p) {
+    if (!line.contains("prompt") || !line["prompt"].is_string())
+        return "has no \"prompt\" that is a text";
+    p->fields = line;
+    p->text = line["prompt"];
+    std::string wrong = p->text.empty() ? "its prompt is empty"
+                                        : find_adapter_set(run.shape, line, &p->adapter);
+    if (!wrong.empty()) return wrong;
+
+    // Count its tokens.
+    p->tokens = prompt_tokens(run, p->text);
+    size_t n = p->tokens.size();
+    if (n > run.context_length)
+        return concat("its prompt has ", n, " tokens, ", n - run.context_length,
+                      " more than the ", run.context_length, " positions");
+    return "";
+}
+
+// Read the prompts of --prompts: "" or an error that names the first line that cannot be continued.
 inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts) {
     const std::string& path = run.config.prompts;
-    std::string bytes, line, wrong = read_whole_file(path, &bytes);
+    std::string bytes, wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
-    std::istringstream lines(bytes);
-    for (int number = 1; std::getline(lines, line); number++) {
-        if (line.ends_with('\r'))
-            line.pop_back();
-        if (line.empty()) continue;
-        Prompt p;
-        wrong = parse_prompt(line, path.ends_with(".txt"), &p);
+    LineCounts counts;
+    auto add = [&](const nlohmann::ordered_json& line) {
+        return read_prompt(run, line, &prompts->emplace_back());
+    };
 
-        // Refuse a prompt that is too long instead of cutting it: with many prompts nobody would
-        // notice the cut.
-        size_t n = 0;
-        if (wrong.empty())
-            wrong = find_adapter_set(run.shape, p.fields, &p.adapter);
-        if (wrong.empty()) {
-            p.tokens = prompt_tokens(run, p.text);
-            n = p.tokens.size();
-        }
-        if (n > run.context_length)
-            wrong = concat("its prompt has ", n, " tokens, ", n - run.context_length,
-                           " more than the ", run.context_length, " positions");
-        if (!wrong.empty())
-            return concat(path, ":", number, ": ", wrong);
-        prompts->push_back(std::move(p));
-    }
+    // A line of a .txt is a prompt as it is.
+    if (path.ends_with(".txt"))
+        each_line(bytes, 1, path, &counts, [&](std::string_view line) {
+            return add({{"prompt", std::string(line)}});
+        });
+    else
+        read_records<nlohmann::ordered_json>(bytes, 1, path, &counts, add);
+    if (counts.malformed > 0) return counts.first_malformed;
     return prompts->empty() ? path + ": holds no prompt" : "";
 }
 

@@ -2,8 +2,8 @@
 #pragma once
 #include "../action.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../comm/record.h"
-#include "../context.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
@@ -21,29 +21,25 @@
 #include "../model.h"
 #include "../ops/attention_merge.cuh"
 #include "../ops/matmul.cuh"
+#include "../ops/types.h"
 #include "../pipeline.h"
+#include "../planner/before_step.h"
 #include "../planner/calibrate.h"
+#include "../planner/cost.h"
 #include "../planner/layer_cost.h"
 #include "../planner/machine_here.h"
 #include "../planner/predict.h"
-#include "../planner/predicted.h"
-#include "../planner/price.h"
+#include "../planner/simulator.h"
 #include "../recompute.h"
 #include "../step.h"
 #include "../streams.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "../transfers.h"
-#include "../tune/prefix_files.h"
-#include "../tune/reference_point.h"
-#include "../tune/references.h"
-#include "../tune/teach.h"
 #include "../zero.h"
 #include "account.h"
 #include "async_save.h"
-#include "choose.h"
 #include "health.h"
-#include "limits.h"
 #include "run.h"
 
 namespace llmc {
@@ -59,10 +55,7 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         return load_window(run.val, sample, tokens, targets);
     };
 
-    // Use validation's references until the end of this function.
-    References of_training = t.references;
-    double point_of_training = run.reference_point;
-    take_validation_references(run, t);
+    if (run.around_validation) run.around_validation(true);
     run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
         Loss loss = plan_loss(t);
         total.sum += loss.sum;
@@ -71,9 +64,7 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         total.correct += loss.correct;
     });
 
-    // Give training its references back.
-    t.references = of_training;
-    run.reference_point = point_of_training;
+    if (run.around_validation) run.around_validation(false);
     return total;
 }
 
@@ -152,17 +143,6 @@ void report_evaluation(Run& run, Trainer<T, S>& t) {
     report_tasks(run, t);
 }
 
-// Write one file for llama.cpp: "" or what is wrong. The model's name in it is the last
-// part of --model.
-template <typename T, typename S>
-std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
-    const Config& c = run.config;
-    bool known = vocab_matches(run) && gguf_no_tokenizer(run.tokenizer).empty();
-    std::string name = std::filesystem::path(export_folder(c.model)).filename();
-    return gguf_export(t, c.export_dir, gguf_type(c.export_dtype),
-                       known ? &run.tokenizer : nullptr, run.exported, name, merged);
-}
-
 // Write the export: weights in the format of other programs, Hugging Face folders in files of
 // up to 5 GiB. Weights that the run has ruined do not replace an older export. Returns whether
 // it was written.
@@ -173,14 +153,11 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
     std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
-    bool adapters = exports_adapters(run);
 
     // Write it. A merge rounds the sum of weights and adapters: print how much of them is kept.
     MergeSums merged;
     if (wrong.empty())
-        wrong = adapters ? export_trained_adapters(t, c.export_dir, export_type(c), base_name(c),
-                                                   run.exported)
-                : is_gguf(c.export_dir) ? export_gguf(run, t, &merged)
+        wrong = run.export_file ? run.export_file(&merged)
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
                     : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
@@ -193,6 +170,39 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     if (is_first_rank(run) && !wrong.empty())
         report_failure(run, "--export " + c.export_dir + ": " + wrong);
     return wrong.empty();
+}
+
+// The time before each step of a run, by parts, given the options of its training plan.
+template <typename T>
+Times times_before_step(const Run& run, const PlanOptions& train, const Machine& machine) {
+    KnownSteps steps;
+    auto all = before_steps(run.config, train, run.shape, run.teacher_shape);
+    return before_times<T>(machine, before_runs(all, run.layout, steps));
+}
+
+// The line of a run; "" without --machine, without a second step, or where sampling has no bound.
+template <typename T, typename S>
+std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
+    const Config& c = run.config;
+    bool asked = !c.machine.empty() && !has_open_answers(c);
+    if (!asked || run.log.times.empty())
+        return "";
+
+    // Simulate the plan that the steps ran.
+    Machine machine = machine_asked(c, "--machine", t.ctx.where);
+    CostModel cost = run_costs<T>(machine, t.model, t.ctx.where);
+    cost.teacher_C = double(run.teacher_shape.C);
+    const PlanOptions& options = t.plans[size_t(run.train_plan)];
+    StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
+    check_ends(step);
+    add_before(step, times_before_step<T>(run, options, machine));
+
+    // Each step has its share of the rollouts, which the log leaves out.
+    double rollout = run.rollout_seconds / double(run.step - run.first_step);
+    std::vector<double> times = run.log.times;
+    for (double& seconds : times)
+        seconds += rollout;
+    return predicted_text(c.machine, step.seconds, times);
 }
 
 // Print the end of a run: what it did, its best validation loss, and where its files are.
@@ -354,8 +364,7 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
     if (!c.timeline.empty())
         or_die(write_timeline(c.timeline, p.trace, layout_text(c) + " on " + c.machine,
                               "pp rank", "ms"));
-    double cards = run.layout.world() / double(sharers_of_card(c));
-    return p.text + price_text(machine, p.seconds * double(c.steps), cards, c.steps);
+    return p.text;
 }
 
 // Say whether ranks fit the machine that --machine names, and its host. sharers: ranks of a card.
@@ -388,12 +397,17 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 
     // Describe the run, and its ranks if there are several.
     std::string text;
-    size_t most = t.arena.device().bytes + run.teacher_bytes; // of any rank
+    size_t own = companion_bytes(run, options, run.world.rank, t.ctx.where);
+    size_t most = t.arena.device().bytes + own; // of any rank
+
+    // Count what stands beside the plans, by stage.
+    std::vector<size_t> beside;
+    for (int pp = 0; own && pp < run.layout.pp.size; pp++)
+        beside.push_back(companion_bytes(run, options, first_rank_of(run.layout, pp), t.ctx.where));
     if (trains)
         text = run_text(model, size_t(c.seq), c.steps, c.batch_tokens, rank_count(c));
     if (rank_count(c) > 1) {
         std::string ranks;
-        std::vector<size_t> beside = teachers_bytes<T>(run, options, t.ctx.where);
         or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most, beside));
 
         // Add the scratch of sums in rank order: CUDA's pool holds it, not the arena.
@@ -413,17 +427,9 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += memory_text(t.arena, t.plans, model, machine);
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
-    if (run.teacher_bytes)
-        text += memory_line("teacher", run.teacher_bytes, 0,
-                            "its weights, an evaluation's memory, C elements a row of the step");
-    if (keeps_start(c))
-        text += memory_line("starting weights", start_weights_bytes(t), 0,
-                            "GRPO's reference, in the host's memory");
-    if (!c.average.empty())
-        text += memory_line("sums of --average", average_bytes(t), 0, "in the host's memory");
-    if (run.draft_bytes)
-        text += memory_line("draft", run.draft_bytes, 0,
-                            "its weights, and a cache beside the model's");
+    for (const Companion& other : run.companions)
+        text += memory_line(other.name.c_str(), other.bytes(run, options, run.world.rank), 0,
+                            other.parts.c_str());
 
     // --buddy holds two files of this size, and two more while a save replaces them.
     if (!c.buddy.empty() && trains)
@@ -438,16 +444,14 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
         text += concat("the workspace is that of ", threads_here(Cpu{}), " threads on this CPU\n");
         sizes_of_gpu = true;
         std::string ranks;
-        std::vector<size_t> beside = teachers_bytes<T>(run, options, t.ctx.where);
         or_die(cluster_text<T>(run.layout, options, model, t.ctx.where, &ranks, &most, beside));
         sizes_of_gpu = false;
     }
     double state = zero_bytes(parameter_bytes<T>(options[size_t(plan)], model), 0, 1);
-    size_t all = most + run.draft_bytes;
-    text += fits_text(double(all), state * double(parameter_count(model)));
+    text += fits_text(double(most), state * double(parameter_count(model)));
     if (explains_gpu(c)) {
         double host = double(t.arena.memory[int(Tier::HOST)].bytes);
-        text += fits_machine_text(machine, sharers_of_card(c), double(all), host);
+        text += fits_machine_text(machine, sharers_of_card(c), double(most), host);
     }
 
     // List the actions: those of one layer, or all.

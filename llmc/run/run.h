@@ -1,8 +1,11 @@
 // run.h - what a run has beside its trainer: options, shape, text, progress; and how it ends badly
 #pragma once
+#include "../action.h"
+#include "../arena.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../comm/record.h"
-#include "../extra/speculate.h"
+#include "../io/chat.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/evaluate.h"
@@ -11,14 +14,16 @@
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
+#include "../io/speculate.h"
+#include "../io/tensor_source.h"
 #include "../io/tokenizer.h"
 #include "../layout.h"
 #include "../load.h"
 #include "../model.h"
 #include "../ops/loss_scale.cuh"
+#include "../ops/types.h"
 #include "../streams.h"
 #include "../text.h"
-#include "../tune/rollouts.h"
 #include "account.h"
 #include "async_save.h"
 #include "buddy.h"
@@ -26,6 +31,7 @@
 #include <cmath>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <sys/stat.h>
 
@@ -117,6 +123,14 @@ struct Prompt {
     int adapter = -1; // the set of adapters that its line names; -1: the base alone
 };
 
+// A second model, starting weights or sums of weights, in memory next to the plans of a run.
+struct Companion {
+    std::string name, parts; // what it is, and what its bytes are
+    Tier tier = Tier::DEVICE;
+    // Its bytes on a rank, given a run and the options of its plans.
+    std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)> bytes;
+};
+
 // The state of a run that is not the trainer's: flags, text and data, progress, how it ended.
 // One per rank.
 struct Run {
@@ -124,6 +138,7 @@ struct Run {
     Shape shape;
     Layout layout; // with this rank's place in the grid
     Comm world;    // all ranks
+    Dialects dialects; // formats of weights that are read besides plain safetensors
 
     // Text that the model reads and writes.
     Tokenizer tokenizer;
@@ -135,14 +150,10 @@ struct Run {
     size_t context_length = 0; // positions that a sample may use, its prompt included
     std::set<int> stop_tokens; // tokens that end a sample
 
-    // A teacher, with --loss distill, and what it takes beside the plans.
-    Shape teacher_shape;
-    size_t teacher_bytes = 0;
-
-    // A draft model, with --draft.
-    Shape draft_shape;
-    Draft* draft = nullptr;      // null: no speculative decoding
-    size_t draft_bytes = 0;      // memory that the draft takes beside the plans
+    // Second models, and all else in memory beside the plans.
+    std::vector<Companion> companions;
+    Shape teacher_shape, draft_shape; // with --loss distill, with --draft
+    Draft* draft = nullptr;           // null: no speculative decoding
     FILE* completions = nullptr; // the real standard output, where completions go to it
 
     // Data.
@@ -158,6 +169,7 @@ struct Run {
     // Progress. A plan is an index into Trainer::plans; -1: this run does not have that plan.
     int train_plan = -1, evaluate_plan = -1, generate_plan = -1;
     int prompt_plan = -1; // makes the keys and values of a prompt
+    bool prompt_rows = false; // --adapter has the rows of a prompt, which become a prefix
     int rollout_plan = -1;
     int64_t step = 0;       // optimizer steps done
     int64_t first_step = 0; // the step that this process started from
@@ -167,9 +179,21 @@ struct Run {
     double first_loss = 0;  // the loss of this process's first step; 0: it has done none
     double step_loss = NAN; // the loss of the last step; NaN: its update was skipped
     double cp_imbalance = 0; // pairs_imbalance(), summed over this process's steps; 0 without cp
+    // Adds what a shape has besides --model's: adapters. Null: nothing.
+    std::function<void(const Config&, Shape&)> complete_shape = nullptr;
+    // The shape of --teacher, and its bytes on a rank; null: this program has none.
+    std::function<Shape(const struct Run&)> teacher_of = nullptr;
+    std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)>
+        teacher_bytes = nullptr;
+    // Calls around a validation (true: it begins), and a replay of the last step on all ranks, from
+    // equal weights or from each rank's own, which says who computes wrong.
+    std::function<void(bool begins)> around_validation = nullptr;
+    std::function<std::string(bool equal)> replay = nullptr;
+    // Writes --export in the format of an extension; null: a folder, or a file of llm.c's.
+    std::function<std::string(MergeSums*)> export_file = nullptr;
     std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
-    std::vector<double> mismatched = {}, val_mismatched = {}; // (windows): reference_point.h
     double reference_point = 0;      // KTO's, for the batch that is running
+    std::function<void()> before_validation = nullptr; // what a loss wants first; may be empty
     std::vector<unsigned char> start_weights = {}; // GRPO's reference: references.h
     ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
     double max_vio = 0;              // of experts' loads, summed over this process's steps
@@ -230,7 +254,7 @@ inline void report_failure(Run& run, const std::string& wrong) {
     run.failed = true;
     finish_line(run.log);
     fflush(stdout);
-    fprintf(stderr, "train_gpt: error: %s\n", one_screen(wrong).c_str());
+    fprintf(stderr, "%s: error: %s\n", program_invocation_short_name, one_screen(wrong).c_str());
 }
 
 // Whether the tokenizer can be the model's, judged by their sizes. A model may have more tokens
@@ -255,6 +279,15 @@ inline Type export_type(const Config& c) {
     if (c.export_dtype == "bf16")
         return Type::BF16;
     return c.export_dtype == "fp16" ? Type::F16 : Type::F32;
+}
+
+// Bytes that a rank keeps beside its arena, of the memory in which the steps run.
+template <typename S>
+size_t companion_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
+    size_t bytes = 0;
+    for (const Companion& c : run.companions)
+        if (is_here(c.tier, where)) bytes += c.bytes(run, plans, rank);
+    return bytes;
 }
 
 } // namespace llmc

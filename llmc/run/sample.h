@@ -10,6 +10,7 @@
 #include <iostream>
 #include "../adapters.h"
 #include "../comm/comm.h"
+#include "../comm/group.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/files.h"
@@ -18,9 +19,11 @@
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_files.h"
 #include "../model.h"
+#include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../tune/chat.h"
+#include "../io/chat.h"
+#include "account.h"
 #include "run.h"
 
 namespace llmc {

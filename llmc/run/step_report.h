@@ -6,7 +6,7 @@
 #include "../load.h"
 #include "../step.h"
 #include "../trainer.h"
-#include "../tune/on_policy.h"
+#include "run.h"
 
 namespace llmc {
 
@@ -63,9 +63,8 @@ StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult&
     r.dropped_share = m.dropped;
     r.loss_scale = result.scale.loss.now;
     if (c.cp > 1)
-        r.cp_imbalance = pairs_imbalance(t.layout, t.pairs);
+        r.cp_imbalance = pairs_imbalance(t.layout, t.data.pairs);
     report_pairs(r, run, result.loss);
-    r.rollouts = rollout_numbers(run, result.loss);
     return r;
 }
 

@@ -16,6 +16,8 @@
 #include <array>
 #include <atomic>
 #include "../comm/comm.h"
+#include "../comm/group.h"
+#include "../ops/types.h"
 #include "../text.h"
 
 namespace llmc {

@@ -10,14 +10,15 @@
 #pragma once
 #include <poll.h>
 #include "../comm/comm.h"
-#include "../extra/draft.h"
 #include "../io/config.h"
 #include "../io/generate.h"
 #include "../io/tokenizer.h"
 #include "../ops/rand.h"
+#include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../tune/chat.h"
+#include "../io/chat.h"
+#include "account.h"
 #include "prompts.h"
 #include "run.h"
 #include "sample.h"
@@ -225,7 +226,6 @@ inline void choose_talk(Run& run) {
 
 // Choose the texts to continue: a talk, the prompts of a file, or the starts of samples.
 inline void choose_texts(Run& run) {
-    choose_draft(run);
     if (run.config.chat) return choose_talk(run);
     run.config.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
 }
@@ -240,7 +240,6 @@ void leave_texts(Run& run, Trainer<T, S>& t) {
         print_samples(run, t);
     else
         complete_prompts(run, t);
-    report_draft(run);
 }
 
 } // namespace llmc

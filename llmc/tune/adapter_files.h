@@ -18,6 +18,7 @@
 #include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../io/hf_files.h"
+#include "../io/hf_places.h"
 #include "../io/huggingface.h"
 #include "../io/json.h"
 #include "../io/one_reader.h"
@@ -52,6 +53,23 @@ inline bool asks(const nlohmann::json& j, const char* key) {
     if (value.is_boolean())
         return value.get<bool>();
     return value.is_number() || !value.empty();
+}
+
+enum class Merging { NONE, DORA, IA3 }; // NONE: plain LoRA, which stays beside its matrices
+
+// The kind of a config that was read.
+inline Merging merging_of(const nlohmann::json& j) {
+    if (j.value("peft_type", nlohmann::json()) == "IA3")
+        return Merging::IA3;
+    return asks(j, "use_dora") ? Merging::DORA : Merging::NONE;
+}
+
+// Find how a folder's adapters are read.
+inline std::string merging_of(const std::string& folder, Merging* merging) {
+    nlohmann::json j;
+    std::string wrong = read_json(peft_config_path(folder), &j);
+    if (wrong.empty()) *merging = merging_of(j);
+    return wrong;
 }
 
 // Refuse options that compute another function of A and B, or that train more than them.

@@ -6,6 +6,7 @@
 //     a seed     no bytes, and the CRC-32 of its text
 //   The name is only for messages: a folder that was moved is still the same base.
 #pragma once
+#include "../comm/group.h"
 #include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../text.h"

@@ -1,27 +1,28 @@
-// conversations.h - JSON lines of conversations, packed whole into windows, answers marked
-//   Lines    by their keys:
-//              {"messages": [{"role": "user", "content": "..."}, ...]}, an answer with "weight": 0
-//                is not trained
-//              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
-//              {"instruction": "...", "input": "...", "output": "..."}
-//              {"prompt": "...", "completion": "..."}, texts or lists of messages
-//              {"input_ids": [...], "labels": [...]}, rendered and tokenized already, label i of
-//                token i: its id if it is trained, otherwise -100 (transformers' convention)
+// conversations.h - JSON lines of conversations and pairs, whole in windows, answers marked
+//   Lines    A kind of data is a row: the losses that read it, the keys of its lines, and the
+//            function that makes a line's tokens. All kinds have one reader (io/json.h).
 //   Windows  Conversations lie whole in windows of T tokens. The longest come first, and each goes
 //            to the window with the least room that takes it (best fit). Padding fills the rest, as
 //            a document of its own. A conversation that is longer than T loses its end; without an
 //            answer left it is dropped. Windows depend on the text alone, not on ranks.
-//   Marks    Two bits of a 32-bit token: TRAINED, it belongs to an answer; BEGINS, a conversation
-//            begins here, which sees none before it (context.h). Every window begins with one, so
-//            its last token predicts nothing, and n windows are n T tokens.
-//   Shards   llm.c's 32-bit magic with version 8, and T after the count of tokens.
+//   Pairs    lie whole in one window: first the chosen conversation, then the rejected one, each a
+//            document. So no micro-batch, rank or stage has half a pair. A pair that is longer than
+//            a window is left out: an answer without its end says nothing about it.
+//   Marks    Bits of a 32-bit token: TRAINED, it belongs to an answer; BEGINS, a conversation
+//            begins here, which sees none before it (context.h); REJECTED, the worse of a pair.
+//            Every window begins with one, so its last token predicts nothing, and n windows are
+//            n T tokens.
+//   Shards   llm.c's 32-bit magic with version 8, and T after the count of tokens. They have no
+//            pairs.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "../context.h"
+#include "../io/dataloader.h"
 #include "../io/json.h"
 #include "../text.h"
-#include "chat.h"
+#include "../io/chat.h"
 #include <map>
+#include <span>
 
 namespace llmc {
 
@@ -98,47 +99,107 @@ inline std::string read_messages(const nlohmann::json& list, const char* role, c
     return "";
 }
 
-// Read a part of a conversation: a list of messages, or one text of the given role.
-inline std::string read_part(const nlohmann::json& j, const char* key, const char* role,
-                             Conversation* out) {
-    if (j.contains(key) && j[key].is_array())
-        return read_messages(j[key], "role", "content", out);
-    ChatMessage m = {role, ""};
-    std::string wrong = take_string(j, key, true, &m.text);
-    if (wrong.empty()) out->push_back(m);
-    return wrong;
+// The parts of a line: the question and an answer to it, or a whole conversation; a worse answer.
+enum LinePart { ASKED, ANSWER, WORSE };
+typedef std::array<Conversation, 3> LineParts;
+
+// A key of a line: a list of messages, or a text of one role. Without a role only a list will do.
+// An "input" joins the message before it.
+struct LineKey {
+    const char* key;
+    const char* role = "";
+    LinePart part = ASKED;
+    bool needed = true;
+    const char *speaker = "role", *words = "content"; // keys of a message in a list
+};
+
+// A form of lines: the key that shows it (""; every line), and its keys in order.
+struct LineForm {
+    const char* sign;
+    std::vector<LineKey> keys = {};
+    const char* hint = ""; // ends the message about a key that is missing; without keys it is all
+};
+
+constexpr const char* PAIR_HINT = ": a pair has \"prompt\", \"chosen\" and \"rejected\"; "
+                                  "conversations are for --loss sft";
+constexpr const char* IS_A_PAIR =
+    "is a pair of answers: give --loss dpo, or ipo, simpo, orpo, kto";
+
+// The forms of conversations: OpenAI's, ShareGPT's, a prompt and its completion, Alpaca's; and
+// lines that are tokenized already.
+inline std::vector<LineForm> conversation_forms() {
+    return {{"input_ids"},
+            {"messages", {{"messages"}}},
+            {"conversations", {{"conversations", "", ASKED, true, "from", "value"}}},
+            {"completion", {{"prompt", "user"}, {"completion", "assistant"}}},
+            {"chosen", {}, IS_A_PAIR},
+            {"preferred_output", {}, IS_A_PAIR},
+            {"instruction",
+             {{"system", "system", ASKED, false},
+              {"instruction", "user"},
+              {"input", "input", ASKED, false},
+              {"output", "assistant"}}},
+            {"", {}, "has none of \"messages\", \"conversations\", \"instruction\" with "
+                     "\"output\", \"prompt\" with \"completion\""}};
 }
 
-// Read the conversation of a line's object.
-inline std::string read_conversation(const nlohmann::json& j, Conversation* out) {
-    out->clear();
-    if (j.contains("messages"))
-        return read_messages(j["messages"], "role", "content", out);
-    if (j.contains("conversations"))
-        return read_messages(j["conversations"], "from", "value", out);
+// The forms of a question and two answers: OpenAI's; a question with texts or lists of messages, or
+// two whole conversations that begin alike.
+inline std::vector<LineForm> pair_forms() {
+    return {{"preferred_output",
+             {{"input"},
+              {"preferred_output", "assistant", ANSWER},
+              {"non_preferred_output", "assistant", WORSE}},
+             PAIR_HINT},
+            {"",
+             {{"prompt", "user", ASKED, false},
+              {"chosen", "assistant", ANSWER},
+              {"rejected", "assistant", WORSE}},
+             PAIR_HINT}};
+}
 
-    // A prompt and its completion, texts or messages.
-    if (j.contains("completion")) {
-        std::string wrong = read_part(j, "prompt", "user", out);
-        return wrong.empty() ? read_part(j, "completion", "assistant", out) : wrong;
+// Append what stands under a key: messages, or one text.
+inline std::string read_key(const nlohmann::json& line, const LineKey& k, Conversation* out) {
+    // Take a list, which may lie in an object.
+    const nlohmann::json& value = line[k.key];
+    bool holds = value.is_object() && value.contains("messages");
+    if (holds || value.is_array() || !*k.role)
+        return read_messages(holds ? value["messages"] : value, k.speaker, k.words, out);
+
+    // Take a text. One that may be missing may be empty too.
+    std::string text;
+    std::string wrong = take_string(line, k.key, k.needed, &text);
+    if (!wrong.empty() || (text.empty() && !k.needed))
+        return wrong;
+    if (std::string(k.role) == "input")
+        out->back().input = text;
+    else
+        out->push_back({k.role, text});
+    return "";
+}
+
+// Read the parts of a line's object, in the first of the forms that it has.
+inline std::string read_parts(std::span<const LineForm> forms, const nlohmann::json& line,
+                              LineParts* parts) {
+    *parts = {};
+    for (const LineForm& form : forms) {
+        if (*form.sign && !line.contains(form.sign))
+            continue;
+        if (form.keys.empty())
+            return form.hint;
+
+        // All its keys must be there.
+        std::string wrong;
+        for (const LineKey& k : form.keys) {
+            bool there = line.contains(k.key);
+            if (k.needed && !there)
+                return concat("has no ", in_quotes(k.key), form.hint);
+            if (there && wrong.empty())
+                wrong = read_key(line, k, &(*parts)[k.part]);
+        }
+        return wrong;
     }
-
-    // Two answers of which one is better teach another loss.
-    if (j.contains("chosen") || j.contains("preferred_output"))
-        return "is a pair of answers: give --loss dpo, or ipo, simpo, orpo, kto";
-
-    // Alpaca's keys: what is to be done, and with what.
-    ChatMessage system = {"system", ""}, user = {"user", ""}, answer = {"assistant", ""};
-    if (!j.contains("instruction"))
-        return "has none of \"messages\", \"conversations\", \"instruction\" with \"output\", "
-               "\"prompt\" with \"completion\"";
-    std::string wrong = take_string(j, "instruction", true, &user.text);
-    if (wrong.empty()) wrong = take_string(j, "input", false, &user.input);
-    if (wrong.empty()) wrong = take_string(j, "output", true, &answer.text);
-    if (wrong.empty()) wrong = take_string(j, "system", false, &system.text);
-    if (!system.text.empty()) out->push_back(system);
-    out->insert(out->end(), {user, answer});
-    return wrong;
+    return "";
 }
 
 // Read a line that is tokenized already.
@@ -171,19 +232,15 @@ inline std::string read_tokens(const nlohmann::json& j, int vocab, ChatTokens* o
 // ----------------------------------------------------------------------------
 // windows
 
-// Counts of what has been read.
-struct ConversationCounts {
-    size_t lines = 0;
-    size_t malformed = 0;
-    std::string first_malformed = ""; // with its file and line
-    size_t conversations = 0;         // in windows
-    size_t cut = 0;                   // conversations that lost their end
-    size_t lost = 0;                  // tokens of answers that were cut off
-    size_t dropped = 0;               // conversations of which no answer would have been left
-    size_t pairs = 0;                 // in windows (conversations.h)
-    size_t long_pairs = 0;            // pairs left out: longer than a window
-    size_t undesirable = 0;           // undesirable answers in windows (labels.h)
-    size_t trained = 0;               // tokens of answers in windows
+// Counts of what has been read. `cut` are conversations that lost their end, `dropped` those of
+// which no answer would have been left.
+struct ConversationCounts : LineCounts {
+    size_t conversations = 0; // in windows
+    size_t lost = 0;          // tokens of answers that were cut off
+    size_t pairs = 0;         // in windows
+    size_t long_pairs = 0;    // pairs left out: longer than a window
+    size_t undesirable = 0;   // undesirable answers in windows
+    size_t trained = 0;       // tokens of answers in windows
 };
 
 // Turn a conversation into marked tokens, at most T of them; none if no answer is left. It loses
@@ -246,67 +303,106 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
     return tokens;
 }
 
-// A function that turns a line's object into at most T marked tokens. Returns "" or what is
-// wrong with the line.
-typedef std::string (*LineTokens)(const Chat& chat, const nlohmann::json& line, size_t T,
-                                  std::vector<int>* tokens, ConversationCounts* counts);
-inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
-                                       std::vector<int>* tokens, ConversationCounts* counts) {
-    Conversation messages;
+// A function that turns a line's parts into at most T marked tokens. Returns "" or what is wrong
+// with the line.
+typedef std::string (*PartTokens)(const Chat& chat, const nlohmann::json& line, LineParts& parts,
+                                  size_t T, std::vector<int>* tokens, ConversationCounts* counts);
+
+// Mark a conversation's tokens, or those that a line holds.
+inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& line,
+                                       LineParts& parts, size_t T, std::vector<int>* tokens,
+                                       ConversationCounts* counts) {
     ChatTokens written;
     bool ready = line.contains("input_ids");
     std::string wrong = ready ? read_tokens(line, chat.tokenizer->vocab_size, &written)
-                              : read_conversation(line, &messages);
-    if (wrong.empty() && !ready)
-        wrong = chat_tokens(chat, messages, &written);
+                              : chat_tokens(chat, parts[ASKED], &written);
     if (wrong.empty())
         *tokens = marked_tokens(written, T, counts);
     return wrong;
 }
 
-// Make the windows of a text of JSON lines. line: the number of its first line. The same text gives
-// the same windows on every rank and in every layout.
-inline std::vector<int> pack_lines(std::string_view text, size_t line, const std::string& path,
-                                   const Chat& chat, size_t T, ConversationCounts* counts,
-                                   LineTokens line_tokens = conversation_tokens) {
-    std::vector<std::vector<int>> conversations;
-    for (size_t at = 0, end; at < text.size(); at = end + 1, line++) {
-        // Take a line. Blank lines do not count.
-        end = std::min(text.find('\n', at), text.size());
-        std::string_view bytes = text.substr(at, end - at);
-        if (bytes.find_first_not_of(" \t\r") == std::string::npos)
-            continue;
-        counts->lines++;
-
-        // Read the line, and make its tokens.
-        nlohmann::json j;
-        std::vector<int> tokens;
-        std::string wrong = parse_record(bytes, &j);
-        if (wrong.empty() && !j.contains("input_ids"))
-            wrong = refuse_tool(j);
-        if (wrong.empty())
-            wrong = with_records(line_tokens(chat, j, T, &tokens, counts), j);
-
-        // Count a bad line, and keep the message of the first one.
-        if (wrong.empty()) {
-            conversations.push_back(tokens);
-            continue;
-        }
-        if (counts->malformed == 0)
-            counts->first_malformed = concat(path, ":", line, ": ", wrong);
-        counts->malformed++;
-    }
-    return pack_windows(std::move(conversations), T, chat.end);
+// Whether two messages are the same text of the same role. Weights and inputs do not matter.
+inline bool same_message(const ChatMessage& a, const ChatMessage& b) {
+    return a.role == b.role && a.text == b.text;
 }
 
-// Refuse a file of which more than a hundredth of the lines are bad. spare: so many more are
-// tolerated, where lines are to follow.
-inline std::string too_many_malformed(size_t malformed, size_t lines, const std::string& first,
-                                      size_t spare = 0) {
-    if (malformed <= spare + lines / 100)
+// Leave the messages untrained with which both conversations begin: they are the question.
+inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
+    size_t shortest = std::min(chosen.size(), rejected.size());
+    for (size_t i = 0; i < shortest; i++) {
+        if (!same_message(chosen[i], rejected[i]))
+            break;
+        chosen[i].trained = rejected[i].trained = false;
+    }
+}
+
+// Turn a line's pair into marked tokens, one conversation after the other. *tokens stays empty if
+// a window has no room for both.
+inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, LineParts& parts,
+                               size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+    // Put the question before each answer.
+    if (parts[ASKED].empty() && line.contains("chosen") && !line["chosen"].is_array())
+        return "has no \"prompt\": answers that are texts need it";
+    for (Conversation* answer : {&parts[ANSWER], &parts[WORSE]})
+        answer->insert(answer->begin(), parts[ASKED].begin(), parts[ASKED].end());
+    leave_common_start(parts[ANSWER], parts[WORSE]);
+
+    // Write both. Texts with the same tokens cannot be told apart.
+    ChatTokens chosen, rejected;
+    std::string wrong = chat_tokens(chat, parts[ANSWER], &chosen);
+    if (!wrong.empty()) return "chosen " + wrong;
+    wrong = chat_tokens(chat, parts[WORSE], &rejected);
+    if (!wrong.empty()) return "rejected " + wrong;
+    if (chosen.tokens == rejected.tokens)
+        return "has the same text as chosen and as rejected: leave it out";
+
+    // Refuse an answer that has nothing of its own: if both end alike, nothing is left to train.
+    // Leave out a pair that does not fit.
+    tokens->clear();
+    for (const ChatTokens* c : {&chosen, &rejected})
+        if (std::count(c->trained.begin(), c->trained.end(), true) == 0)
+            return concat(c == &chosen ? "chosen" : "rejected", " has no answer that the other "
+                          "has not: end both with an answer of the assistant");
+    if (chosen.tokens.size() + rejected.tokens.size() > T) {
+        counts->long_pairs++;
         return "";
-    return concat(malformed, " of ", spare ? "the first " : "", lines,
-                  " lines are bad, and a hundredth of them may be: ", first);
+    }
+
+    // Put one after the other, and mark the worse one.
+    ConversationCounts half; // for counts that are not reported; nothing is cut
+    *tokens = marked_tokens(chosen, T, &half);
+    std::vector<int> worse = marked_tokens(rejected, T, &half);
+    worse[0] |= REJECTED;
+    tokens->insert(tokens->end(), worse.begin(), worse.end());
+    counts->trained += half.trained;
+    counts->pairs++;
+    return "";
+}
+
+// ----------------------------------------------------------------------------
+// kinds of data
+
+// A kind of data.
+struct DataKind {
+    std::string losses;          // that read it, between spaces
+    std::vector<LineForm> forms; // of its lines; the last one takes every line
+    PartTokens tokens;
+    bool shards = false; // whether shards can hold it
+};
+
+inline DataKind conversations() {
+    return {" sft ", conversation_forms(), conversation_tokens, true};
+}
+inline DataKind answer_pairs() { return {" dpo ipo simpo orpo ", pair_forms(), pair_tokens}; }
+
+// Turn a line's object into marked tokens.
+inline std::string line_tokens(const DataKind& kind, const Chat& chat, const nlohmann::json& line,
+                               size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+    LineParts parts;
+    std::string wrong = line.contains("input_ids") ? "" : refuse_tool(line);
+    if (wrong.empty())
+        wrong = read_parts(kind.forms, line, &parts);
+    return wrong.empty() ? kind.tokens(chat, line, parts, T, tokens, counts) : wrong;
 }
 
 // Describe what the windows hold, and what was left out.
@@ -334,117 +430,37 @@ inline std::string conversations_text(const ConversationCounts& n) {
     return text;
 }
 
-// ----------------------------------------------------------------------------
-// JSON lines of a question and two answers, of which the first is the better one
-//   Lines    by their keys:
-//              {"prompt": "...", "chosen": "...", "rejected": "..."}, texts or lists of messages
-//              {"chosen": [...], "rejected": [...]}, whole conversations that begin alike
-//              {"input": {"messages": [...]}, "preferred_output": [...],
-//               "non_preferred_output": [...]}, OpenAI's
-//   Marks    Answers that both conversations share belong to the question: they are not trained.
-//   Windows  A pair lies whole in one window: first the chosen conversation, then the rejected one,
-//            each a document. So no micro-batch, rank or stage has half a pair. A pair that is
-//            longer than a window is left out: an answer without its end says nothing about it.
-//   Every function that returns a text returns "" or one line that says what is wrong.
-
-// Two conversations that begin alike, of which the first ends better.
-struct AnswerPair {
-    Conversation chosen, rejected;
-};
-
-// The keys of a line's two answers.
-struct PairKeys {
-    const char *chosen, *rejected;
-};
-
-// Whether two messages are the same text of the same role. Weights and inputs do not matter.
-inline bool same_message(const ChatMessage& a, const ChatMessage& b) {
-    return a.role == b.role && a.text == b.text;
+// Pack a text of JSON lines into windows. line: the number of its first line.
+inline std::vector<int> pack_lines(const DataKind& kind, const Chat& chat, std::string_view text,
+                                   size_t line, const std::string& path, size_t T,
+                                   ConversationCounts* counts) {
+    std::vector<std::vector<int>> records;
+    read_records(text, line, path, counts, [&](const nlohmann::json& j) {
+        std::vector<int> tokens;
+        std::string wrong = line_tokens(kind, chat, j, T, &tokens, counts);
+        if (wrong.empty())
+            records.push_back(std::move(tokens));
+        return wrong;
+    });
+    return pack_windows(std::move(records), T, chat.end);
 }
 
-// Leave the messages untrained with which both conversations begin: they are the question.
-inline void leave_common_start(AnswerPair* pair) {
-    Conversation &w = pair->chosen, &l = pair->rejected;
-    size_t shortest = std::min(w.size(), l.size());
-    for (size_t i = 0; i < shortest; i++) {
-        if (!same_message(w[i], l[i]))
-            break;
-        w[i].trained = l[i].trained = false;
-    }
-}
-
-// Read the pair of a line's object.
-inline std::string read_pair(const nlohmann::json& line, AnswerPair* pair) {
-    // Find the two answers: both must be there.
-    *pair = {};
-    bool openai = line.contains("preferred_output");
-    PairKeys keys = openai ? PairKeys{"preferred_output", "non_preferred_output"}
-                           : PairKeys{"chosen", "rejected"};
-    for (const char* key : {keys.chosen, keys.rejected})
-        if (!line.contains(key))
-            return concat("has no ", in_quotes(key), ": a pair has \"prompt\", \"chosen\" and "
-                          "\"rejected\"; conversations are for --loss sft");
-
-    // Read the question, if it stands apart.
-    std::string wrong;
-    Conversation asked;
-    bool apart = openai ? line.contains("input") : line.contains("prompt");
-    if (openai && apart && line["input"].is_object() && line["input"].contains("messages"))
-        wrong = read_messages(line["input"]["messages"], "role", "content", &asked);
-    else if (openai)
-        return "has no \"input\" with \"messages\"";
-    else if (apart)
-        wrong = read_part(line, "prompt", "user", &asked);
-    else if (!line["chosen"].is_array())
-        return "has no \"prompt\": answers that are texts need it";
-
-    // Append each answer to the question.
-    pair->chosen = pair->rejected = asked;
-    if (wrong.empty())
-        wrong = read_part(line, keys.chosen, "assistant", &pair->chosen);
-    if (wrong.empty())
-        wrong = read_part(line, keys.rejected, "assistant", &pair->rejected);
-    leave_common_start(pair);
-    return wrong;
-}
-
-// Turn a line's pair into marked tokens, one conversation after the other. *tokens stays empty if
-// a window has no room for both.
-inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, size_t T,
-                               std::vector<int>* tokens, ConversationCounts* counts) {
-    // Write both. Texts with the same tokens cannot be told apart.
-    AnswerPair pair;
-    ChatTokens chosen, rejected;
-    std::string wrong = read_pair(line, &pair);
-    if (!wrong.empty()) return wrong;
-    wrong = chat_tokens(chat, pair.chosen, &chosen);
-    if (!wrong.empty()) return "chosen " + wrong;
-    wrong = chat_tokens(chat, pair.rejected, &rejected);
-    if (!wrong.empty()) return "rejected " + wrong;
-    if (chosen.tokens == rejected.tokens)
-        return "has the same text as chosen and as rejected: leave it out";
-
-    // Refuse an answer that has nothing of its own: if both end alike, nothing is left to train.
-    // Leave out a pair that does not fit.
-    tokens->clear();
-    for (const ChatTokens* c : {&chosen, &rejected})
-        if (std::count(c->trained.begin(), c->trained.end(), true) == 0)
-            return concat(c == &chosen ? "chosen" : "rejected", " has no answer that the other "
-                          "has not: end both with an answer of the assistant");
-    if (chosen.tokens.size() + rejected.tokens.size() > T) {
-        counts->long_pairs++;
-        return "";
-    }
-
-    // Put one after the other, and mark the worse one.
-    ConversationCounts half; // for counts that are not reported; nothing is cut
-    *tokens = marked_tokens(chosen, T, &half);
-    std::vector<int> worse = marked_tokens(rejected, T, &half);
-    worse[0] |= REJECTED;
-    tokens->insert(tokens->end(), worse.begin(), worse.end());
-    counts->trained += half.trained;
-    counts->pairs++;
-    return "";
+// Make a source of the kind of data that a loss reads, or else of the first kind. `chat` must
+// outlive the source.
+inline LineSource line_source(const Chat& chat, const std::string& loss,
+                              const std::vector<DataKind>& kinds) {
+    auto reads = [&](const DataKind& kind) {
+        return kind.losses.find(" " + loss + " ") != kind.losses.npos;
+    };
+    auto found = std::find_if(kinds.begin(), kinds.end(), reads);
+    const DataKind& kind = found == kinds.end() ? kinds.front() : *found;
+    auto pack = [&chat, kind](std::string_view text, size_t line, const std::string& path,
+                              size_t T) {
+        ConversationCounts counts;
+        std::vector<int> tokens = pack_lines(kind, chat, text, line, path, T, &counts);
+        return PackedLines{tokens, counts, conversations_text(counts)};
+    };
+    return {pack, kind.shards, chat.format.name, chat.end};
 }
 
 } // namespace llmc

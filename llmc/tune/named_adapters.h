@@ -5,8 +5,7 @@
 //   factors and the adapted matrices may differ from folder to folder.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include "../io/huggingface.h"
-#include "../io/json.h"
+#include "../io/hf_places.h"
 #include "../model.h"
 #include "../text.h"
 #include "../trainer.h"
@@ -73,27 +72,6 @@ std::string load_adapter_sets(Trainer<T, S>& t, const std::string& flag) {
         if (wrong.empty())
             wrong = load_adapters(t, f.folder, f.name + ":");
     return wrong;
-}
-
-// Find the set that a line of --prompts names: -1 for the base alone.
-inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
-    *set = -1;
-    if (!line.contains("adapter") || line["adapter"].is_null())
-        return "";
-    const nlohmann::ordered_json& asked = line["adapter"];
-    if (!s.sets)
-        return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
-                      "give --adapters NAME=DIR, or leave the key out");
-
-    // Look for the name, and list those that are there.
-    std::string known;
-    for (const AdapterSet& other : *s.sets) {
-        if (asked == other.name)
-            *set = int(&other - s.sets->data());
-        known += (known.empty() ? "" : ", ") + other.name;
-    }
-    if (*set >= 0) return "";
-    return concat("its \"adapter\" is ", json_word(asked), "; --adapters has ", known);
 }
 
 } // namespace llmc

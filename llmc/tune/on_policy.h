@@ -25,13 +25,19 @@
 #include "../context.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
+#include "../io/config_check.h"
 #include "../io/dataloader.h"
 #include "../io/files.h"
 #include "../io/generate.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
 #include "../io/tokenizer.h"
+#include "../layout.h"
 #include "../ops/rand.h"
+#include "../ops/types.h"
+#include "../run/account.h"
+#include "../run/run.h"
+#include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "references.h"
@@ -84,11 +90,11 @@ template <typename T, typename S>
 void set_rollouts(Run& run, Trainer<T, S>& t) {
     size_t length = size_t(run.config.seq);
     const Rollouts& r = run.rollouts;
-    t.window = [&r, length](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [&r, length](uint64_t sample, int* tokens, int* targets) {
         rollout_window(r, sample, length, tokens, targets);
         return std::string();
     };
-    t.references = [&r, length](uint64_t sample, RowNumbers to) {
+    t.data.references = [&r, length](uint64_t sample, RowNumbers to) {
         rollout_numbers_of_rows(r, sample, length, to);
     };
     if (is_first_rank(run))
@@ -286,7 +292,7 @@ std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
 
     // Answers may serve several updates.
     if (has_update_left(run, run.rollouts)) {
-        run.rollouts.first = t.cursor;
+        run.rollouts.first = t.data.cursor;
         run.rollouts.updates++;
         return "";
     }
@@ -294,8 +300,8 @@ std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
     // Sample answers to the exercises of this step.
     size_t group = size_t(c.group);
     Rollouts r;
-    r.first = t.cursor;
-    std::vector<size_t> asked = exercises_of_step(run, t.cursor);
+    r.first = t.data.cursor;
+    std::vector<size_t> asked = exercises_of_step(run, t.data.cursor);
     sample_answers(run, t, asked, &r);
 
     // Reward each answer, and compare it with its group's. LOAD hands out the advantages.

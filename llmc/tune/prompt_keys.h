@@ -109,7 +109,7 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     std::map<int, PromptKeys> found;
 
     // Look at each action of the pass: put the rows before the blocks, and take what each leaves.
-    auto after = std::exchange(t.after, [&](const Action& a) {
+    auto after = std::exchange(t.hooks.after, [&](const Action& a) {
         if (a.op != Op::F) return;
         if (a.layer == 0)
             put_prompt(t, a, rows, positions);
@@ -118,13 +118,13 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     });
 
     // Give it n tokens without targets: any tokens do, since the rows replace them.
-    Window window = std::exchange(t.window, [n](uint64_t, int* tokens, int* targets) {
+    Window window = std::exchange(t.data.window, [n](uint64_t, int* tokens, int* targets) {
         std::fill_n(tokens, n, 0);
         std::fill_n(targets, n, -1);
         return std::string();
     });
-    int document_end = std::exchange(t.document_end, -1);
-    uint64_t end = std::exchange(t.samples_end, UINT64_MAX);
+    int document_end = std::exchange(t.data.document_end, -1);
+    uint64_t end = std::exchange(t.data.samples_end, UINT64_MAX);
 
     run_plan(t, plan);
     plan_loss(t); // waits for all ranks
@@ -132,10 +132,10 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     // Restore the trainer.
     shape.prefix = n;
     init_constants(t);
-    t.after = after;
-    t.window = window;
-    t.document_end = document_end;
-    t.samples_end = end;
+    t.hooks.after = after;
+    t.data.window = window;
+    t.data.document_end = document_end;
+    t.data.samples_end = end;
 
     // Give all ranks the same numbers: one rank contributes each head's, and all others add 0.
     const Layout& layout = t.layout;

@@ -10,6 +10,7 @@
 //   Cost: a forward pass over the windows, at most one epoch, once.
 //   GRPO samples its windows, so it keeps the starting weights instead (references.h).
 #pragma once
+#include "../action.h"
 #include "../arena.h"
 #include "../comm/comm.h"
 #include "../context.h"
@@ -19,8 +20,10 @@
 #include "../io/dataloader.h"
 #include "../io/likelihood.h"
 #include "../io/rollout_state.h"
+#include "../layout.h"
 #include "../ops/memory.h"
 #include "../ops/types.h"
+#include "../run/run.h"
 #include "../trainer.h"
 #include "rollouts.h"
 #include <utility>
@@ -60,6 +63,18 @@ size_t start_weights_bytes(const Trainer<T, S>& t) {
     for (const Place& place : trained_weights(t))
         bytes += place.bytes;
     return bytes;
+}
+
+// Keep a copy of them in the host's memory, for GRPO.
+template <typename T, typename S> void keep_start(Run& run, S where) {
+    auto bytes = [where](const Run& r, const std::vector<PlanOptions>& plans, int rank) {
+        Trainer<T, S> t;
+        t.ctx.where = where;
+        trainer_place(t, r.shape, plans, layout_at(r.layout, rank));
+        return start_weights_bytes(t);
+    };
+    run.companions.push_back({"starting weights", "GRPO's reference, in the host's memory",
+                              Tier::HOST, bytes});
 }
 
 // Copy the trained weights to the host.
@@ -115,8 +130,8 @@ void evaluate_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& win
                    std::vector<float>& rows, F first_row) {
     // A signal must wait: a part of the samples would give another loss. Samples of this window
     // have no numbers yet.
-    auto stopped = std::exchange(t.stopped, nullptr);
-    References references = std::exchange(t.references, nullptr);
+    auto stopped = std::exchange(t.hooks.stopped, nullptr);
+    References references = std::exchange(t.data.references, nullptr);
     const Plan& p = t.plans[run.evaluate_plan];
     std::vector<acc_t<T>> losses(p.rows());
     size_t T_cp = p.rows() / p.B; // rows of a sequence on this rank
@@ -128,17 +143,17 @@ void evaluate_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& win
             return;
         copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
         for (size_t b = 0; b < p.B; b++) {
-            uint64_t sample = t.cursor + size_t(t.layout.dp.rank) * p.B + b;
+            uint64_t sample = t.data.cursor + size_t(t.layout.dp.rank) * p.B + b;
             if (sample >= count) break;
             // Context-parallel ranks have their own rows of each sequence.
             for (size_t i = 0; i < T_cp; i++) {
-                size_t at = context_row(t.layout.cp_order, t.layout.cp, p.T, i);
+                size_t at = context_row(t.layout.context.order, t.layout.cp, p.T, i);
                 rows[first_row(sample) + at] = -float(losses[b * T_cp + i]);
             }
         }
     });
-    t.stopped = stopped;
-    t.references = references;
+    t.hooks.stopped = stopped;
+    t.data.references = references;
 
     // Share the rows. All ranks but the owner add 0, so nothing is rounded.
     all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
@@ -184,7 +199,15 @@ void compute_references(Run& run, Trainer<T, S>& t) {
     if (is_first_rank(run))
         printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
     run.references = evaluate_references(run, t, run.train, samples);
-    t.references = references_of(run.train, run.references);
+    t.data.references = references_of(run.train, run.references);
+}
+
+// Let the trainer use validation's references.
+template <typename T, typename S>
+void take_validation_references(Run& run, Trainer<T, S>& t) {
+    if (has_reference(run.config))
+        t.data.references = references_of(run.val, run.val_references);
+    if (run.before_validation) run.before_validation();
 }
 
 // ----------------------------------------------------------------------------

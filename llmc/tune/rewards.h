@@ -99,17 +99,6 @@ inline bool has_pattern(const std::string& text, const std::string& pattern) {
                        limits.get()) >= 0;
 }
 
-// Whether a name is that of a verifier in this file.
-inline bool is_verifier(const std::string& name) {
-    return name == "exact" || name == "number" || name == "regex";
-}
-
-// The program of --reward command:PROGRAM, or "" for a verifier (reward_command.h).
-inline std::string reward_program(const std::string& reward) {
-    const std::string prefix = "command:";
-    return reward.starts_with(prefix) ? reward.substr(prefix.size()) : "";
-}
-
 // The reward of an answer by the verifier's name.
 inline double reward_of(const std::string& verifier, const std::string& answer,
                         const std::string& wanted) {

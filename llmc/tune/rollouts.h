@@ -7,24 +7,18 @@
 //            with the token that ends it, which the model chose like all others.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
+#include "../io/config_check.h"
 #include "../io/dataloader.h"
 #include "../io/file_kind.h"
 #include "../io/files.h"
 #include "../io/json.h"
 #include "../io/rollout_state.h"
 #include "../text.h"
-#include "chat.h"
+#include "../io/chat.h"
 #include "conversations.h"
 #include "rewards.h"
 
 namespace llmc {
-
-// A prompt with an answer that can be verified.
-struct Exercise {
-    std::vector<int> prompt; // its tokens
-    std::string answer;      // the right answer, or a pattern of it
-    nlohmann::json line;     // the whole line, where a program gives the reward; else null
-};
 
 // ----------------------------------------------------------------------------
 // exercises
@@ -32,8 +26,11 @@ struct Exercise {
 // Read a line's exercise.
 inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, size_t T,
                                  const std::string& verifier, Exercise* q) {
-    // Read the answer, a text; a number is taken as JSON writes it.
-    if (!line.contains("prompt")) return "has no \"prompt\"";
+    // Read the prompt, and the answer, a text; a number is taken as JSON writes it.
+    const LineForm form = {"", {{"prompt", "user"}}};
+    LineParts parts;
+    std::string wrong = read_parts({&form, 1}, line, &parts);
+    if (!wrong.empty()) return wrong;
     const nlohmann::json answer = line.value("answer", nlohmann::json());
     bool text = answer.is_string();
     bool number = answer.is_number();
@@ -46,51 +43,34 @@ inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, s
     if (built_in && !text && !number)
         return "has no \"answer\" that is a text or a number";
 
-    // Read the prompt, which must leave at least one row of the window to the answer.
-    Conversation asked;
-    std::string wrong = read_part(line, "prompt", "user", &asked);
-    if (wrong.empty())
-        wrong = chat_prompt(chat, asked, &q->prompt);
+    // Write the prompt, which must leave at least one row of the window to the answer.
+    wrong = chat_prompt(chat, parts[ASKED], &q->prompt);
     if (wrong.empty() && q->prompt.size() > T)
         wrong = concat("has a prompt of ", q->prompt.size(), " tokens: give a larger --seq than ",
                        T);
     return wrong.empty() ? check_wanted(verifier, q->answer) : wrong;
 }
 
-// Append a file's exercises. A bad line ends the run, since a skipped one would never be learned.
-inline std::string read_exercise_file(const std::string& path, const Chat& chat, size_t T,
-                                      const std::string& verifier,
-                                      std::vector<Exercise>* exercises) {
-    if (!path.ends_with(".jsonl"))
-        return no_json_lines(path);
-    std::string bytes, line, wrong = read_whole_file(path, &bytes);
-    if (!wrong.empty()) return wrong;
-
-    // Skip blank lines.
-    std::istringstream lines(bytes);
-    for (size_t number = 1; std::getline(lines, line); number++) {
-        if (stripped(line).empty()) continue;
-        nlohmann::json j;
-        Exercise q;
-        wrong = parse_record(line, &j);
-        if (wrong.empty())
-            wrong = with_records(read_exercise(j, chat, T, verifier, &q), j);
-        if (!wrong.empty())
-            return concat(path, ":", number, ": ", wrong);
-        exercises->push_back(std::move(q));
-    }
-    return "";
-}
-
-// Read the exercises of all files, in the order given.
+// Read the exercises of all files, in the order given. A bad line ends the run, since a skipped one
+// would never be learned.
 inline std::string read_exercises(const std::string& files, const Chat& chat, size_t T,
                                   const std::string& verifier, std::vector<Exercise>* exercises) {
     std::vector<std::string> paths;
     std::string wrong = data_paths(files, &paths);
-    for (const std::string& path : paths)
+    for (size_t i = 0; i < paths.size() && wrong.empty(); i++) {
+        const std::string& path = paths[i];
+        if (!path.ends_with(".jsonl"))
+            return no_json_lines(path);
+
         // Report the first bad line of the first bad file.
-        if (wrong.empty())
-            wrong = read_exercise_file(path, chat, T, verifier, exercises);
+        std::string bytes;
+        LineCounts counts;
+        wrong = read_whole_file(path, &bytes);
+        read_records(bytes, 1, path, &counts, [&](const nlohmann::json& line) {
+            return read_exercise(line, chat, T, verifier, &exercises->emplace_back());
+        });
+        if (wrong.empty()) wrong = counts.first_malformed;
+    }
     return wrong.empty() && exercises->empty() ? paths[0] + ": holds no prompt" : wrong;
 }
 

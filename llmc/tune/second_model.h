@@ -13,6 +13,7 @@
 #include "../model.h"
 #include "../parameters.h"
 #include "../run/folder.h"
+#include "../run/run.h"
 #include "../text.h"
 #include "../trainer.h"
 
@@ -78,7 +79,8 @@ bool load_second(Run& run, Trainer<T, S>& t, const Config& d) {
     if (!d.out.empty())
         wrong = checkpoint_load(t, &info, d.out, &notes);
     else if (type)
-        wrong = type == S_IFDIR ? hf_load_weights(t, d.model) : model_file_load(t, d.model);
+        wrong = type == S_IFDIR ? hf_load_weights(t, d.model, run.dialects)
+                                : model_file_load(t, d.model);
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 
     // Tell what the load noted, and draw what no file holds.

@@ -7,9 +7,14 @@
 #include "../io/config.h"
 #include "../io/config_check.h"
 #include "../io/files.h"
+#include "../io/model_shape.h"
 #include "../io/plan_flags.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../ops/fp8.cuh"
+#include "../ops/types.h"
+#include "../run/account.h"
+#include "../run/run.h"
 #include "../sharding.h"
 #include "../text.h"
 #include "../trainer.h"
@@ -74,13 +79,21 @@ size_t bytes_of_teacher(const Run& run, const std::vector<PlanOptions>& plans, i
     return bytes_here(teacher.t.arena, where) + teacher.norm_bytes;
 }
 
-// The same by rank of the pipeline; empty without one.
-template <typename T, typename S>
-std::vector<size_t> teachers_bytes(const Run& run, const std::vector<PlanOptions>& plans, S where) {
-    std::vector<size_t> all;
-    for (int pp = 0; has_teacher(run) && pp < run.layout.pp.size; pp++)
-        all.push_back(bytes_of_teacher<T>(run, plans, first_rank_of(run.layout, pp), where));
-    return all;
+// The same in the element type of --precision.
+inline size_t teacher_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank) {
+    const std::string& precision = run.config.precision;
+    if (precision == "bf16") return bytes_of_teacher<bf16>(run, plans, rank, Cpu{});
+    if (precision == "fp16") return bytes_of_teacher<fp16>(run, plans, rank, Cpu{});
+    return bytes_of_teacher<float>(run, plans, rank, Cpu{});
+}
+
+// Let a run have a teacher: before it is planned, and in memory beside its plans.
+inline void take_teacher(Run& run) {
+    run.teacher_of = choose_teacher_shape;
+    run.teacher_bytes = teacher_bytes;
+    if (wants_teacher(run.config))
+        run.companions.push_back({"teacher", "its weights, an evaluation's memory, C elements a "
+                                  "row of the step", Tier::DEVICE, teacher_bytes});
 }
 
 // Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.
@@ -108,7 +121,7 @@ void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& pl
     if (is_first_rank(run))
         printf("teacher: %s, %zu parameters, frozen\n", printable(run.config.teacher).c_str(),
                parameter_count(teacher->t.model));
-    t.before = [teacher, &t] { teacher_forward(*teacher, t); };
+    t.hooks.before = [teacher, &t] { teacher_forward(*teacher, t); };
 }
 
 } // namespace llmc

@@ -73,7 +73,7 @@ void teacher_allocate(Teacher<T, S>& teacher) {
     teacher.head.norm = teacher.norms;
     teacher.head.C = t.model.shape.C;
     teacher.head.softcap = t.model.shape.logit_softcap;
-    t.after = [&teacher](const Action& a) { keep_norm(teacher, a); };
+    t.hooks.after = [&teacher](const Action& a) { keep_norm(teacher, a); };
 }
 
 // Free it. Nothing may still run.
@@ -89,10 +89,10 @@ template <typename T, typename S>
 void teacher_forward(Teacher<T, S>& teacher, Trainer<T, S>& student) {
     // Read the same samples, with the same documents.
     Trainer<T, S>& t = teacher.t;
-    t.window = student.window;
-    t.cursor = student.cursor;
-    t.samples_end = student.samples_end;
-    t.document_end = student.document_end;
+    t.data.window = student.data.window;
+    t.data.cursor = student.data.cursor;
+    t.data.samples_end = student.data.samples_end;
+    t.data.document_end = student.data.document_end;
     run_plan(t, 0);
 
     // A later action may have taken the head's scratch for its own: give it back.

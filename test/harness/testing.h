@@ -1,7 +1,8 @@
 // testing.h - what the tests share: files of their own, the program, the fixtures, EXPECT_HAS
 //   scratch(name)   a path in this process's own folder, which is removed when the tests are over
 //   Scratch         a test with a folder of its own: dir, path(name), put(name, bytes)
-//   program()       train_gpt: $TRAIN_GPT, or build/train_gpt; shell() runs it, or any command
+//   program()       train_gpt: $TRAIN_GPT, or build/train_gpt; shell() runs it, or the program that
+//                   takes the flags of the command
 //   FIXTURES        reference files of other projects: texts, tokenizers, trained models, and what
 //                   those projects' programs made of them. $FIXTURES names their folder. Without it
 //                   the folder is fixtures/ in this repository or, if there is none,
@@ -15,6 +16,8 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
+#include <sstream>
 #include <string>
 
 namespace fs = std::filesystem;
@@ -105,9 +108,74 @@ inline const std::string FIXTURES = [] {
 // ----------------------------------------------------------------------------
 // the program
 
-inline std::string program() {
+// The path of a program: beside $TRAIN_GPT, or in build/.
+inline std::string program(const std::string& name = "train_gpt") {
     const char* given = getenv("TRAIN_GPT");
-    return fs::absolute(given ? given : ROOT + "/build/train_gpt").string();
+    fs::path trainer = fs::absolute(given ? given : ROOT + "/build/train_gpt");
+    return (trainer.parent_path() / name).string();
+}
+
+// The flags that a program's --help lists as its own.
+inline const std::set<std::string>& flags_of(const std::string& name) {
+    static std::map<std::string, std::set<std::string>> known;
+    if (known.count(name)) return known[name];
+    std::set<std::string>& flags = known[name];
+    flags = {"--config", "--help"};
+    FILE* pipe = popen((program(name) + " --help").c_str(), "r");
+    for (char line[1024], flag[64]; pipe && fgets(line, sizeof(line), pipe);)
+        if (sscanf(line, "  %63[a-z0-9-]", flag) == 1) flags.insert(flag);
+    if (pipe) pclose(pipe);
+    return flags;
+}
+
+// The program that takes all flags of a command. Commands of tests name train_gpt, which most are
+// for; those with flags of another program run that one. "train_gpt": no program takes them all.
+inline std::string program_taking(const std::string& command) {
+    std::set<std::string> given;
+    for (size_t at = 0; (at = command.find(" --", at)) != std::string::npos;) {
+        size_t end = command.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-", ++at);
+        given.insert(command.substr(at, end - at));
+    }
+    auto takes = [&](std::initializer_list<const char*> parts) {
+        return std::ranges::all_of(given, [&](const std::string& flag) {
+            return std::ranges::any_of(parts, [&](const char* part) {
+                return flags_of(part).count(flag) > 0;
+            });
+        });
+    };
+    if (takes({"train_gpt"})) return "train_gpt";
+    if (takes({"tune_gpt", "train_gpt"})) return "tune_gpt";
+    if (takes({"sample_gpt"})) return "sample_gpt";
+    if (takes({"plan_gpt", "tune_gpt", "train_gpt"})) return "plan_gpt";
+    return takes({"convert_gpt"}) ? "convert_gpt" : "train_gpt";
+}
+
+// A command with the program that takes its flags in train_gpt's place.
+inline std::string with_its_program(std::string command) {
+    std::string trainer = program() + " ";
+    size_t at = command.find(trainer);
+    if (at == std::string::npos) return command;
+    std::string flags = command.substr(at + trainer.size() - 1), name = program_taking(flags);
+
+    // Programs that write or convert never train, and have no flag to say so.
+    const std::string none = " --steps 0";
+    std::string rest = flags;
+    if (size_t steps = rest.find(none); name == "train_gpt" && steps != std::string::npos)
+        name = program_taking(rest.erase(steps, none.size()));
+    else
+        rest = flags;
+    if (name == "train_gpt") rest = flags;
+
+    // A run goes on with the program that made its folder.
+    static std::map<std::string, std::string> made; // by folder
+    std::string folder, word;
+    std::istringstream words(flags);
+    while (words >> word && word != "--out") {}
+    if (word == "--out") words >> folder;
+    bool goes_on = has(flags, " --resume") && made.count(folder);
+    if (goes_on && name == "train_gpt") name = made[folder];
+    if (!folder.empty() && !goes_on) made[folder] = name;
+    return command.substr(0, at) + program(name) + rest;
 }
 
 // A command's result: its exit status, and its stdout and stderr together.
@@ -118,7 +186,7 @@ struct Ran {
 
 // Run a command in a shell, with no input.
 inline Ran shell(const std::string& command) {
-    FILE* pipe = popen(("(" + command + ") 2>&1 </dev/null").c_str(), "r");
+    FILE* pipe = popen(("(" + with_its_program(command) + ") 2>&1 </dev/null").c_str(), "r");
     Ran r = {-1, ""};
     char buffer[4096];
     for (size_t n; (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) r.text.append(buffer, n);

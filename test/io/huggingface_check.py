@@ -31,8 +31,8 @@ SEQ, SAMPLED, PROMPT = 48, 30, "Once upon a time, the 3 kings'"
 TEXT = "It's 1234567 o'clock;  we'll   see what the kings of the north have brought from the fields. " * 8
 
 
-def run(*arguments):
-    out = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True)
+def run(*arguments, name="train_gpt"):
+    out = subprocess.run([os.path.join(os.path.dirname(PROGRAM), name), *map(str, arguments)], capture_output=True)
     return out.returncode, out.stdout, out.stderr.decode(errors="replace").strip()
 
 
@@ -444,7 +444,8 @@ def tokenizer_kinds():
 
 
 def prepared(folder, data, end):
-    rc, out, error = run("--prepare", f"{folder}/out.bin", "--data", data, "--tokenizer", folder, "--document-end", end)
+    rc, out, error = run("--data", data, "--tokenizer", folder, "--document-end", end,
+                         f"{folder}/out.bin", name="prepare_gpt")
     if rc:
         raise PermissionError(error)
 

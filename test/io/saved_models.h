@@ -107,6 +107,24 @@ struct TensorFile {
     }
 };
 
+// Write a file of another one's tensors, some left out, others cut to fewer rows or columns.
+inline void change_file(const TensorFile& from, const std::string& path,
+                        const std::function<bool(SafeTensor&)>& keep) {
+    std::vector<TensorSpec> specs;
+    std::vector<std::vector<float>> values;
+    for (SafeTensor t : from.file.tensors) {
+        std::vector<float> x = from.floats(t.name);
+        if (!keep(t)) continue;
+        specs.push_back({t.name, Type::F32, t.shape});
+        x.resize(specs.back().bytes() / sizeof(float));
+        values.push_back(x);
+    }
+    FileWriter w;
+    writer_open(&w, path, specs, {});
+    for (const auto& x : values) writer_put(w, x, Type::F32);
+    EXPECT_EQ(writer_close(&w), "");
+}
+
 inline double largest(const std::vector<float>& x) {
     double most = 0;
     for (float f : x) most = std::max(most, double(std::fabs(f)));
@@ -167,6 +185,7 @@ inline std::vector<Shape> saved_shapes() {
     // gpt-oss: sinks, biases, a gate of its own, a window in every other block.
     Shape oss = mixtral;
     set_variant(oss, "gpt_oss");
+    oss.family = Family::GPT_OSS;
     oss.hf_type = "gpt_oss", oss.qkv_bias = oss.o_bias = true, oss.HS = 6;
     oss.sliding_window = 7, oss.full_every = 2;
     oss.rope_scaling = yarn.rope_scaling;
@@ -217,7 +236,7 @@ std::unique_ptr<Small<T>> random_model(const Shape& s, uint64_t seed = 3, bool a
     plan.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     fill_weights(m->t, seed);
-    m->t.window = squares_window(s.V);
+    m->t.data.window = squares_window(s.V);
     return m;
 }
 

@@ -52,7 +52,7 @@ template <typename T>
 void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     SCOPED_TRACE(shape_name(s) + (adamw ? ", adamw" : ", sgd"));
     auto a = random_model<T>(s, 3, adamw), b = random_model<T>(s, 4, adamw);
-    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 2; };
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.data.cursor += 2; };
 
     if (type_of<T>() == Type::F16) // a scale so large that early steps overflow, and later ones too
         for (auto* m : {a.get(), b.get()}) {
@@ -69,7 +69,7 @@ void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     for (int i = 0; i < 3; i++) step(*a);
     if (adamw) step(*b);
     ASSERT_TRUE(state_of(*a) != state_of(*b));
-    ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, ~0ull, {{"lr", 1}}}, out, 2), "");
+    ASSERT_EQ(checkpoint_save(a->t, {3, a->t.data.cursor, ~0ull, {{"lr", 1}}}, out, 2), "");
     EXPECT_FALSE(fs::exists(stale));
 
     Loaded l = load_checkpoint(*b, out);
@@ -88,7 +88,7 @@ void checkpoint_round_trip(const std::string& dir, const Shape& s, bool adamw) {
     EXPECT_EQ(g.file.tensors.size(), a->t.model.parameters.size() * (adamw ? 3 : 1));
 
     // Both go on alike.
-    b->t.cursor = l.info.cursor;
+    b->t.data.cursor = l.info.cursor;
     step(*a), step(*b);
     EXPECT_TRUE(state_of(*a) == state_of(*b));
 }
@@ -135,7 +135,7 @@ TEST_F(Checkpoints, CheckpointsOfOtherPrecisionAreNoted) {
 TEST_F(Checkpoints, KeepRemovesOlderCheckpoints) {
     auto m = random_model<float>(saved_shapes()[0]);
     for (int64_t step : {1, 2, 3, 4}) {
-        m->t.cursor = uint64_t(step);
+        m->t.data.cursor = uint64_t(step);
         ASSERT_EQ(checkpoint_save(m->t, {step, uint64_t(step), 0, {}}, dir, 2), "");
     }
 
@@ -340,7 +340,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         sizes.zero_group = l.ep > 1 || l.whole_experts ? 0 : l.shards;
         sizes.weights_near = l.near;
         sizes.ep = l.ep;
-        sizes.whole_experts = sizes.sequence_parallel = l.whole_experts;
+        sizes.experts.whole = sizes.sequence_parallel = l.whole_experts;
         sizes.whole_matrices = l.whole_matrices;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
 
@@ -351,7 +351,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         Small<T> m(s, {p});
         m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
         fill_weights(m.t, seed);
-        m.t.window = squares_window(s.V);
+        m.t.data.window = squares_window(s.V);
         body(m);
     });
     EXPECT_EQ(status, 0) << layout_name(l);
@@ -392,13 +392,13 @@ static Loaded load_everywhere(const std::string& out, const Shape& s, bool chang
 template <typename T>
 void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
                                   const std::vector<LayoutCase>& layouts) {
-    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.cursor += 8; };
+    auto step = [](Small<T>& m) { run_plan(m.t, 0), m.t.data.cursor += 8; };
     for (const LayoutCase& from : layouts) {
         std::string saved, next, out = dir + "/out";
         fs::remove_all(out), fs::create_directories(out);
         on_ranks<T>(from, s, 3, [&](Small<T>& m) {
             step(m), step(m);
-            EXPECT_EQ(checkpoint_save(m.t, {2, m.t.cursor, 7, {}}, out, 1), "");
+            EXPECT_EQ(checkpoint_save(m.t, {2, m.t.data.cursor, 7, {}}, out, 1), "");
             std::string state = state_of(m);
             step(m);
             std::string later = state_of(m);
@@ -416,7 +416,7 @@ void save_and_load_in_all_layouts(const std::string& dir, const Shape& s,
                 EXPECT_TRUE(l.info.step == 2 && l.info.cursor == 16 && l.info.seed == 7);
                 EXPECT_TRUE(state_of(m) == saved);
                 if (&from != &to) return;
-                m.t.cursor = l.info.cursor;
+                m.t.data.cursor = l.info.cursor;
                 step(m);
                 EXPECT_TRUE(state_of(m) == next);
             });
@@ -484,7 +484,7 @@ static size_t load_folder(const std::string& folder, const Shape& s, const Layou
         // A rank that waits for one that gave up ends the test soon.
         m.t.comms.world.info->timeout_s = 20;
         size_t bytes = 0;
-        std::string wrong = hf_load_weights(m.t, folder, &bytes);
+        std::string wrong = hf_load_weights(m.t, folder, {}, "", &bytes);
         read += bytes;
         if (wrong.empty()) {
             EXPECT_TRUE(weights_of(m) == expected);
@@ -849,7 +849,7 @@ static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op
         int times = 0;
 
         // Spoil the rank's result of layer 1 in the first micro-batch.
-        t.after = [&](const Action& a) {
+        t.hooks.after = [&](const Action& a) {
             if (t.comms.world.rank != rank || a.op != op || a.layer != 1 || a.micro) return;
             float* x = op == Op::F ? output_of(t, a) : input_gradient(t, a);
             times++;
@@ -860,14 +860,14 @@ static std::string replay_with(const LayoutCase& l, const Shape& s, int rank, Op
 
         // Train one step, then replay it.
         run_plan(t, 0);
-        t.cursor += 8;
+        t.data.cursor += 8;
         if (l.tp == 1) { // ranks that share a layer differ by now
             EXPECT_EQ(replicas_differ(t), "");
         }
 
         std::string before = state_of(m), text = replay_step(t, 0);
         EXPECT_TRUE(state_of(m) == before) << layout_name(l);
-        EXPECT_EQ(t.cursor, 8u);
+        EXPECT_EQ(t.data.cursor, 8u);
         std::lock_guard<std::mutex> lock(mutex);
         said.insert(text);
     });

@@ -27,6 +27,33 @@ static std::string check(std::vector<std::string> words,
     return wrong.empty() ? config_check(c, s) : wrong;
 }
 
+// A flag of another program is refused with its name; tune_gpt takes all that train_gpt takes.
+TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
+    auto says = [](const char* program, std::vector<std::string> words) {
+        Config c;
+        c.program = &program_named(program);
+        return parse(c, words);
+    };
+    EXPECT_EQ(says("train_gpt", {"--lora", "8"}), "--lora is a flag of tune_gpt");
+    EXPECT_EQ(says("tune_gpt", {"--lora", "8", "--lr", "1e-3"}), "");
+    EXPECT_EQ(says("tune_gpt", {"--prompts", "p.jsonl"}), "--prompts is a flag of sample_gpt");
+    EXPECT_EQ(says("sample_gpt", {"--lr", "1e-3"}), "--lr is a flag of train_gpt");
+    EXPECT_EQ(says("sample_gpt", {"--chat", "--adapter", "a"}), "");
+    EXPECT_EQ(says("train_gpt", {"--fit", "24"}), "--fit is a flag of plan_gpt");
+    EXPECT_EQ(says("plan_gpt", {"--gpus", "8", "--tp", "2", "--lora", "8"}), "");
+    EXPECT_EQ(says("convert_gpt", {"a", "b", "--merge"}), "");
+    EXPECT_HAS(says("train_gpt", {"a"}), "'a' is no flag");
+    EXPECT_HAS(says("prepare_gpt", {"--shard-tokns", "9"}), "did you mean --shard-tokens?");
+
+    // Each flag has a program.
+    for (const Flag& f : config_table()) {
+        bool taken = std::ranges::any_of(programs(), [&](const Program& p) {
+            return takes_flag(&p, f.name);
+        });
+        EXPECT_TRUE(taken || !*f.name) << f.name;
+    }
+}
+
 TEST(Config, EveryFlagRoundTripsThroughText) {
     for (const Flag& f : config_table()) {
         if (!*f.name) continue;
@@ -541,7 +568,6 @@ TEST(Config, RefusesWhatCannotWork) {
     EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
 
-    EXPECT_HAS(check({"--threads", "4"}), "OMP_NUM_THREADS=4");
     EXPECT_HAS(check({"--offload", "optimizer,wigths"}),
                "--offload wigths: give some of optimizer,");
     EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
@@ -629,11 +655,6 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(check_latents(wide, true, false) + check_latents(wide, false, true), "");
     wide.kv_latent = 1024;
     EXPECT_EQ(check_latents(wide, true, true), "");
-
-    // Rounds of experts.
-    EXPECT_EQ(check({"--expert-rounds", "4"}, "tiny-moe"), "");
-    EXPECT_EQ(s.expert_rounds, 4u);
-    EXPECT_HAS(check({"--expert-rounds", "4"}), "--expert-rounds is for models with experts");
 
     // The bias of DeepSeek-V3's router.
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");

@@ -407,7 +407,7 @@ TEST(Data, NoTextIsRefusedAndBinaryTextNoted) {
         "is a zip archive");
     EXPECT_HAS(
         open_error(put_file(scratch("nano.bin"), std::string(4000, 'x'))),
-        "dev/data/tokenizer.py gpt2, then train_gpt --prepare " + scratch("nano.shards.bin"));
+        "dev/data/tokenizer.py gpt2, then prepare_gpt " + scratch("nano.shards.bin"));
 
     DataLoader d;
     std::string name = put_file(scratch("binary.txt"), std::string(100, '\0'));
@@ -490,7 +490,7 @@ TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
 TEST(Data, ProjectSourcesAreFoundFromTheProgramsFolder) {
     for (const char* folder : {"/", "/scripts/"}) { // the root, and a folder in it like build/
         std::vector<std::string> found = project_sources(std::string(REPO_ROOT) + folder);
-        for (std::string file : {"llmc/memory.h", "test/io/test_data.cpp", "train_gpt.cu"})
+        for (std::string file : {"llmc/ops/memory.h", "test/io/test_data.cpp", "train_gpt.cu"})
             EXPECT_TRUE(std::any_of(found.begin(), found.end(),
                                     [&](const std::string& f) { return f.ends_with("/" + file); }))
                 << file << " from " << folder;

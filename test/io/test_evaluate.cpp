@@ -446,11 +446,11 @@ TEST(LogLikelihoods, AreThoseOfGenerationsLogits) {
         // Each plan gives the same, and leaves the trainer's settings as they were.
         for (int plan : {1, 2, 3}) {
             std::vector<Candidate> all = want;
-            f.t.cursor = 77, f.t.document_end = 3;
+            f.t.data.cursor = 77, f.t.data.document_end = 3;
             score_candidates(f.t, plan, all);
-            EXPECT_EQ(f.t.cursor, 77u);
-            EXPECT_EQ(f.t.document_end, 3);
-            EXPECT_EQ(f.t.samples_end, ~uint64_t(0));
+            EXPECT_EQ(f.t.data.cursor, 77u);
+            EXPECT_EQ(f.t.data.document_end, 3);
+            EXPECT_EQ(f.t.data.samples_end, ~uint64_t(0));
             for (size_t i = 0; i < COUNT; i++) {
                 EXPECT_NEAR(all[i].log_likelihood, want[i].log_likelihood, ROUNDING) << i;
                 EXPECT_EQ(all[i].greedy, want[i].greedy) << i;

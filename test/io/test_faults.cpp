@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdarg>
 #include <random>
+#include "../../llmc/extra/replay.h"
 #include "../../llmc/run/async_save.h"
 #include "../../llmc/run/buddy.h"
 #include "../../llmc/io/prepare.h"
@@ -54,7 +55,7 @@ std::unique_ptr<Small<T>> sharded_model(const Shape& s, uint64_t seed = 3, const
         set_weight(m->t, p, v.data());
     }
 
-    m->t.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
+    m->t.data.window = [V = s.V](uint64_t sample, int* tokens, int* targets) {
         for (int i = 0; i < 16; i++)
             tokens[i] = int((sample * 5 + uint64_t(i)) % V),
             targets[i] = int((sample * 5 + uint64_t(i) + 1) % V);
@@ -1006,7 +1007,7 @@ static std::vector<Habits> lives(bool newer) {
 static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_replay) {
     const std::vector<Action>& actions = t.plans[0].actions;
 
-    // The hit's action, among those that compute: others are not followed by t.after.
+    // The hit's action, among those that compute: others are not followed by t.hooks.after.
     int last = int(actions.size()) - 1;
     while (queue_of(actions[last].op) != Queue::COMPUTE || actions[last].op == Op::RELEASE) last--;
     bool now =
@@ -1035,7 +1036,7 @@ static void fall_ill(Trainer<float, Cpu>& t, Hit& hit, int64_t step, bool in_rep
 
 // Give each window two answers, and a reference's losses of both.
 static void prefer(Trainer<float, Cpu>& t) {
-    t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [window = t.data.window](uint64_t sample, int* tokens, int* targets) {
         std::string wrong = window(sample, tokens, targets);
         size_t cut = 7 + sample % 2;
         tokens[0] |= BEGINS;
@@ -1044,7 +1045,7 @@ static void prefer(Trainer<float, Cpu>& t) {
         targets[0] = targets[cut] = 5; // both have an answer
         return wrong;
     };
-    t.references = [](uint64_t sample, RowNumbers to) {
+    t.data.references = [](uint64_t sample, RowNumbers to) {
         for (size_t i = 0; i < 16; i++) to.reference[i] = -float(i + sample % 3);
     };
 }
@@ -1079,7 +1080,7 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     Small<float> m(s, {p});
     Trainer<float, Cpu>& t = m.t;
     t.comms = make_comms(world, p.layout);
-    t.window = random_window(s, 16);
+    t.data.window = random_window(s, 16);
     if (way.prefers) prefer(t);
     init_weights(t, 3);
 
@@ -1089,9 +1090,9 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
     std::string wrong = way.memory ? make_buddies(world, out + ".m%r", &b) : "";
     if (wrong.empty()) wrong = wake(t, way, out, b, &info);
     info.config = {{"out", out}};
-    t.cursor = info.cursor;
+    t.data.cursor = info.cursor;
     bool in_replay = false;
-    t.after = [&](const Action&) { fall_ill(t, hit, info.step, in_replay); };
+    t.hooks.after = [&](const Action&) { fall_ill(t, hit, info.step, in_replay); };
     std::shared_ptr<AsyncSave> async;
     if (way.beside) async = make_async_save(t);
 
@@ -1110,7 +1111,7 @@ static std::string live(const Comm& world, const Habits& way, const std::string&
         else if (idle) async_name(world, *async);
 
         // A hit in a replay strikes while the same step is done again.
-        info.cursor = t.cursor += 4 * uint64_t(way.layout.dp.size);
+        info.cursor = t.data.cursor += 4 * uint64_t(way.layout.dp.size);
         in_replay = true;
         if (way.replays && info.step % 2 == 0) wrong = replay_step(t, 0);
         in_replay = false;

@@ -51,7 +51,7 @@ template <typename T> void compare_with_golden(const std::string& name, Bounds b
         }
 
     // Three steps, the first of which also has its norm and gradients compared.
-    m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    m.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         memcpy(tokens, golden_tokens.data() + sample * N, N * sizeof(int));
         memcpy(targets, golden_targets.data() + sample * N, N * sizeof(int));
         return std::string();
@@ -142,7 +142,7 @@ TEST(Golden, ExpertCapacityInDouble) {
         const size_t B = 3, N = 24;
         Small<double> m(s, {plan_of(Mode::TRAIN, B, N)});
         ASSERT_EQ(hf_load_weights(m.t, folder), "");
-        m.t.window = [&](uint64_t sample, int* to, int* goal) {
+        m.t.data.window = [&](uint64_t sample, int* to, int* goal) {
             memcpy(to, tokens.data() + sample * N, N * sizeof(int));
             memcpy(goal, targets.data() + sample * N, N * sizeof(int));
             return std::string();
@@ -288,7 +288,7 @@ static void compare_with_peft(const std::string& name, const std::string& dir,
     std::vector<int> tokens = text.ints("tokens"), targets = text.ints("targets");
     const size_t N = 24;
     auto loss_of = [&](Small<double>& m) {
-        m.t.window = [&](uint64_t sample, int* to, int* goal) {
+        m.t.data.window = [&](uint64_t sample, int* to, int* goal) {
             memcpy(to, tokens.data() + sample * N, N * sizeof(int));
             memcpy(goal, targets.data() + sample * N, N * sizeof(int));
             return std::string();
@@ -452,26 +452,8 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
     EXPECT_HAS(with("lora_alpha", 3), "is a pickle");
 }
 
-// Write a file of another one's tensors, some left out, others cut to fewer rows or columns.
-static void change_file(const TensorFile& from, const std::string& path,
-                        const std::function<bool(SafeTensor&)>& keep) {
-    std::vector<TensorSpec> specs;
-    std::vector<std::vector<float>> values;
-    for (SafeTensor t : from.file.tensors) {
-        std::vector<float> x = from.floats(t.name);
-        if (!keep(t)) continue;
-        specs.push_back({t.name, Type::F32, t.shape});
-        x.resize(specs.back().bytes() / sizeof(float));
-        values.push_back(x);
-    }
-    FileWriter w;
-    writer_open(&w, path, specs, {});
-    for (const auto& x : values) writer_put(w, x, Type::F32);
-    EXPECT_EQ(writer_close(&w), "");
-}
-
 // Experts of one stack have one rank and one factor, and all of them an adapter or none; routers,
-// and adapters that are merged, are refused beside experts.
+// and DoRA, are refused beside experts.
 TEST_F(Adapted, ExpertsThatDifferAreRefused) {
     std::string base = ROOT + "/dev/golden/mixtral-tiny";
     std::string theirs = ROOT + "/dev/golden/lora-mixtral-tiny";
@@ -531,8 +513,6 @@ TEST_F(Adapted, ExpertsThatDifferAreRefused) {
     auto experts = [&](SafeTensor& t) { return !has(t, "q_proj"); };
     EXPECT_HAS(read(experts, merged), "use_dora is true");
     s.adapters = nullptr;
-    EXPECT_HAS(check_merges(make_model(s), dir), "experts.0.w1 is an expert's, beside which plain "
-                                                 "LoRA alone is read");
     AdapterSets sets;
     EXPECT_HAS(read_adapter_sets(make_model(s), "one=" + theirs, &sets),
                "--adapters one: adapts experts (model.layers.0.block_sparse_moe.experts.0.w1)");
@@ -560,7 +540,7 @@ static void compare_with_prefix(const std::string& name, const std::string& dir)
     // Take one step at a rate of 0.
     Small<double> m(s, {plan_of(Mode::TRAIN, 3, N)});
     m.t.hyper.lr = 0;
-    m.t.window = [&](uint64_t sample, int* to, int* goal) {
+    m.t.data.window = [&](uint64_t sample, int* to, int* goal) {
         memcpy(to, tokens.data() + sample * N, N * sizeof(int));
         memcpy(goal, targets.data() + sample * N, N * sizeof(int));
         return std::string();
@@ -656,7 +636,7 @@ TEST(Trl, AModelWithAdaptersThatPrefersAnswers) {
     ASSERT_EQ(hf_read_config(&plain, base), "");
     Small<double> reference(plain, {evaluate});
     ASSERT_EQ(hf_load_weights(reference.t, base), "");
-    reference.t.window = window;
+    reference.t.data.window = window;
     run_plan(reference.t, 0);
     const double* losses = row_losses(reference.t, 0).losses;
 
@@ -666,8 +646,8 @@ TEST(Trl, AModelWithAdaptersThatPrefersAnswers) {
     m.t.hyper.lr = 0;
     ASSERT_EQ(hf_load_weights(m.t, base), "");
     ASSERT_EQ(load_adapters(m.t, ROOT + "/dev/golden/lora-llama-tiny"), "");
-    m.t.window = window;
-    m.t.references = [&](uint64_t sample, RowNumbers to) {
+    m.t.data.window = window;
+    m.t.data.references = [&](uint64_t sample, RowNumbers to) {
         for (size_t i = 0; i < N; i++) to.reference[i] = -float(losses[sample * N + i]);
     };
     run_plan(m.t, 0);
@@ -685,138 +665,6 @@ TEST(Trl, AModelWithAdaptersThatPrefersAnswers) {
     }
     EXPECT_NEAR(std::sqrt(squares[0]), golden["norm_A"].get<double>(), 1e-6);
     EXPECT_NEAR(std::sqrt(squares[1]), golden["norm_B"].get<double>(), 1e-6);
-}
-
-// The logits of a model with merged adapters behind its base's first golden row, for norms of `eps`.
-static std::vector<double> merged_logits(Shape s, const std::string& base,
-                                         const std::string& adapter, float eps) {
-    const size_t N = 24;
-    s.norm_eps = eps;
-    Small<double> m(s, {plan_of(Mode::GENERATE, 1, N, N)});
-    EXPECT_EQ(load_folder(m.t, base, adapter), "");
-    std::vector<int> tokens = TensorFile(base + "/golden.safetensors").ints("tokens");
-    generate_batch(m.t, 0, tokens.data(), N, 0);
-    run_plan(m.t, 0);
-    const double* logits = address<const double>(m.t, {Kind::LOGITS, -1, 0});
-    return {logits, logits + s.V};
-}
-
-// DoRA and (IA)3, merged as they are read: the logits of PEFT's own merge in double, whose weights
-// are rounded to float once as ours are. Two things remain:
-//   eps      A norm's eps is a float here: 1e-5 is off by 2.5e-13. The slope of the logits in eps,
-//            from a second eps that is 2^-10 larger, takes this to first order; the slope is off
-//            by 2^-10 of itself.
-//   sums     Each rounds by 2^-53 of its terms, which have at most the size of logits, 4. A logit
-//            depends on sums of at most 96 terms (F of GPT-2), in 2 blocks of 4 products with 2
-//            norms and a softmax, and the head: 15 in a row. 96 * 15 * 4 * 2^-53 = 6.4e-13.
-// The model with the adapter beside it has weights that are not rounded to float, 6e-8 of each.
-static void compare_with_merged(const std::string& name, const std::string& base) {
-    std::string folder = ROOT + "/dev/golden/" + name, weights = ROOT + "/dev/golden/" + base;
-    json golden = read_json(folder + "/golden.json");
-    Shape s;
-    ASSERT_EQ(hf_read_config(&s, weights), "");
-    const double eps = 1e-5; // of both configs
-    ASSERT_EQ(s.norm_eps, float(eps));
-    const float larger = float(eps * (1 + std::ldexp(1, -10)));
-    std::vector<double> got = merged_logits(s, weights, folder, s.norm_eps);
-    std::vector<double> moved = merged_logits(s, weights, folder, larger);
-
-    // Compare, and see that the correction is no larger than what it corrects.
-    ASSERT_EQ(golden["merged"].size(), s.V);
-    const double sums = 96 * 15 * 4 * std::ldexp(1, -53);
-    for (size_t v = 0; v < s.V; v++) {
-        double want = golden["merged"][v].get<double>();
-        double slope = (moved[v] - got[v]) / (double(larger) - double(s.norm_eps));
-        double of_eps = slope * (eps - double(s.norm_eps));
-        ASSERT_NEAR(got[v] + of_eps, want, sums + std::ldexp(std::fabs(of_eps), -10));
-        ASSERT_NEAR(got[v], golden["beside"][v].get<double>(), 1e-6);
-    }
-}
-
-TEST(Merged, DoraOfGpt2) { compare_with_merged("dora-gpt2-tiny", "gpt2-tiny"); }
-TEST(Merged, DoraOfLlama) { compare_with_merged("dora-llama-tiny", "llama-tiny"); }
-TEST(Merged, Ia3OfGpt2) { compare_with_merged("ia3-gpt2-tiny", "gpt2-tiny"); }
-TEST(Merged, Ia3OfLlama) { compare_with_merged("ia3-llama-tiny", "llama-tiny"); }
-
-// A row of W + s B A that is zero has no direction for DoRA's length. Every rank refuses it.
-TEST_F(Adapted, ARowWithoutDirectionIsRefused) {
-    std::string golden = ROOT + "/dev/golden/", base = dir + "/base", adapter = dir + "/adapter";
-    std::filesystem::copy(golden + "llama-tiny", base);
-    std::filesystem::copy(golden + "dora-llama-tiny", adapter);
-    auto zero_row = [](const std::string& path, const std::string& name, size_t row) {
-        std::string bytes = read_file(path);
-        size_t header = 0;
-        memcpy(&header, bytes.data(), 8);
-        json tensor = json::parse(bytes.substr(8, header))[name];
-        size_t length = tensor["shape"][1].get<size_t>() * sizeof(float);
-        size_t at = 8 + header + tensor["data_offsets"][0].get<size_t>() + row * length;
-        put_file(path, bytes.replace(at, length, std::string(length, 0)));
-    };
-
-    // A row of W alone may be zero: B A gives it a direction.
-    std::string module = "model.layers.1.mlp.up_proj";
-    Shape s;
-    ASSERT_EQ(hf_read_config(&s, base), "");
-    Small<double> m(s, {plan_of(Mode::GENERATE, 1, 24, 24)});
-    zero_row(base + "/model.safetensors", module + ".weight", 2);
-    EXPECT_EQ(load_folder(m.t, base, adapter), "");
-    zero_row(adapter + "/adapter_model.safetensors",
-             "base_model.model." + module + ".lora_B.weight", 2);
-    EXPECT_HAS(load_folder(m.t, base, adapter), "1 rows of " + module + ".weight with its adapter");
-}
-
-// Write a folder like a golden one, but for one key of its config and one tensor's name or shape,
-// and return the refusal.
-static std::string refused(const std::string& name, const std::string& base, const std::string& dir,
-                           json keys, const std::string& from = "", const std::string& to = "") {
-    std::string golden = ROOT + "/dev/golden/";
-    json config = read_json(golden + name + "/adapter_config.json");
-    config.update(keys);
-    put_file(dir + "/adapter_config.json", config.dump());
-    std::string bytes = read_file(golden + name + "/adapter_model.safetensors");
-    size_t at = from.empty() ? 0 : bytes.find(from);
-    EXPECT_NE(at, std::string::npos) << from;
-    EXPECT_EQ(from.size(), to.size());
-    put_file(dir + "/adapter_model.safetensors", bytes.replace(at, to.size(), to));
-    Shape s;
-    EXPECT_EQ(hf_read_config(&s, golden + base), "");
-    return check_merges(make_model(s), dir);
-}
-
-// A missing tensor, another shape and a name without a place are each refused with one line.
-TEST_F(Adapted, WhatCannotBeMergedIsRefused) {
-    const std::string dora = "dora-llama-tiny", ia3 = "ia3-llama-tiny", base = "llama-tiny";
-    EXPECT_EQ(refused(dora, base, dir, {{"lora_alpha", 3}}), "");
-    EXPECT_HAS(refused(dora, base, dir, {{"lora_alpha", 3}}, "lora_magnitude_", "lora_magnitudX_"),
-               "no lora_magnitude_vector");
-    EXPECT_HAS(refused(dora, "gpt2-tiny", dir, {{"lora_alpha", 3}}), "belongs to no matrix");
-    EXPECT_HAS(refused(dora, base, dir, {{"bias", "all"}}), "only none can be read");
-    EXPECT_HAS(refused(dora, base, dir, {{"init_lora_weights", "pissa"}}), "has changed the base");
-
-    // (IA)3: what its lists name, and what they leave out.
-    json none = json::array();
-    EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", none}}), "");
-    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", {"c_attn"}}}), "does not name");
-    json targets = {"k_proj", "v_proj", "down_proj", "self_attn.q_proj"};
-    const char* absent = "target_modules names model.layers.0.self_attn.q_proj, which has no tensors";
-    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", targets}}), absent);
-    EXPECT_HAS(refused(dora, base, dir, {{"target_modules", "all-linear"}}), absent);
-
-    // Two keys leave out some of the named modules.
-    for (json exclude : {json({"q_proj"}), json(".*\\.q_proj"), json("(?P<name>.*)")})
-        EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", targets}, {"exclude_modules", exclude}}), "");
-    EXPECT_HAS(refused(dora, base, dir, {{"exclude_modules", {"k_proj"}}}),
-               "exclude_modules names model.layers.0.self_attn.k_proj, which has tensors");
-    EXPECT_EQ(refused(ia3, base, dir, {{"target_modules", targets}, {"layers_to_transform", 7}}), "");
-    EXPECT_HAS(refused(ia3, base, dir, {{"target_modules", targets}, {"layers_to_transform", {0, 1}}}),
-               absent);
-    json expression = {{"target_modules", ".*\\.([kv]|down)_proj"}};
-    EXPECT_EQ(refused(ia3, base, dir, expression), "");
-    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", none}}), "none of feedforward");
-    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", {"v_proj"}}}), "one of feedforward");
-    EXPECT_HAS(refused(ia3, base, dir, {{"feedforward_modules", ".*down"}}), "a list of modules");
-    EXPECT_HAS(refused(ia3, base, dir, {{"modules_to_save", {"lm_head"}}}), "modules_to_save is");
-    EXPECT_HAS(refused(ia3, "gpt2-tiny", dir, {{"target_modules", none}}), "lists down_proj");
 }
 
 // ----------------------------------------------------------------------------
@@ -868,7 +716,7 @@ TEST_F(Fixtures, Stories260kHasItsExpectedLoss) {
         EXPECT_TRUE(story > 0 || ids == reference["ids_of_story_0"].get<std::vector<int>>());
         at = end + mark.size();
 
-        m.t.window = [&](uint64_t, int* tokens, int* targets) {
+        m.t.data.window = [&](uint64_t, int* tokens, int* targets) {
             for (size_t i = 0; i < 512; i++) {
                 tokens[i] = i < ids.size() ? ids[i] : 0;
                 targets[i] = i + 1 < ids.size() ? ids[i + 1] : -1;
@@ -966,219 +814,4 @@ TEST(Windows, BeginAtABlock) {
         EXPECT_TRUE(changed(5)) << off;
         EXPECT_EQ(changed(6), off == 1) << off;
     }
-}
-
-// ----------------------------------------------------------------------------
-// folders of GPTQ and AWQ, packed by their own libraries (dev/golden/quantised_golden.py)
-
-static const std::string PACKED[] = {"gptq-tiny", "gptq-symmetric-tiny", "awq-tiny"};
-
-static uint32_t crc_of(const std::vector<float>& x) {
-    auto* bytes = reinterpret_cast<const unsigned char*>(x.data());
-    return uint32_t(crc32(0, bytes, uInt(x.size() * sizeof(float))));
-}
-
-struct Packed : Scratch {
-    Shape shape;
-    json golden;
-    Plan plan = plan_of(Mode::EVALUATE, 1, 16);
-
-    // Copy a folder, so that a test may change it.
-    void copy(const std::string& name) {
-        fs::copy(ROOT + "/dev/golden/" + name, dir,
-                 fs::copy_options::overwrite_existing | fs::copy_options::recursive);
-        ASSERT_EQ(hf_read_config(&shape, dir), "");
-        golden = read_json(dir + "/golden.json");
-    }
-    // Change the bytes of a tensor in the file.
-    template <typename F> void change(const std::string& name, F f) {
-        TensorFile open(dir + "/model.safetensors");
-        const SafeTensor* t = safetensors_find(open.file, name);
-        ASSERT_TRUE(t) << name;
-        size_t at = size_t(t->data - static_cast<const unsigned char*>(open.file.map));
-        std::string all = read_file(dir + "/model.safetensors");
-        f(&all[at], t->bytes);
-        put_file(dir + "/model.safetensors", all);
-    }
-    void set_config(const std::string& key, const json& value) {
-        json config = read_json(dir + "/config.json");
-        config["quantization_config"][key] = value;
-        put_file(dir + "/config.json", config.dump());
-    }
-    std::string load(Stored stored = Stored::WIDE) {
-        plan.stored = stored;
-        Small<float> m(shape, {plan});
-        return hf_load_weights(m.t, dir);
-    }
-
-    // The sums of all packed matrices, as this run expands them.
-    template <typename T> json sums(const Trainer<T, Cpu>& t) {
-        json all;
-        for (const Parameter& p : t.model.parameters)
-            if (golden["crc32"].contains(p.name)) all[p.name] = crc_of(get_weight(t, p));
-        return all;
-    }
-    // The loss of the golden tokens.
-    template <typename T> double loss(Trainer<T, Cpu>& t) {
-        std::vector<int> text = golden["tokens"];
-        t.window = [=](uint64_t, int* tokens, int* targets) {
-            std::copy_n(text.data(), 16, tokens);
-            std::copy_n(text.data() + 1, 16, targets);
-            return std::string();
-        };
-        run_plan(t, 0);
-        return plan_loss(t).mean();
-    }
-};
-
-// Every matrix is to the bit what the library packed, and the loss is transformers': within 1e-6,
-// because transformers has norms and rotations in float.
-TEST_F(Packed, FoldersGiveTheirLibrariesWeights) {
-    for (const std::string& name : PACKED) {
-        copy(name);
-        Small<float> m(shape, {plan});
-        ASSERT_EQ(hf_load_weights(m.t, dir), "") << name;
-        EXPECT_EQ(sums(m.t), golden["crc32"]) << name;
-        Small<double> wide(shape, {plan});
-        ASSERT_EQ(hf_load_weights(wide.t, dir), "") << name;
-        EXPECT_NEAR(loss(wide.t), golden["loss"].get<double>(), 1e-6) << name;
-    }
-}
-
-// gpt-oss' experts in MXFP4 have the loss of transformers, whose class's defaults fill in the rest;
-// so has the export, whose experts are plain numbers in bf16, which hold the codes exactly. Shape
-// keeps the factor of cosines as a float, 6e-8 of itself: scores of size 1 move by 1e-7.
-TEST_F(Packed, Mxfp4GivesTransformersLoss) {
-    std::string folder = ROOT + "/dev/golden/gpt-oss-mxfp4-tiny";
-    json golden = read_json(folder + "/golden.json");
-    Shape s;
-    ASSERT_EQ(hf_read_config(&s, folder), "");
-
-    // A step on the golden rows.
-    auto loss_of = [&](Small<double>& m) {
-        m.t.window = [&](uint64_t sample, int* tokens, int* targets) {
-            for (size_t i = 0; i < 24; i++) {
-                tokens[i] = golden["tokens"][sample][i].get<int>();
-                targets[i] = golden["tokens"][sample][i + 1].get<int>();
-            }
-            return std::string();
-        };
-        run_plan(m.t, 0);
-        return plan_loss(m.t).mean();
-    };
-    double want = golden["loss"].get<double>();
-    Small<double> m(s, {plan_of(Mode::TRAIN, 3, 24)}), again(s, {plan_of(Mode::TRAIN, 3, 24)});
-    m.t.hyper.lr = 0;
-    ASSERT_EQ(hf_load_weights(m.t, folder), "");
-    EXPECT_NEAR(loss_of(m), want, 1e-7);
-    ASSERT_EQ(hf_export(m.t, dir + "/plain", Type::BF16), "");
-    ASSERT_EQ(hf_load_weights(again.t, dir + "/plain"), "");
-    EXPECT_NEAR(loss_of(again), want, 1e-7);
-}
-
-// Shared out over ranks, each has its part of the same weights.
-TEST_F(Packed, EveryLayoutHasTheSameWeights) {
-    for (const std::string& name : PACKED)
-        for (int kind : {0, 1, 2}) {
-            copy(name);
-            EXPECT_EQ(run_local_ranks(2, {}, [&](const Comm& world) {
-                Plan train = plan_of(Mode::TRAIN, 1, 16);
-                Layout layout = small_layout(kind == 2 ? 2 : 1, 1 + !kind, 1 + (kind == 1));
-                layout.zero = kind == 2 ? 3 : 0;
-                if (kind == 1) layout.first_layer = {0, 2, 4};
-                train.layout = layout_at(layout, world.rank);
-                Small<float> part(shape, {train});
-                const Model& model = part.t.model;
-                part.t.comms = make_comms(world, train.layout,
-                                          ranks_of_kv_head(train.layout, model));
-                EXPECT_EQ(hf_load_weights(part.t, dir), "");
-                EXPECT_EQ(sums(part.t), golden["crc32"]) << name << kind;
-            }), 0);
-        }
-}
-
-// --weights int4 keeps the codes of a symmetric folder: its matrices are the same to the bit.
-// Any other grid is refused.
-TEST_F(Packed, Int4KeepsSymmetricCodes) {
-    copy("gptq-symmetric-tiny");
-    plan.stored = Stored::INT4;
-    Small<float> m(shape, {plan});
-    ASSERT_EQ(hf_load_weights(m.t, dir), "");
-    for (const Parameter& p : m.t.model.parameters) {
-        if (!golden["crc32"].contains(p.name)) continue;
-        auto* base = address<unsigned char>(m.t, {Kind::WEIGHT, p.bucket});
-        Narrow w = bind_narrow<float>(Stored::INT4, m.t.model, m.t.layout, p, base);
-        std::vector<float> x(p.elements());
-        int4_dequantize(x.data(), w.int4, w.absmax, p.rows(), p.cols(), Cpu{});
-        EXPECT_EQ(json(crc_of(x)), golden["crc32"][p.name]) << p.name;
-    }
-    EXPECT_NEAR(loss(m.t), golden["loss"].get<double>(), 1e-5);
-
-    for (const std::string& name : {PACKED[0], PACKED[2]}) {
-        copy(name);
-        EXPECT_HAS(load(Stored::INT4), "has zero points, or groups of its own, and --weights int4");
-        EXPECT_EQ(load(Stored::INT8), ""); // rounded again, as any folder
-    }
-
-    // Inputs that int4 gives one scale must have one in the file.
-    PackedMatrix two;
-    two.cols = 2 * INT4_GROUP;
-    for (size_t c = 0; c < two.cols; c++) two.of_col.push_back(uint32_t(c / INT4_GROUP));
-    EXPECT_TRUE(fits_int4(two));
-    two.of_col[INT4_GROUP + 1] = 0;
-    EXPECT_FALSE(fits_int4(two));
-}
-
-// gptq_v2 stores zero points as they are, and quantize_config.json may say the format.
-TEST_F(Packed, VariantsOfTheFormat) {
-    copy("gptq-tiny");
-    for (auto& [name, sum] : golden["crc32"].items())
-        change(packed_part(name, "qzeros"), [](char* x, size_t n) {
-            for (size_t i = 0; i < n; i++) x[i] = char(x[i] + 0x11);
-        });
-    set_config("checkpoint_format", "gptq_v2");
-    Small<float> m(shape, {plan});
-    ASSERT_EQ(hf_load_weights(m.t, dir), "");
-    EXPECT_EQ(sums(m.t), golden["crc32"]);
-
-    copy("gptq-symmetric-tiny");
-    json config = read_json(dir + "/config.json");
-    put_file(dir + "/quantize_config.json", config["quantization_config"].dump());
-    config.erase("quantization_config");
-    put_file(dir + "/config.json", config.dump());
-    EXPECT_EQ(load(), "");
-    fs::remove(dir + "/quantize_config.json");
-    EXPECT_HAS(load(), "config.json has no quantization_config of theirs");
-}
-
-// Formats that are not read, and parts that do not fit, are named.
-TEST_F(Packed, WrongFoldersAreNamed) {
-    auto with = [&](const std::string& name, const std::string& key, const json& value) {
-        copy(name);
-        set_config(key, value);
-        return load();
-    };
-    EXPECT_HAS(with(PACKED[0], "bits", 8), "has bits 8: 4 is read");
-    EXPECT_HAS(with(PACKED[0], "bits", "x"), "4 is read");
-    EXPECT_HAS(with(PACKED[0], "group_size", 0), "has group_size 0: it is -1 or");
-    EXPECT_HAS(with(PACKED[0], "group_size", 64), "down_proj.qzeros is I32 (5, 4), and I32 (3, 4)");
-    EXPECT_HAS(with(PACKED[0], "group_size", -1), "down_proj.qzeros is I32 (5, 4), and I32 (1, 4)");
-    EXPECT_HAS(with(PACKED[0], "checkpoint_format", "marlin"), "marlin: gptq and gptq_v2 are read");
-    EXPECT_HAS(with(PACKED[0], "is_marlin_format", true), "gptq and gptq_v2 are read");
-    EXPECT_HAS(with(PACKED[0], "quant_method", "quip"), "gptq, awq and bitsandbytes are read");
-    EXPECT_HAS(with(PACKED[0], "quant_method", "awq"), "qweight is I32 (4, 32), and I32 (32, 4)");
-    EXPECT_HAS(with(PACKED[2], "version", "GEMV"), "version gemv: gemm is read");
-    EXPECT_EQ(with(PACKED[2], "version", "GEMM"), "");
-    EXPECT_HAS(with(PACKED[0], "quant_method", "bitsandbytes"), "quantization_config of theirs");
-
-    // Contents: a group, a zero point and a bias that cannot be.
-    auto broken = [&](const char* part, size_t at, char value) {
-        copy("gptq-tiny");
-        change(std::string("model.layers.1.mlp.up_proj.") + part,
-               [&](char* x, size_t) { x[at] = value; });
-        return load();
-    };
-    EXPECT_HAS(broken("g_idx", 3, 1), "up_proj.g_idx names a group beyond 0");
-    EXPECT_HAS(broken("qzeros", 2, -1), "a zero point that stands for 0 or for 16");
-    EXPECT_HAS(broken("bias", 1, 1), "a bias that this model has not");
 }

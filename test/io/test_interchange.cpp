@@ -4,7 +4,7 @@
 #include "../../llmc/tune/adapter_files.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/model_files.h"
-#include "../../llmc/tune/chat.h"
+#include "../../llmc/io/chat.h"
 #include "../../llmc/extra/gguf.h"
 #include "../harness/testing.h"
 #include "../step/small_models.h"
@@ -1108,7 +1108,7 @@ TEST_F(Interchange, FoldersThatAreNoExportAreRefused) {
 // ----------------------------------------------------------------------------
 // the program
 
-struct Program : Interchange {
+struct Programs : Interchange {
     std::string text, flags;
     void SetUp() override {
         Interchange::SetUp();
@@ -1134,7 +1134,7 @@ struct Program : Interchange {
 
 // A model that was taught a chat format says so wherever it goes: as a folder, as one file, as
 // adapters beside their base, merged, and from a checkpoint. Bytes end an answer with 0.
-TEST_F(Program, AModelThatWasTaughtAChatFormatTakesItAlong) {
+TEST_F(Programs, AModelThatWasTaughtAChatFormatTakesItAlong) {
     std::string talks, base = dir + "/base", small = "--layers 1 --heads 2 --channels 16 ";
     for (int i = 0; i < 40; i++)
         talks += concat(R"({"prompt": "q)", i, R"(", "completion": "a"})", "\n");
@@ -1170,7 +1170,7 @@ TEST_F(Program, AModelThatWasTaughtAChatFormatTakesItAlong) {
     EXPECT_FALSE(fs::exists(dir + "/text/tokenizer.json")); // it changes nothing of how texts end
 
     // llama.cpp's file has them too. Rows of 16 are no blocks of 32; one matrix has rows of 64.
-    out = run("--model " + dir + "/e --export-dtype q8_0" + none + dir + "/e.gguf");
+    out = shell(program("convert_gpt") + " --export-dtype q8_0 " + dir + "/e " + dir + "/e.gguf").text;
     EXPECT_HAS(out, "--export-dtype q8_0: 4 matrices are written as fp16: rows of 16 are no");
     EXPECT_FALSE(has(out, "writes no tokenizer"));
     json keys = Gguf(dir + "/e.gguf").keys;
@@ -1180,7 +1180,7 @@ TEST_F(Program, AModelThatWasTaughtAChatFormatTakesItAlong) {
 }
 
 // An export brings its tokenizer, and only a tokenizer that fits the model is written.
-TEST_F(Program, AnExportNeedsNoTokenizer) {
+TEST_F(Programs, AnExportNeedsNoTokenizer) {
     std::string out = dir + "/out", small = "--layers 1 --heads 2 --channels 16 ";
     std::string first = run(small + "--steps 3 --prompt ab --export " + out);
     std::string again = run("--model " + out + " --steps 0 --prompt ab");
@@ -1233,11 +1233,14 @@ TEST_F(Program, AnExportNeedsNoTokenizer) {
 }
 
 // The gguf package, where it is installed, reads what our reader reads.
-TEST_F(Program, GgufIsReadByItsOwnPackage) {
+TEST_F(Programs, GgufIsReadByItsOwnPackage) {
     std::string out = dir + "/out.gguf", small = "--layers 1 --heads 2 --channels 32 --steps 0 ";
-    EXPECT_HAS(run(small + "--sample-tokens 0 --vocab 300 --export " + out),
+    std::string convert = program("convert_gpt") + " ", wide = dir + "/wide", own = dir + "/own";
+    run(small + "--sample-tokens 0 --vocab 300 --export " + wide);
+    EXPECT_HAS(shell(convert + wide + " " + out).text,
                "--export writes no tokenizer: --tokenizer byte is not the model's\n");
-    run(small + "--sample-tokens 0 --export-dtype q8_0 --export " + out);
+    run(small + "--sample-tokens 0 --export " + own);
+    ASSERT_EQ(shell(convert + "--export-dtype q8_0 " + own + " " + out).status, 0);
     Gguf f(out);
     EXPECT_EQ(f.keys["tokenizer.ggml.tokens"].size(), 256u);
     if (shell("python3 -c 'import gguf'").status) GTEST_SKIP() << "skipped: no gguf package";
@@ -1258,10 +1261,10 @@ TEST_F(Program, GgufIsReadByItsOwnPackage) {
 }
 
 // A folder of dev/golden with other keys in its config.json, and tokens that its vocabulary has.
-struct Folders : Program {
+struct Folders : Programs {
     std::string data;
     void SetUp() override {
-        Program::SetUp();
+        Programs::SetUp();
         std::string shard(1024, '\0');
         uint32_t words[3] = {20240520, 1, 2000};
         memcpy(shard.data(), words, sizeof(words));
@@ -1402,7 +1405,7 @@ TEST_F(Folders, AValueThatIsNoNumberNamesItsFile) {
 
 // A run's own export and an export of its checkpoint are the same bytes, in every precision, of
 // every kind of masters, and of the mean.
-TEST_F(Program, ACheckpointsExportIsTheRuns) {
+TEST_F(Programs, ACheckpointsExportIsTheRuns) {
     std::string small = "--model tiny-llama --layers 1 --channels 16 --heads 2 --kv-heads 2 "
                         "--ffn 16 --sample-tokens 0 ";
     for (std::string more : {"--precision bf16", "--precision bf16 --masters remainder",
@@ -1433,7 +1436,7 @@ TEST_F(Program, ACheckpointsExportIsTheRuns) {
     safetensors_close(&f);
 }
 
-TEST_F(Program, ModelFiles) {
+TEST_F(Programs, ModelFiles) {
     std::string gpt2 = put("gpt2.bin", llmc_gpt2(gpt2_shape(2, 2, 16, 256, 32), 3).bytes);
     std::string one = run("--model " + gpt2 + " --steps 0 --prompt ab"), exported = dir + "/folder";
     EXPECT_HAS(one, "matrices and tables 10752,"); // 256 x 16, 32 x 16 and 2 x 12 x 16 x 16

@@ -5,7 +5,9 @@
 #include <sys/wait.h>
 #include <map>
 #include <random>
+#include "../../llmc/io/chat_templates.h"
 #include "../../llmc/io/prepare.h"
+#include "../../llmc/tune/conversations.h"
 #include "../harness/testing.h"
 
 using namespace llmc;
@@ -17,6 +19,7 @@ struct Prepare : Scratch {
     Config c;
     Tokenizer t;
     BatchLimits limits;
+    Chat chat;
     void SetUp() override {
         Scratch::SetUp();
         fs::create_directories(dir + "/out");
@@ -27,7 +30,12 @@ struct Prepare : Scratch {
     std::string says;
     std::string run() {
         testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
-        std::string wrong = prepare_shards(c, t, PROGRAM_FOLDER, limits);
+        auto open = [this](LineSource* source) {
+            std::string refused = choose_chat(&chat, c.chat_format, "", t);
+            *source = line_source(chat, c.loss, {conversations(), answer_pairs()});
+            return refused;
+        };
+        std::string wrong = prepare_shards(c, t, PROGRAM_FOLDER, open, limits);
         says = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
         return wrong;
     }
@@ -460,7 +468,7 @@ static bool finished_before(Prepare& p, int microseconds) {
     pid_t child = fork();
     if (child == 0) {
         (void)!freopen("/dev/null", "w", stdout), (void)!freopen("/dev/null", "w", stderr);
-        _exit(prepare_shards(p.c, p.t, PROGRAM_FOLDER, p.limits).empty() ? 0 : 1);
+        _exit(prepare_shards(p.c, p.t, PROGRAM_FOLDER, {}, p.limits).empty() ? 0 : 1);
     }
     usleep(useconds_t(microseconds));
     kill(child, SIGKILL);
@@ -581,7 +589,7 @@ TEST_F(Prepare, OtherInputsAreRefused) {
         fs::resize_file(out("x_000001.bin"), 1025);
         EXPECT_HAS(run(), "x_000001.bin: is gone, or has another size");
         std::ofstream(state) << "{}";
-        EXPECT_HAS(run(), state + ": is there, and is none of --prepare's files");
+        EXPECT_HAS(run(), state + ": is there, and is none of prepare_gpt's files");
     }
 
     // Files of somebody else.
@@ -603,10 +611,9 @@ TEST_F(Prepare, BadFlagsAreRefused) {
     };
 
     refused("give --data");
-    c.prepare = "out", refused("--prepare out: OUT.bin");
+    c.prepare = "out", refused("out: wants OUT.bin");
     c.prepare = ".bin", refused("OUT.bin");
     c.prepare = dir + "/absent/x.bin", refused("there is no folder " + dir + "/absent/");
-    c.val = text, refused("leave --val out");
     c.document_end = -1, refused("has no token that begins or ends a text");
 
     c.document_end = 256, refused("has the tokens 0 to 255");
@@ -848,7 +855,7 @@ TEST_F(Prepare, ProgressIsBelievedFieldByField) {
     };
 
     EXPECT_EQ(with([](auto&) {}), "");
-    const std::string damaged = "is none of --prepare's files or is damaged";
+    const std::string damaged = "is none of prepare_gpt's files or is damaged";
     EXPECT_HAS(with([](auto& j) { j["shards"][0]["file"] = "../x"; }), damaged);
     EXPECT_HAS(with([](auto& j) { j["shards"][0]["file"] = 3; }), damaged);
     EXPECT_HAS(with([](auto& j) { j["shards"][0]["tokens"] = "4"; }), damaged);

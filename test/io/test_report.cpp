@@ -122,30 +122,35 @@ TEST(StepLines, ThePipeGetsLinesAndTheLogGetsAll) {
 // ----------------------------------------------------------------------------
 // help
 
-TEST(Help, NamesEveryFlagAndPresetAndFitsThePage) {
-    for (size_t width : {HELP_WIDTH, HELP_NARROW}) {
-        std::string help = help_text(width);
-        std::string flat; // a group's name may be broken across lines
+TEST(Help, ProgramsNameTheirFlagsAndFitThePage) {
+    std::string together;
+    for (const Program& p : programs())
+        for (size_t width : {HELP_WIDTH, HELP_NARROW}) {
+            std::string help = help_text(p, width);
+            together += help;
+            EXPECT_EQ(help.rfind(p.name, 0), 0u);
+            EXPECT_LT(help.find(concat("  ", p.name, " ")), help.find("\n  --"));
 
-        for (char c : help) flat += c == '\n' ? ' ' : c;
-        for (const Flag& f : config_table())
-            EXPECT_HAS(flat, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
-        for (const Preset& p : model_presets()) EXPECT_HAS(help, p.name);
-
-        std::istringstream lines(help);
-        for (std::string line; std::getline(lines, line);) {
             // Choices and examples are not broken across lines. They fit the wider page.
-            bool whole = has(line, "tp-pp-dp|") || has(line, "train_gpt");
-            EXPECT_LE(line.size(), whole ? HELP_WIDTH : width) << line;
+            std::istringstream lines(help);
+            for (std::string line; std::getline(lines, line);) {
+                bool whole = has(line, "tp-pp-dp|") || has(line, p.name);
+                EXPECT_LE(line.size(), whole ? HELP_WIDTH : width) << line;
+            }
         }
-    }
-    EXPECT_LT(help_text().find("train_gpt --data"), help_text().find("--layers"));
+    for (char& c : together)
+        if (c == '\n') c = ' '; // a group's name may be broken across lines
+
+    for (const Flag& f : config_table())
+        EXPECT_HAS(together, (*f.name ? "--" : "") + std::string(*f.name ? f.name : f.help));
+    for (const Preset& p : model_presets()) EXPECT_HAS(together, p.name);
 }
 
 TEST(Help, TheVersionSaysWhatIsBuiltIn) {
-    EXPECT_EQ(version_text().rfind(std::string("train_gpt ") + VERSION + ", built by ", 0), 0u);
-    EXPECT_HAS(version_text(), "OpenMP");
-    EXPECT_HAS(version_text(), LLMC_KERNELS ? " CUDA kernels" : " no CUDA kernels");
+    std::string version = version_text(program_named("plan_gpt"));
+    EXPECT_EQ(version.rfind(std::string("plan_gpt ") + VERSION + ", built by ", 0), 0u);
+    EXPECT_HAS(version, "OpenMP");
+    EXPECT_HAS(version, LLMC_KERNELS ? " CUDA kernels" : " no CUDA kernels");
 #define DEFINED_FOR_THIS_TEST 1
     EXPECT_TRUE(LLMC_DEFINED(DEFINED_FOR_THIS_TEST));
     EXPECT_FALSE(LLMC_DEFINED(DEFINED_FOR_NO_TEST));

@@ -277,13 +277,13 @@ std::unique_ptr<Small<T>> model_of(const Shape& s, Formats f, uint64_t seed = 3)
     plan.states = f.states;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     fill_weights(m->t, seed);
-    m->t.window = squares_window(s.V);
+    m->t.data.window = squares_window(s.V);
     m->t.hyper.seed = 5;
     return m;
 }
 template <typename T> void step(Small<T>& m) {
     run_plan(m.t, 0);
-    m.t.cursor += 2;
+    m.t.data.cursor += 2;
 }
 
 // All numbers that a checkpoint must bring back.
@@ -354,12 +354,12 @@ TEST_F(Saved, ToTheBit) {
             for (int i = 0; i < 3; i++) step(*a);
             step(*b);
 
-            ASSERT_EQ(checkpoint_save(a->t, {3, a->t.cursor, 5, {}}, dir, 1), "");
+            ASSERT_EQ(checkpoint_save(a->t, {3, a->t.data.cursor, 5, {}}, dir, 1), "");
             CheckpointInfo info;
             std::vector<std::string> notes;
             ASSERT_EQ(checkpoint_load(b->t, &info, dir, &notes), "");
             EXPECT_TRUE(numbers_of(*a) == numbers_of(*b));
-            b->t.cursor = info.cursor;
+            b->t.data.cursor = info.cursor;
             step(*a), step(*b);
             EXPECT_TRUE(numbers_of(*a) == numbers_of(*b)) << "and both go on alike";
 
@@ -396,7 +396,7 @@ TEST_F(Saved, FromAnyLayoutToAnyOther) {
             Small<bf16> m(shape, {p});
             m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
             fill_weights(m.t, 3);
-            m.t.window = squares_window(shape.V);
+            m.t.data.window = squares_window(shape.V);
             body(m);
         }), 0);
     };
@@ -451,7 +451,7 @@ double loss_after_training(States states, float beta2, bool stochastic = true) {
     if (states == States::EIGHT_BIT) plan.layout.tensor_align = STATE_BLOCK;
     Small<float> m(shape, {plan});
     init_weights(m.t, 1);
-    m.t.window = [](uint64_t sample, int* tokens, int* targets) {
+    m.t.data.window = [](uint64_t sample, int* tokens, int* targets) {
         uint32_t token = random_block(7, 1, sample * 64)[0] % 61;
         for (uint64_t i = 0; i < 16; i++) {
             RandomWords random = random_block(7, 2, sample * 64 + i);
@@ -466,7 +466,7 @@ double loss_after_training(States states, float beta2, bool stochastic = true) {
     double sum = 0;
     for (int i = 0; i < 300; i++) {
         run_plan(m.t, 0);
-        m.t.cursor += 4;
+        m.t.data.cursor += 4;
         if (i >= 200) sum += plan_loss(m.t).mean();
     }
     return sum / 100;

@@ -85,7 +85,7 @@ class TokenizeChat(unittest.TestCase):
         read = []
         for data, more in (("in.jsonl", ["--chat-format", "chatml"]), ("out.jsonl", [])):
             out = os.path.join(self.folder, data + ".bin")
-            r = subprocess.run([PROGRAM, "--prepare", out, "--loss", "sft", "--seq", "128", "--tokenizer",
+            r = subprocess.run([os.path.join(os.path.dirname(PROGRAM), "prepare_gpt"), out, "--loss", "sft", "--seq", "128", "--tokenizer",
                                 os.path.join(self.folder, "tokenizer.json"), "--data",
                                 os.path.join(self.folder, data), *more], capture_output=True, text=True)
             self.assertEqual(r.returncode, 0, r.stdout + r.stderr)

@@ -85,8 +85,10 @@ TALK = [{"role": "user", "content": "What is a token?"}, {"role": "assistant", "
 LONGER = TALK + [{"role": "user", "content": "And a loss?"}, {"role": "assistant", "content": "How wrong it was."}]
 
 
-def program(*arguments):
-    out = subprocess.run([PROGRAM, *map(str, arguments), "--device", "cpu"], capture_output=True, text=True)
+def program(*arguments, name="tune_gpt"):
+    path = os.path.join(os.path.dirname(PROGRAM), name)
+    device = [] if name == "prepare_gpt" else ["--device", "cpu"]
+    out = subprocess.run([path, *map(str, arguments), *device], capture_output=True, text=True)
     assert out.returncode == 0, out.stdout + out.stderr
     return out.stdout
 
@@ -132,11 +134,11 @@ def conversations(scratch):
     yield "exported again", path("again"), None
     program("--resume", "--out", path("run"), *none, path("resumed"))
     yield "of a checkpoint", path("resumed"), None
-    program("--average", f"{path('run')}/step_00000080,{path('taught')}", *none, path("mean"))
+    program(f"{path('run')}/step_00000080", path("taught"), path("mean"), name="convert_gpt")
     yield "a mean", path("mean"), None
 
     program("--model", path("base"), *taught, "--lora", 8, "--lora-targets", "all", "--export", path("adapter"))
-    program("--model", path("base"), "--adapter", path("adapter"), "--merge", *none, path("merged"))
+    program("--adapter", path("adapter"), "--merge", path("base"), path("merged"), name="convert_gpt")
     yield "merged adapters", path("merged"), None
     try:
         from peft import PeftModel
@@ -146,7 +148,7 @@ def conversations(scratch):
         print("skipped: no peft")
     try:
         import gguf
-        program("--model", path("marked"), *none, path("file.gguf"))
+        program(path("marked"), path("file.gguf"), name="convert_gpt")
         keys = {k: f.contents() for k, f in gguf.GGUFReader(path("file.gguf")).fields.items() if "token" in k}
         found = gguf.SpecialVocab(path("marked")) # what llama.cpp's converter takes from a folder
         assert keys["tokenizer.ggml.eos_token_id"] == found.special_token_ids["eos"], (keys, found)
@@ -167,9 +169,9 @@ def same_conversation(scratch, folder, model):
     for name in os.listdir(scratch):
         if name.startswith("shard"): os.remove(os.path.join(scratch, name))
     open(lines, "w").write(json.dumps({"messages": LONGER}) + "\n")
-    base = ["--model", folder] if os.path.exists(os.path.join(folder, "config.json")) else \
-        ["--model", os.path.join(scratch, "base"), "--chat-format", "plain"]
-    program(*base, "--prepare", shard, "--loss", "sft", "--seq", 128, "--data", lines)
+    base = ["--tokenizer", folder] if os.path.exists(os.path.join(folder, "config.json")) else \
+        ["--tokenizer", os.path.join(scratch, "base"), "--chat-format", "plain"]
+    program(*base, "--loss", "sft", "--seq", 128, "--data", lines, shard, name="prepare_gpt")
     data = open(shard, "rb").read()
     ours = [x & 0x3FFFFFFF for x in struct.unpack(f"<{len(data) // 4 - 256}I", data[1024:])]
     theirs = tokenizer.apply_chat_template(LONGER, return_dict=True)["input_ids"]

@@ -210,22 +210,12 @@ template <typename T> void expert_kernels(Check& c) {
         // Want: the CPU in double.
         std::vector<double> xs(M * C), h(M * C), out(s.N * C), alone(s.N * C), dgate = d, dup = u;
         std::vector<double> dw(M), untouched(M * C);
-        std::vector<double> halves = rounded<T>(normals(c, s.N * C)); // begun by other terms
-        const std::vector<double> begun = halves;
+        const std::vector<double> begun = rounded<T>(normals(c, s.N * C)); // what rows lie on
         const double* nothing = nullptr;
 
-        // Two rounds of the rows. The second one begins where the first one has ended.
-        size_t R = (M + 1) / 2;
-        std::vector<int> rounds(2 * (E + 1));
-        round_starts(rounds.data(), starts.data(), 2, R, E, Cpu{});
-        const int round_ends[] = {rounds[s.own], rounds[E + 1 + s.own]};
         gather_slots(xs.data(), x.data(), slots.data(), &end, M, s.K, C, Cpu{});
-        combine_slots(out.data(), x.data(), y.data(), rows.data(), 0, &end, s.N, s.K, C, Cpu{});
-        combine_slots(alone.data(), nothing, y.data(), rows.data(), 0, &end, s.N, s.K, C, Cpu{});
-
-        for (size_t i = 0; i < 2; i++)
-            combine_slots(halves.data(), halves.data(), y.data() + i * R * C, rows.data(), i * R,
-                          &round_ends[i], s.N, s.K, C, Cpu{});
+        combine_slots(out.data(), x.data(), y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
+        combine_slots(alone.data(), nothing, y.data(), rows.data(), &end, s.N, s.K, C, Cpu{});
 
         // Rows of a list go to their tokens.
         std::vector<int> reversed(s.N);
@@ -250,21 +240,12 @@ template <typename T> void expert_kernels(Check& c) {
             Array<T> in(x, s.shift), up(u, s.shift), dh(d, s.shift), made(y, s.shift);
             Array<T> gathered(untouched, s.shift), gated(untouched, s.shift);
             Array<T> sum(s.N * C, s.shift), no_residual(s.N * C, s.shift);
-            Array<T> added(begun, s.shift);
             const T* none = nullptr;
-
-            // Add each round's rows in place, of which y has this round's alone.
-            Array<int> all_starts(starts), of_rounds(std::vector<int>(2 * (E + 1)));
-            round_starts(of_rounds.data, all_starts.data, 2, R, E, stream);
-            for (size_t i = 0; i < 2; i++)
-                combine_slots(added.data, added.data, made.data + i * R * C, row_of.data, i * R,
-                              of_rounds.data + i * (E + 1) + s.own, s.N, s.K, C, stream);
 
             // Gather, and combine with a residual and without.
             gather_slots(gathered.data, in.data, slot_of.data, last.data, M, s.K, C, stream);
-            combine_slots(sum.data, in.data, made.data, row_of.data, 0, last.data, s.N, s.K, C,
-                          stream);
-            combine_slots(no_residual.data, none, made.data, row_of.data, 0, last.data, s.N, s.K, C,
+            combine_slots(sum.data, in.data, made.data, row_of.data, last.data, s.N, s.K, C, stream);
+            combine_slots(no_residual.data, none, made.data, row_of.data, last.data, s.N, s.K, C,
                           stream);
 
             // Put rows back in reverse order. Other tokens' rows stay.
@@ -288,10 +269,6 @@ template <typename T> void expert_kernels(Check& c) {
             o.add("dgate", dh, dgate, tolerance<T>(8), 1);
             o.add("dup", up, dup, tolerance<T>(4), 1);
             o.add("dgates", dgates, dw, tolerance<float>(C), std::sqrt(double(C)));
-            // Each round rounds its sums.
-            o.add("sum of two rounds", added, halves, 2 * tolerance<T>(s.K + 1), 1);
-            o.add("first rows of rounds", of_rounds,
-                  std::vector<double>(rounds.begin(), rounds.end()), 0);
         });
     }
 }

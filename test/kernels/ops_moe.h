@@ -318,7 +318,7 @@ template <typename T> struct ExpertRun {
         gather_slots(xs.data(), in.data(), slot_of.data(), &rows, M, K, C, CPU);
         gated_swiglu_forward(h.data(), xs.data(), u.data(), g.data(), slot_of.data(), &rows, M, C,
                              CPU);
-        combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), 0, &rows,
+        combine_slots(out.data(), residual ? in.data() : nullptr, h.data(), row_of.data(), &rows,
                       N, K, C, CPU);
 
         // Backward in place, as the block calls it: dgate in dh, dup in up.
@@ -420,7 +420,7 @@ inline void own_experts_test(Check& c) {
             std::copy_n(xs.data(), size_t(*rows) * C, up.data());
             gated_swiglu_forward(h.data(), xs.data(), up.data(), gates.data(), s.slot_of.data(),
                                  rows, M, C, CPU);
-            combine_slots(part.data(), no_residual, h.data(), s.row_of.data(), 0, rows, N, K, C,
+            combine_slots(part.data(), no_residual, h.data(), s.row_of.data(), rows, N, K, C,
                           CPU);
             gated_swiglu_backward(d.data(), up.data(), dpart.data(), xs.data(), xs.data(),
                                   up.data(), gates.data(), s.slot_of.data(), rows, M, C, CPU);
@@ -435,42 +435,6 @@ inline void own_experts_test(Check& c) {
         if (ranks == 1) out = sum, dgates = dsum;
         close(c, "sum of ranks", sum, out, 1e-14, 1);
         close(c, "dgates of ranks", dsum, dgates, 1e-14, 1);
-    }
-}
-
-// Rounds of any size give the bits of all rows at once. Each round has the rows that a walk over
-// the experts counts, and reads no others: those are NaN.
-inline void rounds_test(Check& c) {
-    size_t N = odd(c, 1, 30), K = 2, E = 6, C = odd(c, 1, 20), M = N * K;
-    SortedSlots s(token_choices(c, N, E, K, false), E);
-    Doubles x = normals(c, N * C), y = normals(c, M * C), whole(N * C);
-    combine_slots(whole.data(), x.data(), y.data(), s.row_of.data(), 0, &s.starts[E], N, K, C, CPU);
-
-    for (size_t R : {size_t(1), size_t(3), M / 2 + 1, M, 2 * M}) {
-        // One round more than there are rows for: it must add nothing.
-        size_t rounds = (M + R - 1) / R + 1;
-        std::vector<int> starts(rounds * (E + 1), -1);
-        round_starts(starts.data(), s.starts.data(), rounds, R, E, CPU);
-
-        Doubles sum = x;
-        for (size_t i = 0; i < rounds; i++) {
-            // Count the rows of each expert that lie in this round.
-            const int* round = starts.data() + i * (E + 1);
-            for (size_t e = 0; e < E; e++) {
-                int rows = 0;
-                for (int row = s.starts[e]; row < s.starts[e + 1]; row++)
-                    rows += size_t(row) / R == i;
-                expect(c, round[e + 1] - round[e] == rows, "rows of an expert in a round");
-            }
-            expect(c, round[0] == 0, "a round begins with row 0");
-
-            // Move this round's rows to the start of a buffer.
-            Doubles part(R * C, NAN);
-            std::copy_n(y.data() + std::min(i * R, M) * C, size_t(round[E]) * C, part.data());
-            combine_slots(sum.data(), sum.data(), part.data(), s.row_of.data(), i * R, round + E, N,
-                          K, C, CPU);
-        }
-        expect(c, sum == whole, "rounds give the bits of all rows");
     }
 }
 
@@ -490,7 +454,7 @@ inline void experts_grad(Check& c) {
 
     // The backward pass of a gather is the sum of a token's rows.
     const double* no_residual = nullptr;
-    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), 0, &s.starts[E], N, K, C,
+    combine_slots(dx.data(), no_residual, r.dgate.data(), s.row_of.data(), &s.starts[E], N, K, C,
                   CPU);
     gradient(c, "x", loss, x, dx);
 }
@@ -718,7 +682,7 @@ template <typename T> void experts_rates(const char* type) {
         gather_slots(xs.data(), x.data(), s.slot_of.data(), rows, M, K, C, CPU);
     };
     auto combine = [&](const T* residual) {
-        combine_slots(x.data(), residual, xs.data(), s.row_of.data(), 0, rows, N, K, C, CPU);
+        combine_slots(x.data(), residual, xs.data(), s.row_of.data(), rows, N, K, C, CPU);
     };
 
     // Time routing and sorting, permuting rows, and the experts' products.
@@ -765,7 +729,6 @@ inline void add_moe_rows(std::vector<Row>& rows) {
     rows.push_back({"experts", experts_test, experts_grad, experts_perf});
     rows.push_back({"experts of ranks", own_experts_test, nullptr, nullptr});
     rows.push_back({"experts, lists of tokens", token_lists_test, nullptr, nullptr});
-    rows.push_back({"experts in rounds", rounds_test, nullptr, nullptr});
     rows.push_back({"grouped matmul", grouped_test, nullptr, grouped_perf});
     rows.push_back({"lora grouped", lora_grouped_test, nullptr, nullptr});
 }

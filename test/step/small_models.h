@@ -75,6 +75,7 @@ inline Shape small_shared() {
 inline Shape small_oss() {
     Shape s = small_mixtral();
     set_variant(s, "gpt_oss");
+    s.family = Family::GPT_OSS;
     s.hf_type = "gpt_oss", s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
     s.sliding_window = 4, s.full_every = 2;
     return s;
@@ -178,11 +179,11 @@ template <typename T> struct Small {
     Small(const Shape& s, const std::vector<Plan>& plans) {
         // A run refuses any other layout: its ranks would read and write beyond their activations.
         Shape cut = s;
-        cut.whole_experts = plans[0].layout.whole_experts;
+        cut.whole_experts = plans[0].layout.experts.whole;
         int tp = plans[0].layout.tp.size;
         LLMC_CHECK(tp_divides(cut, size_t(tp)), "%d ranks share no heads of this test's model", tp);
 
-        t.offload_folder = "/tmp";
+        t.offload.folder = "/tmp";
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
         trainer_allocate(t);
         init_constants(t);
@@ -212,7 +213,7 @@ template <typename T> struct Fixture : Small<T> {
         init_weights(t, seed);
         perturb(seed, nudge);
         t.hyper.lr = 1e-2f;
-        t.window = random_window(s, plans[0].T);
+        t.data.window = random_window(s, plans[0].T);
     }
 
     // Move the weights and biases of norms away from one and zero, and make matrices larger, so
@@ -233,7 +234,7 @@ template <typename T> struct Fixture : Small<T> {
     // Run a step, move on in the data, and return the loss.
     double step(int plan = 0) {
         run_plan(t, plan);
-        t.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
+        t.data.cursor += t.plans[plan].B * size_t(t.plans[plan].micro_batches);
         return plan_loss(t).mean();
     }
     T* weight(const Parameter& p) { return address<T>(t, {Kind::WEIGHT, p.bucket}) + p.offset; }

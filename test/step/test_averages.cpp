@@ -43,7 +43,7 @@ template <typename T> std::unique_ptr<Fixture<T>> mean_rank(const MeanCase& c, c
 // Run a step of eight samples, whatever the layout.
 template <typename T> void step_of(Fixture<T>& rank) {
     run_plan(rank.t, 0);
-    rank.t.cursor += 8;
+    rank.t.data.cursor += 8;
 }
 
 // All numbers of a kind, whole, one parameter after the other, without padding.
@@ -229,8 +229,9 @@ TEST_F(Averages, MeansOfModelsAreThoseOfTheirFiles) {
                   path("out"));
     ASSERT_EQ(r.status, 0) << r.text;
     for (int step : {2, 4, 6})
-        dirs += concat(step > 2 ? "," : "", path("out"), "/", step_folder(step));
-    r = start("--steps 0 --sample-tokens 0 --average " + dirs + " --export " + path("mean"));
+        dirs += concat(" ", path("out"), "/", step_folder(step));
+    auto convert = [&](const std::string& words) { return shell(program("convert_gpt") + words); };
+    r = convert(dirs + " " + path("mean"));
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, "the mean of 3 models");
 
@@ -245,39 +246,34 @@ TEST_F(Averages, MeansOfModelsAreThoseOfTheirFiles) {
     std::vector<float> got = mean.floats("transformer.ln_f.bias");
     for (size_t i = 0; i < sum.size(); i++) EXPECT_EQ(got.at(i), float(sum[i] / 3));
 
-    // A run stands for its checkpoints, ranks change no bit, and equal models are their own mean.
-    r = start("--steps 0 --sample-tokens 0 --local-ranks 2 --tp 2 --average " + path("out/") +
-              " --export " + path("ranks"));
+    // Ranks change no bit, and equal models are their own mean.
+    r = convert(" --local-ranks 2 --tp 2" + dirs + " " + path("ranks"));
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_EQ(read_file(path("mean/model.safetensors")), read_file(path("ranks/model.safetensors")));
-    r = start("--steps 0 --sample-tokens 0 --average " + path("mean") + "," + path("ranks") +
-              " --export " + path("again"));
+    r = convert(" " + path("mean") + " " + path("ranks") + " " + path("again"));
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_EQ(read_file(path("mean/model.safetensors")), read_file(path("again/model.safetensors")));
 }
 
 TEST_F(Averages, ModelsThatDifferAreRefusedByName) {
-    std::string flags = small_run(*this), none = "--steps 0 --sample-tokens 0 ";
+    std::string flags = small_run(*this);
     std::string a = path("a"), b = path("b");
     ASSERT_EQ(start(flags + "--steps 1 --out " + path("out") + " --export " + a).status, 0);
     ASSERT_EQ(start(flags + "--heads 4 --steps 1 --export " + b).status, 0);
-    auto refused = [&](const std::string& arguments, const std::string& why) {
-        Ran r = start(arguments + " --export " + path("mean"));
+    auto refused = [&](const std::string& models, const std::string& why) {
+        Ran r = shell(program("convert_gpt") + " " + models + " " + path("mean"));
         EXPECT_NE(r.status, 0) << r.text;
         EXPECT_HAS(r.text, why);
         EXPECT_FALSE(fs::exists(path("mean")));
     };
 
     // Other heads have matrices of the same sizes.
-    refused(none + "--average " + a + "," + b, b + " is of another model: its head_size is 8");
-    refused(none + "--average " + path("out/step_00000001") + "," + b, b + " is of another model");
-    refused(none + "--average " + b + "," + path("out/step_00000001"), "is of another model");
-    refused(none + "--average " + a, "names 1 model");
-    refused(none + "--average " + a + "," + a + "/", "is named twice: name each model once");
-    refused(none + "--average " + a + "," + path("nowhere"), "is neither a Hugging Face folder");
-    refused("--steps 3 --average " + a + "," + a, "trains nothing");
-    refused(none + "--model " + a + " --average " + a + "," + a, "leave --model out");
-    refused(none + "--precision bf16 --average " + a + "," + a, "leave --precision bf16 out");
+    std::string checkpoint = path("out/step_00000001");
+    refused(a + " " + b, b + " is of another model: its head_size is 8");
+    refused(checkpoint + " " + b, b + " is of another model");
+    refused(b + " " + checkpoint, "is of another model");
+    refused(a + " " + a + "/", "is named twice: name each model once");
+    refused(a + " " + path("nowhere"), "is neither a folder nor a file");
 }
 
 } // namespace

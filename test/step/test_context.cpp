@@ -76,7 +76,7 @@ Plan plan_of(const Whole& w, const Comm& world, ContextMethod method, ContextOrd
     Plan p;
     p.B = w.B, p.T = w.T;
     p.layout.cp = {world.size, world.rank};
-    p.layout.cp_method = method, p.layout.cp_order = order, p.layout.cp_heads = neighbours;
+    p.layout.context = {method, order, neighbours};
     return p;
 }
 
@@ -141,8 +141,8 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
         // Make a block's context, with scratch that holds garbage.
         Ctx<Cpu> ctx;
         Comms groups = make_comms(world, p.layout);
-        ctx.shape = w.shape, ctx.cp = groups.cp, ctx.cp_method = method;
-        ctx.cp_heads = groups.cp_heads, ctx.cp_keys = groups.cp_keys;
+        ctx.shape = w.shape, ctx.cp = groups.cp, ctx.context.method = method;
+        ctx.context.heads = groups.cp_heads, ctx.context.keys = groups.cp_keys;
         const int *keys = ints.data() + 4 * N, *positions = ints.data() + 2 * N;
         ctx.batch = {w.B, t, nullptr, nullptr, positions, positions + N};
         ctx.batch.key_positions = keys, ctx.batch.key_documents = keys + w.B * w.T;
@@ -154,7 +154,7 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
                 cp > 1 ? context_scratch_bytes<T>(w.shape, p.layout, w.B, w.T, true) + 512 : 512,
                 -1);
         blas_scratch(ctx.blas, work.data() + 256 - uintptr_t(work.data()) % 256, work.size() - 512);
-        ctx.context = scratch.data() + 256 - uintptr_t(scratch.data()) % 256;
+        ctx.context.scratch = scratch.data() + 256 - uintptr_t(scratch.data()) % 256;
 
         // Run.
         Qkv<T> x = {qkv.data(), qkv.data() + Q, qkv.data() + Q + KV, row, row},
@@ -311,7 +311,7 @@ TEST(Context, PairsAreThoseThatQueriesSee) {
             EXPECT_DOUBLE_EQ(pairs_imbalance(p.layout, pairs), most / mean);
             if (cp == 4) {
                 Layout hybrid = p.layout;
-                hybrid.cp_heads = 2;
+                hybrid.context.heads = 2;
                 most = double(std::max(want[0] + want[1], want[2] + want[3])) / 2;
                 EXPECT_DOUBLE_EQ(pairs_imbalance(hybrid, pairs), most / mean);
             }
@@ -339,7 +339,7 @@ TEST(Context, AStepSendsTheBytesThatExplainSays) {
                             {{Recompute::NONE, Recompute::FULL, Recompute::ATTN, Recompute::FFN}},
                             cp == 2);
                         p.layout = layout_at(small_layout(1, 1, 1, cp), world.rank);
-                        p.layout.cp_method = method, p.layout.cp_heads = neighbours;
+                        p.layout.context.method = method, p.layout.context.heads = neighbours;
 
                         // Count what a step sends.
                         Fixture<bf16> f(shape, {p}, 5);
@@ -383,7 +383,7 @@ static OfPairs step_of_pairs(Objective objective, const Layout& layout) {
 
         // The rejected answer begins at another place in each window; the last window has none.
         Window random = random_window(s, T);
-        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
             random(sample, tokens, targets);
             size_t cut = 9 + sample % 5;
             tokens[0] |= BEGINS, tokens[cut] |= BEGINS;
@@ -391,7 +391,7 @@ static OfPairs step_of_pairs(Objective objective, const Layout& layout) {
             targets[cut - 1] = targets[T - 1] = -1;
             return std::string();
         };
-        f.t.references = [&](uint64_t sample, RowNumbers to) {
+        f.t.data.references = [&](uint64_t sample, RowNumbers to) {
             for (size_t i = 0; i < T; i++) to.reference[i] = -0.25f * float((i + sample) % 17);
         };
 
@@ -421,10 +421,12 @@ TEST(Context, PairsAreThoseOfWholeSequences) {
 
         for (int cp : {2, 4}) {
             Layout layout = small_layout(cp == 2 ? 2 : 1, 1, 1, cp);
-            layout.cp_order = ORDERS[turn % 3], layout.cp_method = METHODS[turn++ / 2 % 3];
+            layout.context = {METHODS[turn / 2 % 3], ORDERS[turn % 3]};
+            turn++;
             OfPairs got = step_of_pairs(o, layout);
 
-            SCOPED_TRACE(concat("loss ", int(kind), " cp ", cp, " order ", int(layout.cp_order)));
+            SCOPED_TRACE(concat("loss ", int(kind), " cp ", cp, " order ",
+                                int(layout.context.order)));
             EXPECT_EQ(got.loss.valid, want.loss.valid);
             EXPECT_EQ(got.loss.correct, want.loss.correct);
             EXPECT_NEAR(got.loss.sum, want.loss.sum, 1e-11);

@@ -73,7 +73,7 @@ template <typename T, typename S> struct Small {
     Trainer<T, S> t;
     Small(const Shape& s, const std::vector<Plan>& plans) {
         t.ctx.where = open_stream(S());
-        t.offload_folder = "/tmp";
+        t.offload.folder = "/tmp";
         trainer_place(t, s, {plans.begin(), plans.end()}, plans[0].layout);
         trainer_allocate(t);
         init_constants(t);
@@ -85,7 +85,7 @@ template <typename T, typename S> struct Small {
             set_weight(t, p, v.data());
         }
         t.hyper = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f};
-        t.window = random_window(s, plans[0].T);
+        t.data.window = random_window(s, plans[0].T);
     }
     ~Small() { trainer_free(t), close_stream(t.ctx.where); }
 
@@ -93,13 +93,13 @@ template <typename T, typename S> struct Small {
     PlanResult full_step() {
         uint64_t samples = t.plans[0].B * size_t(t.plans[0].micro_batches);
         start_plan(t, 0);
-        prepare_batch(t, 0, t.cursor + samples);
-        t.cursor += samples;
+        prepare_batch(t, 0, t.data.cursor + samples);
+        t.data.cursor += samples;
         return plan_result(t);
     }
     double step() {
         run_plan(t, 0);
-        t.cursor += t.plans[0].B * size_t(t.plans[0].micro_batches);
+        t.data.cursor += t.plans[0].B * size_t(t.plans[0].micro_batches);
         return plan_loss(t).mean();
     }
     template <typename P> std::vector<double> values(Kind kind, const Parameter& p) {
@@ -153,7 +153,7 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     Small<float, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
     std::vector<float> want(17 * s.HS), got(want.size());
     rope_table(want.data(), 17, s.HS, s.rope_theta, s.rope_scaling);
-    copy_out(got.data(), gpu.t.rope, got.size() * sizeof(float), gpu.t.ctx.where);
+    copy_out(got.data(), gpu.t.rope.table, got.size() * sizeof(float), gpu.t.ctx.where);
     EXPECT_EQ(got, want);
 
     Small<float, cudaStream_t> alibi(tiny_alibi(), {train_plan(Recompute::NONE, false)});
@@ -281,31 +281,6 @@ static void compare_offloaded() {
     EXPECT_EQ(all[int(Tier::DISK)], all[int(Tier::DEVICE)]);
 }
 TEST(Device, OffloadChangesNoBit) { in_both_orders(compare_offloaded); }
-
-// Late, the host applies the first step's gradient in the second step: both steps begin with the
-// same weights, so these then are those of one step on time.
-TEST(Device, ALateUpdateIsTheStepBefores) {
-    auto after = [&](int steps, bool late) {
-        Plan plan = train_plan(Recompute::NONE, false);
-        plan.offload = {Tier::HOST, Tier::DEVICE, Tier::DEVICE, Tier::HOST, 4096, Tier::HOST};
-        plan.offload.late = late;
-        Small<bf16, cudaStream_t> gpu(tiny_gpt2(), {plan});
-        for (int i = 0; i < steps; i++) gpu.step();
-
-        // Read the weights.
-        std::vector<std::vector<double>> all;
-        for (const Parameter& p : gpu.t.model.parameters) {
-            auto weights = fetch_numbers(gpu.t, {Kind::WEIGHT, p.bucket}, p);
-            all.emplace_back(weights.begin(), weights.end());
-        }
-        return all;
-    };
-    in_both_orders([&] {
-        EXPECT_EQ(after(1, true), after(0, true));
-        EXPECT_EQ(after(2, true), after(1, false));
-        EXPECT_NE(after(1, false), after(0, false));
-    });
-}
 
 #ifdef EMULATE
 // A file's threads copy from and to pinned memory, each in a stream of its own: a block costs one
@@ -477,8 +452,8 @@ TEST(Device, BatchesArePreparedAhead) {
     std::vector<Plan> plans = {train_plan(Recompute::NONE, false), evaluate};
     Small<float, cudaStream_t> ahead(least_gpt2(), plans), plain(least_gpt2(), plans);
     std::map<uint64_t, int> reads;
-    Window window = ahead.t.window, other = random_window(gpt2_shape(1, 1, 16, 23), 17);
-    ahead.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    Window window = ahead.t.data.window, other = random_window(gpt2_shape(1, 1, 16, 23), 17);
+    ahead.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         reads[sample]++;
         return sample < 12 ? window(sample, tokens, targets) : "no text";
     };
@@ -486,15 +461,15 @@ TEST(Device, BatchesArePreparedAhead) {
     // Run steps with and without reading ahead.
     for (int step = 0; step < 3; step++) {
         EXPECT_EQ(ahead.full_step().loss.mean(), plain.step());
-        EXPECT_EQ(ahead.t.next.wrong, step < 2 ? "" : "no text");
+        EXPECT_EQ(ahead.t.host.next.wrong, step < 2 ? "" : "no text");
         for (auto* small : {&ahead, &plain})
             run_samples(small->t, 1, 4, other, [&] { EXPECT_GT(plan_loss(small->t).sum, 0); });
 
         // Repeat a step, as after a value that is not finite: the batch that was read ahead stays.
         if (step == 1) {
-            ahead.t.cursor -= 4;
-            EXPECT_NE(ahead.t.next.cursor, ahead.t.cursor);
-            plain.t.cursor -= 4;
+            ahead.t.data.cursor -= 4;
+            EXPECT_NE(ahead.t.host.next.cursor, ahead.t.data.cursor);
+            plain.t.data.cursor -= 4;
             EXPECT_EQ(ahead.step(), plain.step());
         }
     }
@@ -515,10 +490,10 @@ std::vector<double> losses_of_ranks(int dp, int pp, int cp, int zero, ContextMet
         sizes.dp.size = dp;
         sizes.pp.size = pp;
         sizes.cp.size = cp;
-        sizes.cp_method = method;
+        sizes.context.method = method;
         sizes.zero = zero;
         sizes.ep = ep;
-        sizes.ep_exchange = exchange;
+        sizes.experts.exchange = exchange;
         sizes.first_layer = split_layers(std::vector<double>(4, 1.0), pp);
         p.layout = layout_at(sizes, world.rank);
 
@@ -615,7 +590,7 @@ template <typename T> struct Stepper {
         evaluate.mode = Mode::EVALUATE, evaluate.micro_batches = 1;
         small.reset(new Small<T, cudaStream_t>(s, {plan, evaluate}));
         auto& t = small->t;
-        t.window = [window = t.window](uint64_t sample, int* tokens, int* targets) {
+        t.data.window = [window = t.data.window](uint64_t sample, int* tokens, int* targets) {
             for (size_t i = 0; i < sample % 11; i++) targets[i] = -1;
             std::string wrong = window(sample, tokens, targets);
             for (size_t i = 0; i < sample % 11; i++) targets[i] = -1;
@@ -658,11 +633,11 @@ template <typename T> void compare_replays() {
     for (auto [shape, plan] : steps_to_replay()) {
         if (sizeof(T) == 4) plan.masters = Masters::FLOAT;
         Stepper<T> plain(shape, plan), graph(shape, plan);
-        graph.small->t.replays = true;
+        graph.small->t.graphs.on = true;
         for (int step = 0; step < 4; step++)
             EXPECT_EQ(plain.step(step), graph.step(step)) << "step " << step;
         EXPECT_EQ(plain.weights(), graph.weights());
-        for (auto& g : graph.small->t.graphs) EXPECT_TRUE(is_captured(g));
+        for (auto& g : graph.small->t.graphs.of) EXPECT_TRUE(is_captured(g));
     }
 }
 TEST(Graphs, ReplaysAreStepsInFloat) { compare_replays<float>(); }
@@ -695,13 +670,13 @@ TEST(Graphs, ActionsThatAreLookedAtRunOneByOne) {
     auto [shape, plan] = steps_to_replay()[0];
     Stepper<float> graph(shape, plan);
     auto& t = graph.small->t;
-    t.replays = true;
+    t.graphs.on = true;
     for (int step = 0; step < 3; step++) graph.step(step);
     size_t seen = 0;
-    t.after = [&](const Action&) { seen++; };
+    t.hooks.after = [&](const Action&) { seen++; };
     graph.step(3);
     EXPECT_EQ(seen, t.plans[0].actions.size() + t.plans[1].actions.size());
-    t.after = nullptr;
+    t.hooks.after = nullptr;
     t.watch.on = true;
     graph.small->full_step();
     EXPECT_EQ(read_laps(t.watch, t.model).size(), t.plans[0].actions.size());
@@ -730,7 +705,7 @@ static std::map<std::string, size_t> launches_of(const Shape& shape, int layer) 
 
     // After each action, count the launches since the action before.
     std::map<std::string, size_t> counts;
-    small.t.after = [&](const Action& a) {
+    small.t.hooks.after = [&](const Action& a) {
         for (auto& [kernel, count] : emulator::launches)
             if (a.layer == layer) counts[kernel_name(kernel)] += count;
         emulator::launches.clear();
@@ -772,7 +747,7 @@ TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
             Plan p = train_plan(Recompute::NONE, false);
             p.T = 16;
             Layout sizes;
-            sizes.cp.size = 2, sizes.cp_method = method;
+            sizes.cp.size = 2, sizes.context.method = method;
             p.layout = layout_at(sizes, world.rank);
             Small<bf16, cudaStream_t> rank(tiny_gpt2(), {p});
             rank.t.comms = make_comms(world, p.layout);
@@ -784,7 +759,7 @@ TEST(Launches, OfSharedKeysAreTheKernelsThatTheLogNames) {
             for (auto& [kernel, count] : emulator::launches) counts[kernel_name(kernel)] += count;
 
             // Hold them against the log's words.
-            std::string text = context_attention_backend(rank.t.rank_shape, p.layout, 2,
+            std::string text = context_attention_backend(rank.t.ctx.rank_shape, p.layout, 2,
                                                          rank.t.ctx.where);
             bool plain = text.find("backward plain kernels") != std::string::npos;
             EXPECT_EQ(plain, method != ULYSSES) << text;
@@ -812,7 +787,7 @@ static size_t given_for_exchange(size_t N) {
         std::vector<int> ids(2 * N);
         for (size_t i = 0; i < ids.size(); i++) ids[i] = int(i % 2);
         std::vector<char> lists(travel_bytes(2, N));
-        ctx.exchange_rows = packed.data();
+        ctx.experts.exchange_rows = packed.data();
         blas_scratch(ctx.blas, lists.data(), lists.size());
 
         // Send the tokens and return them.
@@ -911,7 +886,7 @@ template <typename T> void compare_launches() {
         run.step(0);
 
         // Record the launches of two steps.
-        run.small->t.after = [&](const Action& a) {
+        run.small->t.hooks.after = [&](const Action& a) {
             if (a.op == Op::COUNT) emulator::notes->clear();
         };
         for (int step = 0; step < 2; step++) {
@@ -943,7 +918,7 @@ TEST(Graphs, StepsLaunchTheSame) {
 TEST(Graphs, AStepIsOneLaunch) {
     auto [shape, plan] = steps_to_replay()[0];
     Stepper<float> graph(shape, plan);
-    graph.small->t.replays = true;
+    graph.small->t.graphs.on = true;
     graph.step(0);
     long before = emulator::blocking;
     graph.small->full_step();
@@ -984,7 +959,7 @@ static Totals launched_totals(const Shape& shape, const Plan& plan, const emulat
         t.ctx.where = open_stream(cudaStream_t{});
         trainer_place(t, shape, {plan}, plan.layout);
         trainer_allocate(t);
-        t.window = random_window(shape, plan.T);
+        t.data.window = random_window(shape, plan.T);
         run_plan(t, 0);
         trainer_free(t);
         close_stream(t.ctx.where);

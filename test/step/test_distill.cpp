@@ -83,7 +83,7 @@ template <typename T> Taught taught(const TaughtCase& c) {
         for (int i = 0; i < 3; i++) {
             if (c.objective.distills()) teacher_forward(teacher, t);
             run_plan(t, 0);
-            t.cursor += 16;
+            t.data.cursor += 16;
             PlanResult r = plan_result(t);
             mine.losses.push_back(r.loss.mean());
             mine.norms.push_back(r.scale.norm);

@@ -1,7 +1,8 @@
 // test_fit.cpp - --fit: what fits one card, by the run's own arena; --calibrate: machines' numbers
 #include "../../llmc/planner/calibrate.h"
 #include "../../llmc/planner/fit.h"
-#include "../../llmc/planner/predicted.h"
+#include "../../llmc/run/plan_run.h"
+#include "../../llmc/tune/teach.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -12,13 +13,20 @@ using namespace llmc;
 
 namespace {
 
+RunFacts facts() {
+    Run run;
+    take_teacher(run);
+    return run_facts(run);
+}
+
 // The question of a card with so many GB, for a small model.
-FitQuestion small_fit(double gb, Shape* shape) {
+PlanQuestion small_fit(double gb, Shape* shape) {
     Config user;
     EXPECT_EQ(set_flag(user, "seq", "256"), "");
     EXPECT_EQ(set_flag(user, "batch-tokens", "8192"), "");
-    FitQuestion q = fit_question(user, concat(gb));
-    *shape = fit_shape(q, user, "pythia-70m");
+    PlanQuestion q = fit_question(facts(), user, concat(gb));
+    take_model(q, user, "pythia-70m");
+    *shape = q.shape;
     return q;
 }
 
@@ -36,9 +44,10 @@ TEST(Fit, ARungThatFitsIsFoundAmongOthersThatDoNot) {
     Config user;
     EXPECT_EQ(set_flag(user, "seq", "8192"), "");
     EXPECT_EQ(set_flag(user, "machine", "rtx4090"), "");
-    FitQuestion q = fit_question(user, "180");
+    PlanQuestion q = fit_question(facts(), user, "180");
     EXPECT_LT(q.host_room, 64 * GIB);
-    FitCell cell = fit_cell(q, fit_shape(q, user, "llama3-70b"), way_named("lora"));
+    take_model(q, user, "llama3-70b");
+    FitCell cell = fit_cell(q, way_named("lora"));
     EXPECT_EQ(cell.flags, "--lora 16 --recompute full");
     EXPECT_GT(cell.B, 0);
 }
@@ -47,9 +56,9 @@ TEST(Fit, ARungThatFitsIsFoundAmongOthersThatDoNot) {
 // arena of every micro-batch, and with twice the micro-batch it does not.
 TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
     Shape shape;
-    FitQuestion q = small_fit(1.6, &shape);
+    PlanQuestion q = small_fit(1.6, &shape);
     for (const char* name : {"full", "offload"}) {
-        FitCell cell = fit_cell(q, shape, way_named(name));
+        FitCell cell = fit_cell(q, way_named(name));
         ASSERT_GT(cell.B, 0) << name;
 
         // Place the run with all of its micro-batches, as the program on a GPU would.
@@ -64,9 +73,8 @@ TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
         EXPECT_NEAR(cell.bytes / whole, 1, 0.005) << name;
 
         // Twice the micro-batch is too much.
-        FitCell twice;
-        EXPECT_EQ(try_fit(q, fit_config(q, cell.flags, 2 * cell.B), shape, false, &twice), "");
-        EXPECT_GT(twice.bytes, q.room) << name;
+        Config more = fit_config(q, cell.flags, 2 * cell.B);
+        EXPECT_GT(try_fit(q, more, Depth::PLACED).bytes, q.room) << name;
     }
 }
 
@@ -75,12 +83,11 @@ TEST(Fit, FlagsFitAndTheNextMicroBatchDoesNot) {
 // another bucket, so that more than half of all updates hide where no bucket has half of the model.
 TEST(Fit, MovesRunBesideTheStep) {
     Shape shape;
-    FitQuestion q = small_fit(8, &shape);
+    PlanQuestion q = small_fit(8, &shape);
     auto seconds = [&](const char* flags) {
-        FitCell cell;
-        Config c = fit_config(q, flags, 8);
-        EXPECT_EQ(try_fit(q, c, shape, true, &cell), "");
-        return double(c.batch_tokens) / cell.rate;
+        const Trial& t = try_fit(q, fit_config(q, flags, 8), Depth::TIMED);
+        EXPECT_EQ(t.wrong, "");
+        return t.seconds;
     };
     double elements = 0, largest = 0;
     for (const Bucket& b : make_model(shape).buckets) {
@@ -139,9 +146,9 @@ TEST(Fit, MoreMemoryIsNeverWorse) {
         double before = 0;
         for (double gb : {1.0, 2.0, 4.0}) {
             Shape shape;
-            FitQuestion q = small_fit(gb, &shape);
+            PlanQuestion q = small_fit(gb, &shape);
             EXPECT_EQ(machine_named(&q.machine, "rtx3090"), "");
-            FitCell cell = fit_cell(q, shape, way);
+            FitCell cell = fit_cell(q, way);
             EXPECT_GE(cell.rate, 0.999 * before) << way.name << " " << gb << " GB " << cell.flags;
             before = cell.rate;
         }
@@ -151,9 +158,10 @@ TEST(Fit, MoreMemoryIsNeverWorse) {
     double before = 0;
     for (double gb : {16.0, 24.0}) {
         Config user;
-        FitQuestion q = fit_question(user, concat(gb));
+        PlanQuestion q = fit_question(facts(), user, concat(gb));
         EXPECT_EQ(machine_named(&q.machine, "rtx4090"), "");
-        FitCell cell = fit_cell(q, fit_shape(q, user, "gpt3-13b"), way_named("lora"));
+        take_model(q, user, "gpt3-13b");
+        FitCell cell = fit_cell(q, way_named("lora"));
         EXPECT_GE(cell.rate, 0.999 * before) << gb << " GB " << cell.flags;
         before = cell.rate;
     }
@@ -163,14 +171,14 @@ TEST(Fit, MoreMemoryIsNeverWorse) {
 // with the heading's sequence and batch, or name a batch of whole micro-batches.
 TEST(Fit, RefusedRungsAreLeftOut) {
     Shape shape;
-    FitQuestion q = small_fit(2, &shape);
+    PlanQuestion q = small_fit(2, &shape);
     EXPECT_EQ(set_flag(q.config, "optimizer", "sgd"), ""); // it has no small states
-    FitCell cell = fit_cell(q, shape, way_named("full"));
+    FitCell cell = fit_cell(q, way_named("full"));
     EXPECT_GT(cell.B, 0) << cell.refusal;
 
     // 1000 tokens divide no batch of 65536.
     q.config.seq = 1000;
-    cell = fit_cell(q, shape, way_named("full"));
+    cell = fit_cell(q, way_named("full"));
     ASSERT_GT(cell.B, 0) << cell.refusal;
     EXPECT_HAS(cell.flags, "--batch-tokens ");
     Config c = q.config;
@@ -179,7 +187,7 @@ TEST(Fit, RefusedRungsAreLeftOut) {
     EXPECT_EQ(config_check(c, shape), "");
 
     q.config.seq = int(shape.P) + 1;
-    cell = fit_cell(q, shape, way_named("full"));
+    cell = fit_cell(q, way_named("full"));
     EXPECT_EQ(cell.B, 0);
     EXPECT_HAS(fit_line("m", "full", cell, 0), "refused: --seq");
 }
@@ -210,8 +218,8 @@ TEST(Fit, PrintedFlagsPassAsTheyStand) {
     for (auto [name, value] : {std::pair("model", "qwen3-0.6b"), std::pair("seq", "512"),
                                std::pair("batch-tokens", "8192")})
         EXPECT_EQ(set_flag(user, name, value), "");
-    FitQuestion q = fit_question(user, card);
-    Shape shape = fit_shape(q, user, "qwen3-0.6b");
+    PlanQuestion q = fit_question(facts(), user, card);
+    take_model(q, user, "qwen3-0.6b");
     auto explain = [&](const std::string& machine, const std::string& more) {
         return shell(concat(program(), flags, " --precision bf16 --explain --machine ", machine,
                             " --memory ", q.room / GIB, " ", more));
@@ -226,7 +234,7 @@ TEST(Fit, PrintedFlagsPassAsTheyStand) {
     // Paste each line that there is.
     int lines = 0;
     for (const FitWay& way : fit_ways()) {
-        FitCell cell = fit_cell(q, shape, way);
+        FitCell cell = fit_cell(q, way);
         if (cell.B == 0) continue;
         Ran ran = explain(card, concat("--micro-batch ", cell.B, " ", cell.flags));
         ASSERT_EQ(ran.status, 0) << cell.flags << "\n" << ran.text;
@@ -264,9 +272,9 @@ TEST(Fit, PrintedFlagsPassAsTheyStand) {
 // weights stay on the card while activations leave it.
 TEST(Fit, AdaptersTrainBesideWeightsInTheHost) {
     Config user;
-    FitQuestion q = fit_question(user, "12");
-    Shape shape = fit_shape(q, user, "llama3-8b");
-    FitCell lora = fit_cell(q, shape, way_named("lora"));
+    PlanQuestion q = fit_question(facts(), user, "12");
+    take_model(q, user, "llama3-8b");
+    FitCell lora = fit_cell(q, way_named("lora"));
     ASSERT_GT(lora.B, 0);
     EXPECT_HAS(lora.flags, "--offload weights");
     EXPECT_GT(lora.host, 14 * GIB); // of 16 bits a frozen weight
@@ -274,41 +282,41 @@ TEST(Fit, AdaptersTrainBesideWeightsInTheHost) {
 
     // Ways without the card alone are named up to the first that needs nothing else.
     std::string refusal;
-    std::string word = fit_word(q, shape, &refusal);
+    std::string word = fit_word(q, &refusal);
     EXPECT_EQ(word.find("lora 5"), 0u) << word;
     EXPECT_HAS(word, ", qlora ");
-    q = fit_question(user, "7.5");
-    shape = fit_shape(q, user, "llama3-8b");
-    EXPECT_HAS(fit_cell(q, shape, way_named("qlora")).flags, "--offload activations");
+    q = fit_question(facts(), user, "7.5");
+    take_model(q, user, "llama3-8b");
+    EXPECT_HAS(fit_cell(q, way_named("qlora")).flags, "--offload activations");
 }
 
 // A way through the host's memory takes no more of it than the machine has, less a twentieth. Where
 // the leanest rung takes too much, one that moves less may still do.
 TEST(Fit, AHostHasTheRoomThatAMachineSays) {
     std::string path = put_file(scratch("ram.txt"), "base = rtx3090\nhost_ram_gb = 32\n");
-    EXPECT_DOUBLE_EQ(fit_question({}, path).host_room, 0.95 * 32 * GIB);
-    EXPECT_DOUBLE_EQ(fit_question({}, "24").host_room, 0.95 * 64 * GIB); // a desktop's
-    EXPECT_DOUBLE_EQ(fit_question({}, "h100").host_room, 0.95 * 256 * GIB);
+    EXPECT_DOUBLE_EQ(fit_question(facts(), {}, path).host_room, 0.95 * 32 * GIB);
+    EXPECT_DOUBLE_EQ(fit_question(facts(), {}, "24").host_room, 0.95 * 64 * GIB); // a desktop's
+    EXPECT_DOUBLE_EQ(fit_question(facts(), {}, "h100").host_room, 0.95 * 256 * GIB);
 
     // Optimizer state alone leaves the card, or all of it.
     FitWay way = {"offload", {"--offload optimizer",
                               "--offload optimizer,activations,gradients,weights"}};
     Shape shape;
-    FitQuestion q = small_fit(8, &shape);
+    PlanQuestion q = small_fit(8, &shape);
     auto least = [&](const std::string& rung) {
-        FitCell cell;
-        EXPECT_EQ(try_fit(q, fit_config(q, rung, 1), shape, false, &cell), "");
-        return cell.host;
+        const Trial& t = try_fit(q, fit_config(q, rung, 1), Depth::PLACED);
+        EXPECT_EQ(t.wrong, "");
+        return t.host;
     };
     double some = least(way.rungs[0]), all = least(way.rungs[1]);
     EXPECT_LT(some, all);
     q.host_room = (some + all) / 2;
-    FitCell cell = fit_cell(q, shape, way);
+    FitCell cell = fit_cell(q, way);
     EXPECT_GT(cell.B, 0);
     EXPECT_FALSE(has(cell.flags, "weights"));
     EXPECT_EQ(cell.leanest, way.rungs[0]);
     q.host_room = 0.99 * some;
-    EXPECT_EQ(fit_cell(q, shape, way).B, 0);
+    EXPECT_EQ(fit_cell(q, way).B, 0);
 }
 
 // Cards are numbers or machines; flags that --fit chooses are refused by name.
@@ -410,10 +418,8 @@ TEST(Calibrate, TheFileOfMeasurementsIsReadBack) {
 // Four ranks that take 9, 10, 10 and 11 seconds differ by sqrt(2/3) of a tenth.
 TEST(Calibrate, JitterIsTheSpreadOverRanks) {
     run_local_ranks(4, {}, [](const Comm& world) {
-        llmc::Run run;
-        run.world = world;
         double seconds[] = {9, 10, 10, 11};
-        EXPECT_NEAR(spread_over_ranks(run, seconds[world.rank]), 0.1 * std::sqrt(2 / 3.0), 1e-12);
+        EXPECT_NEAR(spread_over_ranks(world, seconds[world.rank]), 0.1 * std::sqrt(2 / 3.0), 1e-12);
     });
 }
 
@@ -495,13 +501,11 @@ TEST(Calibrate, LinksInsideAndBetweenMachinesAreMeasuredApart) {
         // Let six threads be two machines of three.
         std::map<std::string, size_t> sent;
         world.info->sent = &sent;
-        llmc::Run run;
-        run.world = world;
         Measurements m;
         EXPECT_EQ(machine_named(&m.machine, "cpu"), "");
         m.machine.latency_us = m.machine.message_us = 1e6;
         Machines machines = machines_of({"a", "a", "a", "b", "b", "b"});
-        measure_links(m, run, machines, Cpu{});
+        measure_links(m, world, machines, Cpu{});
 
         // Count the bytes of all sizes, without those of the mean over ranks.
         double floats = 16 + (1 << 18) + (1 << 20) + (1 << 22);

@@ -1,6 +1,7 @@
 // test_generate.cpp - many texts at once: each has its tokens alone, in any slots and any layout
 //   Runs $TRAIN_GPT (default build/train_gpt) where files and a terminal count.
 #include <mutex>
+#include "../../llmc/tune/prompt_keys.h"
 #include "../../llmc/run/talk.h"
 #include "../harness/testing.h"
 #include "small_models.h"
@@ -124,12 +125,12 @@ TEST(Slots, APrefixIsBeforeEveryText) {
         ASSERT_EQ(text.size(), T);
 
         // Ask for the loss of every token of the vocabulary at every place.
-        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
             std::copy(text.begin(), text.end(), tokens);
             std::fill_n(targets, T, int(sample));
             return std::string();
         };
-        f.t.cursor = 0;
+        f.t.data.cursor = 0;
         run_plan(f.t, 0);
         const double* losses = row_losses(f.t, 0).losses; // (V,T)
         for (size_t i = asked; i < T; i++)
@@ -164,8 +165,8 @@ static void expect_prompt_as_prefix(const Shape& base, const Layout& layout) {
 
         // Evaluate the same texts.
         Window text = random_window(base, T);
-        prefix.t.window = text;
-        tokens.t.window = [&](uint64_t sample, int* to, int* targets) {
+        prefix.t.data.window = text;
+        tokens.t.data.window = [&](uint64_t sample, int* to, int* targets) {
             std::copy(asked.begin(), asked.end(), to);
             std::fill_n(targets, n, -1);
             return text(sample, to + n, targets + n);
@@ -235,7 +236,7 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
 
     // Whole experts beside tensor parallelism: then every rank has all rows.
     Layout whole = small_layout(2, 2);
-    whole.whole_experts = whole.sequence_parallel = true, whole.zero = 3;
+    whole.experts.whole = whole.sequence_parallel = true, whole.zero = 3;
     for (int ep : {1, 2}) {
         whole.ep = ep;
         for (const Shape& s : {small_mixtral(), small_shared()})
@@ -462,7 +463,7 @@ TEST(Slots, APromptIsReadOnce) {
 
     // Count runs and their rows.
     size_t rows = 0, runs = 0;
-    f.t.after = [&](const Action& a) {
+    f.t.hooks.after = [&](const Action& a) {
         if (a.op == Op::F && a.layer == 0) rows += f.t.ctx.batch.rows(), runs++;
     };
     generate(f.t, 0, texts, 5, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
@@ -479,7 +480,7 @@ TEST(Slots, PromptsAreReadTogether) {
     ASSERT_EQ(p.rows(), PROMPT_ROWS);
     Fixture<double> f(s, {p});
     std::vector<size_t> read;
-    f.t.after = [&](const Action& a) {
+    f.t.hooks.after = [&](const Action& a) {
         if (a.op == Op::F && a.layer == 0) read.push_back(f.t.ctx.batch.B);
     };
 
@@ -508,7 +509,7 @@ TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
         p.mode = Mode::GENERATE, p.cache = 14;
         Fixture<double> f(s, {p});
         size_t rows = 0;
-        f.t.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
+        f.t.hooks.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
 
         // Generate three tokens behind a prompt, of which the cache holds the first `cached`.
         auto made = [&](const std::vector<int>& prompt, size_t cached, Ended* why = nullptr) {
@@ -928,7 +929,7 @@ TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
     second.insert(second.end(), answer.begin(), answer.end());
     second.insert(second.end(), {5, 6});
     size_t rows = 0;
-    own.t.after = [&](const Action& a) { rows += a.layer == 0 ? own.t.ctx.batch.rows() : 0; };
+    own.t.hooks.after = [&](const Action& a) { rows += a.layer == 0 ? own.t.ctx.batch.rows() : 0; };
     std::vector<int> on = made(second, 9);
     EXPECT_EQ(rows, 4 + (2 + 1 + 1u)) << "a prompt's end, three guesses";
     EXPECT_EQ(on, made(second, 0));
@@ -939,18 +940,33 @@ TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
 // the program
 
 struct Prompts : Scratch {
-    std::string small; // flags of a run of a second
+    std::string small;   // flags of a run of a second
+    std::string sampler; // a command that writes with a small model
     void SetUp() override {
         Scratch::SetUp();
         std::string text;
         for (int i = 0; i < 300; i++) text += "line " + std::to_string(i * 7919 % 1000) + "\n";
         small = " --layers 1 --heads 2 --channels 32 --seq 32 --steps 0 --sample-tokens 6 --data " +
                 put("text.txt", text) + " ";
+        sampler = sampler_with("start", 1024);
+    }
+
+    // A command that writes with a new Llama of so many positions.
+    std::string sampler_with(const std::string& name, int positions) {
+        Ran r = shell(program() + " --model tiny-llama" + small + "--sample-tokens 0 --export " +
+                      path(name));
+        EXPECT_EQ(r.status, 0) << r.text;
+        std::string config = read_file(path(name + "/config.json"));
+        std::regex key("\"max_position_embeddings\": *[0-9]+");
+        put(name + "/config.json",
+            std::regex_replace(config, key, concat("\"max_position_embeddings\": ", positions)));
+        return program("sample_gpt") + " --tokenizer byte --model " + path(name) +
+               " --sample-tokens 6 ";
     }
 
     // The completions that a run prints: everything else goes to standard error.
     std::string completions(const std::string& flags) {
-        Ran r = shell(program() + small + flags + " 2>" + path("said"));
+        Ran r = shell(sampler + flags + " 2>" + path("said"));
         EXPECT_EQ(r.status, 0) << read_file(path("said"));
         return r.text;
     }
@@ -968,7 +984,7 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
     EXPECT_HAS(made, "\"tokens\":6,\"end\":\"length\"}\n");
     EXPECT_EQ(std::count(made.begin(), made.end(), '\n'), 6);
     for (const char* flags : {"--slots 1", "--slots 4", "--local-ranks 2 --tp 2",
-                              "--local-ranks 2 --pp 2", "--local-ranks 2 --zero 3",
+                              "--local-ranks 2 --pp 2", "--local-ranks 2 --dp 2",
                               "--local-ranks 4 --slots 1", "--local-ranks 8 --tp 2"})
         EXPECT_EQ(completions(file + " --samples 2 " + flags), made) << flags;
 
@@ -989,12 +1005,8 @@ TEST_F(Prompts, CompletionsAreTheSameInEverySlotAndLayout) {
 // Standard output has the completions' lines and no others, whatever else a run reports.
 TEST_F(Prompts, StandardOutputHasJsonLinesAlone) {
     std::string file = "--prompts " + put("p.jsonl", "{\"prompt\": \"line 1\"}\n{\"prompt\": \"of\"}\n");
-    for (std::string ranks : {"", " --local-ranks 2 --zero 1"}) {
-        std::string out = path("out" + std::to_string(ranks.size()));
-        std::string made = completions(file + " --steps 4 --warmup 0 --micro-batch 4 --log-every 1"
-                                       " --eval-every 2 --save-every 2 --profile " + out + ".txt"
-                                       " --timeline " + out + ".json --export " + out + ".hf"
-                                       " --out " + out + ranks);
+    for (std::string ranks : {"", " --local-ranks 2 --pp 2"}) {
+        std::string made = completions(file + ranks);
         std::istringstream lines(made);
         size_t count = 0;
         for (std::string line; std::getline(lines, line); count++) {
@@ -1006,7 +1018,7 @@ TEST_F(Prompts, StandardOutputHasJsonLinesAlone) {
 
         // The run reports on standard error.
         std::string said = read_file(path("said"));
-        for (const char* part : {"train_gpt: ", "data: ", "val loss", " 4/4 |", "2 completions, "})
+        for (const char* part : {"sample_gpt: ", "parameters ", "weights: ", "2 completions, "})
             EXPECT_HAS(said, part);
     }
 }
@@ -1124,8 +1136,9 @@ TEST_F(Prompts, ADraftChangesNoGreedyText) {
 
 // A faulty prompt is refused in one line, which names its file and line.
 TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
+    std::string narrow = sampler_with("narrow", 32);
     auto refused = [&](const std::string& text) {
-        Ran r = shell(program() + small + "--prompts " + put("p.jsonl", text) + " 2>&1");
+        Ran r = shell(narrow + "--prompts " + put("p.jsonl", text) + " 2>&1");
         EXPECT_EQ(r.status, 1);
         EXPECT_EQ(std::count(r.text.begin(), r.text.end(), '\n'), 1) << r.text;
         return r.text;
@@ -1143,12 +1156,12 @@ TEST_F(Prompts, BadOnesAreNamedByTheirLine) {
     // A file of completions that exists is not overwritten. If slots do not fit, the error says
     // how many do.
     std::string one = put("p.jsonl", "{\"prompt\": \"a\"}\n"), into = put("made.jsonl", "{}\n");
-    Ran r = shell(program() + small + "--prompts " + one + " --completions " + into);
+    Ran r = shell(sampler + "--prompts " + one + " --completions " + into);
     EXPECT_HAS(r.text, "made.jsonl is there, and would be lost: ");
     EXPECT_EQ(read_file(into), "{}\n");
-    std::string many = small + "--prompts " + one + " --samples 65536 --slots 65536 ";
-    EXPECT_HAS(shell(program() + many + "--memory 0.01").text, "these flags fit: --slots ");
-    EXPECT_HAS(shell(program() + many + "--explain").text, "key/value cache");
+    std::string many = sampler + "--prompts " + one + " --samples 65536 --slots 65536 ";
+    EXPECT_HAS(shell(many + "--memory 0.01").text, "these flags fit: --slots ");
+    EXPECT_HAS(shell(many + "--explain").text, "key/value cache");
 }
 
 // ----------------------------------------------------------------------------
@@ -1248,9 +1261,9 @@ TEST_F(Prompts, AFolderWithATemplateSaysHowItIsAsked) {
 
 // --chat reads questions from a pipe, and answers each.
 TEST_F(Prompts, ATalkRunsThroughAPipe) {
-    std::string flags = small + "--chat --seq 64 --temperature 0.5 ";
+    std::string command = sampler_with("narrow", 64) + "--chat --temperature 0.5 ";
     auto talk = [&](const std::string& lines, const std::string& more = "") {
-        return shell("printf '" + lines + "' | " + program() + flags + more);
+        return shell("printf '" + lines + "' | " + command + more);
     };
 
     // Two questions: all that is printed is UTF-8.

@@ -199,12 +199,12 @@ Layout layout_of(const LayoutCase& l, int rank) {
     Layout sizes = small_layout(l.dp, l.tp, l.pp, l.cp);
     sizes.order = layout_order(l.order);
     sizes.sequence_parallel = l.sequence_parallel;
-    sizes.cp_order = l.cp_order;
-    sizes.cp_method = l.cp_method;
-    sizes.cp_heads = l.cp_heads;
+    sizes.context.order = l.cp_order;
+    sizes.context.method = l.cp_method;
+    sizes.context.heads = l.cp_heads;
     sizes.ep = l.ep;
-    sizes.ep_exchange = l.ep > 1 && l.exchange;
-    sizes.whole_experts = l.whole_experts;
+    sizes.experts.exchange = l.ep > 1 && l.exchange;
+    sizes.experts.whole = l.whole_experts;
     sizes.chunks = l.chunks;
     sizes.pipeline = l.pipeline;
 
@@ -235,7 +235,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
     // whole steps: a large eps prevents that.
     f.t.hyper.eps = 1e-3f;
     if (!adamw) f.t.hyper.lr = 0.5f;
-    f.t.document_end = l.document_end;
+    f.t.data.document_end = l.document_end;
     for (const Parameter& parameter : f.t.model.parameters) {
         bool router = parameter.rows() == shape.E && parameter.cols() == shape.C;
         std::vector<double> zeros(parameter.elements(), 0);
@@ -251,7 +251,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
             std::lock_guard<std::mutex> lock(result.mutex);
             result.wrong = wrong;
         }
-        f.t.cursor += p.B * size_t(p.micro_batches * l.dp);
+        f.t.data.cursor += p.B * size_t(p.micro_batches * l.dp);
         double loss = plan_loss(f.t).mean();
         std::vector<int64_t> loads = step_loads(f.t);
         ExpertBalance experts = expert_balance(loads, shape.E);
@@ -387,6 +387,7 @@ Shape shared_for_tp() {
 Shape oss_for_tp() {
     Shape s = mixtral_for_tp(true);
     set_variant(s, "gpt_oss");
+    s.family = Family::GPT_OSS;
     s.hf_type = "gpt_oss", s.tied = false, s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
     s.window_from = 0, s.full_every = 2;
     return s;
@@ -1264,37 +1265,6 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
     printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
 }
 
-// Rounds of experts agree with one rank that has room for all rows: experts of every kind, rounds
-// that find no row, rounds of one row, and exchanged rows.
-TEST(Layouts, RoundsOfExpertsAreOneComputation) {
-    std::map<std::tuple<bool, bool, bool, bool, int>, OneRank> one_rank;
-    std::vector<LayoutCase> layouts, all = all_layouts(), shared = expert_layouts();
-    for (size_t i = 3; i < all.size(); i += 19) layouts.push_back(all[i]);
-    for (size_t i = 1; i < shared.size(); i += 2) layouts.push_back(shared[i]);
-    Cell worst;
-    int cells = 0, number = 0, i = 0;
-
-    for (LayoutCase& l : layouts) {
-        bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = ++i % 2, beside = l.ep == 1 && i % 3 == 0;
-        Shape shape = beside ? shared_for_tp() : mixtral_for_tp(tied);
-        if (!beside) shape.E = 6;
-        if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
-        if (!fits(shape, l) || left_out(&number)) continue;
-
-        // Compare with one rank and one round.
-        auto& one = one_rank[{tied, adamw, beside, l.one_expert, l.micro_batches * l.dp}];
-        if (!one.result)
-            one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, 8, l.one_expert);
-        shape.expert_rounds = i % 5 ? size_t(2 + i % 3) : 1000;
-        l.exchange = l.ep > 1 && i % 4 == 1;
-        Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
-        ASSERT_EQ(cell.wrong, "") << l.text() << shape.expert_rounds << columns_of(cell);
-        cells++;
-        add_worst(worst, cell);
-    }
-    printf("%d layouts, the worst at %.2f of its bound\n", cells, worst.of_bound);
-}
-
 // Experts with a capacity drop the same tokens in every layout, and count as many: on some layouts,
 // and on some with expert parallelism that leaves sequences whole.
 TEST(Layouts, CapacityIsOneComputation) {
@@ -1351,7 +1321,7 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
 }
 
 // gpt-oss agrees: sinks that are cut with their heads, biases of experts that one rank adds, and
-// sequences cut by all three methods and a hybrid; some with rounds of experts.
+// sequences cut by all three methods and a hybrid.
 TEST(Layouts, SinksAndBiasesOfExpertsAreOneComputation) {
     // Choose layouts.
     std::map<std::tuple<bool, int, size_t>, OneRank> one_rank;
@@ -1376,7 +1346,6 @@ TEST(Layouts, SinksAndBiasesOfExpertsAreOneComputation) {
         if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
         OneRank& one = one_rank[{adamw, l.micro_batches * l.dp, l.T}];
         if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw, -1, l.T);
-        shape.expert_rounds = number % 3 ? 1 : 2;
         Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
         ASSERT_EQ(cell.wrong, "") << l.text() << columns_of(cell);
         cells++;
@@ -1622,7 +1591,7 @@ TEST(Layouts, TimingChangesNothing) {
             l.sequence_parallel = exchange || whole;
             l.recompute = three_levels(exchange ? 124 : 62);
             Shape shape = shared_for_tp();
-            shape.E = 6, shape.expert_rounds = exchange ? 1 : 2;
+            shape.E = 6;
             run_both(shape, l);
         }
 }

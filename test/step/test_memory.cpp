@@ -64,7 +64,7 @@ TEST(Memory, TheRunUsesWhatThePlanSays) {
     init_constants(t);
     init_weights(t, 1);
     t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < 1024; i++)
             tokens[i] = int((sample * 31 + i * 7) % s.V),
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
@@ -130,7 +130,7 @@ static Use run_rank(const Comm& world, const Shape& s, Layout layout) {
     init_constants(t);
     init_weights(t, 1);
     t.hyper = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         for (size_t i = 0; i < 256; i++)
             tokens[i] = int((sample * 31 + i * 7) % s.V),
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
@@ -258,7 +258,7 @@ TEST(Memory, SmallPresetsRunAStep) {
         init_constants(t);
         init_weights(t, 1);
         t.hyper.lr = 1e-3f;
-        t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
             for (size_t i = 0; i < 64; i++)
                 tokens[i] = int((sample + i) % 256), targets[i] = int((sample + i + 1) % 256);
             return std::string();

@@ -41,10 +41,6 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     for (const Shape& s : lora_shapes()) shapes.push_back(s);
     for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true), small_oss()})
         shapes.push_back(with_capacity(s));
-    for (Shape s : {small_oss(), small_shared(), small_mla(true), with_lora(small_mixtral(), 3, "experts")}) {
-        s.expert_rounds = 3;
-        shapes.push_back(s);
-    }
     for (const Shape& s : prefix_shapes()) shapes.push_back(s);
     for (Shape s : shapes) {
         // Plan training and evaluation of the same samples. The loss that is reported leaves out
@@ -101,7 +97,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
         s.logits_rows = 5;
         Fixture<double> f(s, {train, evaluate});
         Window random = random_window(s, 9);
-        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
             random(sample, tokens, targets);
             size_t cut = 4 + sample % 2; // where the rejected answer begins
             tokens[0] |= BEGINS;
@@ -109,7 +105,7 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
             targets[cut - 1] = targets[8] = -1;
             return std::string();
         };
-        f.t.references = [&](uint64_t sample, RowNumbers to) {
+        f.t.data.references = [&](uint64_t sample, RowNumbers to) {
             for (size_t i = 0; i < 9; i++) to.reference[i] = -float(i + sample % 3);
             if (kind != LossKind::GRPO) return;
             std::fill_n(to.feedback, 9, float(sample) - 1.25f);
@@ -177,7 +173,7 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
     Fixture<double> f(gpt2_shape(2, 2, 8, 4, 8), {train, evaluate});
     Rollouts r = all_answers();
     ASSERT_EQ(r.tokens.size(), 40u);
-    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         rollout_window(r, sample, 3, tokens, targets);
         return std::string();
     };
@@ -188,7 +184,7 @@ TEST(Gradients, SampledGroupsHaveTheGradientOfTheExpectedReward) {
 
     // Compute how likely each answer is, and from that the weight of its gradient.
     std::vector<float> weight(40);
-    f.t.references = [&](uint64_t sample, RowNumbers to) {
+    f.t.data.references = [&](uint64_t sample, RowNumbers to) {
         std::fill_n(to.feedback, 3, weight[sample]);
     };
     auto likely = [&] {
@@ -247,7 +243,7 @@ TEST(Gradients, EstimatesOfKlHaveTheGradientsOfTheDivergences) {
         evaluate.mode = Mode::EVALUATE;
         Fixture<double> f(gpt2_shape(2, 2, 8, 4, 8), {train, evaluate});
         Rollouts r = all_answers();
-        f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+        f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
             rollout_window(r, sample, 3, tokens, targets);
             return std::string();
         };
@@ -256,11 +252,11 @@ TEST(Gradients, EstimatesOfKlHaveTheGradientsOfTheDivergences) {
         auto reference = [&](size_t y, size_t i) {
             return i + 1 < r.tokens[y].size() ? -0.5f - 0.25f * float(r.tokens[y][i + 1] + int(i)) : 0;
         };
-        f.t.references = [&](uint64_t y, RowNumbers to) {
+        f.t.data.references = [&](uint64_t y, RowNumbers to) {
             for (size_t i = 0; i < 3; i++) to.reference[i] = reference(y, i);
         };
         auto logp = [&] {
-            f.t.cursor = 0;
+            f.t.data.cursor = 0;
             run_plan(f.t, 1);
             const double* losses = row_losses(f.t, 0).losses;
             std::vector<double> rows(120);
@@ -276,7 +272,7 @@ TEST(Gradients, EstimatesOfKlHaveTheGradientsOfTheDivergences) {
             return random_block(17, fnv1a(p.name), 0)[0] % p.file_elements();
         };
         for (size_t y = 0; y < 40; y++) {
-            f.t.cursor = y;
+            f.t.data.cursor = y;
             run_plan(f.t, 0);
             double p_y = std::exp(policy[3 * y] + policy[3 * y + 1] + policy[3 * y + 2]);
             double tokens = double(plan_loss(f.t).valid);
@@ -321,8 +317,8 @@ static std::vector<double> losses_of(const Shape& s, const std::vector<std::vect
     Plan evaluate = small_plan(windows.size(), T, 1);
     evaluate.mode = Mode::EVALUATE;
     Fixture<double> f(s, {evaluate});
-    f.t.document_end = 60;
-    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    f.t.data.document_end = 60;
+    f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         const std::vector<int>& w = windows[sample];
         for (size_t i = 0; i < T; i++) tokens[i] = w[i], targets[i] = w[(i + 1) % T];
         return std::string();
@@ -714,7 +710,7 @@ TEST(Experts, LaterTokensDropNoEarlierOnes) {
         p.mode = Mode::EVALUATE;
         Fixture<double> f(with_capacity(small_mixtral(), factor), {p});
         Window longest = random_window(f.t.model.shape, 12);
-        f.t.window = [&, T](uint64_t sample, int* tokens, int* targets) {
+        f.t.data.window = [&, T](uint64_t sample, int* tokens, int* targets) {
             int all[12], next[12];
             longest(sample, all, next);
             std::copy_n(all, T, tokens);
@@ -766,59 +762,13 @@ TEST(Experts, AGroupOfRowsMeetsSequences) {
 
     // Four ranks of two sequences of nine tokens, cut in two: a rank routes nine rows.
     Layout l = small_layout(2, 2);
-    l.ep = 3, l.whole_experts = l.sequence_parallel = true;
+    l.ep = 3, l.experts.whole = l.sequence_parallel = true;
     Model model = make_model(small_mixtral(), l);
     Plan p = small_plan(2, 9, 1);
     p.layout = l;
     ExpertCounts n = expert_counts(rank_shape(p, model), p.rows());
     EXPECT_EQ((std::vector<size_t>{n.tokens, n.slots, n.rows}), (std::vector<size_t>{27, 54, 54}));
     EXPECT_EQ(rank_shape(p, model).F, small_mixtral().F);
-}
-
-// Rounds have room for a part of the rows that a rank may get, and none for inner rows that are
-// kept. Generation has one round.
-TEST(Experts, RoundsHaveRoomForAPartOfTheRows) {
-    Shape s = small_mixtral();
-    Plan p = small_plan(2, 9, 1);
-    p.layout.ep = 3;
-    Model whole = make_model(s);
-    s.expert_rounds = 4;
-    Model model = make_model(s);
-    size_t all = 3 * p.rows() * s.K, part = (all + 3) / 4;
-    ExpertCounts n = expert_counts(rank_shape(p, model), p.rows());
-    EXPECT_EQ((std::vector<size_t>{n.rows, n.rounds}), (std::vector<size_t>{part, 4}));
-
-    // The buffer of rows shrinks, three buffers of inner rows are scratch, and the tokens' inputs,
-    // sums and gradients lie side by side.
-    ScratchTable table = scratch_table<float>(p, model, 1, Cpu{});
-    size_t tokens = 3 * p.rows() * s.C * sizeof(float);
-    size_t inner = 3 * round_up(part * s.F, size_t(128));
-    EXPECT_EQ(table.find(ScratchKind::SLOT_ROWS)->bytes,
-              (round_up(part * s.C, size_t(128)) + inner) * sizeof(float));
-    EXPECT_EQ(table.find(ScratchKind::TOKEN_ROWS)->bytes, 3 * tokens);
-    EXPECT_EQ(scratch_table<float>(p, whole, 1, Cpu{}).find(ScratchKind::TOKEN_ROWS)->bytes,
-              tokens);
-    for (Kind kind : {Kind::KEPT_B, Kind::KEPT_W, Kind::GRADIENT_W}) {
-        size_t fewer = data_bytes<float>(p, model, {kind, 1}, Cpu{});
-        EXPECT_LE(fewer, data_bytes<float>(p, whole, {kind, 1}, Cpu{}) + 2 * ARENA_ALIGN);
-    }
-    EXPECT_LT(data_bytes<float>(p, model, {Kind::GRADIENT_W, 1}, Cpu{}),
-              data_bytes<float>(p, whole, {Kind::GRADIENT_W, 1}, Cpu{}) -
-                  2 * all * s.F * sizeof(float) + 2 * ARENA_ALIGN);
-
-    p.mode = Mode::GENERATE;
-    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rounds, 1u);
-}
-
-// Rounds change no bit of a float model's losses: each sum has the same terms in the same order.
-TEST(Experts, RoundsKeepTheBitsOfTheForwardPass) {
-    for (Shape s : {small_mixtral(), small_mla(true)}) {
-        s.expert_rounds = 1;
-        Fixture<float> whole(s, {small_plan(2, 9, 2)});
-        s.expert_rounds = 5;
-        Fixture<float> rounds(s, {small_plan(2, 9, 2)});
-        EXPECT_EQ(rounds.step(), whole.step());
-    }
 }
 
 // The balance of a model is that of its worst block. Blocks without loads are dense, and left out.
@@ -1110,8 +1060,8 @@ struct Sums {
 static Sums sums_of(const Shape& s, const std::vector<Sequence>& sequences, int document_end) {
     size_t T = sequences[0].tokens.size();
     Fixture<double> f(s, {small_plan(sequences.size(), T, 1)});
-    f.t.hyper.lr = 0, f.t.document_end = document_end;
-    f.t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    f.t.hyper.lr = 0, f.t.data.document_end = document_end;
+    f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         std::copy_n(sequences[sample].tokens.begin(), T, tokens);
         std::copy_n(sequences[sample].targets.begin(), T, targets);
         return std::string();
@@ -1120,7 +1070,7 @@ static Sums sums_of(const Shape& s, const std::vector<Sequence>& sequences, int 
     Sums sums = {plan_loss(f.t).sum};
     for (const Parameter& p : f.t.model.parameters)
         for (size_t i = 0; i < p.elements(); i++)
-            sums.grads.push_back(f.grad(p)[i] * double(f.t.valid));
+            sums.grads.push_back(f.grad(p)[i] * double(f.t.data.valid));
     return sums;
 }
 
@@ -1316,7 +1266,7 @@ TEST(Learning, Bf16FollowsFloat) {
         trainer_allocate(t);
         init_weights(t, 3);
         t.hyper = {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
-        t.window = [&](uint64_t sample, int* tokens,
+        t.data.window = [&](uint64_t sample, int* tokens,
                        int* targets) {
             for (int i = 0; i < 32; i++)
                 tokens[i] = int((sample * 7 + uint64_t(i) * (1 + sample % 3)) % 61);
@@ -1327,7 +1277,7 @@ TEST(Learning, Bf16FollowsFloat) {
 
         // Train it.
         std::vector<double> losses;
-        for (int i = 0; i < 100; i++, t.cursor += 4)
+        for (int i = 0; i < 100; i++, t.data.cursor += 4)
             run_plan(t, 0), losses.push_back(plan_loss(t).mean());
         trainer_free(t);
         return losses;
@@ -1380,7 +1330,7 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
     trainer_place(t, s, {small_plan(B, T, 1)});
     trainer_allocate(t);
     init_weights(t, 1337);
-    t.window = [&](uint64_t sample, int* tokens, int* targets) {
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
         return load_window(loader, sample, tokens, targets);
     };
 
@@ -1407,7 +1357,7 @@ TEST(Parity, SameLossesAsTrainGptMinForTwentySteps) {
         // A step of the trainer.
         t.hyper = {lr, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f};
         run_plan(t, 0);
-        t.cursor += B;
+        t.data.cursor += B;
         EXPECT_NEAR(plan_loss(t).mean(), expected, 1e-5) << "step " << step;
         EXPECT_NEAR(address<const StepScale>(t, {Kind::SCALE})->norm, norm, 1e-4 * norm)
             << "step " << step;
@@ -1466,7 +1416,7 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         // Make the trainer, and set its weights.
         Small<T> f(s, plans);
         f.t.comms = make_comms(world, evaluate.layout);
-        f.t.window = random_window(s, 9);
+        f.t.data.window = random_window(s, 9);
         EXPECT_EQ(check_pieces(stored, f.t.model, evaluate.layout), "");
         for (const Parameter& p : f.t.model.parameters) {
             std::vector<float> x(p.elements());
@@ -1587,7 +1537,7 @@ TEST(Frozen, BytesAreThoseOfTheFormat) {
         for (bool bad : {false, true}) {
             if (bad) x[77] = NAN;
             set_weight(f.t, *q, x.data());
-            const Narrow& narrow = f.t.narrow[q - f.t.model.parameters.data()];
+            const Narrow& narrow = f.t.stored.narrow[q - f.t.model.parameters.data()];
             const float* mark = narrow.first_float();
             EXPECT_EQ(std::isnan(*mark), bad) << q->name;
         }
@@ -1622,14 +1572,14 @@ TEST(Experts, TokensTravelBesideCompute) {
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
             std::vector<double> rows(part, world.rank + 1), all(2 * part), scratch(4 * part);
             std::vector<char> lists(travel_bytes(2, N));
-            ctx.token_rows = all.data();
-            if (exchange) ctx.exchange_rows = scratch.data();
+            ctx.experts.token_rows = all.data();
+            if (exchange) ctx.experts.exchange_rows = scratch.data();
             blas_scratch(ctx.blas, lists.data(), lists.size());
 
             // Send, go on, and only then wait.
             while (world.rank == 1 && !goes_on && !world.local->world->failed)
                 std::this_thread::yield();
-            auto coming = start_tokens(ctx, rows.data(), ids, Tokens::INPUT);
+            auto coming = start_tokens(ctx, rows.data(), ids);
             goes_on = true;
             const double* there = finish_tokens(ctx, coming);
             for (size_t row = 0; row < 2 * N; row++) {
@@ -1672,7 +1622,7 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
             std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN),
                 out(part, NAN);
-            ctx.exchange_rows = scratch.data();
+            ctx.experts.exchange_rows = scratch.data();
             std::vector<char> lists(travel_bytes(R, N));
             blas_scratch(ctx.blas, lists.data(), lists.size());
 

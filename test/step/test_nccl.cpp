@@ -60,8 +60,8 @@ static Layout sizes_of(const NcclCase& c) {
     layout.zero = c.zero;
     layout.zero_group = c.shards || c.ep > 1 ? c.shards : c.dp;
     layout.ep = c.ep;
-    layout.ep_exchange = c.exchanges;
-    layout.cp_method = ContextMethod::RING;
+    layout.experts.exchange = c.exchanges;
+    layout.context.method = ContextMethod::RING;
     layout.sequence_parallel = c.sequence_parallel;
     layout.pipeline = c.pipeline;
     layout.chunks = c.chunks;
@@ -82,14 +82,14 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     // Make the trainer.
     Trainer<float, cudaStream_t> t;
     t.ctx.where = open_stream(cudaStream_t{});
-    t.replays = c.replays;
+    t.graphs.on = c.replays;
     trainer_place(t, shape, {p}, p.layout);
     trainer_allocate(t);
     t.comms = make_comms(world, me, ranks_of_kv_head(me, t.model));
     init_constants(t);
     init_weights(t, 5);
     t.hyper.clip = 0.5f;
-    t.window = random_window(shape, p.T);
+    t.data.window = random_window(shape, p.T);
 
     // Run the steps.
     std::string text;
@@ -97,7 +97,7 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
     for (int s = 0; s < (c.replays ? 3 : 2); s++) {
         t.hyper.lr = 1e-3f / float(1 + s);
         run_plan(t, 0);
-        t.cursor += p.B * size_t(p.micro_batches * c.dp);
+        t.data.cursor += p.B * size_t(p.micro_batches * c.dp);
         double loss = plan_loss(t).mean();
         snprintf(words, sizeof(words), " %a %a", loss,
                  double(read_value<StepScale>(t, {Kind::SCALE}).norm));
@@ -115,9 +115,9 @@ static std::string steps_text(const Comm& world, const NcclCase& c) {
 
     // Messages of stages must not be on those streams either: sums would hold them up.
     bool both = t.comms.pp.size > 1 && t.comms.pp.size < world.size;
-    if (both && streams_of(t.comms.pp) != Streams{t.message_stream})
+    if (both && streams_of(t.comms.pp) != Streams{t.streams.message})
         text += " messages have no stream of their own";
-    if (both && streams_of(t.comms.data(Group::DATA).shard).count(t.message_stream))
+    if (both && streams_of(t.comms.data(Group::DATA).shard).count(t.streams.message))
         text += " sums are on the stream of messages";
 #endif
 

@@ -187,30 +187,6 @@ struct Case {
     Tier update = Tier::DEVICE;
     std::vector<bool> parked = {}; // [layer]: whose activations are offloaded; empty: all
     Stored stored = Stored::WIDE;  // of frozen matrices
-    bool late = false;             // each gradient is applied a step late
-};
-
-// Apply each gradient one step late in a run that offloads nothing, without any of the code that
-// does so elsewhere: behind NORM the gradient and the scale of the step before take the place of
-// this step's, and UPDATE follows. The first step finds zeros, so nothing is applied.
-template <typename T> struct OneStepLate {
-    std::map<Data, std::vector<unsigned char>> gradients;
-    StepScale scale = {}, newest = {};
-
-    void after_norm(Trainer<T, Cpu>& t) {
-        for (auto& [d, place] : t.arena.lasting) {
-            if (d.kind != Kind::GRAD) continue;
-            unsigned char* here = t.arena.device().base + place.offset;
-            gradients[d].resize(place.bytes);
-            std::swap_ranges(here, here + place.bytes, gradients[d].begin());
-        }
-        newest = *address<StepScale>(t, {Kind::SCALE});
-        *address<StepScale>(t, {Kind::SCALE}) = scale;
-    }
-    // The next step counts on from this one's scale.
-    void after_step(Trainer<T, Cpu>& t) {
-        *address<StepScale>(t, {Kind::SCALE}) = scale = newest;
-    }
 };
 
 // Make every move of a file late, by letting its threads sleep first.
@@ -247,8 +223,6 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         plan.offload.update = c.update;
         plan.offload.parked = c.parked;
         plan.stored = c.stored;
-        bool by_hand = c.late && c.update == Tier::DEVICE;
-        plan.offload.late = c.late && !by_hand;
         plan.layout = layout_at(sizes, world.rank);
         plan.layout.first_layer =
             split_layers(std::vector<double>(shape.L + 2, 1.0), plan.layout.stages());
@@ -262,7 +236,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
         bool frozen = trains_adapters(shape); // a stage may have nothing to update
         EXPECT_TRUE(disk || c.tier != Tier::DISK || c.optimizer == Optimizer::SGD || frozen);
         if (late)
-            t.after = [&](const Action& a) {
+            t.hooks.after = [&](const Action& a) {
                 if (a.op != Op::LOAD) make_late(disk);
             };
         // In fp16 begin at a scale that overflows twice.
@@ -271,15 +245,8 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
             t.hyper.loss_scaling = {.on = true, .start = 0x1p22f, .window = 9, .hysteresis = 1};
         init_loss_scale(t);
 
-        OneStepLate<T> delay;
-        if (by_hand)
-            t.after = [&](const Action& a) {
-                if (a.op == Op::NORM) delay.after_norm(t);
-            };
-        for (int i = 0; i < (half ? 10 : c.late ? 4 : 3); i++) {
+        for (int i = 0; i < (half ? 10 : 3); i++)
             rank.step();
-            if (by_hand) delay.after_step(t);
-        }
         StepScale last = read_value<StepScale>(t, {Kind::SCALE});
         if (half) {
             EXPECT_LT(last.loss.now, 0x1p22f) << "a step overflows";
@@ -453,38 +420,10 @@ TEST(Offload, ChangesNoBitWhereItsDataLie) {
     EXPECT_TRUE(trained<bf16>(wide, sgd) == there);
 }
 
-// With a delay the host applies each gradient a step late: the bits are those of a plain loop that
-// keeps each gradient for a step, in every layout.
-TEST(Offload, AppliesEachGradientOneStepLate) {
-    Shape wide = gpt2_shape(2, 4, 64, 256, 16);
-    for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
-                   Case{2, 1, 1, 2, Tier::DEVICE}, Case{2, 1, 1, 3, Tier::DEVICE},
-                   Case{1, 2, 1, 0, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE},
-                   Case{2, 1, 2, 3, Tier::DEVICE}})
-        for (bool small : {false, true}) {
-            c.masters = small ? Masters::REMAINDER : Masters::FLOAT;
-            c.states = small ? States::EIGHT_BIT : States::FLOAT;
-            c.micro_batches = small ? 1 : 3, c.prefetch = small ? 0 : 1;
-            c.level = small ? Recompute::FULL : Recompute::NONE;
-
-            // Train by the plain loop, then with offload.
-            c.weights = false, c.late = true;
-            c.tier = c.update = Tier::DEVICE;
-            std::vector<float> half = trained<bf16>(wide, c), single = trained<float>(wide, c);
-            c.tier = c.update = Tier::HOST;
-            EXPECT_TRUE(trained<bf16>(wide, c) == half) << c.dp << c.tp << c.pp << c.zero << small;
-            EXPECT_TRUE(trained<float>(wide, c) == single) << c.dp << c.tp << c.pp << c.zero;
-
-            // Three steps on time apply as many gradients, but not the same ones.
-            c.late = false;
-            EXPECT_FALSE(trained<bf16>(wide, c) == half);
-        }
-}
-
-// fp16: a gradient that overflows is skipped a step late, and the loss scale moves at once.
-TEST(Offload, SkipsALateGradientThatOverflows) {
+// fp16: the host skips a gradient that overflows, as a device does.
+TEST(Offload, SkipsAGradientThatOverflows) {
     Case c = {2, 1, 1, 2, Tier::DEVICE};
-    c.weights = false, c.late = true;
+    c.weights = false;
     std::vector<float> plain = trained<fp16>(small_gpt2(), c);
     c.tier = c.update = Tier::HOST;
     EXPECT_TRUE(trained<fp16>(small_gpt2(), c) == plain);
@@ -626,49 +565,6 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
         EXPECT_GT(moves, 30);
         EXPECT_GE(back, 4);
         EXPECT_GE(early, 4);
-    }
-}
-
-// The check refuses a late plan that lacks a move or an update, changes weights that layers still
-// read, or overwrites a gradient that waits.
-TEST(Offload, APlanThatUpdatesAtTheWrongTimeIsRefused) {
-    Layout two;
-    two.dp.size = 2, two.zero = 2;
-    for (const Layout& layout : {Layout{}, two}) {
-        Model model = make_model(gpt2_shape(3, 4, 64, 256, 16), layout);
-        PlanOptions o = small_plan(2, 8, 2);
-        o.offload = {.optimizer = Tier::HOST, .gradients = Tier::HOST, .chunk = 4096,
-                     .update = Tier::HOST, .late = true};
-        Plan good = make_plan(layout, model, o);
-        EXPECT_EQ(plan_check(good, model), "");
-        auto place_of = [&](auto is) {
-            return std::find_if(good.actions.begin(), good.actions.end(), is) -
-                   good.actions.begin();
-        };
-        long norm = place_of([](const Action& a) { return a.op == Op::NORM; });
-        long first_layer = place_of([](const Action& a) { return computes(a.op); });
-
-        // Leave out each action of the moves, or move it beyond what it must not pass.
-        int updates = 0, among_layers = 0;
-        for (long i = 0; i < long(good.actions.size()); i++) {
-            const Action& a = good.actions[size_t(i)];
-            bool moves = a.op == Op::FETCH || a.op == Op::PARK || a.op == Op::UPDATE;
-            if (!moves) continue;
-            Plan without = good;
-            without.actions.erase(without.actions.begin() + i);
-            EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
-
-            // An update behind NORM, weights that return before it, a gradient that leaves early.
-            Plan moved = without;
-            updates += a.op == Op::UPDATE;
-            among_layers += a.op == Op::UPDATE && i > first_layer;
-            if (a.op == Op::FETCH && a.chunk >= 0) continue;
-            long to = a.op == Op::UPDATE ? norm : a.chunk >= 0 ? norm - 1 : first_layer;
-            moved.actions.insert(moved.actions.begin() + to, a);
-            EXPECT_NE(plan_check(moved, model), "") << action_text(a, model);
-        }
-        EXPECT_GT(updates, 30 / layout.dp.size);
-        EXPECT_EQ(among_layers, updates) << "the host works beside layers";
     }
 }
 
@@ -960,31 +856,6 @@ TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
     }
 }
 
-// A delayed run goes on to the same bits: its checkpoint has the gradient that waits, and any level
-// of ZeRO reads it. Without one, or without the delay, a line says what is lost.
-TEST_F(OffloadRun, GoesOnWithAGradientThatWaits) {
-    auto files = [&](const std::string& out) {
-        auto all = folder_bytes(path(out) + "/step_00000006");
-        all.erase("manifest.json"); // which has the time
-        return all;
-    };
-    std::string delay = " --offload optimizer,gradients --offload-update host --update-delay 1 ";
-    std::string ranks = "--local-ranks 2 --batch-tokens 256 --channels 64 --zero 2 ";
-    Ran whole = run(ranks + delay + "--steps 6 --out " + path("whole"));
-    Ran a = run(ranks + delay + "--zero 1 --steps 3 --out " + path("parts"));
-    Ran b = run(ranks + delay + "--steps 6 --resume --out " + path("parts"));
-    ASSERT_EQ(whole.status + a.status + b.status, 0) << whole.text << a.text << b.text;
-    EXPECT_TRUE(files("parts") == files("whole"));
-    EXPECT_EQ(b.text.find("waits for its update"), std::string::npos) << b.text;
-
-    // Leave the delay, and take it up.
-    Ran on_time = run(ranks + "--steps 7 --resume --out " + path("parts"));
-    EXPECT_HAS(on_time.text, "the last gradient before the checkpoint is left out");
-    Ran late = run(ranks + delay + "--steps 8 --resume --out " + path("parts"));
-    EXPECT_HAS(late.text, "no gradient waits for its update");
-    EXPECT_EQ(on_time.status + late.status, 0) << on_time.text << late.text;
-}
-
 // The peak memory of a process, in bytes.
 size_t peak_of(const std::string& command) {
     pid_t pid = fork();
@@ -1024,14 +895,6 @@ TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload weights --offload-update host").text,
                "--offload-update host: masters and moments lie on the device");
     EXPECT_HAS(run("--steps 1 --offload-update host" + to_disk()).text, "is a folder: leave");
-
-    // A step of delay needs gradients and updates on the host, and steps that nothing repeats.
-    std::string delay = "--steps 1 --update-delay 1 --offload optimizer";
-    EXPECT_HAS(run(delay).text, "give --offload optimizer,gradients --offload-update host");
-    EXPECT_HAS(run(delay + ",gradients,weights --offload-update host").text,
-               "leave weights out of --offload");
-    EXPECT_HAS(run(delay + ",gradients --offload-update host --verify-every 2").text,
-               "the gradient that waits would be lost");
 
     // A folder without room.
     Ran full = shell("trap '' XFSZ; ulimit -f 400;" + program() + flags + "--steps 1" + to_disk());

@@ -134,7 +134,7 @@ TEST(LossScale, FallsUntilGradientsFit) {
     // Begin with the scale that fits.
     Rank other(small_gpt2(), plan, std::ldexp(0x1p30f, -skipped));
     other.t.hyper.ema = 0.5;
-    other.t.cursor = uint64_t(skipped) * 6;
+    other.t.data.cursor = uint64_t(skipped) * 6;
     other.step();
     EXPECT_TRUE(numbers(rank) == numbers(other));
 }
@@ -196,7 +196,7 @@ void overflow_on_one_rank(const Case& c, int culprit) {
 
         // Fill a gradient with infinity after the first backward pass of a layer of the culprit's.
         bool planted = false;
-        t.after = [&](const Action& a) {
+        t.hooks.after = [&](const Action& a) {
             if (world.rank != culprit || planted || !reaches_weights(a.op)) return;
             for (int b : buckets_of(t.model, a.layer)) {
                 Data d = {gradient_kind(t.layout, t.model, b, a.layer), b};
@@ -209,7 +209,7 @@ void overflow_on_one_rank(const Case& c, int culprit) {
 
         // The step is skipped.
         rank.step();
-        t.after = nullptr;
+        t.hooks.after = nullptr;
         says(world.rank != culprit || planted, "nothing was planted");
         says(!rank.scale().finite, "the step is not skipped");
         says(rank.scale().step == 1, "the step counts");

@@ -31,7 +31,7 @@ struct Run : Scratch {
                  const std::string& before = "") {
         Ran r = run(arguments, before);
         EXPECT_EQ(r.status, 1) << arguments << "\n" << r.text;
-        size_t at = r.text.find("train_gpt: error: ");
+        size_t at = r.text.find("_gpt: error: ");
         ASSERT_NE(at, std::string::npos) << arguments << "\n" << r.text;
         std::string line = r.text.substr(at);
         EXPECT_EQ(std::count(line.begin(), line.end(), '\n'), 1) << line;
@@ -1024,15 +1024,16 @@ TEST_F(Run, TextIsTrainedOnAndPrintedInTheTokenizersTokens) {
     }
 }
 
-// --prepare turns JSON lines into shards of tokens, prints the command that trains on them, and
+// prepare_gpt turns JSON lines into shards of tokens, prints the command that trains on them, and
 // that command runs. Text from a pipe makes the same shards.
 TEST_F(Run, PreparesDataAndTrainsOnIt) {
     // Prepare.
     std::string lines;
     for (int i = 0; i < 400; i++) lines += "{\"text\": \"line " + std::to_string(i) + "\"}\n";
     std::string data = put("a.jsonl", lines), y = path("y");
-    Ran r = run("--prepare " + y +
-                ".bin --document-end 10 --val-tokens 500 --shard-tokens 2000 --data " + data);
+    std::string prepare = program("prepare_gpt") + " --data ";
+    Ran r = shell(prepare + data + " --document-end 10 --val-tokens 500 --shard-tokens 2000 " + y +
+                  ".bin");
     EXPECT_EQ(r.text, "400 documents, 3490 tokens in 3 shards: " + y + ".json\n" +
                           "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
                           ".val.bin; with --document-mask also --document-end 10\n");
@@ -1047,18 +1048,15 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
     EXPECT_EQ(r.status, 0);
 
     // Read from a pipe.
-    std::string prepare = "--prepare " + path("z.bin") + " --data " + data;
-    EXPECT_EQ(
-        run("--prepare " + path("p.bin") + " --document-end 10 --data -", "cat " + data + " |")
-            .status,
-        0);
-    EXPECT_EQ(run(prepare + " --document-end 10").status, 0);
+    std::string piped = prepare + "- --document-end 10 " + path("p.bin");
+    EXPECT_EQ(shell("cat " + data + " | " + piped).status, 0);
+    EXPECT_EQ(shell(prepare + data + " --document-end 10 " + path("z.bin")).status, 0);
     EXPECT_TRUE(read_file(path("p.bin")) == read_file(path("z.bin")));
 
     // Without a token that ends documents nothing is prepared.
-    prepare = "--prepare " + path("w.bin") + " --data " + data;
-    refuses(prepare, "--tokenizer byte has no token that begins or ends a text");
-    refuses(prepare + " --tokenizer absent", "--tokenizer absent: No such file");
+    prepare += data + " " + path("w.bin");
+    EXPECT_HAS(shell(prepare).text, "--tokenizer byte has no token that begins or ends a text");
+    EXPECT_HAS(shell(prepare + " --tokenizer absent").text, "--tokenizer absent: No such file");
 }
 
 // ----------------------------------------------------------------------------

@@ -15,8 +15,8 @@
 #include <climits>
 #include <string>
 #include <vector>
-#include "../io/tokenizer.h"
-#include "../io/tokenizer_files.h"
+#include "tokenizer.h"
+#include "tokenizer_files.h"
 #include "../text.h"
 
 namespace llmc {
@@ -289,8 +289,6 @@ struct Chat {
     std::string refused = ""; // why no conversation can be written, only tokens read
     int bos = -1;         // the token of <s>
     int end = -1;         // the token that ends an answer, and a sample
-    bool pairs = false; // a line holds two answers to a question, the better one first
-    bool labels = false; // a line holds one answer, and whether it is desirable (labels.h)
 };
 
 // The token of a mark, or -1 if the tokenizer has none.

@@ -1,4 +1,4 @@
-// prequantised.h - matrices of 4 or 8 bits in files, as bitsandbytes has them - arXiv:2305.14314
+// bitsandbytes.h - matrices of 4 or 8 bits in files of bitsandbytes - arXiv:2305.14314
 //   NAME                      U8 (n/2,1): codes of NF4         I8 (rows,cols): codes of int8
 //   NAME.absmax               U8 (n/64): codes of the absmaxes, or F32 if these are not quantised
 //   NAME.nested_quant_map     F32 (256)     NAME.nested_absmax   F32 (n/16384)
@@ -8,10 +8,11 @@
 //   Both formats equal nf4.cuh's to the byte. With --weights of the same format, codes and absmaxes
 //   are kept as matrix products read them, and nothing is rounded again. Otherwise the matrix is
 //   expanded to the values that its codes stand for. Rows are outputs, also in GPT-2's files, which
-//   hold plain matrices transposed.
+//   hold plain matrices transposed. A dialect of folders (tensor_source.h).
 #pragma once
-#include <functional>
+#include "../io/hf_files.h"
 #include "../io/safetensors.h"
+#include "../io/tensor_source.h"
 #include "../model.h"
 #include "../ops/nf4.cuh"
 #include "../ops/rope.cuh"
@@ -21,9 +22,6 @@
 #include "../text.h"
 
 namespace llmc {
-
-// Finds a tensor of a folder by name, and marks it as used; returns null if there is none.
-typedef std::function<const SafeTensor*(const std::string&)> FindTensor;
 
 // Whether a tensor holds codes.
 inline bool is_prequantised(const SafeTensor& t) { return t.dtype == "U8" || t.dtype == "I8"; }
@@ -204,5 +202,25 @@ inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t
     }
     return "";
 }
+
+// ----------------------------------------------------------------------------
+// the dialect
+
+// Wrap a source: matrices whose tensors hold codes are expanded, or kept.
+inline std::string open_bitsandbytes(SourceFolder& f, TensorSource* source) {
+    CodesDialect d;
+    d.find = [](const HfFiles& h, const std::string& name) {
+        const SafeTensor* tensor = hf_find(h, name);
+        return tensor && is_prequantised(*tensor) ? tensor : nullptr;
+    };
+    d.read = [](const FindTensor& find, const SafeTensor& codes, const Parameter& p, Stored wanted,
+                SourceValues* to) {
+        return read_prequantised(find, codes, p, wanted, &to->codes, &to->floats);
+    };
+    wrap_codes(f, source, d);
+    return "";
+}
+
+inline const Dialect BITSANDBYTES = {{"bitsandbytes"}, open_bitsandbytes};
 
 } // namespace llmc

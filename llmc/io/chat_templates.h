@@ -8,10 +8,10 @@
 //   Without a template the tokenizer's special tokens decide, and the run says so.
 #pragma once
 #include "../access.h"
-#include "../io/files.h"
-#include "../io/json.h"
-#include "../io/tokenizer.h"
-#include "../io/tokenizer_files.h"
+#include "files.h"
+#include "json.h"
+#include "tokenizer.h"
+#include "tokenizer_files.h"
 #include "../ops/rand.h"
 #include "../text.h"
 #include "chat.h"

@@ -9,24 +9,24 @@
 //   element to float once, and then keeps its part. So every layout has the same weights, and a
 //   cut of W's columns needs no sum for n.
 //   Contract: afterwards the model is a plain one: to evaluate, sample and export. Training such
-//             an adapter is refused.
+//             an adapter is refused. A dialect of folders (tensor_source.h).
 //   Cost: 2 r out in FLOPs a matrix, once; the host holds one matrix and its adapter as floats.
 #pragma once
 #include "../adapters.h"
+#include "../comm/group.h"
 #include "../io/checkpoint.h"
 #include "../io/hf_files.h"
-#include "../io/huggingface.h"
+#include "../io/hf_places.h"
 #include "../io/json.h"
 #include "../io/one_reader.h"
 #include "../io/safetensors.h"
+#include "../io/tensor_source.h"
 #include "../model.h"
+#include "../optimizer.h"
 #include "../text.h"
-#include "../trainer.h"
-#include "adapter_files.h"
+#include "../tune/adapter_files.h"
 
 namespace llmc {
-
-enum class Merging { NONE, DORA, IA3 }; // NONE: plain LoRA, which stays beside its matrices
 
 // How one parameter is changed. The tensors of the other kind are null.
 struct WeightMerge {
@@ -39,21 +39,6 @@ typedef std::map<std::string, WeightMerge> Merges; // [parameter's name]
 
 // ----------------------------------------------------------------------------
 // adapter_config.json
-
-// The kind of a config that was read.
-inline Merging merging_of(const nlohmann::json& j) {
-    if (j.value("peft_type", nlohmann::json()) == "IA3")
-        return Merging::IA3;
-    return asks(j, "use_dora") ? Merging::DORA : Merging::NONE;
-}
-
-// Find how a folder's adapters are read.
-inline std::string merging_of(const std::string& folder, Merging* merging) {
-    nlohmann::json j;
-    std::string wrong = read_json(peft_config_path(folder), &j);
-    if (wrong.empty()) *merging = merging_of(j);
-    return wrong;
-}
 
 // Read feedforward_modules, a list of modules' names. Without it, *names stays empty.
 inline std::string read_feedforward(const nlohmann::json& j, const std::string& path,
@@ -257,47 +242,69 @@ inline void merge_ia3(std::vector<float>* w, const std::vector<float>& l, bool i
         (*w)[i] = float(double((*w)[i]) * l[inputs ? i % cols : i / cols]);
 }
 
-// Load a folder's weights, with the adapters of another folder merged if one is named. All ranks
-// call; one rank reads each tensor for all.
-template <typename T, typename S>
-std::string load_folder(Trainer<T, S>& t, const std::string& folder, const std::string& adapter) {
-    if (adapter.empty())
-        return hf_load_weights(t, folder);
-    HfFiles h;
-    h.reader = make_one_reader(t.comms.world, t.layout);
-    std::string wrong = hf_open_shared(&h, {adapter + "/adapter_model.safetensors"});
-    Merges merges;
-    if (wrong.empty())
-        wrong = first_error(t.comms.world, find_merges(t.model, adapter, h.files[0], &merges));
-    if (!wrong.empty()) return wrong;
+// The adapters of a folder, open while the base is read.
+struct MergedAdapter {
+    HfFiles files = {};
+    Merges merges = {};
+};
 
-    // Bring a parameter's tensors to the stages that hold it: every rank takes part in that.
-    std::string refusal; // of a row without a direction
-    auto change = [&](const Parameter& p, std::vector<float>* w) {
-        auto found = merges.find(p.name);
-        if (found == merges.end()) return;
-        const WeightMerge& m = found->second;
-        auto needs = stages_with(t.layout, t.model, p.bucket);
-        auto floats = [&](const SafeTensor* x) {
-            return bring_floats(h, *x, 0, x->elements(), needs);
-        };
-
-        // A rank without the values only passes the tensors on.
-        std::vector<float> first = floats(m.a ? m.a : m.factors);
-        if (m.factors && !w->empty())
-            merge_ia3(w, first, m.inputs);
-        if (m.factors) return;
-        std::vector<float> b = floats(m.b), magnitude = floats(m.magnitude);
-        if (w->empty()) return;
-        size_t zeros = merge_dora(w, first, b, magnitude, m.a->shape[0], m.scale);
-        if (zeros && refusal.empty())
-            refusal = concat("--adapter ", adapter, ": ", zeros, " rows of ", p.name, " with its "
-                             "adapter are zero, and DoRA scales each row to a length: train the "
-                             "adapter again without ", module_of(p));
+// Change a parameter's values by its adapter. All ranks call: those without values only pass the
+// adapter's tensors on.
+inline void merge_adapter(SourceFolder& f, MergedAdapter& adapter, const Parameter& p,
+                          std::vector<float>* w) {
+    auto found = adapter.merges.find(p.name);
+    if (found == adapter.merges.end()) return;
+    const WeightMerge& m = found->second;
+    auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
+    auto floats = [&](const SafeTensor* x) {
+        return bring_floats(adapter.files, *x, 0, x->elements(), needs);
     };
-    wrong = hf_load_parameters(t, folder, t.model.parameters, nullptr, change);
-    if (refusal.empty()) refusal = h.ruined;
-    return wrong.empty() ? first_error(t.comms.world, refusal) : wrong;
+
+    // Bring the factors, and for DoRA two tensors more.
+    std::vector<float> first = floats(m.a ? m.a : m.factors);
+    if (m.factors && !w->empty())
+        merge_ia3(w, first, m.inputs);
+    if (m.factors) return;
+    std::vector<float> b = floats(m.b), magnitude = floats(m.magnitude);
+    if (w->empty()) return;
+    size_t zeros = merge_dora(w, first, b, magnitude, m.a->shape[0], m.scale);
+    if (zeros && adapter.files.ruined.empty())
+        adapter.files.ruined =
+            concat("--adapter ", f.adapter, ": ", zeros, " rows of ", p.name, " with its adapter "
+                   "are zero, and DoRA scales each row to a length: train the adapter again "
+                   "without ", module_of(p));
 }
+
+// Wrap a source: the adapters of the folder f.adapter are merged into what it reads.
+inline std::string open_merged(SourceFolder& f, TensorSource* source) {
+    if (f.adapter.empty()) return "";
+    const Comm& world = f.files.reader.world;
+    auto adapter = std::make_shared<MergedAdapter>();
+    adapter->files.reader = f.files.reader;
+    std::string file = f.adapter + "/adapter_model.safetensors";
+    std::string wrong = hf_open_shared(&adapter->files, {file});
+    if (!wrong.empty()) return wrong;
+    wrong = find_merges(*f.model, f.adapter, adapter->files.files[0], &adapter->merges);
+
+    // Codes have no room for a change.
+    TensorSource inner = *source;
+    source->check = [=](const Parameter& p, UsedTensors* used) {
+        std::string refusal = inner.check(p, used);
+        if (refusal.empty() && used->codes)
+            refusal = "has matrices stored as codes, into which no adapter can be merged: "
+                      "dequantise the folder first";
+        return refusal;
+    };
+    source->read = [=, &f](const Parameter& p, Stored wanted, SourceValues* to) {
+        std::string refusal = inner.read(p, wanted, to);
+        merge_adapter(f, *adapter, p, &to->floats);
+        if (f.files.ruined.empty()) f.files.ruined = adapter->files.ruined;
+        return refusal;
+    };
+    source->merges = true;
+    return first_error(world, wrong);
+}
+
+inline const Dialect MERGED_ADAPTERS = {{}, open_merged, check_merges};
 
 } // namespace llmc

@@ -1,0 +1,281 @@
+// kto.h - KTO: answers that are desirable or not, and the reference point - arXiv:2402.01306
+//   Lines    {"prompt": "...", "completion": "...", "label": true}, texts or lists of messages.
+//            A pair (conversations.h) counts as two of these, the rejected answer undesirable.
+//   Marks    The completion is trained. REJECTED, on top of BEGINS, marks it as undesirable.
+//   Mismatch mismatched_window() puts after each question of a window the answer to another
+//            question, the nearest before it: a pair's two lines ask the same.
+//   Reference point: how far the policy has drifted from the reference
+//     z = max(0, mean over the batch's questions of  log p(y') - log p_reference(y')),
+//     y' the answer to another question (4.1 of the paper; TRL's estimate of the KL divergence).
+//     1. before the first step, the starting weights evaluate each mismatched window
+//     2. before each step, its weights evaluate the mismatched windows of the whole global batch,
+//        without a gradient
+//     3. each rank adds up the samples in the same order, so that all have the same z
+//     4. LOAD hands z out in the last row of a window's reference (objective.cuh)
+//   Which answer follows which question depends on the data alone, not on layout or batch.
+//   Cost: a forward pass over the batch, each step. Memory: 8 bytes a window, and while a batch is
+//         evaluated 4 bytes for each of its tokens.
+//   Every function that returns a text returns "" or one line that says what is wrong.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include "../comm/comm.h"
+#include "../context.h"
+#include "../io/chat.h"
+#include "../io/dataloader.h"
+#include "../io/files.h"
+#include "../run/run.h"
+#include "../trainer.h"
+#include "../tune/conversations.h"
+#include "../tune/references.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// data
+
+// Turn a line's answer into marked tokens, or a pair into two answers.
+inline std::string labelled_tokens(const Chat& chat, const nlohmann::json& line, LineParts& parts,
+                                   size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+    // Count each answer of a pair as a conversation, the worse one as undesirable.
+    if (line.contains("chosen") || line.contains("preferred_output")) {
+        size_t pairs = std::exchange(counts->pairs, 0);
+        std::string wrong = pair_tokens(chat, line, parts, T, tokens, counts);
+        counts->conversations += 2 * counts->pairs;
+        counts->undesirable += counts->pairs;
+        counts->pairs = pairs;
+        return wrong;
+    }
+    if (!line.value("label", nlohmann::json()).is_boolean())
+        return "has no \"label\" that is true or false";
+
+    // Leave the question untrained, whoever wrote it.
+    Conversation messages = parts[ASKED];
+    for (ChatMessage& asked : messages)
+        asked.trained = false;
+    messages.insert(messages.end(), parts[ANSWER].begin(), parts[ANSWER].end());
+    ChatTokens written;
+    std::string wrong = chat_tokens(chat, messages, &written);
+    if (!wrong.empty()) return wrong;
+
+    // Mark the label on the first token.
+    *tokens = marked_tokens(written, T, counts);
+    bool undesirable = !tokens->empty() && !line["label"];
+    if (undesirable) (*tokens)[0] |= REJECTED;
+    counts->undesirable += undesirable;
+    return "";
+}
+
+// The kind of data of --loss kto: labelled answers, and pairs.
+inline DataKind labelled_answers() {
+    std::vector<LineForm> forms = pair_forms();
+    forms.back().sign = "chosen";
+    forms.push_back({"",
+                     {{"prompt", "user"}, {"completion", "assistant", ANSWER}},
+                     ": a line has \"prompt\", \"completion\" and \"label\""});
+    return {" kto ", forms, labelled_tokens};
+}
+
+// ----------------------------------------------------------------------------
+// mismatched answers
+
+// A question, and its answer from the first trained token on. Tokens carry TRAINED and BEGINS.
+struct AnsweredQuestion {
+    std::vector<int> question;
+    std::vector<int> answer;
+};
+
+// Split a window of load_conversations() into its questions and answers, without padding.
+inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* targets, // (T)
+                                                  size_t T) {
+    std::vector<AnsweredQuestion> all;
+    for (size_t i = 0; i < T; i++) {
+        if (i == 0 || tokens[i] & BEGINS)
+            all.emplace_back();
+        AnsweredQuestion& now = all.back();
+        // A row's target is the next token, so a token is trained if the row before
+        // it has a target.
+        bool trained = i > 0 && targets[i - 1] >= 0;
+        int marked = tokens[i];
+        if (trained) marked |= TRAINED;
+
+        // Everything from the first trained token on is the answer.
+        if (trained || !now.answer.empty())
+            now.answer.push_back(marked);
+        else
+            now.question.push_back(marked);
+    }
+
+    // Drop padding, which has no answer.
+    std::erase_if(all, [](const AnsweredQuestion& q) { return q.answer.empty(); });
+    return all;
+}
+
+// Whether two questions have the same text, whatever their answers are worth.
+inline bool asks_the_same(const AnsweredQuestion& a, const AnsweredQuestion& b) {
+    auto unmarked = [](int token) { return token & ~(TRAINED | BEGINS | REJECTED); };
+    return std::ranges::equal(a.question, b.question, {}, unmarked, unmarked);
+}
+
+// The nearest answer before question i that belongs to another question; null: there is none.
+inline const std::vector<int>* answer_to_another(const std::vector<AnsweredQuestion>& before,
+                                                 const std::vector<AnsweredQuestion>& own,
+                                                 size_t i) {
+    for (size_t k = i; k-- > 0;)
+        if (!asks_the_same(own[k], own[i]))
+            return &own[k].answer;
+    for (size_t k = before.size(); k-- > 0;)
+        if (!asks_the_same(before[k], own[i]))
+            return &before[k].answer;
+    return nullptr;
+}
+
+// Make a window's tokens and targets (T) mismatched. `before` holds the questions of the window
+// before. A question is left out where no other question came before it, and answers that do not
+// fit lose their end. Returns how many questions have an answer.
+inline size_t mismatched_window(const std::vector<AnsweredQuestion>& before, int* tokens,
+                                int* targets, size_t T, int padding) {
+    // Give each question the answer to another one.
+    std::vector<AnsweredQuestion> own = questions_of(tokens, targets, T);
+    std::vector<int> marked;
+    for (size_t i = 0; i < own.size(); i++) {
+        const std::vector<int>* other = answer_to_another(before, own, i);
+        if (!other) continue;
+        for (int token : own[i].question)
+            marked.push_back(token);
+        for (int token : *other)
+            marked.push_back(token);
+    }
+    if (marked.size() < T)
+        marked.push_back(padding | BEGINS);
+    marked.resize(T, padding);
+
+    // Separate marks and tokens, and count the questions whose answer has begun.
+    size_t answered = 0;
+    bool counted = true;
+    for (size_t i = 0; i < T; i++) {
+        int token = marked[i] & ~(TRAINED | BEGINS | REJECTED);
+        bool trained = marked[i] & TRAINED;
+        // A new question's answer has not begun yet.
+        if (marked[i] & BEGINS) counted = false;
+        answered += trained && !counted;
+        counted |= trained;
+        tokens[i] = token | (marked[i] & BEGINS);
+        if (i > 0)
+            targets[i - 1] = trained ? token : -1;
+    }
+    targets[T - 1] = -1;
+    return answered;
+}
+
+// Fill tokens and targets, both (T), of a sample's mismatched window. Windows form a ring: the
+// window before it in the files gives the first answer, whatever sample came before. Adds to
+// *answers how many there are.
+inline std::string load_mismatched(const DataLoader& d, uint64_t sample, int padding, int* tokens,
+                                   int* targets, size_t* answers) {
+    uint64_t own = window_of(d, sample);
+    uint64_t before = (own + d.windows - 1) % d.windows;
+    std::string wrong = read_window(d, before, tokens, targets);
+    if (!wrong.empty()) return wrong;
+    auto questions = questions_of(tokens, targets, d.T);
+    wrong = read_window(d, own, tokens, targets);
+    if (wrong.empty())
+        *answers += mismatched_window(questions, tokens, targets, d.T, padding);
+    return wrong;
+}
+
+// The log p of the mismatched answers of each of the samples [first, first + count), under the
+// weights as they are. All ranks call, and get the same.
+template <typename T, typename S>
+std::vector<double> mismatched_logp(Run& run, Trainer<T, S>& t, const DataLoader& d,
+                                    uint64_t first, uint64_t count) {
+    std::vector<float> rows(count * d.T);
+    auto window = [&](uint64_t i, int* tokens, int* targets) {
+        size_t answers = 0;
+        return load_mismatched(d, first + i, run.chat.end, tokens, targets, &answers);
+    };
+    auto first_row = [&](uint64_t i) {
+        return i * d.T;
+    };
+    evaluate_logp(run, t, count, window, rows, first_row);
+
+    // Sum over all rows: those without a target have 0.
+    std::vector<double> sums(count);
+    for (size_t row = 0; row < rows.size(); row++)
+        sums[row / d.T] += double(rows[row]);
+    return sums;
+}
+
+// ----------------------------------------------------------------------------
+// the reference point
+
+// The log p of each window's mismatched answers under the starting weights.
+struct StartingLogp {
+    std::vector<double> train, val; // (windows)
+};
+
+// Evaluate samples [0, count) of the data. All ranks call.
+template <typename T, typename S>
+std::vector<double> mismatched_references(Run& run, Trainer<T, S>& t, const DataLoader& d,
+                                          uint64_t count) { // (windows)
+    // Order the sums by window. Windows that the run does not read keep 0.
+    std::vector<double> windows(d.windows);
+    std::vector<double> sums = mismatched_logp(run, t, d, 0, count);
+    for (uint64_t i = 0; i < count; i++)
+        windows[window_of(d, i)] = sums[i];
+    return windows;
+}
+
+// The reference point of a batch under the current weights. references: those of the starting
+// weights. All ranks call.
+template <typename T, typename S>
+double reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t first,
+                       uint64_t count, const std::vector<double>& references) { // (windows)
+    // Add up in the order of samples, so that the sum does not depend on how ranks share them.
+    double drift = 0;
+    size_t answers = 0;
+    std::vector<int> tokens(d.T), targets(d.T);
+    std::vector<double> sums = mismatched_logp(run, t, d, first, count);
+    for (uint64_t i = 0; i < count; i++) {
+        drift += sums[i] - references[window_of(d, first + i)];
+        or_die(load_mismatched(d, first + i, run.chat.end, tokens.data(), targets.data(),
+                               &answers));
+    }
+
+    // Clamp at 0: the estimate may be negative, but a divergence is not.
+    return answers > 0 ? std::max(0.0, drift / double(answers)) : 0;
+}
+
+// References that also hold the run's current reference point, in the last row of each window.
+inline References with_reference_point(const Run& run, References references, size_t T) {
+    return [&run, references, T](uint64_t sample, RowNumbers to) {
+        references(sample, to);
+        to.reference[T - 1] = float(run.reference_point);
+    };
+}
+
+// Compute the starting weights' values that reference points compare with, and let the trainer take
+// the point of each batch before its step, and of validation before that. All ranks call.
+template <typename T, typename S>
+void start_kto(Run& run, Trainer<T, S>& t) {
+    auto start = std::make_shared<StartingLogp>();
+    if (run.val.windows)
+        start->val = mismatched_references(run, t, run.val, run.val_samples);
+    run.before_validation = [&run, &t, start] {
+        t.data.references = with_reference_point(run, t.data.references, run.val.T);
+        run.reference_point = reference_point(run, t, run.val, 0, run.val_samples, start->val);
+    };
+
+    // A step's point is that of the samples that it will train on.
+    if (run.train_plan < 0) return;
+    start->train = mismatched_references(run, t, run.train, samples_of_run(run));
+    t.data.references = with_reference_point(run, t.data.references, run.train.T);
+    t.hooks.before = [&run, &t, start] {
+        uint64_t samples = uint64_t(run.config.batch_tokens / run.config.seq);
+        run.reference_point =
+            reference_point(run, t, run.train, t.data.cursor, samples, start->train);
+    };
+}
+
+} // namespace llmc

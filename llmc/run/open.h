@@ -1,0 +1,279 @@
+// open.h - opening a model: flags, shape and text are chosen, a plan is placed, weights are read
+//   choose_model()   the checkpoint's flags, the tokenizer, the shape
+//   agree_on_flags() what flags only get wrong together, and whether all ranks have the same
+//   place_rank()     the plans of a rank, and a place for every byte; nothing is allocated
+//   open_rank()      is there room? join the other ranks, and allocate
+//   load_model()     the weights that --model names
+#pragma once
+#include "../action.h"
+#include "../arena.h"
+#include "../comm/comm.h"
+#include "../context.h"
+#include "../context_parallel.h"
+#include "../io/checkpoint_load.h"
+#include "../io/config.h"
+#include "../io/config_check.h"
+#include "../io/config_notes.h"
+#include "../io/dataloader.h"
+#include "../io/explain.h"
+#include "../io/files.h"
+#include "../io/huggingface.h"
+#include "../io/likelihood.h"
+#include "../io/machines.h"
+#include "../io/model_files.h"
+#include "../io/model_shape.h"
+#include "../io/plan_flags.h"
+#include "../io/shared_files.h"
+#include "../layout.h"
+#include "../ops/cuda_common.h"
+#include "../ops/matmul.cuh"
+#include "../ops/memory.h"
+#include "../ops/rand.h"
+#include "../ops/types.h"
+#include "../parameters.h"
+#include "plan_run.h"
+#include "../planner/machine_here.h"
+#include "../quantised.h"
+#include "../sharding.h"
+#include "../step.h"
+#include "../text.h"
+#include "../trainer.h"
+#include "choose.h"
+#include "choose_plans.h"
+#include "folder.h"
+#include "limits.h"
+#include "overflow.h"
+#include "report.h"
+#include "run.h"
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// before there is a trainer
+
+// Complete the flags from the checkpoint; the command line takes precedence. Then read the model's
+// small files once for all processes, open the tokenizer, whose size may set the vocabulary, and
+// choose the model's shape.
+inline void choose_model(Run& run) {
+    Config& c = run.config;
+    adopt_checkpoint(run);
+    share_small_files(run.world, c);
+    open_tokenizer(run);
+    follow_tokenizer(run);
+    run.shape = choose_shape(c);
+}
+
+// With --plan auto, choose the layout before anything else depends on it. Returns false if the user
+// only asked for the plan (--explain), and nothing is to run.
+inline bool plan_ahead(Run& run) {
+    or_die(check_planning(run.config));
+    if (run.config.plan == "none") return true;
+#if LLMC_KERNELS
+    bool there = no_gpu_because().empty();
+    if (run.config.device == "cuda" || (run.config.device == "auto" && there))
+        return plan_run_as(run, cudaStream_t{});
+#endif
+    return plan_run_as(run, Cpu{});
+}
+
+// Refuse flags that cannot work together, after config_check(), and note those that do nothing.
+// Ranks with other flags, or of another program, would wait for each other.
+inline void agree_on_flags(Run& run) {
+    const Config& c = run.config;
+    or_die(refuse_idle_flags(c));
+    or_die(choose_loss_scaling(run));
+    for (const std::string& text : config_notes(c))
+        note(run, text);
+    check_same(run.world, "the command line", json_text(config_json(c)));
+    if (run.world.size > 1)
+        check_same(run.world, "the program", program_bytes());
+}
+
+// Try every file that will be written: an error at the end of the run would come too late.
+inline void try_outputs(Run& run) {
+    const Config& c = run.config;
+    if (!c.export_dir.empty()) prepare_export(run);
+    if (!c.timeline.empty() && is_first_rank(run)) or_die(try_file("timeline", c.timeline));
+    if (!c.profile.empty() && is_first_rank(run)) or_die(try_file("profile", c.profile));
+    take_folder(run);
+}
+
+// ----------------------------------------------------------------------------
+// a rank's trainer
+
+// Plan: the actions of a step, and a place for every byte. Returns the options of the plans.
+template <typename T, typename S>
+std::vector<PlanOptions> place_rank(Run& run, Trainer<T, S>& t, S where) {
+    const Config& c = run.config;
+    t.ctx.where = where;
+    t.offload.folder = c.offload_to;
+    sizes_of_gpu = explains_gpu(c);
+
+    run.layout = layout_at(choose_layout(c, run.shape), run.world.rank);
+    std::vector<PlanOptions> plans = choose_plans(run);
+    std::string levels = choose_recompute<T>(run, plans, where);
+    trainer_place(t, run.shape, plans, run.layout);
+    or_die(check_pieces(plans[0].stored, t.model, run.layout));
+    bool generates = run.generate_plan >= 0 || run.rollout_plan >= 0;
+    or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
+
+    // Print the model and its levels of recomputation.
+    if (is_first_rank(run))
+        printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
+    return plans;
+}
+
+// Make the communicators of this rank's groups, and give the watchdog this rank's place in the
+// grid, so that its report of a hang can name it.
+template <typename T, typename S>
+void join_groups(Run& run, Trainer<T, S>& t) {
+    const Layout& me = run.layout;
+    t.comms = make_comms(run.world, me, ranks_of_kv_head(me, t.model));
+    if (run.world.info)
+        run.world.info->place =
+            concat("dp ", me.dp.rank, ", tp ", me.tp.rank, ", pp ", me.pp.rank,
+                   me.cp.size > 1 ? concat(", cp ", me.cp.rank) : "");
+}
+
+// Run each plan of whole sequences once on random numbers, so that each matrix product on a GPU
+// measures which algorithm is fastest: on zeros a GPU's clock is higher. This overwrites all state,
+// so it comes before the weights are loaded.
+template <typename T, typename S>
+void autotune(Run& run, Trainer<T, S>& t) {
+    // --verify-every compares the bits of ranks, so all of them must use one algorithm: keep the
+    // library's first guess, which does not depend on timing.
+    if (run.config.verify_every && run.layout.dp.size > 1)
+        return;
+    if (!blas_rehearse(t.ctx.blas, true, t.ctx.where))
+        return;
+
+    // Read random tokens in place of data until the end of this function.
+    Window window = t.data.window;
+    t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
+        for (size_t i = 0; i < t.plans[t.plan].T; i++)
+            tokens[i] = targets[i] = int(random_block(0, sample, i)[0] % t.model.shape.V);
+        return std::string();
+    };
+
+    // Run the training step, the evaluation, and one plan for each length of a task's rows.
+    const Memory& device = t.arena.device();
+    std::vector<int> plans = {run.train_plan, run.evaluate_plan};
+    for (const ScoreGroup& group : run.score_groups)
+        plans.push_back(group.plan);
+    for (int plan : plans)
+        if (plan >= 0) {
+            // The plan before has left what its update made of such weights.
+            T* memory = reinterpret_cast<T*>(device.base);
+            fill_noise(memory, device.bytes / sizeof(T), t.ctx.where);
+            init_constants(t);
+            run_plan(t, plan);
+            wait_for(t.ctx.where); // the next plan's batch overwrites this one's
+        }
+
+    // Zero the arena, so that no result of these runs stays.
+    wait_for(t.ctx.where);
+    blas_rehearse(t.ctx.blas, false, t.ctx.where);
+    device_zero(device.base, device.bytes, t.ctx.where);
+    t.data.window = window;
+}
+
+// Give the trainer the command line's hyperparameters. The learning rate is set step by step.
+template <typename T, typename S>
+void set_hyper(const Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    t.hyper.beta1 = float(c.beta1);
+    t.hyper.beta2 = float(c.beta2);
+    t.hyper.eps = float(c.eps);
+    t.hyper.weight_decay = float(c.weight_decay);
+    t.hyper.clip = float(c.clip);
+    t.hyper.ema = c.ema;
+    t.takes_average = c.use_ema;
+    t.hyper.loss_scaling = run.loss_scaling;
+    t.hyper.seed = uint64_t(c.seed);
+}
+
+// Print the plan (--explain), or check that there is room, join the other ranks and allocate.
+// Returns whether there is something to run.
+template <typename T, typename S>
+bool open_rank(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans) {
+    // Print before the check of --memory: then a plan that is refused is on the screen too.
+    const Config& c = run.config;
+    if (c.explain) print_plan(run, t, plans);
+    check_bound<T>(run, plans, t.ctx.where);
+    if (c.explain) return false;
+    check_plans_of_all_ranks(run, plans, t.model);
+
+    // Name the kernels of attention, and the machines.
+    std::string kernels =
+        context_attention_backend(t.ctx.rank_shape, run.layout, sizeof(T), t.ctx.where);
+    std::string machines = machines_text(run.layout, find_machines(run.world));
+    if (!kernels.empty() && is_first_rank(run))
+        printf("attention: %s\n", kernels.c_str());
+    if (is_first_rank(run))
+        printf("%s", machines.c_str());
+    if (is_first_rank(run) && run.world.nccl)
+        printf("%s", nccl_settings_text(environ).c_str());
+
+    // Check that there is room, join the other ranks, and allocate.
+    check_memory(run, plans, t);
+    size_t offloaded = check_offload(run, t);
+    if (writes_folder(c)) check_disk(run, t, offloaded);
+    join_groups(run, t);
+    open_buddies(run);
+    set_hyper(run, t);
+    trainer_allocate(t);
+    autotune(run, t);
+
+    // From here on plans are replayed as graphs (--graphs), and documents are cut.
+    t.graphs.on = c.graphs;
+    t.data.document_end = run.document_end;
+    init_constants(t);
+    init_loss_scale(t);
+    return true;
+}
+
+// Let the trainer read its data. A window that cannot be read ends the run. If the run saves, the
+// message adds that its checkpoints are good.
+template <typename T, typename S>
+void read_data(Run& run, Trainer<T, S>& t) {
+    t.data.window = [&run](uint64_t sample, int* tokens, int* targets) {
+        std::string wrong = load_window(run.train, sample, tokens, targets);
+        bool saves = !wrong.empty() && !run.config.out.empty();
+        return saves ? wrong + "; what is saved is good: then --resume goes on" : wrong;
+    };
+
+    // Print what data is read, and which token ends a document.
+    if (run.train_plan >= 0 && is_first_rank(run))
+        printf("data: %s\n", data_text(run.train).c_str());
+    if (run.document_end >= 0 && is_first_rank(run))
+        printf("documents: apart, each ends with token %d\n", run.document_end);
+}
+
+// Say where the weights come from: --seed, or files.
+inline std::string origin_of_weights(const Config& c) {
+    return has_new_weights(c) ? concat("new, from --seed ", c.seed) : base_name(c);
+}
+
+// Read the weights that --model names, and draw those that no file holds.
+template <typename T, typename S>
+void load_model(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    bool drawn = has_new_weights(c);
+    mode_t type = drawn ? 0 : file_type(base_name(c));
+    if (!c.start.empty())
+        or_die_on_all_ranks(run, checkpoint_load_weights(t, c.start));
+    else if (type == S_IFDIR)
+        or_die_on_all_ranks(run, hf_load_weights(t, c.model, run.dialects));
+    else if (type)
+        or_die(model_file_load(t, c.model));
+    init_weights(t, uint64_t(c.seed), !drawn);
+}
+
+// Whether it is time for something that is done every `n` steps; n = 0 means never. After the last
+// step the answer is `last`: false for checks, samples and saves, which the end of the run does.
+inline bool is_time(const Run& run, int64_t n, bool last) {
+    if (run.step == run.config.steps) return last;
+    return n && run.step % n == 0;
+}
+
+} // namespace llmc
