@@ -39,8 +39,9 @@ using namespace llmc;
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
-    run.weights = origin_of_weights(c);
     if (!c.average.empty()) return average_weights(run, t);
+
+    // A folder may be changed while it is read; a file or a checkpoint is read as it is.
     bool folder = c.start.empty() && file_type(c.model) == S_IFDIR;
     bool beside = trains_adapters(run.shape);
     uint64_t seed = uint64_t(c.seed);
@@ -70,7 +71,6 @@ void convert(Run& run, S where) {
     open_rank(run, t, plans);
     load_weights(run, t);
     check_weights(run, t);
-    if (is_first_rank(run)) printf("weights: %s\n", run.weights.c_str());
     bool exported = write_export(run, t);
     report_end(run, t, exported);
     trainer_free(t);

@@ -54,7 +54,7 @@ static bool run_command(Run& run) {
     run.complete_shape = [&run](const Config& asked, Shape& s) {
         add_run_adapters(asked, s, run.dialects);
     };
-    take_loss_defaults(c);
+    if (!has_new_weights(c)) take_loss_defaults(c);
     plan_ahead(run);
     return true;
 }

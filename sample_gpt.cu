@@ -40,7 +40,6 @@ template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::LOAD);
-    run.weights = origin_of_weights(c);
     bool folder = c.start.empty() && !has_new_weights(c) && file_type(c.model) == S_IFDIR;
     bool beside = trains_adapters(run.shape);
     if (folder)
@@ -55,7 +54,6 @@ void load_weights(Run& run, Trainer<T, S>& t) {
         or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.prompt_plan));
     or_die_on_all_ranks(run, load_adapter_sets(t, c.adapters));
     check_weights(run, t);
-    if (is_first_rank(run)) printf("weights: %s\n", run.weights.c_str());
 }
 
 // Plan, load and write: one rank's whole life.

@@ -124,17 +124,12 @@ template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::LOAD);
-    run.weights = origin_of_weights(c);
     if (!c.resume || !resume(run, t)) {
         load_model(run, t);
         start_average(t);
     }
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
-
-    // A run that only evaluates or samples prints where its weights come from.
-    if (run.train_plan < 0 && is_first_rank(run))
-        printf("weights: %s\n", run.weights.c_str());
 }
 
 // One rank's whole run.

@@ -186,7 +186,6 @@ template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     Spend spend(run.account, Work::LOAD);
-    run.weights = origin_of_weights(c);
     bool adapters = trains_adapters(run.shape);
     bool behind = adapters || has_reference(c);
     bool resumed = c.resume && !behind && resume(run, t);
@@ -201,22 +200,21 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     if (behind && c.resume) resume(run, t);
     if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
     check_weights(run, t);
-
-    // A run that only evaluates or samples prints where its weights come from.
-    if (run.train_plan < 0 && is_first_rank(run))
-        printf("weights: %s\n", run.weights.c_str());
 }
 
 // Give the run what fine-tuning adds to it: companions in memory, references of a validation, and
 // an export of adapters alone.
 template <typename T, typename S>
 void set_tuning(Run& run, Trainer<T, S>& t, S where) {
+    // A copy of the starting weights, and a replay that finds a rank that computes wrong.
     const Config& c = run.config;
     if (keeps_start(c)) keep_start<T>(run, where);
     run.replay = [&](bool equal) {
         if (equal) even_weights(t);
         return replay_step(t, run.train_plan);
     };
+
+    // A validation has references of its own.
     if (has_reference(c))
         run.around_validation = [&, point = 0.0, own = References()](bool begins) mutable {
             if (begins) {
@@ -227,6 +225,8 @@ void set_tuning(Run& run, Trainer<T, S>& t, S where) {
             t.data.references = own;
             run.reference_point = point;
         };
+
+    // An export of adapters alone.
     if (exports_adapters(run))
         run.export_file = [&](MergeSums*) {
             return export_trained_adapters(t, c.export_dir, export_type(c), base_name(c),

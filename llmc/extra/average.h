@@ -1,4 +1,4 @@
-// average.h - --average: the mean of several models' weights becomes the run's - arXiv:2203.05482
+// average.h - the mean of several models' weights, as convert_gpt writes it - arXiv:2203.05482
 //   w = (w_1 + ... + w_n) / n      summed in double, rounded to float once
 //   1. list      each name is a Hugging Face folder, a checkpoint, or a run: all its checkpoints
 //   2. choose    the first model gives shape and tokenizer, as --model or --resume would
@@ -119,7 +119,7 @@ inline std::string check_whole_model(const std::string& checkpoint) {
     adopt_flags(of_run, manifest["config"]);
     if (!has_adapters(of_run)) return "";
     return concat(checkpoint, " has adapters alone, whose mean is no mean of "
-                  "models: --merge and --export each, and average the folders");
+                  "models: --merge and --export each with tune_gpt, and give the folders");
 }
 
 // Let the first model of a mean choose the flags that describe a model.
@@ -154,7 +154,7 @@ inline std::string check_same_model(const Run& run, const std::string& folder) {
     // All models must agree in every field, although some fields change no weight's size.
     for (auto& [key, value] : own.items())
         if (other[key] != value)
-            return concat("--average: ", folder, " is of another model: its ", key, " is ",
+            return concat(folder, " is of another model: its ", key, " is ",
                           other[key].dump(), ", the first folder's ", value.dump());
     return "";
 }
@@ -187,7 +187,7 @@ void average_weights(Run& run, Trainer<T, S>& t) {
     std::string folders;
     for (const AveragedModel& model : models)
         folders += model.folder() + "\n";
-    check_same(run.world, "the models of --average", folders);
+    check_same(run.world, "the models of the mean", folders);
     const std::vector<Parameter>& parameters = t.model.parameters;
     std::vector<std::vector<double>> sums(parameters.size()); // [parameter]: (kept elements)
     auto range_of = [&](size_t i) {

@@ -450,8 +450,8 @@ inline const std::vector<Flag>& config_table() {
 
         {"", &C::help, "train", "Export"},
         {"export", &C::export_dir, "",
-         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2; "
-         "FILE.gguf: for llama.cpp"},
+         "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2 "
+         "(convert_gpt also writes FILE.gguf)"},
 
         {"", &C::help, "train convert", "Type of an export"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",

@@ -842,7 +842,8 @@ inline std::string check_together(const Config& c, const Shape& s) {
     if (c.keep_best && c.out.empty())
         return "--keep-best wants a folder: give --out DIR";
     if (c.export_dtype == "q8_0" && !c.export_dir.ends_with(".gguf"))
-        return "--export-dtype q8_0 is llama.cpp's: give --export FILE.gguf, or another type";
+        return "--export-dtype q8_0 is llama.cpp's: convert_gpt IN FILE.gguf writes it, or give "
+               "another type";
     return "";
 }
 

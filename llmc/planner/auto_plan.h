@@ -31,7 +31,11 @@ inline std::string command_text(const Config& user, const PlanQuestion& q, const
     // Start ranks as processes, unless the user has them as threads.
     bool processes = q.gpus > 1 && user.local_ranks != q.gpus;
     std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
-    text += "build/train_gpt";
+    const Program &train = program_named("train_gpt"), &tune = program_named("tune_gpt");
+    bool tunes = false;
+    for (const std::string& flag : user.given)
+        tunes |= takes_flag(&tune, flag) && !takes_flag(&train, flag);
+    text += tunes ? "build/tune_gpt" : "build/train_gpt";
     for (const Flag& f : config_table()) {
         if (!*f.name || !was_given(user, f.name) || is_planned(f.name))
             continue;

@@ -333,7 +333,8 @@ inline std::string take_run_model(Config& c) {
     adopt_flags(of_run, manifest.value("config", nlohmann::json()));
     if (has_adapters(of_run) || !of_run.add_tokens.empty())
         return "--model " + c.start + ": has adapters or added tokens, and stands on another "
-               "model: --export it, with --merge, and give the folder";
+               "model: --export it (tune_gpt --resume --out RUN --steps 0 --merge --export DIR), "
+               "and give the folder";
 
     // Take what describes the model.
     std::string group;

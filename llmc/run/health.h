@@ -156,13 +156,15 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
 }
 
 // End the run if a weight is not finite: no step can use it, and the step's own error would name
-// the divergence and not its cause.
+// the divergence and not its cause. A run that does not train prints where its weights come from.
 template <typename T, typename S>
 void check_weights(const Run& run, const Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
     if (!wrong.empty())
         wrong = run.weights + ": " + wrong + ": these weights are ruined, take others";
     or_die_on_all_ranks(run, wrong);
+    if (run.train_plan < 0 && is_first_rank(run))
+        printf("weights: %s\n", run.weights.c_str());
 }
 
 // The end of an error message: the hint that --resume goes on, if there is a checkpoint.

@@ -225,6 +225,7 @@ bool open_rank(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans
     autotune(run, t);
 
     // From here on plans are replayed as graphs (--graphs), and documents are cut.
+    run.weights = has_new_weights(c) ? concat("new, from --seed ", c.seed) : base_name(c);
     t.graphs.on = c.graphs;
     t.data.document_end = run.document_end;
     init_constants(t);
@@ -247,11 +248,6 @@ void read_data(Run& run, Trainer<T, S>& t) {
         printf("data: %s\n", data_text(run.train).c_str());
     if (run.document_end >= 0 && is_first_rank(run))
         printf("documents: apart, each ends with token %d\n", run.document_end);
-}
-
-// Say where the weights come from: --seed, or files.
-inline std::string origin_of_weights(const Config& c) {
-    return has_new_weights(c) ? concat("new, from --seed ", c.seed) : base_name(c);
 }
 
 // Read the weights that --model names, and draw those that no file holds.

@@ -306,7 +306,7 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}),
               "");
 
-    EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "give --export FILE.gguf");
+    EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "convert_gpt IN FILE.gguf writes it");
     EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
     EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
 

@@ -257,6 +257,18 @@ TEST_F(Life, AdoptingFlagsComparesValues) {
     EXPECT_EQ(c.min_lr, 0.0005);
 }
 
+// A run goes on with the program that knows its flags, or one that knows more.
+TEST(Resuming, ARunOfAnotherProgramIsRefusedWithItsName) {
+    Config c;
+    c.out = "run";
+    c.adopted = {"lr", "lora"};
+    c.program = &program_named("train_gpt");
+    EXPECT_EQ(check_program(c),
+              "--resume run: --lora is a flag of tune_gpt, which goes on with this run");
+    c.program = &program_named("tune_gpt");
+    EXPECT_EQ(check_program(c), "");
+}
+
 // A checkpoint that names a flag which is gone resumes, unless its run used the flag.
 TEST_F(Life, FlagsThatAreGoneAreRefusedByName) {
     EXPECT_EQ(check_gone_flags({{"layers", 2}, {"expert-rounds", 1}}), "");

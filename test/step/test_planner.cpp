@@ -613,11 +613,11 @@ TEST(Planner, TheSimplestOfManyTiesWins) {
 }
 
 // The bounds of time and bytes are near the simulator's and the arena's, over layouts of all kinds:
-// on average below them by at most so many percent. Times are bounds but for 10%, or less where
-// data leave the card (`least`); bytes of pipelines may lie a third above. The comparison with
-// all layouts holds the search to what it must find.
+// on average below them by at most so many percent. No time is more than 3% above, but between
+// nodes and where data leave the card (`least`). No bytes are, but in pipelines, by a third. There
+// both are estimates, and the comparison with all layouts holds the search to what it must find.
 static void expect_below(const char* what, const PlanQuestion& asked, double time, double memory,
-                         int cards = 8, double least = 0.9) {
+                         int cards = 8, double least = 0.97) {
     PlanQuestion q = asked;
     EXPECT_EQ(machine_named(&q.machine, "h100"), "");
     q.machine.cards = cards;
@@ -635,7 +635,7 @@ static void expect_below(const char* what, const PlanQuestion& asked, double tim
         double slower = t.seconds / bound.seconds;
         double larger = t.bytes / bound.bytes;
         EXPECT_GT(slower, least) << what << " " << layout_flags_text(c);
-        EXPECT_GT(larger, 0.7) << what << " " << layout_flags_text(c);
+        EXPECT_GT(larger, c.pp > 1 ? 0.74 : 0.97) << what << " " << layout_flags_text(c);
         least_late = std::min(least_late, slower);
         least_large = std::min(least_large, larger);
         late += slower - 1;
@@ -654,7 +654,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
     Shape dense = gpt2_shape(14, 16, 2048, 50000, 1024);
     q.shape = dense;
     expect_below("dense", q, 0.2, 0.1);
-    expect_below("dense in two nodes", q, 0.3, 0.1, 4);
+    expect_below("dense in two nodes", q, 0.3, 0.1, 4, 0.91);
     q.shape = upper_lora(dense, 16, 7, true);
     expect_below("adapters in upper blocks", q, 0.2, 0.2);
     q.shape = mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024);
@@ -681,8 +681,8 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
         EXPECT_EQ(set_flag(away.config, "offload", rows), "");
         // A bound leaves out what passes through the card; of all four kinds little else is there.
         bool all = has(rows, "gradients,weights");
-        bool gradients = has(rows, "gradients");
-        expect_below(rows, away, 0.5, all ? 1.5 : 1, 8, gradients ? 0.24 : 0.75);
+        double least = has(rows, "gradients") ? 0.24 : has(rows, "activations") ? 0.8 : 0.97;
+        expect_below(rows, away, 0.5, all ? 1.5 : 1, 8, least);
     }
     sizes_of_gpu = false;
 }
@@ -1234,6 +1234,11 @@ TEST(Planner, PrintsACommandThatKeepsTheBatchAndTheUsersFlags) {
     std::string text = command_text(user, q, a.best[a.chosen].config);
     EXPECT_HAS(text, "mpirun -np 4 build/train_gpt --data 'my text.txt' --batch-tokens 2048 --dp ");
     EXPECT_EQ(text.find("machine"), std::string::npos);
+
+    // It names the program that takes the flags.
+    EXPECT_EQ(set_flag(user, "lora", "8"), "");
+    text = command_text(user, q, a.best[a.chosen].config);
+    EXPECT_HAS(text, "mpirun -np 4 build/tune_gpt --data 'my text.txt' --lora 8 --batch-tokens ");
 
     for (const Trial& t : a.best) {
         EXPECT_EQ(refuse_layout(q, t.config), "");
