@@ -28,7 +28,7 @@ struct Access {
 
 // Whether a plan counts the tokens that experts get: training does.
 inline bool counts_loads(const Plan& p, const Model& model) {
-    return p.mode == Mode::TRAIN && model.shape.E > 0;
+    return p.mode == Mode::TRAIN && model.shape.experts.E > 0;
 }
 
 // F reads the stream and the weights, and leaves the stream for the next layer.
@@ -72,7 +72,7 @@ inline void access_recompute(Access& x, const Plan& p, const Model& model, const
     access_fp8(x, p, model);
     for (int b : buckets_of(model, l))
         x.read({weight_kind(p.layout, model, b), b});
-    bool routes = layer_shape(model.shape, l).E > 0; // the choice of experts is always kept
+    bool routes = layer_shape(model.shape, l).experts.E > 0; // the choice of experts is always kept
     if (p.recompute.of(l) != Recompute::FULL || routes)
         for (Kind k : {Kind::KEPT_B, Kind::KEPT_W})
             x.read({k, l, m});

@@ -44,7 +44,7 @@ inline std::string module_of(const Parameter& p) {
 inline bool is_router(const Model& m, const Parameter& p) {
     bool experts = p.name.ends_with(".gate.weight") || p.name.ends_with(".router.weight");
     bool shared = p.name.ends_with(".shared_expert_gate.weight");
-    return m.shape.E && (experts || shared);
+    return m.shape.experts.E && (experts || shared);
 }
 
 // Whether a parameter may have an adapter. Tables and the head may not: ranks look up rows in them,
@@ -52,15 +52,15 @@ inline bool is_router(const Model& m, const Parameter& p) {
 inline bool adaptable(const Model& m, const Parameter& p) {
     Role role = m.buckets[p.bucket].role;
     // Files join the experts of gpt-oss in one tensor, and PEFT has another form for that.
-    bool block = role == Role::BLOCK || (role == Role::EXPERTS && !m.shape.expert_bias);
+    bool block = role == Role::BLOCK || (role == Role::EXPERTS && !m.shape.experts.bias);
     return block && p.shape.size() == 2 && !is_router(m, p);
 }
 
 // Whether a run of this shape trains adapters, and keeps the base as it is.
-inline bool trains_adapters(const Shape& s) { return s.adapters || s.prefix; }
+inline bool trains_adapters(const Shape& s) { return s.tuned.adapters || s.tuned.prefix; }
 
 // The positions that are left for text: a prefix takes the first ones.
-inline size_t text_positions(const Shape& s) { return s.P - s.prefix; }
+inline size_t text_positions(const Shape& s) { return s.P - s.tuned.prefix; }
 
 // The deviation of a prefix's first values, equal to a token table's. Rows of deviation 1, as in
 // PEFT, would draw most of the attention away from the text at once.
@@ -79,10 +79,10 @@ inline bool is_adapter(const Model& m, const Parameter& p) {
 typedef std::vector<std::pair<std::string, const Adapters*>> SetViews;
 inline SetViews adapter_sets(const Shape& s) {
     SetViews views;
-    if (s.adapters)
-        views.push_back({"", s.adapters.get()});
-    if (!s.sets) return views;
-    for (const AdapterSet& set : *s.sets)
+    if (s.tuned.adapters)
+        views.push_back({"", s.tuned.adapters.get()});
+    if (!s.tuned.sets) return views;
+    for (const AdapterSet& set : *s.tuned.sets)
         views.push_back({set.name + ":", &set.adapters});
     return views;
 }
@@ -141,13 +141,13 @@ inline void add_adapters(Model& m, const std::string& number) {
 // projection of keys, they are cut by key/value heads.
 inline void add_prefix(Model& m, const std::string& number) {
     const Shape& s = m.shape;
-    if (!s.prefix) return;
+    if (!s.tuned.prefix) return;
     int layer = m.buckets.back().layers.front();
     Shard by_heads = {1, 1, int(s.NKV)};
     add_bucket(m, "adapter." + number, Role::ADAPTER, {layer});
     for (const char* half : {".k", ".v"})
-        add_parameter(m, {"prefix." + number + half, {s.prefix, s.NKV * s.HS}, s.prefix, false,
-                          by_heads, normal_init(PREFIX_STD), true, layer});
+        add_parameter(m, {"prefix." + number + half, {s.tuned.prefix, s.NKV * s.HS},
+                          s.tuned.prefix, false, by_heads, normal_init(PREFIX_STD), true, layer});
 }
 
 // Return a parameter's learning rate as a factor of the step's. B of an adapter may learn faster
@@ -155,15 +155,15 @@ inline void add_prefix(Model& m, const std::string& number) {
 // This is LoRA+, arXiv:2402.12354.
 inline float learning_rate_of(const Model& m, const Parameter& p) {
     const std::string end = ".lora_B.weight";
-    if (!m.shape.adapters || !p.name.ends_with(end))
+    if (!m.shape.tuned.adapters || !p.name.ends_with(end))
         return 1;
-    return m.shape.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
+    return m.shape.tuned.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
 // Freeze the base: beside adapters nothing else is trained. A frozen bucket has no gradient,
 // REDUCE, norm, update or moments: the passes and the arena ask `trainable`.
 inline void freeze_base(Model& m) {
-    bool all = adapter_sets(m.shape).empty() && !m.shape.prefix;
+    bool all = adapter_sets(m.shape).empty() && !m.shape.tuned.prefix;
     for (Bucket& b : m.buckets)
         b.trainable = all || b.role == Role::ADAPTER;
 }
@@ -273,14 +273,14 @@ inline bool flag_targets(const std::string& target, const Parameter& p) {
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
     std::string target;
     std::vector<bool> blocks;
-    bool stacks = base.shape.E && !base.shape.expert_bias;
+    bool stacks = base.shape.experts.E && !base.shape.experts.bias;
     std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
     if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
     for (std::istringstream targets(o.targets + ","); std::getline(targets, target, ',');) {
         bool any = false;
-        if (target == "experts" && base.shape.expert_bias)
+        if (target == "experts" && base.shape.experts.bias)
             return "--lora-targets experts: not built for " + base.shape.hf_type +
                    ", whose files join all experts: give all or attention";
         for (const Parameter& p : base.parameters) {
@@ -340,13 +340,13 @@ struct LayerAdapters {
 template <typename T, typename S>
 PrefixRows layer_prefix(const Trainer<T, S>& t, const Action& a) {
     const Model& m = t.model;
-    if (!m.shape.prefix) return {};
+    if (!m.shape.tuned.prefix) return {};
     int bucket = find_bucket(m, Role::ADAPTER, a.layer);
     const Parameter *k = &m.parameters[m.buckets[bucket].first], *v = k + 1;
     const T* weights = weights_of(t, bucket);
     acc_t<T>* grads = gradients_of(t, bucket, a.layer);
     PrefixRows bound = {weights + k->offset, weights + v->offset};
-    bound.n = m.shape.prefix;
+    bound.n = m.shape.tuned.prefix;
     bound.accumulate = !a.first;
     if (!grads) return bound;
     bound.dk = grads + k->offset;
@@ -361,14 +361,14 @@ LayerAdapters layer_adapters(const Trainer<T, S>& t, const Action& a, Role of) {
     const Model& m = t.model;
     // Sets leave experts alone (tune/named_adapters.h).
     int base = find_bucket(m, of, a.layer);
-    bool any = m.shape.adapters || (m.shape.sets && of == Role::BLOCK);
+    bool any = m.shape.tuned.adapters || (m.shape.tuned.sets && of == Role::BLOCK);
     if (base < 0 || !any)
         return {};
 
     // Sequences choose between sets.
     const Batch& batch = t.ctx.batch;
     SetViews sets = adapter_sets(m.shape);
-    LayerAdapters bound = {sets.size(), m.shape.sets != nullptr};
+    LayerAdapters bound = {sets.size(), m.shape.tuned.sets != nullptr};
     if (bound.by_rows && batch.adapters)
         bound.rows = lora_rows(batch.adapters, batch.B, batch.T);
 

@@ -196,12 +196,13 @@ AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_
                                         const Keys<T>& keys) { // q (B,T,NH,HS)
     const Shape& s = ctx.shape;
     const Batch& b = ctx.batch;
-    int window = s.sliding_window ? int(std::min(s.sliding_window, size_t(INT_MAX))) : INT_MAX;
+    int window = s.attention.window ? int(std::min(s.attention.window, size_t(INT_MAX))) : INT_MAX;
     AttentionDims d = {b.B, b.T, keys.Tk, s.NH, s.NKV, s.HS, q_stride, keys.stride, window};
     d.k_batch = d.v_batch = keys.batch;
-    acc_t<T> scale = s.score_scalar ? 1 / std::sqrt(acc_t<T>(s.score_scalar)) : 0;
+    acc_t<T> scale =
+        s.attention.score_scalar ? 1 / std::sqrt(acc_t<T>(s.attention.score_scalar)) : 0;
     return {q,           keys.k,     keys.v, nullptr, b.positions,           keys.positions,
-            b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.score_softcap)};
+            b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.attention.softcap)};
 }
 
 // The CPU's attention takes a Blas, and kernels take plain memory. Give kernels the Blas's scratch.
@@ -228,7 +229,7 @@ template <typename T, typename S>
 RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
     if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
     x.head_stride = ctx.shape.HS;
-    x.neighbours = ctx.shape.kv_latent > 0;
+    x.neighbours = ctx.shape.latent.kv > 0;
     x.doc_start = ctx.prefix.k ? ctx.batch.doc_start : nullptr; // each starts after the prefix
     return x;
 }

@@ -338,7 +338,7 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
 inline AttentionCall attention_call(const Shape& s, const Layout& layout, size_t element,
                                     bool backward) {
     bool sums = backward && keys_axis(layout).size > 1;
-    return {element, s.score_softcap != 0, sums};
+    return {element, s.attention.softcap != 0, sums};
 }
 // Return the kernels of a rank's attention for the log; "" on a CPU.
 template <typename S>

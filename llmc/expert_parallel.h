@@ -80,7 +80,7 @@ template <typename S>
 TravelLists list_tokens(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
     size_t ranks = size_t(ctx.ep.size);
     size_t N = routed_rows(ctx);
-    size_t K = ctx.shape.K;
+    size_t K = ctx.shape.experts.K;
     LLMC_CHECK(travel_bytes(ranks, N) <= ctx.blas.scratch_bytes,
                "lists of %zu tokens on %zu ranks do not fit the %zu bytes that the plan gave them",
                N, ranks, ctx.blas.scratch_bytes);
@@ -89,7 +89,7 @@ TravelLists list_tokens(Ctx<S>& ctx, const int* ids) { // (ep,N,K)
     int* counts = arriving + ranks * N;
 
     // Both ends of a message walk over the same choices, so they agree.
-    TokenLists of = {ranks, N, K, ctx.shape.E / ranks, 0};
+    TokenLists of = {ranks, N, K, ctx.shape.experts.E / ranks, 0};
     const int* mine = ids + size_t(ctx.ep.rank) * N * K;
     list_tokens(leaving, counts, mine, of, ctx.where);
     of.stride = N * K;
@@ -254,12 +254,13 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
 
 // Return the share of gather's rows that is sent when loads are even.
 inline double exchanged_share(const Shape& s, size_t ranks) {
+    const ExpertShape& e = s.experts;
     // Multiply the chances that each of a token's K experts,
     // drawn one after the other, lies elsewhere.
     double none = 1;
-    double others = double(s.E - s.E / ranks);
-    for (size_t i = 0; i < s.K; i++)
-        none *= std::max(others - double(i), 0.0) / double(s.E - i);
+    double others = double(e.E - e.E / ranks);
+    for (size_t i = 0; i < e.K; i++)
+        none *= std::max(others - double(i), 0.0) / double(e.E - i);
     return 1 - none;
 }
 
@@ -275,20 +276,21 @@ struct ExpertCounts {
 // The most sequences that a group of `tokens` neighbours meets. Groups follow each other, and
 // those of whole experts may begin and end within a sequence.
 inline size_t sequences_met(const Shape& s, size_t tokens) {
-    size_t T = s.capacity.T;
+    size_t T = s.experts.capacity.T;
     size_t step = std::gcd(tokens, T); // places within a sequence at which groups begin
     return 1 + ceil_div(tokens - step, T);
 }
 inline ExpertCounts expert_counts(const Shape& s, size_t rows_of_batch) {
+    const ExpertShape& e = s.experts;
     size_t N = routed_rows(s, rows_of_batch);
-    size_t experts = s.E / s.expert_ranks;
-    bool limited = s.capacity.slots > 0;
-    size_t groups = experts + (s.expert_ranks > 1 || limited);
-    size_t tokens = N * s.expert_ranks;
-    size_t rows = tokens * std::min(s.K, experts);
+    size_t experts = e.E / e.ranks;
+    bool limited = e.capacity.slots > 0;
+    size_t groups = experts + (e.ranks > 1 || limited);
+    size_t tokens = N * e.ranks;
+    size_t rows = tokens * std::min(e.K, experts);
     // Each sequence fills each of the experts up to its capacity.
-    if (limited) rows = std::min(rows, sequences_met(s, tokens) * experts * s.capacity.slots);
-    return {experts, groups, tokens, tokens * s.K, rows};
+    if (limited) rows = std::min(rows, sequences_met(s, tokens) * experts * e.capacity.slots);
+    return {experts, groups, tokens, tokens * e.K, rows};
 }
 
 // The counts of this rank's layer.
@@ -355,13 +357,13 @@ void sum_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) of (
 // Return this rank's part of a table that holds all ranks' slots side by side.
 template <typename A, typename S>
 A* my_slots(const Ctx<S>& ctx, A* all) { // (N,K) of (ep,N,K)
-    return all + size_t(ctx.ep.rank) * routed_rows(ctx) * ctx.shape.K;
+    return all + size_t(ctx.ep.rank) * routed_rows(ctx) * ctx.shape.experts.K;
 }
 
 // All-gather the routers' choices and gates of all ranks, in place.
 template <typename A, typename S>
 void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
-    size_t n = routed_rows(ctx) * ctx.shape.K;
+    size_t n = routed_rows(ctx) * ctx.shape.experts.K;
     send_beside(ctx, [&](S beside) {
         all_gather(ctx.ep, ids, my_slots(ctx, ids), n, beside);
         all_gather(ctx.ep, gates, my_slots(ctx, gates), n, beside);
@@ -372,7 +374,7 @@ void gather_choices(Ctx<S>& ctx, int* ids, A* gates) { // (ep,N,K) each
 // the rank of a slot's expert has its gradient, other ranks have zero.
 template <typename A, typename S>
 void sum_gates(Ctx<S>& ctx, A* dgates) { // (ep,N,K) {+ep}
-    size_t n = routed_rows(ctx) * ctx.shape.K;
+    size_t n = routed_rows(ctx) * ctx.shape.experts.K;
     A* mine = my_slots(ctx, dgates);
     send_beside(ctx, [&](S beside) { reduce_scatter_sum(ctx.ep, mine, dgates, n, beside); });
 }
@@ -395,7 +397,7 @@ void sort_own_slots(Ctx<S>& ctx, const Slots& slots, const int* ids) { // (ep,N,
 // the rows of a block's second branch
 
 // Whether the second branch reads all N rows: whole experts alone read those of this rank.
-inline bool reads_all_rows(const Shape& s) { return s.ffn_beside || !s.whole_experts; }
+inline bool reads_all_rows(const Shape& s) { return s.experts.ffn_beside || !s.experts.whole; }
 
 // The rows as the branch's parts read them.
 template <typename T> struct BranchRows {
@@ -404,7 +406,7 @@ template <typename T> struct BranchRows {
 };
 template <typename T>
 BranchRows<T> branch_rows(const Shape& s, const T* own, const T* all) { // (R,C) (N,C)
-    return {s.whole_experts ? own : all, all};
+    return {s.experts.whole ? own : all, all};
 }
 
 // Gather the rows into `room`.
@@ -423,7 +425,7 @@ BranchRows<T> gather_branch_rows(Ctx<S>& ctx, T* own) { // (R,C)
 // The same rows again: the first call's room still holds them.
 template <typename T>
 BranchRows<T> gathered_branch_rows(const Shape& s, const T* room, const T* own) { // (N,C) (R,C)
-    return branch_rows(s, own, s.row_ranks == 1 ? own : room);
+    return branch_rows(s, own, s.rank.rows == 1 ? own : room);
 }
 
 // ----------------------------------------------------------------------------
@@ -431,7 +433,7 @@ BranchRows<T> gathered_branch_rows(const Shape& s, const T* room, const T* own) 
 
 // Whether choices are kept apart from the slots that experts take: a capacity drops some, and whole
 // experts know those of all rows, as what counts a sequence's choices must.
-inline bool keeps_choices(const Shape& s) { return s.capacity.slots || s.whole_experts; }
+inline bool keeps_choices(const Shape& s) { return s.experts.capacity.slots || s.experts.whole; }
 
 // The choices of all N rows, whether or not the experts have room for them. kept: null, or where
 // they are kept apart.
@@ -443,7 +445,7 @@ int* all_choices(const Ctx<S>& ctx, int* ids, int* kept) { // (N,K) of (ep,N,K)
 // The choices of the rows that this rank routes.
 template <typename S>
 int* my_choices(const Ctx<S>& ctx, int* all) { // (n,K) of (N,K)
-    return all + first_routed(ctx) * ctx.shape.K;
+    return all + first_routed(ctx) * ctx.shape.experts.K;
 }
 
 // With whole experts each tensor-parallel rank routes its own rows: all-gather the choices.
@@ -452,7 +454,7 @@ void share_choices(Ctx<S>& ctx, int* all, const int* own) { // (N,K) (n,K)
     size_t n = routed_rows(ctx);
     bool shared = n < ctx.batch.rows();
     if (shared)
-        all_gather(ctx.tp, all, own, n * ctx.shape.K, ctx.where);
+        all_gather(ctx.tp, all, own, n * ctx.shape.experts.K, ctx.where);
 }
 
 // Count the choices of all rows, where the step counts loads.
@@ -460,7 +462,8 @@ template <typename S>
 void count_loads(Ctx<S>& ctx, const int* choices) { // (N,K)
     const Shape& s = ctx.shape;
     if (ctx.experts.loads)
-        count_slots(ctx.experts.loads, choices, 1, ctx.batch.rows() * s.K, s.E, true, ctx.where);
+        count_slots(ctx.experts.loads, choices, 1, ctx.batch.rows() * s.experts.K, s.experts.E,
+                    true, ctx.where);
 }
 
 // Leave what experts have room for in the ids of this rank's rows, and add the rest of all rows to
@@ -468,28 +471,29 @@ void count_loads(Ctx<S>& ctx, const int* choices) { // (N,K)
 template <typename S>
 void take_choices(Ctx<S>& ctx, int* ids, const int* choices) { // (n,K) (N,K)
     const Shape& s = ctx.shape;
-    size_t M = ctx.batch.rows() * s.K;
-    size_t length = ctx.batch.T * s.K; // slots of a sequence
-    if (s.capacity.slots) {
+    size_t M = ctx.batch.rows() * s.experts.K;
+    size_t length = ctx.batch.T * s.experts.K; // slots of a sequence
+    if (s.experts.capacity.slots) {
         // The loads of all blocks come first.
-        int* dropped = ctx.experts.loads ? ctx.experts.loads + s.L * s.E : nullptr; // (E)
+        int* dropped = ctx.experts.loads ? ctx.experts.loads + s.L * s.experts.E : nullptr; // (E)
         int* room = static_cast<int*>(ctx.blas.scratch);            // (N,K)
-        int* taken = s.whole_experts ? room : ids;
-        drop_over_capacity(taken, dropped, choices, M, length, s.E, s.capacity.slots, ctx.where);
+        int* taken = s.experts.whole ? room : ids;
+        drop_over_capacity(taken, dropped, choices, M, length, s.experts.E,
+                           s.experts.capacity.slots, ctx.where);
         choices = taken;
     }
 
     // Whole experts have decided on all rows: keep this rank's.
-    if (!s.whole_experts) return;
-    const int* own = choices + first_routed(ctx) * s.K; // (n,K)
-    size_t bytes = routed_rows(ctx) * s.K * sizeof(int);
+    if (!s.experts.whole) return;
+    const int* own = choices + first_routed(ctx) * s.experts.K; // (n,K)
+    size_t bytes = routed_rows(ctx) * s.experts.K * sizeof(int);
     copy_rows(ids, bytes, own, bytes, bytes, 1, ctx.where);
 }
 
 // Widen the choice's bias to float, whatever the type of the weights; null without one.
 template <typename T, typename S>
 const float* widen_choice_bias(Ctx<S>& ctx, const Weight& choice_bias) { // (E)
-    size_t E = ctx.shape.E;
+    size_t E = ctx.shape.experts.E;
     float* bias = static_cast<float*>(ctx.blas.scratch);
     if (!choice_bias.data) return nullptr;
     round_rows(bias, E, choice_bias.as<const T>(), E, 1, E, ctx.where);
@@ -499,7 +503,7 @@ const float* widen_choice_bias(Ctx<S>& ctx, const Weight& choice_bias) { // (E)
 // Nothing trains the choice's bias, so its gradient is zero.
 template <typename T, typename S>
 void zero_choice_bias_gradient(Ctx<S>& ctx, const Weight& choice_bias, bool accumulate) {
-    size_t bytes = ctx.shape.E * sizeof(acc_t<T>);
+    size_t bytes = ctx.shape.experts.E * sizeof(acc_t<T>);
     if (choice_bias.grad && !accumulate) device_zero(choice_bias.grad, bytes, ctx.where);
 }
 
@@ -508,9 +512,10 @@ template <typename S>
 const int* sequence_counts(Ctx<S>& ctx, const int* choices) { // (B,E) of (N,K)
     const Shape& s = ctx.shape;
     int* counts = static_cast<int*>(ctx.blas.scratch);
-    if (s.balance <= 0) return counts; // nobody reads them
-    count_slots(counts, choices, ctx.batch.B, ctx.batch.T * s.K, s.E, false, ctx.where);
-    all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.E, ctx.where);
+    if (s.experts.balance <= 0) return counts; // nobody reads them
+    count_slots(counts, choices, ctx.batch.B, ctx.batch.T * s.experts.K, s.experts.E, false,
+                ctx.where);
+    all_reduce_sum(ctx.cp, counts, ctx.batch.B * s.experts.E, ctx.where);
     return counts;
 }
 
@@ -523,10 +528,11 @@ BalanceTerms balance_terms(const Ctx<S>& ctx, const int* counts) { // (B,E)
     size_t ranks = size_t(ctx.cp.size);
     size_t T = ctx.batch.T * ranks;
     double tokens = double(ctx.sequences) * double(T);
-    if (ctx.tp.rank > 0 && !s.whole_experts)
+    if (ctx.tp.rank > 0 && !s.experts.whole)
         return {};
-    return {s.balance / tokens, 2 * s.z_loss / tokens, counts, T, ctx.loss_scale, ranks,
-            first_routed(ctx)};
+    return {
+        s.experts.balance / tokens, 2 * s.experts.z_loss / tokens, counts, T, ctx.loss_scale, ranks,
+        first_routed(ctx)};
 }
 
 // ----------------------------------------------------------------------------
@@ -538,8 +544,8 @@ T* gather_slots(Ctx<S>& ctx, const Slots& slots, const T* tokens) { // (M,C) of 
     // The token of a slot is its number over K.
     const Shape& s = ctx.shape;
     T* rows = static_cast<T*>(ctx.experts.slot_rows);
-    gather_slots(rows, tokens, slots.slot_of, rows_here(ctx, slots), expert_counts(ctx).slots, s.K,
-                 s.C, ctx.where);
+    gather_slots(rows, tokens, slots.slot_of, rows_here(ctx, slots), expert_counts(ctx).slots,
+                 s.experts.K, s.C, ctx.where);
     return rows;
 }
 
@@ -607,7 +613,7 @@ template <typename T> struct BranchSum {
 // sum it. Whole experts leave them nothing to sum.
 template <typename T, typename S>
 T* partial_of_experts(Ctx<S>& ctx, T* out) { // (n,C) for (R,C)
-    return ctx.shape.whole_experts ? out : partial_rows(ctx, out);
+    return ctx.shape.experts.whole ? out : partial_rows(ctx, out);
 }
 template <typename T, typename S>
 BranchSum<T> begin_sum(Ctx<S>& ctx, T* out, const T* residual) { // (R,C) (R,C)
@@ -618,13 +624,13 @@ BranchSum<T> begin_sum(Ctx<S>& ctx, T* out, const T* residual) { // (R,C) (R,C)
 // The place (N,C) {+tp} where an ffn and the residual begin the sum: this rank's own tokens.
 template <typename T, typename S>
 T* first_place(Ctx<S>& ctx, const BranchSum<T>& sum) {
-    if (ctx.shape.whole_experts) return partial_rows(ctx, sum.out);
+    if (ctx.shape.experts.whole) return partial_rows(ctx, sum.out);
     return sum.all + size_t(ctx.ep.rank) * ctx.batch.rows() * ctx.shape.C;
 }
 // Whole experts wait for the ffn's sum over ranks, and add to that.
 template <typename T, typename S>
 void fill_place(Ctx<S>& ctx, BranchSum<T>& sum, const T* place) {
-    sum.begun = !ctx.shape.whole_experts;
+    sum.begun = !ctx.shape.experts.whole;
     if (sum.begun) return;
     sum_rows(ctx, sum.out, place);
     sum.residual = sum.out;
@@ -635,22 +641,22 @@ void fill_place(Ctx<S>& ctx, BranchSum<T>& sum, const T* place) {
 template <typename T, typename S>
 void add_experts(Ctx<S>& ctx, const BranchSum<T>& sum, const T* y, const Slots& slots) { // (M,C)
     const Shape& s = ctx.shape;
-    size_t parts = s.whole_experts ? 1 : s.row_ranks;
+    size_t parts = s.experts.whole ? 1 : s.rank.rows;
     size_t R = stream_rows(ctx);
-    for (size_t i = 0; i < s.expert_ranks * parts; i++) {
+    for (size_t i = 0; i < s.experts.ranks * parts; i++) {
         // The residual of a token is added by its own rank. Among tensor-parallel ranks that is the
         // row's owner under sequence parallelism, otherwise the first rank.
         bool own_tokens = i / parts == size_t(ctx.ep.rank);
         bool own_rows = parts > 1 ? i % parts == size_t(ctx.tp.rank)
-                                  : ctx.tp.rank == 0 || s.whole_experts;
+                                  : ctx.tp.rank == 0 || s.experts.whole;
         bool adds = own_tokens && own_rows;
-        const int* row_of = slots.row_of + i * R * s.K;
+        const int* row_of = slots.row_of + i * R * s.experts.K;
         T* to = sum.all + i * R * s.C;
         const T* before = adds ? sum.residual : nullptr;
 
         // The experts add to the ffn in place.
         if (own_tokens && sum.begun) before = to;
-        combine_slots(to, before, y, row_of, rows_here(ctx, slots), R, s.K, s.C, ctx.where);
+        combine_slots(to, before, y, row_of, rows_here(ctx, slots), R, s.experts.K, s.C, ctx.where);
     }
 }
 
@@ -659,10 +665,10 @@ template <typename T, typename S>
 void finish_sum(Ctx<S>& ctx, const BranchSum<T>& sum, const int* ids) { // (ep,n,K)
     const Shape& s = ctx.shape;
     sum_tokens(ctx, sum.partial, sum.all, ids);
-    if (!s.whole_experts) return sum_rows(ctx, sum.out, sum.partial);
+    if (!s.experts.whole) return sum_rows(ctx, sum.out, sum.partial);
 
     // Whole experts have the sum. Where all ranks have all rows, the first one's bits are theirs.
-    if (s.row_ranks > 1) return;
+    if (s.rank.rows > 1) return;
     size_t bytes = ctx.batch.rows() * s.C * sizeof(T);
     if (ctx.tp.rank > 0)
         device_zero(sum.out, bytes, ctx.where);
@@ -676,7 +682,7 @@ T* partial_behind_experts(Ctx<S>& ctx, T* own) { // (N,C) {+tp} for (R,C)
     size_t C = ctx.shape.C;
     size_t bytes = stream_rows(ctx) * C * sizeof(T);
     T* partial = partial_rows(ctx, own);
-    if (!ctx.shape.whole_experts || !ctx.shape.ffn_beside) return partial;
+    if (!ctx.shape.experts.whole || !ctx.shape.experts.ffn_beside) return partial;
     device_zero(partial, ctx.batch.rows() * C * sizeof(T), ctx.where);
     copy_rows(my_rows(ctx, partial), bytes, own, bytes, bytes, 1, ctx.where);
     return partial;

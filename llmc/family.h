@@ -46,8 +46,9 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
     int tp = layout.tp.size;
     Model model;
     model.shape = shape;
-    model.shape.whole_experts = layout.experts.whole && shape.E;
-    model.shape.padded = round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
+    model.shape.experts.whole = layout.experts.whole && shape.experts.E;
+    model.shape.rank.padded =
+        round_up(shape.V, 128 * size_t(tp)); // ranks have equal rows of tables
     model.tp = tp;
     model.tp_rank = layout.tp.rank;
 
@@ -69,7 +70,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
                               decay, layer});
         // A stack has a matrix for each expert.
         if (!stack) return;
-        model.parameters.back().stack = s.E;
+        model.parameters.back().stack = s.experts.E;
         model.parameters.back().experts = expert_axis(layout);
     };
 
@@ -79,10 +80,10 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
         typename decltype(family)::Head last;
 
         // Layer 0 embeds.
-        std::vector<int> users = s.tied ? std::vector<int>{0, head} : std::vector<int>{0};
+        std::vector<int> users = s.embedding.tied ? std::vector<int>{0, head} : std::vector<int>{0};
         add_bucket(model, "embedding", Role::TOKENS, users);
         embedding_parameters(embedding, s, row);
-        if (s.position == Position::LEARNED) {
+        if (s.embedding.position == Position::LEARNED) {
             add_bucket(model, "positions", Role::POSITIONS, {0});
             position_parameters(embedding, s, row);
         }
@@ -96,7 +97,7 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             block_parameters(block, here, row);
             add_adapters(model, number);
             add_prefix(model, number);
-            if (here.E == 0) continue;
+            if (here.experts.E == 0) continue;
             add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer},
                        Group::EXPERTS);
             expert_parameters(block, here, row);
@@ -131,12 +132,13 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
 
 // The width of the ffn that a token meets: all of its experts together, and the ffn beside them.
 inline double width_of_ffn(const Shape& s) {
-    return s.E || s.ffn_beside ? double(s.F * s.K + s.ffn_beside) : double(s.F);
+    const ExpertShape& e = s.experts;
+    return e.E || e.ffn_beside ? double(s.F * e.K + e.ffn_beside) : double(s.F);
 }
 
 // FLOPs a token of the product that R leaves out where nobody reads a block's output again.
 inline double last_product_flops(const Shape& s) {
-    return s.post_norm ? 0 : 2 * double(s.C) * width_of_ffn(s);
+    return s.block.post_norm ? 0 : 2 * double(s.C) * width_of_ffn(s);
 }
 
 // FLOPs a token of a block's R: products and attention, as mfu.h counts them. Norms and activation
@@ -146,14 +148,14 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double F = width_of_ffn(s);
     double Q = double(s.NH * s.HS);
     double KV = double(s.NKV * s.HS);
-    double matrices = s.kv_latent ? latent_elements(s) : C * (2 * Q + 2 * KV);
+    double matrices = s.latent.kv ? latent_elements(s) : C * (2 * Q + 2 * KV);
     double flops = 0;
     if (redoes_attn(level))
         flops += 2 * matrices + 2 * double(T) * attention_channels(s);
     with_family(s.family, [&](auto family) {
         // A norm after the last product needs it again.
         if (redoes_ffn(level))
-            flops += 2 * C * F * (family.widening_products + int(s.post_norm));
+            flops += 2 * C * F * (family.widening_products + int(s.block.post_norm));
     });
     return flops;
 }

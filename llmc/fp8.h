@@ -28,13 +28,13 @@ template <typename T, typename S> struct Trainer;
 
 // Slots: the same on all ranks; none where products scale otherwise.
 inline size_t fp8_slots(const Model& m) {
-    return m.shape.fp8 == Fp8::DELAYED ? FP8_OPERANDS * size_t(m.matrices) : 0;
+    return m.shape.fp8.kind == Fp8::DELAYED ? FP8_OPERANDS * size_t(m.matrices) : 0;
 }
 
 // A block's products have their scales, and in training leave their maxima. X is an Access.
 template <typename X>
 void access_amaxes(X& x, const Plan& p, const Model& model) {
-    if (model.shape.fp8 != Fp8::DELAYED) return;
+    if (model.shape.fp8.kind != Fp8::DELAYED) return;
     Data amaxes = {Kind::AMAX};
     p.mode == Mode::TRAIN ? x.change(amaxes) : x.read(amaxes);
 }
@@ -44,13 +44,13 @@ template <typename T, typename S>
 Fp8History fp8_history(const Trainer<T, S>& t) {
     void* home = address<unsigned char>(t, {Kind::AMAX});
     if (!home) return {}; // products scale otherwise, or the plan has no blocks here
-    return fp8_history_at(home, fp8_slots(t.model), t.model.shape.fp8_rule);
+    return fp8_history_at(home, fp8_slots(t.model), t.model.shape.fp8.rule);
 }
 
 // The slots that products read and fill. An evaluation leaves no maxima.
 template <typename T, typename S>
 Fp8Late late_scales(const Trainer<T, S>& t) {
-    if (t.model.shape.fp8 != Fp8::DELAYED)
+    if (t.model.shape.fp8.kind != Fp8::DELAYED)
         return {};
     // Training notes what it sees; the scales are those of the last step.
     Fp8History h = fp8_history(t);
@@ -66,7 +66,7 @@ void take_amaxes(Trainer<T, S>& t) {
     // Words are in the order of magnitudes, a NaN above all.
     int* words = reinterpret_cast<int*>(h.amax);
     all_reduce_max(t.comms.world, words, h.slots, t.ctx.where);
-    fp8_next_scales(h, t.model.shape.fp8_rule, t.ctx.where);
+    fp8_next_scales(h, t.model.shape.fp8.rule, t.ctx.where);
 }
 
 // ----------------------------------------------------------------------------
@@ -85,7 +85,7 @@ void take_amaxes(Trainer<T, S>& t) {
 // Whether the plan's blocks keep their casts. Generation does not: it reads weights once a plan.
 inline bool keeps_casts(const Plan& p, const Model& m) {
     bool whole = p.layout.zero < 3 && !p.layout.offload.weights;
-    return m.shape.fp8 != Fp8::NONE && m.shape.fp8_kept && whole && p.mode != Mode::GENERATE;
+    return m.shape.fp8.kind != Fp8::NONE && m.shape.fp8.kept && whole && p.mode != Mode::GENERATE;
 }
 
 // Call f(parameter, at) for each matrix of this rank's blocks, with the byte at which its casts
@@ -164,14 +164,14 @@ template <typename T, typename S> struct Trainer;
 // Whether ranks that have a bucket gather it as codes.
 inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
     // Look at the recipe and at the plan.
-    bool of_blocks = m.shape.fp8 == Fp8::BLOCK;
-    bool of_tensors = m.shape.fp8 == Fp8::TENSOR;
+    bool of_blocks = m.shape.fp8.kind == Fp8::BLOCK;
+    bool of_tensors = m.shape.fp8.kind == Fp8::TENSOR;
     if (!of_blocks && !of_tensors) return false;
     if (p.mode == Mode::GENERATE) return false;
 
     // Look at the bucket. Experts have products of other kinds.
     bool block = m.buckets[bucket].role == Role::BLOCK;
-    if (!block || m.shape.E > 0)
+    if (!block || m.shape.experts.E > 0)
         return false;
     bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
     return cut && !p.layout.offload.weights;
@@ -188,7 +188,8 @@ inline size_t gathered_scales(const Model& m, int bucket) {
     for (int i : m.buckets[bucket].in_order) {
         const Parameter& w = m.parameters[i];
         if (w.matrix >= 0)
-            scales += fp8_piece_blocks(w.local_rows(), w.local_cols(), m.shape.fp8 == Fp8::TENSOR);
+            scales +=
+                fp8_piece_blocks(w.local_rows(), w.local_cols(), m.shape.fp8.kind == Fp8::TENSOR);
     }
     return scales;
 }
@@ -227,7 +228,7 @@ void for_each_gathered(const Model& m, int bucket, size_t first, size_t count, M
         if (w.matrix < 0) continue;
 
         // Cut the matrix to the range.
-        bool whole = m.shape.fp8 == Fp8::TENSOR;
+        bool whole = m.shape.fp8.kind == Fp8::TENSOR;
         size_t rows = w.local_rows(), cols = w.local_cols();
         size_t from = std::clamp(w.offset, first, end);
         size_t to = std::clamp(w.offset + rows * cols, first, end);

@@ -115,7 +115,7 @@ void block_parameters(Gpt2::Block& w, const Shape& s, Row row) {
 template <typename T, typename S, typename Row>
 void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = (s.NH + 2 * s.NKV) * s.HS;
-    size_t R = N / s.row_ranks;
+    size_t R = N / s.rank.rows;
     using enum Keep;
     using enum Last;
     auto [attn, ffn, last, none] = inputs_kept(s); // PASSING if what reads these inputs is frozen
@@ -143,7 +143,7 @@ void block_activations(Gpt2::Acts<T>& a, const Shape& s, size_t N, S where, Row 
     row(a.ln_1_sums,    "d ln_1, sums", layernorm_sums(R, C, where), GRADIENT, W);
     row(a.ln_2_sums,    "d ln_2, sums", layernorm_sums(R, C, where), GRADIENT, W);
     row(a.fc_sums,      "d fc, sums",        gelu_sums(N, F, where), GRADIENT, W);
-    if (s.row_ranks == 1) return;
+    if (s.rank.rows == 1) return;
     row(a.dout_all,     "d out, all rows",      N * C,     GRADIENT, W);
     row(a.dmiddle_all,  "d middle, all rows",   N * C,     GRADIENT, W);
 }
@@ -163,7 +163,7 @@ template <typename Row>
 void head_parameters(Gpt2::Head& w, const Shape& s, Row row) {
     row(w.ln_f_weight, "ln_f.weight", {s.C}, ONES, false, Shard{}, false);
     row(w.ln_f_bias, "ln_f.bias", {s.C}, ZEROS, false, Shard{}, false);
-    if (s.tied) return;
+    if (s.embedding.tied) return;
     row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
 // clang-format on
@@ -176,7 +176,7 @@ template <typename T, typename S>
 void layernorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* mean, acc_t<T>* rstd, // (R,C) (R) (R)
                        const T* inp, const Weight& weight, const Weight& bias) {
     layernorm_forward(out, mean, rstd, inp, weight.as<T>(), bias.as<T>(), stream_rows(ctx),
-                      ctx.shape.C, ctx.shape.norm_eps, ctx.where);
+                      ctx.shape.C, ctx.shape.block.norm_eps, ctx.where);
 }
 
 // dinp = the gradient through the norm + dresidual (null: 0). sums = parts of dweight, dbias and of
@@ -211,13 +211,13 @@ Qkv<T> split_qkv(const Shape& s, T* qkv) {
 // The stream that the second branch reads: after the first one, or `inp` if both are parallel.
 template <typename T>
 const T* second_input(const Shape& s, const T* inp, const Gpt2::Acts<T>& a) {
-    return s.parallel ? inp : a.middle;
+    return s.block.parallel ? inp : a.middle;
 }
 
 // The gradient of the first branch's result. Parallel branches join the stream at the block's end.
 template <typename T>
 const T* first_gradient(const Shape& s, const T* dout, const Gpt2::Acts<T>& a) {
-    return s.parallel ? dout : a.dmiddle;
+    return s.block.parallel ? dout : a.dmiddle;
 }
 
 // out = the stream after the block. Activations go to `a`; cache is null except in generation.
@@ -237,7 +237,7 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Gpt2::Block& w,
     layernorm_forward(ctx, a.ln_2, a.ln_2_mean, a.ln_2_rstd, second_input(s, inp, a),
                       w.ln_2_weight, w.ln_2_bias);
     column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
-    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where, s.exact_gelu);
+    gelu_forward(a.gelu, a.fc, N * s.F, ctx.where, s.block.exact_gelu);
     row_parallel_forward(ctx, out, a.gelu, w.fc_proj_weight, w.fc_proj_bias, a.middle);
 }
 
@@ -261,7 +261,7 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Gpt2::Block& w, const Gpt2
                       w.ln_2_weight, w.ln_2_bias);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.fc, w.fc_weight, w.fc_bias}}, a.ln_2);
-    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where, s.exact_gelu);
+    gelu_forward(a.gelu, a.fc, ctx.batch.rows() * s.F, ctx.where, s.block.exact_gelu);
 }
 
 // Write dinp and all that the weight half reads: gradients of activations, and the parts of sums
@@ -275,7 +275,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     // Walk back through the second branch. fc's gradient overwrites the gradient of GELU's output.
     T* dgelu = a.dfc; // (N,F)
     row_parallel_backward_input(ctx, dgelu, a.dout_all, dout, w.fc_proj_weight);
-    gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where, s.exact_gelu);
+    gelu_backward(a.dfc, a.fc_sums, dgelu, a.fc, N, s.F, ctx.where, s.block.exact_gelu);
     column_parallel_backward_input(ctx, a.dln_2, {{a.dfc, w.fc_weight}});
     layernorm_backward(ctx, a.dmiddle, a.ln_2_sums, dout, a.dln_2, second_input(s, inp, a),
                        w.ln_2_weight, a.ln_2_mean, a.ln_2_rstd);
@@ -308,8 +308,8 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Gpt2::Block& w,
     // Sum rows for biases and norms, in one call. Norms and GELU have made parts of all but attn's.
     // ln_1 has the parts for attn_proj's bias, which joined the stream at `middle`. With parallel
     // branches that bias joined at the block's end: its gradient is the sum of dout.
-    Weight joined = s.parallel ? Weight{} : w.attn_proj_bias;
-    acc_t<T>* at_end = s.parallel ? grad_of<T>(w.attn_proj_bias) : nullptr;
+    Weight joined = s.block.parallel ? Weight{} : w.attn_proj_bias;
+    acc_t<T>* at_end = s.block.parallel ? grad_of<T>(w.attn_proj_bias) : nullptr;
     auto parts = layernorm_parts<T>(ctx, w.ln_1_weight, w.ln_1_bias, joined, a.ln_1_sums);
     auto ln_2 = layernorm_parts<T>(ctx, w.ln_2_weight, w.ln_2_bias, w.fc_proj_bias, a.ln_2_sums);
     parts.insert(parts.end(), ln_2.begin(), ln_2.end());
@@ -327,7 +327,7 @@ template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Gpt2::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
     layernorm_forward(norm, a.mean, a.rstd, inp, w.ln_f_weight.as<T>(), w.ln_f_bias.as<T>(), rows,
-                      ctx.shape.C, ctx.shape.norm_eps, ctx.where);
+                      ctx.shape.C, ctx.shape.block.norm_eps, ctx.where);
     gather_rows(ctx, a.norm, norm);
 }
 
@@ -428,7 +428,7 @@ template <typename Row>
 void head_parameters(Neox::Head& w, const Shape& s, Row row) {
     row(w.ln_f_weight, "gpt_neox.final_layer_norm.weight", {s.C}, ONES, false, Shard{}, false);
     row(w.ln_f_bias, "gpt_neox.final_layer_norm.bias", {s.C}, ZEROS, false, Shard{}, false);
-    if (s.tied) return;
+    if (s.embedding.tied) return;
 
     // An untied one is called embed_out, beside embed_in.
     row(w.lm_head, "embed_out.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);

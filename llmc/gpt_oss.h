@@ -54,16 +54,17 @@ void block_parameters(GptOss::Block& w, const Shape& s, Row row) {
     //  weight    name                               shape    start   decays cut      transposed
     attention_parameters(w, s, row);
     row(w.norm_2, "post_attention_layernorm.weight", {s.C},   ONES,   false, whole,   false);
-    row(w.router, "mlp.router.weight",               {s.E, s.C}, normal, true, heads, false);
-    row(w.router_bias, "mlp.router.bias",            {s.E},   ZEROS,  false, heads,   false);
+    row(w.router, "mlp.router.weight", {s.experts.E, s.C}, normal, true, heads, false);
+    row(w.router_bias, "mlp.router.bias", {s.experts.E}, ZEROS, false, heads, false);
 }
 
 // The experts' matrices and biases. The first tensor-parallel rank alone makes down_bias' gradient.
 template <typename Row>
 void expert_parameters(GptOss::Block& w, const Shape& s, Row row) {
-    Shard columns = {0, int(s.E)}, first = {-1, 1, 0, Partial::HEADS};
-    size_t EF = s.E * s.F;
-    size_t EC = s.E * s.C;
+    const ExpertShape& e = s.experts;
+    Shard columns = {0, int(e.E)}, first = {-1, 1, 0, Partial::HEADS};
+    size_t EF = e.E * s.F;
+    size_t EC = e.E * s.C;
     stack_parameters(w, s, expert_names(s), row);
 
     //  weight       name                             shape start  decays cut      transposed
@@ -86,7 +87,9 @@ void block_activations(GptOss::Acts<T>& a, const Shape& s, size_t N, S where, Ro
 // biases and activation of the experts
 
 // The activation of the experts, as kernels take it.
-inline ExpertGate oss_gate(const Shape& s) { return {s.gate_alpha, s.gate_limit, 1}; }
+inline ExpertGate oss_gate(const Shape& s) {
+    return {s.experts.gate_alpha, s.experts.gate_limit, 1};
+}
 
 // The experts' biases as operators take them. gates: null, or what multiplies them.
 template <typename A, typename S>
@@ -118,7 +121,7 @@ void biases_backward(Ctx<S>& ctx, const Weight& bias, const T* drows, const Slot
 template <typename S>
 bool adds_output_bias(const Ctx<S>& ctx) {
     // The residual, too, is added by one rank alone.
-    return ctx.tp.rank == 0 || ctx.shape.whole_experts;
+    return ctx.tp.rank == 0 || ctx.shape.experts.whole;
 }
 
 // y += the gate of each slot x its expert's bias.
@@ -173,7 +176,7 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const GptOss::Block& w,
 
     // Choose experts. Every row of logits begins as the router's bias.
     size_t n = routed_rows(ctx);
-    size_t E = ctx.shape.E;
+    size_t E = ctx.shape.experts.E;
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     const T* x = gather_branch_rows(ctx, a.norm_2).routed; // (n,C)
     round_rows(a.logits, E, w.router_bias.as<const T>(), 0, n, E, ctx.where);

@@ -35,7 +35,7 @@ namespace llmc {
 
 // Return the factor of the token table's rows, rounded to their type.
 template <typename T> acc_t<T> embedding_scale(const Shape& s) {
-    return s.scaled_embedding ? to_acc(from_acc<T>(std::sqrt(acc_t<T>(s.C)))) : 1;
+    return s.embedding.scaled ? to_acc(from_acc<T>(std::sqrt(acc_t<T>(s.C)))) : 1;
 }
 
 // out = wte[token] (+ wpe[position]); wpe is null without learned positions.
@@ -47,9 +47,9 @@ void embedding_forward(Ctx<S>& ctx, T* out, const T* wte, const T* wpe) { // (R,
 
     // Look up the tokens in this rank's rows of wte. Only one rank adds positions. After a prefix
     // of n tokens the text begins in row n.
-    const T* positions = wpe && ctx.tp.rank == 0 ? wpe + s.prefix * s.C : nullptr;
+    const T* positions = wpe && ctx.tp.rank == 0 ? wpe + s.tuned.prefix * s.C : nullptr;
     embedding_forward(partial, b.tokens, b.positions, b.doc_start, wte, positions, b.rows(),
-                      s.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
+                      s.rank.vocab_start, s.Vp(), s.C, ctx.where, embedding_scale<T>(s));
     sum_rows(ctx, out, partial);
 }
 
@@ -62,14 +62,14 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
     const Shape& s = ctx.shape;
     auto add = [&](acc_t<T>* to_wte, acc_t<T>* to_wpe, const T* rows, size_t first, size_t count) {
         embedding_backward_weight(to_wte, to_wpe, rows, b.tokens + first, b.positions + first,
-                                  b.doc_start + first, ctx.blas.scratch, count, s.vocab_start,
+                                  b.doc_start + first, ctx.blas.scratch, count, s.rank.vocab_start,
                                   s.Vp(), s.P, s.C, accumulate, ctx.where, embedding_scale<T>(s));
     };
 
     // Positions take only this rank's rows: with sequence parallelism, REDUCE sums over ranks.
     acc_t<T>* none = nullptr;
     size_t R = stream_rows(ctx);
-    size_t first = s.row_ranks > 1 ? size_t(ctx.tp.rank) * R : 0;
+    size_t first = s.rank.rows > 1 ? size_t(ctx.tp.rank) * R : 0;
     add(dwte, none, gather_rows(ctx, dout), 0, b.rows());
     if (dwpe)
         add(none, dwpe, dout, first, R);
@@ -82,9 +82,9 @@ void embedding_backward_weight(Ctx<S>& ctx, acc_t<T>* dwte, acc_t<T>* dwpe, // (
 // exceed the caches by much. On a GPU each chunk reads and writes the float gradient of the whole
 // table, and its products have to fill the device with tiles of 128 rows.
 inline Shape with_logits(Shape s, size_t bytes, size_t rows) {
-    if (s.logits_bytes) return s;
-    s.logits_bytes = bytes;
-    s.logits_rows = rows;
+    if (s.loss.logits_bytes) return s;
+    s.loss.logits_bytes = bytes;
+    s.loss.logits_rows = rows;
     return s;
 }
 inline Shape with_gpu_logits(const Shape& s) { return with_logits(s, size_t(512) << 20, 128); }
@@ -98,9 +98,9 @@ inline Shape with_logits(const Shape& s, cudaStream_t) { return with_gpu_logits(
 // Return the rows of a chunk: as many as logits_bytes holds, in steps of logits_rows, which let
 // products run at full speed, and at least one step.
 inline size_t head_chunk_rows(const Shape& s, size_t N, size_t element_bytes) {
-    size_t fit = s.logits_bytes / (s.Vp() * element_bytes);
-    size_t whole_steps = fit / s.logits_rows * s.logits_rows;
-    return std::min(N, std::max(whole_steps, s.logits_rows));
+    size_t fit = s.loss.logits_bytes / (s.Vp() * element_bytes);
+    size_t whole_steps = fit / s.loss.logits_rows * s.loss.logits_rows;
+    return std::min(N, std::max(whole_steps, s.loss.logits_rows));
 }
 
 // clang-format off
@@ -128,8 +128,8 @@ template <typename T> struct RowLosses {
 template <typename T, typename Row>
 void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     size_t chunk = head_chunk_rows(s, N, sizeof(T));
-    size_t taught = s.objective.distills() ? chunk : 0; // rows beside a teacher's
-    size_t whole = s.objective.joins() ? N * s.objective.ranks : 0; // rows of all ranks
+    size_t taught = s.loss.objective.distills() ? chunk : 0; // rows beside a teacher's
+    size_t whole = s.loss.objective.joins() ? N * s.loss.objective.ranks : 0; // rows of all ranks
     using enum Keep;
     using enum Last;
 
@@ -143,8 +143,8 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
     row(a.sum_exp,       "sum of exp",   chunk,            GRADIENT, B);
     row(a.target_logit,  "target logit", chunk,            GRADIENT, B);
     row(a.losses,        "losses",       N,                GRADIENT, B);
-    row(a.objective,     "objective",    s.objective.outputs() * N, GRADIENT, B);
-    row(a.whole,         "objective, all rows", (1 + s.objective.outputs()) * whole, GRADIENT, B);
+    row(a.objective,     "objective",    s.loss.objective.outputs() * N, GRADIENT, B);
+    row(a.whole, "objective, all rows", (1 + s.loss.objective.outputs()) * whole, GRADIENT, B);
     row(a.teacher_logits, "teacher logits", taught * s.Vp(), GRADIENT, B);
     row(a.distill,       "teacher sums", (2 + DISTILL_SUMS) * taught, GRADIENT, B);
 }
@@ -156,7 +156,7 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
 // Cap the logits, if the model does (softcap).
 template <typename T, typename S>
 void cap_logits(Ctx<S>& ctx, T* logits, size_t rows) { // (rows,Vp)
-    softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.logit_softcap, ctx.where);
+    softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.loss.softcap, ctx.where);
 }
 
 // Make the logits of rows [n, n + rows).
@@ -184,7 +184,7 @@ void head_chunk_loss(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t rows) {
         crossentropy_max(a.row_max, a.logits, rows, s.V, s.Vp(), ctx.where);
         all_reduce_max(ctx.tp, a.row_max, rows, ctx.where);
         crossentropy_sum(a.sum_exp, a.target_logit, a.logits, targets, a.row_max, rows, s.V, s.Vp(),
-                         s.vocab_start, ctx.where);
+                         s.rank.vocab_start, ctx.where);
         all_reduce_sum(ctx.tp, a.sum_exp, rows, ctx.where);
         all_reduce_sum(ctx.tp, a.target_logit, rows, ctx.where);
     }
@@ -198,12 +198,12 @@ template <typename T, typename S>
 void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
     // Without coefficients there is only the loss.
     size_t N = ctx.batch.rows();
-    if (!ctx.shape.objective.rows())
+    if (!ctx.shape.loss.objective.rows())
         return crossentropy_total(&sums->loss, a.losses, N, ctx.where);
 
     // The objective's numbers follow its coefficients.
     const acc_t<T>* row = a.objective;
-    size_t outputs = ctx.shape.objective.outputs();
+    size_t outputs = ctx.shape.loss.objective.outputs();
     for (size_t i = 0; i + 1 < outputs; i++) {
         row += N;
         crossentropy_total(&sums->loss + i, row, N, ctx.where);
@@ -215,7 +215,7 @@ void total_loss(Ctx<S>& ctx, LossSums* sums, const HeadActs<T>& a) {
 // numbers of all rows, in the order of one rank, and keeps the numbers of its own rows.
 template <typename T, typename S>
 void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
-    const Objective& o = ctx.shape.objective;
+    const Objective& o = ctx.shape.loss.objective;
     const Batch& b = ctx.batch;
     size_t N = b.rows();
     size_t T_all = b.T * o.ranks;
@@ -257,14 +257,14 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
     const Batch& b = ctx.batch;
     size_t N = b.rows();
     acc_t<T>* x = a.objective;
-    if (!ctx.shape.objective.rows()) return;
-    if (ctx.shape.objective.joins())
+    if (!ctx.shape.loss.objective.rows()) return;
+    if (ctx.shape.loss.objective.joins())
         return head_objective_of_all(ctx, a);
     ObjectiveRows<acc_t<T>> rows = {x,         x + N,       x + 2 * N,  x + 3 * N,   a.losses,
                                     b.targets, b.doc_start, b.feedback, b.reference, b.T};
     rows.old = b.old;
     rows.clipped = x + 4 * N;
-    objective(rows, ctx.shape.objective, N, ctx.where);
+    objective(rows, ctx.shape.loss.objective, N, ctx.where);
 }
 
 // Return the coefficients of rows, which take a walk of their own; null if each row's loss counts
@@ -273,7 +273,7 @@ template <typename T, typename S>
 const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
     // Drop each chunk's logits, and make them again for the gradients: all at once would take
     // N V elements.
-    if (!ctx.shape.objective.rows()) return nullptr;
+    if (!ctx.shape.loss.objective.rows()) return nullptr;
     size_t N = ctx.batch.rows();
     size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     for (size_t n = 0; n < N; n += chunk) {
@@ -333,12 +333,12 @@ void head_chunk_distill(Ctx<S>& ctx, const HeadActs<T>& a, GradientScale scale, 
                         size_t rows) {
     const Shape& s = ctx.shape;
     const int* targets = ctx.batch.targets + n; // (rows)
-    Distillation d = {s.objective.share, s.objective.temperature};
+    Distillation d = {s.loss.objective.share, s.loss.objective.temperature};
     teacher_chunk_logits(ctx, a, n, rows);
 
     // Reduce both rows over all ranks' columns.
     DistillRows<T> x = {a.logits, a.teacher_logits,      targets, a.distill,
-                        a.distill + 2 * rows, rows, s.V, s.Vp(), s.vocab_start};
+                        a.distill + 2 * rows, rows, s.V, s.Vp(), s.rank.vocab_start};
     distill_max(x, ctx.where);
     all_reduce_max(ctx.tp, x.maxima, 2 * rows, ctx.where);
     distill_sums(x, d, ctx.where);
@@ -366,7 +366,7 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
 
         // Turn logits into losses and their own gradient; in one kernel if the vocabulary is whole.
         const int* targets = ctx.batch.targets + n; // (rows)
-        GradientScale all_rows = {1, ctx.loss_scale, s.logit_softcap, scale, coefficients};
+        GradientScale all_rows = {1, ctx.loss_scale, s.loss.softcap, scale, coefficients};
         GradientScale gradient_scale = all_rows.from_row<acc_t<T>>(n);
         if (ctx.teacher) {
             head_chunk_distill(ctx, a, gradient_scale, n, rows);
@@ -376,7 +376,7 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
         } else {
             head_chunk_loss(ctx, a, n, rows);
             crossentropy_backward(a.logits, targets, a.row_max, a.sum_exp, gradient_scale, rows,
-                                  s.V, s.Vp(), s.vocab_start, ctx.where);
+                                  s.V, s.Vp(), s.rank.vocab_start, ctx.where);
         }
 
         // Compute the gradients of the product's input and weight.

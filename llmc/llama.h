@@ -129,25 +129,25 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
     size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
     Shard whole = {}, columns = {0}, rows = {1}, kv = {0, 1, int(s.NKV)};
     Shard heads = {-1, 1, 0, Partial::HEADS}; // every rank holds the one norm of all heads
-    bool all = s.whole_qk_norm;               // true: a longer norm, of which a rank holds a part
+    bool all = s.block.whole_qk_norm;         // true: a longer norm, of which a rank holds a part
 
     // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    Init one = {1 - s.norm_plus, 0}; // norms begin with a scale of 1
+    Init one = {1 - s.block.norm_plus, 0}; // norms begin with a scale of 1
 
     //  weight    name                               shape    start   decays cut      transposed
-    if (s.pre_norm)
+    if (s.block.pre_norm)
         row(w.norm_1, "input_layernorm.weight",      {C},     one,    false, whole,   false);
     row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
     row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
     row(w.v,      "self_attn.v_proj.weight",         {KV, C}, normal, true,  kv,      false);
-    if (s.qkv_bias) {
+    if (s.attention.qkv_bias) {
         row(w.q_bias, "self_attn.q_proj.bias",       {Q},     ZEROS,  false, columns, false);
         row(w.k_bias, "self_attn.k_proj.bias",       {KV},    ZEROS,  false, kv,      false);
         row(w.v_bias, "self_attn.v_proj.bias",       {KV},    ZEROS,  false, kv,      false);
     }
-    if (s.qk_norm) {
+    if (s.block.qk_norm) {
         size_t q_rows = all ? Q : s.HS;
         size_t k_rows = all ? KV : s.HS;
         Shard q_cut = all ? columns : heads;
@@ -156,38 +156,39 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
         row(w.k_norm, "self_attn.k_norm.weight",     {k_rows}, one,   false, k_cut,   false);
     }
     row(w.o,      "self_attn.o_proj.weight",         {C, Q},  small,  true,  rows,    false);
-    if (s.o_bias)
+    if (s.attention.o_bias)
         row(w.o_bias, "self_attn.o_proj.bias",       {C},     ZEROS,  false, whole,   false);
-    if (s.post_norm)
+    if (s.block.post_norm)
         row(w.post_1, "post_attention_layernorm.weight", {C}, one,    false, whole,   false);
-    if (s.sinks)
+    if (s.attention.sinks)
         row(w.sinks, "self_attn.sinks",              {s.NH},  normal, false, columns, false);
 }
 
 // The parameters of a block: the first branch, then the ffn.
 template <typename Row>
 void block_parameters(Llama::Block& w, const Shape& s, Row row) {
+    const BlockShape& block = s.block;
     size_t C = s.C, F = s.F;
     Shard whole = {}, columns = {0}, rows = {1};
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    Init one = {1 - s.norm_plus, 0};
-    const char* second = s.post_norm ? "pre_feedforward_layernorm.weight"
+    Init one = {1 - block.norm_plus, 0};
+    const char* second = block.post_norm ? "pre_feedforward_layernorm.weight"
                                      : "post_attention_layernorm.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
     attention_parameters(w, s, row);
-    if (s.pre_norm)
+    if (block.pre_norm)
         row(w.norm_2, second,                        {C},     one,    false, whole,   false);
     row(w.gate,   "mlp.gate_proj.weight",            {F, C},  normal, true,  columns, false);
     row(w.up,     "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
     row(w.down,   "mlp.down_proj.weight",            {C, F},  small,  true,  rows,    false);
-    if (s.mlp_bias) {
+    if (block.mlp_bias) {
         row(w.gate_bias, "mlp.gate_proj.bias",       {F},     ZEROS,  false, columns, false);
         row(w.up_bias,   "mlp.up_proj.bias",         {F},     ZEROS,  false, columns, false);
         row(w.down_bias, "mlp.down_proj.bias",       {C},     ZEROS,  false, whole,   false);
     }
-    if (s.post_norm)
+    if (block.post_norm)
         row(w.post_2, "post_feedforward_layernorm.weight", {C}, one,  false, whole,   false);
 }
 
@@ -197,7 +198,7 @@ struct NormRows {
     size_t count, C;
 };
 inline NormRows norm_rows(const Shape& s, size_t N, size_t heads) {
-    return s.whole_qk_norm ? NormRows{N, heads * s.HS} : NormRows{N * heads, s.HS};
+    return s.block.whole_qk_norm ? NormRows{N, heads * s.HS} : NormRows{N * heads, s.HS};
 }
 
 // The activations of the first branch. Levels of recomputation drop rows after the forward pass:
@@ -205,21 +206,22 @@ inline NormRows norm_rows(const Shape& s, size_t N, size_t heads) {
 // backward pass makes GRADIENT rows; its input half (B) or weight half (W) reads a row last.
 template <typename T, typename S, typename Row>
 void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S where, Row& row) {
+    const BlockShape& block = s.block;
     size_t C = s.C, Q = s.NH * s.HS, KV = s.NKV * s.HS;
-    size_t R = N / s.row_ranks;
+    size_t R = N / s.rank.rows;
     using enum Keep;
     using enum Last;
-    Keep product = s.qk_norm ? CHEAP : ATTN; // q and k are the outputs of norms, or of products
-    Last normed = s.qk_norm ? B : W;         // with a norm W reads dq_raw and dk_raw instead
-    Last middle = s.pre_norm ? B : W;        // without a norm the second branch's products read it
-    bool all = s.whole_qk_norm;
+    Keep product = block.qk_norm ? CHEAP : ATTN; // q and k are outputs of norms, or of products
+    Last normed = block.qk_norm ? B : W;         // with a norm W reads dq_raw and dk_raw instead
+    Last middle = block.pre_norm ? B : W;        // without a norm the second branch reads it
+    bool all = block.whole_qk_norm;
     Keep qkv = inputs_kept(s).attention;
 
     //  pointer         name                    elements   of        last read
     row(a.norm_1,       "norm_1",               R * C,     qkv,      W); // no norm: a copy
-    if (s.pre_norm)
+    if (block.pre_norm)
         row(a.norm_1_rstd, "norm_1.rstd",       R,         CHEAP,    B);
-    if (s.qk_norm) {
+    if (block.qk_norm) {
         row(a.q_raw,    "q before norm",        N * Q,     ATTN,     B);
         row(a.k_raw,    "k before norm",        N * KV,    ATTN,     B);
         row(a.q_rstd,   "q.rstd",     all ? N : N * s.NH,  CHEAP,    B);
@@ -235,7 +237,7 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
     row(a.attention,    "attention",            N * Q,     ATTN,     W);
     row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
     row(a.middle,       "middle",               R * C,     ATTN,     middle);
-    if (s.post_norm) {
+    if (block.post_norm) {
         row(a.o_out,       "o before norm",     R * C,     ATTN,     B);
         row(a.post_1_rstd, "post_1.rstd",       R,         ATTN,     B);
     }
@@ -247,13 +249,13 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
     row(a.dv,           "d v",                  N * KV,    GRADIENT, W);
     row(a.dnorm_1,      "d norm_1",             R * C,     GRADIENT, B);
     size_t sums = rmsnorm_sums(R, C, where);
-    if (s.pre_norm)
+    if (block.pre_norm)
         row(a.norm_1_sums, "d norm_1, sums",     sums,     GRADIENT, W);
-    if (s.post_norm) {
+    if (block.post_norm) {
         row(a.do_out,      "d o before norm",    R * C,    GRADIENT, W);
         row(a.post_1_sums, "d post_1, sums",     sums,     GRADIENT, W);
     }
-    if (s.qk_norm) {
+    if (block.qk_norm) {
         row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
         row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
         NormRows q = norm_rows(s, N, s.NH);
@@ -267,31 +269,32 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
         row(a.q_dots,   "d q, dots",            N,         GRADIENT, B);
         row(a.k_dots,   "d k, dots",            N,         GRADIENT, B);
     }
-    if (s.sinks)
+    if (s.attention.sinks)
         row(a.sink_sums, "d sinks, sums",  sink_parts(where) * s.NH, GRADIENT, W);
-    if (s.row_ranks > 1)
+    if (s.rank.rows > 1)
         row(a.dmiddle_all, "d middle, all rows", N * C,    GRADIENT, W);
 }
 
 // The activations of a block: the first branch, then the ffn.
 template <typename T, typename S, typename Row>
 void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
+    const BlockShape& block = s.block;
     size_t C = s.C, F = s.F;
-    size_t R = N / s.row_ranks;
+    size_t R = N / s.rank.rows;
     using enum Keep;
     using enum Last;
     auto [first, ffn, last, none] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
     attention_activations(a, s, N, where, row);
-    if (s.pre_norm) {
+    if (block.pre_norm) {
         row(a.norm_2,      "norm_2",            R * C,     ffn,      W);
         row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
     }
     row(a.gate,         "gate",                 N * F,     FFN,      B);
     row(a.up,           "up",                   N * F,     FFN,      B);
     row(a.swiglu,       "swiglu",               N * F,     last,     W);
-    if (s.post_norm) {
+    if (block.post_norm) {
         row(a.down_out,    "down before norm",  R * C,     FFN,      B);
         row(a.post_2_rstd, "post_2.rstd",       R,         FFN,      B);
     }
@@ -300,13 +303,13 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     row(a.dup,          "d up",                 N * F,     GRADIENT, W);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     size_t sums = rmsnorm_sums(R, C, where);
-    if (s.pre_norm)
+    if (block.pre_norm)
         row(a.norm_2_sums, "d norm_2, sums",     sums,     GRADIENT, W);
-    if (s.post_norm) {
+    if (block.post_norm) {
         row(a.ddown_out,   "d down before norm", R * C,    GRADIENT, W);
         row(a.post_2_sums, "d post_2, sums",     sums,     GRADIENT, W);
     }
-    if (s.row_ranks > 1)
+    if (s.rank.rows > 1)
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
@@ -322,8 +325,8 @@ void position_parameters(Llama::Embedding&, const Shape&, Row) {} // none
 // A tied head has no row of its own: with_head() points lm_head at the token table.
 template <typename Row>
 void head_parameters(Llama::Head& w, const Shape& s, Row row) {
-    row(w.norm, "model.norm.weight", {s.C}, Init{1 - s.norm_plus, 0}, false, Shard{}, false);
-    if (s.tied) return;
+    row(w.norm, "model.norm.weight", {s.C}, Init{1 - s.block.norm_plus, 0}, false, Shard{}, false);
+    if (s.embedding.tied) return;
     row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
 }
 // clang-format on
@@ -337,7 +340,7 @@ template <typename T, typename S>
 void rmsnorm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, // (R,C) (R)
                      const T* inp, const Weight& weight, const T* residual = nullptr) {
     rmsnorm_forward(out, rstd, inp, weight.as<T>(), stream_rows(ctx), ctx.shape.C,
-                    ctx.shape.norm_eps, ctx.where, {residual, ctx.shape.norm_plus});
+                    ctx.shape.block.norm_eps, ctx.where, {residual, ctx.shape.block.norm_plus});
 }
 
 // dinp = the gradient through the norm + dresidual (null: 0). sums = parts of dweight.
@@ -346,7 +349,7 @@ void rmsnorm_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, 
                       const T* dout, const T* inp,                              // (R,C) (R,C)
                       const Weight& weight, const acc_t<T>* rstd) {
     rmsnorm_backward(dinp, sums, dresidual, dout, inp, weight.as<T>(), rstd, stream_rows(ctx),
-                     ctx.shape.C, ctx.where, {nullptr, ctx.shape.norm_plus});
+                     ctx.shape.C, ctx.where, {nullptr, ctx.shape.block.norm_plus});
 }
 
 // The parts in `sums`, listed for column_sums(), which adds them up into dweight.
@@ -363,7 +366,7 @@ PartialSums<acc_t<T>> rmsnorm_parts(Ctx<S>& ctx, const Weight& weight, const acc
 template <typename T, typename S>
 const T* first_rows(Ctx<S>& ctx, const AttentionActs<T>& a, const T* inp, const Weight& norm) {
     size_t row = ctx.shape.C * sizeof(T);
-    if (ctx.shape.pre_norm)
+    if (ctx.shape.block.pre_norm)
         rmsnorm_forward(ctx, a.norm_1, a.norm_1_rstd, inp, norm);
     else
         copy_rows(a.norm_1, row, inp, row, row, stream_rows(ctx), ctx.where);
@@ -373,7 +376,7 @@ const T* first_rows(Ctx<S>& ctx, const AttentionActs<T>& a, const T* inp, const 
 // The rows that the second branch's products read: the norm of the stream, or the stream itself.
 template <typename T>
 const T* second_rows(const Shape& s, const Llama::Acts<T>& a) {
-    return s.pre_norm ? a.norm_2 : a.middle;
+    return s.block.pre_norm ? a.norm_2 : a.middle;
 }
 
 // dinp = dresidual + the gradient of a branch's input. drows is the gradient of the rows that its
@@ -382,7 +385,7 @@ template <typename T, typename S>
 void branch_backward(Ctx<S>& ctx, T* dinp, acc_t<T>* sums, const T* dresidual, // (R,C) (R,C)
                      const T* drows, const T* inp,                             // (R,C) (R,C)
                      const Weight& norm, const acc_t<T>* rstd) {
-    if (ctx.shape.pre_norm)
+    if (ctx.shape.block.pre_norm)
         return rmsnorm_backward(ctx, dinp, sums, dresidual, drows, inp, norm, rstd);
     add_forward(dinp, dresidual, drows, stream_rows(ctx) * ctx.shape.C, ctx.where);
 }
@@ -427,8 +430,8 @@ T* projected(T* raw, T* normed) { return raw ? raw : normed; }
 template <typename T, typename S>
 RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t C) {
     // A row that lies whole on this rank needs no sums of other ranks.
-    RmsnormMore<T> more = {nullptr, ctx.shape.norm_plus};
-    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1)
+    RmsnormMore<T> more = {nullptr, ctx.shape.block.norm_plus};
+    if (!ctx.shape.block.whole_qk_norm || ctx.tp.size == 1)
         return more;
     more.row_sums = row_sums;
     more.C_all = C * size_t(ctx.tp.size);
@@ -440,9 +443,9 @@ RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t 
 template <typename T, typename S>
 void sum_over_heads(Ctx<S>& ctx, acc_t<T>* row_sums, const T* raw, const T* dout, // (N) (N,C) (N,C)
                     const Weight& weight, NormRows rows) {
-    if (!ctx.shape.whole_qk_norm || ctx.tp.size == 1) return;
-    rmsnorm_row_sums(row_sums, raw, dout, weight.as<T>(), rows.count, rows.C, ctx.shape.norm_plus,
-                     ctx.where);
+    if (!ctx.shape.block.whole_qk_norm || ctx.tp.size == 1) return;
+    rmsnorm_row_sums(row_sums, raw, dout, weight.as<T>(), rows.count, rows.C,
+                     ctx.shape.block.norm_plus, ctx.where);
     all_reduce_sum(ctx.tp, row_sums, rows.count, ctx.where);
 }
 
@@ -457,7 +460,7 @@ void qk_norm_forward(Ctx<S>& ctx, T* out, acc_t<T>* rstd, acc_t<T>* squares,
     // Rows that lie over several ranks need the squares of all these ranks first.
     NormRows rows = norm_rows(ctx.shape, ctx.batch.rows(), heads);
     sum_over_heads(ctx, squares, raw, no_gradient, weight, rows);
-    rmsnorm_forward(out, rstd, raw, weight.as<T>(), rows.count, rows.C, ctx.shape.norm_eps,
+    rmsnorm_forward(out, rstd, raw, weight.as<T>(), rows.count, rows.C, ctx.shape.block.norm_eps,
                     ctx.where, qk_norm_more<T>(ctx, squares, rows.C));
 }
 
@@ -625,10 +628,10 @@ void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
     first_branch_forward(ctx, inp, w, a, cache);
 
     // Let each token work on what it saw.
-    if (ctx.shape.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    if (ctx.shape.block.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                             second_rows(ctx.shape, a));
-    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.gate);
+    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.block.gate);
     branch_end(ctx, out, a.down_out, a.post_2_rstd, a.swiglu, w.down, w.down_bias, w.post_2,
                static_cast<const T*>(a.middle));
 }
@@ -643,17 +646,17 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Lla
     first_branch_recompute(ctx, inp, w, a, level);
 
     // Redo the second branch.
-    if (s.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
+    if (s.block.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                                 second_rows(s, a));
-    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where, s.gate);
+    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where, s.block.gate);
 
     // Redo the product before the norm, and the norm's rstd. Its output has joined the stream, so
     // it is not needed again.
     const T* no_residual = nullptr;
     T* no_output = nullptr;
-    if (!redoes_ffn(level) || !s.post_norm) return;
+    if (!redoes_ffn(level) || !s.block.post_norm) return;
     row_parallel_forward(ctx, a.down_out, a.swiglu, w.down, w.down_bias, no_residual);
     rmsnorm_forward(ctx, no_output, a.post_2_rstd, a.down_out, w.post_2);
 }
@@ -670,7 +673,7 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     const T* ddown = branch_end_backward(ctx, a.ddown_out, a.post_2_sums, dout, a.down_out,
                                          w.post_2, a.post_2_rstd); // (R,C)
     row_parallel_backward_input(ctx, a.dswiglu, a.dout_all, ddown, w.down);
-    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.gate);
+    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.block.gate);
     column_parallel_backward_input(ctx, a.dnorm_2, {{dgate, w.gate}, {a.dup, w.up}});
     branch_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                     a.norm_2_rstd);
@@ -710,8 +713,8 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
 template <typename T, typename S>
 void head_norm(Ctx<S>& ctx, const T* inp, const Llama::Head& w, const HeadActs<T>& a, size_t rows) {
     T* norm = my_rows(ctx, a.norm); // (rows,C)
-    rmsnorm_forward(norm, a.rstd, inp, w.norm.as<T>(), rows, ctx.shape.C, ctx.shape.norm_eps,
-                    ctx.where, {nullptr, ctx.shape.norm_plus});
+    rmsnorm_forward(norm, a.rstd, inp, w.norm.as<T>(), rows, ctx.shape.C, ctx.shape.block.norm_eps,
+                    ctx.where, {nullptr, ctx.shape.block.norm_plus});
     gather_rows(ctx, a.norm, norm);
 }
 

@@ -38,7 +38,7 @@ template <typename T, typename S>
 int* expert_loads(const Trainer<T, S>& t, int layer) {
     int* loads = address<int>(t, {Kind::LOADS}); // (L,E)
     size_t block = size_t(layer - 1);
-    return loads ? loads + block * t.model.shape.E : nullptr;
+    return loads ? loads + block * t.model.shape.experts.E : nullptr;
 }
 
 // The worst MaxVio of all blocks with experts, -1 where there are none, and the least load / mean.
@@ -64,7 +64,7 @@ inline ExpertBalance expert_balance(const std::vector<int64_t>& loads, size_t E)
 template <typename T, typename S>
 std::vector<int64_t> sum_of_loads(const Trainer<T, S>& t, size_t table) { // (L,E)
     // The host has waited for the step already: this copy is short.
-    std::vector<int> mine(t.model.shape.L * t.model.shape.E);
+    std::vector<int> mine(t.model.shape.L * t.model.shape.experts.E);
     const int* from = expert_loads(t, 1) + table * mine.size();
     copy_out(mine.data(), from, mine.size() * sizeof(int), t.ctx.where);
 
@@ -86,7 +86,7 @@ std::vector<int64_t> step_loads(const Trainer<T, S>& t) {
 // The share of the step's slots that were dropped, -1 without a capacity. `loads` are the step's.
 template <typename T, typename S>
 double dropped_share(const Trainer<T, S>& t, const std::vector<int64_t>& loads) {
-    if (loads.empty() || t.model.shape.capacity.factor == 0)
+    if (loads.empty() || t.model.shape.experts.capacity.factor == 0)
         return -1;
     std::vector<int64_t> dropped = sum_of_loads(t, 1);
     auto total = [](const auto& table) {
@@ -382,7 +382,7 @@ ChoiceBiases read_choice_biases(const Trainer<T, S>& t) {
 template <typename T, typename S>
 void move_choice_biases(Trainer<T, S>& t, ChoiceBiases& biases, const std::vector<int64_t>& loads,
                         float rate) {
-    int64_t E = int64_t(t.model.shape.E);
+    int64_t E = int64_t(t.model.shape.experts.E);
     for (const Parameter& p : t.model.parameters) {
         if (!is_choice_bias(p)) continue;
         std::vector<float>& bias = biases[size_t(p.layer) - 1];

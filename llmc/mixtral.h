@@ -115,16 +115,17 @@ inline ExpertNames expert_names(const Shape& s) {
 // from the rank's part of each expert.
 template <typename Row>
 void router_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
+    const ExpertShape& e = s.experts;
     Shard heads = {-1, 1, 0, Partial::HEADS};
     Init normal = normal_init(0.02);
     const char* choice_bias = "mlp.gate.e_score_correction_bias";
     const char* shared = "mlp.shared_expert_gate.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
-    row(w.router, expert_names(s).router,            {s.E, s.C}, normal, true, heads, false);
-    if (s.choice_bias)
-        row(w.choice_bias, choice_bias,              {s.E},   ZEROS,  false, heads,   false);
-    if (s.shared_gate)
+    row(w.router, expert_names(s).router,            {e.E, s.C}, normal, true, heads, false);
+    if (e.choice_bias)
+        row(w.choice_bias, choice_bias,              {e.E},   ZEROS,  false, heads,   false);
+    if (e.shared_gate)
         row(w.shared_router, shared,                 {1, s.C}, normal, true, heads,   false);
 }
 
@@ -132,19 +133,20 @@ void router_parameters(Mixtral::Block& w, const Shape& s, Row& row) {
 // tokens; one instead of the experts has the names of Llama's.
 template <typename Row>
 void second_branch_parameters(Mixtral::Block& w, const Shape& s, const char* shared, Row& row) {
+    const ExpertShape& e = s.experts;
     size_t C = s.C;
-    size_t W = s.ffn_beside;
+    size_t W = e.ffn_beside;
     Shard whole = {}, columns = {0}, rows = {1};
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
-    std::string mlp = s.E ? shared : "mlp.";
+    std::string mlp = e.E ? shared : "mlp.";
     std::string gate = mlp + "gate_proj.weight";
     std::string up = mlp + "up_proj.weight";
     std::string down = mlp + "down_proj.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
     row(w.norm_2, "post_attention_layernorm.weight", {C},     ONES,   false, whole,   false);
-    if (s.E) router_parameters(w, s, row);
+    if (e.E) router_parameters(w, s, row);
     if (W) {
         row(w.ffn_gate, gate.c_str(),                {W, C},  normal, true,  columns, false);
         row(w.ffn_up,   up.c_str(),                  {W, C},  normal, true,  columns, false);
@@ -165,7 +167,7 @@ template <typename Row>
 void stack_parameters(ExpertWeights& w, const Shape& s, const ExpertNames& names, Row& row) {
     size_t C = s.C;
     size_t F = s.F;
-    size_t E = s.E;
+    size_t E = s.experts.E;
     Shard columns = {0, int(E)}, rows = {1};
     Init normal = normal_init(0.02);
     Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
@@ -184,6 +186,7 @@ void expert_parameters(Mixtral::Block& w, const Shape& s, Row row) {
 // parallelism at most M. So an arena that fits once always fits.
 template <typename T, typename Row>
 void expert_activations(ExpertActs<T>& a, const Shape& s, size_t N, Row& row, Last gates) {
+    const ExpertShape& e = s.experts;
     // Experts have a row for each slot.
     size_t routed = routed_rows(s, N);
     ExpertCounts n = expert_counts(s, N);
@@ -193,17 +196,17 @@ void expert_activations(ExpertActs<T>& a, const Shape& s, size_t N, Row& row, La
     Keep down = inputs_kept(s).experts;
 
     //  pointer             name                    elements   of        last read
-    row(a.logits,           "router's logits",      routed * s.E, ROUTING, B);
+    row(a.logits,           "router's logits",      routed * e.E, ROUTING, B);
     row(a.gates,            "gates",                n.slots,  ROUTING, gates);
     row(a.ids,              "chosen experts",       n.slots,  ROUTING, W);
     if (keeps_choices(s))
-        row(a.choices,      "router's choices",     N * s.K,  ROUTING, B);
+        row(a.choices,      "router's choices",     N * e.K,  ROUTING, B);
     row(a.slots.row_of,     "rows of slots",        n.slots,  ROUTING, B);
     row(a.slots.slot_of,    "slots of rows",        n.slots,  ROUTING, W);
     row(a.slots.counts,     "experts' loads",       n.groups, ROUTING, W);
     row(a.slots.starts,     "experts' first rows",  n.groups + 1, ROUTING, W);
     row(a.dgates,           "d gates",              n.slots,  GRADIENT, B);
-    row(a.dlogits,          "d router's logits",    routed * s.E, GRADIENT, W);
+    row(a.dlogits,          "d router's logits",    routed * e.E, GRADIENT, W);
     row(a.gate,             "gate",                 MF,       FFN,     B);
     row(a.up,               "up",                   MF,       FFN,     B);
     row(a.swiglu,           "swiglu",               MF,       down,    W);
@@ -214,13 +217,14 @@ void expert_activations(ExpertActs<T>& a, const Shape& s, size_t N, Row& row, La
 // The activations of an ffn, and of the gate of a shared expert: a row for each token.
 template <typename T, typename Row>
 void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
-    size_t NW = N * s.ffn_beside;
+    const ExpertShape& e = s.experts;
+    size_t NW = N * e.ffn_beside;
     using enum Keep;
     using enum Last;
     Keep down = inputs_kept(s).last;
 
     //  pointer         name                    elements   of        last read
-    if (s.E && s.shared_gate) {
+    if (e.E && e.shared_gate) {
         row(a.shared_logits, "shared gate's logits", N,      ROUTING, B);
         row(a.shared_gates,  "shared gates",         N,      ROUTING, B);
         row(a.shared_ids,    "shared experts",       N,      ROUTING, B);
@@ -239,21 +243,21 @@ void ffn_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, Row& row) {
 // The norm of the second branch, before and behind the rows of what it feeds.
 template <typename T, typename Row>
 void norm_2_activations(ExpertActs<T>& a, const Shape& s, size_t N, Row& row) {
-    size_t R = N / s.row_ranks; // of the residual stream
+    size_t R = N / s.rank.rows; // of the residual stream
     row(a.norm_2,       "norm_2",               R * s.C,   Keep::CHEAP, Last::W);
     row(a.norm_2_rstd,  "norm_2.rstd",          R,         Keep::CHEAP, Last::B);
 }
 template <typename T, typename S, typename Row>
 void norm_2_gradients(ExpertActs<T>& a, const Shape& s, size_t N, S where, Row& row) {
     size_t C = s.C;
-    size_t R = N / s.row_ranks;
+    size_t R = N / s.rank.rows;
     using enum Keep;
     using enum Last;
 
     //  pointer         name                    elements   of        last read
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     row(a.norm_2_sums,  "d norm_2, sums", rmsnorm_sums(R, C, where), GRADIENT, W);
-    if (s.row_ranks > 1 && reads_all_rows(s))
+    if (s.rank.rows > 1 && reads_all_rows(s))
         row(a.dout_all, "d out, all rows",      N * C,     GRADIENT, W);
 }
 
@@ -261,7 +265,7 @@ void norm_2_gradients(ExpertActs<T>& a, const Shape& s, size_t N, S where, Row& 
 template <typename T, typename S, typename Row>
 void second_branch_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, Row& row) {
     norm_2_activations(a, s, N, row);
-    if (s.E) expert_activations(a, s, N, row, Last::B);
+    if (s.experts.E) expert_activations(a, s, N, row, Last::B);
     ffn_activations(a, s, N, row);
     norm_2_gradients(a, s, N, where, row);
 }
@@ -280,7 +284,8 @@ void block_activations(Mixtral::Acts<T>& a, const Shape& s, size_t N, S where, R
 
 // The settings of the router, as kernels take them.
 inline Routing routing_of(const Shape& s) {
-    return {s.router, s.E, s.K, s.gate_scale, nullptr, s.expert_groups, s.kept_groups};
+    const ExpertShape& e = s.experts;
+    return {e.router, e.E, e.K, e.gate_scale, nullptr, e.groups, e.kept_groups};
 }
 
 // logits = x router^T for N rows, with the output in acc whatever the type of the weights.
@@ -388,7 +393,7 @@ void widen_slots_backward(Ctx<S>& ctx, T* partial, // (n,C) {+tp}
     stack_backward_input(ctx, dxs, (const T*)a.dswiglu, w.gate, a.slots, false);
     stack_backward_input(ctx, dxs, (const T*)a.dup, w.up, a.slots, true);
     combine_slots(all, no_residual, dxs, a.slots.row_of, rows_here(ctx, a.slots),
-                  expert_counts(ctx).tokens, s.K, s.C, ctx.where);
+                  expert_counts(ctx).tokens, s.experts.K, s.C, ctx.where);
     sum_gates(ctx, a.dgates);
     sum_tokens(ctx, partial, all, a.ids);
 }
@@ -415,7 +420,7 @@ void widen_ffn(Ctx<S>& ctx, const T* x, const Mixtral::Block& w, // (N,C)
                const Mixtral::Acts<T>& a) {
     size_t N = ctx.batch.rows();
     const T* no_residual = nullptr;
-    if (!ctx.shape.ffn_beside) return;
+    if (!ctx.shape.experts.ffn_beside) return;
     linear_forward(a.ffn_gate, x, w.ffn_gate, nullptr, no_residual, N, ctx.blas, ctx.where);
     linear_forward(a.ffn_up, x, w.ffn_up, nullptr, no_residual, N, ctx.blas, ctx.where);
 }
@@ -424,7 +429,7 @@ void widen_ffn(Ctx<S>& ctx, const T* x, const Mixtral::Block& w, // (N,C)
 template <typename T, typename S>
 void gate_ffn(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
     size_t N = ctx.batch.rows();
-    size_t W = ctx.shape.ffn_beside;
+    size_t W = ctx.shape.experts.ffn_beside;
     // Null: a slot for each token, in a row of its own.
     const int *every_row = nullptr, *all_rows = nullptr;
     if (!W) return;
@@ -432,7 +437,7 @@ void gate_ffn(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a) {
         gated_swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, a.shared_gates, every_row,
                              all_rows, N, W, ctx.where);
     else
-        swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where, ctx.shape.gate);
+        swiglu_forward(a.ffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where, ctx.shape.block.gate);
 }
 
 // Begin the branch's sum with the residual + the ffn of this rank's tokens.
@@ -440,7 +445,7 @@ template <typename T, typename S>
 void begin_with_ffn(Ctx<S>& ctx, BranchSum<T>& sum, const Mixtral::Block& w,
                     const Mixtral::Acts<T>& a) {
     const Weight no_bias = {};
-    if (!ctx.shape.ffn_beside) return;
+    if (!ctx.shape.experts.ffn_beside) return;
     T* place = first_place(ctx, sum); // (N,C) {+tp}
     row_parallel_partial(ctx, place, a.ffn_swiglu, w.ffn_down, no_bias, sum.residual);
     fill_place(ctx, sum, place);
@@ -451,7 +456,7 @@ template <typename T, typename S>
 void narrow_ffn_backward(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (N,C)
                          const Mixtral::Acts<T>& a) {
     size_t N = ctx.batch.rows();
-    size_t W = ctx.shape.ffn_beside;
+    size_t W = ctx.shape.experts.ffn_beside;
     T* dgate = a.dffn_swiglu; // (N,W)
     // Null: a slot for each token, in a row of its own.
     const int *every_row = nullptr, *all_rows = nullptr;
@@ -462,7 +467,7 @@ void narrow_ffn_backward(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, //
                               a.ffn_up, a.shared_gates, every_row, all_rows, N, W, ctx.where);
     else
         swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, N * W, ctx.where,
-                        ctx.shape.gate);
+                        ctx.shape.block.gate);
 }
 
 // Go back from gate and up of the ffn, and from the shared expert's gate, to their inputs.
@@ -471,7 +476,7 @@ void widen_ffn_backward(Ctx<S>& ctx, T* partial, const Mixtral::Block& w, // (N,
                         const Mixtral::Acts<T>& a) {
     size_t N = ctx.batch.rows();
     T* dgate = a.dffn_swiglu; // (N,W)
-    if (!ctx.shape.ffn_beside) return;
+    if (!ctx.shape.experts.ffn_beside) return;
     linear_backward_input(partial, dgate, w.ffn_gate, N, true, ctx.blas, ctx.where);
     linear_backward_input(partial, a.dffn_up, w.ffn_up, N, true, ctx.blas, ctx.where);
 
@@ -490,7 +495,7 @@ void ffn_backward_weight(Ctx<S>& ctx, const T* dout, const T* x, // (N,C) (N,C)
     auto backward = [&](const Weight& weight, const T* dy, const T* inp) {
         linear_backward_weight(weight, nullptr, dy, inp, N, accumulate, ctx.blas, ctx.where);
     };
-    if (!ctx.shape.ffn_beside) return;
+    if (!ctx.shape.experts.ffn_beside) return;
     backward(w.ffn_down, dout, a.ffn_swiglu);
     backward(w.ffn_gate, a.dffn_swiglu, x);
     backward(w.ffn_up, a.dffn_up, x);
@@ -526,11 +531,11 @@ void dense_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral:
 template <typename T, typename S>
 void dense_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                  const Mixtral::Acts<T>& a) {
-    size_t NW = ctx.batch.rows() * ctx.shape.ffn_beside;
+    size_t NW = ctx.batch.rows() * ctx.shape.experts.ffn_beside;
     T* dgate = a.dffn_swiglu; // (N,W)
     row_parallel_backward_input(ctx, a.dffn_swiglu, a.dout_all, dout, w.ffn_down);
     swiglu_backward(dgate, a.dffn_up, a.dffn_swiglu, a.ffn_gate, a.ffn_up, NW, ctx.where,
-                    ctx.shape.gate);
+                    ctx.shape.block.gate);
     column_parallel_backward_input(ctx, a.dnorm_2, {{dgate, w.ffn_gate}, {a.dffn_up, w.ffn_up}});
 }
 
@@ -562,7 +567,7 @@ template <typename T, typename S>
 void second_branch_forward(Ctx<S>& ctx, T* out, const Mixtral::Block& w, // (R,C)
                            const Mixtral::Acts<T>& a) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    if (!ctx.shape.E) return dense_branch_forward(ctx, out, w, a);
+    if (!ctx.shape.experts.E) return dense_branch_forward(ctx, out, w, a);
 
     // Choose experts.
     BranchRows<T> x = gather_branch_rows(ctx, a.norm_2);
@@ -590,7 +595,7 @@ template <typename T, typename S>
 void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral::Acts<T>& a,
                              Recompute level) {
     rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
-    if (!ctx.shape.E) return dense_branch_recompute(ctx, w, a, level);
+    if (!ctx.shape.experts.E) return dense_branch_recompute(ctx, w, a, level);
     if (redoes_ffn(level)) widen(ctx, gather_branch_rows(ctx, a.norm_2), w, a);
     gate_ffn(ctx, w, a);
     gate_slots(ctx, a);
@@ -600,7 +605,7 @@ void second_branch_recompute(Ctx<S>& ctx, const Mixtral::Block& w, const Mixtral
 template <typename T, typename S>
 void second_branch_backward_input(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                   const Mixtral::Acts<T>& a) {
-    if (!ctx.shape.E) return dense_branch_backward_input(ctx, dout, w, a);
+    if (!ctx.shape.experts.E) return dense_branch_backward_input(ctx, dout, w, a);
 
     // Walk back through the ffn's last product while the outputs' gradients travel.
     BranchRows<T> douts = gather_branch_rows(ctx, a.dout_all, dout);
@@ -636,7 +641,7 @@ void stacks_backward_weight(Ctx<S>& ctx, const T* douts, const T* x, // (ep,n,C)
 template <typename T, typename S>
 void second_branch_backward_weight(Ctx<S>& ctx, const T* dout, const Mixtral::Block& w, // (R,C)
                                    const Mixtral::Acts<T>& a, bool accumulate) {
-    if (!ctx.shape.E) return dense_branch_backward_weight(ctx, dout, w, a, accumulate);
+    if (!ctx.shape.experts.E) return dense_branch_backward_weight(ctx, dout, w, a, accumulate);
 
     // Let the outputs' gradients travel while the ffn's products run.
     const T* room = a.dout_all;

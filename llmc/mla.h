@@ -54,7 +54,7 @@ namespace llmc {
 
 // Elements of scratch for `rows` rows. r is the rank of an adapter beside kv_b, or 0.
 inline size_t absorbed_elements(const Shape& s, size_t rows, size_t r) {
-    return rows * s.NH * (2 * s.kv_latent + s.rotary + r);
+    return rows * s.NH * (2 * s.latent.kv + s.rope.rotary + r);
 }
 
 // Whether queries look at tokens of earlier runs. If not, each sequence begins in this run, and
@@ -75,7 +75,7 @@ void store_latents(const Ctx<S>& ctx,
     const Shape& s = ctx.shape;
     const Batch& b = ctx.batch;
     size_t width = cached_elements(s);
-    size_t latent = s.kv_latent * sizeof(T);
+    size_t latent = s.latent.kv * sizeof(T);
     size_t row_bytes = width * sizeof(T);
     size_t rope = row_bytes - latent;
 
@@ -84,13 +84,13 @@ void store_latents(const Ctx<S>& ctx,
         size_t n = i * b.T;
         size_t place = (b.first_slot + i) * b.capacity + size_t(b.places[n]);
         T* row = cache + place * width;
-        copy_rows(row, row_bytes, latents + n * s.kv_latent, latent, latent, b.T, ctx.where);
-        T* key = row + s.kv_latent;
-        copy_rows(key, row_bytes, down + n * width + s.kv_latent, row_bytes, rope, b.T, ctx.where);
+        copy_rows(row, row_bytes, latents + n * s.latent.kv, latent, latent, b.T, ctx.where);
+        T* key = row + s.latent.kv;
+        copy_rows(key, row_bytes, down + n * width + s.latent.kv, row_bytes, rope, b.T, ctx.where);
 
         // Rotate each key once, where it lies.
-        RopeHeads<T> keys = {key, 1, width, s.rotary, true};
-        rope_forward(keys, {}, b.positions + n, (const acc_t<T>*)ctx.rope, b.T, s.rotary,
+        RopeHeads<T> keys = {key, 1, width, s.rope.rotary, true};
+        rope_forward(keys, {}, b.positions + n, (const acc_t<T>*)ctx.rope, b.T, s.rope.rotary,
                      ctx.where);
     }
 }
@@ -165,11 +165,12 @@ void absorbed_attention(Ctx<S>& ctx,
                         T* attention, T* q,              // (N,NH,HS_v) (N,NH,HS)
                         const Weight& kv_b, T* cache) {
     const Shape& s = ctx.shape;
+    const LatentShape& latent = s.latent;
     const Batch& b = ctx.batch;
-    size_t DC = s.kv_latent;
+    size_t DC = latent.kv;
     size_t width = cached_elements(s);
     size_t heads = b.rows() * s.NH;
-    size_t plain = s.HS - s.rotary;
+    size_t plain = s.HS - s.rope.rotary;
 
     // Divide the scratch: absorbed queries, means of latents, room for an adapter.
     T* base = static_cast<T*>(ctx.heads);
@@ -180,10 +181,10 @@ void absorbed_attention(Ctx<S>& ctx,
     // Absorb W_k into the plain part of each query; the rotary part stands after it.
     rotate_forward<T>(ctx, {q, s.NH, s.NH * s.HS});
     const T* w = values_of<T>(kv_b, ctx.blas, ctx.where); // (NH,plain+HS_v,DC)
-    size_t kv = plain + s.HS_v;
+    size_t kv = plain + latent.HS_v;
     HeadMatrix<T> keys = {w, s.NH, kv, 0, plain, DC, s.HS, width};
     absorb(ctx, true, rooms.q, q, keys, kv_b, rooms.room);
-    size_t rope = s.rotary * sizeof(T);
+    size_t rope = s.rope.rotary * sizeof(T);
     copy_rows(rooms.q + DC, width * sizeof(T), q + plain, s.HS * sizeof(T), rope, heads, ctx.where);
 
     // Attend to the slots' first `seen` rows. The scale is that of the heads' own keys.
@@ -199,7 +200,7 @@ void absorbed_attention(Ctx<S>& ctx,
     latent_attention_forward(rooms.mean, x, ctx.where);
 
     // Absorb W_v into the output.
-    HeadMatrix<T> values = {w, s.NH, kv, plain, s.HS_v, DC, s.HS_v, DC};
+    HeadMatrix<T> values = {w, s.NH, kv, plain, latent.HS_v, DC, latent.HS_v, DC};
     absorb(ctx, false, attention, rooms.mean, values, kv_b, rooms.room);
 }
 
@@ -241,18 +242,21 @@ struct Deepseek {
 constexpr float LATENT_EPS = 1e-6f;
 
 // The heads of this rank.
-inline LatentHeads latent_heads(const Shape& s) { return {s.NH, s.HS, s.HS_v, s.rotary}; }
+inline LatentHeads latent_heads(const Shape& s) {
+    return {s.NH, s.HS, s.latent.HS_v, s.rope.rotary};
+}
 
 // The number of elements in the first branch's matrices, without its norms.
 inline double latent_elements(const Shape& s) {
+    const LatentShape& latent = s.latent;
     // Without a latent for queries, q reads the stream.
     size_t Q = s.NH * s.HS;
-    size_t q = s.q_latent ? s.q_latent * (s.C + Q) : s.C * Q;
+    size_t q = latent.q ? latent.q * (s.C + Q) : s.C * Q;
 
     // Count down to the latent, up to the heads, and back to the stream.
-    size_t down = s.C * (s.kv_latent + s.rotary);
-    size_t up = s.kv_latent * s.NH * latent_heads(s).kv();
-    size_t o = s.NH * s.HS_v * s.C;
+    size_t down = s.C * (latent.kv + s.rope.rotary);
+    size_t up = latent.kv * s.NH * latent_heads(s).kv();
+    size_t o = s.NH * latent.HS_v * s.C;
     return double(q + down + up + o);
 }
 
@@ -265,15 +269,15 @@ template <typename Row>
 void block_parameters(Deepseek::Block& w, const Shape& s, Row row) {
     size_t C = s.C;
     // Sizes that no rank cuts.
-    size_t DQ = s.q_latent;
-    size_t DC = s.kv_latent;
-    size_t down = DC + s.rotary;
+    size_t DQ = s.latent.q;
+    size_t DC = s.latent.kv;
+    size_t down = DC + s.rope.rotary;
 
     // Rows of the heads, and columns of o.
     size_t Q = s.NH * s.HS;
     size_t kv = latent_heads(s).kv();
     size_t KV = s.NH * kv;
-    size_t V = s.NH * s.HS_v;
+    size_t V = s.NH * s.latent.HS_v;
     Shard whole = {};
     Shard columns = {0};
     Shard rows = {1};
@@ -312,15 +316,15 @@ template <typename T, typename S, typename Row>
 void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, Row row) {
     size_t C = s.C;
     // Sizes that no rank cuts.
-    size_t DQ = s.q_latent;
-    size_t DC = s.kv_latent;
-    size_t down = DC + s.rotary; // k's rotary part lies after the latent
+    size_t DQ = s.latent.q;
+    size_t DC = s.latent.kv;
+    size_t down = DC + s.rope.rotary; // k's rotary part lies after the latent
 
     // Channels of all heads, and rows of the stream.
     size_t Q = s.NH * s.HS;
     size_t KV = s.NH * latent_heads(s).kv();
-    size_t V = s.NH * s.HS_v;
-    size_t R = N / s.row_ranks;
+    size_t V = s.NH * s.latent.HS_v;
+    size_t R = N / s.rank.rows;
     using enum Keep;
     using enum Last;
 
@@ -359,7 +363,7 @@ void block_activations(Deepseek::Acts<T>& a, const Shape& s, size_t N, S where, 
     row(a.dnorm_1,        "d norm_1",               R * C,     GRADIENT, B);
     sums = rmsnorm_sums(R, C, where);
     row(a.norm_1_sums,    "d norm_1, sums",         sums,      GRADIENT, W);
-    if (s.row_ranks > 1)
+    if (s.rank.rows > 1)
         row(a.dmiddle_all, "d middle, all rows",    N * C,     GRADIENT, W);
     second_branch_activations(a, s, N, where, row);
 }
@@ -383,7 +387,7 @@ template <typename T> struct LatentRooms {
 
 // Elements of one room: the heads of N rows, or their latent if that is larger.
 inline size_t latent_room(const Shape& s, size_t N) {
-    return round_up(N * std::max(s.NH * s.HS, s.kv_latent), size_t(128)); // 256 bytes of 16 bits
+    return round_up(N * std::max(s.NH * s.HS, s.latent.kv), size_t(128)); // 256 bytes of 16 bits
 }
 
 // Elements of all rooms. Generation uses the same memory for what it absorbs. r is the rank of an
@@ -415,7 +419,7 @@ void pad_heads(Ctx<S>& ctx,
     const Shape& s = ctx.shape;
     // Zero everything first, then copy each head's values.
     size_t heads = ctx.batch.rows() * s.NH;
-    size_t bytes = s.HS_v * sizeof(T);
+    size_t bytes = s.latent.HS_v * sizeof(T);
     device_zero(wide, heads * s.HS * sizeof(T), ctx.where);
     copy_rows(wide, s.HS * sizeof(T), narrow, bytes, bytes, heads, ctx.where);
 }
@@ -427,8 +431,8 @@ void expand_heads(Ctx<S>& ctx,
                   const Deepseek::Acts<T>& a) {
     // k's rotary part lies after each latent.
     const Shape& s = ctx.shape;
-    size_t width = s.kv_latent + s.rotary;
-    latent_heads_forward(room.k, room.v, a.kv, a.kv_down + s.kv_latent, width, latent_heads(s),
+    size_t width = s.latent.kv + s.rope.rotary;
+    latent_heads_forward(room.k, room.v, a.kv, a.kv_down + s.latent.kv, width, latent_heads(s),
                          ctx.batch.rows(), ctx.where);
 }
 
@@ -442,18 +446,19 @@ void norm_latents(Ctx<S>& ctx,
                   const Deepseek::Block& w,
                   const Deepseek::Acts<T>& a) {
     const Shape& s = ctx.shape;
+    const LatentShape& latent = s.latent;
     size_t N = ctx.batch.rows();
     // Queries may have no latent.
-    if (s.q_latent)
-        rmsnorm_forward(a.q_latent, a.q_latent_rstd, a.q_down, w.q_a_norm.as<T>(), N, s.q_latent,
+    if (latent.q)
+        rmsnorm_forward(a.q_latent, a.q_latent_rstd, a.q_down, w.q_a_norm.as<T>(), N, latent.q,
                         LATENT_EPS, ctx.where);
 
     // k's rotary part lies between the latents of two rows.
     T* latents = latent_rooms<T>(ctx).k; // (N,DC)
-    size_t bytes = s.kv_latent * sizeof(T);
-    size_t stride = bytes + s.rotary * sizeof(T);
+    size_t bytes = latent.kv * sizeof(T);
+    size_t stride = bytes + s.rope.rotary * sizeof(T);
     copy_rows(latents, bytes, a.kv_down, stride, bytes, N, ctx.where);
-    rmsnorm_forward(a.kv_latent, a.kv_latent_rstd, latents, w.kv_a_norm.as<T>(), N, s.kv_latent,
+    rmsnorm_forward(a.kv_latent, a.kv_latent_rstd, latents, w.kv_a_norm.as<T>(), N, latent.kv,
                     LATENT_EPS, ctx.where);
 }
 
@@ -463,21 +468,22 @@ void norm_latents_backward(Ctx<S>& ctx,
                            const Deepseek::Block& w,
                            const Deepseek::Acts<T>& a) {
     const Shape& s = ctx.shape;
+    const LatentShape& latent = s.latent;
     size_t N = ctx.batch.rows();
     const T* no_residual = nullptr;
     // Queries may have no latent.
-    if (s.q_latent)
+    if (latent.q)
         rmsnorm_backward(a.dq_down, a.q_latent_sums, no_residual, a.dq_latent, a.q_down,
-                         w.q_a_norm.as<T>(), a.q_latent_rstd, N, s.q_latent, ctx.where);
+                         w.q_a_norm.as<T>(), a.q_latent_rstd, N, latent.q, ctx.where);
 
     // Copy the latents to a room without gaps, as in forward, and copy their gradients back.
     LatentRooms<T> room = latent_rooms<T>(ctx);
-    size_t bytes = s.kv_latent * sizeof(T);
-    size_t stride = bytes + s.rotary * sizeof(T);
+    size_t bytes = latent.kv * sizeof(T);
+    size_t stride = bytes + s.rope.rotary * sizeof(T);
     copy_rows(room.k, bytes, a.kv_down, stride, bytes, N, ctx.where);
     rmsnorm_backward(room.v, a.kv_latent_sums, no_residual, a.dkv_latent,
                      static_cast<const T*>(room.k), w.kv_a_norm.as<T>(), a.kv_latent_rstd, N,
-                     s.kv_latent, ctx.where);
+                     latent.kv, ctx.where);
     copy_rows(a.dkv_down, stride, room.v, bytes, bytes, N, ctx.where);
 }
 
@@ -489,7 +495,7 @@ template <typename T>
 ColumnProduct<T> first_of_q(const Shape& s,
                             const Deepseek::Block& w, T* q_down, T* q) {
     // Ask the shape, not the weights: under ZeRO the W half has none.
-    if (s.q_latent) return {q_down, w.q_a};
+    if (s.latent.q) return {q_down, w.q_a};
     return {q, w.q};
 }
 
@@ -514,7 +520,7 @@ void head_attention(Ctx<S>& ctx,
     // Keep only the channels that a value has.
     size_t heads = N * s.NH;
     size_t from = s.HS * sizeof(T);
-    size_t to = s.HS_v * sizeof(T);
+    size_t to = s.latent.HS_v * sizeof(T);
     copy_rows(a.attention, to, room.out, from, to, heads, ctx.where);
 }
 
@@ -535,7 +541,7 @@ void latent_attention(Ctx<S>& ctx,
     store_latents(ctx, cache, a.kv_latent, a.kv_down);
 
     // Attend, over the cache or by heads, and add to the stream.
-    if (s.q_latent)
+    if (s.latent.q)
         linear_forward(a.q, a.q_latent, w.q, nullptr, no_residual, N, ctx.blas, ctx.where);
     if (reads_cache(ctx, cache))
         absorbed_attention(ctx, a.attention, a.q, w.kv_b, cache);
@@ -563,8 +569,8 @@ void latent_attention_backward(Ctx<S>& ctx,
     context_attention_backward(ctx, dx, room.dout, room.out, a.lse, x);
 
     // Join the gradients of k and v into dkv, and sum those of the rotary part.
-    size_t width = s.kv_latent + s.rotary;
-    latent_heads_backward(a.dkv, a.dkv_down + s.kv_latent, width, room.dk, room.dv,
+    size_t width = s.latent.kv + s.rope.rotary;
+    latent_heads_backward(a.dkv, a.dkv_down + s.latent.kv, width, room.dk, room.dv,
                           latent_heads(s), ctx.batch.rows(), ctx.where);
 }
 
@@ -581,7 +587,7 @@ void first_branch_backward_input(Ctx<S>& ctx,
     latent_attention_backward(ctx, a);
 
     // Go from the heads' gradients to those of the latents.
-    if (s.q_latent)
+    if (s.latent.q)
         linear_backward_input(a.dq_latent, a.dq, w.q, N, false, ctx.blas, ctx.where);
     linear_backward_input(a.dkv_latent, a.dkv, w.kv_b, N, false, ctx.blas, ctx.where);
     norm_latents_backward(ctx, w, a);
@@ -601,6 +607,7 @@ void first_branch_backward_weight(Ctx<S>& ctx,
                                   const Deepseek::Block& w,
                                   const Deepseek::Acts<T>& a, bool accumulate) {
     const Shape& s = ctx.shape;
+    const LatentShape& latent = s.latent;
     size_t N = ctx.batch.rows();
     auto backward = [&](const Weight& weight, const T* dy, const T* x) {
         linear_backward_weight(weight, nullptr, dy, x, N, accumulate, ctx.blas, ctx.where);
@@ -609,7 +616,7 @@ void first_branch_backward_weight(Ctx<S>& ctx,
     // Matrices of the heads first, then those that read the stream. Without a latent q is
     // one of these.
     row_parallel_backward_weight(ctx, w.o, a.dmiddle, a.dmiddle_all, a.attention, accumulate);
-    if (s.q_latent)
+    if (latent.q)
         backward(w.q, a.dq, a.q_latent);
     backward(w.kv_b, a.dkv, a.kv_latent);
     column_parallel_backward_weight(ctx, {first_of_q(s, w, a.dq_down, a.dq), {a.dkv_down, w.kv_a}},
@@ -618,10 +625,10 @@ void first_branch_backward_weight(Ctx<S>& ctx,
     // A rank's sums for the latents' norms come from its own heads {+tp}.
     sums.ready.push_back(rmsnorm_parts<T>(ctx, w.norm_1, a.norm_1_sums));
     sums.ready.push_back(
-        rmsnorm_parts(grad_of<T>(w.kv_a_norm), a.kv_latent_sums, N, s.kv_latent, ctx.where));
-    if (s.q_latent)
+        rmsnorm_parts(grad_of<T>(w.kv_a_norm), a.kv_latent_sums, N, latent.kv, ctx.where));
+    if (latent.q)
         sums.ready.push_back(
-            rmsnorm_parts(grad_of<T>(w.q_a_norm), a.q_latent_sums, N, s.q_latent, ctx.where));
+            rmsnorm_parts(grad_of<T>(w.q_a_norm), a.q_latent_sums, N, latent.q, ctx.where));
 }
 
 // ----------------------------------------------------------------------------

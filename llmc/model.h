@@ -40,110 +40,6 @@ namespace llmc {
 //     the ffn     its gate is SiLU or GELU, or gpt-oss' own
 //   Blocks read the facts; nothing else asks for a name.
 
-// A part of a model's shape; as it stands, Llama's.
-struct Variant {
-    // Norms.
-    bool qk_norm = false;       // Qwen3: each head's q and k are normed before RoPE
-    bool whole_qk_norm = false; // with qk_norm, OLMo-2: all heads of a token are one row
-    bool pre_norm = true;       // a branch reads a norm of the stream; OLMo-2's the stream itself
-    bool post_norm = false;     // OLMo-2, Gemma: a branch's result is normed before it joins
-    float norm_plus = 0;        // Gemma: RMSNorm multiplies by this + weight
-
-    // Attention. A count of 0: there is nothing of the kind.
-    size_t sliding_window = 0;  // keys further back are not seen
-    size_t window_from = 0;     // Qwen: the first block that has the window
-    size_t full_every = 0;      // Gemma: every so many blocks one has no window
-    std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
-    size_t nope_every = 0;      // SmolLM3: every so many blocks one has no RoPE
-    size_t rotary = 0;          // channels of a head that RoPE turns; 0: all
-    double window_theta = 0;    // Gemma 3: RoPE's base where a window is; 0: the others'
-    double score_scalar = 0;    // scores are q.k over the root of this; 0: of HS
-    float score_softcap = 0;    // Gemma 2
-
-    // DeepSeek: latent attention (mla.h). The last channels of a head turn, pairs of neighbours.
-    size_t kv_latent = 0;       // channels of the latent of keys and values; 0: there is none
-    size_t q_latent = 0;        // of queries
-    size_t HS_v = 0;            // channels of a head of values; 0: HS
-
-    // Experts: some blocks have an ffn in their place, or beside them experts of every token.
-    size_t dense_first = 0;   // DeepSeek: the first so many blocks have an ffn
-    size_t sparse_every = 1;  // Qwen: every so many blocks one has experts
-    size_t dense_F = 0;       // the width of that ffn
-    size_t shared_F = 0;      // of the shared experts together; 0: there are none
-    bool shared_gate = false; // Qwen2-MoE: each token weighs them by a sigmoid of its own
-    size_t expert_groups = 1; // DeepSeek: equal groups of experts
-    size_t kept_groups = 1;   // of which a token may choose from so many
-    bool choice_bias = false; // DeepSeek-V3: numbers that the choice adds to scores
-
-    // gpt-oss.
-    bool sinks = false;       // a logit of each head joins its softmax (sinks.cuh)
-    bool expert_bias = false; // router and experts have biases
-    double gate_alpha = 1;    // experts' gates are x sigmoid(alpha x)
-    double gate_limit = 0;    // they and up are clamped, and up + 1 multiplies; 0: neither
-
-    // GPT-NeoX.
-    bool parallel = false;   // both branches read the block's input
-    bool exact_gelu = false; // by erf, in place of the tanh form
-
-    // The rest.
-    Gate gate = Gate::SILU;        // of the ffn; Gemma: GELU
-    bool scaled_embedding = false; // Gemma: times the root of C
-    float logit_softcap = 0;       // Gemma 2
-};
-
-// ----------------------------------------------------------------------------
-// what a layer has: block b is layer b + 1
-
-// The window; 0: queries see all keys before them.
-inline size_t window_of(const Variant& v, int layer) {
-    bool full = v.full_every && layer % int(v.full_every) == 0;
-    bool begun = layer > int(v.window_from) && !v.full_layers[size_t(layer)];
-    return begun && !full ? v.sliding_window : 0;
-}
-
-// The channels of a head that RoPE turns.
-inline size_t rotary_channels(const Variant& v, size_t HS) { return v.rotary ? v.rotary : HS; }
-
-// The first of them.
-inline size_t first_rotary(const Variant& v, size_t HS) {
-    return v.kv_latent ? HS - rotary_channels(v, HS) : 0;
-}
-
-// Whether RoPE turns the heads of a layer.
-inline bool has_rope(const Variant& v, int layer) {
-    return !v.nope_every || layer % int(v.nope_every) != 0;
-}
-
-// Whether a layer has experts, in a model that has them.
-inline bool is_sparse(const Variant& v, int layer) {
-    return layer > int(v.dense_first) && layer % int(v.sparse_every) == 0;
-}
-
-// ----------------------------------------------------------------------------
-// what a model_type has, whatever the sizes are
-
-inline void set_variant(Variant& v, const std::string& type) {
-    // Norms of q and k, and of branches.
-    bool gemma = type == "gemma2" || type == "gemma3_text";
-    bool olmo = type == "olmo2";
-    v.whole_qk_norm = olmo || type == "olmoe";
-    v.qk_norm = v.whole_qk_norm || type == "qwen3" || type == "qwen3_moe" || type == "gemma3_text";
-    v.pre_norm = !olmo;
-    v.post_norm = olmo || gemma;
-
-    // Gemma's norms, gate and embedding.
-    v.norm_plus = gemma ? 1 : 0;
-    v.gate = gemma ? Gate::GELU : Gate::SILU;
-    v.scaled_embedding = gemma;
-
-    // gpt-oss.
-    bool oss = type == "gpt_oss";
-    v.sinks = oss;
-    v.expert_bias = oss;
-    v.gate_alpha = oss ? 1.702 : 1;
-    v.gate_limit = oss ? 7 : 0;
-}
-
 // ----------------------------------------------------------------------------
 // shape
 
@@ -165,69 +61,207 @@ typedef std::vector<AdapterSet> AdapterSets;
 enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, GPT_OSS, DEEPSEEK };
 enum class Position { LEARNED, ROPE, ALIBI };
 
+// The fields of one technique are one member. As they stand they are GPT-2's; set_variant() and
+// config.json state what differs. A count of 0: there is nothing of the kind.
+
+struct EmbeddingShape {
+    bool tied = true; // the head is the token table
+    Position position = Position::LEARNED;
+    bool scaled = false; // Gemma: times the root of C
+};
+
+// Norms, and the ffn.
+struct BlockShape {
+    float norm_eps = 1e-5f;
+    float norm_plus = 0;        // Gemma: RMSNorm multiplies by this + weight
+    bool qk_norm = false;       // Qwen3: each head's q and k are normed before RoPE
+    bool whole_qk_norm = false; // with qk_norm, OLMo-2: all heads of a token are one row
+    bool pre_norm = true;       // a branch reads a norm of the stream; OLMo-2's the stream itself
+    bool post_norm = false;     // OLMo-2, Gemma: a branch's result is normed before it joins
+    bool parallel = false;      // GPT-NeoX: both branches read the block's input
+    Gate gate = Gate::SILU;     // Llama's ffn; Gemma: GELU
+    bool exact_gelu = false;    // GPT-NeoX: by erf, in place of the tanh form
+    bool mlp_bias = false;      // some Llamas: biases on gate, up and down
+};
+
+struct AttentionShape {
+    bool qkv_bias = true;          // GPT-2 and Qwen2 have biases on q, k, v
+    bool o_bias = false;           // some Llamas
+    size_t window = 0;             // keys further back are not seen
+    size_t window_from = 0;        // Qwen: the first block that has the window
+    size_t full_every = 0;         // Gemma: every so many blocks one has no window
+    std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
+    double score_scalar = 0;       // scores are q.k over the root of this; 0: of HS
+    float softcap = 0;             // Gemma 2
+    bool sinks = false;            // gpt-oss: a logit of each head joins its softmax (sinks.cuh)
+};
+
+struct RopeShape {
+    double theta = 10000;
+    RopeScaling scaling;
+    double window_theta = 0; // Gemma 3: the base where a window is; 0: the others'
+    size_t rotary = 0;       // channels of a head that turn; 0: all
+    size_t nope_every = 0;   // SmolLM3: every so many blocks one has no RoPE
+};
+
+// DeepSeek: latent attention (mla.h). The last channels of a head turn, pairs of neighbours.
+struct LatentShape {
+    size_t kv = 0;   // channels of the latent of keys and values; 0: there is none
+    size_t q = 0;    // of queries
+    size_t HS_v = 0; // channels of a head of values; 0: HS
+};
+
+// Some blocks have an ffn in place of experts, or beside them experts of every token.
+struct ExpertShape {
+    size_t E = 0, K = 0; // experts of each block, and how many each token goes through
+    Router router = Router::RENORMALISED;
+    float gate_scale = 1;           // multiplies the gates of all experts
+    ExpertCapacity capacity;        // limits the tokens of an expert; a plan fills in the numbers
+    double balance = 0, z_loss = 0; // weights of the router's terms in the trained loss (moe.cuh)
+    size_t ffn_beside = 0;          // layer_shape(): width of shared experts, or of a dense ffn
+    size_t dense_first = 0;         // DeepSeek: the first so many blocks have an ffn
+    size_t sparse_every = 1;        // Qwen: every so many blocks one has experts
+    size_t dense_F = 0;             // the width of that ffn
+    size_t shared_F = 0;            // of the shared experts together; 0: there are none
+    bool shared_gate = false;       // Qwen2-MoE: each token weighs them by a sigmoid of its own
+    size_t groups = 1;              // DeepSeek: equal groups of experts
+    size_t kept_groups = 1;         // of which a token may choose from so many
+    bool choice_bias = false;       // DeepSeek-V3: numbers that the choice adds to scores
+    bool bias = false;              // gpt-oss: router and experts have biases
+    double gate_alpha = 1;          // gpt-oss: gates are x sigmoid(alpha x)
+    double gate_limit = 0; // gpt-oss: they and up are clamped, and up + 1 multiplies; 0: neither
+    size_t ranks = 1;               // ranks that share out the experts
+    bool whole = false;             // tp ranks cut no expert, and each routes its own rows
+};
+
+// fp8 in the products of blocks, attention's own left out.
+struct Fp8Shape {
+    Fp8 kind = Fp8::NONE;
+    Fp8Rule rule;     // how DELAYED chooses scales
+    bool kept = true; // cast weights once a step (fp8.h), else at each product
+};
+
+struct LossShape {
+    Objective objective = {}; // the loss of the running plan, for the head
+    size_t logits_bytes = 0;  // bytes of logits at a time; 0: head.h chooses for the device
+    size_t logits_rows = 64;  // a chunk of logits has a multiple of so many rows
+    float softcap = 0;        // Gemma 2
+};
+
+// Trained in place of all weights.
+struct TunedShape {
+    std::shared_ptr<const Adapters> adapters; // if not null, only these are trained (adapters.h)
+    std::shared_ptr<const AdapterSets> sets;  // if not null, each generated text chooses from these
+    size_t prefix = 0; // if not 0, only so many keys and values of each layer are trained
+};
+
+// A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); its V may be 0.
+struct RankShape {
+    size_t vocab_start = 0; // this rank's first token
+    size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
+    size_t rows = 1;        // ranks that share the rows of the residual stream
+};
+
 // The default is GPT-2's: presets and config.json state only what differs.
-struct Shape : Variant {
+struct Shape {
     Family family = Family::GPT2;
     std::string hf_type = "gpt2";   // model_type in config.json: gpt2, llama, gemma2, ...
     size_t L = 0;                   // blocks
     size_t NH = 0, NKV = 0, HS = 0; // heads, key/value heads, head size
     size_t C = 0, F = 0;            // channels, ffn width; with experts the width of one expert
-    size_t E = 0, K = 0;            // experts of each block, and how many each token goes through
-    Router router = Router::RENORMALISED;
-    float gate_scale = 1;           // multiplies the gates of all experts
-    ExpertCapacity capacity;        // limits the tokens of an expert; a plan fills in the numbers
-    size_t ffn_beside = 0;          // layer_shape(): width of shared experts, or of a dense ffn
     size_t V = 0;                   // vocabulary
     size_t P = 0;                   // positions that the model has: the limit of T and prompts
-    Position position = Position::LEARNED;
-    bool qkv_bias = true; // GPT-2 and Qwen2 have biases on q, k, v
-    bool o_bias = false, mlp_bias = false; // some Llamas: biases on o; on gate, up and down
-    bool tied = true;     // the head is the token table
-    float norm_eps = 1e-5f;
-    double rope_theta = 10000;
-    RopeScaling rope_scaling;
-    size_t logits_bytes = 0; // bytes of logits at a time; 0: head.h chooses for the device
-    size_t logits_rows = 64; // a chunk of logits has a multiple of so many rows
-    Fp8 fp8 = Fp8::NONE;     // fp8 in the products of blocks, attention's own left out
-    Fp8Rule fp8_rule;        // how DELAYED chooses scales
-    bool fp8_kept = true;    // cast weights once a step (fp8.h), else at each product
-    double balance = 0, z_loss = 0; // weights of the router's terms in the trained loss (moe.cuh)
-    Objective objective = {};                 // the loss of the running plan, for the head
-    std::shared_ptr<const Adapters> adapters; // if not null, only these are trained (adapters.h)
-    std::shared_ptr<const AdapterSets> sets;  // if not null, each generated text chooses from these
-    size_t prefix = 0; // if not 0, only so many keys and values of each layer are trained
-
-    // A tensor-parallel rank sees its own NH, NKV, F and V (tensor_parallel.h); its V may be 0.
-    size_t vocab_start = 0; // this rank's first token
-    size_t padded = 0;      // rows of this rank's tables; 0: V rounded up
-    size_t row_ranks = 1;   // ranks that share the rows of the residual stream
-    size_t expert_ranks = 1;    // ranks that share out the experts
-    bool whole_experts = false; // tp ranks cut no expert, and each routes its own rows
+    EmbeddingShape embedding;
+    BlockShape block;
+    AttentionShape attention;
+    RopeShape rope;
+    LatentShape latent;
+    ExpertShape experts;
+    Fp8Shape fp8;
+    LossShape loss;
+    TunedShape tuned;
+    RankShape rank;
 
     // The rows of a token table: the vocabulary, padded with zero rows that never reach a file.
-    size_t Vp() const { return padded ? padded : round_up(V, 128); }
+    size_t Vp() const { return rank.padded ? rank.padded : round_up(V, 128); }
 };
+
+// ----------------------------------------------------------------------------
+// what a layer has: block b is layer b + 1
+
+// The window; 0: queries see all keys before them.
+inline size_t window_of(const Shape& v, int layer) {
+    bool full = v.attention.full_every && layer % int(v.attention.full_every) == 0;
+    bool begun = layer > int(v.attention.window_from) && !v.attention.full_layers[size_t(layer)];
+    return begun && !full ? v.attention.window : 0;
+}
+
+// The channels of a head that RoPE turns.
+inline size_t rotary_channels(const Shape& v, size_t HS) {
+    return v.rope.rotary ? v.rope.rotary : HS;
+}
+
+// The first of them.
+inline size_t first_rotary(const Shape& v, size_t HS) {
+    return v.latent.kv ? HS - rotary_channels(v, HS) : 0;
+}
+
+// Whether RoPE turns the heads of a layer.
+inline bool has_rope(const Shape& v, int layer) {
+    return !v.rope.nope_every || layer % int(v.rope.nope_every) != 0;
+}
+
+// Whether a layer has experts, in a model that has them.
+inline bool is_sparse(const Shape& v, int layer) {
+    return layer > int(v.experts.dense_first) && layer % int(v.experts.sparse_every) == 0;
+}
+
+// ----------------------------------------------------------------------------
+// what a model_type has, whatever the sizes are
+
+inline void set_variant(Shape& v, const std::string& type) {
+    // Norms of q and k, and of branches.
+    bool gemma = type == "gemma2" || type == "gemma3_text";
+    bool olmo = type == "olmo2";
+    v.block.whole_qk_norm = olmo || type == "olmoe";
+    v.block.qk_norm =
+        v.block.whole_qk_norm || type == "qwen3" || type == "qwen3_moe" || type == "gemma3_text";
+    v.block.pre_norm = !olmo;
+    v.block.post_norm = olmo || gemma;
+
+    // Gemma's norms, gate and embedding.
+    v.block.norm_plus = gemma ? 1 : 0;
+    v.block.gate = gemma ? Gate::GELU : Gate::SILU;
+    v.embedding.scaled = gemma;
+
+    // gpt-oss.
+    bool oss = type == "gpt_oss";
+    v.attention.sinks = oss;
+    v.experts.bias = oss;
+    v.experts.gate_alpha = oss ? 1.702 : 1;
+    v.experts.gate_limit = oss ? 7 : 0;
+}
 
 // The shape of one layer: a block has a dense ffn, experts, or both.
 inline Shape layer_shape(Shape s, int layer) {
     // Families without experts keep their ffn's width in F: most of them leave ffn_beside at 0.
-    bool sparse = s.E && is_sparse(s, layer);
-    s.ffn_beside = sparse ? s.shared_F : s.dense_F;
-    if (!sparse) s.E = s.K = 0;
+    bool sparse = s.experts.E && is_sparse(s, layer);
+    s.experts.ffn_beside = sparse ? s.experts.shared_F : s.experts.dense_F;
+    if (!sparse) s.experts.E = s.experts.K = 0;
     return s;
 }
 
 // Channels of all heads in one of attention's two products. Values may be narrower than keys, so
 // this is the mean of both products.
 inline double attention_channels(const Shape& s) {
-    size_t values = s.HS_v ? s.HS_v : s.HS;
+    size_t values = s.latent.HS_v ? s.latent.HS_v : s.HS;
     return double(s.NH * (s.HS + values)) / 2;
 }
 
 // Elements of the cache for a token and layer: a key and a value of each head, or with latent
 // attention the latent and the rotary part of all keys (mla.h).
 inline size_t cached_elements(const Shape& s) {
-    return s.kv_latent ? s.kv_latent + s.rotary : 2 * s.NKV * s.HS;
+    return s.latent.kv ? s.latent.kv + s.rope.rotary : 2 * s.NKV * s.HS;
 }
 
 // ----------------------------------------------------------------------------
@@ -460,7 +494,7 @@ inline void add_parameter(Model& m, Parameter p) {
 
 // The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
 inline size_t active_elements(const Model& m, const Parameter& p) {
-    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.K : p.file_elements();
+    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.experts.K : p.file_elements();
 }
 inline size_t active_parameters(const Model& m) {
     size_t n = 0;

@@ -19,40 +19,43 @@ inline Shape gpt2_shape(size_t L, size_t NH, size_t C, size_t V = 50257, size_t 
 inline Shape llama_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F, size_t V, size_t P,
                          double theta) {
     Shape s;
-    s.family = Family::LLAMA, s.hf_type = "llama", s.position = Position::ROPE;
+    s.family = Family::LLAMA, s.hf_type = "llama", s.embedding.position = Position::ROPE;
     s.L = L, s.C = C, s.F = F;
     s.NH = NH, s.NKV = NKV, s.HS = C / NH;
     s.V = V, s.P = P;
-    s.qkv_bias = false, s.tied = false, s.rope_theta = theta;
+    s.attention.qkv_bias = false, s.embedding.tied = false, s.rope.theta = theta;
     return s;
 }
 
 // GPT-NeoX: GPT-2's block with parallel branches; RoPE rotates a quarter of each head.
 inline Shape neox_shape(size_t L, size_t NH, size_t C, size_t V, size_t P = 2048) {
     Shape s = gpt2_shape(L, NH, C, V, P);
-    s.family = Family::NEOX, s.hf_type = "gpt_neox", s.position = Position::ROPE;
-    s.tied = false, s.parallel = s.exact_gelu = true, s.rotary = s.HS / 4;
+    s.family = Family::NEOX, s.hf_type = "gpt_neox", s.embedding.position = Position::ROPE;
+    s.embedding.tied = false, s.block.parallel = s.block.exact_gelu = true,
+    s.rope.rotary = s.HS / 4;
     return s;
 }
 
 // Llama 3.1 stretches RoPE from 8192 positions to 131072.
 inline Shape llama31_shape(size_t L, size_t NH, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, 8, C, F, 128256, 131072, 500000);
-    s.rope_scaling = {8, 1, 4, 8192};
+    s.rope.scaling = {8, 1, 4, 8192};
     return s;
 }
 
 // Qwen2 has biases on q, k and v.
 inline Shape qwen2_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, NKV, C, F, 151936, 32768, 1000000);
-    s.hf_type = "qwen2", s.qkv_bias = true, s.tied = true, s.norm_eps = 1e-6f;
+    s.hf_type = "qwen2", s.attention.qkv_bias = true, s.embedding.tied = true,
+    s.block.norm_eps = 1e-6f;
     return s;
 }
 
 // Qwen3 normalises q and k, and its heads are wider than C / NH.
 inline Shape qwen3_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     Shape s = llama_shape(L, NH, NKV, C, F, 151936, 40960, 1000000);
-    s.hf_type = "qwen3", s.qk_norm = true, s.tied = true, s.HS = 128, s.norm_eps = 1e-6f;
+    s.hf_type = "qwen3", s.block.qk_norm = true, s.embedding.tied = true, s.HS = 128,
+    s.block.norm_eps = 1e-6f;
     return s;
 }
 
@@ -60,7 +63,7 @@ inline Shape qwen3_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
 inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps, size_t HS = 0) {
     set_variant(s, type);
     s.hf_type = type;
-    s.tied = tied, s.norm_eps = norm_eps;
+    s.embedding.tied = tied, s.block.norm_eps = norm_eps;
     if (HS) s.HS = HS;
     return s;
 }
@@ -70,7 +73,8 @@ inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps,
 inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_every) {
     // Heads have 256 channels, whatever C is.
     s = variant_shape(type, s, true, 1e-6f, 256);
-    s.score_scalar = 256, s.sliding_window = window, s.full_every = full_every;
+    s.attention.score_scalar = 256, s.attention.window = window,
+    s.attention.full_every = full_every;
     return s;
 }
 
@@ -78,7 +82,7 @@ inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_e
 inline Shape gemma2_2b() {
     Shape s = llama_shape(26, 8, 4, 2304, 9216, 256000, 8192, 10000);
     s = gemma_shape("gemma2", s, 4096, 2);
-    s.score_softcap = 50, s.logit_softcap = 30;
+    s.attention.softcap = 50, s.loss.softcap = 30;
     return s;
 }
 
@@ -86,7 +90,7 @@ inline Shape gemma2_2b() {
 inline Shape gemma3_1b() {
     Shape s = llama_shape(26, 4, 1, 1152, 6912, 262144, 32768, 1000000);
     s = gemma_shape("gemma3_text", s, 512, 6);
-    s.window_theta = 10000;
+    s.rope.window_theta = 10000;
     return s;
 }
 
@@ -94,7 +98,7 @@ inline Shape gemma3_1b() {
 inline Shape smollm3_3b() {
     Shape s = llama_shape(36, 16, 4, 2048, 11008, 128256, 65536, 5000000);
     s = variant_shape("smollm3", s, true, 1e-6f);
-    s.nope_every = 4;
+    s.rope.nope_every = 4;
     return s;
 }
 
@@ -109,7 +113,7 @@ inline Shape olmo2_7b() {
 inline Shape phi3_mini() {
     Shape s = llama_shape(32, 32, 32, 3072, 8192, 32064, 4096, 10000);
     s = variant_shape("phi3", s, false, 1e-5f);
-    s.sliding_window = 2047;
+    s.attention.window = 2047;
     return s;
 }
 
@@ -122,8 +126,8 @@ inline Shape gpt3_shape(size_t L, size_t NH, size_t C) { return gpt2_shape(L, NH
 inline Shape mixtral_shape(Shape s, size_t E, size_t K, size_t F) {
     // The kind of norm on q and k tells the model classes apart.
     s.family = Family::MIXTRAL;
-    s.hf_type = !s.qk_norm ? "mixtral" : s.whole_qk_norm ? "olmoe" : "qwen3_moe";
-    s.E = E, s.K = K, s.F = F;
+    s.hf_type = !s.block.qk_norm ? "mixtral" : s.block.whole_qk_norm ? "olmoe" : "qwen3_moe";
+    s.experts.E = E, s.experts.K = K, s.F = F;
     return s;
 }
 
@@ -131,7 +135,7 @@ inline Shape mixtral_shape(Shape s, size_t E, size_t K, size_t F) {
 inline Shape qwen3_moe_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F) {
     // A token goes through 8 of 128 experts, at every size.
     Shape s = mixtral_shape(qwen3_shape(L, NH, NKV, C, F), 128, 8, F);
-    s.tied = false;
+    s.embedding.tied = false;
     return s;
 }
 
@@ -140,8 +144,8 @@ inline Shape qwen3_moe_shape(size_t L, size_t NH, size_t NKV, size_t C, size_t F
 inline Shape qwen15_moe() {
     Shape s = mixtral_shape(llama_shape(24, 16, 16, 2048, 0, 151936, 8192, 1000000), 60, 4, 1408);
     // The gates are the softmax's own. The shared expert is as wide as the four chosen ones.
-    s.hf_type = "qwen2_moe", s.qkv_bias = true, s.norm_eps = 1e-6f;
-    s.router = Router::SOFTMAX, s.shared_F = 5632, s.shared_gate = true;
+    s.hf_type = "qwen2_moe", s.attention.qkv_bias = true, s.block.norm_eps = 1e-6f;
+    s.experts.router = Router::SOFTMAX, s.experts.shared_F = 5632, s.experts.shared_gate = true;
     return s;
 }
 
@@ -151,7 +155,7 @@ inline Shape olmoe_1b_7b() {
     Shape s = llama_shape(16, 16, 16, 2048, 0, 50304, 4096, 10000);
     set_variant(s, "olmoe");
     s = mixtral_shape(s, 64, 8, 1024);
-    s.router = Router::SOFTMAX;
+    s.experts.router = Router::SOFTMAX;
     return s;
 }
 
@@ -162,14 +166,14 @@ inline Shape gpt_oss_shape(size_t L, size_t E) {
     s = mixtral_shape(s, E, 4, 2880);
     s = variant_shape("gpt_oss", s, false, 1e-5f, 64);
     s.family = Family::GPT_OSS;
-    s.qkv_bias = true; // and, without a flag, those of router and experts
-    s.o_bias = true;
-    s.sliding_window = 128;
-    s.full_every = 2;
+    s.attention.qkv_bias = true; // and, without a flag, those of router and experts
+    s.attention.o_bias = true;
+    s.attention.window = 128;
+    s.attention.full_every = 2;
 
     // Cosines and sines grow with the logarithm of the factor.
     float size = float(0.1 * std::log(32.0) + 1);
-    s.rope_scaling = {32, 1, 4, 4096, RopeKind::YARN, 32, 1, false, size};
+    s.rope.scaling = {32, 1, 4, 4096, RopeKind::YARN, 32, 1, false, size};
     return s;
 }
 
@@ -187,36 +191,36 @@ struct LatentSizes {
 inline Shape deepseek_shape(const char* type, Shape s, LatentSizes d, size_t W) {
     s.family = Family::DEEPSEEK;
     s.hf_type = type;
-    s.norm_eps = 1e-6f;
-    s.F = s.dense_F = W;
+    s.block.norm_eps = 1e-6f;
+    s.F = s.experts.dense_F = W;
 
     // Heads.
-    s.q_latent = d.DQ;
-    s.kv_latent = d.DC;
+    s.latent.q = d.DQ;
+    s.latent.kv = d.DC;
     s.HS = d.plain + d.rotary;
-    s.rotary = d.rotary;
-    s.HS_v = d.HS_v;
+    s.rope.rotary = d.rotary;
+    s.latent.HS_v = d.HS_v;
     return s;
 }
 
 // Add experts after the first `dense` blocks: E experts of F channels, and `shared` ones
 // for every token.
 inline Shape with_experts(Shape s, size_t dense, size_t E, size_t K, size_t F, size_t shared) {
-    s.dense_first = dense;
-    s.E = E;
-    s.K = K;
+    s.experts.dense_first = dense;
+    s.experts.E = E;
+    s.experts.K = K;
     s.F = F;
-    s.shared_F = shared * F;
-    s.router = Router::SOFTMAX;
+    s.experts.shared_F = shared * F;
+    s.experts.router = Router::SOFTMAX;
     return s;
 }
 
 // YaRN to 163840 positions. Scores are multiplied by the square of the size that `mscale` gives.
 inline Shape deepseek_yarn(Shape s, double mscale) {
-    s.rope_scaling = {40, 1, 4, 4096, RopeKind::YARN};
+    s.rope.scaling = {40, 1, 4, 4096, RopeKind::YARN};
     // Scores are divided by the root of score_scalar, hence the fourth power.
     double size = 0.1 * mscale * std::log(40.0) + 1;
-    s.score_scalar = double(s.HS) / std::pow(size, 4);
+    s.attention.score_scalar = double(s.HS) / std::pow(size, 4);
     return s;
 }
 
@@ -233,10 +237,10 @@ inline Shape deepseek_v2() {
     Shape s = llama_shape(60, 128, 128, 5120, 0, 102400, 163840, 10000);
     s = deepseek_shape("deepseek_v2", s, {1536, 512, 128, 64, 128}, 12288);
     s = with_experts(s, 1, 160, 6, 1536, 2);
-    s.gate_scale = 16;
+    s.experts.gate_scale = 16;
     // A token's experts come from three of eight groups.
-    s.expert_groups = 8;
-    s.kept_groups = 3;
+    s.experts.groups = 8;
+    s.experts.kept_groups = 3;
     return deepseek_yarn(s, 0.707);
 }
 
@@ -245,12 +249,12 @@ inline Shape deepseek_v3() {
     Shape s = llama_shape(61, 128, 128, 7168, 0, 129280, 163840, 10000);
     s = deepseek_shape("deepseek_v3", s, {1536, 512, 128, 64, 128}, 18432);
     s = with_experts(s, 3, 256, 8, 2048, 1);
-    s.router = Router::SIGMOID;
-    s.choice_bias = true;
-    s.gate_scale = 2.5f;
+    s.experts.router = Router::SIGMOID;
+    s.experts.choice_bias = true;
+    s.experts.gate_scale = 2.5f;
     // A token's experts come from four of eight groups.
-    s.expert_groups = 8;
-    s.kept_groups = 4;
+    s.experts.groups = 8;
+    s.experts.kept_groups = 4;
     return deepseek_yarn(s, 1);
 }
 

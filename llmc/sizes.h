@@ -59,11 +59,12 @@ inline Shape rank_shape(const Plan& p, const Model& model) {
     bool generates = p.mode == Mode::GENERATE;
     bool cut_rows = p.layout.sequence_parallel && !generates;
     Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
-    s.expert_ranks = size_t(p.layout.ep);
-    s.objective = p.objective;
-    s.objective.ranks = size_t(p.layout.cp.size);
+    s.experts.ranks = size_t(p.layout.ep);
+    s.loss.objective = p.objective;
+    s.loss.objective.ranks = size_t(p.layout.cp.size);
     if (!generates)
-        s.capacity = expert_capacity(s.capacity.factor, p.T, s.E, s.K);
+        s.experts.capacity =
+            expert_capacity(s.experts.capacity.factor, p.T, s.experts.E, s.experts.K);
     return s;
 }
 
@@ -198,8 +199,8 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
 // The bytes of LOADS: how many slots choose each block's experts in a step, (L,E), and with a
 // capacity how many of these are dropped, (L,E).
 inline size_t loads_bytes(const Shape& s) {
-    size_t tables = s.capacity.factor > 0 ? 2 : 1;
-    return tables * s.L * s.E * sizeof(int);
+    size_t tables = s.experts.capacity.factor > 0 ? 2 : 1;
+    return tables * s.L * s.experts.E * sizeof(int);
 }
 
 // The workspace of experts: their products by group, the router's product into acc, and how often
@@ -207,27 +208,28 @@ inline size_t loads_bytes(const Shape& s) {
 template <typename T, typename S>
 size_t expert_workspace(const Plan& p, const Model& model, const Shape& s, const Parameter& stack,
                         S where) {
+    const ExpertShape& e = s.experts;
     // Size the experts' products and their adapters'. Any expert may get all rows, or none.
     size_t N = p.rows();
     ExpertCounts n = expert_counts(s, N);
     Groups g = {nullptr, n.experts, stack.local_rows() / n.experts, stack.local_cols(), n.rows};
-    size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * s.E * sizeof(int));
+    size_t bytes = std::max(grouped_scratch_bytes<T>(g, where), p.B * e.E * sizeof(int));
     for (size_t r : ranks_of(model, stack))
         bytes = std::max(bytes, lora_grouped_scratch_bytes<T>(g, r, where));
-    if (s.expert_ranks > 1)
+    if (e.ranks > 1)
         bytes = std::max(bytes, n.slots * sizeof(int)); // slots' experts, by this rank's numbers
     if (p.layout.experts.exchange)
-        bytes = std::max(bytes, travel_bytes(s.expert_ranks, routed_rows(s, N)));
+        bytes = std::max(bytes, travel_bytes(e.ranks, routed_rows(s, N)));
 
     // Whole experts know all tokens' choices: those that are taken pass through here.
-    size_t choices = N * s.K * sizeof(int);
-    if (s.whole_experts)
+    size_t choices = N * e.K * sizeof(int);
+    if (e.whole)
         bytes = std::max(bytes, choices);
 
     // Size the router's product, for all rows and in generation for a single token.
     size_t rows = p.mode == Mode::GENERATE ? 1 : routed_rows(s, N);
     for (size_t n : {N, rows}) {
-        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, s.E, s.C, where));
+        bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, e.E, s.C, where));
         bytes = std::max(bytes, wide_product_scratch_bytes<T>(n, 1, s.C, where)); // shared router
     }
     return bytes;
@@ -254,10 +256,10 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
         }
 
         // A matrix: the product's own scratch, its operands in fp8, and its adapter's products.
-        for (size_t rows : {N, generates ? head_rows(p) : N, N / s.row_ranks}) {
+        for (size_t rows : {N, generates ? head_rows(p) : N, N / s.rank.rows}) {
             size_t OC = w.local_rows(), IC = w.local_cols();
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
-            size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8);
+            size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8.kind);
             most = std::max(most, bytes + operands);
             for (size_t r : ranks_of(model, w))
                 most = std::max(most, lora_scratch_bytes<T>(rows, OC, IC, r, where));
@@ -309,7 +311,7 @@ size_t context_plan_bytes(const Plan& p, const Model& model) {
 template <typename T, typename S>
 ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where) {
     const Shape s = layer_shape(rank_shape(p, model), layer);
-    size_t N = p.rows(), all_rows = s.row_ranks > 1 ? N * s.C * sizeof(T) : 0;
+    size_t N = p.rows(), all_rows = s.rank.rows > 1 ? N * s.C * sizeof(T) : 0;
 
     // NORM and the head have rows of their own. Embedding and blocks gather rows over tp.
     ScratchTable table;
@@ -325,21 +327,21 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
         table.add(ScratchKind::ALL_ROWS, all_rows);
 
         // Experts need rows of slots, and if ranks share out the experts rows of all tokens.
-        if (layer > 0 && s.E) {
+        if (layer > 0 && s.experts.E) {
             ExpertCounts n = expert_counts(s, N);
             table.add(ScratchKind::SLOT_ROWS, n.rows * s.C * sizeof(T));
-            if (s.expert_ranks > 1)
+            if (s.experts.ranks > 1)
                 table.add(ScratchKind::TOKEN_ROWS, n.tokens * s.C * sizeof(T));
             if (p.layout.experts.exchange)
                 table.add(ScratchKind::EXCHANGE_ROWS, 2 * n.tokens * s.C * sizeof(T));
         }
 
         // The rest belongs to single techniques: without them a row has 0 bytes.
-        if (layer > 0 && s.kv_latent)
+        if (layer > 0 && s.latent.kv)
             table.add(ScratchKind::HEADS,
                       latent_rooms(s, N, p.mode, largest_rank(model, layer)) * sizeof(T));
         table.add(ScratchKind::WIDE, wide_bytes<T>(p.stored, model, layer));
-        size_t slots = s.E ? expert_counts(s, N).rows : 0;
+        size_t slots = s.experts.E ? expert_counts(s, N).rows : 0;
         size_t room = std::max(N * largest_rank(model, layer),
                                slots * largest_rank(model, layer, true));
         table.add(ScratchKind::ROOM, room * sizeof(T));
@@ -355,10 +357,10 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
 // The bytes of RoPE's table (P, rotary/2, 2), of two such tables, or of ALiBi's slopes (NH).
 template <typename T>
 size_t constants_bytes(const Plan& p, const Model& model, const Shape& s) {
-    size_t positions = std::max(p.T, p.cache) + s.prefix;
-    switch (s.position) {
+    size_t positions = std::max(p.T, p.cache) + s.tuned.prefix;
+    switch (s.embedding.position) {
     case Position::ROPE:
-        return (s.window_theta ? 2 : 1) *
+        return (s.rope.window_theta ? 2 : 1) *
                round_up(positions * rotary_channels(s, s.HS) * sizeof(acc_t<T>), ARENA_ALIGN);
     case Position::ALIBI: return model.shape.NH * sizeof(float);
     default: return 0;
@@ -441,7 +443,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
 
     // Single values, and tables that last for the run.
     case Kind::SCALE: return sizeof(StepScale);
-    case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8_rule);
+    case Kind::AMAX: return fp8_history_bytes(fp8_slots(model), model.shape.fp8.rule);
     case Kind::CAST: return cast_bytes(p, model);
     case Kind::MAXIMA: return maxima_bytes(p, model);
     case Kind::CODES: return codes_bytes(p, model, d.of);
@@ -454,7 +456,7 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
 
     // The residual stream, whose rows sequence parallelism shares out, and results of the head.
     case Kind::STREAM:
-    case Kind::DSTREAM: return N / s.row_ranks * s.C * sizeof(T);
+    case Kind::DSTREAM: return N / s.rank.rows * s.C * sizeof(T);
     case Kind::LOSS: // after the sums, evaluation keeps three numbers for each row
         return p.mode == Mode::EVALUATE ? ARENA_ALIGN + 3 * N * sizeof(A) : sizeof(LossSums);
     case Kind::LOGITS: return head_rows(p) * s.Vp() * sizeof(T);

@@ -74,13 +74,14 @@ void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums
 template <typename T, typename S>
 void init_constants(Trainer<T, S>& t) {
     const Shape& s = t.model.shape;
+    const RopeShape& rope = s.rope;
     unsigned char* base = address<unsigned char>(t, {Kind::CONSTANTS});
     if (!base) return; // this rank has no blocks
 
     // Make the tables long enough for every plan.
     size_t rows = 0;
     for (const Plan& p : t.plans)
-        rows = std::max({rows, p.T + s.prefix, p.cache + s.prefix});
+        rows = std::max({rows, p.T + s.tuned.prefix, p.cache + s.tuned.prefix});
 
     // Fill RoPE's table, which serves every head. Layers with a window may have one after it. The
     // text begins after a prefix of n tokens, in row n.
@@ -90,16 +91,16 @@ void init_constants(Trainer<T, S>& t) {
         rope_table(table.data(), rows, channels, theta, scaling);
         copy_in(to, table.data(), table.size() * sizeof(table[0]), t.ctx.where);
         wait_for(t.ctx.where); // the copy reads `table`, which ends here
-        return to + s.prefix * channels * sizeof(table[0]);
+        return to + s.tuned.prefix * channels * sizeof(table[0]);
     };
     size_t behind = round_up(rows * channels * sizeof(acc_t<T>), ARENA_ALIGN);
-    if (s.position == Position::ROPE)
-        t.rope.table = fill(base, s.rope_theta, s.rope_scaling);
-    if (t.rope.table && s.window_theta)
-        t.rope.window = fill(base + behind, s.window_theta, {});
+    if (s.embedding.position == Position::ROPE)
+        t.rope.table = fill(base, rope.theta, rope.scaling);
+    if (t.rope.table && rope.window_theta)
+        t.rope.window = fill(base + behind, rope.window_theta, {});
 
     // Fill ALiBi's slopes, one for each head. A rank points at the slopes of its own heads.
-    if (s.position == Position::ALIBI) {
+    if (s.embedding.position == Position::ALIBI) {
         std::vector<float> slopes(s.NH);
         alibi_slopes(slopes.data(), s.NH);
         copy_in(base, slopes.data(), s.NH * sizeof(float), t.ctx.where);
@@ -498,10 +499,10 @@ template <typename T, typename S>
 void bind_layer(Trainer<T, S>& t, int layer) {
     size_t window = window_of(t.model.shape, layer);
     t.ctx.shape = layer_shape(t.ctx.rank_shape, layer);
-    t.ctx.shape.sliding_window = window;
+    t.ctx.shape.attention.window = window;
     t.ctx.rope = window && t.rope.window ? t.rope.window : t.rope.table;
     if (!has_rope(t.model.shape, layer)) t.ctx.rope = nullptr;
-    t.ctx.experts.loads = t.ctx.shape.E ? expert_loads(t, layer) : nullptr;
+    t.ctx.experts.loads = t.ctx.shape.experts.E ? expert_loads(t, layer) : nullptr;
 }
 
 // Run one action from start to end.

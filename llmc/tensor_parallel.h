@@ -31,8 +31,9 @@ namespace llmc {
 // Whether tp ranks can share a model's heads and ffn. There may be more ranks than key/value heads,
 // if each head goes to a whole number of ranks.
 inline bool tp_divides(const Shape& s, size_t tp) {
-    bool experts = s.whole_experts || s.F % tp == 0;
-    bool ffns = experts && s.dense_F % tp == 0 && s.shared_F % tp == 0;
+    const ExpertShape& e = s.experts;
+    bool experts = e.whole || s.F % tp == 0;
+    bool ffns = experts && e.dense_F % tp == 0 && e.shared_F % tp == 0;
     return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
 }
 
@@ -40,17 +41,17 @@ inline bool tp_divides(const Shape& s, size_t tp) {
 inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
     size_t n = size_t(tp);
     size_t rows = s.Vp() / n; // of the token table; the last ranks may have padding alone
-    s.vocab_start = size_t(rank) * rows;
-    s.padded = rows;
-    s.V = s.V > s.vocab_start ? std::min(s.V - s.vocab_start, rows) : 0;
+    s.rank.vocab_start = size_t(rank) * rows;
+    s.rank.padded = rows;
+    s.V = s.V > s.rank.vocab_start ? std::min(s.V - s.rank.vocab_start, rows) : 0;
 
     // Divide heads and ffn. With fewer key/value heads than ranks, several ranks share one head.
     s.NH /= n;
     s.NKV = std::max(s.NKV / n, size_t(1));
-    if (!s.whole_experts) s.F /= n;
-    s.dense_F /= n;
-    s.shared_F /= n;
-    s.row_ranks = sequence_parallel ? n : 1;
+    if (!s.experts.whole) s.F /= n;
+    s.experts.dense_F /= n;
+    s.experts.shared_F /= n;
+    s.rank.rows = sequence_parallel ? n : 1;
     return s;
 }
 
@@ -60,12 +61,12 @@ inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
 // Return the number of rows of the residual stream on this rank.
 template <typename S>
 size_t stream_rows(const Ctx<S>& ctx) { // R
-    return ctx.batch.rows() / ctx.shape.row_ranks;
+    return ctx.batch.rows() / ctx.shape.rank.rows;
 }
 
 // The number of rows that this rank routes: all N, or beside whole experts its own R.
 inline size_t routed_rows(const Shape& s, size_t N) {
-    return s.whole_experts ? N / s.row_ranks : N;
+    return s.experts.whole ? N / s.rank.rows : N;
 }
 template <typename S>
 size_t routed_rows(const Ctx<S>& ctx) { // n
@@ -75,14 +76,14 @@ size_t routed_rows(const Ctx<S>& ctx) { // n
 // The first of them.
 template <typename S>
 size_t first_routed(const Ctx<S>& ctx) {
-    bool own = ctx.shape.whole_experts && ctx.shape.row_ranks > 1;
+    bool own = ctx.shape.experts.whole && ctx.shape.rank.rows > 1;
     return own ? size_t(ctx.tp.rank) * stream_rows(ctx) : 0;
 }
 
 // The slice of `all` that belongs to this rank.
 template <typename T, typename S>
 T* my_rows(const Ctx<S>& ctx, T* all) { // (N,C) -> (R,C)
-    bool whole = ctx.shape.row_ranks == 1;
+    bool whole = ctx.shape.rank.rows == 1;
     return whole ? all : all + size_t(ctx.tp.rank) * stream_rows(ctx) * ctx.shape.C;
 }
 
@@ -90,7 +91,7 @@ T* my_rows(const Ctx<S>& ctx, T* all) { // (N,C) -> (R,C)
 // rows, nothing is copied: `rows` itself is returned.
 template <typename T, typename S>
 const T* gather_rows(Ctx<S>& ctx, T* all, const T* rows) { // (N,C) from (R,C)
-    if (ctx.shape.row_ranks == 1) return rows;
+    if (ctx.shape.rank.rows == 1) return rows;
     all_gather(ctx.tp, all, rows, stream_rows(ctx) * ctx.shape.C, ctx.where);
     return all;
 }
@@ -104,12 +105,12 @@ const T* gather_rows(Ctx<S>& ctx, const T* rows) {
 // sum_rows() reduces it into `out`. The two are one buffer unless rows are scattered.
 template <typename T, typename S>
 T* partial_rows(Ctx<S>& ctx, T* out) { // (N,C) for (R,C)
-    return ctx.shape.row_ranks == 1 ? out : static_cast<T*>(ctx.all_rows);
+    return ctx.shape.rank.rows == 1 ? out : static_cast<T*>(ctx.all_rows);
 }
 template <typename T, typename S>
 void sum_rows(Ctx<S>& ctx, T* out, const T* partial) { // (R,C) of (N,C) {+tp}
     size_t n = stream_rows(ctx) * ctx.shape.C;
-    if (ctx.shape.row_ranks == 1)
+    if (ctx.shape.rank.rows == 1)
         all_reduce_sum(ctx.tp, out, n, ctx.where);
     else
         reduce_scatter_sum(ctx.tp, out, partial, n, ctx.where);
@@ -162,11 +163,11 @@ struct InputsKept {
     Keep experts;
 };
 inline InputsKept inputs_kept(const Shape& s) {
-    bool all = !s.adapters && s.prefix == 0;
+    bool all = !s.tuned.adapters && s.tuned.prefix == 0;
     auto kept = [&](std::initializer_list<const char*> modules) {
         bool read = all;
-        for (size_t i = 0; !all && s.adapters && i < modules.size(); i++)
-            for (const auto& [module, adapter] : *s.adapters)
+        for (size_t i = 0; !all && s.tuned.adapters && i < modules.size(); i++)
+            for (const auto& [module, adapter] : *s.tuned.adapters)
                 read |= module.ends_with(modules.begin()[i]);
         return read ? Keep::CHEAP : Keep::PASSING;
     };
@@ -202,7 +203,7 @@ void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnPr
 template <typename T, typename S>
 void row_parallel_partial(Ctx<S>& ctx, T* partial, const T* inp, // (N,C) {+tp} (N,IC)
                           const Weight& w, const Weight& bias, const T* residual) { // (R,C)
-    size_t parts = ctx.shape.row_ranks, R = stream_rows(ctx);
+    size_t parts = ctx.shape.rank.rows, R = stream_rows(ctx);
     for (size_t i = 0; i < parts; i++) { // rows of rank i
         // Add bias and residual once: to scattered rows their owner adds them, else the
         // first rank does.
@@ -236,7 +237,7 @@ template <typename T, typename S>
 void row_parallel_backward_weight(Ctx<S>& ctx, const Weight& w,
                                   const T* dout, const T* all, // (R,C) (N,C)
                                   const T* inp, bool accumulate) { // (N,IC)
-    const T* rows = ctx.shape.row_ranks == 1 ? dout : all; // (N,C)
+    const T* rows = ctx.shape.rank.rows == 1 ? dout : all; // (N,C)
     linear_backward_weight(w, nullptr, rows, inp, ctx.batch.rows(), accumulate, ctx.blas,
                            ctx.where);
 }

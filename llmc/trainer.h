@@ -325,7 +325,7 @@ BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
     // Find the bucket by its role: its number depends on the model's family.
     int bucket = find_bucket(t.model, role, layer);
     int row = t.model.buckets[bucket].first;
-    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8 : Fp8::NONE; // the head stays wide
+    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8.kind : Fp8::NONE; // the head stays wide
     return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
             &t.stored.narrow[row], adapters, fp8_matrices(t)};
 }
@@ -362,7 +362,7 @@ void with_block(Trainer<T, S>& t, const Action& a, F f) {
         LayerAdapters of_experts = layer_adapters(t, a, Role::EXPERTS);
         t.ctx.prefix = layer_prefix(t, a);
         block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer, &adapters));
-        if (shape.E)
+        if (shape.experts.E)
             expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer, &of_experts));
 
         typename decltype(family)::template Acts<T> acts = {};
@@ -379,7 +379,7 @@ void with_head(const Trainer<T, S>& t, F f) {
     with_family(t.model.shape.family, [&](auto family) {
         typename decltype(family)::Head weights = {};
         head_parameters(weights, t.model.shape, bind_bucket(t, Role::HEAD, head));
-        if (t.model.shape.tied)
+        if (t.model.shape.embedding.tied)
             bind_bucket(t, Role::TOKENS, head).point(weights.lm_head);
         f(weights);
     });

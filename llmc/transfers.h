@@ -341,7 +341,7 @@ InFlight<S> start_sendrecv(Trainer<T, S>& t, const Action& a) {
     // A stream has the rows of a micro-batch, or this rank's share of them.
     const Plan& p = t.plans[t.plan];
     bool generates = p.mode == Mode::GENERATE;
-    size_t rows = generates ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.row_ranks;
+    size_t rows = generates ? t.ctx.batch.rows() : p.rows() / t.ctx.shape.rank.rows;
     size_t bytes = rows * t.model.shape.C * sizeof(T);
 
     std::vector<CommMessage> messages;

@@ -210,13 +210,13 @@ inline std::string gguf_check(const Shape& s, const std::string& path) {
     if (a == "qwen2" && s.NH * s.HS != s.C)
         return concat(flag, ": llama.cpp's qwen2 has heads of ", s.C, " channels together, this "
                       "model's have ", s.NH * s.HS, ": export a folder");
-    if (a == "qwen3" && s.o_bias)
+    if (a == "qwen3" && s.attention.o_bias)
         return flag + ": llama.cpp's qwen3 has no biases: export a folder";
 
     // llama.cpp reads rope_freqs.weight only for llama, and has no place for a
     // factor of the cosines.
     bool divides = a == "llama";
-    if (scales(s.rope_scaling) && (!divides || s.rope_scaling.attention_factor != 1))
+    if (scales(s.rope.scaling) && (!divides || s.rope.scaling.attention_factor != 1))
         return flag + ": llama.cpp's " + a +
                " scales rotary positions in another way: export a folder";
     return "";
@@ -280,7 +280,7 @@ inline std::vector<float> in_pairs(const std::vector<float>& x, size_t HS, size_
 // The context of the file. A window is a shorter context, in which it hides nothing: none of these
 // architectures has windows in llama.cpp.
 inline size_t gguf_context(const Shape& s) {
-    return s.sliding_window ? std::min(s.P, s.sliding_window) : s.P;
+    return s.attention.window ? std::min(s.P, s.attention.window) : s.P;
 }
 
 // Describe the shape: sizes and constants under llama.cpp's keys.
@@ -299,14 +299,14 @@ inline void add_gguf_shape(GgufKeys* k, const Shape& s, GgufType type, const std
     gguf_add(k, a + ".attention.head_count", uint32_t(s.NH));
     gguf_add(k, a + ".attention.head_count_kv", uint32_t(s.NKV));
     if (s.family == Family::GPT2)
-        return gguf_add(k, a + ".attention.layer_norm_epsilon", s.norm_eps);
+        return gguf_add(k, a + ".attention.layer_norm_epsilon", s.block.norm_eps);
 
     // Llama and its relatives have more keys.
-    gguf_add(k, a + ".attention.layer_norm_rms_epsilon", s.norm_eps);
+    gguf_add(k, a + ".attention.layer_norm_rms_epsilon", s.block.norm_eps);
     gguf_add(k, a + ".attention.key_length", uint32_t(s.HS));
     gguf_add(k, a + ".attention.value_length", uint32_t(s.HS));
     gguf_add(k, a + ".rope.dimension_count", uint32_t(s.HS));
-    gguf_add(k, a + ".rope.freq_base", float(s.rope_theta));
+    gguf_add(k, a + ".rope.freq_base", float(s.rope.theta));
 }
 
 // ----------------------------------------------------------------------------
@@ -428,7 +428,7 @@ struct GgufTensor {
 inline std::vector<GgufTensor> gguf_tensors(const Model& m, GgufType type) {
     const Shape& s = m.shape;
     std::vector<GgufTensor> tensors;
-    if (scales(s.rope_scaling))
+    if (scales(s.rope.scaling))
         tensors.push_back({nullptr, "rope_freqs.weight", GgufType::F32, {s.HS / 2}});
     for (const Parameter& p : m.parameters) {
         if (is_adapter(m, p)) continue; // merged into its base
@@ -502,8 +502,8 @@ std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
     if (!tensor.p) {
         // Divide the unscaled frequency by the scaled one: llama.cpp divides its angles by this.
         for (size_t i = 0; i < s.HS / 2; i++) {
-            double f = std::pow(s.rope_theta, -2.0 * double(i) / double(s.HS));
-            values.push_back(float(f / rope_frequency(i, s.HS, s.rope_theta, s.rope_scaling)));
+            double f = std::pow(s.rope.theta, -2.0 * double(i) / double(s.HS));
+            values.push_back(float(f / rope_frequency(i, s.HS, s.rope.theta, s.rope.scaling)));
         }
         return values;
     }

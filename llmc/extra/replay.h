@@ -53,7 +53,7 @@ uint64_t result_sum(const Trainer<T, S>& t, const Action& a) {
     // only keeps its input; and the embedding has no input, so its B makes no stream's gradient.
     uint64_t sum = 0;
     uint64_t at = 0;
-    size_t rows = t.plans[t.plan].rows() / t.ctx.shape.row_ranks;
+    size_t rows = t.plans[t.plan].rows() / t.ctx.shape.rank.rows;
     size_t n = rows * t.model.shape.C;
     if (a.op == Op::F && a.layer < t.model.head())
         add_to_sum(sum, at, output_of(t, a), n, t.ctx.where);

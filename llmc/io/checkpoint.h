@@ -83,12 +83,16 @@ inline const std::string& cpu_name() {
 // Everything that must be equal for a checkpoint to fit a run.
 // Layout, precision and batch are not part of it: a run may change those and continue.
 inline nlohmann::json model_identity(const Shape& s) {
+    const ExpertShape& e = s.experts;
+    const RopeShape& rope = s.rope;
+    const AttentionShape& attention = s.attention;
+    const BlockShape& block = s.block;
     const char* positions[] = {"learned", "rope", "alibi"};
     const char* kinds[] = {"llama3", "linear", "yarn"};
     const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
     nlohmann::json full = nlohmann::json::array(); // layers
-    for (size_t layer = 0; layer < s.full_layers.size(); layer++)
-        if (s.full_layers[layer]) full.push_back(layer);
+    for (size_t layer = 0; layer < attention.full_layers.size(); layer++)
+        if (attention.full_layers[layer]) full.push_back(layer);
 
     // clang-format off
     return {
@@ -99,62 +103,62 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"head_size",      s.HS},
         {"channels",       s.C},
         {"ffn",            s.F},
-        {"experts",        s.E},
-        {"experts_per_token", s.K},
-        {"router",         routers[int(s.router)]},
-        {"gate_scale",     s.gate_scale},
-        {"dense_first",    s.dense_first},
-        {"sparse_every",   s.sparse_every},
-        {"dense_ffn",      s.dense_F},
-        {"shared_ffn",     s.shared_F},
-        {"shared_gate",    s.shared_gate},
-        {"kv_latent",      s.kv_latent},
-        {"q_latent",       s.q_latent},
-        {"value_size",     s.HS_v},
-        {"expert_groups",  s.expert_groups},
-        {"kept_groups",    s.kept_groups},
-        {"choice_bias",    s.choice_bias},
+        {"experts",        e.E},
+        {"experts_per_token", e.K},
+        {"router",         routers[int(e.router)]},
+        {"gate_scale",     e.gate_scale},
+        {"dense_first",    e.dense_first},
+        {"sparse_every",   e.sparse_every},
+        {"dense_ffn",      e.dense_F},
+        {"shared_ffn",     e.shared_F},
+        {"shared_gate",    e.shared_gate},
+        {"kv_latent",      s.latent.kv},
+        {"q_latent",       s.latent.q},
+        {"value_size",     s.latent.HS_v},
+        {"expert_groups",  e.groups},
+        {"kept_groups",    e.kept_groups},
+        {"choice_bias",    e.choice_bias},
         {"vocab",          s.V},
         {"positions",      s.P},
-        {"position",       positions[int(s.position)]},
-        {"tied",           s.tied},
-        {"qkv_bias",       s.qkv_bias},
-        {"o_bias",         s.o_bias},
-        {"mlp_bias",       s.mlp_bias},
-        {"qk_norm",        s.qk_norm},
-        {"whole_qk_norm",  s.whole_qk_norm},
-        {"pre_norm",       s.pre_norm},
-        {"post_norm",      s.post_norm},
-        {"norm_plus",      s.norm_plus},
-        {"gate",           s.gate == Gate::GELU ? "gelu" : "silu"},
-        {"sinks",          s.sinks},
-        {"expert_bias",    s.expert_bias},
-        {"gate_alpha",     s.gate_alpha},
-        {"gate_limit",     s.gate_limit},
-        {"score_scalar",   s.score_scalar},
-        {"score_softcap",  s.score_softcap},
-        {"logit_softcap",  s.logit_softcap},
-        {"scaled_embedding", s.scaled_embedding},
-        {"norm_eps",       s.norm_eps},
-        {"sliding_window", s.sliding_window},
-        {"window_from",    s.window_from},
-        {"full_every",     s.full_every},
+        {"position",       positions[int(s.embedding.position)]},
+        {"tied",           s.embedding.tied},
+        {"qkv_bias",       attention.qkv_bias},
+        {"o_bias",         attention.o_bias},
+        {"mlp_bias",       block.mlp_bias},
+        {"qk_norm",        block.qk_norm},
+        {"whole_qk_norm",  block.whole_qk_norm},
+        {"pre_norm",       block.pre_norm},
+        {"post_norm",      block.post_norm},
+        {"norm_plus",      block.norm_plus},
+        {"gate",           block.gate == Gate::GELU ? "gelu" : "silu"},
+        {"sinks",          attention.sinks},
+        {"expert_bias",    e.bias},
+        {"gate_alpha",     e.gate_alpha},
+        {"gate_limit",     e.gate_limit},
+        {"score_scalar",   attention.score_scalar},
+        {"score_softcap",  attention.softcap},
+        {"logit_softcap",  s.loss.softcap},
+        {"scaled_embedding", s.embedding.scaled},
+        {"norm_eps",       block.norm_eps},
+        {"sliding_window", attention.window},
+        {"window_from",    attention.window_from},
+        {"full_every",     attention.full_every},
         {"full_layers",    full},
-        {"window_theta",   s.window_theta},
-        {"rotary",         s.rotary},
-        {"nope_every",     s.nope_every},
-        {"parallel",       s.parallel},
-        {"exact_gelu",     s.exact_gelu},
-        {"rope_theta",     s.rope_theta},
-        {"rope_kind",               kinds[int(s.rope_scaling.kind)]},
-        {"rope_factor",             s.rope_scaling.factor},
-        {"rope_low_freq_factor",    s.rope_scaling.low_freq_factor},
-        {"rope_high_freq_factor",   s.rope_scaling.high_freq_factor},
-        {"rope_original_positions", s.rope_scaling.original_positions},
-        {"rope_beta_fast",          s.rope_scaling.beta_fast},
-        {"rope_beta_slow",          s.rope_scaling.beta_slow},
-        {"rope_truncate",           s.rope_scaling.truncate},
-        {"rope_attention_factor",   s.rope_scaling.attention_factor},
+        {"window_theta",   rope.window_theta},
+        {"rotary",         rope.rotary},
+        {"nope_every",     rope.nope_every},
+        {"parallel",       block.parallel},
+        {"exact_gelu",     block.exact_gelu},
+        {"rope_theta",     rope.theta},
+        {"rope_kind",               kinds[int(rope.scaling.kind)]},
+        {"rope_factor",             rope.scaling.factor},
+        {"rope_low_freq_factor",    rope.scaling.low_freq_factor},
+        {"rope_high_freq_factor",   rope.scaling.high_freq_factor},
+        {"rope_original_positions", rope.scaling.original_positions},
+        {"rope_beta_fast",          rope.scaling.beta_fast},
+        {"rope_beta_slow",          rope.scaling.beta_slow},
+        {"rope_truncate",           rope.scaling.truncate},
+        {"rope_attention_factor",   rope.scaling.attention_factor},
     };
     // clang-format on
 }
@@ -380,7 +384,7 @@ nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
 template <typename T, typename S>
 Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes) {
     // Copy all of it at once: the arrays are adjacent, amax first.
-    const Fp8Rule& rule = t.model.shape.fp8_rule;
+    const Fp8Rule& rule = t.model.shape.fp8.rule;
     Fp8History home = fp8_history(t);
     bytes->resize(fp8_history_bytes(home.slots, rule));
     if (home.slots)
@@ -425,7 +429,7 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     std::vector<unsigned char> bytes;
     Fp8History h = fp8_on_host(t, &bytes);
     if (h.slots)
-        manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8_rule);
+        manifest["fp8"] = fp8_history_json(h, t.model.shape.fp8.rule);
 
     if (t.plans[0].states != States::FLOAT)
         manifest["states"] = states_name(t.plans[0].states);

@@ -400,7 +400,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
         wrong = concat(folder, ": holds no mean of weights: its run had no --ema");
     Shape shape = t.model.shape;
     for (const nlohmann::json& entry : entries) {
-        shape.whole_experts = entry.contains("etp");
+        shape.experts.whole = entry.contains("etp");
         if (wrong.empty() && !tp_divides(shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
                            " tensor-parallel ranks wrote it, which cannot share this model's "
@@ -408,7 +408,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     }
 
     // An ep size that does not divide the experts would leave some of them on no rank.
-    size_t experts = t.model.shape.E;
+    size_t experts = t.model.shape.experts.E;
     for (const nlohmann::json& entry : entries)
         if (wrong.empty() && experts && experts % entry.value("ep", size_t(1)))
             wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
@@ -512,7 +512,7 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     std::vector<unsigned char> bytes;
     Fp8History h = fp8_on_host(t, &bytes);
     if (h.slots && has_fp8_history(t, m)) {
-        take_fp8_history(h, t.model.shape.fp8_rule, m["fp8"]);
+        take_fp8_history(h, t.model.shape.fp8.rule, m["fp8"]);
         copy_in(fp8_history(t).amax, bytes.data(), bytes.size(), t.ctx.where);
         wait_for(t.ctx.where);
     }

@@ -32,8 +32,10 @@ inline std::string preset_names() {
 
 // Change the shape of a preset or a folder as the flags say.
 inline std::string override_shape(const Config& c, Shape& s) {
+    ExpertShape& e = s.experts;
+    RopeShape& rope = s.rope;
     // Refuse sizes that latent attention derives from others, for which there are no flags.
-    if (s.kv_latent && (c.heads || c.channels || c.kv_heads))
+    if (s.latent.kv && (c.heads || c.channels || c.kv_heads))
         return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
                "out, or give a folder with --scratch";
 
@@ -48,7 +50,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
         s.F = s.F * c.channels / s.C;
     if (c.channels) s.C = c.channels;
     if (c.ffn) s.F = c.ffn;
-    if (s.kv_latent && s.E == 0) s.dense_F = s.F; // blocks without experts
+    if (s.latent.kv && e.E == 0) e.dense_F = s.F; // blocks without experts
 
     // Put experts in the place of the ffn. This works for the Llamas whose blocks equal Mixtral's
     // in all but the ffn.
@@ -56,34 +58,34 @@ inline std::string override_shape(const Config& c, Shape& s) {
     bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
     // --upcycle counts the experts that a dense folder's ffn is copied into, --experts new ones.
     size_t experts = size_t(c.experts + c.upcycle);
-    if (c.upcycle && s.E)
+    if (c.upcycle && e.E)
         return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
-    if (experts && can && !s.qkv_bias && !s.o_bias && !s.mlp_bias) {
+    if (experts && can && !s.attention.qkv_bias && !s.attention.o_bias && !s.block.mlp_bias) {
         s.family = Family::MIXTRAL;
-        s.hf_type = s.qk_norm ? "qwen3_moe" : "mixtral";
-        s.K = 2;
+        s.hf_type = s.block.qk_norm ? "qwen3_moe" : "mixtral";
+        e.K = 2;
     }
 
     // Let the flags choose experts and router.
-    if (experts) s.E = experts;
-    if (c.experts_per_token) s.K = c.experts_per_token;
-    if (c.router == "softmax") s.router = Router::SOFTMAX;
+    if (experts) e.E = experts;
+    if (c.experts_per_token) e.K = c.experts_per_token;
+    if (c.router == "softmax") e.router = Router::SOFTMAX;
     if (c.router == "renormalised")
-        s.router = Router::RENORMALISED;
-    if (c.router == "sigmoid") s.router = Router::SIGMOID;
+        e.router = Router::RENORMALISED;
+    if (c.router == "sigmoid") e.router = Router::SIGMOID;
 
     // Balance the router only if there is one.
-    s.balance = s.E ? c.balance : 0;
-    s.z_loss = s.E ? c.z_loss : 0;
-    s.capacity.factor = s.E ? c.expert_capacity : 0;
-    s.whole_experts = s.E && has_whole_experts(c);
+    e.balance = e.E ? c.balance : 0;
+    e.z_loss = e.E ? c.z_loss : 0;
+    e.capacity.factor = e.E ? c.expert_capacity : 0;
+    e.whole = e.E && has_whole_experts(c);
 
     // Take the remaining flags as they are.
     if (c.layers) s.L = c.layers;
     if (c.vocab) s.V = c.vocab;
-    if (c.position == "learned") s.position = Position::LEARNED;
-    if (c.position == "rope") s.position = Position::ROPE;
-    if (c.position == "alibi") s.position = Position::ALIBI;
+    if (c.position == "learned") s.embedding.position = Position::LEARNED;
+    if (c.position == "rope") s.embedding.position = Position::ROPE;
+    if (c.position == "alibi") s.embedding.position = Position::ALIBI;
 
     // The head size follows from heads and channels if either has changed.
     if (!c.heads && !c.channels) return "";
@@ -100,12 +102,12 @@ inline std::string override_shape(const Config& c, Shape& s) {
     s.HS = s.C / s.NH;
 
     // RoPE may turn only a part of each head; keep its share. 0 means the whole head.
-    if (s.rotary == 0) return "";
-    s.rotary = s.rotary * s.HS / before;
-    if (s.rotary > 0 && s.rotary % 2 == 0)
+    if (rope.rotary == 0) return "";
+    rope.rotary = rope.rotary * s.HS / before;
+    if (rope.rotary > 0 && rope.rotary % 2 == 0)
         return "";
     return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
-                  " that part is ", s.rotary, ": change --heads or --channels");
+                  " that part is ", rope.rotary, ": change --heads or --channels");
 }
 
 // Refuse a device that this program was not built for.
@@ -135,17 +137,17 @@ inline std::string check_new_tokens(const Config& c) {
 inline std::string check_shape(const Shape& s) {
     if (s.NH % s.NKV)
         return concat("--kv-heads ", s.NKV, " does not divide --heads ", s.NH);
-    if (s.position == Position::ROPE && s.HS % 2)
+    if (s.embedding.position == Position::ROPE && s.HS % 2)
         return concat("RoPE turns pairs, and a head size of ", s.HS,
                       " is odd: change --heads or --channels");
-    if (s.kv_latent && s.position != Position::ROPE)
+    if (s.latent.kv && s.embedding.position != Position::ROPE)
         return "latent attention has RoPE in a part of each head: use --position rope";
 
     // Refuse parts that only another family has: groups of heads, a table of positions.
     bool no_groups = s.family == Family::GPT2 || s.family == Family::NEOX;
     if (no_groups && s.NKV != s.NH)
         return "GPT-2 has one key/value head per head: leave --kv-heads out, or use a Llama";
-    if (s.family != Family::GPT2 && s.position == Position::LEARNED)
+    if (s.family != Family::GPT2 && s.embedding.position == Position::LEARNED)
         return "Llama has no table of positions: use --position rope or alibi";
     return "";
 }
@@ -166,38 +168,39 @@ inline std::string check_expert_capacity(const Config& c) {
 // Refuse latents that a GPU cannot decode, where a run generates texts on one. Only the run knows
 // what --device auto has found.
 inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
-    if (!gpu || !generates || s.kv_latent <= MOST_LATENT)
+    if (!gpu || !generates || s.latent.kv <= MOST_LATENT)
         return "";
-    return concat("latents of ", s.kv_latent, " channels: generation on a GPU takes up to ",
+    return concat("latents of ", s.latent.kv, " channels: generation on a GPU takes up to ",
                   MOST_LATENT, ": give --sample-tokens 0, or --device cpu");
 }
 
 // Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
+    const ExpertShape& e = s.experts;
     // --etp 0 asks for nothing: a supervisor gives it to be rid of a 1.
     auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : was_given(c, name); };
     for (const char* name :
          {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
           "expert-capacity", "etp"})
-        if (s.E == 0 && asks(name))
+        if (e.E == 0 && asks(name))
             return concat("--", name, " is for models with experts: give --experts, or a --model "
                                       "that has them");
-    if (s.E == 0) return "";
+    if (e.E == 0) return "";
 
     // Upcycling: the gated copies of the ffn must add up to the ffn.
-    std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", s.E);
+    std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", e.E);
     if (c.upcycle && (c.experts || c.scratch))
         return flag + " copies a folder's ffn: leave --experts and --scratch out";
-    if (c.upcycle && s.router == Router::SOFTMAX)
+    if (c.upcycle && e.router == Router::SOFTMAX)
         return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
                       "less than the ffn: give --router renormalised";
 
     // A bias on the router's choice: it belongs to sigmoids, and its steps are lost
     // in 16 bits alone.
-    if (s.choice_bias && !is_sigmoid(s.router))
+    if (e.choice_bias && !is_sigmoid(e.router))
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
-    if (c.router_bias_rate > 0 && !s.choice_bias)
+    if (c.router_bias_rate > 0 && !e.choice_bias)
         return "--router-bias-rate is for routers whose choice has a bias, DeepSeek-V3's: leave it "
                "out";
     if (c.router_bias_rate > 0 && c.masters == "none")
@@ -212,15 +215,15 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                       "--model tiny-moe";
 
     // A token goes to different experts, and a warp of the kernel has one lane for each choice.
-    if (s.K > std::min(s.E, MOST_CHOICES))
-        return concat("--experts-per-token ", s.K, " of ", flag, ": at most ",
-                      std::min(s.E, MOST_CHOICES));
+    if (e.K > std::min(e.E, MOST_CHOICES))
+        return concat("--experts-per-token ", e.K, " of ", flag, ": at most ",
+                      std::min(e.E, MOST_CHOICES));
 
     // Train no router by one gate that is a share. A folder may have one: transformers computes it.
     bool loaded = ::access(c.model.c_str(), F_OK) == 0 && !c.scratch;
     bool learns = c.steps > 0 && !c.eval && !has_adapters(c) && !c.prefix;
-    bool share = s.router == Router::RENORMALISED || s.router == Router::SIGMOID;
-    if (s.K == 1 && share && (learns || !loaded))
+    bool share = e.router == Router::RENORMALISED || e.router == Router::SIGMOID;
+    if (e.K == 1 && share && (learns || !loaded))
         return concat("--experts-per-token 1: a gate that is a share of one is always 1, and "
                       "teaches the router nothing: ",
                       loaded ? "train adapters, as --lora 8" : "give --router softmax");
@@ -236,6 +239,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
 // Tensor-parallel ranks need equal shares of heads and ffn, and of rows with --sequence-parallel.
 // `ranks`: how many there are; 0: as many as the layout wants.
 inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t ranks) {
+    const ExpertShape& e = s.experts;
     // List the sizes that divide everything, also the number of ranks: messages below offer them.
     size_t tp = c.tp;
     std::string fix;
@@ -244,11 +248,11 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
             fix += concat(fix.empty() ? ": try --tp " : ", ", d);
     if (s.NH % tp)
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
-    if (!s.whole_experts && s.F % tp)
+    if (!e.whole && s.F % tp)
         return concat("--tp ", tp, " does not divide the ffn's ", s.F, " channels", fix);
 
     // A block may also have an ffn of another width, beside its experts or instead of them.
-    for (size_t beside : {s.dense_F, s.shared_F})
+    for (size_t beside : {e.dense_F, e.shared_F})
         if (beside % tp)
             return concat("--tp ", tp, " does not divide the ", beside,
                           " channels of the ffn beside experts", fix);
@@ -341,12 +345,13 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
 // Expert-parallel ranks are a part of the dp x cp ranks, with --etp 1 of the dp x cp x tp ranks: ep
 // must divide these and the experts.
 inline std::string check_expert_parallel(const Config& c, const Shape& s) {
+    const ExpertShape& e = s.experts;
     const char* grouped = c.ep > 1 ? "--ep" : "--etp 1";
-    if (c.zero_group && (c.ep > 1 || s.whole_experts))
+    if (c.zero_group && (c.ep > 1 || e.whole))
         return concat("--zero-group ", c.zero_group, " is not built with ", grouped, ": leave one "
                                                      "of them out");
     if (c.ep == 1) return "";
-    if (s.E == 0)
+    if (e.E == 0)
         return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
                                      "or give --model tiny-moe");
 
@@ -354,13 +359,13 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     size_t ep = size_t(c.ep);
     size_t ranks = size_t(routing_ranks(c));
     std::string fix;
-    for (size_t d = 1; d <= s.E; d++)
-        if (s.E % d == 0 && ranks % d == 0)
+    for (size_t d = 1; d <= e.E; d++)
+        if (e.E % d == 0 && ranks % d == 0)
             fix += concat(fix.empty() ? ": try --ep " : ", ", d);
 
     // Name the reason.
-    if (s.E % ep)
-        return concat("--ep ", ep, " does not divide ", s.E, " experts", fix);
+    if (e.E % ep)
+        return concat("--ep ", ep, " does not divide ", e.E, " experts", fix);
     if (ranks % ep)
         return concat("--ep ", ep, " does not divide the ", ranks, " ranks of --dp",
                       c.cp > 1 ? " x --cp" : "", has_whole_experts(c) ? " x --tp" : "", fix);
@@ -667,7 +672,7 @@ inline std::string check_prefix(const Config& c, const Shape& s) {
                           "one of them out");
 
     // Refuse what would read the prefix as text, or cannot hold it.
-    if (s.position == Position::ALIBI)
+    if (s.embedding.position == Position::ALIBI)
         return flag + ": trained keys have no position, which --position alibi needs: leave one "
                       "of them out";
     if (size_t(c.prefix) >= s.P)
@@ -719,7 +724,7 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (s.family == Family::NEOX || s.hf_type == "phi3")
         return concat(flag, " is built for GPT-2, Llama and their kin with experts, not for ",
                       s.hf_type, ": leave it out");
-    if (c.prefix && s.kv_latent)
+    if (c.prefix && s.latent.kv)
         return concat(flag, " gives keys and values of heads, and ", s.hf_type,
                       " has latents: give --lora RANK");
     if (c.router_bias_rate > 0)
@@ -940,7 +945,7 @@ inline std::string check_fit(const Config& c) {
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, Shape s, int processes = 1) {
     // The planner has one shape for many layouts: whether experts are whole is up to the flags.
-    s.whole_experts = s.E && has_whole_experts(c);
+    s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
     std::string wrong = check_device(c);
@@ -984,7 +989,7 @@ inline std::string check_teacher(const Config& c, const Shape& model, const Shap
     if (s.V != model.V)
         return concat(flag, " has ", s.V, " tokens, and ", c.model, " ", model.V,
                       ": give a teacher with the model's vocabulary");
-    if (s.E)
+    if (s.experts.E)
         return flag + " has experts, and a teacher with experts is not built: give a dense one";
     if (size_t(c.seq) > s.P)
         return concat(flag, " has ", s.P, " positions: give --seq ", s.P, " or less");

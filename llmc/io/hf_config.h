@@ -99,8 +99,8 @@ inline Shape hf_gpt2_shape(HfConfig& c) {
     s.F = hf_size(c, "n_inner", 4 * C);
 
     // A missing key has transformers' default.
-    s.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
-    s.tied = hf_flag(c, "tie_word_embeddings", true);
+    s.block.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
+    s.embedding.tied = hf_flag(c, "tie_word_embeddings", true);
 
     // Refuse other activations, and scores that are scaled differently.
     hf_refuse_unless(c, "activation_function", "gelu_new", "gelu_pytorch_tanh");
@@ -166,7 +166,7 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
         if (!part.contains("partial_rotary_factor")) continue;
         double turned = hf_number(c, part, "partial_rotary_factor", 1);
         if (turned == 1) {
-            s.rotary = 0;
+            s.rope.rotary = 0;
             continue;
         }
         std::string found = json_word(part["partial_rotary_factor"]);
@@ -179,20 +179,20 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
         if (channels == 0 || channels % 2)
             hf_wrong(c, "partial_rotary_factor ", found, " turns ", channels, " of ", s.HS,
                      " channels: RoPE turns pairs");
-        s.rotary = channels;
+        s.rope.rotary = channels;
     }
 }
 
 // Read Gemma 3's two thetas. Newer files have an object for each kind of layer. Returns the object
 // for layers with full attention.
 inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
-    s.window_theta = hf_positive(c, c.j, "rope_local_base_freq", 10000);
+    s.rope.window_theta = hf_positive(c, c.j, "rope_local_base_freq", 10000);
     // Without an object for its kind, a layer has the file's own keys.
     auto kind = [&](const char* name) {
         return r.contains(name) && r[name].is_object() ? r[name] : nlohmann::json::object();
     };
     nlohmann::json windows = kind("sliding_attention");
-    s.window_theta = hf_positive(c, windows, "rope_theta", s.window_theta);
+    s.rope.window_theta = hf_positive(c, windows, "rope_theta", s.rope.window_theta);
     nlohmann::json type = windows.value("rope_type", nlohmann::json("default"));
     if (type != "default")
         hf_wrong(c, "rope scaling ", json_word(type),
@@ -214,12 +214,13 @@ inline nlohmann::json hf_oss_rope() {
 
 // Read RoPE's base and its scaling.
 inline void hf_rope(HfConfig& c, Shape& s, double theta) {
+    RopeShape& rope = s.rope;
     // Read theta from the top level, then from the object, which wins.
     nlohmann::json r = hf_rope_object(c);
     if (s.hf_type == "gpt_oss" && r.empty()) r = hf_oss_rope();
     if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
-    s.rope_theta = hf_positive(c, c.j, "rope_theta", theta);
-    s.rope_theta = hf_positive(c, r, "rope_theta", s.rope_theta);
+    rope.theta = hf_positive(c, c.j, "rope_theta", theta);
+    rope.theta = hf_positive(c, r, "rope_theta", rope.theta);
     hf_rotary(c, s, r);
 
     // Read the kind of scaling: rope_type, or type in older files. In a broken file it
@@ -229,7 +230,7 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
 
     // Read the context before scaling; the key at the top level wins.
-    RopeScaling& x = s.rope_scaling;
+    RopeScaling& x = rope.scaling;
     double original = hf_positive(c, r, "original_max_position_embeddings", double(s.P));
     original = hf_positive(c, c.j, "original_max_position_embeddings", original);
     x.original_positions = int(std::clamp(original, 1.0, double(1 << 24)));
@@ -274,11 +275,12 @@ inline size_t hf_nope_every(HfConfig& c, size_t L) {
 // those that `usual` names, counted from 0.
 template <typename F>
 void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
+    AttentionShape& attention = s.attention;
     // Read the list. A broken file may ask for more layers than are built.
     nlohmann::json types = listed ? c.j["layer_types"] : nlohmann::json();
     if (listed && (!types.is_array() || types.size() != s.L))
         return hf_wrong(c, "layer_types is no list of ", s.L, " words, one for each layer");
-    size_t L = std::min(s.L, s.full_layers.size() - 2);
+    size_t L = std::min(s.L, attention.full_layers.size() - 2);
     std::bitset<1026> full; // [layer]
     for (size_t l = 0; l < L; l++) {
         bool window = listed ? types[l] == "sliding_attention" : usual(l);
@@ -296,7 +298,7 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
         return hf_wrong(c, "layer_types has windows, and ",
                         c.has("sliding_window") ? "use_sliding_window is not true"
                                                 : "sliding_window is no size");
-    s.sliding_window = size;
+    attention.window = size;
 
     // Say it by one number where one is enough: the first layer with a window, or a period.
     auto fits = [&] {
@@ -306,16 +308,16 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
         return true;
     };
     for (size_t n = 0; n < L; n++) {
-        s.window_from = n;
+        attention.window_from = n;
         if (fits())
             return;
-        s.window_from = 0;
-        s.full_every = n + 1;
+        attention.window_from = 0;
+        attention.full_every = n + 1;
         if (fits())
             return;
-        s.full_every = 0;
+        attention.full_every = 0;
     }
-    s.full_layers = full;
+    attention.full_layers = full;
 }
 
 // Whether the blocks of a class have experts.
@@ -333,11 +335,11 @@ inline void hf_window(HfConfig& c, Shape& s) {
     // Some classes have no window, whatever the keys say.
     const std::string& type = s.hf_type;
     if (type == "llama" || type == "olmo2" || type == "olmoe" || hf_is_deepseek(type)) return;
-    bool gemma = s.gate == Gate::GELU, smol = type == "smollm3";
+    bool gemma = s.block.gate == Gate::GELU, smol = type == "smollm3";
     if (gemma) hf_refuse_unless(c, "use_bidirectional_attention", false);
 
     // SmolLM3 lists the layers that RoPE turns.
-    if (smol) s.nope_every = hf_nope_every(c, s.L);
+    if (smol) s.rope.nope_every = hf_nope_every(c, s.L);
 
     // Read the size. Qwen and SmolLM3 have a switch. Without the key some classes have a window of
     // their own; null means none.
@@ -368,6 +370,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
 
 // Read which matrix products have biases.
 inline void hf_biases(HfConfig& c, Shape& s) {
+    AttentionShape& attention = s.attention;
     // Qwen2 always has biases on q, k and v, without a key. Other blocks with experts than those of
     // gpt-oss are built without biases.
     bool oss = s.hf_type == "gpt_oss";
@@ -377,24 +380,25 @@ inline void hf_biases(HfConfig& c, Shape& s) {
     bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
 
     if (reads_attention)
-        s.o_bias = hf_flag(c, "attention_bias", oss);
+        attention.o_bias = hf_flag(c, "attention_bias", oss);
     else
         hf_refuse_unless(c, "attention_bias", false);
     if (reads_mlp)
-        s.mlp_bias = hf_flag(c, "mlp_bias", false);
+        s.block.mlp_bias = hf_flag(c, "mlp_bias", false);
     else
         hf_refuse_unless(c, "mlp_bias", false);
 
-    s.qkv_bias = s.o_bias || s.hf_type == "qwen2";
+    attention.qkv_bias = attention.o_bias || s.hf_type == "qwen2";
     if (s.hf_type == "qwen2_moe")
-        s.qkv_bias = hf_flag(c, "qkv_bias", true);
+        attention.qkv_bias = hf_flag(c, "qkv_bias", true);
 }
 
 // Read which of Qwen's blocks have a plain ffn instead of experts: the first ones, by a list, or
 // all but every n-th.
 inline void hf_dense_blocks(HfConfig& c, Shape& s) {
+    ExpertShape& e = s.experts;
     // The list may be missing, or null.
-    s.sparse_every = hf_size(c, "decoder_sparse_step", 1);
+    e.sparse_every = hf_size(c, "decoder_sparse_step", 1);
     nlohmann::json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"]
                                                    : nlohmann::json::array();
     // Turn any other list into null, which is refused below.
@@ -403,13 +407,13 @@ inline void hf_dense_blocks(HfConfig& c, Shape& s) {
     if (!list.is_array() || list.size() >= s.L)
         return hf_wrong(c, "mlp_only_layers of this kind is not built yet, only [0, 1, ...] of the "
                            "first layers is");
-    s.dense_first = list.size();
+    e.dense_first = list.size();
 
     // Read the width only if some block has a plain ffn.
-    bool dense = s.dense_first > 0 || s.sparse_every > 1;
-    s.dense_F = dense ? hf_size(c, "intermediate_size") : 0;
-    if (s.sparse_every > s.L)
-        hf_wrong(c, "decoder_sparse_step ", s.sparse_every, " leaves no layer with experts");
+    bool dense = e.dense_first > 0 || e.sparse_every > 1;
+    e.dense_F = dense ? hf_size(c, "intermediate_size") : 0;
+    if (e.sparse_every > s.L)
+        hf_wrong(c, "decoder_sparse_step ", e.sparse_every, " leaves no layer with experts");
 }
 
 // Refuse a second name for a number unless it says the same: versions of transformers differ in
@@ -436,6 +440,7 @@ inline size_t hf_expert_count(HfConfig& c, const char* own, size_t otherwise) {
 
 // Read the experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
 inline void hf_experts(HfConfig& c, Shape& s) {
+    ExpertShape& e = s.experts;
     // A missing key has the class's default.
     bool mixtral = s.hf_type == "mixtral";
     bool qwen3 = s.hf_type == "qwen3_moe";
@@ -443,48 +448,50 @@ inline void hf_experts(HfConfig& c, Shape& s) {
     bool oss = s.hf_type == "gpt_oss";
     s.family = oss ? Family::GPT_OSS : Family::MIXTRAL;
     size_t usual = mixtral ? 8 : oss || qwen3 ? 128 : qwen2 ? 60 : 64;
-    s.E = hf_expert_count(c, "num_local_experts", usual);
-    s.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);
-    s.router = Router::RENORMALISED;
+    e.E = hf_expert_count(c, "num_local_experts", usual);
+    e.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);
+    e.router = Router::RENORMALISED;
     // Mixtral and gpt-oss always renormalise the gates of the chosen experts; the other classes do
     // so only if the file says so.
     if (!mixtral && !oss && !hf_flag(c, "norm_topk_prob", false))
-        s.router = Router::SOFTMAX;
+        e.router = Router::SOFTMAX;
     if (qwen2 || qwen3) hf_dense_blocks(c, s);
     if (qwen2 || qwen3) s.F = hf_size(c, "moe_intermediate_size", qwen2 ? 1408 : 768);
 
     // The clamp of gpt-oss' gate, and the slope of its sigmoid.
-    if (oss) s.gate_limit = hf_positive(c, c.j, "swiglu_limit", 7);
-    if (oss) s.gate_alpha = hf_positive(c, c.j, "swiglu_alpha", 1.702);
+    if (oss) e.gate_limit = hf_positive(c, c.j, "swiglu_limit", 7);
+    if (oss) e.gate_alpha = hf_positive(c, c.j, "swiglu_alpha", 1.702);
 
     // Qwen2-MoE has a shared expert, which every token goes through.
-    s.shared_gate = qwen2;
-    if (qwen2) s.shared_F = hf_size(c, "shared_expert_intermediate_size", 5632);
+    e.shared_gate = qwen2;
+    if (qwen2) e.shared_F = hf_size(c, "shared_expert_intermediate_size", 5632);
 
     // Refuse noise on the router's input, clipped q, k, v, and more choices than there are.
     hf_refuse_unless(c, "router_jitter_noise", 0.0);
     hf_refuse_unless(c, "clip_qkv", nullptr);
-    if (s.K > s.E || s.K > MOST_CHOICES)
-        hf_wrong(c, "num_experts_per_tok ", s.K, " of ", s.E, " experts: at most ",
-                 std::min(s.E, MOST_CHOICES));
+    if (e.K > e.E || e.K > MOST_CHOICES)
+        hf_wrong(c, "num_experts_per_tok ", e.K, " of ", e.E, " experts: at most ",
+                 std::min(e.E, MOST_CHOICES));
 }
 
 // Read the sizes of DeepSeek's latents and heads.
 inline void hf_latents(HfConfig& c, Shape& s) {
+    RopeShape& rope = s.rope;
+    LatentShape& latent = s.latent;
     // A null q_lora_rank means queries without a latent; a missing key has the class's default.
     bool direct = c.j.contains("q_lora_rank") && c.j["q_lora_rank"].is_null();
-    s.q_latent = direct ? 0 : hf_size(c, "q_lora_rank", 1536);
-    s.kv_latent = hf_size(c, "kv_lora_rank", 512);
-    s.rotary = hf_size(c, "qk_rope_head_dim", 64);
-    s.HS = hf_size(c, "qk_nope_head_dim", 128) + s.rotary;
-    s.HS_v = hf_size(c, "v_head_dim", 128);
+    latent.q = direct ? 0 : hf_size(c, "q_lora_rank", 1536);
+    latent.kv = hf_size(c, "kv_lora_rank", 512);
+    rope.rotary = hf_size(c, "qk_rope_head_dim", 64);
+    s.HS = hf_size(c, "qk_nope_head_dim", 128) + rope.rotary;
+    latent.HS_v = hf_size(c, "v_head_dim", 128);
     hf_refuse_unless(c, "rope_interleave", true);
 
     // Check that RoPE has pairs, and that values are no wider than keys, whose rows they share.
-    if (s.rotary % 2)
-        hf_wrong(c, "qk_rope_head_dim ", s.rotary, " is odd: RoPE turns pairs");
-    if (s.HS_v > s.HS)
-        hf_wrong(c, "v_head_dim ", s.HS_v, " is not built yet: up to ", s.HS,
+    if (rope.rotary % 2)
+        hf_wrong(c, "qk_rope_head_dim ", rope.rotary, " is odd: RoPE turns pairs");
+    if (latent.HS_v > s.HS)
+        hf_wrong(c, "v_head_dim ", latent.HS_v, " is not built yet: up to ", s.HS,
                  ", the size of keys, is");
     if (s.NKV != s.NH)
         hf_wrong(c, "num_key_value_heads ", s.NKV, " is not built with latent attention, only ",
@@ -493,18 +500,19 @@ inline void hf_latents(HfConfig& c, Shape& s) {
     // YaRN scales the scores by the square of `size`, which depends on mscale_all_dim.
     nlohmann::json r = hf_rope_object(c);
     double all = hf_number(c, r, "mscale_all_dim", 0);
-    const RopeScaling& x = s.rope_scaling;
+    const RopeScaling& x = rope.scaling;
     bool yarn = x.kind == RopeKind::YARN && x.factor > 1;
     if (all == 0 || !yarn) return;
 
     // Put that square into the scalar: scores are q.k / sqrt(score_scalar).
     double factor = x.factor;
     double size = 0.1 * all * std::log(factor) + 1;
-    s.score_scalar = double(s.HS) / std::pow(size, 4);
+    s.attention.score_scalar = double(s.HS) / std::pow(size, 4);
 }
 
 // Read DeepSeek's router: V2's softmax, or V3's sigmoid with a bias on the choice.
 inline void hf_deepseek_router(HfConfig& c, Shape& s) {
+    ExpertShape& e = s.experts;
     // A missing key means the class's own method.
     bool v3 = s.hf_type == "deepseek_v3";
     nlohmann::json method = v3 ? "noaux_tc" : "greedy";
@@ -518,32 +526,33 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
         hf_refuse_unless(c, "topk_method", "greedy", "group_limited_greedy");
 
     // V2's class ignores norm_topk_prob, so only false is accepted.
-    s.choice_bias = v3;
-    s.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
-    if (v3 && !hf_flag(c, "norm_topk_prob", true)) s.router = Router::SIGMOID_ALONE;
+    e.choice_bias = v3;
+    e.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
+    if (v3 && !hf_flag(c, "norm_topk_prob", true)) e.router = Router::SIGMOID_ALONE;
     if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
-    s.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
+    e.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
 
     // Read the groups of experts from which a token's experts are chosen.
     if (method == "greedy") return;
-    s.expert_groups = hf_size(c, "n_group", v3 ? 8 : 0);
-    s.kept_groups = hf_size(c, "topk_group", v3 ? 4 : 0);
-    size_t each = s.E / s.expert_groups;
-    if (s.E % s.expert_groups || s.expert_groups > MOST_GROUPS || each < 2)
-        hf_wrong(c, "n_group ", s.expert_groups, " of ", s.E, " experts: up to ", MOST_GROUPS,
+    e.groups = hf_size(c, "n_group", v3 ? 8 : 0);
+    e.kept_groups = hf_size(c, "topk_group", v3 ? 4 : 0);
+    size_t each = e.E / e.groups;
+    if (e.E % e.groups || e.groups > MOST_GROUPS || each < 2)
+        hf_wrong(c, "n_group ", e.groups, " of ", e.E, " experts: up to ", MOST_GROUPS,
                  " equal groups of two and more are built");
-    if (s.kept_groups > s.expert_groups || s.K > s.kept_groups * each)
-        hf_wrong(c, "topk_group ", s.kept_groups, " of ", s.expert_groups, " groups has no ", s.K,
+    if (e.kept_groups > e.groups || e.K > e.kept_groups * each)
+        hf_wrong(c, "topk_group ", e.kept_groups, " of ", e.groups, " groups has no ", e.K,
                  " experts to choose");
 }
 
 // Read DeepSeek's blocks.
 inline void hf_deepseek(HfConfig& c, Shape& s) {
+    ExpertShape& e = s.experts;
     // V2's class has other defaults than V3's.
     bool v3 = s.hf_type == "deepseek_v3";
     s.family = Family::DEEPSEEK;
     hf_latents(c, s);
-    s.dense_F = s.F; // it holds intermediate_size so far
+    e.dense_F = s.F; // it holds intermediate_size so far
 
     // Read the number of dense blocks, which may be 0: hf_size() would refuse that.
     const char* key = "first_k_dense_replace";
@@ -553,18 +562,18 @@ inline void hf_deepseek(HfConfig& c, Shape& s) {
     if (dense >= s.L) return;
 
     // Read the experts' numbers and width.
-    s.dense_first = dense;
-    if (dense == 0) s.dense_F = 0;
-    s.E = hf_expert_count(c, "n_routed_experts", v3 ? 256 : 64);
-    s.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
+    e.dense_first = dense;
+    if (dense == 0) e.dense_F = 0;
+    e.E = hf_expert_count(c, "n_routed_experts", v3 ? 256 : 64);
+    e.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
     s.F = hf_size(c, "moe_intermediate_size", v3 ? 2048 : 1407);
 
     // Join the shared experts, which every token goes through, into one wider ffn.
     size_t shared = hf_size(c, "n_shared_experts", v3 ? 1 : 2);
-    s.shared_F = s.F * shared;
-    if (s.K > s.E || s.K > MOST_CHOICES)
-        hf_wrong(c, "num_experts_per_tok ", s.K, " of ", s.E, " experts: at most ",
-                 std::min(s.E, MOST_CHOICES));
+    e.shared_F = s.F * shared;
+    if (e.K > e.E || e.K > MOST_CHOICES)
+        hf_wrong(c, "num_experts_per_tok ", e.K, " of ", e.E, " experts: at most ",
+                 std::min(e.E, MOST_CHOICES));
     hf_deepseek_router(c, s);
 }
 
@@ -615,9 +624,9 @@ inline void hf_gemma(HfConfig& c, Shape& s) {
     };
 
     // Read how scores and logits are scaled and capped.
-    s.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
-    s.score_softcap = cap("attn_logit_softcapping", 50);
-    s.logit_softcap = cap("final_logit_softcapping", 30);
+    s.attention.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
+    s.attention.softcap = cap("attn_logit_softcapping", 50);
+    s.loss.softcap = cap("final_logit_softcapping", 30);
 
     // Gemma 3's class reads a cap of scores but does not apply it. It takes RoPE's angles for each
     // kind of layer, and ignores angles for all layers.
@@ -651,9 +660,10 @@ inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
     set_variant(s, family.type);
     s.HS = hf_size(c, "head_dim",
                    family.head_size ? family.head_size : std::max(C / NH, size_t(1)));
-    s.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", family.norm_eps));
-    s.tied = hf_flag(c, "tie_word_embeddings", family.tied);
-    s.gate == Gate::GELU ? hf_gemma(c, s) : hf_refuse_unless(c, "hidden_act", "silu", "swish");
+    s.block.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", family.norm_eps));
+    s.embedding.tied = hf_flag(c, "tie_word_embeddings", family.tied);
+    s.block.gate == Gate::GELU ? hf_gemma(c, s)
+                               : hf_refuse_unless(c, "hidden_act", "silu", "swish");
 
     // Read the parts: positions, biases, windows, experts, latents.
     hf_rope(c, s, family.theta);
@@ -678,26 +688,26 @@ inline Shape hf_neox_shape(HfConfig& c) {
     Shape s = neox_shape(hf_size(c, "num_hidden_layers"), hf_size(c, "num_attention_heads"), C,
                          hf_size(c, "vocab_size"), hf_size(c, "max_position_embeddings", 2048));
     s.F = hf_size(c, "intermediate_size");
-    s.norm_eps = float(hf_positive(c, c.j, "layer_norm_eps", 1e-5));
-    s.tied = hf_flag(c, "tie_word_embeddings", false);
-    s.parallel = hf_flag(c, "use_parallel_residual", true);
+    s.block.norm_eps = float(hf_positive(c, c.j, "layer_norm_eps", 1e-5));
+    s.embedding.tied = hf_flag(c, "tie_word_embeddings", false);
+    s.block.parallel = hf_flag(c, "use_parallel_residual", true);
 
     // Read RoPE's base, and the part of a head that it turns. Newer files have these in an object.
     // The channels are rounded down, as transformers does.
     double part = hf_positive(c, c.j, "rotary_pct", 0.25);
-    s.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
+    s.rope.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
     double theta = hf_positive(c, c.j, "rotary_emb_base", 10000);
     hf_same(c, "rope_theta", "rotary_emb_base", theta);
     hf_same(c, "partial_rotary_factor", "rotary_pct", part);
     hf_rope(c, s, theta);
     bool named = hf_rope_object(c).contains("partial_rotary_factor"); // then hf_rotary() looks
-    if (!named && (part > 1 || (part < 1 && (s.rotary == 0 || s.rotary % 2))))
+    if (!named && (part > 1 || (part < 1 && (s.rope.rotary == 0 || s.rope.rotary % 2))))
         hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
                  " channels is no even number of them: RoPE turns pairs");
 
     // Both forms of GELU are built. Without the key it is the exact one, as in Pythia.
     bool exact = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
-    s.exact_gelu = exact;
+    s.block.exact_gelu = exact;
     if (!exact)
         hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
     hf_refuse_unless(c, "attention_bias", true);
@@ -760,7 +770,7 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
 // Refuse to export what Hugging Face's GPT-2 class has no key for: the export would load, and
 // compute something else. "" if nothing stands in the way.
 inline std::string hf_refusal(Gpt2, const Shape& s) {
-    if (s.position != Position::LEARNED)
+    if (s.embedding.position != Position::LEARNED)
         return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
                "--position learned";
     if (s.NKV != s.NH || s.NH * s.HS != s.C)
@@ -771,23 +781,24 @@ inline std::string hf_refusal(Gpt2, const Shape& s) {
 
 // The same for the families of Llama's kind.
 inline std::string hf_refusal(Llama, const Shape& s) {
+    const AttentionShape& attention = s.attention;
     // Refuse a window, if the class has no key for it.
     bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2";
-    if (no_windows && s.sliding_window)
+    if (no_windows && attention.window)
         return "--export: Hugging Face's Llama has no window: drop --export";
 
     // Three classes read no list: they give a window to all layers.
     bool all = s.hf_type == "mixtral" || s.hf_type == "phi3" || s.hf_type == "qwen3_moe";
     for (int layer = 1; all && layer <= int(s.L); layer++)
-        if (window_of(s, layer) != s.sliding_window)
+        if (window_of(s, layer) != attention.window)
             return "--export: Hugging Face's " + s.hf_type +
                    " has its window in all layers: drop --export";
 
     // Refuse biases on q, k and v alone. Only Qwen2 has those, and always.
     bool qwen2 = s.hf_type == "qwen2";
-    if (s.qkv_bias != (qwen2 || s.o_bias) || (qwen2 && s.o_bias))
+    if (attention.qkv_bias != (qwen2 || attention.o_bias) || (qwen2 && attention.o_bias))
         return "--export: biases on q, k and v alone are Qwen2's, always: drop --export";
-    if (s.position != Position::ROPE)
+    if (s.embedding.position != Position::ROPE)
         return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
                "rope";
     return "";
@@ -795,10 +806,10 @@ inline std::string hf_refusal(Llama, const Shape& s) {
 
 // GPT-NeoX's class has neither learned or ALiBi positions nor windows.
 inline std::string hf_refusal(Neox, const Shape& s) {
-    if (s.position != Position::ROPE)
+    if (s.embedding.position != Position::ROPE)
         return "--export: Hugging Face's GPT-NeoX has RoPE only: drop --export, or use --position "
                "rope";
-    if (s.NH * s.HS != s.C || s.sliding_window)
+    if (s.NH * s.HS != s.C || s.attention.window)
         return "--export: Hugging Face's GPT-NeoX has heads as wide as its channels together, and "
                "no window: drop --export";
     return "";
@@ -806,9 +817,10 @@ inline std::string hf_refusal(Neox, const Shape& s) {
 
 // Mixtral's and gpt-oss' classes always renormalise the gates, and none here has sigmoids.
 inline std::string hf_refusal(Mixtral, const Shape& s) {
+    const ExpertShape& e = s.experts;
     bool fixed = s.hf_type == "mixtral" || s.hf_type == "gpt_oss";
-    Router written = fixed ? Router::RENORMALISED : s.router;
-    if (s.router != written || is_sigmoid(s.router))
+    Router written = fixed ? Router::RENORMALISED : e.router;
+    if (e.router != written || is_sigmoid(e.router))
         return "--export: Hugging Face's class has no such router: drop --export, or use --router "
                "renormalised";
     // Qwen2-MoE has a key for biases on q, k and v, which Llama lacks.
@@ -818,11 +830,13 @@ inline std::string hf_refusal(Mixtral, const Shape& s) {
 
 // DeepSeek's two classes have one router each.
 inline std::string hf_refusal(Deepseek, const Shape& s) {
+    const ExpertShape& e = s.experts;
     // Compare the routers: V2 has a softmax, V3 has sigmoids.
     bool v3 = s.hf_type == "deepseek_v3";
-    if (s.E && (is_sigmoid(s.router) != v3 || s.router == Router::RENORMALISED))
+    if (e.E && (is_sigmoid(e.router) != v3 || e.router == Router::RENORMALISED))
         return "--export: Hugging Face's class has no such router: leave --router out";
-    return s.sliding_window ? "--export: Hugging Face's DeepSeek has no window: drop --export" : "";
+    return s.attention.window ? "--export: Hugging Face's DeepSeek has no window: drop --export"
+                              : "";
 }
 
 // The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
@@ -851,7 +865,7 @@ inline nlohmann::ordered_json hf_json(Gpt2, const Shape& s) {
         {"n_head",              s.NH},
         {"n_inner",             s.F},
         {"activation_function", "gelu_new"},
-        {"layer_norm_epsilon",  decimal(s.norm_eps)},
+        {"layer_norm_epsilon",  decimal(s.block.norm_eps)},
     };
 }
 
@@ -892,20 +906,21 @@ inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
         {"intermediate_size",       s.F},
         {"num_hidden_layers",       s.L},
         {"num_attention_heads",     s.NH},
-        {"hidden_act",              s.exact_gelu ? "gelu" : "gelu_new"},
-        {"layer_norm_eps",          decimal(s.norm_eps)},
+        {"hidden_act",              s.block.exact_gelu ? "gelu" : "gelu_new"},
+        {"layer_norm_eps",          decimal(s.block.norm_eps)},
         {"rotary_pct",              double(rotary_channels(s, s.HS)) / double(s.HS)},
-        {"rotary_emb_base",         s.rope_theta},
-        {"use_parallel_residual",   s.parallel},
+        {"rotary_emb_base",         s.rope.theta},
+        {"use_parallel_residual",   s.block.parallel},
     };
 
-    if (scales(s.rope_scaling))
-        j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    if (scales(s.rope.scaling))
+        j["rope_scaling"] = hf_rope_json(s.rope.scaling);
     return j;
 }
 
 // Add the keys of families that have more than Llama's.
 inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
+    const AttentionShape& attention = s.attention;
     // A list has one entry a layer. A softcap of 0 is written as null.
     auto lists = [&](auto of_layer) {
         nlohmann::ordered_json all = nlohmann::ordered_json::array();
@@ -923,16 +938,16 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
     if (s.hf_type == "phi3")
         j["partial_rotary_factor"] = double(rotary_channels(s, s.HS)) / double(s.HS);
     if (s.hf_type == "gemma3_text")
-        j["rope_local_base_freq"] = s.window_theta;
+        j["rope_local_base_freq"] = s.rope.window_theta;
 
     // List the layers with a window, where a class reads that. Mistral's window is in all layers
     // unless there is a list.
-    bool window = s.sliding_window, partly = false;
+    bool window = attention.window, partly = false;
     for (int layer = 1; window && layer <= int(s.L); layer++)
         partly |= window_of(s, layer) == 0;
     bool switched = s.hf_type.starts_with("qwen") || s.hf_type == "smollm3";
     bool named = (switched && s.hf_type != "qwen3_moe" && window) || partly ||
-                 s.gate == Gate::GELU || s.hf_type == "gpt_oss";
+                 s.block.gate == Gate::GELU || s.hf_type == "gpt_oss";
     if (window && switched)
         j["use_sliding_window"] = true;
     if (named)
@@ -942,25 +957,26 @@ inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
 
     // Add gpt-oss' keys.
     if (s.hf_type == "gpt_oss") {
-        j["swiglu_alpha"] = s.gate_alpha;
-        j["swiglu_limit"] = s.gate_limit;
+        j["swiglu_alpha"] = s.experts.gate_alpha;
+        j["swiglu_limit"] = s.experts.gate_limit;
     }
 
     // Add Gemma's keys.
-    if (s.gate != Gate::GELU) return;
+    if (s.block.gate != Gate::GELU) return;
     j["hidden_activation"] = j["hidden_act"];
     // Write a whole number as an integer: transformers 5 accepts nothing else here.
-    bool whole = s.score_scalar == std::floor(s.score_scalar);
-    nlohmann::ordered_json scalar = int64_t(s.score_scalar);
-    j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(s.score_scalar);
-    j["attn_logit_softcapping"] = cap(s.score_softcap);
-    j["final_logit_softcapping"] = cap(s.logit_softcap);
+    bool whole = attention.score_scalar == std::floor(attention.score_scalar);
+    nlohmann::ordered_json scalar = int64_t(attention.score_scalar);
+    j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(attention.score_scalar);
+    j["attn_logit_softcapping"] = cap(attention.softcap);
+    j["final_logit_softcapping"] = cap(s.loss.softcap);
 }
 
 // Llama's keys. Every size is written, because defaults differ between transformers' versions.
 inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
+    const AttentionShape& attention = s.attention;
     // Write the sizes, activation and base, which all families have.
-    bool gelu = s.gate == Gate::GELU;
+    bool gelu = s.block.gate == Gate::GELU;
     nlohmann::ordered_json j = {
         {"architectures",           {hf_defaults(s.hf_type)->architecture}},
         {"model_type",              s.hf_type},
@@ -973,77 +989,80 @@ inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
         {"num_key_value_heads",     s.NKV},
         {"head_dim",                s.HS},
         {"hidden_act",              gelu ? "gelu_pytorch_tanh" : "silu"},
-        {"rms_norm_eps",            decimal(s.norm_eps)},
-        {"rope_theta",              s.rope_theta},
+        {"rms_norm_eps",            decimal(s.block.norm_eps)},
+        {"rope_theta",              s.rope.theta},
     };
     hf_variant_json(j, s);
 
-    if (scales(s.rope_scaling))
-        j["rope_scaling"] = hf_rope_json(s.rope_scaling);
+    if (scales(s.rope.scaling))
+        j["rope_scaling"] = hf_rope_json(s.rope.scaling);
     else if (s.hf_type == "gpt_oss") // whose class would have YaRN without the key
         j["rope_scaling"] = {{"rope_type", "default"}};
-    if (s.o_bias || s.hf_type == "gpt_oss") j["attention_bias"] = s.o_bias;
-    if (s.mlp_bias) j["mlp_bias"] = true;
+    if (attention.o_bias || s.hf_type == "gpt_oss") j["attention_bias"] = attention.o_bias;
+    if (s.block.mlp_bias) j["mlp_bias"] = true;
 
     // Write the window. Without the key Mistral's class would take 4096. Qwen has a switch and a
     // first layer with a window.
-    if (s.sliding_window)
-        j["sliding_window"] = s.sliding_window;
+    if (attention.window)
+        j["sliding_window"] = attention.window;
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
     bool qwen = s.hf_type == "qwen2" || s.hf_type.starts_with("qwen3");
-    if (s.sliding_window && qwen)
-        j["max_window_layers"] = s.window_from;
+    if (attention.window && qwen)
+        j["max_window_layers"] = attention.window_from;
     return j;
 }
 
 // The keys of models with experts: Llama's, and the experts' own.
 inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
+    const ExpertShape& e = s.experts;
     // Mixtral calls an expert's width intermediate_size, as Llama's keys do.
     nlohmann::ordered_json j = hf_json(Llama{}, s);
-    j["num_experts_per_tok"] = s.K;
+    j["num_experts_per_tok"] = e.K;
     if (s.hf_type == "mixtral" || s.hf_type == "gpt_oss") {
-        j["num_local_experts"] = s.E;
+        j["num_local_experts"] = e.E;
         return j;
     }
-    j["num_experts"] = s.E;
-    j["norm_topk_prob"] = s.router == Router::RENORMALISED;
+    j["num_experts"] = e.E;
+    j["norm_topk_prob"] = e.router == Router::RENORMALISED;
     if (s.hf_type == "olmoe") return j;
 
     // Qwen's intermediate_size is the width of blocks without experts.
     j.erase("intermediate_size");
-    if (s.dense_F) j["intermediate_size"] = s.dense_F;
+    if (e.dense_F) j["intermediate_size"] = e.dense_F;
     j["moe_intermediate_size"] = s.F;
-    j["decoder_sparse_step"] = s.sparse_every;
+    j["decoder_sparse_step"] = e.sparse_every;
     j["mlp_only_layers"] = nlohmann::ordered_json::array();
-    for (size_t layer = 0; layer < s.dense_first; layer++)
+    for (size_t layer = 0; layer < e.dense_first; layer++)
         j["mlp_only_layers"].push_back(layer);
     if (s.hf_type == "qwen3_moe") return j;
 
     // Qwen2-MoE has a shared expert, and biases on q, k and v.
-    j["shared_expert_intermediate_size"] = s.shared_F;
-    j["qkv_bias"] = s.qkv_bias;
+    j["shared_expert_intermediate_size"] = e.shared_F;
+    j["qkv_bias"] = s.attention.qkv_bias;
     return j;
 }
 
 // DeepSeek's keys: Llama's, and those of latents and experts. Its class calls the rotary part
 // of a head head_dim.
 inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
+    const ExpertShape& e = s.experts;
+    const LatentShape& latent = s.latent;
     // Write all sizes, also those that equal the class's defaults.
     nlohmann::ordered_json j = hf_json(Llama{}, s);
     bool v3 = s.hf_type == "deepseek_v3";
-    j["head_dim"] = s.rotary;
+    j["head_dim"] = s.rope.rotary;
     j["q_lora_rank"] = nullptr;
-    if (s.q_latent) j["q_lora_rank"] = s.q_latent;
-    j["kv_lora_rank"] = s.kv_latent;
-    j["qk_rope_head_dim"] = s.rotary;
-    j["qk_nope_head_dim"] = s.HS - s.rotary;
-    j["v_head_dim"] = s.HS_v;
+    if (latent.q) j["q_lora_rank"] = latent.q;
+    j["kv_lora_rank"] = latent.kv;
+    j["qk_rope_head_dim"] = s.rope.rotary;
+    j["qk_nope_head_dim"] = s.HS - s.rope.rotary;
+    j["v_head_dim"] = latent.HS_v;
 
     // Recover mscale_all_dim from the scale of the scores, which has its square (hf_latents()).
-    if (s.score_scalar) {
-        double factor = s.rope_scaling.factor;
-        double size = std::pow(double(s.HS) / s.score_scalar, 0.25);
+    if (s.attention.score_scalar) {
+        double factor = s.rope.scaling.factor;
+        double size = std::pow(double(s.HS) / s.attention.score_scalar, 0.25);
         double all = (size - 1) / (0.1 * std::log(factor));
         nlohmann::ordered_json& rope = j["rope_scaling"];
         rope["mscale_all_dim"] = decimal(float(all));
@@ -1051,23 +1070,23 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
     }
 
     // Write the blocks and experts. If no block is dense, the dense width may be anything.
-    j["intermediate_size"] = s.dense_F ? s.dense_F : s.F;
-    j["first_k_dense_replace"] = s.E ? s.dense_first : s.L;
-    if (s.E == 0) return j;
-    j["n_routed_experts"] = s.E;
-    j["num_experts_per_tok"] = s.K;
+    j["intermediate_size"] = e.dense_F ? e.dense_F : s.F;
+    j["first_k_dense_replace"] = e.E ? e.dense_first : s.L;
+    if (e.E == 0) return j;
+    j["n_routed_experts"] = e.E;
+    j["num_experts_per_tok"] = e.K;
     j["moe_intermediate_size"] = s.F;
-    j["n_shared_experts"] = s.shared_F / s.F;
-    j["routed_scaling_factor"] = decimal(s.gate_scale);
-    j["norm_topk_prob"] = s.router == Router::SIGMOID;
+    j["n_shared_experts"] = e.shared_F / s.F;
+    j["routed_scaling_factor"] = decimal(e.gate_scale);
+    j["norm_topk_prob"] = e.router == Router::SIGMOID;
     j["scoring_func"] = v3 ? "sigmoid" : "softmax";
 
     // V3 always has groups, even if it is only one; V2 only if the choice is limited to some.
-    bool limited = s.expert_groups > 1;
+    bool limited = e.groups > 1;
     j["topk_method"] = limited ? "group_limited_greedy" : "greedy";
     if (v3) j["topk_method"] = "noaux_tc";
-    j["n_group"] = s.expert_groups;
-    j["topk_group"] = s.kept_groups;
+    j["n_group"] = e.groups;
+    j["topk_group"] = e.kept_groups;
     return j;
 }
 // clang-format on

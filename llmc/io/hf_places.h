@@ -29,7 +29,7 @@ inline std::string stack_name(const std::string& name, size_t number) {
 
 // Whether files join a parameter with those of other experts.
 inline bool joins_experts(const Shape& s, const Parameter& p) {
-    return s.expert_bias && p.name.find("{}") != std::string::npos;
+    return s.experts.bias && p.name.find("{}") != std::string::npos;
 }
 
 // The tensor that holds a parameter: every step-th output from `first` on.

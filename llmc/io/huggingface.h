@@ -218,12 +218,13 @@ inline std::string check_source(SourceFolder& f, const TensorSource& source,
                                 const Dialects& dialects, const std::vector<Parameter>& parameters,
                                 size_t* further) {
     UsedTensors used;
-    if (f.model->shape.tied) used.names = {"lm_head.weight", "embed_out.weight"}; // table's copies
+    if (f.model->shape.embedding.tied)
+        used.names = {"lm_head.weight", "embed_out.weight"}; // table's copies
     std::string wrong;
     for (const Parameter& p : parameters)
         if (wrong.empty() && !is_adapter(*f.model, p)) // these have a folder of their own
             wrong = source.check(p, &used);
-    if (wrong.empty() && f.model->shape.tied)
+    if (wrong.empty() && f.model->shape.embedding.tied)
         wrong = hf_check_tied(f.files, *f.model);
 
     // A method that is not read explains missing tensors and foreign codes.
@@ -508,7 +509,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                                              const ExportTokenizer& tokenizer) {
     nlohmann::ordered_json j = tokenizer.kept;
     with_family(s.family, [&](auto family) { j.update(hf_json(family, s)); });
-    j["tie_word_embeddings"] = s.tied;
+    j["tie_word_embeddings"] = s.embedding.tied;
     j["torch_dtype"] = dtype == Type::BF16  ? "bfloat16"
                        : dtype == Type::F16 ? "float16"
                                             : "float32";
@@ -545,7 +546,7 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
     if (p.adapter < 0) return w;
     const Parameter* half = &t.model.parameters[p.adapter];
     std::vector<float> a = get_weight(t, half[0]), b = get_weight(t, half[1]);
-    double scale = t.model.shape.adapters->at(module_of(p)).scale;
+    double scale = t.model.shape.tuned.adapters->at(module_of(p)).scale;
 
     // Compute one row of the change D at a time, as a sum of rows of its expert's A.
     size_t r = half->rows() / p.stack, cols = p.cols();

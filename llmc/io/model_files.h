@@ -401,8 +401,9 @@ inline std::string model_file_check(const Shape& s, const std::string& path, Typ
         return "--export " + path + ": is no file: choose another name";
 
     // Refuse shapes that the header cannot describe.
-    bool like_gpt2 = s.family == Family::GPT2 && s.position == Position::LEARNED && s.tied &&
-                     s.NKV == s.NH && s.NH * s.HS == s.C && s.F == 4 * s.C && s.norm_eps == 1e-5f;
+    bool like_gpt2 = s.family == Family::GPT2 && s.embedding.position == Position::LEARNED &&
+                     s.embedding.tied && s.NKV == s.NH && s.NH * s.HS == s.C && s.F == 4 * s.C &&
+                     s.block.norm_eps == 1e-5f;
     if (!like_gpt2)
         return "--export " + path +
                ": llm.c's file is of a GPT-2 as it was published (learned positions, a tied head, "

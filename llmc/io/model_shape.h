@@ -48,13 +48,13 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
 
     // Choose how products use fp8: it is a property of the model's shape here.
     if (c.fp8 == "block")
-        s.fp8 = Fp8::BLOCK;
+        s.fp8.kind = Fp8::BLOCK;
     if (c.fp8 == "tensor")
-        s.fp8 = Fp8::TENSOR;
+        s.fp8.kind = Fp8::TENSOR;
     if (c.fp8 == "delayed")
-        s.fp8 = Fp8::DELAYED;
-    s.fp8_kept = c.fp8_weights == "step";
-    s.fp8_rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
+        s.fp8.kind = Fp8::DELAYED;
+    s.fp8.kept = c.fp8_weights == "step";
+    s.fp8.rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
     return s;
 }
 

@@ -50,10 +50,10 @@ inline std::vector<int> choose_stages(const Shape& shape, int stages) {
     for (const Parameter& p : model.parameters)
         if (p.shape.size() == 2 && p.layer > 0) {
             // A token meets K experts of a stack.
-            double met = p.stack > 1 ? double(shape.K) / p.stack : 1;
+            double met = p.stack > 1 ? double(shape.experts.K) / p.stack : 1;
             cost[p.layer] += met * double(p.elements());
         }
-    if (shape.tied)
+    if (shape.embedding.tied)
         cost.back() = double(shape.Vp() * shape.C);
     return split_layers(cost, stages);
 }
@@ -81,7 +81,7 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.pp.size = c.pp;
     layout.cp.size = c.cp;
     layout.ep = c.ep;
-    layout.experts.whole = has_whole_experts(c) && shape.E;
+    layout.experts.whole = has_whole_experts(c) && shape.experts.E;
     layout.experts.exchange = c.ep > 1 && c.ep_method == "exchange";
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;

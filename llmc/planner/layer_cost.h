@@ -174,7 +174,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
     double seconds = 0;
     double N = p.rows();
     const Shape& s = model.shape;
-    double routed = s.whole_experts ? N / p.layout.tp.size : N; // rows of this rank's choices
+    double routed = s.experts.whole ? N / p.layout.tp.size : N; // rows of this rank's choices
     for (int b : buckets_of(model, layer)) {
         const Bucket& bucket = model.buckets[b];
         if (trained && !bucket.trainable) continue;
@@ -185,9 +185,9 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
 
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.
             double experts = double(w.stack) / w.experts.size;
-            double rows = w.stack > 1 ? routed * s.K : N;
+            double rows = w.stack > 1 ? routed * s.experts.K : N;
             double out = double(w.local_rows()) / experts;
-            Fp8 fp8 = w.matrix >= 0 ? s.fp8 : Fp8::NONE;
+            Fp8 fp8 = w.matrix >= 0 ? s.fp8.kind : Fp8::NONE;
             seconds += product_seconds(c, rows, out, w.local_cols(), fp8, experts);
         }
     }
@@ -200,7 +200,7 @@ enum class Makes { OUT, DINP, DW };
 // Return the seconds of casting the operands of one product of each matrix in a block.
 inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model, int layer,
                            Makes makes) {
-    Fp8 fp8 = model.shape.fp8;
+    Fp8 fp8 = model.shape.fp8.kind;
     if (fp8 == Fp8::NONE) return 0;
     // Weights whose casts are kept are cast in one micro-batch of a step.
     double weights = keeps_casts(p, model) ? 1.0 / p.micro_batches : 1;
@@ -342,8 +342,8 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     double heads = (s.NH + 2 * s.NKV) * s.HS;
 
     // A token's row is read and written for each of its K experts, and their K outputs are read.
-    double routed = s.whole_experts ? N / tp : N;
-    double slots = s.E ? 3 * routed * s.K : 0;
+    double routed = s.experts.whole ? N / tp : N;
+    double slots = s.experts.E ? 3 * routed * s.experts.K : 0;
     return e * ((10 * stream + slots) * s.C + N * (2 * heads + 3 * F) / tp);
 }
 
@@ -413,7 +413,8 @@ inline double branch_messages(const CostModel& c, const Plan& p, const Shape& s,
 // Whether the second branch sends anything. Where experts are whole and no ffn stands beside them,
 // it has no row to gather or sum.
 inline bool second_branch_sends(const Shape& s) {
-    return !s.E || !s.whole_experts || s.ffn_beside > 0;
+    const ExpertShape& e = s.experts;
+    return !e.E || !e.whole || e.ffn_beside > 0;
 }
 
 // Return the seconds of a block's collectives: of both branches, other ranks' keys, experts' rows.
@@ -427,18 +428,18 @@ inline Times block_messages(const CostModel& c, const Plan& p, const Model& mode
     t.context = context_seconds(c, p, model, layer, backward);
 
     // ep: rows of tokens go to the ranks that share out the experts, and sums come back.
-    if (layout.ep > 1 && s.E) {
+    if (layout.ep > 1 && s.experts.E) {
         int near = ranks_in_node(layout, c.machine, Group::EXPERTS);
         Link ep = link_of(c.machine, layout.ep, near);
-        double routed = N * s.C * c.element / (s.whole_experts ? layout.tp.size : 1);
+        double routed = N * s.C * c.element / (s.experts.whole ? layout.tp.size : 1);
         double share = exchanged_share(s, size_t(layout.ep));
         double message = layout.experts.exchange ? ep.all_to_all(share * routed * layout.ep)
                                             : ep.all_gather(routed * layout.ep);
         t.experts = (backward ? 4 : 2) * message;
 
         // The ffn for all tokens hides a message of F, one of I and one of W (expert_parallel.h).
-        double width = double(s.ffn_beside) / layout.tp.size;
-        double product = s.ffn_beside ? product_seconds(c, N, width, double(s.C)) : 0;
+        double width = double(s.experts.ffn_beside) / layout.tp.size;
+        double product = s.experts.ffn_beside ? product_seconds(c, N, width, double(s.C)) : 0;
         auto hidden = [&](int products) { return std::min(message, products * product); };
         t.experts -= backward ? hidden(1) + hidden(3) : hidden(2);
     }
@@ -521,7 +522,7 @@ inline Times recompute_seconds(const CostModel& c, const Plan& p, const Model& m
     double gather = p.layout.sequence_parallel ? branch / 2 : 0;
     if (redoes_attn(level)) t.tensor = branch;
     if (redoes_ffn(level)) {
-        if (second_branch_sends(s)) t.tensor += whole || s.post_norm ? branch : gather;
+        if (second_branch_sends(s)) t.tensor += whole || s.block.post_norm ? branch : gather;
         t.experts = all.experts / 2;
     }
     t.launch = level == Recompute::FULL ? all.launch : 0;

@@ -368,7 +368,7 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
             r.gradient_w += e.gradient_w;
             r.block = std::max(r.block, e.kept_b + e.kept_w);
             r.passing = e.passing + b.weights + b.partial; // the last layer's
-            bool tied_here = l == model.head() && model.shape.tied && stage % pp == 0;
+            bool tied_here = l == model.head() && model.shape.embedding.tied && stage % pp == 0;
             if (tied_here) continue;
             r.reduce += b.reduce;
             r.move += b.move;

@@ -70,7 +70,7 @@ inline std::string refuse_layout(const PlanQuestion& q, Config c) {
 
 // The values of --etp to try: tp ranks cut all experts or none. A user's flag leaves no choice.
 inline std::vector<int> etp_choices(const PlanQuestion& q, int tp) {
-    bool open = q.shape.E && tp > 1 && !was_given(q.config, "etp");
+    bool open = q.shape.experts.E && tp > 1 && !was_given(q.config, "etp");
     if (open) return {0, 1};
     return {q.config.etp};
 }
@@ -109,7 +109,7 @@ inline std::vector<Config> list_grids(const PlanQuestion& q, std::string* why) {
                 // Distribute experts over ranks that see different tokens: those of dp and cp, and
                 // of tp where experts are whole, which wants sequence parallelism.
                 for (int etp : etp_choices(q, tp))
-                    for (int ep : q.shape.E ? divisors : one) {
+                    for (int ep : q.shape.experts.E ? divisors : one) {
                         c.etp = etp;
                         c.ep = ep;
                         c.sequence_parallel = has_whole_experts(c);

@@ -178,11 +178,11 @@ inline std::string config_key(const Config& c) {
 
 // The shape of a candidate's run: with new adapters, where its flags ask for them.
 inline Shape shape_of(const PlanQuestion& q, const Config& c) {
-    if (!c.lora || q.shape.adapters) return q.shape;
+    if (!c.lora || q.shape.tuned.adapters) return q.shape;
     Shape shape = q.shape;
     Adapters adapters;
     or_die(choose_adapters(make_model(shape), lora_options(c), &adapters));
-    shape.adapters = std::make_shared<const Adapters>(adapters);
+    shape.tuned.adapters = std::make_shared<const Adapters>(adapters);
     return shape;
 }
 

@@ -273,7 +273,7 @@ template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
 template <typename T, typename S>
 std::string bad_stream(const Trainer<T, S>& t, const T* x, const char* name) {
     if (!x) return "";
-    size_t n = t.plans[t.plan].rows() / t.ctx.shape.row_ranks * t.model.shape.C;
+    size_t n = t.plans[t.plan].rows() / t.ctx.shape.rank.rows * t.model.shape.C;
     BadValues bad = find_bad_values(x, n, t.ctx.where);
     return bad.count ? bad_values_text(name, bad, n) : "";
 }

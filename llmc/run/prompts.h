@@ -40,15 +40,15 @@ inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json
     if (!line.contains("adapter") || line["adapter"].is_null())
         return "";
     const nlohmann::ordered_json& asked = line["adapter"];
-    if (!s.sets)
+    if (!s.tuned.sets)
         return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
                       "give --adapters NAME=DIR, or leave the key out");
 
     // Look for the name, and list those that are there.
     std::string known;
-    for (const AdapterSet& other : *s.sets) {
+    for (const AdapterSet& other : *s.tuned.sets) {
         if (asked == other.name)
-            *set = int(&other - s.sets->data());
+            *set = int(&other - s.tuned.sets->data());
         known += (known.empty() ? "" : ", ") + other.name;
     }
     if (*set >= 0) return "";

@@ -161,7 +161,7 @@ bool write_export(Run& run, Trainer<T, S>& t) {
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
                     : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
-    if (c.merge && run.shape.adapters && is_first_rank(run))
+    if (c.merge && run.shape.tuned.adapters && is_first_rank(run))
         printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
                merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
 

@@ -130,7 +130,7 @@ inline std::vector<int> prompt_tokens(const Run& run, const std::string& prompt)
 inline size_t choose_context_length(const Run& run) {
     const Config& c = run.config;
     bool new_weights = has_new_weights(c);
-    bool table = run.shape.position == Position::LEARNED;
+    bool table = run.shape.embedding.position == Position::LEARNED;
     size_t all = text_positions(run.shape);
     return new_weights && table ? std::min(all, size_t(c.seq)) : all;
 }

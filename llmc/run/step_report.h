@@ -57,7 +57,7 @@ StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult&
     r.mfu = flops / m.seconds / run.peak;
 
     // Techniques.
-    ExpertBalance experts = expert_balance(m.loads, t.model.shape.E);
+    ExpertBalance experts = expert_balance(m.loads, t.model.shape.experts.E);
     r.max_vio = experts.max_vio;
     r.least_load = experts.least;
     r.dropped_share = m.dropped;

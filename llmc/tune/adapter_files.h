@@ -468,17 +468,17 @@ inline std::set<std::string> target_modules(const Model& m) {
 // turns their matrices' names into the joined ones, so it loads gate and up of an expert only with
 // down; and, but for Qwen2-MoE, whose experts it does not know, no ffn beside experts.
 inline std::string peft_loses(const Shape& s) {
-    for (const auto& [module, adapter] : *s.adapters) {
+    for (const auto& [module, adapter] : *s.tuned.adapters) {
         size_t stack = module.find("{}.");
         bool expert = stack != std::string::npos, qwen2 = s.hf_type == "qwen2_moe";
         bool down = module.ends_with(".w2") || module.ends_with(".down_proj");
         std::string front = module.substr(0, expert ? stack + 3 : 0);
-        auto of_expert = std::ranges::count_if(*s.adapters, [&](const auto& other) {
+        auto of_expert = std::ranges::count_if(*s.tuned.adapters, [&](const auto& other) {
             return other.first.starts_with(front);
         });
 
         // Name the first one that is lost.
-        bool ffn = s.E && !qwen2 && module.find(".mlp.") != std::string::npos;
+        bool ffn = s.experts.E && !qwen2 && module.find(".mlp.") != std::string::npos;
         if (expert ? qwen2 || (!down && of_expert < 3) : ffn)
             return "PEFT with transformers 5 loads no adapter of " + stack_name(module, 0) +
                    ": give --merge, or --lora-targets attention";
@@ -493,12 +493,12 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
         return x == std::floor(x) ? nlohmann::ordered_json(int64_t(x)) : nlohmann::ordered_json(x);
     };
     nlohmann::ordered_json ranks = nlohmann::ordered_json::object(), alphas = ranks;
-    const Adapter first = m.shape.adapters->begin()->second;
+    const Adapter first = m.shape.tuned.adapters->begin()->second;
     double alpha = first.scale * double(first.rank);
 
     // Write alpha = factor x rank, whatever the factor was computed from.
-    for (const auto& [module, adapter] : *m.shape.adapters) {
-        size_t matrices = module.find("{}") == std::string::npos ? 1 : m.shape.E;
+    for (const auto& [module, adapter] : *m.shape.tuned.adapters) {
+        size_t matrices = module.find("{}") == std::string::npos ? 1 : m.shape.experts.E;
         double own = adapter.scale * double(adapter.rank);
         for (size_t e = 0; e < matrices; e++) {
             std::string name = peft_module(m, module, e);

@@ -54,14 +54,14 @@ inline void take_prefix(Run& run) {
 // what flags leave out.
 inline void add_run_adapters(const Config& c, Shape& s, const Dialects& dialects) {
     if (!has_adapters(c)) return;
-    s.prefix = size_t(c.prefix);
-    if (s.prefix) return;
+    s.tuned.prefix = size_t(c.prefix);
+    if (s.tuned.prefix) return;
 
     // Named adapters serve texts side by side.
     if (!c.adapters.empty()) {
         AdapterSets sets;
         or_die(read_adapter_sets(make_model(s), c.adapters, &sets));
-        s.sets = std::make_shared<const AdapterSets>(sets);
+        s.tuned.sets = std::make_shared<const AdapterSets>(sets);
         return;
     }
 
@@ -84,13 +84,13 @@ inline void add_run_adapters(const Config& c, Shape& s, const Dialects& dialects
         or_die(read_adapters(make_model(s), c.adapter, &adapters));
     for (auto& [module, adapter] : adapters)
         adapter.rate_of_b = float(c.lora_plus);
-    s.adapters = std::make_shared<const Adapters>(adapters);
+    s.tuned.adapters = std::make_shared<const Adapters>(adapters);
 }
 
 // Say at the start what PEFT will not load of an export.
 inline void note_peft(Run& run) {
     const Config& c = run.config;
-    std::string lost = run.shape.adapters && !c.merge ? peft_loses(run.shape) : "";
+    std::string lost = run.shape.tuned.adapters && !c.merge ? peft_loses(run.shape) : "";
     if (!c.export_dir.empty() && !lost.empty() && is_first_rank(run))
         note(run, "--export " + c.export_dir + ": " + lost);
 }

@@ -54,7 +54,7 @@ inline std::string read_prefix(const Shape& s, const std::string& folder, size_t
     SafeTensors file;
     BeforeText what = before_text(folder);
     bool prompt = what == BeforeText::PROMPT;
-    if (prompt && s.sliding_window)
+    if (prompt && s.attention.window)
         return folder + ": is a prompt, whose rows leave the model's sliding window, and a prefix "
                         "does not: such a model is not built";
 
@@ -107,7 +107,7 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
     size_t KV = s.NKV * s.HS;
     size_t width = width_before_text(s, what);
     const SafeTensor* tensor = safetensors_find(h.files[0], PREFIX_TENSOR);
-    if (!tensor || tensor->shape != std::vector<size_t>{s.prefix, width})
+    if (!tensor || tensor->shape != std::vector<size_t>{s.tuned.prefix, width})
         return path + ": has changed since the run began";
 
     // Every rank takes the tensor, which is small, and keeps its part.
@@ -123,7 +123,7 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         std::vector<float> values(p.elements());
-        for (size_t i = 0; i < s.prefix; i++)
+        for (size_t i = 0; i < s.tuned.prefix; i++)
             std::copy_n(&all[i * width + prefix_column(t.model, p)], KV, &values[i * KV]);
         set_file_weight(t, p, values);
     }
@@ -133,7 +133,7 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
 // Load a folder's adapters of either kind.
 template <typename T, typename S>
 std::string load_trained_adapters(Trainer<T, S>& t, const std::string& folder, int plan = -1) {
-    return t.model.shape.prefix ? load_prefix(t, folder, plan) : load_adapters(t, folder);
+    return t.model.shape.tuned.prefix ? load_prefix(t, folder, plan) : load_adapters(t, folder);
 }
 
 // ----------------------------------------------------------------------------
@@ -145,7 +145,7 @@ inline nlohmann::ordered_json prefix_config(const Shape& s, const std::string& b
         {"peft_type", "PREFIX_TUNING"},
         {"task_type", "CAUSAL_LM"},
         {"base_model_name_or_path", base},
-        {"num_virtual_tokens", s.prefix},
+        {"num_virtual_tokens", s.tuned.prefix},
         {"num_layers", s.L},
         {"num_attention_heads", s.NKV},
         {"token_dim", s.NKV * s.HS},
@@ -163,13 +163,13 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
                          const std::string& base) {
     const Shape& s = t.model.shape;
     size_t KV = s.NKV * s.HS, width = s.L * 2 * KV;
-    std::vector<float> all(s.prefix * width);
+    std::vector<float> all(s.tuned.prefix * width);
 
     // Gather the layers' rows into their columns. get_weight() is collective.
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p)) continue;
         std::vector<float> values = get_weight(t, p);
-        for (size_t i = 0; i < s.prefix; i++)
+        for (size_t i = 0; i < s.tuned.prefix; i++)
             std::copy_n(&values[i * KV], KV, &all[i * width + prefix_column(t.model, p)]);
     }
 
@@ -177,7 +177,7 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
     FileWriter w;
     bool writes = t.comms.world.rank <= 0;
     if (writes) {
-        std::vector<TensorSpec> specs = {{PREFIX_TENSOR, dtype, {s.prefix, width}}};
+        std::vector<TensorSpec> specs = {{PREFIX_TENSOR, dtype, {s.tuned.prefix, width}}};
         writer_open(&w, folder + "/adapter_model.safetensors", specs, {{"format", "pt"}});
         if (w.wrong.empty())
             writer_put(w, all, dtype);
@@ -193,7 +193,7 @@ std::string write_prefix(const Trainer<T, S>& t, const std::string& folder, Type
 template <typename T, typename S>
 std::string export_trained_adapters(const Trainer<T, S>& t, const std::string& folder, Type dtype,
                                     const std::string& base, const ExportTokenizer& beside = {}) {
-    if (!t.model.shape.prefix)
+    if (!t.model.shape.tuned.prefix)
         return export_adapters(t, folder, dtype, base, beside);
     return export_whole(t, folder, beside, [&](const std::string& path) {
         return write_prefix(t, path, dtype, base);

@@ -41,7 +41,7 @@ void put_prompt(Trainer<T, S>& t, const Action& a, const std::vector<float>& row
     const Shape& s = t.ctx.shape;
     size_t R = stream_rows(t.ctx);
     size_t n = t.ctx.batch.T;
-    size_t first = s.row_ranks > 1 ? size_t(t.ctx.tp.rank) * R : 0;
+    size_t first = s.rank.rows > 1 ? size_t(t.ctx.tp.rank) * R : 0;
 
     // Sequences are all alike: each has the prompt's n rows.
     acc_t<T> scale = embedding_scale<T>(s);
@@ -104,7 +104,7 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
 
     // Run the base alone: the rows stand at its first positions.
     Shape& shape = t.model.shape;
-    size_t n = std::exchange(shape.prefix, size_t(0));
+    size_t n = std::exchange(shape.tuned.prefix, size_t(0));
     init_constants(t);
     std::map<int, PromptKeys> found;
 
@@ -130,7 +130,7 @@ void make_prefix(Trainer<T, S>& t, int plan, const std::vector<float>& rows) { /
     plan_loss(t); // waits for all ranks
 
     // Restore the trainer.
-    shape.prefix = n;
+    shape.tuned.prefix = n;
     init_constants(t);
     t.hooks.after = after;
     t.data.window = window;

@@ -47,7 +47,7 @@ inline Shape choose_teacher_shape(const Run& run) {
 
     // Read its shape. It computes in the model's type.
     Shape shape = choose_shape(d, "--teacher");
-    shape.fp8 = Fp8::NONE;
+    shape.fp8.kind = Fp8::NONE;
     return shape;
 }
 

@@ -72,7 +72,7 @@ void teacher_allocate(Teacher<T, S>& teacher) {
     teacher.norms = static_cast<unsigned char*>(device_memory(bytes, t.ctx.where));
     teacher.head.norm = teacher.norms;
     teacher.head.C = t.model.shape.C;
-    teacher.head.softcap = t.model.shape.logit_softcap;
+    teacher.head.softcap = t.model.shape.loss.softcap;
     t.hooks.after = [&teacher](const Action& a) { keep_norm(teacher, a); };
 }
 

@@ -117,7 +117,7 @@ struct Prequantised : Scratch {
 // that the codes stand for.
 TEST_F(Prequantised, FoldersLoadAsTheyAre) {
     Shape qwen = llama_shape(2, 4, 2, 128, 256, 53, 64, 10000);
-    qwen.qkv_bias = true;
+    qwen.attention.qkv_bias = true;
     for (const Shape& s : {shape, qwen})
         for (Stored stored : {Stored::NF4, Stored::INT8})
             for (bool nested : {true, false}) {

@@ -9,7 +9,7 @@ struct MergedFolders : Scratch {};
 static std::vector<double> merged_logits(Shape s, const std::string& base,
                                          const std::string& adapter, float eps) {
     const size_t N = 24;
-    s.norm_eps = eps;
+    s.block.norm_eps = eps;
     Small<double> m(s, {plan_of(Mode::GENERATE, 1, N, N)});
     EXPECT_EQ(hf_load_weights(m.t, base, {MERGED_ADAPTERS}, adapter), "");
     std::vector<int> tokens = TensorFile(base + "/golden.safetensors").ints("tokens");
@@ -34,9 +34,9 @@ static void compare_with_merged(const std::string& name, const std::string& base
     Shape s;
     ASSERT_EQ(hf_read_config(&s, weights), "");
     const double eps = 1e-5; // of both configs
-    ASSERT_EQ(s.norm_eps, float(eps));
+    ASSERT_EQ(s.block.norm_eps, float(eps));
     const float larger = float(eps * (1 + std::ldexp(1, -10)));
-    std::vector<double> got = merged_logits(s, weights, folder, s.norm_eps);
+    std::vector<double> got = merged_logits(s, weights, folder, s.block.norm_eps);
     std::vector<double> moved = merged_logits(s, weights, folder, larger);
 
     // Compare, and see that the correction is no larger than what it corrects.
@@ -44,8 +44,8 @@ static void compare_with_merged(const std::string& name, const std::string& base
     const double sums = 96 * 15 * 4 * std::ldexp(1, -53);
     for (size_t v = 0; v < s.V; v++) {
         double want = golden["merged"][v].get<double>();
-        double slope = (moved[v] - got[v]) / (double(larger) - double(s.norm_eps));
-        double of_eps = slope * (eps - double(s.norm_eps));
+        double slope = (moved[v] - got[v]) / (double(larger) - double(s.block.norm_eps));
+        double of_eps = slope * (eps - double(s.block.norm_eps));
         ASSERT_NEAR(got[v] + of_eps, want, sums + std::ldexp(std::fabs(of_eps), -10));
         ASSERT_NEAR(got[v], golden["beside"][v].get<double>(), 1e-6);
     }

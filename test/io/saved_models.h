@@ -139,37 +139,37 @@ inline std::vector<Shape> saved_shapes() {
     Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), gpt2_untied = gpt2;
     Shape llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000), llama_tied = llama, mistral = llama,
           qwen2 = llama;
-    gpt2_untied.tied = false;
-    llama.rope_scaling = {8, 1, 4, 16}, llama_tied.tied = true, llama_tied.HS = 6,
-    llama_tied.norm_eps = 1e-3f;
-    mistral.hf_type = "mistral", mistral.sliding_window = 7;
-    qwen2.hf_type = "qwen2", qwen2.qkv_bias = true, qwen2.rope_theta = 1e6;
+    gpt2_untied.embedding.tied = false;
+    llama.rope.scaling = {8, 1, 4, 16}, llama_tied.embedding.tied = true, llama_tied.HS = 6,
+    llama_tied.block.norm_eps = 1e-3f;
+    mistral.hf_type = "mistral", mistral.attention.window = 7;
+    qwen2.hf_type = "qwen2", qwen2.attention.qkv_bias = true, qwen2.rope.theta = 1e6;
 
     // Windows, biases, and norms of queries and keys.
     Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama,
           qwen3 = qwen2;
-    mistral_endless.sliding_window = 0, qwen2_tied.tied = true;
-    qwen2.sliding_window = 5, qwen2.window_from = 1;
-    qwen3.hf_type = "qwen3", qwen3.qk_norm = true, qwen3.qkv_bias = false, qwen3.HS = 6;
+    mistral_endless.attention.window = 0, qwen2_tied.embedding.tied = true;
+    qwen2.attention.window = 5, qwen2.attention.window_from = 1;
+    qwen3.hf_type = "qwen3", qwen3.block.qk_norm = true, qwen3.attention.qkv_bias = false, qwen3.HS = 6;
 
     // Experts.
     Shape mixtral = mistral_endless, qwen3_moe = qwen3, olmoe = mistral_endless;
     set_variant(olmoe, "olmoe");
-    olmoe.family = Family::MIXTRAL, olmoe.hf_type = "olmoe", olmoe.E = 4, olmoe.K = 2;
-    olmoe.router = Router::SOFTMAX;
+    olmoe.family = Family::MIXTRAL, olmoe.hf_type = "olmoe", olmoe.experts.E = 4, olmoe.experts.K = 2;
+    olmoe.experts.router = Router::SOFTMAX;
     mixtral.family = qwen3_moe.family = Family::MIXTRAL;
-    mixtral.hf_type = "mixtral", mixtral.E = 3, mixtral.K = 2;
-    qwen3_moe.hf_type = "qwen3_moe", qwen3_moe.E = 11, qwen3_moe.K = 3;
-    qwen3_moe.router = Router::SOFTMAX;
+    mixtral.hf_type = "mixtral", mixtral.experts.E = 3, mixtral.experts.K = 2;
+    qwen3_moe.hf_type = "qwen3_moe", qwen3_moe.experts.E = 11, qwen3_moe.experts.K = 3;
+    qwen3_moe.experts.router = Router::SOFTMAX;
     Shape qwen2_moe = qwen3_moe; // a dense layer first, then experts beside a shared one
-    qwen2_moe.hf_type = "qwen2_moe", qwen2_moe.qk_norm = false, qwen2_moe.qkv_bias = true;
-    qwen2_moe.sliding_window = 0, qwen2_moe.window_from = 0, qwen2_moe.dense_first = 1;
-    qwen2_moe.dense_F = 14, qwen2_moe.shared_F = 9, qwen2_moe.shared_gate = true;
+    qwen2_moe.hf_type = "qwen2_moe", qwen2_moe.block.qk_norm = false, qwen2_moe.attention.qkv_bias = true;
+    qwen2_moe.attention.window = 0, qwen2_moe.attention.window_from = 0, qwen2_moe.experts.dense_first = 1;
+    qwen2_moe.experts.dense_F = 14, qwen2_moe.experts.shared_F = 9, qwen2_moe.experts.shared_gate = true;
 
     // Biases everywhere, and scalings of RoPE.
-    biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
-    biased.rope_scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
-    yarn.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
+    biased.attention.qkv_bias = biased.attention.o_bias = biased.block.mlp_bias = true;
+    biased.rope.scaling = {2.5f, 1, 4, 32, RopeKind::LINEAR};
+    yarn.rope.scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 0.7f, false, 1.25f};
 
     // Latent attention, with experts and without.
     LatentSizes sizes = {5, 6, 4, 2, 3};
@@ -177,18 +177,18 @@ inline std::vector<Shape> saved_shapes() {
     Shape deepseek = deepseek_shape("deepseek_v2", latents, sizes, 14);
     Shape deepseek_v3 = deepseek_shape("deepseek_v3", latents, {0, 6, 4, 2, 3}, 14);
     deepseek_v3 = with_experts(deepseek_v3, 1, 8, 2, 10, 2);
-    deepseek_v3.router = Router::SIGMOID, deepseek_v3.choice_bias = true,
-    deepseek_v3.gate_scale = 2.5f;
-    deepseek_v3.expert_groups = 4, deepseek_v3.kept_groups = 2;
+    deepseek_v3.experts.router = Router::SIGMOID, deepseek_v3.experts.choice_bias = true,
+    deepseek_v3.experts.gate_scale = 2.5f;
+    deepseek_v3.experts.groups = 4, deepseek_v3.experts.kept_groups = 2;
     Shape deepseek_v2 = with_experts(deepseek, 1, 6, 2, 10, 1);
 
     // gpt-oss: sinks, biases, a gate of its own, a window in every other block.
     Shape oss = mixtral;
     set_variant(oss, "gpt_oss");
     oss.family = Family::GPT_OSS;
-    oss.hf_type = "gpt_oss", oss.qkv_bias = oss.o_bias = true, oss.HS = 6;
-    oss.sliding_window = 7, oss.full_every = 2;
-    oss.rope_scaling = yarn.rope_scaling;
+    oss.hf_type = "gpt_oss", oss.attention.qkv_bias = oss.attention.o_bias = true, oss.HS = 6;
+    oss.attention.window = 7, oss.attention.full_every = 2;
+    oss.rope.scaling = yarn.rope.scaling;
 
     // Collect them, then add the variants of Llama and GPT-NeoX.
     std::vector<Shape> all = {gpt2, gpt2_untied, llama, llama_tied, mistral, mistral_endless,
@@ -205,7 +205,7 @@ inline std::vector<Shape> saved_shapes() {
 }
 
 inline std::string shape_name(const Shape& s) {
-    return s.hf_type + (s.tied ? ", tied" : ", untied");
+    return s.hf_type + (s.embedding.tied ? ", tied" : ", untied");
 }
 
 // Random weights everywhere: init_weights() leaves norms and biases constant.

@@ -30,7 +30,7 @@ template <typename T> std::string state_of(const Small<T>& m) {
     const StepScale& scale = *address<const StepScale>(m.t, {Kind::SCALE});
     const LossScale& loss = scale.loss;
     std::vector<unsigned char> bytes;
-    json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8_rule);
+    json late = fp8_history_json(fp8_on_host(m.t, &bytes), m.t.model.shape.fp8.rule);
     return concat(state, late.dump(), scale.step, " ", loss.now, " ", loss.clean, " ", loss.spent,
                   " ", loss.skipped);
 }
@@ -104,7 +104,7 @@ TEST_F(Checkpoints, CheckpointsLoadToTheSameBits) {
 
     // Delayed scaling, whose ring of maxima has gone round.
     Shape late = saved_shapes()[0];
-    late.fp8 = Fp8::DELAYED, late.fp8_rule.length = 3;
+    late.fp8 = Fp8::DELAYED, late.fp8.rule.length = 3;
     checkpoint_round_trip<bf16>(dir, late, true);
 }
 
@@ -266,12 +266,12 @@ TEST_F(Checkpoints, ACheckpointOfAnotherModelIsRefusedByName) {
     refused("ffn", "20", "24", [](Shape& s) { s.F = 24; });
     refused("vocab", "61", "62", [](Shape& s) { s.V = 62; });
     refused("positions", "32", "64", [](Shape& s) { s.P = 64; });
-    refused("tied", "false", "true", [](Shape& s) { s.tied = true; });
+    refused("tied", "false", "true", [](Shape& s) { s.embedding.tied = true; });
     refused("family", "\"llama\"", "\"mistral\"", [](Shape& s) { s.hf_type = "mistral"; });
-    refused("qkv_bias", "false", "true", [](Shape& s) { s.qkv_bias = true; });
-    refused("rope_theta", "10000.0", "20000.0", [](Shape& s) { s.rope_theta = 20000; });
-    refused("rope_factor", "8.0", "2.0", [](Shape& s) { s.rope_scaling.factor = 2; });
-    refused("position", "\"rope\"", "\"alibi\"", [](Shape& s) { s.position = Position::ALIBI; });
+    refused("qkv_bias", "false", "true", [](Shape& s) { s.attention.qkv_bias = true; });
+    refused("rope_theta", "10000.0", "20000.0", [](Shape& s) { s.rope.theta = 20000; });
+    refused("rope_factor", "8.0", "2.0", [](Shape& s) { s.rope.scaling.factor = 2; });
+    refused("position", "\"rope\"", "\"alibi\"", [](Shape& s) { s.embedding.position = Position::ALIBI; });
 
     // A run with SGD leaves the checkpoint's moments out. A run with AdamW needs them.
     auto sgd = random_model<float>(base, 3, false);
@@ -508,7 +508,7 @@ static size_t tensor_bytes(const std::string& folder) {
 // Shapes whose folders are read, and layouts that read them.
 static std::vector<std::pair<Shape, std::vector<LayoutCase>>> folders_to_read() {
     Shape experts = shapes_to_cut()[1];
-    experts.family = Family::MIXTRAL, experts.hf_type = "mixtral", experts.E = 4, experts.K = 2;
+    experts.family = Family::MIXTRAL, experts.hf_type = "mixtral", experts.experts.E = 4, experts.experts.K = 2;
     LayoutCase many = {8, 2, 3, 8, 0, 4}; // 64 ranks
     LayoutCase shared = {4, 1, 0, 1, 0, 1, false, 2};
     return {{shapes_to_cut()[0], {layouts[0], many, layouts[5], layouts[6]}},
@@ -617,7 +617,7 @@ TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
         {1, 1, 0, 1, 2, 2, false, 2, true}, {2, 1, 0, 2, 2, 2, false, 1, true},
         {2, 1, 3, 2, 4, 2, false, 4, true}, {1, 2, 2, 1, 4, 2, false, 1, true}};
     Shape s = small_mixtral();
-    s.E = 4, s.P = 32;
+    s.experts.E = 4, s.P = 32;
     save_and_load_in_all_layouts<float>(dir, s, shared);
     shared = {{2, 1, 2, 2, 2},
               {2, 1, 2, 2, 2, 1, false, 2},

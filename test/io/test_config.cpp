@@ -329,7 +329,7 @@ TEST(Config, APrefixIsTrainedAlone) {
     EXPECT_HAS(check({"--prefix", "24", "--seq", "1001"}),
                "--seq 1001 is beyond the model's 1000 positions behind the prefix: use --seq 1000");
     Shape sloped = gpt2_shape(4, 4, 128, 256, 1024);
-    sloped.position = Position::ALIBI;
+    sloped.embedding.position = Position::ALIBI;
     EXPECT_HAS(check({"--prefix", "8"}, sloped), "trained keys have no position");
 
     // Exports, and what is not built.
@@ -533,7 +533,7 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama),
                "a head size of 1 is odd");
     EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
-    llama.sliding_window = 64;
+    llama.attention.window = 64;
     EXPECT_EQ(check({"--seq", "100"}, llama), "");
 
     EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
@@ -544,16 +544,16 @@ TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
     // that half is no pair.
     Config c;
     Shape part = llama_shape(2, 4, 4, 64, 128, 256, 128, 10000);
-    part.rotary = 8;
+    part.rope.rotary = 8;
     Shape s = part;
     ASSERT_EQ(parse(c, {"--heads", "16"}), "");
     EXPECT_EQ(override_shape(c, s), "");
     EXPECT_EQ(s.HS, 4u);
-    EXPECT_EQ(s.rotary, 2u);
+    EXPECT_EQ(s.rope.rotary, 2u);
     EXPECT_HAS(check({"--heads", "32"}, part), "of a head size of 2 that part is 1");
 
     // A part that would round down to nothing is refused, since 0 stands for the whole.
-    part.rotary = 2;
+    part.rope.rotary = 2;
     EXPECT_HAS(check({"--heads", "16"}, part), "of a head size of 4 that part is 0");
 }
 
@@ -623,11 +623,11 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     };
 
     EXPECT_EQ(check({"--experts", "8"}), "");
-    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 8 && s.K == 2 && s.balance == 0.01);
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.E == 8 && s.experts.K == 2 && s.experts.balance == 0.01);
     EXPECT_EQ(check({"--experts", "4"}, "qwen3-0.6b"), "");
     EXPECT_EQ(s.hf_type, "qwen3_moe");
     EXPECT_EQ(check({"--router", "sigmoid", "--balance", "0", "--z-loss", "1e-3"}, "tiny-moe"), "");
-    EXPECT_TRUE(s.router == Router::SIGMOID && s.balance == 0 && s.z_loss == 1e-3);
+    EXPECT_TRUE(s.experts.router == Router::SIGMOID && s.experts.balance == 0 && s.experts.z_loss == 1e-3);
     EXPECT_EQ(check({"--experts-per-token", "1", "--router", "softmax"}, "tiny-moe"), "");
 
     EXPECT_HAS(check({"--experts-per-token", "1"}, "tiny-moe"), "give --router softmax");
@@ -641,7 +641,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
 
     // A capacity counts whole sequences, and generation drops nothing.
     EXPECT_EQ(check({"--expert-capacity", "1.25"}, "tiny-moe"), "");
-    EXPECT_TRUE(s.capacity.factor == 1.25);
+    EXPECT_TRUE(s.experts.capacity.factor == 1.25);
     EXPECT_HAS(check({"--expert-capacity", "1.25"}), "is for models with experts");
     EXPECT_HAS(check({"--expert-capacity", "1.25", "--cp", "2", "--explain"}, "tiny-moe"),
                "which --cp 2 cuts: leave one of them out");
@@ -650,10 +650,10 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
 
     // Latents that are too wide for a GPU's registers train there, and are decoded on a CPU.
     Shape wide = s;
-    wide.kv_latent = 1025;
+    wide.latent.kv = 1025;
     EXPECT_HAS(check_latents(wide, true, true), "latents of 1025 channels: generation on a GPU");
     EXPECT_EQ(check_latents(wide, true, false) + check_latents(wide, false, true), "");
-    wide.kv_latent = 1024;
+    wide.latent.kv = 1024;
     EXPECT_EQ(check_latents(wide, true, true), "");
 
     // The bias of DeepSeek-V3's router.
@@ -670,7 +670,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
 
     // Upcycling.
     EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
-    EXPECT_TRUE(s.family == Family::MIXTRAL && s.E == 4 && s.K == 3);
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.E == 4 && s.experts.K == 3);
     EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),
                "--upcycle 4: gates of --router softmax");
     EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
@@ -701,13 +701,13 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     };
     EXPECT_EQ(whole("4"), "");
     EXPECT_EQ(whole("1", {"--ffn", "129"}), "");
-    EXPECT_TRUE(s.whole_experts);
+    EXPECT_TRUE(s.experts.whole);
     EXPECT_EQ(whole("8"), "--ep 8 does not divide the 12 ranks of --dp x --tp: try --ep 1, 2, 4");
     EXPECT_HAS(whole("1", {"--zero", "1", "--zero-group", "2"}),
                "--zero-group 2 is not built with --etp 1: leave one of them out");
     EXPECT_EQ(ranks("2", {"--etp", "1"}), "") << "one rank cuts nothing";
     EXPECT_EQ(ranks("2", {"--tp", "2", "--etp", "2"}), "");
-    EXPECT_FALSE(s.whole_experts);
+    EXPECT_FALSE(s.experts.whole);
     EXPECT_HAS(ranks("2", {"--tp", "2", "--ffn", "129"}), "does not divide the ffn's 129 channels");
     EXPECT_HAS(ranks("2", {"--tp", "4", "--etp", "2"}),
                "--etp 2: experts are cut by all ranks of --tp 4 or by none: leave it out");
@@ -722,7 +722,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
                "a teacher beside --etp 1 is not built: leave --etp out");
 
     EXPECT_EQ(check({}), "");
-    EXPECT_EQ(s.balance, 0);
+    EXPECT_EQ(s.experts.balance, 0);
 }
 
 TEST(Config, RefusesSmallMastersThatCannotBe) {
@@ -1345,7 +1345,7 @@ TEST(Presets, AreThePublishedConfigs) {
             if (p.name == std::string(row.preset)) shape = p.shape;
         ASSERT_GT(shape.L, 0u) << row.preset;
         with_family(shape.family, [&](auto family) { found = hf_json(family, shape); });
-        found["tie_word_embeddings"] = shape.tied;
+        found["tie_word_embeddings"] = shape.embedding.tied;
 
         // Fill in what files leave to their class: the positions of GPT-3, sizes that follow.
         nlohmann::json wanted = of_every_size(shape.hf_type);

@@ -466,7 +466,7 @@ TEST(LogLikelihoods, RowsOfManyChunks) {
     Shape s = small_gpt2();
     std::vector<Candidate> whole = random_candidates(s, 40, 16), chunks = whole;
     for (auto* all : {&whole, &chunks}) {
-        if (all == &chunks) s.logits_bytes = 1; // 64 of the 640 rows a chunk
+        if (all == &chunks) s.loss.logits_bytes = 1; // 64 of the 640 rows a chunk
         Fixture<double> f(s, {forward_plan(Mode::EVALUATE, 40, 16)});
         EXPECT_EQ(head_chunk_rows(f.t.model.shape, 640, 8), all == &chunks ? 64u : 640u);
         score_candidates(f.t, 0, *all);

@@ -31,10 +31,10 @@ static std::string config_error(const std::string& dir, const std::string& json)
 static Shape shape_of(int i) {
     Shape gpt2 = gpt2_shape(2, 3, 12, 61, 16), llama = llama_shape(2, 4, 2, 16, 20, 61, 32, 10000),
           qwen = llama;
-    qwen.hf_type = "qwen2", qwen.qkv_bias = true, qwen.tied = true,
-    llama.rope_scaling = {8, 1, 4, 16};
+    qwen.hf_type = "qwen2", qwen.attention.qkv_bias = true, qwen.embedding.tied = true,
+    llama.rope.scaling = {8, 1, 4, 16};
     Shape untied = gpt2;
-    untied.tied = false;
+    untied.embedding.tied = false;
     return std::vector<Shape>{gpt2, untied, llama, qwen}[size_t(i)];
 }
 
@@ -782,8 +782,8 @@ TEST_F(Files, AnyMistypedFieldOfAConfigIsAnswered) {
         std::string wrong = hf_read_config(&s, dir);
         EXPECT_TRUE(wrong.empty() || wrong.find(dir) == 0) << wrong;
         if (!wrong.empty()) return;
-        EXPECT_TRUE(s.L && s.NH && s.NKV && s.HS && s.C && s.F && s.V && s.P && s.norm_eps > 0 &&
-                    s.rope_theta > 0)
+        EXPECT_TRUE(s.L && s.NH && s.NKV && s.HS && s.C && s.F && s.V && s.P && s.block.norm_eps > 0 &&
+                    s.rope.theta > 0)
             << j;
         EXPECT_LT(double(s.L) * double(s.C) * double(s.F + 4 * s.NH * s.HS), 1e17) << j;
     };
@@ -859,9 +859,9 @@ TEST_F(Files, ConfigsThatAreReadableButWrongAreNamed) {
 
 TEST_F(Files, AnyShapeThatCanBeExportedIsReadBackWhole) {
     Shape narrow = shape_of(2), mistral = shape_of(2), eps = shape_of(0);
-    narrow.HS = 6, mistral.hf_type = "mistral", mistral.rope_scaling = {}, eps.norm_eps = 0.1f / 3;
+    narrow.HS = 6, mistral.hf_type = "mistral", mistral.rope.scaling = {}, eps.block.norm_eps = 0.1f / 3;
     Shape windowed = mistral;
-    windowed.sliding_window = 24;
+    windowed.attention.window = 24;
     for (const Shape& shape : {narrow, mistral, windowed, eps}) {
         auto m = sharded_model<float>(shape), other = sharded_model<float>(shape, 4);
 
@@ -880,8 +880,8 @@ TEST_F(Files, AnyShapeThatCanBeExportedIsReadBackWhole) {
 TEST_F(Files, ExportsThatCannotBeAreRefusedAtTheStart) {
     Shape alibi = shape_of(0), rope = shape_of(0), llama = shape_of(2), biased = shape_of(2),
           grouped = shape_of(0);
-    alibi.position = Position::ALIBI, rope.position = Position::ROPE,
-    llama.position = Position::ALIBI, biased.qkv_bias = true, grouped.NKV = 1;
+    alibi.embedding.position = Position::ALIBI, rope.embedding.position = Position::ROPE,
+    llama.embedding.position = Position::ALIBI, biased.attention.qkv_bias = true, grouped.NKV = 1;
     EXPECT_HAS(hf_export_check(alibi, dir + "/e"), "learned positions only");
     EXPECT_HAS(hf_export_check(rope, dir + "/e"), "learned positions only");
     EXPECT_HAS(hf_export_check(llama, dir + "/e"), "RoPE only");

@@ -136,7 +136,7 @@ TEST(Golden, ExpertCapacityInDouble) {
         std::string folder = ROOT + "/dev/golden/" + name;
         Shape s;
         ASSERT_EQ(hf_read_config(&s, folder), "");
-        s.capacity.factor = want["factor"].get<double>();
+        s.experts.capacity.factor = want["factor"].get<double>();
         TensorFile text(folder + "/golden.safetensors");
         std::vector<int> tokens = text.ints("tokens"), targets = text.ints("targets");
         const size_t B = 3, N = 24;
@@ -270,7 +270,7 @@ static std::string adapted(Shape* s, const std::string& base, const std::string&
     Adapters adapters;
     EXPECT_EQ(hf_read_config(s, base), "");
     std::string wrong = read_adapters(make_model(*s), folder, &adapters);
-    s->adapters = std::make_shared<const Adapters>(adapters);
+    s->tuned.adapters = std::make_shared<const Adapters>(adapters);
     return wrong;
 }
 
@@ -331,9 +331,9 @@ static void compare_with_peft(const std::string& name, const std::string& dir,
         EXPECT_EQ(ours.floats(x.name), theirs.floats(x.name));
     Shape again;
     ASSERT_EQ(adapted(&again, base, dir + "/ours"), "");
-    for (const auto& [module, adapter] : *s.adapters) {
-        EXPECT_EQ(again.adapters->at(module).rank, adapter.rank) << module;
-        EXPECT_NEAR(again.adapters->at(module).scale, adapter.scale, 1e-15) << module;
+    for (const auto& [module, adapter] : *s.tuned.adapters) {
+        EXPECT_EQ(again.tuned.adapters->at(module).rank, adapter.rank) << module;
+        EXPECT_NEAR(again.tuned.adapters->at(module).scale, adapter.scale, 1e-15) << module;
     }
 
     // The merged model, in float and in bf16, which may keep less of the adapters.
@@ -425,7 +425,7 @@ TEST_F(Adapted, WhatDoesNotFitIsRefused) {
         std::ofstream(dir + "/adapter_config.json")
             << text << ", \"alpha_pattern\": {" << patterns << "}}";
         EXPECT_EQ(adapted(&s, golden + "llama-tiny", dir), "") << patterns;
-        const Adapter& a = s.adapters->at("model.layers.0.self_attn.q_proj");
+        const Adapter& a = s.tuned.adapters->at("model.layers.0.self_attn.q_proj");
         return a.scale * std::sqrt(double(a.rank)); // the file is rank-stabilised
     };
     EXPECT_EQ(first(R"("self_attn.q_proj": 8, "q_proj": 16)"), 8);
@@ -512,7 +512,7 @@ TEST_F(Adapted, ExpertsThatDifferAreRefused) {
     merged["use_dora"] = true;
     auto experts = [&](SafeTensor& t) { return !has(t, "q_proj"); };
     EXPECT_HAS(read(experts, merged), "use_dora is true");
-    s.adapters = nullptr;
+    s.tuned.adapters = nullptr;
     AdapterSets sets;
     EXPECT_HAS(read_adapter_sets(make_model(s), "one=" + theirs, &sets),
                "--adapters one: adapts experts (model.layers.0.block_sparse_moe.experts.0.w1)");
@@ -521,7 +521,7 @@ TEST_F(Adapted, ExpertsThatDifferAreRefused) {
 // The shape of a base behind a folder's prefix. Returns "" or the reader's refusal.
 static std::string prefixed(Shape* s, const std::string& base, const std::string& folder) {
     EXPECT_EQ(hf_read_config(s, base), "");
-    return read_prefix(*s, folder, &s->prefix);
+    return read_prefix(*s, folder, &s->tuned.prefix);
 }
 
 // Prefix tuning as PEFT computes it: loss and gradients to 1e-10, and the same folder back. The
@@ -769,7 +769,7 @@ TEST_F(Fixtures, TinyRandomGpt2GivesItsExpectedLogits) {
 // where the keys come from the cache.
 TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
     Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
-    s.sliding_window = 5;
+    s.attention.window = 5;
     Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
     init_weights(m.t, 3);
     auto changed = [&](size_t length, size_t cached) { // does the first token reach the last place?
@@ -798,7 +798,7 @@ TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
 // attention switched off, the other's reach remains.
 TEST(Windows, BeginAtABlock) {
     Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
-    s.sliding_window = 5, s.window_from = 1;
+    s.attention.window = 5, s.attention.window_from = 1;
     for (int off : {0, 1}) {
         Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
         init_weights(m.t, 3);

@@ -50,11 +50,11 @@ static Shape config_shape(const std::string& dir, const json& config,
 TEST_F(HuggingFace, ConfigOfGpt2) {
     Shape s = config_shape(dir, gpt2_json());
     EXPECT_EQ(s.family, Family::GPT2);
-    EXPECT_EQ(s.position, Position::LEARNED);
+    EXPECT_EQ(s.embedding.position, Position::LEARNED);
     EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
               (std::vector<size_t>{2, 3, 3, 4, 12, 48, 61, 16}));
-    EXPECT_TRUE(s.tied && s.qkv_bias);
-    EXPECT_EQ(s.norm_eps, 1e-5f);
+    EXPECT_TRUE(s.embedding.tied && s.attention.qkv_bias);
+    EXPECT_EQ(s.block.norm_eps, 1e-5f);
 
     // Keys that are given win over defaults.
     s = config_shape(dir, gpt2_json(),
@@ -64,8 +64,8 @@ TEST_F(HuggingFace, ConfigOfGpt2) {
                       {"activation_function", "gelu_new"},
                       {"scale_attn_weights", true}});
     EXPECT_EQ(s.F, 20u);
-    EXPECT_EQ(s.norm_eps, 1e-3f);
-    EXPECT_FALSE(s.tied);
+    EXPECT_EQ(s.block.norm_eps, 1e-3f);
+    EXPECT_FALSE(s.embedding.tied);
 
     // An ffn width of null is 4 n_embd, and older files say n_ctx.
     EXPECT_EQ(config_shape(dir, gpt2_json(), {{"n_inner", nullptr}}).F, 48u);
@@ -77,13 +77,13 @@ TEST_F(HuggingFace, ConfigOfGpt2) {
 TEST_F(HuggingFace, ConfigOfLlama) {
     Shape s = config_shape(dir, llama_json());
     EXPECT_EQ(s.family, Family::LLAMA);
-    EXPECT_EQ(s.position, Position::ROPE);
+    EXPECT_EQ(s.embedding.position, Position::ROPE);
     EXPECT_EQ((std::vector<size_t>{s.L, s.NH, s.NKV, s.HS, s.C, s.F, s.V, s.P}),
               (std::vector<size_t>{2, 4, 4, 4, 16, 20, 61, 2048}));
-    EXPECT_EQ(s.rope_theta, 10000);
-    EXPECT_EQ(s.rope_scaling.factor, 1);
-    EXPECT_EQ(s.norm_eps, 1e-6f);
-    EXPECT_FALSE(s.tied || s.qkv_bias);
+    EXPECT_EQ(s.rope.theta, 10000);
+    EXPECT_EQ(s.rope.scaling.factor, 1);
+    EXPECT_EQ(s.block.norm_eps, 1e-6f);
+    EXPECT_FALSE(s.embedding.tied || s.attention.qkv_bias);
 
     // Keys that are given win over defaults.
     s = config_shape(dir, llama_json(),
@@ -94,42 +94,42 @@ TEST_F(HuggingFace, ConfigOfLlama) {
                       {"rope_theta", 7},
                       {"tie_word_embeddings", true}});
     EXPECT_EQ((std::vector<size_t>{s.NKV, s.HS, s.P}), (std::vector<size_t>{2, 6, 99}));
-    EXPECT_EQ(s.norm_eps, 1e-3f);
-    EXPECT_EQ(s.rope_theta, 7);
-    EXPECT_TRUE(s.tied);
+    EXPECT_EQ(s.block.norm_eps, 1e-3f);
+    EXPECT_EQ(s.rope.theta, 7);
+    EXPECT_TRUE(s.embedding.tied);
 
     // The head size need not be hidden_size / heads, and Llama has no window.
     EXPECT_EQ(config_shape(dir, llama_json(), {{"hidden_size", 18}, {"head_dim", 4}}).HS,
               4u);
-    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).sliding_window,
+    EXPECT_EQ(config_shape(dir, llama_json(), {{"sliding_window", 9}}).attention.window,
               0u);
 }
 
 TEST_F(HuggingFace, ConfigOfRope) {
     auto expect_scaled = [](const Shape& s) {
-        EXPECT_EQ(s.rope_scaling.factor, 4);
-        EXPECT_EQ(s.rope_scaling.low_freq_factor, 2);
-        EXPECT_EQ(s.rope_scaling.high_freq_factor, 8);
-        EXPECT_EQ(s.rope_scaling.original_positions, 64);
+        EXPECT_EQ(s.rope.scaling.factor, 4);
+        EXPECT_EQ(s.rope.scaling.low_freq_factor, 2);
+        EXPECT_EQ(s.rope.scaling.high_freq_factor, 8);
+        EXPECT_EQ(s.rope.scaling.original_positions, 64);
     };
 
     // The scaling in rope_scaling, in newer files' rope_parameters, and in older files' words.
     Shape s = config_shape(dir, llama_json(),
                            {{"rope_theta", 500000.0}, {"rope_scaling", llama3_scaling()}});
     expect_scaled(s);
-    EXPECT_EQ(s.rope_theta, 500000);
+    EXPECT_EQ(s.rope.theta, 500000);
     json parameters = llama3_scaling(), older = llama3_scaling();
     parameters["rope_theta"] = 3.5;
     s = config_shape(dir, llama_json(), {{"rope_parameters", parameters}});
     expect_scaled(s);
-    EXPECT_EQ(s.rope_theta, 3.5);
+    EXPECT_EQ(s.rope.theta, 3.5);
     older.erase("rope_type");
     older["type"] = "llama3";
     expect_scaled(config_shape(dir, llama_json(), {{"rope_scaling", older}}));
 
     for (json none : {json(nullptr), json::object(), json{{"rope_type", "default"}},
                       json{{"rope_type", nullptr}}})
-        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope_scaling.factor, 1)
+        EXPECT_EQ(config_shape(dir, llama_json(), {{"rope_scaling", none}}).rope.scaling.factor, 1)
             << none;
 
     // Kinds that are not built, and numbers that cannot be.
@@ -161,7 +161,7 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
     auto scaling = [&](const json& r, const json& more = json::object()) {
         json all = {{"rope_scaling", r}, {"max_position_embeddings", 256}};
         all.update(more);
-        return config_shape(dir, llama_json(), all).rope_scaling;
+        return config_shape(dir, llama_json(), all).rope.scaling;
     };
     RopeScaling s = scaling({{"type", "linear"}, {"factor", 2.5}});
     EXPECT_EQ(s.kind, RopeKind::LINEAR);
@@ -216,11 +216,11 @@ TEST_F(HuggingFace, ConfigOfOtherRopeScalings) {
 
 TEST_F(HuggingFace, ConfigOfBiases) {
     Shape s = config_shape(dir, llama_json(), {{"attention_bias", true}});
-    EXPECT_TRUE(s.qkv_bias && s.o_bias && !s.mlp_bias);
+    EXPECT_TRUE(s.attention.qkv_bias && s.attention.o_bias && !s.block.mlp_bias);
     s = config_shape(dir, llama_json(), {{"mlp_bias", true}});
-    EXPECT_TRUE(!s.qkv_bias && !s.o_bias && s.mlp_bias);
+    EXPECT_TRUE(!s.attention.qkv_bias && !s.attention.o_bias && s.block.mlp_bias);
     s = config_shape(dir, llama_json("qwen2"));
-    EXPECT_TRUE(s.qkv_bias && !s.o_bias && !s.mlp_bias);
+    EXPECT_TRUE(s.attention.qkv_bias && !s.attention.o_bias && !s.block.mlp_bias);
 }
 
 TEST_F(HuggingFace, OtherNamesOfActivations) {
@@ -244,21 +244,21 @@ TEST_F(HuggingFace, ConfigOfMistralAndQwen2) {
     Shape s = config_shape(dir, llama_json("mistral"),
                            {{"sliding_window", 32}, {"num_key_value_heads", 2}});
     EXPECT_EQ(s.hf_type, "mistral");
-    EXPECT_EQ(s.sliding_window, 32u);
+    EXPECT_EQ(s.attention.window, 32u);
     EXPECT_EQ(s.NKV, 2u);
-    EXPECT_FALSE(s.qkv_bias || s.tied);
+    EXPECT_FALSE(s.attention.qkv_bias || s.embedding.tied);
     EXPECT_EQ(
-        config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).sliding_window, 0u);
-    EXPECT_EQ(config_shape(dir, llama_json("mistral")).sliding_window, 4096u);
+        config_shape(dir, llama_json("mistral"), {{"sliding_window", nullptr}}).attention.window, 0u);
+    EXPECT_EQ(config_shape(dir, llama_json("mistral")).attention.window, 4096u);
 
     // A switch that only Qwen has, and Llama's silence about windows.
     EXPECT_EQ(config_shape(dir, llama_json("mistral"),
-                           {{"sliding_window", 32}, {"use_sliding_window", false}}).sliding_window,
+                           {{"sliding_window", 32}, {"use_sliding_window", false}}).attention.window,
               32u);
     EXPECT_EQ(config_shape(dir, llama_json(),
                            {{"sliding_window", 8},
                             {"use_sliding_window", true},
-                            {"max_window_layers", 0}}).sliding_window,
+                            {"max_window_layers", 0}}).attention.window,
               0u);
 
     EXPECT_HAS(config_error(dir, llama_json("mistral"), {{"sliding_window", 0}}),
@@ -268,18 +268,18 @@ TEST_F(HuggingFace, ConfigOfMistralAndQwen2) {
         dir, llama_json("qwen2"),
         {{"sliding_window", 32}, {"use_sliding_window", false}, {"tie_word_embeddings", true}});
     EXPECT_EQ(s.hf_type, "qwen2");
-    EXPECT_EQ(s.sliding_window, 0u);
-    EXPECT_TRUE(s.qkv_bias && s.tied);
-    EXPECT_EQ(config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}}).sliding_window, 0u);
+    EXPECT_EQ(s.attention.window, 0u);
+    EXPECT_TRUE(s.attention.qkv_bias && s.embedding.tied);
+    EXPECT_EQ(config_shape(dir, llama_json("qwen2"), {{"sliding_window", 32}}).attention.window, 0u);
 }
 
 TEST_F(HuggingFace, ConfigOfQwen3) {
     Shape s = config_shape(dir, llama_json("qwen3"));
-    EXPECT_TRUE(s.qk_norm && !s.qkv_bias && !s.o_bias && !s.tied);
+    EXPECT_TRUE(s.block.qk_norm && !s.attention.qkv_bias && !s.attention.o_bias && !s.embedding.tied);
     EXPECT_EQ((std::vector<size_t>{s.HS, s.NKV, s.P}), (std::vector<size_t>{128, 2, 32768}));
     s = config_shape(dir, llama_json("qwen3"), {{"head_dim", 6}, {"attention_bias", true}});
-    EXPECT_TRUE(s.HS == 6 && s.qkv_bias && s.o_bias);
-    EXPECT_FALSE(config_shape(dir, llama_json("qwen2")).qk_norm);
+    EXPECT_TRUE(s.HS == 6 && s.attention.qkv_bias && s.attention.o_bias);
+    EXPECT_FALSE(config_shape(dir, llama_json("qwen2")).block.qk_norm);
     EXPECT_HAS(config_error(dir, llama_json("qwen3"), {{"mlp_bias", true}}),
                "mlp_bias true is not built yet");
 }
@@ -287,16 +287,16 @@ TEST_F(HuggingFace, ConfigOfQwen3) {
 // The defaults are those of transformers' classes (4.57), and each family refuses its own variants.
 TEST_F(HuggingFace, ConfigOfVariants) {
     Shape s = config_shape(dir, llama_json("olmo2"));
-    EXPECT_TRUE(s.qk_norm && s.whole_qk_norm && s.post_norm && !s.pre_norm && !s.tied);
-    EXPECT_EQ(s.norm_eps, 1e-5f);
-    EXPECT_EQ(s.norm_plus, 0);
+    EXPECT_TRUE(s.block.qk_norm && s.block.whole_qk_norm && s.block.post_norm && !s.block.pre_norm && !s.embedding.tied);
+    EXPECT_EQ(s.block.norm_eps, 1e-5f);
+    EXPECT_EQ(s.block.norm_plus, 0);
 
     s = config_shape(dir, llama_json("smollm3"), {{"num_hidden_layers", 9}});
-    EXPECT_TRUE(s.tied && s.rope_theta == 2e6 && s.P == 32768);
+    EXPECT_TRUE(s.embedding.tied && s.rope.theta == 2e6 && s.P == 32768);
     EXPECT_TRUE(has_rope(s, 1) && has_rope(s, 3) && !has_rope(s, 4) && has_rope(s, 5) && !has_rope(s, 8));
     s = config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 0}}});
     EXPECT_TRUE(has_rope(s, 1) && !has_rope(s, 2));
-    EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).nope_every,
+    EXPECT_EQ(config_shape(dir, llama_json("smollm3"), {{"no_rope_layers", {1, 1}}}).rope.nope_every,
               0u);
 
     for (json list : {json{0, 1}, json{1}, json("x"), json{true, false}})
@@ -307,8 +307,8 @@ TEST_F(HuggingFace, ConfigOfVariants) {
                "layer_types has windows, and sliding_window is no size");
 
     s = config_shape(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.75}});
-    EXPECT_TRUE(rotary_channels(s, s.HS) == 6 && s.sliding_window == 0 && !s.tied);
-    EXPECT_EQ(config_shape(dir, llama_json("phi3"), {{"sliding_window", 9}}).sliding_window, 9u);
+    EXPECT_TRUE(rotary_channels(s, s.HS) == 6 && s.attention.window == 0 && !s.embedding.tied);
+    EXPECT_EQ(config_shape(dir, llama_json("phi3"), {{"sliding_window", 9}}).attention.window, 9u);
     EXPECT_HAS(
         config_error(dir, llama_json("phi3"), {{"head_dim", 8}, {"partial_rotary_factor", 0.4}}),
         "partial_rotary_factor 0.4 turns 3 of 8 channels: RoPE turns pairs");
@@ -322,9 +322,9 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     json file = llama_json("gemma2");
     file["num_hidden_layers"] = 4;
     Shape s = config_shape(dir, file);
-    EXPECT_TRUE(s.pre_norm && s.post_norm && !s.qk_norm && s.tied && s.scaled_embedding);
-    EXPECT_TRUE(s.gate == Gate::GELU && s.norm_plus == 1 && s.HS == 256 && s.score_scalar == 256);
-    EXPECT_TRUE(s.score_softcap == 50 && s.logit_softcap == 30);
+    EXPECT_TRUE(s.block.pre_norm && s.block.post_norm && !s.block.qk_norm && s.embedding.tied && s.embedding.scaled);
+    EXPECT_TRUE(s.block.gate == Gate::GELU && s.block.norm_plus == 1 && s.HS == 256 && s.attention.score_scalar == 256);
+    EXPECT_TRUE(s.attention.softcap == 50 && s.loss.softcap == 30);
 
     // Windows by layer: every second layer slides, or layer_types says which.
     auto windows = [](const Shape& s) {
@@ -337,7 +337,7 @@ TEST_F(HuggingFace, ConfigOfGemma) {
 
     s = config_shape(dir, file,
                      {{"attn_logit_softcapping", nullptr}, {"final_logit_softcapping", 5}});
-    EXPECT_TRUE(s.score_softcap == 0 && s.logit_softcap == 5);
+    EXPECT_TRUE(s.attention.softcap == 0 && s.loss.softcap == 5);
 
     json full = "full_attention", window = "sliding_attention";
     auto typed = [&](const json& types) {
@@ -356,14 +356,14 @@ TEST_F(HuggingFace, ConfigOfGemma) {
     // The scalar is written as transformers 5 reads it: as an integer if it is one.
     auto written = [&] { return hf_json(Llama(), s)["query_pre_attn_scalar"]; };
     EXPECT_TRUE(written().is_number_integer() && written() == 256);
-    s.score_scalar = 10.5;
+    s.attention.score_scalar = 10.5;
     EXPECT_EQ(written(), 10.5);
 
     // Gemma 3: norms of queries and keys, no caps, and two thetas.
     file["model_type"] = "gemma3_text", file["num_hidden_layers"] = 7;
     s = config_shape(dir, file);
-    EXPECT_TRUE(s.qk_norm && !s.whole_qk_norm && s.score_softcap == 0 && s.logit_softcap == 0);
-    EXPECT_TRUE(s.rope_theta == 1e6 && s.window_theta == 1e4);
+    EXPECT_TRUE(s.block.qk_norm && !s.block.whole_qk_norm && s.attention.softcap == 0 && s.loss.softcap == 0);
+    EXPECT_TRUE(s.rope.theta == 1e6 && s.rope.window_theta == 1e4);
     EXPECT_EQ(windows(s), (Sizes{4096, 4096, 4096, 4096, 4096, 0, 4096}));
 
     s = config_shape(
@@ -371,7 +371,7 @@ TEST_F(HuggingFace, ConfigOfGemma) {
         {{"rope_parameters",
           {{"full_attention", {{"rope_type", "linear"}, {"factor", 8}, {"rope_theta", 5}}},
            {"sliding_attention", {{"rope_theta", 7}}}}}});
-    EXPECT_TRUE(s.rope_theta == 5 && s.window_theta == 7 && s.rope_scaling.factor == 8);
+    EXPECT_TRUE(s.rope.theta == 5 && s.rope.window_theta == 7 && s.rope.scaling.factor == 8);
 
     EXPECT_HAS(config_error(dir, file, {{"rope_parameters",
                                          {{"sliding_attention", {{"rope_type", "yarn"}}}}}}),
@@ -388,20 +388,20 @@ TEST_F(HuggingFace, ConfigOfGemma) {
 // The experts' keys of both classes, and variants that are not built.
 TEST_F(HuggingFace, ConfigOfExperts) {
     Shape s = config_shape(dir, llama_json("mixtral"), {{"num_local_experts", 6}});
-    EXPECT_TRUE(s.family == Family::MIXTRAL && s.router == Router::RENORMALISED && !s.qk_norm);
-    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.sliding_window}), (std::vector<size_t>{6, 2, 0}));
+    EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.router == Router::RENORMALISED && !s.block.qk_norm);
+    EXPECT_EQ((std::vector<size_t>{s.experts.E, s.experts.K, s.attention.window}), (std::vector<size_t>{6, 2, 0}));
 
     json qwen = llama_json("qwen3_moe");
     qwen.erase("intermediate_size");
     s = config_shape(dir, qwen, {{"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
-    EXPECT_TRUE(s.qk_norm && s.router == Router::RENORMALISED);
-    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F}), (std::vector<size_t>{128, 8, 12}));
-    EXPECT_EQ(config_shape(dir, qwen).router, Router::SOFTMAX); // the class's default
+    EXPECT_TRUE(s.block.qk_norm && s.experts.router == Router::RENORMALISED);
+    EXPECT_EQ((std::vector<size_t>{s.experts.E, s.experts.K, s.F}), (std::vector<size_t>{128, 8, 12}));
+    EXPECT_EQ(config_shape(dir, qwen).experts.router, Router::SOFTMAX); // the class's default
 
     // Blocks with a dense ffn in place of experts, and Qwen2-MoE's shared expert.
     s = config_shape(dir, qwen, {{"decoder_sparse_step", 2}, {"mlp_only_layers", {0}},
                                  {"intermediate_size", 20}});
-    EXPECT_TRUE(s.dense_F == 20 && !is_sparse(s, 1) && is_sparse(s, 2) && s.shared_F == 0);
+    EXPECT_TRUE(s.experts.dense_F == 20 && !is_sparse(s, 1) && is_sparse(s, 2) && s.experts.shared_F == 0);
     EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 2}}),
                "intermediate_size is missing");
     EXPECT_HAS(config_error(dir, qwen, {{"decoder_sparse_step", 99}, {"intermediate_size", 20}}),
@@ -411,9 +411,9 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     // Qwen3-MoE's class gives its window to all layers, and OLMoE's to none.
     json windows = {{"use_sliding_window", true}, {"sliding_window", 8}, {"max_window_layers", 1}};
     s = config_shape(dir, qwen, windows);
-    EXPECT_TRUE(s.sliding_window == 8 && s.window_from == 0 && window_of(s, 1) == 8);
-    EXPECT_EQ(config_shape(dir, llama_json("olmoe"), windows).sliding_window, 0u);
-    s.window_from = 1;
+    EXPECT_TRUE(s.attention.window == 8 && s.attention.window_from == 0 && window_of(s, 1) == 8);
+    EXPECT_EQ(config_shape(dir, llama_json("olmoe"), windows).attention.window, 0u);
+    s.attention.window_from = 1;
     EXPECT_HAS(hf_refusal(Mixtral{}, s), "qwen3_moe has its window in all layers");
 
     // Versions of transformers call the number of experts by two names; both must agree.
@@ -422,7 +422,7 @@ TEST_F(HuggingFace, ConfigOfExperts) {
                              {"qwen3_moe", "num_experts"}, {"deepseek_v3", "n_routed_experts"}})
         for (const char* name : {own, "num_experts", "num_local_experts"}) {
             json keys = {{"num_key_value_heads", nullptr}, {"num_hidden_layers", 4}, {name, 16}};
-            EXPECT_EQ(config_shape(dir, llama_json(type), keys).E, 16u) << type << " " << name;
+            EXPECT_EQ(config_shape(dir, llama_json(type), keys).experts.E, 16u) << type << " " << name;
             if (name == own) continue;
             keys[own] = 8;
             EXPECT_HAS(config_error(dir, llama_json(type), keys), ": give both the same value");
@@ -432,8 +432,8 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     EXPECT_HAS(config_error(dir, qwen, {{"is_causal", false}}), "is_causal false is not built yet");
 
     s = config_shape(dir, llama_json("qwen2_moe"), {{"shared_expert_intermediate_size", 24}});
-    EXPECT_TRUE(s.shared_F == 24 && s.shared_gate && s.qkv_bias && s.dense_F == 0 && !s.qk_norm);
-    EXPECT_FALSE(config_shape(dir, llama_json("qwen2_moe"), {{"qkv_bias", false}}).qkv_bias);
+    EXPECT_TRUE(s.experts.shared_F == 24 && s.experts.shared_gate && s.attention.qkv_bias && s.experts.dense_F == 0 && !s.block.qk_norm);
+    EXPECT_FALSE(config_shape(dir, llama_json("qwen2_moe"), {{"qkv_bias", false}}).attention.qkv_bias);
 
     EXPECT_HAS(config_error(dir, llama_json("mixtral"), {{"router_jitter_noise", 0.1}}),
                "router_jitter_noise 0.1 is not built yet");
@@ -446,8 +446,8 @@ TEST_F(HuggingFace, ConfigOfNeoxNamesEachNumberOnce) {
     json neox = {{"model_type", "gpt_neox"}, {"vocab_size", 61}, {"hidden_size", 32},
                  {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"intermediate_size", 40},
                  {"rotary_pct", 0.5}, {"rotary_emb_base", 50}};
-    EXPECT_EQ(config_shape(dir, neox).rotary, 4u);
-    EXPECT_EQ(config_shape(dir, neox, {{"rope_theta", 50.0}}).rope_theta, 50);
+    EXPECT_EQ(config_shape(dir, neox).rope.rotary, 4u);
+    EXPECT_EQ(config_shape(dir, neox, {{"rope_theta", 50.0}}).rope.theta, 50);
     EXPECT_HAS(config_error(dir, neox, {{"rope_theta", 60.0}}),
                "rope_theta 60.0 beside rotary_emb_base 50.0: give both the same value");
     EXPECT_HAS(config_error(dir, neox, {{"partial_rotary_factor", 0.25}}),
@@ -455,7 +455,7 @@ TEST_F(HuggingFace, ConfigOfNeoxNamesEachNumberOnce) {
 
     // The object's value wins, also where it turns whole heads.
     json whole = {{"rope_type", "default"}, {"partial_rotary_factor", 1.0}};
-    EXPECT_EQ(config_shape(dir, neox, {{"rope_parameters", whole}}).rotary, 0u);
+    EXPECT_EQ(config_shape(dir, neox, {{"rope_parameters", whole}}).rope.rotary, 0u);
 }
 
 // DeepSeek's keys. A key that would make another model is refused by name.
@@ -464,31 +464,31 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
     v3["num_key_value_heads"] = v3["num_attention_heads"], v3["num_hidden_layers"] = 5;
     v3.erase("head_dim");
     Shape s = config_shape(dir, v3), published = deepseek_v3();
-    EXPECT_EQ((std::vector<size_t>{s.q_latent, s.kv_latent, s.HS, s.rotary, s.HS_v}),
+    EXPECT_EQ((std::vector<size_t>{s.latent.q, s.latent.kv, s.HS, s.rope.rotary, s.latent.HS_v}),
               (std::vector<size_t>{1536, 512, 192, 64, 128}));
-    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.shared_F, s.expert_groups, s.kept_groups,
-                                   s.dense_first}),
+    EXPECT_EQ((std::vector<size_t>{s.experts.E, s.experts.K, s.F, s.experts.shared_F, s.experts.groups, s.experts.kept_groups,
+                                   s.experts.dense_first}),
               (std::vector<size_t>{256, 8, 2048, 2048, 8, 4, 3}));
-    EXPECT_TRUE(s.router == published.router && s.choice_bias && s.gate_scale == 2.5f &&
+    EXPECT_TRUE(s.experts.router == published.experts.router && s.experts.choice_bias && s.experts.gate_scale == 2.5f &&
                 s.family == Family::DEEPSEEK);
-    EXPECT_EQ(config_shape(dir, v3, {{"q_lora_rank", nullptr}}).q_latent, 0u);
-    EXPECT_EQ(config_shape(dir, v3, {{"norm_topk_prob", false}}).router, Router::SIGMOID_ALONE);
+    EXPECT_EQ(config_shape(dir, v3, {{"q_lora_rank", nullptr}}).latent.q, 0u);
+    EXPECT_EQ(config_shape(dir, v3, {{"norm_topk_prob", false}}).experts.router, Router::SIGMOID_ALONE);
 
     // The published models' scores grow by the square of 0.1 ln(40) + 1 = 1.873854.
     json yarn = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096},
                  {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
     s = config_shape(dir, v3, {{"rope_scaling", yarn}});
-    EXPECT_NEAR(std::sqrt(192 / s.score_scalar), 1.873854, 1e-6);
-    EXPECT_EQ(s.rope_scaling.attention_factor, 1);
-    EXPECT_DOUBLE_EQ(s.score_scalar, published.score_scalar);
-    EXPECT_NEAR(std::sqrt(192 / deepseek_v2_lite().score_scalar), 1.589626, 1e-6);
+    EXPECT_NEAR(std::sqrt(192 / s.attention.score_scalar), 1.873854, 1e-6);
+    EXPECT_EQ(s.rope.scaling.attention_factor, 1);
+    EXPECT_DOUBLE_EQ(s.attention.score_scalar, published.attention.score_scalar);
+    EXPECT_NEAR(std::sqrt(192 / deepseek_v2_lite().attention.score_scalar), 1.589626, 1e-6);
 
     // V2's router has defaults of its own.
     json v2 = v3;
     v2["model_type"] = "deepseek_v2", v2["num_experts_per_tok"] = 6;
     s = config_shape(dir, v2);
-    EXPECT_TRUE(s.router == Router::SOFTMAX && s.expert_groups == 1 && !s.choice_bias &&
-                s.dense_first == 0);
+    EXPECT_TRUE(s.experts.router == Router::SOFTMAX && s.experts.groups == 1 && !s.experts.choice_bias &&
+                s.experts.dense_first == 0);
 
     for (auto [key, value, words] :
          {std::tuple<const char*, json, const char*>{"rope_interleave", false,
@@ -509,7 +509,7 @@ TEST_F(HuggingFace, ConfigOfDeepseek) {
 // Files hold each expert as a tensor of its own, and a missing expert is named.
 TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
     for (Shape s : saved_shapes()) {
-        if (s.E == 0 || s.expert_bias) continue; // or joined
+        if (s.experts.E == 0 || s.experts.bias) continue; // or joined
         auto m = random_model<float>(s);
         std::string folder = dir + "/experts";
         ASSERT_EQ(hf_export(m->t, folder, Type::F32), "");
@@ -534,7 +534,7 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
         safetensors_close(&f);
 
         // The model asks for one expert more than the files have.
-        s.E++;
+        s.experts.E++;
         auto more = random_model<float>(s);
         std::string wrong = hf_load_weights(more->t, folder);
         EXPECT_HAS(wrong, "gate.weight has the shape");
@@ -545,12 +545,12 @@ TEST_F(HuggingFace, ExpertsAreTensorsOfTheirOwn) {
 TEST_F(HuggingFace, ConfigOfGptOssHasItsClassesDefaults) {
     json oss = llama_json("gpt_oss");
     Shape s = config_shape(dir, oss);
-    EXPECT_TRUE(s.sinks && s.expert_bias && s.qkv_bias && s.o_bias && !s.tied);
-    EXPECT_EQ((std::vector<size_t>{s.E, s.K, s.F, s.HS, s.NKV}),
+    EXPECT_TRUE(s.attention.sinks && s.experts.bias && s.attention.qkv_bias && s.attention.o_bias && !s.embedding.tied);
+    EXPECT_EQ((std::vector<size_t>{s.experts.E, s.experts.K, s.F, s.HS, s.NKV}),
               (std::vector<size_t>{128, 4, 20, 64, 2}));
-    EXPECT_TRUE(s.gate_alpha == 1.702 && s.gate_limit == 7 && s.rope_theta == 150000);
+    EXPECT_TRUE(s.experts.gate_alpha == 1.702 && s.experts.gate_limit == 7 && s.rope.theta == 150000);
     EXPECT_TRUE(window_of(s, 1) == 128 && window_of(s, 2) == 0);
-    const RopeScaling& r = s.rope_scaling;
+    const RopeScaling& r = s.rope.scaling;
     EXPECT_TRUE(r.kind == RopeKind::YARN && r.factor == 32 && !r.truncate);
     EXPECT_EQ(r.original_positions, 4096);
     EXPECT_NEAR(r.attention_factor, 1.346574, 1e-6); // 0.1 ln 32 + 1
@@ -559,22 +559,22 @@ TEST_F(HuggingFace, ConfigOfGptOssHasItsClassesDefaults) {
     s = config_shape(dir, oss, {{"attention_bias", false}, {"swiglu_limit", 3.5},
                                 {"layer_types", {"full_attention", "full_attention"}},
                                 {"rope_parameters", {{"rope_type", "default"}}}});
-    EXPECT_TRUE(!s.qkv_bias && s.sinks && s.gate_limit == 3.5 && s.sliding_window == 0);
-    EXPECT_FALSE(scales(s.rope_scaling));
+    EXPECT_TRUE(!s.attention.qkv_bias && s.attention.sinks && s.experts.gate_limit == 3.5 && s.attention.window == 0);
+    EXPECT_FALSE(scales(s.rope.scaling));
     json written = hf_json(Mixtral{}, s);
     EXPECT_EQ(written["rope_scaling"], (json{{"rope_type", "default"}}));
     EXPECT_EQ(written["attention_bias"], false);
     EXPECT_HAS(config_error(dir, oss, {{"swiglu_limit", 0}}), "swiglu_limit is 0, not above zero");
     s = config_shape(dir, oss, {{"layer_types", {"full_attention", "sliding_attention"}}});
     EXPECT_TRUE(window_of(s, 1) == 0 && window_of(s, 2) == 128);
-    s.router = Router::SOFTMAX;
+    s.experts.router = Router::SOFTMAX;
     EXPECT_HAS(hf_refusal(Mixtral{}, s), "has no such router");
 }
 
 // gpt-oss' files join all experts, gate and up side by side; codes must have their shapes.
 TEST_F(HuggingFace, GptOssJoinsItsExperts) {
     std::vector<Shape> shapes = saved_shapes();
-    Shape s = *std::find_if(shapes.begin(), shapes.end(), [](auto& x) { return x.expert_bias; });
+    Shape s = *std::find_if(shapes.begin(), shapes.end(), [](auto& x) { return x.experts.bias; });
     auto m = random_model<float>(s);
     ASSERT_EQ(hf_export(m->t, dir + "/oss", Type::F32), "");
     TensorFile file(dir + "/oss/model.safetensors");
@@ -586,11 +586,11 @@ TEST_F(HuggingFace, GptOssJoinsItsExperts) {
     std::string experts = "model.layers.1.mlp.experts.";
     const SafeTensor* joined = safetensors_find(file.file, experts + "gate_up_proj");
     ASSERT_TRUE(joined);
-    EXPECT_EQ(joined->shape, (std::vector<size_t>{s.E, s.C, 2 * s.F}));
+    EXPECT_EQ(joined->shape, (std::vector<size_t>{s.experts.E, s.C, 2 * s.F}));
 
     // One expert more than the files have.
     Shape more = s;
-    more.E++;
+    more.experts.E++;
     EXPECT_HAS(hf_load_weights(random_model<float>(more)->t, dir + "/oss"), "has the shape");
 }
 
@@ -600,7 +600,7 @@ static Shape upcycled(const Shape& dense, int experts) {
     Config c;
     c.upcycle = experts, c.balance = 0;
     EXPECT_EQ(override_shape(c, s), "");
-    EXPECT_EQ(s.E, size_t(experts));
+    EXPECT_EQ(s.experts.E, size_t(experts));
     return s;
 }
 
@@ -610,7 +610,7 @@ static Shape upcycled(const Shape& dense, int experts) {
 TEST_F(HuggingFace, UpcycledFoldersAreTheDenseModel) {
     for (const Shape& s : saved_shapes()) {
         bool can = s.hf_type == "llama" || s.hf_type == "mistral" || s.hf_type == "qwen3";
-        if (!can || s.qkv_bias || s.tied) continue;
+        if (!can || s.attention.qkv_bias || s.embedding.tied) continue;
         std::string folder = dir + "/dense";
 
         // The dense model's loss.
@@ -680,7 +680,7 @@ TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
 TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
     for (Shape s : saved_shapes()) {
         bool usual = s.hf_type == "gpt2" || s.hf_type == "llama" || s.hf_type == "gpt_neox";
-        if (!usual || s.E) continue;
+        if (!usual || s.experts.E) continue;
         std::string folder = dir + "/before";
         auto old = random_model<float>(s);
         ASSERT_EQ(hf_export(old->t, folder, Type::F32), "");
@@ -841,21 +841,21 @@ TEST_F(HuggingFace, AnyListOfLayersWithAWindowIsRead) {
             written = hf_json(family, s);
             EXPECT_EQ(hf_refusal(family, s), "") << type;
         });
-        written["tie_word_embeddings"] = s.tied;
+        written["tie_word_embeddings"] = s.embedding.tied;
         Shape again = config_shape(dir, written);
         EXPECT_EQ(model_identity(again), model_identity(s)) << type;
     }
     for (const char* type : {"mixtral", "qwen3_moe", "phi3"}) {
         Shape s = config_shape(dir, llama_json(type), keys);
         EXPECT_EQ(kinds(s), json(std::vector<json>(7, window))) << type;
-        s.full_layers[3] = true;
+        s.attention.full_layers[3] = true;
         with_family(s.family, [&](auto family) {
             EXPECT_HAS(hf_refusal(family, s), concat(type, " has its window in all layers"));
         });
     }
     for (const char* type : {"llama", "olmo2", "olmoe", "deepseek_v3"}) {
         keys["num_key_value_heads"] = nullptr;
-        EXPECT_EQ(config_shape(dir, llama_json(type), keys).sliding_window, 0u) << type;
+        EXPECT_EQ(config_shape(dir, llama_json(type), keys).attention.window, 0u) << type;
     }
 
     // Without a list the class decides: Qwen2-MoE's window is in every other layer before one.
@@ -865,7 +865,7 @@ TEST_F(HuggingFace, AnyListOfLayersWithAWindowIsRead) {
     EXPECT_EQ(kinds(config_shape(dir, llama_json("smollm3"), keys)),
               (json{full, full, full, window, full, full, full}));
     keys["sliding_window"] = 0, keys["use_sliding_window"] = false; // as transformers saves it
-    EXPECT_EQ(config_shape(dir, llama_json("qwen2_moe"), keys).sliding_window, 0u);
+    EXPECT_EQ(config_shape(dir, llama_json("qwen2_moe"), keys).attention.window, 0u);
 }
 
 // A layer's window, by the layer's number: block b is layer b + 1.
@@ -1003,11 +1003,11 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
 
 static void expect_same_shape(const Shape& a, const Shape& b) {
     EXPECT_EQ(model_identity(a), model_identity(b));
-    EXPECT_EQ(a.norm_eps, b.norm_eps);
-    EXPECT_EQ(a.sliding_window, b.sliding_window);
-    EXPECT_EQ(a.rope_scaling.low_freq_factor, b.rope_scaling.low_freq_factor);
-    EXPECT_EQ(a.rope_scaling.high_freq_factor, b.rope_scaling.high_freq_factor);
-    EXPECT_EQ(a.rope_scaling.original_positions, b.rope_scaling.original_positions);
+    EXPECT_EQ(a.block.norm_eps, b.block.norm_eps);
+    EXPECT_EQ(a.attention.window, b.attention.window);
+    EXPECT_EQ(a.rope.scaling.low_freq_factor, b.rope.scaling.low_freq_factor);
+    EXPECT_EQ(a.rope.scaling.high_freq_factor, b.rope.scaling.high_freq_factor);
+    EXPECT_EQ(a.rope.scaling.original_positions, b.rope.scaling.original_positions);
 }
 
 // Export each family in one file, in several, and with one tensor a file. The folder is read as the
@@ -1018,7 +1018,7 @@ template <typename T> static void export_round_trip(const std::string& dir) {
             // One file a tensor takes its time, since each file is synced: fewer shapes do. In
             // Phi-3's files and gpt-oss' several parameters are one tensor.
             bool joins = s.hf_type == "phi3", joined = s.hf_type == "gpt_oss";
-            if (shard_bytes == 1 && s.family == Family::LLAMA && (!s.qkv_bias || joins)) continue;
+            if (shard_bytes == 1 && s.family == Family::LLAMA && (!s.attention.qkv_bias || joins)) continue;
             std::string folder = dir + "/export"; // replaces the one before
             auto a = random_model<T>(s), b = random_model<T>(s, 4);
             ASSERT_EQ(hf_export(a->t, folder, Type::F32, shard_bytes), "");
@@ -1181,7 +1181,7 @@ TEST_F(HuggingFace, ExportsThatFailLeaveTheOlderOne) {
     put_file(folder + "/thesis.txt", "");
     EXPECT_HAS(hf_export_check(shapes[2], folder), "holds thesis.txt, which is no export of ours");
     Shape alibi = shapes[0], learned = shapes[2];
-    alibi.position = Position::ALIBI, learned.position = Position::LEARNED;
+    alibi.embedding.position = Position::ALIBI, learned.embedding.position = Position::LEARNED;
     EXPECT_HAS(hf_export_check(alibi, dir + "/new"), "learned positions only");
     EXPECT_HAS(hf_export_check(learned, dir + "/new"), "RoPE only");
 }
@@ -1331,7 +1331,7 @@ TEST_F(HuggingFace, WrongTensorsAreNamed) {
         specs.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", Type::F32, {2}});
         EXPECT_EQ(load(specs), "");
 
-        if (s.tied) {
+        if (s.embedding.tied) {
             specs.push_back({"lm_head.weight", Type::F32, good[0].shape});
             EXPECT_HAS(load(specs), "lm_head.weight is another matrix than " + good[0].name);
             write_tensors(file, specs, "lm_head.weight");

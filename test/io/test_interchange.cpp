@@ -82,12 +82,12 @@ static BinFile llmc_gpt2(const Shape& s, int version) {
 // llm.c's Llama. The ffn width is not stored: it follows from `factor` and `multiple`.
 static BinFile llmc_llama(const Shape& s, int version, float factor, int multiple) {
     BinFile f = {version == 5};
-    bool scaled = s.rope_scaling.factor != 1;
+    bool scaled = s.rope.scaling.factor != 1;
     for (size_t x : {size_t(20240803), size_t(version), s.P, s.V, s.L, s.NH, s.NKV, s.C})
         f.word(int(x));
     f.word(multiple), f.word(scaled), f.word(3), f.word(1);
     f.pad(1024);
-    f.real(factor), f.real(s.norm_eps), f.real(float(s.rope_theta));
+    f.real(factor), f.real(s.block.norm_eps), f.real(float(s.rope.theta));
     f.pad(2048);
 
     // Each parameter of all layers is one tensor, with q, k and v in one.
@@ -121,8 +121,8 @@ static BinFile llama2c(const Shape& s, int version) {
     // The header, in which a negative vocabulary means an untied head.
     if (version) f.word(0x616b3432), f.word(version);
     for (size_t x : {s.C, s.F, s.L, s.NH, s.NKV}) f.word(int(x));
-    f.word(s.tied || version ? int(s.V) : -int(s.V)), f.word(int(s.P));
-    if (version) f.bytes += char(s.tied), f.pad(256);
+    f.word(s.embedding.tied || version ? int(s.V) : -int(s.V)), f.word(int(s.P));
+    if (version) f.bytes += char(s.embedding.tied), f.pad(256);
 
     auto layers = [&](const char* n, size_t elements, size_t heads = 0) {
         for (size_t l = 0; l < s.L; l++) {
@@ -149,7 +149,7 @@ static BinFile llama2c(const Shape& s, int version) {
         f.tensor("model.norm.weight", s.C);
         for (size_t i = 0; i < s.P * s.HS; i++) f.real(float(i)); // cosines and sines
     }
-    if (!s.tied) f.tensor("lm_head.weight", s.V * s.C);
+    if (!s.embedding.tied) f.tensor("lm_head.weight", s.V * s.C);
     return f;
 }
 
@@ -234,16 +234,16 @@ static void expect_same_shape(const Shape& a, const Shape& b) {
                     s.F,
                     s.V,
                     s.P,
-                    s.tied,
-                    s.qkv_bias,
-                    s.norm_eps,
-                    s.rope_theta,
-                    s.rope_scaling.factor,
-                    s.rope_scaling.low_freq_factor,
-                    s.rope_scaling.high_freq_factor,
-                    s.rope_scaling.original_positions,
-                    s.sliding_window,
-                    int(s.position)}
+                    s.embedding.tied,
+                    s.attention.qkv_bias,
+                    s.block.norm_eps,
+                    s.rope.theta,
+                    s.rope.scaling.factor,
+                    s.rope.scaling.low_freq_factor,
+                    s.rope.scaling.high_freq_factor,
+                    s.rope.scaling.original_positions,
+                    s.attention.window,
+                    int(s.embedding.position)}
             .dump();
     };
     EXPECT_EQ(text(a), text(b));
@@ -255,7 +255,7 @@ static const std::vector<LayoutCase> layouts = {
 static Shape published_gpt2() { return gpt2_shape(3, 4, 16, 61, 10); }
 static Shape published_llama(bool tied) {
     Shape s = llama_shape(3, 4, 2, 32, 48, 61, 10, 10000);
-    s.tied = tied;
+    s.embedding.tied = tied;
     return s;
 }
 
@@ -291,7 +291,7 @@ TEST_F(Interchange, LlmcGpt2IsWrittenAsItWasRead) {
         return model_file_check(s, dir + "/out.bin", dtype);
     };
     Shape alibi = published_gpt2(), untied = alibi, narrow = alibi, eps = alibi;
-    alibi.position = Position::ALIBI, untied.tied = false, narrow.F = 32, eps.norm_eps = 1e-6f;
+    alibi.embedding.position = Position::ALIBI, untied.embedding.tied = false, narrow.F = 32, eps.block.norm_eps = 1e-6f;
     EXPECT_EQ(check(published_gpt2()), "");
     for (const Shape& s : {alibi, untied, narrow, eps, published_llama(true)})
         EXPECT_HAS(check(s), "is of a GPT-2 as it was published");
@@ -417,20 +417,20 @@ static NamePairs gpt2_names(const Shape& s) {
 }
 static NamePairs llama_names(const Shape& s) {
     NamePairs all = {{"model.embed_tokens", "token_embd"}, {"model.norm", "output_norm"}};
-    if (!s.tied) all.push_back({"lm_head", "output"});
+    if (!s.embedding.tied) all.push_back({"lm_head", "output"});
     NamePairs block = {{"input_layernorm", "attn_norm"}, {"post_attention_layernorm", "ffn_norm"},
                        {"self_attn.q_proj", "attn_q"}, {"self_attn.k_proj", "attn_k"},
                        {"self_attn.v_proj", "attn_v"}, {"self_attn.o_proj", "attn_output"},
                        {"mlp.gate_proj", "ffn_gate"}, {"mlp.up_proj", "ffn_up"},
                        {"mlp.down_proj", "ffn_down"}};
-    if (s.qk_norm) block.push_back({"self_attn.q_norm", "attn_q_norm"});
-    if (s.qk_norm) block.push_back({"self_attn.k_norm", "attn_k_norm"});
+    if (s.block.qk_norm) block.push_back({"self_attn.q_norm", "attn_q_norm"});
+    if (s.block.qk_norm) block.push_back({"self_attn.k_norm", "attn_k_norm"});
     all = with_block(all, block, s.L, "model.layers.");
     for (auto& [ours, theirs] : all) ours += ".weight", theirs += ".weight";
     NamePairs biases;
     for (const char* of : {"q", "k", "v"})
         biases.push_back({concat("self_attn.", of, "_proj.bias"), concat("attn_", of, ".bias")});
-    return s.qkv_bias ? with_block(all, biases, s.L, "model.layers.") : all;
+    return s.attention.qkv_bias ? with_block(all, biases, s.L, "model.layers.") : all;
 }
 
 // The index of our parameter's element that llama.cpp's tensor has at index i: its pairs
@@ -450,7 +450,7 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
     for (const Parameter& p : model.parameters) table[p.name] = &p;
 
     NamePairs names = s.family == Family::GPT2 ? gpt2_names(s) : llama_names(s);
-    ASSERT_EQ(f.tensors.size(), names.size() + scales(s.rope_scaling));
+    ASSERT_EQ(f.tensors.size(), names.size() + scales(s.rope.scaling));
     ASSERT_EQ(table.size(), names.size());
     uint32_t number = type == "fp32" ? 0 : type == "fp16" ? 1 : type == "bf16" ? 30 : 8;
     for (const auto& [ours, theirs] : names) {
@@ -485,7 +485,7 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
         }
     }
 
-    if (!scales(s.rope_scaling)) return;
+    if (!scales(s.rope.scaling)) return;
     std::vector<float> divides = f.values("rope_freqs.weight");
     ASSERT_EQ(divides.size(), s.HS / 2);
 
@@ -498,9 +498,9 @@ static void expect_gguf(const std::string& path, const Shape& s, const Model& mo
 // One rank writes each type, and every layout writes floats.
 TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
     Shape llama = small_llama(), qwen2 = small_llama(true, true), qwen3 = small_qwen3();
-    qwen2.hf_type = "qwen2", qwen2.o_bias = qwen2.mlp_bias = false;
+    qwen2.hf_type = "qwen2", qwen2.attention.o_bias = qwen2.block.mlp_bias = false;
     Shape with_scaled = small_qwen3();
-    for (Shape* s : {&qwen2, &qwen3}) s->rope_scaling = {};
+    for (Shape* s : {&qwen2, &qwen3}) s->rope.scaling = {};
     std::string out = dir + "/out.gguf";
 
     for (const Shape& s : {gpt2_shape(3, 4, 32, 61, 10), llama, qwen2, qwen3}) {
@@ -535,11 +535,11 @@ TEST_F(Interchange, GgufHasEveryNumberWhereLlamaCppLooksForIt) {
 
     // llama.cpp's architectures have no place for these.
     Shape wide = qwen2, biased = small_qwen3(), windows = llama;
-    wide.HS *= 2, biased.qkv_bias = biased.o_bias = true, biased.rope_scaling = {};
+    wide.HS *= 2, biased.attention.qkv_bias = biased.attention.o_bias = true, biased.rope.scaling = {};
     EXPECT_HAS(gguf_check(wide, out), "llama.cpp's qwen2 has heads of 32 channels together, this "
                                       "model's have 64: export a folder");
     EXPECT_HAS(gguf_check(biased, out), "llama.cpp's qwen3 has no biases");
-    windows.hf_type = "mistral", windows.sliding_window = 7;
+    windows.hf_type = "mistral", windows.attention.window = 7;
     EXPECT_EQ(gguf_check(windows, out), "");
     EXPECT_EQ(gguf_context(windows), 7u);
     EXPECT_HAS(gguf_check(qwen3, dir), "is no file");
@@ -619,7 +619,7 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
 // The ffn width is computed as Llama 3 does, for small numbers and for those of 3.1 8B.
 TEST_F(Interchange, LlmcLlama) {
     Shape wanted = published_llama(false);
-    wanted.rope_theta = 500000, wanted.rope_scaling = {8, 1, 4, 8192};
+    wanted.rope.theta = 500000, wanted.rope.scaling = {8, 1, 4, 8192};
     wanted.F = 112; // 85 x 1.3 = 110.5, up to a multiple of 16
     for (int version : {3, 5}) {
         std::string path = put("llama", llmc_llama(wanted, version, 1.3f, 16).bytes);

@@ -123,7 +123,7 @@ TEST(Rounding, HasAStreamForEachMoment) {
 // gradients give the same weights.
 TEST(Rounding, IsTheSameForAnyTensorParallelism) {
     Shape gpt2 = gpt2_shape(1, 4, 24, 61, 32), llama = llama_shape(1, 8, 2, 32, 48, 53, 64, 1e4);
-    llama.qk_norm = llama.qkv_bias = true;
+    llama.block.qk_norm = llama.attention.qkv_bias = true;
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 11, 3};
     for (const Shape& shape : {gpt2, llama})
         for (int tp : {1, 2, 4})

@@ -9,20 +9,20 @@ using namespace llmc;
 
 inline Shape small_gpt2(bool tied = true, size_t heads = 3) {
     Shape s = gpt2_shape(3, heads, 24, 61, 32);
-    s.tied = tied;
+    s.embedding.tied = tied;
     return s;
 }
 inline Shape small_llama(bool tied = false, bool bias = false) {
     Shape s = llama_shape(3, 4, 2, 32, 44, 53, 64, 10000);
-    s.tied = tied, s.qkv_bias = bias, s.rope_scaling = {8, 1, 4, 16};
-    s.o_bias = s.mlp_bias = tied && bias;
+    s.embedding.tied = tied, s.attention.qkv_bias = bias, s.rope.scaling = {8, 1, 4, 16};
+    s.attention.o_bias = s.block.mlp_bias = tied && bias;
     return s;
 }
 
 // Heads that are wider than C / NH, with normed q and k.
 inline Shape small_qwen3() {
     Shape s = small_llama(true);
-    s.hf_type = "qwen3", s.qk_norm = true, s.HS = 12;
+    s.hf_type = "qwen3", s.block.qk_norm = true, s.HS = 12;
     return s;
 }
 
@@ -31,12 +31,12 @@ inline Shape small_qwen3() {
 inline Shape small_variant(Shape s, const std::string& type) {
     bool gemma = type == "gemma2" || type == "gemma3_text";
     set_variant(s, type), s.hf_type = type;
-    if (type == "smollm3") s.nope_every = 2;
-    if (type == "phi3") s.rotary = s.HS / 2;
-    if (type == "olmo2") s.o_bias = s.qkv_bias = true;
-    if (gemma) s.tied = true, s.sliding_window = 4, s.full_every = 2, s.score_scalar = 10;
-    if (type == "gemma2") s.score_softcap = 2, s.logit_softcap = 1.5f;
-    if (type == "gemma3_text") s.window_theta = 30;
+    if (type == "smollm3") s.rope.nope_every = 2;
+    if (type == "phi3") s.rope.rotary = s.HS / 2;
+    if (type == "olmo2") s.attention.o_bias = s.attention.qkv_bias = true;
+    if (gemma) s.embedding.tied = true, s.attention.window = 4, s.attention.full_every = 2, s.attention.score_scalar = 10;
+    if (type == "gemma2") s.attention.softcap = 2, s.loss.softcap = 1.5f;
+    if (type == "gemma3_text") s.rope.window_theta = 30;
     return s;
 }
 inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
@@ -49,24 +49,24 @@ constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma
 inline Shape small_mixtral(bool qwen = false) {
     Shape s = qwen ? small_qwen3() : small_llama();
     s.family = Family::MIXTRAL, s.hf_type = qwen ? "qwen3_moe" : "mixtral";
-    s.F = 12, s.E = qwen ? 3 : 6, s.K = qwen ? 1 : 2;
-    s.router = qwen ? Router::SOFTMAX : Router::RENORMALISED;
-    s.balance = 0.05, s.z_loss = 0.01;
+    s.F = 12, s.experts.E = qwen ? 3 : 6, s.experts.K = qwen ? 1 : 2;
+    s.experts.router = qwen ? Router::SOFTMAX : Router::RENORMALISED;
+    s.experts.balance = 0.05, s.experts.z_loss = 0.01;
     return s;
 }
 
 // The same model, whose experts take less than an even share of a sequence's choices each, so that
 // choices are dropped everywhere.
 inline Shape with_capacity(Shape s, double factor = 0.75) {
-    s.capacity.factor = factor;
+    s.experts.capacity.factor = factor;
     return s;
 }
 
 // A dense block, then blocks of experts with a shared expert, which each token weighs by a gate.
 inline Shape small_shared() {
     Shape s = small_mixtral();
-    s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
-    s.dense_first = 1, s.dense_F = 20, s.shared_F = 16, s.shared_gate = true;
+    s.hf_type = "qwen2_moe", s.experts.router = Router::SOFTMAX, s.attention.qkv_bias = true;
+    s.experts.dense_first = 1, s.experts.dense_F = 20, s.experts.shared_F = 16, s.experts.shared_gate = true;
     return s;
 }
 
@@ -76,8 +76,8 @@ inline Shape small_oss() {
     Shape s = small_mixtral();
     set_variant(s, "gpt_oss");
     s.family = Family::GPT_OSS;
-    s.hf_type = "gpt_oss", s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
-    s.sliding_window = 4, s.full_every = 2;
+    s.hf_type = "gpt_oss", s.attention.qkv_bias = s.attention.o_bias = true, s.experts.gate_limit = 0.05;
+    s.attention.window = 4, s.attention.full_every = 2;
     return s;
 }
 
@@ -86,16 +86,16 @@ inline Shape with_lora(Shape s, size_t rank, const std::string& targets = "all",
     Adapters adapters;
     LoraOptions options = {rank, 3.0, rs, targets};
     LLMC_CHECK(choose_adapters(make_model(s), options, &adapters).empty(), "no adapters");
-    s.adapters = std::make_shared<const Adapters>(adapters);
+    s.tuned.adapters = std::make_shared<const Adapters>(adapters);
     return s;
 }
 
 // The same with adapters in the later blocks only: in all but the first.
 inline Shape with_late_lora(Shape s, size_t rank) {
     s = with_lora(s, rank);
-    Adapters late = *s.adapters;
+    Adapters late = *s.tuned.adapters;
     std::erase_if(late, [](const auto& a) { return a.first.find(".0.") != std::string::npos; });
-    s.adapters = std::make_shared<const Adapters>(late);
+    s.tuned.adapters = std::make_shared<const Adapters>(late);
     return s;
 }
 
@@ -104,14 +104,14 @@ inline Shape with_late_lora(Shape s, size_t rank) {
 // learn nothing, but backward passes go through them to the first block.
 inline Shape upper_lora(const Shape& base, size_t rank, int first, bool left_out) {
     Shape s = with_lora(base, rank);
-    Adapters upper = *s.adapters;
-    for (const auto& [module, adapter] : *s.adapters)
+    Adapters upper = *s.tuned.adapters;
+    for (const auto& [module, adapter] : *s.tuned.adapters)
         for (int l = 0; l < first; l++) {
             if (module.find("." + std::to_string(l) + ".") == std::string::npos) continue;
             upper[module].scale = 0;
             if (left_out) upper.erase(module);
         }
-    s.adapters = std::make_shared<const Adapters>(upper);
+    s.tuned.adapters = std::make_shared<const Adapters>(upper);
     return s;
 }
 
@@ -123,9 +123,9 @@ inline Shape small_mla(bool experts = false) {
     s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
                        {experts ? size_t(0) : 12, 10, 8, 4, 6}, 20);
     if (!experts) return s;
-    s.F = 12, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 16;
-    s.router = Router::SIGMOID, s.gate_scale = 2.5f, s.choice_bias = true;
-    s.expert_groups = 3, s.kept_groups = 2;
+    s.F = 12, s.experts.E = 6, s.experts.K = 2, s.experts.dense_first = 1, s.experts.shared_F = 16;
+    s.experts.router = Router::SIGMOID, s.experts.gate_scale = 2.5f, s.experts.choice_bias = true;
+    s.experts.groups = 3, s.experts.kept_groups = 2;
     return s;
 }
 
@@ -179,7 +179,7 @@ template <typename T> struct Small {
     Small(const Shape& s, const std::vector<Plan>& plans) {
         // A run refuses any other layout: its ranks would read and write beyond their activations.
         Shape cut = s;
-        cut.whole_experts = plans[0].layout.experts.whole;
+        cut.experts.whole = plans[0].layout.experts.whole;
         int tp = plans[0].layout.tp.size;
         LLMC_CHECK(tp_divides(cut, size_t(tp)), "%d ranks share no heads of this test's model", tp);
 
@@ -251,9 +251,9 @@ template <typename T> struct Fixture : Small<T> {
 // Every kind of block and position that the trainer knows, as small models.
 inline std::vector<Shape> all_shapes() {
     Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
-    alibi.position = Position::ALIBI, rope.position = Position::ROPE;
-    qwen.sliding_window = 4, qwen.window_from = 1;
-    qwen.rope_scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
+    alibi.embedding.position = Position::ALIBI, rope.embedding.position = Position::ROPE;
+    qwen.attention.window = 4, qwen.attention.window_from = 1;
+    qwen.rope.scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
                               alibi,        rope,              small_qwen3(),
                               small_mixtral(), small_mixtral(true), small_shared(),

@@ -33,9 +33,9 @@ struct Case {
         } else {
             shape = llama_shape(size_t(L), 4, size_t(1) << draw(3), C, size_t(20 + draw(100)), 53,
                                 64, 1e4);
-            shape.qk_norm = draw(2);
+            shape.block.qk_norm = draw(2);
         }
-        shape.tied = draw(2);
+        shape.embedding.tied = draw(2);
 
         // Draw the layout and its schedule.
         layout = small_layout(1 + draw(2), 1, pp);
@@ -282,7 +282,7 @@ TEST(Budget, FrozenMatricesHaveNoGradientOfTheirOwn) {
     // Beside experts, a token meets the K experts that it chooses, and their adapters.
     Shape s = small_mixtral();
     Model experts = make_model(s), adapted = make_model(with_lora(s, 2, "experts"));
-    double met = double(active_parameters(experts)), shares = double(s.K) / double(s.E);
+    double met = double(active_parameters(experts)), shares = double(s.experts.K) / double(s.experts.E);
     double halves = 0;
     for (const Parameter& p : adapted.parameters)
         halves += is_adapter(adapted, p) ? shares * double(p.elements()) : 0;
@@ -318,9 +318,9 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
         double last = 0, router = 0, redone = 0;
         for (int layer = 1; layer <= int(s.L); layer++) {
             Shape here = layer_shape(s, layer);
-            double F = s.E ? double(s.F * here.K + here.ffn_beside) : double(s.F);
-            last += s.post_norm ? 0 : 6 * double(s.C) * F;
-            router += 6 * double((here.E + (here.E && s.shared_gate)) * s.C);
+            double F = s.experts.E ? double(s.F * here.experts.K + here.experts.ffn_beside) : double(s.F);
+            last += s.block.post_norm ? 0 : 6 * double(s.C) * F;
+            router += 6 * double((here.experts.E + (here.experts.E && s.experts.shared_gate)) * s.C);
             redone += 3 * recompute_flops(here, T, Recompute::FULL);
             EXPECT_EQ(recompute_flops(here, T, Recompute::ATTN) +
                           recompute_flops(here, T, Recompute::FFN),

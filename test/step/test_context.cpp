@@ -51,7 +51,7 @@ template <typename T> Whole whole_of(Shape shape, size_t T_, bool alibi, unsigne
     if (alibi) w.slopes.resize(shape.NH), alibi_slopes(w.slopes.data(), shape.NH);
 
     // Compute the results.
-    int window = shape.sliding_window ? int(shape.sliding_window) : INT_MAX;
+    int window = shape.attention.window ? int(shape.attention.window) : INT_MAX;
     AttentionOperands<double> x = {
         w.q.data(),
         w.k.data(),
@@ -180,7 +180,7 @@ std::map<std::string, std::vector<double>> run_ranks(const Whole& w, int cp, Con
 
 Shape heads(size_t NH, size_t NKV, size_t HS, size_t window = 0) {
     Shape s;
-    s.NH = NH, s.NKV = NKV, s.HS = HS, s.C = NH * HS, s.sliding_window = window;
+    s.NH = NH, s.NKV = NKV, s.HS = HS, s.C = NH * HS, s.attention.window = window;
     return s;
 }
 

@@ -15,12 +15,12 @@ static Shape tiny_gpt2() { return gpt2_shape(2, 2, 32, 61, 32); }
 static Shape least_gpt2() { return gpt2_shape(1, 1, 16, 29, 32); }
 static Shape tiny_llama() {
     Shape s = llama_shape(2, 4, 2, 64, 44, 53, 64, 10000);
-    s.qkv_bias = true, s.rope_scaling = {8, 1, 4, 16};
+    s.attention.qkv_bias = true, s.rope.scaling = {8, 1, 4, 16};
     return s;
 }
 static Shape tiny_alibi() {
     Shape s = tiny_llama();
-    s.position = Position::ALIBI, s.tied = true;
+    s.embedding.position = Position::ALIBI, s.embedding.tied = true;
     return s;
 }
 
@@ -32,8 +32,8 @@ static Shape tiny_mla() {
 
 static Shape tiny_moe() {
     Shape s = tiny_llama();
-    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.qkv_bias = false;
-    s.F = 16, s.E = 4, s.K = 2, s.balance = 0.05, s.z_loss = 0.01;
+    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.attention.qkv_bias = false;
+    s.F = 16, s.experts.E = 4, s.experts.K = 2, s.experts.balance = 0.05, s.experts.z_loss = 0.01;
     return s;
 }
 
@@ -152,7 +152,7 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
     Shape s = tiny_llama();
     Small<float, cudaStream_t> gpu(s, {train_plan(Recompute::NONE, false)});
     std::vector<float> want(17 * s.HS), got(want.size());
-    rope_table(want.data(), 17, s.HS, s.rope_theta, s.rope_scaling);
+    rope_table(want.data(), 17, s.HS, s.rope.theta, s.rope.scaling);
     copy_out(got.data(), gpu.t.rope.table, got.size() * sizeof(float), gpu.t.ctx.where);
     EXPECT_EQ(got, want);
 
@@ -207,14 +207,14 @@ template <typename T> void compare(const Shape& shape, double bound, Recompute r
 TEST(Device, StepInFloat) {
     // Experts that take half an even share drop about half of the choices, or more.
     Shape capped = tiny_moe();
-    capped.capacity.factor = 0.5;
+    capped.experts.capacity.factor = 0.5;
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi(), capped})
         compare<float>(s, 1e-5, Recompute::NONE, false);
 }
 TEST(Device, StepInBf16) {
     // Give each token all experts: otherwise rounding alone could change its choice.
     Shape experts = tiny_moe();
-    experts.K = experts.E;
+    experts.experts.K = experts.experts.E;
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi(), experts})
         compare<bf16>(s, 1e-2, Recompute::NONE, false);
 }
@@ -223,7 +223,7 @@ TEST(Device, StepInBf16) {
 // 2^-8, but few values are so near.
 TEST(Device, StepInFp8) {
     Shape blocks = tiny_gpt2(), tensors = tiny_llama();
-    blocks.fp8 = Fp8::BLOCK, tensors.fp8 = Fp8::TENSOR;
+    blocks.fp8.kind = Fp8::BLOCK, tensors.fp8.kind = Fp8::TENSOR;
     compare<bf16>(blocks, 2e-2, Recompute::NONE, false);
     compare<bf16>(tensors, 2e-2, Recompute::NONE, false);
 }
@@ -781,7 +781,7 @@ static size_t given_for_exchange(size_t N) {
         cudaStream_t stream = open_stream(cudaStream_t());
         Ctx<cudaStream_t> ctx;
         ctx.where = stream, ctx.beside = open_stream(stream), ctx.ep = world;
-        ctx.shape.C = 8, ctx.shape.K = 1, ctx.shape.E = ctx.shape.expert_ranks = 2;
+        ctx.shape.C = 8, ctx.shape.experts.K = 1, ctx.shape.experts.E = ctx.shape.experts.ranks = 2;
         ctx.batch.B = 1, ctx.batch.T = N;
         std::vector<float> rows(N * 8, 1), all(2 * N * 8), packed(4 * N * 8), out(N * 8);
         std::vector<int> ids(2 * N);
@@ -816,7 +816,7 @@ TEST(Launches, OfAnExchangeDoNotDependOnTokens) {
 TEST(Launches, OfExperts) {
     auto launches = [](size_t E) {
         Shape s = tiny_moe();
-        s.E = E;
+        s.experts.E = E;
         return launches_of(s, 1);
     };
     auto four = launches(4), sixteen = launches(16);
@@ -840,7 +840,7 @@ struct Fp8Step {
 
 // Run a step in fp8. gpu: the version of the GPU. kept: cast weights once a step, and keep them.
 static Fp8Step fp8_step(Shape shape, Fp8 recipe, Recompute recompute, int gpu, bool kept) {
-    shape.fp8 = recipe, shape.fp8_kept = kept, shape.fp8_rule = {3, 0, false};
+    shape.fp8.kind = recipe, shape.fp8.kept = kept, shape.fp8.rule = {3, 0, false};
     Small<bf16, cudaStream_t> small(shape, {train_plan(recompute, false)});
     small.t.ctx.blas.emulates = gpu;
     small.step();

@@ -118,7 +118,7 @@ TEST(Fit, FrozenProductsRunOnceBackward) {
     Adapters adapters;
     Model whole = make_model(shape);
     EXPECT_EQ(choose_adapters(whole, {16, 32, false, "all"}, &adapters), "");
-    shape.adapters = std::make_shared<const Adapters>(adapters);
+    shape.tuned.adapters = std::make_shared<const Adapters>(adapters);
     Model frozen = make_model(shape);
     Plan p;
     p.B = 4, p.T = 256;

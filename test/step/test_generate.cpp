@@ -101,10 +101,10 @@ TEST(Slots, EachTextIsWhatItIsAlone) {
 // makes the same texts.
 TEST(Slots, APrefixIsBeforeEveryText) {
     Shape windows = small_llama(true, true), gpt2 = small_gpt2();
-    windows.sliding_window = 3;
-    gpt2.prefix = 3;
+    windows.attention.window = 3;
+    gpt2.tuned.prefix = 3;
     std::vector<Shape> shapes = {gpt2, windows};
-    windows.prefix = 3;
+    windows.tuned.prefix = 3;
     shapes.push_back(windows);
     for (const Shape& s : shapes) {
         EXPECT_EQ(make_texts<double>(s, 3), make_texts<double>(s, 1));
@@ -152,7 +152,7 @@ static void expect_prompt_as_prefix(const Shape& base, const Layout& layout) {
         Plan prompt = small_plan(layout.sequence_parallel ? 2 : 1, n, 1);
         prompt.mode = Mode::EVALUATE, prompt.layout = behind.layout;
         Shape prefixed = base;
-        prefixed.prefix = n;
+        prefixed.tuned.prefix = n;
         Fixture<double> tokens(base, {whole}), prefix(prefixed, {behind, prompt});
         for (Fixture<double>* f : {&tokens, &prefix})
             f->t.comms = make_comms(world, behind.layout, ranks_of_kv_head(behind.layout, f->t.model));
@@ -182,8 +182,8 @@ static void expect_prompt_as_prefix(const Shape& base, const Layout& layout) {
 
 TEST(Slots, APromptIsReadAsAPrefix) {
     Shape scaled = small_llama(true, true), oss = small_oss();
-    scaled.scaled_embedding = true;
-    oss.sliding_window = 0; // what lies before the text is behind no window
+    scaled.embedding.scaled = true;
+    oss.attention.window = 0; // what lies before the text is behind no window
     for (const Shape& s : {small_gpt2(), scaled, small_qwen3(), small_mixtral(), oss})
         expect_prompt_as_prefix(s, {});
 
@@ -246,8 +246,8 @@ TEST(Slots, EveryLayoutMakesTheSameTexts) {
 
 // Two sets of adapters beside a shape: of rank 2 beside all matrices, of rank 3 beside attention's.
 static AdapterSets two_sets(const Shape& s) {
-    return {{"wide", *with_lora(s, 2).adapters},
-            {"high", *with_lora(s, 3, "attention", true).adapters}};
+    return {{"wide", *with_lora(s, 2).tuned.adapters},
+            {"high", *with_lora(s, 3, "attention", true).tuned.adapters}};
 }
 
 // Draw the weights of adapters by their names, which begin with `prefix` in a model of one set.
@@ -272,8 +272,8 @@ static MadeTexts adapted_texts(const Shape& base, size_t slots, const Layout& la
     // Give the shape its adapters.
     Shape s = base;
     AdapterSets sets = two_sets(base);
-    if (only == -2) s.sets = std::make_shared<const AdapterSets>(sets);
-    if (only >= 0) s.adapters = std::make_shared<const Adapters>(sets[size_t(only)].adapters);
+    if (only == -2) s.tuned.sets = std::make_shared<const AdapterSets>(sets);
+    if (only >= 0) s.tuned.adapters = std::make_shared<const Adapters>(sets[size_t(only)].adapters);
 
     // List the texts. Those of other sets are left out where there is one set.
     std::vector<std::vector<int>> prompts = some_prompts(s);
@@ -560,7 +560,7 @@ template <typename T> static void expect_absorbed(const Shape& s, Layout layout,
         p.layout = layout_at(layout, world.rank);
         Fixture<T> f(s, {p});
         f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
-        size_t bytes = 2 * 9 * (s.kv_latent + s.rotary) * sizeof(T);
+        size_t bytes = 2 * 9 * (s.latent.kv + s.rope.rotary) * sizeof(T);
         EXPECT_EQ((data_bytes<T>(f.t.plans[0], f.t.model, {Kind::CACHE, 1}, f.t.ctx.where)), bytes);
 
         // Hold the runs against one that reads the whole text.
@@ -577,7 +577,7 @@ template <typename T> static void expect_absorbed(const Shape& s, Layout layout,
 // Double agrees up to its rounding. Float has 2^29 times its unit; logits are of the order of 1.
 TEST(Slots, LatentsAreAbsorbed) {
     Shape scaled = small_mla();
-    scaled.score_scalar = 20;
+    scaled.attention.score_scalar = 20;
     Layout sequence = small_layout(1, 2);
     sequence.sequence_parallel = true;
     for (const Shape& s : {small_mla(), small_mla(true), scaled, with_lora(small_mla(), 3)}) {

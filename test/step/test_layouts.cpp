@@ -102,7 +102,7 @@ void collect(Result& r, std::vector<double>& whole, const V* kept, const Layout&
 // Collect the history of delayed scaling after a step. It must be the same on all ranks.
 template <typename T> void collect_scales(const Fixture<T>& f, Result& r, size_t step) {
     Fp8History h = fp8_history(f.t);
-    size_t words = fp8_history_bytes(h.slots, f.t.model.shape.fp8_rule) / sizeof(uint32_t);
+    size_t words = fp8_history_bytes(h.slots, f.t.model.shape.fp8.rule) / sizeof(uint32_t);
     std::vector<uint32_t> mine(h.amax, h.amax + words);
     std::lock_guard<std::mutex> lock(r.mutex);
     if (r.scales.size() <= step) r.scales.push_back(mine);
@@ -237,7 +237,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
     if (!adamw) f.t.hyper.lr = 0.5f;
     f.t.data.document_end = l.document_end;
     for (const Parameter& parameter : f.t.model.parameters) {
-        bool router = parameter.rows() == shape.E && parameter.cols() == shape.C;
+        bool router = parameter.rows() == shape.experts.E && parameter.cols() == shape.C;
         std::vector<double> zeros(parameter.elements(), 0);
         if (l.one_expert && router) set_weight(f.t, parameter, zeros.data());
     }
@@ -254,11 +254,11 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
         f.t.data.cursor += p.B * size_t(p.micro_batches * l.dp);
         double loss = plan_loss(f.t).mean();
         std::vector<int64_t> loads = step_loads(f.t);
-        ExpertBalance experts = expert_balance(loads, shape.E);
+        ExpertBalance experts = expert_balance(loads, shape.experts.E);
         double dropped = dropped_share(f.t, loads);
-        if (shape.choice_bias) move_choice_biases(f.t, biases, loads, 0.01f);
+        if (shape.experts.choice_bias) move_choice_biases(f.t, biases, loads, 0.01f);
         if (s == 0) collect_grads(f, result, true);
-        if (shape.fp8 == Fp8::DELAYED) collect_scales(f, result, size_t(s));
+        if (shape.fp8.kind == Fp8::DELAYED) collect_scales(f, result, size_t(s));
         if (world.rank > 0) continue;
         result.losses.push_back(loss);
         result.balance.insert(result.balance.end(), {experts.max_vio, experts.least, dropped});
@@ -347,7 +347,7 @@ std::vector<Shape> shapes() { return {small_gpt2(), small_llama(), small_mixtral
 // these: a rank has 256 tokens, 128, fewer, or none.
 Shape gpt2_for_tp(bool tied) {
     Shape s = gpt2_shape(4, 6, 24, 301, 32);
-    s.tied = tied;
+    s.embedding.tied = tied;
     return s;
 }
 
@@ -358,28 +358,28 @@ Shape neox_for_tp() { return neox_shape(4, 6, 48, 301, 32); }
 // of q and k.
 Shape llama_for_tp(bool tied) {
     Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
-    s.tied = tied, s.qkv_bias = s.o_bias = s.mlp_bias = tied, s.rope_scaling = {8, 1, 4, 16};
-    if (tied) s.sliding_window = 5, s.window_from = 2;
-    if (!tied) s.hf_type = "qwen3", s.qk_norm = true, s.HS = 6;
+    s.embedding.tied = tied, s.attention.qkv_bias = s.attention.o_bias = s.block.mlp_bias = tied, s.rope.scaling = {8, 1, 4, 16};
+    if (tied) s.attention.window = 5, s.attention.window_from = 2;
+    if (!tied) s.hf_type = "qwen3", s.block.qk_norm = true, s.HS = 6;
     return s;
 }
 
 // Experts with large balance terms. Some experts are chosen by no token of some rank.
 Shape mixtral_for_tp(bool tied) {
     Shape s = llama_for_tp(tied);
-    s.qkv_bias = s.o_bias = s.mlp_bias = false;
+    s.attention.qkv_bias = s.attention.o_bias = s.block.mlp_bias = false;
     s.family = Family::MIXTRAL, s.hf_type = tied ? "mixtral" : "qwen3_moe";
-    s.F = 24, s.E = tied ? 6 : 5, s.K = 2, s.balance = 0.5, s.z_loss = 0.1;
-    s.router = tied ? Router::RENORMALISED : Router::SIGMOID;
-    s.qk_norm = true, s.whole_qk_norm = tied;
+    s.F = 24, s.experts.E = tied ? 6 : 5, s.experts.K = 2, s.experts.balance = 0.5, s.experts.z_loss = 0.1;
+    s.experts.router = tied ? Router::RENORMALISED : Router::SIGMOID;
+    s.block.qk_norm = true, s.block.whole_qk_norm = tied;
     return s;
 }
 
 // Every second block has experts, except the first two.
 Shape shared_for_tp() {
     Shape s = mixtral_for_tp(false);
-    s.hf_type = "qwen2_moe", s.router = Router::SOFTMAX, s.qkv_bias = true;
-    s.dense_first = 2, s.sparse_every = 2, s.dense_F = 40, s.shared_F = 48, s.shared_gate = true;
+    s.hf_type = "qwen2_moe", s.experts.router = Router::SOFTMAX, s.attention.qkv_bias = true;
+    s.experts.dense_first = 2, s.experts.sparse_every = 2, s.experts.dense_F = 40, s.experts.shared_F = 48, s.experts.shared_gate = true;
     return s;
 }
 
@@ -388,8 +388,8 @@ Shape oss_for_tp() {
     Shape s = mixtral_for_tp(true);
     set_variant(s, "gpt_oss");
     s.family = Family::GPT_OSS;
-    s.hf_type = "gpt_oss", s.tied = false, s.qkv_bias = s.o_bias = true, s.gate_limit = 0.05;
-    s.window_from = 0, s.full_every = 2;
+    s.hf_type = "gpt_oss", s.embedding.tied = false, s.attention.qkv_bias = s.attention.o_bias = true, s.experts.gate_limit = 0.05;
+    s.attention.window_from = 0, s.attention.full_every = 2;
     return s;
 }
 
@@ -400,9 +400,9 @@ Shape mla_for_tp(bool experts) {
     s = deepseek_shape(experts ? "deepseek_v3" : "deepseek_v2", s,
                        {experts ? size_t(10) : 0, 7, 4, 2, 3}, 48);
     if (!experts) return s;
-    s.F = 24, s.E = 6, s.K = 2, s.dense_first = 1, s.shared_F = 48, s.balance = 0.5;
-    s.router = Router::SIGMOID, s.gate_scale = 2.5f, s.choice_bias = true;
-    s.expert_groups = 3, s.kept_groups = 2;
+    s.F = 24, s.experts.E = 6, s.experts.K = 2, s.experts.dense_first = 1, s.experts.shared_F = 48, s.experts.balance = 0.5;
+    s.experts.router = Router::SIGMOID, s.experts.gate_scale = 2.5f, s.experts.choice_bias = true;
+    s.experts.groups = 3, s.experts.kept_groups = 2;
     return s;
 }
 
@@ -707,7 +707,7 @@ TEST(Layouts, Fp8BlocksDoNotKnowTheLayout) {
         LayoutCase one;
         one.T = 128;
         auto wide = run_layout<bf16>(shape, one, true);
-        shape.fp8 = Fp8::BLOCK;
+        shape.fp8.kind = Fp8::BLOCK;
         auto want = run_layout<bf16>(shape, one, true);
         EXPECT_FALSE(want->losses == wide->losses); // fp8 is on
         EXPECT_LT(relative_error(want->losses, wide->losses), 0.02);
@@ -737,7 +737,7 @@ TEST(Layouts, Fp8WeightsComeAsCodesToTheBit) {
     for (Shape shape : {gpt2_shape(2, 4, 96, 61, 32), small_llama()})
         for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR})
             for (int dp : {2, 4}) {
-                shape.fp8 = fp8;
+                shape.fp8.kind = fp8;
                 LayoutCase whole;
                 whole.dp = dp, whole.micro_batches = 1, whole.T = 8;
                 LayoutCase cut = whole;
@@ -750,7 +750,7 @@ TEST(Layouts, Fp8WeightsComeAsCodesToTheBit) {
 // A gather of codes sends and receives half the bytes of a wide one, and the vectors.
 TEST(Layouts, CodesAreHalfTheBytes) {
     Shape shape = gpt2_shape(2, 12, 768, 50257, 1024);
-    shape.fp8 = Fp8::TENSOR;
+    shape.fp8.kind = Fp8::TENSOR;
     LayoutCase l;
     l.dp = 8, l.zero = 3;
     Layout layout = layout_of(l, 3);
@@ -771,7 +771,7 @@ TEST(Layouts, CodesAreHalfTheBytes) {
 // Expect that a step has taken the maximum of every operand of every matrix, and made a scale of it.
 static void expect_all_scaled(const Shape& shape, std::vector<uint32_t> words) {
     size_t slots = fp8_slots(make_model(shape));
-    Fp8History h = fp8_history_at(words.data(), slots, shape.fp8_rule);
+    Fp8History h = fp8_history_at(words.data(), slots, shape.fp8.rule);
     ASSERT_GT(slots, 0u);
     for (size_t slot = 0; slot < slots; slot++) {
         EXPECT_EQ(h.amax[slot], 0u) << slot;
@@ -784,7 +784,7 @@ static void expect_all_scaled(const Shape& shape, std::vector<uint32_t> words) {
 TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
     for (Shape shape : {small_gpt2(), small_llama()}) {
         // Data parallelism.
-        shape.fp8 = Fp8::DELAYED, shape.fp8_rule = {3, 0, false};
+        shape.fp8.kind = Fp8::DELAYED, shape.fp8.rule = {3, 0, false};
         LayoutCase one;
         auto want = run_layout<bf16>(shape, one, true);
         expect_all_scaled(shape, want->scales[0]);
@@ -809,7 +809,7 @@ TEST(Layouts, Fp8DelayedScalesAreThoseOfOneProcess) {
 
     // Tensor parallelism rounds other sums: losses are near.
     Shape shape = gpt2_for_tp(true);
-    shape.fp8 = Fp8::DELAYED;
+    shape.fp8.kind = Fp8::DELAYED;
     LayoutCase one, cut;
     cut.tp = 2;
     auto want = run_layout<bf16>(shape, one, true);
@@ -827,7 +827,7 @@ TEST(Layouts, Fp8OfTensorParallelRanks) {
     LayoutCase one, cut;
     one.T = cut.T = 128, one.micro_batches = cut.micro_batches = 1;
     cut.tp = 2;
-    shape.fp8 = Fp8::BLOCK;
+    shape.fp8.kind = Fp8::BLOCK;
     auto want = run_layout<bf16>(shape, one, false);
     for (bool rows : {false, true}) {
         cut.sequence_parallel = rows;
@@ -981,7 +981,7 @@ TEST(Layouts, AdaptersAreOneComputation) {
             bool adamw = number % 2;
             Shape shape = llama ? llama_for_tp(number % 4 < 2) : gpt2_for_tp(true);
             if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
-            bool tied = shape.tied;
+            bool tied = shape.embedding.tied;
             shape = kind == 0   ? with_lora(shape, 3)
                     : kind == 1 ? with_lora(shape, 2, "attention", true)
                                 : with_late_lora(shape, 4);
@@ -1069,7 +1069,7 @@ TEST(Layouts, PrefixesAreOneComputation) {
     // Compare each with one rank; a step has four micro-batches.
     for (bool llama : {false, true}) {
         Shape shape = llama ? llama_for_tp(false) : gpt2_for_tp(true);
-        shape.prefix = 3;
+        shape.tuned.prefix = 3;
         int document_end = llama ? 5 : -1;
         OneRank one = run_one_rank(shape, 4, llama, document_end);
         some.push_back({1, llama ? 4 : 3, 1}); // Llama's ranks share key heads
@@ -1087,7 +1087,7 @@ TEST(Layouts, PrefixesAreOneComputation) {
 // only what they say.
 TEST(Layouts, PrefixesKeepEveryBit) {
     for (Shape shape : {small_gpt2(), small_llama()}) {
-        shape.prefix = 3;
+        shape.tuned.prefix = 3;
         LayoutCase one, redone, stages, poisoned;
         auto trained = [&](const LayoutCase& l) { // frozen weights have no gradient: NaN
             auto result = run_layout<float>(shape, l, true);
@@ -1209,9 +1209,9 @@ TEST(Layouts, AdaptersBesideExpertsAreOneComputation) {
         Shape shape = kind == 0   ? shared_for_tp()
                       : kind == 1 ? mla_for_tp(true)
                                   : mixtral_for_tp(false);
-        shape.E = 6, l.one_expert = false;
+        shape.experts.E = 6, l.one_expert = false;
         if (kind < 2) shape = with_lora(shape, kind ? 2 : 3, kind ? "all" : "all,experts");
-        if (kind == 2) shape.prefix = 3;
+        if (kind == 2) shape.tuned.prefix = 3;
         bool halves = l.pipeline == Pipeline::ZERO_BUBBLE || l.split;
         if (kind == 2 && halves) l.pipeline = Pipeline::ONE_F_ONE_B, l.split = false;
         OneRank& one = one_rank[{kind, l.micro_batches * l.dp}];
@@ -1230,9 +1230,9 @@ TEST(Layouts, ExchangedRowsGiveTheBitsOfGatheredOnes) {
         if (l.zero != 2 && !l.one_expert) continue;
         adamw = !adamw;
         Shape shape = l.ep == 3 ? shared_for_tp() : mixtral_for_tp(false);
-        shape.E = 12, l.exchange = false;
-        shape.capacity.factor = l.cp == 1 && adamw ? 0.75 : 0;
-        if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
+        shape.experts.E = 12, l.exchange = false;
+        shape.experts.capacity.factor = l.cp == 1 && adamw ? 0.75 : 0;
+        if (l.one_expert) shape.experts.balance = shape.experts.z_loss = 0, shape.experts.router = Router::RENORMALISED;
         auto gathered = run_layout<bf16>(shape, l, adamw);
         l.exchange = true;
         expect_same(*run_layout<bf16>(shape, l, adamw), *gathered, l.text());
@@ -1247,9 +1247,9 @@ TEST(Layouts, ExpertParallelRanksAreOneComputation) {
     for (const LayoutCase& l : expert_layouts()) {
         bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = (number / 2) % 2;
         Shape shape = mixtral_for_tp(tied);
-        shape.E = 6;
+        shape.experts.E = 6;
         if (l.whole_experts) shape.F = 23;
-        if (l.one_expert) shape.balance = shape.z_loss = 0, shape.router = Router::RENORMALISED;
+        if (l.one_expert) shape.experts.balance = shape.experts.z_loss = 0, shape.experts.router = Router::RENORMALISED;
 
         // Compare with one rank.
         if (left_out(&number)) continue;
@@ -1280,7 +1280,7 @@ TEST(Layouts, CapacityIsOneComputation) {
         l.one_expert = false;
         bool tied = (l.dp + l.pp + l.zero / 2) % 2, adamw = number % 2 > 0;
         Shape shape = with_capacity(mixtral_for_tp(tied));
-        shape.E = 6;
+        shape.experts.E = 6;
         if (!fits(shape, l) || l.ranks() == 1 || left_out(&number)) continue;
 
         // Compare with one rank, also what it drops.
@@ -1311,7 +1311,7 @@ TEST(Layouts, SharedExpertsAreOneComputation) {
         l.one_expert = false;
         bool adamw = number % 2 > 0;
         Shape shape = shared_for_tp();
-        shape.E = 6;
+        shape.experts.E = 6;
         if (!fits(shape, l) || l.ranks() == 1 || left_out(&number) || number / 2 % 3) continue;
         OneRank& one = one_rank[{adamw, l.micro_batches * l.dp}];
         if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
@@ -1489,9 +1489,9 @@ TEST(Layouts, ContextParallelRanksAreOneComputation) {
                           : llama ? llama_for_tp(tied)
                           : neox  ? neox_for_tp()
                                   : gpt2_for_tp(tied);
-            if (alibi) shape.position = Position::ALIBI;
+            if (alibi) shape.embedding.position = Position::ALIBI;
             if (experts) {
-                shape.E = 6, l.ep = l.dp * l.cp % 3 ? l.dp * l.cp % 2 ? 1 : 2 : 3;
+                shape.experts.E = 6, l.ep = l.dp * l.cp % 3 ? l.dp * l.cp % 2 ? 1 : 2 : 3;
                 l.shards = 0;
             }
 
@@ -1591,7 +1591,7 @@ TEST(Layouts, TimingChangesNothing) {
             l.sequence_parallel = exchange || whole;
             l.recompute = three_levels(exchange ? 124 : 62);
             Shape shape = shared_for_tp();
-            shape.E = 6;
+            shape.experts.E = 6;
             run_both(shape, l);
         }
 }

@@ -30,7 +30,7 @@ static std::vector<Shape> lora_shapes() {
 static std::vector<Shape> prefix_shapes() {
     std::vector<Shape> shapes = {small_gpt2(), small_llama(true, true),
                                  small_variant(small_llama(), "gemma2"), small_oss()};
-    for (Shape& s : shapes) s.prefix = 3;
+    for (Shape& s : shapes) s.tuned.prefix = 3;
     return shapes;
 }
 
@@ -45,7 +45,7 @@ TEST(Gradients, WholeModelAgainstFiniteDifferences) {
     for (Shape s : shapes) {
         // Plan training and evaluation of the same samples. The loss that is reported leaves out
         // the experts' balance terms, so their gradients are switched off.
-        s.balance = s.z_loss = 0;
+        s.experts.balance = s.experts.z_loss = 0;
         Plan evaluate = small_plan(2, 9, 1), train = small_plan(2, 9, 2);
         evaluate.mode = Mode::EVALUATE;
         evaluate.B = 4; // both micro-batches at once
@@ -93,8 +93,8 @@ TEST(Gradients, PreferencesAgainstFiniteDifferences) {
 
         // Make windows of two answers each, the second one rejected.
         Shape s = small_gpt2();
-        s.logits_bytes = 1;
-        s.logits_rows = 5;
+        s.loss.logits_bytes = 1;
+        s.loss.logits_rows = 5;
         Fixture<double> f(s, {train, evaluate});
         Window random = random_window(s, 9);
         f.t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
@@ -336,7 +336,7 @@ TEST(Prefix, LiesBeforeEachDocument) {
         both.insert(both.end(), two.begin(), two.end());
         std::vector<double> apart = losses_of(s, {one, two}), packed = losses_of(s, {both});
         for (size_t i = 0; i < both.size(); i++) EXPECT_NEAR(apart[i], packed[i], 1e-12) << i;
-        s.prefix = 0;
+        s.tuned.prefix = 0;
         EXPECT_GT(std::abs(losses_of(s, {both})[0] - packed[0]), 1e-3);
     }
 }
@@ -353,7 +353,7 @@ TEST(Prefix, IsAllThatIsTrained) {
                 EXPECT_EQ(bool(address<char>(f.t, d)), prefix) << p.name;
             trained += prefix ? p.elements() : 0;
         }
-        EXPECT_EQ(trained, s.L * 2 * s.prefix * s.NKV * s.HS);
+        EXPECT_EQ(trained, s.L * 2 * s.tuned.prefix * s.NKV * s.HS);
     }
 }
 
@@ -467,7 +467,7 @@ TEST(Lora, OfFullRankTheFirstStepIsThatOfTheWeights) {
     Adapters square;
     square["h.1.mlp.c_fc"] = {base.C, 1.0, 4};
     Shape s = base;
-    s.adapters = std::make_shared<const Adapters>(square);
+    s.tuned.adapters = std::make_shared<const Adapters>(square);
 
     // Make both models, with plain SGD.
     Plan train = small_plan(2, 9, 1);
@@ -553,7 +553,7 @@ TEST(Lora, NothingIsKeptForFrozenProducts) {
     // Rows of the Llama: norm_1, norm_2 (32), swiglu (44), attention (32) and the middle's, which
     // its norm reads; each ends at a multiple of 256 bytes.
     Shape s = small_llama(), prefixed = s;
-    prefixed.prefix = 3;
+    prefixed.tuned.prefix = 3;
     size_t N = 32, C = N * 32 * sizeof(float), F = N * 44 * sizeof(float);
     EXPECT_EQ(kept(with_lora(s, 2)), kept(s));
     EXPECT_EQ(kept(with_lora(s, 2, "attention")), kept(s) - C - F);
@@ -643,8 +643,8 @@ TEST(Experts, AllTokensMayChooseTheSame) {
     // Run two steps, so that old gradients would show.
     for (int step = 0; step < 2; step++) {
         EXPECT_TRUE(std::isfinite(f.step()));
-        ExpertBalance balance = expert_balance(step_loads(f.t), s.E);
-        EXPECT_DOUBLE_EQ(balance.max_vio, double(s.E) / double(s.K) - 1);
+        ExpertBalance balance = expert_balance(step_loads(f.t), s.experts.E);
+        EXPECT_DOUBLE_EQ(balance.max_vio, double(s.experts.E) / double(s.experts.K) - 1);
         EXPECT_EQ(balance.least, 0);
         EXPECT_EQ(expert_loads(f.t, int(s.L))[0], 2 * 9 * 2); // tokens of this step alone
 
@@ -657,7 +657,7 @@ TEST(Experts, AllTokensMayChooseTheSame) {
                 double most = 0;
                 for (size_t i = 0; i < one; i++)
                     most = std::max(most, std::fabs(f.grad(p)[e * one + i]));
-                EXPECT_EQ(most > 0, e < s.K) << p.name << " " << e;
+                EXPECT_EQ(most > 0, e < s.experts.K) << p.name << " " << e;
             }
         }
     }
@@ -678,7 +678,7 @@ void expect_dropped(const Plan& plan) {
     for (int step = 0; step < 2; step++) {
         EXPECT_TRUE(std::isfinite(f.step()));
         std::vector<int64_t> loads = step_loads(f.t);
-        EXPECT_EQ(loads.size(), s.L * s.E);
+        EXPECT_EQ(loads.size(), s.L * s.experts.E);
         EXPECT_EQ(loads[0], 2 * 9 * 2);
         EXPECT_DOUBLE_EQ(dropped_share(f.t, loads), 6.0 / 9);
     }
@@ -693,7 +693,7 @@ TEST(Experts, CapacityDropsWhatIsOver) {
 TEST(Experts, CapacityForAllIsNoCapacity) {
     for (const Shape& s : {small_mixtral(), small_shared(), small_mla(true)}) {
         Fixture<float> f(s, {small_plan(2, 9, 2)});
-        Fixture<float> wide(with_capacity(s, double(s.E) / double(s.K)), {small_plan(2, 9, 2)});
+        Fixture<float> wide(with_capacity(s, double(s.experts.E) / double(s.experts.K)), {small_plan(2, 9, 2)});
         for (int step = 0; step < 2; step++) EXPECT_EQ(f.step(), wide.step());
         EXPECT_EQ(f.state(), wide.state());
         EXPECT_EQ(dropped_share(f.t, step_loads(f.t)), -1);
@@ -740,11 +740,11 @@ TEST(Experts, CapacityBoundsTheRowsOfARank) {
     Model model = make_model(with_capacity(small_mixtral(), 1));
     Plan p = small_plan(2, 9, 1);
     p.layout.ep = 3;
-    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, p.rows() * model.shape.K);
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, p.rows() * model.shape.experts.K);
     p.layout.ep = 1;
-    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).groups, model.shape.E + 1);
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).groups, model.shape.experts.E + 1);
     p.layout.ep = 3, p.mode = Mode::GENERATE;
-    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.K);
+    EXPECT_EQ(expert_counts(rank_shape(p, model), p.rows()).rows, 3 * p.rows() * model.shape.experts.K);
 }
 
 // Whole experts take rows of tp ranks, whose groups may begin and end within a sequence: a rank has
@@ -756,7 +756,7 @@ TEST(Experts, AGroupOfRowsMeetsSequences) {
             size_t most = 0;
             for (size_t first = 0; first < T * tokens; first += tokens)
                 most = std::max(most, (first + tokens - 1) / T - first / T + 1);
-            s.capacity.T = T;
+            s.experts.capacity.T = T;
             EXPECT_EQ(sequences_met(s, tokens), most) << T << " " << tokens;
         }
 
@@ -787,13 +787,13 @@ TEST(Experts, BalanceIsThatOfTheWorstBlock) {
 // shrinks, and with an even share it stays. Tokens that chose a few experts spread over all.
 TEST(Experts, BiasesFollowTheLoads) {
     Shape s = small_mla(true);
-    s.expert_groups = s.kept_groups = 1;
+    s.experts.groups = s.experts.kept_groups = 1;
     Fixture<double> f(s, {small_plan(4, 16, 1)});
     f.t.hyper.lr = 0;
     ChoiceBiases biases = read_choice_biases(f.t);
     ASSERT_EQ(biases.size(), s.L);
     EXPECT_TRUE(biases[0].empty()); // the first block is dense
-    biases[1].assign(s.E, 0), biases[2] = biases[1];
+    biases[1].assign(s.experts.E, 0), biases[2] = biases[1];
     move_choice_biases(f.t, biases, {0, 0, 0, 0, 0, 0, 3, 2, 1, 2, 2, 2, 0, 0, 0, 0, 0, 6}, 0.5f);
     EXPECT_EQ(biases[1], (std::vector<float>{-0.5, 0, 0.5, 0, 0, 0}));
     EXPECT_EQ(biases[2], (std::vector<float>{0.5, 0.5, 0.5, 0.5, 0.5, -0.5}));
@@ -801,11 +801,11 @@ TEST(Experts, BiasesFollowTheLoads) {
 
     // After some steps the loads go up and down around an even share: average the last ten.
     f.step();
-    double before = expert_balance(step_loads(f.t), s.E).max_vio, after = 0;
+    double before = expert_balance(step_loads(f.t), s.experts.E).max_vio, after = 0;
     for (int step = 0; step < 25; step++) {
         move_choice_biases(f.t, biases, step_loads(f.t), 0.04f);
         f.step();
-        if (step >= 15) after += expert_balance(step_loads(f.t), s.E).max_vio / 10;
+        if (step >= 15) after += expert_balance(step_loads(f.t), s.experts.E).max_vio / 10;
     }
     EXPECT_GT(before, 1);
     EXPECT_LT(after, before / 2);
@@ -817,7 +817,7 @@ TEST(Experts, BalanceKnowsNoMicroBatch) {
     // The gradients of all routers after a step with these weights of the terms.
     auto router_gradient = [](double balance, double z, size_t B, int micro_batches) {
         Shape s = small_mixtral();
-        s.balance = balance, s.z_loss = z;
+        s.experts.balance = balance, s.experts.z_loss = z;
         Fixture<double> f(s, {small_plan(B, 9, micro_batches)});
         f.t.hyper.lr = 0, f.t.hyper.clip = 0;
         f.step();
@@ -910,7 +910,7 @@ FirstValues published_values(const Shape& s, const Parameter& p) {
 // a mean by 1 / sqrt(n) of the deviation; five of these are allowed, and no number beyond 5.5.
 TEST(Init, EachWeightHasItsPublishedMeanAndDeviation) {
     Shape prefixed = small_llama();
-    prefixed.prefix = 40;
+    prefixed.tuned.prefix = 40;
     std::vector<Shape> shapes = all_shapes();
     for (const Shape& s : {with_lora(small_gpt2(), 4), with_lora(small_llama(), 4),
                            with_lora(small_mixtral(), 4, "all,experts"), prefixed})
@@ -956,7 +956,7 @@ TEST(Gradients, HeadInChunks) {
     for (Shape s : {small_gpt2(), small_llama()}) {
         s.P = 80;
         Fixture<float> whole(s, {small_plan(2, 75, 2)});
-        s.logits_bytes = 1;
+        s.loss.logits_bytes = 1;
         Fixture<float> chunks(s, {small_plan(2, 75, 2)});
         EXPECT_NEAR(whole.step(), chunks.step(), 1e-6);
 
@@ -1103,9 +1103,9 @@ TEST(Documents, PackedAreThoseAlone) {
 
     // Add up the documents one by one.
     std::vector<Shape> shapes = all_shapes();
-    shapes.push_back(small_llama()), shapes.back().sliding_window = 4;
+    shapes.push_back(small_llama()), shapes.back().attention.window = 4;
     for (Shape s : shapes) {
-        s.balance = s.z_loss = 0; // the balance terms mix the documents of a sequence
+        s.experts.balance = s.experts.z_loss = 0; // the balance terms mix the documents of a sequence
         Sums got = sums_of(s, packed, END), want = {0, std::vector<double>(got.grads.size())};
         for (const Sequence& document : alone) {
             Sums one = sums_of(s, {document}, -1);
@@ -1206,11 +1206,11 @@ TEST(Access, IsTheTruthForQwen3) {
 // gradient of its input.
 TEST(Access, IsTheTruthBesideAdapters) {
     Shape prefixed = small_llama();
-    prefixed.prefix = 3;
+    prefixed.tuned.prefix = 3;
     for (Recompute level : {Recompute::NONE, Recompute::SELECTIVE})
         for (const Shape& s : {with_lora(small_gpt2(), 2, "c_attn"), prefixed,
                                upper_lora(small_llama(), 2, 1, true), with_lora(small_shared(), 2)}) {
-            bool split = level == Recompute::NONE && !s.prefix;
+            bool split = level == Recompute::NONE && !s.tuned.prefix;
             expect_honest_access<float>(s, small_plan(2, 8, 1, level, split));
         }
 }
@@ -1411,7 +1411,7 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         std::vector<Plan> plans = {evaluate, write};
         Plan train = evaluate;
         train.mode = Mode::TRAIN, train.micro_batches = 2, train.recompute = three_levels(44);
-        if (s.adapters) plans.push_back(train);
+        if (s.tuned.adapters) plans.push_back(train);
 
         // Make the trainer, and set its weights.
         Small<T> f(s, plans);
@@ -1432,7 +1432,7 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
         Sampling greedy = {};
         greedy.temperature = 0;
         std::vector<double> mine = {loss};
-        for (int step = 0; step < 3 && s.adapters; step++) {
+        for (int step = 0; step < 3 && s.tuned.adapters; step++) {
             f.t.hyper.lr = 1e-2f;
             run_plan(f.t, 2);
             mine.push_back(plan_loss(f.t).mean());
@@ -1447,7 +1447,7 @@ static std::vector<double> frozen_losses(const Shape& s, Stored stored, bool wid
 
 static std::vector<Shape> frozen_shapes() {
     Shape qwen = llama_shape(2, 4, 2, 128, 256, 53, 64, 10000);
-    qwen.qkv_bias = true;
+    qwen.attention.qkv_bias = true;
     return {gpt2_shape(2, 2, 128, 61, 32), qwen};
 }
 
@@ -1568,7 +1568,7 @@ TEST(Experts, TokensTravelBesideCompute) {
             const size_t N = 3, C = 4, part = N * C;
             const int ids[] = {0, 1, 1, 0, 1, 0};
             Ctx<Cpu> ctx;
-            ctx.shape.C = C, ctx.shape.K = 1, ctx.shape.E = ctx.shape.expert_ranks = 2;
+            ctx.shape.C = C, ctx.shape.experts.K = 1, ctx.shape.experts.E = ctx.shape.experts.ranks = 2;
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
             std::vector<double> rows(part, world.rank + 1), all(2 * part), scratch(4 * part);
             std::vector<char> lists(travel_bytes(2, N));
@@ -1618,7 +1618,7 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
         EXPECT_EQ(run_local_ranks(ranks, {}, [&, K = K](const Comm& world) {
             size_t me = size_t(world.rank), part = N * C;
             Ctx<Cpu> ctx;
-            ctx.shape.C = C, ctx.shape.K = k, ctx.shape.E = E, ctx.shape.expert_ranks = R;
+            ctx.shape.C = C, ctx.shape.experts.K = k, ctx.shape.experts.E = E, ctx.shape.experts.ranks = R;
             ctx.batch.B = 1, ctx.batch.T = N, ctx.ep = world;
             std::vector<double> rows(part), all(R * part, NAN), scratch(2 * R * part, NAN),
                 out(part, NAN);
@@ -1662,7 +1662,7 @@ TEST(Experts, ExchangedRowsAreThoseThatAreWanted) {
 
         // The planner's share: the probability that a draw of K from E experts meets a given rank.
         Shape s;
-        s.E = E, s.K = k;
+        s.experts.E = E, s.experts.K = k;
         double none = 1;
         for (size_t j = 0; j < k; j++)
             none *= double(E - E / R > j ? E - E / R - j : 0) / double(E - j);

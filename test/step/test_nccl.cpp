@@ -49,9 +49,9 @@ static Shape shape_of(const NcclCase& c) {
     size_t blocks = c.chunks; // with embedding and head at least a layer for each stage
     if (!c.llama) return gpt2_shape(blocks, 4, 16, 61, 16);
     Shape s = llama_shape(blocks, 4, 2, 16, 24, 53, 16, 10000);
-    s.qkv_bias = c.ep == 1;
+    s.attention.qkv_bias = c.ep == 1;
     if (c.ep == 1) return s;
-    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.E = 4, s.K = 2;
+    s.family = Family::MIXTRAL, s.hf_type = "mixtral", s.experts.E = 4, s.experts.K = 2;
     return s;
 }
 

@@ -347,7 +347,7 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
 // never go back; codes of four bits stay on the device.
 TEST(Offload, ChangesNoBitBesideAdapters) {
     Shape prefixed = small_llama();
-    prefixed.prefix = 3;
+    prefixed.tuned.prefix = 3;
     int turn = 0; // tiers and codes take turns
     for (const Shape& shape : {with_lora(small_gpt2(true, 4), 3),
                                with_late_lora(small_llama(), 2), prefixed})

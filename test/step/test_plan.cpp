@@ -17,7 +17,7 @@ static std::vector<Plan> make_plans(const Plan& p, const Model& model) {
 
 static Model small_model(size_t L, bool tied = true, bool llama = false) {
     Shape s = llama ? llama_shape(L, 2, 1, 8, 12, 50, 32, 10000) : gpt2_shape(L, 2, 8, 50, 32);
-    s.tied = tied;
+    s.embedding.tied = tied;
     return make_model(s);
 }
 
@@ -960,7 +960,7 @@ TEST(Model, WholeExpertsCountTensorParallelRanks) {
 // the same bits.
 TEST(Model, ShardsKeepMatricesWhole) {
     Shape gpt2 = gpt2_shape(2, 8, 96, 300, 32), llama = llama_shape(2, 8, 2, 96, 200, 300, 32, 1e4);
-    llama.qk_norm = llama.qkv_bias = true;
+    llama.block.qk_norm = llama.attention.qkv_bias = true;
     for (const Shape& shape : {gpt2, llama})
         for (int tp : {1, 4})
             for (int dp : {1, 2, 3, 4, 8, 16})
@@ -1141,7 +1141,7 @@ TEST(Model, RunsCoverEachGlobalElementOnce) {
 // nothing is kept.
 TEST(Memory, CastsOfFp8WeightsAreCounted) {
     Shape shape = llama_shape(2, 2, 2, 256, 512, 50, 32, 10000);
-    shape.fp8 = Fp8::BLOCK;
+    shape.fp8.kind = Fp8::BLOCK;
     auto bytes = [&](Layout layout) {
         Model model = make_model(shape, layout);
         return data_bytes<bf16>(make_plan(layout, model, options(1)), model, {Kind::CAST}, Cpu{});
@@ -1153,7 +1153,7 @@ TEST(Memory, CastsOfFp8WeightsAreCounted) {
     Layout shards;
     shards.dp = {2, 0}, shards.zero = 3;
     EXPECT_EQ(bytes(shards), 0u);
-    shape.fp8_kept = false;
+    shape.fp8.kept = false;
     EXPECT_EQ(bytes({}), 0u);
 }
 
@@ -1161,7 +1161,7 @@ TEST(Memory, CastsOfFp8WeightsAreCounted) {
 // product's own scratch.
 TEST(Memory, Fp8OperandsHaveRoom) {
     Shape shape = llama_shape(1, 2, 2, 256, 1024, 50, 32, 10000);
-    shape.fp8 = Fp8::TENSOR;
+    shape.fp8.kind = Fp8::TENSOR;
     Model model = make_model(shape);
     Plan p = make_plan(options(1), model);
     size_t N = p.rows(),
@@ -1169,7 +1169,7 @@ TEST(Memory, Fp8OperandsHaveRoom) {
     for (const Parameter& w : model.parameters) {
         if (w.layer != 1 || w.shape.size() == 1) continue;
         size_t product = linear_scratch_bytes<bf16>(N, w.rows(), w.cols(), Cpu{});
-        size_t operands = linear_fp8_bytes(N, w.rows(), w.cols(), shape.fp8);
+        size_t operands = linear_fp8_bytes(N, w.rows(), w.cols(), shape.fp8.kind);
         EXPECT_GT(operands, 2 * w.rows() * w.cols()) << w.name;
         EXPECT_GE(workspace, product + operands) << w.name;
     }

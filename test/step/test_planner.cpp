@@ -580,8 +580,8 @@ TEST(Planner, TheTableNamesCodesAndTheCache) {
         return t.memory;
     };
     EXPECT_EQ(memory(q).count("codes of fp8 weights") + memory(q).count("key/value cache"), 0u);
-    q.shape.fp8 = Fp8::TENSOR;
-    q.shape.fp8_kept = true;
+    q.shape.fp8.kind = Fp8::TENSOR;
+    q.shape.fp8.kept = true;
     EXPECT_GT(memory(q)["codes of fp8 weights"], 6 * 12 * 256 * 256); // a byte for an element
     EXPECT_GT(memory(lossy_question(2, "grpo"))["key/value cache"], 0);
 
@@ -660,7 +660,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
     q.shape = mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024);
     expect_below("experts", q, 0.2, 0.2);
     q.shape = dense;
-    q.shape.fp8 = Fp8::BLOCK, q.shape.fp8_kept = true;
+    q.shape.fp8.kind = Fp8::BLOCK, q.shape.fp8.kept = true;
     q.config.fp8 = "block";
     expect_below("8 bits", q, 0.2, 0.1);
 
@@ -892,7 +892,7 @@ TEST(Planner, ProposesWhatATeacherCanLieIn) {
 TEST(Planner, StagesAreSplitByWhatATokenMeets) {
     Shape s = mixtral_shape(llama_shape(6, 4, 4, 64, 0, 1344, 64, 1e4), 32, 2, 64);
     EXPECT_EQ(choose_stages(s, 4), (std::vector<int>{0, 3, 5, 7, 8}));
-    s.K = 32;
+    s.experts.K = 32;
     EXPECT_EQ(choose_stages(s, 3), (std::vector<int>{0, 3, 5, 8}));
 }
 
@@ -900,10 +900,10 @@ TEST(Planner, StagesAreSplitByWhatATokenMeets) {
 // is trained and both ends of the model tell layers apart, and so do the ends of stages.
 TEST(Planner, RanksAreAlikeByTheKindsOfTheirLayers) {
     Shape windows = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
-    windows.sliding_window = 16;
-    windows.full_every = 2;
+    windows.attention.window = 16;
+    windows.attention.full_every = 2;
     Shape experts = mixtral_shape(llama_shape(16, 4, 2, 64, 0, 100, 64, 10000), 8, 2, 96);
-    experts.sparse_every = 2;
+    experts.experts.sparse_every = 2;
     Layout layout;
     layout.pp.size = 8;
     layout.first_layer = {0, 3, 4, 5, 7, 9, 11, 14, 18};

@@ -275,7 +275,7 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
         p.layout.dp.size = 8;
         p.layout.zero = zero;
         Shape shape = gpt2_shape(2, 16, size_t(C), 50304, 1024);
-        shape.fp8 = fp8;
+        shape.fp8.kind = fp8;
         Model model = make_model(shape, p.layout);
 
         // Forward, backward with its two products, and the half of it that makes dW.
@@ -292,7 +292,7 @@ TEST(Simulator, ProductsOfEightBitsByHand) {
         EXPECT_NEAR(layer_seconds(c, p, model, {Op::I, 0, 1}).products / dinp, 1, 1e-9) << name;
 
         // The head stays wide.
-        shape.fp8 = Fp8::NONE;
+        shape.fp8.kind = Fp8::NONE;
         Model wide = make_model(shape, p.layout);
         EXPECT_EQ(total_of(head_seconds(c, p, model)), total_of(head_seconds(c, p, wide)));
     };
@@ -315,7 +315,7 @@ TEST(Simulator, CodesAreGatheredInHalfTheTime) {
         p.layout.dp.size = 8;
         p.layout.zero = 3;
         Shape shape = gpt2_shape(2, 64, 8192, 1024, 1024);
-        shape.fp8 = fp8;
+        shape.fp8.kind = fp8;
         Model model = make_model(shape, p.layout);
         int block = buckets_of(model, 1)[0];
         return action_seconds(c, p, model, {Op::GATHER, -1, -1, block}).data;
@@ -741,7 +741,7 @@ static Pair nanotron_pair(const CostModel& c, const NanotronRow& row) {
     // Cut the stages as that program does: by the products of blocks and head.
     const NanotronModel& m = nanotron_models[row.model];
     Shape shape = llama_shape(m.L, m.NH, m.NH, m.C, m.F, 131072, 4096, 10000);
-    shape.tied = m.tied;
+    shape.embedding.tied = m.tied;
     double block = 4.0 * m.C * m.C + 3.0 * m.C * m.F, head = 131072.0 * m.C;
     std::vector<double> costs(m.L + 2, block);
     costs.front() = 0;
@@ -796,7 +796,7 @@ TEST(Published, NanotronOnH100) {
 static Pair titan_pair(const CostModel& c, const TitanRow& row, Fp8 fp8 = Fp8::NONE) {
     Shape shape = row.large ? llama31_shape(80, 64, 8192, 28672)
                             : llama31_shape(32, 32, 4096, 14336);
-    shape.fp8 = fp8;
+    shape.fp8.kind = fp8;
     Layout layout;
     layout.dp.size = row.dp;
     layout.tp.size = row.tp;
@@ -944,7 +944,7 @@ struct SmallRun {
     SmallRun(const SmallCase& s, int micro_batches, bool tied = true) {
         // Lay out a small model.
         Shape shape = gpt2_shape(10, 8, 512, 1000, 512);
-        shape.tied = tied;
+        shape.embedding.tied = tied;
         layout.tp.size = s.tp, layout.cp.size = s.cp, layout.pp.size = s.pp, layout.dp.size = s.dp;
         layout.zero = s.zero, layout.zero_group = s.zero_group;
         layout.chunks = s.chunks, layout.pipeline = s.pipeline;
@@ -1180,7 +1180,7 @@ TEST(Simulator, LongAccumulationsShareTheCastsOfWeights) {
     CostModel c;
     c.machine = machine_of("h100");
     Shape shape = gpt2_shape(4, 8, 1024, 1000, 256);
-    shape.fp8 = Fp8::BLOCK;
+    shape.fp8.kind = Fp8::BLOCK;
     Layout layout;
     Model model = make_model(shape, layout);
     PlanOptions o;
@@ -1300,9 +1300,9 @@ TEST(Simulator, RecomputationSendsWhatItsProductsNeed) {
                 double sum = cut ? tp.all_gather(bytes) : tp.all_reduce(bytes);
                 double gather = cut ? sum : 0;
                 double attn = redoes_attn(level) ? gather + sum : 0;
-                double ffn = redoes_ffn(level) ? gather + (s.post_norm ? sum : 0) : 0;
+                double ffn = redoes_ffn(level) ? gather + (s.block.post_norm ? sum : 0) : 0;
                 EXPECT_NEAR(recompute_seconds(c, p, model, 1).tensor, attn + ffn, 1e-12)
-                    << recompute_name(level) << cut << s.post_norm;
+                    << recompute_name(level) << cut << s.block.post_norm;
             }
 
     // Forward, the embedding's rows are summed; backward, only rows that were scattered come back.
@@ -1457,7 +1457,7 @@ TEST(Simulator, PlainKernelsOfAttentionHaveTheirOwnRate) {
     Plan p;
     p.B = 1, p.T = 8192;
     Shape capped = gemma2_2b(), flash = capped;
-    flash.score_softcap = 0;
+    flash.attention.softcap = 0;
     auto seconds = [&](const Shape& s, bool backward) {
         return block_seconds(c, p, make_model(s, p.layout), 2, backward).attention;
     };
@@ -1542,7 +1542,7 @@ TEST(Simulator, ASharedExpertHidesMessages) {
     p.layout.ep = 4, p.layout.dp.size = 4, p.layout.tp.size = 2, p.layout.sequence_parallel = true;
     Shape alone = mixtral_shape(llama_shape(2, 16, 4, 2048, 0, 512, 4096, 1e4), 8, 2, 768);
     Shape beside = alone;
-    beside.shared_F = 32768;
+    beside.experts.shared_F = 32768;
 
     // Take links whose messages take less than one product, more than one, more than all.
     for (double link_gb : {400.0, 75.0, 4.0}) {
