@@ -16,7 +16,6 @@
 #include "ops/rope.cuh"
 #include "ops/sinks.cuh"
 #include "ops/types.h"
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>

@@ -6,6 +6,7 @@
 #include "comm/placement.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/element_type.h"
 #include "ops/fp8.cuh"
 #include "ops/fp8_delayed.cuh"
 #include "ops/fp8_gather.cuh"

@@ -26,6 +26,7 @@
 #include "ops/layernorm.cuh"
 #include "ops/linear.cuh"
 #include "ops/objective.cuh"
+#include "ops/partial_sums.cuh"
 #include "ops/rand.h"
 #include "ops/types.h"
 #include "tensor_parallel.h"

@@ -24,6 +24,7 @@
 #include "ops/embedding.cuh"
 #include "ops/linear.cuh"
 #include "ops/matmul.cuh"
+#include "ops/memory.h"
 #include "ops/objective.cuh"
 #include "ops/types.h"
 #include "tensor_parallel.h"

@@ -26,6 +26,7 @@
 #include "ops/linear.cuh"
 #include "ops/memory.h"
 #include "ops/objective.cuh"
+#include "ops/partial_sums.cuh"
 #include "ops/rand.h"
 #include "ops/rmsnorm.cuh"
 #include "ops/sinks.cuh"

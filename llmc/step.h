@@ -20,6 +20,7 @@
 #include "load.h"
 #include "model.h"
 #include "ops/adamw.cuh"
+#include "ops/adamw_formats.cuh"
 #include "ops/attention_types.h"
 #include "ops/ema.cuh"
 #include "ops/grad_norm.cuh"
@@ -29,7 +30,8 @@
 #include "ops/memory.h"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
-#include "ops/small_states.cuh"
+#include "ops/step_scale.h"
+#include "ops/tensor_table.cuh"
 #include "ops/types.h"
 #include "optimizer.h"
 #include "recompute.h"
@@ -464,9 +466,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     switch (p.optimizer) {
     case Optimizer::ADAMW: {
         AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
-        bool narrow = p.masters == Masters::NONE || p.states != States::FLOAT;
-        AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay,
-                         h.stochastic && narrow, h.seed};
+        AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
         adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
         break;
     }

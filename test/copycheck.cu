@@ -127,9 +127,9 @@ template <typename T, typename S> void calls(Results& r, S where) {
                             C, 1e-5f, where);
     llmc::layernorm_backward(dx.data(), sums.data(), x.data(), dout.data(), x.data(), w.data(),
                              mean.data(), rstd.data(), N, C, where);
-    llmc::column_sums<T>({}, llmc::layernorm_parts<float>(dw.data(), db.data(), dj.data(),
-                                                          sums.data(), N, C, where),
-                         nullptr, false, where);
+    llmc::add_parts(llmc::layernorm_parts<float>(dw.data(), db.data(), dj.data(), sums.data(), N, C,
+                                                 where),
+                    false, where);
     r.add(out);
     r.add(dx);
     r.add(dw);
@@ -146,8 +146,8 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, 1e-5f, where);
     llmc::rmsnorm_backward(dx.data(), sums.data(), x.data(), dout.data(), x.data(), w.data(),
                            rstd.data(), N, C, where);
-    llmc::column_sums<T>({}, {llmc::rmsnorm_parts<float>(dw.data(), sums.data(), N, C, where)},
-                         nullptr, false, where);
+    llmc::add_parts<float>({llmc::rmsnorm_parts<float>(dw.data(), sums.data(), N, C, where)}, false,
+                           where);
     r.add(out);
     r.add(dx);
     r.add(dw);
@@ -160,8 +160,8 @@ template <typename T, typename S> void calls(Results& r, S where) {
     Floats sums(llmc::gelu_sums(N, C, where)), db(C);
     llmc::gelu_forward(out.data(), x.data(), N * C, where);
     llmc::gelu_backward(dx.data(), sums.data(), dout.data(), x.data(), N, C, where);
-    llmc::column_sums<T>({}, {llmc::gelu_parts<float>(db.data(), sums.data(), N, C, where)},
-                         nullptr, false, where);
+    llmc::add_parts<float>({llmc::gelu_parts<float>(db.data(), sums.data(), N, C, where)}, false,
+                           where);
     r.add(out);
     r.add(dx);
     r.add(db);
@@ -361,15 +361,14 @@ template <typename T, typename S> void calls(Results& r, S where) {
 template <typename T, typename S> void calls(Results& r, S where) {
     const size_t n = N * C;
     llmc::AdamW h = {0.125f, 0.9f, 0.95f, 1e-8f, 0.1f};
-    std::vector<T> w = numbers<T>(n, 1), rounded = w, plain = w, steps = w;
+    std::vector<T> w = numbers<T>(n, 1), rounded = w, plain = w;
     Floats grad = numbers<float>(n, 2), master, m(n), v(n), m2(n), v2(n);
     for (T x : w) master.push_back(llmc::to_float(x));
 
-    // With masters; without, rounded at random; and plain SGD. None has a StepScale.
+    // With masters; without; and plain SGD. None has a StepScale.
     for (h.step = 1; h.step <= 2; h.step++)
         llmc::adamw_update(w.data(), master.data(), grad.data(), m.data(), v.data(), n, h, nullptr,
                            where);
-    h.stochastic = true;
     h.step = 1;
     llmc::adamw_update(rounded.data(), nullptr, grad.data(), m2.data(), v2.data(), n, h, nullptr,
                        where);
@@ -377,29 +376,39 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(w);
     r.add(rounded);
     r.add(plain);
+}
+
+#elif defined(COPY_adamw_formats)
+#define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    const size_t n = N * C;
+    std::vector<T> before = numbers<T>(n, 1), steps = before;
+    Floats grad = numbers<float>(n, 2), m(n), v(n);
+    llmc::TensorRow row = {0, n};
 
     // Rounded at random, small steps are not lost: some weights have moved, not all.
     llmc::AdamW tiny = {1e-5f, 0.9f, 0.95f, 1e-8f, 0};
     tiny.stochastic = true;
-    Floats m3(n), v3(n);
-    llmc::adamw_update(steps.data(), nullptr, grad.data(), m3.data(), v3.data(), n, tiny, nullptr,
-                       where);
-    std::vector<T> before = numbers<T>(n, 1);
+    llmc::AdamWMemory<T> without = {steps.data(), nullptr, grad.data(), m.data(), v.data()};
+    llmc::adamw_update(without, &row, 1, tiny, nullptr, where);
     size_t moved = 0;
     for (size_t i = 0; i < n; i++) moved += llmc::to_float(steps[i]) != llmc::to_float(before[i]);
     r.add(Floats{moved > 0 ? 1.0f : 0.0f});
 
     // bf16 with remainders: the bits of float masters.
     if constexpr (llmc::type_of<T>() == llmc::Type::BF16) {
-        std::vector<T> split = numbers<T>(n, 1);
+        llmc::AdamW h = {0.125f, 0.9f, 0.95f, 1e-8f, 0.1f};
+        std::vector<T> w = before, split = before;
         std::vector<uint16_t> remainders(n);
-        Floats m4(n), v4(n), joined;
-        llmc::TensorRow row = {0, n};
-        llmc::AdamWMemory<T> memory = {split.data(), remainders.data(), grad.data(), m4.data(),
-                                       v4.data(),    llmc::Masters::REMAINDER};
-        h.stochastic = false;
-        for (h.step = 1; h.step <= 2; h.step++)
+        Floats master, m2(n), v2(n), m3(n), v3(n), joined;
+        for (T x : w) master.push_back(llmc::to_float(x));
+        llmc::AdamWMemory<T> memory = {split.data(), remainders.data(), grad.data(), m3.data(),
+                                       v3.data(),    llmc::Masters::REMAINDER};
+        for (h.step = 1; h.step <= 2; h.step++) {
+            llmc::adamw_update(w.data(), master.data(), grad.data(), m2.data(), v2.data(), n, h,
+                               nullptr, where);
             llmc::adamw_update(memory, &row, 1, h, nullptr, where);
+        }
         for (size_t i = 0; i < n; i++)
             joined.push_back(llmc::join_float({llmc::bits_as<uint16_t>(split[i]), remainders[i]}));
         r.add(joined);

@@ -17,11 +17,12 @@
 #include <cstdarg>
 #include <cstdio>
 #include <functional>
-#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/adamw_formats.cuh"
 #include "../../llmc/ops/attention.cuh"
 #include "../../llmc/ops/crossentropy.cuh"
 #include "../../llmc/ops/embedding.cuh"
 #include "../../llmc/ops/gelu.cuh"
+#include "../../llmc/ops/grad_norm.cuh"
 #include "../../llmc/ops/grouped_matmul.cuh"
 #include "../../llmc/ops/latent_decode.cuh"
 #include "../../llmc/ops/layernorm.cuh"
@@ -328,8 +329,10 @@ static void optimizer() {
         adamw_update(w.data, master.data, grad.data, m.data, v.data, n, h, where, STREAM);
     });
     h.stochastic = true;
+    TensorRow row = {0, n};
+    AdamWMemory<bf16> without = {w.data, nullptr, grad.data, m.data, v.data};
     memory_row("optimizer", "adamw, bf16 weights, stochastic rounding", 24.0 * double(n), [&] {
-        adamw_update(w.data, (float*)nullptr, grad.data, m.data, v.data, n, h, where, STREAM);
+        adamw_update(without, &row, 1, h, where, STREAM);
     });
     memory_row("optimizer", "gradient norm", 4.0 * double(n), [&] {
         grad_squares(sums.data, grad.data, n, STREAM);

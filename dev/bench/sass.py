@@ -412,8 +412,8 @@ H, A = "sm_90a", "sm_80"
 ATTENTION = [
     Attention(H, r"attention_hopper_forward_kernel<bf16,64>", "forward 64", 4, 384, 8, 128, 128),
     Attention(H, r"attention_hopper_forward_kernel<bf16,128>", "forward 128", 4, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_backward_kernel<bf16,64,false>", "backward 64", 10, 384, 8, 128, 128),
-    Attention(H, r"attention_hopper_backward_kernel<bf16,128,false>", "backward 128", 10, 384, 8, 128, 64),
+    Attention(H, r"attention_hopper_backward_kernel<bf16,64>", "backward 64", 10, 384, 8, 128, 128),
+    Attention(H, r"attention_hopper_backward_kernel<bf16,128>", "backward 128", 10, 384, 8, 128, 64),
     Attention(H, r".*FlashAttnFwd.*C<192>,cute::C<128>,cute::C<64>.*", "FlashAttention-3 forward 64", 4, 512, 12, 192, 128),
     Attention(H, r".*FlashAttnFwd.*C<128>,cute::C<128>,cute::C<128>.*", "FlashAttention-3 forward 128", 4, 384, 8, 128, 128),
     Attention(H, r".*FlashAttnBwdSm90.*C<128>,cute::C<128>,cute::C<64>.*", "FlashAttention-3 backward 64", 10, 384, 8, 128, 128),
@@ -467,7 +467,8 @@ MEMORY = [
     Memory("crossentropy_backward_kernel<bf16,8>", "cross-entropy, backward", 512, [(2, 1)], 4),
     Memory("embedding_forward_kernel<bf16,8,4>", "embedding forward", 128, [(2, 1)], 4),
     Memory("embedding_add_kernel<bf16,8>", "embedding backward, add", 128, [(2, 0)], 10),
-    Memory("adamw_update_kernel<bf16,4,false,0>", "adamw, float master", 256, [(16, 1)], 30),
+    Memory("update_kernel<AdamWRule,4,AdamW,FloatMasters<bf16>,FloatMoment<float>,FloatMoment<float>>",
+           "adamw, float master", 256, [(16, 1)], 30),
     Memory("grad_squares_kernel<4>", "gradient norm, squares", 256, [(4, 0)], 4),
 ]
 

@@ -15,8 +15,10 @@
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/matmul.cu -lpthread       checks
 //     nvcc -std=c++20 -O3 -arch=sm_90a dev/cuda/matmul.cu -lcublasLt         checks and measures
+#include "../../llmc/ops/elements.h"
 #include "../../llmc/ops/hopper.cuh"
 #include "../../llmc/ops/matmul.cuh"
+#include "../../llmc/ops/mma.cuh"
 #include "ladder.h"
 
 using namespace llmc;

@@ -22,7 +22,7 @@
 //   order needs scratch: on MPI a few MiB, on NCCL the size of `in`. A rank sums whole cache lines,
 //   so rank 0 adds a short sum alone.
 //   To copy: this file, local.h, mpi.h, nccl.h, late.h, placement.h, group.h, record.h, rand.h,
-//   memory.h, cuda_common.h and types.h.
+//   memory.h, gpu.h, elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include "../ops/memory.h"
 #include "../ops/rand.h"
@@ -41,7 +41,7 @@ namespace llmc {
 [[noreturn]] inline void comm_stop(const Comm& c, const std::string& message) {
     if (c.local) local_stop(c, message);
     if (c.mpi) mpi_stop(message);
-    die(message.c_str());
+    die("%s", message.c_str());
 }
 
 // Make the group of ranks `places` of c, in this order; only these ranks call. Ranks with GPUs also

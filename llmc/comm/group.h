@@ -3,7 +3,8 @@
 //   buffers: comm.h makes it, and a backend (local.h, mpi.h, nccl.h) carries it out.
 //   Lengths named n or count are in elements; lengths in bytes say so in their name.
 //   Contract: reduce_ranks adds its inputs in order, bf16 and fp16 in float, rounded once.
-//   To copy: this file, record.h, cuda_common.h and types.h.
+//   To copy: this file, record.h, elements.h, element_type.h,
+//   cuda_common.h and types.h.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -11,6 +12,8 @@
 #include <type_traits>
 #include <vector>
 #include "../ops/cuda_common.h"
+#include "../ops/element_type.h"
+#include "../ops/elements.h"
 #include "../ops/types.h"
 #include "record.h"
 #ifdef _OPENMP

@@ -8,7 +8,7 @@
 //   throws, ends early or waits too long, one message says so, and every other rank's next
 //   collective throws RankFailure. No rank touches the buffers of a rank that has left.
 //   To copy: this file, placement.h, late.h, group.h, record.h,
-//   memory.h, cuda_common.h and types.h.
+//   memory.h, gpu.h, elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include <array>
 #include <atomic>

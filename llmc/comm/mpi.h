@@ -8,7 +8,8 @@
 //   Only the thread that initialised MPI may call. A rank that waits for one collective also
 //   advances its other outstanding ones, because a peer may need their second round first.
 //   Without WITH_MPI the same names exist, but nothing calls them: no group has processes.
-//   To copy: this file, late.h, group.h, record.h, cuda_common.h and types.h.
+//   To copy: this file, late.h, group.h, record.h, elements.h, element_type.h,
+//   cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
 #define OMPI_SKIP_MPICXX 1
@@ -517,7 +518,7 @@ inline void mpi_leave() { LLMC_MPI_CHECK(MPI_Finalize()); }
 constexpr bool HAS_MPI = false;
 struct MpiGroup {};
 struct MpiOp {};
-[[noreturn]] inline void mpi_stop(const std::string& message) { die(message.c_str()); }
+[[noreturn]] inline void mpi_stop(const std::string& message) { die("%s", message.c_str()); }
 inline std::unique_ptr<MpiOp> mpi_start(const Comm&, const Call<Cpu>&) { return nullptr; }
 inline std::unique_ptr<MpiOp> mpi_start_exchange(const Comm&, const CommMessage*, int) {
     return nullptr;

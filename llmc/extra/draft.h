@@ -10,6 +10,7 @@
 #include "../io/model_shape.h"
 #include "../io/speculate.h"
 #include "../model.h"
+#include "../ops/memory.h"
 #include "../optimizer.h"
 #include "../run/account.h"
 #include "../run/run.h"

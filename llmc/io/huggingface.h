@@ -23,7 +23,7 @@
 #include "../model.h"
 #include "../ops/attention_merge.cuh"
 #include "../ops/attention_sm90.cuh"
-#include "../ops/types.h"
+#include "../ops/element_type.h"
 #include "../optimizer.h"
 #include "../parameters.h"
 #include "../quantised.h"

@@ -7,7 +7,7 @@
 #include <climits>
 #include "../access.h"
 #include "../ops/fp8_delayed.cuh"
-#include "../ops/loss_scale.cuh"
+#include "../ops/step_scale.h"
 #include "../ops/types.h"
 #include "../text.h"
 #include "files.h"

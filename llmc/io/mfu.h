@@ -16,6 +16,8 @@
 #include "../comm/record.h"
 #include "../model.h"
 #include "../ops/cuda_common.h"
+#include "../ops/element_type.h"
+#include "../ops/gpu.h"
 #include "../ops/linear.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"

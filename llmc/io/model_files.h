@@ -20,6 +20,7 @@
 #include <sstream>
 #include "../family.h"
 #include "../model.h"
+#include "../ops/element_type.h"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../parameters.h"

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 #include <nlohmann/json.hpp>
+#include "../ops/element_type.h"
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../text.h"

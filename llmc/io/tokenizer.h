@@ -28,7 +28,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
-#include "../ops/cuda_common.h"
+#include "../ops/elements.h"
 #include "../ops/rand.h"
 #include "../ops/types.h"
 #include "../text.h"

@@ -12,13 +12,16 @@
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; 14 backward where two
 //         kernels compute the scores twice. Scratch: attention_scratch_bytes(), O(T).
-//   To copy: this file, attention_sm80.cuh, attention_sm90.cuh, attention_queue.cuh,
-//   attention_rows.cuh, attention_types.h, hopper.cuh, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_sm80.cuh,
+//            attention_sm90.cuh, attention_types.h, dynamic_shared.h, gpu.h, hopper.cuh, mma.cuh,
+//            tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <string>
 #include "attention_sm80.cuh"
 #include "attention_sm90.cuh"
+#include "dynamic_shared.h"
+#include "gpu.h"
 
 namespace llmc {
 
@@ -332,8 +335,8 @@ void attention_plain_forward(O* out, float* lse, const AttentionOperands<T>& ope
     const AttentionOperands<T> x = completed(operands);
     pick_plain_kernel(x.d, [&](auto D) {
         // A block takes 16 queries of one head.
-        launch(attention_forward_kernel<T, O, D>, plain_grid(x.d.Tq, x.d.NH, x.d.B),
-               PLAIN_WARPS * 32, plain_shared_bytes(x.d, false), stream, out, lse, x);
+        launch_shared(attention_forward_kernel<T, O, D>, plain_grid(x.d.Tq, x.d.NH, x.d.B),
+                      PLAIN_WARPS * 32, plain_shared_bytes(x.d, false), stream, out, lse, x);
     });
 }
 
@@ -353,10 +356,10 @@ void attention_plain_backward(Q* dq, K* dk, K* dv, const T* out, const float* ls
     // Compute the scores twice, once for dq and once for dk, dv: the price of using no atomics.
     size_t shared = plain_shared_bytes(d, true);
     pick_plain_kernel(d, [&](auto D) {
-        launch(attention_backward_q_kernel<T, Q, D>, plain_grid(d.Tq, d.NH, d.B), PLAIN_WARPS * 32,
-               shared, stream, dq, x, lse, row_sums);
-        launch(attention_backward_kv_kernel<T, K, D>, plain_grid(d.Tk, d.NKV, d.B),
-               PLAIN_WARPS * 32, shared, stream, dk, dv, x, lse, row_sums);
+        launch_shared(attention_backward_q_kernel<T, Q, D>, plain_grid(d.Tq, d.NH, d.B),
+                      PLAIN_WARPS * 32, shared, stream, dq, x, lse, row_sums);
+        launch_shared(attention_backward_kv_kernel<T, K, D>, plain_grid(d.Tk, d.NKV, d.B),
+                      PLAIN_WARPS * 32, shared, stream, dk, dv, x, lse, row_sums);
     });
 }
 

@@ -8,9 +8,10 @@
 //   round_rows   converts sums in float, out or gradients, to the type that a block keeps; or a
 //                first part to float, to be merged with the others
 //   Cost: 2 reads + 1 write of out; memory-bound.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
+#include "elements.h"
 
 namespace llmc {
 

@@ -8,7 +8,8 @@
 //   Contract: each tile is claimed once, by whichever block comes first; no result depends on
 //             which. make_queue() also writes the ranges and spans of attention_rows.cuh.
 //   Cost: one launch, a block a sequence; one atomic on a word of global memory a claim.
-//   To copy: this file, attention_rows.cuh, attention_types.h, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_rows.cuh, attention_types.h, tensor_cores.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include "attention_rows.cuh"
 

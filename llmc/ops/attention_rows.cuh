@@ -7,11 +7,11 @@
 //   A product's result stays in registers in the layout of mma: a thread has two rows, 8 apart, and
 //   of each row the columns 8 n + 2 (lane % 4) and the next. Four adjacent lanes share a row.
 //   Scores are exponents of 2 ("in units of log 2"): p = exp2(s - lse).
-//   To copy: this file, attention_types.h, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_types.h, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "attention_types.h"
-#include "mma.cuh"
+#include "tensor_cores.h"
 
 namespace llmc {
 
@@ -208,14 +208,9 @@ __device__ void describe_tile(const RowOperands<T>& x, size_t b, unsigned tile) 
         describe_keys(x, b, tile);
 }
 
-// Before forward: block x describes tile x of the rows and tile x of the keys.
-template <typename T>
-__global__ void attention_spans_kernel(const RowOperands<T> x) {
-    describe_tile(x, blockIdx.y, blockIdx.x);
-}
-
-// Before backward: the same, and each row's lse in units of log 2 and D = dout.out. Rows that see
-// nothing and idle rows get an lse of infinity, so that their p is exp2(score - lse) = 0.
+// Before backward: block x describes tile x of the rows and tile x of the keys, and computes each
+// row's lse in units of log 2 and D = dout.out. Rows that see nothing and idle rows get an lse of
+// infinity, so that their p is exp2(score - lse) = 0.
 template <typename T>
 __global__ void attention_statistics_kernel(const T* out, const float* lse,
                                             const RowOperands<T> x) {
@@ -298,13 +293,6 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
     if (!backward) return;
     pieces.take(x.row_lse, d.B * d.NKV * x.tiles * tile_size);
     pieces.take(x.row_sums, d.B * d.NKV * x.tiles * tile_size);
-}
-
-// Compute what forward needs of its tiles: ranges and spans.
-template <typename T>
-void attention_spans(const RowOperands<T>& x, cudaStream_t stream) {
-    launch(attention_spans_kernel<T>, dim3(std::max(x.tiles, x.key_tiles), unsigned(x.d.B)),
-           MMA_THREADS / 2, 0, stream, x);
 }
 
 // Compute what backward needs of its tiles: ranges, spans, lse and D.

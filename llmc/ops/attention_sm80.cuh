@@ -13,9 +13,12 @@
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
 //         kernel of backward. Scratch: the spans of tiles, and four numbers a row.
-//   To copy: this file, attention_rows.cuh, attention_types.h, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_rows.cuh, attention_types.h, dynamic_shared.h, mma.cuh,
+//            tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include "attention_rows.cuh"
+#include "dynamic_shared.h"
+#include "mma.cuh"
 
 namespace llmc {
 
@@ -126,6 +129,12 @@ __device__ float mask_tile(float (&s)[NT][4], const RowOperands<T>& x, size_t b,
 
 // ----------------------------------------------------------------------------
 // forward
+
+// Before it: block x describes tile x of the rows and tile x of the keys.
+template <typename T>
+__global__ void attention_spans_kernel(const RowOperands<T> x) {
+    describe_tile(x, blockIdx.y, blockIdx.x);
+}
 
 // Tiles: D channels, MT times 16 rows a warp, N keys.
 template <typename T, int D, int MT, int N>
@@ -504,11 +513,12 @@ void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& opera
             mma_operands(x, operands, scratch, M, N, false);
 
             // Compute the spans first: the kernel uses them to choose the tiles that it loads.
-            attention_spans(x, stream);
+            dim3 tiles(std::max(x.tiles, x.key_tiles), unsigned(x.d.B));
+            launch(attention_spans_kernel<T>, tiles, MMA_THREADS / 2, 0, stream, x);
             dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
             // Shared memory: M rows of q, and two stages of N keys and N values.
-            launch(attention_mma_forward_kernel<T, D, MT, N>, grid, MMA_THREADS,
-                   (M + 4 * N) * D * sizeof(T), stream, out, lse, x);
+            launch_shared(attention_mma_forward_kernel<T, D, MT, N>, grid, MMA_THREADS,
+                          (M + 4 * N) * D * sizeof(T), stream, out, lse, x);
         });
     }
 }
@@ -539,13 +549,13 @@ void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
             constexpr int SPLIT = D > 128 ? 2 : 1;
             constexpr int N = MMA_WARPS / SPLIT * 16;
             // Shared memory: q and dout of M rows, and two stages of keys and values.
-            launch(attention_mma_backward_q_kernel<T, D, KEYS>,
-                   dim3(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B)),
-                   MMA_THREADS, (2 * M + 4 * KEYS) * D * sizeof(T), stream, dq, x);
+            launch_shared(attention_mma_backward_q_kernel<T, D, KEYS>,
+                          dim3(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B)),
+                          MMA_THREADS, (2 * M + 4 * KEYS) * D * sizeof(T), stream, dq, x);
             // Shared memory: N keys and values, and two stages of q and dout.
-            launch(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT>,
-                   dim3(unsigned(ceil_div(d.Tk, size_t(N))), unsigned(d.NKV), unsigned(d.B)),
-                   MMA_THREADS, (2 * N + 4 * MMA_ROWS) * D * sizeof(T), stream, dk, dv, x);
+            launch_shared(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT>,
+                          dim3(unsigned(ceil_div(d.Tk, size_t(N))), unsigned(d.NKV), unsigned(d.B)),
+                          MMA_THREADS, (2 * N + 4 * MMA_ROWS) * D * sizeof(T), stream, dk, dv, x);
         });
     }
 }

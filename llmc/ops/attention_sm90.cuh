@@ -16,20 +16,19 @@
 //                channels). It computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
 //                operands in registers; only dS passes through shared memory, for dQ = dS K. dK and
 //                dV stay in registers over all heads of the group. dQ is summed over blocks, in
-//                float, in global memory: in the order in which blocks start, or as they finish,
-//                which is faster (d.any_order). The first order relies on blocks starting in the
-//                order of their indices. GPUs do this, but CUDA does not promise it; otherwise the
-//                run ends with an error.
+//                float, in global memory, in the order in which blocks start: blocks must start in
+//                the order of their indices. GPUs do this, but CUDA does not promise it; otherwise
+//                the run ends with an error.
 //   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v has the layout of k (hopper_takes()).
-//             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable, but for
-//             dq with d.any_order.
+//             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
-//         each. Launches: 2 forward, 3 backward (4 in any order). Scratch: spans and turns of the
-//         tiles, four numbers a row, and dQ in float.
-//   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_types.h, hopper.cuh,
-//            mma.cuh, types.h and cuda_common.h.
+//         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
+//         numbers a row, and dQ in float.
+//   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_types.h,
+//            dynamic_shared.h, hopper.cuh, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include "attention_queue.cuh"
+#include "dynamic_shared.h"
 #include "hopper.cuh"
 
 namespace llmc {
@@ -691,9 +690,8 @@ __device__ __forceinline__ void backward_producer(const BackwardShared<D>& share
     }
 }
 
-// The adder: add the block's part of each tile's dQ to global memory, in the order in which blocks
-// start, or in any order.
-template <typename T, int D, bool ANY_ORDER, typename F>
+// The adder: add the block's part of each tile's dQ to global memory, in the order of blocks.
+template <typename T, int D, typename F>
 __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
                                                const HopperOperands<T>& x, const KeyBlock& block,
                                                F look) {
@@ -704,7 +702,7 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
     for (int i = 0, tile; (tile = walk.next(all, look)) >= 0; i++) {
         // Count the earlier blocks that also add to this tile: the count is this block's turn.
         int turn = 0;
-        for (int n = 0; !ANY_ORDER && n < block.at; n += 32) {
+        for (int n = 0; n < block.at; n += 32) {
             // Each lane tests one of the next 32 blocks.
             int other = n + int(threadIdx.x % 32);
             bool adds = other < block.at &&
@@ -722,9 +720,8 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
             mbar_wait(shared.dq_full, i & 1);
             // GPUs start blocks in the order of their indices, though CUDA does not promise it. The
             // blocks before this one are then already running, and the wait ends.
-            if (!ANY_ORDER)
-                wait_for_turn(x.turns + at, turn);
-            if (!ANY_ORDER && turn == 0)
+            wait_for_turn(x.turns + at, turn);
+            if (turn == 0)
                 bulk_store_1d(to, shared.dq, DQ_BYTES);
             else
                 bulk_reduce_add_f32(to, shared.dq, DQ_BYTES);
@@ -732,10 +729,8 @@ __device__ __forceinline__ void backward_adder(const BackwardShared<D>& shared,
             bulk_wait_read<0>();
             mbar_arrive(shared.dq_free);
             // The sum must have reached global memory before the turn is passed on.
-            if (!ANY_ORDER) {
-                bulk_wait<0>();
-                pass_turn(x.turns + at);
-            }
+            bulk_wait<0>();
+            pass_turn(x.turns + at);
         }
         __syncwarp();
     }
@@ -901,7 +896,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
 #endif
 
 // Backward: dK, dV, and the sums of dQ. The grid is one block for each key head's tile of keys.
-template <typename T, int D, bool ANY_ORDER>
+template <typename T, int D>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
                                      const HopperOperands<T> x) {
@@ -994,7 +989,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     if (warp == 0)
         backward_producer(shared, maps, x, block, look);
     if (warp == 1)
-        backward_adder<T, D, ANY_ORDER>(shared, x, block, look);
+        backward_adder(shared, x, block, look);
 #else
     needs_sm90a();
 #endif
@@ -1022,7 +1017,7 @@ __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
     // Read four numbers: two of one row, two of the row 8 below. If no block had a turn, no key is
     // seen and nothing was stored: dq is 0.
     Pack<float, 4> four = {};
-    if (x.d.any_order || x.turns[at] > 0)
+    if (x.turns[at] > 0)
         four = load<4>(from + fragment_at(j, part, thread));
     for (int i = 0; i < 2; i++) {
         unsigned slot = unsigned(first + thread / 32 * 16 + 8 * i + lane / 4);
@@ -1080,7 +1075,7 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     // Under a causal mask the first keys take longest, so they should start first. But the blocks
     // of a head then wait for each other if more than two of them run at once. If the last keys
     // start first, no block waits.
-    x.first_keys_first = x.d.any_order || 2 * x.heads_together >= BLOCKS_AT_ONCE;
+    x.first_keys_first = 2 * x.heads_together >= BLOCKS_AT_ONCE;
     return pieces.used;
 }
 
@@ -1145,8 +1140,8 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
         pick_hopper_kernel(x.d.HS, [&](auto D) {
-            launch(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
-                   FORWARD_BYTES<D>, stream, maps, lse, x);
+            launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
+                          FORWARD_BYTES<D>, stream, maps, lse, x);
         });
     }
 }
@@ -1168,21 +1163,15 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         const unsigned heads = unsigned(d.NKV);
         const unsigned B = unsigned(d.B);
 
-        // Compute the spans of the tiles, and lse and D of the rows; reset the turns. In any order
-        // no block is the first to add to dQ, so it must start at 0.
+        // Compute the spans of the tiles, and lse and D of the rows; reset the turns.
         attention_statistics<T>(out, lse, x, stream);
-        if (d.any_order)
-            device_zero(x.dq, size_t(B) * heads * x.tiles * PARTS * 64 * 64 * sizeof(float),
-                        stream);
 
         // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);
         const unsigned grid = B * heads * x.key_tiles;
         pick_hopper_kernel(d.HS, [&](auto D) {
-            // The order is a compile-time choice: a repeatable order costs waiting, any order none.
-            auto kernel = d.any_order ? attention_hopper_backward_kernel<T, D, true>
-                                      : attention_hopper_backward_kernel<T, D, false>;
-            launch(kernel, grid, HOPPER_THREADS, BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
+            launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
+                          BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
             launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP,
                    0, stream, dq, x);
         });

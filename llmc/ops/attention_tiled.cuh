@@ -10,9 +10,12 @@
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; blocks that no query sees
 //         are skipped. Memory of a thread: the tiles, k and v of a head, and dk and dv of a head in
 //         acc_t<T>.
-//   To copy: this file, attention_cpu.cuh, attention_types.h, matmul.cuh, cuda_common.h and types.h
+//   To copy: this file, attention_cpu.cuh, attention_types.h, element_type.h, fast_softmax.h,
+//            gpu.h, matmul.cuh, types.h and cuda_common.h.
 #pragma once
 #include "attention_cpu.cuh"
+#include "element_type.h"
+#include "fast_softmax.h"
 #include "matmul.cuh"
 
 namespace llmc {
@@ -310,12 +313,12 @@ void online_softmax(AttentionTile<T>& t, const BlockMask& m, size_t HS, acc_t<T>
             most = row[j] > most ? row[j] : most;
         most = std::max(t.row_max[i], most * factor);
         A base = most == A(-INFINITY) ? 0 : most;
-        A rescale = fast_exp_low(t.row_max[i] - base);
+        A rescale = fast_exp_nonpositive(t.row_max[i] - base);
 
         // Take exponentials relative to the maximum, and their sum.
         #pragma omp simd reduction(+ : sum)
         for (size_t j = 0; j < m.keys; j++) {
-            A e = fast_exp_low(row[j] * factor - base);
+            A e = fast_exp_nonpositive(row[j] * factor - base);
             p[j] = from_acc<T>(e);
             sum += e;
         }
@@ -455,7 +458,7 @@ void backward_scores(AttentionTile<T>& t, const acc_t<T>* lse, const BlockMask& 
         A D = t.D[i];
         #pragma omp simd
         for (size_t j = 0; j < m.keys; j++) {
-            A e = fast_exp_low(row[j] * factor - base);
+            A e = fast_exp_nonpositive(row[j] * factor - base);
             p[j] = from_acc<T>(e);
             ds[j] = from_acc<T>(e * (dp[j] - D) * scale);
         }

@@ -30,7 +30,6 @@ struct AttentionDims {
     size_t v_stride = 0;          // for v and dv; 0: k_stride
     // Elements between the sequences of q, of k, of v. 0: the sequences are contiguous.
     size_t q_batch = 0, k_batch = 0, v_batch = 0;
-    bool any_order = false; // Hopper: add dQ as blocks finish, faster, not repeatable
 };
 
 // Replace sizes left 0 by their usual values: equal heads, contiguous sequences.

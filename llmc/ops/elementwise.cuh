@@ -4,9 +4,10 @@
 //   out, a, b, x (n)
 //   Contract: out = (out may be a or b); a cap of 0 changes nothing. Bitwise repeatable.
 //   Cost: memory-bound.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
+#include "elements.h"
 
 namespace llmc {
 

@@ -7,10 +7,12 @@
 //             result depends on nothing but the element and s, so every shard and every chunk has
 //             the same bits. CPU and GPU have the same bits.
 //   Cost: memory-bound: 8 bytes and a weight's master for each element.
-//   To copy: this file, small_states.cuh, grad_norm.cuh, loss_scale.cuh, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, small_states.cuh, step_scale.h, types.h and cuda_common.h.
 #pragma once
-#include "grad_norm.cuh"
+#include "cuda_common.h"
+#include "element_type.h"
 #include "small_states.cuh"
+#include "step_scale.h"
 
 namespace llmc {
 

@@ -10,10 +10,11 @@
 //         adds into the tables; it writes them whole when it does not accumulate. The GPU sorts
 //         row numbers by token, in a scratch of embedding_scratch_bytes. All rows of one token are
 //         read by one warp for every 32 loads of columns.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, rows.cuh, types.h and cuda_common.h.
 #pragma once
 #include <utility>
 #include "cuda_common.h"
+#include "rows.cuh"
 
 namespace llmc {
 

@@ -18,7 +18,7 @@
 //   choices, ids (M) ints, M = sequences K T    dropped (E) ints: slots dropped, += or null
 //   Contract: ids = the expert of a slot, E if it is dropped.   Bitwise repeatable: integers alone.
 //   Cost: memory-bound. Each of E blocks reads all M choices from L2, as the sort does.
-//   To copy: this file, moe.cuh, types.h and cuda_common.h.
+//   To copy: this file, fast_math.h, moe.cuh, rows.cuh, types.h and cuda_common.h.
 #pragma once
 #include "moe.cuh"
 

@@ -392,7 +392,7 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     // numbers or more.
     if (blocks == Fp8Blocks::WHOLE && !late.scale) {
         unsigned many = unsigned(std::min(ceil_div(n, size_t(4096)), size_t(1024)));
-        device_zero(amax, sizeof(uint32_t), stream);
+        LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
         launch(fp8_amax_kernel<T>, many, 256, 0, stream, amax, x, n);
     }
 

@@ -15,9 +15,11 @@
 //   Contract: out = or += (accumulate).  Bitwise repeatable for an equal choice of algorithm.
 //   Cost: 2 M N K FLOPs; reads a byte an element.
 //   Error: float sums of exact products; Hopper's keep some 14 bits between promotions.
-//   To copy: this file, fp8.cuh, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, fp8.cuh, gpu.h, matmul.cuh, types.h and cuda_common.h.
 #pragma once
+#include "element_type.h"
 #include "fp8.cuh"
+#include "gpu.h"
 #include "matmul.cuh"
 
 namespace llmc {

@@ -8,54 +8,21 @@
 //             Bitwise repeatable. CPU and GPU each add a chunk's squares, and the sums, in an
 //             order of their own. Nothing waits for the host.
 //   Cost: memory-bound: reads grad.  One launch for each 40 tensors.
-//   To copy: this file, loss_scale.cuh, types.h and cuda_common.h.
+//   To copy: this file, elements.h, loss_scale.cuh, step_scale.h, tensor_table.cuh,
+//            types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
+#include "elements.h"
 #include "loss_scale.cuh"
+#include "step_scale.h"
+#include "tensor_table.cuh"
 
 namespace llmc {
-
-// Elements of a chunk: 16 for each thread of the kernel's block.
-constexpr size_t GRAD_NORM_CHUNK = 4096;
-
-// The host's numbers for a step. They lie in memory, beside the norm, and are no arguments of a
-// launch, because a CUDA graph replays its launches with the same arguments.
-struct StepNumbers {
-    double target_weight = 0; // 1 / valid targets: the loss is their mean
-    float lr = -1;            // below 0: use the optimizer's own settings
-};
-
-// The state of a step: written by the norm, read by the optimizer. It stays on the gradients'
-// device, so that no step waits for the host.
-struct StepScale {
-    double norm;
-    float scale;  // gradients are multiplied by it
-    int finite;   // 0: the optimizer writes nothing
-    int64_t step; // optimizer steps done, this one included
-    LossScale loss = {}; // fp16: the scale of the next step
-    // AdamW's 1 / (1 - beta^step), or 0: not computed here, each thread of AdamW
-    // computes them itself.
-    double correct1 = 0, correct2 = 0;
-    StepNumbers given = {}; // written by the host before the step
-};
 
 // The decay rates of AdamW's moments. Both 0: do not compute its bias corrections.
 struct Betas {
     float first = 0, second = 0;
 };
-
-// base^n by repeated squaring, with the same bits on CPU and GPU.
-LLMC_HD inline double power(double base, int64_t n) {
-    double x = 1;
-    for (; n > 0; n /= 2, base *= base)
-        if (n % 2) x *= base;
-    return x;
-}
-
-// AdamW's factor 1 / (1 - beta^step) that corrects a moment's bias.
-LLMC_HD inline double bias_correction(float beta, int64_t step) {
-    return 1 / (1 - power(double(beta), step));
-}
 
 // Compute a step's bias corrections once, instead of in every thread of the optimizer.
 LLMC_HD inline void correct_bias(StepScale* s, Betas betas) {
@@ -80,54 +47,6 @@ LLMC_HD inline void finish_step_scale(StepScale* out, double sum, float clip,
     correct_bias(out, betas);
     if (rule.on)
         next_loss_scale(&out->loss, rule, out->finite);
-}
-
-// A tensor within a bucket. Operators take the bucket's pointers and walk its rows.
-struct TensorRow {
-    size_t offset, n;  // elements: from the bucket's start; the tensor's length
-    bool decay = true; // AdamW, SGD: whether weight decay applies to this tensor
-
-    // For stochastic rounding: a hash of the tensor's name, and the index of this row's first
-    // element in the tensor, or in this rank's piece of it under tensor parallelism.
-    uint64_t hash = 0;
-    uint64_t first = 0;
-    // A piece consists of runs of `run` elements. The first begins at `start`, with `gap` elements
-    // between two runs.
-    uint64_t start = 0, run = 1, gap = 0;
-
-    // 8-bit moments: the byte where the row's moments begin, and whether they are codes
-    // (small) or floats.
-    size_t state = 0;
-    bool small = false;
-
-    float rate = 1; // AdamW, SGD: a factor of the step's learning rate
-
-    size_t chunk = 0; // set by launchers: the number of chunks in the rows before this one
-};
-
-// The index of a row's element i in the whole tensor, however the tensor is cut over ranks.
-LLMC_HD inline uint64_t whole_index(const TensorRow& row, size_t i) {
-    uint64_t piece = row.first + i;
-    return row.start + piece + (row.gap ? piece / row.run * row.gap : 0);
-}
-
-// A range of a row. Chunks end at multiples of GRAD_NORM_CHUNK of the bucket and at a row's end, so
-// a bucket that is cut at such a multiple has the same chunks in its parts.
-struct Chunk {
-    size_t from, to; // elements of the row
-};
-// The number of chunks of a row.
-LLMC_HD inline size_t chunks_of(const TensorRow& row) {
-    if (row.n == 0) return 0;
-    // Count from the multiple before the row, because the first chunk may be short.
-    return (row.offset % GRAD_NORM_CHUNK + row.n + GRAD_NORM_CHUNK - 1) / GRAD_NORM_CHUNK;
-}
-
-// Chunk k of a row.
-LLMC_HD inline Chunk chunk_of(const TensorRow& row, size_t k) {
-    size_t before = row.offset % GRAD_NORM_CHUNK;
-    size_t end = (k + 1) * GRAD_NORM_CHUNK - before;
-    return {k == 0 ? 0 : end - GRAD_NORM_CHUNK, end < row.n ? end : row.n};
 }
 
 // ----------------------------------------------------------------------------
@@ -202,29 +121,6 @@ void widen_gradients(A* to, const bf16* from, size_t n, Cpu) {
 
 #if LLMC_KERNELS
 
-// Part of a bucket's table, passed to a kernel by value: a launch carries 4 KB of arguments.
-constexpr size_t TABLE_ROWS = 40;
-struct TensorTable {
-    TensorRow rows[TABLE_ROWS];
-    size_t count = 0, chunks = 0;
-};
-
-// The work of one block: a range of elements of a row.
-struct TensorChunk {
-    const TensorRow& row;
-    size_t from, to; // elements of the row
-};
-// The block's chunk, by its number within the table.
-__device__ inline TensorChunk find_chunk(const TensorTable& table, size_t chunk) {
-    // Walk the rows: at most 40, and all threads read the same ones.
-    size_t r = 0;
-    while (r + 1 < table.count && table.rows[r + 1].chunk <= chunk)
-        r++;
-    const TensorRow& row = table.rows[r];
-    Chunk part = chunk_of(row, chunk - row.chunk);
-    return {row, part.from, part.to};
-}
-
 constexpr int GRAD_NORM_WARPS = 8;
 
 // One block a chunk.
@@ -234,17 +130,17 @@ __global__ void grad_squares_kernel(double* sums, const float* grad,
                                     __grid_constant__ const TensorTable table) {
     TensorChunk chunk = find_chunk(table, blockIdx.x);
     const float* g = grad + chunk.row.offset; // (row.n)
-    double sum = 0;
+    double sum[1] = {};
 
     // Square in double: in float a gradient of 2^64 or more would overflow.
     for (size_t i = chunk.from + threadIdx.x * P; i < chunk.to; i += GRAD_NORM_WARPS * 32 * P) {
         Pack<float, P> p = load_some<P>(g + i, chunk.to - i);
         for (int k = 0; k < P; k++)
-            sum += double(p.v[k]) * double(p.v[k]);
+            sum[0] += double(p.v[k]) * double(p.v[k]);
     }
-    sum = block_sum<GRAD_NORM_WARPS>(sum);
+    block_sums<GRAD_NORM_WARPS>(sum);
     if (threadIdx.x == 0)
-        sums[blockIdx.x] = sum;
+        sums[blockIdx.x] = sum[0];
 }
 
 constexpr int FINISH_WARPS = 32;
@@ -253,10 +149,11 @@ constexpr size_t NORM_RUN = 4096; // sums that one block adds into the first of 
 // The sum of every `stride`-th of `count` sums, in each thread of a block. Which sums a thread adds
 // depends on the count alone.
 __device__ inline double sum_of_sums(const double* sums, size_t count, size_t stride) {
-    double sum = 0;
+    double sum[1] = {};
     for (size_t i = threadIdx.x * stride; i < count; i += FINISH_WARPS * 32 * stride)
-        sum += sums[i];
-    return block_sum<FINISH_WARPS>(sum);
+        sum[0] += sums[i];
+    block_sums<FINISH_WARPS>(sum);
+    return sum[0];
 }
 
 // One block a run: a model of 8e9 elements has 2e6 sums, too many for one block's reads.
@@ -302,42 +199,6 @@ __global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
 
 // ----------------------------------------------------------------------------
 // launchers
-
-// Call f(table, chunks before it) for tables of up to 40 rows, empty rows left out. Returns the
-// number of all chunks.
-template <typename F>
-size_t for_each_table(const TensorRow* rows, size_t count, F f) {
-    // Unused rows are zero, so equal tables are equal arguments when launches are compared.
-    size_t done = 0;
-    TensorTable table = {};
-    for (size_t r = 0; r < count; r++) {
-        // Add the row.
-        if (rows[r].n > 0) {
-            TensorRow& row = table.rows[table.count++];
-            row = rows[r];
-            row.chunk = table.chunks;
-            table.chunks += chunks_of(row);
-        }
-
-        // Hand out a table that is full, or the last one.
-        bool last = r + 1 == count && table.count > 0;
-        if (table.count == TABLE_ROWS || last) {
-            f(table, done);
-            done += table.chunks;
-            table.count = 0;
-            table.chunks = 0;
-        }
-    }
-    return done;
-}
-
-// Whether all rows start at multiples of P elements.
-template <int P>
-bool rows_aligned(const TensorTable& table) {
-    for (size_t r = 0; r < table.count; r++)
-        if (table.rows[r].offset % P) return false;
-    return true;
-}
 
 // One launch for each 40 tensors. Returns the number of sums.
 inline size_t grad_squares(double* sums, const float* grad, const TensorRow* rows, size_t count,

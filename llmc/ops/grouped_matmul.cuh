@@ -12,9 +12,11 @@
 //             left unchanged when accumulating. Bitwise repeatable; on a GPU a row's bits depend on
 //             nothing but the row and its expert's matrix.
 //   Cost: 2 M IC OC FLOPs each.
-//   To copy: this file, grouped_mma.cuh, mma.cuh, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, dynamic_shared.h, element_type.h, gpu.h, grouped_mma.cuh, matmul.cuh,
+//            mma.cuh, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <bit>
+#include "element_type.h"
 #include "grouped_mma.cuh"
 #include "matmul.cuh"
 

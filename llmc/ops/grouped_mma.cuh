@@ -16,9 +16,12 @@
 //             but the row and W_e.
 //   Cost: 2 M IC OC FLOPs each, and the empty rows of tiles that are not full. The shape is an
 //         A100's: on an H100, mma.sync and its loads leave at most 56% of wgmma's rate.
-//   To copy: this file, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, dynamic_shared.h, gpu.h, mma.cuh, tensor_cores.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
+#include "dynamic_shared.h"
+#include "gpu.h"
 #include "mma.cuh"
 
 namespace llmc {
@@ -311,8 +314,8 @@ void expert_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulat
     // Each expert may end in a tile that is not full.
     size_t across = tiles_of(int(DEEP ? g.OC : g.IC));
     size_t most = (tiles_of(int(g.M)) + g.E) * across;
-    launch(expert_rows_kernel<DEEP, T>, expert_blocks(most), EXPERT_THREADS,
-           expert_shared_bytes<T>(g), stream, out, a, w, g, accumulate);
+    launch_shared(expert_rows_kernel<DEEP, T>, expert_blocks(most), EXPERT_THREADS,
+                  expert_shared_bytes<T>(g), stream, out, a, w, g, accumulate);
 }
 
 // out = or += inp W_e^T.
@@ -336,8 +339,8 @@ template <typename T>
 void grouped_mma_backward_weight(float* dw, const T* dout, const T* inp, const Groups& g,
                                  bool accumulate, cudaStream_t stream) {
     size_t tiles = g.E * tiles_of(int(g.OC)) * tiles_of(int(g.IC));
-    launch(expert_weight_kernel<T>, expert_blocks(tiles), EXPERT_THREADS, expert_shared_bytes<T>(g),
-           stream, dw, dout, inp, g, accumulate);
+    launch_shared(expert_weight_kernel<T>, expert_blocks(tiles), EXPERT_THREADS,
+                  expert_shared_bytes<T>(g), stream, dw, dout, inp, g, accumulate);
 }
 #endif
 

@@ -1,5 +1,5 @@
 // hopper.cuh - inline-PTX wrappers of Hopper (sm_90a): mbarrier, TMA, wgmma, barriers, registers
-//   This file and mma.cuh hold all inline PTX of the project.
+//   This file, mma.cuh and tensor_cores.h hold all inline PTX of the project.
 //   Each wrapper has a caller, and a model that the tests run: test/harness/emulator_hopper.h. The
 //   PTX manual has a section named after each instruction; CUTLASS has the same wrappers:
 //     instruction                         from      in CUTLASS
@@ -13,10 +13,11 @@
 //   Contract: an instruction that is .aligned in PTX must be called by all lanes of a warp
 //             together, wgmma and setmaxnreg by all warps of a warpgroup.  wgmma takes bf16 and
 //             fp16; a tensor map takes float too.
-//   To copy: this file, mma.cuh, types.h and cuda_common.h.
+//   To copy: this file, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <array>
-#include "mma.cuh"
+#include <map>
+#include "tensor_cores.h"
 
 #if defined(EMULATE)
 #include "../../test/harness/emulator_hopper.h"

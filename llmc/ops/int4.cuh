@@ -8,10 +8,11 @@
 //   Contract: =   CPU and GPU give the same bits: one product in float, rounded once to T. x must
 //             be finite. A group below 2^-125 becomes zeros. 4.25 bits an element.
 //   Cost: memory-bound: back reads 0.53 bytes an element and writes sizeof(T).
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
+#include "elements.h"
 
 namespace llmc {
 

@@ -11,10 +11,12 @@
 //   Cost: 2 (2 DC + DR) FLOPs for each (query, head, key), against 2 (HS + HS_v) with keys by
 //         heads: 3.4 times as many in DeepSeek. A key takes DC + DR elements of memory, against
 //         NH (HS + HS_v). On a GPU each head reads the keys again, from the L2 cache.
-//   To copy: this file, attention_cpu.cuh, attention_types.h, types.h and cuda_common.h.
+//   To copy: this file, attention_cpu.cuh, attention_types.h, dynamic_shared.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include "attention_cpu.cuh"
 #include "cuda_common.h"
+#include "dynamic_shared.h"
 
 namespace llmc {
 
@@ -275,7 +277,7 @@ void latent_attention_forward(T* mean, const AttentionOperands<T>& operands, cud
     // Three sizes keep compilation short. DeepSeek's 512 channels have their own.
     auto run = [&](auto D) {
         auto kernel = latent_attention_forward_kernel<T, D>;
-        launch(kernel, blocks, DECODE_THREADS, shared, stream, mean, x);
+        launch_shared(kernel, blocks, DECODE_THREADS, shared, stream, mean, x);
     };
     d.HS_v <= 128 ? run(Int<4>()) : d.HS_v <= 512 ? run(Int<16>()) : run(Int<32>());
 }

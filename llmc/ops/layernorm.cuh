@@ -7,16 +7,16 @@
 //   Contract: out, mean, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
 //             sums = parts of three column sums: dweight, dbias, and dresidual's rows. The last is
 //             the gradient of the bias of the branch's last projection. `sums` has
-//             layernorm_sums() elements; null: not wanted. column_sums adds up the parts that
+//             layernorm_sums() elements; null: not wanted. add_parts adds up the parts that
 //             layernorm_parts lists. Without dresidual the CPU leaves the third unwritten.
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
 //   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
 //         and writes dinp. On the GPU backward also writes one part of `sums` for about 32 rows.
-//   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
+//   To copy: this file, partial_sums.cuh, rows.cuh, types.h and cuda_common.h.
 #pragma once
-#include <type_traits>
-#include "column_sums.cuh"
+#include "partial_sums.cuh"
+#include "rows.cuh"
 
 namespace llmc {
 
@@ -56,15 +56,31 @@ void layernorm_forward(T* out, acc_t<T>* mean, acc_t<T>* rstd,       // (N,C) (N
     }
 }
 
-// The gradient of the input; each row is a task. mean(g) is the part that passes through the mean,
-// mean(g * xhat) the part that passes through rstd. dresidual may be dinp, because each element is
-// read before it is written.
+// Both gradients. On the CPU there is one part, so `sums` holds the three sums themselves.
 template <typename T>
-void layernorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
-                              const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
-                              const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
-                              size_t N, size_t C, Cpu) {
+void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,3,C) (N,C) or null
+                        const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                        const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
+                        size_t N, size_t C, Cpu) {
     typedef acc_t<T> A;
+    // Sum over rows: dout * xhat, dout, dresidual. This is first: dinp may overwrite dresidual.
+    const T* others = dresidual ? dresidual : dout; // (N,C) without dresidual their sum is dropped
+    auto add_row = [&](auto& sum, size_t n, size_t c0, auto columns) {
+        const T* d = dout + n * C + c0;       // (columns)
+        const T* x = inp + n * C + c0;        // (columns)
+        const T* third = others + n * C + c0; // (columns)
+        A m = mean[n], r = rstd[n];
+        #pragma omp simd
+        for (size_t c = 0; c < columns; c++) {
+            sum[0][c] += to_acc(d[c]) * ((to_acc(x[c]) - m) * r);
+            sum[1][c] += to_acc(d[c]);
+            sum[2][c] += to_acc(third[c]);
+        }
+    };
+    if (sums)
+        sum_columns<3>({sums, sums + C, dresidual ? sums + 2 * C : nullptr}, N, C, false, add_row);
+
+    // Take the gradient of the input; each row is a task.
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const T* d = dout + n * C;                                   // (C)
@@ -72,7 +88,7 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
         const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
         T* dx = dinp + n * C;                                        // (C)
 
-        // Take the two row means of the gradient.
+        // Take two means: mean(g) passes through the row's mean, mean(g * xhat) through rstd.
         A m = mean[n], r = rstd[n];
         A sum_g = 0, sum_gx = 0;
         #pragma omp simd reduction(+ : sum_g, sum_gx)
@@ -84,13 +100,11 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
         A mean_g = sum_g / A(C);
         A mean_gx = sum_gx / A(C);
 
-        // The gradient of the norm alone; the loops below add it to the residual's gradient.
+        // Add the norm's own gradient to the residual's, in loops that vectorise.
         auto gradient = [&](size_t c) {
             return r *
                    (to_acc(d[c]) * to_acc(weight[c]) - mean_g - (to_acc(x[c]) - m) * r * mean_gx);
         };
-
-        // Branch outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
@@ -101,68 +115,6 @@ void layernorm_backward_input(T* dinp, const T* dresidual,                  // (
                 dx[c] = from_acc<T>(gradient(c));
         }
     }
-}
-
-// Sums over rows: dout * xhat gives dweight, dout gives dbias. Either output may be null.
-template <typename T>
-void layernorm_backward_weight(acc_t<T>* dweight, acc_t<T>* dbias,         // (C) (C), = or +=
-                               const T* dout, const T* inp,                // (N,C) (N,C)
-                               const acc_t<T>* mean, const acc_t<T>* rstd, // (N) (N)
-                               size_t N, size_t C, bool accumulate, Cpu) {
-    typedef acc_t<T> A;
-    // A thread owns a block of columns and adds the rows in order: the result does not depend on
-    // the number of threads. AVX-512 registers hold all of the block's sums.
-    constexpr size_t COLUMNS = 128;
-    #pragma omp parallel for
-    for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
-        // The last block may be narrower.
-        size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
-        A dw[COLUMNS] = {};
-        A db[COLUMNS] = {};
-
-        // Sum the rows. `columns` is a compile-time constant for whole blocks, else a number.
-        auto add_rows = [&](auto columns) {
-            for (size_t n = 0; n < N; n++) {
-                const T* d = dout + n * C + c0; // (columns)
-                const T* x = inp + n * C + c0;  // (columns)
-                A m = mean[n], r = rstd[n];
-                #pragma omp simd
-                for (size_t c = 0; c < columns; c++) {
-                    dw[c] += to_acc(d[c]) * ((to_acc(x[c]) - m) * r);
-                    db[c] += to_acc(d[c]);
-                }
-            }
-        };
-
-        // With a constant width the compiler keeps the sums in registers.
-        if (count == COLUMNS)
-            add_rows(std::integral_constant<size_t, COLUMNS>());
-        else
-            add_rows(count);
-
-        // Write, or add to what earlier micro-batches left.
-        for (size_t c = 0; c < count; c++) {
-            if (dweight)
-                dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
-            if (dbias)
-                dbias[c0 + c] = accumulate ? dbias[c0 + c] + db[c] : db[c];
-        }
-    }
-}
-
-// Both gradients. On the CPU there is one part, so `sums` holds the three sums themselves.
-template <typename T>
-void layernorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,3,C) (N,C)
-                        const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
-                        const acc_t<T>* mean, const acc_t<T>* rstd,   // (N) (N)
-                        size_t N, size_t C, Cpu where) {
-    // Sum dresidual first: dinp may overwrite it.
-    void* no_scratch = nullptr;
-    if (sums && dresidual)
-        column_sums(sums + 2 * C, dresidual, no_scratch, N, C, false, where);
-    layernorm_backward_input(dinp, dresidual, dout, inp, weight, mean, rstd, N, C, where);
-    if (sums)
-        layernorm_backward_weight(sums, sums + C, dout, inp, mean, rstd, N, C, false, where);
 }
 
 // ----------------------------------------------------------------------------
@@ -221,9 +173,8 @@ template <typename T, int P, int WARPS, int PACKS>
 __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
                                           const T* inp, const T* weight, const float* mean,
                                           const float* rstd, size_t N, size_t C, size_t rows) {
-    StripOfRows<P, WARPS, PACKS> strip(N, rows);
-    StripSums<3, P, WARPS, PACKS> sums_of_strip(sums, C);
-    for (size_t n = strip.first; n < strip.end; n += strip.step) {
+    StripOfRows<3, P, WARPS, PACKS> strip(sums, N, C, rows);
+    for (size_t n = strip.first; n < strip.end; n += strip.rows) {
         float m = mean[n], r = rstd[n];
         Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
 
@@ -236,7 +187,7 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
 
         // Take the two row means of the gradient.
         float of_row[2] = {};
-        strip.for_packs(C, [&](int k, size_t c) {
+        strip.for_packs([&](int k, size_t c) {
             read(k, c);
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
@@ -245,15 +196,17 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
                 of_row[1] += g * ((to_float(x[k].v[i]) - m) * r);
             }
         });
-        // sum() gives every thread the same bits, so all threads use the same means.
+        // Every thread gets the same bits, so all threads use the same means.
         strip.sum(of_row);
         float mean_g = of_row[0] / float(C);
         float mean_gx = of_row[1] / float(C);
 
         // Add dx to the residual's gradient, and add this row to the strip's three sums.
-        strip.for_packs(C, [&](int k, size_t c) {
-            if (PACKS == 0) read(k, c);
-            sums_of_strip.take(c, n == strip.first);
+        strip.for_packs([&](int k, size_t c) {
+            if (PACKS == 0) {
+                read(k, c);
+                strip.take(n, c);
+            }
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
                 float dv = to_float(d[k].v[i]);
@@ -263,15 +216,15 @@ __global__ void layernorm_backward_kernel(T* dinp, float* sums, const T* dresidu
                 o[k].v[i] = from_acc<T>(before + r * (g - mean_g - xhat * mean_gx));
 
                 // Add to the sums for dweight, dbias, and the bias that joined the residual stream.
-                sums_of_strip.sum[k][0][i] += dv * xhat;
-                sums_of_strip.sum[k][1][i] += dv;
-                sums_of_strip.sum[k][2][i] += before;
+                strip.sums[k][0][i] += dv * xhat;
+                strip.sums[k][1][i] += dv;
+                strip.sums[k][2][i] += before;
             }
-            sums_of_strip.leave_row(c);
+            if (PACKS == 0) strip.leave(0, c);
             store(dinp + n * C + c, o[k]);
         });
     }
-    if (PACKS > 0) sums_of_strip.write(strip);
+    strip.write();
 }
 
 // ----------------------------------------------------------------------------
@@ -294,7 +247,7 @@ template <typename T>
 void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                         const T* weight, const float* mean, const float* rstd, size_t N, size_t C,
                         cudaStream_t stream) {
-    size_t parts = strip_parts(N, stream);
+    size_t parts = strips_of(N, ROW_STRIPS, stream);
     // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 3>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
@@ -310,14 +263,16 @@ void layernorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout,
 
 // The number of elements of `sums`: for each strip of rows, three vectors of C.
 template <typename S>
-size_t layernorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * 3 * C; }
+size_t layernorm_sums(size_t N, size_t C, S where) {
+    return strips_of(N, ROW_STRIPS, where) * 3 * C;
+}
 
-// The list of parts that column_sums adds up into dweight, dbias and the sum of dresidual's rows.
+// The list of parts that add_parts adds up into dweight, dbias and the sum of dresidual's rows.
 // A null output is not wanted.
 template <typename A, typename S>
 std::vector<PartialSums<A>> layernorm_parts(A* dweight, A* dbias, A* dresidual_bias, // (C) each
                                             const A* sums, size_t N, size_t C, S where) {
-    size_t parts = strip_parts(N, where);
+    size_t parts = strips_of(N, ROW_STRIPS, where);
     size_t stride = 3 * C;
     return {{dweight, sums, parts, stride, C},
             {dbias, sums + C, parts, stride, C},

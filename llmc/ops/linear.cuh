@@ -25,11 +25,13 @@
 //   CPUs, a kernel writes the values of the codes, which are bf16 numbers, and a bf16 product
 //   multiplies those. This gives what an fp8 product with float sums gives, and is slower. Either
 //   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
-//   To copy: this file, column_sums.cuh, fp8.cuh, fp8_matmul.cuh, int4.cuh, lora.cuh,
-//            lora_batch.cuh, matmul.cuh, nf4.cuh, types.h and cuda_common.h.
+//   To copy: this file, column_sums.cuh, element_type.h, elements.h, fp8.cuh, fp8_matmul.cuh,
+//            gpu.h, int4.cuh, lora.cuh, lora_batch.cuh, matmul.cuh, nf4.cuh, partial_sums.cuh,
+//            types.h and cuda_common.h.
 #pragma once
 #include <utility>
 #include "column_sums.cuh"
+#include "element_type.h"
 #include "fp8_matmul.cuh"
 #include "int4.cuh"
 #include "lora_batch.cuh"

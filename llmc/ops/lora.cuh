@@ -8,8 +8,10 @@
 //   Cost: 2 N r (IC + OC) FLOPs forward and 8 N r (IC + OC) backward. The gradients of the weights
 //         compute inp A^T and dout B again, so that nothing of N rows is kept. The products are
 //         thin: each reads or writes N IC or N OC elements and waits for memory.
-//   To copy: this file, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, elements.h, gpu.h, matmul.cuh, types.h and cuda_common.h.
 #pragma once
+#include "element_type.h"
+#include "elements.h"
 #include "matmul.cuh"
 
 namespace llmc {

@@ -10,7 +10,8 @@
 //             product's row does not depend on the number of rows. The kernel rounds less.
 //   Cost: 2 r_k (IC + OC) FLOPs a row; two products for each run of rows. The kernel reads A_k and
 //         B_k again for each row, from L2 where rows share them.
-//   To copy: this file, lora.cuh, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, elements.h, gpu.h, lora.cuh, matmul.cuh,
+//            types.h and cuda_common.h.
 #pragma once
 #include <vector>
 #include "lora.cuh"

@@ -9,8 +9,9 @@
 //             or are left unchanged when accumulating. Bitwise repeatable.
 //   Cost: 2 M r (IC + OC) FLOPs forward and 8 M r (IC + OC) backward. Tensor cores take ranks that
 //         are multiples of 8.
-//   To copy: this file, grouped_matmul.cuh, grouped_mma.cuh, lora.cuh, matmul.cuh, mma.cuh,
-//            types.h and cuda_common.h.
+//   To copy: this file, dynamic_shared.h, element_type.h, elements.h, gpu.h,
+//            grouped_matmul.cuh, grouped_mma.cuh, lora.cuh, matmul.cuh, mma.cuh,
+//            tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include "grouped_matmul.cuh"
 #include "lora.cuh"

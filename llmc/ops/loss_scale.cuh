@@ -12,9 +12,9 @@
 //
 //   The state lies on the device, in StepScale: no step waits for the host, and as all ranks have
 //   the same norm, all have the same scale.
-//   To copy: this file and types.h.
+//   To copy: this file, step_scale.h and types.h.
 #pragma once
-#include "types.h"
+#include "step_scale.h"
 
 namespace llmc {
 
@@ -27,14 +27,6 @@ struct LossScaling {
     float least = 1;       // the scale falls no lower
     int window = 1000;     // steps without overflow
     int hysteresis = 2;    // overflows that are allowed before it falls
-};
-
-// Zeros are no state: begin_loss_scale() makes the first.
-struct LossScale {
-    float now;   // of the step that comes
-    int clean;   // steps without overflow since the last one, or since it grew
-    int spent;   // of the hysteresis
-    int skipped; // steps in a row
 };
 
 inline LossScale begin_loss_scale(const LossScaling& rule) { return {rule.start, 0, 0, 0}; }

@@ -8,7 +8,7 @@
 //             own loops for any number of threads, oneDNN for an equal number, the GPU for an
 //             equal choice of algorithm, which is measured once (blas_rehearse) and kept in a file.
 //   Cost: 2 M N K FLOPs.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, gpu.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -18,6 +18,8 @@
 #include <unordered_map>
 #include <vector>
 #include "cuda_common.h"
+#include "element_type.h"
+#include "gpu.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif

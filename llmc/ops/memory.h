@@ -1,11 +1,12 @@
 // memory.h - memory and streams where things run, as the host reaches them
 //   Each function has two overloads, for Cpu{} and for a cudaStream_t: one text of the step serves
 //   both of them.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, gpu.h, types.h and cuda_common.h.
 #pragma once
 #include <sys/mman.h>
 #include <vector>
 #include "cuda_common.h"
+#include "gpu.h"
 
 namespace llmc {
 
@@ -91,6 +92,9 @@ void fill_memory(T* to, size_t n, F value, Cpu) {
 // A copy from pinned memory returns at once. From other memory the host may have to wait.
 inline void copy_in(void* to, const void* from, size_t bytes, cudaStream_t stream) {
     LLMC_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+}
+inline void device_zero(void* p, size_t bytes, cudaStream_t stream) {
+    LLMC_CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, stream));
 }
 inline void wait_for(cudaStream_t stream) { LLMC_CUDA_CHECK(cudaStreamSynchronize(stream)); }
 

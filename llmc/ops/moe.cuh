@@ -29,12 +29,14 @@
 //             sort is in integers, sums over slots are in ascending order of experts, in acc, and
 //             rounded once.
 //   Cost: memory-bound. Each of the sort's E blocks reads all N K ids, from L2.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, fast_math.h, rows.cuh, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <climits>
 #include <vector>
 #include "cuda_common.h"
+#include "fast_math.h"
+#include "rows.cuh"
 
 namespace llmc {
 
@@ -656,12 +658,12 @@ __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, s
     const int* mine = ids + size_t(blockIdx.y) * length;
 
     // Count. Sums of integers do not depend on their order.
-    int count = 0;
+    int count[1] = {};
     for (size_t i = threadIdx.x; i < length; i += SLOT_THREADS)
-        count += mine[i] == int(blockIdx.x);
-    count = block_sum<SLOT_THREADS / 32>(count);
+        count[0] += mine[i] == int(blockIdx.x);
+    block_sums<SLOT_THREADS / 32>(count);
     int* sum = counts + size_t(blockIdx.y) * E + blockIdx.x;
-    if (threadIdx.x == 0) *sum = accumulate ? *sum + count : count;
+    if (threadIdx.x == 0) *sum = accumulate ? *sum + count[0] : count[0];
 }
 
 // The number of matches in lower threads of the block; `all` gets those of the whole block.
@@ -693,10 +695,11 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
     int e = int(blockIdx.x);
 
     // Find the expert's first row: the number of slots of all experts before it.
-    int before = 0;
+    int before[1] = {};
     for (int other = int(threadIdx.x); other < e; other += int(SLOT_THREADS))
-        before += s.counts[other];
-    int row = block_sum<WARPS>(before);
+        before[0] += s.counts[other];
+    block_sums<WARPS>(before);
+    int row = before[0];
     if (threadIdx.x == 0) {
         s.starts[e] = row;
         if (size_t(e) + 1 == E) s.starts[E] = int(M);

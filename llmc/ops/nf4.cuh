@@ -11,10 +11,11 @@
 //             torch may round another way. x must be finite. A block below 2^-128 becomes zeros.
 //             4.13 bits an element, int8 8.
 //   Cost: memory-bound: back reads 0.52 bytes an element and writes sizeof(T).
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
+#include "elements.h"
 
 namespace llmc {
 

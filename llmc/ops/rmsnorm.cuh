@@ -8,15 +8,15 @@
 //   Contract: out, rstd =    dinp = dresidual + dx (dresidual may be dinp, or null)
 //             out null: rstd alone.
 //             sums = partial sums of dweight, rmsnorm_sums elements; null: the weight is frozen.
-//             column_sums adds up the parts that rmsnorm_parts lists, = or += (accumulate).
+//             add_parts adds up the parts that rmsnorm_parts lists, = or += (accumulate).
 //             Bitwise repeatable, on the CPU for any number of threads: parts are added in a fixed
 //             order, no atomics.
 //   Cost: memory-bound. forward reads inp and writes out; backward reads inp, dout and dresidual
 //         and writes dinp. On the GPU backward also writes one row of sums for about 32 rows.
-//   To copy: this file, column_sums.cuh, types.h and cuda_common.h.
+//   To copy: this file, partial_sums.cuh, rows.cuh, types.h and cuda_common.h.
 #pragma once
-#include <type_traits>
-#include "column_sums.cuh"
+#include "partial_sums.cuh"
+#include "rows.cuh"
 
 namespace llmc {
 
@@ -99,14 +99,14 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
     }
 }
 
-// The gradient of the input, one task a row. mean(g * xhat) is the part that passes through rstd.
-// dresidual may be dinp, because each element is read before it is written.
+// Both gradients. On the CPU there is one part, so `sums` is dweight itself.
 template <typename T>
-void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,C) (N,C) or null
-                            const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
-                            const acc_t<T>* rstd,                         // (N)
-                            size_t N, size_t C, Cpu, const RmsnormMore<T>& more = {}) {
+void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,C) (N,C) or null
+                      const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
+                      const acc_t<T>* rstd,                         // (N)
+                      size_t N, size_t C, Cpu, const RmsnormMore<T>& more = {}) {
     typedef acc_t<T> A;
+    // Take the gradient of the input, one task a row.
     #pragma omp parallel for
     for (size_t n = 0; n < N; n++) {
         const T* d = dout + n * C;                                   // (C)
@@ -114,7 +114,7 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
         const T* residual = dresidual ? dresidual + n * C : nullptr; // (C)
         T* dx = dinp + n * C;                                        // (C)
 
-        // Take the row mean of g * xhat.
+        // Take the row mean of g * xhat, the part that passes through rstd.
         A r = rstd[n], sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
@@ -122,12 +122,10 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
         // row_sums were taken over x, not over xhat: multiply by rstd here.
         A mean_gx = more.mean(n, sum, C) * (more.row_sums ? r : 1);
 
-        // The gradient of the norm alone; the loops below add it to the residual's gradient.
+        // Add the norm's own gradient to the residual's, in loops that vectorise.
         auto gradient = [&](size_t c) {
             return r * (to_acc(d[c]) * more.scale(weight[c]) - to_acc(x[c]) * r * mean_gx);
         };
-
-        // Branch outside the loops, so that each of them vectorises.
         if (residual) {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
@@ -138,62 +136,17 @@ void rmsnorm_backward_input(T* dinp, const T* dresidual,                  // (N,
                 dx[c] = from_acc<T>(gradient(c));
         }
     }
-}
 
-// The number of columns that one thread owns. It is a type because nvcc does not see a function's
-// constexpr variable inside a generic lambda.
-struct RmsnormColumns {
-    constexpr operator size_t() const { return 128; }
-};
-
-// dweight: the sum over rows of dout * xhat.
-template <typename T>
-void rmsnorm_backward_weight(acc_t<T>* dweight,                                 // (C), = or +=
-                             const T* dout, const T* inp, const acc_t<T>* rstd, // (N,C) (N,C) (N)
-                             size_t N, size_t C, bool accumulate, Cpu) {
-    typedef acc_t<T> A;
-    if (!dweight) return;
-    // A thread owns a block of columns and adds the rows in order: the result does not depend on
-    // the number of threads. AVX-512 registers hold all of the block's sums.
-    constexpr size_t COLUMNS = RmsnormColumns();
-    #pragma omp parallel for
-    for (size_t c0 = 0; c0 < C; c0 += COLUMNS) {
-        // The last block may be narrower.
-        size_t count = C - c0 < COLUMNS ? C - c0 : COLUMNS;
-        A dw[COLUMNS] = {};
-
-        // Sum the rows. `columns` is a compile-time constant for whole blocks, else a number.
-        auto add_rows = [&](auto columns) {
-            for (size_t n = 0; n < N; n++) {
-                const T* d = dout + n * C + c0; // (columns)
-                const T* x = inp + n * C + c0;  // (columns)
-                A r = rstd[n];
-                #pragma omp simd
-                for (size_t c = 0; c < columns; c++)
-                    dw[c] += to_acc(d[c]) * (to_acc(x[c]) * r);
-            }
-        };
-
-        // With a constant width the compiler keeps the sums in registers.
-        if (count == COLUMNS)
-            add_rows(RmsnormColumns());
-        else
-            add_rows(count);
-
-        // Write, or add to what earlier micro-batches left.
-        for (size_t c = 0; c < count; c++)
-            dweight[c0 + c] = accumulate ? dweight[c0 + c] + dw[c] : dw[c];
-    }
-}
-
-// Both gradients. On the CPU there is one part, so `sums` is dweight itself.
-template <typename T>
-void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,C) (N,C)
-                      const T* dout, const T* inp, const T* weight, // (N,C) (N,C) (C)
-                      const acc_t<T>* rstd, size_t N, size_t C, Cpu where,
-                      const RmsnormMore<T>& more = {}) {
-    rmsnorm_backward_input(dinp, dresidual, dout, inp, weight, rstd, N, C, where, more);
-    rmsnorm_backward_weight(sums, dout, inp, rstd, N, C, false, where);
+    // Sum dout * xhat over the rows.
+    if (!sums) return;
+    sum_columns<1>({sums}, N, C, false, [&](auto& sum, size_t n, size_t c0, auto columns) {
+        const T* d = dout + n * C + c0; // (columns)
+        const T* x = inp + n * C + c0;  // (columns)
+        A r = rstd[n];
+        #pragma omp simd
+        for (size_t c = 0; c < columns; c++)
+            sum[0][c] += to_acc(d[c]) * (to_acc(x[c]) * r);
+    });
 }
 
 // ----------------------------------------------------------------------------
@@ -273,9 +226,8 @@ template <typename T, int P, int WARPS, int PACKS>
 __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual, const T* dout,
                                         const T* inp, const T* weight, const float* rstd, size_t N,
                                         size_t C, size_t rows, RmsnormMore<T> more) {
-    StripOfRows<P, WARPS, PACKS> strip(N, rows);
-    StripSums<1, P, WARPS, PACKS> sums_of_strip(sums, C);
-    for (size_t n = strip.first; n < strip.end; n += strip.step) {
+    StripOfRows<1, P, WARPS, PACKS> strip(sums, N, C, rows);
+    for (size_t n = strip.first; n < strip.end; n += strip.rows) {
         float r = rstd[n];
         Pack<T, P> d[strip.HELD], x[strip.HELD], o[strip.HELD];
 
@@ -288,7 +240,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
 
         // Take the row mean of g * xhat.
         float of_row[1] = {};
-        strip.for_packs(C, [&](int k, size_t c) {
+        strip.for_packs([&](int k, size_t c) {
             read(k, c);
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++)
@@ -299,22 +251,24 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
         float mean_gx = more.mean(n, of_row[0], C) * (more.row_sums ? r : 1);
 
         // Add dx to the residual's gradient, and dout * xhat to the strip's sum.
-        strip.for_packs(C, [&](int k, size_t c) {
-            if (PACKS == 0) read(k, c);
-            sums_of_strip.take(c, n == strip.first);
+        strip.for_packs([&](int k, size_t c) {
+            if (PACKS == 0) {
+                read(k, c);
+                strip.take(n, c);
+            }
             Pack<T, P> w = load<P>(weight + c);
             for (int i = 0; i < P; i++) {
                 float dv = to_float(d[k].v[i]);
                 float g = dv * more.scale(w.v[i]);
                 float xhat = to_float(x[k].v[i]) * r;
                 o[k].v[i] = from_acc<T>(to_float(o[k].v[i]) + r * (g - xhat * mean_gx));
-                sums_of_strip.sum[k][0][i] += dv * xhat;
+                strip.sums[k][0][i] += dv * xhat;
             }
-            sums_of_strip.leave_row(c);
+            if (PACKS == 0) strip.leave(0, c);
             store(dinp + n * C + c, o[k]);
         });
     }
-    if (PACKS > 0) sums_of_strip.write(strip);
+    strip.write();
 }
 
 // ----------------------------------------------------------------------------
@@ -348,13 +302,13 @@ template <typename T>
 void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, const T* inp,
                       const T* weight, const float* rstd, size_t N, size_t C,
                       cudaStream_t stream, const RmsnormMore<T>& more = {}) {
-    size_t parts = strip_parts(N, stream);
+    size_t parts = strips_of(N, ROW_STRIPS, stream);
     // A null dresidual counts as aligned.
     bool vector = can_vectorize<T>(C, dinp, dresidual, dout, inp, weight);
     pick_strip_kernel<T, 1>(C, vector, [&](auto P, auto WARPS, auto PACKS) {
-        launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(), 0,
-               stream, dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts),
-               more);
+        launch(rmsnorm_backward_kernel<T, P, WARPS, PACKS>, unsigned(parts), row_block<WARPS>(),
+               0, stream,
+               dinp, sums, dresidual, dout, inp, weight, rstd, N, C, ceil_div(N, parts), more);
     });
 }
 #endif
@@ -364,12 +318,12 @@ void rmsnorm_backward(T* dinp, float* sums, const T* dresidual, const T* dout, c
 
 // The number of elements of `sums`: C for each strip of rows.
 template <typename S>
-size_t rmsnorm_sums(size_t N, size_t C, S where) { return strip_parts(N, where) * C; }
+size_t rmsnorm_sums(size_t N, size_t C, S where) { return strips_of(N, ROW_STRIPS, where) * C; }
 
-// The list of parts that column_sums adds up into dweight. A null dweight is frozen.
+// The list of parts that add_parts adds up into dweight. A null dweight is frozen.
 template <typename A, typename S>
 PartialSums<A> rmsnorm_parts(A* dweight, const A* sums, size_t N, size_t C, S where) {
-    return {dweight, sums, strip_parts(N, where), C, C};
+    return {dweight, sums, strips_of(N, ROW_STRIPS, where), C, C};
 }
 
 } // namespace llmc

@@ -6,8 +6,11 @@
 //   Contract: out =, dgate =, dup =; dgate may be dout or gate, dup may be up.  Bitwise repeatable.
 //   Cost: memory-bound. forward reads gate, up, writes out; backward reads dout, gate, up, writes
 //         dgate, dup.
-//   To copy: this file, gelu.cuh, column_sums.cuh, types.h and cuda_common.h.
+//   To copy: this file, elements.h, fast_math.h, gelu.cuh, partial_sums.cuh,
+//            types.h and cuda_common.h.
 #pragma once
+#include "elements.h"
+#include "fast_math.h"
 #include "gelu.cuh"
 
 namespace llmc {

@@ -4,8 +4,7 @@
 //     V vocabulary   Vp padded V   NH heads   NKV key/value heads   HS head size
 //     _tp _cp: this rank's share of a sharded dim
 //   The last argument of every operator says where it runs: Cpu{} or a cudaStream_t.
-//   Elements are float, bf16, fp16, or CUDA's __nv_bfloat16 and __half; tests use double as the
-//   reference.
+//   Elements are float, bf16, fp16, or CUDA's __nv_bfloat16 and __half; double is the reference.
 //   CPU versions accumulate in acc_t<T>: double for double, float for everything narrower. Their
 //   reductions are split by fixed chunks, never by thread, so a result does not depend on the
 //   number of threads.
@@ -14,10 +13,10 @@
 //   To copy: this file.
 #pragma once
 #include <cmath>
+#include <cstdarg>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <unistd.h>
 #include <atomic>
@@ -45,53 +44,46 @@ struct Cpu {};
 
 inline thread_local int this_rank = 0; // only the messages below read it
 
-// Print the message and end the job. Several ranks often find the same mistake: the other ranks
-// give rank 0 two seconds to report it and end the job. Within a process only one thread reports.
-[[noreturn]] inline void die(const char* message) {
+// Print the message, a printf format and its values, and end the job. Several ranks often find the
+// same mistake: the other ranks give rank 0 two seconds to report it and end the job. Within a
+// process only one thread reports.
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void die(const char* format, ...) {
     static std::atomic_flag said;
     if (this_rank > 0) sleep(2);
     while (said.test_and_set()) pause();
 
     // Build one line and write it at once, so that lines of several processes do not mix.
     char line[2048];
-    int n = snprintf(line, sizeof(line), "%s: error: %s\n", program_invocation_short_name,
-                     message);
-    if (n > int(sizeof(line)) - 1)
-        n = sizeof(line) - 1;
-    line[n - 1] = '\n'; // a message that was cut needs it too
+    int n = snprintf(line, sizeof(line), "%s: error: ", program_invocation_short_name);
+    va_list values;
+    va_start(values, format);
+    n += vsnprintf(line + n, sizeof(line) - n, format, values);
+    va_end(values);
+    n = n > int(sizeof(line)) - 2 ? int(sizeof(line)) - 2 : n;
 
     // Show no control character: a message may quote a file, and a terminal obeys escape sequences.
-    for (int i = 0; i < n - 1; i++)
+    for (int i = 0; i < n; i++)
         if ((unsigned char)line[i] < ' ' || line[i] == 127)
             line[i] = '?';
+    line[n] = '\n';
     fflush(stdout);
-    fwrite(line, 1, n, stderr);
+    fwrite(line, 1, n + 1, stderr);
     _exit(1);
 }
 
-// clang-format off
 // For a mistake in the program or the machine. Prints file, line, rank, condition and values.
-#define LLMC_CHECK(cond, ...)                                                               \
-    do {                                                                                    \
-        if (!(cond)) {                                                                      \
-            char check_text_[1024], check_line_[1536];                                      \
-            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__);                        \
-            snprintf(check_line_, sizeof(check_line_), "%s:%d: rank %d: %s: %s", __FILE__,  \
-                     __LINE__, llmc::this_rank, #cond, check_text_);                        \
-            llmc::die(check_line_);                                                         \
-        }                                                                                   \
+#define LLMC_CHECK(cond, format, ...)                                                      \
+    do {                                                                                   \
+        if (!(cond))                                                                       \
+            llmc::die("%s:%d: rank %d: %s: " format, __FILE__, __LINE__, llmc::this_rank,  \
+                      #cond __VA_OPT__(, ) __VA_ARGS__);                                   \
     } while (0)
 
 // For a mistake in what the user gave. Prints one plain line that says how to fix it.
-#define LLMC_USER_CHECK(cond, ...)                                                          \
-    do {                                                                                    \
-        if (!(cond)) {                                                                      \
-            char check_text_[1536];                                                         \
-            snprintf(check_text_, sizeof(check_text_), __VA_ARGS__);                        \
-            llmc::die(check_text_);                                                         \
-        }                                                                                   \
+#define LLMC_USER_CHECK(cond, ...)               \
+    do {                                         \
+        if (!(cond)) llmc::die(__VA_ARGS__);     \
     } while (0)
-// clang-format on
 
 // ----------------------------------------------------------------------------
 // element types
@@ -103,40 +95,6 @@ struct bf16 {
 struct fp16 {
     uint16_t bits;
 };
-
-// Element types as values, for tables and files.
-enum class Type : uint8_t { F32, BF16, F16, F64 };
-
-struct TypeRow {
-    size_t bytes;
-    const char* name; // as in the headers of safetensors files
-};
-
-// There is no default case: the compiler warns of a missing type, and at run time die() reports it.
-inline TypeRow type_row(Type t) {
-    switch (t) {
-    case Type::F32: return {4, "F32"};
-    case Type::BF16: return {2, "BF16"};
-    case Type::F16: return {2, "F16"};
-    case Type::F64: return {8, "F64"};
-    }
-    die("an element type without a row in type_row()");
-}
-
-// The bytes and the name of a type.
-inline size_t type_bytes(Type t) { return type_row(t).bytes; }
-inline const char* type_name(Type t) { return type_row(t).name; }
-
-// The Type of a C++ type.
-template <typename T> LLMC_HD constexpr Type type_of();
-template <>
-LLMC_HD constexpr Type type_of<float>() { return Type::F32; }
-template <>
-LLMC_HD constexpr Type type_of<double>() { return Type::F64; }
-template <>
-LLMC_HD constexpr Type type_of<bf16>() { return Type::BF16; }
-template <>
-LLMC_HD constexpr Type type_of<fp16>() { return Type::F16; }
 
 // Reinterpret the bits as another type of the same size.
 template <typename To, typename From>
@@ -224,10 +182,6 @@ template <> LLMC_HD inline fp16 from_acc<fp16>(float f) {
 
 // CUDA's own 16-bit types hold the same bits, so every operator also takes pointers to them.
 #if defined(__CUDA_BF16_H__) && defined(__CUDA_FP16_H__)
-template <>
-LLMC_HD constexpr Type type_of<__nv_bfloat16>() { return Type::BF16; }
-template <>
-LLMC_HD constexpr Type type_of<__half>() { return Type::F16; }
 LLMC_HD inline float to_float(__nv_bfloat16 x) { return to_float(bits_as<bf16>(x)); }
 LLMC_HD inline float to_float(__half x) { return to_float(bits_as<fp16>(x)); }
 template <>
@@ -249,80 +203,5 @@ LLMC_HD inline double to_acc<double>(double x) { return x; }
 // a / b rounded up, and a rounded up to a multiple of b.
 LLMC_HD inline size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 LLMC_HD inline size_t round_up(size_t a, size_t b) { return ceil_div(a, b) * b; }
-
-// ----------------------------------------------------------------------------
-// exp and tanh as polynomials: g++ vectorises libm's functions only under -ffast-math, which this
-// project does not use
-
-// exp(x) with a relative error below 2e-7. It is 0 below -87.3 and +inf above 88.7; a NaN stays a
-// NaN.
-inline float fast_exp(float x) {
-    float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x; // a NaN stays a NaN
-
-    // Split x = n ln2 + r with |r| <= ln2 / 2. Adding 1.5 * 2^23 rounds to an integer.
-    float shifted = clamped * 1.44269504f + 12582912.0f;
-    float n = shifted - 12582912.0f;
-    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-
-    // Evaluate exp(r).
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-
-    // Scale by 2^n in two factors, because 2^128 is not a float.
-    int32_t e = bits_as<int32_t>(shifted) - 0x4b400000;
-    int32_t half = e >> 1;
-    float s0 = bits_as<float>((half + 127) << 23);
-    float s1 = bits_as<float>((e - half + 127) << 23);
-    float y = p * s0 * s1;
-
-    // Restore the results outside the clamped range.
-    y = x < -87.3f ? 0.0f : y;
-    y = x > 88.7f ? INFINITY : y;
-    return x != x ? x : y;
-}
-inline double fast_exp(double x) { return std::exp(x); }
-
-// exp(x) for x <= 88, in half the instructions; a softmax needs only x <= 0, below its maximum. The
-// relative error is below 2e-7. It is 0 below -88; a NaN stays NaN.
-inline float fast_exp_nonpositive(float x) {
-    // Split x / ln2 = n + f with |f| <= 1/2. The second term is the part of 1 / ln2
-    // that 1.44269502f lacks.
-    float shifted = x * 1.44269502f + 12582912.0f;
-    float n = shifted - 12582912.0f;
-    float f = std::fma(x, 1.44269502f, -n); // exact
-    f += x * 1.92596299e-8f;
-
-    // Evaluate 2^f to 2e-8, exactly 1 at 0. Pairs of terms wait for each other less than
-    // a chain would.
-    float ff = f * f;
-    float p = 6.931472421e-1f * f + 1.0f;
-    float q = 5.550310388e-2f * f + 2.402265221e-1f;
-    float r = 1.340664341e-3f * f + 9.617692791e-3f;
-    p = ((1.559467782e-4f * ff + r) * ff + q) * ff + p;
-    float y = p * bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000); // 2^-127 gives 0
-
-    // Mask y to 0 far below, where it is meaningless. g++ would turn `x < -88 ? 0 : y` into a
-    // branch and mask every instruction above with it, which is two thirds slower. A NaN is
-    // not below -88.
-    uint32_t keep = -uint32_t(!(x < -88.0f));
-    return bits_as<float>(bits_as<uint32_t>(y) & keep);
-}
-inline double fast_exp_nonpositive(double x) { return std::exp(x); }
-
-template <typename A>
-inline A fast_exp_low(A x) { return fast_exp_nonpositive(x); } // old name
-
-// tanh(x) with an absolute error below 3e-7.
-inline float fast_tanh(float x) {
-    float a = x < -9.0f ? -9.0f : x > 9.0f ? 9.0f : x;
-    float e = fast_exp(2.0f * a);
-    return (e - 1.0f) / (e + 1.0f);
-}
-inline double fast_tanh(double x) { return std::tanh(x); }
 
 } // namespace llmc

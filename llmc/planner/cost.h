@@ -17,6 +17,7 @@
 #include "../offload.h"
 #include "../ops/fp8_gradients.cuh"
 #include "../ops/small_states.cuh"
+#include "../ops/tensor_table.cuh"
 #include "../optimizer.h"
 #include "../pipeline.h"
 #include "../sharding.h"

@@ -32,7 +32,7 @@
 #include "../model.h"
 #include "../ops/attention_types.h"
 #include "../ops/fp8.cuh"
-#include "../ops/grad_norm.cuh"
+#include "../ops/step_scale.h"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../quantised.h"

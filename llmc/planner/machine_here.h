@@ -3,7 +3,7 @@
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/machine.h"
-#include "../ops/cuda_common.h"
+#include "../ops/gpu.h"
 #include "../ops/types.h"
 #include "../text.h"
 

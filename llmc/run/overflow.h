@@ -4,8 +4,8 @@
 //   learning rate go on: a skipped step counts as one of --steps.
 #pragma once
 #include "../io/config.h"
-#include "../ops/grad_norm.cuh"
 #include "../ops/loss_scale.cuh"
+#include "../ops/step_scale.h"
 #include "../ops/types.h"
 #include "../text.h"
 #include "run.h"

@@ -20,6 +20,7 @@
 #include "../layout.h"
 #include "../load.h"
 #include "../model.h"
+#include "../ops/element_type.h"
 #include "../ops/loss_scale.cuh"
 #include "../ops/types.h"
 #include "../streams.h"

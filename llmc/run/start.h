@@ -14,6 +14,7 @@
 #include "../io/help.h"
 #include "../io/plan_flags.h"
 #include "../ops/cuda_common.h"
+#include "../ops/gpu.h"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/types.h"

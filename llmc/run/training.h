@@ -1,7 +1,7 @@
 // training.h - what stands around the steps: begin, look at each step, heed wishes, end
 #pragma once
 #include "../io/logger.h"
-#include "../ops/grad_norm.cuh"
+#include "../ops/step_scale.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "account.h"

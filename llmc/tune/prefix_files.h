@@ -16,6 +16,7 @@
 #include "../io/one_reader.h"
 #include "../io/safetensors.h"
 #include "../model.h"
+#include "../ops/element_type.h"
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"

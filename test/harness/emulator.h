@@ -573,7 +573,7 @@ template <typename T> T* shared_array(size_t count, const Site& site) {
     return reinterpret_cast<T*>(p);
 }
 
-EMULATOR_UNSEEN inline unsigned char* dynamic_shared_memory() { return self().block->arena; }
+EMULATOR_UNSEEN inline unsigned char* dynamic_shared() { return self().block->arena; }
 
 // ----------------------------------------------------------------------------
 // the scheduler
@@ -961,3 +961,23 @@ inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); 
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 
 #include "emulator_runtime.h"
+
+namespace emulator {
+
+// Queue a launch on the stream, or say why it cannot be one.
+template <typename... Params>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, std::type_identity_t<Params>... args) {
+    if (!check_launch(grid, block, shared_bytes)) return;
+    note_launch(kernel);
+    auto threads = [=] { kernel(args...); };
+    give(reinterpret_cast<const void*>(kernel), stream,
+         [=] { run_grid(grid, block, shared_bytes, threads); }, grid, block, shared_bytes,
+         args...);
+}
+
+} // namespace emulator
+
+// A kernel's __shared__ array.
+#define LLMC_SHARED(type, name, count) \
+    type* name = emulator::shared_array<type>(count, emulator::Site::current())

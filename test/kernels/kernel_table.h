@@ -81,19 +81,15 @@ struct Outputs {
     size_t at = 0;                                // number of the next output
     std::vector<std::vector<unsigned char>> bits; // the first run's outputs
 
-    // Check one output. repeats: false where bits may differ from run to run, so that each run
-    // is held against `want`.
+    // Check one output: the first run against `want`, others against its bits.
     template <typename T>
     void add(const char* name, const Array<T>& got, const std::vector<double>& want,
-             double tolerance, double terms = 0, bool repeats = true) {
+             double tolerance, double terms = 0) {
         std::vector<T> host = got.host();
         std::vector<unsigned char> these(host.size() * sizeof(T));
         if (!these.empty()) memcpy(these.data(), host.data(), these.size());
-
-        // The first run, and any run without fixed bits, is held against `want`;
-        // others against its bits.
-        if (at == bits.size() || !repeats) {
-            if (at == bits.size()) bits.push_back(these);
+        if (at == bits.size()) {
+            bits.push_back(these);
             std::vector<double> x(host.size());
             for (size_t i = 0; i < x.size(); i++) x[i] = as_number(host[i]);
             close(c, name, x, want, tolerance, terms);

@@ -82,8 +82,8 @@ inline std::vector<double> spread(const std::vector<double>& from, size_t B, siz
     return to;
 }
 
-// The kernels to run: the launcher's choice, or Hopper's with dQ summed in order or in any order.
-enum class Path { CHOSEN, HOPPER, HOPPER_ANY_ORDER };
+// The kernels to run: the launcher's choice, or Hopper's.
+enum class Path { CHOSEN, HOPPER };
 
 // A case's operands in double, as every version reads them, and the definition's results.
 struct AttentionWanted {
@@ -119,10 +119,10 @@ inline AttentionWanted attention_wanted(Check& c, const AttentionCase& s) {
 template <typename G>
 void add_heads(Outputs& o, const char* name, const Array<G>& got, const std::vector<double>& want,
                size_t B, size_t n, size_t batch, size_t stride, size_t width, double tolerance,
-               double terms, bool repeats) {
+               double terms) {
     std::vector<G> all = got.host();
     Array<G> inside(heads_of(all, B, n, batch, stride, width));
-    o.add(name, inside, want, tolerance, terms, repeats);
+    o.add(name, inside, want, tolerance, terms);
     for (size_t i = 0; i < all.size(); i++) {
         bool gap = i % batch / stride >= n || i % batch % stride >= width;
         if (gap && !std::isnan(double(to_acc(all[i]))))
@@ -135,7 +135,6 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
     AttentionWanted want = attention_wanted(c, s);
     const AttentionRun<double>& result = want.result;
     AttentionDims d = want.d;
-    d.any_order = path == Path::HOPPER_ANY_ORDER;
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
 
@@ -165,7 +164,7 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
             HopperOperands<T> y = {};
             hopper_operands(y, x, scratch.data, true);
             size_t sums = d.B * d.NKV * y.tiles * PARTS * 64 * 64;
-            if (!d.any_order) o.same("sums of dq", y.dq, sums); // in float, before rounding to T
+            o.same("sums of dq", y.dq, sums); // in float, before rounding to T
         }
 
         // An output is two sums, one after the other. Their operands p and ds are rounded to T,
@@ -178,11 +177,11 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
         // dS = P (dP - D) cancels where a query sees one key: roundings of its terms remain.
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
         add_heads(o, "dq", dq, query_heads(result.dq, want.in.d), d.B, d.Tq, d.q_batch, d.q_stride,
-                  d.NH * d.HS, loose, terms, !d.any_order);
+                  d.NH * d.HS, loose, terms);
         add_heads(o, "dk", dk, key_heads(result.dk, want.in.d), d.B, d.Tk, d.k_batch, d.k_stride,
-                  d.NKV * d.HS, loose, terms, true);
+                  d.NKV * d.HS, loose, terms);
         add_heads(o, "dv", dv, value_heads(result.dv, want.in.d), d.B, d.Tk, d.v_batch, d.v_stride,
-                  d.NKV * d.HS_v, loose, terms, true);
+                  d.NKV * d.HS_v, loose, terms);
     });
 }
 
@@ -417,7 +416,7 @@ std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool back
             else look(AttentionKernels::MMA, attention_mma_forward_kernel<T, D, MT, N>);
         });
         pick_hopper_kernel(d.HS, [&](auto D) {
-            auto back = attention_hopper_backward_kernel<T, D, false>;
+            auto back = attention_hopper_backward_kernel<T, D>;
             if (backward) look(AttentionKernels::WGMMA, back);
             else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D>);
         });

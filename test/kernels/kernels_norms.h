@@ -36,17 +36,12 @@ template <typename T> void layernorm_kernels(Check& c) {
             layernorm_forward(out.data(), mean.data(), rstd.data(), x.data(), w.data(), b.data(), N,
                               C, eps, Cpu{});
             auto mean_f = rounded<float>(mean), rstd_f = rounded<float>(rstd);
-            layernorm_backward_input(dinp.data(), accumulate ? dres.data() : nullptr, dout.data(),
-                                     x.data(), w.data(), mean_f.data(), rstd_f.data(), N, C, Cpu{});
-            layernorm_backward_weight(dw.data(), db.data(), dout.data(), x.data(), mean_f.data(),
-                                      rstd_f.data(), N, C, accumulate, Cpu{});
-
-            // The third sum: the residual gradient's columns, or 0 without a residual.
-            std::vector<double> dj = before;
-            if (accumulate)
-                column_sums(dj.data(), dres.data(), nullptr, N, C, accumulate, Cpu{});
-            else
-                dj.assign(C, 0);
+            std::vector<double> dj = before, of_rows(layernorm_sums(N, C, Cpu{}));
+            layernorm_backward(dinp.data(), of_rows.data(), accumulate ? dres.data() : nullptr,
+                               dout.data(), x.data(), w.data(), mean_f.data(), rstd_f.data(), N, C,
+                               Cpu{});
+            add_parts(layernorm_parts(dw.data(), db.data(), dj.data(), of_rows.data(), N, C, Cpu{}),
+                      accumulate, Cpu{});
 
             // A new gradient may cancel the one before it, and the input gradient's terms cancel
             // where C is small: errors are relative to the terms.
@@ -68,9 +63,9 @@ template <typename T> void layernorm_kernels(Check& c) {
                                   eps, stream);
                 layernorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
                                    inp.data, weight.data, m_in.data, r_in.data, N, C, stream);
-                column_sums<T>({}, layernorm_parts<float>(dweight.data, dbias.data, joined.data,
-                                                          sums.data, N, C, stream),
-                               nullptr, accumulate, stream);
+                add_parts(layernorm_parts<float>(dweight.data, dbias.data, joined.data, sums.data,
+                                                 N, C, stream),
+                          accumulate, stream);
 
                 // Frozen weights, with dinp in the residual's place: the input
                 // gradient stays the same.
@@ -105,10 +100,11 @@ template <typename T> void rmsnorm_kernels(Check& c) {
             std::vector<double> out(N * C), rstd(N), dinp(N * C), dw = before;
             rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, eps, Cpu{});
             auto rstd_f = rounded<float>(rstd);
-            rmsnorm_backward_input(dinp.data(), accumulate ? dres.data() : nullptr, dout.data(),
-                                   x.data(), w.data(), rstd_f.data(), N, C, Cpu{});
-            rmsnorm_backward_weight(dw.data(), dout.data(), x.data(), rstd_f.data(), N, C,
-                                    accumulate, Cpu{});
+            std::vector<double> of_rows(rmsnorm_sums(N, C, Cpu{}));
+            rmsnorm_backward(dinp.data(), of_rows.data(), accumulate ? dres.data() : nullptr,
+                             dout.data(), x.data(), w.data(), rstd_f.data(), N, C, Cpu{});
+            add_parts<double>({rmsnorm_parts(dw.data(), of_rows.data(), N, C, Cpu{})}, accumulate,
+                              Cpu{});
 
             // The size of the input gradient's terms, which cancel where C is small.
             double terms = 0, weight_terms = accumulate ? largest(before) : 0;
@@ -127,10 +123,10 @@ template <typename T> void rmsnorm_kernels(Check& c) {
                 rmsnorm_forward(y.data, r.data, inp.data, weight.data, N, C, eps, stream);
                 rmsnorm_backward(dx.data, sums.data, accumulate ? residual.data : nullptr, d.data,
                                  inp.data, weight.data, r_in.data, N, C, stream);
-                column_sums<T>({}, {rmsnorm_parts<float>(dweight.data, sums.data, N, C, stream)},
-                               nullptr, accumulate, stream);
-                column_sums<T>({}, {rmsnorm_parts<float>(nullptr, sums.data, N, C, stream)},
-                               nullptr, accumulate, stream);
+                add_parts<float>({rmsnorm_parts<float>(dweight.data, sums.data, N, C, stream)},
+                                 accumulate, stream);
+                add_parts<float>({rmsnorm_parts<float>(nullptr, sums.data, N, C, stream)},
+                                 accumulate, stream);
 
                 // Frozen weights, with dinp in the residual's place: the input
                 // gradient stays the same.

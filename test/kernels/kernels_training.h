@@ -1,9 +1,10 @@
 // kernels_training.h - rows of the kernel table: embedding, cross-entropy, optimizer, gradient norm
 #pragma once
-#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/adamw_formats.cuh"
 #include "../../llmc/ops/crossentropy.cuh"
 #include "../../llmc/ops/ema.cuh"
 #include "../../llmc/ops/embedding.cuh"
+#include "../../llmc/ops/grad_norm.cuh"
 #include "../../llmc/ops/objective.cuh"
 #include "kernel_table.h"
 
@@ -527,8 +528,8 @@ template <typename T> void update_kernels(Check& c) {
 
             // Want: the CPU in double.
             std::vector<double> wd = w, md = m0, vd = v0, sd = w;
-            adamw_update(wd.data(), nullptr, g.data(), md.data(), vd.data(), rows.data(), tensors,
-                         h, &scale, Cpu{});
+            AdamWMemory<double> in_double = {wd.data(), nullptr, g.data(), md.data(), vd.data()};
+            adamw_update(in_double, rows.data(), tensors, h, &scale, Cpu{});
             sgd_update(sd.data(), nullptr, g.data(), rows.data(), tensors, 0.1f, 0.2f, &scale,
                        Cpu{});
 
@@ -536,8 +537,9 @@ template <typename T> void update_kernels(Check& c) {
             std::vector<float> masters = as<float>(w), sgd_masters = masters, gf = as<float>(g);
             std::vector<float> mf = as<float>(m0), vf = as<float>(v0);
             std::vector<T> wt = as<T>(w), st = wt;
-            adamw_update(wt.data(), master ? masters.data() : nullptr, gf.data(), mf.data(),
-                         vf.data(), rows.data(), tensors, h, &scale, Cpu{});
+            AdamWMemory<T> in_type = {wt.data(), master ? masters.data() : nullptr, gf.data(),
+                                      mf.data(), vf.data()};
+            adamw_update(in_type, rows.data(), tensors, h, &scale, Cpu{});
             sgd_update(st.data(), master ? sgd_masters.data() : nullptr, gf.data(), rows.data(),
                        tensors, 0.1f, 0.2f, &scale, Cpu{});
 
@@ -552,8 +554,9 @@ template <typename T> void update_kernels(Check& c) {
                     return numbers_of(bytes);
                 }());
                 const StepScale* where = reinterpret_cast<const StepScale*>(on_device.data);
-                adamw_update(weight.data, master ? gm.data : nullptr, grad.data, m.data, v.data,
-                             rows.data(), tensors, h, where, stream);
+                AdamWMemory<T> memory = {weight.data, master ? gm.data : nullptr, grad.data, m.data,
+                                         v.data};
+                adamw_update(memory, rows.data(), tensors, h, where, stream);
                 sgd_update(sgd.data, master ? gm_sgd.data : nullptr, grad.data, rows.data(),
                            tensors, 0.1f, 0.2f, where, stream);
 
@@ -718,7 +721,9 @@ template <typename T> void update_without_scale_kernels(Check& c) {
     // Want: the CPU's bits with a scale.
     std::vector<T> wt = as<T>(w), st = wt;
     std::vector<float> gf = as<float>(g), mf(n), vf(n);
-    adamw_update(wt.data(), nullptr, gf.data(), mf.data(), vf.data(), n, h, &scale, Cpu{});
+    TensorRow row = {0, n};
+    AdamWMemory<T> on_cpu = {wt.data(), nullptr, gf.data(), mf.data(), vf.data()};
+    adamw_update(on_cpu, &row, 1, h, &scale, Cpu{});
     sgd_update(st.data(), nullptr, gf.data(), n, 0.1f, 0.2f, &scale, Cpu{});
 
     every_order(c, [&](Outputs& o) {
@@ -726,7 +731,8 @@ template <typename T> void update_without_scale_kernels(Check& c) {
         const StepScale* none = nullptr;
         Array<T> weight(w), sgd(w);
         Array<float> grad(g), m(std::vector<double>(n, 0)), v(std::vector<double>(n, 0));
-        adamw_update(weight.data, nullptr, grad.data, m.data, v.data, n, h, none, stream);
+        AdamWMemory<T> memory = {weight.data, nullptr, grad.data, m.data, v.data};
+        adamw_update(memory, &row, 1, h, none, stream);
         sgd_update(sgd.data, nullptr, grad.data, n, 0.1f, 0.2f, none, stream);
         o.add("weight, bits", weight, as_double(wt), 0);
         o.add("first moments, bits", m, as_double(mf), 0);

@@ -37,8 +37,10 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
         rmsnorm_forward(out.data(), rstd.data(), x.data(), w.data(), N, C, eps, Cpu{},
                         {res.data(), 1, squares_f.data(), 2 * C});
         auto rstd_f = rounded<float>(rstd);
-        rmsnorm_backward_input(dinp.data(), (const double*)nullptr, dout.data(), x.data(), w.data(),
-                               rstd_f.data(), N, C, Cpu{}, {nullptr, 1, dots_f.data(), 2 * C});
+        double* frozen = nullptr;
+        const double* no_residual = nullptr;
+        rmsnorm_backward(dinp.data(), frozen, no_residual, dout.data(), x.data(), w.data(),
+                         rstd_f.data(), N, C, Cpu{}, {nullptr, 1, dots_f.data(), 2 * C});
 
         // The size of the input gradient's terms.
         double terms = 0;

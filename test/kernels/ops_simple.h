@@ -1,6 +1,6 @@
 // ops_simple.h - rows of the op table: embedding, norms, RoPE, activations, loss, optimizer
 #pragma once
-#include "../../llmc/ops/adamw.cuh"
+#include "../../llmc/ops/adamw_formats.cuh"
 #include "../../llmc/ops/crossentropy.cuh"
 #include "../../llmc/ops/ema.cuh"
 #include "../../llmc/ops/embedding.cuh"
@@ -135,35 +135,39 @@ struct NormInputs {
 // Forward and backward in T; the gradients of weight and bias start as 2.
 template <typename T> struct NormRun {
     typedef acc_t<T> A;
-    std::vector<T> out, dinp;
+    std::vector<T> out, dinp, frozen; // frozen: dinp where no weight is trained
     std::vector<A> mean, rstd, dweight, dbias;
     explicit NormRun(const NormInputs& x)
-        : out(x.N * x.C), dinp(x.N * x.C), mean(x.N), rstd(x.N), dweight(x.C, A(2)),
-          dbias(x.C, A(2)) {
+        : out(x.N * x.C), dinp(x.N * x.C), frozen(x.N * x.C), mean(x.N), rstd(x.N),
+          dweight(x.C, A(2)), dbias(x.C, A(2)) {
         std::vector<T> inp = as<T>(x.inp), weight = as<T>(x.weight), bias = as<T>(x.bias);
         std::vector<T> dout = as<T>(x.dout), dresidual = as<T>(x.dresidual);
         if (x.in_place) dinp = dresidual;
         const T* r = x.in_place ? dinp.data() : x.residual ? dresidual.data() : nullptr;
+        const T* kept = x.residual || x.in_place ? dresidual.data() : nullptr;
 
-        // Run forward, backward, and backward again with frozen weights, which writes nothing.
+        // Run forward, backward with frozen weights, and backward.
+        std::vector<A> sums(3 * x.C);
+        A* none = nullptr;
         if (x.rms) {
             rmsnorm_forward(out.data(), rstd.data(), inp.data(), weight.data(), x.N, x.C, 1e-5f,
                             CPU);
-            rmsnorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
-                                   rstd.data(), x.N, x.C, CPU);
-            rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), x.N, x.C,
-                                    x.accumulate, CPU);
-            rmsnorm_backward_weight((A*)nullptr, dout.data(), inp.data(), rstd.data(), x.N, x.C,
-                                    x.accumulate, CPU);
+            rmsnorm_backward(frozen.data(), none, kept, dout.data(), inp.data(), weight.data(),
+                             rstd.data(), x.N, x.C, CPU);
+            rmsnorm_backward(dinp.data(), sums.data(), r, dout.data(), inp.data(), weight.data(),
+                             rstd.data(), x.N, x.C, CPU);
+            add_parts<A>({rmsnorm_parts(dweight.data(), sums.data(), x.N, x.C, CPU)}, x.accumulate,
+                         CPU);
         } else {
             layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
                               bias.data(), x.N, x.C, 1e-5f, CPU);
-            layernorm_backward_input(dinp.data(), r, dout.data(), inp.data(), weight.data(),
-                                     mean.data(), rstd.data(), x.N, x.C, CPU);
-            layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
-            layernorm_backward_weight((A*)nullptr, (A*)nullptr, dout.data(), inp.data(),
-                                      mean.data(), rstd.data(), x.N, x.C, x.accumulate, CPU);
+            layernorm_backward(frozen.data(), none, kept, dout.data(), inp.data(), weight.data(),
+                               mean.data(), rstd.data(), x.N, x.C, CPU);
+            layernorm_backward(dinp.data(), sums.data(), r, dout.data(), inp.data(), weight.data(),
+                               mean.data(), rstd.data(), x.N, x.C, CPU);
+            add_parts(layernorm_parts(dweight.data(), dbias.data(), none, sums.data(), x.N, x.C,
+                                      CPU),
+                      x.accumulate, CPU);
         }
     }
 };
@@ -197,6 +201,7 @@ inline void norm_test(Check& c, bool rms) {
                 terms = std::max(terms, std::fabs(x.dout[i] * x.weight[i % C] * d.rstd[i / C]));
             close(c, "dinp float", f.dinp, d.dinp, 4 * tolerance<float>(C), terms);
             close(c, "dinp bf16", b.dinp, d.dinp, tolerance<bf16>(C), terms);
+            close(c, "dinp of frozen weights", d.frozen, d.dinp, 0);
             close(c, "dweight float", f.dweight, d.dweight, 4 * tolerance<float>(x.N), 1);
             close(c, "dbias float", f.dbias, d.dbias, tolerance<float>(x.N), 1);
         }
@@ -237,7 +242,7 @@ template <typename T> void norm_rates(Perf& p, bool rms, const char* type) {
     size_t N = 4096 * 4, C = 768, s = sizeof(T);
     std::vector<T> inp(N * C, from_acc<T>(1)), out(N * C), weight(C), bias(C),
         dout(N * C, from_acc<T>(1)), dinp(N * C);
-    std::vector<float> mean(N), rstd(N), dweight(C), dbias(C);
+    std::vector<float> mean(N), rstd(N), sums(3 * C);
     double bytes = double(N * C * s);
     std::string name = type;
 
@@ -246,17 +251,11 @@ template <typename T> void norm_rates(Perf& p, bool rms, const char* type) {
             : layernorm_forward(out.data(), mean.data(), rstd.data(), inp.data(), weight.data(),
                                 bias.data(), N, C, 1e-5f, CPU);
     });
-    memory_rate(p, (name + " backward_input, with residual").c_str(), 4 * bytes, [&] {
-        rms ? rmsnorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
-                                     weight.data(), rstd.data(), N, C, CPU)
-            : layernorm_backward_input(dinp.data(), out.data(), dout.data(), inp.data(),
-                                       weight.data(), mean.data(), rstd.data(), N, C, CPU);
-    });
-    memory_rate(p, (name + " backward_weight").c_str(), 2 * bytes, [&] {
-        rms ? rmsnorm_backward_weight(dweight.data(), dout.data(), inp.data(), rstd.data(), N, C,
-                                      false, CPU)
-            : layernorm_backward_weight(dweight.data(), dbias.data(), dout.data(), inp.data(),
-                                        mean.data(), rstd.data(), N, C, false, CPU);
+    memory_rate(p, (name + " backward, with residual").c_str(), (rms ? 6 : 7) * bytes, [&] {
+        rms ? rmsnorm_backward(dinp.data(), sums.data(), out.data(), dout.data(), inp.data(),
+                               weight.data(), rstd.data(), N, C, CPU)
+            : layernorm_backward(dinp.data(), sums.data(), out.data(), dout.data(), inp.data(),
+                                 weight.data(), mean.data(), rstd.data(), N, C, CPU);
     });
 }
 inline void norm_perf(Perf& p, bool rms) {
@@ -881,10 +880,13 @@ inline void adamw_without_scale_test(Check& c) {
     std::vector<float> g = as<float>(normals(c, n)), m(n), v(n), m2(n), v2(n);
     std::vector<bf16> with = as<bf16>(w), without = with;
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, true, 7};
+    TensorRow row = {0, n};
+    AdamWMemory<bf16> x = {with.data(), nullptr, g.data(), m.data(), v.data()};
+    AdamWMemory<bf16> y = {without.data(), nullptr, g.data(), m2.data(), v2.data()};
     for (h.step = 1; h.step <= 3; h.step++) {
         StepScale scale = {0, 1, 1, h.step};
-        adamw_update(with.data(), nullptr, g.data(), m.data(), v.data(), n, h, &scale, CPU);
-        adamw_update(without.data(), nullptr, g.data(), m2.data(), v2.data(), n, h, nullptr, CPU);
+        adamw_update(x, &row, 1, h, &scale, CPU);
+        adamw_update(y, &row, 1, h, nullptr, CPU);
     }
     close(c, "adamw", without, as_double(with), 0);
     expect(c, m == m2 && v == v2, "moments without a scale");

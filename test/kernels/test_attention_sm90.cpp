@@ -297,7 +297,6 @@ int main(int argc, char** argv) {
         argc, argv,
         {{"attention on Hopper, bf16", row<bf16, hopper_cases, Path::HOPPER>},
          {"attention on Hopper, fp16", row<fp16, hopper_cases, Path::HOPPER>},
-         {"attention on Hopper, dQ in any order", row<bf16, hopper_cases, Path::HOPPER_ANY_ORDER>},
          {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
          {"attention on Hopper, more tiles than blocks", queue_warps_row},
          {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},

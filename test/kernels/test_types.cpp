@@ -7,6 +7,9 @@
 #include <functional>
 #include <numeric>
 #include <set>
+#include "../../llmc/ops/element_type.h"
+#include "../../llmc/ops/fast_math.h"
+#include "../../llmc/ops/fast_softmax.h"
 #include "../../llmc/ops/rand.h"
 #include "../../llmc/ops/types.h"
 #include "../../llmc/io/safetensors.h"
@@ -151,11 +154,12 @@ static double exp_miss(float x) {
 // Above 88 nothing is promised.
 static double exp_low_miss(float x) {
     return x > 88.0f    ? 0
-           : x != x     ? (fast_exp_low(x) != fast_exp_low(x) ? 0 : 1)
-           : x < -88.0f ? fast_exp_low(x) != 0 || std::signbit(fast_exp_low(x))
+           : x != x     ? (fast_exp_nonpositive(x) != fast_exp_nonpositive(x) ? 0 : 1)
+           : x < -88.0f ? fast_exp_nonpositive(x) != 0 || std::signbit(fast_exp_nonpositive(x))
            : x < -87.3f
-               ? fast_exp_low(x) < 0 || fast_exp_low(x) > 1.3e-38f
-               : std::fabs(fast_exp_low(x) - std::exp(double(x))) >= 2e-7 * std::exp(double(x));
+               ? fast_exp_nonpositive(x) < 0 || fast_exp_nonpositive(x) > 1.3e-38f
+               : std::fabs(fast_exp_nonpositive(x) - std::exp(double(x))) >=
+                     2e-7 * std::exp(double(x));
 }
 static double tanh_miss(float x) {
     float y = fast_tanh(x);

@@ -399,14 +399,14 @@ TEST(Device, QuestionsAreAskedOnce) {
     // Launch with more shared memory than before, and with less.
     int expected = 0;
     for (auto [kilobytes, asks] : {std::pair(48, 0), {64, 1}, {64, 0}, {80, 1}, {72, 0}}) {
-        launch(nothing_kernel, 1, 32, size_t(kilobytes) << 10, stream);
+        launch_shared(nothing_kernel, 1, 32, size_t(kilobytes) << 10, stream);
         EXPECT_EQ(asked(), expected += asks) << kilobytes;
     }
 
     // On another GPU ask again: for the two numbers of its version, and for its shared memory.
     emulator::gpu = emulator::HOPPER;
     EXPECT_TRUE(is_hopper(stream));
-    launch(nothing_kernel, 1, 32, size_t(64) << 10, stream);
+    launch_shared(nothing_kernel, 1, 32, size_t(64) << 10, stream);
     emulator::gpu = emulator::AMPERE;
     EXPECT_EQ(asked(), expected + 3);
 }
@@ -1021,35 +1021,6 @@ TEST(RealSizes, LongRowsAreCopied) {
     copy_rows(from + bytes, bytes / 2, from, bytes / 2, bytes / 2, 2, cudaStream_t{});
     ASSERT_EQ(run.given.size(), 2u);
     for (const emulator::Note& g : run.given) EXPECT_EQ(size_t(g.numbers[0]), bytes);
-}
-
-// Where blocks add to dQ in any order it is zeroed first, all of it: 2^32 floats here.
-TEST(RealSizes, AllOfDqIsZeroed) {
-    DryRun run;
-    emulator::gpu = emulator::HOPPER;
-    AttentionDims d = {2, 131072, 131072, 128, 128, 128, 128 * 128, 128 * 128};
-    d.any_order = true;
-    size_t rows = d.B * d.Tq * d.NH, scratch = attention_scratch_bytes<bf16>(d, 1, cudaStream_t{});
-
-    // Launch the backward pass on addresses alone.
-    bf16* x = nullptr;
-    float* lse = nullptr;
-    int* positions = nullptr;
-    unsigned char* room = nullptr;
-    LLMC_CUDA_CHECK(cudaMalloc(&x, rows * d.HS * sizeof(bf16)));
-    LLMC_CUDA_CHECK(cudaMalloc(&lse, rows * sizeof(float)));
-    LLMC_CUDA_CHECK(cudaMalloc(&positions, d.B * d.Tq * sizeof(int)));
-    LLMC_CUDA_CHECK(cudaMalloc(&room, scratch));
-    AttentionOperands<bf16> operands = {x, x, x, x, positions, positions, positions, nullptr, d};
-    attention_backward(x, x, x, x, lse, operands, room, cudaStream_t{});
-    emulator::gpu = emulator::AMPERE;
-
-    // Look for the zeros.
-    size_t most = 0;
-    const void* zeros = reinterpret_cast<const void*>(&cudaMemsetAsync);
-    for (const emulator::Note& g : run.given)
-        if (g.what == zeros) most = std::max(most, size_t(g.numbers.back()));
-    EXPECT_EQ(most, rows * d.HS * sizeof(float));
 }
 
 // A device that has too little room leaves no error behind for the next launch.
