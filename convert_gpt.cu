@@ -6,22 +6,18 @@
 //   --add-tokens, --upcycle   with new special tokens; with copies of each ffn as experts
 //   Weights pass through a trainer's arena in float, so they are those that a run would read.
 //   Usage: convert_gpt --help
+#include "llmc/action.h"
+#include "llmc/extra/average.h"
 #include "llmc/extra/bitsandbytes.h"
+#include "llmc/extra/gguf.h"
 #include "llmc/extra/gptq.h"
 #include "llmc/extra/merged_adapters.h"
 #include "llmc/extra/mxfp4.h"
-#include "llmc/action.h"
-#include "llmc/adapters.h"
-#include "llmc/extra/average.h"
-#include "llmc/extra/gguf.h"
 #include "llmc/extra/upcycle.h"
 #include "llmc/io/config.h"
-#include "llmc/io/config_check.h"
 #include "llmc/io/files.h"
 #include "llmc/io/huggingface.h"
-#include "llmc/io/new_tokens.h"
 #include "llmc/ops/attention_merge.cuh"
-#include "llmc/parameters.h"
 #include "llmc/run/choose.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/health.h"
@@ -31,7 +27,6 @@
 #include "llmc/run/start.h"
 #include "llmc/trainer.h"
 #include "llmc/tune/choose_adapters.h"
-#include "llmc/tune/prefix_files.h"
 
 using namespace llmc;
 
@@ -41,22 +36,9 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     if (!c.average.empty()) return average_weights(run, t);
 
-    // A folder may be changed while it is read; a file or a checkpoint is read as it is.
-    bool folder = c.start.empty() && file_type(c.model) == S_IFDIR;
-    bool beside = trains_adapters(run.shape);
-    uint64_t seed = uint64_t(c.seed);
-    if (!folder)
-        load_model(run, t);
-    else if (c.upcycle)
-        or_die_on_all_ranks(run, upcycle_weights(t, c.model, seed, run.dialects));
-    else if (!c.add_tokens.empty())
-        or_die_on_all_ranks(run, load_and_grow(t, c.model, seed, run.dialects));
-    else
-        or_die_on_all_ranks(run, hf_load_weights(t, c.model, run.dialects,
-                                                 beside ? "" : c.adapter));
-    if (folder) init_weights(t, seed, true);
-    if (beside)
-        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.prompt_plan));
+    load_base(run, t, [&] {
+        return upcycle_weights(t, c.model, uint64_t(c.seed), run.dialects);
+    });
 }
 
 // Place, load and export: one rank's whole life.
@@ -66,7 +48,7 @@ void convert(Run& run, S where) {
     Trainer<T, S> t;
     if (!c.average.empty()) keep_sums<T>(run, where);
     if (is_gguf(c.export_dir))
-        run.export_file = [&](MergeSums* merged) { return export_gguf(run, t, merged); };
+        run.exports.file = [&](MergeSums* merged) { return export_gguf(run, t, merged); };
     std::vector<PlanOptions> plans = place_rank(run, t, where);
     open_rank(run, t, plans);
     load_weights(run, t);
@@ -104,18 +86,15 @@ static bool run_command(Run& run) {
     c.steps = c.sample_tokens = 0; // whatever the run did
     choose_model(run);
     grow_vocabulary(run);
-    take_prefix(run);
+    take_adapters(run);
 
     // Check that it can be written.
-    or_die(config_check(c, run.shape, run.world.size));
-    add_run_adapters(c, run.shape, run.dialects);
+    check_run(run);
     LLMC_USER_CHECK(!exports_adapters(run),
                     "--adapter %s: give --merge, to write the model with what it changes",
                     c.adapter.c_str());
-    agree_on_flags(run);
-    open_chat(run);
     if (is_gguf(c.export_dir)) {
-        run.export_file = [](MergeSums*) { return ""; };
+        run.exports.file = [](MergeSums*) { return ""; };
         prepare_gguf(run);
     }
     try_outputs(run);

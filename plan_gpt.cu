@@ -11,7 +11,6 @@
 #include "llmc/io/config.h"
 #include "llmc/io/config_notes.h"
 #include "llmc/io/files.h"
-#include "llmc/model.h"
 #include "llmc/planner/calibrate.h"
 #include "llmc/planner/fit.h"
 #include "llmc/run/choose.h"
@@ -30,8 +29,6 @@ static bool run_command(Run& run) {
     Config& c = run.config;
     run.dialects = {MXFP4, GPTQ_AND_AWQ, BITSANDBYTES, MERGED_ADAPTERS};
     or_die(take_run_model(c));
-
-
     take_teacher(run);
 
     // Print what fits on a card, or measure this machine: neither needs a model.
@@ -50,10 +47,7 @@ static bool run_command(Run& run) {
     c.explain = true;
     choose_model(run);
     grow_vocabulary(run);
-    take_prefix(run);
-    run.complete_shape = [&run](const Config& asked, Shape& s) {
-        add_run_adapters(asked, s, run.dialects);
-    };
+    take_adapters(run);
     if (!has_new_weights(c)) take_loss_defaults(c);
     plan_ahead(run);
     return true;

@@ -24,11 +24,9 @@ int main(int argc, char** argv) {
     Config c;
     c.program = &program_named("prepare_gpt");
     or_die(parse_arguments(c, argc, argv));
-    if (c.help || c.version) {
-        fputs((c.help ? help_text(*c.program, terminal_columns()) : version_text(*c.program))
-                  .c_str(), stdout);
-        return 0;
-    }
+    std::string page = page_asked(c);
+    fputs(page.c_str(), stdout);
+    if (!page.empty()) return 0;
     LLMC_USER_CHECK(c.paths.size() == 1, "what is to be written? prepare_gpt --data FILES OUT.bin");
     c.prepare = c.paths[0];
 

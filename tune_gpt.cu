@@ -8,7 +8,7 @@
 //   Usage: tune_gpt --help
 #include "llmc/action.h"
 #include "llmc/adapters.h"
-#include "llmc/comm/record.h"
+#include "llmc/comm/rank_status.h"
 #include "llmc/context.h"
 #include "llmc/extra/bitsandbytes.h"
 #include "llmc/extra/ds_config.h"
@@ -16,43 +16,34 @@
 #include "llmc/extra/kto.h"
 #include "llmc/extra/merged_adapters.h"
 #include "llmc/extra/mxfp4.h"
-#include "llmc/extra/replay.h"
+#include "llmc/extra/silent_corruption.h"
 #include "llmc/extra/upcycle.h"
 #include "llmc/io/checkpoint.h"
 #include "llmc/io/checkpoint_load.h"
 #include "llmc/io/config.h"
-#include "llmc/io/config_check.h"
 #include "llmc/io/config_notes.h"
 #include "llmc/io/files.h"
 #include "llmc/io/huggingface.h"
-#include "llmc/io/logger.h"
-#include "llmc/io/new_tokens.h"
 #include "llmc/load.h"
-#include "llmc/model.h"
 #include "llmc/ops/types.h"
-#include "llmc/optimizer.h"
-#include "llmc/parameters.h"
 #include "llmc/run/account.h"
 #include "llmc/run/choose.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/health.h"
 #include "llmc/run/open.h"
-#include "llmc/run/overflow.h"
 #include "llmc/run/report.h"
 #include "llmc/run/run.h"
 #include "llmc/run/sample.h"
 #include "llmc/run/start.h"
-#include "llmc/run/step_report.h"
 #include "llmc/run/stop.h"
 #include "llmc/run/training.h"
-#include "llmc/step.h"
 #include "llmc/trainer.h"
 #include "llmc/tune/base_identity.h"
 #include "llmc/tune/choose_adapters.h"
 #include "llmc/tune/conversations.h"
 #include "llmc/tune/on_policy.h"
 #include "llmc/tune/prefix_files.h"
-#include "llmc/tune/references.h"
+#include "llmc/tune/reference_policy.h"
 #include "llmc/tune/teach.h"
 
 using namespace llmc;
@@ -66,59 +57,18 @@ template <typename T, typename S>
 void sample_step(Run& run, Trainer<T, S>& t) {
     double begin = clock_seconds();
     std::string wrong = sample_rollouts(run, t);
-    run.rollout_seconds += clock_seconds() - begin;
+    run.rollouts.seconds += clock_seconds() - begin;
     if (wrong.empty()) return;
-    if (run.step > run.first_step) save(run, t);
+    if (run.step > run.progress.first_step) save(run, t);
     end_save(run, t);
     or_die_on_all_ranks(run, wrong + resume_hint(run));
 }
 
-// Do one optimizer step: sample or evaluate what it compares with, run the plan, check and log.
+// Do one optimizer step, on sampled answers with --loss grpo.
 template <typename T, typename S>
 void tune_step(Run& run, Trainer<T, S>& t) {
-    const Config& c = run.config;
-    if (has_rollouts(c)) sample_step(run, t);
-    Spend spend(run.account, Work::STEPS);
-    t.watch.on = wants_times(run);
-    t.hyper.lr = float(lr_at(run.step, c.steps, c.warmup, c.lr, c.min_lr, c.schedule));
-
-    // Run the step and time it. A sampled batch cannot be read ahead: the new weights sample it.
-    double start = clock_seconds();
-    double waited = waited_for_others(run);
-    uint64_t samples = uint64_t(c.batch_tokens / c.seq);
-    if (t.hooks.before) t.hooks.before();
-    start_plan(t, run.train_plan);
-    if (run.step + 1 < c.steps && !has_rollouts(c))
-        prepare_batch(t, run.train_plan, t.data.cursor + samples);
-    PlanResult result = plan_result(t);
-    run.account.recount(Work::STEPS, Work::WAIT, waited_for_others(run) - waited);
-    StepMeasures measures = measure_step(t);
-    measures.seconds = clock_seconds() - start;
-    take_times(run, t, measures.seconds);
-
-    // Check the result. An fp16 step that overflowed is skipped and does not count as divergence.
-    double loss = result.loss.mean();
-    bool skipped = is_skipped(run, result.scale);
-    if (!skipped) {
-        check_step(run, t, loss, result.scale);
-        if (c.router_bias_rate > 0)
-            move_choice_biases(t, run.choice_biases, measures.loads, float(c.router_bias_rate));
-        if (run.first_loss == 0) run.first_loss = loss;
-    }
-    run.step_loss = skipped ? NAN : loss;
-
-    // Count the step on all ranks; only the first one logs. GRPO's loss is weighted by advantages,
-    // so it has no usual level.
-    run.step++;
-    run.tokens += c.batch_tokens;
-    t.data.cursor += samples;
-    if (!is_first_rank(run)) return;
-    StepReport report = step_report(run, t, result, measures);
-    report.rollouts = rollout_numbers(run, result.loss);
-    sum_imbalances(run, report);
-    note(run, log_step(run.log, report));
-    if (!skipped && !has_rollouts(c))
-        note(run, run.spikes.look(run.step, loss, result.scale.norm));
+    if (has_rollouts(run.config)) sample_step(run, t);
+    train_step(run, t);
 }
 
 // ----------------------------------------------------------------------------
@@ -134,49 +84,26 @@ void tune(Run& run, Trainer<T, S>& t) {
     while (run.step < c.steps) {
         tune_step(run, t);
         Wishes wishes = heed_wishes(run, t);
-        if (run.stopped) break;
+        if (run.end.stopped) break;
         if (is_time(run, c.verify_every, false))
             check_ranks(run, t);
 
         // Evaluate. This may take minutes, so a signal ends an evaluation too.
         if (is_time(run, c.eval_every, true))
             report_evaluation(run, t);
-        if (run.stopped) break;
+        if (run.end.stopped) break;
 
         // Keep the best checkpoint, sample, and save.
-        if (run.best_step == run.step)
+        if (run.best.step == run.step)
             keep_best_checkpoint(run, t);
         if (is_time(run, c.sample_every, false))
             print_samples(run, t);
-        if (run.buddies && is_time(run, c.buddy_every, false))
+        if (run.saves.buddies && is_time(run, c.buddy_every, false))
             save_in_memory(run, t);
         if (wishes.save || is_time(run, c.save_every, false))
             save(run, t);
     }
     end_training(run, t);
-}
-
-// Read the base: a folder's weights with added tokens, upcycled, with adapters merged, or plain.
-template <typename T, typename S>
-void load_base(Run& run, Trainer<T, S>& t) {
-    const Config& c = run.config;
-    bool folder = c.start.empty() && !has_new_weights(c) && file_type(c.model) == S_IFDIR;
-    bool trained = trains_adapters(run.shape);
-    if (!folder)
-        load_model(run, t);
-    else if (c.upcycle)
-        or_die_on_all_ranks(run, upcycle_weights(t, c.model, uint64_t(c.seed), run.dialects));
-    else if (!c.add_tokens.empty())
-        or_die_on_all_ranks(run, load_and_grow(t, c.model, uint64_t(c.seed), run.dialects));
-    else
-        or_die_on_all_ranks(run, hf_load_weights(t, c.model, run.dialects,
-                                                 trained ? "" : c.adapter));
-    if (folder) init_weights(t, uint64_t(c.seed), true);
-
-    // Read adapters to go on from.
-    if (trained && !c.adapter.empty())
-        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.prompt_plan));
-    start_average(t);
 }
 
 // Load the weights. Two kinds of run load their checkpoint after the model's files: a checkpoint of
@@ -185,20 +112,25 @@ void load_base(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void load_weights(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
-    Spend spend(run.account, Work::LOAD);
+    Spend spend(run.clock.account, Work::LOAD);
     bool adapters = trains_adapters(run.shape);
     bool behind = adapters || has_reference(c);
     bool resumed = c.resume && !behind && resume(run, t);
-    if (!resumed) load_base(run, t);
+    if (!resumed) {
+        load_base(run, t, [&] {
+            return upcycle_weights(t, c.model, uint64_t(c.seed), run.dialects);
+        });
+        start_average(t);
+    }
 
     // Finish what needs the starting weights, then load the checkpoint over them.
     if (adapters && !c.out.empty())
         or_die_on_all_ranks(run, base_identity(run.world, has_new_weights(c) ? "" : base_name(c),
-                                               c.seed, &run.base));
+                                               c.seed, &run.saves.base));
     if (has_reference(c)) compute_references(run, t);
     if (c.loss == "kto") start_kto(run, t);
     if (behind && c.resume) resume(run, t);
-    if (c.router_bias_rate > 0) run.choice_biases = read_choice_biases(t);
+    if (c.router_bias_rate > 0) run.balance.biases = read_choice_biases(t);
     check_weights(run, t);
 }
 
@@ -209,28 +141,28 @@ void set_tuning(Run& run, Trainer<T, S>& t, S where) {
     // A copy of the starting weights, and a replay that finds a rank that computes wrong.
     const Config& c = run.config;
     if (keeps_start(c)) keep_start<T>(run, where);
-    run.replay = [&](bool equal) {
+    run.health.replay = [&](bool equal) {
         if (equal) even_weights(t);
-        return replay_step(t, run.train_plan);
+        return replay_step(t, run.plans.train);
     };
 
     // A validation has references of its own.
     if (has_reference(c))
-        run.around_validation = [&, point = 0.0, own = References()](bool begins) mutable {
+        run.reference.around_validation = [&, point = 0., own = References()](bool begins) mutable {
             if (begins) {
                 own = t.data.references;
-                point = run.reference_point;
+                point = run.reference.point;
                 return take_validation_references(run, t);
             }
             t.data.references = own;
-            run.reference_point = point;
+            run.reference.point = point;
         };
 
     // An export of adapters alone.
     if (exports_adapters(run))
-        run.export_file = [&](MergeSums*) {
+        run.exports.file = [&](MergeSums*) {
             return export_trained_adapters(t, c.export_dir, export_type(c), base_name(c),
-                                           run.exported);
+                                           run.exports.tokenizer);
         };
 }
 
@@ -247,35 +179,22 @@ void run_tuning(Run& run, S where) {
     has_rollouts(c) ? set_rollouts(run, t) : read_data(run, t);
     load_weights(run, t);
     open_teacher(run, t, plans);
-    open_log(run, t);
-    run.first_step = run.step;
-    run.started = clock_seconds();
-    run.account.turn_to(Work::REST);
+    start_counting(run, t);
 
-    // Evaluate and end, or train.
-    if (c.eval) {
+    // Evaluate alone, or train and leave samples and an export.
+    if (c.eval)
         report_evaluation(run, t);
-        return trainer_free(t);
-    }
-    if (run.step < c.steps)
+    else if (run.step < c.steps)
         tune(run, t);
-
-    // After a signal end at once: its sender does not want to wait for samples and exports.
-    if (run.stopped) return trainer_free(t);
-
-    // Write the samples and the export that the flags ask for.
-    print_samples(run, t);
-    bool exported = write_export(run, t);
-    report_end(run, t, exported);
+    if (!c.eval) leave_results(run, t);
     trainer_free(t);
 }
 
 // Run a rank with the element type that --precision names.
 template <typename S> void run_rank(Run& run, S where) {
-    const std::string& precision = run.config.precision;
-    if (precision == "bf16") return run_tuning<bf16>(run, where);
-    if (precision == "fp16") return run_tuning<fp16>(run, where);
-    run_tuning<float>(run, where);
+    with_precision(run.config, [&](auto type) {
+        run_tuning<typename decltype(type)::type>(run, where);
+    });
 }
 
 #if defined(__CUDA_ARCH__)
@@ -300,10 +219,7 @@ static bool run_command(Run& run) {
     take_ds_config(run);
     choose_model(run);
     grow_vocabulary(run);
-    take_prefix(run);
-    run.complete_shape = [&run](const Config& asked, Shape& s) {
-        add_run_adapters(asked, s, run.dialects);
-    };
+    take_adapters(run);
     take_teacher(run);
 
     // Take the usual defaults of the loss (TRL's). A resumed run has them from its checkpoint.
@@ -314,10 +230,7 @@ static bool run_command(Run& run) {
 
     // Choose the layout if the program is to choose it; then check that all flags fit together.
     if (!plan_ahead(run)) return true;
-    or_die(whose_flag(c, config_check(c, run.shape, run.world.size)));
-    add_run_adapters(c, run.shape, run.dialects);
-    agree_on_flags(run);
-    open_chat(run);
+    check_run(run);
     try_outputs(run);
     note_peft(run);
 

@@ -13,7 +13,7 @@
 #include "comm/comm.h"
 #include "comm/group.h"
 #include "comm/placement.h"
-#include "comm/record.h"
+#include "comm/rank_status.h"
 #include "fp8.h"
 #include "head.h"
 #include "layout.h"

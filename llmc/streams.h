@@ -4,7 +4,7 @@
 #include "action.h"
 #include "comm/comm.h"
 #include "comm/group.h"
-#include "comm/record.h"
+#include "comm/rank_status.h"
 #include "model.h"
 #include "ops/types.h"
 #include <nvtx3/nvToolsExt.h>

@@ -21,8 +21,8 @@
 //   MPI and NCCL a rank sends (size-1)/size of the buffer, twice for all_reduce. A sum in rank
 //   order needs scratch: on MPI a few MiB, on NCCL the size of `in`. A rank sums whole cache lines,
 //   so rank 0 adds a short sum alone.
-//   To copy: this file, local.h, mpi.h, nccl.h, late.h, placement.h, group.h, record.h, rand.h,
-//   memory.h, gpu.h, elements.h, element_type.h, cuda_common.h and types.h.
+//   To copy: this file, local.h, mpi.h, nccl.h, hang_report.h, placement.h, group.h,
+//   rank_status.h, rand.h, memory.h, gpu.h, elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include "../ops/memory.h"
 #include "../ops/rand.h"

@@ -3,7 +3,7 @@
 //   buffers: comm.h makes it, and a backend (local.h, mpi.h, nccl.h) carries it out.
 //   Lengths named n or count are in elements; lengths in bytes say so in their name.
 //   Contract: reduce_ranks adds its inputs in order, bf16 and fp16 in float, rounded once.
-//   To copy: this file, record.h, elements.h, element_type.h,
+//   To copy: this file, rank_status.h, elements.h, element_type.h,
 //   cuda_common.h and types.h.
 #pragma once
 #include <algorithm>
@@ -15,7 +15,7 @@
 #include "../ops/element_type.h"
 #include "../ops/elements.h"
 #include "../ops/types.h"
-#include "record.h"
+#include "rank_status.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -40,7 +40,7 @@ struct RankInfo {
     std::string place;                // "dp 1, tp 0"
     std::string action;               // the current action, for the watchdog's message
     RankNotes notes;                  // what the ranks of this machine are doing
-    std::shared_ptr<Hotline> hotline; // to other machines (late.h); null: there are none
+    std::shared_ptr<Hotline> hotline; // to other machines (hang_report.h); null: there are none
     int machine_ranks = 0; // tests: divide the machine into parts of so many ranks; 0: do not
     double timeout_s = 600;           // a longer wait ends the job; 0: wait for ever
     Placements* placements = nullptr; // null: buffers are not checked

@@ -7,7 +7,7 @@
 //   A wait sleeps on a condition variable, after a short spin if every rank has a core. If a rank
 //   throws, ends early or waits too long, one message says so, and every other rank's next
 //   collective throws RankFailure. No rank touches the buffers of a rank that has left.
-//   To copy: this file, placement.h, late.h, group.h, record.h,
+//   To copy: this file, placement.h, hang_report.h, group.h, rank_status.h,
 //   memory.h, gpu.h, elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include <array>
@@ -21,9 +21,9 @@
 #include <unistd.h>
 #include "../ops/memory.h"
 #include "group.h"
-#include "late.h"
+#include "hang_report.h"
 #include "placement.h"
-#include "record.h"
+#include "rank_status.h"
 
 namespace llmc {
 

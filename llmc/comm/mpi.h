@@ -8,7 +8,7 @@
 //   Only the thread that initialised MPI may call. A rank that waits for one collective also
 //   advances its other outstanding ones, because a peer may need their second round first.
 //   Without WITH_MPI the same names exist, but nothing calls them: no group has processes.
-//   To copy: this file, late.h, group.h, record.h, elements.h, element_type.h,
+//   To copy: this file, hang_report.h, group.h, rank_status.h, elements.h, element_type.h,
 //   cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
@@ -18,8 +18,8 @@
 #endif
 #include <thread>
 #include "group.h"
-#include "late.h"
-#include "record.h"
+#include "hang_report.h"
+#include "rank_status.h"
 
 namespace llmc {
 

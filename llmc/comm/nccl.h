@@ -10,14 +10,14 @@
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two
 //   communicators that share ranks are called in the same order on each of these ranks.
 //   Without WITH_NCCL the same names exist, but nothing calls them: no group has GPUs.
-//   To copy: this file, mpi.h, late.h, group.h, record.h, memory.h, gpu.h,
+//   To copy: this file, mpi.h, hang_report.h, group.h, rank_status.h, memory.h, gpu.h,
 //   elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include "../ops/memory.h"
 #include "group.h"
-#include "late.h"
+#include "hang_report.h"
 #include "mpi.h"
-#include "record.h"
+#include "rank_status.h"
 #ifdef WITH_NCCL
 #ifndef WITH_MPI
 #error "WITH_NCCL needs WITH_MPI, which carries NCCL's first message and what the host exchanges"

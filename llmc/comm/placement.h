@@ -4,7 +4,7 @@
 //   what its output holds. A sum that is left out or made twice then gives an error message
 //   instead of a wrong gradient. Buffers without a row are not checked; a group of one neither
 //   looks nor records.
-//   To copy: this file, group.h, record.h, elements.h, element_type.h,
+//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h,
 //   cuda_common.h and types.h.
 #pragma once
 #include "group.h"

@@ -45,7 +45,7 @@ template <typename T, typename S> void keep_sums(Run& run, S where) {
         trainer_place(t, r.shape, plans, layout_at(r.layout, rank));
         return average_bytes(t);
     };
-    run.companions.push_back({"sums of the mean", "in the host's memory", Tier::HOST, bytes});
+    run.companions.all.push_back({"sums of the mean", "in the host's memory", Tier::HOST, bytes});
 }
 
 // A model that is averaged: a Hugging Face folder, or the checkpoint of one step in `path`.
@@ -215,7 +215,7 @@ void average_weights(Run& run, Trainer<T, S>& t) {
         if (range.count)
             fill_kept<T>(t, {Kind::WEIGHT, parameters[i].bucket}, range.at, range.count, mean);
     }
-    run.weights = concat("the mean of ", models.size(), " models, from ", models[0].folder(),
+    run.health.weights = concat("the mean of ", models.size(), " models, from ", models[0].folder(),
                          " to ", models.back().folder());
 }
 

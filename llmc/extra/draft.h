@@ -27,7 +27,7 @@ inline Config draft_config(const Run& run) { return second_config(run, run.confi
 // Check that the draft has the model's vocabulary: "" or what differs. Without tokenizers, the
 // sizes of the tables are compared, which may differ by padding rows although tokens are the same.
 inline std::string check_draft_tokens(const Run& run, const Config& d) {
-    return check_same_tokens(run, d, run.draft_shape, "--draft", run.config.draft, "draft");
+    return check_same_tokens(run, d, run.companions.draft, "--draft", run.config.draft, "draft");
 }
 
 // Choose the draft's shape, and check that its vocabulary is the model's.
@@ -41,7 +41,7 @@ inline void choose_draft(Run& run) {
     LLMC_USER_CHECK(d.add_tokens.empty(),
                     "--draft %s: has tokens of --add-tokens: --export it, and give the folder",
                     run.config.draft.c_str());
-    run.draft_shape = choose_shape(d, "--draft");
+    run.companions.draft = choose_shape(d, "--draft");
     or_die(check_draft_tokens(run, d));
 }
 
@@ -49,8 +49,8 @@ inline void choose_draft(Run& run) {
 // the model's generation.
 template <typename T, typename S>
 void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<T, S>& t) {
-    PlanOptions o = plans[size_t(run.generate_plan)];
-    size_t P = run.draft_shape.P;
+    PlanOptions o = plans[size_t(run.plans.generate)];
+    size_t P = run.companions.draft.P;
     LLMC_USER_CHECK(o.cache <= P,
                     "--draft %s has %zu positions, and texts with their prompts may take %zu: give "
                     "a smaller --sample-tokens, shorter prompts, or another draft",
@@ -60,7 +60,7 @@ void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<
     o.scored = 2;
     o.stored = Stored::WIDE;
     o.offload = {};
-    trainer_place(t, run.draft_shape, {o});
+    trainer_place(t, run.companions.draft, {o});
 }
 
 // Bytes that the draft takes of the memory that holds the model; 0 without a draft.
@@ -79,7 +79,7 @@ template <typename T, typename S> void keep_draft(Run& run, S where) {
     auto bytes = [where](const Run& r, const std::vector<PlanOptions>& plans, int) {
         return bytes_of_draft<T>(r, plans, where);
     };
-    run.companions.push_back(
+    run.companions.all.push_back(
         {"draft", "its weights, and a cache beside the model's", Tier::DEVICE, bytes});
 }
 
@@ -89,7 +89,7 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
     const Config &c = run.config, d = draft_config(run);
     if (c.draft.empty())
         return nullptr;
-    Spend spend(run.account, Work::LOAD);
+    Spend spend(run.clock.account, Work::LOAD);
 
     // Place and allocate it.
     auto drop = [](Trainer<T, S>* t) {
@@ -114,9 +114,9 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
 
 // Print how many tokens a step of the model gave, and how many guesses were right.
 inline void report_draft(const Run& run) {
-    if (!run.draft || !run.draft->steps)
+    if (!run.companions.guesses || !run.companions.guesses->steps)
         return;
-    const Draft& d = *run.draft;
+    const Draft& d = *run.companions.guesses;
     printf("draft: %.2f tokens a step of the model, %zu of %zu guesses stayed\n",
            1 + double(d.stayed) / double(d.steps), d.stayed, d.guesses);
 }

@@ -571,7 +571,7 @@ std::string export_gguf(Run& run, Trainer<T, S>& t, MergeSums* merged) {
     bool known = vocab_matches(run) && gguf_no_tokenizer(run.tokenizer).empty();
     std::string name = std::filesystem::path(export_folder(c.model)).filename();
     return gguf_export(t, c.export_dir, gguf_type(c.export_dtype),
-                       known ? &run.tokenizer : nullptr, run.exported, name, merged);
+                       known ? &run.tokenizer : nullptr, run.exports.tokenizer, name, merged);
 }
 
 // Check that a file for llama.cpp can hold this model, and print where it differs from the flags.
@@ -583,7 +583,7 @@ inline void prepare_gguf(Run& run) {
                             : "--tokenizer " + c.tokenizer + " is not the model's";
     // Read the tokenizer's files too: one of them may hold the chat template.
     if (known)
-        tokenizer_files(&run.exported.files, run.tokenizer, run.shape.P);
+        tokenizer_files(&run.exports.tokenizer.files, run.tokenizer, run.shape.P);
     if (!why.empty() && is_first_rank(run))
         printf("--export writes no tokenizer: %s\n", why.c_str());
     if (gguf_context(run.shape) < run.shape.P && is_first_rank(run))

@@ -28,7 +28,7 @@
 #include "../run/run.h"
 #include "../trainer.h"
 #include "../tune/conversations.h"
-#include "../tune/references.h"
+#include "../tune/reference_policy.h"
 
 namespace llmc {
 
@@ -251,7 +251,7 @@ double reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t
 inline References with_reference_point(const Run& run, References references, size_t T) {
     return [&run, references, T](uint64_t sample, RowNumbers to) {
         references(sample, to);
-        to.reference[T - 1] = float(run.reference_point);
+        to.reference[T - 1] = float(run.reference.point);
     };
 }
 
@@ -260,21 +260,22 @@ inline References with_reference_point(const Run& run, References references, si
 template <typename T, typename S>
 void start_kto(Run& run, Trainer<T, S>& t) {
     auto start = std::make_shared<StartingLogp>();
-    if (run.val.windows)
-        start->val = mismatched_references(run, t, run.val, run.val_samples);
-    run.before_validation = [&run, &t, start] {
-        t.data.references = with_reference_point(run, t.data.references, run.val.T);
-        run.reference_point = reference_point(run, t, run.val, 0, run.val_samples, start->val);
+    if (run.data.val.windows)
+        start->val = mismatched_references(run, t, run.data.val, run.data.val_samples);
+    run.reference.before_validation = [&run, &t, start] {
+        t.data.references = with_reference_point(run, t.data.references, run.data.val.T);
+        run.reference.point =
+            reference_point(run, t, run.data.val, 0, run.data.val_samples, start->val);
     };
 
     // A step's point is that of the samples that it will train on.
-    if (run.train_plan < 0) return;
-    start->train = mismatched_references(run, t, run.train, samples_of_run(run));
-    t.data.references = with_reference_point(run, t.data.references, run.train.T);
+    if (run.plans.train < 0) return;
+    start->train = mismatched_references(run, t, run.data.train, samples_of_run(run));
+    t.data.references = with_reference_point(run, t.data.references, run.data.train.T);
     t.hooks.before = [&run, &t, start] {
         uint64_t samples = uint64_t(run.config.batch_tokens / run.config.seq);
-        run.reference_point =
-            reference_point(run, t, run.train, t.data.cursor, samples, start->train);
+        run.reference.point =
+            reference_point(run, t, run.data.train, t.data.cursor, samples, start->train);
     };
 }
 

@@ -500,17 +500,28 @@ struct Save {
     std::string temporary() const { return folder() + ".tmp"; }
 };
 
-// Begin a save: step 1 of the header. Then record what the next training step will change.
+// Begin a save: step 1 of the header. Then record what the next training step will change. makes:
+// whether this rank makes the folder, as the first one does where all share it.
 template <typename T, typename S>
-std::string save_begin(const Trainer<T, S>& t, Save& save) {
+std::string save_begin(const Trainer<T, S>& t, Save& save, bool makes) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
-    std::string wrong = world.rank == 0 ? make_temporary(save.out, save.temporary()) : "";
+    std::string wrong = makes ? make_temporary(save.out, save.temporary()) : "";
     wrong = first_error(world, wrong);
     if (!wrong.empty()) return wrong;
     save.manifest = manifest_of(t, save.info);
     save.file = rank_file_of(t);
     return "";
+}
+
+// Step 2 while nothing else runs: write this rank's file from where its state lies, one tensor at a
+// time, so that a rank never holds a second copy.
+template <typename T, typename S>
+std::string save_in_place(const Trainer<T, S>& t, Save& save) {
+    return write_rank_file(save.file, save.temporary(), [&](size_t i) {
+        auto& [s, range] = save.file.owned[i];
+        return read_numbers(t, s.data, *s.p, range);
+    });
 }
 
 // The manifest's entries for the files of all ranks. All ranks call.
@@ -565,19 +576,13 @@ inline std::string agree_on_save(const Comm& world, std::string wrong) {
 template <typename T, typename S>
 std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
                             const std::string& out, int keep) {
+    const Comm& world = t.comms.world;
     Save save = {info, out, keep};
-    std::string wrong = save_begin(t, save);
+    std::string wrong = save_begin(t, save, world.rank == 0);
     if (!wrong.empty()) return wrong;
 
-    // 2. Write one tensor at a time: a rank never holds a second copy of its state.
-    // Nothing else runs meanwhile, so the state is read where it lies.
-    wrong = write_rank_file(save.file, save.temporary(), [&](size_t i) {
-        auto& [s, range] = save.file.owned[i];
-        return read_numbers(t, s.data, *s.p, range);
-    });
-    // 3. to 5. Exchange, and let the first rank finish.
-    const Comm& world = t.comms.world;
-    Written written = exchange_written(world, save, wrong);
+    // 2. to 5. Write, exchange, and let the first rank finish.
+    Written written = exchange_written(world, save, save_in_place(t, save));
     wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
     return agree_on_save(world, wrong);
 }

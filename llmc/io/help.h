@@ -110,4 +110,10 @@ inline std::string version_text(const Program& program) {
     return text;
 }
 
+// The page that --help or --version asks for; "": neither is given.
+inline std::string page_asked(const Config& c) {
+    if (c.help) return help_text(*c.program, terminal_columns());
+    return c.version ? version_text(*c.program) : "";
+}
+
 } // namespace llmc

@@ -13,7 +13,7 @@
 #include <string>
 #include "../comm/group.h"
 #include "../comm/mpi.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../model.h"
 #include "../ops/cuda_common.h"
 #include "../ops/element_type.h"

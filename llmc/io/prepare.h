@@ -35,7 +35,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../text.h"
 #include "config.h"
 #include "dataloader.h"

@@ -21,7 +21,7 @@
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../comm/nccl.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../context.h"
 #include "../io/config.h"
 #include "../io/files.h"

@@ -12,7 +12,7 @@
 //   account also counts the steps that a killed run had done and that this one does again.
 #pragma once
 #include "../comm/comm.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../streams.h"
 #include "../text.h"
 #include <algorithm>

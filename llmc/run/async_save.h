@@ -81,7 +81,7 @@ std::string async_begin(const Trainer<T, S>& t, AsyncSave& a, const Save& save) 
     typedef acc_t<T> A;
     // Make the weights' sums now too: they belong to this step.
     a.save = save;
-    std::string wrong = save_begin(t, a.save);
+    std::string wrong = save_begin(t, a.save, t.comms.world.rank == 0);
     if (!wrong.empty()) return wrong;
 
     // Copy all that the file is to hold, because the next training step changes it.

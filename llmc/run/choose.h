@@ -1,6 +1,7 @@
-// choose.h - before the run: what the flags name becomes a shape, text and data
+// choose.h - before the run: what the flags name becomes a shape, text, data, plans, a loss scale
 //   Nothing is allocated here. Mistakes on the command line are found here, as far as they can be.
 #pragma once
+#include "../action.h"
 #include "../adapters.h"
 #include "../comm/comm.h"
 #include "../io/chat.h"
@@ -12,13 +13,21 @@
 #include "../io/files.h"
 #include "../io/hf_config.h"
 #include "../io/huggingface.h"
+#include "../io/likelihood.h"
 #include "../io/model_files.h"
 #include "../io/new_tokens.h"
+#include "../io/plan_flags.h"
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_export.h"
 #include "../io/tokenizer_files.h"
+#include "../layout.h"
 #include "../model.h"
+#include "../ops/loss_scale.cuh"
+#include "../ops/types.h"
+#include "../plan.h"
+#include "../plan_check.h"
 #include "../text.h"
+#include "report.h"
 #include "run.h"
 
 namespace llmc {
@@ -85,9 +94,9 @@ inline bool wants_validation(const Config& c) {
 // some seconds from a disk.
 inline void look_at_data(Run& run) {
     const size_t most = size_t(1) << 30;
-    for (const DataLoader* d : {&run.train, &run.val}) {
+    for (const DataLoader* d : {&run.data.train, &run.data.val}) {
         // Without --val both splits come from the same files: note each file once.
-        bool again = d == &run.val && run.config.val.empty() && !run.train.files.empty();
+        bool again = d == &run.data.val && run.config.val.empty() && !run.data.train.files.empty();
         for (const std::string& text : data_notes(*d))
             if (!again) note(run, printable(text));
         or_die(check_tokens(*d, most));
@@ -142,33 +151,35 @@ inline void open_data(Run& run, const LineSource& lines) {
     bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
     const LineSource* source = has_conversations(c) ? &lines : nullptr;
     if (train)
-        or_die(data_open(&run.train, files, Split::TRAIN, apart, run.tokenizer, c.seq, run.shape.V,
-                         c.seed, source));
-    or_die(data_open(&run.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
+        or_die(data_open(&run.data.train, files, Split::TRAIN, apart, run.tokenizer, c.seq,
+                         run.shape.V, c.seed, source));
+    or_die(data_open(&run.data.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
                      run.shape.V, c.seed, source));
 
     // Refuse a tokenizer that is not the model's: its tokens would mean nothing to the weights.
-    bool text = has_text(run.train) || has_text(run.val);
+    bool text = has_text(run.data.train) || has_text(run.data.val);
     LLMC_USER_CHECK(has_new_weights(c) || vocab_matches(run) || !text,
                     "--data: %s", foreign_tokenizer(run).c_str());
 
     // Look at the files on one rank, for all. Checkpoints name them; the manifests of all machines
     // must be equal, so each rank notes which they are.
     if (is_first_rank(run)) look_at_data(run);
-    or_die(identify_files(files, &run.data["data"]));
+    or_die(identify_files(files, &run.data.files["data"]));
     if (apart)
-        or_die(identify_files(c.val, &run.data["val"]));
+        or_die(identify_files(c.val, &run.data.files["val"]));
 
     // Evaluate at least one sample, and at most all that there are.
-    run.val_samples = size_t(std::clamp<int64_t>(c.eval_tokens / c.seq, 1, run.val.windows));
+    int64_t wanted = c.eval_tokens / c.seq;
+    run.data.val_samples = size_t(std::clamp<int64_t>(wanted, 1, run.data.val.windows));
     if (vocab_matches(run) && !has_pairs(c))
-        run.val_bytes = target_bytes(run.val, run.tokenizer, run.val_samples);
+        run.data.val_bytes = target_bytes(run.data.val, run.tokenizer, run.data.val_samples);
 
     // Check that no text is in both splits, and find the token that ends a document.
     if (train && apart)
-        or_die(data_disjoint(run.train, run.val));
+        or_die(data_disjoint(run.data.train, run.data.val));
     if (train && c.document_mask)
-        or_die(data_document_end(run.train, run.tokenizer, c.document_end, &run.document_end));
+        or_die(data_document_end(run.data.train, run.tokenizer, c.document_end,
+                                 &run.data.document_end));
 }
 
 // Read the questions of --evaluate, and check that all ranks have the same.
@@ -176,12 +187,12 @@ inline void open_tasks(Run& run) {
     const Config& c = run.config;
     if (c.evaluate.empty()) return;
     LLMC_USER_CHECK(vocab_matches(run), "--evaluate: %s", foreign_tokenizer(run).c_str());
-    or_die(read_tasks(&run.tasks, c.evaluate, run.tokenizer, text_positions(run.shape)));
+    or_die(read_tasks(&run.questions.asked, c.evaluate, run.tokenizer, text_positions(run.shape)));
     if (run.world.size == 1) return;
 
     // Each rank has read the file itself: compare the tokens.
     std::string all;
-    for (const Candidate& x : run.tasks.candidates)
+    for (const Candidate& x : run.questions.asked.candidates)
         for (int token : x.tokens)
             all += std::to_string(token) + " ";
     check_same(run.world, "the questions of --evaluate", all);
@@ -211,18 +222,18 @@ inline void keep_for_export(Run& run) {
     bool own_tokenizer = own.empty() ? c.tokenizer == "byte"
                                      : std::filesystem::equivalent(own, chosen, none);
     if (own_tokenizer && is_first_rank(run) && !exports_adapters(run))
-        or_die(carry_files(&run.exported, c.model));
+        or_die(carry_files(&run.exports.tokenizer, c.model));
 
     // If this run's shape differs from the folder's it is another model, and keeps no keys.
     if (model_identity(s) == model_identity(run.shape))
-        or_die(keep_of_folder(&run.exported, c.model, own_tokenizer));
+        or_die(keep_of_folder(&run.exports.tokenizer, c.model, own_tokenizer));
 }
 
 // If the model was taught a chat format, by this run or by adapters that it merges, export the
 // format and the end of an answer.
 inline void keep_chat(Run& run) {
     const Config& c = run.config;
-    ExportTokenizer& e = run.exported;
+    ExportTokenizer& e = run.exports.tokenizer;
     auto template_in = [](const std::string& folder) {
         nlohmann::json text;
         or_die(read_chat_template(folder, &text));
@@ -271,16 +282,16 @@ inline void prepare_export(Run& run) {
 
     // Choose the tokens that begin and end a text; without the tokenizer only GPT-2's are known.
     bool known = vocab_matches(run);
-    run.exported.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
+    run.exports.tokenizer.eos = known ? t.eot : run.shape.V == 50257 ? 50256 : -1;
     int begin = begin_token(t);
-    run.exported.bos = known && begin >= 0 ? begin : run.exported.eos;
+    run.exports.tokenizer.bos = known && begin >= 0 ? begin : run.exports.tokenizer.eos;
     if (known && begin < 0 && !t.ends.empty())
-        run.exported.bos = -1; // the tokenizer's folder names an end, and no beginning
+        run.exports.tokenizer.bos = -1; // the tokenizer's folder names an end, and no beginning
 
     // Check what the format requires: a file of llm.c's, of llama.cpp's, or a folder.
     if (is_model_file(c.export_dir))
         return or_die(model_file_check(run.shape, c.export_dir, export_type(c)));
-    LLMC_USER_CHECK(!is_gguf(c.export_dir) || run.export_file,
+    LLMC_USER_CHECK(!is_gguf(c.export_dir) || run.exports.file,
                     "--export %s: convert_gpt writes files of llama.cpp's: --export a folder, then "
                     "convert_gpt FOLDER %s",
                     c.export_dir.c_str(), c.export_dir.c_str());
@@ -290,27 +301,186 @@ inline void prepare_export(Run& run) {
     }
 
     // Export the model even if its tokenizer cannot be exported, but print why.
-    std::string why = known ? tokenizer_files(&run.exported.files, t, run.shape.P)
+    std::string why = known ? tokenizer_files(&run.exports.tokenizer.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
     if (!why.empty() && is_first_rank(run))
         printf("--export writes no tokenizer.json: %s\n", why.c_str());
     keep_for_export(run);
     if (!c.add_tokens.empty())
-        or_die(add_tokens_to_files(&run.exported, t, c.add_tokens));
+        or_die(add_tokens_to_files(&run.exports.tokenizer, t, c.add_tokens));
     keep_chat(run);
 
     // Adapters take the tokenizer with them only where they change how it is used.
-    if (exports_adapters(run) && !run.exported.files.count("chat_template.jinja"))
-        run.exported.files.clear();
+    if (exports_adapters(run) && !run.exports.tokenizer.files.count("chat_template.jinja"))
+        run.exports.tokenizer.files.clear();
     if (exports_adapters(run))
-        run.exported.files.erase("generation_config.json"); // nobody looks for it there
-    or_die(hf_export_check(run.shape, c.export_dir, run.exported.files));
+        run.exports.tokenizer.files.erase("generation_config.json"); // nobody looks for it there
+    or_die(hf_export_check(run.shape, c.export_dir, run.exports.tokenizer.files));
     if (is_first_rank(run))
         or_die(try_folder("export", c.export_dir));
 
     // Announce that an older export will be replaced.
     if (is_first_rank(run) && !names_in(export_folder(c.export_dir)).empty())
         note(run, "--export " + c.export_dir + " holds an export, which the new one replaces");
+}
+
+// ----------------------------------------------------------------------------
+// plans: to train, evaluate, score candidates, generate
+
+// The options of the plan that generates, one text in each slot. A slot of the cache holds the
+// longest prompt and all tokens that follow it.
+inline PlanOptions generate_options(const Run& run, PlanOptions generate) {
+    const Config& c = run.config;
+    generate.mode = Mode::GENERATE;
+    size_t texts = run.samples.prompts.size() * size_t(c.samples);
+    if (answers_are_shared(c))
+        texts = ceil_div(texts, size_t(c.dp));
+    generate.B = generation_slots(c, texts);
+
+    // Hold the longest text.
+    generate.T = 1;
+    for (const Prompt& p : run.samples.prompts)
+        generate.T = std::max(generate.T, p.tokens.size());
+    if (c.chat) generate.T = run.samples.context_length;
+    generate.cache = std::min(run.samples.context_length, generate.T + size_t(c.sample_tokens));
+    if (!c.draft.empty())
+        generate.scored = size_t(c.draft_tokens) + 1; // logits to judge each guess, and one beyond
+    return generate;
+}
+
+// Choose the plans of this run: to train, evaluate, score candidates, generate, sample rollouts.
+// Returns their options, and stores each plan's index in `run`.
+inline std::vector<PlanOptions> choose_plans(Run& run) {
+    const Config& c = run.config;
+    std::vector<PlanOptions> plans;
+    auto add = [&](const PlanOptions& p) {
+        plans.push_back(p);
+        return int(plans.size()) - 1;
+    };
+
+    // Train.
+    PlanOptions train = train_options(c);
+    bool trains = c.steps > 0 && !c.eval;
+    if (trains) run.plans.train = add(train);
+
+    // Evaluate.
+    PlanOptions evaluate = evaluation_of(train);
+    if (evaluate.objective.distills()) evaluate.objective = {}; // the text's own loss
+    bool only_exports = c.steps == 0 && !c.eval && c.sample_tokens == 0;
+    if (wants_validation(c) || evaluates_rollouts(c))
+        run.plans.evaluate = add(evaluate);
+    if (only_exports) add(evaluate); // it never runs: it gives the exported weights their place
+
+    // Score the candidates of --evaluate: one plan for each group of about equal length. From here
+    // on plans have the ordinary loss.
+    evaluate.objective = {};
+    size_t rows = evaluate.B * evaluate.T;
+    const std::vector<Candidate>& candidates = run.questions.asked.candidates;
+    run.questions.groups = group_by_length(candidates, rows, text_positions(run.shape));
+    for (ScoreGroup& group : run.questions.groups)
+        group.plan = add(score_plan(evaluate, group.T, run.layout));
+
+    // Evaluate a prompt that becomes a prefix.
+    if (run.plans.prompt_rows) {
+        run.plans.prompt = add(prompt_options(c, evaluate));
+        if (trains)
+            note(run, concat("--adapter ", c.adapter, ": a prompt's rows become keys and values of "
+                             "each layer, and these are trained, as a prefix"));
+    }
+
+    // Generate texts, and sample answers to train on.
+    if (c.sample_tokens > 0 && !c.eval)
+        run.plans.generate = add(generate_options(run, evaluate));
+    if (has_rollouts(c))
+        run.plans.rollout = add(rollout_options(c, train));
+    return plans;
+}
+
+// Check that the plans of all pipeline ranks fit together: each message that one sends, another one
+// receives. This comes before anything runs.
+inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptions>& options,
+                                     const Model& model) {
+    if (run.layout.pp.size == 1) return;
+    for (const PlanOptions& o : options) {
+        std::vector<Plan> plans = make_plans(run.layout, model, o);
+        or_die_on_all_ranks(run, plans_check(plans, model));
+    }
+}
+
+// ----------------------------------------------------------------------------
+// fp16's loss scale
+
+// The rules by which three trainers move the scale, each with its own defaults.
+struct LossScalingRow {
+    const char* name;
+    LossScaling numbers;
+};
+inline const LossScalingRow LOSS_SCALINGS[] = {
+    {"megatron", {.on = true, .least = 1, .window = 1000, .hysteresis = 2}},
+    {"pytorch", {.on = true, .least = 0, .window = 2000, .hysteresis = 1}},
+    {"deepspeed", {.on = true, .late = true, .least = 1, .window = 1000, .hysteresis = 2}},
+};
+
+// Check that a scale is a power of two: "" or what to try. Multiplying by a power of two changes
+// exponents only, so it rounds nothing.
+inline std::string check_power_of_two(const char* flag, double value) {
+    int exponent = std::ilogb(value);
+    if (value == std::ldexp(1, exponent))
+        return "";
+    return concat(flag, " ", value, " is no power of two: try ", std::ldexp(1, exponent), " or ",
+                  std::ldexp(2, exponent));
+}
+
+// Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
+inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling) {
+    double value = 0;
+    std::string wrong = parse_number(text, 1, 1 << 30, true, &value);
+    if (!wrong.empty())
+        return "--loss-scale " + wrong + ", or dynamic";
+    scaling->dynamic = false;
+    scaling->start = float(value);
+    return check_power_of_two("--loss-scale", value);
+}
+
+// Set the lowest scale: "" or what is wrong. The scale may fall to it, so it must not be above the
+// first scale; 0 sets no bound.
+inline std::string choose_least(double least, LossScaling* scaling) {
+    if (least < 0) return "";
+    if (least > scaling->start)
+        return concat("--loss-scale-min ", least, " is above the first scale, ", scaling->start);
+    scaling->least = float(least);
+    return least == 0 ? "" : check_power_of_two("--loss-scale-min", least);
+}
+
+// Choose a run's loss scaling: "" or what is wrong. Only fp16 has one.
+inline std::string choose_loss_scaling(const Config& c, LossScaling* scaling) {
+    // Refuse flags that would have no effect.
+    const char* numbers[] = {"loss-scale-rule", "loss-scale-start", "loss-scale-window",
+                             "loss-scale-hysteresis", "loss-scale-min"};
+    bool fp16 = c.precision == "fp16";
+    bool dynamic = c.loss_scale == "dynamic";
+    if (!fp16 && was_given(c, "loss-scale"))
+        return "--loss-scale is for fp16 alone: give --precision fp16";
+    for (const char* name : numbers)
+        if (was_given(c, name) && (!fp16 || !dynamic))
+            return concat("--", name, " moves fp16's loss scale: give --precision fp16 and ",
+                          "--loss-scale dynamic");
+    if (!fp16) return "";
+
+    // Take the rule's numbers, then those of other flags.
+    for (const LossScalingRow& row : LOSS_SCALINGS)
+        if (c.loss_scale_rule == row.name)
+            *scaling = row.numbers;
+    if (c.loss_scale_window)
+        scaling->window = c.loss_scale_window;
+    if (c.loss_scale_hysteresis)
+        scaling->hysteresis = c.loss_scale_hysteresis;
+    if (!dynamic)
+        return fix_loss_scale(c.loss_scale, scaling);
+    if (c.loss_scale_start)
+        scaling->start = float(c.loss_scale_start);
+    std::string wrong = check_power_of_two("--loss-scale-start", scaling->start);
+    return wrong.empty() ? choose_least(c.loss_scale_min, scaling) : wrong;
 }
 
 } // namespace llmc

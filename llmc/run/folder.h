@@ -8,7 +8,7 @@
 //   4. save            when it is time, and at the end. A save that fails never ends the run
 #pragma once
 #include "../comm/comm.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../io/checkpoint.h"
 #include "../io/checkpoint_load.h"
 #include "../io/config.h"
@@ -23,7 +23,7 @@
 #include "../trainer.h"
 #include "account.h"
 #include "async_save.h"
-#include "buddy.h"
+#include "memory_checkpoint.h"
 #include "health.h"
 #include "run.h"
 #include "stop.h"
@@ -135,11 +135,11 @@ inline std::string make_folder(Run& run) {
     // Without --resume this run would replace the checkpoints and the log of the run before. What
     // stands where a folder was moved away during the run is always another's.
     std::string holds = run_in(c.out);
-    bool moved = run.home >= 0;
+    bool moved = run.saves.home >= 0;
     if (!holds.empty() && (moved || !c.resume))
         return concat("--out ", c.out, " holds ", holds,
                       ": --resume goes on with it, or choose another --out");
-    run.home = open(c.out.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+    run.saves.home = open(c.out.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
     return "";
 }
 
@@ -147,8 +147,8 @@ inline std::string make_folder(Run& run) {
 inline std::string keep_folder(Run& run) {
     const std::string& out = run.config.out;
     struct stat mine = {}, there = {};
-    bool known = is_first_rank(run) && run.home >= 0;
-    known = known && fstat(run.home, &mine) == 0;
+    bool known = is_first_rank(run) && run.saves.home >= 0;
+    known = known && fstat(run.saves.home, &mine) == 0;
     bool same = stat(out.c_str(), &there) == 0 && mine.st_ino == there.st_ino &&
                 mine.st_dev == there.st_dev;
     if (!known || same)
@@ -497,18 +497,18 @@ inline void open_buddies(Run& run) {
     const Config& c = run.config;
     if (c.buddy.empty() || !writes_folder(c))
         return;
-    run.buddies = std::make_shared<Buddies>();
-    or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.buddies.get()));
+    run.saves.buddies = std::make_shared<Buddies>();
+    or_die_on_all_ranks(run, make_buddies(run.world, c.buddy, run.saves.buddies.get()));
 
     // A run that is left with one machine can still load from its memory, but has no other machine
     // to save to.
-    if (run.buddies->buddy_of.empty())
+    if (run.saves.buddies->buddy_of.empty())
         note(run, one_machine(c) + ": nothing is saved in memory");
 
     // If --out holds no run to resume, whatever lies in memory belongs to another run.
     int64_t ours = c.resume && is_first_rank(run) && !run_in(c.out).empty();
     all_reduce_max(run.world, &ours, 1, Cpu{});
-    std::string wrong = check_memory(run.buddies->folder, ours ? run_of(c) : "");
+    std::string wrong = check_memory(run.saves.buddies->folder, ours ? run_of(c) : "");
     or_die_on_all_ranks(run, first_error(run.world, wrong));
 }
 
@@ -517,13 +517,13 @@ template <typename T, typename S>
 bool resume_from_memory(Run& run, Trainer<T, S>& t, CheckpointInfo* info,
                         std::vector<std::string>* notes, std::string* wrong) {
     const Config& c = run.config;
-    if (!run.buddies || c.resume_step >= 0)
+    if (!run.saves.buddies || c.resume_step >= 0)
         return false;
     // If both hold the same step, take memory's: it is read faster, and the files on disk have not
     // been checked yet.
     std::vector<int64_t> saved = first_ranks_steps(run.world, c.out);
     int64_t newest = saved.empty() ? -1 : saved[0];
-    return buddy_load(t, *run.buddies, info, run_of(c), newest - 1, notes, wrong);
+    return buddy_load(t, *run.saves.buddies, info, run_of(c), newest - 1, notes, wrong);
 }
 
 // Continue from a checkpoint of --out, whatever layout it was written with. Returns false if
@@ -533,8 +533,8 @@ template <typename T, typename S>
 bool resume(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     bool saved = !first_ranks_steps(run.world, c.out).empty();
-    if (run.buddies)
-        saved |= !buddy_steps(run.world, *run.buddies, -1).empty();
+    if (run.saves.buddies)
+        saved |= !buddy_steps(run.world, *run.saves.buddies, -1).empty();
     if (!saved && c.resume_step < 0 && writes_folder(c)) {
         note(run, c.out + " holds no checkpoint: a new run begins");
         return false;
@@ -542,7 +542,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
 
     // Load the checkpoint, from memory where that is at least as new.
     CheckpointInfo info;
-    info.base = run.base;
+    info.base = run.saves.base;
     std::vector<std::string> notes;
     std::string wrong;
     bool in_memory = resume_from_memory(run, t, &info, &notes, &wrong);
@@ -551,10 +551,10 @@ bool resume(Run& run, Trainer<T, S>& t) {
     for (const std::string& text : notes)
         note(run, text);
     or_die_on_all_ranks(run, wrong);
-    run.weights = (in_memory ? c.buddy : c.out) + "/" + step_folder(info.step);
-    if (c.use_ema) run.weights += ", the mean of --ema";
+    run.health.weights = (in_memory ? c.buddy : c.out) + "/" + step_folder(info.step);
+    if (c.use_ema) run.health.weights += ", the mean of --ema";
     run.step = info.step;
-    if (run.train_plan < 0) return true;
+    if (run.plans.train < 0) return true;
 
     // Continue the data. The order of samples depends on the seed, so with another seed the run
     // would repeat some samples and miss others.
@@ -566,27 +566,27 @@ bool resume(Run& run, Trainer<T, S>& t) {
 
     // Say if the data are others: the cursor is a place among the samples of the old ones.
     for (const char* flag : {"data", "val"}) {
-        std::string other = other_files(run.data[flag], info.data[flag]);
+        std::string other = other_files(run.data.files[flag], info.data[flag]);
         if (!other.empty())
             note(run, concat("--", flag, " is not the checkpoint's: ", other,
                              ": text may come again, and what was held back may be trained on"));
     }
     t.data.cursor = info.cursor;
-    run.tokens = info.tokens;
+    run.progress.tokens = info.tokens;
     if (has_rollouts(c))
-        run.rollouts = rollouts_of(info.rollouts);
+        run.rollouts.now = rollouts_of(info.rollouts);
 
     // Restore the best checkpoint's record, then check the weights before any file moves.
-    run.kept_step = info.best_step;
-    run.kept_loss = info.best_loss;
-    if (run.kept_step >= 0) {
-        run.best_step = run.kept_step;
-        run.best_loss = run.kept_loss;
+    run.best.kept_step = info.best_step;
+    run.best.kept_loss = info.best_loss;
+    if (run.best.kept_step >= 0) {
+        run.best.step = run.best.kept_step;
+        run.best.loss = run.best.kept_loss;
     }
     check_weights(run, t);
     set_newer_aside(run, info.broken);
-    if (run.buddies && !in_memory)
-        remove_buddies(run.world, *run.buddies);
+    if (run.saves.buddies && !in_memory)
+        remove_buddies(run.world, *run.saves.buddies);
 
     // Print where the run goes on, or that its last step is already done.
     if (is_first_rank(run) && run.step < c.steps)
@@ -603,7 +603,7 @@ bool resume(Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void open_log(Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
-    if (run.train_plan < 0 || c.out.empty() || !is_first_rank(run))
+    if (run.plans.train < 0 || c.out.empty() || !is_first_rank(run))
         return;
     nlohmann::json first = {{"config", config_json(c)},
                             {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}};
@@ -640,12 +640,12 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
     info.cursor = t.data.cursor;
     info.seed = uint64_t(run.config.seed);
     info.config = config_json(run.config);
-    info.tokens = run.tokens;
-    info.best_step = run.kept_step;
-    info.best_loss = run.kept_loss;
-    info.base = run.base;
-    info.data = run.data;
-    info.rollouts = rollouts_json(run.rollouts, run.config.updates);
+    info.tokens = run.progress.tokens;
+    info.best_step = run.best.kept_step;
+    info.best_loss = run.best.kept_loss;
+    info.base = run.saves.base;
+    info.data = run.data.files;
+    info.rollouts = rollouts_json(run.rollouts.now, run.config.updates);
     return info;
 }
 
@@ -653,9 +653,9 @@ CheckpointInfo checkpoint_info(const Run& run, const Trainer<T, S>& t) {
 // failures is noted once.
 template <typename T, typename S>
 void save_in_memory(Run& run, Trainer<T, S>& t) {
-    if (run.buddies->buddy_of.empty()) return; // one machine is left
-    double before = run.account.spent_on(Work::SAVE);
-    Spend spend(run.account, Work::SAVE);
+    if (run.saves.buddies->buddy_of.empty()) return; // one machine is left
+    double before = run.clock.account.spent_on(Work::SAVE);
+    Spend spend(run.clock.account, Work::SAVE);
 
     // Check the weights as before a save to disk, because a resume prefers this one.
     check_replicas(run, t);
@@ -663,8 +663,8 @@ void save_in_memory(Run& run, Trainer<T, S>& t) {
     CheckpointInfo info = checkpoint_info(run, t);
     info.config["out"] = run_of(run.config);
     if (wrong.empty())
-        wrong = buddy_save(t, *run.buddies, info);
-    run.saves.in_memory += run.account.spent_on(Work::SAVE) - before;
+        wrong = buddy_save(t, *run.saves.buddies, info);
+    run.saves.in_memory += run.clock.account.spent_on(Work::SAVE) - before;
     bool failed_before = std::exchange(run.saves.memory_fails, !wrong.empty());
     if (!wrong.empty() && !failed_before)
         note(run, concat("step ", run.step, " is not saved in memory: ", wrong));
@@ -702,7 +702,7 @@ inline void set_save_interval(Run& run) {
     if (c.save_minutes != "auto" || !is_first_rank(run))
         return;
     // Count the time of failed saves too; leave out saves to memory.
-    double all = run.account.spent_on(Work::SAVE) - run.saves.in_memory;
+    double all = run.clock.account.spent_on(Work::SAVE) - run.saves.in_memory;
     double cost = all / double(run.saves.count);
     double failure = job_failure_seconds(c.failure_hours, run.world.size);
     run.saves.interval = young_interval(failure, cost);
@@ -730,7 +730,7 @@ template <typename T, typename S>
 void end_save(Run& run, Trainer<T, S>& t) {
     AsyncSave* async = run.saves.async.get();
     if (!is_on_its_way(async)) return;
-    Spend spend(run.account, Work::SAVE);
+    Spend spend(run.clock.account, Work::SAVE);
 
     // No step has tried these weights yet, so they are still here to be tried.
     std::string wrong;
@@ -751,7 +751,7 @@ void save(Run& run, Trainer<T, S>& t) {
     if (run.config.out.empty() || saves.step == run.step)
         return;
     end_save(run, t); // one at a time is on its way
-    Spend spend(run.account, Work::SAVE);
+    Spend spend(run.clock.account, Work::SAVE);
     std::string wrong = try_to_save(run, t);
     if (wrong.empty()) saves.last = clock_seconds();
 
@@ -767,9 +767,9 @@ void save(Run& run, Trainer<T, S>& t) {
 inline bool doubts_save(Run& run) {
     AsyncSave* async = run.saves.async.get();
     bool asked = is_on_its_way(async) && async->untried;
-    if (!asked || std::isnan(run.step_loss))
+    if (!asked || std::isnan(run.progress.step_loss))
         return false;
-    async->untried = blown_up(run.step_loss, run.shape.V, run.first_loss);
+    async->untried = blown_up(run.progress.step_loss, run.shape.V, run.progress.first_loss);
     return async->untried;
 }
 
@@ -779,7 +779,7 @@ void advance_save(Run& run, Trainer<T, S>& t) {
     AsyncSave* async = run.saves.async.get();
     if (!is_on_its_way(async) || async->untried) return;
     if (async->naming) return end_save(run, t);
-    Spend spend(run.account, Work::SAVE);
+    Spend spend(run.clock.account, Work::SAVE);
     async_name(run.world, *async);
 }
 
@@ -807,13 +807,13 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
         return;
 
     // Most saves succeed at once.
-    Spend spend(run.account, Work::SAVE);
+    Spend spend(run.clock.account, Work::SAVE);
     double end = clock_seconds() + save_seconds(run.config);
     std::string wrong = try_to_save(run, t);
 
     // Try again while the first rank's clock permits it. Waiting does not mend ruined weights.
     bool said = false;
-    while (!wrong.empty() && !run.ruined) {
+    while (!wrong.empty() && !run.health.ruined) {
         Wishes all = agree(run.world, {stop_signal, is_first_rank(run) && clock_seconds() < end});
         if (all.stop || !all.save) break;
         if (!std::exchange(said, true))
@@ -834,17 +834,17 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
 // --keep does not remove.
 template <typename T, typename S>
 void keep_best_checkpoint(Run& run, Trainer<T, S>& t) {
-    bool better = run.kept_step < 0 || run.val_loss < run.kept_loss;
+    bool better = run.best.kept_step < 0 || run.best.last_loss < run.best.kept_loss;
     if (!run.config.keep_best || !better) return;
-    int64_t step_before = std::exchange(run.kept_step, run.step);
-    double loss_before = std::exchange(run.kept_loss, run.val_loss);
+    int64_t step_before = std::exchange(run.best.kept_step, run.step);
+    double loss_before = std::exchange(run.best.kept_loss, run.best.last_loss);
     save(run, t);
     end_save(run, t);
     if (run.saves.step == run.step) return;
 
     // The save failed: the best checkpoint is still the one before.
-    run.kept_step = step_before;
-    run.kept_loss = loss_before;
+    run.best.kept_step = step_before;
+    run.best.kept_loss = loss_before;
 }
 
 } // namespace llmc

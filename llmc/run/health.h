@@ -94,8 +94,10 @@ BadValues find_bad_values(const P* x, size_t n, S where) {
     });
 }
 
-// "ffn_act: 3 of 4096 values are not finite, the first at 17; finite ones span -2.1 to 3e38"
+// "ffn_act: 3 of 4096 values are not finite, the first at 17; finite ones span -2.1 to 3e38"; "":
+// all n are finite.
 inline std::string bad_values_text(const std::string& name, const BadValues& bad, size_t n) {
+    if (bad.count == 0) return "";
     std::string others =
         bad.count == n ? "" : concat("; finite ones span ", bad.low, " to ", bad.high);
     return concat(name, ": ", bad.count, " of ", n, " values are not finite, the first at ",
@@ -139,18 +141,14 @@ std::string first_bad_weight(const Trainer<T, S>& t) {
         bool frozen = is_narrow(t.plans[0].stored, t.model, p.bucket);
         if (!range.count && !frozen) continue;
 
-        // Look at the frozen weight's mark, or at the values themselves.
-        BadValues bad;
-        if (frozen) {
-            bad = find_bad_frozen(t, p);
-        } else {
-            // Read through read_kept(): the values may be offloaded.
-            bad = find_bad_values<T>(range.count, [&](T* to, size_t at, size_t count) {
-                read_kept(t, to, weight, range.at + at, count);
-            });
-        }
-        if (bad.count)
-            return bad_values_text(p.name, bad, frozen ? p.local_elements() : range.count);
+        // Look at the frozen weight's mark, or at the values themselves, which may be offloaded.
+        auto read = [&](T* to, size_t at, size_t count) {
+            read_kept(t, to, weight, range.at + at, count);
+        };
+        BadValues bad = frozen ? find_bad_frozen(t, p) : find_bad_values<T>(range.count, read);
+        size_t all = frozen ? p.local_elements() : range.count;
+        std::string found = bad_values_text(p.name, bad, all);
+        if (!found.empty()) return found;
     }
     return "";
 }
@@ -161,10 +159,10 @@ template <typename T, typename S>
 void check_weights(const Run& run, const Trainer<T, S>& t) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
     if (!wrong.empty())
-        wrong = run.weights + ": " + wrong + ": these weights are ruined, take others";
+        wrong = run.health.weights + ": " + wrong + ": these weights are ruined, take others";
     or_die_on_all_ranks(run, wrong);
-    if (run.train_plan < 0 && is_first_rank(run))
-        printf("weights: %s\n", run.weights.c_str());
+    if (run.plans.train < 0 && is_first_rank(run))
+        printf("weights: %s\n", run.health.weights.c_str());
 }
 
 // The end of an error message: the hint that --resume goes on, if there is a checkpoint.
@@ -183,7 +181,7 @@ void check_replicas(const Run& run, Trainer<T, S>& t) {
 
     // Replay the step from equal weights. One data-parallel rank has no twin to compare with, and
     // with expert parallelism none has.
-    std::string who = run.replay(true);
+    std::string who = run.health.replay(true);
     bool twins = run.layout.dp.size > 1 && run.layout.ep == 1;
     bool alike = twins && who.empty();
     if (alike) who = "a replay of the step is the same on all ranks, as if memory had failed";
@@ -196,7 +194,7 @@ void check_replicas(const Run& run, Trainer<T, S>& t) {
 template <typename T, typename S>
 void check_ranks(const Run& run, Trainer<T, S>& t) {
     // Replay first, but report differing weights first: they would explain a replay's difference.
-    std::string who = run.replay(false);
+    std::string who = run.health.replay(false);
     check_replicas(run, t);
     if (who.empty()) return;
     or_die_on_all_ranks(run, concat("step ", run.step, ": ", who, ": suspect that machine, leave "
@@ -211,13 +209,13 @@ void check_ranks(const Run& run, Trainer<T, S>& t) {
 // each data-parallel rank.
 template <typename T, typename S>
 double try_weights(Run& run, Trainer<T, S>& t) {
-    uint64_t samples = t.plans[run.evaluate_plan].B * uint64_t(t.layout.dp.size);
+    uint64_t samples = t.plans[run.plans.evaluate].B * uint64_t(t.layout.dp.size);
     uint64_t start = t.data.cursor - std::min(t.data.cursor, samples);
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
-        return load_window(run.train, start + sample, tokens, targets);
+        return load_window(run.data.train, start + sample, tokens, targets);
     };
     double loss = 0;
-    run_samples(t, run.evaluate_plan, samples, window, [&] { loss = plan_loss(t).mean(); });
+    run_samples(t, run.plans.evaluate, samples, window, [&] { loss = plan_loss(t).mean(); });
 
     // Broadcast the loss: ranks decide by it, so it must have the same bits on all of them.
     broadcast(run.world, &loss, 1, 0, Cpu{});
@@ -236,12 +234,12 @@ std::string ruined_weights(Run& run, Trainer<T, S>& t, bool later = false) {
     std::string wrong = first_error(run.world, first_bad_weight(t));
     if (wrong.empty() && loss_proves(run) && !later) {
         double loss = try_weights(run, t);
-        if (blown_up(loss, run.shape.V, run.first_loss))
+        if (blown_up(loss, run.shape.V, run.progress.first_loss))
             wrong = concat("its loss on the last step's text is ", loss, ", and guessing costs ",
                            std::log(double(run.shape.V)));
     }
-    run.ruined = !wrong.empty();
-    return run.ruined ? "the weights are ruined: " + wrong : "";
+    run.health.ruined = !wrong.empty();
+    return run.health.ruined ? "the weights are ruined: " + wrong : "";
 }
 
 // ----------------------------------------------------------------------------
@@ -261,9 +259,7 @@ template <typename T, typename S> struct FindBadActs : BindActs<T, S> {
             // Skip gradients: a forward pass does not make them, so they hold old values.
             if (!pointer || !found->empty() || keep == Keep::GRADIENT)
                 return;
-            BadValues bad = find_bad_values(pointer, n, where);
-            if (bad.count)
-                *found = bad_values_text(name, bad, n);
+            *found = bad_values_text(name, find_bad_values(pointer, n, where), n);
         }
     }
 };
@@ -274,8 +270,7 @@ template <typename T, typename S>
 std::string bad_stream(const Trainer<T, S>& t, const T* x, const char* name) {
     if (!x) return "";
     size_t n = t.plans[t.plan].rows() / t.ctx.shape.rank.rows * t.model.shape.C;
-    BadValues bad = find_bad_values(x, n, t.ctx.where);
-    return bad.count ? bad_values_text(name, bad, n) : "";
+    return bad_values_text(name, find_bad_values(x, n, t.ctx.where), n);
 }
 
 // Describe the first bad gradient among a layer's parameters; "": none is bad.
@@ -288,8 +283,8 @@ std::string bad_gradient(const Trainer<T, S>& t, const Action& a) {
             if (!grad || p.bucket != b) continue;
             size_t n = p.local_elements();
             BadValues bad = find_bad_values(grad + p.offset, n, t.ctx.where);
-            if (bad.count)
-                return bad_values_text("gradient of " + p.name, bad, n);
+            std::string found = bad_values_text("gradient of " + p.name, bad, n);
+            if (!found.empty()) return found;
         }
     }
     return "";
@@ -347,7 +342,7 @@ std::string trace_bad_value(Run& run, Trainer<T, S>& t) {
         what = concat("micro-batch ", a.micro, ", layer ", a.layer, ", ", action_text(a, t.model),
                       ", ", found);
     };
-    run_plan(t, run.train_plan);
+    run_plan(t, run.plans.train);
     t.hooks.after = nullptr;
 
     // Take the finding of the rank whose bad action comes first in a step.

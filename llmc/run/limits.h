@@ -27,7 +27,7 @@
 #include "../text.h"
 #include "../trainer.h"
 #include "async_save.h"
-#include "choose_plans.h"
+#include "choose.h"
 #include "run.h"
 
 namespace llmc {
@@ -75,52 +75,43 @@ size_t arena_bytes(const Run& like, Config c, int rank, S where) {
     return plans_bytes<T>(run, plans, rank, where);
 }
 
-// " --slots N", with the most slots that fit, halved from the run's number; "" if not even one slot
-// fits, or the run neither answers prompts nor samples what it trains on.
-template <typename T, typename S>
-std::string slots_that_fit(const Run& run, int rank, size_t room, S where) {
-    bool has_slots = !run.config.prompts.empty() || has_rollouts(run.config);
-    for (int slots = run.config.slots; has_slots && (slots /= 2) > 0;) {
-        Config c = run.config;
-        c.slots = slots;
-        if (arena_bytes<T>(run, c, rank, where) <= room)
-            return concat(" --slots ", slots);
-    }
-    return "";
+// Configurations that take less memory, the smallest change first: fewer slots, where prompts are
+// answered or sampled; smaller micro-batches, with the run's own level of recomputation and then
+// with levels chosen for each block. A schedule from a file fixes the size of its micro-batches.
+inline std::vector<Config> leaner_configs(const Run& run) {
+    const Config& c = run.config;
+    std::vector<Config> all;
+    bool has_slots = !c.prompts.empty() || has_rollouts(c);
+    for (int slots = c.slots / 2; has_slots && slots > 0; slots /= 2)
+        all.emplace_back(c).slots = slots;
+
+    // Halve the micro-batch.
+    int least = run.layout.pipeline == Pipeline::GIVEN ? c.micro_batch : 1;
+    for (const std::string& recompute : {c.recompute, std::string("auto")})
+        for (int B = c.micro_batch; B >= least; B /= 2) {
+            Config& leaner = all.emplace_back(c);
+            leaner.micro_batch = B;
+            leaner.recompute = recompute;
+        }
+    return all;
 }
 
 // Flags that make a rank fit into `room` bytes, the smallest change first; "" if none does.
 template <typename T, typename S>
 std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
-    std::string slots = slots_that_fit<T>(run, rank, room, where);
-    if (!slots.empty()) return slots;
+    const Config& c = run.config;
+    for (const Config& leaner : leaner_configs(run)) {
+        std::string flags;
+        if (leaner.slots != c.slots)
+            flags += concat(" --slots ", leaner.slots);
+        if (leaner.micro_batch != c.micro_batch)
+            flags += concat(" --micro-batch ", leaner.micro_batch);
+        if (leaner.recompute != c.recompute)
+            flags += concat(" --recompute ", leaner.recompute);
 
-    // Try the leanest flags first, to see whether anything helps. A schedule from a file fixes the
-    // number of micro-batches, and so their size.
-    Config least = run.config;
-    bool any_batch = run.layout.pipeline != Pipeline::GIVEN;
-    least.micro_batch = any_batch ? 1 : least.micro_batch;
-    least.recompute = "full";
-    if (arena_bytes<T>(run, least, rank, where) > room)
-        return "";
-
-    // Try smaller micro-batches with the run's own level of recomputation, then with levels chosen
-    // for each block.
-    for (const char* recompute : {"", "auto"}) {
-        for (int B = run.config.micro_batch; B >= least.micro_batch; B /= 2) {
-            Config c = run.config;
-            c.micro_batch = B;
-            std::string flags;
-            if (B != run.config.micro_batch)
-                flags += concat(" --micro-batch ", B);
-            if (*recompute) {
-                c.recompute = recompute;
-                flags += concat(" --recompute ", recompute);
-            }
-            if (flags.empty()) continue; // the run's own
-            size_t bytes = arena_bytes<T>(run, c, rank, where);
-            if (bytes && bytes <= room) return flags;
-        }
+        // Place its plans, unless it is the run's own.
+        size_t bytes = flags.empty() ? 0 : arena_bytes<T>(run, leaner, rank, where);
+        if (bytes && bytes <= room) return flags;
     }
     return "";
 }
@@ -130,6 +121,13 @@ std::string flags_that_fit(const Run& run, int rank, size_t room, S where) {
 template <typename S> size_t memory_share(const Run& run, S where) {
     size_t left = memory_left(where);
     return (left - left / 32) / size_t(ranks_here(run.world, where));
+}
+
+// The least of all ranks' numbers. All ranks call.
+inline size_t least_of_ranks(const Comm& world, size_t mine) {
+    int64_t most = -int64_t(mine);
+    all_reduce_max(world, &most, 1, Cpu{});
+    return size_t(-most);
 }
 
 // End the run because `rank` needs more bytes than it has room for. The message gives both numbers,
@@ -265,17 +263,14 @@ inline std::string choice_text(const Choice& choice, const Layout& layout, const
 template <typename T, typename S>
 std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S where) {
     const Config& c = run.config;
-    if (c.recompute != "auto" || run.train_plan < 0)
+    if (c.recompute != "auto" || run.plans.train < 0)
         return "";
 
     // Find the room. Without --memory it is the least that any rank has left, less a margin: it may
     // shrink before the run takes it.
     size_t room = size_t(c.memory * GIB);
     if (c.memory == 0) {
-        std::vector<int64_t> all(size_t(run.world.size));
-        int64_t mine = int64_t(memory_share(run, where));
-        all_gather(run.world, all.data(), &mine, 1, Cpu{});
-        room = size_t(*std::min_element(all.begin(), all.end()));
+        room = least_of_ranks(run.world, memory_share(run, where));
         room -= room / 32;
     }
 
@@ -304,16 +299,15 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
                               : choose_levels<T>(layout, model, plans, left, where);
         if (!found.best.bytes) continue;
 
-        // Take over the levels of this stage's layers.
-        for (int l = 0; l < model.layers(); l++)
-            if (is_mine(layout, model, l))
-                levels[l] = found.best.levels[l];
-        for (int l = 0; l < int(found.best.segments.size()); l++)
-            if (is_mine(layout, model, l))
-                segments[l] = found.best.segments[l];
-        for (int l = 0; l < int(found.best.parked.size()); l++)
-            if (is_mine(layout, model, l))
-                parked[l] = found.best.parked[l];
+        // Take over what was chosen for this stage's layers.
+        auto take = [&](auto& all, const auto& best) {
+            for (size_t l = 0; l < std::min(best.size(), all.size()); l++)
+                if (is_mine(layout, model, int(l)))
+                    all[l] = best[l];
+        };
+        take(levels, found.best.levels);
+        take(segments, found.best.segments);
+        take(parked, found.best.parked);
 
         // Print the choice, with its stage if there are several.
         auto say = [&](const Choice& x) {
@@ -331,10 +325,10 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         if (found.dearer.bytes)
             text += "  next dearer: " + say(found.dearer) + "\n";
     }
-    plans[size_t(run.train_plan)].recompute = levels;
-    plans[size_t(run.train_plan)].recompute.segments = segments;
+    plans[size_t(run.plans.train)].recompute = levels;
+    plans[size_t(run.plans.train)].recompute.segments = segments;
     if (parks)
-        plans[size_t(run.train_plan)].offload.parked = parked;
+        plans[size_t(run.plans.train)].offload.parked = parked;
 
     // Check that all ranks chose the same. Workspaces depend on the number of threads, so ranks on
     // different machines may not.

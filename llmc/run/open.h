@@ -1,6 +1,6 @@
 // open.h - opening a model: flags, shape and text are chosen, a plan is placed, weights are read
 //   choose_model()   the checkpoint's flags, the tokenizer, the shape
-//   agree_on_flags() what flags only get wrong together, and whether all ranks have the same
+//   check_run()      what flags only get wrong together, and whether all ranks have the same
 //   place_rank()     the plans of a rank, and a place for every byte; nothing is allocated
 //   open_rank()      is there room? join the other ranks, and allocate
 //   load_model()     the weights that --model names
@@ -27,6 +27,7 @@
 #include "../layout.h"
 #include "../ops/cuda_common.h"
 #include "../ops/gpu.h"
+#include "../ops/loss_scale.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/rand.h"
@@ -39,10 +40,8 @@
 #include "../text.h"
 #include "../trainer.h"
 #include "choose.h"
-#include "choose_plans.h"
 #include "folder.h"
 #include "limits.h"
-#include "overflow.h"
 #include "plan_run.h"
 #include "report.h"
 #include "run.h"
@@ -82,12 +81,22 @@ inline bool plan_ahead(Run& run) {
 inline void agree_on_flags(Run& run) {
     const Config& c = run.config;
     or_die(refuse_idle_flags(c));
-    or_die(choose_loss_scaling(run));
+    LossScaling scaling;
+    or_die(choose_loss_scaling(c, &scaling));
     for (const std::string& text : config_notes(c))
         note(run, text);
     check_same(run.world, "the command line", json_text(config_json(c)));
     if (run.world.size > 1)
         check_same(run.world, "the program", program_bytes());
+}
+
+// Check that all flags fit together, on all ranks, and complete the shape.
+inline void check_run(Run& run) {
+    Config& c = run.config;
+    or_die(whose_flag(c, config_check(c, run.shape, run.world.size)));
+    if (run.complete_shape) run.complete_shape(c, run.shape);
+    agree_on_flags(run);
+    open_chat(run);
 }
 
 // Try every file that will be written: an error at the end of the run would come too late.
@@ -115,7 +124,7 @@ std::vector<PlanOptions> place_rank(Run& run, Trainer<T, S>& t, S where) {
     std::string levels = choose_recompute<T>(run, plans, where);
     trainer_place(t, run.shape, plans, run.layout);
     or_die(check_pieces(plans[0].stored, t.model, run.layout));
-    bool generates = run.generate_plan >= 0 || run.rollout_plan >= 0;
+    bool generates = run.plans.generate >= 0 || run.plans.rollout >= 0;
     or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
     // Print the model and its levels of recomputation.
@@ -158,8 +167,8 @@ void autotune(Run& run, Trainer<T, S>& t) {
 
     // Run the training step, the evaluation, and one plan for each length of a task's rows.
     const Memory& device = t.arena.device();
-    std::vector<int> plans = {run.train_plan, run.evaluate_plan};
-    for (const ScoreGroup& group : run.score_groups)
+    std::vector<int> plans = {run.plans.train, run.plans.evaluate};
+    for (const ScoreGroup& group : run.questions.groups)
         plans.push_back(group.plan);
     for (int plan : plans)
         if (plan >= 0) {
@@ -189,7 +198,7 @@ void set_hyper(const Run& run, Trainer<T, S>& t) {
     t.hyper.clip = float(c.clip);
     t.hyper.ema = c.ema;
     t.takes_average = c.use_ema;
-    t.hyper.loss_scaling = run.loss_scaling;
+    or_die(choose_loss_scaling(c, &t.hyper.loss_scaling));
     t.hyper.seed = uint64_t(c.seed);
 }
 
@@ -226,9 +235,9 @@ bool open_rank(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans
     autotune(run, t);
 
     // From here on plans are replayed as graphs (--graphs), and documents are cut.
-    run.weights = has_new_weights(c) ? concat("new, from --seed ", c.seed) : base_name(c);
+    run.health.weights = has_new_weights(c) ? concat("new, from --seed ", c.seed) : base_name(c);
     t.graphs.on = c.graphs;
-    t.data.document_end = run.document_end;
+    t.data.document_end = run.data.document_end;
     init_constants(t);
     init_loss_scale(t);
     return true;
@@ -239,16 +248,16 @@ bool open_rank(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans
 template <typename T, typename S>
 void read_data(Run& run, Trainer<T, S>& t) {
     t.data.window = [&run](uint64_t sample, int* tokens, int* targets) {
-        std::string wrong = load_window(run.train, sample, tokens, targets);
+        std::string wrong = load_window(run.data.train, sample, tokens, targets);
         bool saves = !wrong.empty() && !run.config.out.empty();
         return saves ? wrong + "; what is saved is good: then --resume goes on" : wrong;
     };
 
     // Print what data is read, and which token ends a document.
-    if (run.train_plan >= 0 && is_first_rank(run))
-        printf("data: %s\n", data_text(run.train).c_str());
-    if (run.document_end >= 0 && is_first_rank(run))
-        printf("documents: apart, each ends with token %d\n", run.document_end);
+    if (run.plans.train >= 0 && is_first_rank(run))
+        printf("data: %s\n", data_text(run.data.train).c_str());
+    if (run.data.document_end >= 0 && is_first_rank(run))
+        printf("documents: apart, each ends with token %d\n", run.data.document_end);
 }
 
 // Read the weights that --model names, and draw those that no file holds.

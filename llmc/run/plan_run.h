@@ -16,7 +16,7 @@
 #include "../planner/plan_search.h"
 #include "../planner/trial.h"
 #include "../text.h"
-#include "choose_plans.h"
+#include "choose.h"
 #include "limits.h"
 #include "run.h"
 
@@ -28,7 +28,7 @@ inline std::vector<PlanOptions> plans_of(const Config& c, const Shape& shape) {
     Run run;
     run.config = c;
     run.shape = shape;
-    run.context_length = shape.P;
+    run.samples.context_length = shape.P;
     return choose_plans(run);
 }
 
@@ -40,15 +40,15 @@ inline RunFacts run_facts(const Run& like) {
     facts.teacher = [like](const Config& c) {
         Run run = like;
         run.config = c;
-        return run.teacher_of ? run.teacher_of(run) : Shape();
+        return run.companions.teacher_of ? run.companions.teacher_of(run) : Shape();
     };
     facts.teacher_bytes = [like](const Config& c, const Shape& teacher, const PlanOptions& train,
                                  int rank) {
         Run run = like;
         run.config = c;
-        run.teacher_shape = teacher;
-        run.train_plan = 0;
-        return run.teacher_bytes ? run.teacher_bytes(run, {train}, rank) : 0;
+        run.companions.teacher = teacher;
+        run.plans.train = 0;
+        return run.companions.teacher_bytes ? run.companions.teacher_bytes(run, {train}, rank) : 0;
     };
     return facts;
 }
@@ -63,10 +63,8 @@ template <typename S> double room_asked(const Run& run, const Machine& machine, 
 
     // In a run take the least room that any rank finds, so that all ranks choose the same. A GPU of
     // the same name may have less memory than its row.
-    std::vector<int64_t> all(size_t(run.world.size));
-    int64_t mine = int64_t(memory_share(run, where)) / c.local_ranks;
-    all_gather(run.world, all.data(), &mine, 1, Cpu{});
-    double least = double(*std::min_element(all.begin(), all.end()));
+    size_t mine = memory_share(run, where) / size_t(c.local_ranks);
+    double least = double(least_of_ranks(run.world, mine));
     return std::is_same_v<S, Cpu> ? least : std::min(card, least);
 }
 
@@ -79,10 +77,8 @@ double host_room_asked(const Run& run, const Machine& machine, int each, S) {
     if (c.explain)
         return room_of_host(machine) / sharers_of_card(c);
     if (std::is_same_v<S, Cpu>) return INFINITY;
-    std::vector<int64_t> all(size_t(run.world.size));
-    int64_t mine = int64_t(memory_left(Cpu{})) / (each * run.config.local_ranks);
-    all_gather(run.world, all.data(), &mine, 1, Cpu{});
-    return 0.95 * double(*std::min_element(all.begin(), all.end()));
+    size_t mine = memory_left(Cpu{}) / size_t(each * c.local_ranks);
+    return 0.95 * double(least_of_ranks(run.world, mine));
 }
 
 // The question that a command line asks, the same on all ranks. Without --batch-tokens the global
@@ -159,13 +155,9 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
 
 // Answer --plan auto in the element type of --precision, on which bytes and times depend.
 template <typename S> bool plan_run_as(Run& run, S where) {
-    // The names are those that run_rank() turns into types (train_gpt.cu).
-    const std::string& precision = run.config.precision;
-    if (precision == "bf16")
-        return plan_run<bf16>(run, where);
-    if (precision == "fp16")
-        return plan_run<fp16>(run, where);
-    return plan_run<float>(run, where);
+    return with_precision(run.config, [&](auto type) {
+        return plan_run<typename decltype(type)::type>(run, where);
+    });
 }
 
 } // namespace llmc

@@ -3,7 +3,7 @@
 #include "../action.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
@@ -52,11 +52,11 @@ template <typename T, typename S>
 Loss evaluate(Run& run, Trainer<T, S>& t) {
     Loss total;
     auto window = [&](uint64_t sample, int* tokens, int* targets) {
-        return load_window(run.val, sample, tokens, targets);
+        return load_window(run.data.val, sample, tokens, targets);
     };
 
-    if (run.around_validation) run.around_validation(true);
-    run_samples(t, run.evaluate_plan, run.val_samples, window, [&] {
+    if (run.reference.around_validation) run.reference.around_validation(true);
+    run_samples(t, run.plans.evaluate, run.data.val_samples, window, [&] {
         Loss loss = plan_loss(t);
         total.sum += loss.sum;
         total.valid += loss.valid;
@@ -64,7 +64,7 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
         total.correct += loss.correct;
     });
 
-    if (run.around_validation) run.around_validation(false);
+    if (run.reference.around_validation) run.reference.around_validation(false);
     return total;
 }
 
@@ -72,16 +72,16 @@ Loss evaluate(Run& run, Trainer<T, S>& t) {
 // between tokenizers. The line has no step number before the first step.
 template <typename T, typename S>
 void report_validation(Run& run, Trainer<T, S>& t) {
-    if (run.val.windows == 0) return;
+    if (run.data.val.windows == 0) return;
     Loss loss = evaluate(run, t);
-    if (run.stopped) return; // a signal has left samples out
+    if (run.end.stopped) return; // a signal has left samples out
     broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it: give all the same bits
 
     // Remember the best loss and its step: --keep-best keeps its weights.
-    run.val_loss = loss.mean();
-    if (loss.mean() < run.best_loss) {
-        run.best_loss = loss.mean();
-        run.best_step = run.step;
+    run.best.last_loss = loss.mean();
+    if (loss.mean() < run.best.loss) {
+        run.best.loss = loss.mean();
+        run.best.step = run.step;
     }
     if (!is_first_rank(run)) return;
 
@@ -92,8 +92,8 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     if (run.step > 0)
         printf("step %lld | ", (long long)run.step);
     printf("val loss %.4f", loss.mean());
-    if (run.val_bytes) {
-        double bits = bits_per_byte(loss.sum, run.val_bytes);
+    if (run.data.val_bytes) {
+        double bits = bits_per_byte(loss.sum, run.data.val_bytes);
         line["bits_per_byte"] = bits;
         printf(" | %.4f bits per byte", bits);
     }
@@ -117,17 +117,17 @@ void report_validation(Run& run, Trainer<T, S>& t) {
 // Score the tasks of --evaluate: all ranks compute, the first one prints and logs.
 template <typename T, typename S>
 void report_tasks(Run& run, Trainer<T, S>& t) {
-    if (run.score_groups.empty()) return;
+    if (run.questions.groups.empty()) return;
     // Score the candidates group by group: those of about one length share a plan.
-    for (const ScoreGroup& group : run.score_groups)
-        score_group(t, group, run.tasks.candidates);
-    if (!is_first_rank(run) || run.stopped) return;
+    for (const ScoreGroup& group : run.questions.groups)
+        score_group(t, group, run.questions.asked.candidates);
+    if (!is_first_rank(run) || run.end.stopped) return;
 
     // Print a table for each task, and log one line for all.
     finish_line(run.log);
     nlohmann::json line = {{"step", run.step}};
-    for (const Task& task : run.tasks.tasks) {
-        Score score = score_task(task, run.tasks.candidates);
+    for (const Task& task : run.questions.asked.tasks) {
+        Score score = score_task(task, run.questions.asked.candidates);
         printf("%s", score_text(task, score).c_str());
         score_log(line, task, score);
     }
@@ -138,7 +138,7 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
 // Report all that --eval and --eval-every ask for: the validation loss, and the tasks.
 template <typename T, typename S>
 void report_evaluation(Run& run, Trainer<T, S>& t) {
-    Spend spend(run.account, Work::EVALUATE);
+    Spend spend(run.clock.account, Work::EVALUATE);
     report_validation(run, t);
     report_tasks(run, t);
 }
@@ -150,17 +150,18 @@ template <typename T, typename S>
 bool write_export(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
     if (c.export_dir.empty()) return false;
-    Spend spend(run.account, Work::EXPORT);
+    Spend spend(run.clock.account, Work::EXPORT);
     constexpr size_t FILE_BYTES = size_t(5) << 30;
-    std::string wrong = run.train_plan >= 0 ? ruined_weights(run, t) : "";
+    std::string wrong = run.plans.train >= 0 ? ruined_weights(run, t) : "";
 
     // Write it. A merge rounds the sum of weights and adapters: print how much of them is kept.
     MergeSums merged;
     if (wrong.empty())
-        wrong = run.export_file ? run.export_file(&merged)
+        wrong = run.exports.file ? run.exports.file(&merged)
                 : is_model_file(c.export_dir)
                     ? model_file_export(t, c.export_dir, export_type(c))
-                    : hf_export(t, c.export_dir, export_type(c), FILE_BYTES, run.exported, &merged);
+                    : hf_export(t, c.export_dir, export_type(c), FILE_BYTES,
+                                run.exports.tokenizer, &merged);
     if (c.merge && run.shape.tuned.adapters && is_first_rank(run))
         printf("merged: the file keeps %.3f of what the adapters change%s\n", merged.coefficient(),
                merged.coefficient() < 0.98 ? ": --export-dtype fp32 keeps all" : "");
@@ -172,11 +173,19 @@ bool write_export(Run& run, Trainer<T, S>& t) {
     return wrong.empty();
 }
 
+// The cost model of a run's steps, with its teacher.
+template <typename T, typename S>
+CostModel costs_of(const Run& run, const Machine& machine, const Model& model, S where) {
+    CostModel cost = run_costs<T>(machine, model, where);
+    cost.teacher_C = double(run.companions.teacher.C);
+    return cost;
+}
+
 // The time before each step of a run, by parts, given the options of its training plan.
 template <typename T>
 Times times_before_step(const Run& run, const PlanOptions& train, const Machine& machine) {
     KnownSteps steps;
-    auto all = before_steps(run.config, train, run.shape, run.teacher_shape);
+    auto all = before_steps(run.config, train, run.shape, run.companions.teacher);
     return before_times<T>(machine, before_runs(all, run.layout, steps));
 }
 
@@ -190,15 +199,14 @@ std::string compare_prediction(const Run& run, const Trainer<T, S>& t) {
 
     // Simulate the plan that the steps ran.
     Machine machine = machine_asked(c, "--machine", t.ctx.where);
-    CostModel cost = run_costs<T>(machine, t.model, t.ctx.where);
-    cost.teacher_C = double(run.teacher_shape.C);
-    const PlanOptions& options = t.plans[size_t(run.train_plan)];
+    CostModel cost = costs_of<T>(run, machine, t.model, t.ctx.where);
+    const PlanOptions& options = t.plans[size_t(run.plans.train)];
     StepTime step = simulate_layout(run.layout, t.model, options, action_cost(cost, t.model));
     check_ends(step);
     add_before(step, times_before_step<T>(run, options, machine));
 
     // Each step has its share of the rollouts, which the log leaves out.
-    double rollout = run.rollout_seconds / double(run.step - run.first_step);
+    double rollout = run.rollouts.seconds / double(run.step - run.progress.first_step);
     std::vector<double> times = run.log.times;
     for (double& seconds : times)
         seconds += rollout;
@@ -213,31 +221,31 @@ void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
     finish_line(run.log);
 
     // Sum up the training, where there was any.
-    int64_t steps = run.step - run.first_step;
+    int64_t steps = run.step - run.progress.first_step;
     if (steps > 0) {
         printf("done: %lld steps, %s tokens in %s", (long long)steps,
                count_text(double(steps) * double(c.batch_tokens)).c_str(),
-               duration_text(clock_seconds() - run.started).c_str());
-        if (std::isfinite(run.best_loss))
-            printf(" | best val loss %.4f at step %lld", run.best_loss, (long long)run.best_step);
+               duration_text(clock_seconds() - run.progress.started).c_str());
+        if (std::isfinite(run.best.loss))
+            printf(" | best val loss %.4f at step %lld", run.best.loss, (long long)run.best.step);
         printf("\n%s", compare_prediction(run, t).c_str());
     }
 
     // Context parallelism: with documents apart, one rank's queries may attend to more keys than
     // another's, and the others wait.
-    double imbalance = steps > 0 ? run.cp_imbalance / double(steps) : 0;
+    double imbalance = steps > 0 ? run.balance.cp / double(steps) : 0;
     if (imbalance > 1.005)
         printf("cp: attention waits for a rank with %.2f times the mean's pairs of tokens\n",
                imbalance);
 
     // Experts: a busy one slows the step, and one that no token chooses learns nothing.
-    double max_vio = steps > 0 ? run.max_vio / double(steps) : 0;
+    double max_vio = steps > 0 ? run.balance.max_vio / double(steps) : 0;
     if (max_vio > 0)
         printf("experts: the busiest of a block got %.2f times an even share of the tokens\n",
                1 + max_vio);
-    if (run.dropped > 0)
+    if (run.balance.dropped > 0)
         printf("experts: %.1f%% of the choices were dropped: --expert-capacity %g was full\n",
-               100 * run.dropped / double(steps), c.expert_capacity);
+               100 * run.balance.dropped / double(steps), c.expert_capacity);
 
     // Name the files that exist: without --out there is at most an export.
     std::string saved = c.out + "/" + step_folder(run.step);
@@ -249,46 +257,32 @@ void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
     if (exported)
         printf("  export      %s\n", c.export_dir.c_str());
     if (steps > 0)
-        printf("  time        %s\n", account_text(run.account).c_str());
+        printf("  time        %s\n", account_text(run.clock.account).c_str());
 }
 
 // ----------------------------------------------------------------------------
 // pictures and plans
 
-// Send one rank's timed actions to all ranks, and return them.
-inline std::vector<TimedAction> broadcast_trace(const Comm& world, std::vector<TimedAction> trace,
-                                                int from) {
-    // Send names in a fixed length; longer ones are cut.
-    int64_t count = int64_t(trace.size());
-    broadcast(world, &count, 1, from, Cpu{});
-    trace.resize(size_t(count));
-    for (TimedAction& a : trace) {
-        char name[256] = {};
-        snprintf(name, sizeof(name), "%s", a.name.c_str());
-        broadcast(world, reinterpret_cast<unsigned char*>(name), sizeof(name), from, Cpu{});
-        broadcast(world, &a.start, 1, from, Cpu{});
-        broadcast(world, &a.end, 1, from, Cpu{});
-        a.name = name;
-    }
-    return trace;
-}
-
 // The timed actions of all ranks, with times relative to the earliest start. All ranks call.
 inline Trace gather_trace(const Run& run) {
-    Trace all;
-    for (int r = 0; r < run.world.size; r++)
-        all.push_back(broadcast_trace(run.world, run.trace, r));
+    nlohmann::json mine = nlohmann::json::array();
+    for (const TimedAction& a : run.clock.trace)
+        mine.push_back({a.name, a.start, a.end});
 
-    // Subtract the earliest start of any rank.
+    // Find the earliest start of any rank.
+    std::vector<nlohmann::json> ranks;
     double first = INFINITY;
-    for (auto& rank : all)
-        for (TimedAction& a : rank)
-            first = std::min(first, a.start);
-    for (auto& rank : all)
-        for (TimedAction& a : rank) {
-            a.start -= first;
-            a.end -= first;
-        }
+    for (const std::string& text : gather_texts(run.world, mine.dump()))
+        for (const nlohmann::json& a : ranks.emplace_back(nlohmann::json::parse(text)))
+            first = std::min(first, a[1].get<double>());
+
+    // Subtract it.
+    Trace all;
+    for (const nlohmann::json& rank : ranks) {
+        std::vector<TimedAction>& actions = all.emplace_back();
+        for (const nlohmann::json& a : rank)
+            actions.push_back({a[0], a[1].get<double>() - first, a[2].get<double>() - first});
+    }
     return all;
 }
 
@@ -313,25 +307,25 @@ template <typename T, typename S>
 void take_times(Run& run, Trainer<T, S>& t, double seconds) {
     const Config& c = run.config;
     // Read the laps. On a GPU they are events, all of them past: the step has waited for its loss.
-    run.trace = read_laps(t.watch, t.model);
+    run.clock.trace = read_laps(t.watch, t.model);
     if (in_stream_order(t))
-        run.account.recount(Work::STEPS, Work::WAIT, waiting_seconds(run.trace));
+        run.clock.account.recount(Work::STEPS, Work::WAIT, waiting_seconds(run.clock.trace));
     t.watch.on = false;
     if (!c.timeline.empty() && run.step + 1 == c.steps)
         draw_timeline(run);
-    if (run.step == run.first_step + 1)
-        run.profile = {};
+    if (run.step == run.progress.first_step + 1)
+        run.clock.profile = {};
     if (!c.profile.empty())
-        profile_add(run.profile, run.trace, seconds);
+        profile_add(run.clock.profile, run.clock.trace, seconds);
 }
 
 // Write the table of --profile, with the first rank's times.
 inline void report_profile(Run& run) {
     const Config& c = run.config;
-    if (c.profile.empty() || run.profile.steps == 0)
+    if (c.profile.empty() || run.clock.profile.steps == 0)
         return;
     std::string title = concat(layout_text(c), ": rank 0 of ", run.world.size);
-    std::string wrong = write_text_file(c.profile, profile_text(run.profile, title));
+    std::string wrong = write_text_file(c.profile, profile_text(run.clock.profile, title));
     report_failure(run, wrong.empty() ? "" : "--profile: " + wrong);
 }
 
@@ -356,9 +350,8 @@ std::string predict(const Run& run, const Model& model, const std::vector<PlanOp
                     S where) {
     const Config& c = run.config;
     Machine machine = machine_asked(c, "--machine", where);
-    CostModel cost = run_costs<T>(machine, model, where);
-    cost.teacher_C = double(run.teacher_shape.C);
-    const PlanOptions& train = plans[size_t(run.train_plan)];
+    CostModel cost = costs_of<T>(run, machine, model, where);
+    const PlanOptions& train = plans[size_t(run.plans.train)];
     Times before = times_before_step<T>(run, train, machine);
     Prediction p = predict_step(run.layout, model, train, cost, double(c.batch_tokens), before);
     if (!c.timeline.empty())
@@ -385,8 +378,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     if (!is_first_rank(run)) return; // one rank's text covers all ranks
     const Config& c = run.config;
     const Model& model = t.model;
-    bool trains = run.train_plan >= 0;
-    int plan = std::max(0, trains ? run.train_plan : run.evaluate_plan);
+    bool trains = run.plans.train >= 0;
+    int plan = std::max(0, trains ? run.plans.train : run.plans.evaluate);
 
     // Refuse before drawing: a run that ends here leaves no timeline.
     LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
@@ -427,7 +420,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     text += memory_text(t.arena, t.plans, model, machine);
     if (c.save_async && trains)
         text += memory_line("copy for a save", snapshot_bytes(t), 0, "in the host's memory");
-    for (const Companion& other : run.companions)
+    for (const Companion& other : run.companions.all)
         text += memory_line(other.name.c_str(), other.bytes(run, options, run.world.rank), 0,
                             other.parts.c_str());
 
@@ -470,15 +463,15 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
 template <typename T, typename S>
 void measure_peak(Run& run, S where) {
     // Measure on the first rank, while the others wait at the first collective.
-    if (run.train_plan < 0 || !is_first_rank(run))
+    if (run.plans.train < 0 || !is_first_rank(run))
         return;
-    Spend spend(run.account, Work::START);
+    Spend spend(run.clock.account, Work::START);
     Peak peak = machine_peak<T>(where);
     int cores = std::max(1, int(std::thread::hardware_concurrency()) / threads_here(Cpu{}));
     int at_once = std::is_same_v<S, Cpu> ? std::min(run.world.size, cores) : 1;
-    run.peak = peak.flops * (run.world.local ? at_once : run.world.size);
+    run.clock.peak = peak.flops * (run.world.local ? at_once : run.world.size);
     printf("mfu: (6 x parameters + 6 L NH HS T) FLOPs a token, against %.0f GFLOP/s in %s: %s\n",
-           run.peak / 1e9, run.config.precision.c_str(), peak.says.c_str());
+           run.clock.peak / 1e9, run.config.precision.c_str(), peak.says.c_str());
 }
 
 } // namespace llmc

@@ -4,7 +4,7 @@
 #include "../arena.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../io/chat.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
@@ -23,11 +23,12 @@
 #include "../ops/element_type.h"
 #include "../ops/loss_scale.cuh"
 #include "../ops/types.h"
+#include "../step.h"
 #include "../streams.h"
 #include "../text.h"
 #include "account.h"
 #include "async_save.h"
-#include "buddy.h"
+#include "memory_checkpoint.h"
 #include <algorithm>
 #include <cmath>
 #include <deque>
@@ -35,6 +36,7 @@
 #include <functional>
 #include <string>
 #include <sys/stat.h>
+#include <type_traits>
 
 namespace llmc {
 
@@ -102,19 +104,8 @@ inline bool blown_up(double loss, size_t V, double first_loss) {
     return !(loss <= 2 * std::max(std::log(double(V)), first_loss));
 }
 
-// The saves of a run so far. Times are those of a steady clock, which setting the machine's clock
-// does not move.
-struct Saves {
-    int64_t step = -1;             // the step of the last save; -1: none, or the last one failed
-    double last = clock_seconds(); // when the last save ended, or the run began
-    double retry = 0;              // when to try a failed save again; 0: the last one succeeded
-    int64_t count = 0;             // saves that have succeeded
-    double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
-    bool memory_fails = false;     // the last save to --buddy failed
-    double in_memory = 0;          // seconds spent in saves to --buddy
-    bool tries_first = false;      // a save was dropped: those after it try their weights first
-    std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
-};
+// ----------------------------------------------------------------------------
+// a run's parts: what belongs to one subject or technique is one member
 
 // A text that samples continue, and its tokens.
 struct Prompt {
@@ -122,6 +113,21 @@ struct Prompt {
     std::vector<int> tokens;
     nlohmann::ordered_json fields; // the other fields of its line in --prompts
     int adapter = -1; // the set of adapters that its line names; -1: the base alone
+};
+
+// The texts that a run continues, and where they end.
+struct SampleTexts {
+    std::vector<Prompt> prompts;
+    size_t context_length = 0; // positions that a sample may use, its prompt included
+    std::set<int> stop_tokens; // tokens that end a sample
+    FILE* completions = nullptr; // the real standard output, where completions go to it
+};
+
+// What --export writes beside the weights.
+struct Exports {
+    ExportTokenizer tokenizer;
+    // Writes the format of an extension; null: a folder, or a file of llm.c's.
+    std::function<std::string(MergeSums*)> file = nullptr;
 };
 
 // A second model, starting weights or sums of weights, in memory next to the plans of a run.
@@ -132,96 +138,168 @@ struct Companion {
     std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)> bytes;
 };
 
-// The state of a run that is not the trainer's: flags, text and data, progress, how it ended.
-// One per rank.
+// All companions of a run: a teacher with --loss distill, a draft model with --draft.
+struct Companions {
+    std::vector<Companion> all;
+    Shape teacher, draft;
+    Draft* guesses = nullptr; // null: no speculative decoding
+    // The shape of --teacher, and its bytes on a rank; null: this program has none.
+    std::function<Shape(const struct Run&)> teacher_of = nullptr;
+    std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)>
+        teacher_bytes = nullptr;
+};
+
+// Training and validation data.
+struct RunData {
+    DataLoader train, val;
+    size_t val_samples = 0;   // windows that an evaluation reads
+    size_t val_bytes = 0;     // bytes of text that validation predicts; 0: not known
+    int document_end = -1;    // the token that ends a document, with --document-mask
+    nlohmann::json files;     // of --data and --val, which checkpoints name
+};
+
+// The questions of --evaluate, and their candidates by length.
+struct Questions {
+    Evaluation asked;
+    std::vector<ScoreGroup> groups;
+};
+
+// GRPO's sampled answers.
+struct RunRollouts {
+    std::vector<Exercise> exercises; // prompts whose answers are sampled
+    Rollouts now = {};               // the answers that the current step trains on
+    double seconds = 0;              // of this process's steps
+    // The numbers that a step's line prints, given its loss; null without rollouts.
+    std::function<std::vector<NamedNumber>(const Loss&)> numbers = nullptr;
+};
+
+// The reference policy of DPO, KTO and GRPO (tune/reference_policy.h).
+struct ReferencePolicy {
+    std::vector<float> train = {}, val = {};       // log p by window, (windows,T)
+    std::vector<unsigned char> start_weights = {}; // GRPO's
+    double point = 0; // KTO's, for the batch that is running
+    // Calls around a validation (true: it begins), and what a loss wants first; may be empty.
+    std::function<void(bool begins)> around_validation = nullptr;
+    std::function<void()> before_validation = nullptr;
+};
+
+// Plans are indices into Trainer::plans; -1: this run does not have that plan.
+struct RunPlans {
+    int train = -1, evaluate = -1, generate = -1, rollout = -1;
+    int prompt = -1;          // makes the keys and values of a prompt
+    bool prompt_rows = false; // --adapter has the rows of a prompt, which become a prefix
+};
+
+// How far this process and its run have come, besides Run::step.
+struct Progress {
+    int64_t first_step = 0; // the step that this process started from
+    int64_t tokens = 0;     // tokens trained on so far
+    double started = 0;     // when the first step began, by clock_seconds()
+    double first_loss = 0;  // the loss of this process's first step; 0: it has done none
+    double step_loss = NAN; // the loss of the last step; NaN: its update was skipped
+};
+
+// How evenly ranks and experts are loaded, summed over this process's steps.
+struct Balance {
+    ChoiceBiases biases = {}; // of routers, with --router-bias-rate
+    double cp = 0;            // pairs_imbalance(); 0 without context parallelism
+    double max_vio = 0;       // of experts' loads
+    double dropped = 0;       // the dropped share of their slots
+
+    // Add a step's numbers. Their means are printed at the end.
+    void add(const StepReport& r) {
+        cp += r.cp_imbalance;
+        max_vio += std::max(r.max_vio, 0.0);
+        dropped += std::max(r.dropped_share, 0.0);
+    }
+};
+
+// Validation losses, and what --keep-best keeps.
+struct Best {
+    double loss = INFINITY; // the lowest, and its step
+    int64_t step = 0;
+    double last_loss = INFINITY;
+    int64_t kept_step = -1; // the step of --keep-best's checkpoint; -1: none
+    double kept_loss = 0;   // the validation loss of that step
+};
+
+// Where the time goes.
+struct Clock {
+    Account account;
+    double peak = 0;                // FLOP/s of one matrix product, all ranks together
+    std::vector<TimedAction> trace; // the timed actions of the last step, if it was timed
+    Profile profile;                // sums over all timed steps but the first
+};
+
+// The saves of a run so far. Times are those of a steady clock, which setting the machine's clock
+// does not move.
+struct Saves {
+    int home = -1; // --out as this run took it, open; -1: it writes no folder
+    nlohmann::json base; // which base weights the saved adapters belong to (base_identity.h)
+    int64_t step = -1;             // the step of the last save; -1: none, or the last one failed
+    double last = clock_seconds(); // when the last save ended, or training began
+    double retry = 0;              // when to try a failed save again; 0: the last one succeeded
+    int64_t count = 0;             // saves that have succeeded
+    double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
+    bool tries_first = false;      // a save was dropped: those after it try their weights first
+    std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
+
+    // --buddy; null: all saves go to --out.
+    std::shared_ptr<Buddies> buddies;
+    bool memory_fails = false; // the last save there failed
+    double in_memory = 0;      // seconds spent in saves there
+};
+
+// Whether the weights are sound, and who computes wrong where they are not.
+struct Health {
+    std::string weights; // where the weights come from, in words
+    Spikes spikes;
+    bool ruined = false; // the weights diverged: never save or export them
+    // Repeats the last step on all ranks, from equal weights or from each rank's own, and says who
+    // computes wrong.
+    std::function<std::string(bool equal)> replay = nullptr;
+};
+
+// How a run ends.
+struct RunEnd {
+    int stopped = 0;     // the signal that stopped it; 0: none
+    bool failed = false; // something could not be done
+};
+
+// The state of a run that is not the trainer's. One per rank.
 struct Run {
     Config config;
     Shape shape;
     Layout layout; // with this rank's place in the grid
     Comm world;    // all ranks
+    int64_t step = 0; // optimizer steps done
+
+    // What is read and written.
     Dialects dialects; // formats of weights that are read besides plain safetensors
-
-    // Text that the model reads and writes.
     Tokenizer tokenizer;
-    Chat chat;                // the format of conversations, where --loss or --chat needs one
-    ExportTokenizer exported; // the tokenizer that --export writes
-    nlohmann::json base;      // which base weights the saved adapters belong to (base_identity.h)
-    nlohmann::json data;      // the files of --data and --val, which checkpoints name
-    std::vector<Prompt> prompts;
-    size_t context_length = 0; // positions that a sample may use, its prompt included
-    std::set<int> stop_tokens; // tokens that end a sample
+    Chat chat; // the format of conversations, where --loss or --chat needs one
+    RunData data;
+    Questions questions;
+    SampleTexts samples;
+    Exports exports;
 
-    // Second models, and all else in memory beside the plans.
-    std::vector<Companion> companions;
-    Shape teacher_shape, draft_shape; // with --loss distill, with --draft
-    Draft* draft = nullptr;           // null: no speculative decoding
-    FILE* completions = nullptr; // the real standard output, where completions go to it
-
-    // Data.
-    DataLoader train, val;
-    size_t val_samples = 0; // windows that an evaluation reads
-    size_t val_bytes = 0;   // bytes of text that validation predicts; 0: not known
-    Evaluation tasks;       // the questions of --evaluate
-    std::vector<ScoreGroup> score_groups;
-    int document_end = -1;           // the token that ends a document, with --document-mask
-    std::vector<Exercise> exercises; // prompts whose answers are sampled, with --loss grpo
-    Rollouts rollouts = {};          // the answers that the current step trains on
-
-    // Progress. A plan is an index into Trainer::plans; -1: this run does not have that plan.
-    int train_plan = -1, evaluate_plan = -1, generate_plan = -1;
-    int prompt_plan = -1; // makes the keys and values of a prompt
-    bool prompt_rows = false; // --adapter has the rows of a prompt, which become a prefix
-    int rollout_plan = -1;
-    int64_t step = 0;       // optimizer steps done
-    int64_t first_step = 0; // the step that this process started from
-    int64_t tokens = 0;     // tokens trained on so far
-    double started = 0;     // when the first step began, by clock_seconds()
-    double rollout_seconds = 0; // of this process's steps, for --loss grpo
-    double first_loss = 0;  // the loss of this process's first step; 0: it has done none
-    double step_loss = NAN; // the loss of the last step; NaN: its update was skipped
-    double cp_imbalance = 0; // pairs_imbalance(), summed over this process's steps; 0 without cp
+    // What is in memory, and what runs.
+    Companions companions;
+    RunPlans plans;
+    RunRollouts rollouts;
+    ReferencePolicy reference;
     // Adds what a shape has besides --model's: adapters. Null: nothing.
     std::function<void(const Config&, Shape&)> complete_shape = nullptr;
-    // The shape of --teacher, and its bytes on a rank; null: this program has none.
-    std::function<Shape(const struct Run&)> teacher_of = nullptr;
-    std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)>
-        teacher_bytes = nullptr;
-    // Calls around a validation (true: it begins), and a replay of the last step on all ranks, from
-    // equal weights or from each rank's own, which says who computes wrong.
-    std::function<void(bool begins)> around_validation = nullptr;
-    std::function<std::string(bool equal)> replay = nullptr;
-    // Writes --export in the format of an extension; null: a folder, or a file of llm.c's.
-    std::function<std::string(MergeSums*)> export_file = nullptr;
-    std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
-    double reference_point = 0;      // KTO's, for the batch that is running
-    std::function<void()> before_validation = nullptr; // what a loss wants first; may be empty
-    std::vector<unsigned char> start_weights = {}; // GRPO's reference: references.h
-    ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
-    double max_vio = 0;              // of experts' loads, summed over this process's steps
-    double dropped = 0;              // the dropped share of their slots, summed likewise
-    double best_loss = INFINITY;     // the lowest validation loss, and its step
-    int64_t best_step = 0;
-    double val_loss = INFINITY; // the last validation loss
-    int64_t kept_step = -1;     // the step of --keep-best's checkpoint; -1: none
-    double kept_loss = 0;       // the validation loss of that step
-    double peak = 0;            // FLOP/s of one matrix product, all ranks together
 
-    // Services beside the steps: log, loss scaling, saves, accounting of time.
+    // How it goes.
     Logger log;
-    Spikes spikes;
-    LossScaling loss_scaling; // fp16
+    Progress progress;
+    Balance balance;
+    Best best;
+    Clock clock;
     Saves saves;
-    int home = -1; // --out as this run took it, open; -1: it writes no folder
-    std::shared_ptr<Buddies> buddies; // --buddy; null: all saves go to --out
-    Account account;                  // where the time goes
-
-    // The end: the signal that stopped the run, and whether something could not be done.
-    int stopped = 0;
-    bool failed = false;
-    bool ruined = false;            // the weights diverged: never save or export them
-    std::string weights;            // where the weights come from, in words
-    std::vector<TimedAction> trace; // the timed actions of the last step, if it was timed
-    Profile profile;                // sums over all timed steps but the first
+    Health health;
+    RunEnd end;
 };
 
 // Whether this is the first rank, which alone prints and writes files.
@@ -252,7 +330,7 @@ inline void note(Run& run, const std::string& text) {
 // Print what could not be done. The run goes on, and the program ends with exit status 1.
 inline void report_failure(Run& run, const std::string& wrong) {
     if (wrong.empty()) return;
-    run.failed = true;
+    run.end.failed = true;
     finish_line(run.log);
     fflush(stdout);
     fprintf(stderr, "%s: error: %s\n", program_invocation_short_name, one_screen(wrong).c_str());
@@ -282,11 +360,18 @@ inline Type export_type(const Config& c) {
     return c.export_dtype == "fp16" ? Type::F16 : Type::F32;
 }
 
+// Call body with the element type that --precision names.
+template <typename F> auto with_precision(const Config& c, F body) {
+    if (c.precision == "bf16") return body(std::type_identity<bf16>());
+    if (c.precision == "fp16") return body(std::type_identity<fp16>());
+    return body(std::type_identity<float>());
+}
+
 // Bytes that a rank keeps beside its arena, of the memory in which the steps run.
 template <typename S>
 size_t companion_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
     size_t bytes = 0;
-    for (const Companion& c : run.companions)
+    for (const Companion& c : run.companions.all)
         if (is_here(c.tier, where)) bytes += c.bytes(run, plans, rank);
     return bytes;
 }

@@ -1,4 +1,4 @@
-// sample.h - samples: the texts they start from, the tokens that end them, how they are printed
+// sample.h - texts that the model continues: samples, prompts from a file, a talk in a terminal
 //   starts     --prompt; with --prompt - each line of standard input; without either, the token
 //              that begins a text
 //   ends       the tokens that end a text: the tokenizer's, those that the model's config.json
@@ -8,23 +8,30 @@
 //              up to --seq only; beyond that the model's output is noise.
 #pragma once
 #include <iostream>
+#include <nlohmann/json.hpp>
+#include <poll.h>
 #include "../adapters.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
+#include "../comm/rank_status.h"
+#include "../io/chat.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/files.h"
 #include "../io/generate.h"
+#include "../io/json.h"
 #include "../io/logger.h"
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_files.h"
+#include "../layout.h"
 #include "../model.h"
+#include "../ops/rand.h"
 #include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../io/chat.h"
 #include "account.h"
 #include "run.h"
+#include "stop.h"
 
 namespace llmc {
 
@@ -49,9 +56,9 @@ inline Tokenizer model_text_tokens(const Run& run) {
 
 // The token that ends documents in the data; -1: unknown.
 inline int data_end(const Run& run) {
-    if (run.document_end >= 0)
-        return run.document_end;
-    const std::vector<DataFile>& files = run.val.files;
+    if (run.data.document_end >= 0)
+        return run.data.document_end;
+    const std::vector<DataFile>& files = run.data.val.files;
     bool none = files.empty() || files.front().packed; // conversations end with the chat's token
     return none ? -1 : usual_document_end(files.front(), run.tokenizer);
 }
@@ -78,20 +85,12 @@ inline std::set<int> choose_stop_tokens(const Run& run) {
 // ----------------------------------------------------------------------------
 // prompts
 
-// Send the first rank's text to the others, because only the first can read standard input.
-inline void share_text(const Comm& world, std::string* text) {
-    int64_t bytes = int64_t(text->size());
-    broadcast(world, &bytes, 1, 0, Cpu{});
-    text->resize(size_t(bytes));
-    broadcast(world, reinterpret_cast<unsigned char*>(text->data()), text->size(), 0, Cpu{});
-}
-
 // The lines of standard input that are not empty, on all ranks.
 inline std::vector<std::string> read_prompts(const Run& run) {
     std::string text;
     if (is_first_rank(run))
         text.assign(std::istreambuf_iterator<char>(std::cin), {});
-    share_text(run.world, &text);
+    text = broadcast_text(run.world, text, 0); // only the first rank can read standard input
 
     std::vector<std::string> prompts;
     std::istringstream lines(text);
@@ -145,19 +144,32 @@ inline void shorten_prompt(std::vector<int>* tokens, int bos, size_t positions, 
     if (bos >= 0) tokens->front() = bos;
 }
 
+// Choose the tokens that end texts, and the positions. A flag's text needs the model's tokenizer.
+inline void choose_ends(Run& run, const char* flag) {
+    LLMC_USER_CHECK(!flag || vocab_matches(run), "%s: %s", flag, foreign_tokenizer(run).c_str());
+    run.samples.stop_tokens = choose_stop_tokens(run);
+    run.samples.context_length = choose_context_length(run);
+}
+
+// The flags of samples, as generate() takes them.
+inline Sampling sampling_of(const Run& run) {
+    const Config& c = run.config;
+    Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
+    how.draft = run.companions.guesses;
+    how.ends = run.samples.stop_tokens;
+    return how;
+}
+
 // Choose what samples start from and which tokens end them, and note what is cut.
 inline void choose_prompts(Run& run) {
     const Config& c = run.config;
-    LLMC_USER_CHECK(c.prompt.empty() || vocab_matches(run), "--prompt: %s",
-                    foreign_tokenizer(run).c_str());
+    choose_ends(run, c.prompt.empty() ? nullptr : "--prompt");
     std::vector<std::string> texts = {c.prompt};
     if (c.prompt == "-") texts = read_prompts(run);
     LLMC_USER_CHECK(!texts.empty(), "--prompt -: standard input has no line that holds text");
-    run.stop_tokens = choose_stop_tokens(run);
 
     // Encode each prompt, and cut what is longer than the positions.
-    size_t positions = choose_context_length(run), wanted = size_t(c.sample_tokens), longest = 0;
-    run.context_length = positions;
+    size_t positions = run.samples.context_length, wanted = size_t(c.sample_tokens), longest = 0;
     bool speaks = is_first_rank(run) && wanted > 0 && !c.eval && !c.explain;
     for (const std::string& text : texts) {
         Prompt p = {text, prompt_tokens(run, text), {}};
@@ -165,10 +177,10 @@ inline void choose_prompts(Run& run) {
         shorten_prompt(&p.tokens, run.tokenizer.bos, positions, wanted);
         size_t kept = p.tokens.size();
         if (kept < before && speaks)
-            note(run, concat("prompt ", run.prompts.size() + 1, " has ", before,
+            note(run, concat("prompt ", run.samples.prompts.size() + 1, " has ", before,
                              " tokens: samples continue its last ", kept));
         longest = std::max(longest, kept);
-        run.prompts.push_back(p);
+        run.samples.prompts.push_back(p);
     }
 
     // Note before the run if samples will be shorter than asked for.
@@ -249,18 +261,16 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
     };
 
     // Print the prompt, then each token as it comes.
-    int64_t samples = int64_t(run.prompts.size()) * c.samples;
+    int64_t samples = int64_t(run.samples.prompts.size()) * c.samples;
     bytes = sample_title(run.step, number, samples) + "---\n" + prompt.text;
     if (is_first_rank(run)) print(true);
     for (size_t i = 0; !text && i < prompt.tokens.size(); i++)
         emit(prompt.tokens[i]);
 
     // Draw by seed, step and the sample's number, so that a resumed run prints the same samples.
-    Sampling how = {float(c.temperature), float(c.top_p), c.top_k, uint64_t(c.seed), run.step};
+    Sampling how = sampling_of(run);
     how.number = number;
-    how.draft = run.draft;
-    how.ends = run.stop_tokens;
-    generate(t, run.generate_plan, prompt.tokens, size_t(c.sample_tokens), how, emit);
+    generate(t, run.plans.generate, prompt.tokens, size_t(c.sample_tokens), how, emit);
     if (!is_first_rank(run)) return;
     print(true);
     printf("\n---\n");
@@ -269,13 +279,498 @@ void print_sample(Run& run, Trainer<T, S>& t, const Prompt& prompt, int64_t numb
 // Continue each prompt --samples times.
 template <typename T, typename S>
 void print_samples(Run& run, Trainer<T, S>& t) {
-    if (run.generate_plan < 0) return;
-    Spend spend(run.account, Work::SAMPLE);
+    if (run.plans.generate < 0) return;
+    Spend spend(run.clock.account, Work::SAMPLE);
     finish_line(run.log);
     int64_t number = 0;
-    for (const Prompt& prompt : run.prompts)
+    for (const Prompt& prompt : run.samples.prompts)
         for (int i = 0; i < run.config.samples; i++)
             print_sample(run, t, prompt, number++);
+}
+
+// ----------------------------------------------------------------------------
+// texts that data-parallel ranks share out
+
+// The texts that one place along dp generates: [first, past) of all.
+struct ShareOfTexts {
+    size_t first, past;
+};
+template <typename T, typename S>
+ShareOfTexts share_of_texts(const Run& run, const Trainer<T, S>& t, size_t all) {
+    Axis dp = answers_are_shared(run.config) ? t.layout.dp : Axis{};
+    size_t size = size_t(dp.size);
+    size_t rank = size_t(dp.rank);
+    return {all * rank / size, all * (rank + 1) / size};
+}
+
+// Give all ranks the texts that each place along dp has generated: `mine` here, of `longest` tokens
+// at most. All ranks call.
+template <typename T, typename S>
+void share_texts(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine, size_t longest,
+                 std::vector<std::vector<int>>& texts) {
+    // Put the length and the tokens in a row. One rank of each place contributes, and all others
+    // add 0.
+    size_t row = longest + 1;
+    size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
+    std::vector<int64_t> rows(texts.size() * row);
+    for (size_t i = mine.first; i < past; i++) {
+        rows[i * row] = int64_t(texts[i].size());
+        std::copy(texts[i].begin(), texts[i].end(), &rows[i * row + 1]);
+    }
+    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
+
+    // Take them out again.
+    const int64_t* from = rows.data();
+    for (std::vector<int>& text : texts) {
+        text.assign(from + 1, from + 1 + *from);
+        from += row;
+    }
+}
+
+// ----------------------------------------------------------------------------
+// prompts from a file, and what the model continues them with, as JSON lines
+//   --prompts FILE   JSON objects, one a line, each with a "prompt"; or lines of text in a .txt
+//   output           an object a completion, in the order of prompts and their samples: the fields
+//                    of the prompt's line, then "sample", "completion", "tokens" and "end", which
+//                    is "token" if a token ended the text, "length" at --sample-tokens, "context"
+//                    where the model's positions ended, "stopped" after a signal
+//   Without --completions the lines go to standard output, and everything else to standard error.
+//   Sample k of prompt p has uniform numbers of its own, so --slots, --samples and the layout do
+//   not change it; only rounding of the logits may, where two tokens are about equally likely.
+//   Data-parallel ranks share the completions out, and the first writes them all at the end; a rank
+//   without such peers writes each as soon as all before it have ended.
+
+// Find the set that a line of --prompts names: -1 for the base alone.
+inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
+    *set = -1;
+    if (!line.contains("adapter") || line["adapter"].is_null())
+        return "";
+    const nlohmann::ordered_json& asked = line["adapter"];
+    if (!s.tuned.sets)
+        return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
+                      "give --adapters NAME=DIR, or leave the key out");
+
+    // Look for the name, and list those that are there.
+    std::string known;
+    for (const AdapterSet& other : *s.tuned.sets) {
+        if (asked == other.name)
+            *set = int(&other - s.tuned.sets->data());
+        known += (known.empty() ? "" : ", ") + other.name;
+    }
+    if (*set >= 0) return "";
+    return concat("its \"adapter\" is ", json_word(asked), "; --adapters has ", known);
+}
+
+// Make a prompt of a line's fields. One that is too long is refused instead of cut: with many
+// prompts nobody would notice the cut.
+inline std::string read_prompt(const Run& run, const nlohmann::ordered_json& line, Prompt* p) {
+    if (!line.contains("prompt") || !line["prompt"].is_string())
+        return "has no \"prompt\" that is a text";
+    p->fields = line;
+    p->text = line["prompt"];
+    std::string wrong = p->text.empty() ? "its prompt is empty"
+                                        : find_adapter_set(run.shape, line, &p->adapter);
+    if (!wrong.empty()) return wrong;
+
+    // Count its tokens.
+    p->tokens = prompt_tokens(run, p->text);
+    size_t n = p->tokens.size();
+    if (n > run.samples.context_length)
+        return concat("its prompt has ", n, " tokens, ", n - run.samples.context_length,
+                      " more than the ", run.samples.context_length, " positions");
+    return "";
+}
+
+// Read the prompts of --prompts: "" or an error that names the first line that cannot be continued.
+inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts) {
+    const std::string& path = run.config.prompts;
+    std::string bytes, wrong = read_whole_file(path, &bytes);
+    if (!wrong.empty()) return wrong;
+    LineCounts counts;
+    auto add = [&](const nlohmann::ordered_json& line) {
+        return read_prompt(run, line, &prompts->emplace_back());
+    };
+
+    // A line of a .txt is a prompt as it is.
+    if (path.ends_with(".txt"))
+        each_line(bytes, 1, path, &counts, [&](std::string_view line) {
+            return add({{"prompt", std::string(line)}});
+        });
+    else
+        read_records<nlohmann::ordered_json>(bytes, 1, path, &counts, add);
+    if (counts.malformed > 0) return counts.first_malformed;
+    return prompts->empty() ? path + ": holds no prompt" : "";
+}
+
+// Read --prompts instead of --prompt, and check that the completions can be written.
+inline void choose_prompt_file(Run& run) {
+    const Config& c = run.config;
+    choose_ends(run, "--prompts");
+    or_die(read_prompt_file(run, &run.samples.prompts));
+    if (!is_first_rank(run) || c.explain) return;
+
+    // Refuse to overwrite completions that may have taken hours.
+    struct stat there;
+    bool full = stat(c.completions.c_str(), &there) == 0 && there.st_size > 0;
+    LLMC_USER_CHECK(!full, "--completions %s is there, and would be lost: remove it, or name "
+                           "another file", c.completions.c_str());
+    if (!c.completions.empty())
+        or_die(try_file("completions", c.completions));
+}
+
+// Reserve standard output for completions, unless they go to a file: other lines go to standard
+// error from here on. Call it before anything is printed.
+inline void reserve_output(Run& run) {
+    const Config& c = run.config;
+    if (c.prompts.empty() || !c.completions.empty() || c.explain || !is_first_rank(run))
+        return;
+    run.samples.completions = fdopen(dup(STDOUT_FILENO), "w");
+    LLMC_USER_CHECK(run.samples.completions && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0,
+                    "standard output cannot be written: %s", strerror(errno));
+}
+
+// A completion while it is generated; `over` once it has ended.
+struct Completion {
+    std::vector<int> tokens = {};
+    Ended why = Ended::BY_STOP;
+    bool over = false;
+};
+
+// The line that is written for a completion.
+inline std::string completion_line(const Run& run, const Prompt& prompt, int sample,
+                                   const Completion& made) {
+    // Write the prompt's fields first, in their own order.
+    const char* ends[] = {"token", "length", "context", "stopped"};
+    nlohmann::ordered_json j = prompt.fields;
+    j["sample"] = sample;
+    // Prompt and completion are one text, so a blank between them is kept; an answer stands alone.
+    std::string text;
+    for (int token : made.tokens)
+        text += decode(run.tokenizer, token);
+    j["completion"] = run.chat.tokenizer ? decode(run.tokenizer, made.tokens) : text;
+    j["tokens"] = made.tokens.size();
+    j["end"] = ends[int(made.why)];
+
+    // Replace bytes that are not UTF-8, such as half a character at the end, by U+FFFD.
+    return j.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+// Writes completions in the order of their prompts: each as soon as all before it have ended.
+struct CompletionWriter {
+    Run& run;
+    FILE* file;
+    std::vector<Completion> all;
+    size_t next = 0;    // the first completion that is not written
+    size_t written = 0; // lines
+
+    // Write all that have ended, up to the first that has not; at the end also those after it,
+    // because after a signal some have not begun.
+    void write_ended(bool at_end) {
+        size_t samples = size_t(run.config.samples);
+        for (; next < all.size() && (at_end || all[next].over); next++) {
+            if (!all[next].over) continue;
+            const Prompt& prompt = run.samples.prompts[next / samples];
+            fputs(completion_line(run, prompt, int(next % samples), all[next]).c_str(), file);
+            written++;
+        }
+        fflush(file);
+    }
+};
+
+// Give all ranks the completions that each place along dp has made: `mine` here. All ranks call.
+template <typename T, typename S>
+void share_completions(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine,
+                       std::vector<Completion>& all) {
+    // Append whether and why a completion is over to its tokens.
+    std::vector<std::vector<int>> texts;
+    for (const Completion& made : all) {
+        texts.push_back(made.tokens);
+        texts.back().insert(texts.back().end(), {made.over, int(made.why)});
+    }
+    share_texts(run, t, mine, size_t(run.config.sample_tokens) + 2, texts);
+    for (size_t i = 0; i < all.size(); i++) {
+        all[i].why = Ended(texts[i].back());
+        all[i].over = texts[i].end()[-2];
+        all[i].tokens.assign(texts[i].begin(), texts[i].end() - 2);
+    }
+}
+
+// Continue every prompt --samples times.
+template <typename T, typename S>
+void complete_prompts(Run& run, Trainer<T, S>& t) {
+    const Config& c = run.config;
+    Spend spend(run.clock.account, Work::SAMPLE);
+    size_t samples = size_t(c.samples);
+    size_t all = run.samples.prompts.size() * samples;
+    ShareOfTexts mine = share_of_texts(run, t, all);
+    std::vector<Text> texts;
+    for (size_t i = mine.first; i < mine.past; i++) {
+        const Prompt& prompt = run.samples.prompts[i / samples];
+        std::string stream = concat("completion.", i / samples, ".", i % samples);
+        texts.push_back({&prompt.tokens, fnv1a(stream), 0, prompt.adapter});
+    }
+
+    // Open the file on the first rank, which writes it. choose_prompt_file() has tried this before.
+    FILE* file = run.samples.completions;
+    if (is_first_rank(run) && !file)
+        file = fopen(c.completions.c_str(), "w");
+    std::string why = strerror(errno);
+    LLMC_USER_CHECK(file || !is_first_rank(run), "--completions %s: cannot be written: %s",
+                    c.completions.c_str(), why.c_str());
+    CompletionWriter writer = {run, file, std::vector<Completion>(all)};
+
+    // Generate. After a signal the completions so far are written as they are.
+    Sampling how = sampling_of(run);
+    CatchSignals catch_signals;
+    bool shared = answers_are_shared(c);
+    how.own_texts = shared;
+    how.stops = [&] {
+        if (shared) return stop_signal != 0;
+        return (run.end.stopped = agree(run.world, {stop_signal, false}).stop) != 0;
+    };
+    double start = clock_seconds();
+    auto emit = [&](int64_t i, int token) {
+        writer.all[mine.first + size_t(i)].tokens.push_back(token);
+    };
+    auto end = [&](int64_t i, Ended ended) {
+        Completion& made = writer.all[mine.first + size_t(i)];
+        made.why = ended;
+        made.over = true;
+        if (is_first_rank(run) && !shared)
+            writer.write_ended(false);
+    };
+    generate(t, run.plans.generate, texts, size_t(c.sample_tokens), how, emit, end);
+    if (shared) {
+        run.end.stopped = agree(run.world, {stop_signal, false}).stop;
+        share_completions(run, t, mine, writer.all);
+    }
+    if (!is_first_rank(run)) return;
+    writer.write_ended(true);
+
+    // Close the file, which is when a full disk may show, and report errors.
+    double seconds = clock_seconds() - start;
+    bool good = !ferror(file);
+    if (fclose(file) != 0 || !good)
+        report_failure(run, concat("completions could not all be written: ", strerror(errno)));
+    size_t tokens = 0;
+    for (const Completion& made : writer.all)
+        tokens += made.tokens.size();
+    size_t slots = std::min(texts.size(), t.plans[run.plans.generate].B);
+    printf("%zu completions, %zu tokens, %.1f tokens/s in %zu slots", writer.written, tokens,
+           double(tokens) / seconds, slots);
+    printf(shared ? " of each of %d ranks\n" : "\n", c.dp);
+}
+
+// ----------------------------------------------------------------------------
+// a talk with the model in a terminal, or through a pipe
+//   1. read a line: a question, or a command (/help lists them); the end of the input quits too
+//   2. encode the conversation so far in the chat format (llmc/tune/chat.h); if the context has no
+//      room for it and an answer, forget its first questions, and say so
+//   3. run the model on the new tokens only: the cache keeps those that are the same as before
+//   4. print the answer as it is generated, whole characters only
+//   Ctrl-C stops an answer; while the program waits for a question, it ends the program. A second
+//   Ctrl-C before the answer has stopped ends the program at once.
+//   The first rank reads and prints; all ranks receive the line, and generate the same answer.
+
+// How often Ctrl-C was pressed since the last answer ended. The second time ends the program.
+inline std::atomic<int> interrupts = 0;
+inline void note_interrupt(int number) {
+    if (interrupts++ == 0) return;
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+// Read a line of standard input. Returns false at its end, or after Ctrl-C.
+inline bool read_question(std::string* line) {
+    line->clear();
+    for (char c = 0; c != '\n';) {
+        // Wait in short turns: the signal may arrive in another thread, which would not
+        // interrupt this wait.
+        pollfd input = {STDIN_FILENO, POLLIN, 0};
+        int ready = poll(&input, 1, 200);
+        if (interrupts) return false;
+        if (ready <= 0) continue;
+        if (read(STDIN_FILENO, &c, 1) != 1)
+            return !line->empty();
+        // Append the character, unless it ends the line.
+        if (c != '\n') *line += c;
+    }
+    if (line->ends_with('\r'))
+        line->pop_back();
+    return true;
+}
+
+// Ask for a line on the first rank, and send it to all ranks. Returns false if the talk is over.
+inline bool ask_question(const Run& run, std::string* line) {
+    bool terminal = isatty(STDIN_FILENO);
+    if (is_first_rank(run) && terminal) {
+        printf("> ");
+        fflush(stdout);
+    }
+
+    // Tell all ranks whether there is a line, and then the line.
+    int64_t there = is_first_rank(run) && read_question(line);
+    broadcast(run.world, &there, 1, 0, Cpu{});
+    *line = broadcast_text(run.world, *line, 0);
+
+    // At the end begin a new line for the shell's prompt.
+    if (!there && is_first_rank(run) && terminal)
+        printf("\n");
+    return there && *line != "/quit";
+}
+
+// A talk so far.
+struct Talk {
+    Conversation messages = {};
+    std::vector<int> prompt = {}; // the conversation's tokens, with the question
+    std::vector<int> known = {};  // the tokens whose keys and values are in the cache
+    int64_t turn = 0;             // how many answers have begun
+};
+
+// Encode the conversation into talk.prompt, with room for an answer after it: "" or why it does
+// not fit. The first questions are forgotten until it does.
+inline std::string fit_conversation(Run& run, Talk& talk) {
+    // Reserve room for an answer: at most half of the positions.
+    size_t positions = run.samples.context_length;
+    size_t forgotten = 0;
+    size_t room = std::min(size_t(run.config.sample_tokens), positions / 2);
+    for (;;) {
+        std::string wrong = chat_prompt(run.chat, talk.messages, &talk.prompt);
+        size_t n = talk.prompt.size();
+        if (!wrong.empty()) return wrong;
+        if (n + room <= positions) break;
+        if (talk.messages.size() == 1)
+            return concat("the question has ", n, " tokens, ", n + room - positions,
+                          " more than the model's ", positions, " positions have room for, with ",
+                          room, " for an answer: ask a shorter one");
+
+        // Forget the first question and its answer, and try again.
+        talk.messages.erase(talk.messages.begin(), talk.messages.begin() + 2);
+        forgotten++;
+    }
+    if (forgotten)
+        note(run, concat("the talk is longer than the model's ", positions,
+                         " positions: its first ", forgotten, " question",
+                         forgotten > 1 ? "s are" : " is", " forgotten"));
+    return "";
+}
+
+// Generate the answer to the last question, and print it as it is generated.
+template <typename T, typename S>
+void answer_question(Run& run, Trainer<T, S>& t, Talk& talk) {
+    // Sample with the flags of samples. Ctrl-C on any rank stops all ranks.
+    Sampling how = sampling_of(run);
+    how.stops = [&] {
+        int64_t stop = interrupts > 0;
+        all_reduce_sum(run.world, &stop, 1, Cpu{});
+        return stop > 0;
+    };
+
+    // Count the tokens of the prompt that the cache holds. The last token is read again in any
+    // case, because its logits give the answer's first token.
+    const std::vector<int>&prompt = talk.prompt, &known = talk.known;
+    size_t most = std::min(prompt.size() - 1, known.size());
+    size_t cached = 0;
+    while (cached < most && prompt[cached] == known[cached])
+        cached++;
+    std::vector<Text> texts = {{&prompt, fnv1a(concat("chat.", talk.turn++)), cached}};
+
+    // Print characters, not tokens. Spaces before the answer belong to the chat format: skip them.
+    std::vector<int> tokens;
+    std::string bytes, answer;
+    auto print = [&](bool all) {
+        std::string text = take_characters(&bytes, all);
+        if (answer.empty())
+            text.erase(0, text.find_first_not_of(' '));
+        answer += text;
+        if (!is_first_rank(run)) return;
+        fputs(text.c_str(), stdout);
+        fflush(stdout);
+    };
+    auto emit = [&](int64_t, int token) {
+        // Collect bytes: a character may take several tokens.
+        tokens.push_back(token);
+        bytes += decode(run.tokenizer, token);
+        print(false);
+    };
+
+    // Generate, and remember why the answer ended: only a token means that nothing is missing.
+    Ended why = Ended::BY_STOP;
+    auto end = [&](int64_t, Ended ended) { why = ended; };
+    size_t most_tokens = size_t(run.config.sample_tokens);
+    generate(t, run.plans.generate, texts, most_tokens, how, emit, end);
+    print(true);
+    if (is_first_rank(run)) printf("\n");
+
+    // Note why an answer stops in the middle, and keep it in the talk as far as it came.
+    const char* whys[] = {"", "at --sample-tokens", "where the model's positions end",
+                          "here: what was said stays in the talk"};
+    if (why != Ended::BY_TOKEN)
+        note(run, concat("the answer stops ", whys[int(why)]));
+    interrupts = 0;
+    talk.messages.push_back({"assistant", answer});
+    talk.known = prompt;
+    talk.known.insert(talk.known.end(), tokens.begin(), tokens.end());
+    if (!tokens.empty()) talk.known.pop_back(); // the last token was picked, but not read
+}
+
+// Commands of a talk: lines that begin with a slash.
+constexpr const char* COMMANDS =
+    "/reset forgets, /quit ends, Ctrl-C stops an answer; a space hides a question's first slash";
+
+// Hold the talk, until the input ends.
+template <typename T, typename S>
+void hold_talk(Run& run, Trainer<T, S>& t) {
+    Spend spend(run.clock.account, Work::SAMPLE);
+    Talk talk;
+    if (is_first_rank(run))
+        printf("chat: %s\n", COMMANDS);
+
+    // Turn the watchdog off: a person may think for long.
+    if (run.world.info)
+        run.world.info->timeout_s = 0;
+    handle_signal(SIGINT, note_interrupt);
+    for (std::string line; ask_question(run, &line);) {
+        // Obey a command. One that there is not is no question either.
+        bool command = line.starts_with('/'), reset = line == "/reset";
+        if (reset) talk.messages.clear();
+        std::string unknown = line == "/help" ? "" : "there is no " + printable(line) + ": ";
+        if (command && is_first_rank(run))
+            puts(reset ? "(forgotten)" : (unknown + COMMANDS).c_str());
+        if (command || line.empty()) continue;
+
+        // Answer the question, or drop it from the talk if it does not fit.
+        talk.messages.push_back({"user", line});
+        std::string wrong = fit_conversation(run, talk);
+        if (wrong.empty()) {
+            answer_question(run, t, talk);
+            continue;
+        }
+        talk.messages.pop_back();
+        note(run, wrong);
+    }
+    handle_signal(SIGINT, SIG_DFL);
+}
+
+// ----------------------------------------------------------------------------
+// what a run does with texts
+
+// Choose the texts to continue: a talk, the prompts of a file, or the starts of samples.
+inline void choose_texts(Run& run) {
+    if (run.config.chat) return choose_ends(run, "--chat");
+    run.config.prompts.empty() ? choose_prompts(run) : choose_prompt_file(run);
+}
+
+// Generate what the run is to leave at its end: a talk, samples, or completions. config_check() has
+// refused two of them at once.
+template <typename T, typename S>
+void leave_texts(Run& run, Trainer<T, S>& t) {
+    if (run.config.chat)
+        hold_talk(run, t);
+    else if (run.config.prompts.empty())
+        print_samples(run, t);
+    else
+        complete_prompts(run, t);
 }
 
 } // namespace llmc

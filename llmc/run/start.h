@@ -47,8 +47,8 @@ template <typename F> bool run_ranks(Run& run, F body) {
         body(mine);
         // The first rank decides the exit status of the program.
         if (is_first_rank(mine)) {
-            run.stopped = mine.stopped;
-            run.failed = mine.failed;
+            run.end.stopped = mine.end.stopped;
+            run.end.failed = mine.end.failed;
         }
     };
 
@@ -196,19 +196,18 @@ inline int start_program(const char* name, bool (*command)(Run&), int argc, char
     info.timeout_s = c.watchdog;
 
     // Print a page and leave.
-    bool page = c.help || c.version;
-    if (page && is_first_rank(run))
-        fputs((c.help ? help_text(*c.program, terminal_columns()) : version_text(*c.program))
-                  .c_str(), stdout);
+    std::string page = page_asked(c);
+    if (is_first_rank(run))
+        fputs(page.c_str(), stdout);
 
     // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
     if (has_training(c)) signal(SIGPIPE, SIG_IGN);
-    bool good = page || command(run);
+    bool good = !page.empty() || command(run);
     leave_processes(run);
 
     // After a signal, exit as shells report it: 128 plus the signal's number.
-    if (run.stopped) return 128 + run.stopped;
-    return good && !run.failed ? 0 : 1;
+    if (run.end.stopped) return 128 + run.end.stopped;
+    return good && !run.end.failed ? 0 : 1;
 }
 
 } // namespace llmc

@@ -7,7 +7,12 @@
 #include "../io/plan_flags.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
+#include "../io/huggingface.h"
+#include "../io/new_tokens.h"
+#include "../parameters.h"
+#include "../run/open.h"
 #include "../run/run.h"
+#include "../trainer.h"
 #include "../text.h"
 #include "adapter_files.h"
 #include "named_adapters.h"
@@ -46,7 +51,7 @@ inline void take_prefix(Run& run) {
     size_t n = 0;
     or_die(read_prefix(run.shape, c.adapter, &n));
     c.prefix = int(n);
-    run.prompt_rows = before_text(c.adapter) == BeforeText::PROMPT;
+    run.plans.prompt_rows = before_text(c.adapter) == BeforeText::PROMPT;
 }
 
 // Add LoRA adapters to the shape: new ones, or those of folders. DoRA and (IA)3 add nothing: they
@@ -85,6 +90,37 @@ inline void add_run_adapters(const Config& c, Shape& s, const Dialects& dialects
     for (auto& [module, adapter] : adapters)
         adapter.rate_of_b = float(c.lora_plus);
     s.tuned.adapters = std::make_shared<const Adapters>(adapters);
+}
+
+// Let the shape of a run have adapters: a prefix's from here on, others once its flags are checked.
+inline void take_adapters(Run& run) {
+    take_prefix(run);
+    run.complete_shape = [&run](const Config& asked, Shape& s) {
+        add_run_adapters(asked, s, run.dialects);
+    };
+}
+
+// Load the weights: a folder's, with new tokens or with adapters merged into them, or as
+// load_model() does; then the adapters that stay beside them. upcycle(): how --upcycle reads a
+// folder.
+template <typename T, typename S>
+void load_base(Run& run, Trainer<T, S>& t, const std::function<std::string()>& upcycle = nullptr) {
+    const Config& c = run.config;
+    bool folder = c.start.empty() && !has_new_weights(c) && file_type(c.model) == S_IFDIR;
+    bool beside = trains_adapters(run.shape);
+    uint64_t seed = uint64_t(c.seed);
+    if (!folder)
+        load_model(run, t);
+    else if (c.upcycle)
+        or_die_on_all_ranks(run, upcycle());
+    else if (!c.add_tokens.empty())
+        or_die_on_all_ranks(run, load_and_grow(t, c.model, seed, run.dialects));
+    else
+        or_die_on_all_ranks(run, hf_load_weights(t, c.model, run.dialects,
+                                                 beside ? "" : c.adapter));
+    if (folder) init_weights(t, seed, true);
+    if (beside && !c.adapter.empty())
+        or_die_on_all_ranks(run, load_trained_adapters(t, c.adapter, run.plans.prompt));
 }
 
 // Say at the start what PEFT will not load of an export.

@@ -10,8 +10,8 @@
 //              longer the one that sampled, so objective.cuh clips their ratio; log p of the policy
 //              that sampled was evaluated before the first update.
 //   --beta adds the KL divergence from the starting weights, which evaluate the answers too
-//   (references.h). Both evaluations run the micro-batches of training, so that a policy equal
-//   to the other has the ratio 1 to the bit.
+//   (reference_policy.h). Both evaluations run the micro-batches of training, so that a policy
+//   equal to the other has the ratio 1 to the bit.
 //   Answer k to prompt p of step s draws by (seed, s, p, k, position), and by neither slots nor
 //   layout: a resumed run samples the step again, to the same bits. Between two updates it has the
 //   answers from its checkpoint (io/rollout_state.h).
@@ -40,7 +40,7 @@
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "references.h"
+#include "reference_policy.h"
 #include "reward_command.h"
 #include "rewards.h"
 #include "rollouts.h"
@@ -52,12 +52,12 @@ namespace llmc {
 inline void open_exercises(Run& run) {
     const Config& c = run.config;
     LLMC_USER_CHECK(vocab_matches(run), "--data: %s", foreign_tokenizer(run).c_str());
-    or_die(read_exercises(c.data, run.chat, size_t(c.seq), c.reward, &run.exercises));
-    or_die(identify_files(c.data, &run.data["data"]));
+    or_die(read_exercises(c.data, run.chat, size_t(c.seq), c.reward, &run.rollouts.exercises));
+    or_die(identify_files(c.data, &run.data.files["data"]));
 
     // Each rank has read the file itself: compare what they read.
     std::string all;
-    for (const Exercise& q : run.exercises)
+    for (const Exercise& q : run.rollouts.exercises)
         all += concat(q.prompt.size(), " ", q.answer, " ", json_text(q.line));
     check_same(run.world, "the prompts of --data", all);
 }
@@ -85,11 +85,34 @@ inline void rollout_numbers_of_rows(const Rollouts& r, uint64_t sample, size_t T
         std::copy_n(&r.old[first], T, to.old);
 }
 
+// The numbers that a step's line prints. The mean of -log p over sampled tokens estimates
+// the policy's entropy.
+inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
+    const Rollouts& r = run.rollouts.now;
+    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the entropy at
+    // a rollout's first update; at later ones, whose tokens are older, it is a cross-entropy.
+    double tokens = double(std::max<int64_t>(loss.valid, 1));
+    std::vector<NamedNumber> numbers = {
+        {"reward", r.reward},
+        {"length", r.length},
+        {"cut", r.cut},
+        {"equal_groups", r.equal},
+        {"entropy", loss.correct / tokens},
+    };
+
+    // Add the estimate of KL and the share of clipped tokens, where other policies are known.
+    if (run.config.beta > 0)
+        numbers.push_back({"kl", loss.margin / tokens});
+    if (run.config.updates > 1)
+        numbers.push_back({"clipped", loss.clipped / tokens});
+    return numbers;
+}
+
 // Let the trainer read the answers that were sampled last, and their advantages.
 template <typename T, typename S>
 void set_rollouts(Run& run, Trainer<T, S>& t) {
     size_t length = size_t(run.config.seq);
-    const Rollouts& r = run.rollouts;
+    const Rollouts& r = run.rollouts.now;
     t.data.window = [&r, length](uint64_t sample, int* tokens, int* targets) {
         rollout_window(r, sample, length, tokens, targets);
         return std::string();
@@ -97,15 +120,18 @@ void set_rollouts(Run& run, Trainer<T, S>& t) {
     t.data.references = [&r, length](uint64_t sample, RowNumbers to) {
         rollout_numbers_of_rows(r, sample, length, to);
     };
+    run.rollouts.numbers = [&run](const Loss& loss) {
+        return rollout_numbers(run, loss);
+    };
     if (is_first_rank(run))
         printf("data: %zu prompts, %zu answers a step, %d to each prompt\n",
-               run.exercises.size(), answers_of_step(run), run.config.group);
+               run.rollouts.exercises.size(), answers_of_step(run), run.config.group);
 }
 
 // The exercises of the step whose first answer is number `first` of the run.
 inline std::vector<size_t> exercises_of_step(const Run& run, uint64_t first) {
     size_t group = size_t(run.config.group);
-    size_t exercises = run.exercises.size();
+    size_t exercises = run.rollouts.exercises.size();
     uint64_t seed = uint64_t(run.config.seed);
     // Turn numbers of answers into numbers of groups: each group asks one exercise, and is counted
     // again in each of its updates.
@@ -117,55 +143,22 @@ inline std::vector<size_t> exercises_of_step(const Run& run, uint64_t first) {
     return asked;
 }
 
-// Give all ranks the answers that each place along dp has sampled: numbers [first, first + count)
-// of r->tokens are this place's.
-template <typename T, typename S>
-void share_answers(const Run& run, const Trainer<T, S>& t, size_t first, size_t count,
-                   Rollouts* r) {
-    // Put an answer's length and tokens in a row. One rank of each place contributes, and all
-    // others add 0 to it.
-    size_t row = size_t(run.config.seq) + 2;
-    size_t last = t.comms.model.rank == 0 ? first + count : first;
-    std::vector<int64_t> rows(r->tokens.size() * row);
-    for (size_t i = first; i < last; i++) {
-        int64_t* to = &rows[i * row];
-        *to++ = int64_t(r->tokens[i].size());
-        for (int token : r->tokens[i])
-            *to++ = token;
-    }
-    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
-
-    // Count the cut answers of all places, too.
-    if (first == last) r->cut = 0;
-    all_reduce_sum(run.world, &r->cut, 1, Cpu{});
-    const int64_t* from = rows.data();
-    for (std::vector<int>& answer : r->tokens) {
-        answer.assign(from + 1, from + 1 + *from);
-        from += row;
-    }
-}
-
 // Sample --group answers to each of a step's exercises. r->tokens receives each prompt with its
 // answer, r->cut how many answers reached the limit of length.
 template <typename T, typename S>
 void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked, Rollouts* r) {
     // Take this rank's share of the exercises: those of its place along dp.
     const Config& c = run.config;
-    Axis dp = answers_are_shared(c) ? t.layout.dp : Axis{};
-    auto share = [&](int rank) {
-        return asked.size() * size_t(rank) / size_t(dp.size);
-    };
-    size_t begin = share(dp.rank);
-    size_t past = share(dp.rank + 1);
+    bool shared = answers_are_shared(c) && t.layout.dp.size > 1;
+    ShareOfTexts mine = share_of_texts(run, t, asked.size());
     std::vector<Text> texts;
     for (size_t p = 0; p < asked.size(); p++) {
         // List the texts to generate, each with a random stream of its own. Keep a group's answers
         // together, so that the model reads their prompt once.
-        const std::vector<int>& prompt = run.exercises[asked[p]].prompt;
+        const std::vector<int>& prompt = run.rollouts.exercises[asked[p]].prompt;
         for (int k = 0; k < c.group; k++) {
             std::string stream = concat("rollout.", run.step, ".", p, ".", k);
-            bool mine = p >= begin && p < past;
-            if (mine)
+            if (p >= mine.first && p < mine.past)
                 texts.push_back({&prompt, fnv1a(stream)});
             r->tokens.push_back(prompt);
             r->prompts.push_back(prompt.size());
@@ -176,10 +169,10 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     // own probabilities. Keep the token that ends an answer: to end is a choice, and is trained.
     Sampling how;
     how.seed = uint64_t(c.seed);
-    how.ends = run.stop_tokens;
+    how.ends = run.samples.stop_tokens;
     how.emits_end = true;
-    how.own_texts = dp.size > 1;
-    size_t first = begin * size_t(c.group);
+    how.own_texts = shared;
+    size_t first = mine.first * size_t(c.group);
     auto emit = [&](int64_t i, int token) {
         r->tokens[first + size_t(i)].push_back(token);
     };
@@ -189,9 +182,13 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
 
     // Generate. An answer ends where its window does, if not before.
     int most = c.answer_tokens ? c.answer_tokens : c.seq;
-    generate(t, run.rollout_plan, texts, size_t(most), how, emit, end);
-    if (dp.size > 1)
-        share_answers(run, t, first, texts.size(), r);
+    generate(t, run.plans.rollout, texts, size_t(most), how, emit, end);
+    if (!shared) return;
+    share_texts(run, t, {first, first + texts.size()}, size_t(c.seq) + 1, r->tokens);
+
+    // Count the cut answers of all places, too.
+    if (t.comms.model.rank != 0) r->cut = 0;
+    all_reduce_sum(run.world, &r->cut, 1, Cpu{});
 }
 
 // An answer as text, without the token that ends it.
@@ -199,7 +196,7 @@ inline std::string answer_text(const Run& run, const Rollouts& r, size_t i) {
     const std::vector<int>& all = r.tokens[i];
     std::vector<int> tokens(all.begin() + long(r.prompts[i]), all.end());
     // Drop the last token only if it ends the answer: an answer that was cut has no such token.
-    bool ended = !tokens.empty() && run.stop_tokens.count(tokens.back());
+    bool ended = !tokens.empty() && run.samples.stop_tokens.count(tokens.back());
     if (ended) tokens.pop_back();
     return decode(run.tokenizer, tokens);
 }
@@ -217,7 +214,7 @@ inline std::string rewards_by_program(const Run& run, const Rollouts& r,
         std::vector<nlohmann::json> answers;
         for (size_t i = 0; i < r.tokens.size(); i++) {
             size_t exercise = asked[i / group];
-            answers.push_back(run.exercises[exercise].line);
+            answers.push_back(run.rollouts.exercises[exercise].line);
             answers.back()["completion"] = answer_text(run, r, i);
         }
         wrong = command_rewards(reward_program(c.reward), c.reward_seconds, answers, rewards);
@@ -241,7 +238,7 @@ inline std::string reward_answers(const Run& run, const Rollouts& r,
     for (size_t i = 0; i < r.tokens.size(); i++) {
         size_t exercise = asked[i / group];
         std::string answer = answer_text(run, r, i);
-        rewards->push_back(reward_of(c.reward, answer, run.exercises[exercise].answer));
+        rewards->push_back(reward_of(c.reward, answer, run.rollouts.exercises[exercise].answer));
     }
     return "";
 }
@@ -288,12 +285,12 @@ inline bool has_update_left(const Run& run, const Rollouts& r) {
 template <typename T, typename S>
 std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
     const Config& c = run.config;
-    Spend spend(run.account, Work::SAMPLE);
+    Spend spend(run.clock.account, Work::SAMPLE);
 
     // Answers may serve several updates.
-    if (has_update_left(run, run.rollouts)) {
-        run.rollouts.first = t.data.cursor;
-        run.rollouts.updates++;
+    if (has_update_left(run, run.rollouts.now)) {
+        run.rollouts.now.first = t.data.cursor;
+        run.rollouts.now.updates++;
         return "";
     }
 
@@ -312,32 +309,8 @@ std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
     take_means(&r, rewards, group);
     ask_other_policies(run, t, &r);
     r.updates = 1;
-    run.rollouts = std::move(r);
+    run.rollouts.now = std::move(r);
     return "";
-}
-
-// The numbers that a step's line prints. The mean of -log p over sampled tokens estimates
-// the policy's entropy.
-inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
-    if (!has_rollouts(run.config)) return {};
-    const Rollouts& r = run.rollouts;
-    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the entropy at
-    // a rollout's first update; at later ones, whose tokens are older, it is a cross-entropy.
-    double tokens = double(std::max<int64_t>(loss.valid, 1));
-    std::vector<NamedNumber> numbers = {
-        {"reward", r.reward},
-        {"length", r.length},
-        {"cut", r.cut},
-        {"equal_groups", r.equal},
-        {"entropy", loss.correct / tokens},
-    };
-
-    // Add the estimate of KL and the share of clipped tokens, where other policies are known.
-    if (run.config.beta > 0)
-        numbers.push_back({"kl", loss.margin / tokens});
-    if (run.config.updates > 1)
-        numbers.push_back({"clipped", loss.clipped / tokens});
-    return numbers;
 }
 
 } // namespace llmc

@@ -3,7 +3,7 @@
 //   layer. KV = NKV HS, which PEFT calls token_dim; its num_attention_heads is NKV.
 //   A prefix that PEFT trained through a projection is saved after it, as the same tensor. Prompt
 //   tuning and P-tuning have a tensor of this name too, (n, C): rows before the embeddings, whose
-//   keys and values become a prefix (../prompt_keys.h).
+//   keys and values become a prefix (../prompt_tuning.h).
 //   Writing  The rows of the layers are gathered one by one; the host holds the whole tensor.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
@@ -21,7 +21,7 @@
 #include "../text.h"
 #include "../trainer.h"
 #include "adapter_files.h"
-#include "prompt_keys.h"
+#include "prompt_tuning.h"
 
 namespace llmc {
 

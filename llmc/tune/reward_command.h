@@ -24,7 +24,7 @@
 #include <cstring>
 #include <sstream>
 #include <nlohmann/json.hpp>
-#include "../comm/record.h"
+#include "../comm/rank_status.h"
 #include "../text.h"
 #include "../io/json.h"
 

@@ -25,7 +25,7 @@ namespace llmc {
 
 // Whether this run trains beside a teacher.
 inline bool has_teacher(const Run& run) {
-    return run.config.loss == "distill" && run.train_plan >= 0;
+    return run.config.loss == "distill" && run.plans.train >= 0;
 }
 
 // The shape of the teacher that the flags name; empty without one.
@@ -55,18 +55,18 @@ inline Shape choose_teacher_shape(const Run& run) {
 inline void choose_teacher(Run& run) {
     const Config& c = run.config;
     if (!wants_teacher(c)) return;
-    run.teacher_shape = choose_teacher_shape(run);
-    or_die(check_teacher(c, run.shape, run.teacher_shape));
+    run.companions.teacher = choose_teacher_shape(run);
+    or_die(check_teacher(c, run.shape, run.companions.teacher));
     Config d = second_config(run, c.teacher);
-    or_die(check_same_tokens(run, d, run.teacher_shape, "--teacher", c.teacher, "teacher"));
+    or_die(check_same_tokens(run, d, run.companions.teacher, "--teacher", c.teacher, "teacher"));
 }
 
 // Place the teacher of a rank beside its training plan.
 template <typename T, typename S>
 void place_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank,
                    Teacher<T, S>& teacher) {
-    Layout layout = layout_at(choose_layout(run.config, run.teacher_shape), rank);
-    teacher_place(teacher, run.teacher_shape, plans[size_t(run.train_plan)], layout);
+    Layout layout = layout_at(choose_layout(run.config, run.companions.teacher), rank);
+    teacher_place(teacher, run.companions.teacher, plans[size_t(run.plans.train)], layout);
 }
 
 // Bytes that the teacher takes of the memory that holds the model; 0 without one.
@@ -81,19 +81,18 @@ size_t bytes_of_teacher(const Run& run, const std::vector<PlanOptions>& plans, i
 
 // The same in the element type of --precision.
 inline size_t teacher_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank) {
-    const std::string& precision = run.config.precision;
-    if (precision == "bf16") return bytes_of_teacher<bf16>(run, plans, rank, Cpu{});
-    if (precision == "fp16") return bytes_of_teacher<fp16>(run, plans, rank, Cpu{});
-    return bytes_of_teacher<float>(run, plans, rank, Cpu{});
+    return with_precision(run.config, [&](auto type) {
+        return bytes_of_teacher<typename decltype(type)::type>(run, plans, rank, Cpu{});
+    });
 }
 
 // Let a run have a teacher: before it is planned, and in memory beside its plans.
 inline void take_teacher(Run& run) {
-    run.teacher_of = choose_teacher_shape;
-    run.teacher_bytes = teacher_bytes;
+    run.companions.teacher_of = choose_teacher_shape;
+    run.companions.teacher_bytes = teacher_bytes;
     if (wants_teacher(run.config))
-        run.companions.push_back({"teacher", "its weights, an evaluation's memory, C elements a "
-                                  "row of the step", Tier::DEVICE, teacher_bytes});
+        run.companions.all.push_back({"teacher", "its weights, an evaluation's memory, C elements "
+                                      "a row of the step", Tier::DEVICE, teacher_bytes});
 }
 
 // Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.
@@ -101,7 +100,7 @@ inline void take_teacher(Run& run) {
 template <typename T, typename S>
 void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans) {
     if (!has_teacher(run)) return;
-    Spend spend(run.account, Work::LOAD);
+    Spend spend(run.clock.account, Work::LOAD);
 
     // Place and allocate it. Its heads may be shared by other ranks, so it has groups of its own.
     auto drop = [](Teacher<T, S>* teacher) {

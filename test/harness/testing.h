@@ -193,3 +193,21 @@ inline Ran shell(const std::string& command) {
     r.status = WEXITSTATUS(pclose(pipe));
     return r;
 }
+
+// Runs what follows as so many processes.
+inline std::string mpirun(int ranks) {
+    return "timeout 120 mpirun --allow-run-as-root --oversubscribe -np " + std::to_string(ranks) +
+           " ";
+}
+
+// Why there are no ranks as processes here; "": there are.
+inline const std::string& no_processes() {
+    static const std::string why = [] {
+        if (shell("command -v mpirun").status != 0) return "no mpirun";
+        bool without = has(shell(mpirun(2) + program() + " --dp 9").text, "built without MPI");
+        return without ? "built without MPI" : "";
+    }();
+    return why;
+}
+#define NEEDS_PROCESSES() \
+    if (!no_processes().empty()) GTEST_SKIP() << "skipped: " << no_processes()

@@ -4,7 +4,7 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <csignal>
-#include "../../llmc/extra/replay.h"
+#include "../../llmc/extra/silent_corruption.h"
 #include "saved_models.h"
 
 struct Checkpoints : Scratch {};

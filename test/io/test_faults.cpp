@@ -4,9 +4,9 @@
 #include <bit>
 #include <cstdarg>
 #include <random>
-#include "../../llmc/extra/replay.h"
+#include "../../llmc/extra/silent_corruption.h"
 #include "../../llmc/run/async_save.h"
-#include "../../llmc/run/buddy.h"
+#include "../../llmc/run/memory_checkpoint.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/run/health.h"
 #include "saved_models.h"

@@ -1,8 +1,8 @@
 // test_generate.cpp - many texts at once: each has its tokens alone, in any slots and any layout
 //   Runs $TRAIN_GPT (default build/train_gpt) where files and a terminal count.
 #include <mutex>
-#include "../../llmc/tune/prompt_keys.h"
-#include "../../llmc/run/talk.h"
+#include "../../llmc/tune/prompt_tuning.h"
+#include "../../llmc/run/sample.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 #include <regex>

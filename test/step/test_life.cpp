@@ -93,6 +93,10 @@ struct Life : Scratch {
     }
     std::vector<std::string> steps() const { return steps(out); }
 
+    // Train so many steps at once, and half of them twice: the checkpoints have the same bits.
+    // Returns what the whole run printed; `more` are flags of it alone.
+    Ran goes_on(const std::string& flags, int64_t all, const std::string& more = "") const;
+
     // The lines of the log: those that account for time, or all others.
     std::vector<json> lines(bool of_time) const {
         std::vector<json> found;
@@ -173,8 +177,6 @@ TEST_F(Life, ASecondRunIsToldAndAReaderIsNot) {
     EXPECT_EQ(start(small + "--steps 9 --resume --out " + out).status, 0);
 }
 
-// Evaluating and sampling leave the log as it is. Without --resume they are refused, because they
-// would take new weights.
 // A file system that has no locks is used all the same, and a note says what it cannot do.
 TEST_F(Life, AFolderWithoutLocksIsSaid) {
     llmc::Run run;
@@ -196,6 +198,8 @@ TEST_F(Life, AFolderWithoutLocksIsSaid) {
     flock_fails = 0;
 }
 
+// Evaluating and sampling leave the log as it is. Without --resume they are refused, because they
+// would take new weights.
 TEST_F(Life, WhoOnlyLooksNeverWritesTheLog) {
     ASSERT_EQ(start(small + "--steps 3 --out " + out).status, 0);
     std::string before = read_file(out + "/log.jsonl");
@@ -269,14 +273,6 @@ TEST(Resuming, ARunOfAnotherProgramIsRefusedWithItsName) {
     EXPECT_EQ(check_program(c), "");
 }
 
-// A checkpoint that names a flag which is gone resumes, unless its run used the flag.
-TEST_F(Life, FlagsThatAreGoneAreRefusedByName) {
-    EXPECT_EQ(check_gone_flags({{"layers", 2}, {"expert-rounds", 1}}), "");
-    EXPECT_EQ(check_gone_flags({{"layers", 2}}), "");
-    EXPECT_HAS(check_gone_flags({{"expert-rounds", 4}}),
-               "--resume: this checkpoint's run had --expert-rounds 4, which is gone");
-}
-
 // --resume without a checkpoint begins a new run, and after the last step has nothing to do. To
 // evaluate it needs a checkpoint.
 TEST_F(Life, ResumeBeginsWhereThereIsNothingAndEndsWhereAllIsDone) {
@@ -339,6 +335,16 @@ static std::string state(const std::string& folder) {
     return all;
 }
 
+Ran Life::goes_on(const std::string& flags, int64_t all, const std::string& more) const {
+    std::string whole = out + ".whole", last = "/" + step_folder(all);
+    Ran r = start(concat(flags, " --steps ", all, " --out ", whole, " ", more));
+    EXPECT_EQ(r.status, 0) << r.text;
+    EXPECT_EQ(start(concat(flags, " --steps ", all / 2, " --out ", out)).status, 0);
+    EXPECT_EQ(start(concat(flags, " --steps ", all, " --resume --out ", out)).status, 0);
+    EXPECT_TRUE(state(whole + last) == state(out + last));
+    return r;
+}
+
 // Send signals to a run at random moments, and resume it each time, until it is over: its
 // checkpoint must be that of a run that received none.
 static void stop_and_resume(const Life& t, const std::string& flags, int rounds) {
@@ -393,14 +399,11 @@ TEST_F(Life, SignalsWaitForASaveBesideTheSteps) {
 
 // A signal to one process stops all.
 TEST_F(Life, OneProcessOfSeveralIsSignalled) {
-    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
-    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 ";
-    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
-        GTEST_SKIP() << "skipped: built without MPI";
+    NEEDS_PROCESSES();
 
     // Signal the second process only.
     std::string train = program() + " " + small + "--steps 1000000 --out " + out;
-    Child job(mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train +
+    Child job(mpirun(2) + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train +
                   "'",
               path("said"));
     job.wait_for_step(3, 1000000);
@@ -415,10 +418,7 @@ TEST_F(Life, OneProcessOfSeveralIsSignalled) {
 // The first process reads a folder's small files for all. The second process's own folder has empty
 // ones, and yet it computes, samples and exports with the first.
 TEST_F(Life, OneProcessReadsAFoldersSmallFiles) {
-    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
-    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 ";
-    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
-        GTEST_SKIP() << "skipped: built without MPI";
+    NEEDS_PROCESSES();
 
     // Each process starts in a folder of its own, and finds there a model of the same name.
     fs::create_directories(path("0"));
@@ -432,7 +432,7 @@ TEST_F(Life, OneProcessReadsAFoldersSmallFiles) {
         if (file.path().extension() == ".json") put_file(file.path().string(), "");
     ASSERT_EQ(read_file(path("1/e/config.json")), "");
 
-    Ran r = shell(mpirun + "sh -c 'cd " + path("$OMPI_COMM_WORLD_RANK") + "; exec " + program() +
+    Ran r = shell(mpirun(2) + "sh -c 'cd " + path("$OMPI_COMM_WORLD_RANK") + "; exec " + program() +
                   " --model e --seq 32 --steps 1 --sample-tokens 9 --prompt a --chat-format plain"
                   " --export x --data " + path("text.txt") + "'");
     EXPECT_EQ(r.status, 0) << r.text;
@@ -443,14 +443,11 @@ TEST_F(Life, OneProcessReadsAFoldersSmallFiles) {
 // The watchdog names the rank that hangs, and ends the job. The first rank waits for the second,
 // which waits for the third, which is stopped: only the third may be named.
 TEST_F(Life, ARankThatHangsIsNamedAndTheJobEnds) {
-    if (shell("command -v mpirun").status != 0) GTEST_SKIP() << "skipped: no mpirun";
-    std::string mpirun = "timeout 120 mpirun --allow-run-as-root --oversubscribe -np 3 ";
-    if (has(shell(mpirun + program() + " --dp 9").text, "built without MPI"))
-        GTEST_SKIP() << "skipped: built without MPI";
+    NEEDS_PROCESSES();
     std::string train =
         program() + " " + small + "--pp 3 --watchdog 2 --steps 1000000 --out " + out;
     Child job(
-        mpirun + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
+        mpirun(3) + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + train + "'",
         path("said"));
 
     // Stop the third rank's process.
@@ -639,6 +636,8 @@ TEST_F(Life, ACheckpointWhoseLastGradientWaitsIsRefused) {
     Ran none = resume(0);
     EXPECT_EQ(none.status, 0) << none.text;
     EXPECT_HAS(none.text, "resumed at step 1");
+    EXPECT_EQ(check_gone_flags({{"layers", 2}, {"expert-rounds", 1}}), "");
+    EXPECT_HAS(check_gone_flags({{"expert-rounds", 4}}), "had --expert-rounds 4, which is gone");
 }
 
 // More ranks than the checkpoint had: the batch is the checkpoint's, and the error says so, with a
@@ -800,11 +799,7 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
         small + "--zero 1 --batch-tokens 384 --schedule constant --warmup 5 --save-minutes 0 ";
     std::string threads = "--local-ranks 3 ",
                 buddy = concat("--buddy ", path("m%r"), " --buddy-every 2 --out ", out);
-    bool mpi =
-        shell("command -v mpirun").status == 0 &&
-        !has(shell("timeout 60 mpirun --allow-run-as-root -np 1 " + program() + " --dp 9").text,
-             "built without MPI");
-    std::string mpirun = "timeout 300 mpirun --allow-run-as-root --oversubscribe -np 3 ";
+    bool mpi = no_processes().empty();
     if (!mpi) puts("skipped: no mpirun, so threads stand for processes");
 
     // Save step 5 on disk, go on, and kill one process, or the one that has all ranks: the rest of
@@ -817,7 +812,7 @@ TEST_F(Life, ALostMachinesPartComesFromItsBuddy) {
         std::string train = "sh -c 'echo $$ >" + path("pid") +
                             ".${OMPI_COMM_WORLD_RANK:-1}; exec " + program() + " " + flags +
                             (mpi ? "" : threads) + "--steps 100000 --resume " + buddy + "'";
-        Child job((mpi ? mpirun : "") + train, path("said"));
+        Child job((mpi ? mpirun(3) : "") + train, path("said"));
         job.wait_for_step(11, 100000);
         kill(pid_t(atoll(read_file(path("pid.1")).c_str())), SIGKILL);
         job.wait();
@@ -979,15 +974,11 @@ TEST_P(LifeKilled, AtAnyMomentLosesNothing) {
     }
 
     // Stop one of two processes.
-    bool mpi =
-        shell("command -v mpirun").status == 0 &&
-        !has(shell("timeout 60 mpirun --allow-run-as-root -np 1 " + program() + " --dp 9").text,
-             "built without MPI");
-    if (!mpi) puts("skipped: no mpirun, so nobody stops");
-    if (mpi) {
+    if (!no_processes().empty()) {
+        puts("skipped: no mpirun, so nobody stops");
+    } else {
         fs::remove(path("said"));
-        Child job("timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 sh -c 'echo $$ >" +
-                      path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + program() + " " + flags +
+        Child job(mpirun(2) + "sh -c 'echo $$ >" + path("pid") + ".$OMPI_COMM_WORLD_RANK; exec " + program() + " " + flags +
                       beside + "--steps 40'",
                   path("said"));
         job.wait_for_text("resumed at step ");
@@ -1368,12 +1359,8 @@ TEST_F(Life, ATurnedBitInMemoryEndsTheRun) {
 // evaluates like the model that was trained.
 TEST_F(Life, AdaptersGoOnAndAreMerged) {
     std::string flags = small + "--precision bf16 --lora 4 --lr 0.05 --schedule constant ";
-    std::string whole = path("whole"), merged = path("merged");
-    Ran r = start(flags + concat("--steps 60 --out ", whole, " --merge --export ", merged));
-    ASSERT_EQ(r.status, 0) << r.text;
-    ASSERT_EQ(start(flags + "--steps 30 --out " + out).status, 0);
-    ASSERT_EQ(start(flags + "--steps 60 --resume --out " + out).status, 0);
-    EXPECT_EQ(state(whole + "/step_00000060"), state(out + "/step_00000060"));
+    std::string merged = path("merged");
+    Ran r = goes_on(flags, 60, "--merge --export " + merged);
 
     // The folder says which adapters it has, and what flags change is said.
     Ran alone = start("--resume --eval --eval-tokens 256 --out " + out);
@@ -1444,12 +1431,7 @@ TEST_F(Life, APrefixGoesOnAndComesBack) {
     for (std::string layout : {"", "--local-ranks 4 --tp 2 --zero 3 "}) {
         SCOPED_TRACE(layout);
         out = path(concat("out", number++));
-        std::string whole = out + ".whole";
-        Ran r = start(train + layout + "--steps 20 --out " + whole + " --export " + prefix);
-        ASSERT_EQ(r.status, 0) << r.text;
-        ASSERT_EQ(start(train + layout + "--steps 10 --out " + out).status, 0);
-        ASSERT_EQ(start(train + layout + "--steps 20 --resume --out " + out).status, 0);
-        EXPECT_EQ(state(whole + "/step_00000020"), state(out + "/step_00000020"));
+        Ran r = goes_on(train + layout, 20, "--export " + prefix);
 
         // Evaluate the folder in bf16, as training does: the loss is the same to the log's digits.
         // Two tensor-parallel ranks round their partial sums to bf16, one in 512 of an activation.
@@ -1478,19 +1460,14 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
     ASSERT_EQ(start(small + "--steps 0 --seed 2 --export " + other).status, 0);
     std::string flags = "--seq 32 --micro-batch 4 --batch-tokens 256 --sample-tokens 0 "
                         "--eval-tokens 256 --lora 4 --lr 0.05 --schedule constant --data " +
-                        path("text.txt") + " --tokenizer byte --out ";
+                        path("text.txt") + " --tokenizer byte ";
 
     // Train 20 steps at once, and ten and ten.
     int number = 0;
     for (std::string weights : {" --weights nf4", " --weights int8 --save-async"}) {
         SCOPED_TRACE(weights);
         out = path(concat("out", number++));
-        std::string whole = out + ".whole", beside = weights + " --model " + base;
-        Ran r = start(flags + whole + beside + " --steps 20");
-        ASSERT_EQ(r.status, 0) << r.text;
-        ASSERT_EQ(start(flags + out + beside + " --steps 10").status, 0);
-        ASSERT_EQ(start(flags + out + beside + " --steps 20 --resume").status, 0);
-        EXPECT_EQ(state(whole + "/step_00000020"), state(out + "/step_00000020"));
+        goes_on(flags + weights + " --model " + base, 20);
 
         // Nothing of the base is in the files.
         json m = manifest("step_00000010");
@@ -1502,14 +1479,15 @@ TEST_F(Life, ACheckpointOfAdaptersNamesItsBase) {
 
     // Two ranks can go on. Another base is refused, but the same base in a folder that was
     // renamed is not.
-    Ran r = start(flags + out + " --model " + base + " --steps 22 --resume --local-ranks 2");
+    std::string go_on = flags + "--resume --out " + out + " --model ";
+    Ran r = start(go_on + base + " --steps 22 --local-ranks 2");
     EXPECT_EQ(r.status, 0) << r.text;
-    r = start(flags + out + " --model " + other + " --steps 30 --resume");
+    r = start(go_on + other + " --steps 30");
     EXPECT_NE(r.status, 0);
     EXPECT_HAS(r.text, "its adapters were trained beside \"" + base + "\" of ");
     EXPECT_HAS(r.text, "; this run has \"" + other + "\" of ");
     fs::rename(base, base + ".moved");
-    r = start(flags + out + " --model " + base + ".moved --eval --resume");
+    r = start(go_on + base + ".moved --eval");
     EXPECT_EQ(r.status, 0) << r.text;
 }
 
@@ -1646,10 +1624,7 @@ TEST_F(Life, ARunGoesOnAmongSkippedSteps) {
     fs::copy(out + "/step_00000005", other + "/step_00000005", fs::copy_options::recursive);
     Ran rest = start("--resume --out " + other);
     ASSERT_EQ(rest.status, 0) << rest.text;
-    auto last = [](const std::string& folder) {
-        return read_file(folder + "/step_00000012/rank_00000.safetensors");
-    };
-    EXPECT_TRUE(last(out) == last(other));
+    EXPECT_TRUE(state(out + "/step_00000012") == state(other + "/step_00000012"));
     json loss_scale = manifest("step_00000012")["loss_scale"];
     EXPECT_EQ(json::parse(read_file(other + "/step_00000012/manifest.json"))["loss_scale"],
               loss_scale);
@@ -1720,9 +1695,6 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     const std::string deep =
         small + "--layers 5 --seq 64 --micro-batch 8 --steps 4 --save-every 2 ";
     ASSERT_EQ(start(deep + "--out " + out).status, 0);
-    auto last = [](const std::string& folder) {
-        return read_file(folder + "/step_00000004/rank_00000.safetensors");
-    };
     std::string other = path("other");
     fs::create_directory(other);
     fs::copy(out + "/step_00000002", other + "/step_00000002", fs::copy_options::recursive);
@@ -1731,7 +1703,7 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
     EXPECT_HAS(rest.text, "recompute: layers 1");
     EXPECT_HAS(rest.text, "5 none; ");
     EXPECT_HAS(rest.text, "% more FLOPs\n  next cheaper: ");
-    EXPECT_TRUE(last(out) == last(other));
+    EXPECT_TRUE(state(out + "/step_00000004") == state(other + "/step_00000004"));
 
     // Each stage has a choice of its own, the same on all its ranks. Without --memory the machine
     // has enough, so nothing is recomputed.
@@ -1751,22 +1723,19 @@ TEST_F(Life, ChosenRecomputationChangesNoBit) {
 TEST_F(Life, SegmentsAndParkedBlocksChangeNoBit) {
     const std::string deep = small + "--layers 6 --seq 64 --micro-batch 8 --steps 2 ";
     ASSERT_EQ(start(deep + "--out " + out).status, 0);
-    auto last = [](const std::string& folder) {
-        return read_file(folder + "/step_00000002/rank_00000.safetensors");
-    };
 
     // Train with segments, then with as little memory as parking needs.
     std::string other = path("segments");
     Ran r = start(deep + "--recompute full --recompute-segment 3 --out " + other);
     ASSERT_EQ(r.status, 0) << r.text;
-    EXPECT_TRUE(last(out) == last(other));
+    EXPECT_TRUE(state(out + "/step_00000002") == state(other + "/step_00000002"));
     other = path("parked");
     r = start(deep + "--recompute auto --memory 0.0055 --offload activations --offload-to " + path("") +
               " --out " + other);
     ASSERT_EQ(r.status, 0) << r.text;
     EXPECT_HAS(r.text, " parked, ");
     EXPECT_HAS(r.text, "waiting for moves, by the rates of cpu");
-    EXPECT_TRUE(last(out) == last(other));
+    EXPECT_TRUE(state(out + "/step_00000002") == state(other + "/step_00000002"));
 
     // A stage of a pipeline has parked blocks of its own.
     r = start(deep + "--recompute auto --memory 0.0034 --offload activations --offload-to " + path("") +

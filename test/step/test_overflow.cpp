@@ -3,7 +3,8 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#include "../../llmc/run/overflow.h"
+#include "../../llmc/run/choose.h"
+#include "../../llmc/run/training.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
@@ -242,39 +243,40 @@ TEST(LossScale, AllRanksSkipWhatOneRankOverflows) {
 // ----------------------------------------------------------------------------
 // the command line
 
-// Parse these flags, and choose the loss scaling of a run: "" or what is wrong.
-std::string chosen(llmc::Run& run, const std::vector<std::string>& flags) {
+// Parse these flags, and choose the loss scaling: "" or what is wrong.
+std::string chosen(LossScaling* scaling, const std::vector<std::string>& flags) {
+    Config c;
     std::vector<const char*> words = {"train_gpt"};
     for (const std::string& f : flags) words.push_back(f.c_str());
-    std::string wrong = parse_arguments(run.config, int(words.size()), (char**)words.data());
-    return wrong.empty() ? choose_loss_scaling(run) : wrong;
+    std::string wrong = parse_arguments(c, int(words.size()), (char**)words.data());
+    return wrong.empty() ? choose_loss_scaling(c, scaling) : wrong;
 }
 
 // Only fp16 has a loss scale. A rule brings its numbers, which flags change.
 TEST(LossScale, IsChosenByFlags) {
-    llmc::Run none;
-    EXPECT_EQ(chosen(none, {}), "");
-    EXPECT_FALSE(none.loss_scaling.on);
+    LossScaling none;
+    EXPECT_EQ(chosen(&none, {}), "");
+    EXPECT_FALSE(none.on);
 
-    llmc::Run plain;
-    EXPECT_EQ(chosen(plain, {"--precision", "fp16"}), "");
-    EXPECT_TRUE(plain.loss_scaling.on && plain.loss_scaling.dynamic);
-    EXPECT_EQ(plain.loss_scaling.start, 65536);
-    EXPECT_EQ(plain.loss_scaling.window, 1000);
+    LossScaling plain;
+    EXPECT_EQ(chosen(&plain, {"--precision", "fp16"}), "");
+    EXPECT_TRUE(plain.on && plain.dynamic);
+    EXPECT_EQ(plain.start, 65536);
+    EXPECT_EQ(plain.window, 1000);
 
-    llmc::Run torch;
-    EXPECT_EQ(chosen(torch, {"--precision", "fp16", "--loss-scale-rule", "pytorch",
-                             "--loss-scale-window", "7", "--loss-scale-min", "4",
-                             "--loss-scale-start", "4294967296"}), "");
-    EXPECT_EQ(torch.loss_scaling.start, 4294967296.0f);
-    EXPECT_EQ(torch.loss_scaling.window, 7);
-    EXPECT_EQ(torch.loss_scaling.hysteresis, 1);
-    EXPECT_EQ(torch.loss_scaling.least, 4);
+    LossScaling torch;
+    EXPECT_EQ(chosen(&torch, {"--precision", "fp16", "--loss-scale-rule", "pytorch",
+                              "--loss-scale-window", "7", "--loss-scale-min", "4",
+                              "--loss-scale-start", "4294967296"}), "");
+    EXPECT_EQ(torch.start, 4294967296.0f);
+    EXPECT_EQ(torch.window, 7);
+    EXPECT_EQ(torch.hysteresis, 1);
+    EXPECT_EQ(torch.least, 4);
 
-    llmc::Run fixed;
-    EXPECT_EQ(chosen(fixed, {"--precision", "fp16", "--loss-scale", "1024"}), "");
-    EXPECT_EQ(fixed.loss_scaling.start, 1024);
-    EXPECT_FALSE(fixed.loss_scaling.dynamic);
+    LossScaling fixed;
+    EXPECT_EQ(chosen(&fixed, {"--precision", "fp16", "--loss-scale", "1024"}), "");
+    EXPECT_EQ(fixed.start, 1024);
+    EXPECT_FALSE(fixed.dynamic);
 }
 
 // Each rule's numbers are its trainer's own defaults, typed from their pages: Megatron-LM's
@@ -288,20 +290,20 @@ TEST(LossScale, EachRulesNumbersAreItsTrainers) {
     };
     for (const Row& row : {Row{"megatron", 1000, 2, 1}, {"pytorch", 2000, 1, 0},
                            {"deepspeed", 1000, 2, 1}}) {
-        llmc::Run run;
-        EXPECT_EQ(chosen(run, {"--precision", "fp16", "--loss-scale-rule", row.rule}), "");
-        EXPECT_EQ(run.loss_scaling.start, 65536);
-        EXPECT_EQ(run.loss_scaling.window, row.window) << row.rule;
-        EXPECT_EQ(run.loss_scaling.hysteresis, row.hysteresis) << row.rule;
-        EXPECT_EQ(run.loss_scaling.least, row.least) << row.rule;
+        LossScaling scaling;
+        EXPECT_EQ(chosen(&scaling, {"--precision", "fp16", "--loss-scale-rule", row.rule}), "");
+        EXPECT_EQ(scaling.start, 65536);
+        EXPECT_EQ(scaling.window, row.window) << row.rule;
+        EXPECT_EQ(scaling.hysteresis, row.hysteresis) << row.rule;
+        EXPECT_EQ(scaling.least, row.least) << row.rule;
     }
 }
 
 // Flags that would do nothing, or numbers that are no power of two, are refused.
 TEST(LossScale, BadFlagsAreNamed) {
     auto wrong = [](const std::vector<std::string>& flags) {
-        llmc::Run run;
-        return chosen(run, flags);
+        LossScaling scaling;
+        return chosen(&scaling, flags);
     };
     EXPECT_HAS(wrong({"--loss-scale", "1024"}), "give --precision fp16");
     EXPECT_HAS(wrong({"--precision", "bf16", "--loss-scale-window", "9"}), "--loss-scale-window");
@@ -320,11 +322,12 @@ TEST(LossScale, BadFlagsAreNamed) {
 // A step counts as skipped only if fp16's loss scaling is on and its gradient is not finite.
 TEST(LossScale, ARunOfSkippedStepsEnds) {
     llmc::Run run;
+    LossScaling scaling;
     StepScale scale = {INFINITY, 1, 0, 0, {1, 0, 0, MOST_SKIPPED - 1}};
-    EXPECT_FALSE(is_skipped(run, scale)) << "without fp16 it is a step that diverged";
-    run.loss_scaling.on = true;
-    EXPECT_TRUE(is_skipped(run, scale));
-    EXPECT_FALSE(is_skipped(run, {1, 1, 1, 5, {1, 0, 0, 0}}));
+    EXPECT_FALSE(is_skipped(run, scaling, scale)) << "without fp16 it is a step that diverged";
+    scaling.on = true;
+    EXPECT_TRUE(is_skipped(run, scaling, scale));
+    EXPECT_FALSE(is_skipped(run, scaling, {1, 1, 1, 5, {1, 0, 0, 0}}));
 }
 
 } // namespace

@@ -836,7 +836,7 @@ TEST(Planner, ATeacherTakesTheBytesThatARunCounts) {
             run.config = p;
             EXPECT_EQ(check_with_teacher(run.config, q.shape, q.teacher), "");
             run.shape = q.shape;
-            run.teacher_shape = q.teacher;
+            run.companions.teacher = q.teacher;
             take_teacher(run);
             run.layout = choose_layout(run.config, run.shape);
             std::vector<PlanOptions> plans = choose_plans(run);

@@ -1,4 +1,4 @@
-// buddy.h - saves in memory that outlive a machine: each rank's part lies on two
+// memory_checkpoint.h - replicated in-memory checkpoints: each rank's part on two machines
 //   DIR/step_00000100/   a checkpoint (checkpoint.h) in a file system in memory, on each machine:
 //                        the files of its ranks and of the machine before it, and the manifest
 //   A rank's buddy       the rank with the same place on the next machine. Machines are ordered by
@@ -15,6 +15,7 @@
 //   each rank counts as a machine of its own.
 //   Memory: each machine holds its ranks' files and its neighbour's, twice while a save is written.
 #pragma once
+#include <climits>
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../io/checkpoint.h"
@@ -23,7 +24,6 @@
 #include "../io/manifest.h"
 #include "../io/mapping.h"
 #include "../ops/types.h"
-#include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"
 
@@ -168,35 +168,19 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
     const Comm& world = t.comms.world;
     // Each machine has its own folder, made and named by the machine's first rank.
     bool first = b.is_first(world.rank);
-    Save save = {info, b.folder, 1};
-    std::string wrong = first ? make_temporary(save.out, save.temporary()) : "";
-    wrong = first_error(world, wrong);
+    Save save = {info, b.folder, INT_MAX}; // the save before goes once all machines have this one
+    std::string wrong = save_begin(t, save, first);
     if (!wrong.empty()) return wrong;
 
-    // 1. and 2. Write this rank's file, and send it to the buddy.
-    save.manifest = manifest_of(t, info);
-    save.file = rank_file_of(t);
-    // Training waits for this: memory is fast, and the network carries one message a rank.
-    wrong = write_rank_file(save.file, save.temporary(), [&](size_t i) {
-        auto& [s, range] = save.file.owned[i];
-        return read_numbers(t, s.data, *s.p, range);
-    });
-    wrong = first_error(world, wrong);
+    // 1. and 2. Write this rank's file, and send it to the buddy. Training waits for this: memory
+    // is fast, and the network carries one message a rank.
+    wrong = first_error(world, save_in_place(t, save));
     if (wrong.empty())
-        wrong = first_error(world, keep_others_files(world, b, save.file, save.temporary()));
+        wrong = keep_others_files(world, b, save.file, save.temporary());
 
-    // 3. Give the save its name on each machine, then remove the one before.
-    if (wrong.empty()) {
-        nlohmann::json files = files_of_all(world, save.file);
-        if (first)
-            wrong = write_manifest(save.manifest, files, save.temporary());
-        if (first && wrong.empty())
-            wrong = replace_folder(save.temporary(), save.folder());
-        wrong = first_error(world, wrong);
-    }
-
-    if (first && !wrong.empty())
-        remove_folder(save.temporary());
+    // 3. Give the save its name on each machine. Once all have done so, remove the one before.
+    Written written = exchange_written(world, save, wrong);
+    wrong = first_error(world, first ? name_checkpoint(save, written) : "");
     if (!first || !wrong.empty()) return wrong;
     for (int64_t step : checkpoint_steps(save.out))
         if (step != info.step)

@@ -1,10 +1,10 @@
-// record.h - what each rank of a machine is at, where the others can read it
+// rank_status.h - each rank's current action, in memory shared by the ranks of a machine
 //   A rank notes each action as it begins it, and whether it waits for other ranks. A rank that has
 //   waited too long reads the notes. Ranks wait for each other in chains, and the culprit is the
 //   one that does not wait: "rank 2 has been in B(0,3) for 31.0 s, and waits for nobody". A waiting
 //   rank signs its note again from time to time; one that does not is stopped.
 //   Threads keep their notes in an array of the process, processes in shared memory of the machine
-//   (mpi.h). A rank on another machine is asked (late.h).
+//   (mpi.h). A rank on another machine is asked (hang_report.h).
 //   Cost: ten stores an action. A reader may see half of a changing name: it is only printed.
 //   To copy: this file.
 #pragma once

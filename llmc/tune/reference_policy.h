@@ -1,4 +1,4 @@
-// references.h - what the weights that a run starts from say of each answer: the reference of DPO
+// reference_policy.h - log-probabilities under the reference policy, for DPO, KTO and GRPO
 //   evaluate_logp   log p of each target of any windows, under the weights as they are
 //   1. before the first step, the starting weights (a folder's, with its adapters) evaluate the
 //      windows that the run will read, in the same micro-batches as training
@@ -8,7 +8,7 @@
 //   them. A resumed run reads the starting weights again, evaluates them again, and then loads its
 //   checkpoint.
 //   Cost: a forward pass over the windows, at most one epoch, once.
-//   GRPO samples its windows, so it keeps the starting weights instead (references.h).
+//   GRPO samples its windows, so it keeps the starting weights instead (below).
 #pragma once
 #include "../action.h"
 #include "../arena.h"
@@ -35,7 +35,7 @@ namespace llmc {
 // a copy of the weights that a run starts from, exchanged with those it trains
 //   The reference of GRPO's KL (objective.cuh) is the policy before the first step. Each step
 //   samples new answers, so what the reference says of them cannot be kept ready, as DPO's is
-//   (references.h): the starting weights are asked again.
+//   (reference_policy.h): the starting weights are asked again.
 //   1. before the first step, each rank copies the trained weights that it keeps: with adapters
 //      their thin matrices alone, under ZeRO-3 its own shard
 //   2. exchange_weights() swaps weights and copy, and the evaluation plan runs the reference
@@ -73,7 +73,7 @@ template <typename T, typename S> void keep_start(Run& run, S where) {
         trainer_place(t, r.shape, plans, layout_at(r.layout, rank));
         return start_weights_bytes(t);
     };
-    run.companions.push_back({"starting weights", "GRPO's reference, in the host's memory",
+    run.companions.all.push_back({"starting weights", "GRPO's reference, in the host's memory",
                               Tier::HOST, bytes});
 }
 
@@ -132,10 +132,10 @@ void evaluate_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& win
     // have no numbers yet.
     auto stopped = std::exchange(t.hooks.stopped, nullptr);
     References references = std::exchange(t.data.references, nullptr);
-    const Plan& p = t.plans[run.evaluate_plan];
+    const Plan& p = t.plans[run.plans.evaluate];
     std::vector<acc_t<T>> losses(p.rows());
     size_t T_cp = p.rows() / p.B; // rows of a sequence on this rank
-    run_samples(t, run.evaluate_plan, count, window, [&] {
+    run_samples(t, run.plans.evaluate, count, window, [&] {
         // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
         // tp rank 0.
         RowLosses<T> kept = row_losses(t, 0);
@@ -182,32 +182,32 @@ std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoa
 inline uint64_t samples_of_run(const Run& run) {
     const Config& c = run.config;
     uint64_t samples = uint64_t(c.steps) * uint64_t(c.batch_tokens / c.seq);
-    return c.resume ? run.train.windows : std::min<uint64_t>(samples, run.train.windows);
+    return c.resume ? run.data.train.windows : std::min<uint64_t>(samples, run.data.train.windows);
 }
 
 // Compute the references of training and validation, and let the trainer use those of training.
 template <typename T, typename S>
 void compute_references(Run& run, Trainer<T, S>& t) {
     if (keeps_start(run.config)) {
-        run.start_weights = copy_weights(t);
+        run.reference.start_weights = copy_weights(t);
         return;
     }
-    if (run.val.windows)
-        run.val_references = evaluate_references(run, t, run.val, run.val_samples);
-    if (run.train_plan < 0) return;
+    if (run.data.val.windows)
+        run.reference.val = evaluate_references(run, t, run.data.val, run.data.val_samples);
+    if (run.plans.train < 0) return;
     uint64_t samples = samples_of_run(run);
     if (is_first_rank(run))
         printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
-    run.references = evaluate_references(run, t, run.train, samples);
-    t.data.references = references_of(run.train, run.references);
+    run.reference.train = evaluate_references(run, t, run.data.train, samples);
+    t.data.references = references_of(run.data.train, run.reference.train);
 }
 
 // Let the trainer use validation's references.
 template <typename T, typename S>
 void take_validation_references(Run& run, Trainer<T, S>& t) {
     if (has_reference(run.config))
-        t.data.references = references_of(run.val, run.val_references);
-    if (run.before_validation) run.before_validation();
+        t.data.references = references_of(run.data.val, run.reference.val);
+    if (run.reference.before_validation) run.reference.before_validation();
 }
 
 // ----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ void take_validation_references(Run& run, Trainer<T, S>& t) {
 //   old         log p under the weights that sampled, with --updates 2 or more: evaluated before
 //               the first update, kept for those after it
 //   reference   log p under the weights that the run began from, with --beta: these are exchanged
-//               for the run's, and back (references.h)
+//               for the run's, and back (reference_policy.h)
 //   Both run the evaluation plan on the micro-batches of training, by the same kernels. So the
 //   ratio of a policy to itself is 1 to the bit, in every layout.
 //   Cost: a forward pass over the answers for each. Memory: 4 bytes a token of the batch for each,
@@ -244,9 +244,9 @@ void ask_other_policies(Run& run, Trainer<T, S>& t, Rollouts* r) {
     if (run.config.updates > 1)
         r->old = rollout_logp(run, t, *r);
     if (!keeps_start(run.config)) return;
-    exchange_weights(t, run.start_weights);
+    exchange_weights(t, run.reference.start_weights);
     r->reference = rollout_logp(run, t, *r);
-    exchange_weights(t, run.start_weights);
+    exchange_weights(t, run.reference.start_weights);
 }
 
 } // namespace llmc

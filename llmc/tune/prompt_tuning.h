@@ -1,4 +1,4 @@
-// prompt_keys.h - a trained prompt becomes a prefix: its rows' keys and values - arXiv:2104.08691
+// prompt_tuning.h - a trained prompt becomes a prefix: its rows' keys and values - arXiv:2104.08691
 //   Prompt tuning trains n rows (n,C) that stand before the embeddings of a text. Attention is
 //   causal, so no text changes what the rows become: later tokens see them by their keys and values
 //   alone, in each layer the same ones. prefix.cuh has a place for those.

@@ -1,4 +1,4 @@
-// replay.h - a step done again, to see which rank computes wrong
+// silent_corruption.h - silent data corruption: repeat a step on all ranks, and compare the bits
 //   Twins: ranks of a grid that differ in dp alone. They have the same weights, but different
 //   samples. In a replay all twins take the samples of the first one, so each action of a layer
 //   must make the same bits on all of them, before any sum over ranks hides who is wrong.

@@ -1,14 +1,14 @@
-// late.h - a long wait is told after seconds, and the ranks of other machines are asked
+// hang_report.h - hang reports: after seconds, which ranks are late, where, and in which action
 //   1. late   a wait has taken ten seconds, or five times this rank's longest one so far, whichever
 //             is longer; or half of --watchdog
 //   2. ask    one rank of each other machine: who stands still there? A rank that waits answers
-//             from the notes of its machine (record.h). A rank that computes does not: then the
-//             next rank of its machine is asked. A machine without an answer is named
+//             from the notes of its machine (rank_status.h). A rank that computes does not: then
+//             the next rank of its machine is asked. A machine without an answer is named
 //   3. tell   one rank of each machine prints a note, at most one a minute. The run goes on; at the
 //             watchdog's limit it ends with the same words
 //   Cost: nothing before a wait sleeps; then a probe for questions at each look. A rank asks 64
 //   machines at most, those of missing ranks first. Threads share notes and ask nobody.
-//   To copy: this file, group.h, record.h, elements.h, element_type.h,
+//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h,
 //   cuda_common.h and types.h.
 #pragma once
 #ifdef WITH_MPI
@@ -18,7 +18,7 @@
 #include <deque>
 #include <utility>
 #include "group.h"
-#include "record.h"
+#include "rank_status.h"
 
 namespace llmc {
 
