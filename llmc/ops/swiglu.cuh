@@ -6,14 +6,12 @@
 //   Contract: out =, dgate =, dup =; dgate may be dout or gate, dup may be up.  Bitwise repeatable.
 //   Cost: memory-bound. forward reads gate, up, writes out; backward reads dout, gate, up, writes
 //         dgate, dup.
-//   To copy: this file, gelu.cuh, column_sums.cuh, types.h and cuda_common.h.
+//   To copy: this file, elementwise.cuh, gelu.cuh, column_sums.cuh, types.h and cuda_common.h.
 #pragma once
+#include "elementwise.cuh"
 #include "gelu.cuh"
 
 namespace llmc {
-
-// The activation of the gate: SiLU for SwiGLU, GELU for GeGLU.
-enum class Gate : uint8_t { SILU, GELU };
 
 // ----------------------------------------------------------------------------
 // CPU

@@ -11,7 +11,6 @@
 #include "../plan_check.h"
 #include "../text.h"
 #include "choose.h"
-#include "report.h"
 #include "run.h"
 
 namespace llmc {
