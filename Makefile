@@ -163,10 +163,10 @@ $(BUILD)/ladder_%: dev/cuda/%.cu | $(BUILD)
 	$(compile)
 $(BUILD)/train_gpt_min: train_gpt_min.cpp | $(BUILD)
 	$(CXX) -std=c++20 -O3 -march=native $(WARN) $< -o $@
-# The step is compiled once a type for all programs (llmc/step.h). STEPS is all four, or empty: each program whole.
+# The step is compiled once a type for all programs (llmc/layers.h). STEPS is all four, or empty: each program whole.
 STEPS ?= float double bf16 fp16
 step = $(patsubst %,$(BUILD)/step_%.o,$(filter $(STEPS),$(1)))
-$(BUILD)/step_%.o: llmc/step.h | $(BUILD)
+$(BUILD)/step_%.o: llmc/layers.h | $(BUILD)
 	$(CXX) $(CXXFLAGS) -DSTEP_OF=$* -include $< -x c++ -c /dev/null -o $@
 $(BUILD)/%_gpt.o: %_gpt.cu | $(BUILD)
 	$(CXX) $(CXXFLAGS) -x c++ -c $< -o $@

@@ -31,6 +31,7 @@
 #include "llmc/run/folder.h"
 #include "llmc/run/health.h"
 #include "llmc/run/open.h"
+#include "llmc/run/plan_run.h"
 #include "llmc/run/report.h"
 #include "llmc/run/run.h"
 #include "llmc/run/sample.h"

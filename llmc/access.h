@@ -3,10 +3,10 @@
 //   lifetimes, the waits for collectives, and the tests that poison all other bytes.
 #pragma once
 #include "action.h"
-#include "fp8.h"
 #include "layout.h"
 #include "model.h"
 #include "offload.h"
+#include "ops/fp8.cuh"
 #include "optimizer.h"
 #include "pipeline.h"
 #include "recompute.h"
@@ -29,6 +29,30 @@ struct Access {
 // Whether a plan counts the tokens that experts get: training does.
 inline bool counts_loads(const Plan& p, const Model& model) {
     return p.mode == Mode::TRAIN && model.shape.experts.E > 0;
+}
+
+// A block's products have their scales, and in training leave their maxima.
+inline void access_amaxes(Access& x, const Plan& p, const Model& model) {
+    if (model.shape.fp8.kind != Fp8::DELAYED) return;
+    Data amaxes = {Kind::AMAX};
+    p.mode == Mode::TRAIN ? x.change(amaxes) : x.read(amaxes);
+}
+
+// Add the data that fp8 products touch: scales that they read, maxima that they leave, and the
+// casts of weights, which they make or find made.
+inline void access_fp8(Access& x, const Plan& p, const Model& model) {
+    access_amaxes(x, p, model);
+    if (keeps_casts(p, model))
+        x.change({Kind::CAST});
+}
+
+// Add the data that COUNT touches: shards, and their maxima.
+inline void access_maxima(Access& x, const Plan& p, const Model& m) {
+    for (int b = 0; b < int(m.buckets.size()); b++) {
+        if (!gathers_codes(p, m, b)) continue;
+        x.read({Kind::WEIGHT, b});
+        x.write({Kind::MAXIMA});
+    }
 }
 
 // F reads the stream and the weights, and leaves the stream for the next layer.

@@ -67,6 +67,10 @@ struct Offload {
     }
 };
 
+// The alignment of data, in bytes. Vector loads need 16, tensor cores need 128, and cudaMalloc
+// itself aligns to 256.
+constexpr size_t ARENA_ALIGN = 256;
+
 // clang-format off
 enum class Op : uint8_t {
     LOAD, COUNT, SENDRECV, GATHER, RELEASE, F, B, I, W, R, REDUCE, TIE, SQUARE, NORM, FETCH, UPDATE,
@@ -147,6 +151,16 @@ inline bool of_bucket(Kind kind) { return kind_row(kind).of_bucket; }
 constexpr Kind ACTIVATION_KINDS[] = {Kind::KEPT_B, Kind::KEPT_W,     Kind::REDO_B,
                                      Kind::REDO_W, Kind::GRADIENT_B, Kind::GRADIENT_W};
 
+// The group of activations in which a row of the activation table lies.
+inline Kind activation_group(Keep keep, Last last, Recompute level) {
+    bool w = last == Last::W;
+    if (keep == Keep::GRADIENT)
+        return w ? Kind::GRADIENT_W : Kind::GRADIENT_B;
+    if (recomputed(keep, level))
+        return w ? Kind::REDO_W : Kind::REDO_B;
+    return w ? Kind::KEPT_W : Kind::KEPT_B;
+}
+
 // The name of one datum: the key under which the arena (arena.h) finds where it lies.
 struct Data {
     Kind kind;
@@ -221,6 +235,12 @@ struct Plan : PlanOptions {
         return row_numbers() * rows() + B * beside;
     }
 };
+
+// The number of rows on which the head works: all rows of a micro-batch, or in generation the last
+// `scored` ones of each sequence.
+inline size_t head_rows(const Plan& p) {
+    return p.mode == Mode::GENERATE ? p.B * p.scored : p.rows();
+}
 
 // Whether an op makes gradients of weights; whether it runs a layer at all.
 inline bool reaches_weights(Op op) { return op == Op::B || op == Op::W; }

@@ -14,7 +14,6 @@
 #include "access.h"
 #include "action.h"
 #include "comm/comm.h"
-#include "disk.h"
 #include "model.h"
 #include "offload.h"
 #include "ops/memory.h"
@@ -23,12 +22,45 @@
 
 namespace llmc {
 
-// The alignment of data, in bytes. Vector loads need 16, tensor cores need 128, and cudaMalloc
-// itself aligns to 256.
-constexpr size_t ARENA_ALIGN = 256;
-
 // The alignment of data in a tier: a file moves whole blocks.
 inline size_t align_of(Tier tier) { return tier == Tier::DISK ? DISK_BLOCK : ARENA_ALIGN; }
+
+enum class ScratchKind : uint8_t {
+    WORKSPACE, // working memory of products, norms, attention and embedding
+    ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
+    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it
+    TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
+    EXCHANGE_ROWS, // (2,ep,N,C) rows sent and received, where tokens go only to their experts
+    HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
+    HEAD,      // the head's own activations (head.h)
+    WIDE,      // a frozen matrix, dequantised
+    ROOM,      // (N,r) the result of an adapter's first product, which its second one reads
+    CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
+    NORM_SUMS  // the sum of squares of each chunk
+};
+
+// A row of scratch. Its offset counts bytes from the start of the layer's scratch.
+struct ScratchRow {
+    ScratchKind name;
+    size_t offset, bytes;
+};
+
+// The scratch of one layer. Rows never share bytes: all of them live while the layer runs.
+struct ScratchTable {
+    std::vector<ScratchRow> rows;
+    size_t bytes = 0;
+
+    void add(ScratchKind name, size_t size) {
+        if (!size) return;
+        rows.push_back({name, bytes, size});
+        bytes += round_up(size, ARENA_ALIGN);
+    }
+    const ScratchRow* find(ScratchKind name) const {
+        for (const ScratchRow& row : rows)
+            if (row.name == name) return &row;
+        return nullptr;
+    }
+};
 
 // One life of a datum, and the bytes that belong to it during that life.
 struct Place {

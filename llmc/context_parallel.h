@@ -33,9 +33,12 @@
 #include "context.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/attention.cuh"
 #include "ops/attention_merge.cuh"
+#include "ops/attention_tiled.cuh"
 #include "ops/attention_types.h"
 #include "ops/elementwise.cuh"
+#include "ops/matmul.cuh"
 #include "ops/memory.h"
 #include "ops/prefix.cuh"
 #include "ops/rope.cuh"
@@ -43,6 +46,141 @@
 #include "ops/types.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the keys that the batch's queries see
+
+// Keys and values. Each token has a row in k and one in v; rows are `stride` elements apart.
+template <typename T> struct Keys {
+    const T *k, *v;       // (B,Tk,NKV,HS)
+    const int* positions; // (B,Tk)
+    size_t Tk, stride;
+    size_t batch = 0; // elements between sequences; 0: one directly follows the other
+};
+
+// The keys that the batch's queries look at. Without a cache they are the batch's own. With a cache
+// (slots,capacity,2,NKV*HS), store the batch's keys at their positions; the queries then look at
+// the first `seen` of each slot. Where a slot has fewer, positions mask the rest.
+template <typename T, typename S>
+Keys<T> keys_seen(const Ctx<S>& ctx, T* cache, const T* k, const T* v, size_t stride) {
+    const Batch& b = ctx.batch;
+    if (!cache)
+        return {k, v, b.positions, b.T, stride};
+
+    // Store one row in the cache for each token: its key, then its value.
+    size_t KV = ctx.shape.NKV * ctx.shape.HS;
+    size_t from = stride * sizeof(T), to = 2 * KV * sizeof(T), slot = b.capacity * 2 * KV;
+    T* first = cache + b.first_slot * slot;
+    for (size_t i = 0; i < b.B; i++) {
+        T* row = first + i * slot + size_t(b.places[i * b.T]) * 2 * KV;
+        copy_rows(row, to, k + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
+        copy_rows(row + KV, to, v + i * b.T * stride, from, KV * sizeof(T), b.T, ctx.where);
+    }
+    return {first, first + KV, b.key_positions, b.seen, 2 * KV, slot};
+}
+
+// ----------------------------------------------------------------------------
+// attention on one rank
+
+// Sizes with q, k and v side by side in a row. Scratch and the choice of a kernel depend on them.
+inline AttentionDims attention_shape(const Shape& s, size_t B, size_t Tq, size_t Tk) {
+    size_t QKV = (s.NH + 2 * s.NKV) * s.HS;
+    return {B, Tq, Tk, s.NH, s.NKV, s.HS, QKV, QKV};
+}
+
+// The operands of attention: the batch's queries, rows q_stride apart, and the keys that they see.
+template <typename T, typename S>
+AttentionOperands<T> attention_operands(const Ctx<S>& ctx, const T* q, size_t q_stride,
+                                        const Keys<T>& keys) { // q (B,T,NH,HS)
+    const Shape& s = ctx.shape;
+    const Batch& b = ctx.batch;
+    int window = s.attention.window ? int(std::min(s.attention.window, size_t(INT_MAX))) : INT_MAX;
+    AttentionDims d = {b.B, b.T, keys.Tk, s.NH, s.NKV, s.HS, q_stride, keys.stride, window};
+    d.k_batch = d.v_batch = keys.batch;
+    acc_t<T> scale =
+        s.attention.score_scalar ? 1 / std::sqrt(acc_t<T>(s.attention.score_scalar)) : 0;
+    return {q,           keys.k,     keys.v, nullptr, b.positions,           keys.positions,
+            b.doc_start, ctx.slopes, d,      scale,   acc_t<T>(s.attention.softcap)};
+}
+
+// The CPU's attention takes a Blas, and kernels take plain memory. Give kernels the Blas's scratch.
+template <typename T>
+void* attention_scratch(const AttentionDims& d, Blas& blas, auto stream) {
+    size_t need = attention_scratch_bytes<T>(d, 1, stream);
+    LLMC_CHECK(need <= blas.scratch_bytes,
+               "attention needs %zu bytes of scratch, the plan gave %zu", need, blas.scratch_bytes);
+    return blas.scratch;
+}
+template <typename T, typename O, typename S>
+void attention_forward(O* out, acc_t<T>* lse, const AttentionOperands<T>& x, Blas& blas,
+                       S stream) {
+    attention_forward(out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
+}
+template <typename T, typename Q, typename K, typename S>
+void attention_backward(Q* dq, K* dk, K* dv, const T* out, const acc_t<T>* lse,
+                        const AttentionOperands<T>& x, Blas& blas, S stream) {
+    attention_backward(dq, dk, dv, out, lse, x, attention_scratch<T>(x.d, blas, stream), stream);
+}
+
+// Describe to rope.cuh which channels of each head rotate.
+template <typename T, typename S>
+RopeHeads<T> turning(const Ctx<S>& ctx, RopeHeads<T> x) { // (B,T,heads,HS)
+    if (x.NH) x.rows += first_rotary(ctx.shape, ctx.shape.HS);
+    x.head_stride = ctx.shape.HS;
+    x.neighbours = ctx.shape.latent.kv > 0;
+    x.doc_start = ctx.prefix.k ? ctx.batch.doc_start : nullptr; // each starts after the prefix
+    return x;
+}
+
+// Rotate the first heads of each row in place (RoPE). Without a table (learned positions, ALiBi)
+// there is nothing to do.
+template <typename T, typename S>
+void rotate_forward(const Ctx<S>& ctx, RopeHeads<T> q, RopeHeads<T> k = {}) {
+    if (!ctx.rope) return;
+    rope_forward(turning(ctx, q), turning(ctx, k), ctx.batch.positions,
+                 (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+                 rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
+}
+template <typename T, typename S>
+void rotate_backward(const Ctx<S>& ctx, RopeHeads<T> dq, RopeHeads<T> dk = {}) {
+    if (!ctx.rope) return;
+    rope_backward(turning(ctx, dq), turning(ctx, dk), ctx.batch.positions,
+                  (const acc_t<T>*)ctx.rope, ctx.batch.rows(),
+                  rotary_channels(ctx.shape, ctx.shape.HS), ctx.where);
+}
+
+// A block's queries, keys and values, or the gradients of all three.
+template <typename T> struct Qkv {
+    T *q, *k, *v;               // (B,T,NH,HS) (B,T,NKV,HS) (B,T,NKV,HS)
+    size_t q_stride, kv_stride; // elements between rows
+};
+
+// Rotate q and k in place, then let each query attend to the keys that it sees.
+template <typename T, typename S>
+void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,T)
+                       const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
+    rotate_forward<T>(ctx, {x.q, ctx.shape.NH, x.q_stride}, {x.k, ctx.shape.NKV, x.kv_stride});
+    Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    attention_forward(out, lse, operands, ctx.blas, ctx.where);
+    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
+    join_sinks(out, lse, operands, sinks, ctx.where);
+}
+
+// dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
+template <typename T, typename S>
+void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
+                        const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)
+                        const Qkv<T>& x, const Sinks<T>& sinks = {}) {
+    Keys<T> keys = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
+    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
+    operands.dout = dout;
+    attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
+    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
+    join_sinks_backward(out, lse, operands, sinks, ctx.where);
+    rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
+                       {dx.k, ctx.shape.NKV, dx.kv_stride});
+}
 
 // ----------------------------------------------------------------------------
 // context parallelism in a ring: keys go from rank to rank - arXiv:2310.01889
@@ -279,25 +417,6 @@ void ring_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     const acc_t<T>* dv = dk + KV;
     round_rows(dx.k, dx.kv_stride, dk, 2 * KV, N, KV, ctx.where);
     round_rows(dx.v, dx.kv_stride, dv, 2 * KV, N, KV, ctx.where);
-}
-
-// Return where in a sequence of T tokens row i of a rank lies.
-inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
-    // Every order is a permutation of the sequence, with the ranks' rows side by side.
-    size_t size = size_t(cp.size);
-    size_t rank = size_t(cp.rank);
-    size_t t = T / size;
-    switch (order) {
-    case ContextOrder::CONTIGUOUS: return rank * t + i;
-    case ContextOrder::STRIPED: return i * size + rank;
-    case ContextOrder::ZIGZAG: break;
-    }
-    // Zigzag: one early and one late chunk. The fewer keys the early one sees, the more
-    // the late one.
-    size_t half = T / (2 * size);
-    size_t late = 2 * size - 1 - rank;
-    if (i < half) return rank * half + i;
-    return late * half + i - half;
 }
 
 // Return how many of Ulysses' ranks take the same key/value head; more than 1 if heads are fewer
@@ -845,7 +964,7 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
 }
 
 // ----------------------------------------------------------------------------
-// attention as blocks call it; on one rank it is context.h's attention
+// attention as blocks call it
 
 // Rotate q and k in place, then attend: Ulysses where heads are exchanged, else gather or ring.
 template <typename T, typename S>

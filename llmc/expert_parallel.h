@@ -138,8 +138,8 @@ T* received_rows(Ctx<S>& ctx) { // (ep,N,C)
 
 // Add the message between a pair of ranks, unless it is empty: both ends know its size.
 template <typename T>
-void add_rows(std::vector<CommMessage>& messages, T* rows, size_t count, size_t C, size_t peer,
-              bool send) {
+void add_row_message(std::vector<CommMessage>& messages, T* rows, size_t count, size_t C,
+                     size_t peer, bool send) {
     // A pair has one message each way, so it needs no tag.
     if (count) messages.push_back({rows, count * C * sizeof(T), int(peer), send});
 }
@@ -185,8 +185,8 @@ TokensComing<T, S> send_tokens(Ctx<S>& ctx, T* all, const T* rows, // (ep,N,C) (
         T* sent = sent_rows<T>(ctx) + r * part;
         T* received = received_rows<T>(ctx) + r * part;
         pack_rows(ctx, sent, rows, lists.leaving + r * N, lists.counts + r, n.leaving[r]);
-        add_rows(messages, sent, size_t(n.leaving[r]), C, r, true);
-        add_rows(messages, received, size_t(n.arriving[r]), C, r, false);
+        add_row_message(messages, sent, size_t(n.leaving[r]), C, r, true);
+        add_row_message(messages, received, size_t(n.arriving[r]), C, r, false);
     }
 
     // Leave once the rows are packed, on the stream beside.
@@ -231,8 +231,8 @@ void return_tokens(Ctx<S>& ctx, T* out, T* partial, const int* ids) { // (N,C) (
         T* received = received_rows<T>(ctx) + r * part;
         pack_rows(ctx, sent, partial + r * part, lists.arriving + r * N, lists.counts + ranks + r,
                   n.arriving[r]);
-        add_rows(messages, sent, size_t(n.arriving[r]), C, r, true);
-        add_rows(messages, received, size_t(n.leaving[r]), C, r, false);
+        add_row_message(messages, sent, size_t(n.arriving[r]), C, r, true);
+        add_row_message(messages, received, size_t(n.leaving[r]), C, r, false);
     }
     int count = int(messages.size());
     send_beside(ctx, [&](S beside) { exchange(ctx.ep, messages.data(), count, beside); });

@@ -14,6 +14,8 @@
 #include "ops/memory.h"
 #include "ops/types.h"
 #include "sharding.h"
+#include "streams.h"
+#include "trainer.h"
 
 namespace llmc {
 
@@ -30,14 +32,6 @@ template <typename T, typename S> struct Trainer;
 // Slots: the same on all ranks; none where products scale otherwise.
 inline size_t fp8_slots(const Model& m) {
     return m.shape.fp8.kind == Fp8::DELAYED ? FP8_OPERANDS * size_t(m.matrices) : 0;
-}
-
-// A block's products have their scales, and in training leave their maxima. X is an Access.
-template <typename X>
-void access_amaxes(X& x, const Plan& p, const Model& model) {
-    if (model.shape.fp8.kind != Fp8::DELAYED) return;
-    Data amaxes = {Kind::AMAX};
-    p.mode == Mode::TRAIN ? x.change(amaxes) : x.read(amaxes);
 }
 
 // The state of all matrices.
@@ -83,12 +77,6 @@ void take_amaxes(Trainer<T, S>& t) {
 //   maximum that delayed scaling asks for is the same too: it counts nothing twice.
 //   Cost: GPT-2's block, 4 micro-batches, each recomputed: 44 casts a step become 8 (4 of values).
 
-// Whether the plan's blocks keep their casts. Generation does not: it reads weights once a plan.
-inline bool keeps_casts(const Plan& p, const Model& m) {
-    bool whole = p.layout.zero < 3 && !p.layout.offload.weights;
-    return m.shape.fp8.kind != Fp8::NONE && m.shape.fp8.kept && whole && p.mode != Mode::GENERATE;
-}
-
 // Call f(parameter, at) for each matrix of this rank's blocks, with the byte at which its casts
 // begin. Returns the end of the last one.
 template <typename F>
@@ -104,15 +92,6 @@ size_t for_each_cast(const Plan& p, const Model& m, F f) {
 }
 inline size_t cast_bytes(const Plan& p, const Model& m) {
     return keeps_casts(p, m) ? for_each_cast(p, m, [](const Parameter&, size_t) {}) : 0;
-}
-
-// Add the data that fp8 products touch: scales that they read, maxima that they leave, and the
-// casts of weights, which they make or find made.
-template <typename X>
-void access_fp8(X& x, const Plan& p, const Model& model) {
-    access_amaxes(x, p, model);
-    if (keeps_casts(p, model))
-        x.change({Kind::CAST});
 }
 
 // The places of a plan's casts, as the plan begins: nothing is cast yet. Empty: it keeps no casts.
@@ -161,27 +140,6 @@ Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
 //   Bytes: P/d + 2 V for each rank's part of P parameters, V of them in vectors; wide 2 P/d.
 
 template <typename T, typename S> struct Trainer;
-
-// Whether ranks that have a bucket gather it as codes.
-inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
-    // Look at the recipe and at the plan.
-    bool of_blocks = m.shape.fp8.kind == Fp8::BLOCK;
-    bool of_tensors = m.shape.fp8.kind == Fp8::TENSOR;
-    if (!of_blocks && !of_tensors) return false;
-    if (p.mode == Mode::GENERATE) return false;
-
-    // Look at the bucket. Experts have products of other kinds.
-    bool block = m.buckets[bucket].role == Role::BLOCK;
-    if (!block || m.shape.experts.E > 0)
-        return false;
-    bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
-    return cut && !p.layout.offload.weights;
-}
-
-// Whether the plan gathers a bucket as codes: this rank has it.
-inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
-    return sends_codes(p, m, bucket) && bucket_is_mine(p.layout, m, bucket);
-}
 
 // The number of scales of a bucket's matrices.
 inline size_t gathered_scales(const Model& m, int bucket) {
@@ -240,16 +198,6 @@ void for_each_gathered(const Model& m, int bucket, size_t first, size_t count, M
         scale += fp8_piece_blocks(rows, cols, whole);
     }
     wide_until(end);
-}
-
-// Add the data that COUNT touches: shards, and their maxima. X is an Access.
-template <typename X>
-void access_maxima(X& x, const Plan& p, const Model& m) {
-    for (int b = 0; b < int(m.buckets.size()); b++) {
-        if (!gathers_codes(p, m, b)) continue;
-        x.read({Kind::WEIGHT, b});
-        x.write({Kind::MAXIMA});
-    }
 }
 
 // A rank's part of the message: codes, then wide elements. Its sizes are the same on all ranks.

@@ -118,12 +118,6 @@ template <typename T> struct HeadActs {
     acc_t<T>* distill;                            // (7,chunk) maxima and sums, or nothing
 };
 
-// Evaluation keeps these numbers for each row. The target is the most likely token if
-// target_logit = row_max.
-template <typename T> struct RowLosses {
-    acc_t<T> *losses, *row_max, *target_logit;    // (N) each
-};
-
 // List the head's activations, which live only while the head runs. N is the rows of a micro-batch,
 // or in generation the rows with logits.
 template <typename T, typename Row>

@@ -6,11 +6,7 @@
 //   The flags make one layout, and layout_at() places a rank in it. Plan, model, shapes and groups
 //   of ranks all read that layout. One rank alone is the layout 1x1x1x1, and runs the same code.
 #pragma once
-#include "comm/comm.h"
 #include "comm/group.h"
-#include "comm/nccl.h"
-#include "comm/placement.h"
-#include "ops/memory.h"
 #include "pipeline.h"
 #include <algorithm>
 #include <array>
@@ -169,6 +165,25 @@ inline Axis keys_axis(const Layout& layout) {
     return {layout.cp.size / heads, layout.cp.rank / heads};
 }
 
+// Return where in a sequence of T tokens row i of a rank lies.
+inline size_t context_row(ContextOrder order, Axis cp, size_t T, size_t i) {
+    // Every order is a permutation of the sequence, with the ranks' rows side by side.
+    size_t size = size_t(cp.size);
+    size_t rank = size_t(cp.rank);
+    size_t t = T / size;
+    switch (order) {
+    case ContextOrder::CONTIGUOUS: return rank * t + i;
+    case ContextOrder::STRIPED: return i * size + rank;
+    case ContextOrder::ZIGZAG: break;
+    }
+    // Zigzag: one early and one late chunk. The fewer keys the early one sees, the more
+    // the late one.
+    size_t half = T / (2 * size);
+    size_t late = 2 * size - 1 - rank;
+    if (i < half) return rank * half + i;
+    return late * half + i - half;
+}
+
 // The ranks that share out a bucket, and the number of this rank's shard.
 inline Axis shard_axis(const Layout& layout, Group group) {
     Axis all = group_axis(layout, group);
@@ -223,18 +238,7 @@ struct Comms {
 
     // Return the table of what buffers hold along each axis; null unless the run
     // checks it (placement.h).
-    Placements* placements() const { return world.info ? world.info->placements : nullptr; }
-};
-
-// A collective or a move that was started and is not yet finished.
-template <typename S> struct InFlight {
-    Pending<S> pending = {};         // what it writes: an exchange's receives
-    Pending<S> sent = {};            // an exchange's sends
-    std::function<void()> rest = {}; // the work to do when `pending` has arrived
-    int action = -1;                 // its place in the plan
-    bool moves = false;              // it moves data between tiers: `rest` is its whole finish
-    bool arrived_here = false, over = false; // finished: what it writes, and all of it
-    decltype(record_point(S())) arrived = {}; // NCCL: the point after it in its stream
+    auto* placements() const { return world.info ? world.info->placements : nullptr; }
 };
 
 // Return the ranks whose place in the layout satisfies f, in the world's order.
@@ -252,142 +256,5 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
 //   world, shard, replica, edp   the plan's collectives: one stream, one after the other
 //   pp, tie                      messages of stages, beside those: separate
 //   tp, kv; cp; ep               between a layer's products, beside all of the plan's: separate
-inline void attach_gpus(Comms& c) {
-    // Refuse a library that cannot start communicators side by side in the host's order.
-    auto beside = [&](const Comm& part) { return part.size > 1 && part.size < c.world.size; };
-    if (beside(c.tp) || beside(c.pp) || c.cp.size > 1 || c.ep.size > 1)
-        check_launch_order(c.world);
-
-    // Split the plan's groups from the world: a kind of group has the same size on all ranks.
-    auto split = [](Comm& part, const Comm& parent) {
-        if (part.size > 1)
-            part = nccl_split(part, parent);
-    };
-    split(c.data(Group::DATA).shard, c.world);
-    split(c.data(Group::DATA).replica, c.world);
-
-    // Split an axis that is the only one from the world too, because nothing runs beside it then.
-    auto attach = [&](Comm& part) {
-        if (part.size == c.world.size)
-            split(part, c.world);
-        else
-            part = nccl_attach(part);
-    };
-    attach(c.pp);
-    if (c.pp.size > 1)
-        c.tie = nccl_split(c.tie, c.pp);
-    attach(c.tp);
-    split(c.kv, c.tp);
-    c.cp = nccl_attach(c.cp);
-    c.cp_heads = nccl_attach(c.cp_heads);
-    c.cp_keys = nccl_attach(c.cp_keys);
-
-    // Sum experts' gradients like others; exchange their rows inside a layer.
-    split(c.data(Group::EXPERTS).shard, c.world);
-    c.ep = nccl_attach(c.ep);
-}
-
-// Make a group of ranks with experts: of a stage's ranks that have the same pieces of experts, or
-// whole ones, those of which f is true. Their order is that of routing_axis(), not the grid's.
-template <typename F>
-Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
-    std::vector<int> ranks = ranks_where(me, [&](const Layout& o) {
-        bool same_stage = o.pp.rank == me.pp.rank;
-        bool same_pieces = me.experts.whole || o.tp.rank == me.tp.rank;
-        return same_stage && same_pieces && f(o);
-    });
-
-    // Neighbours share out the experts.
-    auto place = [&](int rank) {
-        return routing_axis(layout_at(me, rank)).rank;
-    };
-    auto nearer = [&](int a, int b) { return place(a) < place(b); };
-    std::sort(ranks.begin(), ranks.end(), nearer);
-    return comm_split(world, name, ranks);
-}
-
-// Make all groups of this rank. `kv_ranks` divides tp: so many neighbours share a key/value head.
-// All ranks of the world must call.
-inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
-    // A group is a condition on places in the layout: it holds the ranks that satisfy it.
-    auto same = [&](Axis Layout::*axis, const Layout& other) {
-        return (me.*axis).rank == (other.*axis).rank;
-    };
-    auto split = [&](const char* name, auto f) {
-        return comm_split(world, name, ranks_where(me, f));
-    };
-
-    // Ranks of one stage that hold the same pieces of its layers.
-    auto stage = [&](const Layout& o) { return same(&Layout::pp, o) && same(&Layout::tp, o); };
-
-    // Ranks of one stage and one piece, which see different tokens.
-    Comms c;
-    c.world = world;
-    c.samples = split("dp", stage);
-    c.model = split("model", [&](const Layout& o) {
-        return same(&Layout::dp, o);
-    });
-    Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
-    c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
-        return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;
-    });
-    c.data(Group::DATA).replica = split("replica", [&](const Layout& o) {
-        return stage(o) && shard_axis(o, Group::DATA).rank == shard.rank;
-    });
-
-    // The pipeline, and its two ends.
-    auto line = [&](const Layout& o) {
-        return same(&Layout::dp, o) && same(&Layout::cp, o) && same(&Layout::tp, o);
-    };
-    auto is_end = [](const Layout& o) { return o.pp.rank == 0 || o.pp.rank == o.pp.size - 1; };
-    c.pp = split("pp", line);
-    if (me.pp.size > 1 && is_end(me))
-        c.tie = split("tie", [&](const Layout& o) { return line(o) && is_end(o); });
-
-    // Ranks that share each layer.
-    auto layer = [&](const Layout& o) {
-        return same(&Layout::pp, o) && same(&Layout::dp, o) && same(&Layout::cp, o);
-    };
-    c.tp = split("tp", layer);
-    c.kv = split("kv", [&](const Layout& o) {
-        return layer(o) && o.tp.rank / kv_ranks == me.tp.rank / kv_ranks;
-    });
-
-    // Ranks that share each sequence. A hybrid divides them twice.
-    auto sequence = [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); };
-    c.cp = split("cp", sequence);
-    Axis heads = heads_axis(me), keys = keys_axis(me);
-    if (heads.size > 1 && keys.size > 1) {
-        c.cp_heads = split("cp heads", [&](const Layout& o) {
-            return sequence(o) && keys_axis(o).rank == keys.rank;
-        });
-        c.cp_keys = split("cp keys", [&](const Layout& o) {
-            return sequence(o) && heads_axis(o).rank == heads.rank;
-        });
-    }
-
-    // Ranks that hold the same experts, and ranks that together hold all of them.
-    Axis experts = expert_axis(me);
-    int neighbours = group_axis(me, Group::EXPERTS).rank;
-    bool apart = experts.size > 1 || me.experts.whole; // from the groups of other parameters
-    if (apart) {
-        c.data(Group::EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
-            return expert_axis(o).rank == experts.rank;
-        });
-        c.ep = split_experts(world, "ep", me, [&](const Layout& o) {
-            return group_axis(o, Group::EXPERTS).rank == neighbours;
-        });
-    }
-    if (world.nccl) attach_gpus(c);
-
-    // Without a hybrid, all of cp exchange heads or share keys.
-    if (keys.size == 1) c.cp_heads = c.cp;
-    if (heads.size == 1) c.cp_keys = c.cp;
-
-    // Cut experts that are not shared out have the group of all other parameters.
-    if (!apart)
-        c.data(Group::EXPERTS) = c.data(Group::DATA);
-    return c;
-}
 
 } // namespace llmc

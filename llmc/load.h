@@ -10,7 +10,6 @@
 #include "action.h"
 #include "comm/comm.h"
 #include "context.h"
-#include "context_parallel.h"
 #include "fp8.h"
 #include "layout.h"
 #include "model.h"
@@ -19,7 +18,6 @@
 #include "ops/step_scale.h"
 #include "ops/types.h"
 #include "parameters.h"
-#include "sizes.h"
 #include "trainer.h"
 #include <numeric>
 

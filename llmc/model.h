@@ -21,7 +21,7 @@
 #include "ops/moe.cuh"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
-#include "ops/swiglu.cuh"
+#include "ops/elementwise.cuh"
 #include "ops/types.h"
 #include <algorithm>
 #include <bitset>
@@ -249,6 +249,13 @@ inline Shape layer_shape(Shape s, int layer) {
     s.experts.ffn_beside = sparse ? s.experts.shared_F : s.experts.dense_F;
     if (!sparse) s.experts.E = s.experts.K = 0;
     return s;
+}
+
+// The bytes of LOADS: how many slots choose each block's experts in a step, (L,E), and with a
+// capacity how many of these are dropped, (L,E).
+inline size_t loads_bytes(const Shape& s) {
+    size_t tables = s.experts.capacity.factor > 0 ? 2 : 1;
+    return tables * s.L * s.experts.E * sizeof(int);
 }
 
 // Channels of all heads in one of attention's two products. Values may be narrower than keys, so

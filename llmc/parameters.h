@@ -9,6 +9,7 @@
 #include "comm/comm.h"
 #include "layout.h"
 #include "model.h"
+#include "offload.h"
 #include "ops/cuda_common.h"
 #include "ops/element_type.h"
 #include "ops/memory.h"
@@ -19,11 +20,87 @@
 #include "optimizer.h"
 #include "quantised.h"
 #include "sharding.h"
-#include "sizes.h"
 #include "trainer.h"
-#include "transfers.h"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// lasting data, wherever they lie
+//   Checkpoints and initial weights need not know of chunks: read_kept() and fill_kept() walk them.
+
+// Return where a datum lies, or its first chunk; null if this rank has none.
+template <typename T, typename S>
+const Place* kept_place(const Trainer<T, S>& t, Data d) {
+    const Place* place = arena_find(t.arena, t.plan, t.at, d);
+    if (place) return place;
+
+    // Look for the first chunk of an offloaded bucket.
+    d.chunk = 0;
+    return arena_find(t.arena, t.plan, t.at, d);
+}
+
+// Call f(place, byte, from, count) for each contiguous piece of elements [at, at+count) of type V:
+// `byte` is its offset in its tier, `from` its first element, counted from `at`.
+template <typename V, typename T, typename S, typename F>
+void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
+    // A datum that is not in chunks is one piece.
+    const Place* whole = arena_find(t.arena, t.plan, t.at, d);
+    if (whole)
+        return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
+
+    // Take from each chunk its share of the range.
+    size_t chunk = t.plans[t.plan].offload.chunk;
+    for (size_t from = 0; from < count;) {
+        d.chunk = int((at + from) / chunk);
+        size_t within = (at + from) % chunk, n = std::min(count - from, chunk - within);
+        // Chunks of a bucket are not neighbours in their tier.
+        const Place* place = arena_find(t.arena, t.plan, t.at, d);
+        f(*place, place->offset + within * sizeof(V), from, n);
+        from += n;
+    }
+}
+
+// Copy elements [at, at+count) of a datum to the host.
+template <typename V, typename T, typename S>
+void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
+    // The pieces may lie in several chunks, all in one tier.
+    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
+        const Memory& m = t.arena.memory[int(p.tier)];
+        size_t bytes = n * sizeof(V);
+        switch (p.tier) {
+        case Tier::DEVICE: return copy_out(to + from, m.base + byte, bytes, t.ctx.where);
+        case Tier::HOST: memcpy(to + from, m.base + byte, bytes); return;
+        case Tier::DISK: {
+            std::string wrong = disk_read(*m.disk, to + from, byte, bytes);
+            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+        }
+        }
+    });
+}
+
+// Set elements [at, at+count) to value(i), where i counts from 0; done on return.
+template <typename V, typename T, typename S, typename F>
+void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
+    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
+        const Memory& m = t.arena.memory[int(p.tier)];
+        // Fill in place, except in a file, which has no address.
+        V* home = reinterpret_cast<V*>(m.base + byte);
+        auto here = [&](size_t i) { return value(from + i); };
+        switch (p.tier) {
+        case Tier::DEVICE: return fill_memory(home, n, here, t.ctx.where);
+        case Tier::HOST: return fill_memory(home, n, here, Cpu{});
+        case Tier::DISK: {
+            std::vector<V> values(n); // a chunk at most
+            fill_memory(values.data(), n, here, Cpu{});
+            std::string wrong = disk_write(*m.disk, values.data(), byte, n * sizeof(V));
+            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
+        }
+        }
+    });
+}
+
+// ----------------------------------------------------------------------------
+// the part of a parameter that this rank keeps
 
 // The part of a parameter that this rank keeps in a datum (a weight, a master, a state tensor).
 struct KeptRange {
@@ -148,10 +225,10 @@ void make_weight(Trainer<T, S>& t, const Parameter& p, F values) {
     });
 
     // Store a range of it in a datum's own type.
-    auto store = [&](Data d, KeptRange range, auto convert) {
+    auto store = [&](Data d, KeptRange range, auto narrow) {
         if (!range.count) return;
         const A* from = kept.data() + (range.first - most.first);
-        auto value = [=](size_t i) { return convert(from[i]); };
+        auto value = [=](size_t i) { return narrow(from[i]); };
         typedef decltype(value(0)) V;
         fill_kept<V>(t, d, range.at, range.count, value);
     };

@@ -10,7 +10,6 @@
 //   A bucket with such codes is called narrow, any other one wide.
 #pragma once
 #include "action.h"
-#include "arena.h"
 #include "layout.h"
 #include "model.h"
 #include "ops/int4.cuh"

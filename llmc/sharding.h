@@ -1,11 +1,61 @@
-// sharding.h - each rank's share of a bucket's data
+// sharding.h - each rank's share of shapes, of a bucket's data, and of its rows
 //   The passes of zero.h and offload.h follow these rules, and access.h states what they touch.
 #pragma once
 #include "action.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/expert_capacity.cuh"
+#include "ops/fp8.cuh"
+#include "ops/grad_norm.cuh"
+#include "ops/rand.h"
+#include "ops/small_states.cuh"
 
 namespace llmc {
+
+// ----------------------------------------------------------------------------
+// the shape with which a rank computes
+
+// Whether tp ranks can share a model's heads and ffn. There may be more ranks than key/value heads,
+// if each head goes to a whole number of ranks.
+inline bool tp_divides(const Shape& s, size_t tp) {
+    const ExpertShape& e = s.experts;
+    bool experts = e.whole || s.F % tp == 0;
+    bool ffns = experts && e.dense_F % tp == 0 && e.shared_F % tp == 0;
+    return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
+}
+
+// Return the shape that rank `rank` of tp computes with.
+inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
+    size_t n = size_t(tp);
+    size_t rows = s.Vp() / n; // of the token table; the last ranks may have padding alone
+    s.rank.vocab_start = size_t(rank) * rows;
+    s.rank.padded = rows;
+    s.V = s.V > s.rank.vocab_start ? std::min(s.V - s.rank.vocab_start, rows) : 0;
+
+    // Divide heads and ffn. With fewer key/value heads than ranks, several ranks share one head.
+    s.NH /= n;
+    s.NKV = std::max(s.NKV / n, size_t(1));
+    if (!s.experts.whole) s.F /= n;
+    s.experts.dense_F /= n;
+    s.experts.shared_F /= n;
+    s.rank.rows = sequence_parallel ? n : 1;
+    return s;
+}
+
+// The shape with which this rank computes under a plan. Generation never cuts rows, and never drops
+// a token's choices.
+inline Shape rank_shape(const Plan& p, const Model& model) {
+    bool generates = p.mode == Mode::GENERATE;
+    bool cut_rows = p.layout.sequence_parallel && !generates;
+    Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
+    s.experts.ranks = size_t(p.layout.ep);
+    s.loss.objective = p.objective;
+    s.loss.objective.ranks = size_t(p.layout.cp.size);
+    if (!generates)
+        s.experts.capacity =
+            expert_capacity(s.experts.capacity.factor, p.T, s.experts.E, s.experts.K);
+    return s;
+}
 
 // ----------------------------------------------------------------------------
 // which ranks sum a bucket's gradient, and what each keeps of it
@@ -149,6 +199,103 @@ inline Kind gradient_kind(const Layout& layout, const Model& model, int bucket, 
     if (reduced_each(layout, model, bucket)) return Kind::PARTIAL;
     bool head_of_tied = model.buckets[bucket].tied() && layer == model.head();
     return head_of_tied ? tied_kind(layout) : summed_kind(layout);
+}
+
+// ----------------------------------------------------------------------------
+// which weights of fp8 products are kept as codes, and which are gathered as codes (fp8.h)
+
+// Whether the plan's blocks keep their casts. Generation does not: it reads weights once a plan.
+inline bool keeps_casts(const Plan& p, const Model& m) {
+    bool whole = p.layout.zero < 3 && !p.layout.offload.weights;
+    return m.shape.fp8.kind != Fp8::NONE && m.shape.fp8.kept && whole && p.mode != Mode::GENERATE;
+}
+
+// Whether ranks that have a bucket gather it as codes.
+inline bool sends_codes(const Plan& p, const Model& m, int bucket) {
+    // Look at the recipe and at the plan.
+    bool of_blocks = m.shape.fp8.kind == Fp8::BLOCK;
+    bool of_tensors = m.shape.fp8.kind == Fp8::TENSOR;
+    if (!of_blocks && !of_tensors) return false;
+    if (p.mode == Mode::GENERATE) return false;
+
+    // Look at the bucket. Experts have products of other kinds.
+    bool block = m.buckets[bucket].role == Role::BLOCK;
+    if (!block || m.shape.experts.E > 0)
+        return false;
+    bool cut = is_sharded(p.layout, m, {Kind::WEIGHT, bucket});
+    return cut && !p.layout.offload.weights;
+}
+
+// Whether the plan gathers a bucket as codes: this rank has it.
+inline bool gathers_codes(const Plan& p, const Model& m, int bucket) {
+    return sends_codes(p, m, bucket) && bucket_is_mine(p.layout, m, bucket);
+}
+
+// ----------------------------------------------------------------------------
+// the rows over which norm and optimizer walk
+
+// Whether a parameter may have 8-bit moments: the larger matrices of blocks may. Tables, vectors
+// and the head keep float moments: training is unstable without (transformers #14819).
+inline bool has_small_states(const Model& model, const Parameter& p) {
+    Role role = model.buckets[p.bucket].role;
+    bool block = role == Role::BLOCK || role == Role::EXPERTS || role == Role::ADAPTER;
+    return block && p.shape.size() == 2 && p.elements() >= 4096;
+}
+
+// Return a parameter's learning rate as a factor of the step's. B of an adapter may learn faster
+// than A: the wider the model, the less a step of equal rates would change its output.
+// This is LoRA+, arXiv:2402.12354.
+inline float learning_rate_of(const Model& m, const Parameter& p) {
+    const std::string end = ".lora_B.weight";
+    if (!m.shape.tuned.adapters || !p.name.ends_with(end))
+        return 1;
+    return m.shape.tuned.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
+}
+
+// The elements [from, to) of a bucket as rows, one for each parameter; offsets count from `from`.
+// A row knows its parameter's name, and the place of each element in the whole parameter, so that
+// stochastic rounding is the same for all shards and pieces.
+inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
+    const Bucket& b = model.buckets[bucket];
+    std::vector<TensorRow> rows;
+    size_t state = 0; // bytes of the 8-bit moments of all rows before
+    for (int i : b.in_order) {
+        const Parameter& p = model.parameters[i];
+        size_t start = std::max(p.offset, from);
+        size_t end = std::min(p.offset + p.local_elements(), to);
+        if (start >= end) continue;
+
+        // Add a row. Under tp it is a piece of the whole parameter.
+        PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
+        rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
+                        piece.start, piece.run, piece.gap, state, has_small_states(model, p),
+                        learning_rate_of(model, p)});
+        state += state_bytes(end - start, rows.back().small);
+    }
+    return rows;
+}
+
+// The number of the norm's chunks in the first `to` elements of a bucket, and in all buckets.
+inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
+    size_t n = 0;
+    for (const TensorRow& row : tensor_rows(model, bucket, 0, to))
+        n += chunks_of(row);
+    return n;
+}
+inline size_t norm_chunks(const Model& model) {
+    size_t n = 0;
+    for (size_t b = 0; b < model.buckets.size(); b++)
+        n += norm_chunks(model, int(b), model.buckets[b].elements);
+    return n;
+}
+
+// The number of the norm's chunks in the range of a bucket that this rank updates.
+inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int bucket) {
+    Range range = updated_range(layout, model, bucket);
+    size_t n = 0;
+    for (const TensorRow& row : tensor_rows(model, bucket, range.first, range.first + range.count))
+        n += chunks_of(row);
+    return n;
 }
 
 } // namespace llmc

@@ -12,14 +12,12 @@
 #include "family.h"
 #include "fp8.h"
 #include "head.h"
-#include "layout.h"
 #include "mla.h"
 #include "model.h"
 #include "offload.h"
 #include "ops/attention_types.h"
 #include "ops/column_sums.cuh"
 #include "ops/embedding.cuh"
-#include "ops/expert_capacity.cuh"
 #include "ops/fp8_delayed.cuh"
 #include "ops/grouped_matmul.cuh"
 #include "ops/grouped_mma.cuh"
@@ -29,7 +27,6 @@
 #include "ops/lora_grouped.cuh"
 #include "ops/matmul.cuh"
 #include "ops/objective.cuh"
-#include "ops/rand.h"
 #include "ops/small_states.cuh"
 #include "ops/step_scale.h"
 #include "ops/tensor_table.cuh"
@@ -42,137 +39,9 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// activations
+// scratch: memory that a layer needs only while it runs
 
-// The group of activations in which a row of the activation table lies.
-inline Kind activation_group(Keep keep, Last last, Recompute level) {
-    bool w = last == Last::W;
-    if (keep == Keep::GRADIENT)
-        return w ? Kind::GRADIENT_W : Kind::GRADIENT_B;
-    if (recomputed(keep, level))
-        return w ? Kind::REDO_W : Kind::REDO_B;
-    return w ? Kind::KEPT_W : Kind::KEPT_B;
-}
-
-// The shape with which this rank computes under a plan. Generation never cuts rows, and never drops
-// a token's choices.
-inline Shape rank_shape(const Plan& p, const Model& model) {
-    bool generates = p.mode == Mode::GENERATE;
-    bool cut_rows = p.layout.sequence_parallel && !generates;
-    Shape s = rank_shape(model.shape, p.layout.tp.size, p.layout.tp.rank, cut_rows);
-    s.experts.ranks = size_t(p.layout.ep);
-    s.loss.objective = p.objective;
-    s.loss.objective.ranks = size_t(p.layout.cp.size);
-    if (!generates)
-        s.experts.capacity =
-            expert_capacity(s.experts.capacity.factor, p.T, s.experts.E, s.experts.K);
-    return s;
-}
-
-// ----------------------------------------------------------------------------
-// the rows over which norm and optimizer walk
-
-// Whether a parameter may have 8-bit moments: the larger matrices of blocks may. Tables, vectors
-// and the head keep float moments: training is unstable without (transformers #14819).
-inline bool has_small_states(const Model& model, const Parameter& p) {
-    Role role = model.buckets[p.bucket].role;
-    bool block = role == Role::BLOCK || role == Role::EXPERTS || role == Role::ADAPTER;
-    return block && p.shape.size() == 2 && p.elements() >= 4096;
-}
-
-// The elements [from, to) of a bucket as rows, one for each parameter; offsets count from `from`.
-// A row knows its parameter's name, and the place of each element in the whole parameter, so that
-// stochastic rounding is the same for all shards and pieces.
-inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
-    const Bucket& b = model.buckets[bucket];
-    std::vector<TensorRow> rows;
-    size_t state = 0; // bytes of the 8-bit moments of all rows before
-    for (int i : b.in_order) {
-        const Parameter& p = model.parameters[i];
-        size_t start = std::max(p.offset, from);
-        size_t end = std::min(p.offset + p.local_elements(), to);
-        if (start >= end) continue;
-
-        // Add a row. Under tp it is a piece of the whole parameter.
-        PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
-        rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
-                        piece.start, piece.run, piece.gap, state, has_small_states(model, p),
-                        learning_rate_of(model, p)});
-        state += state_bytes(end - start, rows.back().small);
-    }
-    return rows;
-}
-
-// The number of the norm's chunks in the first `to` elements of a bucket, and in all buckets.
-inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
-    size_t n = 0;
-    for (const TensorRow& row : tensor_rows(model, bucket, 0, to))
-        n += chunks_of(row);
-    return n;
-}
-inline size_t norm_chunks(const Model& model) {
-    size_t n = 0;
-    for (size_t b = 0; b < model.buckets.size(); b++)
-        n += norm_chunks(model, int(b), model.buckets[b].elements);
-    return n;
-}
-
-// The number of the norm's chunks in the range of a bucket that this rank updates.
-inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int bucket) {
-    Range range = updated_range(layout, model, bucket);
-    size_t n = 0;
-    for (const TensorRow& row : tensor_rows(model, bucket, range.first, range.first + range.count))
-        n += chunks_of(row);
-    return n;
-}
-
-// ----------------------------------------------------------------------------
-// scratch: memory that a layer needs only while it runs, as a table of rows
-
-enum class ScratchKind : uint8_t {
-    WORKSPACE, // working memory of products, norms, attention and embedding
-    ALL_ROWS,  // (N,C) the rows of all tensor-parallel ranks
-    SLOT_ROWS, // (M,C) rows sorted by expert, on their way into a product or out of it
-    TOKEN_ROWS, // (ep,N,C) the rows of all expert-parallel ranks
-    EXCHANGE_ROWS, // (2,ep,N,C) rows sent and received, where tokens go only to their experts
-    HEADS,     // (rooms,N,NH,HS) keys and values as latent attention expands them
-    HEAD,      // the head's own activations (head.h)
-    WIDE,      // a frozen matrix, dequantised
-    ROOM,      // (N,r) the result of an adapter's first product, which its second one reads
-    CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
-    NORM_SUMS  // the sum of squares of each chunk
-};
-
-// A row of scratch. Its offset counts bytes from the start of the layer's scratch.
-struct ScratchRow {
-    ScratchKind name;
-    size_t offset, bytes;
-};
-
-// The scratch of one layer. Rows never share bytes: all of them live while the layer runs.
-struct ScratchTable {
-    std::vector<ScratchRow> rows;
-    size_t bytes = 0;
-
-    void add(ScratchKind name, size_t size) {
-        if (!size) return;
-        rows.push_back({name, bytes, size});
-        bytes += round_up(size, ARENA_ALIGN);
-    }
-    const ScratchRow* find(ScratchKind name) const {
-        for (const ScratchRow& row : rows)
-            if (row.name == name) return &row;
-        return nullptr;
-    }
-};
-
-// The number of rows on which the head works: all rows of a micro-batch, or in generation the last
-// `scored` ones of each sequence.
-inline size_t head_rows(const Plan& p) {
-    return p.mode == Mode::GENERATE ? p.B * p.scored : p.rows();
-}
-
-// The bytes of the head's own activations. Sums the rows as head_acts() in trainer.h binds them.
+// The bytes of the head's own activations. Sums the rows as head_acts() in layers.h binds them.
 template <typename T>
 size_t head_bytes(const Plan& p, const Shape& s) {
     size_t bytes = 0;
@@ -195,13 +64,6 @@ size_t head_workspace(const Plan& p, const Shape& s, S where) {
     if (rest)
         most = std::max(most, linear_scratch_bytes<T>(rest, s.Vp(), s.C, where));
     return most;
-}
-
-// The bytes of LOADS: how many slots choose each block's experts in a step, (L,E), and with a
-// capacity how many of these are dropped, (L,E).
-inline size_t loads_bytes(const Shape& s) {
-    size_t tables = s.experts.capacity.factor > 0 ? 2 : 1;
-    return tables * s.L * s.experts.E * sizeof(int);
 }
 
 // The workspace of experts: their products by group, the router's product into acc, and how often
@@ -473,6 +335,32 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::GRADIENT_W: return activation_bytes<T>(p, s, d, where);
     }
     return 0;
+}
+
+// ----------------------------------------------------------------------------
+// a place for every byte
+
+// Give each datum of the plans its place. Nothing is allocated.
+template <typename T, typename S>
+Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
+    // A size does not depend on the micro-batch: compute it once.
+    std::map<std::tuple<const Plan*, Kind, int, int>, size_t> known;
+    return arena_place(plans, model, [&](const Plan& p, Data d) {
+        auto [entry, fresh] = known.insert({{&p, d.kind, d.of, d.chunk}, 0});
+        if (fresh)
+            entry->second = data_bytes<T>(p, model, d, where);
+        return entry->second;
+    });
+}
+
+// The scratch table of every layer that a plan runs.
+template <typename T, typename S>
+std::map<int, ScratchTable> scratch_tables(const Plan& p, const Model& model, S where) {
+    std::map<int, ScratchTable> tables;
+    for (const Action& a : p.actions)
+        if (!tables.count(a.layer))
+            tables[a.layer] = scratch_table<T>(p, model, a.layer, where);
+    return tables;
 }
 
 } // namespace llmc

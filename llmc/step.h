@@ -2,7 +2,7 @@
 //   run_actions() is the loop: finish what finish_before() says is due, then run the action, or
 //   start it if it is a collective or a move.
 //     input     run_load (load.h): tokens, targets, positions, starts of documents
-//     layers    run_forward, run_recompute, run_backward: the family's blocks (gpt2.h, llama.h)
+//     layers    run_layer (layers.h): the family's blocks (gpt2.h, llama.h)
 //     the end   run_tie, run_norm, run_update
 //     between   collectives, and moves between tiers (transfers.h): each starts at its place in the
 //               plan and finishes just before the first action that needs it
@@ -12,10 +12,8 @@
 #include "arena.h"
 #include "comm/comm.h"
 #include "comm/group.h"
-#include "comm/placement.h"
 #include "comm/rank_status.h"
 #include "fp8.h"
-#include "head.h"
 #include "layout.h"
 #include "load.h"
 #include "model.h"
@@ -24,7 +22,6 @@
 #include "ops/attention_types.h"
 #include "ops/ema.cuh"
 #include "ops/grad_norm.cuh"
-#include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
 #include "ops/matmul.cuh"
 #include "ops/memory.h"
@@ -34,11 +31,8 @@
 #include "ops/tensor_table.cuh"
 #include "ops/types.h"
 #include "optimizer.h"
-#include "recompute.h"
 #include "sharding.h"
-#include "sizes.h"
 #include "streams.h"
-#include "tensor_parallel.h"
 #include "trainer.h"
 #include "transfers.h"
 
@@ -126,91 +120,6 @@ void init_loss_scale(Trainer<T, S>& t) {
 }
 
 // ----------------------------------------------------------------------------
-// what an action leaves along each axis of ranks: whole, shards, parts of a sum
-//   Only tests use this (comm/placement.h). Every collective is then checked against the placement
-//   of its data, so a sum that is left out or made twice gives an error message.
-
-// Record what a range of memory holds along one axis of ranks.
-template <typename T, typename S>
-void note_placement(Trainer<T, S>& t, Data d, auto* from, size_t count, const std::string& axis,
-                    Placement holds) {
-    size_t bytes = count * sizeof(*from);
-    placement_set(*t.comms.placements(), from, bytes, axis, holds, data_text(d, t.model));
-}
-
-// Record a gradient as a partial sum over each axis that will reduce it, range by range.
-template <typename T, typename S>
-void note_partial(Trainer<T, S>& t, Data d, std::initializer_list<const char*> axes) {
-    const Bucket& b = t.model.buckets[d.of];
-    acc_t<T>* grad = address<acc_t<T>>(t, d);
-
-    // Data-parallel ranks have seen other samples: all of the gradient is partial.
-    size_t whole = whole_elements(t.layout, b);
-    for (const char* axis : axes)
-        note_placement(t, d, grad, whole, axis, Placement::PARTIAL);
-    const std::string& shards = t.comms.data(b.group).shard.name;
-    note_placement(t, d, grad, whole, shards, Placement::PARTIAL);
-
-    // Tensor-parallel ranks share only the first ranges of a bucket.
-    size_t over_tp = partial_over_tp(t.layout, b);
-    size_t of_heads = b.shared - b.common;
-    note_placement(t, d, grad, over_tp, "tp", Placement::PARTIAL);
-    note_placement(t, d, grad + b.common, of_heads, "kv", Placement::PARTIAL);
-}
-
-// Backward passes, and TIE, leave partial gradients.
-template <typename T, typename S>
-void note_gradients(Trainer<T, S>& t, const Action& a) {
-    if (a.op == Op::TIE)
-        note_partial(t, {summed_kind(t.layout), a.bucket}, {"replica"});
-    if (!reaches_weights(a.op)) return;
-    for (int b : buckets_of(t.model, a.layer)) {
-        if (!t.model.buckets[b].trainable) continue;
-        Kind kind = gradient_kind(t.layout, t.model, b, a.layer);
-        note_partial(t, {kind, b}, {"replica", "tie"});
-    }
-}
-
-// RELEASE gives bytes to any other data. Find where they lay in the last action that read them.
-template <typename T, typename S>
-void forget_released(Trainer<T, S>& t, const Action& a) {
-    if (a.op != Op::RELEASE) return;
-    const Place* gathered = nullptr;
-    for (int at = t.at; at >= 0 && !gathered; at--)
-        gathered = arena_find(t.arena, t.plan, at, {Kind::GATHERED, a.bucket});
-    if (!gathered) return;
-
-    unsigned char* base = t.arena.device().base;
-    placement_forget(*t.comms.placements(), base + gathered->offset, gathered->bytes);
-}
-
-// UPDATE leaves shards of weights.
-template <typename T, typename S>
-void note_updated(Trainer<T, S>& t, const Action& a) {
-    if (a.op != Op::UPDATE) return;
-
-    // Without ZeRO nothing is in shards, and a rank may have no part of a bucket.
-    Data weight = {Kind::WEIGHT, a.bucket};
-    Range range = updated_range(t.layout, t.model, a.bucket);
-    T* mine = updated_part<T>(t, weight, range);
-    if (!range.sharded || !mine) return;
-
-    // Name the ranks over which PUBLISH will bring these shards together.
-    const DataComms& data = t.comms.data(t.model.buckets[a.bucket].group);
-    const Comm& published = t.layout.weights_near ? data.replica : data.shard;
-    note_placement(t, weight, mine, range.count, published.name, Placement::SHARDED);
-}
-
-// Record the placement that an action leaves behind, if placements are being checked.
-template <typename T, typename S>
-void note_placements(Trainer<T, S>& t, const Action& a) {
-    if (!t.comms.placements()) return;
-    note_gradients(t, a);
-    forget_released(t, a);
-    note_updated(t, a);
-}
-
-// ----------------------------------------------------------------------------
 // how blocks and operators get their scratch
 
 // Point ctx at a layer's scratch: each row of its table, or null where the layer has none.
@@ -227,142 +136,6 @@ void bind_scratch(Trainer<T, S>& t, int layer) {
     t.ctx.experts.token_rows = scratch_address(t, layer, ScratchKind::TOKEN_ROWS);
     t.ctx.experts.exchange_rows = scratch_address(t, layer, ScratchKind::EXCHANGE_ROWS);
     t.ctx.heads = scratch_address(t, layer, ScratchKind::HEADS);
-}
-
-// ----------------------------------------------------------------------------
-// streams (R,C): a layer's input and output, and the gradients of both
-
-template <typename T, typename S>
-T* input_of(const Trainer<T, S>& t, const Action& a) {
-    return address<T>(t, {Kind::STREAM, a.layer, a.micro});
-}
-template <typename T, typename S>
-T* output_of(const Trainer<T, S>& t, const Action& a) {
-    return address<T>(t, {Kind::STREAM, a.layer + 1, a.micro});
-}
-template <typename T, typename S>
-T* input_gradient(const Trainer<T, S>& t, const Action& a) {
-    return address<T>(t, {Kind::DSTREAM, a.layer, a.micro});
-}
-template <typename T, typename S>
-const T* output_gradient(const Trainer<T, S>& t, const Action& a) {
-    return address<const T>(t, {Kind::DSTREAM, a.layer + 1, a.micro});
-}
-
-// ----------------------------------------------------------------------------
-// embedding and head
-
-// Embed the tokens. Models with RoPE or ALiBi have no table of positions: wpe is null.
-template <typename T, typename S>
-void run_embedding_forward(Trainer<T, S>& t, const Action& a) {
-    int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
-    const T* wte = weights_of(t, find_bucket(t.model, Role::TOKENS, a.layer)); // (Vp,C)
-    const T* wpe = positions >= 0 ? weights_of(t, positions) : nullptr;        // (P,C)
-    embedding_forward(t.ctx, output_of(t, a), wte, wpe);
-}
-
-// Compute the gradients of the tables. A frozen table has none: its pointer is null.
-template <typename T, typename S>
-void run_embedding_backward(Trainer<T, S>& t, const Action& a) {
-    int positions = find_bucket(t.model, Role::POSITIONS, a.layer);
-    acc_t<T>* dwte = gradients_of(t, find_bucket(t.model, Role::TOKENS, a.layer), a.layer);
-    acc_t<T>* dwpe = positions >= 0 ? gradients_of(t, positions, a.layer) : nullptr;
-    embedding_backward_weight(t.ctx, dwte, dwpe, output_gradient(t, a), !a.first);
-}
-
-// The head's forward pass. Training: nothing, for the head's backward pass makes the loss.
-// Evaluation: the loss, and each row's. Generation: the logits of each sequence's last rows.
-template <typename T, typename S>
-void run_head_forward(Trainer<T, S>& t, const Action& a) {
-    const Plan& p = t.plans[t.plan];
-    if (p.mode == Mode::TRAIN) return;
-
-    HeadActs<T> acts = head_acts(t);
-    const T* inp = input_of(t, a);
-    with_head(t, [&](const auto& w) {
-        if (p.mode == Mode::EVALUATE) {
-            head_norm(t.ctx, inp, w, acts, stream_rows(t.ctx));
-            LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
-            head_loss(t.ctx, loss, row_losses(t, a.micro), acts, w.lm_head);
-        } else { // generation: the norm and the logits of the last rows of each sequence
-            size_t kept = std::min(t.ctx.batch.T, p.scored);
-            size_t rows = t.ctx.batch.B * kept;
-            norm_last_rows(t.ctx, inp, w, acts, kept);
-            T* logits = address<T>(t, {Kind::LOGITS, -1, a.micro});
-            const T* no_residual = nullptr;
-            linear_forward(logits, acts.norm, w.lm_head, nullptr, no_residual, rows, t.ctx.blas,
-                           t.ctx.where);
-            cap_logits(t.ctx, logits, rows);
-        }
-    });
-}
-
-// Compute the head's loss and gradients. scale: 1 / (valid targets of the global batch).
-template <typename T, typename S>
-void run_head_backward(Trainer<T, S>& t, const Action& a) {
-    LossSums* loss = address<LossSums>(t, {Kind::LOSS, -1, a.micro});
-    const double* scale = &address<const StepScale>(t, {Kind::SCALE})->given.target_weight;
-    with_head(t, [&](const auto& w) {
-        const T* inp = input_of(t, a);
-        head_backward(t.ctx, input_gradient(t, a), loss, inp, w, head_acts(t), scale, !a.first);
-    });
-}
-
-// ----------------------------------------------------------------------------
-// layers
-
-// F: run the layer forward. Only generation has a cache; blocks take null for none.
-template <typename T, typename S>
-void run_forward(Trainer<T, S>& t, const Action& a) {
-    if (a.layer == 0) return run_embedding_forward(t, a);
-    if (a.layer == t.model.head())
-        return run_head_forward(t, a);
-    bool generates = t.plans[t.plan].mode == Mode::GENERATE;
-    T* cache = generates ? address<T>(t, {Kind::CACHE, a.layer}) : nullptr;
-    const T* inp = input_of(t, a);
-    with_block(t, a, [&](const auto& w, const auto& acts) {
-        block_forward(t.ctx, output_of(t, a), inp, w, acts, cache);
-    });
-}
-
-// R: fill the rows that F has dropped, or, inside a segment (recompute.h), run the whole forward
-// pass. F has counted the experts' tokens already, so R counts none.
-template <typename T, typename S>
-void run_recompute(Trainer<T, S>& t, const Action& a) {
-    const T* inp = input_of(t, a);
-    t.ctx.experts.loads = nullptr;
-    if (remakes_output(t.plans[t.plan], t.model, a.layer))
-        return run_forward(t, a);
-    with_block(t, a, [&](const auto& w, const auto& acts) {
-        block_recompute(t.ctx, inp, w, acts, t.plans[t.plan].recompute.of(a.layer));
-    });
-}
-
-// I: the input half of a block's backward pass. W reads the gradients that it leaves in GRADIENT_W.
-template <typename T, typename S>
-void run_backward_input(Trainer<T, S>& t, const Action& a) {
-    const T* inp = input_of(t, a);
-    with_block(t, a, [&](const auto& w, const auto& acts) {
-        block_backward_input(t.ctx, input_gradient(t, a), output_gradient(t, a), inp, w, acts);
-    });
-}
-
-// W: the weight half of a backward pass. The embedding has no input half, so it has only this one.
-template <typename T, typename S>
-void run_backward_weight(Trainer<T, S>& t, const Action& a) {
-    if (a.layer == 0) return run_embedding_backward(t, a);
-    with_block(t, a, [&](const auto& w, const auto& acts) {
-        block_backward_weight(t.ctx, output_gradient(t, a), w, acts, !a.first);
-    });
-}
-
-// B: the whole backward pass, one half after the other. The head's pass has no halves.
-template <typename T, typename S>
-void run_backward(Trainer<T, S>& t, const Action& a) {
-    if (a.layer == t.model.head())
-        return run_head_backward(t, a);
-    if (a.layer > 0) run_backward_input(t, a);
-    run_backward_weight(t, a);
 }
 
 // ----------------------------------------------------------------------------
@@ -494,6 +267,10 @@ void run_update(Trainer<T, S>& t, const Action& a) {
 // ----------------------------------------------------------------------------
 // the loop, and what a plan leaves: its loss, and the scale of its step
 
+// Run a layer, forward or backward, or one half of its backward pass (layers.h).
+template <typename T, typename S>
+void run_layer(Trainer<T, S>& t, const Action& a);
+
 // Set the parts of ctx that differ from layer to layer: experts, a window, and RoPE's table.
 template <typename T, typename S>
 void bind_layer(Trainer<T, S>& t, int layer) {
@@ -519,11 +296,11 @@ void run_action(Trainer<T, S>& t, const Action& a) {
     case Op::RELEASE: return; // from here on other data may use the bucket's bytes
 
     // Layers.
-    case Op::F: return run_forward(t, a);
-    case Op::B: return run_backward(t, a);
-    case Op::I: return run_backward_input(t, a);
-    case Op::W: return run_backward_weight(t, a);
-    case Op::R: return run_recompute(t, a);
+    case Op::F:
+    case Op::B:
+    case Op::I:
+    case Op::W:
+    case Op::R: return run_layer(t, a);
 
     // The end of the step.
     case Op::TIE: return run_tie(t, a);
@@ -703,22 +480,22 @@ Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
 
 // ----------------------------------------------------------------------------
 // the step on the CPU, compiled once per element type for all programs that train
-//   make compiles this file into build/step_float.o, step_double.o and so on; STEP_OF is the type.
+//   make compiles layers.h into build/step_float.o, step_double.o and so on; STEP_OF is the type.
 //   Programs that link these objects are compiled with STEP_BUILT, which only declares the step's
-//   templates. `make STEPS=` compiles each program whole.
+//   templates. `make STEPS=` compiles each program whole: it includes layers.h.
 
-#ifdef STEP_OF
-template void run_action(Trainer<STEP_OF, Cpu>&, const Action&);
-template void run_actions(Trainer<STEP_OF, Cpu>&, Part);
-#elif defined STEP_BUILT
-extern template void run_action(Trainer<float, Cpu>&, const Action&);
-extern template void run_actions(Trainer<float, Cpu>&, Part);
-extern template void run_action(Trainer<double, Cpu>&, const Action&);
-extern template void run_actions(Trainer<double, Cpu>&, Part);
-extern template void run_action(Trainer<bf16, Cpu>&, const Action&);
-extern template void run_actions(Trainer<bf16, Cpu>&, Part);
-extern template void run_action(Trainer<fp16, Cpu>&, const Action&);
-extern template void run_actions(Trainer<fp16, Cpu>&, Part);
+#define LLMC_STEP(EXTERN, T)                                                                       \
+    EXTERN template void trainer_place(Trainer<T, Cpu>&, const Shape&,                             \
+                                       const std::vector<PlanOptions>&, const Layout&);            \
+    EXTERN template void run_layer(Trainer<T, Cpu>&, const Action&);                               \
+    EXTERN template void run_action(Trainer<T, Cpu>&, const Action&);                              \
+    EXTERN template void run_actions(Trainer<T, Cpu>&, Part);
+
+#ifdef STEP_BUILT
+LLMC_STEP(extern, float)
+LLMC_STEP(extern, double)
+LLMC_STEP(extern, bf16)
+LLMC_STEP(extern, fp16)
 #endif
 
 } // namespace llmc

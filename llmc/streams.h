@@ -6,9 +6,10 @@
 #include "comm/group.h"
 #include "comm/rank_status.h"
 #include "model.h"
+#include "ops/memory.h"
 #include "ops/types.h"
-#include <nvtx3/nvToolsExt.h>
 #if defined(__CUDACC__) && __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
 #define LLMC_NVTX 1
 #else
 #define LLMC_NVTX 0
@@ -46,6 +47,17 @@ inline Queue queue_of(Op op) {
 inline bool needs_others(Op op) {
     return queue_of(op) == Queue::COMM || queue_of(op) == Queue::MESSAGE;
 }
+
+// A collective or a move that was started and is not yet finished.
+template <typename S> struct InFlight {
+    Pending<S> pending = {};         // what it writes: an exchange's receives
+    Pending<S> sent = {};            // an exchange's sends
+    std::function<void()> rest = {}; // the work to do when `pending` has arrived
+    int action = -1;                 // its place in the plan
+    bool moves = false;              // it moves data between tiers: `rest` is its whole finish
+    bool arrived_here = false, over = false; // finished: what it writes, and all of it
+    decltype(record_point(S())) arrived = {}; // NCCL: the point after it in its stream
+};
 
 // The numbers of the actions before which a started action must have finished with its data.
 struct Finish {

@@ -25,35 +25,18 @@
 #include "context.h"
 #include "model.h"
 #include "ops/linear.cuh"
+#include "ops/types.h"
 
 namespace llmc {
 
-// Whether tp ranks can share a model's heads and ffn. There may be more ranks than key/value heads,
-// if each head goes to a whole number of ranks.
-inline bool tp_divides(const Shape& s, size_t tp) {
-    const ExpertShape& e = s.experts;
-    bool experts = e.whole || s.F % tp == 0;
-    bool ffns = experts && e.dense_F % tp == 0 && e.shared_F % tp == 0;
-    return s.NH % tp == 0 && ffns && (s.NKV % tp == 0 || tp % s.NKV == 0);
-}
+// ----------------------------------------------------------------------------
+// weights as blocks pass them
 
-// Return the shape that rank `rank` of tp computes with.
-inline Shape rank_shape(Shape s, int tp, int rank, bool sequence_parallel) {
-    size_t n = size_t(tp);
-    size_t rows = s.Vp() / n; // of the token table; the last ranks may have padding alone
-    s.rank.vocab_start = size_t(rank) * rows;
-    s.rank.padded = rows;
-    s.V = s.V > s.rank.vocab_start ? std::min(s.V - s.rank.vocab_start, rows) : 0;
+// A bias, or null. If the model has no such bias, its Weight has no data.
+inline const Weight* bias_of(const Weight& w) { return w.data ? &w : nullptr; }
 
-    // Divide heads and ffn. With fewer key/value heads than ranks, several ranks share one head.
-    s.NH /= n;
-    s.NKV = std::max(s.NKV / n, size_t(1));
-    if (!s.experts.whole) s.F /= n;
-    s.experts.dense_F /= n;
-    s.experts.shared_F /= n;
-    s.rank.rows = sequence_parallel ? n : 1;
-    return s;
-}
+// A weight's gradient in its type, or null: the weight is frozen.
+template <typename T> acc_t<T>* grad_of(const Weight& w) { return static_cast<acc_t<T>*>(w.grad); }
 
 // ----------------------------------------------------------------------------
 // rows of the residual stream: all N of them, or R = N / row_ranks with sequence parallelism

@@ -1,34 +1,21 @@
-// trainer.h - one rank's state: model, plans, the arena's bytes, and the pointers of a layer
-//   To bind pointers, visit the rows of the tables that family.h makes. A parameter lies at its
-//   offset in its bucket, an activation in the arena's place for its group, scratch at its row.
-//   Nothing here knows how many ranks there are: only layout and plan do.
+// trainer.h - one rank's state: model, plans, the arena's bytes, and its groups of ranks
 #pragma once
 #include <functional>
 #include <tuple>
 #include "action.h"
-#include "adapters.h"
 #include "arena.h"
 #include "context.h"
-#include "family.h"
-#include "fp8.h"
-#include "head.h"
 #include "layout.h"
 #include "model.h"
-#include "offload.h"
 #include "ops/element_type.h"
-#include "ops/fp8.cuh"
 #include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
-#include "ops/matmul.cuh"
 #include "ops/memory.h"
 #include "ops/objective.cuh"
 #include "ops/step_scale.h"
 #include "ops/types.h"
-#include "plan.h"
-#include "plan_check.h"
 #include "quantised.h"
 #include "sharding.h"
-#include "sizes.h"
 #include "streams.h"
 
 namespace llmc {
@@ -187,48 +174,28 @@ RowLosses<T> row_losses(const Trainer<T, S>& t, int micro) {
     return {rows, rows + N, rows + 2 * N};
 }
 
+// The start of a bucket's weights, where the running layer reads them.
+template <typename T, typename S>
+const T* weights_of(const Trainer<T, S>& t, int bucket) {
+    return address<const T>(t, {weight_kind(t.layout, t.model, bucket), bucket});
+}
+
+// The start of the gradient that a layer adds to, or null if the plan makes none.
+template <typename T, typename S>
+acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
+    // Evaluation and generation share the weights of training, but make no gradients.
+    bool trains = t.plans[t.plan].mode == Mode::TRAIN && t.model.buckets[bucket].trainable;
+    if (!trains) return nullptr;
+    return address<acc_t<T>>(t, {gradient_kind(t.layout, t.model, bucket, layer), bucket});
+}
+
 // ----------------------------------------------------------------------------
-// making a trainer: plans, a place for every byte, then the bytes
+// making a trainer: plans and places, then the bytes
 
-// Give each datum of the plans its place. Nothing is allocated.
-template <typename T, typename S>
-Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
-    // A size does not depend on the micro-batch: compute it once.
-    std::map<std::tuple<const Plan*, Kind, int, int>, size_t> known;
-    return arena_place(plans, model, [&](const Plan& p, Data d) {
-        auto [entry, fresh] = known.insert({{&p, d.kind, d.of, d.chunk}, 0});
-        if (fresh)
-            entry->second = data_bytes<T>(p, model, d, where);
-        return entry->second;
-    });
-}
-
-// The scratch table of every layer that a plan runs.
-template <typename T, typename S>
-std::map<int, ScratchTable> scratch_tables(const Plan& p, const Model& model, S where) {
-    std::map<int, ScratchTable> tables;
-    for (const Action& a : p.actions)
-        if (!tables.count(a.layer))
-            tables[a.layer] = scratch_table<T>(p, model, a.layer, where);
-    return tables;
-}
-
-// Make, check and place one plan for each of `options`.
-// A plan that fails its check is a bug of this program, not a mistake of its user.
+// Make, check and place one plan for each of `options` (layers.h).
 template <typename T, typename S>
 void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanOptions>& options,
-                   const Layout& layout = {}) {
-    t.layout = with_tiers(layout, options[0].offload);
-    t.model = make_model(with_logits(shape, t.ctx.where), layout);
-    for (const PlanOptions& o : options) {
-        t.plans.push_back(make_plan(layout, t.model, o));
-        std::string wrong = plan_check(t.plans.back(), t.model);
-        LLMC_CHECK(wrong.empty(), "the plan is wrong: %s", wrong.c_str());
-        t.scratch.push_back(scratch_tables<T>(t.plans.back(), t.model, t.ctx.where));
-    }
-    t.ctx.shape = t.ctx.rank_shape = rank_shape(t.plans[0], t.model);
-    t.arena = place_plans<T>(t.plans, t.model, t.ctx.where);
-}
+                   const Layout& layout = {});
 
 // Allocate the arena, and the host's staging memory for batches and results.
 // Staging holds every micro-batch at once, because copies to a device may still be under way.
@@ -272,131 +239,5 @@ void trainer_free(Trainer<T, S>& t) {
         free_graph(g);
 }
 
-// ----------------------------------------------------------------------------
-// binding: the pointers of one layer
-
-// A visitor of parameter rows that points each Weight at its bytes.
-template <typename T, typename S> struct BindWeights {
-    const Parameter* p; // the next row
-    const T* weights;   // the bucket's start
-    acc_t<T>* grads;    // the gradients' start; null: frozen, or a plan without gradients
-    Fp8 fp8;            // how products cast these weights
-    const Narrow* narrow; // the next row's place, if frozen weights are narrow
-    const LayerAdapters* adapters = nullptr;
-    Fp8Matrices fp8s = {}; // scales and casts of all matrices
-    size_t row = 0;        // rows seen so far
-
-    void point(Weight& w) {
-        acc_t<T>* grad = grads ? grads + p->offset : nullptr;
-        T* data = const_cast<T*>(weights) + p->offset;
-        w = {data, type_of<T>(), p->local_rows(), p->local_cols(), grad, nullptr, fp8};
-        if (p->matrix >= 0) fp8s.point(w, size_t(p->matrix));
-        point_at(w, narrow++);
-        if (adapters) adapters->point(w, row);
-        row++;
-        p++;
-    }
-
-    // The table holds the row's other facts already.
-    void operator()(Weight& w, const char*, std::initializer_list<size_t>, Init, bool, Shard,
-                    bool) {
-        point(w);
-    }
-};
-
-// The start of a bucket's weights, where the running layer reads them.
-template <typename T, typename S>
-const T* weights_of(const Trainer<T, S>& t, int bucket) {
-    return address<const T>(t, {weight_kind(t.layout, t.model, bucket), bucket});
-}
-
-// The start of the gradient that a layer adds to, or null if the plan makes none.
-template <typename T, typename S>
-acc_t<T>* gradients_of(const Trainer<T, S>& t, int bucket, int layer) {
-    // Evaluation and generation share the weights of training, but make no gradients.
-    bool trains = t.plans[t.plan].mode == Mode::TRAIN && t.model.buckets[bucket].trainable;
-    if (!trains) return nullptr;
-    return address<acc_t<T>>(t, {gradient_kind(t.layout, t.model, bucket, layer), bucket});
-}
-
-// A visitor for a bucket that a layer uses. It begins at the bucket's first parameter.
-template <typename T, typename S>
-BindWeights<T, S> bind_bucket(const Trainer<T, S>& t, Role role, int layer,
-                              const LayerAdapters* adapters = nullptr) {
-    // Find the bucket by its role: its number depends on the model's family.
-    int bucket = find_bucket(t.model, role, layer);
-    int row = t.model.buckets[bucket].first;
-    Fp8 fp8 = role == Role::BLOCK ? t.model.shape.fp8.kind : Fp8::NONE; // the head stays wide
-    return {&t.model.parameters[row], weights_of(t, bucket), gradients_of(t, bucket, layer), fp8,
-            &t.stored.narrow[row], adapters, fp8_matrices(t)};
-}
-
-// A visitor of activation rows that points each at its bytes. The rows of a group follow each
-// other, each at a multiple of 256 bytes.
-template <typename T, typename S> struct BindActs {
-    Recompute level;
-    std::map<Kind, unsigned char*> next; // each group's next row; null: the action has none
-
-    BindActs(const Trainer<T, S>& t, const Action& a)
-        : level(t.plans[t.plan].recompute.of(a.layer)) {
-        for (Kind group : ACTIVATION_KINDS)
-            next[group] = address<unsigned char>(t, {group, a.layer, a.micro});
-    }
-    template <typename P>
-    void operator()(P*& pointer, const char*, size_t n, Keep keep, Last last) {
-        unsigned char*& at = next[activation_group(keep, last, level)];
-        pointer = reinterpret_cast<P*>(at);
-        if (at)
-            at += round_up(n * sizeof(P), ARENA_ALIGN);
-    }
-};
-
-// Call f(weights, activations) for the block that an action runs. Activations lie where the plan's
-// sizes put them, even when a decoding step has fewer rows.
-template <typename T, typename S, typename F>
-void with_block(Trainer<T, S>& t, const Action& a, F f) {
-    with_family(t.model.shape.family, [&](auto family) {
-        typename decltype(family)::Block weights = {};
-        Shape shape = layer_shape(t.model.shape, a.layer);
-        bind_gathered(t, find_bucket(t.model, Role::BLOCK, a.layer));
-        LayerAdapters adapters = layer_adapters(t, a, Role::BLOCK);
-        LayerAdapters of_experts = layer_adapters(t, a, Role::EXPERTS);
-        t.ctx.prefix = layer_prefix(t, a);
-        block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer, &adapters));
-        if (shape.experts.E)
-            expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer, &of_experts));
-
-        typename decltype(family)::template Acts<T> acts = {};
-        block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,
-                          BindActs<T, S>(t, a));
-        f(weights, acts);
-    });
-}
-
-// Call f(weights) for the head. A tied head is the token table, with a gradient buffer of its own.
-template <typename T, typename S, typename F>
-void with_head(const Trainer<T, S>& t, F f) {
-    int head = t.model.head();
-    with_family(t.model.shape.family, [&](auto family) {
-        typename decltype(family)::Head weights = {};
-        head_parameters(weights, t.model.shape, bind_bucket(t, Role::HEAD, head));
-        if (t.model.shape.embedding.tied)
-            bind_bucket(t, Role::TOKENS, head).point(weights.lm_head);
-        f(weights);
-    });
-}
-
-// The head's activations, which lie in a row of its scratch.
-template <typename T, typename S>
-HeadActs<T> head_acts(const Trainer<T, S>& t) {
-    HeadActs<T> acts = {};
-    unsigned char* next = scratch_address(t, t.model.head(), ScratchKind::HEAD);
-    auto bind = [&](auto*& pointer, const char*, size_t n, Keep, Last) {
-        pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(next);
-        next += round_up(n * sizeof(*pointer), ARENA_ALIGN);
-    };
-    head_activations(acts, t.ctx.shape, head_rows(t.plans[t.plan]), bind);
-    return acts;
-}
 
 } // namespace llmc

@@ -4,10 +4,11 @@
 #include "arena.h"
 #include "comm/comm.h"
 #include "comm/group.h"
+#include "comm/nccl.h"
 #include "comm/placement.h"
-#include "disk.h"
 #include "fp8.h"
 #include "layout.h"
+#include "model.h"
 #include "offload.h"
 #include "ops/element_type.h"
 #include "ops/ema.cuh"
@@ -27,14 +28,10 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what FETCH and PARK do; and lasting data read and written wherever they lie
+// FETCH and PARK
 //   A move to or from the host's memory is a copy in a stream of its own; on a CPU it is over when
 //   it starts. A move to or from a file is done in blocks by the file's threads, and its finish
-//   waits for them. Checkpoints and initial weights need not know of chunks: read_kept() and
-//   fill_kept() walk them.
-
-// ----------------------------------------------------------------------------
-// FETCH and PARK
+//   waits for them.
 
 // Return where a chunk's part of a datum lies; a place of 0 bytes means that there is none.
 template <typename T, typename S>
@@ -184,80 +181,6 @@ InFlight<S> start_move(Trainer<T, S>& t, const Action& a) {
         f.rest = [=, point = record_point(stream)] { wait_point(point, compute); };
     }
     return f;
-}
-
-// ----------------------------------------------------------------------------
-// lasting data, wherever they lie
-
-// Return where a datum lies, or its first chunk; null if this rank has none.
-template <typename T, typename S>
-const Place* kept_place(const Trainer<T, S>& t, Data d) {
-    const Place* place = arena_find(t.arena, t.plan, t.at, d);
-    if (place) return place;
-
-    // Look for the first chunk of an offloaded bucket.
-    d.chunk = 0;
-    return arena_find(t.arena, t.plan, t.at, d);
-}
-
-// Call f(place, byte, from, count) for each contiguous piece of elements [at, at+count) of type V:
-// `byte` is its offset in its tier, `from` its first element, counted from `at`.
-template <typename V, typename T, typename S, typename F>
-void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
-    // A datum that is not in chunks is one piece.
-    const Place* whole = arena_find(t.arena, t.plan, t.at, d);
-    if (whole)
-        return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
-
-    // Take from each chunk its share of the range.
-    size_t chunk = t.plans[t.plan].offload.chunk;
-    for (size_t from = 0; from < count;) {
-        d.chunk = int((at + from) / chunk);
-        size_t within = (at + from) % chunk, n = std::min(count - from, chunk - within);
-        // Chunks of a bucket are not neighbours in their tier.
-        const Place* place = arena_find(t.arena, t.plan, t.at, d);
-        f(*place, place->offset + within * sizeof(V), from, n);
-        from += n;
-    }
-}
-
-// Copy elements [at, at+count) of a datum to the host.
-template <typename V, typename T, typename S>
-void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
-    // The pieces may lie in several chunks, all in one tier.
-    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
-        const Memory& m = t.arena.memory[int(p.tier)];
-        size_t bytes = n * sizeof(V);
-        switch (p.tier) {
-        case Tier::DEVICE: return copy_out(to + from, m.base + byte, bytes, t.ctx.where);
-        case Tier::HOST: memcpy(to + from, m.base + byte, bytes); return;
-        case Tier::DISK: {
-            std::string wrong = disk_read(*m.disk, to + from, byte, bytes);
-            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
-        }
-        }
-    });
-}
-
-// Set elements [at, at+count) to value(i), where i counts from 0; done on return.
-template <typename V, typename T, typename S, typename F>
-void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
-    for_each_piece<V>(t, d, at, count, [&](const Place& p, size_t byte, size_t from, size_t n) {
-        const Memory& m = t.arena.memory[int(p.tier)];
-        // Fill in place, except in a file, which has no address.
-        V* home = reinterpret_cast<V*>(m.base + byte);
-        auto here = [&](size_t i) { return value(from + i); };
-        switch (p.tier) {
-        case Tier::DEVICE: return fill_memory(home, n, here, t.ctx.where);
-        case Tier::HOST: return fill_memory(home, n, here, Cpu{});
-        case Tier::DISK: {
-            std::vector<V> values(n); // a chunk at most
-            fill_memory(values.data(), n, here, Cpu{});
-            std::string wrong = disk_write(*m.disk, values.data(), byte, n * sizeof(V));
-            LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
-        }
-        }
-    });
 }
 
 // ----------------------------------------------------------------------------
@@ -413,6 +336,232 @@ template <typename T, typename S>
 void finish_flight(Trainer<T, S>& t, InFlight<S>& f) {
     finish_writes(t, f);
     finish(f.sent);
+}
+
+// ----------------------------------------------------------------------------
+// what an action leaves along each axis of ranks: whole, shards, parts of a sum
+//   Only tests use this (comm/placement.h). Every collective is then checked against the placement
+//   of its data, so a sum that is left out or made twice gives an error message.
+
+// Record what a range of memory holds along one axis of ranks.
+template <typename T, typename S>
+void note_placement(Trainer<T, S>& t, Data d, auto* from, size_t count, const std::string& axis,
+                    Placement holds) {
+    size_t bytes = count * sizeof(*from);
+    placement_set(*t.comms.placements(), from, bytes, axis, holds, data_text(d, t.model));
+}
+
+// Record a gradient as a partial sum over each axis that will reduce it, range by range.
+template <typename T, typename S>
+void note_partial(Trainer<T, S>& t, Data d, std::initializer_list<const char*> axes) {
+    const Bucket& b = t.model.buckets[d.of];
+    acc_t<T>* grad = address<acc_t<T>>(t, d);
+
+    // Data-parallel ranks have seen other samples: all of the gradient is partial.
+    size_t whole = whole_elements(t.layout, b);
+    for (const char* axis : axes)
+        note_placement(t, d, grad, whole, axis, Placement::PARTIAL);
+    const std::string& shards = t.comms.data(b.group).shard.name;
+    note_placement(t, d, grad, whole, shards, Placement::PARTIAL);
+
+    // Tensor-parallel ranks share only the first ranges of a bucket.
+    size_t over_tp = partial_over_tp(t.layout, b);
+    size_t of_heads = b.shared - b.common;
+    note_placement(t, d, grad, over_tp, "tp", Placement::PARTIAL);
+    note_placement(t, d, grad + b.common, of_heads, "kv", Placement::PARTIAL);
+}
+
+// Backward passes, and TIE, leave partial gradients.
+template <typename T, typename S>
+void note_gradients(Trainer<T, S>& t, const Action& a) {
+    if (a.op == Op::TIE)
+        note_partial(t, {summed_kind(t.layout), a.bucket}, {"replica"});
+    if (!reaches_weights(a.op)) return;
+    for (int b : buckets_of(t.model, a.layer)) {
+        if (!t.model.buckets[b].trainable) continue;
+        Kind kind = gradient_kind(t.layout, t.model, b, a.layer);
+        note_partial(t, {kind, b}, {"replica", "tie"});
+    }
+}
+
+// RELEASE gives bytes to any other data. Find where they lay in the last action that read them.
+template <typename T, typename S>
+void forget_released(Trainer<T, S>& t, const Action& a) {
+    if (a.op != Op::RELEASE) return;
+    const Place* gathered = nullptr;
+    for (int at = t.at; at >= 0 && !gathered; at--)
+        gathered = arena_find(t.arena, t.plan, at, {Kind::GATHERED, a.bucket});
+    if (!gathered) return;
+
+    unsigned char* base = t.arena.device().base;
+    placement_forget(*t.comms.placements(), base + gathered->offset, gathered->bytes);
+}
+
+// UPDATE leaves shards of weights.
+template <typename T, typename S>
+void note_updated(Trainer<T, S>& t, const Action& a) {
+    if (a.op != Op::UPDATE) return;
+
+    // Without ZeRO nothing is in shards, and a rank may have no part of a bucket.
+    Data weight = {Kind::WEIGHT, a.bucket};
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    T* mine = updated_part<T>(t, weight, range);
+    if (!range.sharded || !mine) return;
+
+    // Name the ranks over which PUBLISH will bring these shards together.
+    const DataComms& data = t.comms.data(t.model.buckets[a.bucket].group);
+    const Comm& published = t.layout.weights_near ? data.replica : data.shard;
+    note_placement(t, weight, mine, range.count, published.name, Placement::SHARDED);
+}
+
+// Record the placement that an action leaves behind, if placements are being checked.
+template <typename T, typename S>
+void note_placements(Trainer<T, S>& t, const Action& a) {
+    if (!t.comms.placements()) return;
+    note_gradients(t, a);
+    forget_released(t, a);
+    note_updated(t, a);
+}
+
+// ----------------------------------------------------------------------------
+// the groups of ranks that a rank works with (layout.h)
+
+inline void attach_gpus(Comms& c) {
+    // Refuse a library that cannot start communicators side by side in the host's order.
+    auto beside = [&](const Comm& part) { return part.size > 1 && part.size < c.world.size; };
+    if (beside(c.tp) || beside(c.pp) || c.cp.size > 1 || c.ep.size > 1)
+        check_launch_order(c.world);
+
+    // Split the plan's groups from the world: a kind of group has the same size on all ranks.
+    auto split = [](Comm& part, const Comm& parent) {
+        if (part.size > 1)
+            part = nccl_split(part, parent);
+    };
+    split(c.data(Group::DATA).shard, c.world);
+    split(c.data(Group::DATA).replica, c.world);
+
+    // Split an axis that is the only one from the world too, because nothing runs beside it then.
+    auto attach = [&](Comm& part) {
+        if (part.size == c.world.size)
+            split(part, c.world);
+        else
+            part = nccl_attach(part);
+    };
+    attach(c.pp);
+    if (c.pp.size > 1)
+        c.tie = nccl_split(c.tie, c.pp);
+    attach(c.tp);
+    split(c.kv, c.tp);
+    c.cp = nccl_attach(c.cp);
+    c.cp_heads = nccl_attach(c.cp_heads);
+    c.cp_keys = nccl_attach(c.cp_keys);
+
+    // Sum experts' gradients like others; exchange their rows inside a layer.
+    split(c.data(Group::EXPERTS).shard, c.world);
+    c.ep = nccl_attach(c.ep);
+}
+
+// Make a group of ranks with experts: of a stage's ranks that have the same pieces of experts, or
+// whole ones, those of which f is true. Their order is that of routing_axis(), not the grid's.
+template <typename F>
+Comm split_experts(const Comm& world, const char* name, const Layout& me, F f) {
+    std::vector<int> ranks = ranks_where(me, [&](const Layout& o) {
+        bool same_stage = o.pp.rank == me.pp.rank;
+        bool same_pieces = me.experts.whole || o.tp.rank == me.tp.rank;
+        return same_stage && same_pieces && f(o);
+    });
+
+    // Neighbours share out the experts.
+    auto place = [&](int rank) {
+        return routing_axis(layout_at(me, rank)).rank;
+    };
+    auto nearer = [&](int a, int b) { return place(a) < place(b); };
+    std::sort(ranks.begin(), ranks.end(), nearer);
+    return comm_split(world, name, ranks);
+}
+
+// Make all groups of this rank. `kv_ranks` divides tp: so many neighbours share a key/value head.
+// All ranks of the world must call.
+inline Comms make_comms(const Comm& world, const Layout& me, int kv_ranks = 1) {
+    // A group is a condition on places in the layout: it holds the ranks that satisfy it.
+    auto same = [&](Axis Layout::*axis, const Layout& other) {
+        return (me.*axis).rank == (other.*axis).rank;
+    };
+    auto split = [&](const char* name, auto f) {
+        return comm_split(world, name, ranks_where(me, f));
+    };
+
+    // Ranks of one stage that hold the same pieces of its layers.
+    auto stage = [&](const Layout& o) { return same(&Layout::pp, o) && same(&Layout::tp, o); };
+
+    // Ranks of one stage and one piece, which see different tokens.
+    Comms c;
+    c.world = world;
+    c.samples = split("dp", stage);
+    c.model = split("model", [&](const Layout& o) {
+        return same(&Layout::dp, o);
+    });
+    Axis replica = replica_axis(me, Group::DATA), shard = shard_axis(me, Group::DATA);
+    c.data(Group::DATA).shard = split("shard", [&](const Layout& o) {
+        return stage(o) && replica_axis(o, Group::DATA).rank == replica.rank;
+    });
+    c.data(Group::DATA).replica = split("replica", [&](const Layout& o) {
+        return stage(o) && shard_axis(o, Group::DATA).rank == shard.rank;
+    });
+
+    // The pipeline, and its two ends.
+    auto line = [&](const Layout& o) {
+        return same(&Layout::dp, o) && same(&Layout::cp, o) && same(&Layout::tp, o);
+    };
+    auto is_end = [](const Layout& o) { return o.pp.rank == 0 || o.pp.rank == o.pp.size - 1; };
+    c.pp = split("pp", line);
+    if (me.pp.size > 1 && is_end(me))
+        c.tie = split("tie", [&](const Layout& o) { return line(o) && is_end(o); });
+
+    // Ranks that share each layer.
+    auto layer = [&](const Layout& o) {
+        return same(&Layout::pp, o) && same(&Layout::dp, o) && same(&Layout::cp, o);
+    };
+    c.tp = split("tp", layer);
+    c.kv = split("kv", [&](const Layout& o) {
+        return layer(o) && o.tp.rank / kv_ranks == me.tp.rank / kv_ranks;
+    });
+
+    // Ranks that share each sequence. A hybrid divides them twice.
+    auto sequence = [&](const Layout& o) { return stage(o) && same(&Layout::dp, o); };
+    c.cp = split("cp", sequence);
+    Axis heads = heads_axis(me), keys = keys_axis(me);
+    if (heads.size > 1 && keys.size > 1) {
+        c.cp_heads = split("cp heads", [&](const Layout& o) {
+            return sequence(o) && keys_axis(o).rank == keys.rank;
+        });
+        c.cp_keys = split("cp keys", [&](const Layout& o) {
+            return sequence(o) && heads_axis(o).rank == heads.rank;
+        });
+    }
+
+    // Ranks that hold the same experts, and ranks that together hold all of them.
+    Axis experts = expert_axis(me);
+    int neighbours = group_axis(me, Group::EXPERTS).rank;
+    bool apart = experts.size > 1 || me.experts.whole; // from the groups of other parameters
+    if (apart) {
+        c.data(Group::EXPERTS).shard = split_experts(world, "edp", me, [&](const Layout& o) {
+            return expert_axis(o).rank == experts.rank;
+        });
+        c.ep = split_experts(world, "ep", me, [&](const Layout& o) {
+            return group_axis(o, Group::EXPERTS).rank == neighbours;
+        });
+    }
+    if (world.nccl) attach_gpus(c);
+
+    // Without a hybrid, all of cp exchange heads or share keys.
+    if (keys.size == 1) c.cp_heads = c.cp;
+    if (heads.size == 1) c.cp_keys = c.cp;
+
+    // Cut experts that are not shared out have the group of all other parameters.
+    if (!apart)
+        c.data(Group::EXPERTS) = c.data(Group::DATA);
+    return c;
 }
 
 } // namespace llmc

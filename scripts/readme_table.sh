@@ -53,8 +53,8 @@ techniques. A file includes what it uses, directly, and no file includes a later
 `ops`, `comm`, this folder, `io`, `planner`, `run`, `tune`, `extra`; programs include all.
 
 END
-    syllabus action sharding access plan plan_check streams arena disk sizes model parameters context trainer transfers load step \
-        family presets gpt2 llama mixtral gpt_oss mla head layout zero tensor_parallel pipeline context_parallel expert_parallel \
+    syllabus action sharding access plan plan_check streams arena sizes model parameters context trainer transfers load layers step \
+        family gpt2 llama mixtral gpt_oss mla head layout zero tensor_parallel pipeline context_parallel expert_parallel \
         recompute offload fp8 quantised optimizer adapters text | group "The syllabus" \
         "A training step as a printed, checked list of actions, and the loop that runs it; models; how ranks share the work; what saves memory."
     wing ops types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu moe matmul grouped_matmul fp8 linear \
@@ -103,6 +103,7 @@ llmc/model.h|tables of parameters, buckets, activations
 llmc/context.h|what a block receives besides its pointers
 llmc/gpt2.h|the blocks as straight text
 llmc/trainer.h|one rank's state
+llmc/layers.h|how an action runs a layer
 llmc/step.h|what each action does, and the one loop that runs them
 END
     n=$(lines "${all[@]}")

@@ -1,8 +1,8 @@
 // disk.cpp - bytes a second that offload's file moves, as a share of what dd gets with O_DIRECT
 //   Rounds of both take turns, and the best of each counts: the disk is shared.
 //   usage: bench_disk [FOLDER] [MIB]
-#include "../../llmc/disk.h"
 #include "../../llmc/io/mfu.h"
+#include "../../llmc/offload.h"
 
 using namespace llmc;
 

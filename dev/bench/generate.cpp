@@ -8,7 +8,8 @@
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/parameters.h"
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
+#include "../../llmc/layers.h"
 
 using namespace llmc;
 

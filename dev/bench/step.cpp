@@ -9,9 +9,9 @@
 #include <cstring>
 #include <random>
 #include "../../llmc/io/mfu.h"
+#include "../../llmc/layers.h"
 #include "../../llmc/parameters.h"
-#include "../../llmc/presets.h"
-#include "../../llmc/step.h"
+#include "../../llmc/family.h"
 
 using namespace llmc;
 

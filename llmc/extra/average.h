@@ -17,6 +17,7 @@
 #include "../io/hf_config.h"
 #include "../io/huggingface.h"
 #include "../io/manifest.h"
+#include "../io/one_reader.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/types.h"
@@ -25,7 +26,6 @@
 #include "../run/run.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../transfers.h"
 
 namespace llmc {
 

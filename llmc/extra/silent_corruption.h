@@ -18,6 +18,7 @@
 #include "../context.h"
 #include "../fp8.h"
 #include "../io/checkpoint.h"
+#include "../io/one_reader.h"
 #include "../io/replicas.h"
 #include "../layout.h"
 #include "../model.h"
@@ -29,7 +30,6 @@
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../transfers.h"
 
 namespace llmc {
 

@@ -27,18 +27,17 @@
 #include <filesystem>
 #include <fstream>
 #include "../action.h"
-#include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../fp8.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/element_type.h"
+#include "../ops/elementwise.cuh"
 #include "../ops/fp8_delayed.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/small_states.cuh"
 #include "../ops/step_scale.h"
-#include "../ops/swiglu.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../parameters.h"
@@ -46,6 +45,7 @@
 #include "../trainer.h"
 #include "files.h"
 #include "manifest.h"
+#include "one_reader.h"
 #include "replicas.h"
 #include "safetensors.h"
 
@@ -263,47 +263,6 @@ KeptRange owned_range(const Trainer<T, S>& t, const StateTensor& s) {
     });
     range.count = owns(t, s.data, *s.p) ? real : 0;
     return range;
-}
-
-// ----------------------------------------------------------------------------
-// what ranks exchange
-
-// Gather every rank's text onto every rank. Returns [rank].
-inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
-    // Exchange the lengths first.
-    std::vector<int64_t> sizes(c.size);
-    int64_t size = int64_t(text.size());
-    all_gather(c, sizes.data(), &size, 1, Cpu{});
-
-    // Pad each text to the longest: an all-gather takes equal counts.
-    size_t most = *std::max_element(sizes.begin(), sizes.end());
-    text.resize(most);
-    std::string all(most * sizes.size(), 0);
-    all_gather(c, reinterpret_cast<unsigned char*>(all.data()),
-               reinterpret_cast<const unsigned char*>(text.data()), most, Cpu{});
-
-    // Cut the padding off again.
-    std::vector<std::string> texts;
-    for (size_t r = 0; r < sizes.size(); r++)
-        texts.push_back(all.substr(r * most, sizes[r]));
-    return texts;
-}
-
-// Broadcast the sender's text to all ranks. Unlike gather_texts(), a rank receives only one text.
-inline std::string broadcast_text(const Comm& c, std::string text, int sender) {
-    int64_t size = int64_t(text.size());
-    broadcast(c, &size, 1, sender, Cpu{});
-    // Receivers make room for the text.
-    text.resize(size_t(size));
-    broadcast(c, reinterpret_cast<unsigned char*>(text.data()), text.size(), sender, Cpu{});
-    return text;
-}
-
-// The error of the first rank that has one, on all ranks: where one rank fails, all fail.
-inline std::string first_error(const Comm& c, const std::string& wrong) {
-    for (const std::string& text : gather_texts(c, wrong))
-        if (!text.empty()) return text;
-    return "";
 }
 
 // ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../parameters.h"
-#include "../tensor_parallel.h"
+#include "../sharding.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "checkpoint.h"

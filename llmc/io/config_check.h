@@ -11,11 +11,11 @@
 #include "../ops/latent_decode.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/types.h"
-#include "machine.h"
-#include "../presets.h"
-#include "../tensor_parallel.h"
+#include "../family.h"
+#include "../sharding.h"
 #include "../text.h"
 #include "config.h"
+#include "machine.h"
 
 namespace llmc {
 

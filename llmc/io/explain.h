@@ -26,7 +26,6 @@
 #include "../sizes.h"
 #include "../streams.h"
 #include "../text.h"
-#include "../trainer.h"
 #include "../zero.h"
 #include "machine.h"
 #include "mfu.h"

@@ -2,7 +2,7 @@
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
-#include "../presets.h"
+#include "../family.h"
 #include "../text.h"
 #include "config.h"
 

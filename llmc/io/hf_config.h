@@ -9,10 +9,10 @@
 #include "../mixtral.h"
 #include "../mla.h"
 #include "../model.h"
+#include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/rope.cuh"
-#include "../ops/swiglu.cuh"
-#include "../presets.h"
+#include "../family.h"
 #include "../text.h"
 #include "json.h"
 

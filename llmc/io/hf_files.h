@@ -10,7 +10,7 @@
 #pragma once
 #include "../comm/group.h"
 #include "../text.h"
-#include "checkpoint.h"
+#include "one_reader.h"
 #include "json.h"
 #include "one_reader.h"
 #include "safetensors.h"

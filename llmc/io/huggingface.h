@@ -38,6 +38,7 @@
 #include "safetensors.h"
 #include "tensor_source.h"
 #include "tokenizer.h"
+#include "tokenizer_export.h"
 #include "tokenizer_files.h"
 
 namespace llmc {
@@ -299,15 +300,6 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
 
 // ----------------------------------------------------------------------------
 // weights -> a folder
-
-// The files of an export beside its weights, and the ids of the tokens around a text.
-struct ExportTokenizer {
-    int bos = -1, eos = -1; // tokens; -1: not known
-    TextFiles files = {};
-    std::string chat_template = ""; // for llama.cpp's file
-    // keys of the config.json that the model came with
-    nlohmann::ordered_json kept = nlohmann::ordered_json::object();
-};
 
 // Change a JSON file of an export; without the file it begins as {}.
 template <typename F>

@@ -8,7 +8,6 @@
 #include "../action.h"
 #include "../comm/comm.h"
 #include "../context.h"
-#include "../head.h"
 #include "../layout.h"
 #include "../ops/hopper.cuh"
 #include "../ops/memory.h"

@@ -8,7 +8,7 @@
 #include "../ops/cuda_common.h"
 #include "../ops/types.h"
 #include "../text.h"
-#include "checkpoint.h"
+#include "one_reader.h"
 
 namespace llmc {
 

@@ -26,7 +26,6 @@
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "checkpoint.h"
 #include "files.h"
 #include "hf_config.h"
 #include "hf_files.h"

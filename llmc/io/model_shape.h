@@ -2,7 +2,7 @@
 #pragma once
 #include "../model.h"
 #include "../ops/fp8.cuh"
-#include "../presets.h"
+#include "../family.h"
 #include "config.h"
 #include "config_check.h"
 #include "files.h"

@@ -15,8 +15,10 @@
 #include "checkpoint.h"
 #include "hf_config.h"
 #include "huggingface.h"
+#include "one_reader.h"
 #include "tensor_source.h"
 #include "tokenizer.h"
+#include "tokenizer_export.h"
 #include "tokenizer_files.h"
 
 namespace llmc {

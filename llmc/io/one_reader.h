@@ -81,4 +81,45 @@ void bring(OneReader& r, unsigned char* to, size_t bytes, int reader, F needs) {
     }
 }
 
+// ----------------------------------------------------------------------------
+// texts of ranks: what one says, all hear
+
+// Gather every rank's text onto every rank. Returns [rank].
+inline std::vector<std::string> gather_texts(const Comm& c, std::string text) {
+    // Exchange the lengths first.
+    std::vector<int64_t> sizes(c.size);
+    int64_t size = int64_t(text.size());
+    all_gather(c, sizes.data(), &size, 1, Cpu{});
+
+    // Pad each text to the longest: an all-gather takes equal counts.
+    size_t most = *std::max_element(sizes.begin(), sizes.end());
+    text.resize(most);
+    std::string all(most * sizes.size(), 0);
+    all_gather(c, reinterpret_cast<unsigned char*>(all.data()),
+               reinterpret_cast<const unsigned char*>(text.data()), most, Cpu{});
+
+    // Cut the padding off again.
+    std::vector<std::string> texts;
+    for (size_t r = 0; r < sizes.size(); r++)
+        texts.push_back(all.substr(r * most, sizes[r]));
+    return texts;
+}
+
+// Broadcast the sender's text to all ranks. Unlike gather_texts(), a rank receives only one text.
+inline std::string broadcast_text(const Comm& c, std::string text, int sender) {
+    int64_t size = int64_t(text.size());
+    broadcast(c, &size, 1, sender, Cpu{});
+    // Receivers make room for the text.
+    text.resize(size_t(size));
+    broadcast(c, reinterpret_cast<unsigned char*>(text.data()), text.size(), sender, Cpu{});
+    return text;
+}
+
+// The error of the first rank that has one, on all ranks: where one rank fails, all fail.
+inline std::string first_error(const Comm& c, const std::string& wrong) {
+    for (const std::string& text : gather_texts(c, wrong))
+        if (!text.empty()) return text;
+    return "";
+}
+
 } // namespace llmc

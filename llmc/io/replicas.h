@@ -25,7 +25,6 @@
 #include "../sharding.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../transfers.h"
 
 namespace llmc {
 

@@ -12,7 +12,7 @@
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../ops/types.h"
-#include "checkpoint.h"
+#include "one_reader.h"
 #include "config.h"
 #include "files.h"
 

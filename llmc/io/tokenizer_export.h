@@ -13,6 +13,15 @@
 
 namespace llmc {
 
+// The files of an export beside its weights, and the ids of the tokens around a text.
+struct ExportTokenizer {
+    int bos = -1, eos = -1; // tokens; -1: not known
+    TextFiles files = {};
+    std::string chat_template = ""; // for llama.cpp's file
+    // keys of the config.json that the model came with
+    nlohmann::ordered_json kept = nlohmann::ordered_json::object();
+};
+
 // The text of a piece in a file: with U+2581 for spaces, or with its bytes as GPT-2's letters.
 inline std::string piece_text(const Tokenizer& t, std::string_view bytes) {
     if (t.sentencepiece)

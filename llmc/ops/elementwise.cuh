@@ -11,6 +11,9 @@
 
 namespace llmc {
 
+// The activation of a gated unit (swiglu.cuh): SiLU for SwiGLU, GELU for GeGLU.
+enum class Gate : uint8_t { SILU, GELU };
+
 // ----------------------------------------------------------------------------
 // CPU
 

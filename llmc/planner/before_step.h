@@ -27,7 +27,6 @@
 #include "../ops/types.h"
 #include "cost.h"
 #include "layer_cost.h"
-#include "predict.h"
 #include "simulator.h"
 
 namespace llmc {

@@ -25,7 +25,6 @@
 #include "../plan.h"
 #include "../recompute.h"
 #include "../sizes.h"
-#include "../trainer.h"
 
 namespace llmc {
 

@@ -21,6 +21,7 @@
 #include "../optimizer.h"
 #include "../pipeline.h"
 #include "../sharding.h"
+#include "../sizes.h"
 #include "../streams.h"
 #include "layer_cost.h"
 #include "links.h"
@@ -228,6 +229,17 @@ inline ActionCost action_cost(const CostModel& c, const Model& model) {
         return found->second;
     };
     return {of, c.machine.contention};
+}
+
+// Return the costs of this program's own plans on a machine. What moves between tiers of memory has
+// the bytes of the arena; `model` must outlive them.
+template <typename T, typename S>
+CostModel run_costs(const Machine& machine, const Model& model, S where) {
+    CostModel cost = {machine, sizeof(T)};
+    cost.bytes = [&model, where](const Plan& p, Data d) {
+        return data_bytes<T>(p, model, d, where);
+    };
+    return cost;
 }
 
 } // namespace llmc

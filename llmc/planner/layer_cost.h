@@ -37,6 +37,7 @@
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../recompute.h"
+#include "../sharding.h"
 #include "links.h"
 
 namespace llmc {

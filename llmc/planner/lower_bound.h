@@ -18,7 +18,6 @@
 #include "../action.h"
 #include "../arena.h"
 #include "../family.h"
-#include "../fp8.h"
 #include "../io/machine.h"
 #include "../io/plan_flags.h"
 #include "../layout.h"

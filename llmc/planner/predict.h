@@ -22,17 +22,6 @@
 
 namespace llmc {
 
-// Return the costs of this program's own plans on a machine. What moves between tiers of memory has
-// the bytes of the arena; `model` must outlive them.
-template <typename T, typename S>
-CostModel run_costs(const Machine& machine, const Model& model, S where) {
-    CostModel cost = {machine, sizeof(T)};
-    cost.bytes = [&model, where](const Plan& p, Data d) {
-        return data_bytes<T>(p, model, d, where);
-    };
-    return cost;
-}
-
 // A predicted step: the printed text, and a trace to draw.
 struct Prediction {
     std::string text;

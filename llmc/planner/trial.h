@@ -23,13 +23,12 @@
 #include "../ops/types.h"
 #include "../pipeline.h"
 #include "../plan.h"
+#include "../sizes.h"
 #include "../text.h"
-#include "../trainer.h"
 #include "before_step.h"
 #include "cost.h"
 #include "layer_cost.h"
 #include "lower_bound.h"
-#include "predict.h"
 #include "simulator.h"
 #include <bit>
 #include <functional>

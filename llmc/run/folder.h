@@ -17,6 +17,7 @@
 #include "../io/logger.h"
 #include "../io/manifest.h"
 #include "../io/mfu.h"
+#include "../io/one_reader.h"
 #include "../io/rollout_state.h"
 #include "../ops/types.h"
 #include "../text.h"

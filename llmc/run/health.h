@@ -18,7 +18,9 @@
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/likelihood.h"
+#include "../io/one_reader.h"
 #include "../io/replicas.h"
+#include "../layers.h"
 #include "../model.h"
 #include "../ops/memory.h"
 #include "../ops/types.h"
@@ -28,7 +30,6 @@
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../transfers.h"
 #include "run.h"
 
 namespace llmc {

@@ -14,6 +14,7 @@
 #include "../io/config_check.h"
 #include "../io/machines.h"
 #include "../io/mfu.h"
+#include "../io/one_reader.h"
 #include "../io/plan_flags.h"
 #include "../layout.h"
 #include "../model.h"

@@ -23,6 +23,7 @@
 #include "../io/files.h"
 #include "../io/manifest.h"
 #include "../io/mapping.h"
+#include "../io/one_reader.h"
 #include "../ops/types.h"
 #include "../text.h"
 #include "../trainer.h"

@@ -24,6 +24,7 @@
 #include "../io/model_shape.h"
 #include "../io/plan_flags.h"
 #include "../io/shared_files.h"
+#include "../layers.h"
 #include "../layout.h"
 #include "../ops/cuda_common.h"
 #include "../ops/gpu.h"
@@ -39,6 +40,7 @@
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
+#include "../transfers.h"
 #include "choose.h"
 #include "folder.h"
 #include "limits.h"
@@ -61,19 +63,6 @@ inline void choose_model(Run& run) {
     open_tokenizer(run);
     follow_tokenizer(run);
     run.shape = choose_shape(c);
-}
-
-// With --plan auto, choose the layout before anything else depends on it. Returns false if the user
-// only asked for the plan (--explain), and nothing is to run.
-inline bool plan_ahead(Run& run) {
-    or_die(check_planning(run.config));
-    if (run.config.plan == "none") return true;
-#if LLMC_KERNELS
-    bool there = no_gpu_because().empty();
-    if (run.config.device == "cuda" || (run.config.device == "auto" && there))
-        return plan_run_as(run, cudaStream_t{});
-#endif
-    return plan_run_as(run, Cpu{});
 }
 
 // Refuse flags that cannot work together, after config_check(), and note those that do nothing.

@@ -5,11 +5,13 @@
 #include "../action.h"
 #include "../comm/comm.h"
 #include "../io/config.h"
+#include "../io/config_check.h"
 #include "../io/files.h"
 #include "../io/machine.h"
 #include "../io/machines.h"
 #include "../io/model_shape.h"
 #include "../model.h"
+#include "../ops/cuda_common.h"
 #include "../ops/types.h"
 #include "../planner/auto_plan.h"
 #include "../planner/machine_here.h"
@@ -158,6 +160,19 @@ template <typename S> bool plan_run_as(Run& run, S where) {
     return with_precision(run.config, [&](auto type) {
         return plan_run<typename decltype(type)::type>(run, where);
     });
+}
+
+// With --plan auto, choose the layout before anything else depends on it. Returns false if the user
+// only asked for the plan (--explain), and nothing is to run.
+inline bool plan_ahead(Run& run) {
+    or_die(check_planning(run.config));
+    if (run.config.plan == "none") return true;
+#if LLMC_KERNELS
+    bool there = no_gpu_because().empty();
+    if (run.config.device == "cuda" || (run.config.device == "auto" && there))
+        return plan_run_as(run, cudaStream_t{});
+#endif
+    return plan_run_as(run, Cpu{});
 }
 
 } // namespace llmc

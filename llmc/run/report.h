@@ -16,6 +16,7 @@
 #include "../io/machine.h"
 #include "../io/mfu.h"
 #include "../io/model_files.h"
+#include "../io/one_reader.h"
 #include "../io/plan_flags.h"
 #include "../io/timeline.h"
 #include "../model.h"

@@ -10,13 +10,13 @@
 #include "../io/dataloader.h"
 #include "../io/evaluate.h"
 #include "../io/files.h"
-#include "../io/huggingface.h"
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
 #include "../io/speculate.h"
 #include "../io/tensor_source.h"
 #include "../io/tokenizer.h"
+#include "../io/tokenizer_export.h"
 #include "../layout.h"
 #include "../load.h"
 #include "../model.h"
@@ -39,6 +39,9 @@
 #include <type_traits>
 
 namespace llmc {
+
+struct Buddies;   // buddy.h
+struct MergeSums; // io/huggingface.h
 
 // ----------------------------------------------------------------------------
 // losses and norms far above their recent mean are noted; a run that has blown up

@@ -7,8 +7,8 @@
 //   The name is only for messages: a folder that was moved is still the same base.
 #pragma once
 #include "../comm/group.h"
-#include "../io/checkpoint.h"
 #include "../io/files.h"
+#include "../io/one_reader.h"
 #include "../text.h"
 
 namespace llmc {

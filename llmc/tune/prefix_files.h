@@ -15,6 +15,7 @@
 #include "../io/json.h"
 #include "../io/one_reader.h"
 #include "../io/safetensors.h"
+#include "../io/tokenizer_export.h"
 #include "../model.h"
 #include "../ops/element_type.h"
 #include "../parameters.h"

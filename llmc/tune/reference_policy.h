@@ -14,8 +14,6 @@
 #include "../arena.h"
 #include "../comm/comm.h"
 #include "../context.h"
-#include "../context_parallel.h"
-#include "../head.h"
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/likelihood.h"

@@ -8,6 +8,7 @@
 #include "../io/files.h"
 #include "../io/huggingface.h"
 #include "../io/model_files.h"
+#include "../io/one_reader.h"
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_files.h"
 #include "../model.h"

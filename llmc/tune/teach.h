@@ -18,6 +18,7 @@
 #include "../sharding.h"
 #include "../text.h"
 #include "../trainer.h"
+#include "../transfers.h"
 #include "second_model.h"
 #include "teacher.h"
 

@@ -12,6 +12,7 @@
 #include "../action.h"
 #include "../head.h"
 #include "../io/plan_flags.h"
+#include "../layers.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/memory.h"

@@ -1,9 +1,9 @@
 // small_models.h - tiny models, random samples and one rank's trainer, for tests of the whole step
 #pragma once
 #include <mutex>
+#include "../../llmc/layers.h"
 #include "../../llmc/load.h"
-#include "../../llmc/presets.h"
-#include "../../llmc/step.h"
+#include "../../llmc/family.h"
 
 using namespace llmc;
 

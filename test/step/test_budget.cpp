@@ -2,7 +2,7 @@
 //   Live bytes by a sum against the arena's, the order of levels, and FLOPs; parked activations.
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/planner/parking.h"
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
 #include "../harness/testing.h"
 #include "rotor.h"
 #include "small_models.h"

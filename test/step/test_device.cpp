@@ -7,7 +7,8 @@
 #include "../../llmc/io/likelihood.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/parameters.h"
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
+#include "../../llmc/layers.h"
 
 using namespace llmc;
 

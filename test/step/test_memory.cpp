@@ -7,7 +7,7 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
 #include "small_models.h"
 
 using namespace llmc;

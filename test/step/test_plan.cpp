@@ -4,7 +4,7 @@
 #include "../../llmc/layout.h"
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
 #include "small_models.h"
 
 // Make plans from one value that holds both options and layout, so that a test can vary either.

@@ -1,7 +1,7 @@
 // test_simulator.cpp - the simulator: its meaning, machines, and published step times
 #include <fstream>
 #include "../../llmc/planner/simulator.h"
-#include "../../llmc/presets.h"
+#include "../../llmc/family.h"
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/planner/predict.h"
 #include "../harness/testing.h"
