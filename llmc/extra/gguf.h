@@ -13,7 +13,6 @@
 //   takes only tokens.
 #pragma once
 #include "../adapters.h"
-#include "../family.h"
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/hf_config.h"
@@ -201,8 +200,7 @@ inline std::string gguf_check(const Shape& s, const std::string& path) {
     if (gguf_architecture(s).empty())
         return flag + ": GGUF is built for GPT-2, Llama, Mistral, Qwen2 and Qwen3, not for " +
                s.hf_type + ": export a folder, and convert it with llama.cpp's own script";
-    std::string wrong;
-    with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
+    std::string wrong = hf_refusal(s);
     if (!wrong.empty()) return wrong;
 
     // llama.cpp's qwen2 has heads as wide as the channels together, and its qwen3 has no biases.

@@ -499,17 +499,14 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 inline std::string hf_export_check(const Shape& s, const std::string& folder,
                                    const TextFiles& carried = {}) {
     std::string wrong = hf_check_folder(folder, carried);
-    if (!wrong.empty()) return wrong;
-    with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
-    return wrong;
+    return wrong.empty() ? hf_refusal(s) : wrong;
 }
 
 // The whole config.json: first the keys kept from the model's folder, then our own, which win.
 inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                                              const ExportTokenizer& tokenizer) {
     nlohmann::ordered_json j = tokenizer.kept;
-    with_family(s.family, [&](auto family) { j.update(hf_json(family, s)); });
-    j["tie_word_embeddings"] = s.embedding.tied;
+    j.update(hf_json(s));
     j["torch_dtype"] = dtype == Type::BF16  ? "bfloat16"
                        : dtype == Type::F16 ? "float16"
                                             : "float32";

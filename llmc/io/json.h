@@ -43,6 +43,11 @@ inline std::string json_word(const nlohmann::json& j) {
     return printable(text.substr(0, 80)) + (text.size() > 80 ? "..." : "");
 }
 
+// Whether an object has a key, and not null.
+inline bool json_has(const nlohmann::json& j, const char* key) {
+    return j.contains(key) && !j[key].is_null();
+}
+
 // Parse the text of a file that holds a JSON object.
 inline std::string parse_json(const std::string& text, const std::string& path,
                               nlohmann::json* j) {
