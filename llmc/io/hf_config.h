@@ -251,7 +251,8 @@ inline const std::vector<HfRow> HF_ROWS = {
     {"attention_bias",           FIELD(attention.o_bias), {{"gpt_oss", true}}},
     {"attention_bias", FIELD(attention.o_bias),
      {{"llama qwen3 olmo2 smollm3 gemma*", false}}, Write::IF_SET},
-    {"mlp_bias",                 FIELD(block.mlp_bias), {{"llama smollm3", false}}, Write::IF_SET},
+    {"mlp_bias", FIELD(block.mlp_bias),
+     {{"llama smollm3", false}}, Write::IF_SET},
     {"qkv_bias",                 FIELD(attention.qkv_bias), {{"qwen2_moe", true}}},
     {"use_parallel_residual",    FIELD(block.parallel), {{"gpt_neox", true}}},
     {"tie_word_embeddings", FIELD(embedding.tied),
@@ -259,7 +260,8 @@ inline const std::vector<HfRow> HF_ROWS = {
       {"*", false}}},
 
     // Gemma. A cap of null is none.
-    {"attn_logit_softcapping",   FIELD(attention.softcap), {{"gemma2", 50}}, Write::OR_NULL},
+    {"attn_logit_softcapping", FIELD(attention.softcap),
+     {{"gemma2", 50}}, Write::OR_NULL},
     {"final_logit_softcapping", FIELD(loss.softcap),
      {{"gemma2", 30},
       {"gemma3_text", 0}}, Write::OR_NULL},
@@ -295,7 +297,8 @@ inline const std::vector<HfRow> HF_ROWS = {
     {"swiglu_limit",             FIELD(experts.gate_limit), {{"gpt_oss", 7}}},
 
     // Latents. A null q_lora_rank is queries without one.
-    {"q_lora_rank",              FIELD(latent.q), {{"deepseek*", 1536}}, Write::OR_NULL},
+    {"q_lora_rank", FIELD(latent.q),
+     {{"deepseek*", 1536}}, Write::OR_NULL},
     {"kv_lora_rank",             FIELD(latent.kv), {{"deepseek*", 512}}},
     {"qk_rope_head_dim",         FIELD(rope.rotary), {{"deepseek*", 64}}},
     {"v_head_dim",               FIELD(latent.HS_v), {{"deepseek*", 128}}},
@@ -345,7 +348,9 @@ inline void hf_read_row(HfConfig& c, const nlohmann::json& j, const HfRow& row,
     bool zero = row.write == Write::OR_NULL && (j.contains(row.key) || d->value == 0);
     if (!has && (zero || d->value == ANY))
         return;
-    double missing = !has && d->of ? double(d->of(c, s)) : d->value;
+    double missing = d->value;
+    if (!has && d->of)
+        missing = double(d->of(c, s));
 
     // Read it as its field's type.
     std::visit([&](auto* x) {
@@ -374,12 +379,14 @@ inline double decimal(float x) {
 inline void hf_write_row(nlohmann::ordered_json& j, const HfRow& row, const std::string& type,
                          Shape& s) {
     std::visit([&](auto* x) {
-        if (!row.default_of(type) || (row.write == Write::IF_SET && !*x)) return;
+        bool left_out = row.write == Write::IF_SET && !*x;
+        if (!row.default_of(type) || left_out) return;
         if constexpr (std::is_same_v<decltype(x), float*>)
             j[row.key] = decimal(*x);
         else
             j[row.key] = *x;
-        if (row.write == Write::OR_NULL && !*x) j[row.key] = nullptr;
+        if (row.write == Write::OR_NULL && !*x)
+            j[row.key] = nullptr;
     }, row.field(s));
 }
 
@@ -764,7 +771,6 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
     e.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
     if (v3 && !hf_flag(c, c.j, "norm_topk_prob", true)) e.router = Router::SIGMOID_ALONE;
     if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
-    e.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
 
     // Read the groups of experts from which a token's experts are chosen.
     if (method == "greedy") return;

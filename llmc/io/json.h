@@ -79,6 +79,21 @@ inline std::string check_integer(const nlohmann::json& m, const char* key, uint6
                          high);
 }
 
+// Whole numbers of an object, in the order in which they are checked.
+struct IntegerRow {
+    const char* key;
+    uint64_t low = 0, high = UINT64_MAX;
+    bool optional = false; // may be missing
+};
+inline std::string check_integers(const nlohmann::json& m, const std::vector<IntegerRow>& rows) {
+    for (const IntegerRow& row : rows) {
+        bool absent = row.optional && !m.contains(row.key);
+        std::string wrong = absent ? "" : check_integer(m, row.key, row.low, row.high);
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
+}
+
 // Check that a field exists and has the type.
 inline std::string check_type(const nlohmann::json& m, const char* key,
                               nlohmann::json::value_t type) {
