@@ -17,6 +17,7 @@
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/hf_config.h"
+#include "../io/hf_places.h"
 #include "../io/huggingface.h"
 #include "../io/safetensors.h"
 #include "../io/tokenizer.h"
@@ -67,15 +68,23 @@ inline size_t gguf_bytes(GgufType type, size_t n) {
 // ----------------------------------------------------------------------------
 // bytes
 
-// Append a number as it lies in memory: this project runs only on little-endian machines. A bool is
-// one byte, as the specification says.
-template <typename A> void gguf_put(std::string* to, A x) {
-    to->append(reinterpret_cast<const char*>(&x), sizeof(x));
+// Append a value. A number is as in memory: this project runs only on little-endian machines. A
+// bool is one byte, and a text its length and its bytes, as the specification says.
+template <typename A> void gguf_put(std::string* to, const A& x) {
+    if constexpr (std::is_same_v<A, std::string>) {
+        gguf_put(to, uint64_t(x.size()));
+        *to += x;
+    } else {
+        to->append(reinterpret_cast<const char*>(&x), sizeof(x));
+    }
 }
-// Append a text: its length, then its bytes, without a zero at the end.
-inline void gguf_put_text(std::string* to, const std::string& text) {
-    gguf_put(to, uint64_t(text.size()));
-    *to += text;
+
+// The number of a value's type.
+template <typename A> uint32_t gguf_type_number() {
+    if (std::is_same_v<A, uint32_t>) return 4;
+    if (std::is_same_v<A, int32_t>) return 5;
+    if (std::is_same_v<A, float>) return 6;
+    return std::is_same_v<A, bool> ? 7 : 8;
 }
 
 // The keys with their values, in the order in which they are added. Nothing depends on the order: a
@@ -85,51 +94,23 @@ struct GgufKeys {
     uint64_t count = 0;
 };
 
-// Append a key's name, and the number of its value's type.
-inline void gguf_key(GgufKeys* k, const std::string& name, uint32_t type) {
-    gguf_put_text(&k->bytes, name);
-    gguf_put(&k->bytes, type);
+// Add a key: its name, the number of its value's type, and the value.
+template <typename A> void gguf_add(GgufKeys* k, const std::string& name, const A& x) {
+    gguf_put(&k->bytes, name);
+    gguf_put(&k->bytes, gguf_type_number<A>());
+    gguf_put(&k->bytes, x);
     k->count++;
 }
-// Add a key with a value of each type that a model needs.
-inline void gguf_add(GgufKeys* k, const std::string& name, uint32_t x) {
-    gguf_key(k, name, 4);
-    gguf_put(&k->bytes, x);
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, float x) {
-    gguf_key(k, name, 6);
-    gguf_put(&k->bytes, x);
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, bool x) {
-    gguf_key(k, name, 7);
-    gguf_put(&k->bytes, char(x));
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, const std::string& text) {
-    gguf_key(k, name, 8);
-    gguf_put_text(&k->bytes, text);
-}
-
-// Add arrays: the type of the elements and their number, then the elements.
-inline void gguf_add_array(GgufKeys* k, const std::string& name, uint32_t type, size_t n) {
-    // The array itself is a value of type 9; the type of its elements follows.
-    gguf_key(k, name, 9);
-    gguf_put(&k->bytes, type);
-    gguf_put(&k->bytes, uint64_t(n));
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, const std::vector<int32_t>& x) {
-    gguf_add_array(k, name, 5, x.size());
-    for (int32_t each : x)
+// An array is a value of type 9: the type of its elements and their number, then the elements.
+template <typename A>
+void gguf_add(GgufKeys* k, const std::string& name, const std::vector<A>& x) {
+    gguf_put(&k->bytes, name);
+    gguf_put(&k->bytes, uint32_t(9));
+    gguf_put(&k->bytes, gguf_type_number<A>());
+    gguf_put(&k->bytes, uint64_t(x.size()));
+    for (const A& each : x)
         gguf_put(&k->bytes, each);
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, const std::vector<float>& x) {
-    gguf_add_array(k, name, 6, x.size());
-    for (float each : x)
-        gguf_put(&k->bytes, each);
-}
-inline void gguf_add(GgufKeys* k, const std::string& name, const std::vector<std::string>& x) {
-    gguf_add_array(k, name, 8, x.size());
-    for (const std::string& each : x)
-        gguf_put_text(&k->bytes, each);
+    k->count++;
 }
 
 // A tensor's values as the file stores them.
@@ -191,19 +172,15 @@ inline std::string gguf_architecture(const Shape& s) {
 // Check at the start of a run that a shape can be written. Returns "" or the reason why not.
 inline std::string gguf_check(const Shape& s, const std::string& path) {
     std::string flag = "--export " + path;
-    struct stat st;
-    if (::access(folder_of(path).c_str(), W_OK | X_OK) != 0)
-        return flag + ": cannot be written: " + folder_of(path) + ": " + strerror(errno);
-    if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
-        return flag + ": is no file: choose another name";
+    std::string wrong = check_export_file(path);
+    if (!wrong.empty()) return wrong;
 
     // Refuse architectures that are not built, and shapes that Hugging Face's class of the model
     // cannot describe either.
     if (gguf_architecture(s).empty())
         return flag + ": GGUF is built for GPT-2, Llama, Mistral, Qwen2 and Qwen3, not for " +
                s.hf_type + ": export a folder, and convert it with llama.cpp's own script";
-    std::string wrong;
-    with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
+    wrong = hf_refusal(s);
     if (!wrong.empty()) return wrong;
 
     // llama.cpp's qwen2 has heads as wide as the channels together, and its qwen3 has no biases.
@@ -264,18 +241,6 @@ inline std::string gguf_name(const std::string& name) {
         if (name.substr(from, to - from) == ours)
             return front + theirs + name.substr(to);
     return "";
-}
-
-// Reorder x (NH*HS,C): rows i and i + HS/2 of each head become rows 2i and 2i + 1.
-inline std::vector<float> in_pairs(const std::vector<float>& x, size_t HS, size_t C) {
-    // The first half of a head becomes its even rows, the second half its odd rows.
-    std::vector<float> y(x.size());
-    for (size_t row = 0; row < x.size() / C; row++) {
-        size_t e = row % HS; // row in its head
-        size_t to = row - e + e % (HS / 2) * 2 + e / (HS / 2);
-        std::copy_n(&x[row * C], C, &y[to * C]);
-    }
-    return y;
 }
 
 // The context of the file. A window is a shorter context, in which it hides nothing: none of these
@@ -476,7 +441,7 @@ inline std::string gguf_header(const std::vector<GgufTensor>& tensors, const Ggu
     // List the tensors. Places count from the beginning of the data; sizes begin with the fastest.
     size_t at = 0;
     for (const GgufTensor& t : tensors) {
-        gguf_put_text(&h, t.name);
+        gguf_put(&h, t.name);
         gguf_put(&h, uint32_t(t.shape.size()));
         size_t elements = 1;
         for (size_t i = t.shape.size(); i-- > 0;) {
@@ -520,7 +485,7 @@ std::vector<float> gguf_weight(const Trainer<T, S>& t, const GgufTensor& tensor,
     bool k = name.find(".attn_k.") < name.size();
     bool turns = q || k;
     if (turns && gguf_architecture(s) == "llama")
-        values = in_pairs(values, s.HS, values.size() / tensor.p->rows());
+        values = reorder_rotary(values, s.HS, values.size() / tensor.p->rows(), false);
     return values;
 }
 

@@ -1,13 +1,21 @@
-// hf_config.h - config.json of Hugging Face's models and a Shape: each family's keys and defaults
-//   Reading  A key that changes what a model computes is read, or is refused by name unless it has
-//            the one value that is built. A missing key has the default of transformers' class.
+// hf_config.h - config.json of Hugging Face's models and a Shape: a row a key, read and written
+//   Rows     A key, the field that it is read into and written from, and what a file without the
+//            key means: the default of each transformers class that has it. RoPE, windows and
+//            experts have functions.
+//   Refused  A key that changes what a model computes and is not built, unless it has the one value
+//            that is (HF_FIXED).
 //   Writing  Every size is written, for defaults differ between versions of transformers.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include "../gpt2.h"
-#include "../llama.h"
-#include "../mixtral.h"
-#include "../mla.h"
+#include <unistd.h>
+#include <algorithm>
+#include <bitset>
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <variant>
+#include <vector>
+#include <nlohmann/json.hpp>
 #include "../model.h"
 #include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
@@ -19,7 +27,7 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// config.json -> Shape
+// a config.json, key by key
 
 // A config.json that is read key by key. Reading continues after an error, which is
 // reported at the end.
@@ -27,7 +35,7 @@ struct HfConfig {
     nlohmann::json j;
     std::string path;
     std::string wrong; // the first thing that is wrong
-    bool has(const char* key) const { return j.contains(key) && !j[key].is_null(); }
+    bool has(const char* key) const { return json_has(j, key); }
 };
 
 // Keep a message if it is the first. Later errors often follow from the first,
@@ -55,7 +63,7 @@ inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
 
 // Read a number. Return `otherwise` if the key is missing or null.
 inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
-    if (!j.contains(key) || j[key].is_null())
+    if (!json_has(j, key))
         return otherwise;
     if (j[key].is_number())
         return j[key].get<double>();
@@ -73,11 +81,11 @@ inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key,
 }
 
 // Read true or false. Return `otherwise` if the key is missing or null.
-inline bool hf_flag(HfConfig& c, const char* key, bool otherwise) {
-    if (!c.has(key)) return otherwise;
-    if (c.j[key].is_boolean())
-        return c.j[key].get<bool>();
-    hf_wrong(c, key, " is ", json_word(c.j[key]), ", neither true nor false");
+inline bool hf_flag(HfConfig& c, const nlohmann::json& j, const char* key, bool otherwise) {
+    if (!json_has(j, key)) return otherwise;
+    if (j[key].is_boolean())
+        return j[key].get<bool>();
+    hf_wrong(c, key, " is ", json_word(j[key]), ", neither true nor false");
     return otherwise;
 }
 
@@ -90,26 +98,301 @@ inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json&
     hf_wrong(c, key, " ", json_word(c.j[key]), " is not built yet, only ", only.dump(), " is");
 }
 
-// Read GPT-2's keys.
-inline Shape hf_gpt2_shape(HfConfig& c) {
-    // Read the sizes. n_ctx is the older name of n_positions; n_inner null means 4 n_embd.
-    size_t C = hf_size(c, "n_embd");
-    Shape s = gpt2_shape(hf_size(c, "n_layer"), hf_size(c, "n_head"), C, hf_size(c, "vocab_size"),
-                         hf_size(c, "n_positions", c.has("n_ctx") ? hf_size(c, "n_ctx") : 0));
-    s.F = hf_size(c, "n_inner", 4 * C);
+// ----------------------------------------------------------------------------
+// classes
 
-    // A missing key has transformers' default.
-    s.block.norm_eps = float(hf_positive(c, c.j, "layer_norm_epsilon", 1e-5));
-    s.embedding.tied = hf_flag(c, "tie_word_embeddings", true);
+// The layers with a window where no list names them: all; those from max_window_layers on; every
+// other one before it; those without RoPE; all but the last of each period.
+enum class Windows { NONE, ALL, FROM, ALTERNATE, NO_ROPE, PERIOD };
 
-    // Refuse other activations, and scores that are scaled differently.
-    hf_refuse_unless(c, "activation_function", "gelu_new", "gelu_pytorch_tanh");
-    hf_refuse_unless(c, "scale_attn_weights", true);
-    hf_refuse_unless(c, "scale_attn_by_inverse_layer_idx", false);
-    if (C % s.NH)
-        hf_wrong(c, "n_head ", s.NH, " does not divide n_embd ", C);
-    return s;
+// A class of transformers, and how it reads windows.
+struct HfClass {
+    const char *type, *architecture; // model_type, and what `architectures` lists
+    Family family;
+    Windows windows = Windows::NONE;
+    size_t window = 0;     // a window's size without the key; 0: there is none
+    bool lists = false;    // reads layer_types
+    bool switched = false; // has windows only with use_sliding_window
+};
+// clang-format off
+constexpr HfClass HF_CLASSES[] = {
+    {"gpt2",        "GPT2LMHeadModel",       Family::GPT2},
+    {"llama",       "LlamaForCausalLM",      Family::LLAMA},
+    {"mistral",     "MistralForCausalLM",    Family::LLAMA, Windows::ALL, 4096, true},
+    {"qwen2",       "Qwen2ForCausalLM",      Family::LLAMA, Windows::FROM, 4096, true, true},
+    {"qwen3",       "Qwen3ForCausalLM",      Family::LLAMA, Windows::FROM, 4096, true, true},
+    {"mixtral",     "MixtralForCausalLM",    Family::MIXTRAL, Windows::ALL},
+    {"qwen2_moe",   "Qwen2MoeForCausalLM",   Family::MIXTRAL, Windows::ALTERNATE, 4096, true, true},
+    {"qwen3_moe",   "Qwen3MoeForCausalLM",   Family::MIXTRAL, Windows::ALL, 4096, false, true},
+    {"olmoe",       "OlmoeForCausalLM",      Family::MIXTRAL},
+    {"gpt_oss",     "GptOssForCausalLM",     Family::GPT_OSS, Windows::PERIOD, 128, true},
+    {"deepseek_v2", "DeepseekV2ForCausalLM", Family::DEEPSEEK},
+    {"deepseek_v3", "DeepseekV3ForCausalLM", Family::DEEPSEEK},
+    {"olmo2",       "Olmo2ForCausalLM",      Family::LLAMA},
+    {"smollm3",     "SmolLM3ForCausalLM",    Family::LLAMA, Windows::NO_ROPE, 0, true, true},
+    {"phi3",        "Phi3ForCausalLM",       Family::LLAMA, Windows::ALL},
+    {"gemma2",      "Gemma2ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
+    {"gemma3_text", "Gemma3ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
+    {"gpt_neox",    "GPTNeoXForCausalLM",    Family::NEOX},
+};
+// clang-format on
+
+// Find a class, or return null.
+inline const HfClass* hf_class(const std::string& type) {
+    for (const HfClass& each : HF_CLASSES)
+        if (type == each.type) return &each;
+    return nullptr;
 }
+
+// Whether a model_type is among the words of a list. A word may end with a star; "llamas" are all
+// but the first and the last class.
+inline bool is_one_of(const std::string& type, const std::string& list) {
+    std::istringstream words(list);
+    bool llama = type != "gpt2" && type != "gpt_neox";
+    for (std::string word; words >> word;) {
+        bool star = word.back() == '*';
+        bool found = star ? type.starts_with(word.substr(0, word.size() - 1)) : type == word;
+        if (found || (llama && word == "llamas"))
+            return true;
+    }
+    return false;
+}
+
+// ----------------------------------------------------------------------------
+// rows
+
+// The value of a missing key, for some classes. A class that no default names lacks the key.
+struct HfDefault {
+    const char* types;
+    double value;                                        // unless `of` gives it
+    size_t (*of)(HfConfig& c, const Shape& s) = nullptr; // from keys of earlier rows
+};
+constexpr double MUST = 0;  // the key must be there, if no earlier row has set the field
+constexpr double ANY = -1;  // the field stays as it is
+constexpr double NONE = -2; // the class does not have the key
+
+// A key, and its field in a Shape.
+enum class Write { ALWAYS, IF_SET, OR_NULL }; // OR_NULL: null is 0; else it is a missing key
+typedef std::variant<size_t*, float*, double*, bool*> HfField;
+struct HfRow {
+    const char* key;
+    HfField (*field)(Shape& s);
+    std::vector<HfDefault> defaults; // the first one that names a class is the class's
+    Write write = Write::ALWAYS;
+
+    // The default of a class; null: it does not have the key.
+    const HfDefault* default_of(const std::string& type) const {
+        for (const HfDefault& d : defaults)
+            if (is_one_of(type, d.types)) return d.value == NONE ? nullptr : &d;
+        return nullptr;
+    }
+};
+
+// Defaults that other keys give.
+inline size_t hf_heads(HfConfig&, const Shape& s) { return s.NH; }
+inline size_t hf_four_channels(HfConfig&, const Shape& s) { return 4 * s.C; }
+inline size_t hf_head_size(HfConfig& c, const Shape& s) {
+    if (s.C % s.NH)
+        hf_wrong(c, "num_attention_heads ", s.NH, " does not divide hidden_size ", s.C);
+    return std::max(s.C / s.NH, size_t(1));
+}
+
+#define FIELD(member) [](Shape& s) -> HfField { return &s.member; }
+// clang-format off
+inline const std::vector<HfRow> HF_ROWS = {
+    {"vocab_size",               FIELD(V), {{"*", MUST}}},
+    {"n_ctx",                    FIELD(P), {{"gpt2", ANY}}}, // the older name
+    {"n_positions",              FIELD(P), {{"gpt2", MUST}}},
+    {"max_position_embeddings", FIELD(P),
+     {{"mistral mixtral gpt_oss gemma3_text", 131072},
+      {"qwen2 qwen3 qwen2_moe qwen3_moe smollm3", 32768},
+      {"gemma2", 8192},
+      {"olmoe deepseek_v3 phi3", 4096},
+      {"llamas gpt_neox", 2048}}},
+    {"n_embd",                   FIELD(C), {{"gpt2", MUST}}},
+    {"hidden_size",              FIELD(C), {{"llamas gpt_neox", MUST}}},
+    {"n_layer",                  FIELD(L), {{"gpt2", MUST}}},
+    {"num_hidden_layers",        FIELD(L), {{"llamas gpt_neox", MUST}}},
+    {"n_head",                   FIELD(NH), {{"gpt2", MUST}}},
+    {"num_attention_heads",      FIELD(NH), {{"llamas gpt_neox", MUST}}},
+    {"num_key_value_heads", FIELD(NKV),
+     {{"mistral mixtral gpt_oss", 8},
+      {"qwen2 qwen3", 32},
+      {"qwen2_moe", 16},
+      {"qwen3_moe smollm3 gemma*", 4},
+      {"llamas", 0, hf_heads}}},
+    {"head_dim", FIELD(HS),
+     {{"qwen3", 128},
+      {"gpt_oss", 64},
+      {"gemma*", 256},
+      {"deepseek*", 1},
+      {"llamas", 0, hf_head_size}}},
+
+    // The ffn. Where some blocks have experts, it is the one of the others.
+    {"n_inner",                  FIELD(F), {{"gpt2", 0, hf_four_channels}}},
+    {"intermediate_size", FIELD(experts.dense_F),
+     {{"qwen2_moe qwen3_moe", ANY}}, Write::IF_SET},
+    {"intermediate_size",        FIELD(experts.dense_F), {{"deepseek*", MUST}}},
+    {"intermediate_size", FIELD(F),
+     {{"qwen2_moe qwen3_moe deepseek*", NONE},
+      {"llamas gpt_neox", MUST}}},
+
+    // Norms, positions, biases.
+    {"layer_norm_epsilon",       FIELD(block.norm_eps), {{"gpt2", 1e-5}}},
+    {"layer_norm_eps",           FIELD(block.norm_eps), {{"gpt_neox", 1e-5}}},
+    {"rms_norm_eps", FIELD(block.norm_eps),
+     {{"mixtral olmoe gpt_oss olmo2 phi3", 1e-5},
+      {"llamas", 1e-6}}},
+    {"rotary_emb_base",          FIELD(rope.theta), {{"gpt_neox", 1e4}}},
+    {"rope_theta", FIELD(rope.theta),
+     {{"mixtral gemma3_text", 1e6},
+      {"smollm3", 2e6},
+      {"gpt_oss", 1.5e5},
+      {"llamas", 1e4}}},
+    {"attention_bias",           FIELD(attention.o_bias), {{"gpt_oss", true}}},
+    {"attention_bias", FIELD(attention.o_bias),
+     {{"llama qwen3 olmo2 smollm3 gemma*", false}}, Write::IF_SET},
+    {"mlp_bias", FIELD(block.mlp_bias),
+     {{"llama smollm3", false}}, Write::IF_SET},
+    {"qkv_bias",                 FIELD(attention.qkv_bias), {{"qwen2_moe", true}}},
+    {"use_parallel_residual",    FIELD(block.parallel), {{"gpt_neox", true}}},
+    {"tie_word_embeddings", FIELD(embedding.tied),
+     {{"gpt2 smollm3 gemma*", true},
+      {"*", false}}},
+
+    // Gemma. A cap of null is none.
+    {"attn_logit_softcapping", FIELD(attention.softcap),
+     {{"gemma2", 50}}, Write::OR_NULL},
+    {"final_logit_softcapping", FIELD(loss.softcap),
+     {{"gemma2", 30},
+      {"gemma3_text", 0}}, Write::OR_NULL},
+    {"rope_local_base_freq",     FIELD(rope.window_theta), {{"gemma3_text", 1e4}}},
+
+    // Experts.
+    {"num_local_experts", FIELD(experts.E),
+     {{"mixtral", 8},
+      {"gpt_oss", 128}}},
+    {"num_experts", FIELD(experts.E),
+     {{"qwen2_moe", 60},
+      {"qwen3_moe", 128},
+      {"olmoe", 64}}},
+    {"n_routed_experts", FIELD(experts.E),
+     {{"deepseek_v2", 64},
+      {"deepseek_v3", 256}}, Write::IF_SET},
+    {"num_experts_per_tok", FIELD(experts.K),
+     {{"mixtral", 2},
+      {"qwen2_moe gpt_oss", 4},
+      {"qwen3_moe olmoe deepseek_v3", 8},
+      {"deepseek_v2", ANY}}, Write::IF_SET},
+    {"moe_intermediate_size", FIELD(F),
+     {{"qwen2_moe", 1408},
+      {"qwen3_moe", 768},
+      {"deepseek_v2", 1407},
+      {"deepseek_v3", 2048}}},
+    {"routed_scaling_factor", FIELD(experts.gate_scale),
+     {{"deepseek_v2", 1},
+      {"deepseek_v3", 2.5}}},
+    {"decoder_sparse_step",      FIELD(experts.sparse_every), {{"qwen2_moe qwen3_moe", 1}}},
+    {"shared_expert_intermediate_size", FIELD(experts.shared_F), {{"qwen2_moe", 5632}}},
+    {"swiglu_alpha",             FIELD(experts.gate_alpha), {{"gpt_oss", 1.702}}},
+    {"swiglu_limit",             FIELD(experts.gate_limit), {{"gpt_oss", 7}}},
+
+    // Latents. A null q_lora_rank is queries without one.
+    {"q_lora_rank", FIELD(latent.q),
+     {{"deepseek*", 1536}}, Write::OR_NULL},
+    {"kv_lora_rank",             FIELD(latent.kv), {{"deepseek*", 512}}},
+    {"qk_rope_head_dim",         FIELD(rope.rotary), {{"deepseek*", 64}}},
+    {"v_head_dim",               FIELD(latent.HS_v), {{"deepseek*", 128}}},
+};
+
+// Keys of which one value is built, under either of two names; for classes that have no row of that
+// key. A variant that went unnoticed would train with wrong numbers. `written`: exports name it.
+struct HfFixed {
+    const char *key, *types;
+    nlohmann::json only, alias = nullptr;
+    bool written = false;
+};
+inline const std::vector<HfFixed> HF_FIXED = {
+    {"is_causal",                      "*", true},
+    {"per_layer_config",               "*", nlohmann::json::object()},
+    {"activation_function",            "gpt2", "gelu_new", "gelu_pytorch_tanh", true},
+    {"scale_attn_weights",             "gpt2", true},
+    {"scale_attn_by_inverse_layer_idx", "gpt2", false},
+    {"attention_bias",                 "gpt_neox", true},
+    {"attention_bias",                 "llamas", false},
+    {"mlp_bias",                       "llamas", false},
+    {"hidden_act", "llama mistral mixtral phi3 olmo* smollm3 qwen* gpt_oss deepseek*", "silu",
+                                       "swish", true},
+    {"hidden_activation",              "gemma*", "gelu_pytorch_tanh", "gelu_new", true},
+    {"use_bidirectional_attention",    "gemma*", false},
+    {"attn_logit_softcapping",         "gemma3_text", nullptr, nullptr, true}, // read, and not used
+    {"router_jitter_noise",            "mixtral qwen2_moe qwen3_moe olmoe gpt_oss", 0.0},
+    {"clip_qkv",                       "mixtral qwen2_moe qwen3_moe olmoe gpt_oss", nullptr},
+    {"rope_interleave",                "deepseek*", true},
+    {"moe_layer_freq",                 "deepseek*", 1},
+};
+// clang-format on
+
+// Whether a class reads a key by a row.
+inline bool hf_has_row(const std::string& key, const std::string& type) {
+    return std::ranges::any_of(HF_ROWS, [&](const HfRow& row) {
+        return row.key == key && row.default_of(type);
+    });
+}
+
+// Read a row's key from an object j, if the class has it.
+inline void hf_read_row(HfConfig& c, const nlohmann::json& j, const HfRow& row,
+                        const std::string& type, Shape& s) {
+    const HfDefault* d = row.default_of(type);
+    if (!d) return;
+    bool has = json_has(j, row.key);
+    bool zero = row.write == Write::OR_NULL && (j.contains(row.key) || d->value == 0);
+    if (!has && (zero || d->value == ANY))
+        return;
+    double missing = d->value;
+    if (!has && d->of)
+        missing = double(d->of(c, s));
+
+    // Read it as its field's type.
+    std::visit([&](auto* x) {
+        typedef std::remove_pointer_t<decltype(x)> Value;
+        if constexpr (std::is_same_v<Value, bool>)
+            *x = hf_flag(c, j, row.key, missing != 0);
+        else if constexpr (std::is_same_v<Value, size_t>)
+            *x = hf_size(c, row.key, missing > 0 ? size_t(missing) : *x);
+        else
+            *x = Value(hf_positive(c, j, row.key, missing));
+    }, row.field(s));
+}
+
+// The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
+inline double decimal(float x) {
+    // Nine digits distinguish any two floats, so the loop always finds the value.
+    char text[32];
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, double(x));
+        if (strtof(text, nullptr) == x) break;
+    }
+    return strtod(text, nullptr);
+}
+
+// Write a row's key into an object j, if the class has it.
+inline void hf_write_row(nlohmann::ordered_json& j, const HfRow& row, const std::string& type,
+                         Shape& s) {
+    std::visit([&](auto* x) {
+        bool left_out = row.write == Write::IF_SET && !*x;
+        if (!row.default_of(type) || left_out) return;
+        if constexpr (std::is_same_v<decltype(x), float*>)
+            j[row.key] = decimal(*x);
+        else
+            j[row.key] = *x;
+        if (row.write == Write::OR_NULL && !*x)
+            j[row.key] = nullptr;
+    }, row.field(s));
+}
+
+// ----------------------------------------------------------------------------
+// RoPE
 
 // The object that scales RoPE: rope_scaling, or rope_parameters in newer files; an empty object if
 // there is neither. If a file has both, the older name wins.
@@ -126,67 +409,86 @@ inline nlohmann::json hf_rope_object(HfConfig& c) {
     return nlohmann::json::object();
 }
 
-// Read the RoPE scaling of Llama 3.1.
-inline void hf_rope_llama3(HfConfig& c, const nlohmann::json& r, RopeScaling& x) {
-    x.kind = RopeKind::LLAMA3;
-    x.factor = float(hf_positive(c, r, "factor", 8));
-    x.low_freq_factor = float(hf_positive(c, r, "low_freq_factor", 1));
-    x.high_freq_factor = float(hf_positive(c, r, "high_freq_factor", 4));
-    if (x.low_freq_factor >= x.high_freq_factor)
-        hf_wrong(c, "rope scaling has low_freq_factor ", nlohmann::json(x.low_freq_factor).dump(),
-                 ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
-}
+// The keys of each kind of scaling.
+// clang-format off
+constexpr const char* HF_ROPE_KINDS[] = {"llama3", "linear", "yarn"}; // by RopeKind
+inline const std::vector<HfRow> HF_ROPE_ROWS = {
+    {"factor", FIELD(rope.scaling.factor),
+     {{"linear", 1},
+      {"llama3", 8},
+      {"yarn", ANY}}},
+    {"attention_factor", FIELD(rope.scaling.attention_factor), {{"yarn", ANY}}},
+    {"beta_fast",        FIELD(rope.scaling.beta_fast), {{"yarn", 32}}},
+    {"beta_slow",        FIELD(rope.scaling.beta_slow), {{"yarn", 1}}},
+    {"truncate",         FIELD(rope.scaling.truncate), {{"yarn", true}}},
+    {"low_freq_factor",  FIELD(rope.scaling.low_freq_factor), {{"llama3", 1}}},
+    {"high_freq_factor", FIELD(rope.scaling.high_freq_factor), {{"llama3", 4}}},
+};
+// clang-format on
+#undef FIELD
 
-// Read YaRN's scaling. `positions` is the context now; original_positions the one before scaling.
+// Read the rest of YaRN. Cosines and sines grow with the logarithm of the factor, unless the file
+// gives their factor. `positions` is the context now.
 inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions, RopeScaling& x) {
-    x.kind = RopeKind::YARN;
-    double factor = hf_positive(c, r, "factor", double(positions) / x.original_positions);
+    double usual = double(positions) / x.original_positions;
+    double factor = hf_number(c, r, "factor", usual);
     x.factor = float(factor);
-    x.beta_fast = float(hf_positive(c, r, "beta_fast", 32));
-    x.beta_slow = float(hf_positive(c, r, "beta_slow", 1));
-    if (r.contains("truncate") && !r["truncate"].is_boolean())
-        hf_wrong(c, "truncate is ", json_word(r["truncate"]), ", neither true nor false");
-    else
-        x.truncate = r.value("truncate", true);
-
-    // Cosines and sines grow with the logarithm of the factor, unless the file gives their factor.
-    auto names = [&](const char* key) { return r.contains(key) && !r[key].is_null(); };
-    bool both = names("mscale") && names("mscale_all_dim");
+    bool both = json_has(r, "mscale") && json_has(r, "mscale_all_dim");
     double scale = hf_positive(c, r, "mscale", 1);
     double all = hf_positive(c, r, "mscale_all_dim", 1);
     auto grown = [&](double m) { return factor <= 1 ? 1 : 0.1 * m * std::log(factor) + 1; };
-    double otherwise = both ? grown(scale) / grown(all) : grown(1);
-    x.attention_factor = float(hf_positive(c, r, "attention_factor", otherwise));
+    if (!json_has(r, "attention_factor"))
+        x.attention_factor = float(both ? grown(scale) / grown(all) : grown(1));
 }
 
-// Read the part of a head that RoPE turns; only some classes turn less than all.
-inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
-    for (const nlohmann::json& part : {c.j, r}) {
-        // The object's value wins, 1 too.
-        if (!part.contains("partial_rotary_factor")) continue;
-        double turned = hf_number(c, part, "partial_rotary_factor", 1);
-        if (turned == 1) {
-            s.rope.rotary = 0;
-            continue;
-        }
-        std::string found = json_word(part["partial_rotary_factor"]);
-        if (s.hf_type != "phi3" && s.hf_type != "gpt_neox")
-            hf_wrong(c, "partial_rotary_factor ", found, " is not built yet, only 1.0 is");
+// Refuse a second name for a number unless it says the same: versions of transformers differ in
+// which of the two they read.
+inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
+    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
+    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
+             nlohmann::json(value).dump(), ": give both the same value");
+}
 
-        // Round the channels down, as transformers does.
-        bool good = turned > 0 && turned < 1;
-        size_t channels = good ? size_t(double(s.HS) * turned) : 0;
-        if (channels == 0 || channels % 2)
-            hf_wrong(c, "partial_rotary_factor ", found, " turns ", channels, " of ", s.HS,
-                     " channels: RoPE turns pairs");
-        s.rope.rotary = channels;
+// Read the part of a head that RoPE turns; only some classes turn less than all. r: the object of
+// RoPE, whose value wins.
+inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
+    bool neox = s.family == Family::NEOX;
+    const char* own = neox ? "rotary_pct" : "partial_rotary_factor";
+    bool named = r.contains("partial_rotary_factor");
+    const char* key = named ? "partial_rotary_factor" : own;
+    double usual = neox ? 0.25 : 1;
+    double turned = hf_number(c, named ? r : c.j, key, usual);
+    if (neox) hf_same(c, "partial_rotary_factor", own, hf_number(c, c.j, own, usual));
+
+    // Latent attention has channels of its own for RoPE.
+    if (turned == 1) {
+        s.rope.rotary = s.latent.kv ? s.rope.rotary : 0;
+        return;
     }
+    if (!is_one_of(s.hf_type, "phi3 gpt_neox"))
+        hf_wrong(c, key, " ", turned, " is not built yet, only 1.0 is");
+
+    // Round the channels down, as transformers does.
+    bool good = turned > 0 && turned < 1;
+    size_t channels = good ? size_t(double(s.HS) * turned) : 0;
+    if (channels == 0 || channels % 2)
+        hf_wrong(c, key, " ", turned, " turns ", channels, " of ", s.HS,
+                 " channels: RoPE turns pairs");
+    s.rope.rotary = channels;
+}
+
+// Read GPT-NeoX's second name of RoPE's base, and its activation: both forms of GELU are built.
+// Without the key it is the exact one, as in Pythia.
+inline void hf_neox(HfConfig& c, Shape& s) {
+    hf_same(c, "rope_theta", "rotary_emb_base", s.rope.theta);
+    s.block.exact_gelu = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
+    if (!s.block.exact_gelu)
+        hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
 }
 
 // Read Gemma 3's two thetas. Newer files have an object for each kind of layer. Returns the object
 // for layers with full attention.
 inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
-    s.rope.window_theta = hf_positive(c, c.j, "rope_local_base_freq", 10000);
     // Without an object for its kind, a layer has the file's own keys.
     auto kind = [&](const char* name) {
         return r.contains(name) && r[name].is_object() ? r[name] : nlohmann::json::object();
@@ -197,6 +499,12 @@ inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::js
     if (type != "default")
         hf_wrong(c, "rope scaling ", json_word(type),
                  " of layers with a window is not built yet, only \"default\" is");
+
+    // Angles of all layers mean nothing to its class.
+    bool of_all = c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type");
+    if (of_all)
+        hf_wrong(c, "rope_parameters of all layers is not built yet, only full_attention and "
+                    "sliding_attention apart are");
     return r.contains("full_attention") ? kind("full_attention") : r;
 }
 
@@ -205,22 +513,18 @@ inline nlohmann::json hf_oss_rope() {
     return {
         {"rope_type", "yarn"},
         {"factor", 32.0},
-        {"beta_fast", 32.0},
-        {"beta_slow", 1.0},
         {"truncate", false},
         {"original_max_position_embeddings", 4096},
     };
 }
 
 // Read RoPE's base and its scaling.
-inline void hf_rope(HfConfig& c, Shape& s, double theta) {
-    RopeShape& rope = s.rope;
-    // Read theta from the top level, then from the object, which wins.
+inline void hf_rope(HfConfig& c, Shape& s) {
+    // The object's theta wins over the one at the top level, which the field has already.
     nlohmann::json r = hf_rope_object(c);
     if (s.hf_type == "gpt_oss" && r.empty()) r = hf_oss_rope();
     if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
-    rope.theta = hf_positive(c, c.j, "rope_theta", theta);
-    rope.theta = hf_positive(c, r, "rope_theta", rope.theta);
+    s.rope.theta = hf_positive(c, r, "rope_theta", s.rope.theta);
     hf_rotary(c, s, r);
 
     // Read the kind of scaling: rope_type, or type in older files. In a broken file it
@@ -230,7 +534,7 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
 
     // Read the context before scaling; the key at the top level wins.
-    RopeScaling& x = rope.scaling;
+    RopeScaling& x = s.rope.scaling;
     double original = hf_positive(c, r, "original_max_position_embeddings", double(s.P));
     original = hf_positive(c, c.j, "original_max_position_embeddings", original);
     x.original_positions = int(std::clamp(original, 1.0, double(1 << 24)));
@@ -238,15 +542,23 @@ inline void hf_rope(HfConfig& c, Shape& s, double theta) {
     // Ignore dynamic NTK scaling: it changes only sequences longer than max_position_embeddings,
     // and this program has none.
     if (type == "dynamic") return;
-    if (type == "llama3") return hf_rope_llama3(c, r, x);
-    if (type == "yarn")
-        return hf_rope_yarn(c, r, s.P, x);
-    if (type != "linear")
+    auto kind = std::ranges::find(HF_ROPE_KINDS, type);
+    if (kind == std::end(HF_ROPE_KINDS))
         return hf_wrong(c, "rope scaling ", type,
                         " is not built yet: linear, dynamic, llama3 and yarn are");
-    x.kind = RopeKind::LINEAR;
-    x.factor = float(hf_positive(c, r, "factor", 1));
+
+    // Read the keys of this kind.
+    x.kind = RopeKind(kind - std::begin(HF_ROPE_KINDS));
+    for (const auto& row : HF_ROPE_ROWS)
+        hf_read_row(c, r, row, type, s);
+    if (x.kind == RopeKind::YARN) hf_rope_yarn(c, r, s.P, x);
+    if (x.kind == RopeKind::LLAMA3 && x.low_freq_factor >= x.high_freq_factor)
+        hf_wrong(c, "rope scaling has low_freq_factor ", nlohmann::json(x.low_freq_factor).dump(),
+                 ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
 }
+
+// ----------------------------------------------------------------------------
+// windows
 
 // Read SmolLM3's list of layers that RoPE turns, all but every n-th. Returns n, or 0 if it turns
 // all. Without the list, n is no_rope_layer_interval.
@@ -320,85 +632,42 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
     attention.full_layers = full;
 }
 
-// Whether the blocks of a class have experts.
-inline bool hf_has_experts(const std::string& type) {
-    return type == "mixtral" || type == "qwen2_moe" || type == "qwen3_moe" || type == "olmoe" ||
-           type == "gpt_oss";
-}
-// Whether a class is DeepSeek's, with latent attention.
-inline bool hf_is_deepseek(const std::string& type) {
-    return type == "deepseek_v2" || type == "deepseek_v3";
-}
-
-// Read the window of attention, from the keys that the family's class reads.
+// Read the window of attention, from the keys that the class reads.
 inline void hf_window(HfConfig& c, Shape& s) {
-    // Some classes have no window, whatever the keys say.
-    const std::string& type = s.hf_type;
-    if (type == "llama" || type == "olmo2" || type == "olmoe" || hf_is_deepseek(type)) return;
-    bool gemma = s.block.gate == Gate::GELU, smol = type == "smollm3";
-    if (gemma) hf_refuse_unless(c, "use_bidirectional_attention", false);
+    const HfClass& of = *hf_class(s.hf_type);
+    if (of.windows == Windows::NONE) return;
+    if (of.windows == Windows::NO_ROPE) s.rope.nope_every = hf_nope_every(c, s.L);
 
-    // SmolLM3 lists the layers that RoPE turns.
-    if (smol) s.rope.nope_every = hf_nope_every(c, s.L);
-
-    // Read the size. Qwen and SmolLM3 have a switch. Without the key some classes have a window of
-    // their own; null means none.
-    bool none = type == "mixtral" || type == "phi3" || smol;
-    size_t otherwise = type == "gpt_oss" ? 128 : none ? 0 : 4096;
-    bool on = !(type.starts_with("qwen") || smol) || hf_flag(c, "use_sliding_window", false);
+    // Read the size. Without the key some classes have a window of their own; null means none.
+    bool on = !of.switched || hf_flag(c, c.j, "use_sliding_window", false);
     bool left_out = !c.j.contains("sliding_window");
-    size_t size = on && left_out ? otherwise : 0;
+    size_t size = on && left_out ? of.window : 0;
     if (on && c.has("sliding_window"))
         size = hf_size(c, "sliding_window");
 
-    // Read which layers have it. Three classes give it to all, and read no list. Qwen2-MoE's gives
-    // it to every other layer before max_window_layers, Qwen's to those from there on.
-    bool lists = type != "mixtral" && type != "phi3" && type != "qwen3_moe";
-    size_t qwen = c.has("max_window_layers") && c.j["max_window_layers"] == 0
+    // Read which layers have it.
+    size_t from = c.has("max_window_layers") && c.j["max_window_layers"] == 0
                       ? 0 : hf_size(c, "max_window_layers", 28);
-    size_t period = type == "gemma3_text" ? hf_size(c, "sliding_window_pattern", 6) : 2;
-    hf_windows(c, s, size, lists && c.has("layer_types"), [&](size_t l) {
-        if (gemma || type == "gpt_oss")
+    size_t period = s.hf_type == "gemma3_text" ? hf_size(c, "sliding_window_pattern", 6) : 2;
+    hf_windows(c, s, size, of.lists && c.has("layer_types"), [&](size_t l) {
+        if (of.windows == Windows::PERIOD)
             return (l + 1) % period > 0;
-        if (type == "qwen2" || type == "qwen3")
-            return size && l >= qwen;
-        if (type == "qwen2_moe")
-            return size && l % 2 == 0 && l < qwen;
-        return size && !(smol && has_rope(s, int(l) + 1));
+        if (of.windows == Windows::FROM)
+            return size && l >= from;
+        if (of.windows == Windows::ALTERNATE)
+            return size && l % 2 == 0 && l < from;
+        return size && !(of.windows == Windows::NO_ROPE && has_rope(s, int(l) + 1));
     });
 }
 
-// Read which matrix products have biases.
-inline void hf_biases(HfConfig& c, Shape& s) {
-    AttentionShape& attention = s.attention;
-    // Qwen2 always has biases on q, k and v, without a key. Other blocks with experts than those of
-    // gpt-oss are built without biases.
-    bool oss = s.hf_type == "gpt_oss";
-    bool fixed = s.hf_type == "mistral" || s.hf_type == "qwen2" || s.hf_type == "phi3" ||
-                 (hf_has_experts(s.hf_type) && !oss) || hf_is_deepseek(s.hf_type);
-    bool reads_attention = !fixed;
-    bool reads_mlp = s.hf_type == "llama" || s.hf_type == "smollm3";
-
-    if (reads_attention)
-        attention.o_bias = hf_flag(c, "attention_bias", oss);
-    else
-        hf_refuse_unless(c, "attention_bias", false);
-    if (reads_mlp)
-        s.block.mlp_bias = hf_flag(c, "mlp_bias", false);
-    else
-        hf_refuse_unless(c, "mlp_bias", false);
-
-    attention.qkv_bias = attention.o_bias || s.hf_type == "qwen2";
-    if (s.hf_type == "qwen2_moe")
-        attention.qkv_bias = hf_flag(c, "qkv_bias", true);
-}
+// ----------------------------------------------------------------------------
+// experts
 
 // Read which of Qwen's blocks have a plain ffn instead of experts: the first ones, by a list, or
 // all but every n-th.
 inline void hf_dense_blocks(HfConfig& c, Shape& s) {
     ExpertShape& e = s.experts;
     // The list may be missing, or null.
-    e.sparse_every = hf_size(c, "decoder_sparse_step", 1);
     nlohmann::json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"]
                                                    : nlohmann::json::array();
     // Turn any other list into null, which is refused below.
@@ -409,103 +678,76 @@ inline void hf_dense_blocks(HfConfig& c, Shape& s) {
                            "first layers is");
     e.dense_first = list.size();
 
-    // Read the width only if some block has a plain ffn.
+    // Only a block with a plain ffn needs its width.
     bool dense = e.dense_first > 0 || e.sparse_every > 1;
-    e.dense_F = dense ? hf_size(c, "intermediate_size") : 0;
+    if (!dense) e.dense_F = 0;
+    if (dense && !e.dense_F) hf_wrong(c, "intermediate_size is missing");
     if (e.sparse_every > s.L)
         hf_wrong(c, "decoder_sparse_step ", e.sparse_every, " leaves no layer with experts");
 }
 
-// Refuse a second name for a number unless it says the same: versions of transformers differ in
-// which of the two they read.
-inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
-    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
-    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
-             nlohmann::json(value).dump(), ": give both the same value");
-}
-
-// Read how many experts a block has: the class's own key, or another version's.
-inline size_t hf_expert_count(HfConfig& c, const char* own, size_t otherwise) {
+// Give the number of experts the class's own name: versions of transformers differ in it.
+inline void hf_name_experts(HfConfig& c, const char* own) {
     const char* names[] = {own, "num_experts", "num_local_experts"};
     for (const char* name : names) {
         if (!c.has(name))
             continue;
-        size_t E = hf_size(c, name);
+        double E = hf_number(c, c.j, name, 0);
         for (const char* other : names)
-            hf_same(c, other, name, double(E));
-        return E;
+            hf_same(c, other, name, E);
+        c.j[own] = c.j[name];
+        return;
     }
-    return otherwise;
 }
 
-// Read the experts of all blocks: Mixtral's keys, or those of Qwen and OLMoE.
-inline void hf_experts(HfConfig& c, Shape& s) {
-    ExpertShape& e = s.experts;
-    // A missing key has the class's default.
-    bool mixtral = s.hf_type == "mixtral";
-    bool qwen3 = s.hf_type == "qwen3_moe";
-    bool qwen2 = s.hf_type == "qwen2_moe";
-    bool oss = s.hf_type == "gpt_oss";
-    s.family = oss ? Family::GPT_OSS : Family::MIXTRAL;
-    size_t usual = mixtral ? 8 : oss || qwen3 ? 128 : qwen2 ? 60 : 64;
-    e.E = hf_expert_count(c, "num_local_experts", usual);
-    e.K = hf_size(c, "num_experts_per_tok", mixtral ? 2 : qwen2 || oss ? 4 : 8);
-    e.router = Router::RENORMALISED;
-    // Mixtral and gpt-oss always renormalise the gates of the chosen experts; the other classes do
-    // so only if the file says so.
-    if (!mixtral && !oss && !hf_flag(c, "norm_topk_prob", false))
-        e.router = Router::SOFTMAX;
-    if (qwen2 || qwen3) hf_dense_blocks(c, s);
-    if (qwen2 || qwen3) s.F = hf_size(c, "moe_intermediate_size", qwen2 ? 1408 : 768);
-
-    // The clamp of gpt-oss' gate, and the slope of its sigmoid.
-    if (oss) e.gate_limit = hf_positive(c, c.j, "swiglu_limit", 7);
-    if (oss) e.gate_alpha = hf_positive(c, c.j, "swiglu_alpha", 1.702);
-
-    // Qwen2-MoE has a shared expert, which every token goes through.
-    e.shared_gate = qwen2;
-    if (qwen2) e.shared_F = hf_size(c, "shared_expert_intermediate_size", 5632);
-
-    // Refuse noise on the router's input, clipped q, k, v, and more choices than there are.
-    hf_refuse_unless(c, "router_jitter_noise", 0.0);
-    hf_refuse_unless(c, "clip_qkv", nullptr);
+// Refuse more choices than there are experts.
+inline void hf_check_choices(HfConfig& c, const Shape& s) {
+    const ExpertShape& e = s.experts;
     if (e.K > e.E || e.K > MOST_CHOICES)
         hf_wrong(c, "num_experts_per_tok ", e.K, " of ", e.E, " experts: at most ",
                  std::min(e.E, MOST_CHOICES));
 }
 
-// Read the sizes of DeepSeek's latents and heads.
+// Whether a model has experts as Mixtral has them.
+inline bool hf_is_mixtral(const Shape& s) {
+    return s.family == Family::MIXTRAL || s.family == Family::GPT_OSS;
+}
+
+// Read what rows of Mixtral's kind leave. Two classes always renormalise the gates of the chosen
+// experts; the others do so only if the file says so.
+inline void hf_experts(HfConfig& c, Shape& s) {
+    ExpertShape& e = s.experts;
+    bool always = is_one_of(s.hf_type, "mixtral gpt_oss");
+    e.router = Router::RENORMALISED;
+    if (!always && !hf_flag(c, c.j, "norm_topk_prob", false))
+        e.router = Router::SOFTMAX;
+    if (is_one_of(s.hf_type, "qwen2_moe qwen3_moe")) hf_dense_blocks(c, s);
+    e.shared_gate = e.shared_F > 0; // Qwen2-MoE's shared expert
+    hf_check_choices(c, s);
+}
+
+// Read the rest of DeepSeek's heads, and how YaRN scales their scores.
 inline void hf_latents(HfConfig& c, Shape& s) {
     RopeShape& rope = s.rope;
-    LatentShape& latent = s.latent;
-    // A null q_lora_rank means queries without a latent; a missing key has the class's default.
-    bool direct = c.j.contains("q_lora_rank") && c.j["q_lora_rank"].is_null();
-    latent.q = direct ? 0 : hf_size(c, "q_lora_rank", 1536);
-    latent.kv = hf_size(c, "kv_lora_rank", 512);
-    rope.rotary = hf_size(c, "qk_rope_head_dim", 64);
     s.HS = hf_size(c, "qk_nope_head_dim", 128) + rope.rotary;
-    latent.HS_v = hf_size(c, "v_head_dim", 128);
-    hf_refuse_unless(c, "rope_interleave", true);
 
     // Check that RoPE has pairs, and that values are no wider than keys, whose rows they share.
     if (rope.rotary % 2)
         hf_wrong(c, "qk_rope_head_dim ", rope.rotary, " is odd: RoPE turns pairs");
-    if (latent.HS_v > s.HS)
-        hf_wrong(c, "v_head_dim ", latent.HS_v, " is not built yet: up to ", s.HS,
+    if (s.latent.HS_v > s.HS)
+        hf_wrong(c, "v_head_dim ", s.latent.HS_v, " is not built yet: up to ", s.HS,
                  ", the size of keys, is");
     if (s.NKV != s.NH)
         hf_wrong(c, "num_key_value_heads ", s.NKV, " is not built with latent attention, only ",
                  s.NH, ", one for each head, is");
 
     // YaRN scales the scores by the square of `size`, which depends on mscale_all_dim.
-    nlohmann::json r = hf_rope_object(c);
-    double all = hf_number(c, r, "mscale_all_dim", 0);
-    const RopeScaling& x = rope.scaling;
-    bool yarn = x.kind == RopeKind::YARN && x.factor > 1;
+    double all = hf_number(c, hf_rope_object(c), "mscale_all_dim", 0);
+    double factor = rope.scaling.factor;
+    bool yarn = rope.scaling.kind == RopeKind::YARN && factor > 1;
     if (all == 0 || !yarn) return;
 
     // Put that square into the scalar: scores are q.k / sqrt(score_scalar).
-    double factor = x.factor;
     double size = 0.1 * all * std::log(factor) + 1;
     s.attention.score_scalar = double(s.HS) / std::pow(size, 4);
 }
@@ -528,9 +770,8 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
     // V2's class ignores norm_topk_prob, so only false is accepted.
     e.choice_bias = v3;
     e.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
-    if (v3 && !hf_flag(c, "norm_topk_prob", true)) e.router = Router::SIGMOID_ALONE;
+    if (v3 && !hf_flag(c, c.j, "norm_topk_prob", true)) e.router = Router::SIGMOID_ALONE;
     if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
-    e.gate_scale = float(hf_positive(c, c.j, "routed_scaling_factor", v3 ? 2.5 : 1));
 
     // Read the groups of experts from which a token's experts are chosen.
     if (method == "greedy") return;
@@ -545,176 +786,32 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
                  " experts to choose");
 }
 
-// Read DeepSeek's blocks.
+// Read DeepSeek's experts.
 inline void hf_deepseek(HfConfig& c, Shape& s) {
     ExpertShape& e = s.experts;
-    // V2's class has other defaults than V3's.
-    bool v3 = s.hf_type == "deepseek_v3";
-    s.family = Family::DEEPSEEK;
-    hf_latents(c, s);
-    e.dense_F = s.F; // it holds intermediate_size so far
-
     // Read the number of dense blocks, which may be 0: hf_size() would refuse that.
     const char* key = "first_k_dense_replace";
+    bool v3 = s.hf_type == "deepseek_v3";
     bool none = c.has(key) ? c.j[key] == 0 : !v3;
     size_t dense = none ? 0 : hf_size(c, key, 3);
-    hf_refuse_unless(c, "moe_layer_freq", 1);
-    if (dense >= s.L) return;
-
-    // Read the experts' numbers and width.
-    e.dense_first = dense;
-    if (dense == 0) e.dense_F = 0;
-    e.E = hf_expert_count(c, "n_routed_experts", v3 ? 256 : 64);
-    e.K = hf_size(c, "num_experts_per_tok", v3 ? 8 : 0);
-    s.F = hf_size(c, "moe_intermediate_size", v3 ? 2048 : 1407);
+    if (dense >= s.L) {
+        s.F = e.dense_F;
+        e.E = e.K = 0;
+        e.gate_scale = 1;
+        return;
+    }
 
     // Join the shared experts, which every token goes through, into one wider ffn.
-    size_t shared = hf_size(c, "n_shared_experts", v3 ? 1 : 2);
-    e.shared_F = s.F * shared;
-    if (e.K > e.E || e.K > MOST_CHOICES)
-        hf_wrong(c, "num_experts_per_tok ", e.K, " of ", e.E, " experts: at most ",
-                 std::min(e.E, MOST_CHOICES));
+    e.dense_first = dense;
+    if (dense == 0) e.dense_F = 0;
+    if (e.K == 0) hf_wrong(c, "num_experts_per_tok is missing");
+    e.shared_F = s.F * hf_size(c, "n_shared_experts", v3 ? 1 : 2);
+    hf_check_choices(c, s);
     hf_deepseek_router(c, s);
 }
 
-// A family, and the defaults of its transformers class for keys that config.json leaves out.
-struct HfDefaults {
-    const char *type, *architecture;
-    size_t kv_heads; // 0: as many as heads
-    size_t positions;
-    size_t head_size; // 0: C / NH
-    double norm_eps, theta;
-    bool tied;
-};
-// clang-format off
-constexpr HfDefaults HF_DEFAULTS[] = {
-    {"llama",       "LlamaForCausalLM",    0,   2048,   0, 1e-6, 1e4, false},
-    {"mistral",     "MistralForCausalLM",  8, 131072,   0, 1e-6, 1e4, false},
-    {"qwen2",       "Qwen2ForCausalLM",   32,  32768,   0, 1e-6, 1e4, false},
-    {"qwen3",       "Qwen3ForCausalLM",   32,  32768, 128, 1e-6, 1e4, false},
-    {"mixtral",     "MixtralForCausalLM",  8, 131072,   0, 1e-5, 1e6, false},
-    {"qwen2_moe",   "Qwen2MoeForCausalLM", 16, 32768,   0, 1e-6, 1e4, false},
-    {"qwen3_moe",   "Qwen3MoeForCausalLM", 4,  32768,   0, 1e-6, 1e4, false},
-    {"olmoe",       "OlmoeForCausalLM",    0,   4096,   0, 1e-5, 1e4, false},
-    {"gpt_oss",     "GptOssForCausalLM",   8, 131072,  64, 1e-5, 1.5e5, false},
-    {"deepseek_v2", "DeepseekV2ForCausalLM", 0, 2048,   0, 1e-6, 1e4, false},
-    {"deepseek_v3", "DeepseekV3ForCausalLM", 0, 4096,   0, 1e-6, 1e4, false},
-    {"olmo2",       "Olmo2ForCausalLM",    0,   2048,   0, 1e-5, 1e4, false},
-    {"smollm3",     "SmolLM3ForCausalLM",  4,  32768,   0, 1e-6, 2e6, true},
-    {"phi3",        "Phi3ForCausalLM",     0,   4096,   0, 1e-5, 1e4, false},
-    {"gemma2",      "Gemma2ForCausalLM",   4,   8192, 256, 1e-6, 1e4, true},
-    {"gemma3_text", "Gemma3ForCausalLM",   4, 131072, 256, 1e-6, 1e6, true},
-};
-// clang-format on
-
-// The row of a family, or null if it has none.
-inline const HfDefaults* hf_defaults(const std::string& type) {
-    for (const HfDefaults& family : HF_DEFAULTS)
-        if (type == family.type) return &family;
-    return nullptr;
-}
-
-// Read Gemma's keys. A softcap of null means none.
-inline void hf_gemma(HfConfig& c, Shape& s) {
-    // Without the key, only Gemma 2's class has a cap.
-    bool capped = s.hf_type == "gemma2";
-    auto cap = [&](const char* key, double otherwise) {
-        bool left_out = capped && !c.j.contains(key);
-        return c.has(key) || left_out ? float(hf_positive(c, c.j, key, otherwise)) : 0;
-    };
-
-    // Read how scores and logits are scaled and capped.
-    s.attention.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
-    s.attention.softcap = cap("attn_logit_softcapping", 50);
-    s.loss.softcap = cap("final_logit_softcapping", 30);
-
-    // Gemma 3's class reads a cap of scores but does not apply it. It takes RoPE's angles for each
-    // kind of layer, and ignores angles for all layers.
-    if (!capped) {
-        hf_refuse_unless(c, "attn_logit_softcapping", nullptr);
-        bool of_all = c.has("rope_parameters") && c.j["rope_parameters"].contains("rope_type");
-        if (of_all)
-            hf_wrong(c, "rope_parameters of all layers is not built yet, only full_attention and "
-                        "sliding_attention apart are");
-    }
-    hf_refuse_unless(c, "hidden_activation", "gelu_pytorch_tanh", "gelu_new");
-}
-
-// Read a family of HF_DEFAULTS. The families differ in defaults, biases, windows and experts.
-inline Shape hf_llama_shape(HfConfig& c, const HfDefaults& family) {
-    // Read the sizes. If the number of key/value heads is null, it equals the number of heads.
-    size_t C = hf_size(c, "hidden_size");
-    size_t NH = hf_size(c, "num_attention_heads");
-    bool all = family.kv_heads == 0 || c.j.contains("num_key_value_heads");
-    size_t NKV = hf_size(c, "num_key_value_heads", all ? NH : family.kv_heads);
-    std::string type = family.type;
-    bool experts = hf_has_experts(type);
-    bool qwen_moe = type == "qwen2_moe" || type == "qwen3_moe";
-    size_t other_ffn = qwen_moe ? 1 : 0; // its blocks may have no plain ffn
-    Shape s = llama_shape(hf_size(c, "num_hidden_layers"), NH, NKV, C,
-                          hf_size(c, "intermediate_size", other_ffn), hf_size(c, "vocab_size"),
-                          hf_size(c, "max_position_embeddings", family.positions), 10000);
-
-    // Read what differs between the families. head_dim is not always C / NH.
-    s.hf_type = family.type;
-    set_variant(s, family.type);
-    s.HS = hf_size(c, "head_dim",
-                   family.head_size ? family.head_size : std::max(C / NH, size_t(1)));
-    s.block.norm_eps = float(hf_positive(c, c.j, "rms_norm_eps", family.norm_eps));
-    s.embedding.tied = hf_flag(c, "tie_word_embeddings", family.tied);
-    s.block.gate == Gate::GELU ? hf_gemma(c, s)
-                               : hf_refuse_unless(c, "hidden_act", "silu", "swish");
-
-    // Read the parts: positions, biases, windows, experts, latents.
-    hf_rope(c, s, family.theta);
-    hf_biases(c, s);
-    hf_window(c, s);
-    if (experts) hf_experts(c, s);
-    bool latents = hf_is_deepseek(type);
-    if (latents) hf_deepseek(c, s);
-
-    // Refuse head counts that do not divide.
-    if (!family.head_size && !c.has("head_dim") && !latents && C % NH)
-        hf_wrong(c, "num_attention_heads ", NH, " does not divide hidden_size ", C);
-    if (NH % s.NKV)
-        hf_wrong(c, "num_key_value_heads ", s.NKV, " does not divide num_attention_heads ", NH);
-    return s;
-}
-
-// Read GPT-NeoX's keys.
-inline Shape hf_neox_shape(HfConfig& c) {
-    // Read the sizes, and whether both branches of a block read the same input.
-    size_t C = hf_size(c, "hidden_size");
-    Shape s = neox_shape(hf_size(c, "num_hidden_layers"), hf_size(c, "num_attention_heads"), C,
-                         hf_size(c, "vocab_size"), hf_size(c, "max_position_embeddings", 2048));
-    s.F = hf_size(c, "intermediate_size");
-    s.block.norm_eps = float(hf_positive(c, c.j, "layer_norm_eps", 1e-5));
-    s.embedding.tied = hf_flag(c, "tie_word_embeddings", false);
-    s.block.parallel = hf_flag(c, "use_parallel_residual", true);
-
-    // Read RoPE's base, and the part of a head that it turns. Newer files have these in an object.
-    // The channels are rounded down, as transformers does.
-    double part = hf_positive(c, c.j, "rotary_pct", 0.25);
-    s.rope.rotary = part < 1 ? size_t(double(s.HS) * part) : 0;
-    double theta = hf_positive(c, c.j, "rotary_emb_base", 10000);
-    hf_same(c, "rope_theta", "rotary_emb_base", theta);
-    hf_same(c, "partial_rotary_factor", "rotary_pct", part);
-    hf_rope(c, s, theta);
-    bool named = hf_rope_object(c).contains("partial_rotary_factor"); // then hf_rotary() looks
-    if (!named && (part > 1 || (part < 1 && (s.rope.rotary == 0 || s.rope.rotary % 2))))
-        hf_wrong(c, "rotary_pct ", json_word(c.j["rotary_pct"]), " of ", s.HS,
-                 " channels is no even number of them: RoPE turns pairs");
-
-    // Both forms of GELU are built. Without the key it is the exact one, as in Pythia.
-    bool exact = !c.has("hidden_act") || c.j["hidden_act"] == "gelu";
-    s.block.exact_gelu = exact;
-    if (!exact)
-        hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
-    hf_refuse_unless(c, "attention_bias", true);
-    if (C % s.NH)
-        hf_wrong(c, "num_attention_heads ", s.NH, " does not divide hidden_size ", C);
-    return s;
-}
+// ----------------------------------------------------------------------------
+// config.json -> Shape
 
 // Refuse sizes whose products overflow: the file is broken, or describes no model.
 inline void hf_check_sizes(HfConfig& c, const Shape& s) {
@@ -731,25 +828,55 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     // model_type decides which keys are read; `architectures` is ignored.
     bool named = c.has("model_type") && c.j["model_type"].is_string();
     std::string type = named ? c.j["model_type"].get<std::string>() : "";
-    const HfDefaults* llama = hf_defaults(type);
+    const HfClass* of = hf_class(type);
+    if (!of) {
+        std::vector<std::string> types;
+        for (const HfClass& each : HF_CLASSES) types.push_back(each.type);
+        return c.path + ": model_type '" + printable(type.substr(0, 80)) + "' is not supported: " +
+               words_with_and(types) + " are";
+    }
 
-    // Let the family read its keys.
-    if (type == "gpt2")
-        *shape = hf_gpt2_shape(c);
-    else if (type == "gpt_neox")
-        *shape = hf_neox_shape(c);
-    else if (llama)
-        *shape = hf_llama_shape(c, *llama);
-    else
-        return c.path + ": model_type '" + printable(type.substr(0, 80)) +
-               "' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
-               "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, "
-               "gemma2, gemma3_text and gpt_neox are";
+    // Begin with what the class has, whatever the sizes are.
+    Shape& s = *shape = Shape();
+    set_variant(s, type);
+    s.family = of->family;
+    s.hf_type = type;
+    bool gpt = is_one_of(type, "gpt2 gpt_neox");
+    if (type != "gpt2") s.embedding.position = Position::ROPE;
 
-    // Check what all families have.
-    hf_check_sizes(c, *shape);
-    hf_refuse_unless(c, "is_causal", true);
-    hf_refuse_unless(c, "per_layer_config", nlohmann::json::object());
+    // Read the rows. If the number of key/value heads is null, it equals the number of heads.
+    const char* kv = "num_key_value_heads";
+    if (c.j.contains(kv) && c.j[kv].is_null())
+        c.j[kv] = c.j.value("num_attention_heads", nlohmann::json());
+    for (const char* own : {"num_local_experts", "num_experts", "n_routed_experts"})
+        if (hf_has_row(own, type)) hf_name_experts(c, own);
+    s.attention.qkv_bias = is_one_of(type, "gpt2 gpt_neox qwen2"); // always
+    for (const auto& row : HF_ROWS)
+        hf_read_row(c, c.j, row, type, s);
+    for (const HfFixed& fixed : HF_FIXED)
+        if (is_one_of(type, fixed.types) && !hf_has_row(fixed.key, type))
+            hf_refuse_unless(c, fixed.key, fixed.only, fixed.alias);
+
+    // Read what rows leave.
+    s.attention.qkv_bias |= s.attention.o_bias;
+    if (gpt) s.NKV = s.NH;
+    if (gpt) s.HS = s.C / s.NH;
+    if (s.family == Family::NEOX) hf_neox(c, s);
+    if (type.starts_with("gemma"))
+        s.attention.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
+    if (s.embedding.position == Position::ROPE) hf_rope(c, s);
+    hf_window(c, s);
+    if (hf_is_mixtral(s)) hf_experts(c, s);
+    if (s.family == Family::DEEPSEEK) hf_latents(c, s);
+    if (s.family == Family::DEEPSEEK) hf_deepseek(c, s);
+
+    // Check what all classes have.
+    if (gpt && s.C % s.NH)
+        hf_wrong(c, type == "gpt2" ? "n_head " : "num_attention_heads ", s.NH, " does not divide ",
+                 type == "gpt2" ? "n_embd " : "hidden_size ", s.C);
+    if (s.NH % s.NKV)
+        hf_wrong(c, kv, " ", s.NKV, " does not divide num_attention_heads ", s.NH);
+    hf_check_sizes(c, s);
     return c.wrong;
 }
 
@@ -767,297 +894,126 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
 // ----------------------------------------------------------------------------
 // Shape -> config.json: first what Hugging Face's classes cannot describe, then what they can
 
-// Refuse to export what Hugging Face's GPT-2 class has no key for: the export would load, and
-// compute something else. "" if nothing stands in the way.
-inline std::string hf_refusal(Gpt2, const Shape& s) {
-    if (s.embedding.position != Position::LEARNED)
-        return "--export: Hugging Face's GPT-2 has learned positions only: drop --export, or use "
-               "--position learned";
-    if (s.NKV != s.NH || s.NH * s.HS != s.C)
-        return "--export: Hugging Face's GPT-2 has as many key/value heads as heads, and heads as "
-               "wide as its channels together: drop --export";
-    return "";
+// Whether gates can be written: some classes have only one kind.
+inline bool hf_has_router(const Shape& s) {
+    const ExpertShape& e = s.experts;
+    bool v3 = s.hf_type == "deepseek_v3";
+    if (s.family == Family::DEEPSEEK)
+        return !e.E || (is_sigmoid(e.router) == v3 && e.router != Router::RENORMALISED);
+    bool fixed = is_one_of(s.hf_type, "mixtral gpt_oss");
+    return !is_sigmoid(e.router) && (!fixed || e.router == Router::RENORMALISED);
 }
 
-// The same for the families of Llama's kind.
-inline std::string hf_refusal(Llama, const Shape& s) {
+// Refuse to export what the model's class has no key for: the export would load, and compute
+// something else. "" if nothing stands in the way.
+inline std::string hf_refusal(const Shape& s) {
     const AttentionShape& attention = s.attention;
-    // Refuse a window, if the class has no key for it.
-    bool no_windows = s.hf_type == "llama" || s.hf_type == "olmo2";
-    if (no_windows && attention.window)
-        return "--export: Hugging Face's Llama has no window: drop --export";
+    const HfClass& of = *hf_class(s.hf_type);
+    bool gpt = is_one_of(s.hf_type, "gpt2 gpt_neox");
+    bool learned = s.hf_type == "gpt2";
+    auto refuse = [&](const std::string& what, const std::string& fix = "") {
+        return "--export: Hugging Face's " + s.hf_type + " has " + what + ": drop --export" + fix;
+    };
+    if (s.embedding.position != (learned ? Position::LEARNED : Position::ROPE))
+        return refuse(learned ? "learned positions only" : "RoPE only",
+                      learned ? ", or use --position learned" : ", or use --position rope");
+    if (gpt && (s.NKV != s.NH || s.NH * s.HS != s.C))
+        return refuse("as many key/value heads as heads, and heads as wide as channels together");
+    if (hf_is_mixtral(s) && !hf_has_router(s))
+        return refuse("no such router", ", or use --router renormalised");
+    if (s.family == Family::DEEPSEEK && !hf_has_router(s))
+        return refuse("no such router", ", or leave --router out");
 
-    // Three classes read no list: they give a window to all layers.
-    bool all = s.hf_type == "mixtral" || s.hf_type == "phi3" || s.hf_type == "qwen3_moe";
+    // Some classes have no window, and some give it to all layers.
+    if (attention.window && of.windows == Windows::NONE)
+        return refuse("no window");
+    bool all = of.windows != Windows::NONE && !of.lists;
     for (int layer = 1; all && layer <= int(s.L); layer++)
         if (window_of(s, layer) != attention.window)
-            return "--export: Hugging Face's " + s.hf_type +
-                   " has its window in all layers: drop --export";
+            return refuse("its window in all layers");
 
-    // Refuse biases on q, k and v alone. Only Qwen2 has those, and always.
+    // Only Qwen2 has biases on q, k and v alone, and always; Qwen2-MoE has a key for them.
     bool qwen2 = s.hf_type == "qwen2";
-    if (attention.qkv_bias != (qwen2 || attention.o_bias) || (qwen2 && attention.o_bias))
+    bool free = gpt || is_one_of(s.hf_type, "qwen2_moe deepseek*");
+    if (!free && (attention.qkv_bias != (qwen2 || attention.o_bias) || (qwen2 && attention.o_bias)))
         return "--export: biases on q, k and v alone are Qwen2's, always: drop --export";
-    if (s.embedding.position != Position::ROPE)
-        return "--export: Hugging Face's Llama has RoPE only: drop --export, or use --position "
-               "rope";
     return "";
 }
 
-// GPT-NeoX's class has neither learned or ALiBi positions nor windows.
-inline std::string hf_refusal(Neox, const Shape& s) {
-    if (s.embedding.position != Position::ROPE)
-        return "--export: Hugging Face's GPT-NeoX has RoPE only: drop --export, or use --position "
-               "rope";
-    if (s.NH * s.HS != s.C || s.attention.window)
-        return "--export: Hugging Face's GPT-NeoX has heads as wide as its channels together, and "
-               "no window: drop --export";
-    return "";
-}
-
-// Mixtral's and gpt-oss' classes always renormalise the gates, and none here has sigmoids.
-inline std::string hf_refusal(Mixtral, const Shape& s) {
-    const ExpertShape& e = s.experts;
-    bool fixed = s.hf_type == "mixtral" || s.hf_type == "gpt_oss";
-    Router written = fixed ? Router::RENORMALISED : e.router;
-    if (e.router != written || is_sigmoid(e.router))
-        return "--export: Hugging Face's class has no such router: drop --export, or use --router "
-               "renormalised";
-    // Qwen2-MoE has a key for biases on q, k and v, which Llama lacks.
-    if (s.hf_type == "qwen2_moe") return "";
-    return hf_refusal(Llama{}, s);
-}
-
-// DeepSeek's two classes have one router each.
-inline std::string hf_refusal(Deepseek, const Shape& s) {
-    const ExpertShape& e = s.experts;
-    // Compare the routers: V2 has a softmax, V3 has sigmoids.
-    bool v3 = s.hf_type == "deepseek_v3";
-    if (e.E && (is_sigmoid(e.router) != v3 || e.router == Router::RENORMALISED))
-        return "--export: Hugging Face's class has no such router: leave --router out";
-    return s.attention.window ? "--export: Hugging Face's DeepSeek has no window: drop --export"
-                              : "";
-}
-
-// The shortest decimal that reads back as the same float: 1e-05, not 9.999999747378752e-06.
-inline double decimal(float x) {
-    // Nine digits distinguish any two floats, so the loop always finds the value.
-    char text[32];
-    for (int digits = 1; digits <= 9; digits++) {
-        snprintf(text, sizeof(text), "%.*g", digits, double(x));
-        if (strtof(text, nullptr) == x) break;
-    }
-    return strtod(text, nullptr);
-}
-
-// clang-format off
-// GPT-2's keys. gelu_new is the tanh form, which this program computes; "gelu" would
-// be the exact one.
-inline nlohmann::ordered_json hf_json(Gpt2, const Shape& s) {
-    return {
-        {"architectures",       {"GPT2LMHeadModel"}},
-        {"model_type",          "gpt2"},
-        {"vocab_size",          s.V},
-        {"n_positions",         s.P},
-        {"n_ctx",               s.P},
-        {"n_embd",              s.C},
-        {"n_layer",             s.L},
-        {"n_head",              s.NH},
-        {"n_inner",             s.F},
-        {"activation_function", "gelu_new"},
-        {"layer_norm_epsilon",  decimal(s.block.norm_eps)},
-    };
-}
-
-// The object that scales RoPE. Each kind of scaling has its own keys.
-inline nlohmann::ordered_json hf_rope_json(const RopeScaling& r) {
-    if (r.kind == RopeKind::LINEAR)
-        return {{"rope_type", "linear"}, {"factor", decimal(r.factor)}};
-    if (r.kind == RopeKind::LLAMA3)
-        return {
-            {"rope_type",                        "llama3"},
-            {"factor",                           decimal(r.factor)},
-            {"low_freq_factor",                  decimal(r.low_freq_factor)},
-            {"high_freq_factor",                 decimal(r.high_freq_factor)},
-            {"original_max_position_embeddings", r.original_positions},
-        };
-
-    // YaRN: attention_factor is always written, and already includes mscale.
-    return {
-        {"rope_type",                        "yarn"},
-        {"factor",                           decimal(r.factor)},
-        {"attention_factor",                 decimal(r.attention_factor)},
-        {"beta_fast",                        decimal(r.beta_fast)},
-        {"beta_slow",                        decimal(r.beta_slow)},
-        {"truncate",                         r.truncate},
-        {"original_max_position_embeddings", r.original_positions},
-    };
-}
-
-// GPT-NeoX's keys. The part of a head that turns is written as a share, as in the files.
-inline nlohmann::ordered_json hf_json(Neox, const Shape& s) {
-    // Write every size here too: defaults differ between versions.
-    nlohmann::ordered_json j = {
-        {"architectures",           {"GPTNeoXForCausalLM"}},
-        {"model_type",              "gpt_neox"},
-        {"vocab_size",              s.V},
-        {"max_position_embeddings", s.P},
-        {"hidden_size",             s.C},
-        {"intermediate_size",       s.F},
-        {"num_hidden_layers",       s.L},
-        {"num_attention_heads",     s.NH},
-        {"hidden_act",              s.block.exact_gelu ? "gelu" : "gelu_new"},
-        {"layer_norm_eps",          decimal(s.block.norm_eps)},
-        {"rotary_pct",              double(rotary_channels(s, s.HS)) / double(s.HS)},
-        {"rotary_emb_base",         s.rope.theta},
-        {"use_parallel_residual",   s.block.parallel},
-    };
-
-    if (scales(s.rope.scaling))
-        j["rope_scaling"] = hf_rope_json(s.rope.scaling);
+// The object that scales RoPE. attention_factor is always written, and already includes mscale.
+inline nlohmann::ordered_json hf_rope_json(Shape s) {
+    const RopeScaling& r = s.rope.scaling;
+    std::string type = HF_ROPE_KINDS[int(r.kind)];
+    nlohmann::ordered_json j = {{"rope_type", type}};
+    for (const auto& row : HF_ROPE_ROWS)
+        hf_write_row(j, row, type, s);
+    if (r.kind != RopeKind::LINEAR)
+        j["original_max_position_embeddings"] = r.original_positions;
     return j;
 }
 
-// Add the keys of families that have more than Llama's.
-inline void hf_variant_json(nlohmann::ordered_json& j, const Shape& s) {
-    const AttentionShape& attention = s.attention;
-    // A list has one entry a layer. A softcap of 0 is written as null.
-    auto lists = [&](auto of_layer) {
+// Write the keys of positions.
+inline void hf_rope_keys(nlohmann::ordered_json& j, const Shape& s) {
+    double part = double(rotary_channels(s, s.HS)) / double(s.HS);
+    if (s.hf_type == "gpt_neox") j["rotary_pct"] = part;
+    if (s.hf_type == "phi3") j["partial_rotary_factor"] = part;
+    if (scales(s.rope.scaling))
+        j["rope_scaling"] = hf_rope_json(s);
+    else if (s.hf_type == "gpt_oss") // whose class would have YaRN without the key
+        j["rope_scaling"] = {{"rope_type", "default"}};
+}
+
+// Write which layers have a window, where the class reads that.
+inline void hf_window_keys(nlohmann::ordered_json& j, const Shape& s) {
+    // A list has one entry a layer.
+    const HfClass& of = *hf_class(s.hf_type);
+    auto list = [&](auto of_layer) {
         nlohmann::ordered_json all = nlohmann::ordered_json::array();
         for (int layer = 1; layer <= int(s.L); layer++)
             all.push_back(of_layer(layer));
         return all;
     };
-    auto cap = [](float x) {
-        return x ? nlohmann::ordered_json(decimal(x)) : nlohmann::ordered_json();
-    };
+    if (of.windows == Windows::NO_ROPE)
+        j["no_rope_layers"] = list([&](int layer) { return int(has_rope(s, layer)); });
 
-    // Add the keys that only one model_type has.
-    if (s.hf_type == "smollm3")
-        j["no_rope_layers"] = lists([&](int layer) { return int(has_rope(s, layer)); });
-    if (s.hf_type == "phi3")
-        j["partial_rotary_factor"] = double(rotary_channels(s, s.HS)) / double(s.HS);
-    if (s.hf_type == "gemma3_text")
-        j["rope_local_base_freq"] = s.rope.window_theta;
-
-    // List the layers with a window, where a class reads that. Mistral's window is in all layers
-    // unless there is a list.
-    bool window = attention.window, partly = false;
+    // A window is in all layers of Mistral unless there is a list.
+    bool window = s.attention.window, partly = false;
     for (int layer = 1; window && layer <= int(s.L); layer++)
         partly |= window_of(s, layer) == 0;
-    bool switched = s.hf_type.starts_with("qwen") || s.hf_type == "smollm3";
-    bool named = (switched && s.hf_type != "qwen3_moe" && window) || partly ||
-                 s.block.gate == Gate::GELU || s.hf_type == "gpt_oss";
-    if (window && switched)
+    bool named = (of.switched && of.lists && window) || partly || of.windows == Windows::PERIOD;
+    if (window && of.switched)
         j["use_sliding_window"] = true;
     if (named)
-        j["layer_types"] = lists([&](int layer) {
+        j["layer_types"] = list([&](int layer) {
             return window_of(s, layer) ? "sliding_attention" : "full_attention";
         });
 
-    // Add gpt-oss' keys.
-    if (s.hf_type == "gpt_oss") {
-        j["swiglu_alpha"] = s.experts.gate_alpha;
-        j["swiglu_limit"] = s.experts.gate_limit;
-    }
-
-    // Add Gemma's keys.
-    if (s.block.gate != Gate::GELU) return;
-    j["hidden_activation"] = j["hidden_act"];
-    // Write a whole number as an integer: transformers 5 accepts nothing else here.
-    bool whole = attention.score_scalar == std::floor(attention.score_scalar);
-    nlohmann::ordered_json scalar = int64_t(attention.score_scalar);
-    j["query_pre_attn_scalar"] = whole ? scalar : nlohmann::ordered_json(attention.score_scalar);
-    j["attn_logit_softcapping"] = cap(attention.softcap);
-    j["final_logit_softcapping"] = cap(s.loss.softcap);
-}
-
-// Llama's keys. Every size is written, because defaults differ between transformers' versions.
-inline nlohmann::ordered_json hf_json(Llama, const Shape& s) {
-    const AttentionShape& attention = s.attention;
-    // Write the sizes, activation and base, which all families have.
-    bool gelu = s.block.gate == Gate::GELU;
-    nlohmann::ordered_json j = {
-        {"architectures",           {hf_defaults(s.hf_type)->architecture}},
-        {"model_type",              s.hf_type},
-        {"vocab_size",              s.V},
-        {"max_position_embeddings", s.P},
-        {"hidden_size",             s.C},
-        {"intermediate_size",       s.F},
-        {"num_hidden_layers",       s.L},
-        {"num_attention_heads",     s.NH},
-        {"num_key_value_heads",     s.NKV},
-        {"head_dim",                s.HS},
-        {"hidden_act",              gelu ? "gelu_pytorch_tanh" : "silu"},
-        {"rms_norm_eps",            decimal(s.block.norm_eps)},
-        {"rope_theta",              s.rope.theta},
-    };
-    hf_variant_json(j, s);
-
-    if (scales(s.rope.scaling))
-        j["rope_scaling"] = hf_rope_json(s.rope.scaling);
-    else if (s.hf_type == "gpt_oss") // whose class would have YaRN without the key
-        j["rope_scaling"] = {{"rope_type", "default"}};
-    if (attention.o_bias || s.hf_type == "gpt_oss") j["attention_bias"] = attention.o_bias;
-    if (s.block.mlp_bias) j["mlp_bias"] = true;
-
-    // Write the window. Without the key Mistral's class would take 4096. Qwen has a switch and a
-    // first layer with a window.
-    if (attention.window)
-        j["sliding_window"] = attention.window;
+    // Write its size. Without the key Mistral's class would take 4096.
+    if (window)
+        j["sliding_window"] = s.attention.window;
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
-    bool qwen = s.hf_type == "qwen2" || s.hf_type.starts_with("qwen3");
-    if (attention.window && qwen)
-        j["max_window_layers"] = attention.window_from;
-    return j;
+    if (window && is_one_of(s.hf_type, "qwen2 qwen3 qwen3_moe"))
+        j["max_window_layers"] = s.attention.window_from;
 }
 
-// The keys of models with experts: Llama's, and the experts' own.
-inline nlohmann::ordered_json hf_json(Mixtral, const Shape& s) {
-    const ExpertShape& e = s.experts;
-    // Mixtral calls an expert's width intermediate_size, as Llama's keys do.
-    nlohmann::ordered_json j = hf_json(Llama{}, s);
-    j["num_experts_per_tok"] = e.K;
-    if (s.hf_type == "mixtral" || s.hf_type == "gpt_oss") {
-        j["num_local_experts"] = e.E;
-        return j;
-    }
-    j["num_experts"] = e.E;
-    j["norm_topk_prob"] = e.router == Router::RENORMALISED;
-    if (s.hf_type == "olmoe") return j;
-
-    // Qwen's intermediate_size is the width of blocks without experts.
-    j.erase("intermediate_size");
-    if (e.dense_F) j["intermediate_size"] = e.dense_F;
-    j["moe_intermediate_size"] = s.F;
-    j["decoder_sparse_step"] = e.sparse_every;
+// Write what rows leave of experts, in Mixtral's family.
+inline void hf_expert_keys(nlohmann::ordered_json& j, const Shape& s) {
+    if (is_one_of(s.hf_type, "qwen2_moe qwen3_moe olmoe"))
+        j["norm_topk_prob"] = s.experts.router == Router::RENORMALISED;
+    if (!is_one_of(s.hf_type, "qwen2_moe qwen3_moe"))
+        return;
     j["mlp_only_layers"] = nlohmann::ordered_json::array();
-    for (size_t layer = 0; layer < e.dense_first; layer++)
+    for (size_t layer = 0; layer < s.experts.dense_first; layer++)
         j["mlp_only_layers"].push_back(layer);
-    if (s.hf_type == "qwen3_moe") return j;
-
-    // Qwen2-MoE has a shared expert, and biases on q, k and v.
-    j["shared_expert_intermediate_size"] = e.shared_F;
-    j["qkv_bias"] = s.attention.qkv_bias;
-    return j;
 }
 
-// DeepSeek's keys: Llama's, and those of latents and experts. Its class calls the rotary part
-// of a head head_dim.
-inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
+// Write what rows leave of DeepSeek's heads and experts. head_dim is a head's rotary part here.
+inline void hf_deepseek_keys(nlohmann::ordered_json& j, const Shape& s) {
     const ExpertShape& e = s.experts;
-    const LatentShape& latent = s.latent;
-    // Write all sizes, also those that equal the class's defaults.
-    nlohmann::ordered_json j = hf_json(Llama{}, s);
     bool v3 = s.hf_type == "deepseek_v3";
     j["head_dim"] = s.rope.rotary;
-    j["q_lora_rank"] = nullptr;
-    if (latent.q) j["q_lora_rank"] = latent.q;
-    j["kv_lora_rank"] = latent.kv;
-    j["qk_rope_head_dim"] = s.rope.rotary;
     j["qk_nope_head_dim"] = s.HS - s.rope.rotary;
-    j["v_head_dim"] = latent.HS_v;
 
     // Recover mscale_all_dim from the scale of the scores, which has its square (hf_latents()).
     if (s.attention.score_scalar) {
@@ -1072,12 +1028,8 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
     // Write the blocks and experts. If no block is dense, the dense width may be anything.
     j["intermediate_size"] = e.dense_F ? e.dense_F : s.F;
     j["first_k_dense_replace"] = e.E ? e.dense_first : s.L;
-    if (e.E == 0) return j;
-    j["n_routed_experts"] = e.E;
-    j["num_experts_per_tok"] = e.K;
-    j["moe_intermediate_size"] = s.F;
+    if (e.E == 0) return;
     j["n_shared_experts"] = e.shared_F / s.F;
-    j["routed_scaling_factor"] = decimal(e.gate_scale);
     j["norm_topk_prob"] = e.router == Router::SIGMOID;
     j["scoring_func"] = v3 ? "sigmoid" : "softmax";
 
@@ -1087,8 +1039,34 @@ inline nlohmann::ordered_json hf_json(Deepseek, const Shape& s) {
     if (v3) j["topk_method"] = "noaux_tc";
     j["n_group"] = e.groups;
     j["topk_group"] = e.kept_groups;
+}
+
+// Write the keys of a shape: rows, then what functions read.
+inline nlohmann::ordered_json hf_json(Shape s) {
+    nlohmann::ordered_json j = {{"architectures", {hf_class(s.hf_type)->architecture}},
+                                {"model_type", s.hf_type}};
+    for (const auto& row : HF_ROWS)
+        hf_write_row(j, row, s.hf_type, s);
+    for (const HfFixed& fixed : HF_FIXED)
+        if (fixed.written && is_one_of(s.hf_type, fixed.types))
+            j[fixed.key] = fixed.only;
+
+    // Write Gemma's second name of the activation, and a whole number as an integer: transformers 5
+    // accepts nothing else here.
+    if (s.block.gate == Gate::GELU) {
+        j["hidden_act"] = j["hidden_activation"];
+        j["query_pre_attn_scalar"] = s.attention.score_scalar;
+        if (s.attention.score_scalar == std::floor(s.attention.score_scalar))
+            j["query_pre_attn_scalar"] = int64_t(s.attention.score_scalar);
+    }
+
+    // Write what the rows leave.
+    if (s.family == Family::NEOX) j["hidden_act"] = s.block.exact_gelu ? "gelu" : "gelu_new";
+    hf_rope_keys(j, s);
+    hf_window_keys(j, s);
+    if (hf_is_mixtral(s)) hf_expert_keys(j, s);
+    if (s.family == Family::DEEPSEEK) hf_deepseek_keys(j, s);
     return j;
 }
-// clang-format on
 
 } // namespace llmc

@@ -154,4 +154,20 @@ inline std::vector<float> swap_outer(const std::vector<float>& x, size_t a, size
     return y;
 }
 
+// Reorder the rows of x (NH*HS,C) within each head, for RoPE: other projects' turns rows 2i and
+// 2i + 1 together, Hugging Face's i and i + HS/2. to_halves: from pairs to
+// halves, else from halves to pairs.
+inline std::vector<float> reorder_rotary(const std::vector<float>& x, size_t HS, size_t C,
+                                         bool to_halves) {
+    std::vector<float> y(x.size());
+    for (size_t row = 0; row < x.size() / C; row++) {
+        size_t e = row % HS; // row in its head
+        size_t half = row - e + e / 2 + e % 2 * (HS / 2);
+        size_t from = to_halves ? row : half;
+        size_t to = to_halves ? half : row;
+        std::copy_n(&x[from * C], C, &y[to * C]);
+    }
+    return y;
+}
+
 } // namespace llmc

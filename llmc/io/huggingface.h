@@ -15,11 +15,6 @@
 #include "../adapters.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
-#include "../family.h"
-#include "../gpt2.h"
-#include "../llama.h"
-#include "../mixtral.h"
-#include "../mla.h"
 #include "../model.h"
 #include "../ops/attention_merge.cuh"
 #include "../ops/attention_sm90.cuh"
@@ -470,18 +465,24 @@ inline std::string hf_check_folder(const std::string& folder,
            " and no whole model: choose a new folder";
 }
 
+// Check that an export may be written to a file.
+inline std::string check_export_file(const std::string& path) {
+    std::string parent = folder_of(path);
+    if (::access(parent.c_str(), W_OK | X_OK) != 0)
+        return "--export " + path + ": cannot be written: " + parent + ": " + strerror(errno);
+    mode_t type = file_type(path);
+    return type && type != S_IFREG ? "--export " + path + ": is no file: choose another name" : "";
+}
+
 // ----------------------------------------------------------------------------
 // tensors' names
 
 // A tensor's name in an export. GPT2LMHeadModel keeps its body under "transformer.", its head
 // beside it; other families use our names.
-inline std::string hf_name(Gpt2, const std::string& name) {
-    return name == "lm_head.weight" ? name : "transformer." + name;
+inline std::string hf_name(const Shape& s, const std::string& name) {
+    bool body = s.family == Family::GPT2 && name != "lm_head.weight";
+    return body ? "transformer." + name : name;
 }
-inline std::string hf_name(Llama, const std::string& name) { return name; }
-inline std::string hf_name(Neox, const std::string& name) { return name; }
-inline std::string hf_name(Mixtral, const std::string& name) { return name; }
-inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 
 // ----------------------------------------------------------------------------
 // writing a folder
@@ -491,17 +492,14 @@ inline std::string hf_name(Deepseek, const std::string& name) { return name; }
 inline std::string hf_export_check(const Shape& s, const std::string& folder,
                                    const TextFiles& carried = {}) {
     std::string wrong = hf_check_folder(folder, carried);
-    if (!wrong.empty()) return wrong;
-    with_family(s.family, [&](auto family) { wrong = hf_refusal(family, s); });
-    return wrong;
+    return wrong.empty() ? hf_refusal(s) : wrong;
 }
 
 // The whole config.json: first the keys kept from the model's folder, then our own, which win.
 inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
                                              const ExportTokenizer& tokenizer) {
     nlohmann::ordered_json j = tokenizer.kept;
-    with_family(s.family, [&](auto family) { j.update(hf_json(family, s)); });
-    j["tie_word_embeddings"] = s.embedding.tied;
+    j.update(hf_json(s));
     j["torch_dtype"] = dtype == Type::BF16  ? "bfloat16"
                        : dtype == Type::F16 ? "float16"
                                             : "float32";
@@ -513,13 +511,6 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
         if (!j.contains(key) || j[key].is_null())
             j[key] = id < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(id);
     return j;
-}
-
-// The name of a parameter's tensor in an export.
-inline std::string export_name(const Parameter& p, const Shape& s, size_t number = 0) {
-    std::string name = hf_place(s, p, number).tensor;
-    with_family(s.family, [&](auto family) { name = hf_name(family, name); });
-    return name;
 }
 
 // Sums over the changes D that adapters make, for a model that is written with them merged. They
@@ -562,27 +553,31 @@ std::vector<float> merged_weight(const Trainer<T, S>& t, const Parameter& p, R r
     return w;
 }
 
+// The tensors of a file with parameters [first, last), in its order.
+inline std::vector<TensorSpec> export_specs(const Model& m, size_t first, size_t last, Type dtype) {
+    std::vector<TensorSpec> specs;
+    for (size_t i = first; i < last; i++) {
+        const Parameter& p = m.parameters[i];
+        for (size_t k = 0; k < p.stack; k++) {
+            // Parameters of one tensor follow each other in the order of its rows; list it once.
+            HfPlace place = hf_place(m.shape, p, k);
+            if (place.first > 0 || is_adapter(m, p)) continue; // adapters are merged
+            std::vector<size_t> shape = file_shape(p, place.rows);
+            if (joins_experts(m.shape, p)) shape = joined_shape(p);
+            specs.push_back({hf_name(m.shape, place.tensor), dtype, shape});
+        }
+    }
+    return specs;
+}
+
 // Write parameters [first, last) into a file. All ranks call and gather every parameter,
 // even after a failure, because get_weight() is collective. The first rank writes, and all
 // ranks get its error.
 template <typename T, typename S>
 std::string write_export_file(const Trainer<T, S>& t, const std::string& path, size_t first,
-                              size_t last, Type dtype, MergeSums* merged) {
-    // List the tensors first: the header comes before the data.
+                              size_t last, const std::vector<TensorSpec>& specs, Type dtype,
+                              MergeSums* merged) {
     const std::vector<Parameter>& table = t.model.parameters;
-    std::vector<TensorSpec> specs;
-    for (size_t i = first; i < last; i++)
-        for (size_t k = 0; k < table[i].stack; k++) {
-            if (is_adapter(t.model, table[i])) continue; // merged into its base
-            // Parameters of one tensor follow each other in the order of its rows; list it once.
-            HfPlace place = hf_place(t.model.shape, table[i], k);
-            if (place.first > 0) continue;
-            bool joined = joins_experts(t.model.shape, table[i]);
-            std::vector<size_t> shape = file_shape(table[i], place.rows);
-            if (joined) shape = joined_shape(table[i]);
-            specs.push_back({export_name(table[i], t.model.shape, k), dtype, shape});
-        }
-
     // Write one parameter at a time: the host holds one, as floats, and the gates of experts until
     // their ups come.
     std::vector<float> joined;
@@ -671,15 +666,12 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         size_t first = shards.starts[f];
         size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
         std::string path = folder + "/" + name;
-        std::string wrong = write_export_file(t, path, first, last, dtype, merged);
+        std::vector<TensorSpec> specs = export_specs(t.model, first, last, dtype);
+        std::string wrong = write_export_file(t, path, first, last, specs, dtype, merged);
         if (!wrong.empty())
             return wrong;
-        for (size_t i = first; i < last; i++)
-            for (size_t k = 0; k < table[i].stack; k++) {
-                if (is_adapter(t.model, table[i])) continue;
-                std::string tensor = export_name(table[i], t.model.shape, k);
-                weight_map[tensor] = name;
-            }
+        for (const TensorSpec& tensor : specs)
+            weight_map[tensor.name] = name;
     }
 
     // Write the files that describe the weights.

@@ -43,6 +43,11 @@ inline std::string json_word(const nlohmann::json& j) {
     return printable(text.substr(0, 80)) + (text.size() > 80 ? "..." : "");
 }
 
+// Whether an object has a key, and not null.
+inline bool json_has(const nlohmann::json& j, const char* key) {
+    return j.contains(key) && !j[key].is_null();
+}
+
 // Parse the text of a file that holds a JSON object.
 inline std::string parse_json(const std::string& text, const std::string& path,
                               nlohmann::json* j) {
@@ -72,6 +77,21 @@ inline std::string check_integer(const nlohmann::json& m, const char* key, uint6
     return good ? ""
                 : concat(key, " is ", json_word(value), ", not a whole number from ", low, " to ",
                          high);
+}
+
+// Whole numbers of an object, in the order in which they are checked.
+struct IntegerRow {
+    const char* key;
+    uint64_t low = 0, high = UINT64_MAX;
+    bool optional = false; // may be missing
+};
+inline std::string check_integers(const nlohmann::json& m, const std::vector<IntegerRow>& rows) {
+    for (const IntegerRow& row : rows) {
+        bool absent = row.optional && !m.contains(row.key);
+        std::string wrong = absent ? "" : check_integer(m, row.key, row.low, row.high);
+        if (!wrong.empty()) return wrong;
+    }
+    return "";
 }
 
 // Check that a field exists and has the type.

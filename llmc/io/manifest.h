@@ -43,22 +43,16 @@ inline std::string check_file_entry(const nlohmann::json& f) {
     if (!is_rank_file(f["file"].get<std::string>()))
         return "file is " + json_word(f["file"]) + ", which is no name of a rank's file";
 
-    // A million ranks is beyond any machine; config.h allows no more either.
-    wrong = check_integer(f, "bytes", 0, UINT64_MAX);
-    if (wrong.empty())
-        wrong = check_integer(f, "crc32", 0, UINT32_MAX);
-    if (wrong.empty())
-        wrong = check_integer(f, "tp", 1, 1000000);
-    if (wrong.empty())
-        wrong = check_integer(f, "tp_rank", 0, f["tp"].get<uint64_t>() - 1);
-
-    // Entries have ep and ep_rank only if the ranks shared experts out, etp if experts were whole.
-    if (wrong.empty() && f.contains("etp"))
-        wrong = check_integer(f, "etp", 1, 1);
-    if (wrong.empty() && f.contains("ep"))
-        wrong = check_integer(f, "ep", 1, 1000000);
-    if (wrong.empty() && f.contains("ep"))
-        wrong = check_integer(f, "ep_rank", 0, f["ep"].get<uint64_t>() - 1);
+    // A million ranks is beyond any machine; config.h allows no more either. Entries have ep and
+    // ep_rank only if the ranks shared experts out, etp if experts were whole.
+    wrong = check_integers(f, {{"bytes"},
+                               {"crc32", 0, UINT32_MAX},
+                               {"tp", 1, 1000000},
+                               {"etp", 1, 1, true},
+                               {"ep", 1, 1000000, true}});
+    for (std::string axis : {"tp", "ep"})
+        if (std::string rank = axis + "_rank"; wrong.empty() && f.contains(axis))
+            wrong = check_integer(f, rank.c_str(), 0, f[axis].get<uint64_t>() - 1);
     if (wrong.empty() && f.contains("ep_rank") && !f.contains("ep"))
         wrong = "ep is missing";
 
@@ -84,10 +78,9 @@ inline LossScale loss_scale_of(const nlohmann::json& j) {
 inline std::string check_loss_scale(const nlohmann::json& j) {
     if (!j.is_object())
         return "loss_scale is no object";
-    std::string wrong;
-    for (const char* key : {"clean", "spent", "skipped"})
-        if (wrong.empty())
-            wrong = check_integer(j, key, 0, INT_MAX);
+    std::string wrong = check_integers(j, {{"clean", 0, INT_MAX},
+                                           {"spent", 0, INT_MAX},
+                                           {"skipped", 0, INT_MAX}});
     bool scale = j.contains("scale") && j["scale"].is_number() && j["scale"] > 0.0;
     return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
 }
@@ -136,36 +129,21 @@ inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlo
 // Check the form only. Words may be the bits of any float; the number of slots is
 // checked by has_fp8_history() (checkpoint.h).
 inline std::string check_fp8_history(const nlohmann::json& j) {
-    // Bits of a float are a whole number below 2^32.
-    auto words = [](const nlohmann::json& list) {
-        if (!list.is_array())
-            return false;
-        for (const nlohmann::json& word : list) {
-            bool good = word.is_number_unsigned();
-            if (!good || word > UINT32_MAX)
-                return false;
-        }
-        return true;
-    };
-
     // Each slot has one scale, and a list of maxima of any length.
     bool good = j.is_object() && j.contains("scales") && j.contains("maxima");
-    good = good && words(j["scales"]) && j["maxima"].is_array();
+    good = good && is_list_to(j["scales"], UINT32_MAX) && j["maxima"].is_array();
     good = good && j["maxima"].size() == j["scales"].size();
     if (good)
         for (const nlohmann::json& maxima : j["maxima"])
-            good = good && words(maxima);
+            good = good && is_list_to(maxima, UINT32_MAX);
     return good ? "" : "fp8 is no list of scales with a list of maxima for each";
 }
 
 // Check the fields that not every manifest has: older programs wrote no tokens, and best_step is
 // there only if a best checkpoint is kept.
 inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
-    std::string wrong;
-    if (m.contains("tokens"))
-        wrong = check_integer(m, "tokens", 0, INT64_MAX / 2);
-    if (wrong.empty() && m.contains("best_step"))
-        wrong = check_integer(m, "best_step", 0, most_steps);
+    std::string wrong = check_integers(m, {{"tokens", 0, INT64_MAX / 2, true},
+                                           {"best_step", 0, most_steps, true}});
     bool loss = m.contains("best_loss") && m["best_loss"].is_number();
     if (wrong.empty() && m.contains("best_step") && !loss)
         wrong = "best_loss is missing, or no number";
@@ -181,10 +159,8 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     bool named = base.is_null() || (base.is_object() && base.contains("name"));
     if (wrong.empty() && !named)
         wrong = "base is " + json_word(base) + ", which has no name";
-    for (const char* key : {"bytes", "crc32"})
-        if (wrong.empty() && !base.is_null())
-            wrong = check_integer(base, key, 0, UINT64_MAX);
-
+    if (wrong.empty() && !base.is_null())
+        wrong = check_integers(base, {{"bytes"}, {"crc32"}});
     if (wrong.empty() && m.contains("rollouts"))
         wrong = check_rollouts_json(m["rollouts"]);
 
@@ -206,15 +182,11 @@ inline std::string check_manifest(const nlohmann::json& m) {
     const uint64_t most_steps = 1000000000000; // as --steps allows
 
     // Check the counters.
-    std::string wrong = check_integer(m, "step", 0, most_steps);
-    if (wrong.empty())
-        wrong = check_integer(m, "optimizer_step", 0, most_steps);
-    if (wrong.empty())
-        wrong = check_integer(m, "cursor", 0, UINT64_MAX);
-    if (wrong.empty())
-        wrong = check_integer(m, "seed", 0, UINT64_MAX);
-    if (wrong.empty())
-        wrong = check_integer(m, "threads", 1, 1000000);
+    std::string wrong = check_integers(m, {{"step", 0, most_steps},
+                                           {"optimizer_step", 0, most_steps},
+                                           {"cursor"},
+                                           {"seed"},
+                                           {"threads", 1, 1000000}});
 
     // Check the texts and lists.
     for (const char* key : {"optimizer", "precision", "cpu"})

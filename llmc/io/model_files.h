@@ -29,6 +29,7 @@
 #include "files.h"
 #include "hf_config.h"
 #include "hf_files.h"
+#include "hf_places.h"
 #include "huggingface.h"
 #include "one_reader.h"
 #include "safetensors.h"
@@ -343,18 +344,6 @@ inline std::string model_file_shape(Shape* shape, const std::string& path) {
     return wrong;
 }
 
-// Reorder x (NH*HS,C): rows (2i, 2i+1) of each head become rows (i, i + HS/2).
-inline std::vector<float> in_halves(const std::vector<float>& x, size_t HS, size_t C) {
-    // Like Hugging Face's, the model's RoPE turns element i of a head with element i + HS/2.
-    std::vector<float> y(x.size());
-    for (size_t row = 0; row < x.size() / C; row++) {
-        size_t e = row % HS; // row in its head
-        size_t to = row - e + e / 2 + e % 2 * (HS / 2);
-        std::copy_n(&x[row * C], C, &y[to * C]);
-    }
-    return y;
-}
-
 // Load all weights of a file. The first rank reads each tensor once, and sends it to the stages
 // that need it. All ranks call, and see the same error. *bytes: tensor bytes that this rank read.
 template <typename T, typename S>
@@ -380,7 +369,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
         // Reorder a Llama's queries and keys, which RoPE turns; values keep their order.
         bool turns = p.name.ends_with("q_proj.weight") || p.name.ends_with("k_proj.weight");
         if (turns)
-            to->floats = in_halves(to->floats, t.model.shape.HS, p.cols());
+            to->floats = reorder_rotary(to->floats, t.model.shape.HS, p.cols(), true);
         return std::string();
     };
     wrong = load_parameters(t, source, t.model.parameters);
@@ -393,12 +382,8 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
 
 // Check at the start of a run that the path can be written, and that llm.c's GPT-2 has this shape.
 inline std::string model_file_check(const Shape& s, const std::string& path, Type dtype) {
-    if (::access(folder_of(path).c_str(), W_OK | X_OK) != 0)
-        return "--export " + path + ": cannot be written: " + folder_of(path) + ": " +
-               strerror(errno);
-    struct stat st;
-    if (stat(path.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
-        return "--export " + path + ": is no file: choose another name";
+    std::string wrong = check_export_file(path);
+    if (!wrong.empty()) return wrong;
 
     // Refuse shapes that the header cannot describe.
     bool like_gpt2 = s.family == Family::GPT2 && s.embedding.position == Position::LEARNED &&

@@ -120,13 +120,7 @@ inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
     // Describe each token as transformers does, in the order of their numbers: its library counts.
     std::vector<nlohmann::ordered_json> added;
     for (const std::string& text : texts_between_commas(list))
-        added.push_back({{"id", find_token(t.special, text)},
-                         {"content", text},
-                         {"single_word", false},
-                         {"lstrip", false},
-                         {"rstrip", false},
-                         {"normalized", false},
-                         {"special", true}});
+        added.push_back(special_token_json(find_token(t.special, text), text));
 
     // Skip tokens that are there: a file made from our tokenizer has them already.
     std::string wrong = change_json(e, "tokenizer.json", [&](nlohmann::ordered_json& j) {

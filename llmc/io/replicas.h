@@ -220,12 +220,10 @@ struct ShownSum {
 
 // Return a list in words: "3", "0, 1 and 2".
 inline std::string list_of_ranks(const std::vector<int>& ranks) {
-    std::string text;
-    for (size_t i = 0; i < ranks.size(); i++) {
-        const char* comma = i + 1 == ranks.size() ? " and " : ", ";
-        text += concat(i ? comma : "", ranks[i]);
-    }
-    return text;
+    std::vector<std::string> words;
+    for (int rank : ranks)
+        words.push_back(std::to_string(rank));
+    return words_with_and(words);
 }
 
 // Name the ranks that disagree with the majority of those that keep the same elements.

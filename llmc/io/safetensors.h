@@ -84,45 +84,6 @@ inline size_t dtype_bytes(const std::string& dtype) {
     return it == known.end() ? 0 : it->second;
 }
 
-// Convert a half to a float. A half has 1 bit of sign, 5 of exponent, 10 of mantissa.
-inline float half_to_float(uint16_t h) {
-    uint32_t sign = uint32_t(h & 0x8000) << 16;
-    uint32_t exponent = h >> 10 & 31;
-    uint32_t mantissa = h & 1023;
-    if (exponent == 0) // zero, or subnormal
-        return (sign ? -1.0f : 1.0f) * float(mantissa) * 0x1p-24f;
-
-    // Move the bias of the exponent from 15 to 127, and widen the mantissa.
-    uint32_t u = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-// Round to the nearest half, ties to even. Numbers that are too large become infinity, and a
-// NaN stays a NaN.
-inline uint16_t float_to_half(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    uint32_t sign = u >> 16 & 0x8000;
-    uint32_t absolute = u & 0x7fffffff;
-
-    // Treat the special cases: NaN; infinity from 65520 on; subnormals, which
-    // are multiples of 2^-24.
-    if (absolute > 0x7f800000)
-        return uint16_t(sign | 0x7e00);
-    if (absolute >= 0x477ff000)
-        return uint16_t(sign | 0x7c00);
-    if (absolute < 0x38800000) {
-        float scaled = std::fabs(f) * 0x1p24f;
-        return uint16_t(sign | uint32_t(std::nearbyintf(scaled)));
-    }
-
-    // Round away 13 bits of the mantissa, and move the exponent's bias from 127 to 15.
-    uint32_t rounded = absolute + 0xfff + (absolute >> 13 & 1);
-    return uint16_t(sign | (rounded - 0x38000000) >> 13);
-}
-
 // Whether tensor_to_float() can read a type.
 inline bool is_float_dtype(const std::string& d) {
     return d == "F32" || d == "F16" || d == "BF16" || d == "F64";
@@ -141,9 +102,10 @@ inline void tensor_to_float(float* out, const SafeTensor& t, size_t first, size_
             memcpy(&d, p + 8 * i, 8);
             out[i] = float(d);
         } else {
+            bool bf = t.dtype == "BF16";
             uint16_t h;
             memcpy(&h, p + 2 * i, 2);
-            out[i] = t.dtype == "BF16" ? to_float(bf16{h}) : half_to_float(h);
+            out[i] = bf ? to_float(bf16{h}) : to_float(fp16{h});
         }
     }
 }
@@ -155,8 +117,10 @@ inline void float_to_type(void* out, const float* in, size_t count, Type type) {
         return;
     }
     uint16_t* halves = static_cast<uint16_t*>(out);
-    for (size_t i = 0; i < count; i++)
-        halves[i] = type == Type::BF16 ? from_acc<bf16>(in[i]).bits : float_to_half(in[i]);
+    for (size_t i = 0; i < count; i++) {
+        bool bf = type == Type::BF16;
+        halves[i] = bf ? from_acc<bf16>(in[i]).bits : from_acc<fp16>(in[i]).bits;
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -337,7 +301,7 @@ inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
 inline float as_written(float x, Type dtype) {
     if (dtype == Type::BF16)
         return to_float(from_acc<bf16>(x));
-    return dtype == Type::F16 ? half_to_float(float_to_half(x)) : x;
+    return dtype == Type::F16 ? to_float(from_acc<fp16>(x)) : x;
 }
 
 // Count a value that a narrower type makes infinite, or zero. A value that was no number is

@@ -137,6 +137,15 @@ inline void add_template(nlohmann::ordered_json* j, int token, const std::string
         {"special_tokens", {{text, {{"id", text}, {"ids", {token}}, {"tokens", {text}}}}}}};
 }
 
+// A special token as tokenizer.json lists it.
+inline nlohmann::ordered_json special_token_json(int token, const std::string& text) {
+    nlohmann::ordered_json j = {{"id", token}, {"content", text}};
+    for (const char* rule : {"single_word", "lstrip", "rstrip", "normalized"})
+        j[rule] = false;
+    j["special"] = true;
+    return j;
+}
+
 // Make a tokenizer.json of bytes, or of a BPE that came in another format.
 inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
     auto j = nlohmann::ordered_json::parse(R"({"version": "1.0", "truncation": null,
@@ -151,13 +160,7 @@ inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
         if (!texts[i].empty())
             vocabulary.emplace_back(texts[i], i);
         if (find_token(t.special, texts[i]) == int(i))
-            j["added_tokens"].push_back({{"id", i},
-                                         {"content", texts[i]},
-                                         {"single_word", false},
-                                         {"lstrip", false},
-                                         {"rstrip", false},
-                                         {"normalized", false},
-                                         {"special", true}});
+            j["added_tokens"].push_back(special_token_json(int(i), texts[i]));
     }
 
     // Describe the model, then the steps around it.

@@ -747,34 +747,38 @@ struct SentencePieceFields {
 // Read the whole message. Returns false if it is cut short, or no such message.
 inline bool read_sentencepiece_fields(Tokenizer* t, SentencePieceFields* f,
                                       const std::string& file) {
+    // Message 2 says how the model was trained, 3 how text is normalised.
+    struct Row {
+        int message, field;
+        uint64_t* to;
+    };
+    const Row rows[] = {
+        {2, 3, &f->model},
+        {2, 24, &f->suffix},
+        {2, 41, &f->bos},
+        {2, 42, &f->eos},
+        {3, 3, &f->prefix},
+        {3, 4, &f->extra},
+        {3, 5, &f->escaped},
+    };
     bool good = true;
     ProtoReader p = proto_reader(file);
     while (next_field(&p)) {
-        ProtoReader q = proto_reader(p.bytes);
-
-        // A piece.
         if (p.field == 1)
             good &= read_sentencepiece_piece(t, p.bytes);
+        if (p.field == 3) f->extra = 1;
 
-        // How the model was trained.
-        if (p.field == 2)
-            while (next_field(&q)) {
-                if (q.field == 3) f->model = q.number;
-                if (q.field == 24) f->suffix = q.number;
-                if (q.field == 41) f->bos = q.number;
-                if (q.field == 42) f->eos = q.number;
-            }
-
-        // How text is normalised.
-        if (p.field == 3)
-            for (f->extra = 1; next_field(&q);) {
-                if (q.field == 2)
-                    f->character_map = q.bytes.size();
-                if (q.field == 3) f->prefix = q.number;
-                if (q.field == 4) f->extra = q.number;
-                if (q.field == 5) f->escaped = q.number;
-            }
-        good &= p.field == 1 || q.good;
+        // Read the fields of a message.
+        bool message = p.field == 2 || p.field == 3;
+        ProtoReader q = proto_reader(message ? p.bytes : "");
+        while (next_field(&q)) {
+            for (const Row& row : rows)
+                if (row.message == p.field && row.field == q.field)
+                    *row.to = q.number;
+            if (p.field == 3 && q.field == 2)
+                f->character_map = q.bytes.size();
+        }
+        good &= q.good;
     }
     return good && p.good;
 }

@@ -14,7 +14,6 @@
 #include <regex>
 #include "../access.h"
 #include "../adapters.h"
-#include "../family.h"
 #include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../io/hf_files.h"
@@ -202,9 +201,7 @@ inline std::string peft_scale(const nlohmann::json& j, const std::string& path,
 
 // The name that PEFT gives a parameter, or in a stack that of expert number `expert`.
 inline std::string peft_name(const Model& m, const std::string& name, size_t expert = 0) {
-    std::string full;
-    with_family(m.shape.family, [&](auto family) { full = hf_name(family, name); });
-    return PEFT_PREFIX + stack_name(full, expert);
+    return PEFT_PREFIX + stack_name(hf_name(m.shape, name), expert);
 }
 
 // The name of a parameter's module in a config, where PEFT's wrappers put nothing in front.

@@ -61,6 +61,20 @@ inline std::map<std::string, std::string> folder_bytes(const std::string& folder
     return files;
 }
 
+// Bytes in base64, as tokenizers' files have them.
+inline std::string base64(const std::string& bytes) {
+    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string out;
+    for (size_t i = 0; i < bytes.size(); i += 3) {
+        uint32_t bits = 0;
+        for (size_t k = 0; k < 3; k++)
+            bits = bits << 8 | (i + k < bytes.size() ? (unsigned char)bytes[i + k] : 0);
+        for (size_t k = 0; k < 4; k++)
+            out += i + k > bytes.size() ? '=' : digits[bits >> (18 - 6 * k) & 63];
+    }
+    return out;
+}
+
 // A path in the folder of this process. The folder exists from the first call on.
 inline std::string scratch(const std::string& name) {
     static const std::string folder =

@@ -95,7 +95,7 @@ struct TensorFile {
         // take the parameter's rows.
         HfPlace place = hf_place(s, p);
         std::string name = kind + place.tensor;
-        if (!safetensors_find(file, name)) name = kind + export_name(p, s);
+        if (!safetensors_find(file, name)) name = kind + hf_name(s, hf_place(s, p).tensor);
         std::vector<float> x = floats(name);
         EXPECT_EQ(x.size(), place.rows * p.cols()) << name;
         x.erase(x.begin(), x.begin() + long(place.first * p.cols()));

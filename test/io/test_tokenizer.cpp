@@ -64,19 +64,6 @@ static std::string letters(const std::string& bytes) {
     return text;
 }
 
-static std::string base64(const std::string& bytes) {
-    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    std::string out;
-    for (size_t i = 0; i < bytes.size(); i += 3) {
-        uint32_t bits = 0;
-        for (size_t k = 0; k < 3; k++)
-            bits = bits << 8 | (i + k < bytes.size() ? (unsigned char)bytes[i + k] : 0);
-        for (size_t k = 0; k < 4; k++)
-            out += i + k > bytes.size() ? '=' : digits[bits >> (18 - 6 * k) & 63];
-    }
-    return out;
-}
-
 // A byte-level tokenizer: the tokens 0 to 255 are bytes, and each merge has the next token.
 struct ByteLevel {
     std::vector<std::pair<std::string, std::string>> merges;

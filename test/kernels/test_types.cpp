@@ -221,6 +221,8 @@ TEST(Maths, FastTanhIsWithinItsBound) {
 
 static uint16_t bf16_bits(float f) { return from_acc<bf16>(f).bits; }
 static float bf16_value(uint16_t h) { return to_float(bf16{h}); }
+static uint16_t half_bits(float f) { return from_acc<fp16>(f).bits; }
+static float half_value(uint16_t h) { return to_float(fp16{h}); }
 
 // Check rounding at every pair of neighbours a < b of a narrow type. Rounding is monotonic, so
 // it is right everywhere if it is right at a, just below the middle, at the middle, just above
@@ -277,8 +279,8 @@ TEST(Types, Bf16RoundTripsAndRoundsToEven) {
 }
 
 TEST(Types, HalfRoundTripsAndRoundsToEven) {
-    expect_round_trips(float_to_half, half_to_float, 0x7c00);
-    expect_nearest_even(float_to_half, half_to_float, 0x7c00);
+    expect_round_trips(half_bits, half_value, 0x7c00);
+    expect_nearest_even(half_bits, half_value, 0x7c00);
 
     // The value of each half, from its definition.
     for (uint32_t h = 0; h < 65536; h++) {
@@ -286,22 +288,22 @@ TEST(Types, HalfRoundTripsAndRoundsToEven) {
         double want =
             exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
         if (exponent == 31) want = mantissa ? NAN : INFINITY;
-        float got = half_to_float(uint16_t(h));
+        float got = half_value(uint16_t(h));
         ASSERT_TRUE(want != want ? got != got : got == (h & 0x8000 ? -want : want))
             << std::hex << h;
     }
 
     // The largest half, the first float that rounds to infinity, and the ends
     // of the subnormal numbers.
-    EXPECT_EQ(float_to_half(65504), 0x7bff);
-    EXPECT_EQ(float_to_half(ulps(65520, -1)), 0x7bff);
-    EXPECT_EQ(float_to_half(65520), 0x7c00);
-    EXPECT_EQ(float_to_half(FLT_MAX), 0x7c00);
-    EXPECT_EQ(float_to_half(-INFINITY), 0xfc00);
-    EXPECT_EQ(float_to_half(0x1p-25f), 0);
-    EXPECT_EQ(float_to_half(0x1.8p-25f), 1);
-    EXPECT_EQ(float_to_half(-0x1p-149f), 0x8000);
-    EXPECT_TRUE(std::signbit(half_to_float(0x8000)));
+    EXPECT_EQ(half_bits(65504), 0x7bff);
+    EXPECT_EQ(half_bits(ulps(65520, -1)), 0x7bff);
+    EXPECT_EQ(half_bits(65520), 0x7c00);
+    EXPECT_EQ(half_bits(FLT_MAX), 0x7c00);
+    EXPECT_EQ(half_bits(-INFINITY), 0xfc00);
+    EXPECT_EQ(half_bits(0x1p-25f), 0);
+    EXPECT_EQ(half_bits(0x1.8p-25f), 1);
+    EXPECT_EQ(half_bits(-0x1p-149f), 0x8000);
+    EXPECT_TRUE(std::signbit(half_value(0x8000)));
 }
 
 TEST(Types, NamesAndSizes) {
