@@ -61,8 +61,8 @@ PORTABLE = -cudart $(CUDART) -L$(ARCHIVES) -Xlinker -rpath,\$$ORIGIN:/usr/local/
 define nvcc
 @command -v $(NVCC) >/dev/null || \
     { echo "$@: there is no $(NVCC): install the CUDA toolkit, give NVCC= or make DEVICE=cpu"; exit 1; }
-@echo "$(NVCC) $(NVCCFLAGS) $< -o $@ $(GPU_LIBS) $(PORTABLE)"
-@$(NVCC) $(NVCCFLAGS) -MMD -MF $@.d $< -o $@ $(GPU_LIBS) $(PORTABLE) >$@.log 2>&1; status=$$?; \
+@echo "$(NVCC) $(NVCCFLAGS) $(or $(1),$< $(GPU_LIBS) $(PORTABLE)) -o $@"
+@$(NVCC) $(NVCCFLAGS) -MMD -MF $@.d $(or $(1),$< $(GPU_LIBS) $(PORTABLE)) -o $@ >$@.log 2>&1; status=$$?; \
     cat $@.log; missing=$$(sed -nE 's/.*fatal error: ([^:]*): No .*/\1/p; s/.*cannot find (-l[^:]*).*/\1/p' $@.log); \
     [ -z "$$missing" ] || echo "$@ misses" $$missing "(make setup)"; \
     if grep -E 'warning|spill|C75[0-9][0-9]' $@.log | grep -qv '\[-W'; then rm -f $@; exit 1; fi; exit $$status
@@ -187,10 +187,14 @@ endif
 # On GPUs. Kernels alone need no library but CUDA's.
 $(addprefix $(BUILD)/gpu/,$(TRAINERS) test_device test_comm libraries): GPU_LIBS = $(filter-out -ldnnl,$(LIBS)) -lcublasLt
 $(addprefix $(BUILD)/gpu/,test_device test_comm): LIBS += -lgtest -lgtest_main
-$(addprefix $(BUILD)/gpu/,$(TRAINERS) test_comm): NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
+$(addprefix $(BUILD)/gpu/,$(addsuffix .o,$(TRAINERS)) step_%.o test_comm): NVCCFLAGS += $(filter -D% -I%,$(MPI_FLAGS)) $(NCCL_FLAGS)
 $(addprefix $(BUILD)/gpu/,$(TRAINERS) test_comm): LIBS += $(filter -L% -l%,$(MPI_LIBS)) $(NCCL_LIBS)
-$(addprefix $(BUILD)/gpu/,$(TRAINERS)): $(BUILD)/gpu/%: %.cu | $(ARCHIVES)
-	$(nvcc)
+$(BUILD)/gpu/step_%.o: llmc/layers.h | $(ARCHIVES)
+	$(call nvcc,-c -DSTEP_OF=$* -include $< /dev/null)
+$(BUILD)/gpu/%_gpt.o: %_gpt.cu | $(ARCHIVES)
+	$(call nvcc,-c $(if $(STEPS),-DSTEP_BUILT) $<)
+$(addprefix $(BUILD)/gpu/,$(TRAINERS)): %: %.o $(subst $(BUILD),$(BUILD)/gpu,$(call step,float bf16 fp16))
+	$(NVCC) $^ -o $@ $(addprefix -Xcompiler ,$(OPENMP)) $(GPU_LIBS) $(PORTABLE)
 $(BUILD)/gpu/%: %.cpp | $(ARCHIVES)
 	$(nvcc)
 $(BUILD)/gpu/bench_%: dev/bench/%.cu | $(ARCHIVES)

@@ -479,17 +479,23 @@ template <typename T, typename S>
 Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
 
 // ----------------------------------------------------------------------------
-// the step on the CPU, compiled once per element type for all programs that train
-//   make compiles layers.h into build/step_float.o, step_double.o and so on; STEP_OF is the type.
-//   Programs that link these objects are compiled with STEP_BUILT, which only declares the step's
-//   templates. `make STEPS=` compiles each program whole: it includes layers.h.
+// the step, compiled once per element type for all programs that train
+//   make compiles layers.h into build/step_float.o, step_double.o and so on; STEP_OF is the type,
+//   and nvcc adds the step on GPUs. Programs that link these objects are compiled with STEP_BUILT,
+//   which only declares the step's templates. `make STEPS=` compiles each program whole: it
+//   includes layers.h.
 
-#define LLMC_STEP(EXTERN, T)                                                                       \
-    EXTERN template void trainer_place(Trainer<T, Cpu>&, const Shape&,                             \
+#define LLMC_STEP_ON(EXTERN, T, S)                                                                 \
+    EXTERN template void trainer_place(Trainer<T, S>&, const Shape&,                               \
                                        const std::vector<PlanOptions>&, const Layout&);            \
-    EXTERN template void run_layer(Trainer<T, Cpu>&, const Action&);                               \
-    EXTERN template void run_action(Trainer<T, Cpu>&, const Action&);                              \
-    EXTERN template void run_actions(Trainer<T, Cpu>&, Part);
+    EXTERN template void run_layer(Trainer<T, S>&, const Action&);                                 \
+    EXTERN template void run_action(Trainer<T, S>&, const Action&);                                \
+    EXTERN template void run_actions(Trainer<T, S>&, Part);
+#ifdef __CUDACC__
+#define LLMC_STEP(EXTERN, T) LLMC_STEP_ON(EXTERN, T, Cpu) LLMC_STEP_ON(EXTERN, T, cudaStream_t)
+#else
+#define LLMC_STEP(EXTERN, T) LLMC_STEP_ON(EXTERN, T, Cpu)
+#endif
 
 #ifdef STEP_BUILT
 LLMC_STEP(extern, float)

@@ -67,8 +67,9 @@ inline void drop_over_capacity(int* ids, int* dropped, const int* choices, size_
 #if LLMC_KERNELS
 
 // Block e walks the slots of all sequences, and decides on those that chose its expert.
-__global__ void drop_over_capacity_kernel(int* ids, int* dropped, const int* choices, size_t M,
-                                          size_t length, size_t E, size_t capacity) {
+static __global__ void drop_over_capacity_kernel(int* ids, int* dropped, const int* choices,
+                                                 size_t M, size_t length, size_t E,
+                                                 size_t capacity) {
     LLMC_SHARED(int, of_warp, SLOT_THREADS / 32);
     int e = int(blockIdx.x);
     int over = 0; // slots dropped

@@ -114,7 +114,7 @@ inline void fp8_next_scales(const Fp8History& h, const Fp8Rule& rule, Cpu) {
 #if LLMC_KERNELS
 
 // One warp for each slot.
-__global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
+static __global__ void fp8_next_scales_kernel(Fp8History h, Fp8Rule rule) {
     unsigned lane = threadIdx.x % 32;
     size_t slot = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
     size_t past = size_t(rule.length - 1);

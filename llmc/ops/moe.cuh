@@ -569,8 +569,8 @@ __device__ inline unsigned warp_kept_groups(const float* logits, const Routing& 
 
 // A warp has a token, and lane j keeps its j-th choice.
 //   ids, gates (N,K)   logits (N,E)
-__global__ void route_forward_kernel(int* ids, float* gates, const float* logits, Routing r,
-                                     size_t N) {
+static __global__ void route_forward_kernel(int* ids, float* gates, const float* logits, Routing r,
+                                            size_t N) {
     size_t n = size_t(blockIdx.x) * ROUTE_WARPS + threadIdx.x / 32;
     if (n >= N) return; // all lanes of a warp leave together
     unsigned lane = threadIdx.x % 32;
@@ -653,8 +653,8 @@ __global__ void route_backward_kernel(T* dlogits, const float* dgates, const flo
 
 // Block (e, group) counts the slots of one expert in one group.
 //   counts (groups,E)   ids (groups,length)
-__global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E,
-                                   bool accumulate) {
+static __global__ void count_slots_kernel(int* counts, const int* ids, size_t length, size_t E,
+                                          bool accumulate) {
     const int* mine = ids + size_t(blockIdx.y) * length;
 
     // Count. Sums of integers do not depend on their order.
@@ -688,7 +688,7 @@ __device__ inline int rank_of_match(bool match, int* of_warp, int* all) {
 }
 
 // Block e places its expert's slots in order, as many at a time as it has threads.
-__global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
+static __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) {
     // The number of matches in each warp, for one round.
     constexpr unsigned WARPS = SLOT_THREADS / 32;
     LLMC_SHARED(int, of_warp, WARPS);
@@ -720,7 +720,7 @@ __global__ void place_slots_kernel(Slots s, const int* ids, size_t M, size_t E) 
 }
 
 // Block r makes list r, as many tokens at a time as it has threads.
-__global__ void list_tokens_kernel(int* tokens, int* counts, const int* ids, TokenLists of) {
+static __global__ void list_tokens_kernel(int* tokens, int* counts, const int* ids, TokenLists of) {
     constexpr unsigned WARPS = SLOT_THREADS / 32;
     LLMC_SHARED(int, of_warp, WARPS);
     size_t r = blockIdx.x;
@@ -738,7 +738,8 @@ __global__ void list_tokens_kernel(int* tokens, int* counts, const int* ids, Tok
 }
 
 // A thread a slot.
-__global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t first, size_t E) {
+static __global__ void own_experts_kernel(int* own, const int* ids, size_t M, size_t first,
+                                          size_t E) {
     size_t i = size_t(blockIdx.x) * SLOT_THREADS + threadIdx.x;
     if (i >= M) return;
     size_t e = size_t(ids[i]) - first;
