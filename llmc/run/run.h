@@ -108,7 +108,7 @@ struct Saves {
     double last = clock_seconds(); // when the last save ended, or the run began
     double retry = 0;              // when to try a failed save again; 0: the last one succeeded
     int64_t count = 0;             // saves that have succeeded
-    double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
+    double interval = 0;           // seconds from save to save, --save-every auto; 0: unmeasured
     bool memory_fails = false;     // the last save to --buddy failed
     double in_memory = 0;          // seconds spent in saves to --buddy
     bool tries_first = false;      // a save was dropped: those after it try their weights first

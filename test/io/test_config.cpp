@@ -1,8 +1,8 @@
 // test_config.cpp - flags, files of flags, help, and refusals: each names the fault and a fix
 #include "../../llmc/io/config_check.h"
 #include "../../llmc/io/config_notes.h"
-#include "../../llmc/extra/ds_config.h"
 #include "../../llmc/io/hf_config.h"
+#include "../../llmc/io/model_shape.h"
 #include "../../llmc/optimizer.h"
 #include "../harness/testing.h"
 
@@ -42,6 +42,9 @@ TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
     EXPECT_EQ(says("train_gpt", {"--fit", "24"}), "--fit is a flag of plan_gpt");
     EXPECT_EQ(says("plan_gpt", {"--gpus", "8", "--tp", "2", "--lora", "8"}), "");
     EXPECT_EQ(says("convert_gpt", {"a", "b", "--merge"}), "");
+    EXPECT_EQ(says("train_gpt", {"--top-k", "5"}), "--top-k is a flag of sample_gpt");
+    EXPECT_EQ(says("train_gpt", {"--save-minutes", "5"}),
+              "--save-minutes is gone: --save-every 10m says minutes");
     EXPECT_HAS(says("train_gpt", {"a"}), "'a' is no flag");
     EXPECT_HAS(says("prepare_gpt", {"--shard-tokns", "9"}), "did you mean --shard-tokens?");
 
@@ -90,6 +93,15 @@ TEST(Config, ReadsAValueBehindAnEqualsSign) {
     EXPECT_TRUE(c.explain);
     EXPECT_HAS(parse({"--stpes=3"}), "unknown flag --stpes: did you mean --steps?");
     EXPECT_HAS(parse({"--resume=maybe"}), "--resume wants true or false, not 'maybe'");
+
+    // A switch may take a number, which turns it on.
+    Config at;
+    EXPECT_EQ(parse(at, {"--resume", "40", "--explain=3", "--save-async", "--steps", "7"}), "");
+    EXPECT_TRUE(at.resume && at.explain && at.save_async);
+    EXPECT_EQ(at.resume_step, 40);
+    EXPECT_EQ(at.layer, 3);
+    EXPECT_EQ(config_json(at)["resume"], 40);
+    EXPECT_HAS(parse({"--save-async", "7"}), "'7' is no flag");
 }
 
 // A default that follows from other flags must know whether the user has set the flag,
@@ -184,19 +196,77 @@ TEST(Config, RefusesWhatItCannotRead) {
     EXPECT_HAS(parse({"--seed", "-1"}), "from 0 to 9007199254740991");
 }
 
+// The words that turn a flag on, behind others.
+static std::vector<std::string> words_of(std::vector<std::string> words, const On& on) {
+    std::vector<std::string> values = {"true", "x", "1", "2", "0.25"};
+    std::string choice, value = on.value;
+    for (std::istringstream in(on.flag->accepts); std::getline(in, choice, '|');)
+        values.push_back(choice);
+    for (const std::string& each : values) {
+        Config c;
+        if (value.empty() && set_flag(c, on.flag->name, each).empty() && first_on(c, {on}))
+            value = each;
+    }
+    words.push_back(concat("--", on.flag->name, "=", value));
+    return words;
+}
+
+// Each row of both tables refuses what it names. A flag that it needs takes the refusal away.
+TEST(Config, PairsOfFlagsAreRefused) {
+    auto says = [](const std::vector<std::string>& words) {
+        Config c;
+        EXPECT_EQ(parse(c, words), "");
+        return check_pairs(c);
+    };
+    typedef std::vector<std::string> Words;
+    EXPECT_EQ(says({}), "");
+    for (const Pair& pair : NEEDED_FLAGS) {
+        bool reached = false;
+        for (const Words& base : {Words{}, {"--loss", "grpo", "--export", "x"}})
+            for (const On& on : flags_in(pair.flags)) {
+                std::string wrong = says(words_of(base, on));
+                bool mine = wrong.starts_with("--") && wrong.ends_with(pair.says);
+                reached |= mine;
+                std::string mended = says(words_of(words_of(base, on), flags_in(pair.others)[0]));
+                EXPECT_FALSE(mine && mended == wrong) << wrong;
+            }
+        EXPECT_TRUE(reached) << pair.says;
+    }
+
+    // The other flag is named with its value where the message has a place for it.
+    const Words base = {"--precision", "bf16", "--zero", "3", "--steps", "0", "--prompts", "p",
+                        "--out", "x"};
+    for (const Pair& pair : EXCLUDED_FLAGS) {
+        bool reached = false;
+        for (const On& on : flags_in(pair.flags))
+            for (const On& other : flags_in(pair.others)) {
+                Config c;
+                Words words = words_of(words_of(base, on), other);
+                EXPECT_EQ(parse(c, words), "");
+                std::string wrong = check_pairs(c), expected = pair.says;
+                EXPECT_NE(wrong, "") << words[words.size() - 2] << " " << words.back();
+                if (size_t at = expected.find('%'); at != expected.npos)
+                    expected.replace(at, 1, flag_text(c, *other.flag));
+                reached |= wrong == flag_text(c, *on.flag) + expected;
+            }
+        EXPECT_TRUE(reached) << pair.says;
+    }
+
+    // A checkpoint's flags do no harm where they do nothing.
+    Config adopted;
+    adopted.gamma = 0.5;
+    adopted.adopted = {"gamma"};
+    EXPECT_EQ(check_pairs(adopted), "");
+}
+
 // Refusals of techniques that cannot be combined, or that this program lacks.
 TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
 
-    EXPECT_HAS(check({"--recompute", "full", "--recompute-segment", "99"}),
-               " blocks: give at most");
-
     // fp8 and its options.
     EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
-    EXPECT_HAS(parse({"--fp8-weights", "layer"}), "step|product");
-    EXPECT_HAS(parse({"--fp8-margin", "7"}), "from 0 to 6, not");
-    EXPECT_HAS(check({"--fp8", "delayed"}), "--precision is fp32: give --precision bf16");
-    EXPECT_HAS(check({"--fp8", "block"}), "--precision is fp32: give --precision bf16");
+    EXPECT_EQ(check({"--fp8", "block"}), "--fp8 block quantises what is bf16, and not what is of "
+                                         "--precision fp32: give --precision bf16");
     EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
     EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
 
@@ -211,15 +281,13 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}),
                "times steps of training");
     EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer"}), "");
-    EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer,gradients",
-                     "--offload-update", "host"}), "");
+    EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer,update,gradients"}),
+              "");
     EXPECT_EQ(check({"--machine", "h100", "--explain", "--lora", "8"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--plan", "auto"}), "");
 
     // Plans that the program chooses.
-    EXPECT_HAS(check({"--gpus", "8"}), "--gpus 8 is what --plan plans for: give --plan auto");
-    EXPECT_HAS(check({"--gpus", "8", "--plan", "auto"}), "need not be there: give --explain");
     EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
     EXPECT_EQ(check({"--plan", "auto", "--recompute", "full", "--explain"}), "");
     EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}),
@@ -228,7 +296,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
                "chooses --micro-batch where --batch-tokens says the batch");
     for (const char* known : {"optimizer", "gradients", "optimizer,weights", "activations"})
         EXPECT_EQ(check({"--plan", "auto", "--offload", known}), "");
-    EXPECT_EQ(check({"--plan", "auto", "--offload", "optimizer", "--offload-update", "host"}), "");
+    EXPECT_EQ(check({"--plan", "auto", "--offload", "optimizer,update"}), "");
     EXPECT_EQ(check({"--plan", "auto", "--lora", "8"}), "");
     EXPECT_EQ(check({"--plan", "auto", "--fp8", "block", "--precision", "bf16"}), "");
     EXPECT_EQ(check({"--machine", "h100", "--fp8", "delayed", "--precision", "bf16"}), "");
@@ -256,7 +324,10 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_EQ(parse(planned, {"--plan", "auto", "--hpz", "2"}), "");
     EXPECT_EQ(check_planning(planned), "");
 
-    EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg or FILE.json");
+    EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg, FILE.json or FILE.txt");
+    EXPECT_HAS(check({"--timeline", ".txt"}), "FILE.svg, FILE.json or FILE.txt");
+    EXPECT_EQ(check({"--timeline", "x.txt"}), "");
+    EXPECT_HAS(check({"--timeline", "x.txt", "--explain"}), "times the actions of steps");
     EXPECT_HAS(check({"--plan", "auto", "--gpus", "2", "--explain", "--timeline", "plan.svg"}),
                "--timeline draws the step of one layout: give it with the command that");
     EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
@@ -288,27 +359,17 @@ TEST(Config, AdaptersHaveARank) {
     EXPECT_EQ(more.weight_decay, 0.2);
 
     // Flags that are for adapters, and those that adapters exclude.
-    EXPECT_HAS(check({"--lora-rs"}), "--lora-rs is for adapters: give --lora RANK");
-    EXPECT_HAS(check({"--lora-plus", "16"}), "--lora-plus is for adapters");
-    EXPECT_HAS(check({"--lora-layers", "2"}), "--lora-layers is for adapters: give --lora RANK");
     EXPECT_EQ(check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
               "");
     EXPECT_HAS(check({"--lora", "2"}, neox_shape(2, 4, 64, 256)), "not for gpt_neox: leave it out");
-    EXPECT_HAS(check({"--lora", "2", "--fp8", "block", "--precision", "bf16"}), "give --fp8 none");
     EXPECT_EQ(check({"--lora", "2", "--offload", "optimizer,activations,weights"}), "");
     EXPECT_EQ(check({"--lora", "2", "--offload", "optimizer", "--weights", "nf4"}), "");
-    EXPECT_HAS(check({"--lora", "2", "--offload", "weights", "--weights", "nf4"}),
-               "moves no codes of --weights nf4: leave one of them out");
-    EXPECT_HAS(check({"--lora", "2", "--precision", "bf16", "--masters", "remainder"}),
-               "give --masters float");
     EXPECT_HAS(check({"--lora", "2", "--export", "x.bin"}), "give a folder");
     EXPECT_HAS(check({"--lora", "2", "--export", "x.gguf"}), "give a folder, or --merge");
     EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}),
               "");
 
     EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "convert_gpt IN FILE.gguf writes it");
-    EXPECT_HAS(check({"--lora", "2", "--adapter", "x"}), "leave one of them out");
-    EXPECT_HAS(check({"--merge", "--export", "x"}), "give --export DIR, and --adapter DIR");
 
     // Frozen weights may be narrow where no rank cuts them and no file holds them.
     for (const char* zero : {"2", "3"})
@@ -322,9 +383,9 @@ TEST(Config, AdaptersHaveARank) {
 TEST(Config, APrefixIsTrainedAlone) {
     EXPECT_EQ(check({"--prefix", "8"}), "");
     EXPECT_EQ(check({"--prefix", "8", "--zero", "3", "--local-ranks", "2", "--dp", "2"}), "");
-    for (const char* other : {"lora", "adapter", "lora-plus"})
-        EXPECT_HAS(check({"--prefix", "8", std::string("--") + other, "2"}),
-                   concat("--prefix 8 is prefix tuning, and --", other, " is for other adapters"));
+    for (const char* other : {"--lora", "--adapter", "--lora-plus"})
+        EXPECT_HAS(check({"--prefix", "8", other, "2"}),
+                   concat("--prefix 8 is prefix tuning, and ", other, " 2 is for other adapters"));
     EXPECT_HAS(check({"--prefix", "1024"}), "leaves none of the model's 1024 positions for text");
     EXPECT_HAS(check({"--prefix", "24", "--seq", "1001"}),
                "--seq 1001 is beyond the model's 1000 positions behind the prefix: use --seq 1000");
@@ -340,27 +401,19 @@ TEST(Config, APrefixIsTrainedAlone) {
     EXPECT_HAS(check({"--prefix", "8", "--pipeline", "zero-bubble"}),
                "is not built with --pipeline zero-bubble: give gpipe, 1f1b or interleaved");
     EXPECT_EQ(check({"--prefix", "8", "--offload", "optimizer"}), "");
-    EXPECT_HAS(check({"--prefix", "8", "--fp8", "block", "--precision", "bf16"}), "--fp8 none");
-    EXPECT_HAS(check({"--prefix", "8", "--loss", "dpo"}), "compares with the base");
     EXPECT_EQ(check({"--prefix", "2", "--experts", "4"},
                     llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)), "");
 }
 
 TEST(Config, ContextParallelRanksShareSequencesEqually) {
-    for (const char* order : {"zigzag", "contiguous", "striped"})
-        EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64", "--cp-order", order}),
-                  "");
+    EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64"}), "");
 
     EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64"}),
                "2 x --cp 3 does not divide --seq 64: try --seq 60 or 66");
-    EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64", "--cp-order", "striped"}),
-               "--cp 3 does not divide --seq 64: try --seq 63 or 66");
     EXPECT_HAS(check({"--cp", "2", "--tp", "2", "--pp", "2", "--local-ranks", "6"}),
                "x --cp 2 are 8 ranks, and there are 6: use --local-ranks 8");
     EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--zero", "1", "--zero-group", "4"}),
                "--zero-group 4 does not divide --dp 1 x --cp 2");
-    EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--precision", "bf16", "--fp8", "block"}),
-               "--fp8 block is not built with --cp: leave one of them out");
 
     // The methods.
     EXPECT_HAS(check({"--cp-method", "any"}), "gather|ulysses|ring");
@@ -404,7 +457,6 @@ TEST(Config, TheLayoutMakesTheRanks) {
 
     // A stage needs a layer, and more stages on a rank need a schedule that knows of them.
     EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
-    EXPECT_HAS(check({"--local-ranks", "2", "--pp", "2", "--chunks", "2"}), "interleaved");
 
     // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups
     // itself, so it takes no others.
@@ -413,11 +465,6 @@ TEST(Config, TheLayoutMakesTheRanks) {
     EXPECT_EQ(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2"}), "");
     EXPECT_EQ(check({"--local-ranks", "4", "--zero", "2", "--hpz", "1"}), "");
     EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "3"}), "not divide --dp 4");
-    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "2", "--hpz", "2"}), "add --zero 3");
-    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2", "--zero-group", "2"}),
-               "leave --zero-group out");
-    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2", "--offload", "weights"}),
-               "--offload weights does not");
 }
 
 TEST(Config, TensorParallelRanksShareEqually) {
@@ -443,7 +490,6 @@ TEST(Config, TensorParallelRanksShareEqually) {
               "--tp 6 does not divide 4 heads: try --tp 1, 2"); // 6 ranks are no multiple of 4
 
     // Sequence parallelism.
-    EXPECT_HAS(check({"--sequence-parallel"}), "give --tp");
     EXPECT_HAS(check({"--tp", "4", "--explain", "--sequence-parallel", "--seq", "9",
                       "--micro-batch", "1"}),
                "does not divide micro-batch x seq = 9 rows: try --seq 12");
@@ -455,27 +501,19 @@ TEST(Config, TensorParallelRanksShareEqually) {
 TEST(Config, RefusesShapesThatDoNotFit) {
     // Sizes that do not divide.
     EXPECT_HAS(check({"--heads", "3"}),
-               "--heads 3 does not divide --channels 128: heads that do, near it: 1 2 4 8");
+               "--heads 3 does not divide --channels 128: heads that do, near it: 1, 2, 4, 8");
     EXPECT_HAS(check({"--seq", "2000"}),
                "beyond the model's 1024 positions: use --seq 1024 or less");
     EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
     EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
-
-    EXPECT_HAS(check({"--resume"}), "--out DIR");
-    EXPECT_HAS(check({"--document-end", "10"}), "--document-mask");
 
     // Losses that need their data.
     EXPECT_HAS(check({"--loss", "sft"}), "give --data FILE.jsonl");
     EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
                "leave --document-mask out");
     EXPECT_HAS(check({"--loss", "dpo"}), "give --data FILE.jsonl");
-    EXPECT_HAS(check({"--beta", "1"}), "give --loss dpo, ipo, simpo, orpo, kto or grpo");
-    EXPECT_HAS(check({"--loss", "dpo", "--undesirable-weight", "2"}),
-               "--undesirable-weight is for --loss kto: leave it out");
-    EXPECT_HAS(check({"--loss", "ipo", "--label-smoothing", "0.1"}), "is for --loss dpo");
-    EXPECT_HAS(check({"--loss", "dpo", "--label-smoothing", "0.5"}), "give less than 0.5");
+    EXPECT_HAS(parse({"--label-smoothing", "0.5"}), "from 0 to 0.49999, not '0.5'");
     EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}), "");
-    EXPECT_HAS(check({"--loss", "dpo", "--gamma", "1"}), "--gamma 1 is for --loss simpo");
     EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}), "");
 
     // Answers that are sampled.
@@ -489,7 +527,6 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_EQ(sampled({"--steps", "0"}), "");
 
     EXPECT_HAS(check({"--loss", "grpo", "--reward", "exact"}), "give --data FILE.jsonl");
-    EXPECT_HAS(check({"--group", "4"}), "--group is of answers that are sampled: give --loss grpo");
     EXPECT_EQ(sampled({"--reward", "command:sh a.sh", "--updates", "4", "--clip-high", "0.28",
                        "--beta", "0.1", "--kl", "k2", "--reward-seconds", "5"}), "");
     EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number, regex or command:");
@@ -498,33 +535,19 @@ TEST(Config, RefusesShapesThatDoNotFit) {
     EXPECT_HAS(sampled({"--reward", "exact", "--reward-seconds", "5"}), "give --reward command:");
     EXPECT_HAS(sampled({"--reward", "command:a", "--reward-seconds", "600", "--local-ranks", "2"}),
                "--reward-seconds 600 is not below --watchdog 600");
-    EXPECT_HAS(sampled({"--reward", "exact", "--clip-low", "0.1"}), "give --updates 2 or more");
-    EXPECT_HAS(sampled({"--reward", "exact", "--kl", "k2"}), "estimates what --beta weighs");
     EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1", "--precision", "bf16",
                         "--fp8", "block"}),
                "--beta 0.1 is not built with --fp8");
-    EXPECT_HAS(check({"--updates", "2"}), "--updates is of answers that are sampled");
     EXPECT_HAS(sampled({"--reward", "exact", "--group", "12", "--micro-batch", "8"}),
                "--group 12 does not divide the 8 sequences of a step: try --batch-tokens 6144");
-    EXPECT_HAS(sampled({"--reward", "exact", "--temperature", "0.5"}), "own distribution");
-    EXPECT_HAS(sampled({"--reward", "exact", "--top-k", "5"}), "own distribution");
-    EXPECT_HAS(sampled({"--reward", "exact", "--ignore-eos"}), "teach nothing of ends");
-    EXPECT_HAS(sampled({"--reward", "exact", "--val", "b"}), "rewards of validation are not built");
     EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}),
                "the time of --loss grpo without --answer-tokens is not known: give that too");
 
     // Saves.
-    EXPECT_HAS(check({"--save-every", "5"}), "--out DIR");
-    EXPECT_HAS(check({"--save-async"}), "--save-async wants a folder: give --out DIR");
     EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}),
-               "give --out DIR and --buddy-every N");
-    EXPECT_HAS(check({"--buddy-every", "5", "--out", "x"}), "give --buddy /dev/shm/NAME");
-    EXPECT_HAS(check({"--save-minutes", "auto"}),
-               "--save-minutes auto wants a folder: give --out DIR");
-    EXPECT_HAS(check({"--failure-hours", "9", "--out", "x"}), "give that too");
-
-    for (const char* minutes : {"often", "-1", "1e7", "5m", "nan"})
-        EXPECT_HAS(check({"--save-minutes", minutes, "--out", "x"}), "neither auto nor a number");
+               "wants the steps between saves in memory: give FOLDER:STEPS");
+    for (const char* every : {"often", "-1", "1e7m", "5k", "nan", "auto:0", "auto5", "2.5"})
+        EXPECT_HAS(check({"--save-every", every, "--out", "x"}), "nor minutes, as 10m, nor auto");
 
     // A Llama's shape.
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
@@ -564,46 +587,18 @@ TEST(Config, RefusesWhatCannotWork) {
         return wrong.empty() ? refuse_idle_flags(c) : wrong;
     };
 
-    EXPECT_HAS(check({"--beta1", "1"}), "--beta1 1 never forgets");
-    EXPECT_HAS(check({"--beta2", "1"}), "use a number below 1");
+    EXPECT_HAS(check({"--beta1", "1"}), "from 0 to 0.99999, not '1'");
     EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
 
     EXPECT_HAS(check({"--offload", "optimizer,wigths"}),
                "--offload wigths: give some of optimizer,");
     EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
-    EXPECT_HAS(check({"--offload", "weights", "--weights", "nf4", "--steps", "0"}),
-               "--offload weights: those of --weights nf4 stay on the device");
+    EXPECT_HAS(check({"--offload", "update"}), "give --offload optimizer,update");
 
-    // Graphs.
-    EXPECT_HAS(check({"--graphs", "--device", "cpu"}), "--graphs is for GPUs");
-    EXPECT_HAS(check({"--graphs", "--local-ranks", "2"}),
-               "--graphs: the threads of --local-ranks 2");
-    EXPECT_HAS(check({"--graphs", "--offload", "optimizer"}), "--graphs: the host moves what");
-    EXPECT_HAS(check({"--graphs", "--dp", "2", "--ep", "2", "--ep-method", "exchange"}),
-               "give --ep-method gather");
-    EXPECT_HAS(check({"--graphs", "--profile", "x"}), "--profile x times actions one by one");
-    EXPECT_EQ(check({"--graphs", "--tp", "2"}), "");
-
-    // Prompts.
-    EXPECT_HAS(check({"--prompts", "p", "--prompt", "x"}), "--prompts and --prompt both say");
-    EXPECT_HAS(check({"--chat", "--prompts", "x"}), "--chat and --prompts both say");
-    EXPECT_HAS(check({"--prompts", "p", "--sample-every", "9"}),
-               "and --sample-every 9 samples during");
-    EXPECT_HAS(check({"--prompts", "p", "--eval"}), "--prompts: --eval continues nothing");
-    EXPECT_HAS(check({"--prompts", "p", "--sample-tokens", "0"}),
-               "--prompts: --sample-tokens 0 continues nothing");
-    EXPECT_EQ(check({"--prompts", "p", "--slots", "4"}), "");
-
-    // Drafts.
-    EXPECT_HAS(check({"--draft", "d", "--eval"}), "--draft d: --eval continues nothing");
-    EXPECT_HAS(check({"--draft", "d", "--sample-tokens", "0"}),
-               "--draft d: --sample-tokens 0 continues");
     EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}),
                "--draft d guesses in one process, and this run has 2 ranks");
     EXPECT_EQ(check({"--draft", "d", "--draft-tokens", "8"}), "");
 
-    EXPECT_HAS(check({"--layer", "0"}), "give --explain too");
-    EXPECT_EQ(check({"--layer", "0", "--explain"}), "");
     EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");
     for (const char* use : {"--eval", "--explain", "--export=x"})
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
@@ -634,7 +629,7 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(check({"--experts-per-token", "9"}, "tiny-moe"), "of --experts 8: at most 8");
     EXPECT_HAS(check({"--experts", "8"}, "tiny"), "built for Llama");
     EXPECT_HAS(check({"--experts", "8"}, "qwen2.5-0.5b"), "built for Llama");
-    EXPECT_HAS(check({"--balance", "1"}), "--balance is for models with experts");
+    EXPECT_HAS(check({"--balance", "1"}), "--balance 1 is for models with experts");
     EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
     EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"),
                "--weights nf4 is not built with");
@@ -643,10 +638,6 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(check({"--expert-capacity", "1.25"}, "tiny-moe"), "");
     EXPECT_TRUE(s.experts.capacity.factor == 1.25);
     EXPECT_HAS(check({"--expert-capacity", "1.25"}), "is for models with experts");
-    EXPECT_HAS(check({"--expert-capacity", "1.25", "--cp", "2", "--explain"}, "tiny-moe"),
-               "which --cp 2 cuts: leave one of them out");
-    EXPECT_HAS(check({"--expert-capacity", "1.25", "--loss", "grpo", "--steps", "1"}, "tiny-moe"),
-               "drops choices that generation keeps");
 
     // Latents that are too wide for a GPU's registers train there, and are decoded on a CPU.
     Shape wide = s;
@@ -660,20 +651,13 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
     EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
-    EXPECT_HAS(check({"--router-bias-rate", "0.001", "--masters", "none"}, "deepseek-v3"),
-               "give --masters float");
     EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
-
-    EXPECT_HAS(check({"--add-tokens", "<a>", "--lora", "2"}), "new rows would not learn");
-    EXPECT_HAS(check({"--add-tokens", "<a>", "--weights", "nf4"}), "give --weights float");
-    EXPECT_HAS(check({"--add-tokens", "<a>", "--upcycle", "4"}), "--export the tokens with");
 
     // Upcycling.
     EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.E == 4 && s.experts.K == 3);
     EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),
                "--upcycle 4: gates of --router softmax");
-    EXPECT_HAS(check({"--upcycle", "4", "--scratch"}), "leave --experts and --scratch out");
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
     EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
     EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
@@ -691,8 +675,6 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(ranks("6", {"--experts", "6"}), "");
     EXPECT_EQ(ranks("2", {"--ep-method", "exchange"}), "");
     EXPECT_HAS(ranks("2", {"--ep-method", "ring"}), "wants one of gather|exchange, not 'ring'");
-    EXPECT_HAS(ranks("2", {"--zero", "1", "--zero-group", "2"}),
-               "--zero-group 2 is not built with --ep: leave one of them out");
 
     // Whole experts beside tensor parallelism.
     auto whole = [&](const char* ep, std::vector<std::string> more = {}) {
@@ -703,8 +685,6 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(whole("1", {"--ffn", "129"}), "");
     EXPECT_TRUE(s.experts.whole);
     EXPECT_EQ(whole("8"), "--ep 8 does not divide the 12 ranks of --dp x --tp: try --ep 1, 2, 4");
-    EXPECT_HAS(whole("1", {"--zero", "1", "--zero-group", "2"}),
-               "--zero-group 2 is not built with --etp 1: leave one of them out");
     EXPECT_EQ(ranks("2", {"--etp", "1"}), "") << "one rank cuts nothing";
     EXPECT_EQ(ranks("2", {"--tp", "2", "--etp", "2"}), "");
     EXPECT_FALSE(s.experts.whole);
@@ -714,40 +694,23 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_HAS(ranks("2", {"--tp", "2", "--etp", "1"}), "--etp 1: ranks that hold whole experts "
                                                         "route rows of their own: give "
                                                         "--sequence-parallel");
-    EXPECT_HAS(check({"--etp", "1"}), "--etp is for models with experts");
+    EXPECT_HAS(check({"--etp", "1"}), "--etp 1 is for models with experts");
     EXPECT_EQ(check({"--etp", "0"}), "");
     EXPECT_EQ(check({"--plan", "auto", "--explain", "--etp", "1"}, "tiny-moe"), "");
-    EXPECT_HAS(check({"--loss", "distill", "--teacher", "x", "--tp", "2", "--sequence-parallel",
-                      "--etp", "1"}, "tiny-moe"),
-               "a teacher beside --etp 1 is not built: leave --etp out");
 
     EXPECT_EQ(check({}), "");
     EXPECT_EQ(s.experts.balance, 0);
 }
 
-TEST(Config, RefusesSmallMastersThatCannotBe) {
-    auto check = [](std::vector<std::string> words) {
-        Config c;
-        std::string wrong = parse(c, words);
-        return wrong.empty() ? config_check(c, gpt2_shape(4, 4, 128, 256, 1024)) : wrong;
-    };
-
-    // Narrow masters.
-    for (const char* masters : {"remainder", "none"}) {
+TEST(Config, SmallMastersAreBf16s) {
+    EXPECT_HAS(check({"--masters", "none"}), "of --precision fp32: give --precision bf16");
+    EXPECT_HAS(check({"--masters", "none", "--precision", "fp16"}), "those of --precision fp16");
+    EXPECT_HAS(check({"--optimizer", "sgd", "--states", "bf16"}), "is not for --optimizer sgd");
+    for (const char* masters : {"remainder", "none", "float"})
         EXPECT_EQ(check({"--precision", "bf16", "--masters", masters}), "");
-        EXPECT_HAS(check({"--masters", masters}), "these are fp32: give --precision bf16");
-        EXPECT_HAS(check({"--precision", "fp16", "--masters", masters}), "these are fp16");
-        EXPECT_HAS(check({"--precision", "bf16", "--optimizer", "sgd", "--masters", masters}),
-                   "is for --optimizer adamw");
-    }
-
-    EXPECT_EQ(check({"--masters", "float"}), "");
-    EXPECT_HAS(check({"--masters", "half"}), "float|remainder|none");
-
-    // Narrow moments.
+    EXPECT_HAS(parse({"--masters", "half"}), "float|remainder|none");
     for (const char* precision : {"fp32", "bf16", "fp16"})
         EXPECT_EQ(check({"--precision", precision, "--states", "bf16"}), "");
-    EXPECT_HAS(check({"--optimizer", "sgd", "--states", "bf16"}), "--states bf16 is for");
     EXPECT_EQ(check({"--optimizer", "sgd"}), "");
 }
 
@@ -784,8 +747,6 @@ TEST(Config, NotesWhatDoesNothing) {
 
     EXPECT_EQ(notes({"--top-k", "3", "--temperature", "0"}),
               "--top-k does nothing without a --temperature above 0; ");
-    EXPECT_EQ(notes({"--prefetch=2", "--zero=2", "--local-ranks=2"}),
-              "--prefetch does nothing without --zero 3 or --offload; ");
 }
 
 TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
@@ -794,269 +755,6 @@ TEST(Config, TheCopyInTheLogHoldsEveryFlag) {
     nlohmann::json j = config_json(c);
     EXPECT_EQ(j["lr"], 0.25);
     for (const Flag& f : config_table()) EXPECT_TRUE(!*f.name || j.contains(f.name)) << f.name;
-}
-
-// ----------------------------------------------------------------------------
-// DeepSpeed's and Accelerate's configuration files, in the form that their documentation shows
-
-// Read flags, then a file. Returns a line for each of the file's keys, or what is wrong.
-static std::string translate(Config& c, std::vector<std::string> words, const std::string& text,
-                             int processes = 1) {
-    std::string path = scratch("ds.json"), all;
-    std::ofstream(path) << text;
-    EXPECT_EQ(parse(c, words), "");
-    std::vector<std::string> lines;
-    std::string wrong = read_ds_config(c, path, processes, &lines);
-    for (const std::string& line : lines) all += line + "\n";
-    return wrong.empty() ? all : wrong;
-}
-static std::string translate(const std::string& text, std::vector<std::string> words = {}) {
-    Config c;
-    return translate(c, words, text);
-}
-
-// A file with a value for most of the keys that become flags.
-static const char* DS_ZERO3 = R"({
-    "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 15,
-             "hysteresis": 3, "min_loss_scale": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-7,
-                                              "weight_decay": 3e-7}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 4e-5,
-                                                     "warmup_num_steps": 50,
-                                                     "total_num_steps": 900}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pin_memory": true},
-                          "overlap_comm": true, "contiguous_gradients": true,
-                          "reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": "auto",
-                          "sub_group_size": 1e9},
-    "gradient_clipping": 0.5, "steps_per_print": 2000, "wall_clock_breakdown": false,
-    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4
-})";
-
-TEST(DsConfig, BecomesFlags) {
-    Config c;
-    std::string lines = translate(c, {"--local-ranks", "2", "--seq", "128"}, DS_ZERO3);
-
-    // The loss scale.
-    EXPECT_EQ(c.precision, "fp16");
-    EXPECT_EQ(c.loss_scale, "dynamic");
-    EXPECT_EQ(c.loss_scale_rule, "deepspeed");
-    EXPECT_EQ(c.loss_scale_start, 32768);
-    EXPECT_EQ(c.loss_scale_window, 500);
-    EXPECT_EQ(c.loss_scale_hysteresis, 3);
-    EXPECT_EQ(c.loss_scale_min, 2);
-
-    // The optimizer and the schedule.
-    EXPECT_EQ(c.optimizer, "adamw");
-    EXPECT_EQ(c.beta1, 0.8);
-    EXPECT_EQ(c.beta2, 0.999);
-    EXPECT_EQ(c.eps, 1e-7);
-    EXPECT_EQ(c.weight_decay, 3e-7);
-    EXPECT_EQ(c.schedule, "linear");
-    EXPECT_EQ(c.lr, 4e-5); // the schedule's peak, not the optimizer's rate
-    EXPECT_EQ(c.min_lr, 0);
-    EXPECT_EQ(c.warmup, 50);
-    EXPECT_EQ(c.steps, 900);
-
-    // ZeRO and the batch.
-    EXPECT_EQ(c.zero, 3);
-    EXPECT_EQ(c.clip, 0.5);
-    EXPECT_EQ(c.log_every, 2000);
-    EXPECT_EQ(c.micro_batch, 4);
-    EXPECT_EQ(c.batch_tokens, 32 * 128);
-    EXPECT_TRUE(was_given(c, "zero") && was_given(c, "batch-tokens")); // as the user's: --resume keeps them
-
-    // The lines say what became of each key.
-    EXPECT_HAS(lines, "fp16.enabled true -> --precision fp16\n");
-    EXPECT_HAS(lines,
-               "zero_optimization.offload_optimizer.device \"none\" -> --offload stays none");
-    EXPECT_HAS(lines,
-               "zero_optimization.overlap_comm true: no counterpart here, changes no result");
-    EXPECT_HAS(lines,
-               "scheduler.params.warmup_type left out, \"log\" -> --warmup stays 50, straight");
-    EXPECT_HAS(lines, "train_batch_size 32 = 4 a micro-batch x 4 accumulated x dp 2 -> --batch");
-}
-
-// "auto" takes the command line's value or our default, where Hugging Face's
-// Trainer would fill it in.
-TEST(DsConfig, AutoIsTheCommandLines) {
-    std::string text = R"({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0,
-        "initial_scale_power": 32}, "zero_optimization": {"stage": 2}, "gradient_clipping": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
-                                                  "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto",
-                      "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto"})";
-    Config c, plain;
-    std::string lines = translate(c, {"--lr", "2e-4"}, text);
-
-    EXPECT_EQ(c.zero, 2);
-    EXPECT_EQ(c.schedule, "constant");
-    EXPECT_EQ(c.lr, 2e-4);
-    for (const char* name : {"precision", "clip", "beta1", "beta2", "eps", "weight-decay", "warmup",
-                             "micro-batch", "batch-tokens", "loss-scale-start"}) {
-        Field field = find_flag(name)->field;
-        EXPECT_EQ(field_text(c, field), field_text(plain, field)) << name;
-        EXPECT_FALSE(was_given(c, name)) << name;
-    }
-
-    EXPECT_HAS(lines, "gradient_clipping \"auto\" -> --clip stays 1\n");
-    EXPECT_HAS(lines, "fp16.initial_scale_power 32: for fp16's dynamic loss scale: left out");
-}
-
-// A key that a block leaves out has DeepSpeed's default.
-TEST(DsConfig, LeftOutIsDeepSpeedsDefault) {
-    Config c;
-    std::string lines = translate(c, {}, R"({"optimizer": {"type": "Adam"}})");
-
-    EXPECT_EQ(c.clip, 0);
-    EXPECT_EQ(c.beta1, 0.9);
-    EXPECT_EQ(c.beta2, 0.999);
-    EXPECT_EQ(c.weight_decay, 0);
-    EXPECT_EQ(c.warmup, Config().warmup);
-    EXPECT_HAS(lines, "gradient_clipping left out, 0 -> --clip 0\n");
-
-    EXPECT_HAS(translate(R"({"optimizer": {"params": {"lr": 1}}})"), "optimizer.type: is left out");
-    EXPECT_HAS(translate(R"({"scheduler": {"type": "WarmupLR"}})"), "warmup_max_lr: is left out");
-
-    Config fixed;
-    translate(fixed, {}, R"({"fp16": {"enabled": true, "loss_scale": 1024, "hysteresis": 2}})");
-    EXPECT_EQ(fixed.loss_scale, "1024");
-    EXPECT_FALSE(was_given(fixed, "loss-scale-hysteresis") || was_given(fixed, "loss-scale-rule"));
-}
-
-TEST(DsConfig, TheCommandLineWins) {
-    Config c;
-    std::string lines = translate(c, {"--zero", "1", "--precision", "bf16", "--micro-batch", "8",
-                                      "--seq", "64"}, DS_ZERO3);
-    EXPECT_EQ(c.zero, 1);
-    EXPECT_EQ(c.precision, "bf16");
-    EXPECT_EQ(c.batch_tokens, 32 * 64); // the batch stays, so accumulation changes
-    EXPECT_FALSE(was_given(c, "loss-scale-window"));
-    EXPECT_HAS(lines, "zero_optimization.stage 3 -> --zero stays 1: the command line wins\n");
-    EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1 -> --micro-batch stays 8");
-
-    Config all;
-    lines = translate(all, {"--micro-batch", "8", "--seq", "4"}, R"({"train_batch_size": 32,
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8})");
-    EXPECT_HAS(lines, "32 = 8 a micro-batch x 4 accumulated x dp 1");
-}
-
-// Two of a batch's three sizes give the third. All three must agree.
-TEST(DsConfig, BatchesAreCheckedAsDeepSpeedDoes) {
-    auto sizes = [](const std::string& text, int processes) {
-        Config c;
-        std::string wrong = translate(c, {"--tp", "2", "--seq", "16"}, "{" + text + "}", processes);
-        return has(wrong, "wants") || has(wrong, "is not") ? wrong
-                   : concat(c.micro_batch, " ", c.batch_tokens / 16);
-    };
-
-    EXPECT_EQ(sizes(R"("train_batch_size": 24, "gradient_accumulation_steps": 3)", 8), "2 24");
-    EXPECT_EQ(sizes(R"("train_batch_size": 24)", 8), "6 24");
-    EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3)", 8), "3 12");
-    EXPECT_EQ(sizes(R"("train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2)", 8),
-              "3 24");
-    EXPECT_EQ(sizes(R"("gradient_accumulation_steps": 2)", 4), "8 32"); // --micro-batch's default
-
-    // Sizes that disagree, or that cannot be.
-    EXPECT_HAS(sizes(R"("train_batch_size": 24, "train_micro_batch_size_per_gpu": 3,
-                        "gradient_accumulation_steps": 4)", 8),
-               "train_batch_size 24 is not train_micro_batch_size_per_gpu 3 x "
-               "gradient_accumulation_steps 4 x dp 4 = 48");
-    EXPECT_HAS(sizes(R"("train_batch_size": 3)", 8), "train_batch_size 3 is not");
-    EXPECT_HAS(sizes(R"("train_batch_size": 4, "train_micro_batch_size_per_gpu": 9)", 2), "is not");
-    EXPECT_HAS(sizes(R"("train_batch_size": 2.5)", 2),
-               "train_batch_size 2.5: wants a whole number");
-    EXPECT_HAS(sizes(R"("gradient_accumulation_steps": 0)", 2), "wants a whole number from 1");
-
-    EXPECT_HAS(translate(R"({"gradient_accumulation_steps": 2})"), "counts tokens: give --seq");
-}
-
-TEST(DsConfig, AcceleratesOwnFile) {
-    Config c;
-    std::string lines = translate(c, {"--pp", "2", "--seq", "32"}, R"({
-        "compute_environment": "LOCAL_MACHINE", "debug": false, "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"gradient_accumulation_steps": 4, "gradient_clipping": 2.0,
-            "offload_optimizer_device": "none", "offload_param_device": "none",
-            "zero3_init_flag": true, "zero_stage": 2},
-        "downcast_bf16": "no", "machine_rank": 0, "main_training_function": "main",
-        "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "use_cpu": false})");
-
-    EXPECT_EQ(c.precision, "bf16");
-    EXPECT_EQ(c.zero, 2);
-    EXPECT_EQ(c.clip, 2);
-    EXPECT_EQ(c.dp, 4);
-    EXPECT_EQ(c.batch_tokens, 4 * 8 * 4 * 32);
-
-    EXPECT_HAS(translate(R"({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})"),
-               "fsdp_config.fsdp_version: is not known here");
-    EXPECT_HAS(translate(R"({"num_processes": 3})", {"--tp", "2"}),
-               "a multiple of tp x pp x cp = 2");
-    EXPECT_HAS(translate(R"({"sequence_parallel_size": 2})"),
-               "sequence_parallel_size 2 -> --cp 2, by");
-}
-
-// Files that are refused, each with part of the line that says why.
-TEST(DsConfig, RefusesByName) {
-    const std::pair<const char*, const char*> rows[] = {
-        {"[1, 2]", "ds.json: is no JSON object"},
-        {"{\"fp16\": ", "ds.json: is no JSON object, or cut short"},
-        {R"({"zero_optimisation": {"stage": 2}})", "did you mean zero_optimization.stage"},
-        {R"({"zero_optimization": {"stage": 4}})", "stage 4: --zero wants a whole number from 0"},
-        {R"({"zero_optimization": {"stage": "2"}})", "stage \"2\": wants a number"},
-        {R"({"zero_optimization": true})", "zero_optimization: is not known here"},
-        {R"({"fp16": {"enabled": 1}})", "fp16.enabled 1: not built here, which has: true, false"},
-        {R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})", "wants --precision bf16"},
-        {R"({"fp16": {"enabled": true, "initial_scale_power": 33}})", "whole number up to 32"},
-        {R"({"optimizer": {"type": "Lamb"}})", "optimizer.type \"Lamb\": not built here"},
-        {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}})", "wants two numbers"},
-        {R"({"optimizer": {"type": "Adam", "params": {"betas": [0.9, "b"]}}})", "wants a number"},
-        {R"({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}})",
-         "momentum 0.9: not built"},
-        {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})",
-         "adam_w_mode false"},
-        {R"({"scheduler": {"type": "OneCycle", "params": {}}})", "scheduler.type \"OneCycle\""},
-        {R"({"scheduler": {"type": "WarmupLR",
-            "params": {"warmup_max_lr": 1, "warmup_min_lr": 0.5}}})",
-         "warmup_min_lr 0.5: not built here"},
-        {R"({"zero_optimization": {"zero_quantized_weights": true}})",
-         "quantized_weights true: not"},
-        {R"({"\u001b[31m": 1})", "\\x1b[31m: is not known here"},
-    };
-    for (auto& [text, says] : rows) EXPECT_HAS(translate(text), says);
-
-    Config c;
-    std::vector<std::string> lines;
-    EXPECT_HAS(read_ds_config(c, "/no/such.json", 1, &lines), "--ds-config /no/such.json");
-
-    // Offload becomes a flag, which checks the value under the flag's own name.
-    translate(c, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
-    EXPECT_EQ(c.offload, "optimizer");
-    EXPECT_EQ(c.offload_to, "cpu");
-    Config disk;
-    translate(disk, {}, R"({"zero_optimization": {"offload_optimizer": {
-        "device": "nvme", "nvme_path": "/fast"}}})");
-    EXPECT_EQ(disk.offload_to, "/fast");
-    Config usual;
-    translate(usual, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})");
-    EXPECT_EQ(usual.offload_to, "/local_nvme") << "DeepSpeed's default";
-
-    // Parameters as well. Both keys set the same flag, and there is one place for everything.
-    Config both;
-    translate(both, {}, R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"},
-        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}}})");
-    EXPECT_EQ(both.offload, "optimizer,weights");
-    EXPECT_EQ(both.offload_to, "/local_nvme");
-
-    Config alone;
-    translate(alone, {}, R"({"deepspeed_config": {"offload_param_device": "cpu"}})");
-    EXPECT_EQ(alone.offload, "weights");
-
-    EXPECT_HAS(translate(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"},
-                                                   "offload_param": {"device": "nvme"}}})"),
-               "is another place: --offload-to is one for all");
-    EXPECT_HAS(translate(R"({"zero_optimization": {"offload_param": {"device": "tape"}}})"),
-               "zero_optimization.offload_param.device \"tape\": not built here");
 }
 
 // ----------------------------------------------------------------------------
@@ -1087,224 +785,165 @@ TEST(Schedule, FormulasAtTheirEdges) {
 // presets
 
 // A preset beside the file that its makers published, or its paper's row: the parameters in all,
-// where they are published, and each key that an export writes.
+// where they are published, the numbers of its size, and the other keys that an export writes.
 struct Published {
     const char* preset;
     const char* source;
-    size_t parameters; // 0: not published, or counted otherwise
-    const char* config;
+    size_t parameters;           // 0: not published, or counted otherwise
+    std::vector<double> numbers; // of sizes_named(); 0: the file has no such key
+    const char* more = "{}";
 };
+
+// The keys of `numbers` in files of a family.
+static std::vector<std::string> sizes_named(const std::string& type) {
+    if (type == "gpt2") return {"n_embd", "n_layer", "n_head", "vocab_size", "n_positions"};
+    if (type == "gpt_neox")
+        return {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+                "intermediate_size"};
+    return {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+            "rope_theta"};
+}
 
 static const Published PUBLISHED[] = {
     // GPT-2: n_inner is null there, which is 4 n_embd.
-    {"gpt2", "openai-community/gpt2", 124439808,
-     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12})"},
-    {"gpt2-medium", "openai-community/gpt2-medium", 354823168,
-     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1024, "n_layer": 24, "n_head": 16})"},
-    {"gpt2-large", "openai-community/gpt2-large", 774030080,
-     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1280, "n_layer": 36, "n_head": 20})"},
-    {"gpt2-xl", "openai-community/gpt2-xl", 1557611200,
-     R"({"vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 48, "n_head": 25})"},
+    {"gpt2", "openai-community/gpt2", 124439808, {768, 12, 12, 50257, 1024}},
+    {"gpt2-medium", "openai-community/gpt2-medium", 354823168, {1024, 24, 16, 50257, 1024}},
+    {"gpt2-large", "openai-community/gpt2-large", 774030080, {1280, 36, 20, 50257, 1024}},
+    {"gpt2-xl", "openai-community/gpt2-xl", 1557611200, {1600, 48, 25, 50257, 1024}},
 
     // GPT-3's rows of table 2.1, but for XL's heads and 13B's channels (presets.h says why).
-    {"gpt3-small", "arXiv:2005.14165", 0, R"({"n_embd": 768, "n_layer": 12, "n_head": 12})"},
-    {"gpt3-medium", "arXiv:2005.14165", 0, R"({"n_embd": 1024, "n_layer": 24, "n_head": 16})"},
-    {"gpt3-large", "arXiv:2005.14165", 0, R"({"n_embd": 1536, "n_layer": 24, "n_head": 16})"},
-    {"gpt3-xl", "arXiv:2005.14165", 0, R"({"n_embd": 2048, "n_layer": 24, "n_head": 16})"},
-    {"gpt3-2.7b", "arXiv:2005.14165", 0, R"({"n_embd": 2560, "n_layer": 32, "n_head": 32})"},
-    {"gpt3-6.7b", "arXiv:2005.14165", 0, R"({"n_embd": 4096, "n_layer": 32, "n_head": 32})"},
-    {"gpt3-13b", "arXiv:2005.14165", 0, R"({"n_embd": 5120, "n_layer": 40, "n_head": 40})"},
-    {"gpt3-175b", "arXiv:2005.14165", 0, R"({"n_embd": 12288, "n_layer": 96, "n_head": 96})"},
+    {"gpt3-small", "arXiv:2005.14165", 0, {768, 12, 12}},
+    {"gpt3-medium", "arXiv:2005.14165", 0, {1024, 24, 16}},
+    {"gpt3-large", "arXiv:2005.14165", 0, {1536, 24, 16}},
+    {"gpt3-xl", "arXiv:2005.14165", 0, {2048, 24, 16}},
+    {"gpt3-2.7b", "arXiv:2005.14165", 0, {2560, 32, 32}},
+    {"gpt3-6.7b", "arXiv:2005.14165", 0, {4096, 32, 32}},
+    {"gpt3-13b", "arXiv:2005.14165", 0, {5120, 40, 40}},
+    {"gpt3-175b", "arXiv:2005.14165", 0, {12288, 96, 96}},
 
     // Llama.
     {"tinyllama-1.1b", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", 1100048384,
-     R"({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000,
-         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0})"},
+     {2048, 5632, 22, 32, 4, 32000, 2048, 1e-5, 1e4}},
     {"llama2-7b", "meta-llama/Llama-2-7b-hf", 6738415616,
-     R"({"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
-         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0})"},
+     {4096, 11008, 32, 32, 32, 32000, 4096, 1e-5, 1e4}},
     {"llama3-8b", "meta-llama/Meta-Llama-3-8B", 8030261248,
-     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0})"},
+     {4096, 14336, 32, 32, 8, 128256, 8192, 1e-5, 5e5}},
     {"llama3-70b", "meta-llama/Meta-Llama-3-70B", 70553706496,
-     R"({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0})"},
+     {8192, 28672, 80, 64, 8, 128256, 8192, 1e-5, 5e5}},
     {"llama3.1-8b", "meta-llama/Llama-3.1-8B", 8030261248,
-     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+     {4096, 14336, 32, 32, 8, 128256, 131072, 1e-5, 5e5},
+     R"({"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
     {"llama3.1-70b", "meta-llama/Llama-3.1-70B", 70553706496,
-     R"({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+     {8192, 28672, 80, 64, 8, 128256, 131072, 1e-5, 5e5},
+     R"({"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
     {"llama3-405b", "meta-llama/Llama-3.1-405B", 405853388800,
-     R"({"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-         "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
+     {16384, 53248, 126, 128, 8, 128256, 131072, 1e-5, 5e5},
+     R"({"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192, "rope_type": "llama3"}})"},
 
     // Qwen and OLMo.
     {"qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", 494032768,
-     R"({"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-         "tie_word_embeddings": true})"},
-    {"qwen3-0.6b", "Qwen/Qwen3-0.6B", 596049920,
-     R"({"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-         "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
-         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-         "rope_theta": 1000000, "tie_word_embeddings": true})"},
-    {"qwen3-1.7b", "Qwen/Qwen3-1.7B", 1720574976,
-     R"({"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-         "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
-         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-         "rope_theta": 1000000, "tie_word_embeddings": true})"},
+     {896, 4864, 24, 14, 2, 151936, 32768, 1e-6, 1e6},
+     R"({"tie_word_embeddings": true})"},
+    {"qwen3-0.6b", "Qwen/Qwen3-0.6B", 596049920, {1024, 3072, 28, 16, 8, 151936, 40960, 1e-6, 1e6},
+     R"({"head_dim": 128, "tie_word_embeddings": true})"},
+    {"qwen3-1.7b", "Qwen/Qwen3-1.7B", 1720574976, {2048, 6144, 28, 16, 8, 151936, 40960, 1e-6, 1e6},
+     R"({"head_dim": 128, "tie_word_embeddings": true})"},
     {"olmo-2-7b", "allenai/OLMo-2-1124-7B", 7298617344,
-     R"({"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
-         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 500000})"},
+     {4096, 11008, 32, 32, 32, 100352, 4096, 1e-6, 5e5}},
 
     // Pythia: all have use_parallel_residual, rotary_pct 0.25 and the exact GELU.
-    {"pythia-70m", "EleutherAI/pythia-70m", 70426624,
-     R"({"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 50304,
-         "intermediate_size": 2048})"},
-    {"pythia-160m", "EleutherAI/pythia-160m", 162322944,
-     R"({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-         "vocab_size": 50304, "intermediate_size": 3072})"},
-    {"pythia-410m", "EleutherAI/pythia-410m", 405334016,
-     R"({"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "vocab_size": 50304, "intermediate_size": 4096})"},
-    {"pythia-1b", "EleutherAI/pythia-1b", 1011781632,
-     R"({"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8,
-         "vocab_size": 50304, "intermediate_size": 8192})"},
-    {"pythia-1.4b", "EleutherAI/pythia-1.4b", 1414647808,
-     R"({"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "vocab_size": 50304, "intermediate_size": 8192})"},
-    {"pythia-2.8b", "EleutherAI/pythia-2.8b", 2775208960,
-     R"({"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "vocab_size": 50304, "intermediate_size": 10240})"},
-    {"pythia-6.9b", "EleutherAI/pythia-6.9b", 6857302016,
-     R"({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "vocab_size": 50432, "intermediate_size": 16384})"},
-    {"pythia-12b", "EleutherAI/pythia-12b", 11846072320,
-     R"({"hidden_size": 5120, "num_hidden_layers": 36, "num_attention_heads": 40,
-         "vocab_size": 50688, "intermediate_size": 20480})"},
+    {"pythia-70m", "EleutherAI/pythia-70m", 70426624, {512, 6, 8, 50304, 2048}},
+    {"pythia-160m", "EleutherAI/pythia-160m", 162322944, {768, 12, 12, 50304, 3072}},
+    {"pythia-410m", "EleutherAI/pythia-410m", 405334016, {1024, 24, 16, 50304, 4096}},
+    {"pythia-1b", "EleutherAI/pythia-1b", 1011781632, {2048, 16, 8, 50304, 8192}},
+    {"pythia-1.4b", "EleutherAI/pythia-1.4b", 1414647808, {2048, 24, 16, 50304, 8192}},
+    {"pythia-2.8b", "EleutherAI/pythia-2.8b", 2775208960, {2560, 32, 32, 50304, 10240}},
+    {"pythia-6.9b", "EleutherAI/pythia-6.9b", 6857302016, {4096, 32, 32, 50432, 16384}},
+    {"pythia-12b", "EleutherAI/pythia-12b", 11846072320, {5120, 36, 40, 50688, 20480}},
 
     // Further variants.
     {"smollm3-3b", "HuggingFaceTB/SmolLM3-3B", 3075098624,
-     R"({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256,
-         "max_position_embeddings": 65536, "rms_norm_eps": 1e-6, "rope_theta": 5000000.0,
-         "no_rope_layers": [1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0],
-         "tie_word_embeddings": true})"},
+     {2048, 11008, 36, 16, 4, 128256, 65536, 1e-6, 5e6},
+     R"({"tie_word_embeddings": true, "no_rope_layers":
+         [1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0,1,1,1,0]})"},
     {"phi-3-mini", "microsoft/Phi-3-mini-4k-instruct", 3821079552,
-     R"({"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064,
-         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-         "sliding_window": 2047, "partial_rotary_factor": 1.0})"},
-    {"gemma-2-2b", "google/gemma-2-2b", 2614341888,
-     R"({"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-         "vocab_size": 256000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
-         "rope_theta": 10000.0, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+     {3072, 8192, 32, 32, 32, 32064, 4096, 1e-5, 1e4},
+     R"({"sliding_window": 2047, "partial_rotary_factor": 1.0})"},
+    {"gemma-2-2b", "google/gemma-2-2b", 2614341888, {2304, 9216, 26, 8, 4, 256000, 8192, 1e-6, 1e4},
+     R"({"head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256,
          "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "full_every": 2,
          "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
          "tie_word_embeddings": true})"},
     {"gemma-3-1b", "google/gemma-3-1b-pt", 999885952,
-     R"({"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-         "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-         "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512,
+     {1152, 6912, 26, 4, 1, 262144, 32768, 1e-6, 1e6},
+     R"({"head_dim": 256, "rope_local_base_freq": 10000, "sliding_window": 512,
          "query_pre_attn_scalar": 256, "attn_logit_softcapping": null,
          "final_logit_softcapping": null, "full_every": 6, "hidden_act": "gelu_pytorch_tanh",
          "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": true})"},
 
     // Experts.
     {"mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 46702792704,
-     R"({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
-         "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
-         "num_local_experts": 8, "num_experts_per_tok": 2})"},
+     {4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, 1e6},
+     R"({"num_local_experts": 8, "num_experts_per_tok": 2})"},
     {"olmoe-1b-7b", "allenai/OLMoE-1B-7B-0924", 6919161856,
-     R"({"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
-         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
-         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false})"},
+     {2048, 1024, 16, 16, 16, 50304, 4096, 1e-5, 1e4},
+     R"({"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": false})"},
     {"qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B", 14315784192,
-     R"({"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
-         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "num_experts": 60,
-         "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
-         "shared_expert_intermediate_size": 5632, "norm_topk_prob": false, "qkv_bias": true})"},
+     {2048, 0, 24, 16, 16, 151936, 8192, 1e-6, 1e6},
+     R"({"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+         "decoder_sparse_step": 1, "shared_expert_intermediate_size": 5632,
+         "norm_topk_prob": false, "qkv_bias": true})"},
     {"gpt-oss-20b", "openai/gpt-oss-20b", 20914757184,
-     R"({"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-         "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-         "rope_theta": 150000, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
+     {2880, 2880, 24, 64, 8, 201088, 131072, 1e-5, 150000},
+     R"({"head_dim": 64, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
          "swiglu_alpha": 1.702, "attention_bias": true, "num_local_experts": 32,
-         "num_experts_per_tok": 4,
-         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                          "truncate": false, "original_max_position_embeddings": 4096}})"},
+         "num_experts_per_tok": 4, "rope_scaling": {"rope_type": "yarn", "factor": 32.0,
+         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+         "original_max_position_embeddings": 4096}})"},
     {"gpt-oss-120b", "openai/gpt-oss-120b", 116829156672,
-     R"({"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-         "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-         "rope_theta": 150000, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
+     {2880, 2880, 36, 64, 8, 201088, 131072, 1e-5, 150000},
+     R"({"head_dim": 64, "sliding_window": 128, "full_every": 2, "swiglu_limit": 7.0,
          "swiglu_alpha": 1.702, "attention_bias": true, "num_local_experts": 128,
-         "num_experts_per_tok": 4,
-         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                          "truncate": false, "original_max_position_embeddings": 4096}})"},
+         "num_experts_per_tok": 4, "rope_scaling": {"rope_type": "yarn", "factor": 32.0,
+         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+         "original_max_position_embeddings": 4096}})"},
     {"qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 30532122624,
-     R"({"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
-         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-         "decoder_sparse_step": 1, "norm_topk_prob": true})"},
+     {2048, 0, 48, 32, 4, 151936, 40960, 1e-6, 1e6},
+     R"({"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+         "moe_intermediate_size": 768, "decoder_sparse_step": 1, "norm_topk_prob": true})"},
 
     // DeepSeek. V3's count is without the layer that predicts further.
     {"deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 15706484224,
-     R"({"hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
-         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400,
-         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-         "q_lora_rank": null, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+     {2048, 10944, 27, 16, 16, 102400, 163840, 1e-6, 1e4},
+     R"({"q_lora_rank": null, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
          "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1,
          "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
          "n_shared_experts": 2, "routed_scaling_factor": 1.0, "norm_topk_prob": false,
          "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1,
          "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
-                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
+         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
     {"deepseek-v2", "deepseek-ai/DeepSeek-V2", 235741434880,
-     R"({"hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 60,
-         "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 102400,
-         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+     {5120, 12288, 60, 128, 128, 102400, 163840, 1e-6, 1e4},
+     R"({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
          "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1,
          "n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536,
          "n_shared_experts": 2, "routed_scaling_factor": 16.0, "norm_topk_prob": false,
          "scoring_func": "softmax", "topk_method": "group_limited_greedy", "n_group": 8,
-         "topk_group": 3,
-         "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
-                          "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
+         "topk_group": 3, "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1,
+         "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}})"},
     {"deepseek-v3", "deepseek-ai/DeepSeek-V3", 671026419200,
-     R"({"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-         "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
-         "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
-         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+     {7168, 18432, 61, 128, 128, 129280, 163840, 1e-6, 1e4},
+     R"({"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
          "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 3,
          "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
          "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": true,
          "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4,
          "rope_scaling": {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}})"},
+         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}})"},
 };
 
 // The keys that files of a family have in every size, or its class where they are silent.
@@ -1349,7 +988,10 @@ TEST(Presets, AreThePublishedConfigs) {
 
         // Fill in what files leave to their class: the positions of GPT-3, sizes that follow.
         nlohmann::json wanted = of_every_size(shape.hf_type);
-        wanted.update(nlohmann::json::parse(row.config));
+        wanted.update(nlohmann::json::parse(row.more));
+        std::vector<std::string> keys = sizes_named(shape.hf_type);
+        for (size_t i = 0; i < row.numbers.size(); i++)
+            if (row.numbers[i]) wanted[keys[i]] = row.numbers[i];
         bool gpt = shape.hf_type == "gpt2";
         if (gpt && !wanted.contains("vocab_size")) {
             wanted["vocab_size"] = 50257;
@@ -1492,22 +1134,16 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
         {"undesirable-weight", "1", "TRL's KTOConfig"},
         {"distill-share", "0.5", "torchtune's kd_ratio"},
         {"distill-temperature", "1", "no softening"},
-        {"fp8-history", "1024", "Transformer Engine's DelayedScaling"},
-        {"fp8-amax", "max", "Transformer Engine's DelayedScaling"},
-        {"fp8-margin", "0", "Transformer Engine's DelayedScaling"},
         {"loss-scale", "dynamic", "Megatron-LM"},
-        {"loss-scale-rule", "megatron", "Megatron-LM"},
         {"lora-plus", "1", "PEFT: one rate for both"},
         {"lora-targets", "all", "PEFT's all-linear"},
         {"temperature", "1", "transformers' GenerationConfig"},
         {"top-p", "1", "transformers' GenerationConfig"},
         {"top-k", "0", "the whole distribution"},
-        {"cp-order", "zigzag", "Llama 3, 3.3.2"},
         {"pipeline", "1f1b", "Megatron-LM"},
         {"zero", "0", "plain data parallelism"},
         {"masters", "float", "mixed precision, arXiv:1710.03740"},
         {"states", "float", "AdamW"},
-        {"failure-hours", "50700", "Llama 3: 16384 GPUs, 419 failures in 54 days"},
         {"draft-tokens", "4", "arXiv:2302.01318, K = 4"},
     };
     Config defaults;
@@ -1516,6 +1152,15 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
         ASSERT_TRUE(flag) << row.flag;
         EXPECT_EQ(field_text(defaults, flag->field), row.value) << row.flag << ": " << row.whose;
     }
+
+    // So have numbers without a flag: Transformer Engine's DelayedScaling, Llama 3's order.
+    Fp8Rule rule;
+    EXPECT_TRUE(rule.length == 1024 && rule.margin == 0 && !rule.recent);
+    EXPECT_EQ(Layout().context.order, ContextOrder::ZIGZAG);
+    SaveRule saves;
+    defaults.save_every = "auto";
+    EXPECT_EQ(read_save_rule(defaults, &saves), "");
+    EXPECT_EQ(saves.failure_hours, 50700) << "Llama 3: 16384 GPUs, 419 failures in 54 days";
 
     // Two follow from other flags: alpha is twice the rank, the last rate a tenth of the peak.
     Config c;

@@ -161,7 +161,7 @@ TEST_F(Run, EveryPresetExplainsItself) {
     }
 
     // A single layer.
-    Ran r = run("--explain --layer 2");
+    Ran r = run("--explain 2");
     EXPECT_HAS(r.text, "B(0,2)\n  reads");
 
     // On a CPU the head makes at most 64 MiB of logits at a time, here of 50,304 tokens in bf16, in
@@ -760,7 +760,7 @@ struct Processes : Run {
 static const std::pair<const char*, const char*> process_layouts[] = {
     {"2", ""},
     {"4", "--zero 2"},
-    {"4", "--zero 3 --prefetch 2"},
+    {"4", "--zero 3"},
     {"4", "--tp 2 --sequence-parallel"}};
 
 // Processes print, save and export the same as threads in the same layout.
@@ -808,7 +808,7 @@ TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
 // checkpoint is left.
 TEST_F(Processes, OneWithAFullDiskIsNamed) {
     Ran full = on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
-                      program() + " " + flags + " --save-minutes 0 --out " + path("full"));
+                      program() + " " + flags + " --save-every 0 --out " + path("full"));
     says_once(full,
               "rank_00001.safetensors: cannot be written: File too large; the checkpoints "
               "before it are as they were");
@@ -908,11 +908,11 @@ TEST_F(Run, TimelinesShowEveryRank) {
     refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
 }
 
-// --profile writes a row for each kind of action, the longest first, whose shares add up to 100%.
-// The first of three steps is left out, so it counts two.
+// --timeline FILE.txt writes a row for each kind of action, the longest first, whose shares add up
+// to 100%. The first of three steps is left out, so it counts two.
 TEST_F(Run, ProfilesAddUp) {
     // The heading.
-    std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --profile " + path("p.txt");
+    std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --timeline " + path("p.txt");
     Ran r = run(flags + " --steps 3");
     ASSERT_EQ(r.status, 0) << r.text;
     std::istringstream table(read_file(path("p.txt")));
@@ -943,8 +943,8 @@ TEST_F(Run, ProfilesAddUp) {
     EXPECT_EQ(counts["between"], 2);
     EXPECT_EQ(counts["F block"], counts["B block"]);
     for (const char* idle : {"--explain", "--eval", "--steps 0"})
-        refuses(flags + " " + idle, "runs none");
-    refuses(small + "--steps 1 --profile " + path("none/p.txt"), "cannot be written");
+        refuses(flags + " " + idle, "this run has none");
+    refuses(small + "--steps 1 --timeline " + path("none/p.txt"), "cannot be written");
 }
 
 // Layouts that do not fit are refused in one line, whatever the number of ranks. The first case
@@ -1135,7 +1135,7 @@ TEST_F(Run, AFullDiskLosesNothing) {
     std::string flags = small + "--sample-tokens 0 --steps 2 --out " + path("out");
     ASSERT_EQ(run(flags + " --save-every 1").status, 0);
     std::string before = read_file(path("out") + "/step_00000002/rank_00000.safetensors");
-    Ran full = run(flags + " --steps 3 --resume --save-minutes 0", "trap '' XFSZ; ulimit -f 100;");
+    Ran full = run(flags + " --steps 3 --resume --save-every 0", "trap '' XFSZ; ulimit -f 100;");
     EXPECT_EQ(full.status, 1) << full.text;
     EXPECT_HAS(full.text, "error: step 3 is not saved: ");
     EXPECT_HAS(full.text, "the checkpoints before it are as they were");
@@ -1143,7 +1143,7 @@ TEST_F(Run, AFullDiskLosesNothing) {
     for (const fs::directory_entry& e : fs::directory_iterator(path("out")))
         EXPECT_EQ(e.path().extension(), e.path().filename() == "log.jsonl" ? ".jsonl" : "")
             << e.path();
-    EXPECT_EQ(run(flags + " --steps 3 --resume --save-minutes 0").status, 0);
+    EXPECT_EQ(run(flags + " --steps 3 --resume --save-every 0").status, 0);
 }
 
 // A run that diverges ends with an error that names where the first bad value was made.
