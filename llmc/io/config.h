@@ -56,7 +56,7 @@ struct DataFlags {
     double undesirable_weight = 1;
     // grpo: answers a prompt, tokens an answer (0: as many as --seq leaves)
     int group = 8, answer_tokens = 0;
-    std::string reward, advantage = "mean", kl = "k3";
+    std::string reward, advantage = "mean";
     // steps on the answers of a rollout; how far the ratio to the policy that sampled may go
     int updates = 1;
     double clip_low = 0.2, clip_high = 0.2;
@@ -477,8 +477,6 @@ inline const std::vector<Flag>& config_table() {
          "grpo: lower clipping range of the policy ratio (epsilon)"},
         {"clip-high", &C::clip_high, "0..1000",
          "grpo: upper clipping range of the policy ratio (epsilon_high)"},
-        {"kl", &C::kl, "k2|k3",
-         "grpo: estimator of the KL divergence; k3: exp(-x) - 1 + x; k2: x^2 / 2"},
         {"teacher", &C::teacher, "",
          "distill: teacher with the same vocabulary: a Hugging Face folder, a .bin or a run's "
          "folder"},
@@ -802,6 +800,7 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"loss-scale-window",     "0",        "it is 1000 steps; --loss-scale N fixes the scale"},
     {"loss-scale-hysteresis", "0",        "it is 2 overflows; --loss-scale N fixes the scale"},
     {"loss-scale-min",        "-1",       "it is 1; --loss-scale N fixes the scale"},
+    {"kl",                    "k3",       "the estimator is k3"},
     {"recompute-segment",     nullptr,    "--recompute auto joins blocks where memory is short"},
     {"offload-update",        nullptr,    "--offload optimizer,update updates on the host"},
     {"cp-order",              nullptr,    "the order is zigzag"},
@@ -1013,7 +1012,6 @@ inline Objective objective_of(const Config& c) {
     o.undesirable = c.undesirable_weight;
     o.share = c.distill_share;
     o.temperature = c.distill_temperature;
-    o.kl = chosen<KlEstimate>(c, &Config::kl);
     o.old_policy = c.loss == "grpo" && c.updates > 1;
     o.clip_low = c.clip_low;
     o.clip_high = c.clip_high;

@@ -39,11 +39,10 @@ constexpr Pair NEEDED_FLAGS[] = {
     {"teacher distill-share distill-temperature", "loss=distill",
      " is for --loss distill: give that too"},
     {"loss=distill", "teacher steps=0 eval", " learns from a teacher: give --teacher DIR"},
-    {"group answer-tokens reward advantage updates clip-low clip-high kl reward-seconds",
+    {"group answer-tokens reward advantage updates clip-low clip-high reward-seconds",
      "loss=grpo", " is of answers that are sampled: give --loss grpo"},
     {"clip-low clip-high", "updates",
      ": the first update of a rollout has no ratio to clip: give --updates 2 or more"},
-    {"kl", "beta", " estimates what --beta weighs: give --beta"},
 
     {"lora-alpha lora-targets lora-layers lora-rs", "lora", " is for adapters: give --lora RANK"},
     {"lora-plus", "lora prefix adapter adapters",

@@ -8,6 +8,12 @@
 
 using namespace llmc;
 
+// The words of a command line.
+static std::vector<std::string> operator""_flags(const char* line, size_t) {
+    std::istringstream in(line);
+    return {std::istream_iterator<std::string>(in), {}};
+}
+
 // Read the words of a command line. Returns "" or what is wrong.
 static std::string parse(Config& c, std::vector<std::string> words) {
     std::vector<char*> argv = {(char*)"train_gpt"};
@@ -34,19 +40,19 @@ TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
         c.program = &program_named(program);
         return parse(c, words);
     };
-    EXPECT_EQ(says("train_gpt", {"--lora", "8"}), "--lora is a flag of tune_gpt");
-    EXPECT_EQ(says("tune_gpt", {"--lora", "8", "--lr", "1e-3"}), "");
-    EXPECT_EQ(says("tune_gpt", {"--prompts", "p.jsonl"}), "--prompts is a flag of sample_gpt");
-    EXPECT_EQ(says("sample_gpt", {"--lr", "1e-3"}), "--lr is a flag of train_gpt");
-    EXPECT_EQ(says("sample_gpt", {"--chat", "--adapter", "a"}), "");
-    EXPECT_EQ(says("train_gpt", {"--fit", "24"}), "--fit is a flag of plan_gpt");
-    EXPECT_EQ(says("plan_gpt", {"--gpus", "8", "--tp", "2", "--lora", "8"}), "");
-    EXPECT_EQ(says("convert_gpt", {"a", "b", "--merge"}), "");
-    EXPECT_EQ(says("train_gpt", {"--top-k", "5"}), "--top-k is a flag of sample_gpt");
-    EXPECT_EQ(says("train_gpt", {"--save-minutes", "5"}),
+    EXPECT_EQ(says("train_gpt", "--lora 8"_flags), "--lora is a flag of tune_gpt");
+    EXPECT_EQ(says("tune_gpt", "--lora 8 --lr 1e-3"_flags), "");
+    EXPECT_EQ(says("tune_gpt", "--prompts p.jsonl"_flags), "--prompts is a flag of sample_gpt");
+    EXPECT_EQ(says("sample_gpt", "--lr 1e-3"_flags), "--lr is a flag of train_gpt");
+    EXPECT_EQ(says("sample_gpt", "--chat --adapter a"_flags), "");
+    EXPECT_EQ(says("train_gpt", "--fit 24"_flags), "--fit is a flag of plan_gpt");
+    EXPECT_EQ(says("plan_gpt", "--gpus 8 --tp 2 --lora 8"_flags), "");
+    EXPECT_EQ(says("convert_gpt", "a b --merge"_flags), "");
+    EXPECT_EQ(says("train_gpt", "--top-k 5"_flags), "--top-k is a flag of sample_gpt");
+    EXPECT_EQ(says("train_gpt", "--save-minutes 5"_flags),
               "--save-minutes is gone: --save-every 10m says minutes");
-    EXPECT_HAS(says("train_gpt", {"a"}), "'a' is no flag");
-    EXPECT_HAS(says("prepare_gpt", {"--shard-tokns", "9"}), "did you mean --shard-tokens?");
+    EXPECT_HAS(says("train_gpt", "a"_flags), "'a' is no flag");
+    EXPECT_HAS(says("prepare_gpt", "--shard-tokns 9"_flags), "did you mean --shard-tokens?");
 
     // Each flag has a program.
     for (const Flag& f : config_table()) {
@@ -70,9 +76,7 @@ TEST(Config, EveryFlagRoundTripsThroughText) {
 
 TEST(Config, ReadsFlagsAndSwitches) {
     Config c;
-    EXPECT_EQ(parse(c, {"--steps", "7", "--lr", "3e-4", "--resume", "--explain", "false", "--model",
-                        "gpt2"}),
-              "");
+    EXPECT_EQ(parse(c, "--steps 7 --lr 3e-4 --resume --explain false --model gpt2"_flags), "");
     EXPECT_EQ(c.steps, 7);
     EXPECT_EQ(c.lr, 3e-4);
     EXPECT_TRUE(c.resume);
@@ -83,25 +87,24 @@ TEST(Config, ReadsFlagsAndSwitches) {
 // `--name=value` means `--name value`, for a value that holds an equals sign too, and for switches.
 TEST(Config, ReadsAValueBehindAnEqualsSign) {
     Config c;
-    EXPECT_EQ(parse(c, {"--lr=3e-4", "--evaluate=piqa=a.jsonl", "--prompt=", "--resume=false",
-                        "--steps", "7", "--explain"}),
-              "");
+    EXPECT_EQ(parse(c, "--lr=3e-4 --evaluate=piqa=a.jsonl --prompt= --resume=false"_flags), "");
+    EXPECT_EQ(parse(c, "--steps 7 --explain"_flags), "");
     EXPECT_EQ(c.lr, 3e-4);
     EXPECT_EQ(c.evaluate, "piqa=a.jsonl");
     EXPECT_FALSE(c.resume);
     EXPECT_EQ(c.steps, 7);
     EXPECT_TRUE(c.explain);
-    EXPECT_HAS(parse({"--stpes=3"}), "unknown flag --stpes: did you mean --steps?");
-    EXPECT_HAS(parse({"--resume=maybe"}), "--resume wants true or false, not 'maybe'");
+    EXPECT_HAS(parse("--stpes=3"_flags), "unknown flag --stpes: did you mean --steps?");
+    EXPECT_HAS(parse("--resume=maybe"_flags), "--resume wants true or false, not 'maybe'");
 
     // A switch may take a number, which turns it on.
     Config at;
-    EXPECT_EQ(parse(at, {"--resume", "40", "--explain=3", "--save-async", "--steps", "7"}), "");
+    EXPECT_EQ(parse(at, "--resume 40 --explain=3 --save-async --steps 7"_flags), "");
     EXPECT_TRUE(at.resume && at.explain && at.save_async);
     EXPECT_EQ(at.resume_step, 40);
     EXPECT_EQ(at.layer, 3);
     EXPECT_EQ(config_json(at)["resume"], 40);
-    EXPECT_HAS(parse({"--save-async", "7"}), "'7' is no flag");
+    EXPECT_HAS(parse("--save-async 7"_flags), "'7' is no flag");
 }
 
 // A default that follows from other flags must know whether the user has set the flag,
@@ -132,7 +135,7 @@ TEST(Config, FilesHoldTheSameNames) {
     EXPECT_HAS(parse({"--config", path}), ":2: unknown flag --stepz: did you mean --steps?");
     std::ofstream(path) << "steps 12\n";
     EXPECT_HAS(parse({"--config", path}), "wants `name = value`");
-    EXPECT_HAS(parse({"--config", "/no/such"}), "--config /no/such: No such file");
+    EXPECT_HAS(parse("--config /no/such"_flags), "--config /no/such: No such file");
 }
 
 // An unset variable of a shell is an empty word. Only a prompt may be empty: then there is none.
@@ -157,7 +160,7 @@ TEST(Config, AFileThatIsNoneIsRefusedAtOnce) {
     ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
     EXPECT_HAS(parse({"--config", folder}), "--config " + folder + ": is no file but a folder");
     EXPECT_HAS(parse({"--config", pipe}), "is no file but a pipe");
-    EXPECT_HAS(parse({"--config", "/dev/zero"}), "is no file but a device");
+    EXPECT_HAS(parse("--config /dev/zero"_flags), "is no file but a device");
     Machine m;
     for (std::string path : {pipe, folder, std::string("/dev/zero")})
         EXPECT_HAS(machine_named(&m, path), "is neither a machine nor a file");
@@ -177,23 +180,23 @@ TEST(Config, AFileThatIsNoneIsRefusedAtOnce) {
 
 // Names and values that cannot be read.
 TEST(Config, RefusesWhatItCannotRead) {
-    EXPECT_HAS(parse({"--stpes", "3"}), "did you mean --steps?");
+    EXPECT_HAS(parse("--stpes 3"_flags), "did you mean --steps?");
     for (const char* far : {"--completely-unknown", "--bogus", "--xy", "--foo"})
         EXPECT_EQ(parse({far, "3"}).find("did you mean"), std::string::npos) << far;
 
-    EXPECT_HAS(parse({"--batch-token", "3"}), "did you mean --batch-tokens?");
-    EXPECT_HAS(parse({"--led", "3"}), "unknown flag --led");
-    EXPECT_HAS(parse({"--steps"}), "wants a value");
-    EXPECT_HAS(parse({"steps"}), "is no flag");
+    EXPECT_HAS(parse("--batch-token 3"_flags), "did you mean --batch-tokens?");
+    EXPECT_HAS(parse("--led 3"_flags), "unknown flag --led");
+    EXPECT_HAS(parse("--steps"_flags), "wants a value");
+    EXPECT_HAS(parse("steps"_flags), "is no flag");
 
-    EXPECT_HAS(parse({"--steps", "ten"}), "wants a whole number from 0");
-    EXPECT_HAS(parse({"--steps", "1.5"}), "wants a whole number");
-    EXPECT_HAS(parse({"--steps", "-1"}), "wants a whole number from 0");
-    EXPECT_HAS(parse({"--lr", "nan"}), "wants a number");
-    EXPECT_HAS(parse({"--lr", "1e-3x"}), "wants a number");
-    EXPECT_HAS(parse({"--optimizer", "adam"}), "adamw|sgd");
-    EXPECT_HAS(parse({"--seq", "99999999999999"}), "wants a whole number from 0 to 16777216, not");
-    EXPECT_HAS(parse({"--seed", "-1"}), "from 0 to 9007199254740991");
+    EXPECT_HAS(parse("--steps ten"_flags), "wants a whole number from 0");
+    EXPECT_HAS(parse("--steps 1.5"_flags), "wants a whole number");
+    EXPECT_HAS(parse("--steps -1"_flags), "wants a whole number from 0");
+    EXPECT_HAS(parse("--lr nan"_flags), "wants a number");
+    EXPECT_HAS(parse("--lr 1e-3x"_flags), "wants a number");
+    EXPECT_HAS(parse("--optimizer adam"_flags), "adamw|sgd");
+    EXPECT_HAS(parse("--seq 99999999999999"_flags), "wants a whole number from 0 to 16777216, not");
+    EXPECT_HAS(parse("--seed -1"_flags), "from 0 to 9007199254740991");
 }
 
 // The words that turn a flag on, behind others.
@@ -261,45 +264,42 @@ TEST(Config, PairsOfFlagsAreRefused) {
 
 // Refusals of techniques that cannot be combined, or that this program lacks.
 TEST(Config, RefusesWhatIsNotBuiltByName) {
-    EXPECT_HAS(check({"--ep", "2"}), "--ep 2 shares out experts, and the model has none: leave it");
+    EXPECT_HAS(check("--ep 2"_flags),
+               "--ep 2 shares out experts, and the model has none: leave it");
 
     // fp8 and its options.
-    EXPECT_HAS(parse({"--fp8", "row"}), "none|block|tensor|delayed");
-    EXPECT_EQ(check({"--fp8", "block"}), "--fp8 block quantises what is bf16, and not what is of "
+    EXPECT_HAS(parse("--fp8 row"_flags), "none|block|tensor|delayed");
+    EXPECT_EQ(check("--fp8 block"_flags), "--fp8 block quantises what is bf16, and not what is of "
                                          "--precision fp32: give --precision bf16");
-    EXPECT_HAS(check({"--fp8", "tensor", "--precision", "fp16"}), "give --precision bf16");
-    EXPECT_EQ(check({"--fp8", "tensor", "--precision", "bf16"}), "");
+    EXPECT_HAS(check("--fp8 tensor --precision fp16"_flags), "give --precision bf16");
+    EXPECT_EQ(check("--fp8 tensor --precision bf16"_flags), "");
 
     // Machines whose time is simulated.
-    EXPECT_EQ(check({"--machine", "h100"}), "");
-    EXPECT_HAS(check({"--machine", "h1000", "--explain"}),
-               "neither a machine nor a file; machines:");
-    EXPECT_HAS(check({"--machine", "H100"}), "; did you mean h100?");
-    EXPECT_HAS(check({"--machine", "a100"}), "; did you mean a100-40 or a100-80?");
-    EXPECT_HAS(check({"--machine", "rtx4091"}), "; did you mean rtx4090?");
-    EXPECT_FALSE(has(check({"--machine", "abacus"}), "did you mean"));
-    EXPECT_HAS(check({"--machine", "h100", "--explain", "--steps", "0"}),
-               "times steps of training");
-    EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer"}), "");
-    EXPECT_EQ(check({"--machine", "h100", "--explain", "--offload", "optimizer,update,gradients"}),
-              "");
-    EXPECT_EQ(check({"--machine", "h100", "--explain", "--lora", "8"}), "");
-    EXPECT_EQ(check({"--machine", "h100", "--explain"}), "");
-    EXPECT_EQ(check({"--machine", "h100", "--plan", "auto"}), "");
+    EXPECT_EQ(check("--machine h100"_flags), "");
+    EXPECT_HAS(check("--machine h1000 --explain"_flags), "neither a machine nor a file; machines:");
+    EXPECT_HAS(check("--machine H100"_flags), "; did you mean h100?");
+    EXPECT_HAS(check("--machine a100"_flags), "; did you mean a100-40 or a100-80?");
+    EXPECT_HAS(check("--machine rtx4091"_flags), "; did you mean rtx4090?");
+    EXPECT_FALSE(has(check("--machine abacus"_flags), "did you mean"));
+    EXPECT_HAS(check("--machine h100 --explain --steps 0"_flags), "times steps of training");
+    EXPECT_EQ(check("--machine h100 --explain --offload optimizer"_flags), "");
+    EXPECT_EQ(check("--machine h100 --explain --offload optimizer,update,gradients"_flags), "");
+    EXPECT_EQ(check("--machine h100 --explain --lora 8"_flags), "");
+    EXPECT_EQ(check("--machine h100 --explain"_flags), "");
+    EXPECT_EQ(check("--machine h100 --plan auto"_flags), "");
 
     // Plans that the program chooses.
-    EXPECT_HAS(check({"--plan", "auto", "--recompute", "full"}), "chooses --recompute: leave one");
-    EXPECT_EQ(check({"--plan", "auto", "--recompute", "full", "--explain"}), "");
-    EXPECT_HAS(check({"--plan", "auto", "--steps", "0"}),
-               "is for training, and there are no steps");
-    EXPECT_HAS(check({"--plan", "auto", "--micro-batch", "2", "--batch-tokens", "4096"}),
+    EXPECT_HAS(check("--plan auto --recompute full"_flags), "chooses --recompute: leave one");
+    EXPECT_EQ(check("--plan auto --recompute full --explain"_flags), "");
+    EXPECT_HAS(check("--plan auto --steps 0"_flags), "is for training, and there are no steps");
+    EXPECT_HAS(check("--plan auto --micro-batch 2 --batch-tokens 4096"_flags),
                "chooses --micro-batch where --batch-tokens says the batch");
     for (const char* known : {"optimizer", "gradients", "optimizer,weights", "activations"})
         EXPECT_EQ(check({"--plan", "auto", "--offload", known}), "");
-    EXPECT_EQ(check({"--plan", "auto", "--offload", "optimizer,update"}), "");
-    EXPECT_EQ(check({"--plan", "auto", "--lora", "8"}), "");
-    EXPECT_EQ(check({"--plan", "auto", "--fp8", "block", "--precision", "bf16"}), "");
-    EXPECT_EQ(check({"--machine", "h100", "--fp8", "delayed", "--precision", "bf16"}), "");
+    EXPECT_EQ(check("--plan auto --offload optimizer,update"_flags), "");
+    EXPECT_EQ(check("--plan auto --lora 8"_flags), "");
+    EXPECT_EQ(check("--plan auto --fp8 block --precision bf16"_flags), "");
+    EXPECT_EQ(check("--machine h100 --fp8 delayed --precision bf16"_flags), "");
 
     // Losses that walk logits twice, or ask a teacher, have a time; sampled answers have one where
     // their length is known.
@@ -314,112 +314,110 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
         more.insert(more.end(), grpo.begin(), grpo.end());
         return check(more);
     };
-    EXPECT_HAS(sampled({"--plan", "auto"}), "--loss grpo without --answer-tokens is not known");
-    EXPECT_HAS(sampled({"--machine", "h100"}), "--loss grpo without --answer-tokens is not known");
+    EXPECT_HAS(sampled("--plan auto"_flags), "--loss grpo without --answer-tokens is not known");
+    EXPECT_HAS(sampled("--machine h100"_flags), "--loss grpo without --answer-tokens is not known");
     for (const char* flag : {"--plan", "--machine"})
         EXPECT_EQ(sampled({flag, flag[2] == 'p' ? "auto" : "h100", "--answer-tokens", "8"}), "");
 
     // The layouts that it looks at have the ZeRO-3 that this wants.
     Config planned;
-    EXPECT_EQ(parse(planned, {"--plan", "auto", "--hpz", "2"}), "");
+    EXPECT_EQ(parse(planned, "--plan auto --hpz 2"_flags), "");
     EXPECT_EQ(check_planning(planned), "");
 
-    EXPECT_HAS(check({"--timeline", "x.png"}), "--timeline x.png: FILE.svg, FILE.json or FILE.txt");
-    EXPECT_HAS(check({"--timeline", ".txt"}), "FILE.svg, FILE.json or FILE.txt");
-    EXPECT_EQ(check({"--timeline", "x.txt"}), "");
-    EXPECT_HAS(check({"--timeline", "x.txt", "--explain"}), "times the actions of steps");
-    EXPECT_HAS(check({"--plan", "auto", "--gpus", "2", "--explain", "--timeline", "plan.svg"}),
+    EXPECT_HAS(check("--timeline x.png"_flags),
+               "--timeline x.png: FILE.svg, FILE.json or FILE.txt");
+    EXPECT_HAS(check("--timeline .txt"_flags), "FILE.svg, FILE.json or FILE.txt");
+    EXPECT_EQ(check("--timeline x.txt"_flags), "");
+    EXPECT_HAS(check("--timeline x.txt --explain"_flags), "times the actions of steps");
+    EXPECT_HAS(check("--plan auto --gpus 2 --explain --timeline plan.svg"_flags),
                "--timeline draws the step of one layout: give it with the command that");
-    EXPECT_HAS(check({"--device", "cuda"}), "--device cpu");
+    EXPECT_HAS(check("--device cuda"_flags), "--device cpu");
 }
 
 // Frozen weights may be narrow where they are only read.
 TEST(Config, FrozenWeightsAreRead) {
     for (const char* use : {"--steps=0", "--eval"}) EXPECT_EQ(check({"--weights", "nf4", use}), "");
-    EXPECT_HAS(check({"--weights", "nf4"}),
+    EXPECT_HAS(check("--weights nf4"_flags),
                "--weights nf4 does not train: give --steps 0 or --eval, or --lora RANK");
-    EXPECT_HAS(check({"--weights", "int8", "--eval", "--export", "x"}), "--weights float");
-    EXPECT_HAS(check({"--weights", "nf4", "--steps", "0", "--zero", "3"}),
+    EXPECT_HAS(check("--weights int8 --eval --export x"_flags), "--weights float");
+    EXPECT_HAS(check("--weights nf4 --steps 0 --zero 3"_flags),
                "--weights nf4 without adapters has nothing that --zero 3 cuts: leave it out");
-    EXPECT_HAS(check({"--weights", "int3"}), "float|nf4|int8|int4");
+    EXPECT_HAS(check("--weights int3"_flags), "float|nf4|int8|int4");
 }
 
 // Adapters: the defaults that follow from the rank, and the flags that they exclude.
 TEST(Config, AdaptersHaveARank) {
     Config few, more;
     Shape s = gpt2_shape(4, 4, 128, 256, 1024);
-    EXPECT_EQ(parse(few, {"--lora", "8"}), "");
+    EXPECT_EQ(parse(few, "--lora 8"_flags), "");
     EXPECT_EQ(config_check(few, s), "");
     EXPECT_EQ(few.lora_alpha, 16);
     EXPECT_EQ(few.weight_decay, 0);
 
-    EXPECT_EQ(parse(more, {"--lora", "8", "--lora-alpha", "4", "--weight-decay", "0.2"}), "");
+    EXPECT_EQ(parse(more, "--lora 8 --lora-alpha 4 --weight-decay 0.2"_flags), "");
     EXPECT_EQ(config_check(more, s), "");
     EXPECT_EQ(more.lora_alpha, 4);
     EXPECT_EQ(more.weight_decay, 0.2);
 
     // Flags that are for adapters, and those that adapters exclude.
-    EXPECT_EQ(check({"--lora", "2", "--experts", "4"}, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)),
-              "");
-    EXPECT_HAS(check({"--lora", "2"}, neox_shape(2, 4, 64, 256)), "not for gpt_neox: leave it out");
-    EXPECT_EQ(check({"--lora", "2", "--offload", "optimizer,activations,weights"}), "");
-    EXPECT_EQ(check({"--lora", "2", "--offload", "optimizer", "--weights", "nf4"}), "");
-    EXPECT_HAS(check({"--lora", "2", "--export", "x.bin"}), "give a folder");
-    EXPECT_HAS(check({"--lora", "2", "--export", "x.gguf"}), "give a folder, or --merge");
-    EXPECT_EQ(check({"--lora", "2", "--export", "x.gguf", "--merge", "--export-dtype", "q8_0"}),
-              "");
+    EXPECT_EQ(check("--lora 2 --experts 4"_flags, llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)), "");
+    EXPECT_HAS(check("--lora 2"_flags, neox_shape(2, 4, 64, 256)), "not for gpt_neox: leave it");
+    EXPECT_EQ(check("--lora 2 --offload optimizer,activations,weights"_flags), "");
+    EXPECT_EQ(check("--lora 2 --offload optimizer --weights nf4"_flags), "");
+    EXPECT_HAS(check("--lora 2 --export x.bin"_flags), "give a folder");
+    EXPECT_HAS(check("--lora 2 --export x.gguf"_flags), "give a folder, or --merge");
+    EXPECT_EQ(check("--lora 2 --export x.gguf --merge --export-dtype q8_0"_flags), "");
 
-    EXPECT_HAS(check({"--export", "x", "--export-dtype", "q8_0"}), "convert_gpt IN FILE.gguf writes it");
+    EXPECT_HAS(check("--export x --export-dtype q8_0"_flags), "convert_gpt IN FILE.gguf writes it");
 
     // Frozen weights may be narrow where no rank cuts them and no file holds them.
     for (const char* zero : {"2", "3"})
         EXPECT_EQ(check({"--lora", "2", "--weights", "nf4", "--zero", zero, "--export", "x"}), "");
-    EXPECT_EQ(check({"--lora", "2", "--weights", "nf4", "--out", "x", "--verify-every", "1"}), "");
-    EXPECT_HAS(check({"--lora", "2", "--weights", "nf4", "--export", "x", "--merge"}),
-               "give --weights float");
+    EXPECT_EQ(check("--lora 2 --weights nf4 --out x --verify-every 1"_flags), "");
+    EXPECT_HAS(check("--lora 2 --weights nf4 --export x --merge"_flags), "give --weights float");
 }
 
 // A prefix: what it excludes, and the positions that it takes from the text.
 TEST(Config, APrefixIsTrainedAlone) {
-    EXPECT_EQ(check({"--prefix", "8"}), "");
-    EXPECT_EQ(check({"--prefix", "8", "--zero", "3", "--local-ranks", "2", "--dp", "2"}), "");
+    EXPECT_EQ(check("--prefix 8"_flags), "");
+    EXPECT_EQ(check("--prefix 8 --zero 3 --local-ranks 2 --dp 2"_flags), "");
     for (const char* other : {"--lora", "--adapter", "--lora-plus"})
         EXPECT_HAS(check({"--prefix", "8", other, "2"}),
                    concat("--prefix 8 is prefix tuning, and ", other, " 2 is for other adapters"));
-    EXPECT_HAS(check({"--prefix", "1024"}), "leaves none of the model's 1024 positions for text");
-    EXPECT_HAS(check({"--prefix", "24", "--seq", "1001"}),
+    EXPECT_HAS(check("--prefix 1024"_flags), "leaves none of the model's 1024 positions for text");
+    EXPECT_HAS(check("--prefix 24 --seq 1001"_flags),
                "--seq 1001 is beyond the model's 1000 positions behind the prefix: use --seq 1000");
     Shape sloped = gpt2_shape(4, 4, 128, 256, 1024);
     sloped.embedding.position = Position::ALIBI;
-    EXPECT_HAS(check({"--prefix", "8"}, sloped), "trained keys have no position");
+    EXPECT_HAS(check("--prefix 8"_flags, sloped), "trained keys have no position");
 
     // Exports, and what is not built.
-    EXPECT_HAS(check({"--prefix", "8", "--export", "x", "--merge"}), "without --merge");
-    EXPECT_HAS(check({"--prefix", "8", "--export", "x.gguf"}), "give --export a folder");
-    EXPECT_HAS(check({"--prefix", "8", "--export", "x.bin"}), "give a folder");
-    EXPECT_EQ(check({"--prefix", "8", "--cp", "2", "--local-ranks", "2"}), "");
-    EXPECT_HAS(check({"--prefix", "8", "--pipeline", "zero-bubble"}),
+    EXPECT_HAS(check("--prefix 8 --export x --merge"_flags), "without --merge");
+    EXPECT_HAS(check("--prefix 8 --export x.gguf"_flags), "give --export a folder");
+    EXPECT_HAS(check("--prefix 8 --export x.bin"_flags), "give a folder");
+    EXPECT_EQ(check("--prefix 8 --cp 2 --local-ranks 2"_flags), "");
+    EXPECT_HAS(check("--prefix 8 --pipeline zero-bubble"_flags),
                "is not built with --pipeline zero-bubble: give gpipe, 1f1b or interleaved");
-    EXPECT_EQ(check({"--prefix", "8", "--offload", "optimizer"}), "");
-    EXPECT_EQ(check({"--prefix", "2", "--experts", "4"},
+    EXPECT_EQ(check("--prefix 8 --offload optimizer"_flags), "");
+    EXPECT_EQ(check("--prefix 2 --experts 4"_flags,
                     llama_shape(2, 4, 2, 32, 32, 256, 512, 1e4)), "");
 }
 
 TEST(Config, ContextParallelRanksShareSequencesEqually) {
-    EXPECT_EQ(check({"--cp", "2", "--local-ranks", "4", "--seq", "64"}), "");
+    EXPECT_EQ(check("--cp 2 --local-ranks 4 --seq 64"_flags), "");
 
-    EXPECT_HAS(check({"--cp", "3", "--local-ranks", "3", "--seq", "64"}),
+    EXPECT_HAS(check("--cp 3 --local-ranks 3 --seq 64"_flags),
                "2 x --cp 3 does not divide --seq 64: try --seq 60 or 66");
-    EXPECT_HAS(check({"--cp", "2", "--tp", "2", "--pp", "2", "--local-ranks", "6"}),
+    EXPECT_HAS(check("--cp 2 --tp 2 --pp 2 --local-ranks 6"_flags),
                "x --cp 2 are 8 ranks, and there are 6: use --local-ranks 8");
-    EXPECT_HAS(check({"--cp", "2", "--local-ranks", "2", "--zero", "1", "--zero-group", "4"}),
+    EXPECT_HAS(check("--cp 2 --local-ranks 2 --zero 1 --zero-group 4"_flags),
                "--zero-group 4 does not divide --dp 1 x --cp 2");
 
     // The methods.
-    EXPECT_HAS(check({"--cp-method", "any"}), "gather|ulysses|ring");
-    EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ulysses"}), "");
-    EXPECT_EQ(check({"--cp", "2", "--local-ranks", "2", "--cp-method", "ring"}), "");
-    EXPECT_HAS(check({"--cp", "8", "--local-ranks", "8", "--cp-method", "ulysses"}),
+    EXPECT_HAS(check("--cp-method any"_flags), "gather|ulysses|ring");
+    EXPECT_EQ(check("--cp 2 --local-ranks 2 --cp-method ulysses"_flags), "");
+    EXPECT_EQ(check("--cp 2 --local-ranks 2 --cp-method ring"_flags), "");
+    EXPECT_HAS(check("--cp 8 --local-ranks 8 --cp-method ulysses"_flags),
                "does not share 4 heads and 4 key/value heads: try --cp 2, 4 or --cp-method gather");
 
     // Hybrid methods, for 4 heads.
@@ -446,75 +444,72 @@ TEST(Config, ContextParallelRanksShareSequencesEqually) {
 
 // The product of the axes is the number of ranks.
 TEST(Config, TheLayoutMakesTheRanks) {
-    EXPECT_EQ(check({"--local-ranks", "4", "--pp", "2", "--zero", "3"}), "");
-    EXPECT_EQ(check({"--dp", "64", "--pp", "2", "--explain"}), "");
-    EXPECT_HAS(check({"--local-ranks", "3", "--tp", "2", "--explain"}),
-               "are 2 ranks, and there are 3");
-    EXPECT_HAS(check({"--local-ranks", "1", "--tp", "2", "--explain"}),
-               "are 2 ranks, and there are 1");
-    EXPECT_HAS(check({"--dp", "2"}), "are 2 ranks, and there are 1: use --local-ranks 2");
-    EXPECT_HAS(check({"--local-ranks", "3", "--pp", "2"}), "use --local-ranks 2");
+    EXPECT_EQ(check("--local-ranks 4 --pp 2 --zero 3"_flags), "");
+    EXPECT_EQ(check("--dp 64 --pp 2 --explain"_flags), "");
+    EXPECT_HAS(check("--local-ranks 3 --tp 2 --explain"_flags), "are 2 ranks, and there are 3");
+    EXPECT_HAS(check("--local-ranks 1 --tp 2 --explain"_flags), "are 2 ranks, and there are 1");
+    EXPECT_HAS(check("--dp 2"_flags), "are 2 ranks, and there are 1: use --local-ranks 2");
+    EXPECT_HAS(check("--local-ranks 3 --pp 2"_flags), "use --local-ranks 2");
 
     // A stage needs a layer, and more stages on a rank need a schedule that knows of them.
-    EXPECT_HAS(check({"--local-ranks", "8", "--pp", "8"}), "8 stages, and the model has 6 layers");
+    EXPECT_HAS(check("--local-ranks 8 --pp 8"_flags), "8 stages, and the model has 6 layers");
 
     // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups
     // itself, so it takes no others.
-    EXPECT_HAS(parse({"--zero", "4"}), "from 0 to 3");
-    EXPECT_HAS(check({"--local-ranks", "4", "--zero-group", "3"}), "does not divide --dp 4");
-    EXPECT_EQ(check({"--local-ranks", "4", "--zero", "3", "--hpz", "2"}), "");
-    EXPECT_EQ(check({"--local-ranks", "4", "--zero", "2", "--hpz", "1"}), "");
-    EXPECT_HAS(check({"--local-ranks", "4", "--zero", "3", "--hpz", "3"}), "not divide --dp 4");
+    EXPECT_HAS(parse("--zero 4"_flags), "from 0 to 3");
+    EXPECT_HAS(check("--local-ranks 4 --zero-group 3"_flags), "does not divide --dp 4");
+    EXPECT_EQ(check("--local-ranks 4 --zero 3 --hpz 2"_flags), "");
+    EXPECT_EQ(check("--local-ranks 4 --zero 2 --hpz 1"_flags), "");
+    EXPECT_HAS(check("--local-ranks 4 --zero 3 --hpz 3"_flags), "not divide --dp 4");
 }
 
 TEST(Config, TensorParallelRanksShareEqually) {
     Shape llama = llama_shape(2, 8, 2, 64, 132, 256, 128, 10000);
-    EXPECT_EQ(check({"--local-ranks", "4", "--tp", "4"}, llama), ""); // 2 ranks to a key/value head
+    EXPECT_EQ(check("--local-ranks 4 --tp 4"_flags, llama), ""); // 2 ranks to a key/value head
 
-    EXPECT_EQ(check({"--tp", "4", "--explain", "--sequence-parallel"}), "");
-    EXPECT_HAS(check({"--tp", "3", "--explain"}), "--tp 3 does not divide 4 heads: try --tp 1, 2");
-    EXPECT_HAS(check({"--tp", "8", "--explain"}, llama),
+    EXPECT_EQ(check("--tp 4 --explain --sequence-parallel"_flags), "");
+    EXPECT_HAS(check("--tp 3 --explain"_flags), "--tp 3 does not divide 4 heads: try --tp 1, 2");
+    EXPECT_HAS(check("--tp 8 --explain"_flags, llama),
                "--tp 8 does not divide the ffn's 132 channels: try --tp 1, 2, 4");
     llama = llama_shape(2, 12, 4, 96, 192, 256, 128, 10000);
-    EXPECT_HAS(check({"--tp", "6", "--explain"}, llama), "4 key/value heads do not divide each");
+    EXPECT_HAS(check("--tp 6 --explain"_flags, llama), "4 key/value heads do not divide each");
 
     // A size is offered only if it works with the ranks that are there.
     Shape two =
         gpt2_shape(2, 2, 32, 256, 128);
-    EXPECT_EQ(check({"--local-ranks", "4", "--tp", "3"}, two),
+    EXPECT_EQ(check("--local-ranks 4 --tp 3"_flags, two),
               "--tp 3 does not divide 2 heads: try --tp 1, 2");
-    EXPECT_EQ(check({"--local-ranks", "3", "--tp", "2"}, two),
+    EXPECT_EQ(check("--local-ranks 3 --tp 2"_flags, two),
               "--dp 1 x --tp 2 x --pp 1 are 2 ranks, and there are 3: use --local-ranks 2 or "
               "mpirun -np 2");
-    EXPECT_EQ(check({"--local-ranks", "6", "--tp", "6"}, gpt2_shape(2, 4, 32, 256, 128)),
+    EXPECT_EQ(check("--local-ranks 6 --tp 6"_flags, gpt2_shape(2, 4, 32, 256, 128)),
               "--tp 6 does not divide 4 heads: try --tp 1, 2"); // 6 ranks are no multiple of 4
 
     // Sequence parallelism.
-    EXPECT_HAS(check({"--tp", "4", "--explain", "--sequence-parallel", "--seq", "9",
-                      "--micro-batch", "1"}),
+    EXPECT_HAS(check("--tp 4 --explain --sequence-parallel --seq 9 --micro-batch 1"_flags),
                "does not divide micro-batch x seq = 9 rows: try --seq 12");
-    EXPECT_HAS(check({"--local-ranks", "4", "--tp", "2", "--dp", "4"}),
+    EXPECT_HAS(check("--local-ranks 4 --tp 2 --dp 4"_flags),
                "--dp 4 x --tp 2 x --pp 1 are 8 ranks, and there are 4");
 }
 
 // Numbers that do not fit each other, or the loss. Each message offers a fix.
 TEST(Config, RefusesShapesThatDoNotFit) {
     // Sizes that do not divide.
-    EXPECT_HAS(check({"--heads", "3"}),
+    EXPECT_HAS(check("--heads 3"_flags),
                "--heads 3 does not divide --channels 128: heads that do, near it: 1, 2, 4, 8");
-    EXPECT_HAS(check({"--seq", "2000"}),
+    EXPECT_HAS(check("--seq 2000"_flags),
                "beyond the model's 1024 positions: use --seq 1024 or less");
-    EXPECT_HAS(check({"--batch-tokens", "3000"}), "8 x 256 x 1 = 2048: try 2048 or 4096");
-    EXPECT_HAS(check({"--lr", "1e-4", "--min-lr", "1e-3"}), "--min-lr 0.001 is above --lr");
+    EXPECT_HAS(check("--batch-tokens 3000"_flags), "8 x 256 x 1 = 2048: try 2048 or 4096");
+    EXPECT_HAS(check("--lr 1e-4 --min-lr 1e-3"_flags), "--min-lr 0.001 is above --lr");
 
     // Losses that need their data.
-    EXPECT_HAS(check({"--loss", "sft"}), "give --data FILE.jsonl");
-    EXPECT_HAS(check({"--loss", "sft", "--data", "a.jsonl", "--document-mask"}),
+    EXPECT_HAS(check("--loss sft"_flags), "give --data FILE.jsonl");
+    EXPECT_HAS(check("--loss sft --data a.jsonl --document-mask"_flags),
                "leave --document-mask out");
-    EXPECT_HAS(check({"--loss", "dpo"}), "give --data FILE.jsonl");
-    EXPECT_HAS(parse({"--label-smoothing", "0.5"}), "from 0 to 0.49999, not '0.5'");
-    EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--explain", "--machine", "h100"}), "");
-    EXPECT_EQ(check({"--loss", "dpo", "--data", "a.jsonl", "--cp", "2", "--local-ranks", "2"}), "");
+    EXPECT_HAS(check("--loss dpo"_flags), "give --data FILE.jsonl");
+    EXPECT_HAS(parse("--label-smoothing 0.5"_flags), "from 0 to 0.49999, not '0.5'");
+    EXPECT_EQ(check("--loss dpo --data a.jsonl --explain --machine h100"_flags), "");
+    EXPECT_EQ(check("--loss dpo --data a.jsonl --cp 2 --local-ranks 2"_flags), "");
 
     // Answers that are sampled.
     const std::vector<std::string> grpo = {"--loss", "grpo", "--data", "a.jsonl"};
@@ -523,43 +518,42 @@ TEST(Config, RefusesShapesThatDoNotFit) {
         return check(more);
     };
 
-    EXPECT_EQ(sampled({"--reward", "exact"}), "");
-    EXPECT_EQ(sampled({"--steps", "0"}), "");
+    EXPECT_EQ(sampled("--reward exact"_flags), "");
+    EXPECT_EQ(sampled("--steps 0"_flags), "");
 
-    EXPECT_HAS(check({"--loss", "grpo", "--reward", "exact"}), "give --data FILE.jsonl");
+    EXPECT_HAS(check("--loss grpo --reward exact"_flags), "give --data FILE.jsonl");
     EXPECT_EQ(sampled({"--reward", "command:sh a.sh", "--updates", "4", "--clip-high", "0.28",
-                       "--beta", "0.1", "--kl", "k2", "--reward-seconds", "5"}), "");
+                       "--beta", "0.1", "--reward-seconds", "5"}), "");
     EXPECT_HAS(sampled({}), "learns from rewards: give --reward exact, number, regex or command:");
-    EXPECT_HAS(sampled({"--reward", "right"}), "--reward right names no verifier: give exact");
+    EXPECT_HAS(sampled("--reward right"_flags), "--reward right names no verifier: give exact");
     EXPECT_HAS(sampled({"--reward", "command: "}), "names no verifier");
-    EXPECT_HAS(sampled({"--reward", "exact", "--reward-seconds", "5"}), "give --reward command:");
-    EXPECT_HAS(sampled({"--reward", "command:a", "--reward-seconds", "600", "--local-ranks", "2"}),
+    EXPECT_HAS(sampled("--reward exact --reward-seconds 5"_flags), "give --reward command:");
+    EXPECT_HAS(sampled("--reward command:a --reward-seconds 600 --local-ranks 2"_flags),
                "--reward-seconds 600 is not below --watchdog 600");
-    EXPECT_HAS(sampled({"--reward", "exact", "--beta", "0.1", "--precision", "bf16",
-                        "--fp8", "block"}),
+    EXPECT_HAS(sampled("--reward exact --beta 0.1 --precision bf16 --fp8 block"_flags),
                "--beta 0.1 is not built with --fp8");
-    EXPECT_HAS(sampled({"--reward", "exact", "--group", "12", "--micro-batch", "8"}),
+    EXPECT_HAS(sampled("--reward exact --group 12 --micro-batch 8"_flags),
                "--group 12 does not divide the 8 sequences of a step: try --batch-tokens 6144");
-    EXPECT_HAS(sampled({"--reward", "exact", "--machine", "h100", "--explain"}),
+    EXPECT_HAS(sampled("--reward exact --machine h100 --explain"_flags),
                "the time of --loss grpo without --answer-tokens is not known: give that too");
 
     // Saves.
-    EXPECT_HAS(check({"--buddy", "/dev/shm/x", "--out", "x"}),
+    EXPECT_HAS(check("--buddy /dev/shm/x --out x"_flags),
                "wants the steps between saves in memory: give FOLDER:STEPS");
     for (const char* every : {"often", "-1", "1e7m", "5k", "nan", "auto:0", "auto5", "2.5"})
         EXPECT_HAS(check({"--save-every", every, "--out", "x"}), "nor minutes, as 10m, nor auto");
 
     // A Llama's shape.
     Shape llama = llama_shape(2, 4, 2, 64, 128, 256, 128, 10000);
-    EXPECT_HAS(check({"--kv-heads", "3"}, llama), "--kv-heads 3 does not divide --heads 4");
-    EXPECT_HAS(check({"--position", "learned"}, llama), "Llama has no table of positions");
-    EXPECT_HAS(check({"--heads", "64", "--kv-heads", "64", "--position", "rope"}, llama),
+    EXPECT_HAS(check("--kv-heads 3"_flags, llama), "--kv-heads 3 does not divide --heads 4");
+    EXPECT_HAS(check("--position learned"_flags, llama), "Llama has no table of positions");
+    EXPECT_HAS(check("--heads 64 --kv-heads 64 --position rope"_flags, llama),
                "a head size of 1 is odd");
-    EXPECT_HAS(check({"--kv-heads", "2"}), "leave --kv-heads out");
+    EXPECT_HAS(check("--kv-heads 2"_flags), "leave --kv-heads out");
     llama.attention.window = 64;
-    EXPECT_EQ(check({"--seq", "100"}, llama), "");
+    EXPECT_EQ(check("--seq 100"_flags, llama), "");
 
-    EXPECT_EQ(check({"--heads", "8", "--batch-tokens", "4096"}), "");
+    EXPECT_EQ(check("--heads 8 --batch-tokens 4096"_flags), "");
 }
 
 TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
@@ -569,15 +563,15 @@ TEST(Config, RoPEKeepsItsPartOfANewHeadSize) {
     Shape part = llama_shape(2, 4, 4, 64, 128, 256, 128, 10000);
     part.rope.rotary = 8;
     Shape s = part;
-    ASSERT_EQ(parse(c, {"--heads", "16"}), "");
+    ASSERT_EQ(parse(c, "--heads 16"_flags), "");
     EXPECT_EQ(override_shape(c, s), "");
     EXPECT_EQ(s.HS, 4u);
     EXPECT_EQ(s.rope.rotary, 2u);
-    EXPECT_HAS(check({"--heads", "32"}, part), "of a head size of 2 that part is 1");
+    EXPECT_HAS(check("--heads 32"_flags, part), "of a head size of 2 that part is 1");
 
     // A part that would round down to nothing is refused, since 0 stands for the whole.
     part.rope.rotary = 2;
-    EXPECT_HAS(check({"--heads", "16"}, part), "of a head size of 4 that part is 0");
+    EXPECT_HAS(check("--heads 16"_flags, part), "of a head size of 4 that part is 0");
 }
 
 TEST(Config, RefusesWhatCannotWork) {
@@ -587,19 +581,19 @@ TEST(Config, RefusesWhatCannotWork) {
         return wrong.empty() ? refuse_idle_flags(c) : wrong;
     };
 
-    EXPECT_HAS(check({"--beta1", "1"}), "from 0 to 0.99999, not '1'");
-    EXPECT_EQ(check({"--beta1", "0", "--beta2", "0.9999"}), "");
+    EXPECT_HAS(check("--beta1 1"_flags), "from 0 to 0.99999, not '1'");
+    EXPECT_EQ(check("--beta1 0 --beta2 0.9999"_flags), "");
 
-    EXPECT_HAS(check({"--offload", "optimizer,wigths"}),
+    EXPECT_HAS(check("--offload optimizer,wigths"_flags),
                "--offload wigths: give some of optimizer,");
-    EXPECT_EQ(check({"--offload", "optimizer,activations,weights,gradients"}), "");
-    EXPECT_HAS(check({"--offload", "update"}), "give --offload optimizer,update");
+    EXPECT_EQ(check("--offload optimizer,activations,weights,gradients"_flags), "");
+    EXPECT_HAS(check("--offload update"_flags), "give --offload optimizer,update");
 
-    EXPECT_HAS(check({"--draft", "d", "--dp", "1", "--tp", "2"}),
+    EXPECT_HAS(check("--draft d --dp 1 --tp 2"_flags),
                "--draft d guesses in one process, and this run has 2 ranks");
-    EXPECT_EQ(check({"--draft", "d", "--draft-tokens", "8"}), "");
+    EXPECT_EQ(check("--draft d --draft-tokens 8"_flags), "");
 
-    EXPECT_HAS(check({"--steps", "0", "--sample-tokens", "0"}), "nothing to do");
+    EXPECT_HAS(check("--steps 0 --sample-tokens 0"_flags), "nothing to do");
     for (const char* use : {"--eval", "--explain", "--export=x"})
         EXPECT_EQ(check({"--steps", "0", "--sample-tokens", "0", use}), "") << use;
 }
@@ -617,27 +611,26 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
         return wrong.empty() ? config_check(c, s) : wrong;
     };
 
-    EXPECT_EQ(check({"--experts", "8"}), "");
+    EXPECT_EQ(check("--experts 8"_flags), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.E == 8 && s.experts.K == 2 && s.experts.balance == 0.01);
-    EXPECT_EQ(check({"--experts", "4"}, "qwen3-0.6b"), "");
+    EXPECT_EQ(check("--experts 4"_flags, "qwen3-0.6b"), "");
     EXPECT_EQ(s.hf_type, "qwen3_moe");
-    EXPECT_EQ(check({"--router", "sigmoid", "--balance", "0", "--z-loss", "1e-3"}, "tiny-moe"), "");
+    EXPECT_EQ(check("--router sigmoid --balance 0 --z-loss 1e-3"_flags, "tiny-moe"), "");
     EXPECT_TRUE(s.experts.router == Router::SIGMOID && s.experts.balance == 0 && s.experts.z_loss == 1e-3);
-    EXPECT_EQ(check({"--experts-per-token", "1", "--router", "softmax"}, "tiny-moe"), "");
+    EXPECT_EQ(check("--experts-per-token 1 --router softmax"_flags, "tiny-moe"), "");
 
-    EXPECT_HAS(check({"--experts-per-token", "1"}, "tiny-moe"), "give --router softmax");
-    EXPECT_HAS(check({"--experts-per-token", "9"}, "tiny-moe"), "of --experts 8: at most 8");
-    EXPECT_HAS(check({"--experts", "8"}, "tiny"), "built for Llama");
-    EXPECT_HAS(check({"--experts", "8"}, "qwen2.5-0.5b"), "built for Llama");
-    EXPECT_HAS(check({"--balance", "1"}), "--balance 1 is for models with experts");
-    EXPECT_HAS(check({"--precision", "bf16", "--fp8", "block"}, "tiny-moe"), "--fp8 block is not");
-    EXPECT_HAS(check({"--weights", "nf4", "--eval"}, "tiny-moe"),
-               "--weights nf4 is not built with");
+    EXPECT_HAS(check("--experts-per-token 1"_flags, "tiny-moe"), "give --router softmax");
+    EXPECT_HAS(check("--experts-per-token 9"_flags, "tiny-moe"), "of --experts 8: at most 8");
+    EXPECT_HAS(check("--experts 8"_flags, "tiny"), "built for Llama");
+    EXPECT_HAS(check("--experts 8"_flags, "qwen2.5-0.5b"), "built for Llama");
+    EXPECT_HAS(check("--balance 1"_flags), "--balance 1 is for models with experts");
+    EXPECT_HAS(check("--precision bf16 --fp8 block"_flags, "tiny-moe"), "--fp8 block is not");
+    EXPECT_HAS(check("--weights nf4 --eval"_flags, "tiny-moe"), "--weights nf4 is not built with");
 
     // A capacity counts whole sequences, and generation drops nothing.
-    EXPECT_EQ(check({"--expert-capacity", "1.25"}, "tiny-moe"), "");
+    EXPECT_EQ(check("--expert-capacity 1.25"_flags, "tiny-moe"), "");
     EXPECT_TRUE(s.experts.capacity.factor == 1.25);
-    EXPECT_HAS(check({"--expert-capacity", "1.25"}), "is for models with experts");
+    EXPECT_HAS(check("--expert-capacity 1.25"_flags), "is for models with experts");
 
     // Latents that are too wide for a GPU's registers train there, and are decoded on a CPU.
     Shape wide = s;
@@ -648,19 +641,19 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(check_latents(wide, true, true), "");
 
     // The bias of DeepSeek-V3's router.
-    EXPECT_EQ(check({"--router-bias-rate", "0.001"}, "deepseek-v3"), "");
-    EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny-moe"), "DeepSeek-V3's: leave it out");
-    EXPECT_HAS(check({"--router-bias-rate", "0.001"}, "tiny"), "is for models with experts");
-    EXPECT_HAS(check({"--router", "softmax"}, "deepseek-v3"), "for sigmoids: leave it out");
+    EXPECT_EQ(check("--router-bias-rate 0.001"_flags, "deepseek-v3"), "");
+    EXPECT_HAS(check("--router-bias-rate 0.001"_flags, "tiny-moe"), "DeepSeek-V3's: leave it out");
+    EXPECT_HAS(check("--router-bias-rate 0.001"_flags, "tiny"), "is for models with experts");
+    EXPECT_HAS(check("--router softmax"_flags, "deepseek-v3"), "for sigmoids: leave it out");
 
     // Upcycling.
-    EXPECT_EQ(check({"--upcycle", "4", "--experts-per-token", "3"}), "");
+    EXPECT_EQ(check("--upcycle 4 --experts-per-token 3"_flags), "");
     EXPECT_TRUE(s.family == Family::MIXTRAL && s.experts.E == 4 && s.experts.K == 3);
-    EXPECT_HAS(check({"--upcycle", "4", "--router", "softmax"}),
+    EXPECT_HAS(check("--upcycle 4 --router softmax"_flags),
                "--upcycle 4: gates of --router softmax");
-    EXPECT_HAS(check({"--upcycle", "4"}, "tiny"), "--upcycle 4: built for Llama");
-    EXPECT_HAS(check({"--upcycle", "4"}, "tiny-moe"), "has experts already");
-    EXPECT_HAS(check({"--upcycle", "1"}), "--experts-per-token 2 of --upcycle 1: at most 1");
+    EXPECT_HAS(check("--upcycle 4"_flags, "tiny"), "--upcycle 4: built for Llama");
+    EXPECT_HAS(check("--upcycle 4"_flags, "tiny-moe"), "has experts already");
+    EXPECT_HAS(check("--upcycle 1"_flags), "--experts-per-token 2 of --upcycle 1: at most 1");
 
     // Expert-parallel ranks.
     auto ranks = [&](const char* ep, std::vector<std::string> more = {}) {
@@ -672,9 +665,9 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
     EXPECT_EQ(ranks("2"), "");
     EXPECT_EQ(ranks("3"), "--ep 3 does not divide 8 experts: try --ep 1, 2");
     EXPECT_EQ(ranks("4"), "--ep 4 does not divide the 6 ranks of --dp: try --ep 1, 2");
-    EXPECT_EQ(ranks("6", {"--experts", "6"}), "");
-    EXPECT_EQ(ranks("2", {"--ep-method", "exchange"}), "");
-    EXPECT_HAS(ranks("2", {"--ep-method", "ring"}), "wants one of gather|exchange, not 'ring'");
+    EXPECT_EQ(ranks("6", "--experts 6"_flags), "");
+    EXPECT_EQ(ranks("2", "--ep-method exchange"_flags), "");
+    EXPECT_HAS(ranks("2", "--ep-method ring"_flags), "wants one of gather|exchange, not 'ring'");
 
     // Whole experts beside tensor parallelism.
     auto whole = [&](const char* ep, std::vector<std::string> more = {}) {
@@ -682,36 +675,36 @@ TEST(Config, ExpertsReplaceALlamasFfnOrAreRefused) {
         return ranks(ep, more);
     };
     EXPECT_EQ(whole("4"), "");
-    EXPECT_EQ(whole("1", {"--ffn", "129"}), "");
+    EXPECT_EQ(whole("1", "--ffn 129"_flags), "");
     EXPECT_TRUE(s.experts.whole);
     EXPECT_EQ(whole("8"), "--ep 8 does not divide the 12 ranks of --dp x --tp: try --ep 1, 2, 4");
-    EXPECT_EQ(ranks("2", {"--etp", "1"}), "") << "one rank cuts nothing";
-    EXPECT_EQ(ranks("2", {"--tp", "2", "--etp", "2"}), "");
+    EXPECT_EQ(ranks("2", "--etp 1"_flags), "") << "one rank cuts nothing";
+    EXPECT_EQ(ranks("2", "--tp 2 --etp 2"_flags), "");
     EXPECT_FALSE(s.experts.whole);
-    EXPECT_HAS(ranks("2", {"--tp", "2", "--ffn", "129"}), "does not divide the ffn's 129 channels");
-    EXPECT_HAS(ranks("2", {"--tp", "4", "--etp", "2"}),
+    EXPECT_HAS(ranks("2", "--tp 2 --ffn 129"_flags), "does not divide the ffn's 129 channels");
+    EXPECT_HAS(ranks("2", "--tp 4 --etp 2"_flags),
                "--etp 2: experts are cut by all ranks of --tp 4 or by none: leave it out");
-    EXPECT_HAS(ranks("2", {"--tp", "2", "--etp", "1"}), "--etp 1: ranks that hold whole experts "
+    EXPECT_HAS(ranks("2", "--tp 2 --etp 1"_flags), "--etp 1: ranks that hold whole experts "
                                                         "route rows of their own: give "
                                                         "--sequence-parallel");
-    EXPECT_HAS(check({"--etp", "1"}), "--etp 1 is for models with experts");
-    EXPECT_EQ(check({"--etp", "0"}), "");
-    EXPECT_EQ(check({"--plan", "auto", "--explain", "--etp", "1"}, "tiny-moe"), "");
+    EXPECT_HAS(check("--etp 1"_flags), "--etp 1 is for models with experts");
+    EXPECT_EQ(check("--etp 0"_flags), "");
+    EXPECT_EQ(check("--plan auto --explain --etp 1"_flags, "tiny-moe"), "");
 
     EXPECT_EQ(check({}), "");
     EXPECT_EQ(s.experts.balance, 0);
 }
 
 TEST(Config, SmallMastersAreBf16s) {
-    EXPECT_HAS(check({"--masters", "none"}), "of --precision fp32: give --precision bf16");
-    EXPECT_HAS(check({"--masters", "none", "--precision", "fp16"}), "those of --precision fp16");
-    EXPECT_HAS(check({"--optimizer", "sgd", "--states", "bf16"}), "is not for --optimizer sgd");
+    EXPECT_HAS(check("--masters none"_flags), "of --precision fp32: give --precision bf16");
+    EXPECT_HAS(check("--masters none --precision fp16"_flags), "those of --precision fp16");
+    EXPECT_HAS(check("--optimizer sgd --states bf16"_flags), "is not for --optimizer sgd");
     for (const char* masters : {"remainder", "none", "float"})
         EXPECT_EQ(check({"--precision", "bf16", "--masters", masters}), "");
-    EXPECT_HAS(parse({"--masters", "half"}), "float|remainder|none");
+    EXPECT_HAS(parse("--masters half"_flags), "float|remainder|none");
     for (const char* precision : {"fp32", "bf16", "fp16"})
         EXPECT_EQ(check({"--precision", precision, "--states", "bf16"}), "");
-    EXPECT_EQ(check({"--optimizer", "sgd"}), "");
+    EXPECT_EQ(check("--optimizer sgd"_flags), "");
 }
 
 // Flags that change nothing are noted, unless the user has not set them.
@@ -726,14 +719,15 @@ TEST(Config, NotesWhatDoesNothing) {
         return all;
     };
     EXPECT_EQ(notes({}), "");
-    EXPECT_EQ(notes({"--steps", "2"}), "") << "the default warm-up is nobody's choice";
+    EXPECT_EQ(notes("--steps 2"_flags), "") << "the default warm-up is nobody's choice";
 
-    EXPECT_EQ(notes({"--steps", "2", "--warmup", "2"}),
+    EXPECT_EQ(notes("--steps 2 --warmup 2"_flags),
               "--warmup 2 is all of --steps 2: the learning rate never reaches --lr; ");
-    EXPECT_EQ(notes({"--steps", "3", "--warmup", "2"}), "");
+    EXPECT_EQ(notes("--steps 3 --warmup 2"_flags), "");
 
-    EXPECT_EQ(notes({"--zero", "1"}), "--zero 1 shards nothing: there is one data-parallel rank; ");
-    EXPECT_EQ(notes({"--zero", "1", "--local-ranks", "2"}), "");
+    EXPECT_EQ(notes("--zero 1"_flags),
+              "--zero 1 shards nothing: there is one data-parallel rank; ");
+    EXPECT_EQ(notes("--zero 1 --local-ranks 2"_flags), "");
 
     // Two tensor-parallel ranks both have all experts, whole, or one half of them each.
     Config whole;
@@ -742,10 +736,10 @@ TEST(Config, NotesWhatDoesNothing) {
     EXPECT_EQ(config_notes(whole).size(), 0u);
     whole.ep = 2;
     EXPECT_EQ(config_notes(whole).size(), 1u) << "--zero 1 shards nothing";
-    EXPECT_EQ(notes({"--keep", "3"}), "--keep does nothing without --out; ");
-    EXPECT_EQ(notes({"--keep", "3", "--out", "x"}), "");
+    EXPECT_EQ(notes("--keep 3"_flags), "--keep does nothing without --out; ");
+    EXPECT_EQ(notes("--keep 3 --out x"_flags), "");
 
-    EXPECT_EQ(notes({"--top-k", "3", "--temperature", "0"}),
+    EXPECT_EQ(notes("--top-k 3 --temperature 0"_flags),
               "--top-k does nothing without a --temperature above 0; ");
 }
 
@@ -1126,7 +1120,6 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
         {"z-loss", "0", "none, as in Mixtral"},
         {"clip-low", "0.2", "PPO, 6.1; TRL's epsilon"},
         {"clip-high", "0.2", "PPO, 6.1; TRL's epsilon_high follows epsilon"},
-        {"kl", "k3", "GRPO's paper, equation 4"},
         {"updates", "1", "TRL's num_iterations"},
         {"group", "8", "TRL's num_generations"},
         {"label-smoothing", "0", "TRL's DPOConfig"},
@@ -1157,6 +1150,7 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
     Fp8Rule rule;
     EXPECT_TRUE(rule.length == 1024 && rule.margin == 0 && !rule.recent);
     EXPECT_EQ(Layout().context.order, ContextOrder::ZIGZAG);
+    EXPECT_EQ(Objective().kl, KlEstimate::K3) << "GRPO's paper, equation 4";
     SaveRule saves;
     defaults.save_every = "auto";
     EXPECT_EQ(read_save_rule(defaults, &saves), "");
@@ -1165,7 +1159,7 @@ TEST(Defaults, OfFlagsAreWhatOthersPublished) {
     // Two follow from other flags: alpha is twice the rank, the last rate a tenth of the peak.
     Config c;
     Shape s = gpt2_shape(4, 4, 128, 256, 1024);
-    ASSERT_EQ(parse(c, {"--lora", "6", "--lr", "0.5"}), "");
+    ASSERT_EQ(parse(c, "--lora 6 --lr 0.5"_flags), "");
     ASSERT_EQ(config_check(c, s), "");
     EXPECT_EQ(c.lora_alpha, 12);
     EXPECT_EQ(c.min_lr, 0.05);
