@@ -59,7 +59,7 @@ void train(Run& run, Trainer<T, S>& t) {
             print_samples(run, t);
         if (run.saves.buddies && is_time(run, c.buddy_every, false))
             save_in_memory(run, t);
-        if (wishes.save || is_time(run, c.save_every, false))
+        if (wishes.save || is_time(run, save_rule(c).steps, false))
             save(run, t);
     }
     end_training(run, t);

@@ -11,7 +11,6 @@
 #include "llmc/comm/rank_status.h"
 #include "llmc/context.h"
 #include "llmc/extra/bitsandbytes.h"
-#include "llmc/extra/ds_config.h"
 #include "llmc/extra/gptq.h"
 #include "llmc/extra/kto.h"
 #include "llmc/extra/merged_adapters.h"
@@ -101,7 +100,7 @@ void tune(Run& run, Trainer<T, S>& t) {
             print_samples(run, t);
         if (run.saves.buddies && is_time(run, c.buddy_every, false))
             save_in_memory(run, t);
-        if (wishes.save || is_time(run, c.save_every, false))
+        if (wishes.save || is_time(run, save_rule(c).steps, false))
             save(run, t);
     }
     end_training(run, t);
@@ -213,11 +212,10 @@ static std::vector<DataKind> data_kinds() {
 
 // Do what the command line asks for. Returns false if some of it could not be done.
 static bool run_command(Run& run) {
-    // Choose the model, its adapters and its teacher. Another trainer's file completes the flags.
+    // Choose the model, its adapters and its teacher.
     Config& c = run.config;
     run.dialects = {MXFP4, GPTQ_AND_AWQ, BITSANDBYTES, MERGED_ADAPTERS};
     or_die(take_run_model(c));
-    take_ds_config(run);
     choose_model(run);
     grow_vocabulary(run);
     take_adapters(run);

@@ -37,35 +37,9 @@ inline const OptimizerRow& optimizer_row(Optimizer optimizer) {
     return optimizer_rows()[int(optimizer)];
 }
 
-// config_check() has refused every name that has no row.
-inline Optimizer optimizer_named(const std::string& name) {
-    for (size_t i = 0; i < optimizer_rows().size(); i++)
-        if (name == optimizer_rows()[i].name)
-            return Optimizer(i);
-    return Optimizer::ADAMW;
-}
-
 // The format in which data-parallel ranks send the gradients that they sum (zero.h).
 enum class Gradients : uint8_t { FLOAT, BF16, FP8 };
 
-// The values of --gradients.
-inline Gradients gradients_named(const std::string& name) {
-    if (name == "fp8") return Gradients::FP8;
-    return name == "bf16" ? Gradients::BF16 : Gradients::FLOAT;
-}
-
-// The values of --masters; config_check() has refused every other word, and those that the weights'
-// type cannot have.
-inline Masters masters_named(const std::string& name) {
-    if (name == "none") return Masters::NONE;
-    return name == "remainder" ? Masters::REMAINDER : Masters::FLOAT;
-}
-
-// The values of --states.
-inline States states_named(const std::string& name) {
-    if (name == "8bit") return States::EIGHT_BIT;
-    return name == "bf16" ? States::BF16 : States::FLOAT;
-}
 // The word of a format, in manifests and --explain.
 inline const char* states_name(States states) {
     const char* names[] = {"float", "bf16", "8bit"};

@@ -55,7 +55,7 @@ compare $llama --document-mask --document-end 10
 compare --model tiny --local-ranks 2 --dp 2
 compare --model tiny --local-ranks 2 --dp 2 --zero 1
 compare $llama --local-ranks 2 --dp 2 --zero 2 --batch-tokens 256
-compare --model tiny --local-ranks 3 --dp 3 --zero 3 --prefetch 2
+compare --model tiny --local-ranks 3 --dp 3 --zero 3
 compare $llama --local-ranks 4 --dp 4 --zero 3 --zero-group 2 --precision bf16
 compare --model tiny --local-ranks 2 --tp 2
 compare $llama --local-ranks 4 --tp 4 --sequence-parallel

@@ -612,10 +612,11 @@ std::string checkpoint_load_weights(Trainer<T, S>& t, const std::string& folder)
         wrong = first_error(world, check_identity(t, manifest, folder, false));
     if (!wrong.empty()) return wrong;
 
+    const char* read = t.takes_average ? "ema." : "param.";
     std::vector<StateTensor> tensors;
     for (const Parameter& p : t.model.parameters)
         if (!is_adapter(t.model, p))
-            tensors.push_back({"param." + p.name, {Kind::WEIGHT, p.bucket}, &p});
+            tensors.push_back({read + p.name, {Kind::WEIGHT, p.bucket}, &p});
     size_t bytes = 0;
     std::vector<int> readers = choose_readers(manifest, world.size);
     return read_files(t, folder, manifest["files"], readers, tensors, &bytes);

@@ -56,7 +56,7 @@ struct DataFlags {
     double undesirable_weight = 1;
     // grpo: answers a prompt, tokens an answer (0: as many as --seq leaves)
     int group = 8, answer_tokens = 0;
-    std::string reward, advantage = "mean", kl = "k3";
+    std::string reward, advantage = "mean";
     // steps on the answers of a rollout; how far the ratio to the policy that sampled may go
     int updates = 1;
     double clip_low = 0.2, clip_high = 0.2;
@@ -96,17 +96,9 @@ struct AdapterFlags {
 // Numbers and memory.
 struct MemoryFlags {
     std::string precision = "fp32";
-    std::string fp8 = "none", fp8_amax = "max", fp8_weights = "step";
-    int fp8_history = 1024, fp8_margin = 0;
-    // fp16's loss scale; 0 and -1 take the rule's value
-    std::string loss_scale = "dynamic", loss_scale_rule = "megatron";
-    int64_t loss_scale_start = 0;
-    int loss_scale_window = 0, loss_scale_hysteresis = 0;
-    double loss_scale_min = -1;
+    std::string fp8 = "none", loss_scale = "dynamic";
     std::string gradients = "float", masters = "float", states = "float", weights = "float";
     std::string recompute = "none", offload = "none", offload_to = "cpu";
-    int recompute_segment = 1;
-    std::string offload_update = "device";
     double memory = 0;
 };
 
@@ -115,10 +107,10 @@ struct LayoutFlags {
     // ranks of each axis; their product is the number of ranks. dp 0 takes what
     // the other axes leave.
     int dp = 0, tp = 1, pp = 1, cp = 1, ep = 1, etp = 0;
-    int zero = 0, zero_group = 0, hpz = 0, chunks = 1, prefetch = 1, local_ranks = 1;
+    int zero = 0, zero_group = 0, hpz = 0, chunks = 1, local_ranks = 1;
     bool sequence_parallel = false, fixed_order = false;
     std::string pipeline = "1f1b", grid_order = "tp-pp-dp";
-    std::string cp_method = "gather", cp_order = "zigzag", ep_method = "gather";
+    std::string cp_method = "gather", ep_method = "gather";
     int64_t verify_every = 0; // steps
     double watchdog = 600;    // seconds
 };
@@ -126,12 +118,10 @@ struct LayoutFlags {
 // Checkpoints and exports.
 struct FileFlags {
     // --out survives a kill and can be resumed; an export holds only weights
-    std::string out, export_dir, export_dtype = "fp32", ds_config, average;
-    int64_t save_every = 0;
-    std::string save_minutes = "10"; // or auto: save_seconds()
-    double failure_hours = 50700;
+    std::string out, export_dir, export_dtype = "fp32", average;
+    std::string save_every = "10m"; // read_save_rule()
     std::string buddy;
-    int64_t buddy_every = 0; // steps
+    int64_t buddy_every = 0; // steps: split_buddy() takes them from --buddy
     bool save_async = false;
     int keep = 2;
     bool keep_best = false, resume = false;
@@ -152,12 +142,12 @@ struct LookingFlags {
     bool ignore_eos = false;
     double temperature = 1.0, top_p = 1.0;
     int top_k = 0;
-    std::string device = "auto", machine, calibrate, fit, timeline, profile;
+    std::string device = "auto", machine, calibrate, fit, timeline;
     std::string plan = "none";
     int gpus = 0;
     bool graphs = false, explain = false, help = false, version = false;
     // -1: no layer's actions are printed
-    int layer = -1;
+    int64_t layer = -1;
 };
 
 // All of them, and where they come from.
@@ -179,13 +169,6 @@ struct Config : ModelFlags, DataFlags, PrepareFlags, OptimizerFlags,
 // Whether the user set a flag. A default that follows from other flags must not override it.
 inline bool was_given(const Config& c, const std::string& name) { return c.given.count(name) > 0; }
 
-// The seconds of --save-minutes: the time between checkpoints, and the wait for room at the end of
-// a run. The interval that "auto" will choose (folder.h) is unknown before the run, so the
-// default stands for it.
-inline double save_seconds(const Config& c) {
-    return 60 * (c.save_minutes == "auto" ? 10 : strtod(c.save_minutes.c_str(), nullptr));
-}
-
 // Whether the list of --offload names `what`.
 inline bool offloads(const Config& c, const std::string& what) {
     return ("," + c.offload + ",").find("," + what + ",") != std::string::npos;
@@ -201,9 +184,10 @@ typedef std::variant<int Config::*, int64_t Config::*, double Config::*, bool Co
 struct Flag {
     const char* name;
     Field field;
-    // "a|b|c": one of them; "low..high": a number; "": any
+    // "a|b|c": one of them, in the order of their enumeration; "low..high": a number; "": any
     const char* accepts;
     const char* help;
+    int64_t Config::*number = nullptr; // of a switch that takes a number too
 };
 
 // A program: what --help says of it, and whose groups of flags it takes. Its own come first.
@@ -296,13 +280,10 @@ inline const std::vector<Flag>& config_table() {
         {"schedule", &C::schedule, "cosine|linear|wsd|constant",
          "learning-rate decay after warm-up"},
         {"weight-decay", &C::weight_decay, "0..1000", "decoupled decay of matrices and tables"},
-        {"beta1", &C::beta1, "0..1", "AdamW's decay rate of the first moment"},
-        {"beta2", &C::beta2, "0..1", "AdamW's decay rate of the second moment"},
+        {"beta1", &C::beta1, "0..0.99999", "AdamW's decay rate of the first moment"},
+        {"beta2", &C::beta2, "0..0.99999", "AdamW's decay rate of the second moment"},
         {"eps", &C::eps, "0..1", "AdamW's epsilon"},
         {"clip", &C::clip, "0..1000000", "gradient clipping: largest global norm (0: off)"},
-        {"ema", &C::ema, "0..1",
-         "decay of an exponential moving average of the weights, as 0.999; checkpoints hold "
-         "both (0: off)"},
 
         {"", &C::help, "train sample convert kept", "Random numbers"},
         {"seed", &C::seed, "0..9007199254740991",
@@ -317,25 +298,7 @@ inline const std::vector<Flag>& config_table() {
         {"fp8", &C::fp8, "none|block|tensor|delayed",
          "FP8 matmuls in the blocks: scales per 128-element block, per tensor, or delayed (amax "
          "history); bf16 only"},
-        {"fp8-history", &C::fp8_history, "1..65536", "--fp8 delayed: steps of the amax history"},
-        {"fp8-amax", &C::fp8_amax, "max|most_recent",
-         "--fp8 delayed: scale by the history's maximum, or by its latest value"},
-        {"fp8-margin", &C::fp8_margin, "0..6",
-         "--fp8 delayed: powers of two left free above the amax"},
-        {"fp8-weights", &C::fp8_weights, "step|product",
-         "--fp8: cast weights once per step and keep them (2 bytes an element), or for each "
-         "product"},
         {"loss-scale", &C::loss_scale, "", "fp16 loss scale: dynamic, or a constant power of two"},
-        {"loss-scale-rule", &C::loss_scale_rule, "megatron|pytorch|deepspeed",
-         "fp16: whose rule for growing and halving the dynamic loss scale"},
-        {"loss-scale-start", &C::loss_scale_start, "0..4294967296",
-         "fp16: initial dynamic loss scale (0: 65536)"},
-        {"loss-scale-window", &C::loss_scale_window, "0..1000000000",
-         "fp16: steps without overflow before the loss scale doubles (0: 1000; pytorch 2000)"},
-        {"loss-scale-hysteresis", &C::loss_scale_hysteresis, "0..1000000",
-         "fp16: overflows before the loss scale halves (0: 2; pytorch 1)"},
-        {"loss-scale-min", &C::loss_scale_min, "-1..1000000000",
-         "fp16: lower bound of the loss scale (-1: 1; pytorch 0)"},
         {"gradients", &C::gradients, "float|bf16|fp8",
          "type in which data-parallel ranks reduce gradients: float; bf16, half the bytes; fp8, "
          "a quarter, best with --zero"},
@@ -346,7 +309,9 @@ inline const std::vector<Flag>& config_table() {
          "AdamW's moments: float; bf16, stochastically rounded; 8bit, in blocks of 256 elements"},
 
         {"", &C::help, "train sample", "Memory"},
-        {"explain", &C::explain, "", "print parameters, memory and actions, and run nothing"},
+        {"explain", &C::explain, "0..10000",
+         "print parameters, memory and actions, and run nothing; with a number that layer's "
+         "actions, and what they read and write", &C::layer},
         {"memory", &C::memory, "0..1000000",
          "GiB a rank may take; a plan that needs more is refused, with flags that fit (0: what "
          "the machine has)"},
@@ -356,16 +321,11 @@ inline const std::vector<Flag>& config_table() {
          "activation recomputation per block: selective, norms and activation functions; "
          "attention, ffn, that branch's products too; full, all but the block's input; auto, "
          "the least arithmetic that fits"},
-        {"recompute-segment", &C::recompute_segment, "1..1000",
-         "with --recompute full: consecutive blocks that keep one input (sublinear memory)"},
         {"offload", &C::offload, "",
          "states kept off the device while unused: optimizer, activations, weights, gradients, "
-         "with commas"},
+         "with commas; optimizer,update: the CPU updates, and masters and moments stay there"},
         {"offload-to", &C::offload_to, "",
          "target of --offload: cpu, the host's memory, or a folder for an unlinked file"},
-        {"offload-update", &C::offload_update, "device|host",
-         "where the update of --offload optimizer runs; host: on the CPU, and masters and "
-         "moments stay there"},
 
         {"", &C::help, "train sample convert", "Ranks"},
         {"dp", &C::dp, "0..1000000", "data-parallel ranks (0: what the other axes leave)"},
@@ -386,11 +346,9 @@ inline const std::vector<Flag>& config_table() {
          "context parallelism: gather, all-gather keys and values; ulysses, all-to-all over "
          "heads; ring, keys pass from rank to rank; ulysses:U,ring:R and ulysses:U,gather:R, U "
          "x R ranks of which U neighbours use Ulysses"},
-        {"cp-order", &C::cp_order, "zigzag|contiguous|striped",
-         "context parallelism: which tokens a rank has; zigzag: an early and a late chunk"},
         {"etp", &C::etp, "0..1000000",
-         "tensor-parallel ranks per expert (0: --tp; 1: whole experts, and --ep shards them "
-         "over dp x cp x tp ranks)"},
+         "tensor-parallel ranks per expert (0: --tp; 1: whole experts, sharded by --ep over dp x "
+         "cp x tp ranks)"},
         {"ep-method", &C::ep_method, "gather|exchange",
          "expert parallelism: gather, all-gather every token; exchange, all-to-all of the "
          "tokens that an expert wants"},
@@ -411,8 +369,6 @@ inline const std::vector<Flag>& config_table() {
          "pipeline schedule: gpipe, 1f1b, interleaved, zero-bubble, or a file with a line of "
          "slots (F0.1) per rank"},
         {"chunks", &C::chunks, "1..1000", "pipeline stages per rank (virtual stages)"},
-        {"prefetch", &C::prefetch, "0..1000",
-         "layers that ZeRO-3 gathers, or --offload fetches, ahead of their use"},
         {"fixed-order", &C::fixed_order, "",
          "sum in rank order on GPUs, by our own code instead of NCCL: bit-equal layouts; always "
          "so on CPUs"},
@@ -422,29 +378,24 @@ inline const std::vector<Flag>& config_table() {
 
         {"", &C::help, "train", "Checkpoints"},
         {"out", &C::out, "", "folder of checkpoints and log.jsonl"},
-        {"save-every", &C::save_every, "0..1000000000000",
-         "steps between checkpoints (0: by --save-minutes, and at the end)"},
-        {"save-minutes", &C::save_minutes, "",
-         "minutes between checkpoints of --out (0: only --save-every; auto: Young's interval, "
-         "from the cost of a save and --failure-hours)"},
-        {"failure-hours", &C::failure_hours, "0.000001..1000000000",
-         "with --save-minutes auto: mean time between failures of a rank, in hours"},
+        {"save-every", &C::save_every, "",
+         "checkpoint interval of --out: steps, as 500; minutes, as 10m; auto or auto:HOURS: "
+         "Young's interval, from the cost of a save and the mean hours between two failures of a "
+         "rank, 50700 without HOURS (0: at the end only)"},
         {"buddy", &C::buddy, "",
-         "in-memory replication: folder in the machines' memory (/dev/shm/NAME) for saves whose "
-         "parts each lie on two machines; %r is the rank's number"},
-        {"buddy-every", &C::buddy_every, "0..1000000000000",
-         "steps between in-memory saves of --buddy"},
+         "in-memory replication: FOLDER:STEPS, a folder in the machines' memory and the steps "
+         "between saves to it, as /dev/shm/run:10; each part lies on two machines; %r in FOLDER is "
+         "the rank's number"},
         {"save-async", &C::save_async, "",
          "write checkpoints in parallel to the steps, from a copy in the host's memory"},
         {"keep", &C::keep, "1..1000000", "number of newest checkpoints kept"},
         {"keep-best", &C::keep_best, "", "also keep the checkpoint of the lowest validation loss"},
-        {"resume", &C::resume, "",
-         "go on from the newest whole checkpoint in --out, with the model, data, optimizer and "
-         "adapters it was made with where flags say nothing else; a new run where there is none"},
-        {"resume-step", &C::resume_step, "-1..1000000000000",
-         "with --resume: from the checkpoint of this step (-1: the newest)"},
+        {"resume", &C::resume, "0..1000000000000",
+         "go on from the newest whole checkpoint in --out, or from that of this step, with the "
+         "model, data, optimizer and adapters it was made with where flags say nothing else; a new "
+         "run where there is none", &C::resume_step},
 
-        {"", &C::help, "train convert", "Weights of a checkpoint"},
+        {"", &C::help, "tune convert", "Weights of a checkpoint"},
         {"use-ema", &C::use_ema, "",
          "evaluate, sample or export the moving average of --ema instead of the weights"},
 
@@ -453,7 +404,7 @@ inline const std::vector<Flag>& config_table() {
          "at the end write a Hugging Face folder, with the tokenizer; FILE.bin: llm.c's GPT-2 "
          "(convert_gpt also writes FILE.gguf)"},
 
-        {"", &C::help, "train convert", "Type of an export"},
+        {"", &C::help, "convert", "Type of an export"},
         {"export-dtype", &C::export_dtype, "fp32|bf16|fp16|q8_0",
          "element type of the export; q8_0: 8 bits, for FILE.gguf"},
 
@@ -472,26 +423,18 @@ inline const std::vector<Flag>& config_table() {
         {"prompt", &C::prompt, "",
          "text that a sample continues; -: each line of standard input"},
         {"sample-tokens", &C::sample_tokens, "0..16777216", "tokens per sample, at most"},
-        {"samples", &C::samples, "1..1000000", "samples per prompt"},
-        {"ignore-eos", &C::ignore_eos, "", "sample past the end-of-text token"},
         {"temperature", &C::temperature, "0..1000", "sampling temperature (0: greedy)"},
-        {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest tokens (0: all)"},
-        {"top-p", &C::top_p, "0..1",
-         "nucleus sampling: the likeliest tokens with this share of the probability"},
 
         {"", &C::help, "train", "Plan"},
-        {"layer", &C::layer, "-1..10000",
-         "with --explain: one layer's actions, with what they read and write (-1: all layers)"},
         {"machine", &C::machine, "",
          "with --explain: the step's time on a machine, its parts and mfu, by simulation: h100, "
          "a100-80, rtx4090, ..., or a FILE of `name = value`; a run prints it beside its own"},
         {"plan", &C::plan, "none|auto",
          "auto: choose layout, micro-batch and recomputation by simulation on --machine"},
         {"timeline", &C::timeline, "",
-         "FILE.svg: draw the last step, or with --explain the schedule, with --machine in its "
-         "time, with --plan auto the layouts; FILE.json: a trace for Chrome"},
-        {"profile", &C::profile, "",
-         "FILE: a table of what each kind of action took, over all steps but the first"},
+         "FILE.svg: draw the last step, or with --explain the schedule, in a machine's time where "
+         "one is named; FILE.json: a trace for Chrome; FILE.txt: a table of what each kind of "
+         "action took, over all steps but the first"},
         {"log-every", &C::log_every, "0..1000000000000",
          "steps between printed lines (0: each of 100 steps, of more every tenth; on a terminal "
          "one line in place); log.jsonl has all"},
@@ -509,7 +452,7 @@ inline const std::vector<Flag>& config_table() {
         {"beta", &C::beta, "0..1000",
          "preference losses: weight of the implicit reward, or orpo's odds-ratio term (0: 0.1; "
          "simpo 2); grpo: weight of the KL divergence from the starting weights (0: none)"},
-        {"label-smoothing", &C::label_smoothing, "0..1",
+        {"label-smoothing", &C::label_smoothing, "0..0.49999",
          "dpo: share of pairs assumed to be labelled wrongly (cDPO)"},
         {"gamma", &C::gamma, "-1..1000", "simpo: target reward margin (-1: 0.5)"},
         {"desirable-weight", &C::desirable_weight, "0..1000",
@@ -534,8 +477,6 @@ inline const std::vector<Flag>& config_table() {
          "grpo: lower clipping range of the policy ratio (epsilon)"},
         {"clip-high", &C::clip_high, "0..1000",
          "grpo: upper clipping range of the policy ratio (epsilon_high)"},
-        {"kl", &C::kl, "k2|k3",
-         "grpo: estimator of the KL divergence; k3: exp(-x) - 1 + x; k2: x^2 / 2"},
         {"teacher", &C::teacher, "",
          "distill: teacher with the same vocabulary: a Hugging Face folder, a .bin or a run's "
          "folder"},
@@ -579,10 +520,10 @@ inline const std::vector<Flag>& config_table() {
          "frozen weights of the blocks: as they are, or quantised after loading to 4.13 (nf4), "
          "8 or 4.25 (int4) bits an element"},
 
-        {"", &C::help, "tune", "Other trainers' files"},
-        {"ds-config", &C::ds_config, "",
-         "FILE: DeepSpeed's or Accelerate's JSON as flags, one printed line per key; given "
-         "flags win"},
+        {"", &C::help, "tune kept", "Averages"},
+        {"ema", &C::ema, "0..0.99999",
+         "decay of an exponential moving average of the weights, as 0.999; checkpoints hold "
+         "both (0: off)"},
 
         {"", &C::help, "tune convert kept shape", "New tokens, new experts"},
         {"upcycle", &C::upcycle, "0..4096",
@@ -594,6 +535,13 @@ inline const std::vector<Flag>& config_table() {
 
         {"", &C::help, "tune sample", "Texts"},
         {"slots", &C::slots, "1..65536", "texts generated at once (--prompts, grpo)"},
+
+        {"", &C::help, "sample", "Sampling"},
+        {"samples", &C::samples, "1..1000000", "samples per prompt"},
+        {"ignore-eos", &C::ignore_eos, "", "sample past the end-of-text token"},
+        {"top-k", &C::top_k, "0..100000000", "sample from the k likeliest tokens (0: all)"},
+        {"top-p", &C::top_p, "0..1",
+         "nucleus sampling: the likeliest tokens with this share of the probability"},
 
         {"", &C::help, "sample", "Many texts, conversations"},
         {"prompts", &C::prompts, "",
@@ -716,11 +664,20 @@ inline std::string parse_number(const std::string& text, double low, double high
 
 // Set a flag's field from text. Returns "" or what the flag wants instead.
 inline std::string set_field(Config& c, const Flag& f, const std::string& text) {
-    // A switch: true or false.
+    // A switch: true or false. Some take a number too, which turns them on.
+    double low = -1e15, high = 1e15, v = 0;
+    const char* dots = strstr(f.accepts, "..");
+    if (dots) {
+        low = atof(f.accepts);
+        high = atof(dots + 2);
+    }
     if (auto b = std::get_if<bool Config::*>(&f.field)) {
-        if (text != "true" && text != "false")
-            return "wants true or false, not '" + text + "'";
-        c.** b = text == "true";
+        bool word = text == "true" || text == "false";
+        c.** b = text != "false";
+        if (word) return "";
+        bool number = f.number && parse_number(text, low, high, true, &v).empty();
+        if (!number) return "wants true or false, not '" + text + "'";
+        c.*f.number = int64_t(v);
         return "";
     }
 
@@ -736,12 +693,6 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
 
     // A number in the row's range "low..high". A double holds every whole number below 2^53, so one
     // parser serves all three types.
-    double low = -1e15, high = 1e15, v = 0;
-    const char* dots = strstr(f.accepts, "..");
-    if (dots) {
-        low = atof(f.accepts);
-        high = atof(dots + 2);
-    }
     bool whole = !std::holds_alternative<double Config::*>(f.field);
     std::string wrong = parse_number(text, low, high, whole, &v);
     if (!wrong.empty()) return wrong;
@@ -809,14 +760,65 @@ inline const Flag* find_flag(const std::string& name, std::string* list = nullpt
     return nullptr;
 }
 
+// The row of a field.
+inline const Flag& flag_of(const Field& field) {
+    for (const Flag& f : config_table())
+        if (*f.name && f.field == field) return f;
+    return config_table().back();
+}
+
+// The value of a flag with words: they stand in its row in the order of the enumeration.
+template <typename E> E chosen(const Config& c, const Field& field) {
+    std::string word = field_text(c, field), choice;
+    std::istringstream words(flag_of(field).accepts);
+    for (int i = 0; std::getline(words, choice, '|'); i++)
+        if (choice == word) return E(i);
+    return E(0);
+}
+
 // Whether a program takes a flag; a configuration of no program takes all.
 inline bool takes_flag(const Program* program, const std::string& name) {
     std::string list;
     return find_flag(name, &list) && (!program || takes_group(*program, list));
 }
 
-// Refuse an unknown flag, and offer the nearest name; or a flag of another program.
+// A flag of earlier programs: the value in a checkpoint that changes nothing (null: any), and what
+// is there instead.
+struct GoneFlag {
+    const char *name, *harmless, *instead;
+};
+// clang-format off
+inline constexpr GoneFlag GONE_FLAGS[] = {
+    {"expert-rounds",         "1",        "--recompute ffn saves most of that memory"},
+    {"update-delay",          "0",        "its last gradient would be lost"},
+    {"fp8-history",           "1024",     "the history has 1024 steps"},
+    {"fp8-amax",              "max",      "scales follow the history's maximum"},
+    {"fp8-margin",            "0",        "no power of two is left free above the amax"},
+    {"fp8-weights",           nullptr,    "weights are cast once a step"},
+    {"loss-scale-rule",       "megatron", "the rule is Megatron's; --loss-scale N fixes the scale"},
+    {"loss-scale-start",      "0",        "the first is 65536; --loss-scale N fixes the scale"},
+    {"loss-scale-window",     "0",        "it is 1000 steps; --loss-scale N fixes the scale"},
+    {"loss-scale-hysteresis", "0",        "it is 2 overflows; --loss-scale N fixes the scale"},
+    {"loss-scale-min",        "-1",       "it is 1; --loss-scale N fixes the scale"},
+    {"kl",                    "k3",       "the estimator is k3"},
+    {"recompute-segment",     nullptr,    "--recompute auto joins blocks where memory is short"},
+    {"offload-update",        nullptr,    "--offload optimizer,update updates on the host"},
+    {"cp-order",              nullptr,    "the order is zigzag"},
+    {"prefetch",              nullptr,    "one layer is fetched ahead of its use"},
+    {"save-minutes",          nullptr,    "--save-every 10m says minutes"},
+    {"failure-hours",         nullptr,    "--save-every auto:HOURS says them"},
+    {"buddy-every",           nullptr,    "--buddy FOLDER:STEPS says the steps"},
+    {"resume-step",           nullptr,    "--resume STEP says the step"},
+    {"layer",                 nullptr,    "--explain LAYER says the layer"},
+    {"profile",               nullptr,    "--timeline FILE.txt writes the table"},
+    {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
+};
+// clang-format on
+
+// Refuse an unknown flag, and offer the nearest name; or a flag that is gone, or another program's.
 inline std::string unknown_flag(const Config& c, const std::string& name) {
+    for (const GoneFlag& f : GONE_FLAGS)
+        if (name == f.name) return concat("--", name, " is gone: ", f.instead);
     for (const Program& p : programs())
         if (takes_flag(&p, name)) return concat("--", name, " is a flag of ", p.name);
     std::vector<std::string> names;
@@ -891,10 +893,11 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
         bool known = name == "config" || takes_flag(c.program, name);
         if (!known) return unknown_flag(c, name);
 
-        // A switch takes the next word as its value only if that is true or false.
+        // A switch takes the next word as its value only if set_field() can read it.
         std::string value = joined ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
         bool is_switch = f && std::holds_alternative<bool Config::*>(f->field);
-        bool alone = is_switch && !joined && value != "true" && value != "false";
+        Config tried;
+        bool alone = is_switch && !joined && !set_field(tried, *f, value).empty();
         if (alone) value = "true";
         if (!joined && !alone && ++i == argc)
             return "--" + name + " wants a value";
@@ -917,6 +920,7 @@ inline nlohmann::json config_json(const Config& c) {
     for (const Flag& f : config_table())
         if (*f.name)
             std::visit([&](auto member) { j[f.name] = c.*member; }, f.field);
+    if (c.resume_step >= 0) j["resume"] = c.resume_step;
     if (!c.start.empty()) j["start"] = c.start;
     return j;
 }
@@ -938,10 +942,47 @@ inline int routing_ranks(const Config& c) {
     return data_ranks(c) * (has_whole_experts(c) ? c.tp : 1);
 }
 
+// When to save: every so many steps or seconds, or at Young's interval for so many hours between
+// two failures of a rank. All 0: at the end of the run.
+struct SaveRule {
+    int64_t steps = 0;
+    double seconds = 0, failure_hours = 0;
+};
+
+// Read --save-every: "" or what is wrong with it.
+inline std::string read_save_rule(const Config& c, SaveRule* rule) {
+    *rule = {};
+    const std::string& text = c.save_every;
+    double steps = 0;
+    std::string wrong;
+    if (text == "auto")
+        rule->failure_hours = 50700; // Llama 3's (folder.h)
+    else if (text.starts_with("auto:"))
+        wrong = parse_number(text.substr(5), 1e-6, 1e9, false, &rule->failure_hours);
+    else if (text.ends_with("m"))
+        wrong = parse_number(text.substr(0, text.size() - 1), 0, 1e6, false, &rule->seconds);
+    else
+        wrong = parse_number(text, 0, 1e12, true, &steps);
+
+    rule->steps = int64_t(steps);
+    rule->seconds *= 60;
+    if (wrong.empty()) return "";
+    return concat("--save-every ", printable(text), " is neither steps, as 500, nor minutes, as "
+                  "10m, nor auto or auto:HOURS");
+}
+inline SaveRule save_rule(const Config& c) {
+    SaveRule rule;
+    read_save_rule(c, &rule);
+    return rule;
+}
+
 // Whether the run trains.
 inline bool has_training(const Config& c) {
     return c.steps > 0 && !c.eval && !c.explain;
 }
+
+// Whether --timeline writes the table of what each kind of action took.
+inline bool writes_profile(const Config& c) { return c.timeline.ends_with(".txt"); }
 
 // Whether weights are drawn: --model names neither files nor a checkpoint.
 inline bool has_new_weights(const Config& c) {
@@ -960,19 +1001,10 @@ inline bool has_adapters(const Config& c) {
     return c.lora > 0 || c.prefix > 0 || !c.adapter.empty() || !c.adapters.empty();
 }
 
-// The objective of --loss and its parameters.
-inline LossKind loss_kind(const std::string& loss) {
-    if (loss == "dpo") return LossKind::DPO;
-    if (loss == "ipo") return LossKind::IPO;
-    if (loss == "simpo") return LossKind::SIMPO;
-    if (loss == "kto") return LossKind::KTO;
-    if (loss == "grpo") return LossKind::GRPO;
-    if (loss == "distill") return LossKind::DISTILL;
-    return loss == "orpo" ? LossKind::ORPO : LossKind::NLL;
-}
+// The objective of --loss and its parameters: lm and sft are both NLL.
 inline Objective objective_of(const Config& c) {
     Objective o;
-    o.kind = loss_kind(c.loss);
+    o.kind = LossKind(std::max(0, chosen<int>(c, &Config::loss) - 1));
     o.beta = c.beta;
     o.smoothing = c.label_smoothing;
     o.gamma = c.gamma;
@@ -980,7 +1012,6 @@ inline Objective objective_of(const Config& c) {
     o.undesirable = c.undesirable_weight;
     o.share = c.distill_share;
     o.temperature = c.distill_temperature;
-    o.kl = c.kl == "k2" ? KlEstimate::K2 : KlEstimate::K3;
     o.old_policy = c.loss == "grpo" && c.updates > 1;
     o.clip_low = c.clip_low;
     o.clip_high = c.clip_high;
@@ -1026,22 +1057,17 @@ struct ContextChoice {
     int keys = 0;  // groups of neighbours; 0: no hybrid
 };
 
-// Read one method by its name. Returns false if there is none of that name.
-inline bool read_one_method(const std::string& name, ContextMethod* method) {
-    // Names in the order of the enumeration.
-    const char* names[] = {"gather", "ulysses", "ring"};
-    for (int i = 0; i < 3; i++)
-        if (name == names[i]) {
-            *method = ContextMethod(i);
-            return true;
-        }
-    return false;
-}
 // Read --cp-method. Returns false if it is malformed.
 inline bool read_context_method(const std::string& text, ContextChoice* choice) {
     // Read a single method for all ranks. Neighbours then share no heads.
     *choice = {};
-    if (read_one_method(text, &choice->method)) return true;
+    auto named = [&](const std::string& name) {
+        const std::string names[] = {"gather", "ulysses", "ring"}; // in the enumeration's order
+        int i = int(std::find(names, names + 3, name) - names);
+        if (i < 3) choice->method = ContextMethod(i);
+        return i < 3;
+    };
+    if (named(text)) return true;
 
     // Read a hybrid: both numbers, and nothing behind them.
     char across[8] = "";
@@ -1049,8 +1075,7 @@ inline bool read_context_method(const std::string& text, ContextChoice* choice) 
     sscanf(text.c_str(), "ulysses:%5d,%7[a-z]:%5d%n", &choice->heads, across, &choice->keys, &end);
     bool whole = end > 0 && size_t(end) == text.size();
     bool counts = choice->heads > 0 && choice->keys > 0;
-    bool named = read_one_method(across, &choice->method);
-    return whole && counts && named && choice->method != ContextMethod::ULYSSES;
+    return whole && counts && named(across) && choice->method != ContextMethod::ULYSSES;
 }
 
 } // namespace llmc

@@ -1,8 +1,8 @@
-// config_check.h - what only several flags and a shape together can get wrong, refused before a run
-//   Each function checks one subject: the shape, a way to be parallel, what an option needs. Its
-//   message has both numbers and a fix. config_check() calls them in turn, once, before anything is
-//   allocated. It fills in what the user left to the program as it goes, so that later checks can
-//   rely on it. A function that returns a text returns "" or what is wrong.
+// config_check.h - flags that cannot go together, or with a shape: refused before a run
+//   Two tables name the pairs of flags that need or exclude each other; functions check the rest, a
+//   subject each. A message has both numbers and a fix. config_check() calls all in turn, once,
+//   before anything is allocated. It fills in what the user left to the program as it goes, so that
+//   later checks can rely on it. A function that returns a text returns "" or what is wrong.
 #pragma once
 #include <numeric>
 #include "../context_parallel.h"
@@ -20,116 +20,209 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
+// pairs of flags
+
+// Flags, those of which each needs one or that it excludes, and what a message says behind the flag
+// and its value; % stands for the other flag. NAME is on where its value is not the default,
+// NAME=A|B where it has or lists one of these.
+struct Pair {
+    const char *flags, *others, *says;
+};
+
+// clang-format off
+// Flags that do nothing without one of the others. They are refused where the user gave them.
+constexpr Pair NEEDED_FLAGS[] = {
+    {"beta", "loss=dpo|ipo|simpo|orpo|kto|grpo",
+     " is for preferences and rewards: give --loss dpo, ipo, simpo, orpo, kto or grpo"},
+    {"label-smoothing", "loss=dpo", " is for --loss dpo: leave it out"},
+    {"gamma", "loss=simpo", " is for --loss simpo: leave it out"},
+    {"desirable-weight undesirable-weight", "loss=kto", " is for --loss kto: leave it out"},
+    {"teacher distill-share distill-temperature", "loss=distill",
+     " is for --loss distill: give that too"},
+    {"loss=distill", "teacher steps=0 eval", " learns from a teacher: give --teacher DIR"},
+    {"group answer-tokens reward advantage updates clip-low clip-high reward-seconds",
+     "loss=grpo", " is of answers that are sampled: give --loss grpo"},
+    {"clip-low clip-high", "updates",
+     ": the first update of a rollout has no ratio to clip: give --updates 2 or more"},
+
+    {"lora-alpha lora-targets lora-layers lora-rs", "lora", " is for adapters: give --lora RANK"},
+    {"lora-plus", "lora prefix adapter adapters",
+     " is for adapters: give --lora RANK or --adapter DIR"},
+    {"merge", "export", " is for adapters that are exported: give --export DIR"},
+    {"merge", "lora prefix adapter adapters",
+     " is for adapters: give --adapter DIR or --lora RANK"},
+    {"adapters", "prompts",
+     ": lines of --prompts FILE choose among them: give it, or one folder as --adapter"},
+    {"weights", "steps=0 eval lora prefix adapter adapters",
+     " does not train: give --steps 0 or --eval, or --lora RANK"},
+
+    {"resume", "out", " goes on from a checkpoint in --out: give --out DIR"},
+    {"save-every save-async keep-best", "out", " wants a folder: give --out DIR"},
+    {"buddy", "out", " saves between the saves of a folder: give --out DIR"},
+    {"use-ema", "eval steps=0",
+     " would train on from the mean, which no optimizer has seen: give --eval, or --steps 0 and "
+     "--export or samples"},
+};
+
+// Flags that cannot work together with one of the others.
+constexpr Pair EXCLUDED_FLAGS[] = {
+    {"add-tokens", "lora prefix adapter adapters",
+     ": adapters leave the tables as they are, and new rows would not learn: --export them with "
+     "--steps 0 first, or train without adapters"},
+    {"add-tokens", "weights", " is not built with %: give --weights float"},
+    {"add-tokens", "upcycle", " is not built with %: --export the tokens with --steps 0 first"},
+    {"upcycle", "experts scratch", " copies a folder's ffn: leave % out"},
+    {"upcycle", "router=softmax",
+     ": gates of % sum to less than 1, and copies of the ffn to less than the ffn: give --router "
+     "renormalised"},
+    {"router-bias-rate", "masters=none", " moves by less than % can hold: give --masters float"},
+    {"router-bias-rate", "lora prefix adapter adapters",
+     " moves a number of the base, which % leaves as it is: give 0"},
+    {"expert-capacity", "cp",
+     " counts the tokens of whole sequences, which % cuts: leave one of them out"},
+    {"expert-capacity", "loss=grpo",
+     " drops choices that generation keeps, so % would train another policy than the one that it "
+     "samples: leave it out"},
+
+    {"fp8", "precision=fp32|fp16",
+     " quantises what is bf16, and not what is of %: give --precision bf16"},
+    {"fp8", "cp weights", " is not built with %: leave one of them out"},
+    {"fp8", "lora prefix adapter adapters", " is not built with %: give --fp8 none"},
+    {"masters", "precision=fp32|fp16",
+     " is for bf16 weights, and not for those of %: give --precision bf16, or --masters float"},
+    {"masters", "optimizer=sgd", " is not for %: give --masters float"},
+    {"states", "optimizer=sgd", " is not for %: give --states float"},
+    {"masters=remainder", "lora prefix adapter adapters",
+     " would round the weights that % freezes in another way: give --masters float"},
+    {"weights", "offload=weights",
+     " stay on the device, and --offload weights moves no codes: leave one of them out"},
+    {"offload=update", "offload-to",
+     ": the CPU updates in memory, and % is a folder: leave it out"},
+
+    {"prefix", "lora adapters lora-plus",
+     " is prefix tuning, and % is for other adapters: leave one of them out"},
+    {"prefix", "loss=dpo|ipo|kto",
+     ": % compares with the base, which a prefix changes from the start: give --lora RANK"},
+    {"lora", "adapter", " makes new adapters, and % has some: leave one of them out"},
+    {"adapters", "lora adapter",
+     " and % both say which adapters the run has: leave one of them out"},
+    {"loss=distill", "ep etp=1 cp graphs", ": a teacher next to % is not built: leave it out"},
+    {"loss=grpo", "val eval keep-best",
+     ": the loss of sampled answers says nothing of others, and rewards of validation are not "
+     "built: leave % out"},
+
+    {"sequence-parallel", "tp=1", " shares rows among tensor-parallel ranks: give --tp"},
+    {"chunks", "pipeline=1f1b", " needs --pipeline interleaved, gpipe or zero-bubble"},
+    {"hpz", "zero=0|1|2", " says which ranks share out weights: add --zero 3"},
+    {"hpz", "zero-group", " sets the group of weights: leave % out"},
+    {"hpz", "offload=weights",
+     " keeps weights near, --offload weights does not: leave one of them out"},
+    {"hpz zero-group", "ep etp=1", " is not built with %: leave one of them out"},
+
+    {"graphs", "ep-method=exchange",
+     ": with % the host reads what routers chose, and a graph does not wait: give --ep-method "
+     "gather"},
+    {"graphs", "offload", ": the host moves what % names: leave one of the two out"},
+    {"graphs", "device=cpu", " is for GPUs, and % launches nothing: leave one of the two out"},
+    {"graphs", "local-ranks",
+     ": the threads of % wait for each other on the host: start processes with mpirun, a GPU each"},
+    {"graphs", "timeline", ": % times actions one by one: leave one of the two out"},
+
+    {"prompts chat", "prompt", " and % both say what the model continues: give one of them"},
+    {"chat", "prompts", " and % both say what the model continues: give one of them"},
+    {"prompts chat draft", "sample-tokens=0", ": % continues nothing: leave it out"},
+};
+// clang-format on
+
+// A flag of a pair, and the value with which it is on; "": any but its default.
+struct On {
+    const Flag* flag;
+    std::string value;
+};
+
+// Read the flags of a pair's column.
+inline std::vector<On> flags_in(const std::string& column) {
+    std::vector<On> flags;
+    std::istringstream words(column);
+    for (std::string word, value; words >> word;) {
+        size_t equals = std::min(word.find('='), word.size());
+        const Flag* flag = find_flag(word.substr(0, equals));
+        std::istringstream values(word.substr(std::min(equals + 1, word.size())));
+        if (equals == word.size()) flags.push_back({flag, ""});
+        while (std::getline(values, value, '|'))
+            flags.push_back({flag, value});
+    }
+    return flags;
+}
+
+// The first flag that is on, or null.
+inline const On* first_on(const Config& c, const std::vector<On>& flags) {
+    static const Config defaults;
+    for (const On& on : flags) {
+        auto differs = [&](auto member) { return c.*member != defaults.*member; };
+        if (on.value.empty() && std::visit(differs, on.flag->field)) return &on;
+        std::string list = on.value.empty() ? "" : "," + field_text(c, on.flag->field) + ",";
+        if (list.find("," + on.value + ",") != list.npos) return &on;
+    }
+    return nullptr;
+}
+
+// A flag as it is given: its name, and its value unless it is a switch.
+inline std::string flag_text(const Config& c, const Flag& flag) {
+    bool is_switch = std::holds_alternative<bool Config::*>(flag.field);
+    std::string value = is_switch ? "" : " " + printable(field_text(c, flag.field));
+    return concat("--", flag.name, value);
+}
+
+// Both columns of a table, read once.
+struct PairOfFlags {
+    std::vector<On> flags, others;
+    std::string says;
+};
+template <size_t N> std::vector<PairOfFlags> read_pairs(const Pair (&table)[N]) {
+    std::vector<PairOfFlags> pairs;
+    for (const Pair& p : table)
+        pairs.push_back({flags_in(p.flags), flags_in(p.others), p.says});
+    return pairs;
+}
+
+// Check both tables: "" or the message of the first pair that is broken.
+inline std::string check_pairs(const Config& c) {
+    static const std::vector<PairOfFlags> needed = read_pairs(NEEDED_FLAGS);
+    static const std::vector<PairOfFlags> excluded = read_pairs(EXCLUDED_FLAGS);
+    for (const PairOfFlags& pair : needed) {
+        if (first_on(c, pair.others)) continue;
+        for (const On& on : pair.flags)
+            if (was_given(c, on.flag->name) && first_on(c, {on}))
+                return flag_text(c, *on.flag) + pair.says;
+    }
+    for (const PairOfFlags& pair : excluded) {
+        const On *on = first_on(c, pair.flags), *other = on ? first_on(c, pair.others) : nullptr;
+        if (!other) continue;
+        std::string says = pair.says;
+        size_t at = says.find('%');
+        if (at != says.npos) says.replace(at, 1, flag_text(c, *other->flag));
+        return flag_text(c, *on->flag) + says;
+    }
+    return "";
+}
+
+// The numbers up to `most` that work, behind `words`; "" if none does.
+template <typename F> std::string numbers_that(F works, size_t most, const char* words) {
+    std::string list;
+    for (size_t d = 1; d <= most; d++)
+        if (works(d)) list += concat(list.empty() ? words : ", ", d);
+    return list;
+}
+
+// ----------------------------------------------------------------------------
 // the shape
-
-// The presets' names: "tiny, tiny-llama, gpt2, ..."
-inline std::string preset_names() {
-    std::string names;
-    for (const Preset& p : model_presets())
-        names += concat(names.empty() ? "" : ", ", p.name);
-    return names;
-}
-
-// Change the shape of a preset or a folder as the flags say.
-inline std::string override_shape(const Config& c, Shape& s) {
-    ExpertShape& e = s.experts;
-    RopeShape& rope = s.rope;
-    // Refuse sizes that latent attention derives from others, for which there are no flags.
-    if (s.latent.kv && (c.heads || c.channels || c.kv_heads))
-        return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
-               "out, or give a folder with --scratch";
-
-    // Without --kv-heads, a model with one key/value head per head keeps that.
-    if (c.heads && !c.kv_heads && s.NKV == s.NH)
-        s.NKV = c.heads;
-    if (c.kv_heads) s.NKV = c.kv_heads;
-    if (c.heads) s.NH = c.heads;
-
-    // Without --ffn, the feed-forward layer keeps its ratio to the channels.
-    if (c.channels && !c.ffn)
-        s.F = s.F * c.channels / s.C;
-    if (c.channels) s.C = c.channels;
-    if (c.ffn) s.F = c.ffn;
-    if (s.latent.kv && e.E == 0) e.dense_F = s.F; // blocks without experts
-
-    // Put experts in the place of the ffn. This works for the Llamas whose blocks equal Mixtral's
-    // in all but the ffn.
-    const char* plain[] = {"llama", "mistral", "qwen3"};
-    bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
-    // --upcycle counts the experts that a dense folder's ffn is copied into, --experts new ones.
-    size_t experts = size_t(c.experts + c.upcycle);
-    if (c.upcycle && e.E)
-        return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
-    if (experts && can && !s.attention.qkv_bias && !s.attention.o_bias && !s.block.mlp_bias) {
-        s.family = Family::MIXTRAL;
-        s.hf_type = s.block.qk_norm ? "qwen3_moe" : "mixtral";
-        e.K = 2;
-    }
-
-    // Let the flags choose experts and router.
-    if (experts) e.E = experts;
-    if (c.experts_per_token) e.K = c.experts_per_token;
-    if (c.router == "softmax") e.router = Router::SOFTMAX;
-    if (c.router == "renormalised")
-        e.router = Router::RENORMALISED;
-    if (c.router == "sigmoid") e.router = Router::SIGMOID;
-
-    // Balance the router only if there is one.
-    e.balance = e.E ? c.balance : 0;
-    e.z_loss = e.E ? c.z_loss : 0;
-    e.capacity.factor = e.E ? c.expert_capacity : 0;
-    e.whole = e.E && has_whole_experts(c);
-
-    // Take the remaining flags as they are.
-    if (c.layers) s.L = c.layers;
-    if (c.vocab) s.V = c.vocab;
-    if (c.position == "learned") s.embedding.position = Position::LEARNED;
-    if (c.position == "rope") s.embedding.position = Position::ROPE;
-    if (c.position == "alibi") s.embedding.position = Position::ALIBI;
-
-    // The head size follows from heads and channels if either has changed.
-    if (!c.heads && !c.channels) return "";
-    if (s.C % s.NH) {
-        // Offer the divisors of the channels that lie within 8 of the wanted number of heads.
-        std::string fix;
-        for (size_t d = 1; d <= s.C; d++)
-            if (s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8)
-                fix += concat(" ", d);
-        if (!fix.empty()) fix = ": heads that do, near it:" + fix;
-        return concat("--heads ", s.NH, " does not divide --channels ", s.C, fix);
-    }
-    size_t before = s.HS;
-    s.HS = s.C / s.NH;
-
-    // RoPE may turn only a part of each head; keep its share. 0 means the whole head.
-    if (rope.rotary == 0) return "";
-    rope.rotary = rope.rotary * s.HS / before;
-    if (rope.rotary > 0 && rope.rotary % 2 == 0)
-        return "";
-    return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
-                  " that part is ", rope.rotary, ": change --heads or --channels");
-}
 
 // Refuse a device that this program was not built for.
 inline std::string check_device(const Config& c) {
     if (c.device == "cuda" && !LLMC_KERNELS)
         return "--device cuda: this program is built without kernels: make DEVICE=cuda, or use "
                "--device cpu";
-    return "";
-}
-
-// Refuse new tokens in runs where their rows could not be drawn, or could not learn.
-inline std::string check_new_tokens(const Config& c) {
-    const std::string flag = "--add-tokens " + c.add_tokens;
-    if (c.add_tokens.empty()) return "";
-    if (has_adapters(c))
-        return flag + ": adapters leave the tables as they are, and new rows would not learn: "
-                      "--export them with --steps 0 first, or train without adapters";
-    if (c.weights != "float")
-        return concat(flag, ": is not built with --weights ", c.weights, ": give --weights float");
-    if (c.upcycle)
-        return concat(flag, ": is not built with --upcycle ", c.upcycle,
-                      ": --export the tokens with --steps 0 first");
     return "";
 }
 
@@ -152,19 +245,6 @@ inline std::string check_shape(const Shape& s) {
     return "";
 }
 
-// Refuse a capacity of experts where sequences are cut, or answers are sampled without drops.
-inline std::string check_expert_capacity(const Config& c) {
-    std::string flag = concat("--expert-capacity ", c.expert_capacity);
-    if (c.expert_capacity == 0) return "";
-    if (c.cp > 1)
-        return concat(flag, " counts the tokens of whole sequences, which --cp ", c.cp,
-                      " cuts: leave one of them out");
-    if (has_rollouts(c))
-        return flag + " drops choices that generation keeps, so --loss grpo would train another "
-                      "policy than the one that it samples: leave it out";
-    return "";
-}
-
 // Refuse latents that a GPU cannot decode, where a run generates texts on one. Only the run knows
 // what --device auto has found.
 inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
@@ -177,35 +257,22 @@ inline std::string check_latents(const Shape& s, bool gpu, bool generates) {
 // Check what experts need, and what is not built with them.
 inline std::string check_experts(const Config& c, const Shape& s) {
     const ExpertShape& e = s.experts;
-    // --etp 0 asks for nothing: a supervisor gives it to be rid of a 1.
-    auto asks = [&](std::string name) { return name == "etp" ? c.etp > 0 : was_given(c, name); };
-    for (const char* name :
-         {"experts-per-token", "router", "balance", "z-loss", "router-bias-rate",
-          "expert-capacity", "etp"})
-        if (e.E == 0 && asks(name))
-            return concat("--", name, " is for models with experts: give --experts, or a --model "
-                                      "that has them");
+    static const std::vector<On> theirs = flags_in("experts-per-token router balance z-loss "
+                                                   "router-bias-rate expert-capacity etp");
+    const On* on = e.E == 0 ? first_on(c, theirs) : nullptr;
+    if (on)
+        return flag_text(c, *on->flag) + " is for models with experts: give --experts, or a "
+                                         "--model that has them";
     if (e.E == 0) return "";
-
-    // Upcycling: the gated copies of the ffn must add up to the ffn.
     std::string flag = concat(c.upcycle ? "--upcycle " : "--experts ", e.E);
-    if (c.upcycle && (c.experts || c.scratch))
-        return flag + " copies a folder's ffn: leave --experts and --scratch out";
-    if (c.upcycle && e.router == Router::SOFTMAX)
-        return flag + ": gates of --router softmax sum to less than 1, and copies of the ffn to "
-                      "less than the ffn: give --router renormalised";
 
-    // A bias on the router's choice: it belongs to sigmoids, and its steps are lost
-    // in 16 bits alone.
+    // A bias on the router's choice belongs to sigmoids.
     if (e.choice_bias && !is_sigmoid(e.router))
         return concat("--router ", c.router, ": this model's choice has a bias, which is for "
                                              "sigmoids: leave it out");
     if (c.router_bias_rate > 0 && !e.choice_bias)
         return "--router-bias-rate is for routers whose choice has a bias, DeepSeek-V3's: leave it "
                "out";
-    if (c.router_bias_rate > 0 && c.masters == "none")
-        return "--router-bias-rate moves by less than --masters none can hold: give --masters "
-               "float";
 
     // GPT-2's ffn, and an ffn with biases, have no form as experts here.
     bool built = s.family == Family::MIXTRAL || s.family == Family::GPT_OSS ||
@@ -233,7 +300,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
         return concat("--fp8 ", c.fp8, " is not built with experts: give --fp8 none");
     if (c.weights != "float")
         return concat("--weights ", c.weights, " is not built with experts: give --weights float");
-    return check_expert_capacity(c);
+    return "";
 }
 
 // Tensor-parallel ranks need equal shares of heads and ffn, and of rows with --sequence-parallel.
@@ -242,10 +309,8 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
     const ExpertShape& e = s.experts;
     // List the sizes that divide everything, also the number of ranks: messages below offer them.
     size_t tp = c.tp;
-    std::string fix;
-    for (size_t d = 1; d <= s.NH; d++)
-        if (tp_divides(s, d) && ranks % (d * c.pp * c.cp) == 0)
-            fix += concat(fix.empty() ? ": try --tp " : ", ", d);
+    auto fits = [&](size_t d) { return tp_divides(s, d) && ranks % (d * c.pp * c.cp) == 0; };
+    std::string fix = numbers_that(fits, s.NH, ": try --tp ");
     if (s.NH % tp)
         return concat("--tp ", tp, " does not divide ", s.NH, " heads", fix);
     if (!e.whole && s.F % tp)
@@ -270,8 +335,6 @@ inline std::string check_tensor_parallel(const Config& c, const Shape& s, size_t
 
     // Check the rows. The micro-batch's B and T form one dimension of rows, B*T, or B*T/cp.
     if (!c.sequence_parallel) return "";
-    if (tp == 1)
-        return "--sequence-parallel shares rows among tensor-parallel ranks: give --tp";
     size_t rows = size_t(c.micro_batch) * c.seq / c.cp;
     if (rows % tp)
         return concat("--sequence-parallel: --tp ", tp, " does not divide micro-batch x seq",
@@ -316,29 +379,23 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
         return "";
     if (std::string wrong = choice.keys ? check_hybrid(c, s, choice) : ""; !wrong.empty())
         return wrong;
-    bool zigzag = c.cp_order == "zigzag";
-    int parts = zigzag ? 2 * c.cp : c.cp;
+    int parts = 2 * c.cp;
     if (c.seq % parts) {
         // Offer the multiple below and the one above.
         int up = int(round_up(size_t(c.seq), size_t(parts)));
-        return concat(zigzag ? "2 x " : "", "--cp ", c.cp, " does not divide --seq ", c.seq,
-                      ": try --seq ", up > parts ? concat(up - parts, " or ") : "", up);
+        return concat("2 x --cp ", c.cp, " does not divide --seq ", c.seq, ": try --seq ",
+                      up > parts ? concat(up - parts, " or ") : "", up);
     }
 
     // Ulysses shares out the heads that tensor parallelism left; list the sizes that work.
     if (c.cp_method == "ulysses" && !cp_divides(s, c.tp, c.cp)) {
-        std::string fix;
         // Walk no further than the heads: more ranks than heads never work.
-        for (size_t d = 2; d <= s.NH; d++)
-            if (cp_divides(s, c.tp, d))
-                fix += concat(fix.empty() ? "--cp " : ", ", d);
+        auto fits = [&](size_t d) { return d > 1 && cp_divides(s, c.tp, d); };
+        std::string fix = numbers_that(fits, s.NH, "--cp ");
         return concat("--cp-method ulysses: --cp ", c.cp, c.tp > 1 ? concat(" x --tp ", c.tp) : "",
                       " does not share ", s.NH, " heads and ", s.NKV, " key/value heads: try ",
                       fix.empty() ? "" : fix + " or ", "--cp-method gather");
     }
-    // FP8 blocks would span rows that are not neighbours in the sequence.
-    if (c.fp8 != "none")
-        return concat("--fp8 ", c.fp8, " is not built with --cp: leave one of them out");
     return "";
 }
 
@@ -346,10 +403,6 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
 // must divide these and the experts.
 inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     const ExpertShape& e = s.experts;
-    const char* grouped = c.ep > 1 ? "--ep" : "--etp 1";
-    if (c.zero_group && (c.ep > 1 || e.whole))
-        return concat("--zero-group ", c.zero_group, " is not built with ", grouped, ": leave one "
-                                                     "of them out");
     if (c.ep == 1) return "";
     if (e.E == 0)
         return concat("--ep ", c.ep, " shares out experts, and the model has none: leave it out, "
@@ -358,10 +411,8 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     // List the sizes that divide both.
     size_t ep = size_t(c.ep);
     size_t ranks = size_t(routing_ranks(c));
-    std::string fix;
-    for (size_t d = 1; d <= e.E; d++)
-        if (e.E % d == 0 && ranks % d == 0)
-            fix += concat(fix.empty() ? ": try --ep " : ", ", d);
+    auto fits = [&](size_t d) { return e.E % d == 0 && ranks % d == 0; };
+    std::string fix = numbers_that(fits, e.E, ": try --ep ");
 
     // Name the reason.
     if (e.E % ep)
@@ -369,22 +420,6 @@ inline std::string check_expert_parallel(const Config& c, const Shape& s) {
     if (ranks % ep)
         return concat("--ep ", ep, " does not divide the ", ranks, " ranks of --dp",
                       c.cp > 1 ? " x --cp" : "", has_whole_experts(c) ? " x --tp" : "", fix);
-    return "";
-}
-
-// Check --hpz: shards of weights among neighbours, and of all else over all ranks.
-inline std::string check_hpz(const Config& c) {
-    if (!keeps_weights_near(c)) return "";
-    std::string flag = concat("--hpz ", c.hpz);
-    if (c.zero != 3) return flag + " says which ranks share out weights: add --zero 3";
-    if (c.zero_group) return flag + " sets the group of weights: leave --zero-group out";
-    if (c.ep > 1 || has_whole_experts(c))
-        return flag + " is not built with --ep and --etp: leave one of them out";
-    if (offloads(c, "weights"))
-        return flag + " keeps weights near, --offload weights does not: leave one of them out";
-    if (data_ranks(c) % c.hpz)
-        return concat(flag, " does not divide --dp ", c.dp,
-                      c.cp > 1 ? concat(" x --cp ", c.cp) : "");
     return "";
 }
 
@@ -423,14 +458,10 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
                       " stages, and the model has ", layers,
                       " layers (blocks, embedding and head): use fewer");
 
-    if (c.zero_group && data_ranks(c) % c.zero_group)
-        return concat("--zero-group ", c.zero_group, " does not divide --dp ", c.dp,
-                      c.cp > 1 ? concat(" x --cp ", c.cp) : "");
-    if (std::string wrong = check_hpz(c); !wrong.empty())
-        return wrong;
-    if (c.chunks > 1 && c.pipeline == "1f1b")
-        return concat("--chunks ", c.chunks,
-                      " needs --pipeline interleaved, gpipe or zero-bubble");
+    for (auto [name, group] : {std::pair("--zero-group ", c.zero_group), {"--hpz ", c.hpz}})
+        if (group && data_ranks(c) % group)
+            return concat(name, group, " does not divide --dp ", c.dp,
+                          c.cp > 1 ? concat(" x --cp ", c.cp) : "");
 
 #if LLMC_KERNELS && !defined(WITH_NCCL)
     if (processes > 1 && c.device == "cuda")
@@ -467,73 +498,11 @@ inline std::string check_batch(Config& c, const Shape& s) {
     return fits ? concat(wrong, ", or --micro-batch ", micro) : wrong;
 }
 
-// Check the storage of masters and moments. Small masters exist for bf16 weights, which are the
-// upper halves of floats (remainder) or their own masters (none). Small moments exist for AdamW.
-inline std::string check_masters(const Config& c) {
-    if (c.states != "float" && c.optimizer != "adamw")
-        return concat("--states ", c.states, " is for --optimizer adamw: give --states float");
-    if (c.masters == "float") return "";
-    std::string flag = "--masters " + c.masters;
-    // An fp16 number is not the upper half of a float: what it lacks depends on the exponent.
-    if (c.precision != "bf16")
-        return concat(flag, " is for bf16 weights, and these are ", c.precision,
-                      ": give --precision bf16, or --masters float");
-    if (c.optimizer != "adamw")
-        return concat(flag, " is for --optimizer adamw: give --masters float");
-    return "";
-}
-
-// Check distillation: it needs a teacher, and some flags are not built beside one.
-inline std::string check_distill(const Config& c) {
-    bool distills = c.loss == "distill";
-    for (const char* name : {"teacher", "distill-share", "distill-temperature"})
-        if (was_given(c, name) && !distills)
-            return concat("--", name, " is for --loss distill: give that too");
-    if (!distills) return "";
-    if (c.teacher.empty() && c.steps > 0 && !c.eval)
-        return "--loss distill learns from a teacher: give --teacher DIR";
-
-    // Refuse what no test has seen beside a second model.
-    if (c.ep > 1)
-        return concat("--loss distill: a teacher beside --ep ", c.ep, " is not built: give --ep 1");
-    if (has_whole_experts(c))
-        return "--loss distill: a teacher beside --etp 1 is not built: leave --etp out";
-    if (c.cp > 1)
-        return concat("--loss distill: a teacher beside --cp ", c.cp, " is not built: give --cp 1");
-    if (c.graphs)
-        return "--loss distill: a teacher beside --graphs is not built: leave --graphs out";
-    return "";
-}
-
-// Check what conversations, pairs and sampled answers need, and what is not built with them. Fill
-// in the numbers that the user left out.
+// Check what conversations, pairs and sampled answers need, and fill in the numbers that are left
+// to the program.
 inline std::string check_loss(Config& c) {
     const std::string flag = "--loss " + c.loss;
     bool sampled = c.loss == "grpo";
-
-    // Refuse flags of preferences and of sampled answers beside other losses.
-    if (was_given(c, "beta") && !has_pairs(c) && !sampled)
-        return concat("--beta ", c.beta,
-                      " is for preferences and rewards: give --loss dpo, ipo, simpo, orpo, kto "
-                      "or grpo");
-    for (const char* name : {"group", "answer-tokens", "reward", "advantage", "updates",
-                             "clip-low", "clip-high", "kl", "reward-seconds"})
-        if (was_given(c, name) && !sampled)
-            return concat("--", name, " is of answers that are sampled: give --loss grpo");
-
-    // Refuse numbers of one loss beside another.
-    if (c.label_smoothing > 0 && c.loss != "dpo")
-        return concat("--label-smoothing ", c.label_smoothing, " is for --loss dpo: leave it out");
-    if (c.label_smoothing >= 0.5)
-        return concat("--label-smoothing ", c.label_smoothing, " takes half of the pairs or more "
-                      "to be wrong: give less than 0.5");
-    if (was_given(c, "gamma") && c.loss != "simpo")
-        return concat("--gamma ", c.gamma, " is for --loss simpo: leave it out");
-    for (const char* name : {"desirable-weight", "undesirable-weight"})
-        if (was_given(c, name) && c.loss != "kto")
-            return concat("--", name, " is for --loss kto: leave it out");
-    if (std::string wrong = check_distill(c); !wrong.empty())
-        return wrong;
     if (!has_conversations(c)) return "";
 
     // Fill in TRL's numbers; for SimPO, those of its paper. Sampled answers need no reference.
@@ -552,18 +521,10 @@ inline std::string check_loss(Config& c) {
     return "";
 }
 
-// Check what compares the policy of sampled answers with the one that sampled, or the first one.
+// Check what compares the policy of sampled answers with the first one: there must be a whole copy
+// of its weights, without casts and chunks elsewhere.
 inline std::string check_policies(const Config& c) {
-    for (const char* name : {"clip-low", "clip-high"})
-        if (was_given(c, name) && c.updates == 1)
-            return concat("--", name, ": the first update of a rollout has no ratio to clip: give "
-                          "--updates 2 or more");
-    if (c.beta == 0)
-        return !was_given(c, "kl")
-                   ? ""
-                   : concat("--kl ", c.kl, " estimates what --beta weighs: give --beta");
-
-    // Refuse weights of which the copy would not be all: casts, and chunks elsewhere.
+    if (!keeps_start(c)) return "";
     if (c.fp8 != "none")
         return concat("--beta ", c.beta, " is not built with --fp8: give --fp8 none");
     if (offloads(c, "weights"))
@@ -610,23 +571,11 @@ inline std::string check_reward(const Config& c) {
 
 // Check sampled answers: they need rewards, and a batch of whole groups.
 inline std::string check_rollouts(const Config& c) {
-    if (c.loss != "grpo") return "";
-    for (const char* name : {"val", "eval", "keep-best"})
-        if (was_given(c, name))
-            return concat("--", name, ": the loss of sampled answers says nothing of others, and "
-                          "rewards of validation are not built: leave it out");
     if (!has_rollouts(c)) return "";
     if (std::string wrong = check_reward(c); !wrong.empty())
         return wrong;
     if (std::string wrong = check_policies(c); !wrong.empty())
         return wrong;
-
-    // Refuse another distribution: the gradient is right only if the policy itself is sampled.
-    if (c.temperature != 1 || c.top_k > 0 || c.top_p < 1)
-        return "--loss grpo learns from the model's own distribution: leave --temperature, --top-k "
-               "and --top-p out";
-    if (c.ignore_eos)
-        return "--ignore-eos: answers that never end teach nothing of ends: leave it out";
 
     // Check that a step holds whole groups.
     int64_t answers = c.batch_tokens / c.seq, once = int64_t(c.micro_batch) * c.dp;
@@ -637,39 +586,15 @@ inline std::string check_rollouts(const Config& c) {
                   "try --batch-tokens ", (answers + fits - 1) / fits * fits * c.seq);
 }
 
-// Check --adapters, from which each prompt chooses: they are read by generation alone.
-inline std::string check_adapter_sets(const Config& c) {
-    if (c.adapters.empty()) return "";
-    std::string flag = "--adapters " + c.adapters;
-    if (c.lora || !c.adapter.empty())
-        return concat(flag, " and --", c.lora ? "lora" : "adapter",
-                      " both say which adapters the run has: leave one of them out");
-    if (c.prompts.empty())
-        return flag + ": lines of --prompts FILE choose among them: give it, or one folder as "
-                      "--adapter";
-
-    // Nothing but generation knows which of them is meant.
-    if (c.steps > 0)
-        return concat(flag, " does not train: give --steps 0, or one folder as --adapter");
-    if (!c.export_dir.empty())
-        return flag + ": --export writes one model: give one folder as --adapter, and --merge";
-    if (c.resume)
-        return flag + ": --resume reads a checkpoint instead of the base: --export it, and give "
-                      "that folder as --model";
-    return c.evaluate.empty() ? "" : flag + ": --evaluate scores one model: give one folder as "
-                                            "--adapter";
-}
-
 // Check a prefix of trained keys and values, of --prefix or of the folder --adapter: what is not
 // built beside one.
 inline std::string check_prefix(const Config& c, const Shape& s) {
     if (!c.prefix) return "";
     bool made = was_given(c, "prefix") || c.adapter.empty();
     std::string flag = made ? concat("--prefix ", c.prefix) : "--adapter " + c.adapter;
-    for (const char* other : {"lora", "adapter", "adapters", "lora-plus"})
-        if (was_given(c, other) && (made || strcmp(other, "adapter")))
-            return concat(flag, " is prefix tuning, and --", other, " is for other adapters: leave "
-                          "one of them out");
+    if (made && !c.adapter.empty())
+        return concat(flag, " is prefix tuning, and --adapter ", c.adapter, " is for other "
+                      "adapters: leave one of them out");
 
     // Refuse what would read the prefix as text, or cannot hold it.
     if (s.embedding.position == Position::ALIBI)
@@ -687,32 +612,16 @@ inline std::string check_prefix(const Config& c, const Shape& s) {
                       ": give gpipe, 1f1b or interleaved");
 
     // A new prefix changes the outputs, so the first weights are no reference of the base.
-    bool refers = c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto" || keeps_start(c);
-    if (refers)
-        return concat(flag, ": --loss ", c.loss, " compares with the base, which a prefix changes "
-                      "from the start: give --lora RANK");
-    return "";
+    if (!keeps_start(c)) return "";
+    return flag + ": --beta compares with the base, which a prefix changes from the start: give "
+                  "--lora RANK";
 }
 
 // Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
-    // Refuse flags of adapters in runs that have none.
-    for (const char* name : {"lora-alpha", "lora-targets", "lora-layers", "lora-rs"})
-        if (c.lora == 0 && was_given(c, name))
-            return concat("--", name, " is for adapters: give --lora RANK");
-    if (c.merge && (c.export_dir.empty() || !has_adapters(c)))
-        return "--merge is for adapters that are exported: give --export DIR, and --adapter DIR or "
-               "--lora RANK";
-    if (was_given(c, "lora-plus") && !has_adapters(c))
-        return "--lora-plus is for adapters: give --lora RANK or --adapter DIR";
     if (!has_adapters(c)) return "";
-    if (std::string wrong = check_adapter_sets(c); !wrong.empty())
-        return wrong;
     if (std::string wrong = check_prefix(c, s); !wrong.empty())
         return wrong;
-    if (c.lora && !c.adapter.empty())
-        return concat("--lora ", c.lora, " makes new adapters, and --adapter ", c.adapter,
-                      " has some: leave one of them out");
     std::string folders = c.adapter.empty() ? "--adapters " + c.adapters : "--adapter " + c.adapter;
     std::string flag = c.lora ? concat("--lora ", c.lora) : folders;
     if (c.prefix && c.adapter.empty()) flag = concat("--prefix ", c.prefix);
@@ -727,16 +636,6 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.prefix && s.latent.kv)
         return concat(flag, " gives keys and values of heads, and ", s.hf_type,
                       " has latents: give --lora RANK");
-    if (c.router_bias_rate > 0)
-        return concat(flag, ": --router-bias-rate ", c.router_bias_rate, " moves a number of the "
-                      "base, which adapters leave as it is: give 0");
-
-    // Refuse what is not built beside adapters.
-    if (c.fp8 != "none")
-        return concat(flag, " is not built with --fp8: give --fp8 none");
-    if (offloads(c, "weights") && c.weights != "float")
-        return concat(flag, ": --offload weights moves no codes of --weights ", c.weights,
-                      ": leave one of them out");
 
     // Refuse exports that cannot hold adapters.
     if (c.export_dir.ends_with(".bin"))
@@ -744,108 +643,71 @@ inline std::string check_lora(Config& c, const Shape& s) {
     if (c.export_dir.ends_with(".gguf") && !c.merge)
         return flag + ": --export " + c.export_dir + " has no place for adapters: give a folder, "
                "or --merge";
-
-    if (c.masters == "remainder")
-        return concat(flag, ": --masters remainder would round the frozen weights in another way: "
-                            "give --masters float");
     return "";
 }
 
-// Check frozen weights, which are stored in narrow types and only read. There is no room for their
-// gradients, and they are no longer exactly the weights that were loaded.
+// Check frozen weights, which are stored in narrow types and only read: they are no longer exactly
+// the weights that were loaded.
 inline std::string check_frozen(const Config& c) {
     if (c.weights == "float") return "";
     std::string flag = "--weights " + c.weights;
-    if (c.steps > 0 && !c.eval && !has_adapters(c))
-        return flag + " does not train: give --steps 0 or --eval, or --lora RANK";
     if (!c.export_dir.empty() && (c.merge || !has_adapters(c)))
         return flag + " has lost what --export writes: give --weights float";
-    if (c.fp8 != "none")
-        return flag + " is not built with --fp8: leave one of them out";
     if (c.zero && !has_adapters(c))
         return concat(flag, " without adapters has nothing that --zero ", c.zero, " cuts: leave it "
                       "out");
     return "";
 }
 
-// Check the mean of weights, which one run keeps and another one reads.
-inline std::string check_ema(const Config& c) {
-    bool reads = c.eval || c.steps == 0;
-    if (c.ema == 1)
-        return "--ema 1 never moves from the first weights: give less, as 0.999";
-    if (c.use_ema && !c.resume)
-        return "--use-ema reads the mean that a run with --ema has saved: give its --out DIR, and "
-               "--resume";
-    if (c.use_ema && !reads)
-        return "--use-ema would train on from the mean, which no optimizer has seen: give --eval, "
-               "or --steps 0 and --export or samples";
+// Split --buddy FOLDER:STEPS: "" or what is wrong.
+inline std::string split_buddy(Config& c) {
+    if (c.buddy.empty() || c.buddy_every) return "";
+    double steps = 0;
+    size_t colon = c.buddy.rfind(':');
+    std::string number = colon == c.buddy.npos ? "" : c.buddy.substr(colon + 1);
+    if (!parse_number(number, 1, 1e12, true, &steps).empty())
+        return concat("--buddy ", c.buddy, " wants the steps between saves in memory: give "
+                      "FOLDER:STEPS, as /dev/shm/NAME:10");
+    c.buddy_every = int64_t(steps);
+    c.buddy.resize(colon);
     return "";
 }
 
-// Check flags that need another flag, or exclude it.
-inline std::string check_together(const Config& c, const Shape& s) {
-    std::string wrong = check_masters(c);
-    if (wrong.empty()) wrong = check_frozen(c);
-    if (wrong.empty()) wrong = check_ema(c);
+// Check --timeline: the kind of file, and whether there is what it draws.
+inline std::string check_timeline(const Config& c) {
+    if (c.timeline.empty()) return "";
+    std::string flag = "--timeline " + c.timeline;
+    bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
+    bool named = c.timeline.size() > (c.timeline.ends_with(".json") ? 5 : 4);
+    if (!named || (!drawn && !writes_profile(c)))
+        return flag + ": FILE.svg, FILE.json or FILE.txt";
+    if (writes_profile(c) && !has_training(c))
+        return flag + " times the actions of steps, and this run has none";
+    if (c.explain && c.plan == "auto")
+        return "--timeline draws the step of one layout: give it with the command that --plan auto "
+               "prints";
+    return "";
+}
+
+// Check what is left: numbers that do not fit each other, and files.
+inline std::string check_together(Config& c) {
+    SaveRule rule;
+    std::string wrong = check_frozen(c);
+    if (wrong.empty()) wrong = read_save_rule(c, &rule);
+    if (wrong.empty()) wrong = split_buddy(c);
+    if (wrong.empty()) wrong = check_timeline(c);
     if (!wrong.empty()) return wrong;
 
-    // Check pairs of flags.
+    if (c.use_ema && !c.resume && c.start.empty())
+        return "--use-ema reads the mean that a run with --ema has saved: give its --out DIR, and "
+               "--resume";
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
-    if (c.fp8 != "none" && c.precision != "bf16")
-        return concat("--fp8 ", c.fp8, " quantises what is bf16, and --precision is ", c.precision,
-                      ": give --precision bf16");
-    if (c.document_end >= 0 && !c.document_mask)
-        return concat("--document-end ", c.document_end,
-                      " says where --document-mask cuts: give --document-mask too");
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
         return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
     if (c.recompute == "auto" && c.explain && c.memory == 0)
         return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
                "give --memory GiB";
-
-    if (c.recompute_segment > 1 && c.recompute != "full")
-        return "--recompute-segment is for blocks that keep their input alone: give --recompute "
-               "full (auto chooses segments by itself)";
-    if (c.recompute_segment > int(s.L))
-        return concat("--recompute-segment ", c.recompute_segment, ": the model has ", s.L,
-                      " blocks: give at most as many");
-    if (c.recompute_segment > 1 && c.plan != "none")
-        return "--plan auto looks at no segments: leave --recompute-segment out";
-
-    // Refuse flags for files without the folder that would hold them.
-    if (c.resume && c.out.empty())
-        return "--resume goes on from the newest checkpoint in --out: give --out DIR";
-    if (c.resume_step >= 0 && !c.resume)
-        return "--resume-step chooses what --resume goes on from: give --resume too";
-    if (c.save_every && c.out.empty())
-        return "--save-every wants a folder: give --out DIR";
-
-    // Check when to save: --save-minutes takes a number or "auto".
-    char* end = nullptr;
-    double minutes = strtod(c.save_minutes.c_str(), &end);
-    bool within = minutes >= 0 && minutes <= 1e6;
-    bool number = within && !*end && !c.save_minutes.empty();
-    if (c.save_minutes != "auto" && !number)
-        return concat("--save-minutes ", printable(c.save_minutes),
-                      " is neither auto nor a number from 0 to 1000000");
-    if (c.save_minutes == "auto" && c.out.empty())
-        return "--save-minutes auto wants a folder: give --out DIR";
-    if (was_given(c, "failure-hours") && c.save_minutes != "auto")
-        return "--failure-hours says how often --save-minutes auto saves: give that too";
-
-    // Check saves in memory: a run with them needs a folder on disk too.
-    bool kept = !c.out.empty() && c.buddy_every > 0;
-    if (!c.buddy.empty() && !kept)
-        return "--buddy saves in memory between the saves of a folder: give --out DIR and "
-               "--buddy-every N";
-    if (c.buddy_every && c.buddy.empty())
-        return "--buddy-every wants a folder in memory: give --buddy /dev/shm/NAME";
-    if (c.save_async && c.out.empty())
-        return "--save-async wants a folder: give --out DIR";
-
-    if (c.keep_best && c.out.empty())
-        return "--keep-best wants a folder: give --out DIR";
     if (c.export_dtype == "q8_0" && !c.export_dir.ends_with(".gguf"))
         return "--export-dtype q8_0 is llama.cpp's: convert_gpt IN FILE.gguf writes it, or give "
                "another type";
@@ -861,12 +723,7 @@ inline std::string refuse_open_answers(const Config& c, const char* flag) {
 
 // Check --plan, which chooses the layout: in a run no flag may choose another part of it.
 inline std::string check_planning(const Config& c) {
-    if (c.gpus && c.plan == "none")
-        return concat("--gpus ", c.gpus, " is what --plan plans for: give --plan auto");
     if (c.plan == "none") return "";
-    if (c.gpus && !c.explain)
-        return concat("--gpus ", c.gpus, " plans for ranks that need not be there: give --explain; "
-                                         "a run has the ranks that it was started with");
 
     // Refuse a flag that the plan chooses: one of the two would have no effect.
     for (const char* name : planned_flags())
@@ -927,8 +784,7 @@ inline std::string check_fit(const Config& c) {
 
     std::vector<const char*> chosen = planned_flags();
     for (const char* name : {"etp", "micro-batch", "lora", "adapter", "weights", "offload",
-                             "offload-to", "offload-update", "masters", "states", "plan", "gpus",
-                             "local-ranks"})
+                             "offload-to", "masters", "states", "plan", "gpus", "local-ranks"})
         chosen.push_back(name);
     for (const char* name : chosen)
         if (was_given(c, name))
@@ -944,14 +800,16 @@ inline std::string check_fit(const Config& c) {
 
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, Shape s, int processes = 1) {
-    // The planner has one shape for many layouts: whether experts are whole is up to the flags.
+    // The planner has one shape for many layouts: whether experts are whole is up to the flags. One
+    // rank shares weights with nobody.
+    if (c.hpz == 1) c.hpz = 0;
     s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
     std::string wrong = check_device(c);
+    if (wrong.empty()) wrong = check_pairs(c);
     if (wrong.empty()) wrong = check_shape(s);
     if (wrong.empty()) wrong = check_experts(c, s);
-    if (wrong.empty()) wrong = check_new_tokens(c);
     if (wrong.empty()) wrong = check_lora(c, s);
     if (wrong.empty()) wrong = check_loss(c);
     if (!wrong.empty()) return wrong;
@@ -960,12 +818,6 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     if (c.seq == 0)
         c.seq = int(std::min(s.P - size_t(c.prefix), size_t(256)));
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
-    bool drawn = c.timeline.ends_with(".svg") || c.timeline.ends_with(".json");
-    if (!c.timeline.empty() && (!drawn || c.timeline.size() <= 5))
-        return "--timeline " + c.timeline + ": FILE.svg or FILE.json";
-    if (!c.timeline.empty() && c.explain && c.plan == "auto")
-        return "--timeline draws the step of one layout: give it with the command that --plan auto "
-               "prints";
 
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     wrong = check_layout(c, s, processes);
@@ -973,7 +825,7 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     if (wrong.empty()) wrong = check_rollouts(c);
     if (wrong.empty()) wrong = check_machine(c);
     if (wrong.empty()) wrong = check_planning(c);
-    return wrong.empty() ? check_together(c, s) : wrong;
+    return wrong.empty() ? check_together(c) : wrong;
 }
 
 // Whether the flags ask for steps beside a teacher.

@@ -30,107 +30,26 @@ inline std::string take_loss_defaults(Config& c) {
 // Refuse an offload that is not built, or has nothing to move.
 inline std::string refuse_idle_offload(const Config& c) {
     // Name the unknown word, not the whole list.
+    const std::string known = ",none,optimizer,update,activations,weights,gradients,";
     std::istringstream words(c.offload);
     for (std::string word; std::getline(words, word, ',');)
-        if (c.offload != "none" && word != "optimizer" && word != "activations" &&
-            word != "weights" && word != "gradients")
+        if (known.find("," + word + ",") == known.npos)
             return concat("--offload ", printable(word),
                           ": give some of optimizer,activations,weights,gradients");
-    if (offloads(c, "weights") && c.weights != "float")
-        return concat("--offload weights: those of --weights ", c.weights,
-                      " stay on the device: leave one of the two out");
+    if (offloads(c, "update") && !offloads(c, "optimizer"))
+        return "--offload update: masters and moments lie on the device: give --offload "
+               "optimizer,update";
     if (offloads(c, "optimizer") && c.optimizer == "sgd" && c.precision == "fp32")
         return "--offload optimizer: --optimizer sgd in fp32 has neither masters nor moments: "
                "leave it out";
-
-    // The host can update only what lies in its memory.
-    bool at_host = c.offload_update == "host";
-    if (at_host && !offloads(c, "optimizer"))
-        return "--offload-update host: masters and moments lie on the device: give --offload "
-               "optimizer";
-    if (at_host && c.offload_to != "cpu")
-        return concat("--offload-update host: the CPU updates in memory, and ",
-                      printable(c.offload_to), " is a folder: leave --offload-to out");
     return "";
 }
 
-// Refuse CUDA graphs if the host has a part in the middle of a step.
-inline std::string refuse_graphs(const Config& c) {
-    if (!c.graphs) return "";
-
-    // During a graph the host neither waits for a result nor moves data.
-    if (c.ep > 1 && c.ep_method == "exchange")
-        return "--graphs: with --ep-method exchange the host reads what routers chose, and a "
-               "graph does not wait: give --ep-method gather";
-    if (c.offload != "none")
-        return concat("--graphs: the host moves what --offload ", c.offload,
-                      " names: leave one of the two out");
-
-    // A graph holds the work of GPU streams; nothing outside may act while it runs.
-    if (c.device == "cpu")
-        return "--graphs is for GPUs, and --device cpu launches nothing: leave one of the two out";
-    if (c.local_ranks > 1)
-        return concat("--graphs: the threads of --local-ranks ", c.local_ranks,
-                      " wait for each other on the host: start processes with mpirun, a GPU each");
-
-    // A profile times single actions, and a graph launches all of them at once.
-    if (!c.profile.empty())
-        return concat("--graphs: --profile ", c.profile,
-                      " times actions one by one: leave one of the two out");
-    return "";
-}
-
-// Refuse two sources of texts to continue: --prompt, --prompts and --chat exclude each other.
-inline std::string refuse_prompts(const Config& c) {
-    if (c.prompts.empty() && !c.chat)
-        return "";
-    std::string flag = c.chat ? "--chat" : "--prompts";
-    if (!c.prompt.empty() || (c.chat && !c.prompts.empty()))
-        return concat(flag, " and --prompt", c.prompt.empty() ? "s" : "",
-                      " both say what the model continues: give one of them");
-    if (c.sample_every)
-        return concat(flag, " comes at the end of a run, and --sample-every ", c.sample_every,
-                      " samples during it: leave one of them out");
-    // Refuse flags under which no text is continued.
-    if (!c.eval && c.sample_tokens > 0) return "";
-    return concat(flag, ": ", c.eval ? "--eval" : "--sample-tokens 0",
-                  " continues nothing: leave it out");
-}
-
-// Refuse --draft on several ranks: one process draws guesses and judges them.
-inline std::string refuse_draft(const Config& c) {
-    if (c.draft.empty())
-        return "";
-    if (rank_count(c) > 1)
+// Refuse flags that do nothing at all: a draft model on several ranks, a run without any work.
+inline std::string refuse_idle_flags(const Config& c) {
+    if (!c.draft.empty() && rank_count(c) > 1)
         return concat("--draft ", c.draft, " guesses in one process, and this run has ",
                       rank_count(c), " ranks: leave it out, or generate with one");
-    if (!c.eval && c.sample_tokens > 0) return "";
-    return concat("--draft ", c.draft, ": ", c.eval ? "--eval" : "--sample-tokens 0",
-                  " continues nothing: leave it out");
-}
-
-// Refuse flags that cannot work, or that do nothing at all.
-inline std::string refuse_idle_flags(const Config& c) {
-    // Check numbers that no training can use.
-    for (auto& [name, beta] : {std::pair("beta1", c.beta1), std::pair("beta2", c.beta2)})
-        if (beta >= 1)
-            return concat("--", name, " 1 never forgets: the first step divides by 1 - ", name,
-                          " = 0; use a number below 1");
-
-    // Refuse flags that need another one.
-    if (c.layer >= 0 && !c.explain)
-        return concat("--layer ", c.layer, " is printed by --explain: give --explain too");
-    if (!c.profile.empty() && (c.explain || c.eval || c.steps == 0))
-        return concat("--profile ", c.profile, " times the actions of steps, and ",
-                      c.explain ? "--explain" : c.eval ? "--eval" : "--steps 0", " runs none");
-    if (std::string wrong = refuse_graphs(c); !wrong.empty())
-        return wrong;
-    if (std::string wrong = refuse_prompts(c); !wrong.empty())
-        return wrong;
-    if (std::string wrong = refuse_draft(c); !wrong.empty())
-        return wrong;
-
-    // Refuse a run without any work.
     bool idle = c.steps == 0 && !c.eval && c.sample_tokens == 0 && c.export_dir.empty();
     if (idle && !c.explain)
         return "--steps 0 and --sample-tokens 0 leave nothing to do: give --steps, --eval or "
@@ -147,8 +66,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         const char* wants;
     };
     bool elsewhere = c.offload != "none", away = offloads(c, "weights");
-    bool trains = c.steps > 0 && !c.eval, late = c.fp8 == "delayed";
-    bool stays = c.fp8 != "none" && c.zero < 3 && !away;
+    bool trains = c.steps > 0 && !c.eval;
     bool texts = !c.prompts.empty() || has_rollouts(c);
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // Ranks share parameters: data-parallel ones do, and tensor-parallel ones whole experts.
@@ -162,10 +80,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"zero-group",    shards,                    "--zero"},
         {"hpz",           shards,                    "--zero 3"},
         {"cp-method",     c.cp > 1,                  "--cp"},
-        {"cp-order",      c.cp > 1,                  "--cp"},
         {"ep-method",     c.ep > 1,                  "--ep"},
         {"gradients",     shares,                    "data-parallel ranks"},
-        {"prefetch",      c.zero == 3 || elsewhere,  "--zero 3 or --offload"},
         {"offload-to",    elsewhere,                 "--offload"},
         {"min-lr",        c.schedule != "constant",  "a schedule that falls"},
         {"top-k",         draws,                     "a --temperature above 0"},
@@ -173,10 +89,6 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"completions",   !c.prompts.empty(),        "--prompts"},
         {"draft-tokens",  !c.draft.empty(),          "--draft"},
         {"slots",         texts,                     "--prompts or --loss grpo"},
-        {"fp8-history",   late,                      "--fp8 delayed"},
-        {"fp8-amax",      late,                      "--fp8 delayed"},
-        {"fp8-margin",    late,                      "--fp8 delayed"},
-        {"fp8-weights",   stays,                     "--fp8 and weights that stay whole"},
         {"prompt",        samples,                   "--sample-tokens"},
         {"sample-every",  samples,                   "--sample-tokens"},
         {"loss",          trains || c.eval,          "steps of training"},

@@ -11,6 +11,88 @@
 
 namespace llmc {
 
+// The presets' names: "tiny, tiny-llama, gpt2, ..."
+inline std::string preset_names() {
+    std::string names;
+    for (const Preset& p : model_presets())
+        names += concat(names.empty() ? "" : ", ", p.name);
+    return names;
+}
+
+// Change the shape of a preset or a folder as the flags say.
+inline std::string override_shape(const Config& c, Shape& s) {
+    ExpertShape& e = s.experts;
+    RopeShape& rope = s.rope;
+    // Refuse sizes that latent attention derives from others, for which there are no flags.
+    if (s.latent.kv && (c.heads || c.channels || c.kv_heads))
+        return "--heads, --kv-heads and --channels are not built with latent attention: leave them "
+               "out, or give a folder with --scratch";
+
+    // Without --kv-heads, a model with one key/value head per head keeps that.
+    if (c.heads && !c.kv_heads && s.NKV == s.NH)
+        s.NKV = c.heads;
+    if (c.kv_heads) s.NKV = c.kv_heads;
+    if (c.heads) s.NH = c.heads;
+
+    // Without --ffn, the feed-forward layer keeps its ratio to the channels.
+    if (c.channels && !c.ffn)
+        s.F = s.F * c.channels / s.C;
+    if (c.channels) s.C = c.channels;
+    if (c.ffn) s.F = c.ffn;
+    if (s.latent.kv && e.E == 0) e.dense_F = s.F; // blocks without experts
+
+    // Put experts in the place of the ffn. This works for the Llamas whose blocks equal Mixtral's
+    // in all but the ffn.
+    const char* plain[] = {"llama", "mistral", "qwen3"};
+    bool can = std::count(std::begin(plain), std::end(plain), s.hf_type) > 0;
+    // --upcycle counts the experts that a dense folder's ffn is copied into, --experts new ones.
+    size_t experts = size_t(c.experts + c.upcycle);
+    if (c.upcycle && e.E)
+        return concat("--upcycle ", c.upcycle, ": the model has experts already: leave it out");
+    if (experts && can && !s.attention.qkv_bias && !s.attention.o_bias && !s.block.mlp_bias) {
+        s.family = Family::MIXTRAL;
+        s.hf_type = s.block.qk_norm ? "qwen3_moe" : "mixtral";
+        e.K = 2;
+    }
+
+    // Let the flags choose experts and router.
+    if (experts) e.E = experts;
+    if (c.experts_per_token) e.K = c.experts_per_token;
+    if (!c.router.empty())
+        e.router = chosen<Router>(c, &Config::router);
+
+    // Balance the router only if there is one.
+    e.balance = e.E ? c.balance : 0;
+    e.z_loss = e.E ? c.z_loss : 0;
+    e.capacity.factor = e.E ? c.expert_capacity : 0;
+    e.whole = e.E && has_whole_experts(c);
+
+    // Take the remaining flags as they are.
+    if (c.layers) s.L = c.layers;
+    if (c.vocab) s.V = c.vocab;
+    if (!c.position.empty())
+        s.embedding.position = chosen<Position>(c, &Config::position);
+
+    // The head size follows from heads and channels if either has changed.
+    if (!c.heads && !c.channels) return "";
+    if (s.C % s.NH) {
+        // Offer the divisors of the channels that lie within 8 of the wanted number of heads.
+        auto near = [&](size_t d) { return s.C % d == 0 && d + 8 > s.NH && d < s.NH + 8; };
+        return concat("--heads ", s.NH, " does not divide --channels ", s.C,
+                      numbers_that(near, s.C, ": heads that do, near it: "));
+    }
+    size_t before = s.HS;
+    s.HS = s.C / s.NH;
+
+    // RoPE may turn only a part of each head; keep its share. 0 means the whole head.
+    if (rope.rotary == 0) return "";
+    rope.rotary = rope.rotary * s.HS / before;
+    if (rope.rotary > 0 && rope.rotary % 2 == 0)
+        return "";
+    return concat("RoPE turns pairs of a part of each head, and of a head size of ", s.HS,
+                  " that part is ", rope.rotary, ": change --heads or --channels");
+}
+
 // The shape that --model names, by a Hugging Face folder, a file or a preset; then other flags
 // change it. flag: the flag that named the model, for messages.
 inline Shape choose_shape(const Config& c, const char* flag = "--model") {
@@ -47,14 +129,7 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     or_die(override_shape(c, s));
 
     // Choose how products use fp8: it is a property of the model's shape here.
-    if (c.fp8 == "block")
-        s.fp8.kind = Fp8::BLOCK;
-    if (c.fp8 == "tensor")
-        s.fp8.kind = Fp8::TENSOR;
-    if (c.fp8 == "delayed")
-        s.fp8.kind = Fp8::DELAYED;
-    s.fp8.kept = c.fp8_weights == "step";
-    s.fp8.rule = {c.fp8_history, c.fp8_margin, c.fp8_amax == "most_recent"};
+    s.fp8.kind = chosen<Fp8>(c, &Config::fp8);
     return s;
 }
 

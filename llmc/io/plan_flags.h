@@ -64,13 +64,6 @@ inline int micro_batches_of(const Config& c) {
     return int(c.batch_tokens / (int64_t(c.micro_batch) * c.seq * c.dp));
 }
 
-// The order of tokens over context-parallel ranks that --cp-order names. The table of flags allows
-// no other name than these three.
-inline ContextOrder context_order_named(const std::string& name) {
-    if (name == "contiguous") return ContextOrder::CONTIGUOUS;
-    return name == "striped" ? ContextOrder::STRIPED : ContextOrder::ZIGZAG;
-}
-
 // The layout that the flags describe, but for its stages.
 inline Layout choose_grid(const Config& c, const Shape& shape) {
     Layout layout;
@@ -86,24 +79,20 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.order = layout_order(c.grid_order);
     layout.sequence_parallel = c.sequence_parallel;
 
-    // Context parallelism: how attention reaches the other ranks' tokens, and which
-    // tokens are whose.
+    // Context parallelism: how attention reaches the other ranks' tokens.
     ContextChoice context;
     read_context_method(c.cp_method, &context);
     layout.context.method = context.method;
     layout.context.heads = context.heads;
-    layout.context.order = context_order_named(c.cp_order);
 
-    // ZeRO: its stage, the ranks of a sharding group, how many layers ahead weights are
-    // gathered, and which units no shard boundary may cut: matrices for some optimizers, blocks
-    // of 8-bit state.
+    // ZeRO: its stage, the ranks of a sharding group, and which units no shard boundary may cut:
+    // matrices for some optimizers, blocks of 8-bit state.
     layout.zero = c.zero;
     layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
     layout.weights_near = keeps_weights_near(c);
-    layout.prefetch = c.prefetch;
-    layout.whole_matrices = optimizer_row(optimizer_named(c.optimizer)).whole_matrices;
+    layout.whole_matrices = optimizer_row(chosen<Optimizer>(c, &Config::optimizer)).whole_matrices;
 
-    if (states_named(c.states) == States::EIGHT_BIT)
+    if (chosen<States>(c, &Config::states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 
     // The pipeline's schedule.
@@ -128,20 +117,10 @@ inline int first_rank_of(const Layout& layout, int pp_rank) {
     return rank;
 }
 
-// The level that --recompute names; config_check() has refused every other name. "auto" counts as
-// FULL until choose_recompute() (limits.h) has found out how much room there is.
-inline Recompute recompute_named(const std::string& name) {
-    for (int level = 0; level < RECOMPUTE_LEVELS; level++)
-        if (name == recompute_name(Recompute(level)))
-            return Recompute(level);
-    return Recompute::FULL;
-}
-
-// The format of frozen weights that --weights names.
-inline Stored stored_named(const std::string& name) {
-    if (name == "nf4") return Stored::NF4;
-    if (name == "int4") return Stored::INT4;
-    return name == "int8" ? Stored::INT8 : Stored::WIDE;
+// The level of --recompute. "auto", the last of its words, counts as FULL until choose_recompute()
+// (limits.h) has found out how much room there is.
+inline Recompute recompute_of(const Config& c) {
+    return std::min(chosen<Recompute>(c, &Config::recompute), Recompute::FULL);
 }
 
 // The options of new adapters.
@@ -158,21 +137,20 @@ inline PlanOptions train_options(const Config& c) {
     train.B = size_t(c.micro_batch);
     train.T = size_t(c.seq);
     train.micro_batches = micro_batches_of(c);
-    train.optimizer = optimizer_named(c.optimizer);
-    train.gradients = gradients_named(c.gradients);
-    train.masters = masters_named(c.masters);
-    train.states = states_named(c.states);
+    train.optimizer = chosen<Optimizer>(c, &Config::optimizer);
+    train.gradients = chosen<Gradients>(c, &Config::gradients);
+    train.masters = chosen<Masters>(c, &Config::masters);
+    train.states = chosen<States>(c, &Config::states);
     train.ema = c.ema > 0;
-    train.stored = stored_named(c.weights);
+    train.stored = chosen<Stored>(c, &Config::weights);
     train.objective = objective_of(c);
-    train.recompute = recompute_named(c.recompute);
-    train.recompute.segments = {c.recompute_segment};
+    train.recompute = recompute_of(c);
 
     // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     for (const OffloadRow& row : OFFLOAD_TABLE)
         if (offloads(c, row.name)) train.offload.*row.tier = tier;
-    if (c.offload_update == "host")
+    if (offloads(c, "update"))
         train.offload.update = Tier::HOST;
     return train;
 }
@@ -239,7 +217,7 @@ inline size_t generation_slots(const Config& c, size_t texts) {
 inline std::string axes_text(const Config& c) {
     return concat("dp ", c.dp, " x tp ", c.tp,
                   c.sequence_parallel ? " with sequence parallelism" : "", " x pp ", c.pp,
-                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method, ", ", c.cp_order) : "",
+                  c.cp > 1 ? concat(" x cp ", c.cp, " by ", c.cp_method) : "",
                   c.ep > 1 ? concat(", ep ", c.ep, " by ", c.ep_method) : "",
                   has_whole_experts(c) ? ", etp 1" : "");
 }

@@ -242,7 +242,8 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
     Config c = q.config;
     c.masters = "remainder";
     bool theirs = was_given(q.config, "masters") || q.config.masters != "float";
-    bool shrink = !theirs && check_masters(c).empty();
+    const std::string before = check_pairs(q.config); // what a saving must not add to
+    bool shrink = !theirs && check_pairs(c) == before;
     if (shrink) savings.push_back({true, 0});
 
     // The host's memory is another one, unless the CPU runs the step. No bit depends on where
@@ -253,9 +254,8 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
     for (unsigned offload = 1; offload < 1u << OFFLOAD_ROWS; offload++) {
         c = q.config;
         c.offload = offload_words(offload);
-        bool works = refuse_idle_offload(c).empty() && refuse_graphs(c).empty();
-        if (!works || !check_policies(c).empty())
-            continue;
+        bool works = refuse_idle_offload(c).empty() && check_policies(c).empty();
+        if (!works || check_pairs(c) != before) continue;
         savings.push_back({false, offload});
 
         // Masters that stay may shrink beside what leaves.

@@ -138,7 +138,7 @@ inline bool has_named(const Config& user, const Config& c) {
     for (const char* name : names) {
         const Field& field = flag_row(name).field;
         bool levels = !strcmp(name, "recompute") &&
-                      recompute_named(user.recompute) == recompute_named(c.recompute);
+                      recompute_of(user) == recompute_of(c);
         if (was_given(user, name) && !levels && field_text(user, field) != field_text(c, field))
             return false;
     }
@@ -158,7 +158,7 @@ inline int techniques(const Config& c) {
     for (const OffloadRow& row : OFFLOAD_TABLE)
         rows += offloads(c, row.name);
     return 10 * axes + c.zero + groups + orders + c.sequence_parallel + (c.chunks > 1) +
-           (c.pipeline != "1f1b") + int(recompute_named(c.recompute)) +
+           (c.pipeline != "1f1b") + int(recompute_of(c)) +
            (c.masters == "remainder") + 4 * rows;
 }
 

@@ -5,7 +5,7 @@
 //   steps     optimizer steps, with the wait for their data
 //   wait      the part of the steps in which the first rank waited for others: communication that
 //             no computing hides, and ranks that come late. On GPUs streams wait, not the host:
-//             there --profile measures it by events, and without it this time counts as steps
+//             there --timeline FILE.txt measures it by events; without it this time is of the steps
 //   evaluate, sample, save, export
 //   rest      everything else: agreeing on signals, printing lines
 //   A kind that begins ends the one before, so the seconds add up to the time since the start. The

@@ -410,25 +410,14 @@ inline void check_plans_of_all_ranks(const Run& run, const std::vector<PlanOptio
 // ----------------------------------------------------------------------------
 // fp16's loss scale
 
-// The rules by which three trainers move the scale, each with its own defaults.
-struct LossScalingRow {
-    const char* name;
-    LossScaling numbers;
-};
-inline const LossScalingRow LOSS_SCALINGS[] = {
-    {"megatron", {.on = true, .least = 1, .window = 1000, .hysteresis = 2}},
-    {"pytorch", {.on = true, .least = 0, .window = 2000, .hysteresis = 1}},
-    {"deepspeed", {.on = true, .late = true, .least = 1, .window = 1000, .hysteresis = 2}},
-};
-
 // Check that a scale is a power of two: "" or what to try. Multiplying by a power of two changes
 // exponents only, so it rounds nothing.
-inline std::string check_power_of_two(const char* flag, double value) {
+inline std::string check_power_of_two(double value) {
     int exponent = std::ilogb(value);
     if (value == std::ldexp(1, exponent))
         return "";
-    return concat(flag, " ", value, " is no power of two: try ", std::ldexp(1, exponent), " or ",
-                  std::ldexp(2, exponent));
+    return concat("--loss-scale ", value, " is no power of two: try ", std::ldexp(1, exponent),
+                  " or ", std::ldexp(2, exponent));
 }
 
 // Set a fixed scale from the text of --loss-scale: "" or what is wrong with it.
@@ -439,48 +428,17 @@ inline std::string fix_loss_scale(const std::string& text, LossScaling* scaling)
         return "--loss-scale " + wrong + ", or dynamic";
     scaling->dynamic = false;
     scaling->start = float(value);
-    return check_power_of_two("--loss-scale", value);
+    return check_power_of_two(value);
 }
 
-// Set the lowest scale: "" or what is wrong. The scale may fall to it, so it must not be above the
-// first scale; 0 sets no bound.
-inline std::string choose_least(double least, LossScaling* scaling) {
-    if (least < 0) return "";
-    if (least > scaling->start)
-        return concat("--loss-scale-min ", least, " is above the first scale, ", scaling->start);
-    scaling->least = float(least);
-    return least == 0 ? "" : check_power_of_two("--loss-scale-min", least);
-}
-
-// Choose a run's loss scaling: "" or what is wrong. Only fp16 has one.
+// Choose a run's loss scaling, Megatron-LM's where --loss-scale does not fix it: "" or what is
+// wrong. Only fp16 has one.
 inline std::string choose_loss_scaling(const Config& c, LossScaling* scaling) {
-    // Refuse flags that would have no effect.
-    const char* numbers[] = {"loss-scale-rule", "loss-scale-start", "loss-scale-window",
-                             "loss-scale-hysteresis", "loss-scale-min"};
-    bool fp16 = c.precision == "fp16";
-    bool dynamic = c.loss_scale == "dynamic";
-    if (!fp16 && was_given(c, "loss-scale"))
+    scaling->on = c.precision == "fp16";
+    if (!scaling->on && was_given(c, "loss-scale"))
         return "--loss-scale is for fp16 alone: give --precision fp16";
-    for (const char* name : numbers)
-        if (was_given(c, name) && (!fp16 || !dynamic))
-            return concat("--", name, " moves fp16's loss scale: give --precision fp16 and ",
-                          "--loss-scale dynamic");
-    if (!fp16) return "";
-
-    // Take the rule's numbers, then those of other flags.
-    for (const LossScalingRow& row : LOSS_SCALINGS)
-        if (c.loss_scale_rule == row.name)
-            *scaling = row.numbers;
-    if (c.loss_scale_window)
-        scaling->window = c.loss_scale_window;
-    if (c.loss_scale_hysteresis)
-        scaling->hysteresis = c.loss_scale_hysteresis;
-    if (!dynamic)
-        return fix_loss_scale(c.loss_scale, scaling);
-    if (c.loss_scale_start)
-        scaling->start = float(c.loss_scale_start);
-    std::string wrong = check_power_of_two("--loss-scale-start", scaling->start);
-    return wrong.empty() ? choose_least(c.loss_scale_min, scaling) : wrong;
+    bool fixed = scaling->on && c.loss_scale != "dynamic";
+    return fixed ? fix_loss_scale(c.loss_scale, scaling) : "";
 }
 
 } // namespace llmc

@@ -36,12 +36,12 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// how often a run that may fail saves: --save-minutes auto - Young 1974
+// how often a run that may fail saves: --save-every auto - Young 1974
 //   A save costs C seconds of steps, and the job fails once in M seconds on average. With a save
 //   every t seconds, each interval loses C to its save, and each failure loses half an interval of
 //   work: the lost share is C/t + t/(2M), and t = sqrt(2 M C) makes it least.
 //   M = hours between two failures of a rank x 3600 / ranks. Llama 3's 16,384 GPUs had 419 failures
-//   in 54 days, one in 50,700 hours of a GPU (arXiv:2407.21783): the default of --failure-hours.
+//   in 54 days, one in 50,700 hours of a GPU (arXiv:2407.21783): the HOURS of --save-every auto.
 //   C is measured: the time that saves have taken from the run, divided by their number. The first
 //   save comes right after the first step, so that C is known from then on.
 
@@ -299,7 +299,7 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
     return differences;
 }
 
-// The manifest of the newest checkpoint, or of the one that --resume-step chooses; null if none can
+// The manifest of the newest checkpoint, or of the one that --resume STEP chooses; null if none can
 // be read. A broken checkpoint is skipped here, and reported when the weights are loaded.
 inline nlohmann::json newest_manifest(const Config& c) {
     for (int64_t step : checkpoint_steps(c.out)) {
@@ -374,19 +374,11 @@ inline std::string check_place_among_prompts(const Config& c, const nlohmann::js
     return "";
 }
 
-// A flag of earlier programs that a checkpoint may name, and the value that changes nothing.
-struct GoneFlag {
-    const char *name, *harmless, *instead;
-};
-constexpr GoneFlag GONE_FLAGS[] = {
-    {"expert-rounds", "1", "--recompute ffn saves most of that memory"},
-    {"update-delay", "0", "its last gradient would be lost"},
-};
-
 // Refuse a checkpoint whose run used a flag that is gone.
 inline std::string check_gone_flags(const nlohmann::json& saved) {
     for (const GoneFlag& f : GONE_FLAGS) {
-        std::string was = saved.contains(f.name) ? json_value_text(saved[f.name]) : f.harmless;
+        if (!f.harmless || !saved.contains(f.name)) continue;
+        std::string was = json_value_text(saved[f.name]);
         if (was != f.harmless)
             return concat("--resume: this checkpoint's run had --", f.name, " ", was,
                           ", which is gone: start a new run from its weights; ", f.instead);
@@ -626,11 +618,12 @@ inline bool clock_wants_save(const Run& run) {
     double now = clock_seconds();
     if (run.saves.retry)
         return now >= run.saves.retry;
-    // With --save-minutes auto the interval starts at 0: the first save comes after the first step,
+    // With --save-every auto the interval starts at 0: the first save comes after the first step,
     // and its cost sets the interval.
-    if (c.save_minutes == "auto")
+    SaveRule rule = save_rule(c);
+    if (rule.failure_hours)
         return now - run.saves.last >= run.saves.interval;
-    return save_seconds(c) > 0 && now - run.saves.last >= save_seconds(c);
+    return rule.seconds > 0 && now - run.saves.last >= rule.seconds;
 }
 
 // The facts about this step that a checkpoint's manifest records.
@@ -696,19 +689,19 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     return async_begin(t, *async, save);
 }
 
-// With --save-minutes auto, set the interval from the mean cost of the saves so far. The first time
+// With --save-every auto, set the interval from the mean cost of the saves so far. The first time
 // it is printed.
 inline void set_save_interval(Run& run) {
-    const Config& c = run.config;
-    if (c.save_minutes != "auto" || !is_first_rank(run))
+    double hours = save_rule(run.config).failure_hours;
+    if (!hours || !is_first_rank(run))
         return;
     // Count the time of failed saves too; leave out saves to memory.
     double all = run.clock.account.spent_on(Work::SAVE) - run.saves.in_memory;
     double cost = all / double(run.saves.count);
-    double failure = job_failure_seconds(c.failure_hours, run.world.size);
+    double failure = job_failure_seconds(hours, run.world.size);
     run.saves.interval = young_interval(failure, cost);
     if (run.saves.count == 1)
-        note(run, interval_text(c.failure_hours, run.world.size, cost));
+        note(run, interval_text(hours, run.world.size, cost));
 }
 
 // Record how the save of a step ended, and note when saves begin to fail and when they work again.
@@ -798,8 +791,8 @@ void replace_save(Run& run, Trainer<T, S>& t) {
     save(run, t);
 }
 
-// Save at the end of the run. Since no later save will follow, keep trying for as long as
-// --save-minutes says, until the disk has room; a signal ends the wait.
+// Save at the end of the run. Since no later save will follow, keep trying until the disk has room:
+// for the minutes of --save-every, without them for ten; a signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
     end_save(run, t);
@@ -809,7 +802,9 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
 
     // Most saves succeed at once.
     Spend spend(run.clock.account, Work::SAVE);
-    double end = clock_seconds() + save_seconds(run.config);
+    SaveRule rule = save_rule(run.config);
+    bool other = rule.steps || rule.failure_hours;
+    double patience = other ? 600 : rule.seconds, end = clock_seconds() + patience;
     std::string wrong = try_to_save(run, t);
 
     // Try again while the first rank's clock permits it. Waiting does not mend ruined weights.
@@ -818,8 +813,7 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
         Wishes all = agree(run.world, {stop_signal, is_first_rank(run) && clock_seconds() < end});
         if (all.stop || !all.save) break;
         if (!std::exchange(said, true))
-            note(run, concat(wrong, ": waiting for room, up to ", save_seconds(run.config) / 60,
-                             " minutes"));
+            note(run, concat(wrong, ": waiting for room, up to ", patience / 60, " minutes"));
         std::this_thread::sleep_for(std::chrono::duration<double>(RETRY_AT_THE_END));
         wrong = try_to_save(run, t);
     }

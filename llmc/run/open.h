@@ -93,7 +93,6 @@ inline void try_outputs(Run& run) {
     const Config& c = run.config;
     if (!c.export_dir.empty()) prepare_export(run);
     if (!c.timeline.empty() && is_first_rank(run)) or_die(try_file("timeline", c.timeline));
-    if (!c.profile.empty() && is_first_rank(run)) or_die(try_file("profile", c.profile));
     take_folder(run);
 }
 

@@ -295,10 +295,11 @@ inline void draw_timeline(Run& run) {
     report_failure(run, write_timeline(run.config.timeline, trace, title, "rank", "ms"));
 }
 
-// Whether to time the next step action by action: --profile times every step, --timeline the last.
+// Whether to time the next step action by action: --timeline FILE.txt sums up every step, a drawing
+// shows the last.
 inline bool wants_times(const Run& run) {
     const Config& c = run.config;
-    return !c.profile.empty() || (!c.timeline.empty() && run.step + 1 == c.steps);
+    return writes_profile(c) || (!c.timeline.empty() && run.step + 1 == c.steps);
 }
 
 // Read the times of the step's actions, after a step of so many seconds: draw the last step, and
@@ -312,22 +313,22 @@ void take_times(Run& run, Trainer<T, S>& t, double seconds) {
     if (in_stream_order(t))
         run.clock.account.recount(Work::STEPS, Work::WAIT, waiting_seconds(run.clock.trace));
     t.watch.on = false;
-    if (!c.timeline.empty() && run.step + 1 == c.steps)
-        draw_timeline(run);
     if (run.step == run.progress.first_step + 1)
         run.clock.profile = {};
-    if (!c.profile.empty())
+    if (writes_profile(c))
         profile_add(run.clock.profile, run.clock.trace, seconds);
+    else if (!c.timeline.empty() && run.step + 1 == c.steps)
+        draw_timeline(run);
 }
 
-// Write the table of --profile, with the first rank's times.
+// Write the table of --timeline FILE.txt, with the first rank's times.
 inline void report_profile(Run& run) {
     const Config& c = run.config;
-    if (c.profile.empty() || run.clock.profile.steps == 0)
+    if (!writes_profile(c) || run.clock.profile.steps == 0)
         return;
     std::string title = concat(layout_text(c), ": rank 0 of ", run.world.size);
-    std::string wrong = write_text_file(c.profile, profile_text(run.clock.profile, title));
-    report_failure(run, wrong.empty() ? "" : "--profile: " + wrong);
+    std::string wrong = write_text_file(c.timeline, profile_text(run.clock.profile, title));
+    report_failure(run, wrong.empty() ? "" : "--timeline: " + wrong);
 }
 
 // Draw --timeline with --explain: the pipeline as its schedule alone would run.
@@ -383,8 +384,8 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     int plan = std::max(0, trains ? run.plans.train : run.plans.evaluate);
 
     // Refuse before drawing: a run that ends here leaves no timeline.
-    LLMC_USER_CHECK(c.layer < model.layers(), "--layer %d: the model has layers 0 to %d", c.layer,
-                    model.head());
+    LLMC_USER_CHECK(c.layer < model.layers(), "--explain %d: the model has layers 0 to %d",
+                    int(c.layer), model.head());
     bool timed = !c.machine.empty() && !has_open_answers(c);
     if (!c.timeline.empty() && trains && !timed)
         draw_simulation(run, t.plans[plan], model);
@@ -451,7 +452,7 @@ void print_plan(const Run& run, const Trainer<T, S>& t, const std::vector<PlanOp
     // List the actions: those of one layer, or all.
     if (c.layer >= 0) {
         text += concat("actions of layer ", c.layer, ", first micro-batch\n",
-                       layer_text(t.arena, t.plans[plan], model, plan, c.layer));
+                       layer_text(t.arena, t.plans[plan], model, plan, int(c.layer)));
     } else {
         text += "actions of a step, kind(micro-batch,layer)\n" + plan_text(t.plans[plan], model);
         text += legend_text();

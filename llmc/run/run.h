@@ -243,7 +243,7 @@ struct Saves {
     double last = clock_seconds(); // when the last save ended, or training began
     double retry = 0;              // when to try a failed save again; 0: the last one succeeded
     int64_t count = 0;             // saves that have succeeded
-    double interval = 0;           // seconds from save to save, --save-minutes auto; 0: unmeasured
+    double interval = 0;           // seconds from save to save, --save-every auto; 0: unmeasured
     bool tries_first = false;      // a save was dropped: those after it try their weights first
     std::shared_ptr<AsyncSave> async = nullptr; // --save-async; null: steps wait for saves
 

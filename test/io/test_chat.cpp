@@ -1165,7 +1165,7 @@ TEST(Rollouts, TheFirstUpdateIsThatOfOneUpdate) {
 
     std::string out = scratch("adapted");
     Ran ran = shell(common + "3 --model " + scratch("up1") + " --layers 0 --heads 0 --channels 0 "
-                    "--lora 4 --beta 0.5 --kl k2 --updates 2 --steps 3 --out " + out);
+                    "--lora 4 --beta 0.5 --updates 2 --steps 3 --out " + out);
     ASSERT_EQ(ran.status, 0) << ran.text;
     std::vector<double> kl = rollout_log(out, {"kl"});
     ASSERT_EQ(kl.size(), 3u);

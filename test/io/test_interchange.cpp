@@ -1353,7 +1353,7 @@ TEST_F(Programs, ACheckpointsExportIsTheRuns) {
     // The mean is kept in float, and an export of it holds more than bf16 can.
     std::string out = dir + "/mean", ema = dir + "/ema";
     run(small + "--precision bf16 --ema 0.5 --steps 3 --out " + out);
-    run("--out " + out + " --resume --use-ema --steps 0 --sample-tokens 0 --export " + ema);
+    ASSERT_EQ(shell(program("convert_gpt") + " --use-ema " + out + " " + ema).status, 0);
     SafeTensors f;
     ASSERT_EQ(safetensors_open(&f, ema + "/model.safetensors"), "");
     std::vector<float> x(16);
@@ -1385,9 +1385,8 @@ TEST_F(Programs, ModelFiles) {
     EXPECT_HAS(run("--model " + gpt2 + " --layers 1 --steps 0", 1), "has weights of its own shape");
     run("--model " + gpt2 + " --layers 1 --scratch --steps 0");
     EXPECT_HAS(run("--model " + text + " --steps 0", 1), "is no model file: it begins with");
-    EXPECT_HAS(
-        run("--model " + gpt2 + " --steps 0 --export-dtype fp16 --export " + dir + "/x.bin", 1),
-        "float or bf16");
+    std::string half = program("convert_gpt") + " --export-dtype fp16 " + gpt2 + " " + dir;
+    EXPECT_HAS(shell(half + "/x.bin").text, "float or bf16");
     EXPECT_HAS(run("--model " + dir + "/nowhere.bin --steps 0", 1),
                "neither a folder, a file nor a preset");
 }

@@ -380,12 +380,12 @@ TEST(Losses, LookingChangesNoBit) {
                 loss_flags(loss, 12, 9));
     const std::string text = loss_flags("lm", 200, 100) + "--precision ";
     std::string experts = "--model tiny-moe --kv-heads 2 --ffn 16 --experts 4 ";
-    for (std::string how : {"fp32", "bf16", "fp16 --loss-scale-start 1024"})
+    for (std::string how : {"fp32", "bf16", "fp16 --loss-scale 1024"})
         for (std::string model : {"", "--lora 4 ", experts.c_str()}) compare(model + text + how);
-    for (const char* how : {"block", "tensor", "delayed --fp8-history 2"})
+    for (const char* how : {"block", "tensor", "delayed"})
         compare(text + "bf16 --fp8 " + how);
     compare(loss_flags("dpo", 12, 9) + "--precision bf16 --lora 4 --local-ranks 2 --micro-batch 1");
-    compare(loss_flags("kto", 12, 9) + "--precision fp16 --ema 0.5 --loss-scale-start 1024");
+    compare(loss_flags("kto", 12, 9) + "--precision fp16 --ema 0.5 --loss-scale 1024");
 }
 
 // The validation at a run's end is what --eval says of the checkpoint, to the last printed digit,
@@ -491,7 +491,7 @@ TEST(Losses, ASkippedStepChangesNothing) {
     std::string start = fresh("start"), moved = fresh("moved");
     train(v3 + "--steps 0 --export " + start);
     std::string text = train(v3 + "--steps 2 --warmup 0 --precision fp16 --router-bias-rate 0.1 "
-                             "--loss-scale-start 1073741824 --export " + moved);
+                             "--loss-scale 1073741824 --export " + moved);
     EXPECT_HAS(text, "step 2: gradients overflow fp16");
     EXPECT_GT(weights_of(start).size(), 1000u);
     EXPECT_TRUE(weights_of(start) == weights_of(moved));

@@ -966,7 +966,7 @@ inline void adamw_perf(Perf& p) {
                      {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f}, &scale, CPU);
     });
 
-    // One chunk of an offloaded optimizer (--offload-update host): copy its gradient in, update,
+    // One chunk of an offloaded optimizer (--offload optimizer,update): copy its gradient in, update,
     // and copy its weights out.
     size_t chunk = n / 2;
     std::vector<float> device_g(chunk, 1e-3f);

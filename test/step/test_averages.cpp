@@ -217,7 +217,7 @@ TEST_F(Averages, AMeanBeginsAndIsRefusedByName) {
     for (size_t i = 0; i < mean.size(); i++)
         EXPECT_NEAR(mean[i], 0.25 * begun.at(i) + 0.75 * last.at(i), 6 * std::ldexp(1.0, -23));
 
-    EXPECT_HAS(start(flags + "--ema 1 --steps 2").text, "--ema 1 never moves");
+    EXPECT_HAS(start(flags + "--ema 1 --steps 2").text, "--ema wants a number from 0 to 0.99999");
     EXPECT_HAS(start(flags + "--use-ema --eval").text, "--use-ema reads the mean");
     EXPECT_HAS(start("--resume --use-ema --steps 9 --out " + path("out")).text, "train on from");
 }

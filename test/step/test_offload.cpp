@@ -822,7 +822,7 @@ TEST_F(OffloadRun, GoesOnInAnotherTier) {
     ASSERT_EQ(whole.status, 0) << whole.text;
 
     // Train three steps one way, and three another way.
-    std::string weights = " --offload weights", host = " --offload optimizer --offload-update host";
+    std::string weights = " --offload weights", host = " --offload optimizer,update";
     std::string all = " --offload optimizer,weights,gradients,activations --offload-to " + folder;
     for (std::string first : {to_disk(), weights, all, host, std::string()})
         for (std::string then : {std::string(), all, host}) {
@@ -845,7 +845,7 @@ TEST_F(OffloadRun, GoesOnWithMomentsInEightBits) {
     };
     for (std::string layout :
          {"", "--local-ranks 2 --tp 2", "--local-ranks 2 --zero 2 --masters remainder",
-          "--local-ranks 2 --pp 2 --offload optimizer --offload-update host"}) {
+          "--local-ranks 2 --pp 2 --offload optimizer,update"}) {
         std::string all = "--channels 64 --states 8bit " + layout + " --out ";
         fs::remove_all(path("whole")), fs::remove_all(path("parts"));
         Ran whole = run(all + path("whole") + " --steps 6");
@@ -892,9 +892,10 @@ TEST_F(OffloadRun, SaysWhatCannotWork) {
     EXPECT_HAS(run("--steps 1 --offload optimizer --optimizer sgd --precision fp32").text,
                "neither masters nor moments");
     EXPECT_HAS(run("--steps 1 --offload-to " + folder).text, "--offload-to does nothing without");
-    EXPECT_HAS(run("--steps 1 --offload weights --offload-update host").text,
-               "--offload-update host: masters and moments lie on the device");
-    EXPECT_HAS(run("--steps 1 --offload-update host" + to_disk()).text, "is a folder: leave");
+    EXPECT_HAS(run("--steps 1 --offload weights,update").text,
+               "--offload update: masters and moments lie on the device");
+    EXPECT_HAS(run("--steps 1 --offload optimizer,update --offload-to " + folder).text,
+               "is a folder: leave");
 
     // A folder without room.
     Ran full = shell("trap '' XFSZ; ulimit -f 400;" + program() + flags + "--steps 1" + to_disk());

@@ -2,6 +2,7 @@
 #include <fstream>
 #include <map>
 #include "../../llmc/layout.h"
+#include "../../llmc/io/config.h"
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
 #include "../../llmc/family.h"
@@ -1018,8 +1019,12 @@ TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
         }
 
     // Every optimizer is found by its name.
-    for (const OptimizerRow& row : optimizer_rows())
-        EXPECT_STREQ(optimizer_row(optimizer_named(row.name)).name, row.name);
+    for (const OptimizerRow& row : optimizer_rows()) {
+        Config c;
+        c.optimizer = row.name;
+        Optimizer found = chosen<Optimizer>(c, &Config::optimizer);
+        EXPECT_STREQ(optimizer_row(found).name, row.name);
+    }
 }
 
 // Presets have the parameters that their authors publish.

@@ -737,7 +737,7 @@ TEST(Planner, EvaluationsComeBeforeAStep) {
             Config c = p;
             EXPECT_EQ(check_with_teacher(c, q.shape, q.teacher), "") << layout_flags_text(p);
             PlanOptions o = plans_of(c, q.shape)[0];
-            EXPECT_EQ(o.objective.kind, loss_kind(loss));
+            EXPECT_EQ(o.objective.kind, objective_of(q.config).kind);
             Layout layout = choose_layout(c, q.shape);
             auto seconds = [&](const Shape& s, const Layout& l, const PlanOptions& options) {
                 Model model = make_model(s, l);

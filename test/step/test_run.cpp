@@ -161,7 +161,7 @@ TEST_F(Run, EveryPresetExplainsItself) {
     }
 
     // A single layer.
-    Ran r = run("--explain --layer 2");
+    Ran r = run("--explain 2");
     EXPECT_HAS(r.text, "B(0,2)\n  reads");
 
     // On a CPU the head makes at most 64 MiB of logits at a time, here of 50,304 tokens in bf16, in
@@ -592,7 +592,7 @@ struct Processes : Run {
 
 // Numbers of processes, and the flags of their layouts; all have two stages.
 static const std::pair<int, const char*> process_layouts[] = {
-    {2, ""}, {4, "--zero 2"}, {4, "--zero 3 --prefetch 2"}, {4, "--tp 2 --sequence-parallel"}};
+    {2, ""}, {4, "--zero 2"}, {4, "--zero 3"}, {4, "--tp 2 --sequence-parallel"}};
 
 // The tensors of all ranks in a checkpoint of a run. Manifests are left out: they differ
 // in their configuration.
@@ -648,7 +648,7 @@ TEST_F(Processes, TheirCheckpointsAreReadByOneAndByTwo) {
 // checkpoint is left.
 TEST_F(Processes, OneWithAFullDiskIsNamed) {
     Ran full = on_two("[ $OMPI_COMM_WORLD_RANK = 1 ] && trap \"\" XFSZ && ulimit -f 60; exec " +
-                      program() + " " + flags + " --save-minutes 0 --out " + path("full"));
+                      program() + " " + flags + " --save-every 0 --out " + path("full"));
     says_once(full,
               "rank_00001.safetensors: cannot be written: File too large; the checkpoints "
               "before it are as they were");
@@ -748,11 +748,11 @@ TEST_F(Run, TimelinesShowEveryRank) {
     refuses(small + "--steps 1 --timeline " + path("none/t.svg"), "cannot be written");
 }
 
-// --profile writes a row for each kind of action, the longest first, whose shares add up to 100%.
-// The first of three steps is left out, so it counts two.
+// --timeline FILE.txt writes a row for each kind of action, the longest first, whose shares add up
+// to 100%. The first of three steps is left out, so it counts two.
 TEST_F(Run, ProfilesAddUp) {
     // The heading.
-    std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --profile " + path("p.txt");
+    std::string flags = small + "--batch-tokens 512 --sample-tokens 0 --timeline " + path("p.txt");
     Ran r = run(flags + " --steps 3");
     ASSERT_EQ(r.status, 0) << r.text;
     std::istringstream table(read_file(path("p.txt")));
@@ -783,8 +783,8 @@ TEST_F(Run, ProfilesAddUp) {
     EXPECT_EQ(counts["between"], 2);
     EXPECT_EQ(counts["F block"], counts["B block"]);
     for (const char* idle : {"--explain", "--eval", "--steps 0"})
-        refuses(flags + " " + idle, "runs none");
-    refuses(small + "--steps 1 --profile " + path("none/p.txt"), "cannot be written");
+        refuses(flags + " " + idle, "this run has none");
+    refuses(small + "--steps 1 --timeline " + path("none/p.txt"), "cannot be written");
 }
 
 // Layouts that do not fit are refused in one line, whatever the number of ranks. The first case
