@@ -482,8 +482,7 @@ Loss plan_loss(const Trainer<T, S>& t) { return plan_result(t).loss; }
 // the step, compiled once per element type for all programs that train
 //   make compiles layers.h into build/step_float.o, step_double.o and so on; STEP_OF is the type,
 //   and nvcc adds the step on GPUs. Programs that link these objects are compiled with STEP_BUILT,
-//   which only declares the step's templates. `make STEPS=` compiles each program whole: it
-//   includes layers.h.
+//   which only declares the step's templates. `make STEPS=` compiles each program whole.
 
 #define LLMC_STEP_ON(EXTERN, T, S)                                                                 \
     EXTERN template void trainer_place(Trainer<T, S>&, const Shape&,                               \

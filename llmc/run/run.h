@@ -126,7 +126,7 @@ struct SampleTexts {
     FILE* completions = nullptr; // the real standard output, where completions go to it
 };
 
-// What --export writes beside the weights.
+// The parts of an export besides the weights.
 struct Exports {
     ExportTokenizer tokenizer;
     // Writes the format of an extension; null: a folder, or a file of llm.c's.
@@ -258,8 +258,7 @@ struct Health {
     std::string weights; // where the weights come from, in words
     Spikes spikes;
     bool ruined = false; // the weights diverged: never save or export them
-    // Repeats the last step on all ranks, from equal weights or from each rank's own, and says who
-    // computes wrong.
+    // Repeats the last step on all ranks, from equal weights or each rank's own: who is wrong.
     std::function<std::string(bool equal)> replay = nullptr;
 };
 
@@ -277,7 +276,7 @@ struct Run {
     Comm world;    // all ranks
     int64_t step = 0; // optimizer steps done
 
-    // What is read and written.
+    // Files in and out.
     Dialects dialects; // formats of weights that are read besides plain safetensors
     Tokenizer tokenizer;
     Chat chat; // the format of conversations, where --loss or --chat needs one
@@ -286,7 +285,7 @@ struct Run {
     SampleTexts samples;
     Exports exports;
 
-    // What is in memory, and what runs.
+    // The memory, and the plans that run.
     Companions companions;
     RunPlans plans;
     RunRollouts rollouts;

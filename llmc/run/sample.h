@@ -308,8 +308,7 @@ ShareOfTexts share_of_texts(const Run& run, const Trainer<T, S>& t, size_t all) 
 template <typename T, typename S>
 void share_texts(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine, size_t longest,
                  std::vector<std::vector<int>>& texts) {
-    // Put the length and the tokens in a row. One rank of each place contributes, and all others
-    // add 0.
+    // Put the length and the tokens in a row. One rank of each place contributes; others add 0.
     size_t row = longest + 1;
     size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
     std::vector<int64_t> rows(texts.size() * row);

@@ -101,8 +101,7 @@ inline void take_adapters(Run& run) {
 }
 
 // Load the weights: a folder's, with new tokens or with adapters merged into them, or as
-// load_model() does; then the adapters that stay beside them. upcycle(): how --upcycle reads a
-// folder.
+// load_model() does; then the adapters that stay beside them. upcycle() reads a folder's.
 template <typename T, typename S>
 void load_base(Run& run, Trainer<T, S>& t, const std::function<std::string()>& upcycle = nullptr) {
     const Config& c = run.config;
