@@ -104,7 +104,7 @@ TEST_F(Checkpoints, CheckpointsLoadToTheSameBits) {
 
     // Delayed scaling, whose ring of maxima has gone round.
     Shape late = saved_shapes()[0];
-    late.fp8 = Fp8::DELAYED, late.fp8.rule.length = 3;
+    late.fp8.kind = Fp8::DELAYED, late.fp8.rule.length = 3;
     checkpoint_round_trip<bf16>(dir, late, true);
 }
 
