@@ -638,8 +638,7 @@ TEST(Layouts, OneGradientIsSentAtATime) {
     }
 }
 
-// Tensor-parallel ranks round other sums in bf16, so their losses agree only within its precision,
-// 2^-8.
+// Tensor-parallel ranks round other sums: in bf16 losses agree only within its precision, 2^-8.
 TEST(Layouts, StagesOfZeroInBf16) {
     // Tensor parallelism, then with data and sequence parallelism, then with ZeRO and a pipeline.
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
