@@ -5,7 +5,8 @@
 //              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight
 //     head     head_norm, head_backward
-//   A new family is its header, its name in `enum class Family`, and a row here.
+//   A new family is its header, its name in `enum class Family`, and a row here. The models that
+//   --model names are presets at the end.
 #pragma once
 #include "adapters.h"
 #include "gpt2.h"

@@ -34,6 +34,8 @@
 #include "sharding.h"
 #include "tensor_parallel.h"
 #include "zero.h"
+#include <map>
+#include <tuple>
 
 namespace llmc {
 
