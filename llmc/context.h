@@ -1,7 +1,7 @@
 // context.h - what a block receives besides its pointers: the batch, the shape, where it runs
 //   Ctx is the first argument of every function that a block calls; there is no global state.
 //   A block computes rows, one for each token. It never asks how long a sequence is: `positions`
-//   says where a row stands, and only keys_seen() knows where the keys of a query lie.
+//   says where a row stands, and only keys_seen() (context_parallel.h) knows where its keys lie.
 #pragma once
 #include "comm/group.h"
 #include "layout.h"

@@ -155,33 +155,6 @@ template <typename T> struct Qkv {
     size_t q_stride, kv_stride; // elements between rows
 };
 
-// Rotate q and k in place, then let each query attend to the keys that it sees.
-template <typename T, typename S>
-void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,T)
-                       const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
-    rotate_forward<T>(ctx, {x.q, ctx.shape.NH, x.q_stride}, {x.k, ctx.shape.NKV, x.kv_stride});
-    Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
-    attention_forward(out, lse, operands, ctx.blas, ctx.where);
-    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks(out, lse, operands, sinks, ctx.where);
-}
-
-// dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
-template <typename T, typename S>
-void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH,HS)
-                        const T* out, const acc_t<T>* lse,            // (B,T,NH,HS) (B,NH,T)
-                        const Qkv<T>& x, const Sinks<T>& sinks = {}) {
-    Keys<T> keys = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
-    AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
-    operands.dout = dout;
-    attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
-    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks_backward(out, lse, operands, sinks, ctx.where);
-    rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
-                       {dx.k, ctx.shape.NKV, dx.kv_stride});
-}
-
 // ----------------------------------------------------------------------------
 // context parallelism in a ring: keys go from rank to rank - arXiv:2310.01889
 //   Rank r of cp has t rows of every sequence (context_parallel.h). In step s = 0 .. cp-1 it holds
@@ -673,16 +646,15 @@ void gather_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out,
 }
 
 // Attention of this rank's queries with all keys, by gather or in a ring. Queries and keys come
-// rotated. Positions decide what a query sees, wherever its keys come from.
+// rotated. Positions decide what a query sees, wherever its keys come from. A rank that shares no
+// keys, as one rank alone or with Ulysses, has all keys of its heads.
 template <typename T, typename S>
-void text_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x) { // (B,t,NH,HS) (B,NH,t)
-    // With Ulysses alone, a rank already has all keys of its heads.
+void text_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,NH,HS) (B,NH,t)
+                  T* cache) {
     bool alone = ctx.cp.size == 1;
     bool ring = !alone && ctx.context.method == ContextMethod::RING;
     if (ring) return ring_forward(ctx, out, lse, x);
-    Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
-    // Take gathered keys from the scratch.
-    Keys<T> keys = alone ? own : gather_keys(ctx, x);
+    Keys<T> keys = alone ? keys_seen(ctx, cache, x.k, x.v, x.kv_stride) : gather_keys(ctx, x);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
 }
@@ -696,8 +668,8 @@ void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     if (!alone)
         return gather_backward(ctx, dx, dout, out, lse, x);
 
-    // With Ulysses alone the gradients are whole too.
-    Keys<T> own = {x.k, x.v, ctx.batch.positions, ctx.batch.T, x.kv_stride};
+    // A rank with all keys makes whole gradients.
+    Keys<T> own = keys_seen<T>(ctx, nullptr, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, own);
     operands.dout = dout;
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
@@ -707,8 +679,8 @@ void text_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
 // its own queries. The gradients of its rows are partial sums {+cp}, as those of weights are.
 template <typename T, typename S>
 void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,NH,HS) (B,NH,t)
-                  const Sinks<T>& sinks) {
-    text_forward(ctx, out, lse, x);
+                  const Sinks<T>& sinks, T* cache = nullptr) {
+    text_forward(ctx, out, lse, x, cache);
     AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
     join_prefix(out, lse, operands, ctx.prefix, ctx.where);
     join_sinks(out, lse, operands, sinks, ctx.where);
@@ -970,14 +942,12 @@ void ulysses_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out
 template <typename T, typename S>
 void context_attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                const Qkv<T>& x, T* cache, const Sinks<T>& sinks = {}) {
-    if (ctx.cp.size == 1)
-        return attention_forward(ctx, out, lse, x, cache, sinks);
     RopeHeads<T> q = {x.q, ctx.shape.NH, x.q_stride};
     RopeHeads<T> k = {x.k, ctx.shape.NKV, x.kv_stride};
     rotate_forward(ctx, q, k);
     if (ctx.context.heads.size > 1)
         return ulysses_forward(ctx, out, lse, x, sinks);
-    keys_forward(ctx, out, lse, x, sinks);
+    keys_forward(ctx, out, lse, x, sinks, cache);
 }
 
 // x is rotated, as the forward pass left it; dx is the gradient of x before its rotation.
@@ -985,8 +955,6 @@ template <typename T, typename S>
 void context_attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,t,NH,HS)
                                 const T* out, const acc_t<T>* lse, // (B,t,NH,HS) (B,NH,t)
                                 const Qkv<T>& x, const Sinks<T>& sinks = {}) {
-    if (ctx.cp.size == 1)
-        return attention_backward(ctx, dx, dout, out, lse, x, sinks);
     if (ctx.context.heads.size > 1)
         ulysses_backward(ctx, dx, dout, out, lse, x, sinks);
     else

@@ -5,7 +5,8 @@
 //              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight
 //     head     head_norm, head_backward
-//   A new family is its header, its name in `enum class Family`, and a row here.
+//   A new family is its header, its name in `enum class Family`, and a row here. The models that
+//   --model names are presets at the end.
 #pragma once
 #include "adapters.h"
 #include "gpt2.h"
@@ -130,36 +131,6 @@ std::vector<Activation> activation_table(const Shape& s, size_t N, S where) {
         block_activations(acts, s, N, where, row);
     });
     return rows;
-}
-
-// The width of the ffn that a token meets: all of its experts together, and the ffn beside them.
-inline double width_of_ffn(const Shape& s) {
-    const ExpertShape& e = s.experts;
-    return e.E || e.ffn_beside ? double(s.F * e.K + e.ffn_beside) : double(s.F);
-}
-
-// FLOPs a token of the product that R leaves out where nobody reads a block's output again.
-inline double last_product_flops(const Shape& s) {
-    return s.block.post_norm ? 0 : 2 * double(s.C) * width_of_ffn(s);
-}
-
-// FLOPs a token of a block's R: products and attention, as mfu.h counts them. Norms and activation
-// functions are bound by memory, and do not count.
-inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
-    double C = double(s.C);
-    double F = width_of_ffn(s);
-    double Q = double(s.NH * s.HS);
-    double KV = double(s.NKV * s.HS);
-    double matrices = s.latent.kv ? latent_elements(s) : C * (2 * Q + 2 * KV);
-    double flops = 0;
-    if (redoes_attn(level))
-        flops += 2 * matrices + 2 * double(T) * attention_channels(s);
-    with_family(s.family, [&](auto family) {
-        // A norm after the last product needs it again.
-        if (redoes_ffn(level))
-            flops += 2 * C * F * (family.widening_products + int(s.block.post_norm));
-    });
-    return flops;
 }
 
 // ----------------------------------------------------------------------------

@@ -726,26 +726,6 @@ inline Simulation simulate(const std::vector<Schedule>& all, int pp, const Costs
     return s;
 }
 
-// Draw the timeline as text: one line for each rank, three characters for each second. A slot
-// prints as its letter and micro-batch, without the stage, and as -- in the seconds that follow.
-// Costs must be whole seconds.
-inline std::string picture_of(const std::vector<Schedule>& all, const Simulation& s) {
-    std::string text;
-    for (size_t r = 0; r < all.size(); r++) {
-        std::string line;
-        // Begin each slot at its second; fill the seconds that follow.
-        for (size_t i = 0; i < all[r].size(); i++) {
-            line.resize(size_t(s.start[r][i]) * 3, ' ');
-            std::string name = char(all[r][i].op) + std::to_string(all[r][i].micro);
-            line += name + std::string(name.size() < 3 ? 3 - name.size() : 0, ' ');
-            for (int k = 1; k < int(s.end[r][i] - s.start[r][i]); k++)
-                line += "-- ";
-        }
-        text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
-    }
-    return text;
-}
-
 // ----------------------------------------------------------------------------
 // layers into stages
 

@@ -19,7 +19,6 @@
 #include "ops/types.h"
 #include "optimizer.h"
 #include "sharding.h"
-#include "text.h"
 
 namespace llmc {
 
@@ -127,32 +126,6 @@ size_t wide_bytes(Stored stored, const Model& m, int layer) {
         most = std::max(most, p.local_elements());
     }
     return most * sizeof(T);
-}
-
-// Refuse tensor parallelism that cuts a block of NF4 or a group of int4. Rows of int8 may be cut
-// anywhere. A block shared by two ranks would need a place on both, and codes in halves.
-inline std::string check_pieces(Stored stored, const Model& m, const Layout& layout) {
-    bool four = stored == Stored::INT4;
-    if (stored != Stored::NF4 && !four)
-        return "";
-    for (const Parameter& p : m.parameters) {
-        // Blocks of NF4 run on across the ends of rows, so a run must be whole blocks. Groups of
-        // int4 end with their row: a cut between rows must only leave whole bytes, and a cut that
-        // divides a group equally gives each part a copy of the group's scale.
-        size_t run = piece_runs(p, layout.tp.rank, layout.tp.size).run;
-        bool rows = p.local_cols() == p.cols();
-        size_t block = !four ? NF4_BLOCK : rows ? 2 : INT4_GROUP;
-        bool even = run % 2 == 0;
-        bool parts = four && even && INT4_GROUP % run == 0;
-
-        // Any other cut would split a block over two ranks.
-        bool cut = p.pieces > 1 && run % block && !parts;
-        if (cut && is_narrow(stored, m, p))
-            return concat("--weights ", four ? "int4" : "nf4", ": --tp ", layout.tp.size, " cuts ",
-                          p.name, " every ", run, " elements, and its blocks have ", block,
-                          ": use a smaller --tp, or --weights int8");
-    }
-    return "";
 }
 
 template <typename T, typename S> struct Trainer;

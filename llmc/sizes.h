@@ -35,6 +35,8 @@
 #include "sharding.h"
 #include "tensor_parallel.h"
 #include "zero.h"
+#include <map>
+#include <tuple>
 
 namespace llmc {
 

@@ -1,7 +1,6 @@
 // trainer.h - one rank's state: model, plans, the arena's bytes, and its groups of ranks
 #pragma once
 #include <functional>
-#include <tuple>
 #include "action.h"
 #include "arena.h"
 #include "context.h"

@@ -10,7 +10,10 @@
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
+#include "../ops/int4.cuh"
+#include "../ops/nf4.cuh"
 #include "../pipeline.h"
+#include "../quantised.h"
 #include "../text.h"
 #include "config.h"
 #include "files.h"
@@ -126,6 +129,122 @@ inline Recompute recompute_of(const Config& c) {
 // The options of new adapters.
 inline LoraOptions lora_options(const Config& c) {
     return {size_t(c.lora), c.lora_alpha, c.lora_rs, c.lora_targets, c.lora_layers};
+}
+
+// Return the last words of a model's modules, for messages: "c_attn, c_proj, c_fc".
+inline std::string module_words(const Model& m) {
+    std::string words;
+    for (const Parameter& p : m.parameters) {
+        std::string module = module_of(p);
+        std::string word = module.substr(module.rfind('.') + 1);
+        bool known = (", " + words + ",").find(", " + word + ",") != std::string::npos;
+        if (adaptable(m, p) && !known)
+            words += (words.empty() ? "" : ", ") + word;
+    }
+    return words;
+}
+
+// Read which of L blocks a list names: "all", or numbers and ranges as in "0,4,8-11".
+// Returns "" or what is wrong with it.
+inline std::string blocks_named(const std::string& list, size_t L, std::vector<bool>* blocks) {
+    blocks->assign(L, list == "all");
+    if (list == "all") return "";
+    std::string flag = "--lora-layers " + list;
+    auto number = [](const std::string& s) {
+        bool digits = s.find_first_not_of("0123456789") == std::string::npos;
+        return digits && !s.empty() && s.size() < 7;
+    };
+
+    // A comma after the last range lets an empty one be seen.
+    std::string range;
+    for (std::istringstream ranges(list + ","); std::getline(ranges, range, ',');) {
+        size_t dash = range.find('-');
+        std::string low = range.substr(0, dash);
+        std::string high = dash == std::string::npos ? low : range.substr(dash + 1);
+        if (!number(low) || !number(high))
+            return concat(flag, ": \"", range, "\" is no block and no range: write 3 or 8-11");
+
+        // Refuse ranges that run down, and blocks that the model does not have.
+        size_t from = std::stoul(low), to = std::stoul(high);
+        if (from > to)
+            return concat(flag, ": ", range, " runs down: write ", to, "-", from);
+        if (to >= L)
+            return concat(flag, ": the last block is ", L - 1, ": use that or less");
+        std::fill(blocks->begin() + long(from), blocks->begin() + long(to) + 1, true);
+    }
+    return "";
+}
+
+// Whether --lora-targets means a matrix. "all" are those that every token meets: adapters of all
+// experts would be most of what is trained, so they are asked for by name.
+inline bool flag_targets(const std::string& target, const Parameter& p) {
+    if (target == "experts") return p.stack > 1;
+    bool word = target == "all" || target == "attention";
+    return !(word && p.stack > 1) && targets_module(target, module_of(p));
+}
+
+// Choose the adapters of a model without any. Returns "" or what is wrong with the flags.
+inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
+    std::string target;
+    std::vector<bool> blocks;
+    bool stacks = base.shape.experts.E && !base.shape.experts.bias;
+    std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
+    if (!wrong.empty()) return wrong;
+
+    // Insist that each target finds something: a misspelt one would silently train less.
+    for (std::istringstream targets(o.targets + ","); std::getline(targets, target, ',');) {
+        bool any = false;
+        if (target == "experts" && base.shape.experts.bias)
+            return "--lora-targets experts: not built for " + base.shape.hf_type +
+                   ", whose files join all experts: give all or attention";
+        for (const Parameter& p : base.parameters) {
+            std::string module = module_of(p);
+            if (!adaptable(base, p) || !flag_targets(target, p))
+                continue;
+            if (!blocks[size_t(p.layer - 1)]) continue; // layer 1 is block 0
+            any = true;
+
+            // Refuse a rank beyond the matrix's own: it adds nothing.
+            size_t rows = p.rows() / p.stack; // of one expert's
+            size_t most = std::min(rows, p.cols());
+            if (o.rank > most)
+                return concat("--lora ", o.rank, " is beyond ", p.name, ", which is ", rows, " x ",
+                              p.cols(), ": use --lora ", most, " or less");
+            (*adapters)[module] = {o.rank, lora_scale(o)};
+        }
+        if (!any)
+            return concat("--lora-targets ", target, ": no matrix of a block ",
+                          o.layers == "all" ? "" : "of --lora-layers ", "has this name: try all, "
+                          "attention, ", stacks ? "experts, " : "", "or some of ",
+                          module_words(base));
+    }
+    return "";
+}
+
+// Refuse tensor parallelism that cuts a block of NF4 or a group of int4. Rows of int8 may be cut
+// anywhere. A block shared by two ranks would need a place on both, and codes in halves.
+inline std::string check_pieces(Stored stored, const Model& m, const Layout& layout) {
+    bool four = stored == Stored::INT4;
+    if (stored != Stored::NF4 && !four)
+        return "";
+    for (const Parameter& p : m.parameters) {
+        // Blocks of NF4 run on across the ends of rows, so a run must be whole blocks. Groups of
+        // int4 end with their row: a cut between rows must only leave whole bytes, and a cut that
+        // divides a group equally gives each part a copy of the group's scale.
+        size_t run = piece_runs(p, layout.tp.rank, layout.tp.size).run;
+        bool rows = p.local_cols() == p.cols();
+        size_t block = !four ? NF4_BLOCK : rows ? 2 : INT4_GROUP;
+        bool even = run % 2 == 0;
+        bool parts = four && even && INT4_GROUP % run == 0;
+
+        // Any other cut would split a block over two ranks.
+        bool cut = p.pieces > 1 && run % block && !parts;
+        if (cut && is_narrow(stored, m, p))
+            return concat("--weights ", four ? "int4" : "nf4", ": --tp ", layout.tp.size, " cuts ",
+                          p.name, " every ", run, " elements, and its blocks have ", block,
+                          ": use a smaller --tp, or --weights int8");
+    }
+    return "";
 }
 
 // ----------------------------------------------------------------------------

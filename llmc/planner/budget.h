@@ -17,7 +17,6 @@
 #pragma once
 #include "../action.h"
 #include "../arena.h"
-#include "../family.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/types.h"
@@ -25,6 +24,7 @@
 #include "../plan.h"
 #include "../recompute.h"
 #include "../sizes.h"
+#include "layer_cost.h"
 
 namespace llmc {
 

@@ -8,7 +8,6 @@
 //   that they ask for.
 #pragma once
 #include "../action.h"
-#include "../adapters.h"
 #include "../arena.h"
 #include "../family.h"
 #include "../head.h"

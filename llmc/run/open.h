@@ -35,7 +35,6 @@
 #include "../ops/types.h"
 #include "../parameters.h"
 #include "../planner/machine_here.h"
-#include "../quantised.h"
 #include "../sharding.h"
 #include "../step.h"
 #include "../text.h"

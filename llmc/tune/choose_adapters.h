@@ -1,6 +1,5 @@
 // choose_adapters.h - before a run with adapters: which matrices have them, or what merges them
 #pragma once
-#include "../adapters.h"
 #include "../family.h"
 #include "../io/config.h"
 #include "../io/files.h"

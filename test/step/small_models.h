@@ -1,6 +1,7 @@
 // small_models.h - tiny models, random samples and one rank's trainer, for tests of the whole step
 #pragma once
 #include <mutex>
+#include "../../llmc/io/plan_flags.h"
 #include "../../llmc/layers.h"
 #include "../../llmc/load.h"
 #include "../../llmc/family.h"

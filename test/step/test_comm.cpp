@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 #include <random>
 #include <regex>
+#include "../../llmc/comm/comm.h"
 #include "../../llmc/layout.h"
 
 using namespace llmc;

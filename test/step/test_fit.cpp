@@ -1,6 +1,7 @@
 // test_fit.cpp - --fit: what fits one card, by the run's own arena; --calibrate: machines' numbers
 #include "../../llmc/planner/calibrate.h"
 #include "../../llmc/planner/fit.h"
+#include "../../llmc/planner/predict.h"
 #include "../../llmc/run/plan_run.h"
 #include "../../llmc/tune/teach.h"
 #include "../harness/testing.h"

@@ -638,8 +638,7 @@ TEST(Layouts, OneGradientIsSentAtATime) {
     }
 }
 
-// The stages of ZeRO are equal in bf16 with float masters too. Tensor-parallel ranks round other
-// sums, so their losses agree only within bf16's precision, 2^-8.
+// Tensor-parallel ranks round other sums: in bf16 losses agree only within its precision, 2^-8.
 TEST(Layouts, StagesOfZeroInBf16) {
     // Tensor parallelism, then with data and sequence parallelism, then with ZeRO and a pipeline.
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
@@ -653,27 +652,14 @@ TEST(Layouts, StagesOfZeroInBf16) {
         cut.zero = 1, cut.pp = 2;
         expect_same(*run_layout<bf16>(shape, cut, true), *half, cut.text());
     }
-
-    // Stage 1 against 0, and stage 3 against 2.
-    LayoutCase base;
-    base.dp = 2;
-    auto want = run_layout<bf16>(small_gpt2(), base, true);
-    for (int pp : {1, 2}) {
-        LayoutCase l = base;
-        l.pp = pp, l.zero = 1;
-        expect_same(*run_layout<bf16>(small_gpt2(), l, true), *want, l.text());
-    }
-    base.zero = 2;
-    want = run_layout<bf16>(small_gpt2(), base, true);
-    base.zero = 3, base.pp = 3;
-    expect_same(*run_layout<bf16>(small_gpt2(), base, true), *want, base.text());
 }
 
-// The stages of ZeRO are equal also with small masters and moments, because an update depends on no
+// The stages of ZeRO are equal in bf16, also with small masters and moments, because an update depends on no
 // element but its own (with 8-bit moments: on no block but its own).
 TEST(Layouts, SmallStatesInBf16) {
     int number = 0;
-    for (auto [masters, states] : {std::pair(Masters::REMAINDER, States::FLOAT),
+    for (auto [masters, states] : {std::pair(Masters::FLOAT, States::FLOAT),
+                                   {Masters::REMAINDER, States::FLOAT},
                                    {Masters::NONE, States::BF16}, {Masters::FLOAT, States::BF16},
                                    {Masters::REMAINDER, States::EIGHT_BIT}})
         for (const Shape& shape : {gpt2_shape(3, 2, 64, 61, 32), small_llama()})

@@ -271,6 +271,21 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
     return all;
 }
 
+// Train with all data on the device, then with what the case offloads in each tier: the same bits.
+// late: moves of a file take longer than the actions beside them.
+template <typename T>
+void expect_same_bits(const Shape& shape, Case c, const std::string& what, bool late = false) {
+    c.tier = Tier::DEVICE;
+    std::vector<float> there = trained<T>(shape, c);
+    ASSERT_GT(there.size(), 1000u);
+    for (Tier tier : {Tier::HOST, Tier::DISK}) {
+        c.tier = tier;
+        EXPECT_TRUE(trained<T>(shape, c, late && tier == Tier::DISK) == there)
+            << what << ": dp " << c.dp << " tp " << c.tp << " pp " << c.pp << " zero " << c.zero
+            << " prefetch " << c.prefetch << " tier " << int(tier);
+    }
+}
+
 // Offloading everything, to the host's memory or to a file, changes no bit, in any layout.
 TEST(Offload, ChangesNoBitInAnyLayout) {
     const std::vector<Case> layouts = {
@@ -278,16 +293,8 @@ TEST(Offload, ChangesNoBitInAnyLayout) {
         {2, 1, 1, 3, Tier::DEVICE}, {1, 2, 1, 0, Tier::DEVICE}, {1, 1, 2, 0, Tier::DEVICE},
         {2, 2, 1, 1, Tier::DEVICE}, {2, 1, 2, 3, Tier::DEVICE}};
     for (const Shape& shape : {small_gpt2(true, 4), small_llama()})
-        for (Case c : layouts) {
-            std::vector<float> there = trained<bf16>(shape, c);
-            ASSERT_GT(there.size(), 1000u);
-            for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                c.tier = tier;
-                EXPECT_TRUE(trained<bf16>(shape, c) == there)
-                    << "dp " << c.dp << " tp " << c.tp << " pp " << c.pp << " zero " << c.zero
-                    << " tier " << int(tier);
-            }
-        }
+        for (const Case& c : layouts)
+            expect_same_bits<bf16>(shape, c, "all");
 }
 
 // Offloading changes no bit with or without moments, with any prefetch, and if moves are late.
@@ -295,15 +302,9 @@ TEST(Offload, ChangesNoBitWhateverMovesAndWhen) {
     Case c = {2, 1, 1, 1, Tier::DEVICE};
     for (Optimizer optimizer : {Optimizer::ADAMW, Optimizer::SGD})
         for (int prefetch : {0, 1, 3}) {
-            c.optimizer = optimizer, c.prefetch = prefetch, c.tier = Tier::DEVICE;
-            std::vector<float> half = trained<bf16>(small_gpt2(), c);
-            std::vector<float> single = trained<float>(small_gpt2(), c);
-            for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                c.tier = tier;
-                bool late = tier == Tier::DISK;
-                EXPECT_TRUE(trained<bf16>(small_gpt2(), c, late) == half) << prefetch;
-                EXPECT_TRUE(trained<float>(small_gpt2(), c, late) == single) << prefetch;
-            }
+            c.optimizer = optimizer, c.prefetch = prefetch;
+            expect_same_bits<bf16>(small_gpt2(), c, "bf16", true);
+            expect_same_bits<float>(small_gpt2(), c, "float", true);
         }
 }
 
@@ -314,12 +315,9 @@ TEST(Offload, ChangesNoBitOfSmallMastersAndStates) {
     Case c = {2, 1, 1, 1, Tier::DEVICE};
     for (Masters masters : {Masters::FLOAT, Masters::REMAINDER, Masters::NONE})
         for (States states : {States::FLOAT, States::BF16, States::EIGHT_BIT}) {
-            c.masters = masters, c.states = states, c.tier = Tier::DEVICE;
-            std::vector<float> there = trained<bf16>(wide, c);
-            for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                c.tier = tier;
-                EXPECT_TRUE(trained<bf16>(wide, c) == there) << int(masters) << int(states);
-            }
+            c.masters = masters, c.states = states;
+            expect_same_bits<bf16>(wide, c, concat("masters ", int(masters), ", states ",
+                                                   int(states)));
         }
 }
 
@@ -331,15 +329,10 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
     c.optimizer_too = false, c.micro_batches = 3;
     for (int zero : {0, 1, 2, 3})
         for (int prefetch : {0, 2}) {
-            c.zero = zero, c.prefetch = prefetch, c.tier = Tier::DEVICE;
+            c.zero = zero, c.prefetch = prefetch;
             c.states = prefetch ? States::EIGHT_BIT : States::FLOAT;
             c.masters = prefetch ? Masters::REMAINDER : Masters::FLOAT;
-            std::vector<float> there = trained<bf16>(wide, c);
-            for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                c.tier = tier;
-                bool late = tier == Tier::DISK;
-                EXPECT_TRUE(trained<bf16>(wide, c, late) == there) << zero << " " << prefetch;
-            }
+            expect_same_bits<bf16>(wide, c, "weights", true);
         }
 }
 
@@ -380,13 +373,7 @@ TEST(Offload, ChangesNoBitOfGradientsAlone) {
             for (int prefetch : {0, 1}) {
                 c.weights = false, c.optimizer_too = false, c.micro_batches = 3;
                 c.split = prefetch, c.prefetch = prefetch;
-                std::vector<float> there = trained<bf16>(shape, c);
-                for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                    c.tier = tier;
-                    EXPECT_TRUE(trained<bf16>(shape, c, tier == Tier::DISK) == there)
-                        << c.dp << c.pp << c.zero << " prefetch " << prefetch;
-                }
-                c.tier = Tier::DEVICE;
+                expect_same_bits<bf16>(shape, c, "gradients", true);
             }
 }
 
@@ -435,13 +422,8 @@ TEST(Offload, ChangesNoBitAtAnyLevelOfRecomputation) {
     Case c = {1, 1, 1, 0, Tier::DEVICE};
     for (Recompute level : {Recompute::SELECTIVE, Recompute::ATTN, Recompute::FULL})
         for (bool split : {false, true}) {
-            c.level = level, c.split = split, c.tier = Tier::DEVICE;
-            std::vector<float> there = trained<bf16>(small_llama(), c);
-            for (Tier tier : {Tier::HOST, Tier::DISK}) {
-                c.tier = tier;
-                EXPECT_TRUE(trained<bf16>(small_llama(), c, tier == Tier::DISK) == there)
-                    << recompute_name(level) << " " << split;
-            }
+            c.level = level, c.split = split;
+            expect_same_bits<bf16>(small_llama(), c, recompute_name(level), true);
         }
 }
 
@@ -485,23 +467,30 @@ Plan offloaded_plan(const Model& model, size_t chunk, int prefetch = 1) {
     return make_plan(layout, model, o);
 }
 
+// Leave out each action that `chosen` selects, one at a time: the check must refuse what is left.
+// Returns how many there are.
+template <typename F> int refused_without(const Plan& good, const Model& model, F chosen) {
+    EXPECT_EQ(plan_check(good, model), "");
+    int count = 0;
+    for (size_t i = 0; i < good.actions.size(); i++) {
+        if (!chosen(good.actions[i])) continue;
+        count++;
+        Plan without = good;
+        without.actions.erase(without.actions.begin() + long(i));
+        EXPECT_NE(plan_check(without, model), "") << action_text(good.actions[i], model);
+    }
+    return count;
+}
+
 // The check refuses a plan that lacks any move of activations: a layer would read what has left, or
 // what has never come.
 TEST(Offload, APlanThatLosesActivationsIsRefused) {
     Model model = make_model(small_gpt2(), {});
     PlanOptions o = small_plan(2, 8, 2, Recompute::FULL);
     o.offload.activations = Tier::HOST;
-    Plan good = make_plan({}, model, o);
-    EXPECT_EQ(plan_check(good, model), "");
-    int moves = 0;
-    for (size_t i = 0; i < good.actions.size(); i++) {
-        if (queue_of(good.actions[i].op) != Queue::MOVE) continue;
-        moves++;
-        Plan without = good;
-        without.actions.erase(without.actions.begin() + long(i));
-        EXPECT_NE(plan_check(without, model), "") << action_text(good.actions[i], model);
-    }
-    EXPECT_EQ(moves, 2 * 2 * 2) << "the last block's backward pass comes too soon";
+    auto moves = [](const Action& a) { return queue_of(a.op) == Queue::MOVE; };
+    EXPECT_EQ(refused_without(make_plan({}, model, o), model, moves), 2 * 2 * 2)
+        << "the last block's backward pass comes too soon";
 }
 
 // The check refuses a plan that lacks a move of weights: a layer would read weights that were never
@@ -514,20 +503,10 @@ TEST(Offload, APlanThatLosesWeightsIsRefused) {
         PlanOptions o = small_plan(2, 8, 2);
         o.offload.weights = Tier::HOST;
         o.offload.chunk = 4096;
-        Plan good = make_plan(layout, model, o);
-        EXPECT_EQ(plan_check(good, model), "");
-
-        // Leave out each fetch, each departure and each gather.
-        int moves = 0;
-        for (size_t i = 0; i < good.actions.size(); i++) {
-            Op op = good.actions[i].op;
-            if (op != Op::FETCH && op != Op::PARK && op != Op::GATHER) continue;
-            moves++;
-            Plan without = good;
-            without.actions.erase(without.actions.begin() + long(i));
-            EXPECT_NE(plan_check(without, model), "") << action_text(good.actions[i], model);
-        }
-        EXPECT_GT(moves, 20);
+        auto brings = [](const Action& a) {
+            return a.op == Op::FETCH || a.op == Op::PARK || a.op == Op::GATHER;
+        };
+        EXPECT_GT(refused_without(make_plan(layout, model, o), model, brings), 20);
     }
 }
 
@@ -542,27 +521,22 @@ TEST(Offload, APlanThatLosesGradientsIsRefused) {
         o.offload.gradients = Tier::HOST;
         o.offload.chunk = 4096;
         Plan good = make_plan(layout, model, o);
-        EXPECT_EQ(plan_check(good, model), "");
+        auto moves = [](const Action& a) {
+            return a.op == Op::FETCH || a.op == Op::PARK || a.op == Op::SQUARE;
+        };
+        EXPECT_GT(refused_without(good, model, moves), 30);
 
-        // Leave out each move and each sum of squares.
-        int moves = 0, back = 0, early = 0;
+        // Add a sum of squares too early, before the last micro-batch has added its gradient.
+        int back = 0, early = 0;
         for (size_t i = 0; i < good.actions.size(); i++) {
             const Action& a = good.actions[i];
-            if (a.op != Op::FETCH && a.op != Op::PARK && a.op != Op::SQUARE) continue;
-            moves++;
             back += a.op == Op::FETCH && a.chunk < 0;
-            Plan without = good;
-            without.actions.erase(without.actions.begin() + long(i));
-            EXPECT_NE(plan_check(without, model), "") << action_text(a, model);
-
-            // Add a sum of squares too early, before the last micro-batch has added its gradient.
             if (a.op != Op::PARK || a.kind != Kind::GRAD_HERE) continue;
             early++;
             Plan soon = good;
             soon.actions.insert(soon.actions.begin() + long(i), {Op::SQUARE, -1, -1, a.bucket});
             EXPECT_HAS(plan_check(soon, model), "adds to a gradient after its SQUARE");
         }
-        EXPECT_GT(moves, 30);
         EXPECT_GE(back, 4);
         EXPECT_GE(early, 4);
     }

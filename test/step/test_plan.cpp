@@ -315,6 +315,11 @@ TEST(Plan, EveryRanksPlanIsLegal) {
     }
 }
 
+static std::string check_without(Plan p, const Model& model, size_t drop) {
+    p.actions.erase(p.actions.begin() + long(drop));
+    return plan_check(p, model);
+}
+
 // No action of any rank's plan can be left out, except RELEASE, which only says from when on
 // bytes are free.
 TEST(Plan, DroppingAnyActionOfARankIsFound) {
@@ -323,9 +328,7 @@ TEST(Plan, DroppingAnyActionOfARankIsFound) {
             for (const Plan& p : make_plans(options_of(r, model), model))
                 for (size_t i = 0; i < p.actions.size(); i++) {
                     if (p.actions[i].op == Op::RELEASE) continue;
-                    Plan q = p;
-                    q.actions.erase(q.actions.begin() + long(i));
-                    EXPECT_NE(plan_check(q, model), "")
+                    EXPECT_NE(check_without(p, model, i), "")
                         << action_text(p.actions[i], model) << " dropped; zero " << r.zero << " pp "
                         << r.pp << " rank " << p.layout.pp.rank;
                 }
@@ -599,23 +602,7 @@ TEST(Plan, TheCommentInPlanHIsTheProgramsPrint) {
 }
 
 // ----------------------------------------------------------------------------
-// the tree
-
-// The tree's rules on includes hold: operators include only their foundation, a plan includes no
-// kernel, nothing below includes io/, and no file includes itself (test/harness/style.py).
-TEST(Tree, WhoMayIncludeWhom) {
-    Ran rules = shell("python3 " + ROOT + "/test/harness/style.py --includes");
-    EXPECT_EQ(rules.status, 0) << rules.text;
-    EXPECT_HAS(rules.text, "2 passed, 0 failed");
-}
-
-// ----------------------------------------------------------------------------
 // the check finds what is wrong
-
-static std::string check_without(Plan p, const Model& model, size_t drop) {
-    p.actions.erase(p.actions.begin() + long(drop));
-    return plan_check(p, model);
-}
 
 // No action of a plan can be left out.
 TEST(Plan, DroppingAnyActionIsFound) {
