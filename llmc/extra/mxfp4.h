@@ -23,8 +23,8 @@ namespace llmc {
 
 // Check a parameter's two tensors, and mark them as used.
 inline std::string check_mxfp4(const HfFiles& h, const Parameter& p, UsedTensors* used) {
-    std::string name = joined_place(p).tensor;
-    size_t outputs = joined_shape(p).back();
+    HfPlace place = joined_place(p, 0);
+    std::string name = place.tensor;
     size_t blocks = p.cols() / 32;
     if (p.cols() % 32)
         return concat("tensor ", name, "_blocks: blocks of 32 do not divide ", p.cols(), " inputs");
@@ -39,8 +39,8 @@ inline std::string check_mxfp4(const HfFiles& h, const Parameter& p, UsedTensors
         return concat("tensor ", part, " is ", t->dtype, " ", shape_text(t->shape), ", and U8 of ",
                       shape_text(shape), " are wanted");
     };
-    std::string wrong = check(name + "_blocks", {p.stack, outputs, blocks, 16});
-    return wrong.empty() ? check(name + "_scales", {p.stack, outputs, blocks}) : wrong;
+    std::string wrong = check(name + "_blocks", {p.stack, place.outputs, blocks, 16});
+    return wrong.empty() ? check(name + "_scales", {p.stack, place.outputs, blocks}) : wrong;
 }
 
 // The value of a code of E2M1.
@@ -54,12 +54,12 @@ inline float e2m1_value(int code) {
 // Read a parameter on the stages that need it, one expert after the other. All ranks call.
 inline std::vector<float> read_mxfp4(SourceFolder& f, const Parameter& p) {
     // One expert has `rows` outputs of this parameter, among `outputs` of the tensor.
-    JoinedPlace place = joined_place(p);
+    HfPlace place = joined_place(p, 0);
     auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
     bool mine = needs(f.files.reader.layout.pp.rank);
     size_t rows = p.rows() / p.stack;
     size_t cols = p.cols();
-    size_t elements = rows * place.step * cols; // of an expert
+    size_t elements = place.outputs * cols; // of an expert
 
     std::vector<float> values;
     for (size_t e = 0; e < p.stack; e++) {
@@ -90,7 +90,7 @@ inline std::string open_mxfp4(SourceFolder& f, TensorSource* source) {
     TensorSource inner = *source;
     auto is_coded = [&f](const Parameter& p) {
         bool joined = joins_experts(f.model->shape, p) && p.shape.size() == 2;
-        std::string name = joined ? joined_place(p).tensor : "";
+        std::string name = joined ? joined_place(p, 0).tensor : "";
         return joined && !hf_find(f.files, name) && hf_find(f.files, name + "_blocks");
     };
     source->check = [=, &f](const Parameter& p, UsedTensors* used) {

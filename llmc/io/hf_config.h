@@ -636,7 +636,8 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
 inline void hf_window(HfConfig& c, Shape& s) {
     const HfClass& of = *hf_class(s.hf_type);
     if (of.windows == Windows::NONE) return;
-    if (of.windows == Windows::NO_ROPE) s.rope.nope_every = hf_nope_every(c, s.L);
+    if (of.windows == Windows::NO_ROPE)
+        s.rope.nope_every = hf_nope_every(c, s.L);
 
     // Read the size. Without the key some classes have a window of their own; null means none.
     bool on = !of.switched || hf_flag(c, c.j, "use_sliding_window", false);
@@ -867,8 +868,10 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     if (s.embedding.position == Position::ROPE) hf_rope(c, s);
     hf_window(c, s);
     if (hf_is_mixtral(s)) hf_experts(c, s);
-    if (s.family == Family::DEEPSEEK) hf_latents(c, s);
-    if (s.family == Family::DEEPSEEK) hf_deepseek(c, s);
+    if (s.family == Family::DEEPSEEK) {
+        hf_latents(c, s);
+        hf_deepseek(c, s);
+    }
 
     // Check what all classes have.
     if (gpt && s.C % s.NH)
@@ -1028,7 +1031,11 @@ inline void hf_deepseek_keys(nlohmann::ordered_json& j, const Shape& s) {
     // Write the blocks and experts. If no block is dense, the dense width may be anything.
     j["intermediate_size"] = e.dense_F ? e.dense_F : s.F;
     j["first_k_dense_replace"] = e.E ? e.dense_first : s.L;
-    if (e.E == 0) return;
+    if (e.E == 0) {
+        j.erase("moe_intermediate_size");
+        j.erase("routed_scaling_factor");
+        return;
+    }
     j["n_shared_experts"] = e.shared_F / s.F;
     j["norm_topk_prob"] = e.router == Router::SIGMOID;
     j["scoring_func"] = v3 ? "sigmoid" : "softmax";
@@ -1061,7 +1068,8 @@ inline nlohmann::ordered_json hf_json(Shape s) {
     }
 
     // Write what the rows leave.
-    if (s.family == Family::NEOX) j["hidden_act"] = s.block.exact_gelu ? "gelu" : "gelu_new";
+    if (s.family == Family::NEOX)
+        j["hidden_act"] = s.block.exact_gelu ? "gelu" : "gelu_new";
     hf_rope_keys(j, s);
     hf_window_keys(j, s);
     if (hf_is_mixtral(s)) hf_expert_keys(j, s);

@@ -24,69 +24,56 @@ inline std::string stack_name(const std::string& name, size_t number) {
     return name.substr(0, at) + std::to_string(number) + name.substr(at + 2);
 }
 
-// ----------------------------------------------------------------------------
-// experts that share a tensor
-
 // Whether files join a parameter with those of other experts.
 inline bool joins_experts(const Shape& s, const Parameter& p) {
     return s.experts.bias && p.name.find("{}") != std::string::npos;
 }
 
-// The tensor that holds a parameter: every step-th output from `first` on.
-struct JoinedPlace {
-    std::string tensor;
+// The shape of a parameter's tensor in a file: without padding, and transposed for Conv1D.
+inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
+    std::vector<size_t> shape = p.shape;
+    shape[0] = rows;
+    if (p.transposed && shape.size() == 2)
+        std::swap(shape[0], shape[1]);
+    return shape;
+}
+inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
+
+// The place of a parameter, or of one matrix of a stack: a block of a tensor, which has `outputs`
+// outputs. The matrix has those from `first` on, every step-th.
+struct HfPlace {
+    std::string tensor = "";
+    std::vector<size_t> shape = {}; // of the whole tensor
+    size_t begin = 0, outputs = 0;  // the block's first element
     size_t first = 0, step = 1;
+    bool turned = false;            // inputs come before outputs
+    bool begins_tensor() const { return begin == 0 && first == 0; }
 };
-inline JoinedPlace joined_place(const Parameter& p) {
-    // "...experts.{}.gate_proj.weight" is "...experts.gate_up_proj".
+
+// "...experts.{}.gate_proj.weight" is in "...experts.gate_up_proj".
+inline HfPlace joined_place(const Parameter& p, size_t number) {
     size_t at = p.name.find("{}.");
     std::string rest = p.name.substr(at + 3);
-    bool up = rest.starts_with("up_");
     bool down = rest.starts_with("down_");
-    std::string tensor = p.name.substr(0, at) + (down ? "down_proj" : "gate_up_proj");
-    if (rest.ends_with(".bias")) tensor += "_bias";
+    HfPlace place = {p.name.substr(0, at) + (down ? "down_proj" : "gate_up_proj")};
+    if (rest.ends_with(".bias"))
+        place.tensor += "_bias";
 
     // Gate and up share the outputs of their tensor.
-    return {tensor, size_t(up), size_t(down ? 1 : 2)};
-}
-
-// The shape of that tensor.
-inline std::vector<size_t> joined_shape(const Parameter& p) {
-    // The input's axis comes before the output's; a bias has none.
-    size_t outputs = p.rows() / p.stack * joined_place(p).step;
+    place.first = rest.starts_with("up_");
+    place.step = down ? 1 : 2;
+    place.outputs = p.rows() / p.stack * place.step;
+    place.begin = number * place.outputs * p.cols();
+    place.turned = true;
+    place.shape = {p.stack, p.cols(), place.outputs};
     if (p.shape.size() == 1)
-        return {p.stack, outputs};
-    return {p.stack, p.cols(), outputs};
+        place.shape = {p.stack, place.outputs};
+    return place;
 }
 
-// Put a parameter's values into its tensor. `tensor` holds gate's outputs already when up's come.
-inline void join_experts(std::vector<float>* tensor, const Parameter& p,
-                         const std::vector<float>& values) {
-    JoinedPlace place = joined_place(p);
-    size_t rows = p.rows() / p.stack;
-    size_t cols = p.cols();
-    size_t outputs = rows * place.step;
-    tensor->resize(p.elements() * place.step);
-
-    // Walk the parameter's elements, which lie as [out, in].
-    for (size_t i = 0; i < values.size(); i++) {
-        size_t expert = i / (rows * cols);
-        size_t output = place.first + i / cols % rows * place.step;
-        size_t input = i % cols;
-        (*tensor)[(expert * cols + input) * outputs + output] = values[i];
-    }
-}
-
-// ----------------------------------------------------------------------------
-// all parameters
-
-// The place of a parameter in a file: a tensor, which may also hold rows of other parameters.
-struct HfPlace {
-    std::string tensor;
-    size_t first, rows; // the parameter's first row, and all rows of the tensor
-};
 // Find the place of a parameter, or of matrix `number` of a stack.
 inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
+    if (joins_experts(s, p)) return joined_place(p, number);
     size_t Q = s.NH * s.HS, KV = s.NKV * s.HS;
     struct Joined {
         const char *part, *whole;
@@ -103,39 +90,47 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
         size_t at = p.name.find(j.part);
         if (s.hf_type != "phi3" || at == std::string::npos)
             continue;
-        return {p.name.substr(0, at) + j.whole + ".weight", j.first, j.rows};
-    }
-
-    // gpt-oss has one tensor for all experts, gate and up side by side. The first one lists it.
-    if (joins_experts(s, p)) {
-        JoinedPlace place = joined_place(p);
-        return {place.tensor, number + place.first, p.file_rows / p.stack};
+        std::string tensor = p.name.substr(0, at) + j.whole + ".weight";
+        return {tensor, file_shape(p, j.rows), j.first * p.cols(), p.file_rows};
     }
 
     // Every other parameter, and each matrix of a stack, has a tensor of its own. Rows beyond
     // file_rows are the padding of the vocabulary, and are in no file.
-    return {stack_name(p.name, number), 0, p.file_rows / p.stack};
+    size_t rows = p.file_rows / p.stack;
+    bool turned = p.transposed && p.shape.size() == 2;
+    return {stack_name(p.name, number), file_shape(p, rows), 0, rows, 0, 1, turned};
 }
 
-// The shape of a parameter's tensor in a file: without padding, and transposed for Conv1D.
-inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
-    std::vector<size_t> shape = p.shape;
-    shape[0] = rows;
-    if (p.transposed && shape.size() == 2)
-        std::swap(shape[0], shape[1]);
-    return shape;
-}
-inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
+// Append a matrix [out, in] that is in a block.
+inline void take_from_block(std::vector<float>* matrix, const std::vector<float>& block,
+                            const HfPlace& place, size_t cols) {
+    size_t begin = matrix->size();
+    matrix->insert(matrix->end(), block.begin(), block.end());
+    if (!place.turned || block.empty()) return;
 
-// Transpose x (rows,cols) into (cols,rows), for Conv1D's matrices on their way in and out.
-inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
-    std::vector<float> y(rows * cols); // (cols,rows)
-    // Each thread writes whole rows of y, so threads share cache lines only at their borders.
+    // Each thread writes whole rows, so threads share cache lines only at their borders.
+    size_t rows = place.outputs / place.step;
+    matrix->resize(begin + rows * cols);
     #pragma omp parallel for
-    for (size_t c = 0; c < cols; c++)
+    for (size_t r = 0; r < rows; r++) {
+        size_t output = place.first + r * place.step;
+        float* row = &(*matrix)[begin + r * cols];
+        for (size_t c = 0; c < cols; c++)
+            row[c] = block[c * place.outputs + output];
+    }
+}
+
+// Put a matrix [out, in] into its block of a tensor, whose inputs come before outputs.
+inline void put_into_block(std::vector<float>* tensor, const float* matrix, const HfPlace& place,
+                           size_t cols) {
+    size_t rows = place.outputs / place.step;
+    tensor->resize(std::max(tensor->size(), place.begin + place.outputs * cols));
+    #pragma omp parallel for
+    for (size_t c = 0; c < cols; c++) {
+        float* outputs = &(*tensor)[place.begin + c * place.outputs + place.first];
         for (size_t r = 0; r < rows; r++)
-            y[c * rows + r] = x[r * cols + c];
-    return y;
+            outputs[r * place.step] = matrix[r * cols + c];
+    }
 }
 
 // Whether files hold q, k and v of one head, then those of the next: GPT-NeoX's do.

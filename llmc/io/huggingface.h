@@ -84,13 +84,10 @@ inline bool hf_predicts(const Shape& s, const std::string& name) {
 
 // Check the tensors of a parameter: each matrix of a stack has its own, unless experts share one.
 inline std::string check_plain(const SourceFolder& f, const Parameter& p, UsedTensors* used) {
-    const Shape& s = f.model->shape;
-    if (joins_experts(s, p))
-        return hf_check_tensor(f.files, joined_place(p).tensor, joined_shape(p), used);
     std::string wrong;
     for (size_t k = 0; k < p.stack && wrong.empty(); k++) {
-        HfPlace at = hf_place(s, p, k);
-        wrong = hf_check_tensor(f.files, at.tensor, file_shape(p, at.rows), used);
+        HfPlace place = hf_place(f.model->shape, p, k);
+        wrong = hf_check_tensor(f.files, place.tensor, place.shape, used);
     }
     return wrong;
 }
@@ -109,48 +106,23 @@ inline std::string hf_check_unused(const Shape& s, const HfFiles& h,
     return "";
 }
 
-// Read a parameter of experts that share a tensor, one expert after the other: the host holds this
-// parameter, and one expert of the tensor.
-inline std::vector<float> read_joined(SourceFolder& f, const Parameter& p) {
-    JoinedPlace place = joined_place(p);
-    const SafeTensor* tensor = hf_find(f.files, place.tensor);
-    auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
-    size_t rows = p.rows() / p.stack;
-    size_t outputs = rows * place.step;
-    size_t all = outputs * p.cols();
-
-    // Take this parameter's outputs. Inputs come before outputs in the file.
-    std::vector<float> values;
-    for (size_t e = 0; e < p.stack; e++) {
-        std::vector<float> x = bring_floats(f.files, *tensor, e * all, all, needs);
-        for (size_t r = 0; r < rows && !x.empty(); r++)
-            for (size_t in = 0; in < p.cols(); in++)
-                values.push_back(x[in * outputs + place.first + r * place.step]);
-    }
-    return values;
-}
-
-// Read a parameter on the stages that need it: its own rows of a tensor that may have more. In a
-// file each matrix of a stack has its own tensor; in memory they lie one below the other.
+// Read a parameter on the stages that need it: its own part of a tensor that may have more. In a
+// file each matrix of a stack has its own place; in memory they lie one below the other.
 inline std::vector<float> read_plain(SourceFolder& f, const Parameter& p) {
-    const Shape& s = f.model->shape;
-    if (joins_experts(s, p)) return read_joined(f, p);
     auto needs = stages_with(f.files.reader.layout, *f.model, p.bucket);
-    bool mine = needs(f.files.reader.layout.pp.rank);
 
     // Send copies of one tensor, as upcycling has them, once.
-    const SafeTensor* before = nullptr;
+    HfPlace before;
     std::vector<float> values, part;
     for (size_t k = 0; k < p.stack; k++) {
-        HfPlace place = hf_place(s, p, k);
+        HfPlace place = hf_place(f.model->shape, p, k);
         const SafeTensor* tensor = hf_find(f.files, place.tensor);
-        size_t count = p.file_elements() / p.stack;
-        if (tensor != before)
-            part = bring_floats(f.files, *tensor, place.first * p.cols(), count, needs);
-        before = tensor;
-        values.insert(values.end(), part.begin(), part.end());
-        if (p.transposed && mine)
-            values = transpose(values, tensor->shape[0], tensor->shape[1]);
+        size_t count = place.outputs * p.cols();
+        bool same = place.tensor == before.tensor && place.begin == before.begin;
+        if (!same)
+            part = bring_floats(f.files, *tensor, place.begin, count, needs);
+        before = place;
+        take_from_block(&values, part, place, p.cols());
     }
     return values;
 }
@@ -561,10 +533,8 @@ inline std::vector<TensorSpec> export_specs(const Model& m, size_t first, size_t
         for (size_t k = 0; k < p.stack; k++) {
             // Parameters of one tensor follow each other in the order of its rows; list it once.
             HfPlace place = hf_place(m.shape, p, k);
-            if (place.first > 0 || is_adapter(m, p)) continue; // adapters are merged
-            std::vector<size_t> shape = file_shape(p, place.rows);
-            if (joins_experts(m.shape, p)) shape = joined_shape(p);
-            specs.push_back({hf_name(m.shape, place.tensor), dtype, shape});
+            if (!place.begins_tensor() || is_adapter(m, p)) continue; // adapters are merged
+            specs.push_back({hf_name(m.shape, place.tensor), dtype, place.shape});
         }
     }
     return specs;
@@ -596,15 +566,14 @@ std::string write_export_file(const Trainer<T, S>& t, const std::string& path, s
         std::vector<float> values = merged_weight(t, p, round_row, merged);
         if (!writes || !w.wrong.empty()) continue;
         values.resize(p.file_elements()); // padding is at the end
-        if (joins_experts(t.model.shape, p)) {
-            // gate and up share a tensor, which is written once.
-            JoinedPlace place = joined_place(p);
-            join_experts(&joined, p, values);
-            if (place.first + 1 < place.step) continue; // up comes next
-            values = std::exchange(joined, {});
+        HfPlace place = hf_place(t.model.shape, p);
+        for (size_t k = 0; place.turned && k < p.stack; k++) {
+            const float* matrix = &values[k * p.elements() / p.stack];
+            put_into_block(&joined, matrix, hf_place(t.model.shape, p, k), p.cols());
         }
-        if (p.transposed)
-            values = transpose(values, p.rows(), p.cols());
+        if (place.first + 1 < place.step) continue; // gate's tensor is whole when up has come
+        if (place.turned)
+            values = std::exchange(joined, {});
         if (ordered_by_heads(p))
             values = swap_outer(values, 3, t.model.shape.NH);
         writer_put(w, values, dtype);
@@ -625,7 +594,7 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     for (size_t i = 0; i < table.size(); i++) {
         if (is_adapter(m, table[i])) continue;
         size_t own = table[i].file_elements() * type_bytes(dtype);
-        bool begins = hf_place(m.shape, table[i]).first == 0; // a tensor is in one file
+        bool begins = hf_place(m.shape, table[i]).begins_tensor(); // a tensor is in one file
         if (begins && bytes && bytes + own > shard_bytes) {
             shards.starts.push_back(i);
             bytes = 0;

@@ -45,6 +45,14 @@ std::vector<int> greedy(Trainer<T, Cpu>& t, int plan, std::vector<int> prompt, s
 // ----------------------------------------------------------------------------
 // a safetensors file, open
 
+// Transpose x (rows,cols) into (cols,rows).
+inline std::vector<float> transpose(const std::vector<float>& x, size_t rows, size_t cols) {
+    std::vector<float> y(rows * cols); // (cols,rows)
+    for (size_t i = 0; i < y.size(); i++)
+        y[i % cols * rows + i / cols] = x[i];
+    return y;
+}
+
 struct TensorFile {
     SafeTensors file;
     TensorFile(const std::string& path) { EXPECT_EQ(safetensors_open(&file, path), ""); }
@@ -95,10 +103,9 @@ struct TensorFile {
         // take the parameter's rows.
         HfPlace place = hf_place(s, p);
         std::string name = kind + place.tensor;
-        if (!safetensors_find(file, name)) name = kind + hf_name(s, hf_place(s, p).tensor);
+        if (!safetensors_find(file, name)) name = kind + hf_name(s, place.tensor);
         std::vector<float> x = floats(name);
-        EXPECT_EQ(x.size(), place.rows * p.cols()) << name;
-        x.erase(x.begin(), x.begin() + long(place.first * p.cols()));
+        x.erase(x.begin(), x.begin() + long(place.begin));
         x.resize(p.file_elements());
 
         // Turn it as the trainer holds it.
