@@ -20,7 +20,6 @@
 #include "llmc/io/files.h"
 #include "llmc/io/huggingface.h"
 #include "llmc/io/new_tokens.h"
-#include "llmc/ops/attention_merge.cuh"
 #include "llmc/parameters.h"
 #include "llmc/run/choose.h"
 #include "llmc/run/folder.h"

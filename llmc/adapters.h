@@ -21,8 +21,7 @@
 #include "model.h"
 #include "ops/linear.cuh"
 #include "ops/lora.cuh"
-#include "ops/lora_batch.cuh"
-#include "ops/prefix.cuh"
+#include "ops/attention_join.cuh"
 #include "ops/rand.h"
 #include "ops/types.h"
 #include "text.h"
@@ -137,7 +136,7 @@ inline void add_adapters(Model& m, const std::string& number) {
     }
 }
 
-// Append a block's prefix (prefix.cuh): n keys and n values, a row for each token. Like the
+// Append a block's prefix (attention_join.cuh): n keys and n values, a row for each token. Like the
 // projection of keys, they are cut by key/value heads.
 inline void add_prefix(Model& m, const std::string& number) {
     const Shape& s = m.shape;
@@ -313,7 +312,7 @@ inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adap
 //   2. many   --adapters: sets of adapters of one base, each with a name. Their parameters lie in
 //             the bucket "adapter.l" beside each other, called NAME:MODULE.lora_A.weight, and are
 //             cut, sharded and gathered like the single one's. A text of generation names its set;
-//             ctx.batch.adapters says it of each sequence, and lora_batch.cuh multiplies.
+//             ctx.batch.adapters says it of each sequence, and lora.cuh multiplies.
 //   Cost: sets * r (in + out) elements a matrix; the base lies in memory once.
 
 template <typename T, typename S> struct Trainer;

@@ -7,14 +7,13 @@
 #include "layout.h"
 #include "model.h"
 #include "ops/attention.cuh"
+#include "ops/attention_join.cuh"
 #include "ops/attention_tiled.cuh"
 #include "ops/attention_types.h"
 #include "ops/linear.cuh"
 #include "ops/matmul.cuh"
 #include "ops/memory.h"
-#include "ops/prefix.cuh"
 #include "ops/rope.cuh"
-#include "ops/sinks.cuh"
 #include "ops/types.h"
 #include <cstdint>
 #include <functional>
@@ -263,8 +262,7 @@ void attention_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, // (B,T,NH,HS) (B,NH,
     Keys<T> keys = keys_seen(ctx, cache, x.k, x.v, x.kv_stride);
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     attention_forward(out, lse, operands, ctx.blas, ctx.where);
-    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks(out, lse, operands, sinks, ctx.where);
+    join_keys(out, lse, operands, ctx.prefix, sinks, ctx.where);
 }
 
 // dx = the gradient of q, k and v before they were rotated. Forward has left x rotated.
@@ -276,8 +274,7 @@ void attention_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, // (B,T,NH
     AttentionOperands<T> operands = attention_operands(ctx, x.q, x.q_stride, keys);
     operands.dout = dout;
     attention_backward(dx.q, dx.k, dx.v, out, lse, operands, ctx.blas, ctx.where);
-    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks_backward(out, lse, operands, sinks, ctx.where);
+    join_keys_backward(dx.q, out, lse, operands, ctx.prefix, sinks, ctx.where);
     rotate_backward<T>(ctx, {dx.q, ctx.shape.NH, dx.q_stride},
                        {dx.k, ctx.shape.NKV, dx.kv_stride});
 }

@@ -76,7 +76,7 @@ struct Variant {
     bool choice_bias = false; // DeepSeek-V3: numbers that the choice adds to scores
 
     // gpt-oss.
-    bool sinks = false;       // a logit of each head joins its softmax (sinks.cuh)
+    bool sinks = false;       // a logit of each head joins its softmax (attention_join.cuh)
     bool expert_bias = false; // router and experts have biases
     double gate_alpha = 1;    // experts' gates are x sigmoid(alpha x)
     double gate_limit = 0;    // they and up are clamped, and up + 1 multiplies; 0: neither

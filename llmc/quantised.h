@@ -13,7 +13,6 @@
 #include "arena.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/int4.cuh"
 #include "ops/linear.cuh"
 #include "ops/nf4.cuh"
 #include "ops/rope.cuh"

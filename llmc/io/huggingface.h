@@ -21,7 +21,6 @@
 #include "../mixtral.h"
 #include "../mla.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/attention_sm90.cuh"
 #include "../ops/element_type.h"
 #include "../optimizer.h"

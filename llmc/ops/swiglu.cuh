@@ -6,17 +6,17 @@
 //   Contract: out =, dgate =, dup =; dgate may be dout or gate, dup may be up.  Bitwise repeatable.
 //   Cost: memory-bound. forward reads gate, up, writes out; backward reads dout, gate, up, writes
 //         dgate, dup.
-//   To copy: this file, elements.h, fast_math.h, gelu.cuh, partial_sums.cuh,
+//   To copy: this file, elements.h, elementwise.cuh, fast_math.h, gelu.cuh, partial_sums.cuh,
 //            types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "elements.h"
+#include "elementwise.cuh"
 #include "fast_math.h"
 #include "gelu.cuh"
+#include "types.h"
 
 namespace llmc {
-
-// The activation of the gate: SiLU for SwiGLU, GELU for GeGLU.
-enum class Gate : uint8_t { SILU, GELU };
 
 // ----------------------------------------------------------------------------
 // CPU

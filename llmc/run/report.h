@@ -19,7 +19,6 @@
 #include "../io/plan_flags.h"
 #include "../io/timeline.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/types.h"
 #include "../pipeline.h"
