@@ -8,7 +8,7 @@
 #include "../context_parallel.h"
 #include "../layout.h"
 #include "../model.h"
-#include "../ops/latent_decode.cuh"
+#include "../ops/latent.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/types.h"
 #include "../family.h"

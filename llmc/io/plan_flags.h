@@ -10,7 +10,6 @@
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
-#include "../ops/int4.cuh"
 #include "../ops/nf4.cuh"
 #include "../pipeline.h"
 #include "../quantised.h"

@@ -20,7 +20,6 @@
 #include "../io/plan_flags.h"
 #include "../io/timeline.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/types.h"
 #include "../pipeline.h"
