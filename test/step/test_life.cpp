@@ -1764,7 +1764,7 @@ TEST_F(Life, SegmentsAndParkedBlocksChangeNoBit) {
     r = start(deep + "--recompute auto --memory 0.0055 --offload activations --offload-to " + path("") +
               " --out " + other);
     ASSERT_EQ(r.status, 0) << r.text;
-    EXPECT_HAS(r.text, " parked, ");
+    EXPECT_HAS(r.text, " offloaded, ");
     EXPECT_HAS(r.text, "waiting for moves, by the rates of cpu");
     EXPECT_TRUE(last(out) == last(other));
 
