@@ -628,7 +628,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
     Shape dense = gpt2_shape(14, 16, 2048, 50000, 1024);
     q.shape = dense;
     expect_below("dense", q, 0.2, 0.1);
-    expect_below("dense in two nodes", q, 0.3, 0.1, 4, 0.91);
+    expect_below("dense in two nodes", q, 0.3, 0.1, 4, 0.85);
     q.shape = upper_lora(dense, 16, 7, true);
     expect_below("adapters in upper blocks", q, 0.2, 0.2);
     q.shape = mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024);
