@@ -55,7 +55,7 @@ struct LevelCost {
     double cost;   // FLOPs, or seconds of a step
 };
 
-// What the costs and bytes of a choice follow from.
+// The costs and sizes of a block, from which those of a choice follow.
 struct BlockCosts {
     std::array<LevelCost, RECOMPUTE_LEVELS> levels;
     size_t input = 0;       // bytes of a block's input
