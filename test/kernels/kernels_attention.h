@@ -1,5 +1,6 @@
 // kernels_attention.h - rows of the kernel table: attention
 #pragma once
+#include "../../llmc/ops/elementwise.cuh"
 #include "attention_inputs.h"
 #include "kernel_table.h"
 
