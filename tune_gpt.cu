@@ -9,7 +9,6 @@
 #include "llmc/action.h"
 #include "llmc/adapters.h"
 #include "llmc/comm/record.h"
-#include "llmc/context.h"
 #include "llmc/extra/bitsandbytes.h"
 #include "llmc/extra/ds_config.h"
 #include "llmc/extra/gptq.h"
@@ -53,7 +52,7 @@
 #include "llmc/tune/on_policy.h"
 #include "llmc/tune/prefix_files.h"
 #include "llmc/tune/references.h"
-#include "llmc/tune/teach.h"
+#include "llmc/tune/teacher.h"
 
 using namespace llmc;
 
@@ -114,7 +113,7 @@ void tune_step(Run& run, Trainer<T, S>& t) {
     t.data.cursor += samples;
     if (!is_first_rank(run)) return;
     StepReport report = step_report(run, t, result, measures);
-    report.rollouts = rollout_numbers(run, result.loss);
+    report_rollouts(report, run, result.loss);
     sum_imbalances(run, report);
     note(run, log_step(run.log, report));
     if (!skipped && !has_rollouts(c))
@@ -202,8 +201,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     check_weights(run, t);
 }
 
-// Give the run what fine-tuning adds to it: companions in memory, references of a validation, and
-// an export of adapters alone.
+// Give the run what fine-tuning adds to it: companions in memory, a replay of a step, and an export
+// of adapters alone.
 template <typename T, typename S>
 void set_tuning(Run& run, Trainer<T, S>& t, S where) {
     // A copy of the starting weights, and a replay that finds a rank that computes wrong.
@@ -213,18 +212,6 @@ void set_tuning(Run& run, Trainer<T, S>& t, S where) {
         if (equal) even_weights(t);
         return replay_step(t, run.train_plan);
     };
-
-    // A validation has references of its own.
-    if (has_reference(c))
-        run.around_validation = [&, point = 0.0, own = References()](bool begins) mutable {
-            if (begins) {
-                own = t.data.references;
-                point = run.reference_point;
-                return take_validation_references(run, t);
-            }
-            t.data.references = own;
-            run.reference_point = point;
-        };
 
     // An export of adapters alone.
     if (exports_adapters(run))

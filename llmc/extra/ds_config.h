@@ -156,7 +156,8 @@ inline std::string ds_complete(DsBatch* b, int64_t default_micro) {
 inline std::string ds_batch(DsFile& f, int ranks) {
     Config& c = f.c;
     DsBatch b;
-    b.dp = c.dp ? c.dp : std::max(int64_t(1), ranks / (int64_t(c.tp) * c.pp * c.cp));
+    int64_t of_a_replica = int64_t(c.tp) * c.pp * c.cp;
+    b.dp = c.dp ? c.dp : std::max(int64_t(1), ranks / of_a_replica);
 
     // Read the three sizes.
     std::string wrong = ds_size(f, "train_batch_size", &b.all);

@@ -55,7 +55,8 @@ inline std::string ds_set(DsFile& f, const DsRow& row, const std::string& value)
     // peak replaces the optimizer's rate.
     bool again = was_given(f.c, row.flag) && strcmp(row.flag, "lr");
     line(" -> --", row.flag, " ", value, row.note);
-    std::string wrong = set_flag(f.c, row.flag, value), now = field_text(f.c, flag->field);
+    std::string wrong = set_flag(f.c, row.flag, value);
+    std::string now = field_text(f.c, flag->field);
     return wrong.empty() && again && now != before
                ? concat("another key wants --", row.flag, " ", before)
                : wrong;
@@ -69,7 +70,8 @@ inline std::string ds_number(DsFile& f, const DsRow& row, const Json& value) {
 
 // Translate a word, number, true or false into the flag's word. Any other value is refused.
 inline std::string ds_word(DsFile& f, const DsRow& row, const Json& value) {
-    std::string word = value.is_string() ? value.get<std::string>() : value.dump(), pair, known;
+    std::string word = value.is_string() ? value.get<std::string>() : value.dump();
+    std::string pair, known;
     for (std::istringstream in(row.words); in >> pair;) {
         std::string from = pair.substr(0, pair.find('='));
         if (from == word)

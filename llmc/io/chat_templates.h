@@ -101,7 +101,8 @@ inline std::string read_chat_template(const std::string& folder, nlohmann::json*
     for (const char* file : {"chat_template.jinja", "tokenizer_config.json",
                              "chat_template.json"}) {
         // Read a file of its own, which comes first, or a key.
-        std::string path = file_in(folder, file), text, wrong;
+        std::string path = file_in(folder, file);
+        std::string text, wrong;
         nlohmann::json j;
         if (::access(path.c_str(), R_OK) != 0)
             continue;

@@ -11,7 +11,6 @@
 //   without such peers writes each as soon as all before it have ended.
 #pragma once
 #include <nlohmann/json.hpp>
-#include "../comm/comm.h"
 #include "../comm/record.h"
 #include "../io/config.h"
 #include "../io/files.h"
@@ -176,45 +175,21 @@ struct CompletionWriter {
     }
 };
 
-// The completions of one place along dp: [first, past) of all.
-struct ShareOfTexts {
-    size_t first, past;
-};
-template <typename T, typename S>
-ShareOfTexts share_of_texts(const Run& run, const Trainer<T, S>& t, size_t all) {
-    Axis dp = answers_are_shared(run.config) ? t.layout.dp : Axis{};
-    size_t size = size_t(dp.size);
-    size_t rank = size_t(dp.rank);
-    return {all * rank / size, all * (rank + 1) / size};
-}
-
-// Give the first rank the completions that each place along dp has made, [mine.first, mine.past)
-// here. All ranks call.
+// Give all ranks the completions that each place along dp has made, `mine` here. All ranks call.
 template <typename T, typename S>
 void share_completions(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine,
                        std::vector<Completion>& all) {
-    // Put why and how long, then the tokens, in a row. One rank of each place contributes, and all
-    // others add 0.
-    size_t row = size_t(run.config.sample_tokens) + 3;
-    size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
-    std::vector<int64_t> rows(all.size() * row);
-    for (size_t i = mine.first; i < past; i++) {
-        int64_t* to = &rows[i * row];
-        *to++ = all[i].over;
-        *to++ = int64_t(all[i].why);
-        *to++ = int64_t(all[i].tokens.size());
-        for (int token : all[i].tokens)
-            *to++ = token;
+    // Put whether and why it has ended in front of its tokens.
+    std::vector<std::vector<int>> rows(all.size());
+    for (size_t i = mine.first; i < mine.past; i++) {
+        rows[i] = {all[i].over, int(all[i].why)};
+        rows[i].insert(rows[i].end(), all[i].tokens.begin(), all[i].tokens.end());
     }
-    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
-
-    // Take them out again.
-    const int64_t* from = rows.data();
-    for (Completion& made : all) {
-        made.over = from[0];
-        made.why = Ended(from[1]);
-        made.tokens.assign(from + 3, from + 3 + from[2]);
-        from += row;
+    share_texts(t, mine, size_t(run.config.sample_tokens) + 2, rows);
+    for (size_t i = 0; i < all.size(); i++) {
+        all[i].over = rows[i][0];
+        all[i].why = Ended(rows[i][1]);
+        all[i].tokens.assign(rows[i].begin() + 2, rows[i].end());
     }
 }
 
@@ -225,7 +200,8 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     Spend spend(run.account, Work::SAMPLE);
     size_t samples = size_t(c.samples);
     size_t all = run.prompts.size() * samples;
-    ShareOfTexts mine = share_of_texts(run, t, all);
+    bool shared = answers_are_shared(c);
+    ShareOfTexts mine = share_of_texts(shared ? t.layout.dp : Axis{}, all);
     std::vector<Text> texts;
     for (size_t i = mine.first; i < mine.past; i++) {
         const Prompt& prompt = run.prompts[i / samples];
@@ -247,7 +223,6 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     how.ends = run.stop_tokens;
     how.draft = run.draft;
     CatchSignals catch_signals;
-    bool shared = answers_are_shared(c);
     how.own_texts = shared;
     how.stops = [&] {
         if (shared) return stop_signal != 0;

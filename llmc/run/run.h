@@ -131,6 +131,13 @@ struct Companion {
     std::function<size_t(const struct Run&, const std::vector<PlanOptions>&, int rank)> bytes;
 };
 
+// The weights that a run starts from, as the reference of its loss (tune/references.h).
+struct ReferencePolicy {
+    std::vector<float> train = {}, val = {}; // log p of the targets, (windows,T)
+    std::vector<unsigned char> weights = {}; // a copy of them, where answers are sampled
+    double point = 0;                        // KTO's, for the batch that is running
+};
+
 // The state of a run that is not the trainer's: flags, text and data, progress, how it ended.
 // One per rank.
 struct Run {
@@ -191,10 +198,7 @@ struct Run {
     std::function<std::string(bool equal)> replay = nullptr;
     // Writes --export in the format of an extension; null: a folder, or a file of llm.c's.
     std::function<std::string(MergeSums*)> export_file = nullptr;
-    std::vector<float> references = {}, val_references = {};  // (windows,T): references.h
-    double reference_point = 0;      // KTO's, for the batch that is running
-    std::function<void()> before_validation = nullptr; // what a loss wants first; may be empty
-    std::vector<unsigned char> start_weights = {}; // GRPO's reference: references.h
+    ReferencePolicy reference_policy;
     ChoiceBiases choice_biases = {}; // of routers, with --router-bias-rate
     double max_vio = 0;              // of experts' loads, summed over this process's steps
     double dropped = 0;              // the dropped share of their slots, summed likewise

@@ -30,14 +30,14 @@ StepMeasures measure_step(const Trainer<T, S>& t) {
 inline void report_pairs(StepReport& r, const Run& run, const Loss& loss) {
     if (!has_pairs(run.config)) return;
     double pairs = double(std::max<int64_t>(loss.valid, 1));
-    r.margin = loss.margin / pairs;
-    r.accuracy = loss.correct / pairs;
+    r.more.push_back({"margin", loss.margin / pairs, "%.4f"});
+    r.more.push_back({"accuracy", loss.correct / pairs, "%.3f"});
     if (run.config.loss == "kto")
-        r.kl = run.reference_point;
+        r.more.push_back({"kl", run.reference_policy.point});
 }
 
-// Fill in the report of the step that run.step has just counted. A technique that the run does not
-// use leaves its number at "none". Evaluation and saving are no part of the step's speed.
+// Fill in the report of the step that run.step has just counted. Evaluation and saving are no part
+// of the step's speed.
 template <typename T, typename S>
 StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult& result,
                        const StepMeasures& m) {
@@ -58,21 +58,23 @@ StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult&
 
     // Techniques.
     ExpertBalance experts = expert_balance(m.loads, t.model.shape.experts.E);
-    r.max_vio = experts.max_vio;
-    r.least_load = experts.least;
-    r.dropped_share = m.dropped;
-    r.loss_scale = result.scale.loss.now;
+    if (experts.max_vio >= 0)
+        r.more = {{"max_vio", experts.max_vio}, {"least_load", experts.least}};
+    if (m.dropped >= 0)
+        r.more.push_back({"dropped_share", m.dropped});
+    if (result.scale.loss.now > 0)
+        r.more.push_back({"loss_scale", result.scale.loss.now});
     if (c.cp > 1)
-        r.cp_imbalance = pairs_imbalance(t.layout, t.data.pairs);
+        r.more.push_back({"cp_imbalance", pairs_imbalance(t.layout, t.data.pairs)});
     report_pairs(r, run, result.loss);
     return r;
 }
 
 // Add a step's imbalances to the run's sums. Their means are printed at the end.
 inline void sum_imbalances(Run& run, const StepReport& r) {
-    run.cp_imbalance += r.cp_imbalance;
-    run.max_vio += std::max(r.max_vio, 0.0);
-    run.dropped += std::max(r.dropped_share, 0.0);
+    run.cp_imbalance += r.number("cp_imbalance");
+    run.max_vio += r.number("max_vio");
+    run.dropped += r.number("dropped_share");
 }
 
 } // namespace llmc

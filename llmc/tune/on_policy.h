@@ -11,7 +11,8 @@
 //              that sampled was evaluated before the first update.
 //   --beta adds the KL divergence from the starting weights, which evaluate the answers too
 //   (references.h). Both evaluations run the micro-batches of training, so that a policy equal
-//   to the other has the ratio 1 to the bit.
+//   to the other has the ratio 1 to the bit, in every layout. Each costs a forward pass over the
+//   answers, and 4 bytes a token of the batch in the host's memory.
 //   Answer k to prompt p of step s draws by (seed, s, p, k, position), and by neither slots nor
 //   layout: a resumed run samples the step again, to the same bits. Between two updates it has the
 //   answers from its checkpoint (io/rollout_state.h).
@@ -117,34 +118,6 @@ inline std::vector<size_t> exercises_of_step(const Run& run, uint64_t first) {
     return asked;
 }
 
-// Give all ranks the answers that each place along dp has sampled: numbers [first, first + count)
-// of r->tokens are this place's.
-template <typename T, typename S>
-void share_answers(const Run& run, const Trainer<T, S>& t, size_t first, size_t count,
-                   Rollouts* r) {
-    // Put an answer's length and tokens in a row. One rank of each place contributes, and all
-    // others add 0 to it.
-    size_t row = size_t(run.config.seq) + 2;
-    size_t last = t.comms.model.rank == 0 ? first + count : first;
-    std::vector<int64_t> rows(r->tokens.size() * row);
-    for (size_t i = first; i < last; i++) {
-        int64_t* to = &rows[i * row];
-        *to++ = int64_t(r->tokens[i].size());
-        for (int token : r->tokens[i])
-            *to++ = token;
-    }
-    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
-
-    // Count the cut answers of all places, too.
-    if (first == last) r->cut = 0;
-    all_reduce_sum(run.world, &r->cut, 1, Cpu{});
-    const int64_t* from = rows.data();
-    for (std::vector<int>& answer : r->tokens) {
-        answer.assign(from + 1, from + 1 + *from);
-        from += row;
-    }
-}
-
 // Sample --group answers to each of a step's exercises. r->tokens receives each prompt with its
 // answer, r->cut how many answers reached the limit of length.
 template <typename T, typename S>
@@ -152,11 +125,7 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     // Take this rank's share of the exercises: those of its place along dp.
     const Config& c = run.config;
     Axis dp = answers_are_shared(c) ? t.layout.dp : Axis{};
-    auto share = [&](int rank) {
-        return asked.size() * size_t(rank) / size_t(dp.size);
-    };
-    size_t begin = share(dp.rank);
-    size_t past = share(dp.rank + 1);
+    ShareOfTexts mine = share_of_texts(dp, asked.size());
     std::vector<Text> texts;
     for (size_t p = 0; p < asked.size(); p++) {
         // List the texts to generate, each with a random stream of its own. Keep a group's answers
@@ -164,8 +133,7 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
         const std::vector<int>& prompt = run.exercises[asked[p]].prompt;
         for (int k = 0; k < c.group; k++) {
             std::string stream = concat("rollout.", run.step, ".", p, ".", k);
-            bool mine = p >= begin && p < past;
-            if (mine)
+            if (p >= mine.first && p < mine.past)
                 texts.push_back({&prompt, fnv1a(stream)});
             r->tokens.push_back(prompt);
             r->prompts.push_back(prompt.size());
@@ -179,7 +147,7 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     how.ends = run.stop_tokens;
     how.emits_end = true;
     how.own_texts = dp.size > 1;
-    size_t first = begin * size_t(c.group);
+    size_t first = mine.first * size_t(c.group);
     auto emit = [&](int64_t i, int token) {
         r->tokens[first + size_t(i)].push_back(token);
     };
@@ -190,8 +158,12 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     // Generate. An answer ends where its window does, if not before.
     int most = c.answer_tokens ? c.answer_tokens : c.seq;
     generate(t, run.rollout_plan, texts, size_t(most), how, emit, end);
-    if (dp.size > 1)
-        share_answers(run, t, first, texts.size(), r);
+    if (dp.size == 1) return;
+
+    // Share them, and count the cut ones of all places.
+    share_texts(t, {first, first + texts.size()}, size_t(c.seq) + 1, r->tokens);
+    if (t.comms.model.rank > 0) r->cut = 0;
+    all_reduce_sum(run.world, &r->cut, 1, Cpu{});
 }
 
 // An answer as text, without the token that ends it.
@@ -262,6 +234,28 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
     r->equal = double(equal_groups(rewards, group)) / double(groups);
 }
 
+// Log p of the answers' tokens under the weights as they are. All ranks call, and get the same.
+template <typename T, typename S>
+std::vector<float> rollout_logp(Run& run, Trainer<T, S>& t, const Rollouts& r) { // (answers,T)
+    size_t length = size_t(run.config.seq);
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        rollout_window(r, r.first + sample, length, tokens, targets);
+        return std::string();
+    };
+    return window_logp(run, t, r.tokens.size(), window);
+}
+
+// Let the old policy and the reference evaluate the answers, where the objective asks for them.
+template <typename T, typename S>
+void ask_other_policies(Run& run, Trainer<T, S>& t, Rollouts* r) {
+    if (run.config.updates > 1)
+        r->old = rollout_logp(run, t, *r);
+    if (!keeps_start(run.config)) return;
+    exchange_weights(t, run.reference_policy.weights);
+    r->reference = rollout_logp(run, t, *r);
+    exchange_weights(t, run.reference_policy.weights);
+}
+
 // Whether the answers of the step before have an update left. Those of a checkpoint must fit the
 // flags that this run has; else they are sampled again.
 inline bool has_update_left(const Run& run, const Rollouts& r) {
@@ -316,28 +310,28 @@ std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
     return "";
 }
 
-// The numbers that a step's line prints. The mean of -log p over sampled tokens estimates
-// the policy's entropy.
-inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
-    if (!has_rollouts(run.config)) return {};
+// Fill in the numbers of sampled answers.
+inline void report_rollouts(StepReport& report, const Run& run, const Loss& loss) {
+    if (!has_rollouts(run.config)) return;
     const Rollouts& r = run.rollouts;
-    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the entropy at
-    // a rollout's first update; at later ones, whose tokens are older, it is a cross-entropy.
-    double tokens = double(std::max<int64_t>(loss.valid, 1));
-    std::vector<NamedNumber> numbers = {
-        {"reward", r.reward},
-        {"length", r.length},
-        {"cut", r.cut},
-        {"equal_groups", r.equal},
-        {"entropy", loss.correct / tokens},
+    auto add = [&](const char* name, double value) {
+        report.more.push_back({name, value, "%.4g"});
     };
+    add("reward", r.reward);
+    add("length", r.length);
+    add("cut", r.cut);
+    add("equal_groups", r.equal);
+
+    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the policy's
+    // entropy at a rollout's first update; at later ones, of older tokens, it is a cross-entropy.
+    double tokens = double(std::max<int64_t>(loss.valid, 1));
+    add("entropy", loss.correct / tokens);
 
     // Add the estimate of KL and the share of clipped tokens, where other policies are known.
     if (run.config.beta > 0)
-        numbers.push_back({"kl", loss.margin / tokens});
+        add("kl", loss.margin / tokens);
     if (run.config.updates > 1)
-        numbers.push_back({"clipped", loss.clipped / tokens});
-    return numbers;
+        add("clipped", loss.clipped / tokens);
 }
 
 } // namespace llmc
