@@ -17,7 +17,6 @@
 #include "llmc/io/config.h"
 #include "llmc/io/files.h"
 #include "llmc/io/huggingface.h"
-#include "llmc/ops/attention_merge.cuh"
 #include "llmc/run/choose.h"
 #include "llmc/run/folder.h"
 #include "llmc/run/health.h"

@@ -17,6 +17,7 @@
 //               deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
 #pragma once
 #include "model.h"
+#include "ops/attention_join.cuh"
 #include "ops/rand.h"
 #include <cmath>
 
@@ -129,7 +130,7 @@ inline void add_adapters(Model& m, const std::string& number) {
     }
 }
 
-// Append a block's prefix (prefix.cuh): n keys and n values, a row for each token. Like the
+// Append a block's prefix (attention_join.cuh): n keys and n values, a row for each token. Like the
 // projection of keys, they are cut by key/value heads.
 inline void add_prefix(Model& m, const std::string& number) {
     const Shape& s = m.shape;

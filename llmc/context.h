@@ -6,8 +6,8 @@
 #include "comm/group.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/attention_join.cuh"
 #include "ops/matmul.cuh"
-#include "ops/prefix.cuh"
 #include "ops/types.h"
 #include <cstdint>
 #include <functional>

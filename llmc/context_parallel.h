@@ -34,15 +34,13 @@
 #include "layout.h"
 #include "model.h"
 #include "ops/attention.cuh"
-#include "ops/attention_merge.cuh"
+#include "ops/attention_join.cuh"
 #include "ops/attention_tiled.cuh"
 #include "ops/attention_types.h"
 #include "ops/elementwise.cuh"
 #include "ops/matmul.cuh"
 #include "ops/memory.h"
-#include "ops/prefix.cuh"
 #include "ops/rope.cuh"
-#include "ops/sinks.cuh"
 #include "ops/types.h"
 
 namespace llmc {
@@ -682,8 +680,7 @@ void keys_forward(Ctx<S>& ctx, T* out, acc_t<T>* lse, const Qkv<T>& x, // (B,t,N
                   const Sinks<T>& sinks, T* cache = nullptr) {
     text_forward(ctx, out, lse, x, cache);
     AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
-    join_prefix(out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks(out, lse, operands, sinks, ctx.where);
+    join_keys(out, lse, operands, ctx.prefix, sinks, ctx.where);
 }
 template <typename T, typename S>
 void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, // (B,t,NH,HS)
@@ -691,8 +688,7 @@ void keys_backward(Ctx<S>& ctx, const Qkv<T>& dx, const T* dout, const T* out, /
     text_backward(ctx, dx, dout, out, lse, x);
     AttentionOperands<T> operands = attention_operands<T>(ctx, x.q, x.q_stride, {});
     operands.dout = dout;
-    join_prefix_backward(dx.q, out, lse, operands, ctx.prefix, ctx.where);
-    join_sinks_backward(out, lse, operands, sinks, ctx.where);
+    join_keys_backward(dx.q, out, lse, operands, ctx.prefix, sinks, ctx.where);
 }
 
 // ----------------------------------------------------------------------------

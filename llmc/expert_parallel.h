@@ -31,7 +31,7 @@
 #include "comm/group.h"
 #include "context.h"
 #include "model.h"
-#include "ops/attention_merge.cuh"
+#include "ops/elementwise.cuh"
 #include "ops/expert_capacity.cuh"
 #include "ops/grouped_matmul.cuh"
 #include "ops/grouped_mma.cuh"

@@ -9,7 +9,7 @@
 #include "ops/element_type.h"
 #include "ops/fp8.cuh"
 #include "ops/fp8_delayed.cuh"
-#include "ops/fp8_gather.cuh"
+#include "ops/fp8_sent.cuh"
 #include "ops/linear.cuh"
 #include "ops/memory.h"
 #include "ops/types.h"
@@ -127,7 +127,7 @@ Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // ZeRO-3 gathers the weights of fp8 products as codes - arXiv:2310.18313
 //   GATHER sends a byte for each element of a block's matrices, and the products have the bits that
-//   weights gathered wide would give them (fp8_gather.cuh says why):
+//   weights gathered wide would give them (fp8_sent.cuh says why):
 //     COUNT       the maxima of all blocks of scales, of this rank's shards: MAXIMA; one message
 //                 takes the largest over the shards' ranks                   on the critical path
 //     GATHER(b)   shard -> codes, and the vectors as they are: CODES; all-gather; values of all

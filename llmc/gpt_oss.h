@@ -3,8 +3,9 @@
 //               x = x + sum over the K chosen experts of g_e (down_e(act(gate_e, up_e)) + bias_e)
 //               gate_e, up_e = proj_e(norm_2(x)) + biases,   act: moe.cuh
 //               g_e: the router's gate, softmax over the logits + bias of those chosen
-//   The first branch is llama.h's, with sinks.cuh; router and products of the experts are those of
-//   mixtral.h, whose N, E, K, M and F this file shares. Every block has experts, and no other ffn.
+//   The first branch is llama.h's, with sinks (attention_join.cuh); router and products of the
+//   experts are those of mixtral.h, whose N, E, K, M and F this file shares. Every block has
+//   experts, and no other ffn.
 //   A gate multiplies bias_e too, so gates get a second gradient. Ranks that cut an expert add
 //   bias_e once: the first one does.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + E + 3 K F) FLOPs in products.
@@ -14,7 +15,7 @@
 #include "llama.h"
 #include "mixtral.h"
 #include "model.h"
-#include "ops/attention_merge.cuh"
+#include "ops/elementwise.cuh"
 #include "ops/column_sums.cuh"
 #include "ops/grouped_bias.cuh"
 #include "ops/linear.cuh"

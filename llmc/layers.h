@@ -19,10 +19,9 @@
 #include "ops/grad_norm.cuh"
 #include "ops/linear.cuh"
 #include "ops/lora.cuh"
-#include "ops/lora_batch.cuh"
 #include "ops/matmul.cuh"
 #include "ops/objective.cuh"
-#include "ops/prefix.cuh"
+#include "ops/attention_join.cuh"
 #include "ops/types.h"
 #include "plan.h"
 #include "plan_check.h"
@@ -62,7 +61,7 @@ void trainer_place(Trainer<T, S>& t, const Shape& shape, const std::vector<PlanO
 //   2. many   --adapters: sets of adapters of one base, each with a name. Their parameters lie in
 //             the bucket "adapter.l" beside each other, called NAME:MODULE.lora_A.weight, and are
 //             cut, sharded and gathered like the single one's. A text of generation names its set;
-//             ctx.batch.adapters says it of each sequence, and lora_batch.cuh multiplies.
+//             ctx.batch.adapters says it of each sequence, and lora.cuh multiplies.
 //   Cost: sets * r (in + out) elements a matrix; the base lies in memory once.
 
 // The adapters of one layer, bound to their weights.

@@ -29,7 +29,7 @@
 #include "ops/partial_sums.cuh"
 #include "ops/rand.h"
 #include "ops/rmsnorm.cuh"
-#include "ops/sinks.cuh"
+#include "ops/attention_join.cuh"
 #include "ops/swiglu.cuh"
 #include "ops/types.h"
 #include "tensor_parallel.h"

@@ -25,11 +25,9 @@
 #include "model.h"
 #include "ops/attention_types.h"
 #include "ops/column_sums.cuh"
-#include "ops/latent_decode.cuh"
-#include "ops/latent_heads.cuh"
+#include "ops/latent.cuh"
 #include "ops/linear.cuh"
 #include "ops/lora.cuh"
-#include "ops/lora_batch.cuh"
 #include "ops/memory.h"
 #include "ops/rand.h"
 #include "ops/rmsnorm.cuh"
@@ -44,7 +42,7 @@ namespace llmc {
 //   cache (slots,positions,DC+DR): a token's latent after its norm, and its rotated k_rope. All
 //   heads read the same row, so all tensor-parallel ranks hold the same cache.
 //   1. A prompt attends to itself by heads, as in training, and its latents are stored.
-//   2. Tokens after others attend to the cache: q absorbs W_k, the output W_v (latent_decode.cuh).
+//   2. Tokens after others attend to the cache: q absorbs W_k, the output W_v (latent.cuh).
 //      The same sums in another order: logits agree up to rounding. Products with kv_b are in
 //      its own type then, under fp8 too.
 //   Adapters of kv_b, one or one of each sequence, are absorbed as second matrices: W + s B A is

@@ -93,7 +93,7 @@ struct AttentionShape {
     std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
     double score_scalar = 0;       // scores are q.k over the root of this; 0: of HS
     float softcap = 0;             // Gemma 2
-    bool sinks = false;            // gpt-oss: a logit of each head joins its softmax (sinks.cuh)
+    bool sinks = false;            // gpt-oss: a logit of each head joins (attention_join.cuh)
 };
 
 struct RopeShape {

@@ -12,7 +12,6 @@
 #include "action.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/int4.cuh"
 #include "ops/linear.cuh"
 #include "ops/nf4.cuh"
 #include "ops/rope.cuh"

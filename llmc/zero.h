@@ -33,7 +33,7 @@
 #include "comm/placement.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/fp8_gradients.cuh"
+#include "ops/fp8_sent.cuh"
 #include "ops/grad_norm.cuh"
 #include "ops/memory.h"
 #include "ops/types.h"
@@ -196,7 +196,7 @@ inline size_t sent_gradient_bytes(Gradients format, const Layout& layout, const 
 //         ranks add in rank order, and is rounded once more. An element is off by at most
 //         2^-8 sum |p|.
 //   fp8   A quarter of step 2's bytes: codes go to the rank that has the shard, and it adds their
-//         values in float (fp8_gradients.cuh). Step 3 sends floats, and so does the gather behind
+//         values in float (fp8_sent.cuh). Step 3 sends floats, and so does the gather behind
 //         it that ZeRO-0 needs. An element is off by at most 2^-4 sum |p|, where |p| is not far
 //         below its block's largest.
 

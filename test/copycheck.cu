@@ -251,29 +251,21 @@ template <typename T, typename S> void calls(Results& r, S where) {
 #elif defined(COPY_nf4)
 #define HAS_CALLS
 template <typename T, typename S> void calls(Results& r, S where) {
-    std::vector<T> x = numbers<T>(N * C, 1), out(N * C), rows(N * C);
+    std::vector<T> x = numbers<T>(N * C, 1), out(N * C);
     std::vector<uint8_t> codes(N * C), scales(N * C);
     std::vector<int8_t> whole(N * C);
     Floats absmax(N * C), table(llmc::nf4_table_floats(N * C));
     size_t blocks = llmc::nf4_blocks(N * C);
-    llmc::nf4_quantize(codes.data(), absmax.data(), x.data(), N * C, where);
+    llmc::nf4_quantize(codes.data(), absmax.data(), x.data(), N * C, llmc::Cpu{});
     llmc::nf4_begin_table(table.data(), absmax.data(), blocks);
-    llmc::nf4_quantize_scales(scales.data(), table.data(), absmax.data(), blocks, where);
+    llmc::nf4_quantize_scales(scales.data(), table.data(), absmax.data(), blocks, llmc::Cpu{});
     llmc::nf4_dequantize(out.data(), {codes.data(), scales.data(), table.data()}, N * C, where);
-    llmc::int8_quantize(whole.data(), absmax.data(), x.data(), N, C, where);
-    llmc::int8_dequantize(rows.data(), whole.data(), absmax.data(), N, C, where);
     r.add(out);
-    r.add(rows);
-}
-
-#elif defined(COPY_int4)
-#define HAS_CALLS
-template <typename T, typename S> void calls(Results& r, S where) {
-    std::vector<T> x = numbers<T>(N * C, 1), out(N * C);
-    std::vector<uint8_t> codes(N * C);
-    Floats scales(N * C);
-    llmc::int4_quantize(codes.data(), scales.data(), x.data(), N, C, llmc::Cpu{});
-    llmc::int4_dequantize(out.data(), codes.data(), scales.data(), N, C, where);
+    llmc::int8_quantize(whole.data(), absmax.data(), x.data(), N, C, llmc::Cpu{});
+    llmc::int8_dequantize(out.data(), whole.data(), absmax.data(), N, C, where);
+    r.add(out);
+    llmc::int4_quantize(codes.data(), absmax.data(), x.data(), N, C, llmc::Cpu{});
+    llmc::int4_dequantize(out.data(), codes.data(), absmax.data(), N, C, where);
     r.add(out);
 }
 
@@ -459,7 +451,7 @@ static int copied_calls() {
     return failed;
 }
 
-#elif defined(COPY_fp8_gradients)
+#elif defined(COPY_fp8_sent)
 
 // Two ranks' parts of two shards: whole numbers up to 7 have codes, so their sums are exact.
 template <typename S> static int packed_sums(S where) {
@@ -473,16 +465,6 @@ template <typename S> static int packed_sums(S where) {
     for (size_t i = 0; i < n; i++) failed += mine[i] != whole[i] + whole[n + i];
     return failed;
 }
-static int copied_calls() {
-    int failed = packed_sums(llmc::Cpu{});
-#if LLMC_KERNELS && defined(EMULATE)
-    failed += packed_sums(cudaStream_t{});
-#endif
-    return failed;
-}
-
-#elif defined(COPY_fp8_gather)
-
 // Two parts of a matrix, cut within a row: whole numbers up to 7 come back as they were.
 template <typename S> static int parts_and_back(S where) {
     const size_t rows = 3, cols = 131, n = rows * cols, cut = 200;
@@ -503,9 +485,9 @@ template <typename S> static int parts_and_back(S where) {
     return failed;
 }
 static int copied_calls() {
-    int failed = parts_and_back(llmc::Cpu{});
+    int failed = packed_sums(llmc::Cpu{}) + parts_and_back(llmc::Cpu{});
 #if LLMC_KERNELS && defined(EMULATE)
-    failed += parts_and_back(cudaStream_t{});
+    failed += packed_sums(cudaStream_t{}) + parts_and_back(cudaStream_t{});
 #endif
     return failed;
 }
@@ -619,8 +601,20 @@ template <typename T, typename S> void calls(Results& r, S where) {
     r.add(db);
 }
 
-#elif defined(COPY_attention_merge)
+#elif defined(COPY_elementwise)
 #define HAS_CALLS
+template <typename T, typename S> void calls(Results& r, S where) {
+    std::vector<T> a = numbers<T>(N * C, 1), b = numbers<T>(N * C, 2), out(N * C);
+    llmc::add_forward(out.data(), a.data(), b.data(), N * C, where);
+    llmc::softcap_forward(out.data(), N * C, 2, where);
+    r.add(out);
+    llmc::round_rows(a.data(), C, b.data(), C, N, C, where);
+    r.add(a);
+}
+
+#elif defined(COPY_attention_join)
+#define HAS_CALLS
+template <typename T, typename S> void calls_of_joined(Results& r, S where);
 template <typename T, typename S> void calls(Results& r, S where) {
     const size_t NH = 5, HS = 8; // N rows of C channels
     Floats out = numbers<float>(N * C, 1), lse = numbers<float>(NH * N, 2);
@@ -630,40 +624,28 @@ template <typename T, typename S> void calls(Results& r, S where) {
                           where);
     r.add(out);
     r.add(lse);
-    llmc::round_rows(part.data(), C, out.data(), C, N, C, where);
-    r.add(part);
+    calls_of_joined<T>(r, where);
 }
-
-#elif defined(COPY_prefix)
-#define HAS_CALLS
-template <typename T, typename S> void calls(Results& r, S where) {
+template <typename T, typename S> void calls_of_joined(Results& r, S where) {
     const size_t NH = 5, n = 3; // N rows of C channels
     std::vector<T> q = numbers<T>(N * C, 1), k = numbers<T>(n * C, 2), v = numbers<T>(n * C, 3);
     std::vector<T> out = numbers<T>(N * C, 4), dout = numbers<T>(N * C, 5), dq(N * C);
     Floats lse = numbers<float>(NH * N, 6), dk(n * C), dv(n * C);
     llmc::AttentionOperands<T> x;
     x.q = q.data(), x.dout = dout.data(), x.d = {1, N, N, NH, NH, C / NH, C, C};
+
+    // A prefix, and sinks.
     llmc::PrefixRows rows = {k.data(), v.data(), dk.data(), dv.data(), n};
-    llmc::join_prefix(out.data(), lse.data(), x, rows, where);
-    llmc::join_prefix_backward(dq.data(), out.data(), lse.data(), x, rows, where);
+    std::vector<T> s = numbers<T>(NH, 3);
+    Floats sums(llmc::sink_parts(where) * NH), ds(NH);
+    llmc::Sinks<T> sinks = {s.data(), sums.data(), NH};
+    llmc::join_keys(out.data(), lse.data(), x, rows, sinks, where);
+    llmc::join_keys_backward(dq.data(), out.data(), lse.data(), x, rows, sinks, where);
+    for (size_t i = 0; i < sums.size(); i++) ds[i % NH] += sums[i];
     r.add(out);
     r.add(lse);
     r.add(dq);
     r.add(dk);
-}
-
-#elif defined(COPY_sinks)
-#define HAS_CALLS
-template <typename T, typename S> void calls(Results& r, S where) {
-    const size_t NH = 5; // N rows of C channels
-    std::vector<T> out = numbers<T>(N * C, 1), dout = numbers<T>(N * C, 2), s = numbers<T>(NH, 3);
-    Floats lse = numbers<float>(NH * N, 4), sums(llmc::sink_parts(where) * NH), ds(NH);
-    llmc::SinkDims d = {1, N, NH, C / NH};
-    llmc::sinks_forward(out.data(), lse.data(), s.data(), d, where);
-    llmc::sinks_backward(sums.data(), NH, dout.data(), out.data(), lse.data(), s.data(), d, where);
-    for (size_t i = 0; i < sums.size(); i++) ds[i % NH] += sums[i];
-    r.add(out);
-    r.add(lse);
     r.add(ds);
 }
 
@@ -821,7 +803,7 @@ static int copied_calls() {
 }
 
 #elif !defined(COPY_pipeline) && !defined(COPY_fp8) && !defined(COPY_fp8_delayed) && \
-    !defined(COPY_fp8_gather) && !defined(COPY_fp8_gradients) && !defined(COPY_fp8_matmul)
+    !defined(COPY_fp8_sent) && !defined(COPY_fp8_matmul)
 static int copied_calls() { return 0; } // a file without launchers of its own
 #endif
 

@@ -24,7 +24,7 @@
 #include "../../llmc/ops/gelu.cuh"
 #include "../../llmc/ops/grad_norm.cuh"
 #include "../../llmc/ops/grouped_matmul.cuh"
-#include "../../llmc/ops/latent_decode.cuh"
+#include "../../llmc/ops/latent.cuh"
 #include "../../llmc/ops/layernorm.cuh"
 #include "../../llmc/ops/linear.cuh"
 #include "../../llmc/ops/memory.h"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Print what GPTQ's symmetric grid of 4 bits makes of one list of numbers, in groups of 128 inputs: codes as
-llmc/ops/int4.cuh has them, for the op table's row int4.
+llmc/ops/nf4.cuh has them, for the op table's row int4.
 
 Written from the format's definition (arXiv:2210.17323, AutoGPTQ's symmetric grid) in plain Python:
     scale = 2 max|x| / 15, q = clip(rint(x / scale) + 8, 0, 15), every operation rounded to float

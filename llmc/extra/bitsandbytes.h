@@ -198,7 +198,7 @@ inline std::string read_prequantised(const FindTensor& find, const SafeTensor& t
     } else {
         // Float absmaxes are no format of our operators, so expand them here.
         for (size_t i = 0; i < n; i++)
-            (*values)[i] = nf4_value(nf4_nibble(m->codes[i / 2], i)) * absmax[i / NF4_BLOCK];
+            (*values)[i] = nf4_value(nibble_of(m->codes[i / 2], i)) * absmax[i / NF4_BLOCK];
     }
     return "";
 }

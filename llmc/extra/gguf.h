@@ -24,7 +24,6 @@
 #include "../io/tokenizer_export.h"
 #include "../io/tokenizer_files.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/element_type.h"
 #include "../ops/rope.cuh"
 #include "../ops/types.h"

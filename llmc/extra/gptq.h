@@ -12,14 +12,14 @@
 //   A dialect of folders (tensor_source.h).
 //   Contract: a product of 5 and 11 bits is exact in float, so a matrix is expanded without
 //             rounding. With --weights int4 codes and scales are kept as they are; this needs zero
-//             points of 8, and groups that are whole groups of int4.cuh. Others are refused.
+//             points of 8, and groups that are whole groups of nf4.cuh. Others are refused.
 //   Memory: while it is loaded, a matrix takes 0.6 bytes an element, and 4 if it is expanded.
 #pragma once
 #include "../io/hf_files.h"
 #include "../io/safetensors.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
-#include "../ops/int4.cuh"
+#include "../ops/nf4.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
 #include "../quantised.h"
@@ -208,7 +208,7 @@ inline std::vector<float> expand_packed(const PackedMatrix& m) {
     return values;
 }
 
-// Whether int4.cuh can hold the matrix as it is: all inputs of one of its groups have one scale,
+// Whether nf4.cuh can hold the matrix as it is: all inputs of one of its groups have one scale,
 // and 8 is the code of 0.
 inline bool fits_int4(const PackedMatrix& m) {
     bool fits = std::all_of(m.zeros.begin(), m.zeros.end(), [](int z) { return z == INT4_ZERO; });
@@ -217,7 +217,7 @@ inline bool fits_int4(const PackedMatrix& m) {
     return fits;
 }
 
-// Lay codes and scales out as int4.cuh has them. A row is an even number of codes, so no byte has
+// Lay codes and scales out as nf4.cuh has them. A row is an even number of codes, so no byte has
 // codes of two rows.
 inline StoredMatrix packed_to_int4(const PackedMatrix& m) {
     StoredMatrix out;

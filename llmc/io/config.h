@@ -768,7 +768,7 @@ inline const Flag& flag_of(const Field& field) {
 }
 
 // The value of a flag with words: they stand in its row in the order of the enumeration.
-template <typename E> E chosen(const Config& c, const Field& field) {
+template <typename E> E choice_of(const Config& c, const Field& field) {
     std::string word = field_text(c, field), choice;
     std::istringstream words(flag_of(field).accepts);
     for (int i = 0; std::getline(words, choice, '|'); i++)
@@ -1004,7 +1004,7 @@ inline bool has_adapters(const Config& c) {
 // The objective of --loss and its parameters: lm and sft are both NLL.
 inline Objective objective_of(const Config& c) {
     Objective o;
-    o.kind = LossKind(std::max(0, chosen<int>(c, &Config::loss) - 1));
+    o.kind = LossKind(std::max(0, choice_of<int>(c, &Config::loss) - 1));
     o.beta = c.beta;
     o.smoothing = c.label_smoothing;
     o.gamma = c.gamma;

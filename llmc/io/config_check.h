@@ -8,7 +8,7 @@
 #include "../context_parallel.h"
 #include "../layout.h"
 #include "../model.h"
-#include "../ops/latent_decode.cuh"
+#include "../ops/latent.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/types.h"
 #include "../family.h"
@@ -700,7 +700,7 @@ inline std::string check_together(Config& c) {
 
     if (c.use_ema && !c.resume && c.start.empty())
         return "--use-ema reads the mean that a run with --ema has saved: give its --out DIR, and "
-               "--resume";
+               "--resume, or that folder to convert_gpt";
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
     if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
@@ -714,11 +714,11 @@ inline std::string check_together(Config& c) {
     return "";
 }
 
-// Refuse a flag that asks for a step's time where no limit bounds it.
-inline std::string refuse_open_answers(const Config& c, const char* flag) {
+// Refuse a flag that asks for a step's time where there is no step, or no limit bounds it.
+inline std::string refuse_timing(const Config& c, const std::string& flag) {
+    if (c.steps == 0 || c.eval) return flag + " is for training, and there are no steps";
     if (!has_open_answers(c)) return "";
-    return concat(flag, ": the time of --loss grpo without --answer-tokens is not known: give that "
-                        "too");
+    return flag + ": the time of --loss grpo without --answer-tokens is not known: give that too";
 }
 
 // Check --plan, which chooses the layout: in a run no flag may choose another part of it.
@@ -738,9 +738,7 @@ inline std::string check_planning(const Config& c) {
     if (std::find(known.begin(), known.end(), c.pipeline) == known.end())
         return concat("--plan auto looks at no schedule from a file: leave --pipeline ",
                       c.pipeline, " out");
-    if (c.steps == 0 || c.eval)
-        return "--plan auto is for training, and there are no steps";
-    return refuse_open_answers(c, "--plan auto");
+    return refuse_timing(c, "--plan auto");
 }
 
 // The rows that a name may mean: its own in small letters, those that begin with it, or the nearest
@@ -767,14 +765,11 @@ inline std::string check_machine(const Config& c) {
     bool missing = !wrong.empty() && no_file && !like.empty();
     if (missing) wrong += concat("; did you mean ", like, "?");
     if (!wrong.empty()) return wrong;
+
     // Its rates are wanted where moves of activations are weighed against recomputation, also if
     // the step is not timed.
-    if (c.recompute == "auto" && offloads(c, "activations"))
-        return "";
-    if (c.steps == 0 || c.eval)
-        return "--machine " + c.machine + " times steps of training, and there are none";
-
-    return refuse_open_answers(c, "--machine");
+    bool weighed = c.recompute == "auto" && offloads(c, "activations");
+    return weighed ? "" : refuse_timing(c, "--machine " + c.machine);
 }
 
 // Check --fit, which asks about one card: it chooses the flags of memory itself.
@@ -794,8 +789,7 @@ inline std::string check_fit(const Config& c) {
     if (was_given(c, "precision") && c.precision != "bf16")
         return concat("--fit answers for bf16: leave --precision ", c.precision,
                       " out, or ask --plan auto --gpus 1 --machine NAME --explain");
-    if (c.steps == 0 || c.eval) return "--fit is for training, and there are no steps";
-    return refuse_open_answers(c, "--fit");
+    return refuse_timing(c, "--fit");
 }
 
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.

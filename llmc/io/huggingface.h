@@ -16,7 +16,6 @@
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/attention_sm90.cuh"
 #include "../ops/element_type.h"
 #include "../optimizer.h"

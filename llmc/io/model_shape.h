@@ -59,7 +59,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     if (experts) e.E = experts;
     if (c.experts_per_token) e.K = c.experts_per_token;
     if (!c.router.empty())
-        e.router = chosen<Router>(c, &Config::router);
+        e.router = choice_of<Router>(c, &Config::router);
 
     // Balance the router only if there is one.
     e.balance = e.E ? c.balance : 0;
@@ -71,7 +71,7 @@ inline std::string override_shape(const Config& c, Shape& s) {
     if (c.layers) s.L = c.layers;
     if (c.vocab) s.V = c.vocab;
     if (!c.position.empty())
-        s.embedding.position = chosen<Position>(c, &Config::position);
+        s.embedding.position = choice_of<Position>(c, &Config::position);
 
     // The head size follows from heads and channels if either has changed.
     if (!c.heads && !c.channels) return "";
@@ -129,7 +129,7 @@ inline Shape choose_shape(const Config& c, const char* flag = "--model") {
     or_die(override_shape(c, s));
 
     // Choose how products use fp8: it is a property of the model's shape here.
-    s.fp8.kind = chosen<Fp8>(c, &Config::fp8);
+    s.fp8.kind = choice_of<Fp8>(c, &Config::fp8);
     return s;
 }
 

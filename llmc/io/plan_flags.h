@@ -10,7 +10,6 @@
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../optimizer.h"
-#include "../ops/int4.cuh"
 #include "../ops/nf4.cuh"
 #include "../pipeline.h"
 #include "../quantised.h"
@@ -93,9 +92,9 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.zero = c.zero;
     layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
     layout.weights_near = keeps_weights_near(c);
-    layout.whole_matrices = optimizer_row(chosen<Optimizer>(c, &Config::optimizer)).whole_matrices;
-
-    if (chosen<States>(c, &Config::states) == States::EIGHT_BIT)
+    Optimizer optimizer = choice_of<Optimizer>(c, &Config::optimizer);
+    layout.whole_matrices = optimizer_row(optimizer).whole_matrices;
+    if (choice_of<States>(c, &Config::states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 
     // The pipeline's schedule.
@@ -123,7 +122,7 @@ inline int first_rank_of(const Layout& layout, int pp_rank) {
 // The level of --recompute. "auto", the last of its words, counts as FULL until choose_recompute()
 // (limits.h) has found out how much room there is.
 inline Recompute recompute_of(const Config& c) {
-    return std::min(chosen<Recompute>(c, &Config::recompute), Recompute::FULL);
+    return std::min(choice_of<Recompute>(c, &Config::recompute), Recompute::FULL);
 }
 
 // The options of new adapters.
@@ -256,12 +255,12 @@ inline PlanOptions train_options(const Config& c) {
     train.B = size_t(c.micro_batch);
     train.T = size_t(c.seq);
     train.micro_batches = micro_batches_of(c);
-    train.optimizer = chosen<Optimizer>(c, &Config::optimizer);
-    train.gradients = chosen<Gradients>(c, &Config::gradients);
-    train.masters = chosen<Masters>(c, &Config::masters);
-    train.states = chosen<States>(c, &Config::states);
+    train.optimizer = choice_of<Optimizer>(c, &Config::optimizer);
+    train.gradients = choice_of<Gradients>(c, &Config::gradients);
+    train.masters = choice_of<Masters>(c, &Config::masters);
+    train.states = choice_of<States>(c, &Config::states);
     train.ema = c.ema > 0;
-    train.stored = chosen<Stored>(c, &Config::weights);
+    train.stored = choice_of<Stored>(c, &Config::weights);
     train.objective = objective_of(c);
     train.recompute = recompute_of(c);
 

@@ -23,6 +23,7 @@
 #include "elements.h"
 #include "step_scale.h"
 #include "tensor_table.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -10,9 +10,14 @@
 //            step_scale.h, tensor_table.cuh, types.h and cuda_common.h.
 #pragma once
 #include "adamw.cuh"
+#include "cuda_common.h"
 #include "element_type.h"
+#include "elements.h"
 #include "rand.h"
 #include "small_states.cuh"
+#include "step_scale.h"
+#include "tensor_table.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -4,7 +4,7 @@
 //             dV = P^T dout,   dK = scale dS^T Q,   dQ = scale dS K
 //   out (B,Tq,NH,HS_v)   dq, dk, dv as q, k, v
 //   lse (B,NH,Tq) float: log of the sum of exp(s), kept for backward and to merge results over
-//   blocks of keys (attention_merge.cuh).
+//   blocks of keys (attention_join.cuh).
 //   The launchers choose between three sets of kernels: wgmma (attention_sm90.cuh), mma.sync
 //   (attention_sm80.cuh), and the plain kernels of this file. The plain kernels take every type,
 //   head sizes up to 256, soft caps, and sums into dq, dk, dv.
@@ -12,16 +12,19 @@
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; 14 backward where two
 //         kernels compute the scores twice. Scratch: attention_scratch_bytes(), O(T).
-//   To copy: this file, attention_queue.cuh, attention_rows.cuh, attention_sm80.cuh,
-//            attention_sm90.cuh, attention_types.h, dynamic_shared.h, gpu.h, hopper.cuh, mma.cuh,
-//            tensor_cores.h, types.h and cuda_common.h.
+//   To copy: this file, attention_rows.cuh, attention_sm80.cuh, attention_sm90.cuh,
+//            attention_types.h, gpu.h, hopper.cuh, mma.cuh, tensor_cores.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include <string>
 #include "attention_sm80.cuh"
 #include "attention_sm90.cuh"
-#include "dynamic_shared.h"
+#include "attention_types.h"
+#include "cuda_common.h"
 #include "gpu.h"
+#include "tensor_cores.h"
+#include "types.h"
 
 namespace llmc {
 

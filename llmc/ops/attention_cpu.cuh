@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 #include "attention_types.h"
+#include "types.h"
 
 namespace llmc {
 

@@ -11,7 +11,9 @@
 #pragma once
 #include <algorithm>
 #include "attention_types.h"
+#include "cuda_common.h"
 #include "tensor_cores.h"
+#include "types.h"
 
 namespace llmc {
 

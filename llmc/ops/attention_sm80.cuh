@@ -13,12 +13,15 @@
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
 //         kernel of backward. Scratch: the spans of tiles, and four numbers a row.
-//   To copy: this file, attention_rows.cuh, attention_types.h, dynamic_shared.h, mma.cuh,
-//            tensor_cores.h, types.h and cuda_common.h.
+//   To copy: this file, attention_rows.cuh, attention_types.h, mma.cuh, tensor_cores.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include "attention_rows.cuh"
-#include "dynamic_shared.h"
+#include "attention_types.h"
+#include "cuda_common.h"
 #include "mma.cuh"
+#include "tensor_cores.h"
+#include "types.h"
 
 namespace llmc {
 

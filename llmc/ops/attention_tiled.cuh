@@ -10,13 +10,15 @@
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; blocks that no query sees
 //         are skipped. Memory of a thread: the tiles, k and v of a head, and dk and dv of a head in
 //         acc_t<T>.
-//   To copy: this file, attention_cpu.cuh, attention_types.h, element_type.h, fast_softmax.h,
-//            gpu.h, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, attention_cpu.cuh, attention_types.h, element_type.h, fast_math.h, gpu.h,
+//            matmul.cuh, types.h and cuda_common.h.
 #pragma once
 #include "attention_cpu.cuh"
+#include "attention_types.h"
 #include "element_type.h"
-#include "fast_softmax.h"
+#include "fast_math.h"
 #include "matmul.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -8,7 +8,9 @@
 //   Cost: memory-bound: reads each x once, writes and reads the parts.
 //   To copy: this file, partial_sums.cuh, types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "partial_sums.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -13,11 +13,12 @@
 //             only -inf has the loss NaN. Bitwise repeatable. total gives the same bits in all
 //             versions; forward_backward gives the bits of max_sum, loss and backward.
 //   Cost: memory-bound: max, sum and max_sum read the logits, backward reads and writes them.
-//   To copy: this file, fast_softmax.h, types.h and cuda_common.h.
+//   To copy: this file, fast_math.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
-#include "fast_softmax.h"
+#include "fast_math.h"
+#include "types.h"
 
 namespace llmc {
 

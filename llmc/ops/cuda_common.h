@@ -57,9 +57,10 @@ __device__ inline A warp_sum(A x) { // float or double
 }
 
 // The largest value in a warp, returned to every lane.
-__device__ inline float warp_max(float x) {
+template <typename A>
+__device__ inline A warp_max(A x) { // float or uint32_t
     for (int mask = 16; mask > 0; mask /= 2) {
-        float y = __shfl_xor_sync(ALL_LANES, x, mask);
+        A y = __shfl_xor_sync(ALL_LANES, x, mask);
         x = y > x ? y : x;
     }
     return x;

@@ -14,10 +14,12 @@
 //             Equal logits have the divergence 0 and the gradient 0, exactly. A teacher's logit of
 //             -inf has probability 0. Bitwise repeatable.
 //   Cost: memory-bound: maxima, sums and backward read both rows, backward writes the student's.
-//   To copy: this file, crossentropy.cuh, fast_softmax.h, types.h and cuda_common.h.
+//   To copy: this file, crossentropy.cuh, fast_math.h, types.h and cuda_common.h.
 #pragma once
 #include "crossentropy.cuh"
-#include "fast_softmax.h"
+#include "cuda_common.h"
+#include "fast_math.h"
+#include "types.h"
 
 namespace llmc {
 

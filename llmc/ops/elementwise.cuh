@@ -1,13 +1,16 @@
-// elementwise.cuh - the sum of two tensors; softcaps, as Gemma 2 has - arXiv:2408.00118
+// elementwise.cuh - a function of each element: sums; softcaps, as Gemma 2 has - arXiv:2408.00118
+//   map       out = f(a, b, ...), rounded once
 //   add       out = a + b
+//   round     out = in of another type, such as sums in float; rows may lie inside wider ones
 //   softcap   x = cap tanh(x / cap), in place: large values level off at cap
 //   out, a, b, x (n)
-//   Contract: out = (out may be a or b); a cap of 0 changes nothing. Bitwise repeatable.
+//   Contract: out = (out may be an input); a cap of 0 changes nothing. Bitwise repeatable.
 //   Cost: memory-bound.
 //   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
 #include "elements.h"
+#include "types.h"
 
 namespace llmc {
 
@@ -15,72 +18,96 @@ namespace llmc {
 enum class Gate : uint8_t { SILU, GELU };
 
 // ----------------------------------------------------------------------------
-// CPU
+// map: f is a struct whose operator() takes and returns acc_t, on the CPU and on a GPU
 
-template <typename T>
-void add_forward(T* out, const T* a, const T* b, size_t n, Cpu) { // (n) (n) (n)
+template <typename T, typename F, typename... In>
+void map_elements(T* out, size_t n, const F& f, Cpu, const In*... in) { // (n) each
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++)
-        out[i] = from_acc<T>(to_acc(a[i]) + to_acc(b[i]));
+        out[i] = from_acc<T>(f(to_acc(in[i])...));
 }
 
-template <typename T>
-void softcap_forward(T* x, size_t n, float cap, Cpu) { // (n)
-    typedef acc_t<T> A;
-    // Most models have none.
-    if (cap == 0) return;
+// out = in, n elements a row: both may lie inside wider rows
+template <typename T, typename F>
+void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
+                Cpu) {
     #pragma omp parallel for
-    for (size_t i = 0; i < n; i++)
-        x[i] = from_acc<T>(A(cap) * std::tanh(to_acc(x[i]) / A(cap)));
+    for (size_t i = 0; i < rows; i++) {
+        T* to = out + i * out_stride;
+        const F* from = in + i * in_stride;
+        for (size_t c = 0; c < n; c++)
+            to[c] = from_acc<T>(to_acc(from[c]));
+    }
 }
-
-// ----------------------------------------------------------------------------
-// CUDA kernels
 
 #if LLMC_KERNELS
 
-// P elements a thread, the last one fewer.
-template <typename T, int P>
-__global__ void add_kernel(T* out, const T* a, const T* b, size_t n) {
+// A thread takes P elements, the last one fewer. It has read all inputs before it writes: out may
+// be one of them.
+template <typename T, int P, typename F, typename... In>
+__global__ void map_elements_kernel(T* out, size_t n, F f, const In*... in) {
     size_t i = first_element<P>();
     if (i >= n) return;
-    // Each thread has read both before it writes: out may be either.
-    Pack<T, P> x = load_some<P>(a + i, n - i), y = load_some<P>(b + i, n - i);
-    for (int k = 0; k < P; k++)
-        x.v[k] = from_acc<T>(to_float(x.v[k]) + to_float(y.v[k]));
-    store_some(out + i, x, n - i);
+    auto mapped = [&](auto... x) {
+        Pack<T, P> y;
+        for (int k = 0; k < P; k++)
+            y.v[k] = from_acc<T>(f(to_float(x.v[k])...));
+        return y;
+    };
+    store_some(out + i, mapped(load_some<P>(in + i, n - i)...), n - i);
 }
-
-template <typename T, int P>
-__global__ void softcap_kernel(T* x, size_t n, float cap) {
-    size_t i = first_element<P>();
-    if (i >= n) return;
-    // In registers, then back to where it came from.
-    Pack<T, P> p = load_some<P>(x + i, n - i);
-    for (int k = 0; k < P; k++)
-        p.v[k] = from_acc<T>(cap * tanhf(to_float(p.v[k]) / cap));
-    store_some(x + i, p, n - i);
-}
-
-// ----------------------------------------------------------------------------
-// launchers
 
 // Any n and alignment.
-template <typename T>
-void add_forward(T* out, const T* a, const T* b, size_t n, cudaStream_t stream) {
-    pick_element_kernel<T>(n, can_vectorize<T>(0, out, a, b), [&](auto P, unsigned grid) {
-        launch(add_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, a, b, n);
+template <typename T, typename F, typename... In>
+void map_elements(T* out, size_t n, const F& f, cudaStream_t stream, const In*... in) {
+    bool vector = can_vectorize<T>(0, out) && (can_vectorize<In>(0, in) && ...);
+    pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
+        launch(map_elements_kernel<T, P, F, In...>, grid, ELEMENT_THREADS, 0, stream, out, n, f,
+               in...);
     });
 }
 
-template <typename T>
-void softcap_forward(T* x, size_t n, float cap, cudaStream_t stream) {
-    // No launch where there is none.
-    if (cap == 0) return;
-    pick_element_kernel<T>(n, can_vectorize<T>(0, x), [&](auto P, unsigned grid) {
-        launch(softcap_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, x, n, cap);
+template <typename T, typename F>
+__global__ void round_rows_kernel(T* out, size_t out_stride, const F* in, size_t in_stride,
+                                  size_t rows, size_t n) {
+    size_t i = first_element<1>();
+    if (i >= rows * n) return;
+    size_t row = i / n;
+    size_t c = i % n;
+    out[row * out_stride + c] = from_acc<T>(to_float(in[row * in_stride + c]));
+}
+
+template <typename T, typename F>
+void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
+                cudaStream_t stream) {
+    pick_element_kernel<T>(rows * n, false, [&](auto, unsigned grid) {
+        launch(round_rows_kernel<T, F>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
+               in_stride, rows, n);
     });
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+struct ElementSum {
+    template <typename A> LLMC_HD A operator()(A a, A b) const { return a + b; }
+};
+template <typename T, typename S>
+void add_forward(T* out, const T* a, const T* b, size_t n, S where) { // (n) (n) (n)
+    map_elements(out, n, ElementSum(), where, a, b);
+}
+
+template <typename A> struct ElementCap {
+    A cap;
+    LLMC_HD A operator()(A x) const { return cap * std::tanh(x / cap); }
+};
+template <typename T, typename S>
+void softcap_forward(T* x, size_t n, float cap, S where) { // (n)
+    typedef acc_t<T> A;
+    // Most models have none.
+    if (cap == 0) return;
+    map_elements(x, n, ElementCap<A>{A(cap)}, where, x);
+}
 
 } // namespace llmc

@@ -13,6 +13,7 @@
 #include "element_type.h"
 #include "small_states.cuh"
 #include "step_scale.h"
+#include "types.h"
 
 namespace llmc {
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include "cuda_common.h"
 #include "rows.cuh"
+#include "types.h"
 
 namespace llmc {
 
@@ -223,14 +224,6 @@ static __global__ void embedding_scan_kernel(int* counts, size_t count) {
     }
 }
 
-// Clears the table where the gradient does not accumulate. A thread writes P elements.
-template <int P>
-__global__ void embedding_zero_kernel(float* table, size_t n) {
-    size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * P;
-    if (i < n)
-        store(table + i, Pack<float, P>{});
-}
-
 // Sums the rows of equal keys. A warp has one sorted row and 32 * P columns; if a key's run begins
 // at this row, the warp adds the whole run to the table, with ADD_AHEAD loads in flight.
 constexpr int ADD_WARPS = 4, ADD_AHEAD = 16;
@@ -338,14 +331,8 @@ void embedding_add(float* table, const T* dout, EmbeddingKeys keys, void* scratc
     }
 
     // Zero the table.
-    auto zero = [&](auto P) {
-        unsigned grid = unsigned(ceil_div(rows * C, 256 * P));
-        launch(embedding_zero_kernel<P>,
-               grid, 256, 0, stream,
-               table, rows * C);
-    };
     if (!accumulate)
-        can_vectorize<float>(C, table) ? zero(Int<4>()) : zero(Int<1>());
+        LLMC_CUDA_CHECK(cudaMemsetAsync(table, 0, rows * C * sizeof(float), stream));
 
     // Add each key's rows.
     auto add = [&](auto P) {

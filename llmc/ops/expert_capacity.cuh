@@ -20,6 +20,7 @@
 //   Cost: memory-bound. Each of E blocks reads all M choices from L2, as the sort does.
 //   To copy: this file, fast_math.h, moe.cuh, rows.cuh, types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "moe.cuh"
 
 namespace llmc {

@@ -26,6 +26,7 @@
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
+#include "types.h"
 
 namespace llmc {
 
@@ -257,7 +258,7 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
 template <typename F, typename Out, typename T>
 void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
                   const T* x, uint32_t* amax,                // (rows,cols) (1)
-                  size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, Cpu) {
+                  size_t rows, size_t cols, Fp8Blocks blocks, Cpu, Fp8Late late = {}) {
     // Find the maximum of the whole matrix first, if it is needed.
     uint32_t most = 0;
     if (blocks == Fp8Blocks::WHOLE && (!late.scale || late.amax)) {
@@ -285,15 +286,6 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
 
 constexpr unsigned FP8_WARPS = 8;               // in a block
 constexpr unsigned FP8_COLUMNS = FP8_BLOCK / 32; // of a lane: lane, lane + 32, ...
-
-// The largest value in a warp, returned to every lane.
-__device__ inline uint32_t warp_max(uint32_t x) {
-    for (int mask = 16; mask > 0; mask /= 2) {
-        uint32_t y = __shfl_xor_sync(ALL_LANES, x, mask);
-        x = y > x ? y : x;
-    }
-    return x;
-}
 
 // *amax = the largest magnitude of n elements. It must start as 0.
 template <typename T>
@@ -384,7 +376,8 @@ fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const
 template <typename F, typename Out, typename T>
 void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
                   const T* x, uint32_t* amax,                // (rows,cols) (1)
-                  size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, cudaStream_t stream) {
+                  size_t rows, size_t cols, Fp8Blocks blocks, cudaStream_t stream,
+                  Fp8Late late = {}) {
     size_t n = rows * cols;
     if (n == 0) return;
 
@@ -403,16 +396,5 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
            inverse, x, amax, rows, cols, blocks, late);
 }
 #endif
-
-// ----------------------------------------------------------------------------
-// anywhere
-
-// Quantise with scales computed from x: no late scale.
-template <typename F, typename Out, typename T, typename S>
-void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (cols,rows)
-                  const T* x, uint32_t* amax,                // (rows,cols) (1)
-                  size_t rows, size_t cols, Fp8Blocks blocks, S where) {
-    fp8_quantise<F>(out, transposed, inverse, x, amax, rows, cols, blocks, Fp8Late{}, where);
-}
 
 } // namespace llmc

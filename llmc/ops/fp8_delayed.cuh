@@ -19,7 +19,9 @@
 //   To copy: this file, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include <cfloat>
+#include "cuda_common.h"
 #include "fp8.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -21,6 +21,7 @@
 #include "fp8.cuh"
 #include "gpu.h"
 #include "matmul.cuh"
+#include "types.h"
 
 namespace llmc {
 

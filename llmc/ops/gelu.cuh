@@ -11,8 +11,10 @@
 //   Cost: memory-bound. forward reads inp, writes out; backward reads inp, dout, writes dinp.
 //   To copy: this file, fast_math.h, partial_sums.cuh, types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "fast_math.h"
 #include "partial_sums.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -8,14 +8,16 @@
 //             Bitwise repeatable. CPU and GPU each add a chunk's squares, and the sums, in an
 //             order of their own. Nothing waits for the host.
 //   Cost: memory-bound: reads grad.  One launch for each 40 tensors.
-//   To copy: this file, elements.h, loss_scale.cuh, step_scale.h, tensor_table.cuh,
-//            types.h and cuda_common.h.
+//   To copy: this file, elements.h, elementwise.cuh, loss_scale.cuh, step_scale.h,
+//            tensor_table.cuh, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
 #include "elements.h"
+#include "elementwise.cuh"
 #include "loss_scale.cuh"
 #include "step_scale.h"
 #include "tensor_table.cuh"
+#include "types.h"
 
 namespace llmc {
 
@@ -94,28 +96,6 @@ inline void grad_norm_finish(StepScale* out, const double* sums, size_t count, f
     finish_step_scale(out, sum, clip, rule, betas);
 }
 
-// grad += other. A tied table has two gradients.
-template <typename A>
-void add_gradients(A* grad, const A* other, size_t n, Cpu) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++)
-        grad[i] += other[i];
-}
-
-// Convert gradients to bf16, rounded to nearest, to send them between ranks; and back.
-template <typename A>
-void narrow_gradients(bf16* to, const A* from, size_t n, Cpu) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++)
-        to[i] = from_acc<bf16>(float(from[i]));
-}
-template <typename A>
-void widen_gradients(A* to, const bf16* from, size_t n, Cpu) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++)
-        to[i] = to_acc(from[i]);
-}
-
 // ----------------------------------------------------------------------------
 // CUDA kernels
 
@@ -173,30 +153,6 @@ static __global__ void grad_norm_finish_kernel(StepScale* out, const double* sum
         finish_step_scale(out, sum, clip, rule, betas);
 }
 
-// A thread takes P elements; the last thread may have fewer.
-template <int P>
-__global__ void add_gradients_kernel(float* grad, const float* other, size_t n) {
-    size_t i = first_element<P>();
-    if (i >= n) return;
-    Pack<float, P> a = load_some<P>(grad + i, n - i);
-    Pack<float, P> b = load_some<P>(other + i, n - i);
-    for (int k = 0; k < P; k++)
-        a.v[k] += b.v[k];
-    store_some(grad + i, a, n - i);
-}
-
-// Convert each element to another type. A thread takes P elements; the last thread may have fewer.
-template <typename To, typename From, int P>
-__global__ void convert_gradients_kernel(To* to, const From* from, size_t n) {
-    size_t i = first_element<P>();
-    if (i >= n) return;
-    Pack<From, P> a = load_some<P>(from + i, n - i);
-    Pack<To, P> b;
-    for (int k = 0; k < P; k++)
-        b.v[k] = from_acc<To>(to_acc(a.v[k]));
-    store_some(to + i, b, n - i);
-}
-
 // ----------------------------------------------------------------------------
 // launchers
 
@@ -226,30 +182,28 @@ inline void grad_norm_finish(StepScale* out, double* sums, size_t count, float c
     launch(grad_norm_finish_kernel, 1, FINISH_WARPS * 32, 0, stream, out, sums, count,
            runs ? NORM_RUN : size_t(1), clip, rule, betas);
 }
-
-// grad += other, on a GPU.
-inline void add_gradients(float* grad, const float* other, size_t n, cudaStream_t stream) {
-    bool vector = can_vectorize<float>(0, grad, other);
-    pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
-        launch(add_gradients_kernel<P>, grid, ELEMENT_THREADS, 0, stream, grad, other, n);
-    });
-}
-
-// Convert n gradients to another type.
-template <typename To, typename From>
-void convert_gradients(To* to, const From* from, size_t n, cudaStream_t stream) {
-    bool vector = can_vectorize<float>(0, to, from); // four at a time, of either type
-    pick_element_kernel<float>(n, vector, [&](auto P, unsigned grid) {
-        launch(convert_gradients_kernel<To, From, P>, grid, ELEMENT_THREADS, 0, stream, to, from,
-               n);
-    });
-}
-inline void narrow_gradients(bf16* to, const float* from, size_t n, cudaStream_t stream) {
-    convert_gradients(to, from, n, stream);
-}
-inline void widen_gradients(float* to, const bf16* from, size_t n, cudaStream_t stream) {
-    convert_gradients(to, from, n, stream);
-}
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere: gradients on their way between ranks
+
+// grad += other. A tied table has two gradients.
+template <typename A, typename S>
+void add_gradients(A* grad, const A* other, size_t n, S where) {
+    add_forward(grad, grad, other, n, where);
+}
+
+// Convert gradients to bf16, rounded to nearest, to send them between ranks; and back.
+struct ElementCopy {
+    template <typename A> LLMC_HD A operator()(A x) const { return x; }
+};
+template <typename A, typename S>
+void narrow_gradients(bf16* to, const A* from, size_t n, S where) {
+    map_elements(to, n, ElementCopy(), where, from);
+}
+template <typename A, typename S>
+void widen_gradients(A* to, const bf16* from, size_t n, S where) {
+    map_elements(to, n, ElementCopy(), where, from);
+}
 
 } // namespace llmc

@@ -6,12 +6,14 @@
 //   Contract: an expert without rows has db = 0, or leaves it unchanged when accumulating. Bitwise
 //             repeatable: a thread adds rows in their order. Any C.
 //   Cost: memory-bound.
-//   To copy: this file, attention_types.h, dynamic_shared.h, gpu.h, grouped_mma.cuh, mma.cuh,
-//            tensor_cores.h, types.h and cuda_common.h.
+//   To copy: this file, attention_types.h, gpu.h, grouped_mma.cuh, mma.cuh, tensor_cores.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include <vector>
 #include "attention_types.h"
+#include "cuda_common.h"
 #include "grouped_mma.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -12,13 +12,15 @@
 //             left unchanged when accumulating. Bitwise repeatable; on a GPU a row's bits depend on
 //             nothing but the row and its expert's matrix.
 //   Cost: 2 M IC OC FLOPs each.
-//   To copy: this file, dynamic_shared.h, element_type.h, gpu.h, grouped_mma.cuh, matmul.cuh,
-//            mma.cuh, tensor_cores.h, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, gpu.h, grouped_mma.cuh, matmul.cuh, mma.cuh,
+//            tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <bit>
+#include "cuda_common.h"
 #include "element_type.h"
 #include "grouped_mma.cuh"
 #include "matmul.cuh"
+#include "types.h"
 
 namespace llmc {
 
@@ -269,7 +271,7 @@ void grouped_forward(T* out, const T* inp, const T* w, const Groups& g, bool acc
                      cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, out, inp, w))
-            return grouped_mma_forward(out, inp, w, g, accumulate, stream);
+            return grouped_mma_rows<true>(out, inp, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.OC), GROUPED_THREADS, 0, stream, out, inp, w,
            Strides{1, g.IC}, g, g.OC, g.IC, accumulate);
 }
@@ -280,7 +282,7 @@ void grouped_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
                             Blas&, cudaStream_t stream) {
     if constexpr (IS_BF16_OR_FP16<T>)
         if (grouped_mma_takes<T>(g, dinp, dout, w))
-            return grouped_mma_backward_input(dinp, dout, w, g, accumulate, stream);
+            return grouped_mma_rows<false>(dinp, dout, w, g, accumulate, stream);
     launch(grouped_rows_kernel<T>, grouped_grid(g, g.IC), GROUPED_THREADS, 0, stream, dinp, dout, w,
            Strides{g.IC, 1}, g, g.IC, g.OC, accumulate);
 }

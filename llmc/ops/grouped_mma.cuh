@@ -16,13 +16,14 @@
 //             but the row and W_e.
 //   Cost: 2 M IC OC FLOPs each, and the empty rows of tiles that are not full. The shape is an
 //         A100's: on an H100, mma.sync and its loads leave at most 56% of wgmma's rate.
-//   To copy: this file, dynamic_shared.h, gpu.h, mma.cuh, tensor_cores.h,
-//            types.h and cuda_common.h.
+//   To copy: this file, gpu.h, mma.cuh, tensor_cores.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
-#include "dynamic_shared.h"
+#include "cuda_common.h"
 #include "gpu.h"
 #include "mma.cuh"
+#include "tensor_cores.h"
+#include "types.h"
 
 namespace llmc {
 
@@ -307,29 +308,15 @@ size_t expert_shared_bytes(const Groups& g) {
     return EXPERT_STAGES * 2 * EXPERT_STAGE * sizeof(T) + (g.E + 1) * sizeof(int);
 }
 
-// Launch expert_rows_kernel. DEEP: the forward pass; else the gradient of the input.
+// out = or += a W_e^T (DEEP: the forward pass), or a W_e (the gradient of the input).
 template <bool DEEP, typename T>
-void expert_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulate,
-                 cudaStream_t stream) {
+void grouped_mma_rows(T* out, const T* a, const T* w, const Groups& g, bool accumulate,
+                      cudaStream_t stream) {
     // Each expert may end in a tile that is not full.
     size_t across = tiles_of(int(DEEP ? g.OC : g.IC));
     size_t most = (tiles_of(int(g.M)) + g.E) * across;
     launch_shared(expert_rows_kernel<DEEP, T>, expert_blocks(most), EXPERT_THREADS,
                   expert_shared_bytes<T>(g), stream, out, a, w, g, accumulate);
-}
-
-// out = or += inp W_e^T.
-template <typename T>
-void grouped_mma_forward(T* out, const T* inp, const T* w, const Groups& g, bool accumulate,
-                         cudaStream_t stream) {
-    expert_rows<true>(out, inp, w, g, accumulate, stream);
-}
-
-// dinp = or += dout W_e.
-template <typename T>
-void grouped_mma_backward_input(T* dinp, const T* dout, const T* w, const Groups& g,
-                                bool accumulate, cudaStream_t stream) {
-    expert_rows<false>(dinp, dout, w, g, accumulate, stream);
 }
 
 // dW_e = or += dout_e^T inp_e. An expert without rows still has its tiles, which are written as

@@ -25,18 +25,19 @@
 //   CPUs, a kernel writes the values of the codes, which are bf16 numbers, and a bf16 product
 //   multiplies those. This gives what an fp8 product with float sums gives, and is slower. Either
 //   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
-//   To copy: this file, column_sums.cuh, element_type.h, elements.h, fp8.cuh, fp8_matmul.cuh,
-//            gpu.h, int4.cuh, lora.cuh, lora_batch.cuh, matmul.cuh, nf4.cuh, partial_sums.cuh,
+//   To copy: this file, column_sums.cuh, element_type.h, elements.h, elementwise.cuh, fp8.cuh,
+//            fp8_matmul.cuh, gpu.h, lora.cuh, matmul.cuh, nf4.cuh, partial_sums.cuh,
 //            types.h and cuda_common.h.
 #pragma once
 #include <utility>
 #include "column_sums.cuh"
 #include "element_type.h"
+#include "fp8.cuh"
 #include "fp8_matmul.cuh"
-#include "int4.cuh"
-#include "lora_batch.cuh"
+#include "lora.cuh"
 #include "matmul.cuh"
 #include "nf4.cuh"
+#include "types.h"
 
 namespace llmc {
 
@@ -266,7 +267,7 @@ template <typename T, typename S> struct Fp8Operands {
         auto quantise = [&](auto format) {
             fp8_quantise<decltype(format)>(values, no_transpose, no_scales, o.x,
                                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
-                                           blocks(o), o.late, where);
+                                           blocks(o), where, o.late);
         };
         wide(o) ? quantise(e5m2()) : quantise(e4m3());
         return values;
@@ -296,8 +297,8 @@ template <typename T, typename S> struct Fp8Operands {
             typedef std::remove_pointer_t<decltype(rows)> F;
             F* nowhere = nullptr;
             fp8_quantise<F>(o.turned ? nowhere : rows, o.turned ? rows : nowhere, inverse, o.x,
-                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), o.late,
-                            where);
+                            reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), where,
+                            o.late);
         };
         wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
                 : quantise(reinterpret_cast<e4m3*>(codes));

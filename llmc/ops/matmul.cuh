@@ -20,6 +20,7 @@
 #include "cuda_common.h"
 #include "element_type.h"
 #include "gpu.h"
+#include "types.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif

@@ -7,6 +7,7 @@
 #include <vector>
 #include "cuda_common.h"
 #include "gpu.h"
+#include "types.h"
 
 namespace llmc {
 

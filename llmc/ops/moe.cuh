@@ -37,6 +37,7 @@
 #include "cuda_common.h"
 #include "fast_math.h"
 #include "rows.cuh"
+#include "types.h"
 
 namespace llmc {
 
@@ -410,27 +411,16 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, Cpu w
     s.starts[0] = 0;
 }
 
-// xs[row] = x[the row's token].
-template <typename T>
-void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (rows,C) (N,C) (M)
-                  size_t, size_t K, size_t C, Cpu) {
+// Move rows between slots and tokens: xs[row] = x[the row's token], or the reverse (TO_TOKENS),
+// where a token has one row at most, and those without a row stay as they are.
+template <bool TO_TOKENS, typename T>
+void move_rows(T* to, const T* from, const int* slot_of, const int* rows, // (M)
+               size_t, size_t K, size_t C, Cpu) {
     size_t count = size_t(*rows);
     #pragma omp parallel for
     for (size_t row = 0; row < count; row++) {
         size_t n = size_t(slot_of[row]) / K; // the slot's token
-        std::copy_n(x + n * C, C, xs + row * C);
-    }
-}
-
-// The reverse: x[the row's token] = xs[row]. A token has one row at most; others stay as they are.
-template <typename T>
-void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, // (N,C) (rows,C) (M)
-                   size_t, size_t K, size_t C, Cpu) {
-    size_t count = size_t(*rows);
-    #pragma omp parallel for
-    for (size_t row = 0; row < count; row++) {
-        size_t n = size_t(slot_of[row]) / K;
-        std::copy_n(xs + row * C, C, x + n * C);
+        std::copy_n(from + (TO_TOKENS ? row : n) * C, C, to + (TO_TOKENS ? n : row) * C);
     }
 }
 
@@ -747,25 +737,16 @@ static __global__ void own_experts_kernel(int* own, const int* ids, size_t M, si
 }
 
 // A block has a row, if that row exists.
-template <typename T, int P>
-__global__ void gather_slots_kernel(T* xs, const T* x, const int* slot_of, const int* rows,
-                                    size_t K, size_t C) {
+template <typename T, int P, bool TO_TOKENS>
+__global__ void move_rows_kernel(T* to, const T* from, const int* slot_of, const int* rows,
+                                 size_t K, size_t C) {
     size_t row = blockIdx.x;
     if (row >= size_t(*rows)) return;
     size_t n = size_t(slot_of[row]) / K; // the slot's token
+    to += (TO_TOKENS ? n : row) * C;
+    from += (TO_TOKENS ? row : n) * C;
     for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P)
-        store(xs + row * C + c, load<P>(x + n * C + c));
-}
-
-// A block has a row, if that row exists.
-template <typename T, int P>
-__global__ void scatter_slots_kernel(T* x, const T* xs, const int* slot_of, const int* rows,
-                                     size_t K, size_t C) {
-    size_t row = blockIdx.x;
-    if (row >= size_t(*rows)) return;
-    size_t n = size_t(slot_of[row]) / K;
-    for (size_t c = threadIdx.x * P; c < C; c += size_t(blockDim.x) * P)
-        store(x + n * C + c, load<P>(xs + row * C + c));
+        store(to + c, load<P>(from + c));
 }
 
 // A block has a token. It adds rows in ascending order of experts.
@@ -912,26 +893,15 @@ inline void sort_slots(const Slots& s, const int* ids, size_t M, size_t E, cudaS
 }
 
 // The grid has a block for each of M slots, so the host need not read *rows.
-template <typename T>
-void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, size_t M, size_t K,
-                  size_t C, cudaStream_t stream) {
+template <bool TO_TOKENS, typename T>
+void move_rows(T* to, const T* from, const int* slot_of, const int* rows, size_t M, size_t K,
+               size_t C, cudaStream_t stream) {
     // Loads take 16 bytes where C and both pointers allow it.
     auto run = [&](auto P) {
-        launch(gather_slots_kernel<T, P>, unsigned(M), 128, 0, stream,
-               xs, x, slot_of, rows, K, C);
+        launch(move_rows_kernel<T, P, TO_TOKENS>, unsigned(M), 128, 0, stream,
+               to, from, slot_of, rows, K, C);
     };
-    can_vectorize<T>(C, xs, x) ? run(Int<VECTOR<T>>()) : run(Int<1>());
-}
-
-// The same grid.
-template <typename T>
-void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, size_t M, size_t K,
-                   size_t C, cudaStream_t stream) {
-    auto run = [&](auto P) {
-        launch(scatter_slots_kernel<T, P>, unsigned(M), 128, 0, stream,
-               x, xs, slot_of, rows, K, C);
-    };
-    can_vectorize<T>(C, x, xs) ? run(Int<VECTOR<T>>()) : run(Int<1>());
+    can_vectorize<T>(C, to, from) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 
 // A null residual means the sum alone.
@@ -972,5 +942,22 @@ void gated_swiglu_backward(T* dgate, T* dup, float* dgates,
     });
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// anywhere
+
+// xs[row] = x[the row's token].
+template <typename T, typename S>
+void gather_slots(T* xs, const T* x, const int* slot_of, const int* rows, // (rows,C) (N,C) (M)
+                  size_t M, size_t K, size_t C, S where) {
+    move_rows<false>(xs, x, slot_of, rows, M, K, C, where);
+}
+
+// The reverse: x[the row's token] = xs[row].
+template <typename T, typename S>
+void scatter_slots(T* x, const T* xs, const int* slot_of, const int* rows, // (N,C) (rows,C) (M)
+                   size_t M, size_t K, size_t C, S where) {
+    move_rows<true>(x, xs, slot_of, rows, M, K, C, where);
+}
 
 } // namespace llmc

@@ -1,21 +1,26 @@
-// nf4.cuh - frozen weights in 4 bits, or in int8 rows - arXiv:2305.14314, arXiv:2208.07339
+// nf4.cuh - frozen weights in NF4, int4, int8 - arXiv:2305.14314 arXiv:2210.17323 arXiv:2208.07339
 //   NF4   blocks of 64 elements in row-major order, y = x * (1 / the block's absmax)
 //         code = the nearest of 16 values, a tie the lower one; two codes a byte, the first one in
 //         its upper half
 //         absmax - offset in blocks of 256: the nearest of a map's 256 values, times absmax2
+//   int4  a row's groups of 128 elements; the last may be shorter. step = 2 max|x| / 15,
+//         code = rint(x / step) + 8, from 0 to 15: the symmetric grid of GPTQ, to the nearest point
 //   int8  q = rint(x * (127 / the row's absmax))
-//   back  value * absmax in float, rounded once to T
+//   back  value * absmax (int4: (code - 8) * step) in float, rounded once to T
+//   The host quantises once, before training; a device only goes back.
 //   x, out (n)   codes (n/2)   absmax (n/64): float, and then its codes
-//   table: offset, map (256), absmax2 (n/16384); all lengths rounded up
-//   Contract: =, on CPU and GPU the bytes of bitsandbytes' CUDA kernels for the same offset, which
-//             torch may round another way. x must be finite. A block below 2^-128 becomes zeros.
-//             4.13 bits an element, int8 8.
-//   Cost: memory-bound: back reads 0.52 bytes an element and writes sizeof(T).
+//   table: offset, map (256), absmax2 (n/16384); int4's steps (rows, cols/128); lengths rounded up
+//   Contract: =, CPU and GPU give the same bits; NF4 and int8 the bytes of bitsandbytes' CUDA
+//             kernels for the same offset, which torch may round another way. x must be finite. A
+//             block below 2^-128, or a group below 2^-125, becomes zeros.
+//             NF4 takes 4.13 bits an element, int4 4.25, int8 8.
+//   Cost: memory-bound: back reads 0.52 bytes an element (NF4) and writes sizeof(T).
 //   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
 #include "elements.h"
+#include "types.h"
 
 namespace llmc {
 
@@ -43,6 +48,12 @@ struct Nf4 {
         return b / run * part + first + b % run;
     }
 };
+
+constexpr size_t INT4_GROUP = 128; // elements of a row that share a step
+constexpr int INT4_ZERO = 8;       // the code of 0
+
+// The number of groups in a row.
+LLMC_HD inline size_t int4_groups(size_t cols) { return (cols + INT4_GROUP - 1) / INT4_GROUP; }
 
 // ----------------------------------------------------------------------------
 // one element: what both versions do to it
@@ -113,7 +124,11 @@ LLMC_HD inline float nf4_absmax(const Nf4& w, size_t b) {
 }
 
 // The code of element i from its byte: an even element is in the upper half.
-LLMC_HD inline unsigned nf4_nibble(uint8_t pair, size_t i) { return i % 2 ? pair & 15 : pair >> 4; }
+LLMC_HD inline unsigned nibble_of(uint8_t pair, size_t i) { return i % 2 ? pair & 15 : pair >> 4; }
+
+// The value of an int4 code, in steps. This product with its step is exact if steps have 16 bits,
+// as GPTQ's have.
+LLMC_HD inline float int4_value(unsigned code) { return float(int(code) - INT4_ZERO); }
 
 // ----------------------------------------------------------------------------
 // the head of the table, made by the host
@@ -203,8 +218,59 @@ template <typename T> void nf4_dequantize(T* out, const Nf4& w, size_t n, Cpu) {
         float absmax = nf4_absmax(w, b);
         // A byte holds two elements.
         for (size_t i = b * NF4_BLOCK; i < std::min(n, (b + 1) * NF4_BLOCK); i++)
-            out[i] = from_acc<T>(nf4_value(nf4_nibble(w.codes[i / 2], i)) * absmax);
+            out[i] = from_acc<T>(nf4_value(nibble_of(w.codes[i / 2], i)) * absmax);
     }
+}
+
+// Quantise a matrix to int4. A byte may have codes of two groups or rows: the first of its codes
+// overwrites it, the second one is added. So this loop is serial.
+template <typename T>
+void int4_quantize(uint8_t* codes, float* scales, const T* x, size_t rows, size_t cols, Cpu) {
+    size_t groups = int4_groups(cols);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c0 = 0; c0 < cols; c0 += INT4_GROUP) {
+            // Find the largest magnitude of the group.
+            size_t end = std::min(cols, c0 + INT4_GROUP);
+            float most = 0;
+            for (size_t c = c0; c < end; c++)
+                most = std::max(most, std::fabs(float(to_acc(x[r * cols + c]))));
+
+            // The step of the grid, and its inverse. Both are 0 if the group is too small to scale.
+            float scale = 2 * most / 15;
+            float back = 1 / scale;
+            if (!(back <= 3.4e38f))
+                scale = back = 0;
+            scales[r * groups + c0 / INT4_GROUP] = scale;
+
+            // Write the codes. After an odd last element the lower half stays zero.
+            for (size_t c = c0; c < end; c++) {
+                size_t i = r * cols + c;
+                // Clamp: the largest positive number is 7.5 steps above 0, but the last
+                // code only 7.
+                float value = float(to_acc(x[i]));
+                float q = std::rint(value * back) + INT4_ZERO;
+                q = std::min(15.0f, std::max(0.0f, q));
+                int code = int(q);
+                if (i % 2)
+                    codes[i / 2] |= uint8_t(code);
+                else
+                    codes[i / 2] = uint8_t(code << 4);
+            }
+        }
+}
+
+// out = the values of int4 codes.
+template <typename T>
+void int4_dequantize(T* out, const uint8_t* codes, const float* scales, size_t rows, size_t cols,
+                     Cpu) {
+    #pragma omp parallel for
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < cols; c++) {
+            // The codes of all rows are contiguous, but each row begins a new group of its scales.
+            size_t i = r * cols + c;
+            float scale = scales[r * int4_groups(cols) + c / INT4_GROUP];
+            out[i] = from_acc<T>(int4_value(nibble_of(codes[i / 2], i)) * scale);
+        }
 }
 
 // Quantise rows to int8. The grid is symmetric: -128 is not a code, so that a row's largest number
@@ -242,61 +308,29 @@ void int8_dequantize(T* out, const int8_t* codes, const float* absmax, size_t ro
 // CUDA
 
 #if LLMC_KERNELS
-constexpr int NF4_WARPS = 8; // in a block of threads
 
-// The number of this warp within the launch.
-template <int WARPS> __device__ size_t warp_of_launch() {
-    return size_t(blockIdx.x) * WARPS + threadIdx.x / 32;
-}
+// Operands of the 4-bit kernel: value() gives the number of a code, factor() that of element i,
+// which its neighbours in a pack share.
+struct Nf4Pairs : Nf4 {
+    LLMC_HD float value(unsigned code) const { return nf4_value(code); }
+    LLMC_HD float factor(size_t i) const { return nf4_absmax(*this, i / NF4_BLOCK); }
+};
+struct Int4Pairs {
+    const uint8_t* codes;
+    const float* scales;
+    size_t cols;
+    LLMC_HD float value(unsigned code) const { return int4_value(code); }
+    LLMC_HD float factor(size_t i) const {
+        return scales[i / cols * int4_groups(cols) + i % cols / INT4_GROUP];
+    }
+};
 
-// A warp has a block of 64 elements; a lane has a byte of codes.
-template <typename T>
-__global__ void nf4_quantize_kernel(uint8_t* codes, float* absmax, const T* x, size_t n) {
-    size_t b = warp_of_launch<NF4_WARPS>();
-    size_t lane = threadIdx.x % 32;
-    if (b * NF4_BLOCK >= n) return;
-
-    // Find the largest magnitude. Elements beyond the end count as zeros.
-    size_t i = b * NF4_BLOCK + 2 * lane;
-    float high = i < n ? to_float(x[i]) : 0;
-    float low = i + 1 < n ? to_float(x[i + 1]) : 0;
-    float most = warp_max(fmaxf(fabsf(high), fabsf(low)));
-    if (lane == 0) absmax[b] = most;
-
-    // Write the codes. After an odd last element the lower half stays zero.
-    float scale = scale_to(1, most);
-    unsigned code = i + 1 < n ? nf4_code(low * scale) : 0;
-    if (i < n)
-        codes[i / 2] = uint8_t(nf4_code(high * scale) << 4 | code);
-}
-
-// A warp has a block of 256 absmaxes.
-template <int WARPS>
-__global__ void nf4_quantize_scales_kernel(uint8_t* codes, float* table, const float* absmax,
-                                           size_t blocks) {
-    size_t block = warp_of_launch<WARPS>();
-    size_t lane = threadIdx.x % 32;
-    size_t first = block * NF4_SCALES_BLOCK;
-    if (first >= blocks) return;
-    size_t end = blocks - first < NF4_SCALES_BLOCK ? blocks : first + NF4_SCALES_BLOCK;
-
-    // Find the largest distance from the offset, then the nearest value of the map for each absmax.
-    float most = 0;
-    for (size_t b = first + lane; b < end; b += 32)
-        most = fmaxf(most, fabsf(absmax[b] - table[0]));
-    most = warp_max(most);
-    if (lane == 0) table[NF4_TABLE + block] = most;
-    float scale = scale_to(1, most);
-    for (size_t b = first + lane; b < end; b += 32)
-        codes[b] = uint8_t(nearest_code(table + 1, (absmax[b] - table[0]) * scale));
-}
-
-// A thread has P elements, all of one block.
-template <typename T, int P>
-__global__ void nf4_dequantize_kernel(T* out, Nf4 w, size_t n) {
+// A thread has P elements, all of one block or group.
+template <typename T, int P, typename W>
+__global__ void dequantize_pairs_kernel(T* out, W w, size_t n) {
     size_t i = first_element<P>();
     if (i >= n) return;
-    float absmax = nf4_absmax(w, i / NF4_BLOCK);
+    float factor = w.factor(i);
 
     // Read all bytes at once. With P = 1 a thread reads a byte and uses its half.
     size_t bytes = (n + 1) / 2 - i / 2;
@@ -304,27 +338,8 @@ __global__ void nf4_dequantize_kernel(T* out, Nf4 w, size_t n) {
     Pack<uint8_t, PAIRS> pairs = load_some<PAIRS>(w.codes + i / 2, bytes);
     Pack<T, P> values;
     for (int k = 0; k < P; k++)
-        values.v[k] = from_acc<T>(nf4_value(nf4_nibble(pairs.v[k / 2], i + size_t(k))) * absmax);
+        values.v[k] = from_acc<T>(w.value(nibble_of(pairs.v[k / 2], i + size_t(k))) * factor);
     store_some(out + i, values, n - i);
-}
-
-// A warp has a row.
-template <typename T>
-__global__ void int8_quantize_kernel(int8_t* codes, float* absmax, const T* x, size_t rows,
-                                     size_t cols) {
-    size_t r = warp_of_launch<NF4_WARPS>();
-    size_t lane = threadIdx.x % 32;
-    if (r >= rows) return;
-
-    // Read the row twice: to find its largest magnitude, and to scale it.
-    float most = 0;
-    for (size_t c = lane; c < cols; c += 32)
-        most = fmaxf(most, fabsf(to_float(x[r * cols + c])));
-    most = warp_max(most);
-    if (lane == 0) absmax[r] = most;
-    float scale = scale_to(127, most);
-    for (size_t c = lane; c < cols; c += 32)
-        codes[r * cols + c] = int8_t(rintf(to_float(x[r * cols + c]) * scale));
 }
 
 // A thread has one element.
@@ -337,40 +352,24 @@ __global__ void int8_dequantize_kernel(T* out, const int8_t* codes, const float*
 }
 
 // ----------------------------------------------------------------------------
-// launchers
+// launchers: any size and any alignment
 
-// Quantise n elements: codes, and each block's absmax in float.
-template <typename T>
-void nf4_quantize(uint8_t* codes, float* absmax, const T* x, size_t n, cudaStream_t stream) {
-    unsigned grid = unsigned(ceil_div(nf4_blocks(n), size_t(NF4_WARPS)));
-    launch(nf4_quantize_kernel<T>, grid, NF4_WARPS * 32, 0, stream, codes, absmax, x, n);
-}
-
-// Quantise the absmaxes. The host has already written the head of the table.
-inline void nf4_quantize_scales(uint8_t* codes, float* table, const float* absmax, size_t blocks,
-                                cudaStream_t stream) {
-    unsigned grid = unsigned(ceil_div(blocks, NF4_SCALES_BLOCK * NF4_WARPS));
-    launch(nf4_quantize_scales_kernel<NF4_WARPS>, grid, NF4_WARPS * 32, 0, stream, codes, table,
-           absmax, blocks);
-}
-
-// Any n and any alignment.
-template <typename T> void nf4_dequantize(T* out, const Nf4& w, size_t n, cudaStream_t stream) {
-    bool vector = can_vectorize<T>(0, out, w.codes);
+// A thread has several elements if no block, group or row can end between them.
+template <typename T, typename W>
+void dequantize_pairs(T* out, const W& w, size_t n, size_t cols, cudaStream_t stream) {
+    bool vector = can_vectorize<T>(cols, out, w.codes);
     pick_element_kernel<T>(n, vector, [&](auto P, unsigned grid) {
-        launch(nf4_dequantize_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, out, w, n);
+        launch(dequantize_pairs_kernel<T, P, W>, grid, ELEMENT_THREADS, 0, stream, out, w, n);
     });
 }
-
-// Quantise rows to int8, one warp a row.
-template <typename T>
-void int8_quantize(int8_t* codes, float* absmax, const T* x, size_t rows, size_t cols,
-                   cudaStream_t stream) {
-    unsigned grid = unsigned(ceil_div(rows, size_t(NF4_WARPS)));
-    launch(int8_quantize_kernel<T>, grid, NF4_WARPS * 32, 0, stream, codes, absmax, x, rows, cols);
+template <typename T> void nf4_dequantize(T* out, const Nf4& w, size_t n, cudaStream_t stream) {
+    dequantize_pairs(out, Nf4Pairs{w}, n, NF4_BLOCK, stream);
 }
-
-// out = the values of int8 codes.
+template <typename T>
+void int4_dequantize(T* out, const uint8_t* codes, const float* scales, size_t rows, size_t cols,
+                     cudaStream_t stream) {
+    dequantize_pairs(out, Int4Pairs{codes, scales, cols}, rows * cols, cols, stream);
+}
 template <typename T>
 void int8_dequantize(T* out, const int8_t* codes, const float* absmax, size_t rows, size_t cols,
                      cudaStream_t stream) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 #include "cuda_common.h"
+#include "types.h"
 
 namespace llmc {
 

@@ -15,8 +15,10 @@
 //         and writes dinp. On the GPU backward also writes one row of sums for about 32 rows.
 //   To copy: this file, partial_sums.cuh, rows.cuh, types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "partial_sums.cuh"
 #include "rows.cuh"
+#include "types.h"
 
 namespace llmc {
 

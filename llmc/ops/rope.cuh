@@ -19,6 +19,7 @@
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
+#include "types.h"
 
 namespace llmc {
 

@@ -7,6 +7,7 @@
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
+#include "types.h"
 
 #if LLMC_KERNELS
 namespace llmc {

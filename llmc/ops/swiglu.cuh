@@ -9,10 +9,12 @@
 //   To copy: this file, elements.h, elementwise.cuh, fast_math.h, gelu.cuh, partial_sums.cuh,
 //            types.h and cuda_common.h.
 #pragma once
+#include "cuda_common.h"
 #include "elements.h"
 #include "elementwise.cuh"
 #include "fast_math.h"
 #include "gelu.cuh"
+#include "types.h"
 
 namespace llmc {
 

@@ -72,18 +72,12 @@ inline thread_local int this_rank = 0; // only the messages below read it
 }
 
 // For a mistake in the program or the machine. Prints file, line, rank, condition and values.
-#define LLMC_CHECK(cond, format, ...)                                                      \
-    do {                                                                                   \
-        if (!(cond))                                                                       \
-            llmc::die("%s:%d: rank %d: %s: " format, __FILE__, __LINE__, llmc::this_rank,  \
-                      #cond __VA_OPT__(, ) __VA_ARGS__);                                   \
-    } while (0)
+#define LLMC_CHECK(cond, format, ...)                                                           \
+    ((cond) ? void() : llmc::die("%s:%d: rank %d: %s: " format, __FILE__, __LINE__,             \
+                                 llmc::this_rank, #cond __VA_OPT__(, ) __VA_ARGS__))
 
 // For a mistake in what the user gave. Prints one plain line that says how to fix it.
-#define LLMC_USER_CHECK(cond, ...)               \
-    do {                                         \
-        if (!(cond)) llmc::die(__VA_ARGS__);     \
-    } while (0)
+#define LLMC_USER_CHECK(cond, ...) ((cond) ? void() : llmc::die(__VA_ARGS__))
 
 // ----------------------------------------------------------------------------
 // element types

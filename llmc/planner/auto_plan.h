@@ -9,7 +9,7 @@
 #include "layer_cost.h"
 #include "machine_here.h"
 #include "plan_search.h"
-#include "trial.h"
+#include "evaluate.h"
 
 namespace llmc {
 
@@ -30,17 +30,15 @@ inline bool is_planned(const std::string& flag) {
 inline std::string command_text(const Config& user, const PlanQuestion& q, const Config& layout) {
     // Start ranks as processes, unless the user has them as threads.
     bool processes = q.gpus > 1 && user.local_ranks != q.gpus;
-    std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
     const Program &train = program_named("train_gpt"), &tune = program_named("tune_gpt");
     bool tunes = false;
     for (const std::string& flag : user.given)
         tunes |= takes_flag(&tune, flag) && !takes_flag(&train, flag);
-    text += tunes ? "build/tune_gpt" : "build/train_gpt";
-    for (const Flag& f : config_table()) {
-        if (!*f.name || !was_given(user, f.name) || is_planned(f.name))
-            continue;
-        text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
-    }
+    std::string text = concat(processes ? concat("mpirun -np ", q.gpus, " ") : "",
+                              tunes ? "build/tune_gpt" : "build/train_gpt");
+    for (const Flag& f : config_table())
+        if (*f.name && was_given(user, f.name) && !is_planned(f.name))
+            text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ",
                          layout_flags_text(layout));
 }
@@ -67,59 +65,41 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     return line + layout_flags_text(t.config) + (tie ? "  (a tie)" : "") + "\n";
 }
 
-// A row of the table of differences: the best trial's number, then for each other trial its number
-// minus the best's.
-inline std::string difference_line(const char* name, const std::vector<double>& numbers) {
-    // Leave out a row in which all numbers print as 0, and print no sign of what rounds to 0.
-    auto zero = [](double x) { return std::fabs(x) < 0.005; };
-    if (std::all_of(numbers.begin(), numbers.end(), zero))
-        return "";
-    char cell[64];
-    snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, numbers[0]);
-    std::string line = cell;
-    for (size_t i = 1; i < numbers.size(); i++) {
-        double more = numbers[i] - numbers[0];
-        snprintf(cell, sizeof(cell), " %+10.2f", zero(more) ? 0 : more);
-        line += cell;
-    }
-    return line + "\n";
-}
-
-// The table that shows why the others lose. The rows of time add up to a step, those of memory to
-// the bytes of the fullest rank.
+// The table that shows why the others lose: a column for each trial, the best one first, then what
+// each other one has more. The rows of time add up to a step.
 inline std::string differences_text(const std::vector<NamedTrial>& trials) {
-    // Write the heading: a column for each trial, the best one first.
     std::string text = "what the others have more than the best\n  ms of a step            ";
-    char cell[32];
+    char cell[64];
     for (const NamedTrial& t : trials) {
         snprintf(cell, sizeof(cell), " %10s", t.name.c_str());
         text += cell;
     }
     text += "\n";
 
-    // A row takes number(trial) of each trial.
+    // A row takes number(trial) of each. What rounds to 0 has no sign; a row of it is left out.
     auto row = [&](const char* name, auto number) {
-        std::vector<double> numbers;
-        for (const NamedTrial& t : trials)
-            numbers.push_back(number(*t.trial));
-        text += difference_line(name, numbers);
+        double best = number(*trials[0].trial);
+        auto zero = [](double x) { return std::fabs(x) < 0.005; };
+        snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, best);
+        std::string line = cell;
+        bool any = !zero(best);
+        for (size_t i = 1; i < trials.size(); i++) {
+            double x = number(*trials[i].trial);
+            any |= !zero(x);
+            snprintf(cell, sizeof(cell), " %+10.2f", zero(x - best) ? 0 : x - best);
+            line += cell;
+        }
+        if (any) text += line + "\n";
     };
 
-    // Write the rows: time by part, then memory by kind of data.
+    // Write the rows: time by part, then memory. A small model's bytes are in MiB.
     for (const TimePart& part : time_parts())
         row(part.name, [&](const Trial& t) { return 1e3 * t.parts.*part.part; });
     row("together", [](const Trial& t) { return 1e3 * t.seconds; });
-
-    // A small model's bytes stand in MiB.
     bool small = trials[0].trial->bytes < GIB;
     double unit = small ? GIB / 1024 : GIB;
-    text += small ? "  MiB of the fullest rank\n" : "  GiB of the fullest rank\n";
-    for (const char* name : memory_rows())
-        row(name, [&](const Trial& t) {
-            auto found = t.memory.find(name);
-            return found == t.memory.end() ? 0 : found->second / unit;
-        });
-    row("together", [&](const Trial& t) { return t.bytes / unit; });
+    row(small ? "MiB of the fullest rank" : "GiB of the fullest rank",
+        [&](const Trial& t) { return t.bytes / unit; });
     return text;
 }
 
@@ -165,30 +145,20 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
 // ----------------------------------------------------------------------------
 // questions that have no answer
 
-// The largest number of ranks, at most q.gpus, that has an allowed layout; 0: none has one.
-inline int nearest_gpus(PlanQuestion q) {
-    // List the grids of tp, pp and dp, most ranks first. dp must divide the step's sequences.
-    std::set<std::array<int, 4>, std::greater<>> worlds; // ranks, tp, pp, dp
+// The largest number of ranks, up to q.gpus, that has an allowed grid of tp, pp and dp; 0: none.
+inline int nearest_gpus(const PlanQuestion& q) {
     int64_t samples = std::max<int64_t>(1, q.config.batch_tokens / q.config.seq);
-    for (int tp = 1; tp <= q.machine.cards; tp++)
-        for (int pp = 1; pp <= int(q.shape.L) + 2; pp++) {
-            int dp = int(std::min<int64_t>(samples, q.gpus / tp / pp));
-            while (dp > 1 && samples % dp)
-                dp--;
-            int ranks = dp * tp * pp;
-            if (dp > 0 && nodes_hold(q.machine, ranks, tp)) worlds.insert({ranks, tp, pp, dp});
-        }
-
-    // Return the first that config_check() allows.
-    for (auto [ranks, tp, pp, dp] : worlds) {
-        Config c = plain_config(q);
-        c.tp = tp;
-        c.pp = pp;
-        c.dp = dp;
-        c.sequence_parallel = has_whole_experts(c);
-        if (ranks <= q.gpus && refuse_layout(q, c).empty())
-            return ranks;
-    }
+    Config c = plain_config(q);
+    for (int ranks = q.gpus; ranks > 0; ranks--)
+        for (c.tp = 1; c.tp <= q.machine.cards; c.tp++)
+            for (c.pp = 1; c.pp <= int(q.shape.L) + 2; c.pp++) {
+                // dp takes what is left, and must divide the step's sequences.
+                c.dp = ranks / (c.tp * c.pp);
+                c.sequence_parallel = has_whole_experts(c);
+                bool whole = c.dp > 0 && c.dp * c.tp * c.pp == ranks && samples % c.dp == 0;
+                bool near = whole && nodes_hold(q.machine, ranks, c.tp);
+                if (near && refuse_layout(q, c).empty()) return ranks;
+            }
     return 0;
 }
 
@@ -252,12 +222,14 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
                   " too much: try ", fix);
 }
 
-// Simulate and place the layout that the user's own flags name, to compare it with the best. What
-// they leave open is as in the fastest of the search's layouts that fit, or else in the leanest.
-// Returns false if they name none, or one that is refused: why receives a line.
+// Evaluate the layout that the user's own flags name, to compare it with the best. What they leave
+// open is as in the fastest of the search's layouts that fit, or else in the leanest. Returns false
+// if they name none, or one that is refused: why receives a line.
 template <typename T, typename S>
 bool named_layout(const PlanQuestion& q, Trial* yours, S where, std::string* why = nullptr) {
-    if (!names_layout(q.config)) return false;
+    bool named = false;
+    has_named(q.config, q.config, &named);
+    if (!named) return false;
 
     // Ask again, of those that have the named values.
     PlanQuestion mine = q;
@@ -286,10 +258,8 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where, std::string* why
     // Share out more and more, unless the user says how much, until it fits.
     bool shares = c.dp * c.cp > 1 && !was_given(c, "zero");
     for (int last = shares ? 3 : c.zero;; c.zero++) {
-        Trial t = {c};
-        simulate_trial<T>(q, t, where);
-        if (!t.wrong.empty()) return true;
-        *yours = t;
+        *yours = {c};
+        simulate_trial<T>(q, *yours, where);
         if (fits_everywhere<T>(q, *yours, where) || c.zero == last)
             return true;
     }

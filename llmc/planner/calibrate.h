@@ -162,6 +162,46 @@ struct Measurements {
     std::vector<Measured> link = {}, nic = {};
 };
 
+// The shares that are fitted, each to its measurements.
+struct FittedShare {
+    const char* rows_are;
+    MachineNumber share, prior;
+    std::vector<Measured> Measurements::*rows;
+};
+constexpr FittedShare FITTED_SHARES[] = {
+    {"products", &Machine::gemm, &Machine::gemm, &Measurements::products},
+    {"attention", &Machine::attention, &Machine::attention, &Measurements::attention},
+    {"attention by plain kernels", &Machine::plain, &Machine::plain, &Measurements::plain},
+    {"updates", &Machine::memory, &Machine::memory, &Measurements::memory},
+    {"norms and activation functions", &Machine::elementwise, &Machine::memory,
+     &Measurements::elementwise},
+    {"all-reduces inside a machine, without their latency", &Machine::link, &Machine::link,
+     &Measurements::link},
+    {"all-reduces between machines, without their latency", &Machine::nic, &Machine::nic,
+     &Measurements::nic},
+};
+
+// A linear layer's operands.
+template <typename T, typename S> struct LinearOperands {
+    Buffers<S> room;
+    T *x, *y; // (N,IC), (N,OC)
+    Weight w;
+    Blas blas = {};
+
+    LinearOperands(size_t N, size_t OC, size_t IC, S where) : room{where} {
+        size_t bytes = linear_scratch_bytes<T>(N, OC, IC, where);
+        x = room.template take<T>(N * IC);
+        y = room.template take<T>(N * OC);
+        w = {room.template take<T>(OC * IC), type_of<T>(), OC, IC};
+        w.grad = room.template take<acc_t<T>>(OC * IC);
+        blas_scratch(blas, room.template take<char>(bytes), bytes);
+    }
+    void forward(size_t N, S where) {
+        const T* no_residual = nullptr;
+        linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
+    }
+};
+
 // Measure linear layers: forward, and both halves of backward. The fastest rate becomes the peak,
 // unless the data sheet's is known.
 template <typename T, typename S>
@@ -174,27 +214,14 @@ void measure_products(Measurements& m, const Comm& world, S where) {
     std::vector<Timed> all;
     for (auto [n, out, in] : {std::array<size_t, 3>{128, 512, 128}, {512, 256, 256},
                               {256, 768, 512}, {1024, 512, 768}, {512, 2048, 512}}) {
-        // Take the operands of one layer.
         size_t k = calibrate_scale(where), N = n * k, OC = out * k, IC = in * k;
-        Buffers<S> room = {where};
-        size_t bytes = linear_scratch_bytes<T>(N, OC, IC, where);
-        T* x = room.template take<T>(N * IC);
-        T* y = room.template take<T>(N * OC);
-        Weight w = {room.template take<T>(OC * IC), type_of<T>(), OC, IC};
-        w.grad = room.template take<acc_t<T>>(OC * IC);
-        Blas blas;
-        blas_scratch(blas, room.template take<char>(bytes), bytes);
-
-        // Time its passes.
-        const T* no_residual = nullptr;
-        all.push_back({N, OC, IC, "forward", timed(world, where, [&] {
-                           linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
-                       })});
+        LinearOperands<T, S> o(N, OC, IC, where);
+        all.push_back({N, OC, IC, "forward", timed(world, where, [&] { o.forward(N, where); })});
         all.push_back({N, OC, IC, "dx", timed(world, where, [&] {
-                           linear_backward_input(x, y, w, N, false, blas, where);
+                           linear_backward_input(o.x, o.y, o.w, N, false, o.blas, where);
                        })});
         all.push_back({N, OC, IC, "dw", timed(world, where, [&] {
-                           linear_backward_weight(w, nullptr, y, x, N, true, blas, where);
+                           linear_backward_weight(o.w, nullptr, o.y, o.x, N, true, o.blas, where);
                        })});
     }
 
@@ -221,24 +248,15 @@ inline double spread_over_ranks(const Comm& world, double own) {
     return std::sqrt(mean_over_ranks(world, off * off) * ranks / (ranks - 1));
 }
 
-// Measure how much ranks differ in the time that one product takes them.
+// Measure how much ranks differ in the time that one product takes them. Time it for a second: a
+// slow moment of a rank must not count.
 template <typename T, typename S>
 void measure_jitter(Measurements& m, const Comm& world, S where) {
     if (world.size == 1) return;
     size_t N = 512 * calibrate_scale(where);
-    Buffers<S> room = {where};
-    size_t bytes = linear_scratch_bytes<T>(N, N, N, where);
-    T* x = room.template take<T>(N * N);
-    T* y = room.template take<T>(N * N);
-    Weight w = {room.template take<T>(N * N), type_of<T>(), N, N};
-    Blas blas;
-    blas_scratch(blas, room.template take<char>(bytes), bytes);
-
-    // Time it for a second: a slow moment of a rank must not count.
-    const T* no_residual = nullptr;
-    m.machine.jitter = spread_over_ranks(world, timed_here(where, [&] {
-        linear_forward(y, x, w, nullptr, no_residual, N, blas, where);
-    }, 0, 1.0));
+    LinearOperands<T, S> o(N, N, N, where);
+    double seconds = timed_here(where, [&] { o.forward(N, where); }, 0, 1.0);
+    m.machine.jitter = spread_over_ranks(world, seconds);
 }
 
 // Measure causal attention, forward and backward.
@@ -453,15 +471,8 @@ template <typename S> void measure_launches(Measurements& m, const Comm& world, 
 inline std::string machine_text(const Measurements& m, const std::string& base, int sharers) {
     // Fit the shares.
     Machine fit = m.machine;
-    fit.gemm = fit_share(fit.gemm, m.products);
-    fit.attention = fit_share(fit.attention, m.attention);
-    fit.plain = fit_share(fit.plain, m.plain);
-    fit.elementwise = fit_share(fit.memory, m.elementwise);
-    fit.memory = fit_share(fit.memory, m.memory);
-    if (!m.link.empty())
-        fit.link = fit_share(fit.link, m.link);
-    if (!m.nic.empty())
-        fit.nic = fit_share(fit.nic, m.nic);
+    for (const FittedShare& f : FITTED_SHARES)
+        fit.*f.share = fit_share(m.machine.*f.prior, m.*f.rows);
     for (MachineNumber rate : {&Machine::half_tf, &Machine::single_tf, &Machine::memory_tb})
         fit.*rate *= m.known ? 1 : sharers;
 
@@ -475,18 +486,10 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
         text += line;
     }
 
-    // Write the measurements, so that a reader sees what the shares stand on.
-    text += "# products\n" + share_text(fit.gemm, m.products);
-    text += "# attention\n" + share_text(fit.attention, m.attention) +
-            share_text(fit.plain, m.plain);
-    text += "# updates\n" + share_text(fit.memory, m.memory);
-    text += "# norms and activation functions\n" + share_text(fit.elementwise, m.elementwise);
-    if (!m.link.empty())
-        text += "# all-reduces inside a machine, without their latency\n" +
-                share_text(fit.link, m.link);
-    if (!m.nic.empty())
-        text += "# all-reduces between machines, without their latency\n" +
-                share_text(fit.nic, m.nic);
+    // Write the measurements, so that a reader sees what the shares rest on.
+    for (const FittedShare& f : FITTED_SHARES)
+        if (!(m.*f.rows).empty())
+            text += concat("# ", f.rows_are, "\n", share_text(fit.*f.share, m.*f.rows));
     return text;
 }
 

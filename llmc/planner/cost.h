@@ -15,7 +15,7 @@
 #include "../layout.h"
 #include "../model.h"
 #include "../offload.h"
-#include "../ops/fp8_gradients.cuh"
+#include "../ops/fp8_sent.cuh"
 #include "../ops/small_states.cuh"
 #include "../ops/tensor_table.cuh"
 #include "../optimizer.h"

@@ -21,7 +21,7 @@
 #include "../text.h"
 #include "machine_here.h"
 #include "plan_search.h"
-#include "trial.h"
+#include "evaluate.h"
 
 namespace llmc {
 
@@ -65,7 +65,7 @@ inline const std::vector<const char*>& fit_models() {
 
 // The answer for a model and a way. B = 0: nothing fits.
 struct FitCell {
-    std::string flags;
+    std::string way, flags;
     int B = 0;          // sequences of a micro-batch
     double bytes = 0;   // on the card
     double host = 0;    // bytes in the host's memory
@@ -104,7 +104,7 @@ inline Config fit_config(const PlanQuestion& q, const std::string& flags, int B)
 // Evaluate a run with a GPU's sizes.
 inline const Trial& try_fit(const PlanQuestion& q, const Config& c, Depth depth) {
     sizes_of_gpu = true;
-    const Trial& t = evaluate_config<bf16>(q, c, depth, Cpu{});
+    const Trial& t = evaluate<bf16>(q, c, depth, Cpu{});
     sizes_of_gpu = false;
     return t;
 }
@@ -112,48 +112,41 @@ inline const Trial& try_fit(const PlanQuestion& q, const Config& c, Depth depth)
 // ----------------------------------------------------------------------------
 // a cell, a table
 
-// The rungs of a way without those that are refused, as small states are beside SGD. If all are,
-// *refusal says why.
-inline std::vector<std::string> allowed_rungs(const PlanQuestion& q, const FitWay& way,
-                                              std::string* refusal) {
+// The fastest rung of a way that fits, with its largest micro-batch.
+inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
+    // Leave out rungs that are refused, as small states are beside SGD.
+    q.known->clear();
+    FitCell best = {way.name};
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
         std::string wrong = check_with_teacher(c, q.shape, q.teacher);
-        if (wrong.empty())
-            rungs.push_back(rung);
-        else
-            *refusal = wrong;
+        if (wrong.empty()) rungs.push_back(rung);
+        else best.refusal = wrong;
     }
-    if (!rungs.empty()) *refusal = "";
-    return rungs;
-}
-
-// The fastest rung of a way that fits, with its largest micro-batch.
-inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
-    q.known->clear();
-    FitCell best;
-    std::vector<std::string> rungs = allowed_rungs(q, way, &best.refusal);
     if (rungs.empty()) return best;
+    best.refusal = "";
 
     // Ask the leanest rung first: what the card cannot hold then, it holds with no other. Leave out
     // those that come last and fit nowhere, as where the host lacks memory.
+    auto placed = [&](const std::string& rung, int B) -> const Trial& {
+        return try_fit(q, fit_config(q, rung, B), Depth::PLACED);
+    };
     auto fits = [&](const std::string& rung, int B) {
-        const Trial& t = try_fit(q, fit_config(q, rung, B), Depth::PLACED);
+        const Trial& t = placed(rung, B);
         return t.wrong.empty() && has_room(q, t);
     };
-    if (try_fit(q, fit_config(q, rungs.back(), 1), Depth::PLACED).bytes > q.room)
-        return best;
+    if (placed(rungs.back(), 1).bytes > q.room) return best;
     while (!rungs.empty() && !fits(rungs.back(), 1))
         rungs.pop_back();
 
     // Double the micro-batch of each rung while it fits. A rung beyond the second that fits the
     // card alone would only recompute or move more.
     int found = 0;
+    int64_t most = std::max<int64_t>(1, FULL_ROWS / 2 / q.config.seq);
     for (const std::string& rung : rungs) {
         if (found == 2 && best.host == 0) break;
         int B = 0;
-        int64_t most = std::max<int64_t>(1, FULL_ROWS / 2 / q.config.seq);
         while (std::max(1, 2 * B) <= most && fits(rung, std::max(1, 2 * B)))
             B = std::max(1, 2 * B);
         if (B == 0) continue;
@@ -161,14 +154,25 @@ inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
         Config c = fit_config(q, rung, B);
         const Trial& t = try_fit(q, c, Depth::TIMED);
         double rate = double(c.batch_tokens) / t.seconds;
-        FitCell cell = {rung, B, t.bytes, t.host, rate, rungs.back(), ""};
+        if (rate <= best.rate) continue;
+        best = {way.name, rung, B, t.bytes, t.host, rate, rungs.back(), ""};
 
         // A batch of whole micro-batches may be smaller than the heading's.
         if (c.batch_tokens != fit_batch(q.config))
-            cell.flags += concat(rung.empty() ? "" : " ", "--batch-tokens ", c.batch_tokens);
-        if (cell.rate > best.rate) best = cell;
+            best.flags += concat(rung.empty() ? "" : " ", "--batch-tokens ", c.batch_tokens);
     }
     return best;
+}
+
+// The cells of a model. all: of every way, else to the first that needs nothing but the card.
+inline std::vector<FitCell> fit_cells(const PlanQuestion& q, bool all) {
+    std::vector<FitCell> cells;
+    for (const FitWay& way : fit_ways()) {
+        cells.push_back(fit_cell(q, way));
+        bool alone = cells.back().B > 0 && cells.back().host == 0;
+        if (alone && !all) break;
+    }
+    return cells;
 }
 
 // The longest sequence that a rung fits, with one sequence in a micro-batch, to 1024 tokens.
@@ -257,29 +261,18 @@ inline std::vector<std::string> models_asked(const Config& user) {
     return {fit_models().begin(), fit_models().end()};
 }
 
-// The reason for which every way of every model is refused, if it is one; otherwise "".
-inline std::string refuse_all(const RunFacts& run, const Config& user, const std::string& card) {
-    PlanQuestion q = fit_question(run, user, card);
-    std::string reason;
-    for (const std::string& model : models_asked(user)) {
-        take_model(q, user, model);
-        for (const FitWay& way : fit_ways()) {
-            std::string refusal;
-            allowed_rungs(q, way, &refusal);
-            if (reason.empty()) reason = refusal;
-            if (refusal.empty() || refusal != reason)
-                return "";
-        }
-    }
-    return reason;
+// Why all cells of a model are refused; "": some are not.
+inline std::string refusal_of(const std::vector<FitCell>& cells) {
+    for (const FitCell& cell : cells)
+        if (cell.refusal.empty()) return "";
+    return cells.back().refusal;
 }
 
 // A line of a card's table: the way, its rate, its bytes, and the flags. longest: 0: not asked.
-inline std::string fit_line(const std::string& model, const char* way, const FitCell& cell,
-                            int longest) {
+inline std::string fit_line(const std::string& model, const FitCell& cell, int longest) {
     // Write the rate and the bytes, or only that there are none.
     char line[160];
-    snprintf(line, sizeof(line), "  %-16s %-8s ", model.c_str(), way);
+    snprintf(line, sizeof(line), "  %-16s %-8s ", model.c_str(), cell.way.c_str());
     if (!cell.refusal.empty())
         return concat(line, "refused: ", cell.refusal, "\n");
     if (cell.B == 0)
@@ -296,7 +289,8 @@ inline std::string fit_line(const std::string& model, const char* way, const Fit
 }
 
 // The table of one card: a line for each model and way.
-inline std::string fit_card(const RunFacts& run, const Config& user, const std::string& card) {
+inline std::string fit_card(const RunFacts& run, const Config& user, const std::string& card,
+                            std::set<std::string>& refusals) {
     // Head the table with the card, and with the flags that all lines share.
     PlanQuestion q = fit_question(run, user, card);
     bool one = was_given(user, "model");
@@ -310,36 +304,28 @@ inline std::string fit_card(const RunFacts& run, const Config& user, const std::
     // Answer for each model, and for a single one also how long a sequence may be.
     for (const std::string& model : models_asked(user)) {
         take_model(q, user, model);
-        for (const FitWay& way : fit_ways()) {
-            FitCell cell = fit_cell(q, way);
-            int longest = one && cell.B ? longest_sequence(q, cell.leanest) : 0;
-            text += fit_line(model, way.name, cell, longest);
-        }
+        std::vector<FitCell> cells = fit_cells(q, true);
+        refusals.insert(refusal_of(cells));
+        for (const FitCell& cell : cells)
+            text += fit_line(model, cell,
+                             one && cell.B ? longest_sequence(q, cell.leanest) : 0);
     }
     return text;
 }
 
-// A cell of the table of several cards: how all weights train there, and if that takes the host's
-// memory, how adapters do, to the first way without it. *refusal: why no way is allowed, or "".
-inline std::string fit_word(const PlanQuestion& q, std::string* refusal) {
-    // Go on until a way needs nothing but the card.
+// A cell of the table of several cards: the ways that fit, and their tokens a second.
+inline std::string fit_word(const std::vector<FitCell>& cells) {
     std::string text;
-    bool allowed = false;
-    for (const FitWay& way : fit_ways()) {
-        FitCell cell = fit_cell(q, way);
-        allowed |= cell.refusal.empty();
-        if (!cell.refusal.empty()) *refusal = cell.refusal;
-        if (cell.B == 0) continue;
-        text += concat(text.empty() ? "" : ", ", way.name, " ", count_text(cell.rate));
-        if (cell.host == 0) break;
-    }
-    if (allowed) *refusal = "";
-    return !allowed ? "refused" : text.empty() ? "-" : text;
+    for (const FitCell& cell : cells)
+        if (cell.B > 0)
+            text += concat(text.empty() ? "" : ", ", cell.way, " ", count_text(cell.rate));
+    return text.empty() ? "-" : text;
 }
 
 // The table of several cards: the models, and on each card the ways and tokens a second.
 inline std::string fit_cards(const RunFacts& run, const Config& user,
-                             const std::vector<std::string>& cards) {
+                             const std::vector<std::string>& cards,
+                             std::set<std::string>& refusals) {
     // Name the columns by the cards, and by the rows of machine.h whose rates they have.
     std::vector<PlanQuestion> columns;
     std::string text = "| |";
@@ -354,18 +340,21 @@ inline std::string fit_cards(const RunFacts& run, const Config& user,
     text += "\n";
 
     // Write a row for each model, and below the table why some are refused, on every card.
-    std::string refusals;
+    std::string refused;
     for (const std::string& model : models_asked(user)) {
-        std::string refusal;
+        std::string why;
         text += concat("| ", model, " |");
         for (PlanQuestion& q : columns) {
             take_model(q, user, model);
-            text += concat(" ", fit_word(q, &refusal), " |");
+            std::vector<FitCell> cells = fit_cells(q, false);
+            why = refusal_of(cells);
+            text += concat(" ", why.empty() ? fit_word(cells) : "refused", " |");
         }
         text += "\n";
-        if (!refusal.empty()) refusals += concat(model, " is refused: ", refusal, "\n");
+        refusals.insert(why);
+        if (!why.empty()) refused += concat(model, " is refused: ", why, "\n");
     }
-    return text + refusals;
+    return text + refused;
 }
 
 // Answer --fit: the flags for one card, or the ways for several, with commas between them.
@@ -376,8 +365,13 @@ inline std::string fit_text(const RunFacts& run, const Config& user) {
     std::string card;
     for (std::istringstream all(user.fit); std::getline(all, card, ',');)
         cards.push_back(card);
-    or_die(refuse_all(run, user, cards[0]));
-    return cards.size() == 1 ? fit_card(run, user, cards[0]) : fit_cards(run, user, cards);
+    std::set<std::string> refusals;
+    std::string text = cards.size() == 1 ? fit_card(run, user, cards[0], refusals)
+                                         : fit_cards(run, user, cards, refusals);
+
+    // A refusal of every model and way is an error of the command line.
+    if (refusals.size() == 1) or_die(*refusals.begin());
+    return text;
 }
 
 } // namespace llmc

@@ -83,7 +83,7 @@ struct Times {
     double jitter = 0;                                   // of the slowest rank, beyond the mean
     double tensor = 0, context = 0, experts = 0, pipeline = 0, data = 0; // waits for messages
     double moves = 0;                                    // waits for another tier of memory
-    double evaluations = 0, sampling = 0;                // before the step (planner/before_step.h)
+    double evaluations = 0, sampling = 0;                // before the step (predict.h)
     double bubble = 0;                                   // waits for other ranks
 };
 // A part of Times, by its name.

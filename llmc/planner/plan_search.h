@@ -6,7 +6,7 @@
 //              nodes. The global batch and the sequence length stay as the user gave them, and so
 //              does every flag that the planner does not choose
 //   2. BOUND   the least seconds and bytes of each, with each ZeRO stage (lower_bound.h)
-//   3. SEARCH  The least bound is next: it is placed and simulated (trial.h). One that does not
+//   3. SEARCH  The least bound is next: it is placed and simulated (evaluate.h). One that does not
 //              fit gives way to leaner ones: more recomputation, smaller masters, data that leave.
 //              Layouts of one family have bounds that are too low by about as much, so once one of
 //              them is simulated the others' bounds rise by the same factor. The search ends where
@@ -29,11 +29,11 @@
 #include "../offload.h"
 #include "../ops/types.h"
 #include "../text.h"
-#include "before_step.h"
+#include "predict.h"
 #include "layer_cost.h"
 #include "links.h"
 #include "lower_bound.h"
-#include "trial.h"
+#include "evaluate.h"
 
 namespace llmc {
 
@@ -66,13 +66,6 @@ inline std::vector<int> divisors_of(int n) {
 inline std::string refuse_layout(const PlanQuestion& q, Config c) {
     std::string wrong = check_with_teacher(c, q.shape, q.teacher);
     return wrong.empty() ? refuse_idle_offload(c) : wrong;
-}
-
-// The values of --etp to try: tp ranks cut all experts or none. A user's flag leaves no choice.
-inline std::vector<int> etp_choices(const PlanQuestion& q, int tp) {
-    bool open = q.shape.experts.E && tp > 1 && !was_given(q.config, "etp");
-    if (open) return {0, 1};
-    return {q.config.etp};
 }
 
 // Whether each node holds whole groups of tp ranks: all, if there is one node.
@@ -108,7 +101,8 @@ inline std::vector<Config> list_grids(const PlanQuestion& q, std::string* why) {
 
                 // Distribute experts over ranks that see different tokens: those of dp and cp, and
                 // of tp where experts are whole, which wants sequence parallelism.
-                for (int etp : etp_choices(q, tp))
+                bool open = q.shape.experts.E && tp > 1 && !was_given(q.config, "etp");
+                for (int etp : open ? std::vector<int>{0, 1} : std::vector<int>{q.config.etp})
                     for (int ep : q.shape.experts.E ? divisors : one) {
                         c.etp = etp;
                         c.ep = ep;
@@ -126,91 +120,88 @@ constexpr int MOST_CHUNKS = 8;
 
 // The allowed schedules and micro-batches of a grid.
 inline std::vector<Config> list_schedules(const PlanQuestion& q, const Config& grid) {
-    // List micro-batches that divide a rank's part of the global batch, and numbers of chunks.
-    std::vector<Config> all;
+    // List micro-batches that divide a rank's part of the global batch. A single sequence may have
+    // more rows than fill a card.
     int64_t samples = q.config.batch_tokens / q.config.seq / grid.dp;
-    std::vector<int> sizes, chunks = {1};
+    std::vector<int> sizes;
     for (int B = 1; B <= 64; B++) {
-        // A single sequence may have more rows than fill a card.
         bool full = B > 1 && B * int64_t(q.config.seq) / grid.cp > FULL_ROWS;
         if (!full && samples % B == 0) sizes.push_back(B);
     }
-    for (int v = 2; v <= MOST_CHUNKS; v++)
-        if (grid.pp > 1) chunks.push_back(v);
 
-    // Try three schedules. GPipe is left out: it has 1F1B's bubble, and keeps more activations.
-    // Zero-bubble with chunks is left out because no sum counts the stages that live there.
+    // List schedules, with chunks. GPipe is left out: it has 1F1B's bubble, and keeps more
+    // activations. So is zero-bubble with chunks: no sum counts the stages that live there.
+    std::vector<std::pair<const char*, int>> schedules = {{"1f1b", 1}};
+    if (grid.pp > 1) schedules.push_back({"zero-bubble", 1});
+    for (int chunks = 2; grid.pp > 1 && chunks <= MOST_CHUNKS; chunks++)
+        schedules.push_back({"interleaved", chunks});
+
+    std::vector<Config> all;
     Config c = grid;
     for (int B : sizes)
-        for (int v : chunks)
-            for (bool sequence_parallel : {false, true})
-                for (const char* pipeline : {"1f1b", "interleaved", "zero-bubble"}) {
-                    bool interleaved = !strcmp(pipeline, "interleaved");
-                    bool idle = (grid.pp == 1 && strcmp(pipeline, "1f1b")) ||
-                                (grid.tp == 1 && sequence_parallel);
-                    if (idle || interleaved != (v > 1))
-                        continue;
-                    c.micro_batch = B;
-                    c.chunks = v;
-                    c.pipeline = pipeline;
-                    c.sequence_parallel = sequence_parallel;
-                    if (refuse_layout(q, c).empty()) all.push_back(c);
-                }
+        for (auto [pipeline, chunks] : schedules)
+            for (bool sequence_parallel : {false, true}) {
+                if (sequence_parallel && grid.tp == 1) continue;
+                c.micro_batch = B;
+                c.chunks = chunks;
+                c.pipeline = pipeline;
+                c.sequence_parallel = sequence_parallel;
+                if (refuse_layout(q, c).empty()) all.push_back(c);
+            }
     return all;
 }
 
-// The methods of context parallelism that a grid allows, or the user's.
-inline std::vector<std::string> context_methods(const PlanQuestion& q, Config grid) {
-    if (grid.cp == 1 || was_given(q.config, "cp-method"))
-        return {grid.cp_method};
-    std::vector<std::string> methods;
-    for (const char* name : {"gather", "ulysses", "ring"}) {
-        grid.cp_method = name;
-        if (refuse_layout(q, grid).empty()) methods.push_back(name);
-    }
-    return methods;
+// The methods of context parallelism and the orders of the grid that links can tell apart, or the
+// user's: with a node's other ranks along dp instead of pp. Tensor parallelism stays nearest.
+inline std::vector<Config> list_variants(const PlanQuestion& q, const Config& grid) {
+    std::vector<std::string> methods = {grid.cp_method}, orders = {grid.grid_order};
+    if (grid.cp > 1 && !was_given(q.config, "cp-method")) methods = {"gather", "ulysses", "ring"};
+    bool near = grid.tp * grid.cp < q.machine.cards;
+    if (grid.pp > 1 && grid.dp > 1 && near && !was_given(q.config, "grid-order"))
+        orders.push_back("tp-dp-pp");
+
+    std::vector<Config> all;
+    Config c = grid;
+    for (const std::string& method : methods)
+        for (const std::string& order : orders) {
+            c.cp_method = method;
+            c.grid_order = order;
+            if (refuse_layout(q, c).empty()) all.push_back(c);
+        }
+    return all;
 }
 
-// The orders of the grid that links can tell apart: the user's; and without one, with a node's
-// other ranks along dp instead of pp. Tensor parallelism stays nearest in both.
-inline std::vector<std::string> orders_of(const PlanQuestion& q, const Config& c) {
-    bool near = c.tp * c.cp < q.machine.cards;
-    bool differs = c.pp > 1 && c.dp > 1 && near && !was_given(q.config, "grid-order");
-    if (differs) return {c.grid_order, "tp-dp-pp"};
-    return {c.grid_order};
-}
+// The ranks among which ZeRO shares out each bucket (--zero-group), or its weights (--hpz).
+struct Sharing {
+    int zero_group = 0, hpz = 0;
+};
 
-// Which ranks share out a bucket: those of the user's flags, or else all; those of a node
-// (--zero-group); or those of one node, or of several, its weights, and all ranks the rest (--hpz).
-enum class Sharing { ASKED, NODE, NEAR, NEAR_NODES };
-
-// The data-parallel ranks of a node, if ZeRO may share out each bucket among these alone, or its
-// weights: where there are several nodes, and no flag says otherwise; else 0. A group of several
-// nodes sends as much across them as all ranks do, but its rings are shorter: it has as many nodes
-// as there are groups, or fewer, so that neither ring is long.
-inline int node_group(const PlanQuestion& q, const Config& p, Sharing sharing) {
-    // Look at what the flags leave open. Experts that are shared out have groups of their own.
-    const Config& c = q.config;
-    bool open = !was_given(c, "zero-group") && !keeps_weights_near(c) && p.zero > 0;
-    if (sharing >= Sharing::NEAR)
-        open &= !was_given(c, "hpz") && p.zero == 3 && !offloads(p, "weights");
+// The groups to try for ZeRO: those of the user's flags, or else all ranks; and where there are
+// several nodes and no flag says otherwise, those of a node for each bucket or for its weights. A
+// group of several nodes sends as much across them as all ranks do, but its rings are shorter: it
+// has as many nodes as there are groups, or fewer, so that neither ring is long.
+inline std::vector<Sharing> list_groups(const PlanQuestion& q, const Config& p) {
+    // Experts that are shared out have groups of their own.
+    std::vector<Sharing> all = {{p.zero_group, p.hpz}};
+    bool open = !was_given(q.config, "zero-group") && !keeps_weights_near(q.config) && p.zero > 0;
     if (!open || p.ep > 1 || has_whole_experts(p))
-        return 0;
-
-    // Look at the nodes.
+        return all;
     Layout layout = choose_grid(p, q.shape);
     int near = axis_in_node(layout, q.machine, &Layout::cp) *
                axis_in_node(layout, q.machine, &Layout::dp);
-    int all = p.dp * p.cp;
-    bool apart = near > 1 && near < all && all % near == 0;
-    if (!apart || sharing != Sharing::NEAR_NODES)
-        return apart ? near : 0;
+    int ranks = p.dp * p.cp;
+    if (near == 1 || near >= ranks || ranks % near)
+        return all;
+    all.push_back({near, 0});
+    if (p.zero < 3 || was_given(q.config, "hpz")) return all;
+    all.push_back({0, near});
 
     // Take a power of two of nodes.
     int nodes = 1;
-    while (4 * nodes * nodes * near <= all && all % (2 * nodes * near) == 0)
+    while (4 * nodes * nodes * near <= ranks && ranks % (2 * nodes * near) == 0)
         nodes *= 2;
-    return nodes > 1 ? nodes * near : 0;
+    if (nodes > 1) all.push_back({0, nodes * near});
+    return all;
 }
 
 // A way to make room that the user leaves open: smaller masters, and rows of OFFLOAD_TABLE that
@@ -218,7 +209,6 @@ inline int node_group(const PlanQuestion& q, const Config& p, Sharing sharing) {
 struct Saving {
     bool remainder = false;
     unsigned offload = 0;
-    bool operator==(const Saving& x) const = default;
 };
 
 // Whether a row of OFFLOAD_TABLE is among these.
@@ -270,21 +260,20 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
 // A leaf of the search: the flags that a candidate has beyond its grid and schedule.
 struct Leaf {
     int zero = 0;
-    Sharing sharing = Sharing::ASKED;
+    Sharing sharing = {};
     int level = 0; // of recomputation
     Saving saving = {};
 };
 
-// Give a grid and schedule a leaf's flags. Returns false if ZeRO has no such groups.
-inline bool take_leaf(const PlanQuestion& q, Config& c, const Leaf& leaf) {
+// Give a grid and schedule a leaf's flags.
+inline Config with_leaf(Config c, const Leaf& leaf) {
     c.zero = leaf.zero;
+    c.zero_group = leaf.sharing.zero_group;
+    c.hpz = leaf.sharing.hpz;
     c.recompute = recompute_name(Recompute(leaf.level));
     if (leaf.saving.remainder) c.masters = "remainder";
     if (leaf.saving.offload) c.offload = offload_words(leaf.saving.offload);
-    if (leaf.sharing == Sharing::ASKED) return true;
-    int group = node_group(q, c, leaf.sharing);
-    (leaf.sharing == Sharing::NODE ? c.zero_group : c.hpz) = group;
-    return group > 0;
+    return c;
 }
 
 // A candidate in the queue: its grid and schedule by number, and the least that it takes.
@@ -308,7 +297,7 @@ template <typename T, typename S> struct Search {
     std::vector<Config> schedules = {};
     std::vector<Saving> savings = {};
     std::priority_queue<BoundedLayout> queue = {};
-    std::set<std::string> seen = {}; // leaner candidates, by schedule and leaf
+    std::set<std::array<size_t, 7>> seen = {}; // leaner candidates, by schedule and leaf
     size_t listed = 0;               // how many were bounded
     Config leanest = {};             // the one that takes the fewest bytes
     double least = INFINITY;         // its bytes
@@ -334,18 +323,18 @@ template <typename T, typename S> Bound bound_of(Search<T, S>& s, const Config& 
         split_stages(s.before[i], one.layout);
         Bound evaluation = bound_of_plan(s.before[i++], one);
         bound.seconds += before.times * evaluation.seconds;
-        if (before.teacher) add_beside(bound, evaluation);
+        if (before.teacher) bound.bytes += evaluation.bytes;
     }
-    bound.of_rank = {}; // the queue is long
     return bound;
 }
 
 // Put a candidate into the queue, if it is allowed and new.
 template <typename T, typename S>
 void push_candidate(Search<T, S>& s, size_t schedule, const Leaf& leaf) {
-    Config c = s.schedules[schedule];
-    bool known = take_leaf(s.q, c, leaf);
-    if (!known || (s.q.named && !has_named(s.q.config, c)))
+    // Weights that stay near do not leave.
+    Config c = with_leaf(s.schedules[schedule], leaf);
+    bool clash = keeps_weights_near(c) && moves_row(leaf.saving.offload, WEIGHTS);
+    if (clash || (s.q.named && !has_named(s.q.config, c)))
         return;
     Bound bound = bound_of(s, c);
     s.queue.push({bound.seconds, s.listed++, schedule, leaf, bound});
@@ -362,27 +351,26 @@ template <typename T, typename S> Search<T, S> search_layouts(const PlanQuestion
     Search<T, S> s = {q, where, {with_logits(q.shape, where), cost, where}};
     s.savings = savings_of<T>(q, where);
     for (const Config& grid : list_grids(q, &s.why)) {
-        std::vector<std::string> methods = context_methods(q, grid);
-        std::vector<std::string> orders = orders_of(q, grid);
+        std::vector<Config> variants = list_variants(q, grid);
         for (Config c : list_schedules(q, grid))
-            for (const std::string& method : methods)
-                for (const std::string& order : orders) {
-                    c.cp_method = method;
-                    c.grid_order = order;
-                    s.schedules.push_back(c);
-                }
+            for (const Config& variant : variants) {
+                c.cp_method = variant.cp_method;
+                c.grid_order = variant.grid_order;
+                s.schedules.push_back(c);
+            }
     }
 
-    int levels = offloads(q.config, "activations") ? RECOMPUTE_LEVELS : 1;
-    int levels_asked = q.named && was_given(q.config, "recompute") ? RECOMPUTE_LEVELS : levels;
+    bool named = q.named && was_given(q.config, "recompute");
+    int levels = named || offloads(q.config, "activations") ? RECOMPUTE_LEVELS : 1;
     for (size_t i = 0; i < s.schedules.size(); i++) {
-        const Config& c = s.schedules[i];
+        Config c = s.schedules[i];
         bool shares = c.dp * c.cp > 1 || routing_ranks(c) > c.ep; // experts, at least
-        for (int zero = c.zero; zero <= (shares ? 3 : 0); zero++)
-            for (Sharing sharing : {Sharing::ASKED, Sharing::NODE, Sharing::NEAR,
-                                    Sharing::NEAR_NODES})
-                for (int level = 0; level < levels_asked; level++)
+        for (int zero = c.zero; zero <= (shares ? 3 : 0); zero++) {
+            c.zero = zero;
+            for (Sharing sharing : list_groups(q, c))
+                for (int level = 0; level < levels; level++)
                     push_candidate(s, i, {zero, sharing, level});
+        }
     }
     return s;
 }
@@ -395,8 +383,9 @@ template <typename T, typename S> Search<T, S> search_layouts(const PlanQuestion
 template <typename T, typename S> void push_leaner(Search<T, S>& s, const BoundedLayout& from) {
     auto push = [&](Leaf leaf) {
         const Saving& x = leaf.saving;
-        std::string name = concat(from.schedule, " ", leaf.zero, " ", int(leaf.sharing), " ",
-                                  leaf.level, " ", x.remainder, " ", x.offload);
+        std::array<size_t, 7> name = {from.schedule, size_t(leaf.zero),
+                                      size_t(leaf.sharing.zero_group), size_t(leaf.sharing.hpz),
+                                      size_t(leaf.level), x.remainder, x.offload};
         if (s.seen.insert(name).second) push_candidate(s, from.schedule, leaf);
     };
 
@@ -499,7 +488,7 @@ bool try_candidate(Search<T, S>& s, const BoundedLayout& x, const Config& c, Tri
     double actions = rehearsal_actions(q, c);
     bool hope = x.bound.bytes <= q.room && x.bound.host <= q.host_room;
     if (hope) {
-        const Trial& placed = evaluate_config<T>(q, c, Depth::PLACED, s.where, x.bound.fullest);
+        const Trial& placed = evaluate<T>(q, c, Depth::PLACED, s.where, x.bound.fullest);
         if (!placed.wrong.empty()) return false;
         trials.work += actions / 4;
         hope = has_room(q, placed);
@@ -510,7 +499,7 @@ bool try_candidate(Search<T, S>& s, const BoundedLayout& x, const Config& c, Tri
     }
 
     // Simulate it. What moves takes more actions.
-    const Trial& t = evaluate_config<T>(q, c, Depth::TIMED, s.where);
+    const Trial& t = evaluate<T>(q, c, Depth::TIMED, s.where);
     trials.work += x.leaf.saving.offload ? 10 * actions : actions;
     if (!t.wrong.empty()) return false;
     double ratio = t.seconds / x.bound.seconds;
@@ -536,8 +525,7 @@ template <typename T, typename S> Trials try_candidates(Search<T, S>& s) {
         if (done && x.seconds > trials.tie()) break;
 
         // Let a candidate whose bound is too low wait for its turn.
-        Config c = s.schedules[x.schedule];
-        take_leaf(s.q, c, x.leaf);
+        Config c = with_leaf(s.schedules[x.schedule], x.leaf);
         double seconds = trials.raised(c, x.bound.seconds);
         if (seconds > x.seconds) {
             x.seconds = seconds;
@@ -552,9 +540,8 @@ template <typename T, typename S> Trials try_candidates(Search<T, S>& s) {
     std::stable_sort(simple.begin(), simple.end(),
                      [](const auto& x, const auto& y) { return x.first < y.first; });
     for (size_t i = 0; i < simple.size() && i < 4; i++) {
-        Config c = s.schedules[simple[i].second.schedule];
-        take_leaf(s.q, c, simple[i].second.leaf);
-        try_candidate(s, simple[i].second, c, trials);
+        const BoundedLayout& x = simple[i].second;
+        try_candidate(s, x, with_leaf(s.schedules[x.schedule], x.leaf), trials);
     }
     return trials;
 }
@@ -571,7 +558,7 @@ template <typename T, typename S> Answer answer_question(const PlanQuestion& q, 
 
     // The leanest is the last resort.
     if (trials.all.empty() && s.listed > 0) {
-        const Trial& t = evaluate_config<T>(q, s.leanest, Depth::TIMED, where);
+        const Trial& t = evaluate<T>(q, s.leanest, Depth::TIMED, where);
         bool fits = t.wrong.empty() && has_room(q, t);
         if (fits) trials.all.push_back(t);
     }
@@ -586,7 +573,7 @@ template <typename T, typename S> Answer answer_question(const PlanQuestion& q, 
         if (full && trial.seconds > TIE * a.best[0].seconds)
             break;
         if (full && needs >= simplest) continue;
-        const Trial& t = evaluate_config<T>(q, trial.config, Depth::SURE, where);
+        const Trial& t = evaluate<T>(q, trial.config, Depth::SURE, where);
         if (!has_room(q, t)) continue;
         if (full) a.best.pop_back();
         a.best.push_back(t);

@@ -51,8 +51,7 @@ struct Line {
 struct SimulatedRank {
     std::vector<ActionTimes> of;       // [action]
     std::vector<std::vector<int>> due; // [action]: what must be finished before it
-    std::vector<int> mates;            // ranks of its stage: they meet in actions of one number
-    std::vector<std::vector<Member>> partners; // [action]: ranks of other stages that it meets
+    std::vector<std::vector<Member>> partners; // [action]: those that it meets
     std::array<Line, 4> lines; // [queue]
     int at = 0;                // the next action
     int called = -1;           // the last collective that was posted
@@ -84,76 +83,59 @@ struct Simulator {
 // ----------------------------------------------------------------------------
 // who meets whom
 
-// Whether two ranks of one stage meet in an action. Collectives inside layers join tp, cp
-// and ep ranks.
-inline bool mates_meet(const Layout& x, const Layout& y, Op op) {
-    // A rank also meets itself.
-    bool data = x.dp.rank == y.dp.rank;
-    bool tensor = x.tp.rank == y.tp.rank;
-    switch (op) {
+// Return the meetings of an action: actions of equal numbers start together, those of other ranks
+// too. sent: this rank's messages so far, by the stages that they join.
+typedef std::array<int, 5> Meeting;
+inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mates,
+                                        std::map<std::pair<int, int>, int>& sent) {
+    const Layout& x = p.layout;
+    const Action& a = p.actions[number];
+    int op = int(a.op);
+    switch (a.op) {
+    // COUNT and NORM join all stages, TIE the two that hold the table.
+    case Op::COUNT:
+    case Op::NORM:
+    case Op::TIE: return {{op, a.bucket}};
+
+    // The k-th message from one stage to another meets the k-th receive there, in this pipeline.
+    case Op::SENDRECV: {
+        std::vector<Meeting> all;
+        int pipeline = (x.dp.rank * x.cp.size + x.cp.rank) * x.tp.size + x.tp.rank;
+        for (const Transfer& t : a.transfers) {
+            int from = t.send ? x.pp.rank : t.peer;
+            int to = t.send ? t.peer : x.pp.rank;
+            all.push_back({op, pipeline, from, to, sent[{from, to}]++});
+        }
+        return all;
+    }
+
+    // Ranks of a stage have equal plans. Collectives inside layers join tp, cp and ep ranks.
     case Op::GATHER:
     case Op::REDUCE:
-    case Op::PUBLISH: return tensor || x.experts.whole;
-    case Op::COUNT:
-    case Op::NORM: return true;
-    default: return computes(op) && (data || x.ep > 1);
+    case Op::PUBLISH:
+        if (!has_mates) return {};
+        return {{op, x.pp.rank, number, x.experts.whole ? -1 : x.tp.rank}};
+    default:
+        if (!has_mates || !computes(a.op)) return {};
+        return {{op, x.pp.rank, number, x.ep > 1 ? -1 : x.dp.rank}};
     }
 }
 
-// Join the k-th message from one stage to another with the k-th receive there.
-inline void pair_messages(Simulator& s) {
-    int count = int(s.plans.size());
-    std::map<std::tuple<int, int, int>, std::vector<int>> pipelines; // [dp, cp, tp]: [stage]: rank
-    auto pipeline = [&](int r) -> std::vector<int>& {
-        const Layout& x = s.plans[r].layout;
-        return pipelines[{x.dp.rank, x.cp.rank, x.tp.rank}];
-    };
-
-    // A transfer names a stage: its peer is that stage's rank in the same pipeline.
-    for (int r = 0; r < count; r++) {
-        const Axis& pp = s.plans[r].layout.pp;
-        pipeline(r).resize(size_t(pp.size));
-        pipeline(r)[size_t(pp.rank)] = r;
-    }
-
-    // List both ends in the order of their plans. A rank has few peers.
-    typedef std::map<int, std::vector<int>> ByPeer; // actions, in order
-    std::vector<ByPeer> sent(s.plans.size()), received(s.plans.size()); // [rank]
-    for (int r = 0; r < count; r++) {
-        const std::vector<Action>& actions = s.plans[r].actions;
-        const std::vector<int>& stages = pipeline(r);
-        for (int i = 0; i < int(actions.size()); i++)
-            for (const Transfer& t : actions[i].transfers)
-                (t.send ? sent : received)[r][stages[size_t(t.peer)]].push_back(i);
-    }
-
-    // Join them. plans_check() has made sure that the lists match.
-    for (int r = 0; r < count; r++)
-        for (auto& [peer, from] : sent[r])
-            for (size_t k = 0; k < from.size(); k++) {
-                int to = received[peer].at(r).at(k);
-                s.ranks[r].partners[from[k]].push_back({peer, to});
-                s.ranks[peer].partners[to].push_back({r, from[k]});
-            }
-}
-
-// Join the actions that cross stages: COUNT and NORM join all stages, TIE the two that
-// hold the table.
-inline void pair_stages(Simulator& s) {
-    std::map<std::tuple<Op, int>, std::vector<Member>> all; // [op, bucket]
+// Let all actions of a meeting wait for each other. plans_check() has made sure that they match.
+inline void join_ranks(Simulator& s) {
+    std::map<Meeting, std::vector<Member>> all;
+    bool has_mates = int(s.plans.size()) > s.plans[0].layout.pp.size;
     for (int r = 0; r < int(s.plans.size()); r++) {
-        const std::vector<Action>& actions = s.plans[r].actions;
-        for (int i = 0; i < int(actions.size()); i++) {
-            const Action& a = actions[i];
-            if (a.op == Op::COUNT || a.op == Op::NORM || a.op == Op::TIE)
-                all[{a.op, a.bucket}].push_back({r, i});
-        }
+        std::map<std::pair<int, int>, int> sent;
+        for (int i = 0; i < int(s.plans[r].actions.size()); i++)
+            for (const Meeting& m : meetings_of(s.plans[r], i, has_mates, sent))
+                all[m].push_back({r, i});
     }
-
-    // Make every member wait for all the others.
-    for (auto& [what, members] : all)
-        for (Member me : members)
-            s.ranks[me.rank].partners[me.action] = members;
+    for (auto& [meeting, members] : all)
+        for (Member me : members) {
+            std::vector<Member>& partners = s.ranks[me.rank].partners[me.action];
+            partners.insert(partners.end(), members.begin(), members.end());
+        }
 }
 
 // Prepare the ranks: what is due before each action, and whom it meets.
@@ -169,37 +151,20 @@ inline void prepare_ranks(Simulator& s, const Model& model) {
         for (int i = 0; i < int(finish.size()); i++)
             if (queue_of(p.actions[i].op) != Queue::COMPUTE)
                 rank.due[finish[i].first()].push_back(i);
-
-        // List the ranks of the same stage.
-        for (int other = 0; other < int(s.plans.size()); other++)
-            if (s.plans[other].layout.pp.rank == p.layout.pp.rank)
-                rank.mates.push_back(other);
     }
-    pair_messages(s);
-    pair_stages(s);
+    join_ranks(s);
 }
 
 // Return when the last rank of an action arrived, or -1 if one has not arrived yet. `there` says
 // which of its times counts as arrival.
 inline double meeting(const Simulator& s, int r, int i, double ActionTimes::*there) {
-    const SimulatedRank& me = s.ranks[r];
-    const Plan& p = s.plans[r];
-    double last = me.of[i].*there;
-    bool all = true;
-    auto look = [&](int rank, int action) {
-        // A rank that has not arrived has time -1.
-        double t = s.ranks[rank].of[action].*there;
-        all &= t >= 0;
+    double last = s.ranks[r].of[i].*there;
+    for (Member other : s.ranks[r].partners[i]) {
+        double t = s.ranks[other.rank].of[other.action].*there;
+        if (t < 0) return -1;
         last = std::max(last, t);
-    };
-
-    // Look at the ranks of this stage, then at those of other stages.
-    for (int mate : me.mates)
-        if (mates_meet(p.layout, s.plans[mate].layout, p.actions[i].op))
-            look(mate, i);
-    for (Member other : me.partners[i])
-        look(other.rank, other.action);
-    return all ? last : -1;
+    }
+    return last;
 }
 
 // ----------------------------------------------------------------------------
@@ -381,53 +346,38 @@ struct KnownSteps {
     }
 };
 
-// The plans that stand for a layout's step. A full pipeline repeats itself, so only the two ends
-// of a long step are simulated: times and parts grow by the same amount for each round between.
-struct LayoutRuns {
-    std::vector<Plan> few, more; // `more` is a round longer; empty: `few` is the whole step
-    double rounds = 0;           // how many rounds follow `few`
-};
-inline LayoutRuns layout_runs(Layout layout, const Model& model, PlanOptions options,
-                              KnownSteps& known) {
-    // Make the plans of all ranks of the pipeline.
-    auto plans_of = [&] {
+// Simulate a layout's step. A full pipeline repeats itself, so only the two ends of a long step are
+// simulated: times and parts grow by the same amount for each round between.
+inline StepTime simulate_layout(Layout layout, const Model& model, PlanOptions options,
+                                const ActionCost& cost, KnownSteps& known) {
+    auto simulate = [&](int micro_batches) {
+        options.micro_batches = micro_batches;
         const PerRank<ScheduleStep>& steps = known.of(layout, options);
-        std::vector<Plan> all;
+        std::vector<Plan> plans;
         for (layout.pp.rank = 0; layout.pp.rank < layout.pp.size; layout.pp.rank++)
-            all.push_back(make_plan(layout, model, options, steps[layout.pp.rank]));
-        return all;
+            plans.push_back(make_plan(layout, model, options, steps[layout.pp.rank]));
+        return simulate_step(plans, model, cost);
     };
 
-    // Make the whole step, or its two ends.
+    // Simulate the whole step, or `few` micro-batches and a round more.
     int m = options.micro_batches;
     auto [few, round] = settled(layout, m);
     if (m <= few + round || layout.pipeline == Pipeline::GIVEN)
-        return {plans_of(), {}};
-    options.micro_batches = few;
-    LayoutRuns runs = {plans_of(), {}, double(m - few) / round};
-    options.micro_batches = few + round;
-    runs.more = plans_of();
-    return runs;
-}
-
-// Simulate a layout's step from its plans.
-inline StepTime simulate_runs(const LayoutRuns& runs, const Model& model,
-                              const ActionCost& cost) {
-    StepTime step = simulate_step(runs.few, model, cost);
-    if (runs.more.empty()) return step;
+        return simulate(m);
+    StepTime step = simulate(few), more = simulate(few + round);
+    double rounds = double(m - few) / round;
 
     // Each round takes as long as the one that `more` has.
-    StepTime more = simulate_step(runs.more, model, cost);
-    step.seconds += runs.rounds * (more.seconds - step.seconds);
+    step.seconds += rounds * (more.seconds - step.seconds);
     if (step.stuck.empty()) step.stuck = more.stuck;
     add_times(more.parts, step.parts, -1);
-    add_times(step.parts, more.parts, runs.rounds);
+    add_times(step.parts, more.parts, rounds);
     return step;
 }
 inline StepTime simulate_layout(const Layout& layout, const Model& model,
                                 const PlanOptions& options, const ActionCost& cost) {
-    KnownSteps steps;
-    return simulate_runs(layout_runs(layout, model, options, steps), model, cost);
+    KnownSteps known;
+    return simulate_layout(layout, model, options, cost, known);
 }
 
 // Add what comes before a step, by parts of their own.

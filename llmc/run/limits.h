@@ -21,10 +21,9 @@
 #include "../offload.h"
 #include "../ops/types.h"
 #include "../pipeline.h"
-#include "../planner/budget.h"
+#include "../planner/activations.h"
 #include "../planner/layer_cost.h"
 #include "../planner/machine_here.h"
-#include "../planner/parking.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "async_save.h"
@@ -209,15 +208,14 @@ void check_bound(const Run& run, const std::vector<PlanOptions>& plans, S where)
         refuse_memory<T>(run, worst, most, room, there, where);
 }
 
-// "layers 1..9 full parked, 10..32 selective": the levels of this rank's blocks.
+// "layers 1..9 full offloaded, 10..32 selective": the levels of this rank's blocks.
 inline std::string levels_text(const Layout& layout, const Model& model, const Choice& choice) {
     // Name a block's level, and its segments, and whether its activations leave the device.
     auto name_of = [&](int l) {
-        bool parked = !choice.parked.empty() && choice.parked[size_t(l)];
+        bool offloaded = !choice.offloaded.empty() && choice.offloaded[size_t(l)];
         std::string name = recompute_name(choice.levels[size_t(l)]);
-        if (parked) name += " parked";
-        if (choice.segments.empty()) return name;
-        return concat(name, " in segments of ", choice.segments[size_t(l)]);
+        if (offloaded) name += " offloaded";
+        return choice.segment == 1 ? name : concat(name, " in segments of ", choice.segment);
     };
 
     // Extend a range of layers while the next layer is on this rank and has the same level.
@@ -281,11 +279,11 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     Model model = make_model(with_logits(run.shape, where), run.layout);
     std::vector<Recompute> levels(model.layers(), Recompute::FULL);
     std::vector<int> segments(model.layers(), 1);
-    std::vector<bool> parked(model.layers(), true);
-    bool parks = offloads(c, "activations");
+    std::vector<bool> offloaded(model.layers(), true);
+    bool leave = offloads(c, "activations");
     CostModel cost;
     cost.element = sizeof(T);
-    if (parks)
+    if (leave)
         cost.machine = machine_asked(c, "--recompute auto", where);
     for (int pp = 0; pp < run.layout.pp.size; pp++) {
         int rank = first_rank_of(run.layout, pp);
@@ -296,28 +294,26 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
         placed.ctx.where = where;
         trainer_place(placed, run.shape, plans, layout);
         size_t left = room - std::min(room, bytes_beside<T>(run, plans, rank, placed));
-        Choices found = parks ? choose_parking<T>(layout, model, plans, left, cost, where)
-                              : choose_levels<T>(layout, model, plans, left, where);
+        Choices found = choose_activations<T>(layout, model, plans, left, cost, where);
         if (!found.best.bytes) continue;
 
-        // Take over what was chosen for this stage's layers.
-        auto take = [&](auto& all, const auto& best) {
-            for (size_t l = 0; l < std::min(best.size(), all.size()); l++)
-                if (is_mine(layout, model, int(l)))
-                    all[l] = best[l];
-        };
-        take(levels, found.best.levels);
-        take(segments, found.best.segments);
-        take(parked, found.best.parked);
+        // Take over the levels of this stage's layers.
+        const Choice& best = found.best;
+        for (size_t l = 0; l < levels.size(); l++) {
+            if (!is_mine(layout, model, int(l))) continue;
+            levels[l] = best.levels[l];
+            segments[l] = best.segment;
+            if (!best.offloaded.empty()) offloaded[l] = best.offloaded[l];
+        }
 
         // Print the choice, with its stage if there are several.
         auto say = [&](const Choice& x) {
             return choice_text(x, layout, model, size_t(c.seq));
         };
         std::string stage = layout.pp.size > 1 ? concat(", stage ", pp) : "";
-        std::string of_blocks = levels_text(layout, model, found.best);
-        std::string by = parks ? concat(", by the rates of ", cost.machine.name) : "";
-        text += concat("recompute", stage, ": ", of_blocks, "; ", say(found.best), by, "\n");
+        std::string of_blocks = levels_text(layout, model, best);
+        std::string by = leave ? concat(", by the rates of ", cost.machine.name) : "";
+        text += concat("recompute", stage, ": ", of_blocks, "; ", say(best), by, "\n");
 
         // Print the next cheaper and the next dearer choice too: the user may be able to find a
         // little more room, or want some of it for something else.
@@ -328,8 +324,8 @@ std::string choose_recompute(const Run& run, std::vector<PlanOptions>& plans, S 
     }
     plans[size_t(run.plans.train)].recompute = levels;
     plans[size_t(run.plans.train)].recompute.segments = segments;
-    if (parks)
-        plans[size_t(run.plans.train)].offload.parked = parked;
+    if (leave)
+        plans[size_t(run.plans.train)].offload.parked = offloaded;
 
     // Check that all ranks chose the same. Workspaces depend on the number of threads, so ranks on
     // different machines may not.

@@ -1,6 +1,6 @@
 // plan_run.h - --plan auto and --fit of a run: the questions that the planner answers
 //   The planner knows flags, shapes and machines. What only the program knows, it asks for: a
-//   model's shape by its name, the plans of a run, and a teacher's bytes (RunFacts, trial.h).
+//   model's shape by its name, the plans of a run, and a teacher's bytes (RunFacts, evaluate.h).
 #pragma once
 #include "../action.h"
 #include "../comm/comm.h"
@@ -16,7 +16,7 @@
 #include "../planner/auto_plan.h"
 #include "../planner/machine_here.h"
 #include "../planner/plan_search.h"
-#include "../planner/trial.h"
+#include "../planner/evaluate.h"
 #include "../text.h"
 #include "choose.h"
 #include "limits.h"

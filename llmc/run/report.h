@@ -20,11 +20,9 @@
 #include "../io/plan_flags.h"
 #include "../io/timeline.h"
 #include "../model.h"
-#include "../ops/attention_merge.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/types.h"
 #include "../pipeline.h"
-#include "../planner/before_step.h"
 #include "../planner/calibrate.h"
 #include "../planner/cost.h"
 #include "../planner/layer_cost.h"
@@ -187,7 +185,7 @@ template <typename T>
 Times times_before_step(const Run& run, const PlanOptions& train, const Machine& machine) {
     KnownSteps steps;
     auto all = before_steps(run.config, train, run.shape, run.companions.teacher);
-    return before_times<T>(machine, before_runs(all, run.layout, steps));
+    return before_times<T>(machine, all, run.layout, steps);
 }
 
 // The line of a run; "" without --machine, without a second step, or where sampling has no bound.

@@ -1,7 +1,7 @@
 // prompt_tuning.h - a trained prompt becomes a prefix: its rows' keys and values - arXiv:2104.08691
 //   Prompt tuning trains n rows (n,C) that stand before the embeddings of a text. Attention is
 //   causal, so no text changes what the rows become: later tokens see them by their keys and values
-//   alone, in each layer the same ones. prefix.cuh has a place for those.
+//   alone, in each layer the same ones. attention_join.cuh has a place for those.
 //   1. evaluate n tokens, and put the rows in the place of their embeddings
 //   2. take each block's rotated keys and its values
 //   3. they are the prefix from here on; what is trained further is that prefix

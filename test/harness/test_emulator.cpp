@@ -7,7 +7,7 @@
 //   and fragments are written from the PTX manual's figures, not from the models.
 #include <cinttypes>
 #include <set>
-#include "../../llmc/ops/dynamic_shared.h"
+#include "../../llmc/ops/tensor_cores.h"
 #include "../../llmc/ops/hopper.cuh"
 #include "../../llmc/ops/mma.cuh"
 

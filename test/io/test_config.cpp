@@ -281,7 +281,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check("--machine a100"_flags), "; did you mean a100-40 or a100-80?");
     EXPECT_HAS(check("--machine rtx4091"_flags), "; did you mean rtx4090?");
     EXPECT_FALSE(has(check("--machine abacus"_flags), "did you mean"));
-    EXPECT_HAS(check("--machine h100 --explain --steps 0"_flags), "times steps of training");
+    EXPECT_HAS(check("--machine h100 --explain --steps 0"_flags), "there are no steps");
     EXPECT_EQ(check("--machine h100 --explain --offload optimizer"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain --offload optimizer,update,gradients"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain --lora 8"_flags), "");

@@ -4,6 +4,7 @@
 #include "../../llmc/io/logger.h"
 #include "../../llmc/io/manifest.h"
 #include "../../llmc/io/prepare.h"
+#include "../../llmc/presets.h"
 #include "../harness/testing.h"
 
 using namespace llmc;

@@ -1,7 +1,7 @@
 // attention_inputs.h - random operands of attention under every mask, and the CPU versions' results
 #pragma once
 #include "../../llmc/ops/attention.cuh"
-#include "../../llmc/ops/attention_merge.cuh"
+#include "../../llmc/ops/attention_join.cuh"
 #include "../../llmc/ops/attention_tiled.cuh"
 #include "../harness/op_table.h"
 

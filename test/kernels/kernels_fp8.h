@@ -1,8 +1,7 @@
 // kernels_fp8.h - rows of the kernel table: fp8 in blocks, transposed too; products of codes
 #pragma once
 #include "../../llmc/ops/fp8_delayed.cuh"
-#include "../../llmc/ops/fp8_gather.cuh"
-#include "../../llmc/ops/fp8_gradients.cuh"
+#include "../../llmc/ops/fp8_sent.cuh"
 #include "../../llmc/ops/linear.cuh"
 #include "kernel_table.h"
 
@@ -150,7 +149,7 @@ inline void fp8_late_kernels(Check& c) {
                 Fp8Late late = {&given, leaves ? most.data() : nullptr};
                 uint32_t* no_word = nullptr;
                 fp8_quantise<e4m3>(codes.data(), transposed.data(), inverse.data(), x.data(),
-                                   no_word, rows, cols, Fp8Blocks::WHOLE, late, Cpu{});
+                                   no_word, rows, cols, Fp8Blocks::WHOLE, Cpu{}, late);
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
 
@@ -166,7 +165,7 @@ inline void fp8_late_kernels(Check& c) {
                     Fp8Late there = {scale.data, leaves ? word : nullptr};
                     fp8_quantise<e4m3>(reinterpret_cast<e4m3*>(code.data),
                                        reinterpret_cast<e4m3*>(code_t.data), back.data, inp.data,
-                                       no_word, rows, cols, Fp8Blocks::WHOLE, there, stream);
+                                       no_word, rows, cols, Fp8Blocks::WHOLE, stream, there);
                     same_bytes(c, "codes", code, codes);
                     same_bytes(c, "codes of the transpose", code_t, transposed);
                     same_bytes(c, "scale", back, inverse);

@@ -6,8 +6,8 @@
 using namespace llmc;
 
 // Sizes: one element; a last block that is not full, of an odd number of elements too; blocks of
-// one warp and of several; unaligned inputs (shift); blocks of scales that are full, and by one too
-// short or too long, or by many.
+// scales that are full, and by one too short or too long, or by many; unaligned results (shift).
+// The device only dequantises, so the CPU makes the codes, here and below.
 template <typename T> void nf4_kernels(Check& c) {
     struct Case {
         size_t n, shift;
@@ -19,31 +19,21 @@ template <typename T> void nf4_kernels(Check& c) {
     for (auto [n, shift] : cases) {
         CASE(c, "nf4 %s n=%zu shift=%zu", type_word(T()), n, shift);
 
-        // Want: the CPU's bytes. One block holds only zeros.
+        // Want: the CPU's numbers. One block holds only zeros.
         std::vector<double> x = rounded<T>(normals(c, n));
         if (n > 128) std::fill_n(x.begin() + 64, 64, 0.0);
         Nf4Bytes want(as<T>(x));
         std::vector<double> back = as_double(want.back<T>(n));
-        size_t blocks = nf4_blocks(n);
-        auto numbers = [](const auto& v) { return std::vector<double>(v.begin(), v.end()); };
 
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
-            Array<T> in(x, shift), out(n, shift);
-            Array<uint8_t> codes(want.codes.size()), scales(blocks);
-            Array<float> absmax(blocks), table(numbers(want.table));
-
-            // Quantise the numbers, quantise their scales, and go back.
-            nf4_quantize(codes.data, absmax.data, in.data, n, stream);
-            nf4_quantize_scales(scales.data, table.data, absmax.data, blocks, stream);
+            Array<T> out(n, shift);
+            Array<uint8_t> codes(want.codes.size()), scales(want.scales.size());
+            Array<float> table(std::vector<double>(want.table.begin(), want.table.end()));
+            copy_in(codes.data, want.codes.data(), want.codes.size(), stream);
+            copy_in(scales.data, want.scales.data(), want.scales.size(), stream);
             nf4_dequantize(out.data, {codes.data, scales.data, table.data}, n, stream);
-
-            // All of it is exact: the tolerances are 0.
-            o.add("absmax", absmax, numbers(want.absmax), 0);
-            o.add("table", table, numbers(want.table), 0);
-            o.add("back", out, back, 0);
-            std::vector<uint8_t> got = codes.host(), got_scales = scales.host();
-            expect(c, got == want.codes && got_scales == want.scales, o.mode + ": other codes");
+            o.add("back", out, back, 0); // exact
         });
     }
 }
@@ -56,7 +46,7 @@ template <typename T> void int8_kernels(Check& c) {
         std::vector<double> x = rounded<T>(normals(c, n));
         if (rows > 1) std::fill_n(x.begin(), cols, 0.0);
 
-        // Want: the CPU's bytes.
+        // Want: the CPU's numbers.
         std::vector<int8_t> codes(n);
         std::vector<float> absmax(rows);
         std::vector<T> back(n);
@@ -65,20 +55,18 @@ template <typename T> void int8_kernels(Check& c) {
 
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
-            Array<T> in(x), out(n);
-            Array<int8_t> got(n);
-            Array<float> most(rows);
-            int8_quantize(got.data, most.data, in.data, rows, cols, stream);
-            int8_dequantize(out.data, got.data, most.data, rows, cols, stream);
-            o.add("absmax", most, as_double(absmax), 0);
+            Array<T> out(n);
+            Array<int8_t> in(n);
+            Array<float> most(as_double(absmax));
+            copy_in(in.data, codes.data(), n, stream);
+            int8_dequantize(out.data, in.data, most.data, rows, cols, stream);
             o.add("back", out, as_double(back), 0);
-            expect(c, got.host() == codes, o.mode + ": other codes");
         });
     }
 }
 
 // int4 back to T. Shapes: one element, an odd row, rows of several groups, rows that vectors fit,
-// and the same unaligned. The device only dequantises, so the CPU makes the codes.
+// and the same unaligned.
 template <typename T> void int4_kernels(Check& c) {
     struct Case {
         size_t rows, cols, shift;

@@ -6,34 +6,43 @@
 
 // Heads of few channels, of all 32 lanes, and of more; fewer rows than parts, and more.
 template <typename T> void sinks_kernels(Check& c) {
-    for (SinkDims d : {SinkDims{2, 5, 3, 8}, {1, 3, 1, 40}, {3, 50, 9, 64}, {1, 130, 2, 33}}) {
-        CASE(c, "sinks, %s (%zu,%zu,%zu,%zu)", type_word(T()), d.B, d.T, d.NH, d.HS);
-        size_t n = d.rows() * d.NH;
-        auto out = rounded<T>(normals(c, n * d.HS)), dout = rounded<T>(normals(c, n * d.HS));
-        auto lse = rounded<float>(normals(c, n)), s = rounded<T>(normals(c, d.NH));
+    struct Case {
+        size_t B, rows, NH, HS;
+    };
+    for (auto [B, rows, NH, HS] :
+         {Case{2, 5, 3, 8}, {1, 3, 1, 40}, {3, 50, 9, 64}, {1, 130, 2, 33}}) {
+        CASE(c, "sinks, %s (%zu,%zu,%zu,%zu)", type_word(T()), B, rows, NH, HS);
+        AttentionDims d = {B, rows, rows, NH, NH, HS};
+        size_t n = B * rows * NH;
+        auto out = rounded<T>(normals(c, n * HS)), dout = rounded<T>(normals(c, n * HS));
+        auto lse = rounded<float>(normals(c, n)), s = rounded<T>(normals(c, NH));
         lse[0] = -INFINITY; // a row that saw no key
-        std::fill_n(out.begin(), d.HS, 0.0);
+        std::fill_n(out.begin(), HS, 0.0);
 
         // Want: the CPU in double. Backward reads what forward has rounded. On the device the parts
         // lie side by side with those of two heads of another rank.
-        std::vector<double> joined = out, all = lse, want(d.NH);
-        sinks_forward(joined.data(), all.data(), s.data(), d, Cpu{});
+        std::vector<double> joined = out, all = lse, want(NH);
+        AttentionOperands<double> x;
+        x.d = d;
+        x.dout = dout.data();
+        sinks_forward(joined.data(), all.data(), s.data(), x, Cpu{});
         auto read_out = rounded<T>(joined), read_lse = rounded<float>(all);
-        sinks_backward(want.data(), d.NH, dout.data(), read_out.data(), read_lse.data(), s.data(),
-                       d, Cpu{});
+        sinks_backward(want.data(), NH, read_out.data(), read_lse.data(), s.data(), x, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
-            size_t stride = d.NH + 2;
+            size_t stride = NH + 2;
             Array<T> got(out), in(read_out), dy(dout), sinks(s);
             Array<float> got_lse(lse), in_lse(read_lse);
-            Array<float> parts(std::vector<double>(SINK_PARTS * stride, 5)), sums(d.NH);
-            sinks_forward(got.data, got_lse.data, sinks.data, d, stream);
-            sinks_backward(parts.data, stride, dy.data, in.data, in_lse.data, sinks.data, d,
-                           stream);
-            add_parts<float>({{sums.data, parts.data, SINK_PARTS, stride, d.NH}}, false, stream);
+            Array<float> parts(std::vector<double>(SINK_PARTS * stride, 5)), sums(NH);
+            AttentionOperands<T> y;
+            y.d = d;
+            y.dout = dy.data;
+            sinks_forward(got.data, got_lse.data, sinks.data, y, stream);
+            sinks_backward(parts.data, stride, in.data, in_lse.data, sinks.data, y, stream);
+            add_parts<float>({{sums.data, parts.data, SINK_PARTS, stride, NH}}, false, stream);
             o.add("out", got, joined, tolerance<T>(4));
             o.add("lse", got_lse, all, tolerance<float>(4));
-            double terms = double(d.rows() * d.HS);
+            double terms = double(B * rows * HS);
             o.add("ds", sums, want, tolerance<float>(terms), std::sqrt(terms));
         });
     }

@@ -24,7 +24,7 @@ template <typename T> void prefix_kernels(Check& c) {
         attention_forward_reference(run.out.data(), run.lse.data(), run.x);
         auto text_out = rounded<T>(run.out), text_lse = rounded<float>(run.lse);
         run.out = text_out, run.lse = text_lse;
-        join_prefix(run.out.data(), run.lse.data(), run.x, want.rows, Cpu{});
+        join_keys(run.out.data(), run.lse.data(), run.x, want.rows, {}, Cpu{});
         auto out = rounded<T>(run.out), lse = rounded<float>(run.lse);
         auto forward_out = run.out, forward_lse = run.lse;
         run.out = out, run.lse = lse;
@@ -34,7 +34,8 @@ template <typename T> void prefix_kernels(Check& c) {
         std::fill(want.dk.begin(), want.dk.end(), 7.0);
         std::fill(want.dv.begin(), want.dv.end(), 7.0);
         want.rows.accumulate = true;
-        join_prefix_backward(run.dq.data(), run.out.data(), run.lse.data(), run.x, want.rows, Cpu{});
+        join_keys_backward(run.dq.data(), run.out.data(), run.lse.data(), run.x, want.rows, {},
+                           Cpu{});
 
         // Run the kernels.
         every_order(c, [&](Outputs& o) {
@@ -49,10 +50,10 @@ template <typename T> void prefix_kernels(Check& c) {
 
             // A sum of HS and of Tq products in float.
             double sums = double(s.HS + s.B * s.Tq);
-            join_prefix(got.data, got_lse.data, x, rows, cudaStream_t{});
+            join_keys(got.data, got_lse.data, x, rows, {}, cudaStream_t{});
             o.add("out", got, forward_out, tolerance<T>(sums));
             o.add("lse", got_lse, forward_lse, tolerance<float>(sums));
-            join_prefix_backward(dq.data, joined.data, joined_lse.data, x, rows, cudaStream_t{});
+            join_keys_backward(dq.data, joined.data, joined_lse.data, x, rows, {}, cudaStream_t{});
             o.add("dq +=", dq, run.dq, tolerance<T>(sums));
             o.add("dk +=", dk, want.dk, tolerance<float>(sums));
             o.add("dv +=", dv, want.dv, tolerance<float>(sums));
@@ -60,7 +61,7 @@ template <typename T> void prefix_kernels(Check& c) {
             // Written anew, into poison: the same gradients without the sevens.
             Array<float> new_k(numbers), new_v(numbers);
             rows.dk = new_k.data, rows.dv = new_v.data, rows.accumulate = false;
-            join_prefix_backward(dq.data, joined.data, joined_lse.data, x, rows, cudaStream_t{});
+            join_keys_backward(dq.data, joined.data, joined_lse.data, x, rows, {}, cudaStream_t{});
             auto less = [](std::vector<double> y) {
                 for (double& z : y) z -= 7;
                 return y;

@@ -1,6 +1,5 @@
 // ops_nf4.h - rows of the op table: NF4 with double quantisation, int8 rows
 #pragma once
-#include "../../llmc/ops/int4.cuh"
 #include "../../llmc/ops/nf4.cuh"
 #include "../../llmc/ops/rand.h"
 #include "../harness/op_table.h"
@@ -123,7 +122,7 @@ inline void nf4_edges(Check& c) {
         Nf4Bytes w(x);
         double least = n > 1 ? w.back<float>(n)[0] : 0;
         expect(c, least == 0, "a zero becomes another number");
-        expect(c, nf4_nibble(w.codes[(n - 1) / 2], n - 1) == 0, "-absmax is not code 0");
+        expect(c, nibble_of(w.codes[(n - 1) / 2], n - 1) == 0, "-absmax is not code 0");
         expect(c, n % 2 == 0 || (w.codes.back() & 15) == 0, "bits behind the last element");
     }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "../../llmc/ops/grouped_bias.cuh"
 #include "../../llmc/ops/moe.cuh"
-#include "../../llmc/ops/sinks.cuh"
+#include "../../llmc/ops/attention_join.cuh"
 #include "attention_inputs.h"
 
 // Attention over a text in T, joined by sinks (NH).
@@ -18,13 +18,14 @@ template <typename T> struct SinksRun {
     }
     void forward() {
         attention_forward_reference(text.out.data(), text.lse.data(), text.x);
-        join_sinks(text.out.data(), text.lse.data(), text.x, sinks, Cpu{});
+        join_keys(text.out.data(), text.lse.data(), text.x, {}, sinks, Cpu{});
     }
     // Both backward passes read the joined out and lse.
     void backward() {
         attention_backward_reference(text.dq.data(), text.dk.data(), text.dv.data(),
                                      text.out.data(), text.lse.data(), text.x);
-        join_sinks_backward(text.out.data(), text.lse.data(), text.x, sinks, Cpu{});
+        join_keys_backward(text.dq.data(), text.out.data(), text.lse.data(), text.x, {}, sinks,
+                           Cpu{});
     }
 };
 

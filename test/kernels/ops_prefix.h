@@ -1,6 +1,6 @@
 // ops_prefix.h - a prefix of trained keys and values: its definition, its gradients
 #pragma once
-#include "../../llmc/ops/prefix.cuh"
+#include "../../llmc/ops/attention_join.cuh"
 #include "attention_inputs.h"
 
 // A prefix of n keys beside a text, in T. k and v hold (n,NKV,HS).
@@ -18,13 +18,13 @@ template <typename T> struct PrefixRun {
     // Attention over the text, then the prefix. Both backward passes read the joined out and lse.
     void forward() {
         attention_forward_reference(text.out.data(), text.lse.data(), text.x);
-        join_prefix(text.out.data(), text.lse.data(), text.x, rows, Cpu{});
+        join_keys(text.out.data(), text.lse.data(), text.x, rows, {}, Cpu{});
     }
     void backward() {
         attention_backward_reference(text.dq.data(), text.dk.data(), text.dv.data(),
                                      text.out.data(), text.lse.data(), text.x);
-        join_prefix_backward(text.dq.data(), text.out.data(), text.lse.data(), text.x, rows,
-                             Cpu{});
+        join_keys_backward(text.dq.data(), text.out.data(), text.lse.data(), text.x, rows, {},
+                           Cpu{});
     }
 };
 

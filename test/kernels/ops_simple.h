@@ -4,7 +4,7 @@
 #include "../../llmc/ops/crossentropy.cuh"
 #include "../../llmc/ops/ema.cuh"
 #include "../../llmc/ops/embedding.cuh"
-#include "../../llmc/ops/fp8_gradients.cuh"
+#include "../../llmc/ops/fp8_sent.cuh"
 #include "../../llmc/ops/gelu.cuh"
 #include "../../llmc/ops/grad_norm.cuh"
 #include "../../llmc/ops/layernorm.cuh"

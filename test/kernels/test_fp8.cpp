@@ -13,7 +13,7 @@
 #define WITH_CUDA_FP8
 #endif
 #include "../../llmc/ops/fp8_delayed.cuh"
-#include "../../llmc/ops/fp8_gather.cuh"
+#include "../../llmc/ops/fp8_sent.cuh"
 #include "../../llmc/ops/linear.cuh"
 
 using namespace llmc;

@@ -9,7 +9,6 @@
 #include <set>
 #include "../../llmc/ops/element_type.h"
 #include "../../llmc/ops/fast_math.h"
-#include "../../llmc/ops/fast_softmax.h"
 #include "../../llmc/ops/rand.h"
 #include "../../llmc/ops/types.h"
 #include "../../llmc/io/safetensors.h"

@@ -1,10 +1,9 @@
 // test_budget.cpp - recomputation under a budget: the choice against all that there are
-//   Live bytes by a sum against the arena's, the order of levels, and FLOPs; parked activations.
+//   Live bytes by a sum against the arena's, the order of levels, FLOPs; offloaded activations.
 #include "../../llmc/io/mfu.h"
-#include "../../llmc/planner/parking.h"
 #include "../../llmc/family.h"
+#include "../../llmc/planner/activations.h"
 #include "../harness/testing.h"
-#include "rotor.h"
 #include "small_models.h"
 
 using namespace llmc;
@@ -59,8 +58,11 @@ struct Case {
         Arena full = place(Recompute::FULL);
         return instants_of(full, make_plan(layout, model, options), model);
     }
-    LevelCosts costs() {
-        return level_costs<bf16>(make_plan(layout, model, options), model, Cpu{});
+    BlockCosts costs() {
+        return block_costs<bf16>(make_plan(layout, model, options), model, Cpu{});
+    }
+    Choices choose(size_t room, const CostModel& cost = {}) {
+        return choose_activations<bf16>(layout, model, {options}, room, cost, Cpu{});
     }
     std::vector<Recompute> random_levels(Draw& draw) {
         std::vector<Recompute> levels(size_t(model.layers()), Recompute::NONE);
@@ -105,7 +107,7 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
         Case c(draw, 2 + trial % 4, 1 + trial % 2);
         if (c.layout.chunks > 1) continue; // the blocks of two stages wait in another order
         std::vector<Instant> instants = c.instants();
-        LevelCosts costs = c.costs();
+        BlockCosts costs = c.costs();
         std::vector<int> blocks = c.blocks();
 
         // Compute the costs and memory of each of the 5^L choices, and of the list's.
@@ -114,7 +116,7 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
             std::vector<Recompute> levels(size_t(c.model.layers()), Recompute::NONE);
             Costs sum;
             for (size_t i = 0; i < blocks.size(); i++) {
-                const LevelCost& one = costs[size_t(levels[size_t(blocks[i])] = level_of(int(i)))];
+                const LevelCost& one = costs.levels[size_t(levels[size_t(blocks[i])] = level_of(int(i)))];
                 std::get<0>(sum) += one.flops, std::get<1>(sum) += one.redone;
             }
             std::get<2>(sum) = live_bytes(instants, costs, levels);
@@ -143,7 +145,7 @@ TEST(Budget, TheListHasTheCheapestOfAll) {
     }
 }
 
-// choose_levels() chooses the first of the list whose arena fits, at any room.
+// choose_activations() chooses the first of the list whose arena fits, at any room.
 TEST(Budget, TheFirstThatFitsIsChosen) {
     Draw draw = {9};
     for (int trial = 0; trial < 6; trial++) {
@@ -166,7 +168,7 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
             // Try rooms from too little for any to enough for all.
             for (int i = -1; i <= 12; i++) {
                 size_t room = size_t(double(low) + double(high - low) * i / 12);
-                Choices found = choose_levels<bf16>(c.layout, c.model, {c.options}, room, Cpu{});
+                Choices found = c.choose(room);
                 std::string at = "trial " + std::to_string(trial) + " room " + std::to_string(i);
                 if (!found.best.bytes) {
                     EXPECT_GT(c.place(Recompute::FULL).device().bytes, room) << at;
@@ -190,38 +192,6 @@ TEST(Budget, TheFirstThatFitsIsChosen) {
                     EXPECT_GE(found.dearer.flops, found.best.flops);
                 }
             }
-        }
-    }
-}
-
-// The list puts the layers that keep least first, and no other order of the same levels takes fewer
-// bytes: neither the reverse nor ten random ones.
-TEST(Budget, NoOrderTakesLess) {
-    Draw draw = {7};
-    for (int trial = 0; trial < 40; trial++) {
-        Case c(draw, 2 + draw(6), 1 + draw(2));
-        if (c.layout.chunks > 1) continue;
-        std::vector<Instant> instants = c.instants();
-        LevelCosts costs = c.costs();
-        std::vector<int> blocks = c.blocks();
-        if (blocks.empty()) continue;
-
-        // Sort random levels by what they keep.
-        std::vector<Recompute> levels = c.random_levels(draw);
-        auto kept = [&](Recompute r) {
-            return costs[size_t(r)].kept[0] + costs[size_t(r)].kept[1];
-        };
-        auto mine = levels.begin() + blocks.front(), end = levels.begin() + blocks.back() + 1;
-        std::sort(mine, end, [&](Recompute x, Recompute y) { return kept(x) < kept(y); });
-        size_t least = live_bytes(instants, costs, levels);
-
-        // Try other orders.
-        std::reverse(mine, end);
-        EXPECT_LE(least, live_bytes(instants, costs, levels));
-        for (int i = 0; i < 10; i++) {
-            for (auto at = mine + 1; at < end; at++)
-                std::iter_swap(at, mine + draw(int(at - mine) + 1));
-            EXPECT_LE(least, live_bytes(instants, costs, levels));
         }
     }
 }
@@ -251,7 +221,7 @@ TEST(Budget, BlocksBelowTheLowestAdapterKeepNothing) {
             // Give the room that plans without recomputation take: no level is needed.
             Arena full = c.place(Recompute::FULL), none = c.place(Recompute::NONE);
             size_t room = std::max(full.device().bytes, none.device().bytes);
-            Choices found = choose_levels<bf16>(c.layout, c.model, {c.options}, room, Cpu{});
+            Choices found = c.choose(room);
             EXPECT_EQ(found.best.flops, 0);
 
             // The first rank has a stage below the lowest adapter, or a part of one.
@@ -332,7 +302,7 @@ TEST(Budget, RedoneFlopsAreMfusOwn) {
 }
 
 // ----------------------------------------------------------------------------
-// parked activations
+// offloaded activations
 
 namespace {
 
@@ -346,14 +316,14 @@ CostModel link_of(double speed) {
     return cost;
 }
 
-// Every level of every block, parked or not, for a rank: its seconds and bytes.
+// Every level of every block, offloaded or not, for a rank: its seconds and bytes.
 typedef std::vector<std::pair<double, size_t>> Tried;
 Tried try_all(Case& c, const CostModel& cost) {
     std::vector<int> blocks = c.blocks();
     Tried all;
     int each = 2 * RECOMPUTE_LEVELS;
 
-    // Number the choices: a digit for each block says its level, and whether it is parked.
+    // Number the choices: a digit for each block says its level, and whether it is offloaded.
     CostModel with_moves = cost;
     std::map<std::tuple<Recompute, Kind, int>, size_t> known;
     with_moves.bytes = [&](const Plan& p, Data d) {
@@ -379,10 +349,9 @@ Tried try_all(Case& c, const CostModel& cost) {
 
 } // namespace
 
-// Where parked blocks have a level of their own, those of the others begin behind them.
-TEST(Parking, LevelsOfBlocksThatStayBeginBehindTheParkedOnes) {
-    ParkedCounts c = {2, true, Recompute::FULL};
-    c.rest = {0, 1, 1, Recompute::FFN, 0, 0};
+// Where offloaded blocks have a level of their own, those of the others begin behind them.
+TEST(Offloaded, LevelsOfBlocksThatStayBeginBehindTheOthers) {
+    LevelCounts c = {0, 1, 1, Recompute::FFN, 2, true, Recompute::FULL};
     std::vector<Recompute> levels;
     for (int block = 0; block < 5; block++) levels.push_back(c.of(block));
     EXPECT_EQ(levels, (std::vector<Recompute>{Recompute::FULL, Recompute::FULL, Recompute::FFN,
@@ -390,11 +359,11 @@ TEST(Parking, LevelsOfBlocksThatStayBeginBehindTheParkedOnes) {
 }
 
 // The choice that is found fits and is within a tenth of the fastest of all 10^L choices of levels
-// and parked blocks; over all cases and rooms, within a hundredth. Links go from one that hides
-// nothing to one that hides all. (Beyond the list: blocks that park behind others that stay.)
-TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
+// and offloaded blocks; over all cases and rooms, within a hundredth. Links go from one that hides
+// nothing to one that hides all. (Beyond the list: blocks that leave behind others that stay.)
+TEST(Offloaded, HardlyAnyOfAllChoicesIsFaster) {
     Draw draw = {13};
-    int parked = 0, stayed = 0;
+    int left = 0, stayed = 0;
     double ours = 0, theirs = 0;
     for (int trial = 0; trial < 6; trial++) {
         int pp = 1 + trial % 2;
@@ -418,7 +387,7 @@ TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
             double fastest = 1e30;
             for (auto [seconds, bytes] : all)
                 if (bytes <= room) fastest = std::min(fastest, seconds);
-            Choices found = choose_parking<bf16>(c.layout, c.model, {c.options}, room, cost, Cpu{});
+            Choices found = c.choose(room, cost);
             std::string at = "trial " + std::to_string(trial) + " room " + std::to_string(i);
             if (!found.best.bytes) {
                 EXPECT_LE(i, 0) << at;
@@ -429,8 +398,8 @@ TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
             EXPECT_GE(found.best.seconds, (1 - 1e-9) * fastest) << at;
             ours += found.best.seconds;
             theirs += fastest;
-            bool any = std::count(found.best.parked.begin(), found.best.parked.end(), true);
-            (any ? parked : stayed)++;
+            bool any = std::count(found.best.offloaded.begin(), found.best.offloaded.end(), true);
+            (any ? left : stayed)++;
 
             // Its neighbours: the cheaper one does not fit, the dearer one takes fewer bytes.
             if (found.cheaper.bytes) {
@@ -444,34 +413,34 @@ TEST(Parking, HardlyAnyOfAllChoicesIsFaster) {
         }
     }
     EXPECT_LE(ours, 1.01 * theirs) << ours / theirs;
-    EXPECT_GT(parked, 3);
+    EXPECT_GT(left, 3);
     EXPECT_GT(stayed, 3);
 }
 
 // The walk finds the fastest of its whole list, and a choice's least bytes and seconds are never
 // above those of its plan.
-TEST(Parking, TheFastestOfTheListIsFound) {
+TEST(Offloaded, TheFastestOfTheListIsFound) {
     Draw draw = {17};
     for (int trial = 0; trial < 3; trial++) {
         // List the choices of a case, with a slow, a middling or a fast disk.
         Case c(draw, 2, 1);
         c.options.offload.activations = Tier::DISK;
         const double speeds[] = {0.01, 0.1, 1};
-        ParkingSearch<bf16, Cpu> s = parking_search<bf16>(c.layout, c.model, {c.options},
-                                                          link_of(speeds[trial]), Cpu{});
+        auto s = activation_search<bf16>(c.layout, c.model, {c.options}, link_of(speeds[trial]),
+                                         Cpu{});
 
         // Try all of them: bounds hold, and the walk's answer is the fastest.
         std::vector<Choice> all;
         for (int i = 0; i < int(s.list.size()); i++) {
             all.push_back(try_choice(s, i));
-            EXPECT_LE(s.least[size_t(i)], all.back().bytes) << trial << " choice " << i;
+            EXPECT_LE(least_bytes(s, i, SIZE_MAX), all.back().bytes) << trial << " choice " << i;
             EXPECT_LE(s.list[size_t(i)].least, all.back().seconds * (1 + 1e-9)) << trial;
         }
         for (const Choice& like : all) {
             double fastest = 1e30;
             for (const Choice& x : all)
                 if (x.bytes <= like.bytes) fastest = std::min(fastest, x.seconds);
-            EXPECT_EQ(fastest_within(s, like.bytes).seconds, fastest) << trial;
+            EXPECT_EQ(cheapest_within(s, like.bytes).seconds, fastest) << trial;
         }
     }
 }
@@ -515,96 +484,12 @@ TEST(Segments, AreChosenWhereNothingElseFits) {
     ASSERT_LT(two, one);
 
     // Ask for room for segments of two, then for less than any takes.
-    Choices found = choose_levels<bf16>(layout, model, {o}, two, Cpu{});
+    Choices found = choose_activations<bf16>(layout, model, {o}, two, {}, Cpu{});
     ASSERT_EQ(found.best.bytes, two);
-    EXPECT_EQ(found.best.segments.at(1), 2);
+    EXPECT_EQ(found.best.segment, 2);
     EXPECT_EQ(found.cheaper.bytes, one);
     EXPECT_GT(found.best.flops, found.cheaper.flops);
     EXPECT_EQ(found.dearer.bytes, three < two ? three : 0);
-    EXPECT_EQ(choose_levels<bf16>(layout, model, {o}, two / 2, Cpu{}).best.bytes, 0u);
-}
-
-// ----------------------------------------------------------------------------
-// rotor as the oracle
-
-namespace {
-
-// A chain of equal blocks as budget.h sees it: instants of one micro-batch, and costs of levels.
-struct Chain {
-    int blocks;
-    Rotor sizes;
-    LevelCosts costs = {};
-
-    Chain(Draw& draw) : blocks(1 + draw(9)), sizes{1 + draw(3), 4 + draw(20), draw(8)} {
-        // A branch redoes a part of the block, and keeps what the other one made.
-        double attention = 0.1 + 0.1 * draw(8);
-        size_t a = size_t(sizes.a), cheap = a / 4, one = size_t(draw(int(a - cheap)));
-        auto level = [&](Recompute r, double flops, size_t kept) {
-            costs[size_t(r)] = {flops, {kept, 0}, a - kept};
-        };
-        level(Recompute::NONE, 0, a);
-        level(Recompute::SELECTIVE, 0.01, a - cheap);
-        level(Recompute::ATTN, attention, one);
-        level(Recompute::FFN, 1 - attention, a - cheap - one);
-        level(Recompute::FULL, 1, 0);
-    }
-
-    // The bytes while block l runs, forward and backward: the inputs so far and its rows.
-    std::vector<Instant> instants() const {
-        std::vector<Instant> all;
-        for (int l = 0; l < blocks; l++) {
-            size_t beside = size_t(std::max(sizes.x, sizes.g));
-            Instant now = {size_t(l * sizes.x + sizes.a) + beside, std::vector<int>(2 * blocks)};
-            for (int earlier = 0; earlier < l; earlier++)
-                now.in_flight[size_t(2 * earlier)] = 1;
-            all.push_back(now);
-        }
-        return all;
-    }
-
-    // The FLOPs of the list's first choice that fits, in blocks. two: only NONE and FULL.
-    double chosen(int room, bool two) const {
-        std::vector<Instant> now = instants();
-        for (const LevelCounts& c : list_choices(blocks, costs)) {
-            if (two && (c.branch || c.selective)) continue;
-            std::vector<Recompute> levels;
-            for (int i = 0; i < blocks; i++)
-                levels.push_back(c.of(i));
-            if (live_bytes(now, costs, levels) <= size_t(room)) return c.flops;
-        }
-        return Rotor::NEVER;
-    }
-};
-
-} // namespace
-
-// rotor's space is any order of blocks that keep all rows or their input alone, each redone once.
-// In it the list's choice redoes as little as rotor's; with all five levels, never more.
-TEST(Rotor, RedoesNoLessThanTheChoice) {
-    Draw draw = {19};
-    int better = 0, segments = 0, many = 0;
-    for (int trial = 0; trial < 60; trial++) {
-        Chain chain(draw);
-        int all = chain.blocks * (chain.sizes.a + chain.sizes.x) + 40;
-        Rotor longer = chain.sizes, free = chain.sizes;
-        longer.longest = free.longest = chain.blocks;
-        free.once = false;
-        for (int room = 0; room <= all; room += 1 + draw(3)) {
-            int least = chain.sizes.least(chain.blocks, room);
-            double two = chain.chosen(room, true), five = chain.chosen(room, false);
-            EXPECT_EQ(two, least) << "trial " << trial << " room " << room;
-            EXPECT_LE(five, least) << "trial " << trial << " room " << room;
-            better += five < least;
-
-            // Segments of any lengths, and blocks redone many times, reach less memory still.
-            int fewer = longer.least(chain.blocks, room), freely = free.least(chain.blocks, room);
-            EXPECT_LE(fewer, least);
-            EXPECT_LE(freely, fewer);
-            segments += fewer < least;
-            many += freely < fewer;
-        }
-    }
-    EXPECT_GT(better, 100);
-    EXPECT_GT(segments, 0);
-    EXPECT_GT(many, 0);
+    found = choose_activations<bf16>(layout, model, {o}, two / 2, {}, Cpu{});
+    EXPECT_EQ(found.best.bytes, 0u);
 }

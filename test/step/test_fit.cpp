@@ -190,7 +190,7 @@ TEST(Fit, RefusedRungsAreLeftOut) {
     q.config.seq = int(shape.P) + 1;
     cell = fit_cell(q, way_named("full"));
     EXPECT_EQ(cell.B, 0);
-    EXPECT_HAS(fit_line("m", "full", cell, 0), "refused: --seq");
+    EXPECT_HAS(fit_line("m", cell, 0), "refused: --seq");
 }
 
 // A refusal of every model and way is an error of the command line. One of some models stands below
@@ -282,8 +282,7 @@ TEST(Fit, AdaptersTrainBesideWeightsInTheHost) {
     EXPECT_GT(lora.rate, 450);      // 527 by --plan auto
 
     // Ways without the card alone are named up to the first that needs nothing else.
-    std::string refusal;
-    std::string word = fit_word(q, &refusal);
+    std::string word = fit_word(fit_cells(q, false));
     EXPECT_EQ(word.find("lora 5"), 0u) << word;
     EXPECT_HAS(word, ", qlora ");
     q = fit_question(facts(), user, "7.5");

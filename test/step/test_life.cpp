@@ -1737,7 +1737,7 @@ TEST_F(Life, ParkedBlocksChangeNoBit) {
     Ran r = start(deep + "--recompute auto --memory 0.0055 --offload activations --offload-to " + path("") +
               " --out " + other);
     ASSERT_EQ(r.status, 0) << r.text;
-    EXPECT_HAS(r.text, " parked, ");
+    EXPECT_HAS(r.text, " offloaded, ");
     EXPECT_HAS(r.text, "waiting for moves, by the rates of cpu");
     EXPECT_TRUE(state(out + "/step_00000002") == state(other + "/step_00000002"));
 

@@ -1009,7 +1009,7 @@ TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
     for (const OptimizerRow& row : optimizer_rows()) {
         Config c;
         c.optimizer = row.name;
-        Optimizer found = chosen<Optimizer>(c, &Config::optimizer);
+        Optimizer found = choice_of<Optimizer>(c, &Config::optimizer);
         EXPECT_STREQ(optimizer_row(found).name, row.name);
     }
 }

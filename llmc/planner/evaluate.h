@@ -1,11 +1,10 @@
-// trial.h - one configuration: why it is refused, or its seconds, bytes and bytes of the host
+// evaluate.h - a candidate is a configuration: why it is refused, or its seconds and bytes
 //   1. CHECKED  config_check() allows it
 //   2. PLACED   the rank that is probably the fullest has room, with a few micro-batches
 //   3. TIMED    simulated: the time of a step, by parts; with what runs before it
 //   4. SURE     every rank that may be the fullest has room, with all micro-batches
-//   evaluate_config() goes as far as it is asked, and stops where a configuration fails. It
-//   remembers what it has found. --plan auto and --fit differ in nothing but the configurations
-//   that they ask for.
+//   evaluate() goes as far as it is asked, and stops where a configuration fails. It remembers what
+//   it has found. --plan auto and --fit differ in nothing but the configurations that they ask for.
 #pragma once
 #include "../action.h"
 #include "../arena.h"
@@ -24,12 +23,11 @@
 #include "../plan.h"
 #include "../sizes.h"
 #include "../text.h"
-#include "before_step.h"
 #include "cost.h"
 #include "layer_cost.h"
 #include "lower_bound.h"
+#include "predict.h"
 #include "simulator.h"
-#include <bit>
 #include <functional>
 #include <memory>
 
@@ -55,7 +53,7 @@ struct Trial {
     double seconds = INFINITY, bytes = INFINITY; // of a step; of the fullest rank
     double host = 0;                             // its bytes in the host's memory, if that is apart
     Times parts = {};                            // `seconds` by part, the mean over ranks
-    std::map<std::string, double> memory = {};   // `bytes` by memory_row()
+    double teacher = 0;                          // a teacher's bytes of these
     std::string wrong = "";                      // why it is refused; "": it is allowed
     Depth depth = Depth::CHECKED;                // how far it has been evaluated
 };
@@ -102,15 +100,15 @@ inline const Flag& flag_row(const std::string& name) {
 inline std::string layout_flags_text(const Config& c) {
     static const Config plain;
     std::string text;
-    for (const char* name : layout_flags()) {
+    for (std::string name : layout_flags()) {
         const Field& field = flag_row(name).field;
         std::string value = field_text(c, field);
-        bool always = !strcmp(name, "dp") || !strcmp(name, "micro-batch");
-        bool theirs = (!strcmp(name, "masters") || !strcmp(name, "offload")) && was_given(c, name);
-        bool group = !strcmp(name, "zero-group") && c.zero == 0;
+        bool always = name == "dp" || name == "micro-batch";
+        bool theirs = (name == "masters" || name == "offload") && was_given(c, name);
+        bool group = name == "zero-group" && c.zero == 0;
         if ((!always && value == field_text(plain, field)) || theirs || group)
             continue;
-        bool on = !strcmp(name, "sequence-parallel"); // it takes no value
+        bool on = name == "sequence-parallel"; // it takes no value
         text += concat(text.empty() ? "--" : " --", name, on ? "" : " ", on ? "" : value);
     }
     return text;
@@ -122,26 +120,20 @@ inline void take_layout(Config& to, const Config& from) {
         std::visit([&](auto member) { to.*member = from.*member; }, flag_row(name).field);
 }
 
-// Whether the user's flags name a value of what the planner chooses. Other flags hold in any case.
-inline bool names_layout(const Config& c) {
-    bool any = was_given(c, "micro-batch");
-    for (const char* name : planned_flags())
-        any |= was_given(c, name);
-    return any;
-}
-
-// Whether a candidate has all values that they name. --recompute auto counts as full.
-inline bool has_named(const Config& user, const Config& c) {
-    std::vector<const char*> names = planned_flags();
+// Whether a candidate has the values that the user's flags name, of what the planner chooses.
+// --recompute auto counts as full. any: receives whether they name one.
+inline bool has_named(const Config& user, const Config& c, bool* any = nullptr) {
+    std::vector<std::string> names(planned_flags().begin(), planned_flags().end());
     names.push_back("micro-batch");
-    for (const char* name : names) {
+    bool all = true;
+    for (const std::string& name : names) {
+        if (!was_given(user, name)) continue;
+        if (any) *any = true;
         const Field& field = flag_row(name).field;
-        bool levels = !strcmp(name, "recompute") &&
-                      recompute_of(user) == recompute_of(c);
-        if (was_given(user, name) && !levels && field_text(user, field) != field_text(c, field))
-            return false;
+        bool levels = name == "recompute" && recompute_of(user) == recompute_of(c);
+        all &= levels || field_text(user, field) == field_text(c, field);
     }
-    return true;
+    return all;
 }
 
 // How much a user has to know to run a layout. An axis counts ten, because it brings messages of
@@ -184,33 +176,23 @@ inline Shape shape_of(const PlanQuestion& q, const Config& c) {
     return shape;
 }
 
+// A candidate's run: what its flags mean, for the first rank.
+struct CandidateRun {
+    Config config; // with what config_check() fills in
+    Shape shape;
+    Layout layout;
+    std::vector<PlanOptions> options; // the first plan trains
+};
+inline CandidateRun run_of(const PlanQuestion& q, const Config& c) {
+    CandidateRun run = {c, shape_of(q, c), {}, {}};
+    config_check(run.config, run.shape);
+    run.layout = choose_layout(run.config, run.shape);
+    run.options = q.run.plans(run.config, run.shape);
+    return run;
+}
+
 // ----------------------------------------------------------------------------
 // time
-
-// A configuration as plans, which machines of any speed share.
-struct Rehearsal {
-    Model model;
-    LayoutRuns runs;
-    std::vector<BeforeRuns> before = {};
-    double teacher_C = 0;
-    int micro_batches = 0; // of the whole step
-};
-template <typename T, typename S>
-Rehearsal rehearse(const PlanQuestion& q, Config c, S where) {
-    // Let the check fill in what flags leave out, and make the plans as a run would.
-    Shape shape = shape_of(q, c);
-    config_check(c, shape);
-    Layout layout = choose_layout(c, shape);
-    Rehearsal r = {make_model(with_logits(shape, where), layout), {}};
-    PlanOptions options = q.run.plans(c, shape)[0];
-    r.micro_batches = options.micro_batches;
-    r.runs = layout_runs(layout, r.model, options, *q.steps);
-
-    // Make those of what runs before, too.
-    r.before = before_runs(before_steps(c, options, shape, q.teacher), layout, *q.steps);
-    r.teacher_C = double(q.teacher.C);
-    return r;
-}
 
 // About as many actions as its plans have: two short runs. Interleaved groups of unequal sizes want
 // longer ones (settled()).
@@ -223,53 +205,27 @@ inline double rehearsal_actions(const PlanQuestion& q, const Config& c) {
     return 15.0 * c.pp * double(q.shape.L) * std::max(1.0, longer);
 }
 
-template <typename T> StepTime simulate_rehearsal(const Machine& machine, const Rehearsal& r) {
-    CostModel cost = run_costs<T>(machine, r.model, Cpu{});
-    cost.teacher_C = r.teacher_C;
-    StepTime step = simulate_runs(r.runs, r.model, action_cost(cost, r.model));
-    add_before(step, before_times<T>(machine, r.before));
-    return step;
-}
-
 // Simulate a step of a configuration that was checked, and keep its time.
 template <typename T, typename S>
 void simulate_trial(const PlanQuestion& q, Trial& t, S where) {
-    StepTime step = simulate_rehearsal<T>(q.machine, rehearse<T>(q, t.config, where));
+    CandidateRun run = run_of(q, t.config);
+    Model model = make_model(with_logits(run.shape, where), run.layout);
+    CostModel cost = run_costs<T>(q.machine, model, Cpu{});
+    cost.teacher_C = double(q.teacher.C);
+    ActionCost prices = action_cost(cost, model);
+    StepTime step = simulate_layout(run.layout, model, run.options[0], prices, *q.steps);
     t.wrong = step.stuck;
     if (!t.wrong.empty()) return;
+
+    // Add what runs before it.
+    std::vector<BeforeStep> before = before_steps(run.config, run.options[0], run.shape, q.teacher);
+    add_before(step, before_times<T>(q.machine, before, run.layout, *q.steps));
     t.seconds = step.seconds;
     t.parts = step.parts;
 }
 
 // ----------------------------------------------------------------------------
 // memory
-
-// The rows of the memory table, in their order.
-inline const std::vector<const char*>& memory_rows() {
-    static const std::vector<const char*> rows = {
-        "weights",           "codes of fp8 weights", "gradients", "master weights",
-        "optimizer moments", "mean of weights",      "constants", "key/value cache",
-        "activations",       "teacher",
-    };
-    return rows;
-}
-
-// The row that a kind of data belongs to. Maxima of 8-bit products stand with the codes.
-inline const char* memory_row(Kind kind) {
-    switch (kind) {
-    case Kind::WEIGHT: return "weights";
-    case Kind::AMAX:
-    case Kind::MAXIMA:
-    case Kind::CAST: return "codes of fp8 weights";
-    case Kind::GRAD:
-    case Kind::GRAD_TIED: return "gradients";
-    case Kind::MASTER: return "master weights";
-    case Kind::STATE: return "optimizer moments";
-    case Kind::EMA: return "mean of weights";
-    case Kind::CACHE: return "key/value cache";
-    default: return "constants";
-    }
-}
 
 // Bytes of a teacher beside a rank's plans. Of many micro-batches a few are placed: each of the
 // others adds as many bytes as the last of these.
@@ -296,17 +252,14 @@ constexpr int MOST_PLACED_WHOLE = 2000;
 // micro-batches of a step, or as many as MOST_PLACED_WHOLE allows.
 template <typename T, typename S>
 void place_trial(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S where) {
-    Config c = t.config;
-    Shape shape = shape_of(q, c);
-    config_check(c, shape);
-    Layout layout = choose_layout(c, shape);
-    int rank = first_rank_of(layout, pp_rank);
-    layout = layout_at(layout, rank);
-    Model model = make_model(with_logits(shape, where), layout);
+    CandidateRun run = run_of(q, t.config);
+    std::vector<PlanOptions>& options = run.options;
+    int rank = first_rank_of(run.layout, pp_rank);
+    Layout layout = layout_at(run.layout, rank);
+    Model model = make_model(with_logits(run.shape, where), layout);
 
     // Place as many micro-batches as the pipeline needs to settle.
-    std::vector<PlanOptions> options = q.run.plans(c, shape);
-    double teacher = teacher_room(q.run, c, q.teacher, options[0], rank);
+    double teacher = teacher_room(q.run, run.config, q.teacher, options[0], rank);
     int m = options[0].micro_batches;
     int few = settled(layout, m).few + layout.pp.size;
     int each_takes = std::max(layout.pp.size, int(q.shape.L) / layout.pp.size);
@@ -333,17 +286,9 @@ void place_trial(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S whe
     if (t.bytes < INFINITY && bytes + teacher <= t.bytes)
         return;
 
-    // Keep the bytes by row: this rank is the fullest so far.
+    // This rank is the fullest so far.
     t.bytes = bytes + teacher;
-    t.memory.clear();
-    double lasting = 0;
-    for (auto& [d, place] : arena.lasting) {
-        if (!is_here(place.tier, where)) continue;
-        t.memory[memory_row(d.kind)] += double(place.bytes);
-        lasting += double(place.bytes);
-    }
-    t.memory["activations"] = bytes - lasting;
-    t.memory["teacher"] = teacher;
+    t.teacher = teacher;
 }
 
 // Whether there is room for a trial, as far as it was placed.
@@ -380,17 +325,13 @@ inline std::vector<std::vector<int>> alike_ranks(const Layout& layout, const Mod
 // then each is placed.
 template <typename T, typename S>
 bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
-    Config c = t.config;
-    Shape shape = shape_of(q, c);
-    config_check(c, shape);
-    Layout layout = choose_layout(c, shape);
-    Model model = make_model(with_logits(shape, where), layout);
-    PlanOptions options = q.run.plans(c, shape)[0];
-    bool each = layout.pipeline == Pipeline::ZERO_BUBBLE ||
-                !before_steps(c, options, shape, q.teacher).empty();
+    CandidateRun run = run_of(q, t.config);
+    Model model = make_model(with_logits(run.shape, where), run.layout);
+    bool each = run.layout.pipeline == Pipeline::ZERO_BUBBLE ||
+                !before_steps(run.config, run.options[0], run.shape, q.teacher).empty();
     t.bytes = INFINITY;
     t.host = 0;
-    for (const std::vector<int>& alike : alike_ranks(layout, model))
+    for (const std::vector<int>& alike : alike_ranks(run.layout, model))
         for (int rank : alike) {
             place_trial<T>(q, t, rank, true, where);
             if (!each) break;
@@ -404,7 +345,7 @@ bool fits_everywhere(const PlanQuestion& q, Trial& t, S where) {
 // Evaluate a configuration, as far as `depth` says. fullest: the rank of the pipeline to place
 // first. The result stays where it is.
 template <typename T, typename S>
-const Trial& evaluate_config(const PlanQuestion& q, const Config& c, Depth depth, S where,
+const Trial& evaluate(const PlanQuestion& q, const Config& c, Depth depth, S where,
                       int fullest = 0) {
     // Check it once.
     auto [entry, fresh] = q.known->try_emplace(config_key(c));
