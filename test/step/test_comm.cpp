@@ -13,6 +13,7 @@
 #include <regex>
 #include "../../llmc/comm/comm.h"
 #include "../../llmc/layout.h"
+#include "../../llmc/transfers.h"
 
 using namespace llmc;
 
