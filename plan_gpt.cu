@@ -20,7 +20,7 @@
 #include "llmc/run/run.h"
 #include "llmc/run/start.h"
 #include "llmc/tune/choose_adapters.h"
-#include "llmc/tune/teach.h"
+#include "llmc/tune/teacher.h"
 
 using namespace llmc;
 

@@ -9,7 +9,6 @@
 #include "llmc/action.h"
 #include "llmc/adapters.h"
 #include "llmc/comm/rank_status.h"
-#include "llmc/context.h"
 #include "llmc/extra/bitsandbytes.h"
 #include "llmc/extra/gptq.h"
 #include "llmc/extra/kto.h"
@@ -44,7 +43,7 @@
 #include "llmc/tune/on_policy.h"
 #include "llmc/tune/prefix_files.h"
 #include "llmc/tune/reference_policy.h"
-#include "llmc/tune/teach.h"
+#include "llmc/tune/teacher.h"
 
 using namespace llmc;
 
@@ -134,8 +133,8 @@ void load_weights(Run& run, Trainer<T, S>& t) {
     check_weights(run, t);
 }
 
-// Give the run what fine-tuning adds to it: companions in memory, references of a validation, and
-// an export of adapters alone.
+// Give the run what fine-tuning adds to it: companions in memory, a replay of a step, and an export
+// of adapters alone.
 template <typename T, typename S>
 void set_tuning(Run& run, Trainer<T, S>& t, S where) {
     // A copy of the starting weights, and a replay that finds a rank that computes wrong.
@@ -145,18 +144,6 @@ void set_tuning(Run& run, Trainer<T, S>& t, S where) {
         if (equal) even_weights(t);
         return replay_step(t, run.plans.train);
     };
-
-    // A validation has references of its own.
-    if (has_reference(c))
-        run.reference.around_validation = [&, point = 0., own = References()](bool begins) mutable {
-            if (begins) {
-                own = t.data.references;
-                point = run.reference.point;
-                return take_validation_references(run, t);
-            }
-            t.data.references = own;
-            run.reference.point = point;
-        };
 
     // An export of adapters alone.
     if (exports_adapters(run))

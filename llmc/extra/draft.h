@@ -1,48 +1,31 @@
-// draft.h - --draft: a small model beside the run's own, which guesses what texts go on with
+// draft.h - --draft: a small model that proposes tokens, for speculative decoding
 //   A draft has its own shape, weights and memory, and a key/value cache as long as the model's. It
-//   must have the model's vocabulary. ../extra/speculate.h says how guesses are judged.
+//   must have the model's vocabulary. ../io/speculate.h says how guesses are judged.
 #pragma once
 #include "../action.h"
 #include "../arena.h"
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/generate.h"
-#include "../io/model_shape.h"
 #include "../io/speculate.h"
+#include "../layers.h"
 #include "../model.h"
 #include "../ops/memory.h"
 #include "../optimizer.h"
-#include "../run/account.h"
 #include "../run/run.h"
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "../tune/second_model.h"
+#include "../tune/companion.h"
 
 namespace llmc {
 
-// The configuration of a run whose model is the draft.
-inline Config draft_config(const Run& run) { return second_config(run, run.config.draft); }
-
-// Check that the draft has the model's vocabulary: "" or what differs. Without tokenizers, the
-// sizes of the tables are compared, which may differ by padding rows although tokens are the same.
-inline std::string check_draft_tokens(const Run& run, const Config& d) {
-    return check_same_tokens(run, d, run.companions.draft, "--draft", run.config.draft, "draft");
-}
-
 // Choose the draft's shape, and check that its vocabulary is the model's.
 inline void choose_draft(Run& run) {
-    if (run.config.draft.empty())
-        return;
-    Config d = draft_config(run);
-    LLMC_USER_CHECK(!has_adapters(d),
-                    "--draft %s: its checkpoint has adapters alone: --merge and --export it, and "
-                    "give the folder", run.config.draft.c_str());
-    LLMC_USER_CHECK(d.add_tokens.empty(),
-                    "--draft %s: has tokens of --add-tokens: --export it, and give the folder",
-                    run.config.draft.c_str());
-    run.companions.draft = choose_shape(d, "--draft");
-    or_die(check_draft_tokens(run, d));
+    const std::string& name = run.config.draft;
+    if (name.empty()) return;
+    run.companions.draft = choose_companion(run, "--draft", name);
+    or_die(check_same_tokens(run, run.companions.draft, "--draft", name));
 }
 
 // Place the draft's only plan in memory. It has the slots, prompt length and cache length of
@@ -63,21 +46,13 @@ void place_draft(const Run& run, const std::vector<PlanOptions>& plans, Trainer<
     trainer_place(t, run.companions.draft, {o});
 }
 
-// Bytes that the draft takes of the memory that holds the model; 0 without a draft.
-template <typename T, typename S>
-size_t bytes_of_draft(const Run& run, const std::vector<PlanOptions>& plans, S where) {
-    if (run.config.draft.empty())
-        return 0;
-    Trainer<T, S> t;
-    t.ctx.where = where;
-    place_draft(run, plans, t);
-    return bytes_here(t.arena, where);
-}
-
-// Keep a draft in memory beside the run's plans.
+// Keep a draft in memory next to the run's plans.
 template <typename T, typename S> void keep_draft(Run& run, S where) {
     auto bytes = [where](const Run& r, const std::vector<PlanOptions>& plans, int) {
-        return bytes_of_draft<T>(r, plans, where);
+        Trainer<T, S> t;
+        t.ctx.where = where;
+        place_draft(r, plans, t);
+        return bytes_here(t.arena, where);
     };
     run.companions.all.push_back(
         {"draft", "its weights, and a cache beside the model's", Tier::DEVICE, bytes});
@@ -86,10 +61,9 @@ template <typename T, typename S> void keep_draft(Run& run, S where) {
 // Load the draft; null without --draft. Its trainer lives as long as the returned pointer.
 template <typename T, typename S>
 std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plans, S where) {
-    const Config &c = run.config, d = draft_config(run);
+    const Config& c = run.config;
     if (c.draft.empty())
         return nullptr;
-    Spend spend(run.clock.account, Work::LOAD);
 
     // Place and allocate it.
     auto drop = [](Trainer<T, S>* t) {
@@ -106,7 +80,7 @@ std::shared_ptr<Draft> open_draft(Run& run, const std::vector<PlanOptions>& plan
     device_zero(t->arena.device().base, t->arena.device().bytes, where);
     init_constants(*t);
 
-    bool drawn = load_second(run, *t, d);
+    bool drawn = load_companion(run, *t, c.draft);
     printf("draft: %s%s, %zu parameters, guesses %d tokens ahead\n", printable(c.draft).c_str(),
            drawn ? " with new weights" : "", parameter_count(t->model), c.draft_tokens);
     return make_draft(t, size_t(c.draft_tokens), run.shape.V);

@@ -18,7 +18,6 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <algorithm>
-#include <memory>
 #include <utility>
 #include "../comm/comm.h"
 #include "../context.h"
@@ -190,15 +189,11 @@ inline std::string load_mismatched(const DataLoader& d, uint64_t sample, int pad
 template <typename T, typename S>
 std::vector<double> mismatched_logp(Run& run, Trainer<T, S>& t, const DataLoader& d,
                                     uint64_t first, uint64_t count) {
-    std::vector<float> rows(count * d.T);
     auto window = [&](uint64_t i, int* tokens, int* targets) {
         size_t answers = 0;
         return load_mismatched(d, first + i, run.chat.end, tokens, targets, &answers);
     };
-    auto first_row = [&](uint64_t i) {
-        return i * d.T;
-    };
-    evaluate_logp(run, t, count, window, rows, first_row);
+    std::vector<float> rows = window_logp(run, t, count, window);
 
     // Sum over all rows: those without a target have 0.
     std::vector<double> sums(count);
@@ -210,72 +205,53 @@ std::vector<double> mismatched_logp(Run& run, Trainer<T, S>& t, const DataLoader
 // ----------------------------------------------------------------------------
 // the reference point
 
-// The log p of each window's mismatched answers under the starting weights.
-struct StartingLogp {
-    std::vector<double> train, val; // (windows)
-};
-
-// Evaluate samples [0, count) of the data. All ranks call.
+// Ask the starting weights about samples [0, known). Returns a function that sets the run's
+// reference point to that of samples [first, first + count), by the weights as they are when it is
+// called. All ranks call both.
 template <typename T, typename S>
-std::vector<double> mismatched_references(Run& run, Trainer<T, S>& t, const DataLoader& d,
-                                          uint64_t count) { // (windows)
+auto make_reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t known) {
     // Order the sums by window. Windows that the run does not read keep 0.
-    std::vector<double> windows(d.windows);
-    std::vector<double> sums = mismatched_logp(run, t, d, 0, count);
-    for (uint64_t i = 0; i < count; i++)
-        windows[window_of(d, i)] = sums[i];
-    return windows;
-}
+    std::vector<double> start(d.windows);
+    std::vector<double> sums = mismatched_logp(run, t, d, 0, known);
+    for (uint64_t i = 0; i < known; i++)
+        start[window_of(d, i)] = sums[i];
 
-// The reference point of a batch under the current weights. references: those of the starting
-// weights. All ranks call.
-template <typename T, typename S>
-double reference_point(Run& run, Trainer<T, S>& t, const DataLoader& d, uint64_t first,
-                       uint64_t count, const std::vector<double>& references) { // (windows)
-    // Add up in the order of samples, so that the sum does not depend on how ranks share them.
-    double drift = 0;
-    size_t answers = 0;
-    std::vector<int> tokens(d.T), targets(d.T);
-    std::vector<double> sums = mismatched_logp(run, t, d, first, count);
-    for (uint64_t i = 0; i < count; i++) {
-        drift += sums[i] - references[window_of(d, first + i)];
-        or_die(load_mismatched(d, first + i, run.chat.end, tokens.data(), targets.data(),
-                               &answers));
-    }
+    return [&run, &t, &d, start](uint64_t first, uint64_t count) {
+        // Add up in the order of samples, so that the sum does not depend on how ranks share them.
+        double drift = 0;
+        size_t answers = 0;
+        std::vector<int> tokens(d.T), targets(d.T);
+        std::vector<double> now = mismatched_logp(run, t, d, first, count);
+        for (uint64_t i = 0; i < count; i++) {
+            drift += now[i] - start[window_of(d, first + i)];
+            or_die(load_mismatched(d, first + i, run.chat.end, tokens.data(), targets.data(),
+                                   &answers));
+        }
 
-    // Clamp at 0: the estimate may be negative, but a divergence is not.
-    return answers > 0 ? std::max(0.0, drift / double(answers)) : 0;
-}
-
-// References that also hold the run's current reference point, in the last row of each window.
-inline References with_reference_point(const Run& run, References references, size_t T) {
-    return [&run, references, T](uint64_t sample, RowNumbers to) {
-        references(sample, to);
-        to.reference[T - 1] = float(run.reference.point);
+        // Clamp at 0: the estimate may be negative, but a divergence is not.
+        run.reference.point = answers > 0 ? std::max(0.0, drift / double(answers)) : 0;
     };
 }
 
-// Compute the starting weights' values that reference points compare with, and let the trainer take
-// the point of each batch before its step, and of validation before that. All ranks call.
+// Let the trainer take the reference point of each batch before its step, and that of validation
+// before a validation. All ranks call, under the starting weights, after compute_references().
 template <typename T, typename S>
 void start_kto(Run& run, Trainer<T, S>& t) {
-    auto start = std::make_shared<StartingLogp>();
-    if (run.data.val.windows)
-        start->val = mismatched_references(run, t, run.data.val, run.data.val_samples);
-    run.reference.before_validation = [&run, &t, start] {
-        t.data.references = with_reference_point(run, t.data.references, run.data.val.T);
-        run.reference.point =
-            reference_point(run, t, run.data.val, 0, run.data.val_samples, start->val);
-    };
+    if (run.data.val.windows) {
+        auto take_references = run.reference.around_validation;
+        auto point = make_reference_point(run, t, run.data.val, run.data.val_samples);
+        run.reference.around_validation = [&run, take_references, point](bool begins) {
+            take_references(begins);
+            if (begins) point(0, run.data.val_samples);
+        };
+    }
 
     // A step's point is that of the samples that it will train on.
     if (run.plans.train < 0) return;
-    start->train = mismatched_references(run, t, run.data.train, samples_of_run(run));
-    t.data.references = with_reference_point(run, t.data.references, run.data.train.T);
-    t.hooks.before = [&run, &t, start] {
-        uint64_t samples = uint64_t(run.config.batch_tokens / run.config.seq);
-        run.reference.point =
-            reference_point(run, t, run.data.train, t.data.cursor, samples, start->train);
+    auto point = make_reference_point(run, t, run.data.train, samples_of_run(run));
+    uint64_t samples = uint64_t(run.config.batch_tokens / run.config.seq);
+    t.hooks.before = [&t, point, samples] {
+        point(t.data.cursor, samples);
     };
 }
 

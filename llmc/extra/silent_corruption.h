@@ -94,10 +94,8 @@ template <typename T, typename S>
 std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     // Remember everything that the step would change.
     const Plan& p = t.plans[plan];
-    Window window = t.data.window;
-    References references = t.data.references;
+    DataSource data = t.data;
     auto after = t.hooks.after;
-    uint64_t cursor = t.data.cursor;
     std::vector<unsigned char> amaxes; // the history of --fp8 delayed
     fp8_on_host(t, &amaxes);
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
@@ -112,11 +110,11 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
     t.data.cursor -= std::min(t.data.cursor, samples);
     uint64_t begin = t.data.cursor;
     t.data.window = [&](uint64_t sample, int* tokens, int* targets) {
-        return window(first_ranks_sample(sample, p, begin), tokens, targets);
+        return data.window(first_ranks_sample(sample, p, begin), tokens, targets);
     };
-    if (references)
+    if (data.references)
         t.data.references = [&](uint64_t sample, RowNumbers to) {
-            references(first_ranks_sample(sample, p, begin), to);
+            data.references(first_ranks_sample(sample, p, begin), to);
         };
     if (t.hooks.before) t.hooks.before(); // a teacher reads the same samples
 
@@ -142,9 +140,7 @@ std::vector<ReplayedAction> replay_sums(Trainer<T, S>& t, int plan) {
 
     // Restore everything.
     t.hooks.after = after;
-    t.data.window = window;
-    t.data.references = references;
-    t.data.cursor = cursor;
+    t.data = data;
     put_scale(scale);
     if (!amaxes.empty())
         copy_in(fp8_history(t).amax, amaxes.data(), amaxes.size(), t.ctx.where);

@@ -398,7 +398,8 @@ inline std::string chat_trim(const std::string& text, bool trims) {
 // The system text of a conversation: its own, even if it is empty, or the format's. Returns false
 // if there is none.
 inline bool system_text(const ChatFormat& f, const Conversation& messages, std::string* text) {
-    bool own = messages[0].role == "system", alpaca = f.name == "alpaca";
+    bool own = messages[0].role == "system";
+    bool alpaca = f.name == "alpaca";
     *text = own      ? messages[0].text
             : alpaca ? alpaca_preamble(!messages[0].input.empty())
                      : f.default_system;

@@ -8,13 +8,14 @@
 //   Without a template the tokenizer's special tokens decide, and the run says so.
 #pragma once
 #include "../access.h"
+#include "../ops/rand.h"
+#include "../text.h"
+#include "chat.h"
+#include "config.h"
 #include "files.h"
 #include "json.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"
-#include "../ops/rand.h"
-#include "../text.h"
-#include "chat.h"
 
 namespace llmc {
 
@@ -101,7 +102,8 @@ inline std::string read_chat_template(const std::string& folder, nlohmann::json*
     for (const char* file : {"chat_template.jinja", "tokenizer_config.json",
                              "chat_template.json"}) {
         // Read a file of its own, which comes first, or a key.
-        std::string path = file_in(folder, file), text, wrong;
+        std::string path = file_in(folder, file);
+        std::string text, wrong;
         nlohmann::json j;
         if (::access(path.c_str(), R_OK) != 0)
             continue;

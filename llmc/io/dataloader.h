@@ -125,7 +125,9 @@ inline std::string escape_commas(const std::string& path) {
 // List the files of a value: "a.bin,b/*.txt". The files of a pattern come in alphabetical order.
 inline std::string data_paths(const std::string& value, std::vector<std::string>* paths) {
     // First try the value as the name of one file, whatever characters it has.
-    auto exists = [](const std::string& path) { return ::access(path.c_str(), F_OK) == 0; };
+    auto exists = [](const std::string& path) {
+        return ::access(path.c_str(), F_OK) == 0;
+    };
     if (exists(value)) {
         paths->push_back(value);
         return "";
@@ -177,7 +179,8 @@ inline std::string identify_files(const std::string& value, nlohmann::json* list
 
         // Read block by block. A block that cannot be read has no part in the checksum.
         uint32_t crc = 0;
-        size_t bytes = size_t(s.st_size), stride = bytes >> 20 ? bytes / 8 : block.size();
+        size_t bytes = size_t(s.st_size);
+        size_t stride = bytes >> 20 ? bytes / 8 : block.size();
         for (size_t at = 0; at < bytes; at += stride) {
             ssize_t n = pread(fd, block.data(), block.size(), off_t(at));
             uInt length = uInt(std::max<ssize_t>(n, 0));
@@ -566,23 +569,6 @@ inline std::string check_tokens(const DataLoader& d, size_t bytes) {
     return "";
 }
 
-// Fill tokens and targets, both (T), of a window of conversations. The last token predicts nothing:
-// after it another conversation begins.
-inline std::string load_conversations(const DataFile& f, size_t start, size_t T, size_t V,
-                                      int* tokens, int* targets) {
-    targets[T - 1] = -1;
-    for (size_t i = 0; i < T; i++) {
-        int64_t marked = token_at(f, start + i);
-        int token = int(marked & TOKEN_BITS);
-        if (size_t(token) >= V)
-            return beyond_vocabulary(f, f.first + start + i, V);
-        tokens[i] = token | (int(marked) & (BEGINS | REJECTED));
-        if (i > 0)
-            targets[i - 1] = int(marked) & TRAINED ? token : -1;
-    }
-    return "";
-}
-
 // The window of a sample: shuffled by epoch when training.
 inline uint64_t window_of(const DataLoader& d, uint64_t sample) {
     uint64_t window = sample % d.windows;
@@ -598,18 +584,22 @@ inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens
     };
     const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_after);
     size_t start = (window - f.windows_before) * d.T;
-    if (f.packed)
-        return load_conversations(f, start, d.T, d.V, tokens, targets);
 
-    // Copy T + 1 tokens: all but the last are inputs, all but the first are targets.
-    for (size_t i = 0; i <= d.T; i++) {
-        int64_t token = token_at(f, start + i);
+    // All tokens but the last of T + 1 are inputs, all but the first are targets. Of conversations
+    // answers alone are targets, and the last token predicts nothing: another one begins after it.
+    const int64_t bits = f.packed ? TOKEN_BITS : ~0u;
+    targets[d.T - 1] = -1;
+    for (size_t i = 0; i < d.T + !f.packed; i++) {
+        int64_t marked = token_at(f, start + i);
+        int token = int(marked & bits);
         if (size_t(token) >= d.V)
             return beyond_vocabulary(f, f.first + start + i, d.V);
+        int mark = f.packed ? int(marked) & (BEGINS | REJECTED) : 0;
+        bool trained = !f.packed || int(marked) & TRAINED;
         if (i < d.T)
-            tokens[i] = int(token);
+            tokens[i] = token | mark;
         if (i > 0)
-            targets[i - 1] = int(token);
+            targets[i - 1] = trained ? token : -1;
     }
     return "";
 }

@@ -135,7 +135,8 @@ inline std::string capitalize(std::string text) {
 // Remove WikiHow's titles and marks from HellaSwag's texts. A mark ends in its line.
 inline std::string without_marks(const std::string& raw) {
     // An opening bracket without a closing one in its line is text, and stays.
-    std::string text = replace_all(trimmed(raw), " [title]", ". "), out;
+    std::string text = replace_all(trimmed(raw), " [title]", ". ");
+    std::string out;
     for (size_t at = 0; at < text.size();) {
         size_t close = text[at] == '[' ? text.find_first_of("]\n", at) : std::string::npos;
         bool mark = close != std::string::npos && text[close] == ']';
@@ -180,7 +181,8 @@ inline std::string text_in(const Json& j, const char* name, std::string* wrong) 
 
 // The texts of a list. An empty list is an error, because a question needs a candidate.
 inline std::vector<std::string> texts_in(const Json& j, const char* name, std::string* wrong) {
-    bool good = j.is_object() && j.contains(name) && j[name].is_array() && !j[name].empty();
+    bool good = j.is_object() && j.contains(name);
+    good = good && j[name].is_array() && !j[name].empty();
     for (size_t i = 0; good && i < j[name].size(); i++)
         good = j[name][i].is_string();
     if (good) return j[name];
@@ -414,7 +416,8 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
                              const Tokenizer& tokenizer, size_t P) {
     // Find which of its forms the file has.
     std::vector<std::string> lines, labels;
-    std::string wrong = read_lines(path, &lines), name = kind.name;
+    std::string wrong = read_lines(path, &lines);
+    std::string name = kind.name;
     if (!wrong.empty()) return wrong;
     bool json = lines[0].starts_with('{');
     size_t each = name == "hellaswag" && !json ? 6 : 1; // lines a question
@@ -454,7 +457,8 @@ inline std::string read_tasks(Evaluation* e, const std::string& value, const Tok
         size_t equals = item.find('=');
         if (equals == std::string::npos)
             return "--evaluate wants name=FILE, not '" + item + "'; names: " + all;
-        std::string name = item.substr(0, equals), close = nearest(name, names);
+        std::string name = item.substr(0, equals);
+        std::string close = nearest(name, names);
         const TaskKind* kind = find_task_kind(name);
         if (!kind)
             return "--evaluate: there is no task '" + name + "'" +

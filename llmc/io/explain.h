@@ -352,7 +352,9 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 // to 1.6 GB a communicator (NCCL's issues 964 and 864). Communicators that share buffers count
 // once: the plan's, and beside them those of other axes (layout.h).
 inline std::string nccl_text(const Layout& layout) {
-    auto beside = [&](Axis axis) { return int(axis.size > 1 && axis.size < layout.world()); };
+    auto beside = [&](Axis axis) {
+        return int(axis.size > 1 && axis.size < layout.world());
+    };
     bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;
     int sets = 1 + beside(layout.tp) + beside(layout.pp) +
                (layout.cp.size > 1) * (hybrid ? 3 : 1) + (layout.ep > 1);
@@ -518,7 +520,8 @@ inline const char* legend_text() {
 inline size_t end_of_run(const std::vector<Action>& actions, size_t at) {
     int way = 0;
     for (; at + 1 < actions.size(); at++) {
-        const Action &a = actions[at], &next = actions[at + 1];
+        const Action& a = actions[at];
+        const Action& next = actions[at + 1];
         int step = next.layer - a.layer;
         bool goes_on = way ? step == way : step == 1 || step == -1;
         if (next.op != a.op || next.micro != a.micro || next.layer < 0 || !goes_on)

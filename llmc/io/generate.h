@@ -86,11 +86,14 @@ void generate_batch(Trainer<T, S>& t, int plan, const int* tokens, size_t B, siz
     const Plan& p = t.plans[plan];
     t.plan = plan;
     t.at = 0;
-    size_t N = p.rows(), seen = 0;
+    size_t N = p.rows();
+    size_t seen = 0;
     int* home = address<int>(t, {Kind::TOKENS, -1, 0});
     // Fill the host's copy. Targets stay as they are: no loss is computed.
     int* host = host_side(home, t.host.staging, t.ctx.where);
-    int *positions = host + 2 * N, *doc_start = host + 3 * N, *keys = host + 4 * N;
+    int* positions = host + 2 * N;
+    int* doc_start = host + 3 * N;
+    int* keys = host + 4 * N;
 
     // Each token knows its position, and sees all keys of its sequence.
     for (size_t b = 0; b < B; b++) {
@@ -138,7 +141,8 @@ template <typename T> struct LogitRows {
 // Allocate room for B rows.
 template <typename T, typename S>
 LogitRows<T> make_logit_rows(const Trainer<T, S>& t, size_t B) {
-    size_t V = t.model.shape.V, Vp = t.model.shape.Vp();
+    size_t V = t.model.shape.V;
+    size_t Vp = t.model.shape.Vp();
     LogitRows<T> rows = {V, Vp / size_t(t.layout.tp.size)};
     // Other stages pick no token, and need no room.
     rows.here = is_mine(t.layout, t.model, t.model.head());
@@ -153,7 +157,8 @@ LogitRows<T> make_logit_rows(const Trainer<T, S>& t, size_t B) {
 template <typename T, typename S>
 void bring_logits(const Trainer<T, S>& t, LogitRows<T>& rows, size_t B) {
     if (!rows.here) return;
-    size_t share = rows.share, V = rows.V;
+    size_t share = rows.share;
+    size_t V = rows.V;
     const T* home = address<const T>(t, {Kind::LOGITS, -1, 0});
     copy_out(rows.stored.data(), home, B * share * sizeof(T), t.ctx.where);
     all_gather(t.comms.tp, rows.all.data(), rows.stored.data(), B * share, Cpu{});
@@ -186,7 +191,9 @@ template <typename T, typename S>
 void copy_slot(Trainer<T, S>& t, int plan, size_t from, size_t to, size_t n) {
     if (from == to) return;
     const Shape& s = t.ctx.shape;
-    size_t row = cached_elements(s), slot = t.plans[plan].cache * row, bytes = n * row * sizeof(T);
+    size_t row = cached_elements(s);
+    size_t slot = t.plans[plan].cache * row;
+    size_t bytes = n * row * sizeof(T);
     for (int l = 0; l < t.model.layers(); l++)
         if (T* cache = address<T>(t, {Kind::CACHE, l}))
             copy_rows(cache + to * slot, bytes, cache + from * slot, bytes, bytes, 1, t.ctx.where);
@@ -300,7 +307,8 @@ void take_token(Generation<T, S>& g, TextSlot& s, int token, Emit& emit, End& en
         emit(text, token);
 
     // The token itself would be read at position `past`, so the cache must have room there.
-    bool enough = s.picked == g.count, full = s.past == g.t.plans[g.plan].cache;
+    bool enough = s.picked == g.count;
+    bool full = s.past == g.t.plans[g.plan].cache;
     if (!last && !enough && !full) return;
     s = {};
     end(text, last ? Ended::BY_TOKEN : enough ? Ended::BY_COUNT : Ended::BY_CACHE);
@@ -597,6 +605,38 @@ void generate(Trainer<T, S>& t, int plan, const std::vector<Text>& texts, size_t
     for (const TextSlot& s : g.slots)
         if (s.text >= 0)
             end(s.text, Ended::BY_STOP);
+}
+
+// The texts [first, past) of a place along dp, where each place generates its own.
+struct ShareOfTexts {
+    size_t first, past;
+};
+inline ShareOfTexts share_of_texts(Axis dp, size_t all) {
+    size_t size = size_t(dp.size);
+    size_t rank = size_t(dp.rank);
+    return {all * rank / size, all * (rank + 1) / size};
+}
+
+// Give all ranks the texts of every place, at most `longest` numbers each. All ranks call.
+template <typename T, typename S>
+void share_texts(const Trainer<T, S>& t, ShareOfTexts mine, size_t longest,
+                 std::vector<std::vector<int>>& texts) {
+    // Put a text's length and numbers in a row. One rank of each place contributes, and all others
+    // add 0 to it.
+    size_t row = longest + 1;
+    size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
+    std::vector<int64_t> rows(texts.size() * row);
+    for (size_t i = mine.first; i < past; i++) {
+        rows[i * row] = int64_t(texts[i].size());
+        std::copy(texts[i].begin(), texts[i].end(), &rows[i * row + 1]);
+    }
+    all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
+
+    const int64_t* from = rows.data();
+    for (std::vector<int>& text : texts) {
+        text.assign(from + 1, from + 1 + *from);
+        from += row;
+    }
 }
 
 // Continue one prompt; each token goes to `emit`.

@@ -30,34 +30,29 @@ struct ScoreGroup {
 // cursor again. All ranks call it.
 template <typename T, typename S, typename F>
 void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
-    const Plan& p = t.plans[plan];
-    Window window_before = t.data.window;
-    uint64_t cursor_before = t.data.cursor;
-    uint64_t end_before = t.data.samples_end;
-    int document_end_before = t.data.document_end;
-
     // Do not mask documents: losses with and without --document-mask are to be compared.
+    const Plan& p = t.plans[plan];
+    DataSource before = t.data;
     t.data.window = window;
     t.data.samples_end = count;
     t.data.document_end = -1;
     // Each turn takes B samples on each data-parallel rank; rows after the last sample are blank.
-    for (t.data.cursor = 0; t.data.cursor < count; t.data.cursor += p.B * p.layout.dp.size) {
+    uint64_t turn = p.B * uint64_t(p.layout.dp.size);
+    for (t.data.cursor = 0; t.data.cursor < count; t.data.cursor += turn) {
         run_plan(t, plan);
         each();
         if (t.hooks.stopped && t.hooks.stopped()) break;
     }
 
     // Restore training's place: an evaluation must not change which samples come next.
-    t.data.window = window_before;
-    t.data.cursor = cursor_before;
-    t.data.samples_end = end_before;
-    t.data.document_end = document_end_before;
+    t.data = before;
 }
 
 // The input tokens of a candidate's row: all but the last, padded to a multiple of 8,
 // which matrix products like.
 inline size_t padded_inputs(const Candidate& c, size_t P) {
-    return std::min(P, round_up(std::max(c.tokens.size() - 1, size_t(1)), size_t(8)));
+    size_t inputs = std::max(c.tokens.size() - 1, size_t(1));
+    return std::min(P, round_up(inputs, size_t(8)));
 }
 
 // How many candidates of T tokens fit into `rows` rows; at least one.

@@ -44,10 +44,11 @@ struct Logger {
     bool unread = false;    // standard output cannot be written any more
 };
 
-// A named number for the log.
+// A named number for the log, and how the step's line shows it after the loss; "": it does not.
 struct NamedNumber {
     const char* name;
     double value;
+    const char* format = "";
 };
 
 // The numbers of one step.
@@ -56,26 +57,15 @@ struct StepReport {
     double loss = 0, norm = 0, lr = 0, seconds = 0;
     int64_t step_tokens = 0, tokens = 0; // of this step, of the run so far
     double mfu = 0;                      // 0 to 1
-    double loss_scale = 0;       // fp16: the scale of the next step; 0: none
-    double cp_imbalance = 0;     // most pairs of a context-parallel rank over the mean; 0: none
-    double max_vio = -1;         // experts: see load.h; -1: none
-    double least_load = 0;
-    double dropped_share = -1;   // of experts' slots, by capacity; -1: none
-    double margin = 0, accuracy = -1; // means over pairs; -1: no pairs
-    double kl = -1;                   // KTO's reference point; -1: none
-    std::vector<NamedNumber> rollouts = {}; // statistics of sampled answers
-};
+    std::vector<NamedNumber> more = {};  // those of the techniques that the run uses
 
-// Insert the numbers of sampled answers after the loss.
-inline std::string with_rollouts(std::string line, const StepReport& r) {
-    std::string numbers;
-    for (const NamedNumber& n : r.rollouts) {
-        char text[64];
-        snprintf(text, sizeof(text), " | %s %.4g", n.name, n.value);
-        numbers += text;
+    // One of these; 0 if the run has none of the name.
+    double number(const std::string& name) const {
+        for (const NamedNumber& n : more)
+            if (name == n.name) return n.value;
+        return 0;
     }
-    return line.insert(line.find(" | norm"), numbers);
-}
+};
 
 // Format a step line. A rate above the peak means that the peak was measured while the machine was
 // busy: then the line says only that about all of it is used.
@@ -89,15 +79,15 @@ inline std::string step_text(const StepReport& r, double seconds_left) {
              width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
              rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
              duration_text(seconds_left).c_str());
-    if (!r.rollouts.empty())
-        return with_rollouts(text, r);
-    if (r.accuracy < 0) return text;
 
-    // Insert after the loss how far the better answers lead, and how often.
-    char pairs[64];
-    snprintf(pairs, sizeof(pairs), " | margin %.4f | accuracy %.3f", r.margin, r.accuracy);
+    // Insert numbers after the loss.
     std::string line = text;
-    return line.insert(line.find(" | norm"), pairs);
+    std::string numbers;
+    for (const NamedNumber& n : r.more) {
+        snprintf(text, sizeof(text), n.format, n.value);
+        if (*n.format) numbers += concat(" | ", n.name, " ", text);
+    }
+    return line.insert(line.find(" | norm"), numbers);
 }
 
 // ----------------------------------------------------------------------------
@@ -194,7 +184,9 @@ inline std::string log_open(Logger& log, const std::string& path, int64_t resume
     std::ifstream in(path);
     while (resumed_step > 0 && std::getline(in, line)) {
         nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
-        nlohmann::json step = j.is_object() ? j.value("step", nlohmann::json(0)) : nlohmann::json();
+        nlohmann::json step;
+        if (j.is_object())
+            step = j.value("step", nlohmann::json(0));
         if (step.is_number() && step <= resumed_step)
             kept += line + "\n";
         else if (step.is_number() && j.contains("lr"))
@@ -232,15 +224,8 @@ inline std::string log_step(Logger& log, const StepReport& r) {
     // and perhaps no loss.
     if (!std::isfinite(r.loss)) j.erase("loss");
     if (!std::isfinite(r.norm)) j.erase("grad_norm");
-    if (r.loss_scale > 0) j["loss_scale"] = r.loss_scale;
-    if (r.cp_imbalance > 0) j["cp_imbalance"] = r.cp_imbalance;
-    if (r.max_vio >= 0) j["max_vio"] = r.max_vio;
-    if (r.max_vio >= 0) j["least_load"] = r.least_load;
-    if (r.dropped_share >= 0) j["dropped_share"] = r.dropped_share;
-    if (r.accuracy >= 0) j["margin"] = r.margin;
-    if (r.accuracy >= 0) j["accuracy"] = r.accuracy;
-    if (r.kl >= 0) j["kl"] = r.kl;
-    for (const NamedNumber& n : r.rollouts) j[n.name] = n.value;
+    for (const NamedNumber& n : r.more)
+        j[n.name] = n.value;
     std::string said = log_append(log, j);
     if (!ferror(stdout) || std::exchange(log.unread, true))
         return said;

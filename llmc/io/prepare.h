@@ -15,7 +15,7 @@
 //              of documents that begin in it, its bytes and its CRC-32.
 //   Algorithm  1. the main thread reads the inputs in batches of a mebibyte: whole lines, or a
 //                 block of a text that ends where its tokens do (text_cut)
-//              2. threads tokenize batches; memory holds a few batches for each thread
+//              2. threads tokenize batches, a batch each
 //              3. the main thread writes them in order: the number of threads changes no byte
 //   Lock       OUT.lock, while it runs: a second call with the same OUT.bin is refused at once.
 //   Resume     OUT.progress, rewritten after each shard, says in which batch the shard ended. The
@@ -25,15 +25,14 @@
 //              hundredth of all lines are an error: fewer than 100 lines must all be good. The run
 //              ends when they exceed 10 plus a hundredth of the lines so far. Bytes that are not
 //              UTF-8 are kept, in lines too.
-//   Memory     does not grow with the inputs: (2 threads + 2) batches. A line has at most 64 MiB.
+//   Memory     does not grow with the inputs: a batch a thread. A line has at most 64 MiB.
 //   Cost       that of the tokenizer and of JSON (dev/LOG.md has the figures)
 //   Errors     "" or one line that says what is wrong
 #pragma once
 #include <sys/stat.h>
-#include <condition_variable>
 #include <deque>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include "../comm/rank_status.h"
 #include "../text.h"
@@ -241,19 +240,25 @@ inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
     return "";
 }
 
+// The numbers of a batch in a progress file: its place, and the counts at its beginning.
+inline std::vector<std::pair<const char*, size_t*>> batch_numbers(TextPlace& at, LineCounts& n) {
+    return {{"file", &at.file},
+            {"offset", &at.offset},
+            {"line", &at.line},
+            {"lines", &n.lines},
+            {"malformed", &n.malformed},
+            {"cut", &n.cut},
+            {"dropped", &n.dropped}};
+}
+
 // Write a batch, and count its lines.
-inline std::string write_batch(ShardOutput& o, const TextBatch& b) {
+inline std::string write_batch(ShardOutput& o, TextBatch& b) {
     if (!b.wrong.empty()) return b.wrong;
     if (!b.note.empty())
         fprintf(stderr, "note: %s\n", printable(b.note).c_str());
-    o.batch_at = {{"file", b.file},
-                  {"offset", b.offset},
-                  {"line", b.line},
-                  {"lines", o.counts.lines},
-                  {"malformed", o.counts.malformed},
-                  {"begins", o.begins},
-                  {"cut", o.counts.cut},
-                  {"dropped", o.counts.dropped}};
+    o.batch_at = {{"begins", o.begins}};
+    for (auto [name, number] : batch_numbers(b, o.counts))
+        o.batch_at[name] = *number;
     o.from_batch = 0;
 
     // Windows of conversations carry their own marks.
@@ -370,13 +375,12 @@ inline std::string check_state(const nlohmann::json& found) {
         return wrong;
     if (!at.is_object())
         return "batch is no object";
+    TextPlace place;
+    LineCounts counts;
     wrong = check_integer(found, "written", 0, INT64_MAX);
-    for (const char* key : {"file", "offset", "line", "lines", "malformed"})
-        if (wrong.empty())
-            wrong = check_integer(at, key, 0, INT64_MAX);
-    for (const char* key : {"cut", "dropped"})
-        if (wrong.empty() && at.contains(key))
-            wrong = check_integer(at, key, 0, INT64_MAX);
+    for (auto [name, number] : batch_numbers(place, counts))
+        if (wrong.empty() && at.contains(name))
+            wrong = check_integer(at, name, 0, INT64_MAX);
     return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
 }
 
@@ -451,14 +455,9 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
 
     // Take over the batch's place and the counts at its beginning.
     o.skip = progress["written"];
-    o.counts.lines = at["lines"];
-    o.counts.malformed = at["malformed"];
-    o.counts.cut = at.value("cut", size_t(0));
-    o.counts.dropped = at.value("dropped", size_t(0));
     o.begins = at["begins"];
-    r.file = at["file"];
-    r.offset = at["offset"];
-    r.line = at["line"];
+    for (auto [name, number] : batch_numbers(r, o.counts))
+        *number = at.value(name, size_t(0));
     fprintf(stderr, "prepare: goes on after %zu whole shards\n", o.shards.size());
     return "";
 }
@@ -495,63 +494,6 @@ inline void show_progress(PrepareProgress& p, size_t bytes, size_t tokens) {
             100 * double(bytes) / double(std::max<size_t>(p.bytes_all, 1)),
             rate_text(double(tokens)).c_str(), rate_text(rate).c_str(), eta.c_str(),
             p.live ? "\033[K" : "\n");
-}
-
-// Threads that take batches from a queue, the oldest first.
-struct Workers {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<TextBatch*> waiting;
-    bool over = false;
-    std::vector<std::thread> threads;
-};
-
-// Start `count` threads. Each calls work(batch) for one batch after the other.
-template <typename F>
-void workers_start(Workers& w, int count, F work) {
-    for (int i = 0; i < count; i++)
-        // The thread holds the lock except during the work itself.
-        w.threads.emplace_back([&w, work] {
-            for (std::unique_lock<std::mutex> lock(w.mutex);;) {
-                w.changed.wait(lock, [&] { return w.over || !w.waiting.empty(); });
-                if (w.waiting.empty()) return;
-                TextBatch* b = w.waiting.front();
-                w.waiting.pop_front();
-
-                // Work without the lock.
-                lock.unlock();
-                work(*b);
-                lock.lock();
-                b->done = true;
-                w.changed.notify_all();
-            }
-        });
-}
-
-// Queue a batch.
-inline void workers_add(Workers& w, TextBatch* b) {
-    std::lock_guard<std::mutex> lock(w.mutex);
-    w.waiting.push_back(b);
-    w.changed.notify_all();
-}
-
-// Wait until a batch has its tokens.
-inline void workers_wait(Workers& w, const TextBatch& b) {
-    std::unique_lock<std::mutex> lock(w.mutex);
-    w.changed.wait(lock, [&] { return b.done; });
-}
-
-// Let the threads finish the batches that they have begun, and drop the waiting ones. The threads
-// are joined, because nobody may touch a batch afterwards.
-inline void workers_end(Workers& w) {
-    {
-        std::lock_guard<std::mutex> lock(w.mutex);
-        w.over = true;
-        w.waiting.clear();
-    }
-    w.changed.notify_all();
-    for (std::thread& t : w.threads)
-        t.join();
 }
 
 // Finish the last shard. Remove it instead if `wrong` reports a failure, or if it
@@ -599,37 +541,36 @@ inline void tokens_of_batch(const ShardOutput& o, TextBatch& b, const Tokenizer&
 }
 
 // Read, tokenize and write the rest of the inputs, by the algorithm above.
-inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, int threads) {
-    // Start the threads. Each works on its own batch, and only reads the tokenizer.
+inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t, size_t threads) {
     std::vector<size_t> before = {0}; // bytes of the inputs before each one
     for (const TextInput& i : r.inputs)
         before.push_back(before.back() + i.bytes);
     PrepareProgress progress = {before.back(), o.tokens};
-    Workers workers;
-    workers_start(workers, threads,
-                  [&](TextBatch& b) { tokens_of_batch(o, b, t, r); });
 
-    std::deque<std::unique_ptr<TextBatch>> batches; // in order
+    // Batches in order, each with a thread of its own, which only reads the tokenizer.
+    std::deque<std::future<TextBatch>> batches;
     std::string wrong;
     for (bool more = true; wrong.empty();) {
-        // 1, 2. Keep the threads busy: read ahead as many batches as memory is planned for.
-        while (more && batches.size() < size_t(2 * threads + 2)) {
-            auto b = std::make_unique<TextBatch>();
-            more = read_batch(r, b.get());
+        // 1, 2. Keep the threads busy.
+        while (more && batches.size() < threads) {
+            TextBatch b;
+            more = read_batch(r, &b);
             if (!more) break;
-            batches.push_back(std::move(b));
-            workers_add(workers, batches.back().get());
+            auto work = [&, b = std::move(b)]() mutable {
+                tokens_of_batch(o, b, t, r);
+                return std::move(b);
+            };
+            batches.push_back(std::async(std::launch::async, std::move(work)));
         }
         if (batches.empty()) break;
 
         // 3. Write the oldest batch.
-        std::unique_ptr<TextBatch> b = std::move(batches.front());
+        TextBatch b = batches.front().get();
         batches.pop_front();
-        workers_wait(workers, *b);
-        wrong = write_batch(o, *b);
-        show_progress(progress, before[b->file] + b->position, o.tokens);
+        wrong = write_batch(o, b);
+        show_progress(progress, before[b.file] + b.position, o.tokens);
     }
-    workers_end(workers);
+    batches.clear(); // waits for threads that still work
 
     // Clear the progress line, and finish.
     if (progress.live)
@@ -665,11 +606,9 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
 
     // Choose the token before a document: the one that begins a text, or else the one that ends
     // it. Conversations need none.
-    if (c.loss != "lm") {
-        o->shard_tokens = c.shard_tokens;
-        o->val_tokens = c.val_tokens;
-        return "";
-    }
+    o->shard_tokens = c.shard_tokens;
+    o->val_tokens = c.val_tokens;
+    if (c.loss != "lm") return "";
     o->document_token = c.document_end >= 0 ? c.document_end : t.bos >= 0 ? t.bos : t.eot;
 
     if (o->document_token < 0)
@@ -680,9 +619,7 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
         return concat("--document-end ", o->document_token, ": --tokenizer ", t.name,
                       " has the tokens 0 to ", t.vocab_size - 1);
 
-    // Plan the output. Two bytes hold a token if the vocabulary is at most 65536.
-    o->shard_tokens = c.shard_tokens;
-    o->val_tokens = c.val_tokens;
+    // Two bytes hold a token if the vocabulary is at most 65536.
     o->width = t.vocab_size <= 65536 ? 2 : 4;
     return "";
 }
@@ -779,8 +716,8 @@ inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutp
     std::string wrong = resume(o, r, &done);
     if (!wrong.empty()) return wrong;
     if (!done) {
-        int threads = c.threads ? c.threads : int(std::thread::hardware_concurrency());
-        wrong = write_all(o, r, t, std::max(threads, 1));
+        size_t threads = c.threads ? size_t(c.threads) : std::thread::hardware_concurrency();
+        wrong = write_all(o, r, t, std::max(threads, size_t(1)));
         if (wrong.empty())
             wrong = write_manifest(o, t);
         if (!wrong.empty()) return wrong;

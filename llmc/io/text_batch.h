@@ -18,12 +18,15 @@ struct BatchLimits { // bytes of text
 
 constexpr int DOCUMENT = -1; // in a batch's tokens: a document begins here
 
-// One unit of work: text, and the tokens that a thread makes of it.
-struct TextBatch {
-    // Where the batch begins: the input, its byte (decompressed), its line.
+// A place in the inputs: the number of one, its byte (decompressed), its line.
+struct TextPlace {
     size_t file = 0;
     size_t offset = 0;
     size_t line = 1;
+};
+
+// One unit of work: the place where it begins, text, and the tokens that a thread makes of it.
+struct TextBatch : TextPlace {
     bool lines = false;         // JSON lines; otherwise a block of a text
     bool holds_tokens = false;  // 16-bit tokens instead of text
     std::string text = "";
@@ -33,7 +36,6 @@ struct TextBatch {
     LineCounts counts = {};
     std::string wrong = ""; // an error that ends the run
     std::string note = "";  // a remark on the file, of its first batch
-    bool done = false;
 };
 
 // Choose where to end a block of a text, so that its tokens and those of the next block are the
@@ -45,7 +47,9 @@ struct TextBatch {
 //   3. in a block with neither (a megabyte without "a b"): after a line, or else after a character.
 //      The text stays whole, but a word may be cut in two.
 inline size_t text_cut(std::string_view block, const std::string& end_text) {
-    auto letter = [](char c) { return (c | 32) >= 'a' && (c | 32) <= 'z'; };
+    auto letter = [](char c) {
+        return (c | 32) >= 'a' && (c | 32) <= 'z';
+    };
 
     // 1 and 2. Look for a place that no token crosses.
     size_t end = end_text.empty() ? std::string::npos : block.rfind(end_text);
@@ -60,7 +64,8 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
     size_t line = block.rfind('\n');
     if (line != std::string::npos)
         return line + 1;
-    size_t at = block.size() - std::min(block.size() - 1, std::max(end_text.size(), size_t(1)));
+    size_t back_by = std::max(end_text.size(), size_t(1));
+    size_t at = block.size() - std::min(block.size() - 1, back_by);
     for (int back = 0; back < 3 && at > 1 && (block[at] & 0xc0) == 0x80; back++)
         at--;
     return at;
@@ -69,17 +74,13 @@ inline size_t text_cut(std::string_view block, const std::string& end_text) {
 // ----------------------------------------------------------------------------
 // reading
 
-// The inputs, which are read one after the other.
-struct BatchReader {
+// The inputs, which are read one after the other, and the place of the first byte of `rest`.
+struct BatchReader : TextPlace {
     std::vector<TextInput> inputs;
     std::string script;   // the program that reads parquet
     std::string field;    // key of a JSON line's text
     std::string end_text; // text of the end-of-text token
     BatchLimits limits;
-    // Where the first byte of `rest` lies: the input, its byte, its line.
-    size_t file = 0;
-    size_t offset = 0;
-    size_t line = 1;
     bool open = false;
     bool ended = false;
     InputStream stream;
@@ -133,17 +134,12 @@ inline void reader_next_file(BatchReader& r) {
     if (!r.stream.note.empty())
         fprintf(stderr, "note: %s\n", r.stream.note.c_str());
     r.open = false;
-    r.file++;
-    r.offset = 0;
-    r.line = 1;
+    static_cast<TextPlace&>(r) = {r.file + 1};
 }
 
 // Move the first `cut` bytes of `rest` into a batch.
 inline void take_batch(BatchReader& r, TextBatch* b, size_t cut) {
-    *b = {};
-    b->file = r.file;
-    b->offset = r.offset;
-    b->line = r.line;
+    *b = {r};
     b->lines = r.inputs[r.file].lines;
     b->holds_tokens = r.inputs[r.file].tokens;
     b->text = r.rest.substr(0, cut);

@@ -172,18 +172,17 @@ struct RunRollouts {
     std::vector<Exercise> exercises; // prompts whose answers are sampled
     Rollouts now = {};               // the answers that the current step trains on
     double seconds = 0;              // of this process's steps
-    // The numbers that a step's line prints, given its loss; null without rollouts.
-    std::function<std::vector<NamedNumber>(const Loss&)> numbers = nullptr;
+    // Adds the numbers of a step, given its loss, to its report; null without rollouts.
+    std::function<void(StepReport&, const Loss&)> report = nullptr;
 };
 
-// The reference policy of DPO, KTO and GRPO (tune/reference_policy.h).
+// The weights that a run starts from, as the reference of its loss (tune/reference_policy.h).
 struct ReferencePolicy {
-    std::vector<float> train = {}, val = {};       // log p by window, (windows,T)
-    std::vector<unsigned char> start_weights = {}; // GRPO's
-    double point = 0; // KTO's, for the batch that is running
-    // Calls around a validation (true: it begins), and what a loss wants first; may be empty.
+    std::vector<float> train = {}, val = {};       // log p of the targets, (windows,T)
+    std::vector<unsigned char> start_weights = {}; // a copy of them, where answers are sampled
+    double point = 0;                              // KTO's, for the batch that is running
+    // Calls around a validation (true: it begins); may be empty.
     std::function<void(bool begins)> around_validation = nullptr;
-    std::function<void()> before_validation = nullptr;
 };
 
 // Plans are indices into Trainer::plans; -1: this run does not have that plan.
@@ -211,9 +210,9 @@ struct Balance {
 
     // Add a step's numbers. Their means are printed at the end.
     void add(const StepReport& r) {
-        cp += r.cp_imbalance;
-        max_vio += std::max(r.max_vio, 0.0);
-        dropped += std::max(r.dropped_share, 0.0);
+        cp += r.number("cp_imbalance");
+        max_vio += r.number("max_vio");
+        dropped += r.number("dropped_share");
     }
 };
 

@@ -289,44 +289,6 @@ void print_samples(Run& run, Trainer<T, S>& t) {
 }
 
 // ----------------------------------------------------------------------------
-// texts that data-parallel ranks share out
-
-// The texts that one place along dp generates: [first, past) of all.
-struct ShareOfTexts {
-    size_t first, past;
-};
-template <typename T, typename S>
-ShareOfTexts share_of_texts(const Run& run, const Trainer<T, S>& t, size_t all) {
-    Axis dp = answers_are_shared(run.config) ? t.layout.dp : Axis{};
-    size_t size = size_t(dp.size);
-    size_t rank = size_t(dp.rank);
-    return {all * rank / size, all * (rank + 1) / size};
-}
-
-// Give all ranks the texts that each place along dp has generated: `mine` here, of `longest` tokens
-// at most. All ranks call.
-template <typename T, typename S>
-void share_texts(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine, size_t longest,
-                 std::vector<std::vector<int>>& texts) {
-    // Put the length and the tokens in a row. One rank of each place contributes; others add 0.
-    size_t row = longest + 1;
-    size_t past = t.comms.model.rank == 0 ? mine.past : mine.first;
-    std::vector<int64_t> rows(texts.size() * row);
-    for (size_t i = mine.first; i < past; i++) {
-        rows[i * row] = int64_t(texts[i].size());
-        std::copy(texts[i].begin(), texts[i].end(), &rows[i * row + 1]);
-    }
-    all_reduce_sum(run.world, rows.data(), rows.size(), Cpu{});
-
-    // Take them out again.
-    const int64_t* from = rows.data();
-    for (std::vector<int>& text : texts) {
-        text.assign(from + 1, from + 1 + *from);
-        from += row;
-    }
-}
-
-// ----------------------------------------------------------------------------
 // prompts from a file, and what the model continues them with, as JSON lines
 //   --prompts FILE   JSON objects, one a line, each with a "prompt"; or lines of text in a .txt
 //   output           an object a completion, in the order of prompts and their samples: the fields
@@ -476,21 +438,21 @@ struct CompletionWriter {
     }
 };
 
-// Give all ranks the completions that each place along dp has made: `mine` here. All ranks call.
+// Give all ranks the completions that each place along dp has made, `mine` here. All ranks call.
 template <typename T, typename S>
 void share_completions(const Run& run, const Trainer<T, S>& t, ShareOfTexts mine,
                        std::vector<Completion>& all) {
-    // Append whether and why a completion is over to its tokens.
-    std::vector<std::vector<int>> texts;
-    for (const Completion& made : all) {
-        texts.push_back(made.tokens);
-        texts.back().insert(texts.back().end(), {made.over, int(made.why)});
+    // Put whether and why it has ended in front of its tokens.
+    std::vector<std::vector<int>> rows(all.size());
+    for (size_t i = mine.first; i < mine.past; i++) {
+        rows[i] = {all[i].over, int(all[i].why)};
+        rows[i].insert(rows[i].end(), all[i].tokens.begin(), all[i].tokens.end());
     }
-    share_texts(run, t, mine, size_t(run.config.sample_tokens) + 2, texts);
+    share_texts(t, mine, size_t(run.config.sample_tokens) + 2, rows);
     for (size_t i = 0; i < all.size(); i++) {
-        all[i].why = Ended(texts[i].back());
-        all[i].over = texts[i].end()[-2];
-        all[i].tokens.assign(texts[i].begin(), texts[i].end() - 2);
+        all[i].over = rows[i][0];
+        all[i].why = Ended(rows[i][1]);
+        all[i].tokens.assign(rows[i].begin() + 2, rows[i].end());
     }
 }
 
@@ -501,7 +463,8 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     Spend spend(run.clock.account, Work::SAMPLE);
     size_t samples = size_t(c.samples);
     size_t all = run.samples.prompts.size() * samples;
-    ShareOfTexts mine = share_of_texts(run, t, all);
+    bool shared = answers_are_shared(c);
+    ShareOfTexts mine = share_of_texts(shared ? t.layout.dp : Axis{}, all);
     std::vector<Text> texts;
     for (size_t i = mine.first; i < mine.past; i++) {
         const Prompt& prompt = run.samples.prompts[i / samples];
@@ -521,7 +484,6 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
     // Generate. After a signal the completions so far are written as they are.
     Sampling how = sampling_of(run);
     CatchSignals catch_signals;
-    bool shared = answers_are_shared(c);
     how.own_texts = shared;
     how.stops = [&] {
         if (shared) return stop_signal != 0;

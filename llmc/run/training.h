@@ -76,15 +76,15 @@ inline bool is_skipped(Run& run, const LossScaling& scaling, const StepScale& sc
 inline void report_pairs(StepReport& r, const Run& run, const Loss& loss) {
     if (!has_pairs(run.config)) return;
     double pairs = double(std::max<int64_t>(loss.valid, 1));
-    r.margin = loss.margin / pairs;
-    r.accuracy = loss.correct / pairs;
+    r.more.push_back({"margin", loss.margin / pairs, "%.4f"});
+    r.more.push_back({"accuracy", loss.correct / pairs, "%.3f"});
     if (run.config.loss == "kto")
-        r.kl = run.reference.point;
+        r.more.push_back({"kl", run.reference.point});
 }
 
 // Fill in the report of the step that run.step has just counted, which took `seconds`; evaluation
-// and saving are no part of its speed. A technique that the run does not use leaves its number at
-// "none". loads (L,E): slots of each expert. dropped: the share that a capacity dropped.
+// and saving are no part of its speed. loads (L,E): slots of each expert. dropped: their share that
+// a capacity dropped.
 template <typename T, typename S>
 StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult& result,
                        double seconds, const std::vector<int64_t>& loads, double dropped) {
@@ -105,15 +105,17 @@ StepReport step_report(const Run& run, const Trainer<T, S>& t, const PlanResult&
 
     // Techniques.
     ExpertBalance experts = expert_balance(loads, t.model.shape.experts.E);
-    r.max_vio = experts.max_vio;
-    r.least_load = experts.least;
-    r.dropped_share = dropped;
-    r.loss_scale = result.scale.loss.now;
+    if (experts.max_vio >= 0)
+        r.more = {{"max_vio", experts.max_vio}, {"least_load", experts.least}};
+    if (dropped >= 0)
+        r.more.push_back({"dropped_share", dropped});
+    if (result.scale.loss.now > 0)
+        r.more.push_back({"loss_scale", result.scale.loss.now});
     if (c.cp > 1)
-        r.cp_imbalance = pairs_imbalance(t.layout, t.data.pairs);
+        r.more.push_back({"cp_imbalance", pairs_imbalance(t.layout, t.data.pairs)});
     report_pairs(r, run, result.loss);
-    if (run.rollouts.numbers)
-        r.rollouts = run.rollouts.numbers(result.loss);
+    if (run.rollouts.report)
+        run.rollouts.report(r, result.loss);
     return r;
 }
 

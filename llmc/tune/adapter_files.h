@@ -339,7 +339,8 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
     const SafeTensor* a = safetensors_find(file, name + ".lora_A.weight");
     const SafeTensor* b = safetensors_find(file, name + ".lora_B.weight");
     auto first = adapters->find(module_of(p));
-    bool any = a || b, others = first != adapters->end();
+    bool any = a || b;
+    bool others = first != adapters->end();
     if (!any && !others) return "";
     std::string module = peft_module(base, p, expert);
     if (expert > 0 && any != others)
@@ -448,7 +449,9 @@ inline std::set<size_t> adapted_blocks(const Model& m) {
 inline std::set<std::string> target_modules(const Model& m) {
     std::set<std::string> partly, names;
     std::set<size_t> blocks = adapted_blocks(m);
-    auto word_of = [](const std::string& module) { return module.substr(module.rfind('.') + 1); };
+    auto word_of = [](const std::string& module) {
+        return module.substr(module.rfind('.') + 1);
+    };
     for (const Parameter& p : m.parameters)
         if (adaptable(m, p) && p.adapter < 0 && blocks.count(size_t(p.layer) - 1))
             partly.insert(word_of(module_of(p)));

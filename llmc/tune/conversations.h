@@ -17,10 +17,11 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "../context.h"
+#include "../io/chat.h"
+#include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/json.h"
 #include "../text.h"
-#include "../io/chat.h"
 #include <map>
 #include <span>
 
@@ -207,7 +208,8 @@ inline std::string read_tokens(const nlohmann::json& j, int vocab, ChatTokens* o
     for (const char* key : {"input_ids", "labels"})
         if (!j.contains(key) || !j[key].is_array())
             return concat("has no list \"", key, "\"");
-    const nlohmann::json &ids = j["input_ids"], &labels = j["labels"];
+    const nlohmann::json& ids = j["input_ids"];
+    const nlohmann::json& labels = j["labels"];
     if (ids.size() != labels.size())
         return concat("has ", ids.size(), " \"input_ids\" and ", labels.size(), " \"labels\"");
     if (j.contains("attention_mask") &&

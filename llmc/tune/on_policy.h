@@ -11,7 +11,8 @@
 //              that sampled was evaluated before the first update.
 //   --beta adds the KL divergence from the starting weights, which evaluate the answers too
 //   (reference_policy.h). Both evaluations run the micro-batches of training, so that a policy
-//   equal to the other has the ratio 1 to the bit.
+//   equal to the other has the ratio 1 to the bit, in every layout. Each costs a forward pass over
+//   the answers, and 4 bytes a token of the batch in the host's memory.
 //   Answer k to prompt p of step s draws by (seed, s, p, k, position), and by neither slots nor
 //   layout: a resumed run samples the step again, to the same bits. Between two updates it has the
 //   answers from its checkpoint (io/rollout_state.h).
@@ -85,27 +86,27 @@ inline void rollout_numbers_of_rows(const Rollouts& r, uint64_t sample, size_t T
         std::copy_n(&r.old[first], T, to.old);
 }
 
-// The numbers that a step's line prints. The mean of -log p over sampled tokens estimates
-// the policy's entropy.
-inline std::vector<NamedNumber> rollout_numbers(const Run& run, const Loss& loss) {
+// Add the numbers of sampled answers to a step's report.
+inline void report_rollouts(StepReport& report, const Run& run, const Loss& loss) {
     const Rollouts& r = run.rollouts.now;
-    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the entropy at
-    // a rollout's first update; at later ones, whose tokens are older, it is a cross-entropy.
-    double tokens = double(std::max<int64_t>(loss.valid, 1));
-    std::vector<NamedNumber> numbers = {
-        {"reward", r.reward},
-        {"length", r.length},
-        {"cut", r.cut},
-        {"equal_groups", r.equal},
-        {"entropy", loss.correct / tokens},
+    auto add = [&](const char* name, double value) {
+        report.more.push_back({name, value, "%.4g"});
     };
+    add("reward", r.reward);
+    add("length", r.length);
+    add("cut", r.cut);
+    add("equal_groups", r.equal);
+
+    // Loss::correct holds the sum of -log p here (objective.cuh). Its mean estimates the policy's
+    // entropy at a rollout's first update; at later ones, of older tokens, it is a cross-entropy.
+    double tokens = double(std::max<int64_t>(loss.valid, 1));
+    add("entropy", loss.correct / tokens);
 
     // Add the estimate of KL and the share of clipped tokens, where other policies are known.
     if (run.config.beta > 0)
-        numbers.push_back({"kl", loss.margin / tokens});
+        add("kl", loss.margin / tokens);
     if (run.config.updates > 1)
-        numbers.push_back({"clipped", loss.clipped / tokens});
-    return numbers;
+        add("clipped", loss.clipped / tokens);
 }
 
 // Let the trainer read the answers that were sampled last, and their advantages.
@@ -120,8 +121,8 @@ void set_rollouts(Run& run, Trainer<T, S>& t) {
     t.data.references = [&r, length](uint64_t sample, RowNumbers to) {
         rollout_numbers_of_rows(r, sample, length, to);
     };
-    run.rollouts.numbers = [&run](const Loss& loss) {
-        return rollout_numbers(run, loss);
+    run.rollouts.report = [&run](StepReport& report, const Loss& loss) {
+        report_rollouts(report, run, loss);
     };
     if (is_first_rank(run))
         printf("data: %zu prompts, %zu answers a step, %d to each prompt\n",
@@ -149,8 +150,8 @@ template <typename T, typename S>
 void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked, Rollouts* r) {
     // Take this rank's share of the exercises: those of its place along dp.
     const Config& c = run.config;
-    bool shared = answers_are_shared(c) && t.layout.dp.size > 1;
-    ShareOfTexts mine = share_of_texts(run, t, asked.size());
+    Axis dp = answers_are_shared(c) ? t.layout.dp : Axis{};
+    ShareOfTexts mine = share_of_texts(dp, asked.size());
     std::vector<Text> texts;
     for (size_t p = 0; p < asked.size(); p++) {
         // List the texts to generate, each with a random stream of its own. Keep a group's answers
@@ -171,7 +172,7 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     how.seed = uint64_t(c.seed);
     how.ends = run.samples.stop_tokens;
     how.emits_end = true;
-    how.own_texts = shared;
+    how.own_texts = dp.size > 1;
     size_t first = mine.first * size_t(c.group);
     auto emit = [&](int64_t i, int token) {
         r->tokens[first + size_t(i)].push_back(token);
@@ -183,11 +184,11 @@ void sample_answers(Run& run, Trainer<T, S>& t, const std::vector<size_t>& asked
     // Generate. An answer ends where its window does, if not before.
     int most = c.answer_tokens ? c.answer_tokens : c.seq;
     generate(t, run.plans.rollout, texts, size_t(most), how, emit, end);
-    if (!shared) return;
-    share_texts(run, t, {first, first + texts.size()}, size_t(c.seq) + 1, r->tokens);
+    if (dp.size == 1) return;
 
-    // Count the cut answers of all places, too.
-    if (t.comms.model.rank != 0) r->cut = 0;
+    // Share them, and count the cut ones of all places.
+    share_texts(t, {first, first + texts.size()}, size_t(c.seq) + 1, r->tokens);
+    if (t.comms.model.rank > 0) r->cut = 0;
     all_reduce_sum(run.world, &r->cut, 1, Cpu{});
 }
 
@@ -257,6 +258,28 @@ inline void take_means(Rollouts* r, const std::vector<double>& rewards, size_t g
     // Count the groups whose rewards are all equal: their advantages are 0, so they teach nothing.
     size_t groups = answers / group;
     r->equal = double(equal_groups(rewards, group)) / double(groups);
+}
+
+// Log p of the answers' tokens under the weights as they are. All ranks call, and get the same.
+template <typename T, typename S>
+std::vector<float> rollout_logp(Run& run, Trainer<T, S>& t, const Rollouts& r) { // (answers,T)
+    size_t length = size_t(run.config.seq);
+    auto window = [&](uint64_t sample, int* tokens, int* targets) {
+        rollout_window(r, r.first + sample, length, tokens, targets);
+        return std::string();
+    };
+    return window_logp(run, t, r.tokens.size(), window);
+}
+
+// Let the old policy and the reference evaluate the answers, where the objective asks for them.
+template <typename T, typename S>
+void ask_other_policies(Run& run, Trainer<T, S>& t, Rollouts* r) {
+    if (run.config.updates > 1)
+        r->old = rollout_logp(run, t, *r);
+    if (!keeps_start(run.config)) return;
+    exchange_weights(t, run.reference.start_weights);
+    r->reference = rollout_logp(run, t, *r);
+    exchange_weights(t, run.reference.start_weights);
 }
 
 // Whether the answers of the step before have an update left. Those of a checkpoint must fit the

@@ -1,14 +1,21 @@
-// reference_policy.h - log-probabilities under the reference policy, for DPO, KTO and GRPO
-//   evaluate_logp   log p of each target of any windows, under the weights as they are
-//   1. before the first step, the starting weights (a folder's, with its adapters) evaluate the
-//      windows that the run will read, in the same micro-batches as training
-//   2. every rank keeps log p = -loss of each target: 4 bytes a token, instead of a second model
-//   3. LOAD hands the log p out with the windows
+// reference_policy.h - the reference policy: what a run's starting weights say of each answer
+//   window_logp   log p of each target of any windows, under the weights as they are
+//   DPO, IPO and KTO have their windows before the first step:
+//     1. the starting weights (a folder's, with its adapters) evaluate the windows that the run
+//        will read, in the same micro-batches as training
+//     2. every rank keeps log p = -loss of each target: 4 bytes a token, instead of a second model
+//     3. LOAD hands the log p out with the windows
+//   GRPO samples its windows, so the starting weights are asked again:
+//     1. before the first step, each rank copies the trained weights that it keeps: with adapters
+//        their thin matrices alone, under ZeRO-3 its own shard
+//     2. exchange_weights() swaps weights and copy, and the evaluation plan runs the reference
+//     3. a second exchange puts every bit back; masters and moments have not moved
 //   New adapters change no output before the first step, so the reference is the model without
-//   them. A resumed run reads the starting weights again, evaluates them again, and then loads its
-//   checkpoint.
-//   Cost: a forward pass over the windows, at most one epoch, once.
-//   GRPO samples its windows, so it keeps the starting weights instead (below).
+//   them. A resumed run reads the starting weights again, evaluates or copies them again, and then
+//   loads its checkpoint.
+//   Contract: an exchange is bitwise, and sends no message.
+//   Cost: a forward pass over the windows, at most one epoch, once. With GRPO the trained weights
+//         once more, in the host's memory, and four copies of them a rollout.
 #pragma once
 #include "../action.h"
 #include "../arena.h"
@@ -17,30 +24,66 @@
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/likelihood.h"
-#include "../io/rollout_state.h"
+#include "../layers.h"
 #include "../layout.h"
 #include "../ops/memory.h"
 #include "../ops/types.h"
 #include "../run/run.h"
 #include "../trainer.h"
-#include "rollouts.h"
 #include <utility>
 #include <vector>
 
 namespace llmc {
 
+// Whether the loss compares with a reference.
+inline bool has_reference(const Config& c) {
+    return c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto" || keeps_start(c);
+}
+
+// ----------------------------------------------------------------------------
+// log p of windows
+
+// Log p of the targets of a window's samples [0, count), 0 where there is no target: (count,T), or
+// (windows,T) in the order of a loader's windows. All ranks call, and get the same.
+template <typename T, typename S>
+std::vector<float> window_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& window,
+                               const DataLoader* order = nullptr) {
+    // A signal must wait: a part of the samples would give another loss. Samples of this window
+    // have no numbers yet.
+    auto stopped = std::exchange(t.hooks.stopped, nullptr);
+    References references = std::exchange(t.data.references, nullptr);
+    const Plan& p = t.plans[run.plans.evaluate];
+    std::vector<float> rows((order ? order->windows : count) * p.T);
+    std::vector<acc_t<T>> losses(p.rows());
+    size_t T_cp = p.rows() / p.B; // rows of a sequence on this rank
+    run_samples(t, run.plans.evaluate, count, window, [&] {
+        // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
+        // tp rank 0.
+        RowLosses<T> kept = row_losses(t, 0);
+        if (!kept.losses || t.layout.tp.rank > 0)
+            return;
+        copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
+        for (size_t b = 0; b < p.B; b++) {
+            uint64_t sample = t.data.cursor + size_t(t.layout.dp.rank) * p.B + b;
+            if (sample >= count) break;
+            // Context-parallel ranks have their own rows of each sequence.
+            float* row = &rows[(order ? window_of(*order, sample) : sample) * p.T];
+            for (size_t i = 0; i < T_cp; i++) {
+                size_t at = context_row(t.layout.context.order, t.layout.cp, p.T, i);
+                row[at] = -float(losses[b * T_cp + i]);
+            }
+        }
+    });
+    t.hooks.stopped = stopped;
+    t.data.references = references;
+
+    // Share the rows. All ranks but the owner add 0, so nothing is rounded.
+    all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
+    return rows;
+}
+
 // ----------------------------------------------------------------------------
 // a copy of the weights that a run starts from, exchanged with those it trains
-//   The reference of GRPO's KL (objective.cuh) is the policy before the first step. Each step
-//   samples new answers, so what the reference says of them cannot be kept ready, as DPO's is
-//   (reference_policy.h): the starting weights are asked again.
-//   1. before the first step, each rank copies the trained weights that it keeps: with adapters
-//      their thin matrices alone, under ZeRO-3 its own shard
-//   2. exchange_weights() swaps weights and copy, and the evaluation plan runs the reference
-//   3. a second exchange puts every bit back; masters and moments have not moved
-//   A resumed run copies the starting weights before it loads its checkpoint over them.
-//   Contract: bitwise; no message. Cost: the trained weights once more, in the host's memory, and
-//             four copies of them a rollout.
 
 // The places of the trained weights that this rank keeps.
 template <typename T, typename S>
@@ -107,71 +150,17 @@ void exchange_weights(Trainer<T, S>& t, std::vector<unsigned char>& copy) {
         }
 }
 
-// Whether the loss compares with a reference.
-inline bool has_reference(const Config& c) {
-    return c.loss == "dpo" || c.loss == "ipo" || c.loss == "kto" || keeps_start(c);
-}
+// ----------------------------------------------------------------------------
+// the references of a run
 
-// A function that copies the log p (T) of a sample's window, for LOAD.
-inline References references_of(const DataLoader& d,
+// A function that copies the log p (T) of a sample's window, for LOAD. The last token of a window
+// predicts nothing: its row holds KTO's reference point (objective.cuh), 0 for other losses.
+inline References references_of(const Run& run, const DataLoader& d,
                                 const std::vector<float>& rows) { // (windows,T)
-    return [&d, &rows](uint64_t sample, RowNumbers to) {
+    return [&run, &d, &rows](uint64_t sample, RowNumbers to) {
         std::copy_n(rows.data() + window_of(d, sample) * d.T, d.T, to.reference);
+        to.reference[d.T - 1] = float(run.reference.point);
     };
-}
-
-// Evaluate samples [0, count) of a window, and write log p of their targets (T) where
-// first_row(sample) says, counted in rows; 0 where there is no target. All ranks call, and they
-// get the same rows.
-template <typename T, typename S, typename F>
-void evaluate_logp(Run& run, Trainer<T, S>& t, uint64_t count, const Window& window,
-                   std::vector<float>& rows, F first_row) {
-    // A signal must wait: a part of the samples would give another loss. Samples of this window
-    // have no numbers yet.
-    auto stopped = std::exchange(t.hooks.stopped, nullptr);
-    References references = std::exchange(t.data.references, nullptr);
-    const Plan& p = t.plans[run.plans.evaluate];
-    std::vector<acc_t<T>> losses(p.rows());
-    size_t T_cp = p.rows() / p.B; // rows of a sequence on this rank
-    run_samples(t, run.plans.evaluate, count, window, [&] {
-        // Take the losses from the owner: among the ranks that hold a sample's losses, the one of
-        // tp rank 0.
-        RowLosses<T> kept = row_losses(t, 0);
-        if (!kept.losses || t.layout.tp.rank > 0)
-            return;
-        copy_out(losses.data(), kept.losses, losses.size() * sizeof(losses[0]), t.ctx.where);
-        for (size_t b = 0; b < p.B; b++) {
-            uint64_t sample = t.data.cursor + size_t(t.layout.dp.rank) * p.B + b;
-            if (sample >= count) break;
-            // Context-parallel ranks have their own rows of each sequence.
-            for (size_t i = 0; i < T_cp; i++) {
-                size_t at = context_row(t.layout.context.order, t.layout.cp, p.T, i);
-                rows[first_row(sample) + at] = -float(losses[b * T_cp + i]);
-            }
-        }
-    });
-    t.hooks.stopped = stopped;
-    t.data.references = references;
-
-    // Share the rows. All ranks but the owner add 0, so nothing is rounded.
-    all_reduce_sum(t.comms.world, rows.data(), rows.size(), Cpu{});
-}
-
-// Evaluate samples [0, count) of the data, and return log p of each target by window. All ranks
-// call, and get the same.
-template <typename T, typename S>
-std::vector<float> evaluate_references(Run& run, Trainer<T, S>& t, const DataLoader& d,
-                                       uint64_t count) { // (windows,T)
-    // Windows that the run does not read keep 0.
-    std::vector<float> rows(d.windows * d.T);
-    auto window = [&](uint64_t sample, int* tokens, int* targets) {
-        return load_window(d, sample, tokens, targets);
-    };
-    auto first_row = [&](uint64_t sample) {
-        return window_of(d, sample) * d.T;
-    };
-    evaluate_logp(run, t, count, window, rows, first_row);
-    return rows;
 }
 
 // How many samples from the first on cover all windows that the run reads. A run that ends within
@@ -183,68 +172,37 @@ inline uint64_t samples_of_run(const Run& run) {
     return c.resume ? run.data.train.windows : std::min<uint64_t>(samples, run.data.train.windows);
 }
 
-// Compute the references of training and validation, and let the trainer use those of training.
+// Ask the starting weights about training and validation, and hand the answers to LOAD; or copy
+// these weights, where samples are not known yet. All ranks call.
 template <typename T, typename S>
 void compute_references(Run& run, Trainer<T, S>& t) {
     if (keeps_start(run.config)) {
         run.reference.start_weights = copy_weights(t);
         return;
     }
-    if (run.data.val.windows)
-        run.reference.val = evaluate_references(run, t, run.data.val, run.data.val_samples);
+    auto logp = [&](const DataLoader& d, uint64_t count) {
+        auto window = [&](uint64_t sample, int* tokens, int* targets) {
+            return load_window(d, sample, tokens, targets);
+        };
+        return window_logp(run, t, count, window, &d);
+    };
+
+    // Let a validation have references of its own, and training have its own again after it.
+    if (run.data.val.windows) {
+        run.reference.val = logp(run.data.val, run.data.val_samples);
+        References of_val = references_of(run, run.data.val, run.reference.val);
+        run.reference.around_validation = [&t, other = of_val](bool) mutable {
+            std::swap(t.data.references, other);
+        };
+    }
+
+    // Evaluate the windows of training.
     if (run.plans.train < 0) return;
     uint64_t samples = samples_of_run(run);
     if (is_first_rank(run))
         printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
-    run.reference.train = evaluate_references(run, t, run.data.train, samples);
-    t.data.references = references_of(run.data.train, run.reference.train);
-}
-
-// Let the trainer use validation's references.
-template <typename T, typename S>
-void take_validation_references(Run& run, Trainer<T, S>& t) {
-    if (has_reference(run.config))
-        t.data.references = references_of(run.data.val, run.reference.val);
-    if (run.reference.before_validation) run.reference.before_validation();
-}
-
-// ----------------------------------------------------------------------------
-// what the policy that sampled, and the first one, say of sampled answers
-//   old         log p under the weights that sampled, with --updates 2 or more: evaluated before
-//               the first update, kept for those after it
-//   reference   log p under the weights that the run began from, with --beta: these are exchanged
-//               for the run's, and back (reference_policy.h)
-//   Both run the evaluation plan on the micro-batches of training, by the same kernels. So the
-//   ratio of a policy to itself is 1 to the bit, in every layout.
-//   Cost: a forward pass over the answers for each. Memory: 4 bytes a token of the batch for each,
-//         in the host's memory.
-
-// Log p of the answers' tokens under the weights as they are. All ranks call, and get the same.
-template <typename T, typename S>
-std::vector<float> rollout_logp(Run& run, Trainer<T, S>& t, const Rollouts& r) { // (answers,T)
-    size_t length = size_t(run.config.seq);
-    size_t answers = r.tokens.size();
-    std::vector<float> rows(answers * length);
-    auto window = [&](uint64_t sample, int* tokens, int* targets) {
-        rollout_window(r, r.first + sample, length, tokens, targets);
-        return std::string();
-    };
-    auto first_row = [&](uint64_t sample) {
-        return sample * length;
-    };
-    evaluate_logp(run, t, answers, window, rows, first_row);
-    return rows;
-}
-
-// Let the policies that the objective compares with evaluate the answers.
-template <typename T, typename S>
-void ask_other_policies(Run& run, Trainer<T, S>& t, Rollouts* r) {
-    if (run.config.updates > 1)
-        r->old = rollout_logp(run, t, *r);
-    if (!keeps_start(run.config)) return;
-    exchange_weights(t, run.reference.start_weights);
-    r->reference = rollout_logp(run, t, *r);
-    exchange_weights(t, run.reference.start_weights);
+    run.reference.train = logp(run.data.train, samples);
+    t.data.references = references_of(run, run.data.train, run.reference.train);
 }
 
 } // namespace llmc

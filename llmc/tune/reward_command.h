@@ -150,7 +150,8 @@ inline std::string start_program(const std::string& command, const std::string& 
         words.push_back(word);
 
     // Open both ends.
-    int file = memory_file(input), ends[2];
+    int file = memory_file(input);
+    int ends[2];
     if (file < 0) return "finds no memory for the answers";
     if (pipe2(ends, O_CLOEXEC) != 0) {
         close(file);

@@ -10,14 +10,24 @@
 //         evaluation takes, and C elements for each row of a step.
 #pragma once
 #include "../action.h"
+#include "../arena.h"
 #include "../head.h"
+#include "../io/config.h"
+#include "../io/config_check.h"
+#include "../io/files.h"
 #include "../io/plan_flags.h"
 #include "../layers.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/memory.h"
+#include "../ops/types.h"
+#include "../run/run.h"
+#include "../sharding.h"
 #include "../step.h"
+#include "../text.h"
 #include "../trainer.h"
+#include "../transfers.h"
+#include "companion.h"
 
 namespace llmc {
 
@@ -103,6 +113,98 @@ void teacher_forward(Teacher<T, S>& teacher, Trainer<T, S>& student) {
         t.at = int(t.plans[0].actions.size()) - 1;
     }
     student.ctx.teacher = &teacher.head;
+}
+
+// ----------------------------------------------------------------------------
+// --teacher: the teacher of a run, chosen, placed and loaded
+//   It computes in the run's element type and layout, and must have the run's vocabulary: a
+//   distribution over other tokens says nothing about these.
+
+// Whether this run trains beside a teacher.
+inline bool has_teacher(const Run& run) {
+    return run.config.loss == "distill" && run.plans.train >= 0;
+}
+
+// The shape of the teacher that the flags name; empty without one.
+inline Shape choose_teacher_shape(const Run& run) {
+    const std::string& name = run.config.teacher;
+    if (!wants_teacher(run.config) || name.empty())
+        return {};
+    bool there = !companion_config(run, name).out.empty() || file_type(name);
+    LLMC_USER_CHECK(there,
+                    "--teacher %s: is neither a Hugging Face folder, a .bin nor a run's folder",
+                    printable(name).c_str());
+    return choose_companion(run, "--teacher", name);
+}
+
+// Choose the teacher, and compare it with the model.
+inline void choose_teacher(Run& run) {
+    const Config& c = run.config;
+    if (!wants_teacher(c)) return;
+    run.companions.teacher = choose_teacher_shape(run);
+    or_die(check_teacher(c, run.shape, run.companions.teacher));
+    or_die(check_same_tokens(run, run.companions.teacher, "--teacher", c.teacher));
+}
+
+// Place the teacher of a rank beside its training plan.
+template <typename T, typename S>
+void place_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank,
+                   Teacher<T, S>& teacher) {
+    Layout layout = layout_at(choose_layout(run.config, run.companions.teacher), rank);
+    teacher_place(teacher, run.companions.teacher, plans[size_t(run.plans.train)], layout);
+}
+
+// Bytes that the teacher takes of the memory that holds the model; 0 without one.
+template <typename T, typename S>
+size_t bytes_of_teacher(const Run& run, const std::vector<PlanOptions>& plans, int rank, S where) {
+    if (!has_teacher(run)) return 0;
+    Teacher<T, S> teacher;
+    teacher.t.ctx.where = where;
+    place_teacher(run, plans, rank, teacher);
+    return bytes_here(teacher.t.arena, where) + teacher.norm_bytes;
+}
+
+// The same in the element type of --precision.
+inline size_t teacher_bytes(const Run& run, const std::vector<PlanOptions>& plans, int rank) {
+    return with_precision(run.config, [&](auto type) {
+        return bytes_of_teacher<typename decltype(type)::type>(run, plans, rank, Cpu{});
+    });
+}
+
+// Let a run have a teacher: before it is planned, and in memory beside its plans.
+inline void take_teacher(Run& run) {
+    run.companions.teacher_of = choose_teacher_shape;
+    run.companions.teacher_bytes = teacher_bytes;
+    if (wants_teacher(run.config))
+        run.companions.all.push_back({"teacher", "its weights, an evaluation's memory, C elements "
+                                      "a row of the step", Tier::DEVICE, teacher_bytes});
+}
+
+// Load the teacher, if there is one, and let each step ask it first; it lives as long as `t`.
+// All ranks call, for loading is shared.
+template <typename T, typename S>
+void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans) {
+    if (!has_teacher(run)) return;
+
+    // Place and allocate it. Its heads may be shared by other ranks, so it has groups of its own.
+    auto drop = [](Teacher<T, S>* teacher) {
+        teacher_free(*teacher);
+        delete teacher;
+    };
+    std::shared_ptr<Teacher<T, S>> teacher(new Teacher<T, S>, drop);
+    teacher->t.ctx.where = t.ctx.where;
+    place_teacher(run, plans, run.world.rank, *teacher);
+    const Layout& layout = teacher->t.layout;
+    teacher->t.comms =
+        make_comms(run.world, layout, ranks_of_kv_head(layout, teacher->t.model));
+    teacher_allocate(*teacher);
+
+    // Load its weights.
+    load_companion(run, teacher->t, run.config.teacher);
+    if (is_first_rank(run))
+        printf("teacher: %s, %zu parameters, frozen\n", printable(run.config.teacher).c_str(),
+               parameter_count(teacher->t.model));
+    t.hooks.before = [teacher, &t] { teacher_forward(*teacher, t); };
 }
 
 } // namespace llmc

@@ -1,10 +1,10 @@
 // test_files.cpp - files that belie their names: pipes, devices, deep JSON, escape sequences
 #include <sys/stat.h>
+#include "../../llmc/family.h"
 #include "../../llmc/io/huggingface.h"
 #include "../../llmc/io/logger.h"
 #include "../../llmc/io/manifest.h"
 #include "../../llmc/io/prepare.h"
-#include "../../llmc/family.h"
 #include "../harness/testing.h"
 
 using namespace llmc;

@@ -918,9 +918,9 @@ constexpr bool SANITIZED = true;
 constexpr bool SANITIZED = false;
 #endif
 
-// The peak of memory is the same for a file that is ten times as large, give or take 32 MiB: on two
-// cores, six batches may be in flight at one peak and one at the other, each with 1 MiB of text and
-// up to as many tokens of 4 bytes.
+// The peak of memory is the same for a file that is ten times as large, give or take 32 MiB: two
+// batches may be in flight at one peak and one at the other, each with 1 MiB of text and up to as
+// many tokens of 4 bytes, and allocators keep some.
 TEST_F(Prepare, MemoryDoesNotGrowWithTheInput) {
     if (SANITIZED) GTEST_SKIP() << "skipped: sanitizers keep memory of their own";
     auto peak = [&](const std::string& name, size_t megabytes) { // kB

@@ -3,7 +3,7 @@
 #include "../../llmc/planner/fit.h"
 #include "../../llmc/planner/predict.h"
 #include "../../llmc/run/plan_run.h"
-#include "../../llmc/tune/teach.h"
+#include "../../llmc/tune/teacher.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

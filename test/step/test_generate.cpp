@@ -28,6 +28,42 @@ inline void PrintTo(const Made& m, std::ostream* out) {
     *out << "(" << int(m.why) << ")";
 }
 
+static Plan generating(size_t slots, size_t T, size_t cache, size_t scored = 1) {
+    Plan p = small_plan(slots, T, 1);
+    p.mode = Mode::GENERATE, p.cache = cache, p.scored = scored;
+    return p;
+}
+
+// The texts that a trainer makes with a plan.
+template <typename T>
+static MadeTexts generated(Trainer<T, Cpu>& t, int plan, const std::vector<Text>& texts,
+                           size_t count, const Sampling& how = {}) {
+    MadeTexts made(texts.size());
+    generate(
+        t, plan, texts, count, how,
+        [&](int64_t i, int token) { made[size_t(i)].tokens.push_back(token); },
+        [&](int64_t i, Ended why) { made[size_t(i)].why = why; });
+    return made;
+}
+
+// The texts that rank 0 of a layout makes with a model that prepare() has changed.
+template <typename T, typename F>
+static MadeTexts generated_in(const Layout& layout, const Shape& s, size_t slots,
+                              const std::vector<Text>& texts, const Sampling& how, F prepare) {
+    MadeTexts first;
+    auto body = [&](const Comm& world) {
+        Plan p = generating(slots, 6, CACHE);
+        p.layout = layout_at(layout, world.rank);
+        Fixture<T> f(s, {p});
+        prepare(f);
+        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
+        MadeTexts made = generated(f.t, 0, texts, COUNT, how);
+        if (world.rank == 0) first = made;
+    };
+    EXPECT_EQ(run_local_ranks(layout.world(), {}, body), 0);
+    return first;
+}
+
 // Prompts of 1 to 5 tokens. Of their texts, some fill the cache, some reach the wanted number of
 // tokens, and some draw a token that ends them.
 static std::vector<std::vector<int>> some_prompts(const Shape& s) {
@@ -57,24 +93,7 @@ static MadeTexts make_texts(const Shape& s, size_t slots, const Layout& layout =
     Sampling how;
     how.temperature = temperature;
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
-
-    // Generate on each rank of the layout.
-    MadeTexts first(texts.size());
-    auto body = [&](const Comm& world) {
-        Plan p = small_plan(slots, 6, 1);
-        p.mode = Mode::GENERATE, p.cache = CACHE;
-        p.layout = layout_at(layout, world.rank);
-        Fixture<T> f(s, {p});
-        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
-        MadeTexts made(texts.size());
-        generate(
-            f.t, 0, texts, COUNT, how,
-            [&](int64_t i, int token) { made[i].tokens.push_back(token); },
-            [&](int64_t i, Ended why) { made[i].why = why; });
-        if (world.rank == 0) first = made;
-    };
-    EXPECT_EQ(run_local_ranks(layout.world(), {}, body), 0);
-    return first;
+    return generated_in<T>(layout, s, slots, texts, how, [](auto&) {});
 }
 
 // A text is the same whether it is generated alone or beside others, in any number of slots.
@@ -112,16 +131,14 @@ TEST(Slots, APrefixIsBeforeEveryText) {
         // Continue a prompt greedily.
         const size_t asked = 3, T = 8;
         std::vector<int> text = {5, 17, 2};
-        Plan generates = small_plan(1, 6, 1), evaluates = small_plan(s.V, T, 1);
-        generates.mode = Mode::GENERATE, generates.cache = T;
+        Plan generates = generating(1, 6, T), evaluates = small_plan(s.V, T, 1);
         evaluates.mode = Mode::EVALUATE;
         Fixture<double> f(s, {evaluates, generates});
         Sampling how;
         how.temperature = 0;
         std::vector<int> prompt = text;
-        generate(
-            f.t, 1, {{&prompt, 1}}, int(T - asked), how,
-            [&](int64_t, int token) { text.push_back(token); }, [](int64_t, Ended) {});
+        std::vector<int> made = generated(f.t, 1, {{&prompt, 1}}, T - asked, how)[0].tokens;
+        text.insert(text.end(), made.begin(), made.end());
         ASSERT_EQ(text.size(), T);
 
         // Ask for the loss of every token of the vocabulary at every place.
@@ -284,25 +301,9 @@ static MadeTexts adapted_texts(const Shape& base, size_t slots, const Layout& la
         texts.push_back({&prompts[i % prompts.size()], fnv1a(concat("text.", i))});
         if (only == -2) texts.back().adapter = set;
     }
-
-    // Generate on each rank of the layout.
-    MadeTexts first(texts.size());
-    auto body = [&](const Comm& world) {
-        Plan p = small_plan(slots, 6, 1);
-        p.mode = Mode::GENERATE, p.cache = CACHE;
-        p.layout = layout_at(layout, world.rank);
-        Fixture<T> f(s, {p});
+    return generated_in<T>(layout, s, slots, texts, {}, [&](Fixture<T>& f) {
         draw_adapters(f, only >= 0 ? sets[size_t(only)].name + ":" : "");
-        f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
-        MadeTexts made(texts.size());
-        generate(
-            f.t, 0, texts, COUNT, {},
-            [&](int64_t i, int token) { made[i].tokens.push_back(token); },
-            [&](int64_t i, Ended why) { made[i].why = why; });
-        if (world.rank == 0) first = made;
-    };
-    EXPECT_EQ(run_local_ranks(layout.world(), {}, body), 0);
-    return first;
+    });
 }
 
 // The texts of each set alone, one at a time, in the order of all texts.
@@ -349,8 +350,7 @@ void expect_texts_of_places(Layout layout) {
     MadeTexts all(8);
     std::mutex one_at_a_time;
     auto body = [&](const Comm& world) {
-        Plan p = small_plan(3, 6, 1);
-        p.mode = Mode::GENERATE, p.cache = CACHE;
+        Plan p = generating(3, 6, CACHE);
         p.layout = layout_at(layout, world.rank);
         Fixture<double> f(s, {p});
         f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
@@ -363,11 +363,7 @@ void expect_texts_of_places(Layout layout) {
         std::vector<Text> texts;
         for (size_t i = first; i < past; i++)
             texts.push_back({&prompts[i / 2], fnv1a(concat("text.", i / 2, ".", i % 2))});
-        MadeTexts made(texts.size());
-        generate(
-            f.t, 0, texts, COUNT, how,
-            [&](int64_t i, int token) { made[size_t(i)].tokens.push_back(token); },
-            [&](int64_t i, Ended why) { made[size_t(i)].why = why; });
+        MadeTexts made = generated(f.t, 0, texts, COUNT, how);
         std::lock_guard lock(one_at_a_time);
         for (size_t i = first; i < past; i++) {
             if (!all[i].tokens.empty()) {
@@ -397,8 +393,8 @@ TEST(Slots, AWishOfOnePlaceEndsAllTexts) {
     std::mutex one_at_a_time;
     size_t ended = 0;
     auto body = [&](const Comm& world) {
-        Plan p = small_plan(2, 3, 1);
-        p.mode = Mode::GENERATE, p.cache = 20, p.layout = layout_at(small_layout(3), world.rank);
+        Plan p = generating(2, 3, 20);
+        p.layout = layout_at(small_layout(3), world.rank);
         Fixture<double> f(s, {p});
         f.t.comms = make_comms(world, p.layout);
 
@@ -408,12 +404,13 @@ TEST(Slots, AWishOfOnePlaceEndsAllTexts) {
         int asked = 0;
         how.stops = [&] { return world.rank == 2 && ++asked > 4; };
         std::vector<Text> texts(world.rank == 2 ? 0 : 3, {&prompt, 1});
-        size_t tokens = 0, stopped = 0;
-        generate(f.t, 0, texts, 12, how, [&](int64_t, int) { tokens++; },
-                 [&](int64_t, Ended why) { stopped += why == Ended::BY_STOP; });
+        MadeTexts made = generated(f.t, 0, texts, 12, how);
         std::lock_guard lock(one_at_a_time);
-        ended += stopped;
-        EXPECT_LT(tokens, 12u);
+        for (const Made& m : made) {
+            bool begun = !m.tokens.empty();
+            ended += begun && m.why == Ended::BY_STOP;
+            EXPECT_LT(m.tokens.size(), 6u);
+        }
     };
     EXPECT_EQ(run_local_ranks(3, {.timeout_s = 20}, body), 0);
     EXPECT_EQ(ended, 4u); // two slots of two places
@@ -428,13 +425,9 @@ TEST(Slots, RanksWhoseLogitsDifferHearOneOfThem) {
     auto made_by = [&](Fixture<double>& f, bool other) {
         for (double& w : std::span(f.weight(f.t.model.parameters[0]), other ? s.V * s.C : 0))
             w = -8 * w;
-        std::vector<int> tokens;
-        generate(f.t, 0, {{&prompt, 1}}, 4, {}, [&](int64_t, int token) { tokens.push_back(token); },
-                 [](int64_t, Ended) {});
-        return tokens;
+        return generated(f.t, 0, {{&prompt, 1}}, 4)[0].tokens;
     };
-    Plan p = small_plan(1, 3, 1);
-    p.mode = Mode::GENERATE, p.cache = CACHE;
+    Plan p = generating(1, 3, CACHE);
     Fixture<double> first(s, {p}), second(s, {p});
     std::vector<int> expected = made_by(first, false);
     EXPECT_NE(made_by(second, true), expected) << "it has a mind of its own";
@@ -454,9 +447,7 @@ TEST(Slots, RanksWhoseLogitsDifferHearOneOfThem) {
 // of three slots.
 TEST(Slots, APromptIsReadOnce) {
     Shape s = small_gpt2();
-    Plan p = small_plan(3, 6, 1);
-    p.mode = Mode::GENERATE, p.cache = 9;
-    Fixture<double> f(s, {p});
+    Fixture<double> f(s, {generating(3, 6, 9)});
     std::vector<std::vector<int>> prompts = {{1, 2, 3, 4}, {5, 6, 7, 8}};
     std::vector<Text> texts;
     for (uint64_t i = 0; i < 6; i++) texts.push_back({&prompts[i / 3], i});
@@ -466,7 +457,7 @@ TEST(Slots, APromptIsReadOnce) {
     f.t.hooks.after = [&](const Action& a) {
         if (a.op == Op::F && a.layer == 0) rows += f.t.ctx.batch.rows(), runs++;
     };
-    generate(f.t, 0, texts, 5, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
+    generated(f.t, 0, texts, 5);
     EXPECT_EQ(rows, 2 * 4 + 6 * 4u);
     EXPECT_EQ(runs, 2 + 2 * 4u);
 }
@@ -475,8 +466,7 @@ TEST(Slots, APromptIsReadOnce) {
 // fill them, and of three with 86 the third waits.
 TEST(Slots, PromptsAreReadTogether) {
     Shape s = gpt2_shape(1, 2, 16, 61, 130);
-    Plan p = small_plan(4, 128, 1);
-    p.mode = Mode::GENERATE, p.cache = 130;
+    Plan p = generating(4, 128, 130);
     ASSERT_EQ(p.rows(), PROMPT_ROWS);
     Fixture<double> f(s, {p});
     std::vector<size_t> read;
@@ -491,7 +481,7 @@ TEST(Slots, PromptsAreReadTogether) {
         for (size_t n : lengths) prompts.emplace_back(n, 1);
         for (const auto& prompt : prompts) texts.push_back({&prompt, 1});
         read.clear();
-        generate(f.t, 0, texts, 1, {}, [](int64_t, int) {}, [](int64_t, Ended) {});
+        generated(f.t, 0, texts, 1);
         return read;
     };
     typedef std::vector<size_t> Runs;
@@ -505,22 +495,13 @@ TEST(Slots, PromptsAreReadTogether) {
 // everything were read.
 TEST(Slots, AConversationGoesOnWhereItsCacheEnds) {
     for (const Shape& s : {small_gpt2(), small_llama(), small_mla()}) {
-        Plan p = small_plan(1, 9, 1);
-        p.mode = Mode::GENERATE, p.cache = 14;
-        Fixture<double> f(s, {p});
+        Fixture<double> f(s, {generating(1, 9, 14)});
         size_t rows = 0;
         f.t.hooks.after = [&](const Action& a) { rows += a.layer == 0 ? f.t.ctx.batch.rows() : 0; };
 
         // Generate three tokens behind a prompt, of which the cache holds the first `cached`.
-        auto made = [&](const std::vector<int>& prompt, size_t cached, Ended* why = nullptr) {
-            std::vector<int> tokens;
-            generate(
-                f.t, 0, {{&prompt, 1, cached}}, 3, {},
-                [&](int64_t, int token) { tokens.push_back(token); },
-                [&](int64_t, Ended ended) {
-                    if (why) *why = ended;
-                });
-            return tokens;
+        auto made = [&](const std::vector<int>& prompt, size_t cached) {
+            return generated(f.t, 0, {{&prompt, 1, cached}}, 3)[0].tokens;
         };
 
         // Go on behind a first answer. Its last token was picked, but not read.
@@ -555,8 +536,7 @@ static std::vector<double> logits_in_runs(Fixture<T>& f, const std::vector<size_
 // and values by heads, to which a text read at once attends. Adapters are absorbed too.
 template <typename T> static void expect_absorbed(const Shape& s, Layout layout, double bound) {
     auto body = [&](const Comm& world) {
-        Plan p = small_plan(2, 7, 1);
-        p.mode = Mode::GENERATE, p.cache = 9;
+        Plan p = generating(2, 7, 9);
         p.layout = layout_at(layout, world.rank);
         Fixture<T> f(s, {p});
         f.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, f.t.model));
@@ -590,36 +570,30 @@ TEST(Slots, LatentsAreAbsorbed) {
 
 // Before each run `stops` is asked, and ends all texts.
 TEST(Slots, AWishToStopEndsAllTexts) {
-    Plan p = small_plan(2, 4, 1);
-    p.mode = Mode::GENERATE, p.cache = 12;
-    Fixture<double> f(small_gpt2(), {p});
+    Fixture<double> f(small_gpt2(), {generating(2, 4, 12)});
     std::vector<int> prompt = {1, 2};
     Sampling how;
-    int asked = 0, stopped = 0, tokens = 0;
+    int asked = 0;
     how.stops = [&] { return ++asked == 3; };
-    generate(f.t, 0, {{&prompt, 1}, {&prompt, 2}}, 9, how, [&](int64_t, int) { tokens++; },
-             [&](int64_t, Ended why) { stopped += why == Ended::BY_STOP; });
-    EXPECT_EQ(tokens, 2 * 3);
-    EXPECT_EQ(stopped, 2);
+    for (const Made& m : generated(f.t, 0, {{&prompt, 1}, {&prompt, 2}}, 9, how)) {
+        EXPECT_EQ(m.tokens.size(), 3u);
+        EXPECT_EQ(m.why, Ended::BY_STOP);
+    }
+    EXPECT_EQ(asked, 3);
 }
 
 // A text does not see what its slot held before, nor what other slots hold: a cache full of NaN
 // gives the same tokens as one of zeros.
 TEST(Slots, WhatASlotHeldBeforeIsNotSeen) {
     Shape s = small_llama();
-    Plan p = small_plan(2, 6, 1);
-    p.mode = Mode::GENERATE, p.cache = CACHE;
     auto greedy = [&](double dirt) {
-        Fixture<double> f(s, {p});
+        Fixture<double> f(s, {generating(2, 6, CACHE)});
         f.t.plan = f.t.at = 0;
         for (int l = 0; l < f.t.model.layers(); l++)
             if (double* cache = address<double>(f.t, {Kind::CACHE, l}))
                 std::fill_n(cache, 2 * CACHE * 2 * s.NKV * s.HS, dirt);
-        std::vector<int> one = {1}, two = {2, 3, 4, 5, 6}, tokens;
-        generate(
-            f.t, 0, {{&one, 1}, {&two, 2}}, 3, {},
-            [&](int64_t, int token) { tokens.push_back(token); }, [](int64_t, Ended) {});
-        return tokens;
+        std::vector<int> one = {1}, two = {2, 3, 4, 5, 6};
+        return generated(f.t, 0, {{&one, 1}, {&two, 2}}, 3);
     };
     EXPECT_EQ(greedy(NAN), greedy(0));
 }
@@ -634,10 +608,7 @@ typedef std::vector<double> Shares;
 static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, float temperature,
                                bool own = false, Draft* counts = nullptr) {
     // Make the model and the draft.
-    Plan p = small_plan(slots, 6, 1);
-    p.mode = Mode::GENERATE, p.cache = CACHE, p.scored = guesses + 1;
-    Plan of_draft = p;
-    of_draft.scored = 2;
+    Plan p = generating(slots, 6, CACHE, guesses + 1), of_draft = generating(slots, 6, CACHE, 2);
     Shape small = own ? s : gpt2_shape(1, 2, 16, s.V - 3, 32);
     Fixture<double> f(s, {p}), small_one(small, {of_draft}, own ? 5 : 6);
     std::shared_ptr<Trainer<double, Cpu>> model(&small_one.t, [](auto*) {});
@@ -655,11 +626,7 @@ static MadeTexts drafted_texts(const Shape& s, size_t slots, size_t guesses, flo
     for (int token = 0; token < int(s.V); token += 9) how.ends.insert(token);
     if (guesses) how.draft = draft.get();
 
-    // Generate.
-    MadeTexts made(texts.size());
-    generate(
-        f.t, 0, texts, COUNT, how, [&](int64_t i, int token) { made[i].tokens.push_back(token); },
-        [&](int64_t i, Ended why) { made[i].why = why; });
+    MadeTexts made = generated(f.t, 0, texts, COUNT, how);
     if (counts) *counts = *draft;
     return made;
 }
@@ -772,69 +739,6 @@ TEST(Drafts, EveryTextHasTheModelsOwnProbability) {
     EXPECT_EQ(draw_share({1, 2, 0}, 1), 1);
 }
 
-// Sampled texts have the model's own distribution: chi-square of 8000 texts of four tokens, from
-// a vocabulary of three, against the model's probabilities of the 81 possible texts. If these
-// are right chi-square has a mean of 80 and a standard deviation of sqrt(160) = 12.6; five of
-// them are allowed.
-TEST(Drafts, SampledTextsHaveTheModelsOwnDistribution) {
-    // Make a model and a draft, with distributions that are far from uniform.
-    Shape s = gpt2_shape(1, 1, 16, 3, 16);
-    Plan p = small_plan(100, 2, 1);
-    p.mode = Mode::GENERATE, p.cache = 8, p.scored = 4;
-    Plan of_draft = p;
-    of_draft.scored = 2;
-    Fixture<float> f(s, {p}), other(s, {of_draft}, 6);
-    for (float& w : std::span(f.weight(f.t.model.parameters[0]), 3 * 16))
-        w *= 3;
-    std::shared_ptr<Trainer<float, Cpu>> model(&other.t, [](auto*) {});
-    std::shared_ptr<Draft> draft = make_draft(model, 3, s.V);
-
-    // Generate, and count each text.
-    std::vector<int> prompt = {1, 2};
-    std::vector<Text> texts;
-    for (uint64_t i = 0; i < 8000; i++) texts.push_back({&prompt, fnv1a(concat("text.", i))});
-    std::vector<std::vector<int>> made(texts.size());
-    Sampling how;
-    how.draft = draft.get();
-    generate(f.t, 0, texts, 4, how, [&](int64_t i, int token) { made[size_t(i)].push_back(token); },
-             [](int64_t, Ended) {});
-    std::map<std::vector<int>, int> counts;
-    for (const auto& text : made) counts[text]++;
-
-    // Compare the counts with a model's probabilities, token by token.
-    auto chi_square = [&](Trainer<float, Cpu>& t) {
-        double sum = 0;
-        LogitRows<float> rows = make_logit_rows(t, t.plans[0].scored);
-        for (int number = 0; number < 81; number++) {
-            std::vector<int> text = {number / 27, number / 9 % 3, number / 3 % 3, number % 3},
-                             whole = {1, 2};
-
-            // Multiply the probabilities of its tokens, each behind those before it.
-            double share = 1;
-            for (int token : text) {
-                for (size_t i = 0; i < whole.size(); i++) {
-                    generate_batch(t, 0, &whole[i], 1, i);
-                    run_plan(t, 0);
-                }
-                bring_logits(t, rows, 1);
-                double total = 0;
-                for (size_t v = 0; v < 3; v++) total += std::exp(double(rows.row(0)[v]));
-                share *= std::exp(double(rows.row(0)[token])) / total;
-                whole.push_back(token);
-            }
-            double expected = 8000 * share;
-            sum += (counts[text] - expected) * (counts[text] - expected) / expected;
-        }
-        return sum;
-    };
-
-    // The texts fit the model and not the draft, which is right now and then.
-    EXPECT_LT(chi_square(f.t), 80 + 5 * 12.6);
-    EXPECT_GT(chi_square(other.t), 1000) << "the draft says something else";
-    EXPECT_LT(draft->stayed, draft->guesses * 9 / 10);
-    EXPECT_GT(draft->stayed, draft->guesses / 10);
-}
-
 // The shares (V) of the token that a model adds to a text, at temperature 1, computed by itself.
 static std::vector<double> shares_after(Trainer<float, Cpu>& t, const std::vector<int>& text) {
     for (size_t i = 0; i < text.size(); i++) {
@@ -857,11 +761,7 @@ static std::vector<double> shares_after(Trainer<float, Cpu>& t, const std::vecto
 TEST(Drafts, EachOfFourTokensHasTheModelsOwnShares) {
     constexpr size_t V = 8, TEXTS = 20000;
     Shape s = gpt2_shape(1, 1, 16, V, 16);
-    Plan p = small_plan(100, 2, 1);
-    p.mode = Mode::GENERATE, p.cache = 8, p.scored = 4;
-    Plan of_draft = p;
-    of_draft.scored = 2;
-    Fixture<float> f(s, {p}), other(s, {of_draft}, 6);
+    Fixture<float> f(s, {generating(100, 2, 8, 4)}), other(s, {generating(100, 2, 8, 2)}, 6);
     for (Fixture<float>* one : {&f, &other})
         for (float& w : std::span(one->weight(one->t.model.parameters[0]), V * 16)) w *= 2;
     std::shared_ptr<Trainer<float, Cpu>> model(&other.t, [](auto*) {});
@@ -871,12 +771,11 @@ TEST(Drafts, EachOfFourTokensHasTheModelsOwnShares) {
     std::vector<int> prompt = {1, 2};
     std::vector<Text> texts;
     for (uint64_t i = 0; i < TEXTS; i++) texts.push_back({&prompt, fnv1a(concat("own.", i))});
-    std::vector<std::vector<int>> made(TEXTS);
     Sampling how;
     how.draft = draft.get();
-    generate(f.t, 0, texts, 4, how, [&](int64_t i, int token) { made[size_t(i)].push_back(token); },
-             [](int64_t, Ended) {});
+    MadeTexts made = generated(f.t, 0, texts, 4, how);
     EXPECT_LT(draft->stayed, draft->guesses * 8 / 10);
+    EXPECT_GT(draft->stayed, draft->guesses / 10);
 
     // Walk over all texts of up to three tokens, and add up what the next one may be.
     std::vector<std::vector<double>> wanted(4, std::vector<double>(V));
@@ -894,7 +793,7 @@ TEST(Drafts, EachOfFourTokensHasTheModelsOwnShares) {
 
     for (size_t position = 0; position < 4; position++) {
         std::vector<double> counts(V);
-        for (const std::vector<int>& text : made) counts[size_t(text.at(position))]++;
+        for (const Made& text : made) counts[size_t(text.tokens.at(position))]++;
         double chi_square = 0;
         for (size_t v = 0; v < V; v++) {
             double expected = double(TEXTS) * wanted[position][v];
@@ -906,8 +805,7 @@ TEST(Drafts, EachOfFourTokensHasTheModelsOwnShares) {
 
 // In a conversation the draft, too, does not read again what its cache holds.
 TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
-    Plan p = small_plan(1, 12, 1);
-    p.mode = Mode::GENERATE, p.cache = 20, p.scored = 4;
+    Plan p = generating(1, 12, 20, 4);
     Fixture<double> f(small_gpt2(), {p}), own(small_gpt2(), {p});
     std::shared_ptr<Trainer<double, Cpu>> model(&own.t, [](auto*) {});
     std::shared_ptr<Draft> draft = make_draft(model, 3, small_gpt2().V);
@@ -917,11 +815,7 @@ TEST(Drafts, AConversationGoesOnWhereTheirCachesEnd) {
 
     // Generate six tokens behind a prompt, of which the caches hold the first `cached`.
     auto made = [&](const std::vector<int>& prompt, size_t cached) {
-        std::vector<int> tokens;
-        generate(
-            f.t, 0, {{&prompt, 1, cached}}, 6, how,
-            [&](int64_t, int token) { tokens.push_back(token); }, [](int64_t, Ended) {});
-        return tokens;
+        return generated(f.t, 0, {{&prompt, 1, cached}}, 6, how)[0].tokens;
     };
 
     // Go on behind a first answer, and count the rows that the draft reads.

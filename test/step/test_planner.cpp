@@ -1,6 +1,6 @@
 // test_planner.cpp - the planner: bounds, choice against all layouts, what it prints
 #include "../../llmc/run/plan_run.h"
-#include "../../llmc/tune/teach.h"
+#include "../../llmc/tune/teacher.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 
