@@ -50,8 +50,9 @@ void hf_wrong(HfConfig& c, const Parts&... parts) {
 inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
     if (!c.has(key) && otherwise) return otherwise;
     // Two such sizes multiply within 64 bits; hf_check_sizes() limits what they make.
-    bool good = c.has(key) && c.j[key].is_number_unsigned() && c.j[key].get<uint64_t>() > 0 &&
-                c.j[key].get<uint64_t>() <= (1u << 24);
+    bool number = c.has(key) && c.j[key].is_number_unsigned();
+    uint64_t found = number ? c.j[key].get<uint64_t>() : 0;
+    bool good = found > 0 && found <= (1u << 24);
     if (good)
         return c.j[key].get<size_t>();
     if (c.has(key))
@@ -183,7 +184,8 @@ struct HfRow {
     // The default of a class; null: it does not have the key.
     const HfDefault* default_of(const std::string& type) const {
         for (const HfDefault& d : defaults)
-            if (is_one_of(type, d.types)) return d.value == NONE ? nullptr : &d;
+            if (is_one_of(type, d.types))
+                return d.value == NONE ? nullptr : &d;
         return nullptr;
     }
 };
@@ -444,7 +446,8 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
 // Refuse a second name for a number unless it says the same: versions of transformers differ in
 // which of the two they read.
 inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
-    if (!c.has(key) || hf_number(c, c.j, key, value) == value) return;
+    if (!c.has(key) || hf_number(c, c.j, key, value) == value)
+        return;
     hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
              nlohmann::json(value).dump(), ": give both the same value");
 }
@@ -458,7 +461,8 @@ inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
     const char* key = named ? "partial_rotary_factor" : own;
     double usual = neox ? 0.25 : 1;
     double turned = hf_number(c, named ? r : c.j, key, usual);
-    if (neox) hf_same(c, "partial_rotary_factor", own, hf_number(c, c.j, own, usual));
+    if (neox)
+        hf_same(c, "partial_rotary_factor", own, hf_number(c, c.j, own, usual));
 
     // Latent attention has channels of its own for RoPE.
     if (turned == 1) {
@@ -522,8 +526,10 @@ inline nlohmann::json hf_oss_rope() {
 inline void hf_rope(HfConfig& c, Shape& s) {
     // The object's theta wins over the one at the top level, which the field has already.
     nlohmann::json r = hf_rope_object(c);
-    if (s.hf_type == "gpt_oss" && r.empty()) r = hf_oss_rope();
-    if (s.hf_type == "gemma3_text") r = hf_rope_of_kinds(c, s, r);
+    if (s.hf_type == "gpt_oss" && r.empty())
+        r = hf_oss_rope();
+    if (s.hf_type == "gemma3_text")
+        r = hf_rope_of_kinds(c, s, r);
     s.rope.theta = hf_positive(c, r, "rope_theta", s.rope.theta);
     hf_rotary(c, s, r);
 
@@ -551,7 +557,8 @@ inline void hf_rope(HfConfig& c, Shape& s) {
     x.kind = RopeKind(kind - std::begin(HF_ROPE_KINDS));
     for (const auto& row : HF_ROPE_ROWS)
         hf_read_row(c, r, row, type, s);
-    if (x.kind == RopeKind::YARN) hf_rope_yarn(c, r, s.P, x);
+    if (x.kind == RopeKind::YARN)
+        hf_rope_yarn(c, r, s.P, x);
     if (x.kind == RopeKind::LLAMA3 && x.low_freq_factor >= x.high_freq_factor)
         hf_wrong(c, "rope scaling has low_freq_factor ", nlohmann::json(x.low_freq_factor).dump(),
                  ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
@@ -771,7 +778,8 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
     // V2's class ignores norm_topk_prob, so only false is accepted.
     e.choice_bias = v3;
     e.router = v3 ? Router::SIGMOID : Router::SOFTMAX;
-    if (v3 && !hf_flag(c, c.j, "norm_topk_prob", true)) e.router = Router::SIGMOID_ALONE;
+    if (v3 && !hf_flag(c, c.j, "norm_topk_prob", true))
+        e.router = Router::SIGMOID_ALONE;
     if (!v3) hf_refuse_unless(c, "norm_topk_prob", false);
 
     // Read the groups of experts from which a token's experts are chosen.
@@ -865,7 +873,8 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
     if (s.family == Family::NEOX) hf_neox(c, s);
     if (type.starts_with("gemma"))
         s.attention.score_scalar = hf_positive(c, c.j, "query_pre_attn_scalar", 256);
-    if (s.embedding.position == Position::ROPE) hf_rope(c, s);
+    if (s.embedding.position == Position::ROPE)
+        hf_rope(c, s);
     hf_window(c, s);
     if (hf_is_mixtral(s)) hf_experts(c, s);
     if (s.family == Family::DEEPSEEK) {

@@ -37,7 +37,9 @@ inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
         std::swap(shape[0], shape[1]);
     return shape;
 }
-inline std::vector<size_t> file_shape(const Parameter& p) { return file_shape(p, p.file_rows); }
+inline std::vector<size_t> file_shape(const Parameter& p) {
+    return file_shape(p, p.file_rows);
+}
 
 // The place of a parameter, or of one matrix of a stack: a block of a tensor, which has `outputs`
 // outputs. The matrix has those from `first` on, every step-th.
@@ -97,8 +99,10 @@ inline HfPlace hf_place(const Shape& s, const Parameter& p, size_t number = 0) {
     // Every other parameter, and each matrix of a stack, has a tensor of its own. Rows beyond
     // file_rows are the padding of the vocabulary, and are in no file.
     size_t rows = p.file_rows / p.stack;
-    bool turned = p.transposed && p.shape.size() == 2;
-    return {stack_name(p.name, number), file_shape(p, rows), 0, rows, 0, 1, turned};
+    HfPlace place = {stack_name(p.name, number), file_shape(p, rows)};
+    place.outputs = rows;
+    place.turned = p.transposed && p.shape.size() == 2;
+    return place;
 }
 
 // Append a matrix [out, in] that is in a block.

@@ -58,8 +58,9 @@ inline std::string check_file_entry(const nlohmann::json& f) {
 
     // Check only the form of each range here; the load checks that it fits its parameter.
     for (const auto& [name, range] : f["tensors"].items()) {
-        bool pair = range.is_array() && range.size() == 2 && range[0].is_number_unsigned() &&
-                    range[1].is_number_unsigned();
+        bool pair = range.is_array() && range.size() == 2;
+        pair = pair && range[0].is_number_unsigned();
+        pair = pair && range[1].is_number_unsigned();
         if (wrong.empty() && !pair)
             wrong = "the range of tensor " + printable(name) + " is not two positions";
     }
@@ -68,11 +69,16 @@ inline std::string check_file_entry(const nlohmann::json& f) {
 
 // fp16's loss scale, and how far its rule has counted, as JSON.
 inline nlohmann::json loss_scale_json(const LossScale& s) {
-    return {{"scale", s.now}, {"clean", s.clean}, {"spent", s.spent}, {"skipped", s.skipped}};
+    return {{"scale", s.now},
+            {"clean", s.clean},
+            {"spent", s.spent},
+            {"skipped", s.skipped}};
 }
 // The way back. check_loss_scale() has checked the fields.
 inline LossScale loss_scale_of(const nlohmann::json& j) {
-    return {j["scale"].get<float>(), j["clean"].get<int>(), j["spent"].get<int>(),
+    return {j["scale"].get<float>(),
+            j["clean"].get<int>(),
+            j["spent"].get<int>(),
             j["skipped"].get<int>()};
 }
 inline std::string check_loss_scale(const nlohmann::json& j) {

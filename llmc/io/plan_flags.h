@@ -267,7 +267,8 @@ inline PlanOptions train_options(const Config& c) {
     // Offload to the host's memory or to a folder. (A folder named cpu is written "./cpu".)
     Tier tier = c.offload_to == "cpu" ? Tier::HOST : Tier::DISK;
     for (const OffloadRow& row : OFFLOAD_TABLE)
-        if (offloads(c, row.name)) train.offload.*row.tier = tier;
+        if (offloads(c, row.name))
+            train.offload.*row.tier = tier;
     if (offloads(c, "update"))
         train.offload.update = Tier::HOST;
     return train;

@@ -65,22 +65,25 @@ struct BlockCosts {
 };
 
 // Return the costs of every level for one block, in FLOPs. `p` is a plan of the trainer.
-template <typename T, typename S> BlockCosts block_costs(Plan p, const Model& model, S where) {
+template <typename T, typename S>
+BlockCosts block_costs(Plan p, const Model& model, S where) {
     // Where blocks differ, one with experts stands for all: no other kind has more rows.
     BlockCosts costs;
     int layer = 1;
     while (layer + 1 < model.head() && !is_sparse(model.shape, layer))
         layer++;
     Shape shape = layer_shape(model.shape, layer);
-    costs.input = round_up(data_bytes<T>(p, model, {Kind::STREAM, 1}, where), ARENA_ALIGN);
+    size_t input = data_bytes<T>(p, model, {Kind::STREAM, 1}, where);
+    costs.input = round_up(input, ARENA_ALIGN);
     costs.micro_batches = p.micro_batches;
 
     // Ask each level for the rows that it keeps. It redoes what NONE keeps and it does not.
+    const size_t* none = costs.levels[0].kept;
     for (int r = 0; r < RECOMPUTE_LEVELS; r++) {
         p.recompute = Recompute(r);
         size_t b = data_bytes<T>(p, model, {Kind::KEPT_B, layer}, where);
         size_t w = data_bytes<T>(p, model, {Kind::KEPT_W, layer}, where);
-        size_t all = r == 0 ? b + w : costs.levels[0].kept[0] + costs.levels[0].kept[1];
+        size_t all = r == 0 ? b + w : none[0] + none[1];
         double flops = recompute_flops(shape, p.T, Recompute(r));
         costs.levels[r] = {flops, {b, w}, all - b - w, flops};
     }
@@ -117,7 +120,8 @@ inline void count_choice(LevelCounts& c, int blocks, const BlockCosts& costs) {
         cost += level.cost;
         c.flops += level.flops;
         c.redone += level.redone;
-        if (i < c.offloaded) c.moved += 2 * (costs.input + level.kept[0] + level.kept[1]);
+        if (i < c.offloaded)
+            c.moved += 2 * (costs.input + level.kept[0] + level.kept[1]);
     }
 
     // Compute and moves run at once, so the longer of the two counts.
@@ -129,7 +133,8 @@ inline std::vector<LevelCounts> list_choices(int blocks, const BlockCosts& costs
                                              bool offloads = false) {
     // Count the levels of `n` blocks in steps; the leanest choice is no step's.
     std::vector<LevelCounts> list;
-    int step = offloads ? std::max(1, int(ceil_div(blocks, 16))) : 1;
+    int sixteenth = std::max(1, int(ceil_div(blocks, 16)));
+    int step = offloads ? sixteenth : 1;
     auto add_levels = [&](int n, int offloaded, bool alike, Recompute level) {
         auto add = [&](int full, int branch, int selective, Recompute which) {
             list.push_back({full, branch, selective, which, offloaded, alike, level});
@@ -141,7 +146,8 @@ inline std::vector<LevelCounts> list_choices(int blocks, const BlockCosts& costs
                     add(full, branch, selective, Recompute::ATTN);
                     if (branch) add(full, branch, selective, Recompute::FFN);
                 }
-        if (n % step) add(n, 0, 0, Recompute::ATTN);
+        if (n % step)
+            add(n, 0, 0, Recompute::ATTN);
     };
 
     // Offload more and more blocks: at levels that begin with FULL, or all of them at one level.
@@ -155,10 +161,13 @@ inline std::vector<LevelCounts> list_choices(int blocks, const BlockCosts& costs
     }
 
     // Among equals, move the fewest bytes, then redo the fewest.
-    auto order = [](const LevelCounts& c) { return std::tuple(c.least, c.moved, c.redone); };
-    std::stable_sort(list.begin(), list.end(), [&](const LevelCounts& x, const LevelCounts& y) {
+    auto order = [](const LevelCounts& c) {
+        return std::tuple(c.least, c.moved, c.redone);
+    };
+    auto before = [&](const LevelCounts& x, const LevelCounts& y) {
         return order(x) < order(y);
-    });
+    };
+    std::stable_sort(list.begin(), list.end(), before);
     return list;
 }
 
@@ -174,7 +183,8 @@ struct Instant {
 
 // The number of a datum in Instant, or -1 if no choice changes its bytes.
 inline int chosen_datum(const Model& model, Data d) {
-    if (of_bucket(d.kind) || !model.is_block(d.of)) return -1;
+    if (of_bucket(d.kind) || !model.is_block(d.of))
+        return -1;
     switch (d.kind) {
     case Kind::KEPT_B:
     case Kind::REDO_B: return 3 * d.of;
@@ -213,7 +223,8 @@ inline std::vector<Instant> instants_of(const Arena& leanest, const Plan& p, con
     // Walk the plan. Of instants that hold the same, keep the one with most fixed bytes.
     std::vector<int> none(3 * model.layers());
     Instant now = {0, none, none};
-    std::map<std::pair<std::vector<int>, std::vector<int>>, size_t> most;
+    typedef std::pair<std::vector<int>, std::vector<int>> Held;
+    std::map<Held, size_t> most;
     for (size_t i = 0; i < p.actions.size(); i++) {
         for (const Change& c : changes[i]) {
             now.fixed += c.begun - c.ended;
@@ -235,14 +246,19 @@ inline std::vector<Instant> instants_of(const Arena& leanest, const Plan& p, con
 // Return the peak of live bytes, for levels of all layers and those that are `away`, if any. If the
 // peak exceeds `limit`, the result is only some number above it.
 inline size_t live_bytes(const std::vector<Instant>& instants, const BlockCosts& costs,
-                         const std::vector<Recompute>& levels, const std::vector<bool>& away = {},
+                         const std::vector<Recompute>& levels,
+                         const std::vector<bool>& away = {},
                          size_t limit = SIZE_MAX) {
     size_t most = 0;
     for (size_t i = 0; i < instants.size() && most <= limit; i++) {
-        size_t bytes = instants[i].fixed;
+        const Instant& now = instants[i];
+        size_t bytes = now.fixed;
+
+        // Add what each layer holds, by its level.
         for (size_t layer = 0; layer < levels.size(); layer++) {
             bool leaves = !away.empty() && away[layer];
-            const int* held = (leaves ? instants[i].away : instants[i].near).data() + 3 * layer;
+            const std::vector<int>& all = leaves ? now.away : now.near;
+            const int* held = all.data() + 3 * layer;
             const LevelCost& level = costs.levels[size_t(levels[layer])];
             bytes += size_t(held[0]) * level.kept[0];
             bytes += size_t(held[1]) * level.kept[1];
@@ -301,7 +317,8 @@ template <typename T, typename S> struct ActivationSearch {
 // Return the seconds of a rank's compute and moves, and how many of them it waits for moves.
 inline std::pair<double, double> seconds_alone(Plan p, const Model& model,
                                                const CostModel& cost) {
-    std::erase_if(p.actions, [](const Action& a) { return needs_others(a.op); });
+    auto meets = [](const Action& a) { return needs_others(a.op); };
+    std::erase_if(p.actions, meets);
     StepTime step = simulate_step({p}, model, action_cost(cost, model));
     return {step.seconds, step.parts.moves};
 }
@@ -312,16 +329,19 @@ void take_choice(ActivationSearch<T, S>& s, const LevelCounts& c) {
     std::vector<Recompute> levels(s.model.layers(), Recompute::NONE);
     std::vector<bool> offloaded(s.model.layers(), false);
     for (int i = 0; i < int(s.blocks.size()); i++) {
-        levels[s.blocks[i]] = c.of(i);
-        offloaded[s.blocks[i]] = i < c.offloaded;
+        int layer = s.blocks[i];
+        levels[layer] = c.of(i);
+        offloaded[layer] = i < c.offloaded;
     }
-    s.options[0].recompute = levels;
-    s.options[0].recompute.segments = {c.segment};
-    if (s.offloads) s.options[0].offload.parked = offloaded;
+    PlanOptions& train = s.options[0];
+    train.recompute = levels;
+    train.recompute.segments = {c.segment};
+    if (s.offloads) train.offload.parked = offloaded;
 }
 
 // Make the training plan again, and return the arena: levels change no other plan.
-template <typename T, typename S> Arena place_options(ActivationSearch<T, S>& s) {
+template <typename T, typename S>
+Arena place_options(ActivationSearch<T, S>& s) {
     s.plans[0] = make_plan(s.layout, s.model, s.options[0], s.steps);
     return place_plans<T>(s.plans, s.model, s.where);
 }
@@ -331,15 +351,18 @@ template <typename T, typename S>
 size_t least_bytes(ActivationSearch<T, S>& s, int number, size_t limit) {
     size_t& known = s.least[number];
     bool open = s.list[number].segment > 1; // the sum knows no segments
-    if (open || known > limit || s.tried.count(number)) return known;
+    if (open || known > limit || s.tried.count(number))
+        return known;
 
     // Offloading to the memory where the step runs frees nothing.
     take_choice(s, s.list[number]);
     const PlanOptions& o = s.options[0];
     bool frees = s.offloads && !is_here(o.offload.activations, s.where);
-    std::vector<bool> away = frees ? o.offload.parked : std::vector<bool>();
+    std::vector<bool> away;
+    if (frees) away = o.offload.parked;
     size_t passing = limit - std::min(limit, s.lasting);
-    known = s.lasting + live_bytes(s.instants, s.costs, o.recompute.given, away, passing);
+    size_t live = live_bytes(s.instants, s.costs, o.recompute.given, away, passing);
+    known = s.lasting + live;
     return known;
 }
 
@@ -350,14 +373,16 @@ const Choice& try_choice(ActivationSearch<T, S>& s, int number) {
     auto [entry, fresh] = s.tried.insert({number, {}});
     Choice& x = entry->second;
     if (!fresh) return x;
-    take_choice(s, s.list[number]);
+    const LevelCounts& counts = s.list[number];
+    const PlanOptions& train = s.options[0];
+    take_choice(s, counts);
     x.bytes = bytes_here(place_options(s), s.where);
-    x.levels = s.options[0].recompute.given;
-    x.segment = s.list[number].segment;
-    x.flops = s.list[number].flops;
-    x.cost = s.list[number].least;
+    x.levels = train.recompute.given;
+    x.segment = counts.segment;
+    x.flops = counts.flops;
+    x.cost = counts.least;
     if (!s.offloads) return x;
-    x.offloaded = s.options[0].offload.parked;
+    x.offloaded = train.offload.parked;
     std::tie(x.seconds, x.waited) = seconds_alone(s.plans[0], s.model, s.cost);
     x.cost = x.seconds;
     return x;
@@ -368,7 +393,8 @@ const Choice& try_choice(ActivationSearch<T, S>& s, int number) {
 template <typename T, typename S>
 int leanest_untried(ActivationSearch<T, S>& s, double cost, size_t limit) {
     int found = -1;
-    for (int i = 0; i < int(s.list.size()) && s.list[i].least < cost; i++) {
+    for (int i = 0; i < int(s.list.size()); i++) {
+        if (s.list[i].least >= cost) break;
         if (s.tried.count(i)) continue;
         size_t bytes = least_bytes(s, i, limit - 1);
         if (bytes >= limit) continue;
@@ -379,7 +405,8 @@ int leanest_untried(ActivationSearch<T, S>& s, double cost, size_t limit) {
 }
 
 // How many choices a walk may place: simulations take long.
-template <typename T, typename S> size_t most_tries(const ActivationSearch<T, S>& s) {
+template <typename T, typename S>
+size_t most_tries(const ActivationSearch<T, S>& s) {
     return s.offloads ? s.tried.size() + 128 : SIZE_MAX;
 }
 
@@ -421,7 +448,8 @@ Choice smallest_cheaper(ActivationSearch<T, S>& s, const Choice& best) {
     // Try others, as long as one may take fewer bytes than what was found.
     size_t most = most_tries(s);
     while (s.tried.size() < most) {
-        int next = leanest_untried(s, best.cost, found.bytes ? found.bytes : SIZE_MAX);
+        size_t limit = found.bytes ? found.bytes : SIZE_MAX;
+        int next = leanest_untried(s, best.cost, limit);
         if (next < 0) break;
         look(try_choice(s, next));
     }
@@ -429,11 +457,14 @@ Choice smallest_cheaper(ActivationSearch<T, S>& s, const Choice& best) {
 }
 
 // Measure what moves and seconds every choice is made of.
-template <typename T, typename S> void time_levels(ActivationSearch<T, S>& s) {
+template <typename T, typename S>
+void time_levels(ActivationSearch<T, S>& s) {
     // Sizes repeat from one micro-batch and one choice to the next: remember them.
-    auto known = std::make_shared<std::map<std::tuple<Recompute, Kind, int, int>, size_t>>();
+    typedef std::tuple<Recompute, Kind, int, int> Size;
+    auto known = std::make_shared<std::map<Size, size_t>>();
     s.cost.bytes = [known, &model = s.model, where = s.where](const Plan& p, Data d) {
-        auto [entry, fresh] = known->insert({{p.recompute.of(d.of), d.kind, d.of, d.chunk}, 0});
+        Size size = {p.recompute.of(d.of), d.kind, d.of, d.chunk};
+        auto [entry, fresh] = known->insert({size, 0});
         if (fresh)
             entry->second = data_bytes<T>(p, model, d, where);
         return entry->second;
@@ -448,14 +479,16 @@ template <typename T, typename S> void time_levels(ActivationSearch<T, S>& s) {
     for (int r = 0; r < RECOMPUTE_LEVELS; r++) {
         p.recompute = Recompute(r);
         Times redo;
-        if (r > 0) redo = recompute_seconds(s.cost, p, s.model, s.blocks.front());
+        if (r > 0)
+            redo = recompute_seconds(s.cost, p, s.model, s.blocks.front());
         s.costs.levels[r].cost = p.micro_batches * total_of(redo);
     }
 }
 
 // Add the choice in which FULL blocks keep one input for each `size` of them. Beyond the root of
 // all inputs held, the rows of a segment outweigh the inputs that it drops.
-template <typename T, typename S> void add_segments(ActivationSearch<T, S>& s, int size) {
+template <typename T, typename S>
+void add_segments(ActivationSearch<T, S>& s, int size) {
     int blocks = int(s.blocks.size());
     if (size * size > blocks * s.options[0].micro_batches) return;
     LevelCounts c = {blocks, 0, 0, Recompute::ATTN};
@@ -484,7 +517,8 @@ ActivationSearch<T, S> activation_search(const Layout& layout, const Model& mode
     for (const PlanOptions& o : options)
         s.plans.push_back(make_plan(layout, model, o));
     s.blocks = blocks_of(layout, model);
-    s.offloads = options[0].offload.activations != Tier::DEVICE && !s.blocks.empty();
+    bool may_leave = options[0].offload.activations != Tier::DEVICE;
+    s.offloads = may_leave && !s.blocks.empty();
     s.costs = block_costs<T>(s.plans[0], model, where);
     if (s.offloads) time_levels(s);
 

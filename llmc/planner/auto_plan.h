@@ -23,22 +23,29 @@ inline bool is_planned(const std::string& flag) {
                                                "explain"};
     const std::vector<const char*>& names = layout_flags();
     bool layout = std::find(names.begin(), names.end(), flag) != names.end();
-    return asks.count(flag) || (layout && flag != "masters" && flag != "offload");
+    bool theirs = flag == "masters" || flag == "offload";
+    return asks.count(flag) || (layout && !theirs);
 }
 
 // The command that runs a layout: the user's own flags, then the layout's.
 inline std::string command_text(const Config& user, const PlanQuestion& q, const Config& layout) {
     // Start ranks as processes, unless the user has them as threads.
     bool processes = q.gpus > 1 && user.local_ranks != q.gpus;
-    const Program &train = program_named("train_gpt"), &tune = program_named("tune_gpt");
+    const Program& train = program_named("train_gpt");
+    const Program& tune = program_named("tune_gpt");
     bool tunes = false;
     for (const std::string& flag : user.given)
         tunes |= takes_flag(&tune, flag) && !takes_flag(&train, flag);
-    std::string text = concat(processes ? concat("mpirun -np ", q.gpus, " ") : "",
-                              tunes ? "build/tune_gpt" : "build/train_gpt");
-    for (const Flag& f : config_table())
-        if (*f.name && was_given(user, f.name) && !is_planned(f.name))
-            text += concat(" --", f.name, " ", shell_word(field_text(user, f.field)));
+    std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
+    text += tunes ? "build/tune_gpt" : "build/train_gpt";
+
+    // Repeat the user's own flags.
+    for (const Flag& f : config_table()) {
+        bool own = *f.name && was_given(user, f.name);
+        if (!own || is_planned(f.name)) continue;
+        std::string value = field_text(user, f.field);
+        text += concat(" --", f.name, " ", shell_word(value));
+    }
     return text + concat(" --batch-tokens ", q.config.batch_tokens, " ",
                          layout_flags_text(layout));
 }
@@ -56,12 +63,16 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
     // The rate counts the tokens of all ranks together.
     char line[96];
     double rate = double(q.config.batch_tokens) / t.seconds;
-    double more = 100 * (t.seconds / a.best[0].seconds - 1);
-    snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
-             t.seconds * 1e3, more, count_text(rate).c_str(), bytes_text(t.bytes).c_str());
     double times = t.seconds / a.best[0].seconds;
+    double more = 100 * (times - 1);
+    snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ",
+             name.c_str(), t.seconds * 1e3, more,
+             count_text(rate).c_str(), bytes_text(t.bytes).c_str());
+
+    // Several may be as good as the best.
     bool close = times <= TIE && times >= 1 / TIE;
-    bool tie = close && has_room(q, t) && &t != &a.best[a.chosen];
+    bool chosen = &t == &a.best[a.chosen];
+    bool tie = close && !chosen && has_room(q, t);
     return line + layout_flags_text(t.config) + (tie ? "  (a tie)" : "") + "\n";
 }
 
@@ -86,7 +97,8 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
         for (size_t i = 1; i < trials.size(); i++) {
             double x = number(*trials[i].trial);
             any |= !zero(x);
-            snprintf(cell, sizeof(cell), " %+10.2f", zero(x - best) ? 0 : x - best);
+            double more = zero(x - best) ? 0 : x - best;
+            snprintf(cell, sizeof(cell), " %+10.2f", more);
             line += cell;
         }
         if (any) text += line + "\n";
@@ -107,8 +119,11 @@ inline std::string differences_text(const std::vector<NamedTrial>& trials) {
 // the layout that the user's own flags name, if they do.
 inline std::vector<NamedTrial> named_trials(const Answer& a, const Trial* yours) {
     std::vector<NamedTrial> named = {{"best", &a.best[a.chosen]}};
-    for (size_t i = 0; i < a.best.size(); i++)
-        if (i != a.chosen) named.push_back({concat(named.size() + 1), &a.best[i]});
+    for (size_t i = 0; i < a.best.size(); i++) {
+        if (i == a.chosen) continue;
+        std::string place = concat(named.size() + 1);
+        named.push_back({place, &a.best[i]});
+    }
     if (yours) named.push_back({"yours", yours});
     return named;
 }
@@ -119,9 +134,10 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
                                const Trial* yours = nullptr) {
     std::string text = concat(
         "plan for ", q.gpus, q.gpus > 1 ? " ranks on " : " rank on ", q.machine.name, ", ",
-        bytes_text(q.room), " each; ", q.config.batch_tokens, " tokens a step, ", q.config.seq,
-        " a sequence\nof ", a.listed, " layouts ", a.simulated, " were simulated; within 2% of the "
-        "fastest is a tie, and the simplest is best\n");
+        bytes_text(q.room), " each; ",
+        q.config.batch_tokens, " tokens a step, ", q.config.seq, " a sequence\n"
+        "of ", a.listed, " layouts ", a.simulated, " were simulated; "
+        "within 2% of the fastest is a tie, and the simplest is best\n");
 
     // Print them. With --explain the table of differences follows.
     std::vector<NamedTrial> trials = named_trials(a, yours);
@@ -137,7 +153,8 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
     if (best.host > 0)
         text += concat("  best keeps ", bytes_text(best.host),
                        " a rank in the host's memory beside these\n");
-    if (user.explain && trials.size() > 1) text += differences_text(trials);
+    if (user.explain && trials.size() > 1)
+        text += differences_text(trials);
     std::string command = command_text(user, q, best.config);
     return text + "run it:\n  " + command + "\n";
 }
@@ -148,14 +165,16 @@ inline std::string answer_text(const Config& user, const PlanQuestion& q, const 
 // The largest number of ranks, up to q.gpus, that has an allowed grid of tp, pp and dp; 0: none.
 inline int nearest_gpus(const PlanQuestion& q) {
     int64_t samples = std::max<int64_t>(1, q.config.batch_tokens / q.config.seq);
+    int layers = int(q.shape.L) + 2;
     Config c = plain_config(q);
     for (int ranks = q.gpus; ranks > 0; ranks--)
         for (c.tp = 1; c.tp <= q.machine.cards; c.tp++)
-            for (c.pp = 1; c.pp <= int(q.shape.L) + 2; c.pp++) {
+            for (c.pp = 1; c.pp <= layers; c.pp++) {
                 // dp takes what is left, and must divide the step's sequences.
                 c.dp = ranks / (c.tp * c.pp);
                 c.sequence_parallel = has_whole_experts(c);
-                bool whole = c.dp > 0 && c.dp * c.tp * c.pp == ranks && samples % c.dp == 0;
+                bool all = c.dp * c.tp * c.pp == ranks;
+                bool whole = c.dp > 0 && all && samples % c.dp == 0;
                 bool near = whole && nodes_hold(q.machine, ranks, c.tp);
                 if (near && refuse_layout(q, c).empty()) return ranks;
             }
@@ -202,9 +221,12 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
 
     // Try each flag that takes bytes off the device, and changes neither the model nor the batch.
     std::string fix = "more ranks, a smaller --model or a shorter --seq";
-    const char* flags[][2] = {{"masters", "none"}, {"masters", "remainder"},
-                              {"states", "8bit"}, {"states", "bf16"},
-                              {"offload", "optimizer"}, {"offload", "optimizer,gradients"},
+    const char* flags[][2] = {{"masters", "none"},
+                              {"masters", "remainder"},
+                              {"states", "8bit"},
+                              {"states", "bf16"},
+                              {"offload", "optimizer"},
+                              {"offload", "optimizer,gradients"},
                               {"offload", "optimizer,gradients,weights"},
                               {"offload", "optimizer,gradients,weights,activations"}};
     for (auto& [flag, value] : flags) {
@@ -216,10 +238,10 @@ std::string refuse_room(const PlanQuestion& q, const Answer& a, S where) {
         fix = concat("--", flag, " ", value, ", which frees most, ", bytes_text(least - bytes),
                      bytes <= q.room ? ", and fits" : "; more ranks or a smaller --model too");
     }
-    return concat("--plan auto: no layout of ", q.gpus, q.gpus > 1 ? " ranks" : " rank", " fits ",
-                  bytes_text(q.room), ": the leanest (", layout_flags_text(a.leanest),
-                  ") takes ", bytes_text(least), ", ", bytes_text(least - q.room),
-                  " too much: try ", fix);
+    return concat("--plan auto: no layout of ", q.gpus, q.gpus > 1 ? " ranks" : " rank",
+                  " fits ", bytes_text(q.room),
+                  ": the leanest (", layout_flags_text(a.leanest), ") takes ", bytes_text(least),
+                  ", ", bytes_text(least - q.room), " too much: try ", fix);
 }
 
 // Evaluate the layout that the user's own flags name, to compare it with the best. What they leave
@@ -242,8 +264,10 @@ bool named_layout(const PlanQuestion& q, Trial* yours, S where, std::string* why
 
     // The search may have none, because it looks at none of this kind: take the flags as they are.
     Config c = a.listed > 0 ? a.leanest : q.config;
-    if (a.listed == 0 && !was_given(c, "micro-batch")) c.micro_batch = 1;
-    if (c.dp == 0) c.dp = std::max(1, q.gpus / (c.tp * c.pp * c.cp));
+    if (a.listed == 0 && !was_given(c, "micro-batch"))
+        c.micro_batch = 1;
+    int others = c.tp * c.pp * c.cp;
+    if (c.dp == 0) c.dp = std::max(1, q.gpus / others);
 
     // Refuse another number of ranks: its time could not be compared with the others'.
     Config checked = c;

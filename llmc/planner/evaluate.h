@@ -104,20 +104,23 @@ inline std::string layout_flags_text(const Config& c) {
         const Field& field = flag_row(name).field;
         std::string value = field_text(c, field);
         bool always = name == "dp" || name == "micro-batch";
-        bool theirs = (name == "masters" || name == "offload") && was_given(c, name);
+        bool usual = !always && value == field_text(plain, field);
+        bool open = name == "masters" || name == "offload";
+        bool theirs = open && was_given(c, name);
         bool group = name == "zero-group" && c.zero == 0;
-        if ((!always && value == field_text(plain, field)) || theirs || group)
-            continue;
+        if (usual || theirs || group) continue;
         bool on = name == "sequence-parallel"; // it takes no value
-        text += concat(text.empty() ? "--" : " --", name, on ? "" : " ", on ? "" : value);
+        text += concat(text.empty() ? "--" : " --", name);
+        if (!on) text += " " + value;
     }
     return text;
 }
 
 // Give a configuration another one's layout.
 inline void take_layout(Config& to, const Config& from) {
+    auto take = [&](auto member) { to.*member = from.*member; };
     for (const char* name : layout_flags())
-        std::visit([&](auto member) { to.*member = from.*member; }, flag_row(name).field);
+        std::visit(take, flag_row(name).field);
 }
 
 // Whether a candidate has the values that the user's flags name, of what the planner chooses.
@@ -168,7 +171,8 @@ inline std::string config_key(const Config& c) {
 
 // The shape of a candidate's run: with new adapters, where its flags ask for them.
 inline Shape shape_of(const PlanQuestion& q, const Config& c) {
-    if (!c.lora || q.shape.tuned.adapters) return q.shape;
+    if (!c.lora || q.shape.tuned.adapters)
+        return q.shape;
     Shape shape = q.shape;
     Adapters adapters;
     or_die(choose_adapters(make_model(shape), lora_options(c), &adapters));
@@ -201,7 +205,8 @@ inline double rehearsal_actions(const PlanQuestion& q, const Config& c) {
     Layout layout;
     layout.pp.size = c.pp;
     layout.pipeline = choose_pipeline(c, m, nullptr);
-    double longer = std::min(m, settled(layout, m).few) / (3.0 * c.pp);
+    int few = std::min(m, settled(layout, m).few);
+    double longer = few / (3.0 * c.pp);
     return 15.0 * c.pp * double(q.shape.L) * std::max(1.0, longer);
 }
 
@@ -239,7 +244,8 @@ inline double teacher_room(const RunFacts& run, const Config& c, const Shape& te
         return double(run.teacher_bytes(c, teacher, train, rank));
     };
     double placed = bytes(few);
-    return m == few ? placed : placed + (m - few) * (placed - bytes(few - 1));
+    if (m == few) return placed;
+    return placed + (m - few) * (placed - bytes(few - 1));
 }
 
 // Micro-batches of a plan that is placed whole, times a rank's layers or a pipeline's ranks: more
@@ -267,14 +273,18 @@ void place_trial(const PlanQuestion& q, Trial& t, int pp_rank, bool whole, S whe
     options[0].micro_batches = std::min(m, few);
     std::vector<Plan> plans;
     for (const PlanOptions& o : options) {
-        bool trains = o.mode == Mode::TRAIN;
-        plans.push_back(trains ? make_plan(layout, model, o, q.steps->of(layout, o)[pp_rank])
-                               : make_plan(layout, model, o));
+        if (o.mode != Mode::TRAIN) {
+            plans.push_back(make_plan(layout, model, o));
+            continue;
+        }
+        const PerRank<ScheduleStep>& steps = q.steps->of(layout, o);
+        plans.push_back(make_plan(layout, model, o, steps[pp_rank]));
     }
     Arena arena = place_plans<T>(plans, model, where);
 
     // Count the micro-batches that were left out.
-    size_t each = round_up(plans[0].input_numbers() * sizeof(int), ARENA_ALIGN) + ARENA_ALIGN;
+    size_t input = plans[0].input_numbers() * sizeof(int);
+    size_t each = round_up(input, ARENA_ALIGN) + ARENA_ALIGN;
     double bytes = double(bytes_here(arena, where));
     bytes += double(std::max(0, m - few)) * double(each);
     double host = is_here(Tier::HOST, where) ? 0 : double(arena.memory[int(Tier::HOST)].bytes);
@@ -361,9 +371,12 @@ const Trial& evaluate(const PlanQuestion& q, const Config& c, Depth depth, S whe
         bool placed = t.depth >= Depth::PLACED;
         if (placed && !has_room(q, t)) break;
         t.depth = Depth(int(t.depth) + 1);
-        if (t.depth == Depth::PLACED) place_trial<T>(q, t, fullest, false, where);
-        if (t.depth == Depth::TIMED) simulate_trial<T>(q, t, where);
-        if (t.depth == Depth::SURE) fits_everywhere<T>(q, t, where);
+        if (t.depth == Depth::PLACED)
+            place_trial<T>(q, t, fullest, false, where);
+        if (t.depth == Depth::TIMED)
+            simulate_trial<T>(q, t, where);
+        if (t.depth == Depth::SURE)
+            fits_everywhere<T>(q, t, where);
     }
     return t;
 }

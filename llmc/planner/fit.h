@@ -88,7 +88,9 @@ inline void set_flags(Config& c, const std::string& flags) {
 // they share the cost of moves and of the update.
 constexpr int64_t FIT_BATCH = 65536;
 
-inline int64_t fit_batch(const Config& c) { return c.batch_tokens ? c.batch_tokens : FIT_BATCH; }
+inline int64_t fit_batch(const Config& c) {
+    return c.batch_tokens ? c.batch_tokens : FIT_BATCH;
+}
 
 // The configuration of a rung with a micro-batch of B sequences, in the nearest batch below.
 inline Config fit_config(const PlanQuestion& q, const std::string& flags, int B) {
@@ -136,7 +138,8 @@ inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
         const Trial& t = placed(rung, B);
         return t.wrong.empty() && has_room(q, t);
     };
-    if (placed(rungs.back(), 1).bytes > q.room) return best;
+    if (placed(rungs.back(), 1).bytes > q.room)
+        return best;
     while (!rungs.empty() && !fits(rungs.back(), 1))
         rungs.pop_back();
 
@@ -282,8 +285,10 @@ inline std::string fit_line(const std::string& model, const FitCell& cell, int l
              bytes_text(cell.bytes).c_str());
 
     // Write the flags, and what they need besides the card.
-    text += concat(line, "--micro-batch ", cell.B, cell.flags.empty() ? "" : " ", cell.flags);
-    if (cell.host > 0) text += "  (" + bytes_text(cell.host) + " of the host's memory)";
+    text += concat(line, "--micro-batch ", cell.B);
+    if (!cell.flags.empty()) text += " " + cell.flags;
+    if (cell.host > 0)
+        text += "  (" + bytes_text(cell.host) + " of the host's memory)";
     if (longest) text += concat("  (--seq up to ", longest, ")");
     return text + "\n";
 }
@@ -306,9 +311,11 @@ inline std::string fit_card(const RunFacts& run, const Config& user, const std::
         take_model(q, user, model);
         std::vector<FitCell> cells = fit_cells(q, true);
         refusals.insert(refusal_of(cells));
-        for (const FitCell& cell : cells)
-            text += fit_line(model, cell,
-                             one && cell.B ? longest_sequence(q, cell.leanest) : 0);
+        for (const FitCell& cell : cells) {
+            bool asked = one && cell.B;
+            int longest = asked ? longest_sequence(q, cell.leanest) : 0;
+            text += fit_line(model, cell, longest);
+        }
     }
     return text;
 }
@@ -352,7 +359,8 @@ inline std::string fit_cards(const RunFacts& run, const Config& user,
         }
         text += "\n";
         refusals.insert(why);
-        if (!why.empty()) refused += concat(model, " is refused: ", why, "\n");
+        if (!why.empty())
+            refused += concat(model, " is refused: ", why, "\n");
     }
     return text + refused;
 }
@@ -370,7 +378,8 @@ inline std::string fit_text(const RunFacts& run, const Config& user) {
                                          : fit_cards(run, user, cards, refusals);
 
     // A refusal of every model and way is an error of the command line.
-    if (refusals.size() == 1) or_die(*refusals.begin());
+    if (refusals.size() == 1)
+        or_die(*refusals.begin());
     return text;
 }
 

@@ -44,7 +44,10 @@ inline LayerKind kind_of_layer(const Model& model, int layer) {
     for (int b : buckets_of(model, layer))
         trains |= model.buckets[b].trainable;
     size_t end = model.is_block(layer) ? 0 : 1 + size_t(layer);
-    return {end, is_sparse(model.shape, layer), end ? 0 : window_of(model.shape, layer), trains,
+    return {end,
+            is_sparse(model.shape, layer),
+            end ? 0 : window_of(model.shape, layer),
+            trains,
             layer >= lowest_trained(model)};
 }
 
@@ -68,7 +71,9 @@ inline LayerKinds kinds_of_layers(const Model& model) {
 struct Price {
     // Seconds of a micro-batch: both passes; collectives of weights and gradients, and their moves
     // from and to another tier.
-    double forward = 0, backward = 0, gather = 0, reduce = 0, fetch = 0, move = 0;
+    double forward = 0, backward = 0;
+    double gather = 0, reduce = 0;
+    double fetch = 0, move = 0;
     // Seconds at the end of a step: the update, its moves, and publishing.
     double update = 0, staged = 0, publish = 0;
     // Bytes for the whole run, where the step runs and in the host's memory; bytes kept until the
@@ -79,9 +84,12 @@ struct Price {
 
     void add(const Price& x) {
         for (double Price::*sum :
-             {&Price::forward, &Price::backward, &Price::gather, &Price::reduce, &Price::fetch,
-              &Price::move, &Price::update, &Price::staged, &Price::publish, &Price::lasting,
-              &Price::host, &Price::kept_b, &Price::kept_w, &Price::passing})
+             {&Price::forward, &Price::backward,
+              &Price::gather, &Price::reduce,
+              &Price::fetch, &Price::move,
+              &Price::update, &Price::staged, &Price::publish,
+              &Price::lasting, &Price::host,
+              &Price::kept_b, &Price::kept_w, &Price::passing})
             this->*sum += x.*sum;
         block = std::max(block, x.block);
         chunk = std::max(chunk, x.chunk);
@@ -111,10 +119,12 @@ const Model& model_of(Prices<T, S>& prices, const Layout& layout) {
 }
 
 // Split the layers of a layout into its stages, at most once for each number of them.
-template <typename T, typename S> void split_stages(Prices<T, S>& prices, Layout& layout) {
+template <typename T, typename S>
+void split_stages(Prices<T, S>& prices, Layout& layout) {
     int count = layout.stages();
     auto [stages, fresh] = prices.stages.try_emplace(count);
-    if (fresh && count > 1) stages->second = choose_stages(prices.shape, count);
+    if (fresh && count > 1)
+        stages->second = choose_stages(prices.shape, count);
     layout.first_layer = stages->second;
 }
 
@@ -127,7 +137,8 @@ Price price_layer(const Prices<T, S>& prices, const Plan& p, const Model& model,
     auto bytes = [&](Kind kind) {
         return double(data_bytes<T>(p, model, {kind, layer}, prices.where));
     };
-    bool backward = p.mode == Mode::TRAIN && layer >= lowest_trained(model);
+    bool trains = p.mode == Mode::TRAIN;
+    bool backward = trains && layer >= lowest_trained(model);
     bool block = model.is_block(layer);
     Price e;
     e.forward = seconds(Op::F);
@@ -136,7 +147,8 @@ Price price_layer(const Prices<T, S>& prices, const Plan& p, const Model& model,
     if (!block || !backward) return e;
 
     // A block's input stays until its backward pass.
-    if (p.recompute.of(layer) != Recompute::NONE) e.backward += seconds(Op::R);
+    if (p.recompute.of(layer) != Recompute::NONE)
+        e.backward += seconds(Op::R);
     e.kept_b = bytes(Kind::KEPT_B);
     e.kept_w = bytes(Kind::KEPT_W) + bytes(Kind::STREAM);
     e.block = e.kept_b + e.kept_w;
@@ -151,9 +163,12 @@ template <typename T, typename S>
 Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& model, int layer) {
     Price e;
     CostModel c = prices.cost;
-    c.bytes = [&](const Plan& p, Data d) { return data_bytes<T>(p, model, d, prices.where); };
+    c.bytes = [&](const Plan& p, Data d) {
+        return data_bytes<T>(p, model, d, prices.where);
+    };
     bool trains = p.mode == Mode::TRAIN;
-    bool twice = trains && model.is_block(layer) && layer >= lowest_trained(model);
+    bool backward = trains && layer >= lowest_trained(model);
+    bool twice = backward && model.is_block(layer);
     double uses = twice ? 2 : 1; // of its weights, by a micro-batch
     for (int b : buckets_of(model, layer)) {
         auto bytes = [&](Kind kind, int chunk = -1) {
@@ -166,8 +181,10 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         };
         auto keep = [&](Kind kind, double times = 1) {
             Tier tier = tier_of(p, {kind, b});
-            if (is_here(tier, prices.where)) e.lasting += times * bytes(kind);
-            else if (tier == Tier::HOST) e.host += times * bytes(kind);
+            if (is_here(tier, prices.where))
+                e.lasting += times * bytes(kind);
+            else if (tier == Tier::HOST)
+                e.host += times * bytes(kind);
         };
 
         // Weights, of frozen buckets too. Those that are cut or lie in another tier come for a use.
@@ -178,29 +195,38 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         if (cut) e.gather += uses * seconds(Op::GATHER);
         if (away) e.fetch += uses * seconds(Op::FETCH);
         if (cut || away) e.passing += bytes(Kind::GATHERED);
-        for (int i = bucket.first; keeps_casts(p, model) && i < bucket.first + bucket.count; i++) {
+        bool casts = keeps_casts(p, model);
+        int end = bucket.first + bucket.count;
+        for (int i = bucket.first; casts && i < end; i++) {
             const Parameter& w = model.parameters[i];
-            if (w.matrix >= 0) e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols());
+            if (w.matrix >= 0)
+                e.lasting += fp8_cast_bytes(w.local_rows(), w.local_cols());
         }
         if (!bucket.trainable || !trains) continue;
 
         // Gradients. One in another tier comes for each micro-batch, and leaves again.
         keep(Kind::GRAD);
         if (bucket.tied()) keep(Kind::GRAD_TIED);
-        if (p.layout.offload.gradients) e.move += seconds(Op::PARK, -1, Kind::GRAD);
-        if (p.layout.zero >= 2) e.passing += bytes(Kind::PARTIAL);
+        if (p.layout.offload.gradients)
+            e.move += seconds(Op::PARK, -1, Kind::GRAD);
+        if (p.layout.zero >= 2)
+            e.passing += bytes(Kind::PARTIAL);
         e.reduce += seconds(Op::REDUCE);
 
         // The optimizer, and its update: data of another tier than its own come and go by chunks.
         keep(Kind::MASTER);
-        keep(Kind::STATE, double(optimizer_row(p.optimizer).states.size()));
+        size_t states = optimizer_row(p.optimizer).states.size();
+        keep(Kind::STATE, double(states));
         keep(Kind::EMA);
-        if (is_published(p.layout, bucket)) e.publish += seconds(Op::PUBLISH);
+        if (is_published(p.layout, bucket))
+            e.publish += seconds(Op::PUBLISH);
         e.update += seconds(Op::UPDATE);
         double elements = double(updated_range(p.layout, model, b).count);
         if (!p.offload.cuts_updates() || elements == 0) continue;
-        double chunks = elements / std::min(elements, double(p.offload.chunk));
-        e.staged += chunks * (seconds(Op::FETCH, 0) + seconds(Op::PARK, 0));
+        double of_chunk = std::min(elements, double(p.offload.chunk));
+        double chunks = elements / of_chunk;
+        double both_ways = seconds(Op::FETCH, 0) + seconds(Op::PARK, 0);
+        e.staged += chunks * both_ways;
         if (is_here(p.offload.update, prices.where))
             e.chunk = std::max(e.chunk, bytes(Kind::STAGED, 0));
     }
@@ -219,12 +245,15 @@ const std::vector<Price>& layer_prices(Prices<T, S>& prices, const Plan& p) {
     auto near = [&](auto axis) { return axis_in_node(l, machine, axis); };
     int kept = keeps_casts(p, model) ? p.micro_batches : 0;
     int peers = machine.jitter > 0 ? l.world() / l.pp.size : 0; // they wait for the slowest
-    PriceKey key = {l.tp.size, l.cp.size, int(l.context.method), l.ep, l.experts.whole,
-                    l.sequence_parallel, int(p.B), int(p.recompute.of(1)), near(&Layout::tp),
-                    near(&Layout::cp), near(&Layout::dp), kept, peers};
+    PriceKey key = {l.tp.size, l.cp.size, int(l.context.method),
+                    l.ep, l.experts.whole, l.sequence_parallel,
+                    int(p.B), int(p.recompute.of(1)),
+                    near(&Layout::tp), near(&Layout::cp), near(&Layout::dp),
+                    kept, peers};
     auto [entry, fresh] = prices.layers.try_emplace(key);
-    for (size_t i = 0; fresh && i < prices.kinds.first.size(); i++)
-        entry->second.push_back(price_layer(prices, p, model, prices.kinds.first[i]));
+    if (!fresh) return entry->second;
+    for (int layer : prices.kinds.first)
+        entry->second.push_back(price_layer(prices, p, model, layer));
     return entry->second;
 }
 
@@ -234,14 +263,19 @@ const std::vector<Price>& bucket_prices(Prices<T, S>& prices, const Plan& p) {
     const Layout& l = p.layout;
     const Model& model = model_of(prices, l);
     const Machine& machine = prices.cost.machine;
-    PriceKey key = {l.tp.size, l.ep, l.experts.whole, l.zero, l.zero_group, l.weights_near,
-                    l.dp.size * l.cp.size, ranks_in_node(l, machine, Group::DATA),
-                    ranks_in_node(l, machine, Group::EXPERTS), int(p.masters),
-                    int(p.offload.optimizer), int(p.offload.gradients),
+    PriceKey key = {l.tp.size, l.ep, l.experts.whole,
+                    l.zero, l.zero_group, l.weights_near,
+                    l.dp.size * l.cp.size,
+                    ranks_in_node(l, machine, Group::DATA),
+                    ranks_in_node(l, machine, Group::EXPERTS),
+                    int(p.masters),
+                    int(p.offload.optimizer),
+                    int(p.offload.gradients),
                     int(p.offload.weights)};
     auto [entry, fresh] = prices.buckets.try_emplace(key);
-    for (size_t i = 0; fresh && i < prices.kinds.first.size(); i++)
-        entry->second.push_back(price_buckets(prices, p, model, prices.kinds.first[i]));
+    if (!fresh) return entry->second;
+    for (int layer : prices.kinds.first)
+        entry->second.push_back(price_buckets(prices, p, model, layer));
     return entry->second;
 }
 
@@ -268,8 +302,10 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
         return {waits, double(std::min(m, pp))};
     if (layout.pipeline == Pipeline::INTERLEAVED) {
         // Groups are larger where pp does not divide the micro-batches, as in schedule_of().
-        int largest = int(ceil_div(m, std::max(1, m / pp)));
-        waits = std::min(double(m) * v, 2.0 * (pp - rank - 1) + (v - 1) * largest + 1);
+        int groups = std::max(1, m / pp);
+        int largest = int(ceil_div(m, groups));
+        double warmup = 2.0 * (pp - rank - 1) + (v - 1) * largest + 1;
+        waits = std::min(double(m) * v, warmup);
     }
     return {waits, waits};
 }
@@ -308,7 +344,8 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
             // A tied head on the embedding's rank uses the table that is there already.
             size_t kind = prices.kinds.of[size_t(l)];
             Price one = layers[kind];
-            bool tied_here = l == model.head() && model.shape.embedding.tied && stage % pp == 0;
+            bool tied = l == model.head() && model.shape.embedding.tied;
+            bool tied_here = tied && stage % pp == 0;
             if (!tied_here) one.add(buckets[kind]);
             r.all.add(one);
             r.all.passing = one.passing; // the last layer's
@@ -328,15 +365,17 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
     std::vector<double> later(size_t(pp), 0.0);
     for (int stage = layout.stages() - 1; layout.chunks > 1 && stage >= 0; stage--) {
         size_t rank = size_t(stage % pp);
-        later[rank] += p.micro_batches * stages[size_t(stage)][1];
-        double seconds = stages[size_t(stage)][0] + later[rank];
+        const auto& [before, own] = stages[size_t(stage)];
+        later[rank] += p.micro_batches * own;
+        double seconds = before + later[rank];
         ranks[rank].chunks = std::max(ranks[rank].chunks, seconds);
     }
     return ranks;
 }
 
 // Return the least time and memory of a plan without actions.
-template <typename T, typename S> Bound bound_of_plan(Prices<T, S>& prices, const Plan& p) {
+template <typename T, typename S>
+Bound bound_of_plan(Prices<T, S>& prices, const Plan& p) {
     const Layout& layout = p.layout;
     const Machine& machine = prices.cost.machine;
     bool leave = p.offload.activations != Tier::DEVICE;
@@ -350,9 +389,11 @@ template <typename T, typename S> Bound bound_of_plan(Prices<T, S>& prices, cons
         // Find the longest of the queues.
         const auto& [r, fill, drain, chunks] = ranks[size_t(rank)];
         double rate = tier_rate(machine, p.offload.activations);
-        double kept = leave ? 2 * (r.kept_b + r.kept_w) / rate : 0;
+        double kept_bytes = r.kept_b + r.kept_w;
+        double kept = leave ? 2 * kept_bytes / rate : 0; // out and back
         double computing = m * (r.forward + r.backward);
-        double collectives = m * (r.gather + (each ? r.reduce : 0));
+        double reduce = each ? r.reduce : 0;
+        double collectives = m * (r.gather + reduce);
         double moves = m * (r.fetch + kept) + (2 * m - 1) * r.move;
         double busy = std::max({computing, collectives, moves});
         busy += machine.contention * std::min(computing, collectives);
@@ -360,15 +401,19 @@ template <typename T, typename S> Bound bound_of_plan(Prices<T, S>& prices, cons
         // Sums once a step hide behind the last gradient on its way down. Updates run behind the
         // last sum of all ranks.
         double sums = each ? 0 : std::max(0.0, r.reduce - r.backward);
-        double seconds = std::max(chunks, fill + busy + std::max(drain, sums));
+        double queues = fill + busy + std::max(drain, sums);
+        double seconds = std::max(chunks, queues);
         bound.seconds = std::max(bound.seconds, seconds);
-        tail = std::max(tail, std::max(r.update, r.staged) + r.publish);
+        double end = std::max(r.update, r.staged) + r.publish;
+        tail = std::max(tail, end);
 
         // Count memory at the first backward pass.
         LiveStages live = live_stages(layout, p.micro_batches, rank);
-        double flying = (live.b * r.kept_b + live.w * r.kept_w) / layout.chunks;
+        double of_chunks = live.b * r.kept_b + live.w * r.kept_w;
+        double flying = of_chunks / layout.chunks;
         double stay = away ? std::min(flying, r.block) : flying;
-        double bytes = r.lasting + std::max(stay + r.passing, r.chunk);
+        double passing = std::max(stay + r.passing, r.chunk);
+        double bytes = r.lasting + passing;
         bound.host = std::max(bound.host, r.host + flying - stay);
         if (bytes <= bound.bytes) continue;
         bound.bytes = bytes;

@@ -40,7 +40,8 @@ namespace llmc {
 // The configuration of one rank, with what the flags say beyond a layout.
 inline Config plain_config(const PlanQuestion& q) {
     Config c = q.config;
-    c.dp = c.tp = c.pp = c.cp = c.ep = c.chunks = c.micro_batch = 1;
+    c.dp = c.tp = c.pp = c.cp = c.ep = 1;
+    c.chunks = c.micro_batch = 1;
     c.pipeline = "1f1b";
     c.recompute = "none";
     c.sequence_parallel = false;
@@ -79,12 +80,13 @@ inline bool nodes_hold(const Machine& machine, int ranks, int tp) {
 // The allowed grids of q.gpus ranks, without other techniques. why: receives the first refusal.
 inline std::vector<Config> list_grids(const PlanQuestion& q, std::string* why) {
     std::vector<Config> grids;
-    std::vector<int> divisors = divisors_of(q.gpus), one = {1};
+    std::vector<int> divisors = divisors_of(q.gpus);
+    std::vector<int> one = {1};
     Config c = plain_config(q);
     auto ask = [&] {
         std::string wrong = refuse_layout(q, c);
         if (wrong.empty()) grids.push_back(c);
-        if (!wrong.empty() && why->empty()) *why = wrong;
+        else if (why->empty()) *why = wrong;
     };
 
     // Keep tensor parallelism inside a node: its messages are on the critical path.
@@ -102,7 +104,9 @@ inline std::vector<Config> list_grids(const PlanQuestion& q, std::string* why) {
                 // Distribute experts over ranks that see different tokens: those of dp and cp, and
                 // of tp where experts are whole, which wants sequence parallelism.
                 bool open = q.shape.experts.E && tp > 1 && !was_given(q.config, "etp");
-                for (int etp : open ? std::vector<int>{0, 1} : std::vector<int>{q.config.etp})
+                std::vector<int> etps = {q.config.etp};
+                if (open) etps = {0, 1};
+                for (int etp : etps)
                     for (int ep : q.shape.experts.E ? divisors : one) {
                         c.etp = etp;
                         c.ep = ep;
@@ -125,8 +129,10 @@ inline std::vector<Config> list_schedules(const PlanQuestion& q, const Config& g
     int64_t samples = q.config.batch_tokens / q.config.seq / grid.dp;
     std::vector<int> sizes;
     for (int B = 1; B <= 64; B++) {
-        bool full = B > 1 && B * int64_t(q.config.seq) / grid.cp > FULL_ROWS;
-        if (!full && samples % B == 0) sizes.push_back(B);
+        int64_t rows = B * int64_t(q.config.seq) / grid.cp;
+        bool full = B > 1 && rows > FULL_ROWS;
+        if (!full && samples % B == 0)
+            sizes.push_back(B);
     }
 
     // List schedules, with chunks. GPipe is left out: it has 1F1B's bubble, and keeps more
@@ -146,7 +152,8 @@ inline std::vector<Config> list_schedules(const PlanQuestion& q, const Config& g
                 c.chunks = chunks;
                 c.pipeline = pipeline;
                 c.sequence_parallel = sequence_parallel;
-                if (refuse_layout(q, c).empty()) all.push_back(c);
+                if (refuse_layout(q, c).empty())
+                    all.push_back(c);
             }
     return all;
 }
@@ -154,8 +161,10 @@ inline std::vector<Config> list_schedules(const PlanQuestion& q, const Config& g
 // The methods of context parallelism and the orders of the grid that links can tell apart, or the
 // user's: with a node's other ranks along dp instead of pp. Tensor parallelism stays nearest.
 inline std::vector<Config> list_variants(const PlanQuestion& q, const Config& grid) {
-    std::vector<std::string> methods = {grid.cp_method}, orders = {grid.grid_order};
-    if (grid.cp > 1 && !was_given(q.config, "cp-method")) methods = {"gather", "ulysses", "ring"};
+    std::vector<std::string> methods = {grid.cp_method};
+    std::vector<std::string> orders = {grid.grid_order};
+    if (grid.cp > 1 && !was_given(q.config, "cp-method"))
+        methods = {"gather", "ulysses", "ring"};
     bool near = grid.tp * grid.cp < q.machine.cards;
     if (grid.pp > 1 && grid.dp > 1 && near && !was_given(q.config, "grid-order"))
         orders.push_back("tp-dp-pp");
@@ -166,7 +175,8 @@ inline std::vector<Config> list_variants(const PlanQuestion& q, const Config& gr
         for (const std::string& order : orders) {
             c.cp_method = method;
             c.grid_order = order;
-            if (refuse_layout(q, c).empty()) all.push_back(c);
+            if (refuse_layout(q, c).empty())
+                all.push_back(c);
         }
     return all;
 }
@@ -193,7 +203,8 @@ inline std::vector<Sharing> list_groups(const PlanQuestion& q, const Config& p) 
     if (near == 1 || near >= ranks || ranks % near)
         return all;
     all.push_back({near, 0});
-    if (p.zero < 3 || was_given(q.config, "hpz")) return all;
+    if (p.zero < 3 || was_given(q.config, "hpz"))
+        return all;
     all.push_back({0, near});
 
     // Take a power of two of nodes.
@@ -225,7 +236,8 @@ inline std::string offload_words(unsigned offload) {
     return words.empty() ? "none" : words;
 }
 
-template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuestion& q, S) {
+template <typename T, typename S>
+std::vector<Saving> savings_of(const PlanQuestion& q, S) {
     // Remainders keep every master's bits, so nothing but rounding at ties tells them apart. What
     // the user says of masters holds.
     std::vector<Saving> savings;
@@ -249,7 +261,8 @@ template <typename T, typename S> std::vector<Saving> savings_of(const PlanQuest
         savings.push_back({false, offload});
 
         // Masters that stay may shrink beside what leaves.
-        if (shrink && !moves_row(offload, OPTIMIZER)) savings.push_back({true, offload});
+        if (shrink && !moves_row(offload, OPTIMIZER))
+            savings.push_back({true, offload});
     }
     return savings;
 }
@@ -272,7 +285,8 @@ inline Config with_leaf(Config c, const Leaf& leaf) {
     c.hpz = leaf.sharing.hpz;
     c.recompute = recompute_name(Recompute(leaf.level));
     if (leaf.saving.remainder) c.masters = "remainder";
-    if (leaf.saving.offload) c.offload = offload_words(leaf.saving.offload);
+    if (leaf.saving.offload)
+        c.offload = offload_words(leaf.saving.offload);
     return c;
 }
 
@@ -305,9 +319,11 @@ template <typename T, typename S> struct Search {
 };
 
 // Return the least that a configuration takes, with what runs before its step.
-template <typename T, typename S> Bound bound_of(Search<T, S>& s, const Config& c) {
+template <typename T, typename S>
+Bound bound_of(Search<T, S>& s, const Config& c) {
     const PlanQuestion& q = s.q;
-    Plan p = {train_options(c), choose_grid(c, q.shape), {}};
+    Layout grid = choose_grid(c, q.shape);
+    Plan p = {train_options(c), grid, {}};
     p.layout = with_tiers(p.layout, p.offload);
     split_stages(s.prices, p.layout);
     Bound bound = bound_of_plan(s.prices, p);
@@ -316,12 +332,16 @@ template <typename T, typename S> Bound bound_of(Search<T, S>& s, const Config& 
     size_t i = 0;
     for (const BeforeStep& before : before_steps(c, p, q.shape, q.teacher)) {
         CostModel cost = {q.machine, sizeof(T)};
-        if (i == s.before.size())
-            s.before.push_back({with_logits(before.shape, s.where), cost, s.where});
+        if (i == s.before.size()) {
+            Shape shape = with_logits(before.shape, s.where);
+            s.before.push_back({shape, cost, s.where});
+        }
         Plan one = {before.options, before_layout(before, p.layout), {}};
-        if (before.teacher) one.layout = with_tiers(one.layout, {});
-        split_stages(s.before[i], one.layout);
-        Bound evaluation = bound_of_plan(s.before[i++], one);
+        if (before.teacher)
+            one.layout = with_tiers(one.layout, {});
+        Prices<T, S>& prices = s.before[i++];
+        split_stages(prices, one.layout);
+        Bound evaluation = bound_of_plan(prices, one);
         bound.seconds += before.times * evaluation.seconds;
         if (before.teacher) bound.bytes += evaluation.bytes;
     }
@@ -334,8 +354,8 @@ void push_candidate(Search<T, S>& s, size_t schedule, const Leaf& leaf) {
     // Weights that stay near do not leave.
     Config c = with_leaf(s.schedules[schedule], leaf);
     bool clash = keeps_weights_near(c) && moves_row(leaf.saving.offload, WEIGHTS);
-    if (clash || (s.q.named && !has_named(s.q.config, c)))
-        return;
+    bool other = s.q.named && !has_named(s.q.config, c);
+    if (clash || other) return;
     Bound bound = bound_of(s, c);
     s.queue.push({bound.seconds, s.listed++, schedule, leaf, bound});
     if (bound.bytes >= s.least) return;
@@ -345,10 +365,12 @@ void push_candidate(Search<T, S>& s, size_t schedule, const Leaf& leaf) {
 
 // List all grids and schedules, and put each ZeRO stage and group into the queue. Where activations
 // leave by the user's flag, what is computed again need not move: then each level, too.
-template <typename T, typename S> Search<T, S> search_layouts(const PlanQuestion& q, S where) {
+template <typename T, typename S>
+Search<T, S> search_layouts(const PlanQuestion& q, S where) {
     CostModel cost = {q.machine, sizeof(T)};
     cost.teacher_C = double(q.teacher.C);
-    Search<T, S> s = {q, where, {with_logits(q.shape, where), cost, where}};
+    Shape shape = with_logits(q.shape, where);
+    Search<T, S> s = {q, where, {shape, cost, where}};
     s.savings = savings_of<T>(q, where);
     for (const Config& grid : list_grids(q, &s.why)) {
         std::vector<Config> variants = list_variants(q, grid);
@@ -365,7 +387,8 @@ template <typename T, typename S> Search<T, S> search_layouts(const PlanQuestion
     for (size_t i = 0; i < s.schedules.size(); i++) {
         Config c = s.schedules[i];
         bool shares = c.dp * c.cp > 1 || routing_ranks(c) > c.ep; // experts, at least
-        for (int zero = c.zero; zero <= (shares ? 3 : 0); zero++) {
+        int last = shares ? 3 : 0;
+        for (int zero = c.zero; zero <= last; zero++) {
             c.zero = zero;
             for (Sharing sharing : list_groups(q, c))
                 for (int level = 0; level < levels; level++)
@@ -380,13 +403,18 @@ template <typename T, typename S> Search<T, S> search_layouts(const PlanQuestion
 
 // Put what is leaner than a candidate that does not fit into the queue: the next level of
 // recomputation, smaller masters, one more row that leaves the device.
-template <typename T, typename S> void push_leaner(Search<T, S>& s, const BoundedLayout& from) {
+template <typename T, typename S>
+void push_leaner(Search<T, S>& s, const BoundedLayout& from) {
     auto push = [&](Leaf leaf) {
+        const Sharing& groups = leaf.sharing;
         const Saving& x = leaf.saving;
-        std::array<size_t, 7> name = {from.schedule, size_t(leaf.zero),
-                                      size_t(leaf.sharing.zero_group), size_t(leaf.sharing.hpz),
-                                      size_t(leaf.level), x.remainder, x.offload};
-        if (s.seen.insert(name).second) push_candidate(s, from.schedule, leaf);
+        std::array<size_t, 7> name = {from.schedule,
+                                      size_t(leaf.zero),
+                                      size_t(groups.zero_group), size_t(groups.hpz),
+                                      size_t(leaf.level),
+                                      x.remainder, x.offload};
+        if (s.seen.insert(name).second)
+            push_candidate(s, from.schedule, leaf);
     };
 
     // Recompute more.
@@ -405,7 +433,8 @@ template <typename T, typename S> void push_leaner(Search<T, S>& s, const Bounde
         if (!contains || !(shrinks || moves)) continue;
         leaf = from.leaf;
         leaf.saving = x;
-        bool leave = moves_row(x.offload & ~now.offload, ACTIVATIONS) && !named;
+        unsigned added = x.offload & ~now.offload;
+        bool leave = moves_row(added, ACTIVATIONS) && !named;
         for (; leaf.level < RECOMPUTE_LEVELS; leaf.level++) {
             push(leaf);
             if (!leave) break;
@@ -433,9 +462,13 @@ struct Answer {
 // fewest techniques, then the least memory. Returns its index.
 inline size_t choose_trial(const std::vector<Trial>& best) {
     size_t chosen = 0;
-    for (size_t i = 1; i < best.size() && best[i].seconds <= TIE * best[0].seconds; i++) {
-        auto rank = [](const Trial& t) { return std::pair(techniques(t.config), t.bytes); };
-        if (rank(best[i]) < rank(best[chosen])) chosen = i;
+    auto rank = [](const Trial& t) {
+        return std::pair(techniques(t.config), t.bytes);
+    };
+    for (size_t i = 1; i < best.size(); i++) {
+        if (best[i].seconds > TIE * best[0].seconds) break;
+        if (rank(best[i]) < rank(best[chosen]))
+            chosen = i;
     }
     return chosen;
 }
@@ -445,7 +478,8 @@ inline std::string distant_family(const Config& c) {
     return concat(c.pp > 1, " ", c.pipeline, " ", c.zero >= 2, " ", c.offload);
 }
 inline std::string near_family(const Config& c) {
-    return concat(distant_family(c), " ", c.tp, " ", c.pp, " ", c.cp, " ", c.ep, " ", c.etp, " ",
+    return concat(distant_family(c), " ",
+                  c.tp, " ", c.pp, " ", c.cp, " ", c.ep, " ", c.etp, " ",
                   c.zero, " ", c.hpz > 1, " ", c.chunks, " ", c.cp_method);
 }
 
@@ -460,13 +494,15 @@ struct Trials {
     // are but distant relatives.
     void note(const std::string& family, double ratio) {
         auto [known, fresh] = low.insert({family, ratio});
-        if (!fresh) known->second = std::min(known->second, ratio);
+        if (!fresh)
+            known->second = std::min(known->second, ratio);
     }
     double raised(const Config& c, double bound) const {
         auto near = low.find(near_family(c));
+        if (near != low.end()) return bound * near->second;
         auto distant = low.find(distant_family(c));
         double ratio = distant == low.end() ? 1 : (1 + distant->second) / 2;
-        return bound * (near == low.end() ? ratio : near->second);
+        return bound * ratio;
     }
 
     // The longest time that ties with the fastest, and the one beyond which none is shown.
@@ -511,7 +547,8 @@ bool try_candidate(Search<T, S>& s, const BoundedLayout& x, const Config& c, Tri
 }
 
 // Try candidates, the least bound first.
-template <typename T, typename S> Trials try_candidates(Search<T, S>& s) {
+template <typename T, typename S>
+Trials try_candidates(Search<T, S>& s) {
     Trials trials;
     std::vector<std::pair<int, BoundedLayout>> simple; // by their techniques
     while (!s.queue.empty()) {
@@ -537,11 +574,12 @@ template <typename T, typename S> Trials try_candidates(Search<T, S>& s) {
     }
 
     // Try the four simplest of those that were left: one of them may win a tie.
-    std::stable_sort(simple.begin(), simple.end(),
-                     [](const auto& x, const auto& y) { return x.first < y.first; });
+    auto simpler = [](const auto& x, const auto& y) { return x.first < y.first; };
+    std::stable_sort(simple.begin(), simple.end(), simpler);
     for (size_t i = 0; i < simple.size() && i < 4; i++) {
         const BoundedLayout& x = simple[i].second;
-        try_candidate(s, x, with_leaf(s.schedules[x.schedule], x.leaf), trials);
+        Config c = with_leaf(s.schedules[x.schedule], x.leaf);
+        try_candidate(s, x, c, trials);
     }
     return trials;
 }
@@ -550,7 +588,8 @@ template <typename T, typename S> Trials try_candidates(Search<T, S>& s) {
 // 4. choose
 
 // Search, and choose.
-template <typename T, typename S> Answer answer_question(const PlanQuestion& q, S where) {
+template <typename T, typename S>
+Answer answer_question(const PlanQuestion& q, S where) {
     q.known->clear(); // the question may be another one than before
     Search<T, S> s = search_layouts<T>(q, where);
     Trials trials = try_candidates(s);
@@ -564,8 +603,10 @@ template <typename T, typename S> Answer answer_question(const PlanQuestion& q, 
     }
 
     // Show the fastest that fit. The last place is for a simpler one that ties with the first.
-    std::stable_sort(trials.all.begin(), trials.all.end(),
-                     [](const Trial& x, const Trial& y) { return x.seconds < y.seconds; });
+    auto faster = [](const Trial& x, const Trial& y) {
+        return x.seconds < y.seconds;
+    };
+    std::stable_sort(trials.all.begin(), trials.all.end(), faster);
     int simplest = INT_MAX;
     for (const Trial& trial : trials.all) {
         bool full = a.best.size() == SHOWN;

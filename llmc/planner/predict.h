@@ -64,9 +64,11 @@ inline std::vector<BeforeStep> rollout_runs(const Config& c, const PlanOptions& 
     std::vector<BeforeStep> runs;
     PlanOptions generate = rollout_options(c, train);
     double share = 1.0 / c.updates; // of a rollout
-    size_t prompts = size_t(c.batch_tokens / c.seq) / size_t(c.group);
-    if (answers_are_shared(c)) prompts = ceil_div(prompts, size_t(c.dp));
-    double rounds = double(ceil_div(prompts * size_t(c.group), generate.B));
+    size_t group = size_t(c.group);
+    size_t prompts = size_t(c.batch_tokens / c.seq) / group;
+    if (answers_are_shared(c))
+        prompts = ceil_div(prompts, size_t(c.dp));
+    double rounds = double(ceil_div(prompts * group, generate.B));
     int most = std::min(c.answer_tokens, c.seq); // a window ends longer answers
 
     // Read the prompts, one at a time: their answers stand together.
@@ -99,7 +101,8 @@ inline std::vector<BeforeStep> before_steps(const Config& c, const PlanOptions& 
     if (kind == LossKind::DISTILL)
         return {{teacher, teacher_options(train), true}};
     if (kind != LossKind::KTO) return {};
-    return {{model, evaluation_of(train), false, double(train.micro_batches)}};
+    double times = double(train.micro_batches);
+    return {{model, evaluation_of(train), false, times}};
 }
 
 // Return the layout of such runs, given the step's, but for a teacher's stages.
@@ -149,13 +152,16 @@ struct Prediction {
 inline Trace trace_of(const StepTime& step, const std::vector<Plan>& plans, const Model& model) {
     Trace trace(plans.size());
     // Leave collectives out: they run beside layers, and their boxes would hide the layers'.
-    for (size_t r = 0; r < plans.size(); r++)
-        for (size_t i = 0; i < plans[r].actions.size(); i++) {
-            const Action& a = plans[r].actions[i];
+    for (size_t r = 0; r < plans.size(); r++) {
+        const std::vector<Action>& actions = plans[r].actions;
+        for (size_t i = 0; i < actions.size(); i++) {
+            const Action& a = actions[i];
             const ActionTimes& t = step.ranks[r].of[i];
-            if (queue_of(a.op) == Queue::COMPUTE && t.end > t.met)
-                trace[r].push_back({action_text(a, model), t.met, t.end});
+            bool computed = queue_of(a.op) == Queue::COMPUTE;
+            if (!computed || t.end <= t.met) continue;
+            trace[r].push_back({action_text(a, model), t.met, t.end});
         }
+    }
     return trace;
 }
 
@@ -190,15 +196,18 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
     double cards = layout.world();
     double rate = tokens / step.seconds;
     double flops = flops_per_token(model, options.T) * rate;
-    double peak = cost.machine.peak(cost.element), mfu = flops / (peak * cards);
+    double peak = cost.machine.peak(cost.element);
+    double mfu = flops / (peak * cards);
     bool slow = peak < 1e12; // a processor's
     char line[160];
     snprintf(line, sizeof(line),
              "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.4g %s\n",
-             cost.machine.name.c_str(), step.seconds * 1e3, count_text(rate).c_str(),
-             count_text(rate / cards).c_str(), 100 * mfu, peak / (slow ? 1e9 : 1e12),
-             slow ? "GFLOP/s" : "TFLOP/s");
-    return {line + parts_text(step), trace_of(step, plans, model), step.seconds};
+             cost.machine.name.c_str(), step.seconds * 1e3,
+             count_text(rate).c_str(), count_text(rate / cards).c_str(),
+             100 * mfu,
+             peak / (slow ? 1e9 : 1e12), slow ? "GFLOP/s" : "TFLOP/s");
+    std::string text = line + parts_text(step);
+    return {text, trace_of(step, plans, model), step.seconds};
 }
 
 // The middle one of some numbers, of which there is at least one.

@@ -100,7 +100,8 @@ inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mate
     // The k-th message from one stage to another meets the k-th receive there, in this pipeline.
     case Op::SENDRECV: {
         std::vector<Meeting> all;
-        int pipeline = (x.dp.rank * x.cp.size + x.cp.rank) * x.tp.size + x.tp.rank;
+        int column = x.dp.rank * x.cp.size + x.cp.rank;
+        int pipeline = column * x.tp.size + x.tp.rank;
         for (const Transfer& t : a.transfers) {
             int from = t.send ? x.pp.rank : t.peer;
             int to = t.send ? t.peer : x.pp.rank;
@@ -127,7 +128,8 @@ inline void join_ranks(Simulator& s) {
     bool has_mates = int(s.plans.size()) > s.plans[0].layout.pp.size;
     for (int r = 0; r < int(s.plans.size()); r++) {
         std::map<std::pair<int, int>, int> sent;
-        for (int i = 0; i < int(s.plans[r].actions.size()); i++)
+        int count = int(s.plans[r].actions.size());
+        for (int i = 0; i < count; i++)
             for (const Meeting& m : meetings_of(s.plans[r], i, has_mates, sent))
                 all[m].push_back({r, i});
     }
@@ -219,7 +221,8 @@ inline bool finish_due(Simulator& s, int r) {
         const ActionTimes& m = me.of[i];
         Op op = p.actions[i].op;
         Seconds part = op == Op::SENDRECV ? &Times::pipeline : &Times::data;
-        if (queue_of(op) == Queue::MOVE) part = &Times::moves;
+        if (queue_of(op) == Queue::MOVE)
+            part = &Times::moves;
 
         // As far as the message ran beside layers, these took longer.
         double beside = std::max(0.0, std::min(me.now, m.end) - m.met);
@@ -228,7 +231,8 @@ inline bool finish_due(Simulator& s, int r) {
 
         // Split the wait: until the last rank came it is a bubble, the rest is the message's time.
         double wait = std::max(0.0, m.end - me.now);
-        double bubble = wait > 0 ? std::max(0.0, m.met - std::max(me.now, m.ready)) : 0;
+        double waits_from = std::max(me.now, m.ready);
+        double bubble = wait > 0 ? std::max(0.0, m.met - waits_from) : 0;
         me.parts.bubble += bubble;
         me.parts.*part += wait - bubble;
         me.now = std::max(me.now, m.end) + taken;
@@ -299,10 +303,12 @@ inline StepTime simulate_step(const std::vector<Plan>& plans, const Model& model
     StepTime step;
     for (size_t r = 0; r < plans.size(); r++) {
         SimulatedRank& rank = s.ranks[r];
-        size_t at = size_t(rank.at), end = plans[r].actions.size();
+        const std::vector<Action>& actions = plans[r].actions;
+        size_t at = size_t(rank.at);
+        size_t end = actions.size();
         step.seconds = std::max(step.seconds, rank.now);
         if (at > end) continue;
-        std::string where = at < end ? action_text(plans[r].actions[at], model) : "its end";
+        std::string where = at < end ? action_text(actions[at], model) : "its end";
         step.stuck += concat(step.stuck.empty() ? "" : "; ", "rank ", r, " waits at ", where);
     }
 
@@ -328,7 +334,8 @@ inline Settled settled(const Layout& layout, int micro_batches) {
     int rest = micro_batches % pp;
     if (layout.pipeline == Pipeline::INTERLEAVED)
         return {(2 + rest) * pp + rest, pp};
-    return {2 * pp + std::min(pp, 4), std::min(pp, 4)};
+    int round = std::min(pp, 4);
+    return {2 * pp + round, round};
 }
 
 // The steps of pipelines, which layouts that differ in nothing else share.
