@@ -3,8 +3,7 @@
 //   buffers: comm.h makes it, and a backend (local.h, mpi.h, nccl.h) carries it out.
 //   Lengths named n or count are in elements; lengths in bytes say so in their name.
 //   Contract: reduce_ranks adds its inputs in order, bf16 and fp16 in float, rounded once.
-//   To copy: this file, rank_status.h, elements.h, element_type.h,
-//   cuda_common.h and types.h.
+//   To copy: this file, rank_status.h, elements.h, element_type.h, cuda_common.h and types.h.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -52,8 +51,7 @@ struct RankInfo {
 struct LocalGroup;
 struct MpiGroup;
 
-// A group, as one of its ranks sees it. Copies share the backend's part, which ends with
-// the last copy.
+// A group, as one of its ranks sees it. The backend's part ends with the last copy of the group.
 struct Comm {
     Backend backend = Backend::NONE;
     int rank = 0;               // in this group
@@ -69,8 +67,7 @@ struct Comm {
     std::shared_ptr<NcclGroup> nccl;
 };
 
-// One end of a message. Messages between the same pair with the same tag match in the order in
-// which they start.
+// One end of a message. Those of a pair with the same tag match in the order in which they start.
 struct CommMessage {
     void* data; // (bytes)
     size_t bytes;
@@ -347,8 +344,7 @@ template <bool BACK>
 __global__ void order_floats_kernel(int32_t* x, size_t n) { // (n) bits of floats
     size_t i = first_element<1>();
     if (i >= n) return;
-    // Flip the bits of negative floats: floats order like integers, except that negative ones
-    // are in reverse.
+    // Flip the bits of negative floats: they order like integers in reverse, the others like them.
     int32_t bits = x[i];
     bool nan = (bits & 0x7fffffff) > 0x7f800000;
     int32_t turned = bits < 0 ? bits ^ 0x7fffffff : bits;

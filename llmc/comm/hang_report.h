@@ -8,8 +8,7 @@
 //             watchdog's limit it ends with the same words
 //   Cost: nothing before a wait sleeps; then a probe for questions at each look. A rank asks 64
 //   machines at most, those of missing ranks first. Threads share notes and ask nobody.
-//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h,
-//   cuda_common.h and types.h.
+//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h, cuda_common.h, types.h.
 #pragma once
 #ifdef WITH_MPI
 #define OMPI_SKIP_MPICXX 1

@@ -4,8 +4,7 @@
 //   what its output holds. A sum that is left out or made twice then gives an error message
 //   instead of a wrong gradient. Buffers without a row are not checked; a group of one neither
 //   looks nor records.
-//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h,
-//   cuda_common.h and types.h.
+//   To copy: this file, group.h, rank_status.h, elements.h, element_type.h, cuda_common.h, types.h.
 #pragma once
 #include "group.h"
 
@@ -15,9 +14,8 @@ namespace llmc {
 // rank has a part. Partial: each rank has a term of a sum.
 enum class Placement { REPLICATED, SHARDED, PARTIAL };
 inline const char* placement_name(Placement p) {
-    return p == Placement::REPLICATED ? "replicated"
-           : p == Placement::SHARDED  ? "sharded"
-                                      : "partial";
+    const char* names[] = {"replicated", "sharded", "partial"};
+    return names[int(p)];
 }
 
 // The table of one rank.

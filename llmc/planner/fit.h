@@ -118,7 +118,8 @@ inline const Trial& try_fit(const PlanQuestion& q, const Config& c, Depth depth)
 inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
     // Leave out rungs that are refused, as small states are beside SGD.
     q.known->clear();
-    FitCell best = {way.name};
+    FitCell best;
+    best.way = way.name;
     std::vector<std::string> rungs;
     for (const std::string& rung : way.rungs) {
         Config c = fit_config(q, rung, 1);
