@@ -167,8 +167,10 @@ inline const On* first_on(const Config& c, const std::vector<On>& flags) {
     return nullptr;
 }
 
-// A flag as it is given: its name, and its value unless it is a switch.
+// A flag as it is given: its name, and its value unless it is a switch. A prefix may be --adapter's.
 inline std::string flag_text(const Config& c, const Flag& flag) {
+    bool brought = !strcmp(flag.name, "prefix") && !was_given(c, "prefix") && !c.adapter.empty();
+    if (brought) return "--adapter " + printable(c.adapter);
     bool is_switch = std::holds_alternative<bool Config::*>(flag.field);
     std::string value = is_switch ? "" : " " + printable(field_text(c, flag.field));
     return concat("--", flag.name, value);

@@ -15,9 +15,9 @@
 //     sample    --slots answers at once, a run for each further token: a row of each slot. A run
 //               reads all weights, and each slot's cached keys and values
 //     evaluate  the answers by the policy that sampled and by the first one, where --updates and
-//               --beta want them (references.h): an evaluation's plan for each micro-batch
+//               --beta want them (reference_policy.h): an evaluation's plan for each micro-batch
 //   All are plans, so the simulator times them as it times a step. Other preferences compare with
-//   log p that was evaluated before the first step (references.h).
+//   log p that was evaluated before the first step (reference_policy.h).
 //   The step begins when all ranks are through: a stage that is done early does not start ahead.
 //   Sampling has a bound: an answer has --answer-tokens tokens and a prompt the rest of --seq.
 //   Answers that end earlier, and shorter prompts, take less. Left out are the host's picks from a

@@ -40,7 +40,7 @@
 
 namespace llmc {
 
-struct Buddies;   // buddy.h
+struct Buddies;   // memory_checkpoint.h
 struct MergeSums; // io/huggingface.h
 
 // ----------------------------------------------------------------------------

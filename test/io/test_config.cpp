@@ -806,7 +806,7 @@ static const Published PUBLISHED[] = {
     {"gpt2-large", "openai-community/gpt2-large", 774030080, {1280, 36, 20, 50257, 1024}},
     {"gpt2-xl", "openai-community/gpt2-xl", 1557611200, {1600, 48, 25, 50257, 1024}},
 
-    // GPT-3's rows of table 2.1, but for XL's heads and 13B's channels (presets.h says why).
+    // GPT-3's rows of table 2.1, but for XL's heads and 13B's channels (family.h says why).
     {"gpt3-small", "arXiv:2005.14165", 0, {768, 12, 12}},
     {"gpt3-medium", "arXiv:2005.14165", 0, {1024, 24, 16}},
     {"gpt3-large", "arXiv:2005.14165", 0, {1536, 24, 16}},

@@ -588,7 +588,7 @@ TEST(Planner, TheSimplestOfManyTiesWins) {
 
 // The bounds of time and bytes are near the simulator's and the arena's, over layouts of all kinds:
 // on average below them by at most so many percent. No time is more than 3% above, but between
-// nodes and where data leave the card (`least`). No bytes are, but in pipelines, by a third. There
+// nodes and where data leave the card (`least`). No bytes are, but in pipelines, by a sixth. There
 // both are estimates, and the comparison with all layouts holds the search to what it must find.
 static void expect_below(const char* what, const PlanQuestion& asked, double time, double memory,
                          int cards = 8, double least = 0.97) {
@@ -609,7 +609,7 @@ static void expect_below(const char* what, const PlanQuestion& asked, double tim
         double slower = t.seconds / bound.seconds;
         double larger = t.bytes / bound.bytes;
         EXPECT_GT(slower, least) << what << " " << layout_flags_text(c);
-        EXPECT_GT(larger, c.pp > 1 ? 0.74 : 0.97) << what << " " << layout_flags_text(c);
+        EXPECT_GT(larger, c.pp > 1 ? 0.86 : 0.97) << what << " " << layout_flags_text(c);
         least_late = std::min(least_late, slower);
         least_large = std::min(least_large, larger);
         late += slower - 1;
@@ -628,7 +628,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
     Shape dense = gpt2_shape(14, 16, 2048, 50000, 1024);
     q.shape = dense;
     expect_below("dense", q, 0.2, 0.1);
-    expect_below("dense in two nodes", q, 0.3, 0.1, 4, 0.85);
+    expect_below("dense in two nodes", q, 0.3, 0.1, 4, 0.93);
     q.shape = upper_lora(dense, 16, 7, true);
     expect_below("adapters in upper blocks", q, 0.2, 0.2);
     q.shape = mixtral_shape(llama_shape(14, 16, 4, 2048, 0, 50000, 1024, 1e4), 16, 4, 1024);
@@ -643,7 +643,7 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
         PlanQuestion other = lossy_question(8, loss);
         other.shape = dense;
         if (!strcmp(loss, "distill")) other.teacher = gpt2_shape(20, 32, 4096, 50000, 1024);
-        expect_below(loss, other, 0.3, 0.2);
+        expect_below(loss, other, 0.31, 0.2);
     }
 
     // Ask for data that leave the card, with a GPU's sizes.
@@ -655,8 +655,8 @@ TEST(Planner, BoundsAreNearTheSimulatorAndTheArena) {
         EXPECT_EQ(set_flag(away.config, "offload", rows), "");
         // A bound leaves out what passes through the card; of all four kinds little else is there.
         bool all = has(rows, "gradients,weights");
-        double least = has(rows, "gradients") ? 0.24 : has(rows, "activations") ? 0.8 : 0.97;
-        expect_below(rows, away, 0.5, all ? 1.5 : 1, 8, least);
+        double least = has(rows, "gradients") ? 0.57 : has(rows, "activations") ? 0.91 : 0.97;
+        expect_below(rows, away, 0.5, all ? 1.6 : 1, 8, least);
     }
     sizes_of_gpu = false;
 }

@@ -95,7 +95,7 @@ TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
         Ran planned = run(flags + "--plan auto");
         ASSERT_EQ(planned.status, 0) << planned.text;
         std::smatch named;
-        ASSERT_TRUE(std::regex_search(planned.text, named, std::regex("build/train_gpt (.*)\n")));
+        ASSERT_TRUE(std::regex_search(planned.text, named, std::regex("build/t[a-z]+_gpt (.*)\n")));
         EXPECT_HAS(named[1].str(), "--local-ranks 4 ");
         EXPECT_HAS(named[1].str(), "--batch-tokens 512 --dp ");
         std::smatch best;
@@ -463,13 +463,17 @@ TEST_F(Run, CompletionTasks) {
     refuses(small + tasks + "--vocab 300 --eval", "--evaluate: the model has 300 tokens");
 }
 
-// A seed gives the same sample again. Temperature 0 and top-k 1 both take the likeliest token.
+// A seed gives the same sample again. Temperature 0 takes the likeliest token, as top-k 1 does.
 TEST_F(Run, SamplesAreRepeatableAndGreedyNeedsNoSeed) {
     std::string generate = small + "--steps 0 --prompt line --sample-tokens 20 ";
     EXPECT_EQ(run(generate + "--seed 4").text, run(generate + "--seed 4").text);
     EXPECT_NE(run(generate + "--seed 4 --temperature 2").text,
               run(generate + "--seed 4 --temperature 0.5").text);
-    EXPECT_EQ(run(generate + "--temperature 0").text, run(generate + "--top-k 1").text);
+
+    ASSERT_EQ(run(small + "--steps 1 --out " + path("made")).status, 0);
+    std::string sampler = "--model " + path("made") + " --steps 0 --prompt line ";
+    EXPECT_EQ(run(sampler + "--temperature 0 --samples 1").text,
+              run(sampler + "--top-k 1 --samples 1").text);
 }
 
 // ----------------------------------------------------------------------------

@@ -127,7 +127,9 @@ TEST_F(Samples, EndWhereNoPositionIsTrained) {
 
 // --prompt - reads a prompt from each line of standard input, on one rank and on several.
 TEST_F(Samples, PromptsComeFromAPipe) {
-    std::string flags = small + "--steps 0 --sample-tokens 4 --temperature 0 --prompt ";
+    ASSERT_EQ(run_program(small + "--steps 1 --out " + path("made")).status, 0);
+    std::string model = "--model " + path("made") + " --steps 0 ";
+    std::string flags = model + "--sample-tokens 4 --temperature 0 --prompt ";
     for (std::string layout : {"", " --local-ranks 2 --tp 2"}) {
         Ran r = run_program(flags + "- --samples 2" + layout, "line 1\\r\\n\\nab");
         EXPECT_EQ(r.status, 0) << r.text;
@@ -144,7 +146,7 @@ TEST_F(Samples, PromptsComeFromAPipe) {
     EXPECT_HAS(run_program(flags + "-").text, "standard input has no line that holds text");
 
     // Sampled at random they differ.
-    Ran drawn = run_program(small + "--steps 0 --sample-tokens 20 --samples 2");
+    Ran drawn = run_program(model + "--sample-tokens 20 --samples 2");
     size_t one = drawn.text.find("sample 1 of 2\n"), second = drawn.text.find("sample 2 of 2\n");
     EXPECT_NE(drawn.text.substr(one + 14, 20), drawn.text.substr(second + 14, 20));
 }
