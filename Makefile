@@ -17,7 +17,7 @@ CXXFLAGS = -std=c++20 -MMD -MP -MF $@.d $(OPT) -fno-math-errno $(WARN) $(OPENMP)
 LIBS = -lz -lpcre2-8 -lutf8proc -lpthread
 
 # What this machine has, 1 or 0; `make ONEDNN=0` leaves it out.
-#   ONEDNN: matrix products on the CPU, else plain blocked loops    ZSTD: --prepare reads .zst files
+#   ONEDNN: matrix products on the CPU, else plain blocked loops    ZSTD: prepare_gpt reads .zst files
 #   MPI: ranks as processes, else as threads of one    NCCL: ranks on GPUs, a process each, else threads that share one
 CUDA_HOME = $(patsubst %/bin/nvcc,%,$(NVCC))
 has = $(if $(wildcard $(addsuffix /$(1),/usr/include /usr/local/include $(2))),1,0)

@@ -15,13 +15,13 @@
 //   table, another one binds a block's pointers.
 #pragma once
 #include "layout.h"
+#include "ops/elementwise.cuh"
 #include "ops/expert_capacity.cuh"
 #include "ops/fp8.cuh"
 #include "ops/fp8_delayed.cuh"
 #include "ops/moe.cuh"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
-#include "ops/elementwise.cuh"
 #include "ops/types.h"
 #include <algorithm>
 #include <bitset>

@@ -58,7 +58,7 @@ END
         recompute offload fp8 quantised optimizer adapters text | group "The syllabus" \
         "A training step as a printed, checked list of actions, and the loop that runs it; models; how ranks share the work; what saves memory."
     wing ops types cuda_common memory rand embedding layernorm rmsnorm rope gelu swiglu moe matmul grouped_matmul fp8 linear \
-        attention_types attention_rows attention_cpu attention_tiled attention_merge attention \
+        attention_types attention_rows attention_cpu attention_tiled attention_join attention \
         attention_sm80 attention_sm90 mma hopper crossentropy adamw grad_norm | group "ops: operators" \
         "An operator is maths, a CPU version, CUDA kernels and launchers; the headers are what operators share. Copy one with what its line *To copy* names."
     wing comm comm group local mpi nccl placement | group "comm: messages between ranks" \
@@ -67,11 +67,11 @@ END
         checkpoint safetensors huggingface hf_config model_files files logger \
         explain timeline generate sampler evaluate likelihood | group "io: formats" \
         "What goes into a run and what comes out of it."
-    wing planner simulator cost layer_cost links planner plan_search fit calibrate | group "planner: what fits, what is fastest" \
+    wing planner simulator cost layer_cost links evaluate plan_search fit calibrate | group "planner: what fits, what is fastest" \
         "A step's time and memory on any machine, before it runs."
     wing run run choose folder report sample | group "run: the life of a run" \
         "What programs call before, during and after the steps."
-    wing tune chat conversations rewards rollouts references on_policy teacher | group "tune: fine-tuning" \
+    wing tune conversations rewards rollouts reference_policy on_policy teacher | group "tune: fine-tuning" \
         "Conversations, preferences, rewards, distillation, adapters' files."
     wing extra gguf gptq | group "extra: extensions" \
         "Formats and techniques that nobody needs to understand the rest; only programs include them."

@@ -10,8 +10,8 @@
 //     2  a thread a score
 //     3  online softmax
 //     4  tiles of keys in shared memory
-//     5  llmc/attention.cuh in float
-//     6  llmc/attention.cuh in bf16, tensor cores
+//     5  llmc/ops/attention.cuh in float
+//     6  llmc/ops/attention.cuh in bf16, tensor cores
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/attention_forward.cu -lpthread    checks
@@ -260,10 +260,10 @@ static const Rung<Run<float>> in_float[] = {
     {"a thread a score", thread_a_score},
     {"online softmax", online_softmax},
     {"tiles of keys in shared memory", key_tiles},
-    {"llmc/attention.cuh in float", library<float>},
+    {"llmc/ops/attention.cuh in float", library<float>},
 };
 static const Rung<Run<bf16>> in_bf16[] = {
-    {"llmc/attention.cuh in bf16, tensor cores", library<bf16>},
+    {"llmc/ops/attention.cuh in bf16, tensor cores", library<bf16>},
 };
 
 struct Shape {

@@ -9,7 +9,7 @@
 //     2  one warp a row
 //     3  16-byte loads
 //     4  the row stays in registers
-//     5  llmc/layernorm.cuh
+//     5  llmc/ops/layernorm.cuh
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/layernorm_forward.cu -lpthread     checks
@@ -201,7 +201,7 @@ static const Rung<Run> ladder[] = {{"one thread a row", thread_a_row},
                                    {"one warp a row", warp_a_row},
                                    {"16-byte loads", vector_loads},
                                    {"the row stays in registers", row_in_registers},
-                                   {"llmc/layernorm.cuh", library}};
+                                   {"llmc/ops/layernorm.cuh", library}};
 
 static void check(Check& c, Run run, size_t N, size_t C) {
     const float eps = 1e-5f;

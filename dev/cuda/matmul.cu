@@ -10,7 +10,7 @@
 //     2  tiles in shared memory
 //     3  8 x 8 outputs a thread
 //     4  tensor cores, by mma.sync
-//     5  cuBLASLt, by llmc/matmul.cuh
+//     5  cuBLASLt, by llmc/ops/matmul.cuh
 //
 //   make ladders, or by hand
 //     g++ -std=c++20 -O1 -DEMULATE -x c++ dev/cuda/matmul.cu -lpthread       checks
@@ -260,7 +260,7 @@ static const Rung<Run> ladder[] = {{"one thread an output", thread_an_output},
                                    {"tiles in shared memory", shared_tiles},
                                    {"8 x 8 outputs a thread", register_tiles},
                                    {"tensor cores, by mma.sync", tensor_cores},
-                                   {"cuBLASLt, by llmc/matmul.cuh", cublaslt}};
+                                   {"cuBLASLt, by llmc/ops/matmul.cuh", cublaslt}};
 
 static void check(Check& c, Run run, size_t M, size_t N, size_t K) {
     auto x = rounded<T>(normals(c, M * K)), w = rounded<T>(normals(c, N * K));

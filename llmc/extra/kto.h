@@ -85,7 +85,7 @@ struct AnsweredQuestion {
     std::vector<int> answer;
 };
 
-// Split a window of load_conversations() into its questions and answers, without padding.
+// Split a window of pack_windows() into its questions and answers, without padding.
 inline std::vector<AnsweredQuestion> questions_of(const int* tokens, const int* targets, // (T)
                                                   size_t T) {
     std::vector<AnsweredQuestion> all;

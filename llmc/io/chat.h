@@ -15,9 +15,9 @@
 #include <climits>
 #include <string>
 #include <vector>
+#include "../text.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"
-#include "../text.h"
 
 namespace llmc {
 

@@ -6,12 +6,12 @@
 #pragma once
 #include <numeric>
 #include "../context_parallel.h"
+#include "../family.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/latent.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/types.h"
-#include "../family.h"
 #include "../sharding.h"
 #include "../text.h"
 #include "config.h"
@@ -167,7 +167,7 @@ inline const On* first_on(const Config& c, const std::vector<On>& flags) {
     return nullptr;
 }
 
-// A flag as it is given: its name, and its value unless it is a switch. A prefix may be --adapter's.
+// A flag as it is given: its name, and a value unless it is a switch. A prefix may be --adapter's.
 inline std::string flag_text(const Config& c, const Flag& flag) {
     bool brought = !strcmp(flag.name, "prefix") && !was_given(c, "prefix") && !c.adapter.empty();
     if (brought) return "--adapter " + printable(c.adapter);

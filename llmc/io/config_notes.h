@@ -2,9 +2,9 @@
 //   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
 //   A refusal is a text; "" refuses nothing.
 #pragma once
-#include "machine.h"
 #include "../text.h"
 #include "config.h"
+#include "machine.h"
 
 namespace llmc {
 

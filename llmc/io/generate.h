@@ -20,7 +20,6 @@
 #include "../action.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
-#include "speculate.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/memory.h"
@@ -32,6 +31,7 @@
 #include "../text.h"
 #include "../trainer.h"
 #include "sampler.h"
+#include "speculate.h"
 
 namespace llmc {
 

@@ -16,11 +16,11 @@
 #include <variant>
 #include <vector>
 #include <nlohmann/json.hpp>
+#include "../family.h"
 #include "../model.h"
 #include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/rope.cuh"
-#include "../family.h"
 #include "../text.h"
 #include "json.h"
 

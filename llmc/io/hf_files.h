@@ -10,7 +10,6 @@
 #pragma once
 #include "../comm/group.h"
 #include "../text.h"
-#include "one_reader.h"
 #include "json.h"
 #include "one_reader.h"
 #include "safetensors.h"

@@ -22,9 +22,9 @@
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/types.h"
-#include "machine.h"
 #include "../recompute.h"
 #include "../text.h"
+#include "machine.h"
 
 namespace llmc {
 

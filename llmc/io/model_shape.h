@@ -1,8 +1,8 @@
 // model_shape.h - the shape that --model names, and what other flags change of it
 #pragma once
+#include "../family.h"
 #include "../model.h"
 #include "../ops/fp8.cuh"
-#include "../family.h"
 #include "config.h"
 #include "config_check.h"
 #include "files.h"

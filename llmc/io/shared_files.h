@@ -12,9 +12,9 @@
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../ops/types.h"
-#include "one_reader.h"
 #include "config.h"
 #include "files.h"
+#include "one_reader.h"
 
 namespace llmc {
 

@@ -6,10 +6,10 @@
 #include "../io/config_check.h"
 #include "../io/file_kind.h"
 #include "../text.h"
+#include "evaluate.h"
 #include "layer_cost.h"
 #include "machine_here.h"
 #include "plan_search.h"
-#include "evaluate.h"
 
 namespace llmc {
 

@@ -19,9 +19,9 @@
 #include "../io/machine.h"
 #include "../ops/types.h"
 #include "../text.h"
+#include "evaluate.h"
 #include "machine_here.h"
 #include "plan_search.h"
-#include "evaluate.h"
 
 namespace llmc {
 
@@ -125,7 +125,7 @@ inline FitCell fit_cell(const PlanQuestion& q, const FitWay& way) {
         Config c = fit_config(q, rung, 1);
         std::string wrong = check_with_teacher(c, q.shape, q.teacher);
         if (wrong.empty()) rungs.push_back(rung);
-        else best.refusal = wrong;
+        else if (best.refusal.empty()) best.refusal = wrong; // the first rung adds no flags
     }
     if (rungs.empty()) return best;
     best.refusal = "";

@@ -29,11 +29,11 @@
 #include "../offload.h"
 #include "../ops/types.h"
 #include "../text.h"
-#include "predict.h"
+#include "evaluate.h"
 #include "layer_cost.h"
 #include "links.h"
 #include "lower_bound.h"
-#include "evaluate.h"
+#include "predict.h"
 
 namespace llmc {
 

@@ -24,8 +24,8 @@
 #include "../trainer.h"
 #include "account.h"
 #include "async_save.h"
-#include "memory_checkpoint.h"
 #include "health.h"
+#include "memory_checkpoint.h"
 #include "run.h"
 #include "stop.h"
 #include <algorithm>
@@ -792,7 +792,7 @@ void replace_save(Run& run, Trainer<T, S>& t) {
 }
 
 // Save at the end of the run. Since no later save will follow, keep trying until the disk has room:
-// for the minutes of --save-every, without them for ten; a signal ends the wait.
+// for the minutes of --save-every, with steps or auto for ten. A signal ends the wait.
 template <typename T, typename S>
 void save_at_the_end(Run& run, Trainer<T, S>& t) {
     end_save(run, t);

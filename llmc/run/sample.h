@@ -525,7 +525,7 @@ void complete_prompts(Run& run, Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // a talk with the model in a terminal, or through a pipe
 //   1. read a line: a question, or a command (/help lists them); the end of the input quits too
-//   2. encode the conversation so far in the chat format (llmc/tune/chat.h); if the context has no
+//   2. encode the conversation so far in the chat format (llmc/io/chat.h); if the context has no
 //      room for it and an answer, forget its first questions, and say so
 //   3. run the model on the new tokens only: the cache keeps those that are the same as before
 //   4. print the answer as it is generated, whole characters only

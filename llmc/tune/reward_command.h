@@ -25,8 +25,8 @@
 #include <sstream>
 #include <nlohmann/json.hpp>
 #include "../comm/rank_status.h"
-#include "../text.h"
 #include "../io/json.h"
+#include "../text.h"
 
 namespace llmc {
 

@@ -7,6 +7,7 @@
 //            with the token that ends it, which the model chose like all others.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
+#include "../io/chat.h"
 #include "../io/config_check.h"
 #include "../io/dataloader.h"
 #include "../io/file_kind.h"
@@ -14,7 +15,6 @@
 #include "../io/json.h"
 #include "../io/rollout_state.h"
 #include "../text.h"
-#include "../io/chat.h"
 #include "conversations.h"
 #include "rewards.h"
 

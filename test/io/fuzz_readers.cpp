@@ -1,7 +1,7 @@
 // fuzz_readers.cpp - damaged files of every kind, given to their readers until the time is up
 //   usage: fuzz_readers [--seconds N] [--seed S]      build it with -fsanitize=address,undefined
 //   Kinds: safetensors, models of llm.c and llama2.c, token shards and texts; config.json, an index
-//   of safetensors, tokenizer.json, a checkpoint's manifest, --prepare's progress file. Inputs
+//   of safetensors, tokenizer.json, a checkpoint's manifest, prepare_gpt's progress file. Inputs
 //   begin as whole files made here. Each is damaged one to four times: bits, bytes, lengths, cuts,
 //   splices, numbers of the JSON, brackets. A manifest mostly gets a right checksum again, since an
 //   attacker can compute it. A reader must return a message, or a file that can be read

@@ -1033,8 +1033,9 @@ TEST(Presets, AreThePublishedConfigs) {
         }
     }
     for (const Preset& p : model_presets())
-        if (!has(p.name, "tiny") || has(p.name, "tinyllama"))
+        if (!has(p.name, "tiny") || has(p.name, "tinyllama")) {
             EXPECT_TRUE(seen.count(p.name)) << p.name << " stands beside no published file";
+        }
 }
 
 // ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 using namespace llmc;
 
 TEST(Labels, EachQuestionOfAWindowGetsTheAnswerBeforeItsOwn) {
-    // Letters are questions and digits are trained answers, as load_conversations() gives them. A
+    // Letters are questions and digits are trained answers, as pack_windows() gives them. A
     // capital begins a conversation.
     auto window = [](const std::string& text, std::vector<int>* tokens, std::vector<int>* targets) {
         tokens->clear();

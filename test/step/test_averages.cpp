@@ -1,6 +1,6 @@
-// test_averages.cpp - means of weights: --ema over steps, --average over models
+// test_averages.cpp - means of weights: --ema over steps, convert_gpt over several models
 //   The mean of --ema against its formula over the weights of each step, in every layout; it is
-//   saved and read by any layout, and a run goes on to the bit. --average against sums of files.
+//   saved and read by any layout, and a run goes on to the bit. its mean against sums of files.
 #include "../io/saved_models.h"
 
 namespace {
