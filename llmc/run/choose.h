@@ -27,7 +27,6 @@
 #include "../plan.h"
 #include "../plan_check.h"
 #include "../text.h"
-#include "report.h"
 #include "run.h"
 
 namespace llmc {

@@ -43,7 +43,6 @@
 #include "choose.h"
 #include "folder.h"
 #include "limits.h"
-#include "plan_run.h"
 #include "report.h"
 #include "run.h"
 
