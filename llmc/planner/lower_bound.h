@@ -84,12 +84,9 @@ struct Price {
 
     void add(const Price& x) {
         for (double Price::*sum :
-             {&Price::forward, &Price::backward,
-              &Price::gather, &Price::reduce,
-              &Price::fetch, &Price::move,
-              &Price::update, &Price::staged, &Price::publish,
-              &Price::lasting, &Price::host,
-              &Price::kept_b, &Price::kept_w, &Price::passing})
+             {&Price::forward, &Price::backward, &Price::gather, &Price::reduce,
+              &Price::fetch, &Price::move, &Price::update, &Price::staged, &Price::publish,
+              &Price::lasting, &Price::host, &Price::kept_b, &Price::kept_w, &Price::passing})
             this->*sum += x.*sum;
         block = std::max(block, x.block);
         chunk = std::max(chunk, x.chunk);
@@ -207,8 +204,9 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         // Gradients. One in another tier comes for each micro-batch, and leaves again.
         keep(Kind::GRAD);
         if (bucket.tied()) keep(Kind::GRAD_TIED);
-        if (p.layout.offload.gradients)
-            e.move += seconds(Op::PARK, -1, Kind::GRAD);
+        bool leaves = p.layout.offload.gradients;
+        e.move += leaves ? seconds(Op::PARK, -1, Kind::GRAD) : 0;
+        e.passing += leaves ? bytes(Kind::GRAD) : 0;
         if (p.layout.zero >= 2)
             e.passing += bytes(Kind::PARTIAL);
         e.reduce += seconds(Op::REDUCE);
@@ -360,15 +358,17 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
         r.all.fetch -= block.fetch;
     }
 
-    // Few micro-batches leave a rank idle between its chunks. Go back from the last stage: its rank
-    // runs it and its later ones once they are reached.
-    std::vector<double> later(size_t(pp), 0.0);
+    // Few micro-batches leave a rank idle between its chunks: go back from the last stage. Without
+    // backward passes a micro-batch leaves the last chunk before the next one comes.
+    std::vector<double> later(size_t(pp), 0.0), ends(size_t(pp), 0.0);
     for (int stage = layout.stages() - 1; layout.chunks > 1 && stage >= 0; stage--) {
         size_t rank = size_t(stage % pp);
-        const auto& [before, own] = stages[size_t(stage)];
+        auto [before, own] = stages[size_t(stage)];
+        ends[rank] = std::max(ends[rank], before + own);
         later[rank] += p.micro_batches * own;
-        double seconds = before + later[rank];
-        ranks[rank].chunks = std::max(ranks[rank].chunks, seconds);
+        double turns = p.micro_batches * (ends[rank] - before);
+        double passes = p.mode == Mode::TRAIN ? later[rank] : turns;
+        ranks[rank].chunks = std::max(ranks[rank].chunks, before + passes);
     }
     return ranks;
 }

@@ -1,5 +1,5 @@
 // emulator.h - CUDA kernels on the CPU: the threads of a block are fibers of one OS thread
-//   g++ compiles the kernels' own source with -DEMULATE; llmc/ops/memory.h then includes this file in
+//   g++ compiles the kernels' own source with -DEMULATE; ops/memory.h then includes this file in
 //   place of the CUDA headers. It finds these faults, each shown by a bug in test_emulator.cpp:
 //     a race or a missing barrier   results differ between thread orders (forward, reverse,
 //                                   shuffled, one warp behind all others); with -fsanitize=thread

@@ -1864,14 +1864,19 @@ TEST_F(Life, AMemoryWithoutRoomForTheCopyEndsNothing) {
     EXPECT_TRUE(state(out + last) == state(whole + last));
 }
 
-// A run that cannot write its log trains to the end, and then reports it.
-TEST_F(Life, ALogThatCannotBeWrittenIsSaidAtTheEnd) {
+// On a full disk a run trains to the end and says what failed; its checkpoints stay, and it resumes.
+TEST_F(Life, AFullDiskLosesNothing) {
+    std::string flags = small + "--save-every 0 --out " + out + " --steps ";
+    ASSERT_EQ(start(flags + "2").status, 0);
+    std::string before = state(out + "/step_00000002");
+
     // Limit files to 8 KiB: enough for the log's first lines, and for no checkpoint.
-    Ran r = start(small + "--steps 40 --save-every 0 --out " + out, "trap '' XFSZ; ulimit -f 8;");
+    Ran r = start(flags + "40 --resume", "trap '' XFSZ; ulimit -f 8;");
     EXPECT_EQ(r.status, 1);
-    EXPECT_HAS(r.text, "step  40/40 | loss ");
-    EXPECT_HAS(r.text, "step 40 is not saved: ");
-    EXPECT_HAS(r.text, "log.jsonl: cannot be written");
+    for (const char* said : {"step  40/40 | loss ", "step 40 is not saved: ", "log.jsonl: cannot be"})
+        EXPECT_HAS(r.text, said);
+    EXPECT_TRUE(state(out + "/step_00000002") == before);
+    EXPECT_EQ(start(flags + "40 --resume").status, 0);
 }
 
 // A timeline or an export that cannot be written is refused before the first step.
