@@ -481,7 +481,7 @@ static const char* FILE_NAMES[KINDS] = {"input.bin",
                                         "input.bin",
                                         "config.json",
                                         "index.json",
-                                        "tokenizer.json",
+                                        "words/tokenizer.json", // read with its folder
                                         "x.progress",
                                         "out/step_00000001/manifest.json"};
 
@@ -490,6 +490,7 @@ static const char* FILE_NAMES[KINDS] = {"input.bin",
 static std::string run_batch(uint64_t seed, uint64_t first, uint64_t count,
                              const std::string& folder, size_t* counts) {
     SavedRun run = saved_run(folder);
+    std::filesystem::create_directories(folder + "/words");
     for (uint64_t i = first; i < first + count; i++) {
         Random r = {seed, i << 24};
 
