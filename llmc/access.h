@@ -7,7 +7,6 @@
 #include "model.h"
 #include "offload.h"
 #include "ops/fp8.cuh"
-#include "optimizer.h"
 #include "pipeline.h"
 #include "recompute.h"
 #include "sharding.h"
@@ -211,6 +210,17 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
+// MUON changes the momentum of this rank's matrices, and puts their update in the gradient's place.
+inline void access_muon(Access& x, const Plan& p, const Model& model) {
+    x.read({Kind::SCALE});
+    for (int b = 0; b < int(model.buckets.size()); b++) {
+        if (!has_muon_matrices(p.layout, model, b)) continue;
+        x.change({Kind::STATE, b, 0});
+        x.change({Kind::GRAD, b});
+    }
+    x.write({Kind::SCRATCH, -1});
+}
+
 // UPDATE reads the clipping factor, so it runs after NORM.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::SCALE});
@@ -287,6 +297,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         x.write({Kind::SQUARES, a.bucket});
         break;
     case Op::NORM: access_norm(x, p, model); break;
+    case Op::MUON: access_muon(x, p, model); break;
     case Op::UPDATE: access_update(x, p, a); break;
     case Op::FETCH:
     case Op::PARK: access_move(x, p, model, a); break;

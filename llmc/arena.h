@@ -36,7 +36,8 @@ enum class ScratchKind : uint8_t {
     WIDE,      // a frozen matrix, dequantised
     ROOM,      // (N,r) the result of an adapter's first product, which its second one reads
     CONTEXT,   // keys and values of all context-parallel ranks, and their gradients
-    NORM_SUMS  // the sum of squares of each chunk
+    NORM_SUMS, // the sum of squares of each chunk
+    MUON       // room for a matrix that is orthogonalised, and for its parts
 };
 
 // A row of scratch. Its offset counts bytes from the start of the layer's scratch.

@@ -22,6 +22,7 @@
 #include "ops/moe.cuh"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
+#include "ops/tensor_table.cuh"
 #include "ops/types.h"
 #include <algorithm>
 #include <bitset>
@@ -323,6 +324,7 @@ struct Parameter {
     size_t offset = 0; // this rank's piece begins here: elements from the bucket's start
     int adapter = -1;  // the row of its adapter's A; B's is the next. -1: no adapter
     int matrix = -1;   // number among the matrices of all blocks; -1: no such matrix
+    bool muon = false; // Muon updates it, so it has no second moment
 
     size_t rows() const { return shape[0]; }
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
@@ -333,6 +335,11 @@ struct Parameter {
     size_t local_rows() const { return local_elements() / local_cols(); }
     size_t local_cols() const { return cols() / (shard.axis == 1 ? size_t(pieces) : 1); }
     size_t local_elements() const { return elements() / size_t(pieces * experts.size); }
+
+    // Matrices one below the other: GPT-2's q, k, v, and experts.
+    size_t matrices() const {
+        return std::max(stack, shard.axis == 0 ? size_t(shard.parts) : size_t(1));
+    }
 };
 
 // Code finds a bucket by its role, never by number, so a technique may add its own anywhere.
@@ -360,7 +367,6 @@ struct Bucket {
     std::vector<int> in_order = {}; // the same parameters, by offset
     size_t elements = 0;       // the end of the last parameter, rounded up to 128
     size_t by_heads = 0, common = 0, shared = 0;
-    size_t shard = 0; // a shard's elements, if shards cut no matrix (model.h); 0: cut anywhere
 
     bool tied() const { return layers.size() > 1; }
 };
@@ -370,6 +376,7 @@ struct Model {
     Shape shape; // the whole model's; rank_shape() cuts it
     int tp = 1, tp_rank = 0;
     int matrices = 0; // in all blocks
+    bool muon = false; // the optimizer is Muon: matrices of blocks have no second moment
     std::vector<Parameter> parameters;
     std::vector<Bucket> buckets;
     std::vector<std::vector<int>> used = {}; // [layer]: its buckets, in the table's order
@@ -465,14 +472,8 @@ inline bool recomputed(Keep keep, Recompute level) {
 
 // ----------------------------------------------------------------------------
 // how a bucket is filled: where its parameters lie, and where its shards are cut
-//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter, for
-//   AdamW and SGD update each element alone. An optimizer that works on whole matrices
-//   (Layout::whole_matrices) needs each matrix of a block in one shard. Then a matrix that a cut
-//   would divide starts at the next shard, and shards are as small as this allows:
-//     shard 0 | ln_1, q k v, o .....|     a block of GPT-2 on two ranks: 4 C^2 and 8 C^2 elements;
-//     shard 1 | fc, proj            |     dots: padding, which makes both equally long
-//   Vectors may be cut, and so may tables (embedding, positions, head): no such optimizer treats
-//   them as matrices. With more shards than matrices, some shards hold nothing but padding.
+//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter: AdamW
+//   and SGD update each element alone, and Muon brings a matrix's parts together (muon.h).
 
 // The number of pieces that tensor-parallel ranks cut a parameter into.
 inline int pieces_of(const Shard& s, int tp) {
@@ -549,7 +550,6 @@ void for_each_run(const Parameter& p, int tp_rank, int tp, F f) {
 constexpr size_t SHARD_ALIGN = 4096; // elements
 inline size_t update_elements(const Layout& layout, const Bucket& b) {
     size_t parts = size_t(update_axis(layout, b.group).size);
-    if (b.shard) return b.shard;
     return parts == 1 ? b.elements : round_up(ceil_div(b.elements, parts), SHARD_ALIGN);
 }
 inline size_t whole_elements(const Layout& layout, const Bucket& b) {
@@ -559,18 +559,8 @@ inline size_t shard_elements(const Layout& layout, const Bucket& b) {
     return whole_elements(layout, b) / size_t(shard_axis(layout, b.group).size);
 }
 
-// The first place from `at` on where a matrix of n elements lies in one shard. shard: a shard's
-// elements; 0: nothing is cut. The place starts a chunk of the norm, so the chunks' sums are the
-// same however the bucket is cut.
-inline size_t matrix_place(size_t at, size_t n, size_t shard) {
-    at = round_up(at, SHARD_ALIGN);
-    bool cut = shard && at / shard != (at + n - 1) / shard;
-    return cut ? round_up(at, shard) : at;
-}
-
-// Give each parameter of a bucket its offset. whole: place matrices so that shards of b.shard
-// elements do not cut them.
-inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
+// Give each parameter of a bucket its offset.
+inline void place_bucket(Model& m, Bucket& b, size_t align) {
     b.elements = 0;
     b.in_order = {};
 
@@ -579,8 +569,7 @@ inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
         for (int i = b.first; i < b.first + b.count; i++) {
             Parameter& p = m.parameters[i];
             if (!belongs(p.shard)) continue;
-            bool matrix = whole && p.shape.size() == 2;
-            p.offset = matrix ? matrix_place(b.elements, p.local_elements(), b.shard) : b.elements;
+            p.offset = b.elements;
             b.elements = round_up(p.offset + p.local_elements(), align);
             b.in_order.push_back(i);
         }
@@ -597,43 +586,31 @@ inline void place_bucket(Model& m, Bucket& b, bool whole, size_t align) {
     });
 }
 
-// Place a bucket in the smallest shards that hold its matrices whole. If shards of some size are
-// enough, larger ones are enough too, so a binary search finds the size.
-inline void place_whole_matrices(Model& m, Bucket& b, size_t shards, size_t align) {
-    // Bound the size: a shard as long as the bucket is enough, one below its largest matrix is not.
-    b.shard = 0;
-    place_bucket(m, b, true, align);
-    size_t largest = 1;
-    for (int i : b.in_order)
-        if (m.parameters[i].shape.size() == 2)
-            largest = std::max(largest, m.parameters[i].local_elements());
-    if (shards == 1) return;
-
-    // Search in units of SHARD_ALIGN.
-    size_t least = ceil_div(largest, SHARD_ALIGN);
-    size_t enough = ceil_div(b.elements, SHARD_ALIGN);
-    while (least < enough) {
-        size_t middle = (least + enough) / 2;
-        b.shard = middle * SHARD_ALIGN;
-        place_bucket(m, b, true, align);
-        bool fits = b.elements <= shards * b.shard;
-        (fits ? enough : least) = fits ? middle : middle + 1;
-    }
-    b.shard = enough * SHARD_ALIGN;
-    place_bucket(m, b, true, align);
+// Whether Muon updates a parameter: a matrix of a block, or a stack of its experts' matrices. A row
+// or a column alone is a vector.
+inline bool is_muon_matrix(const Model& m, const Parameter& p) {
+    const Bucket& b = m.buckets[p.bucket];
+    bool of_block = b.role == Role::BLOCK || b.role == Role::EXPERTS;
+    return b.trainable && of_block && p.rows() / p.matrices() > 1 && p.cols() > 1;
 }
 
-// Give all parameters their offsets, once the table is complete. Without ZeRO nothing is cut.
+// The group of a parameter where the optimizer is Muon. Positions count as a table.
+inline MuonGroup muon_group(const Model& m, const Parameter& p) {
+    Role role = m.buckets[p.bucket].role;
+    if (p.muon) return MuonGroup::MATRIX;
+    if (p.shape.size() == 1) return MuonGroup::VECTOR;
+    if (role == Role::HEAD) return MuonGroup::HEAD;
+    bool table = role == Role::TOKENS || role == Role::POSITIONS;
+    return table ? MuonGroup::TABLE : MuonGroup::VECTOR;
+}
+
+// Give all parameters their offsets, once the table is complete, and say which ones Muon updates.
 inline void place_parameters(Model& m, const Layout& layout) {
-    for (Bucket& b : m.buckets) {
-        bool whole = layout.whole_matrices && b.role == Role::BLOCK;
-        int shards = layout.zero ? update_axis(layout, b.group).size : 1;
-        if (whole) {
-            place_whole_matrices(m, b, size_t(shards), layout.tensor_align);
-        } else {
-            place_bucket(m, b, false, layout.tensor_align);
-        }
-    }
+    m.muon = layout.muon;
+    for (Bucket& b : m.buckets)
+        place_bucket(m, b, layout.tensor_align);
+    for (Parameter& p : m.parameters)
+        p.muon = layout.muon && is_muon_matrix(m, p);
 }
 
 } // namespace llmc

@@ -37,7 +37,6 @@
 #include "ops/matmul.cuh"
 #include "ops/memory.h"
 #include "ops/types.h"
-#include "optimizer.h"
 #include "recompute.h"
 #include "sharding.h"
 #include "text.h"

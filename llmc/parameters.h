@@ -17,7 +17,6 @@
 #include "ops/small_states.cuh"
 #include "ops/tensor_table.cuh"
 #include "ops/types.h"
-#include "optimizer.h"
 #include "quantised.h"
 #include "sharding.h"
 #include "trainer.h"
@@ -116,9 +115,16 @@ KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
     size_t kept_end = kept + kept_elements(t.layout, t.model, d);
     size_t first = std::max(p.offset, kept);
     size_t end = std::min(p.offset + p.local_elements(), kept_end);
-    if (first >= end || !kept_place(t, d))
+    bool none = p.muon && d.kind == Kind::STATE && d.micro == 1; // has no second moment
+    if (first >= end || none || !kept_place(t, d))
         return {0, 0, 0};
-    return {first - p.offset, end - first, first - kept};
+
+    // Second moments lie close together where some tensors have none.
+    size_t at = first - kept;
+    if (t.model.muon && d.kind == Kind::STATE && d.micro == 1)
+        for (const TensorRow& row : tensor_rows(t.model, d.of, kept, kept_end))
+            if (row.offset == at) return {first - p.offset, end - first, row.second};
+    return {first - p.offset, end - first, at};
 }
 
 // Call f(at, global, count) for each run of kept elements: `count` elements that begin at `at`,

@@ -182,6 +182,7 @@ inline Plan add_update(Plan p, const Model& model) {
 
     // One norm over all gradients decides the clipping, so no update may run before it.
     add(Op::NORM, -1);
+    if (model.muon) add(Op::MUON, -1);
 
     for (int b : mine) {
         add(Op::UPDATE, b);

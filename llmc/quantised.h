@@ -16,7 +16,6 @@
 #include "ops/nf4.cuh"
 #include "ops/rope.cuh"
 #include "ops/types.h"
-#include "optimizer.h"
 #include "sharding.h"
 
 namespace llmc {

@@ -252,13 +252,17 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
     return m.shape.tuned.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
+// Rows of second moments start at multiples of so many elements.
+constexpr size_t SECOND_ALIGN = 128;
+
 // The elements [from, to) of a bucket as rows, one for each parameter; offsets count from `from`.
 // A row knows its parameter's name, and the place of each element in the whole parameter, so that
 // stochastic rounding is the same for all shards and pieces.
 inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t from, size_t to) {
     const Bucket& b = model.buckets[bucket];
     std::vector<TensorRow> rows;
-    size_t state = 0; // bytes of the 8-bit moments of all rows before
+    size_t state = 0;  // bytes of the 8-bit moments of all rows before
+    size_t second = 0; // elements of their second moments, where Muon's matrices have none
     for (int i : b.in_order) {
         const Parameter& p = model.parameters[i];
         size_t start = std::max(p.offset, from);
@@ -268,11 +272,23 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
         // Add a row. Under tp it is a piece of the whole parameter.
         PieceRuns piece = piece_runs(p, model.tp_rank, model.tp);
         rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
-                        piece.start, piece.run, piece.gap, state, has_small_states(model, p),
-                        learning_rate_of(model, p)});
+                        piece.start, piece.run, piece.gap, start - from, state,
+                        has_small_states(model, p), learning_rate_of(model, p)});
+        if (model.muon) rows.back().group = muon_group(model, p);
         state += state_bytes(end - start, rows.back().small);
+        if (model.muon) rows.back().second = second;
+        if (!p.muon) second += round_up(end - start, SECOND_ALIGN);
     }
     return rows;
+}
+
+// The elements of the second moments of a range of a bucket.
+inline size_t second_moments(const Model& model, int bucket, size_t from, size_t to) {
+    if (!model.muon) return to - from;
+    std::vector<TensorRow> rows = tensor_rows(model, bucket, from, to);
+    if (rows.empty()) return 0;
+    const TensorRow& last = rows.back();
+    return last.second + (last.group == MuonGroup::MATRIX ? 0 : round_up(last.n, SECOND_ALIGN));
 }
 
 // The number of the norm's chunks in the first `to` elements of a bucket, and in all buckets.

@@ -14,6 +14,7 @@
 #include "head.h"
 #include "mla.h"
 #include "model.h"
+#include "muon.h"
 #include "offload.h"
 #include "ops/attention_types.h"
 #include "ops/column_sums.cuh"
@@ -26,6 +27,7 @@
 #include "ops/lora.cuh"
 #include "ops/lora_grouped.cuh"
 #include "ops/matmul.cuh"
+#include "ops/muon.cuh"
 #include "ops/objective.cuh"
 #include "ops/small_states.cuh"
 #include "ops/step_scale.h"
@@ -181,7 +183,17 @@ ScratchTable scratch_table(const Plan& p, const Model& model, int layer, S where
     // NORM and the head have rows of their own. Embedding and blocks gather rows over tp.
     ScratchTable table;
     if (layer < 0) {
+        // NORM and MUON run one after the other, but have scratch of their own.
         table.add(ScratchKind::NORM_SUMS, norm_chunks(model) * sizeof(double));
+        // Any rank may be the owner of the largest matrix.
+        size_t room = 0, workspace = 0;
+        for (const MuonMatrix& m : muon_matrices(p.layout, model)) {
+            room = std::max(room, muon_room_bytes<T>(m));
+            workspace = std::max(
+                workspace, muon_scratch_bytes<orthogonal_t<T>>(m.rows, m.cols, where));
+        }
+        table.add(ScratchKind::WORKSPACE, workspace);
+        table.add(ScratchKind::MUON, room);
     } else if (layer == model.head()) {
         table.add(ScratchKind::WORKSPACE, head_workspace<T>(p, s, where));
         table.add(ScratchKind::HEAD, head_bytes<T>(p, s));
@@ -279,6 +291,10 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::STATE:
         if (p.states == States::EIGHT_BIT)
             return small_state_bytes(p, model, d, elements);
+        if (d.micro == 1) {
+            size_t first = kept_first(p.layout, model, d);
+            elements = second_moments(model, d.of, first, first + elements);
+        }
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
 
     // The mean of weights moves by less than a bf16 has bits for.

@@ -17,6 +17,7 @@
 #include "layout.h"
 #include "load.h"
 #include "model.h"
+#include "muon.h"
 #include "ops/adamw.cuh"
 #include "ops/adamw_formats.cuh"
 #include "ops/attention_types.h"
@@ -25,12 +26,12 @@
 #include "ops/loss_scale.cuh"
 #include "ops/matmul.cuh"
 #include "ops/memory.h"
+#include "ops/muon.cuh"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
 #include "ops/step_scale.h"
 #include "ops/tensor_table.cuh"
 #include "ops/types.h"
-#include "optimizer.h"
 #include "sharding.h"
 #include "streams.h"
 #include "trainer.h"
@@ -215,6 +216,133 @@ void run_norm(Trainer<T, S>& t) {
     take_amaxes(t);
 }
 
+// The rows of a bucket's range that Muon updates, or the others.
+inline std::vector<TensorRow> rows_of_rule(const Model& model, int bucket, Range range, bool muon) {
+    auto rows = tensor_rows(model, bucket, range.first, range.first + range.count);
+    std::erase_if(rows, [&](const TensorRow& row) { return (row.group == MuonGroup::MATRIX) != muon; });
+    return rows;
+}
+
+// The start of the gradient that this rank updates of a bucket.
+template <typename T, typename S>
+acc_t<T>* updated_gradient(const Trainer<T, S>& t, int bucket) {
+    Range range = updated_range(t.layout, t.model, bucket);
+    return updated_part<acc_t<T>>(t, {Kind::GRAD, bucket}, range);
+}
+
+// Send parts of a round's matrices to their owners, or back: muon.h. u is the matrix of which this
+// rank is the owner, and parts (r,c) room for those of it that do not lie together.
+template <typename T, typename S>
+void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_t<T>* u,
+                    acc_t<T>* parts, bool back) {
+    typedef acc_t<T> A;
+    S where = t.ctx.where;
+    int me = t.comms.world.rank;
+    std::vector<CommMessage> messages;
+    auto add = [&](A* data, const MuonPart& part, int peer, bool send) {
+        if (part.count) messages.push_back({data, part.count * sizeof(A), peer, send});
+    };
+
+    // Copy between the matrix and a part that lies together.
+    auto copy = [&](const MuonMatrix& m, const MuonPart& part, A* together) {
+        for_each_muon_run(m, part, [&](size_t local, size_t global, size_t width, size_t count) {
+            size_t bytes = width * sizeof(A), stride = bytes + part.runs.gap * sizeof(A);
+            A *here = together + local, *there = u + global;
+            back ? copy_rows(here, bytes, there, stride, bytes, count, where)
+                 : copy_rows(there, stride, here, bytes, bytes, count, where);
+        });
+    };
+
+    // List the messages. The owner packs what it sends back.
+    std::vector<std::pair<MuonPart, A*>> packed;
+    for (const MuonMatrix& m : round) {
+        int bucket = t.model.parameters[size_t(m.parameter)].bucket;
+        Layout owner = layout_at(t.layout, m.owner);
+        MuonPart mine = muon_part(t.layout, t.model, m);
+        A* home = updated_gradient(t, bucket) + mine.at;
+        bool given = gives_part(t.layout, owner, t.model, m);
+        if (m.owner != me) {
+            if (back || given) add(home, mine, m.owner, !back);
+            continue;
+        }
+
+        // The owner's own part needs no message.
+        if (back || given) copy(m, mine, home);
+        for (int rank : muon_ranks(t.layout, t.model.buckets[bucket].group)) {
+            Layout other = layout_at(t.layout, rank);
+            MuonPart part = muon_part(other, t.model, m);
+            bool sends = back || gives_part(other, owner, t.model, m);
+            if (rank == me || !sends || !part.count) continue;
+
+            // A part that lies together in the matrix too goes there at once.
+            A* place = parts;
+            if (is_dense(part)) {
+                for_each_muon_run(m, part, [&](size_t, size_t global, size_t, size_t) {
+                    place = u + global;
+                });
+            } else {
+                parts += part.count;
+                if (back) copy(m, part, place);
+                packed.push_back({part, place});
+            }
+            add(place, part, rank, back);
+        }
+    }
+    exchange(t.comms.world, messages.data(), int(messages.size()), where);
+
+    // Unpack what has come.
+    for (const MuonMatrix& m : round)
+        for (auto& [part, place] : packed)
+            if (m.owner == me && !back) copy(m, part, place);
+}
+
+// MUON: put the orthogonalised momentum of matrices in place of their gradients (muon.h).
+template <typename T, typename S>
+void run_muon(Trainer<T, S>& t) {
+    typedef acc_t<T> A;
+    S where = t.ctx.where;
+    const Muon& h = t.hyper.muon;
+    const Plan& p = t.plans[t.plan];
+    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
+
+    // Update the momentum.
+    for (int b = 0; b < int(t.model.buckets.size()); b++) {
+        if (!has_muon_matrices(t.layout, t.model, b)) continue;
+        Range range = updated_range(t.layout, t.model, b);
+        void* m = address<unsigned char>(t, {Kind::STATE, b, 0});
+        std::vector<TensorRow> rows = rows_of_rule(t.model, b, range, true);
+        muon_momentum<T>(updated_gradient(t, b), m, p.states, rows.data(), rows.size(), h, scale,
+                         where);
+    }
+
+    // Orthogonalise, a round at a time.
+    std::vector<MuonMatrix> all = muon_matrices(t.layout, t.model), round;
+    unsigned char* base = scratch_address(t, -1, ScratchKind::MUON);
+    for (size_t i = 0; i < all.size(); i++) {
+        round.push_back(all[i]);
+        if (i + 1 < all.size() && all[i + 1].round == all[i].round) continue;
+
+        // Find room for this rank's matrix.
+        const MuonMatrix* mine = nullptr;
+        for (const MuonMatrix& m : round)
+            if (m.owner == t.comms.world.rank) mine = &m;
+        A *u = reinterpret_cast<A*>(base), *parts = u;
+        if (mine) parts += round_up(mine->elements(), size_t(256));
+
+        // Bring its parts together, orthogonalise, and send them back.
+        exchange_parts(t, round, u, parts, false);
+        if (mine) {
+            MuonRoom<orthogonal_t<T>> room;
+            unsigned char* rest = reinterpret_cast<unsigned char*>(parts);
+            room.bind(rest + round_up(mine->elements() * sizeof(A), size_t(256)), mine->rows,
+                      mine->cols);
+            muon_orthogonalise(u, mine->rows, mine->cols, h, room, t.ctx.blas, where);
+        }
+        exchange_parts(t, round, u, parts, true);
+        round.clear();
+    }
+}
+
 // Update this rank's range of a bucket, or an offloaded chunk of it. scale: the step's clipping
 // factor and learning rate. where: the device's stream, or the CPU of the host.
 template <typename T, typename S, typename W>
@@ -232,20 +360,30 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
     };
     const float no_rate = 0; // StepScale brings the step's learning rate
-    auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
+    auto rows = rows_of_rule(t.model, a.bucket, range, false);
 
     // Run the optimizer. Stochastic rounding draws from --seed.
     const Plan& p = t.plans[t.plan];
+    AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
+    AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
     switch (p.optimizer) {
-    case Optimizer::ADAMW: {
-        AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
-        AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
+    case Optimizer::MUON: {
+        // AdamW updates what is no matrix of a block, at rates of its own.
+        auto matrices = rows_of_rule(t.model, a.bucket, range, true);
+        muon_update(memory, matrices.data(), matrices.size(), h.muon, scale, where);
+        for (TensorRow& row : rows)
+            row.rate = h.muon.rates[int(row.group)];
+        numbers.decay = h.muon.others_decay;
         adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
         break;
     }
+    case Optimizer::ADAMW:
+        adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
+        break;
     case Optimizer::SGD:
         sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
                    no_rate, h.weight_decay, scale, where);
+        break;
     }
 
     // The mean of weights follows them, if there is one.
@@ -308,6 +446,7 @@ void run_action(Trainer<T, S>& t, const Action& a) {
         return square_gradient(t, a.bucket, Kind::GRAD_HERE,
                                address<double>(t, {Kind::SQUARES, a.bucket}));
     case Op::NORM: return run_norm(t);
+    case Op::MUON: return run_muon(t);
     case Op::UPDATE: return run_update(t, a);
 
     // Collectives and moves: start and finish at once, for callers that run a single action.

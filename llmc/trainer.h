@@ -10,6 +10,7 @@
 #include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
 #include "ops/memory.h"
+#include "ops/muon.cuh"
 #include "ops/objective.cuh"
 #include "ops/step_scale.h"
 #include "ops/types.h"
@@ -26,6 +27,7 @@ struct Hyper {
     LossScaling loss_scaling = {}; // fp16
     uint64_t seed = 0;             // for stochastic rounding
     bool stochastic = true;        // false, in tests: round to nearest, which loses small steps
+    Muon muon = {};                // where it is the optimizer
     double ema = 0;                // decay of the mean of weights (ema.cuh), if the plan keeps one
 };
 

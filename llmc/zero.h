@@ -37,7 +37,6 @@
 #include "ops/grad_norm.cuh"
 #include "ops/memory.h"
 #include "ops/types.h"
-#include "optimizer.h"
 #include "sharding.h"
 #include "streams.h"
 

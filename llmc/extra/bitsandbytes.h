@@ -17,7 +17,7 @@
 #include "../ops/nf4.cuh"
 #include "../ops/rope.cuh"
 #include "../ops/types.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../quantised.h"
 #include "../text.h"
 

@@ -11,7 +11,6 @@
 #include "../layers.h"
 #include "../model.h"
 #include "../ops/memory.h"
-#include "../optimizer.h"
 #include "../run/run.h"
 #include "../step.h"
 #include "../text.h"

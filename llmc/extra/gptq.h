@@ -21,7 +21,7 @@
 #include "../model.h"
 #include "../ops/nf4.cuh"
 #include "../ops/types.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../quantised.h"
 #include "../text.h"
 

@@ -22,7 +22,7 @@
 #include "../io/safetensors.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../text.h"
 #include "../tune/adapter_files.h"
 

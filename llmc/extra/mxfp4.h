@@ -16,7 +16,7 @@
 #include "../io/safetensors.h"
 #include "../io/tensor_source.h"
 #include "../model.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../text.h"
 
 namespace llmc {

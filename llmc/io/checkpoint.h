@@ -39,7 +39,6 @@
 #include "../ops/small_states.cuh"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"
@@ -242,7 +241,7 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         list.push_back({read + p.name, {weights, p.bucket}, &p});
         if (!stateful) continue;
         int number = 0;
-        for (std::string state : optimizer_row(t.plans[0].optimizer).states)
+        for (std::string state : states_of(t.plans[0].optimizer, p))
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema)
             list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});

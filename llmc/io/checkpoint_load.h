@@ -25,7 +25,6 @@
 #include "../ops/small_states.cuh"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../parameters.h"
 #include "../sharding.h"
 #include "../text.h"

@@ -273,12 +273,16 @@ inline const std::vector<Flag>& config_table() {
 
         {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
-        {"optimizer", &C::optimizer, "adamw|sgd", "adamw, or sgd without momentum"},
+        {"optimizer", &C::optimizer, "",
+         "adamw, sgd without momentum, or muon[,ns=simple|quintic|polar|convergent]"
+         "[,scale=rms|shape|unit][,momentum=X][,heavy-ball][,cautious][,table=LR][,head=LR]"
+         "[,vectors=LR][,decay=X]: AdamW updates tables, head and vectors at those rates (--lr)"},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
-        {"schedule", &C::schedule, "cosine|linear|wsd|constant",
-         "learning-rate decay after warm-up"},
+        {"schedule", &C::schedule, "",
+         "learning-rate decay after warm-up: cosine, linear, constant, or wsd, which stays until the "
+         "last fifth of the run (wsd:0.7: the last 0.7 of it)"},
         {"weight-decay", &C::weight_decay, "0..1000", "decoupled decay of matrices and tables"},
         {"beta1", &C::beta1, "0..0.99999", "AdamW's decay rate of the first moment"},
         {"beta2", &C::beta2, "0..0.99999", "AdamW's decay rate of the second moment"},

@@ -16,6 +16,7 @@
 #include "../text.h"
 #include "config.h"
 #include "machine.h"
+#include "plan_flags.h"
 
 namespace llmc {
 
@@ -695,6 +696,7 @@ inline std::string check_timeline(const Config& c) {
 inline std::string check_together(Config& c) {
     SaveRule rule;
     std::string wrong = check_frozen(c);
+    if (wrong.empty()) wrong = check_optimizer(c);
     if (wrong.empty()) wrong = read_save_rule(c, &rule);
     if (wrong.empty()) wrong = split_buddy(c);
     if (wrong.empty()) wrong = check_timeline(c);

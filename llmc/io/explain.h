@@ -17,7 +17,6 @@
 #include "../offload.h"
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../pipeline.h"
 #include "../plan.h"
 #include "../plan_check.h"

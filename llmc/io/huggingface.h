@@ -18,7 +18,7 @@
 #include "../model.h"
 #include "../ops/attention_sm90.cuh"
 #include "../ops/element_type.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../parameters.h"
 #include "../quantised.h"
 #include "../text.h"

@@ -22,7 +22,7 @@
 #include "../model.h"
 #include "../ops/element_type.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"

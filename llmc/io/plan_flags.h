@@ -1,4 +1,4 @@
-// plan_flags.h - the layout and the options of plans that flags describe
+// plan_flags.h - the optimizer, the layout and the options of plans that flags describe
 //   Nothing is allocated.
 #pragma once
 #include "../action.h"
@@ -7,10 +7,10 @@
 #include "../layout.h"
 #include "../model.h"
 #include "../offload.h"
+#include "../ops/muon.cuh"
 #include "../ops/nf4.cuh"
 #include "../ops/small_states.cuh"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../pipeline.h"
 #include "../quantised.h"
 #include "../text.h"
@@ -19,6 +19,158 @@
 
 namespace llmc {
 
+// ----------------------------------------------------------------------------
+// the learning rate of a step
+//   warm-up:  lr (step + 1) / warmup                                    for step < warmup
+//   then, with t = (step - warmup) / (total - warmup) running from 0 to 1:
+//   cosine    min_lr + (lr - min_lr) (1 + cos(pi t)) / 2                - arXiv:1608.03983
+//   linear    lr + (min_lr - lr) t
+//   wsd       lr until the last fifth of the run, then linear to min_lr - arXiv:2404.06395;
+//             wsd:0.7 falls in the last 0.7 of it
+//   constant  lr in every step after the warm-up
+
+// The share of the run in which a wsd schedule falls; 0: it is another schedule, -1: it is none.
+inline double wsd_share(const std::string& schedule) {
+    if (schedule == "wsd") return 0.2;
+    double share = 0;
+    if (schedule.starts_with("wsd:"))
+        return parse_number(schedule.substr(4), 0.001, 1, false, &share).empty() ? share : -1;
+    bool other = schedule == "cosine" || schedule == "linear" || schedule == "constant";
+    return other ? 0 : -1;
+}
+
+// The learning rate of step 0 .. total - 1. schedule: one of the names of --schedule.
+inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, double min_lr,
+                    const std::string& schedule) {
+    // Warm up. Step 0 already learns: it has lr / warmup, not 0.
+    if (step < warmup)
+        return lr * double(step + 1) / double(warmup);
+
+    // Fall from here on. In a run that is all warm-up nothing follows, and t stays 0.
+    double after = double(step - warmup), length = double(total - warmup);
+    double t = total > warmup ? std::clamp(after / length, 0.0, 1.0) : 0;
+    if (schedule == "cosine")
+        return min_lr + (lr - min_lr) * 0.5 * (1 + std::cos(M_PI * t));
+    if (schedule == "linear")
+        return lr + (min_lr - lr) * t;
+
+    // wsd falls after a fixed share of the whole run, warm-up included.
+    double falls = wsd_share(schedule);
+    if (falls > 0) {
+        double decay_from = (1 - falls) * double(total);
+        double decayed = double(step) - decay_from;
+        if (decayed <= 0) return lr;
+        return lr + (min_lr - lr) * std::min(1.0, decayed / (double(total) - decay_from));
+    }
+    return lr; // constant
+}
+
+// ----------------------------------------------------------------------------
+// the optimizer
+
+// A setting behind "muon" in --optimizer. Returns "" or what is wrong with it.
+inline std::string read_muon_setting(const std::string& name, const std::string& value, double lr,
+                                     Muon* h) {
+    double x = 0;
+    auto number = [&](double low, double high) {
+        std::string wrong = parse_number(value, low, high, false, &x);
+        return wrong.empty() ? "" : name + " " + wrong;
+    };
+
+    // Words.
+    if (name == "ns") {
+        const std::vector<NewtonSchulz>& tables = newton_schulz_tables();
+        for (size_t i = 0; i < tables.size(); i++)
+            if (value == tables[i].name) return h->table = int(i), "";
+        return "ns is simple, quintic, polar or convergent";
+    }
+    if (name == "scale") {
+        const char* words[] = {"shape", "rms", "unit"};
+        for (int i = 0; i < 3; i++)
+            if (value == words[i]) return h->scale = MuonScale(i), "";
+        return "scale is shape, rms or unit";
+    }
+    if (name == "cautious" && value.empty()) return h->cautious = true, "";
+    if (name == "heavy-ball" && value.empty()) return h->nesterov = false, "";
+
+    // Numbers. Rates are kept as factors of --lr.
+    if (name == "momentum") {
+        std::string wrong = number(0, 0.99999);
+        return h->momentum = h->first_momentum = float(x), wrong;
+    }
+    if (name == "decay") {
+        std::string wrong = number(0, 1000);
+        return h->others_decay = float(x), wrong;
+    }
+    const std::pair<const char*, MuonGroup> rates[] = {{"table", MuonGroup::TABLE},
+                                                       {"head", MuonGroup::HEAD},
+                                                       {"vectors", MuonGroup::VECTOR}};
+    for (auto [group, of] : rates) {
+        if (name != group) continue;
+        std::string wrong = number(0, 1000);
+        return h->rates[size_t(of)] = lr > 0 ? float(x / lr) : 0, wrong;
+    }
+    return "it has no setting '" + printable(name) +
+           "': give some of ns=, scale=, momentum=, heavy-ball, cautious, table=, head=, "
+           "vectors=, decay=";
+}
+
+// What --optimizer says: "adamw", "sgd", "muon" or "muon,name=value,...". Returns "" or what is
+// wrong with it.
+inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* muon) {
+    *muon = {};
+    muon->decay = muon->others_decay = float(c.weight_decay);
+    muon->scale = MuonScale::RMS;
+    muon->seed = uint64_t(c.seed);
+    std::istringstream words(c.optimizer);
+    std::string word, wrong;
+    std::getline(words, word, ',');
+    bool known = false;
+    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON})
+        if (word == optimizer_row(o).name) *optimizer = o, known = true;
+    if (!known)
+        return "--optimizer " + printable(word) + ": give adamw, sgd or muon";
+
+    // Read the settings.
+    while (std::getline(words, word, ',') && wrong.empty()) {
+        size_t equals = std::min(word.find('='), word.size());
+        std::string value = word.substr(std::min(equals + 1, word.size()));
+        wrong = *optimizer == Optimizer::MUON
+                    ? read_muon_setting(word.substr(0, equals), value, c.lr, muon)
+                    : "only muon has settings";
+    }
+    return wrong.empty() ? "" : "--optimizer " + printable(c.optimizer) + ": " + wrong;
+}
+inline Optimizer choose_optimizer(const Config& c) {
+    Optimizer optimizer = Optimizer::ADAMW;
+    Muon muon;
+    read_optimizer(c, &optimizer, &muon);
+    return optimizer;
+}
+
+// Check the optimizer, its schedule, and what it needs of other flags.
+inline std::string check_optimizer(const Config& c) {
+    Optimizer optimizer = Optimizer::ADAMW;
+    Muon muon;
+    std::string wrong = read_optimizer(c, &optimizer, &muon);
+    if (!wrong.empty()) return wrong;
+    if (wsd_share(c.schedule) < 0)
+        return "--schedule " + printable(c.schedule) +
+               ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
+    if (optimizer != Optimizer::MUON) return "";
+
+    // What is not built for Muon.
+    if (c.states == "8bit")
+        return "--optimizer muon keeps moments as float or bf16: give --states bf16";
+    bool moves = offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients");
+    if (moves)
+        return "--optimizer muon needs whole matrices on the device: give --offload activations "
+               "alone, or --zero 3";
+    if (c.lora || c.prefix || !c.adapter.empty())
+        return "--optimizer muon is for matrices of blocks, and adapters have none that learn: "
+               "give --optimizer adamw";
+    return "";
+}
 
 // ----------------------------------------------------------------------------
 // layout
@@ -87,13 +239,12 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.context.method = context.method;
     layout.context.heads = context.heads;
 
-    // ZeRO: its stage, the ranks of a sharding group, and which units no shard boundary may cut:
-    // matrices for some optimizers, blocks of 8-bit state.
+    // ZeRO: its stage, the ranks of a sharding group, and blocks of 8-bit state, which no shard
+    // boundary may cut.
     layout.zero = c.zero;
     layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
     layout.weights_near = keeps_weights_near(c);
-    Optimizer optimizer = choice_of<Optimizer>(c, &Config::optimizer);
-    layout.whole_matrices = optimizer_row(optimizer).whole_matrices;
+    layout.muon = choose_optimizer(c) == Optimizer::MUON;
     if (choice_of<States>(c, &Config::states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 
@@ -255,7 +406,7 @@ inline PlanOptions train_options(const Config& c) {
     train.B = size_t(c.micro_batch);
     train.T = size_t(c.seq);
     train.micro_batches = micro_batches_of(c);
-    train.optimizer = choice_of<Optimizer>(c, &Config::optimizer);
+    train.optimizer = choose_optimizer(c);
     train.gradients = choice_of<Gradients>(c, &Config::gradients);
     train.masters = choice_of<Masters>(c, &Config::masters);
     train.states = choice_of<States>(c, &Config::states);

@@ -19,7 +19,6 @@
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../parameters.h"
 #include "../quantised.h"
 #include "../sharding.h"
@@ -136,7 +135,7 @@ std::vector<Copied> copied_data(const Trainer<T, S>& t) {
 
         // Number the moments in the order of the optimizer's table.
         int number = 0;
-        for (std::string state : optimizer_row(t.plans[0].optimizer).states)
+        for (std::string state : states_of(t.plans[0].optimizer, p))
             if (moments)
                 list.push_back({state + " of " + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema && masters)

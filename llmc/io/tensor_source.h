@@ -14,7 +14,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../model.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../quantised.h"
 #include "../text.h"
 #include "hf_files.h"

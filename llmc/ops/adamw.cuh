@@ -142,10 +142,12 @@ template <typename T> struct FloatMasters {
 // The first or the second moments, in float.
 template <typename A> struct FloatMoment {
     A* moment;
+    bool second = false;
     static constexpr size_t BLOCK = 1; // elements that are read and written together
+    LLMC_HD A* at(const TensorRow& row) const { return moment + (second ? row.second : row.offset); }
 
     // They are read and updated in place.
-    void read(A*& x, const TensorRow& row, size_t i, size_t) const { x = moment + row.offset + i; }
+    void read(A*& x, const TensorRow& row, size_t i, size_t) const { x = at(row) + i; }
     void write(const A*, const TensorRow&, size_t, size_t, int64_t) const {}
 
 #if LLMC_KERNELS
@@ -153,12 +155,12 @@ template <typename A> struct FloatMoment {
     __device__ void begin() {}
     template <int P>
     __device__ void load(Pack<float, P>& x, const TensorRow& row, size_t i, size_t count) const {
-        x = load_some<P>(moment + row.offset + i, count);
+        x = load_some<P>(at(row) + i, count);
     }
     template <int P>
     __device__ void store(const Pack<float, P>& x, const TensorRow& row, size_t i, size_t count,
                           int64_t) const {
-        store_some(moment + row.offset + i, x, count);
+        store_some(at(row) + i, x, count);
     }
 #endif
 };
@@ -316,7 +318,7 @@ void adamw_update(T* weight, float* master,                       // a bucket's;
                   AdamW h, const StepScale* scale, S where) {
     LLMC_CHECK(!h.stochastic, "adamw_formats.cuh rounds at random, adamw.cuh to nearest");
     typedef FloatMoment<acc_t<T>> Moment;
-    update_tensors<AdamWRule, T>(h, FloatMasters<T>{weight, master}, Moment{m}, Moment{v}, grad,
+    update_tensors<AdamWRule, T>(h, FloatMasters<T>{weight, master}, Moment{m}, Moment{v, true}, grad,
                                  rows, count, scale, where);
 }
 template <typename T, typename S>

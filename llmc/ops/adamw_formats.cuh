@@ -185,6 +185,9 @@ template <uint64_t STREAM> struct Bf16Moment {
     bool stochastic;
     uint64_t seed;
     static constexpr size_t BLOCK = 1;
+    LLMC_HD bf16* at(const TensorRow& row) const {
+        return moment + (STREAM == ROUND_V ? row.second : row.offset);
+    }
 
     // Round element i of a row by the bits of its stream.
     LLMC_HD bf16 rounded(float x, RoundingBits& random, const TensorRow& row, size_t i) const {
@@ -194,13 +197,13 @@ template <uint64_t STREAM> struct Bf16Moment {
     template <typename A> void read(A* x, const TensorRow& row, size_t i, size_t n) const { // x (n)
         #pragma omp simd
         for (size_t k = 0; k < n; k++)
-            x[k] = to_float(moment[row.offset + i + k]);
+            x[k] = to_float(at(row)[i + k]);
     }
     template <typename A>
     void write(const A* x, const TensorRow& row, size_t i, size_t n, int64_t step) const {
         RoundingBits random(seed, step, row.hash + STREAM);
         for (size_t k = 0; k < n; k++)
-            moment[row.offset + i + k] = rounded(float(x[k]), random, row, i + k);
+            at(row)[i + k] = rounded(float(x[k]), random, row, i + k);
     }
 
 #if LLMC_KERNELS
@@ -208,7 +211,7 @@ template <uint64_t STREAM> struct Bf16Moment {
     __device__ void begin() {}
     template <int P>
     __device__ void load(Pack<float, P>& x, const TensorRow& row, size_t i, size_t count) const {
-        Pack<bf16, P> narrow = load_some<P>(moment + row.offset + i, count);
+        Pack<bf16, P> narrow = load_some<P>(at(row) + i, count);
         for (int k = 0; k < P; k++)
             x.v[k] = to_float(narrow.v[k]);
     }
@@ -219,7 +222,7 @@ template <uint64_t STREAM> struct Bf16Moment {
         RoundingBits random(seed, step, row.hash + STREAM);
         for (int k = 0; k < P; k++)
             narrow.v[k] = rounded(x.v[k], random, row, i + k);
-        store_some(moment + row.offset + i, narrow, count);
+        store_some(at(row) + i, narrow, count);
     }
 #endif
 };
@@ -311,41 +314,43 @@ template <uint64_t STREAM> struct CodedMoment {
 // ----------------------------------------------------------------------------
 // anywhere
 
-// Take one AdamW step on all tensors of a bucket, in its formats. Only a bf16 is the upper half of
-// a float, so no other type has remainders; and only float moments have codes.
+// Call f with a bucket's weights in their format. Only a bf16 is the upper half of a float, so no
+// other type has remainders.
+template <typename T, typename F>
+void with_weights(const AdamWMemory<T>& x, bool stochastic, uint64_t seed, F f) {
+    if constexpr (type_of<T>() == Type::BF16)
+        if (x.masters == Masters::REMAINDER)
+            return f(SplitMasters<T>{x.weight, static_cast<uint16_t*>(x.master)});
+    if constexpr (sizeof(T) == 2)
+        if (!x.master && stochastic)
+            return f(RandomWeights<T>{{x.weight, nullptr}, seed});
+    f(FloatMasters<T>{x.weight, static_cast<float*>(x.master)});
+}
+
+// Take one AdamW step on all tensors of a bucket, in its formats. Only float moments have codes.
 template <typename T, typename S>
 void adamw_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, // (count)
                   AdamW h, const StepScale* scale, S where) {
     typedef acc_t<T> A;
-    auto update = [&](const auto& weights, const auto& m, const auto& v) {
-        update_tensors<AdamWRule, T>(h, weights, m, v, x.grad, rows, count, scale, where);
-    };
+    with_weights(x, h.stochastic, h.seed, [&](const auto& weights) {
+        auto update = [&](const auto& m, const auto& v) {
+            update_tensors<AdamWRule, T>(h, weights, m, v, x.grad, rows, count, scale, where);
+        };
 
-    // Choose the moments' format.
-    auto with = [&](const auto& weights) {
+        // Choose the moments' format.
         switch (x.states) {
         case States::FLOAT:
-            return update(weights, FloatMoment<A>{static_cast<A*>(x.m)},
-                          FloatMoment<A>{static_cast<A*>(x.v)});
+            return update(FloatMoment<A>{static_cast<A*>(x.m)},
+                          FloatMoment<A>{static_cast<A*>(x.v), true});
         case States::BF16:
-            return update(weights,
-                          Bf16Moment<ROUND_M>{static_cast<bf16*>(x.m), h.stochastic, h.seed},
+            return update(Bf16Moment<ROUND_M>{static_cast<bf16*>(x.m), h.stochastic, h.seed},
                           Bf16Moment<ROUND_V>{static_cast<bf16*>(x.v), h.stochastic, h.seed});
         case States::EIGHT_BIT:
             if constexpr (std::is_same_v<A, float>)
-                update(weights, CodedMoment<ROUND_M>{static_cast<unsigned char*>(x.m)},
+                update(CodedMoment<ROUND_M>{static_cast<unsigned char*>(x.m)},
                        CodedMoment<ROUND_V>{static_cast<unsigned char*>(x.v)});
         }
-    };
-
-    // Choose the weights' format.
-    if constexpr (type_of<T>() == Type::BF16)
-        if (x.masters == Masters::REMAINDER)
-            return with(SplitMasters<T>{x.weight, static_cast<uint16_t*>(x.master)});
-    if constexpr (sizeof(T) == 2)
-        if (!x.master && h.stochastic)
-            return with(RandomWeights<T>{{x.weight, nullptr}, h.seed});
-    with(FloatMasters<T>{x.weight, static_cast<float*>(x.master)});
+    });
 }
 
 } // namespace llmc

@@ -10,6 +10,10 @@ namespace llmc {
 // Elements of a chunk: 16 for each thread of the kernel's block.
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
+// Muon's groups of tensors, each with a rate of its own: Muon itself updates MATRIX (muon.cuh),
+// AdamW the others.
+enum class MuonGroup : uint8_t { NONE, MATRIX, TABLE, HEAD, VECTOR };
+
 // A tensor within a bucket. Operators take the bucket's pointers and walk its rows.
 struct TensorRow {
     size_t offset, n;  // elements: from the bucket's start; the tensor's length
@@ -23,12 +27,15 @@ struct TensorRow {
     // between two runs.
     uint64_t start = 0, run = 1, gap = 0;
 
+    // Where the row's second moments begin, in elements; Muon's matrices have none.
+    size_t second = offset;
     // 8-bit moments: the byte where the row's moments begin, and whether they are codes
     // (small) or floats.
     size_t state = 0;
     bool small = false;
 
-    float rate = 1; // AdamW, SGD: a factor of the step's learning rate
+    float rate = 1;    // a factor of the step's learning rate
+    MuonGroup group = MuonGroup::NONE;
 
     size_t chunk = 0; // set by launchers: the number of chunks in the rows before this one
 };

@@ -9,16 +9,17 @@
 //   SimAI's rings. All others are a data sheet's, guesses, or what --calibrate measures.
 //   Not counted: casts of weights that ZeRO-3 sends as codes.
 #pragma once
+#include <map>
 #include <memory>
 #include "../action.h"
 #include "../io/machine.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../muon.h"
 #include "../offload.h"
 #include "../ops/fp8_sent.cuh"
 #include "../ops/small_states.cuh"
 #include "../ops/tensor_table.cuh"
-#include "../optimizer.h"
 #include "../pipeline.h"
 #include "../sharding.h"
 #include "../sizes.h"
@@ -90,7 +91,9 @@ inline double update_seconds(const CostModel& c, const Plan& p, const Model& mod
     double each = (whole_masters ? 1 : 2) * c.element + 4;
     if (c.element == 2) each += 2 * master_bytes(p.masters);
     double moment = p.states == States::EIGHT_BIT ? 1 : p.states == States::BF16 ? 2 : 4;
-    each += 2 * moment * optimizer_row(p.optimizer).states.size();
+    // Muon reads one moment of nearly all elements.
+    size_t states = optimizer_row(p.optimizer).states.size();
+    each += 2 * moment * double(model.muon ? 1 : states);
     // The mean of weights is read and written, and weights or masters are read again.
     if (p.ema) each += 12;
     Range range = chunk_of(updated_range(p.layout, model, bucket), p.offload, chunk);
@@ -107,6 +110,22 @@ inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model
         if (is_squared(p.layout, model, b))
             elements += updated_range(p.layout, model, b).count;
     return 4 * elements / c.machine.memory_rate();
+}
+
+// Return the seconds of MUON: all ranks wait for the owner with the most to compute, and parts of
+// the momentum go to owners and back.
+inline double muon_seconds(const CostModel& c, const Plan& p, const Model& model) {
+    constexpr double ITERATIONS = 5;
+    std::map<int, double> load; // [rank]
+    double most = 0, elements = 0;
+    for (const MuonMatrix& m : muon_matrices(p.layout, model)) {
+        double& flops = load[m.owner] += m.flops();
+        most = std::max(most, flops);
+        elements += double(muon_part(p.layout, model, m).count);
+    }
+    double bytes = load.size() > 1 ? 2 * 4 * elements : 0;
+    double messages = axis_link(p.layout, c.machine, &Layout::dp).message(bytes);
+    return ITERATIONS * most / c.machine.gemm_rate(c.element) + (bytes ? messages : 0);
 }
 
 // Return the seconds of `count` messages to another stage at once.
@@ -188,6 +207,7 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         t.update = norm_seconds(c, p, model);
         t.data = 2 * latency;
         break;
+    case Op::MUON: t.update = muon_seconds(c, p, model); break;
     case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket, a.chunk); break;
 
     // Collectives in the plan's own queue.

@@ -35,7 +35,6 @@
 #include "../ops/fp8.cuh"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../quantised.h"
 #include "../recompute.h"
 #include "../sharding.h"

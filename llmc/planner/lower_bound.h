@@ -22,7 +22,6 @@
 #include "../model.h"
 #include "../offload.h"
 #include "../ops/linear.cuh"
-#include "../optimizer.h"
 #include "../pipeline.h"
 #include "../recompute.h"
 #include "../sharding.h"

@@ -92,9 +92,10 @@ inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mate
     const Action& a = p.actions[number];
     int op = int(a.op);
     switch (a.op) {
-    // COUNT and NORM join all stages, TIE the two that hold the table.
+    // COUNT, NORM and MUON join all stages, TIE the two that hold the table.
     case Op::COUNT:
     case Op::NORM:
+    case Op::MUON:
     case Op::TIE: return {{op, a.bucket}};
 
     // The k-th message from one stage to another meets the k-th receive there, in this pipeline.

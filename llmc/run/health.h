@@ -24,7 +24,6 @@
 #include "../model.h"
 #include "../ops/memory.h"
 #include "../ops/types.h"
-#include "../optimizer.h"
 #include "../parameters.h"
 #include "../quantised.h"
 #include "../step.h"

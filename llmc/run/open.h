@@ -183,6 +183,8 @@ void set_hyper(const Run& run, Trainer<T, S>& t) {
     t.hyper.weight_decay = float(c.weight_decay);
     t.hyper.clip = float(c.clip);
     t.hyper.ema = c.ema;
+    Optimizer optimizer;
+    or_die(read_optimizer(c, &optimizer, &t.hyper.muon));
     t.takes_average = c.use_ema;
     or_die(choose_loss_scaling(c, &t.hyper.loss_scaling));
     t.hyper.seed = uint64_t(c.seed);

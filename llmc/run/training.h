@@ -12,7 +12,7 @@
 #include "../ops/grad_norm.cuh"
 #include "../ops/loss_scale.cuh"
 #include "../ops/step_scale.h"
-#include "../optimizer.h"
+#include "../action.h"
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"

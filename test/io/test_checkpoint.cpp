@@ -282,7 +282,7 @@ struct LayoutCase {
     int dp, pp, zero, shards;
     int files;
     int tp = 1;
-    bool whole_matrices = false; // a shard holds whole matrices
+    bool muon = false;           // the optimizer
     int ep = 1;
     bool whole_experts = false;  // tensor-parallel ranks cut none
     bool near = false;           // weights alone are cut among groups
@@ -296,7 +296,7 @@ static const std::vector<LayoutCase> layouts = {
 static std::string layout_name(const LayoutCase& l) {
     return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
            std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
-           std::to_string(l.shards) + (l.whole_matrices ? " of whole matrices" : "") +
+           std::to_string(l.shards) + (l.muon ? " by Muon" : "") +
            (l.near ? " of weights" : "") + " ep " + std::to_string(l.ep) +
            (l.whole_experts ? " of whole experts" : "");
 }
@@ -313,7 +313,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         sizes.weights_near = l.near;
         sizes.ep = l.ep;
         sizes.experts.whole = sizes.sequence_parallel = l.whole_experts;
-        sizes.whole_matrices = l.whole_matrices;
+        sizes.muon = l.muon;
         sizes.first_layer = split_layers(std::vector<double>(s.L + 2, 1.0), l.pp);
 
         Plan p = plan_of(Mode::TRAIN, 1, 16);

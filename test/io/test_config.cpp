@@ -3,7 +3,7 @@
 #include "../../llmc/io/config_notes.h"
 #include "../../llmc/io/hf_config.h"
 #include "../../llmc/io/model_shape.h"
-#include "../../llmc/optimizer.h"
+#include "../../llmc/action.h"
 #include "../harness/testing.h"
 
 using namespace llmc;

@@ -4,6 +4,7 @@
 #include "../harness/op_table.h"
 #include "ops_distill.h"
 #include "ops_moe.h"
+#include "ops_muon.h"
 #include "ops_nf4.h"
 #include "ops_oss.h"
 #include "ops_prefix.h"
@@ -58,6 +59,7 @@ int main(int argc, char** argv) {
     add_nf4_rows(rows);
     add_prefix_rows(rows);
     add_moe_rows(rows);
+    add_muon_rows(rows);
     add_oss_rows(rows);
     if (mode == "perf") {
         Perf p = {copy_rate(), product_rate_of<float>(), product_rate_of<bf16>()};

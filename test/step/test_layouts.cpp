@@ -40,7 +40,7 @@ struct LayoutCase {
     int document_end = -1;          // the token that ends a document; -1: none does
     bool poisoned = false;          // poison what an action does not read (run_poisoned)
     const char* order = "tp-pp-dp"; // in which the grid's ranks are numbered
-    bool whole_matrices = false;    // no shard boundary cuts a matrix
+    bool muon = false;              // the optimizer
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
     size_t T = 8;                   // tokens of a sample
@@ -129,7 +129,7 @@ template <typename T> void collect_grads(Fixture<T>& f, Result& r, bool first) {
 
 Plan plan_of(const Shape& shape, const LayoutCase& l, const Layout& me, bool adamw) {
     Plan p = small_plan(B_SAMPLES, l.T, l.micro_batches, l.recompute, l.split);
-    p.optimizer = adamw ? Optimizer::ADAMW : Optimizer::SGD;
+    p.optimizer = l.muon ? Optimizer::MUON : adamw ? Optimizer::ADAMW : Optimizer::SGD;
     p.masters = l.masters;
     p.states = l.states;
     p.gradients = l.gradients;
@@ -213,7 +213,7 @@ Layout layout_of(const LayoutCase& l, int rank) {
     sizes.zero_group = l.shards;
     sizes.weights_near = l.near;
     sizes.prefetch = l.prefetch;
-    sizes.whole_matrices = l.whole_matrices;
+    sizes.muon = l.muon;
     if (l.states == States::EIGHT_BIT) sizes.tensor_align = STATE_BLOCK;
     return layout_at(sizes, rank);
 }
@@ -531,14 +531,14 @@ TEST(Layouts, NearWeightsAreHybridShardingBitByBit) {
                 compare(float(), tp > 1 ? gpt2_for_tp(true) : shape, l);
             }
 
-    // The same for every format of masters and moments, and for matrices that no boundary cuts.
+    // The same for every format of masters and moments, and for Muon.
     for (auto [masters, states] : {std::pair{Masters::FLOAT, States::FLOAT},
                                    {Masters::REMAINDER, States::EIGHT_BIT},
                                    {Masters::NONE, States::BF16}}) {
         LayoutCase l;
         l.dp = 4, l.masters = masters, l.states = states;
         compare(bf16(), small_gpt2(), l);
-        l.whole_matrices = true;
+        l.muon = states != States::EIGHT_BIT;
         compare(bf16(), small_gpt2(), l);
     }
 }
@@ -553,6 +553,7 @@ TEST(Layouts, ActionsOfManyRanksTouchWhatTheySay) {
             l.dp = 2 * replicas, l.shards = 2, l.pp = pp, l.zero = zero;
             l.tp = tp, l.sequence_parallel = tp > 1 && zero > 0, l.near = zero == 3;
             l.chunks = 1 + zero % 2, l.recompute = three_levels(31 * zero % 125);
+            l.muon = zero % 2 == tp % 2;
             l.pipeline = l.chunks > 1 ? Pipeline::INTERLEAVED : Pipeline::ONE_F_ONE_B;
             Shape shape = llama_for_tp(zero % 2);
             if (zero == 3) shape = mixtral_for_tp(tp == 1);
@@ -834,9 +835,9 @@ struct OneRank {
 constexpr double NUDGE = 1e-8, EPS = 1.1e-16, ROUNDINGS = 32;
 
 OneRank run_one_rank(const Shape& shape, int micro_batches, bool adamw, int document_end = -1,
-                     size_t T = 8, bool one_expert = false) {
+                     size_t T = 8, bool one_expert = false, bool muon = false) {
     LayoutCase one;
-    one.T = T, one.one_expert = one_expert;
+    one.T = T, one.one_expert = one_expert, one.muon = muon;
     one.micro_batches = micro_batches, one.document_end = document_end;
     OneRank r = {run_layout<double>(shape, one, adamw), {}};
     r.answer = errors_of(*run_layout<double>(shape, one, adamw, Moment::ANY, NUDGE), *r.result);
@@ -1393,16 +1394,20 @@ TEST(Layouts, ExpertParallelRanksAreExactWhereOthersAre) {
     }
 }
 
-// Shards that cut no matrix agree with one rank, and stage 1 and 3 have the bits of 0 and 2.
-TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
-    // Data parallelism, with and without tensor parallelism.
-    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)}) {
-        LayoutCase l;
-        l.dp = 2, l.whole_matrices = true;
-        OneRank one = run_one_rank(shape, l.dp * l.micro_batches, true);
-        for (int tp : {1, 4}) {
-            if (!fits(shape, {2, tp})) continue;
-            l.tp = tp, l.sequence_parallel = tp > 1;
+// Muon agrees with one rank in every layout, and stage 1 and 3 have the bits of 0 and 2: a matrix's
+// parts come together from wherever they are.
+TEST(Layouts, MuonIsOneComputation) {
+    // Data, tensor and context parallelism, pipelines.
+    int number = 0;
+    for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
+        for (auto [dp, tp, pp, cp] : {std::array{2, 1, 1, 1}, {3, 1, 2, 1}, {1, 4, 1, 1},
+                                      {2, 2, 1, 1}, {2, 2, 2, 1}, {1, 2, 1, 2}}) {
+            if (!fits(shape, {dp, tp})) continue;
+            LayoutCase l;
+            l.dp = dp, l.tp = tp, l.pp = pp, l.cp = cp;
+            l.muon = true, l.sequence_parallel = tp > 1 && dp > 1;
+            if (left_out(&number)) continue;
+            OneRank one = run_one_rank(shape, l.dp * l.micro_batches, true, -1, 8, false, true);
             std::unique_ptr<Result> before;
             for (l.zero = 0; l.zero <= 3; l.zero++) {
                 auto result = run_layout<double>(shape, l, true);
@@ -1411,17 +1416,35 @@ TEST(Layouts, ShardsOfWholeMatricesChangeNoResult) {
                 before = std::move(result);
             }
         }
+
+    // Experts: each matrix of a stack goes its own way, cut or whole.
+    for (auto [dp, tp, ep, whole] : {std::array{2, 1, 1, 0}, {4, 1, 2, 0}, {2, 2, 2, 0},
+                                     {2, 2, 2, 1}}) {
+        LayoutCase l;
+        l.dp = dp, l.tp = tp, l.ep = ep, l.whole_experts = whole, l.sequence_parallel = whole;
+        l.muon = true;
+        OneRank one = run_one_rank(mixtral_for_tp(true), l.dp * l.micro_batches, true, -1, 8, false, true);
+        for (l.zero = 0; l.zero <= 3; l.zero++) {
+            auto result = run_layout<double>(mixtral_for_tp(true), l, true);
+            EXPECT_EQ(compare(errors_of(*result, *one.result), one).wrong, "") << l.text();
+        }
     }
 
-    // The same for groups of shards, pipelines, and weights narrower than their masters.
+    // Groups of shards, weights that are near, pipelines, and weights narrower than their masters.
     LayoutCase base;
-    base.dp = 4, base.shards = 2, base.whole_matrices = true;
+    base.dp = 4, base.shards = 2, base.muon = true;
     auto want = run_layout<bf16>(gpt2_for_tp(true), base, true);
     for (int pp : {1, 2}) {
         LayoutCase l = base;
         l.pp = pp, l.zero = 1;
         expect_same(*run_layout<bf16>(gpt2_for_tp(true), l, true), *want, l.text());
     }
+    LayoutCase near = base;
+    near.zero = 3, near.near = true;
+    LayoutCase same = base;
+    same.zero = 2;
+    expect_same(*run_layout<bf16>(gpt2_for_tp(true), near, true),
+                *run_layout<bf16>(gpt2_for_tp(true), same, true), near.text());
 }
 
 // Context parallelism, with every other axis, agrees with one rank: with documents, sliding

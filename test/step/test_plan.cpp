@@ -943,74 +943,38 @@ TEST(Model, WholeExpertsCountTensorParallelRanks) {
     EXPECT_TRUE(is_sharded(l, m, {Kind::GRAD, experts}));
 }
 
-// If an optimizer wants whole matrices, each matrix of a block lies within one shard, for any
-// number of ranks. Parameters keep their order and the norm's chunks, so that its sums have
-// the same bits.
-TEST(Model, ShardsKeepMatricesWhole) {
-    Shape gpt2 = gpt2_shape(2, 8, 96, 300, 32), llama = llama_shape(2, 8, 2, 96, 200, 300, 32, 1e4);
-    llama.block.qk_norm = llama.attention.qkv_bias = true;
-    for (const Shape& shape : {gpt2, llama})
-        for (int tp : {1, 4})
-            for (int dp : {1, 2, 3, 4, 8, 16})
-                for (int zero : {0, 1, 3}) {
-                    Layout layout = small_layout(dp, tp);
-                    layout.whole_matrices = true;
-                    Model uncut = make_model(shape, layout);
-                    layout.zero = zero;
-                    Model model = make_model(shape, layout);
-
-                    // The shards cover the bucket.
-                    for (int b = 0; b < int(model.buckets.size()); b++) {
-                        const Bucket& bucket = model.buckets[size_t(b)];
-                        size_t shard = shard_elements(layout, bucket), reached = 0;
-                        EXPECT_EQ(whole_elements(layout, bucket), shard * size_t(dp));
-                        EXPECT_LE(bucket.elements, shard * size_t(dp)) << bucket.name;
-
-                        // Parameters follow each other, and a matrix stays in one shard.
-                        for (int i : bucket.in_order) {
-                            const Parameter& p = model.parameters[size_t(i)];
-                            size_t end = p.offset + p.local_elements();
-                            EXPECT_GE(p.offset, reached) << p.name;
-                            reached = end;
-                            bool matrix = bucket.role == Role::BLOCK && p.shape.size() == 2;
-                            if (matrix && zero) {
-                                EXPECT_EQ(p.offset / shard, (end - 1) / shard) << p.name;
-                            }
-                            EXPECT_EQ(p.offset % GRAD_NORM_CHUNK,
-                                      uncut.parameters[size_t(i)].offset % GRAD_NORM_CHUNK);
-                        }
-
-                        // Order and chunks are those of the bucket without shards.
-                        EXPECT_EQ(bucket.in_order, uncut.buckets[size_t(b)].in_order);
-                        EXPECT_EQ(norm_chunks(model, b, bucket.elements),
-                                  norm_chunks(uncut, b, uncut.buckets[size_t(b)].elements));
-                    }
-                }
-}
-
-// Shards of whole matrices are as small as possible. A block of GPT-2 has matrices of 3, 1, 4 and 4
-// C^2 elements, so over 1 to 5 ranks the largest shard has 12, 8, 4, 4, 4 C^2, and its vectors.
-// Without ZeRO nothing is cut, and shards are equal parts of the bucket.
-TEST(Model, ShardsOfWholeMatricesAreTheSmallest) {
-    size_t C = 768, least[] = {12, 8, 4, 4, 4};
-    for (int dp = 1; dp <= 5; dp++)
-        for (int zero : {0, 2}) {
-            Layout layout = small_layout(dp);
-            layout.zero = zero;
-            layout.whole_matrices = true;
-            Model model = make_model(gpt2_shape(1, 12, C), layout);
-            size_t shard = shard_elements(layout, model.buckets[2]);
-            double want = zero ? double(least[dp - 1]) : 12.0 / dp;
-            EXPECT_GE(double(shard), want * double(C * C)) << dp;
-            EXPECT_LE(double(shard), want * double(C * C) + double(20 * C + 5 * SHARD_ALIGN)) << dp;
-        }
-
-    // Every optimizer is found by its name.
-    for (const OptimizerRow& row : optimizer_rows()) {
+// Every optimizer is found by its name, and Muon's settings by theirs.
+TEST(Model, OptimizersAreFoundByName) {
+    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON}) {
         Config c;
-        c.optimizer = row.name;
-        Optimizer found = choice_of<Optimizer>(c, &Config::optimizer);
-        EXPECT_STREQ(optimizer_row(found).name, row.name);
+        c.optimizer = optimizer_row(o).name;
+        EXPECT_EQ(choose_optimizer(c), o);
+    }
+    Config c;
+    c.lr = 0.02;
+    c.optimizer = "muon,scale=shape,ns=polar,momentum=0.9,heavy-ball,cautious,table=0.3,decay=0.001";
+    Optimizer optimizer;
+    Muon muon;
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_EQ(muon.scale, MuonScale::SHAPE);
+    EXPECT_STREQ(newton_schulz_tables()[size_t(muon.table)].name, "polar");
+    EXPECT_FLOAT_EQ(muon.momentum, 0.9f);
+    EXPECT_FALSE(muon.nesterov);
+    EXPECT_TRUE(muon.cautious);
+    EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::TABLE)], 15);
+    EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::HEAD)], 1);
+    EXPECT_FLOAT_EQ(muon.others_decay, 0.001f);
+    EXPECT_FLOAT_EQ(muon.decay, float(c.weight_decay));
+
+    // What is not understood is named.
+    for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
+                               {"adamw,ns=polar", "only muon has settings"},
+                               {"muon,ns=cubic", "ns is simple"},
+                               {"muon,scale=big", "scale is shape"},
+                               {"muon,momentum=1", "momentum wants a number"},
+                               {"muon,warp=9", "no setting 'warp'"}}) {
+        c.optimizer = text;
+        EXPECT_HAS(read_optimizer(c, &optimizer, &muon), wrong);
     }
 }
 

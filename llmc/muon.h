@@ -1,0 +1,160 @@
+// muon.h - Muon over many ranks: each matrix has one owner, to which its parts go - arXiv:2502.16982
+//   AdamW updates elements, Muon whole matrices (ops/muon.cuh). ZeRO and tensor parallelism cut
+//   them anywhere, so MUON brings the parts together, between NORM and the updates:
+//     1. each rank updates the momentum of its own range, and puts u in the gradient's place
+//     2. parts of u go to the matrix's owner, which orthogonalises it
+//     3. parts of the result go back, in the gradient's place; UPDATE then needs no other element
+//   A rank sends and receives no more than it updates. Without ZeRO all ranks have u, and step 2
+//   sends nothing among data-parallel ranks. The result has the bits of one process, as long as
+//   gradients have them, for a product does not depend on who makes it.
+//   Owners are fixed: matrices in the order of their cost, each to the rank with the least so far.
+//   They run in rounds, in which each owner has one matrix.
+//   Memory: room for one matrix, about (8 + 4) r c bytes in bf16; no second moment.
+#pragma once
+#include "action.h"
+#include "layout.h"
+#include "model.h"
+#include "ops/matmul.cuh"
+#include "ops/muon.cuh"
+#include "ops/types.h"
+#include "sharding.h"
+#include <algorithm>
+#include <map>
+#include <vector>
+
+namespace llmc {
+
+// A matrix of a parameter, and the rank of the world that orthogonalises it.
+struct MuonMatrix {
+    int parameter;
+    size_t rows, cols;
+    size_t first; // its first element in the whole parameter
+    int owner = 0;
+    int round = 0;
+
+    size_t elements() const { return rows * cols; }
+    double flops() const { // of an iteration
+        double m = double(std::min(rows, cols)), n = double(std::max(rows, cols));
+        return 4 * m * m * n + 2 * m * m * m;
+    }
+};
+
+// The ranks that hold parts of a bucket's matrices which this rank holds parts of: those of its
+// stage, its experts, and its replica of shards.
+inline std::vector<int> muon_ranks(const Layout& me, Group group) {
+    return ranks_where(me, [&](const Layout& other) {
+        bool same_stage = other.pp.rank == me.pp.rank;
+        bool same_experts =
+            group == Group::DATA || expert_axis(other).rank == expert_axis(me).rank;
+        bool same_replica =
+            me.weights_near || replica_axis(other, group).rank == replica_axis(me, group).rank;
+        return same_stage && same_experts && same_replica;
+    });
+}
+
+// All matrices of which this rank holds parts, with owners and rounds: the same on all ranks that
+// hold parts.
+inline std::vector<MuonMatrix> muon_matrices(const Layout& layout, const Model& model) {
+    std::vector<MuonMatrix> all;
+    std::map<int, double> load; // [rank]: FLOPs so far
+    std::map<int, int> rounds;  // [rank]: matrices so far
+    for (Group group : {Group::DATA, Group::EXPERTS}) {
+        // List the group's matrices. Of a stack a rank knows the experts that it has.
+        std::vector<MuonMatrix> list;
+        for (int i = 0; i < int(model.parameters.size()); i++) {
+            const Parameter& p = model.parameters[size_t(i)];
+            bool mine = p.muon && model.buckets[p.bucket].group == group;
+            if (!mine || !bucket_is_mine(layout, model, p.bucket)) continue;
+            size_t count = p.matrices() / size_t(p.experts.size), rows = p.rows() / p.matrices();
+            size_t first = count * size_t(p.experts.rank);
+            for (size_t k = first; k < first + count; k++)
+                list.push_back({i, rows, p.cols(), k * rows * p.cols()});
+        }
+
+        // Give the costliest ones away first.
+        std::vector<int> ranks = muon_ranks(layout, group);
+        std::stable_sort(list.begin(), list.end(), [](const MuonMatrix& a, const MuonMatrix& b) {
+            return a.flops() > b.flops();
+        });
+        for (MuonMatrix& m : list) {
+            m.owner = *std::min_element(ranks.begin(), ranks.end(),
+                                        [&](int a, int b) { return load[a] < load[b]; });
+            m.round = rounds[m.owner]++;
+            load[m.owner] += m.flops();
+            all.push_back(m);
+        }
+    }
+    std::stable_sort(all.begin(), all.end(), [](const MuonMatrix& a, const MuonMatrix& b) {
+        return a.round < b.round;
+    });
+    return all;
+}
+
+// A rank's part of a matrix: `count` elements, which lie together from `at` on in the range of the
+// bucket that the rank updates. `piece`: the first of them, counted in its piece of the parameter.
+struct MuonPart {
+    size_t at, piece, count;
+    PieceRuns runs;
+};
+inline MuonPart muon_part(const Layout& layout, const Model& model, const MuonMatrix& m) {
+    const Parameter& p = model.parameters[size_t(m.parameter)];
+    Range range = updated_range(layout, model, p.bucket);
+    PieceRuns runs = piece_runs(p, layout.tp.rank, layout.tp.size);
+
+    // The number of the piece's elements that lie before an element of the parameter.
+    auto before = [&](size_t element) {
+        size_t beyond = element - std::min(element, runs.start), period = runs.run + runs.gap;
+        return beyond / period * runs.run + std::min(beyond % period, runs.run);
+    };
+    size_t from = std::max(p.offset + before(m.first), range.first);
+    size_t to = std::min({p.offset + before(m.first + m.elements()),
+                          p.offset + p.local_elements(), range.first + range.count});
+    if (from >= to) return {0, 0, 0, runs};
+    return {from - range.first, from - p.offset, to - from, runs};
+}
+
+// Call f(local, global, width, count) for the parts of a part that lie evenly: `count` runs of
+// `width` elements, that begin at `local` in the part and at `global` in the matrix; the next run
+// of the matrix comes run + gap elements later. There are up to three of them.
+template <typename F>
+void for_each_muon_run(const MuonMatrix& m, const MuonPart& part, F f) {
+    size_t run = part.runs.run, local = 0;
+    while (local < part.count) {
+        size_t at = part.piece + local, within = at % run;
+        size_t global = part.runs.start + at / run * (run + part.runs.gap) + within - m.first;
+        size_t left = part.count - local;
+        size_t width = std::min(run - within, left);
+        size_t count = within == 0 && left >= run ? left / run : 1;
+        f(local, global, width, count);
+        local += width * count;
+    }
+}
+
+// Whether a part lies in one piece in the matrix too.
+inline bool is_dense(const MuonPart& part) {
+    size_t run = part.runs.run;
+    return part.runs.gap == 0 || part.piece % run + part.count <= run;
+}
+
+// Whether a rank gives its part of u to the owner. Of ranks that hold the same elements one does:
+// the owner itself if it can.
+inline bool gives_part(const Layout& from, const Layout& owner, const Model& model,
+                       const MuonMatrix& m) {
+    const Parameter& p = model.parameters[size_t(m.parameter)];
+    Group group = model.buckets[p.bucket].group;
+    bool whole = !updated_range(from, model, p.bucket).sharded;
+    int same = replication(p.shard, from.tp.size);
+    int piece = from.tp.rank / same, of_owner = owner.tp.rank / same;
+    if (whole && update_axis(from, group).rank != update_axis(owner, group).rank)
+        return false;
+    return piece == of_owner ? from.tp.rank == owner.tp.rank : from.tp.rank % same == 0;
+}
+
+// The bytes of room for the matrices of which this rank is the owner, and for parts on their way.
+template <typename T> size_t muon_room_bytes(const MuonMatrix& m) {
+    MuonRoom<orthogonal_t<T>> room;
+    size_t parts = round_up(m.elements() * sizeof(acc_t<T>), size_t(256));
+    return room.bind(nullptr, m.rows, m.cols) + 2 * parts;
+}
+
+} // namespace llmc

@@ -1,0 +1,278 @@
+// muon.cuh - Muon: momentum orthogonalised by Newton-Schulz - arXiv:2502.16982, arXiv:2409.20325
+//   m = mu m + (1 - mu) g,   u = mu m + (1 - mu) g (Nesterov) or m,   x = u / (s |u| + eps)
+//   k times:  A = x x^T, or x^T x where that is smaller,   x = a x + (b A + c A A) x
+//   w -= lr (f x + decay w),   f as `scale` says; cautious: decay only where x w >= 0
+//   A singular value s of x becomes a s + b s^3 + c s^5 in each iteration, so all approach 1.
+//   grad, m (n) acc   a table of tensors in one bucket; u takes grad's place, and f x takes u's
+//   x (r,c) bf16, or float and double in those precisions: fp16 has no room for small gradients
+//   Contract: m, u =.  Nothing is written if !scale->finite. A matrix's result depends on its own
+//             elements alone.  Bitwise repeatable where products are (matmul.cuh).
+//   Cost: k (4 m^2 n + 2 m^3) FLOPs for a matrix of m x n, m <= n.
+//   To copy: this file and what it includes.
+#pragma once
+#include "adamw.cuh"
+#include "adamw_formats.cuh"
+#include "cuda_common.h"
+#include "elementwise.cuh"
+#include "grad_norm.cuh"
+#include "matmul.cuh"
+#include "memory.h"
+#include "small_states.cuh"
+#include "step_scale.h"
+#include "tensor_table.cuh"
+#include "types.h"
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace llmc {
+
+// ----------------------------------------------------------------------------
+// settings
+
+// One polynomial for each iteration, and the factor of the norm that keeps them from diverging.
+struct NewtonSchulz {
+    const char* name;
+    std::vector<std::array<double, 3>> steps; // a, b, c
+    double safety = 1;
+};
+
+// The published tables.
+inline const std::vector<NewtonSchulz>& newton_schulz_tables() {
+    typedef std::array<double, 3> Abc;
+    auto equal = [](size_t count, Abc abc) { return std::vector<Abc>(count, abc); };
+    static const std::vector<NewtonSchulz> tables = {
+        // Keller Jordan's Muon, torch.optim.Muon.
+        {"simple", equal(5, {3.4445, -4.7750, 2.0315})},
+
+        // Megatron-LM.
+        {"quintic",
+         {{4.0848, -6.8946, 2.9270},
+          {3.9505, -6.3029, 2.6377},
+          {3.7418, -5.5913, 2.3037},
+          {2.8769, -3.1427, 1.2046},
+          {2.8366, -3.0525, 1.2012}}},
+
+        // Polar Express, arXiv:2505.16932.
+        {"polar",
+         {{8.156554524902461, -22.48329292557795, 15.878769915207462},
+          {4.042929935166739, -2.808917465908714, 0.5000178451051316},
+          {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
+          {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
+          {2.3465413258596377, -1.7097828382687081, 0.42323551169305323}},
+         1.02},
+
+        // modded-nanogpt's third track: exact, at twelve iterations.
+        {"convergent", equal(12, {2, -1.5, 0.5})},
+    };
+    return tables;
+}
+
+// The factor f of the orthogonalised matrix.
+enum class MuonScale : uint8_t {
+    SHAPE, // sqrt(max(1, r/c)): Keller Jordan's
+    RMS,   // 0.2 sqrt(max(r, c)): entries as large as AdamW's, whose rate then serves
+    UNIT,  // sqrt(r/c): Scion's, arXiv:2502.07529
+};
+inline double muon_factor(MuonScale scale, double r, double c) {
+    switch (scale) {
+    case MuonScale::SHAPE: return std::sqrt(std::max(1.0, r / c));
+    case MuonScale::RMS: return 0.2 * std::sqrt(std::max(r, c));
+    case MuonScale::UNIT: return std::sqrt(r / c);
+    }
+    return 0;
+}
+
+// The settings of a step.
+struct Muon {
+    float momentum = 0.95f, first_momentum = 0.95f; // from the second to the first
+    int momentum_steps = 1;                         // in so many steps
+    float decay = 0;
+    bool nesterov = true, cautious = false;
+    MuonScale scale = MuonScale::SHAPE;
+    int table = 0;    // of newton_schulz_tables()
+    float eps = 1e-7f;
+    bool stochastic = false; // as AdamW's
+    uint64_t seed = 0;
+    int64_t step = 1;
+
+    // What AdamW updates: [MuonGroup] the rate divided by Muon's, and the decay.
+    std::array<float, 5> rates = {1, 1, 1, 1, 1};
+    float others_decay = 0;
+};
+
+// The type of x.
+template <typename T>
+using orthogonal_t = std::conditional_t<std::is_same_v<T, fp16>, bf16, T>;
+
+// ----------------------------------------------------------------------------
+// one element: rules, as update_tensors() (adamw.cuh) applies them
+
+// u in place of the gradient. The weight of this update is the gradient itself.
+template <typename A> struct MomentumRule {
+    A scale, mu;
+    bool nesterov;
+    LLMC_HD MomentumRule(const Muon& h, const StepScale& now)
+        : scale(now.scale), nesterov(h.nesterov) {
+        float share = float(now.step - 1) / float(h.momentum_steps);
+        if (share > 1) share = 1;
+        mu = h.first_momentum + (h.momentum - h.first_momentum) * share;
+    }
+    LLMC_HD A operator()(A& m, A&, A grad, A, A, A) const {
+        A g = (1 - mu) * (grad * scale);
+        m = std::fma(mu, m, g);
+        return nesterov ? std::fma(mu, m, g) : m;
+    }
+};
+
+// The weight, from f x in place of the gradient.
+template <typename A> struct MuonRule {
+    A lr;
+    bool cautious;
+    LLMC_HD MuonRule(const Muon& h, const StepScale& now)
+        : lr(rate_of(now, 0)), cautious(h.cautious) {}
+    LLMC_HD A operator()(A&, A&, A x, A w, A decay, A rate) const {
+        A kept = cautious && x * w < 0 ? 0 : decay;
+        return std::fma(-(lr * rate), std::fma(kept, w, x), w);
+    }
+};
+
+// Update the momentum of all tensors, and put u where the gradient was.
+template <typename T, typename S>
+void muon_momentum(acc_t<T>* grad, void* m, States states,      // the bucket's
+                   const TensorRow* rows, size_t count, Muon h, // (count)
+                   const StepScale* scale, S where) {
+    typedef acc_t<T> A;
+    FloatMasters<A> u = {grad, nullptr};
+    NoMoment none;
+    auto update = [&](const auto& moment) {
+        update_tensors<MomentumRule, T>(h, u, moment, none, grad, rows, count, scale, where);
+    };
+    if (states == States::BF16) {
+        update(Bf16Moment<ROUND_M>{static_cast<bf16*>(m), h.stochastic, h.seed});
+    } else {
+        update(FloatMoment<A>{static_cast<A*>(m)});
+    }
+}
+
+// Update all weights by f x, which lies where the gradient was.
+template <typename T, typename S>
+void muon_update(const AdamWMemory<T>& x, const TensorRow* rows, size_t count, // (count)
+                 Muon h, const StepScale* scale, S where) {
+    NoMoment none;
+    with_weights(x, h.stochastic, h.seed, [&](const auto& weights) {
+        update_tensors<MuonRule, T>(h, weights, none, none, x.grad, rows, count, scale, where);
+    });
+}
+
+// ----------------------------------------------------------------------------
+// one matrix
+
+// The three products of an iteration on x (r,c). m is the smaller side.
+struct MuonProducts {
+    Product gram, square, apply;
+};
+inline MuonProducts muon_products(size_t r, size_t c) {
+    bool tall = r > c;
+    size_t m = std::min(r, c);
+    Strides rows = {c, 1}, columns = {1, c}, small = {m, 1};
+
+    // A = x^T x or x x^T, A A, and x += x P or P x.
+    MuonProducts p;
+    p.gram = {m, m, std::max(r, c), tall ? columns : rows, tall ? rows : columns, m};
+    p.square = {m, m, m, small, small, m};
+    p.apply = {r, c, m, tall ? rows : small, tall ? small : rows, c};
+    p.apply.accumulate = true;
+    return p;
+}
+
+// Memory for one matrix of up to r x c elements. All parts start at multiples of 256 bytes.
+template <typename N> struct MuonRoom {
+    N *x, *next;      // (r,c)
+    N *gram, *square; // (m,m)
+    double* sums;     // one for each chunk of the norm
+    StepScale* norm;
+
+    // Point at memory, or at nothing where `base` is null. Returns the bytes.
+    size_t bind(unsigned char* base, size_t r, size_t c) {
+        size_t m = std::min(r, c), at = 0;
+        auto take = [&](auto*& part, size_t count) {
+            typedef std::remove_reference_t<decltype(part)> P;
+            part = base ? reinterpret_cast<P>(base + at) : nullptr;
+            at += round_up(count * sizeof(*part), size_t(256));
+        };
+        take(x, r * c);
+        take(next, r * c);
+        take(gram, m * m);
+        take(square, m * m);
+        take(sums, ceil_div(r * c, GRAD_NORM_CHUNK));
+        take(norm, 1);
+        return at;
+    }
+};
+
+// The scratch that the products of a matrix need.
+template <typename N, typename S>
+size_t muon_scratch_bytes(size_t r, size_t c, S where) {
+    MuonProducts p = muon_products(r, c);
+    size_t bytes = 0;
+    for (const Product& product : {p.gram, p.square, p.apply})
+        bytes = std::max(bytes, matmul_scratch_bytes(product, type_of<N>(), type_of<N>(), false,
+                                                     false, threads_here(where)));
+    return bytes;
+}
+
+// Functions of elements, for map_elements().
+template <typename A> struct ElementTimes {
+    A factor;
+    LLMC_HD A operator()(A x) const { return factor * x; }
+};
+template <typename A> struct ElementMix {
+    A b, c;
+    LLMC_HD A operator()(A x, A y) const { return std::fma(b, x, c * y); }
+};
+template <typename A> struct ElementNormed {
+    const StepScale* norm;
+    A safety, eps;
+    LLMC_HD A operator()(A x) const { return x / (A(norm->norm) * safety + eps); }
+};
+
+// u (r,c) = f times its nearest orthogonal matrix, nearly.
+template <typename N, typename A, typename S>
+void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> room, Blas& blas,
+                        S where) {
+    // Divide by the norm, which the device keeps.
+    const NewtonSchulz& table = newton_schulz_tables()[size_t(h.table)];
+    size_t n = r * c, m = std::min(r, c), chunks = ceil_div(n, GRAD_NORM_CHUNK);
+    device_zero(room.norm, sizeof(StepScale), where);
+    grad_squares(room.sums, u, n, where);
+    grad_norm_finish(room.norm, room.sums, chunks, 0, where);
+    map_elements(room.x, n, ElementNormed<A>{room.norm, A(table.safety), A(h.eps)}, where, u);
+
+    // Iterate.
+    auto product = [&](N* out, const N* a, const N* b, const Product& p) {
+        const N* none = nullptr;
+        matmul(out, a, b, none, none, p, blas, where);
+    };
+    MuonProducts p = muon_products(r, c);
+    bool tall = r > c;
+    for (const std::array<double, 3>& abc : table.steps) {
+        product(room.gram, room.x, room.x, p.gram);
+        product(room.square, room.gram, room.gram, p.square);
+        map_elements(room.gram, m * m, ElementMix<A>{A(abc[1]), A(abc[2])}, where, room.gram,
+                     room.square);
+        map_elements(room.next, n, ElementTimes<A>{A(abc[0])}, where, room.x);
+        product(room.next, tall ? room.x : room.gram, tall ? room.gram : room.x, p.apply);
+        std::swap(room.x, room.next);
+    }
+
+    // Scale.
+    A factor = A(muon_factor(h.scale, double(r), double(c)));
+    map_elements(u, n, ElementTimes<A>{factor}, where, room.x);
+}
+
+} // namespace llmc
