@@ -1,6 +1,7 @@
 // kernels_training.h - rows of the kernel table: embedding, cross-entropy, optimizer, gradient norm
 #pragma once
 #include "../../llmc/ops/adamw_formats.cuh"
+#include "../../llmc/ops/muon.cuh"
 #include "../../llmc/ops/crossentropy.cuh"
 #include "../../llmc/ops/ema.cuh"
 #include "../../llmc/ops/embedding.cuh"
@@ -710,6 +711,48 @@ template <typename T> void small_update_kernels(Check& c) {
         }
 }
 
+// Muon's momentum and update: the CPU's bits, for each format of moments.
+template <typename T> void muon_kernels(Check& c) {
+    for (States states : {States::FLOAT, States::BF16}) {
+        size_t n;
+        auto rows = bucket_rows(c, true, 5, &n);
+        CASE(c, "muon %s, states %d", type_word(T()), int(states));
+        auto w = rounded<T>(normals(c, n)), g = rounded<float>(normals(c, n));
+        auto m0 = rounded<bf16>(normals(c, n));
+        Muon h;
+        h.decay = 0.1f, h.cautious = true, h.stochastic = true, h.seed = 7;
+        StepScale scale = {0, 0.5f, 1, 3};
+        scale.given.lr = 0.1f;
+
+        // Want: the CPU's bits.
+        std::vector<T> wt = as<T>(w);
+        std::vector<float> masters = as<float>(w), gf = as<float>(g), mf = as<float>(m0);
+        std::vector<bf16> mb = as<bf16>(m0);
+        void* m = states == States::BF16 ? static_cast<void*>(mb.data()) : mf.data();
+        muon_momentum<T>(gf.data(), m, states, rows.data(), rows.size(), h, &scale, Cpu{});
+        AdamWMemory<T> x = {wt.data(), masters.data(), gf.data(), nullptr, nullptr};
+        muon_update(x, rows.data(), rows.size(), h, &scale, Cpu{});
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> weight(w);
+            Array<float> master(w), grad(g), wide(m0);
+            Array<bf16> narrow(m0);
+            Array<unsigned char> on_device(bytes_of_scale(scale));
+            const StepScale* where = reinterpret_cast<const StepScale*>(on_device.data);
+            void* gm = states == States::BF16 ? static_cast<void*>(narrow.data) : wide.data;
+            muon_momentum<T>(grad.data, gm, states, rows.data(), rows.size(), h, where, stream);
+            AdamWMemory<T> y = {weight.data, master.data, grad.data, nullptr, nullptr};
+            muon_update(y, rows.data(), rows.size(), h, where, stream);
+            o.add("u", grad, as_double(gf), 0);
+            o.add("momentum", wide, as_double(mf), 0);
+            o.add("momentum in bf16", narrow, as_double(mb), 0);
+            o.add("weight", weight, as_double(wt), 0);
+            o.add("master", master, as_double(masters), 0);
+        });
+    }
+}
+
 // An update without a StepScale has the bits of an update with {scale 1, finite, step}.
 template <typename T> void update_without_scale_kernels(Check& c) {
     CASE(c, "update without a scale %s", type_word(T()));
@@ -767,6 +810,8 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"ema fp16", ema_kernels<fp16>});
     rows.push_back({"adamw small float", small_update_kernels<float>});
     rows.push_back({"adamw small bf16", small_update_kernels<bf16>});
+    rows.push_back({"muon float", muon_kernels<float>});
+    rows.push_back({"muon bf16", muon_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});
     rows.push_back({"adamw, sgd without a scale bf16", update_without_scale_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale fp16", update_without_scale_kernels<fp16>});

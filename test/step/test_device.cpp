@@ -174,11 +174,14 @@ TEST(Device, ConstantsAreWhatTheHostComputed) {
 // three. `bound` limits the relative error of losses; norms and each parameter's gradient may be
 // off by three times as much. The bias of keys is left out: softmax does not see it, so its
 // gradient is nothing but rounding.
-template <typename T> void compare(const Shape& shape, double bound, Recompute r, bool split) {
+template <typename T>
+void compare(const Shape& shape, double bound, Recompute r, bool split, bool muon = false) {
     // Use AdamW in float only: its first steps are the signs of the gradient, and for the smallest
     // elements bf16 decides them by chance.
     Plan plan = train_plan(r, split);
     plan.optimizer = sizeof(T) == 4 ? Optimizer::ADAMW : Optimizer::SGD;
+    if (muon) plan.optimizer = Optimizer::MUON;
+    plan.layout.muon = muon;
     Small<T, Cpu> cpu(shape, {plan});
     Small<T, cudaStream_t> gpu(shape, {plan});
 
@@ -211,6 +214,11 @@ TEST(Device, StepInFloat) {
     capped.experts.capacity.factor = 0.5;
     for (const Shape& s : {tiny_gpt2(), tiny_llama(), tiny_alibi(), capped})
         compare<float>(s, 1e-5, Recompute::NONE, false);
+}
+// Muon multiplies the smallest singular values, and with them rounding, by up to 500.
+TEST(Device, StepOfMuon) {
+    for (const Shape& s : {tiny_gpt2(), tiny_moe()})
+        compare<float>(s, 1e-3, Recompute::NONE, false, true);
 }
 TEST(Device, StepInBf16) {
     // Give each token all experts: otherwise rounding alone could change its choice.
