@@ -1,6 +1,6 @@
 // family.h - the families of models: a row each, and the one place that chooses between them
-//   A family is a struct of facts (model_types, block_prefix, body_prefix) and types (Embedding,
-//   Block, Head, Acts), and functions that are found by these types:
+//   A family is a struct of facts (block_prefix, body_prefix, widening_products) and types
+//   (Embedding, Block, Head, Acts), and functions that are found by these types:
 //     tables   embedding_parameters, position_parameters, block_parameters, expert_parameters,
 //              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight

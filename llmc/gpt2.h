@@ -38,7 +38,6 @@ namespace llmc {
 
 // clang-format off
 struct Gpt2 {
-    static constexpr const char* model_types[] = {"gpt2"};      // in config.json
     static constexpr const char* block_prefix = "h.";           // "h.0.ln_1.weight" is block 0's
     static constexpr const char* body_prefix = "transformer.";  // files: before all but lm_head
     static constexpr int widening_products = 1;                 // from C to F channels: fc
@@ -359,7 +358,6 @@ void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt
 // the family: its types are GPT-2's, so that GPT-2's functions take them
 
 struct Neox {
-    static constexpr const char* model_types[] = {"gpt_neox"};
     static constexpr const char* block_prefix = "gpt_neox.layers.";
     static constexpr const char* body_prefix = ""; // names begin with "gpt_neox." already
     static constexpr int widening_products = 1;

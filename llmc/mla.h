@@ -207,7 +207,6 @@ void absorbed_attention(Ctx<S>& ctx,
 
 // clang-format off
 struct Deepseek {
-    static constexpr const char* model_types[] = {"deepseek_v2", "deepseek_v3"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up
