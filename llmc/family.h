@@ -5,8 +5,9 @@
 //              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight
 //     head     head_norm, head_backward
-//   A new family is its header, its name in `enum class Family`, and a row here. The models that
-//   --model names are presets at the end.
+//   A new family is its header, its name in enum class Family (model.h), a row here, a class in
+//   io/hf_config.h, and the names of its matrices in inputs_kept() (tensor_parallel.h). The models
+//   that --model names are presets at the end.
 #pragma once
 #include "adapters.h"
 #include "gpt2.h"
