@@ -8,9 +8,7 @@
 #pragma once
 #include "comm/group.h"
 #include "pipeline.h"
-#include <algorithm>
 #include <array>
-#include <functional>
 #include <string>
 #include <vector>
 

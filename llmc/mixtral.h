@@ -30,7 +30,6 @@
 #include "model.h"
 #include "ops/column_sums.cuh"
 #include "ops/element_type.h"
-#include "ops/grouped_bias.cuh"
 #include "ops/linear.cuh"
 #include "ops/matmul.cuh"
 #include "ops/moe.cuh"

@@ -40,6 +40,7 @@
 #include "optimizer.h"
 #include "sharding.h"
 #include "streams.h"
+#include <set>
 
 namespace llmc {
 

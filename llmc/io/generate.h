@@ -25,7 +25,6 @@
 #include "../ops/memory.h"
 #include "../ops/rand.h"
 #include "../ops/types.h"
-#include "../pipeline.h"
 #include "../sizes.h"
 #include "../step.h"
 #include "../text.h"

@@ -26,8 +26,6 @@
 #include "../io/shared_files.h"
 #include "../layers.h"
 #include "../layout.h"
-#include "../ops/cuda_common.h"
-#include "../ops/gpu.h"
 #include "../ops/loss_scale.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"

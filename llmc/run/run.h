@@ -21,7 +21,6 @@
 #include "../load.h"
 #include "../model.h"
 #include "../ops/element_type.h"
-#include "../ops/loss_scale.cuh"
 #include "../ops/types.h"
 #include "../step.h"
 #include "../streams.h"
@@ -35,7 +34,6 @@
 #include <functional>
 #include <string>
 #include <sys/stat.h>
-#include <type_traits>
 
 namespace llmc {
 
