@@ -33,7 +33,6 @@
 #include "file_kind.h"
 #include "files.h"
 #include "json.h"
-#include "mapping.h"
 #include "tokenizer.h"
 
 namespace llmc {

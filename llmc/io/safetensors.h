@@ -17,7 +17,6 @@
 #include "../ops/types.h"
 #include "../text.h"
 #include "files.h"
-#include "mapping.h"
 
 namespace llmc {
 

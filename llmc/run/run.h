@@ -13,7 +13,7 @@
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
-#include "../io/speculate.h"
+#include "../io/sampler.h"
 #include "../io/tensor_source.h"
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_export.h"
