@@ -16,10 +16,11 @@
 //   Contract: state =   maxima do not depend on order: bitwise repeatable, the same
 //             in every layout.
 //   Cost: once a step, reads the history: 4 bytes for each slot and each step in it.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include <cfloat>
 #include "cuda_common.h"
+#include "fp8.cuh"
 #include "types.h"
 
 namespace llmc {
