@@ -13,7 +13,7 @@
 #include "llmc/extra/mxfp4.h"
 #include "llmc/io/config.h"
 #include "llmc/io/files.h"
-#include "llmc/io/speculate.h"
+#include "llmc/io/sampler.h"
 #include "llmc/ops/types.h"
 #include "llmc/run/account.h"
 #include "llmc/run/folder.h"

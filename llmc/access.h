@@ -1,6 +1,9 @@
 // access.h - what each action reads and writes: the only statement of what depends on what
 //   access() answers for one action. Four users rely on it: the plan's check, the arena's
 //   lifetimes, the waits for collectives, and the tests that poison all other bytes.
+//   In which datum a bucket's weights and gradients lie: weight_kind, gradient_kind, summed_kind,
+//   tied_kind (sharding.h). What is in another tier: tier_of, home_of, update_data, tiered_data,
+//   moved_data (offload.h). On one rank without offload these are WEIGHT and GRAD, and GRAD_TIED.
 #pragma once
 #include "action.h"
 #include "layout.h"
@@ -30,7 +33,7 @@ inline bool counts_loads(const Plan& p, const Model& model) {
     return p.mode == Mode::TRAIN && model.shape.experts.E > 0;
 }
 
-// A block's products have their scales, and in training leave their maxima.
+// Add the data of delayed scaling: a block's products read scales, and in training leave maxima.
 inline void access_amaxes(Access& x, const Plan& p, const Model& model) {
     if (model.shape.fp8.kind != Fp8::DELAYED) return;
     Data amaxes = {Kind::AMAX};
@@ -45,7 +48,7 @@ inline void access_fp8(Access& x, const Plan& p, const Model& model) {
         x.change({Kind::CAST});
 }
 
-// Add the data that COUNT touches: shards, and their maxima.
+// Add what COUNT does: it reads the shards that are gathered as codes, and writes their maxima.
 inline void access_maxima(Access& x, const Plan& p, const Model& m) {
     for (int b = 0; b < int(m.buckets.size()); b++) {
         if (!gathers_codes(p, m, b)) continue;

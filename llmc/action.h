@@ -20,6 +20,8 @@
 //     stage    consecutive layers on one pipeline rank   shard    this rank's part of a bucket
 //     owner    the rank that contributes an element      range    {first, count} of elements
 //     partial  a gradient still to be summed             in flight  started, not yet finished
+//   Layout is how ranks are arranged (layout.h), Transfer one end of a message (pipeline.h); Keep,
+//   Last and Recompute are columns of the activation table (model.h).
 #pragma once
 #include "layout.h"
 #include "model.h"
@@ -30,7 +32,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -83,7 +84,6 @@ inline const char* states_name(States states) {
 
 // ----------------------------------------------------------------------------
 // the tiers of memory, and in which of them a run keeps each kind of data
-//   DEVICE is where the step runs. offload.h says where a datum lies, and when it moves.
 
 // A tier of memory: DEVICE is where the step runs, HOST the host's memory, DISK a file.
 enum class Tier : uint8_t { DEVICE, HOST, DISK };
@@ -111,6 +111,9 @@ struct Offload {
         return activations != Tier::DEVICE && chosen;
     }
 };
+
+// ----------------------------------------------------------------------------
+// actions, and the data they touch
 
 // The alignment of data, in bytes. Vector loads need 16, tensor cores need 128, and cudaMalloc
 // itself aligns to 256.
@@ -272,8 +275,9 @@ struct Plan : PlanOptions {
         return std::max({B * scored, T, std::min(B * T, PROMPT_ROWS)});
     }
 
-    // The ints of a micro-batch's input. A row has a token, target, position, document's start, and
-    // the objective's floats. Then come positions of cached keys, or numbers of all cp ranks' rows.
+    // The ints of a micro-batch's input: for each row its token, target, position, document's start
+    // and the objective's floats; behind all rows the positions of cached keys, or with cp what the
+    // keys of all cp ranks need.
     size_t row_numbers() const { return 4 + objective.inputs(); }
     size_t input_numbers() const {
         size_t beside = layout.cp.size > 1 ? objective.shared_numbers() * T : cache;

@@ -17,7 +17,6 @@
 //               deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
 #pragma once
 #include "model.h"
-#include "ops/attention_join.cuh"
 #include "ops/rand.h"
 #include <cmath>
 

@@ -54,7 +54,7 @@ inline void split_pairs(float* feedback, int* tokens, size_t T) {
     }
 }
 
-// All arrays are the host's; `targets` is changed in place, and BEGINS leaves the tokens.
+// split_documents() works on the host's arrays: it changes targets, and clears BEGINS in tokens.
 inline void split_documents(int* doc_start, int* targets, int* tokens, size_t T, int end) {
     int start = 0;
     for (size_t i = 0; i < T; i++) {

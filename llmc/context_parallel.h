@@ -12,7 +12,7 @@
 //   3. Ulysses    q, k, v [t, heads] -> [T, heads/cp]   all-to-all; whole attention of some heads
 //                 out [T, heads/cp] -> [t, heads]       all-to-all
 //      backward   q, k, v, out, dout the same way; dq, dk, dv back; its sums need no message
-//   4. ring       k, v [t] go from rank to rank beside attention (context_parallel.h)
+//   4. ring       k, v [t] go from rank to rank beside attention (below)
 //   5. hybrids    u neighbours of the cp ranks do as Ulysses and have [u t, heads/u]; then cp/u
 //                 ranks share these keys by gather or in a ring (arXiv:2405.07719)
 //   Positions and documents' starts travel with the rows, so no other code asks which rows a rank
@@ -155,8 +155,8 @@ template <typename T> struct Qkv {
 
 // ----------------------------------------------------------------------------
 // context parallelism in a ring: keys go from rank to rank - arXiv:2310.01889
-//   Rank r of cp has t rows of every sequence (context_parallel.h). In step s = 0 .. cp-1 it holds
-//   the keys and values of rank r-s, modulo cp.
+//   Rank r of cp has t rows of every sequence. In step s = 0 .. cp-1 it holds the keys and values
+//   of rank r-s, modulo cp.
 //   1. HOP        send k, v to rank r+1, receive the next step's from r-1        beside 2
 //   2. FORWARD    this rank's queries attend to these t keys: part, part_lse
 //   3. MERGE      add the part to the sum, in float; the first part is the sum

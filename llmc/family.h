@@ -1,12 +1,13 @@
 // family.h - the families of models: a row each, and the one place that chooses between them
-//   A family is a struct of facts (model_types, block_prefix, body_prefix) and types (Embedding,
-//   Block, Head, Acts), and functions that are found by these types:
+//   A family is a struct of facts (block_prefix, body_prefix, widening_products) and types
+//   (Embedding, Block, Head, Acts), and functions that are found by these types:
 //     tables   embedding_parameters, position_parameters, block_parameters, expert_parameters,
 //              head_parameters, block_activations
 //     block    block_forward, block_recompute, block_backward_input, block_backward_weight
 //     head     head_norm, head_backward
-//   A new family is its header, its name in `enum class Family`, and a row here. The models that
-//   --model names are presets at the end.
+//   A new family is its header, its name in enum class Family (model.h), a row here, a class in
+//   io/hf_config.h, and the names of its matrices in inputs_kept() (tensor_parallel.h). The models
+//   that --model names are presets at the end.
 #pragma once
 #include "adapters.h"
 #include "gpt2.h"

@@ -3,7 +3,7 @@
 //   block       x = x + attn_proj(attention(attn(ln_1(x))))
 //               x = x + fc_proj(gelu(fc(ln_2(x))))
 //   head        logits = ln_f(x) wte^T
-//   GPT-NeoX (gpt2.h) has the same block. Where its branches are parallel, both read inp:
+//   GPT-NeoX (at the end) has the same block. Where its branches are parallel, both read inp:
 //               x = x + attn_proj(...) + fc_proj(gelu(fc(ln_2(x))))
 //   Names and order follow train_gpt_min.cpp. Products are column- or row-parallel (plain on one
 //   rank); products of the same input come as one list {{result, weight, bias}, ...}.
@@ -38,7 +38,6 @@ namespace llmc {
 
 // clang-format off
 struct Gpt2 {
-    static constexpr const char* model_types[] = {"gpt2"};      // in config.json
     static constexpr const char* block_prefix = "h.";           // "h.0.ln_1.weight" is block 0's
     static constexpr const char* body_prefix = "transformer.";  // files: before all but lm_head
     static constexpr int widening_products = 1;                 // from C to F channels: fc
@@ -351,7 +350,7 @@ void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt
 // ----------------------------------------------------------------------------
 // GPT-NeoX, Pythia: GPT-2's block under other names - arXiv:2204.06745, arXiv:2304.01373
 //   embedding   x = embed_in[token]
-//   block       gpt2.h's, parallel; RoPE turns a part of each head
+//   block       GPT-2's, parallel; RoPE turns a part of each head
 //   head        logits = embed_out(final_layer_norm(x))
 //   Files hold q, k and v head by head, this program one after the other (huggingface.h).
 
@@ -359,7 +358,6 @@ void head_backward(Ctx<S>& ctx, T* dinp, LossSums* loss, const T* inp, const Gpt
 // the family: its types are GPT-2's, so that GPT-2's functions take them
 
 struct Neox {
-    static constexpr const char* model_types[] = {"gpt_neox"};
     static constexpr const char* block_prefix = "gpt_neox.layers.";
     static constexpr const char* body_prefix = ""; // names begin with "gpt_neox." already
     static constexpr int widening_products = 1;
@@ -377,14 +375,8 @@ struct Neox {
 // clang-format off
 template <typename Row>
 void block_parameters(Neox::Block& w, const Shape& s, Row row) {
-    size_t C = s.C;
-    size_t F = s.F;
-    size_t Q = s.NH * s.HS;
-    size_t QKV = 3 * Q; // each rank has the same heads of q, of k and of v
-    Shard whole = {};
-    Shard columns = {0};
-    Shard rows = {1};
-    Shard qkv = {0, 3};
+    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = 3 * Q; // a rank's heads of q, k, v are the same
+    Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
 
     // 2L products add to the residual stream: they start smaller by sqrt(2L).
     Init normal = normal_init(0.02);

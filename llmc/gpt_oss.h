@@ -33,8 +33,6 @@ namespace llmc {
 
 // clang-format off
 struct GptOss : Mixtral {
-    static constexpr const char* model_types[] = {"gpt_oss"};
-
     struct Block : AttentionWeights, ExpertWeights {
         Weight router_bias;                       // (E)
         Weight gate_bias, up_bias, down_bias;     // (E F) (E F) (E C)

@@ -17,7 +17,6 @@
 #include "offload.h"
 #include "ops/attention_join.cuh"
 #include "ops/fp8.cuh"
-#include "ops/grad_norm.cuh"
 #include "ops/linear.cuh"
 #include "ops/lora.cuh"
 #include "ops/matmul.cuh"

@@ -8,9 +8,7 @@
 #pragma once
 #include "comm/group.h"
 #include "pipeline.h"
-#include <algorithm>
 #include <array>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -250,11 +248,5 @@ std::vector<int> ranks_where(const Layout& layout, F f) {
             ranks.push_back(r);
     return ranks;
 }
-
-// Make the communicators of the groups that streams send with; counts and losses go over MPI. All
-// ranks of the world must call.
-//   world, shard, replica, edp   the plan's collectives: one stream, one after the other
-//   pp, tie                      messages of stages, beside those: separate
-//   tp, kv; cp; ep               between a layer's products, beside all of the plan's: separate
 
 } // namespace llmc

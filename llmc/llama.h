@@ -79,8 +79,6 @@ template <typename T> struct AttentionActs {
 };
 
 struct Llama {
-    static constexpr const char* model_types[] = {
-        "llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up

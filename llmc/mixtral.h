@@ -30,7 +30,6 @@
 #include "model.h"
 #include "ops/column_sums.cuh"
 #include "ops/element_type.h"
-#include "ops/grouped_bias.cuh"
 #include "ops/linear.cuh"
 #include "ops/matmul.cuh"
 #include "ops/moe.cuh"
@@ -71,7 +70,6 @@ template <typename T> struct ExpertActs {
 };
 
 struct Mixtral {
-    static constexpr const char* model_types[] = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up

@@ -14,7 +14,7 @@
 //   zeros after the HS_v channels of v and out. This multiplies the work on v by HS / HS_v, 1.5 in
 //   DeepSeek, and takes memory for one layer. What is kept is q, kv and out, at their own width;
 //   backward lays k and v out again. So context parallelism is Llama's. Generation caches latents,
-//   not heads (mla.h).
+//   not heads.
 //   Cost: the first branch takes 2 N FLOPs for each element of its matrices, and attention's.
 #pragma once
 #include "action.h"
@@ -207,7 +207,6 @@ void absorbed_attention(Ctx<S>& ctx,
 
 // clang-format off
 struct Deepseek {
-    static constexpr const char* model_types[] = {"deepseek_v2", "deepseek_v3"};
     static constexpr const char* block_prefix = "model.layers.";
     static constexpr const char* body_prefix = "";              // names begin with "model." already
     static constexpr int widening_products = 2;                 // from C to F channels: gate, up

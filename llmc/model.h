@@ -9,10 +9,10 @@
 //     "block.l.experts"  its experts' stacks  layer l + 1 (only in models with experts)
 //     "adapter.l[.experts]"  their adapters   layer l + 1 (only adapters are then trained)
 //     "head"       final norm, untied head   layer L+1
-//   Inside a bucket model.h places each parameter at a multiple of 128 elements (256 bytes in
-//   bf16). Its offset is the same in the weight, gradient, master and moment buffers. Each table is
-//   written once, in gpt2.h or llama.h, as a function that visits its rows: one visitor makes the
-//   table, another one binds a block's pointers.
+//   Inside a bucket place_bucket() places each parameter at a multiple of 128 elements (256 bytes
+//   in bf16). Its offset is the same in the weight, gradient, master and moment buffers. Each table
+//   is written once, in its family's header, as a function that visits its rows: one visitor makes
+//   the table, another one binds a block's pointers.
 #pragma once
 #include "layout.h"
 #include "ops/elementwise.cuh"
@@ -34,15 +34,12 @@
 namespace llmc {
 
 // ----------------------------------------------------------------------------
-// what differs between variants of one family, and between layers of one model
+// shape: what differs between variants of one family, and between layers of one model
 //   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
 //     norms       before a branch, after it (OLMo-2) or both (Gemma); of q and k
 //     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
 //     the ffn     its gate is SiLU or GELU, or gpt-oss' own
 //   Blocks read the facts; nothing else asks for a name.
-
-// ----------------------------------------------------------------------------
-// shape
 
 // Adapters by the name of their matrix, without ".weight": "h.0.attn.c_attn".
 struct Adapter {
@@ -62,9 +59,8 @@ typedef std::vector<AdapterSet> AdapterSets;
 enum class Family { GPT2, LLAMA, NEOX, MIXTRAL, GPT_OSS, DEEPSEEK };
 enum class Position { LEARNED, ROPE, ALIBI };
 
-// The fields of one technique are one member. As they stand they are GPT-2's; set_variant() and
-// config.json state what differs. A count of 0: there is nothing of the kind.
-
+// Each struct holds the fields of one technique. Defaults are GPT-2's; set_variant() and
+// config.json state what differs. A count of 0 means that there is nothing of the kind.
 struct EmbeddingShape {
     bool tied = true; // the head is the token table
     Position position = Position::LEARNED;
@@ -576,7 +572,7 @@ inline void place_bucket(Model& m, Bucket& b, size_t align) {
         return b.elements;
     };
 
-    // Order parameters by the ranks that sum their gradients; see Bucket (model.h).
+    // Order parameters by the ranks that sum their gradients; see Bucket.
     b.by_heads = place([](Shard s) { return s.axis < 0 && s.partial == Partial::HEADS; });
     b.common = place([](Shard s) { return s.axis < 0 && s.partial == Partial::ROWS; });
     b.shared = place([](Shard s) { return s.axis >= 0 && s.units > 0; });

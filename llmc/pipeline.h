@@ -173,19 +173,9 @@ inline std::vector<Schedule> schedules_of(Pipeline kind, int pp, int chunks, int
     return all;
 }
 
-// Write schedules as text: one line for each rank, with words like F0.1 (micro-batch 0, stage 1).
-inline std::string write_schedule(const std::vector<Schedule>& all) {
-    std::string text;
-    for (const Schedule& mine : all) {
-        for (const Slot& s : mine)
-            text += (&s == mine.data() ? "" : " ") + name_of(s);
-        text += "\n";
-    }
-    return text;
-}
-
-// Read schedules in that format from a file or a string; # begins a comment. Returns "" or the
-// fault and its line. check_schedule says whether the schedule can run.
+// Read schedules from a file or a string: a line for each rank, with words like F0.1 (micro-batch
+// 0, stage 1); # begins a comment. Returns "" or the fault and its line. check_schedule says
+// whether the schedule can run.
 inline std::string read_schedule(std::istream& in, std::vector<Schedule>& all) {
     if (!in)
         return "the schedule cannot be read: is the path right?";
@@ -527,12 +517,6 @@ inline Steps place_transfers(Steps steps, std::vector<Crossing> messages, const 
         place(m.from, m.made_at, m.send);
     return steps;
 }
-inline Steps place_transfers(const std::vector<Schedule>& all, int pp, bool in_rounds) {
-    std::vector<Crossing> messages = crossings_of(all, pp);
-    Steps bare = bare_steps(all, pp);
-    Waits waits = waits_for_data(bare, messages);
-    return place_transfers(bare, messages, run_steps(bare, waits, Costs(), in_rounds));
-}
 
 // Place groups between any two slots, or only between rounds of one forward and one backward pass,
 // whichever makes the ranks wait less. 1F1B wants any slot: it needs a message as soon as it is
@@ -561,11 +545,6 @@ inline Steps add_transfers(const std::vector<Schedule>& all, int pp) {
         if (least <= last_end(free)) break; // nothing is better
     }
     return best;
-}
-
-// Return the steps of one rank.
-inline std::vector<ScheduleStep> add_transfers(const std::vector<Schedule>& all, int rank, int pp) {
-    return add_transfers(all, pp)[rank];
 }
 
 // ----------------------------------------------------------------------------

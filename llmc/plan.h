@@ -44,6 +44,7 @@
 #include "recompute.h"
 #include "sharding.h"
 #include "zero.h"
+#include <set>
 
 namespace llmc {
 

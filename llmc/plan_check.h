@@ -16,6 +16,7 @@
 #include "plan.h"
 #include "recompute.h"
 #include "sharding.h"
+#include <set>
 
 namespace llmc {
 

@@ -6,7 +6,7 @@
 #include "model.h"
 #include "ops/expert_capacity.cuh"
 #include "ops/fp8.cuh"
-#include "ops/grad_norm.cuh"
+#include "ops/tensor_table.cuh"
 #include "ops/rand.h"
 #include "ops/small_states.cuh"
 

@@ -41,8 +41,8 @@ namespace llmc {
 
 // ----------------------------------------------------------------------------
 // what a rank adds to the gradient norm, and what it keeps of the result
-//   NORM (step.h) adds a sum of squares for each chunk of each bucket, over all ranks. An element
-//   that several ranks hold counts once. Offloaded gradients leave their sums before NORM (SQUARE).
+//   NORM adds a sum of squares for each chunk of each bucket, over all ranks. An element that
+//   several ranks hold counts once. Offloaded gradients leave their sums before NORM (SQUARE).
 
 // The first element of a bucket that this rank counts in the norm. The elements before it are
 // replicated over tp: another tensor-parallel rank counts them.
@@ -67,7 +67,6 @@ void square_gradient(const Trainer<T, S>& t, int bucket, Kind kind, double* sums
 //   init_constants() fills in RoPE's table (P,rotary/2,2), one more for layers with a window, or
 //   ALiBi's slopes (NH). init_loss_scale() sets fp16's first loss scale.
 
-// Fill in RoPE's table or ALiBi's slopes, which blocks only read.
 template <typename T, typename S>
 void init_constants(Trainer<T, S>& t) {
     const Shape& s = t.model.shape;

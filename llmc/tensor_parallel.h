@@ -155,7 +155,8 @@ inline InputsKept inputs_kept(const Shape& s) {
         return read ? Keep::CHEAP : Keep::PASSING;
     };
 
-    // List the matrices by the ends of their names, GPT-2's and Llama's; {} is an expert's number.
+    // List the matrices by the ends of their names, in every family that may have adapters: F drops
+    // the input of a matrix that is missing here. {} is an expert's number.
     return {kept({"attn.c_attn", ".q_proj", ".k_proj", ".v_proj"}),
             kept({"mlp.c_fc", ".gate_proj", ".up_proj"}),
             kept({"mlp.c_proj", "mlp.down_proj", "expert.down_proj", "experts.down_proj"}),

@@ -1,6 +1,5 @@
 // trainer.h - one rank's state: model, plans, the arena's bytes, and its groups of ranks
 #pragma once
-#include <functional>
 #include "action.h"
 #include "arena.h"
 #include "context.h"
@@ -17,6 +16,7 @@
 #include "quantised.h"
 #include "sharding.h"
 #include "streams.h"
+#include <functional>
 
 namespace llmc {
 
@@ -35,7 +35,8 @@ struct Hyper {
 struct PreparedBatch {
     int plan = -1;       // the plan that will use it; -1: no batch is prepared
     uint64_t cursor = 0; // the first sample
-    int* staging = nullptr; // (micro-batches,4 to 7,N), keys; null on a CPU, which reads none ahead
+    // (micro-batches, row_numbers(), N), then keys; null on a CPU, which reads none ahead
+    int* staging = nullptr;
     int64_t valid = 0;               // the Trainer's numbers below, for this batch
     std::vector<int64_t> pairs = {};
     std::string wrong = ""; // reported by the step that uses the batch, not by the one that read it
@@ -239,6 +240,5 @@ void trainer_free(Trainer<T, S>& t) {
     for (PlanGraph<S>& g : t.graphs.of)
         free_graph(g);
 }
-
 
 } // namespace llmc

@@ -1,4 +1,8 @@
-// transfers.h - transfers in flight: between tiers of memory, and collectives
+// transfers.h - what is in flight: moves between tiers, collectives; and the groups of ranks
+//   1. FETCH and PARK   start_move(), and where an update finds its chunk
+//   2. collectives      start_flight() and finish_flight(), which step.h's loop calls
+//   3. placements       what tests check of each buffer
+//   4. groups           make_comms()
 #pragma once
 #include "action.h"
 #include "arena.h"
@@ -423,8 +427,13 @@ void note_placements(Trainer<T, S>& t, const Action& a) {
 }
 
 // ----------------------------------------------------------------------------
-// the groups of ranks that a rank works with (layout.h)
+// the groups of ranks that a rank works with, made from the layout (layout.h lists them)
 
+// Give the groups that streams send with their communicators; counts and losses go over MPI. All
+// ranks of the world must call.
+//   world, shard, replica, edp   the plan's collectives: one stream, one after the other
+//   pp, tie                      messages of stages, beside those: separate
+//   tp, kv; cp; ep               between a layer's products, beside all of the plan's: separate
 inline void attach_gpus(Comms& c) {
     // Refuse a library that cannot start communicators side by side in the host's order.
     auto beside = [&](const Comm& part) { return part.size > 1 && part.size < c.world.size; };

@@ -39,6 +39,7 @@
 #include "ops/types.h"
 #include "sharding.h"
 #include "streams.h"
+#include <set>
 
 namespace llmc {
 

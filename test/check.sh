@@ -89,6 +89,7 @@ deal_runs() { # of a build: what it is called, its folder, the arrays of make's 
 step "the README's table of files is current" scripts/readme_table.sh --check
 step "the page and the tree: test/style.sh" test/style.sh
 step "every mutant's fragment stands" test/mutate found
+step "README's example compiles with the files that it names" test/copycheck.sh README.md
 step "no statement begins with module or import: nvcc takes them for keywords" \
     bash -c '! grep -rnE "^ *(module|import)\>" --include=*.h --include=*.cuh --include=*.cu llmc train_gpt.cu dev'
 step "no loop over {a, b} has a variable of a template's type: nvcc refuses it" \

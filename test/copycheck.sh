@@ -3,6 +3,7 @@
 # project with names of its own (test/copycheck.cu), which calls the file's launchers: by g++ and in
 # the emulator the calls run, nvcc compiles them, where there is one. Last line: N passed, N failed.
 # usage: test/copycheck.sh [FILE ...]      without FILE: all, and README's example, which also runs
+#        test/copycheck.sh README.md       the example alone
 set -u
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
@@ -41,10 +42,12 @@ verdict() {
     fi
 }
 
-# Without FILE: every file in a process of its own, two at a time; the lines of one come together.
-if [ $# = 0 ]; then
+if [ "${1-README.md}" = README.md ]; then
     if example; then passed=1; echo "ok   README's example"
     else failed=1; echo "FAIL README's example"; fi
+fi
+# Without FILE: every file in a process of its own, two at a time; the lines of one come together.
+if [ $# = 0 ]; then
     lines=$(grep -l '^//   To copy:' llmc/*.h llmc/ops/* |
         xargs -P 2 -I{} sh -c 'lines=$(test/copycheck.sh {}); echo "$lines"' |
         grep -vE '^[0-9]+ passed, [0-9]+ failed$|^skipped: nvcc')
@@ -52,6 +55,7 @@ if [ $# = 0 ]; then
     passed=$((passed + $(grep -c '^ok ' <<<"$lines")))
     failed=$((failed + $(grep -c '^FAIL' <<<"$lines")))
 fi
+[ "${1-}" != README.md ] || shift
 for file in "$@"; do
     # the "To copy" line, and those that continue it
     line=$(sed -n '/To copy:/,/^#pragma once/p' "$file" | grep '^//' | tr '\n' ' ')

@@ -45,7 +45,7 @@ namespace llmc {
 }
 
 // Make the group of ranks `places` of c, in this order; only these ranks call. Ranks with GPUs also
-// need a communicator for their streams: layout.h makes it.
+// need a communicator for their streams: make_comms() (transfers.h) makes it.
 inline Comm comm_split(const Comm& c, const std::string& name, const std::vector<int>& places) {
     Comm part = c;
     part.name = name;

@@ -4,7 +4,7 @@
 //   A communicator takes memory of the GPU. Groups of the same ranks therefore share one, and a
 //   group of fewer ranks is split from a larger one, whose buffers it shares. NCCL runs
 //   communicators that share buffers one after the other; those that must run side by side are
-//   made apart (layout.h).
+//   made apart (transfers.h).
 //   All communicators are made before the first collective: making one may wait for the device, on
 //   which a collective may wait for a peer that has not arrived.
 //   Host order: the ranks of a communicator give it the same calls in the same order, and two

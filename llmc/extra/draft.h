@@ -1,13 +1,13 @@
 // draft.h - --draft: a small model that proposes tokens, for speculative decoding
 //   A draft has its own shape, weights and memory, and a key/value cache as long as the model's. It
-//   must have the model's vocabulary. ../io/speculate.h says how guesses are judged.
+//   must have the model's vocabulary. ../io/sampler.h says how guesses are judged.
 #pragma once
 #include "../action.h"
 #include "../arena.h"
 #include "../io/config.h"
 #include "../io/files.h"
 #include "../io/generate.h"
-#include "../io/speculate.h"
+#include "../io/sampler.h"
 #include "../layers.h"
 #include "../model.h"
 #include "../ops/memory.h"

@@ -14,7 +14,6 @@
 #pragma once
 #include "../adapters.h"
 #include "../comm/group.h"
-#include "../io/checkpoint.h"
 #include "../io/hf_files.h"
 #include "../io/hf_places.h"
 #include "../io/json.h"

@@ -11,7 +11,6 @@
 #include "../ops/rand.h"
 #include "../text.h"
 #include "chat.h"
-#include "config.h"
 #include "files.h"
 #include "json.h"
 #include "tokenizer.h"

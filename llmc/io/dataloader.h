@@ -24,7 +24,6 @@
 #include <functional>
 #include <memory>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 #include "../access.h"
@@ -34,7 +33,6 @@
 #include "file_kind.h"
 #include "files.h"
 #include "json.h"
-#include "mapping.h"
 #include "tokenizer.h"
 
 namespace llmc {

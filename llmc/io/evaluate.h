@@ -35,11 +35,9 @@
 //   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
 //   Running: likelihood.h.
 #pragma once
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include "../text.h"
 #include "config.h"
-#include "config_notes.h"
 #include "dataloader.h"
 #include "files.h"
 #include "json.h"

@@ -349,7 +349,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
 
 // NCCL takes bytes of a GPU beside the plan's, and only NCCL knows how many. Its users report 0.5
 // to 1.6 GB a communicator (NCCL's issues 964 and 864). Communicators that share buffers count
-// once: the plan's, and beside them those of other axes (layout.h).
+// once: the plan's, and beside them those of other axes (transfers.h).
 inline std::string nccl_text(const Layout& layout) {
     auto beside = [&](Axis axis) {
         return int(axis.size > 1 && axis.size < layout.world());

@@ -4,7 +4,6 @@
 //   bytes are refused, each with the command that makes token shards of the file, if there is one.
 //   A JSON file without the ending counts as text: much other text begins with a bracket too.
 #pragma once
-#include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>

@@ -4,7 +4,7 @@
 //      keys and values are copied from the slot that has them
 //   2. the logits of a prompt's last row pick its text's first token
 //   3. one run reads, in every slot at its own position, the last token that was picked, followed
-//      by a draft's guesses (speculate.h), if there is a draft
+//      by a draft's guesses (sampler.h), if there is a draft
 //   4. each slot's logits pick its next token, or judge the guesses. A text ends with a token of
 //      `ends`, which is not printed, with the wanted number of tokens, or when its slot is full.
 //      Then the slot is free; repeat from 1
@@ -25,13 +25,11 @@
 #include "../ops/memory.h"
 #include "../ops/rand.h"
 #include "../ops/types.h"
-#include "../pipeline.h"
 #include "../sizes.h"
 #include "../step.h"
 #include "../text.h"
 #include "../trainer.h"
 #include "sampler.h"
-#include "speculate.h"
 
 namespace llmc {
 

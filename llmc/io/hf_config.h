@@ -146,7 +146,7 @@ inline const HfClass* hf_class(const std::string& type) {
 }
 
 // Whether a model_type is among the words of a list. A word may end with a star; "llamas" are all
-// but the first and the last class.
+// but gpt2 and gpt_neox.
 inline bool is_one_of(const std::string& type, const std::string& list) {
     std::istringstream words(list);
     bool llama = type != "gpt2" && type != "gpt_neox";

@@ -23,7 +23,6 @@
 #include "../quantised.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "checkpoint.h"
 #include "files.h"
 #include "hf_config.h"
 #include "hf_files.h"

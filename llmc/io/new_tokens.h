@@ -12,7 +12,6 @@
 #include "../parameters.h"
 #include "../text.h"
 #include "../trainer.h"
-#include "checkpoint.h"
 #include "hf_config.h"
 #include "huggingface.h"
 #include "one_reader.h"

@@ -32,7 +32,6 @@
 #include <sys/stat.h>
 #include <deque>
 #include <future>
-#include <memory>
 #include <thread>
 #include "../comm/rank_status.h"
 #include "../text.h"

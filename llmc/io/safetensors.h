@@ -14,11 +14,9 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../ops/element_type.h"
-#include "../ops/small_states.cuh"
 #include "../ops/types.h"
 #include "../text.h"
 #include "files.h"
-#include "mapping.h"
 
 namespace llmc {
 

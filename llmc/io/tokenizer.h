@@ -28,7 +28,6 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
-#include "../ops/elements.h"
 #include "../ops/rand.h"
 #include "../ops/types.h"
 #include "../text.h"

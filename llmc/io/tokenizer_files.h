@@ -14,7 +14,6 @@
 #pragma once
 #include <sys/stat.h>
 #include <unistd.h>
-#include <fstream>
 #include <sstream>
 #include <nlohmann/json.hpp>
 #include "../access.h"

@@ -8,10 +8,9 @@
 //   two own 64 rows (forward) or 64 keys (backward) each. Tiles lie in chunks of 64 channels, 128
 //   bytes a row, under the 128-byte swizzle, as TMA writes and wgmma reads them.
 //   forward      One block stays on each SM and takes tiles of rows from a queue, longest first;
-//                loads and stores run beside the tile that is computed. The
-//                softmax of one tile of keys runs under P V of the tile before. The two warpgroups
-//                take turns with the tensor cores, so that the exponentials of one run under the
-//                products of the other.
+//                loads and stores run beside the tile that is computed. The softmax of one tile of
+//                keys runs under P V of the tile before. The two warpgroups take turns with the
+//                tensor cores: the exponentials of one run under the products of the other.
 //   backward     A block owns keys and reads tiles of 128 rows (64 if a head has more than 64
 //                channels). It computes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are
 //                operands in registers; only dS passes through shared memory, for dQ = dS K. dK and
@@ -24,6 +23,7 @@
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
 //         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
 //         numbers a row, and dQ in float.
+//   Without nvcc this file declares nothing; the CPU's version is attention_cpu.cuh.
 //   To copy: this file, attention_rows.cuh, attention_types.h, hopper.cuh, tensor_cores.h,
 //            types.h and cuda_common.h.
 #pragma once

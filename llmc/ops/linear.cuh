@@ -51,8 +51,6 @@ struct Narrow {
     void* values = nullptr;        // of a vector, which is not quantised
 
     bool is_matrix() const { return int8 || int4 || nf4.codes; }
-    // The first of the float numbers that belong to the codes.
-    const float* first_float() const { return nf4.codes ? nf4.table : absmax; }
 };
 
 // A weight's fp8 form, kept from the first product that reads it for the products that follow.

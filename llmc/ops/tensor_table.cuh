@@ -4,6 +4,7 @@
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
+#include "types.h"
 
 namespace llmc {
 
@@ -27,10 +28,9 @@ struct TensorRow {
     // between two runs.
     uint64_t start = 0, run = 1, gap = 0;
 
-    // Where the row's second moments begin, in elements; Muon's matrices have none.
+    // Where the row\'s second moments begin, in elements; Muon\'s matrices have none.
     size_t second = offset;
-    // 8-bit moments: the byte where the row's moments begin, and whether they are codes
-    // (small) or floats.
+    // 8-bit moments: the byte where the row's begin, and whether they are codes (small) or floats.
     size_t state = 0;
     bool small = false;
 

@@ -35,7 +35,6 @@
 #include "../recompute.h"
 #include "../sizes.h"
 #include "../streams.h"
-#include "../trainer.h"
 #include "cost.h"
 #include "layer_cost.h"
 #include "simulator.h"

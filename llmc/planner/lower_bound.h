@@ -12,7 +12,6 @@
 //   Cost: a microsecond a layout; prices are asked once for all layouts that share them.
 #pragma once
 #include <map>
-#include <utility>
 #include "../action.h"
 #include "../arena.h"
 #include "../family.h"

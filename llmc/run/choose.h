@@ -20,7 +20,6 @@
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_export.h"
 #include "../io/tokenizer_files.h"
-#include "../layout.h"
 #include "../model.h"
 #include "../ops/loss_scale.cuh"
 #include "../ops/types.h"

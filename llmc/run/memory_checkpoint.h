@@ -22,7 +22,6 @@
 #include "../io/checkpoint_load.h"
 #include "../io/files.h"
 #include "../io/manifest.h"
-#include "../io/mapping.h"
 #include "../io/one_reader.h"
 #include "../ops/types.h"
 #include "../text.h"

@@ -13,7 +13,7 @@
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
-#include "../io/speculate.h"
+#include "../io/sampler.h"
 #include "../io/tensor_source.h"
 #include "../io/tokenizer.h"
 #include "../io/tokenizer_export.h"
@@ -21,7 +21,6 @@
 #include "../load.h"
 #include "../model.h"
 #include "../ops/element_type.h"
-#include "../ops/loss_scale.cuh"
 #include "../ops/types.h"
 #include "../step.h"
 #include "../streams.h"
@@ -35,7 +34,6 @@
 #include <functional>
 #include <string>
 #include <sys/stat.h>
-#include <type_traits>
 
 namespace llmc {
 

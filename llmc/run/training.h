@@ -9,7 +9,6 @@
 #include "../io/logger.h"
 #include "../io/mfu.h"
 #include "../load.h"
-#include "../ops/grad_norm.cuh"
 #include "../ops/loss_scale.cuh"
 #include "../ops/step_scale.h"
 #include "../action.h"

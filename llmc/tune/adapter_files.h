@@ -14,7 +14,6 @@
 #include <regex>
 #include "../access.h"
 #include "../adapters.h"
-#include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../io/hf_files.h"
 #include "../io/hf_places.h"

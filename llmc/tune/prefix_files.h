@@ -8,7 +8,6 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include "../adapters.h"
-#include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../io/hf_files.h"
 #include "../io/huggingface.h"

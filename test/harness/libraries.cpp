@@ -2,7 +2,6 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <cstdio>
-#include <string>
 #include <utf8proc.h>
 #include <zlib.h>
 #ifdef WITH_ZSTD

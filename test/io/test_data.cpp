@@ -1,7 +1,6 @@
 // test_data.cpp - windows of tokens from files, and samplers of tokens from logits
 //   The tokens of a file are their own positions, so a window tells where it was read.
 #include <omp.h>
-#include <functional>
 #include <numeric>
 #include <set>
 #include "../../llmc/io/dataloader.h"

@@ -3,7 +3,6 @@
 #include <sys/resource.h>
 #include <csignal>
 #include "../../llmc/layout.h"
-#include "../../llmc/io/config_check.h"
 #include "../../llmc/io/model_shape.h"
 #include "../../llmc/io/new_tokens.h"
 #include "../../llmc/extra/upcycle.h"

@@ -1,7 +1,7 @@
 // kernels_elementwise.h - rows of the kernel table: GELU, SwiGLU, RoPE, column sums
 #pragma once
+#include "../../llmc/ops/column_sums.cuh"
 #include "../../llmc/ops/gelu.cuh"
-#include "../../llmc/ops/linear.cuh"
 #include "../../llmc/ops/rope.cuh"
 #include "../../llmc/ops/swiglu.cuh"
 #include "kernels_norms.h"

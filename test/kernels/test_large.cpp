@@ -2,12 +2,9 @@
 //   Outputs that depend on one row are checked on rows drawn at random, by the CPU version in
 //   double. Sums over rows are checked whole. The emulator is too slow for these sizes: its
 //   table is that of test_kernels.
-#include "../../llmc/ops/adamw.cuh"
 #include "../../llmc/ops/crossentropy.cuh"
-#include "../../llmc/ops/embedding.cuh"
 #include "../../llmc/ops/layernorm.cuh"
 #include "../../llmc/ops/rmsnorm.cuh"
-#include "../../llmc/ops/swiglu.cuh"
 #include "kernels_attention.h"
 
 using namespace llmc;

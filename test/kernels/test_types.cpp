@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 #include <omp.h>
 #include <bit>
-#include <functional>
-#include <numeric>
 #include <set>
 #include "../../llmc/ops/element_type.h"
 #include "../../llmc/ops/fast_math.h"

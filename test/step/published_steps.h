@@ -2,9 +2,7 @@
 //   A row is a model, a layout and seconds. Some rows were used to fit the shares of machine.h's
 //   a100-80 row; all others are held out, and nothing was tuned to them.
 #pragma once
-#include <sstream>
-#include <string>
-#include <vector>
+#include <cstddef>
 
 // A sweep of one model. Its rows are tp.dp.pp.B:seconds, with B the micro-batch; T 2048, V 51200,
 // full recomputation, 1F1B, gradients summed in float16.

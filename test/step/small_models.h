@@ -3,7 +3,6 @@
 #include <mutex>
 #include "../../llmc/io/plan_flags.h"
 #include "../../llmc/layers.h"
-#include "../../llmc/load.h"
 #include "../../llmc/family.h"
 
 using namespace llmc;

@@ -473,7 +473,7 @@ TEST(Layouts, SchedulesFromFilesAre1F1BBitByBit) {
     named.pp = 2, named.micro_batches = 3;
     auto want = run_layout<float>(small_gpt2(), named, true);
     for (const std::string& text :
-         {write_schedule(schedules_of(Pipeline::ONE_F_ONE_B, 2, 1, 3)),
+         {std::string("F0.0 F1.0 B0.0 F2.0 B1.0 B2.0\nF0.1 B0.1 F1.1 B1.1 F2.1 B2.1\n"),
           std::string("F0.0 F1.0 F2.0 B0.0 I1.0 W1.0 B2.0 # a line a rank\n"
                       "F0.1 I0.1 F1.1 W0.1 B1.1 F2.1 B2.1\n")}) {
         LayoutCase l = named;

@@ -7,13 +7,11 @@
 #include <csignal>
 #include <functional>
 #include <random>
-#include <sstream>
 #include <thread>
 #include <nlohmann/json.hpp>
 #include "../../llmc/io/model_shape.h"
 #include "../../llmc/run/folder.h"
 #include "../../llmc/run/limits.h"
-#include "../../llmc/run/report.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

@@ -6,7 +6,7 @@
 //   bit; and the order of calls is compared between ranks.
 //     build/test_nccl                              starts the others
 //     mpirun -np 4 build/test_nccl --steps-last    the layouts of 4 ranks; or --steps-first
-#include "../../llmc/io/checkpoint_load.h"
+#include "../../llmc/io/one_reader.h"
 #include "../../llmc/text.h"
 #include "../harness/testing.h"
 #include "small_models.h"

@@ -2,7 +2,6 @@
 //   Runs $TRAIN_GPT (default build/train_gpt) as a child process in a scratch folder.
 #include <sys/resource.h>
 #include <algorithm>
-#include <random>
 #include <regex>
 #include <nlohmann/json.hpp>
 #include "../harness/testing.h"

@@ -3,7 +3,6 @@
 #include "../../llmc/planner/simulator.h"
 #include "../../llmc/family.h"
 #include "../../llmc/io/mfu.h"
-#include "../../llmc/planner/predict.h"
 #include "../harness/testing.h"
 #include "published_steps.h"
 
