@@ -419,7 +419,7 @@ inline const std::vector<Flag>& config_table() {
         {"eval", &C::eval, "", "only evaluate, print `val loss`, and leave"},
         {"evaluate", &C::evaluate, "",
          "TASK=FILE,...: score completions at each evaluation: hellaswag, arc-easy, "
-         "arc-challenge, piqa, winogrande, lambada"},
+         "arc-challenge, piqa, winogrande, lambada; core=FOLDER: CORE's tasks"},
         {"sample-every", &C::sample_every, "0..1000000000000",
          "steps between samples (0: at the end only)"},
 

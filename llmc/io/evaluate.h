@@ -33,7 +33,7 @@
 //   Files: JSON lines as published. HellaSwag also as six lines a question (context, label, four
 //   endings, without brackets); ARC in AI2's or Hugging Face's form; PIQA's labels in the line, or
 //   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
-//   Running: likelihood.h.
+//   CORE, and --evaluate's value: core.h. Running: likelihood.h.
 #pragma once
 #include <nlohmann/json.hpp>
 #include "../text.h"
@@ -50,7 +50,7 @@ namespace llmc {
 struct Candidate {
     std::vector<int> tokens = {}; // context, then completion
     size_t scored = 0;            // number of the completion's tokens, at the end of `tokens`
-    size_t characters = 0;        // of the completion, without the space in front
+    size_t characters = 0;        // of the completion, without the space in front; CORE: `scored`
     double log_likelihood = 0;
     bool greedy = false; // each of the completion's tokens is the likeliest
 };
@@ -65,6 +65,8 @@ struct TaskQuestion {
 struct Task {
     std::string name;
     std::vector<TaskQuestion> questions = {};
+    int shots = -1;   // of CORE: solved examples before each question; -1: another suite's task
+    double guess = 0; // of CORE: the accuracy of guessing
 };
 
 // All questions of --evaluate. The candidates of all tasks run together.
@@ -438,40 +440,6 @@ inline std::string read_task(Evaluation* e, const TaskKind& kind, const std::str
     return "";
 }
 
-// Read --evaluate's value, "hellaswag=FILE,piqa=FILE". Returns "" or what is wrong.
-inline std::string read_tasks(Evaluation* e, const std::string& value, const Tokenizer& tokenizer,
-                              size_t P) {
-    // List the names, for the messages.
-    std::vector<std::string> names;
-    std::string all;
-    for (const TaskKind& k : task_kinds()) {
-        names.push_back(k.name);
-        all += concat(all.empty() ? "" : ", ", k.name);
-    }
-
-    // Read task by task. Each may occur once: its name is its key in log.jsonl.
-    std::string item;
-    for (std::istringstream in(value); std::getline(in, item, ',');) {
-        size_t equals = item.find('=');
-        if (equals == std::string::npos)
-            return "--evaluate wants name=FILE, not '" + item + "'; names: " + all;
-        std::string name = item.substr(0, equals);
-        std::string close = nearest(name, names);
-        const TaskKind* kind = find_task_kind(name);
-        if (!kind)
-            return "--evaluate: there is no task '" + name + "'" +
-                   (close.empty() ? "" : ": did you mean " + close + "?") + "; tasks: " + all;
-        for (const Task& t : e->tasks)
-            if (t.name == name)
-                return "--evaluate: " + name + " is there twice";
-
-        std::string wrong = read_task(e, *kind, item.substr(equals + 1), tokenizer, P);
-        if (!wrong.empty())
-            return "--evaluate: " + wrong;
-    }
-    return "";
-}
-
 // ----------------------------------------------------------------------------
 // scores
 
@@ -516,7 +484,7 @@ inline Score score_task(const Task& task, const std::vector<Candidate>& candidat
         auto sum = [](const Candidate& x) { return x.log_likelihood; };
         auto norm = [](const Candidate& x) { return x.log_likelihood / double(x.characters); };
         acc.push_back(q.count == 1 ? c[0].greedy : best(sum) == q.label);
-        acc_norm.push_back(best(norm) == q.label);
+        acc_norm.push_back(q.count == 1 ? c[0].greedy : best(norm) == q.label);
         log_likelihood.push_back(c[q.label].log_likelihood);
     }
     return {mean_of(acc), mean_of(acc_norm), mean_of(log_likelihood)};

@@ -28,7 +28,7 @@ struct TensorRow {
     // between two runs.
     uint64_t start = 0, run = 1, gap = 0;
 
-    // Where the row\'s second moments begin, in elements; Muon\'s matrices have none.
+    // Where the row's second moments begin, in elements; Muon's matrices have none.
     size_t second = offset;
     // 8-bit moments: the byte where the row's begin, and whether they are codes (small) or floats.
     size_t state = 0;

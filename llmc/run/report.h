@@ -6,6 +6,7 @@
 #include "../comm/rank_status.h"
 #include "../io/checkpoint.h"
 #include "../io/config.h"
+#include "../io/core.h"
 #include "../io/dataloader.h"
 #include "../io/evaluate.h"
 #include "../io/explain.h"
@@ -126,10 +127,12 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
     finish_line(run.log);
     nlohmann::json line = {{"step", run.step}};
     for (const Task& task : run.questions.asked.tasks) {
+        if (task.shots >= 0) continue; // CORE's tasks have one table
         Score score = score_task(task, run.questions.asked.candidates);
         printf("%s", score_text(task, score).c_str());
         score_log(line, task, score);
     }
+    printf("%s", core_table(run.questions.asked, &line).c_str());
     fflush(stdout);
     note(run, log_append(run.log, line));
 }

@@ -4,6 +4,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "../../llmc/io/core.h"
 #include "../../llmc/io/likelihood.h"
 #include "../../llmc/io/generate.h"
 #include "../../llmc/io/huggingface.h"
@@ -138,7 +139,7 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
     // Values of the flag.
     refuses("hellaswag", "wants name=FILE, not 'hellaswag'");
     refuses("helaswag=x", "no task 'helaswag': did you mean hellaswag?");
-    refuses("x=y", "tasks: hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada");
+    refuses("x=y", "tasks: hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada, core");
     refuses("piqa=/no/such", "/no/such: No such file");
     refuses("piqa=" + testing::TempDir(), "is no file but a folder");
 
@@ -324,7 +325,7 @@ TEST(Scores, OfOneCompletionEach) {
     task.questions.resize(1);
     EXPECT_EQ(score_text(task, score_task(task, c)), "lambada 0/1  acc 0.0000  perplexity 2.718\n");
     task.name = "piqa";
-    EXPECT_EQ(score_text(task, score_task(task, c)), "piqa 1/1  acc 0.0000  acc_norm 1.0000\n");
+    EXPECT_EQ(score_text(task, score_task(task, c)), "piqa 0/1  acc 0.0000  acc_norm 0.0000\n");
 }
 
 // ----------------------------------------------------------------------------
@@ -636,6 +637,239 @@ TEST(Groups, CutsAreTheBest) {
             }
         EXPECT_EQ(tokens(groups), best) << seed;
     }
+}
+
+// ----------------------------------------------------------------------------
+// CORE
+
+// The constants are CPython 3.11's.
+TEST(Core, DrawsArePythons) {
+    typedef std::vector<size_t> Drawn;
+    PythonSeed seed = {0};
+    std::mt19937 random(seed);
+    EXPECT_EQ(random(), 3626764237u);
+    EXPECT_EQ(random(), 1654615998u);
+
+    // Python makes a list of 85 and of 21, and a set of what it draws from 86 and from 22.
+    EXPECT_EQ(python_sample(999, 10, 1234),
+              (Drawn{989, 796, 451, 119, 7, 92, 932, 965, 961, 826})); // of range(1, 1000), less 1
+    EXPECT_EQ(python_sample(85, 10, 5000), (Drawn{29, 46, 50, 58, 14, 64, 51, 5, 79, 43}));
+    EXPECT_EQ(python_sample(86, 10, 5000), (Drawn{29, 46, 50, 58, 14, 64, 51, 5, 43, 66}));
+    EXPECT_EQ(python_sample(21, 5, 1234), (Drawn{14, 3, 0, 2, 1}));
+    EXPECT_EQ(python_sample(22, 5, 1234), (Drawn{14, 3, 0, 2, 18}));
+    EXPECT_EQ(python_sample(4, 4, 7), (Drawn{2, 0, 1, 3}));
+    EXPECT_EQ(python_sample(20321, 10, 100000),
+              (Drawn{3060, 15921, 572, 13170, 17951, 11477, 12741, 8317, 7369, 14350}));
+    EXPECT_EQ(python_sample(3, 0, 1), Drawn{});
+
+    Drawn all(1000);
+    std::iota(all.begin(), all.end(), size_t(0));
+    python_shuffle(&all, 1337);
+    EXPECT_EQ(Drawn(all.begin(), all.begin() + 8), (Drawn{239, 310, 101, 624, 1, 628, 612, 482}));
+    EXPECT_EQ(Drawn(all.end() - 2, all.end()), (Drawn{947, 632}));
+}
+
+// A folder with one task.
+std::string core_folder(const std::string& keys, const std::string& items,
+                        const std::string& guess = "x,25") {
+    std::string folder = scratch("core");
+    put_file(folder + "/core.yaml", "icl_tasks:\n- label: x\n  dataset_uri: x.jsonl\n" + keys);
+    put_file(folder + "/eval_data/x.jsonl", items);
+    put_file(folder + "/eval_meta_data.csv", "Eval Task,Random baseline\n" + guess + "\n");
+    return folder;
+}
+
+// The last question of such a folder, as text_of() shows it, with ^ for the token that begins a text.
+std::string core_text(const std::string& keys, const std::string& items) {
+    Tokenizer t;
+    t.eot = '^';
+    Evaluation e;
+    std::string wrong = read_tasks(&e, "core=" + core_folder(keys, items), t, 1 << 20);
+    return wrong.empty() ? text_of(e, e.tasks.at(0).questions.back()) : wrong;
+}
+
+// The second of two items, with the first as its shot. Random(1337) leaves two in their order.
+TEST(Core, ItemsByHand) {
+    std::string shot = "  num_fewshot: [1]\n  icl_task_type: ";
+    std::string answer = "  continuation_delimiter: \"\\nAnswer: \" # after the question\n";
+
+    // HellaSwag: the space belongs to the prompt, and what the endings begin alike too.
+    EXPECT_EQ(core_text(shot + "multiple_choice\n",
+                        R"({"query": "Roof: He", "choices": ["sits.", "is off."], "gold": 1})"
+                        "\n"
+                        R"({"query": "Ice: A man ", "choices": ["wit.", "was.", "w"], "gold": 0})"),
+              "^Roof: He is off.\n\nIce: A man  w|it.*\n^Roof: He is off.\n\nIce: A man  w|as.\n"
+              "^Roof: He is off.\n\nIce: A man  w|\n");
+
+    // ARC and PIQA.
+    EXPECT_EQ(core_text(shot + "multiple_choice\n" + answer,
+                        R"({"query": "Question: Why?", "choices": ["sun", "moon"], "gold": 0})"
+                        "\n"
+                        R"({"query": "Question: Who?", "choices": ["me", "you"], "gold": 1})"),
+              "^Question: Why?\nAnswer: sun\n\nQuestion: Who?\nAnswer: |me\n"
+              "^Question: Why?\nAnswer: sun\n\nQuestion: Who?\nAnswer: |you*\n");
+
+    // WinoGrande: the contexts may end alike too.
+    EXPECT_EQ(core_text(shot + "schema\n",
+                        R"({"context_options": ["Ann", "Bo"], "continuation": "ran.", "gold": 1})"
+                        "\n"
+                        R"({"context_options": ["It is", "He is"], "gold": 0,)"
+                        R"( "continuation": "ill."})"),
+              "^Bo ran.\n\nIt| is ill.*\n^Bo ran.\n\nHe| is ill.\n");
+
+    // LAMBADA: white space around a context goes, as Python has it. The space before the word
+    // belongs to it.
+    EXPECT_EQ(core_text(shot + "language_modeling\n",
+                        R"({"context": "\u00a0he said to \n", "continuation": "Mary"})"
+                        "\n"
+                        R"({"context": " she said to", "continuation": "Bo"})"),
+              "^he said to Mary\n\nshe said to| Bo*\n");
+    EXPECT_EQ(core_text("  num_fewshot: [0]\n  icl_task_type: language_modeling\n" + answer,
+                        R"({"context": "a", "continuation": "Bo"})"),
+              "^a\nAnswer:| Bo*\n");
+}
+
+// A prompt is encoded whole, so that a space joins the choice.
+TEST(Core, ChoicesInTokensOfGpt2) {
+    NEEDS_FIXTURES();
+    Tokenizer t;
+    ASSERT_EQ(tokenizer_open(&t, FIXTURES + "/tokenizers/gpt2"), "");
+    Evaluation e;
+    std::string keys = "  num_fewshot: [0]\n  icl_task_type: multiple_choice\n"
+                       "  continuation_delimiter: \"\\nAnswer: \"\n";
+    std::string folder = core_folder(
+        keys, R"({"query": "Question: Why?", "choices": ["sun", "the moon"], "gold": 0})");
+    ASSERT_EQ(read_tasks(&e, "core=" + folder, t, 1024), "");
+    std::vector<int> want = encode(t, "<|endoftext|>Question: Why?\nAnswer: the moon", true);
+    EXPECT_EQ(e.candidates[1].tokens, want);
+    EXPECT_EQ(e.candidates[0].scored, 1u);
+    EXPECT_EQ(e.candidates[1].scored, 2u);
+}
+
+// Tables of one, two and four ranks.
+TEST(Core, PromptsAndScoresAreThoseOfTheGoldenFile) {
+    // Compare whole prompts. A token is a byte, and 96 begins a text.
+    one_thread();
+    std::string golden = std::string(REPO_ROOT) + "/dev/golden/";
+    Json want;
+    ASSERT_EQ(read_json(golden + "core-tiny/golden.json", &want), "");
+    Tokenizer t;
+    t.eot = 96;
+    Evaluation whole, cut;
+    ASSERT_EQ(read_tasks(&whole, "core=" + golden + "core-tiny", t, 1 << 20), "");
+    std::vector<Json> rows; // of all candidates
+    for (size_t k = 0; k < 7; k++)
+        for (const Json& item : want["tasks"][k]["items"])
+            rows.insert(rows.end(), item.begin(), item.end());
+    ASSERT_EQ(whole.candidates.size(), rows.size());
+    for (size_t i = 0; i < rows.size(); i++) {
+        const Candidate& c = whole.candidates[i];
+        EXPECT_EQ(c.tokens[0], 96);
+        EXPECT_EQ(std::string(c.tokens.begin() + 1, c.tokens.end()), rows[i]["prompt"]);
+        EXPECT_EQ(c.scored, rows[i]["scored"]) << rows[i];
+    }
+
+    // Score them. The model has 40 positions, so that most prompts lose their beginning.
+    Shape s;
+    ASSERT_EQ(hf_read_config(&s, golden + "gpt2-tiny"), "");
+    ASSERT_EQ(read_tasks(&cut, "core=" + golden + "core-tiny", t, s.P), "");
+    for (int dp : {1, 2, 4}) {
+        std::mutex mutex;
+        int status = run_local_ranks(dp, {}, [&](const Comm& world) {
+            one_thread();
+            Layout me = layout_at(small_layout(dp, 1, 1), world.rank);
+            Plan p = small_plan(2, 8, 1);
+            p.layout = me;
+            PlanOptions evaluate = p;
+            evaluate.mode = Mode::EVALUATE;
+            Evaluation got = cut;
+            std::vector<ScoreGroup> groups = group_by_length(got.candidates, 128, s.P);
+            std::vector<Plan> plans = {p};
+            for (ScoreGroup& group : groups) {
+                group.plan = int(plans.size());
+                plans.push_back({score_plan(evaluate, group.T, me), me, {}});
+            }
+
+            Fixture<double> f(s, plans);
+            f.t.comms = make_comms(world, me, ranks_of_kv_head(me, f.t.model));
+            std::string wrong = hf_load_weights(f.t, golden + "gpt2-tiny");
+            for (const ScoreGroup& group : groups) score_group(f.t, group, got.candidates);
+
+            std::lock_guard<std::mutex> lock(mutex);
+            EXPECT_EQ(wrong, "");
+            Json log;
+            EXPECT_EQ(core_table(got, &log), want["table"]) << dp << " ranks";
+            EXPECT_EQ(log["core_lambada_openai"], 0.5);
+            EXPECT_NEAR(log["core"], 0.095908, 5e-7);
+            for (size_t i = 0; i < rows.size(); i++) {
+                EXPECT_LE(got.candidates[i].tokens.size(), s.P);
+                EXPECT_NEAR(got.candidates[i].log_likelihood, rows[i]["log_likelihood"], ROUNDING);
+                EXPECT_EQ(got.candidates[i].greedy, rows[i]["greedy"]) << rows[i];
+            }
+        });
+        EXPECT_EQ(status, 0) << dp << " ranks";
+    }
+}
+
+// Each refusal begins with the flag, and names the file and where it can the line.
+TEST(Core, WhatIsWrongIsSaidWithFileAndLine) {
+    std::string item = R"({"query": "q", "choices": ["a", "b"], "gold": 1})";
+    std::string keys = "  num_fewshot: [0]\n  icl_task_type: multiple_choice\n";
+    Tokenizer t;
+    t.eot = 0;
+    auto refuses = [&](const std::string& folder, const std::string& says, size_t P = 1 << 20) {
+        Evaluation e;
+        std::string wrong = read_tasks(&e, "core=" + folder, t, P);
+        EXPECT_EQ(wrong.rfind("--evaluate: " + folder + says, 0), 0u) << wrong;
+    };
+    auto yaml = [&](const std::string& more, const std::string& says) {
+        refuses(core_folder(keys + more, item), "/core.yaml" + says);
+    };
+    auto bad_item = [&](const std::string& line, const std::string& says) {
+        refuses(core_folder(keys, item + "\n" + line), "/eval_data/x.jsonl:2: " + says);
+    };
+    EXPECT_EQ(core_text(keys, item), "^q |a\n^q |b*\n");
+
+    // core.yaml: what is not of its kind, line by line.
+    refuses(scratch("nothing"), "/core.yaml: No such file");
+    yaml("  metric: [a]\n", ":6: is no key of a task: \"metric\"");
+    yaml("  label: y\n", ":6: label is there twice");
+    yaml("-\n" + keys, ":6: wants a text \"dataset_uri\"");
+    yaml("label: y\n", ":6: wants \"- \" before a task or two spaces before its key");
+    yaml("    has_categories: true\n", ":6: is no key of a task: \"  has_categories\"");
+    yaml("  has_categories:true\n", ":6: is no key of a task: \"has_categories:true\"");
+    for (const char* value : {"&a b", "'a'", "{a: b}", "[a", "\"a", "\"a\" b", "|", ""})
+        yaml(std::string("  has_categories:  ") + value + "\n",
+             *value ? ":6: wants a word, \"text\" or [number]" : ":6: is no key");
+    yaml("- label: x\n  dataset_uri: x.jsonl\n" + keys, ":6: label \"x\" is there twice");
+    put_file(core_folder("", item) + "/core.yaml", "tasks:\n");
+    refuses(scratch("core"), "/core.yaml:1: wants icl_tasks:, not \"tasks:\"");
+    put_file(scratch("core") + "/core.yaml", "# none\nicl_tasks:\n");
+    refuses(scratch("core"), "/core.yaml: has no tasks");
+    for (const char* shots : {"10", "[]", "[1.5]", "[0, 1]", "[-1]", "[1000]"})
+        refuses(core_folder(replace_all(keys, "[0]", shots), item), "/core.yaml:2: wants");
+    refuses(core_folder(replace_all(keys, "multiple_choice", "multiple_choice_mc2"), item),
+            "/core.yaml:2: icl_task_type \"multiple_choice_mc2\" is none of multiple_choice,");
+
+    // eval_meta_data.csv and items.
+    for (const char* guess : {"y,25", "x,", "x,a", "x,100", "x,-1", "x,nan", "x"})
+        refuses(core_folder(keys, item, guess),
+                "/eval_meta_data.csv: wants a row with the \"Eval Task\" x");
+    refuses(core_folder(replace_all(keys, "[0]", "[1]"), item),
+            "/eval_data/x.jsonl: has 1 items, too few for 1 shots");
+    bad_item("[]", "is no JSON object");
+    bad_item(R"({"query": "q", "gold": 1})", "wants a list of texts \"choices\"");
+    bad_item(R"({"query": "q", "choices": [], "gold": 0})", "wants a list of texts \"choices\"");
+    bad_item(R"({"choices": ["a", "b"], "gold": 0})", "wants a text \"query\"");
+    bad_item(replace_all(item, "1}", "2}"), "gold 2 is none of the 2 choices, counted from 0");
+    refuses(core_folder(keys, replace_all(item, "\"b\"", "\"bcd\"")),
+            "/eval_data/x.jsonl:1: a continuation has 3 tokens, the model 3 positions", 3);
+    refuses(core_folder("  num_fewshot: [0]\n  icl_task_type: language_modeling\n"
+                        "  continuation_delimiter: \"\"\n",
+                        R"({"context": "a", "continuation": ""})"),
+            "/eval_data/x.jsonl:1: the prompt's tokens");
+    t.eot = -1;
+    refuses(core_folder(keys, item), "/eval_data/x.jsonl:1: core wants a token before each text");
 }
 
 // ----------------------------------------------------------------------------
