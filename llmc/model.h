@@ -255,7 +255,6 @@ inline void set_variant(Shape& v, const std::string& type) {
     v.block.gate = Gate::RELU2;
     v.embedding.normed = true;
     v.rope.scaling.transposed = true;
-    v.loss.softcap = 15;
 
     // nanochat has no weights of norms, and track 3 has biases and more of its own.
     v.block.gains = track3;

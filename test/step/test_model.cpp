@@ -23,7 +23,8 @@ static std::vector<Shape> lora_shapes() {
             with_late_lora(small_variant(small_llama(), "gemma2"), 4),
             with_lora(small_shared(), 2), with_lora(small_mla(true), 3),
             with_lora(small_shared(), 3, "experts,shared_expert.down_proj"),
-            with_lora(small_mixtral(), 2, "w3,q_proj"), with_lora(small_oss(), 2)};
+            with_lora(small_mixtral(), 2, "w3,q_proj"), with_lora(small_oss(), 2),
+            with_lora(small_variant(small_llama(), "track3"), 2)};
 }
 
 // Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
