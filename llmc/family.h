@@ -37,6 +37,13 @@ template <typename F> void with_family(Family family, F f) {
     }
 }
 
+// The products of an ffn from C to F channels: ReLU^2 has no gate.
+inline int widening_products(const Shape& s) {
+    int products = 1;
+    with_family(s.family, [&](auto family) { products = family.widening_products; });
+    return is_gated(s) ? products : 1;
+}
+
 // ----------------------------------------------------------------------------
 // tables made by visiting a family's rows
 
@@ -248,6 +255,14 @@ inline Shape phi3_mini() {
     return s;
 }
 
+// modded-nanogpt's track 3, the baseline model: GPT-2's sizes with fewer and wider heads. Its norms
+// add float's own epsilon.
+inline Shape track3() {
+    Shape s = llama_shape(12, 6, 6, 768, 3072, 50304, 1024, 1024);
+    s.loss.softcap = 15;
+    return variant_shape("track3", s, false, 1.1920929e-7f);
+}
+
 // GPT-3 is GPT-2 with 2048 positions. Here heads must fill the channels: the paper's XL has 24
 // heads of 128 channels, of which only 16 fit; its 13B has 5140 channels, which 40 heads of 128
 // do not fill.
@@ -414,6 +429,7 @@ inline std::vector<Preset> model_presets() {
         {"gpt2-medium", gpt2_shape(24, 16, 1024), "350M"},
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
+        {"track3", track3(), "162M, modded-nanogpt's track 3"},
         {"gpt3-small", gpt3_shape(12, 12, 768), "125M"},
         {"gpt3-medium", gpt3_shape(24, 16, 1024), "350M"},
         {"gpt3-large", gpt3_shape(24, 16, 1536), "760M"},

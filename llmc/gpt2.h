@@ -57,7 +57,7 @@ struct Gpt2 {
 
     struct Head {
         Weight ln_f_weight, ln_f_bias;            // (C) (C)
-        Weight lm_head;                           // (Vp,C), if tied wte itself
+        LmHead lm_head;                           // (Vp,C), if tied wte itself
     };
 
     template <typename T> struct Acts {

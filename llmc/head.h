@@ -148,19 +148,25 @@ void head_activations(HeadActs<T>& a, const Shape& s, size_t N, Row row) {
 // ----------------------------------------------------------------------------
 // logits and loss
 
+// The matrix of the head, and its bias; most heads have none.
+struct LmHead : Weight {
+    Weight bias = {}; // (Vp)
+};
+
 // Cap the logits, if the model does (softcap).
 template <typename T, typename S>
 void cap_logits(Ctx<S>& ctx, T* logits, size_t rows) { // (rows,Vp)
-    softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.loss.softcap, ctx.where);
+    softcap_forward(logits, rows * ctx.shape.Vp(), ctx.shape.loss.softcap, ctx.where,
+                    ctx.shape.loss.root_softcap);
 }
 
 // Make the logits of rows [n, n + rows).
 template <typename T, typename S>
-void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head, size_t n,
+void head_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, const LmHead& lm_head, size_t n,
                        size_t rows) {
     const T* no_residual = nullptr;
-    linear_forward(a.logits, a.norm + n * ctx.shape.C, lm_head, nullptr, no_residual, rows,
-                   ctx.blas, ctx.where);
+    linear_forward(a.logits, a.norm + n * ctx.shape.C, lm_head, bias_of(lm_head.bias), no_residual,
+                   rows, ctx.blas, ctx.where);
     cap_logits(ctx, a.logits, rows);
 }
 
@@ -265,7 +271,7 @@ void head_objective(Ctx<S>& ctx, const HeadActs<T>& a) {
 // Return the coefficients of rows, which take a walk of their own; null if each row's loss counts
 // as it is.
 template <typename T, typename S>
-const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight& lm_head) { // (N)
+const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const LmHead& lm_head) { // (N)
     // Drop each chunk's logits, and make them again for the gradients: all at once would take
     // N V elements.
     if (!ctx.shape.loss.objective.rows()) return nullptr;
@@ -283,7 +289,7 @@ const acc_t<T>* row_coefficients(Ctx<S>& ctx, const HeadActs<T>& a, const Weight
 // Evaluate: make the loss, and the numbers that are kept for each row.
 template <typename T, typename S>
 void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T> a,
-               const Weight& lm_head) {
+               const LmHead& lm_head) {
     size_t N = ctx.batch.rows();
     size_t chunk = head_chunk_rows(ctx.shape, N, sizeof(T));
     a.losses = kept.losses;
@@ -303,10 +309,11 @@ void head_loss(Ctx<S>& ctx, LossSums* loss, const RowLosses<T>& kept, HeadActs<T
 // A teacher's head, with which the student's makes the teacher's logits (teacher.h).
 struct TeacherHead {
     const void* norm = nullptr; // (micro-batches,N,C) outputs of the teacher's last norm
-    Weight lm_head = {};        // (Vp,C)
+    LmHead lm_head = {};        // (Vp,C)
     Blas* blas = nullptr;       // the teacher's own, with scratch for its product
     size_t C = 0;
     float softcap = 0;
+    bool root_softcap = false;
 };
 
 // Make the teacher's logits of rows [n, n + rows), from the outputs of its last norm.
@@ -316,9 +323,9 @@ void teacher_chunk_logits(Ctx<S>& ctx, const HeadActs<T>& a, size_t n, size_t ro
     size_t first = size_t(ctx.micro) * ctx.batch.rows() + n;
     const T* norm = static_cast<const T*>(t.norm) + first * t.C; // (rows,C)
     const T* no_residual = nullptr;
-    linear_forward(a.teacher_logits, norm, t.lm_head, nullptr, no_residual, rows, *t.blas,
-                   ctx.where);
-    softcap_forward(a.teacher_logits, rows * ctx.shape.Vp(), t.softcap, ctx.where);
+    linear_forward(a.teacher_logits, norm, t.lm_head, bias_of(t.lm_head.bias), no_residual, rows,
+                   *t.blas, ctx.where);
+    softcap_forward(a.teacher_logits, rows * ctx.shape.Vp(), t.softcap, ctx.where, t.root_softcap);
 }
 
 // Distillation: turn the logits of rows [n, n + rows) into losses and their own gradient. Both
@@ -347,7 +354,7 @@ void head_chunk_distill(Ctx<S>& ctx, const HeadActs<T>& a, GradientScale scale, 
 // Train: make the loss, this rank's rows of a.dnorm, and the weight's gradient.
 // `scale` points to one number.
 template <typename T, typename S>
-void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const Weight& lm_head,
+void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const LmHead& lm_head,
                         const double* scale, bool accumulate) {
     const Shape& s = ctx.shape;
     size_t N = ctx.batch.rows();
@@ -361,7 +368,8 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
 
         // Turn logits into losses and their own gradient; in one kernel if the vocabulary is whole.
         const int* targets = ctx.batch.targets + n; // (rows)
-        GradientScale all_rows = {1, ctx.loss_scale, s.loss.softcap, scale, coefficients};
+        GradientScale all_rows = {1,     ctx.loss_scale, s.loss.softcap,
+                                  scale, coefficients,   s.loss.root_softcap};
         GradientScale gradient_scale = all_rows.from_row<acc_t<T>>(n);
         if (ctx.teacher) {
             head_chunk_distill(ctx, a, gradient_scale, n, rows);
@@ -374,10 +382,10 @@ void head_loss_backward(Ctx<S>& ctx, LossSums* loss, const HeadActs<T>& a, const
                                   s.V, s.Vp(), s.rank.vocab_start, ctx.where);
         }
 
-        // Compute the gradients of the product's input and weight.
+        // Compute the gradients of the product's input, weight and bias.
         linear_backward_input(dnorm, a.logits, lm_head, rows, false, ctx.blas, ctx.where);
-        linear_backward_weight(lm_head, nullptr, a.logits, norm, rows, accumulate || n > 0,
-                               ctx.blas, ctx.where);
+        linear_backward_weight(lm_head, bias_of(lm_head.bias), a.logits, norm, rows,
+                               accumulate || n > 0, ctx.blas, ctx.where);
     }
 
     // Sum dnorm over ranks: each rank has the part that comes from its own tokens.

@@ -13,6 +13,11 @@
 //     post     OLMo-2 has its norms behind the branches, Gemma has them before and behind:
 //              x = x + post_1(o_proj(...)),  x = x + post_2(down_proj(...))
 //     Gemma    The gate is GELU (swiglu.cuh), and norms multiply by 1 + weight.
+//     track 3  modded-nanogpt's baseline (github.com/KellerJordan/modded-nanogpt). The ffn is
+//              fc2(relu(fc1(x))^2), norms of q and k have no weight, every product has a bias, and
+//              the first block begins with x = norm(x). RoPE turns half of the pairs (rope.cuh).
+//     nanochat transformers' class of that name: the same without biases and without any weights of
+//              norms, and RoPE turns all pairs.
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
 //         attention. Its backward pass takes twice the former and 2.5 times the latter.
 #pragma once
@@ -88,19 +93,22 @@ struct Llama {
     };
 
     struct Block : AttentionWeights {
+        Weight embed_norm;                        // (C)        the norm of the embedding, or none
         Weight norm_2;                            // (C)
-        Weight gate, gate_bias;                   // (F,C) (F)
-        Weight up, up_bias;                       // (F,C) (F)
+        Weight gate, gate_bias;                   // (F,C) (F)  ReLU^2: fc1
+        Weight up, up_bias;                       // (F,C) (F)  ReLU^2: none
         Weight down, down_bias;                   // (C,F) (C)
         Weight post_2;                            // (C)        the norm of the branch's result
     };
 
     struct Head {
         Weight norm;                              // (C)
-        Weight lm_head;                           // (Vp,C), if tied wte itself
+        LmHead lm_head;                           // (Vp,C), if tied wte itself; its bias (Vp)
     };
 
     template <typename T> struct Acts : AttentionActs<T> {
+        T *embed, *dembed;                        // (R,C) (R,C)  the normed embedding, or null
+        acc_t<T> *embed_rstd, *embed_sums;        // (R), parts of embed_norm's dweight
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         T *gate, *up, *swiglu;                    // (N,F) (N,F) (N,F)
@@ -119,6 +127,24 @@ struct Llama {
 // ----------------------------------------------------------------------------
 // tables: a function shows each row to a visitor, which adds it to a table or binds its pointer
 
+// The first values of matrices: those that read the stream, those that add to it, the token table,
+// and the head.
+struct Inits {
+    Init read, add, table, head;
+};
+inline Inits inits_of(const Shape& s) {
+    // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
+    Init normal = normal_init(0.02);
+    if (!s.block.zero_start)
+        return {normal, normal_init(0.02 / std::sqrt(2.0 * s.L)), normal, normal};
+
+    // modded-nanogpt: at first nothing is added, and all tokens are equally likely.
+    return {normal_init(std::sqrt(0.33 / double(s.C))), ZEROS, normal_init(1), ZEROS};
+}
+
+// Whether the ffn has a gate, and so the product `up`.
+inline bool is_gated(const Shape& s) { return s.block.gate != Gate::RELU2; }
+
 // clang-format off
 // The parameters of the first branch. Tensor parallelism cuts columns [out/tp, in], cuts rows
 // [out, in/tp], or leaves a parameter whole. It never cuts a key/value head: if there are more
@@ -130,13 +156,11 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
     Shard heads = {-1, 1, 0, Partial::HEADS}; // every rank holds the one norm of all heads
     bool all = s.block.whole_qk_norm;         // true: a longer norm, of which a rank holds a part
 
-    // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
-    Init normal = normal_init(0.02);
-    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+    auto [normal, small, table, head] = inits_of(s);
     Init one = {1 - s.block.norm_plus, 0}; // norms begin with a scale of 1
 
     //  weight    name                               shape    start   decays cut      transposed
-    if (s.block.pre_norm)
+    if (s.block.pre_norm && s.block.gains)
         row(w.norm_1, "input_layernorm.weight",      {C},     one,    false, whole,   false);
     row(w.q,      "self_attn.q_proj.weight",         {Q, C},  normal, true,  columns, false);
     row(w.k,      "self_attn.k_proj.weight",         {KV, C}, normal, true,  kv,      false);
@@ -146,7 +170,7 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
         row(w.k_bias, "self_attn.k_proj.bias",       {KV},    ZEROS,  false, kv,      false);
         row(w.v_bias, "self_attn.v_proj.bias",       {KV},    ZEROS,  false, kv,      false);
     }
-    if (s.block.qk_norm) {
+    if (s.block.qk_norm && s.block.qk_gains) {
         size_t q_rows = all ? Q : s.HS;
         size_t k_rows = all ? KV : s.HS;
         Shard q_cut = all ? columns : heads;
@@ -169,24 +193,30 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     const BlockShape& block = s.block;
     size_t C = s.C, F = s.F;
     Shard whole = {}, columns = {0}, rows = {1};
-    Init normal = normal_init(0.02);
-    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
+    auto [normal, small, table, head] = inits_of(s);
     Init one = {1 - block.norm_plus, 0};
+    bool gated = is_gated(s);
+    std::string gate = gated ? "mlp.gate_proj." : "mlp.fc1.";
+    std::string down = gated ? "mlp.down_proj." : "mlp.fc2.";
     const char* second = block.post_norm ? "pre_feedforward_layernorm.weight"
                                      : "post_attention_layernorm.weight";
 
     //  weight    name                               shape    start   decays cut      transposed
+    if (s.embedding.normed && block.gains)
+        row(w.embed_norm, "embed_norm.weight",       {C},     one,    false, whole,   false);
     attention_parameters(w, s, row);
-    if (block.pre_norm)
+    if (block.pre_norm && block.gains)
         row(w.norm_2, second,                        {C},     one,    false, whole,   false);
-    row(w.gate,   "mlp.gate_proj.weight",            {F, C},  normal, true,  columns, false);
-    row(w.up,     "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
-    row(w.down,   "mlp.down_proj.weight",            {C, F},  small,  true,  rows,    false);
-    if (block.mlp_bias) {
-        row(w.gate_bias, "mlp.gate_proj.bias",       {F},     ZEROS,  false, columns, false);
+    row(w.gate,   (gate + "weight").c_str(),         {F, C},  normal, true,  columns, false);
+    if (gated)
+        row(w.up, "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
+    row(w.down,   (down + "weight").c_str(),         {C, F},  small,  true,  rows,    false);
+    if (block.mlp_bias)
+        row(w.gate_bias, (gate + "bias").c_str(),    {F},     ZEROS,  false, columns, false);
+    if (block.mlp_bias && gated)
         row(w.up_bias,   "mlp.up_proj.bias",         {F},     ZEROS,  false, columns, false);
-        row(w.down_bias, "mlp.down_proj.bias",       {C},     ZEROS,  false, whole,   false);
-    }
+    if (block.mlp_bias)
+        row(w.down_bias, (down + "bias").c_str(),    {C},     ZEROS,  false, whole,   false);
     if (block.post_norm)
         row(w.post_2, "post_feedforward_layernorm.weight", {C}, one,  false, whole,   false);
 }
@@ -257,6 +287,8 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
     if (block.qk_norm) {
         row(a.dq_raw,   "d q before norm",      N * Q,     GRADIENT, W);
         row(a.dk_raw,   "d k before norm",      N * KV,    GRADIENT, W);
+    }
+    if (block.qk_norm && block.qk_gains) {
         NormRows q = norm_rows(s, N, s.NH);
         NormRows k = norm_rows(s, N, s.NKV);
         size_t q_sums = rmsnorm_sums(q.count, q.C, where);
@@ -285,13 +317,18 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     auto [first, ffn, last, none] = inputs_kept(s);
 
     //  pointer         name                    elements   of        last read
+    if (s.embedding.normed) {
+        row(a.embed,       "embedding, normed", R * C,     CHEAP,    B);
+        row(a.embed_rstd,  "embedding.rstd",    R,         CHEAP,    B);
+    }
     attention_activations(a, s, N, where, row);
     if (block.pre_norm) {
         row(a.norm_2,      "norm_2",            R * C,     ffn,      W);
         row(a.norm_2_rstd, "norm_2.rstd",       R,         CHEAP,    B);
     }
     row(a.gate,         "gate",                 N * F,     FFN,      B);
-    row(a.up,           "up",                   N * F,     FFN,      B);
+    if (is_gated(s))
+        row(a.up,       "up",                   N * F,     FFN,      B);
     row(a.swiglu,       "swiglu",               N * F,     last,     W);
     if (block.post_norm) {
         row(a.down_out,    "down before norm",  R * C,     FFN,      B);
@@ -299,9 +336,14 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     }
 
     row(a.dswiglu,      "d swiglu, d gate",     N * F,     GRADIENT, W);
-    row(a.dup,          "d up",                 N * F,     GRADIENT, W);
+    if (is_gated(s))
+        row(a.dup,      "d up",                 N * F,     GRADIENT, W);
     row(a.dnorm_2,      "d norm_2",             R * C,     GRADIENT, B);
     size_t sums = rmsnorm_sums(R, C, where);
+    if (s.embedding.normed) {
+        row(a.dembed,      "d embedding, normed", R * C,   GRADIENT, B);
+        row(a.embed_sums,  "d embed_norm, sums", sums,     GRADIENT, W);
+    }
     if (block.pre_norm)
         row(a.norm_2_sums, "d norm_2, sums",     sums,     GRADIENT, W);
     if (block.post_norm) {
@@ -316,7 +358,7 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
 template <typename Row>
 void embedding_parameters(Llama::Embedding& w, const Shape& s, Row row) {
     const char* name = "model.embed_tokens.weight";
-    row(w.wte, name, {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+    row(w.wte, name, {s.Vp(), s.C}, inits_of(s).table, true, Shard{0}, false);
 }
 template <typename Row>
 void position_parameters(Llama::Embedding&, const Shape&, Row) {} // none
@@ -324,9 +366,13 @@ void position_parameters(Llama::Embedding&, const Shape&, Row) {} // none
 // A tied head has no row of its own: with_head() points lm_head at the token table.
 template <typename Row>
 void head_parameters(Llama::Head& w, const Shape& s, Row row) {
-    row(w.norm, "model.norm.weight", {s.C}, Init{1 - s.block.norm_plus, 0}, false, Shard{}, false);
-    if (s.embedding.tied) return;
-    row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, normal_init(0.02), true, Shard{0}, false);
+    Init one = {1 - s.block.norm_plus, 0};
+    if (s.block.gains)
+        row(w.norm, "model.norm.weight", {s.C}, one, false, Shard{}, false);
+    if (!s.embedding.tied)
+        row(w.lm_head, "lm_head.weight", {s.Vp(), s.C}, inits_of(s).head, true, Shard{0}, false);
+    if (s.embedding.head_bias)
+        row(w.lm_head.bias, "lm_head.bias", {s.Vp()}, ZEROS, false, Shard{0}, false);
 }
 // clang-format on
 
@@ -428,8 +474,9 @@ T* projected(T* raw, T* normed) { return raw ? raw : normed; }
 // The options of a norm of q or k: where a row lies over several ranks, its sum over all of them.
 template <typename T, typename S>
 RmsnormMore<T> qk_norm_more(const Ctx<S>& ctx, const acc_t<T>* row_sums, size_t C) {
-    // A row that lies whole on this rank needs no sums of other ranks.
-    RmsnormMore<T> more = {nullptr, ctx.shape.block.norm_plus};
+    // A norm without weights scales by 1. A row that is whole on this rank needs no other's sums.
+    const BlockShape& block = ctx.shape.block;
+    RmsnormMore<T> more = {nullptr, block.qk_gains ? block.norm_plus : 1};
     if (!ctx.shape.block.whole_qk_norm || ctx.tp.size == 1)
         return more;
     more.row_sums = row_sums;
@@ -617,20 +664,42 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
+// Return the stream that a block begins with: inp, or in the first block the norm of it.
+template <typename T, typename S>
+const T* block_stream(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a) {
+    if (!ctx.shape.embedding.normed) return inp;
+    rmsnorm_forward(ctx, a.embed, a.embed_rstd, inp, w.embed_norm);
+    return a.embed;
+}
+
+// The activation between the products of the ffn, both ways. Backward turns dswiglu into gate's.
+template <typename T, typename S>
+void activate(Ctx<S>& ctx, const Llama::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t n = ctx.batch.rows() * s.F;
+    if (!is_gated(s)) return relu2_forward(a.swiglu, a.gate, n, ctx.where);
+    swiglu_forward(a.swiglu, a.gate, a.up, n, ctx.where, s.block.gate);
+}
+template <typename T, typename S>
+void activate_backward(Ctx<S>& ctx, const Llama::Acts<T>& a) {
+    const Shape& s = ctx.shape;
+    size_t n = ctx.batch.rows() * s.F;
+    if (!is_gated(s)) return relu2_backward(a.dswiglu, a.dswiglu, a.gate, n, ctx.where);
+    swiglu_backward(a.dswiglu, a.dup, a.dswiglu, a.gate, a.up, n, ctx.where, s.block.gate);
+}
+
 // out = the stream behind the block. Activations go to `a`; cache is null except in generation.
 template <typename T, typename S>
 void block_forward(Ctx<S>& ctx, T* out, const T* inp, const Llama::Block& w,
                    const Llama::Acts<T>& a, T* cache) {
-    size_t N = ctx.batch.rows(), F = ctx.shape.F;
-
     // Let each token look at itself and those before it.
-    first_branch_forward(ctx, inp, w, a, cache);
+    first_branch_forward(ctx, block_stream(ctx, inp, w, a), w, a, cache);
 
     // Let each token work on what it saw.
     if (ctx.shape.block.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                             second_rows(ctx.shape, a));
-    swiglu_forward(a.swiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.block.gate);
+    activate(ctx, a);
     branch_end(ctx, out, a.down_out, a.post_2_rstd, a.swiglu, w.down, w.down_bias, w.post_2,
                static_cast<const T*>(a.middle));
 }
@@ -642,14 +711,14 @@ template <typename T, typename S>
 void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a,
                      Recompute level) {
     const Shape& s = ctx.shape;
-    first_branch_recompute(ctx, inp, w, a, level);
+    first_branch_recompute(ctx, block_stream(ctx, inp, w, a), w, a, level);
 
     // Redo the second branch.
     if (s.block.pre_norm) rmsnorm_forward(ctx, a.norm_2, a.norm_2_rstd, a.middle, w.norm_2);
     if (redoes_ffn(level))
         column_parallel_forward(ctx, {{a.gate, w.gate, w.gate_bias}, {a.up, w.up, w.up_bias}},
                                 second_rows(s, a));
-    swiglu_forward(a.swiglu, a.gate, a.up, ctx.batch.rows() * s.F, ctx.where, s.block.gate);
+    activate(ctx, a);
 
     // Redo the product before the norm, and the norm's rstd. Its output has joined the stream, so
     // it is not needed again.
@@ -665,20 +734,23 @@ void block_recompute(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Lla
 template <typename T, typename S>
 void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
                           const Llama::Block& w, const Llama::Acts<T>& a) {
-    size_t N = ctx.batch.rows(), F = ctx.shape.F;
-
-    // Walk back through the second branch. SwiGLU turns its gradient into gate's in place.
+    // Walk back through the second branch. The activation turns its gradient into gate's in place.
     T* dgate = a.dswiglu; // (N,F)
     const T* ddown = branch_end_backward(ctx, a.ddown_out, a.post_2_sums, dout, a.down_out,
                                          w.post_2, a.post_2_rstd); // (R,C)
     row_parallel_backward_input(ctx, a.dswiglu, a.dout_all, ddown, w.down);
-    swiglu_backward(dgate, a.dup, a.dswiglu, a.gate, a.up, N * F, ctx.where, ctx.shape.block.gate);
+    activate_backward(ctx, a);
     column_parallel_backward_input(ctx, a.dnorm_2, {{dgate, w.gate}, {a.dup, w.up}});
     branch_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                     a.norm_2_rstd);
 
-    // Walk back through the first branch.
-    first_branch_backward_input(ctx, dinp, inp, w, a);
+    // Walk back through the first branch, and through the norm of the embedding.
+    if (!dinp || !ctx.shape.embedding.normed)
+        return first_branch_backward_input(ctx, dinp, a.embed ? a.embed : inp, w, a);
+    const T* no_residual = nullptr;
+    first_branch_backward_input(ctx, a.dembed, static_cast<const T*>(a.embed), w, a);
+    rmsnorm_backward(ctx, dinp, a.embed_sums, no_residual, static_cast<const T*>(a.dembed), inp,
+                     w.embed_norm, a.embed_rstd);
 }
 
 // The gradients of weights, from what block_backward_input() made of the same dout and inp.
@@ -699,7 +771,8 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
     SumsOfRows<T> sums = {{{grad_of<T>(w.down_bias), ddown, R, s.C},
                            {grad_of<T>(w.gate_bias), dgate, N, s.F},
                            {grad_of<T>(w.up_bias), a.dup, N, s.F}},
-                          {rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
+                          {rmsnorm_parts<T>(ctx, w.embed_norm, a.embed_sums),
+                           rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
                            rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums)}};
     first_branch_backward_weight(ctx, sums, w, a, accumulate);
     column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);

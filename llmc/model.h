@@ -38,7 +38,7 @@ namespace llmc {
 //   A variant is a model_type whose blocks are Llama's but for facts of its Shape:
 //     norms       before a branch, after it (OLMo-2) or both (Gemma); of q and k
 //     attention   windows in some layers, no RoPE in some (SmolLM3), softcaps
-//     the ffn     its gate is SiLU or GELU, or gpt-oss' own
+//     the ffn     its gate is SiLU or GELU, or gpt-oss' own; modded-nanogpt's has no gate
 //   Blocks read the facts; nothing else asks for a name.
 
 // Adapters by the name of their matrix, without ".weight": "h.0.attn.c_attn".
@@ -65,6 +65,8 @@ struct EmbeddingShape {
     bool tied = true; // the head is the token table
     Position position = Position::LEARNED;
     bool scaled = false; // Gemma: times the root of C
+    bool normed = false;    // modded-nanogpt: the first block reads a norm of the embedding
+    bool head_bias = false; // modded-nanogpt: the head has one
 };
 
 // Norms, and the ffn.
@@ -73,12 +75,15 @@ struct BlockShape {
     float norm_plus = 0;        // Gemma: RMSNorm multiplies by this + weight
     bool qk_norm = false;       // Qwen3: each head's q and k are normed before RoPE
     bool whole_qk_norm = false; // with qk_norm, OLMo-2: all heads of a token are one row
+    bool qk_gains = true;       // those norms have weights; modded-nanogpt's do not
+    bool gains = true;          // the stream's norms have weights; nanochat's scale by norm_plus
     bool pre_norm = true;       // a branch reads a norm of the stream; OLMo-2's the stream itself
     bool post_norm = false;     // OLMo-2, Gemma: a branch's result is normed before it joins
     bool parallel = false;      // GPT-NeoX: both branches read the block's input
-    Gate gate = Gate::SILU;     // Llama's ffn; Gemma: GELU
+    Gate gate = Gate::SILU;     // Llama's ffn; Gemma: GELU; modded-nanogpt: RELU2, without `up`
     bool exact_gelu = false;    // GPT-NeoX: by erf, in place of the tanh form
     bool mlp_bias = false;      // some Llamas: biases on gate, up and down
+    bool zero_start = false;    // modded-nanogpt's first weights (llama.h)
 };
 
 struct AttentionShape {
@@ -143,6 +148,7 @@ struct LossShape {
     size_t logits_bytes = 0;  // bytes of logits at a time; 0: head.h chooses for the device
     size_t logits_rows = 64;  // a chunk of logits has a multiple of so many rows
     float softcap = 0;        // Gemma 2
+    bool root_softcap = false; // modded-nanogpt: the cap has the root's form (elementwise.cuh)
 };
 
 // Trained in place of all weights.
@@ -237,10 +243,31 @@ inline void set_variant(Shape& v, const std::string& type) {
     v.experts.bias = oss;
     v.experts.gate_alpha = oss ? 1.702 : 1;
     v.experts.gate_limit = oss ? 7 : 0;
+
+    // modded-nanogpt's baseline of track 3, and nanochat.
+    bool track3 = type == "track3";
+    if (!track3 && type != "nanochat") return;
+    v.block.qk_norm = true;
+    v.block.qk_gains = false;
+    v.block.gate = Gate::RELU2;
+    v.embedding.normed = true;
+    v.rope.scaling.transposed = true;
+
+    // nanochat has no weights of norms, and track 3 has biases and more of its own.
+    v.block.gains = track3;
+    v.block.norm_plus = track3 ? 0 : 1;
+    if (!track3) return;
+    v.attention.qkv_bias = v.attention.o_bias = v.block.mlp_bias = v.embedding.head_bias = true;
+    v.attention.score_scalar = 1 / (0.12 * 0.12);
+    v.rope.scaling.kind = RopeKind::HALF;
+    v.loss.root_softcap = true;
+    v.block.zero_start = true;
 }
 
-// The shape of one layer: a block has a dense ffn, experts, or both.
+// The shape of one layer: a block has a dense ffn, experts, or both. The first may norm its input.
 inline Shape layer_shape(Shape s, int layer) {
+    s.embedding.normed &= layer == 1;
+
     // Families without experts keep their ffn's width in F: most of them leave ffn_beside at 0.
     bool sparse = s.experts.E && is_sparse(s, layer);
     s.experts.ffn_beside = sparse ? s.experts.shared_F : s.experts.dense_F;

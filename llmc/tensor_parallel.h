@@ -103,7 +103,7 @@ void sum_rows(Ctx<S>& ctx, T* out, const T* partial) { // (R,C) of (N,C) {+tp}
 // column-parallel products of one input: f, then this rank's columns of each result
 //   column_parallel_forward(ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}}, x)
 
-// One of several products that share an input.
+// One of several products that share an input. A model that lacks it has a weight without rows.
 template <typename T> struct ColumnProduct {
     T* y;             // (N,OC); dy in the backward pass
     Weight weight;    // (OC,C)
@@ -117,8 +117,9 @@ void column_parallel_forward(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>
     const T* rows = gather_rows(ctx, inp);   // (N,C)
     const T* no_residual = nullptr;
     for (const ColumnProduct<T>& p : products)
-        linear_forward(p.y, rows, p.weight, bias_of(p.bias), no_residual, ctx.batch.rows(),
-                       ctx.blas, ctx.where);
+        if (p.weight.rows)
+            linear_forward(p.y, rows, p.weight, bias_of(p.bias), no_residual, ctx.batch.rows(),
+                           ctx.blas, ctx.where);
 }
 
 // dinp = sum over products and ranks of dy W
@@ -128,6 +129,7 @@ void column_parallel_backward_input(Ctx<S>& ctx, T* dinp, // (R,C)
     T* partial = partial_rows(ctx, dinp); // (N,C) {+tp}
     bool accumulate = false;
     for (const ColumnProduct<T>& p : products) {
+        if (!p.weight.rows) continue;
         linear_backward_input(partial, p.y, p.weight, ctx.batch.rows(), accumulate, ctx.blas,
                               ctx.where);
         accumulate = true;
@@ -158,8 +160,9 @@ inline InputsKept inputs_kept(const Shape& s) {
     // List the matrices by the ends of their names, in every family that may have adapters: F drops
     // the input of a matrix that is missing here. {} is an expert's number.
     return {kept({"attn.c_attn", ".q_proj", ".k_proj", ".v_proj"}),
-            kept({"mlp.c_fc", ".gate_proj", ".up_proj"}),
-            kept({"mlp.c_proj", "mlp.down_proj", "expert.down_proj", "experts.down_proj"}),
+            kept({"mlp.c_fc", ".gate_proj", ".up_proj", "mlp.fc1"}),
+            kept({"mlp.c_proj", "mlp.down_proj", "expert.down_proj", "experts.down_proj",
+                  "mlp.fc2"}),
             kept({"{}.down_proj", "{}.w2"})};
 }
 

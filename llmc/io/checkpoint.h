@@ -88,7 +88,8 @@ inline nlohmann::json model_identity(const Shape& s) {
     const AttentionShape& attention = s.attention;
     const BlockShape& block = s.block;
     const char* positions[] = {"learned", "rope", "alibi"};
-    const char* kinds[] = {"llama3", "linear", "yarn"};
+    const char* kinds[] = {"llama3", "linear", "yarn", "half"};
+    const char* gates[] = {"silu", "gelu", "relu2"};
     const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
     nlohmann::json full = nlohmann::json::array(); // layers
     for (size_t layer = 0; layer < attention.full_layers.size(); layer++)
@@ -130,7 +131,9 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"pre_norm",       block.pre_norm},
         {"post_norm",      block.post_norm},
         {"norm_plus",      block.norm_plus},
-        {"gate",           block.gate == Gate::GELU ? "gelu" : "silu"},
+        {"gate",           gates[int(block.gate)]},
+        {"qk_gains",       block.qk_gains},
+        {"gains",          block.gains},
         {"sinks",          attention.sinks},
         {"expert_bias",    e.bias},
         {"gate_alpha",     e.gate_alpha},
@@ -138,7 +141,10 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"score_scalar",   attention.score_scalar},
         {"score_softcap",  attention.softcap},
         {"logit_softcap",  s.loss.softcap},
+        {"root_softcap",   s.loss.root_softcap},
         {"scaled_embedding", s.embedding.scaled},
+        {"normed_embedding", s.embedding.normed},
+        {"head_bias",      s.embedding.head_bias},
         {"norm_eps",       block.norm_eps},
         {"sliding_window", attention.window},
         {"window_from",    attention.window_from},
@@ -159,6 +165,7 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"rope_beta_slow",          rope.scaling.beta_slow},
         {"rope_truncate",           rope.scaling.truncate},
         {"rope_attention_factor",   rope.scaling.attention_factor},
+        {"rope_transposed",         rope.scaling.transposed},
     };
     // clang-format on
 }
@@ -172,7 +179,8 @@ inline bool is_newer_field(const std::string& key) {
                               "logit_softcap", "scaled_embedding", "full_every", "window_theta",
                               "rotary", "nope_every", "parallel", "exact_gelu", "experts",
                               "experts_per_token", "router", "sinks", "expert_bias", "gate_alpha",
-                              "gate_limit", "full_layers"})
+                              "gate_limit", "full_layers", "qk_gains", "gains", "root_softcap",
+                              "normed_embedding", "head_bias", "rope_transposed"})
         if (key == newer) return true;
     return false;
 }

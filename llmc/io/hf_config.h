@@ -134,6 +134,8 @@ constexpr HfClass HF_CLASSES[] = {
     {"phi3",        "Phi3ForCausalLM",       Family::LLAMA, Windows::ALL},
     {"gemma2",      "Gemma2ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
     {"gemma3_text", "Gemma3ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
+    {"nanochat",    "NanoChatForCausalLM",   Family::LLAMA},
+    {"track3",      "Track3ForCausalLM",     Family::LLAMA}, // ours: transformers has no such class
     {"gpt_neox",    "GPTNeoXForCausalLM",    Family::NEOX},
 };
 // clang-format on
@@ -253,7 +255,7 @@ inline const std::vector<HfRow> HF_ROWS = {
       {"llamas", 1e4}}},
     {"attention_bias",           FIELD(attention.o_bias), {{"gpt_oss", true}}},
     {"attention_bias", FIELD(attention.o_bias),
-     {{"llama qwen3 olmo2 smollm3 gemma*", false}}, Write::IF_SET},
+     {{"llama qwen3 olmo2 smollm3 gemma* nanochat", false}}, Write::IF_SET},
     {"mlp_bias", FIELD(block.mlp_bias),
      {{"llama smollm3", false}}, Write::IF_SET},
     {"qkv_bias",                 FIELD(attention.qkv_bias), {{"qwen2_moe", true}}},
@@ -267,6 +269,7 @@ inline const std::vector<HfRow> HF_ROWS = {
      {{"gemma2", 50}}, Write::OR_NULL},
     {"final_logit_softcapping", FIELD(loss.softcap),
      {{"gemma2", 30},
+      {"track3 nanochat", 15},
       {"gemma3_text", 0}}, Write::OR_NULL},
     {"rope_local_base_freq",     FIELD(rope.window_theta), {{"gemma3_text", 1e4}}},
 
@@ -326,6 +329,7 @@ inline const std::vector<HfFixed> HF_FIXED = {
     {"hidden_act", "llama mistral mixtral phi3 olmo* smollm3 qwen* gpt_oss deepseek*", "silu",
                                        "swish", true},
     {"hidden_activation",              "gemma*", "gelu_pytorch_tanh", "gelu_new", true},
+    {"hidden_act",                     "track3 nanochat", "relu2", nullptr, true},
     {"use_bidirectional_attention",    "gemma*", false},
     {"attn_logit_softcapping",         "gemma3_text", nullptr, nullptr, true}, // read, and not used
     {"router_jitter_noise",            "mixtral qwen2_moe qwen3_moe olmoe gpt_oss", 0.0},
@@ -538,6 +542,8 @@ inline void hf_rope(HfConfig& c, Shape& s) {
     nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json()));
     if (named.is_null() || named == "default") return;
     std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
+    if (s.rope.scaling.kind == RopeKind::HALF)
+        return hf_wrong(c, "rope scaling ", type, " is not built for ", s.hf_type);
 
     // Read the context before scaling; the key at the top level wins.
     RopeScaling& x = s.rope.scaling;
@@ -859,7 +865,7 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
         c.j[kv] = c.j.value("num_attention_heads", nlohmann::json());
     for (const char* own : {"num_local_experts", "num_experts", "n_routed_experts"})
         if (hf_has_row(own, type)) hf_name_experts(c, own);
-    s.attention.qkv_bias = is_one_of(type, "gpt2 gpt_neox qwen2"); // always
+    s.attention.qkv_bias = is_one_of(type, "gpt2 gpt_neox qwen2 track3"); // always
     for (const auto& row : HF_ROWS)
         hf_read_row(c, c.j, row, type, s);
     for (const HfFixed& fixed : HF_FIXED)

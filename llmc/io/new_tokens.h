@@ -54,11 +54,11 @@ inline std::string add_tokens(Tokenizer* t, const std::string& list) {
     return "";
 }
 
-// Whether a parameter has a row for each token: the embedding, or the head.
+// Whether a parameter has a row for each token: the embedding, the head, or the head's bias. The
+// norm beside the head is cut nowhere.
 inline bool is_token_table(const Model& model, const Parameter& p) {
     Role role = model.buckets[p.bucket].role;
-    bool matrix = p.shape.size() == 2;
-    return matrix && (role == Role::TOKENS || role == Role::HEAD);
+    return p.shard.axis == 0 && (role == Role::TOKENS || role == Role::HEAD);
 }
 
 // Draw the rows of `whole` (rows,C) from `first` on, by the mean and the deviation of those before.

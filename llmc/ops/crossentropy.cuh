@@ -28,16 +28,18 @@ namespace llmc {
 //   also     on the device, such as fp16's loss scale (loss_scale.cuh), which the host never reads
 //   rows     a coefficient for each row (objective.cuh)
 // With a softcap (elementwise.cuh) the gradient is taken to the logits before the cap: times
-// 1 - (logit / softcap)^2, where `logit` is the capped one.
+// 1 - (logit / softcap)^2, where `logit` is the capped one; with the root's form times this^(3/2).
 struct GradientScale {
     double by;
     const float* also;
     float softcap;        // 0: no cap
     const double* stored; // replaces `by`, unless null
     const void* rows;     // (N) in the type of the sums, or null
+    bool root_cap;        // the cap has the root's form
     LLMC_HD GradientScale(double by, const float* also = nullptr, float softcap = 0,
-                          const double* stored = nullptr, const void* rows = nullptr)
-        : by(by), also(also), softcap(softcap), stored(stored), rows(rows) {}
+                          const double* stored = nullptr, const void* rows = nullptr,
+                          bool root_cap = false)
+        : by(by), also(also), softcap(softcap), stored(stored), rows(rows), root_cap(root_cap) {}
     // The product without the row's coefficient.
     template <typename A> LLMC_HD A value() const {
         A first = A(stored ? *stored : by);
@@ -56,7 +58,10 @@ struct GradientScale {
     }
     // The slope of the softcap, from the capped logit.
     template <typename A> LLMC_HD A cap_slope(A logit) const {
-        return 1 - logit / A(softcap) * (logit / A(softcap));
+        A slope = 1 - logit / A(softcap) * (logit / A(softcap));
+        if (!root_cap) return slope;
+        // Rounding may put a logit above the cap.
+        return slope > 0 ? slope * std::sqrt(slope) : 0;
     }
 };
 

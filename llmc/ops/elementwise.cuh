@@ -1,9 +1,11 @@
-// elementwise.cuh - a function of each element: sums; softcaps, as Gemma 2 has - arXiv:2408.00118
+// elementwise.cuh - a function of each element: sums, softcaps, ReLU^2 - arXiv:2408.00118
 //   map       out = f(a, b, ...), rounded once
 //   add       out = a + b
 //   round     out = in of another type, such as sums in float; rows may lie inside wider ones
-//   softcap   x = cap tanh(x / cap), in place: large values level off at cap
-//   out, a, b, x (n)
+//   softcap   x = cap tanh(x / cap), in place: large values level off at cap. With `root`
+//             x = x / sqrt(1 + (x / cap)^2), which levels off later (modded-nanogpt)
+//   relu2     out = max(inp, 0)^2,   dinp = 2 max(inp, 0) dout       arXiv:2109.08668
+//   out, a, b, x, inp, dout, dinp (n)
 //   Contract: out = (out may be an input); a cap of 0 changes nothing. Bitwise repeatable.
 //   Cost: memory-bound.
 //   To copy: this file, elements.h, types.h and cuda_common.h.
@@ -14,8 +16,9 @@
 
 namespace llmc {
 
-// The activation of a gated unit (swiglu.cuh): SiLU for SwiGLU, GELU for GeGLU.
-enum class Gate : uint8_t { SILU, GELU };
+// The activation of a gated unit (swiglu.cuh): SiLU for SwiGLU, GELU for GeGLU. RELU2 stands alone:
+// there is no second product that it multiplies.
+enum class Gate : uint8_t { SILU, GELU, RELU2 };
 
 // ----------------------------------------------------------------------------
 // map: f is a struct whose operator() takes and returns acc_t, on the CPU and on a GPU
@@ -102,12 +105,32 @@ template <typename A> struct ElementCap {
     A cap;
     LLMC_HD A operator()(A x) const { return cap * std::tanh(x / cap); }
 };
+template <typename A> struct ElementRootCap {
+    A cap;
+    LLMC_HD A operator()(A x) const { return x / std::sqrt(1 + x / cap * (x / cap)); }
+};
 template <typename T, typename S>
-void softcap_forward(T* x, size_t n, float cap, S where) { // (n)
+void softcap_forward(T* x, size_t n, float cap, S where, bool root = false) { // (n)
     typedef acc_t<T> A;
     // Most models have none.
     if (cap == 0) return;
+    if (root) return map_elements(x, n, ElementRootCap<A>{A(cap)}, where, x);
     map_elements(x, n, ElementCap<A>{A(cap)}, where, x);
+}
+
+struct ElementRelu2 {
+    template <typename A> LLMC_HD A operator()(A x) const { return x > 0 ? x * x : 0; }
+};
+struct ElementRelu2Gradient {
+    template <typename A> LLMC_HD A operator()(A d, A x) const { return x > 0 ? 2 * x * d : 0; }
+};
+template <typename T, typename S>
+void relu2_forward(T* out, const T* inp, size_t n, S where) { // (n) (n)
+    map_elements(out, n, ElementRelu2(), where, inp);
+}
+template <typename T, typename S>
+void relu2_backward(T* dinp, const T* dout, const T* inp, size_t n, S where) { // (n) (n) (n)
+    map_elements(dinp, n, ElementRelu2Gradient(), where, dout, inp);
 }
 
 } // namespace llmc

@@ -2,6 +2,7 @@
 //   out = x * rstd * weight,   rstd = 1 / sqrt(mean(x * x) + eps)      per row of C
 //   dx  = rstd * (g - xhat * mean(g * xhat)),   g = dout * weight,  xhat = x * rstd
 //   inp, out, dinp, dout (N,C)   weight (C)   dweight (C) acc   rstd (N) acc, kept for backward
+//   weight null: zeros, so that a norm without gains has a `plus` of 1
 //   RmsnormMore holds the options: a residual added to out, a constant `plus` added to each weight
 //   (Gemma: 1), and rows cut over several ranks. For cut rows call rmsnorm_row_sums first and
 //   all-reduce its results.
@@ -32,6 +33,9 @@ template <typename T> struct RmsnormMore {
     size_t C_all = 0;
 
     LLMC_HD acc_t<T> scale(T weight) const { return to_acc(weight) + acc_t<T>(plus); }
+    acc_t<T> scale(const T* weight, size_t c) const {
+        return weight ? scale(weight[c]) : acc_t<T>(plus);
+    }
     // The mean over a whole row. `sum` is the local sum, used when the row is not cut.
     LLMC_HD acc_t<T> mean(size_t n, acc_t<T> sum, size_t C) const {
         return row_sums ? row_sums[n] / acc_t<T>(C_all) : sum / acc_t<T>(C);
@@ -92,11 +96,11 @@ void rmsnorm_forward(T* out, acc_t<T>* rstd,        // (N,C) (N)
         if (residual) {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
-                y[c] = from_acc<T>(to_acc(residual[c]) + to_acc(x[c]) * r * more.scale(weight[c]));
+                y[c] = from_acc<T>(to_acc(residual[c]) + to_acc(x[c]) * r * more.scale(weight, c));
         } else {
             #pragma omp simd
             for (size_t c = 0; c < C; c++)
-                y[c] = from_acc<T>(to_acc(x[c]) * r * more.scale(weight[c]));
+                y[c] = from_acc<T>(to_acc(x[c]) * r * more.scale(weight, c));
         }
     }
 }
@@ -120,13 +124,13 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
         A r = rstd[n], sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t c = 0; c < C; c++)
-            sum += to_acc(d[c]) * more.scale(weight[c]) * (to_acc(x[c]) * r);
+            sum += to_acc(d[c]) * more.scale(weight, c) * (to_acc(x[c]) * r);
         // row_sums were taken over x, not over xhat: multiply by rstd here.
         A mean_gx = more.mean(n, sum, C) * (more.row_sums ? r : 1);
 
         // Add the norm's own gradient to the residual's, in loops that vectorise.
         auto gradient = [&](size_t c) {
-            return r * (to_acc(d[c]) * more.scale(weight[c]) - to_acc(x[c]) * r * mean_gx);
+            return r * (to_acc(d[c]) * more.scale(weight, c) - to_acc(x[c]) * r * mean_gx);
         };
         if (residual) {
             #pragma omp simd
@@ -156,6 +160,11 @@ void rmsnorm_backward(T* dinp, acc_t<T>* sums, const T* dresidual,  // (N,C) (1,
 
 #if LLMC_KERNELS
 
+// A pack of the weight; zeros where there is none.
+template <int P, typename T> __device__ Pack<T, P> load_or_zero(const T* weight, size_t c) {
+    return weight ? load<P>(weight + c) : Pack<T, P>{};
+}
+
 // WARPS warps share a row; a load takes P elements. The second reading of the row hits L1.
 //   out, inp (N,C)   weight (C)   rstd (N)
 template <typename T, int P, int WARPS>
@@ -178,7 +187,7 @@ __global__ void rmsnorm_forward_kernel(T* out, float* rstd, const T* inp, const 
     // Normalise, scale, and add the residual if there is one.
     for (size_t c = row.thread * P; out && c < C; c += row.threads * P) {
         Pack<T, P> p = load<P>(x + c),
-                   w = load<P>(weight + c);
+                   w = load_or_zero<P>(weight, c);
         Pack<T, P> o = more.residual ? load<P>(more.residual + row.n * C + c) : Pack<T, P>{};
         for (int i = 0; i < P; i++) {
             float y = to_float(p.v[i]) * r * more.scale(w.v[i]);
@@ -244,7 +253,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
         float of_row[1] = {};
         strip.for_packs([&](int k, size_t c) {
             read(k, c);
-            Pack<T, P> w = load<P>(weight + c);
+            Pack<T, P> w = load_or_zero<P>(weight, c);
             for (int i = 0; i < P; i++)
                 of_row[0] +=
                     to_float(d[k].v[i]) * more.scale(w.v[i]) * (to_float(x[k].v[i]) * r);
@@ -258,7 +267,7 @@ __global__ void rmsnorm_backward_kernel(T* dinp, float* sums, const T* dresidual
                 read(k, c);
                 strip.take(n, c);
             }
-            Pack<T, P> w = load<P>(weight + c);
+            Pack<T, P> w = load_or_zero<P>(weight, c);
             for (int i = 0; i < P; i++) {
                 float dv = to_float(d[k].v[i]);
                 float g = dv * more.scale(w.v[i]);

@@ -8,6 +8,9 @@
 //   P0 positions keeps f, one that makes beta_slow or fewer gets f / factor. It also multiplies
 //   cos and sin by its attention factor.
 //   Linear scaling: f / factor.
+//   Half (modded-nanogpt): of the pairs i the first half turn, HS/4 of them, by
+//   f_i = theta^(-i / (HS/4 - 1)), and the others not at all.
+//   transposed: each pair turns by the opposite angle.
 //   x, dx: rows n of heads (NH,HS), row n at n * row_stride   positions (N)
 //   table (P, HS/2, 2): cos, sin
 //   A head may be longer than its HS rotated channels; the others pass unchanged (RopeHeads).
@@ -23,8 +26,8 @@
 
 namespace llmc {
 
-// The three ways to stretch frequencies for a longer context.
-enum class RopeKind { LLAMA3, LINEAR, YARN };
+// The three ways to stretch frequencies for a longer context, and the half that is no scaling.
+enum class RopeKind { LLAMA3, LINEAR, YARN, HALF };
 
 // How a model scales its rotary frequencies; a part of the model's shape.
 struct RopeScaling {
@@ -41,6 +44,7 @@ struct RopeScaling {
     float beta_fast = 32, beta_slow = 1;
     bool truncate = true;       // round the blend's limits to whole pairs
     float attention_factor = 1; // multiplies cos and sin
+    bool transposed = false;    // pairs turn the other way
 };
 
 // Whether the scaling changes anything.
@@ -83,6 +87,13 @@ inline double llama3_stretched(double f, const RopeScaling& s) {
 
 // The frequency f_i of pair i, scaled, in radians a position.
 inline double rope_frequency(size_t i, size_t HS, double theta, const RopeScaling& s) {
+    // Half of the pairs spread over all frequencies from 1 to 1 / theta.
+    size_t turning = HS / 4;
+    if (s.kind == RopeKind::HALF && i >= turning) return 0;
+    if (s.kind == RopeKind::HALF)
+        return std::pow(theta, -double(i) / double(std::max(turning, size_t(2)) - 1));
+
+    // Usually each pair turns by its own share of a power of theta.
     double f = std::pow(theta, -2.0 * double(i) / double(HS));
     if (s.factor == 1) return f;
     double stretched = s.kind == RopeKind::LINEAR ? 1
@@ -96,12 +107,13 @@ template <typename A>
 void rope_table(A* table, // (P, HS/2, 2): cos, sin
                 size_t P, size_t HS, double theta, RopeScaling scaling) {
     double size = scaling.attention_factor;
+    double sign = scaling.transposed ? -1 : 1; // of the angle: cos is even
     for (size_t i = 0; i < HS / 2; i++) {
         double f = rope_frequency(i, HS, theta, scaling);
         // In float an angle near position 100,000 would be off by up to 0.004 radians.
         for (size_t p = 0; p < P; p++) {
             table[(p * (HS / 2) + i) * 2] = A(std::cos(double(p) * f) * size);
-            table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f) * size);
+            table[(p * (HS / 2) + i) * 2 + 1] = A(std::sin(double(p) * f) * size * sign);
         }
     }
 }

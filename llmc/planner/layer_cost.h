@@ -64,11 +64,9 @@ inline double recompute_flops(const Shape& s, size_t T, Recompute level) {
     double flops = 0;
     if (redoes_attn(level))
         flops += 2 * matrices + 2 * double(T) * attention_channels(s);
-    with_family(s.family, [&](auto family) {
-        // A norm after the last product needs it again.
-        if (redoes_ffn(level))
-            flops += 2 * C * F * (family.widening_products + int(s.block.post_norm));
-    });
+    // A norm after the last product needs it again.
+    if (redoes_ffn(level))
+        flops += 2 * C * F * (widening_products(s) + int(s.block.post_norm));
     return flops;
 }
 
@@ -367,8 +365,7 @@ inline double block_bytes(const CostModel& c, const Plan& p, const Shape& s) {
     double e = c.element;
     double tp = p.layout.tp.size;
     double stream = p.layout.sequence_parallel ? N / tp : N;
-    double gated = 1;
-    with_family(s.family, [&](auto family) { gated = (family.widening_products + 1) / 2.0; });
+    double gated = (widening_products(s) + 1) / 2.0;
     double F = width_of_ffn(s) * gated;
     double heads = (s.NH + 2 * s.NKV) * s.HS;
 

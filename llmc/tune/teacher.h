@@ -84,6 +84,7 @@ void teacher_allocate(Teacher<T, S>& teacher) {
     teacher.head.norm = teacher.norms;
     teacher.head.C = t.model.shape.C;
     teacher.head.softcap = t.model.shape.loss.softcap;
+    teacher.head.root_softcap = t.model.shape.loss.root_softcap;
     t.hooks.after = [&teacher](const Action& a) { keep_norm(teacher, a); };
 }
 

@@ -879,6 +879,11 @@ static const Published PUBLISHED[] = {
          "final_logit_softcapping": null, "full_every": 6, "hidden_act": "gelu_pytorch_tanh",
          "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": true})"},
 
+    // No file of transformers: the published text's sizes, and its count of parameters by hand.
+    {"track3", "modded-nanogpt, records/track_3_optimization", 162354816,
+     {768, 3072, 12, 6, 6, 50304, 1024, 1.1920929e-7, 1024},
+     R"({"final_logit_softcapping": 15.0, "hidden_act": "relu2"})"},
+
     // Experts.
     {"mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 46702792704,
      {4096, 14336, 32, 32, 8, 32000, 32768, 1e-5, 1e6},

@@ -52,7 +52,8 @@ static Shape config_shape(const std::string& dir, const json& config,
 TEST_F(HuggingFace, ConfigsAreReadAsTheirClassesReadThem) {
     json gpt2 = gpt2_json(), older = gpt2_json(), llama = llama_json(), qwen2 = llama_json("qwen2"),
          qwen3 = llama_json("qwen3"), mistral = llama_json("mistral"), olmo2 = llama_json("olmo2"),
-         smollm3 = llama_json("smollm3"), phi3 = llama_json("phi3");
+         smollm3 = llama_json("smollm3"), phi3 = llama_json("phi3"),
+         nanochat = llama_json("nanochat"), track3 = llama_json("track3");
     older.erase("n_positions");
     json newer = llama3_scaling(), type = llama3_scaling();
     newer["rope_theta"] = 3.5;
@@ -124,6 +125,18 @@ TEST_F(HuggingFace, ConfigsAreReadAsTheirClassesReadThem) {
         {phi3, {{"rotary", 6}, {"sliding_window", 0}, {"tied", false}},
          {{"head_dim", 8}, {"partial_rotary_factor", 0.75}}},
         {phi3, {{"sliding_window", 9}}, {{"sliding_window", 9}}},
+
+        // Norms without weights, and caps of either form.
+        {nanochat, {{"gains", false}, {"qk_gains", false}, {"norm_plus", 1}, {"gate", "relu2"},
+                    {"normed_embedding", true}, {"rope_transposed", true}, {"rope_kind", "llama3"},
+                    {"logit_softcap", 15}, {"root_softcap", false}, {"head_bias", false},
+                    {"qkv_bias", false}, {"o_bias", false}, {"norm_eps", 1e-6f}, {"tied", false}}},
+        {nanochat, {{"qkv_bias", true}, {"o_bias", true}, {"mlp_bias", false}},
+         {{"attention_bias", true}}},
+        {nanochat, {{"logit_softcap", 0}}, {{"final_logit_softcapping", nullptr}}},
+        {track3, {{"gains", true}, {"qk_gains", false}, {"norm_plus", 0}, {"gate", "relu2"},
+                  {"rope_kind", "half"}, {"logit_softcap", 15}, {"root_softcap", true},
+                  {"head_bias", true}, {"qkv_bias", true}, {"o_bias", true}, {"mlp_bias", true}}},
     };
     for (const Row& row : rows) {
         json read = model_identity(config_shape(dir, row.file, row.more));
@@ -237,6 +250,10 @@ TEST_F(HuggingFace, OtherLayersOfVariantsAreRefused) {
     for (json list : {json{0, 1}, json{1}, json("x"), json{true, false}})
         EXPECT_HAS(config_error(dir, llama_json("smollm3"), {{"no_rope_layers", list}}),
                    "no_rope_layers of this kind is not built yet");
+    EXPECT_HAS(config_error(dir, llama_json("track3"), {{"rope_scaling", llama3_scaling()}}),
+               "rope scaling llama3 is not built for track3");
+    EXPECT_HAS(config_error(dir, llama_json("nanochat"), {{"hidden_act", "silu"}}),
+               "hidden_act \"silu\" is not built yet, only \"relu2\" is");
     EXPECT_HAS(config_error(dir, llama_json("smollm3"),
                             {{"layer_types", {"full_attention", "sliding_attention"}}}),
                "layer_types has windows, and sliding_window is no size");
@@ -599,7 +616,7 @@ TEST_F(HuggingFace, FoldersThatAreNotDenseAreNotUpcycled) {
 // all layouts. A model's spare rows are its own.
 TEST_F(HuggingFace, NewTokensBeginAsTheMeanOfTheOthers) {
     for (Shape s : saved_shapes()) {
-        bool usual = s.hf_type == "gpt2" || s.hf_type == "llama" || s.hf_type == "gpt_neox";
+        bool usual = is_one_of(s.hf_type, "gpt2 llama gpt_neox track3"); // whose head has a bias
         if (!usual || s.experts.E) continue;
         std::string folder = dir + "/before";
         auto old = random_model<float>(s);
@@ -874,7 +891,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
              {"model_type", "bloom",
               "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
               "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
-              "gemma3_text and gpt_neox are"}})
+              "gemma3_text, nanochat, track3 and gpt_neox are"}})
         EXPECT_HAS(config_error(dir, llama_json(), {{key, value}}), words);
 
     // Sizes that do not divide.

@@ -41,6 +41,18 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
         rmsnorm_backward(dinp.data(), frozen, no_residual, dout.data(), x.data(), w.data(),
                          rstd_f.data(), N, C, Cpu{}, {nullptr, 1, dots_f.data(), 2 * C});
 
+        // Without gains: what gains of one give, from the CPU too.
+        std::vector<double> ones(C, 1), bare(N * C), dbare(N * C), on_cpu(N * C), bare_rstd(N);
+        const double* no_weight = nullptr;
+        rmsnorm_forward(bare.data(), bare_rstd.data(), x.data(), ones.data(), N, C, eps, Cpu{});
+        rmsnorm_backward(dbare.data(), frozen, no_residual, dout.data(), x.data(), ones.data(),
+                         rstd_f.data(), N, C, Cpu{});
+        double bare_terms = 0;
+        for (size_t i = 0; i < N * C; i++)
+            bare_terms = std::max(bare_terms, std::fabs(rstd_f[i / C] * dout[i]));
+        rmsnorm_backward(on_cpu.data(), frozen, no_residual, dout.data(), x.data(), no_weight,
+                         rstd_f.data(), N, C, Cpu{}, {nullptr, 1});
+
         // The size of the input gradient's terms.
         double terms = 0;
         for (size_t i = 0; i < N * C; i++)
@@ -66,6 +78,16 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
             rmsnorm_backward(dx.data, sums.data, none, d.data, inp.data, weight.data, r_in.data, N,
                              C, stream, {nullptr, 1, dt.data, 2 * C});
 
+            Array<T> z(N * C, shift), dz(N * C, shift);
+            Array<float> z_rstd(N);
+            Array<double> cpu(on_cpu);
+            rmsnorm_forward(z.data, z_rstd.data, inp.data, none, N, C, eps, stream, {none, 1});
+            rmsnorm_backward(dz.data, (float*)nullptr, none, d.data, inp.data, none, r_in.data, N,
+                             C, stream, {nullptr, 1});
+            o.add("without gains", z, bare, tolerance<T>(C), 1);
+            o.add("dinp without gains", dz, dbare, tolerance<T>(C), bare_terms);
+            o.add("the CPU's", cpu, dbare, 1e-14, bare_terms);
+
             o.add("out", y, out, tolerance<T>(C), 1);
             o.add("rstd", rs, rstd, tolerance<float>(C));
             o.add("rstd alone", alone, rstd, tolerance<float>(C));
@@ -84,12 +106,16 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
              d = rounded<T>(normals(c, n));
 
         // Want: the CPU in double.
-        std::vector<double> out(n), dgate(n), dup(n), sum(n), capped = g;
+        std::vector<double> out(n), dgate(n), dup(n), sum(n), squares(n), dsquares(n);
+        std::vector<double> capped = g, rooted = g;
         swiglu_forward(out.data(), g.data(), u.data(), n, Cpu{}, Gate::GELU);
         swiglu_backward(dgate.data(), dup.data(), d.data(), g.data(), u.data(), n, Cpu{},
                         Gate::GELU);
         add_forward(sum.data(), g.data(), u.data(), n, Cpu{});
         softcap_forward(capped.data(), n, 2, Cpu{});
+        softcap_forward(rooted.data(), n, 2, Cpu{}, true);
+        relu2_forward(squares.data(), g.data(), n, Cpu{});
+        relu2_backward(dsquares.data(), d.data(), g.data(), n, Cpu{});
 
         // The size of dgate's terms d u gelu'(g). Those of gelu' cancel where g is far below zero.
         double terms = 1;
@@ -104,6 +130,10 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
             add_forward(both.data, gate.data, up.data, n, stream);
             softcap_forward(cap.data, n, 2, stream);
             softcap_forward(same.data, n, 0, stream);
+            Array<T> root(g, shift), square(n, shift), dsquare(d, shift);
+            softcap_forward(root.data, n, 2, stream, true);
+            relu2_forward(square.data, gate.data, n, stream);
+            relu2_backward(dsquare.data, dsquare.data, gate.data, n, stream);
             swiglu_backward(dout.data, up.data, dout.data, gate.data, up.data, n, stream,
                             Gate::GELU);
 
@@ -113,6 +143,9 @@ template <typename T> void gate_and_cap_kernels(Check& c) {
             o.add("sum", both, sum, tolerance<T>(2), 1);
             o.add("capped", cap, capped, tolerance<T>(8), 1);
             o.add("no cap", same, g, 0);
+            o.add("capped by the root", root, rooted, tolerance<T>(8), 1);
+            o.add("relu2", square, squares, tolerance<T>(2), 1);
+            o.add("relu2 backward in place", dsquare, dsquares, tolerance<T>(2), 1);
         });
     }
 }
@@ -201,7 +234,7 @@ template <typename T> void part_and_scale_kernels(Check& c) {
         embedding_backward_weight(dwte.data(), (double*)nullptr, dout.data(), tokens.data(),
                                   zeros.data(), zeros.data(), nullptr, N, 0, V, 1, C, false, Cpu{},
                                   1.75);
-        GradientScale scale = {0.25, nullptr, 12};
+        GradientScale scale = {0.25, nullptr, 12, nullptr, nullptr, N == 33}; // both forms
         crossentropy_forward_backward(losses.data(), logits.data(), targets.data(), scale, N, C - 1,
                                       C, Cpu{});
 

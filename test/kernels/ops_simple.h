@@ -342,6 +342,18 @@ inline void rope_test(Check& c) {
             close(c, "scaled frequency", Doubles{rope_frequency(j, 32, 10000, k.scaling)},
                   Doubles{k.frequencies[j]}, 1e-6);
 
+    // Half of the pairs, HS 128, theta 1024: pair 31 turns by 1/1024 a position, pair 32 not at all.
+    RopeScaling half = {};
+    half.kind = RopeKind::HALF;
+    Doubles of_pairs;
+    for (size_t j : {0, 1, 31, 32, 63}) of_pairs.push_back(rope_frequency(j, 128, 1024, half));
+    close(c, "half", of_pairs, Doubles{1, 0.799638231116584, 1.0 / 1024, 0, 0}, 1e-14);
+
+    // Transposed: the first channel of the pair turns away from the second.
+    half.transposed = true;
+    rope_table(turn.data(), 2, 4, 10000, half);
+    close(c, "transposed", turn, Doubles{1, 0, 1, 0, cos1, -sin1, 1, 0}, 1e-15);
+
     // YaRN's attention factor lengthens what it turns.
     yarn.attention_factor = 1.5f;
     rope_table(turn.data(), 2, 4, 10000, yarn);
@@ -407,6 +419,15 @@ void activation_type_test(Check& c, const Doubles& x, const Doubles& u, const Do
     swiglu_backward(dg.data(), du.data(), dg.data(), X.data(), du.data(), n, CPU);
     close(c, "swiglu dgate", dg, dg0, tolerance<T>(4), gate_terms);
     close(c, "swiglu dup", du, du0, tolerance<T>(4));
+
+    // ReLU^2, and its backward in place.
+    relu2_forward(y0.data(), x.data(), n, CPU);
+    relu2_forward(y.data(), X.data(), n, CPU);
+    close(c, "relu2", y, y0, tolerance<T>(1));
+    relu2_backward(dx0.data(), dout.data(), x.data(), n, CPU);
+    dx = D;
+    relu2_backward(dx.data(), dx.data(), X.data(), n, CPU);
+    close(c, "relu2 backward", dx, dx0, tolerance<T>(2));
 }
 
 inline void activation_test(Check& c) {
@@ -425,6 +446,14 @@ inline void activation_test(Check& c) {
     close(c, "gelu(1)", Doubles{y}, Doubles{0.8411919906082768}, 1e-14);
     swiglu_forward(&y, &one, &one, 1, CPU);
     close(c, "silu(1)", Doubles{y}, Doubles{0.7310585786300049}, 1e-14);
+
+    // ReLU^2 of -2, 0, 3 is 0, 0, 9; the cap of 15 in the root's form takes 20 to 12: a triangle of
+    // sides 3, 4, 5.
+    Doubles three = {-2, 0, 3}, squares(3), capped = {20, -20, 0};
+    relu2_forward(squares.data(), three.data(), 3, CPU);
+    close(c, "relu2 of -2, 0, 3", squares, Doubles{0, 0, 9}, 0);
+    softcap_forward(capped.data(), 3, 15, CPU, true);
+    close(c, "cap of 20", capped, Doubles{12, -12, 0}, 1e-15);
 }
 
 inline void activation_grad(Check& c) {
@@ -449,6 +478,27 @@ inline void activation_grad(Check& c) {
     swiglu_backward(dx.data(), du.data(), dout.data(), x.data(), u.data(), n, CPU);
     gradient(c, "swiglu gate", swiglu, x, dx);
     gradient(c, "swiglu up", swiglu, u, du);
+
+    // ReLU^2.
+    auto relu2 = [&] {
+        Doubles y(n);
+        relu2_forward(y.data(), x.data(), n, CPU);
+        return dot(y, dout);
+    };
+    relu2_backward(dx.data(), dout.data(), x.data(), n, CPU);
+    gradient(c, "relu2", relu2, x, dx);
+
+    // The cap in the root's form, whose slope is taken from its result.
+    auto cap = [&] {
+        Doubles y = x;
+        softcap_forward(y.data(), n, 1.5f, CPU, true);
+        return dot(y, dout);
+    };
+    Doubles y = x;
+    softcap_forward(y.data(), n, 1.5f, CPU, true);
+    GradientScale scale = {1, nullptr, 1.5f, nullptr, nullptr, true};
+    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * scale.cap_slope(y[i]);
+    gradient(c, "cap of the root's form", cap, x, dx);
 }
 
 template <typename T> void activation_rates(Perf& p, const char* type) {

@@ -30,7 +30,10 @@ inline Shape small_qwen3() {
 // changes the result.
 inline Shape small_variant(Shape s, const std::string& type) {
     bool gemma = type == "gemma2" || type == "gemma3_text";
+    bool relu2 = type == "track3" || type == "nanochat";
+    if (relu2) s.rope.scaling = {}, s.rope.theta = 30;
     set_variant(s, type), s.hf_type = type;
+    if (relu2) s.loss.softcap = 1.5f;
     if (type == "smollm3") s.rope.nope_every = 2;
     if (type == "phi3") s.rope.rotary = s.HS / 2;
     if (type == "olmo2") s.attention.o_bias = s.attention.qkv_bias = true;
@@ -42,7 +45,8 @@ inline Shape small_variant(Shape s, const std::string& type) {
 inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
     return neox_shape(L, NH, C, 61, 32);
 }
-constexpr const char* VARIANTS[] = {"olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"};
+constexpr const char* VARIANTS[] = {"olmo2",       "smollm3", "phi3",    "gemma2",
+                                    "gemma3_text", "track3",  "nanochat"};
 
 // A model with experts, which tensor parallelism can cut in 2 and 4. A token takes two of six
 // experts; with `qwen` one of three, and q and k are normed.

@@ -50,7 +50,8 @@ template <typename T> Taught taught(const TaughtCase& c) {
         };
 
         // The student. The logits' chunks hold fewer rows than a micro-batch.
-        Shape shape = small_llama(), other = c.itself ? shape : small_teacher();
+        Shape shape = c.itself ? small_variant(small_llama(), "track3") : small_llama();
+        Shape other = c.itself ? shape : small_teacher();
         shape.loss.logits_bytes = other.loss.logits_bytes = 5 * 128 * sizeof(T);
         shape.loss.logits_rows = other.loss.logits_rows = 5;
         Plan plan = small_plan(16 / size_t(c.micro_batches), 8, c.micro_batches / c.dp);

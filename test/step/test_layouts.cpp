@@ -1098,7 +1098,8 @@ TEST(Layouts, VariantsAreOneComputation) {
     std::map<std::tuple<std::string, bool, int>, OneRank> one_rank;
     int number = 0;
     for (const LayoutCase& l : all_layouts())
-        for (const char* type : {VARIANTS[number % 5], number / 2 % 2 ? "olmo2" : "gpt_neox"}) {
+        for (const char* type : {VARIANTS[size_t(number) % std::size(VARIANTS)],
+                                 number / 2 % 2 ? "olmo2" : "gpt_neox"}) {
             bool adamw = number % 3 > 0;
             Shape shape = llama_for_tp(false);
             shape.HS = 8;

@@ -23,7 +23,8 @@ static std::vector<Shape> lora_shapes() {
             with_late_lora(small_variant(small_llama(), "gemma2"), 4),
             with_lora(small_shared(), 2), with_lora(small_mla(true), 3),
             with_lora(small_shared(), 3, "experts,shared_expert.down_proj"),
-            with_lora(small_mixtral(), 2, "w3,q_proj"), with_lora(small_oss(), 2)};
+            with_lora(small_mixtral(), 2, "w3,q_proj"), with_lora(small_oss(), 2),
+            with_lora(small_variant(small_llama(), "track3"), 2)};
 }
 
 // Shapes behind a prefix: learned positions, RoPE with shared key heads, soft caps and windows.
@@ -894,6 +895,13 @@ FirstValues published_values(const Shape& s, const Parameter& p) {
     if (ends({"lora_A.weight"})) return {0, std::sqrt(1.0 / 3 / double(p.shape[1]))};
     if (ends({"lora_B.weight", "bias"})) return {0, 0};
 
+    // modded-nanogpt: what adds to the stream and the head start at zero, the table at N(0, 1), the
+    // others at N(0, 0.33 / C).
+    if (s.hf_type == "track3" && ends({"o_proj.weight", "fc2.weight", "lm_head.weight"}))
+        return {0, 0};
+    if (s.hf_type == "track3" && !has(p.name, "norm"))
+        return {0, has(p.name, "embed_tokens") ? 1 : std::sqrt(0.33 / double(s.C))};
+
     // Norms.
     bool gemma = s.hf_type.starts_with("gemma");
     bool norm = has(p.name, "norm") || has(p.name, "ln_") || has(p.name, "layer_norm");
@@ -901,7 +909,7 @@ FirstValues published_values(const Shape& s, const Parameter& p) {
 
     // Products that write to the residual stream: two in each of the three blocks.
     bool residual = ends({"c_proj.weight", "o_proj.weight", "down_proj.weight", "w2.weight",
-                          "attention.dense.weight", "dense_4h_to_h.weight"});
+                          "attention.dense.weight", "dense_4h_to_h.weight", "fc2.weight"});
     return {0, residual ? 0.02 / 2.449489742783178 : 0.02};
 }
 
@@ -950,10 +958,29 @@ TEST(Init, EachWeightHasItsPublishedMeanAndDeviation) {
         EXPECT_TRUE(kinds.count(kind)) << kind << " was not looked at";
 }
 
+// Track 3's first loss is the logarithm of the vocabulary, ln 50304 = 10.82584 in its published
+// logs, for all logits are zero. Then the model learns.
+TEST(Init, Track3BeginsWithAllTokensEquallyLikely) {
+    Shape s = small_variant(small_llama(), "track3");
+    Small<double> small(s, {small_plan(2, 16, 2)});
+    init_weights(small.t, 11);
+    small.t.hyper.lr = 1e-2f;
+    small.t.data.window = random_window(s, 16);
+    for (int step = 0; step < 5; step++) {
+        run_plan(small.t, 0);
+        double loss = plan_loss(small.t).mean();
+        if (step == 0) {
+            EXPECT_NEAR(loss, std::log(53.0), 1e-14);
+        } else {
+            EXPECT_LT(loss, std::log(53.0) - 0.01);
+        }
+    }
+}
+
 // The head in chunks of 64, 64 and 22 rows makes the same loss and gradients as in one chunk, to
 // the rounding of float: the sums have another order.
 TEST(Gradients, HeadInChunks) {
-    for (Shape s : {small_gpt2(), small_llama()}) {
+    for (Shape s : {small_gpt2(), small_llama(), small_variant(small_llama(), "track3")}) {
         s.P = 80;
         Fixture<float> whole(s, {small_plan(2, 75, 2)});
         s.loss.logits_bytes = 1;
