@@ -6,6 +6,7 @@
 //   moved_data (offload.h). On one rank without offload these are WEIGHT and GRAD, and GRAD_TIED.
 #pragma once
 #include "action.h"
+#include "optimizer.h"
 #include "layout.h"
 #include "model.h"
 #include "offload.h"

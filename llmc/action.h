@@ -27,6 +27,7 @@
 #include "model.h"
 #include "ops/objective.cuh"
 #include "ops/small_states.cuh"
+#include "optimizer.h"
 #include "pipeline.h"
 #include <algorithm>
 #include <cstddef>
@@ -36,51 +37,6 @@
 #include <vector>
 
 namespace llmc {
-
-// ----------------------------------------------------------------------------
-// optimizers and formats
-//   A state tensor has the parameter's elements as --states says (small_states.cuh). It is sharded,
-//   saved and resharded with it: plan, arena, checkpoint and --explain read this table. Matrices
-//   that Muon updates have no second moment. The update itself is the operator (adamw.cuh,
-//   muon.cuh), called in run_update() of step.h.
-
-// Checkpoints store the name, so the order here is free.
-enum class Optimizer : uint8_t { ADAMW, SGD, MUON };
-
-// The facts that the rest of the program asks of an optimizer.
-struct OptimizerRow {
-    const char* name;                // of --optimizer
-    std::vector<const char*> states; // names in a checkpoint: "m.wte.weight"
-};
-
-// Rows stand in the order of the enum.
-inline const OptimizerRow& optimizer_row(Optimizer optimizer) {
-    static const OptimizerRow rows[] = {
-        {"adamw", {"m", "v"}}, // first and second moments
-        {"sgd", {}},
-        {"muon", {"m", "v"}},
-    };
-    return rows[int(optimizer)];
-}
-
-// The names of a parameter's own state tensors.
-inline std::vector<const char*> states_of(Optimizer optimizer, const Parameter& p) {
-    std::vector<const char*> states = optimizer_row(optimizer).states;
-    if (p.muon) states.resize(1);
-    return states;
-}
-
-// How the matrices of blocks are kept where no optimizer changes them (quantised.h).
-enum class Stored : uint8_t { WIDE, NF4, INT8, INT4 };
-
-// The format in which data-parallel ranks send the gradients that they sum (zero.h).
-enum class Gradients : uint8_t { FLOAT, BF16, FP8 };
-
-// The word of a format, in manifests and --explain.
-inline const char* states_name(States states) {
-    const char* names[] = {"float", "bf16", "8bit"};
-    return names[int(states)];
-}
 
 // ----------------------------------------------------------------------------
 // the tiers of memory, and in which of them a run keeps each kind of data
@@ -357,14 +313,6 @@ inline bool bucket_is_mine(const Layout& layout, const Model& model, int bucket)
     for (int l : model.buckets[bucket].layers)
         if (is_mine(layout, model, l)) return true;
     return false;
-}
-
-// Whether MUON works on a bucket of this rank.
-inline bool has_muon_matrices(const Layout& layout, const Model& model, int bucket) {
-    const Bucket& b = model.buckets[bucket];
-    auto first = model.parameters.begin() + b.first;
-    return bucket_is_mine(layout, model, bucket) &&
-           std::any_of(first, first + b.count, [](const Parameter& p) { return p.muon; });
 }
 
 // Whether a tied table's two layers run on different ranks: each then has one of its gradients.

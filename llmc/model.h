@@ -495,8 +495,8 @@ inline bool recomputed(Keep keep, Recompute level) {
 
 // ----------------------------------------------------------------------------
 // how a bucket is filled: where its parameters lie, and where its shards are cut
-//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter: AdamW
-//   and SGD update each element alone, and Muon brings a matrix's parts together (muon.h).
+//   A bucket is cut into equal shards of whole norm chunks. A cut may fall inside a parameter: most
+//   optimizers update each element alone, and Muon brings a matrix's parts together (muon.h).
 
 // The number of pieces that tensor-parallel ranks cut a parameter into.
 inline int pieces_of(const Shard& s, int tp) {

@@ -1,4 +1,4 @@
-// muon.h - Muon over many ranks: each matrix has one owner, to which its parts go - arXiv:2502.16982
+// muon.h - Muon over many ranks: parts of a matrix meet at its owner - arXiv:2502.16982
 //   AdamW updates elements, Muon whole matrices (ops/muon.cuh). ZeRO and tensor parallelism cut
 //   them anywhere, so MUON brings the parts together, between NORM and the updates:
 //     1. each rank updates the momentum of its own range, and puts u in the gradient's place
@@ -12,12 +12,18 @@
 //   Memory: room for one matrix, about (8 + 4) r c bytes in bf16; no second moment.
 #pragma once
 #include "action.h"
+#include "arena.h"
+#include "comm/comm.h"
+#include "comm/group.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/matmul.cuh"
+#include "ops/memory.h"
 #include "ops/muon.cuh"
+#include "ops/step_scale.h"
+#include "ops/tensor_table.cuh"
 #include "ops/types.h"
 #include "sharding.h"
+#include "trainer.h"
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -52,8 +58,8 @@ inline std::vector<int> muon_ranks(const Layout& me, Group group) {
     });
 }
 
-// All matrices of which this rank holds parts, with owners and rounds: the same on all ranks that
-// hold parts.
+// All matrices of which this rank holds parts, with owners and rounds. All ranks that hold parts of
+// a matrix find the same.
 inline std::vector<MuonMatrix> muon_matrices(const Layout& layout, const Model& model) {
     std::vector<MuonMatrix> all;
     std::map<int, double> load; // [rank]: FLOPs so far
@@ -155,6 +161,138 @@ template <typename T> size_t muon_room_bytes(const MuonMatrix& m) {
     MuonRoom<orthogonal_t<T>> room;
     size_t parts = round_up(m.elements() * sizeof(acc_t<T>), size_t(256));
     return room.bind(nullptr, m.rows, m.cols) + 2 * parts;
+}
+
+// ----------------------------------------------------------------------------
+// a step
+
+// The rows of a bucket's range that Muon updates, or the others.
+inline std::vector<TensorRow> rows_of_rule(const Model& model, int bucket, Range range, bool muon) {
+    auto rows = tensor_rows(model, bucket, range.first, range.first + range.count);
+    std::erase_if(rows, [&](const TensorRow& row) {
+        return (row.group == MuonGroup::MATRIX) != muon;
+    });
+    return rows;
+}
+
+// The start of the gradient that this rank updates of a bucket.
+template <typename T, typename S>
+acc_t<T>* updated_gradient(const Trainer<T, S>& t, int bucket) {
+    Range range = updated_range(t.layout, t.model, bucket);
+    return updated_part<acc_t<T>>(t, {Kind::GRAD, bucket}, range);
+}
+
+// Send parts of a round's matrices to their owners, or back: muon.h. u is the matrix of which this
+// rank is the owner, and parts (r,c) room for those of it that do not lie together.
+template <typename T, typename S>
+void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_t<T>* u,
+                    acc_t<T>* parts, bool back) {
+    typedef acc_t<T> A;
+    S where = t.ctx.where;
+    int me = t.comms.world.rank;
+    std::vector<CommMessage> messages;
+    auto add = [&](A* data, const MuonPart& part, int peer, bool send) {
+        if (part.count) messages.push_back({data, part.count * sizeof(A), peer, send});
+    };
+
+    // Copy between the matrix and a part that lies together.
+    auto copy = [&](const MuonMatrix& m, const MuonPart& part, A* together) {
+        for_each_muon_run(m, part, [&](size_t local, size_t global, size_t width, size_t count) {
+            size_t bytes = width * sizeof(A), stride = bytes + part.runs.gap * sizeof(A);
+            A *here = together + local, *there = u + global;
+            back ? copy_rows(here, bytes, there, stride, bytes, count, where)
+                 : copy_rows(there, stride, here, bytes, bytes, count, where);
+        });
+    };
+
+    // List the messages. The owner packs what it sends back.
+    std::vector<std::pair<MuonPart, A*>> packed;
+    for (const MuonMatrix& m : round) {
+        int bucket = t.model.parameters[size_t(m.parameter)].bucket;
+        Layout owner = layout_at(t.layout, m.owner);
+        MuonPart mine = muon_part(t.layout, t.model, m);
+        A* home = updated_gradient(t, bucket) + mine.at;
+        bool given = gives_part(t.layout, owner, t.model, m);
+        if (m.owner != me) {
+            if (back || given) add(home, mine, m.owner, !back);
+            continue;
+        }
+
+        // The owner's own part needs no message.
+        if (back || given) copy(m, mine, home);
+        for (int rank : muon_ranks(t.layout, t.model.buckets[bucket].group)) {
+            Layout other = layout_at(t.layout, rank);
+            MuonPart part = muon_part(other, t.model, m);
+            bool sends = back || gives_part(other, owner, t.model, m);
+            if (rank == me || !sends || !part.count) continue;
+
+            // A part that lies together in the matrix too goes there at once.
+            A* place = parts;
+            if (is_dense(part)) {
+                for_each_muon_run(m, part, [&](size_t, size_t global, size_t, size_t) {
+                    place = u + global;
+                });
+            } else {
+                parts += part.count;
+                if (back) copy(m, part, place);
+                packed.push_back({part, place});
+            }
+            add(place, part, rank, back);
+        }
+    }
+    exchange(t.comms.world, messages.data(), int(messages.size()), where);
+
+    // Unpack what has come.
+    for (const MuonMatrix& m : round)
+        for (auto& [part, place] : packed)
+            if (m.owner == me && !back) copy(m, part, place);
+}
+
+// MUON: put the orthogonalised momentum of matrices in place of their gradients (muon.h).
+template <typename T, typename S>
+void run_muon(Trainer<T, S>& t) {
+    typedef acc_t<T> A;
+    S where = t.ctx.where;
+    const Muon& h = t.hyper.muon;
+    const Plan& p = t.plans[t.plan];
+    const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
+
+    // Update the momentum.
+    for (int b = 0; b < int(t.model.buckets.size()); b++) {
+        if (!has_muon_matrices(t.layout, t.model, b)) continue;
+        Range range = updated_range(t.layout, t.model, b);
+        void* m = address<unsigned char>(t, {Kind::STATE, b, 0});
+        std::vector<TensorRow> rows = rows_of_rule(t.model, b, range, true);
+        muon_momentum<T>(updated_gradient(t, b), m, p.states, rows.data(), rows.size(), h, scale,
+                         where);
+    }
+
+    // Orthogonalise, a round at a time.
+    std::vector<MuonMatrix> all = muon_matrices(t.layout, t.model), round;
+    unsigned char* base = scratch_address(t, -1, ScratchKind::MUON);
+    for (size_t i = 0; i < all.size(); i++) {
+        round.push_back(all[i]);
+        if (i + 1 < all.size() && all[i + 1].round == all[i].round) continue;
+
+        // Find room for this rank's matrix.
+        const MuonMatrix* mine = nullptr;
+        for (const MuonMatrix& m : round)
+            if (m.owner == t.comms.world.rank) mine = &m;
+        A *u = reinterpret_cast<A*>(base), *parts = u;
+        if (mine) parts += round_up(mine->elements(), size_t(256));
+
+        // Bring its parts together, orthogonalise, and send them back.
+        exchange_parts(t, round, u, parts, false);
+        if (mine) {
+            MuonRoom<orthogonal_t<T>> room;
+            unsigned char* rest = reinterpret_cast<unsigned char*>(parts);
+            room.bind(rest + round_up(mine->elements() * sizeof(A), size_t(256)), mine->rows,
+                      mine->cols);
+            muon_orthogonalise(u, mine->rows, mine->cols, h, room, t.ctx.blas, where);
+        }
+        exchange_parts(t, round, u, parts, true);
+        round.clear();
+    }
 }
 
 } // namespace llmc

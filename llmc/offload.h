@@ -32,6 +32,7 @@
 //   transfers.h carries them out.
 #pragma once
 #include "action.h"
+#include "optimizer.h"
 #include "layout.h"
 #include "model.h"
 #include "ops/matmul.cuh"
@@ -39,7 +40,7 @@
 #include "ops/types.h"
 #include "recompute.h"
 #include "sharding.h"
-#include "text.h"
+#include "comm/text.h"
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>

@@ -17,6 +17,7 @@
 #include "ops/small_states.cuh"
 #include "ops/tensor_table.cuh"
 #include "ops/types.h"
+#include "optimizer.h"
 #include "quantised.h"
 #include "sharding.h"
 #include "trainer.h"

@@ -10,6 +10,7 @@
 //   A bucket with such codes is called narrow, any other one wide.
 #pragma once
 #include "action.h"
+#include "optimizer.h"
 #include "layout.h"
 #include "model.h"
 #include "ops/linear.cuh"

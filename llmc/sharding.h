@@ -9,6 +9,7 @@
 #include "ops/tensor_table.cuh"
 #include "ops/rand.h"
 #include "ops/small_states.cuh"
+#include "ops/types.h"
 
 namespace llmc {
 
@@ -175,6 +176,14 @@ inline bool is_published(const Layout& layout, const Bucket& b) {
     if (layout.weights_near)
         return update_axis(layout, b.group).size > 1;
     return shard_axis(layout, b.group).size > 1 && some_whole && !layout.offload.weights;
+}
+
+// Whether MUON works on a bucket of this rank.
+inline bool has_muon_matrices(const Layout& layout, const Model& model, int bucket) {
+    const Bucket& b = model.buckets[bucket];
+    auto first = model.parameters.begin() + b.first;
+    return bucket_is_mine(layout, model, bucket) &&
+           std::any_of(first, first + b.count, [](const Parameter& p) { return p.muon; });
 }
 
 // The datum in which a layer finds its weights.

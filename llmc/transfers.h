@@ -21,6 +21,7 @@
 #include "ops/step_scale.h"
 #include "ops/tensor_table.cuh"
 #include "ops/types.h"
+#include "optimizer.h"
 #include "pipeline.h"
 #include "quantised.h"
 #include "sharding.h"

@@ -28,6 +28,7 @@
 #pragma once
 #include "access.h"
 #include "action.h"
+#include "optimizer.h"
 #include "comm/comm.h"
 #include "comm/group.h"
 #include "comm/placement.h"

@@ -24,7 +24,7 @@
 #include "../parameters.h"
 #include "../run/folder.h"
 #include "../run/run.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

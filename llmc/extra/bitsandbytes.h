@@ -18,8 +18,9 @@
 #include "../ops/rope.cuh"
 #include "../ops/types.h"
 #include "../action.h"
+#include "../optimizer.h"
 #include "../quantised.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -3,6 +3,7 @@
 //   must have the model's vocabulary. ../io/sampler.h says how guesses are judged.
 #pragma once
 #include "../action.h"
+#include "../optimizer.h"
 #include "../arena.h"
 #include "../io/config.h"
 #include "../io/files.h"
@@ -13,7 +14,7 @@
 #include "../ops/memory.h"
 #include "../run/run.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "../tune/companion.h"
 

@@ -29,7 +29,7 @@
 #include "../ops/types.h"
 #include "../run/run.h"
 #include "../sizes.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

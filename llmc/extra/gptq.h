@@ -22,8 +22,9 @@
 #include "../ops/nf4.cuh"
 #include "../ops/types.h"
 #include "../action.h"
+#include "../optimizer.h"
 #include "../quantised.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -22,7 +22,8 @@
 #include "../io/tensor_source.h"
 #include "../model.h"
 #include "../action.h"
-#include "../text.h"
+#include "../comm/text.h"
+#include "../optimizer.h"
 #include "../tune/adapter_files.h"
 
 namespace llmc {

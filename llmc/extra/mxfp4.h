@@ -17,7 +17,8 @@
 #include "../io/tensor_source.h"
 #include "../model.h"
 #include "../action.h"
-#include "../text.h"
+#include "../comm/text.h"
+#include "../optimizer.h"
 
 namespace llmc {
 

@@ -28,7 +28,7 @@
 #include "../parameters.h"
 #include "../run/health.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

@@ -15,7 +15,7 @@
 #include <climits>
 #include <string>
 #include <vector>
-#include "../text.h"
+#include "../comm/text.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"
 

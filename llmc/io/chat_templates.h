@@ -9,7 +9,7 @@
 #pragma once
 #include "../access.h"
 #include "../ops/rand.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "chat.h"
 #include "files.h"
 #include "json.h"

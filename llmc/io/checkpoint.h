@@ -27,6 +27,7 @@
 #include <filesystem>
 #include <fstream>
 #include "../action.h"
+#include "../optimizer.h"
 #include "../comm/group.h"
 #include "../fp8.h"
 #include "../layout.h"
@@ -40,7 +41,7 @@
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
 #include "../parameters.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "files.h"
 #include "manifest.h"
@@ -249,7 +250,7 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         list.push_back({read + p.name, {weights, p.bucket}, &p});
         if (!stateful) continue;
         int number = 0;
-        for (std::string state : states_of(t.plans[0].optimizer, p))
+        for (std::string state : states_of(t.plans[0].optimizer, p.muon))
             list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema)
             list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});

@@ -10,6 +10,7 @@
 //   All ranks call, on one file system, and see the same result: "" or what is wrong, in a line.
 #pragma once
 #include "../action.h"
+#include "../optimizer.h"
 #include "../adapters.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
@@ -27,7 +28,7 @@
 #include "../ops/types.h"
 #include "../parameters.h"
 #include "../sharding.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "checkpoint.h"
 #include "files.h"

@@ -16,7 +16,7 @@
 #include "../action.h"
 #include "../layout.h"
 #include "../ops/objective.cuh"
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 
 namespace llmc {
@@ -281,8 +281,8 @@ inline const std::vector<Flag>& config_table() {
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
         {"schedule", &C::schedule, "",
-         "learning-rate decay after warm-up: cosine, linear, constant, or wsd, which stays until the "
-         "last fifth of the run (wsd:0.7: the last 0.7 of it)"},
+         "decay of the learning rate after warm-up: cosine, linear, constant, or wsd, which falls "
+         "in the last fifth of the run (wsd:0.7: the last 0.7 of it)"},
         {"weight-decay", &C::weight_decay, "0..1000", "decoupled decay of matrices and tables"},
         {"beta1", &C::beta1, "0..0.99999", "AdamW's decay rate of the first moment"},
         {"beta2", &C::beta2, "0..0.99999", "AdamW's decay rate of the second moment"},

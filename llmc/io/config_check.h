@@ -13,7 +13,7 @@
 #include "../ops/moe.cuh"
 #include "../ops/types.h"
 #include "../sharding.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "machine.h"
 #include "plan_flags.h"

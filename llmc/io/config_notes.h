@@ -2,7 +2,7 @@
 //   Runs after config_check(), which fills in defaults. Only flags that the user gave are noted.
 //   A refusal is a text; "" refuses nothing.
 #pragma once
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "machine.h"
 

@@ -22,10 +22,11 @@
 #include <bit>
 #include <numeric>
 #include <random>
-#include "../text.h"
+#include "../comm/text.h"
 #include "config_notes.h"
 #include "evaluate.h"
 #include "files.h"
+#include "generate.h"
 #include "json.h"
 #include "tokenizer.h"
 

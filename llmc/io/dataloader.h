@@ -29,7 +29,7 @@
 #include "../access.h"
 #include "../context.h"
 #include "../ops/rand.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "file_kind.h"
 #include "files.h"
 #include "json.h"

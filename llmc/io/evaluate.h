@@ -36,7 +36,7 @@
 //   CORE, and --evaluate's value: core.h. Running: likelihood.h.
 #pragma once
 #include <nlohmann/json.hpp>
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "dataloader.h"
 #include "files.h"

@@ -8,6 +8,7 @@
 #pragma once
 #include "../access.h"
 #include "../action.h"
+#include "../optimizer.h"
 #include "../adapters.h"
 #include "../arena.h"
 #include "../context_parallel.h"
@@ -24,7 +25,7 @@
 #include "../sharding.h"
 #include "../sizes.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../zero.h"
 #include "machine.h"
 #include "mfu.h"

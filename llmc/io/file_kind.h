@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

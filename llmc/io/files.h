@@ -26,7 +26,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

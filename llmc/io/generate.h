@@ -27,7 +27,7 @@
 #include "../ops/types.h"
 #include "../sizes.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "sampler.h"
 

@@ -3,7 +3,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 #include "../family.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 
 namespace llmc {

@@ -21,7 +21,7 @@
 #include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/rope.cuh"
-#include "../text.h"
+#include "../comm/text.h"
 #include "json.h"
 
 namespace llmc {

@@ -9,7 +9,7 @@
 //   Memory: one chunk of at most 16 MiB a rank, and none where one rank runs alone.
 #pragma once
 #include "../comm/group.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "json.h"
 #include "one_reader.h"
 #include "safetensors.h"

@@ -6,7 +6,7 @@
 //   it counts bad lines, and names file and line of the first.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 #include <string>
 #include <nlohmann/json.hpp>

@@ -22,7 +22,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../comm/comm.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 
 namespace llmc {

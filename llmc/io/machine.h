@@ -14,7 +14,7 @@
 #include <set>
 #include <string>
 #include <vector>
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -7,7 +7,7 @@
 #include "../layout.h"
 #include "../ops/cuda_common.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "one_reader.h"
 
 namespace llmc {

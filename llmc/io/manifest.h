@@ -9,7 +9,7 @@
 #include "../ops/fp8_delayed.cuh"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 #include "json.h"
 #include "rollout_state.h"

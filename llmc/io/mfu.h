@@ -23,7 +23,7 @@
 #include "../ops/memory.h"
 #include "../ops/types.h"
 #include "../recompute.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "machine.h"
 
 namespace llmc {

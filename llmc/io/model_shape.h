@@ -1,8 +1,10 @@
 // model_shape.h - the shape that --model names, and what other flags change of it
 #pragma once
+#include "../comm/text.h"
 #include "../family.h"
 #include "../model.h"
 #include "../ops/fp8.cuh"
+#include "../ops/moe.cuh"
 #include "config.h"
 #include "config_check.h"
 #include "files.h"

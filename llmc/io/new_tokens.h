@@ -10,7 +10,7 @@
 #include "../model.h"
 #include "../ops/rand.h"
 #include "../parameters.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "hf_config.h"
 #include "huggingface.h"

@@ -2,6 +2,8 @@
 //   Nothing is allocated.
 #pragma once
 #include "../action.h"
+#include "../ops/tensor_table.cuh"
+#include "../optimizer.h"
 #include "../adapters.h"
 #include "../family.h"
 #include "../layout.h"
@@ -13,7 +15,7 @@
 #include "../ops/types.h"
 #include "../pipeline.h"
 #include "../quantised.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "files.h"
 
@@ -115,8 +117,7 @@ inline std::string read_muon_setting(const std::string& name, const std::string&
            "vectors=, decay=";
 }
 
-// What --optimizer says: "adamw", "sgd", "muon" or "muon,name=value,...". Returns "" or what is
-// wrong with it.
+// Read --optimizer: adamw, sgd, muon or muon,name=value,... Returns "" or what is wrong with it.
 inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* muon) {
     *muon = {};
     muon->decay = muon->others_decay = float(c.weight_decay);
@@ -159,7 +160,7 @@ inline std::string check_optimizer(const Config& c) {
                ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
     if (optimizer != Optimizer::MUON) return "";
 
-    // What is not built for Muon.
+    // Refuse what is not built for Muon.
     if (c.states == "8bit")
         return "--optimizer muon keeps moments as float or bf16: give --states bf16";
     bool moves = offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients");

@@ -34,7 +34,7 @@
 #include <future>
 #include <thread>
 #include "../comm/rank_status.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "dataloader.h"
 #include "file_kind.h"

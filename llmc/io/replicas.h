@@ -14,6 +14,7 @@
 #pragma once
 #include <tuple>
 #include "../action.h"
+#include "../optimizer.h"
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../layout.h"
@@ -22,7 +23,7 @@
 #include "../parameters.h"
 #include "../quantised.h"
 #include "../sharding.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {
@@ -135,7 +136,7 @@ std::vector<Copied> copied_data(const Trainer<T, S>& t) {
 
         // Number the moments in the order of the optimizer's table.
         int number = 0;
-        for (std::string state : states_of(t.plans[0].optimizer, p))
+        for (std::string state : states_of(t.plans[0].optimizer, p.muon))
             if (moments)
                 list.push_back({state + " of " + p.name, {Kind::STATE, p.bucket, number++}, &p});
         if (t.plans[0].ema && masters)

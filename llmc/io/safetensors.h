@@ -15,7 +15,7 @@
 #include <nlohmann/json.hpp>
 #include "../ops/element_type.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 
 namespace llmc {

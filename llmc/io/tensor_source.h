@@ -15,8 +15,9 @@
 #include <nlohmann/json.hpp>
 #include "../model.h"
 #include "../action.h"
+#include "../optimizer.h"
 #include "../quantised.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "hf_files.h"
 #include "hf_places.h"
 #include "json.h"

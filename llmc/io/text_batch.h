@@ -4,7 +4,7 @@
 //   in the middle has the same batches. A file that holds tokens passes through.
 #pragma once
 #include <algorithm>
-#include "../text.h"
+#include "../comm/text.h"
 #include "json.h"
 #include "text_stream.h"
 #include "tokenizer.h"

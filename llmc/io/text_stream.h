@@ -22,7 +22,7 @@
 #include <zstd.h>
 #include <zstd_errors.h>
 #endif
-#include "../text.h"
+#include "../comm/text.h"
 #include "file_kind.h"
 
 namespace llmc {

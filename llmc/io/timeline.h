@@ -7,7 +7,7 @@
 #include <fstream>
 #include "../pipeline.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -30,7 +30,7 @@
 #include <vector>
 #include "../ops/rand.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -6,7 +6,7 @@
 #pragma once
 #include <map>
 #include <set>
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 #include "tokenizer.h"
 #include "tokenizer_files.h"

@@ -18,7 +18,7 @@
 #include <nlohmann/json.hpp>
 #include "../access.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "files.h"
 #include "json.h"
 #include "tokenizer.h"

@@ -4,7 +4,6 @@
 //   SGD: w -= lr * (g + decay * w)
 //   weight (n) T   master (n) float, or null where the weight is its own master
 //   grad, m, v (n) acc   or a table of tensors in one bucket, in one call
-//   Each row of the table has a factor for lr (LoRA+).
 //   scale: {scale, finite, step} as grad_norm_finish leaves them, with the step's learning rate if
 //          the host has given one (else h.lr). A null scale means 1, true, h.step.
 //   One loop and one kernel serve all rules and formats: a rule updates an element, and types say
@@ -144,9 +143,11 @@ template <typename A> struct FloatMoment {
     A* moment;
     bool second = false;
     static constexpr size_t BLOCK = 1; // elements that are read and written together
-    LLMC_HD A* at(const TensorRow& row) const { return moment + (second ? row.second : row.offset); }
+    LLMC_HD A* at(const TensorRow& row) const {
+        return moment + (second ? row.second : row.offset);
+    }
 
-    // They are read and updated in place.
+    // Update in place.
     void read(A*& x, const TensorRow& row, size_t i, size_t) const { x = at(row) + i; }
     void write(const A*, const TensorRow&, size_t, size_t, int64_t) const {}
 
@@ -318,8 +319,8 @@ void adamw_update(T* weight, float* master,                       // a bucket's;
                   AdamW h, const StepScale* scale, S where) {
     LLMC_CHECK(!h.stochastic, "adamw_formats.cuh rounds at random, adamw.cuh to nearest");
     typedef FloatMoment<acc_t<T>> Moment;
-    update_tensors<AdamWRule, T>(h, FloatMasters<T>{weight, master}, Moment{m}, Moment{v, true}, grad,
-                                 rows, count, scale, where);
+    update_tensors<AdamWRule, T>(h, FloatMasters<T>{weight, master}, Moment{m}, Moment{v, true},
+                                 grad, rows, count, scale, where);
 }
 template <typename T, typename S>
 void sgd_update(T* weight, float* master, const acc_t<T>* grad, const TensorRow* rows, size_t count,

@@ -8,11 +8,14 @@
 //   Contract: m, u =.  Nothing is written if !scale->finite. A matrix's result depends on its own
 //             elements alone.  Bitwise repeatable where products are (matmul.cuh).
 //   Cost: k (4 m^2 n + 2 m^3) FLOPs for a matrix of m x n, m <= n.
-//   To copy: this file and what it includes.
+//   To copy: this file, adamw.cuh, adamw_formats.cuh, element_type.h, elements.h, elementwise.cuh,
+//            gpu.h, grad_norm.cuh, loss_scale.cuh, matmul.cuh, memory.h, rand.h, small_states.cuh,
+//            step_scale.h, tensor_table.cuh, types.h and cuda_common.h.
 #pragma once
 #include "adamw.cuh"
 #include "adamw_formats.cuh"
 #include "cuda_common.h"
+#include "element_type.h"
 #include "elementwise.cuh"
 #include "grad_norm.cuh"
 #include "matmul.cuh"
@@ -100,7 +103,7 @@ struct Muon {
     uint64_t seed = 0;
     int64_t step = 1;
 
-    // What AdamW updates: [MuonGroup] the rate divided by Muon's, and the decay.
+    // AdamW's part: [MuonGroup] the rate divided by Muon's, and the decay.
     std::array<float, 5> rates = {1, 1, 1, 1, 1};
     float others_decay = 0;
 };
@@ -232,7 +235,7 @@ template <typename N> size_t muon_scratch_bytes(size_t, size_t, cudaStream_t) {
 }
 #endif
 
-// Functions of elements, for map_elements().
+// Functions of elements that map_elements() applies.
 template <typename A> struct ElementTimes {
     A factor;
     LLMC_HD A operator()(A x) const { return factor * x; }

@@ -11,8 +11,7 @@ namespace llmc {
 // Elements of a chunk: 16 for each thread of the kernel's block.
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
-// Muon's groups of tensors, each with a rate of its own: Muon itself updates MATRIX (muon.cuh),
-// AdamW the others.
+// Muon updates MATRIX (muon.cuh), and AdamW the other groups, each at a rate of its own.
 enum class MuonGroup : uint8_t { NONE, MATRIX, TABLE, HEAD, VECTOR };
 
 // A tensor within a bucket. Operators take the bucket's pointers and walk its rows.
@@ -28,8 +27,7 @@ struct TensorRow {
     // between two runs.
     uint64_t start = 0, run = 1, gap = 0;
 
-    // Where the row's second moments begin, in elements; Muon's matrices have none.
-    size_t second = offset;
+    size_t second = offset; // where the second moments begin; Muon's matrices have none
     // 8-bit moments: the byte where the row's begin, and whether they are codes (small) or floats.
     size_t state = 0;
     bool small = false;

@@ -5,7 +5,7 @@
 #include "../io/config.h"
 #include "../io/config_check.h"
 #include "../io/file_kind.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "evaluate.h"
 #include "layer_cost.h"
 #include "machine_here.h"

@@ -38,7 +38,7 @@
 #include "../ops/memory.h"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "layer_cost.h"
 #include "machine_here.h"
 

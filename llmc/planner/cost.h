@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include "../action.h"
+#include "../optimizer.h"
 #include "../io/machine.h"
 #include "../layout.h"
 #include "../model.h"

@@ -18,7 +18,7 @@
 #include "../io/files.h"
 #include "../io/machine.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "evaluate.h"
 #include "machine_here.h"
 #include "plan_search.h"

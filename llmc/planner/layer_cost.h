@@ -22,6 +22,7 @@
 #pragma once
 #include <functional>
 #include "../action.h"
+#include "../optimizer.h"
 #include "../adapters.h"
 #include "../context_parallel.h"
 #include "../expert_parallel.h"

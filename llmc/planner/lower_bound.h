@@ -13,6 +13,8 @@
 #pragma once
 #include <map>
 #include "../action.h"
+#include "../ops/types.h"
+#include "../optimizer.h"
 #include "../arena.h"
 #include "../family.h"
 #include "../io/machine.h"

@@ -5,7 +5,7 @@
 #include "../io/machine.h"
 #include "../ops/gpu.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

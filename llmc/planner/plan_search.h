@@ -28,7 +28,7 @@
 #include "../model.h"
 #include "../offload.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "evaluate.h"
 #include "layer_cost.h"
 #include "links.h"

@@ -37,7 +37,7 @@
 #include "../ops/types.h"
 #include "../plan.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "cost.h"
 #include "layer_cost.h"
 #include "simulator.h"

@@ -22,7 +22,7 @@
 #include "../pipeline.h"
 #include "../plan.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "cost.h"
 #include "layer_cost.h"
 

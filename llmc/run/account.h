@@ -14,7 +14,7 @@
 #include "../comm/comm.h"
 #include "../comm/rank_status.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>

@@ -27,7 +27,7 @@
 #include "../ops/types.h"
 #include "../plan.h"
 #include "../plan_check.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "run.h"
 
 namespace llmc {

@@ -20,7 +20,7 @@
 #include "../io/one_reader.h"
 #include "../io/rollout_state.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "account.h"
 #include "async_save.h"

@@ -12,6 +12,7 @@
 //                       so the repeated step makes the same values, but for the order of sums.
 #pragma once
 #include "../action.h"
+#include "../optimizer.h"
 #include "../comm/comm.h"
 #include "../family.h"
 #include "../io/checkpoint.h"
@@ -27,7 +28,7 @@
 #include "../parameters.h"
 #include "../quantised.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "run.h"
 

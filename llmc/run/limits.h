@@ -24,7 +24,7 @@
 #include "../planner/activations.h"
 #include "../planner/layer_cost.h"
 #include "../planner/machine_here.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "async_save.h"
 #include "choose.h"

@@ -24,7 +24,7 @@
 #include "../io/manifest.h"
 #include "../io/one_reader.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

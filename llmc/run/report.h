@@ -33,7 +33,7 @@
 #include "../recompute.h"
 #include "../step.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "../transfers.h"
 #include "../zero.h"

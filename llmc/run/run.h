@@ -10,6 +10,7 @@
 #include "../io/dataloader.h"
 #include "../io/evaluate.h"
 #include "../io/files.h"
+#include "../io/huggingface.h"
 #include "../io/likelihood.h"
 #include "../io/logger.h"
 #include "../io/rollout_state.h"
@@ -24,9 +25,10 @@
 #include "../ops/types.h"
 #include "../step.h"
 #include "../streams.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "account.h"
 #include "async_save.h"
+#include "memory_checkpoint.h"
 #include <algorithm>
 #include <cmath>
 #include <deque>

@@ -18,7 +18,7 @@
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "run.h"
 
 namespace llmc {

@@ -18,7 +18,7 @@
 #include "../comm/comm.h"
 #include "../comm/group.h"
 #include "../ops/types.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

@@ -25,7 +25,7 @@
 #include "../model.h"
 #include "../ops/element_type.h"
 #include "../parameters.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

@@ -9,7 +9,7 @@
 #include "../comm/group.h"
 #include "../io/files.h"
 #include "../io/one_reader.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

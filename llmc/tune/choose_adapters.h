@@ -1,5 +1,6 @@
 // choose_adapters.h - before a run with adapters: which matrices have them, or what merges them
 #pragma once
+#include "../adapters.h"
 #include "../family.h"
 #include "../io/config.h"
 #include "../io/files.h"
@@ -11,7 +12,7 @@
 #include "../parameters.h"
 #include "../run/open.h"
 #include "../run/run.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "adapter_files.h"
 #include "named_adapters.h"

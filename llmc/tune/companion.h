@@ -18,7 +18,7 @@
 #include "../run/account.h"
 #include "../run/folder.h"
 #include "../run/run.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 
 namespace llmc {

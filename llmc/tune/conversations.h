@@ -21,7 +21,7 @@
 #include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/json.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include <map>
 #include <span>
 

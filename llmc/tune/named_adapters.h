@@ -7,7 +7,7 @@
 #pragma once
 #include "../io/hf_places.h"
 #include "../model.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "adapter_files.h"
 

@@ -39,7 +39,7 @@
 #include "../run/account.h"
 #include "../run/run.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "reference_policy.h"
 #include "reward_command.h"

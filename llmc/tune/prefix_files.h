@@ -18,7 +18,7 @@
 #include "../model.h"
 #include "../ops/element_type.h"
 #include "../parameters.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "adapter_files.h"
 #include "prompt_tuning.h"

@@ -26,7 +26,7 @@
 #include <nlohmann/json.hpp>
 #include "../comm/rank_status.h"
 #include "../io/json.h"
-#include "../text.h"
+#include "../comm/text.h"
 
 namespace llmc {
 

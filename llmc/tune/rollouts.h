@@ -14,7 +14,7 @@
 #include "../io/files.h"
 #include "../io/json.h"
 #include "../io/rollout_state.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "conversations.h"
 #include "rewards.h"
 

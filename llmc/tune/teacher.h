@@ -24,7 +24,7 @@
 #include "../run/run.h"
 #include "../sharding.h"
 #include "../step.h"
-#include "../text.h"
+#include "../comm/text.h"
 #include "../trainer.h"
 #include "../transfers.h"
 #include "companion.h"

@@ -1,6 +1,7 @@
 // test_states.cpp - small masters and moments: exact, or unbiased where they round at random
 //   Every layout has the same numbers, checkpoints keep them to the bit, and training is as good.
 #include "../../llmc/io/explain.h"
+#include "../../llmc/optimizer.h"
 #include "saved_models.h"
 
 struct Saved : Scratch {};

@@ -19,15 +19,16 @@ template <typename N> Doubles orthogonalised(const Doubles& g, size_t r, size_t 
     return as_double(u);
 }
 
-// What a table makes of a singular value.
+// A singular value after a table's iterations.
 inline double singular_value(const NewtonSchulz& table, double s) {
     s /= table.safety;
     for (auto [a, b, c] : table.steps) s = a * s + b * s * s * s + c * std::pow(s, 5);
     return s;
 }
 
-// x (r,c) reflected along both sides: its singular values stay.
+// Reflect x (r,c) along both sides: its singular values stay.
 inline void reflect(Check& c, Doubles& x, size_t rows, size_t cols) {
+    // Draw two unit vectors.
     auto unit = [&](size_t n) {
         Doubles v = normals(c, n);
         double norm = 0;
@@ -36,6 +37,8 @@ inline void reflect(Check& c, Doubles& x, size_t rows, size_t cols) {
         return v;
     };
     Doubles left = unit(rows), right = unit(cols);
+
+    // Reflect columns, then rows.
     for (size_t j = 0; j < cols; j++) {
         double dot = 0;
         for (size_t i = 0; i < rows; i++) dot += left[i] * x[i * cols + j];
@@ -107,8 +110,10 @@ inline void muon_matrix_test(Check& c) {
     Doubles x = orthogonalised<double>(one, 5, 4, h);
     for (size_t i = 0; i < 4; i++)
         for (size_t j = 0; j < 3; j++)
-            expect(c, std::fabs(x[i * 4 + j] * x[i * 4 + 5 + j] - x[i * 4 + j + 1] * x[i * 4 + 4 + j]) < 1e-9,
-                   "rank 1");
+        {
+            const double* a = &x[i * 4 + j];
+            expect(c, std::fabs(a[0] * a[5] - a[1] * a[4]) < 1e-9, "rank 1");
+        }
 
     // bf16: the same to its few digits.
     h.table = 1;

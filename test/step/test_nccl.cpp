@@ -7,7 +7,7 @@
 //     build/test_nccl                              starts the others
 //     mpirun -np 4 build/test_nccl --steps-last    the layouts of 4 ranks; or --steps-first
 #include "../../llmc/io/one_reader.h"
-#include "../../llmc/text.h"
+#include "../../llmc/comm/text.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

@@ -6,6 +6,7 @@
 #include <csignal>
 #include <random>
 #include "../../llmc/io/explain.h"
+#include "../../llmc/optimizer.h"
 #include "../harness/testing.h"
 #include "small_models.h"
 

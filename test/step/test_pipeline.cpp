@@ -3,7 +3,7 @@
 #include <fstream>
 #include <functional>
 #include "../../llmc/pipeline.h"
-#include "../../llmc/text.h"
+#include "../../llmc/comm/text.h"
 
 using namespace llmc;
 

@@ -2,6 +2,7 @@
 #include <fstream>
 #include <map>
 #include "../../llmc/layout.h"
+#include "../../llmc/optimizer.h"
 #include "../../llmc/io/config.h"
 #include "../../llmc/io/explain.h"
 #include "../harness/testing.h"
