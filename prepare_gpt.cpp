@@ -1,7 +1,9 @@
 // prepare_gpt.cpp - turn text into shards of tokens, which train_gpt reads fastest
 //   prepare_gpt --data FILES --tokenizer PATH OUT.bin
+//   prepare_gpt --data FILES --train-tokenizer SIZE FOLDER     first, a tokenizer of your own
 //   The same call goes on after a kill. llmc/io/prepare.h says what is read and written.
 #include "llmc/extra/kto.h"
+#include "llmc/io/bpe_train.h"
 #include "llmc/io/chat.h"
 #include "llmc/io/chat_templates.h"
 #include "llmc/io/config.h"
@@ -29,6 +31,13 @@ int main(int argc, char** argv) {
     if (!page.empty()) return 0;
     LLMC_USER_CHECK(c.paths.size() == 1, "what is to be written? prepare_gpt --data FILES OUT.bin");
     c.prepare = c.paths[0];
+
+    // Train a tokenizer instead.
+    or_die(check_training_flags(c));
+    if (c.train_tokenizer) {
+        or_die(train_tokenizer(c, program_folder()));
+        return 0;
+    }
 
     // Open the tokenizer, and write the shards.
     Tokenizer tokenizer;

@@ -5,6 +5,7 @@
 //   control character reaches it: it is shown as \x1b is here.
 //   To copy: this file.
 #pragma once
+#include <algorithm>
 #include <cstdio>
 #include <sstream>
 #include <string>
@@ -97,6 +98,16 @@ inline std::string in_units(double x, double step, const char* const* units, int
     char text[64];
     snprintf(text, sizeof(text), "%.*f%s", unit ? digits : 0, x, units[unit]);
     return text;
+}
+
+// Split a list at its commas.
+inline std::vector<std::string> texts_between_commas(const std::string& list) {
+    std::vector<std::string> texts;
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        texts.push_back(list.substr(at, end - at));
+    }
+    return texts;
 }
 
 // A count: 405.9B, 124.4M, 83.2k, 512

@@ -69,6 +69,9 @@ struct PrepareFlags {
     // tokens; 0: a single shard, and no validation shard
     int64_t shard_tokens = 0, val_tokens = 0;
     int threads = 0;
+    // tokens of a new tokenizer; 0: none is trained
+    int train_tokenizer = 0;
+    std::string pattern = "gpt4";
 };
 
 // The optimizer.
@@ -529,13 +532,16 @@ inline const std::vector<Flag>& config_table() {
          "decay of an exponential moving average of the weights, as 0.999; checkpoints hold "
          "both (0: off)"},
 
-        {"", &C::help, "tune convert kept shape", "New tokens, new experts"},
+        {"", &C::help, "tune convert kept shape", "New experts"},
         {"upcycle", &C::upcycle, "0..4096",
          "replace each ffn of a dense --model folder by this many copies as experts; the first "
          "loss stays"},
+
+        {"", &C::help, "tune convert prepare kept shape", "New tokens"},
         {"add-tokens", &C::add_tokens, "",
          "texts between commas that become special tokens of a --model folder; new rows begin "
-         "as the mean of the others"},
+         "as the mean of the others; prepare_gpt: the first ends a text (default: "
+         "<|endoftext|>)"},
 
         {"", &C::help, "tune sample", "Texts"},
         {"slots", &C::slots, "1..65536", "texts generated at once (--prompts, grpo)"},
@@ -576,6 +582,13 @@ inline const std::vector<Flag>& config_table() {
          "tokens of the validation shard OUT.val.bin, taken from the beginning (0: none)"},
         {"threads", &C::threads, "0..1024", "tokenizer threads (0: one per core)"},
 
+        {"", &C::help, "prepare", "A tokenizer of your own"},
+        {"train-tokenizer", &C::train_tokenizer, "0..4194304",
+         "train byte-level BPE with this many tokens on --data and write it to the folder OUT: "
+         "tokenizer.json, tokenizer.tiktoken"},
+        {"pattern", &C::pattern, "gpt2|gpt4|nanochat",
+         "how it cuts text into words; nanochat: as gpt4, numbers have at most two digits"},
+
         {"", &C::help, "train sample convert plan", "Program"},
         {"device", &C::device, "auto|cpu|cuda", "device to run on"},
 
@@ -610,7 +623,8 @@ inline const std::vector<Program>& programs() {
          "  convert_gpt --adapter ADAPTERS --merge HF_FOLDER merged\n"
          "  convert_gpt HF_FOLDER model.gguf --export-dtype q8_0\n", " IN... OUT"},
         {"prepare_gpt", "turns text into shards of tokens", {"prepare"},
-         "  prepare_gpt --data text.jsonl --tokenizer HF_FOLDER shards.bin\n", " OUT.bin"},
+         "  prepare_gpt --data text.jsonl --tokenizer HF_FOLDER shards.bin\n"
+         "  prepare_gpt --data text.jsonl --train-tokenizer 32768 FOLDER\n", " OUT"},
     };
     return all;
 }

@@ -398,6 +398,18 @@ inline bool own_file(const std::string& name) {
 // Files of a folder, [NAME or FOLDER/NAME]: the content.
 typedef std::map<std::string, std::string> TextFiles;
 
+// Write the files of a folder.
+inline std::string write_texts(const std::string& folder, const TextFiles& texts) {
+    for (const auto& [name, text] : texts) {
+        std::string path = folder + "/" + name;
+        mkdir(folder_of(path).c_str(), 0777);
+        std::string wrong = write_text_file(path, text);
+        if (!wrong.empty())
+            return wrong;
+    }
+    return sync_folder(folder);
+}
+
 // Remove the program's own files from a folder, and then the folder if it is empty. carried: files
 // of other names that an export has.
 inline void remove_folder(const std::string& folder, const TextFiles& carried = {}) {

@@ -604,18 +604,6 @@ inline ExportShards export_shards(const Model& m, Type dtype, size_t shard_bytes
     return shards;
 }
 
-// Write the files of a folder.
-inline std::string write_texts(const std::string& folder, const TextFiles& texts) {
-    for (const auto& [name, text] : texts) {
-        std::string path = folder + "/" + name;
-        mkdir(folder_of(path).c_str(), 0777);
-        std::string wrong = write_text_file(path, text);
-        if (!wrong.empty())
-            return wrong;
-    }
-    return sync_folder(folder);
-}
-
 // Write a whole export into an empty folder. All ranks call; the first one writes.
 template <typename T, typename S>
 std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type dtype,

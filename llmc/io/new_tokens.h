@@ -22,16 +22,6 @@
 
 namespace llmc {
 
-// Split a list at its commas.
-inline std::vector<std::string> texts_between_commas(const std::string& list) {
-    std::vector<std::string> texts;
-    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
-        end = std::min(list.find(',', at), list.size());
-        texts.push_back(list.substr(at, end - at));
-    }
-    return texts;
-}
-
 // Add new tokens to the tokenizer. They are special: their text is always found first, whatever
 // other tokens it could be made of.
 inline std::string add_tokens(Tokenizer* t, const std::string& list) {

@@ -115,6 +115,8 @@ struct Tokenizer {
     std::vector<Merge> merges = {};
     std::vector<float> scores = {}; // unigram: the score of each piece
     size_t longest = 0;             // length of the longest piece in bytes
+    // instead of encoding a word: training counts it
+    std::function<void(std::string_view)> each_word = {};
 };
 
 // ----------------------------------------------------------------------------
@@ -506,6 +508,8 @@ inline void unigram_word(Encoding& e, std::string_view word) {
 
 // Append a word's tokens.
 inline void encode_word(Encoding& e, std::string_view word) {
+    if (e.t.each_word) return e.t.each_word(word);
+
     // Copy the tokens of a word seen before.
     Encoding::Word& known = e.words[TextHash()(word) & (e.words.size() - 1)];
     size_t from = e.out.size();

@@ -531,10 +531,11 @@ inline std::vector<KnownRanks> known_ranks() {
     return known;
 }
 
+constexpr std::string_view BASE64_DIGITS =
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+
 // Decode base64. Returns false if the text is not base64.
 inline bool base64_decode(std::string_view text, std::string* bytes) {
-    static const std::string_view DIGITS =
-        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     bytes->clear();
     if (text.empty() || text.size() % 4 != 0)
         return false;
@@ -544,7 +545,7 @@ inline bool base64_decode(std::string_view text, std::string* bytes) {
     // A digit has six bits, so each digit but the first of four completes a byte.
     uint32_t bits = 0;
     for (size_t i = 0; i < text.size(); i++) {
-        size_t digit = DIGITS.find(text[i]);
+        size_t digit = BASE64_DIGITS.find(text[i]);
         if (digit == std::string_view::npos)
             return false;
         bits = bits << 6 | uint32_t(digit);

@@ -8,7 +8,6 @@
 //   ring: of the link, or of all NICs that the group's ranks in one node have together: a
 //   collective has as many rings as there are NICs. A message to one rank has one NIC.
 #pragma once
-#include "../comm/comm.h"
 #include "../io/machine.h"
 #include "../layout.h"
 

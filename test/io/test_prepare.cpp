@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <map>
 #include <random>
+#include "../../llmc/io/bpe_train.h"
 #include "../../llmc/io/chat_templates.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/tune/conversations.h"
@@ -1031,4 +1032,221 @@ pyarrow.parquet = __import__("sys").modules[__name__]
     testing::internal::CaptureStdout();
     EXPECT_HAS(prepare_shards(c, t, dir + "/"), "which is not there");
     testing::internal::GetCapturedStdout();
+}
+
+// ----------------------------------------------------------------------------
+// a tokenizer of one's own
+
+static Tokenizer bytes_alone(const std::string& pattern = "gpt2") {
+    Config c;
+    Tokenizer t;
+    c.train_tokenizer = 257, c.pattern = pattern;
+    EXPECT_EQ(begin_tokenizer(&t, c), "");
+    return t;
+}
+
+// The pieces that are learned from words, in their order.
+static std::vector<std::string> learned(const WordCounts& words, size_t merges) {
+    Tokenizer t = bytes_alone();
+    learn_merges(&t, words, 257 + merges);
+    return {t.pieces.begin() + 257, t.pieces.end()};
+}
+typedef std::vector<std::string> Pieces;
+
+// The answers are worked out by hand: the counts are in the comments.
+TEST(Train, TheMostFrequentPairMerges) {
+    // aa 4, ab 2; then ab 2 and [aa]a 2, of which ab is smaller; then [aa][ab] 2; then all are 1,
+    // and ac, d[aaab], [aaab]d, [aaab][ac] in this order: a < d < the newest
+    EXPECT_EQ(learned({{"aaabdaaabac", 1}}, 5), (Pieces{"aa", "ab", "aaab", "ac", "daaab"}));
+    // aa 4: "aaa" has two, which overlap; then bc 3; then [aa]a 2
+    EXPECT_EQ(learned({{"aaa", 2}, {"bc", 3}}, 3), (Pieces{"aa", "bc", "aaa"}));
+    // aa 18; then [aa][aa] 5 and [aa]a 3, whose place [aaaa]a 3 takes
+    EXPECT_EQ(learned({{"aaaa", 2}, {"aaaaa", 3}}, 3), (Pieces{"aa", "aaaa", "aaaaa"}));
+    // xy 12 leaves yz 2 of its 11; then [xy]z 9, zz 3, yz 2
+    EXPECT_EQ(learned({{"xyz", 9}, {"xy", 3}, {"yz", 2}, {"zz", 3}}, 4),
+              (Pieces{"xy", "xyz", "zz", "yz"}));
+    // no pair is left
+    EXPECT_EQ(learned({{"ab", 1}, {"c", 7}}, 9), (Pieces{"ab"}));
+}
+
+TEST(Train, TiesAreThoseOfHuggingFacesIds) {
+    EXPECT_EQ(learned({{"bb", 1}, {"ac", 1}, {"ab", 1}}, 3), (Pieces{"ab", "ac", "bb"}));
+    // letters before bytes that have none of their own, which are in the bytes' order; byte 0xad is
+    // the last of these and 0xae has itself
+    Pieces in_order = {"!x", "~x", "\xa1x", "\xaex", "\xffx", "\nx", " x", "\x7fx", "\xadx"};
+    WordCounts words;
+    for (const std::string& word : in_order) words[word] = 7;
+    EXPECT_EQ(learned(words, in_order.size()), in_order);
+    // a merge comes after all bytes, and an earlier merge before a later one
+    EXPECT_EQ(learned({{"ab", 9}, {"abx", 1}, {"\xadx", 1}, {"cd", 8}, {"cdx", 1}}, 5),
+              (Pieces{"ab", "cd", "\xadx", "abx", "cdx"}));
+}
+
+TEST(Train, CountsHave64Bits) {
+    // th 4e9, he 3e9, xy 5e8: in 32 bits th and he would be negative, or less than xy
+    const int64_t e9 = 1'000'000'000;
+    EXPECT_EQ(learned({{"the", 3 * e9}, {"th", e9}, {"xy", e9 / 2}}, 3),
+              (Pieces{"th", "the", "xy"}));
+    Tokenizer t = bytes_alone();
+    EXPECT_EQ(learn_merges(&t, {{"abab", 5 * e9}}, 258), 10 * e9);
+}
+
+// A second implementation, which counts all pairs anew for each merge, and stops when none is left.
+static Pieces counted_anew(std::vector<std::pair<Tokens, int64_t>>* words, Pieces pieces) {
+    while (pieces.size() < 257 + 60) {
+        std::map<std::pair<int, int>, int64_t> pairs;
+        for (const auto& [w, count] : *words)
+            for (size_t i = 0; i + 1 < w.size(); i++) pairs[{w[i], w[i + 1]}] += count;
+        if (pairs.empty()) break;
+        auto less = [](const auto& a, const auto& b) { return a.second < b.second; };
+        auto best = std::max_element(pairs.begin(), pairs.end(), less)->first;
+
+        for (auto& [w, count] : *words)
+            for (size_t i = 0; i + 1 < w.size(); i++)
+                if (std::pair(w[i], w[i + 1]) == best) {
+                    w[i] = int(pieces.size());
+                    w.erase(w.begin() + long(i) + 1);
+                }
+        pieces.push_back(pieces[size_t(best.first)] + pieces[size_t(best.second)]);
+    }
+    return pieces;
+}
+
+TEST(Train, AsCountedAnewEachTime) {
+    std::mt19937 random(7);
+    for (int round = 0; round < 30; round++) {
+        Tokenizer t = bytes_alone();
+        WordCounts words;
+        for (int i = 0; i < 40; i++) {
+            std::string word;
+            for (size_t n = 1 + random() % 12; n > 0; n--) word += "aab \n\xc3"[random() % 6];
+            words[word] += 1 + int64_t(random() % 3);
+        }
+
+        std::vector<std::pair<Tokens, int64_t>> split;
+        for (const auto& [word, count] : words) {
+            split.push_back({{}, count});
+            for (unsigned char b : word) split.back().first.push_back(t.byte_token[b]);
+        }
+        Pieces pieces = counted_anew(&split, t.pieces);
+        int64_t left = 0;
+        for (const auto& [w, count] : split) left += count * int64_t(w.size());
+        EXPECT_EQ(learn_merges(&t, words, 257 + 60), left) << round;
+        EXPECT_EQ(t.pieces, pieces) << round;
+    }
+}
+
+struct TrainFiles : Prepare {
+    void SetUp() override {
+        Prepare::SetUp();
+        c.prepare = out("own"), c.train_tokenizer = 300, c.pattern = "gpt2";
+        limits.batch = 1 << 10;
+    }
+    std::string train() {
+        testing::internal::CaptureStdout(), testing::internal::CaptureStderr();
+        std::string wrong = train_tokenizer(c, PROGRAM_FOLDER, limits);
+        says = testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
+        return wrong;
+    }
+};
+
+// The folder opens as a tokenizer that gives the tokens of the merges and any text back. Threads
+// and compression change no byte.
+TEST_F(TrainFiles, OpenAndGiveTheTextBack) {
+    std::mt19937 random(3);
+    std::string text = "low low lower lowest<|endoftext|>new newer\n" + random_text(random, 4000);
+    c.data = put("a.txt", text);
+    ASSERT_EQ(train(), "");
+    EXPECT_HAS(says, "300 tokens from ");
+    auto files = folder_bytes(c.prepare);
+    EXPECT_EQ(files.size(), 3u);
+
+    Tokenizer own;
+    ASSERT_EQ(tokenizer_open(&own, c.prepare), "");
+    EXPECT_EQ(own.vocab_size, 300);
+    EXPECT_EQ(decode(own, own.eot), "<|endoftext|>");
+    EXPECT_EQ(decode(own, encode(own, text, true)), text);
+    EXPECT_EQ(encode(own, "<|endoftext|>", true), (Tokens{0}));
+
+    // The merges, applied in their order to a word, give the tokens that encode() finds.
+    auto model = nlohmann::json::parse(files["tokenizer.json"])["model"];
+    ASSERT_EQ(model["merges"].size(), 300u - 257);
+    EXPECT_EQ(model["vocab"]["!"], 1);
+    EXPECT_EQ(model["vocab"]["\xc4\xa0"], 1 + 188 + 32); // a space, after 188 letters and 0 to 31
+    for (std::string word : {" lowest", " ababab", "newer", "\n\n\n", "\xc3\xa9\xc3\xa9"}) {
+        Pieces w;
+        for (char b : word) w.push_back(std::string(1, b));
+        for (int i = 257; i < 300; i++)
+            for (size_t k = 0; k + 1 < w.size(); k++)
+                if (w[k] + w[k + 1] == own.pieces[size_t(i)]) {
+                    w[k] += w[k + 1];
+                    w.erase(w.begin() + long(k) + 1);
+                }
+        Tokens expected;
+        for (const std::string& piece : w) expected.push_back(find_token(own.ids, piece));
+        EXPECT_EQ(encode(own, word), expected) << word;
+    }
+
+    // tiktoken's file has the same ids.
+    std::string ranks;
+    for (size_t i = 1; i < 300; i++) ranks += base64(own.pieces[i]) + concat(" ", i, "\n");
+    EXPECT_EQ(files["tokenizer.tiktoken"], ranks);
+
+    c.prepare = out("again"), c.threads = 1;
+    c.data = put("b.txt.gz", gzipped(text, dir + "/z.gz"));
+    ASSERT_EQ(train(), "");
+    EXPECT_EQ(folder_bytes(c.prepare), files);
+}
+
+// Numbers, newlines after a sign, and the text of a special token, which in JSON lines stays text.
+TEST_F(TrainFiles, PatternsCutText) {
+    c.data = put("a.jsonl", R"({"text": "12345 12345.\n .\n <|endoftext|>"})" "\n");
+    for (auto [pattern, has, lacks] : {std::tuple("gpt2", " 12345", ".\n"),
+                                       {"gpt4", ".\n", "1234"}, {"nanochat", "12", "123"}}) {
+        c.pattern = pattern, c.prepare = out(pattern);
+        ASSERT_EQ(train(), "");
+        EXPECT_HAS(says, "no pair is left");
+        Tokenizer own;
+        ASSERT_EQ(tokenizer_open(&own, c.prepare), "");
+        EXPECT_GE(find_token(own.ids, has), 0) << pattern;
+        EXPECT_LT(find_token(own.ids, lacks), 0) << pattern;
+        EXPECT_GE(find_token(own.ids, "endoftext"), 0) << pattern;
+    }
+}
+
+TEST_F(TrainFiles, BadCallsAreRefusedBeforeAnyWork) {
+    c.data = put("a.txt", "some text");
+    c.train_tokenizer = 256;
+    EXPECT_HAS(train(), "--train-tokenizer 256: 256 bytes and 1 special tokens are more: give at "
+                        "least 257");
+    c.train_tokenizer = 300;
+    for (auto [list, wrong] :
+         {std::pair("word", "may be a word of a text"), {"<a>,<a>", "is there twice"},
+          {"<a>,", "may be a word"}, {"<a>,<\xff>", "is no UTF-8"}}) {
+        c.add_tokens = list;
+        EXPECT_HAS(train(), wrong);
+    }
+    c.add_tokens = "";
+    c.prepare = out("no/where/own");
+    EXPECT_HAS(train(), "cannot be made");
+    c.prepare = dir;
+    EXPECT_HAS(train(), "is there already: choose another name");
+    c.prepare = out("own");
+    for (auto [name, bytes] :
+         {std::pair("empty.txt", ""), {"a.bin", "abcd"}, {"x.jsonl", "{}\n"}}) {
+        c.data = put(name, bytes);
+        EXPECT_HAS(train(), c.data) << name;
+    }
+    EXPECT_FALSE(fs::exists(out("own")) || fs::exists(out("own.tmp")));
+
+    // Flags of the other command.
+    auto check = [this](std::set<std::string> given) {
+        c.given = given;
+        return check_training_flags(c);
+    };
+    EXPECT_EQ(check({"data", "train-tokenizer", "pattern", "add-tokens", "threads"}), "");
+    EXPECT_HAS(check({"train-tokenizer", "tokenizer"}), "--tokenizer is for shards");
+    c.train_tokenizer = 0;
+    EXPECT_EQ(check({"data", "tokenizer", "seq"}), "");
+    EXPECT_HAS(check({"data", "pattern"}), "--pattern is for --train-tokenizer SIZE");
 }
