@@ -9,7 +9,7 @@
 #include "llmc/extra/merged_adapters.h"
 #include "llmc/extra/mxfp4.h"
 #include "llmc/io/config.h"
-#include "llmc/io/config_notes.h"
+#include "llmc/io/config_check.h"
 #include "llmc/io/files.h"
 #include "llmc/planner/calibrate.h"
 #include "llmc/planner/fit.h"

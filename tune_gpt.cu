@@ -19,7 +19,7 @@
 #include "llmc/io/checkpoint.h"
 #include "llmc/io/checkpoint_load.h"
 #include "llmc/io/config.h"
-#include "llmc/io/config_notes.h"
+#include "llmc/io/config_check.h"
 #include "llmc/io/files.h"
 #include "llmc/io/huggingface.h"
 #include "llmc/load.h"

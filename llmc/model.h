@@ -22,7 +22,6 @@
 #include "ops/moe.cuh"
 #include "ops/objective.cuh"
 #include "ops/rope.cuh"
-#include "ops/tensor_table.cuh"
 #include "ops/types.h"
 #include <algorithm>
 #include <bitset>
@@ -615,16 +614,6 @@ inline bool is_muon_matrix(const Model& m, const Parameter& p) {
     const Bucket& b = m.buckets[p.bucket];
     bool of_block = b.role == Role::BLOCK || b.role == Role::EXPERTS;
     return b.trainable && of_block && p.rows() / p.matrices() > 1 && p.cols() > 1;
-}
-
-// The group of a parameter where the optimizer is Muon. Positions count as a table.
-inline MuonGroup muon_group(const Model& m, const Parameter& p) {
-    Role role = m.buckets[p.bucket].role;
-    if (p.muon) return MuonGroup::MATRIX;
-    if (p.shape.size() == 1) return MuonGroup::VECTOR;
-    if (role == Role::HEAD) return MuonGroup::HEAD;
-    bool table = role == Role::TOKENS || role == Role::POSITIONS;
-    return table ? MuonGroup::TABLE : MuonGroup::VECTOR;
 }
 
 // Give all parameters their offsets, once the table is complete, and say which ones Muon updates.

@@ -40,7 +40,8 @@ struct MuonMatrix {
 
     size_t elements() const { return rows * cols; }
     double flops() const { // of an iteration
-        double m = double(std::min(rows, cols)), n = double(std::max(rows, cols));
+        double m = double(std::min(rows, cols));
+        double n = double(std::max(rows, cols));
         return 4 * m * m * n + 2 * m * m * m;
     }
 };
@@ -71,7 +72,8 @@ inline std::vector<MuonMatrix> muon_matrices(const Layout& layout, const Model& 
             const Parameter& p = model.parameters[size_t(i)];
             bool mine = p.muon && model.buckets[p.bucket].group == group;
             if (!mine || !bucket_is_mine(layout, model, p.bucket)) continue;
-            size_t count = p.matrices() / size_t(p.experts.size), rows = p.rows() / p.matrices();
+            size_t count = p.matrices() / size_t(p.experts.size);
+            size_t rows = p.rows() / p.matrices();
             size_t first = count * size_t(p.experts.rank);
             for (size_t k = first; k < first + count; k++)
                 list.push_back({i, rows, p.cols(), k * rows * p.cols()});
@@ -109,7 +111,8 @@ inline MuonPart muon_part(const Layout& layout, const Model& model, const MuonMa
 
     // The number of the piece's elements that lie before an element of the parameter.
     auto before = [&](size_t element) {
-        size_t beyond = element - std::min(element, runs.start), period = runs.run + runs.gap;
+        size_t beyond = element - std::min(element, runs.start);
+        size_t period = runs.run + runs.gap;
         return beyond / period * runs.run + std::min(beyond % period, runs.run);
     };
     size_t from = std::max(p.offset + before(m.first), range.first);

@@ -261,6 +261,16 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
     return m.shape.tuned.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
+// The group of a parameter where the optimizer is Muon. Positions count as a table.
+inline MuonGroup muon_group(const Model& m, const Parameter& p) {
+    Role role = m.buckets[p.bucket].role;
+    if (p.muon) return MuonGroup::MATRIX;
+    if (p.shape.size() == 1) return MuonGroup::VECTOR;
+    if (role == Role::HEAD) return MuonGroup::HEAD;
+    bool table = role == Role::TOKENS || role == Role::POSITIONS;
+    return table ? MuonGroup::TABLE : MuonGroup::VECTOR;
+}
+
 // Rows of second moments start at multiples of so many elements.
 constexpr size_t SECOND_ALIGN = 128;
 

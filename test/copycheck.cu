@@ -364,7 +364,8 @@ template <typename T, typename S> void calls(Results& r, S where) {
     h.step = 1;
     llmc::adamw_update(rounded.data(), nullptr, grad.data(), m2.data(), v2.data(), n, h, nullptr,
                        where);
-    llmc::sgd_update(plain.data(), nullptr, grad.data(), n, 0.125f, 0.1f, nullptr, where);
+    llmc::TensorRow row = {0, n};
+    llmc::sgd_update(plain.data(), nullptr, grad.data(), &row, 1, 0.125f, 0.1f, nullptr, where);
     r.add(w);
     r.add(rounded);
     r.add(plain);

@@ -21,7 +21,7 @@
 #include <thread>
 #include <unordered_map>
 #include <vector>
-#include "../text.h"
+#include "../comm/text.h"
 #include "config.h"
 #include "files.h"
 #include "json.h"

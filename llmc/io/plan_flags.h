@@ -163,8 +163,7 @@ inline std::string check_optimizer(const Config& c) {
     // Refuse what is not built for Muon.
     if (c.states == "8bit")
         return "--optimizer muon keeps moments as float or bf16: give --states bf16";
-    bool moves = offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients");
-    if (moves)
+    if (offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients"))
         return "--optimizer muon needs whole matrices on the device: give --offload activations "
                "alone, or --zero 3";
     if (c.lora || c.prefix || !c.adapter.empty())

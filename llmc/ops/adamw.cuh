@@ -143,9 +143,7 @@ template <typename A> struct FloatMoment {
     A* moment;
     bool second = false;
     static constexpr size_t BLOCK = 1; // elements that are read and written together
-    LLMC_HD A* at(const TensorRow& row) const {
-        return moment + (second ? row.second : row.offset);
-    }
+    LLMC_HD A* at(const TensorRow& r) const { return moment + (second ? r.second : r.offset); }
 
     // Update in place.
     void read(A*& x, const TensorRow& row, size_t i, size_t) const { x = at(row) + i; }
@@ -336,12 +334,6 @@ void adamw_update(T* weight, float* master, const acc_t<T>* grad, acc_t<T>* m, a
                   size_t n, AdamW h, const StepScale* scale, S where) {
     TensorRow row = {0, n};
     adamw_update(weight, master, grad, m, v, &row, 1, h, scale, where);
-}
-template <typename T, typename S>
-void sgd_update(T* weight, float* master, const acc_t<T>* grad, size_t n, float lr, float decay,
-                const StepScale* scale, S where) {
-    TensorRow row = {0, n};
-    sgd_update(weight, master, grad, &row, 1, lr, decay, scale, where);
 }
 
 } // namespace llmc

@@ -182,11 +182,15 @@ struct MuonProducts {
 inline MuonProducts muon_products(size_t r, size_t c) {
     bool tall = r > c;
     size_t m = std::min(r, c);
-    Strides rows = {c, 1}, columns = {1, c}, small = {m, 1};
+    Strides rows = {c, 1};
+    Strides columns = {1, c};
+    Strides small = {m, 1};
+    Strides first = tall ? columns : rows;
+    Strides second = tall ? rows : columns;
 
     // A = x^T x or x x^T, A A, and x += x P or P x.
     MuonProducts p;
-    p.gram = {m, m, std::max(r, c), tall ? columns : rows, tall ? rows : columns, m};
+    p.gram = {m, m, std::max(r, c), first, second, m};
     p.square = {m, m, m, small, small, m};
     p.apply = {r, c, m, tall ? rows : small, tall ? small : rows, c};
     p.apply.accumulate = true;
@@ -269,13 +273,19 @@ void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> roo
     };
     MuonProducts p = muon_products(r, c);
     bool tall = r > c;
-    for (const std::array<double, 3>& abc : table.steps) {
+    for (auto [a, b, of_square] : table.steps) {
+        // P = b A + c A A
         product(room.gram, room.x, room.x, p.gram);
         product(room.square, room.gram, room.gram, p.square);
-        map_elements(room.gram, m * m, ElementMix<A>{A(abc[1]), A(abc[2])}, where, room.gram,
-                     room.square);
-        map_elements(room.next, n, ElementTimes<A>{A(abc[0])}, where, room.x);
-        product(room.next, tall ? room.x : room.gram, tall ? room.gram : room.x, p.apply);
+        ElementMix<A> mix = {A(b), A(of_square)};
+        map_elements(room.gram, m * m, mix, where, room.gram, room.square);
+
+        // x = a x + P x
+        ElementTimes<A> times = {A(a)};
+        map_elements(room.next, n, times, where, room.x);
+        const N* left = tall ? room.x : room.gram;
+        const N* right = tall ? room.gram : room.x;
+        product(room.next, left, right, p.apply);
         std::swap(room.x, room.next);
     }
 

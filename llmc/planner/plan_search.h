@@ -21,7 +21,6 @@
 #include "../head.h"
 #include "../io/config.h"
 #include "../io/config_check.h"
-#include "../io/config_notes.h"
 #include "../io/machine.h"
 #include "../io/plan_flags.h"
 #include "../layout.h"

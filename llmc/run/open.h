@@ -13,7 +13,6 @@
 #include "../io/checkpoint_load.h"
 #include "../io/config.h"
 #include "../io/config_check.h"
-#include "../io/config_notes.h"
 #include "../io/dataloader.h"
 #include "../io/explain.h"
 #include "../io/files.h"

@@ -28,7 +28,6 @@
 #include "../comm/text.h"
 #include "account.h"
 #include "async_save.h"
-#include "memory_checkpoint.h"
 #include <algorithm>
 #include <cmath>
 #include <deque>

@@ -1,6 +1,5 @@
 // test_config.cpp - flags, files of flags, help, and refusals: each names the fault and a fix
 #include "../../llmc/io/config_check.h"
-#include "../../llmc/io/config_notes.h"
 #include "../../llmc/io/hf_config.h"
 #include "../../llmc/io/model_shape.h"
 #include "../../llmc/action.h"

@@ -767,7 +767,7 @@ template <typename T> void update_without_scale_kernels(Check& c) {
     TensorRow row = {0, n};
     AdamWMemory<T> on_cpu = {wt.data(), nullptr, gf.data(), mf.data(), vf.data()};
     adamw_update(on_cpu, &row, 1, h, &scale, Cpu{});
-    sgd_update(st.data(), nullptr, gf.data(), n, 0.1f, 0.2f, &scale, Cpu{});
+    sgd_update(st.data(), nullptr, gf.data(), &row, 1, 0.1f, 0.2f, &scale, Cpu{});
 
     every_order(c, [&](Outputs& o) {
         cudaStream_t stream = {};
@@ -776,7 +776,7 @@ template <typename T> void update_without_scale_kernels(Check& c) {
         Array<float> grad(g), m(std::vector<double>(n, 0)), v(std::vector<double>(n, 0));
         AdamWMemory<T> memory = {weight.data, nullptr, grad.data, m.data, v.data};
         adamw_update(memory, &row, 1, h, none, stream);
-        sgd_update(sgd.data, nullptr, grad.data, n, 0.1f, 0.2f, none, stream);
+        sgd_update(sgd.data, nullptr, grad.data, &row, 1, 0.1f, 0.2f, none, stream);
         o.add("weight, bits", weight, as_double(wt), 0);
         o.add("first moments, bits", m, as_double(mf), 0);
         o.add("sgd, bits", sgd, as_double(st), 0);

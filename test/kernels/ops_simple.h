@@ -881,6 +881,7 @@ inline void adamw_test(Check& c) {
     std::vector<float> wf = as<float>(w), mf(n), vf(n), master = wf, mb(n), vb(n), sgd = wf;
     std::vector<bf16> wb = as<bf16>(w);
     AdamW h = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f};
+    TensorRow row = {0, n};
 
     // Three steps, with the paper's formulas in double beside them.
     for (int64_t step = 1; step <= 3; step++) {
@@ -912,12 +913,12 @@ inline void adamw_test(Check& c) {
     StepScale broken = {0, 1, 0, 4};
     std::vector<float> before = wf, g(n, 1.0f);
     adamw_update(wf.data(), nullptr, g.data(), mf.data(), vf.data(), n, h, &broken, CPU);
-    sgd_update(wf.data(), nullptr, g.data(), n, 0.1f, 0.1f, &broken, CPU);
+    sgd_update(wf.data(), nullptr, g.data(), &row, 1, 0.1f, 0.1f, &broken, CPU);
     expect(c, wf == before, "a step that is not finite wrote something");
 
     // SGD with weight decay.
     StepScale scale = {0, 0.5f, 1, 1};
-    sgd_update(sgd.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
+    sgd_update(sgd.data(), nullptr, g.data(), &row, 1, 0.1f, 0.2f, &scale, CPU);
     Doubles expected = w;
     for (double& x : expected) x -= double(0.1f) * (0.5 + double(0.2f) * x);
     close(c, "sgd", sgd, expected, tolerance<float>(1), 0.1); // the step is 0.05
@@ -942,8 +943,8 @@ inline void adamw_without_scale_test(Check& c) {
     expect(c, m == m2 && v == v2, "moments without a scale");
 
     StepScale scale = {0, 1, 1, 1};
-    sgd_update(with.data(), nullptr, g.data(), n, 0.1f, 0.2f, &scale, CPU);
-    sgd_update(without.data(), nullptr, g.data(), n, 0.1f, 0.2f, nullptr, CPU);
+    sgd_update(with.data(), nullptr, g.data(), &row, 1, 0.1f, 0.2f, &scale, CPU);
+    sgd_update(without.data(), nullptr, g.data(), &row, 1, 0.1f, 0.2f, nullptr, CPU);
     close(c, "sgd", without, as_double(with), 0);
 }
 

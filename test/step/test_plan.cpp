@@ -967,7 +967,7 @@ TEST(Model, OptimizersAreFoundByName) {
     EXPECT_FLOAT_EQ(muon.others_decay, 0.001f);
     EXPECT_FLOAT_EQ(muon.decay, float(c.weight_decay));
 
-    // What is not understood is named.
+    // A setting that is not understood is named.
     for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
                                {"adamw,ns=polar", "only muon has settings"},
                                {"muon,ns=cubic", "ns is simple"},
