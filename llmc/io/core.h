@@ -23,7 +23,7 @@
 #include <numeric>
 #include <random>
 #include "../text.h"
-#include "config_notes.h"
+#include "config.h"
 #include "evaluate.h"
 #include "files.h"
 #include "json.h"

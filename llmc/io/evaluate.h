@@ -39,6 +39,7 @@
 #include <nlohmann/json.hpp>
 #include "../text.h"
 #include "config.h"
+#include "config_notes.h"
 #include "dataloader.h"
 #include "files.h"
 #include "json.h"
