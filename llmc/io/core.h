@@ -23,7 +23,7 @@
 #include <numeric>
 #include <random>
 #include "../comm/text.h"
-#include "config_check.h"
+#include "config.h"
 #include "evaluate.h"
 #include "files.h"
 #include "generate.h"
