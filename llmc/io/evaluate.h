@@ -38,7 +38,6 @@
 #include <nlohmann/json.hpp>
 #include "../comm/text.h"
 #include "config.h"
-#include "config_notes.h"
 #include "dataloader.h"
 #include "files.h"
 #include "json.h"
