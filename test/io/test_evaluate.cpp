@@ -657,6 +657,7 @@ TEST(Core, DrawsArePythons) {
     EXPECT_EQ(python_sample(86, 10, 5000), (Drawn{29, 46, 50, 58, 14, 64, 51, 5, 43, 66}));
     EXPECT_EQ(python_sample(21, 5, 1234), (Drawn{14, 3, 0, 2, 1}));
     EXPECT_EQ(python_sample(22, 5, 1234), (Drawn{14, 3, 0, 2, 18}));
+    EXPECT_EQ(python_sample(50, 6, 1), (Drawn{8, 36, 4, 16, 7, 31}));
     EXPECT_EQ(python_sample(4, 4, 7), (Drawn{2, 0, 1, 3}));
     EXPECT_EQ(python_sample(20321, 10, 100000),
               (Drawn{3060, 15921, 572, 13170, 17951, 11477, 12741, 8317, 7369, 14350}));
