@@ -1228,6 +1228,11 @@ TEST(Access, IsTheTruthForQwen3) {
             expect_honest_access<bf16>(small_qwen3(),
                                        small_plan(2, 8, 2, three_levels(number), split));
 }
+TEST(Access, IsTheTruthForTrack3) {
+    for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
+        expect_honest_access<bf16>(small_variant(small_llama(), "track3"),
+                                   small_plan(2, 8, 2, three_levels(number), true));
+}
 
 // Beside adapters frozen products' inputs are gone behind F, and the lowest trained block makes no
 // gradient of its input.
