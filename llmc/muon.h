@@ -145,6 +145,11 @@ inline bool is_dense(const MuonPart& part) {
     return part.runs.gap == 0 || part.piece % run + part.count <= run;
 }
 
+// Whether two parts of a matrix have the same elements.
+inline bool is_same(const MuonPart& a, const MuonPart& b) {
+    return a.piece == b.piece && a.count == b.count && a.runs.start == b.runs.start;
+}
+
 // Whether a rank gives its part of u to the owner. Of ranks that hold the same elements one does:
 // the owner itself if it can.
 inline bool gives_part(const Layout& from, const Layout& owner, const Model& model,
@@ -236,9 +241,14 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
                     place = u + global;
                 });
             } else {
-                parts += part.count;
-                if (back) copy(m, part, place);
-                packed.push_back({part, place});
+                // Ranks that hold the same elements get them from one place.
+                auto same = [&](const auto& p) { return is_same(p.first, part); };
+                auto found = std::find_if(packed.begin(), packed.end(), same);
+                bool fresh = found == packed.end();
+                if (!fresh) place = found->second;
+                if (fresh) packed.push_back({part, place});
+                if (fresh) parts += part.count;
+                if (fresh && back) copy(m, part, place);
             }
             add(place, part, rank, back);
         }

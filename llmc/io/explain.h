@@ -6,6 +6,7 @@
 //   Nothing is run or allocated. Data-parallel ranks of a stage are alike, so a cluster of any size
 //   needs one line, and one placing of its plans, for each rank of the pipeline.
 #pragma once
+#include <cmath>
 #include "../access.h"
 #include "../action.h"
 #include "../optimizer.h"
@@ -307,6 +308,14 @@ inline double small_moment_bytes(const Model& model) {
     return bytes / double(parameter_count(model));
 }
 
+// The share of parameters that Muon updates.
+inline double muon_share(const Model& model) {
+    double updated = 0;
+    for (const Parameter& p : model.parameters)
+        updated += p.muon ? double(p.file_elements()) : 0;
+    return updated / double(parameter_count(model));
+}
+
 // Bytes of one parameter's weight, gradient and optimizer state, without padding
 // and buckets in use.
 template <typename T>
@@ -316,12 +325,13 @@ ParameterBytes parameter_bytes(const PlanOptions& options, const Model& model) {
     // There are masters only if weights are stored in fewer bits than they are summed in.
     double state = sizeof(acc_t<T>);
     double master = sizeof(T) < sizeof(acc_t<T>) ? double(master_bytes(options.masters)) : 0;
-    size_t states = optimizer_row(options.optimizer).states.size();
+    double states = double(optimizer_row(options.optimizer).states.size());
+    if (model.muon) states -= muon_share(model);
     double moment = options.states == States::BF16 ? sizeof(bf16) : state;
     if (options.states == States::EIGHT_BIT)
         moment = small_moment_bytes(model);
     double mean = options.ema ? state : 0;
-    return {sizeof(T), state, master + double(states) * moment + mean};
+    return {sizeof(T), state, master + states * moment + mean};
 }
 
 // Describe these bytes, and what ZeRO leaves of them on a rank. If ranks share out experts, a third
@@ -336,7 +346,10 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
              zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
              layout.zero);
-    const char* where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
+    std::string where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
+    if (model.muon)
+        where += concat("; Muon updates ", std::lround(100 * muon_share(model)),
+                        "% of them, AdamW the others");
     if (layout.ep == 1 && !layout.experts.whole)
         return concat(line, where);
 
@@ -506,8 +519,9 @@ inline const char* legend_text() {
            "  bucket: the parameters that move together. GATHER brings a sharded one, RELEASE "
            "drops it,\n"
            "  REDUCE sums its gradient over ranks, PUBLISH sends its updated weights around\n"
-           "  TIE adds both gradients of a shared table; NORM measures the gradient; UPDATE is the "
-           "optimizer\n"
+           "  TIE adds both gradients of a shared table; NORM measures the gradient; MUON "
+           "orthogonalises\n"
+           "  the momentum of matrices; UPDATE is the optimizer\n"
            "  PARK takes activations, a gradient or a chunk of state to another tier, FETCH brings "
            "them,\n"
            "  or a bucket's weights; SQUARE sums a gradient's squares for NORM before it leaves\n";

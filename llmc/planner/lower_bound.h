@@ -214,7 +214,7 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         // The optimizer, and its update: data of another tier than its own come and go by chunks.
         keep(Kind::MASTER);
         size_t states = optimizer_row(p.optimizer).states.size();
-        keep(Kind::STATE, double(states));
+        keep(Kind::STATE, model.muon ? 1 : double(states));
         keep(Kind::EMA);
         if (is_published(p.layout, bucket))
             e.publish += seconds(Op::PUBLISH);

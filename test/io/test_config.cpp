@@ -193,7 +193,7 @@ TEST(Config, RefusesWhatItCannotRead) {
     EXPECT_HAS(parse("--steps -1"_flags), "wants a whole number from 0");
     EXPECT_HAS(parse("--lr nan"_flags), "wants a number");
     EXPECT_HAS(parse("--lr 1e-3x"_flags), "wants a number");
-    EXPECT_HAS(parse("--optimizer adam"_flags), "adamw|sgd");
+    EXPECT_HAS(parse("--states half"_flags), "float|bf16|8bit");
     EXPECT_HAS(parse("--seq 99999999999999"_flags), "wants a whole number from 0 to 16777216, not");
     EXPECT_HAS(parse("--seed -1"_flags), "from 0 to 9007199254740991");
 }

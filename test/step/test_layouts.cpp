@@ -1402,7 +1402,7 @@ TEST(Layouts, MuonIsOneComputation) {
     int number = 0;
     for (const Shape& shape : {gpt2_for_tp(true), llama_for_tp(false)})
         for (auto [dp, tp, pp, cp] : {std::array{2, 1, 1, 1}, {3, 1, 2, 1}, {1, 4, 1, 1},
-                                      {2, 2, 1, 1}, {2, 2, 2, 1}, {1, 2, 1, 2}}) {
+                                      {8, 2, 1, 1}, {2, 2, 2, 1}, {1, 2, 1, 2}}) {
             if (!fits(shape, {dp, tp})) continue;
             LayoutCase l;
             l.dp = dp, l.tp = tp, l.pp = pp, l.cp = cp;
