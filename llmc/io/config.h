@@ -277,9 +277,10 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
         {"optimizer", &C::optimizer, "",
-         "adamw, sgd without momentum, or muon[,ns=simple|quintic|polar|convergent]"
-         "[,scale=rms|shape|unit][,momentum=X][,heavy-ball][,cautious][,table=LR][,head=LR]"
-         "[,vectors=LR][,decay=X]: AdamW updates tables, head and vectors at those rates (--lr)"},
+         "adamw, sgd without momentum, or muon for matrices of blocks and AdamW for the rest; muon "
+         "may have settings behind commas: ns=simple, quintic, polar or convergent; scale=rms, "
+         "shape or unit; momentum=X; heavy-ball; cautious; AdamW's rates (--lr) table=, head=, "
+         "vectors=; its decay="},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
