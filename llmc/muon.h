@@ -206,8 +206,10 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
     // Copy between the matrix and a part that lies together.
     auto copy = [&](const MuonMatrix& m, const MuonPart& part, A* together) {
         for_each_muon_run(m, part, [&](size_t local, size_t global, size_t width, size_t count) {
-            size_t bytes = width * sizeof(A), stride = bytes + part.runs.gap * sizeof(A);
-            A *here = together + local, *there = u + global;
+            size_t bytes = width * sizeof(A);
+            size_t stride = bytes + part.runs.gap * sizeof(A);
+            A* here = together + local;
+            A* there = u + global;
             back ? copy_rows(here, bytes, there, stride, bytes, count, where)
                  : copy_rows(there, stride, here, bytes, bytes, count, where);
         });
@@ -244,11 +246,13 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
                 // Ranks that hold the same elements get them from one place.
                 auto same = [&](const auto& p) { return is_same(p.first, part); };
                 auto found = std::find_if(packed.begin(), packed.end(), same);
-                bool fresh = found == packed.end();
-                if (!fresh) place = found->second;
-                if (fresh) packed.push_back({part, place});
-                if (fresh) parts += part.count;
-                if (fresh && back) copy(m, part, place);
+                if (found != packed.end()) {
+                    place = found->second;
+                } else {
+                    packed.push_back({part, place});
+                    parts += part.count;
+                    if (back) copy(m, part, place);
+                }
             }
             add(place, part, rank, back);
         }
@@ -291,7 +295,8 @@ void run_muon(Trainer<T, S>& t) {
         const MuonMatrix* mine = nullptr;
         for (const MuonMatrix& m : round)
             if (m.owner == t.comms.world.rank) mine = &m;
-        A *u = reinterpret_cast<A*>(base), *parts = u;
+        A* u = reinterpret_cast<A*>(base);
+        A* parts = u;
         if (mine) parts += round_up(mine->elements(), size_t(256));
 
         // Bring its parts together, orthogonalise, and send them back.
