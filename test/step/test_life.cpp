@@ -242,12 +242,12 @@ TEST_F(Life, AdoptingFlagsComparesValues) {
     c.given = {"lr", "heads"};
     c.heads = 4;
     json saved = {{"lr", 1e-3}, {"heads", 2}, {"layers", 3}, {"seq", "long"}, {"no-flag", 1},
-                  {"out", "elsewhere"}, {"optimizer", "none of ours"}};
+                  {"out", "elsewhere"}, {"states", "none of ours"}};
     EXPECT_EQ(adopt_flags(c, saved), "--heads was 2");
     EXPECT_EQ(c.layers, 3);
     EXPECT_EQ(c.heads, 4);
     EXPECT_EQ(c.seq, Config().seq);  // the flag refuses the saved value
-    EXPECT_EQ(c.optimizer, "adamw"); // likewise
+    EXPECT_EQ(c.states, "float");    // likewise
     EXPECT_EQ(c.out, "");            // not adopted: it does not describe what is trained
 
     // A default --min-lr follows a new --lr; one that was chosen stays.
