@@ -63,6 +63,7 @@ inline std::vector<int> muon_ranks(const Layout& me, Group group) {
 // a matrix find the same.
 inline std::vector<MuonMatrix> muon_matrices(const Layout& layout, const Model& model) {
     std::vector<MuonMatrix> all;
+    if (!model.muon) return all;
     std::map<int, double> load; // [rank]: FLOPs so far
     std::map<int, int> rounds;  // [rank]: matrices so far
     for (Group group : {Group::DATA, Group::EXPERTS}) {

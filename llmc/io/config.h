@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <variant>
 #include <vector>
 #include <nlohmann/json.hpp>
@@ -788,10 +789,13 @@ inline const Flag& flag_of(const Field& field) {
 
 // The value of a flag with words: they stand in its row in the order of the enumeration.
 template <typename E> E choice_of(const Config& c, const Field& field) {
-    std::string word = field_text(c, field), choice;
-    std::istringstream words(flag_of(field).accepts);
-    for (int i = 0; std::getline(words, choice, '|'); i++)
-        if (choice == word) return E(i);
+    std::string word = field_text(c, field);
+    std::string_view words = flag_of(field).accepts;
+    for (int i = 0; !words.empty(); i++) {
+        size_t end = std::min(words.find('|'), words.size());
+        if (words.substr(0, end) == word) return E(i);
+        words.remove_prefix(std::min(end + 1, words.size()));
+    }
     return E(0);
 }
 

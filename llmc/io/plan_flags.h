@@ -18,6 +18,8 @@
 #include "../comm/text.h"
 #include "config.h"
 #include "files.h"
+#include <optional>
+#include <string_view>
 
 namespace llmc {
 
@@ -117,22 +119,30 @@ inline std::string read_muon_setting(const std::string& name, const std::string&
            "vectors=, decay=";
 }
 
+// The optimizer that --optimizer names ahead of its settings, if there is one of that name.
+inline std::optional<Optimizer> named_optimizer(const Config& c) {
+    std::string_view word = std::string_view(c.optimizer).substr(0, c.optimizer.find(','));
+    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON})
+        if (word == optimizer_row(o).name) return o;
+    return {};
+}
+
 // Read --optimizer: adamw, sgd, muon or muon,name=value,... Returns "" or what is wrong with it.
 inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* muon) {
     *muon = {};
     muon->decay = muon->others_decay = float(c.weight_decay);
     muon->scale = MuonScale::RMS;
     muon->seed = uint64_t(c.seed);
-    std::istringstream words(c.optimizer);
-    std::string word, wrong;
-    std::getline(words, word, ',');
-    bool known = false;
-    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON})
-        if (word == optimizer_row(o).name) *optimizer = o, known = true;
-    if (!known)
-        return "--optimizer " + printable(word) + ": give adamw, sgd or muon";
+    std::optional<Optimizer> named = named_optimizer(c);
+    if (!named)
+        return "--optimizer " + printable(c.optimizer) + ": give adamw, sgd or muon";
+    *optimizer = *named;
 
-    // Read the settings.
+    // Read the settings. The planner asks for hundreds of thousands of layouts: most have none.
+    size_t comma = c.optimizer.find(',');
+    if (comma == std::string::npos) return "";
+    std::istringstream words(c.optimizer.substr(comma + 1));
+    std::string word, wrong;
     while (std::getline(words, word, ',') && wrong.empty()) {
         size_t equals = std::min(word.find('='), word.size());
         std::string value = word.substr(std::min(equals + 1, word.size()));
@@ -143,10 +153,7 @@ inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* m
     return wrong.empty() ? "" : "--optimizer " + printable(c.optimizer) + ": " + wrong;
 }
 inline Optimizer choose_optimizer(const Config& c) {
-    Optimizer optimizer = Optimizer::ADAMW;
-    Muon muon;
-    read_optimizer(c, &optimizer, &muon);
-    return optimizer;
+    return named_optimizer(c).value_or(Optimizer::ADAMW);
 }
 
 // Check the optimizer, its schedule, and what it needs of other flags.

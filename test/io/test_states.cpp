@@ -158,7 +158,7 @@ TEST(Rounding, IsTheSameForAnyTensorParallelism) {
 
                     // Update both, and compare.
                     TensorRow alone = {0, n, row.decay, row.hash}, mine = row;
-                    mine.offset = 0;
+                    mine.offset = mine.second = 0;
                     update(all, g, alone);
                     update(piece, part, mine);
 
