@@ -793,7 +793,8 @@ template <typename E> E choice_of(const Config& c, const Field& field) {
     std::string_view words = flag_of(field).accepts;
     for (int i = 0; !words.empty(); i++) {
         size_t end = std::min(words.find('|'), words.size());
-        if (words.substr(0, end) == word) return E(i);
+        if (words.substr(0, end) == word)
+            return E(i);
         words.remove_prefix(std::min(end + 1, words.size()));
     }
     return E(0);

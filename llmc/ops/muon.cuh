@@ -260,7 +260,9 @@ void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> roo
                         S where) {
     // Divide by the norm, which the device keeps.
     const NewtonSchulz& table = newton_schulz_tables()[size_t(h.table)];
-    size_t n = r * c, m = std::min(r, c), chunks = ceil_div(n, GRAD_NORM_CHUNK);
+    size_t n = r * c;
+    size_t m = std::min(r, c);
+    size_t chunks = ceil_div(n, GRAD_NORM_CHUNK);
     device_zero(room.norm, sizeof(StepScale), where);
     grad_squares(room.sums, u, n, where);
     grad_norm_finish(room.norm, room.sums, chunks, 0, where);
