@@ -271,7 +271,7 @@ template <typename T, typename S>
 void run_muon(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     S where = t.ctx.where;
-    const Muon& h = t.hyper.muon;
+    Muon h = muon_of(t.hyper);
     const Plan& p = t.plans[t.plan];
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
 

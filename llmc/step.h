@@ -243,7 +243,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     case Optimizer::MUON: {
         // AdamW updates what is no matrix of a block, at rates of its own.
         auto matrices = rows_of_rule(t.model, a.bucket, range, true);
-        muon_update(memory, matrices.data(), matrices.size(), h.muon, scale, where);
+        muon_update(memory, matrices.data(), matrices.size(), muon_of(h), scale, where);
         for (TensorRow& row : rows)
             row.rate = h.muon.rates[int(row.group)];
         numbers.decay = h.muon.others_decay;

@@ -31,6 +31,14 @@ struct Hyper {
     double ema = 0;                // decay of the mean of weights (ema.cuh), if the plan keeps one
 };
 
+// Muon's settings: it rounds at random where AdamW does, by the same seed.
+inline Muon muon_of(const Hyper& h) {
+    Muon muon = h.muon;
+    muon.stochastic = h.stochastic;
+    muon.seed = h.seed;
+    return muon;
+}
+
 // The batch of the next step, read while a device works on this one.
 struct PreparedBatch {
     int plan = -1;       // the plan that will use it; -1: no batch is prepared

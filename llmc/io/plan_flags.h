@@ -132,7 +132,6 @@ inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* m
     *muon = {};
     muon->decay = muon->others_decay = float(c.weight_decay);
     muon->scale = MuonScale::RMS;
-    muon->seed = uint64_t(c.seed);
     std::optional<Optimizer> named = named_optimizer(c);
     if (!named)
         return "--optimizer " + printable(c.optimizer) + ": give adamw, sgd or muon";

@@ -266,6 +266,7 @@ TEST(EightBits, ComeBackFromNumbers) {
 struct Formats {
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
+    bool muon = false;
     std::string text() const {
         const char* names[] = {"float", "remainder", "none"};
         return concat("masters ", names[int(masters)], ", states ", states_name(states));
@@ -278,6 +279,8 @@ std::unique_ptr<Small<T>> model_of(const Shape& s, Formats f, uint64_t seed = 3)
     if (f.states == States::EIGHT_BIT) plan.layout.tensor_align = STATE_BLOCK;
     plan.masters = f.masters;
     plan.states = f.states;
+    plan.layout.muon = f.muon;
+    if (f.muon) plan.optimizer = Optimizer::MUON;
     auto m = std::make_unique<Small<T>>(s, std::vector<Plan>{plan});
     fill_weights(m->t, seed);
     m->t.data.window = squares_window(s.V);
@@ -301,14 +304,17 @@ template <typename T> std::vector<float> numbers_of(const Small<T>& m) {
 
 // Training with remainders has the bits of training with float masters, from the first weights on.
 TEST(Runs, WithRemaindersAreThoseWithFloatMasters) {
-    auto a = model_of<bf16>(saved_shapes()[0], {}), b = model_of<bf16>(saved_shapes()[0],
-                                                                       {Masters::REMAINDER});
-    for (int i = 0; i < 5; i++) {
-        EXPECT_TRUE(numbers_of(*a) == numbers_of(*b)) << "step " << i;
-        step(*a), step(*b);
+    for (bool muon : {false, true}) {
+        Formats wide = {Masters::FLOAT, States::FLOAT, muon}, split = wide;
+        split.masters = Masters::REMAINDER;
+        auto a = model_of<bf16>(saved_shapes()[0], wide), b = model_of<bf16>(saved_shapes()[0], split);
+        for (int i = 0; i < 5; i++) {
+            EXPECT_TRUE(numbers_of(*a) == numbers_of(*b)) << "step " << i;
+            step(*a), step(*b);
+        }
+        for (const Parameter& p : a->t.model.parameters)
+            EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
     }
-    for (const Parameter& p : a->t.model.parameters)
-        EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
 }
 
 // A weight that lies exactly between two bf16 numbers stands for itself, not for a neighbour.
@@ -325,12 +331,15 @@ TEST(Runs, TakeWeightsThatAreTies) {
 // Without masters small steps count only if weights round at random. Rounded to nearest they would
 // be lost, and the weights would stand still.
 TEST(Runs, WithoutMastersMoveBySmallSteps) {
-    auto moved = [](bool stochastic) {
-        auto m = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
+    auto moved = [](bool stochastic, bool muon = false) {
+        auto m = model_of<bf16>(saved_shapes()[0], {Masters::NONE, States::FLOAT, muon});
         m->t.hyper.lr = 1e-6f, m->t.hyper.weight_decay = 0, m->t.hyper.stochastic = stochastic;
-        std::vector<float> before = get_weight(m->t, m->t.model.parameters[0]);
+        const std::vector<Parameter>& all = m->t.model.parameters;
+        const Parameter& p = *std::find_if(all.begin(), all.end(),
+                                           [&](const Parameter& x) { return x.muon == muon; });
+        std::vector<float> before = get_weight(m->t, p);
         for (int i = 0; i < 4; i++) step(*m);
-        std::vector<float> after = get_weight(m->t, m->t.model.parameters[0]);
+        std::vector<float> after = get_weight(m->t, p);
         size_t count = 0;
         for (size_t i = 0; i < after.size(); i++)
             count += after[i] != before[i] && std::fabs(before[i]) > 0.01f;
@@ -338,6 +347,8 @@ TEST(Runs, WithoutMastersMoveBySmallSteps) {
     };
     EXPECT_EQ(moved(false), 0u);
     EXPECT_GT(moved(true), 0u);
+    EXPECT_EQ(moved(false, true), 0u);
+    EXPECT_GT(moved(true, true), 0u);
 
     auto a = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
     auto b = model_of<bf16>(saved_shapes()[0], {Masters::NONE});
