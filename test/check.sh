@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The longer checks. Cheap ones run at every commit; of the expensive ones each commit gets every eighth, its
-# neighbours the others: eight in a row run all. Last line: N passed, N failed, N skipped.
+# The longer checks. Cheap ones run at every commit; of the expensive ones each commit gets every sixteenth,
+# its neighbours the others: sixteen in a row run all. Last line: N passed, N failed, N skipped.
 #   make check               what this commit gets: with `make test` less than an hour on two cores
 #   make check ALL=1         everything
 #   test/check.sh list       says which they are, and runs none
@@ -52,7 +52,7 @@ fi
 turn=0
 dealt() { # is this commit dealt the next expensive check? Says so where it is not
     turn=$((turn + 1))
-    [ "${ALL:-0}" = 1 ] || [ $(((commit + turn) % 8)) = 0 ] && return
+    [ "${ALL:-0}" = 1 ] || [ $(((commit + turn) % 16)) = 0 ] && return
     echo "skipped: dealt to another commit: $1"
     return 1
 }
@@ -98,6 +98,7 @@ step "build" make_quiet all tests-built build/bench_ops
 step "the kernels' test at full size compiles: only GPUs run it" \
     "${CXX:-g++}" -std=c++20 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -fopenmp -DEMULATE test/kernels/test_large.cpp
 step "the ceiling: test/size.py" test/size.py
+step "ladders, emulated" make_quiet DEVICE=cpu ladders
 step "operators at -O3, as the program has them" build/bench_ops --seed "$commit"
 
 # The scripts for machines with GPUs and for many machines, with stand-ins; what scripts and pages say.
@@ -164,7 +165,6 @@ done
 deal_beside "300 faults in a life, seed $commit" env SEED="$commit" build/test_faults --gtest_also_run_disabled_tests --gtest_filter=*HundredsOfFaults
 deal_beside "every float as fp8" build/test_fp8 --gtest_also_run_disabled_tests --gtest_filter=*EveryFloat*
 wait
-deal "ladders, emulated" make_quiet DEVICE=cpu ladders
 
 # Files that are copied into other projects compile with what their headers name.
 deal "operator files alone" test/copycheck.sh

@@ -4,14 +4,18 @@
 //            oneDNN's layouts: plain strides, layouts of oneDNN's own choice with the packing left
 //            out, and the inner-product primitives
 //   share = (6 parameters + 6 L C T) FLOPs a token * tokens a second / ceiling
+//   roofline: the time of an action whose products and attention run at the ceiling, and whose bytes
+//            move at the rate of a large copy, without overlap (planner/layer_cost.h, cost.h)
 //   usage: bench_step [fp32|bf16] [T] ...
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include "../../llmc/io/machine.h"
 #include "../../llmc/io/mfu.h"
 #include "../../llmc/layers.h"
 #include "../../llmc/parameters.h"
 #include "../../llmc/family.h"
+#include "../../llmc/planner/cost.h"
 
 using namespace llmc;
 
@@ -131,6 +135,28 @@ static void layer_rates(const char* name, size_t N, size_t OC, size_t IC, int ti
     }
 }
 
+// Bytes a second of a copy that no cache holds, read and written.
+static double copy_rate() {
+    size_t n = size_t(1) << 28;
+    std::vector<unsigned char> from(n, 1), to(n);
+    double seconds = best_seconds([&] {
+        constexpr size_t PART = 1 << 20;
+#pragma omp parallel for
+        for (size_t i = 0; i < n; i += PART) memcpy(to.data() + i, from.data() + i, PART);
+    });
+    return 2 * double(n) / seconds;
+}
+
+// A machine that reaches the ceiling in products and attention, and the copy rate elsewhere.
+static Machine ideal_machine(double flop_rate, double byte_rate) {
+    Machine m = machines().back();
+    m.half_tf = m.single_tf = flop_rate / 1e12;
+    m.memory_tb = byte_rate / 1e12;
+    m.gemm = m.attention = m.memory = 1;
+    m.elementwise = m.launch_us = 0;
+    return m;
+}
+
 template <typename T> static void bench(size_t B, size_t T_) {
     Shape s = with_logits(gpt2_shape(12, 12, 768), Cpu{});
     size_t N = B * T_, chunk = head_chunk_rows(s, N, sizeof(T));
@@ -159,11 +185,18 @@ template <typename T> static void bench(size_t B, size_t T_) {
             targets[i] = int((sample * 31 + (i + 1) * 7) % s.V);
         return std::string();
     };
+    // Time each action, and keep the fastest step.
+    struct Row {
+        double seconds = 0;
+        Times ideal;
+    };
+    Machine machine = ideal_machine(flops / fastest, copy_rate());
+    CostModel cost = run_costs<T>(machine, t.model, Cpu{});
     int runs = T_ > 256 ? 3 : 8;
     double best = 1e30;
-    std::map<std::string, double> times;
+    std::map<std::string, Row> rows;
     for (int i = 0; i <= runs; i++) {
-        std::map<std::string, double> now;
+        std::map<std::string, Row> now;
         double start = clock_seconds();
         t.plan = 0;
         for (t.at = 0; t.at < int(t.plans[0].actions.size()); t.at++) {
@@ -171,19 +204,33 @@ template <typename T> static void bench(size_t B, size_t T_) {
             double before = clock_seconds();
             run_action(t, a);
             bool head = a.layer == t.model.head();
-            now[std::string(op_name(a.op)) + (a.layer == 0  ? " embedding"
-                                                : head        ? " head"
-                                                : a.layer > 0 ? " blocks"
-                                                              : "")] += clock_seconds() - before;
+            const char* where = a.layer == 0 ? " embedding" : head ? " head" : " blocks";
+            Row& row = now[op_name(a.op) + std::string(a.layer < 0 ? "" : where)];
+            row.seconds += clock_seconds() - before;
+            add_times(row.ideal, action_seconds(cost, t.plans[0], t.model, a));
         }
-        if (i > 0 && clock_seconds() - start < best) best = clock_seconds() - start, times = now;
+        if (i > 0 && clock_seconds() - start < best) best = clock_seconds() - start, rows = now;
     }
     double model_flops =
         (6.0 * double(parameter_count(t.model)) + 6.0 * double(s.L * s.C * T_)) * double(N);
     printf("  step %.1f ms, %.1f GFLOP/s of the model's own: %.1f%% of the ceiling\n", best * 1e3,
            model_flops / best / 1e9, 100 * model_flops / best / (flops / fastest));
-    for (auto& [what, seconds] : times)
-        printf("    %-14s %8.1f ms  %4.1f%%\n", what.c_str(), seconds * 1e3, 100 * seconds / best);
+
+    // Print each kind of action beside its roofline.
+    printf("  copies %.1f GB/s\n  %-14s %9s %5s %9s %9s %9s %6s\n", machine.memory_rate() / 1e9, "",
+           "ms", "step", "GFLOP", "GB", "roofline", "share");
+    double ideal = 0;
+    for (auto& [what, row] : rows) {
+        double computes = row.ideal.products + row.ideal.attention;
+        double moves = row.ideal.memory + row.ideal.update;
+        ideal += computes + moves;
+        printf("    %-12s %9.1f %4.1f%% %9.1f %9.2f %9.1f %5.1f%%\n", what.c_str(),
+               row.seconds * 1e3, 100 * row.seconds / best,
+               computes * machine.gemm_rate(sizeof(T)) / 1e9, moves * machine.memory_rate() / 1e9,
+               (computes + moves) * 1e3, 100 * (computes + moves) / row.seconds);
+    }
+    printf("    %-12s %9.1f %15s %9s %9.1f %5.1f%%\n", "all", best * 1e3, "", "", ideal * 1e3,
+           100 * ideal / best);
     trainer_free(t);
 }
 

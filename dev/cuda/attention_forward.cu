@@ -284,7 +284,7 @@ template <typename E> struct Operands {
            scratch.data, s.B, s.T, s.NH},
           nullptr);
     }
-    void prepare_shards() { // positions count from 0 in each sequence, which is one document
+    void prepare() { // positions count from 0 in each sequence, which is one document
         auto position = [this](size_t n) { return int(n % s.T); };
         fill_memory(positions.data, rows, position, cudaStream_t{});
         device_zero(doc_start.data, rows * sizeof(int), cudaStream_t{});
