@@ -3,7 +3,7 @@
 //   prepare_gpt --data FILES --train-tokenizer SIZE FOLDER     first, a tokenizer of your own
 //   The same call goes on after a kill. llmc/io/prepare.h says what is read and written.
 #include "llmc/extra/kto.h"
-#include "llmc/io/bpe_train.h"
+#include "llmc/extra/bpe_train.h"
 #include "llmc/io/chat.h"
 #include "llmc/io/chat_templates.h"
 #include "llmc/io/config.h"

@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <map>
 #include <random>
-#include "../../llmc/io/bpe_train.h"
+#include "../../llmc/extra/bpe_train.h"
 #include "../../llmc/io/chat_templates.h"
 #include "../../llmc/io/prepare.h"
 #include "../../llmc/tune/conversations.h"

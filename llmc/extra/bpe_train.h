@@ -22,15 +22,15 @@
 #include <unordered_map>
 #include <vector>
 #include "../comm/text.h"
-#include "config.h"
-#include "files.h"
-#include "json.h"
-#include "prepare.h"
-#include "text_batch.h"
-#include "text_stream.h"
-#include "tokenizer.h"
-#include "tokenizer_export.h"
-#include "tokenizer_files.h"
+#include "../io/config.h"
+#include "../io/files.h"
+#include "../io/json.h"
+#include "../io/prepare.h"
+#include "../io/text_batch.h"
+#include "../io/text_stream.h"
+#include "../io/tokenizer.h"
+#include "../io/tokenizer_export.h"
+#include "../io/tokenizer_files.h"
 
 namespace llmc {
 
