@@ -6,9 +6,9 @@ usage: compare.py RUN RUN ... [--y SCORE] [--sd X]
 A RUN is a log.jsonl or the folder of a run. Runs with the same flags but for --seed form a group,
 A, B, ...; each is compared with A: the flags that differ; the first step whose losses differ in any
 bit, of runs with one seed; means along the run, of --y SCORE (val_loss, else the training loss in
-twentieths); what the difference at the end is worth. With three seeds a group Welch's test says so,
-by the runs' own deviations: p below 0.01, as of one useless change in a hundred. For losses there is
-also modded-nanogpt's rule of track 3, of an assumed deviation (--sd, 0.0013), 4.5e-5 for a step:
+twentieths); what the difference at the end is worth. With three seeds a group Welch's test says so
+by the runs' own deviations: p < 0.01, as of one useless change in a hundred. Else for losses, or if
+its deviation is theirs (--sd, 0.0013), modded-nanogpt's rule of track 3, with 4.5e-5 for a step:
     (loss_A - loss_B + (steps_A - steps_B) 4.5e-5) / sqrt(1/n_A + 1/n_B) >= 0.004, or 3.08 sd
 """
 import argparse, glob, json, math, os, sys
@@ -54,12 +54,11 @@ def read_run(path, name):
         sys.exit(f"error: {path}: lacks the first line or all steps; is it train_gpt's log.jsonl?")
 
     # The log's first line is the first start's; a checkpoint has the flags of its own.
-    first = flags_of(run.config)
-    if run.steps[-1] < first.get("steps", 0):
-        print(f"{name}: stops at step {run.steps[-1]} of {first['steps']}")
+    if run.steps[-1] < run.config.get("steps", 0):
+        print(f"{name}: stops at step {run.steps[-1]} of {run.config['steps']}")
     for manifest in glob.glob(os.path.join(os.path.dirname(path), "step_*/manifest.json")):
         later = flags_of(json.load(open(manifest, encoding="utf-8")).get("config", {}))
-        changed = [key for key in later if later[key] != first.get(key)]
+        changed = [key for key in later if later[key] != run.config.get(key)]
         if changed:
             print(f"{name}: {manifest} has another --{', --'.join(changed)}: resumed with it?")
     return run
@@ -114,8 +113,7 @@ def chance(t, df):
     return 2 * area / math.exp(math.lgamma(0.5) + math.lgamma(df / 2) - math.lgamma(df / 2 + 0.5))
 
 
-def least_t(df):
-    """The t that chance reaches as often as LEVEL says, to a hundredth."""
+def least_t(df):  # the t that chance reaches as often as LEVEL says, to a hundredth
     return next(i / 100 for i in range(1, 10**6) if chance(i / 100, df) <= LEVEL)
 
 
@@ -158,20 +156,22 @@ def print_worth(a, b, score, sd):
     ends, sizes = (max(a.curve), max(b.curve)), (len(a.runs), len(b.runs))
     difference = b.mean(ends[1]) - a.mean(ends[0])
     print(f"after {ends[0]} and {ends[1]} steps {b.name} - {a.name} = {difference:+.4f}")
+    verdict, own = lambda differ: "they differ" if differ else "noise explains it", 0.0
     if min(sizes) >= 3:
-        variances = a.variance(ends[0]), b.variance(ends[1])
-        error, df = welch(list(zip(variances, sizes)))
-        p = chance(difference / error, df) if error else float(difference == 0)
-        print(f"  Welch: sd {math.sqrt(variances[0]):.4f} and {math.sqrt(variances[1]):.4f}, p "
-              f"{p:.2g}: {'they differ' if p < LEVEL else 'noise explains it'}; {sizes[0]} and "
-              f"{sizes[1]} runs tell {least_t(df) * error:.4f} from noise")
+        samples = (a.variance(ends[0]), sizes[0]), (b.variance(ends[1]), sizes[1])
+        (error, df), sds = welch(samples), [math.sqrt(variance) for variance, _ in samples]
+        p, own = chance(difference / error, df) if error else float(difference == 0), min(sds)
+        print(f"  Welch: sd {sds[0]:.4f} and {sds[1]:.4f}, p {p:.2g}: {verdict(p < LEVEL)}; "
+              f"{sizes[0]} and {sizes[1]} runs tell {least_t(df) * error:.4f} from noise")
     else:
         print("  Welch: needs three seeds a group")
-    if score in ("val_loss", "loss"):
+    if own > 2 * sd:
+        print(f"  track 3's rule: not for these runs, whose sd is not {sd:g}")
+    elif score in ("val_loss", "loss"):
         worth = abs(difference + (ends[1] - ends[0]) * STEP_WORTH)
         worth, need = worth / math.sqrt(sum(1 / n for n in sizes)), RULE * sd / RULE_SD
-        print(f"  track 3's rule, if sd is {sd:g}: {worth:.4f} of {need:.4f}: " +
-              ("they differ" if worth >= need else "noise explains it"))
+        print(f"  track 3's rule, if sd is {sd:g}: {worth:.4f} of {need:.4f}: "
+              f"{verdict(worth >= need)}")
 
 
 def main(arguments=None):

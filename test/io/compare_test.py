@@ -105,6 +105,7 @@ class Compare(unittest.TestCase):
         self.assertIn("sd 0.0100 and 0.0100, p 0.00026: they differ; 3 and 3 runs tell 0.0376", text)
         text = self.main(*self.groups((3.0, 3.1, 2.9), (2.9, 3.0, 2.8)))
         self.assertIn("sd 0.1000 and 0.1000, p 0.29: noise explains it", text)
+        self.assertIn("track 3's rule: not for these runs, whose sd is not 0.0013", text)
         text = self.main(*self.groups((3.0, 3.0, 3.0), (2.9, 2.9, 2.9)))
         self.assertIn("p 0: they differ", text)
 
