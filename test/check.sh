@@ -114,6 +114,7 @@ step "dev/data" test/io/data_scripts_test.py
 step "dev/data/tokenize_chat.py" test/io/tokenize_chat_test.py
 step "--train-tokenizer against tokenizers and tiktoken" test/io/bpe_train_test.py
 step "dev/plot.py" test/io/plot_test.py
+step "dev/compare.py" test/io/compare_test.py
 step "dev/ds_config.py" test/io/ds_config_test.py
 step "dev/bench/sass.py" test/io/sass_test.py
 

@@ -101,6 +101,15 @@ struct MadeProduct {
     std::unordered_map<int, dnnl::memory> pack_args;
     size_t packed_bytes = 0;
 };
+
+// Describe a product to oneDNN 2 (Debian 12) or 3 (Ubuntu 24.04). Empty where it cannot be.
+template <typename Matmul, typename... Operands>
+auto onednn_product(const dnnl::engine& e, const dnnl::primitive_attr& a, const Operands&... x) {
+    if constexpr (requires { typename Matmul::desc; })
+        return typename Matmul::primitive_desc(typename Matmul::desc(x...), a, e, true);
+    else
+        return typename Matmul::primitive_desc(e, x..., a, true);
+}
 #endif
 
 #if defined(__CUDACC__)
@@ -153,8 +162,7 @@ inline bool onednn_takes_bf16() {
     static const bool takes = [] {
         dnnl::memory::desc x({2, 2}, dnnl::memory::data_type::bf16, dnnl::memory::dims{2, 1});
         dnnl::engine engine(dnnl::engine::kind::cpu, 0);
-        dnnl::matmul::primitive_desc d({x, x, x}, engine, true); // empty where it cannot
-        return bool(d);
+        return bool(onednn_product<dnnl::matmul>(engine, {}, x, x, x));
     }();
     return takes;
 #else
@@ -311,8 +319,8 @@ inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine,
 
     // Pass the bias as a matrix of one row, which oneDNN broadcasts.
     if (!bias)
-        return {dnnl::matmul::desc(a, b, o), attr, engine};
-    return {dnnl::matmul::desc(a, b, matrix_desc(1, p.N, in, {p.N, 1}), o), attr, engine};
+        return onednn_product<dnnl::matmul>(engine, attr, a, b, o);
+    return onednn_product<dnnl::matmul>(engine, attr, a, b, matrix_desc(1, p.N, in, {p.N, 1}), o);
 }
 
 // The number of the residual's argument: post-ops are numbered in their order.
@@ -396,12 +404,7 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
     point(m.args, DNNL_ARG_SCRATCHPAD, scratch);
     m.primitive.execute(m.stream, m.args);
 }
-#endif
 
-// ----------------------------------------------------------------------------
-// one function for both
-
-#ifdef WITH_ONEDNN
 // The scratch that oneDNN needs. To say so it compiles a kernel, which takes milliseconds, and
 // plans ask about the same product in every layer: keep the answers, under a lock, because
 // ranks may be threads. oneDNN counts all threads that OpenMP has now, even for a product that
@@ -420,6 +423,9 @@ inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bia
     return answers[key] = m.scratch_bytes + m.packed_bytes;
 }
 #endif
+
+// ----------------------------------------------------------------------------
+// one function for both
 
 // The scratch in bytes that one product needs. Plans ask for it before the run.
 inline size_t matmul_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual,
