@@ -206,13 +206,18 @@ inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps,
     return s;
 }
 
-// Gemma divides scores by the root of 256. One block in `full_every` sees all keys, the
-// others a window.
-inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_every) {
+// Let every n-th block see all keys.
+inline void see_all_every(Shape& v, size_t n) {
+    for (size_t layer = n; layer < v.attention.full_layers.size(); layer += n)
+        v.attention.full_layers[layer] = true;
+}
+
+// Gemma divides scores by the root of 256. One block in `every` sees all keys, the others a window.
+inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t every) {
     // Heads have 256 channels, whatever C is.
     s = variant_shape(type, s, true, 1e-6f, 256);
-    s.attention.score_scalar = 256, s.attention.window = window,
-    s.attention.full_every = full_every;
+    s.attention.score_scalar = 256, s.attention.window = window;
+    see_all_every(s, every);
     return s;
 }
 
@@ -315,7 +320,7 @@ inline Shape gpt_oss_shape(size_t L, size_t E) {
     s.attention.qkv_bias = true; // and, without a flag, those of router and experts
     s.attention.o_bias = true;
     s.attention.window = 128;
-    s.attention.full_every = 2;
+    see_all_every(s, 2);
 
     // Cosines and sines grow with the logarithm of the factor.
     float size = float(0.1 * std::log(32.0) + 1);

@@ -217,7 +217,7 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "train kept shape", "Shape of new weights"},
         {"scratch", &C::scratch, "",
          "with a folder or a file: take its shape and draw new weights"},
-        {"layers", &C::layers, "0..10000", "number of blocks, instead of the preset's"},
+        {"layers", &C::layers, "0..1024", "number of blocks, instead of the preset's"},
         {"heads", &C::heads, "0..100000", "number of attention heads, instead of the preset's"},
         {"kv-heads", &C::kv_heads, "0..100000",
          "number of key/value heads (GQA), instead of the preset's"},
