@@ -46,7 +46,7 @@ struct DataFlags {
     int seq = 0, micro_batch = 8;
     // tokens an optimizer step, counted over all data-parallel ranks
     int64_t batch_tokens = 0;
-    bool document_mask = false;
+    std::string documents = "stream";
     int document_end = -1;
     std::string loss = "lm", chat_format = "auto";
     double beta = 0, label_smoothing = 0, gamma = -1;
@@ -272,8 +272,16 @@ inline const std::vector<Flag>& config_table() {
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",
          "tokens per optimizer step over all ranks, reached by gradient accumulation (0: one "
          "micro-batch)"},
-        {"document-mask", &C::document_mask, "",
-         "mask attention and loss across documents; positions restart in each"},
+        {"documents", &C::documents, "stream|mask|best-fit|best-fit,mask",
+         "stream: sequences begin anywhere; mask: attention and loss stop at a document's end, and "
+         "positions restart; best-fit: each sequence begins with a document and takes the longest "
+         "that fit, then the beginning of a short one, whose rest is dropped"},
+
+        {"", &C::help, "train kept", "Depth dial"},
+        {"depth", &C::depth, "",
+         "D or D:RATIO: a nanochat of D layers, without value embeddings, smear and backout; sets "
+         "width, heads, batch, steps, rates and decay as nanochat does, for RATIO tokens a weight "
+         "(12), and prints them; flags that are given win"},
 
         {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
@@ -837,6 +845,8 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"profile",               nullptr,    "--timeline FILE.txt writes the table"},
     {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
 };
+    {"keep-best",             nullptr,    "--keep 2,best keeps it"},
+    {"document-mask",         "false",    "--documents mask is its name"},
 // clang-format on
 
 // Refuse an unknown flag, and offer the nearest name; or a flag that is gone, or another program's.

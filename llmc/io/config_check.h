@@ -513,9 +513,8 @@ inline std::string check_loss(Config& c) {
     if (c.gamma < 0) c.gamma = 0.5;
 
     // Check the data, and whether a sequence stays whole.
-    if (c.document_mask)
-        return flag + " packs whole conversations, and none sees another: leave --document-mask "
-                      "out";
+    if (c.documents != "stream")
+        return flag + " packs whole conversations, and none sees another: leave --documents out";
     if (c.data.empty() && (c.steps > 0 || c.eval))
         return flag + (c.loss == "kto" ? " learns from answers with a label" :
                        has_pairs(c) ? " trains to prefer one answer" :

@@ -155,7 +155,7 @@ struct RunData {
     DataLoader train, val;
     size_t val_samples = 0;   // windows that an evaluation reads
     size_t val_bytes = 0;     // bytes of text that validation predicts; 0: not known
-    int document_end = -1;    // the token that ends a document, with --document-mask
+    int document_end = -1;    // the token that ends a document, with --documents mask
     nlohmann::json files;     // of --data and --val, which checkpoints name
 };
 

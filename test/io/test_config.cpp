@@ -503,8 +503,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
 
     // Losses that need their data.
     EXPECT_HAS(check("--loss sft"_flags), "give --data FILE.jsonl");
-    EXPECT_HAS(check("--loss sft --data a.jsonl --document-mask"_flags),
-               "leave --document-mask out");
+    EXPECT_HAS(check("--loss sft --data a.jsonl --documents best-fit"_flags),
+               "leave --documents out");
     EXPECT_HAS(check("--loss dpo"_flags), "give --data FILE.jsonl");
     EXPECT_HAS(parse("--label-smoothing 0.5"_flags), "from 0 to 0.49999, not '0.5'");
     EXPECT_EQ(check("--loss dpo --data a.jsonl --explain --machine h100"_flags), "");
