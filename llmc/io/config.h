@@ -127,8 +127,8 @@ struct FileFlags {
     std::string buddy;
     int64_t buddy_every = 0; // steps: split_buddy() takes them from --buddy
     bool save_async = false;
-    int keep = 2;
-    bool keep_best = false, resume = false;
+    std::string keep = "2"; // newest_kept()
+    bool resume = false;
     // -1: the newest checkpoint
     int64_t resume_step = -1;
 };
@@ -405,8 +405,8 @@ inline const std::vector<Flag>& config_table() {
          "the rank's number"},
         {"save-async", &C::save_async, "",
          "write checkpoints in parallel to the steps, from a copy in the host's memory"},
-        {"keep", &C::keep, "1..1000000", "number of newest checkpoints kept"},
-        {"keep-best", &C::keep_best, "", "also keep the checkpoint of the lowest validation loss"},
+        {"keep", &C::keep, "",
+         "newest checkpoints kept, as 3; 3,best: and that of the lowest validation loss"},
         {"resume", &C::resume, "0..1000000000000",
          "go on from the newest whole checkpoint in --out, or from that of this step, with the "
          "model, data, optimizer and adapters it was made with where flags say nothing else; a new "
@@ -843,12 +843,12 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"resume-step",           nullptr,    "--resume STEP says the step"},
     {"layer",                 nullptr,    "--explain LAYER says the layer"},
     {"profile",               nullptr,    "--timeline FILE.txt writes the table"},
-    {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
-};
     {"keep-best",             nullptr,    "--keep 2,best keeps it"},
     {"document-mask",         "false",    "--documents mask is its name"},
 // clang-format on
 
+    {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
+};
 // Refuse an unknown flag, and offer the nearest name; or a flag that is gone, or another program's.
 inline std::string unknown_flag(const Config& c, const std::string& name) {
     for (const GoneFlag& f : GONE_FLAGS)
@@ -1012,6 +1012,10 @@ inline SaveRule save_rule(const Config& c) {
 
 // Whether the run trains.
 inline bool has_training(const Config& c) {
+// The two parts of --keep N,best, which check_together() has checked.
+inline bool keeps_best(const Config& c) { return c.keep.ends_with(",best"); }
+inline int newest_kept(const Config& c) { return atoi(c.keep.c_str()); }
+
     return c.steps > 0 && !c.eval && !c.explain;
 }
 

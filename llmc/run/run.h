@@ -214,12 +214,12 @@ struct Balance {
     }
 };
 
-// Validation losses, and what --keep-best keeps.
+// Validation losses, and what --keep N,best keeps.
 struct Best {
     double loss = INFINITY; // the lowest, and its step
     int64_t step = 0;
     double last_loss = INFINITY;
-    int64_t kept_step = -1; // the step of --keep-best's checkpoint; -1: none
+    int64_t kept_step = -1; // the step of --keep N,best's checkpoint; -1: none
     double kept_loss = 0;   // the validation loss of that step
 };
 

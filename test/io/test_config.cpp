@@ -50,6 +50,9 @@ TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
     EXPECT_EQ(says("train_gpt", "--top-k 5"_flags), "--top-k is a flag of sample_gpt");
     EXPECT_EQ(says("train_gpt", "--save-minutes 5"_flags),
               "--save-minutes is gone: --save-every 10m says minutes");
+    EXPECT_EQ(says("train_gpt", {"--keep-best"}), "--keep-best is gone: --keep 2,best keeps it");
+    EXPECT_EQ(says("train_gpt", {"--document-mask"}),
+              "--document-mask is gone: --documents mask is its name");
     EXPECT_HAS(says("train_gpt", "a"_flags), "'a' is no flag");
     EXPECT_HAS(says("prepare_gpt", "--shard-tokns 9"_flags), "did you mean --shard-tokens?");
 
@@ -737,6 +740,9 @@ TEST(Config, NotesWhatDoesNothing) {
     EXPECT_EQ(config_notes(whole).size(), 1u) << "--zero 1 shards nothing";
     EXPECT_EQ(notes("--keep 3"_flags), "--keep does nothing without --out; ");
     EXPECT_EQ(notes("--keep 3 --out x"_flags), "");
+    for (const char* keep : {"0", "best", "3,", "3,last", "1.5", "-2,best"})
+        EXPECT_HAS(check({"--out", "x", "--keep", keep}), concat(keep, " is neither a number"));
+    EXPECT_HAS(check("--keep 3,best"_flags), "--keep 3,best wants a folder: give --out DIR");
 
     EXPECT_EQ(notes("--top-k 3 --temperature 0"_flags),
               "--top-k does nothing without a --temperature above 0; ");
