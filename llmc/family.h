@@ -268,6 +268,14 @@ inline Shape track3() {
     return variant_shape("track3", s, false, 1.1920929e-7f);
 }
 
+// nanochat at a depth of 12, as transformers has it: without value embeddings, smear, backout,
+// scales of the stream, windows, and the factor 1.2 of q and k. --depth has the other sizes.
+inline Shape nanochat() {
+    Shape s = llama_shape(12, 6, 6, 768, 3072, 32768, 2048, 100000);
+    s.loss.softcap = 15;
+    return variant_shape("nanochat", s, false, 1.1920929e-7f);
+}
+
 // GPT-3 is GPT-2 with 2048 positions. Here heads must fill the channels: the paper's XL has 24
 // heads of 128 channels, of which only 16 fit; its 13B has 5140 channels, which 40 heads of 128
 // do not fill.
@@ -435,6 +443,7 @@ inline std::vector<Preset> model_presets() {
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
         {"track3", track3(), "162M, modded-nanogpt's track 3"},
+        {"nanochat", nanochat(), "135M, nanochat of depth 12; --depth: other sizes"},
         {"gpt3-small", gpt3_shape(12, 12, 768), "125M"},
         {"gpt3-medium", gpt3_shape(24, 16, 1024), "350M"},
         {"gpt3-large", gpt3_shape(24, 16, 1536), "760M"},

@@ -82,7 +82,7 @@ struct BlockShape {
     Gate gate = Gate::SILU;     // Llama's ffn; Gemma: GELU; modded-nanogpt: RELU2, without `up`
     bool exact_gelu = false;    // GPT-NeoX: by erf, in place of the tanh form
     bool mlp_bias = false;      // some Llamas: biases on gate, up and down
-    bool zero_start = false;    // modded-nanogpt's first weights (llama.h)
+    bool zero_start = false;    // modded-nanogpt's first weights, or nanochat's (llama.h)
 };
 
 struct AttentionShape {
@@ -253,12 +253,12 @@ inline void set_variant(Shape& v, const std::string& type) {
     // nanochat has no weights of norms, and track 3 has biases and more of its own.
     v.block.gains = track3;
     v.block.norm_plus = track3 ? 0 : 1;
+    v.block.zero_start = true;
     if (!track3) return;
     v.attention.qkv_bias = v.attention.o_bias = v.block.mlp_bias = v.embedding.head_bias = true;
     v.attention.score_scalar = 1 / (0.12 * 0.12);
     v.rope.scaling.kind = RopeKind::HALF;
     v.loss.root_softcap = true;
-    v.block.zero_start = true;
 }
 
 // The shape of one layer: a block has a dense ffn, experts, or both. The first may norm its input.

@@ -30,6 +30,8 @@ namespace llmc {
 struct ModelFlags {
     std::string model = "tiny", position;
     bool scratch = false;
+    // nanochat's depth dial: D or D:RATIO (take_depth)
+    std::string depth;
     // L, NH, NKV, C, F and V of a Shape
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
     // E and K, experts made by upcycling; then the weights of the router's terms
@@ -845,10 +847,10 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"profile",               nullptr,    "--timeline FILE.txt writes the table"},
     {"keep-best",             nullptr,    "--keep 2,best keeps it"},
     {"document-mask",         "false",    "--documents mask is its name"},
-// clang-format on
-
     {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
 };
+// clang-format on
+
 // Refuse an unknown flag, and offer the nearest name; or a flag that is gone, or another program's.
 inline std::string unknown_flag(const Config& c, const std::string& name) {
     for (const GoneFlag& f : GONE_FLAGS)
@@ -1010,12 +1012,12 @@ inline SaveRule save_rule(const Config& c) {
     return rule;
 }
 
-// Whether the run trains.
-inline bool has_training(const Config& c) {
 // The two parts of --keep N,best, which check_together() has checked.
 inline bool keeps_best(const Config& c) { return c.keep.ends_with(",best"); }
 inline int newest_kept(const Config& c) { return atoi(c.keep.c_str()); }
 
+// Whether the run trains.
+inline bool has_training(const Config& c) {
     return c.steps > 0 && !c.eval && !c.explain;
 }
 
