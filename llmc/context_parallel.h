@@ -200,7 +200,7 @@ RingRooms<T> ring_rooms(const Shape& s, size_t N, bool trains, void* scratch) {
     uintptr_t next = first;
     auto take = [&](auto*& room, size_t count) {
         room = reinterpret_cast<std::decay_t<decltype(room)>>(next);
-        next += round_up(count * sizeof(*room), size_t(256));
+        next += round_up(count * sizeof(*room), 256);
     };
 
     // Forward and backward never run at once, so they share rooms of equal size.
@@ -456,7 +456,7 @@ inline HeadRooms head_rooms(const Shape& s, size_t ranks, size_t N, size_t t, bo
     size_t next = 0;
     auto take = [&](size_t n) {
         size_t at = next;
-        next += round_up(n, size_t(128)); // 256 bytes of the narrowest type
+        next += round_up(n, 128); // 256 bytes of the narrowest type
         return at;
     };
 
@@ -486,7 +486,7 @@ size_t head_bytes(const HeadRooms& room, size_t N) {
     // Round up, because kernels want what follows at a multiple of 256 bytes.
     size_t rooms = room.end * sizeof(T);
     size_t rows = 2 * N * room.ranks * sizeof(int);
-    return round_up(rooms, size_t(256)) + round_up(rows, size_t(256));
+    return round_up(rooms, 256) + round_up(rows, 256);
 }
 
 // Return the bytes of scratch of a layer: Ulysses' rooms, then the keys and values of other ranks
@@ -510,7 +510,7 @@ size_t context_scratch_bytes(const Shape& s, const Layout& layout, size_t B, siz
     if (layout.context.method == ContextMethod::RING)
         return bytes + ring_rooms<T>(mine, N * ranks, trains, nullptr).bytes;
     size_t n = B * tokens * 2 * mine.NKV * s.HS;
-    size_t keys = round_up(n * sizeof(T), size_t(256));
+    size_t keys = round_up(n * sizeof(T), 256);
     size_t gradients = n * sizeof(acc_t<T>);
     return bytes + (trains ? keys + gradients : keys);
 }
@@ -604,7 +604,7 @@ template <typename T, typename S>
 acc_t<T>* key_gradients(const Ctx<S>& ctx, const Keys<T>& keys) { // (B,cp,t,2,KV) {+cp}
     size_t bytes = ctx.batch.B * keys.Tk * keys.stride * sizeof(T);
     char* scratch = static_cast<char*>(ctx.context.scratch);
-    return reinterpret_cast<acc_t<T>*>(scratch + round_up(bytes, size_t(256)));
+    return reinterpret_cast<acc_t<T>*>(scratch + round_up(bytes, 256));
 }
 
 // Sum the partial gradients of all ranks; the sums for this rank's rows become dk and dv.
@@ -863,7 +863,7 @@ SharedHeads share_heads(Ctx<S>& ctx, const HeadRooms& room) {
     const int* key_documents = ctx.batch.key_documents + first;
 
     // Copy positions and documents after the rooms; scratch for other ranks' keys comes next.
-    size_t used = round_up(room.end * sizeof(T), size_t(256));
+    size_t used = round_up(room.end * sizeof(T), 256);
     char* free = static_cast<char*>(ctx.context.scratch) + used;
     int* positions = reinterpret_cast<int*>(free); // (B,u,t)
     int* documents = positions + h.batch.rows();   // (B,u,t)

@@ -206,13 +206,18 @@ inline Shape variant_shape(const char* type, Shape s, bool tied, float norm_eps,
     return s;
 }
 
-// Gemma divides scores by the root of 256. One block in `full_every` sees all keys, the
-// others a window.
-inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t full_every) {
+// Let every n-th block see all keys.
+inline void see_all_every(Shape& v, size_t n) {
+    for (size_t layer = n; layer < v.attention.full_layers.size(); layer += n)
+        v.attention.full_layers[layer] = true;
+}
+
+// Gemma divides scores by the root of 256. One block in `every` sees all keys, the others a window.
+inline Shape gemma_shape(const char* type, Shape s, size_t window, size_t every) {
     // Heads have 256 channels, whatever C is.
     s = variant_shape(type, s, true, 1e-6f, 256);
-    s.attention.score_scalar = 256, s.attention.window = window,
-    s.attention.full_every = full_every;
+    s.attention.score_scalar = 256, s.attention.window = window;
+    see_all_every(s, every);
     return s;
 }
 
@@ -261,6 +266,14 @@ inline Shape track3() {
     Shape s = llama_shape(12, 6, 6, 768, 3072, 50304, 1024, 1024);
     s.loss.softcap = 15;
     return variant_shape("track3", s, false, 1.1920929e-7f);
+}
+
+// nanochat at a depth of 12, as transformers has it: without value embeddings, smear, backout,
+// scales of the stream, windows, and the factor 1.2 of q and k. --depth has the other sizes.
+inline Shape nanochat() {
+    Shape s = llama_shape(12, 6, 6, 768, 3072, 32768, 2048, 100000);
+    s.loss.softcap = 15;
+    return variant_shape("nanochat", s, false, 1.1920929e-7f);
 }
 
 // GPT-3 is GPT-2 with 2048 positions. Here heads must fill the channels: the paper's XL has 24
@@ -315,7 +328,7 @@ inline Shape gpt_oss_shape(size_t L, size_t E) {
     s.attention.qkv_bias = true; // and, without a flag, those of router and experts
     s.attention.o_bias = true;
     s.attention.window = 128;
-    s.attention.full_every = 2;
+    see_all_every(s, 2);
 
     // Cosines and sines grow with the logarithm of the factor.
     float size = float(0.1 * std::log(32.0) + 1);
@@ -430,6 +443,7 @@ inline std::vector<Preset> model_presets() {
         {"gpt2-large", gpt2_shape(36, 20, 1280), "774M"},
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
         {"track3", track3(), "162M, modded-nanogpt's track 3"},
+        {"nanochat", nanochat(), "135M, nanochat of depth 12; --depth: other sizes"},
         {"gpt3-small", gpt3_shape(12, 12, 768), "125M"},
         {"gpt3-medium", gpt3_shape(24, 16, 1024), "350M"},
         {"gpt3-large", gpt3_shape(24, 16, 1536), "760M"},

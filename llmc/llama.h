@@ -127,19 +127,22 @@ struct Llama {
 // ----------------------------------------------------------------------------
 // tables: a function shows each row to a visitor, which adds it to a table or binds its pointer
 
-// The first values of matrices: those that read the stream, those that add to it, the token table,
-// and the head.
+// The first values of matrices: attention's and the ffn's that read the stream, those that add to
+// it, the token table, and the head.
 struct Inits {
-    Init read, add, table, head;
+    Init read, widen, add, table, head;
 };
 inline Inits inits_of(const Shape& s) {
     // 2L products add to the residual stream, so their weights start smaller by sqrt(2L).
     Init normal = normal_init(0.02);
     if (!s.block.zero_start)
-        return {normal, normal_init(0.02 / std::sqrt(2.0 * s.L)), normal, normal};
+        return {normal, normal, normal_init(0.02 / std::sqrt(2.0 * s.L)), normal, normal};
 
-    // modded-nanogpt: at first nothing is added, and all tokens are equally likely.
-    return {normal_init(std::sqrt(0.33 / double(s.C))), ZEROS, normal_init(1), ZEROS};
+    // modded-nanogpt, nanochat: at first nothing is added, and tokens are about equally likely.
+    Init read = normal_init(std::sqrt((s.block.gains ? 0.33 : 1) / double(s.C)));
+    if (s.block.gains) return {read, read, ZEROS, normal_init(1), ZEROS};
+    Init widen = {0, 0.4f * read.std};
+    return {read, widen, ZEROS, normal_init(0.8), normal_init(0.001)};
 }
 
 // Whether the ffn has a gate, and so the product `up`.
@@ -156,7 +159,7 @@ void attention_parameters(AttentionWeights& w, const Shape& s, Row& row) {
     Shard heads = {-1, 1, 0, Partial::HEADS}; // every rank holds the one norm of all heads
     bool all = s.block.whole_qk_norm;         // true: a longer norm, of which a rank holds a part
 
-    auto [normal, small, table, head] = inits_of(s);
+    auto [normal, widen, small, table, head] = inits_of(s);
     Init one = {1 - s.block.norm_plus, 0}; // norms begin with a scale of 1
 
     //  weight    name                               shape    start   decays cut      transposed
@@ -193,7 +196,7 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     const BlockShape& block = s.block;
     size_t C = s.C, F = s.F;
     Shard whole = {}, columns = {0}, rows = {1};
-    auto [normal, small, table, head] = inits_of(s);
+    auto [normal, widen, small, table, head] = inits_of(s);
     Init one = {1 - block.norm_plus, 0};
     bool gated = is_gated(s);
     std::string gate = gated ? "mlp.gate_proj." : "mlp.fc1.";
@@ -207,9 +210,9 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     attention_parameters(w, s, row);
     if (block.pre_norm && block.gains)
         row(w.norm_2, second,                        {C},     one,    false, whole,   false);
-    row(w.gate,   (gate + "weight").c_str(),         {F, C},  normal, true,  columns, false);
+    row(w.gate,   (gate + "weight").c_str(),         {F, C},  widen,  true,  columns, false);
     if (gated)
-        row(w.up, "mlp.up_proj.weight",              {F, C},  normal, true,  columns, false);
+        row(w.up, "mlp.up_proj.weight",              {F, C},  widen,  true,  columns, false);
     row(w.down,   (down + "weight").c_str(),         {C, F},  small,  true,  rows,    false);
     if (block.mlp_bias)
         row(w.gate_bias, (gate + "bias").c_str(),    {F},     ZEROS,  false, columns, false);

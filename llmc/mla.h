@@ -384,7 +384,7 @@ template <typename T> struct LatentRooms {
 
 // Elements of one room: the heads of N rows, or their latent if that is larger.
 inline size_t latent_room(const Shape& s, size_t N) {
-    return round_up(N * std::max(s.NH * s.HS, s.latent.kv), size_t(128)); // 256 bytes of 16 bits
+    return round_up(N * std::max(s.NH * s.HS, s.latent.kv), 128); // 256 bytes of 16 bits
 }
 
 // Elements of all rooms. Generation uses the same memory for what it absorbs. r is the rank of an

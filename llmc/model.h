@@ -82,16 +82,14 @@ struct BlockShape {
     Gate gate = Gate::SILU;     // Llama's ffn; Gemma: GELU; modded-nanogpt: RELU2, without `up`
     bool exact_gelu = false;    // GPT-NeoX: by erf, in place of the tanh form
     bool mlp_bias = false;      // some Llamas: biases on gate, up and down
-    bool zero_start = false;    // modded-nanogpt's first weights (llama.h)
+    bool zero_start = false;    // modded-nanogpt's first weights, or nanochat's (llama.h)
 };
 
 struct AttentionShape {
     bool qkv_bias = true;          // GPT-2 and Qwen2 have biases on q, k, v
     bool o_bias = false;           // some Llamas
     size_t window = 0;             // keys further back are not seen
-    size_t window_from = 0;        // Qwen: the first block that has the window
-    size_t full_every = 0;         // Gemma: every so many blocks one has no window
-    std::bitset<1026> full_layers; // [layer]: has no window, where neither number says so
+    std::bitset<1026> full_layers; // [layer]: has no window
     double score_scalar = 0;       // scores are q.k over the root of this; 0: of HS
     float softcap = 0;             // Gemma 2
     bool sinks = false;            // gpt-oss: a logit of each head joins (attention_join.cuh)
@@ -191,11 +189,10 @@ struct Shape {
 // ----------------------------------------------------------------------------
 // what a layer has: block b is layer b + 1
 
-// The window; 0: queries see all keys before them.
+// The window; 0: queries see all keys before them. An action of no layer has -1.
 inline size_t window_of(const Shape& v, int layer) {
-    bool full = v.attention.full_every && layer % int(v.attention.full_every) == 0;
-    bool begun = layer > int(v.attention.window_from) && !v.attention.full_layers[size_t(layer)];
-    return begun && !full ? v.attention.window : 0;
+    bool window = layer > 0 && !v.attention.full_layers[size_t(layer)];
+    return window ? v.attention.window : 0;
 }
 
 // The channels of a head that RoPE turns.
@@ -224,12 +221,13 @@ inline bool is_sparse(const Shape& v, int layer) {
 inline void set_variant(Shape& v, const std::string& type) {
     // Norms of q and k, and of branches.
     bool gemma = type == "gemma2" || type == "gemma3_text";
-    bool olmo = type == "olmo2";
+    bool olmo = type == "olmo2" || type == "olmo3";
     v.block.whole_qk_norm = olmo || type == "olmoe";
     v.block.qk_norm =
         v.block.whole_qk_norm || type == "qwen3" || type == "qwen3_moe" || type == "gemma3_text";
     v.block.pre_norm = !olmo;
     v.block.post_norm = olmo || gemma;
+    if (type == "olmo3") v.rope.window_theta = 500000; // scaling is for layers without a window
 
     // Gemma's norms, gate and embedding.
     v.block.norm_plus = gemma ? 1 : 0;
@@ -255,12 +253,12 @@ inline void set_variant(Shape& v, const std::string& type) {
     // nanochat has no weights of norms, and track 3 has biases and more of its own.
     v.block.gains = track3;
     v.block.norm_plus = track3 ? 0 : 1;
+    v.block.zero_start = true;
     if (!track3) return;
     v.attention.qkv_bias = v.attention.o_bias = v.block.mlp_bias = v.embedding.head_bias = true;
     v.attention.score_scalar = 1 / (0.12 * 0.12);
     v.rope.scaling.kind = RopeKind::HALF;
     v.loss.root_softcap = true;
-    v.block.zero_start = true;
 }
 
 // The shape of one layer: a block has a dense ffn, experts, or both. The first may norm its input.

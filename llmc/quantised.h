@@ -57,11 +57,11 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
     if (!is_narrow(stored, m, p)) {
         place.codes = take(n * sizeof(T));
     } else if (stored == Stored::NF4) {
-        place.codes = take(ceil_div(n, size_t(2)));
+        place.codes = take(ceil_div(n, 2));
         place.absmax = take(nf4_blocks(n));
         place.table = take(nf4_table_floats(p.elements()) * sizeof(float));
     } else if (stored == Stored::INT4) {
-        place.codes = take(ceil_div(n, size_t(2)));
+        place.codes = take(ceil_div(n, 2));
         // A row's groups have their scales side by side.
         size_t groups = int4_groups(p.local_cols());
         place.absmax = take(p.local_rows() * groups * sizeof(float));
@@ -231,7 +231,7 @@ inline bool all_finite(const std::vector<float>& x) {
 // form blocks too, so only the whole parameter determines them and their offset.
 inline StoredMatrix make_nf4(const std::vector<float>& whole) {
     size_t n = whole.size(), blocks = nf4_blocks(n);
-    StoredMatrix m = {Stored::NF4, std::vector<uint8_t>(ceil_div(n, size_t(2))),
+    StoredMatrix m = {Stored::NF4, std::vector<uint8_t>(ceil_div(n, 2)),
                       std::vector<uint8_t>(blocks), std::vector<float>(nf4_table_floats(n))};
     m.finite = all_finite(whole);
 
@@ -257,7 +257,7 @@ inline StoredMatrix make_int4(const std::vector<float>& whole, size_t rows) {
     size_t cols = whole.size() / rows;
     StoredMatrix m;
     m.stored = Stored::INT4;
-    m.codes.resize(ceil_div(whole.size(), size_t(2)));
+    m.codes.resize(ceil_div(whole.size(), 2));
     m.table.resize(rows * int4_groups(cols));
     m.finite = all_finite(whole);
     int4_quantize(m.codes.data(), m.table.data(), whole.data(), rows, cols, Cpu{});
@@ -286,9 +286,9 @@ template <typename F>
 void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
               F put) {
     size_t local = p.local_elements();
-    std::vector<uint8_t> codes(ceil_div(local, size_t(2))), scales(nf4_blocks(local));
+    std::vector<uint8_t> codes(ceil_div(local, 2)), scales(nf4_blocks(local));
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
-        std::copy_n(&m.codes[from / 2], ceil_div(count, size_t(2)), &codes[at / 2]);
+        std::copy_n(&m.codes[from / 2], ceil_div(count, 2), &codes[at / 2]);
         std::copy_n(&m.scales[from / NF4_BLOCK], nf4_blocks(count), &scales[at / NF4_BLOCK]);
     });
 
@@ -328,11 +328,11 @@ void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, 
     size_t cols = p.local_cols();
     size_t groups = int4_groups(cols);
     size_t of_row = int4_groups(p.cols());
-    std::vector<uint8_t> codes(ceil_div(p.local_elements(), size_t(2)));
+    std::vector<uint8_t> codes(ceil_div(p.local_elements(), 2));
     std::vector<float> scales(p.local_rows() * groups);
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
 
-        std::copy_n(&m.codes[from / 2], ceil_div(count, size_t(2)), &codes[at / 2]);
+        std::copy_n(&m.codes[from / 2], ceil_div(count, 2), &codes[at / 2]);
         // A run may be part of a row, or several rows. Take one group at a time, up to the end of
         // this rank's part of a row.
         for (size_t k = 0; k < count;) {

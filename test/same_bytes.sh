@@ -51,7 +51,7 @@ compare --model tiny --precision bf16 --recompute selective
 compare $llama --precision bf16 --recompute full
 compare $llama --optimizer sgd --lr 0.1
 compare --model tiny --batch-tokens 256 --schedule wsd --warmup 2
-compare $llama --document-mask --document-end 10
+compare $llama --documents mask --document-end 10
 compare --model tiny --local-ranks 2 --dp 2
 compare --model tiny --local-ranks 2 --dp 2 --zero 1
 compare $llama --local-ranks 2 --dp 2 --zero 2 --batch-tokens 256

@@ -192,7 +192,26 @@ says "--config scripts/first_run.cfg .* --export $work/o/base $"
 says "^build/tune_gpt --model $work/o/base --loss sft --data dev/data/dialogue.jsonl "
 dry env MODEL=folder scripts/run_chat.sh
 says '^build/tune_gpt --model folder --loss sft '
-[ ! -e "$work/o" ] || fail "run_chat.sh: DRY=1 makes $work/o"
+dry env GPUS=0 OUT="$work/o" DATA=a.bin VAL=b.bin DEPTHS='4 6' RATIO=8 scripts/miniseries.sh
+for depth in 4 6; do
+    says "^build/train_gpt --depth $depth:8 --data a.bin --val b.bin --documents best-fit --out $work/o/d$depth --device cpu --resume $"
+done
+[ ! -e "$work/o" ] || fail "DRY=1 makes $work/o"
+
+# The series' line, through losses that lie on one: 7 - 0.5 log10(tokens), where FLOPs grow as the tokens' square.
+losses=(. 5.0 4.5 4.0)
+for depth in 1 2 3; do
+    mkdir -p "$work/series/d$depth"
+    tokens=$((10 ** (depth + 3)))
+    printf '{"config":{"batch-tokens":9},"flops_per_token":%d}\n{"step":8,"tokens":1}\n{"step":9,"val_loss":9.0}\n' $tokens \
+        >"$work/series/d$depth/log.jsonl"
+    printf '{"step":9,"tokens":%d,"tokens_per_second":5}\n{"step":9,"val_loss":%s}\n' $tokens ${losses[depth]} \
+        >>"$work/series/d$depth/log.jsonl"
+done
+TRAIN_GPT=true GPUS=0 OUT=$work/series DATA=a VAL=b DEPTHS='1 2 3' scripts/miniseries.sh >"$work/dry" || fail "scripts/miniseries.sh"
+says '^loss = 7.0000 -0.2500 log10\(FLOPs\)$'
+says '^loss = 7.0000 -0.5000 log10\(tokens\)$'
+says 'd2/log.jsonl: 1.000e\+05 tokens, 1.000e\+10 FLOPs, val loss 4.5000$'
 
 # Without a GPU the scripts for GPUs say so; a stand-in for nvidia-smi lists two.
 mkdir "$work/bin"

@@ -26,6 +26,11 @@ FAMILIES = {
     "gpt_neox": dict(BASE, hidden_size=24, num_attention_heads=3, intermediate_size=40, rotary_pct=0.25,
                      rotary_emb_base=100, layer_norm_eps=1e-4),
     "olmo2": dict(BASE, attention_bias=True),
+    # Windows in no regular order; YaRN in the layers without one.
+    "olmo3": dict(BASE, num_hidden_layers=5, sliding_window=7, rope_theta=500000.0,
+                  layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+                  rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=4.0,
+                                    beta_slow=1.0, attention_factor=1.1)),
     "smollm3": dict(BASE, no_rope_layer_interval=2, mlp_bias=True),
     "phi3": dict(BASE, partial_rotary_factor=0.5, sliding_window=9),
     "gemma2": dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=1.5),

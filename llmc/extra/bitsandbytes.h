@@ -112,7 +112,7 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
 
     // Check the number of codes, two in a byte.
     size_t n = p.file_elements();
-    if (t.bytes != ceil_div(n, size_t(2)))
+    if (t.bytes != ceil_div(n, 2))
         return concat("tensor ", name, " has ", t.bytes, " bytes for ", n, " elements");
 
     // Check the map, which belongs to the format: FP4 and others have codes of 4 bits too.

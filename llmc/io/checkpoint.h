@@ -93,7 +93,7 @@ inline nlohmann::json model_identity(const Shape& s) {
     const char* gates[] = {"silu", "gelu", "relu2"};
     const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
     nlohmann::json full = nlohmann::json::array(); // layers
-    for (size_t layer = 0; layer < attention.full_layers.size(); layer++)
+    for (size_t layer = 1; attention.window && layer <= s.L; layer++)
         if (attention.full_layers[layer]) full.push_back(layer);
 
     // clang-format off
@@ -148,8 +148,6 @@ inline nlohmann::json model_identity(const Shape& s) {
         {"head_bias",      s.embedding.head_bias},
         {"norm_eps",       block.norm_eps},
         {"sliding_window", attention.window},
-        {"window_from",    attention.window_from},
-        {"full_every",     attention.full_every},
         {"full_layers",    full},
         {"window_theta",   rope.window_theta},
         {"rotary",         rope.rotary},
@@ -173,15 +171,14 @@ inline nlohmann::json model_identity(const Shape& s) {
 
 // Fields that older checkpoints lack. Their models had the default value.
 inline bool is_newer_field(const std::string& key) {
-    for (const char* newer : {"o_bias", "mlp_bias", "qk_norm", "window_from", "rope_kind",
-                              "rope_beta_fast", "rope_beta_slow", "rope_truncate",
-                              "rope_attention_factor", "whole_qk_norm", "pre_norm", "post_norm",
-                              "norm_plus", "gate", "score_scalar", "score_softcap",
-                              "logit_softcap", "scaled_embedding", "full_every", "window_theta",
-                              "rotary", "nope_every", "parallel", "exact_gelu", "experts",
-                              "experts_per_token", "router", "sinks", "expert_bias", "gate_alpha",
-                              "gate_limit", "full_layers", "qk_gains", "gains", "root_softcap",
-                              "normed_embedding", "head_bias", "rope_transposed"})
+    for (const char* newer : {"o_bias", "mlp_bias", "qk_norm", "rope_kind", "rope_beta_fast",
+                              "rope_beta_slow", "rope_truncate", "rope_attention_factor",
+                              "whole_qk_norm", "pre_norm", "post_norm", "norm_plus", "gate",
+                              "score_scalar", "score_softcap", "logit_softcap", "scaled_embedding",
+                              "window_theta", "rotary", "nope_every", "parallel", "exact_gelu",
+                              "experts", "experts_per_token", "router", "sinks", "expert_bias",
+                              "gate_alpha", "gate_limit", "full_layers", "qk_gains", "gains",
+                              "root_softcap", "normed_embedding", "head_bias", "rope_transposed"})
         if (key == newer) return true;
     return false;
 }

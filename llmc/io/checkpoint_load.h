@@ -135,6 +135,20 @@ inline std::string check_adapters(const Model& model, const nlohmann::json& mani
                   ": give the --lora-layers and --lora-targets that it was trained with");
 }
 
+// The model of a manifest. Older programs named its layers without a window by the last of the
+// first ones, or by a period.
+inline nlohmann::json saved_model(const nlohmann::json& manifest, size_t L) {
+    nlohmann::json model = manifest["model"];
+    auto number = [&](const char* key) {
+        return check_integer(model, key, 0, L).empty() ? model[key].get<size_t>() : 0;
+    };
+    size_t last = number("window_from"), every = number("full_every");
+    for (size_t layer = 1; layer <= L; layer++)
+        if (layer <= last || (every && layer % every == 0))
+            model["full_layers"].push_back(layer);
+    return model;
+}
+
 // Check that a whole checkpoint fits this run: format, model, optimizer.
 template <typename T, typename S>
 std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
@@ -148,9 +162,10 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
     // Name the first field that differs, with both values.
     nlohmann::json own = model_identity(t.model.shape);
     const nlohmann::json defaults = model_identity(Shape());
+    nlohmann::json of = saved_model(manifest, t.model.shape.L);
     for (auto& [key, value] : own.items()) {
         nlohmann::json absent = is_newer_field(key) ? defaults[key] : nlohmann::json();
-        nlohmann::json saved = manifest["model"].value(key, absent);
+        nlohmann::json saved = of.value(key, absent);
         if (saved != value)
             return concat(folder, ": is of another model: its ", key, " is ", json_word(saved),
                           ", this run's ", value.dump(),

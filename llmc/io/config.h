@@ -30,6 +30,8 @@ namespace llmc {
 struct ModelFlags {
     std::string model = "tiny", position;
     bool scratch = false;
+    // nanochat's depth dial: D or D:RATIO (take_depth)
+    std::string depth;
     // L, NH, NKV, C, F and V of a Shape
     int layers = 0, heads = 0, kv_heads = 0, channels = 0, ffn = 0, vocab = 0;
     // E and K, experts made by upcycling; then the weights of the router's terms
@@ -46,7 +48,7 @@ struct DataFlags {
     int seq = 0, micro_batch = 8;
     // tokens an optimizer step, counted over all data-parallel ranks
     int64_t batch_tokens = 0;
-    bool document_mask = false;
+    std::string documents = "stream";
     int document_end = -1;
     std::string loss = "lm", chat_format = "auto";
     double beta = 0, label_smoothing = 0, gamma = -1;
@@ -127,8 +129,8 @@ struct FileFlags {
     std::string buddy;
     int64_t buddy_every = 0; // steps: split_buddy() takes them from --buddy
     bool save_async = false;
-    int keep = 2;
-    bool keep_best = false, resume = false;
+    std::string keep = "2"; // newest_kept()
+    bool resume = false;
     // -1: the newest checkpoint
     int64_t resume_step = -1;
 };
@@ -217,7 +219,7 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "train kept shape", "Shape of new weights"},
         {"scratch", &C::scratch, "",
          "with a folder or a file: take its shape and draw new weights"},
-        {"layers", &C::layers, "0..10000", "number of blocks, instead of the preset's"},
+        {"layers", &C::layers, "0..1024", "number of blocks, instead of the preset's"},
         {"heads", &C::heads, "0..100000", "number of attention heads, instead of the preset's"},
         {"kv-heads", &C::kv_heads, "0..100000",
          "number of key/value heads (GQA), instead of the preset's"},
@@ -272,8 +274,16 @@ inline const std::vector<Flag>& config_table() {
         {"batch-tokens", &C::batch_tokens, "0..1000000000000",
          "tokens per optimizer step over all ranks, reached by gradient accumulation (0: one "
          "micro-batch)"},
-        {"document-mask", &C::document_mask, "",
-         "mask attention and loss across documents; positions restart in each"},
+        {"documents", &C::documents, "stream|mask|best-fit|best-fit,mask",
+         "stream: sequences begin anywhere; mask: attention and loss stop at a document's end, and "
+         "positions restart; best-fit: each sequence begins with a document and takes the longest "
+         "that fit, then the beginning of a short one, whose rest is dropped"},
+
+        {"", &C::help, "train kept", "Depth dial"},
+        {"depth", &C::depth, "",
+         "D or D:RATIO: a nanochat of D layers, without value embeddings, smear and backout; sets "
+         "width, heads, batch, steps, rates and decay as nanochat does, for RATIO tokens a weight "
+         "(12), and prints them; flags that are given win"},
 
         {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
@@ -397,8 +407,8 @@ inline const std::vector<Flag>& config_table() {
          "the rank's number"},
         {"save-async", &C::save_async, "",
          "write checkpoints in parallel to the steps, from a copy in the host's memory"},
-        {"keep", &C::keep, "1..1000000", "number of newest checkpoints kept"},
-        {"keep-best", &C::keep_best, "", "also keep the checkpoint of the lowest validation loss"},
+        {"keep", &C::keep, "",
+         "newest checkpoints kept, as 3; 3,best: and that of the lowest validation loss"},
         {"resume", &C::resume, "0..1000000000000",
          "go on from the newest whole checkpoint in --out, or from that of this step, with the "
          "model, data, optimizer and adapters it was made with where flags say nothing else; a new "
@@ -835,6 +845,8 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"resume-step",           nullptr,    "--resume STEP says the step"},
     {"layer",                 nullptr,    "--explain LAYER says the layer"},
     {"profile",               nullptr,    "--timeline FILE.txt writes the table"},
+    {"keep-best",             nullptr,    "--keep 2,best keeps it"},
+    {"document-mask",         "false",    "--documents mask is its name"},
     {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
 };
 // clang-format on
@@ -999,6 +1011,10 @@ inline SaveRule save_rule(const Config& c) {
     read_save_rule(c, &rule);
     return rule;
 }
+
+// The two parts of --keep N,best, which check_together() has checked.
+inline bool keeps_best(const Config& c) { return c.keep.ends_with(",best"); }
+inline int newest_kept(const Config& c) { return atoi(c.keep.c_str()); }
 
 // Whether the run trains.
 inline bool has_training(const Config& c) {

@@ -58,7 +58,7 @@ constexpr Pair NEEDED_FLAGS[] = {
      " does not train: give --steps 0 or --eval, or --lora RANK"},
 
     {"resume", "out", " goes on from a checkpoint in --out: give --out DIR"},
-    {"save-every save-async keep-best", "out", " wants a folder: give --out DIR"},
+    {"save-every save-async keep=best", "out", " wants a folder: give --out DIR"},
     {"buddy", "out", " saves between the saves of a folder: give --out DIR"},
     {"use-ema", "eval steps=0",
      " would train on from the mean, which no optimizer has seen: give --eval, or --steps 0 and "
@@ -108,7 +108,7 @@ constexpr Pair EXCLUDED_FLAGS[] = {
     {"adapters", "lora adapter",
      " and % both say which adapters the run has: leave one of them out"},
     {"loss=distill", "ep etp=1 cp graphs", ": a teacher next to % is not built: leave it out"},
-    {"loss=grpo", "val eval keep-best",
+    {"loss=grpo", "val eval keep=best",
      ": the loss of sampled answers says nothing of others, and rewards of validation are not "
      "built: leave % out"},
 
@@ -513,9 +513,8 @@ inline std::string check_loss(Config& c) {
     if (c.gamma < 0) c.gamma = 0.5;
 
     // Check the data, and whether a sequence stays whole.
-    if (c.document_mask)
-        return flag + " packs whole conversations, and none sees another: leave --document-mask "
-                      "out";
+    if (c.documents != "stream")
+        return flag + " packs whole conversations, and none sees another: leave --documents out";
     if (c.data.empty() && (c.steps > 0 || c.eval))
         return flag + (c.loss == "kto" ? " learns from answers with a label" :
                        has_pairs(c) ? " trains to prefer one answer" :
@@ -702,6 +701,11 @@ inline std::string check_together(Config& c) {
     if (wrong.empty()) wrong = check_timeline(c);
     if (!wrong.empty()) return wrong;
 
+    int read = 0, newest = 0;
+    sscanf(c.keep.c_str(), "%7d%n,best%n", &newest, &read, &read);
+    if (newest < 1 || size_t(read) != c.keep.size())
+        return "--keep " + printable(c.keep) + " is neither a number, as 3, nor with best, as "
+               "3,best";
     if (c.use_ema && !c.resume && c.start.empty())
         return "--use-ema reads the mean that a run with --ema has saved: give its --out DIR, and "
                "--resume, or that folder to convert_gpt";

@@ -12,7 +12,8 @@
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
 //              visits every window once, in an order that is a function of seed and epoch and needs
 //              no memory. The cursor of a run is one number: the samples taken so far.
-//   documents  With --document-mask the documents of a window do not see each other (context.h).
+//   documents  With --documents mask those of a window do not see each other (context.h). With
+//              best-fit a window of T + 1 tokens begins with one: see pack_rows().
 //   validation Without its own files, validation gets the last tenth of each training file. The two
 //              splits share no token.
 //   A function that returns a text returns "", or one line that says what is wrong.
@@ -37,6 +38,13 @@
 
 namespace llmc {
 
+// Rows of documents, each of which ends with the token `end` or with the file.
+struct PackedRows {
+    std::vector<size_t> documents = {}; // [row after row]: a document's first token
+    std::vector<size_t> first = {};     // [row]: its first document, counted in `documents`
+    int end = -1;
+};
+
 // An open file, and the range of its tokens that belongs to this split. Ranges count tokens, from
 // the first token after the header.
 struct DataFile {
@@ -53,6 +61,7 @@ struct DataFile {
     std::shared_ptr<const std::vector<int>> encoded = nullptr; // owns the tokens of a text
     std::string note = ""; // a remark: the file may be no text, or lines were left out
     size_t packed = 0;     // tokens of a window of conversations; 0: plain text
+    std::shared_ptr<const PackedRows> rows = nullptr; // with --documents best-fit
 };
 
 // A training loader shuffles its windows; a validation loader reads them from the start, in order.
@@ -411,8 +420,12 @@ inline std::vector<std::string> data_notes(const DataLoader& d) {
 
 // Describe the files in one line for the log.
 inline std::string data_text(const DataLoader& d) {
-    return concat(d.files.size(), d.files.size() == 1 ? " file, " : " files, ", d.tokens,
-                  " tokens, ", d.windows, " windows of ", d.T);
+    std::string text = concat(d.files.size(), d.files.size() == 1 ? " file, " : " files, ",
+                              d.tokens, " tokens, ", d.windows, " windows of ", d.T);
+    if (!d.files[0].rows) return text;
+    double dropped = double(d.tokens - d.windows * (d.T + 1)) / double(d.tokens);
+    return concat(text, ", which begin with a document; ", std::round(1000 * dropped) / 10,
+                  "% of the tokens are dropped");
 }
 
 // The project's own text, for a first run without a download. The program lies in the root of the
@@ -457,20 +470,80 @@ inline std::string data_document_end(const DataLoader& d, const Tokenizer& token
     const DataFile& first = d.files.front();
     *end = given >= 0 ? given : usual_document_end(first, tokenizer);
     if (*end < 0)
-        return "--document-mask: --tokenizer " + tokenizer.name +
+        return "--documents: --tokenizer " + tokenizer.name +
                " has no token that ends a text: say which one ends the documents of " + first.path +
                ", as in --document-end 10 for lines";
 
     // One token must serve all files, and the model must know it.
     for (const DataFile& f : d.files)
         if (given < 0 && usual_document_end(f, tokenizer) != *end)
-            return concat("--document-mask: token ", *end, " ends the documents of ", first.path,
+            return concat("--documents: token ", *end, " ends the documents of ", first.path,
                           ", not those of ", f.path, ": give files of one kind, or --document-end");
     if (size_t(*end) >= d.V)
-        return concat("--document-mask: token ", *end, ", which ends the documents of ", first.path,
+        return concat("--documents: token ", *end, ", which ends the documents of ", first.path,
                       ", is beyond the model's vocabulary of ", d.V,
                       ": say which token does with --document-end");
     return "";
+}
+
+// ----------------------------------------------------------------------------
+// packing, as nanochat packs documents
+
+// The upper bits of a token in packed shards are marks (context.h).
+constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // mask of the token itself
+
+// Token i of a file's range, with its marks.
+inline int64_t token_at(const DataFile& f, size_t i) {
+    // Tokens have one, two or four bytes; memcpy leaves the upper bytes 0.
+    const unsigned char* p = f.tokens + (f.first + i) * f.width;
+    if (f.width == 1) return *p;
+    uint32_t t = 0;
+    memcpy(&t, p, f.width); // little-endian, as the shards are
+    return t;
+}
+
+// Pack a file's documents into rows of `tokens` tokens. A row takes the longest of the next 1000
+// documents that fits, again and again; where none fits, it ends with a part of the shortest. The
+// rest of that one is dropped, and so is a last row that is not full. Cost: all tokens are read
+// once, and each document takes 8 bytes.
+inline PackedRows pack_rows(const DataFile& f, int end, size_t tokens) {
+    PackedRows rows;
+    rows.end = end;
+    std::set<std::pair<size_t, size_t>> next; // a document's length, and where it begins
+    size_t at = 0;
+    while (true) {
+        size_t begin = rows.documents.size(), room = tokens;
+        while (room > 0) {
+            // Read on.
+            while (next.size() < 1000 && at < f.count) {
+                size_t start = at;
+                while (at < f.count && token_at(f, at++) != end)
+                    ;
+                next.insert({at - start, start});
+            }
+            if (next.empty()) return rows;
+
+            // Take the longest that fits, of equals the first in the file, or cut the shortest.
+            auto taken = next.upper_bound({room, SIZE_MAX});
+            if (taken != next.begin())
+                taken = next.lower_bound({std::prev(taken)->first, 0});
+            rows.documents.push_back(taken->second);
+            room -= std::min(room, taken->first);
+            next.erase(taken);
+        }
+        rows.first.push_back(begin);
+    }
+}
+
+// Pack the documents of all files anew, which have been cut into windows: each still has one.
+inline void pack_documents(DataLoader* d, int end) {
+    d->windows = 0;
+    for (DataFile& f : d->files) {
+        f.rows = std::make_shared<const PackedRows>(pack_rows(f, end, d->T + 1));
+        f.windows = f.rows->first.size();
+        f.windows_before = d->windows;
+        d->windows += f.windows;
+    }
 }
 
 // ----------------------------------------------------------------------------
@@ -501,19 +574,6 @@ inline uint64_t permutation(uint64_t seed, uint64_t epoch, uint64_t place, uint6
         x = left << half | right;
     } while (x >= n);
     return x;
-}
-
-// The upper bits of a token in packed shards are marks (context.h).
-constexpr uint32_t TOKEN_BITS = uint32_t(REJECTED) - 1; // mask of the token itself
-
-// Token i of a file's range, with its marks.
-inline int64_t token_at(const DataFile& f, size_t i) {
-    // Tokens have one, two or four bytes; memcpy leaves the upper bytes 0.
-    const unsigned char* p = f.tokens + (f.first + i) * f.width;
-    if (f.width == 1) return *p;
-    uint32_t t = 0;
-    memcpy(&t, p, f.width); // little-endian, as the shards are
-    return t;
 }
 
 // Report a token of a file that the model does not have. `position` counts from the
@@ -581,17 +641,21 @@ inline std::string read_window(const DataLoader& d, uint64_t window, int* tokens
         return w < f.windows_before + f.windows;
     };
     const DataFile& f = *std::upper_bound(d.files.begin(), d.files.end(), window, ends_after);
-    size_t start = (window - f.windows_before) * d.T;
+    size_t row = window - f.windows_before, at = row * d.T;
+    const size_t* document = f.rows ? &f.rows->documents[f.rows->first[row]] : nullptr;
 
     // All tokens but the last of T + 1 are inputs, all but the first are targets. Of conversations
     // answers alone are targets, and the last token predicts nothing: another one begins after it.
     const int64_t bits = f.packed ? TOKEN_BITS : ~0u;
     targets[d.T - 1] = -1;
+    bool ended = true; // the next document of a row begins
     for (size_t i = 0; i < d.T + !f.packed; i++) {
-        int64_t marked = token_at(f, start + i);
+        if (document && ended) at = *document++;
+        int64_t marked = token_at(f, at++);
+        ended = f.rows && (marked == f.rows->end || at == f.count);
         int token = int(marked & bits);
         if (size_t(token) >= d.V)
-            return beyond_vocabulary(f, f.first + start + i, d.V);
+            return beyond_vocabulary(f, f.first + at - 1, d.V);
         int mark = f.packed ? int(marked) & (BEGINS | REJECTED) : 0;
         bool trained = !f.packed || int(marked) & TRAINED;
         if (i < d.T)

@@ -9,7 +9,6 @@
 #pragma once
 #include <unistd.h>
 #include <algorithm>
-#include <bitset>
 #include <cmath>
 #include <sstream>
 #include <string>
@@ -130,6 +129,7 @@ constexpr HfClass HF_CLASSES[] = {
     {"deepseek_v2", "DeepseekV2ForCausalLM", Family::DEEPSEEK},
     {"deepseek_v3", "DeepseekV3ForCausalLM", Family::DEEPSEEK},
     {"olmo2",       "Olmo2ForCausalLM",      Family::LLAMA},
+    {"olmo3",       "Olmo3ForCausalLM",      Family::LLAMA, Windows::PERIOD, 4096, true},
     {"smollm3",     "SmolLM3ForCausalLM",    Family::LLAMA, Windows::NO_ROPE, 0, true, true},
     {"phi3",        "Phi3ForCausalLM",       Family::LLAMA, Windows::ALL},
     {"gemma2",      "Gemma2ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
@@ -245,17 +245,18 @@ inline const std::vector<HfRow> HF_ROWS = {
     {"layer_norm_epsilon",       FIELD(block.norm_eps), {{"gpt2", 1e-5}}},
     {"layer_norm_eps",           FIELD(block.norm_eps), {{"gpt_neox", 1e-5}}},
     {"rms_norm_eps", FIELD(block.norm_eps),
-     {{"mixtral olmoe gpt_oss olmo2 phi3", 1e-5},
+     {{"mixtral olmo* gpt_oss phi3", 1e-5},
       {"llamas", 1e-6}}},
     {"rotary_emb_base",          FIELD(rope.theta), {{"gpt_neox", 1e4}}},
     {"rope_theta", FIELD(rope.theta),
      {{"mixtral gemma3_text", 1e6},
       {"smollm3", 2e6},
       {"gpt_oss", 1.5e5},
+      {"olmo3", 5e5},
       {"llamas", 1e4}}},
     {"attention_bias",           FIELD(attention.o_bias), {{"gpt_oss", true}}},
     {"attention_bias", FIELD(attention.o_bias),
-     {{"llama qwen3 olmo2 smollm3 gemma* nanochat", false}}, Write::IF_SET},
+     {{"llama qwen3 olmo2 olmo3 smollm3 gemma* nanochat", false}}, Write::IF_SET},
     {"mlp_bias", FIELD(block.mlp_bias),
      {{"llama smollm3", false}}, Write::IF_SET},
     {"qkv_bias",                 FIELD(attention.qkv_bias), {{"qwen2_moe", true}}},
@@ -494,8 +495,8 @@ inline void hf_neox(HfConfig& c, Shape& s) {
         hf_refuse_unless(c, "hidden_act", "gelu_new", "gelu_pytorch_tanh");
 }
 
-// Read Gemma 3's two thetas. Newer files have an object for each kind of layer. Returns the object
-// for layers with full attention.
+// Read the two thetas of Gemma 3 or OLMo-3. Newer files have an object for each kind of layer.
+// Returns the object for layers with full attention.
 inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
     // Without an object for its kind, a layer has the file's own keys.
     auto kind = [&](const char* name) {
@@ -532,9 +533,12 @@ inline void hf_rope(HfConfig& c, Shape& s) {
     nlohmann::json r = hf_rope_object(c);
     if (s.hf_type == "gpt_oss" && r.empty())
         r = hf_oss_rope();
-    if (s.hf_type == "gemma3_text")
+    bool olmo = s.hf_type == "olmo3";
+    if (olmo || s.hf_type == "gemma3_text")
         r = hf_rope_of_kinds(c, s, r);
     s.rope.theta = hf_positive(c, r, "rope_theta", s.rope.theta);
+    if (olmo && s.rope.window_theta != 5e5)
+        hf_wrong(c, "rope_theta of olmo3's windows is not built yet, only 500000 is");
     hf_rotary(c, s, r);
 
     // Read the kind of scaling: rope_type, or type in older files. In a broken file it
@@ -596,17 +600,43 @@ inline size_t hf_nope_every(HfConfig& c, size_t L) {
     return 0;
 }
 
-// Read which layers have a window of `size` keys: layer_types says so for each; without it they are
-// those that `usual` names, counted from 0.
-template <typename F>
-void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
-    AttentionShape& attention = s.attention;
+// Read the window of attention, from the keys that the class reads.
+inline void hf_window(HfConfig& c, Shape& s) {
+    const HfClass& of = *hf_class(s.hf_type);
+    if (of.windows == Windows::NONE) return;
+    if (of.windows == Windows::NO_ROPE)
+        s.rope.nope_every = hf_nope_every(c, s.L);
+
+    // Read the size. Without the key some classes have a window of their own; null means none.
+    bool on = !of.switched || hf_flag(c, c.j, "use_sliding_window", false);
+    bool left_out = !c.j.contains("sliding_window");
+    size_t size = on && left_out ? of.window : 0;
+    if (on && c.has("sliding_window"))
+        size = hf_size(c, "sliding_window");
+
+    // Without a list the class decides which layers have it, counted from 0.
+    size_t from = c.has("max_window_layers") && c.j["max_window_layers"] == 0
+                      ? 0 : hf_size(c, "max_window_layers", 28);
+    size_t period = s.hf_type == "olmo3" ? 4 : 2;
+    if (s.hf_type == "gemma3_text")
+        period = hf_size(c, "sliding_window_pattern", 6);
+    auto usual = [&](size_t l) {
+        if (of.windows == Windows::PERIOD)
+            return (l + 1) % period > 0;
+        if (of.windows == Windows::FROM)
+            return size && l >= from;
+        if (of.windows == Windows::ALTERNATE)
+            return size && l % 2 == 0 && l < from;
+        return size && !(of.windows == Windows::NO_ROPE && has_rope(s, int(l) + 1));
+    };
+
     // Read the list. A broken file may ask for more layers than are built.
+    bool listed = of.lists && c.has("layer_types");
     nlohmann::json types = listed ? c.j["layer_types"] : nlohmann::json();
     if (listed && (!types.is_array() || types.size() != s.L))
         return hf_wrong(c, "layer_types is no list of ", s.L, " words, one for each layer");
-    size_t L = std::min(s.L, attention.full_layers.size() - 2);
-    std::bitset<1026> full; // [layer]
+    auto& full = s.attention.full_layers;
+    size_t L = std::min(s.L, full.size() - 2);
     for (size_t l = 0; l < L; l++) {
         bool window = listed ? types[l] == "sliding_attention" : usual(l);
         bool known = !listed || window || types[l] == "full_attention" || types[l] == "attention";
@@ -623,55 +653,7 @@ void hf_windows(HfConfig& c, Shape& s, size_t size, bool listed, F usual) {
         return hf_wrong(c, "layer_types has windows, and ",
                         c.has("sliding_window") ? "use_sliding_window is not true"
                                                 : "sliding_window is no size");
-    attention.window = size;
-
-    // Say it by one number where one is enough: the first layer with a window, or a period.
-    auto fits = [&] {
-        for (size_t layer = 1; layer <= L; layer++)
-            if (full[layer] == (window_of(s, int(layer)) > 0))
-                return false;
-        return true;
-    };
-    for (size_t n = 0; n < L; n++) {
-        attention.window_from = n;
-        if (fits())
-            return;
-        attention.window_from = 0;
-        attention.full_every = n + 1;
-        if (fits())
-            return;
-        attention.full_every = 0;
-    }
-    attention.full_layers = full;
-}
-
-// Read the window of attention, from the keys that the class reads.
-inline void hf_window(HfConfig& c, Shape& s) {
-    const HfClass& of = *hf_class(s.hf_type);
-    if (of.windows == Windows::NONE) return;
-    if (of.windows == Windows::NO_ROPE)
-        s.rope.nope_every = hf_nope_every(c, s.L);
-
-    // Read the size. Without the key some classes have a window of their own; null means none.
-    bool on = !of.switched || hf_flag(c, c.j, "use_sliding_window", false);
-    bool left_out = !c.j.contains("sliding_window");
-    size_t size = on && left_out ? of.window : 0;
-    if (on && c.has("sliding_window"))
-        size = hf_size(c, "sliding_window");
-
-    // Read which layers have it.
-    size_t from = c.has("max_window_layers") && c.j["max_window_layers"] == 0
-                      ? 0 : hf_size(c, "max_window_layers", 28);
-    size_t period = s.hf_type == "gemma3_text" ? hf_size(c, "sliding_window_pattern", 6) : 2;
-    hf_windows(c, s, size, of.lists && c.has("layer_types"), [&](size_t l) {
-        if (of.windows == Windows::PERIOD)
-            return (l + 1) % period > 0;
-        if (of.windows == Windows::FROM)
-            return size && l >= from;
-        if (of.windows == Windows::ALTERNATE)
-            return size && l % 2 == 0 && l < from;
-        return size && !(of.windows == Windows::NO_ROPE && has_rope(s, int(l) + 1));
-    });
+    s.attention.window = size;
 }
 
 // ----------------------------------------------------------------------------
@@ -945,10 +927,8 @@ inline std::string hf_refusal(const Shape& s) {
     // Some classes have no window, and some give it to all layers.
     if (attention.window && of.windows == Windows::NONE)
         return refuse("no window");
-    bool all = of.windows != Windows::NONE && !of.lists;
-    for (int layer = 1; all && layer <= int(s.L); layer++)
-        if (window_of(s, layer) != attention.window)
-            return refuse("its window in all layers");
+    if (attention.window && attention.full_layers.any() && !of.lists)
+        return refuse("its window in all layers");
 
     // Only Qwen2 has biases on q, k and v alone, and always; Qwen2-MoE has a key for them.
     bool qwen2 = s.hf_type == "qwen2";
@@ -995,9 +975,7 @@ inline void hf_window_keys(nlohmann::ordered_json& j, const Shape& s) {
         j["no_rope_layers"] = list([&](int layer) { return int(has_rope(s, layer)); });
 
     // A window is in all layers of Mistral unless there is a list.
-    bool window = s.attention.window, partly = false;
-    for (int layer = 1; window && layer <= int(s.L); layer++)
-        partly |= window_of(s, layer) == 0;
+    bool window = s.attention.window, partly = window && s.attention.full_layers.any();
     bool named = (of.switched && of.lists && window) || partly || of.windows == Windows::PERIOD;
     if (window && of.switched)
         j["use_sliding_window"] = true;
@@ -1011,8 +989,10 @@ inline void hf_window_keys(nlohmann::ordered_json& j, const Shape& s) {
         j["sliding_window"] = s.attention.window;
     else if (s.hf_type == "mistral")
         j["sliding_window"] = nullptr;
+    size_t before = 0; // layers before the first with a window
+    while (window && before < s.L && !window_of(s, int(before) + 1)) before++;
     if (window && is_one_of(s.hf_type, "qwen2 qwen3 qwen3_moe"))
-        j["max_window_layers"] = s.attention.window_from;
+        j["max_window_layers"] = before;
 }
 
 // Write what rows leave of experts, in Mixtral's family.

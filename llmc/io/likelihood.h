@@ -30,7 +30,7 @@ struct ScoreGroup {
 // cursor again. All ranks call it.
 template <typename T, typename S, typename F>
 void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& window, F each) {
-    // Do not mask documents: losses with and without --document-mask are to be compared.
+    // Do not mask documents: losses with and without --documents mask are to be compared.
     const Plan& p = t.plans[plan];
     DataSource before = t.data;
     t.data.window = window;
@@ -52,7 +52,7 @@ void run_samples(Trainer<T, S>& t, int plan, uint64_t count, const Window& windo
 // which matrix products like.
 inline size_t padded_inputs(const Candidate& c, size_t P) {
     size_t inputs = std::max(c.tokens.size() - 1, size_t(1));
-    return std::min(P, round_up(inputs, size_t(8)));
+    return std::min(P, round_up(inputs, 8));
 }
 
 // How many candidates of T tokens fit into `rows` rows; at least one.

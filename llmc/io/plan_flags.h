@@ -179,6 +179,79 @@ inline std::string check_optimizer(const Config& c) {
 }
 
 // ----------------------------------------------------------------------------
+// the depth dial: a model and its training from one number, by nanochat's formulas
+
+// The weights that the dial counts: blocks' matrices with the gates of value embeddings, and head.
+inline double dial_weights(size_t depth, size_t C, size_t V) {
+    size_t gates = 12 * (C / 128) * ceil_div(depth, 2);
+    return double(12 * depth * C * C + gates + V * C);
+}
+
+// Read --depth, and set the flags that the user has not: "" or what is wrong. says: a line for each
+// subject that was set.
+inline std::string take_depth(Config& c, std::string* says) {
+    if (c.depth.empty()) return "";
+    int depth = 0, read = 0;
+    double ratio = 12; // tokens a weight
+    sscanf(c.depth.c_str(), "%5d%n:%lf%n", &depth, &read, &ratio, &read);
+    bool whole = size_t(read) == c.depth.size();
+    if (!whole || depth < 1 || depth > 1024 || !(ratio > 0 && ratio < 1e6))
+        return "--depth " + printable(c.depth) + ": give D or D:RATIO, as 12:8";
+    if (was_given(c, "model") && c.model != "nanochat")
+        return "--depth " + c.depth + " is a nanochat's: leave --model out";
+    if (was_given(c, "optimizer") && !was_given(c, "lr"))
+        return "--depth " + c.depth + " has a rate for its own optimizer: give --lr too";
+
+    // Set a flag, and say its value; end the line of a subject.
+    auto set = [&](const char* name, const auto&... value) {
+        const Flag& flag = *find_flag(name);
+        if (!was_given(c, name))
+            set_field(c, flag, concat(value...));
+        *says += concat(" --", name, " ", field_text(c, flag.field));
+    };
+    auto end = [&](const auto&... words) { *says += concat(words..., "\ndepth ", c.depth, ":"); };
+
+    // The model: 64 channels a layer, in heads of 128.
+    size_t D = size_t(depth);
+    size_t C = 128 * ceil_div(D, 2);
+    *says = "depth " + c.depth + ":";
+    set("model", "nanochat");
+    set("layers", D);
+    set("channels", C);
+    set("heads", C / 128);
+    end(", without value embeddings, smear and backout");
+
+    // The batch grows with the weights, counted against those of a depth of 12.
+    size_t V = c.vocab ? size_t(c.vocab) : 32768;
+    double weights = dial_weights(D, C, V);
+    double growth = weights / dial_weights(12, 768, V);
+    set("seq", 2048);
+    set("batch-tokens", int64_t(std::exp2(std::round(19 + 0.383 * std::log2(growth)))));
+    end();
+    set("steps", int64_t(ratio * weights) / std::max(c.batch_tokens, int64_t(1)));
+    end(", for ", ratio, " tokens a weight of blocks and head: ", int64_t(weights));
+
+    // Rates grow with the root of the batch; AdamW's fall with the root of the width.
+    double batch = std::sqrt(double(c.batch_tokens) / 524288);
+    double width = batch / std::sqrt(double(C) / 768);
+    set("lr", 0.02 * batch);
+    set("optimizer", "muon,ns=polar,scale=shape,cautious,table=", 0.3 * width, ",head=",
+        0.008 * width, ",decay=0.01");
+    set("beta1", 0.8);
+    set("beta2", 0.96);
+    set("eps", 1e-10);
+    set("clip", 0);
+    end();
+    set("schedule", "wsd:0.65");
+    set("min-lr", 0.05 * c.lr);
+    set("warmup", std::min(c.steps, int64_t(40)));
+    end();
+    set("weight-decay", 0.28 * batch / growth);
+    *says += "\n";
+    return "";
+}
+
+// ----------------------------------------------------------------------------
 // layout
 
 // The schedule that --pipeline names. A name that is no schedule's is the path of a file with one,

@@ -692,7 +692,7 @@ inline void print_prepared(const ShardOutput& o, const Config& c, bool already) 
         printf("train:  tune_gpt --loss sft --seq %zu --data %s%s\n", o.packed, data.c_str(),
                val.c_str());
     else
-        printf("train:  train_gpt --data %s%s; with --document-mask also --document-end %d\n",
+        printf("train:  train_gpt --data %s%s; with --documents mask also --document-end %d\n",
                data.c_str(), val.c_str(), o.document_token);
 }
 

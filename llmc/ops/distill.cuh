@@ -267,7 +267,7 @@ void distill_sums(const DistillRows<T>& x, Distillation d, cudaStream_t stream) 
 }
 template <typename T>
 void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
-    launch(distill_loss_kernel<T>, unsigned(ceil_div(x.N, size_t(128))), 128, 0, stream, losses, x,
+    launch(distill_loss_kernel<T>, unsigned(ceil_div(x.N, 128)), 128, 0, stream, losses, x,
            d);
 }
 template <typename T>

@@ -384,7 +384,7 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     // Find the maximum of the whole matrix first, if it is needed. A thread reads 16
     // numbers or more.
     if (blocks == Fp8Blocks::WHOLE && !late.scale) {
-        unsigned many = unsigned(std::min(ceil_div(n, size_t(4096)), size_t(1024)));
+        unsigned many = unsigned(std::min(ceil_div(n, 4096), size_t(1024)));
         LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
         launch(fp8_amax_kernel<T>, many, 256, 0, stream, amax, x, n);
     }

@@ -358,20 +358,20 @@ static __global__ void take_rows_kernel(float* rows, const float* whole, const i
 
 // Fill in the coefficients of N rows, one thread a row.
 inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cudaStream_t stream) {
-    launch(objective_kernel, unsigned(ceil_div(N, size_t(128))), 128, 0, stream, x, o, N);
+    launch(objective_kernel, unsigned(ceil_div(N, 128)), 128, 0, stream, x, o, N);
 }
 
 // Rows of this rank to their places in whole sequences, and back.
 inline void place_rows(float* whole, const float* rows, const int* positions, size_t B, size_t t,
                        size_t T, cudaStream_t stream) {
     size_t N = B * t;
-    unsigned blocks = unsigned(ceil_div(N, size_t(128)));
+    unsigned blocks = unsigned(ceil_div(N, 128));
     launch(place_rows_kernel, blocks, 128, 0, stream, whole, rows, positions, N, t, T);
 }
 inline void take_rows(float* rows, const float* whole, const int* positions, size_t B, size_t t,
                       size_t T, cudaStream_t stream) {
     size_t N = B * t;
-    unsigned blocks = unsigned(ceil_div(N, size_t(128)));
+    unsigned blocks = unsigned(ceil_div(N, 128));
     launch(take_rows_kernel, blocks, 128, 0, stream, rows, whole, positions, N, t, T);
 }
 #endif

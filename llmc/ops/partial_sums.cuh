@@ -72,7 +72,7 @@ inline size_t strips_of(size_t, size_t, Cpu) { return 1; }
 // The number of strips that N rows are cut into, `most` at most. Strips are about 32 rows or
 // longer, and equal but for the last one.
 inline size_t strips_of(size_t N, size_t most, cudaStream_t) {
-    size_t rows = ceil_div(N, std::min(ceil_div(N, size_t(32)), most));
+    size_t rows = ceil_div(N, std::min(ceil_div(N, 32), most));
     return ceil_div(N, rows);
 }
 

@@ -177,9 +177,13 @@ inline void open_data(Run& run, const LineSource& lines) {
     // Check that no text is in both splits, and find the token that ends a document.
     if (train && apart)
         or_die(data_disjoint(run.data.train, run.data.val));
-    if (train && c.document_mask)
-        or_die(data_document_end(run.data.train, run.tokenizer, c.document_end,
-                                 &run.data.document_end));
+    int end = -1;
+    if (train && c.documents != "stream")
+        or_die(data_document_end(run.data.train, run.tokenizer, c.document_end, &end));
+    if (train && c.documents.starts_with("best-fit"))
+        pack_documents(&run.data.train, end);
+    if (c.documents.ends_with("mask"))
+        run.data.document_end = end;
 }
 
 // Read the questions of --evaluate, and check that all ranks have the same.

@@ -682,7 +682,7 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     // Save. The next step waits until the save is done, or with --save-async until the state
     // has been copied.
     CheckpointInfo info = checkpoint_info(run, t);
-    Save save = {info, run.config.out, run.config.keep};
+    Save save = {info, run.config.out, newest_kept(run.config)};
     if (!async)
         return checkpoint_save(t, info, save.out, save.keep);
     async->untried = later && loss_proves(run);
@@ -825,12 +825,12 @@ void save_at_the_end(Run& run, Trainer<T, S>& t) {
         report_failure(run, concat("step ", run.step, " is not saved: ", wrong));
 }
 
-// With --keep-best, after an evaluation: if its loss is the lowest so far, save a checkpoint that
-// --keep does not remove.
+// With --keep N,best, after an evaluation: if its loss is the lowest so far, save a checkpoint that
+// stays beside the N newest.
 template <typename T, typename S>
 void keep_best_checkpoint(Run& run, Trainer<T, S>& t) {
     bool better = run.best.kept_step < 0 || run.best.last_loss < run.best.kept_loss;
-    if (!run.config.keep_best || !better) return;
+    if (!keeps_best(run.config) || !better) return;
     int64_t step_before = std::exchange(run.best.kept_step, run.step);
     double loss_before = std::exchange(run.best.kept_loss, run.best.last_loss);
     save(run, t);

@@ -414,7 +414,7 @@ void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
 
     // Count the checkpoints that are still to come.
     size_t bytes = checkpoint_bytes(t);
-    size_t most = size_t(c.keep) + 1 + c.keep_best;
+    size_t most = size_t(newest_kept(c)) + 1 + keeps_best(c);
     size_t there = std::min(most, checkpoint_steps(c.out).size());
     size_t needed = (most - there) * bytes;
 
@@ -427,7 +427,7 @@ void check_disk(const Run& run, const Trainer<T, S>& t, size_t offloaded) {
                     "make room, or choose another --out%s",
                     c.out.c_str(), most, bytes_text(double(bytes)).c_str(),
                     bytes_text(double(left)).c_str(),
-                    c.keep > 1 ? " or a smaller --keep" : "");
+                    newest_kept(c) > 1 ? " or a smaller --keep" : "");
 }
 
 } // namespace llmc

@@ -77,7 +77,7 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     if (run.end.stopped) return; // a signal has left samples out
     broadcast(run.world, &loss.sum, 1, 0, Cpu{}); // ranks decide by it: give all the same bits
 
-    // Remember the best loss and its step: --keep-best keeps its weights.
+    // Remember the best loss and its step: --keep N,best keeps its weights.
     run.best.last_loss = loss.mean();
     if (loss.mean() < run.best.loss) {
         run.best.loss = loss.mean();

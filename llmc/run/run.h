@@ -155,7 +155,7 @@ struct RunData {
     DataLoader train, val;
     size_t val_samples = 0;   // windows that an evaluation reads
     size_t val_bytes = 0;     // bytes of text that validation predicts; 0: not known
-    int document_end = -1;    // the token that ends a document, with --document-mask
+    int document_end = -1;    // the token that ends a document, with --documents mask
     nlohmann::json files;     // of --data and --val, which checkpoints name
 };
 
@@ -214,12 +214,12 @@ struct Balance {
     }
 };
 
-// Validation losses, and what --keep-best keeps.
+// Validation losses, and what --keep N,best keeps.
 struct Best {
     double loss = INFINITY; // the lowest, and its step
     int64_t step = 0;
     double last_loss = INFINITY;
-    int64_t kept_step = -1; // the step of --keep-best's checkpoint; -1: none
+    int64_t kept_step = -1; // the step of --keep N,best's checkpoint; -1: none
     double kept_loss = 0;   // the validation loss of that step
 };
 

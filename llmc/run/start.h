@@ -192,13 +192,15 @@ inline int start_program(const char* name, bool (*command)(Run&), int argc, char
     Config& c = run.config;
     c.program = &program_named(name);
     if (!c.program->trains) c.steps = 0;
+    std::string dial;
     or_die(parse_arguments(c, argc, argv));
+    or_die(take_depth(c, &dial));
     info.timeout_s = c.watchdog;
 
     // Print a page and leave.
     std::string page = page_asked(c);
     if (is_first_rank(run))
-        fputs(page.c_str(), stdout);
+        fputs((page.empty() ? dial : page).c_str(), stdout);
 
     // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
     if (has_training(c)) signal(SIGPIPE, SIG_IGN);

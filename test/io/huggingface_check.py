@@ -48,7 +48,7 @@ LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_fac
               original_max_position_embeddings=16)
 WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 FULL, WINDOW = "full_attention", "sliding_attention"
-OLMO2, SMOLLM3, PHI3 = (dict(LLAMA, model_type=t, pad_token_id=None) for t in ("olmo2", "smollm3", "phi3"))
+OLMO2, OLMO3, SMOLLM3, PHI3 = (dict(LLAMA, model_type=t, pad_token_id=None) for t in ("olmo2", "olmo3", "smollm3", "phi3"))
 GEMMA2, GEMMA3 = (dict(LLAMA, model_type=t, pad_token_id=None, head_dim=12, query_pre_attn_scalar=10, sliding_window=8)
                   for t in ("gemma2", "gemma3_text"))
 NEOX = dict(LLAMA, model_type="gpt_neox", rotary_pct=0.5)
@@ -113,7 +113,7 @@ def configurations():
     yield QWEN3, dict(WINDOWS, attention_bias=True, rope_scaling=LLAMA3, num_key_value_heads=1)
 
     # The later variants of Llama, and Gemma.
-    for family in (OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3):
+    for family in (OLMO2, OLMO3, SMOLLM3, PHI3, GEMMA2, GEMMA3):
         for more in ({}, dict(num_key_value_heads=1), dict(rms_norm_eps=0.1), dict(tie_word_embeddings=False),
                      dict(tie_word_embeddings=True), dict(rope_theta=50.0), dict(attention_bias=True), dict(mlp_bias=True),
                      dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=3.0)),

@@ -156,7 +156,7 @@ inline std::vector<Shape> saved_shapes() {
     Shape mistral_endless = mistral, qwen2_tied = qwen2, biased = llama, yarn = llama,
           qwen3 = qwen2;
     mistral_endless.attention.window = 0, qwen2_tied.embedding.tied = true;
-    qwen2.attention.window = 5, qwen2.attention.window_from = 1;
+    qwen2.attention.window = 5, qwen2.attention.full_layers[1] = true;
     qwen3.hf_type = "qwen3", qwen3.block.qk_norm = true, qwen3.attention.qkv_bias = false, qwen3.HS = 6;
 
     // Experts.
@@ -170,7 +170,7 @@ inline std::vector<Shape> saved_shapes() {
     qwen3_moe.experts.router = Router::SOFTMAX;
     Shape qwen2_moe = qwen3_moe; // a dense layer first, then experts beside a shared one
     qwen2_moe.hf_type = "qwen2_moe", qwen2_moe.block.qk_norm = false, qwen2_moe.attention.qkv_bias = true;
-    qwen2_moe.attention.window = 0, qwen2_moe.attention.window_from = 0, qwen2_moe.experts.dense_first = 1;
+    qwen2_moe.attention.window = 0, qwen2_moe.experts.dense_first = 1;
     qwen2_moe.experts.dense_F = 14, qwen2_moe.experts.shared_F = 9, qwen2_moe.experts.shared_gate = true;
 
     // Biases everywhere, and scalings of RoPE.
@@ -194,7 +194,7 @@ inline std::vector<Shape> saved_shapes() {
     set_variant(oss, "gpt_oss");
     oss.family = Family::GPT_OSS;
     oss.hf_type = "gpt_oss", oss.attention.qkv_bias = oss.attention.o_bias = true, oss.HS = 6;
-    oss.attention.window = 7, oss.attention.full_every = 2;
+    oss.attention.window = 7, see_all_every(oss, 2);
     oss.rope.scaling = yarn.rope.scaling;
 
     // Collect them, then add the variants of Llama and GPT-NeoX.

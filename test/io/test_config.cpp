@@ -50,6 +50,9 @@ TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
     EXPECT_EQ(says("train_gpt", "--top-k 5"_flags), "--top-k is a flag of sample_gpt");
     EXPECT_EQ(says("train_gpt", "--save-minutes 5"_flags),
               "--save-minutes is gone: --save-every 10m says minutes");
+    EXPECT_EQ(says("train_gpt", {"--keep-best"}), "--keep-best is gone: --keep 2,best keeps it");
+    EXPECT_EQ(says("train_gpt", {"--document-mask"}),
+              "--document-mask is gone: --documents mask is its name");
     EXPECT_HAS(says("train_gpt", "a"_flags), "'a' is no flag");
     EXPECT_HAS(says("prepare_gpt", "--shard-tokns 9"_flags), "did you mean --shard-tokens?");
 
@@ -503,8 +506,8 @@ TEST(Config, RefusesShapesThatDoNotFit) {
 
     // Losses that need their data.
     EXPECT_HAS(check("--loss sft"_flags), "give --data FILE.jsonl");
-    EXPECT_HAS(check("--loss sft --data a.jsonl --document-mask"_flags),
-               "leave --document-mask out");
+    EXPECT_HAS(check("--loss sft --data a.jsonl --documents best-fit"_flags),
+               "leave --documents out");
     EXPECT_HAS(check("--loss dpo"_flags), "give --data FILE.jsonl");
     EXPECT_HAS(parse("--label-smoothing 0.5"_flags), "from 0 to 0.49999, not '0.5'");
     EXPECT_EQ(check("--loss dpo --data a.jsonl --explain --machine h100"_flags), "");
@@ -737,6 +740,9 @@ TEST(Config, NotesWhatDoesNothing) {
     EXPECT_EQ(config_notes(whole).size(), 1u) << "--zero 1 shards nothing";
     EXPECT_EQ(notes("--keep 3"_flags), "--keep does nothing without --out; ");
     EXPECT_EQ(notes("--keep 3 --out x"_flags), "");
+    for (const char* keep : {"0", "best", "3,", "3,last", "1.5", "-2,best"})
+        EXPECT_HAS(check({"--out", "x", "--keep", keep}), concat(keep, " is neither a number"));
+    EXPECT_HAS(check("--keep 3,best"_flags), "--keep 3,best wants a folder: give --out DIR");
 
     EXPECT_EQ(notes("--top-k 3 --temperature 0"_flags),
               "--top-k does nothing without a --temperature above 0; ");
@@ -881,6 +887,9 @@ static const Published PUBLISHED[] = {
     // No file of transformers: the published text's sizes, and its count of parameters by hand.
     {"track3", "modded-nanogpt, records/track_3_optimization", 162354816,
      {768, 3072, 12, 6, 6, 50304, 1024, 1.1920929e-7, 1024},
+     R"({"final_logit_softcapping": 15.0, "hidden_act": "relu2"})"},
+    {"nanochat", "karpathy/nanochat, depth 12", 135266304,
+     {768, 3072, 12, 6, 6, 32768, 2048, 1.1920929e-7, 1e5},
      R"({"final_logit_softcapping": 15.0, "hidden_act": "relu2"})"},
 
     // Experts.
@@ -1040,6 +1049,63 @@ TEST(Presets, AreThePublishedConfigs) {
         if (!has(p.name, "tiny") || has(p.name, "tinyllama")) {
             EXPECT_TRUE(seen.count(p.name)) << p.name << " stands beside no published file";
         }
+}
+
+// ----------------------------------------------------------------------------
+// the depth dial
+
+// The batches, weights and steps of nanochat's models, as its pages and its program print them.
+TEST(Dial, SetsWhatNanochatSets) {
+    auto dialled = [](std::vector<std::string> words, std::string* says) {
+        Config c;
+        EXPECT_EQ(parse(c, words), "");
+        EXPECT_EQ(take_depth(c, says), "");
+        return c;
+    };
+    std::string says;
+    for (auto [depth, log_batch] : {std::pair(8, 18), {10, 19}, {12, 19}, {16, 19}, {18, 20},
+                                    {24, 20}, {26, 20}, {32, 21}, {50, 21}})
+        EXPECT_EQ(dialled({"--depth", std::to_string(depth)}, &says).batch_tokens, 1 << log_batch)
+            << depth;
+    EXPECT_NEAR(dial_weights(12, 768, 32768), 110.1e6, 5e4);
+    EXPECT_NEAR(dial_weights(24, 1536, 32768), 729.8e6, 5e4);
+    says = "";
+    Config c = dialled("--depth 24:8"_flags, &says);
+    EXPECT_EQ(c.steps, 5568);
+    EXPECT_EQ(std::count(says.begin(), says.end(), '\n'), 6);
+
+    // Rates are multiplied by the roots of 2^20 / 2^19 and, of AdamW's groups, of 768 / 1536.
+    EXPECT_NEAR(c.lr, 0.0282843, 1e-7);
+    EXPECT_HAS(c.optimizer, "table=0.3,head=0.008,");
+    EXPECT_NEAR(c.min_lr, c.lr / 20, 1e-7);
+    EXPECT_NEAR(c.weight_decay, 0.28 * std::sqrt(2) * 110.1 / 729.8, 1e-5);
+    EXPECT_EQ(config_check(c, gpt2_shape(4, 4, 128, 256, 2048)), "");
+
+    // The model: with the vocabulary of the published ones it has the weights that they have but for
+    // the gates, and a table.
+    for (const Preset& p : model_presets())
+        if (p.name == c.model) {
+            Shape s = p.shape;
+            ASSERT_EQ(override_shape(c, s), "");
+            EXPECT_TRUE(s.L == 24 && s.C == 1536 && s.NH == 12 && s.NKV == 12 && s.HS == 128);
+            EXPECT_EQ(double(parameter_count(make_model(s))),
+                      dial_weights(24, 1536, 32768) - 12 * 12 * 12 + 32768 * 1536);
+        }
+
+    // Flags win, and what follows from them follows.
+    c = dialled("--depth 12 --batch-tokens 131072 --channels 384 --lr 0.01"_flags, &says);
+    EXPECT_TRUE(c.channels == 384 && c.lr == 0.01 && c.batch_tokens == 131072 && c.steps == 10080);
+    EXPECT_HAS(c.optimizer, "table=0.15,head=0.004,");
+    auto refusal = [](std::vector<std::string> words) {
+        Config c;
+        std::string says, wrong = parse(c, words);
+        return wrong + take_depth(c, &says) + says;
+    };
+    for (const char* depth : {"0", "x", "12:", "12:0", "12:8:1", "1.5"})
+        EXPECT_HAS(refusal({"--depth", depth}), ": give D or D:RATIO, as 12:8");
+    EXPECT_HAS(refusal("--depth 12 --model gpt2"_flags), "is a nanochat's: leave --model out");
+    EXPECT_HAS(refusal("--depth 12 --optimizer adamw"_flags), "give --lr too");
+    EXPECT_EQ(refusal({}), "");
 }
 
 // ----------------------------------------------------------------------------

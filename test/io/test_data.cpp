@@ -450,6 +450,57 @@ TEST(Data, DocumentsAreSplitBehindTheirEnds) {
     }
 }
 
+// Rows that begin with documents, against a list that is searched from end to end in Python. A
+// token is its own position, counted from 1; that which ends a document, but the last, is 0.
+TEST(Data, DocumentsArePackedByBestFit) {
+    auto packed = [](const std::vector<size_t>& lengths, size_t T, DataLoader* d) {
+        std::vector<uint32_t> tokens;
+        for (size_t n : lengths) {
+            for (size_t i = 1; i < n; i++)
+                tokens.push_back(uint32_t(tokens.size() + 1));
+            tokens.push_back(0);
+        }
+        tokens.back() = uint32_t(tokens.size());
+        std::string file = shard("packed.bin", tokens, 4);
+        EXPECT_EQ(data_open(d, file, Split::VAL, true, bytes_tokenizer, T, 1 << 20, 1), "");
+        pack_documents(d, 0);
+    };
+
+    // The longest that fits, of two the first, and the shortest when none fits. A row that is not
+    // full is dropped.
+    DataLoader d;
+    packed({4, 7, 3, 12, 5, 2, 6, 3, 1}, 9, &d);
+    std::vector<std::vector<int>> rows = {{5, 6, 7, 8, 9, 10, 0, 12, 13, 0},
+                                          {34, 35, 36, 37, 38, 0, 1, 2, 3, 0},
+                                          {27, 28, 29, 30, 0, 40, 41, 0, 32, 0},
+                                          {43, 15, 16, 17, 18, 19, 20, 21, 22, 23}};
+    ASSERT_EQ(d.windows, rows.size());
+    std::vector<int> tokens(64), targets(64);
+    for (size_t i = 0; i < rows.size(); i++) {
+        ASSERT_EQ(load_window(d, i, tokens.data(), targets.data()), "");
+        for (size_t j = 0; j < 9; j++)
+            EXPECT_TRUE(tokens[j] == rows[i][j] && targets[j] == rows[i][j + 1]) << i << " " << j;
+    }
+    EXPECT_HAS(data_text(d), "which begin with a document; 7% of the tokens are dropped");
+
+    // More documents than are held at a time, some longer than a row.
+    std::vector<size_t> lengths;
+    for (uint32_t i = 0, x = 1; i < 3000; i++) {
+        x = (x * 1103515245 + 12345) & 0x7fffffff;
+        lengths.push_back(1 + (x >> 16) % ((x >> 8) % 5 ? 37 : 150));
+    }
+    packed(lengths, 64, &d);
+    EXPECT_EQ(d.windows, 1141u);
+    uint64_t sum = 0;
+    for (size_t i = 0; i < d.windows; i++) {
+        ASSERT_EQ(load_window(d, i, tokens.data(), targets.data()), "");
+        for (int t : tokens)
+            sum = sum * 31 + uint64_t(t);
+        sum = sum * 31 + uint64_t(targets[63]);
+    }
+    EXPECT_EQ(sum, 15227355237048915404u);
+}
+
 TEST(Data, TheTokenThatEndsDocumentsIsKnownOrGiven) {
     std::string gpt2 = shard("gpt2.bin", positions(0, 20), 2),
                 llama3 = shard("llama3.bin", positions(0, 20), 4),

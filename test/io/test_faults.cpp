@@ -667,6 +667,10 @@ TEST_F(Files, AWholeCheckpointThatDoesNotFitIsAnErrorAtOnce) {
         EXPECT_HAS(load(*m, [&](auto& j) { j["model"].erase(name); }), "its " + name + " is null");
     }
 
+    // Older programs said by numbers which layers have no window.
+    EXPECT_HAS(load(*m, [](auto& j) { j["model"]["window_from"] = 1; }), "its full_layers is [1]");
+    EXPECT_HAS(load(*m, [](auto& j) { j["model"]["full_every"] = 2; }), "its full_layers is [2]");
+
     // No refusal has changed the run's state.
     EXPECT_EQ(state_of(*m), before);
 

@@ -108,6 +108,7 @@ TEST(Golden, LlamaInDouble) { compare_with_golden<double>("llama-tiny", IN_DOUBL
 TEST(Golden, Qwen2InDouble) { compare_with_golden<double>("qwen2-tiny", IN_DOUBLE); }
 TEST(Golden, Qwen3InDouble) { compare_with_golden<double>("qwen3-tiny", IN_DOUBLE); }
 TEST(Golden, Olmo2InDouble) { compare_with_golden<double>("olmo2-tiny", IN_DOUBLE); }
+TEST(Golden, Olmo3InDouble) { compare_with_golden<double>("olmo3-tiny", IN_DOUBLE); }
 TEST(Golden, SmolLm3InDouble) { compare_with_golden<double>("smollm3-tiny", IN_DOUBLE); }
 TEST(Golden, Phi3InDouble) { compare_with_golden<double>("phi3-tiny", IN_DOUBLE); }
 TEST(Golden, Gemma2InDouble) { compare_with_golden<double>("gemma2-tiny", IN_DOUBLE); }
@@ -738,7 +739,7 @@ TEST(Windows, WhatIsFurtherBackHasNoInfluence) {
 // attention switched off, the other's reach remains.
 TEST(Windows, BeginAtABlock) {
     Shape s = llama_shape(2, 4, 2, 32, 48, 61, 64, 10000);
-    s.attention.window = 5, s.attention.window_from = 1;
+    s.attention.window = 5, s.attention.full_layers[1] = true;
     for (int off : {0, 1}) {
         Small<float> m(s, {plan_of(Mode::GENERATE, 1, 16, 32)});
         init_weights(m.t, 3);

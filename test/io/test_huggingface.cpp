@@ -348,9 +348,9 @@ TEST_F(HuggingFace, ConfigOfExperts) {
     // Qwen3-MoE's class gives its window to all layers, and OLMoE's to none.
     json windows = {{"use_sliding_window", true}, {"sliding_window", 8}, {"max_window_layers", 1}};
     s = config_shape(dir, qwen, windows);
-    EXPECT_TRUE(s.attention.window == 8 && s.attention.window_from == 0 && window_of(s, 1) == 8);
+    EXPECT_TRUE(s.attention.window == 8 && s.attention.full_layers.none());
     EXPECT_EQ(config_shape(dir, llama_json("olmoe"), windows).attention.window, 0u);
-    s.attention.window_from = 1;
+    s.attention.full_layers[1] = true;
     EXPECT_HAS(hf_refusal(s), "qwen3_moe has its window in all layers");
 
     // Versions of transformers call the number of experts by two names; both must agree.
@@ -768,7 +768,7 @@ TEST_F(HuggingFace, AnyListOfLayersWithAWindowIsRead) {
         return all;
     };
     for (const char* type : {"mistral", "qwen2", "qwen3", "qwen2_moe", "gpt_oss", "smollm3",
-                             "gemma2", "gemma3_text"}) {
+                             "gemma2", "gemma3_text", "olmo3"}) {
         Shape s = config_shape(dir, llama_json(type), keys);
         EXPECT_EQ(kinds(s), list) << type;
         EXPECT_NE(model_identity(s), model_identity(config_shape(dir, llama_json(type),
@@ -794,6 +794,10 @@ TEST_F(HuggingFace, AnyListOfLayersWithAWindowIsRead) {
               (json{window, full, full, full, full, full, full}));
     EXPECT_EQ(kinds(config_shape(dir, llama_json("smollm3"), keys)),
               (json{full, full, full, window, full, full, full}));
+    EXPECT_EQ(kinds(config_shape(dir, llama_json("olmo3"), keys)),
+              (json{window, window, window, full, window, window, window}));
+    keys["rope_parameters"] = {{"sliding_attention", {{"rope_theta", 5}}}};
+    EXPECT_HAS(config_error(dir, llama_json("olmo3"), keys), "olmo3's windows is not built yet");
     keys["sliding_window"] = 0, keys["use_sliding_window"] = false; // as transformers saves it
     EXPECT_EQ(config_shape(dir, llama_json("qwen2_moe"), keys).attention.window, 0u);
 }
@@ -890,8 +894,8 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
              {"rope_scaling", crossed, "low_freq_factor 1.0, not below high_freq_factor 0.5"},
              {"model_type", "bloom",
               "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
-              "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, smollm3, phi3, gemma2, "
-              "gemma3_text, nanochat, track3 and gpt_neox are"}})
+              "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, olmo3, smollm3, phi3, "
+              "gemma2, gemma3_text, nanochat, track3 and gpt_neox are"}})
         EXPECT_HAS(config_error(dir, llama_json(), {{key, value}}), words);
 
     // Sizes that do not divide.

@@ -37,7 +37,7 @@ inline Shape small_variant(Shape s, const std::string& type) {
     if (type == "smollm3") s.rope.nope_every = 2;
     if (type == "phi3") s.rope.rotary = s.HS / 2;
     if (type == "olmo2") s.attention.o_bias = s.attention.qkv_bias = true;
-    if (gemma) s.embedding.tied = true, s.attention.window = 4, s.attention.full_every = 2, s.attention.score_scalar = 10;
+    if (gemma) s.embedding.tied = true, s.attention.window = 4, s.attention.score_scalar = 10, see_all_every(s, 2);
     if (type == "gemma2") s.attention.softcap = 2, s.loss.softcap = 1.5f;
     if (type == "gemma3_text") s.rope.window_theta = 30;
     return s;
@@ -81,7 +81,7 @@ inline Shape small_oss() {
     set_variant(s, "gpt_oss");
     s.family = Family::GPT_OSS;
     s.hf_type = "gpt_oss", s.attention.qkv_bias = s.attention.o_bias = true, s.experts.gate_limit = 0.05;
-    s.attention.window = 4, s.attention.full_every = 2;
+    s.attention.window = 4, see_all_every(s, 2);
     return s;
 }
 
@@ -256,7 +256,7 @@ template <typename T> struct Fixture : Small<T> {
 inline std::vector<Shape> all_shapes() {
     Shape alibi = small_gpt2(), qwen = small_llama(true, true), rope = small_gpt2();
     alibi.embedding.position = Position::ALIBI, rope.embedding.position = Position::ROPE;
-    qwen.attention.window = 4, qwen.attention.window_from = 1;
+    qwen.attention.window = 4, qwen.attention.full_layers[1] = true;
     qwen.rope.scaling = {4, 1, 4, 8, RopeKind::YARN, 8, 1, true, 1.25f};
     std::vector<Shape> all = {small_gpt2(), small_gpt2(false), small_llama(), qwen,
                               alibi,        rope,              small_qwen3(),

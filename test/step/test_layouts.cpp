@@ -354,12 +354,12 @@ Shape gpt2_for_tp(bool tied) {
 // Attention and ffn side by side, and heads of which a quarter rotates.
 Shape neox_for_tp() { return neox_shape(4, 6, 48, 301, 32); }
 
-// Tied: a Llama with all biases, and sliding windows from the third block on. Untied: Qwen3's norms
+// Tied: a Llama with all biases, and sliding windows in the first block and the last. Untied: Qwen3's norms
 // of q and k.
 Shape llama_for_tp(bool tied) {
     Shape s = llama_shape(4, 8, 2, 32, 48, 277, 64, 10000);
     s.embedding.tied = tied, s.attention.qkv_bias = s.attention.o_bias = s.block.mlp_bias = tied, s.rope.scaling = {8, 1, 4, 16};
-    if (tied) s.attention.window = 5, s.attention.window_from = 2;
+    if (tied) s.attention.window = 5, s.attention.full_layers[2] = s.attention.full_layers[3] = true;
     if (!tied) s.hf_type = "qwen3", s.block.qk_norm = true, s.HS = 6;
     return s;
 }
@@ -389,7 +389,7 @@ Shape oss_for_tp() {
     set_variant(s, "gpt_oss");
     s.family = Family::GPT_OSS;
     s.hf_type = "gpt_oss", s.embedding.tied = false, s.attention.qkv_bias = s.attention.o_bias = true, s.experts.gate_limit = 0.05;
-    s.attention.window_from = 0, s.attention.full_every = 2;
+    s.attention.full_layers.reset(), see_all_every(s, 2);
     return s;
 }
 

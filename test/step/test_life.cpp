@@ -1080,8 +1080,8 @@ TEST_F(Life, AReplayLeavesNothing) {
 
 // Asynchronous saves write the same bytes as saves that the steps wait for.
 TEST_F(Life, SavesBesideTheStepsAreTheSame) {
-    std::string line = small + "--local-ranks 2 --steps 9 --eval-every 3 --save-every 2 --keep 9 "
-                               "--keep-best --out ";
+    std::string line = small + "--local-ranks 2 --steps 9 --eval-every 3 --save-every 2 "
+                               "--keep 9,best --out ";
     ASSERT_EQ(start(line + path("waits")).status, 0);
     Ran beside = start(line + out + " --save-async");
     ASSERT_EQ(beside.status, 0) << beside.text;
@@ -1106,11 +1106,11 @@ TEST_F(Life, SavesBesideTheStepsAreTheSame) {
     EXPECT_EQ(atoll(plan.c_str() + plan.find("copy for a save") + 16), 4 * elements);
 }
 
-// --keep-best keeps the checkpoint with the lowest validation loss, beside those of --keep.
+// --keep N,best keeps the checkpoint with the lowest validation loss beside the N newest.
 TEST_F(Life, TheBestCheckpointStays) {
     // Train with a rate that is too high, so that the loss goes up and down.
     ASSERT_EQ(start(small + "--steps 60 --eval-every 3 --warmup 0 --schedule constant --lr 0.03 "
-                            "--save-every 1 --keep 1 --keep-best --out " + out).status, 0);
+                            "--save-every 1 --keep 1,best --out " + out).status, 0);
 
     // Find the best step in the log.
     double best = INFINITY;

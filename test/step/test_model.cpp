@@ -896,9 +896,13 @@ FirstValues published_values(const Shape& s, const Parameter& p) {
     if (ends({"lora_B.weight", "bias"})) return {0, 0};
 
     // modded-nanogpt: what adds to the stream and the head start at zero, the table at N(0, 1), the
-    // others at N(0, 0.33 / C).
-    if (s.hf_type == "track3" && ends({"o_proj.weight", "fc2.weight", "lm_head.weight"}))
+    // others at N(0, 0.33 / C). nanochat: the same but for numbers, and a narrow head.
+    bool nanochat = s.hf_type == "nanochat", relu2 = nanochat || s.hf_type == "track3";
+    if (relu2 && ends({"o_proj.weight", "fc2.weight"}))
         return {0, 0};
+    if (relu2 && ends({"lm_head.weight"})) return {0, nanochat ? 0.001 : 0};
+    if (nanochat && has(p.name, "embed_tokens")) return {0, 0.8};
+    if (nanochat) return {0, (has(p.name, "fc1") ? 0.4 : 1) / std::sqrt(double(s.C))};
     if (s.hf_type == "track3" && !has(p.name, "norm"))
         return {0, has(p.name, "embed_tokens") ? 1 : std::sqrt(0.33 / double(s.C))};
 

@@ -875,7 +875,7 @@ TEST(Planner, StagesAreSplitByWhatATokenMeets) {
 TEST(Planner, RanksAreAlikeByTheKindsOfTheirLayers) {
     Shape windows = llama_shape(16, 4, 4, 64, 128, 100, 64, 10000);
     windows.attention.window = 16;
-    windows.attention.full_every = 2;
+    see_all_every(windows, 2);
     Shape experts = mixtral_shape(llama_shape(16, 4, 2, 64, 0, 100, 64, 10000), 8, 2, 96);
     experts.experts.sparse_every = 2;
     Layout layout;

@@ -110,37 +110,40 @@ TEST_F(Run, APlannedRunIsTheRunOfTheFlagsThatItNames) {
     EXPECT_LT(room[1], 0.8 * room[0]) << "what is frozen has no gradient and no moments";
 }
 
-// --document-mask keeps documents apart in training, also after a resume. It changes neither
-// validation nor the plan.
-TEST_F(Run, DocumentMaskIsForTraining) {
-    std::string mask = "--document-mask --document-end 10 ";
-    auto losses = [&](const std::string& flags) { // of steps, and of validation
-        Ran r = run(small + flags);
-        EXPECT_EQ(r.status, 0) << r.text;
-        std::vector<std::string> found;
-        std::regex loss("loss [0-9.]+ \\|");
-        for (std::sregex_iterator i(r.text.begin(), r.text.end(), loss), end; i != end; ++i)
-            found.push_back(i->str());
-        return found;
-    };
+// --documents mask and best-fit are for training, also after a resume, and alike on two ranks. They
+// change neither validation nor the plan.
+TEST_F(Run, DocumentsAreForTraining) {
+    for (std::string kind : {"mask", "best-fit", "best-fit,mask"}) {
+        std::string mask = "--documents " + kind + " --document-end 10 ";
+        auto losses = [&](const std::string& flags) { // of steps, and of validation
+            Ran r = run(small + flags);
+            EXPECT_EQ(r.status, 0) << r.text;
+            std::vector<std::string> found;
+            std::regex loss("loss [0-9.]+ \\|");
+            for (std::sregex_iterator i(r.text.begin(), r.text.end(), loss), end; i != end; ++i)
+                found.push_back(i->str());
+            return found;
+        };
 
-    // Without a change of weights: the training loss differs, the validation loss does not.
-    auto still = losses("--lr 0 --warmup 0 --steps 1"), apart = losses(mask + "--lr 0 --steps 1");
-    ASSERT_EQ(still.size(), 2u);
-    ASSERT_EQ(apart.size(), 2u);
-    EXPECT_NE(still[0], apart[0]);
-    EXPECT_EQ(still[1], apart[1]);
+        // Without a change of weights: the training loss differs, the validation loss does not.
+        auto still = losses("--lr 0 --warmup 0 --steps 1"), apart = losses(mask + "--lr 0 --steps 1");
+        ASSERT_EQ(still.size(), 2u);
+        ASSERT_EQ(apart.size(), 2u);
+        EXPECT_NE(still[0], apart[0]);
+        EXPECT_EQ(still[1], apart[1]);
 
-    // Stopped after two of four steps and resumed, the run prints the same losses.
-    mask += "--schedule constant --eval-every 2 ";
-    auto whole = losses(mask + "--steps 4");
-    std::string out = mask + "--out " + path("out");
-    losses(out + " --steps 2");
-    auto resumed = losses(out + " --steps 4 --resume");
-    ASSERT_EQ(whole.size(), 6u);
-    EXPECT_EQ(resumed, std::vector<std::string>(whole.begin() + 3, whole.end()));
-    Ran plan = run(small + "--explain"), same = run(small + "--explain " + mask);
-    EXPECT_EQ(plan.text, same.text);
+        // Stopped after two of four steps and resumed, the run prints the same losses.
+        mask += "--schedule constant --eval-every 2 ";
+        auto whole = losses(mask + "--steps 4");
+        std::string out = mask + "--out " + path(kind);
+        losses(out + " --steps 2");
+        auto resumed = losses(out + " --steps 4 --resume");
+        ASSERT_EQ(whole.size(), 6u);
+        EXPECT_EQ(resumed, std::vector<std::string>(whole.begin() + 3, whole.end()));
+        EXPECT_EQ(losses(mask + "--steps 4 --local-ranks 2 --dp 2 --micro-batch 1"), whole);
+        Ran plan = run(small + "--explain"), same = run(small + "--explain " + mask);
+        EXPECT_EQ(plan.text, same.text);
+    }
 }
 
 // --explain works for every preset, and describes all of a plan.
@@ -840,12 +843,12 @@ TEST_F(Run, PreparesDataAndTrainsOnIt) {
                   ".bin");
     EXPECT_EQ(r.text, "400 documents, 3490 tokens in 3 shards: " + y + ".json\n" +
                           "train:  train_gpt --data '" + y + "_*.bin' --val " + y +
-                          ".val.bin; with --document-mask also --document-end 10\n");
+                          ".val.bin; with --documents mask also --document-end 10\n");
     EXPECT_EQ(r.status, 0);
 
     // Train.
     r =
-        run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --document-mask "
+        run("--layers 1 --heads 1 --channels 8 --seq 16 --micro-batch 2 --steps 2 --documents mask "
             "--document-end 10 --data '" +
             y + "_*.bin' --val " + y + ".val.bin");
     EXPECT_HAS(r.text, "data: 2 files, 2990 tokens");
@@ -892,7 +895,7 @@ TEST_F(Run, RefusesBadData) {
 
     // Data in both splits, and documents without a known end.
     refuses(tiny + text + " --val " + text, "is in --data and in --val");
-    refuses(tiny + text + " --document-mask", "--document-end 10 for lines");
+    refuses(tiny + text + " --documents mask", "--document-end 10 for lines");
 }
 
 // Folders that hold no model, or another run, are refused.
