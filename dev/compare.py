@@ -17,7 +17,7 @@ from plot import read_log, run_names
 
 # A run with other values of these trains the same.
 ASIDE = {"seed", "out", "resume", "start", "log-every", "save-every", "save-async", "keep",
-         "keep-best", "export", "export-dtype", "eval", "eval-every", "evaluate", "expect",
+         "export", "export-dtype", "eval", "eval-every", "expect",
          "sample-every", "sample-tokens", "prompt", "temperature", "timeline", "watchdog"}
 STEP_WORTH, RULE, RULE_SD = 4.5e-5, 0.004, 0.0013  # of track 3
 LEVEL, ROWS = 0.01, 6  # Welch's p; lines of the table along the run

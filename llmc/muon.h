@@ -17,6 +17,7 @@
 #include "comm/group.h"
 #include "layout.h"
 #include "model.h"
+#include "ops/adamw.cuh"
 #include "ops/memory.h"
 #include "ops/muon.cuh"
 #include "ops/step_scale.h"
@@ -182,6 +183,17 @@ inline std::vector<TensorRow> rows_of_rule(const Model& model, int bucket, Range
         return (row.group == MuonGroup::MATRIX) != muon;
     });
     return rows;
+}
+
+// AdamW's numbers for what is no matrix of a block; the rows get their own rates.
+inline AdamW numbers_of_others(const Hyper& h, AdamW numbers, std::vector<TensorRow>* rows) {
+    for (TensorRow& row : *rows) {
+        row.rate *= h.muon.rates[int(row.group)];
+        row.decay |= h.muon.decays_vectors;
+    }
+    numbers.decay = h.muon.others_decay;
+    if (h.muon.others_beta1 >= 0) numbers.beta1 = h.muon.others_beta1;
+    return numbers;
 }
 
 // The start of the gradient that this rank updates of a bucket.

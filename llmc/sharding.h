@@ -261,10 +261,10 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
     return m.shape.tuned.adapters->at(p.name.substr(0, p.name.size() - end.size())).rate_of_b;
 }
 
-// The group of a parameter where the optimizer is Muon. Positions count as a table.
+// The group of a parameter that may have a rate of its own. Positions count as a table.
 inline MuonGroup muon_group(const Model& m, const Parameter& p) {
     Role role = m.buckets[p.bucket].role;
-    if (p.muon) return MuonGroup::MATRIX;
+    if (is_muon_matrix(m, p)) return MuonGroup::MATRIX;
     if (p.shape.size() == 1) return MuonGroup::VECTOR;
     if (role == Role::HEAD) return MuonGroup::HEAD;
     bool table = role == Role::TOKENS || role == Role::POSITIONS;
@@ -293,7 +293,7 @@ inline std::vector<TensorRow> tensor_rows(const Model& model, int bucket, size_t
         rows.push_back({start - from, end - start, p.decay, fnv1a(p.name), start - p.offset,
                         piece.start, piece.run, piece.gap, start - from, state,
                         has_small_states(model, p), learning_rate_of(model, p)});
-        if (model.muon) rows.back().group = muon_group(model, p);
+        rows.back().group = muon_group(model, p);
         state += state_bytes(end - start, rows.back().small);
         if (model.muon) rows.back().second = second;
         if (!p.muon) second += round_up(end - start, SECOND_ALIGN);

@@ -210,9 +210,11 @@ void run_norm(Trainer<T, S>& t) {
     all_reduce_sum(t.comms.tp, sums, chunks, where);
     all_reduce_sum(t.comms.pp, sums, chunks, where);
 
-    // Compute the norm, then fp8's scales, which depend on it.
+    // Compute the norm, then fp8's scales, which need it. A second beta1 has its own correction.
+    Betas betas = {t.hyper.beta1, t.hyper.beta2};
+    if (t.hyper.muon.others_beta1 >= 0) betas = {};
     grad_norm_finish(address<StepScale>(t, {Kind::SCALE}), sums, chunks, t.hyper.clip,
-                     where, t.hyper.loss_scaling, {t.hyper.beta1, t.hyper.beta2});
+                     where, t.hyper.loss_scaling, betas);
     take_amaxes(t);
 }
 
@@ -233,31 +235,26 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
     };
     const float no_rate = 0; // StepScale brings the step's learning rate
-    auto rows = rows_of_rule(t.model, a.bucket, range, false);
+    auto rows = tensor_rows(t.model, a.bucket, range.first, range.first + range.count);
 
     // Run the optimizer. Stochastic rounding draws from --seed.
     const Plan& p = t.plans[t.plan];
     AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
     AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
-    switch (p.optimizer) {
-    case Optimizer::MUON: {
-        // AdamW updates what is no matrix of a block, at rates of its own.
+    if (p.optimizer == Optimizer::MUON || h.muon.apart) {
         auto matrices = rows_of_rule(t.model, a.bucket, range, true);
-        muon_update(memory, matrices.data(), matrices.size(), muon_of(h), scale, where);
-        for (TensorRow& row : rows)
-            row.rate = h.muon.rates[int(row.group)];
-        numbers.decay = h.muon.others_decay;
-        adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
-        break;
+        if (p.optimizer == Optimizer::MUON)
+            muon_update(memory, matrices.data(), matrices.size(), muon_of(h), scale, where);
+        else
+            adamw_update(memory, matrices.data(), matrices.size(), numbers, scale, where);
+        rows = rows_of_rule(t.model, a.bucket, range, false);
+        numbers = numbers_of_others(h, numbers, &rows);
     }
-    case Optimizer::ADAMW:
-        adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
-        break;
-    case Optimizer::SGD:
+    if (p.optimizer == Optimizer::SGD)
         sgd_update(weight, static_cast<float*>(master), grad, rows.data(), rows.size(),
                    no_rate, h.weight_decay, scale, where);
-        break;
-    }
+    else
+        adamw_update(memory, rows.data(), rows.size(), numbers, scale, where);
 
     // The mean of weights follows them, if there is one.
     update_mean(t, a, WeightMemory<T>{weight, master, p.masters}, range.count, scale, where);

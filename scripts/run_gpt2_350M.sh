@@ -22,4 +22,4 @@ train --model gpt2-medium --precision bf16 --data 'data/fineweb100B/fineweb_trai
     --lr 3e-4 --min-lr 0 --warmup 700 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --clip 1 \
     --eval-every 250 --eval-tokens 10485760 --sample-every 100000 --sample-tokens 144 --save-every 2000 \
     $(with_file data/gpt2 --tokenizer data/gpt2) \
-    $(with_file data/hellaswag_val.jsonl --evaluate hellaswag=data/hellaswag_val.jsonl)
+    $(with_file data/hellaswag_val.jsonl --eval hellaswag=data/hellaswag_val.jsonl)

@@ -28,4 +28,4 @@ train --model tinyllama-1.1b --precision bf16 --data "$shards/edu_*.bin" --val $
     --lr 4e-4 --min-lr 4e-5 --warmup 2000 --weight-decay 0.1 --beta1 0.9 --beta2 0.95 --clip 1 \
     --eval-every 1000 --eval-tokens 10485760 --sample-every 5000 --sample-tokens 144 --save-every 1000 \
     $(with_file data/llama2 --tokenizer data/llama2) \
-    $(with_file data/hellaswag_val.jsonl --evaluate hellaswag=data/hellaswag_val.jsonl)
+    $(with_file data/hellaswag_val.jsonl --eval hellaswag=data/hellaswag_val.jsonl)

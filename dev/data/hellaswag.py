@@ -2,7 +2,7 @@
 """hellaswag.py - 10042 beginnings with four endings each, one of them right - arXiv:1905.07830
 
 usage: hellaswag.py [--out data]
-then:  build/train_gpt ... --evaluate hellaswag=data/hellaswag_val.jsonl
+then:  build/train_gpt ... --eval hellaswag=data/hellaswag_val.jsonl
 
 The validation set, 12 MB of JSON lines, as its authors publish it.
 """
@@ -21,7 +21,7 @@ def main():
     arguments = parser.parse_args()
     path = os.path.join(arguments.out, "hellaswag_val.jsonl")
     download(arguments.url, path, SIZE, SHA256)
-    print(f"evaluate:  build/train_gpt ... --evaluate hellaswag={path}")
+    print(f"evaluate:  build/train_gpt ... --eval hellaswag={path}")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ struct LookingFlags {
     // eval_every in steps, eval_tokens in tokens, the others in steps
     int64_t eval_every = 0, eval_tokens = 16384, sample_every = 0, log_every = 0;
     bool eval = false;
-    std::string evaluate, prompt, prompts, completions;
+    std::string tasks, expect, prompt, prompts, completions;
     int sample_tokens = 200, samples = 1, slots = 32;
     bool chat = false;
     std::string draft;
@@ -193,7 +193,8 @@ struct Flag {
     // "a|b|c": one of them, in the order of their enumeration; "low..high": a number; "": any
     const char* accepts;
     const char* help;
-    int64_t Config::*number = nullptr; // of a switch that takes a number too
+    int64_t Config::*number = nullptr;     // of a switch that takes a number too
+    std::string Config::*settings = nullptr; // of a switch that takes NAME=VALUE too
 };
 
 // A program: what --help says of it, and whose groups of flags it takes. Its own come first.
@@ -252,7 +253,8 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "train prepare kept", "Text"},
         {"data", &C::data, "",
          "training text (.txt) or token shards (.bin), commas or a pattern between files; without "
-         "it: this project's own sources; prepare_gpt: .txt, .jsonl, each also .gz or .zst; "
+         "it: this project's own sources; in-order:FILES: unshuffled, whole steps of each file; "
+         "prepare_gpt: .txt, .jsonl, each also .gz or .zst; "
          ".parquet; nanoGPT's .bin; - for JSON lines on standard input"},
 
         {"", &C::help, "train sample convert prepare kept", "Tokens"},
@@ -288,10 +290,10 @@ inline const std::vector<Flag>& config_table() {
         {"", &C::help, "train kept", "Optimizer"},
         {"steps", &C::steps, "0..1000000000000", "optimizer steps; 0: only generate"},
         {"optimizer", &C::optimizer, "",
-         "adamw, sgd without momentum, or muon for matrices of blocks and AdamW for the rest; muon "
-         "may have settings behind commas: ns=simple, quintic, polar or convergent; scale=rms, "
-         "shape or unit; momentum=X; heavy-ball; cautious; AdamW's rates (--lr) table=, head=, "
-         "vectors=; its decay="},
+         "adamw, sgd without momentum, or muon for matrices of blocks and AdamW for the rest; "
+         "behind commas AdamW's rates (--lr) table=, head=, vectors=, its decay=, beta1= and "
+         "decay-vectors, of all but matrices of blocks; and muon's settings: ns=simple, quintic, "
+         "polar or convergent; scale=rms, shape or unit; momentum=X; heavy-ball; cautious"},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},
@@ -431,10 +433,13 @@ inline const std::vector<Flag>& config_table() {
         {"eval-every", &C::eval_every, "0..1000000000000",
          "steps between validation losses (0: at the end only)"},
         {"eval-tokens", &C::eval_tokens, "1..1000000000000", "validation tokens at most"},
-        {"eval", &C::eval, "", "only evaluate, print `val loss`, and leave"},
-        {"evaluate", &C::evaluate, "",
-         "TASK=FILE,...: score completions at each evaluation: hellaswag, arc-easy, "
-         "arc-challenge, piqa, winogrande, lambada; core=FOLDER: CORE's tasks"},
+        {"eval", &C::eval, "",
+         "only evaluate, print `val loss`, and leave; TASK=FILE,...: score completions at each "
+         "evaluation, with --steps 0 at the only one: hellaswag, arc-easy, arc-challenge, piqa, "
+         "winogrande, lambada; core=FOLDER: CORE's tasks", nullptr, &C::tasks},
+        {"expect", &C::expect, "",
+         "FILE of lines `step mean deviation`: print at each validation of such a step whether "
+         "the loss is within four deviations"},
         {"sample-every", &C::sample_every, "0..1000000000000",
          "steps between samples (0: at the end only)"},
 
@@ -703,8 +708,12 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     }
     if (auto b = std::get_if<bool Config::*>(&f.field)) {
         bool word = text == "true" || text == "false";
-        c.** b = text != "false";
-        if (word) return "";
+        bool settings = f.settings && !text.starts_with("-") && text.find("=") < text.size();
+        if (settings)
+            c.*f.settings = text;
+        else
+            c.** b = text != "false";
+        if (word || settings) return "";
         bool number = f.number && parse_number(text, low, high, true, &v).empty();
         if (!number) return "wants true or false, not '" + text + "'";
         c.*f.number = int64_t(v);
@@ -848,6 +857,7 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"keep-best",             nullptr,    "--keep 2,best keeps it"},
     {"document-mask",         "false",    "--documents mask is its name"},
     {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
+    {"evaluate",              nullptr,    "--eval TASK=FILE scores tasks at each evaluation"},
 };
 // clang-format on
 
@@ -957,6 +967,7 @@ inline nlohmann::json config_json(const Config& c) {
         if (*f.name)
             std::visit([&](auto member) { j[f.name] = c.*member; }, f.field);
     if (c.resume_step >= 0) j["resume"] = c.resume_step;
+    if (!c.tasks.empty()) j["eval"] = c.tasks;
     if (!c.start.empty()) j["start"] = c.start;
     return j;
 }
@@ -1016,9 +1027,14 @@ inline SaveRule save_rule(const Config& c) {
 inline bool keeps_best(const Config& c) { return c.keep.ends_with(",best"); }
 inline int newest_kept(const Config& c) { return atoi(c.keep.c_str()); }
 
+// Whether the run has steps, which --explain leaves out.
+inline bool has_steps(const Config& c) {
+    return c.steps > 0 && !c.eval;
+}
+
 // Whether the run trains.
 inline bool has_training(const Config& c) {
-    return c.steps > 0 && !c.eval && !c.explain;
+    return has_steps(c) && !c.explain;
 }
 
 // Whether --timeline writes the table of what each kind of action took.

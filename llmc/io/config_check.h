@@ -291,7 +291,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
 
     // Train no router by one gate that is a share. A folder may have one: transformers computes it.
     bool loaded = ::access(c.model.c_str(), F_OK) == 0 && !c.scratch;
-    bool learns = c.steps > 0 && !c.eval && !has_adapters(c) && !c.prefix;
+    bool learns = has_steps(c) && !has_adapters(c) && !c.prefix;
     bool share = e.router == Router::RENORMALISED || e.router == Router::SIGMOID;
     if (e.K == 1 && share && (learns || !loaded))
         return concat("--experts-per-token 1: a gate that is a share of one is always 1, and "
@@ -711,8 +711,6 @@ inline std::string check_together(Config& c) {
                "--resume, or that folder to convert_gpt";
     if (c.min_lr > c.lr)
         return concat("--min-lr ", c.min_lr, " is above --lr ", c.lr);
-    if (!c.evaluate.empty() && c.steps == 0 && !c.eval)
-        return "--evaluate: with --steps 0 nothing is evaluated: give --eval";
     if (c.recompute == "auto" && c.explain && c.memory == 0)
         return "--recompute auto fits the memory of a machine, and --explain may speak of another: "
                "give --memory GiB";
@@ -724,7 +722,7 @@ inline std::string check_together(Config& c) {
 
 // Refuse a flag that asks for a step's time where there is no step, or no limit bounds it.
 inline std::string refuse_timing(const Config& c, const std::string& flag) {
-    if (c.steps == 0 || c.eval) return flag + " is for training, and there are no steps";
+    if (!has_steps(c)) return flag + " is for training, and there are no steps";
     if (!has_open_answers(c)) return "";
     return flag + ": the time of --loss grpo without --answer-tokens is not known: give that too";
 }
@@ -805,6 +803,8 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     // The planner has one shape for many layouts: whether experts are whole is up to the flags. One
     // rank shares weights with nobody.
     if (c.hpz == 1) c.hpz = 0;
+    if (!c.tasks.empty() && c.steps == 0)
+        c.eval = true;
     s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
@@ -832,7 +832,7 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
 
 // Whether the flags ask for steps beside a teacher.
 inline bool wants_teacher(const Config& c) {
-    return c.loss == "distill" && c.steps > 0 && !c.eval;
+    return c.loss == "distill" && has_steps(c);
 }
 // Check that a teacher of shape `s` can lie in this layout and read these sequences beside a
 // model: "" or why not.
@@ -925,7 +925,7 @@ inline std::vector<std::string> config_notes(const Config& c) {
         const char* wants;
     };
     bool elsewhere = c.offload != "none", away = offloads(c, "weights");
-    bool trains = c.steps > 0 && !c.eval;
+    bool trains = has_steps(c);
     bool texts = !c.prompts.empty() || has_rollouts(c);
     bool shards = c.zero > 0, draws = c.temperature > 0, samples = c.sample_tokens > 0;
     // Ranks share parameters: data-parallel ones do, and tensor-parallel ones whole experts.
@@ -936,6 +936,8 @@ inline std::vector<std::string> config_notes(const Config& c) {
         {"ema",           !c.out.empty(),            "--out, where checkpoints hold the mean"},
         {"keep",          !c.out.empty(),            "--out"},
         {"export-dtype",  !c.export_dir.empty(),     "--export"},
+        {"export",        !c.eval,                   "a run that goes on where --eval leaves"},
+        {"expect",        !has_rollouts(c),          "a validation loss"},
         {"zero-group",    shards,                    "--zero"},
         {"hpz",           shards,                    "--zero 3"},
         {"cp-method",     c.cp > 1,                  "--cp"},

@@ -354,42 +354,40 @@ inline std::string read_core(Evaluation* e, const std::string& folder, const Tok
 }
 
 // ----------------------------------------------------------------------------
-// --evaluate's value, and CORE's table
+// --eval's value, and CORE's table
 
-// Read --evaluate's value, "hellaswag=FILE,core=FOLDER". Returns "" or what is wrong.
+// Read --eval's value, "hellaswag=FILE,core=FOLDER". Returns "" or what is wrong.
 inline std::string read_tasks(Evaluation* e, const std::string& value, const Tokenizer& tokenizer,
                               size_t P) {
     // List the names, for the messages.
-    std::vector<std::string> names;
-    std::string all;
+    std::vector<std::string> names = {"core"};
+    std::string all = "core";
     for (const TaskKind& k : task_kinds()) {
         names.push_back(k.name);
-        all += concat(k.name, ", ");
+        all += concat(", ", k.name);
     }
-    names.push_back("core");
-    all += "core";
 
     // Read task by task. Each may occur once: its name is its key in log.jsonl.
     std::string item;
     for (std::istringstream in(value); std::getline(in, item, ',');) {
         size_t equals = item.find('=');
         if (equals == std::string::npos)
-            return "--evaluate wants name=FILE, not '" + item + "'; names: " + all;
+            return "--eval wants name=FILE, not '" + item + "'; names: " + all;
         std::string name = item.substr(0, equals);
         std::string close = nearest(name, names);
         const TaskKind* kind = find_task_kind(name);
         if (!kind && name != "core")
-            return "--evaluate: there is no task '" + name + "'" +
+            return "--eval: there is no task '" + name + "'" +
                    (close.empty() ? "" : ": did you mean " + close + "?") + "; tasks: " + all;
         for (const Task& t : e->tasks)
             if (t.name == name && t.shots < 0)
-                return "--evaluate: " + name + " is there twice";
+                return "--eval: " + name + " is there twice";
 
         std::string path = item.substr(equals + 1);
         std::string wrong = kind ? read_task(e, *kind, path, tokenizer, P)
                                  : read_core(e, path, tokenizer, P);
         if (!wrong.empty())
-            return "--evaluate: " + wrong;
+            return "--eval: " + wrong;
     }
     return "";
 }

@@ -12,6 +12,7 @@
 //   order      Sample s of a run is window permutation(s mod W) of epoch floor(s/W). Each epoch
 //              visits every window once, in an order that is a function of seed and epoch and needs
 //              no memory. The cursor of a run is one number: the samples taken so far.
+//              in-order:FILES takes windows as they come, and of each file whole steps alone.
 //   documents  With --documents mask those of a window do not see each other (context.h). With
 //              best-fit a window of T + 1 tokens begins with one: see pack_rows().
 //   validation Without its own files, validation gets the last tenth of each training file. The two
@@ -129,8 +130,12 @@ inline std::string escape_commas(const std::string& path) {
     return escaped;
 }
 
+constexpr std::string_view IN_ORDER = "in-order:"; // before files that are not shuffled
+
 // List the files of a value: "a.bin,b/*.txt". The files of a pattern come in alphabetical order.
 inline std::string data_paths(const std::string& value, std::vector<std::string>* paths) {
+    if (value.starts_with(IN_ORDER))
+        return data_paths(value.substr(IN_ORDER.size()), paths);
     // First try the value as the name of one file, whatever characters it has.
     auto exists = [](const std::string& path) {
         return ::access(path.c_str(), F_OK) == 0;
@@ -329,7 +334,7 @@ inline void keep_split(DataFile* f, Split split) {
 }
 
 // Say why a split has no window.
-inline std::string no_window(const DataLoader& d, Split split, bool own_validation) {
+inline std::string no_window(const DataLoader& d, Split split, bool own_validation, size_t step) {
     const DataFile& first = d.files[0];
     bool tenth = !own_validation && split == Split::VAL;
     std::string in = first.path + (d.files.size() > 1 ? " and others" : "");
@@ -340,15 +345,17 @@ inline std::string no_window(const DataLoader& d, Split split, bool own_validati
         return concat(in, " fills one window of ", d.T, " tokens, and validation needs another: "
                       "give more lines or a smaller --seq", more);
     return concat(split == Split::TRAIN ? "the training" : "the validation", " text has ", d.tokens,
-                  " tokens in ", in, ": a sequence takes ", d.T + 1,
-                  "; give more text or a smaller --seq", more);
+                  " tokens in ", in, ": a ", step > 1 ? "step" : "sequence", " takes ",
+                  step * d.T + 1, "; give more text or a smaller --seq", more);
 }
 
 // Open the files of one split. own_validation: validation has files of its own, so all tokens of
-// these files belong to this split. source: what packs JSON lines into windows; null: plain text.
+// these files belong to this split. source: packs JSON lines into windows; null: plain text. step:
+// windows that files in order keep together.
 inline std::string data_open(DataLoader* d, const std::string& value, Split split,
                              bool own_validation, const Tokenizer& tokenizer, size_t T, size_t V,
-                             uint64_t seed, const LineSource* source = nullptr) {
+                             uint64_t seed, const LineSource* source = nullptr,
+                             size_t step = 1) {
     // Find the files before opening any.
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
@@ -357,7 +364,8 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
     d->T = T;
     d->V = V;
     d->seed = seed;
-    d->shuffle = split == Split::TRAIN;
+    d->shuffle = split == Split::TRAIN && !value.starts_with(IN_ORDER);
+    if (d->shuffle) step = 1;
 
     // Open each in the order given, which determines the numbers of the windows.
     for (const std::string& path : paths) {
@@ -388,13 +396,14 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         // Cut the range into windows. The last target is one token after the last input.
         if (!own_validation) keep_split(&f, split);
         f.windows = f.packed ? f.count / T : f.count > 0 ? (f.count - 1) / T : 0;
+        f.windows -= f.windows % step;
         f.windows_before = d->windows;
         d->windows += f.windows;
         d->tokens += f.count;
         d->files.push_back(f);
     }
 
-    return d->windows ? "" : no_window(*d, split, own_validation);
+    return d->windows ? "" : no_window(*d, split, own_validation, step);
 }
 
 // Refuse a validation file that is also a training file, even under another name.

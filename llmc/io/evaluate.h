@@ -33,7 +33,7 @@
 //   Files: JSON lines as published. HellaSwag also as six lines a question (context, label, four
 //   endings, without brackets); ARC in AI2's or Hugging Face's form; PIQA's labels in the line, or
 //   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
-//   CORE, and --evaluate's value: core.h. Running: likelihood.h.
+//   CORE, and --eval's value: core.h. Running: likelihood.h.
 #pragma once
 #include <nlohmann/json.hpp>
 #include "../comm/text.h"
@@ -61,7 +61,7 @@ struct TaskQuestion {
     int label;           // index of the right one
 };
 
-// A task of --evaluate, with its questions in the order of the file.
+// A task of --eval, with its questions in the order of the file.
 struct Task {
     std::string name;
     std::vector<TaskQuestion> questions = {};
@@ -69,7 +69,7 @@ struct Task {
     double guess = 0; // of CORE: the accuracy of guessing
 };
 
-// All questions of --evaluate. The candidates of all tasks run together.
+// All questions of --eval. The candidates of all tasks run together.
 struct Evaluation {
     std::vector<Task> tasks = {};
     std::vector<Candidate> candidates = {};
@@ -286,7 +286,7 @@ struct TaskKind {
     bool perplexity; // one candidate a question: is it greedy?
 };
 
-// The tasks that --evaluate knows. A new one is a row, and a function that reads its lines.
+// The tasks that --eval knows. A new one is a row, and a function that reads its lines.
 inline const std::vector<TaskKind>& task_kinds() {
     // clang-format off
     static const std::vector<TaskKind> kinds = {

@@ -8,7 +8,7 @@
 //                   with pairs margin and accuracy, with KTO's also kl, the reference point;
 //                   with sampled answers reward, length, cut, equal_groups, entropy
 //     a validation  {step, val_loss, val_tokens, bits_per_byte}
-//     --evaluate    {step, hellaswag, hellaswag_norm, ...}
+//     --eval        {step, hellaswag, hellaswag_norm, ...}
 //     the end       {step, wall, seconds {start, load, steps, ...}, repeated_steps}
 //   On a terminal the step line changes in place; a pipe or a file gets about every tenth line.
 //   A resumed run drops the lines of steps that it repeats. dev/plot.py draws the file.

@@ -72,9 +72,11 @@ inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, doub
 // ----------------------------------------------------------------------------
 // the optimizer
 
-// A setting behind "muon" in --optimizer. Returns "" or what is wrong with it.
-inline std::string read_muon_setting(const std::string& name, const std::string& value, double lr,
-                                     Muon* h) {
+// A setting behind "muon" or "adamw" in --optimizer. Returns "" or what is wrong with it.
+inline std::string read_setting(Optimizer optimizer, const std::string& name,
+                                const std::string& value, double lr, Muon* h) {
+    if (optimizer == Optimizer::SGD) return "sgd has no settings";
+    const std::string own = optimizer == Optimizer::MUON ? name : ""; // a setting of Muon alone
     double x = 0;
     auto number = [&](double low, double high) {
         std::string wrong = parse_number(value, low, high, false, &x);
@@ -82,29 +84,32 @@ inline std::string read_muon_setting(const std::string& name, const std::string&
     };
 
     // Words.
-    if (name == "ns") {
+    if (own == "ns") {
         const std::vector<NewtonSchulz>& tables = newton_schulz_tables();
         for (size_t i = 0; i < tables.size(); i++)
             if (value == tables[i].name) return h->table = int(i), "";
         return "ns is simple, quintic, polar or convergent";
     }
-    if (name == "scale") {
+    if (own == "scale") {
         const char* words[] = {"shape", "rms", "unit"};
         for (int i = 0; i < 3; i++)
             if (value == words[i]) return h->scale = MuonScale(i), "";
         return "scale is shape, rms or unit";
     }
-    if (name == "cautious" && value.empty()) return h->cautious = true, "";
-    if (name == "heavy-ball" && value.empty()) return h->nesterov = false, "";
+    if (own == "cautious" && value.empty()) return h->cautious = true, "";
+    if (own == "heavy-ball" && value.empty()) return h->nesterov = false, "";
+    if (name == "decay-vectors" && value.empty())
+        return h->decays_vectors = true, "";
 
     // Numbers. Rates are kept as factors of --lr.
-    if (name == "momentum") {
+    if (own == "momentum") {
         std::string wrong = number(0, 0.99999);
         return h->momentum = h->first_momentum = float(x), wrong;
     }
-    if (name == "decay") {
-        std::string wrong = number(0, 1000);
-        return h->others_decay = float(x), wrong;
+    if (name == "decay" || name == "beta1") {
+        bool decay = name == "decay";
+        std::string wrong = number(0, decay ? 1000 : 0.99999);
+        return (decay ? h->others_decay : h->others_beta1) = float(x), wrong;
     }
     const std::pair<const char*, MuonGroup> rates[] = {{"table", MuonGroup::TABLE},
                                                        {"head", MuonGroup::HEAD},
@@ -115,8 +120,8 @@ inline std::string read_muon_setting(const std::string& name, const std::string&
         return h->rates[size_t(of)] = lr > 0 ? float(x / lr) : 0, wrong;
     }
     return "it has no setting '" + printable(name) +
-           "': give some of ns=, scale=, momentum=, heavy-ball, cautious, table=, head=, "
-           "vectors=, decay=";
+           "': give some of table=, head=, vectors=, decay=, decay-vectors, beta1=; with muon also "
+           "ns=, scale=, momentum=, heavy-ball, cautious";
 }
 
 // The optimizer that --optimizer names ahead of its settings, if there is one of that name.
@@ -127,7 +132,7 @@ inline std::optional<Optimizer> named_optimizer(const Config& c) {
     return {};
 }
 
-// Read --optimizer: adamw, sgd, muon or muon,name=value,... Returns "" or what is wrong with it.
+// Read --optimizer: adamw, sgd or muon, perhaps with ,name=value,... Returns "" or what is wrong.
 inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* muon) {
     *muon = {};
     muon->decay = muon->others_decay = float(c.weight_decay);
@@ -145,9 +150,8 @@ inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* m
     while (std::getline(words, word, ',') && wrong.empty()) {
         size_t equals = std::min(word.find('='), word.size());
         std::string value = word.substr(std::min(equals + 1, word.size()));
-        wrong = *optimizer == Optimizer::MUON
-                    ? read_muon_setting(word.substr(0, equals), value, c.lr, muon)
-                    : "only muon has settings";
+        wrong = read_setting(*optimizer, word.substr(0, equals), value, c.lr, muon);
+        muon->apart = true;
     }
     return wrong.empty() ? "" : "--optimizer " + printable(c.optimizer) + ": " + wrong;
 }
@@ -164,6 +168,10 @@ inline std::string check_optimizer(const Config& c) {
     if (wsd_share(c.schedule) < 0)
         return "--schedule " + printable(c.schedule) +
                ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
+    bool groups = optimizer == Optimizer::MUON || muon.apart;
+    if (groups && has_adapters(c))
+        return "--optimizer " + printable(c.optimizer) + " is for matrices of blocks, and adapters "
+               "have none that learn: give --optimizer adamw";
     if (optimizer != Optimizer::MUON) return "";
 
     // Refuse what is not built for Muon.
@@ -172,9 +180,6 @@ inline std::string check_optimizer(const Config& c) {
     if (offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients"))
         return "--optimizer muon needs whole matrices on the device: give --offload activations "
                "alone, or --zero 3";
-    if (c.lora || c.prefix || !c.adapter.empty())
-        return "--optimizer muon is for matrices of blocks, and adapters have none that learn: "
-               "give --optimizer adamw";
     return "";
 }
 

@@ -103,9 +103,10 @@ struct Muon {
     uint64_t seed = 0;
     int64_t step = 1;
 
-    // AdamW's part: [MuonGroup] the rate divided by Muon's, and the decay.
+    // AdamW's part: [MuonGroup] the rate divided by the matrices', decay and beta1 (-1: theirs).
     std::array<float, 5> rates = {1, 1, 1, 1, 1};
-    float others_decay = 0;
+    float others_decay = 0, others_beta1 = -1;
+    bool decays_vectors = false, apart = false; // apart: where AdamW updates matrices too
 };
 
 // The type of x.

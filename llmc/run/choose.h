@@ -81,11 +81,11 @@ inline void grow_vocabulary(Run& run) {
                printable(c.add_tokens).c_str(), run.tokenizer.vocab_size - 1, before, run.shape.V);
 }
 
-// Whether the run computes a validation loss. --eval with --evaluate, but without data, does not:
-// the loss would be that of the project's own sources, which nobody asked for.
+// Whether the run computes a validation loss. One that evaluates tasks alone, without data, does
+// not: the loss would be that of the project's own sources, which nobody asked for.
 inline bool wants_validation(const Config& c) {
     if (c.loss == "grpo") return false;
-    bool tasks_alone = !c.evaluate.empty() && !was_given(c, "data") && !was_given(c, "val");
+    bool tasks_alone = !c.tasks.empty() && !was_given(c, "data") && !was_given(c, "val");
     return c.eval ? !tasks_alone : c.steps > 0;
 }
 
@@ -148,11 +148,12 @@ inline void open_data(Run& run, const LineSource& lines) {
     }
 
     // Open both splits. Validation reads --val, or without it the end of the data.
-    bool train = c.steps > 0 && !c.eval, apart = !c.val.empty();
+    bool train = has_steps(c), apart = !c.val.empty();
     const LineSource* source = has_conversations(c) ? &lines : nullptr;
     if (train)
         or_die(data_open(&run.data.train, files, Split::TRAIN, apart, run.tokenizer, c.seq,
-                         run.shape.V, c.seed, source));
+                         run.shape.V, c.seed, source,
+                         size_t(c.batch_tokens / c.seq)));
     or_die(data_open(&run.data.val, apart ? c.val : files, Split::VAL, apart, run.tokenizer, c.seq,
                      run.shape.V, c.seed, source));
 
@@ -167,6 +168,10 @@ inline void open_data(Run& run, const LineSource& lines) {
     or_die(identify_files(files, &run.data.files["data"]));
     if (apart)
         or_die(identify_files(c.val, &run.data.files["val"]));
+
+    // Read what the validation loss is compared with.
+    if (!c.expect.empty())
+        or_die(read_curve(c.expect, &run.data.expected));
 
     // Evaluate at least one sample, and at most all that there are.
     int64_t wanted = c.eval_tokens / c.seq;
@@ -186,12 +191,12 @@ inline void open_data(Run& run, const LineSource& lines) {
         run.data.document_end = end;
 }
 
-// Read the questions of --evaluate, and check that all ranks have the same.
+// Read the questions of --eval, and check that all ranks have the same.
 inline void open_tasks(Run& run) {
     const Config& c = run.config;
-    if (c.evaluate.empty()) return;
-    LLMC_USER_CHECK(vocab_matches(run), "--evaluate: %s", foreign_tokenizer(run).c_str());
-    or_die(read_tasks(&run.questions.asked, c.evaluate, run.tokenizer, text_positions(run.shape)));
+    if (c.tasks.empty()) return;
+    LLMC_USER_CHECK(vocab_matches(run), "--eval: %s", foreign_tokenizer(run).c_str());
+    or_die(read_tasks(&run.questions.asked, c.tasks, run.tokenizer, text_positions(run.shape)));
     if (run.world.size == 1) return;
 
     // Each rank has read the files itself: compare hashes of the tokens, because they
@@ -199,7 +204,7 @@ inline void open_tasks(Run& run) {
     std::string all;
     for (const Candidate& x : run.questions.asked.candidates)
         all += concat(fnv1a({(const char*)x.tokens.data(), x.tokens.size() * sizeof(int)}), " ");
-    check_same(run.world, "the questions of --evaluate", all);
+    check_same(run.world, "the questions of --eval", all);
 }
 
 // Whether --export writes adapters alone, beside nothing.
@@ -364,7 +369,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
 
     // Train.
     PlanOptions train = train_options(c);
-    bool trains = c.steps > 0 && !c.eval;
+    bool trains = has_steps(c);
     if (trains) run.plans.train = add(train);
 
     // Evaluate.
@@ -375,7 +380,7 @@ inline std::vector<PlanOptions> choose_plans(Run& run) {
         run.plans.evaluate = add(evaluate);
     if (only_exports) add(evaluate); // it never runs: it gives the exported weights their place
 
-    // Score the candidates of --evaluate: one plan for each group of about equal length. From here
+    // Score the candidates of --eval: one plan for each group of about equal length. From here
     // on plans have the ordinary loss.
     evaluate.objective = {};
     size_t rows = evaluate.B * evaluate.T;

@@ -39,7 +39,7 @@ namespace llmc {
 // it takes none: the copy is in the host's memory.
 template <typename T, typename S>
 size_t snapshot_here(const Config& c, const Trainer<T, S>& t) {
-    bool saves = c.save_async && c.steps > 0 && !c.eval;
+    bool saves = c.save_async && has_steps(c);
     return saves && is_here(Tier::HOST, t.ctx.where) ? snapshot_bytes(t) : 0;
 }
 

@@ -98,6 +98,15 @@ void report_validation(Run& run, Trainer<T, S>& t) {
         printf(" | %.4f bits per byte", bits);
     }
 
+    // Say whether the loss is within four deviations of where others had it.
+    if (run.data.expected.count(run.step)) {
+        auto [mean, deviation] = run.data.expected.at(run.step);
+        double off = (loss.mean() - mean) / deviation;
+        line["expected"] = mean;
+        printf(" | expected %.4f, %+.1f deviations off: %s", mean, off,
+               std::fabs(off) <= 4 ? "inside" : "outside");
+    }
+
     // Preference pairs: add by how much, and how often, the better answer wins.
     if (has_pairs(run.config)) {
         double n = double(std::max<int64_t>(loss.valid, 1));
@@ -114,7 +123,7 @@ void report_validation(Run& run, Trainer<T, S>& t) {
     note(run, log_append(run.log, line));
 }
 
-// Score the tasks of --evaluate: all ranks compute, the first one prints and logs.
+// Score the tasks of --eval: all ranks compute, the first one prints and logs.
 template <typename T, typename S>
 void report_tasks(Run& run, Trainer<T, S>& t) {
     if (run.questions.groups.empty()) return;

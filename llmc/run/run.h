@@ -33,6 +33,8 @@
 #include <deque>
 #include <filesystem>
 #include <functional>
+#include <map>
+#include <sstream>
 #include <string>
 #include <sys/stat.h>
 
@@ -105,6 +107,30 @@ inline bool blown_up(double loss, size_t V, double first_loss) {
     return !(loss <= 2 * std::max(std::log(double(V)), first_loss));
 }
 
+// The curve of --expect: by steps done, the mean and the deviation of published validation losses.
+typedef std::map<int64_t, std::pair<double, double>> Curve;
+
+// Read lines of `step mean deviation`, where # begins a comment. Returns "" or what is wrong.
+inline std::string read_curve(const std::string& path, Curve* curve) {
+    std::string line, text;
+    std::string wrong = read_whole_file(path, &text);
+    if (!wrong.empty()) return "--expect " + wrong;
+    std::istringstream lines(text);
+    for (int number = 1; std::getline(lines, line); number++) {
+        line = line.substr(0, line.find('#'));
+        long long step = 0;
+        double mean = 0, deviation = 0;
+        char rest;
+        int read = sscanf(line.c_str(), "%lld %lf %lf %c", &step, &mean, &deviation, &rest);
+        if (read == EOF) continue;
+        if (read != 3 || !(deviation > 0))
+            return concat("--expect ", path, ":", number, ": wants `step mean deviation`, with a "
+                          "deviation above 0, not '", printable(line), "'");
+        (*curve)[step] = {mean, deviation};
+    }
+    return curve->empty() ? "--expect " + path + ": has no line `step mean deviation`" : "";
+}
+
 // ----------------------------------------------------------------------------
 // a run's parts: what belongs to one subject or technique is one member
 
@@ -157,9 +183,10 @@ struct RunData {
     size_t val_bytes = 0;     // bytes of text that validation predicts; 0: not known
     int document_end = -1;    // the token that ends a document, with --documents mask
     nlohmann::json files;     // of --data and --val, which checkpoints name
+    Curve expected;           // of --expect
 };
 
-// The questions of --evaluate, and their candidates by length.
+// The questions of --eval, and their candidates by length.
 struct Questions {
     Evaluation asked;
     std::vector<ScoreGroup> groups;

@@ -26,7 +26,7 @@ inline std::string check_merged_run(const Config& c, Merging merging) {
                               merging == Merging::DORA ? "DoRA" : "(IA)3",
                               ", which is merged as it is read");
     bool folder = file_type(c.model) == S_IFDIR && !c.scratch && c.start.empty();
-    if (c.steps > 0 && !c.eval)
+    if (has_steps(c))
         return flag + " and not trained: give --steps 0 or --eval, or --export the merged model "
                       "and train that";
 

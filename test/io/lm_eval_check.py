@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Scores of --evaluate against lm-evaluation-harness's own, on all six tasks.
+"""Scores of --eval against lm-evaluation-harness's own, on all six tasks.
 
 usage: test/io/lm_eval_check.py [TRAIN_GPT]      minutes; pip install lm_eval torch accelerate
 
@@ -91,7 +91,7 @@ def run(flags, **files):
 
 def ours(model, tokenizer, files):
     text = run("--model {model} --tokenizer {tokenizer} --data {data} --eval --seq 256 "
-               "--eval-tokens 256 --evaluate {tasks}", model=model, tokenizer=tokenizer, data=TEXT,
+               "--eval-tokens 256 --eval {tasks}", model=model, tokenizer=tokenizer, data=TEXT,
                tasks=",".join(f"{name}={path}" for name, path in files.items()))
     return {(name, metric): (value, error)
             for name, rest in re.findall(r"^([a-z-]+) \d+/\d+  (acc .*)$", text, re.M)

@@ -89,10 +89,16 @@ TEST(Config, ReadsFlagsAndSwitches) {
 // `--name=value` means `--name value`, for a value that holds an equals sign too, and for switches.
 TEST(Config, ReadsAValueBehindAnEqualsSign) {
     Config c;
-    EXPECT_EQ(parse(c, "--lr=3e-4 --evaluate=piqa=a.jsonl --prompt= --resume=false"_flags), "");
+    EXPECT_EQ(parse(c, "--lr=3e-4 --eval=piqa=a.jsonl --prompt= --resume=false"_flags), "");
     EXPECT_EQ(parse(c, "--steps 7 --explain"_flags), "");
     EXPECT_EQ(c.lr, 3e-4);
-    EXPECT_EQ(c.evaluate, "piqa=a.jsonl");
+    EXPECT_EQ(c.tasks, "piqa=a.jsonl");
+    EXPECT_FALSE(c.eval);
+    EXPECT_EQ(parse(c, "--eval --val=b.txt --eval piqa=c.jsonl"_flags), "");
+    EXPECT_TRUE(c.eval && c.tasks == "piqa=c.jsonl" && c.val == "b.txt");
+    EXPECT_EQ(config_json(c)["eval"], "piqa=c.jsonl");
+    EXPECT_EQ(parse("--evaluate=piqa=a.jsonl"_flags),
+              "--evaluate is gone: --eval TASK=FILE scores tasks at each evaluation");
     EXPECT_FALSE(c.resume);
     EXPECT_EQ(c.steps, 7);
     EXPECT_TRUE(c.explain);

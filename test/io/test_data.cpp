@@ -139,6 +139,29 @@ TEST(Data, EveryWindowOnceAnEpochOverAllKindsOfFiles) {
     EXPECT_EQ((std::vector<int>(first.end() - 2, first.end())), (std::vector<int>{5004, 5008}));
 }
 
+// in-order: files by name, windows as they come, and no window that makes no whole step.
+TEST(Data, InOrderDropsTheRestOfEachFile) {
+    std::string all = "in-order:" + scratch("order_*.bin");
+    shard("order_b.bin", positions(500, 41), 2), shard("order_a.bin", positions(100, 30), 2);
+    shard("order_c.bin", positions(900, 12), 2);
+    DataLoader d;
+    auto open = [&](const std::string& files, size_t step) {
+        return data_open(&d, files, Split::TRAIN, true, bytes_tokenizer, 4, 1 << 20, 7, nullptr, step);
+    };
+
+    // Steps of three windows: two from the first file, three from the second, none from the third.
+    ASSERT_EQ(open(all, 3), "");
+    std::vector<int> want;
+    for (int i = 0; i < 6; i++) want.push_back(100 + 4 * i);
+    for (int i = 0; i < 9; i++) want.push_back(500 + 4 * i);
+    EXPECT_EQ(starts(d, 0, 15), want);
+    EXPECT_EQ(starts(d, 15, 15), want) << "the second epoch";
+    EXPECT_HAS(open(all, 11), "the training text has 83 tokens in ");
+    EXPECT_HAS(open(all, 11), ": a step takes 45; give more text");
+    ASSERT_EQ(open(all.substr(9), 11), "");
+    EXPECT_EQ(d.windows, 7u + 10 + 2) << "shuffled, no window is dropped";
+}
+
 TEST(Data, TrainingAndValidationShareNoToken) {
     for (size_t n = 20; n <= 260; n += n < 80 ? 1 : 9)
         for (size_t T : {1, 2, 3, 7}) {

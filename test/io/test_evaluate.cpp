@@ -129,7 +129,7 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
         Evaluation e;
         std::string wrong = read_tasks(&e, value, Tokenizer(), P);
         EXPECT_NE(wrong.find(says), std::string::npos) << value << ": " << wrong;
-        EXPECT_EQ(wrong.rfind("--evaluate", 0), 0u) << wrong;
+        EXPECT_EQ(wrong.rfind("--eval", 0), 0u) << wrong;
     };
     auto bad = [&](const std::string& task, const std::string& bytes, const std::string& says) {
         std::string path = write(task + ".bad", bytes);
@@ -139,7 +139,7 @@ TEST(Files, WhatIsWrongIsSaidWithFileAndLine) {
     // Values of the flag.
     refuses("hellaswag", "wants name=FILE, not 'hellaswag'");
     refuses("helaswag=x", "no task 'helaswag': did you mean hellaswag?");
-    refuses("x=y", "tasks: hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada, core");
+    refuses("x=y", "tasks: core, hellaswag, arc-easy, arc-challenge, piqa, winogrande, lambada");
     refuses("piqa=/no/such", "/no/such: No such file");
     refuses("piqa=" + testing::TempDir(), "is no file but a folder");
 
@@ -821,7 +821,7 @@ TEST(Core, WhatIsWrongIsSaidWithFileAndLine) {
     auto refuses = [&](const std::string& folder, const std::string& says, size_t P = 1 << 20) {
         Evaluation e;
         std::string wrong = read_tasks(&e, "core=" + folder, t, P);
-        EXPECT_EQ(wrong.rfind("--evaluate: " + folder + says, 0), 0u) << wrong;
+        EXPECT_EQ(wrong.rfind("--eval: " + folder + says, 0), 0u) << wrong;
     };
     auto yaml = [&](const std::string& more, const std::string& says) {
         refuses(core_folder(keys + more, item), "/core.yaml" + says);
