@@ -35,7 +35,7 @@ ROWS = {
     "zero_optimization.zero_hpz_partition_size": ("hpz", NUMBER),
     "gradient_clipping": ("clip", NUMBER, 0),
     "optimizer.type": ("optimizer", {"AdamW": "adamw", "adamw": "adamw", "Adam": "adamw", "adam": "adamw",
-                                     "SGD": "sgd"}, ""),
+                                     "SGD": "sgd", "Muon": "muon", "muon": "muon"}, ""),
     "optimizer.params.lr": ("lr", NUMBER, 0.001),
     "optimizer.params.betas": ("beta1", NUMBER, [0.9, 0.999]),
     "optimizer.params.eps": ("eps", NUMBER, 1e-8),
@@ -114,6 +114,34 @@ def flags_of(key, value):
     return flags | ({"min-lr": 0} if value == "WarmupDecayLR" else {})
 
 
+# DeepSpeed's Muon as words of --optimizer: its own keys leave the list, and optimizer.params.lr becomes Muon's. Its
+# matrices have simple's iterations (Gram's are the same polynomial) and sqrt(max(1, r / c)), the others adam_lr. A fused
+# q, k, v is three matrices here and one there.
+def take_muon(keys):
+    given = {name: keys.pop(f"optimizer.params.{name}", None)
+             for name in ("lr", "muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")}
+    for name, value in given.items():
+        if name == "ns_method" and value not in (None, "gram", "standard"):
+            sys.exit(f"ns_method {json.dumps(value)}: not built here, which has: \"gram\", \"standard\"")
+        if name == "per_head_muon" and value not in (None, False):
+            sys.exit(f"per_head_muon {json.dumps(value)}: not built here, which takes whole matrices")
+        if name in ("lr", "muon_lr", "adam_lr", "momentum") and value not in (None, "auto") and not is_number(value):
+            sys.exit(f"{name} {json.dumps(value)}: wants a number")
+        if value is not None and name != "lr":
+            print(f"# optimizer.params.{name} {json.dumps(value)}")
+
+    # A schedule's rate is that of all groups.
+    lr, muon_lr, adam_lr, momentum = (None if given[name] == "auto" else given[name]
+                                      for name in ("lr", "muon_lr", "adam_lr", "momentum"))
+    lr = 0.001 if given["lr"] is None else lr
+    muon_lr, adam_lr = (lr if rate is None else rate for rate in (muon_lr, adam_lr))
+    keys["optimizer.params.lr"] = "auto" if muon_lr is None else muon_lr
+    words = ["muon", "scale=shape"] + ([f"momentum={momentum}"] if momentum is not None else [])
+    if adam_lr not in (None, muon_lr) and not is_number(keys.get("scheduler.params.warmup_max_lr")):
+        words += [f"{group}={adam_lr}" for group in ("table", "head", "vectors")]
+    return ",".join(words)
+
+
 # Two of the three sizes of a batch give the third, as in DeepSpeed.
 def batch_of(keys, args):
     sizes = []
@@ -149,6 +177,7 @@ def main():
     if not isinstance(config, dict):
         sys.exit(f"{args.file}: is no JSON object")
     keys = flatten(config)
+    muon = take_muon(keys) if str(keys.get("optimizer.type")).lower() == "muon" else ""
     check_keys(keys)
 
     # Take each row: the file's value, or DeepSpeed's default where the row's block is there.
@@ -166,7 +195,7 @@ def main():
                 x = f"{flags[flag]},{x}"
             elif flag in flags and flag != "lr" and flags[flag] != x:
                 sys.exit(f"{key} {json.dumps(value)}: another key wants --{flag} {flags[flag]}")
-            flags[flag] = x
+            flags[flag] = muon if x == "muon" else x
         whose = "" if key in keys else ", a default of DeepSpeed's"
         print(f"# {key} {json.dumps(value)}{whose}")
 

@@ -221,6 +221,8 @@ inline void access_muon(Access& x, const Plan& p, const Model& model) {
         if (!has_muon_matrices(p.layout, model, b)) continue;
         x.change({Kind::STATE, b, 0});
         x.change({Kind::GRAD, b});
+        for (int i : model.buckets[b].in_order)
+            if (p.optimizer == Optimizer::NORMUON) x.change({Kind::NEURONS, b, i});
     }
     x.write({Kind::SCRATCH, -1});
 }

@@ -91,8 +91,8 @@ inline const char* op_name(Op op) {
 // The meaning of a piece of memory. The table below says how long each kind lives, and whether
 // there is one for each bucket or for each layer.
 enum class Kind : uint8_t {
-    WEIGHT, MASTER, STATE, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, MAXIMA, CONSTANTS, CACHE,
-    GATHERED, CODES, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED,
+    WEIGHT, MASTER, STATE, NEURONS, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, MAXIMA, CONSTANTS,
+    CACHE, GATHERED, CODES, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED,
     VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, LOADS, SCRATCH
@@ -107,6 +107,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"weight",     true,  true},  // this rank's weights: the whole bucket, in ZeRO-3 its shard
         {"master",     true,  true},  // the bits that narrow weights lack (small_states.cuh)
         {"state",      true,  true},  // a state tensor of the optimizer; `micro` is its number
+        {"neurons",    true,  true},  // NorMuon's second moments of rows or columns (muon.cuh)
         {"ema",        true,  true},  // the running mean of weights (ema.cuh)
         {"grad",       true,  true},  // the step's gradient: whole, or its shard in ZeRO-2 and 3
         {"grad.tied",  true,  true},  // the head's gradient of a tied table
@@ -169,7 +170,7 @@ inline Kind activation_group(Keep keep, Last last, Recompute level) {
 struct Data {
     Kind kind;
     int of = -1;    // the number of a layer or a bucket
-    int micro = -1; // a micro-batch; STATE: the number of the optimizer's tensor
+    int micro = -1; // a micro-batch; STATE: the optimizer's tensor; NEURONS: a parameter
     int chunk = -1; // a chunk of an offloaded bucket, -1: the whole bucket; PARKED: the kind of
                     //   the datum that is parked
     auto operator<=>(const Data&) const = default;

@@ -4,6 +4,7 @@
 //     1. each rank updates the momentum of its own range, and puts u in the gradient's place
 //     2. parts of u go to the matrix's owner, which orthogonalises it
 //     3. parts of the result go back, in the gradient's place; UPDATE then needs no other element
+//   The owner also updates NorMuon's second moments and sends them to all that have the matrix.
 //   A rank sends and receives no more than it updates. Without ZeRO all ranks have u, and step 2
 //   sends nothing among data-parallel ranks. The result has the bits of one process, as long as
 //   gradients have them, for a product does not depend on who makes it.
@@ -147,11 +148,6 @@ inline bool is_dense(const MuonPart& part) {
     return part.runs.gap == 0 || part.piece % run + part.count <= run;
 }
 
-// Whether two parts of a matrix have the same elements.
-inline bool is_same(const MuonPart& a, const MuonPart& b) {
-    return a.piece == b.piece && a.count == b.count && a.runs.start == b.runs.start;
-}
-
 // Whether a rank gives its part of u to the owner. Of ranks that hold the same elements one does:
 // the owner itself if it can.
 inline bool gives_part(const Layout& from, const Layout& owner, const Model& model,
@@ -203,6 +199,16 @@ acc_t<T>* updated_gradient(const Trainer<T, S>& t, int bucket) {
     return updated_part<acc_t<T>>(t, {Kind::GRAD, bucket}, range);
 }
 
+// NorMuon's second moments of a matrix, which this rank has parts of; null: the run has none.
+template <typename T, typename S>
+acc_t<T>* neurons_of(const Trainer<T, S>& t, const MuonMatrix& m) {
+    typedef acc_t<T> A;
+    const Parameter& p = t.model.parameters[m.parameter];
+    A* all = address<A>(t, {Kind::NEURONS, p.bucket, m.parameter});
+    size_t before = m.first / std::min(m.rows, m.cols); // those of matrices before, of all ranks
+    return all ? all + before % neurons_of(p) : nullptr;
+}
+
 // Send parts of a round's matrices to their owners, or back: muon.h. u is the matrix of which this
 // rank is the owner, and parts (r,c) room for those of it that do not lie together.
 template <typename T, typename S>
@@ -212,8 +218,8 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
     S where = t.ctx.where;
     int me = t.comms.world.rank;
     std::vector<CommMessage> messages;
-    auto add = [&](A* data, const MuonPart& part, int peer, bool send) {
-        if (part.count) messages.push_back({data, part.count * sizeof(A), peer, send});
+    auto add = [&](A* data, size_t count, int peer, bool send) {
+        if (data && count) messages.push_back({data, count * sizeof(A), peer, send});
     };
 
     // Copy between the matrix and a part that lies together.
@@ -235,19 +241,24 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
         Layout owner = layout_at(t.layout, m.owner);
         MuonPart mine = muon_part(t.layout, t.model, m);
         A* home = updated_gradient(t, bucket) + mine.at;
-        bool given = gives_part(t.layout, owner, t.model, m);
+        bool given = back || gives_part(t.layout, owner, t.model, m);
+        A* v = back ? neurons_of(t, m) : nullptr;
+        size_t lines = std::max(m.rows, m.cols);
         if (m.owner != me) {
-            if (back || given) add(home, mine, m.owner, !back);
+            add(v, lines, m.owner, false);
+            if (given) add(home, mine.count, m.owner, !back);
             continue;
         }
 
         // The owner's own part needs no message.
-        if (back || given) copy(m, mine, home);
+        if (given) copy(m, mine, home);
         for (int rank : muon_ranks(t.layout, t.model.buckets[bucket].group)) {
             Layout other = layout_at(t.layout, rank);
             MuonPart part = muon_part(other, t.model, m);
             bool sends = back || gives_part(other, owner, t.model, m);
-            if (rank == me || !sends || !part.count) continue;
+            if (rank == me) continue;
+            add(v, lines, rank, true);
+            if (!sends || !part.count) continue;
 
             // A part that lies together in the matrix too goes there at once.
             A* place = parts;
@@ -257,7 +268,10 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
                 });
             } else {
                 // Ranks that hold the same elements get them from one place.
-                auto same = [&](const auto& p) { return is_same(p.first, part); };
+                auto same = [&](const auto& p) {
+                    return p.first.piece == part.piece && p.first.count == part.count &&
+                           p.first.runs.start == part.runs.start;
+                };
                 auto found = std::find_if(packed.begin(), packed.end(), same);
                 if (found != packed.end()) {
                     place = found->second;
@@ -267,7 +281,7 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
                     if (back) copy(m, part, place);
                 }
             }
-            add(place, part, rank, back);
+            add(place, part.count, rank, back);
         }
     }
     exchange(t.comms.world, messages.data(), int(messages.size()), where);
@@ -284,7 +298,6 @@ void run_muon(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     S where = t.ctx.where;
     Muon h = muon_of(t.hyper);
-    const Plan& p = t.plans[t.plan];
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
 
     // Update the momentum.
@@ -293,8 +306,8 @@ void run_muon(Trainer<T, S>& t) {
         Range range = updated_range(t.layout, t.model, b);
         void* m = address<unsigned char>(t, {Kind::STATE, b, 0});
         std::vector<TensorRow> rows = rows_of_rule(t.model, b, range, true);
-        muon_momentum<T>(updated_gradient(t, b), m, p.states, rows.data(), rows.size(), h, scale,
-                         where);
+        muon_momentum<T>(updated_gradient(t, b), m, t.plans[t.plan].states, rows.data(),
+                         rows.size(), h, scale, where);
     }
 
     // Orthogonalise, a round at a time.
@@ -319,7 +332,8 @@ void run_muon(Trainer<T, S>& t) {
             unsigned char* rest = reinterpret_cast<unsigned char*>(parts);
             room.bind(rest + round_up(mine->elements() * sizeof(A), size_t(256)), mine->rows,
                       mine->cols);
-            muon_orthogonalise(u, mine->rows, mine->cols, h, room, t.ctx.blas, where);
+            muon_orthogonalise(u, mine->rows, mine->cols, h, room, t.ctx.blas, where,
+                               neurons_of(t, *mine), scale);
         }
         exchange_parts(t, round, u, parts, true);
         round.clear();

@@ -11,7 +11,7 @@
 namespace llmc {
 
 // Checkpoints store the name, so the order here is free.
-enum class Optimizer : uint8_t { ADAMW, SGD, MUON };
+enum class Optimizer : uint8_t { ADAMW, SGD, MUON, NORMUON };
 
 // The facts that the rest of the program asks of an optimizer.
 struct OptimizerRow {
@@ -25,6 +25,7 @@ inline const OptimizerRow& optimizer_row(Optimizer optimizer) {
         {"adamw", {"m", "v"}}, // first and second moments
         {"sgd", {}},
         {"muon", {"m", "v"}},
+        {"muon,normuon", {"m", "v"}}, // and a v for each row or column (Kind::NEURONS)
     };
     return rows[int(optimizer)];
 }

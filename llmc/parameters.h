@@ -334,7 +334,7 @@ void for_each_state_row(const Trainer<T, S>& t, Data d, const Parameter& p, Kept
 
 // Whether a kind is stored as numbers of type acc, apart from narrow moments.
 inline bool is_in_acc(Kind kind) {
-    return kind == Kind::STATE || kind == Kind::EMA || kind == Kind::GRAD;
+    return kind != Kind::WEIGHT && kind != Kind::MASTER;
 }
 
 // Store a range of a state tensor from its numbers (range.count). bf16 moments are rounded to

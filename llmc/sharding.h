@@ -186,6 +186,13 @@ inline bool has_muon_matrices(const Layout& layout, const Model& model, int buck
            std::any_of(first, first + b.count, [](const Parameter& p) { return p.muon; });
 }
 
+// The number of NorMuon's second moments of a matrix, or of this rank's matrices of a stack: one
+// for each row, or column where there are more of those. No tensor-parallel rank cuts them.
+inline size_t neurons_of(const Parameter& p) {
+    size_t shorter = std::min(p.rows() / p.matrices(), p.cols());
+    return p.muon ? p.elements() / size_t(p.experts.size) / shorter : 0;
+}
+
 // The datum in which a layer finds its weights.
 inline Kind weight_kind(const Layout& layout, const Model& model, int bucket) {
     bool cut = is_sharded(layout, model, {Kind::WEIGHT, bucket});

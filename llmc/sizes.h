@@ -297,6 +297,9 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         }
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
 
+    // NorMuon's second moments are few, so every rank has those of all its matrices.
+    case Kind::NEURONS: return neurons_of(model.parameters[d.micro]) * sizeof(A);
+
     // The mean of weights moves by less than a bf16 has bits for.
     case Kind::EMA: return p.ema ? elements * sizeof(A) : 0;
 

@@ -241,9 +241,9 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     const Plan& p = t.plans[t.plan];
     AdamWMemory<T> memory = {weight, master, grad, state(0), state(1), p.masters, p.states};
     AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
-    if (p.optimizer == Optimizer::MUON || h.muon.apart) {
+    if (t.model.muon || h.muon.apart) {
         auto matrices = rows_of_rule(t.model, a.bucket, range, true);
-        if (p.optimizer == Optimizer::MUON)
+        if (t.model.muon)
             muon_update(memory, matrices.data(), matrices.size(), muon_of(h), scale, where);
         else
             adamw_update(memory, matrices.data(), matrices.size(), numbers, scale, where);

@@ -256,9 +256,9 @@ std::string replay_step(Trainer<T, S>& t, int plan) {
 // which rank computes wrong, not which one has other weights.
 template <typename T, typename S>
 void even_weights(Trainer<T, S>& t) {
-    std::vector<Copied> list = copied_data(t);
+    std::vector<StateTensor> list = copied_data(t);
     for_each_repeat(t, [&](const Comm& c, auto same) {
-        for (const Copied& x : list) {
+        for (const StateTensor& x : list) {
             KeptRange range = kept_range(t, x.data, *x.p);
             bool repeated = c.size > 1 && same(x);
             bool weight = x.data.kind == Kind::WEIGHT;

@@ -1,7 +1,7 @@
 // checkpoint.h - crash-safe checkpoints: each rank writes what it owns; checkpoint_load.h loads it
 //   OUT/step_00000100/rank_00003.safetensors   the elements that rank 3 owns, as flat tensors
 //                                              "param.NAME" (the masters, exact, or the weights),
-//                                              "m.NAME" and "v.NAME" (AdamW's moments),
+//                                              "m.NAME" and "v.NAME" (the optimizer's moments),
 //                                              "ema.NAME" (the mean of weights, --ema)
 //   OUT/step_00000100/manifest.json            step, cursor, seed, model; and for each file
 //     {"file", "bytes", "crc32", "tp", "tp_rank", "tensors": {"param.NAME": [first, count], ...}}
@@ -218,14 +218,6 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out, const char*
 // ----------------------------------------------------------------------------
 // the state of a rank as tensors
 
-// A tensor in a rank's file: a parameter, or one of its optimizer moments.
-// `data` says where the values lie on this rank, `p` gives the shape and how ranks cut it.
-struct StateTensor {
-    std::string name;
-    Data data;
-    const Parameter* p;
-};
-
 // List the state of every trained parameter: its masters if there are any, else its weights; then
 // its moments. Frozen weights are left out: a resume reads them from the model's folder again.
 template <typename T, typename S>
@@ -246,9 +238,7 @@ std::vector<StateTensor> state_tensors(const Trainer<T, S>& t) {
         const char* read = t.takes_average ? "ema." : "param.";
         list.push_back({read + p.name, {weights, p.bucket}, &p});
         if (!stateful) continue;
-        int number = 0;
-        for (std::string state : states_of(t.plans[0].optimizer, p.muon))
-            list.push_back({state + "." + p.name, {Kind::STATE, p.bucket, number++}, &p});
+        add_moments(t, p, ".", list);
         if (t.plans[0].ema)
             list.push_back({"ema." + p.name, {Kind::EMA, p.bucket}, &p});
     }

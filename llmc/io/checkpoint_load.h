@@ -35,6 +35,7 @@
 #include "json.h"
 #include "manifest.h"
 #include "one_reader.h"
+#include "replicas.h"
 #include "safetensors.h"
 
 namespace llmc {
@@ -248,10 +249,13 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     writers.tp.size = tp;
     writers.dp = {ep, ep_rank};
     writers.ep = ep;
+    writers.muon = files.model.muon;
     Model& cut = files.cut[{tp, ep, ep_rank}];
     if (cut.parameters.empty())
         cut = make_model(files.model.shape, writers);
-    const Parameter& saved = cut.parameters[s.p - &files.model.parameters[0]];
+    size_t number = s.own ? size_t(s.data.micro) : size_t(s.p - &files.model.parameters[0]);
+    Parameter saved = cut.parameters[number];
+    if (s.own) saved = neurons_as_parameter(saved);
 
     // Cut the file's range [first, first + count) into runs of the whole.
     const nlohmann::json& range = entry["tensors"][s.name];

@@ -293,7 +293,8 @@ inline const std::vector<Flag>& config_table() {
          "adamw, sgd without momentum, or muon for matrices of blocks and AdamW for the rest; "
          "behind commas AdamW's rates (--lr) table=, head=, vectors=, its decay=, beta1= and "
          "decay-vectors, of all but matrices of blocks; and muon's settings: ns=simple, quintic, "
-         "polar or convergent; scale=rms, shape or unit; momentum=X; heavy-ball; cautious"},
+         "polar, polar8, aol or convergent; scale=rms, shape or unit; momentum=X or "
+         "FIRST:LAST:STEPS; heavy-ball; cautious; normuon=X (NorMuon)"},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},

@@ -246,6 +246,7 @@ inline std::string memory_text(const Arena& arena, const std::vector<Plan>& plan
     const char* formats[] = {"float", "16-bit remainders", ""};
     add("master weights", Kind::MASTER, formats[int(plans[0].masters)]);
     add("optimizer moments", Kind::STATE, states_name(plans[0].states));
+    add("second moments of rows", Kind::NEURONS, "or of columns, NorMuon's");
     add("mean of weights", Kind::EMA, "float, --ema");
     add("maxima of fp8 products", Kind::AMAX, "delayed scaling's, and scales");
     add("codes of fp8 weights", Kind::CAST, "cast once a step");

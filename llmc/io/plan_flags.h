@@ -18,6 +18,7 @@
 #include "../comm/text.h"
 #include "config.h"
 #include "files.h"
+#include "newton_schulz.h"
 #include <optional>
 #include <string_view>
 
@@ -76,24 +77,23 @@ inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, doub
 inline std::string read_setting(Optimizer optimizer, const std::string& name,
                                 const std::string& value, double lr, Muon* h) {
     if (optimizer == Optimizer::SGD) return "sgd has no settings";
-    const std::string own = optimizer == Optimizer::MUON ? name : ""; // a setting of Muon alone
+    const std::string own = optimizer == Optimizer::ADAMW ? "" : name; // a setting of Muon alone
     double x = 0;
-    auto number = [&](double low, double high) {
-        std::string wrong = parse_number(value, low, high, false, &x);
+    auto number = [&](const std::string& text, double low, double high) {
+        std::string wrong = parse_number(text, low, high, false, &x);
         return wrong.empty() ? "" : name + " " + wrong;
     };
 
     // Words.
     if (own == "ns") {
-        const std::vector<NewtonSchulz>& tables = newton_schulz_tables();
-        for (size_t i = 0; i < tables.size(); i++)
-            if (value == tables[i].name) return h->table = int(i), "";
-        return "ns is simple, quintic, polar or convergent";
+        for (const NewtonSchulz& table : newton_schulz_tables())
+            if (value == table.name) return h->table = &table, "";
+        return "ns is simple, quintic, polar, polar8, aol or convergent";
     }
     if (own == "scale") {
-        const char* words[] = {"shape", "rms", "unit"};
-        for (int i = 0; i < 3; i++)
-            if (value == words[i]) return h->scale = MuonScale(i), "";
+        if (value == "shape") return h->scale = shape_scale, "";
+        if (value == "rms") return h->scale = rms_scale, "";
+        if (value == "unit") return h->scale = unit_scale, "";
         return "scale is shape, rms or unit";
     }
     if (own == "cautious" && value.empty()) return h->cautious = true, "";
@@ -102,32 +102,51 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
         return h->decays_vectors = true, "";
 
     // Numbers. Rates are kept as factors of --lr.
+    if (own == "normuon") {
+        std::string wrong = number(value.empty() ? "0.95" : value, 0, 0.99999);
+        return h->beta2 = float(x), wrong;
+    }
     if (own == "momentum") {
-        std::string wrong = number(0, 0.99999);
-        return h->momentum = h->first_momentum = float(x), wrong;
+        // One number, or FIRST:LAST:STEPS.
+        std::istringstream words(value);
+        std::string first, last, steps;
+        std::getline(words, first, ':');
+        std::getline(words, last, ':');
+        std::getline(words, steps);
+        if (first == value) last = first, steps = "1";
+        std::string wrong = number(first, 0, 0.99999);
+        h->first_momentum = float(x);
+        if (wrong.empty()) wrong = number(last, 0, 0.99999);
+        h->momentum = float(x);
+        if (wrong.empty()) wrong = number(steps, 1, 1e9);
+        h->momentum_steps = int(x);
+        return wrong;
     }
-    if (name == "decay" || name == "beta1") {
-        bool decay = name == "decay";
-        std::string wrong = number(0, decay ? 1000 : 0.99999);
-        return (decay ? h->others_decay : h->others_beta1) = float(x), wrong;
+    if (name == "beta1") {
+        std::string wrong = number(value, 0, 0.99999);
+        return h->others_beta1 = float(x), wrong;
     }
-    const std::pair<const char*, MuonGroup> rates[] = {{"table", MuonGroup::TABLE},
-                                                       {"head", MuonGroup::HEAD},
-                                                       {"vectors", MuonGroup::VECTOR}};
-    for (auto [group, of] : rates) {
-        if (name != group) continue;
-        std::string wrong = number(0, 1000);
-        return h->rates[size_t(of)] = lr > 0 ? float(x / lr) : 0, wrong;
+    const std::pair<const char*, float*> numbers[] = {
+        {"decay", &h->others_decay},
+        {"table", &h->rates[size_t(MuonGroup::TABLE)]},
+        {"head", &h->rates[size_t(MuonGroup::HEAD)]},
+        {"vectors", &h->rates[size_t(MuonGroup::VECTOR)]}};
+    for (auto [word, at] : numbers) {
+        if (name != word) continue;
+        std::string wrong = number(value, 0, 1000);
+        return *at = float(name == "decay" ? x : lr > 0 ? x / lr : 0), wrong;
     }
     return "it has no setting '" + printable(name) +
            "': give some of table=, head=, vectors=, decay=, decay-vectors, beta1=; with muon also "
-           "ns=, scale=, momentum=, heavy-ball, cautious";
+           "ns=, scale=, momentum=, heavy-ball, cautious, normuon=";
 }
 
 // The optimizer that --optimizer names ahead of its settings, if there is one of that name.
 inline std::optional<Optimizer> named_optimizer(const Config& c) {
     std::string_view word = std::string_view(c.optimizer).substr(0, c.optimizer.find(','));
-    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON})
+    bool rows = c.optimizer.find(",normuon") != std::string::npos;
+    if (word == "muon") return rows ? Optimizer::NORMUON : Optimizer::MUON;
+    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD})
         if (word == optimizer_row(o).name) return o;
     return {};
 }
@@ -136,7 +155,7 @@ inline std::optional<Optimizer> named_optimizer(const Config& c) {
 inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* muon) {
     *muon = {};
     muon->decay = muon->others_decay = float(c.weight_decay);
-    muon->scale = MuonScale::RMS;
+    muon->scale = rms_scale;
     std::optional<Optimizer> named = named_optimizer(c);
     if (!named)
         return "--optimizer " + printable(c.optimizer) + ": give adamw, sgd or muon";
@@ -168,11 +187,11 @@ inline std::string check_optimizer(const Config& c) {
     if (wsd_share(c.schedule) < 0)
         return "--schedule " + printable(c.schedule) +
                ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
-    bool groups = optimizer == Optimizer::MUON || muon.apart;
-    if (groups && has_adapters(c))
+    bool is_muon = c.optimizer.starts_with("muon");
+    if ((is_muon || muon.apart) && has_adapters(c))
         return "--optimizer " + printable(c.optimizer) + " is for matrices of blocks, and adapters "
                "have none that learn: give --optimizer adamw";
-    if (optimizer != Optimizer::MUON) return "";
+    if (!is_muon) return "";
 
     // Refuse what is not built for Muon.
     if (c.states == "8bit")
@@ -328,7 +347,7 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.zero = c.zero;
     layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
     layout.weights_near = keeps_weights_near(c);
-    layout.muon = choose_optimizer(c) == Optimizer::MUON;
+    layout.muon = c.optimizer.starts_with("muon");
     if (choice_of<States>(c, &Config::states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
 

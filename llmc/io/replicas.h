@@ -12,6 +12,7 @@
 //   because it is a mean.
 //   Cost: one read of all that is kept, at each save and every --verify-every steps.
 #pragma once
+#include <memory>
 #include <tuple>
 #include "../action.h"
 #include "../optimizer.h"
@@ -113,33 +114,54 @@ std::vector<uint64_t> weight_sums(const Trainer<T, S>& t) {
 // ----------------------------------------------------------------------------
 // ranks that keep the same elements
 
-// One datum that several ranks may keep: a weight, its master, or one of its moments.
-struct Copied {
-    std::string name; // "m of h.0.ln_1.weight"
+// A weight, its master, or one of its moments: of several ranks, or in a rank's file.
+// `data` says where the values lie on this rank, `p` gives the shape and how ranks cut it.
+struct StateTensor {
+    std::string name; // "m of h.0.ln_1.weight", in a file "m.h.0.ln_1.weight"
     Data data;
     const Parameter* p;
+    std::shared_ptr<const Parameter> own = {}; // p, where the model has no such parameter
 };
 
-// List these data, in the same order on all ranks.
+// NorMuon's second moments of a matrix as a parameter of their own: it is saved and compared so.
+inline Parameter neurons_as_parameter(Parameter p) {
+    p.shape = {neurons_of(p) * size_t(p.experts.size)};
+    p.file_rows = p.shape[0];
+    p.shard = {-1, 1, 0, p.shard.partial};
+    p.pieces = 1;
+    p.offset = 0;
+    return p;
+}
+
+// List a parameter's moments, in the order of the optimizer's table.
 template <typename T, typename S>
-std::vector<Copied> copied_data(const Trainer<T, S>& t) {
-    std::vector<Copied> list;
+void add_moments(const Trainer<T, S>& t, const Parameter& p, const char* of,
+                 std::vector<StateTensor>& list) {
+    int number = 0;
+    for (std::string state : states_of(t.plans[0].optimizer, p.muon))
+        list.push_back({state + of + p.name, {Kind::STATE, p.bucket, number++}, &p});
+    if (!p.muon || t.plans[0].optimizer != Optimizer::NORMUON)
+        return;
+    auto v = std::make_shared<const Parameter>(neurons_as_parameter(p));
+    Data neurons = {Kind::NEURONS, p.bucket, int(&p - t.model.parameters.data())};
+    list.push_back({concat("v", of, p.name), neurons, v.get(), v});
+}
+
+// List all data of which ranks may have copies, in the same order on all ranks.
+template <typename T, typename S>
+std::vector<StateTensor> copied_data(const Trainer<T, S>& t) {
+    std::vector<StateTensor> list;
 
     // Only training has masters and moments. Codes of frozen weights have no sum.
     bool masters = t.plans[0].mode == Mode::TRAIN;
-    bool moments = masters;
     for (const Parameter& p : t.model.parameters) {
         if (has_sum(t, p)) list.push_back({p.name, {Kind::WEIGHT, p.bucket}, &p});
         if (!t.model.buckets[p.bucket].trainable)
             continue;
-        if (masters) list.push_back({"the master of " + p.name, {Kind::MASTER, p.bucket}, &p});
-
-        // Number the moments in the order of the optimizer's table.
-        int number = 0;
-        for (std::string state : states_of(t.plans[0].optimizer, p.muon))
-            if (moments)
-                list.push_back({state + " of " + p.name, {Kind::STATE, p.bucket, number++}, &p});
-        if (t.plans[0].ema && masters)
+        if (!masters) continue;
+        list.push_back({"the master of " + p.name, {Kind::MASTER, p.bucket}, &p});
+        add_moments(t, p, " of ", list);
+        if (t.plans[0].ema)
             list.push_back({"the mean of " + p.name, {Kind::EMA, p.bucket}, &p});
     }
     return list;
@@ -155,7 +177,7 @@ struct SumRange {
 // Widen the ranges over the ranks of `c`,
 // for the data of which `same(x)` says that these ranks keep the same elements.
 template <typename F>
-void widen_over(const Comm& c, const std::vector<Copied>& list, std::vector<SumRange>& ranges,
+void widen_over(const Comm& c, const std::vector<StateTensor>& list, std::vector<SumRange>& ranges,
                 F same) {
     if (c.size == 1) return;
     std::vector<int64_t> asked;
@@ -178,7 +200,7 @@ void widen_over(const Comm& c, const std::vector<Copied>& list, std::vector<SumR
 template <typename T, typename S, typename F>
 void for_each_repeat(const Trainer<T, S>& t, F f) {
     int tp = t.layout.tp.size;
-    auto bucket = [&](const Copied& x) {
+    auto bucket = [&](const StateTensor& x) {
         return t.model.buckets[x.p->bucket];
     };
 
@@ -186,26 +208,26 @@ void for_each_repeat(const Trainer<T, S>& t, F f) {
     // and the shards' ranks too if a datum is whole.
     for (size_t g = 0; g < std::size(t.comms.of_group); g++) {
         const DataComms& data = t.comms.of_group[g];
-        auto of_group = [&](const Copied& x) {
+        auto of_group = [&](const StateTensor& x) {
             return size_t(bucket(x).group) == g;
         };
-        f(data.replica, [&](const Copied& x) {
+        f(data.replica, [&](const StateTensor& x) {
             return of_group(x) && !cut_over_replicas(t.layout, t.model, x.data);
         });
-        f(data.shard, [&](const Copied& x) {
+        f(data.shard, [&](const StateTensor& x) {
             return of_group(x) && !is_sharded(t.layout, t.model, x.data);
         });
     }
 
     // Ranks of one layer: norms are on all of them, a key/value head on some.
     // A tied table is at both ends of a pipeline.
-    f(t.comms.tp, [&](const Copied& x) {
+    f(t.comms.tp, [&](const StateTensor& x) {
         return replication(x.p->shard, tp) == tp;
     });
-    f(t.comms.kv, [&](const Copied& x) {
+    f(t.comms.kv, [&](const StateTensor& x) {
         return replication(x.p->shard, tp) == t.comms.kv.size;
     });
-    f(t.comms.tie, [&](const Copied& x) {
+    f(t.comms.tie, [&](const StateTensor& x) {
         return bucket(x).tied();
     });
 }
@@ -272,7 +294,7 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     if (world.size == 1) return "";
 
     // Find what other ranks keep too. Nothing else has to be read: under ZeRO-3 that may be all.
-    std::vector<Copied> list = copied_data(t);
+    std::vector<StateTensor> list = copied_data(t);
     std::vector<char> repeated(list.size());
     for_each_repeat(t, [&](const Comm& c, auto same) {
         for (size_t i = 0; i < list.size(); i++)
@@ -283,7 +305,7 @@ std::string replicas_differ(const Trainer<T, S>& t) {
     std::vector<SumRange> ranges;
     std::vector<int64_t> sums;
     for (size_t i = 0; i < list.size(); i++) {
-        const Copied& x = list[i];
+        const StateTensor& x = list[i];
         sums.push_back(repeated[i] ? int64_t(kept_sum(t, x.data, *x.p)) : 0);
         ranges.push_back({sums.back(), ~sums.back()});
     }

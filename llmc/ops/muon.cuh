@@ -1,12 +1,15 @@
-// muon.cuh - Muon: momentum orthogonalised by Newton-Schulz - arXiv:2502.16982, arXiv:2409.20325
+// muon.cuh - Muon: momentum orthogonalised by Newton-Schulz - arXiv:2502.16982, arXiv:2510.05491
 //   m = mu m + (1 - mu) g,   u = mu m + (1 - mu) g (Nesterov) or m,   x = u / (s |u| + eps)
 //   k times:  A = x x^T, or x^T x where that is smaller,   x = a x + (b A + c A A) x
 //   w -= lr (f x + decay w),   f as `scale` says; cautious: decay only where x w >= 0
 //   A singular value s of x becomes a s + b s^3 + c s^5 in each iteration, so all approach 1.
+//   NorMuon: v = b2 v + (1 - b2) mean (f x)^2 of each row, or column where there are more of those;
+//            f x / sqrt(v) then, brought back to the norm of f x
 //   grad, m (n) acc   a table of tensors in one bucket; u takes grad's place, and f x takes u's
 //   x (r,c) bf16, or float and double in those precisions: fp16 has no room for small gradients
-//   Contract: m, u =.  Nothing is written if !scale->finite. A matrix's result depends on its own
-//             elements alone.  Bitwise repeatable where products are (matmul.cuh).
+//   v (max(r,c)) acc
+//   Contract: m, u, v =.  Nothing is written if !scale->finite. A matrix's result depends on its
+//             own elements alone.  Bitwise repeatable where products are (matmul.cuh).
 //   Cost: k (4 m^2 n + 2 m^3) FLOPs for a matrix of m x n, m <= n.
 //   To copy: this file, adamw.cuh, adamw_formats.cuh, element_type.h, elements.h, elementwise.cuh,
 //            gpu.h, grad_norm.cuh, loss_scale.cuh, matmul.cuh, memory.h, rand.h, small_states.cuh,
@@ -44,50 +47,12 @@ struct NewtonSchulz {
     double safety = 1;
 };
 
-// The published tables.
-inline const std::vector<NewtonSchulz>& newton_schulz_tables() {
-    typedef std::array<double, 3> Abc;
-    auto equal = [](size_t count, Abc abc) { return std::vector<Abc>(count, abc); };
-    static const std::vector<NewtonSchulz> tables = {
-        // Keller Jordan's Muon, torch.optim.Muon.
-        {"simple", equal(5, {3.4445, -4.7750, 2.0315})},
+// Keller Jordan's Muon, torch.optim.Muon. newton_schulz.h has other tables and scales.
+inline const NewtonSchulz SIMPLE = {"simple", std::vector(5, std::array{3.4445, -4.7750, 2.0315})};
 
-        // Megatron-LM.
-        {"quintic",
-         {{4.0848, -6.8946, 2.9270},
-          {3.9505, -6.3029, 2.6377},
-          {3.7418, -5.5913, 2.3037},
-          {2.8769, -3.1427, 1.2046},
-          {2.8366, -3.0525, 1.2012}}},
-
-        // Polar Express, arXiv:2505.16932.
-        {"polar",
-         {{8.156554524902461, -22.48329292557795, 15.878769915207462},
-          {4.042929935166739, -2.808917465908714, 0.5000178451051316},
-          {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
-          {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
-          {2.3465413258596377, -1.7097828382687081, 0.42323551169305323}},
-         1.02},
-
-        // modded-nanogpt's third track: exact, at twelve iterations.
-        {"convergent", equal(12, {2, -1.5, 0.5})},
-    };
-    return tables;
-}
-
-// The factor f of the orthogonalised matrix.
-enum class MuonScale : uint8_t {
-    SHAPE, // sqrt(max(1, r/c)): Keller Jordan's
-    RMS,   // 0.2 sqrt(max(r, c)): entries as large as AdamW's, whose rate then serves
-    UNIT,  // sqrt(r/c): Scion's, arXiv:2502.07529
-};
-inline double muon_factor(MuonScale scale, double r, double c) {
-    switch (scale) {
-    case MuonScale::SHAPE: return std::sqrt(std::max(1.0, r / c));
-    case MuonScale::RMS: return 0.2 * std::sqrt(std::max(r, c));
-    case MuonScale::UNIT: return std::sqrt(r / c);
-    }
-    return 0;
+// The factor f of the orthogonalised matrix, Keller Jordan's.
+inline double shape_scale(double r, double c) {
+    return std::sqrt(std::max(1.0, r / c));
 }
 
 // The settings of a step.
@@ -96,8 +61,9 @@ struct Muon {
     int momentum_steps = 1;                         // in so many steps
     float decay = 0;
     bool nesterov = true, cautious = false;
-    MuonScale scale = MuonScale::SHAPE;
-    int table = 0;    // of newton_schulz_tables()
+    float beta2 = 0.95f; // NorMuon's
+    double (*scale)(double r, double c) = shape_scale;
+    const NewtonSchulz* table = &SIMPLE;
     float eps = 1e-7f;
     bool stochastic = false; // as AdamW's
     uint64_t seed = 0;
@@ -203,7 +169,7 @@ template <typename N> struct MuonRoom {
     N *x, *next;      // (r,c)
     N *gram, *square; // (m,m)
     double* sums;     // one for each chunk of the norm
-    StepScale* norm;
+    StepScale* norm;  // (2)
 
     // Point at memory, or at nothing where `base` is null. Returns the bytes.
     size_t bind(unsigned char* base, size_t r, size_t c) {
@@ -218,7 +184,7 @@ template <typename N> struct MuonRoom {
         take(gram, m * m);
         take(square, m * m);
         take(sums, ceil_div(r * c, GRAD_NORM_CHUNK));
-        take(norm, 1);
+        take(norm, 2);
         return at;
     }
 };
@@ -252,21 +218,62 @@ template <typename A> struct ElementMix {
 template <typename A> struct ElementNormed {
     const StepScale* norm;
     A safety, eps;
-    LLMC_HD A operator()(A x) const { return x / (A(norm->norm) * safety + eps); }
+    const StepScale* times = nullptr; // another norm
+    LLMC_HD A operator()(A x) const {
+        A y = x / (A(norm->norm) * safety + eps);
+        return times ? y * A(times->norm) : y;
+    }
 };
 
-// u (r,c) = f times its nearest orthogonal matrix, nearly.
+// NorMuon's lines of u: its rows, or its columns if there are more. They are few: a warp a block.
+template <typename A> struct MuonLines {
+    A *u, *v; // (r,c) (count)
+    size_t count, length;
+    size_t apart, step; // elements from line to line, and within one
+    A beta2;
+    const StepScale* scale;
+    LLMC_HD void divide(size_t line) const {
+        A* x = u + line * apart;
+        A sum = 0;
+        for (size_t k = 0; k < length; k++)
+            sum = std::fma(x[k * step], x[k * step], sum);
+        if (scale->finite)
+            v[line] = std::fma(beta2, v[line], (1 - beta2) * (sum / A(length)));
+        A root = std::sqrt(std::max(v[line], A(1e-10)));
+        for (size_t k = 0; k < length; k++)
+            x[k * step] /= root;
+    }
+};
+template <typename A> void divide_lines(const MuonLines<A>& lines, Cpu) {
+    #pragma omp parallel for
+    for (size_t i = 0; i < lines.count; i++)
+        lines.divide(i);
+}
+#if LLMC_KERNELS
+static __global__ void divide_lines_kernel(MuonLines<float> lines) {
+    size_t i = blockIdx.x * 32 + threadIdx.x;
+    if (i < lines.count) lines.divide(i);
+}
+inline void divide_lines(const MuonLines<float>& lines, cudaStream_t stream) {
+    launch(divide_lines_kernel, unsigned(ceil_div(lines.count, 32)), 32, 0, stream, lines);
+}
+#endif
+
+// u (r,c) = f times its nearest orthogonal matrix, nearly. v, scale: NorMuon's, or null.
 template <typename N, typename A, typename S>
 void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> room, Blas& blas,
-                        S where) {
-    // Divide by the norm, which the device keeps.
-    const NewtonSchulz& table = newton_schulz_tables()[size_t(h.table)];
+                        S where, A* v = nullptr, const StepScale* scale = nullptr) {
+    const NewtonSchulz& table = *h.table;
     size_t n = r * c;
     size_t m = std::min(r, c);
-    size_t chunks = ceil_div(n, GRAD_NORM_CHUNK);
-    device_zero(room.norm, sizeof(StepScale), where);
-    grad_squares(room.sums, u, n, where);
-    grad_norm_finish(room.norm, room.sums, chunks, 0, where);
+    auto norm_of_u = [&](StepScale* norm) {
+        device_zero(norm, sizeof(StepScale), where);
+        grad_squares(room.sums, u, n, where);
+        grad_norm_finish(norm, room.sums, ceil_div(n, GRAD_NORM_CHUNK), 0, where);
+    };
+
+    // Divide by the norm, which the device keeps.
+    norm_of_u(room.norm);
     map_elements(room.x, n, ElementNormed<A>{room.norm, A(table.safety), A(h.eps)}, where, u);
 
     // Iterate.
@@ -293,8 +300,17 @@ void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> roo
     }
 
     // Scale.
-    A factor = A(muon_factor(h.scale, double(r), double(c)));
+    A factor = A(h.scale(double(r), double(c)));
     map_elements(u, n, ElementTimes<A>{factor}, where, room.x);
+    if (!v) return;
+
+    // NorMuon: divide each line, and bring the norm back.
+    norm_of_u(room.norm);
+    MuonLines<A> lines = {u, v, r, c, c, 1, A(h.beta2), scale};
+    if (r < c) lines = {u, v, c, r, 1, c, A(h.beta2), scale};
+    divide_lines(lines, where);
+    norm_of_u(room.norm + 1);
+    map_elements(u, n, ElementNormed<A>{room.norm + 1, 1, A(1e-30), room.norm}, where, u);
 }
 
 } // namespace llmc

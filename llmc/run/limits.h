@@ -16,6 +16,7 @@
 #include "../io/mfu.h"
 #include "../io/one_reader.h"
 #include "../io/plan_flags.h"
+#include "../io/replicas.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../offload.h"

@@ -46,6 +46,20 @@ nvme = {"device": "nvme"}
 expect(translate({"zero_optimization": {"offload_optimizer": nvme, "offload_param": nvme | {"nvme_path": "/fast"}},
                   "gradient_clipping": 1}), {"clip": "1", "offload": "weights,optimizer", "offload-to": "/fast"})
 
+# Muon: the page's example, rates of its own, and what its schedule makes one.
+muon = {"type": "Muon", "params": {"lr": 0.001, "momentum": 0.9, "weight_decay": 0.0, "muon_lr": 0.02,
+                                   "ns_method": "gram"}}
+said = {"clip": "1", "lr": "0.02", "beta1": "0.9", "beta2": "0.999", "eps": "1e-08", "weight-decay": "0.0",
+        "optimizer": "muon,scale=shape,momentum=0.9,table=0.001,head=0.001,vectors=0.001"}
+expect(translate({"optimizer": muon, "gradient_clipping": 1}), said)
+schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 10}}
+expect(translate({"optimizer": muon, "gradient_clipping": 1, "scheduler": schedule}),
+       said | {"optimizer": "muon,scale=shape,momentum=0.9", "lr": "0.003", "schedule": "constant", "warmup": "10"})
+expect(translate({"optimizer": {"type": "muon", "params": {"adam_lr": 0.0003}}, "gradient_clipping": 1}),
+       said | {"lr": "0.001", "weight-decay": "0", "optimizer": "muon,scale=shape,table=0.0003,head=0.0003,vectors=0.0003"})
+expect(translate({"optimizer": {"type": "muon", "params": {"lr": "auto"}}, "gradient_clipping": 1}),
+       {key: value for key, value in said.items() if key != "lr"} | {"weight-decay": "0", "optimizer": "muon,scale=shape"})
+
 # Sizes of a batch.
 for sizes, micro, whole in (({"train_batch_size": 24, "gradient_accumulation_steps": 3}, 2, 24),
                             ({"train_batch_size": 24}, 6, 24), ({"train_micro_batch_size_per_gpu": 3}, 3, 12),
@@ -63,6 +77,9 @@ for config, says in ((["x"], "is no JSON object"),
                      ({"fp16": {"enabled": 1}}, "fp16.enabled 1: not built here"),
                      ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "another key wants --precision bf16"),
                      ({"fp16": {"loss_scale_window": 500}}, "not built here, which has: 1000"),
+                     ({"optimizer": muon | {"params": {"muon_lr": "2"}}}, 'muon_lr "2": wants a number'),
+                     ({"optimizer": muon | {"params": {"ns_method": "qr"}}}, 'ns_method "qr": not built here'),
+                     ({"optimizer": muon | {"params": {"per_head_muon": True}}}, "takes whole matrices"),
                      ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb": not built here'),
                      ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is left out"),
                      ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "wants two numbers"),

@@ -296,7 +296,7 @@ static const std::vector<LayoutCase> layouts = {
 static std::string layout_name(const LayoutCase& l) {
     return "dp " + std::to_string(l.dp) + " tp " + std::to_string(l.tp) + " pp " +
            std::to_string(l.pp) + " zero " + std::to_string(l.zero) + " groups of " +
-           std::to_string(l.shards) + (l.muon ? " by Muon" : "") +
+           std::to_string(l.shards) + (l.muon ? " by NorMuon" : "") +
            (l.near ? " of weights" : "") + " ep " + std::to_string(l.ep) +
            (l.whole_experts ? " of whole experts" : "");
 }
@@ -319,7 +319,7 @@ void on_ranks(const LayoutCase& l, const Shape& s, uint64_t seed, F body) {
         Plan p = plan_of(Mode::TRAIN, 1, 16);
         p.micro_batches = std::max(8 / l.dp, 1);
         p.layout = layout_at(sizes, world.rank);
-        if (l.muon) p.optimizer = Optimizer::MUON;
+        if (l.muon) p.optimizer = Optimizer::NORMUON;
 
         Small<T> m(s, {p});
         m.t.comms = make_comms(world, p.layout, ranks_of_kv_head(p.layout, m.t.model));
@@ -400,7 +400,7 @@ TEST_F(Checkpoints, CheckpointsOfAnyLayoutLoadInAnyOther) {
     save_and_load_in_all_layouts<float>(dir, shapes_to_cut()[0], layouts);
     save_and_load_in_all_layouts<bf16>(dir, shapes_to_cut()[1], layouts);
 
-    // Muon's matrices have one moment, and their parts other places.
+    // Muon's matrices have one moment, and their parts other places. NorMuon's rows have another.
     std::vector<LayoutCase> muon = {layouts[0], layouts[3], layouts[5], layouts[7]};
     for (LayoutCase& l : muon)
         l.muon = true;
@@ -592,6 +592,10 @@ TEST_F(Checkpoints, ExpertsOfAnyRanksLoadInAnyOthers) {
     Shape s = small_mixtral();
     s.experts.E = 4, s.P = 32;
     save_and_load_in_all_layouts<float>(dir, s, shared);
+    std::vector<LayoutCase> muon = {shared[0], shared[2], shared[4], shared[8]};
+    for (LayoutCase& l : muon)
+        l.muon = true;
+    save_and_load_in_all_layouts<float>(dir, s, muon);
     shared = {{2, 1, 2, 2, 2},
               {2, 1, 2, 2, 2, 1, false, 2},
               {4, 2, 1, 4, 4, 1, false, 2}}; // small buckets fill two shards
@@ -737,6 +741,11 @@ static void turn_a_bit(const LayoutCase& l, const Shape& s, const std::string& n
         for (const Parameter& x : t.model.parameters)
             if (x.name == name) p = &x;
         Data weight = of;
+        Parameter neurons = neurons_as_parameter(*p);
+        if (of.kind == Kind::NEURONS) {
+            weight.micro = int(p - t.model.parameters.data());
+            p = &neurons;
+        }
         weight.of = p->bucket;
         KeptRange range = kept_range(t, weight, *p);
 
@@ -804,6 +813,12 @@ TEST_F(Checkpoints, ATurnedBitOfAMomentOrAMasterIsFound) {
         turn_a_bit(l, s, name, 2, {Kind::STATE, 0, 0}, "m of ");
         turn_a_bit(l, s, name, 0, {Kind::STATE, 0, 1}, "v of ");
         turn_a_bit<bf16>(l, s, name, 1, {Kind::MASTER}, "the master of ");
+    }
+
+    // NorMuon's are on all ranks that have a part of the matrix.
+    for (LayoutCase l : {LayoutCase{3, 1, 2, 3, 0}, {2, 1, 0, 2, 0, 2}}) {
+        l.muon = true;
+        turn_a_bit(l, s, name, 2, {Kind::NEURONS}, "v of ");
     }
 
     // A norm's moments are on all ranks of a layer.

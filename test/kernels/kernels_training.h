@@ -753,6 +753,55 @@ template <typename T> void muon_kernels(Check& c) {
     }
 }
 
+// NorMuon's lines of a matrix: the CPU's bits, as columns and rows. A whole matrix in bf16: as near
+// as bf16's roundings leave it after five iterations.
+inline void muon_matrix_kernels(Check& c) {
+    for (auto [r, n] : {std::pair<size_t, size_t>{40, 24}, {7, 70}, {33, 33}})
+        for (bool finite : {true, false}) {
+            CASE(c, "muon's lines %zu x %zu, finite %d", r, n, finite);
+            auto x = rounded<float>(normals(c, r * n)), v0 = magnitudes(normals(c, std::max(r, n)));
+            StepScale scale = {0, 1, finite, 3};
+            Muon h;
+            h.beta2 = 0.75f;
+
+            // Want: the CPU's.
+            std::vector<float> u = as<float>(x), v = as<float>(v0), whole = u, kept = v;
+            MuonLines<float> lines = {u.data(), v.data(), r, n, n, 1, h.beta2, &scale};
+            if (r < n) lines = {u.data(), v.data(), n, r, 1, n, h.beta2, &scale};
+            divide_lines(lines, Cpu{});
+            MuonRoom<bf16> room;
+            std::vector<unsigned char> memory(room.bind(nullptr, r, n) + 256);
+            std::vector<unsigned char> products(muon_scratch_bytes<bf16>(r, n, Cpu{}) + 64);
+            room.bind(memory.data() + 256 - uintptr_t(memory.data()) % 256, r, n);
+            Blas host;
+            blas_scratch(host, products.data(), products.size());
+            muon_orthogonalise(whole.data(), r, n, h, room, host, Cpu{}, kept.data(), &scale);
+
+            every_order(c, [&](Outputs& o) {
+                cudaStream_t stream = {};
+                Array<float> gu(x), gv(v0), gwhole(x), gkept(v0);
+                Array<unsigned char> on_device(bytes_of_scale(scale));
+                const StepScale* now = reinterpret_cast<const StepScale*>(on_device.data);
+                MuonLines<float> theirs = lines;
+                theirs.u = gu.data, theirs.v = gv.data, theirs.scale = now;
+                divide_lines(theirs, stream);
+
+                // Give it memory for the whole.
+                MuonRoom<bf16> there;
+                Array<unsigned char> bytes(there.bind(nullptr, r, n) + 256);
+                Array<unsigned char> scratch(muon_scratch_bytes<bf16>(r, n, stream));
+                there.bind(bytes.data, r, n);
+                Blas blas;
+                blas_scratch(blas, scratch.data, scratch.n);
+                muon_orthogonalise(gwhole.data, r, n, h, there, blas, stream, gkept.data, now);
+                o.add("lines over their second moments", gu, as_double(u), 0);
+                o.add("second moments", gv, as_double(v), 0);
+                o.add("a whole matrix", gwhole, as_double(whole), 0.1);
+                o.add("its second moments", gkept, as_double(kept), finite ? 0.02 : 0);
+            });
+        }
+}
+
 // An update without a StepScale has the bits of an update with {scale 1, finite, step}.
 template <typename T> void update_without_scale_kernels(Check& c) {
     CASE(c, "update without a scale %s", type_word(T()));
@@ -812,6 +861,7 @@ inline void add_training_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"adamw small bf16", small_update_kernels<bf16>});
     rows.push_back({"muon float", muon_kernels<float>});
     rows.push_back({"muon bf16", muon_kernels<bf16>});
+    rows.push_back({"muon's matrices", muon_matrix_kernels});
     rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});
     rows.push_back({"adamw, sgd without a scale bf16", update_without_scale_kernels<bf16>});
     rows.push_back({"adamw, sgd without a scale fp16", update_without_scale_kernels<fp16>});

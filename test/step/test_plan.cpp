@@ -946,7 +946,7 @@ TEST(Model, WholeExpertsCountTensorParallelRanks) {
 
 // Every optimizer is found by its name, and Muon's settings by theirs.
 TEST(Model, OptimizersAreFoundByName) {
-    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON}) {
+    for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD, Optimizer::MUON, Optimizer::NORMUON}) {
         Config c;
         c.optimizer = optimizer_row(o).name;
         EXPECT_EQ(choose_optimizer(c), o);
@@ -957,8 +957,8 @@ TEST(Model, OptimizersAreFoundByName) {
     Optimizer optimizer;
     Muon muon;
     ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
-    EXPECT_EQ(muon.scale, MuonScale::SHAPE);
-    EXPECT_STREQ(newton_schulz_tables()[size_t(muon.table)].name, "polar");
+    EXPECT_TRUE(muon.scale == shape_scale);
+    EXPECT_STREQ(muon.table->name, "polar");
     EXPECT_FLOAT_EQ(muon.momentum, 0.9f);
     EXPECT_FALSE(muon.nesterov);
     EXPECT_TRUE(muon.cautious);
@@ -967,12 +967,29 @@ TEST(Model, OptimizersAreFoundByName) {
     EXPECT_FLOAT_EQ(muon.others_decay, 0.001f);
     EXPECT_FLOAT_EQ(muon.decay, float(c.weight_decay));
 
+    // NorMuon, and a momentum that grows.
+    c.optimizer = "muon,ns=aol,normuon=0.9,momentum=0.85:0.95:300";
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_EQ(optimizer, Optimizer::NORMUON);
+    EXPECT_EQ(choose_optimizer(c), Optimizer::NORMUON);
+    EXPECT_STREQ(muon.table->name, "aol");
+    EXPECT_FLOAT_EQ(muon.beta2, 0.9f);
+    EXPECT_FLOAT_EQ(muon.first_momentum, 0.85f);
+    EXPECT_FLOAT_EQ(muon.momentum, 0.95f);
+    EXPECT_EQ(muon.momentum_steps, 300);
+    c.optimizer = "muon,normuon";
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_FLOAT_EQ(muon.beta2, 0.95f);
+
     // A setting that is not understood is named.
     for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
                                {"adamw,ns=polar", "only muon has settings"},
                                {"muon,ns=cubic", "ns is simple"},
                                {"muon,scale=big", "scale is shape"},
                                {"muon,momentum=1", "momentum wants a number"},
+                               {"muon,momentum=0.8:0.9", "momentum wants a number"},
+                               {"muon,momentum=0.8:0.9:0", "momentum wants a number"},
+                               {"muon,normuon=1", "normuon wants a number"},
                                {"muon,warp=9", "no setting 'warp'"}}) {
         c.optimizer = text;
         EXPECT_HAS(read_optimizer(c, &optimizer, &muon), wrong);

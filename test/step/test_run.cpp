@@ -166,6 +166,10 @@ TEST_F(Run, EveryPresetExplainsItself) {
     Ran r = run("--explain 2");
     EXPECT_HAS(r.text, "B(0,2)\n  reads");
 
+    // NorMuon: a float for each of 9216 rows or columns of a block's six matrices.
+    r = run("--explain --model gpt2 --optimizer muon,normuon=0.95");
+    EXPECT_TRUE(std::regex_search(r.text, std::regex("second moments of rows +442368 "))) << r.text;
+
     // On a CPU the head makes at most 64 MiB of logits at a time, here of 50,304 tokens in bf16, in
     // multiples of 64 rows.
     r = run("--explain --device cpu --model gpt2 --seq 1024 --micro-batch 4 --precision bf16");
