@@ -983,7 +983,8 @@ TEST(Model, OptimizersAreFoundByName) {
 
     // A setting that is not understood is named.
     for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
-                               {"adamw,ns=polar", "only muon has settings"},
+                               {"adamw,ns=polar", "it has no setting 'ns'"},
+                               {"sgd,ns=polar", "sgd has no settings"},
                                {"muon,ns=cubic", "ns is simple"},
                                {"muon,scale=big", "scale is shape"},
                                {"muon,momentum=1", "momentum wants a number"},
