@@ -364,10 +364,11 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
 // Give each datum of the plans its place. Nothing is allocated.
 template <typename T, typename S>
 Arena place_plans(const std::vector<Plan>& plans, const Model& model, S where) {
-    // A size does not depend on the micro-batch: compute it once.
-    std::map<std::tuple<const Plan*, Kind, int, int>, size_t> known;
+    // A size does not depend on the micro-batch: compute it once. Data that last have no such one.
+    std::map<std::tuple<const Plan*, Kind, int, int, int>, size_t> known;
     return arena_place(plans, model, [&](const Plan& p, Data d) {
-        auto [entry, fresh] = known.insert({{&p, d.kind, d.of, d.chunk}, 0});
+        int number = persistent(d.kind) ? d.micro : -1;
+        auto [entry, fresh] = known.insert({{&p, d.kind, d.of, number, d.chunk}, 0});
         if (fresh)
             entry->second = data_bytes<T>(p, model, d, where);
         return entry->second;

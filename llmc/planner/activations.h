@@ -459,10 +459,11 @@ Choice smallest_cheaper(ActivationSearch<T, S>& s, const Choice& best) {
 template <typename T, typename S>
 void time_levels(ActivationSearch<T, S>& s) {
     // Sizes repeat from one micro-batch and one choice to the next: remember them.
-    typedef std::tuple<Recompute, Kind, int, int> Size;
+    typedef std::tuple<Recompute, Kind, int, int, int> Size;
     auto known = std::make_shared<std::map<Size, size_t>>();
     s.cost.bytes = [known, &model = s.model, where = s.where](const Plan& p, Data d) {
-        Size size = {p.recompute.of(d.of), d.kind, d.of, d.chunk};
+        int number = persistent(d.kind) ? d.micro : -1;
+        Size size = {p.recompute.of(d.of), d.kind, d.of, number, d.chunk};
         auto [entry, fresh] = known->insert({size, 0});
         if (fresh)
             entry->second = data_bytes<T>(p, model, d, where);
