@@ -995,14 +995,9 @@ TEST(Model, OptimizersAreFoundByName) {
 
     // A setting that is not understood is named.
     for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
-<<<<<<< HEAD
                                {"adamw,ns=polar", "no setting 'ns': give some of table="},
                                {"sgd,table=1", "sgd has no settings"},
                                {"adamw,beta1=1", "beta1 wants a number from 0 to 0.99999"},
-=======
-                               {"adamw,ns=polar", "it has no setting 'ns'"},
-                               {"sgd,ns=polar", "sgd has no settings"},
->>>>>>> muon2
                                {"muon,ns=cubic", "ns is simple"},
                                {"muon,scale=big", "scale is shape"},
                                {"muon,momentum=1", "momentum wants a number"},
