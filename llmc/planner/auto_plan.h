@@ -31,11 +31,11 @@ inline bool is_planned(const std::string& flag) {
 inline std::string command_text(const Config& user, const PlanQuestion& q, const Config& layout) {
     // Start ranks as processes, unless the user has them as threads.
     bool processes = q.gpus > 1 && user.local_ranks != q.gpus;
-    const Program& train = program_named("train_gpt");
-    const Program& tune = program_named("tune_gpt");
+    const Program* train = &program_named("train_gpt");
+    const Program* tune = &program_named("tune_gpt");
     bool tunes = false;
     for (const std::string& flag : user.given)
-        tunes |= takes_flag(&tune, flag) && !takes_flag(&train, flag);
+        tunes |= takes_flag(tune, flag) && !takes_flag(train, flag);
     std::string text = processes ? concat("mpirun -np ", q.gpus, " ") : "";
     text += tunes ? "build/tune_gpt" : "build/train_gpt";
 
