@@ -1,4 +1,4 @@
-# train_gpt - make run | test | check | bench | ladders | gpu | lease | copycheck | mutate | clean | setup;
+# train_gpt - make run | test | check | bench | ladders | gpu | lease | dist | copycheck | mutate | clean | setup;
 #   build/train_gpt, build/test_*. Says what it found. DEVICE=cuda compiles for GPUs, on a machine without one too;
 #   DEVICE=cpu needs no CUDA toolkit. Without either: cuda where a GPU answers and nvcc is there.
 CXX ?= g++
@@ -80,7 +80,7 @@ KERNEL_TESTS = test_kernels test_attention_kernels test_attention_sm90
 EMULATED = test_emulator $(KERNEL_TESTS)
 SLOW = test_layouts test_kernels test_offload $(filter test_attention%,$(KERNEL_TESTS)) test_life test_device test_memory # first
 LADDERS = $(addprefix $(BUILD)/$(if $(filter cuda,$(DEVICE)),gpu/)ladder_,layernorm_forward attention_forward matmul)
-.PHONY: run test check bench ladders gpu lease copycheck mutate clean setup found all tests-built
+.PHONY: run test check bench ladders gpu lease dist copycheck mutate clean setup found all tests-built
 vpath %.cpp test/kernels test/step test/io test/harness
 -include $(wildcard $(BUILD)/*.d $(BUILD)/gpu/*.d)
 
@@ -138,6 +138,10 @@ lease:
 	@ls -l $(LEASE)/lease/gpu $(LEASE)/lease/gpu/peer 2>/dev/null | awk 'NF > 8 {printf "%6.1f MiB %s\n", $$5 / 2^20, $$9}'
 	@echo "tar xf $(LEASE)/lease.tar.xz && RESULTS=\$$OUT lease/scripts/gpu_check.sh --prebuilt gpu --lease 480"
 	@size=$$(wc -c <$(LEASE)/lease.tar.xz); echo "$$((size >> 10)) KiB of at most 40960"; [ $$size -le 41943040 ]
+# This commit's files as one archive; --version prints the same number.
+RELEASE = train_gpt-$(shell sed -n 's/.* VERSION = "\(.*\)";/\1/p' llmc/io/help.h)
+dist: | $(BUILD)
+	git archive --prefix=$(RELEASE)/ -o $(BUILD)/$(RELEASE).tar.gz HEAD
 clean:
 	rm -rf $(BUILD)
 
