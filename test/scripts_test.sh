@@ -12,8 +12,8 @@ unset GPUS OUT FLAGS DRY EXPLAIN DATA STEPS
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "FAIL $*"; exit 1; }
-scripts=(scripts/run_gpt2_*.sh scripts/run_tiny*.sh)
-[ ${#scripts[@]} = 7 ] || fail "there are ${#scripts[@]} scripts"
+scripts=(scripts/run_gpt2_*.sh scripts/run_tiny*.sh scripts/run_track3.sh)
+[ ${#scripts[@]} = 8 ] || fail "there are ${#scripts[@]} scripts"
 
 # test/run.sh shows what a failed row or test printed, with the seed that repeats it, and nothing of those that passed.
 mkdir "$work/tests"
@@ -71,7 +71,7 @@ done
 [ $blocks -ge 2 ] || fail "README.md and docs/ hold $blocks blocks of output"
 
 # The row of each script for GPUs in scripts/README.md holds the hours and dollars of 8 H100.
-for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
+for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh scripts/run_track3.sh; do
     row=$(EXPLAIN=1 "$script" | awk '/^  H100 at/ {sub(",", "", $14); print "| " $14 " | " $15 " |"}')
     grep -F "| \`$script\` |" scripts/README.md | grep -qF "$row" ||
         fail "scripts/README.md: the row of $script does not say: $row"
@@ -186,7 +186,13 @@ for script in "${scripts[@]}"; do
 done
 dry env GPUS=0 scripts/run_gpt2_124M.sh
 [ -e data/gpt2 ] || says '^dev/data/tokenizer.py gpt2 $'
-says '--tokenizer data/gpt2 --evaluate hellaswag=data/hellaswag_val.jsonl '
+says '--tokenizer data/gpt2 --eval hellaswag=data/hellaswag_val.jsonl '
+for optimizer in adamw normuon; do
+    dry env GPUS=8 scripts/run_track3.sh $optimizer
+    says "--expect dev/curves/track3_$optimizer.txt .* --out out/track3_$optimizer "
+done
+! DRY=1 scripts/run_track3.sh lion >"$work/dry" 2>&1 || fail "run_track3.sh takes lion"
+says 'error: lion is none of muon, normuon, adamw'
 dry env OUT="$work/o" scripts/run_chat.sh
 says "--config scripts/first_run.cfg .* --export $work/o/base $"
 says "^build/tune_gpt --model $work/o/base --loss sft --data dev/data/dialogue.jsonl "
@@ -224,23 +230,24 @@ printf '#!/bin/sh\necho "GPU 0: A"; echo "GPU 1: B"\n' >"$work/bin/nvidia-smi"
 # In a folder that has all data in small but HellaSwag, whose download fails: each script runs for real, and goes on.
 repo=$work/repo
 mkdir -p "$repo"/{data/{gpt2,llama2,fineweb10B,fineweb100B,finewebedu100B,tinyllama},dev/data} && cp -r scripts "$repo"
+cp -r dev/curves "$repo/dev"
 printf '#!/bin/sh\nexit 1\n' >"$repo/dev/data/hellaswag.py" && chmod +x "$repo/dev/data/hellaswag.py"
 touch "$repo/data/gpt2/encoder.json" "$repo/data/llama2/tokenizer.model" "$repo/data/tinyllama/edu.json"
-for shard in fineweb10B/fineweb_{train_000103,val_000000} \
+for shard in fineweb10B/fineweb_{train_000030,train_000103,val_000000} \
     fineweb100B/fineweb_{train_000315,train_001030,val_000000} \
     finewebedu100B/edu_fineweb_{train_000336,val_000000} tinyllama/edu{_000000,.val}; do
     python3 -c 'import array, struct, sys
-n = 999 + len(sys.argv[1])  # files of the same bytes are refused
+n = 999 + sum(map(ord, sys.argv[1])) % 97  # files of the same bytes are refused
 sys.stdout.buffer.write(struct.pack("<3i", 20240520, 1, n).ljust(1024, b"\0") + array.array("H", range(n)).tobytes())' $shard >"$repo/data/$shard.bin"
 done
 PATH=$work/bin:$PATH TRAIN_GPT=$program "$repo/scripts/run_gpt2_124M.sh" >"$work/dry"
 says 'going on without HellaSwag'
 grep -q -- "-np 2 .* --tokenizer data/gpt2 --out out/gpt2_124M --device cuda" "$work/run" &&
-    ! grep -q -- --evaluate "$work/run" || fail "$(cat "$work/run")"
-for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh; do
+    ! grep -q -- "--eval hellaswag" "$work/run" || fail "$(cat "$work/run")"
+for script in scripts/run_gpt2_*.sh scripts/run_tinyllama.sh scripts/run_track3.sh; do
     small="--layers 1 --heads 2 --channels 16 --seq 16 --micro-batch 2 --batch-tokens 32 --eval-tokens 32"
     small+=" --sample-tokens 2 --tokenizer byte --vocab 50257"
-    [[ $script = *llama* ]] && small+=" --kv-heads 1"
+    [[ $script = *llama* || $script = *track3* ]] && small+=" --kv-heads 2"
     for steps in 2 3; do
         TRAIN_GPT=$program GPUS=0 OUT=$work/${script##*/} FLAGS="$small --steps $steps" "$repo/$script" \
             >"$work/dry" 2>&1 || { cat "$work/dry"; fail "$script"; }

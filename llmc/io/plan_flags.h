@@ -76,7 +76,8 @@ inline double lr_at(int64_t step, int64_t total, int64_t warmup, double lr, doub
 // A setting behind "muon" or "adamw" in --optimizer. Returns "" or what is wrong with it.
 inline std::string read_setting(Optimizer optimizer, const std::string& name,
                                 const std::string& value, double lr, Muon* h) {
-    if (optimizer == Optimizer::SGD) return "sgd has no settings";
+    if (optimizer == Optimizer::SGD)
+        return "sgd has no settings";
     const std::string own = optimizer == Optimizer::ADAMW ? "" : name; // a setting of Muon alone
     double x = 0;
     auto number = [&](const std::string& text, double low, double high) {
@@ -87,17 +88,23 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
     // Words.
     if (own == "ns") {
         for (const NewtonSchulz& table : newton_schulz_tables())
-            if (value == table.name) return h->table = &table, "";
+            if (value == table.name)
+                return h->table = &table, "";
         return "ns is simple, quintic, polar, polar8, aol or convergent";
     }
     if (own == "scale") {
-        if (value == "shape") return h->scale = shape_scale, "";
-        if (value == "rms") return h->scale = rms_scale, "";
-        if (value == "unit") return h->scale = unit_scale, "";
+        if (value == "shape")
+            return h->scale = shape_scale, "";
+        if (value == "rms")
+            return h->scale = rms_scale, "";
+        if (value == "unit")
+            return h->scale = unit_scale, "";
         return "scale is shape, rms or unit";
     }
-    if (own == "cautious" && value.empty()) return h->cautious = true, "";
-    if (own == "heavy-ball" && value.empty()) return h->nesterov = false, "";
+    if (own == "cautious" && value.empty())
+        return h->cautious = true, "";
+    if (own == "heavy-ball" && value.empty())
+        return h->nesterov = false, "";
     if (name == "decay-vectors" && value.empty())
         return h->decays_vectors = true, "";
 
@@ -145,9 +152,11 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
 inline std::optional<Optimizer> named_optimizer(const Config& c) {
     std::string_view word = std::string_view(c.optimizer).substr(0, c.optimizer.find(','));
     bool rows = c.optimizer.find(",normuon") != std::string::npos;
-    if (word == "muon") return rows ? Optimizer::NORMUON : Optimizer::MUON;
+    if (word == "muon")
+        return rows ? Optimizer::NORMUON : Optimizer::MUON;
     for (Optimizer o : {Optimizer::ADAMW, Optimizer::SGD})
-        if (word == optimizer_row(o).name) return o;
+        if (word == optimizer_row(o).name)
+            return o;
     return {};
 }
 
@@ -163,7 +172,8 @@ inline std::string read_optimizer(const Config& c, Optimizer* optimizer, Muon* m
 
     // Read the settings. The planner asks for hundreds of thousands of layouts: most have none.
     size_t comma = c.optimizer.find(',');
-    if (comma == std::string::npos) return "";
+    if (comma == std::string::npos)
+        return "";
     std::istringstream words(c.optimizer.substr(comma + 1));
     std::string word, wrong;
     while (std::getline(words, word, ',') && wrong.empty()) {
@@ -183,7 +193,8 @@ inline std::string check_optimizer(const Config& c) {
     Optimizer optimizer = Optimizer::ADAMW;
     Muon muon;
     std::string wrong = read_optimizer(c, &optimizer, &muon);
-    if (!wrong.empty()) return wrong;
+    if (!wrong.empty())
+        return wrong;
     if (wsd_share(c.schedule) < 0)
         return "--schedule " + printable(c.schedule) +
                ": give cosine, linear, constant, wsd or wsd:SHARE, as wsd:0.7";
@@ -191,7 +202,8 @@ inline std::string check_optimizer(const Config& c) {
     if ((is_muon || muon.apart) && has_adapters(c))
         return "--optimizer " + printable(c.optimizer) + " is for matrices of blocks, and adapters "
                "have none that learn: give --optimizer adamw";
-    if (!is_muon) return "";
+    if (!is_muon)
+        return "";
 
     // Refuse what is not built for Muon.
     if (c.states == "8bit")

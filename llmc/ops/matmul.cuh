@@ -103,13 +103,25 @@ struct MadeProduct {
 };
 
 // Describe a product to oneDNN 2 (Debian 12) or 3 (Ubuntu 24.04). Empty where it cannot be.
-template <typename Matmul, typename... Operands>
-auto onednn_product(const dnnl::engine& e, const dnnl::primitive_attr& a, const Operands&... x) {
-    if constexpr (requires { typename Matmul::desc; })
-        return typename Matmul::primitive_desc(typename Matmul::desc(x...), a, e, true);
-    else
-        return typename Matmul::primitive_desc(e, x..., a, true);
+template <typename... Operands>
+dnnl::matmul::primitive_desc onednn_product(const dnnl::engine& e, const dnnl::primitive_attr& a,
+                                            const Operands&... x) {
+#if DNNL_VERSION_MAJOR < 3
+    return {dnnl::matmul::desc(x...), a, e, true};
+#else
+    return {e, x..., a, true};
+#endif
 }
+
+// Whether oneDNN multiplies bf16 on this processor. Version 2.6 (Debian 12's) wants AVX-512.
+inline bool onednn_takes_bf16() {
+    static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+    static const dnnl::memory::desc x({2, 2}, dnnl::memory::data_type::bf16, {2, 1});
+    static const bool takes = bool(onednn_product(engine, {}, x, x, x));
+    return takes;
+}
+#else
+inline bool onednn_takes_bf16() { return false; }
 #endif
 
 #if defined(__CUDACC__)
@@ -154,20 +166,6 @@ struct Blas {
 inline void blas_scratch(Blas& blas, void* scratch, size_t bytes) {
     blas.scratch = scratch;
     blas.scratch_bytes = bytes;
-}
-
-// Whether oneDNN multiplies bf16 on this processor. Version 2.6 (Debian 12's) wants AVX-512.
-inline bool onednn_takes_bf16() {
-#ifdef WITH_ONEDNN
-    static const bool takes = [] {
-        dnnl::memory::desc x({2, 2}, dnnl::memory::data_type::bf16, dnnl::memory::dims{2, 1});
-        dnnl::engine engine(dnnl::engine::kind::cpu, 0);
-        return bool(onednn_product<dnnl::matmul>(engine, {}, x, x, x));
-    }();
-    return takes;
-#else
-    return false;
-#endif
 }
 
 // A line for the log, since the user may not know that a library or instructions are missing.
@@ -319,8 +317,8 @@ inline dnnl::matmul::primitive_desc describe_product(const dnnl::engine& engine,
 
     // Pass the bias as a matrix of one row, which oneDNN broadcasts.
     if (!bias)
-        return onednn_product<dnnl::matmul>(engine, attr, a, b, o);
-    return onednn_product<dnnl::matmul>(engine, attr, a, b, matrix_desc(1, p.N, in, {p.N, 1}), o);
+        return onednn_product(engine, attr, a, b, o);
+    return onednn_product(engine, attr, a, b, matrix_desc(1, p.N, in, {p.N, 1}), o);
 }
 
 // The number of the residual's argument: post-ops are numbered in their order.
@@ -345,8 +343,7 @@ inline MadeProduct make_product(const dnnl::engine& engine, const Product& p, Ty
               {DNNL_ARG_WEIGHTS, unbound(d.weights_desc())},
               {DNNL_ARG_DST, unbound(d.dst_desc())},
               {DNNL_ARG_SCRATCHPAD, unbound(d.scratchpad_desc())}};
-    if (bias)
-        m.args[DNNL_ARG_BIAS] = unbound(d.bias_desc());
+    if (bias) m.args[DNNL_ARG_BIAS] = unbound(d.bias_desc());
     if (residual)
         m.args[residual_arg(p)] = unbound(d.dst_desc());
     m.scratch_bytes = round_up(d.scratchpad_desc().get_size(), 64);
@@ -399,16 +396,13 @@ inline void run_product(const MadeProduct& m, void* out, const void* a, const vo
     point(m.args, DNNL_ARG_WEIGHTS, b);
     point(m.args, DNNL_ARG_DST, out);
     if (bias) point(m.args, DNNL_ARG_BIAS, bias);
-    if (residual)
-        point(m.args, residual_arg(p), residual);
+    if (residual) point(m.args, residual_arg(p), residual);
     point(m.args, DNNL_ARG_SCRATCHPAD, scratch);
     m.primitive.execute(m.stream, m.args);
 }
 
-// The scratch that oneDNN needs. To say so it compiles a kernel, which takes milliseconds, and
-// plans ask about the same product in every layer: keep the answers, under a lock, because
-// ranks may be threads. oneDNN counts all threads that OpenMP has now, even for a product that
-// one thread runs.
+// The scratch that oneDNN needs, by a compiled kernel: keep the answers, which plans ask for in
+// every layer. oneDNN counts all of OpenMP's threads, even for a product that one thread runs.
 inline size_t onednn_scratch_bytes(const Product& p, Type in, Type out, bool bias, bool residual) {
     static std::mutex mutex;
     static std::map<ProductKey, size_t> answers;

@@ -114,7 +114,8 @@ typedef std::map<int64_t, std::pair<double, double>> Curve;
 inline std::string read_curve(const std::string& path, Curve* curve) {
     std::string line, text;
     std::string wrong = read_whole_file(path, &text);
-    if (!wrong.empty()) return "--expect " + wrong;
+    if (!wrong.empty())
+        return "--expect " + wrong;
     std::istringstream lines(text);
     for (int number = 1; std::getline(lines, line); number++) {
         line = line.substr(0, line.find('#'));
@@ -122,7 +123,8 @@ inline std::string read_curve(const std::string& path, Curve* curve) {
         double mean = 0, deviation = 0;
         char rest;
         int read = sscanf(line.c_str(), "%lld %lf %lf %c", &step, &mean, &deviation, &rest);
-        if (read == EOF) continue;
+        if (read == EOF)
+            continue;
         if (read != 3 || !(deviation > 0))
             return concat("--expect ", path, ":", number, ": wants `step mean deviation`, with a "
                           "deviation above 0, not '", printable(line), "'");

@@ -212,8 +212,8 @@ def make_model(folder, config):
         return f"{type(e).__name__}: {e}".split("\n")[0]
 
 
-EVERY_FAMILY = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GEMMA2, GEMMA3, NEOX, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-                OSS, DEEPSEEK2, DEEPSEEK3)
+EVERY_FAMILY = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, PHI3, GEMMA2, GEMMA3, NEOX, MIXTRAL, OLMOE, QWEN2_MOE,
+                QWEN3_MOE, OSS, DEEPSEEK2, DEEPSEEK3)
 
 
 def drawn(family, draw):
@@ -250,7 +250,9 @@ def drawn(family, draw):
             keys["sliding_window"] = draw.choice([3, 9])
         if name == "gemma3_text":
             keys["attn_logit_softcapping"] = None
-            keys["rope_parameters"] = rope and dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=30.0))
+        if name in ("gemma3_text", "olmo3"):
+            theta = 5e5 if name == "olmo3" else 30.0
+            keys["rope_parameters"] = rope and dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=theta))
         if not keys["use_sliding_window"] and keys["layer_types"]:
             keys["layer_types"] = [FULL] * L if "qwen" in name or name == "smollm3" else keys["layer_types"]
         if name == "gpt_neox":
@@ -306,7 +308,7 @@ def check_model(folder, data):
         saved = evaluate(folder + ".saved", data)[1]
     if saved != loss:
         return f"loss {loss:.4f}, and {saved:.4f} where transformers has saved the folder"
-    rc, out, error = run(*common, "--steps", 0, "--temperature", 0, "--sample-tokens", SAMPLED, "--ignore-eos",
+    rc, out, error = run(*common, "--steps", 0, "--temperature", 0, "--sample-tokens", SAMPLED,
                          "--prompt", PROMPT, "--export", folder + ".export")
     if rc:
         raise PermissionError(error)

@@ -981,10 +981,23 @@ TEST(Model, OptimizersAreFoundByName) {
     ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
     EXPECT_FLOAT_EQ(muon.beta2, 0.95f);
 
+    // AdamW has those of Muon that are its own.
+    c.optimizer = "adamw,head=0.01,decay=0,decay-vectors,beta1=0.8";
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_EQ(optimizer, Optimizer::ADAMW);
+    EXPECT_TRUE(muon.apart && muon.decays_vectors);
+    EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::HEAD)], 0.5f);
+    EXPECT_EQ(muon.others_decay, 0);
+    EXPECT_FLOAT_EQ(muon.others_beta1, 0.8f);
+    c.lora = 4;
+    EXPECT_HAS(check_optimizer(c), "adapters have none that learn: give --optimizer adamw");
+    c.lora = 0;
+
     // A setting that is not understood is named.
     for (auto [text, wrong] : {std::pair{"lion", "give adamw, sgd or muon"},
-                               {"adamw,ns=polar", "it has no setting 'ns'"},
-                               {"sgd,ns=polar", "sgd has no settings"},
+                               {"adamw,ns=polar", "no setting 'ns': give some of table="},
+                               {"sgd,table=1", "sgd has no settings"},
+                               {"adamw,beta1=1", "beta1 wants a number from 0 to 0.99999"},
                                {"muon,ns=cubic", "ns is simple"},
                                {"muon,scale=big", "scale is shape"},
                                {"muon,momentum=1", "momentum wants a number"},

@@ -140,7 +140,7 @@ TEST_F(Run, DocumentsAreForTraining) {
         auto resumed = losses(out + " --steps 4 --resume");
         ASSERT_EQ(whole.size(), 6u);
         EXPECT_EQ(resumed, std::vector<std::string>(whole.begin() + 3, whole.end()));
-        EXPECT_EQ(losses(mask + "--steps 4 --local-ranks 2 --dp 2 --micro-batch 1"), whole);
+        EXPECT_EQ(losses(mask + "--steps 4 --local-ranks 2 --dp 2 --micro-batch 2"), whole);
         Ran plan = run(small + "--explain"), same = run(small + "--explain " + mask);
         EXPECT_EQ(plan.text, same.text);
     }
@@ -415,7 +415,7 @@ TEST_F(Run, CompletionTasks) {
                 R"( txet a zq xj vw kq","label":0})" + "\n";
         lambada += "line " + n + " of a text\n";
     }
-    std::string tasks = "--evaluate piqa=" + put("piqa.jsonl", piqa) +
+    std::string tasks = "--eval piqa=" + put("piqa.jsonl", piqa) +
                         ",lambada=" + put("lambada.txt", lambada) + " --eval-tokens 64 ";
 
     // Train and evaluate twice, then evaluate the checkpoint in several layouts.
@@ -463,10 +463,121 @@ TEST_F(Run, CompletionTasks) {
     EXPECT_HAS(run(alone + " --data " + text).text, "val loss");
 
     // Mistakes are refused.
-    refuses(small + "--evaluate pica=x", "did you mean piqa?");
-    refuses(small + "--evaluate piqa=" + path("none"), "No such file");
-    refuses(small + tasks + "--steps 0", "give --eval");
-    refuses(small + tasks + "--vocab 300 --eval", "--evaluate: the model has 300 tokens");
+    refuses(small + "--eval pica=x", "did you mean piqa?");
+    refuses(small + "--eval piqa=" + path("none"), "No such file");
+    EXPECT_HAS(run(small + tasks + "--steps 0").text, "\npiqa ") << "the only evaluation";
+    refuses(small + tasks + "--vocab 300 --eval", "--eval: the model has 300 tokens");
+}
+
+// ----------------------------------------------------------------------------
+// track 3 of modded-nanogpt
+
+// MurmurHash3's last mixing, of which track3_train.py makes weights and tokens.
+static uint32_t hash32(uint32_t x) {
+    x = (x ^ x >> 16) * 0x85ebca6bu;
+    x = (x ^ x >> 13) * 0xc2b2ae35u;
+    return x ^ x >> 16;
+}
+
+// A shard of the text of which each token hangs on others before it, and on chance.
+static std::string track3_shard(uint32_t first, uint32_t count) {
+    std::vector<uint16_t> text = {1, 2, 3, 4};
+    for (uint32_t i = first; i < first + count; i++)
+        text.push_back(uint16_t((5 * text.back() + 64 * (text.end()[-4] % 2) + 3 * (hash32(i) % 4) + 7) % 256));
+    std::vector<int32_t> header(256);
+    header[0] = 20240520, header[1] = 1, header[2] = int32_t(count);
+    return std::string((const char*)header.data(), 1024) +
+           std::string((const char*)(text.data() + 4), 2 * count);
+}
+
+// The safetensors file of a model whose parameters are base + spread times a hash of their place.
+static std::string track3_weights(const nlohmann::json& parameters) {
+    nlohmann::json header;
+    std::string bytes;
+    for (size_t p = 0; p < parameters.size(); p++) {
+        const nlohmann::json& of = parameters[p];
+        size_t begin = bytes.size(), n = 1;
+        for (size_t dim : of["shape"]) n *= dim;
+        for (size_t i = 0; i < n; i++) {
+            double u = hash32(uint32_t(i + 2654435761u * p)) / 4294967296.0;
+            float x = float(double(of["base"]) + double(of["spread"]) * (2 * u - 1));
+            bytes.append((const char*)&x, sizeof(x));
+        }
+        header[of["name"].get<std::string>()] = {
+            {"dtype", "F32"}, {"shape", of["shape"]}, {"data_offsets", {begin, bytes.size()}}};
+    }
+    std::string text = header.dump();
+    uint64_t length = text.size();
+    return std::string((const char*)&length, 8) + text + bytes;
+}
+
+// The flags of scripts/run_track3.sh train a small model as PyTorch does, with losses that are sums
+// there and means here, from shards in order, each optimizer over other ranks.
+TEST_F(Run, TrainsTrack3AsPyTorchDoes) {
+    nlohmann::json golden = nlohmann::json::parse(read_file(ROOT + "/dev/golden/track3.json"));
+    fs::create_directories(path("model"));
+    put("model/config.json", golden["config"].dump());
+    put("model/model.safetensors", track3_weights(golden["parameters"]));
+    uint32_t shard = golden["shard_tokens"], val = golden["val_tokens"];
+    for (uint32_t i = 0; i < 3; i++)
+        put("train_" + std::to_string(i) + ".bin", track3_shard(i * shard, shard));
+    put("val.bin", track3_shard(10000000, val + 1));
+    std::string common = "--model " + path("model") + " --data in-order:" + path("train_*.bin") +
+                         " --val " + path("val.bin") + " --seq 256 --batch-tokens 8192 --steps 60 "
+                         "--min-lr 0 --schedule wsd:0.7 --beta2 0.95 --eps 1.220703125e-14 "
+                         "--clip 0 --eval-every 20 --eval-tokens 16384 --sample-tokens 0 ";
+    const std::string muon = "--beta1 0.8 --warmup 0 --lr 0.025 --weight-decay 0.05 --optimizer "
+                             "muon,ns=convergent,scale=shape,table=0.7,head=0.004,vectors=0.015,"
+                             "decay=0.1,decay-vectors ";
+    const std::string adamw = "--beta1 0.9 --warmup 10 --lr 0.0015 --weight-decay 0.1 --optimizer "
+                              "adamw,table=0.3,head=0.003125,vectors=0.01,decay=0,beta1=0.8 ";
+    const std::string normuon = "--beta1 0.8 --warmup 0 --lr 0.035 --weight-decay 0.025 "
+                                "--optimizer muon,normuon=0.95,ns=convergent,scale=shape,table=0.3,"
+                                "head=0.003125,vectors=0.01,decay=0 ";
+    for (auto& [name, flags] :
+         {std::pair{"adamw", adamw + "--micro-batch 16"},
+          {"muon", muon + "--micro-batch 8 --local-ranks 4 --tp 2 --zero 3"},
+          {"normuon", normuon + "--micro-batch 8 --local-ranks 4 --dp 2 --pp 2 --zero 1"}}) {
+        if (name == std::string("normuon") && !has(run("--help").text, "normuon")) continue;
+
+        // The curve that --expect reads: PyTorch's, but for a last row that is off.
+        const nlohmann::json& want = golden[name];
+        std::string curve = "# step, mean, deviation\n";
+        for (auto& [step, loss] : want["val"].items())
+            curve += step + " " + std::to_string(double(loss) + (step == "60")) + " 0.000025\n";
+        std::string out = path(name);
+        Ran r = run(common + flags + " --expect " + put("curve.txt", curve) + " --out " + out);
+        ASSERT_EQ(r.status, 0) << r.text;
+        EXPECT_TRUE(std::regex_search(r.text, std::regex("step 40 .* deviations off: inside")));
+        EXPECT_TRUE(std::regex_search(r.text, std::regex("step 60 .* deviations off: outside")));
+
+        // Losses before each step, and of validations.
+        std::vector<double> losses;
+        std::ifstream log(out + "/log.jsonl");
+        double worst = 0;
+        for (std::string line; std::getline(log, line);) {
+            nlohmann::json j = nlohmann::json::parse(line);
+            if (j.contains("loss")) losses.push_back(j["loss"]);
+            if (!j.contains("val_loss")) continue;
+            double loss = want["val"][j["step"].dump()];
+            EXPECT_NEAR(double(j["val_loss"]), loss, 1e-5) << name << line;
+            EXPECT_NEAR(double(j["expected"]), loss + (j["step"] == 60), 1e-6) << line;
+        }
+        ASSERT_EQ(losses.size(), want["losses"].size());
+        for (size_t i = 0; i < losses.size(); i++)
+            worst = std::max(worst, std::abs(losses[i] - double(want["losses"][i])));
+        EXPECT_LT(worst, 1e-5) << name << ": float is within 5e-8 here";
+        printf("%s: losses within %.1e\n", name, worst);
+    }
+
+    // A curve that cannot be read is an error of one line.
+    refuses(small + "--expect " + path("none"), "--expect " + path("none") + ": No such file");
+    for (auto [text, wrong] : {std::pair{"# nothing\n\n", "has no line `step mean deviation`"},
+                               {"\n5 3.2", ":2: wants `step mean deviation`"},
+                               {"5 3.2 0", "a deviation above 0, not '5 3.2 0'"},
+                               {"5 3.2 0.1 7", ":1: wants"},
+                               {"five 3.2 0.1", ":1: wants"}})
+        refuses(small + "--expect " + put("bad.txt", text), wrong);
 }
 
 // A seed gives the same sample again.
