@@ -231,6 +231,12 @@ inline void normuon_test(Check& c) {
     for (double x : orthogonalised<float>(Doubles(60), 12, 5, h, v.data(), &scale))
         expect(c, x == 0, "zero");
     close(c, "v decays", v, Doubles(12, 0.25 * 0.95), 1e-6);
+
+    // Then a mean square joins it: of f x, which it does not change.
+    Doubles x = orthogonalised<float>(g, 12, 5, h), want(12, 0.25 * 0.95 * 0.95);
+    orthogonalised<float>(g, 12, 5, h, v.data(), &scale);
+    for (size_t i = 0; i < 60; i++) want[i / 5] += 0.05 * x[i] * x[i] / 5;
+    close(c, "v", v, want, 1e-6);
 }
 
 inline void add_muon_rows(std::vector<Row>& rows) {
