@@ -314,6 +314,11 @@ TEST(Runs, WithRemaindersAreThoseWithFloatMasters) {
         }
         for (const Parameter& p : a->t.model.parameters)
             EXPECT_EQ(get_weight(a->t, p), get_weight(b->t, p)) << p.name;
+
+        // Second moments of eight vectors, each in 128 floats: Muon's matrices take no room.
+        int block = find_bucket(a->t.model, Role::BLOCK, 1);
+        auto bytes = [&](int s) { return a->t.arena.lasting[{Kind::STATE, block, s}].bytes; };
+        EXPECT_EQ(bytes(1), muon ? 8 * 128 * sizeof(float) : bytes(0));
     }
 }
 
