@@ -35,7 +35,7 @@ TRAINED = "--steps 20 --warmup 2 --lr 3e-3 --micro-batch 4"
 
 
 def ours(arguments, folder, data):
-    command = f"{PROGRAM} {arguments} --device cpu --seq {SEQ} --temperature 0 --sample-tokens {SAMPLED} --ignore-eos".split()
+    command = f"{PROGRAM} {arguments} --device cpu --seq {SEQ} --temperature 0 --sample-tokens {SAMPLED}".split()
     command += ["--data", data, "--val", data + ".val.txt", "--prompt", PROMPT, "--export", folder]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stdout + out.stderr
