@@ -239,7 +239,7 @@ template <typename A> struct MuonLines {
             sum = std::fma(x[k * step], x[k * step], sum);
         if (scale->finite)
             v[line] = std::fma(beta2, v[line], (1 - beta2) * (sum / A(length)));
-        A root = std::sqrt(std::max(v[line], A(1e-10)));
+        A root = std::sqrt(std::fmax(v[line], A(1e-10)));
         for (size_t k = 0; k < length; k++)
             x[k * step] /= root;
     }
