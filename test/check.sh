@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The longer checks. Cheap ones run at every commit; of the expensive ones each commit gets every sixteenth,
-# its neighbours the others: sixteen in a row run all. Last line: N passed, N failed, N skipped.
-#   make check               what this commit gets: with `make test` less than an hour on two cores
+# The longer checks. Cheap ones run at every commit; of the expensive ones each commit gets every sixteenth, and of
+# a program with sanitizers a quarter of its tests: 64 commits in a row run all. Last line: N passed, N failed, N skipped.
+#   make check               what this commit gets: with `make test` about an hour on two cores
 #   make check ALL=1         everything
 #   test/check.sh list       says which they are, and runs none
 set -u
@@ -49,7 +49,8 @@ commit=$(git rev-list --count HEAD 2>/dev/null || echo 0)
 if [ "$(git rev-parse --is-shallow-repository 2>/dev/null)" = true ]; then
     commit=$((16#$(git rev-parse HEAD | cut -c1-8)))
 fi
-turn=0
+turn=0 quarter=(GTEST_TOTAL_SHARDS=4 "GTEST_SHARD_INDEX=$((commit / 16 % 4))")
+[ "${ALL:-0}" = 0 ] || quarter=()
 dealt() { # is this commit dealt the next expensive check? Says so where it is not
     turn=$((turn + 1))
     [ "${ALL:-0}" = 1 ] || [ $(((commit + turn) % 16)) = 0 ] && return
@@ -78,7 +79,7 @@ deal_runs() { # of a build: what it is called, its folder, the arrays of make's 
     step "$what: build" make_quiet "BUILD=$folder" "${build_flags[@]}" "${programs[@]}"
     for run in "${mine[@]}"; do
         # shellcheck disable=SC2086 # a run is a program and its arguments
-        beside "$what: $run" env "TRAIN_GPT=$folder/train_gpt" "$folder"/$run
+        beside "$what: $run" env "TRAIN_GPT=$folder/train_gpt" "${quarter[@]}" "$folder"/$run
     done
     wait
 }

@@ -263,21 +263,25 @@ def drawn(family, draw):
 
 
 def theirs(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
 
-    # The loss of whole windows of the text.
+
+def their_loss_of(model):
+    """The loss of whole windows of the text."""
     ids = torch.tensor(list(TEXT.encode()))
     windows = (len(ids) - 1) // SEQ
     x, y = ids[: windows * SEQ].view(-1, SEQ), ids[1 : windows * SEQ + 1].view(-1, SEQ)
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1).double(), y.flatten()).item()
+        return torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1).double(), y.flatten()).item()
 
+
+def their_text_of(model):
     prompt = torch.tensor([list(PROMPT.encode())])
     # Generate without a cache: transformers' own cache forgets what lies behind a window, even if
     # the model's attention has no window.
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SAMPLED, do_sample=False, use_cache=False,
                          eos_token_id=None, pad_token_id=0)
-    return loss, bytes(out[0].tolist())
+    return bytes(out[0].tolist())
 
 
 class TheirsFails(Exception):
@@ -308,18 +312,22 @@ def check_model(folder, data):
         saved = evaluate(folder + ".saved", data)[1]
     if saved != loss:
         return f"loss {loss:.4f}, and {saved:.4f} where transformers has saved the folder"
-    rc, out, error = run(*common, "--steps", 0, "--temperature", 0, "--sample-tokens", SAMPLED,
-                         "--prompt", PROMPT, "--export", folder + ".export")
+    rc, _, error = run(*common, "--steps", 0, "--sample-tokens", 0, "--export", folder + ".export")
+    if rc:
+        raise PermissionError(error)
+    rc, out, error = run("--model", folder, "--device", "cpu", "--tokenizer", "byte", "--temperature", 0, "--sample-tokens",
+                         SAMPLED, "--ignore-eos", "--prompt", PROMPT, name="sample_gpt")
     if rc:
         raise PermissionError(error)
 
     # Let transformers run the model and the export.
     try:
-        their_loss, their_text = theirs(folder)
+        model = theirs(folder)
+        their_loss, their_text = their_loss_of(model), their_text_of(model)
     except Exception as e:  # transformers reads the configuration and cannot run it: nothing to compare
         raise TheirsFails(f"transformers: {type(e).__name__}: {e}".split("\n")[0])
     try:
-        export_loss, _ = theirs(folder + ".export")
+        export_loss = their_loss_of(theirs(folder + ".export"))
     except Exception as e:
         return f"the export does not load: {type(e).__name__}: {e}".split("\n")[0]
     text = out.split(b"---\n", 1)[1]
