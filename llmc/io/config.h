@@ -859,6 +859,8 @@ inline constexpr GoneFlag GONE_FLAGS[] = {
     {"document-mask",         "false",    "--documents mask is its name"},
     {"ds-config",             nullptr,    "dev/ds_config.py FILE writes a file for --config"},
     {"evaluate",              nullptr,    "--eval TASK=FILE scores tasks at each evaluation"},
+    {"prepare",               nullptr,    "prepare_gpt --data FILES OUT writes shards of tokens"},
+    {"average",               nullptr,    "convert_gpt IN IN OUT writes the mean of models"},
 };
 // clang-format on
 

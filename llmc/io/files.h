@@ -290,7 +290,7 @@ inline void remember_mapping(const std::string& path, void* begin, size_t bytes)
     static const bool installed = [] {
         struct sigaction action = {};
         action.sa_sigaction = on_bus_error;
-        action.sa_flags = SA_SIGINFO;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK; // run/stop.h gives the stack
         return sigaction(SIGBUS, &action, nullptr) == 0;
     }();
     (void)installed;

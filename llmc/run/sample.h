@@ -691,6 +691,7 @@ void hold_talk(Run& run, Trainer<T, S>& t) {
     // Turn the watchdog off: a person may think for long.
     if (run.world.info)
         run.world.info->timeout_s = 0;
+    give_signal_stacks();
     handle_signal(SIGINT, note_interrupt);
     for (std::string line; ask_question(run, &line);) {
         // Obey a command. One that there is not is no question either.

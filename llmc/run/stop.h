@@ -54,6 +54,20 @@ inline void note_signal(int number) {
     (void)said; // nobody may be listening
 }
 
+// Give this thread and its OpenMP workers a stack for signal handlers. oneDNN's products on AVX and
+// AVX2 use the stack pointer as one more register: a handler there would write into the heap.
+inline void give_signal_stacks() {
+#pragma omp parallel
+    {
+        thread_local std::array<char, 65536> room; // AMX's registers take 11 KB of it
+        stack_t was, stack = {};
+        stack.ss_sp = room.data();
+        stack.ss_size = room.size();
+        sigaltstack(nullptr, &was);
+        if (was.ss_flags & SS_DISABLE) sigaltstack(&stack, nullptr);
+    }
+}
+
 // Set a signal's handler, or its default action; a signal that is ignored stays ignored.
 inline void handle_signal(int number, void (*handler)(int)) {
     struct sigaction was;
@@ -64,7 +78,7 @@ inline void handle_signal(int number, void (*handler)(int)) {
     // ends, so no call needs to fail.
     struct sigaction action = {};
     action.sa_handler = handler;
-    action.sa_flags = SA_RESTART;
+    action.sa_flags = SA_RESTART | SA_ONSTACK;
     sigaction(number, &action, nullptr);
 }
 
@@ -73,6 +87,7 @@ inline void handle_signal(int number, void (*handler)(int)) {
 struct CatchSignals {
     static inline std::atomic<int> alive = 0;
     CatchSignals() {
+        give_signal_stacks();
         if (alive++ > 0) return;
         for (int number : STOP_SIGNALS)
             handle_signal(number, note_signal);

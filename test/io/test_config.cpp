@@ -51,6 +51,8 @@ TEST(Config, AFlagOfAnotherProgramIsRefusedWithItsName) {
     EXPECT_EQ(says("train_gpt", "--save-minutes 5"_flags),
               "--save-minutes is gone: --save-every 10m says minutes");
     EXPECT_EQ(says("train_gpt", {"--keep-best"}), "--keep-best is gone: --keep 2,best keeps it");
+    EXPECT_EQ(says("train_gpt", {"--prepare"}),
+              "--prepare is gone: prepare_gpt --data FILES OUT writes shards of tokens");
     EXPECT_EQ(says("train_gpt", {"--document-mask"}),
               "--document-mask is gone: --documents mask is its name");
     EXPECT_HAS(says("train_gpt", "a"_flags), "'a' is no flag");

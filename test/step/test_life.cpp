@@ -527,6 +527,20 @@ TEST(Stop, ARepeatedLimitOfCpuTimeWaitsForTheSave) {
     stop_signal = 0;
 }
 
+// A handler has a stack of its own: in oneDNN's products the stack pointer may point into the heap.
+TEST_F(Life, ManySignalsInAProductHarmNothing) {
+    Child child("env OMP_NUM_THREADS=1 " + program() + " " + small +
+                    "--channels 256 --seq 64 --batch-tokens 8192 --steps 900 --out " + out,
+                path("said"));
+    child.wait_for_step(1, 900);
+    for (int i = 0; i < 5000; i++) {
+        kill(child.pid, SIGXCPU);
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    EXPECT_EQ(child.wait(), 128 + SIGXCPU) << child.text();
+    EXPECT_HAS(child.text(), "stopped by SIGXCPU at step");
+}
+
 // A reader of the output that leaves, as `| head` does, ends no run.
 TEST_F(Life, AReaderThatLeavesCostsNoStep) {
     Ran r = start(small + "--steps 60 --out " + out + " 2>" + path("said") + " | head -n 1");
