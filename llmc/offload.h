@@ -42,7 +42,6 @@
 #include "sharding.h"
 #include "comm/text.h"
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 #include <zlib.h>
