@@ -27,8 +27,6 @@ namespace llmc {
 //   every rank has the same scales, whatever the layout, and a checkpoint needs them once.
 //   That message has 4 bytes a slot; it is on the critical path, after the norm's.
 
-template <typename T, typename S> struct Trainer;
-
 // Slots: the same on all ranks; none where products scale otherwise.
 inline size_t fp8_slots(const Model& m) {
     return m.shape.fp8.kind == Fp8::DELAYED ? FP8_OPERANDS * size_t(m.matrices) : 0;
@@ -138,8 +136,6 @@ Fp8Matrices fp8_matrices(const Trainer<T, S>& t) {
 //   wants the maximum of what products see. Generation counts nothing, and offloaded shards are
 //   elsewhere at COUNT: these gather wide.
 //   Bytes: P/d + 2 V for each rank's part of P parameters, V of them in vectors; wide 2 P/d.
-
-template <typename T, typename S> struct Trainer;
 
 // The number of scales of a bucket's matrices.
 inline size_t gathered_scales(const Model& m, int bucket) {

@@ -372,40 +372,23 @@ struct Neox {
 // ----------------------------------------------------------------------------
 // tables
 
-// clang-format off
+// The parameters of a block: GPT-2's, in its order. Files hold no matrix transposed.
 template <typename Row>
 void block_parameters(Neox::Block& w, const Shape& s, Row row) {
-    size_t C = s.C, F = s.F, Q = s.NH * s.HS, QKV = 3 * Q; // a rank's heads of q, k, v are the same
-    Shard whole = {}, columns = {0}, rows = {1}, qkv = {0, 3};
-
-    // 2L products add to the residual stream: they start smaller by sqrt(2L).
-    Init normal = normal_init(0.02);
-    Init small = normal_init(0.02 / std::sqrt(2.0 * s.L));
-
-    // Its files hold no matrix transposed.
-    auto add = [&](Weight& weight, const char* name, std::initializer_list<size_t> shape,
-                   Init start, bool decays, Shard cut) {
-        row(weight, name, shape, start, decays, cut, false);
+    static constexpr const char* names[] = {
+        "input_layernorm.weight", "input_layernorm.bias",
+        "attention.query_key_value.weight", "attention.query_key_value.bias",
+        "attention.dense.weight", "attention.dense.bias",
+        "post_attention_layernorm.weight", "post_attention_layernorm.bias",
+        "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias",
+        "mlp.dense_4h_to_h.weight", "mlp.dense_4h_to_h.bias"};
+    const char* const* name = names;
+    auto rename = [&](Weight& weight, const char*, std::initializer_list<size_t> shape, Init start,
+                      bool decays, Shard cut, bool /*transposed*/) {
+        row(weight, *name++, shape, start, decays, cut, false);
     };
-
-    // The first branch: its norm, the products of q, k, v, and the one after attention.
-    //  weight              name                                shape     start   decays cut
-    add(w.ln_1_weight,      "input_layernorm.weight",           {C},      ONES,   false, whole);
-    add(w.ln_1_bias,        "input_layernorm.bias",             {C},      ZEROS,  false, whole);
-    add(w.attn_weight,      "attention.query_key_value.weight", {QKV, C}, normal, true,  qkv);
-    add(w.attn_bias,        "attention.query_key_value.bias",   {QKV},    ZEROS,  false, qkv);
-    add(w.attn_proj_weight, "attention.dense.weight",           {C, Q},   small,  true,  rows);
-    add(w.attn_proj_bias,   "attention.dense.bias",             {C},      ZEROS,  false, whole);
-
-    // The second: its norm, the widening product and the narrowing one.
-    add(w.ln_2_weight,      "post_attention_layernorm.weight",  {C},      ONES,   false, whole);
-    add(w.ln_2_bias,        "post_attention_layernorm.bias",    {C},      ZEROS,  false, whole);
-    add(w.fc_weight,        "mlp.dense_h_to_4h.weight",         {F, C},   normal, true,  columns);
-    add(w.fc_bias,          "mlp.dense_h_to_4h.bias",           {F},      ZEROS,  false, columns);
-    add(w.fc_proj_weight,   "mlp.dense_4h_to_h.weight",         {C, F},   small,  true,  rows);
-    add(w.fc_proj_bias,     "mlp.dense_4h_to_h.bias",           {C},      ZEROS,  false, whole);
+    block_parameters(static_cast<Gpt2::Block&>(w), s, rename);
 }
-// clang-format on
 
 // RoPE turns queries and keys inside attention, so there is no table of positions.
 template <typename Row>

@@ -225,7 +225,7 @@ void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
     // Put the losses at their places. A rank adds 0 for the rows of other ranks.
     acc_t<T>* losses = a.whole;
     device_zero(losses, all * sizeof(losses[0]), ctx.where);
-    place_rows(losses, a.losses, b.positions, b.B, b.T, T_all, ctx.where);
+    place_rows<true>(losses, a.losses, b.positions, b.B, b.T, T_all, ctx.where);
     all_reduce_sum(ctx.cp, losses, all, ctx.where);
 
     // Find what LOAD has put after the keys' documents: see read_micro_batch().
@@ -248,7 +248,7 @@ void head_objective_of_all(Ctx<S>& ctx, const HeadActs<T>& a) {
     // Keep this rank's rows.
     for (size_t i = 0; i < o.outputs(); i++) {
         acc_t<T>* mine = a.objective + i * N;
-        take_rows(mine, x + i * all, b.positions, b.B, b.T, T_all, ctx.where);
+        place_rows<false>(mine, x + i * all, b.positions, b.B, b.T, T_all, ctx.where);
     }
 }
 

@@ -121,15 +121,9 @@ void absorb_adapter(bool query, T* out, const T* x, const HeadMatrix<T>& base, c
 
     // Go through the r channels between them.
     // A query goes from a head's channels to latents, so through B first; an output goes back.
-    if (query) {
-        absorb_rows(query, room, x, b, n, where);
-        lora_scale(room, heads * r, lora.scale, where);
-        absorb_rows(query, out, room, a, heads, where);
-    } else {
-        absorb_rows(query, room, x, a, heads, where);
-        lora_scale(room, heads * r, lora.scale, where);
-        absorb_rows(query, out, room, b, n, where);
-    }
+    absorb_rows(query, room, x, query ? b : a, query ? n : heads, where);
+    lora_scale(room, heads * r, lora.scale, where);
+    absorb_rows(query, out, room, query ? a : b, query ? heads : n, where);
 }
 
 // One step of absorption: all rows by kv_b's matrix, then each run of rows by its adapter.

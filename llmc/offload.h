@@ -42,7 +42,6 @@
 #include "sharding.h"
 #include "comm/text.h"
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 #include <zlib.h>
@@ -418,8 +417,8 @@ inline Plan add_parking(Plan in, const Model& model) {
 //   disk ends a run before its first step. Bytes move in blocks of 1 MiB, past the page cache
 //   (O_DIRECT) where the file system allows it: the cache would hold in memory what was to leave
 //   it. The checksum of each block stays in memory. A block that comes back changed is an error.
-//     disk_read, disk_write   move any range now: initial weights, checkpoints
-//     disk_start              starts to move a range by the file's threads; disk_finish() waits
+//     disk_move    moves any range now: initial weights, checkpoints
+//     disk_start   starts to move a range by the file's threads; disk_finish() waits
 //   Each thread owns memory for a block and, beside a device, a stream; that memory is pinned then.
 //   So threads wait for no other thread, and the driver stages nothing.
 //   Functions that return a text return "" or one line that says what is wrong.
@@ -660,26 +659,14 @@ std::string move_part(Disk& d, Way way, unsigned char* memory, BlockPart part, D
     return write_block(d, part.block, lane.bytes);
 }
 
-// Move a range of the file now, to or from the host's memory.
-inline std::string disk_read(Disk& d, void* to, size_t offset, size_t bytes) {
-    DiskLane<Cpu> lane(Cpu{});
-    std::string wrong;
-    // Stop at the first faulty block.
-    for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
-        unsigned char* memory = static_cast<unsigned char*>(to) + at;
-        if (wrong.empty())
-            wrong = move_part(d, Way::FROM_DISK, memory, part, lane, [] {});
-    });
-    return wrong;
-}
-inline std::string disk_write(Disk& d, const void* from, size_t offset, size_t bytes) {
-    // move_part() moves both ways, so it takes a pointer to non-const, but here it only reads.
+// Move a range of the file now, to or from the host's memory. Stops at the first faulty block.
+inline std::string disk_move(Disk& d, Way way, void* memory, size_t offset, size_t bytes) {
     DiskLane<Cpu> lane(Cpu{});
     std::string wrong;
     for_each_block(offset, bytes, [&](BlockPart part, size_t at) {
-        auto* memory = const_cast<unsigned char*>(static_cast<const unsigned char*>(from)) + at;
+        unsigned char* here = static_cast<unsigned char*>(memory) + at;
         if (wrong.empty())
-            wrong = move_part(d, Way::TO_DISK, memory, part, lane, [] {});
+            wrong = move_part(d, way, here, part, lane, [] {});
     });
     return wrong;
 }

@@ -71,7 +71,7 @@ void read_kept(const Trainer<T, S>& t, V* to, Data d, size_t at, size_t count) {
         case Tier::DEVICE: return copy_out(to + from, m.base + byte, bytes, t.ctx.where);
         case Tier::HOST: memcpy(to + from, m.base + byte, bytes); return;
         case Tier::DISK: {
-            std::string wrong = disk_read(*m.disk, to + from, byte, bytes);
+            std::string wrong = disk_move(*m.disk, Way::FROM_DISK, to + from, byte, bytes);
             LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
         }
         }
@@ -92,7 +92,8 @@ void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
         case Tier::DISK: {
             std::vector<V> values(n); // a chunk at most
             fill_memory(values.data(), n, here, Cpu{});
-            std::string wrong = disk_write(*m.disk, values.data(), byte, n * sizeof(V));
+            size_t bytes = n * sizeof(V);
+            std::string wrong = disk_move(*m.disk, Way::TO_DISK, values.data(), byte, bytes);
             LLMC_USER_CHECK(wrong.empty(), "--offload-to %s", wrong.c_str());
         }
         }

@@ -5,7 +5,6 @@
 #include "context.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/element_type.h"
 #include "ops/linear.cuh"
 #include "ops/loss_scale.cuh"
 #include "ops/memory.h"

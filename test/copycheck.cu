@@ -277,8 +277,8 @@ template <typename T, typename S> void calls(Results& r, S where) {
     llmc::rope_table(table.data(), N, HS, 10000.0, {});
     std::vector<int> positions = {5, 4, 3, 2, 1, 0};
     std::vector<T> x = numbers<T>(N * C, 1), dx = numbers<T>(N * C, 2);
-    llmc::rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, C, where);
-    llmc::rope_backward(dx.data(), positions.data(), table.data(), N, NH, HS, C, where);
+    llmc::rope_forward<T>({x.data(), NH, C}, {}, positions.data(), table.data(), N, HS, where);
+    llmc::rope_backward<T>({dx.data(), NH, C}, {}, positions.data(), table.data(), N, HS, where);
     r.add(x);
     r.add(dx);
 }

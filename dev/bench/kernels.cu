@@ -250,7 +250,7 @@ template <typename T> void elementwise(const char* type) {
     Buffer<float> table(P * HS);
     Integers positions(N, [&](size_t i) { return int(i % P); });
     memory_row("elementwise", name("rope forward"), 2.0 * double(N * NH * HS * sizeof(T)), [&] {
-        rope_forward(heads.data, positions.data, table.data, N, NH, HS, NH * HS, STREAM);
+        rope_forward<T>({heads.data, NH, NH * HS}, {}, positions.data, table.data, N, HS, STREAM);
     });
 
     Room scratch(column_sums_scratch_bytes(N, C, STREAM));

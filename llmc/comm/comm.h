@@ -62,15 +62,11 @@ inline Comm comm_split(const Comm& c, const std::string& name, const std::vector
 
     // Give the group the backends that c has, except NCCL. A group of one needs none.
     part.nccl = nullptr;
-    if (part.size == 1) {
-        part.backend = Backend::NONE;
-        return part;
-    }
+    if (part.size == 1) return part;
     if (c.local)
         part.local = local_split(c, name, part.members);
     if (c.mpi)
         part.mpi = mpi_split(c, places);
-    if (c.nccl) part.backend = Backend::MPI;
     return part;
 }
 
@@ -127,6 +123,7 @@ template <typename S> void finish(Pending<S>& p) {
         placement_note(c, p.call);
     p.c = nullptr;
 }
+template <typename S> void finish(Pending<S>&& p) { finish(p); }
 
 // Add to the bytes that this rank has sent in a group, if they are counted.
 inline void count_sent(const Comm& c, size_t bytes) {
@@ -312,10 +309,6 @@ template <typename T, typename S> // x (n)
 Pending<S> start_all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
     return comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n), where);
 }
-template <typename T, typename S> // x (n)
-Pending<S> start_all_reduce_max(const Comm& c, T* x, size_t n, S where) {
-    return comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n, true), where);
-}
 template <typename T, typename S> // out (n), in (size, n)
 Pending<S> start_reduce_scatter_sum(const Comm& c, T* out, const T* in, size_t n, S where) {
     return comm_start(c, typed_call<T, S>(Collective::REDUCE_SCATTER, out, in, n), where);
@@ -346,43 +339,35 @@ Pending<S> start_broadcast(const Comm& c, T* x, size_t n, int root, S where) {
 // Start and finish at once, for what is short or needed immediately.
 template <typename T, typename S>
 void all_reduce_sum(const Comm& c, T* x, size_t n, S where) {
-    Pending<S> p = start_all_reduce_sum(c, x, n, where);
-    finish(p);
+    finish(start_all_reduce_sum(c, x, n, where));
 }
 template <typename T, typename S>
 void all_reduce_max(const Comm& c, T* x, size_t n, S where) {
-    Pending<S> p = start_all_reduce_max(c, x, n, where);
-    finish(p);
+    finish(comm_start(c, typed_call<T, S>(Collective::ALL_REDUCE, x, x, n, true), where));
 }
 template <typename T, typename S>
 void reduce_scatter_sum(const Comm& c, T* out, const T* in, size_t n, S where) {
-    Pending<S> p = start_reduce_scatter_sum(c, out, in, n, where);
-    finish(p);
+    finish(start_reduce_scatter_sum(c, out, in, n, where));
 }
 template <typename T, typename S>
 void all_gather(const Comm& c, T* out, const T* in, size_t n, S where) {
-    Pending<S> p = start_all_gather(c, out, in, n, where);
-    finish(p);
+    finish(start_all_gather(c, out, in, n, where));
 }
 template <typename T, typename S>
 void all_to_all(const Comm& c, T* out, const T* in, size_t n, S where) {
-    Pending<S> p = start_all_to_all(c, out, in, n, where);
-    finish(p);
+    finish(start_all_to_all(c, out, in, n, where));
 }
 template <typename T, typename S>
 void broadcast(const Comm& c, T* x, size_t n, int root, S where) {
-    Pending<S> p = start_broadcast(c, x, n, root, where);
-    finish(p);
+    finish(start_broadcast(c, x, n, root, where));
 }
 template <typename S>
 void exchange(const Comm& c, const CommMessage* messages, int count, S where) {
-    Pending<S> p = start_exchange(c, messages, count, where);
-    finish(p);
+    finish(start_exchange(c, messages, count, where));
 }
 // Wait until the last rank has arrived.
 template <typename S> void barrier(const Comm& c, S where) {
-    Pending<S> p = comm_start<S>(c, {Collective::BARRIER, nullptr, nullptr, 0}, where);
-    finish(p);
+    finish(comm_start<S>(c, {Collective::BARRIER, nullptr, nullptr, 0}, where));
 }
 
 // Wait for all work that `where` was given. On NCCL, end the job if a peer does not arrive: a

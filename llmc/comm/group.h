@@ -21,10 +21,6 @@
 
 namespace llmc {
 
-// The carrier of a group's messages. NONE: a group of one. NCCL: buffers on a GPU; the same group's
-// Cpu buffers go over MPI.
-enum class Backend { NONE, LOCAL, MPI, NCCL };
-
 // ----------------------------------------------------------------------------
 // a group of ranks as one of them sees it
 
@@ -53,7 +49,6 @@ struct MpiGroup;
 
 // A group, as one of its ranks sees it. The backend's part ends with the last copy of the group.
 struct Comm {
-    Backend backend = Backend::NONE;
     int rank = 0;               // in this group
     int size = 1;
     std::string name = "world"; // also the axis of placements
@@ -61,7 +56,8 @@ struct Comm {
     std::vector<int> members = {0}; // (size) ranks in the world
     RankInfo* info = nullptr;
 
-    // The backends' own parts; null for those that the group lacks.
+    // The backends' own parts; null for those that the group lacks. With NCCL, Cpu buffers go over
+    // MPI.
     std::shared_ptr<LocalGroup> local;
     std::shared_ptr<MpiGroup> mpi;
     std::shared_ptr<NcclGroup> nccl;

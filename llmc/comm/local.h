@@ -455,10 +455,7 @@ int run_local_ranks(int ranks, LocalSettings settings, F body) {
         c.size = ranks;
         c.members = members;
         c.info = &info;
-        if (ranks > 1) {
-            c.backend = Backend::LOCAL;
-            c.local = group;
-        }
+        if (ranks > 1) c.local = group;
 
         // Run the body, and report whatever ends it early, once.
         try {

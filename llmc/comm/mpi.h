@@ -477,7 +477,6 @@ inline Comm mpi_world(RankInfo& info) {
     LLMC_MPI_CHECK(MPI_Comm_size(comm, &c.size));
 
     c.mpi = std::make_shared<MpiGroup>(comm);
-    c.backend = c.size > 1 ? Backend::MPI : Backend::NONE;
     c.members.resize(c.size);
     for (int r = 0; r < c.size; r++)
         c.members[r] = r;

@@ -223,7 +223,6 @@ inline void nccl_wait(const Comm& c, cudaStream_t stream) {
 // Return the group with a communicator, its own or a shared one.
 inline Comm nccl_group(const Comm& c, std::shared_ptr<NcclGroup> communicator) {
     Comm gpu = c;
-    gpu.backend = Backend::NCCL;
     gpu.nccl = std::move(communicator);
     return gpu;
 }

@@ -33,7 +33,6 @@
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/element_type.h"
-#include "../ops/elementwise.cuh"
 #include "../ops/fp8_delayed.cuh"
 #include "../ops/matmul.cuh"
 #include "../ops/memory.h"

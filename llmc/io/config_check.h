@@ -6,7 +6,6 @@
 #pragma once
 #include <numeric>
 #include "../context_parallel.h"
-#include "../family.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/latent.cuh"

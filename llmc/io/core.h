@@ -25,7 +25,6 @@
 #include "../comm/text.h"
 #include "config.h"
 #include "evaluate.h"
-#include "files.h"
 #include "generate.h"
 #include "json.h"
 #include "tokenizer.h"

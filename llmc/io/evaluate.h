@@ -37,7 +37,6 @@
 #pragma once
 #include <nlohmann/json.hpp>
 #include "../comm/text.h"
-#include "config.h"
 #include "dataloader.h"
 #include "files.h"
 #include "json.h"

@@ -14,7 +14,6 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 #include "../model.h"
-#include "../action.h"
 #include "../optimizer.h"
 #include "../quantised.h"
 #include "../comm/text.h"

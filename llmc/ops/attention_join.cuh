@@ -259,11 +259,7 @@ void sinks_backward(acc_t<T>* sums, size_t, const T* out, const acc_t<T>* lse, c
         A s = to_acc(sinks[h]);
         for (size_t n = 0; n < x.d.B * x.d.Tq; n++) {
             size_t b = n / x.d.Tq, i = n % x.d.Tq;
-            const T* row = out + x.out_at(b, h, i);
-            const T* drow = x.gradient(b, h, i);
-            A D = 0;
-            for (size_t c = 0; c < x.d.HS_v; c++)
-                D += to_acc(row[c]) * to_acc(drow[c]);
+            A D = channel_dot(out + x.out_at(b, h, i), x.gradient(b, h, i), x.d.HS_v);
 
             // The sink's share of the softmax; lse is the joined one.
             A p = std::exp(s - lse[x.lse_at(b, h, i)]);

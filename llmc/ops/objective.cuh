@@ -300,17 +300,14 @@ void objective(const ObjectiveRows<A>& x, Objective o, size_t N, Cpu) {
         objective_row(x, o, n);
 }
 
-// Put rows of this rank at their places in whole sequences, and take its rows back. Other rows are
-// untouched. positions (B,t) are places in sequences of T rows.
-template <typename A>
-void place_rows(A* whole, const A* rows, const int* positions, size_t B, size_t t, size_t T, Cpu) {
-    for (size_t n = 0; n < B * t; n++) // whole (B,T)  rows (B,t)
-        whole[n / t * T + size_t(positions[n])] = rows[n];
-}
-template <typename A>
-void take_rows(A* rows, const A* whole, const int* positions, size_t B, size_t t, size_t T, Cpu) {
-    for (size_t n = 0; n < B * t; n++)
-        rows[n] = whole[n / t * T + size_t(positions[n])];
+// Put rows (B,t) of this rank at their places in whole sequences (B,T), or take them from there.
+// Other rows are untouched. positions (B,t) are places in sequences of T rows.
+template <bool TO_WHOLE, typename A>
+void place_rows(A* to, const A* from, const int* positions, size_t B, size_t t, size_t T, Cpu) {
+    for (size_t n = 0; n < B * t; n++) {
+        size_t place = n / t * T + size_t(positions[n]);
+        to[TO_WHOLE ? place : n] = from[TO_WHOLE ? n : place];
+    }
 }
 
 // The number of pairs in a window, which the loss is a mean over: rejected sequences with a target,
@@ -340,17 +337,13 @@ static __global__ void objective_kernel(ObjectiveRows<float> x, Objective o, siz
 }
 
 // One thread a row of this rank: it goes to its place in a whole sequence, or comes from there.
-static __global__ void place_rows_kernel(float* whole, const float* rows, const int* positions,
-                                         size_t N, size_t t, size_t T) {
+template <bool TO_WHOLE>
+__global__ void place_rows_kernel(float* to, const float* from, const int* positions, size_t N,
+                                  size_t t, size_t T) {
     size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < N)
-        whole[n / t * T + size_t(positions[n])] = rows[n];
-}
-static __global__ void take_rows_kernel(float* rows, const float* whole, const int* positions,
-                                        size_t N, size_t t, size_t T) {
-    size_t n = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
-    if (n < N)
-        rows[n] = whole[n / t * T + size_t(positions[n])];
+    if (n >= N) return;
+    size_t place = n / t * T + size_t(positions[n]);
+    to[TO_WHOLE ? place : n] = from[TO_WHOLE ? n : place];
 }
 
 // ----------------------------------------------------------------------------
@@ -361,18 +354,13 @@ inline void objective(const ObjectiveRows<float>& x, Objective o, size_t N, cuda
     launch(objective_kernel, unsigned(ceil_div(N, 128)), 128, 0, stream, x, o, N);
 }
 
-// Rows of this rank to their places in whole sequences, and back.
-inline void place_rows(float* whole, const float* rows, const int* positions, size_t B, size_t t,
-                       size_t T, cudaStream_t stream) {
+// Rows of this rank to their places in whole sequences, or back.
+template <bool TO_WHOLE>
+void place_rows(float* to, const float* from, const int* positions, size_t B, size_t t, size_t T,
+                cudaStream_t stream) {
     size_t N = B * t;
     unsigned blocks = unsigned(ceil_div(N, 128));
-    launch(place_rows_kernel, blocks, 128, 0, stream, whole, rows, positions, N, t, T);
-}
-inline void take_rows(float* rows, const float* whole, const int* positions, size_t B, size_t t,
-                      size_t T, cudaStream_t stream) {
-    size_t N = B * t;
-    unsigned blocks = unsigned(ceil_div(N, 128));
-    launch(take_rows_kernel, blocks, 128, 0, stream, rows, whole, positions, N, t, T);
+    launch(place_rows_kernel<TO_WHOLE>, blocks, 128, 0, stream, to, from, positions, N, t, T);
 }
 #endif
 

@@ -264,16 +264,4 @@ void rope_backward(RopeHeads<T> dq, RopeHeads<T> dk, const int* positions, const
     rope_rotate(dq, dk, positions, table, N, HS, acc_t<T>(-1), where);
 }
 
-// The same for one operand.
-template <typename T, typename S>
-void rope_forward(T* x, const int* positions, const acc_t<T>* table, size_t N, size_t NH, size_t HS,
-                  size_t row_stride, S where) {
-    rope_forward({x, NH, row_stride}, RopeHeads<T>{}, positions, table, N, HS, where);
-}
-template <typename T, typename S>
-void rope_backward(T* dx, const int* positions, const acc_t<T>* table, size_t N, size_t NH,
-                   size_t HS, size_t row_stride, S where) {
-    rope_backward({dx, NH, row_stride}, RopeHeads<T>{}, positions, table, N, HS, where);
-}
-
 } // namespace llmc

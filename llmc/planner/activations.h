@@ -26,7 +26,6 @@
 #pragma once
 #include "../action.h"
 #include "../arena.h"
-#include "../family.h"
 #include "../layout.h"
 #include "../model.h"
 #include "../ops/types.h"

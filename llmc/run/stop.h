@@ -12,7 +12,6 @@
 #pragma once
 #include <unistd.h>
 #include <csignal>
-#include <ctime>
 #include <array>
 #include <atomic>
 #include "../comm/comm.h"

@@ -12,7 +12,6 @@
 #include "../load.h"
 #include "../ops/loss_scale.cuh"
 #include "../ops/step_scale.h"
-#include "../action.h"
 #include "../step.h"
 #include "../comm/text.h"
 #include "../trainer.h"

@@ -18,7 +18,6 @@
 #pragma once
 #include "../context.h"
 #include "../io/chat.h"
-#include "../io/config.h"
 #include "../io/dataloader.h"
 #include "../io/json.h"
 #include "../comm/text.h"

@@ -138,9 +138,11 @@ template <typename T> void rope_kernels(Check& c) {
         std::vector<int> at = integers(c, s.N, 0, int(P) - 1);
         auto x = rounded<T>(normals(c, s.N * s.stride));
         std::vector<double> forward = x, backward = x, first_head = x;
-        rope_forward(forward.data(), at.data(), table.data(), s.N, s.NH, s.HS, s.stride, Cpu{});
-        rope_backward(backward.data(), at.data(), table.data(), s.N, s.NH, s.HS, s.stride, Cpu{});
-        rope_forward(first_head.data(), at.data(), table.data(), s.N, 1, s.HS, s.stride, Cpu{});
+        RopeHeads<double> all = {forward.data(), s.NH, s.stride};
+        RopeHeads<double> one = {first_head.data(), 1, s.stride};
+        rope_forward(all, one, at.data(), table.data(), s.N, s.HS, Cpu{});
+        all.rows = backward.data();
+        rope_backward(all, {}, at.data(), table.data(), s.N, s.HS, Cpu{});
         every_order(c, [&](Outputs& o) {
             cudaStream_t stream = {};
             Array<int> positions(at);
@@ -148,8 +150,9 @@ template <typename T> void rope_kernels(Check& c) {
             Array<T> y(x, s.shift), dx(x, s.shift);
 
             // Forward and backward, one tensor a launch.
-            rope_forward(y.data, positions.data, turn.data, s.N, s.NH, s.HS, s.stride, stream);
-            rope_backward(dx.data, positions.data, turn.data, s.N, s.NH, s.HS, s.stride, stream);
+            RopeHeads<T> of_y = {y.data, s.NH, s.stride}, of_dx = {dx.data, s.NH, s.stride};
+            rope_forward(of_y, {}, positions.data, turn.data, s.N, s.HS, stream);
+            rope_backward(of_dx, {}, positions.data, turn.data, s.N, s.HS, stream);
             o.add("forward", y, forward, tolerance<T>(2), 1);
             o.add("backward", dx, backward, tolerance<T>(2), 1);
 

@@ -337,8 +337,8 @@ inline void places_kernels(Check& c) {
         every_order(c, [&](Outputs& outputs) {
             Array<float> from(rows), whole(std::vector<double>(B * T, 7)), back(B * t);
             Array<int> p(positions);
-            place_rows(whole.data, from.data, p.data, B, t, T, cudaStream_t{});
-            take_rows(back.data, whole.data, p.data, B, t, T, cudaStream_t{});
+            place_rows<true>(whole.data, from.data, p.data, B, t, T, cudaStream_t{});
+            place_rows<false>(back.data, whole.data, p.data, B, t, T, cudaStream_t{});
             outputs.add("whole", whole, want, 0);
             outputs.add("back", back, rows, 0);
         });

@@ -273,12 +273,8 @@ std::vector<T> rope_run(const Doubles& x, const std::vector<int>& positions, siz
     std::vector<T> y = as<T>(x);
     std::vector<acc_t<T>> table(64 * HS);
     rope_table(table.data(), 64, HS, 10000.0, {8, 1, 4, 16});
-    if (backward)
-        rope_backward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
-                      CPU);
-    else
-        rope_forward(y.data(), positions.data(), table.data(), positions.size(), NH, HS, stride,
-                     CPU);
+    auto* rotate = backward ? &rope_backward<T, Cpu> : &rope_forward<T, Cpu>;
+    rotate({y.data(), NH, stride}, {}, positions.data(), table.data(), positions.size(), HS, CPU);
     return y;
 }
 
@@ -310,7 +306,7 @@ inline void rope_test(Check& c) {
     Doubles turn(2 * 4), units = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
     rope_table(turn.data(), 2, 4, 10000, {});
     std::vector<int> ones(4, 1);
-    rope_forward(units.data(), ones.data(), turn.data(), 4, 1, 4, 4, CPU);
+    rope_forward<double>({units.data(), 1, 4}, {}, ones.data(), turn.data(), 4, 4, CPU);
     close(c, "unit vectors", units,
           Doubles{cos1, 0, sin1, 0, 0, cos01, 0, sin01, -sin1, 0, cos1, 0, 0, -sin01, 0, cos01},
           1e-15);
@@ -376,7 +372,7 @@ inline void rope_perf(Perf& p) {
     std::vector<int> positions(N);
     for (size_t n = 0; n < N; n++) positions[n] = int(n % 1024);
     memory_rate(p, "bf16 (4096,24,64)", 4.0 * double(x.size()), [&] {
-        rope_forward(x.data(), positions.data(), table.data(), N, NH, HS, NH * HS, CPU);
+        rope_forward<bf16>({x.data(), NH, NH * HS}, {}, positions.data(), table.data(), N, HS, CPU);
     });
 }
 

@@ -43,12 +43,12 @@ TEST(Disk, HoldsWhatWasWritten) {
             if (by_threads) {
                 disk_start(d, move, Way::TO_DISK, bytes.data(), at, n, Cpu{});
             } else {
-                ASSERT_EQ(disk_write(d, bytes.data(), at, n), "");
+                ASSERT_EQ(disk_move(d, Way::TO_DISK, bytes.data(), at, n), "");
             }
         } else if (by_threads) {
             disk_start(d, move, Way::FROM_DISK, back.data(), at, n, Cpu{});
         } else {
-            ASSERT_EQ(disk_read(d, back.data(), at, n), "");
+            ASSERT_EQ(disk_move(d, Way::FROM_DISK, back.data(), at, n), "");
         }
         ASSERT_EQ(disk_finish(d, *move), "");
         if (i % 3 == 0) {
@@ -58,7 +58,7 @@ TEST(Disk, HoldsWhatWasWritten) {
 
     // Read everything.
     std::vector<unsigned char> all(size);
-    ASSERT_EQ(disk_read(d, all.data(), 0, size), "");
+    ASSERT_EQ(disk_move(d, Way::FROM_DISK, all.data(), 0, size), "");
     EXPECT_TRUE(all == like);
 }
 
@@ -92,7 +92,7 @@ TEST(Disk, ABlockThatChangedIsAnError) {
     Disk d;
     ASSERT_EQ(disk_open(d, "/tmp", 3 * DISK_BLOCK), "");
     std::vector<unsigned char> bytes = random_bytes(random, 3 * DISK_BLOCK), back(bytes.size());
-    ASSERT_EQ(disk_write(d, bytes.data(), 0, bytes.size()), "");
+    ASSERT_EQ(disk_move(d, Way::TO_DISK, bytes.data(), 0, bytes.size()), "");
 
     // Flip one bit of the second block in the file itself.
     alignas(DISK_ALIGN) static unsigned char page[DISK_ALIGN];
@@ -102,10 +102,10 @@ TEST(Disk, ABlockThatChangedIsAnError) {
     ASSERT_EQ(pwrite(d.file, page, DISK_ALIGN, at), ssize_t(DISK_ALIGN));
 
     // The other blocks can be read.
-    EXPECT_EQ(disk_read(d, back.data(), 0, DISK_BLOCK), "");
-    EXPECT_EQ(disk_read(d, back.data(), 2 * DISK_BLOCK, DISK_BLOCK), "");
-    EXPECT_HAS(disk_read(d, back.data(), 0, 3 * DISK_BLOCK), "block 1 of the offloaded state has "
-                                                             "changed");
+    EXPECT_EQ(disk_move(d, Way::FROM_DISK, back.data(), 0, DISK_BLOCK), "");
+    EXPECT_EQ(disk_move(d, Way::FROM_DISK, back.data(), 2 * DISK_BLOCK, DISK_BLOCK), "");
+    EXPECT_HAS(disk_move(d, Way::FROM_DISK, back.data(), 0, 3 * DISK_BLOCK),
+               "block 1 of the offloaded state has changed");
     auto move = std::make_shared<DiskMove>();
     disk_start(d, move, Way::FROM_DISK, back.data(), 0, 3 * DISK_BLOCK, Cpu{});
     EXPECT_HAS(disk_finish(d, *move), "block 1 ");
