@@ -271,7 +271,7 @@ InFlight<S> gather_codes(const Trainer<T, S>& t, int b, T* whole, const T* weigh
     unsigned char* mine = sent + part.bytes * size_t(shard.rank);
     unsigned char* wide = mine + part.codes;
     auto put_codes = [&](const Fp8Piece& piece, size_t at, size_t scale) {
-        fp8_piece_codes(reinterpret_cast<e4m3*>(mine) + at, weight + at, maxima + scale, piece,
+        fp8_piece_cast(reinterpret_cast<e4m3*>(mine) + at, weight + at, maxima + scale, piece,
                         where);
     };
     auto put_wide = [&](size_t at, size_t n) {
@@ -290,7 +290,7 @@ InFlight<S> gather_codes(const Trainer<T, S>& t, int b, T* whole, const T* weigh
             const unsigned char* behind = codes + part.codes;
             T* home = whole + part.shard * r;
             auto take_codes = [&](const Fp8Piece& piece, size_t at, size_t scale) {
-                fp8_piece_values(home + at, reinterpret_cast<const e4m3*>(codes) + at,
+                fp8_piece_cast(home + at, reinterpret_cast<const e4m3*>(codes) + at,
                                  maxima + scale, piece, where);
             };
 

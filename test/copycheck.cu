@@ -477,8 +477,8 @@ template <typename S> static int parts_and_back(S where) {
     for (const llmc::Fp8Piece& p : parts)
         llmc::fp8_piece_maxima(maxima.data(), x.data() + p.first, p, where);
     for (const llmc::Fp8Piece& p : parts) {
-        llmc::fp8_piece_codes(codes.data() + p.first, x.data() + p.first, maxima.data(), p, where);
-        llmc::fp8_piece_values(values.data() + p.first, codes.data() + p.first, maxima.data(), p,
+        llmc::fp8_piece_cast(codes.data() + p.first, x.data() + p.first, maxima.data(), p, where);
+        llmc::fp8_piece_cast(values.data() + p.first, codes.data() + p.first, maxima.data(), p,
                                where);
     }
     int failed = 0;

@@ -56,10 +56,10 @@ __device__ inline A warp_sum(A x) { // float or double
     return x;
 }
 
-// The largest value in a warp, returned to every lane.
+// The largest value among lanes whose numbers differ in bits `last` to `first`, for each of them.
 template <typename A>
-__device__ inline A warp_max(A x) { // float or uint32_t
-    for (int mask = 16; mask > 0; mask /= 2) {
+__device__ inline A warp_max(A x, int first = 16, int last = 1) { // float or uint32_t
+    for (int mask = first; mask >= last; mask /= 2) {
         A y = __shfl_xor_sync(ALL_LANES, x, mask);
         x = y > x ? y : x;
     }

@@ -21,15 +21,15 @@ void pick_element_kernel(size_t n, bool vector, F f) {
     vector ? pick(Int<VECTOR<T>>()) : pick(Int<1>());
 }
 
-// Load the P elements at p, or only the first `count` of them and zeros. Both branches produce
-// words, not elements: given elements, the compiler would unpack each load at once, and one load
-// would wait for the other.
+// Load the P elements at p, or only the first `count` of them and zeros; one by one unless
+// aligned. Both branches produce words, not elements: given elements, the compiler would unpack
+// each load at once, and one load would wait for the other.
 template <int P, typename T>
-__device__ Pack<T, P> load_some(const T* p, size_t count) {
+__device__ Pack<T, P> load_some(const T* p, size_t count, bool aligned = true) {
     typedef std::conditional_t<P * sizeof(T) % 4 == 0, uint32_t, T> Word;
     constexpr int N = int(P * sizeof(T) / sizeof(Word));
     Pack<Word, N> words;
-    if (count >= P) {
+    if (aligned && count >= P) {
         words = load<N>(reinterpret_cast<const Word*>(p));
     } else {
         Pack<T, P> x = {};
@@ -43,8 +43,8 @@ __device__ Pack<T, P> load_some(const T* p, size_t count) {
 
 // Store the P elements at p, or only the first `count` of them.
 template <int P, typename T>
-__device__ void store_some(T* p, Pack<T, P> x, size_t count) {
-    if (count >= P) return store(p, x);
+__device__ void store_some(T* p, Pack<T, P> x, size_t count, bool aligned = true) {
+    if (aligned && count >= P) return store(p, x);
     for (int i = 0; i < P; i++)
         if (size_t(i) < count)
             p[i] = x.v[i];

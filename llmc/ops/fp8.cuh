@@ -1,31 +1,28 @@
 // fp8.cuh - 8-bit floats and matrices in them, with a scale for each block - arXiv:2209.05433
 //   e4m3  sign, 4 bits of exponent, 3 of mantissa: from 2^-9 to 448, no infinity
-//   e5m2  sign, 5 and 2: from 2^-16 to 57344, infinity and NaN as in IEEE's types
+//   e5m2  sign, 5 and 2: from 2^-16 to 57344
 //   A matrix (rows,cols) is a code of 8 bits for each element and a scale for each block of them:
 //     1. amax    the largest |x| of the block, as an integer: the bits of floats are in order
 //     2. scale   the largest power of two with amax scale <= 448 (57344), from amax's exponent
-//     3. code    x scale, rounded to nearest, ties to even;   x ~ code / scale
-//   A block is 1 x 128 (ROWS), 128 x 1 (COLUMNS), 128 x 128 (SQUARES), or the matrix (WHOLE). The
-//   last block of a row or column is smaller where 128 does not divide.
-//
+//     3. code    x scale, rounded to nearest, ties to even; infinity becomes NaN; x ~ code / scale
+//   A block is 1 x 128 (ROWS), 128 x 1 (COLUMNS), 128 x 128 (SQUARES) or all (WHOLE), less at ends.
 //   A power of two changes only the exponent, so quantising cuts mantissas and does no more: finite
 //   numbers never saturate, a code stands for a bf16 number, and a different cut into blocks
-//   changes results only where small numbers underflow. (From 1.875 2^127 on, at the end of bf16, a
-//   code may stand for 2^128, which is infinity.)
+//   changes results only where small numbers underflow. (From 1.875 2^127 on it may be infinity.)
 //   In the order of bits NaN is larger than any number, so no maximum loses it. A block with an
-//   infinity or a NaN has scale 1 and keeps its NaNs; e4m3 makes the infinity a NaN.
+//   infinity or a NaN has scale 1, under which its other numbers may saturate.
 //   x (rows,cols) float or 16 bits; kernels take 16 bits only
 //   out (rows,cols), transposed (cols,rows)   codes, or T: the values that they stand for
 //   inverse   1 / scale of each block, in fp8_scales()'s order; its gaps are not written
 //   Contract: out, transposed, inverse =   maxima do not depend on order: bitwise repeatable.
-//   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted. The
-//         kernels are the definition and not fast: 69 instructions an element for codes both ways,
-//         beside which the bytes take less than half of the time on an H100.
+//   Cost: reads x once, WHOLE twice; writes a byte an element, two where values are wanted.
+//         From sm_89 on codes take 11 instructions an element, which fit beside the bytes.
 //   Error of normal numbers: e4m3 2.7%, e5m2 5.3% of their root mean square.
-//   To copy: this file, types.h and cuda_common.h.
+//   To copy: this file, elements.h, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
 #include "cuda_common.h"
+#include "elements.h"
 #include "types.h"
 
 namespace llmc {
@@ -33,27 +30,26 @@ namespace llmc {
 // ----------------------------------------------------------------------------
 // the two formats
 
-// The two formats. LEAST is the exponent of the least normal number, TOP the code of the largest
-// finite number, and OVER the code of anything beyond it.
+// LEAST is the exponent of the least normal number, TOP the code of the largest number.
 struct e4m3 {
     uint8_t bits;
     static constexpr int MANTISSA = 3, LEAST = -6;     // MANTISSA in bits
-    static constexpr uint32_t TOP = 0x7e, OVER = 0x7f; // 448; beyond it: NaN
+    static constexpr uint32_t TOP = 0x7e; // 448
     static constexpr int TOP_EXPONENT = 8;
 };
 struct e5m2 {
     uint8_t bits;
     static constexpr int MANTISSA = 2, LEAST = -14;
-    static constexpr uint32_t TOP = 0x7b, OVER = 0x7c; // 57344; beyond it: infinity
+    static constexpr uint32_t TOP = 0x7b; // 57344
     static constexpr int TOP_EXPONENT = 15;
 };
 
 constexpr uint32_t FP8_INFINITY = 0x7f800000; // bits of a float; larger ones are NaN
 
-// Round to nearest, ties to even. A number beyond the largest becomes the largest
-// (saturate) or OVER.
+// Round to nearest, ties to even; what is beyond the largest number, and infinity, becomes the
+// largest. CUDA's headers put cvt.rn.satfinite in the place of this function.
 template <typename F>
-LLMC_HD inline F to_fp8(float x, bool saturate) {
+LLMC_HD inline F to_fp8(float x) {
     constexpr int M = F::MANTISSA, CUT = 23 - M;
     uint32_t u = bits_as<uint32_t>(x);
     uint32_t sign = u >> 24 & 0x80;
@@ -69,7 +65,7 @@ LLMC_HD inline F to_fp8(float x, bool saturate) {
 
     // Choose by |x|. Both results are computed, so that a loop has no branch.
     uint32_t code = u < uint32_t(127 + F::LEAST) << 23 ? low : high;
-    code = code <= F::TOP ? code : saturate ? F::TOP : F::OVER;
+    code = code <= F::TOP ? code : F::TOP;
     return {uint8_t(u > FP8_INFINITY ? 0x7f : sign | code)}; // a NaN loses its sign
 }
 
@@ -189,30 +185,13 @@ struct Fp8Tile {
 // ----------------------------------------------------------------------------
 // CPU
 
-// Find the largest magnitude of each of a tile's blocks.
-template <typename T>
-void fp8_tile_maxima(uint32_t* amax, const T* x, const Fp8Tile& t) { // (128) (rows,cols)
-    size_t count = std::min(FP8_BLOCK, t.cols - t.c0);
-    for (size_t r = 0; r < FP8_BLOCK && t.has(r, 0); r++) {
-        const T* row = x + (t.r0 + r) * t.cols + t.c0; // (count)
-
-        // Each column has a maximum of its own; a row adds its maximum to its block's.
-        if (t.blocks == Fp8Blocks::COLUMNS) {
-            for (size_t c = 0; c < count; c++)
-                amax[c] = std::max(amax[c], fp8_magnitude(row[c]));
-        } else {
-            uint32_t most = 0;
-            for (size_t c = 0; c < count; c++)
-                most = std::max(most, fp8_magnitude(row[c]));
-            amax[t.block(r, 0)] = std::max(amax[t.block(r, 0)], most);
-        }
-    }
+// x scale, of which to_fp8() makes the code of x. An infinity becomes NaN.
+LLMC_HD inline float fp8_scaled(float x, float scale) {
+    return x * scale + x * 0;
 }
-
-// The code of x. A finite number that a late scale makes too large saturates; infinity does not.
 template <typename F>
-LLMC_HD inline F fp8_code(float x, float scale, bool late) {
-    return to_fp8<F>(x * scale, late && fp8_magnitude(x) < FP8_INFINITY);
+LLMC_HD inline F fp8_code(float x, float scale) {
+    return to_fp8<F>(fp8_scaled(x, scale));
 }
 
 // Quantise one tile. `whole` is the matrix's amax, used by WHOLE alone.
@@ -222,8 +201,14 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
     // Find the maxima of the tile's blocks, and their scales.
     uint32_t amax[FP8_BLOCK] = {whole};
     float scale[FP8_BLOCK], back[FP8_BLOCK];
-    if (t.blocks != Fp8Blocks::WHOLE)
-        fp8_tile_maxima(amax, x, t);
+    size_t down = std::min(FP8_BLOCK, t.rows - t.r0);
+    size_t across = std::min(FP8_BLOCK, t.cols - t.c0);
+    const T* tile = x + t.r0 * t.cols + t.c0; // (down, across) of (rows,cols)
+    for (size_t r = 0; r < down && t.blocks != Fp8Blocks::WHOLE; r++)
+        for (size_t c = 0; c < across; c++) {
+            uint32_t& most = amax[t.block(r, c)];
+            most = std::max(most, fp8_magnitude(tile[r * t.cols + c]));
+        }
     for (size_t b = 0; b < FP8_BLOCK; b++) {
         scale[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
         back[b] = 1 / scale[b]; // exact
@@ -232,21 +217,16 @@ void fp8_quantise_tile(Out* out, Out* transposed, float* inverse, const T* x, ui
     }
 
     // Quantise one row at a time, into out and into a column of the transpose.
-    size_t count = std::min(FP8_BLOCK, t.cols - t.c0);
-    for (size_t r = 0; r < FP8_BLOCK && t.has(r, 0); r++) {
-        const T* row = x + (t.r0 + r) * t.cols + t.c0; // (count)
-        bool own = t.blocks == Fp8Blocks::COLUMNS;     // each column has a scale of its own
+    for (size_t r = 0; r < down; r++) {
         Out results[FP8_BLOCK];
-        for (size_t c = 0; c < count; c++) {
-            size_t b = own ? c : t.block(r, 0);
-            F code = fp8_code<F>(to_float(row[c]), scale[b], late.scale);
+        for (size_t c = 0; c < across; c++) {
+            size_t b = t.block(r, c);
+            F code = fp8_code<F>(to_float(tile[r * t.cols + c]), scale[b]);
             results[c] = fp8_result<Out>(code, back[b]);
         }
-
-        // Write the row.
         if (out)
-            std::copy(results, results + count, out + (t.r0 + r) * t.cols + t.c0);
-        for (size_t c = 0; transposed && c < count; c++)
+            std::copy(results, results + across, out + (t.r0 + r) * t.cols + t.c0);
+        for (size_t c = 0; transposed && c < across; c++)
             transposed[(t.c0 + c) * t.rows + t.r0 + r] = results[c];
     }
 }
@@ -284,89 +264,139 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
 
 #if LLMC_KERNELS
 
-constexpr unsigned FP8_WARPS = 8;               // in a block
-constexpr unsigned FP8_COLUMNS = FP8_BLOCK / 32; // of a lane: lane, lane + 32, ...
+constexpr unsigned FP8_THREADS = 256; // in a block
+constexpr unsigned FP8_SIDE = 8;      // a thread of fp8_quantise_kernel has 8 x 8 elements
+typedef Pack<uint32_t, FP8_SIDE / 2> Fp8Words; // eight elements
+
+__device__ inline uint32_t fp8_larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// A word of two elements, shifted by one, has the order of the upper one's |x|; shifted by 17, that
+// of the lower one's. Return the magnitude of such a word's element.
+template <typename T>
+__device__ inline uint32_t fp8_word_magnitude(uint32_t word) {
+    return fp8_magnitude(bits_as<T>(uint16_t(word >> 17)));
+}
+
+// to_fp8() of two numbers.
+template <typename F>
+__device__ inline Pack<F, 2> fp8_pair(float x, float y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t codes;
+    if constexpr (std::is_same_v<F, e4m3>)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(y), "f"(x));
+    else
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(y), "f"(x));
+    return bits_as<Pack<F, 2>>(codes);
+#else
+    return {to_fp8<F>(x), to_fp8<F>(y)};
+#endif
+}
 
 // *amax = the largest magnitude of n elements. It must start as 0.
 template <typename T>
-__global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n) {
+__global__ void fp8_amax_kernel(uint32_t* amax, const T* x, size_t n, bool packs) {
     uint32_t most = 0;
-    size_t step = size_t(gridDim.x) * blockDim.x;
-    for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) {
-        uint32_t m = fp8_magnitude(x[i]);
-        most = m > most ? m : most;
+    size_t step = size_t(gridDim.x) * ELEMENT_THREADS * FP8_SIDE;
+    for (size_t i = first_element<FP8_SIDE>(); i < n; i += step) {
+        auto words = bits_as<Fp8Words>(load_some<FP8_SIDE>(x + i, n - i, packs));
+        for (uint32_t w : words.v)
+            most = fp8_larger(most, fp8_larger(w << 1, w << 17));
     }
 
-    most = warp_max(most);
+    most = warp_max(fp8_word_magnitude<T>(most));
     if (threadIdx.x % 32 == 0)
         atomicMax(amax, most);
 }
 
-// A block quantises one tile, held in shared memory. A warp has every eighth row, and a lane has
-// four columns of a row.
-template <typename F, typename Out, typename T>
-__global__ void __launch_bounds__(FP8_WARPS * 32)
+// A block quantises one tile; each of its threads holds 8 x 8 elements in registers. A warp has 64
+// rows of 32 columns, so that it reads and writes whole sectors of 32 bytes, of the transpose too.
+// ROWS, COLUMNS: blocks are those; otherwise a tile has one scale.
+template <typename F, typename Out, typename T, bool ROWS, bool COLUMNS>
+__global__ void __launch_bounds__(FP8_THREADS)
 fp8_quantise_kernel(Out* out, Out* transposed, float* inverse, const T* x, const uint32_t* whole,
-                    size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late) {
-    static_assert(sizeof(T) == 2, "a tile of wider elements does not fit into shared memory");
-    constexpr unsigned ROW = FP8_BLOCK + 2; // padded, so that a column lies in different banks
-    LLMC_SHARED(T, tile, FP8_BLOCK * ROW);
+                    size_t rows, size_t cols, Fp8Blocks blocks, Fp8Late late, bool packs) {
+    static_assert(sizeof(T) == 2, "a word has two elements");
+    constexpr unsigned P = FP8_SIDE;
+    constexpr unsigned SCALES = ROWS || COLUMNS ? P : 1; // of a thread's elements
+    constexpr int FIRST = ROWS ? 2 : 16, LAST = COLUMNS ? 4 : 1; // bits of lanes that share them
     LLMC_SHARED(uint32_t, amax, FP8_BLOCK);
+    LLMC_SHARED(float, scales, FP8_BLOCK);
     Fp8Tile t = {blockIdx.y * FP8_BLOCK, blockIdx.x * FP8_BLOCK, rows, cols, blocks};
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto scale_at = [](unsigned r, unsigned c) { return ROWS ? r : COLUMNS ? c : 0; };
 
-    // Start the maxima with 0, or with the whole matrix's maximum.
-    for (unsigned b = threadIdx.x; b < FP8_BLOCK; b += FP8_WARPS * 32)
-        amax[b] = blocks == Fp8Blocks::WHOLE && !late.scale ? *whole : 0;
+    // Place the thread: its first row and column, and how many of each there are.
+    unsigned warp = threadIdx.x / 32;
+    unsigned lane = threadIdx.x % 32;
+    unsigned r0 = warp % 2 * 64 + lane / 4 * P;
+    unsigned c0 = warp / 2 * 32 + lane % 4 * P;
+    size_t row = t.r0 + r0;
+    size_t column = t.c0 + c0;
+    size_t down = row < rows ? rows - row : 0;
+    size_t across = column < cols ? cols - column : 0;
+
+    // Read its elements, as words; zeros stand for those beyond the matrix.
+    Fp8Words words[P] = {};
+    const T* from = x + row * cols + column;
+    for (unsigned r = 0; r < P; r++, from += cols)
+        if (r < down)
+            words[r] = bits_as<Fp8Words>(load_some<P>(from, across, packs));
+
+    // Start the tile's maxima with 0, or with the whole matrix's maximum.
+    if (threadIdx.x < FP8_BLOCK)
+        amax[threadIdx.x] = whole ? *whole : 0;
     __syncthreads(); // all maxima are set before a warp adds its own
 
-    // Read the tile, and find the maxima of each row and of this lane's columns.
-    uint32_t columns[FP8_COLUMNS] = {};
-    for (unsigned r = warp; r < FP8_BLOCK; r += FP8_WARPS) {
-        uint32_t most = 0;
-        for (unsigned i = 0; i < FP8_COLUMNS; i++) {
-            unsigned c = lane + 32 * i;
-            if (!t.has(r, c)) continue;
-            T value = x[(t.r0 + r) * cols + t.c0 + c];
-            uint32_t m = fp8_magnitude(value);
-            tile[r * ROW + c] = value;
-            most = m > most ? m : most;
-            columns[i] = m > columns[i] ? m : columns[i];
+    // Find the maxima of its blocks, and add the warp's.
+    uint32_t most[SCALES] = {};
+    for (unsigned r = 0; r < P; r++)
+        for (unsigned c = 0; c < P; c++) {
+            uint32_t& m = most[scale_at(r, c)];
+            m = fp8_larger(m, words[r].v[c / 2] << (c % 2 ? 1 : 17));
         }
+    for (uint32_t& m : most)
+        m = fp8_word_magnitude<T>(warp_max(m, FIRST, LAST));
+    if ((lane & (2 * FIRST - LAST)) == 0)
+        for (unsigned s = 0; s < SCALES; s++)
+            atomicMax(amax + scale_at(r0, c0) + s, most[s]);
+    __syncthreads(); // the maxima are complete
 
-        // Add the row's maximum to its block's.
-        most = warp_max(most);
-        bool wanted = late.amax || (blocks != Fp8Blocks::COLUMNS && blocks != Fp8Blocks::WHOLE);
-        if (wanted && lane == 0)
-            atomicMax(amax + t.block(r, 0), most);
-    }
-    for (unsigned i = 0; blocks == Fp8Blocks::COLUMNS && i < FP8_COLUMNS; i++)
-        atomicMax(amax + lane + 32 * i, columns[i]);
-    __syncthreads(); // the tile is there, and the maxima are complete
-
-    // Add the tile to the step's maximum. Write the scales, one thread for each block.
+    // Add the tile to the step's maximum. Find the scales, one thread for each.
     if (late.amax && threadIdx.x == 0)
         atomicMax(late.amax, amax[0]);
-    auto scale_of = [&](size_t block) {
-        return late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[block]);
-    };
-    if (inverse && threadIdx.x < FP8_BLOCK)
-        if (ptrdiff_t at = t.place(threadIdx.x); at >= 0)
-            inverse[at] = 1 / scale_of(threadIdx.x);
+    if (unsigned b = threadIdx.x; b < FP8_BLOCK) {
+        scales[b] = late.scale ? fp8_late_scale(*late.scale) : fp8_scale<F>(amax[b]);
+        if (ptrdiff_t at = t.place(b); inverse && at >= 0)
+            inverse[at] = 1 / scales[b];
+    }
+    __syncthreads(); // the scales are there
 
-    // Write codes: the rows of the matrix, and the rows of its transpose.
-    auto result = [&](unsigned r, unsigned c) {
-        float scale = scale_of(t.block(r, c));
-        F code = fp8_code<F>(to_float(tile[r * ROW + c]), scale, late.scale);
-        return fp8_result<Out>(code, 1 / scale);
-    };
-    for (unsigned a = warp; a < FP8_BLOCK; a += FP8_WARPS)
-        for (unsigned b = lane; b < FP8_BLOCK; b += 32) {
-            if (out && t.has(a, b)) out[(t.r0 + a)
-                * cols + t.c0 + b] = result(a, b);
-            if (transposed && t.has(b, a))
-                transposed[(t.c0 + a) * rows + t.r0 + b] = result(b, a);
+    // Write rows of the matrix, and rows of its transpose.
+    auto scale = load<SCALES>(scales + scale_at(r0, c0));
+    auto write = [&](auto turned, Out* to, size_t stride, size_t many, size_t count) {
+        #pragma unroll
+        for (unsigned i = 0; i < P; i++, to += stride) {
+            float s[P], number[P];
+            for (unsigned k = 0; k < P; k++) {
+                unsigned r = turned ? k : i;
+                unsigned c = turned ? i : k;
+                T value = bits_as<Pack<T, P>>(words[r]).v[c];
+                s[k] = scale.v[scale_at(r, c)];
+                number[k] = fp8_scaled(to_float(value), s[k]);
+            }
+            Pack<Out, P> results;
+            for (unsigned k = 0; k < P; k += 2) {
+                Pack<F, 2> codes = fp8_pair<F>(number[k], number[k + 1]);
+                results.v[k] = fp8_result<Out>(codes.v[0], 1 / s[k]);
+                results.v[k + 1] = fp8_result<Out>(codes.v[1], 1 / s[k + 1]);
+            }
+            if (i < many)
+                store_some(to, results, count, packs);
         }
+    };
+    if (out)
+        write(Int<0>(), out + row * cols + column, cols, down, across);
+    if (transposed)
+        write(Int<1>(), transposed + column * rows + row, rows, across, down);
 }
 
 // ----------------------------------------------------------------------------
@@ -381,19 +411,26 @@ void fp8_quantise(Out* out, Out* transposed, float* inverse, // (rows,cols) (col
     size_t n = rows * cols;
     if (n == 0) return;
 
-    // Find the maximum of the whole matrix first, if it is needed. A thread reads 16
-    // numbers or more.
-    if (blocks == Fp8Blocks::WHOLE && !late.scale) {
+    // Find the maximum of the whole matrix first, if it is needed.
+    bool packs = can_vectorize<T>(transposed ? rows | cols : cols, x, out, transposed);
+    if (blocks != Fp8Blocks::WHOLE || late.scale)
+        amax = nullptr;
+    if (amax) {
         unsigned many = unsigned(std::min(ceil_div(n, 4096), size_t(1024)));
         LLMC_CUDA_CHECK(cudaMemsetAsync(amax, 0, sizeof(uint32_t), stream));
-        launch(fp8_amax_kernel<T>, many, 256, 0, stream, amax, x, n);
+        launch(fp8_amax_kernel<T>, many, ELEMENT_THREADS, 0, stream, amax, x, n, packs);
     }
 
     // Quantise, one block for each tile.
     dim3 tiles(unsigned(ceil_div(cols, FP8_BLOCK)), unsigned(ceil_div(rows, FP8_BLOCK)));
     LLMC_CHECK(tiles.y <= 65535, "%zu rows are more than a grid has", rows);
-    launch(fp8_quantise_kernel<F, Out, T>, tiles, FP8_WARPS * 32, 0, stream, out, transposed,
-           inverse, x, amax, rows, cols, blocks, late);
+    auto kernel = fp8_quantise_kernel<F, Out, T, false, false>;
+    if (blocks == Fp8Blocks::ROWS)
+        kernel = fp8_quantise_kernel<F, Out, T, true, false>;
+    if (blocks == Fp8Blocks::COLUMNS)
+        kernel = fp8_quantise_kernel<F, Out, T, false, true>;
+    launch(kernel, tiles, FP8_THREADS, 0, stream, out, transposed, inverse, x, amax, rows, cols,
+           blocks, late, packs);
 }
 #endif
 

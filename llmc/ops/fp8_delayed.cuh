@@ -5,18 +5,15 @@
 //     2. the history of the last `length` values takes a and drops its oldest
 //     3. amax = the largest of the history, or a alone (most_recent)
 //     4. scale = (MAX / 2^margin) / amax, MAX = 448 or 57344; unchanged if amax is infinite or NaN
-//   A maximum may count a value twice, so recomputation and ranks with the same
-//   rows change nothing.
+//   A maximum may count a value twice: recomputation and ranks with the same rows change nothing.
 //   A value that outgrows the history saturates once: the scale of the next step accounts for it.
 //   The first step has scale 1, as in TransformerEngine: small gradients vanish in it.
-//   Products use the power of two below the scale, as TransformerEngine does with
-//   force_pow_2_scales; fp8.cuh explains why.
+//   Products use the power of two below the scale (fp8.cuh): its force_pow_2_scales.
 //   A matrix of a linear layer has three slots: inp and W in e4m3, dout in e5m2 ("hybrid").
 //   A run begins with all state zero.
-//   Contract: state =   maxima do not depend on order: bitwise repeatable, the same
-//             in every layout.
+//   Contract: state =   maxima have no order: bitwise repeatable, the same in every layout.
 //   Cost: once a step, reads the history: 4 bytes for each slot and each step in it.
-//   To copy: this file, fp8.cuh, types.h and cuda_common.h.
+//   To copy: this file, elements.h, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include <cfloat>
 #include "cuda_common.h"

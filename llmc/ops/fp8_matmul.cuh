@@ -1,21 +1,20 @@
 // fp8_matmul.cuh - products on tensor cores that read codes of 8 bits - arXiv:2209.05433
 //   out (M,N) = a (M,K) b (N,K)^T (+ out) (+ bias) (+ residual). An element of a or b is a code
 //   times its block's inverse scale. Sums are float. K runs along the rows of both: before
-//   Blackwell tensor cores take codes in no other order, so fp8_quantise() writes transposes where
-//   a product needs them.
+//   Blackwell tensor cores take codes in no other order, so fp8_quantise() writes transposes too.
 //     recipe   a                          b                          GPUs
 //     block    ROWS, 1 x 128 of K         SQUARES, 128 x 128,        sm_90, cuBLAS 12.9 or later
 //                                         or ROWS
 //     tensor   WHOLE                      WHOLE                      sm_89 and later
-//   cuBLASLt checks a description only when it searches for algorithms. fp8_refuses() therefore
-//   tests a product against the library's rules beforehand. A product that they forbid becomes the
-//   bf16 product of the codes' values (linear.cuh).
+//   cuBLASLt checks a description only when it searches for algorithms, so fp8_refuses() knows its
+//   rules. A product that they forbid becomes the bf16 product of the codes' values (linear.cuh).
 //   In the emulator that bf16 product replaces the tensor cores'. It reads codes, transposes and
 //   scales from their own places, so that a wrong place shows.
 //   Contract: out = or += (accumulate).  Bitwise repeatable for an equal choice of algorithm.
 //   Cost: 2 M N K FLOPs; reads a byte an element.
 //   Error: float sums of exact products; Hopper's keep some 14 bits between promotions.
-//   To copy: this file, element_type.h, fp8.cuh, gpu.h, matmul.cuh, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, elements.h, fp8.cuh, gpu.h, matmul.cuh,
+//            types.h and cuda_common.h.
 #pragma once
 #include "element_type.h"
 #include "fp8.cuh"

@@ -11,8 +11,7 @@
 //   The bits of a product are those of weights that were gathered wide: the values are the values
 //   of the same codes, and casting them again changes none. Their maximum is the block's, rounded
 //   to e4m3. It gives the same scale, or a scale of twice that if it was rounded down to 224, and
-//   at twice the scale every code has a code too. (A weight of 1.875 2^127 and more is excepted:
-//   its code stands for infinity.)
+//   at twice the scale every code has a code too. (Not so for a weight of 1.875 2^127 and more.)
 //   x, values (count)   codes (count)   amax (fp8_piece_blocks) bits of |x|, 0 before step 1
 //   Contract: amax max=   codes, values =   no order matters: bitwise repeatable.
 //   Cost: each step reads its input once, and writes a byte or two an element.
@@ -22,18 +21,16 @@
 //     2.           the caller exchanges packets: rank q gets d of them, one from each rank
 //     3. sum       rank q adds what the codes stand for, in float, in the order of the ranks
 //   A packet is the codes of n elements, and after them a byte for each block of 128: the exponent
-//   of the power of two that scales the block (fp8.cuh). FP8-LM sums codes in the network instead,
-//   under one scale for all ranks, and so rounds again at every hop. Here a part is rounded once,
-//   however many ranks there are, and a scale concerns its own rank alone.
+//   of the power of two that scales the block (fp8.cuh). A rank rounds its part once; FP8-LM sums
+//   codes in the network, under one scale for all ranks, and rounds again at every hop.
 //   whole, mine  (d, n), (n) acc   n is a multiple of 512, so that codes are read four at a time
 //   packets      (d, fp8_packet_bytes(n))   sent, or received
 //   Contract: packets =   mine =   the sum's bits depend on neither timing nor backend. A NaN or an
-//             infinity in any part makes the element's sum NaN. That part's block is not scaled
-//             then, so its other elements may become 0 or NaN too.
+//             infinity makes the element's sum NaN; the others of its block are not scaled then.
 //   Cost: a rank sends (d-1)/d of 1.008 bytes an element; bf16 takes 2, float 4.
 //   Error: 2^-4 of each rank's part at most, 2.7% of its root mean square; what is smaller than
 //          about 2^-14 of its block's largest element loses more, and below about 2^-18 it is 0.
-//   To copy: this file, fp8.cuh, types.h and cuda_common.h.
+//   To copy: this file, elements.h, fp8.cuh, types.h and cuda_common.h.
 #pragma once
 #include <vector>
 #include "cuda_common.h"
@@ -104,32 +101,24 @@ void fp8_piece_maxima(uint32_t* amax, const T* x, const Fp8Piece& p, Cpu) { // (
     }
 }
 
-// Step 3.
-template <typename T>
-void fp8_piece_codes(e4m3* codes, const T* x, const uint32_t* amax, // (count) (count) (blocks)
-                     const Fp8Piece& p, Cpu) {
+// Steps 3 and 5: codes of x, or the values of codes.
+template <typename Out, typename In>
+LLMC_HD inline Out fp8_piece_element(In x, float scale) {
+    if constexpr (std::is_same_v<Out, e4m3>)
+        return fp8_code<e4m3>(to_float(x), scale);
+    else
+        return fp8_result<Out>(x, 1 / scale);
+}
+template <typename Out, typename In>
+void fp8_piece_cast(Out* out, const In* x, const uint32_t* amax, // (count) (count) (blocks)
+                    const Fp8Piece& p, Cpu) {
     size_t runs = fp8_runs(p);
     #pragma omp parallel for
     for (size_t n = 0; n < runs; n++) {
         Fp8Run run = fp8_run(p, n);
         float scale = fp8_scale<e4m3>(amax[run.block]);
         for (size_t i = run.at; i < run.at + run.count; i++)
-            codes[i] = fp8_code<e4m3>(to_float(x[i]), scale, false);
-    }
-}
-
-// Step 5.
-template <typename T>
-void fp8_piece_values(T* values, const e4m3* codes,            // (count) (count)
-                      const uint32_t* amax, const Fp8Piece& p, // (blocks)
-                      Cpu) {
-    size_t runs = fp8_runs(p);
-    #pragma omp parallel for
-    for (size_t n = 0; n < runs; n++) {
-        Fp8Run run = fp8_run(p, n);
-        float back = 1 / fp8_scale<e4m3>(amax[run.block]); // exact
-        for (size_t i = run.at; i < run.at + run.count; i++)
-            values[i] = fp8_result<T>(codes[i], back);
+            out[i] = fp8_piece_element<Out>(x[i], scale);
     }
 }
 
@@ -180,7 +169,7 @@ void fp8_pack_gradients(uint8_t* packets, const A* whole, size_t d, size_t n, Cp
         Fp8PacketBlock<uint8_t> to(packets, n, b);
         *to.scale = fp8_scale_byte(scale);
         for (size_t k = 0; k < FP8_BLOCK; k++)
-            to.codes[k] = fp8_code<e4m3>(x[k], scale, false).bits;
+            to.codes[k] = fp8_code<e4m3>(x[k], scale).bits;
     }
 }
 
@@ -226,24 +215,14 @@ __global__ void fp8_piece_maxima_kernel(uint32_t* amax, const T* x, Fp8Piece p, 
         atomicMax(amax + run.block, most);
 }
 
-template <typename T>
-__global__ void fp8_piece_codes_kernel(e4m3* codes, const T* x, const uint32_t* amax, Fp8Piece p,
-                                       size_t runs) {
+template <typename Out, typename In>
+__global__ void fp8_piece_cast_kernel(Out* out, const In* x, const uint32_t* amax, Fp8Piece p,
+                                      size_t runs) {
     Fp8Run run = fp8_run_of_warp(p, runs);
     if (!run.count) return;
     float scale = fp8_scale<e4m3>(amax[run.block]);
     for (size_t i = threadIdx.x % 32; i < run.count; i += 32)
-        codes[run.at + i] = fp8_code<e4m3>(to_float(x[run.at + i]), scale, false);
-}
-
-template <typename T>
-__global__ void fp8_piece_values_kernel(T* values, const e4m3* codes, const uint32_t* amax,
-                                        Fp8Piece p, size_t runs) {
-    Fp8Run run = fp8_run_of_warp(p, runs);
-    if (!run.count) return;
-    float back = 1 / fp8_scale<e4m3>(amax[run.block]);
-    for (size_t i = threadIdx.x % 32; i < run.count; i += 32)
-        values[run.at + i] = fp8_result<T>(codes[run.at + i], back);
+        out[run.at + i] = fp8_piece_element<Out>(x[run.at + i], scale);
 }
 
 // ----------------------------------------------------------------------------
@@ -275,7 +254,7 @@ static __global__ void fp8_pack_gradients_kernel(uint8_t* packets, const float* 
     Fp8PacketBlock<uint8_t> to(packets, n, b);
     Pack<uint8_t, FP8_LANE> codes;
     for (unsigned k = 0; k < FP8_LANE; k++)
-        codes.v[k] = fp8_code<e4m3>(x.v[k], scale, false).bits;
+        codes.v[k] = fp8_code<e4m3>(x.v[k], scale).bits;
     store(to.codes + lane, codes);
     if (lane == 0)
         *to.scale = fp8_scale_byte(scale);
@@ -317,17 +296,11 @@ void fp8_piece_maxima(uint32_t* amax, const T* x, const Fp8Piece& p, cudaStream_
     size_t runs = fp8_runs(p);
     launch_fp8_warps(fp8_piece_maxima_kernel<T>, runs, stream, amax, x, p, runs);
 }
-template <typename T>
-void fp8_piece_codes(e4m3* codes, const T* x, const uint32_t* amax, const Fp8Piece& p,
-                     cudaStream_t stream) {
+template <typename Out, typename In>
+void fp8_piece_cast(Out* out, const In* x, const uint32_t* amax, const Fp8Piece& p,
+                    cudaStream_t stream) {
     size_t runs = fp8_runs(p);
-    launch_fp8_warps(fp8_piece_codes_kernel<T>, runs, stream, codes, x, amax, p, runs);
-}
-template <typename T>
-void fp8_piece_values(T* values, const e4m3* codes, const uint32_t* amax, const Fp8Piece& p,
-                      cudaStream_t stream) {
-    size_t runs = fp8_runs(p);
-    launch_fp8_warps(fp8_piece_values_kernel<T>, runs, stream, values, codes, amax, p, runs);
+    launch_fp8_warps(fp8_piece_cast_kernel<Out, In>, runs, stream, out, x, amax, p, runs);
 }
 inline void fp8_pack_gradients(uint8_t* packets, const float* whole, size_t d, size_t n,
                                cudaStream_t stream) {

@@ -16,14 +16,11 @@
 //   Fp8Cast is quantised once a step, to the same codes.
 //   Recipe `block`: where 128 divides T, no block spans two micro-batches' rows, and where 128
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
-//   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before; a number
-//   near the middle between two codes may then take the other one.)
+//   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before.)
 //   Recipe `tensor`: a scale covers the rows of one product, so they decide what underflows.
-//   Recipe `delayed`: the formats of `tensor`, with a scale from the steps before
-//   (fp8_delayed.cuh), the same for all rows of all ranks.
-//   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere, and on
-//   CPUs, a kernel writes the values of the codes, which are bf16 numbers, and a bf16 product
-//   multiplies those. This gives what an fp8 product with float sums gives, and is slower. Either
+//   Recipe `delayed`: as `tensor`, with all ranks' scale of the steps before (fp8_delayed.cuh).
+//   Tensor cores read the codes where cuBLASLt has the product (fp8_matmul.cuh). Elsewhere a bf16
+//   product multiplies the codes' values, which are bf16 numbers: slower, the same sums. Either
 //   way fp8 costs a pass over each operand; the scratch has room for two bytes an element.
 //   To copy: this file, column_sums.cuh, element_type.h, elements.h, elementwise.cuh, fp8.cuh,
 //            fp8_matmul.cuh, gpu.h, lora.cuh, matmul.cuh, nf4.cuh, partial_sums.cuh,
@@ -260,12 +257,10 @@ template <typename T, typename S> struct Fp8Operands {
             return values;
 
         // Quantise, and write values in the place of codes.
-        T* no_transpose = nullptr;
-        float* no_scales = nullptr;
         auto quantise = [&](auto format) {
-            fp8_quantise<decltype(format)>(values, no_transpose, no_scales, o.x,
-                                           reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
-                                           blocks(o), where, o.late);
+            fp8_quantise<decltype(format), T>(values, nullptr, nullptr, o.x,
+                                              reinterpret_cast<uint32_t*>(word), o.rows, o.cols,
+                                              blocks(o), where, o.late);
         };
         wide(o) ? quantise(e5m2()) : quantise(e4m3());
         return values;
@@ -293,8 +288,7 @@ template <typename T, typename S> struct Fp8Operands {
         // Quantise the operand, or its transpose.
         auto quantise = [&](auto* rows) {
             typedef std::remove_pointer_t<decltype(rows)> F;
-            F* nowhere = nullptr;
-            fp8_quantise<F>(o.turned ? nowhere : rows, o.turned ? rows : nowhere, inverse, o.x,
+            fp8_quantise<F>(o.turned ? nullptr : rows, o.turned ? rows : nullptr, inverse, o.x,
                             reinterpret_cast<uint32_t*>(word), o.rows, o.cols, blocks(o), where,
                             o.late);
         };

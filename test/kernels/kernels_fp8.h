@@ -15,10 +15,11 @@ void same_bytes(Check& c, const char* name, const Array<A>& got, const std::vect
     expect(c, memcmp(host.data(), want.data(), want.size() * sizeof(B)) == 0, name);
 }
 
-// Shapes: one element, less than a tile, one tile, and tiles with ragged ends in both directions.
+// Shapes: one element, less than a tile, one tile, and tiles with ragged ends in both directions,
+// whose rows or columns are whole packs or not.
 inline std::vector<std::pair<size_t, size_t>> fp8_shapes() {
-    if (SMALL) return {{3, 5}, {130, 131}};
-    return {{1, 1}, {3, 5}, {128, 128}, {131, 259}};
+    if (SMALL) return {{3, 5}, {130, 131}, {136, 24}};
+    return {{1, 1}, {3, 5}, {128, 128}, {131, 259}, {131, 264}, {136, 264}};
 }
 
 // Normal numbers of very different sizes, with a row of zeros and a row of subnormals. If not
@@ -106,8 +107,8 @@ inline void fp8_piece_kernels(Check& c) {
                 std::vector<e4m3> codes(n);
                 std::vector<bf16> values(n);
                 fp8_piece_maxima(maxima.data(), x.data(), piece, Cpu{});
-                fp8_piece_codes(codes.data(), x.data(), maxima.data(), piece, Cpu{});
-                fp8_piece_values(values.data(), codes.data(), maxima.data(), piece, Cpu{});
+                fp8_piece_cast(codes.data(), x.data(), maxima.data(), piece, Cpu{});
+                fp8_piece_cast(values.data(), codes.data(), maxima.data(), piece, Cpu{});
                 every_order(c, [&](Outputs& o) {
                     cudaStream_t stream = {};
                     Array<bf16> inp(as_double(x)), y(n);
@@ -117,8 +118,8 @@ inline void fp8_piece_kernels(Check& c) {
                     uint32_t* words = reinterpret_cast<uint32_t*>(amax.data);
                     e4m3* to = reinterpret_cast<e4m3*>(code.data);
                     fp8_piece_maxima(words, inp.data, piece, stream);
-                    fp8_piece_codes(to, inp.data, words, piece, stream);
-                    fp8_piece_values(y.data, to, words, piece, stream);
+                    fp8_piece_cast(to, inp.data, words, piece, stream);
+                    fp8_piece_cast(y.data, to, words, piece, stream);
 
                     // Hold each output against the CPU's bytes.
                     same_bytes(c, "maxima", amax, maxima);
