@@ -64,7 +64,7 @@ struct Layout {
     int zero_group = 0; // ranks that share out a bucket; 0: all ranks of the bucket's group
     bool weights_near = false; // they share out weights alone, and all ranks the rest (--hpz)
     int prefetch = 1;   // gather a bucket this many layers ahead of its use
-    bool muon = false;           // the optimizer orthogonalises matrices of blocks (muon.h)
+    int muon = 0;                // Muon's iterations on matrices of blocks (muon.h); 0: none
     size_t tensor_align = 128;   // elements: tensors start at multiples; 8-bit moments: 256
     OffloadLayout offload;
 

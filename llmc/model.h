@@ -616,7 +616,7 @@ inline bool is_muon_matrix(const Model& m, const Parameter& p) {
 
 // Give all parameters their offsets, once the table is complete, and say which ones Muon updates.
 inline void place_parameters(Model& m, const Layout& layout) {
-    m.muon = layout.muon;
+    m.muon = layout.muon > 0;
     for (Bucket& b : m.buckets)
         place_bucket(m, b, layout.tensor_align);
     for (Parameter& p : m.parameters)

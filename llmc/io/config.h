@@ -294,7 +294,7 @@ inline const std::vector<Flag>& config_table() {
          "behind commas AdamW's rates (--lr) table=, head=, vectors=, its decay=, beta1= and "
          "decay-vectors, of all but matrices of blocks; and muon's settings: ns=simple, quintic, "
          "polar, polar8, aol or convergent; scale=rms, shape or unit; momentum=X or "
-         "FIRST:LAST:STEPS; heavy-ball; cautious; normuon=X (NorMuon)"},
+         "FIRST:LAST:STEPS; heavy-ball; cautious; normuon=X (NorMuon); muoneq; muon+"},
         {"lr", &C::lr, "0..1000", "peak learning rate"},
         {"min-lr", &C::min_lr, "-1..1000", "learning rate at the end (-1: a tenth of the peak)"},
         {"warmup", &C::warmup, "0..1000000000000", "steps of linear warm-up"},

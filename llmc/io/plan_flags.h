@@ -105,6 +105,10 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
         return h->cautious = true, "";
     if (own == "heavy-ball" && value.empty())
         return h->nesterov = false, "";
+    if (own == "muoneq" && value.empty())
+        return h->muoneq = true, "";
+    if (own == "muon+" && value.empty())
+        return h->plus = true, "";
     if (name == "decay-vectors" && value.empty())
         return h->decays_vectors = true, "";
 
@@ -145,7 +149,7 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
     }
     return "it has no setting '" + printable(name) +
            "': give some of table=, head=, vectors=, decay=, decay-vectors, beta1=; with muon also "
-           "ns=, scale=, momentum=, heavy-ball, cautious, normuon=";
+           "ns=, scale=, momentum=, heavy-ball, cautious, normuon=, muoneq, muon+";
 }
 
 // The optimizer that --optimizer names ahead of its settings, if there is one of that name.
@@ -359,9 +363,15 @@ inline Layout choose_grid(const Config& c, const Shape& shape) {
     layout.zero = c.zero;
     layout.zero_group = keeps_weights_near(c) ? c.hpz : c.zero_group;
     layout.weights_near = keeps_weights_near(c);
-    layout.muon = c.optimizer.starts_with("muon");
     if (choice_of<States>(c, &Config::states) == States::EIGHT_BIT)
         layout.tensor_align = STATE_BLOCK; // so that no block spans two tensors, or two shards
+
+    // Muon: its iterations.
+    Optimizer optimizer;
+    Muon muon;
+    read_optimizer(c, &optimizer, &muon);
+    if (c.optimizer.starts_with("muon"))
+        layout.muon = int(muon.table->steps.size());
 
     // The pipeline's schedule.
     layout.chunks = c.chunks;

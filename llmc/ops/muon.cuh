@@ -5,6 +5,8 @@
 //   A singular value s of x becomes a s + b s^3 + c s^5 in each iteration, so all approach 1.
 //   NorMuon: v = b2 v + (1 - b2) mean (f x)^2 of each row, or column where there are more of those;
 //            f x / sqrt(v) then, brought back to the norm of f x
+//   MuonEq (arXiv:2603.28254): before, u = diag(1 / max(|row|, 1e-6)) u, brought back to its norm
+//   Muon+ (arXiv:2602.21545): after the iterations, x sqrt(min(r,c)) / |x|
 //   grad, m (n) acc   a table of tensors in one bucket; u takes grad's place, and f x takes u's
 //   x (r,c) bf16, or float and double in those precisions: fp16 has no room for small gradients
 //   v (max(r,c)) acc
@@ -62,6 +64,7 @@ struct Muon {
     float decay = 0;
     bool nesterov = true, cautious = false;
     float beta2 = 0.95f; // NorMuon's
+    bool muoneq = false, plus = false; // MuonEq's rows, Muon+'s norm
     double (*scale)(double r, double c) = shape_scale;
     const NewtonSchulz* table = &SIMPLE;
     float eps = 1e-7f;
@@ -225,7 +228,7 @@ template <typename A> struct ElementNormed {
     }
 };
 
-// NorMuon's lines of u: its rows, or its columns if there are more. They are few: a warp a block.
+// NorMuon's lines of u: its rows, or its columns if there are more. MuonEq's: its rows; v is null.
 template <typename A> struct MuonLines {
     A *u, *v; // (r,c) (count)
     size_t count, length;
@@ -237,9 +240,11 @@ template <typename A> struct MuonLines {
         A sum = 0;
         for (size_t k = 0; k < length; k++)
             sum = std::fma(x[k * step], x[k * step], sum);
-        if (scale->finite)
+        if (v && scale->finite)
             v[line] = std::fma(beta2, v[line], (1 - beta2) * (sum / A(length)));
-        A root = std::sqrt(std::fmax(v[line], A(1e-10)));
+        A square = v ? v[line] : sum;
+        A least = v ? 1e-10 : 1e-12;
+        A root = std::sqrt(std::fmax(square, least));
         for (size_t k = 0; k < length; k++)
             x[k * step] /= root;
     }
@@ -251,7 +256,7 @@ template <typename A> void divide_lines(const MuonLines<A>& lines, Cpu) {
 }
 #if LLMC_KERNELS
 static __global__ void divide_lines_kernel(MuonLines<float> lines) {
-    size_t i = blockIdx.x * 32 + threadIdx.x;
+    size_t i = blockIdx.x * 32 + threadIdx.x; // lines are few: a warp a block
     if (i < lines.count) lines.divide(i);
 }
 inline void divide_lines(const MuonLines<float>& lines, cudaStream_t stream) {
@@ -271,6 +276,19 @@ void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> roo
         grad_squares(room.sums, u, n, where);
         grad_norm_finish(norm, room.sums, ceil_div(n, GRAD_NORM_CHUNK), 0, where);
     };
+
+    // Divide each line, and bring the norm back.
+    auto even_out = [&](const MuonLines<A>& lines) {
+        norm_of_u(room.norm);
+        divide_lines(lines, where);
+        norm_of_u(room.norm + 1);
+        ElementNormed<A> back = {room.norm + 1, 1, A(1e-30), room.norm};
+        map_elements(u, n, back, where, u);
+    };
+
+    // MuonEq. (The paper's u is shorter where a row is clamped; dividing by its norm undoes that.)
+    if (h.muoneq)
+        even_out({u, nullptr, r, c, c, 1, 0, scale});
 
     // Divide by the norm, which the device keeps.
     norm_of_u(room.norm);
@@ -299,18 +317,20 @@ void muon_orthogonalise(A* u, size_t r, size_t c, const Muon& h, MuonRoom<N> roo
         std::swap(room.x, room.next);
     }
 
-    // Scale.
+    // Scale. Muon+: to the norm of f times an orthogonal matrix.
     A factor = A(h.scale(double(r), double(c)));
     map_elements(u, n, ElementTimes<A>{factor}, where, room.x);
+    if (h.plus) {
+        norm_of_u(room.norm);
+        A share = 1 / (factor * std::sqrt(A(m)));
+        map_elements(u, n, ElementNormed<A>{room.norm, share, A(1e-30)}, where, u);
+    }
     if (!v) return;
 
-    // NorMuon: divide each line, and bring the norm back.
-    norm_of_u(room.norm);
+    // NorMuon.
     MuonLines<A> lines = {u, v, r, c, c, 1, A(h.beta2), scale};
     if (r < c) lines = {u, v, c, r, 1, c, A(h.beta2), scale};
-    divide_lines(lines, where);
-    norm_of_u(room.norm + 1);
-    map_elements(u, n, ElementNormed<A>{room.norm + 1, 1, A(1e-30), room.norm}, where, u);
+    even_out(lines);
 }
 
 } // namespace llmc

@@ -116,7 +116,6 @@ inline double norm_seconds(const CostModel& c, const Plan& p, const Model& model
 // Return the seconds of MUON: all ranks wait for the owner with the most to compute, and parts of
 // the momentum go to owners and back.
 inline double muon_seconds(const CostModel& c, const Plan& p, const Model& model) {
-    constexpr double ITERATIONS = 5;
     std::map<int, double> load; // [rank]
     double most = 0, elements = 0;
     for (const MuonMatrix& m : muon_matrices(p.layout, model)) {
@@ -126,7 +125,7 @@ inline double muon_seconds(const CostModel& c, const Plan& p, const Model& model
     }
     double bytes = load.size() > 1 ? 2 * 4 * elements : 0;
     double messages = axis_link(p.layout, c.machine, &Layout::dp).message(bytes);
-    return ITERATIONS * most / c.machine.gemm_rate(c.element) + (bytes ? messages : 0);
+    return p.layout.muon * most / c.machine.gemm_rate(c.element) + (bytes ? messages : 0);
 }
 
 // Return the seconds of `count` messages to another stage at once.

@@ -762,7 +762,7 @@ inline void muon_matrix_kernels(Check& c) {
             auto x = rounded<float>(normals(c, r * n)), v0 = magnitudes(normals(c, std::max(r, n)));
             StepScale scale = {0, 1, finite, 3};
             Muon h;
-            h.beta2 = 0.75f;
+            h.beta2 = 0.75f, h.muoneq = h.plus = r < n;
 
             // Want: the CPU's.
             std::vector<float> u = as<float>(x), v = as<float>(v0), whole = u, kept = v;

@@ -187,12 +187,14 @@ template <typename T> Doubles golden_steps(const nlohmann::json& golden, float e
     h.nesterov = golden["nesterov"].get<bool>();
     h.scale = scaled == "shape" ? shape_scale : scaled == "rms" ? rms_scale : unit_scale;
     h.eps = eps;
+    h.muoneq = golden.value("muoneq", false), h.plus = golden.value("muon+", false);
 
     // Step.
     std::vector<T> w = as<T>(golden_numbers(r * n, 0)), m(r * n), v(std::max(r, n));
     TensorRow row = {0, r * n};
     for (size_t step = 1; step <= 3; step++) {
         std::vector<T> g = as<T>(golden_numbers(r * n, step));
+        for (size_t i = 0; i < n; i++) g[i] *= golden.value("first row", T(1));
         StepScale scale = {0, 1, 1, int64_t(step)};
         scale.given.lr = golden["lr"].get<float>();
         muon_momentum<T>(g.data(), m.data(), States::FLOAT, &row, 1, h, &scale, CPU);
@@ -210,7 +212,7 @@ template <typename T> Doubles golden_steps(const nlohmann::json& golden, float e
 inline void muon_golden_test(Check& c) {
     std::ifstream file(std::string(REPO_ROOT) + "/dev/golden/muon.json");
     nlohmann::json golden = nlohmann::json::parse(file);
-    expect(c, golden["cases"].size() == 9, "cases");
+    expect(c, golden["cases"].size() == 13, "cases");
     for (const nlohmann::json& one : golden["cases"]) {
         std::string text = one.dump().substr(0, 150);
         Doubles want = one["weights"].get<Doubles>();

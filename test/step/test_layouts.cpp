@@ -41,7 +41,7 @@ struct LayoutCase {
     bool poisoned = false;          // poison what an action does not read (run_poisoned)
     const char* order = "tp-pp-dp"; // in which the grid's ranks are numbered
     bool muon = false;              // the optimizer
-    bool normuon = false;           // and it keeps second moments of rows
+    bool normuon = false;           // and it is NorMuon, MuonEq and Muon+
     Masters masters = Masters::FLOAT;
     States states = States::FLOAT;
     size_t T = 8;                   // tokens of a sample
@@ -237,6 +237,7 @@ void run_rank(const Comm& world, const Shape& shape, const LayoutCase& l, bool a
     // whole steps: a large eps prevents that.
     f.t.hyper.eps = 1e-3f;
     if (!adamw) f.t.hyper.lr = 0.5f;
+    f.t.hyper.muon.muoneq = f.t.hyper.muon.plus = l.normuon;
     f.t.data.document_end = l.document_end;
     for (const Parameter& parameter : f.t.model.parameters) {
         bool router = parameter.rows() == shape.experts.E && parameter.cols() == shape.C;

@@ -952,7 +952,7 @@ TEST(Model, OptimizersAreFoundByName) {
         EXPECT_EQ(choose_optimizer(c), o);
     }
     Config c;
-    c.lr = 0.02;
+    c.lr = 0.02, c.seq = 8;
     c.optimizer = "muon,scale=shape,ns=polar,momentum=0.9,heavy-ball,cautious,table=0.3,decay=0.001";
     Optimizer optimizer;
     Muon muon;
@@ -977,8 +977,14 @@ TEST(Model, OptimizersAreFoundByName) {
     EXPECT_FLOAT_EQ(muon.first_momentum, 0.85f);
     EXPECT_FLOAT_EQ(muon.momentum, 0.95f);
     EXPECT_EQ(muon.momentum_steps, 300);
-    c.optimizer = "muon,normuon";
+    EXPECT_FALSE(muon.muoneq || muon.plus);
+    EXPECT_EQ(choose_layout(c, small_gpt2()).muon, 4);
+    c.optimizer = "muon,normuon,muoneq";
     ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_TRUE(muon.muoneq && !muon.plus);
+    c.optimizer = "muon,normuon,muon+";
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_TRUE(muon.plus && !muon.muoneq);
     EXPECT_FLOAT_EQ(muon.beta2, 0.95f);
 
     // AdamW has those of Muon that are its own.
@@ -989,6 +995,7 @@ TEST(Model, OptimizersAreFoundByName) {
     EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::HEAD)], 0.5f);
     EXPECT_EQ(muon.others_decay, 0);
     EXPECT_FLOAT_EQ(muon.others_beta1, 0.8f);
+    EXPECT_EQ(choose_layout(c, small_gpt2()).muon, 0);
     c.lora = 4;
     EXPECT_HAS(check_optimizer(c), "adapters have none that learn: give --optimizer adamw");
     c.lora = 0;
@@ -1004,6 +1011,8 @@ TEST(Model, OptimizersAreFoundByName) {
                                {"muon,momentum=0.8:0.9", "momentum wants a number"},
                                {"muon,momentum=0.8:0.9:0", "momentum wants a number"},
                                {"muon,normuon=1", "normuon wants a number"},
+                               {"adamw,muon+", "no setting 'muon+'"},
+                               {"muon,muoneq=1", "no setting 'muoneq'"},
                                {"muon,warp=9", "no setting 'warp'"}}) {
         c.optimizer = text;
         EXPECT_HAS(read_optimizer(c, &optimizer, &muon), wrong);

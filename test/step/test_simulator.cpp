@@ -1442,6 +1442,21 @@ TEST(Simulator, ARingHidesMessagesAndTakesKeysInPieces) {
     EXPECT_NEAR(block_seconds(c, p, run.model, 1, true).context, 5 * 20e-6 + sent, 1e-12);
 }
 
+// MUON is its iterations' products: 4 m^2 n + 2 m^3 operations for a matrix of m x n.
+TEST(Simulator, MuonCostsItsIterations) {
+    CostModel c;
+    c.machine = machine_of("h100");
+    Plan p;
+    for (int iterations : {4, 12}) {
+        p.layout.muon = iterations;
+        double seconds = muon_seconds(c, p, make_model(gpt2_shape(12, 12, 768), p.layout));
+
+        // A block of GPT-2: q, k, v and a projection of C x C, two matrices of C x 4 C.
+        double flops = iterations * 12 * (4 * 6 + 2 * 18) * std::pow(768.0, 3);
+        EXPECT_NEAR(seconds * c.machine.gemm_rate(c.element) / flops, 1, 1e-12);
+    }
+}
+
 // Soft caps, gradients of shared keys and floats run on plain kernels, at 5.4 TFLOP/s of an H100,
 // and twice as long backward. Gemma 2 has such caps, the same layer without them has flash kernels.
 TEST(Simulator, PlainKernelsOfAttentionHaveTheirOwnRate) {
