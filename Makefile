@@ -11,9 +11,11 @@ OPENMP ?= -fopenmp
 ifeq ($(MAKELEVEL),0) # two things at a time; `make -j8`: eight
 MAKEFLAGS += -j2
 endif
-# -fno-math-errno lets sqrt be one instruction; -ffast-math is never used: it changes results. -MMD writes down what a
-# program was built from: a change rebuilds what includes the file, and nothing else.
-CXXFLAGS = -std=c++20 -MMD -MP -MF $@.d $(OPT) -fno-math-errno $(WARN) $(OPENMP) -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
+# Results stay: -fno-math-errno lets sqrt be one instruction, and -fno-trapping-math lets AVX2 loops choose between two
+# values. -ffast-math is never used: it changes results. -MMD writes down what a program was built from: a change rebuilds
+# what includes the file, and nothing else.
+CXXFLAGS = -std=c++20 -MMD -MP -MF $@.d $(OPT) -fno-math-errno -fno-trapping-math $(WARN) $(OPENMP) \
+    -DREPO_ROOT='"$(CURDIR)"' $(EXTRA)
 LIBS = -lz -lpcre2-8 -lutf8proc -lpthread
 
 # What this machine has, 1 or 0; `make ONEDNN=0` leaves it out.

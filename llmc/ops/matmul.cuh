@@ -179,20 +179,21 @@ inline const char* matmul_backend() {
 }
 
 // ----------------------------------------------------------------------------
-// CPU: our own loops. A thread packs a panel of b into contiguous memory and runs tiles of 4 rows
-// of a over it.
+// CPU: our own loops. A thread packs a panel of b into contiguous memory, widens a few rows of a at
+// a time, and multiplies both in tiles whose sums stay in registers.
 
-// The columns of a panel, and the bytes of a register. In float the sums of 4 rows and a panel fill
-// 16 registers; AVX-512 has 32 of them, AVX2 16.
+// The bytes of a register. A tile has 6 rows and the columns of two registers: its sums take 12
+// registers, and AVX2 has 16. A panel has several tiles, which share the widened rows.
 #ifdef __AVX512F__
-constexpr size_t PANEL = 64, REGISTER = 64;
+constexpr size_t REGISTER = 64;
 #else
-constexpr size_t PANEL = 32, REGISTER = 32;
+constexpr size_t REGISTER = 32;
 #endif
+constexpr size_t TILE_ROWS = 6, TILE_REGISTERS = 2, PANEL = 64;
 
-// The scratch: a panel (K,PANEL) for each thread.
+// The scratch: a panel (K,PANEL) and rows (TILE_ROWS,K) for each thread.
 inline size_t matmul_plain_scratch_bytes(size_t K, size_t acc_bytes, int threads) {
-    return size_t(threads) * K * PANEL * acc_bytes;
+    return size_t(threads) * K * (PANEL + TILE_ROWS) * acc_bytes;
 }
 
 // Write `count` sums to a row of out. bias and residual may be null.
@@ -212,51 +213,72 @@ template <typename T, typename O>
 void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                   const T* bias, const O* residual, // (N) (M,N), or null
                   const Product& p, size_t j0, size_t count,
-                  acc_t<T>* panel) { // (K,PANEL)
+                  acc_t<T>* panel) { // (PANEL/TILE,K,TILE), and rows (TILE_ROWS,K)
     typedef acc_t<T> A;
     // Such a vector of g++ needs no more alignment than an element.
     typedef A Vector __attribute__((vector_size(REGISTER), aligned(alignof(A))));
-    constexpr size_t LANES = REGISTER / sizeof(A);
-    constexpr size_t VECTORS = PANEL / LANES;
+    constexpr size_t TILE = TILE_REGISTERS * REGISTER / sizeof(A); // columns
+    A* rows = panel + p.K * PANEL;
 
-    // Pack the panel (K, PANEL), with zeros beyond `count`. Only this packing sees b's strides, so
-    // they may be any.
-    for (size_t k = 0; k < p.K; k++)
-        for (size_t j = 0; j < PANEL; j++)
-            panel[k * PANEL + j] =
-                j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
+    // Pack the panel tile by tile, with zeros beyond `count`. Only this packing sees b's strides,
+    // so they may be any.
+    A* packed = panel;
+    for (size_t t = 0; t < count; t += TILE)
+        for (size_t k = 0; k < p.K; k++)
+            for (size_t j = t; j < t + TILE; j++)
+                *packed++ = j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
 
-    for (size_t i0 = 0; i0 < p.M; i0 += 4) {
-        // Sum four rows of out.
-        size_t rows = std::min(p.M - i0, size_t(4));
-        Vector sum[4][VECTORS] = {};
-        for (size_t k = 0; k < p.K; k++) {
-            const Vector* bk = reinterpret_cast<const Vector*>(panel + k * PANEL);
-            for (size_t r = 0; r < 4; r++) {
-                // A row beyond M counts as zeros, so that the loop keeps its constant length.
-                A x = r < rows ? to_acc(a[(i0 + r) * p.a.row + k * p.a.column]) : A(0);
-                for (size_t v = 0; v < VECTORS; v++)
-                    sum[r][v] += x * bk[v];
+    for (size_t i0 = 0; i0 < p.M; i0 += TILE_ROWS) {
+        // Widen the rows of a, along its smaller stride. A row beyond M repeats the last one, so
+        // that the loops below keep their constant length.
+        auto widen = [&](size_t r, size_t k) {
+            size_t i = std::min(i0 + r, p.M - 1);
+            T x = a[i * p.a.row + k * p.a.column];
+            rows[r * p.K + k] = to_acc(x);
+        };
+        bool by_rows = p.a.column == 1;
+        for (size_t r = 0; by_rows && r < TILE_ROWS; r++)
+            for (size_t k = 0; k < p.K; k++)
+                widen(r, k);
+        for (size_t k = 0; !by_rows && k < p.K; k++)
+            for (size_t r = 0; r < TILE_ROWS; r++)
+                widen(r, k);
+
+        for (size_t t = 0; t < count; t += TILE) {
+            // Sum a tile of out.
+            Vector sum[TILE_ROWS][TILE_REGISTERS] = {};
+            const A* tile = panel + t * p.K; // (K,TILE)
+            for (size_t k = 0; k < p.K; k++) {
+                const Vector* bk = reinterpret_cast<const Vector*>(tile + k * TILE);
+                for (size_t r = 0; r < TILE_ROWS; r++) {
+                    A x = rows[r * p.K + k];
+                    for (size_t v = 0; v < TILE_REGISTERS; v++)
+                        sum[r][v] += x * bk[v];
+                }
             }
-        }
 
-        // Write the rows that exist.
-        for (size_t r = 0; r < rows; r++) {
-            size_t at = (i0 + r) * p.out_row + j0;
-            store_tile_row<T, O>(out + at, reinterpret_cast<const A*>(sum[r]), count, p.accumulate,
-                                 bias ? bias + j0 : nullptr, residual ? residual + at : nullptr);
+            // Write the rows and columns that exist.
+            size_t j = j0 + t;
+            size_t columns = std::min(TILE, count - t);
+            for (size_t r = 0; r < TILE_ROWS && i0 + r < p.M; r++) {
+                size_t at = (i0 + r) * p.out_row + j;
+                const A* row = reinterpret_cast<const A*>(sum[r]);
+                store_tile_row<T, O>(out + at, row, columns, p.accumulate,
+                                     bias ? bias + j : nullptr, residual ? residual + at : nullptr);
+            }
         }
     }
 }
 
-// The whole product. scratch: matmul_plain_scratch_bytes(), a panel for each thread. Threads share
-// columns out and never split a sum over k, so no sum depends on their number.
+// The whole product. scratch: matmul_plain_scratch_bytes(), a panel and rows for each thread.
+// Threads share columns out and never split a sum over k, so no sum depends on their number.
 template <typename T, typename O>
 void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residual,
                   const Product& p, void* scratch) {
     #pragma omp parallel for
     for (size_t j0 = 0; j0 < p.N; j0 += PANEL) {
-        acc_t<T>* panel = static_cast<acc_t<T>*>(scratch) + thread_here() * p.K * PANEL;
+        size_t each = p.K * (PANEL + TILE_ROWS);
+        acc_t<T>* panel = static_cast<acc_t<T>*>(scratch) + thread_here() * each;
         matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0), panel);
     }
 }
