@@ -952,7 +952,7 @@ TEST(Model, OptimizersAreFoundByName) {
         EXPECT_EQ(choose_optimizer(c), o);
     }
     Config c;
-    c.lr = 0.02, c.seq = 8;
+    c.lr = 0.02, c.seq = 8, c.dp = 1;
     c.optimizer = "muon,scale=shape,ns=polar,momentum=0.9,heavy-ball,cautious,table=0.3,decay=0.001";
     Optimizer optimizer;
     Muon muon;
