@@ -82,7 +82,7 @@ struct Prequantised : Scratch {
             bool narrow = is_narrow(stored, m.t.model, p);
             std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
 
-            if (!narrow) all[p.name] = raw("F32", x, file_shape(p));
+            if (!narrow) all[p.name] = raw("F32", x, file_shape(p, p.file_rows));
             if (narrow && stored == Stored::NF4)
                 add_nf4(all, p.name, make_nf4(x), rows_cols, nested);
             if (narrow && stored == Stored::INT8) {
