@@ -199,5 +199,4 @@ inline bool targets_module(const std::string& target, const std::string& module)
     return module == target || module.ends_with("." + target);
 }
 
-
 } // namespace llmc

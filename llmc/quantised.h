@@ -41,6 +41,12 @@ struct StoredPlace {
     size_t end = 0;
 };
 
+// The codes in a byte; and the scales of a row of int8 or int4.
+inline size_t codes_of_byte(Stored stored) { return stored == Stored::INT8 ? 1 : 2; }
+inline size_t scales_of_row(Stored stored, size_t cols) {
+    return stored == Stored::INT4 ? int4_groups(cols) : 1;
+}
+
 // Return the place of a parameter when the one before it ends at `at`. Parts are aligned so that
 // kernels can read 16 bytes at a time.
 template <typename T>
@@ -60,14 +66,10 @@ StoredPlace stored_after(Stored stored, const Model& m, const Parameter& p, size
         place.codes = take(ceil_div(n, 2));
         place.absmax = take(nf4_blocks(n));
         place.table = take(nf4_table_floats(p.elements()) * sizeof(float));
-    } else if (stored == Stored::INT4) {
-        place.codes = take(ceil_div(n, 2));
-        // A row's groups have their scales side by side.
-        size_t groups = int4_groups(p.local_cols());
-        place.absmax = take(p.local_rows() * groups * sizeof(float));
     } else {
-        place.codes = take(n);
-        place.absmax = take(p.local_rows() * sizeof(float));
+        // A row's groups have their scales side by side.
+        place.codes = take(ceil_div(n, codes_of_byte(stored)));
+        place.absmax = take(p.local_rows() * scales_of_row(stored, p.local_cols()) * sizeof(float));
     }
     place.end = at;
     return place;
@@ -86,12 +88,6 @@ StoredPlace stored_place(Stored stored, const Model& m, int bucket, const Parame
     return place;
 }
 
-// Return the bytes of a narrow bucket.
-template <typename T>
-size_t stored_bytes(Stored stored, const Model& m, int bucket) {
-    return stored_place<T>(stored, m, bucket, nullptr).end;
-}
-
 // The bytes of a narrow bucket that a rank keeps: all of them, or with ZeRO-3 one of equal shards.
 // Shards end at multiples of 256 bytes, so no number is cut.
 struct StoredRange {
@@ -99,7 +95,7 @@ struct StoredRange {
 };
 template <typename T>
 StoredRange stored_range(Stored stored, const Layout& layout, const Model& m, int bucket) {
-    size_t bytes = stored_bytes<T>(stored, m, bucket);
+    size_t bytes = stored_place<T>(stored, m, bucket, nullptr).end; // of the whole bucket
     if (!is_sharded(layout, m, {Kind::WEIGHT, bucket}))
         return {0, bytes};
     Axis ranks = shard_axis(layout, m.buckets[bucket].group);
@@ -141,16 +137,12 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
     narrow.values = base + place.codes;
     if (!is_narrow(stored, m, p))
         return narrow;
-    const float* absmax = reinterpret_cast<const float*>(base + place.absmax);
-    if (stored == Stored::INT8) {
-        narrow.int8 = reinterpret_cast<const int8_t*>(base + place.codes);
-        narrow.absmax = absmax;
-        return narrow;
-    }
-
-    if (stored == Stored::INT4) {
-        narrow.int4 = base + place.codes;
-        narrow.absmax = absmax;
+    if (stored != Stored::NF4) {
+        narrow.absmax = reinterpret_cast<const float*>(base + place.absmax);
+        if (stored == Stored::INT8)
+            narrow.int8 = reinterpret_cast<const int8_t*>(base + place.codes);
+        else
+            narrow.int4 = base + place.codes;
         return narrow;
     }
 
@@ -171,7 +163,7 @@ Narrow bind_narrow(Stored stored, const Model& m, const Layout& layout, const Pa
 
 // Return pointers to all parameters in the arena, which does not move. Entries are empty for wide
 // buckets, for other ranks' layers, and for shards, whose bytes come together elsewhere.
-template <template <typename, typename> class Trainer, typename T, typename S>
+template <typename T, typename S>
 std::vector<Narrow> bind_frozen(const Trainer<T, S>& t) {
     Stored stored = t.plans[0].stored;
     std::vector<Narrow> all;
@@ -243,35 +235,21 @@ inline StoredMatrix make_nf4(const std::vector<float>& whole) {
     return m;
 }
 
-// Quantise a whole parameter to int8, row by row.
-inline StoredMatrix make_int8(const std::vector<float>& whole, size_t rows) {
-    StoredMatrix m = {Stored::INT8, std::vector<uint8_t>(whole.size()), {},
-                      std::vector<float>(rows), all_finite(whole)};
-    int8_t* codes = reinterpret_cast<int8_t*>(m.codes.data());
-    int8_quantize(codes, m.table.data(), whole.data(), rows, whole.size() / rows, Cpu{});
-    return m;
-}
-
-// Quantise a whole parameter to int4; groups end with their row.
-inline StoredMatrix make_int4(const std::vector<float>& whole, size_t rows) {
-    size_t cols = whole.size() / rows;
-    StoredMatrix m;
-    m.stored = Stored::INT4;
-    m.codes.resize(ceil_div(whole.size(), 2));
-    m.table.resize(rows * int4_groups(cols));
-    m.finite = all_finite(whole);
-    int4_quantize(m.codes.data(), m.table.data(), whole.data(), rows, cols, Cpu{});
-    return m;
-}
-
-// Quantise a whole parameter to any of the formats.
+// Quantise a whole parameter to any of the formats. Those of int8 and int4 end with their row.
 inline StoredMatrix make_matrix(Stored stored, const std::vector<float>& whole, size_t rows) {
     if (stored == Stored::NF4)
         return make_nf4(whole);
-    // The other formats need to know the rows.
+    size_t cols = whole.size() / rows;
+    StoredMatrix m = {stored, std::vector<uint8_t>(ceil_div(whole.size(), codes_of_byte(stored))),
+                      {}, std::vector<float>(rows * scales_of_row(stored, cols)),
+                      all_finite(whole)};
+    uint8_t* codes = m.codes.data();
     if (stored == Stored::INT4)
-        return make_int4(whole, rows);
-    return make_int8(whole, rows);
+        int4_quantize(codes, m.table.data(), whole.data(), rows, cols, Cpu{});
+    else
+        int8_quantize(reinterpret_cast<int8_t*>(codes), m.table.data(), whole.data(), rows, cols,
+                      Cpu{});
+    return m;
 }
 
 // Mark a matrix that was not finite. Codes cannot hold NaN, so the first float beside them does,
@@ -300,51 +278,30 @@ void keep_nf4(const Parameter& p, const Layout& layout, const StoredMatrix& m, S
     put(place.table, table);
 }
 
-// Keep this rank's codes of int8, and for each of its rows, cut or not, the absmax of
-// the whole row.
+// Keep this rank's codes of int8 or int4, and the scales of its rows or groups. A part of a row or
+// of a group has the scale of the whole.
 template <typename F>
-void keep_int8(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
+void keep_rows(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
                F put) {
+    size_t in_byte = codes_of_byte(m.stored);
+    size_t length = m.stored == Stored::INT4 ? INT4_GROUP : p.cols(); // elements of a scale
     size_t cols = p.local_cols();
-    std::vector<uint8_t> codes(p.local_elements());
-    std::vector<float> absmax(p.local_rows());
-    for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
-        std::copy_n(&m.codes[from], count, &codes[at]);
-        // A run may be part of a row, or several rows: take the absmax of each row that
-        // starts in it.
-        for (size_t r = ceil_div(at, cols); r * cols < at + count; r++)
-            absmax[r] = m.table[(from + r * cols - at) / p.cols()];
-    });
-    mark_bad(m, &absmax[0]);
-    put(place.codes, codes);
-    put(place.absmax, absmax);
-}
-
-// Keep this rank's codes of int4, and the scales of its groups.
-// A part of a group has the scale of the whole group.
-template <typename F>
-void keep_int4(const Parameter& p, const Layout& layout, const StoredMatrix& m, StoredPlace place,
-               F put) {
-    size_t cols = p.local_cols();
-    size_t groups = int4_groups(cols);
-    size_t of_row = int4_groups(p.cols());
-    std::vector<uint8_t> codes(ceil_div(p.local_elements(), 2));
+    size_t groups = scales_of_row(m.stored, cols);
+    size_t of_row = scales_of_row(m.stored, p.cols());
+    std::vector<uint8_t> codes(ceil_div(p.local_elements(), in_byte));
     std::vector<float> scales(p.local_rows() * groups);
     for_each_run(p, layout.tp.rank, layout.tp.size, [&](size_t at, size_t from, size_t count) {
+        std::copy_n(&m.codes[from / in_byte], ceil_div(count, in_byte), &codes[at / in_byte]);
 
-        std::copy_n(&m.codes[from / 2], ceil_div(count, 2), &codes[at / 2]);
         // A run may be part of a row, or several rows. Take one group at a time, up to the end of
         // this rank's part of a row.
         for (size_t k = 0; k < count;) {
             size_t whole = from + k;
             size_t c = (at + k) % cols;
-            size_t group = (at + k) / cols * groups;
-            group += c / INT4_GROUP;
-            size_t theirs = whole / p.cols() * of_row;
-            theirs += whole % p.cols() / INT4_GROUP;
+            size_t group = (at + k) / cols * groups + c / length;
+            size_t theirs = whole / p.cols() * of_row + whole % p.cols() / length;
             scales[group] = m.table[theirs];
-            size_t left = INT4_GROUP - c % INT4_GROUP;
-            k += std::min(left, cols - c);
+            k += std::min(length - c % length, cols - c);
         }
     });
 
@@ -362,9 +319,7 @@ void keep_stored(const Model& model, const Layout& layout, const Parameter& p,
     StoredPlace place = stored_place<T>(m.stored, model, p.bucket, &p);
     if (m.stored == Stored::NF4)
         return keep_nf4(p, layout, m, place, put);
-    if (m.stored == Stored::INT4)
-        return keep_int4(p, layout, m, place, put);
-    keep_int8(p, layout, m, place, put);
+    keep_rows(p, layout, m, place, put);
 }
 
 // Make one parameter of a narrow bucket from all its values.

@@ -317,27 +317,24 @@ inline size_t second_moments(const Model& model, int bucket, size_t from, size_t
     return last.second + (last.group == MuonGroup::MATRIX ? 0 : round_up(last.n, SECOND_ALIGN));
 }
 
-// The number of the norm's chunks in the first `to` elements of a bucket, and in all buckets.
-inline size_t norm_chunks(const Model& model, int bucket, size_t to) {
+// The number of the norm's chunks in the elements [from, to) of a bucket, and in all buckets.
+inline size_t norm_chunks(const Model& model, int bucket, size_t from, size_t to) {
     size_t n = 0;
-    for (const TensorRow& row : tensor_rows(model, bucket, 0, to))
+    for (const TensorRow& row : tensor_rows(model, bucket, from, to))
         n += chunks_of(row);
     return n;
 }
 inline size_t norm_chunks(const Model& model) {
     size_t n = 0;
     for (size_t b = 0; b < model.buckets.size(); b++)
-        n += norm_chunks(model, int(b), model.buckets[b].elements);
+        n += norm_chunks(model, int(b), 0, model.buckets[b].elements);
     return n;
 }
 
 // The number of the norm's chunks in the range of a bucket that this rank updates.
 inline size_t updated_norm_chunks(const Layout& layout, const Model& model, int bucket) {
     Range range = updated_range(layout, model, bucket);
-    size_t n = 0;
-    for (const TensorRow& row : tensor_rows(model, bucket, range.first, range.first + range.count))
-        n += chunks_of(row);
-    return n;
+    return norm_chunks(model, bucket, range.first, range.first + range.count);
 }
 
 } // namespace llmc

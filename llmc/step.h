@@ -178,7 +178,7 @@ void run_norm(Trainer<T, S>& t) {
     for (int b = 0; b < int(t.model.buckets.size()); b++) {
         const Bucket& bucket = t.model.buckets[b];
         double* mine = sums + start;
-        start += norm_chunks(t.model, b, bucket.elements);
+        start += norm_chunks(t.model, b, 0, bucket.elements);
 
         // Let one rank count each element: one stage of a bucket, one rank of equal ranges.
         if (!is_squared(t.layout, t.model, b))
@@ -188,7 +188,7 @@ void run_norm(Trainer<T, S>& t) {
 
         // Square this rank's range, or copy the squares that an offloaded gradient has left.
         Range range = updated_range(t.layout, t.model, b);
-        size_t first = norm_chunks(t.model, b, range.first);
+        size_t first = norm_chunks(t.model, b, 0, range.first);
         const double* squares = address<const double>(t, {Kind::SQUARES, b});
         size_t bytes = updated_norm_chunks(t.layout, t.model, b) * sizeof(double);
         if (squares) {
@@ -198,7 +198,7 @@ void run_norm(Trainer<T, S>& t) {
         }
 
         // Leave out the elements that another tensor-parallel rank counts.
-        size_t own = norm_chunks(t.model, b, own_count(t, bucket));
+        size_t own = norm_chunks(t.model, b, 0, own_count(t, bucket));
         if (own > first) device_zero(mine + first, (own - first) * sizeof(double), where);
     }
 

@@ -185,10 +185,7 @@ bool can_replay(const Plan& p, const Comm& world, S) {
 template <typename S> struct PlanGraph {
     int runs = 0;
 };
-inline bool is_captured(const PlanGraph<Cpu>&) { return false; }
-inline void begin_capture(Cpu) {}
-inline void end_capture(PlanGraph<Cpu>&, Cpu) {}
-inline void replay(const PlanGraph<Cpu>&, Cpu) {}
+template <typename F> void replay_calls(PlanGraph<Cpu>&, Cpu, F run) { run(); }
 inline void free_graph(PlanGraph<Cpu>&) {}
 
 #if LLMC_KERNELS
@@ -198,44 +195,29 @@ template <> struct PlanGraph<cudaStream_t> {
     int runs = 0;
     cudaGraphExec_t captured = nullptr;
 };
-inline bool is_captured(const PlanGraph<cudaStream_t>& g) { return g.captured; }
 
-// Start recording the stream's calls.
-// Other threads of this process may allocate meanwhile; this one may not.
-inline void begin_capture(cudaStream_t stream) {
-    LLMC_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-}
-
-// Stop recording, and make the graph. Streams that waited for this one were captured with it, and
-// this one must have waited for them again.
-inline void end_capture(PlanGraph<cudaStream_t>& g, cudaStream_t stream) {
-    cudaGraph_t calls = nullptr;
-    LLMC_CUDA_CHECK(cudaStreamEndCapture(stream, &calls));
-    LLMC_CUDA_CHECK(cudaGraphInstantiate(&g.captured, calls, 0));
-    LLMC_CUDA_CHECK(cudaGraphDestroy(calls));
-}
-
-// Launch the graph: one call of the host, whatever the number of kernels.
-inline void replay(const PlanGraph<cudaStream_t>& g, cudaStream_t stream) {
+// Launch the calls that run() gives to the stream as one graph, by one call of the host.
+template <typename F>
+void replay_calls(PlanGraph<cudaStream_t>& g, cudaStream_t stream, F run) {
+    // Capture them the first time. Other threads of this process may allocate meanwhile; this one
+    // may not. Streams that wait for this one are captured with it; it must wait for them again.
+    if (!g.captured) {
+        cudaGraph_t calls = nullptr;
+        LLMC_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        run();
+        LLMC_CUDA_CHECK(cudaStreamEndCapture(stream, &calls));
+        LLMC_CUDA_CHECK(cudaGraphInstantiate(&g.captured, calls, 0));
+        LLMC_CUDA_CHECK(cudaGraphDestroy(calls));
+    }
     LLMC_CUDA_CHECK(cudaGraphLaunch(g.captured, stream));
 }
+
 // Free a graph, which must not be running any more.
 inline void free_graph(PlanGraph<cudaStream_t>& g) {
     if (g.captured) LLMC_CUDA_CHECK(cudaGraphExecDestroy(g.captured));
     g = {};
 }
 #endif
-
-// Launch the calls that run() gives to the stream as one graph; the first time, capture them.
-template <typename S, typename F>
-void replay_calls(PlanGraph<S>& g, S where, F run) {
-    if (!is_captured(g)) {
-        begin_capture(where);
-        run();
-        end_capture(g, where);
-    }
-    replay(g, where);
-}
 
 // ----------------------------------------------------------------------------
 // when actions run: by the clock on a CPU, by events in its stream on a GPU

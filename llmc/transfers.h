@@ -237,12 +237,12 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     T* whole = address<T>(t, {Kind::GATHERED, a.bucket});
     Kind from = t.layout.offload.weights ? Kind::STAGED : Kind::WEIGHT;
     const T* shard = address<const T>(t, {from, a.bucket});
+    const Comm& ranks = t.comms.data(t.model.buckets[a.bucket].group).shard;
     S where = comm_where(t, a.op);
 
     // Gather a narrow frozen bucket as bytes.
     Stored stored = t.plans[t.plan].stored;
     if (is_narrow(stored, t.model, a.bucket)) {
-        const Comm& ranks = t.comms.data(t.model.buckets[a.bucket].group).shard;
         size_t bytes = stored_range<T>(stored, t.layout, t.model, a.bucket).count;
         auto* all = reinterpret_cast<unsigned char*>(whole);
         auto* own = reinterpret_cast<const unsigned char*>(shard);
@@ -254,14 +254,21 @@ InFlight<S> start_gather(Trainer<T, S>& t, const Action& a) {
     if constexpr (type_of<T>() == Type::BF16)
         if (codes)
             return gather_codes(t, a.bucket, whole, shard, codes, where);
-    return zero_gather(t.comms, t.layout, t.model, a.bucket, whole, shard, where);
+    size_t count = shard_elements(t.layout, t.model.buckets[a.bucket]);
+    return {start_all_gather(ranks, whole, shard, count, where)};
 }
 
-// ZeRO-1 and 2: every rank gets the shards that the others have updated.
+// ZeRO-1 and 2: every rank gets the shards that the others have updated. If weights are near, the
+// replicas of a shard have updated parts of it, which they gather.
 template <typename T, typename S>
 InFlight<S> start_publish(Trainer<T, S>& t, const Action& a) {
-    T* weight = address<T>(t, {Kind::WEIGHT, a.bucket});
-    return zero_publish(t.comms, t.layout, t.model, a.bucket, weight, comm_where(t, a.op));
+    Data weight = {Kind::WEIGHT, a.bucket};
+    Range range = updated_range(t.layout, t.model, a.bucket);
+    T* mine = updated_part<T>(t, weight, range);
+    const DataComms& data = t.comms.data(t.model.buckets[a.bucket].group);
+    const Comm& ranks = t.layout.weights_near ? data.replica : data.shard;
+    return {start_all_gather(ranks, address<T>(t, weight), mine, range.count,
+                             comm_where(t, a.op))};
 }
 
 // Post all messages of an exchange together, so that no send waits for a receive after it.

@@ -23,8 +23,8 @@
 //   Memory of P parameters in bf16 over d ranks, with float gradients, masters, moments, in bytes:
 //     stage 0: 18 P   1: 6 P + 12 P/d   2: 2 P + 16 P/d   3: 18 P/d and the buckets in use
 //     stages 2 and 3 also hold one micro-batch's gradient of one layer, or of two while two overlap
-//   The file has two halves: passes that insert these actions into a plan, and the collectives
-//   that run them.
+//   The file has two halves: passes that insert these actions into a plan, and what REDUCE runs.
+//   GATHER and PUBLISH are one all-gather each (transfers.h).
 #pragma once
 #include "access.h"
 #include "action.h"
@@ -174,7 +174,7 @@ inline Plan add_gather(Plan in, const Model& model) {
 }
 
 // ----------------------------------------------------------------------------
-// collectives: each one starts here, and the executor finishes it where finish_before() says
+// REDUCE: it starts here, and the executor finishes it where finish_before() says
 
 // Return the bytes of room for what REDUCE sends of a bucket's gradient: a copy in 16 bits, or
 // packets of codes and as many that are received. 0: it sends the gradient itself, or nothing.
@@ -335,27 +335,6 @@ InFlight<S> zero_reduce(const Comms& comms, const Layout& layout, const Model& m
         if (checked) placement_forget(*checked, whole, whole_bytes);
     };
     return f;
-}
-
-// All-gather the updated parts of the weights that this rank keeps, in place: weight (P), or its
-// shard (P/d) if weights are near, whose replicas have updated parts of it.
-template <typename T, typename S>
-InFlight<S> zero_publish(const Comms& comms, const Layout& layout, const Model& model, int b,
-                         T* weight, S where) {
-    Range range = updated_range(layout, model, b);
-    const DataComms& data = comms.data(model.buckets[b].group);
-    T* mine = weight + (range.first - kept_first(layout, model, {Kind::WEIGHT, b}));
-    const Comm& ranks = layout.weights_near ? data.replica : data.shard;
-    return {start_all_gather(ranks, weight, mine, range.count, where)};
-}
-
-// All-gather a bucket's weights for one use: weight (P/d) -> whole (P).
-template <typename T, typename S>
-InFlight<S> zero_gather(const Comms& comms, const Layout& layout, const Model& model, int b,
-                        T* whole, const T* weight, S where) {
-    size_t count = shard_elements(layout, model.buckets[b]);
-    const Comm& shard = comms.data(model.buckets[b].group).shard;
-    return {start_all_gather(shard, whole, weight, count, where)};
 }
 
 } // namespace llmc

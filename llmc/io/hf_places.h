@@ -37,9 +37,6 @@ inline std::vector<size_t> file_shape(const Parameter& p, size_t rows) {
         std::swap(shape[0], shape[1]);
     return shape;
 }
-inline std::vector<size_t> file_shape(const Parameter& p) {
-    return file_shape(p, p.file_rows);
-}
 
 // The place of a parameter, or of one matrix of a stack: a block of a tensor, which has `outputs`
 // outputs. The matrix has those from `first` on, every step-th.

@@ -82,11 +82,11 @@ struct Prequantised : Scratch {
             bool narrow = is_narrow(stored, m.t.model, p);
             std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
 
-            if (!narrow) all[p.name] = raw("F32", x, file_shape(p));
+            if (!narrow) all[p.name] = raw("F32", x, file_shape(p, p.file_rows));
             if (narrow && stored == Stored::NF4)
                 add_nf4(all, p.name, make_nf4(x), rows_cols, nested);
             if (narrow && stored == Stored::INT8) {
-                StoredMatrix q = make_int8(x, p.rows());
+                StoredMatrix q = make_matrix(Stored::INT8, x, p.rows());
                 std::string stem = p.name.substr(0, p.name.rfind('.') + 1);
                 all[p.name] = raw("I8", q.codes, rows_cols);
                 all[stem + "SCB"] = raw("F32", q.table);
@@ -140,7 +140,7 @@ TEST_F(Prequantised, FoldersLoadAsTheyAre) {
                     std::vector<float> x = values[i], got = get_weight(wide.t, p);
                     if (is_narrow(stored, wide.t.model, p)) {
                         bool four = stored == Stored::NF4;
-                        StoredMatrix m = four ? make_nf4(x) : make_int8(x, p.rows());
+                        StoredMatrix m = make_matrix(stored, x, p.rows());
                         auto* codes = reinterpret_cast<const int8_t*>(m.codes.data());
                         Nf4 w = {m.codes.data(), m.scales.data(), m.table.data()};
                         four ? nf4_dequantize(x.data(), w, x.size(), Cpu{})

@@ -737,7 +737,7 @@ TEST_F(Files, DoublesAreRoundedToFloat) {
     auto m = sharded_model<float>(shape_of(0)), other = sharded_model<float>(shape_of(0), 4);
     std::vector<TensorSpec> specs;
     for (const Parameter& p : m->t.model.parameters)
-        specs.push_back({p.name, Type::F64, file_shape(p)});
+        specs.push_back({p.name, Type::F64, file_shape(p, p.file_rows)});
 
     FileWriter w;
     ASSERT_EQ(writer_open(&w, dir + "/model.safetensors", specs, {}), "");

@@ -1222,8 +1222,8 @@ static void write_tensors(const std::string& path, const std::vector<TensorSpec>
 static std::vector<TensorSpec> specs_of(const Model& model, const std::string& prefix = "") {
     std::vector<TensorSpec> specs;
     for (const Parameter& p : model.parameters)
-        specs.push_back(
-            {p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32, file_shape(p)});
+        specs.push_back({p.name == "lm_head.weight" ? p.name : prefix + p.name, Type::F32,
+                         file_shape(p, p.file_rows)});
     return specs;
 }
 

@@ -646,7 +646,7 @@ template <typename T> void compare_replays() {
         for (int step = 0; step < 4; step++)
             EXPECT_EQ(plain.step(step), graph.step(step)) << "step " << step;
         EXPECT_EQ(plain.weights(), graph.weights());
-        for (auto& g : graph.small->t.graphs.of) EXPECT_TRUE(is_captured(g));
+        for (auto& g : graph.small->t.graphs.of) EXPECT_TRUE(g.captured);
     }
 }
 TEST(Graphs, ReplaysAreStepsInFloat) { compare_replays<float>(); }
