@@ -182,8 +182,7 @@ inline const char* matmul_backend() {
 // CPU: our own loops. A thread packs a panel of b into contiguous memory, widens a few rows of a at
 // a time, and multiplies both in tiles whose sums stay in registers.
 
-// The bytes of a register. A tile has 6 rows and the columns of two registers: its sums take 12
-// registers, and AVX2 has 16. A panel has several tiles, which share the widened rows.
+// The bytes of a register. A tile's sums take 12 of AVX2's 16. Tiles of a panel share its rows.
 #ifdef __AVX512F__
 constexpr size_t REGISTER = 64;
 #else
@@ -220,8 +219,7 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
     constexpr size_t TILE = TILE_REGISTERS * REGISTER / sizeof(A); // columns
     A* rows = panel + p.K * PANEL;
 
-    // Pack the panel tile by tile, with zeros beyond `count`. Only this packing sees b's strides,
-    // so they may be any.
+    // Pack the panel tile by tile, zeros beyond `count`. b's strides, seen only here, may be any.
     A* packed = panel;
     for (size_t t = 0; t < count; t += TILE)
         for (size_t k = 0; k < p.K; k++)
@@ -229,27 +227,21 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
                 *packed++ = j < count ? to_acc(b[k * p.b.row + (j0 + j) * p.b.column]) : A(0);
 
     for (size_t i0 = 0; i0 < p.M; i0 += TILE_ROWS) {
-        // Widen the rows of a, along its smaller stride. A row beyond M repeats the last one, so
-        // that the loops below keep their constant length.
-        auto widen = [&](size_t r, size_t k) {
-            size_t i = std::min(i0 + r, p.M - 1);
-            T x = a[i * p.a.row + k * p.a.column];
-            rows[r * p.K + k] = to_acc(x);
-        };
-        bool by_rows = p.a.column == 1;
-        for (size_t r = 0; by_rows && r < TILE_ROWS; r++)
-            for (size_t k = 0; k < p.K; k++)
-                widen(r, k);
-        for (size_t k = 0; !by_rows && k < p.K; k++)
-            for (size_t r = 0; r < TILE_ROWS; r++)
-                widen(r, k);
+        // Widen rows of a, 16 columns at a time for either order of its strides. A row beyond M
+        // repeats the last one.
+        for (size_t k0 = 0; k0 < p.K; k0 += 16)
+            for (size_t r = 0; r < TILE_ROWS; r++) {
+                size_t end = std::min(k0 + 16, p.K);
+                const T* row = a + std::min(i0 + r, p.M - 1) * p.a.row;
+                for (size_t k = k0; k < end; k++)
+                    rows[r * p.K + k] = to_acc(row[k * p.a.column]);
+            }
 
         for (size_t t = 0; t < count; t += TILE) {
             // Sum a tile of out.
             Vector sum[TILE_ROWS][TILE_REGISTERS] = {};
-            const A* tile = panel + t * p.K; // (K,TILE)
             for (size_t k = 0; k < p.K; k++) {
-                const Vector* bk = reinterpret_cast<const Vector*>(tile + k * TILE);
+                const Vector* bk = reinterpret_cast<const Vector*>(panel + t * p.K + k * TILE);
                 for (size_t r = 0; r < TILE_ROWS; r++) {
                     A x = rows[r * p.K + k];
                     for (size_t v = 0; v < TILE_REGISTERS; v++)
@@ -262,9 +254,9 @@ void matmul_panel(O* out, const T* a, const T* b,   // (M,N) (M,K) (K,N)
             size_t columns = std::min(TILE, count - t);
             for (size_t r = 0; r < TILE_ROWS && i0 + r < p.M; r++) {
                 size_t at = (i0 + r) * p.out_row + j;
-                const A* row = reinterpret_cast<const A*>(sum[r]);
-                store_tile_row<T, O>(out + at, row, columns, p.accumulate,
-                                     bias ? bias + j : nullptr, residual ? residual + at : nullptr);
+                store_tile_row(out + at, reinterpret_cast<const A*>(sum[r]), columns,
+                               p.accumulate, bias ? bias + j : nullptr,
+                               residual ? residual + at : nullptr);
             }
         }
     }
@@ -277,7 +269,7 @@ void matmul_plain(O* out, const T* a, const T* b, const T* bias, const O* residu
                   const Product& p, void* scratch) {
     #pragma omp parallel for
     for (size_t j0 = 0; j0 < p.N; j0 += PANEL) {
-        size_t each = p.K * (PANEL + TILE_ROWS);
+        size_t each = p.K * (PANEL + TILE_ROWS); // elements of a thread
         acc_t<T>* panel = static_cast<acc_t<T>*>(scratch) + thread_here() * each;
         matmul_panel(out, a, b, bias, residual, p, j0, std::min(PANEL, p.N - j0), panel);
     }
