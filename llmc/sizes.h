@@ -122,14 +122,14 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             continue;
         }
 
-        // A matrix: the product's own scratch, its operands in fp8, and its adapter's products.
+        // A matrix: the product's own scratch or its adapter's, and behind it the operands in fp8,
+        // of which the input may serve the next product too.
         for (size_t rows : {N, generates ? head_rows(p) : N, N / s.rank.rows}) {
             size_t OC = w.local_rows(), IC = w.local_cols();
             size_t bytes = linear_scratch_bytes<T>(rows, OC, IC, where);
-            size_t operands = linear_fp8_bytes(rows, OC, IC, s.fp8.kind);
-            most = std::max(most, bytes + operands);
             for (size_t r : ranks_of(model, w))
-                most = std::max(most, lora_scratch_bytes<T>(rows, OC, IC, r, where));
+                bytes = std::max(bytes, lora_scratch_bytes<T>(rows, OC, IC, r, where));
+            most = std::max(most, bytes + linear_fp8_bytes(rows, OC, IC, s.fp8.kind));
         }
     }
     most = std::max(most, sums);

@@ -116,10 +116,11 @@ void column_parallel_forward(Ctx<S>& ctx, std::initializer_list<ColumnProduct<T>
                              const T* inp) { // (R,C)
     const T* rows = gather_rows(ctx, inp);   // (N,C)
     const T* no_residual = nullptr;
+    Fp8Holds shared = Fp8Holds::NOTHING;
     for (const ColumnProduct<T>& p : products)
         if (p.weight.rows)
             linear_forward(p.y, rows, p.weight, bias_of(p.bias), no_residual, ctx.batch.rows(),
-                           ctx.blas, ctx.where);
+                           ctx.blas, ctx.where, &shared);
 }
 
 // dinp = sum over products and ranks of dy W
@@ -178,9 +179,10 @@ void column_parallel_backward_weight(Ctx<S>& ctx, std::initializer_list<ColumnPr
     if (!any) return;
 
     const T* rows = gather_rows(ctx, inp); // (N,C)
+    Fp8Holds shared = Fp8Holds::NOTHING;
     for (const ColumnProduct<T>& p : products)
         linear_backward_weight(p.weight, nullptr, p.y, rows, ctx.batch.rows(), accumulate,
-                               ctx.blas, ctx.where);
+                               ctx.blas, ctx.where, &shared);
 }
 
 // ----------------------------------------------------------------------------

@@ -13,7 +13,8 @@
 //     dinp      dout, W      1 x 128 of K, 128 x 128         E5M2, E4M3
 //     dW        dout, inp    128 rows of a column, both      E5M2, E4M3
 //   Each product quantises its operands from bf16; codes are never quantised again. A W with an
-//   Fp8Cast is quantised once a step, to the same codes.
+//   Fp8Cast is quantised once a step, and an input of neighbouring products (q, k, v) once for all
+//   but under `delayed`, to the same codes.
 //   Recipe `block`: where 128 divides T, no block spans two micro-batches' rows, and where 128
 //   divides a tensor-parallel rank's pieces, no block is cut. The same bf16 numbers then have the
 //   same codes in every layout. (Tensor-parallel ranks round other sums to bf16 before.)
@@ -56,6 +57,9 @@ struct Fp8Cast {
     unsigned char* home = nullptr; // (fp8_cast_bytes)
     mutable bool values = false, codes = false, turned = false; // what `home` holds now
 };
+
+// The fp8 form that an input's room holds, for products that share the input one after another.
+enum class Fp8Holds : uint8_t { NOTHING, VALUES, CODES, TURNED };
 
 // A parameter as the layers see it. Only this file knows how it is stored: type, codes, adapters.
 struct Weight {
@@ -218,6 +222,7 @@ template <typename T> struct LinearOperand {
     bool gradient; // magnitudes vary widely: under one scale it wants E5M2
     Fp8Late late;  // for recipe `delayed`
     const Fp8Cast* cast = nullptr; // of a weight whose fp8 form is kept
+    Fp8Holds* shared = nullptr;    // of an input that the product before may have cast
 };
 
 // Takes room for a product's operands from the end of the scratch, and gives it back when it is
@@ -247,6 +252,12 @@ template <typename T, typename S> struct Fp8Operands {
         return static_cast<unsigned char*>(blas.scratch) + blas.scratch_bytes;
     }
 
+    // Whether the room of a shared input holds this already; from now on it does. Under delayed
+    // scaling each matrix has a scale and a maximum of its own.
+    bool holds(const LinearOperand<T>& o, Fp8Holds what) const {
+        return o.shared && fp8 != Fp8::DELAYED && std::exchange(*o.shared, what) == what;
+    }
+
     // The values (rows,cols) that the codes of o.x stand for.
     const T* values(const LinearOperand<T>& o) {
         // Use the weight's kept values if they are there.
@@ -255,6 +266,7 @@ template <typename T, typename S> struct Fp8Operands {
         T* values = reinterpret_cast<T*>(word + FP8_ALIGN);
         if (kept && std::exchange(o.cast->values, true))
             return values;
+        if (holds(o, Fp8Holds::VALUES)) return values;
 
         // Quantise, and write values in the place of codes.
         auto quantise = [&](auto format) {
@@ -278,6 +290,7 @@ template <typename T, typename S> struct Fp8Operands {
         Fp8Operand operand = {codes, inverse, blocks_read(o), wide(o)};
         if (kept && std::exchange(o.turned ? o.cast->turned : o.cast->codes, true))
             return operand;
+        if (holds(o, o.turned ? Fp8Holds::TURNED : Fp8Holds::CODES)) return operand;
 
         // Check that codes and scales fit where values would.
         size_t scales = fp8_scales(o.rows, o.cols, blocks(o));
@@ -295,6 +308,16 @@ template <typename T, typename S> struct Fp8Operands {
         wide(o) ? quantise(reinterpret_cast<e5m2*>(codes))
                 : quantise(reinterpret_cast<e4m3*>(codes));
         return operand;
+    }
+
+    // Take both operands. A shared input is the first: its room is where the last product left it.
+    template <typename F> auto both(const LinearOperand<T>& a, const LinearOperand<T>& b, F take) {
+        if (!b.shared) {
+            auto first = take(a);
+            return std::pair(first, take(b));
+        }
+        auto second = take(b);
+        return std::pair(take(a), second);
     }
 
     // The blocks as the product sees them: columns of x are rows of its transpose.
@@ -321,13 +344,14 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
                         operands.wide(a), operands.wide(b), type_of<O>(), p.accumulate};
         if constexpr (!std::is_same_v<S, Cpu>)
             if (fp8_multiplies(q, blas, where)) {
-                Fp8Operand first = operands.codes(a), second = operands.codes(b);
+                auto codes = [&](const LinearOperand<T>& o) { return operands.codes(o); };
+                auto [first, second] = operands.both(a, b, codes);
                 return fp8_matmul(out, first, second, bias, residual, q, blas, where);
             }
 
         // Otherwise multiply the values of the codes.
-        const T* first = operands.values(a);
-        const T* second = operands.values(b);
+        auto values = [&](const LinearOperand<T>& o) { return operands.values(o); };
+        auto [first, second] = operands.both(a, b, values);
         matmul(out, first, second, bias, residual, p, blas, where);
     }
 }
@@ -338,16 +362,18 @@ void linear_product(O* out, const LinearOperand<T>& a, const LinearOperand<T>& b
 // The room (N,r) between an adapter's two products.
 template <typename T> T* lora_room(Blas& blas) { return static_cast<T*>(blas.room); }
 
-// out = inp W^T + bias + residual in one product. An adapter then adds its part.
+// out = inp W^T + bias + residual in one product. An adapter then adds its part. Products of one
+// inp that follow each other may pass one `shared`: under fp8 the first casts inp for all.
 template <typename T, typename S>
 void linear_forward(T* out, const T* inp,                  // (N,OC) (N,IC)
                     const Weight& w, const Weight* bias,   // (OC,IC) (OC) or null
                     const T* residual,                     // (N,OC) or null
-                    size_t N, Blas& blas, S where) {
+                    size_t N, Blas& blas, S where, Fp8Holds* shared = nullptr) {
     const T* b = bias ? bias->as<const T>() : nullptr;
     Product p = linear_forward_product(N, w.rows, w.cols, type_of<T>());
     // The sum runs along the rows of both operands.
-    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false, w.late.at(0)};
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::ROWS, false, false, w.late.at(0), nullptr,
+                          shared};
     LinearOperand<T> weight = {values_of<T>(w, blas, where), w.rows, w.cols, Fp8Blocks::SQUARES,
                                false, false, w.late.at(1), w.cast};
     linear_product(out, x, weight, b, residual, p, w.fp8, blas, where);
@@ -375,17 +401,20 @@ void linear_backward_input(T* dinp, const T* dout, const Weight& w, // (N,IC) (N
 }
 
 // dW = or += dout^T inp, dbias = or += the sum of dout's rows. A frozen gradient is skipped.
+// shared: as in linear_forward
 template <typename T, typename S>
 void linear_backward_weight(const Weight& w, const Weight* bias, // their grads: (OC,IC) (OC)
                             const T* dout, const T* inp,         // (N,OC) (N,IC)
-                            size_t N, bool accumulate, Blas& blas, S where) {
+                            size_t N, bool accumulate, Blas& blas, S where,
+                            Fp8Holds* shared = nullptr) {
     typedef acc_t<T> A;
     const T* no_bias = nullptr;
     const A* no_residual = nullptr;
     Product p = linear_weight_product(N, w.rows, w.cols, accumulate);
     // The sum runs over rows, so a block of either operand is 128 rows of one column.
     LinearOperand<T> dy = {dout, N, w.rows, Fp8Blocks::COLUMNS, true, true, w.late.at(2)};
-    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false, w.late.at(0)};
+    LinearOperand<T> x = {inp, N, w.cols, Fp8Blocks::COLUMNS, true, false, w.late.at(0), nullptr,
+                          shared};
     if (w.grad)
         linear_product(static_cast<A*>(w.grad), dy, x, no_bias, no_residual, p, w.fp8, blas, where);
     if (w.lora)

@@ -239,7 +239,11 @@ inline double cast_seconds(const CostModel& c, const Plan& p, const Model& model
     for (const Parameter& w : model.parameters) {
         if (w.layer != layer || w.matrix < 0)
             continue;
-        double inp = N * w.local_cols();
+        // k and v read the codes of q's input, up those of gate's (tensor_parallel.h).
+        bool behind = false;
+        for (const char* name : {".k_proj.weight", ".v_proj.weight", ".up_proj.weight"})
+            behind |= fp8 != Fp8::DELAYED && w.name.ends_with(name);
+        double inp = behind ? 0 : N * w.local_cols();
         double dout = N * w.local_rows();
         double weight = weights * w.local_elements();
         bool trained = model.buckets[w.bucket].trainable;

@@ -11,6 +11,7 @@
 //   up what each rank has received, so that no rank stops while its peers wait for it.
 #pragma once
 #include <unistd.h>
+#include <cerrno>
 #include <csignal>
 #include <array>
 #include <atomic>
@@ -49,8 +50,9 @@ inline void note_signal(int number) {
     constexpr char SAYS[] = "\nstopping: this step ends, then it is saved if there is --out; "
                             "another signal ends the program at once, and saves nothing\n";
     if (this_rank > 0) return;
-    ssize_t said = write(STDERR_FILENO, SAYS, sizeof(SAYS) - 1);
-    (void)said; // nobody may be listening
+    int before = errno; // of the call that the signal interrupted
+    if (write(STDERR_FILENO, SAYS, sizeof(SAYS) - 1) < 0)
+        errno = before; // nobody is listening
 }
 
 // Give this thread and its OpenMP workers a stack for signal handlers. oneDNN's products on AVX and

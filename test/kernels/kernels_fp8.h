@@ -303,6 +303,52 @@ inline void fp8_linear_kernels(Check& c) {
         }
 }
 
+// Products of one input that share its fp8 form have the bits of products that cast their own. Where
+// tensor cores multiply codes they refuse the third matrix, which has seven rows.
+inline void fp8_shared_kernels(Check& c) {
+    size_t N = 16, IC = 144;
+    for (Fp8 fp8 : {Fp8::BLOCK, Fp8::TENSOR})
+        for ([[maybe_unused]] int architecture : {86, 90}) {
+            CASE(c, "shared fp8 %d sm_%d", int(fp8), architecture);
+            auto x = rounded<bf16>(normals(c, N * IC));
+            auto w = rounded<bf16>(normals(c, 144 * IC)), dy = rounded<bf16>(normals(c, N * 144));
+
+            // All outputs, then all gradients of weights.
+            auto run = [&](bool shares) {
+                cudaStream_t stream = {};
+                Array<unsigned char> scratch(linear_scratch_bytes<bf16>(N, 144, IC, stream) +
+                                             linear_fp8_bytes(N, 144, IC, fp8));
+                Array<bf16> inp(x), weight(w), dout(dy);
+                Blas blas;
+                blas_scratch(blas, scratch.data, scratch.n);
+#if !defined(__CUDACC__)
+                blas.emulates = architecture;
+#endif
+                const bf16* no_residual = nullptr;
+                Fp8Holds forward = {}, backward = {};
+                std::vector<float> all;
+                for (size_t OC : {16, 144, 7, 32}) {
+                    Array<bf16> out(N * OC);
+                    Weight W = {weight.data, Type::BF16, OC, IC, nullptr, nullptr, fp8};
+                    linear_forward(out.data, inp.data, W, nullptr, no_residual, N, blas, stream,
+                                   shares ? &forward : nullptr);
+                    wait_for(stream);
+                    for (bf16 v : out.host()) all.push_back(to_float(v));
+                }
+                for (size_t OC : {16, 144, 7, 32}) {
+                    Array<float> dw(OC * IC);
+                    Weight W = {weight.data, Type::BF16, OC, IC, dw.data, nullptr, fp8};
+                    linear_backward_weight(W, nullptr, dout.data, inp.data, N, false, blas, stream,
+                                           shares ? &backward : nullptr);
+                    wait_for(stream);
+                    for (float v : dw.host()) all.push_back(v);
+                }
+                return all;
+            };
+            expect(c, run(true) == run(false), "an input cast once");
+        }
+}
+
 // Gradients in packets: the CPU's bytes, and the CPU's sums to the bit.
 inline void fp8_gradients_kernels(Check& c) {
     for (size_t d : {1, 2, 5})
@@ -337,6 +383,7 @@ inline void add_fp8_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"fp8 e5m2", fp8_kernels<e5m2>});
     rows.push_back({"fp8 pieces", fp8_piece_kernels});
     rows.push_back({"fp8 linear", fp8_linear_kernels});
+    rows.push_back({"fp8 shared", fp8_shared_kernels});
     rows.push_back({"fp8 gradients", fp8_gradients_kernels});
     rows.push_back({"fp8 late", fp8_late_kernels});
     rows.push_back({"fp8 delayed", fp8_delayed_kernels});

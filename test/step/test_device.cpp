@@ -885,6 +885,19 @@ TEST(Launches, WeightsOfFp8AreCastOnceAStep) {
     }
 }
 
+// A Llama block has seven matrices and four inputs: q, k and v share one, gate and up another. Two
+// micro-batches cast inputs in F and in W, dout in B and in W, and each weight is cast once a step,
+// or twice for tensor cores. Under delayed scaling each matrix casts its own.
+TEST(Launches, AnInputOfFp8IsCastOnceForAllItsProducts) {
+    Shape llama = llama_shape(1, 2, 1, 32, 48, 29, 32, 10000);
+    auto casts = [&](Fp8 recipe, int gpu) {
+        return fp8_step(llama, recipe, Recompute::NONE, gpu, true).casts;
+    };
+    EXPECT_EQ(casts(Fp8::BLOCK, 86), 2 * (4u + 7 + 4 + 7) + 7);
+    EXPECT_EQ(casts(Fp8::TENSOR, 90), 2 * (4u + 7 + 4 + 7) + 14);
+    EXPECT_EQ(casts(Fp8::DELAYED, 90), 2 * (7u + 7 + 7 + 7) + 14);
+}
+
 // Two steps launch the same kernels with the same sizes and the same bytes of arguments, once the
 // host's part (up to COUNT) is over. A graph of one step can therefore replace the next.
 template <typename T> void compare_launches() {

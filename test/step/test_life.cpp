@@ -527,6 +527,19 @@ TEST(Stop, ARepeatedLimitOfCpuTimeWaitsForTheSave) {
     stop_signal = 0;
 }
 
+// A signal may come before errno is read, and its answer may have no reader.
+TEST(Stop, ASignalKeepsErrno) {
+    int kept = dup(STDERR_FILENO);
+    close(STDERR_FILENO);
+    errno = ENOSPC;
+    note_signal(SIGTERM);
+    int after = errno;
+    dup2(kept, STDERR_FILENO);
+    close(kept);
+    stop_signal = 0;
+    EXPECT_EQ(after, ENOSPC);
+}
+
 // A handler has a stack of its own: in oneDNN's products the stack pointer may point into the heap.
 TEST_F(Life, ManySignalsInAProductHarmNothing) {
     Child child("env OMP_NUM_THREADS=1 " + program() + " " + small +
