@@ -189,12 +189,13 @@ void distill_backward(const DistillRows<T>& x, Distillation d, GradientScale sca
 
 #if LLMC_KERNELS
 
-// A block works on a row; neighbouring threads read neighbouring logits.
+// A block works on a row; a thread takes P neighbouring logits at a time.
 constexpr int DISTILL_WARPS = 8;
 constexpr int DISTILL_THREADS = 32 * DISTILL_WARPS;
 
 // Step 2.
-template <typename T> __global__ void distill_sums_kernel(DistillRows<T> x, Distillation d) {
+template <typename T, int P>
+__global__ void distill_sums_kernel(DistillRows<T> x, Distillation d) {
     size_t n = blockIdx.x, own;
     const T* s = x.student + n * x.Vp; // (Vp)
     const T* t = x.teacher + n * x.Vp; // (Vp)
@@ -202,14 +203,18 @@ template <typename T> __global__ void distill_sums_kernel(DistillRows<T> x, Dist
 
     // Sum this thread's columns.
     float sums[4] = {};
-    for (size_t v = threadIdx.x; v < x.V; v += DISTILL_THREADS) {
-        float of_student = to_float(s[v]) - x.student_max(n);
-        float of_teacher = to_float(t[v]) - x.teacher_max(n);
-        float weight = expf(of_teacher * rate);
-        sums[int(DistillSum::PLAIN)] += expf(of_student);
-        sums[int(DistillSum::SOFT)] += expf(of_student * rate);
-        sums[int(DistillSum::TEACHER)] += weight;
-        sums[int(DistillSum::CROSS)] += cross_term(weight, (of_teacher - of_student) * rate);
+    for (size_t v = threadIdx.x * P; v < x.V; v += DISTILL_THREADS * P) {
+        Pack<T, P> student = load<P>(s + v), teacher = load<P>(t + v);
+        for (int k = 0; k < P; k++) {
+            if (v + k >= x.V) continue;
+            float of_student = to_float(student.v[k]) - x.student_max(n);
+            float of_teacher = to_float(teacher.v[k]) - x.teacher_max(n);
+            float weight = expf(of_teacher * rate);
+            sums[int(DistillSum::PLAIN)] += expf(of_student);
+            sums[int(DistillSum::SOFT)] += expf(of_student * rate);
+            sums[int(DistillSum::TEACHER)] += weight;
+            sums[int(DistillSum::CROSS)] += cross_term(weight, (of_teacher - of_student) * rate);
+        }
     }
 
     // Add the threads' sums. One thread writes them, and the target's logit.
@@ -229,7 +234,7 @@ __global__ void distill_loss_kernel(float* losses, DistillRows<T> x, Distillatio
 }
 
 // And the gradient. Each thread writes only what it has read.
-template <typename T>
+template <typename T, int P>
 __global__ void distill_backward_kernel(DistillRows<T> x, Distillation d, GradientScale scale) {
     size_t n = blockIdx.x, own;
     T* s = x.student + n * x.Vp;       // (Vp)
@@ -240,20 +245,22 @@ __global__ void distill_backward_kernel(DistillRows<T> x, Distillation d, Gradie
     DistillFactors<float> f = distill_factors(x, d, scale, n);
 
     // Cover all of Vp: padding and ignored rows get zeros.
-    for (size_t v = threadIdx.x; v < x.Vp; v += DISTILL_THREADS) {
-        float g = 0;
-        if (v < counted) {
-            float logit = to_float(s[v]);
+    for (size_t v = threadIdx.x * P; v < x.Vp; v += DISTILL_THREADS * P) {
+        Pack<T, P> student = load<P>(s + v), teacher = load<P>(t + v), gradient = {};
+        for (int k = 0; k < P; k++) {
+            if (v + k >= counted) continue;
+            float logit = to_float(student.v[k]);
             float of_student = logit - x.student_max(n);
-            float of_teacher = to_float(t[v]) - x.teacher_max(n);
-            g = f.lead(expf(of_student * rate), expf(of_teacher * rate));
+            float of_teacher = to_float(teacher.v[k]) - x.teacher_max(n);
+            float g = f.lead(expf(of_student * rate), expf(of_teacher * rate));
             g += f.plain * expf(of_student);
-            if (here && v == own)
+            if (here && v + k == own)
                 g -= f.target;
             if (scale.softcap != 0)
                 g *= scale.cap_slope(logit);
+            gradient.v[k] = from_acc<T>(g);
         }
-        s[v] = from_acc<T>(g);
+        store(s + v, gradient);
     }
 }
 
@@ -263,7 +270,10 @@ __global__ void distill_backward_kernel(DistillRows<T> x, Distillation d, Gradie
 // Step 2 and step 3: any N, V and alignment.
 template <typename T>
 void distill_sums(const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
-    launch(distill_sums_kernel<T>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d);
+    auto run = [&](auto P) {
+        launch(distill_sums_kernel<T, P>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d);
+    };
+    can_vectorize<T>(x.Vp, x.student, x.teacher) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 template <typename T>
 void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaStream_t stream) {
@@ -273,7 +283,11 @@ void distill_loss(float* losses, const DistillRows<T>& x, Distillation d, cudaSt
 template <typename T>
 void distill_backward(const DistillRows<T>& x, Distillation d, GradientScale scale,
                       cudaStream_t stream) {
-    launch(distill_backward_kernel<T>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d, scale);
+    auto run = [&](auto P) {
+        launch(distill_backward_kernel<T, P>, unsigned(x.N), DISTILL_THREADS, 0, stream, x, d,
+               scale);
+    };
+    can_vectorize<T>(x.Vp, x.student, x.teacher) ? run(Int<VECTOR<T>>()) : run(Int<1>());
 }
 #endif
 

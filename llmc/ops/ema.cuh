@@ -7,10 +7,12 @@
 //             result depends on nothing but the element and s, so every shard and every chunk has
 //             the same bits. CPU and GPU have the same bits.
 //   Cost: memory-bound: 8 bytes and a weight's master for each element.
-//   To copy: this file, element_type.h, small_states.cuh, step_scale.h, types.h and cuda_common.h.
+//   To copy: this file, element_type.h, elements.h, small_states.cuh, step_scale.h,
+//            types.h and cuda_common.h.
 #pragma once
 #include "cuda_common.h"
 #include "element_type.h"
+#include "elements.h"
 #include "small_states.cuh"
 #include "step_scale.h"
 #include "types.h"
@@ -63,13 +65,38 @@ void ema_update(acc_t<T>* mean, const WeightMemory<T>& x, size_t n, double decay
 
 #if LLMC_KERNELS
 
-// One element a thread: neighbours read neighbouring words, which is what memory wants.
-template <typename T>
+// The P weights from i on, of which `count` exist: all loads are under way before one is used.
+template <int P, typename T>
+__device__ Pack<float, P> weights_at(const WeightMemory<T>& x, size_t i, size_t count) {
+    bool joined = x.masters == Masters::REMAINDER;
+    if (x.master && !joined)
+        return load_some<P>(static_cast<const float*>(x.master) + i, count);
+    Pack<float, P> all;
+    Pack<T, P> weight = load_some<P>(x.weight + i, count);
+    if constexpr (type_of<T>() == Type::BF16)
+        if (joined) {
+            auto low = load_some<P>(static_cast<const uint16_t*>(x.master) + i, count);
+            for (int k = 0; k < P; k++)
+                all.v[k] = join_float({weight.v[k].bits, low.v[k]});
+            return all;
+        }
+    for (int k = 0; k < P; k++)
+        all.v[k] = to_float(weight.v[k]);
+    return all;
+}
+
+// P elements a thread.
+template <typename T, int P>
 __global__ void ema_update_kernel(float* mean, WeightMemory<T> x, size_t n, double decay,
                                   const StepScale* scale) {
-    size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x;
+    size_t i = first_element<P>();
     if (i >= n || !scale->finite) return;
-    mean[i] = ema_element(mean[i], weight_at(x, i), float(ema_share(decay, scale->step)));
+    Pack<float, P> e = load_some<P>(mean + i, n - i);
+    Pack<float, P> weight = weights_at<P>(x, i, n - i);
+    float share = float(ema_share(decay, scale->step));
+    for (int k = 0; k < P; k++)
+        e.v[k] = ema_element(e.v[k], weight.v[k], share);
+    store_some(mean + i, e, n - i);
 }
 
 // ----------------------------------------------------------------------------
@@ -79,10 +106,12 @@ __global__ void ema_update_kernel(float* mean, WeightMemory<T> x, size_t n, doub
 template <typename T>
 void ema_update(float* mean, const WeightMemory<T>& x, size_t n, double decay,
                 const StepScale* scale, cudaStream_t stream) {
-    constexpr size_t THREADS = 256;
-    if (!n) return; // a rank may update no element of a bucket
-    launch(ema_update_kernel<T>, unsigned(ceil_div(n, THREADS)), THREADS, 0, stream, mean, x, n,
-           decay, scale);
+    // A rank may update no element of a bucket; then nothing is launched.
+    const unsigned char* master = static_cast<const unsigned char*>(x.master);
+    pick_element_kernel<float>(n, can_vectorize<float>(0, mean, x.weight, master),
+                               [&](auto P, unsigned grid) {
+        launch(ema_update_kernel<T, P>, grid, ELEMENT_THREADS, 0, stream, mean, x, n, decay, scale);
+    });
 }
 #endif
 

@@ -606,7 +606,8 @@ template <typename T> void ema_kernels(Check& c) {
 
             every_order(c, [&](Outputs& o) {
                 Array<T> weight(w);
-                Array<float> master(more), moved(mean);
+                size_t shift = masters == Masters::FLOAT; // out of 16-byte alignment
+                Array<float> master(more), moved(mean, shift);
                 Array<uint16_t> remainder(numbers_of(rest));
                 Array<unsigned char> on_device(bytes_of_scale(scale));
                 WeightMemory<T> y = {weight.data, nullptr, masters};
