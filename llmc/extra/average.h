@@ -111,7 +111,7 @@ inline std::string check_average(const Config& c) {
 
 // Refuse a checkpoint of adapters: products of means are not the mean of products.
 inline std::string check_whole_model(const std::string& checkpoint) {
-    nlohmann::json manifest;
+    Json manifest;
     std::string wrong = read_manifest(checkpoint, &manifest);
     if (!wrong.empty() || !manifest.contains("config"))
         return wrong;
@@ -131,7 +131,7 @@ inline void choose_average(Run& run) {
     c.given.insert("precision"); // the checkpoint's own would round each model before the sum
 
     // A checkpoint's manifest has its run's flags. A folder is the model itself.
-    nlohmann::json manifest = {{"config", nlohmann::json::object()}};
+    Json manifest = {{"config", Json::object()}};
     if (first.step < 0) {
         c.model = first.path;
     } else {
@@ -148,8 +148,8 @@ inline std::string check_same_model(const Run& run, const std::string& folder) {
     Shape shape;
     std::string wrong = hf_read_config(&shape, folder);
     if (!wrong.empty()) return wrong;
-    nlohmann::json own = model_identity(run.shape);
-    nlohmann::json other = model_identity(shape);
+    Json own = model_identity(run.shape);
+    Json other = model_identity(shape);
 
     // All models must agree in every field, although some fields change no weight's size.
     for (auto& [key, value] : own.items())

@@ -45,7 +45,7 @@ inline std::string find_part(const FindTensor& find, const std::string& name, co
 
 // Read NF4's absmaxes: codes with their table into *m, or floats into *absmax.
 inline std::string read_nf4_scales(const FindTensor& find, const std::string& name,
-                                   const nlohmann::json& state, size_t n, StoredMatrix* m,
+                                   const Json& state, size_t n, StoredMatrix* m,
                                    std::vector<float>* absmax) {
     // Double quantisation shows in the tensors' names: only then there is a table.
     bool nested = find(name + ".nested_absmax") != nullptr;
@@ -72,7 +72,7 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
     if (!wrong.empty()) return wrong;
 
     // Check what the state says of them.
-    nlohmann::json block = state.value("nested_blocksize", nlohmann::json());
+    Json block = state.value("nested_blocksize", Json());
     bool offset = state.contains("nested_offset") && state["nested_offset"].is_number();
     if (block != int(NF4_SCALES_BLOCK) || !offset)
         return "tensor " + name + " has blocks of absmaxes other than 256, or no offset";
@@ -99,14 +99,14 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
         return "tensor " + name + " has codes of 8 bits and is no NF4: quantise with "
                "bnb_4bit_quant_type nf4";
     auto end = text->data + text->bytes;
-    auto state = nlohmann::json::parse(text->data, end, nullptr, false);
-    if (!state.is_object() || state.value("blocksize", nlohmann::json()) != int(NF4_BLOCK))
+    auto state = Json::parse(text->data, end, nullptr, false);
+    if (!state.is_object() || state.value("blocksize", Json()) != int(NF4_BLOCK))
         return "tensor " + name + " has blocks of other than 64 elements";
 
     // Compare the shapes: a matrix of another shape may have as many bytes.
     std::vector<size_t> rows_cols = {p.file_rows, p.cols()};
-    nlohmann::json shape = state.value("shape", nlohmann::json());
-    if (shape != nlohmann::json(rows_cols))
+    Json shape = state.value("shape", Json());
+    if (shape != Json(rows_cols))
         return concat("tensor ", name, " has the shape ", shape.dump(),
                       ", config.json asks for ", shape_text(rows_cols));
 

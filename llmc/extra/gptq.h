@@ -43,7 +43,7 @@ struct PackedFormat {
 // which format it is
 
 // Read a quantization_config. One of another method says nothing of the format here.
-inline PackedFormat parse_packed(const nlohmann::json& q) {
+inline PackedFormat parse_packed(const Json& q) {
     PackedFormat f;
     std::string method = quantization_method(q);
     f.awq = method == "awq";
@@ -57,8 +57,7 @@ inline PackedFormat parse_packed(const nlohmann::json& q) {
     // Find the variant: others pack codes for one kernel.
     const char* key = f.awq ? "version" : "checkpoint_format";
     std::string variant = quantization_word(q, key, f.awq ? "gemm" : "gptq");
-    if (q.value("is_marlin_format", nlohmann::json()) == true)
-        variant = "marlin";
+    if (q.value("is_marlin_format", Json()) == true) variant = "marlin";
     if (f.awq && variant != "gemm")
         return refuse(key, variant, "gemm is read; quantise with it, or dequantise the folder");
     if (!f.awq && variant != "gptq" && variant != "gptq_v2")
@@ -66,10 +65,10 @@ inline PackedFormat parse_packed(const nlohmann::json& q) {
     f.added = !f.awq && variant == "gptq";
 
     // Find the width and the groups.
-    nlohmann::json bits = q.value("bits", nlohmann::json());
+    Json bits = q.value("bits", Json());
     if (bits != 4)
         return refuse("bits", bits.dump(), "4 is read; quantise to 4 bits, or dequantise it");
-    nlohmann::json group = q.value("group_size", nlohmann::json());
+    Json group = q.value("group_size", Json());
     bool good = group == -1 || (group.is_number_unsigned() && group > 0);
     if (!good)
         return refuse("group_size", group.dump(), "it is -1 or the inputs that share a scale");

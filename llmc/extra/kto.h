@@ -35,8 +35,8 @@ namespace llmc {
 // data
 
 // Turn a line's answer into marked tokens, or a pair into two answers.
-inline std::string labelled_tokens(const Chat& chat, const nlohmann::json& line, LineParts& parts,
-                                   size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+inline std::string labelled_tokens(const Chat& chat, const Json& line, LineParts& parts, size_t T,
+                                   std::vector<int>* tokens, ConversationCounts* counts) {
     // Count each answer of a pair as a conversation, the worse one as undesirable.
     if (line.contains("chosen") || line.contains("preferred_output")) {
         size_t pairs = std::exchange(counts->pairs, 0);
@@ -46,8 +46,7 @@ inline std::string labelled_tokens(const Chat& chat, const nlohmann::json& line,
         counts->pairs = pairs;
         return wrong;
     }
-    if (!line.value("label", nlohmann::json()).is_boolean())
-        return "has no \"label\" that is true or false";
+    if (!line.value("label", Json()).is_boolean()) return "has no \"label\" that is true or false";
 
     // Leave the question untrained, whoever wrote it.
     Conversation messages = parts[ASKED];

@@ -41,15 +41,13 @@ typedef std::map<std::string, WeightMerge> Merges; // [parameter's name]
 // adapter_config.json
 
 // Read feedforward_modules, a list of modules' names. Without it, *names stays empty.
-inline std::string read_feedforward(const nlohmann::json& j, const std::string& path,
-                                    nlohmann::json* names) {
+inline std::string read_feedforward(const Json& j, const std::string& path, Json* names) {
     const char* key = "feedforward_modules";
-    *names = nlohmann::json::array();
+    *names = Json::array();
     if (!asks(j, key)) return "";
     *names = j[key];
     bool list = names->is_array();
-    for (const nlohmann::json& name : *names)
-        list = list && name.is_string();
+    for (const Json& name : *names) list = list && name.is_string();
     return list ? ""
                 : concat(path, ": ", key, " is ", json_word(*names),
                          ": a list of modules' names can be read");
@@ -76,9 +74,8 @@ inline std::string check_factors(const std::string& path, const SafeTensor& t,
 }
 
 // Find DoRA's tensors of each matrix.
-inline std::string find_dora(const Model& base, const nlohmann::json& j, const std::string& config,
-                             const SafeTensors& file, Merges* merges,
-                             std::set<std::string>* used) {
+inline std::string find_dora(const Model& base, const Json& j, const std::string& config,
+                             const SafeTensors& file, Merges* merges, std::set<std::string>* used) {
     for (const Parameter& p : base.parameters) {
         std::string module = peft_name(base, module_of(p));
         WeightMerge m;
@@ -109,7 +106,7 @@ inline std::string find_dora(const Model& base, const nlohmann::json& j, const s
 }
 
 // Insist that each name of feedforward_modules means a matrix that has factors.
-inline std::string check_feedforward(const nlohmann::json& names, const std::string& config,
+inline std::string check_feedforward(const Json& names, const std::string& config,
                                      const std::set<std::string>& modules) {
     for (const std::string name : names) {
         bool any = std::any_of(modules.begin(), modules.end(), [&](const std::string& module) {
@@ -124,10 +121,9 @@ inline std::string check_feedforward(const nlohmann::json& names, const std::str
 }
 
 // Find (IA)3's factors of each matrix, and of the bias after it.
-inline std::string find_ia3(const Model& base, const nlohmann::json& j, const std::string& config,
-                            const SafeTensors& file, Merges* merges,
-                            std::set<std::string>* used) {
-    nlohmann::json feedforward;
+inline std::string find_ia3(const Model& base, const Json& j, const std::string& config,
+                            const SafeTensors& file, Merges* merges, std::set<std::string>* used) {
+    Json feedforward;
     std::string wrong = read_feedforward(j, config, &feedforward);
     std::set<std::string> modules; // those with factors, by the names of PEFT
     for (const Parameter& p : base.parameters) {
@@ -161,18 +157,17 @@ inline std::string find_ia3(const Model& base, const nlohmann::json& j, const st
 // Find all parameters that a folder's adapters change. The file's headers are known.
 inline std::string find_merges(const Model& base, const std::string& folder,
                                const SafeTensors& file, Merges* merges) {
-    nlohmann::json j;
+    Json j;
     std::string path = peft_config_path(folder);
     std::string wrong = read_peft_config(path, &j);
     if (!wrong.empty()) return wrong;
 
     // Both kinds refuse what else may be trained beside them: show the check a plain LoRA.
     Merging merging = merging_of(j);
-    nlohmann::json plain = j;
+    Json plain = j;
     plain["use_dora"] = false;
     plain["peft_type"] = "LORA";
-    if (merging == Merging::DORA)
-        plain["peft_type"] = j.value("peft_type", nlohmann::json());
+    if (merging == Merging::DORA) plain["peft_type"] = j.value("peft_type", Json());
     wrong = check_peft_config(plain, path);
     if (!wrong.empty()) return wrong;
 

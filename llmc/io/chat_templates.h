@@ -97,30 +97,29 @@ inline bool recognise_template(const std::string& written, ChatFormat* format) {
 }
 
 // Read the chat template of a folder. It stays null if the folder has none.
-inline std::string read_chat_template(const std::string& folder, nlohmann::json* found) {
+inline std::string read_chat_template(const std::string& folder, Json* found) {
     for (const char* file : {"chat_template.jinja", "tokenizer_config.json",
                              "chat_template.json"}) {
         // Read a file of its own, which comes first, or a key.
         std::string path = file_in(folder, file);
         std::string text, wrong;
-        nlohmann::json j;
+        Json j;
         if (::access(path.c_str(), R_OK) != 0)
             continue;
         bool own = path.ends_with(".jinja");
         wrong = own ? read_whole_file(path, &text) : read_json(path, &j);
         if (!wrong.empty())
             return wrong;
-        *found = own ? nlohmann::json(text)
-                     : j.is_object() ? j.value("chat_template", nlohmann::json()) : nullptr;
+        *found = own ? Json(text) : j.is_object() ? j.value("chat_template", Json()) : nullptr;
         if (found->is_null())
             continue;
 
         // Take the default one of named templates: it is without tools.
-        nlohmann::json named = found->is_array() ? *found : nlohmann::json::array();
-        if (found->is_object()) *found = found->value("default", nlohmann::json());
-        for (const nlohmann::json& each : named)
-            if (each.is_object() && each.value("name", nlohmann::json()) == "default")
-                *found = each.value("template", nlohmann::json());
+        Json named = found->is_array() ? *found : Json::array();
+        if (found->is_object()) *found = found->value("default", Json());
+        for (const Json& each : named)
+            if (each.is_object() && each.value("name", Json()) == "default")
+                *found = each.value("template", Json());
         return found->is_string() ? "" : path + ": \"chat_template\" is no string, and no list "
                                                 "with a \"default\" one";
     }
@@ -147,7 +146,7 @@ inline std::string choose_chat(Chat* chat, const std::string& name, const std::s
     std::string at;
     if (t.kind != TokenizerKind::BYTE && stat(t.name.c_str(), &s) == 0)
         at = S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
-    nlohmann::json text;
+    Json text;
     std::string wrong = at.empty() ? "" : read_chat_template(at, &text);
     if (text.is_null() && wrong.empty() && !folder.empty())
         wrong = read_chat_template(at = folder, &text);

@@ -56,15 +56,15 @@ struct CheckpointInfo {
     int64_t step = 0;    // steps that the run has done
     uint64_t cursor = 0; // samples taken from the data so far
     uint64_t seed = 0;
-    nlohmann::json config;
+    Json config;
     int64_t tokens = 0;     // trained on so far, over all batch sizes
     int64_t best_step = -1; // step with the lowest validation loss; -1: none is kept
     double best_loss = 0;
     std::vector<int64_t> broken = {}; // newer steps that a load skipped
     size_t bytes_read = 0;            // tensor bytes that this rank read in a load
-    nlohmann::json base = {}; // the base that adapters stand beside (base_identity.h); null: none
-    nlohmann::json data = {};     // the files of --data and --val (identify_files); null: unknown
-    nlohmann::json rollouts = {}; // answers with updates left (rollout_state.h); null: none
+    Json base = {};     // the base that adapters stand beside (base_identity.h); null: none
+    Json data = {};     // the files of --data and --val (identify_files); null: unknown
+    Json rollouts = {}; // answers with updates left (rollout_state.h); null: none
 };
 
 // The processor's name. Another processor may round a sum differently, so a resume compares them.
@@ -82,7 +82,7 @@ inline const std::string& cpu_name() {
 
 // Everything that must be equal for a checkpoint to fit a run.
 // Layout, precision and batch are not part of it: a run may change those and continue.
-inline nlohmann::json model_identity(const Shape& s) {
+inline Json model_identity(const Shape& s) {
     const ExpertShape& e = s.experts;
     const RopeShape& rope = s.rope;
     const AttentionShape& attention = s.attention;
@@ -91,7 +91,7 @@ inline nlohmann::json model_identity(const Shape& s) {
     const char* kinds[] = {"llama3", "linear", "yarn", "half"};
     const char* gates[] = {"silu", "gelu", "relu2"};
     const char* routers[] = {"softmax", "renormalised", "sigmoid", "sigmoid-alone"};
-    nlohmann::json full = nlohmann::json::array(); // layers
+    Json full = Json::array(); // layers
     for (size_t layer = 1; attention.window && layer <= s.L; layer++)
         if (attention.full_layers[layer]) full.push_back(layer);
 
@@ -267,14 +267,14 @@ struct RankFile {
     // If empty, the rank makes no file.
     std::vector<std::pair<StateTensor, KeptRange>> owned;
     std::vector<TensorSpec> specs;
-    nlohmann::json entry; // for the manifest; write_rank_file() adds size and checksum
+    Json entry; // for the manifest; write_rank_file() adds size and checksum
 };
 
 // List what this rank owns, and describe it for the manifest.
 template <typename T, typename S>
 RankFile rank_file_of(const Trainer<T, S>& t) {
     RankFile file;
-    nlohmann::json ranges;
+    Json ranges;
 
     // Each element of the model is in one file: its owner writes it.
     for (const StateTensor& s : state_tensors(t)) {
@@ -324,9 +324,9 @@ const char* rounding_of(const Trainer<T, S>& t) {
 
 // The weights' sums by parameter name, as the manifest stores them. All ranks call.
 template <typename T, typename S>
-nlohmann::json weight_sums_json(const Trainer<T, S>& t) {
+Json weight_sums_json(const Trainer<T, S>& t) {
     std::vector<uint64_t> sums = weight_sums(t);
-    nlohmann::json by_name = nlohmann::json::object();
+    Json by_name = Json::object();
     for (size_t i = 0; i < sums.size(); i++)
         if (has_sum(t, t.model.parameters[i]))
             by_name[t.model.parameters[i].name] = sums[i];
@@ -349,32 +349,31 @@ Fp8History fp8_on_host(const Trainer<T, S>& t, std::vector<unsigned char>* bytes
 // Whether a manifest has scales for as many matrices as this run. A checkpoint trained with another
 // FP8 recipe has none; then a step or two finds new scales.
 template <typename T, typename S>
-bool has_fp8_history(const Trainer<T, S>& t, const nlohmann::json& m) {
+bool has_fp8_history(const Trainer<T, S>& t, const Json& m) {
     return m.contains("fp8") && m["fp8"]["scales"].size() == fp8_slots(t.model);
 }
 
 // The whole manifest except its list of files. All ranks call.
 template <typename T, typename S>
-nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
+Json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
     // Save the optimizer's own count of updates too: Adam's bias correction continues from it.
     bool trained = address<StepScale>(t, {Kind::SCALE});
     int64_t updates = trained ? read_value<StepScale>(t, {Kind::SCALE}).step : 0;
     // A resume only notes a change of threads or processor: it may change the last bits of a sum.
-    typedef nlohmann::json Json;
     Json manifest = {{"format", CHECKPOINT_FORMAT},
-                               {"step", info.step},
-                               {"cursor", info.cursor},
-                               {"seed", info.seed},
-                               {"tokens", info.tokens},
-                               {"config", info.config.is_null() ? Json::object() : info.config},
-                               {"model", model_identity(t.model.shape)},
-                               {"optimizer", optimizer_row(t.plans[0].optimizer).name},
-                               {"optimizer_step", updates},
-                               {"precision", type_name(type_of<T>())},
-                               {"threads", threads_here(t.ctx.where)},
-                               {"cpu", cpu_name()},
-                               {"rounding", rounding_of(t)},
-                               {"weight_sums", weight_sums_json(t)}};
+                     {"step", info.step},
+                     {"cursor", info.cursor},
+                     {"seed", info.seed},
+                     {"tokens", info.tokens},
+                     {"config", info.config.is_null() ? Json::object() : info.config},
+                     {"model", model_identity(t.model.shape)},
+                     {"optimizer", optimizer_row(t.plans[0].optimizer).name},
+                     {"optimizer_step", updates},
+                     {"precision", type_name(type_of<T>())},
+                     {"threads", threads_here(t.ctx.where)},
+                     {"cpu", cpu_name()},
+                     {"rounding", rounding_of(t)},
+                     {"weight_sums", weight_sums_json(t)}};
 
     // Add the fields that only some runs have.
     if (trained && t.hyper.loss_scaling.on)
@@ -402,8 +401,7 @@ nlohmann::json manifest_of(const Trainer<T, S>& t, const CheckpointInfo& info) {
 
 // Write manifest.json, with a checksum of its own; then sync the folder, which makes names durable.
 // Read it back as a load will: what no load would take is no checkpoint.
-inline std::string write_manifest(nlohmann::json manifest, const nlohmann::json& files,
-                                  const std::string& folder) {
+inline std::string write_manifest(Json manifest, const Json& files, const std::string& folder) {
     // The manifest's checksum covers the files' checksums, so it vouches for the whole folder.
     manifest["files"] = files;
     manifest["crc32"] = manifest_crc(manifest);
@@ -446,7 +444,7 @@ struct Save {
     CheckpointInfo info;
     std::string out;
     int keep; // how many checkpoints stay; the best one is never removed
-    nlohmann::json manifest = {}; // all but the list of files
+    Json manifest = {};           // all but the list of files
     RankFile file = {};           // this rank's
 
     std::string folder() const { return out + "/" + step_folder(info.step); }
@@ -478,20 +476,19 @@ std::string save_in_place(const Trainer<T, S>& t, Save& save) {
 }
 
 // The manifest's entries for the files of all ranks. All ranks call.
-inline nlohmann::json files_of_all(const Comm& world, const RankFile& mine) {
-    nlohmann::json files;
+inline Json files_of_all(const Comm& world, const RankFile& mine) {
+    Json files;
     // A rank that owns nothing has no file, and sends an empty text.
     std::string own = mine.owned.empty() ? "" : mine.entry.dump();
     for (const std::string& text : gather_texts(world, own))
-        if (!text.empty())
-            files.push_back(nlohmann::json::parse(text));
+        if (!text.empty()) files.push_back(Json::parse(text));
     return files;
 }
 
 // The result of step 3 of a save, the same on all ranks.
 struct Written {
     std::string wrong;    // the error of the first rank that has one
-    nlohmann::json files; // the manifest's entries
+    Json files;           // the manifest's entries
 };
 inline Written exchange_written(const Comm& world, const Save& save, const std::string& wrong) {
     return {first_error(world, wrong), files_of_all(world, save.file)};

@@ -41,7 +41,7 @@
 namespace llmc {
 
 // Compare a file's size and checksum with the manifest's.
-inline std::string verify_file(const std::string& folder, const nlohmann::json& entry) {
+inline std::string verify_file(const std::string& folder, const Json& entry) {
     // This reads every byte, and costs as much as loading. Nothing else reveals a flipped bit.
     std::string path = folder + "/" + entry["file"].get<std::string>();
     size_t bytes = 0;
@@ -50,8 +50,8 @@ inline std::string verify_file(const std::string& folder, const nlohmann::json& 
     if (!wrong.empty()) return wrong;
 
     // Compare sizes first: a file that was cut has another checksum too.
-    const nlohmann::json& saved_bytes = entry["bytes"];
-    const nlohmann::json& saved_crc = entry["crc32"];
+    const Json& saved_bytes = entry["bytes"];
+    const Json& saved_crc = entry["crc32"];
     if (saved_bytes != bytes)
         return concat(path, ": is ", bytes, " bytes, the manifest says ", saved_bytes.dump());
     if (saved_crc != crc)
@@ -60,10 +60,10 @@ inline std::string verify_file(const std::string& folder, const nlohmann::json& 
 }
 
 // The rank that verifies and reads each file of a checkpoint. Returns [file].
-inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks) {
+inline std::vector<int> choose_readers(const Json& manifest, int ranks) {
     std::vector<int> readers;
     // A manifest of another format may list none.
-    size_t files = manifest.value("files", nlohmann::json()).size();
+    size_t files = manifest.value("files", Json()).size();
     for (size_t i = 0; i < files; i++)
         readers.push_back(int(i % size_t(ranks)));
     return readers;
@@ -71,13 +71,12 @@ inline std::vector<int> choose_readers(const nlohmann::json& manifest, int ranks
 
 // Verify a checkpoint; each rank takes every N-th file. Returns "" and fills *manifest, or returns
 // why the checkpoint is not whole.
-inline std::string verify_checkpoint(const Comm& world, const std::string& folder,
-                                     nlohmann::json* manifest) {
+inline std::string verify_checkpoint(const Comm& world, const std::string& folder, Json* manifest) {
     std::string wrong = read_manifest(folder, manifest);
 
     // Do not look at files of a format that this program does not know.
     size_t count = 0;
-    if (wrong.empty() && manifest->value("format", nlohmann::json()) == CHECKPOINT_FORMAT)
+    if (wrong.empty() && manifest->value("format", Json()) == CHECKPOINT_FORMAT)
         count = (*manifest)["files"].size();
     for (size_t i = world.rank; wrong.empty() && i < count; i += world.size)
         wrong = verify_file(folder, (*manifest)["files"][i]);
@@ -85,16 +84,15 @@ inline std::string verify_checkpoint(const Comm& world, const std::string& folde
 }
 
 // Check that a checkpoint's adapters were trained beside this base. Older manifests do not say.
-inline std::string check_base(const nlohmann::json& own, const nlohmann::json& manifest,
-                              const std::string& folder) {
+inline std::string check_base(const Json& own, const Json& manifest, const std::string& folder) {
     if (own.is_null() || !manifest.contains("base"))
         return "";
-    const nlohmann::json& saved = manifest["base"];
+    const Json& saved = manifest["base"];
     if (saved["bytes"] == own["bytes"] && saved["crc32"] == own["crc32"])
         return "";
 
     // Name both bases: a user finds the right folder by its size, if not by its name.
-    auto text = [](const nlohmann::json& b) {
+    auto text = [](const Json& b) {
         return concat(json_word(b["name"]), " of ", b["bytes"].dump(), " bytes, CRC-32 ",
                       b["crc32"].dump());
     };
@@ -104,11 +102,11 @@ inline std::string check_base(const nlohmann::json& own, const nlohmann::json& m
 
 // Check that a checkpoint's adapters are this run's: one that this run lacks would be lost, and one
 // that the checkpoint lacks would start untrained.
-inline std::string check_adapters(const Model& model, const nlohmann::json& manifest,
+inline std::string check_adapters(const Model& model, const Json& manifest,
                                   const std::string& folder) {
     std::set<std::string> saved;
     const std::string prefix = "param.";
-    for (const nlohmann::json& file : manifest["files"])
+    for (const Json& file : manifest["files"])
         for (auto& [name, range] : file["tensors"].items()) {
             bool adapter = name.find(".lora_") != std::string::npos;
             if (adapter && name.starts_with(prefix))
@@ -138,8 +136,8 @@ inline std::string check_adapters(const Model& model, const nlohmann::json& mani
 
 // The model of a manifest. Older programs named its layers without a window by the last of the
 // first ones, or by a period.
-inline nlohmann::json saved_model(const nlohmann::json& manifest, size_t L) {
-    nlohmann::json model = manifest["model"];
+inline Json saved_model(const Json& manifest, size_t L) {
+    Json model = manifest["model"];
     auto number = [&](const char* key) {
         return check_integer(model, key, 0, L).empty() ? model[key].get<size_t>() : 0;
     };
@@ -152,21 +150,21 @@ inline nlohmann::json saved_model(const nlohmann::json& manifest, size_t L) {
 
 // Check that a whole checkpoint fits this run: format, model, optimizer.
 template <typename T, typename S>
-std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifest,
-                           const std::string& folder, bool moments) {
+std::string check_identity(const Trainer<T, S>& t, const Json& manifest, const std::string& folder,
+                           bool moments) {
     // Compare the general before the particular: the first difference explains the later ones.
-    nlohmann::json format = manifest.value("format", nlohmann::json());
+    Json format = manifest.value("format", Json());
     if (format != CHECKPOINT_FORMAT)
         return concat(folder, ": is of format ", json_word(format), ", this program reads ",
                       CHECKPOINT_FORMAT);
 
     // Name the first field that differs, with both values.
-    nlohmann::json own = model_identity(t.model.shape);
-    const nlohmann::json defaults = model_identity(Shape());
-    nlohmann::json of = saved_model(manifest, t.model.shape.L);
+    Json own = model_identity(t.model.shape);
+    const Json defaults = model_identity(Shape());
+    Json of = saved_model(manifest, t.model.shape.L);
     for (auto& [key, value] : own.items()) {
-        nlohmann::json absent = is_newer_field(key) ? defaults[key] : nlohmann::json();
-        nlohmann::json saved = of.value(key, absent);
+        Json absent = is_newer_field(key) ? defaults[key] : Json();
+        Json saved = of.value(key, absent);
         if (saved != value)
             return concat(folder, ": is of another model: its ", key, " is ", json_word(saved),
                           ", this run's ", value.dump(),
@@ -186,7 +184,7 @@ std::string check_identity(const Trainer<T, S>& t, const nlohmann::json& manifes
 struct SavedFiles {
     const Model& model;
     std::string folder;
-    nlohmann::json entries;        // of the manifest
+    Json entries;                  // of the manifest
     std::vector<int> readers;      // [entry]: the rank of the world that reads it
     std::vector<SafeTensors> open; // [entry]
     // The model as each rank of the saving run had it: its cuts, its padded vocabulary.
@@ -209,7 +207,7 @@ inline std::string open_saved_file(SavedFiles& files, size_t i,
                                    const std::vector<StateTensor>& tensors, Type type) {
     // Ignore tensors that the manifest does not list.
     std::string path = files.path(i);
-    const nlohmann::json& listed = files.entries[i]["tensors"];
+    const Json& listed = files.entries[i]["tensors"];
     std::string wrong = safetensors_open(&files.open[i], path);
     for (const StateTensor& s : tensors) {
         if (!wrong.empty() || !listed.contains(s.name))
@@ -234,7 +232,7 @@ inline std::string open_saved_file(SavedFiles& files, size_t i,
 // Append to `pieces` what file i holds of a state tensor, by its manifest.
 inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s,
                                std::vector<Piece>* pieces) {
-    const nlohmann::json& entry = files.entries[i];
+    const Json& entry = files.entries[i];
     if (!entry["tensors"].contains(s.name))
         return "";
 
@@ -258,7 +256,7 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
     if (s.own) saved = neurons_as_parameter(saved);
 
     // Cut the file's range [first, first + count) into runs of the whole.
-    const nlohmann::json& range = entry["tensors"][s.name];
+    const Json& range = entry["tensors"][s.name];
     size_t first = range[0].get<size_t>();
     size_t count = range[1].get<size_t>();
     size_t found = 0;
@@ -320,7 +318,7 @@ std::vector<acc_t<T>> collect_tensor(const Trainer<T, S>& t, SavedFiles& files, 
     std::vector<A> values(mine ? s.p->elements() : 0, A(0)); // padding stays 0
     std::vector<A> part;
     for (size_t i = 0; i < files.open.size(); i++) {
-        const nlohmann::json& listed = files.entries[i]["tensors"];
+        const Json& listed = files.entries[i]["tensors"];
         bool reads = files.readers[i] == t.comms.world.rank;
         bool calls = mine || reads;
         if (!calls || !listed.contains(s.name))
@@ -366,8 +364,8 @@ void take_tensor(Trainer<T, S>& t, const StateTensor& s, const std::vector<acc_t
 }
 
 // Whether a checkpoint holds means of weights.
-inline bool saves_average(const nlohmann::json& entries) {
-    for (const nlohmann::json& entry : entries)
+inline bool saves_average(const Json& entries) {
+    for (const Json& entry : entries)
         for (auto& [name, range] : entry["tensors"].items())
             if (name.starts_with("ema.")) return true;
     return false;
@@ -401,7 +399,7 @@ void start_average(Trainer<T, S>& t) {
 // Read all state from a verified checkpoint, each file by its reader. All ranks first check all
 // that they need: a checkpoint that does not fit changes nothing. *bytes: what this rank read.
 template <typename T, typename S>
-std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohmann::json& entries,
+std::string read_files(Trainer<T, S>& t, const std::string& folder, const Json& entries,
                        const std::vector<int>& readers, std::vector<StateTensor> tensors,
                        size_t* bytes) {
     std::vector<SafeTensors> closed(entries.size());
@@ -419,7 +417,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
     if (lacks)
         wrong = concat(folder, ": holds no mean of weights: its run had no --ema");
     Shape shape = t.model.shape;
-    for (const nlohmann::json& entry : entries) {
+    for (const Json& entry : entries) {
         shape.experts.whole = entry.contains("etp");
         if (wrong.empty() && !tp_divides(shape, entry["tp"].get<size_t>()))
             wrong = concat(folder, ": manifest.json says that ", entry["tp"].dump(),
@@ -429,7 +427,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
 
     // An ep size that does not divide the experts would leave some of them on no rank.
     size_t experts = t.model.shape.experts.E;
-    for (const nlohmann::json& entry : entries)
+    for (const Json& entry : entries)
         if (wrong.empty() && experts && experts % entry.value("ep", size_t(1)))
             wrong = concat(folder, ": manifest.json says that ", entry["ep"].dump(),
                            " expert-parallel ranks wrote it, which cannot share this model's "
@@ -470,8 +468,7 @@ std::string read_files(Trainer<T, S>& t, const std::string& folder, const nlohma
 // Compare the weights with the sums that were saved beside them, if this run stores weights in the
 // same type. Older manifests have no sums.
 template <typename T, typename S>
-std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
-                       const nlohmann::json& manifest) {
+std::string check_sums(const Trainer<T, S>& t, const std::string& folder, const Json& manifest) {
     // All ranks have read the same manifest, so either all of them call weight_sums_json or none.
     bool same_type = manifest["precision"] == type_name(type_of<T>());
     bool same_rounding = manifest.value("rounding", "") == rounding_of(t);
@@ -480,8 +477,8 @@ std::string check_sums(const Trainer<T, S>& t, const std::string& folder,
         return "";
 
     // Name the first tensor that differs.
-    nlohmann::json saved = manifest["weight_sums"];
-    nlohmann::json own = weight_sums_json(t);
+    Json saved = manifest["weight_sums"];
+    Json own = weight_sums_json(t);
     for (auto& [name, sum] : own.items())
         if (saved.contains(name) && saved[name] != sum)
             return concat(folder, ": tensor ", name, " is not what was saved: its sum is ",
@@ -505,17 +502,15 @@ inline std::vector<int64_t> first_ranks_steps(const Comm& world, const std::stri
 
 // Take over the counters of the run that continues: into *info, and the optimizer's on the device.
 template <typename T, typename S>
-void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json& m) {
+void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const Json& m) {
     info->step = m["step"].get<int64_t>();
     info->cursor = m["cursor"].get<uint64_t>();
     info->seed = m["seed"].get<uint64_t>();
-    info->config = m.value("config", nlohmann::json());
-    if (!info->config.is_object())
-        info->config = nlohmann::json::object();
-    info->rollouts = m.value("rollouts", nlohmann::json());
-    info->data = m.value("data", nlohmann::json());
-    if (!info->data.is_object())
-        info->data = nlohmann::json::object();
+    info->config = m.value("config", Json());
+    if (!info->config.is_object()) info->config = Json::object();
+    info->rollouts = m.value("rollouts", Json());
+    info->data = m.value("data", Json());
+    if (!info->data.is_object()) info->data = Json::object();
 
     // Take the best step, if a best checkpoint is kept.
     if (m.contains("best_step")) {
@@ -524,7 +519,7 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
     }
 
     // Older manifests do not count tokens. All batches of those runs had the same size.
-    nlohmann::json batch = info->config.value("batch-tokens", nlohmann::json(0));
+    Json batch = info->config.value("batch-tokens", Json(0));
     int64_t alike = batch.is_number_integer() ? info->step * batch.get<int64_t>() : 0;
     info->tokens = m.contains("tokens") ? m["tokens"].get<int64_t>() : alike;
 
@@ -558,8 +553,7 @@ void take_counters(Trainer<T, S>& t, CheckpointInfo* info, const nlohmann::json&
 // Note what may make this run differ from an uninterrupted one. Notes are no errors: the loss curve
 // is the same within rounding.
 template <typename T, typename S>
-void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
-                      std::vector<std::string>* notes) {
+void note_differences(const Trainer<T, S>& t, const Json& m, std::vector<std::string>* notes) {
     int threads = threads_here(t.ctx.where);
     std::string cpu = printable(m["cpu"].get<std::string>());
     if (m["threads"] != threads || cpu != cpu_name())
@@ -573,7 +567,7 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
         notes->push_back("the checkpoint was trained in " + printable(precision));
 
     // Older manifests do not say how moments were stored: they were floats.
-    nlohmann::json states = m.value("states", nlohmann::json("float"));
+    Json states = m.value("states", Json("float"));
     const char* own = states_name(t.plans[0].states);
     if (keeps_any(t, Kind::STATE) && states != own)
         notes->push_back(concat("the checkpoint's moments were ", json_word(states),
@@ -594,7 +588,7 @@ void note_differences(const Trainer<T, S>& t, const nlohmann::json& m,
 // Load a whole checkpoint, or say why it does not fit.
 template <typename T, typename S>
 std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::string& folder,
-                          const nlohmann::json& manifest, const std::vector<int>& readers,
+                          const Json& manifest, const std::vector<int>& readers,
                           std::vector<std::string>* notes) {
     // Compare identities; a run that only evaluates needs no moments.
     bool moments = keeps_any(t, Kind::STATE);
@@ -625,7 +619,7 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
 template <typename T, typename S>
 std::string checkpoint_load_weights(Trainer<T, S>& t, const std::string& folder) {
     const Comm& world = t.comms.world;
-    nlohmann::json manifest;
+    Json manifest;
     std::string wrong = verify_checkpoint(world, folder, &manifest);
     if (wrong.empty())
         wrong = first_error(world, check_identity(t, manifest, folder, false));
@@ -652,7 +646,7 @@ std::string checkpoint_load(Trainer<T, S>& t, CheckpointInfo* info, const std::s
     for (int64_t step : first_ranks_steps(world, out)) {
         if (only >= 0 && step != only) continue;
         std::string folder = out + "/" + step_folder(step);
-        nlohmann::json manifest;
+        Json manifest;
         std::string wrong = verify_checkpoint(world, folder, &manifest);
         if (!wrong.empty()) {
             notes->push_back(wrong + ": skipped");

@@ -13,7 +13,6 @@
 #include <string_view>
 #include <variant>
 #include <vector>
-#include <nlohmann/json.hpp>
 #include "../action.h"
 #include "../layout.h"
 #include "../ops/objective.cuh"
@@ -964,8 +963,8 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
 // the copy in log and checkpoint
 
 // All fields by their flags' names, as log.jsonl and checkpoints keep them.
-inline nlohmann::json config_json(const Config& c) {
-    nlohmann::json j;
+inline Json config_json(const Config& c) {
+    Json j;
     for (const Flag& f : config_table())
         if (*f.name)
             std::visit([&](auto member) { j[f.name] = c.*member; }, f.field);

@@ -176,8 +176,8 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
 
 // Identify the files of a value by name, size, and the CRC-32 of a sample: eight blocks of 16 KiB,
 // spread evenly; all of a file of less than a MiB.
-inline std::string identify_files(const std::string& value, nlohmann::json* list) {
-    *list = nlohmann::json::array();
+inline std::string identify_files(const std::string& value, Json* list) {
+    *list = Json::array();
     std::vector<std::string> paths;
     std::string wrong = data_paths(value, &paths);
     std::vector<unsigned char> block(size_t(1) << 14);

@@ -35,7 +35,6 @@
 //   in X-labels.lst beside X.jsonl; LAMBADA also as plain text, a passage a line.
 //   CORE, and --eval's value: core.h. Running: likelihood.h.
 #pragma once
-#include <nlohmann/json.hpp>
 #include "../comm/text.h"
 #include "dataloader.h"
 #include "files.h"
@@ -168,7 +167,6 @@ inline Texts as_choices(const std::string& context, const std::vector<std::strin
 }
 
 // Readers continue after an error with a blank field; read_task() checks `wrong` once a question.
-typedef nlohmann::json Json;
 
 // The text of a field. If it is missing, `wrong` names it, and the text is blank.
 inline std::string text_in(const Json& j, const char* name, std::string* wrong) {

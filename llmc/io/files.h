@@ -30,6 +30,9 @@
 
 namespace llmc {
 
+typedef nlohmann::json Json;
+typedef nlohmann::ordered_json OrderedJson; // its keys keep their order
+
 // ----------------------------------------------------------------------------
 // files
 
@@ -458,15 +461,15 @@ inline std::string replace_folder(const std::string& fresh, const std::string& f
 
 // JSON as it is written, on one line or indented. Bytes that are not UTF-8 (in a path of the
 // configuration) are replaced; plain dump() would throw.
-inline std::string json_text(const nlohmann::json& j, int indent = -1) {
-    return j.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+inline std::string json_text(const Json& j, int indent = -1) {
+    return j.dump(indent, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 // A manifest's text is indented by one.
-inline std::string manifest_text(const nlohmann::json& manifest) { return json_text(manifest, 1); }
+inline std::string manifest_text(const Json& manifest) { return json_text(manifest, 1); }
 
 // The checksum that a manifest carries: that of its own text without the checksum. Parsing and
 // printing a JSON text gives the same text again, so a reader can check it.
-inline uint32_t manifest_crc(nlohmann::json manifest) {
+inline uint32_t manifest_crc(Json manifest) {
     manifest.erase("crc32");
     std::string text = manifest_text(manifest);
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(text.data());

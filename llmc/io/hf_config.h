@@ -14,13 +14,13 @@
 #include <string>
 #include <variant>
 #include <vector>
-#include <nlohmann/json.hpp>
 #include "../family.h"
 #include "../model.h"
 #include "../ops/elementwise.cuh"
 #include "../ops/moe.cuh"
 #include "../ops/rope.cuh"
 #include "../comm/text.h"
+#include "files.h"
 #include "json.h"
 
 namespace llmc {
@@ -31,7 +31,7 @@ namespace llmc {
 // A config.json that is read key by key. Reading continues after an error, which is
 // reported at the end.
 struct HfConfig {
-    nlohmann::json j;
+    Json j;
     std::string path;
     std::string wrong; // the first thing that is wrong
     bool has(const char* key) const { return json_has(j, key); }
@@ -62,7 +62,7 @@ inline size_t hf_size(HfConfig& c, const char* key, size_t otherwise = 0) {
 }
 
 // Read a number. Return `otherwise` if the key is missing or null.
-inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
+inline double hf_number(HfConfig& c, const Json& j, const char* key, double otherwise) {
     if (!json_has(j, key))
         return otherwise;
     if (j[key].is_number())
@@ -72,16 +72,16 @@ inline double hf_number(HfConfig& c, const nlohmann::json& j, const char* key, d
 }
 
 // Read a number above zero.
-inline double hf_positive(HfConfig& c, const nlohmann::json& j, const char* key, double otherwise) {
+inline double hf_positive(HfConfig& c, const Json& j, const char* key, double otherwise) {
     double x = hf_number(c, j, key, otherwise);
     if (x > 0) return x;
-    std::string found = j.contains(key) ? json_word(j[key]) : nlohmann::json(x).dump();
+    std::string found = j.contains(key) ? json_word(j[key]) : Json(x).dump();
     hf_wrong(c, key, " is ", found, ", not above zero");
     return otherwise;
 }
 
 // Read true or false. Return `otherwise` if the key is missing or null.
-inline bool hf_flag(HfConfig& c, const nlohmann::json& j, const char* key, bool otherwise) {
+inline bool hf_flag(HfConfig& c, const Json& j, const char* key, bool otherwise) {
     if (!json_has(j, key)) return otherwise;
     if (j[key].is_boolean())
         return j[key].get<bool>();
@@ -91,8 +91,8 @@ inline bool hf_flag(HfConfig& c, const nlohmann::json& j, const char* key, bool 
 
 // Refuse a variant that is not built. The key may be missing, or have the value `only`, or its
 // other name `alias`. A variant that went unnoticed would train with wrong numbers.
-inline void hf_refuse_unless(HfConfig& c, const char* key, const nlohmann::json& only,
-                             const nlohmann::json& alias = nullptr) {
+inline void hf_refuse_unless(HfConfig& c, const char* key, const Json& only,
+                             const Json& alias = nullptr) {
     if (!c.has(key) || c.j[key] == only || c.j[key] == alias)
         return;
     hf_wrong(c, key, " ", json_word(c.j[key]), " is not built yet, only ", only.dump(), " is");
@@ -315,12 +315,12 @@ inline const std::vector<HfRow> HF_ROWS = {
 // key. A variant that went unnoticed would train with wrong numbers. `written`: exports name it.
 struct HfFixed {
     const char *key, *types;
-    nlohmann::json only, alias = nullptr;
+    Json only, alias = nullptr;
     bool written = false;
 };
 inline const std::vector<HfFixed> HF_FIXED = {
     {"is_causal",                      "*", true},
-    {"per_layer_config",               "*", nlohmann::json::object()},
+    {"per_layer_config",               "*", Json::object()},
     {"activation_function",            "gpt2", "gelu_new", "gelu_pytorch_tanh", true},
     {"scale_attn_weights",             "gpt2", true},
     {"scale_attn_by_inverse_layer_idx", "gpt2", false},
@@ -348,8 +348,8 @@ inline bool hf_has_row(const std::string& key, const std::string& type) {
 }
 
 // Read a row's key from an object j, if the class has it.
-inline void hf_read_row(HfConfig& c, const nlohmann::json& j, const HfRow& row,
-                        const std::string& type, Shape& s) {
+inline void hf_read_row(HfConfig& c, const Json& j, const HfRow& row, const std::string& type,
+                        Shape& s) {
     const HfDefault* d = row.default_of(type);
     if (!d) return;
     bool has = json_has(j, row.key);
@@ -384,8 +384,7 @@ inline double decimal(float x) {
 }
 
 // Write a row's key into an object j, if the class has it.
-inline void hf_write_row(nlohmann::ordered_json& j, const HfRow& row, const std::string& type,
-                         Shape& s) {
+inline void hf_write_row(OrderedJson& j, const HfRow& row, const std::string& type, Shape& s) {
     std::visit([&](auto* x) {
         bool left_out = row.write == Write::IF_SET && !*x;
         if (!row.default_of(type) || left_out) return;
@@ -403,7 +402,7 @@ inline void hf_write_row(nlohmann::ordered_json& j, const HfRow& row, const std:
 
 // The object that scales RoPE: rope_scaling, or rope_parameters in newer files; an empty object if
 // there is neither. If a file has both, the older name wins.
-inline nlohmann::json hf_rope_object(HfConfig& c) {
+inline Json hf_rope_object(HfConfig& c) {
     for (const char* key : {"rope_scaling", "rope_parameters"}) {
         if (!c.has(key)) continue;
         if (!c.j[key].is_object()) {
@@ -413,7 +412,7 @@ inline nlohmann::json hf_rope_object(HfConfig& c) {
         if (!c.j[key].empty())
             return c.j[key];
     }
-    return nlohmann::json::object();
+    return Json::object();
 }
 
 // The keys of each kind of scaling.
@@ -436,7 +435,7 @@ inline const std::vector<HfRow> HF_ROPE_ROWS = {
 
 // Read the rest of YaRN. Cosines and sines grow with the logarithm of the factor, unless the file
 // gives their factor. `positions` is the context now.
-inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions, RopeScaling& x) {
+inline void hf_rope_yarn(HfConfig& c, const Json& r, size_t positions, RopeScaling& x) {
     double usual = double(positions) / x.original_positions;
     double factor = hf_number(c, r, "factor", usual);
     x.factor = float(factor);
@@ -453,13 +452,13 @@ inline void hf_rope_yarn(HfConfig& c, const nlohmann::json& r, size_t positions,
 inline void hf_same(HfConfig& c, const char* key, const char* other, double value) {
     if (!c.has(key) || hf_number(c, c.j, key, value) == value)
         return;
-    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ",
-             nlohmann::json(value).dump(), ": give both the same value");
+    hf_wrong(c, key, " ", json_word(c.j[key]), " beside ", other, " ", Json(value).dump(),
+             ": give both the same value");
 }
 
 // Read the part of a head that RoPE turns; only some classes turn less than all. r: the object of
 // RoPE, whose value wins.
-inline void hf_rotary(HfConfig& c, Shape& s, const nlohmann::json& r) {
+inline void hf_rotary(HfConfig& c, Shape& s, const Json& r) {
     bool neox = s.family == Family::NEOX;
     const char* own = neox ? "rotary_pct" : "partial_rotary_factor";
     bool named = r.contains("partial_rotary_factor");
@@ -497,14 +496,14 @@ inline void hf_neox(HfConfig& c, Shape& s) {
 
 // Read the two thetas of Gemma 3 or OLMo-3. Newer files have an object for each kind of layer.
 // Returns the object for layers with full attention.
-inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::json& r) {
+inline Json hf_rope_of_kinds(HfConfig& c, Shape& s, const Json& r) {
     // Without an object for its kind, a layer has the file's own keys.
     auto kind = [&](const char* name) {
-        return r.contains(name) && r[name].is_object() ? r[name] : nlohmann::json::object();
+        return r.contains(name) && r[name].is_object() ? r[name] : Json::object();
     };
-    nlohmann::json windows = kind("sliding_attention");
+    Json windows = kind("sliding_attention");
     s.rope.window_theta = hf_positive(c, windows, "rope_theta", s.rope.window_theta);
-    nlohmann::json type = windows.value("rope_type", nlohmann::json("default"));
+    Json type = windows.value("rope_type", Json("default"));
     if (type != "default")
         hf_wrong(c, "rope scaling ", json_word(type),
                  " of layers with a window is not built yet, only \"default\" is");
@@ -518,7 +517,7 @@ inline nlohmann::json hf_rope_of_kinds(HfConfig& c, Shape& s, const nlohmann::js
 }
 
 // RoPE of gpt-oss where the file says nothing: YaRN, its class's default.
-inline nlohmann::json hf_oss_rope() {
+inline Json hf_oss_rope() {
     return {
         {"rope_type", "yarn"},
         {"factor", 32.0},
@@ -530,7 +529,7 @@ inline nlohmann::json hf_oss_rope() {
 // Read RoPE's base and its scaling.
 inline void hf_rope(HfConfig& c, Shape& s) {
     // The object's theta wins over the one at the top level, which the field has already.
-    nlohmann::json r = hf_rope_object(c);
+    Json r = hf_rope_object(c);
     if (s.hf_type == "gpt_oss" && r.empty())
         r = hf_oss_rope();
     bool olmo = s.hf_type == "olmo3";
@@ -543,7 +542,7 @@ inline void hf_rope(HfConfig& c, Shape& s) {
 
     // Read the kind of scaling: rope_type, or type in older files. In a broken file it
     // may be no text.
-    nlohmann::json named = r.value("rope_type", r.value("type", nlohmann::json()));
+    Json named = r.value("rope_type", r.value("type", Json()));
     if (named.is_null() || named == "default") return;
     std::string type = named.is_string() ? printable(named.get<std::string>()) : json_word(named);
     if (s.rope.scaling.kind == RopeKind::HALF)
@@ -570,8 +569,8 @@ inline void hf_rope(HfConfig& c, Shape& s) {
     if (x.kind == RopeKind::YARN)
         hf_rope_yarn(c, r, s.P, x);
     if (x.kind == RopeKind::LLAMA3 && x.low_freq_factor >= x.high_freq_factor)
-        hf_wrong(c, "rope scaling has low_freq_factor ", nlohmann::json(x.low_freq_factor).dump(),
-                 ", not below high_freq_factor ", nlohmann::json(x.high_freq_factor).dump());
+        hf_wrong(c, "rope scaling has low_freq_factor ", Json(x.low_freq_factor).dump(),
+                 ", not below high_freq_factor ", Json(x.high_freq_factor).dump());
 }
 
 // ----------------------------------------------------------------------------
@@ -586,7 +585,7 @@ inline size_t hf_nope_every(HfConfig& c, size_t L) {
         return interval > L ? 0 : interval;
 
     // Try every period, and return the smallest that fits.
-    const nlohmann::json& list = c.j["no_rope_layers"];
+    const Json& list = c.j["no_rope_layers"];
     bool whole = list.is_array() && list.size() == L;
     for (size_t every = 0; whole && every <= L; every++) {
         bool fits = true;
@@ -632,7 +631,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
 
     // Read the list. A broken file may ask for more layers than are built.
     bool listed = of.lists && c.has("layer_types");
-    nlohmann::json types = listed ? c.j["layer_types"] : nlohmann::json();
+    Json types = listed ? c.j["layer_types"] : Json();
     if (listed && (!types.is_array() || types.size() != s.L))
         return hf_wrong(c, "layer_types is no list of ", s.L, " words, one for each layer");
     auto& full = s.attention.full_layers;
@@ -664,8 +663,7 @@ inline void hf_window(HfConfig& c, Shape& s) {
 inline void hf_dense_blocks(HfConfig& c, Shape& s) {
     ExpertShape& e = s.experts;
     // The list may be missing, or null.
-    nlohmann::json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"]
-                                                   : nlohmann::json::array();
+    Json list = c.has("mlp_only_layers") ? c.j["mlp_only_layers"] : Json::array();
     // Turn any other list into null, which is refused below.
     for (size_t i = 0; list.is_array() && i < list.size(); i++)
         if (list[i] != i) list = nullptr;
@@ -753,7 +751,7 @@ inline void hf_deepseek_router(HfConfig& c, Shape& s) {
     ExpertShape& e = s.experts;
     // A missing key means the class's own method.
     bool v3 = s.hf_type == "deepseek_v3";
-    nlohmann::json method = v3 ? "noaux_tc" : "greedy";
+    Json method = v3 ? "noaux_tc" : "greedy";
     if (c.has("topk_method")) method = c.j["topk_method"];
 
     // Refuse any other scoring than the class's own.
@@ -843,8 +841,7 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
 
     // Read the rows. If the number of key/value heads is null, it equals the number of heads.
     const char* kv = "num_key_value_heads";
-    if (c.j.contains(kv) && c.j[kv].is_null())
-        c.j[kv] = c.j.value("num_attention_heads", nlohmann::json());
+    if (c.j.contains(kv) && c.j[kv].is_null()) c.j[kv] = c.j.value("num_attention_heads", Json());
     for (const char* own : {"num_local_experts", "num_experts", "n_routed_experts"})
         if (hf_has_row(own, type)) hf_name_experts(c, own);
     s.attention.qkv_bias = is_one_of(type, "gpt2 gpt_neox qwen2 track3"); // always
@@ -939,10 +936,10 @@ inline std::string hf_refusal(const Shape& s) {
 }
 
 // The object that scales RoPE. attention_factor is always written, and already includes mscale.
-inline nlohmann::ordered_json hf_rope_json(Shape s) {
+inline OrderedJson hf_rope_json(Shape s) {
     const RopeScaling& r = s.rope.scaling;
     std::string type = HF_ROPE_KINDS[int(r.kind)];
-    nlohmann::ordered_json j = {{"rope_type", type}};
+    OrderedJson j = {{"rope_type", type}};
     for (const auto& row : HF_ROPE_ROWS)
         hf_write_row(j, row, type, s);
     if (r.kind != RopeKind::LINEAR)
@@ -951,7 +948,7 @@ inline nlohmann::ordered_json hf_rope_json(Shape s) {
 }
 
 // Write the keys of positions.
-inline void hf_rope_keys(nlohmann::ordered_json& j, const Shape& s) {
+inline void hf_rope_keys(OrderedJson& j, const Shape& s) {
     double part = double(rotary_channels(s, s.HS)) / double(s.HS);
     if (s.hf_type == "gpt_neox") j["rotary_pct"] = part;
     if (s.hf_type == "phi3") j["partial_rotary_factor"] = part;
@@ -962,11 +959,11 @@ inline void hf_rope_keys(nlohmann::ordered_json& j, const Shape& s) {
 }
 
 // Write which layers have a window, where the class reads that.
-inline void hf_window_keys(nlohmann::ordered_json& j, const Shape& s) {
+inline void hf_window_keys(OrderedJson& j, const Shape& s) {
     // A list has one entry a layer.
     const HfClass& of = *hf_class(s.hf_type);
     auto list = [&](auto of_layer) {
-        nlohmann::ordered_json all = nlohmann::ordered_json::array();
+        OrderedJson all = OrderedJson::array();
         for (int layer = 1; layer <= int(s.L); layer++)
             all.push_back(of_layer(layer));
         return all;
@@ -996,18 +993,18 @@ inline void hf_window_keys(nlohmann::ordered_json& j, const Shape& s) {
 }
 
 // Write what rows leave of experts, in Mixtral's family.
-inline void hf_expert_keys(nlohmann::ordered_json& j, const Shape& s) {
+inline void hf_expert_keys(OrderedJson& j, const Shape& s) {
     if (is_one_of(s.hf_type, "qwen2_moe qwen3_moe olmoe"))
         j["norm_topk_prob"] = s.experts.router == Router::RENORMALISED;
     if (!is_one_of(s.hf_type, "qwen2_moe qwen3_moe"))
         return;
-    j["mlp_only_layers"] = nlohmann::ordered_json::array();
+    j["mlp_only_layers"] = OrderedJson::array();
     for (size_t layer = 0; layer < s.experts.dense_first; layer++)
         j["mlp_only_layers"].push_back(layer);
 }
 
 // Write what rows leave of DeepSeek's heads and experts. head_dim is a head's rotary part here.
-inline void hf_deepseek_keys(nlohmann::ordered_json& j, const Shape& s) {
+inline void hf_deepseek_keys(OrderedJson& j, const Shape& s) {
     const ExpertShape& e = s.experts;
     bool v3 = s.hf_type == "deepseek_v3";
     j["head_dim"] = s.rope.rotary;
@@ -1018,7 +1015,7 @@ inline void hf_deepseek_keys(nlohmann::ordered_json& j, const Shape& s) {
         double factor = s.rope.scaling.factor;
         double size = std::pow(double(s.HS) / s.attention.score_scalar, 0.25);
         double all = (size - 1) / (0.1 * std::log(factor));
-        nlohmann::ordered_json& rope = j["rope_scaling"];
+        OrderedJson& rope = j["rope_scaling"];
         rope["mscale_all_dim"] = decimal(float(all));
         rope["mscale"] = decimal(float(all));
     }
@@ -1044,9 +1041,9 @@ inline void hf_deepseek_keys(nlohmann::ordered_json& j, const Shape& s) {
 }
 
 // Write the keys of a shape: rows, then what functions read.
-inline nlohmann::ordered_json hf_json(Shape s) {
-    nlohmann::ordered_json j = {{"architectures", {hf_class(s.hf_type)->architecture}},
-                                {"model_type", s.hf_type}};
+inline OrderedJson hf_json(Shape s) {
+    OrderedJson j = {{"architectures", {hf_class(s.hf_type)->architecture}},
+                     {"model_type", s.hf_type}};
     for (const auto& row : HF_ROWS)
         hf_write_row(j, row, s.hf_type, s);
     for (const HfFixed& fixed : HF_FIXED)

@@ -33,9 +33,9 @@ struct HfFiles {
 // open
 
 // Read an index of shards: the file of each tensor, and the set of files.
-inline std::string hf_read_index(const std::string& path, nlohmann::json* weight_map,
+inline std::string hf_read_index(const std::string& path, Json* weight_map,
                                  std::set<std::string>* files) {
-    nlohmann::json index;
+    Json index;
     std::string wrong = read_json(path, &index);
     if (!wrong.empty()) return wrong;
     if (!index.contains("weight_map") || !index["weight_map"].is_object())
@@ -53,7 +53,7 @@ inline std::string hf_read_index(const std::string& path, nlohmann::json* weight
 
 // List the files of a folder: model.safetensors, or else the shards of the index, as transformers
 // does. *list: {"files": [names], "map": {tensor: its file}}.
-inline std::string hf_list_files(const std::string& folder, nlohmann::json* list) {
+inline std::string hf_list_files(const std::string& folder, Json* list) {
     // Find which form the folder has.
     std::string index_path = folder + "/model.safetensors.index.json";
     bool one = ::access((folder + "/model.safetensors").c_str(), F_OK) == 0;
@@ -66,7 +66,7 @@ inline std::string hf_list_files(const std::string& folder, nlohmann::json* list
     // List the files, each once.
     std::set<std::string> names;
     if (one) names.insert("model.safetensors");
-    nlohmann::json map = nlohmann::json::object();
+    Json map = Json::object();
     std::string wrong = sharded ? hf_read_index(index_path, &map, &names) : "";
     *list = {{"files", names}, {"map", map}};
     return wrong;
@@ -74,7 +74,7 @@ inline std::string hf_list_files(const std::string& folder, nlohmann::json* list
 
 // A header as a text for other ranks: [[name, type, shape, bytes], ...], sorted by name.
 inline std::string header_text(const SafeTensors& file) {
-    nlohmann::json header = nlohmann::json::array();
+    Json header = Json::array();
     for (const SafeTensor& t : file.tensors)
         header.push_back({t.name, t.dtype, t.shape, t.bytes});
     return header.dump();
@@ -83,7 +83,7 @@ inline std::string header_text(const SafeTensors& file) {
 // Rebuild a file's tensors, without their data, from its reader's text.
 inline std::vector<SafeTensor> tensors_of_header(const std::string& text) {
     std::vector<SafeTensor> tensors;
-    for (const nlohmann::json& entry : nlohmann::json::parse(text)) {
+    for (const Json& entry : Json::parse(text)) {
         SafeTensor t;
         t.name = entry[0].get<std::string>();
         t.dtype = entry[1].get<std::string>();
@@ -130,10 +130,10 @@ inline std::string hf_open_shared(HfFiles* h, const std::vector<std::string>& pa
 inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     // Let the first rank list the files: a network's folder may look different to each rank.
     const Comm& world = h->reader.world;
-    nlohmann::json list;
+    Json list;
     std::string wrong = first_error(world, world.rank > 0 ? "" : hf_list_files(folder, &list));
     if (!wrong.empty()) return wrong;
-    list = nlohmann::json::parse(broadcast_text(world, list.dump(), 0));
+    list = Json::parse(broadcast_text(world, list.dump(), 0));
 
     // Open them.
     std::vector<std::string> names = list["files"], paths;

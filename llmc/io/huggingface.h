@@ -169,7 +169,7 @@ inline std::string open_source(SourceFolder* f, TensorSource* source, const Dial
     if (!wrong.empty()) return wrong;
     const Comm& world = f->files.reader.world;
     std::string said = world.rank ? "" : read_quantization(f->path).dump();
-    f->quantization = nlohmann::json::parse(broadcast_text(world, said, 0), nullptr, false);
+    f->quantization = Json::parse(broadcast_text(world, said, 0), nullptr, false);
 
     *source = plain_source(*f);
     for (const Dialect& d : dialects)
@@ -271,7 +271,7 @@ std::string hf_load_weights(Trainer<T, S>& t, const std::string& folder,
 template <typename F>
 std::string change_json(ExportTokenizer* e, const std::string& name, F change) {
     std::string& text = e->files[name];
-    auto j = nlohmann::ordered_json::parse(text.empty() ? "{}" : text, nullptr, false);
+    auto j = OrderedJson::parse(text.empty() ? "{}" : text, nullptr, false);
     if (!j.is_object())
         return name + ": is no JSON object";
     change(j);
@@ -299,7 +299,7 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
     std::string text;
     std::string wrong = read_whole_file(folder + "/config.json", &text);
     if (!wrong.empty()) return wrong;
-    e->kept = nlohmann::ordered_json::parse(text, nullptr, false);
+    e->kept = OrderedJson::parse(text, nullptr, false);
     if (!e->kept.is_object())
         return folder + "/config.json: is no JSON object";
     e->kept.erase("dtype");
@@ -340,7 +340,7 @@ inline std::string carry_files(ExportTokenizer* e, const std::string& folder) {
 // that ended a text before still end one.
 inline std::string export_end(ExportTokenizer* e, const Tokenizer& t, int end) {
     std::vector<int> ends = {e->eos};
-    auto add_end = [&](nlohmann::ordered_json& j) {
+    auto add_end = [&](OrderedJson& j) {
         // A file that names none has those of the file before.
         std::vector<int> own = named_tokens(t, j, "eos_token");
         ends = own.empty() ? ends : own;
@@ -358,11 +358,11 @@ inline std::string export_end(ExportTokenizer* e, const Tokenizer& t, int end) {
 // Give an export a chat template in the place of all that it has. It writes bos_token and
 // eos_token, so these must be what the model was trained with.
 inline std::string export_template(ExportTokenizer* e, const std::string& text,
-                                   const nlohmann::ordered_json& bos, const std::string& eos) {
+                                   const OrderedJson& bos, const std::string& eos) {
     std::string wrong;
     for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"})
         if (wrong.empty() && (*name == 't' || e->files.count(name)))
-            wrong = change_json(e, name, [&](nlohmann::ordered_json& j) {
+            wrong = change_json(e, name, [&](OrderedJson& j) {
                 j.erase("chat_template");
                 j["bos_token"] = bos;
                 j["eos_token"] = eos;
@@ -467,9 +467,8 @@ inline std::string hf_export_check(const Shape& s, const std::string& folder,
 }
 
 // The whole config.json: first the keys kept from the model's folder, then our own, which win.
-inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
-                                             const ExportTokenizer& tokenizer) {
-    nlohmann::ordered_json j = tokenizer.kept;
+inline OrderedJson hf_config_json(const Shape& s, Type dtype, const ExportTokenizer& tokenizer) {
+    OrderedJson j = tokenizer.kept;
     j.update(hf_json(s));
     j["torch_dtype"] = dtype == Type::BF16  ? "bfloat16"
                        : dtype == Type::F16 ? "float16"
@@ -479,8 +478,7 @@ inline nlohmann::ordered_json hf_config_json(const Shape& s, Type dtype,
     // the key, transformers would assume the id of the family's first model.
     for (auto [key, id] : {std::pair("bos_token_id", tokenizer.bos),
                            std::pair("eos_token_id", tokenizer.eos)})
-        if (!j.contains(key) || j[key].is_null())
-            j[key] = id < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(id);
+        if (!j.contains(key) || j[key].is_null()) j[key] = id < 0 ? OrderedJson() : OrderedJson(id);
     return j;
 }
 
@@ -614,7 +612,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     size_t files = shards.starts.size();
 
     // Write the weights, file by file, and note which tensor is in which.
-    nlohmann::ordered_json weight_map; // [tensor]: its file
+    OrderedJson weight_map; // [tensor]: its file
     for (size_t f = 0; f < files; f++) {
         char name[64] = "model.safetensors";
         if (files > 1)
@@ -633,14 +631,13 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     // Write the files that describe the weights.
     if (t.comms.world.rank > 0) return "";
     TextFiles texts;
-    nlohmann::ordered_json index = {{"metadata", {{"total_size", shards.total}}},
-                                    {"weight_map", weight_map}};
+    OrderedJson index = {{"metadata", {{"total_size", shards.total}}}, {"weight_map", weight_map}};
     if (files > 1)
         texts["model.safetensors.index.json"] = index.dump(2);
-    nlohmann::ordered_json config = hf_config_json(t.model.shape, dtype, tokenizer);
+    OrderedJson config = hf_config_json(t.model.shape, dtype, tokenizer);
     texts["config.json"] = config.dump(2) + "\n";
-    nlohmann::ordered_json ids = {{"bos_token_id", config["bos_token_id"]},
-                                  {"eos_token_id", config["eos_token_id"]}};
+    OrderedJson ids = {{"bos_token_id", config["bos_token_id"]},
+                       {"eos_token_id", config["eos_token_id"]}};
     if (!config["eos_token_id"].is_null() && !tokenizer.files.count("generation_config.json"))
         texts["generation_config.json"] = ids.dump(2) + "\n";
     return write_texts(folder, texts);

@@ -9,7 +9,6 @@
 #include "../comm/text.h"
 #include "files.h"
 #include <string>
-#include <nlohmann/json.hpp>
 
 namespace llmc {
 
@@ -35,7 +34,7 @@ inline size_t json_depth(std::string_view text) {
 }
 
 // A JSON value for a message: a word, a number, or the beginning of a text or a list.
-inline std::string json_word(const nlohmann::json& j) {
+inline std::string json_word(const Json& j) {
     if (j.is_string())
         return in_quotes(j.get_ref<const std::string&>());
     std::string text = json_text(j);
@@ -44,34 +43,32 @@ inline std::string json_word(const nlohmann::json& j) {
 }
 
 // Whether an object has a key, and not null.
-inline bool json_has(const nlohmann::json& j, const char* key) {
+inline bool json_has(const Json& j, const char* key) {
     return j.contains(key) && !j[key].is_null();
 }
 
 // Parse the text of a file that holds a JSON object.
-inline std::string parse_json(const std::string& text, const std::string& path,
-                              nlohmann::json* j) {
+inline std::string parse_json(const std::string& text, const std::string& path, Json* j) {
     *j = nullptr;
     if (json_depth(text) > MOST_JSON_DEPTH)
         return concat(path, ": is nested more than ", MOST_JSON_DEPTH,
                       " brackets deep, as no such file is: get it again");
-    *j = nlohmann::json::parse(text, nullptr, false);
+    *j = Json::parse(text, nullptr, false);
     return j->is_object() ? "" : path + ": is no JSON object, or cut short: get it again";
 }
 
 // Read a file that holds a JSON object.
-inline std::string read_json(const std::string& path, nlohmann::json* j) {
+inline std::string read_json(const std::string& path, Json* j) {
     std::string text;
     std::string wrong = read_whole_file(path, &text);
     return wrong.empty() ? parse_json(text, path, j) : wrong;
 }
 
 // Check a whole number and its range. JSON's numbers have no width: 2^32 would become 0 in an int.
-inline std::string check_integer(const nlohmann::json& m, const char* key, uint64_t low,
-                                 uint64_t high) {
+inline std::string check_integer(const Json& m, const char* key, uint64_t low, uint64_t high) {
     if (!m.contains(key))
         return concat(key, " is missing");
-    const nlohmann::json& value = m[key];
+    const Json& value = m[key];
     bool good = value.is_number_unsigned() && value.get<uint64_t>() >= low &&
                 value.get<uint64_t>() <= high;
     return good ? ""
@@ -85,7 +82,7 @@ struct IntegerRow {
     uint64_t low = 0, high = UINT64_MAX;
     bool optional = false; // may be missing
 };
-inline std::string check_integers(const nlohmann::json& m, const std::vector<IntegerRow>& rows) {
+inline std::string check_integers(const Json& m, const std::vector<IntegerRow>& rows) {
     for (const IntegerRow& row : rows) {
         bool absent = row.optional && !m.contains(row.key);
         std::string wrong = absent ? "" : check_integer(m, row.key, row.low, row.high);
@@ -95,10 +92,9 @@ inline std::string check_integers(const nlohmann::json& m, const std::vector<Int
 }
 
 // Check that a field exists and has the type.
-inline std::string check_type(const nlohmann::json& m, const char* key,
-                              nlohmann::json::value_t type) {
+inline std::string check_type(const Json& m, const char* key, Json::value_t type) {
     bool good = m.contains(key) && m[key].type() == type;
-    return good ? "" : concat(key, " is missing, or no ", nlohmann::json(type).type_name());
+    return good ? "" : concat(key, " is missing, or no ", Json(type).type_name());
 }
 
 // ----------------------------------------------------------------------------
@@ -123,15 +119,17 @@ inline std::string no_record(std::string_view line) {
 }
 
 // Parse a line that is to be a JSON object.
-template <typename Json> std::string parse_record(std::string_view line, Json* j) {
+template <typename J>
+std::string parse_record(std::string_view line, J* j) {
     // The library recurses as deep as brackets are nested, so limit the depth.
     bool deep = json_depth(line) > MOST_JSON_DEPTH;
-    *j = deep ? Json() : Json::parse(line, nullptr, false);
+    *j = deep ? J() : J::parse(line, nullptr, false);
     return j->is_object() ? "" : no_record(line);
 }
 
 // Add to an object's lack of a key that it holds records in an array. Messages are none.
-template <typename Json> std::string with_records(const std::string& wrong, const Json& j) {
+template <typename J>
+std::string with_records(const std::string& wrong, const J& j) {
     for (const auto& [key, value] : j.items())
         if (wrong.starts_with("has no") && value.is_array() && !value.empty() &&
             value[0].is_object() && !value[0].contains("role") && !value[0].contains("from"))
@@ -182,11 +180,11 @@ void each_line(std::string_view text, size_t number, const std::string& path, Li
 }
 
 // Call read(object) for each JSON object of a text that holds one a line.
-template <typename Json = nlohmann::json, typename F>
-void read_records(std::string_view text, size_t number, const std::string& path,
-                  LineCounts* counts, F read) {
+template <typename J = Json, typename F>
+void read_records(std::string_view text, size_t number, const std::string& path, LineCounts* counts,
+                  F read) {
     each_line(text, number, path, counts, [&](std::string_view line) {
-        Json j;
+        J j;
         std::string wrong = parse_record(line, &j);
         return wrong.empty() ? with_records(read(j), j) : wrong;
     });

@@ -20,7 +20,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-#include <nlohmann/json.hpp>
 #include "../comm/comm.h"
 #include "../comm/text.h"
 #include "files.h"
@@ -157,7 +156,7 @@ inline bool append_whole(const std::string& path, const std::string& text) {
 // Append a line at once, so that the log of a killed run is complete. Lines for which the
 // disk has no room wait for the next call: a log never ends a run. Returns a note, once, when
 // lines begin to wait.
-inline std::string log_append(Logger& log, const nlohmann::json& j) {
+inline std::string log_append(Logger& log, const Json& j) {
     if (log.path.empty()) return "";
     bool waited = !log.pending.empty();
     log.pending += json_text(j);
@@ -176,17 +175,16 @@ inline std::string log_close(Logger& log) {
 
 // Start the file. A resumed run keeps the lines up to the step from which it continues.
 inline std::string log_open(Logger& log, const std::string& path, int64_t resumed_step,
-                            const nlohmann::json& first) {
+                            const Json& first) {
     // Read the lines to keep. A line that a crash cut in half is no JSON, and is dropped.
     log.path = path;
     log.first = json_text(first);
     std::string kept, line;
     std::ifstream in(path);
     while (resumed_step > 0 && std::getline(in, line)) {
-        nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
-        nlohmann::json step;
-        if (j.is_object())
-            step = j.value("step", nlohmann::json(0));
+        Json j = Json::parse(line, nullptr, false);
+        Json step;
+        if (j.is_object()) step = j.value("step", Json(0));
         if (step.is_number() && step <= resumed_step)
             kept += line + "\n";
         else if (step.is_number() && j.contains("lr"))
@@ -211,14 +209,14 @@ inline std::string log_step(Logger& log, const StepReport& r) {
 
     // Print for people; the log gets every step's numbers unrounded.
     show_step(log, step_text(r, left), first, r.step, r.steps);
-    nlohmann::json j = {{"step", r.step},
-                        {"loss", r.loss},
-                        {"grad_norm", r.norm},
-                        {"lr", r.lr},
-                        {"tokens", r.tokens},
-                        {"ms", r.seconds * 1e3},
-                        {"tokens_per_second", double(r.step_tokens) / r.seconds},
-                        {"mfu", r.mfu}};
+    Json j = {{"step", r.step},
+              {"loss", r.loss},
+              {"grad_norm", r.norm},
+              {"lr", r.lr},
+              {"tokens", r.tokens},
+              {"ms", r.seconds * 1e3},
+              {"tokens_per_second", double(r.step_tokens) / r.seconds},
+              {"mfu", r.mfu}};
 
     // Leave out what is not finite, since JSON has no infinity: a step that fp16 skips has no norm,
     // and perhaps no loss.

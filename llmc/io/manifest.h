@@ -32,8 +32,8 @@ inline bool is_rank_file(const std::string& name) {
 }
 
 // Check a file's entry: its name, its size and checksum, the cut of the model, and its ranges.
-inline std::string check_file_entry(const nlohmann::json& f) {
-    typedef nlohmann::json::value_t Type;
+inline std::string check_file_entry(const Json& f) {
+    typedef Json::value_t Type;
     if (!f.is_object())
         return "an entry of files is no object";
     std::string wrong = check_type(f, "file", Type::string);
@@ -68,20 +68,20 @@ inline std::string check_file_entry(const nlohmann::json& f) {
 }
 
 // fp16's loss scale, and how far its rule has counted, as JSON.
-inline nlohmann::json loss_scale_json(const LossScale& s) {
+inline Json loss_scale_json(const LossScale& s) {
     return {{"scale", s.now},
             {"clean", s.clean},
             {"spent", s.spent},
             {"skipped", s.skipped}};
 }
 // The way back. check_loss_scale() has checked the fields.
-inline LossScale loss_scale_of(const nlohmann::json& j) {
+inline LossScale loss_scale_of(const Json& j) {
     return {j["scale"].get<float>(),
             j["clean"].get<int>(),
             j["spent"].get<int>(),
             j["skipped"].get<int>()};
 }
-inline std::string check_loss_scale(const nlohmann::json& j) {
+inline std::string check_loss_scale(const Json& j) {
     if (!j.is_object())
         return "loss_scale is no object";
     std::string wrong = check_integers(j, {{"clean", 0, INT_MAX},
@@ -93,9 +93,9 @@ inline std::string check_loss_scale(const nlohmann::json& j) {
 
 // The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
 // are stored as the bits of floats, since some may be inf or NaN. `h` points to host memory.
-inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
-    nlohmann::json scales = nlohmann::json::array();
-    nlohmann::json maxima = scales;
+inline Json fp8_history_json(const Fp8History& h, const Fp8Rule& rule) {
+    Json scales = Json::array();
+    Json maxima = scales;
     uint32_t past = uint32_t(rule.length - 1);
     for (size_t slot = 0; slot < h.slots; slot++) {
         // Walk back over the ring, no further than steps have filled it.
@@ -113,7 +113,7 @@ inline nlohmann::json fp8_history_json(const Fp8History& h, const Fp8Rule& rule)
 }
 
 // Take the state back. If the saved history is longer than this run's, keep the newest maxima.
-inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlohmann::json& j) {
+inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const Json& j) {
     uint32_t past = uint32_t(rule.length - 1);
     for (size_t slot = 0; slot < h.slots; slot++) {
         auto scale = j["scales"][slot].get<uint32_t>();
@@ -134,20 +134,19 @@ inline void take_fp8_history(const Fp8History& h, const Fp8Rule& rule, const nlo
 
 // Check the form only. Words may be the bits of any float; the number of slots is
 // checked by has_fp8_history() (checkpoint.h).
-inline std::string check_fp8_history(const nlohmann::json& j) {
+inline std::string check_fp8_history(const Json& j) {
     // Each slot has one scale, and a list of maxima of any length.
     bool good = j.is_object() && j.contains("scales") && j.contains("maxima");
     good = good && is_list_to(j["scales"], UINT32_MAX) && j["maxima"].is_array();
     good = good && j["maxima"].size() == j["scales"].size();
     if (good)
-        for (const nlohmann::json& maxima : j["maxima"])
-            good = good && is_list_to(maxima, UINT32_MAX);
+        for (const Json& maxima : j["maxima"]) good = good && is_list_to(maxima, UINT32_MAX);
     return good ? "" : "fp8 is no list of scales with a list of maxima for each";
 }
 
 // Check the fields that not every manifest has: older programs wrote no tokens, and best_step is
 // there only if a best checkpoint is kept.
-inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) {
+inline std::string check_optional(const Json& m, uint64_t most_steps) {
     std::string wrong = check_integers(m, {{"tokens", 0, INT64_MAX / 2, true},
                                            {"best_step", 0, most_steps, true}});
     bool loss = m.contains("best_loss") && m["best_loss"].is_number();
@@ -161,7 +160,7 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
 
     // The base of adapters, by size and checksum. The load checks whether it is this run's base. A
     // manifest without one comes from a run without adapters, or from an older program.
-    const nlohmann::json base = m.value("base", nlohmann::json());
+    const Json base = m.value("base", Json());
     bool named = base.is_null() || (base.is_object() && base.contains("name"));
     if (wrong.empty() && !named)
         wrong = "base is " + json_word(base) + ", which has no name";
@@ -175,7 +174,7 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
     if (wrong.empty() && !sums)
         wrong = "weight_sums is " + json_word(m["weight_sums"]);
     if (wrong.empty() && m.contains("rounding"))
-        wrong = check_type(m, "rounding", nlohmann::json::value_t::string);
+        wrong = check_type(m, "rounding", Json::value_t::string);
 
     // Check only that flags are an object; each is read later, like one of the command line.
     bool flags = !m.contains("config") || m["config"].is_object();
@@ -183,8 +182,8 @@ inline std::string check_optional(const nlohmann::json& m, uint64_t most_steps) 
 }
 
 // Check every field that a load uses.
-inline std::string check_manifest(const nlohmann::json& m) {
-    typedef nlohmann::json::value_t Type;
+inline std::string check_manifest(const Json& m) {
+    typedef Json::value_t Type;
     const uint64_t most_steps = 1000000000000; // as --steps allows
 
     // Check the counters.
@@ -209,14 +208,14 @@ inline std::string check_manifest(const nlohmann::json& m) {
     if (!wrong.empty()) return wrong;
 
     // Check the files, each on its own.
-    for (const nlohmann::json& f : m["files"])
+    for (const Json& f : m["files"])
         if (wrong.empty()) wrong = check_file_entry(f);
     return wrong;
 }
 
 // Read a manifest, and check that it is whole. A manifest of another format comes back unchecked,
 // because the caller reports the format.
-inline std::string read_manifest(const std::string& folder, nlohmann::json* manifest) {
+inline std::string read_manifest(const std::string& folder, Json* manifest) {
     std::string path = folder + "/manifest.json", text;
     if (::access(path.c_str(), F_OK) != 0)
         return folder + ": has no manifest.json";
@@ -226,7 +225,7 @@ inline std::string read_manifest(const std::string& folder, nlohmann::json* mani
     std::string wrong = read_json(path, manifest);
     if (!wrong.empty())
         return broken + " (" + wrong + ")";
-    const nlohmann::json& m = *manifest;
+    const Json& m = *manifest;
     if (!m.contains("crc32") || m["crc32"] != manifest_crc(m))
         return broken + ": its checksum is another";
     if (!m.contains("format") || m["format"] != CHECKPOINT_FORMAT)
@@ -236,9 +235,9 @@ inline std::string read_manifest(const std::string& folder, nlohmann::json* mani
 }
 
 // The folder of the run that saved a checkpoint, as its manifest has it; "": it has none.
-inline std::string folder_of_run(const nlohmann::json& m) {
-    nlohmann::json flags = m.value("config", nlohmann::json());
-    nlohmann::json out = flags.is_object() ? flags.value("out", nlohmann::json()) : flags;
+inline std::string folder_of_run(const Json& m) {
+    Json flags = m.value("config", Json());
+    Json out = flags.is_object() ? flags.value("out", Json()) : flags;
     return out.is_string() ? out.get<std::string>() : "";
 }
 

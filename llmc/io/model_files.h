@@ -109,9 +109,9 @@ A word_at(const SafeTensors& f, size_t i) {
 }
 
 // A number as JSON would have it: unsigned if it is not negative, which hf_size() asks for.
-inline nlohmann::json number_at(const SafeTensors& f, size_t i) {
+inline Json number_at(const SafeTensors& f, size_t i) {
     int32_t word = word_at<int32_t>(f, i);
-    return word < 0 ? nlohmann::json(word) : nlohmann::json(uint64_t(word));
+    return word < 0 ? Json(word) : Json(uint64_t(word));
 }
 
 // Read the element type of an llm.c file, which its version determines.

@@ -12,6 +12,7 @@
 #include "../parameters.h"
 #include "../comm/text.h"
 #include "../trainer.h"
+#include "files.h"
 #include "hf_config.h"
 #include "huggingface.h"
 #include "one_reader.h"
@@ -107,12 +108,12 @@ inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
     }
 
     // Describe each token as transformers does, in the order of their numbers: its library counts.
-    std::vector<nlohmann::ordered_json> added;
+    std::vector<OrderedJson> added;
     for (const std::string& text : texts_between_commas(list))
         added.push_back(special_token_json(find_token(t.special, text), text));
 
     // Skip tokens that are there: a file made from our tokenizer has them already.
-    std::string wrong = change_json(e, "tokenizer.json", [&](nlohmann::ordered_json& j) {
+    std::string wrong = change_json(e, "tokenizer.json", [&](OrderedJson& j) {
         std::set<std::string> there;
         for (const auto& each : j["added_tokens"]) there.insert(each.value("content", ""));
         for (const auto& token : added)
@@ -122,7 +123,7 @@ inline std::string add_tokens_to_files(ExportTokenizer* e, const Tokenizer& t,
 
     // List them where classes of transformers, and llama.cpp's converter, look first.
     if (wrong.empty() && e->files.count("tokenizer_config.json"))
-        wrong = change_json(e, "tokenizer_config.json", [&](nlohmann::ordered_json& j) {
+        wrong = change_json(e, "tokenizer_config.json", [&](OrderedJson& j) {
             for (auto token : added)
                 if (std::string id = token["id"].dump(); j.contains("added_tokens_decoder")) {
                     token.erase("id");

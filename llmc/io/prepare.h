@@ -62,14 +62,14 @@ struct ShardOutput {
     size_t width = 2;       // bytes of a token
     size_t packed = 0;      // tokens of a window of conversations; 0: documents
     LineSource source;      // what packs them
-    nlohmann::json identity = nlohmann::json::object(); // all that decides the output
+    Json identity = Json::object(); // all that decides the output
     // Progress so far.
-    nlohmann::json shards = nlohmann::json::array(); // complete shards
+    Json shards = Json::array(); // complete shards
     LineCounts counts;
     size_t tokens = 0;
     bool begins = false; // a document begins with the next token
     // The batch that is being written.
-    nlohmann::json batch_at; // where it begins, and the counts at its beginning
+    Json batch_at;           // where it begins, and the counts at its beginning
     size_t from_batch = 0;   // tokens of it that have been written
     size_t skip = 0;         // tokens of it that earlier shards have
     // The shard that is being written.
@@ -103,7 +103,7 @@ inline size_t next_shard_tokens(const ShardOutput& o) {
 }
 
 // Write a JSON text with its own checksum, safe from a power cut.
-inline std::string write_json(const std::string& path, nlohmann::json j) {
+inline std::string write_json(const std::string& path, Json j) {
     // Sync the folder too: syncing a file does not make its name durable.
     j["crc32"] = manifest_crc(j);
     std::string wrong = write_text_file(path, manifest_text(j));
@@ -112,7 +112,7 @@ inline std::string write_json(const std::string& path, nlohmann::json j) {
 
 // Write the progress file: the complete shards, and how much of the current batch they hold.
 inline std::string write_progress(const ShardOutput& o) {
-    nlohmann::json j = o.identity;
+    Json j = o.identity;
     j["shards"] = o.shards;
     j["batch"] = o.batch_at;
     j["written"] = o.from_batch;
@@ -296,14 +296,14 @@ inline uint32_t tokenizer_crc(const Tokenizer& t) {
 
 // Everything that decides the bytes of the shards. A run continues another only if all of it is
 // equal. The number of threads is not part of it: batches are written in order.
-inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, const ShardOutput& o,
-                                       const std::vector<TextInput>& inputs, size_t batch_bytes) {
-    nlohmann::json files = nlohmann::json::array();
+inline Json prepare_identity(const Config& c, const Tokenizer& t, const ShardOutput& o,
+                             const std::vector<TextInput>& inputs, size_t batch_bytes) {
+    Json files = Json::array();
     for (const TextInput& i : inputs)
         files.push_back({{"file", i.path}, {"bytes", i.bytes}, {"modified", i.modified}});
 
     // Conversations depend on their format, and on the length of a window.
-    nlohmann::json chat;
+    Json chat;
     if (o.packed)
         chat = {{"format", o.source.format}, {"end", o.source.padding}, {"seq", o.packed}};
     return {{"format", 1},
@@ -319,7 +319,7 @@ inline nlohmann::json prepare_identity(const Config& c, const Tokenizer& t, cons
 
 // The first difference between a manifest or progress file and this call, in words; ""
 // if there is none.
-inline std::string state_differs(const nlohmann::json& found, const nlohmann::json& identity) {
+inline std::string state_differs(const Json& found, const Json& identity) {
     // List the likeliest changes first: a message names one cause.
     const std::pair<const char*, const char*> parts[] = {
         {"inputs", "other --data, or files that have changed since"},
@@ -332,16 +332,15 @@ inline std::string state_differs(const nlohmann::json& found, const nlohmann::js
         {"format", "another version of the program"},
         {"batch_bytes", "another version of the program"}};
     for (auto [part, says] : parts)
-        if (found.value(part, nlohmann::json()) != identity.value(part, nlohmann::json()))
-            return says;
+        if (found.value(part, Json()) != identity.value(part, Json())) return says;
     return "";
 }
 
 // Check that the shards in a manifest or progress file exist, and have the size that it says.
-inline std::string check_shards(const nlohmann::json& shards, const std::string& path) {
+inline std::string check_shards(const Json& shards, const std::string& path) {
     // Compare only sizes: checksums would read everything again at each start.
     struct stat s;
-    for (const nlohmann::json& shard : shards) {
+    for (const Json& shard : shards) {
         std::string file = folder_of(path) + "/" + shard["file"].get<std::string>();
         if (stat(file.c_str(), &s) != 0 || size_t(s.st_size) != shard["bytes"])
             return file + ": is gone, or has another size than " + path + " says: remove " + path +
@@ -351,12 +350,12 @@ inline std::string check_shards(const nlohmann::json& shards, const std::string&
 }
 
 // Check those fields of a manifest or progress file that a run uses.
-inline std::string check_state(const nlohmann::json& found) {
-    typedef nlohmann::json::value_t Type;
+inline std::string check_state(const Json& found) {
+    typedef Json::value_t Type;
     std::string wrong = check_type(found, "shards", Type::array);
     for (size_t i = 0; wrong.empty() && i < found["shards"].size(); i++) {
         // Refuse a path as the file: it could lead out of the folder.
-        const nlohmann::json& shard = found["shards"][i];
+        const Json& shard = found["shards"][i];
         if (!shard.is_object())
             return "a shard is no object";
         for (const char* key : {"tokens", "documents", "bytes", "crc32"})
@@ -369,7 +368,7 @@ inline std::string check_state(const nlohmann::json& found) {
     }
 
     // Only a progress file says where the last batch began.
-    const nlohmann::json at = found.value("batch", nlohmann::json());
+    const Json at = found.value("batch", Json());
     if (!wrong.empty() || at.is_null())
         return wrong;
     if (!at.is_object())
@@ -385,8 +384,7 @@ inline std::string check_state(const nlohmann::json& found) {
 
 // Read a manifest or progress file. *found stays null if there is none, or if another call's
 // progress has no complete shard, so that nothing can be lost.
-inline std::string read_state(const ShardOutput& o, const std::string& path,
-                              nlohmann::json* found) {
+inline std::string read_state(const ShardOutput& o, const std::string& path, Json* found) {
     std::string bytes;
     struct stat s;
     if (stat(path.c_str(), &s) != 0)
@@ -426,7 +424,7 @@ inline std::string check_no_shards(const ShardOutput& o) {
 // Take over the state of the last run. *done: nothing is left to do.
 inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
     // With a manifest, everything is done.
-    nlohmann::json manifest;
+    Json manifest;
     std::string wrong = read_state(o, manifest_path(o), &manifest);
     if (!wrong.empty()) return wrong;
     *done = !manifest.is_null();
@@ -437,7 +435,7 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
     }
 
     // Without a progress file this is the first run: write one.
-    nlohmann::json progress;
+    Json progress;
     wrong = read_state(o, progress_path(o), &progress);
     if (!wrong.empty()) return wrong;
     if (progress.is_null()) {
@@ -447,9 +445,8 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
 
     // Otherwise continue after the complete shards, in the batch in which the last one ended.
     o.shards = progress["shards"];
-    for (const nlohmann::json& shard : o.shards)
-        o.tokens += shard["tokens"].get<size_t>();
-    const nlohmann::json& at = progress["batch"];
+    for (const Json& shard : o.shards) o.tokens += shard["tokens"].get<size_t>();
+    const Json& at = progress["batch"];
     if (at.is_null()) return "";
 
     // Take over the batch's place and the counts at its beginning.
@@ -582,10 +579,9 @@ inline std::string write_all(ShardOutput& o, BatchReader& r, const Tokenizer& t,
 }
 
 // The sum of one number over all shards.
-inline size_t sum_of(const nlohmann::json& shards, const char* key) {
+inline size_t sum_of(const Json& shards, const char* key) {
     size_t sum = 0;
-    for (const nlohmann::json& s : shards)
-        sum += s[key].get<size_t>();
+    for (const Json& s : shards) sum += s[key].get<size_t>();
     return sum;
 }
 
@@ -671,7 +667,7 @@ inline std::string parquet_script(const std::string& program_folder) {
 
 // Write the manifest, which completes the preparation.
 inline std::string write_manifest(const ShardOutput& o, const Tokenizer& t) {
-    nlohmann::json manifest = o.identity;
+    Json manifest = o.identity;
     manifest["shards"] = o.shards;
     manifest["lines"] = o.counts.lines;
     manifest["malformed_lines"] = o.counts.malformed;

@@ -18,7 +18,7 @@ namespace llmc {
 struct Exercise {
     std::vector<int> prompt; // its tokens
     std::string answer;      // the right answer, or a pattern of it
-    nlohmann::json line;     // the whole line, where a program gives the reward; else null
+    Json line;               // the whole line, where a program gives the reward; else null
 };
 
 // The answers sampled for a step, with their prompts and advantages; the same on all ranks.
@@ -37,21 +37,20 @@ struct Rollouts {
 };
 
 // The bits of floats, and the way back.
-inline nlohmann::json float_bits(const std::vector<float>& values) {
-    nlohmann::json bits = nlohmann::json::array();
+inline Json float_bits(const std::vector<float>& values) {
+    Json bits = Json::array();
     for (float value : values)
         bits.push_back(bits_as<uint32_t>(value));
     return bits;
 }
-inline std::vector<float> floats_of(const nlohmann::json& bits) {
+inline std::vector<float> floats_of(const Json& bits) {
     std::vector<float> values;
-    for (const nlohmann::json& word : bits)
-        values.push_back(bits_as<float>(word.get<uint32_t>()));
+    for (const Json& word : bits) values.push_back(bits_as<float>(word.get<uint32_t>()));
     return values;
 }
 
 // The answers as JSON, if they have updates left of `updates`; else null.
-inline nlohmann::json rollouts_json(const Rollouts& r, int updates) {
+inline Json rollouts_json(const Rollouts& r, int updates) {
     if (r.updates == 0 || r.updates >= updates)
         return {};
     return {{"tokens", r.tokens},
@@ -64,18 +63,18 @@ inline nlohmann::json rollouts_json(const Rollouts& r, int updates) {
 }
 
 // Whether a JSON value is a list of whole numbers from 0 to `most`.
-inline bool is_list_to(const nlohmann::json& list, uint64_t most) {
+inline bool is_list_to(const Json& list, uint64_t most) {
     if (!list.is_array()) return false;
-    for (const nlohmann::json& number : list)
+    for (const Json& number : list)
         if (!number.is_number_unsigned() || number > most)
             return false;
     return true;
 }
 
 // Check the form of such JSON. Returns "" or what is wrong.
-inline std::string check_rollouts_json(const nlohmann::json& j) {
+inline std::string check_rollouts_json(const Json& j) {
     const std::string wrong = "rollouts is no list of answers with their numbers";
-    typedef nlohmann::json::value_t Type;
+    typedef Json::value_t Type;
     if (!j.is_object()) return wrong;
     for (const char* key : {"tokens", "prompts", "advantages", "old", "reference", "means"})
         if (!check_type(j, key, Type::array).empty())
@@ -92,7 +91,7 @@ inline std::string check_rollouts_json(const nlohmann::json& j) {
     // A prompt has a token at least, and lies within its window.
     for (size_t i = 0; i < answers; i++) {
         size_t prompt = j["prompts"][i].get<size_t>();
-        const nlohmann::json& tokens = j["tokens"][i];
+        const Json& tokens = j["tokens"][i];
         bool good = is_list_to(tokens, INT32_MAX);
         if (!good || prompt == 0 || prompt > tokens.size())
             return wrong;
@@ -100,13 +99,12 @@ inline std::string check_rollouts_json(const nlohmann::json& j) {
 
     // The means of the log's line, and the count of updates.
     bool means = j["means"].size() == 4;
-    for (const nlohmann::json& mean : j["means"])
-        means = means && mean.is_number();
+    for (const Json& mean : j["means"]) means = means && mean.is_number();
     return means ? check_integer(j, "updates", 1, 10000) : wrong;
 }
 
 // The answers of JSON whose form has been checked; none of null.
-inline Rollouts rollouts_of(const nlohmann::json& j) {
+inline Rollouts rollouts_of(const Json& j) {
     Rollouts r;
     if (j.is_null()) return r;
     r.tokens = j["tokens"].get<std::vector<std::vector<int>>>();

@@ -12,7 +12,6 @@
 #include <map>
 #include <string>
 #include <vector>
-#include <nlohmann/json.hpp>
 #include "../ops/element_type.h"
 #include "../ops/types.h"
 #include "../comm/text.h"
@@ -142,11 +141,11 @@ inline size_t count_names(std::string_view text) {
 }
 
 // Read and check a shape, and count its elements.
-inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t* elements) {
+inline std::string read_shape(SafeTensor* t, const Json& shape, size_t* elements) {
     *elements = 1;
     if (!shape.is_array())
         return "has a shape that is no list";
-    for (const nlohmann::json& d : shape) {
+    for (const Json& d : shape) {
         // Do not print a list: printing recurses, and a header full of brackets
         // would exhaust the stack.
         if (!d.is_number_unsigned())
@@ -161,14 +160,13 @@ inline std::string read_shape(SafeTensor* t, const nlohmann::json& shape, size_t
 
 // Check one entry of the header. `body` is the size of all tensors' bytes; *begin receives where
 // this tensor's bytes begin among them.
-inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry, size_t body,
-                                     size_t* begin) {
+inline std::string read_tensor_entry(SafeTensor* t, const Json& entry, size_t body, size_t* begin) {
     if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
         !entry.contains("data_offsets"))
         return "has no dtype, shape and data_offsets";
 
     // Find the element type.
-    const nlohmann::json& dtype = entry["dtype"];
+    const Json& dtype = entry["dtype"];
     if (!dtype.is_string())
         return "has a dtype that is no text";
     t->dtype = dtype.get<std::string>();
@@ -182,7 +180,7 @@ inline std::string read_tensor_entry(SafeTensor* t, const nlohmann::json& entry,
     if (!wrong.empty()) return wrong;
 
     // Check the offsets: they must lie in the file, and be exactly as far apart as the bytes need.
-    const nlohmann::json& offsets = entry["data_offsets"];
+    const Json& offsets = entry["data_offsets"];
     bool numbers = offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
                    offsets[1].is_number_unsigned();
     if (!numbers)
@@ -232,7 +230,7 @@ inline std::string read_safetensors_header(SafeTensors* s) {
     // Parse the header.
     const unsigned char* data = file + 8 + length;
     std::string_view text(reinterpret_cast<const char*>(file + 8), length);
-    nlohmann::json header = nlohmann::json::parse(text, nullptr, false);
+    Json header = Json::parse(text, nullptr, false);
     if (!header.is_object())
         return "its header is no JSON object";
 
@@ -326,7 +324,7 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
                                const std::vector<TensorSpec>& specs,
                                const std::map<std::string, std::string>& metadata) {
     // Assign each tensor its place, one after the other.
-    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    OrderedJson header = OrderedJson::object();
     if (!metadata.empty())
         header["__metadata__"] = metadata;
     size_t offset = 0;
@@ -339,7 +337,7 @@ inline std::string writer_open(FileWriter* w, const std::string& path,
 
     // Print the header, and pad it with spaces to align the data. Bytes that are not UTF-8 (in a
     // path of the metadata, say) are replaced; plain dump() would throw.
-    std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    std::string text = header.dump(-1, ' ', false, Json::error_handler_t::replace);
     text.resize(round_up(text.size(), 8), ' ');
 
     // Write the header. The tensors' data follows later.

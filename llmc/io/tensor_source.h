@@ -12,7 +12,6 @@
 #include <set>
 #include <string>
 #include <vector>
-#include <nlohmann/json.hpp>
 #include "../model.h"
 #include "../optimizer.h"
 #include "../quantised.h"
@@ -52,7 +51,7 @@ struct SourceFolder {
     const Model* model = nullptr;
     std::string path = "";
     std::string adapter = "";         // a folder of adapters to merge; "": none
-    nlohmann::json quantization = {}; // what the folder says of its codes; null: nothing
+    Json quantization = {};           // what the folder says of its codes; null: nothing
 };
 
 // A way to store weights besides plain safetensors.
@@ -69,32 +68,31 @@ typedef std::vector<Dialect> Dialects;
 // what a folder says of its codes
 
 // A key's word in small letters: AutoAWQ writes the version both as GEMM and as gemm.
-inline std::string quantization_word(const nlohmann::json& q, const char* key,
-                                     const char* otherwise) {
-    nlohmann::json value = q.value(key, nlohmann::json(otherwise));
+inline std::string quantization_word(const Json& q, const char* key, const char* otherwise) {
+    Json value = q.value(key, Json(otherwise));
     std::string word = value.is_string() ? value.get<std::string>() : value.dump();
     for (char& c : word) c = char(tolower(c));
     return word;
 }
 
 // The method of a quantization_config. Without the key it is GPTQ: older versions left it out.
-inline std::string quantization_method(const nlohmann::json& q) {
+inline std::string quantization_method(const Json& q) {
     return q.is_object() ? quantization_word(q, "quant_method", "gptq") : "";
 }
 
 // Read what a folder says: in config.json, or as older versions of AutoGPTQ, in a file of its own.
-inline nlohmann::json read_quantization(const std::string& folder) {
-    nlohmann::json config;
+inline Json read_quantization(const std::string& folder) {
+    Json config;
     read_json(folder + "/config.json", &config);
     if (config.is_object() && config.contains("quantization_config"))
         return config["quantization_config"];
-    nlohmann::json own; // stays null if there is no file
+    Json own; // stays null if there is no file
     read_json(folder + "/quantize_config.json", &own);
     return own;
 }
 
 // Refuse a method that no dialect reads; it explains missing tensors and unknown types.
-inline std::string check_method(const nlohmann::json& q, const Dialects& dialects) {
+inline std::string check_method(const Json& q, const Dialects& dialects) {
     std::vector<std::string> known;
     for (const Dialect& d : dialects)
         known.insert(known.end(), d.methods.begin(), d.methods.end());

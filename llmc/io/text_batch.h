@@ -218,10 +218,9 @@ inline std::string noncharacters_to_bytes(const std::string& text) {
 inline std::string read_json_line(std::string_view line, const std::string& field,
                                   std::string* text) {
     // Most lines parse as they are. Only one that does not may hold bytes that are not UTF-8.
-    nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
+    Json j = Json::parse(line, nullptr, false);
     bool other_bytes = j.is_discarded();
-    if (other_bytes)
-        j = nlohmann::json::parse(bytes_to_noncharacters(line), nullptr, false);
+    if (other_bytes) j = Json::parse(bytes_to_noncharacters(line), nullptr, false);
     if (!j.is_object())
         return no_record(line);
     if (!j.contains(field) || !j[field].is_string())

@@ -19,7 +19,7 @@ struct ExportTokenizer {
     TextFiles files = {};
     std::string chat_template = ""; // for llama.cpp's file
     // keys of the config.json that the model came with
-    nlohmann::ordered_json kept = nlohmann::ordered_json::object();
+    OrderedJson kept = OrderedJson::object();
 };
 
 // The text of a piece in a file: with U+2581 for spaces, or with its bytes as GPT-2's letters.
@@ -88,9 +88,9 @@ inline std::vector<std::string> merge_texts(const Tokenizer& t,
 
 // Add the steps around a model of bytes: cut words by the patterns, and write
 // bytes as GPT-2's letters.
-inline void add_byte_level(nlohmann::ordered_json* j, const Tokenizer& t) {
+inline void add_byte_level(OrderedJson* j, const Tokenizer& t) {
     // A pattern only cuts: "Isolated" keeps the text of each match.
-    nlohmann::ordered_json steps = nlohmann::json::array();
+    OrderedJson steps = Json::array();
     for (const std::string& pattern : t.pattern_texts)
         steps.push_back({{"type", "Split"},
                          {"pattern", {{"Regex", pattern}}},
@@ -105,12 +105,12 @@ inline void add_byte_level(nlohmann::ordered_json* j, const Tokenizer& t) {
 }
 
 // Add the steps around a model of characters: U+2581 for spaces, one of them before the text.
-inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
+inline void add_meta_spaces(OrderedJson* j, const Tokenizer& t) {
     // Prepend puts the space before the text, Strip takes it away again.
-    auto normalizer = nlohmann::ordered_json::parse(R"({"type": "Sequence", "normalizers": [
+    auto normalizer = OrderedJson::parse(R"({"type": "Sequence", "normalizers": [
         {"type": "Prepend", "prepend": "\u2581"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]})");
-    auto decoder = nlohmann::ordered_json::parse(R"({"type": "Sequence", "decoders": [
+    auto decoder = OrderedJson::parse(R"({"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
         {"type": "ByteFallback"}, {"type": "Fuse"},
         {"type": "Strip", "content": " ", "start": 1, "stop": 0}]})");
@@ -125,11 +125,11 @@ inline void add_meta_spaces(nlohmann::ordered_json* j, const Tokenizer& t) {
 }
 
 // Add the step that puts a token before each text.
-inline void add_template(nlohmann::ordered_json* j, int token, const std::string& text) {
+inline void add_template(OrderedJson* j, int token, const std::string& text) {
     // In a pair, each of the two texts has the token, though this program never writes pairs.
-    nlohmann::ordered_json first = {{"SpecialToken", {{"id", text}, {"type_id", 0}}}};
-    nlohmann::ordered_json a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
-    nlohmann::ordered_json b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
+    OrderedJson first = {{"SpecialToken", {{"id", text}, {"type_id", 0}}}};
+    OrderedJson a = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+    OrderedJson b = {{"Sequence", {{"id", "B"}, {"type_id", 0}}}};
     (*j)["post_processor"] = {
         {"type", "TemplateProcessing"},
         {"single", {first, a}},
@@ -138,8 +138,8 @@ inline void add_template(nlohmann::ordered_json* j, int token, const std::string
 }
 
 // A special token as tokenizer.json lists it.
-inline nlohmann::ordered_json special_token_json(int token, const std::string& text) {
-    nlohmann::ordered_json j = {{"id", token}, {"content", text}};
+inline OrderedJson special_token_json(int token, const std::string& text) {
+    OrderedJson j = {{"id", token}, {"content", text}};
     for (const char* rule : {"single_word", "lstrip", "rstrip", "normalized"})
         j[rule] = false;
     j["special"] = true;
@@ -147,15 +147,15 @@ inline nlohmann::ordered_json special_token_json(int token, const std::string& t
 }
 
 // Make a tokenizer.json of bytes, or of a BPE that came in another format.
-inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
-    auto j = nlohmann::ordered_json::parse(R"({"version": "1.0", "truncation": null,
+inline OrderedJson tokenizer_as_json(const Tokenizer& t) {
+    auto j = OrderedJson::parse(R"({"version": "1.0", "truncation": null,
         "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null, "model": {"type": "BPE", "dropout": null,
         "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null}})");
 
     // List the vocabulary in the order of its tokens. ordered_json's [] would search it each time.
     std::vector<std::string> texts = token_texts(t);
-    nlohmann::ordered_json::object_t vocabulary;
+    OrderedJson::object_t vocabulary;
     for (size_t i = 0; i < texts.size(); i++) {
         if (!texts[i].empty())
             vocabulary.emplace_back(texts[i], i);
@@ -164,7 +164,7 @@ inline nlohmann::ordered_json tokenizer_as_json(const Tokenizer& t) {
     }
 
     // Describe the model, then the steps around it.
-    nlohmann::ordered_json& model = j["model"];
+    OrderedJson& model = j["model"];
     if (t.unknown >= 0)
         model["unk_token"] = texts[t.unknown];
     model["byte_fallback"] = t.sentencepiece;
@@ -202,10 +202,10 @@ inline std::string not_json(const Tokenizer& t) {
 // Make a tokenizer_config.json. positions: the longest sequence of the model.
 inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
     std::vector<std::string> texts = token_texts(t);
-    nlohmann::ordered_json j = {{"tokenizer_class", "PreTrainedTokenizerFast"},
-                                {"model_input_names", {"input_ids", "attention_mask"}},
-                                {"model_max_length", positions},
-                                {"clean_up_tokenization_spaces", false}};
+    OrderedJson j = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                     {"model_input_names", {"input_ids", "attention_mask"}},
+                     {"model_max_length", positions},
+                     {"clean_up_tokenization_spaces", false}};
 
     // Use the token that ends texts also as the one that begins them, unless there is one.
     if (t.eot >= 0)

@@ -15,7 +15,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <sstream>
-#include <nlohmann/json.hpp>
 #include "../access.h"
 #include "../ops/types.h"
 #include "../comm/text.h"
@@ -204,7 +203,7 @@ inline std::string piece_bytes(const Tokenizer& t, const std::string& text) {
 }
 
 // Read a vocabulary: {"piece": token, ...}
-inline std::string read_vocabulary(Tokenizer* t, const nlohmann::json& vocabulary) {
+inline std::string read_vocabulary(Tokenizer* t, const Json& vocabulary) {
     // Do not make words of byte-fallback tokens, which only write what no piece covers.
     for (const auto& [text, id] : vocabulary.items()) {
         int64_t token = id.is_number_integer() ? id.get<int64_t>() : -1;
@@ -253,7 +252,7 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
                              const std::string& vocabulary_path) {
     // Read both files.
     std::string text;
-    nlohmann::json vocabulary;
+    Json vocabulary;
     std::string wrong = read_json(vocabulary_path, &vocabulary);
     if (wrong.empty())
         wrong = read_whole_file(merges_path, &text);
@@ -290,22 +289,21 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
 // Hugging Face's tokenizer.json
 
 // Refuse a part that this program does not have.
-inline std::string not_built(const std::string& what, const nlohmann::json& j) {
+inline std::string not_built(const std::string& what, const Json& j) {
     return what + " " + (j.is_string() ? j.get<std::string>() : json_word(j)) +
            " is not built; make token shards (.bin) with its own library";
 }
 
 // The steps of a part of the file as a list: none, one, or a sequence.
-inline nlohmann::json json_steps(const nlohmann::json& j, const char* part, const char* sequence) {
-    if (!j.contains(part) || j[part].is_null())
-        return nlohmann::json::array();
+inline Json json_steps(const Json& j, const char* part, const char* sequence) {
+    if (!j.contains(part) || j[part].is_null()) return Json::array();
     // at() throws if the key is missing; read_tokenizer_json() turns that into a message.
     bool many = j[part].at("type") == "Sequence";
-    return many ? j[part].at(sequence) : nlohmann::json::array({j[part]});
+    return many ? j[part].at(sequence) : Json::array({j[part]});
 }
 
 // Take one step of the normaliser, which changes text before it is cut.
-inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
+inline std::string read_normalizer(Tokenizer* t, const Json& j) {
     // Unicode's normal forms.
     const std::string type = j.at("type");
     const std::pair<const char*, int> forms[] = {
@@ -333,7 +331,7 @@ inline std::string read_normalizer(Tokenizer* t, const nlohmann::json& j) {
 }
 
 // Take one step of the pre-tokenizer, which cuts text into words.
-inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
+inline std::string read_pre_tokenizer(Tokenizer* t, const Json& j) {
     const std::string type = j.at("type");
 
     // GPT-2's pattern; or no pattern, if another step has cut the text already.
@@ -368,7 +366,7 @@ inline std::string read_pre_tokenizer(Tokenizer* t, const nlohmann::json& j) {
 }
 
 // Take the tokens that the template puts before and behind a text, if it has them.
-inline void read_post_processor(Tokenizer* t, const nlohmann::json& j) {
+inline void read_post_processor(Tokenizer* t, const Json& j) {
     // Read only the template for single texts: this program never writes pairs.
     if (j.at("type") != "TemplateProcessing" || j.at("single").empty())
         return;
@@ -390,7 +388,7 @@ inline std::string normalised_token(const Tokenizer& t, std::string text) {
 
 // Take the added tokens: special ones, and others that are found in any text. The normalizers and
 // pre-tokenizers must have been read.
-inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
+inline std::string read_added_tokens(Tokenizer* t, const Json& j) {
     for (const auto& each : j) {
         const std::string text = each.at("content");
         int64_t token = each.at("id");
@@ -417,7 +415,7 @@ inline std::string read_added_tokens(Tokenizer* t, const nlohmann::json& j) {
 }
 
 // Take the model: its vocabulary and merges.
-inline std::string read_bpe(Tokenizer* t, const nlohmann::json& model) {
+inline std::string read_bpe(Tokenizer* t, const Json& model) {
     // Refuse other models, and marks inside words.
     if (model.value("type", "BPE") != "BPE")
         return not_built("model", model["type"]);
@@ -444,7 +442,7 @@ inline std::string read_bpe(Tokenizer* t, const nlohmann::json& model) {
 }
 
 // Take all parts of a tokenizer.json.
-inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json& j) {
+inline std::string read_tokenizer_json_object(Tokenizer* t, const Json& j) {
     // Take its tokens.
     std::string wrong = read_bpe(t, j.at("model"));
     if (!wrong.empty()) return wrong;
@@ -471,7 +469,7 @@ inline std::string read_tokenizer_json_object(Tokenizer* t, const nlohmann::json
 
 // Open a tokenizer.json.
 inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
-    nlohmann::json j;
+    Json j;
     std::string wrong = read_json(path, &j);
     if (!wrong.empty()) return wrong;
     if (!j.contains("model") || !j["model"].is_object())
@@ -482,7 +480,7 @@ inline std::string read_tokenizer_json(Tokenizer* t, const std::string& path) {
     // own name and a number: "[json.exception.type_error.302] type must be ...".
     try {
         wrong = read_tokenizer_json_object(t, j);
-    } catch (const nlohmann::json::exception& e) {
+    } catch (const Json::exception& e) {
         std::string_view what = e.what();
         what = what.substr(what.find("] ") + 2);
         wrong = "is not a tokenizer.json as Hugging Face writes it: " + printable(what);
@@ -893,7 +891,7 @@ struct SpecialTokens {
 // Take the tokens that a file names by a key. The first file counts, but for a map, which comes
 // before the one ahead of it. Note what others name instead; a list agrees if it has the token.
 inline void take_special_token(Tokenizer* t, SpecialTokens* s, const std::string& path,
-                               const nlohmann::json& j, const std::string& key, int* token) {
+                               const Json& j, const std::string& key, int* token) {
     // Leave out names that are no tokens.
     std::vector<int> tokens = named_tokens(*t, j, key);
     if (std::erase(tokens, -1))
@@ -922,7 +920,7 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
     for (std::string file : {"tokenizer_config.json", "special_tokens_map.json",
                              "generation_config.json", "config.json"}) {
         // Read the file, if it is there.
-        nlohmann::json j = nlohmann::json::object();
+        Json j = Json::object();
         std::string wrong, path = file_in(folder, file);
         if (::access(path.c_str(), F_OK) == 0)
             wrong = read_json(path, &j);

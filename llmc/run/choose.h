@@ -105,7 +105,7 @@ inline void look_at_data(Run& run) {
 
 // The folder whose chat template counts: that of the adapters, if it has one, else the model's.
 inline std::string chat_folder(const Config& c) {
-    nlohmann::json text;
+    Json text;
     if (!c.adapter.empty() && read_chat_template(c.adapter, &text).empty())
         if (text.is_string())
             return c.adapter;
@@ -119,7 +119,7 @@ inline void open_chat(Run& run) {
     if (!has_conversations(c) && !c.chat && !was_given(c, "chat-format")) {
         // Say how a model that knows conversations is asked: a plain prompt gets no answer from it.
         bool asks = !folder.empty() && !(c.prompt + c.prompts).empty();
-        nlohmann::json text;
+        Json text;
         if (asks && read_chat_template(folder, &text).empty() && !text.is_null())
             note(run, concat(folder, " has a chat template, and prompts are continued as plain "
                              "text: --chat-format auto asks them as questions"));
@@ -244,7 +244,7 @@ inline void keep_chat(Run& run) {
     const Config& c = run.config;
     ExportTokenizer& e = run.exports.tokenizer;
     auto template_in = [](const std::string& folder) {
-        nlohmann::json text;
+        Json text;
         or_die(read_chat_template(folder, &text));
         return text.is_string() ? text.get<std::string>() : "";
     };
@@ -268,7 +268,7 @@ inline void keep_chat(Run& run) {
         text = chat_template_of(run.chat.format);
     std::vector<std::string> texts = token_texts(run.tokenizer);
     int begin = begin_token(run.tokenizer);
-    nlohmann::ordered_json bos;
+    OrderedJson bos;
     if (begin >= 0)
         bos = texts[begin];
     if (text != e.chat_template)

@@ -221,13 +221,13 @@ inline bool marks(const std::string& list, const std::string& word) {
 }
 
 // A value of the manifest's configuration, as text that set_field() reads.
-inline std::string json_value_text(const nlohmann::json& value) {
+inline std::string json_value_text(const Json& value) {
     return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
 // Whether a flag that is not given follows another flag that is given, and so must not take the
 // saved value. Only one does: --min-lr defaults to a tenth of --lr, so to a tenth of the new one.
-inline bool follows_given(const Config& c, const nlohmann::json& saved, const std::string& name) {
+inline bool follows_given(const Config& c, const Json& saved, const std::string& name) {
     if (name != "min-lr" || !was_given(c, "lr") || !saved.contains("lr"))
         return false;
     bool numbers = saved["lr"].is_number() && saved[name].is_number();
@@ -237,8 +237,7 @@ inline bool follows_given(const Config& c, const nlohmann::json& saved, const st
 // Whether a saved flag does not apply to this run, because it describes numbers that this run does
 // not keep. A run that only reads weights has no masters or moments; with another precision,
 // optimizer or loss, the settings of the old one mean nothing.
-inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
-                                const std::string& name) {
+inline bool is_of_other_numbers(const Config& c, const Json& saved, const std::string& name) {
     auto differs = [&](const char* flag, const std::string& now) {
         return was_given(c, flag) && saved.contains(flag) && saved[flag] != now;
     };
@@ -264,7 +263,7 @@ inline bool is_of_other_numbers(const Config& c, const nlohmann::json& saved,
 // Set each flag that the command line leaves out to the checkpoint's value. Returns a list of the
 // given flags whose values differ from the checkpoint's. A flag that this program does not know,
 // or a value that it refuses, is ignored.
-inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
+inline std::string adopt_flags(Config& c, const Json& saved) {
     std::string group, differences;
     if (!saved.is_object())
         return "";
@@ -301,11 +300,11 @@ inline std::string adopt_flags(Config& c, const nlohmann::json& saved) {
 
 // The manifest of the newest checkpoint, or of the one that --resume STEP chooses; null if none can
 // be read. A broken checkpoint is skipped here, and reported when the weights are loaded.
-inline nlohmann::json newest_manifest(const Config& c) {
+inline Json newest_manifest(const Config& c) {
     for (int64_t step : checkpoint_steps(c.out)) {
         if (c.resume_step >= 0 && step != c.resume_step)
             continue;
-        nlohmann::json manifest;
+        Json manifest;
         if (read_manifest(c.out + "/" + step_folder(step), &manifest).empty())
             return manifest;
     }
@@ -323,7 +322,7 @@ inline std::string take_run_model(Config& c) {
     bool is_checkpoint = ::access((folder + "/manifest.json").c_str(), F_OK) == 0;
     if (steps.empty() && !is_checkpoint)
         return "";
-    nlohmann::json manifest;
+    Json manifest;
     std::string wrong = read_manifest(folder, &manifest);
     if (!wrong.empty())
         return "--model " + wrong;
@@ -331,7 +330,7 @@ inline std::string take_run_model(Config& c) {
 
     // Adapters stand on another model, which their checkpoint does not hold.
     Config of_run;
-    adopt_flags(of_run, manifest.value("config", nlohmann::json()));
+    adopt_flags(of_run, manifest.value("config", Json()));
     if (has_adapters(of_run) || !of_run.add_tokens.empty())
         return "--model " + c.start + ": has adapters or added tokens, and stands on another "
                "model: --export it (tune_gpt --resume --out RUN --steps 0 --merge --export DIR), "
@@ -361,7 +360,7 @@ inline std::string whose_flag(const Config& c, const std::string& wrong) {
 
 // Refuse to go on with groups of another size, or other updates: a run's place among its prompts is
 // its number of answers, divided by both.
-inline std::string check_place_among_prompts(const Config& c, const nlohmann::json& saved) {
+inline std::string check_place_among_prompts(const Config& c, const Json& saved) {
     bool both = has_rollouts(c) && saved.contains("loss") && saved["loss"] == c.loss;
     for (const char* name : {"group", "updates"}) {
         int now = strcmp(name, "group") == 0 ? c.group : c.updates;
@@ -375,7 +374,7 @@ inline std::string check_place_among_prompts(const Config& c, const nlohmann::js
 }
 
 // Refuse a checkpoint whose run used a flag that is gone.
-inline std::string check_gone_flags(const nlohmann::json& saved) {
+inline std::string check_gone_flags(const Json& saved) {
     for (const GoneFlag& f : GONE_FLAGS) {
         if (!f.harmless || !saved.contains(f.name)) continue;
         std::string was = json_value_text(saved[f.name]);
@@ -400,10 +399,10 @@ inline void adopt_checkpoint(Run& run) {
     Config& c = run.config;
     if (!c.resume || c.out.empty())
         return;
-    nlohmann::json manifest = newest_manifest(c);
+    Json manifest = newest_manifest(c);
     if (!manifest.is_object())
         return;
-    const nlohmann::json saved = manifest.value("config", nlohmann::json());
+    const Json saved = manifest.value("config", Json());
     if (!saved.is_object())
         return;
     if (writes_folder(c)) or_die(check_gone_flags(saved));
@@ -429,16 +428,16 @@ inline void adopt_checkpoint(Run& run) {
 
 // Say how the files of a flag differ from those that the checkpoint names; "": they are the same,
 // wherever they lie, or it names none.
-inline std::string other_files(const nlohmann::json& now, const nlohmann::json& saved) {
-    auto described = [](const nlohmann::json& list, size_t i) {
-        const nlohmann::json none = {{"file", "none"}, {"bytes", 0}, {"crc32", 0}};
+inline std::string other_files(const Json& now, const Json& saved) {
+    auto described = [](const Json& list, size_t i) {
+        const Json none = {{"file", "none"}, {"bytes", 0}, {"crc32", 0}};
         return i < list.size() && list[i].is_object() ? list[i] : none;
     };
 
     // Compare file by file, in their order: it numbers the windows.
     size_t files = saved.is_array() ? std::max(now.size(), saved.size()) : 0;
     for (size_t i = 0; i < files; i++) {
-        nlohmann::json is = described(now, i), was = described(saved, i);
+        Json is = described(now, i), was = described(saved, i);
         if (is["bytes"] != was["bytes"] || is["crc32"] != was["crc32"])
             return concat("file ", i + 1, " is ", json_word(is["file"]), ", ",
                           json_word(is["bytes"]), " bytes, and was ", json_word(was["file"]), ", ",
@@ -475,7 +474,7 @@ inline std::string run_of(const Config& c) {
 // goes on with; "": it is a new one.
 inline std::string check_memory(const std::string& folder, const std::string& own) {
     for (int64_t step : checkpoint_steps(folder)) {
-        nlohmann::json m;
+        Json m;
         bool whole = read_manifest(folder + "/" + step_folder(step), &m).empty();
         std::string of = whole ? folder_of_run(m) : "";
         if (own.empty() || (whole && of != own))
@@ -598,8 +597,8 @@ void open_log(Run& run, const Trainer<T, S>& t) {
     const Config& c = run.config;
     if (run.plans.train < 0 || c.out.empty() || !is_first_rank(run))
         return;
-    nlohmann::json first = {{"config", config_json(c)},
-                            {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}};
+    Json first = {{"config", config_json(c)},
+                  {"flops_per_token", flops_per_token(t.model, size_t(c.seq))}};
     or_die(log_open(run.log, c.out + "/log.jsonl", run.step, first));
 }
 

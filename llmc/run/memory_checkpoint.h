@@ -217,10 +217,10 @@ inline std::vector<int64_t> buddy_steps(const Comm& world, const Buddies& b, int
 // Take the manifest of a step from the first rank that has it, then choose a reader for each file:
 // the first rank that has it whole. Returns "" or what is missing.
 inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t step,
-                                    const std::string& out, nlohmann::json* manifest,
+                                    const std::string& out, Json* manifest,
                                     std::vector<int>* readers) {
     std::string folder = b.folder + "/" + step_folder(step);
-    nlohmann::json mine;
+    Json mine;
     bool have = read_manifest(folder, &mine).empty();
     have = have && mine["format"] == CHECKPOINT_FORMAT && folder_of_run(mine) == out;
 
@@ -232,10 +232,10 @@ inline std::string find_buddy_files(const Comm& world, const Buddies& b, int64_t
         return concat("--buddy: step ", step, " is no whole save of this run");
     std::string own = have ? json_text(mine) : "";
     int sender = world.size - int(has_it);
-    *manifest = nlohmann::json::parse(broadcast_text(world, own, sender));
+    *manifest = Json::parse(broadcast_text(world, own, sender));
 
     // Verify the files that lie here; the ranks of a machine share out the work.
-    const nlohmann::json& files = (*manifest)["files"];
+    const Json& files = (*manifest)["files"];
     std::vector<int> here = ranks_beside(b, world.rank);
     auto me = std::find(here.begin(), here.end(), world.rank);
     size_t place = size_t(me - here.begin());
@@ -269,7 +269,7 @@ bool buddy_load(Trainer<T, S>& t, const Buddies& b, CheckpointInfo* info, const 
     // Try the newest first, and note each one that is not whole.
     const Comm& world = t.comms.world;
     for (int64_t step : buddy_steps(world, b, newer_than)) {
-        nlohmann::json manifest;
+        Json manifest;
         std::vector<int> readers;
         std::string missing = find_buddy_files(world, b, step, out, &manifest, &readers);
         if (!missing.empty()) {

@@ -87,7 +87,7 @@ void report_validation(Run& run, Trainer<T, S>& t) {
 
     // Print and log the loss, with bits per byte if the text's length is known.
     finish_line(run.log);
-    nlohmann::json line = {{"step", run.step}, {"val_loss", loss.mean()}};
+    Json line = {{"step", run.step}, {"val_loss", loss.mean()}};
     line["val_tokens"] = loss.valid;
     if (run.step > 0)
         printf("step %lld | ", (long long)run.step);
@@ -134,7 +134,7 @@ void report_tasks(Run& run, Trainer<T, S>& t) {
 
     // Print a table for each task, and log one line for all.
     finish_line(run.log);
-    nlohmann::json line = {{"step", run.step}};
+    Json line = {{"step", run.step}};
     for (const Task& task : run.questions.asked.tasks) {
         if (task.shots >= 0) continue; // CORE's tasks have one table
         Score score = score_task(task, run.questions.asked.candidates);
@@ -276,22 +276,22 @@ void report_end(Run& run, const Trainer<T, S>& t, bool exported) {
 
 // The timed actions of all ranks, with times relative to the earliest start. All ranks call.
 inline Trace gather_trace(const Run& run) {
-    nlohmann::json mine = nlohmann::json::array();
+    Json mine = Json::array();
     for (const TimedAction& a : run.clock.trace)
         mine.push_back({a.name, a.start, a.end});
 
     // Find the earliest start of any rank.
-    std::vector<nlohmann::json> ranks;
+    std::vector<Json> ranks;
     double first = INFINITY;
     for (const std::string& text : gather_texts(run.world, mine.dump()))
-        for (const nlohmann::json& a : ranks.emplace_back(nlohmann::json::parse(text)))
+        for (const Json& a : ranks.emplace_back(Json::parse(text)))
             first = std::min(first, a[1].get<double>());
 
     // Subtract it.
     Trace all;
-    for (const nlohmann::json& rank : ranks) {
+    for (const Json& rank : ranks) {
         std::vector<TimedAction>& actions = all.emplace_back();
-        for (const nlohmann::json& a : rank)
+        for (const Json& a : rank)
             actions.push_back({a[0], a[1].get<double>() - first, a[2].get<double>() - first});
     }
     return all;

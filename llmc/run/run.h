@@ -140,7 +140,7 @@ inline std::string read_curve(const std::string& path, Curve* curve) {
 struct Prompt {
     std::string text;
     std::vector<int> tokens;
-    nlohmann::ordered_json fields; // the other fields of its line in --prompts
+    OrderedJson fields; // the other fields of its line in --prompts
     int adapter = -1; // the set of adapters that its line names; -1: the base alone
 };
 
@@ -184,7 +184,7 @@ struct RunData {
     size_t val_samples = 0;   // windows that an evaluation reads
     size_t val_bytes = 0;     // bytes of text that validation predicts; 0: not known
     int document_end = -1;    // the token that ends a document, with --documents mask
-    nlohmann::json files;     // of --data and --val, which checkpoints name
+    Json files;               // of --data and --val, which checkpoints name
     Curve expected;           // of --expect
 };
 
@@ -264,7 +264,7 @@ struct Clock {
 // does not move.
 struct Saves {
     int home = -1; // --out as this run took it, open; -1: it writes no folder
-    nlohmann::json base; // which base weights the saved adapters belong to (base_identity.h)
+    Json base;     // which base weights the saved adapters belong to (base_identity.h)
     int64_t step = -1;             // the step of the last save; -1: none, or the last one failed
     double last = clock_seconds(); // when the last save ended, or training began
     double retry = 0;              // when to try a failed save again; 0: the last one succeeded

@@ -8,7 +8,6 @@
 //              up to --seq only; beyond that the model's output is noise.
 #pragma once
 #include <iostream>
-#include <nlohmann/json.hpp>
 #include <poll.h>
 #include "../adapters.h"
 #include "../comm/comm.h"
@@ -303,11 +302,11 @@ void print_samples(Run& run, Trainer<T, S>& t) {
 //   without such peers writes each as soon as all before it have ended.
 
 // Find the set that a line of --prompts names: -1 for the base alone.
-inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json& line, int* set) {
+inline std::string find_adapter_set(const Shape& s, const OrderedJson& line, int* set) {
     *set = -1;
     if (!line.contains("adapter") || line["adapter"].is_null())
         return "";
-    const nlohmann::ordered_json& asked = line["adapter"];
+    const OrderedJson& asked = line["adapter"];
     if (!s.tuned.sets)
         return concat("its \"adapter\" is ", json_word(asked), ", and the run has no --adapters: "
                       "give --adapters NAME=DIR, or leave the key out");
@@ -325,7 +324,7 @@ inline std::string find_adapter_set(const Shape& s, const nlohmann::ordered_json
 
 // Make a prompt of a line's fields. One that is too long is refused instead of cut: with many
 // prompts nobody would notice the cut.
-inline std::string read_prompt(const Run& run, const nlohmann::ordered_json& line, Prompt* p) {
+inline std::string read_prompt(const Run& run, const OrderedJson& line, Prompt* p) {
     if (!line.contains("prompt") || !line["prompt"].is_string())
         return "has no \"prompt\" that is a text";
     p->fields = line;
@@ -349,7 +348,7 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
     std::string bytes, wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
     LineCounts counts;
-    auto add = [&](const nlohmann::ordered_json& line) {
+    auto add = [&](const OrderedJson& line) {
         return read_prompt(run, line, &prompts->emplace_back());
     };
 
@@ -359,7 +358,7 @@ inline std::string read_prompt_file(const Run& run, std::vector<Prompt>* prompts
             return add({{"prompt", std::string(line)}});
         });
     else
-        read_records<nlohmann::ordered_json>(bytes, 1, path, &counts, add);
+        read_records<OrderedJson>(bytes, 1, path, &counts, add);
     if (counts.malformed > 0) return counts.first_malformed;
     return prompts->empty() ? path + ": holds no prompt" : "";
 }
@@ -403,7 +402,7 @@ inline std::string completion_line(const Run& run, const Prompt& prompt, int sam
                                    const Completion& made) {
     // Write the prompt's fields first, in their own order.
     const char* ends[] = {"token", "length", "context", "stopped"};
-    nlohmann::ordered_json j = prompt.fields;
+    OrderedJson j = prompt.fields;
     j["sample"] = sample;
     // Prompt and completion are one text, so a blank between them is kept; an answer stands alone.
     std::string text;
@@ -414,7 +413,7 @@ inline std::string completion_line(const Run& run, const Prompt& prompt, int sam
     j["end"] = ends[int(made.why)];
 
     // Replace bytes that are not UTF-8, such as half a character at the end, by U+FFFD.
-    return j.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+    return j.dump(-1, ' ', false, OrderedJson::error_handler_t::replace) + "\n";
 }
 
 // Writes completions in the order of their prompts: each as soon as all before it have ended.

@@ -46,10 +46,10 @@ inline std::string peft_config_path(const std::string& folder) {
 
 // Whether a key asks for something: null, false, "", [] and {} do not. PEFT writes all of its keys,
 // also those that it does not use.
-inline bool asks(const nlohmann::json& j, const char* key) {
+inline bool asks(const Json& j, const char* key) {
     if (!j.contains(key) || j[key].is_null())
         return false;
-    const nlohmann::json& value = j[key];
+    const Json& value = j[key];
     if (value.is_boolean())
         return value.get<bool>();
     return value.is_number() || !value.empty();
@@ -58,22 +58,21 @@ inline bool asks(const nlohmann::json& j, const char* key) {
 enum class Merging { NONE, DORA, IA3 }; // NONE: plain LoRA, which stays beside its matrices
 
 // The kind of a config that was read.
-inline Merging merging_of(const nlohmann::json& j) {
-    if (j.value("peft_type", nlohmann::json()) == "IA3")
-        return Merging::IA3;
+inline Merging merging_of(const Json& j) {
+    if (j.value("peft_type", Json()) == "IA3") return Merging::IA3;
     return asks(j, "use_dora") ? Merging::DORA : Merging::NONE;
 }
 
 // Find how a folder's adapters are read.
 inline std::string merging_of(const std::string& folder, Merging* merging) {
-    nlohmann::json j;
+    Json j;
     std::string wrong = read_json(peft_config_path(folder), &j);
     if (wrong.empty()) *merging = merging_of(j);
     return wrong;
 }
 
 // Refuse options that compute another function of A and B, or that train more than them.
-inline std::string check_peft_config(const nlohmann::json& j, const std::string& path) {
+inline std::string check_peft_config(const Json& j, const std::string& path) {
     // Refuse options for anything that stands beside A and B.
     for (const char* key :
          {"use_dora", "modules_to_save", "trainable_token_indices", "target_parameters",
@@ -86,15 +85,15 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
                           "--model");
 
     // Refuse other kinds of adapters, and trained biases.
-    if (j.value("peft_type", nlohmann::json()) != "LORA")
-        return path + ": is an adapter of type " +
-               json_word(j.value("peft_type", nlohmann::json())) + "; LORA can be read";
+    if (j.value("peft_type", Json()) != "LORA")
+        return path + ": is an adapter of type " + json_word(j.value("peft_type", Json())) +
+               "; LORA can be read";
     if (asks(j, "bias") && j["bias"] != "none")
         return path + ": bias is " + json_word(j["bias"]) +
                ", which trains biases too: only none can be read";
 
     // Refuse initialisations that subtract the initial A and B from the base, and so change it.
-    nlohmann::json init = j.value("init_lora_weights", nlohmann::json(true));
+    Json init = j.value("init_lora_weights", Json(true));
     bool plain = init.is_boolean() || init == "gaussian" || init == "eva" || init == "orthogonal";
     if (!plain)
         return path + ": init_lora_weights is " + json_word(init) +
@@ -103,21 +102,20 @@ inline std::string check_peft_config(const nlohmann::json& j, const std::string&
 }
 
 // Refuse an adapter in a block that layers_to_transform leaves out: PEFT would not use it.
-inline std::string check_peft_layers(const nlohmann::json& j, const std::string& path,
-                                     const Parameter& w) {
+inline std::string check_peft_layers(const Json& j, const std::string& path, const Parameter& w) {
     // One number stands for a list of one.
     if (!asks(j, "layers_to_transform"))
         return "";
-    nlohmann::json layers = j["layers_to_transform"];
+    Json layers = j["layers_to_transform"];
     if (!layers.is_array()) layers = {layers};
-    for (const nlohmann::json& layer : layers)
+    for (const Json& layer : layers)
         if (layer == w.layer - 1) return "";
     return concat(path, ": layers_to_transform leaves out block ", w.layer - 1, ", and ",
                   module_of(w), " has an adapter: leave layers_to_transform out");
 }
 
 // Read a config. Patterns become lists of pairs, in the file's order: the first that fits counts.
-inline std::string read_peft_config(const std::string& path, nlohmann::json* j) {
+inline std::string read_peft_config(const std::string& path, Json* j) {
     std::string text;
     std::string wrong = read_whole_file(path, &text);
     if (wrong.empty())
@@ -126,15 +124,13 @@ inline std::string read_peft_config(const std::string& path, nlohmann::json* j) 
         return wrong;
 
     // Parse it once more: the library's usual object sorts its names.
-    auto ordered = nlohmann::ordered_json::parse(text);
+    auto ordered = OrderedJson::parse(text);
     for (const char* key : {"rank_pattern", "alpha_pattern"}) {
-        nlohmann::json pairs = nlohmann::json::array();
-        if (!asks(*j, key))
-            ordered[key] = nlohmann::ordered_json::object();
+        Json pairs = Json::array();
+        if (!asks(*j, key)) ordered[key] = OrderedJson::object();
         if (!ordered[key].is_object())
             return concat(path, ": ", key, " is ", json_word((*j)[key]), ", and no object");
-        for (auto& [pattern, value] : ordered[key].items())
-            pairs.push_back({pattern, nlohmann::json(value)});
+        for (auto& [pattern, value] : ordered[key].items()) pairs.push_back({pattern, Json(value)});
         (*j)[key] = pairs;
     }
     return "";
@@ -152,10 +148,10 @@ inline bool pattern_fits(const std::string& pattern, const std::string& module) 
 }
 
 // A number of a module: that of the first pattern that fits, else the one of all modules.
-inline std::string peft_number(const nlohmann::json& j, const std::string& path, const char* of_all,
+inline std::string peft_number(const Json& j, const std::string& path, const char* of_all,
                                const char* patterns, const std::string& module, double* number) {
-    nlohmann::json value = j.value(of_all, nlohmann::json(8));
-    for (const nlohmann::json& pair : j.value(patterns, nlohmann::json::array())) {
+    Json value = j.value(of_all, Json(8));
+    for (const Json& pair : j.value(patterns, Json::array())) {
         const std::string pattern = pair[0];
         if (pattern.find_first_of("*+?[](){}|^$\\") != std::string::npos)
             return concat(path, ": ", patterns, " ", printable(pattern),
@@ -176,8 +172,8 @@ inline std::string peft_number(const nlohmann::json& j, const std::string& path,
 
 // The factor of a module's adapter of rank r. The config must give the rank that the tensors have,
 // if it gives one, and a factor that floats can compute with.
-inline std::string peft_scale(const nlohmann::json& j, const std::string& path,
-                              const std::string& module, size_t r, double* scale) {
+inline std::string peft_scale(const Json& j, const std::string& path, const std::string& module,
+                              size_t r, double* scale) {
     double rank = 0, alpha = 0;
     std::string wrong = peft_number(j, path, "r", "rank_pattern", module, &rank);
     if (wrong.empty())
@@ -262,8 +258,8 @@ inline std::string check_places(const SafeTensors& file, const std::set<std::str
 }
 
 // Whether one of a list's names means a module.
-inline bool is_listed(const nlohmann::json& names, const std::string& module) {
-    return std::any_of(names.begin(), names.end(), [&](const nlohmann::json& name) {
+inline bool is_listed(const Json& names, const std::string& module) {
+    return std::any_of(names.begin(), names.end(), [&](const Json& name) {
         return name.is_string() && targets_module(name.get<std::string>(), module);
     });
 }
@@ -285,7 +281,7 @@ inline bool expression_names(const std::string& expression, const std::string& m
 }
 
 // Whether target_modules or exclude_modules means a module: a list of names, or a text.
-inline bool names_module(const nlohmann::json& names, const std::string& module, bool unread) {
+inline bool names_module(const Json& names, const std::string& module, bool unread) {
     if (names == "all-linear") return true;
     return names.is_string() ? expression_names(names, module, unread) : is_listed(names, module);
 }
@@ -297,16 +293,16 @@ inline bool names_module(const nlohmann::json& names, const std::string& module,
 //                  transformers since 5
 //   "all-linear"   every matrix of a block
 //   another text   a regular expression
-inline std::string check_targets(const Model& base, const nlohmann::json& j,
-                                 const std::string& path, const std::set<std::string>& modules) {
+inline std::string check_targets(const Model& base, const Json& j, const std::string& path,
+                                 const std::set<std::string>& modules) {
     if (!asks(j, "target_modules")) return "";
-    const nlohmann::json& targets = j["target_modules"];
+    const Json& targets = j["target_modules"];
     if (!targets.is_array() && !targets.is_string())
         return concat(path, ": target_modules is ", json_word(targets), ", and neither a list of "
                       "modules' names nor a text");
 
     // Ask of each matrix whether it is chosen. Either all experts of a stack have tensors or none.
-    nlohmann::json exclude = j.value("exclude_modules", nlohmann::json());
+    Json exclude = j.value("exclude_modules", Json());
     for (const Parameter& p : base.parameters) {
         if (!adaptable(base, p)) continue;
         std::string module = peft_module(base, p);
@@ -330,10 +326,9 @@ inline std::string check_targets(const Model& base, const nlohmann::json& j,
 
 // Read the adapter of a matrix, if it has one: note its rank and factor, its tensors' names and its
 // module's. Experts of one stack have equal ones: their products are one launch.
-inline std::string read_adapter(const Model& base, const Parameter& p, size_t expert,
-                                const nlohmann::json& j, const SafeTensors& file,
-                                Adapters* adapters, std::set<std::string>* used,
-                                std::set<std::string>* modules) {
+inline std::string read_adapter(const Model& base, const Parameter& p, size_t expert, const Json& j,
+                                const SafeTensors& file, Adapters* adapters,
+                                std::set<std::string>* used, std::set<std::string>* modules) {
     std::string name = peft_name(base, module_of(p), expert);
     const SafeTensor* a = safetensors_find(file, name + ".lora_A.weight");
     const SafeTensor* b = safetensors_find(file, name + ".lora_B.weight");
@@ -373,7 +368,7 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
 inline std::string read_adapters(const Model& base, const std::string& folder,
                                  Adapters* adapters) {
     std::string path = peft_config_path(folder);
-    nlohmann::json j;
+    Json j;
     std::string wrong = read_peft_config(path, &j);
     if (wrong.empty())
         wrong = check_peft_config(j, path);
@@ -489,11 +484,11 @@ inline std::string peft_loses(const Shape& s) {
 
 // The config of a model's adapters. r and lora_alpha are those of the first one; modules that
 // differ are listed in patterns, under their whole names, each expert by its own.
-inline nlohmann::ordered_json peft_config(const Model& m, const std::string& base) {
+inline OrderedJson peft_config(const Model& m, const std::string& base) {
     auto number = [](double x) { // PEFT writes a whole number as an integer
-        return x == std::floor(x) ? nlohmann::ordered_json(int64_t(x)) : nlohmann::ordered_json(x);
+        return x == std::floor(x) ? OrderedJson(int64_t(x)) : OrderedJson(x);
     };
-    nlohmann::ordered_json ranks = nlohmann::ordered_json::object(), alphas = ranks;
+    OrderedJson ranks = OrderedJson::object(), alphas = ranks;
     const Adapter first = m.shape.tuned.adapters->begin()->second;
     double alpha = first.scale * double(first.rank);
 
@@ -512,7 +507,7 @@ inline nlohmann::ordered_json peft_config(const Model& m, const std::string& bas
 
     // Name the blocks if some have none; null means all.
     std::set<size_t> blocks = adapted_blocks(m);
-    nlohmann::ordered_json layers;
+    OrderedJson layers;
     if (blocks.size() < m.shape.L)
         layers = blocks;
 

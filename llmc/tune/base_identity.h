@@ -29,7 +29,7 @@ inline std::vector<std::string> weight_files(const std::string& model) {
 // Identify the base of a run: a folder or a file, or a seed if `model` is "". All ranks call, each
 // reads every N-th file, and all get the same answer. Returns "" or what is wrong.
 inline std::string base_identity(const Comm& world, const std::string& model, int64_t seed,
-                                 nlohmann::json* base) {
+                                 Json* base) {
     // Weights that a seed draws have no files to read.
     std::string text = model.empty() ? concat("--seed ", seed) : "";
     std::vector<std::string> files;

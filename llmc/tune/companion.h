@@ -35,7 +35,7 @@ inline Config companion_config(const Run& run, const std::string& name) {
     // Take the model's flags from the checkpoint of that run.
     d.out = d.model;
     d.model = Config().model;
-    nlohmann::json manifest = newest_manifest(d);
+    Json manifest = newest_manifest(d);
     if (!manifest.is_object() || !manifest.contains("config"))
         return d;
     adopt_flags(d, manifest["config"]);

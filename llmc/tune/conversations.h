@@ -30,8 +30,7 @@ namespace llmc {
 // lines
 
 // Read a string of an object. If the key is missing and not needed, `text` stays as it is.
-inline std::string take_string(const nlohmann::json& j, const char* key, bool needed,
-                               std::string* text) {
+inline std::string take_string(const Json& j, const char* key, bool needed, std::string* text) {
     bool none = !j.contains(key) || j[key].is_null();
     if (none && !needed)
         return "";
@@ -52,11 +51,11 @@ inline std::string usual_role(const std::string& name) {
 }
 
 // Read a message's text: a string, or a list of parts that are texts.
-inline std::string take_content(const nlohmann::json& message, const char* key, std::string* text) {
+inline std::string take_content(const Json& message, const char* key, std::string* text) {
     if (!message.contains(key) || !message[key].is_array())
         return take_string(message, key, true, text);
     // Join the parts. OpenAI's have a type, which only here may be left out.
-    for (const nlohmann::json& part : message[key]) {
+    for (const Json& part : message[key]) {
         std::string more, type = "text";
         bool good = part.is_object() && take_string(part, "type", false, &type).empty() &&
                     take_string(part, "text", true, &more).empty();
@@ -68,7 +67,7 @@ inline std::string take_content(const nlohmann::json& message, const char* key, 
 }
 
 // Refuse what a tool says, is asked or can: formats differ in how they write it, if they do at all.
-inline std::string refuse_tool(const nlohmann::json& j, const std::string& role = "") {
+inline std::string refuse_tool(const Json& j, const std::string& role = "") {
     bool tool = role == "tool" || role == "function" || role == "ipython" || role == "observation";
     for (const char* key : {"tool_calls", "function_call", "tools"})
         tool |= j.contains(key) && !j[key].empty() && j[key] != "[]";
@@ -79,10 +78,10 @@ inline std::string refuse_tool(const nlohmann::json& j, const std::string& role 
 
 // Append a list of messages. The keys differ between collections: role and content are OpenAI's,
 // from and value are ShareGPT's.
-inline std::string read_messages(const nlohmann::json& list, const char* role, const char* text,
+inline std::string read_messages(const Json& list, const char* role, const char* text,
                                  Conversation* out) {
     if (!list.is_array()) return "has messages that are no list";
-    for (const nlohmann::json& each : list) {
+    for (const Json& each : list) {
         ChatMessage m;
         if (!each.is_object()) return "has a message that is no object";
         std::string wrong = take_string(each, role, true, &m.role);
@@ -93,7 +92,7 @@ inline std::string read_messages(const nlohmann::json& list, const char* role, c
         if (!wrong.empty())
             return concat("message ", out->size() + 1, " ", wrong);
         m.role = usual_role(m.role);
-        m.trained = each.value("weight", nlohmann::json(1)) != 0;
+        m.trained = each.value("weight", Json(1)) != 0;
         out->push_back(m);
     }
     return "";
@@ -159,9 +158,9 @@ inline std::vector<LineForm> pair_forms() {
 }
 
 // Append what stands under a key: messages, or one text.
-inline std::string read_key(const nlohmann::json& line, const LineKey& k, Conversation* out) {
+inline std::string read_key(const Json& line, const LineKey& k, Conversation* out) {
     // Take a list, which may lie in an object.
-    const nlohmann::json& value = line[k.key];
+    const Json& value = line[k.key];
     bool holds = value.is_object() && value.contains("messages");
     if (holds || value.is_array() || !*k.role)
         return read_messages(holds ? value["messages"] : value, k.speaker, k.words, out);
@@ -179,8 +178,7 @@ inline std::string read_key(const nlohmann::json& line, const LineKey& k, Conver
 }
 
 // Read the parts of a line's object, in the first of the forms that it has.
-inline std::string read_parts(std::span<const LineForm> forms, const nlohmann::json& line,
-                              LineParts* parts) {
+inline std::string read_parts(std::span<const LineForm> forms, const Json& line, LineParts* parts) {
     *parts = {};
     for (const LineForm& form : forms) {
         if (*form.sign && !line.contains(form.sign))
@@ -203,16 +201,15 @@ inline std::string read_parts(std::span<const LineForm> forms, const nlohmann::j
 }
 
 // Read a line that is tokenized already.
-inline std::string read_tokens(const nlohmann::json& j, int vocab, ChatTokens* out) {
+inline std::string read_tokens(const Json& j, int vocab, ChatTokens* out) {
     for (const char* key : {"input_ids", "labels"})
         if (!j.contains(key) || !j[key].is_array())
             return concat("has no list \"", key, "\"");
-    const nlohmann::json& ids = j["input_ids"];
-    const nlohmann::json& labels = j["labels"];
+    const Json& ids = j["input_ids"];
+    const Json& labels = j["labels"];
     if (ids.size() != labels.size())
         return concat("has ", ids.size(), " \"input_ids\" and ", labels.size(), " \"labels\"");
-    if (j.contains("attention_mask") &&
-        j["attention_mask"] != nlohmann::json(ids.size(), 1))
+    if (j.contains("attention_mask") && j["attention_mask"] != Json(ids.size(), 1))
         return "has padding in its \"attention_mask\": leave the padding out";
 
     // Nothing stands before the first token, so it is never trained.
@@ -306,12 +303,12 @@ inline std::vector<int> pack_windows(std::vector<std::vector<int>> conversations
 
 // A function that turns a line's parts into at most T marked tokens. Returns "" or what is wrong
 // with the line.
-typedef std::string (*PartTokens)(const Chat& chat, const nlohmann::json& line, LineParts& parts,
-                                  size_t T, std::vector<int>* tokens, ConversationCounts* counts);
+typedef std::string (*PartTokens)(const Chat& chat, const Json& line, LineParts& parts, size_t T,
+                                  std::vector<int>* tokens, ConversationCounts* counts);
 
 // Mark a conversation's tokens, or those that a line holds.
-inline std::string conversation_tokens(const Chat& chat, const nlohmann::json& line,
-                                       LineParts& parts, size_t T, std::vector<int>* tokens,
+inline std::string conversation_tokens(const Chat& chat, const Json& line, LineParts& parts,
+                                       size_t T, std::vector<int>* tokens,
                                        ConversationCounts* counts) {
     ChatTokens written;
     bool ready = line.contains("input_ids");
@@ -339,8 +336,8 @@ inline void leave_common_start(Conversation& chosen, Conversation& rejected) {
 
 // Turn a line's pair into marked tokens, one conversation after the other. *tokens stays empty if
 // a window has no room for both.
-inline std::string pair_tokens(const Chat& chat, const nlohmann::json& line, LineParts& parts,
-                               size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+inline std::string pair_tokens(const Chat& chat, const Json& line, LineParts& parts, size_t T,
+                               std::vector<int>* tokens, ConversationCounts* counts) {
     // Put the question before each answer.
     if (parts[ASKED].empty() && line.contains("chosen") && !line["chosen"].is_array())
         return "has no \"prompt\": answers that are texts need it";
@@ -397,8 +394,8 @@ inline DataKind conversations() {
 inline DataKind answer_pairs() { return {" dpo ipo simpo orpo ", pair_forms(), pair_tokens}; }
 
 // Turn a line's object into marked tokens.
-inline std::string line_tokens(const DataKind& kind, const Chat& chat, const nlohmann::json& line,
-                               size_t T, std::vector<int>* tokens, ConversationCounts* counts) {
+inline std::string line_tokens(const DataKind& kind, const Chat& chat, const Json& line, size_t T,
+                               std::vector<int>* tokens, ConversationCounts* counts) {
     LineParts parts;
     std::string wrong = line.contains("input_ids") ? "" : refuse_tool(line);
     if (wrong.empty())
@@ -436,7 +433,7 @@ inline std::vector<int> pack_lines(const DataKind& kind, const Chat& chat, std::
                                    size_t line, const std::string& path, size_t T,
                                    ConversationCounts* counts) {
     std::vector<std::vector<int>> records;
-    read_records(text, line, path, counts, [&](const nlohmann::json& j) {
+    read_records(text, line, path, counts, [&](const Json& j) {
         std::vector<int> tokens;
         std::string wrong = line_tokens(kind, chat, j, T, &tokens, counts);
         if (wrong.empty())

@@ -212,7 +212,7 @@ inline std::string rewards_by_program(const Run& run, const Rollouts& r,
 
     // Each answer goes to the program with the whole line of its exercise.
     if (is_first_rank(run)) {
-        std::vector<nlohmann::json> answers;
+        std::vector<Json> answers;
         for (size_t i = 0; i < r.tokens.size(); i++) {
             size_t exercise = asked[i / group];
             answers.push_back(run.rollouts.exercises[exercise].line);

@@ -34,11 +34,11 @@ constexpr const char* PREFIX_TENSOR = "prompt_embeddings";
 // embeddings. A folder without a config is left to the other readers.
 enum class BeforeText { NOTHING, PREFIX, PROMPT };
 inline BeforeText before_text(const std::string& folder) {
-    nlohmann::json j;
+    Json j;
     std::string wrong = folder.empty() ? "none" : read_json(peft_config_path(folder), &j);
     if (!wrong.empty() || !j.is_object())
         return BeforeText::NOTHING;
-    nlohmann::json type = j.value("peft_type", nlohmann::json());
+    Json type = j.value("peft_type", Json());
     if (type == "PREFIX_TUNING") return BeforeText::PREFIX;
     bool prompt = type == "PROMPT_TUNING" || type == "P_TUNING";
     return prompt ? BeforeText::PROMPT : BeforeText::NOTHING;
@@ -140,7 +140,7 @@ std::string load_trained_adapters(Trainer<T, S>& t, const std::string& folder, i
 // ----------------------------------------------------------------------------
 // writing
 
-inline nlohmann::ordered_json prefix_config(const Shape& s, const std::string& base) {
+inline OrderedJson prefix_config(const Shape& s, const std::string& base) {
     // clang-format off
     return {
         {"peft_type", "PREFIX_TUNING"},

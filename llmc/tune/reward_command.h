@@ -22,7 +22,6 @@
 #include <cmath>
 #include <cstring>
 #include <sstream>
-#include <nlohmann/json.hpp>
 #include "../comm/rank_status.h"
 #include "../io/json.h"
 #include "../comm/text.h"
@@ -249,9 +248,8 @@ constexpr double MOST_REWARD = 1e15;
 inline double reward_of_line(const std::string& line) {
     if (line.size() > 100000 || json_depth(line) > 10)
         return NAN;
-    nlohmann::json j = nlohmann::json::parse(line, nullptr, false);
-    if (j.is_object())
-        j = j.value("reward", nlohmann::json());
+    Json j = Json::parse(line, nullptr, false);
+    if (j.is_object()) j = j.value("reward", Json());
     if (!j.is_number()) return NAN;
     double reward = j.get<double>();
     return std::fabs(reward) <= MOST_REWARD ? reward : NAN;
@@ -276,12 +274,11 @@ inline std::string read_rewards(const std::string& output, size_t answers,
 
 // The rewards of answers, each given as the JSON object that the program reads.
 inline std::string command_rewards(const std::string& command, double seconds,
-                                   const std::vector<nlohmann::json>& answers,
-                                   std::vector<double>* rewards) {
+                                   const std::vector<Json>& answers, std::vector<double>* rewards) {
     // Tokens may break characters apart: bytes that are no UTF-8 become U+FFFD.
     std::string input, output;
-    for (const nlohmann::json& answer : answers)
-        input += answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    for (const Json& answer : answers)
+        input += answer.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
     size_t most = (size_t(1) << 20) + 4096 * answers.size();
     std::string wrong = run_program(command, input, seconds, most, &output);
     if (wrong.empty())

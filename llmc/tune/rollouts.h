@@ -24,14 +24,14 @@ namespace llmc {
 // exercises
 
 // Read a line's exercise.
-inline std::string read_exercise(const nlohmann::json& line, const Chat& chat, size_t T,
+inline std::string read_exercise(const Json& line, const Chat& chat, size_t T,
                                  const std::string& verifier, Exercise* q) {
     // Read the prompt, and the answer, a text; a number is taken as JSON writes it.
     const LineForm form = {"", {{"prompt", "user"}}};
     LineParts parts;
     std::string wrong = read_parts({&form, 1}, line, &parts);
     if (!wrong.empty()) return wrong;
-    const nlohmann::json answer = line.value("answer", nlohmann::json());
+    const Json answer = line.value("answer", Json());
     bool text = answer.is_string();
     bool number = answer.is_number();
     if (text) q->answer = answer.get<std::string>();
@@ -66,7 +66,7 @@ inline std::string read_exercises(const std::string& files, const Chat& chat, si
         std::string bytes;
         LineCounts counts;
         wrong = read_whole_file(path, &bytes);
-        read_records(bytes, 1, path, &counts, [&](const nlohmann::json& line) {
+        read_records(bytes, 1, path, &counts, [&](const Json& line) {
             return read_exercise(line, chat, T, verifier, &exercises->emplace_back());
         });
         if (wrong.empty()) wrong = counts.first_malformed;
