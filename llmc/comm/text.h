@@ -6,6 +6,7 @@
 //   To copy: this file.
 #pragma once
 #include <algorithm>
+#include <cstdarg>
 #include <cstdio>
 #include <sstream>
 #include <string>
@@ -20,6 +21,19 @@ std::string concat(const Parts&... parts) {
     std::ostringstream text;
     (text << ... << parts);
     return text.str();
+}
+
+// A text by printf's format, for columns and rounded numbers.
+__attribute__((format(printf, 1, 2))) inline std::string formatted(const char* format, ...) {
+    // Measure it first, so that nothing is cut off.
+    va_list values, again;
+    va_start(values, format);
+    va_copy(again, values);
+    std::string text(size_t(vsnprintf(nullptr, 0, format, values)), ' ');
+    vsnprintf(text.data(), text.size() + 1, format, again);
+    va_end(again);
+    va_end(values);
+    return text;
 }
 
 // The length of the UTF-8 character that a text (not empty) begins with; 0: it begins with none.
@@ -58,9 +72,7 @@ inline std::string printable(std::string_view text) {
         }
 
         // Show it byte by byte; the second byte of such a character comes next, and is none itself.
-        char hex[8];
-        snprintf(hex, sizeof(hex), "\\x%02x", c);
-        shown += c == '\n' ? "\\n" : c == '\t' ? "\\t" : hex;
+        shown += c == '\n' ? "\\n" : c == '\t' ? "\\t" : formatted("\\x%02x", c);
         n = 1;
     }
     return shown;
@@ -95,9 +107,7 @@ inline std::string in_units(double x, double step, const char* const* units, int
     int unit = 0;
     for (; unit + 1 < count && x >= step; unit++)
         x /= step;
-    char text[64];
-    snprintf(text, sizeof(text), "%.*f%s", unit ? digits : 0, x, units[unit]);
-    return text;
+    return formatted("%.*f%s", unit ? digits : 0, x, units[unit]);
 }
 
 // Split a list at its commas.
@@ -124,37 +134,24 @@ inline std::string bytes_text(double bytes) {
 
 // A number beyond all units: 7.945e18
 inline std::string power_text(double x) {
-    char text[32];
-    snprintf(text, sizeof(text), "%.3e", x);
-    std::string all = text;
-    size_t plus = all.find("e+");
-    return plus == std::string::npos ? all : all.erase(plus + 1, 1);
+    std::string text = formatted("%.3e", x);
+    size_t plus = text.find("e+");
+    return plus == std::string::npos ? text : text.erase(plus + 1, 1);
 }
 
 // A time: 2h03m, 1m20s, 7s
 inline std::string duration_text(double seconds) {
-    char text[32];
     // Two units are enough: an estimate is no more precise.
     long s = long(seconds + 0.5);
-    if (s >= 3600)
-        snprintf(text, sizeof(text), "%ldh%02ldm", s / 3600, s / 60 % 60);
-    else if (s >= 60)
-        snprintf(text, sizeof(text), "%ldm%02lds", s / 60, s % 60);
-    else
-        snprintf(text, sizeof(text), "%lds", s);
-    return text;
+    if (s >= 3600) return formatted("%ldh%02ldm", s / 3600, s / 60 % 60);
+    return s >= 60 ? formatted("%ldm%02lds", s / 60, s % 60) : formatted("%lds", s);
 }
 
 // A rate: 1.20M, 83.2k, 512
 inline std::string rate_text(double per_second) {
-    char text[32];
-    if (per_second >= 1e6)
-        snprintf(text, sizeof(text), "%.2fM", per_second / 1e6);
-    else if (per_second >= 1e3)
-        snprintf(text, sizeof(text), "%.1fk", per_second / 1e3);
-    else
-        snprintf(text, sizeof(text), "%.0f", per_second);
-    return text;
+    if (per_second >= 1e6) return formatted("%.2fM", per_second / 1e6);
+    return per_second >= 1e3 ? formatted("%.1fk", per_second / 1e3)
+                             : formatted("%.0f", per_second);
 }
 
 } // namespace llmc

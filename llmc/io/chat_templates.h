@@ -85,8 +85,7 @@ inline bool recognise_template(const std::string& written, ChatFormat* format) {
             return true;
 
     // A published text, or our own with a published system text.
-    char hash[17];
-    snprintf(hash, sizeof(hash), "%016llx", (unsigned long long)fnv1a(text));
+    std::string hash = formatted("%016llx", (unsigned long long)fnv1a(text));
     for (const PublishedTemplates& known : published_templates()) {
         *format = *format_named(known.format);
         format->default_system = known.system;

@@ -184,16 +184,12 @@ inline bool is_newer_field(const std::string& key) {
 
 // "step_00000100". Leading zeros make alphabetical order the order of steps, up to 10^8 - 1 steps.
 inline std::string step_folder(int64_t step) {
-    char name[32];
-    snprintf(name, sizeof(name), "step_%08lld", (long long)step);
-    return name;
+    return formatted("step_%08lld", (long long)step);
 }
 
 // "rank_00003.safetensors"
 inline std::string rank_file(int rank) {
-    char name[32];
-    snprintf(name, sizeof(name), "rank_%05d.safetensors", rank);
-    return name;
+    return formatted("rank_%05d.safetensors", rank);
 }
 
 // Steps of the complete checkpoints in `out`, newest first. With the ending ".tmp": steps of the

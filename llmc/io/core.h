@@ -395,27 +395,23 @@ inline std::string read_tasks(Evaluation* e, const std::string& value, const Tok
 // accuracies, and CORE, to an object of log.jsonl.
 inline std::string core_table(const Evaluation& e, Json* log) {
     // Accuracies are by the mean over tokens; a single prompt is right if it is greedy.
-    char line[256];
-    snprintf(line, sizeof(line), "%-35s, %-5s, %-10s, %-10s\n", "Task", "Shots", "Accuracy",
-             "Centered");
-    std::string table = line;
+    std::string table =
+        formatted("%-35s, %-5s, %-10s, %-10s\n", "Task", "Shots", "Accuracy", "Centered");
     std::vector<double> centred;
     for (const Task& task : e.tasks) {
         if (task.shots < 0) continue;
         double accuracy = score_task(task, e.candidates).acc_norm.mean;
         centred.push_back((accuracy - task.guess) / (1 - task.guess));
-        snprintf(line, sizeof(line), "%-35.99s, %-5d, %-10.6f, %-10.6f\n", task.name.c_str(),
-                 task.shots, accuracy, centred.back());
-        table += line;
+        table += formatted("%-35.99s, %-5d, %-10.6f, %-10.6f\n", task.name.c_str(), task.shots,
+                           accuracy, centred.back());
         (*log)["core_" + task.name] = accuracy;
     }
 
     // The last line is the mean of what is centred.
     if (centred.empty()) return "";
     (*log)["core"] = mean_of(centred).mean;
-    snprintf(line, sizeof(line), "%-35s, %-5s, %-10s, %-10.6f\n", "CORE", "", "",
-             mean_of(centred).mean);
-    return table + line;
+    return table +
+           formatted("%-35s, %-5s, %-10s, %-10.6f\n", "CORE", "", "", mean_of(centred).mean);
 }
 
 } // namespace llmc

@@ -495,16 +495,13 @@ inline std::string score_text(const Task& task, const Score& s) {
     // Count by the score that is usually published: acc_norm if the task has it.
     double right = (kind.acc_norm ? s.acc_norm.mean : s.acc.mean) * double(n);
     std::string text = task.name;
-    char line[256];
-    snprintf(line, sizeof(line), " %.0f/%zu  acc %.4f +- %.4f", right, n, s.acc.mean, s.acc.error);
-    text += line;
+    text += formatted(" %.0f/%zu  acc %.4f +- %.4f", right, n, s.acc.mean, s.acc.error);
+    if (kind.acc_norm)
+        text += formatted("  acc_norm %.4f +- %.4f", s.acc_norm.mean, s.acc_norm.error);
 
-    snprintf(line, sizeof(line), "  acc_norm %.4f +- %.4f", s.acc_norm.mean, s.acc_norm.error);
-    if (kind.acc_norm) text += line;
     // The derivative of exp(-x) carries the standard error over.
     double error = s.perplexity() * s.log_likelihood.error;
-    snprintf(line, sizeof(line), "  perplexity %.4g +- %.2g", s.perplexity(), error);
-    if (kind.perplexity) text += line;
+    if (kind.perplexity) text += formatted("  perplexity %.4g +- %.2g", s.perplexity(), error);
     // A single question has no error.
     text = replace_all(replace_all(text, " +- -nan", ""), " +- nan", "");
     return text + "\n";

@@ -48,9 +48,8 @@ inline std::string memory_line(const char* what, size_t bytes, size_t total,
                                const std::string& why = "") {
     if (!bytes) return "";
     // Print exact bytes to compare with other tools, and a unit to read.
-    char text[128];
-    snprintf(text, sizeof(text), "  %-26s %14zu %12s", what, bytes,
-             bytes_text(double(bytes)).c_str());
+    std::string text =
+        formatted("  %-26s %14zu %12s", what, bytes, bytes_text(double(bytes)).c_str());
     std::string bar = total ? bar_text(double(bytes) / double(total)) : "";
     return text + (bar.empty() ? "" : "  " + bar) + (why.empty() ? "" : "  " + why) + "\n";
 }
@@ -67,12 +66,10 @@ inline std::string parameters_text(const Model& model) {
         padding += p.elements() - p.file_elements();
     }
 
-    char line[256];
-    snprintf(line, sizeof(line),
-             "parameters %zu (%s): matrices and tables %zu, vectors %zu; in %zu buckets; "
-             "padding %zu\n",
-             total, count_text(double(total)).c_str(), matrices, vectors, model.buckets.size(),
-             padding);
+    std::string line =
+        concat("parameters ", total, " (", count_text(double(total)), "): matrices and tables ",
+               matrices, ", vectors ", vectors, "; in ", model.buckets.size(),
+               " buckets; padding ", padding, "\n");
     if (!adapters) return line;
 
     // Say how many of them are in adapters, how many are frozen, and where backward passes end.
@@ -91,23 +88,17 @@ inline std::string run_text(const Model& model, size_t T, int64_t steps, int64_t
     double tokens = double(steps) * double(batch_tokens);
     double each = flops_per_token(model, T);
     double flops = tokens * each;
-    char line[160];
-    snprintf(line, sizeof(line),
-             "run: %lld steps x %lld tokens = %s tokens of %s FLOPs = %s FLOPs\n",
-             (long long)steps, (long long)batch_tokens, count_text(tokens).c_str(),
-             count_text(each).c_str(), power_text(flops).c_str());
-    std::string text = line;
+    std::string text =
+        concat("run: ", steps, " steps x ", batch_tokens, " tokens = ", count_text(tokens),
+               " tokens of ", count_text(each), " FLOPs = ", power_text(flops), " FLOPs\n");
 
     // Divide by the peak of two common GPUs, for one GPU and for all ranks.
     for (const char* device : {"A100", "H100"}) {
         double peak = machine_of_device(device)->peak(2);
-        snprintf(line, sizeof(line), "  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
-                 100 * UTILISATION, peak / 1e12, run_hours(flops, peak, UTILISATION, 1));
-        text += line;
-        snprintf(line, sizeof(line), ", on %d GPUs %.1f", ranks,
-                 run_hours(flops, peak, UTILISATION, ranks));
-        if (ranks > 1) text += line;
-        text += "\n";
+        text += formatted("  %s at %.0f%% of %.0f TFLOP/s in bf16: %.1f hours", device,
+                          100 * UTILISATION, peak / 1e12, run_hours(flops, peak, UTILISATION, 1));
+        double hours = run_hours(flops, peak, UTILISATION, ranks);
+        text += ranks > 1 ? formatted(", on %d GPUs %.1f\n", ranks, hours) : "\n";
     }
     return text;
 }
@@ -220,11 +211,9 @@ inline double moved_bytes(const Arena& arena, const Plan& p, const Model& model,
 // A tier's bytes, and how long a step's moves take at a rate in GB/s each way.
 inline std::string tier_line(const char* what, const Arena& arena, const std::vector<Plan>& plans,
                              const Model& model, Tier tier, double rate) {
-    char why[128];
     double seconds = moved_bytes(arena, plans[0], model, 0, tier) / (rate * 1e9);
-    char time[32];
-    snprintf(time, sizeof(time), seconds < 100 ? "%.2g" : "%.0f", seconds);
-    snprintf(why, sizeof(why), "offloaded; %s s of each step both ways at %g GB/s", time, rate);
+    std::string time = seconds < 100 ? formatted("%.2g", seconds) : formatted("%.0f", seconds);
+    std::string why = concat("offloaded; ", time, " s of each step both ways at ", rate, " GB/s");
     return memory_line(what, arena.memory[int(tier)].bytes, 0, why);
 }
 
@@ -343,10 +332,10 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     int shards = update_axis(layout, Group::DATA).size;
     int near = layout.weights_near ? layout.zero_group : 0;
     ParameterBytes whole = parameter_bytes<T>(options, model);
-    char line[128];
-    snprintf(line, sizeof(line), "%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
-             zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
-             layout.zero);
+    std::string line =
+        formatted("%.4g bytes a parameter, %.4g on each of %d ranks by ZeRO %d",
+                  zero_bytes(whole, 0, 1), zero_bytes(whole, layout.zero, shards, near), shards,
+                  layout.zero);
     std::string where = options.offload.cuts_updates() ? ", in all tiers of memory" : "";
     if (model.muon)
         where += concat("; Muon updates ", std::lround(100 * muon_share(model)),
@@ -357,8 +346,7 @@ std::string parameter_text(const Layout& layout, const PlanOptions& options,
     // Expert parallelism: a rank has only some experts, and other ranks shard each of them.
     shards = shard_axis(layout, Group::EXPERTS).size;
     double expert = zero_bytes(whole, layout.zero, shards) / layout.ep;
-    char more[64];
-    snprintf(more, sizeof(more), ", %.4g of an expert's by ep %d", expert, layout.ep);
+    std::string more = formatted(", %.4g of an expert's by ep %d", expert, layout.ep);
     return concat(line, more, layout.experts.whole ? " and etp 1" : "", where);
 }
 
@@ -372,11 +360,9 @@ inline std::string nccl_text(const Layout& layout) {
     bool hybrid = heads_axis(layout).size > 1 && keys_axis(layout).size > 1;
     int sets = 1 + beside(layout.tp) + beside(layout.pp) +
                (layout.cp.size > 1) * (hybrid ? 3 : 1) + (layout.ep > 1);
-    char line[160];
-    snprintf(line, sizeof(line),
-             "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n",
-             sets, sets > 1 ? "sets" : "set", 0.5 * sets, 1.6 * sets);
-    return line;
+    return formatted(
+        "  on GPUs NCCL takes %d %s of buffers beside it, %.1f to %.1f GB by an estimate\n", sets,
+        sets > 1 ? "sets" : "set", 0.5 * sets, 1.6 * sets);
 }
 
 // Bytes of scratch for sums in rank order on GPUs (nccl.h), which is as large as what is summed. A
@@ -416,12 +402,10 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
                    layout.world() / layout.pp.size, "; ",
                    parameter_text<T>(layout, o, model), "\n");
     std::vector<int> kept(plans.size(), 1); // [rank]: stages whose activations live at once
-    char line[160];
     if (o.mode == Mode::TRAIN) {
         std::vector<Schedule> all = schedules_of(layout, o.micro_batches);
         Simulation s = simulate(slots_that_run(all, layout, model), pp);
-        snprintf(line, sizeof(line), "bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
-        *text += line;
+        *text += formatted("bubble: ranks are idle %.1f%% of a step\n", 100 * s.bubble);
         all = slots_that_run(all, layout, model, true);
         for (int r = 0; r < pp; r++)
             kept[r] = peak_live(all[r]);
@@ -436,9 +420,9 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
         const Memory& memory = arena.device();
         std::string lasting = bytes_text(double(memory.persistent_bytes));
         std::string passing = bytes_text(double(memory.bytes - memory.persistent_bytes));
-        snprintf(line, sizeof(line), "  %4d %12s %12s %12s  %12d  ", r, lasting.c_str(),
-                 passing.c_str(), bytes_text(double(memory.bytes)).c_str(), kept[r]);
-        *text += line + layers_text(plans[r][0], model) + "\n";
+        *text += formatted("  %4d %12s %12s %12s  %12d  ", r, lasting.c_str(), passing.c_str(),
+                           bytes_text(double(memory.bytes)).c_str(), kept[r]);
+        *text += layers_text(plans[r][0], model) + "\n";
         // Among equally large ranks, name the first.
         size_t bytes = memory.bytes + (beside.empty() ? 0 : beside[size_t(r)]);
         if (bytes <= *most) continue;
@@ -623,10 +607,8 @@ inline std::string layer_text(const Arena& arena, const Plan& p, const Model& mo
             for (Data d : data) {
                 const Place* place = arena_find(arena, plan, int(i), d);
                 if (!place) continue;
-                char line[160];
-                snprintf(line, sizeof(line), "  %-7s %-24s %14zu bytes at %zu\n", what,
-                         data_text(d, model).c_str(), place->bytes, place->offset);
-                text += line;
+                text += formatted("  %-7s %-24s %14zu bytes at %zu\n", what,
+                                  data_text(d, model).c_str(), place->bytes, place->offset);
             }
         };
         Access x = access(p, model, a);

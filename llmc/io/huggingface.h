@@ -614,9 +614,8 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
     // Write the weights, file by file, and note which tensor is in which.
     OrderedJson weight_map; // [tensor]: its file
     for (size_t f = 0; f < files; f++) {
-        char name[64] = "model.safetensors";
-        if (files > 1)
-            snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", f + 1, files);
+        std::string name = "model.safetensors";
+        if (files > 1) name = formatted("model-%05zu-of-%05zu.safetensors", f + 1, files);
         size_t first = shards.starts[f];
         size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
         std::string path = folder + "/" + name;

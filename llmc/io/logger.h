@@ -70,22 +70,17 @@ struct StepReport {
 // busy: then the line says only that about all of it is used.
 inline std::string step_text(const StepReport& r, double seconds_left) {
     int width = int(std::to_string(r.steps).size()) + 1;
-    char mfu[32], text[256];
-    snprintf(mfu, sizeof(mfu), "%.1f%%", r.mfu * 100);
-    snprintf(text, sizeof(text),
-             "step %*lld/%lld | loss %.4f | norm %.2f | lr %.1e | "
-             "%.1f ms | %s tok/s | mfu %s | eta %s",
-             width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
-             rate_text(double(r.step_tokens) / r.seconds).c_str(), r.mfu > 1 ? "~100%" : mfu,
-             duration_text(seconds_left).c_str());
+    std::string mfu = r.mfu > 1 ? "~100%" : formatted("%.1f%%", r.mfu * 100);
+    std::string line = formatted(
+        "step %*lld/%lld | loss %.4f | norm %.2f | lr %.1e | %.1f ms | %s tok/s | mfu %s | eta %s",
+        width, (long long)r.step, (long long)r.steps, r.loss, r.norm, r.lr, r.seconds * 1e3,
+        rate_text(double(r.step_tokens) / r.seconds).c_str(), mfu.c_str(),
+        duration_text(seconds_left).c_str());
 
     // Insert numbers after the loss.
-    std::string line = text;
     std::string numbers;
-    for (const NamedNumber& n : r.more) {
-        snprintf(text, sizeof(text), n.format, n.value);
-        if (*n.format) numbers += concat(" | ", n.name, " ", text);
-    }
+    for (const NamedNumber& n : r.more)
+        if (*n.format) numbers += concat(" | ", n.name, " ", formatted(n.format, n.value));
     return line.insert(line.find(" | norm"), numbers);
 }
 

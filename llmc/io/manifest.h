@@ -24,11 +24,9 @@ constexpr int CHECKPOINT_FORMAT = 2;
 inline bool is_rank_file(const std::string& name) {
     // Write the name back and compare: rank_3.safetensors is not one of our files.
     int rank = -1;
-    char again[64];
     if (sscanf(name.c_str(), "rank_%9d", &rank) != 1 || rank < 0)
         return false;
-    snprintf(again, sizeof(again), "rank_%05d.safetensors", rank);
-    return name == again;
+    return name == formatted("rank_%05d.safetensors", rank);
 }
 
 // Check a file's entry: its name, its size and checksum, the cut of the model, and its ranges.

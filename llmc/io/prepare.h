@@ -92,9 +92,7 @@ inline std::string next_shard(const ShardOutput& o) {
         return o.stem + ".val.bin";
     if (o.shard_tokens == 0)
         return o.stem + ".bin";
-    char number[32];
-    snprintf(number, sizeof(number), "_%06zu.bin", o.shards.size() - (o.val_tokens > 0));
-    return o.stem + number;
+    return o.stem + formatted("_%06zu.bin", o.shards.size() - (o.val_tokens > 0));
 }
 
 // How many tokens the next shard takes.

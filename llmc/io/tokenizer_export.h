@@ -54,12 +54,9 @@ inline std::vector<std::string> token_texts(const Tokenizer& t) {
         texts[i] = piece_text(t, bytes ? std::string(1, char(i)) : t.pieces[i]);
 
     // Replace the texts of byte, unknown and special tokens: their pieces hold what decoding shows.
-    for (int b = 0; t.sentencepiece && b < 256; b++) {
-        char name[8];
-        snprintf(name, sizeof(name), "<0x%02hhX>", (unsigned char)b);
+    for (int b = 0; t.sentencepiece && b < 256; b++)
         if (t.byte_token[b] >= 0)
-            texts[t.byte_token[b]] = name;
-    }
+            texts[t.byte_token[b]] = formatted("<0x%02X>", b);
     if (t.unknown >= 0)
         texts[t.unknown] = "<unk>";
     for (const auto& [text, token] : t.special)

@@ -61,13 +61,12 @@ struct NamedTrial {
 inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestion& q,
                               const std::string& name) {
     // The rate counts the tokens of all ranks together.
-    char line[96];
     double rate = double(q.config.batch_tokens) / t.seconds;
     double times = t.seconds / a.best[0].seconds;
     double more = 100 * (times - 1);
-    snprintf(line, sizeof(line), "  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ",
-             name.c_str(), t.seconds * 1e3, more,
-             count_text(rate).c_str(), bytes_text(t.bytes).c_str());
+    std::string line = formatted("  %-6s %10.2f ms %+6.1f%% %8s tok/s %10s  ", name.c_str(),
+                                 t.seconds * 1e3, more, count_text(rate).c_str(),
+                                 bytes_text(t.bytes).c_str());
 
     // Several may be as good as the best.
     bool close = times <= TIE && times >= 1 / TIE;
@@ -80,26 +79,21 @@ inline std::string trial_line(const Trial& t, const Answer& a, const PlanQuestio
 // each other one has more. The rows of time add up to a step.
 inline std::string differences_text(const std::vector<NamedTrial>& trials) {
     std::string text = "what the others have more than the best\n  ms of a step            ";
-    char cell[64];
-    for (const NamedTrial& t : trials) {
-        snprintf(cell, sizeof(cell), " %10s", t.name.c_str());
-        text += cell;
-    }
+    for (const NamedTrial& t : trials)
+        text += formatted(" %10s", t.name.c_str());
     text += "\n";
 
     // A row takes number(trial) of each. What rounds to 0 has no sign; a row of it is left out.
     auto row = [&](const char* name, auto number) {
         double best = number(*trials[0].trial);
         auto zero = [](double x) { return std::fabs(x) < 0.005; };
-        snprintf(cell, sizeof(cell), "  %-24s %10.2f", name, best);
-        std::string line = cell;
+        std::string line = formatted("  %-24s %10.2f", name, best);
         bool any = !zero(best);
         for (size_t i = 1; i < trials.size(); i++) {
             double x = number(*trials[i].trial);
             any |= !zero(x);
             double more = zero(x - best) ? 0 : x - best;
-            snprintf(cell, sizeof(cell), " %+10.2f", more);
-            line += cell;
+            line += formatted(" %+10.2f", more);
         }
         if (any) text += line + "\n";
     };

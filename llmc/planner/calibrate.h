@@ -82,11 +82,9 @@ inline double fit_share(double prior, const std::vector<Measured>& rows) {
 inline std::string share_text(double share, const std::vector<Measured>& rows) {
     std::string text;
     for (const Measured& m : rows) {
-        char line[120];
         double fitted = m.whole / share;
-        snprintf(line, sizeof(line), "#   %-44s %10.4f ms, by the fit %+6.1f%%\n", m.name.c_str(),
-                 1e3 * m.seconds, 100 * (fitted / m.seconds - 1));
-        text += line;
+        text += formatted("#   %-44s %10.4f ms, by the fit %+6.1f%%\n", m.name.c_str(),
+                          1e3 * m.seconds, 100 * (fitted / m.seconds - 1));
     }
     return text;
 }
@@ -480,10 +478,8 @@ inline std::string machine_text(const Measurements& m, const std::string& base, 
     std::string text = concat("# measured by --calibrate; --machine reads it\nbase = ", base,
                               "\nprecision = ", m.precision, "\n");
     for (const MachineField& f : machine_fields()) {
-        char line[64];
         double v = std::clamp(fit.*f.field, f.least, f.most);
-        snprintf(line, sizeof(line), "%s = %.6g\n", f.name, v);
-        text += line;
+        text += formatted("%s = %.6g\n", f.name, v);
     }
 
     // Write the measurements, so that a reader sees what the shares rest on.

@@ -275,18 +275,16 @@ inline std::string refusal_of(const std::vector<FitCell>& cells) {
 // A line of a card's table: the way, its rate, its bytes, and the flags. longest: 0: not asked.
 inline std::string fit_line(const std::string& model, const FitCell& cell, int longest) {
     // Write the rate and the bytes, or only that there are none.
-    char line[160];
-    snprintf(line, sizeof(line), "  %-16s %-8s ", model.c_str(), cell.way.c_str());
+    std::string text = formatted("  %-16s %-8s ", model.c_str(), cell.way.c_str());
     if (!cell.refusal.empty())
-        return concat(line, "refused: ", cell.refusal, "\n");
+        return concat(text, "refused: ", cell.refusal, "\n");
     if (cell.B == 0)
-        return concat(line, "does not fit\n");
-    std::string text = line;
-    snprintf(line, sizeof(line), "%8s tok/s %10s  ", count_text(cell.rate).c_str(),
-             bytes_text(cell.bytes).c_str());
+        return text + "does not fit\n";
+    text += formatted("%8s tok/s %10s  ", count_text(cell.rate).c_str(),
+                      bytes_text(cell.bytes).c_str());
 
     // Write the flags, and what they need besides the card.
-    text += concat(line, "--micro-batch ", cell.B);
+    text += concat("--micro-batch ", cell.B);
     if (!cell.flags.empty()) text += " " + cell.flags;
     if (cell.host > 0)
         text += "  (" + bytes_text(cell.host) + " of the host's memory)";

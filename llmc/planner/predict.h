@@ -173,11 +173,9 @@ inline std::string parts_text(const StepTime& step) {
         double share = seconds / step.seconds;
         // Leave out a part that this layout does not have.
         if (seconds <= 0) continue;
-        char line[96];
-        snprintf(line, sizeof(line), "  %-24s %10.2f ms %5.1f%%", p.name,
-                 seconds * 1e3, 100 * share);
         std::string bar = bar_text(share);
-        text += line + (bar.empty() ? "" : "  " + bar) + "\n";
+        text += formatted("  %-24s %10.2f ms %5.1f%%", p.name, seconds * 1e3, 100 * share);
+        text += (bar.empty() ? "" : "  " + bar) + "\n";
     }
     return text;
 }
@@ -199,15 +197,12 @@ inline Prediction predict_step(const Layout& layout, const Model& model,
     double peak = cost.machine.peak(cost.element);
     double mfu = flops / (peak * cards);
     bool slow = peak < 1e12; // a processor's
-    char line[160];
-    snprintf(line, sizeof(line),
-             "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.4g %s\n",
-             cost.machine.name.c_str(), step.seconds * 1e3,
-             count_text(rate).c_str(), count_text(rate / cards).c_str(),
-             100 * mfu,
-             peak / (slow ? 1e9 : 1e12), slow ? "GFLOP/s" : "TFLOP/s");
-    std::string text = line + parts_text(step);
-    return {text, trace_of(step, plans, model), step.seconds};
+    std::string line = formatted(
+        "predicted on %s: %.2f ms a step | %s tok/s, %s a card | mfu %.1f%% of %.4g %s\n",
+        cost.machine.name.c_str(), step.seconds * 1e3, count_text(rate).c_str(),
+        count_text(rate / cards).c_str(), 100 * mfu, peak / (slow ? 1e9 : 1e12),
+        slow ? "GFLOP/s" : "TFLOP/s");
+    return {line + parts_text(step), trace_of(step, plans, model), step.seconds};
 }
 
 // The middle one of some numbers, of which there is at least one.
@@ -223,12 +218,9 @@ inline std::string predicted_text(const std::string& machine, double seconds,
     double measured = median_of(steps);
     double error = 100 * (seconds / measured - 1); // percent of the measured time
     const char* words = steps.size() > 1 ? "steps" : "step";
-
-    char line[160];
-    snprintf(line, sizeof(line),
-             ": %.2f ms a step | measured %.2f ms, the median of %zu %s | error %+.1f%%\n",
-             1e3 * seconds, 1e3 * measured, steps.size(), words, error);
-    return "predicted on " + machine + line;
+    return formatted("predicted on %s: %.2f ms a step | measured %.2f ms, the median of %zu %s | "
+                     "error %+.1f%%\n", machine.c_str(), 1e3 * seconds, 1e3 * measured,
+                     steps.size(), words, error);
 }
 
 } // namespace llmc

@@ -78,9 +78,7 @@ inline std::string account_text(Account account) {
     const char* between = ": ";
     for (auto& [share, name] : shares) {
         if (share < 0.001) break;
-        char percent[16];
-        snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
-        text += concat(between, percent, " ", name);
+        text += formatted("%s%.1f%% %s", between, 100 * share, name);
         between = ", ";
     }
     return text;
@@ -141,11 +139,9 @@ inline void profile_add(Profile& p, const std::vector<TimedAction>& actions, dou
 
 // A row as a line. Times are in milliseconds: a step's actions take from thousandths to thousands.
 inline std::string profile_line(const ProfileRow& row, double all) {
-    char line[160];
-    snprintf(line, sizeof(line), "%-24s %9lld %12.3f %10.3f %6.1f%%\n", row.kind.c_str(),
-             (long long)row.count, row.seconds * 1e3, row.seconds * 1e3 / double(row.count),
-             100 * row.seconds / all);
-    return line;
+    return formatted("%-24s %9lld %12.3f %10.3f %6.1f%%\n", row.kind.c_str(),
+                     (long long)row.count, row.seconds * 1e3,
+                     row.seconds * 1e3 / double(row.count), 100 * row.seconds / all);
 }
 
 // The whole table. `title` names the run.
@@ -159,11 +155,10 @@ inline std::string profile_text(Profile p, const std::string& title) {
     p.rows.push_back({"between", p.steps, left});
 
     // Name the columns that profile_line() fills.
-    char head[160];
-    snprintf(head, sizeof(head), "%lld steps of %.3f ms\n%-24s %9s %12s %10s %7s\n",
-             (long long)p.steps, p.seconds * 1e3 / double(p.steps), "action", "count", "total ms",
-             "ms each", "share");
-    std::string text = title + "\n" + head;
+    std::string text = title + "\n";
+    text += formatted("%lld steps of %.3f ms\n%-24s %9s %12s %10s %7s\n", (long long)p.steps,
+                      p.seconds * 1e3 / double(p.steps), "action", "count", "total ms", "ms each",
+                      "share");
     for (const ProfileRow& row : p.rows)
         text += profile_line(row, p.seconds);
     return text;

@@ -65,11 +65,11 @@ inline double lost_share(double interval, double failure_seconds, double save_se
 inline std::string interval_text(double hours_of_a_rank, int ranks, double save_seconds) {
     double failure = job_failure_seconds(hours_of_a_rank, ranks);
     double interval = young_interval(failure, save_seconds);
-    char percent[16];
-    snprintf(percent, sizeof(percent), "%.2g%%", 100 * lost_share(interval, failure, save_seconds));
+    double percent = 100 * lost_share(interval, failure, save_seconds);
     return concat("a checkpoint every ", duration_text(interval), ": a save takes ", save_seconds,
                   " s, and ", ranks, ranks == 1 ? " rank fails" : " ranks fail", " every ",
-                  duration_text(failure), "; both cost ", percent, " of the time");
+                  duration_text(failure), "; both cost ", formatted("%.2g", percent),
+                  "% of the time");
 }
 
 // ----------------------------------------------------------------------------

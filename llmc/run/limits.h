@@ -242,20 +242,16 @@ inline std::string levels_text(const Layout& layout, const Model& model, const C
 // of a step.
 inline std::string choice_text(const Choice& choice, const Layout& layout, const Model& model,
                                size_t T) {
-    char gib[32], percent[32];
     double bytes = double(choice.bytes);
     double share = choice.flops * layout.pp.size / flops_per_token(model, T);
-    snprintf(gib, sizeof(gib), "%.2f GiB", bytes / GIB); // two digits: neighbours are close
-    snprintf(percent, sizeof(percent), "%.1f%%", 100 * share);
-    std::string text = concat(bytes < GIB ? bytes_text(bytes) : gib, " with ", percent,
-                              " more FLOPs");
+    std::string gib = formatted("%.2f GiB", bytes / GIB); // two digits: neighbours are close
+    std::string text = bytes < GIB ? bytes_text(bytes) : gib;
+    text += formatted(" with %.1f%% more FLOPs", 100 * share);
     if (!choice.seconds) return text;
 
     // Add the time where activations may leave: moves cost no FLOPs.
-    char time[96];
-    snprintf(time, sizeof(time), ", %.2f ms a step alone, %.1f%% of it waiting for moves",
-             choice.seconds * 1e3, 100 * choice.waited / choice.seconds);
-    return text + time;
+    return text + formatted(", %.2f ms a step alone, %.1f%% of it waiting for moves",
+                            choice.seconds * 1e3, 100 * choice.waited / choice.seconds);
 }
 
 // With --recompute auto, choose each block's level, write it into the training plan, and return the

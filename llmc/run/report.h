@@ -348,8 +348,7 @@ inline void draw_simulation(const Run& run, const Plan& p, const Model& model) {
     Simulation s = simulate(all, p.layout.pp.size);
 
     // Put the bubble into the title. A row is a stage, or a rank with several stages.
-    char idle[64];
-    snprintf(idle, sizeof(idle), ": ranks are idle %.1f%% of a step", 100 * s.bubble);
+    std::string idle = formatted(": ranks are idle %.1f%% of a step", 100 * s.bubble);
     const char* row = p.layout.chunks > 1 ? "pp rank" : "stage";
     or_die(write_timeline(run.config.timeline, simulated_trace(all, s),
                           layout_text(run.config) + idle, row, "forward passes"));

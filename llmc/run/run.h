@@ -91,13 +91,11 @@ struct Spikes {
         double z_norm = norm.add(new_norm);
         if (z_loss == 0 && z_norm == 0) return "";
         bool of_loss = z_loss > 0;
-        char text[160];
-        snprintf(text, sizeof(text),
-                 "step %lld: the %s of %.4g is %.0f standard deviations above the last %zu steps: "
-                 "a spike",
-                 (long long)step, of_loss ? "loss" : "gradient norm", of_loss ? new_loss : new_norm,
-                 of_loss ? z_loss : z_norm, loss.values.size());
-        return text;
+        return formatted(
+            "step %lld: the %s of %.4g is %.0f standard deviations above the last %zu steps: "
+            "a spike",
+            (long long)step, of_loss ? "loss" : "gradient norm", of_loss ? new_loss : new_norm,
+            of_loss ? z_loss : z_norm, loss.values.size());
     }
 };
 
