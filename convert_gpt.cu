@@ -67,9 +67,8 @@ static std::string take_paths(Config& c) {
     if (c.paths.size() > 1)
         for (const std::string& path : c.paths)
             c.average += (c.average.empty() ? "" : ",") + path;
-    struct stat s;
     for (const std::string& path : c.paths)
-        if (stat(path.c_str(), &s) != 0)
+        if (!file_type(path))
             return path + ": is neither a folder nor a file";
     return "";
 }

@@ -7,7 +7,6 @@
 //     unknown     refused: --chat-format names the format, or the data are tokenized already
 //   Without a template the tokenizer's special tokens decide, and the run says so.
 #pragma once
-#include "../access.h"
 #include "../ops/rand.h"
 #include "../comm/text.h"
 #include "chat.h"
@@ -141,10 +140,9 @@ inline std::string recognise_tokens(const Tokenizer& t) {
 inline std::string choose_chat(Chat* chat, const std::string& name, const std::string& folder,
                                const Tokenizer& t) {
     // Look for a template.
-    struct stat s;
     std::string at;
-    if (t.kind != TokenizerKind::BYTE && stat(t.name.c_str(), &s) == 0)
-        at = S_ISDIR(s.st_mode) ? t.name : folder_of(t.name);
+    mode_t type = t.kind == TokenizerKind::BYTE ? 0 : file_type(t.name);
+    if (type) at = type == S_IFDIR ? t.name : folder_of(t.name);
     Json text;
     std::string wrong = at.empty() ? "" : read_chat_template(at, &text);
     if (text.is_null() && wrong.empty() && !folder.empty())

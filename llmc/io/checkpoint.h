@@ -24,7 +24,6 @@
 //   (replace_folder() in files.h).
 #pragma once
 #include <sys/stat.h>
-#include <filesystem>
 #include <fstream>
 #include "../action.h"
 #include "../optimizer.h"
@@ -428,7 +427,7 @@ inline std::string set_aside(const std::string& out, int64_t step, const std::st
                              std::string* name) {
     std::string folder = out + "/" + step_folder(step);
     *name = folder + ending;
-    for (int n = 2; ::access(name->c_str(), F_OK) == 0; n++)
+    for (int n = 2; file_type(*name); n++)
         *name = concat(folder, ending, ".", n);
     if (rename(folder.c_str(), name->c_str()) == 0)
         return "";

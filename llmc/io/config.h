@@ -4,7 +4,6 @@
 //   A group of rows says which programs take it. tune_gpt takes all that train_gpt takes, and
 //   plan_gpt what both take: these flags are its question.
 #pragma once
-#include <sys/stat.h>
 #include <algorithm>
 #include <climits>
 #include <set>
@@ -1044,9 +1043,7 @@ inline bool writes_profile(const Config& c) { return c.timeline.ends_with(".txt"
 
 // Whether weights are drawn: --model names neither files nor a checkpoint.
 inline bool has_new_weights(const Config& c) {
-    struct stat s;
-    bool file = stat(c.model.c_str(), &s) == 0;
-    return c.start.empty() && (c.scratch || !file);
+    return c.start.empty() && (c.scratch || !file_type(c.model));
 }
 
 // Where weights that are not drawn come from.

@@ -14,6 +14,7 @@
 #include "../sharding.h"
 #include "../comm/text.h"
 #include "config.h"
+#include "files.h"
 #include "machine.h"
 #include "plan_flags.h"
 
@@ -289,7 +290,7 @@ inline std::string check_experts(const Config& c, const Shape& s) {
                       std::min(e.E, MOST_CHOICES));
 
     // Train no router by one gate that is a share. A folder may have one: transformers computes it.
-    bool loaded = ::access(c.model.c_str(), F_OK) == 0 && !c.scratch;
+    bool loaded = file_type(c.model) && !c.scratch;
     bool learns = has_steps(c) && !has_adapters(c) && !c.prefix;
     bool share = e.router == Router::RENORMALISED || e.router == Router::SIGMOID;
     if (e.K == 1 && share && (learns || !loaded))
@@ -766,8 +767,7 @@ inline std::string check_machine(const Config& c) {
     if (c.machine.empty()) return "";
     Machine machine;
     std::string wrong = machine_named(&machine, c.machine), like = machines_like(c.machine);
-    bool no_file = ::access(c.machine.c_str(), F_OK) != 0;
-    bool missing = !wrong.empty() && no_file && !like.empty();
+    bool missing = !wrong.empty() && !file_type(c.machine) && !like.empty();
     if (missing) wrong += concat("; did you mean ", like, "?");
     if (!wrong.empty()) return wrong;
 

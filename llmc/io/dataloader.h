@@ -28,7 +28,6 @@
 #include <set>
 #include <string>
 #include <vector>
-#include "../access.h"
 #include "../context.h"
 #include "../ops/rand.h"
 #include "../comm/text.h"
@@ -137,10 +136,7 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
     if (value.starts_with(IN_ORDER))
         return data_paths(value.substr(IN_ORDER.size()), paths);
     // First try the value as the name of one file, whatever characters it has.
-    auto exists = [](const std::string& path) {
-        return ::access(path.c_str(), F_OK) == 0;
-    };
-    if (exists(value)) {
+    if (file_type(value)) {
         paths->push_back(value);
         return "";
     }
@@ -149,7 +145,7 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
     for (const std::string& item : split_paths(value)) {
         // glob() sorts, so all ranks number the windows in the same way.
         glob_t found;
-        bool pattern = item.find_first_of("*?[") != std::string::npos && !exists(item);
+        bool pattern = item.find_first_of("*?[") != std::string::npos && !file_type(item);
         if (pattern && glob(item.c_str(), 0, nullptr, &found) == 0) {
             paths->insert(paths->end(), found.gl_pathv, found.gl_pathv + found.gl_pathc);
             globfree(&found);
@@ -443,8 +439,7 @@ inline std::vector<std::string> project_sources(const std::string& folder) {
     std::vector<std::string> found;
     for (std::string root : {folder, folder + "../"}) {
         // Find the root by the program's source: other folders may have Markdown pages too.
-        if (::access((root + "train_gpt.cu").c_str(), R_OK) != 0)
-            continue;
+        if (!file_type(root + "train_gpt.cu")) continue;
 
         // List the root's texts and sources.
         for (const char* pattern :

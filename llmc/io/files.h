@@ -141,6 +141,12 @@ inline std::string write_text_file(const std::string& path, const std::string& t
 // ----------------------------------------------------------------------------
 // reading
 
+// The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
+inline mode_t file_type(const std::string& path) {
+    struct stat s;
+    return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
+}
+
 // Say what a path leads to if it is no file.
 inline std::string kind_of_node(mode_t mode) {
     return S_ISDIR(mode)                      ? "a folder"
@@ -435,7 +441,7 @@ inline void remove_folder(const std::string& folder, const TextFiles& carried = 
 inline std::string replace_folder(const std::string& fresh, const std::string& folder,
                                   const TextFiles& carried = {}) {
     // Exchange the two names, or give the name for the first time.
-    bool old = ::access(folder.c_str(), F_OK) == 0;
+    bool old = file_type(folder);
     unsigned how = old ? RENAME_EXCHANGE : 0;
     bool good = renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, folder.c_str(), how) == 0;
 
@@ -474,12 +480,6 @@ inline uint32_t manifest_crc(Json manifest) {
     std::string text = manifest_text(manifest);
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(text.data());
     return uint32_t(crc32(0, bytes, uInt(text.size())));
-}
-
-// The type of the file at a path: S_IFDIR, S_IFREG, ...; 0: there is none.
-inline mode_t file_type(const std::string& path) {
-    struct stat s;
-    return stat(path.c_str(), &s) == 0 ? s.st_mode & S_IFMT : 0;
 }
 
 // Try whether a file that will be written at the end of the run can be made: "" or why not. A file

@@ -7,7 +7,6 @@
 //   Writing  Every size is written, for defaults differ between versions of transformers.
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
-#include <unistd.h>
 #include <algorithm>
 #include <cmath>
 #include <sstream>
@@ -881,7 +880,7 @@ inline std::string hf_shape(Shape* shape, HfConfig& c) {
 inline std::string hf_read_config(Shape* shape, const std::string& folder) {
     HfConfig c;
     c.path = folder + "/config.json";
-    if (::access(c.path.c_str(), F_OK) != 0)
+    if (!file_type(c.path))
         return folder +
                ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
     std::string wrong = read_json(c.path, &c.j);

@@ -10,6 +10,7 @@
 #pragma once
 #include "../comm/group.h"
 #include "../comm/text.h"
+#include "files.h"
 #include "json.h"
 #include "one_reader.h"
 #include "safetensors.h"
@@ -56,8 +57,8 @@ inline std::string hf_read_index(const std::string& path, Json* weight_map,
 inline std::string hf_list_files(const std::string& folder, Json* list) {
     // Find which form the folder has.
     std::string index_path = folder + "/model.safetensors.index.json";
-    bool one = ::access((folder + "/model.safetensors").c_str(), F_OK) == 0;
-    bool sharded = !one && ::access(index_path.c_str(), F_OK) == 0;
+    bool one = file_type(folder + "/model.safetensors");
+    bool sharded = !one && file_type(index_path);
     if (!one && !sharded)
         return folder +
                "/model.safetensors: No such file, and no model.safetensors.index.json: weights in "

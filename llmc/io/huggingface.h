@@ -408,8 +408,8 @@ inline std::string hf_check_folder(const std::string& folder,
         return "--export " + folder + ": cannot be written: " + parent + ": " + strerror(errno);
 
     // Refuse a file of that name.
-    struct stat st;
-    if (stat(path.c_str(), &st) == 0 && !S_ISDIR(st.st_mode))
+    mode_t type = file_type(path);
+    if (type && type != S_IFDIR)
         return "--export " + folder + ": is a file, an export is a folder: choose another name";
 
     // Refuse a folder with files of any other origin: the rename would remove them.

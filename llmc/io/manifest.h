@@ -5,7 +5,6 @@
 //   Every function that returns a text returns "" or what is wrong.
 #pragma once
 #include <climits>
-#include "../access.h"
 #include "../ops/fp8_delayed.cuh"
 #include "../ops/step_scale.h"
 #include "../ops/types.h"
@@ -215,7 +214,7 @@ inline std::string check_manifest(const Json& m) {
 // because the caller reports the format.
 inline std::string read_manifest(const std::string& folder, Json* manifest) {
     std::string path = folder + "/manifest.json", text;
-    if (::access(path.c_str(), F_OK) != 0)
+    if (!file_type(path))
         return folder + ": has no manifest.json";
     const std::string broken = folder + ": manifest.json is broken";
 

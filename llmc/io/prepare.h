@@ -384,9 +384,7 @@ inline std::string check_state(const Json& found) {
 // progress has no complete shard, so that nothing can be lost.
 inline std::string read_state(const ShardOutput& o, const std::string& path, Json* found) {
     std::string bytes;
-    struct stat s;
-    if (stat(path.c_str(), &s) != 0)
-        return "";
+    if (!file_type(path)) return "";
     std::string wrong = read_whole_file(path, &bytes);
     if (!wrong.empty()) return wrong;
 
@@ -412,8 +410,7 @@ inline std::string read_state(const ShardOutput& o, const std::string& path, Jso
 inline std::string check_no_shards(const ShardOutput& o) {
     for (const char* ending : {".bin", ".val.bin", "_[0-9]*.bin"}) {
         std::vector<std::string> found;
-        struct stat s;
-        if (data_paths(o.stem + ending, &found).empty() && stat(found[0].c_str(), &s) == 0)
+        if (data_paths(o.stem + ending, &found).empty() && file_type(found[0]))
             return found[0] + ": is there already: remove it, or choose another name";
     }
     return "";
@@ -594,7 +591,7 @@ inline std::string prepare_check(const Config& c, const Tokenizer& t, ShardOutpu
     // Refuse a folder that does not exist.
     o->stem = c.prepare.substr(0, c.prepare.size() - 4);
     std::string folder = folder_of(o->stem);
-    if (!is_folder(folder))
+    if (file_type(folder) != S_IFDIR)
         return c.prepare + ": there is no folder " + folder + ": make it first";
 
     // Choose the token before a document: the one that begins a text, or else the one that ends
@@ -658,9 +655,7 @@ inline std::string describe_inputs(std::vector<TextInput>* inputs, const std::st
 // folder or beside it.
 inline std::string parquet_script(const std::string& program_folder) {
     std::string script = "dev/data/parquet_text.py";
-    struct stat s;
-    bool inside = stat((program_folder + script).c_str(), &s) == 0;
-    return program_folder + (inside ? "" : "../") + script;
+    return program_folder + (file_type(program_folder + script) ? "" : "../") + script;
 }
 
 // Write the manifest, which completes the preparation.

@@ -222,7 +222,7 @@ inline std::string tokenizer_config(const Tokenizer& t, size_t positions) {
 // The tokenizer_config.json beside any of them is copied too.
 inline std::string tokenizer_files(std::map<std::string, std::string>* files, const Tokenizer& t,
                                    size_t positions) {
-    std::string path = is_folder(t.name) ? tokenizer_in(t.name) : t.name;
+    std::string path = file_type(t.name) == S_IFDIR ? tokenizer_in(t.name) : t.name;
     std::string beside = path.substr(0, path.rfind('/') + 1) + "tokenizer_config.json";
 
     // Copy. The tokenizer_config.json stays as it is: it may hold a chat template.
@@ -232,7 +232,7 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
     if (json || model)
         wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
     if (!wrong.empty()) return wrong;
-    bool whole = ::access(beside.c_str(), F_OK) == 0;
+    bool whole = file_type(beside);
     if (whole)
         wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
     if (json && whole) return wrong;

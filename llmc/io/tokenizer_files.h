@@ -12,10 +12,7 @@
 //   All become one Tokenizer (tokenizer.h). Every function that returns a text returns "" or one
 //   line that says what is wrong. tokenizer_export.h writes such files.
 #pragma once
-#include <sys/stat.h>
-#include <unistd.h>
 #include <sstream>
-#include "../access.h"
 #include "../ops/types.h"
 #include "../comm/text.h"
 #include "files.h"
@@ -922,7 +919,7 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
         // Read the file, if it is there.
         Json j = Json::object();
         std::string wrong, path = file_in(folder, file);
-        if (::access(path.c_str(), F_OK) == 0)
+        if (file_type(path))
             wrong = read_json(path, &j);
         if (!wrong.empty())
             return wrong;
@@ -944,7 +941,7 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
 inline std::string vocabulary_of(const std::string& merges) {
     std::string folder = merges.substr(0, merges.rfind('/') + 1);
     for (const char* name : {"encoder.json", "vocab.json"})
-        if (::access((folder + name).c_str(), F_OK) == 0)
+        if (file_type(folder + name))
             return folder + name;
     return "";
 }
@@ -955,7 +952,7 @@ inline std::string tokenizer_in(const std::string& folder) {
          {"tokenizer.json", "vocab.bpe", "merges.txt", "tokenizer.model", "tokenizer.bin"}) {
         std::string path = folder + "/" + name;
         bool merges = name[0] == 'v' || name[0] == 'm';
-        if (::access(path.c_str(), F_OK) == 0 && !(merges && vocabulary_of(path).empty()))
+        if (file_type(path) && !(merges && vocabulary_of(path).empty()))
             return path;
     }
     return "";
@@ -970,21 +967,16 @@ inline std::string published_tokenizer(const std::string& path) {
     return "";
 }
 
-// Whether a path is a folder.
-inline bool is_folder(const std::string& path) {
-    struct stat s;
-    return stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-}
-
 // Open a file, by its name, or the tokenizer's file in a folder.
 inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
-    if (::access(path.c_str(), F_OK) != 0)
+    mode_t type = file_type(path);
+    if (!type)
         return path + ": " + strerror(errno) + published_tokenizer(path) +
                "; give a tokenizer.json, tokenizer.model, tokenizer.bin, a .tiktoken file or the "
                "folder of one, or --tokenizer byte";
 
     // Look into a folder.
-    if (is_folder(path)) {
+    if (type == S_IFDIR) {
         std::string one = tokenizer_in(path);
         if (!one.empty())
             return read_tokenizer(t, one);
@@ -1033,7 +1025,7 @@ inline std::string tokenizer_open(Tokenizer* t, const std::string& name) {
     t->vocab_size = int(t->pieces.size());
 
     // Let the files beside it say what begins and ends a text.
-    return read_special_tokens(t, is_folder(name) ? name : folder_of(name));
+    return read_special_tokens(t, file_type(name) == S_IFDIR ? name : folder_of(name));
 }
 
 } // namespace llmc

@@ -319,7 +319,7 @@ inline std::string take_run_model(Config& c) {
     std::string folder = c.model;
     if (!steps.empty())
         folder += "/" + step_folder(steps[0]);
-    bool is_checkpoint = ::access((folder + "/manifest.json").c_str(), F_OK) == 0;
+    bool is_checkpoint = file_type(folder + "/manifest.json");
     if (steps.empty() && !is_checkpoint)
         return "";
     Json manifest;

@@ -12,6 +12,7 @@
 #include "../io/checkpoint.h"
 #include "../io/config.h"
 #include "../io/config_check.h"
+#include "../io/files.h"
 #include "../io/machines.h"
 #include "../io/mfu.h"
 #include "../io/one_reader.h"
@@ -377,13 +378,11 @@ size_t check_offload(const Run& run, const Trainer<T, S>& t) {
     // Refuse a folder that is not there, a disk that is too full, or a host without the memory. On
     // the CPU check_memory() has counted the host's bytes: they share the run's memory.
     std::string wrong;
-    struct stat info;
-    bool folder = stat(c.offload_to.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-    if (disk && !folder)
+    mode_t type = file_type(c.offload_to);
+    if (disk && type != S_IFDIR)
         wrong = concat("--offload-to ", printable(c.offload_to),
-                       ::access(c.offload_to.c_str(), F_OK) == 0
-                           ? ": is no folder: give one, or cpu"
-                           : ": there is no such folder: make it, or give cpu");
+                       type ? ": is no folder: give one, or cpu"
+                            : ": there is no such folder: make it, or give cpu");
     else if (disk > disk_left(c.offload_to))
         wrong = lacks(c.offload_to, disk, disk_left(c.offload_to),
                       "make room, or choose another folder");

@@ -36,7 +36,6 @@
 #include <map>
 #include <sstream>
 #include <string>
-#include <sys/stat.h>
 
 namespace llmc {
 

@@ -12,7 +12,6 @@
 //   Every function that returns a text returns "" or one line that says what is wrong.
 #pragma once
 #include <regex>
-#include "../access.h"
 #include "../adapters.h"
 #include "../io/files.h"
 #include "../io/hf_files.h"
@@ -211,8 +210,7 @@ inline std::string peft_module(const Model& m, const Parameter& p, size_t expert
 // the message gives the reason, which is not its age.
 inline std::string open_adapter(SafeTensors* file, const std::string& folder) {
     std::string path = folder + "/adapter_model.safetensors";
-    bool older = ::access((folder + "/adapter_model.bin").c_str(), F_OK) == 0;
-    if (::access(path.c_str(), F_OK) != 0 && older)
+    if (!file_type(path) && file_type(folder + "/adapter_model.bin"))
         return folder + "/adapter_model.bin: is a pickle, which can hold programs: save it again "
                         "as safetensors";
     return safetensors_open(file, path);
