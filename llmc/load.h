@@ -119,8 +119,7 @@ std::string read_sequence(const Trainer<T, S>& t, const Plan& p, uint64_t sample
                           const WholeSequence& s) {
     bool beyond = sample >= t.data.samples_end;
     if (beyond) sample = t.data.samples_end - 1;
-    std::string wrong = t.data.window(sample, s.tokens, s.targets);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(t.data.window(sample, s.tokens, s.targets));
 
     // Fill in the objective's numbers of each row: first whether it is rejected.
     size_t length = p.T;

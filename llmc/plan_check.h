@@ -9,6 +9,7 @@
 #pragma once
 #include "access.h"
 #include "action.h"
+#include "comm/text.h"
 #include "layout.h"
 #include "model.h"
 #include "offload.h"
@@ -125,10 +126,8 @@ inline std::string check_order(const Plan& p, const Model& model) {
     // Look at each micro-batch in each stage.
     const Axis& pp = p.layout.pp;
     for (int m = 0; m < p.micro_batches; m++)
-        for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
-            std::string wrong = check_stage_order(p, model, m, s);
-            if (!wrong.empty()) return wrong;
-        }
+        for (int s = pp.rank; s < p.layout.stages(); s += pp.size)
+            LLMC_TRY(check_stage_order(p, model, m, s));
 
     // Look for layers that belong to other ranks.
     for (const Action& a : p.actions)
@@ -317,10 +316,8 @@ inline std::string check_sends(const Plan& p, const Model& model) {
 
 // Run all checks of one rank's plan, and return the first sentence that is not empty.
 inline std::string plan_check(const Plan& p, const Model& model) {
-    for (auto check : {check_order, check_data, check_sends, check_update, check_live}) {
-        std::string wrong = check(p, model);
-        if (!wrong.empty()) return wrong;
-    }
+    for (auto check : {check_order, check_data, check_sends, check_update, check_live})
+        LLMC_TRY(check(p, model));
     return "";
 }
 
@@ -380,8 +377,8 @@ inline std::string check_pipeline(const std::vector<Plan>& ranks, const Model& m
 
     // Pair the messages, then run all ranks at once and see whether any waits for ever.
     PerRank<std::vector<Wait>> waits;
-    std::string wrong = pair_transfers(steps, waits);
-    return wrong.empty() ? deadlock_in(steps, waits, run_steps(steps, waits)) : wrong;
+    LLMC_TRY(pair_transfers(steps, waits));
+    return deadlock_in(steps, waits, run_steps(steps, waits));
 }
 
 // Check every rank's plan, then all of them together.

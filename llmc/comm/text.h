@@ -23,9 +23,12 @@ std::string concat(const Parts&... parts) {
     return text.str();
 }
 
-// A text by printf's format, for columns and rounded numbers.
+// Return what a call says is wrong; go on if it returns "".
+#define LLMC_TRY(...) \
+    if (std::string llmc_said = (__VA_ARGS__); !llmc_said.empty()) return llmc_said
+
+// A text by printf's format, of any length: for columns and rounded numbers.
 __attribute__((format(printf, 1, 2))) inline std::string formatted(const char* format, ...) {
-    // Measure it first, so that nothing is cut off.
     va_list values, again;
     va_start(values, format);
     va_copy(again, values);
@@ -98,7 +101,6 @@ inline std::string words_with_and(const std::vector<std::string>& words) {
 
 // ----------------------------------------------------------------------------
 // counts, bytes and times as people read them
-//   To copy: this file.
 
 // Write a number in the largest unit in which it is at least 1, with `digits` digits after the
 // point. The first unit has none.

@@ -146,8 +146,7 @@ inline void choose_average(Run& run) {
 // Compare the shape that a folder describes with the run's: "" or the first field that differs.
 inline std::string check_same_model(const Run& run, const std::string& folder) {
     Shape shape;
-    std::string wrong = hf_read_config(&shape, folder);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_read_config(&shape, folder));
     Json own = model_identity(run.shape);
     Json other = model_identity(shape);
 

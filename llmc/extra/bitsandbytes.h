@@ -52,8 +52,7 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
     const char* dtype = nested ? "U8" : "F32";
     size_t blocks = nf4_blocks(n);
     const SafeTensor* scales = nullptr;
-    std::string wrong = find_part(find, name + ".absmax", dtype, blocks, &scales);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(find_part(find, name + ".absmax", dtype, blocks, &scales));
 
     // Absmaxes in float need no table.
     if (!nested) {
@@ -66,10 +65,8 @@ inline std::string read_nf4_scales(const FindTensor& find, const std::string& na
     const SafeTensor* map = nullptr;
     const SafeTensor* absmax2 = nullptr;
     size_t groups = nf4_table_floats(n) - NF4_TABLE;
-    wrong = find_part(find, name + ".nested_quant_map", "F32", NF4_MAP, &map);
-    if (wrong.empty())
-        wrong = find_part(find, name + ".nested_absmax", "F32", groups, &absmax2);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(find_part(find, name + ".nested_quant_map", "F32", NF4_MAP, &map));
+    LLMC_TRY(find_part(find, name + ".nested_absmax", "F32", groups, &absmax2));
 
     // Check what the state says of them.
     Json block = state.value("nested_blocksize", Json());
@@ -117,8 +114,7 @@ inline std::string read_nf4(const FindTensor& find, const SafeTensor& t, const P
 
     // Check the map, which belongs to the format: FP4 and others have codes of 4 bits too.
     const SafeTensor* map = nullptr;
-    wrong = find_part(find, name + ".quant_map", "F32", 16, &map);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(find_part(find, name + ".quant_map", "F32", 16, &map));
     std::vector<float> values(16);
     tensor_to_float(values.data(), *map, 0, 16);
     for (unsigned code = 0; code < 16; code++)
@@ -143,8 +139,7 @@ inline std::string read_int8(const FindTensor& find, const SafeTensor& t, const 
     // Find the rows' absmaxes.
     std::string stem = t.name.substr(0, t.name.rfind('.') + 1);
     const SafeTensor* scales = nullptr;
-    std::string wrong = find_part(find, stem + "SCB", "F32", p.file_rows, &scales);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(find_part(find, stem + "SCB", "F32", p.file_rows, &scales));
 
     // Refuse other memory layouts, which are tiled for a GPU's cache.
     const SafeTensor* format = find(stem + "weight_format");

@@ -323,10 +323,8 @@ inline std::string train_tokenizer(const Config& c, const std::string& program_f
     Tokenizer t;
     BatchReader r;
     std::string folder = c.prepare.substr(0, c.prepare.find_last_not_of('/') + 1);
-    std::string wrong = begin_tokenizer(&t, c);
-    if (wrong.empty())
-        wrong = open_training(&r, c, folder);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(begin_tokenizer(&t, c));
+    LLMC_TRY(open_training(&r, c, folder));
 
     // Say what memory this takes: distinct words become rarer as the text goes on.
     double bytes = 0;
@@ -343,7 +341,7 @@ inline std::string train_tokenizer(const Config& c, const std::string& program_f
     ShardOutput o;
     WordCounts words;
     size_t threads = c.threads ? size_t(c.threads) : std::thread::hardware_concurrency();
-    wrong = count_words(&words, o, r, t, std::max(threads, size_t(1)));
+    std::string wrong = count_words(&words, o, r, t, std::max(threads, size_t(1)));
     if (wrong.empty() && words.empty())
         wrong = r.inputs[0].path + ": holds no text";
     if (!wrong.empty()) return wrong;

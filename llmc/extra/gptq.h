@@ -132,8 +132,7 @@ inline std::string read_packed_groups(const FindTensor& find, const SafeTensor& 
     std::vector<uint32_t> packed;
     size_t words = m->rows / PACKED_CODES;
     std::string name = packed_part(t.name, "qzeros");
-    std::string wrong = packed_words(find, name, {m->groups, words}, &packed);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(packed_words(find, name, {m->groups, words}, &packed));
 
     // Unpack them. Readers disagree on 15 + 1 in the first format: some take 16, some 0.
     m->zeros.resize(m->groups * m->rows);
@@ -171,13 +170,12 @@ inline std::string read_packed_parts(const FindTensor& find, const SafeTensor& t
     std::vector<size_t> shape = {m->cols / PACKED_CODES, m->rows};
     if (f.awq)
         shape = {m->cols, m->rows / PACKED_CODES};
-    std::string wrong = packed_words(find, t.name, shape, &m->words);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(packed_words(find, t.name, shape, &m->words));
 
     // Read the groups, then which group each input has.
     size_t group = f.group ? f.group : m->cols;
     m->groups = ceil_div(m->cols, group);
-    wrong = read_packed_groups(find, t, f, m);
+    std::string wrong = read_packed_groups(find, t, f, m);
     for (size_t c = 0; c < m->cols; c++)
         m->of_col.push_back(uint32_t(c / group));
 
@@ -260,8 +258,7 @@ inline std::string read_packed(const FindTensor& find, const SafeTensor& t, cons
         return "tensor " + t.name + " is GPTQ's or AWQ's, and config.json has no "
                "quantization_config of theirs: take it from the model's page";
     PackedMatrix packed;
-    std::string wrong = read_packed_parts(find, t, p, f, &packed);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_packed_parts(find, t, p, f, &packed));
 
     // Keep the codes, or expand them. Rounding them to another grid of 4 bits would lose what
     // quantisation has tuned.

@@ -54,8 +54,7 @@ inline std::string labelled_tokens(const Chat& chat, const Json& line, LineParts
         asked.trained = false;
     messages.insert(messages.end(), parts[ANSWER].begin(), parts[ANSWER].end());
     ChatTokens written;
-    std::string wrong = chat_tokens(chat, messages, &written);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(chat_tokens(chat, messages, &written));
 
     // Mark the label on the first token.
     *tokens = marked_tokens(written, T, counts);
@@ -174,10 +173,9 @@ inline std::string load_mismatched(const DataLoader& d, uint64_t sample, int pad
                                    int* targets, size_t* answers) {
     uint64_t own = window_of(d, sample);
     uint64_t before = (own + d.windows - 1) % d.windows;
-    std::string wrong = read_window(d, before, tokens, targets);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_window(d, before, tokens, targets));
     auto questions = questions_of(tokens, targets, d.T);
-    wrong = read_window(d, own, tokens, targets);
+    std::string wrong = read_window(d, own, tokens, targets);
     if (wrong.empty())
         *answers += mismatched_window(questions, tokens, targets, d.T, padding);
     return wrong;

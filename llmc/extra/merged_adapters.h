@@ -159,8 +159,7 @@ inline std::string find_merges(const Model& base, const std::string& folder,
                                const SafeTensors& file, Merges* merges) {
     Json j;
     std::string path = peft_config_path(folder);
-    std::string wrong = read_peft_config(path, &j);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_peft_config(path, &j));
 
     // Both kinds refuse what else may be trained beside them: show the check a plain LoRA.
     Merging merging = merging_of(j);
@@ -168,13 +167,12 @@ inline std::string find_merges(const Model& base, const std::string& folder,
     plain["use_dora"] = false;
     plain["peft_type"] = "LORA";
     if (merging == Merging::DORA) plain["peft_type"] = j.value("peft_type", Json());
-    wrong = check_peft_config(plain, path);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_peft_config(plain, path));
 
     // Look for each matrix's tensors, then for tensors without a matrix.
     std::set<std::string> used;
-    wrong = merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
-                                     : find_ia3(base, j, path, file, merges, &used);
+    std::string wrong = merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
+                                                 : find_ia3(base, j, path, file, merges, &used);
     if (wrong.empty())
         wrong = check_places(file, used);
 
@@ -277,9 +275,8 @@ inline std::string open_merged(SourceFolder& f, TensorSource* source) {
     auto adapter = std::make_shared<MergedAdapter>();
     adapter->files.reader = f.files.reader;
     std::string file = f.adapter + "/adapter_model.safetensors";
-    std::string wrong = hf_open_shared(&adapter->files, {file});
-    if (!wrong.empty()) return wrong;
-    wrong = find_merges(*f.model, f.adapter, adapter->files.files[0], &adapter->merges);
+    LLMC_TRY(hf_open_shared(&adapter->files, {file}));
+    std::string wrong = find_merges(*f.model, f.adapter, adapter->files.files[0], &adapter->merges);
 
     // Codes have no room for a change.
     TensorSource inner = *source;

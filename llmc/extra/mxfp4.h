@@ -40,8 +40,8 @@ inline std::string check_mxfp4(const HfFiles& h, const Parameter& p, UsedTensors
         return concat("tensor ", part, " is ", t->dtype, " ", shape_text(t->shape), ", and U8 of ",
                       shape_text(shape), " are wanted");
     };
-    std::string wrong = check(name + "_blocks", {p.stack, place.outputs, blocks, 16});
-    return wrong.empty() ? check(name + "_scales", {p.stack, place.outputs, blocks}) : wrong;
+    LLMC_TRY(check(name + "_blocks", {p.stack, place.outputs, blocks, 16}));
+    return check(name + "_scales", {p.stack, place.outputs, blocks});
 }
 
 // The value of a code of E2M1.

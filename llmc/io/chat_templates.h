@@ -100,14 +100,12 @@ inline std::string read_chat_template(const std::string& folder, Json* found) {
                              "chat_template.json"}) {
         // Read a file of its own, which comes first, or a key.
         std::string path = file_in(folder, file);
-        std::string text, wrong;
+        std::string text;
         Json j;
         if (::access(path.c_str(), R_OK) != 0)
             continue;
         bool own = path.ends_with(".jinja");
-        wrong = own ? read_whole_file(path, &text) : read_json(path, &j);
-        if (!wrong.empty())
-            return wrong;
+        LLMC_TRY(own ? read_whole_file(path, &text) : read_json(path, &j));
         *found = own ? Json(text) : j.is_object() ? j.value("chat_template", Json()) : nullptr;
         if (found->is_null())
             continue;

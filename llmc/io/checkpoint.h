@@ -400,10 +400,9 @@ inline std::string write_manifest(Json manifest, const Json& files, const std::s
     // The manifest's checksum covers the files' checksums, so it vouches for the whole folder.
     manifest["files"] = files;
     manifest["crc32"] = manifest_crc(manifest);
-    std::string wrong = write_text_file(folder + "/manifest.json", manifest_text(manifest));
-    if (wrong.empty())
-        wrong = read_manifest(folder, &manifest);
-    return wrong.empty() ? sync_folder(folder) : wrong;
+    LLMC_TRY(write_text_file(folder + "/manifest.json", manifest_text(manifest)));
+    LLMC_TRY(read_manifest(folder, &manifest));
+    return sync_folder(folder);
 }
 
 // Rename a folder before removing its files: half a checkpoint never looks like a whole one.
@@ -452,9 +451,7 @@ template <typename T, typename S>
 std::string save_begin(const Trainer<T, S>& t, Save& save, bool makes) {
     // Each step ends in first_error(): no rank continues alone, and none waits for one that failed.
     const Comm& world = t.comms.world;
-    std::string wrong = makes ? make_temporary(save.out, save.temporary()) : "";
-    wrong = first_error(world, wrong);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, makes ? make_temporary(save.out, save.temporary()) : ""));
     save.manifest = manifest_of(t, save.info);
     save.file = rank_file_of(t);
     return "";
@@ -523,12 +520,11 @@ std::string checkpoint_save(const Trainer<T, S>& t, const CheckpointInfo& info,
                             const std::string& out, int keep) {
     const Comm& world = t.comms.world;
     Save save = {info, out, keep};
-    std::string wrong = save_begin(t, save, world.rank == 0);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(save_begin(t, save, world.rank == 0));
 
     // 2. to 5. Write, exchange, and let the first rank finish.
     Written written = exchange_written(world, save, save_in_place(t, save));
-    wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
+    std::string wrong = world.rank == 0 ? name_checkpoint(save, written) : "";
     return agree_on_save(world, wrong);
 }
 

@@ -46,8 +46,7 @@ inline std::string verify_file(const std::string& folder, const Json& entry) {
     std::string path = folder + "/" + entry["file"].get<std::string>();
     size_t bytes = 0;
     uint32_t crc = 0;
-    std::string wrong = file_crc(path, &bytes, &crc);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(file_crc(path, &bytes, &crc));
 
     // Compare sizes first: a file that was cut has another checksum too.
     const Json& saved_bytes = entry["bytes"];
@@ -620,10 +619,8 @@ template <typename T, typename S>
 std::string checkpoint_load_weights(Trainer<T, S>& t, const std::string& folder) {
     const Comm& world = t.comms.world;
     Json manifest;
-    std::string wrong = verify_checkpoint(world, folder, &manifest);
-    if (wrong.empty())
-        wrong = first_error(world, check_identity(t, manifest, folder, false));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(verify_checkpoint(world, folder, &manifest));
+    LLMC_TRY(first_error(world, check_identity(t, manifest, folder, false)));
 
     const char* read = t.takes_average ? "ema." : "param.";
     std::vector<StateTensor> tensors;

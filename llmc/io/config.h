@@ -732,8 +732,7 @@ inline std::string set_field(Config& c, const Flag& f, const std::string& text) 
     // A number in the row's range "low..high". A double holds every whole number below 2^53, so one
     // parser serves all three types.
     bool whole = !std::holds_alternative<double Config::*>(f.field);
-    std::string wrong = parse_number(text, low, high, whole, &v);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(parse_number(text, low, high, whole, &v));
 
     // Store the number in the field's own type.
     if (auto i = std::get_if<int Config::*>(&f.field)) {
@@ -950,9 +949,7 @@ inline std::string parse_arguments(Config& c, int argc, char** argv) {
             return "--" + name + " wants a value";
 
         // Read the file, or set the flag.
-        std::string wrong =
-            name == "config" ? read_config_file(c, value) : set_flag(c, name, value);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(name == "config" ? read_config_file(c, value) : set_flag(c, name, value));
         if (name == "reward") c.typed_reward = value;
     }
     return "";

@@ -380,8 +380,7 @@ inline std::string check_context_parallel(const Config& c, const Shape& s) {
                "ulysses:U,gather:R, not '" + c.cp_method + "'";
     if (c.cp == 1 && choice.keys == 0)
         return "";
-    if (std::string wrong = choice.keys ? check_hybrid(c, s, choice) : ""; !wrong.empty())
-        return wrong;
+    LLMC_TRY(choice.keys ? check_hybrid(c, s, choice) : "");
     int parts = 2 * c.cp;
     if (c.seq % parts) {
         // Offer the multiple below and the one above.
@@ -434,10 +433,8 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
 
     // Check the heads first: then the number of ranks that a later message asks for is possible.
     int ranks = std::max(processes, c.local_ranks);
-    std::string wrong = check_context_parallel(c, s);
-    if (wrong.empty())
-        wrong = check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_context_parallel(c, s));
+    LLMC_TRY(check_tensor_parallel(c, s, c.explain || ranks == 1 ? 0 : size_t(ranks)));
 
     // --dp 0 takes what the other axes leave.
     if (c.dp == 0)
@@ -451,8 +448,7 @@ inline std::string check_layout(Config& c, const Shape& s, int processes) {
                       " ranks, and there are ", ranks, ": use --local-ranks ", wanted,
                       " or mpirun -np ", wanted);
 
-    wrong = check_expert_parallel(c, s);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_expert_parallel(c, s));
 
     // Embedding and head count as layers, so a small model may have more stages than blocks.
     int layers = int(s.L) + 2, stages = c.pp * c.chunks;
@@ -574,10 +570,8 @@ inline std::string check_reward(const Config& c) {
 // Check sampled answers: they need rewards, and a batch of whole groups.
 inline std::string check_rollouts(const Config& c) {
     if (!has_rollouts(c)) return "";
-    if (std::string wrong = check_reward(c); !wrong.empty())
-        return wrong;
-    if (std::string wrong = check_policies(c); !wrong.empty())
-        return wrong;
+    LLMC_TRY(check_reward(c));
+    LLMC_TRY(check_policies(c));
 
     // Check that a step holds whole groups.
     int64_t answers = c.batch_tokens / c.seq, once = int64_t(c.micro_batch) * c.dp;
@@ -622,8 +616,7 @@ inline std::string check_prefix(const Config& c, const Shape& s) {
 // Check which models may have adapters, and what is not built beside them.
 inline std::string check_lora(Config& c, const Shape& s) {
     if (!has_adapters(c)) return "";
-    if (std::string wrong = check_prefix(c, s); !wrong.empty())
-        return wrong;
+    LLMC_TRY(check_prefix(c, s));
     std::string folders = c.adapter.empty() ? "--adapters " + c.adapters : "--adapter " + c.adapter;
     std::string flag = c.lora ? concat("--lora ", c.lora) : folders;
     if (c.prefix && c.adapter.empty()) flag = concat("--prefix ", c.prefix);
@@ -694,12 +687,11 @@ inline std::string check_timeline(const Config& c) {
 // Check what is left: numbers that do not fit each other, and files.
 inline std::string check_together(Config& c) {
     SaveRule rule;
-    std::string wrong = check_frozen(c);
-    if (wrong.empty()) wrong = check_optimizer(c);
-    if (wrong.empty()) wrong = read_save_rule(c, &rule);
-    if (wrong.empty()) wrong = split_buddy(c);
-    if (wrong.empty()) wrong = check_timeline(c);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_frozen(c));
+    LLMC_TRY(check_optimizer(c));
+    LLMC_TRY(read_save_rule(c, &rule));
+    LLMC_TRY(split_buddy(c));
+    LLMC_TRY(check_timeline(c));
 
     int read = 0, newest = 0;
     sscanf(c.keep.c_str(), "%7d%n,best%n", &newest, &read, &read);
@@ -807,13 +799,12 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     s.experts.whole = s.experts.E && has_whole_experts(c);
 
     // First check what needs no other number: later messages then speak of a possible shape.
-    std::string wrong = check_device(c);
-    if (wrong.empty()) wrong = check_pairs(c);
-    if (wrong.empty()) wrong = check_shape(s);
-    if (wrong.empty()) wrong = check_experts(c, s);
-    if (wrong.empty()) wrong = check_lora(c, s);
-    if (wrong.empty()) wrong = check_loss(c);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_device(c));
+    LLMC_TRY(check_pairs(c));
+    LLMC_TRY(check_shape(s));
+    LLMC_TRY(check_experts(c, s));
+    LLMC_TRY(check_lora(c, s));
+    LLMC_TRY(check_loss(c));
 
     // Fill in the defaults that depend on the shape or on another flag.
     if (c.seq == 0)
@@ -821,12 +812,12 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
     if (c.min_lr < 0) c.min_lr = c.lr / 10;
 
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
-    wrong = check_layout(c, s, processes);
-    if (wrong.empty()) wrong = check_batch(c, s);
-    if (wrong.empty()) wrong = check_rollouts(c);
-    if (wrong.empty()) wrong = check_machine(c);
-    if (wrong.empty()) wrong = check_planning(c);
-    return wrong.empty() ? check_together(c) : wrong;
+    LLMC_TRY(check_layout(c, s, processes));
+    LLMC_TRY(check_batch(c, s));
+    LLMC_TRY(check_rollouts(c));
+    LLMC_TRY(check_machine(c));
+    LLMC_TRY(check_planning(c));
+    return check_together(c);
 }
 
 // Whether the flags ask for steps beside a teacher.

@@ -144,8 +144,7 @@ inline std::string core_line(const std::string& line, size_t number, std::vector
 // Look up the accuracy of guessing in eval_meta_data.csv.
 inline std::string read_guess(const std::string& path, const std::string& label, double* guess) {
     std::vector<std::string> lines;
-    std::string wrong = read_lines(path, &lines);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_lines(path, &lines));
 
     // Cut rows at commas. Cells with commas of their own are descriptions, which come last.
     size_t task = 0;

@@ -175,15 +175,12 @@ inline std::string data_paths(const std::string& value, std::vector<std::string>
 inline std::string identify_files(const std::string& value, Json* list) {
     *list = Json::array();
     std::vector<std::string> paths;
-    std::string wrong = data_paths(value, &paths);
+    LLMC_TRY(data_paths(value, &paths));
     std::vector<unsigned char> block(size_t(1) << 14);
     for (const std::string& path : paths) {
         int fd = -1;
         struct stat s = {};
-        if (wrong.empty())
-            wrong = open_regular(path, &fd, &s);
-        if (!wrong.empty())
-            return wrong;
+        LLMC_TRY(open_regular(path, &fd, &s));
 
         // Read block by block. A block that cannot be read has no part in the checksum.
         uint32_t crc = 0;
@@ -197,7 +194,7 @@ inline std::string identify_files(const std::string& value, Json* list) {
         close(fd);
         list->push_back({{"file", path}, {"bytes", bytes}, {"crc32", crc}});
     }
-    return wrong;
+    return "";
 }
 
 // The command that makes shards of nanoGPT's tokens without a header, which are mostly GPT-2's.
@@ -294,8 +291,7 @@ inline std::string open_lines(DataFile* f, const LineSource& source, size_t T) {
 inline std::string open_text(DataFile* f, const std::string& tokenizer) {
     // Refuse a file that is neither text nor tokens. If it only looks doubtful, note that.
     std::string_view head((const char*)f->tokens, std::min(f->count, size_t(1) << 16));
-    std::string wrong = no_text(f->path, head, tokenizer);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(no_text(f->path, head, tokenizer));
     if (f->path.size() > 4 && f->path.ends_with(".bin"))
         return read_shard_header(f, f->count, tokenizer);
     f->note = binary_note(f->path, head);
@@ -354,8 +350,7 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
                              size_t step = 1) {
     // Find the files before opening any.
     std::vector<std::string> paths;
-    std::string wrong = data_paths(value, &paths);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(data_paths(value, &paths));
     *d = {};
     d->T = T;
     d->V = V;
@@ -372,13 +367,9 @@ inline std::string data_open(DataLoader* d, const std::string& value, Split spli
         bool records = path.ends_with(".json") || path.ends_with(".parquet");
         if (source && !lines && (!source->shards || records))
             return no_json_lines(path);
-        wrong = map_data_file(&f);
-        if (wrong.empty())
-            wrong = lines ? open_lines(&f, *source, T) : open_text(&f, tokenizer.name);
-        if (wrong.empty())
-            wrong = check_packed(f, source != nullptr, T);
-        if (!wrong.empty())
-            return wrong;
+        LLMC_TRY(map_data_file(&f));
+        LLMC_TRY(lines ? open_lines(&f, *source, T) : open_text(&f, tokenizer.name));
+        LLMC_TRY(check_packed(f, source != nullptr, T));
 
         // Turn text into tokens; the model must know all of the tokenizer's.
         bool text = f.width == 1 || lines;

@@ -348,8 +348,7 @@ inline std::string add_question(Evaluation* e, Task* task, const Texts& q, const
     task->questions.push_back({e->candidates.size(), count, q.label});
     for (const Texts::Pair& pair : q.pairs) {
         Candidate c;
-        std::string wrong = make_candidate(&c, t, pair, P);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(make_candidate(&c, t, pair, P));
         e->candidates.push_back(std::move(c));
     }
     return "";
@@ -361,8 +360,7 @@ inline std::string add_question(Evaluation* e, Task* task, const Texts& q, const
 // Read a file's lines, which may end in CR LF.
 inline std::string read_lines(const std::string& path, std::vector<std::string>* lines) {
     std::string text;
-    std::string wrong = read_whole_file(path, &text);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_whole_file(path, &text));
     // A last line without its newline counts as well.
     std::istringstream in(text);
     for (std::string line; std::getline(in, line);) {

@@ -391,8 +391,7 @@ std::string cluster_text(const Layout& layout, const std::vector<PlanOptions>& o
     std::vector<std::vector<Plan>> plans(static_cast<size_t>(pp)); // [rank][plan]
     for (const PlanOptions& option : options) {
         std::vector<Plan> ranks = make_plans(layout, model, option);
-        std::string wrong = plans_check(ranks, model);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(plans_check(ranks, model));
         for (int r = 0; r < pp; r++)
             plans[r].push_back(ranks[r]);
     }

@@ -230,8 +230,7 @@ inline std::string read_whole_file(const std::string& path, std::string* bytes) 
 inline std::string file_crc(const std::string& path, size_t* bytes, uint32_t* crc) {
     int fd = -1;
     struct stat s = {};
-    std::string wrong = open_regular(path, &fd, &s);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(open_regular(path, &fd, &s));
 
     // Read in blocks of 1 MiB.
     std::vector<unsigned char> buffer(size_t(1) << 20);
@@ -412,9 +411,7 @@ inline std::string write_texts(const std::string& folder, const TextFiles& texts
     for (const auto& [name, text] : texts) {
         std::string path = folder + "/" + name;
         mkdir(folder_of(path).c_str(), 0777);
-        std::string wrong = write_text_file(path, text);
-        if (!wrong.empty())
-            return wrong;
+        LLMC_TRY(write_text_file(path, text));
     }
     return sync_folder(folder);
 }

@@ -883,8 +883,8 @@ inline std::string hf_read_config(Shape* shape, const std::string& folder) {
     if (!file_type(c.path))
         return folder +
                ": has no config.json: a Hugging Face folder holds config.json and *.safetensors";
-    std::string wrong = read_json(c.path, &c.j);
-    return wrong.empty() ? hf_shape(shape, c) : wrong;
+    LLMC_TRY(read_json(c.path, &c.j));
+    return hf_shape(shape, c);
 }
 
 // ----------------------------------------------------------------------------

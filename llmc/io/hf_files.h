@@ -37,8 +37,7 @@ struct HfFiles {
 inline std::string hf_read_index(const std::string& path, Json* weight_map,
                                  std::set<std::string>* files) {
     Json index;
-    std::string wrong = read_json(path, &index);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_json(path, &index));
     if (!index.contains("weight_map") || !index["weight_map"].is_object())
         return path + ": has no weight_map";
 
@@ -132,16 +131,14 @@ inline std::string hf_open_files(HfFiles* h, const std::string& folder) {
     // Let the first rank list the files: a network's folder may look different to each rank.
     const Comm& world = h->reader.world;
     Json list;
-    std::string wrong = first_error(world, world.rank > 0 ? "" : hf_list_files(folder, &list));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, world.rank > 0 ? "" : hf_list_files(folder, &list)));
     list = Json::parse(broadcast_text(world, list.dump(), 0));
 
     // Open them.
     std::vector<std::string> names = list["files"], paths;
     for (const std::string& name : names)
         paths.push_back(folder + "/" + name);
-    wrong = hf_open_shared(h, paths);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_open_shared(h, paths));
 
     // Refuse a tensor that occurs twice: it is ambiguous.
     std::map<std::string, std::string> seen; // [tensor]: its file

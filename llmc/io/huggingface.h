@@ -165,18 +165,17 @@ inline std::string hf_check_tied(HfFiles& h, const Model& m) {
 
 // Open a folder's files, and wrap their source by each dialect. All ranks call, and see the same.
 inline std::string open_source(SourceFolder* f, TensorSource* source, const Dialects& dialects) {
-    std::string wrong = hf_open_files(&f->files, f->path);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_open_files(&f->files, f->path));
     const Comm& world = f->files.reader.world;
     std::string said = world.rank ? "" : read_quantization(f->path).dump();
     f->quantization = Json::parse(broadcast_text(world, said, 0), nullptr, false);
 
     *source = plain_source(*f);
     for (const Dialect& d : dialects)
-        if (wrong.empty()) wrong = d.open(*f, source);
-    if (wrong.empty() && !f->adapter.empty() && !source->merges)
-        wrong = "--adapter " + f->adapter + ": is of a kind that this program does not merge";
-    return wrong;
+        LLMC_TRY(d.open(*f, source));
+    if (!f->adapter.empty() && !source->merges)
+        return "--adapter " + f->adapter + ": is of a kind that this program does not merge";
+    return "";
 }
 
 // Check that a folder has the tensors of these parameters, and no others. *further counts those of
@@ -209,8 +208,7 @@ std::string load_parameters(Trainer<T, S>& t, const TensorSource& source,
         if (is_adapter(t.model, p)) continue;
         bool narrow = is_narrow(t.plans[0].stored, t.model, p);
         SourceValues values;
-        std::string wrong = source.read(p, narrow ? t.plans[0].stored : Stored::WIDE, &values);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(source.read(p, narrow ? t.plans[0].stored : Stored::WIDE, &values));
 
         // Keep codes as they are; both are empty if another stage needs the parameter.
         if (values.floats.empty()) {
@@ -238,12 +236,11 @@ std::string hf_load_parameters(Trainer<T, S>& t, const std::string& folder,
     f.adapter = adapter;
     f.files.reader = make_one_reader(t.comms.world, t.layout);
     TensorSource source;
-    std::string wrong = open_source(&f, &source, dialects);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(open_source(&f, &source, dialects));
 
     // Check all headers before any tensor is sent.
     size_t further = 0;
-    wrong = check_source(f, source, dialects, parameters, &further);
+    std::string wrong = check_source(f, source, dialects, parameters, &further);
     if (wrong.empty()) wrong = load_parameters(t, source, parameters);
     if (!wrong.empty()) return folder + ": " + wrong;
     if (bytes) *bytes = f.files.reader.bytes;
@@ -297,8 +294,7 @@ inline std::string keep_of_folder(ExportTokenizer* e, const std::string& folder,
                                   bool own_tokenizer) {
     // The element type is the export's own. Token ids hold only if the tokenizer is the folder's.
     std::string text;
-    std::string wrong = read_whole_file(folder + "/config.json", &text);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_whole_file(folder + "/config.json", &text));
     e->kept = OrderedJson::parse(text, nullptr, false);
     if (!e->kept.is_object())
         return folder + "/config.json: is no JSON object";
@@ -462,8 +458,8 @@ inline std::string hf_name(const Shape& s, const std::string& name) {
 // shape. A refusal at the end would cost the run.
 inline std::string hf_export_check(const Shape& s, const std::string& folder,
                                    const TextFiles& carried = {}) {
-    std::string wrong = hf_check_folder(folder, carried);
-    return wrong.empty() ? hf_refusal(s) : wrong;
+    LLMC_TRY(hf_check_folder(folder, carried));
+    return hf_refusal(s);
 }
 
 // The whole config.json: first the keys kept from the model's folder, then our own, which win.
@@ -620,9 +616,7 @@ std::string write_export(const Trainer<T, S>& t, const std::string& folder, Type
         size_t last = f + 1 < files ? shards.starts[f + 1] : table.size();
         std::string path = folder + "/" + name;
         std::vector<TensorSpec> specs = export_specs(t.model, first, last, dtype);
-        std::string wrong = write_export_file(t, path, first, last, specs, dtype, merged);
-        if (!wrong.empty())
-            return wrong;
+        LLMC_TRY(write_export_file(t, path, first, last, specs, dtype, merged));
         for (const TensorSpec& tensor : specs)
             weight_map[tensor.name] = name;
     }
@@ -664,12 +658,10 @@ std::string export_whole(const Trainer<T, S>& t, const std::string& folder,
     // Make a folder beside the old one, which stays whole until the new one is.
     std::string path = export_folder(folder);
     std::string temporary = path + ".exporting";
-    std::string wrong = first ? make_export_folder(folder, temporary, beside.files) : "";
-    wrong = first_error(world, wrong);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(world, first ? make_export_folder(folder, temporary, beside.files) : ""));
 
     // Fill it, then give it the name.
-    wrong = fill(temporary);
+    std::string wrong = fill(temporary);
     if (first && wrong.empty())
         wrong = write_texts(temporary, beside.files);
     if (first && wrong.empty())

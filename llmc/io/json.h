@@ -60,8 +60,8 @@ inline std::string parse_json(const std::string& text, const std::string& path, 
 // Read a file that holds a JSON object.
 inline std::string read_json(const std::string& path, Json* j) {
     std::string text;
-    std::string wrong = read_whole_file(path, &text);
-    return wrong.empty() ? parse_json(text, path, j) : wrong;
+    LLMC_TRY(read_whole_file(path, &text));
+    return parse_json(text, path, j);
 }
 
 // Check a whole number and its range. JSON's numbers have no width: 2^32 would become 0 in an int.
@@ -85,8 +85,7 @@ struct IntegerRow {
 inline std::string check_integers(const Json& m, const std::vector<IntegerRow>& rows) {
     for (const IntegerRow& row : rows) {
         bool absent = row.optional && !m.contains(row.key);
-        std::string wrong = absent ? "" : check_integer(m, row.key, row.low, row.high);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(absent ? "" : check_integer(m, row.key, row.low, row.high));
     }
     return "";
 }
@@ -185,8 +184,8 @@ void read_records(std::string_view text, size_t number, const std::string& path,
                   F read) {
     each_line(text, number, path, counts, [&](std::string_view line) {
         J j;
-        std::string wrong = parse_record(line, &j);
-        return wrong.empty() ? with_records(read(j), j) : wrong;
+        LLMC_TRY(parse_record(line, &j));
+        return with_records(read(j), j);
     });
 }
 

@@ -33,35 +33,33 @@ inline std::string check_file_entry(const Json& f) {
     typedef Json::value_t Type;
     if (!f.is_object())
         return "an entry of files is no object";
-    std::string wrong = check_type(f, "file", Type::string);
-    if (wrong.empty())
-        wrong = check_type(f, "tensors", Type::object);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_type(f, "file", Type::string));
+    LLMC_TRY(check_type(f, "tensors", Type::object));
     if (!is_rank_file(f["file"].get<std::string>()))
         return "file is " + json_word(f["file"]) + ", which is no name of a rank's file";
 
     // A million ranks is beyond any machine; config.h allows no more either. Entries have ep and
     // ep_rank only if the ranks shared experts out, etp if experts were whole.
-    wrong = check_integers(f, {{"bytes"},
-                               {"crc32", 0, UINT32_MAX},
-                               {"tp", 1, 1000000},
-                               {"etp", 1, 1, true},
-                               {"ep", 1, 1000000, true}});
+    LLMC_TRY(check_integers(f, {{"bytes"},
+                                {"crc32", 0, UINT32_MAX},
+                                {"tp", 1, 1000000},
+                                {"etp", 1, 1, true},
+                                {"ep", 1, 1000000, true}}));
     for (std::string axis : {"tp", "ep"})
-        if (std::string rank = axis + "_rank"; wrong.empty() && f.contains(axis))
-            wrong = check_integer(f, rank.c_str(), 0, f[axis].get<uint64_t>() - 1);
-    if (wrong.empty() && f.contains("ep_rank") && !f.contains("ep"))
-        wrong = "ep is missing";
+        if (std::string rank = axis + "_rank"; f.contains(axis))
+            LLMC_TRY(check_integer(f, rank.c_str(), 0, f[axis].get<uint64_t>() - 1));
+    if (f.contains("ep_rank") && !f.contains("ep"))
+        return "ep is missing";
 
     // Check only the form of each range here; the load checks that it fits its parameter.
     for (const auto& [name, range] : f["tensors"].items()) {
         bool pair = range.is_array() && range.size() == 2;
         pair = pair && range[0].is_number_unsigned();
         pair = pair && range[1].is_number_unsigned();
-        if (wrong.empty() && !pair)
-            wrong = "the range of tensor " + printable(name) + " is not two positions";
+        if (!pair)
+            return "the range of tensor " + printable(name) + " is not two positions";
     }
-    return wrong;
+    return "";
 }
 
 // fp16's loss scale, and how far its rule has counted, as JSON.
@@ -81,11 +79,11 @@ inline LossScale loss_scale_of(const Json& j) {
 inline std::string check_loss_scale(const Json& j) {
     if (!j.is_object())
         return "loss_scale is no object";
-    std::string wrong = check_integers(j, {{"clean", 0, INT_MAX},
-                                           {"spent", 0, INT_MAX},
-                                           {"skipped", 0, INT_MAX}});
+    LLMC_TRY(check_integers(j, {{"clean", 0, INT_MAX},
+                                {"spent", 0, INT_MAX},
+                                {"skipped", 0, INT_MAX}}));
     bool scale = j.contains("scale") && j["scale"].is_number() && j["scale"] > 0.0;
-    return wrong.empty() && !scale ? "loss_scale has no scale, or one that is not above 0" : wrong;
+    return scale ? "" : "loss_scale has no scale, or one that is not above 0";
 }
 
 // The state of delayed scaling, slot by slot: the scale, and the maxima from newest to oldest. All
@@ -144,38 +142,37 @@ inline std::string check_fp8_history(const Json& j) {
 // Check the fields that not every manifest has: older programs wrote no tokens, and best_step is
 // there only if a best checkpoint is kept.
 inline std::string check_optional(const Json& m, uint64_t most_steps) {
-    std::string wrong = check_integers(m, {{"tokens", 0, INT64_MAX / 2, true},
-                                           {"best_step", 0, most_steps, true}});
+    LLMC_TRY(check_integers(m, {{"tokens", 0, INT64_MAX / 2, true},
+                                {"best_step", 0, most_steps, true}}));
     bool loss = m.contains("best_loss") && m["best_loss"].is_number();
-    if (wrong.empty() && m.contains("best_step") && !loss)
-        wrong = "best_loss is missing, or no number";
-
-    if (wrong.empty() && m.contains("loss_scale"))
-        wrong = check_loss_scale(m["loss_scale"]);
-    if (wrong.empty() && m.contains("fp8"))
-        wrong = check_fp8_history(m["fp8"]);
+    if (m.contains("best_step") && !loss)
+        return "best_loss is missing, or no number";
+    if (m.contains("loss_scale"))
+        LLMC_TRY(check_loss_scale(m["loss_scale"]));
+    if (m.contains("fp8"))
+        LLMC_TRY(check_fp8_history(m["fp8"]));
 
     // The base of adapters, by size and checksum. The load checks whether it is this run's base. A
     // manifest without one comes from a run without adapters, or from an older program.
     const Json base = m.value("base", Json());
     bool named = base.is_null() || (base.is_object() && base.contains("name"));
-    if (wrong.empty() && !named)
-        wrong = "base is " + json_word(base) + ", which has no name";
-    if (wrong.empty() && !base.is_null())
-        wrong = check_integers(base, {{"bytes"}, {"crc32"}});
-    if (wrong.empty() && m.contains("rollouts"))
-        wrong = check_rollouts_json(m["rollouts"]);
+    if (!named)
+        return "base is " + json_word(base) + ", which has no name";
+    if (!base.is_null())
+        LLMC_TRY(check_integers(base, {{"bytes"}, {"crc32"}}));
+    if (m.contains("rollouts"))
+        LLMC_TRY(check_rollouts_json(m["rollouts"]));
 
     // Check the form of the weights' sums; check_sums() (checkpoint_load.h) compares the values.
     bool sums = !m.contains("weight_sums") || m["weight_sums"].is_object();
-    if (wrong.empty() && !sums)
-        wrong = "weight_sums is " + json_word(m["weight_sums"]);
-    if (wrong.empty() && m.contains("rounding"))
-        wrong = check_type(m, "rounding", Json::value_t::string);
+    if (!sums)
+        return "weight_sums is " + json_word(m["weight_sums"]);
+    if (m.contains("rounding"))
+        LLMC_TRY(check_type(m, "rounding", Json::value_t::string));
 
     // Check only that flags are an object; each is read later, like one of the command line.
     bool flags = !m.contains("config") || m["config"].is_object();
-    return wrong.empty() && !flags ? "config is " + json_word(m["config"]) : wrong;
+    return flags ? "" : "config is " + json_word(m["config"]);
 }
 
 // Check every field that a load uses.
@@ -184,30 +181,25 @@ inline std::string check_manifest(const Json& m) {
     const uint64_t most_steps = 1000000000000; // as --steps allows
 
     // Check the counters.
-    std::string wrong = check_integers(m, {{"step", 0, most_steps},
-                                           {"optimizer_step", 0, most_steps},
-                                           {"cursor"},
-                                           {"seed"},
-                                           {"threads", 1, 1000000}});
+    LLMC_TRY(check_integers(m, {{"step", 0, most_steps},
+                                {"optimizer_step", 0, most_steps},
+                                {"cursor"},
+                                {"seed"},
+                                {"threads", 1, 1000000}}));
 
     // Check the texts and lists.
     for (const char* key : {"optimizer", "precision", "cpu"})
-        if (wrong.empty())
-            wrong = check_type(m, key, Type::string);
-    if (wrong.empty())
-        wrong = check_type(m, "model", Type::object);
-    if (wrong.empty())
-        wrong = check_type(m, "files", Type::array);
-    if (wrong.empty() && m["files"].empty())
-        wrong = "it names no files";
-    if (wrong.empty())
-        wrong = check_optional(m, most_steps);
-    if (!wrong.empty()) return wrong;
+        LLMC_TRY(check_type(m, key, Type::string));
+    LLMC_TRY(check_type(m, "model", Type::object));
+    LLMC_TRY(check_type(m, "files", Type::array));
+    if (m["files"].empty())
+        return "it names no files";
+    LLMC_TRY(check_optional(m, most_steps));
 
     // Check the files, each on its own.
     for (const Json& f : m["files"])
-        if (wrong.empty()) wrong = check_file_entry(f);
-    return wrong;
+        LLMC_TRY(check_file_entry(f));
+    return "";
 }
 
 // Read a manifest, and check that it is whole. A manifest of another format comes back unchecked,

@@ -299,14 +299,13 @@ inline std::string read_model_file(ModelFile* m) {
     h.config.path = f.path;
     int32_t mark = word_at<int32_t>(f, 0);
     bool marked = mark == LLMC_GPT2_MARK || mark == LLMC_LLAMA_MARK || mark == LLAMA2C_MARK;
-    std::string wrong = mark == LLMC_GPT2_MARK    ? read_llmc_gpt2(&h, f)
-                        : mark == LLMC_LLAMA_MARK ? read_llmc_llama(&h, f)
-                        : mark == LLAMA2C_MARK    ? read_llama2c(&h, f)
-                                                  : read_llama2c_old(&h, f);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(mark == LLMC_GPT2_MARK    ? read_llmc_gpt2(&h, f)
+             : mark == LLMC_LLAMA_MARK ? read_llmc_llama(&h, f)
+             : mark == LLAMA2C_MARK    ? read_llama2c(&h, f)
+                                       : read_llama2c_old(&h, f));
 
     // Without a mark, only the exact size tells that it is a model file.
-    wrong = hf_shape(&m->shape, h.config);
+    std::string wrong = hf_shape(&m->shape, h.config);
     size_t size = wrong.empty() ? place_tensors(m, h) : 0;
     if (!marked && size != f.bytes) {
         std::string why = size ? concat("as llama2.c's older form its numbers ask for ", size,
@@ -328,9 +327,8 @@ inline void model_file_close(ModelFile* m) { safetensors_close(&m->file); }
 // Map a file and place its tensors. After an error nothing is open.
 inline std::string model_file_open(ModelFile* m, const std::string& path) {
     *m = {};
-    std::string wrong = map_file(&m->file, path);
-    if (!wrong.empty()) return wrong;
-    wrong = read_model_file(m);
+    LLMC_TRY(map_file(&m->file, path));
+    std::string wrong = read_model_file(m);
     if (!wrong.empty()) model_file_close(m);
     return wrong;
 }
@@ -353,9 +351,8 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     ModelFile m;
-    std::string wrong = t.comms.world.rank > 0 ? "" : model_file_open(&m, path);
-    wrong = first_error(t.comms.world, wrong);
-    if (!wrong.empty()) return wrong;
+    bool opens = t.comms.world.rank <= 0;
+    LLMC_TRY(first_error(t.comms.world, opens ? model_file_open(&m, path) : ""));
     h.files = {m.file}; // which closes it
     share_headers(&h, {path});
 
@@ -373,7 +370,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
             to->floats = reorder_rotary(to->floats, t.model.shape.HS, p.cols(), true);
         return std::string();
     };
-    wrong = load_parameters(t, source, t.model.parameters);
+    std::string wrong = load_parameters(t, source, t.model.parameters);
     if (bytes) *bytes = h.reader.bytes;
     return first_error(t.comms.world, h.ruined);
 }
@@ -383,8 +380,7 @@ std::string model_file_load(Trainer<T, S>& t, const std::string& path, size_t* b
 
 // Check at the start of a run that the path can be written, and that llm.c's GPT-2 has this shape.
 inline std::string model_file_check(const Shape& s, const std::string& path, Type dtype) {
-    std::string wrong = check_export_file(path);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_export_file(path));
 
     // Refuse shapes that the header cannot describe.
     bool like_gpt2 = s.family == Family::GPT2 && s.embedding.position == Position::LEARNED &&

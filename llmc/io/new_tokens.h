@@ -77,16 +77,14 @@ template <typename T, typename S>
 std::string load_and_grow(Trainer<T, S>& t, const std::string& folder, uint64_t seed,
                           const Dialects& dialects = {}) {
     Shape before;
-    std::string wrong = first_error(t.comms.world, hf_read_config(&before, folder));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(first_error(t.comms.world, hf_read_config(&before, folder)));
 
     // Load the tables with the folder's number of rows.
     std::vector<Parameter> parameters = t.model.parameters;
     for (Parameter& p : parameters)
         if (is_token_table(t.model, p))
             p.file_rows = before.V;
-    wrong = hf_load_parameters(t, folder, parameters, dialects);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_load_parameters(t, folder, parameters, dialects));
 
     // Let all ranks see a whole table at a time; each keeps its part of the new rows.
     for (const Parameter& p : t.model.parameters) {

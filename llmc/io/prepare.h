@@ -104,8 +104,8 @@ inline size_t next_shard_tokens(const ShardOutput& o) {
 inline std::string write_json(const std::string& path, Json j) {
     // Sync the folder too: syncing a file does not make its name durable.
     j["crc32"] = manifest_crc(j);
-    std::string wrong = write_text_file(path, manifest_text(j));
-    return wrong.empty() ? sync_folder(folder_of(path)) : wrong;
+    LLMC_TRY(write_text_file(path, manifest_text(j)));
+    return sync_folder(folder_of(path));
 }
 
 // Write the progress file: the complete shards, and how much of the current batch they hold.
@@ -152,10 +152,8 @@ inline std::string close_shard(ShardOutput& o) {
 
     // Give the file its name.
     w.expected = sizeof(header) + o.in_shard * o.width;
-    std::string wrong = writer_close(&w);
-    if (wrong.empty())
-        wrong = sync_folder(folder_of(w.path));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(writer_close(&w));
+    LLMC_TRY(sync_folder(folder_of(w.path)));
 
     // Note it: from now on a run that was killed continues after this shard.
     o.shards.push_back({{"file", w.path.substr(w.path.rfind('/') + 1)},
@@ -210,8 +208,7 @@ inline std::string put_tokens(ShardOutput& o, const int* tokens, size_t count, b
         buffer_tokens(o, tokens, n);
         tokens += n;
         count -= n;
-        std::string wrong = o.in_shard == next_shard_tokens(o) ? close_shard(o) : o.file.wrong;
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(o.in_shard == next_shard_tokens(o) ? close_shard(o) : o.file.wrong);
     }
     return "";
 }
@@ -228,10 +225,8 @@ inline std::string write_documents(ShardOutput& o, const TextBatch& b) {
 
         // Write the document's tokens, up to the next mark.
         to = std::find(from, b.tokens.end(), DOCUMENT);
-        std::string wrong = o.begins ? put_tokens(o, &o.document_token, 1, true) : "";
-        if (wrong.empty())
-            wrong = put_tokens(o, &*from, to - from, false);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(o.begins ? put_tokens(o, &o.document_token, 1, true) : "");
+        LLMC_TRY(put_tokens(o, &*from, to - from, false));
         o.begins = false;
     }
     return "";
@@ -259,9 +254,8 @@ inline std::string write_batch(ShardOutput& o, TextBatch& b) {
     o.from_batch = 0;
 
     // Windows of conversations carry their own marks.
-    std::string wrong = o.packed ? put_tokens(o, b.tokens.data(), b.tokens.size(), false)
-                                 : write_documents(o, b);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(o.packed ? put_tokens(o, b.tokens.data(), b.tokens.size(), false)
+                      : write_documents(o, b));
     o.skip = 0;
 
     // Tolerate ten bad lines more than at the end, while good ones may follow.
@@ -350,34 +344,31 @@ inline std::string check_shards(const Json& shards, const std::string& path) {
 // Check those fields of a manifest or progress file that a run uses.
 inline std::string check_state(const Json& found) {
     typedef Json::value_t Type;
-    std::string wrong = check_type(found, "shards", Type::array);
-    for (size_t i = 0; wrong.empty() && i < found["shards"].size(); i++) {
+    LLMC_TRY(check_type(found, "shards", Type::array));
+    for (const Json& shard : found["shards"]) {
         // Refuse a path as the file: it could lead out of the folder.
-        const Json& shard = found["shards"][i];
         if (!shard.is_object())
             return "a shard is no object";
         for (const char* key : {"tokens", "documents", "bytes", "crc32"})
-            if (wrong.empty())
-                wrong = check_integer(shard, key, 0, INT64_MAX);
-        if (wrong.empty())
-            wrong = check_type(shard, "file", Type::string);
-        if (wrong.empty() && shard["file"].get<std::string>().find('/') != std::string::npos)
-            wrong = "file is " + json_word(shard["file"]) + ", which is no name";
+            LLMC_TRY(check_integer(shard, key, 0, INT64_MAX));
+        LLMC_TRY(check_type(shard, "file", Type::string));
+        if (shard["file"].get<std::string>().find('/') != std::string::npos)
+            return "file is " + json_word(shard["file"]) + ", which is no name";
     }
 
     // Only a progress file says where the last batch began.
     const Json at = found.value("batch", Json());
-    if (!wrong.empty() || at.is_null())
-        return wrong;
+    if (at.is_null())
+        return "";
     if (!at.is_object())
         return "batch is no object";
     TextPlace place;
     LineCounts counts;
-    wrong = check_integer(found, "written", 0, INT64_MAX);
+    LLMC_TRY(check_integer(found, "written", 0, INT64_MAX));
     for (auto [name, number] : batch_numbers(place, counts))
-        if (wrong.empty() && at.contains(name))
-            wrong = check_integer(at, name, 0, INT64_MAX);
-    return wrong.empty() ? check_type(at, "begins", Type::boolean) : wrong;
+        if (at.contains(name))
+            LLMC_TRY(check_integer(at, name, 0, INT64_MAX));
+    return check_type(at, "begins", Type::boolean);
 }
 
 // Read a manifest or progress file. *found stays null if there is none, or if another call's
@@ -385,8 +376,7 @@ inline std::string check_state(const Json& found) {
 inline std::string read_state(const ShardOutput& o, const std::string& path, Json* found) {
     std::string bytes;
     if (!file_type(path)) return "";
-    std::string wrong = read_whole_file(path, &bytes);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_whole_file(path, &bytes));
 
     // Check that the file is whole, by its own checksum.
     const std::string fix = ": remove it, or choose another name";
@@ -420,8 +410,7 @@ inline std::string check_no_shards(const ShardOutput& o) {
 inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
     // With a manifest, everything is done.
     Json manifest;
-    std::string wrong = read_state(o, manifest_path(o), &manifest);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_state(o, manifest_path(o), &manifest));
     *done = !manifest.is_null();
     if (*done) {
         o.shards = manifest["shards"];
@@ -431,11 +420,10 @@ inline std::string resume(ShardOutput& o, BatchReader& r, bool* done) {
 
     // Without a progress file this is the first run: write one.
     Json progress;
-    wrong = read_state(o, progress_path(o), &progress);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_state(o, progress_path(o), &progress));
     if (progress.is_null()) {
-        wrong = check_no_shards(o);
-        return wrong.empty() ? write_progress(o) : wrong;
+        LLMC_TRY(check_no_shards(o));
+        return write_progress(o);
     }
 
     // Otherwise continue after the complete shards, in the batch in which the last one ended.
@@ -643,12 +631,12 @@ inline std::string prepare_source(const Config& c, const OpenSource& open,
 // Describe the inputs that --data names.
 inline std::string describe_inputs(std::vector<TextInput>* inputs, const std::string& data) {
     std::vector<std::string> paths;
-    std::string wrong = data_paths(data, &paths);
-    for (size_t i = 0; i < paths.size() && wrong.empty(); i++) {
+    LLMC_TRY(data_paths(data, &paths));
+    for (const std::string& path : paths) {
         inputs->emplace_back();
-        wrong = input_describe(&inputs->back(), paths[i]);
+        LLMC_TRY(input_describe(&inputs->back(), path));
     }
-    return wrong;
+    return "";
 }
 
 // The program that prints parquet files. Its folder dev/data is in the program's
@@ -701,14 +689,11 @@ inline void print_left_out(const ShardOutput& o) {
 inline std::string prepare_locked(const Config& c, const Tokenizer& t, ShardOutput& o,
                                   BatchReader& r) {
     bool done = false;
-    std::string wrong = resume(o, r, &done);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(resume(o, r, &done));
     if (!done) {
         size_t threads = c.threads ? size_t(c.threads) : std::thread::hardware_concurrency();
-        wrong = write_all(o, r, t, std::max(threads, size_t(1)));
-        if (wrong.empty())
-            wrong = write_manifest(o, t);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(write_all(o, r, t, std::max(threads, size_t(1))));
+        LLMC_TRY(write_manifest(o, t));
         unlink(progress_path(o).c_str());
         print_left_out(o);
     }
@@ -724,12 +709,9 @@ inline std::string prepare_shards(const Config& c, const Tokenizer& t,
     // Check the flags and the inputs.
     ShardOutput o;
     BatchReader r;
-    std::string wrong = prepare_check(c, t, &o);
-    if (wrong.empty())
-        wrong = describe_inputs(&r.inputs, c.data);
-    if (wrong.empty())
-        wrong = prepare_source(c, open, r.inputs, &o);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(prepare_check(c, t, &o));
+    LLMC_TRY(describe_inputs(&r.inputs, c.data));
+    LLMC_TRY(prepare_source(c, open, r.inputs, &o));
     o.identity = prepare_identity(c, t, o, r.inputs, limits.batch);
     r.script = parquet_script(program_folder);
     r.field = o.packed ? "" : c.field;
@@ -740,11 +722,9 @@ inline std::string prepare_shards(const Config& c, const Tokenizer& t,
     // Take the lock: two processes would write the same files.
     int lock = -1;
     const std::string lock_path = o.stem + ".lock";
-    wrong = lock_file(lock_path, &lock,
-                      c.prepare +
-                          ": another process is writing it: wait for it, or choose another name");
-    if (!wrong.empty()) return wrong;
-    wrong = prepare_locked(c, t, o, r);
+    LLMC_TRY(lock_file(lock_path, &lock, c.prepare + ": another process is writing it: wait for "
+                                                     "it, or choose another name"));
+    std::string wrong = prepare_locked(c, t, o, r);
     unlock_file(lock_path, lock);
     return wrong;
 }

@@ -176,8 +176,7 @@ inline std::string read_tensor_entry(SafeTensor* t, const Json& entry, size_t bo
 
     // Find how many elements there are.
     size_t elements;
-    std::string wrong = read_shape(t, entry["shape"], &elements);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_shape(t, entry["shape"], &elements));
 
     // Check the offsets: they must lie in the file, and be exactly as far apart as the bytes need.
     const Json& offsets = entry["data_offsets"];
@@ -277,9 +276,8 @@ inline std::string map_file(SafeTensors* s, const std::string& path) {
 
 // Open a file: map it, check its header, sort its tensors by name.
 inline std::string safetensors_open(SafeTensors* s, const std::string& path) {
-    std::string wrong = map_file(s, path);
-    if (!wrong.empty()) return wrong;
-    wrong = read_safetensors_header(s);
+    LLMC_TRY(map_file(s, path));
+    std::string wrong = read_safetensors_header(s);
     if (!wrong.empty()) {
         safetensors_close(s);
         return path + ": " + wrong;

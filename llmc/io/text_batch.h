@@ -239,11 +239,10 @@ inline void tokenize_lines(TextBatch& b, const Tokenizer& t, const std::string& 
     std::deque<std::string> texts; // a deque never moves its texts: repeated words point into them
     each_line(b.text, b.line, path, &b.counts, [&](std::string_view line) {
         std::string& text = texts.emplace_back();
-        std::string wrong = read_json_line(line, field, &text);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(read_json_line(line, field, &text));
         e.out.push_back(DOCUMENT);
         encode_more(e, text);
-        return wrong;
+        return std::string();
     });
     b.tokens = std::move(e.out);
 }

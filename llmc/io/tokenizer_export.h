@@ -228,11 +228,10 @@ inline std::string tokenizer_files(std::map<std::string, std::string>* files, co
     // Copy. The tokenizer_config.json stays as it is: it may hold a chat template.
     bool json = path.ends_with(".json");
     bool model = t.sentencepiece && path.ends_with(".model");
-    std::string wrong;
     if (json || model)
-        wrong = read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]);
-    if (!wrong.empty()) return wrong;
+        LLMC_TRY(read_whole_file(path, &(*files)[json ? "tokenizer.json" : "tokenizer.model"]));
     bool whole = file_type(beside);
+    std::string wrong;
     if (whole)
         wrong = read_whole_file(beside, &(*files)["tokenizer_config.json"]);
     if (json && whole) return wrong;

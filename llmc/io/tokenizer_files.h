@@ -250,14 +250,12 @@ inline std::string read_gpt2(Tokenizer* t, const std::string& merges_path,
     // Read both files.
     std::string text;
     Json vocabulary;
-    std::string wrong = read_json(vocabulary_path, &vocabulary);
-    if (wrong.empty())
-        wrong = read_whole_file(merges_path, &text);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_json(vocabulary_path, &vocabulary));
+    LLMC_TRY(read_whole_file(merges_path, &text));
 
     // Take the pieces.
     t->kind = TokenizerKind::BPE;
-    wrong = read_vocabulary(t, vocabulary);
+    std::string wrong = read_vocabulary(t, vocabulary);
     if (!wrong.empty())
         return vocabulary_path + ": " + wrong;
 
@@ -577,8 +575,7 @@ inline std::string read_ranks(Tokenizer* t, const std::string& path, const std::
 // Open a *.tiktoken file, or Llama 3's tokenizer.model.
 inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const std::string& text) {
     size_t lines;
-    std::string wrong = read_ranks(t, path, text, &lines);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_ranks(t, path, text, &lines));
 
     // Find the encoding by the file's name, or else by its number of ranks.
     std::vector<KnownRanks> known = known_ranks();
@@ -600,7 +597,7 @@ inline std::string read_tiktoken(Tokenizer* t, const std::string& path, const st
     std::vector<float> scores(t->pieces.size());
     for (size_t i = 0; i < scores.size(); i++)
         scores[i] = -float(i);
-    wrong = set_bytes(t);
+    std::string wrong = set_bytes(t);
     if (!wrong.empty())
         return path + ": " + wrong;
     set_merges_from_scores(t, scores);
@@ -918,11 +915,9 @@ inline std::string read_special_tokens(Tokenizer* t, const std::string& folder) 
                              "generation_config.json", "config.json"}) {
         // Read the file, if it is there.
         Json j = Json::object();
-        std::string wrong, path = file_in(folder, file);
+        std::string path = file_in(folder, file);
         if (file_type(path))
-            wrong = read_json(path, &j);
-        if (!wrong.empty())
-            return wrong;
+            LLMC_TRY(read_json(path, &j));
 
         // transformers reads no map beside a config that describes its added tokens.
         decoder |= j.contains("added_tokens_decoder");
@@ -998,8 +993,7 @@ inline std::string read_tokenizer(Tokenizer* t, const std::string& path) {
     // Read the other formats whole. Two of them are called .model; SentencePiece's begins with its
     // first field's key, with which no text begins.
     std::string file;
-    std::string wrong = read_whole_file(path, &file);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_whole_file(path, &file));
     if (name.ends_with(".bin"))
         return read_llama2c(t, path, file);
     if (name.ends_with(".model") && file.starts_with('\n'))

@@ -64,8 +64,8 @@ inline std::vector<int> divisors_of(int n) {
 // Check a candidate by the ordinary check of the command line: "" or why it is refused. The check
 // takes a copy, because it fills in what flags leave out.
 inline std::string refuse_layout(const PlanQuestion& q, Config c) {
-    std::string wrong = check_with_teacher(c, q.shape, q.teacher);
-    return wrong.empty() ? refuse_idle_offload(c) : wrong;
+    LLMC_TRY(check_with_teacher(c, q.shape, q.teacher));
+    return refuse_idle_offload(c);
 }
 
 // Whether each node holds whole groups of tp ranks: all, if there is one node.

@@ -19,6 +19,7 @@
 #include <thread>
 #include "../comm/comm.h"
 #include "../comm/group.h"
+#include "../comm/text.h"
 #include "../io/checkpoint.h"
 #include "../io/files.h"
 #include "../ops/types.h"
@@ -81,8 +82,7 @@ std::string async_begin(const Trainer<T, S>& t, AsyncSave& a, const Save& save) 
     typedef acc_t<T> A;
     // Make the weights' sums now too: they belong to this step.
     a.save = save;
-    std::string wrong = save_begin(t, a.save, t.comms.world.rank == 0);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(save_begin(t, a.save, t.comms.world.rank == 0));
 
     // Copy all that the file is to hold, because the next training step changes it.
     A* next = reinterpret_cast<A*>(a.snapshot.data());

@@ -154,9 +154,7 @@ inline std::string keep_folder(Run& run) {
                 mine.st_dev == there.st_dev;
     if (!known || same)
         return "";
-    std::string wrong = make_folder(run);
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(make_folder(run));
 
     // Begin another log there.
     note(run, "--out " + out + " was moved or removed: it is made again");
@@ -672,11 +670,8 @@ std::string try_to_save(Run& run, Trainer<T, S>& t) {
     check_replicas(run, t);
     AsyncSave* async = run.saves.async.get();
     bool later = async && !run.saves.tries_first;
-    std::string wrong = ruined_weights(run, t, later);
-    if (wrong.empty())
-        wrong = first_error(run.world, keep_folder(run));
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(ruined_weights(run, t, later));
+    LLMC_TRY(first_error(run.world, keep_folder(run)));
 
     // Save. The next step waits until the save is done, or with --save-async until the state
     // has been copied.

@@ -169,12 +169,11 @@ std::string buddy_save(const Trainer<T, S>& t, const Buddies& b, const Checkpoin
     // Each machine has its own folder, made and named by the machine's first rank.
     bool first = b.is_first(world.rank);
     Save save = {info, b.folder, INT_MAX}; // the save before goes once all machines have this one
-    std::string wrong = save_begin(t, save, first);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(save_begin(t, save, first));
 
     // 1. and 2. Write this rank's file, and send it to the buddy. Training waits for this: memory
     // is fast, and the network carries one message a rank.
-    wrong = first_error(world, save_in_place(t, save));
+    std::string wrong = first_error(world, save_in_place(t, save));
     if (wrong.empty())
         wrong = keep_others_files(world, b, save.file, save.temporary());
 

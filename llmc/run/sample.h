@@ -329,9 +329,8 @@ inline std::string read_prompt(const Run& run, const OrderedJson& line, Prompt* 
         return "has no \"prompt\" that is a text";
     p->fields = line;
     p->text = line["prompt"];
-    std::string wrong = p->text.empty() ? "its prompt is empty"
-                                        : find_adapter_set(run.shape, line, &p->adapter);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(p->text.empty() ? "its prompt is empty"
+                             : find_adapter_set(run.shape, line, &p->adapter));
 
     // Count its tokens.
     p->tokens = prompt_tokens(run, p->text);

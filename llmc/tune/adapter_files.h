@@ -116,11 +116,8 @@ inline std::string check_peft_layers(const Json& j, const std::string& path, con
 // Read a config. Patterns become lists of pairs, in the file's order: the first that fits counts.
 inline std::string read_peft_config(const std::string& path, Json* j) {
     std::string text;
-    std::string wrong = read_whole_file(path, &text);
-    if (wrong.empty())
-        wrong = parse_json(text, path, j);
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(read_whole_file(path, &text));
+    LLMC_TRY(parse_json(text, path, j));
 
     // Parse it once more: the library's usual object sorts its names.
     auto ordered = OrderedJson::parse(text);
@@ -174,11 +171,8 @@ inline std::string peft_number(const Json& j, const std::string& path, const cha
 inline std::string peft_scale(const Json& j, const std::string& path, const std::string& module,
                               size_t r, double* scale) {
     double rank = 0, alpha = 0;
-    std::string wrong = peft_number(j, path, "r", "rank_pattern", module, &rank);
-    if (wrong.empty())
-        wrong = peft_number(j, path, "lora_alpha", "alpha_pattern", module, &alpha);
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(peft_number(j, path, "r", "rank_pattern", module, &rank));
+    LLMC_TRY(peft_number(j, path, "lora_alpha", "alpha_pattern", module, &alpha));
 
     // Compare the rank. Without the key PEFT has 8, and could not load other tensors.
     if (j.contains("r") && rank != double(r))
@@ -342,12 +336,9 @@ inline std::string read_adapter(const Model& base, const Parameter& p, size_t ex
     // Check the pair.
     double scale = 0;
     std::string path = peft_config_path(folder_of(file.path));
-    std::string wrong = check_halves(file.path, p, a, b, expert);
-    if (wrong.empty())
-        wrong = check_peft_layers(j, path, p);
-    if (wrong.empty())
-        wrong = peft_scale(j, path, module, a->shape[0], &scale);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(check_halves(file.path, p, a, b, expert));
+    LLMC_TRY(check_peft_layers(j, path, p));
+    LLMC_TRY(peft_scale(j, path, module, a->shape[0], &scale));
 
     // Compare it with the first expert's.
     Adapter own = {a->shape[0], scale};
@@ -400,8 +391,7 @@ std::string load_adapters(Trainer<T, S>& t, const std::string& folder,
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     std::string path = folder + "/adapter_model.safetensors";
-    std::string wrong = hf_open_shared(&h, {path});
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_open_shared(&h, {path}));
     for (const Parameter& p : t.model.parameters) {
         if (!is_adapter(t.model, p) || !p.name.starts_with(prefix))
             continue;

@@ -397,10 +397,9 @@ inline DataKind answer_pairs() { return {" dpo ipo simpo orpo ", pair_forms(), p
 inline std::string line_tokens(const DataKind& kind, const Chat& chat, const Json& line, size_t T,
                                std::vector<int>* tokens, ConversationCounts* counts) {
     LineParts parts;
-    std::string wrong = line.contains("input_ids") ? "" : refuse_tool(line);
-    if (wrong.empty())
-        wrong = read_parts(kind.forms, line, &parts);
-    return wrong.empty() ? kind.tokens(chat, line, parts, T, tokens, counts) : wrong;
+    LLMC_TRY(line.contains("input_ids") ? "" : refuse_tool(line));
+    LLMC_TRY(read_parts(kind.forms, line, &parts));
+    return kind.tokens(chat, line, parts, T, tokens, counts);
 }
 
 // Describe what the windows hold, and what was left out.

@@ -326,8 +326,7 @@ std::string sample_rollouts(Run& run, Trainer<T, S>& t) {
 
     // Reward each answer, and compare it with its group's. LOAD hands out the advantages.
     std::vector<double> rewards;
-    std::string wrong = reward_answers(run, r, asked, &rewards);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(reward_answers(run, r, asked, &rewards));
     r.advantages = group_advantages(rewards, group, c.advantage == "std");
     take_means(&r, rewards, group);
     ask_other_policies(run, t, &r);

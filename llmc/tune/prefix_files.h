@@ -99,8 +99,7 @@ std::string load_prefix(Trainer<T, S>& t, const std::string& folder, int plan) {
     HfFiles h;
     h.reader = make_one_reader(t.comms.world, t.layout);
     std::string path = folder + "/adapter_model.safetensors";
-    std::string wrong = hf_open_shared(&h, {path});
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(hf_open_shared(&h, {path}));
 
     // Check the shape again: the file was closed in the meantime.
     const Shape& s = t.model.shape;

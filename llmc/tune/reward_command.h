@@ -213,9 +213,8 @@ inline std::string run_program(const std::string& command, const std::string& in
     // Start the guard and the program.
     keep_statuses();
     RewardProcess process;
-    std::string wrong = start_guard(&process);
-    if (!wrong.empty()) return wrong;
-    wrong = start_program(command, input, &process);
+    LLMC_TRY(start_guard(&process));
+    std::string wrong = start_program(command, input, &process);
     if (!wrong.empty()) {
         end_group(process);
         return wrong;

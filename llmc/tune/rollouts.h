@@ -29,8 +29,7 @@ inline std::string read_exercise(const Json& line, const Chat& chat, size_t T,
     // Read the prompt, and the answer, a text; a number is taken as JSON writes it.
     const LineForm form = {"", {{"prompt", "user"}}};
     LineParts parts;
-    std::string wrong = read_parts({&form, 1}, line, &parts);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_parts({&form, 1}, line, &parts));
     const Json answer = line.value("answer", Json());
     bool text = answer.is_string();
     bool number = answer.is_number();
@@ -44,7 +43,7 @@ inline std::string read_exercise(const Json& line, const Chat& chat, size_t T,
         return "has no \"answer\" that is a text or a number";
 
     // Write the prompt, which must leave at least one row of the window to the answer.
-    wrong = chat_prompt(chat, parts[ASKED], &q->prompt);
+    std::string wrong = chat_prompt(chat, parts[ASKED], &q->prompt);
     if (wrong.empty() && q->prompt.size() > T)
         wrong = concat("has a prompt of ", q->prompt.size(), " tokens: give a larger --seq than ",
                        T);
