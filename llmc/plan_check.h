@@ -301,15 +301,13 @@ inline std::string check_sends(const Plan& p, const Model& model) {
         for (int s = pp.rank; s < p.layout.stages(); s += pp.size) {
             // Forward sends the stage's output. Backward sends the gradient of its input, unless
             // nothing below trains.
-            std::string wrong;
             int begin = first_layer_of(p.layout, model, s);
             int end = first_layer_of(p.layout, model, s + 1);
             if (s + 1 < p.layout.stages())
-                wrong = once({Kind::STREAM, end, m});
+                LLMC_TRY(once({Kind::STREAM, end, m}));
             bool needed = s > 0 && begin > lowest_trained(model);
-            if (wrong.empty() && needed && p.mode == Mode::TRAIN)
-                wrong = once({Kind::DSTREAM, begin, m});
-            if (!wrong.empty()) return wrong;
+            if (needed && p.mode == Mode::TRAIN)
+                LLMC_TRY(once({Kind::DSTREAM, begin, m}));
         }
     return "";
 }

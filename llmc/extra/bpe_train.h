@@ -307,11 +307,10 @@ inline std::string check_training_flags(const Config& c) {
 inline std::string open_training(BatchReader* r, const Config& c, const std::string& folder) {
     if (c.data.empty())
         return "what is it trained on? give --data FILES";
-    std::string wrong = describe_inputs(&r->inputs, c.data);
+    LLMC_TRY(describe_inputs(&r->inputs, c.data));
     for (const TextInput& input : r->inputs)
-        if (wrong.empty() && input.tokens)
-            wrong = input.path + ": holds tokens: give the text that they were made of";
-    if (!wrong.empty()) return wrong;
+        if (input.tokens)
+            return input.path + ": holds tokens: give the text that they were made of";
     return file_type(folder) ? folder + ": is there already: choose another name"
                              : try_folder("train-tokenizer", folder);
 }
@@ -341,10 +340,9 @@ inline std::string train_tokenizer(const Config& c, const std::string& program_f
     ShardOutput o;
     WordCounts words;
     size_t threads = c.threads ? size_t(c.threads) : std::thread::hardware_concurrency();
-    std::string wrong = count_words(&words, o, r, t, std::max(threads, size_t(1)));
-    if (wrong.empty() && words.empty())
-        wrong = r.inputs[0].path + ": holds no text";
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(count_words(&words, o, r, t, std::max(threads, size_t(1))));
+    if (words.empty())
+        return r.inputs[0].path + ": holds no text";
     print_left_out(o);
     size_t distinct = words.size();
     int64_t text = 0;
@@ -354,12 +352,9 @@ inline std::string train_tokenizer(const Config& c, const std::string& program_f
     // Merge, and write. The folder has its name when it is whole.
     int64_t tokens = learn_merges(&t, std::move(words), size_t(c.train_tokenizer));
     mkdir((folder + ".tmp").c_str(), 0777);
-    wrong = not_json(t);
-    if (wrong.empty())
-        wrong = write_texts(folder + ".tmp", trained_files(t));
-    if (wrong.empty())
-        wrong = replace_folder(folder + ".tmp", folder);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(not_json(t));
+    LLMC_TRY(write_texts(folder + ".tmp", trained_files(t)));
+    LLMC_TRY(replace_folder(folder + ".tmp", folder));
 
     // Say what there is now.
     if (t.vocab_size < c.train_tokenizer)

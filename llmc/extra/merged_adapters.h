@@ -86,19 +86,15 @@ inline std::string find_dora(const Model& base, const Json& j, const std::string
             continue;
 
         // Check the three against the matrix.
-        std::string wrong = check_no_stack(p, file.path);
-        if (wrong.empty())
-            wrong = check_halves(file.path, p, m.a, m.b);
-        if (wrong.empty() && !m.magnitude)
-            wrong = concat(file.path, ": ", module_of(p), " has lora_A and no "
-                           "lora_magnitude_vector, which use_dora asks for: get the file again");
-        if (wrong.empty())
-            wrong = check_factors(file.path, *m.magnitude, {p.rows()}, module_of(p));
+        LLMC_TRY(check_no_stack(p, file.path));
+        LLMC_TRY(check_halves(file.path, p, m.a, m.b));
+        if (!m.magnitude)
+            return concat(file.path, ": ", module_of(p), " has lora_A and no "
+                          "lora_magnitude_vector, which use_dora asks for: get the file again");
+        LLMC_TRY(check_factors(file.path, *m.magnitude, {p.rows()}, module_of(p)));
 
         // Note the scale, which is LoRA's.
-        if (wrong.empty())
-            wrong = peft_scale(j, config, peft_module(base, p), m.a->shape[0], &m.scale);
-        if (!wrong.empty()) return wrong;
+        LLMC_TRY(peft_scale(j, config, peft_module(base, p), m.a->shape[0], &m.scale));
         (*merges)[p.name] = m;
         used->insert({m.a->name, m.b->name, m.magnitude->name});
     }
@@ -124,10 +120,9 @@ inline std::string check_feedforward(const Json& names, const std::string& confi
 inline std::string find_ia3(const Model& base, const Json& j, const std::string& config,
                             const SafeTensors& file, Merges* merges, std::set<std::string>* used) {
     Json feedforward;
-    std::string wrong = read_feedforward(j, config, &feedforward);
+    LLMC_TRY(read_feedforward(j, config, &feedforward));
     std::set<std::string> modules; // those with factors, by the names of PEFT
     for (const Parameter& p : base.parameters) {
-        if (!wrong.empty()) return wrong;
         std::string matrix = peft_module(base, p), name = module_of(p);
         const SafeTensor* factors = safetensors_find(file, PEFT_PREFIX + matrix + ".ia3_l");
         if (!adaptable(base, p) || !factors)
@@ -137,9 +132,8 @@ inline std::string find_ia3(const Model& base, const Json& j, const std::string&
         bool inputs = is_listed(feedforward, matrix);
         std::vector<size_t> rows = {p.rows(), 1}, columns = {1, p.cols()};
         std::string why = concat(name, inputs ? ", one of" : ", none of", " feedforward_modules,");
-        wrong = check_no_stack(p, file.path);
-        if (wrong.empty())
-            wrong = check_factors(file.path, *factors, inputs ? columns : rows, why);
+        LLMC_TRY(check_no_stack(p, file.path));
+        LLMC_TRY(check_factors(file.path, *factors, inputs ? columns : rows, why));
 
         // Scaled outputs include the bias.
         WeightMerge m;
@@ -151,7 +145,7 @@ inline std::string find_ia3(const Model& base, const Json& j, const std::string&
         used->insert(factors->name);
         modules.insert(matrix);
     }
-    return wrong.empty() ? check_feedforward(feedforward, config, modules) : wrong;
+    return check_feedforward(feedforward, config, modules);
 }
 
 // Find all parameters that a folder's adapters change. The file's headers are known.
@@ -171,17 +165,16 @@ inline std::string find_merges(const Model& base, const std::string& folder,
 
     // Look for each matrix's tensors, then for tensors without a matrix.
     std::set<std::string> used;
-    std::string wrong = merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
-                                                 : find_ia3(base, j, path, file, merges, &used);
-    if (wrong.empty())
-        wrong = check_places(file, used);
+    LLMC_TRY(merging == Merging::DORA ? find_dora(base, j, path, file, merges, &used)
+                                      : find_ia3(base, j, path, file, merges, &used));
+    LLMC_TRY(check_places(file, used));
 
     // Compare them with what the config names.
     std::set<std::string> modules;
     for (const Parameter& p : base.parameters)
         if (adaptable(base, p) && merges->count(p.name))
             modules.insert(peft_module(base, p));
-    return wrong.empty() ? check_targets(base, j, path, modules) : wrong;
+    return check_targets(base, j, path, modules);
 }
 
 // Check a folder's adapters before anything is allocated.

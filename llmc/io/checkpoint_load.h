@@ -274,10 +274,8 @@ inline std::string file_pieces(SavedFiles& files, size_t i, const StateTensor& s
 inline std::string find_pieces(SavedFiles& files, const StateTensor& s,
                                std::vector<Piece>* pieces) {
     pieces->clear();
-    std::string wrong;
-    for (size_t i = 0; wrong.empty() && i < files.open.size(); i++)
-        wrong = file_pieces(files, i, s, pieces);
-    if (!wrong.empty()) return wrong;
+    for (size_t i = 0; i < files.open.size(); i++)
+        LLMC_TRY(file_pieces(files, i, s, pieces));
     auto before = [](const Piece& a, const Piece& b) { return a.global < b.global; };
     std::sort(pieces->begin(), pieces->end(), before);
 
@@ -596,15 +594,12 @@ std::string load_verified(Trainer<T, S>& t, CheckpointInfo* info, const std::str
         wrong = check_base(info->base, manifest, folder);
     if (wrong.empty())
         wrong = check_adapters(t.model, manifest, folder);
-    wrong = first_error(t.comms.world, wrong);
+    LLMC_TRY(first_error(t.comms.world, wrong));
 
     // Read the tensors, and compare their sums with the manifest's.
-    if (wrong.empty())
-        wrong = read_files(t, folder, manifest["files"], readers, state_tensors(t),
-                           &info->bytes_read);
-    if (wrong.empty())
-        wrong = check_sums(t, folder, manifest);
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_files(t, folder, manifest["files"], readers, state_tensors(t),
+                        &info->bytes_read));
+    LLMC_TRY(check_sums(t, folder, manifest));
 
     // Go on where the run stood.
     if (!saves_average(manifest["files"])) start_average(t);

@@ -422,44 +422,40 @@ inline std::string read_bpe(Tokenizer* t, const Json& model) {
     t->whole_words = model.value("ignore_merges", false);
 
     // Take the pieces.
-    std::string wrong = read_vocabulary(t, model.at("vocab"));
+    LLMC_TRY(read_vocabulary(t, model.at("vocab")));
     if (model.contains("unk_token") && model["unk_token"].is_string())
         t->unknown = find_token(t->ids, std::string(model["unk_token"]));
 
     // Take the merges: each is ["left", "right"], or "left right" in older files.
     std::vector<Merge> merges;
     for (const auto& each : model.at("merges"))
-        if (wrong.empty())
-            wrong = each.is_array() ? add_merge(*t, &merges, each.at(0), each.at(1))
-                                    : add_merge_line(*t, &merges, each);
+        LLMC_TRY(each.is_array() ? add_merge(*t, &merges, each.at(0), each.at(1))
+                                 : add_merge_line(*t, &merges, each));
     set_merges(t, merges);
-    return wrong;
+    return "";
 }
 
 // Take all parts of a tokenizer.json.
 inline std::string read_tokenizer_json_object(Tokenizer* t, const Json& j) {
     // Take its tokens.
-    std::string wrong = read_bpe(t, j.at("model"));
-    if (!wrong.empty()) return wrong;
+    LLMC_TRY(read_bpe(t, j.at("model")));
 
     // Take the steps that text goes through. A normalizer or else a
     // pre-tokenizer writes the spaces.
     t->late_spaces = true;
     for (const auto& each : json_steps(j, "normalizer", "normalizers"))
-        if (wrong.empty())
-            wrong = read_normalizer(t, each);
+        LLMC_TRY(read_normalizer(t, each));
     for (const auto& each : json_steps(j, "pre_tokenizer", "pretokenizers"))
-        if (wrong.empty())
-            wrong = read_pre_tokenizer(t, each);
+        LLMC_TRY(read_pre_tokenizer(t, each));
 
     // Take the other tokens, and the template.
-    if (wrong.empty() && j.contains("added_tokens"))
-        wrong = read_added_tokens(t, j["added_tokens"]);
-    if (wrong.empty() && t->sentencepiece && t->patterns.empty())
-        wrong = split_at_spaces(t);
+    if (j.contains("added_tokens"))
+        LLMC_TRY(read_added_tokens(t, j["added_tokens"]));
+    if (t->sentencepiece && t->patterns.empty())
+        LLMC_TRY(split_at_spaces(t));
     for (const auto& each : json_steps(j, "post_processor", "processors"))
         read_post_processor(t, each);
-    return wrong;
+    return "";
 }
 
 // Open a tokenizer.json.

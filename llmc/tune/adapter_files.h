@@ -358,16 +358,13 @@ inline std::string read_adapters(const Model& base, const std::string& folder,
                                  Adapters* adapters) {
     std::string path = peft_config_path(folder);
     Json j;
-    std::string wrong = read_peft_config(path, &j);
-    if (wrong.empty())
-        wrong = check_peft_config(j, path);
     SafeTensors file;
-    if (wrong.empty())
-        wrong = open_adapter(&file, folder);
-    if (!wrong.empty())
-        return wrong;
+    LLMC_TRY(read_peft_config(path, &j));
+    LLMC_TRY(check_peft_config(j, path));
+    LLMC_TRY(open_adapter(&file, folder));
 
     // Look for both halves of each matrix.
+    std::string wrong;
     std::set<std::string> used, modules;
     for (const Parameter& p : base.parameters)
         for (size_t e = 0; wrong.empty() && adaptable(base, p) && e < p.stack; e++)

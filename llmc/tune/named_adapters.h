@@ -47,31 +47,29 @@ inline std::string parse_named_folders(const std::string& flag, std::vector<Name
 inline std::string read_adapter_sets(const Model& base, const std::string& flag,
                                      AdapterSets* sets) {
     std::vector<NamedFolder> folders;
-    std::string wrong = parse_named_folders(flag, &folders);
+    LLMC_TRY(parse_named_folders(flag, &folders));
     for (const NamedFolder& f : folders) {
-        if (!wrong.empty()) return wrong;
         sets->push_back({f.name, {}});
-        wrong = read_adapters(base, f.folder, &sets->back().adapters);
+        LLMC_TRY(read_adapters(base, f.folder, &sets->back().adapters));
 
         // Rows of experts are sorted by expert, not by text.
         for (const auto& [module, adapter] : sets->back().adapters)
-            if (wrong.empty() && module.find("{}") != std::string::npos)
-                wrong = concat("--adapters ", f.name, ": adapts experts (", stack_name(module, 0),
-                               "), which texts of one batch cannot choose: give --adapter ",
-                               f.folder);
+            if (module.find("{}") != std::string::npos)
+                return concat("--adapters ", f.name, ": adapts experts (", stack_name(module, 0),
+                              "), which texts of one batch cannot choose: give --adapter ",
+                              f.folder);
     }
-    return wrong;
+    return "";
 }
 
 // Load the weights of all folders into a model that was made for them. All ranks call.
 template <typename T, typename S>
 std::string load_adapter_sets(Trainer<T, S>& t, const std::string& flag) {
     std::vector<NamedFolder> folders;
-    std::string wrong = parse_named_folders(flag, &folders);
+    LLMC_TRY(parse_named_folders(flag, &folders));
     for (const NamedFolder& f : folders)
-        if (wrong.empty())
-            wrong = load_adapters(t, f.folder, f.name + ":");
-    return wrong;
+        LLMC_TRY(load_adapters(t, f.folder, f.name + ":"));
+    return "";
 }
 
 } // namespace llmc

@@ -43,11 +43,11 @@ inline std::string read_exercise(const Json& line, const Chat& chat, size_t T,
         return "has no \"answer\" that is a text or a number";
 
     // Write the prompt, which must leave at least one row of the window to the answer.
-    std::string wrong = chat_prompt(chat, parts[ASKED], &q->prompt);
-    if (wrong.empty() && q->prompt.size() > T)
-        wrong = concat("has a prompt of ", q->prompt.size(), " tokens: give a larger --seq than ",
-                       T);
-    return wrong.empty() ? check_wanted(verifier, q->answer) : wrong;
+    LLMC_TRY(chat_prompt(chat, parts[ASKED], &q->prompt));
+    if (q->prompt.size() > T)
+        return concat("has a prompt of ", q->prompt.size(), " tokens: give a larger --seq than ",
+                      T);
+    return check_wanted(verifier, q->answer);
 }
 
 // Read the exercises of all files, in the order given. A bad line ends the run, since a skipped one
