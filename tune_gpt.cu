@@ -211,8 +211,7 @@ static bool run_command(Run& run) {
     // Take the usual defaults of the loss (TRL's). A resumed run has them from its checkpoint.
     bool goes_on = c.resume && !checkpoint_steps(c.out).empty();
     std::string taken = goes_on || has_new_weights(c) ? "" : take_loss_defaults(c);
-    if (is_first_rank(run) && !taken.empty())
-        printf("%s\n", taken.c_str());
+    if (!taken.empty()) say(run, taken, "\n");
 
     // Choose the layout if the program is to choose it; then check that all flags fit together.
     if (!plan_ahead(run)) return true;

@@ -53,8 +53,8 @@ inline void open_tokenizer(Run& run) {
     std::string wrong = tokenizer_open(&run.tokenizer, c.tokenizer);
     LLMC_USER_CHECK(wrong.empty(), "%s%s", one_screen(wrong).c_str(),
                     left_out ? "; --tokenizer byte leaves the folder's out" : "");
-    if (left_out && c.tokenizer != "byte" && is_first_rank(run))
-        printf("tokenizer: %s\n", c.tokenizer.c_str());
+    if (left_out && c.tokenizer != "byte")
+        say(run, "tokenizer: ", c.tokenizer, "\n");
 
     // Adapters may have learned to end texts otherwise than their base, and say so beside them.
     if (!c.adapter.empty() && run.tokenizer.kind != TokenizerKind::BYTE)
@@ -76,9 +76,9 @@ inline void grow_vocabulary(Run& run) {
                     c.add_tokens.c_str());
     size_t before = run.shape.V;
     run.shape.V = std::max(before, size_t(run.tokenizer.vocab_size));
-    if (is_first_rank(run))
-        printf("new tokens: %s, up to token %d; the tables grow from %zu to %zu rows\n",
-               printable(c.add_tokens).c_str(), run.tokenizer.vocab_size - 1, before, run.shape.V);
+    say(run, "new tokens: ", printable(c.add_tokens), ", up to token ",
+        run.tokenizer.vocab_size - 1, "; the tables grow from ", before, " to ", run.shape.V,
+        " rows\n");
 }
 
 // Whether the run computes a validation loss. One that evaluates tasks alone, without data, does
@@ -128,8 +128,7 @@ inline void open_chat(Run& run) {
     or_die(choose_chat(&run.chat, c.chat_format, folder, run.tokenizer));
     if (!has_conversations(c))
         or_die(run.chat.refused);
-    if (is_first_rank(run))
-        printf("chat format: %s, %s\n", run.chat.format.name.c_str(), run.chat.why.c_str());
+    say(run, "chat format: ", run.chat.format.name, ", ", run.chat.why, "\n");
 }
 
 // Open training and validation data, and check that they have no text in common. lines: what packs
@@ -312,8 +311,8 @@ inline void prepare_export(Run& run) {
     // Export the model even if its tokenizer cannot be exported, but print why.
     std::string why = known ? tokenizer_files(&run.exports.tokenizer.files, t, run.shape.P)
                             : "--tokenizer " + c.tokenizer + " is not the model's";
-    if (!why.empty() && is_first_rank(run))
-        printf("--export writes no tokenizer.json: %s\n", why.c_str());
+    if (!why.empty())
+        say(run, "--export writes no tokenizer.json: ", why, "\n");
     keep_for_export(run);
     if (!c.add_tokens.empty())
         or_die(add_tokens_to_files(&run.exports.tokenizer, t, c.add_tokens));

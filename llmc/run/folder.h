@@ -579,12 +579,10 @@ bool resume(Run& run, Trainer<T, S>& t) {
         remove_buddies(run.world, *run.saves.buddies);
 
     // Print where the run goes on, or that its last step is already done.
-    if (is_first_rank(run) && run.step < c.steps)
-        printf("resumed at step %lld%s\n", (long long)run.step,
-               in_memory ? ", from memory" : "");
-    else if (is_first_rank(run))
-        printf("nothing to train: --steps %lld, the checkpoint has %lld\n", (long long)c.steps,
-               (long long)run.step);
+    if (run.step < c.steps)
+        say(run, "resumed at step ", run.step, in_memory ? ", from memory\n" : "\n");
+    else
+        say(run, "nothing to train: --steps ", c.steps, ", the checkpoint has ", run.step, "\n");
     return true;
 }
 

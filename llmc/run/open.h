@@ -112,8 +112,7 @@ std::vector<PlanOptions> place_rank(Run& run, Trainer<T, S>& t, S where) {
     or_die(check_latents(run.shape, !std::is_same_v<S, Cpu>, generates));
 
     // Print the model and its levels of recomputation.
-    if (is_first_rank(run))
-        printf("%s%s", parameters_text(t.model).c_str(), levels.c_str());
+    say(run, parameters_text(t.model), levels);
     return plans;
 }
 
@@ -203,12 +202,11 @@ bool open_rank(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& plans
     std::string kernels =
         context_attention_backend(t.ctx.rank_shape, run.layout, sizeof(T), t.ctx.where);
     std::string machines = machines_text(run.layout, find_machines(run.world));
-    if (!kernels.empty() && is_first_rank(run))
-        printf("attention: %s\n", kernels.c_str());
-    if (is_first_rank(run))
-        printf("%s", machines.c_str());
-    if (is_first_rank(run) && run.world.nccl)
-        printf("%s", nccl_settings_text(environ).c_str());
+    if (!kernels.empty())
+        say(run, "attention: ", kernels, "\n");
+    say(run, machines);
+    if (run.world.nccl)
+        say(run, nccl_settings_text(environ));
 
     // Check that there is room, join the other ranks, and allocate.
     check_memory(run, plans, t);
@@ -240,10 +238,10 @@ void read_data(Run& run, Trainer<T, S>& t) {
     };
 
     // Print what data is read, and which token ends a document.
-    if (run.plans.train >= 0 && is_first_rank(run))
-        printf("data: %s\n", data_text(run.data.train).c_str());
-    if (run.data.document_end >= 0 && is_first_rank(run))
-        printf("documents: apart, each ends with token %d\n", run.data.document_end);
+    if (run.plans.train >= 0)
+        say(run, "data: ", data_text(run.data.train), "\n");
+    if (run.data.document_end >= 0)
+        say(run, "documents: apart, each ends with token ", run.data.document_end, "\n");
 }
 
 // Read the weights that --model names, and draw those that no file holds.

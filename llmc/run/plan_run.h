@@ -146,7 +146,7 @@ template <typename T, typename S> bool plan_run(Run& run, S where) {
         a.chosen = choose_trial(a.best);
     }
     std::string text = answer_text(c, q, a, named ? &yours : nullptr);
-    if (is_first_rank(run)) printf("%s%s", refused.c_str(), text.c_str());
+    say(run, refused, text);
     if (c.explain) return false;
 
     // Set the flags: from here on the run is as if the user had given them.

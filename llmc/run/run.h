@@ -343,6 +343,11 @@ inline void or_die_on_all_ranks(const Run& run, const std::string& wrong) {
     or_die(wrong);
 }
 
+// Print a text on the first rank.
+template <typename... Parts> void say(const Run& run, const Parts&... parts) {
+    if (is_first_rank(run)) fputs(concat(parts...).c_str(), stdout);
+}
+
 // Print a note for the user to standard error, on the first rank; the run goes on.
 inline void note(Run& run, const std::string& text) {
     if (!is_first_rank(run) || text.empty())

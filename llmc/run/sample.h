@@ -683,8 +683,7 @@ template <typename T, typename S>
 void hold_talk(Run& run, Trainer<T, S>& t) {
     Spend spend(run.clock.account, Work::SAMPLE);
     Talk talk;
-    if (is_first_rank(run))
-        printf("chat: %s\n", COMMANDS);
+    say(run, "chat: ", COMMANDS, "\n");
 
     // Turn the watchdog off: a person may think for long.
     if (run.world.info)

@@ -30,9 +30,9 @@ template <typename F> bool run_ranks(Run& run, F body) {
     bool threads = c.local_ranks > 1 && !c.explain;
 
     // Print how many ranks there are, and along which axes.
-    if (is_first_rank(run) && (threads || run.world.size > 1))
-        printf("ranks: %d %s, %s\n", rank_count(c), threads ? "threads" : "processes",
-               axes_text(c).c_str());
+    if (threads || run.world.size > 1)
+        say(run, "ranks: ", rank_count(c), threads ? " threads, " : " processes, ", axes_text(c),
+            "\n");
 
     // A process is its own rank.
     if (!threads) {
@@ -66,10 +66,8 @@ template <typename F> bool run_on_cpu(Run& run, F body) {
     const Config& c = run.config;
     LLMC_USER_CHECK(!c.graphs || c.explain,
                     "--graphs is for GPUs, and this run is on the CPU: leave it out");
-    if (is_first_rank(run))
-        printf("%s: %s, %s, on the CPU with %d threads, %s\n", c.program->name,
-               printable(c.model).c_str(), c.precision.c_str(), threads_here(Cpu{}),
-               matmul_backend());
+    say(run, c.program->name, ": ", printable(c.model), ", ", c.precision, ", on the CPU with ",
+        threads_here(Cpu{}), " threads, ", matmul_backend(), "\n");
     return run_ranks(run, [&](Run& rank) { body(rank, Cpu{}); });
 }
 
@@ -101,17 +99,14 @@ template <typename F> bool run_on_gpu(Run& run, F body) {
 
     // If any process lacks a GPU, all run on the CPU.
     if (!there && !plans_only) {
-        if (is_first_rank(run))
-            printf("%s: on the CPU\n", why.empty() ? "another process has no GPU" : why.c_str());
+        say(run, why.empty() ? "another process has no GPU" : why, ": on the CPU\n");
         return run_on_cpu(run, body);
     }
 
     // Print the device. --explain plans for a GPU that need not be there.
     if (there && !c.explain) join_gpus(run);
     std::string name = there ? device_name(cudaStream_t{}) : "a GPU that is not here";
-    if (is_first_rank(run))
-        printf("%s: %s, %s, on %s\n", c.program->name, printable(c.model).c_str(),
-               c.precision.c_str(), name.c_str());
+    say(run, c.program->name, ": ", printable(c.model), ", ", c.precision, ", on ", name, "\n");
 
     // Run each rank on a stream of its own.
     return run_ranks(run, [&](Run& rank) {
@@ -130,8 +125,8 @@ template <typename F> bool run_on_gpu(Run& run, F body) {
 // to communicate between GPUs.
 template <typename F> bool run_where_wanted(Run& run, F body) {
     bool can = HAS_NCCL || run.world.size == 1;
-    if (LLMC_KERNELS && !can && run.config.device == "auto" && is_first_rank(run))
-        printf("built without NCCL (install libnccl-dev): processes run on the CPU\n");
+    if (LLMC_KERNELS && !can && run.config.device == "auto")
+        say(run, "built without NCCL (install libnccl-dev): processes run on the CPU\n");
     bool wants = can && run.config.device != "cpu";
     return wants ? run_on_gpu(run, body) : run_on_cpu(run, body);
 }
@@ -199,8 +194,7 @@ inline int start_program(const char* name, bool (*command)(Run&), int argc, char
 
     // Print a page and leave.
     std::string page = page_asked(c);
-    if (is_first_rank(run))
-        fputs((page.empty() ? dial : page).c_str(), stdout);
+    say(run, page.empty() ? dial : page);
 
     // Let training outlive who reads its lines, as in `| head` or a tee that Ctrl-C has ended.
     if (has_training(c)) signal(SIGPIPE, SIG_IGN);

@@ -124,9 +124,8 @@ void set_rollouts(Run& run, Trainer<T, S>& t) {
     run.rollouts.report = [&run](StepReport& report, const Loss& loss) {
         report_rollouts(report, run, loss);
     };
-    if (is_first_rank(run))
-        printf("data: %zu prompts, %zu answers a step, %d to each prompt\n",
-               run.rollouts.exercises.size(), answers_of_step(run), run.config.group);
+    say(run, "data: ", run.rollouts.exercises.size(), " prompts, ", answers_of_step(run),
+        " answers a step, ", run.config.group, " to each prompt\n");
 }
 
 // The exercises of the step whose first answer is number `first` of the run.

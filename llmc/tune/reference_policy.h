@@ -199,8 +199,7 @@ void compute_references(Run& run, Trainer<T, S>& t) {
     // Evaluate the windows of training.
     if (run.plans.train < 0) return;
     uint64_t samples = samples_of_run(run);
-    if (is_first_rank(run))
-        printf("reference: the starting weights, on %llu windows\n", (unsigned long long)samples);
+    say(run, "reference: the starting weights, on ", samples, " windows\n");
     run.reference.train = logp(run.data.train, samples);
     t.data.references = references_of(run, run.data.train, run.reference.train);
 }

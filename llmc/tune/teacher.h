@@ -202,9 +202,8 @@ void open_teacher(Run& run, Trainer<T, S>& t, const std::vector<PlanOptions>& pl
 
     // Load its weights.
     load_companion(run, teacher->t, run.config.teacher);
-    if (is_first_rank(run))
-        printf("teacher: %s, %zu parameters, frozen\n", printable(run.config.teacher).c_str(),
-               parameter_count(teacher->t.model));
+    say(run, "teacher: ", printable(run.config.teacher), ", ", parameter_count(teacher->t.model),
+        " parameters, frozen\n");
     t.hooks.before = [teacher, &t] { teacher_forward(*teacher, t); };
 }
 
