@@ -87,8 +87,7 @@ inline std::string list_models(std::string name, std::vector<AveragedModel>* mod
 // List the models of a mean in the order of the names.
 inline std::vector<AveragedModel> averaged_models(const Config& c) {
     std::vector<AveragedModel> models;
-    std::stringstream names(c.average);
-    for (std::string name; std::getline(names, name, ',');)
+    for (const std::string& name : texts_between_commas(c.average))
         or_die(list_models(name, &models));
 
     // A model named twice would count twice, and a run stands for all of its checkpoints.

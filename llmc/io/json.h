@@ -15,21 +15,28 @@ namespace llmc {
 // The deepest nesting that is read. Configurations, manifests and tokenizers have fewer than 10.
 constexpr size_t MOST_JSON_DEPTH = 100;
 
-// How deep the brackets of a JSON text are nested. Brackets in strings do not count.
-inline size_t json_depth(std::string_view text) {
-    size_t depth = 0, deepest = 0;
+// Call f(character) for each character of a JSON text that is in no string.
+template <typename F> void outside_strings(std::string_view text, F f) {
     bool in_string = false;
     for (size_t at = 0; at < text.size(); at++) {
-        char c = text[at];
-        if (in_string && c == '\\')
+        if (in_string && text[at] == '\\')
             at++; // the character behind it ends no string
-        else if (c == '"')
+        else if (text[at] == '"')
             in_string = !in_string;
-        else if (!in_string && (c == '{' || c == '['))
-            deepest = std::max(deepest, ++depth);
-        else if (!in_string && (c == '}' || c == ']') && depth > 0)
-            depth--;
+        else if (!in_string)
+            f(text[at]);
     }
+}
+
+// How deep the brackets of a JSON text are nested.
+inline size_t json_depth(std::string_view text) {
+    size_t depth = 0, deepest = 0;
+    outside_strings(text, [&](char c) {
+        if (c == '{' || c == '[')
+            deepest = std::max(deepest, ++depth);
+        else if ((c == '}' || c == ']') && depth > 0)
+            depth--;
+    });
     return deepest;
 }
 

@@ -12,12 +12,12 @@
 #include "../comm/group.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../comm/text.h"
 #include "../ops/types.h"
 #include "config.h"
 #include "files.h"
 #include <algorithm>
 #include <map>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -150,8 +150,7 @@ constexpr const char* SMALL_FILES[] = {
 
 // Add the folders or files of a flag, FOLDER,FOLDER or NAME=FOLDER,NAME=FOLDER, to `paths`.
 inline void add_listed_paths(const std::string& flag, std::vector<std::string>* paths) {
-    std::istringstream parts(flag);
-    for (std::string part; std::getline(parts, part, ',');)
+    for (const std::string& part : texts_between_commas(flag))
         paths->push_back(part.substr(part.find('=') + 1));
 }
 

@@ -430,9 +430,7 @@ inline std::string blocks_named(const std::string& list, size_t L, std::vector<b
         return digits && !s.empty() && s.size() < 7;
     };
 
-    // A comma after the last range lets an empty one be seen.
-    std::string range;
-    for (std::istringstream ranges(list + ","); std::getline(ranges, range, ',');) {
+    for (const std::string& range : texts_between_commas(list)) {
         size_t dash = range.find('-');
         std::string low = range.substr(0, dash);
         std::string high = dash == std::string::npos ? low : range.substr(dash + 1);
@@ -460,14 +458,13 @@ inline bool flag_targets(const std::string& target, const Parameter& p) {
 
 // Choose the adapters of a model without any. Returns "" or what is wrong with the flags.
 inline std::string choose_adapters(const Model& base, const LoraOptions& o, Adapters* adapters) {
-    std::string target;
     std::vector<bool> blocks;
     bool stacks = base.shape.experts.E && !base.shape.experts.bias;
     std::string wrong = blocks_named(o.layers, base.shape.L, &blocks);
     if (!wrong.empty()) return wrong;
 
     // Insist that each target finds something: a misspelt one would silently train less.
-    for (std::istringstream targets(o.targets + ","); std::getline(targets, target, ',');) {
+    for (const std::string& target : texts_between_commas(o.targets)) {
         bool any = false;
         if (target == "experts" && base.shape.experts.bias)
             return "--lora-targets experts: not built for " + base.shape.hf_type +

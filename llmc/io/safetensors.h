@@ -16,6 +16,7 @@
 #include "../ops/types.h"
 #include "../comm/text.h"
 #include "files.h"
+#include "json.h"
 
 namespace llmc {
 
@@ -127,16 +128,7 @@ inline void float_to_type(void* out, const float* in, size_t count, Type type) {
 // two equal names, and another program could read such a file as another model.
 inline size_t count_names(std::string_view text) {
     size_t names = 0;
-    bool in_string = false;
-    for (size_t at = 0; at < text.size(); at++) {
-        char c = text[at];
-        if (in_string && c == '\\')
-            at++; // the character behind it ends no string
-        else if (c == '"')
-            in_string = !in_string;
-        else
-            names += c == ':' && !in_string;
-    }
+    outside_strings(text, [&](char c) { names += c == ':'; });
     return names;
 }
 
