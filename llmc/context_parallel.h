@@ -423,12 +423,9 @@ inline AttentionDims context_attention_shape(Shape s, const Layout& layout, size
     return attention_shape(share_of_heads(s, heads), B, queries, keys);
 }
 
-// Return what a rank's calls of attention ask of their kernels. Ranks that share keys add up the
-// keys' gradients in float.
-inline AttentionCall attention_call(const Shape& s, const Layout& layout, size_t element,
-                                    bool backward) {
-    bool sums = backward && keys_axis(layout).size > 1;
-    return {element, s.attention.softcap != 0, sums};
+// Return what a rank's calls of attention ask of their kernels.
+inline AttentionCall attention_call(const Shape& s, size_t element) {
+    return {element, s.attention.softcap != 0, s.embedding.position == Position::ALIBI};
 }
 // Return the kernels of a rank's attention for the log; "" on a CPU.
 template <typename S>
@@ -436,12 +433,7 @@ std::string context_attention_backend(const Shape& s, const Layout& layout, size
                                       S where) {
     // The number of tokens decides nothing.
     AttentionDims d = context_attention_shape(s, layout, 1, size_t(layout.cp.size));
-    auto kernels = [&](bool backward) {
-        return attention_backend(d, attention_call(s, layout, element, backward), where);
-    };
-    std::string forward = kernels(false);
-    std::string backward = kernels(true);
-    return forward == backward ? forward : forward + "; backward " + backward;
+    return attention_backend(d, attention_call(s, element), where);
 }
 
 // Ulysses' scratch: offsets in elements from its start.

@@ -21,7 +21,7 @@
 #include "muon.h"
 #include "ops/adamw.cuh"
 #include "ops/adamw_formats.cuh"
-#include "ops/attention_types.h"
+#include "ops/attention_cpu.cuh"
 #include "ops/ema.cuh"
 #include "ops/grad_norm.cuh"
 #include "ops/loss_scale.cuh"

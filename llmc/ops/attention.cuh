@@ -7,7 +7,7 @@
 //   blocks of keys (attention_join.cuh).
 //   The launchers choose between three sets of kernels: wgmma (attention_sm90.cuh), mma.sync
 //   (attention_sm80.cuh), and the plain kernels of this file. The plain kernels take every type,
-//   head sizes up to 256, soft caps, and sums into dq, dk, dv.
+//   any head size up to 256, and soft caps with ALiBi.
 //   Contract: out, lse =   dq, dk, dv = or += (x.accumulate).  Results in T, or in float.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: forward 4, backward 10 FLOPs per (query, key, channel) seen; 14 backward where two
@@ -386,14 +386,14 @@ inline std::string attention_backend(const AttentionDims& d, const AttentionCall
     case AttentionKernels::MMA:
         if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
         return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels "
-               "and 64 heads a group";
+               "(more than 64 with a soft cap) and 64 heads a group";
     case AttentionKernels::PLAIN: break;
     }
 
     // Say the first reason that holds.
     if (call.element != 2) return "plain kernels, in float";
-    if (call.softcap) return "plain kernels: those of tensor cores have no soft cap";
-    if (call.sums) return "plain kernels: those of tensor cores add up no gradients in float";
+    if (call.softcap && call.alibi)
+        return "plain kernels: those of tensor cores have no soft cap with ALiBi";
     return "plain kernels: tensor cores take heads of 8 to 256 channels, a multiple of 8, not " +
            std::to_string(d.HS);
 }
@@ -425,8 +425,7 @@ void attention_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
         attention_backward(as_native(dq), as_native(dk), as_native(dv), as_native(out), lse,
                            as_native(x), scratch, stream);
     } else {
-        if constexpr (IS_BF16_OR_FP16<T> && std::is_same_v<T, Q> && std::is_same_v<T, K>) {
-            // Tensor-core kernels overwrite their outputs. Only the plain ones add to dq, dk, dv.
+        if constexpr (IS_BF16_OR_FP16<T>) {
             if (is_hopper(stream) && hopper_takes(x, dq, dk, dv, out))
                 return attention_hopper_backward(dq, dk, dv, out, lse, x, scratch, stream);
             if (mma_takes(x, dq, dk, dv, out))

@@ -197,4 +197,21 @@ void attention_backward_reference(Q* dq, K* dk, K* dv, const T* out, const acc_t
         }
 }
 
+// ----------------------------------------------------------------------------
+// ALiBi
+
+// Fill in the slopes. With n heads, n a power of two, head h has the slope 2^(-8 (h+1) / n).
+// Further heads take every second slope of the next power of two.
+inline void alibi_slopes(float* slopes, size_t NH) { // (NH)
+    size_t n = 1;
+    while (n * 2 <= NH) n *= 2;
+    for (size_t h = 0; h < NH; h++) {
+        // From head n on: 2^(-4/n), 2^(-12/n), ..., whose exponents lie halfway between
+        // the first heads'.
+        double first = -8.0 * double(h + 1) / double(n);
+        double further = -4.0 * double(2 * (h - n) + 1) / double(n);
+        slopes[h] = float(std::pow(2.0, h < n ? first : further));
+    }
+}
+
 } // namespace llmc

@@ -124,16 +124,11 @@ struct RowOperands : AttentionOperands<T> {
     Span* key_spans;                     // (B,key_tiles)
     float *row_lse, *row_sums;           // (B,NKV,tiles,tile_size) lse in units of log 2; D
     int* turns;                          // (B,NKV,tiles), or null: counters that start at 0
+    float cap_factor;                    // with a soft cap: of products, before their tanh
+    float factor;                        // of products, or of their tanh: exponents of 2
 
     __device__ size_t query_of(unsigned row) const { return row / group; }
     __device__ size_t head_of(unsigned row, size_t kh) const { return kh * group + row % group; }
-    // Null beyond the last row, where the loader writes zeros.
-    __device__ const T* query_row(size_t b, size_t kh, unsigned row) const {
-        return row < rows ? this->query(b, head_of(row, kh), query_of(row)) : nullptr;
-    }
-    __device__ const T* gradient_row(size_t b, size_t kh, unsigned row) const {
-        return row < rows ? this->gradient(b, head_of(row, kh), query_of(row)) : nullptr;
-    }
     // The index of a tile, among those of a sequence's queries, or of a key head's rows.
     __device__ size_t tile_at(size_t b, unsigned tile) const { return b * tiles + tile; }
     __device__ size_t tile_at(size_t b, size_t kh, unsigned tile) const {
@@ -278,6 +273,8 @@ void take_rows(RowOperands<T>& x, Pieces& pieces, const AttentionOperands<T>& op
                bool backward) {
     static_cast<AttentionOperands<T>&>(x) = completed(operands);
     const AttentionDims& d = x.d;
+    x.cap_factor = x.scale / x.softcap;
+    x.factor = (x.softcap == 0 ? x.scale : x.softcap) * LOG2E;
     x.group = unsigned(d.NH / d.NKV);
     x.rows = unsigned(d.Tq) * x.group;
 
@@ -311,6 +308,22 @@ void attention_statistics(const T* out, const float* lse, const RowOperands<T>& 
 // The score of product y with ALiBi, in units of log 2. The slope is in these units too.
 __device__ inline float sloped(float y, float scale, float slope, KeyRange row, int key) {
     return y * scale - slope * float(row.last - key);
+}
+
+// Replace products by the tanh of a soft cap, in place.
+template <int NT>
+__device__ void cap_scores(float (&s)[NT][4], float cap_factor) {
+    #pragma unroll
+    for (int n = 0; n < NT; n++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            s[n][i] = tanh_approx(s[n][i] * cap_factor);
+}
+
+// Multiply p by the cap's derivative at tanh t. A masked t is -inf, and its p and the result are 0.
+template <bool CAPPED>
+__device__ float through_cap(float p, float t) {
+    return CAPPED ? p * (1 - fminf(t * t, 1)) : p;
 }
 
 // Mask s (16, 8 NT) in place. A thread has the ranges of its two rows, 8 apart. positions (8 NT)
@@ -356,7 +369,7 @@ __device__ void mask_columns(float (&s)[MT][4], const int (&keys)[2], const KeyR
 // Add ALiBi in place, to transposed scores. Each column has its own head.
 template <int MT, typename T>
 __device__ void slope_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t kh, unsigned row,
-                              const int (&keys)[2], const KeyRange* ranges, float scale) {
+                              const int (&keys)[2], const KeyRange* ranges) {
     #pragma unroll
     for (int n = 0; n < MT; n++)
         #pragma unroll
@@ -366,7 +379,7 @@ __device__ void slope_columns(float (&s)[MT][4], const RowOperands<T>& x, size_t
             const float slope = x.slope(x.head_of(row + column, kh)) * LOG2E;
             #pragma unroll
             for (int i = 0; i < 2; i++)
-                s[n][2 * i + e] = sloped(s[n][2 * i + e], scale, slope, ranges[column], keys[i]);
+                s[n][2 * i + e] = sloped(s[n][2 * i + e], x.factor, slope, ranges[column], keys[i]);
         }
 }
 
@@ -442,17 +455,36 @@ __device__ void pack_scores(uint32_t (&p)[NT / 2][4], const float (&s)[NT][4]) {
         }
 }
 
-// Write the first HS channels of row i, the thread's first or second row.
+// Where results go: to memory of T, or of float, by = or +=.
+template <typename T> struct Results {
+    T* narrow = nullptr;
+    float* wide = nullptr;
+    bool accumulate;
+    LLMC_HD Results(T* to, bool add = false) : narrow(to), accumulate(add) {}
+    LLMC_HD Results(float* to, bool add) : wide(to), accumulate(add) {}
+
+    // Put two neighbouring numbers.
+    __device__ void put(size_t at, float x, float y) const {
+        if (accumulate) {
+            x += wide ? wide[at] : to_float(narrow[at]);
+            y += wide ? wide[at + 1] : to_float(narrow[at + 1]);
+        }
+        if (wide) store(wide + at, Pack<float, 2>{x, y});
+        else *reinterpret_cast<uint32_t*>(narrow + at) = pack<T>(x, y);
+    }
+};
+
+// Write the first HS channels of row i, the thread's first or second row, from index `to` on.
 template <typename T, int CT>
-__device__ void store_row(T* to, const float (&sum)[CT][4], int i, float factor, int HS) {
+__device__ void store_row(const Results<T>& results, size_t to, const float (&sum)[CT][4], int i,
+                          float factor, int HS) {
     #pragma unroll
     for (int c = 0; c < CT; c++) {
         // HS may be less than what the kernel computes. Channels beyond it do not belong
         // to the caller.
         int e = 8 * c + 2 * (threadIdx.x % 4);
         if (e < HS)
-            *reinterpret_cast<uint32_t*>(to + e) =
-                pack<T>(sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor);
+            results.put(to + e, sum[c][2 * i] * factor, sum[c][2 * i + 1] * factor);
     }
 }
 #endif

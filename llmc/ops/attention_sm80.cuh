@@ -9,7 +9,8 @@
 //                that P^T and dS^T are in the registers that the next products read.
 //                dQ: a block owns rows and walks tiles of keys.
 //                The two kernels compute 7 products instead of 5, but need no atomics.
-//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, and v has the layout of k (mma_takes()).
+//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  v has the layout of k, and there
+//             is no soft cap with ALiBi (mma_takes()).  A cap's tanh is the hardware's, to 2^-11.
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores; an exp2 for each (query, key) seen, in forward and in each
 //         kernel of backward. Scratch: the spans of tiles, and four numbers a row.
@@ -48,6 +49,18 @@ __device__ void load_rows(T* tile, const T* somewhere, int HS, F row) {
         bool real = from && chunk * 8 < HS;
         cp_async16(tile + tile_at<D>(r, chunk), real ? from + chunk * 8 : somewhere, real ? 16 : 0);
     }
+}
+
+// A row of q, or of dout. Null beyond the last row, where load_rows() writes zeros.
+template <typename T>
+__device__ const T* query_row(const RowOperands<T>& x, size_t b, size_t kh, unsigned row) {
+    if (row >= x.rows) return nullptr;
+    return x.query(b, x.head_of(row, kh), x.query_of(row));
+}
+template <typename T>
+__device__ const T* gradient_row(const RowOperands<T>& x, size_t b, size_t kh, unsigned row) {
+    if (row >= x.rows) return nullptr;
+    return x.gradient(b, x.head_of(row, kh), x.query_of(row));
 }
 
 // s[m] (16, 8 NT) = rows [row + 16 m, ..) of a times the 8 NT rows of b, over D channels.
@@ -117,17 +130,17 @@ __device__ void load_keys(T* k, T* v, int* positions, const RowOperands<T>& x, s
 // into exponents of 2. To save registers, read the rows' ranges again for each masked tile.
 template <int NT, typename T>
 __device__ float mask_tile(float (&s)[NT][4], const RowOperands<T>& x, size_t b, size_t kh,
-                           unsigned row, const int* positions, float scale) {
+                           unsigned row, const int* positions) {
     // Here no slot of a tile is idle, so a row's number is its index.
     const KeyRange* ranges = x.tile_ranges(b, 0);
     const KeyRange rows[2] = {ranges[row], ranges[row + 8]};
     if (x.slopes) {
         const float slopes[2] = {x.slope(x.head_of(row, kh)) * LOG2E,
                                  x.slope(x.head_of(row + 8, kh)) * LOG2E};
-        slope_scores(s, rows, slopes, positions, scale);
+        slope_scores(s, rows, slopes, positions, x.factor);
     }
     mask_scores(s, rows, positions);
-    return x.slopes ? 1 : scale;
+    return x.slopes ? 1 : x.factor;
 }
 
 // ----------------------------------------------------------------------------
@@ -140,7 +153,7 @@ __global__ void attention_spans_kernel(const RowOperands<T> x) {
 }
 
 // Tiles: D channels, MT times 16 rows a warp, N keys.
-template <typename T, int D, int MT, int N>
+template <typename T, int D, int MT, int N, bool CAPPED>
 __global__ void __launch_bounds__(MMA_THREADS)
     attention_mma_forward_kernel(T* out, float* lse, const RowOperands<T> x) {
     // M rows a block, NT parts of 8 keys, CT parts of 8 channels.
@@ -154,11 +167,12 @@ __global__ void __launch_bounds__(MMA_THREADS)
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M; // rows that see most go first
     const int my_row = int(threadIdx.x / 32) * MT * 16;
     T* q = reinterpret_cast<T*>(dynamic_shared()); // (M, D)
-    T *k = q + M * D, *v = k + 2 * N * D;          // (2, N, D) each
+    T* k = q + M * D;                              // (2, N, D)
+    T* v = k + 2 * N * D;                          // (2, N, D)
     LLMC_SHARED(int, positions, 2 * N);
 
     // Load the block's rows of q, and the first tile of keys.
-    load_rows<D, M>(q, x.q, HS, [&](int r) { return x.query_row(b, kh, row0 + r); });
+    load_rows<D, M>(q, x.q, HS, [&](int r) { return query_row(x, b, kh, row0 + r); });
     cp_async_commit();
 
     // Find the first tile that some row sees; the others are never loaded. The rows' spans are read
@@ -175,13 +189,13 @@ __global__ void __launch_bounds__(MMA_THREADS)
 
     // A thread keeps, for two rows of each 16, the maximum, its share of the sum, and 2 CT
     // numbers of out.
-    float row_max[MT][2], row_sum[MT][2] = {}, sum[MT][CT][4] = {};
+    float row_max[MT][2], row_sum[MT][2] = {};
+    float sum[MT][CT][4] = {};
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
             row_max[m][i] = -INFINITY;
-    const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
         // Start the next tile's copies, and wait for this tile's.
@@ -196,14 +210,18 @@ __global__ void __launch_bounds__(MMA_THREADS)
         __syncthreads();    // and those of the other threads
 
         // Compute the scores, -inf where masked.
-        float s[MT][NT][4], factor = scale;
+        float factor = x.factor;
+        float s[MT][NT][4];
         rows_times_rows<D, MT, NT>(s, q, my_row, k + stage * N * D);
+        #pragma unroll
+        for (int m = 0; CAPPED && m < MT; m++)
+            cap_scores(s[m], x.cap_factor);
         // A fully visible tile needs no mask.
         if (!all || x.slopes) {
             #pragma unroll
             for (int m = 0; m < MT; m++)
                 factor = mask_tile(s[m], x, b, kh, row0 + my_row + 16 * m + lane / 4,
-                                   positions + stage * N, scale);
+                                   positions + stage * N);
         }
 
         // Softmax: p replaces s, and the sums are rescaled to the new maximum.
@@ -237,7 +255,8 @@ __global__ void __launch_bounds__(MMA_THREADS)
             bool seen = total != 0; // true for a NaN too
             const size_t h = x.head_of(row, kh);
             const size_t query = x.query_of(row);
-            store_row(out + x.out_at(b, h, query), sum[m], i, seen ? 1 / total : 0, HS);
+            const size_t to = x.out_at(b, h, query);
+            store_row(Results<T>(out), to, sum[m], i, seen ? 1 / total : 0, HS);
             if (lane % 4 == 0)
                 lse[x.lse_at(b, h, query)] =
                     seen ? row_max[m][i] * LN2 + logf(total) : -INFINITY;
@@ -248,9 +267,9 @@ __global__ void __launch_bounds__(MMA_THREADS)
 // backward: dQ of a block's rows
 
 // A block owns 64 rows and walks the tiles of N keys that they see.
-template <typename T, int D, int N>
+template <typename T, int D, int N, bool CAPPED>
 __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an SM
-    attention_mma_backward_q_kernel(T* dq, const RowOperands<T> x) {
+    attention_mma_backward_q_kernel(const Results<T> dq, const RowOperands<T> x) {
     // A warp has 16 rows: S, dP and dQ must fit in its registers together.
     constexpr int M = MMA_WARPS * 16;
     constexpr int NT = N / 8;
@@ -262,14 +281,16 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
     const size_t kh = blockIdx.y;
     // The last rows see most keys, so start them first.
     const unsigned row0 = (gridDim.x - 1 - blockIdx.x) * M;
-    T* q = reinterpret_cast<T*>(dynamic_shared());              // (M, D)
-    T *dout = q + M * D, *k = dout + M * D, *v = k + 2 * N * D; // (M, D), (2, N, D) twice
+    T* q = reinterpret_cast<T*>(dynamic_shared()); // (M, D)
+    T* dout = q + M * D;                           // (M, D)
+    T* k = dout + M * D;                           // (2, N, D)
+    T* v = k + 2 * N * D;                          // (2, N, D)
     LLMC_SHARED(int, positions, 2 * N);
 
     // Load the block's rows of q and dout, and the first tile of keys.
-    load_rows<D, M>(q, x.q, HS, [&](int r) { return x.query_row(b, kh, row0 + r); });
+    load_rows<D, M>(q, x.q, HS, [&](int r) { return query_row(x, b, kh, row0 + r); });
     // x.q serves as the valid address for absent rows; nothing is read from it.
-    load_rows<D, M>(dout, x.q, HS, [&](int r) { return x.gradient_row(b, kh, row0 + r); });
+    load_rows<D, M>(dout, x.q, HS, [&](int r) { return gradient_row(x, b, kh, row0 + r); });
     cp_async_commit();
 
     // Find the first tile of keys. The block's rows are two of the other kernel's tiles of rows.
@@ -284,14 +305,14 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
     cp_async_commit();
 
     // Read lse and D of the thread's two rows. An idle row has lse = infinity, so its p is 0.
-    float row_lse[2], row_sum[2], sum[1][CT][4] = {};
+    float row_lse[2], row_sum[2];
+    float sum[1][CT][4] = {};
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const size_t at = x.tile_at(b, kh, 0) * MMA_ROWS + row0 + my_row + 8 * i + lane / 4;
         row_lse[i] = x.row_lse[at];
         row_sum[i] = x.row_sums[at];
     }
-    const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
         // Start the next tile's copies, and wait for this tile's.
@@ -305,22 +326,25 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
         __syncthreads();    // and those of the other threads
 
         // Compute S = Q K^T and dP = dO V^T.
-        float s[1][NT][4], dp[1][NT][4], factor = scale;
+        float factor = x.factor;
+        float s[1][NT][4], dp[1][NT][4];
         rows_times_rows<D, 1, NT>(s, q, my_row, k + stage * N * D);
         rows_times_rows<D, 1, NT>(dp, dout, my_row, v + stage * N * D);
+        if (CAPPED) cap_scores(s[0], x.cap_factor);
         if (!all || x.slopes)
-            factor = mask_tile(s[0], x, b, kh, row0 + my_row + lane / 4, positions + stage * N,
-                               scale);
+            factor = mask_tile(s[0], x, b, kh, row0 + my_row + lane / 4, positions + stage * N);
 
-        // Compute dS = P (dP - D) in place of s.
+        // Compute dS = P (dP - D) cap' in place of s.
         #pragma unroll
         for (int n = 0; n < NT; n++)
             #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int i = 0; i < 4; i++) {
                 // p is 0 where masked, so dP needs no mask. i / 2 selects one of the
                 // thread's two rows.
+                float p = ex2(s[0][n][i] * factor - row_lse[i / 2]);
                 s[0][n][i] =
-                    ex2(s[0][n][i] * factor - row_lse[i / 2]) * (dp[0][n][i] - row_sum[i / 2]);
+                    through_cap<CAPPED>(p, s[0][n][i]) * (dp[0][n][i] - row_sum[i / 2]);
+            }
 
         // Add dS K.
         uint32_t ds[1][NT / 2][4];
@@ -336,7 +360,8 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
     for (int i = 0; i < 2; i++) {
         unsigned row = row0 + my_row + 8 * i + lane / 4;
         if (row >= x.rows) continue;
-        store_row(dq + x.query_at(b, x.head_of(row, kh), x.query_of(row)), sum[0], i, x.scale, HS);
+        const size_t to = x.query_at(b, x.head_of(row, kh), x.query_of(row));
+        store_row(dq, to, sum[0], i, x.scale, HS);
     }
 }
 
@@ -344,9 +369,10 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 64 ? 4 : 1) // blocks on an 
 // backward: dK and dV of a block's keys
 
 // Tiles: D channels and M rows. A warp owns D / SPLIT channels, as many as its registers hold.
-template <typename T, int D, int M, int SPLIT>
+template <typename T, int D, int M, int SPLIT, bool CAPPED>
 __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) // blocks on an SM
-    attention_mma_backward_kv_kernel(T* dk, T* dv, const RowOperands<T> x) {
+    attention_mma_backward_kv_kernel(const Results<T> dk, const Results<T> dv,
+                                     const RowOperands<T> x) {
     // A block has N keys. With SPLIT = 2 two warps compute the same scores, then half of
     // the channels each.
     constexpr int N = MMA_WARPS / SPLIT * 16;
@@ -361,8 +387,10 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
     const size_t b = blockIdx.z;
     const size_t kh = blockIdx.y;
     const size_t key0 = size_t(blockIdx.x) * N;
-    T* k = reinterpret_cast<T*>(dynamic_shared());           // (N, D)
-    T *v = k + N * D, *q = v + N * D, *dout = q + 2 * M * D; // (N, D), (2, M, D) twice
+    T* k = reinterpret_cast<T*>(dynamic_shared()); // (N, D)
+    T* v = k + N * D;                              // (N, D)
+    T* q = v + N * D;                              // (2, M, D)
+    T* dout = q + 2 * M * D;                       // (2, M, D)
 
     // Load the block's keys and values.
     auto key_row = [&](const T* p, int j) {
@@ -383,9 +411,9 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
     };
     auto load_queries = [&](int stage, int tile) {
         load_rows<D, M>(q + stage * M * D, x.q, HS,
-                        [&](int r) { return x.query_row(b, kh, unsigned(tile * M + r)); });
+                        [&](int r) { return query_row(x, b, kh, unsigned(tile * M + r)); });
         load_rows<D, M>(dout + stage * M * D, x.q, HS,
-                        [&](int r) { return x.gradient_row(b, kh, unsigned(tile * M + r)); });
+                        [&](int r) { return gradient_row(x, b, kh, unsigned(tile * M + r)); });
     };
 
     // Load the first such tile.
@@ -399,7 +427,6 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
     const size_t my_first = key0 + my_key + lane / 4;
     const int my_keys[2] = {x.position_of(b, my_first), x.position_of(b, my_first + 8)};
     float sum_k[1][CT][4] = {}, sum_v[1][CT][4] = {};
-    const float scale = x.scale * LOG2E;
 
     for (int stage = 0; tile >= 0; stage ^= 1, all = next_all) {
         // Start the next tile's copies, and wait for this tile's.
@@ -410,19 +437,21 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
         __syncthreads();    // and those of the other threads
 
         // Compute S^T = K Q^T and dP^T = V dO^T: keys are rows, (query, head) pairs are columns.
-        float s[1][MT][4], dp[1][MT][4], factor = scale;
+        float factor = x.factor;
+        float s[1][MT][4], dp[1][MT][4];
         rows_times_rows<D, 1, MT>(s, k, my_key, q + stage * M * D);
         rows_times_rows<D, 1, MT>(dp, v, my_key, dout + stage * M * D);
+        if (CAPPED) cap_scores(s[0], x.cap_factor);
         if (!all || x.slopes) {
             const KeyRange* ranges = x.tile_ranges(b, tile);
             if (x.slopes) {
-                slope_columns(s[0], x, kh, unsigned(tile * M), my_keys, ranges, scale);
+                slope_columns(s[0], x, kh, unsigned(tile * M), my_keys, ranges);
                 factor = 1;
             }
             mask_columns(s[0], my_keys, ranges);
         }
 
-        // Compute P^T in place of s, and dS^T = P^T (dP^T - D) in place of dp.
+        // Compute P^T in place of s, and dS^T = P^T (dP^T - D) cap' in place of dp.
         #pragma unroll
         for (int n = 0; n < MT; n++) {
             // lse and D of the thread's two columns
@@ -431,8 +460,9 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float p = ex2(s[0][n][i] * factor - l.v[i % 2]);
+                dp[0][n][i] =
+                    through_cap<CAPPED>(p, s[0][n][i]) * (dp[0][n][i] - sums.v[i % 2]);
                 s[0][n][i] = p;
-                dp[0][n][i] = p * (dp[0][n][i] - sums.v[i % 2]);
             }
         }
 
@@ -454,8 +484,8 @@ __global__ void __launch_bounds__(MMA_THREADS, D <= 32 ? 4 : D <= 64 ? 3 : 2) //
         size_t key = key0 + my_key + 8 * i + lane / 4;
         if (key >= x.d.Tk) continue;
         const size_t to = x.key_at(b, kh, key) + 8 * my_chunk;
-        store_row(dk + to, sum_k[0], i, x.scale, HS - 8 * my_chunk);
-        store_row(dv + to, sum_v[0], i, 1, HS - 8 * my_chunk);
+        store_row(dk, to, sum_k[0], i, x.scale, HS - 8 * my_chunk);
+        store_row(dv, to, sum_v[0], i, 1, HS - 8 * my_chunk);
     }
 }
 
@@ -468,13 +498,20 @@ bool mma_takes(const AttentionOperands<T>& x, const Rs*... results) {
     return attention_kernels(x, false, results...) == AttentionKernels::MMA;
 }
 
-// Call f(D, MT, N): channels; 16 MT rows a warp; N keys in a tile of the forward pass.
-template <typename F> void pick_mma_kernel(size_t HS, F f) {
-    HS <= 32    ? f(Int<32>(), Int<2>(), Int<64>())
-    : HS <= 64  ? f(Int<64>(), Int<2>(), Int<64>())
-    : HS <= 96  ? f(Int<96>(), Int<2>(), Int<32>())
-    : HS <= 128 ? f(Int<128>(), Int<2>(), Int<32>())
-                : f(Int<256>(), Int<1>(), Int<32>());
+// Call f(D, MT, N, CAPPED): channels; 16 MT rows a warp; N keys in a tile of the forward pass;
+// whether there is a soft cap, for which only two sizes have a kernel.
+template <typename F> void pick_mma_kernel(size_t HS, bool capped, F f) {
+    auto pick = [&](auto D, auto MT, auto N) {
+        if constexpr (D >= 128)
+            if (capped) return f(D, MT, N, std::true_type());
+        f(D, MT, N, std::false_type());
+    };
+    if (capped && HS <= 128) HS = 128;
+    HS <= 32    ? pick(Int<32>(), Int<2>(), Int<64>())
+    : HS <= 64  ? pick(Int<64>(), Int<2>(), Int<64>())
+    : HS <= 96  ? pick(Int<96>(), Int<2>(), Int<32>())
+    : HS <= 128 ? pick(Int<128>(), Int<2>(), Int<32>())
+                : pick(Int<256>(), Int<1>(), Int<32>());
 }
 
 // Set up operands in tiles of `rows` rows and `keys` keys. Returns the bytes of scratch.
@@ -494,11 +531,14 @@ inline size_t attention_mma_scratch_bytes(const AttentionDims& d) {
     operands.d = d;
     RowOperands<bf16> x = {};
     size_t forward = 0;
-    pick_mma_kernel(d.HS, [&](auto, auto MT, auto N) {
-        forward = mma_operands(x, operands, nullptr, MMA_WARPS * MT * 16, N, false);
+    // Tiles of capped scores are the smallest.
+    pick_mma_kernel(d.HS, true, [&](auto, auto MT, auto N, auto) {
+        const unsigned rows = MMA_WARPS * MT * 16;
+        forward = mma_operands(x, operands, nullptr, rows, N, false);
     });
     const unsigned keys = mma_backward_keys(d.HS);
-    return std::max(forward, mma_operands(x, operands, nullptr, MMA_ROWS, keys, true));
+    size_t backward = mma_operands(x, operands, nullptr, MMA_ROWS, keys, true);
+    return std::max(forward, backward);
 }
 
 // Forward. scratch: attention_mma_scratch_bytes().
@@ -510,7 +550,8 @@ void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& opera
     else {
         LLMC_CHECK(mma_takes(operands, out), "mma.sync's attention does not take these operands");
         // Choose the tiles by the head's size. A block takes M rows of one key head.
-        pick_mma_kernel(operands.d.HS, [&](auto D, auto MT, auto N) {
+        const bool capped = operands.softcap != 0;
+        pick_mma_kernel(operands.d.HS, capped, [&](auto D, auto MT, auto N, auto CAPPED) {
             constexpr int M = MMA_WARPS * MT * 16;
             RowOperands<T> x = {};
             mma_operands(x, operands, scratch, M, N, false);
@@ -520,15 +561,15 @@ void attention_mma_forward(T* out, float* lse, const AttentionOperands<T>& opera
             launch(attention_spans_kernel<T>, tiles, MMA_THREADS / 2, 0, stream, x);
             dim3 grid(x.tiles, unsigned(x.d.NKV), unsigned(x.d.B));
             // Shared memory: M rows of q, and two stages of N keys and N values.
-            launch_shared(attention_mma_forward_kernel<T, D, MT, N>, grid, MMA_THREADS,
+            launch_shared(attention_mma_forward_kernel<T, D, MT, N, CAPPED>, grid, MMA_THREADS,
                           (M + 4 * N) * D * sizeof(T), stream, out, lse, x);
         });
     }
 }
 
 // Backward. scratch: attention_mma_scratch_bytes().
-template <typename T>
-void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
+template <typename T, typename Q, typename K>
+void attention_mma_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                             const AttentionOperands<T>& operands, void* scratch,
                             cudaStream_t stream) {
     if constexpr (!IS_NATIVE<T>)
@@ -546,19 +587,24 @@ void attention_mma_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
         attention_statistics(out, lse, x, stream);
 
         // Compute dQ by blocks of rows, dK and dV by blocks of keys.
-        pick_mma_kernel(d.HS, [&](auto D, auto, auto) {
+        auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
+        pick_mma_kernel(d.HS, x.softcap != 0, [&](auto D, auto, auto, auto CAPPED) {
             constexpr int M = MMA_WARPS * 16;
             constexpr int KEYS = mma_backward_keys(D);
             constexpr int SPLIT = D > 128 ? 2 : 1;
             constexpr int N = MMA_WARPS / SPLIT * 16;
+
             // Shared memory: q and dout of M rows, and two stages of keys and values.
-            launch_shared(attention_mma_backward_q_kernel<T, D, KEYS>,
-                          dim3(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B)),
-                          MMA_THREADS, (2 * M + 4 * KEYS) * D * sizeof(T), stream, dq, x);
+            dim3 grid(unsigned(ceil_div(x.rows, M)), unsigned(d.NKV), unsigned(d.B));
+            size_t bytes = (2 * M + 4 * KEYS) * D * sizeof(T);
+            launch_shared(attention_mma_backward_q_kernel<T, D, KEYS, CAPPED>, grid, MMA_THREADS,
+                          bytes, stream, in(dq), x);
+
             // Shared memory: N keys and values, and two stages of q and dout.
-            launch_shared(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT>,
-                          dim3(unsigned(ceil_div(d.Tk, size_t(N))), unsigned(d.NKV), unsigned(d.B)),
-                          MMA_THREADS, (2 * N + 4 * MMA_ROWS) * D * sizeof(T), stream, dk, dv, x);
+            grid.x = unsigned(ceil_div(d.Tk, size_t(N)));
+            bytes = (2 * N + 4 * MMA_ROWS) * D * sizeof(T);
+            launch_shared(attention_mma_backward_kv_kernel<T, D, MMA_ROWS, SPLIT, CAPPED>, grid,
+                          MMA_THREADS, bytes, stream, in(dk), in(dv), x);
         });
     }
 }

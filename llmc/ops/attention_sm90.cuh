@@ -18,7 +18,8 @@
 //                float, in global memory, in the order in which blocks start: blocks must start in
 //                the order of their indices. GPUs do this, but CUDA does not promise it; otherwise
 //                the run ends with an error.
-//   Contract: out, lse, dq, dk, dv = in T.  No soft cap, v has the layout of k (hopper_takes()).
+//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  v has the layout of k, and a
+//             soft cap has heads of 72 to 128 channels and no ALiBi (hopper_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
 //         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
@@ -188,8 +189,7 @@ struct HopperMaps {
 template <typename T>
 struct HopperOperands : RowOperands<T> {
     float* dq;               // (B,NKV,tiles) fragments, see fragment_at()
-    TileQueue queue;         // forward: the tiles of rows
-    unsigned heads_together; // key heads, over all sequences, whose blocks take turns
+    TileQueue queue;         // the tiles of rows; backward uses heads_together alone
     bool first_keys_first;   // backward: blocks start with the first keys, or the last
 };
 
@@ -224,10 +224,8 @@ __device__ __forceinline__ float (&flat(float (&x)[N][4]))[4 * N] {
 template <int N>
 __device__ __forceinline__ void hold(float (&x)[N][4]) {
     #pragma unroll
-    for (int i = 0; i < N; i++)
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            keep(x[i][j]);
+    for (float& y : flat(x))
+        keep(y);
 }
 
 // The descriptor of the operand `bytes` further on, in units of 16 bytes. An address stays in the
@@ -325,14 +323,22 @@ constexpr size_t FORWARD_BYTES = size_t(CHUNKS<D>) * 128 *
 template <int D> struct ForwardShared {
     static constexpr int M = FORWARD_ROWS, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int Q_BYTES = C * M * 128, K_BYTES = C * N * 128; // of a tile
-    unsigned char *q, *out;     // (C, M, 64)
-    unsigned char *k, *v;       // (STAGES, C, N, 64)
-    RowTile* rows;              // the tile of rows that q belongs to
-    int* key_positions;         // (POSITION_STAGES, N) for tiles that need a mask
-    int* tile_notes;            // (STAGES) see tile_note()
-    uint64_t *q_full, *q_free, *out_full, *out_free;
-    uint64_t *k_full, *v_full;  // (STAGES)
-    uint64_t *k_free, *v_free;  // (STAGES)
+    unsigned char* q = dynamic_shared();     // (C, M, 64)
+    unsigned char* out = q + Q_BYTES;        // (C, M, 64)
+    unsigned char* k = out + Q_BYTES;        // (STAGES, C, N, 64)
+    unsigned char* v = k + STAGES * K_BYTES; // (STAGES, C, N, 64)
+    RowTile* rows;                           // the tile of rows that q belongs to
+    int* key_positions;                      // (POSITION_STAGES, N) for tiles that need a mask
+    int* tile_notes;                         // (STAGES) see tile_note()
+    // The barriers follow each other from q_full on.
+    uint64_t* q_full;
+    uint64_t* q_free = q_full + 1;
+    uint64_t* out_full = q_free + 1;
+    uint64_t* out_free = out_full + 1;
+    uint64_t* k_full = out_free + 1;         // (STAGES)
+    uint64_t* v_full = k_full + STAGES;      // (STAGES)
+    uint64_t* k_free = v_full + STAGES;      // (STAGES)
+    uint64_t* v_free = k_free + STAGES;      // (STAGES)
 };
 
 // Load every tile of keys that a tile of rows sees, up to STAGES ahead. i counts these tiles.
@@ -484,7 +490,7 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
 
 // Compute one tile of rows, 64 rows of out in each warpgroup. S = Q K^T of one tile of keys runs
 // together with P V of the tile of keys before. i counts tiles of keys, n tiles of rows.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
                                              const HopperOperands<T>& x, const RowTile& rows,
                                              int me, int n, int& i) {
@@ -495,7 +501,6 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
     const uint32_t k_at = smem_u32(shared.k);
     const uint32_t v_at = smem_u32(shared.v);
-    const float scale = x.scale * LOG2E;
     // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
     float s[NT][4], sum[CT][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
@@ -508,13 +513,14 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 
     // Mask a tile's scores and add them to the running softmax.
     auto softmax = [&](int i, bool all) { // for tile i; p replaces s
-        float factor = scale;
+        float factor = x.factor;
         const int* positions = shared.key_positions + i % POSITION_STAGES * N;
+        if (CAPPED) cap_scores(s, x.cap_factor);
         if (x.slopes) {
             const unsigned row = rows.tile * x.tile_rows + my_first;
             const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
                                      x.slope(x.head_of(row + 8, rows.kh)) * LOG2E};
-            slope_scores(s, ranges, slopes, positions, scale);
+            slope_scores(s, ranges, slopes, positions, factor);
             factor = 1;
         }
         if (!all) mask_scores(s, ranges, positions);
@@ -587,7 +593,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 }
 
 // A consumer: compute the tiles of rows that the producer claims, one after the other.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared, float* lse,
                                                  const HopperOperands<T>& x, int me) {
     // 40 + 2 * 232 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
@@ -597,14 +603,14 @@ __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
         mbar_wait(shared.q_full, n & 1);
         const RowTile rows = *shared.rows;
         if (rows.key_tiles < 0) break;
-        forward_rows(shared, lse, x, rows, me, n, i);
+        forward_rows<T, D, CAPPED>(shared, lse, x, rows, me, n, i);
     }
     if (me == 0) bar_sync(TURN, CONSUMERS); // takes the last turn that warpgroup 1 gave
 }
 #endif
 
 // Forward. The grid is one block for each SM; a block claims its tiles from x.queue.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
                                     const HopperOperands<T> x) {
@@ -614,27 +620,8 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     LLMC_SHARED(int, tile_notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 4 + 4 * STAGES);
 
-    // Lay out q, out, the stages of k, the stages of v. Notes and barriers have memory
-    // of their own.
-    ForwardShared<D> shared;
-    shared.q = dynamic_shared();
-    shared.out = shared.q + ForwardShared<D>::Q_BYTES;
-    shared.k = shared.out + ForwardShared<D>::Q_BYTES;
-    shared.v = shared.k + STAGES * ForwardShared<D>::K_BYTES;
-
-    // Point at the notes, then at the barriers.
-    shared.rows = rows;
-    shared.key_positions = key_positions;
-    shared.tile_notes = tile_notes;
-    shared.q_full = barriers;
-    shared.q_free = barriers + 1;
-    shared.out_full = barriers + 2;
-    shared.out_free = barriers + 3;
-    shared.k_full = barriers + 4;
-    shared.v_full = shared.k_full + STAGES;
-    shared.k_free = shared.v_full + STAGES;
-    shared.v_free = shared.k_free + STAGES;
-
+    const ForwardShared<D> shared = {.rows = rows, .key_positions = key_positions,
+                                     .tile_notes = tile_notes, .q_full = barriers};
     if (threadIdx.x == 0) {
         // The table above gives the numbers of arrivals.
         mbar_init(shared.q_full, 1);
@@ -662,7 +649,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
-        return forward_consumer(shared, lse, x, role - 1);
+        return forward_consumer<T, D, CAPPED>(shared, lse, x, role - 1);
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<40>();
@@ -716,17 +703,24 @@ template <int D> struct BackwardShared {
     static constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, C = CHUNKS<D>;
     static constexpr int K_BYTES = C * N * 128, Q_BYTES = C * M * 128; // of a tile
     static constexpr int DS_BYTES = N * M * 2, DQ_BYTES = PARTS * 64 * 64 * int(sizeof(float));
-    unsigned char *k, *v;                        // (C, N, 64)
-    unsigned char *q, *dout;                     // (STAGES, C, M, 64)
-    unsigned char* ds;                           // (STAGES, M / 64, N, 64) dS^T
-    float* dq;                                   // (PARTS, 64, 64) fragments
-    float *tile_lse, *tile_sums;                 // (STAGES, M)
-    KeyRange* tile_ranges;                       // (STAGES, M) of the rows
-    int* key_positions;                          // (N)
-    int* tile_notes;                             // (STAGES)
-    uint64_t *k_full, *dq_full, *dq_free;
-    uint64_t *q_full, *dout_full;                // (STAGES)
-    uint64_t *q_free, *dout_free;                // (STAGES)
+    unsigned char* k = dynamic_shared();          // (C, N, 64)
+    unsigned char* v = k + K_BYTES;               // (C, N, 64)
+    unsigned char* q = v + K_BYTES;               // (STAGES, C, M, 64)
+    unsigned char* dout = q + STAGES * Q_BYTES;   // (STAGES, C, M, 64)
+    unsigned char* ds = dout + STAGES * Q_BYTES;  // (STAGES, M / 64, N, 64) dS^T
+    float* dq = reinterpret_cast<float*>(ds + STAGES * DS_BYTES); // (PARTS, 64, 64) fragments
+    float *tile_lse, *tile_sums;                  // (STAGES, M)
+    KeyRange* tile_ranges;                        // (STAGES, M) of the rows
+    int* key_positions;                           // (N)
+    int* tile_notes;                              // (STAGES)
+    // The barriers follow each other from k_full on.
+    uint64_t* k_full;
+    uint64_t* dq_full = k_full + 1;
+    uint64_t* dq_free = dq_full + 1;
+    uint64_t* q_full = dq_free + 1;               // (STAGES)
+    uint64_t* dout_full = q_full + STAGES;        // (STAGES)
+    uint64_t* q_free = dout_full + STAGES;        // (STAGES)
+    uint64_t* dout_free = q_free + STAGES;        // (STAGES)
 };
 
 // The keys and the key head of a block. Blocks start in the order of `at`, which is the order in
@@ -744,7 +738,7 @@ template <typename T>
 __device__ KeyBlock key_block_here(const HopperOperands<T>& x) {
     const unsigned NKV = unsigned(x.d.NKV);
     const unsigned heads = unsigned(x.d.B) * NKV;
-    const HeadPlace here = head_place(blockIdx.x, heads, x.heads_together, x.key_tiles);
+    const HeadPlace here = head_place(blockIdx.x, heads, x.queue.heads_together, x.key_tiles);
     return {here.head / NKV, here.head % NKV, int(here.at), int(x.key_tiles) - 1,
             x.first_keys_first};
 }
@@ -908,8 +902,9 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
 }
 
 // A consumer: compute dK and dV of 64 keys, and this warpgroup's part of the tiles' dQ.
-template <typename T, int D>
-__device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared, T* dk, T* dv,
+template <typename T, int D, bool CAPPED>
+__device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared,
+                                                  const Results<T>& dk, const Results<T>& dv,
                                                   const HopperOperands<T>& x,
                                                   const KeyBlock& block, int me) {
     constexpr int M = BACKWARD_ROWS<D>, N = HOPPER_KEYS, MT = M / 8, C = CHUNKS<D>, CT = C * 8;
@@ -928,7 +923,6 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
     // Share dQ out by channels, or by rows where there is only one chunk of channels.
     const uint32_t my_channels = k_at + uint32_t(C == 2 ? me * N * 128 : 0);
     const uint32_t my_ds = smem_u32(shared.ds) + uint32_t(C == 2 ? 0 : me * N * 128);
-    const float scale = x.scale * LOG2E;
     // dK and dV (64, 64 C) stay in registers over all tiles.
     float sum_k[CT][4] = {}, sum_v[CT][4] = {};
     mbar_wait(shared.k_full, 0);
@@ -946,28 +940,33 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         // Compute P^T = exp2(S^T - lse), while the tensor cores compute dP^T.
         wg_wait<1>();
         hold(s);
-        float factor = scale;
+        float factor = x.factor;
+        if (CAPPED) cap_scores(s, x.cap_factor);
         if (!note_all(note) || x.slopes) {
             // To save registers, read the keys' positions each time: most tiles need no mask.
             const int* positions = shared.key_positions + my_key + lane / 4;
             const int keys[2] = {positions[0], positions[8]};
             const KeyRange* ranges = shared.tile_ranges + stage * M;
             if (x.slopes) {
-                slope_columns(s, x, block.kh, note_tile(note) * x.tile_rows, keys, ranges, scale);
+                slope_columns(s, x, block.kh, note_tile(note) * x.tile_rows, keys, ranges);
                 factor = 1;
             }
             mask_columns(s, keys, ranges);
         }
+        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
         #pragma unroll
         for (int n = 0; n < MT; n++) {
             // lse of the two columns that this thread has in part n.
             Pack<float, 2> l = load<2>(shared.tile_lse + stage * M + 8 * n + 2 * (lane % 4));
+            float y[4];
             #pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
+            for (int e = 0; e < 4; e++) {
+                y[e] = ex2(s[n][e] * factor - l.v[e % 2]);
+                s[n][e] = through_cap<CAPPED>(y[e], s[n][e]);
+            }
+            p[n / 2][n % 2 * 2] = pack<T>(y[0], y[1]);
+            p[n / 2][n % 2 * 2 + 1] = pack<T>(y[2], y[3]);
         }
-        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
-        pack_scores<T>(p, s);
         // No register of p is all ones, since p >= 0 or the NaN 0x7fff. This test keeps the wait
         // below after the exponentials; with 128 rows, only if it asks for every register.
         uint32_t common = UINT_MAX;
@@ -978,7 +977,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
                 common &= p[k][j];
         never(common == UINT_MAX);
 
-        // Compute dS^T = P^T (dP^T - D).
+        // Compute dS^T = P^T (dP^T - D) cap'.
         wg_wait<0>();
         hold(dp);
         #pragma unroll
@@ -1012,17 +1011,17 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         size_t key = block.key0() + my_key + 8 * i + lane / 4;
         if (key >= x.d.Tk) continue;
         const size_t to = x.key_at(block.b, block.kh, key);
-        store_row(dk + to, sum_k, i, x.scale, int(x.d.HS));
-        store_row(dv + to, sum_v, i, 1, int(x.d.HS));
+        store_row(dk, to, sum_k, i, x.scale, int(x.d.HS));
+        store_row(dv, to, sum_v, i, 1, int(x.d.HS));
     }
 }
 #endif
 
 // Backward: dK, dV, and the sums of dQ. The grid is one block for each key head's tile of keys.
-template <typename T, int D>
+template <typename T, int D, bool CAPPED>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
-    attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, T* dk, T* dv,
-                                     const HopperOperands<T> x) {
+    attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, const Results<T> dk,
+                                     const Results<T> dv, const HopperOperands<T> x) {
 #if HOPPER_PASS
     constexpr int M = BACKWARD_ROWS<D>;
     constexpr int N = HOPPER_KEYS;
@@ -1034,31 +1033,9 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     LLMC_SHARED(int, tile_notes, STAGES);
     LLMC_SHARED(uint64_t, barriers, 3 + 4 * STAGES);
 
-    // Lay out the tiles. Numbers of rows, notes and barriers have memory of their own.
-    BackwardShared<D> shared;
-    shared.k = dynamic_shared();
-    shared.v = shared.k + shared.K_BYTES;
-    shared.q = shared.v + shared.K_BYTES;
-    shared.dout = shared.q + STAGES * shared.Q_BYTES;
-    shared.ds = shared.dout + STAGES * shared.Q_BYTES;
-    shared.dq = reinterpret_cast<float*>(shared.ds + STAGES * shared.DS_BYTES);
-
-    // Point at the rows' numbers and the notes.
-    shared.tile_lse = tile_lse;
-    shared.tile_sums = tile_sums;
-    shared.tile_ranges = tile_ranges;
-    shared.key_positions = key_positions;
-    shared.tile_notes = tile_notes;
-
-    // Point at the barriers.
-    shared.k_full = barriers;
-    shared.dq_full = barriers + 1;
-    shared.dq_free = barriers + 2;
-    shared.q_full = barriers + 3;
-    shared.dout_full = shared.q_full + STAGES;
-    shared.q_free = shared.dout_full + STAGES;
-    shared.dout_free = shared.q_free + STAGES;
-
+    const BackwardShared<D> shared = {.tile_lse = tile_lse, .tile_sums = tile_sums,
+                                      .tile_ranges = tile_ranges, .key_positions = key_positions,
+                                      .tile_notes = tile_notes, .k_full = barriers};
     if (threadIdx.x == 0) {
         mbar_init(shared.k_full, 1);
         // The table above gives the numbers of arrivals.
@@ -1097,7 +1074,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
-        return backward_consumer(shared, dk, dv, x, block, role - 1);
+        return backward_consumer<T, D, CAPPED>(shared, dk, dv, x, block, role - 1);
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<24>();
@@ -1120,7 +1097,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
 // Write dq (B,Tq,NH,HS) from the fragments of its sums. A block takes 8 columns of a part.
 template <typename T>
-__global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
+__global__ void attention_hopper_dq_kernel(const Results<T> dq, const HopperOperands<T> x) {
     const size_t b = blockIdx.z;
     const size_t kh = blockIdx.y;
     const int tile = int(blockIdx.x) / (8 * PARTS);
@@ -1148,9 +1125,8 @@ __global__ void attention_hopper_dq_kernel(T* dq, const HopperOperands<T> x) {
         // Skip idle rows and padding channels.
         if (slot >= x.tile_rows || row >= x.rows || column >= int(x.d.HS))
             continue;
-        T* to = dq + x.query_at(b, x.head_of(row, kh), x.query_of(row));
-        store(to + column, Pack<T, 2>{from_acc<T>(four.v[2 * i] * x.scale),
-                                      from_acc<T>(four.v[2 * i + 1] * x.scale)});
+        const size_t to = x.query_at(b, x.head_of(row, kh), x.query_of(row)) + column;
+        dq.put(to, four.v[2 * i] * x.scale, four.v[2 * i + 1] * x.scale);
     }
 }
 
@@ -1193,12 +1169,12 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     pieces.take(x.dq, heads * x.tiles * PARTS * 64 * 64);
 
     // L2 holds a head's q, dout, k and v in T, and its dQ in float.
-    x.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
-                                   x.rows * channels * sizeof(float));
+    x.queue.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
+                                         x.rows * channels * sizeof(float));
     // Under a causal mask the first keys take longest, so they should start first. But the blocks
     // of a head then wait for each other if more than two of them run at once. If the last keys
     // start first, no block waits.
-    x.first_keys_first = 2 * x.heads_together >= BLOCKS_AT_ONCE;
+    x.first_keys_first = 2 * x.queue.heads_together >= BLOCKS_AT_ONCE;
     return pieces.used;
 }
 
@@ -1243,10 +1219,13 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     return m;
 }
 
-// Call f(D) with HS rounded up to a size that has a kernel.
+// Call f(D, CAPPED) with HS rounded up to a size that has a kernel. With a soft cap one has.
 template <typename F>
-void pick_hopper_kernel(size_t HS, F f) {
-    HS <= 32 ? f(Int<32>()) : HS <= 64 ? f(Int<64>()) : HS <= 96 ? f(Int<96>()) : f(Int<128>());
+void pick_hopper_kernel(size_t HS, bool capped, F f) {
+    auto size = [&](auto D) { f(D, std::false_type()); };
+    if (capped) return f(Int<128>(), std::true_type());
+    HS <= 32 ? size(Int<32>()) : HS <= 64 ? size(Int<64>())
+    : HS <= 96 ? size(Int<96>()) : size(Int<128>());
 }
 
 // Forward. scratch: attention_hopper_scratch_bytes().
@@ -1262,16 +1241,16 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         // Compute the spans first: they sort the tiles, and tell the producer what to load.
         make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
-        pick_hopper_kernel(x.d.HS, [&](auto D) {
-            launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
-                          FORWARD_BYTES<D>, stream, maps, lse, x);
+        pick_hopper_kernel(x.d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
+            launch_shared(attention_hopper_forward_kernel<T, D, CAPPED>, BLOCKS_AT_ONCE,
+                          HOPPER_THREADS, FORWARD_BYTES<D>, stream, maps, lse, x);
         });
     }
 }
 
 // Backward. scratch: attention_hopper_scratch_bytes().
-template <typename T>
-void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* lse,
+template <typename T, typename Q, typename K>
+void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* lse,
                                const AttentionOperands<T>& operands, void* scratch,
                                cudaStream_t stream) {
     if constexpr (!IS_NATIVE<T>) {
@@ -1292,12 +1271,13 @@ void attention_hopper_backward(T* dq, T* dk, T* dv, const T* out, const float* l
         // Compute dK, dV and the sums of dQ, then dQ from its sums.
         HopperMaps maps = hopper_maps(x, out);
         const unsigned grid = B * heads * x.key_tiles;
-        pick_hopper_kernel(d.HS, [&](auto D) {
-            launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
-                          BACKWARD_BYTES<D>, stream, maps, dk, dv, x);
-            launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP,
-                   0, stream, dq, x);
+        auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
+        pick_hopper_kernel(d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
+            launch_shared(attention_hopper_backward_kernel<T, D, CAPPED>, grid, HOPPER_THREADS,
+                          BACKWARD_BYTES<D>, stream, maps, in(dk), in(dv), x);
         });
+        launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP, 0,
+               stream, in(dq), x);
     }
 }
 #endif

@@ -59,18 +59,17 @@ enum class AttentionKernels { PLAIN, MMA, WGMMA };
 
 // A call's demands on its kernels, beside its sizes.
 struct AttentionCall {
-    size_t element;       // bytes of an element of q, k and v
-    bool softcap = false;
-    bool sums = false;    // results in float, or added to what is there
+    size_t element; // bytes of an element of q, k and v
+    bool softcap = false, alibi = false;
 };
 constexpr size_t MOST_HEADS = 64; // in a group, on Hopper: they fit a tile of either size
 
 // Return the fastest kernels that take a call whose operands begin at multiples of 16 bytes.
 inline AttentionKernels attention_kernels(const AttentionDims& dims, const AttentionCall& call,
                                           bool hopper) {
-    // Tensor cores take 16 bits, and their kernels neither cap scores nor keep sums.
+    // Tensor cores take 16 bits. Backward has a capped score's tanh only where ALiBi is not on it.
     AttentionDims d = completed(dims);
-    if (call.element != 2 || call.softcap || call.sums)
+    if (call.element != 2 || (call.softcap && call.alibi))
         return AttentionKernels::PLAIN;
 
     // Copies take 16 bytes, so heads, rows and sequences must begin at multiples of 8 elements.
@@ -78,7 +77,7 @@ inline AttentionKernels attention_kernels(const AttentionDims& dims, const Atten
                 d.k_batch % 8 == 0;
     if (d.HS % 8 != 0 || d.HS > 256 || !rows || !values_lie_as_keys(d))
         return AttentionKernels::PLAIN;
-    bool fits = d.HS <= 128 && d.NH / d.NKV <= MOST_HEADS;
+    bool fits = d.HS <= 128 && d.HS > (call.softcap ? 64 : 0) && d.NH / d.NKV <= MOST_HEADS;
     return hopper && fits ? AttentionKernels::WGMMA : AttentionKernels::MMA;
 }
 
@@ -163,8 +162,7 @@ AttentionKernels attention_kernels(const AttentionOperands<T>& x, bool hopper,
     auto aligned = [](auto... p) { return ((uintptr_t(p) % 16 == 0) && ...); };
     if (!aligned(x.q, x.k, x.v, x.dout, results...))
         return AttentionKernels::PLAIN;
-    bool sums = x.accumulate || !(std::is_same_v<T, Rs> && ...);
-    return attention_kernels(x.d, {sizeof(T), x.softcap != 0, sums}, hopper);
+    return attention_kernels(x.d, {sizeof(T), x.softcap != 0, x.slopes != nullptr}, hopper);
 }
 
 // Store x, or add it: *to = or += x.
@@ -199,23 +197,6 @@ AttentionOperands<native_t<T>> as_native(const AttentionOperands<T>& x) {
     return {as_native(x.q), as_native(x.k), as_native(x.v), as_native(x.dout),
             x.q_positions,  x.k_positions,  x.doc_start,    x.slopes,
             x.d,            x.scale,        x.softcap,      x.accumulate};
-}
-
-// ----------------------------------------------------------------------------
-// ALiBi
-
-// Fill in the slopes. With n heads, n a power of two, head h has the slope 2^(-8 (h+1) / n).
-// Further heads take every second slope of the next power of two.
-inline void alibi_slopes(float* slopes, size_t NH) { // (NH)
-    size_t n = 1;
-    while (n * 2 <= NH) n *= 2;
-    for (size_t h = 0; h < NH; h++) {
-        // From head n on: 2^(-4/n), 2^(-12/n), ..., whose exponents lie halfway between
-        // the first heads'.
-        double first = -8.0 * double(h + 1) / double(n);
-        double further = -4.0 * double(2 * (h - n) + 1) / double(n);
-        slopes[h] = float(std::pow(2.0, h < n ? first : further));
-    }
 }
 
 } // namespace llmc

@@ -34,6 +34,12 @@ LLMC_DEV float ex2(float x) { // 2^x
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// tanh(x), with a relative error of at most 2^-11.
+LLMC_DEV float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 // Two numbers as T in one register, `low` in its lower half.
 template <typename T>
 LLMC_DEV uint32_t pack(float low, float high) {

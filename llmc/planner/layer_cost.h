@@ -317,10 +317,10 @@ inline double tiled_keys(const Plan& p, size_t window) {
 // The share of attention's rate that is left where a ring takes keys in pieces.
 constexpr double RING_RATE = 0.9;
 
-// Whether plain kernels run a pass of attention.
-inline bool is_plain(const CostModel& c, const Plan& p, const Shape& s, bool backward) {
+// Whether plain kernels run attention.
+inline bool is_plain(const CostModel& c, const Plan& p, const Shape& s) {
     if (!c.plain_attention) return false;
-    AttentionCall call = attention_call(s, p.layout, c.element, backward);
+    AttentionCall call = attention_call(s, c.element);
     // On a CPU, tiles take all but soft caps (attention_tiled.cuh).
     if (c.machine.sms == 1) return call.softcap;
     AttentionDims d = context_attention_shape(s, p.layout, p.B, p.T);
@@ -335,7 +335,7 @@ constexpr double FLASH_BACKWARD = 2.5, PLAIN_BACKWARD = 5;
 // Return the seconds of a pass whose forward products are `flops`.
 inline double attention_seconds(const CostModel& c, const Plan& p, const Shape& s, double flops,
                                 bool backward) {
-    if (is_plain(c, p, s, backward))
+    if (is_plain(c, p, s))
         return (backward ? PLAIN_BACKWARD : 1) * flops / c.machine.plain_rate();
     bool pieces = p.layout.cp.size > 1 && p.layout.context.method == ContextMethod::RING;
     double rate = c.machine.attention_rate(c.element) * (pieces ? RING_RATE : 1);

@@ -72,6 +72,23 @@ inline std::vector<AttentionCase> unusual_cases() {
             {3, 40, 70, 2, 2, 64, 2, false, all, 0, 0, 0, 0, 0.2f, 1}};
 }
 
+// Soft caps on tensor cores: heads of both kernels of mma.sync, and those that Hopper takes; groups,
+// windows, documents, keys in any order and rows that see nothing.
+inline std::vector<AttentionCase> hopper_cap_cases() {
+    const int all = INT_MAX;
+    if (SMALL) return {{1, 20, 140, 2, 1, 72, 3, false, all, 0, 0, 0, 2}};
+    return {{1, 150, 150, 1, 1, 72, 0, false, 40, 0, 0, 0, 3},
+            {2, 45, 140, 4, 2, 128, 3, false, all, 0, 0, 0, 2, 0.3f},
+            {1, 70, 70, 3, 1, 104, 1, false, all, 8, 0, 0, 1.5f}};
+}
+inline std::vector<AttentionCase> cap_cases() {
+    std::vector<AttentionCase> cases = hopper_cap_cases();
+    if (SMALL) return cases;
+    cases.push_back({1, 40, 70, 2, 1, 256, 2, false, 50, 0, 0, 0, 2.5f});
+    cases.push_back({2, 33, 40, 2, 1, 160, 3, false, INT_MAX, 0, 0, 0, 2});
+    return cases;
+}
+
 // Put rows (B, n, width) into memory with strides. The gaps hold NaN: nobody
 // may read or write them.
 inline std::vector<double> spread(const std::vector<double>& from, size_t B, size_t n, size_t width,
@@ -172,11 +189,17 @@ template <typename T, Path path> void attention_case(Check& c, const AttentionCa
         // which adds two roundings. A score near zero is the sum of terms that cancel.
         size_t length = std::max(d.HS, d.HS_v) + d.Tk;
         double terms = s.kind == 4 ? 6 : 1; // size of a sum's terms; in kind 4, of queries and keys
-        o.add("out", out, result.out, tolerance<T>(length, sizeof(T) < 4 ? 2 : 0));
-        o.add("lse", lse, result.lse, tolerance<float>(length), terms);
+        // The hardware's tanh is within 2^-11, so a score is within a cap times that. p has twice
+        // that error, by its sum: so has out, and D. The cap's derivative is within 2 * 2^-11.
+        double tanh_error = sizeof(T) < 4 ? 0x1p-11 : 0;
+        double score_error = s.softcap * tanh_error;
+        o.add("out", out, result.out,
+              tolerance<T>(length, sizeof(T) < 4 ? 2 : 0) + 2 * score_error);
+        o.add("lse", lse, result.lse, tolerance<float>(length) + score_error, terms);
 
         // dS = P (dP - D) cancels where a query sees one key: roundings of its terms remain.
         double loose = sizeof(T) < 4 ? tolerance<T>(length, 6) : 8 * tolerance<T>(length);
+        if (s.softcap != 0) loose += 4 * score_error + 2 * tanh_error;
         add_heads(o, "dq", dq, query_heads(result.dq, want.in.d), d.B, d.Tq, d.q_batch, d.q_stride,
                   d.NH * d.HS, loose, terms);
         add_heads(o, "dk", dk, key_heads(result.dk, want.in.d), d.B, d.Tk, d.k_batch, d.k_stride,
@@ -251,11 +274,10 @@ inline void attention_visibility(Check& c) {
 }
 #endif
 
-// Results in float from a layer in T, and gradients that are added to. Tensor cores take neither,
-// so the launcher falls back to plain kernels.
-template <typename T> void attention_into_float_kernels(Check& c) {
-    CASE(c, "attention %s, results in float", type_word(T()));
-    AttentionWanted want = attention_wanted(c, {2, 20, 40, 2, 1, 32, 2, true});
+// Results in float from a layer in T, and gradients in G that are added to.
+template <typename T, typename G> void attention_sums_case(Check& c, const AttentionCase& s) {
+    CASE(c, "attention %s, out in float, sums in %s, Tq=%zu", type_word(T()), type_word(G()), s.Tq);
+    AttentionWanted want = attention_wanted(c, s);
     const AttentionRun<double>& result = want.result;
     const AttentionDims& d = want.d;
     every_order(c, [&](Outputs& o) {
@@ -265,7 +287,7 @@ template <typename T> void attention_into_float_kernels(Check& c) {
         // Gradients start as 3.
         Array<float> wide(result.out.size()), lse(d.B * d.NH * d.Tq);
         std::vector<double> three_q(want.q.size(), 3), three_k(want.k.size(), 3);
-        Array<float> dq(three_q), dk(three_k), dv(three_k);
+        Array<G> dq(three_q), dk(three_k), dv(three_k);
         Array<int> qp(want.in.q_positions), kp(want.in.k_positions), start(want.in.doc_start);
         Array<float> slopes(as_double(want.in.slopes));
         Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, stream));
@@ -289,6 +311,11 @@ template <typename T> void attention_into_float_kernels(Check& c) {
         o.add("dk +=", dk, plus_three(key_heads(result.dk, want.in.d)), loose);
         o.add("dv +=", dv, plus_three(value_heads(result.dv, want.in.d)), loose);
     });
+}
+// Some rows see nothing; then all rows of a tile see nothing, whose gradients stay as they are.
+template <typename T, typename G = float> void attention_sums_kernels(Check& c) {
+    attention_sums_case<T, G>(c, {2, 20, 40, 2, 1, 32, 3, true});
+    attention_sums_case<T, G>(c, {1, 150, 6, 1, 1, 8, 2, true});
 }
 
 // Merge partial results, with rows that both blocks saw, that one of them saw, and that none saw.
@@ -399,7 +426,7 @@ template <typename T, Path path = Path::CHOSEN> void attention_nan_kernels(Check
 #if defined(EMULATE)
 // The sets of kernels that this thread has launched since emulator::launches was cleared.
 template <typename T, typename G>
-std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool backward) {
+std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool capped, bool backward) {
     std::vector<AttentionKernels> sets;
     auto look = [&](AttentionKernels set, auto* kernel) {
         if (emulator::launches.count(reinterpret_cast<const void*>(kernel))) sets.push_back(set);
@@ -411,15 +438,15 @@ std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool back
         else look(AttentionKernels::PLAIN, attention_forward_kernel<T, T, D>);
     });
     if constexpr (IS_BF16_OR_FP16<T>) {
-        pick_mma_kernel(d.HS, [&](auto D, auto MT, auto N) {
-            constexpr int KEYS = mma_backward_keys(D);
-            if (backward) look(AttentionKernels::MMA, attention_mma_backward_q_kernel<T, D, KEYS>);
-            else look(AttentionKernels::MMA, attention_mma_forward_kernel<T, D, MT, N>);
+        pick_mma_kernel(d.HS, capped, [&](auto D, auto MT, auto N, auto CAPPED) {
+            auto back = attention_mma_backward_q_kernel<T, D, mma_backward_keys(D), CAPPED>;
+            if (backward) look(AttentionKernels::MMA, back);
+            else look(AttentionKernels::MMA, attention_mma_forward_kernel<T, D, MT, N, CAPPED>);
         });
-        pick_hopper_kernel(d.HS, [&](auto D) {
-            auto back = attention_hopper_backward_kernel<T, D>;
+        pick_hopper_kernel(d.HS, capped, [&](auto D, auto CAPPED) {
+            auto back = attention_hopper_backward_kernel<T, D, CAPPED>;
             if (backward) look(AttentionKernels::WGMMA, back);
-            else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D>);
+            else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D, CAPPED>);
         });
     }
     return sets;
@@ -427,21 +454,20 @@ std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool back
 
 // Run both passes of a small layer, and hold what is launched against what the log would name.
 template <typename T, typename G>
-void expect_named_kernels(Check& c, size_t HS, float softcap, bool accumulate) {
-    CASE(c, "attention's name: sm_%d, %s into %zu bytes, %zu channels, cap %g, +=: %d",
-         emulator::gpu.major, type_word(T()), sizeof(G), HS, double(softcap), accumulate);
+void expect_named_kernels(Check& c, size_t HS, float softcap, bool alibi, bool accumulate) {
+    CASE(c, "attention's name: sm_%d, %s into %zu bytes, %zu channels, cap %g, ALiBi: %d, +=: %d",
+         emulator::gpu.major, type_word(T()), sizeof(G), HS, double(softcap), alibi, accumulate);
     AttentionDims d = {1, 4, 4, 2, 1, HS, 2 * HS, HS};
     Array<T> q(8 * HS), k(4 * HS), v(4 * HS), out(8 * HS), dout(8 * HS);
     Array<G> dq(8 * HS), dk(4 * HS), dv(4 * HS);
-    Array<float> lse(8);
+    Array<float> lse(8), slopes(2);
     Array<int> at(std::vector<int>{0, 1, 2, 3}), start(std::vector<int>(4, 0));
     Array<unsigned char> scratch(attention_scratch_bytes<T>(d, 1, cudaStream_t{}));
     AttentionOperands<T> x = {q.data,  k.data,     v.data,  dout.data, at.data,
                               at.data, start.data, nullptr, d,         0, softcap};
+    if (alibi) x.slopes = slopes.data;
     for (bool backward : {false, true}) {
-        // A forward pass neither adds nor writes floats.
-        AttentionCall call = {sizeof(T), softcap != 0};
-        call.sums = backward && (accumulate || sizeof(G) != sizeof(T));
+        AttentionCall call = {sizeof(T), softcap != 0, alibi};
         x.accumulate = backward && accumulate;
         emulator::launches.clear();
         if (backward)
@@ -454,7 +480,8 @@ void expect_named_kernels(Check& c, size_t HS, float softcap, bool accumulate) {
         const char* words[] = {"plain kernels", "by mma.sync", "by wgmma"};
         bool hopper = emulator::gpu.major == 9;
         AttentionKernels named = attention_kernels(d, call, hopper);
-        expect(c, launched_kernels<T, G>(d, backward) == std::vector{named}, "other kernels run");
+        auto launched = launched_kernels<T, G>(d, softcap != 0, backward);
+        expect(c, launched == std::vector{named}, "other kernels run");
         std::string text = attention_backend(d, call, cudaStream_t{});
         expect(c, text.find(words[int(named)]) != std::string::npos, text);
     }
@@ -463,12 +490,12 @@ inline void attention_names(Check& c) {
     for (emulator::Gpu gpu : {emulator::AMPERE, emulator::HOPPER}) {
         emulator::gpu = gpu;
         for (size_t HS : {12, 64, 128, 192, 256})
-            for (float softcap : {0.f, 30.f})
+            for (auto [softcap, alibi] : {std::pair(0.f, false), {0.f, true}, {30.f, false}, {30.f, true}})
                 for (bool accumulate : {false, true}) {
-                    expect_named_kernels<float, float>(c, HS, softcap, accumulate);
-                    expect_named_kernels<bf16, bf16>(c, HS, softcap, accumulate);
-                    expect_named_kernels<fp16, fp16>(c, HS, softcap, accumulate);
-                    expect_named_kernels<bf16, float>(c, HS, softcap, accumulate);
+                    expect_named_kernels<float, float>(c, HS, softcap, alibi, accumulate);
+                    expect_named_kernels<bf16, bf16>(c, HS, softcap, alibi, accumulate);
+                    expect_named_kernels<fp16, fp16>(c, HS, softcap, alibi, accumulate);
+                    expect_named_kernels<bf16, float>(c, HS, softcap, alibi, accumulate);
                 }
     }
     emulator::gpu = emulator::AMPERE;
@@ -482,8 +509,10 @@ inline void attention_names(Check& c) {
     expect(c, attention_kernels(d, {2}, true) == K::WGMMA, "128 channels on Hopper");
     expect(c, attention_kernels(d, {2}, false) == K::MMA, "128 channels on Ampere");
     expect(c, attention_kernels(d, {4}, true) == K::PLAIN, "floats");
-    expect(c, attention_kernels(d, {2, true}, true) == K::PLAIN, "a soft cap");
-    expect(c, attention_kernels(d, {2, false, true}, true) == K::PLAIN, "sums in float");
+    expect(c, attention_kernels(d, {2, true}, true) == K::WGMMA, "a soft cap");
+    expect(c, attention_kernels(d, {2, true, true}, true) == K::PLAIN, "a soft cap with ALiBi");
+    d.HS = 64;
+    expect(c, attention_kernels(d, {2, true}, true) == K::MMA, "a soft cap of 64 channels");
 }
 #endif
 
@@ -503,10 +532,13 @@ inline void add_attention_kernels(std::vector<KernelRow>& rows) {
     // Unusual layers.
     rows.push_back({"attention float, unusual layers", attention_kernels<float, unusual_cases>});
     rows.push_back({"attention bf16, unusual layers", attention_kernels<bf16, unusual_cases>});
+    rows.push_back({"attention bf16, soft caps", attention_kernels<bf16, cap_cases>});
+    rows.push_back({"attention fp16, soft caps", attention_kernels<fp16, cap_cases>});
 
     // Partial results, and NaN.
-    rows.push_back({"attention float, into float", attention_into_float_kernels<float>});
-    rows.push_back({"attention bf16, into float", attention_into_float_kernels<bf16>});
+    rows.push_back({"attention float, into float", attention_sums_kernels<float>});
+    rows.push_back({"attention bf16, into float", attention_sums_kernels<bf16>});
+    rows.push_back({"attention bf16, onto bf16", attention_sums_kernels<bf16, bf16>});
     rows.push_back({"attention merge, float", attention_merge_kernels<float>});
     rows.push_back({"attention merge, bf16", attention_merge_kernels<bf16>});
     rows.push_back({"attention merge, rounding to float", round_rows_kernels<float>});
