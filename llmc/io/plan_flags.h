@@ -275,13 +275,13 @@ inline std::string take_depth(Config& c, std::string* says) {
     double batch = std::sqrt(double(c.batch_tokens) / 524288);
     double width = batch / std::sqrt(double(C) / 768);
     set("lr", 0.02 * batch);
-    set("optimizer", "muon,ns=polar,scale=shape,cautious,table=", 0.3 * width, ",head=",
-        0.008 * width, ",decay=0.01");
+    set("optimizer", "muon,ns=polar,scale=shape,momentum=0.85:0.97:400,cautious,normuon=0.9,"
+        "muoneq,muon+,table=", 0.3 * width, ",head=", 0.008 * width, ",decay=0.01");
     set("beta1", 0.8);
     set("beta2", 0.96);
     set("eps", 1e-10);
     set("clip", 0);
-    end();
+    end(", whose momentum does not fall at the end");
     set("schedule", "wsd:0.65");
     set("min-lr", 0.05 * c.lr);
     set("warmup", std::min(c.steps, int64_t(40)));

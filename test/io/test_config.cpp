@@ -1086,6 +1086,17 @@ TEST(Dial, SetsWhatNanochatSets) {
     EXPECT_NEAR(c.lr, 0.0282843, 1e-7);
     EXPECT_HAS(c.optimizer, "table=0.3,head=0.008,");
     EXPECT_NEAR(c.min_lr, c.lr / 20, 1e-7);
+
+    // Muon with MuonEq, Muon+, NorMuon, and a momentum from 0.85 to 0.97 in 400 steps.
+    Optimizer optimizer = Optimizer::ADAMW;
+    Muon muon;
+    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
+    EXPECT_EQ(optimizer, Optimizer::NORMUON);
+    EXPECT_TRUE(muon.muoneq && muon.plus && muon.cautious && muon.nesterov);
+    EXPECT_EQ(muon.beta2, 0.9f);
+    EXPECT_TRUE(muon.first_momentum == 0.85f && muon.momentum == 0.97f);
+    EXPECT_EQ(muon.momentum_steps, 400);
+    EXPECT_HAS(says, "normuon=0.9,muoneq,muon+,");
     EXPECT_NEAR(c.weight_decay, 0.28 * std::sqrt(2) * 110.1 / 729.8, 1e-5);
     EXPECT_EQ(config_check(c, gpt2_shape(4, 4, 128, 256, 2048)), "");
 
