@@ -797,6 +797,16 @@ inline std::string check_fit(const Config& c) {
     return refuse_timing(c, "--fit");
 }
 
+// Check what is not built with residual scalars: the stream behind the embedding stays in place.
+inline std::string check_scalars(const Config& c, const Shape& s) {
+    if (!s.block.scalars) return "";
+    std::string every = ": every block of " + s.hf_type + " reads the embedding: ";
+    if (c.pp > 1)
+        return concat("--pp ", c.pp, every, "give --pp 1, and --tp or --zero 3 instead");
+    bool moves = offloads(c, "activations");
+    return moves ? "--offload activations" + every + "give --recompute full instead" : "";
+}
+
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, Shape s, int processes = 1) {
     // The planner has one shape for many layouts: whether experts are whole is up to the flags. One
@@ -822,6 +832,7 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
 
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     wrong = check_layout(c, s, processes);
+    if (wrong.empty()) wrong = check_scalars(c, s);
     if (wrong.empty()) wrong = check_batch(c, s);
     if (wrong.empty()) wrong = check_rollouts(c);
     if (wrong.empty()) wrong = check_machine(c);
