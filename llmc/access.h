@@ -258,6 +258,9 @@ inline void access_move(Access& x, const Plan& p, const Model& model, const Acti
 inline Access access(const Plan& p, const Model& model, const Action& a) {
     Access x;
     x.reads.reserve(16); // most actions have fewer
+    if (reads_embedding(model, a)) x.read({Kind::STREAM, 1, a.micro});
+    if (adds_to_embedding(model, a)) x.write({Kind::DSTREAM, 1, a.micro});
+    if (adds_to_embedding(model, a, false)) x.read({Kind::DSTREAM, 1, a.micro});
     switch (a.op) {
     // The input of all micro-batches at once, and the count of their targets.
     case Op::LOAD:

@@ -47,9 +47,11 @@ inline int widening_products(const Shape& s) {
 // ----------------------------------------------------------------------------
 // tables made by visiting a family's rows
 
-// Most families have no experts.
+// Most families have no experts, and no value embeddings.
 template <typename Block, typename Row>
 void expert_parameters(Block&, const Shape&, Row) {}
+template <typename Block, typename Row>
+void value_parameters(Block&, const Shape&, Row) {}
 
 // The parameter table of a shape, as a layout cuts it: over tp ranks, experts over ep ranks, and
 // where ZeRO may.
@@ -108,6 +110,9 @@ inline Model make_model(const Shape& shape, const Layout& layout = {}) {
             block_parameters(block, here, row);
             add_adapters(model, number);
             add_prefix(model, number);
+            if (here.attention.values)
+                add_bucket(model, "block." + number + ".values", Role::VALUES, {layer});
+            value_parameters(block, here, row);
             if (here.experts.E == 0) continue;
             add_bucket(model, "block." + number + ".experts", Role::EXPERTS, {layer},
                        Group::EXPERTS);
@@ -270,10 +275,11 @@ inline Shape track3() {
 
 // nanochat at a depth of 12, as transformers has it: without value embeddings, smear, backout,
 // scales of the stream, windows, and the factor 1.2 of q and k. --depth has the other sizes.
-inline Shape nanochat() {
+// nanochat_values has the first and the fourth of them.
+inline Shape nanochat(const char* type = "nanochat") {
     Shape s = llama_shape(12, 6, 6, 768, 3072, 32768, 2048, 100000);
     s.loss.softcap = 15;
-    return variant_shape("nanochat", s, false, 1.1920929e-7f);
+    return variant_shape(type, s, false, 1.1920929e-7f);
 }
 
 // GPT-3 is GPT-2 with 2048 positions. Here heads must fill the channels: the paper's XL has 24
@@ -444,6 +450,8 @@ inline std::vector<Preset> model_presets() {
         {"gpt2-xl", gpt2_shape(48, 25, 1600), "1558M"},
         {"track3", track3(), "162M, modded-nanogpt's track 3"},
         {"nanochat", nanochat(), "135M, nanochat of depth 12; --depth: other sizes"},
+        {"nanochat-values", nanochat("nanochat_values"),
+         "286M, the same with value embeddings and residual scalars"},
         {"gpt3-small", gpt3_shape(12, 12, 768), "125M"},
         {"gpt3-medium", gpt3_shape(24, 16, 1024), "350M"},
         {"gpt3-large", gpt3_shape(24, 16, 1536), "760M"},

@@ -221,12 +221,17 @@ void with_block(Trainer<T, S>& t, const Action& a, F f) {
         LayerAdapters of_experts = layer_adapters(t, a, Role::EXPERTS);
         t.ctx.prefix = layer_prefix(t, a);
         block_parameters(weights, shape, bind_bucket(t, Role::BLOCK, a.layer, &adapters));
+        if (shape.attention.values)
+            value_parameters(weights, shape, bind_bucket(t, Role::VALUES, a.layer));
         if (shape.experts.E)
             expert_parameters(weights, shape, bind_bucket(t, Role::EXPERTS, a.layer, &of_experts));
 
         typename decltype(family)::template Acts<T> acts = {};
         block_activations(acts, t.ctx.shape, t.plans[t.plan].rows(), t.ctx.where,
                           BindActs<T, S>(t, a));
+        if constexpr (requires { acts.embedding; })
+            acts.embedding = {address<T>(t, {Kind::STREAM, 1, a.micro}),
+                              address<T>(t, {Kind::DSTREAM, 1, a.micro})};
         f(weights, acts);
     });
 }

@@ -18,6 +18,10 @@
 //              the first block begins with x = norm(x). RoPE turns half of the pairs (rope.cuh).
 //     nanochat transformers' class of that name: the same without biases and without any weights of
 //              norms, and RoPE turns all pairs.
+//     nanochat_values  nanochat with more of what github.com/karpathy/nanochat has. A block begins
+//              with x = r x + z x0, where x0 = norm(embed_tokens[token]). In the last block and
+//              every other one before it each head has v = v + 3 sigmoid(W y) E[token], where y is
+//              the first 12 channels of norm_1(x).
 //   Cost: a block's forward pass takes 2 N C (2 Q + 2 KV + 3 F) FLOPs in products and 2 N T Q in
 //         attention. Its backward pass takes twice the former and 2.5 times the latter.
 #pragma once
@@ -29,6 +33,7 @@
 #include "ops/attention_join.cuh"
 #include "ops/column_sums.cuh"
 #include "ops/elementwise.cuh"
+#include "ops/embedding.cuh"
 #include "ops/linear.cuh"
 #include "ops/memory.h"
 #include "ops/objective.cuh"
@@ -55,6 +60,8 @@ struct AttentionWeights {
     Weight o, o_bias;                             // (C,Q) (C)
     Weight post_1;                                // (C)        the norm of the branch's result
     Weight sinks;                                 // (NH)       gpt-oss
+    Weight value_gate;                            // (NKV,W)    W: value_channels()
+    Weight values;                                // (V,KV)     embeddings
 };
 
 // The activations of the first branch. Below, "whole" means Shape::whole_qk_norm.
@@ -81,6 +88,11 @@ template <typename T> struct AttentionActs {
     acc_t<T>* post_1_sums;                        // parts of post_1's dweight
     acc_t<T>* sink_sums;                          // parts of the sinks' gradient
     T* dmiddle_all;                               // (N,C)      the rows of all ranks, if R < N
+
+    T *gate_rows, *dgate_rows;                    // (N,W)      norm_1's first channels
+    T *gate_logits, *dgate_logits;                // (N,NKV)
+    T *values, *dvalues;                          // (N,KV)     the tokens' rows
+    acc_t<T>* gate_dots;                          // (N,NKV)    values . dv of each head
 };
 
 struct Llama {
@@ -94,6 +106,8 @@ struct Llama {
 
     struct Block : AttentionWeights {
         Weight embed_norm;                        // (C)        the norm of the embedding, or none
+        Weight resid_lambda;                      // (1)        r
+        Weight x0_lambda;                         // (1)        z
         Weight norm_2;                            // (C)
         Weight gate, gate_bias;                   // (F,C) (F)  ReLU^2: fc1
         Weight up, up_bias;                       // (F,C) (F)  ReLU^2: none
@@ -109,6 +123,13 @@ struct Llama {
     template <typename T> struct Acts : AttentionActs<T> {
         T *embed, *dembed;                        // (R,C) (R,C)  the normed embedding, or null
         acc_t<T> *embed_rstd, *embed_sums;        // (R), parts of embed_norm's dweight
+        struct {
+            T* out;                               // (R,C)      the first block's inp
+            T* dout;                              // (R,C)      and dinp, which may be null
+        } embedding;
+        T* mixed;                                 // (R,C)      r x + z x0
+        acc_t<T>* resid_dots;                     // (R)        x . dmixed
+        acc_t<T>* x0_dots;                        // (R)        x0 . dmixed
         T* norm_2;                                // (R,C)
         acc_t<T>* norm_2_rstd;                    // (R)
         T *gate, *up, *swiglu;                    // (N,F) (N,F) (N,F)
@@ -143,6 +164,12 @@ inline Inits inits_of(const Shape& s) {
     if (s.block.gains) return {read, read, ZEROS, normal_init(1), ZEROS};
     Init widen = {0, 0.4f * read.std};
     return {read, widen, ZEROS, normal_init(0.8), normal_init(0.001)};
+}
+
+// The channels that a gate of value embeddings reads.
+inline size_t value_channels(const Shape& s) {
+    size_t most = 12;
+    return std::min(s.C, most);
 }
 
 // Whether the ffn has a gate, and so the product `up`.
@@ -207,6 +234,12 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
     //  weight    name                               shape    start   decays cut      transposed
     if (s.embedding.normed && block.gains)
         row(w.embed_norm, "embed_norm.weight",       {C},     one,    false, whole,   false);
+    if (block.scalars) {
+        Init r = {1.15f - 0.1f * block.place, 0};
+        Init z = {0.2f - 0.15f * block.place, 0};
+        row(w.resid_lambda, "resid_lambda",          {1},     r,      false, whole,   false);
+        row(w.x0_lambda, "x0_lambda",                {1},     z,      false, whole,   false);
+    }
     attention_parameters(w, s, row);
     if (block.pre_norm && block.gains)
         row(w.norm_2, second,                        {C},     one,    false, whole,   false);
@@ -222,6 +255,22 @@ void block_parameters(Llama::Block& w, const Shape& s, Row row) {
         row(w.down_bias, (down + "bias").c_str(),    {C},     ZEROS,  false, whole,   false);
     if (block.post_norm)
         row(w.post_2, "post_feedforward_layernorm.weight", {C}, one,  false, whole,   false);
+}
+
+// The table of value embeddings, and its gate, in a bucket of their own. Heads are cut as those of
+// keys. nanochat draws the gate from 0 to 0.02; here it is normal, of the same mean and deviation.
+template <typename Row>
+void value_parameters(Llama::Block& w, const Shape& s, Row row) {
+    if (!s.attention.values) return;
+    size_t KV = s.NKV * s.HS;
+    size_t W = value_channels(s);
+    Init gate = {0.01f, 0.02f / std::sqrt(12.0f)};
+    Init read = inits_of(s).read;
+    int units = int(s.NKV);
+
+    //  weight         name                        shape     start  decays cut            transposed
+    row(w.value_gate, "self_attn.ve_gate.weight",  {s.NKV, W}, gate,  true,  {0, 1, units}, false);
+    row(w.values, "value_embed.weight",            {s.V, KV},  read,  true,  {1, 1, units}, false);
 }
 
 // The rows on which the norm of q or k works: each is one head of a token, or with whole_qk_norm
@@ -266,6 +315,17 @@ void attention_activations(AttentionActs<T>& a, const Shape& s, size_t N, S wher
     row(a.q,            "q",                    N * Q,     product,  B);
     row(a.k,            "k",                    N * KV,    product,  B);
     row(a.v,            "v",                    N * KV,    ATTN,     B);
+    if (s.attention.values) {
+        size_t channels = N * value_channels(s);
+        size_t heads = N * s.NKV;
+        row(a.gate_rows,    "value gate, rows",    channels,  ATTN,     W);
+        row(a.gate_logits,  "value gate, logits",  heads,     ATTN,     B);
+        row(a.values,       "value embeddings",    N * KV,    ATTN,     B);
+        row(a.dgate_rows,   "d value gate, rows",  channels,  GRADIENT, B);
+        row(a.dgate_logits, "d value gate, logits", heads,    GRADIENT, W);
+        row(a.gate_dots,    "d value gate, dots",  heads,     GRADIENT, B);
+        row(a.dvalues,      "d value embeddings",  N * KV,    GRADIENT, W);
+    }
     row(a.attention,    "attention",            N * Q,     ATTN,     W);
     row(a.lse,          "log-sum-exp",          N * s.NH,  ATTN,     B);
     row(a.middle,       "middle",               R * C,     ATTN,     middle);
@@ -323,6 +383,11 @@ void block_activations(Llama::Acts<T>& a, const Shape& s, size_t N, S where, Row
     if (s.embedding.normed) {
         row(a.embed,       "embedding, normed", R * C,     CHEAP,    B);
         row(a.embed_rstd,  "embedding.rstd",    R,         CHEAP,    B);
+    }
+    if (block.scalars) {
+        row(a.mixed,       "stream, mixed",     R * C,     CHEAP,    B);
+        row(a.resid_dots,  "d resid_lambda, dots", R,      GRADIENT, W);
+        row(a.x0_dots,     "d x0_lambda, dots", R,         GRADIENT, W);
     }
     attention_activations(a, s, N, where, row);
     if (block.pre_norm) {
@@ -566,6 +631,100 @@ Sinks<T> sinks_of(const Ctx<S>& ctx, const AttentionWeights& w, acc_t<T>* sums) 
     return {logits, sums, ctx.shape.NH};
 }
 
+// ----------------------------------------------------------------------------
+// value embeddings: a row of each token, times a gate of each head, joins v
+
+constexpr float VALUE_SCALE = 3; // of the gates
+
+// v += 3 sigmoid(logits) values
+template <typename T, typename S>
+void add_values(Ctx<S>& ctx, const T* rows, const AttentionWeights& w, // (R,C)
+                const AttentionActs<T>& a) {
+    if (!w.values.data) return;
+    const Batch& b = ctx.batch;
+    size_t N = b.rows();
+    size_t R = stream_rows(ctx);
+
+    // Gather the few channels that the gates of all heads read.
+    size_t W = w.value_gate.cols;
+    T* mine = my_rows(ctx, a.gate_rows, W); // (R,W)
+    round_rows(mine, W, rows, ctx.shape.C,
+               R, W, ctx.where);
+    gather_rows(ctx, a.gate_rows, mine, W);
+    const T* no_residual = nullptr;
+    linear_forward(a.gate_logits, a.gate_rows, w.value_gate, nullptr,
+                   no_residual, N, ctx.blas, ctx.where);
+
+    // Look up this rank's heads of the tokens' rows.
+    const T* no_positions = nullptr;
+    embedding_forward(a.values, b.tokens, b.positions, b.doc_start,
+                      w.values.as<T>(), no_positions,
+                      N, 0, w.values.rows, w.values.cols, ctx.where);
+
+    // Add them to v.
+    size_t HS = ctx.shape.HS;
+    size_t heads = N * w.value_gate.rows;
+    RowGate<T, true> gate = {a.gate_logits, VALUE_SCALE};
+    round_rows(a.v, HS, a.values, HS,
+               heads, HS, ctx.where, gate);
+}
+
+// Walk back from dv to the table's rows and to the logits.
+template <typename T, typename S>
+void values_backward(Ctx<S>& ctx, const AttentionWeights& w, const AttentionActs<T>& a) {
+    if (!w.values.data) return;
+    size_t HS = ctx.shape.HS;
+    size_t heads = ctx.batch.rows() * w.value_gate.rows;
+
+    // Scale dv by the gates.
+    RowGate<T, false> gate = {a.gate_logits, VALUE_SCALE};
+    round_rows(a.dvalues, HS, a.dv, HS,
+               heads, HS, ctx.where, gate);
+
+    // Scale the products with dv by the gates' slopes.
+    const T* no_weight = nullptr;
+    rmsnorm_row_sums(a.gate_dots, a.values, a.dv, no_weight,
+                     heads, HS, 1, ctx.where);
+    gate.by = Gated::SLOPE;
+    round_rows(a.dgate_logits, 1, a.gate_dots, 1,
+               heads, 1, ctx.where, gate);
+}
+
+// dnorm_1 += what goes back through the gates of all ranks' heads.
+template <typename T, typename S>
+void values_backward_input(Ctx<S>& ctx, const AttentionWeights& w, const AttentionActs<T>& a) {
+    if (!w.values.data) return;
+    size_t N = ctx.batch.rows();
+    size_t R = stream_rows(ctx);
+    linear_backward_input(a.dgate_rows, a.dgate_logits, w.value_gate,
+                          N, false, ctx.blas, ctx.where);
+
+    // Sum over ranks, and add to the first channels.
+    size_t W = w.value_gate.cols;
+    T* mine = my_rows(ctx, a.dgate_rows, W); // (R,W)
+    sum_rows(ctx, mine, a.dgate_rows, W);
+    RowGate<T, true> sum;
+    round_rows(a.dnorm_1, ctx.shape.C, mine, W,
+               R, W, ctx.where, sum);
+}
+
+// The gradients of the table and of its gate.
+template <typename T, typename S>
+void values_backward_weight(Ctx<S>& ctx, const AttentionWeights& w, const AttentionActs<T>& a,
+                            bool accumulate) {
+    acc_t<T>* dvalues = grad_of<T>(w.values);
+    acc_t<T>* no_positions = nullptr;
+    if (!dvalues) return;
+    const Batch& b = ctx.batch;
+    size_t N = b.rows();
+    linear_backward_weight(w.value_gate, nullptr, a.dgate_logits, a.gate_rows,
+                           N, accumulate, ctx.blas, ctx.where);
+    embedding_backward_weight(dvalues, no_positions, a.dvalues,
+                              b.tokens, b.positions, b.doc_start,
+                              ctx.blas.scratch, N, 0, w.values.rows, 0, w.values.cols,
+                              accumulate, ctx.where);
+}
+
 // The first branch from its rows (normed, or the stream itself) to a.middle, the stream behind it.
 template <typename T, typename S>
 void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
@@ -575,6 +734,7 @@ void attention_branch(Ctx<S>& ctx, const T* rows, const T* inp, // (R,C) (R,C)
     T *q = projected(a.q_raw, a.q), *k = projected(a.k_raw, a.k);
     column_parallel_forward(
         ctx, {{q, w.q, w.q_bias}, {k, w.k, w.k_bias}, {a.v, w.v, w.v_bias}}, rows);
+    add_values(ctx, rows, w, a);
     qk_norm_forward(ctx, a.q, a.q_rstd, a.q_squares, a.q_raw, w.q_norm, ctx.shape.NH);
     qk_norm_forward(ctx, a.k, a.k_rstd, a.k_squares, a.k_raw, w.k_norm, ctx.shape.NKV);
 
@@ -631,8 +791,10 @@ void first_branch_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, // (R,C) (R
                      ctx.shape.NH);
     qk_norm_backward(ctx, dk, a.k_norm_sums, a.k_dots, a.dk, a.k_raw, w.k_norm, a.k_rstd,
                      ctx.shape.NKV);
+    values_backward(ctx, w, a);
     if (!dinp) return;
     column_parallel_backward_input(ctx, a.dnorm_1, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}});
+    values_backward_input(ctx, w, a);
     branch_backward(ctx, dinp, a.norm_1_sums, a.dmiddle, a.dnorm_1, inp, w.norm_1, a.norm_1_rstd);
 }
 
@@ -649,6 +811,7 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
     row_parallel_backward_weight(ctx, w.o, d_o, a.dmiddle_all, a.attention, accumulate);
     column_parallel_backward_weight(ctx, {{dq, w.q}, {dk, w.k}, {a.dv, w.v}},
                                     static_cast<const T*>(a.norm_1), accumulate);
+    values_backward_weight(ctx, w, a, accumulate);
 
     // List the sums. Biases sum all rows; a bias or norm that the model does not have is null.
     sums.columns.insert(sums.columns.end(), {{grad_of<T>(w.o_bias), d_o, R, s.C},
@@ -667,12 +830,58 @@ void first_branch_backward_weight(Ctx<S>& ctx, SumsOfRows<T>& sums, const Attent
 // ----------------------------------------------------------------------------
 // the block: two branches that read the residual stream and add to it
 
-// Return the stream that a block begins with: inp, or in the first block the norm of it.
+// Return the stream that a block begins with: inp, or in the first block the norm of it. With
+// residual scalars every block norms the embedding, and mixes it in.
 template <typename T, typename S>
 const T* block_stream(Ctx<S>& ctx, const T* inp, const Llama::Block& w, const Llama::Acts<T>& a) {
     if (!ctx.shape.embedding.normed) return inp;
-    rmsnorm_forward(ctx, a.embed, a.embed_rstd, inp, w.embed_norm);
-    return a.embed;
+    const T* embedding = a.embedding.out;
+    const T* x0 = a.embed;
+    rmsnorm_forward(ctx, a.embed, a.embed_rstd, embedding, w.embed_norm);
+    if (!ctx.shape.block.scalars) return x0;
+
+    // In the first block x is x0.
+    size_t n = stream_rows(ctx) * ctx.shape.C;
+    ScalarMix<T> mix;
+    mix.a = w.resid_lambda.as<T>();
+    mix.b = w.x0_lambda.as<T>();
+    map_elements(a.mixed, n, mix, ctx.where, inp == embedding ? x0 : inp, x0);
+    return a.mixed;
+}
+
+// Walk back through the scalars, from a.dembed, the gradient of the mixed stream.
+template <typename T, typename S>
+void scalars_backward_input(Ctx<S>& ctx, T* dinp, const T* inp, const Llama::Block& w, // (R,C)
+                            const Llama::Acts<T>& a) {
+    const T* no_weight = nullptr;
+    const T* x0 = a.embed;
+    const T* dmixed = a.dembed;
+    size_t R = stream_rows(ctx);
+    size_t C = ctx.shape.C;
+    size_t n = R * C;
+
+    // Multiply by what the scalars multiplied.
+    bool first = inp == a.embedding.out;
+    const T* x = first ? x0 : inp;
+    rmsnorm_row_sums(a.resid_dots, x, dmixed, no_weight, R, C, 1, ctx.where);
+    rmsnorm_row_sums(a.x0_dots, x0, dmixed, no_weight, R, C, 1, ctx.where);
+
+    // Add to x0's gradient, which begins in the last block. It is null where nothing below learns.
+    T* dx0 = a.embedding.dout;
+    const T* sum = dx0;
+    ScalarMix<T> z = {w.x0_lambda.as<T>()};
+    bool last = ctx.shape.block.place == 1;
+    if (dx0 && last)
+        map_elements(dx0, n, z, ctx.where, dmixed);
+    if (dx0 && !last)
+        map_elements(dx0, n, z, ctx.where, dmixed, sum);
+
+    // In the first block x is x0 too: leave the whole gradient of x0.
+    ScalarMix<T> r = {w.resid_lambda.as<T>()};
+    if (dinp && first)
+        map_elements(a.dembed, n, r, ctx.where, dmixed, sum);
+    if (dinp && !first)
+        map_elements(dinp, n, r, ctx.where, dmixed);
 }
 
 // The activation between the products of the ffn, both ways. Backward turns dswiglu into gate's.
@@ -747,11 +956,18 @@ void block_backward_input(Ctx<S>& ctx, T* dinp, const T* dout, const T* inp,
     branch_backward(ctx, a.dmiddle, a.norm_2_sums, dout, a.dnorm_2, a.middle, w.norm_2,
                     a.norm_2_rstd);
 
-    // Walk back through the first branch, and through the norm of the embedding.
-    if (!dinp || !ctx.shape.embedding.normed)
-        return first_branch_backward_input(ctx, dinp, a.embed ? a.embed : inp, w, a);
+    // Walk back through the first branch.
     const T* no_residual = nullptr;
-    first_branch_backward_input(ctx, a.dembed, static_cast<const T*>(a.embed), w, a);
+    if (!ctx.shape.embedding.normed)
+        return first_branch_backward_input(ctx, dinp, inp, w, a);
+    const T* stream = a.mixed ? a.mixed : a.embed;
+    first_branch_backward_input(ctx, a.dembed, stream, w, a);
+
+    // Walk back through the scalars, and in the first block through the norm of the embedding.
+    if (a.mixed)
+        scalars_backward_input(ctx, dinp, inp, w, a);
+    bool first = inp == a.embedding.out;
+    if (!dinp || !first) return;
     rmsnorm_backward(ctx, dinp, a.embed_sums, no_residual, static_cast<const T*>(a.dembed), inp,
                      w.embed_norm, a.embed_rstd);
 }
@@ -776,7 +992,9 @@ void block_backward_weight(Ctx<S>& ctx, const T* dout, const Llama::Block& w,
                            {grad_of<T>(w.up_bias), a.dup, N, s.F}},
                           {rmsnorm_parts<T>(ctx, w.embed_norm, a.embed_sums),
                            rmsnorm_parts<T>(ctx, w.norm_2, a.norm_2_sums),
-                           rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums)}};
+                           rmsnorm_parts<T>(ctx, w.post_2, a.post_2_sums),
+                           {grad_of<T>(w.resid_lambda), a.resid_dots, R, 1, 1},
+                           {grad_of<T>(w.x0_lambda), a.x0_dots, R, 1, 1}}};
     first_branch_backward_weight(ctx, sums, w, a, accumulate);
     column_sums<T>(sums.columns, sums.ready, ctx.blas.scratch, accumulate, ctx.where);
 }

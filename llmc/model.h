@@ -7,6 +7,7 @@
 //     "positions"  the table of positions    layer 0 (learned positions only)
 //     "block.l"    a block's parameters      layer l + 1
 //     "block.l.experts"  its experts' stacks  layer l + 1 (only in models with experts)
+//     "block.l.values"   its table of values  layer l + 1 (only with value embeddings)
 //     "adapter.l[.experts]"  their adapters   layer l + 1 (only adapters are then trained)
 //     "head"       final norm, untied head   layer L+1
 //   Inside a bucket place_bucket() places each parameter at a multiple of 128 elements (256 bytes
@@ -83,6 +84,8 @@ struct BlockShape {
     bool exact_gelu = false;    // GPT-NeoX: by erf, in place of the tanh form
     bool mlp_bias = false;      // some Llamas: biases on gate, up and down
     bool zero_start = false;    // modded-nanogpt's first weights, or nanochat's (llama.h)
+    bool scalars = false;       // nanochat: a block begins with r x + z x0, x0 the normed embedding
+    float place = 0;            // layer_shape(): from 0, the first block's, to 1, the last one's
 };
 
 struct AttentionShape {
@@ -93,6 +96,7 @@ struct AttentionShape {
     double score_scalar = 0;       // scores are q.k over the root of this; 0: of HS
     float softcap = 0;             // Gemma 2
     bool sinks = false;            // gpt-oss: a logit of each head joins (attention_join.cuh)
+    bool values = false;           // nanochat: every other block's v has an embedding of the token
 };
 
 struct RopeShape {
@@ -243,7 +247,7 @@ inline void set_variant(Shape& v, const std::string& type) {
 
     // modded-nanogpt's baseline of track 3, and nanochat.
     bool track3 = type == "track3";
-    if (!track3 && type != "nanochat") return;
+    if (!track3 && !type.starts_with("nanochat")) return;
     v.block.qk_norm = true;
     v.block.qk_gains = false;
     v.block.gate = Gate::RELU2;
@@ -254,6 +258,7 @@ inline void set_variant(Shape& v, const std::string& type) {
     v.block.gains = track3;
     v.block.norm_plus = track3 ? 0 : 1;
     v.block.zero_start = true;
+    v.block.scalars = v.attention.values = type == "nanochat_values";
     if (!track3) return;
     v.attention.qkv_bias = v.attention.o_bias = v.block.mlp_bias = v.embedding.head_bias = true;
     v.attention.score_scalar = 1 / (0.12 * 0.12);
@@ -263,7 +268,9 @@ inline void set_variant(Shape& v, const std::string& type) {
 
 // The shape of one layer: a block has a dense ffn, experts, or both. The first may norm its input.
 inline Shape layer_shape(Shape s, int layer) {
-    s.embedding.normed &= layer == 1;
+    s.embedding.normed &= layer == 1 || s.block.scalars;
+    s.attention.values &= (int(s.L) - layer) % 2 == 0;
+    s.block.place = s.L > 1 ? float(layer - 1) / float(s.L - 1) : 1;
 
     // Families without experts keep their ffn's width in F: most of them leave ffn_beside at 0.
     bool sparse = s.experts.E && is_sparse(s, layer);
@@ -297,7 +304,7 @@ inline size_t cached_elements(const Shape& s) {
 
 // A parameter's first value.
 struct Init {
-    float value; // every element, unless std is given
+    float value; // every element, or the mean
     float std;   // if not 0: normal numbers with this standard deviation
 };
 constexpr Init ZEROS = {0, 0}, ONES = {1, 0};
@@ -350,6 +357,8 @@ struct Parameter {
     size_t cols() const { return shape.size() == 2 ? shape[1] : 1; }
     size_t elements() const { return rows() * cols(); }
     size_t file_elements() const { return file_rows * cols(); }
+    // Only value embeddings, whose rows are tokens, are cut by heads along their columns.
+    bool is_value_table() const { return shard.axis == 1 && shard.units > 0; }
 
     // The piece that this rank holds.
     size_t local_rows() const { return local_elements() / local_cols(); }
@@ -368,6 +377,7 @@ enum class Role : uint8_t {
     POSITIONS, // the table of learned positions
     BLOCK,     // one block's parameters
     EXPERTS,   // the matrices of a block's experts, in stacks
+    VALUES,    // a block's table of value embeddings, and their gate
     ADAPTER,   // low-rank matrices beside a block's own
     HEAD       // final norm, untied head
 };
@@ -522,6 +532,7 @@ inline void add_parameter(Model& m, Parameter p) {
 
 // The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
 inline size_t active_elements(const Model& m, const Parameter& p) {
+    if (p.is_value_table()) return p.cols();
     return p.stack > 1 ? p.file_elements() / p.stack * m.shape.experts.K : p.file_elements();
 }
 inline size_t active_parameters(const Model& m) {
@@ -610,7 +621,8 @@ inline void place_bucket(Model& m, Bucket& b, size_t align) {
 // or a column alone is a vector.
 inline bool is_muon_matrix(const Model& m, const Parameter& p) {
     const Bucket& b = m.buckets[p.bucket];
-    bool of_block = b.role == Role::BLOCK || b.role == Role::EXPERTS;
+    bool of_block = b.role == Role::BLOCK || b.role == Role::EXPERTS || b.role == Role::VALUES;
+    of_block &= !p.is_value_table();
     return b.trainable && of_block && p.rows() / p.matrices() > 1 && p.cols() > 1;
 }
 

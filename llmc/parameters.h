@@ -385,6 +385,8 @@ void draw_weight(Trainer<T, S>& t, const Parameter& p, uint64_t seed) {
         std::fill_n(to, count, 0.0f);
         if (p.init.std > 0) {
             fill_normal(to, seed, fnv1a(p.name), global, real, p.init.std);
+            for (size_t i = 0; i < real; i++)
+                to[i] += p.init.value;
         } else {
             std::fill_n(to, real, p.init.value);
         }

@@ -66,6 +66,23 @@ inline std::vector<Schedule> slots_that_run(std::vector<Schedule> all, const Lay
 }
 
 // ----------------------------------------------------------------------------
+// blocks with residual scalars read the stream behind the embedding again, and add to its gradient
+
+inline bool reads_embedding(const Model& m, const Action& a) {
+    bool forward = a.op == Op::F || a.op == Op::R;
+    bool backward = a.op == Op::B || a.op == Op::I;
+    if (!m.shape.block.scalars || !m.is_block(a.layer)) return false;
+    return forward || backward;
+}
+// begins: count the last block, too, which adds to nothing.
+inline bool adds_to_embedding(const Model& m, const Action& a, bool begins = true) {
+    bool backward = a.op == Op::B || a.op == Op::I;
+    bool last = a.layer == m.head() - 1;
+    if (!backward || !reads_embedding(m, a)) return false;
+    return lowest_trained(m) == 0 && (begins || !last);
+}
+
+// ----------------------------------------------------------------------------
 // several blocks that keep one input: sublinear memory - arXiv:1604.06174
 //   FULL keeps the input of every block. A segment of s FULL blocks keeps its first input alone,
 //   and R makes the others again, in order, before the segment's backward pass:

@@ -272,6 +272,12 @@ inline float learning_rate_of(const Model& m, const Parameter& p) {
 inline MuonGroup muon_group(const Model& m, const Parameter& p) {
     Role role = m.buckets[p.bucket].role;
     if (is_muon_matrix(m, p)) return MuonGroup::MATRIX;
+    if (p.is_value_table())
+        return MuonGroup::VALUES;
+    if (p.name.ends_with("resid_lambda"))
+        return MuonGroup::RESID;
+    if (p.name.ends_with("x0_lambda"))
+        return MuonGroup::X0;
     if (p.shape.size() == 1) return MuonGroup::VECTOR;
     if (role == Role::HEAD) return MuonGroup::HEAD;
     bool table = role == Role::TOKENS || role == Role::POSITIONS;

@@ -116,6 +116,11 @@ size_t block_workspace(const Plan& p, const Model& model, const Shape& s, int la
             sums += column_sums_scratch_bytes(N, w.local_elements(), where);
             continue;
         }
+        // A table's gradient sorts tokens.
+        if (w.is_value_table()) {
+            most = std::max(most, embedding_scratch_bytes(N, where));
+            continue;
+        }
         // Products with a stack run expert by expert.
         if (w.stack > 1) {
             most = std::max(most, expert_workspace<T>(p, model, s, w, where));

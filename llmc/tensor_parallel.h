@@ -63,19 +63,19 @@ size_t first_routed(const Ctx<S>& ctx) {
     return own ? size_t(ctx.tp.rank) * stream_rows(ctx) : 0;
 }
 
-// The slice of `all` that belongs to this rank.
+// The slice of `all` that belongs to this rank. Rows may be narrower than C.
 template <typename T, typename S>
-T* my_rows(const Ctx<S>& ctx, T* all) { // (N,C) -> (R,C)
+T* my_rows(const Ctx<S>& ctx, T* all, size_t C = 0) { // (N,C) -> (R,C)
     bool whole = ctx.shape.rank.rows == 1;
-    return whole ? all : all + size_t(ctx.tp.rank) * stream_rows(ctx) * ctx.shape.C;
+    return whole ? all : all + size_t(ctx.tp.rank) * stream_rows(ctx) * (C ? C : ctx.shape.C);
 }
 
 // Gather every rank's rows into `all`, where this rank's rows may lie already. If each rank has all
 // rows, nothing is copied: `rows` itself is returned.
 template <typename T, typename S>
-const T* gather_rows(Ctx<S>& ctx, T* all, const T* rows) { // (N,C) from (R,C)
+const T* gather_rows(Ctx<S>& ctx, T* all, const T* rows, size_t C = 0) { // (N,C) from (R,C)
     if (ctx.shape.rank.rows == 1) return rows;
-    all_gather(ctx.tp, all, rows, stream_rows(ctx) * ctx.shape.C, ctx.where);
+    all_gather(ctx.tp, all, rows, stream_rows(ctx) * (C ? C : ctx.shape.C), ctx.where);
     return all;
 }
 // The same, into the layer's scratch; the result is good until the scratch is used again.
@@ -91,8 +91,8 @@ T* partial_rows(Ctx<S>& ctx, T* out) { // (N,C) for (R,C)
     return ctx.shape.rank.rows == 1 ? out : static_cast<T*>(ctx.all_rows);
 }
 template <typename T, typename S>
-void sum_rows(Ctx<S>& ctx, T* out, const T* partial) { // (R,C) of (N,C) {+tp}
-    size_t n = stream_rows(ctx) * ctx.shape.C;
+void sum_rows(Ctx<S>& ctx, T* out, const T* partial, size_t C = 0) { // (R,C) of (N,C) {+tp}
+    size_t n = stream_rows(ctx) * (C ? C : ctx.shape.C);
     if (ctx.shape.rank.rows == 1)
         all_reduce_sum(ctx.tp, out, n, ctx.where);
     else

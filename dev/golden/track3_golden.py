@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Make track3-tiny and nanochat-tiny: small models of modded-nanogpt's track 3 and of nanochat, and what PyTorch says.
+"""Make track3-tiny, nanochat-tiny and nanochat_values-tiny: small models of modded-nanogpt's track 3 and of nanochat,
+and what PyTorch says.
 
 usage: track3_golden.py     (needs torch alone)
 
 Track 3's formulas are those of records/track_3_optimization in github.com/KellerJordan/modded-nanogpt, nanochat's those
 of the class NanoChatForCausalLM in transformers 5, in this file's own words: rotations are complex numbers here, and
 turn pairs by minus the angle. nanochat norms q and k after they are turned. The files are make_golden.py's.
+nanochat_values has the residual scalars and value embeddings of nanochat/gpt.py in github.com/karpathy/nanochat.
 """
 import json, os
 import torch
@@ -17,12 +19,19 @@ BASE = dict(vocab_size=53, hidden_size=16, intermediate_size=24, num_hidden_laye
 CONFIGS = [
     dict(BASE, architectures=["Track3ForCausalLM"], model_type="track3", num_key_value_heads=4, head_dim=12,
          rms_norm_eps=1.1920929e-07),
-    dict(BASE, architectures=["NanoChatForCausalLM"], model_type="nanochat", num_key_value_heads=2, rms_norm_eps=1e-6)]
+    dict(BASE, architectures=["NanoChatForCausalLM"], model_type="nanochat", num_key_value_heads=2, rms_norm_eps=1e-6),
+    dict(BASE, architectures=["NanoChatValuesForCausalLM"], model_type="nanochat_values", num_key_value_heads=2,
+         rms_norm_eps=1e-6, residual_scalars=True, value_embeddings=True)]
+GATE_CHANNELS = 12  # of a value embedding
 SCORE_SCALE = 0.12  # of track 3
 
 
 def is_track3(c):
     return c["model_type"] == "track3"
+
+
+def has_values(c, l):  # the last block, and every other one before it
+    return bool(c.get("value_embeddings")) and (c["num_hidden_layers"] - 1 - l) % 2 == 0
 
 
 def head_size(c):
@@ -44,6 +53,13 @@ def shapes_of(c):
     if is_track3(c):  # nanochat has neither
         shapes.update({name + ".bias": shape[:1] for name, shape in linears.items()})
         shapes.update({name + ".weight": (C,) for name in norms})
+    for l in range(c["num_hidden_layers"]):
+        p = f"model.layers.{l}."
+        if c.get("residual_scalars"):
+            shapes.update({p + "resid_lambda": (1,), p + "x0_lambda": (1,)})
+        if has_values(c, l):
+            shapes.update({p + "value_embed.weight": (V, KV), p + "self_attn.ve_gate.weight":
+                           (c["num_key_value_heads"], GATE_CHANNELS)})
     return shapes
 
 
@@ -63,11 +79,16 @@ def logits_of(w, tokens, c):
     norm = lambda x, name: unit(x) * w.get(name + ".weight", 1)
     linear = lambda x, name: x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
     HS, cap = head_size(c), c["final_logit_softcapping"]
-    x = norm(w["model.embed_tokens.weight"][tokens], "model.layers.0.embed_norm")
+    x = x0 = norm(w["model.embed_tokens.weight"][tokens], "model.layers.0.embed_norm")
     for l in range(c["num_hidden_layers"]):
         p = f"model.layers.{l}."
+        x = w.get(p + "resid_lambda", 1) * x + w.get(p + "x0_lambda", 0) * x0
         h = norm(x, p + "input_layernorm")
         q, k, v = (linear(h, f"{p}self_attn.{n}_proj").unflatten(-1, (-1, HS)).transpose(1, 2) for n in "qkv")
+        if has_values(c, l):
+            gate = 3 * (h[..., :GATE_CHANNELS] @ w[p + "self_attn.ve_gate.weight"].T).sigmoid()
+            table = w[p + "value_embed.weight"][tokens].unflatten(-1, (-1, HS))
+            v = v + (gate[..., None] * table).transpose(1, 2)
         q, k = (turned(unit(y), c) if is_track3(c) else unit(turned(y, c)) for y in (q, k))
         k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
         if is_track3(c):

@@ -134,6 +134,8 @@ inline Json model_identity(const Shape& s) {
         {"qk_gains",       block.qk_gains},
         {"gains",          block.gains},
         {"sinks",          attention.sinks},
+        {"residual_scalars", block.scalars},
+        {"value_embeddings", attention.values},
         {"expert_bias",    e.bias},
         {"gate_alpha",     e.gate_alpha},
         {"gate_limit",     e.gate_limit},
@@ -176,7 +178,8 @@ inline bool is_newer_field(const std::string& key) {
                               "window_theta", "rotary", "nope_every", "parallel", "exact_gelu",
                               "experts", "experts_per_token", "router", "sinks", "expert_bias",
                               "gate_alpha", "gate_limit", "full_layers", "qk_gains", "gains",
-                              "root_softcap", "normed_embedding", "head_bias", "rope_transposed"})
+                              "root_softcap", "normed_embedding", "head_bias", "rope_transposed",
+                              "residual_scalars", "value_embeddings"})
         if (key == newer) return true;
     return false;
 }

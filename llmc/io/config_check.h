@@ -789,6 +789,16 @@ inline std::string check_fit(const Config& c) {
     return refuse_timing(c, "--fit");
 }
 
+// Check what is not built with residual scalars: the stream behind the embedding stays in place.
+inline std::string check_scalars(const Config& c, const Shape& s) {
+    if (!s.block.scalars) return "";
+    std::string every = ": every block of " + s.hf_type + " reads the embedding: ";
+    if (c.pp > 1)
+        return concat("--pp ", c.pp, every, "give --pp 1, and --tp or --zero 3 instead");
+    bool moves = offloads(c, "activations");
+    return moves ? "--offload activations" + every + "give --recompute full instead" : "";
+}
+
 // Check everything, and fill in what the user left to the program. processes: of the MPI job, or 1.
 inline std::string config_check(Config& c, Shape s, int processes = 1) {
     // The planner has one shape for many layouts: whether experts are whole is up to the flags. One
@@ -813,6 +823,7 @@ inline std::string config_check(Config& c, Shape s, int processes = 1) {
 
     // Check the layout before the batch: the batch counts the ranks that --dp 0 becomes.
     LLMC_TRY(check_layout(c, s, processes));
+    LLMC_TRY(check_scalars(c, s));
     LLMC_TRY(check_batch(c, s));
     LLMC_TRY(check_rollouts(c));
     LLMC_TRY(check_machine(c));

@@ -134,7 +134,9 @@ constexpr HfClass HF_CLASSES[] = {
     {"gemma2",      "Gemma2ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
     {"gemma3_text", "Gemma3ForCausalLM",     Family::LLAMA, Windows::PERIOD, 4096, true},
     {"nanochat",    "NanoChatForCausalLM",   Family::LLAMA},
-    {"track3",      "Track3ForCausalLM",     Family::LLAMA}, // ours: transformers has no such class
+    // Ours: transformers has no such classes.
+    {"nanochat_values", "NanoChatValuesForCausalLM", Family::LLAMA},
+    {"track3",      "Track3ForCausalLM",     Family::LLAMA},
     {"gpt_neox",    "GPTNeoXForCausalLM",    Family::NEOX},
 };
 // clang-format on
@@ -255,7 +257,7 @@ inline const std::vector<HfRow> HF_ROWS = {
       {"llamas", 1e4}}},
     {"attention_bias",           FIELD(attention.o_bias), {{"gpt_oss", true}}},
     {"attention_bias", FIELD(attention.o_bias),
-     {{"llama qwen3 olmo2 olmo3 smollm3 gemma* nanochat", false}}, Write::IF_SET},
+     {{"llama qwen3 olmo2 olmo3 smollm3 gemma* nanochat*", false}}, Write::IF_SET},
     {"mlp_bias", FIELD(block.mlp_bias),
      {{"llama smollm3", false}}, Write::IF_SET},
     {"qkv_bias",                 FIELD(attention.qkv_bias), {{"qwen2_moe", true}}},
@@ -269,9 +271,13 @@ inline const std::vector<HfRow> HF_ROWS = {
      {{"gemma2", 50}}, Write::OR_NULL},
     {"final_logit_softcapping", FIELD(loss.softcap),
      {{"gemma2", 30},
-      {"track3 nanochat", 15},
+      {"track3 nanochat*", 15},
       {"gemma3_text", 0}}, Write::OR_NULL},
     {"rope_local_base_freq",     FIELD(rope.window_theta), {{"gemma3_text", 1e4}}},
+
+    // nanochat_values, with one of its two rows or both.
+    {"residual_scalars",         FIELD(block.scalars), {{"nanochat_values", true}}},
+    {"value_embeddings",         FIELD(attention.values), {{"nanochat_values", true}}},
 
     // Experts.
     {"num_local_experts", FIELD(experts.E),
@@ -329,7 +335,7 @@ inline const std::vector<HfFixed> HF_FIXED = {
     {"hidden_act", "llama mistral mixtral phi3 olmo* smollm3 qwen* gpt_oss deepseek*", "silu",
                                        "swish", true},
     {"hidden_activation",              "gemma*", "gelu_pytorch_tanh", "gelu_new", true},
-    {"hidden_act",                     "track3 nanochat", "relu2", nullptr, true},
+    {"hidden_act",                     "track3 nanochat*", "relu2", nullptr, true},
     {"use_bidirectional_attention",    "gemma*", false},
     {"attn_logit_softcapping",         "gemma3_text", nullptr, nullptr, true}, // read, and not used
     {"router_jitter_noise",            "mixtral qwen2_moe qwen3_moe olmoe gpt_oss", 0.0},

@@ -45,10 +45,12 @@ inline std::string add_tokens(Tokenizer* t, const std::string& list) {
     return "";
 }
 
-// Whether a parameter has a row for each token: the embedding, the head, or the head's bias. The
+// Whether a parameter has a row for each token: a table, the head, or the head's bias. The
 // norm beside the head is cut nowhere.
 inline bool is_token_table(const Model& model, const Parameter& p) {
     Role role = model.buckets[p.bucket].role;
+    if (p.is_value_table())
+        return true;
     return p.shard.axis == 0 && (role == Role::TOKENS || role == Role::HEAD);
 }
 

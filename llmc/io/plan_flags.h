@@ -141,15 +141,19 @@ inline std::string read_setting(Optimizer optimizer, const std::string& name,
         {"decay", &h->others_decay},
         {"table", &h->rates[size_t(MuonGroup::TABLE)]},
         {"head", &h->rates[size_t(MuonGroup::HEAD)]},
-        {"vectors", &h->rates[size_t(MuonGroup::VECTOR)]}};
+        {"vectors", &h->rates[size_t(MuonGroup::VECTOR)]},
+        {"values", &h->rates[size_t(MuonGroup::VALUES)]},
+        {"resid", &h->rates[size_t(MuonGroup::RESID)]},
+        {"x0", &h->rates[size_t(MuonGroup::X0)]}};
     for (auto [word, at] : numbers) {
         if (name != word) continue;
         std::string wrong = number(value, 0, 1000);
         return *at = float(name == "decay" ? x : lr > 0 ? x / lr : 0), wrong;
     }
     return "it has no setting '" + printable(name) +
-           "': give some of table=, head=, vectors=, decay=, decay-vectors, beta1=; with muon also "
-           "ns=, scale=, momentum=, heavy-ball, cautious, normuon=, muoneq, muon+";
+           "': give some of table=, head=, vectors=, values=, resid=, x0=, decay=, decay-vectors, "
+           "beta1=; with muon also ns=, scale=, momentum=, heavy-ball, cautious, normuon=, "
+           "muoneq, muon+";
 }
 
 // The optimizer that --optimizer names ahead of its settings, if there is one of that name.
@@ -237,7 +241,8 @@ inline std::string take_depth(Config& c, std::string* says) {
     bool whole = size_t(read) == c.depth.size();
     if (!whole || depth < 1 || depth > 1024 || !(ratio > 0 && ratio < 1e6))
         return "--depth " + printable(c.depth) + ": give D or D:RATIO, as 12:8";
-    if (was_given(c, "model") && c.model != "nanochat")
+    bool values = c.model == "nanochat-values";
+    if (was_given(c, "model") && c.model != "nanochat" && !values)
         return "--depth " + c.depth + " is a nanochat's: leave --model out";
     if (was_given(c, "optimizer") && !was_given(c, "lr"))
         return "--depth " + c.depth + " has a rate for its own optimizer: give --lr too";
@@ -259,7 +264,8 @@ inline std::string take_depth(Config& c, std::string* says) {
     set("layers", D);
     set("channels", C);
     set("heads", C / 128);
-    end(", without value embeddings, smear and backout");
+    end(values ? ", without smear and backout"
+               : ", without value embeddings, smear and backout");
 
     // The batch grows with the weights, counted against those of a depth of 12.
     size_t V = c.vocab ? size_t(c.vocab) : 32768;
@@ -275,8 +281,11 @@ inline std::string take_depth(Config& c, std::string* says) {
     double batch = std::sqrt(double(c.batch_tokens) / 524288);
     double width = batch / std::sqrt(double(C) / 768);
     set("lr", 0.02 * batch);
+    std::string more = concat(",values=", 0.15 * width, ",resid=", 0.005 * batch, ",x0=",
+                              0.5 * batch);
     set("optimizer", "muon,ns=polar,scale=shape,momentum=0.85:0.97:400,cautious,normuon=0.9,"
-        "muoneq,muon+,table=", 0.3 * width, ",head=", 0.008 * width, ",decay=0.01");
+        "muoneq,muon+,table=", 0.3 * width, ",head=", 0.008 * width, ",decay=0.01",
+        values ? more : "");
     set("beta1", 0.8);
     set("beta2", 0.96);
     set("eps", 1e-10);

@@ -1,7 +1,11 @@
 // elementwise.cuh - a function of each element: sums, softcaps, ReLU^2 - arXiv:2408.00118
 //   map       out = f(a, b, ...), rounded once
 //   add       out = a + b
-//   round     out = in of another type, such as sums in float; rows may lie inside wider ones
+//   mix       out = a x + b y, a and b scalars in memory
+//   round     out = in of another type, such as sums in float, or f(row, in, out); rows may lie
+//             inside wider ones
+//   gate      out = s x, or out += s x, s = scale sigmoid(logits[row])
+//             dlogits = scale s' (x . dout), s' the slope of the sigmoid
 //   softcap   x = cap tanh(x / cap), in place: large values level off at cap. With `root`
 //             x = x / sqrt(1 + (x / cap)^2), which levels off later (modded-nanogpt)
 //   relu2     out = max(inp, 0)^2,   dinp = 2 max(inp, 0) dout       arXiv:2109.08668
@@ -30,16 +34,39 @@ void map_elements(T* out, size_t n, const F& f, Cpu, const In*... in) { // (n) e
         out[i] = from_acc<T>(f(to_acc(in[i])...));
 }
 
-// out = in, n elements a row: both may lie inside wider rows
-template <typename T, typename F>
-void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
-                Cpu) {
+// The result of round_rows: x itself, or x times the gate of its row, or the slope of that gate;
+// with `adds` it joins what is there.
+enum class Gated { GATE, SLOPE };
+template <typename T, bool adds> struct RowGate {
+    const T* logits = nullptr; // (rows), or null: no gate
+    acc_t<T> scale = 1;
+    Gated by = Gated::GATE;
+
+    LLMC_HD acc_t<T> gate(size_t row) const {
+        if (!logits) return scale;
+        acc_t<T> s = 1 / (1 + std::exp(-to_acc(logits[row])));
+        if (by == Gated::SLOPE)
+            s *= 1 - s;
+        return scale * s;
+    }
+    LLMC_HD acc_t<T> operator()(size_t row, acc_t<T> x, const T& before) const {
+        acc_t<T> y = gate(row) * x;
+        return adds ? y + to_acc(before) : y;
+    }
+};
+
+// out = in or f(row, in, out), n elements a row: both may lie inside wider rows
+template <typename T, typename In, typename F = RowGate<T, false>>
+void round_rows(T* out, size_t out_stride, const In* in, size_t in_stride, size_t rows, size_t n,
+                Cpu, const F& f = {}) {
     #pragma omp parallel for
     for (size_t i = 0; i < rows; i++) {
         T* to = out + i * out_stride;
-        const F* from = in + i * in_stride;
-        for (size_t c = 0; c < n; c++)
-            to[c] = from_acc<T>(to_acc(from[c]));
+        const In* from = in + i * in_stride;
+        for (size_t c = 0; c < n; c++) {
+            auto x = to_acc(from[c]);
+            to[c] = from_acc<T>(f(i, x, to[c]));
+        }
     }
 }
 
@@ -70,28 +97,45 @@ void map_elements(T* out, size_t n, const F& f, cudaStream_t stream, const In*..
     });
 }
 
-template <typename T, typename F>
-__global__ void round_rows_kernel(T* out, size_t out_stride, const F* in, size_t in_stride,
-                                  size_t rows, size_t n) {
+template <typename T, typename In, typename F>
+__global__ void round_rows_kernel(T* out, size_t out_stride, const In* in, size_t in_stride,
+                                  size_t rows, size_t n, F f) {
     size_t i = first_element<1>();
     if (i >= rows * n) return;
     size_t row = i / n;
     size_t c = i % n;
-    out[row * out_stride + c] = from_acc<T>(to_float(in[row * in_stride + c]));
+    float x = to_float(in[row * in_stride + c]);
+    T* to = out + row * out_stride + c;
+    *to = from_acc<T>(f(row, x, *to));
 }
 
-template <typename T, typename F>
-void round_rows(T* out, size_t out_stride, const F* in, size_t in_stride, size_t rows, size_t n,
-                cudaStream_t stream) {
+template <typename T, typename In, typename F = RowGate<T, false>>
+void round_rows(T* out, size_t out_stride, const In* in, size_t in_stride, size_t rows, size_t n,
+                cudaStream_t stream, const F& f = {}) {
     pick_element_kernel<T>(rows * n, false, [&](auto, unsigned grid) {
-        launch(round_rows_kernel<T, F>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
-               in_stride, rows, n);
+        launch(round_rows_kernel<T, In, F>, grid, ELEMENT_THREADS, 0, stream, out, out_stride, in,
+               in_stride, rows, n, f);
     });
 }
 #endif
 
 // ----------------------------------------------------------------------------
 // anywhere
+
+// Without y: a x. A null b is 1.
+template <typename T> struct ScalarMix {
+    typedef acc_t<T> A;
+    const T* a;
+    const T* b = nullptr;
+
+    LLMC_HD A operator()(A x) const {
+        return to_acc(*a) * x;
+    }
+    LLMC_HD A operator()(A x, A y) const {
+        if (b) y *= to_acc(*b);
+        return to_acc(*a) * x + y;
+    }
+};
 
 struct ElementSum {
     template <typename A> LLMC_HD A operator()(A a, A b) const { return a + b; }

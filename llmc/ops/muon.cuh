@@ -73,7 +73,7 @@ struct Muon {
     int64_t step = 1;
 
     // AdamW's part: [MuonGroup] the rate divided by the matrices', decay and beta1 (-1: theirs).
-    std::array<float, 5> rates = {1, 1, 1, 1, 1};
+    std::array<float, 8> rates = {1, 1, 1, 1, 1, 1, 1, 1};
     float others_decay = 0, others_beta1 = -1;
     bool decays_vectors = false, apart = false; // apart: where AdamW updates matrices too
 };

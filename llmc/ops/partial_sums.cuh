@@ -54,12 +54,16 @@ void sum_columns(A* const (&out)[K], size_t N, size_t C, bool accumulate, F add_
     }
 }
 
-// On the CPU a sum has one part, which is the sum.
+// On the CPU a sum has one part, which is the sum, unless an operator leaves a number a row.
 template <typename A>
 void add_parts(const std::vector<PartialSums<A>>& sums, bool accumulate, Cpu) {
     for (const PartialSums<A>& s : sums)
-        for (size_t c = 0; s.out && c < s.C; c++)
-            s.out[c] = accumulate ? s.out[c] + s.parts[c] : s.parts[c];
+        for (size_t i = 0; s.out && i < s.count * s.C; i++) {
+            size_t part = i / s.C;
+            size_t c = i % s.C;
+            A x = s.parts[part * s.stride + c];
+            s.out[c] = accumulate || part ? s.out[c] + x : x;
+        }
 }
 
 inline size_t strips_of(size_t, size_t, Cpu) { return 1; }

@@ -63,7 +63,7 @@ void rmsnorm_row_sums(acc_t<T>* row_sums,                            // (N)
             A other = to_acc(x[c]);
             // In backward the second factor is the gradient of the normalised channel.
             if (d)
-                other = to_acc(d[c]) * (to_acc(weight[c]) + A(plus));
+                other = to_acc(d[c]) * (weight ? to_acc(weight[c]) + A(plus) : A(plus));
             sum += to_acc(x[c]) * other;
         }
         row_sums[n] = sum;
@@ -216,7 +216,7 @@ __global__ void rmsnorm_row_sums_kernel(float* row_sums, const T* inp, const T* 
         Pack<T, P> w = {};
         if (dout) {
             d = load<P>(dout + row.n * C + c);
-            w = load<P>(weight + c);
+            if (weight) w = load<P>(weight + c);
         }
         for (int i = 0; i < P; i++) {
             float scale = dout ? to_float(w.v[i]) + plus : 1;

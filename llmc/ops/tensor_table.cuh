@@ -12,7 +12,7 @@ namespace llmc {
 constexpr size_t GRAD_NORM_CHUNK = 4096;
 
 // Muon updates MATRIX (muon.cuh), and AdamW the other groups, each at a rate of its own.
-enum class MuonGroup : uint8_t { NONE, MATRIX, TABLE, HEAD, VECTOR };
+enum class MuonGroup : uint8_t { NONE, MATRIX, TABLE, HEAD, VECTOR, VALUES, RESID, X0 };
 
 // A tensor within a bucket. Operators take the bucket's pointers and walk its rows.
 struct TensorRow {

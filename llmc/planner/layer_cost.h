@@ -210,7 +210,7 @@ inline double block_products(const CostModel& c, const Plan& p, const Model& mod
         if (trained && !bucket.trainable) continue;
         for (int i = bucket.first; i < bucket.first + bucket.count; i++) {
             const Parameter& w = model.parameters[i];
-            if (w.layer != layer || w.shape.size() != 2)
+            if (w.layer != layer || w.shape.size() != 2 || w.is_value_table())
                 continue;
 
             // A token meets K experts of a stack, so on average this rank's experts have K N rows.

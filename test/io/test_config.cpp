@@ -463,6 +463,10 @@ TEST(Config, TheLayoutMakesTheRanks) {
 
     // A stage needs a layer, and more stages on a rank need a schedule that knows of them.
     EXPECT_HAS(check("--local-ranks 8 --pp 8"_flags), "8 stages, and the model has 6 layers");
+    Shape scalars = nanochat("nanochat_values");
+    EXPECT_HAS(check("--local-ranks 2 --pp 2"_flags, scalars), "give --pp 1, and --tp or --zero 3");
+    EXPECT_HAS(check("--offload activations"_flags, scalars), "give --recompute full instead");
+    EXPECT_EQ(check("--offload optimizer"_flags, scalars), "");
 
     // ZeRO has four stages, and its groups divide the data-parallel ranks. --hpz makes groups
     // itself, so it takes no others.
@@ -899,6 +903,11 @@ static const Published PUBLISHED[] = {
     {"nanochat", "karpathy/nanochat, depth 12", 135266304,
      {768, 3072, 12, 6, 6, 32768, 2048, 1.1920929e-7, 1e5},
      R"({"final_logit_softcapping": 15.0, "hidden_act": "relu2"})"},
+    // The same, six tables, six gates of 72 numbers, 24 scalars.
+    {"nanochat-values", "karpathy/nanochat, depth 12", 135266304 + 6 * 32768 * 768 + 6 * 72 + 24,
+     {768, 3072, 12, 6, 6, 32768, 2048, 1.1920929e-7, 1e5},
+     R"({"final_logit_softcapping": 15.0, "hidden_act": "relu2", "residual_scalars": true,
+         "value_embeddings": true})"},
 
     // Experts.
     {"mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 46702792704,
@@ -1099,6 +1108,11 @@ TEST(Dial, SetsWhatNanochatSets) {
     EXPECT_HAS(says, "normuon=0.9,muoneq,muon+,");
     EXPECT_NEAR(c.weight_decay, 0.28 * std::sqrt(2) * 110.1 / 729.8, 1e-5);
     EXPECT_EQ(config_check(c, gpt2_shape(4, 4, 128, 256, 2048)), "");
+    c = dialled("--depth 24:8 --model nanochat-values"_flags, &says);
+    EXPECT_HAS(c.optimizer, "decay=0.01,values=0.15,resid=0.00707107,x0=0.707107");
+    EXPECT_HAS(says, ": --model nanochat-values --layers 24 --channels 1536 --heads 12, without "
+                     "smear and backout\n");
+    c = dialled("--depth 24:8"_flags, &says);
 
     // The model: with the vocabulary of the published ones it has the weights that they have but for
     // the gates, and a table.

@@ -116,16 +116,19 @@ TEST(Golden, Track3InFloat) { compare_with_golden<float>("track3-tiny", IN_FLOAT
 TEST(Golden, Track3InDouble) { compare_with_golden<double>("track3-tiny", IN_DOUBLE); }
 TEST(Golden, NanochatInFloat) { compare_with_golden<float>("nanochat-tiny", IN_FLOAT); }
 TEST(Golden, NanochatInDouble) { compare_with_golden<double>("nanochat-tiny", IN_DOUBLE); }
+TEST(Golden, ValuesInFloat) { compare_with_golden<float>("nanochat_values-tiny", IN_FLOAT); }
+TEST(Golden, ValuesInDouble) { compare_with_golden<double>("nanochat_values-tiny", IN_DOUBLE); }
 
-// The two have no class of transformers to compare with: their loss and the norm of their gradient
-// in all digits that track3_golden.py prints. Sums of a thousand terms leave 1e-13.
+// These have no class of transformers to compare with: their loss and the norm of their gradient in
+// all digits that track3_golden.py prints. Sums of a thousand terms leave 1e-13.
 TEST(Golden, Track3AndNanochatToTheLastDigits) {
     struct Row {
         const char* name;
         double loss, norm;
     };
     for (const Row& row : {Row{"track3-tiny", 4.300939669894535, 1.239744686890151},
-                           Row{"nanochat-tiny", 4.281393454286309, 1.187026157089887}}) {
+                           Row{"nanochat-tiny", 4.281393454286309, 1.187026157089887},
+                           Row{"nanochat_values-tiny", 4.186722268118541, 1.706709292122921}}) {
         std::string folder = ROOT + "/dev/golden/" + row.name;
         Shape s;
         ASSERT_EQ(hf_read_config(&s, folder), "");

@@ -134,6 +134,11 @@ TEST_F(HuggingFace, ConfigsAreReadAsTheirClassesReadThem) {
         {nanochat, {{"qkv_bias", true}, {"o_bias", true}, {"mlp_bias", false}},
          {{"attention_bias", true}}},
         {nanochat, {{"logit_softcap", 0}}, {{"final_logit_softcapping", nullptr}}},
+        {llama_json("nanochat_values"), {{"residual_scalars", true}, {"value_embeddings", false},
+                                         {"gains", false}, {"logit_softcap", 15}},
+         {{"value_embeddings", false}}},
+        {llama_json("nanochat_values"), {{"residual_scalars", false}, {"value_embeddings", true}},
+         {{"residual_scalars", false}}},
         {track3, {{"gains", true}, {"qk_gains", false}, {"norm_plus", 0}, {"gate", "relu2"},
                   {"rope_kind", "half"}, {"logit_softcap", 15}, {"root_softcap", true},
                   {"head_bias", true}, {"qkv_bias", true}, {"o_bias", true}, {"mlp_bias", true}}},
@@ -895,7 +900,7 @@ TEST_F(HuggingFace, ConfigErrorsAreNamed) {
              {"model_type", "bloom",
               "'bloom' is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, "
               "qwen3_moe, olmoe, gpt_oss, deepseek_v2, deepseek_v3, olmo2, olmo3, smollm3, phi3, "
-              "gemma2, gemma3_text, nanochat, track3 and gpt_neox are"}})
+              "gemma2, gemma3_text, nanochat, nanochat_values, track3 and gpt_neox are"}})
         EXPECT_HAS(config_error(dir, llama_json(), {{key, value}}), words);
 
     // Sizes that do not divide.

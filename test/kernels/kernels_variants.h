@@ -98,6 +98,57 @@ template <typename T> void rmsnorm_more_kernels(Check& c) {
     }
 }
 
+// Scalars in memory, gates of rows of five by their logits, sums of rows that lie in wider ones, and
+// sums of rows without weights.
+template <typename T> void scalar_and_gate_kernels(Check& c) {
+    for (auto [rows, shift] : {std::array<size_t, 2>{1, 0}, {200, 0}, {201, 1}}) {
+        const size_t C = 5, n = rows * C;
+        CASE(c, "scalars, gates %s rows=%zu shift=%zu", type_word(T()), rows, shift);
+        auto x = rounded<T>(normals(c, n)), d = rounded<T>(normals(c, n)),
+             g = rounded<T>(normals(c, n, 2));
+        std::vector<double> two = {1.25, -0.75}, mixed(n), scaled(n), raised(n), slopes(n),
+            gated(n), added = d, sums = d, dots(rows);
+
+        // Want: the formulas.
+        for (size_t i = 0; i < n; i++) {
+            double s = 1 / (1 + std::exp(-g[i])), gate = 3 / (1 + std::exp(-g[i / C]));
+            mixed[i] = two[0] * x[i] + two[1] * d[i];
+            scaled[i] = two[0] * x[i], raised[i] = two[0] * x[i] + d[i];
+            slopes[i] = 3 * s * (1 - s) * x[i];
+            gated[i] = gate * x[i], added[i] += gate * x[i];
+            if (i % C < 3) sums[i] += x[i / C * 4 + i % C];
+            dots[i / C] += x[i] * d[i];
+        }
+
+        every_order(c, [&](Outputs& o) {
+            cudaStream_t stream = {};
+            Array<T> inp(x, shift), dout(d, shift), logits(g, shift), ab(two), mix(n, shift);
+            Array<T> scale(n, shift), raise(n, shift), slope(n, shift), by(n, shift);
+            Array<T> more(d, shift), wide(d, shift);
+            Array<float> rest(rows);
+            const T *a = ab.data, *b = a + 1, *none = nullptr, *in = inp.data, *other = dout.data;
+            const T* gates = logits.data;
+            map_elements(mix.data, n, ScalarMix<T>{a, b}, stream, in, other);
+            map_elements(scale.data, n, ScalarMix<T>{a, none}, stream, in);
+            map_elements(raise.data, n, ScalarMix<T>{a, none}, stream, in, other);
+            RowGate<T, false> down = {gates, 3, Gated::SLOPE};
+            round_rows(slope.data, 1, in, 1, n, 1, stream, down);
+            round_rows(by.data, C, in, C, rows, C, stream, RowGate<T, false>{gates, 3});
+            round_rows(more.data, C, in, C, rows, C, stream, RowGate<T, true>{gates, 3});
+            round_rows(wide.data, C, in, 4, rows, 3, stream, RowGate<T, true>());
+            rmsnorm_row_sums(rest.data, in, other, none, rows, C, 1, stream);
+            o.add("mixed", mix, mixed, tolerance<T>(4), 2);
+            o.add("scaled", scale, scaled, tolerance<T>(2), 1);
+            o.add("raised", raise, raised, tolerance<T>(4), 2);
+            o.add("slopes", slope, slopes, tolerance<T>(8), 1);
+            o.add("gated", by, gated, tolerance<T>(8), 3);
+            o.add("added", more, added, tolerance<T>(8), 4);
+            o.add("sums", wide, sums, tolerance<T>(2), 2);
+            o.add("dots", rest, dots, tolerance<float>(C), double(C));
+        });
+    }
+}
+
 // GELU's gate; the sum of two tensors; softcaps, with scores far beyond the cap too.
 template <typename T> void gate_and_cap_kernels(Check& c) {
     for (auto [n, shift] : {std::array<size_t, 2>{1, 0}, {1000, 0}, {1003, 0}, {1000, 1}}) {
@@ -431,6 +482,8 @@ inline void add_variant_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"rmsnorm with more bf16", rmsnorm_more_kernels<bf16>});
     rows.push_back({"geglu, sum, softcap float", gate_and_cap_kernels<float>});
     rows.push_back({"geglu, sum, softcap bf16", gate_and_cap_kernels<bf16>});
+    rows.push_back({"scalars and gates float", scalar_and_gate_kernels<float>});
+    rows.push_back({"scalars and gates bf16", scalar_and_gate_kernels<bf16>});
     rows.push_back({"heads of latents float", latent_heads_kernels<float>});
     rows.push_back({"heads of latents bf16", latent_heads_kernels<bf16>});
     rows.push_back({"decoding of latents float", latent_decode_kernels<float>});

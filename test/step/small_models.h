@@ -30,7 +30,7 @@ inline Shape small_qwen3() {
 // changes the result.
 inline Shape small_variant(Shape s, const std::string& type) {
     bool gemma = type == "gemma2" || type == "gemma3_text";
-    bool relu2 = type == "track3" || type == "nanochat";
+    bool relu2 = type == "track3" || type.starts_with("nanochat");
     if (relu2) s.rope.scaling = {}, s.rope.theta = 30;
     set_variant(s, type), s.hf_type = type;
     if (relu2) s.loss.softcap = 1.5f;
@@ -46,7 +46,8 @@ inline Shape small_neox(size_t L = 3, size_t NH = 3, size_t C = 24) {
     return neox_shape(L, NH, C, 61, 32);
 }
 constexpr const char* VARIANTS[] = {"olmo2",       "smollm3", "phi3",    "gemma2",
-                                    "gemma3_text", "track3",  "nanochat"};
+                                    "gemma3_text", "track3",  "nanochat",
+                                    "nanochat_values"};
 
 // A model with experts, which tensor parallelism can cut in 2 and 4. A token takes two of six
 // experts; with `qwen` one of three, and q and k are normed.

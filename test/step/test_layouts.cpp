@@ -412,7 +412,8 @@ Shape mla_for_tp(bool experts) {
 // Whether a model can run in a layout.
 bool fits(const Shape& s, const LayoutCase& l) {
     size_t tp = size_t(l.tp);
-    return tp_divides(s, tp) && l.pp * l.chunks <= int(s.L) + 2;
+    bool scalars = s.block.scalars && l.pp > 1; // refused: every block reads the embedding
+    return tp_divides(s, tp) && l.pp * l.chunks <= int(s.L) + 2 && !scalars;
 }
 
 // All layouts of up to 8 ranks and some of up to 16, with every stage of ZeRO. Other settings, such
@@ -1117,6 +1118,42 @@ TEST(Layouts, VariantsAreOneComputation) {
             Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
             ASSERT_EQ(cell.wrong, "") << type << ", " << l.text();
         }
+}
+
+// Residual scalars and value embeddings agree, alone and together, beside context parallelism too:
+// two key/value heads, of which up to eight tensor-parallel ranks share columns of the tables.
+TEST(Layouts, ScalarsAndValueEmbeddingsAreOneComputation) {
+    Shape both = llama_for_tp(false);
+    both.HS = 8;
+    both = small_variant(both, "nanochat_values");
+    Shape scalars = both, values = both;
+    scalars.attention.values = false, values.block.scalars = false;
+    std::map<std::tuple<bool, bool, bool, int>, OneRank> one_rank;
+    int number = 0;
+    for (LayoutCase l : all_layouts())
+        for (const Shape& shape : {both, number % 2 ? scalars : values}) {
+            bool adamw = number % 3 > 0;
+            if (l.pp > 1 || !fits(shape, l) || left_out(&number)) continue;
+            if (l.dp * l.tp <= 4 && number % 4 == 0) l.cp = 2;
+            if (l.ranks() == 1) continue;
+            auto [s, v] = std::pair(shape.block.scalars, shape.attention.values);
+            OneRank& one = one_rank[{s, v, adamw, l.micro_batches * l.dp}];
+            if (!one.result) one = run_one_rank(shape, l.micro_batches * l.dp, adamw);
+            Cell cell = compare(errors_of(*run_layout<double>(shape, l, adamw), *one.result), one);
+            ASSERT_EQ(cell.wrong, "") << l.text();
+        }
+}
+
+// Levels and segments of recomputation, halves of backward passes and ZeRO-1 change no bit of them.
+TEST(Layouts, ScalarsAndValueEmbeddingsKeepEveryBit) {
+    Shape shape = small_variant(small_llama(), "nanochat_values");
+    auto want = run_layout<float>(shape, {}, true);
+    for (int level = 0; level < 10; level++) {
+        LayoutCase l;
+        l.recompute = ALL_LEVELS[level / 2], l.split = level % 2;
+        if (level == 9) l.recompute.segments = {1, 3, 3, 3, 1};
+        expect_same(*run_layout<float>(shape, l, true), *want, l.text());
+    }
 }
 
 // Models with experts agree: routers, their balance terms, experts that no token of a rank chooses.

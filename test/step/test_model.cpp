@@ -897,7 +897,11 @@ FirstValues published_values(const Shape& s, const Parameter& p) {
 
     // modded-nanogpt: what adds to the stream and the head start at zero, the table at N(0, 1), the
     // others at N(0, 0.33 / C). nanochat: the same but for numbers, and a narrow head.
-    bool nanochat = s.hf_type == "nanochat", relu2 = nanochat || s.hf_type == "track3";
+    bool nanochat = s.hf_type.starts_with("nanochat"), relu2 = nanochat || s.hf_type == "track3";
+    double block = nanochat ? double(p.layer - 1) / double(s.L - 1) : 0;
+    if (ends({"resid_lambda"})) return {1.15 - 0.1 * block, 0};
+    if (ends({"x0_lambda"})) return {0.2 - 0.15 * block, 0};
+    if (ends({"ve_gate.weight"})) return {0.01, 0.02 / std::sqrt(12)}; // uniform from 0 to 0.02
     if (relu2 && ends({"o_proj.weight", "fc2.weight"}))
         return {0, 0};
     if (relu2 && ends({"lm_head.weight"})) return {0, nanochat ? 0.001 : 0};
@@ -1232,10 +1236,11 @@ TEST(Access, IsTheTruthForQwen3) {
             expect_honest_access<bf16>(small_qwen3(),
                                        small_plan(2, 8, 2, three_levels(number), split));
 }
-TEST(Access, IsTheTruthForTrack3) {
-    for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
-        expect_honest_access<bf16>(small_variant(small_llama(), "track3"),
-                                   small_plan(2, 8, 2, three_levels(number), true));
+TEST(Access, IsTheTruthForTrack3AndValueEmbeddings) {
+    for (const char* type : {"track3", "nanochat_values"})
+        for (int number : {0, 1 + 5 * 2 + 25 * 3, 4 + 5 * 0 + 25 * 2})
+            expect_honest_access<bf16>(small_variant(small_llama(), type),
+                                       small_plan(2, 8, 2, three_levels(number), true));
 }
 
 // Beside adapters frozen products' inputs are gone behind F, and the lowest trained block makes no

@@ -953,7 +953,8 @@ TEST(Model, OptimizersAreFoundByName) {
     }
     Config c;
     c.lr = 0.02, c.seq = 8, c.dp = 1;
-    c.optimizer = "muon,scale=shape,ns=polar,momentum=0.9,heavy-ball,cautious,table=0.3,decay=0.001";
+    c.optimizer = "muon,scale=shape,ns=polar,momentum=0.9,heavy-ball,cautious,table=0.3,decay=0.001,"
+                  "values=0.1,resid=0.005,x0=0.5";
     Optimizer optimizer;
     Muon muon;
     ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
@@ -965,6 +966,21 @@ TEST(Model, OptimizersAreFoundByName) {
     EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::TABLE)], 15);
     EXPECT_FLOAT_EQ(muon.rates[size_t(MuonGroup::HEAD)], 1);
     EXPECT_FLOAT_EQ(muon.others_decay, 0.001f);
+
+    // Value embeddings and scalars have rates of their own. Of the former Muon updates the gates.
+    Layout layout;
+    layout.muon = 4;
+    Model model = make_model(small_variant(small_llama(), "nanochat_values"), layout);
+    std::map<MuonGroup, int> groups;
+    for (const Parameter& p : model.parameters) {
+        MuonGroup group = muon_group(model, p);
+        groups[group]++;
+        EXPECT_EQ(has(p.name, "value_embed"), muon.rates[size_t(group)] == 5) << p.name;
+        EXPECT_EQ(has(p.name, "resid_lambda"), muon.rates[size_t(group)] == 0.25f) << p.name;
+        EXPECT_EQ(has(p.name, "x0_lambda"), muon.rates[size_t(group)] == 25) << p.name;
+        EXPECT_TRUE(!has(p.name, "ve_gate") || group == MuonGroup::MATRIX);
+    }
+    EXPECT_TRUE(groups[MuonGroup::VALUES] == 2 && groups[MuonGroup::RESID] == 3);
     EXPECT_FLOAT_EQ(muon.decay, float(c.weight_decay));
 
     // NorMuon, and a momentum that grows.
