@@ -177,6 +177,10 @@ struct KernelRow {
     void (*test)(Check&);
 };
 
+// Rows for each type that a kernel takes, such as "gelu float", "gelu bf16" and "gelu fp16".
+#define TWO_TYPES(name, test) {name " float", test<float>}, {name " bf16", test<bf16>}
+#define THREE_TYPES(name, test) TWO_TYPES(name, test), {name " fp16", test<fp16>}
+
 // A table's main(): test_kernels [name] [--seed N] [--after ROW] [--limit S]
 //   name       run the rows whose name contains it
 //   --after    begin behind this row: a CUDA error ends the program, and a second call goes on

@@ -536,14 +536,12 @@ inline void add_attention_kernels(std::vector<KernelRow>& rows) {
     rows.push_back({"attention fp16, soft caps", attention_kernels<fp16, cap_cases>});
 
     // Partial results, and NaN.
-    rows.push_back({"attention float, into float", attention_sums_kernels<float>});
-    rows.push_back({"attention bf16, into float", attention_sums_kernels<bf16>});
-    rows.push_back({"attention bf16, onto bf16", attention_sums_kernels<bf16, bf16>});
-    rows.push_back({"attention merge, float", attention_merge_kernels<float>});
-    rows.push_back({"attention merge, bf16", attention_merge_kernels<bf16>});
-    rows.push_back({"attention merge, rounding to float", round_rows_kernels<float>});
-    rows.push_back({"attention merge, rounding to bf16", round_rows_kernels<bf16>});
-    rows.push_back({"attention merge, widening bf16", round_rows_kernels<float, bf16>});
-    rows.push_back({"attention of NaN, float", attention_nan_kernels<float>});
-    rows.push_back({"attention of NaN, bf16", attention_nan_kernels<bf16>});
+    rows.insert(rows.end(), {
+        {"attention float, into float", attention_sums_kernels<float>},
+        {"attention bf16, into float", attention_sums_kernels<bf16>},
+        {"attention bf16, onto bf16", attention_sums_kernels<bf16, bf16>},
+        TWO_TYPES("attention merge,", attention_merge_kernels),
+        TWO_TYPES("attention merge, rounding to", round_rows_kernels),
+        {"attention merge, widening bf16", round_rows_kernels<float, bf16>},
+        TWO_TYPES("attention of NaN,", attention_nan_kernels)});
 }

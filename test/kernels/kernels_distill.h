@@ -57,7 +57,6 @@ template <typename T> void distill_kernels(Check& c) {
 }
 
 inline void add_distill_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"distill float", distill_kernels<float>});
-    rows.push_back({"distill bf16", distill_kernels<bf16>});
-    rows.push_back({"distill fp16", distill_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("distill", distill_kernels)});
 }

@@ -201,19 +201,10 @@ template <typename T> void column_sum_kernels(Check& c) {
 }
 
 inline void add_elementwise_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"gelu float", gelu_kernels<float>});
-    rows.push_back({"gelu and sums float", gelu_sum_kernels<float>});
-    rows.push_back({"gelu bf16", gelu_kernels<bf16>});
-    rows.push_back({"gelu and sums bf16", gelu_sum_kernels<bf16>});
-    rows.push_back({"gelu fp16", gelu_kernels<fp16>});
-    rows.push_back({"gelu and sums fp16", gelu_sum_kernels<fp16>});
-    rows.push_back({"swiglu float", swiglu_kernels<float>});
-    rows.push_back({"swiglu bf16", swiglu_kernels<bf16>});
-    rows.push_back({"swiglu fp16", swiglu_kernels<fp16>});
-    rows.push_back({"rope float", rope_kernels<float>});
-    rows.push_back({"rope bf16", rope_kernels<bf16>});
-    rows.push_back({"rope fp16", rope_kernels<fp16>});
-    rows.push_back({"column sums float", column_sum_kernels<float>});
-    rows.push_back({"column sums bf16", column_sum_kernels<bf16>});
-    rows.push_back({"column sums fp16", column_sum_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("gelu", gelu_kernels),
+        THREE_TYPES("gelu and sums", gelu_sum_kernels),
+        THREE_TYPES("swiglu", swiglu_kernels),
+        THREE_TYPES("rope", rope_kernels),
+        THREE_TYPES("column sums", column_sum_kernels)});
 }

@@ -389,18 +389,11 @@ template <typename T> void lora_grouped_kernels(Check& c) {
 }
 
 inline void add_moe_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"router float", router_kernels<float>});
-    rows.push_back({"router bf16", router_kernels<bf16>});
-    rows.push_back({"router fp16", router_kernels<fp16>});
-    rows.push_back({"sort slots", sort_kernels});
-    rows.push_back({"capacity", capacity_kernels});
-    rows.push_back({"experts float", expert_kernels<float>});
-    rows.push_back({"experts bf16", expert_kernels<bf16>});
-    rows.push_back({"experts fp16", expert_kernels<fp16>});
-    rows.push_back({"grouped matmul float", grouped_kernels<float>});
-    rows.push_back({"grouped matmul bf16", grouped_kernels<bf16>});
-    rows.push_back({"grouped matmul fp16", grouped_kernels<fp16>});
-    rows.push_back({"lora grouped float", lora_grouped_kernels<float>});
-    rows.push_back({"lora grouped bf16", lora_grouped_kernels<bf16>});
-    rows.push_back({"lora grouped fp16", lora_grouped_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("router", router_kernels),
+        {"sort slots", sort_kernels},
+        {"capacity", capacity_kernels},
+        THREE_TYPES("experts", expert_kernels),
+        THREE_TYPES("grouped matmul", grouped_kernels),
+        THREE_TYPES("lora grouped", lora_grouped_kernels)});
 }

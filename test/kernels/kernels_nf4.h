@@ -95,11 +95,8 @@ template <typename T> void int4_kernels(Check& c) {
 }
 
 inline void add_nf4_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"nf4 float", nf4_kernels<float>});
-    rows.push_back({"nf4 bf16", nf4_kernels<bf16>});
-    rows.push_back({"nf4 fp16", nf4_kernels<fp16>});
-    rows.push_back({"int8 float", int8_kernels<float>});
-    rows.push_back({"int8 bf16", int8_kernels<bf16>});
-    rows.push_back({"int4 float", int4_kernels<float>});
-    rows.push_back({"int4 bf16", int4_kernels<bf16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("nf4", nf4_kernels),
+        TWO_TYPES("int8", int8_kernels),
+        TWO_TYPES("int4", int4_kernels)});
 }

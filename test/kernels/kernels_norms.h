@@ -144,10 +144,7 @@ template <typename T> void rmsnorm_kernels(Check& c) {
 }
 
 inline void add_norm_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"layernorm float", layernorm_kernels<float>});
-    rows.push_back({"layernorm bf16", layernorm_kernels<bf16>});
-    rows.push_back({"layernorm fp16", layernorm_kernels<fp16>});
-    rows.push_back({"rmsnorm float", rmsnorm_kernels<float>});
-    rows.push_back({"rmsnorm bf16", rmsnorm_kernels<bf16>});
-    rows.push_back({"rmsnorm fp16", rmsnorm_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("layernorm", layernorm_kernels),
+        THREE_TYPES("rmsnorm", rmsnorm_kernels)});
 }

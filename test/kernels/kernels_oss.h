@@ -120,13 +120,8 @@ template <typename T> void clamped_gate_kernels(Check& c) {
 }
 
 inline void add_oss_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"sinks, float", sinks_kernels<float>});
-    rows.push_back({"sinks, bf16", sinks_kernels<bf16>});
-    rows.push_back({"sinks, fp16", sinks_kernels<fp16>});
-    rows.push_back({"experts' biases, float", bias_kernels<float>});
-    rows.push_back({"experts' biases, bf16", bias_kernels<bf16>});
-    rows.push_back({"experts' biases, fp16", bias_kernels<fp16>});
-    rows.push_back({"clamped gate, float", clamped_gate_kernels<float>});
-    rows.push_back({"clamped gate, bf16", clamped_gate_kernels<bf16>});
-    rows.push_back({"clamped gate, fp16", clamped_gate_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("sinks,", sinks_kernels),
+        THREE_TYPES("experts' biases,", bias_kernels),
+        THREE_TYPES("clamped gate,", clamped_gate_kernels)});
 }

@@ -73,7 +73,6 @@ template <typename T> void prefix_kernels(Check& c) {
 }
 
 inline void add_prefix_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"prefix, float", prefix_kernels<float>});
-    rows.push_back({"prefix, bf16", prefix_kernels<bf16>});
-    rows.push_back({"prefix, fp16", prefix_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("prefix,", prefix_kernels)});
 }

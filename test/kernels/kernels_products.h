@@ -330,18 +330,13 @@ template <typename T> void lora_batch_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 
 inline void add_product_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"product float", product_kernels<float, float>});
-    rows.push_back({"product bf16", product_kernels<bf16, bf16>});
-    rows.push_back({"product fp16", product_kernels<fp16, fp16>});
-    rows.push_back({"product bf16 to float", product_kernels<bf16, float>});
-    rows.push_back({"product fp16 to float", product_kernels<fp16, float>});
-    rows.push_back({"linear float", linear_kernels<float>});
-    rows.push_back({"linear bf16", linear_kernels<bf16>});
-    rows.push_back({"linear fp16", linear_kernels<fp16>});
-    rows.push_back({"lora float", lora_kernels<float>});
-    rows.push_back({"lora bf16", lora_kernels<bf16>});
-    rows.push_back({"lora fp16", lora_kernels<fp16>});
-    rows.push_back({"lora batch float", lora_batch_kernels<float>});
-    rows.push_back({"lora batch bf16", lora_batch_kernels<bf16>});
-    rows.push_back({"lora batch fp16", lora_batch_kernels<fp16>});
+    rows.insert(rows.end(), {
+        {"product float", product_kernels<float, float>},
+        {"product bf16", product_kernels<bf16, bf16>},
+        {"product fp16", product_kernels<fp16, fp16>},
+        {"product bf16 to float", product_kernels<bf16, float>},
+        {"product fp16 to float", product_kernels<fp16, float>},
+        THREE_TYPES("linear", linear_kernels),
+        THREE_TYPES("lora", lora_kernels),
+        THREE_TYPES("lora batch", lora_batch_kernels)});
 }

@@ -836,34 +836,22 @@ template <typename T> void update_without_scale_kernels(Check& c) {
 // ----------------------------------------------------------------------------
 
 inline void add_training_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"embedding float", embedding_kernels<float>});
-    rows.push_back({"embedding bf16", embedding_kernels<bf16>});
-    rows.push_back({"embedding fp16", embedding_kernels<fp16>});
-    rows.push_back({"crossentropy float", crossentropy_kernels<float>});
-    rows.push_back({"crossentropy bf16", crossentropy_kernels<bf16>});
-    rows.push_back({"crossentropy fp16", crossentropy_kernels<fp16>});
-    rows.push_back({"crossentropy in one call float", crossentropy_one_call_kernels<float>});
-    rows.push_back({"crossentropy in one call bf16", crossentropy_one_call_kernels<bf16>});
-    rows.push_back({"crossentropy in one call fp16", crossentropy_one_call_kernels<fp16>});
-    rows.push_back({"crossentropy total", crossentropy_total_kernels});
-    rows.push_back({"objective", objective_kernels});
-    rows.push_back({"places of rows", places_kernels});
-    rows.push_back({"grad_norm", grad_norm_kernels});
-    rows.push_back({"grad_norm runs", grad_norm_runs_kernels});
+    rows.insert(rows.end(), {
+        THREE_TYPES("embedding", embedding_kernels),
+        THREE_TYPES("crossentropy", crossentropy_kernels),
+        THREE_TYPES("crossentropy in one call", crossentropy_one_call_kernels),
+        {"crossentropy total", crossentropy_total_kernels},
+        {"objective", objective_kernels},
+        {"places of rows", places_kernels},
+        {"grad_norm", grad_norm_kernels},
+        {"grad_norm runs", grad_norm_runs_kernels}});
 
     // The optimizer.
-    rows.push_back({"adamw, sgd float", update_kernels<float>});
-    rows.push_back({"adamw, sgd bf16", update_kernels<bf16>});
-    rows.push_back({"adamw, sgd fp16", update_kernels<fp16>});
-    rows.push_back({"ema float", ema_kernels<float>});
-    rows.push_back({"ema bf16", ema_kernels<bf16>});
-    rows.push_back({"ema fp16", ema_kernels<fp16>});
-    rows.push_back({"adamw small float", small_update_kernels<float>});
-    rows.push_back({"adamw small bf16", small_update_kernels<bf16>});
-    rows.push_back({"muon float", muon_kernels<float>});
-    rows.push_back({"muon bf16", muon_kernels<bf16>});
-    rows.push_back({"muon's matrices", muon_matrix_kernels});
-    rows.push_back({"adamw, sgd without a scale float", update_without_scale_kernels<float>});
-    rows.push_back({"adamw, sgd without a scale bf16", update_without_scale_kernels<bf16>});
-    rows.push_back({"adamw, sgd without a scale fp16", update_without_scale_kernels<fp16>});
+    rows.insert(rows.end(), {
+        THREE_TYPES("adamw, sgd", update_kernels),
+        THREE_TYPES("ema", ema_kernels),
+        TWO_TYPES("adamw small", small_update_kernels),
+        TWO_TYPES("muon", muon_kernels),
+        {"muon's matrices", muon_matrix_kernels},
+        THREE_TYPES("adamw, sgd without a scale", update_without_scale_kernels)});
 }

@@ -478,16 +478,11 @@ template <typename T> void latent_decode_kernels(Check& c) {
 }
 
 inline void add_variant_kernels(std::vector<KernelRow>& rows) {
-    rows.push_back({"rmsnorm with more float", rmsnorm_more_kernels<float>});
-    rows.push_back({"rmsnorm with more bf16", rmsnorm_more_kernels<bf16>});
-    rows.push_back({"geglu, sum, softcap float", gate_and_cap_kernels<float>});
-    rows.push_back({"geglu, sum, softcap bf16", gate_and_cap_kernels<bf16>});
-    rows.push_back({"scalars and gates float", scalar_and_gate_kernels<float>});
-    rows.push_back({"scalars and gates bf16", scalar_and_gate_kernels<bf16>});
-    rows.push_back({"heads of latents float", latent_heads_kernels<float>});
-    rows.push_back({"heads of latents bf16", latent_heads_kernels<bf16>});
-    rows.push_back({"decoding of latents float", latent_decode_kernels<float>});
-    rows.push_back({"decoding of latents bf16", latent_decode_kernels<bf16>});
-    rows.push_back({"parts and scales float", part_and_scale_kernels<float>});
-    rows.push_back({"parts and scales bf16", part_and_scale_kernels<bf16>});
+    rows.insert(rows.end(), {
+        TWO_TYPES("rmsnorm with more", rmsnorm_more_kernels),
+        TWO_TYPES("geglu, sum, softcap", gate_and_cap_kernels),
+        TWO_TYPES("scalars and gates", scalar_and_gate_kernels),
+        TWO_TYPES("heads of latents", latent_heads_kernels),
+        TWO_TYPES("decoding of latents", latent_decode_kernels),
+        TWO_TYPES("parts and scales", part_and_scale_kernels)});
 }
