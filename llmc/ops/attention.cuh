@@ -385,8 +385,8 @@ inline std::string attention_backend(const AttentionDims& d, const AttentionCall
     case AttentionKernels::WGMMA: return "flash attention by wgmma";
     case AttentionKernels::MMA:
         if (!is_hopper(stream)) return "flash attention by mma.sync: this GPU is no Hopper";
-        return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels "
-               "(more than 64 with a soft cap) and 64 heads a group";
+        return "flash attention by mma.sync: Hopper's kernels take heads of at most 128 channels, "
+               "64 heads a group and no soft cap";
     case AttentionKernels::PLAIN: break;
     }
 

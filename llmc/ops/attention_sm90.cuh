@@ -18,8 +18,8 @@
 //                float, in global memory, in the order in which blocks start: blocks must start in
 //                the order of their indices. GPUs do this, but CUDA does not promise it; otherwise
 //                the run ends with an error.
-//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  v has the layout of k, and a
-//             soft cap has heads of 72 to 128 channels and no ALiBi (hopper_takes()).
+//   Contract: out, lse = in T.  dq, dk, dv = or += in T or float.  No soft cap, and
+//             v has the layout of k (hopper_takes()).
 //             A row that sees nothing: out 0, lse -inf, gradients 0.  Bitwise repeatable.
 //   Cost: products on tensor cores, 2 forward and 5 backward; an exp2 for each (query, key) seen in
 //         each. Launches: 2 forward, 3 backward. Scratch: spans and turns of the tiles, four
@@ -490,7 +490,7 @@ forward_epilogue(const ForwardShared<D>& shared, float* lse, const HopperOperand
 
 // Compute one tile of rows, 64 rows of out in each warpgroup. S = Q K^T of one tile of keys runs
 // together with P V of the tile of keys before. i counts tiles of keys, n tiles of rows.
-template <typename T, int D, bool CAPPED>
+template <typename T, int D>
 __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, float* lse,
                                              const HopperOperands<T>& x, const RowTile& rows,
                                              int me, int n, int& i) {
@@ -515,7 +515,6 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
     auto softmax = [&](int i, bool all) { // for tile i; p replaces s
         float factor = x.factor;
         const int* positions = shared.key_positions + i % POSITION_STAGES * N;
-        if (CAPPED) cap_scores(s, x.cap_factor);
         if (x.slopes) {
             const unsigned row = rows.tile * x.tile_rows + my_first;
             const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
@@ -593,7 +592,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 }
 
 // A consumer: compute the tiles of rows that the producer claims, one after the other.
-template <typename T, int D, bool CAPPED>
+template <typename T, int D>
 __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared, float* lse,
                                                  const HopperOperands<T>& x, int me) {
     // 40 + 2 * 232 = 3 * 168: the registers that a launch gives to the threads of three warpgroups.
@@ -603,14 +602,14 @@ __device__ __forceinline__ void forward_consumer(const ForwardShared<D>& shared,
         mbar_wait(shared.q_full, n & 1);
         const RowTile rows = *shared.rows;
         if (rows.key_tiles < 0) break;
-        forward_rows<T, D, CAPPED>(shared, lse, x, rows, me, n, i);
+        forward_rows(shared, lse, x, rows, me, n, i);
     }
     if (me == 0) bar_sync(TURN, CONSUMERS); // takes the last turn that warpgroup 1 gave
 }
 #endif
 
 // Forward. The grid is one block for each SM; a block claims its tiles from x.queue.
-template <typename T, int D, bool CAPPED>
+template <typename T, int D>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_forward_kernel(const __grid_constant__ HopperMaps maps, float* lse,
                                     const HopperOperands<T> x) {
@@ -649,7 +648,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     // A role has a whole warpgroup: all four warps must execute setmaxnreg and wgmma.
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
-        return forward_consumer<T, D, CAPPED>(shared, lse, x, role - 1);
+        return forward_consumer(shared, lse, x, role - 1);
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<40>();
@@ -902,7 +901,7 @@ backward_dq_and_dk(const BackwardShared<D>& shared, float (&sum_k)[CT][4], float
 }
 
 // A consumer: compute dK and dV of 64 keys, and this warpgroup's part of the tiles' dQ.
-template <typename T, int D, bool CAPPED>
+template <typename T, int D>
 __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& shared,
                                                   const Results<T>& dk, const Results<T>& dv,
                                                   const HopperOperands<T>& x,
@@ -941,7 +940,6 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
         wg_wait<1>();
         hold(s);
         float factor = x.factor;
-        if (CAPPED) cap_scores(s, x.cap_factor);
         if (!note_all(note) || x.slopes) {
             // To save registers, read the keys' positions each time: most tiles need no mask.
             const int* positions = shared.key_positions + my_key + lane / 4;
@@ -953,20 +951,16 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
             }
             mask_columns(s, keys, ranges);
         }
-        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
         #pragma unroll
         for (int n = 0; n < MT; n++) {
             // lse of the two columns that this thread has in part n.
             Pack<float, 2> l = load<2>(shared.tile_lse + stage * M + 8 * n + 2 * (lane % 4));
-            float y[4];
             #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                y[e] = ex2(s[n][e] * factor - l.v[e % 2]);
-                s[n][e] = through_cap<CAPPED>(y[e], s[n][e]);
-            }
-            p[n / 2][n % 2 * 2] = pack<T>(y[0], y[1]);
-            p[n / 2][n % 2 * 2 + 1] = pack<T>(y[2], y[3]);
+            for (int e = 0; e < 4; e++)
+                s[n][e] = ex2(s[n][e] * factor - l.v[e % 2]);
         }
+        uint32_t p[MT / 2][4], ds_operand[MT / 2][4];
+        pack_scores<T>(p, s);
         // No register of p is all ones, since p >= 0 or the NaN 0x7fff. This test keeps the wait
         // below after the exponentials; with 128 rows, only if it asks for every register.
         uint32_t common = UINT_MAX;
@@ -977,7 +971,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
                 common &= p[k][j];
         never(common == UINT_MAX);
 
-        // Compute dS^T = P^T (dP^T - D) cap'.
+        // Compute dS^T = P^T (dP^T - D).
         wg_wait<0>();
         hold(dp);
         #pragma unroll
@@ -1018,7 +1012,7 @@ __device__ __forceinline__ void backward_consumer(const BackwardShared<D>& share
 #endif
 
 // Backward: dK, dV, and the sums of dQ. The grid is one block for each key head's tile of keys.
-template <typename T, int D, bool CAPPED>
+template <typename T, int D>
 __global__ void __launch_bounds__(HOPPER_THREADS, 1)
     attention_hopper_backward_kernel(const __grid_constant__ HopperMaps maps, const Results<T> dk,
                                      const Results<T> dv, const HopperOperands<T> x) {
@@ -1074,7 +1068,7 @@ __global__ void __launch_bounds__(HOPPER_THREADS, 1)
 
     const int role = __shfl_sync(ALL_LANES, int(threadIdx.x / WARPGROUP), 0);
     if (role > 0)
-        return backward_consumer<T, D, CAPPED>(shared, dk, dv, x, block, role - 1);
+        return backward_consumer(shared, dk, dv, x, block, role - 1);
 
     // The first warpgroup gives its registers away. Two of its warps work.
     regs_dec<24>();
@@ -1219,13 +1213,10 @@ HopperMaps hopper_maps(const HopperOperands<T>& x, const T* out) {
     return m;
 }
 
-// Call f(D, CAPPED) with HS rounded up to a size that has a kernel. With a soft cap one has.
+// Call f(D) with HS rounded up to a size that has a kernel.
 template <typename F>
-void pick_hopper_kernel(size_t HS, bool capped, F f) {
-    auto size = [&](auto D) { f(D, std::false_type()); };
-    if (capped) return f(Int<128>(), std::true_type());
-    HS <= 32 ? size(Int<32>()) : HS <= 64 ? size(Int<64>())
-    : HS <= 96 ? size(Int<96>()) : size(Int<128>());
+void pick_hopper_kernel(size_t HS, F f) {
+    HS <= 32 ? f(Int<32>()) : HS <= 64 ? f(Int<64>()) : HS <= 96 ? f(Int<96>()) : f(Int<128>());
 }
 
 // Forward. scratch: attention_hopper_scratch_bytes().
@@ -1241,9 +1232,9 @@ void attention_hopper_forward(T* out, float* lse, const AttentionOperands<T>& op
         // Compute the spans first: they sort the tiles, and tell the producer what to load.
         make_queue<T>(x.queue, x, stream);
         HopperMaps maps = hopper_maps(x, out);
-        pick_hopper_kernel(x.d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
-            launch_shared(attention_hopper_forward_kernel<T, D, CAPPED>, BLOCKS_AT_ONCE,
-                          HOPPER_THREADS, FORWARD_BYTES<D>, stream, maps, lse, x);
+        pick_hopper_kernel(x.d.HS, [&](auto D) {
+            launch_shared(attention_hopper_forward_kernel<T, D>, BLOCKS_AT_ONCE, HOPPER_THREADS,
+                          FORWARD_BYTES<D>, stream, maps, lse, x);
         });
     }
 }
@@ -1272,8 +1263,8 @@ void attention_hopper_backward(Q* dq, K* dk, K* dv, const T* out, const float* l
         HopperMaps maps = hopper_maps(x, out);
         const unsigned grid = B * heads * x.key_tiles;
         auto in = [&](auto* to) { return Results<T>(to, x.accumulate); };
-        pick_hopper_kernel(d.HS, x.softcap != 0, [&](auto D, auto CAPPED) {
-            launch_shared(attention_hopper_backward_kernel<T, D, CAPPED>, grid, HOPPER_THREADS,
+        pick_hopper_kernel(d.HS, [&](auto D) {
+            launch_shared(attention_hopper_backward_kernel<T, D>, grid, HOPPER_THREADS,
                           BACKWARD_BYTES<D>, stream, maps, in(dk), in(dv), x);
         });
         launch(attention_hopper_dq_kernel<T>, dim3(x.tiles * 8 * PARTS, heads, B), WARPGROUP, 0,

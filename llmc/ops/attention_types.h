@@ -77,7 +77,7 @@ inline AttentionKernels attention_kernels(const AttentionDims& dims, const Atten
                 d.k_batch % 8 == 0;
     if (d.HS % 8 != 0 || d.HS > 256 || !rows || !values_lie_as_keys(d))
         return AttentionKernels::PLAIN;
-    bool fits = d.HS <= 128 && d.HS > (call.softcap ? 64 : 0) && d.NH / d.NKV <= MOST_HEADS;
+    bool fits = d.HS <= 128 && !call.softcap && d.NH / d.NKV <= MOST_HEADS;
     return hopper && fits ? AttentionKernels::WGMMA : AttentionKernels::MMA;
 }
 

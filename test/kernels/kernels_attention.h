@@ -72,21 +72,16 @@ inline std::vector<AttentionCase> unusual_cases() {
             {3, 40, 70, 2, 2, 64, 2, false, all, 0, 0, 0, 0, 0.2f, 1}};
 }
 
-// Soft caps on tensor cores: heads of both kernels of mma.sync, and those that Hopper takes; groups,
-// windows, documents, keys in any order and rows that see nothing.
-inline std::vector<AttentionCase> hopper_cap_cases() {
+// Soft caps on tensor cores: heads of both kernels of mma.sync; groups, windows, documents, keys in
+// any order and rows that see nothing.
+inline std::vector<AttentionCase> cap_cases() {
     const int all = INT_MAX;
     if (SMALL) return {{1, 20, 140, 2, 1, 72, 3, false, all, 0, 0, 0, 2}};
     return {{1, 150, 150, 1, 1, 72, 0, false, 40, 0, 0, 0, 3},
             {2, 45, 140, 4, 2, 128, 3, false, all, 0, 0, 0, 2, 0.3f},
-            {1, 70, 70, 3, 1, 104, 1, false, all, 8, 0, 0, 1.5f}};
-}
-inline std::vector<AttentionCase> cap_cases() {
-    std::vector<AttentionCase> cases = hopper_cap_cases();
-    if (SMALL) return cases;
-    cases.push_back({1, 40, 70, 2, 1, 256, 2, false, 50, 0, 0, 0, 2.5f});
-    cases.push_back({2, 33, 40, 2, 1, 160, 3, false, INT_MAX, 0, 0, 0, 2});
-    return cases;
+            {1, 70, 70, 3, 1, 104, 1, false, all, 8, 0, 0, 1.5f},
+            {1, 40, 70, 2, 1, 256, 2, false, 50, 0, 0, 0, 2.5f},
+            {2, 33, 40, 2, 1, 160, 3, false, all, 0, 0, 0, 2}};
 }
 
 // Put rows (B, n, width) into memory with strides. The gaps hold NaN: nobody
@@ -443,10 +438,10 @@ std::vector<AttentionKernels> launched_kernels(const AttentionDims& d, bool capp
             if (backward) look(AttentionKernels::MMA, back);
             else look(AttentionKernels::MMA, attention_mma_forward_kernel<T, D, MT, N, CAPPED>);
         });
-        pick_hopper_kernel(d.HS, capped, [&](auto D, auto CAPPED) {
-            auto back = attention_hopper_backward_kernel<T, D, CAPPED>;
+        pick_hopper_kernel(d.HS, [&](auto D) {
+            auto back = attention_hopper_backward_kernel<T, D>;
             if (backward) look(AttentionKernels::WGMMA, back);
-            else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D, CAPPED>);
+            else look(AttentionKernels::WGMMA, attention_hopper_forward_kernel<T, D>);
         });
     }
     return sets;
@@ -509,10 +504,8 @@ inline void attention_names(Check& c) {
     expect(c, attention_kernels(d, {2}, true) == K::WGMMA, "128 channels on Hopper");
     expect(c, attention_kernels(d, {2}, false) == K::MMA, "128 channels on Ampere");
     expect(c, attention_kernels(d, {4}, true) == K::PLAIN, "floats");
-    expect(c, attention_kernels(d, {2, true}, true) == K::WGMMA, "a soft cap");
+    expect(c, attention_kernels(d, {2, true}, true) == K::MMA, "a soft cap");
     expect(c, attention_kernels(d, {2, true, true}, true) == K::PLAIN, "a soft cap with ALiBi");
-    d.HS = 64;
-    expect(c, attention_kernels(d, {2, true}, true) == K::MMA, "a soft cap of 64 channels");
 }
 #endif
 

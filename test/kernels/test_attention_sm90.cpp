@@ -300,8 +300,6 @@ int main(int argc, char** argv) {
          {"attention on Hopper, many tiles", row<bf16, long_cases, Path::HOPPER>},
          {"attention on Hopper, more tiles than blocks", queue_warps_row},
          {"attention on Hopper, gaps", row<bf16, gap_cases, Path::HOPPER>},
-         {"attention on Hopper, bf16, soft caps", row<bf16, hopper_cap_cases, Path::HOPPER>},
-         {"attention on Hopper, fp16, soft caps", row<fp16, hopper_cap_cases, Path::HOPPER>},
          {"attention on Hopper, sums in float", attention_sums_kernels<bf16>},
          {"attention on Hopper, sums in bf16", attention_sums_kernels<bf16, bf16>},
 #if defined(EMULATE)
