@@ -214,12 +214,13 @@ inline void access_norm(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
-// MUON changes the momentum of this rank's matrices, and puts their update in the gradient's place.
+// MUON changes the momentum of this rank's matrices, unless chunks of it have been updated before,
+// and puts their update in the gradient's place.
 inline void access_muon(Access& x, const Plan& p, const Model& model) {
     x.read({Kind::SCALE});
-    for (int b = 0; b < int(model.buckets.size()); b++) {
-        if (!has_muon_matrices(p.layout, model, b)) continue;
-        x.change({Kind::STATE, b, 0});
+    for (int b : muon_buckets(p.layout, model)) {
+        if (!p.offload.cuts_updates())
+            x.change({Kind::STATE, b, 0});
         x.change({Kind::GRAD, b});
         for (int i : model.buckets[b].in_order)
             if (p.optimizer == Optimizer::NORMUON) x.change({Kind::NEURONS, b, i});
@@ -227,18 +228,19 @@ inline void access_muon(Access& x, const Plan& p, const Model& model) {
     x.write({Kind::SCRATCH, -1});
 }
 
-// UPDATE reads the clipping factor, so it runs after NORM.
+// UPDATE reads the clipping factor, so it runs after NORM; MUON of a chunk's momentum does too.
 inline void access_update(Access& x, const Plan& p, const Action& a) {
     x.read({Kind::SCALE});
     // Update in place the data that lie where the update runs; the others come in STAGED.
-    for (Data d : update_data(p, a.bucket, a.chunk)) {
+    for (Data d : update_data(p, staged_of(a))) {
         if (tier_of(p, d) != p.offload.update)
             continue;
         Data home = home_of(p, d);
-        d.kind == Kind::GRAD ? x.read(home) : x.change(home);
+        bool reads = d.kind == Kind::GRAD && a.op == Op::UPDATE;
+        reads ? x.read(home) : x.change(home);
     }
     if (a.chunk >= 0)
-        x.change({Kind::STAGED, a.bucket, -1, a.chunk});
+        x.change(staged_of(a));
 }
 
 // FETCH moves data from their tier to where the step runs, PARK moves them back.
@@ -306,7 +308,7 @@ inline Access access(const Plan& p, const Model& model, const Action& a) {
         x.write({Kind::SQUARES, a.bucket});
         break;
     case Op::NORM: access_norm(x, p, model); break;
-    case Op::MUON: access_muon(x, p, model); break;
+    case Op::MUON: a.chunk < 0 ? access_muon(x, p, model) : access_update(x, p, a); break;
     case Op::UPDATE: access_update(x, p, a); break;
     case Op::FETCH:
     case Op::PARK: access_move(x, p, model, a); break;

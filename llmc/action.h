@@ -12,6 +12,7 @@
 //     MUON            orthogonalise the momentum of matrices, in place of their gradients (muon.h)
 //     UPDATE(b)       run the optimizer                 PUBLISH(b) all-gather the updated weights
 //     FETCH(b.c)      bring a chunk of offloaded state to its update     PARK(b.c) put it back
+//     MUON(momentum b.c)  update a chunk's momentum ahead of MUON, which has FETCH and PARK too
 //     PARK(m,l)       move a block's activations to another tier         FETCH(m,l) bring them back
 //     FETCH(b)        bring a bucket's offloaded weights, or this rank's shard of them, to layers
 //     PARK(grad b)    move the bucket's gradient to another tier      FETCH(grad b) bring it back
@@ -92,7 +93,7 @@ inline const char* op_name(Op op) {
 // there is one for each bucket or for each layer.
 enum class Kind : uint8_t {
     WEIGHT, MASTER, STATE, NEURONS, EMA, GRAD, GRAD_TIED, SCALE, AMAX, CAST, MAXIMA, CONSTANTS,
-    CACHE, GATHERED, CODES, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED,
+    CACHE, GATHERED, CODES, PARTIAL, SENT, GRAD_HERE, TIED_HERE, SQUARES, STAGED, MOMENTUM,
     VALID, TOKENS, STREAM, DSTREAM,
     KEPT_B, KEPT_W, REDO_B, REDO_W, GRADIENT_B, GRADIENT_W, PARKED,
     LOSS, LOGITS, LOADS, SCRATCH
@@ -125,6 +126,7 @@ inline const KindRow& kind_row(Kind kind) {
         {"tied.here",  false, true},  // offload: the same for grad.tied
         {"squares",    false, true},  // offload: sums of a gradient's squares, which NORM adds
         {"staged",     false, true},  // offload: a chunk where UPDATE runs, or a shard of weights
+        {"momentum",   false, true},  // offload: a chunk where MUON updates the momentum
         {"valid",      false, false}, // the number of valid targets
         {"tokens",     false, false}, // tokens, targets, positions, starts of documents
         {"stream",     false, false}, // stream(m,l): the input of layer l
@@ -184,9 +186,10 @@ struct Action {
     int bucket = -1;    // GATHER RELEASE REDUCE TIE UPDATE PUBLISH FETCH PARK
     bool first = false; // B W REDUCE: first to reach its gradients: it writes them, others add
     std::vector<Transfer> transfers = {}; // SENDRECV
-    int chunk = -1; // FETCH UPDATE PARK: the chunk of an offloaded bucket
+    int chunk = -1; // FETCH MUON UPDATE PARK: the chunk of an offloaded bucket
     // FETCH PARK of a whole bucket. WEIGHT: weights come for layers. GRAD: a complete gradient
     // leaves, until its update. Other kinds: a gradient leaves and comes back between two uses.
+    // FETCH MUON PARK of a chunk. MOMENTUM: it is MUON's, else UPDATE's.
     Kind kind = Kind::WEIGHT;
 };
 
@@ -333,12 +336,13 @@ inline std::string chunk_text(int chunk) {
     return text + std::to_string(chunk);
 }
 
-// The word that tells a gradient's moves from those of weights.
+// The word that tells moves of gradients and of momentum from those of weights and updates.
 inline std::string gradient_text(const Action& a) {
     switch (a.kind) {
     case Kind::GRAD:
     case Kind::GRAD_HERE: return "grad ";
     case Kind::TIED_HERE: return "grad.tied ";
+    case Kind::MOMENTUM: return "momentum ";
     default: return "";
     }
 }

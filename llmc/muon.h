@@ -5,6 +5,7 @@
 //     2. parts of u go to the matrix's owner, which orthogonalises it
 //     3. parts of the result go back, in the gradient's place; UPDATE then needs no other element
 //   The owner also updates NorMuon's second moments and sends them to all that have the matrix.
+//   With offloaded state step 1 goes chunk by chunk ahead of MUON (offload.h).
 //   A rank sends and receives no more than it updates. Without ZeRO all ranks have u, and step 2
 //   sends nothing among data-parallel ranks. The result has the bits of one process, as long as
 //   gradients have them, for a product does not depend on who makes it.
@@ -292,25 +293,15 @@ void exchange_parts(Trainer<T, S>& t, const std::vector<MuonMatrix>& round, acc_
             if (m.owner == me && !back) copy(m, part, place);
 }
 
-// MUON: put the orthogonalised momentum of matrices in place of their gradients (muon.h).
+// MUON: orthogonalise u, which lies in place of the gradients of matrices.
 template <typename T, typename S>
-void run_muon(Trainer<T, S>& t) {
+void orthogonalise_all(Trainer<T, S>& t) {
     typedef acc_t<T> A;
     S where = t.ctx.where;
     Muon h = muon_of(t.hyper);
     const StepScale* scale = address<const StepScale>(t, {Kind::SCALE});
 
-    // Update the momentum.
-    for (int b = 0; b < int(t.model.buckets.size()); b++) {
-        if (!has_muon_matrices(t.layout, t.model, b)) continue;
-        Range range = updated_range(t.layout, t.model, b);
-        void* m = address<unsigned char>(t, {Kind::STATE, b, 0});
-        std::vector<TensorRow> rows = rows_of_rule(t.model, b, range, true);
-        muon_momentum<T>(updated_gradient(t, b), m, t.plans[t.plan].states, rows.data(),
-                         rows.size(), h, scale, where);
-    }
-
-    // Orthogonalise, a round at a time.
+    // Take a round of matrices at a time.
     std::vector<MuonMatrix> all = muon_matrices(t.layout, t.model), round;
     unsigned char* base = scratch_address(t, -1, ScratchKind::MUON);
     for (size_t i = 0; i < all.size(); i++) {

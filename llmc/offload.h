@@ -22,6 +22,8 @@
 //     SQUARE(b)      sums of squares of a complete gradient, before it leaves
 //   The update is the same kernel on the same numbers: no bit depends on the tier. ZeRO-1 to 3
 //   shard the state first, so each rank moves its own shard (ZeRO-Offload, ZeRO-Infinity).
+//   Muon: MUON(momentum b.c) puts u in the gradient's place, between FETCH and PARK of its own.
+//   MUON then has all gradients on the device, where they stay, as NorMuon's few moments do.
 //   Memory of P parameters in bf16 on one rank, in bytes, with prefetch 1:
 //     device 6 P + 3 chunks of 12 bytes an element (604 MB whatever P is)      host or file 12 P
 //     with weights: 4 P + 3 chunks of 14, and the weights of 2 or 3 layers                 14 P
@@ -111,6 +113,7 @@ inline Tier tier_of(const Plan& p, Data d) {
     case Kind::GRAD_TIED: return p.offload.gradients;
     // A chunk is staged where its update runs; a shard of weights, where it is gathered.
     case Kind::STAGED: return d.chunk >= 0 ? p.offload.update : Tier::DEVICE;
+    case Kind::MOMENTUM: return p.offload.update;
     // Layers know parked data under their own kinds, when FETCH has brought them.
     case Kind::PARKED:
         return of_bucket(Kind(d.chunk)) ? p.offload.gradients : p.offload.activations;
@@ -118,8 +121,19 @@ inline Tier tier_of(const Plan& p, Data d) {
     }
 }
 
-// All data of an update of a bucket, or of a chunk of it.
-inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
+// The datum in which an update, or MUON for its momentum, finds what comes to it.
+inline Data staged_of(const Action& a) {
+    Kind kind = a.kind == Kind::MOMENTUM ? a.kind : Kind::STAGED;
+    return {kind, a.bucket, -1, a.chunk};
+}
+
+// All data of an update of a bucket, or of a chunk of it, or of its momentum's update.
+// staged: what staged_of() gives.
+inline std::vector<Data> update_data(const Plan& p, Data staged) {
+    int bucket = staged.of;
+    int chunk = staged.chunk;
+    if (staged.kind == Kind::MOMENTUM)
+        return {{Kind::STATE, bucket, 0, chunk}, {Kind::GRAD, bucket, -1, chunk}};
     std::vector<Data> data = {{Kind::MASTER, bucket, -1, chunk}};
     int states = int(optimizer_row(p.optimizer).states.size());
     for (int s = 0; s < states; s++)
@@ -131,11 +145,17 @@ inline std::vector<Data> update_data(const Plan& p, int bucket, int chunk) {
     return data;
 }
 
-// The data of an update that lie in another tier than it runs in: it finds these in STAGED.
-inline std::vector<Data> staged_data(const Plan& p, int bucket, int chunk) {
-    std::vector<Data> data = update_data(p, bucket, chunk);
+// The data of an update that lie in another tier than it runs in: it finds these in `staged`.
+inline std::vector<Data> staged_data(const Plan& p, Data staged) {
+    std::vector<Data> data = update_data(p, staged);
     std::erase_if(data, [&](Data d) { return tier_of(p, d) == p.offload.update; });
     return data;
+}
+
+// Whether PARK leaves a chunk's datum behind: no one reads a gradient after UPDATE. MUON's goes
+// back, since u is in its place.
+inline bool is_used_up(const Action& a, Data d) {
+    return a.op == Op::PARK && a.kind != Kind::MOMENTUM && d.kind == Kind::GRAD;
 }
 
 // The datum that holds a chunk's part: weights and gradients on the device are one piece.
@@ -194,12 +214,10 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
         return data;
     }
 
-    // An update has its chunk's data side by side in STAGED. All but the gradient go back: no one
-    // reads the gradient again.
+    // An update has its chunk's data side by side in STAGED.
     if (a.chunk >= 0) {
-        data = staged_data(p, a.bucket, a.chunk);
-        if (a.op == Op::PARK)
-            std::erase_if(data, [](Data d) { return d.kind == Kind::GRAD; });
+        data = staged_data(p, staged_of(a));
+        std::erase_if(data, [&](Data d) { return is_used_up(a, d); });
         for (Data& d : data)
             d = home_of(p, d);
         return data;
@@ -220,8 +238,7 @@ inline std::vector<Data> tiered_data(const Plan& p, const Model& model, const Ac
 inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Action& a) {
     // Activations have the names that layers know.
     if (a.bucket < 0) return waiting_data(a);
-    if (a.chunk >= 0)
-        return {{Kind::STAGED, a.bucket, -1, a.chunk}};
+    if (a.chunk >= 0) return {staged_of(a)};
 
     // A whole bucket has the name under which layers reach it.
     switch (a.kind) {
@@ -235,41 +252,69 @@ inline std::vector<Data> moved_data(const Plan& p, const Model& model, const Act
 // ----------------------------------------------------------------------------
 // passes that insert FETCH, PARK and SQUARE; add_gather() (zero.h) inserts the FETCH of weights
 
-// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK after it.
-// The first chunks set out before NORM, which waits for all ranks.
+// Before: UPDATE(b). After: UPDATE(b.c) for each chunk; the same for the momentum, ahead of MUON.
+inline std::vector<Action> cut_updates(const Plan& in, const Model& model) {
+    std::vector<Action> all;
+    auto cut = [&](Op op, int bucket, Kind kind) {
+        int chunks = offload_chunks(in, model, bucket);
+        for (int c = 0; c < chunks; c++)
+            all.push_back({op, -1, -1, bucket, false, {}, c, kind});
+    };
+
+    for (const Action& a : in.actions) {
+        if (a.op == Op::UPDATE) {
+            cut(Op::UPDATE, a.bucket, a.kind);
+            continue;
+        }
+        if (a.op == Op::MUON)
+            for (int b : muon_buckets(in.layout, model))
+                cut(Op::MUON, b, Kind::MOMENTUM);
+        all.push_back(a);
+    }
+    return all;
+}
+
+// Before: UPDATE(b). After: UPDATE(b.c) for each chunk, with FETCH before it and PARK after it; the
+// same for the momentum. The first chunks set out before NORM, which waits for all ranks; those of
+// updates after MUON only behind it, since it changes gradients, and its momentum must be parked.
 inline Plan add_offload(Plan in, const Model& model) {
+    if (!in.offload.cuts_updates()) return in;
+    std::vector<Action> all = cut_updates(in, model);
+
     // List the fetches of all updates, in their order.
     std::vector<Action> fetches;
-    for (const Action& a : in.actions)
-        for (int c = 0; a.op == Op::UPDATE && c < offload_chunks(in, model, a.bucket); c++)
-            fetches.push_back({Op::FETCH, -1, -1, a.bucket, false, {}, c});
-    if (fetches.empty()) return in;
+    size_t of_momentum = 0;
+    for (Action a : all) {
+        if (a.chunk < 0) continue;
+        of_momentum += a.op == Op::MUON;
+        a.op = Op::FETCH;
+        fetches.push_back(a);
+    }
 
     // Insert the fetches ahead of their updates.
     Plan p = in.without_actions();
     size_t fetched = 0;
     size_t updated = 0;
     size_t ahead = size_t(p.layout.prefetch);
+    size_t last = of_momentum ? of_momentum : fetches.size();
     auto fetch_until = [&](size_t end) {
-        for (; fetched < std::min(end, fetches.size()); fetched++)
+        for (; fetched < std::min(end, last); fetched++)
             p.actions.push_back(fetches[fetched]);
     };
-    for (const Action& a : in.actions) {
+    for (Action& a : all) {
         if (a.op == Op::NORM)
             fetch_until(ahead);
+        if (a.op == Op::MUON && a.chunk < 0)
+            last = fetches.size();
 
-        // Copy all other actions unchanged.
-        if (a.op != Op::UPDATE) {
-            p.actions.push_back(a);
-            continue;
-        }
-
-        // Make each chunk of a bucket an update of its own.
-        for (int c = 0; c < offload_chunks(p, model, a.bucket); c++) {
+        // Park what an update has changed behind it.
+        bool moved = a.chunk >= 0;
+        if (moved)
             fetch_until(++updated + ahead);
-            p.actions.push_back({Op::UPDATE, -1, -1, a.bucket, false, {}, c});
-            p.actions.push_back({Op::PARK, -1, -1, a.bucket, false, {}, c});
-        }
+        p.actions.push_back(a);
+        a.op = Op::PARK;
+        if (moved)
+            p.actions.push_back(a);
     }
     return p;
 }

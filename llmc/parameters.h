@@ -28,15 +28,26 @@ namespace llmc {
 // lasting data, wherever they lie
 //   Checkpoints and initial weights need not know of chunks: read_kept() and fill_kept() walk them.
 
-// Return where a datum lies, or its first chunk; null if this rank has none.
+// Return where element `at` of a datum lies: the datum, or its chunk; null if this rank has none.
 template <typename T, typename S>
-const Place* kept_place(const Trainer<T, S>& t, Data d) {
+const Place* kept_place(const Trainer<T, S>& t, Data d, size_t at) {
     const Place* place = arena_find(t.arena, t.plan, t.at, d);
     if (place) return place;
 
-    // Look for the first chunk of an offloaded bucket.
-    d.chunk = 0;
+    // Look for the chunk of an offloaded bucket.
+    d.chunk = int(at / t.plans[t.plan].offload.chunk);
     return arena_find(t.arena, t.plan, t.at, d);
+}
+
+// Return the index of element `at` in a datum or its chunk. Second moments lie close together where
+// some tensors have none.
+template <typename T, typename S>
+size_t kept_index(const Trainer<T, S>& t, Data d, size_t at) {
+    if (!t.model.muon || d.kind != Kind::STATE || d.micro != 1) return at;
+    Range range = updated_range(t.layout, t.model, d.of);
+    size_t first = chunk_of(range, t.plans[t.plan].offload, d.chunk).first;
+    TensorRow row = tensor_rows(t.model, d.of, first, first + at + 1).back();
+    return row.second + at - row.offset;
 }
 
 // Call f(place, byte, from, count) for each contiguous piece of elements [at, at+count) of type V:
@@ -44,9 +55,10 @@ const Place* kept_place(const Trainer<T, S>& t, Data d) {
 template <typename V, typename T, typename S, typename F>
 void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f) {
     // A datum that is not in chunks is one piece.
+    if (!count) return;
     const Place* whole = arena_find(t.arena, t.plan, t.at, d);
     if (whole)
-        return f(*whole, whole->offset + at * sizeof(V), size_t(0), count);
+        return f(*whole, whole->offset + kept_index(t, d, at) * sizeof(V), size_t(0), count);
 
     // Take from each chunk its share of the range.
     size_t chunk = t.plans[t.plan].offload.chunk;
@@ -55,7 +67,7 @@ void for_each_piece(const Trainer<T, S>& t, Data d, size_t at, size_t count, F f
         size_t within = (at + from) % chunk, n = std::min(count - from, chunk - within);
         // Chunks of a bucket are not neighbours in their tier.
         const Place* place = arena_find(t.arena, t.plan, t.at, d);
-        f(*place, place->offset + within * sizeof(V), from, n);
+        f(*place, place->offset + kept_index(t, d, within) * sizeof(V), from, n);
         from += n;
     }
 }
@@ -106,7 +118,7 @@ void fill_kept(Trainer<T, S>& t, Data d, size_t at, size_t count, F value) {
 // The part of a parameter that this rank keeps in a datum (a weight, a master, a state tensor).
 struct KeptRange {
     size_t first, count; // elements of this rank's piece of the parameter
-    size_t at;           // where the first of them lies in the datum
+    size_t at;           // the first of them, counted from the datum's first
 };
 
 // The overlap of two ranges of the bucket: the rank's piece of the parameter, and the range of the
@@ -118,15 +130,9 @@ KeptRange kept_range(const Trainer<T, S>& t, Data d, const Parameter& p) {
     size_t first = std::max(p.offset, kept);
     size_t end = std::min(p.offset + p.local_elements(), kept_end);
     bool none = p.muon && d.kind == Kind::STATE && d.micro == 1; // has no second moment
-    if (first >= end || none || !kept_place(t, d))
+    if (first >= end || none || !kept_place(t, d, first - kept))
         return {0, 0, 0};
-
-    // Second moments lie close together where some tensors have none.
-    size_t at = first - kept;
-    if (t.model.muon && d.kind == Kind::STATE && d.micro == 1)
-        for (const TensorRow& row : tensor_rows(t.model, d.of, kept, kept_end))
-            if (row.offset == at) return {first - p.offset, end - first, row.second};
-    return {first - p.offset, end - first, at};
+    return {first - p.offset, end - first, first - kept};
 }
 
 // Call f(at, global, count) for each run of kept elements: `count` elements that begin at `at`,

@@ -17,6 +17,7 @@
 #include "plan.h"
 #include "recompute.h"
 #include "sharding.h"
+#include <array>
 #include <set>
 
 namespace llmc {
@@ -141,7 +142,8 @@ struct BucketUses {
     int ties = 0;
     int reductions = 0;
     int publications = 0;
-    int fetches = 0, updates = 0, parks = 0; // an offloaded bucket has one of each for every chunk
+    // An offloaded bucket has one of each for every chunk, and as many for Muon's momentum [1].
+    std::array<int, 2> fetches = {}, updates = {}, parks = {};
 };
 
 // Check the order of the step's end: gradients are whole before NORM, updates come after NORM, and
@@ -149,7 +151,7 @@ struct BucketUses {
 inline std::string check_end_order(const Plan& p, const Model& model,
                                    std::vector<BucketUses>& uses) {
     // Walk the plan once, and remember whether COUNT and NORM have run.
-    bool counted = false, norm = false;
+    bool counted = false, norm = false, muon = false;
     for (const Action& a : p.actions) {
         std::string text = action_text(a, model);
         bool weights = reaches_weights(a.op);
@@ -166,6 +168,7 @@ inline std::string check_end_order(const Plan& p, const Model& model,
         // Count the action for its bucket; COUNT and NORM have none.
         BucketUses none;
         BucketUses& bucket = a.bucket >= 0 ? uses[a.bucket] : none;
+        int of = a.kind == Kind::MOMENTUM;
         switch (a.op) {
         case Op::COUNT: counted = true; break;
         case Op::NORM: norm = true; break;
@@ -177,22 +180,27 @@ inline std::string check_end_order(const Plan& p, const Model& model,
             if (bucket.reductions) return text + " comes after its REDUCE";
             break;
 
-        // Updates need the norm, and publications need the weights that an update has written.
+        // Updates need the norm, those of momentum come before MUON and the others after it.
+        // Publications need the weights that an update has written.
+        case Op::MUON:
         case Op::UPDATE:
             if (!norm) return text + " comes before NORM";
-            if (bucket.updates++ != std::max(a.chunk, 0))
+            if (a.op == Op::MUON && muon) return text + " comes after MUON";
+            if (a.op == Op::UPDATE && model.muon && !muon) return text + " comes before MUON";
+            if (bucket.updates[of]++ != std::max(a.chunk, 0))
                 return text + " is out of order";
+            muon |= a.op == Op::MUON && a.chunk < 0;
             break;
 
         // State comes before its chunk's update, and leaves right after it.
-        case Op::FETCH: bucket.fetches += a.chunk >= 0; break;
+        case Op::FETCH: bucket.fetches[of] += a.chunk >= 0; break;
         case Op::PARK:
-            if (a.chunk >= 0 && bucket.updates != a.chunk + 1)
+            if (a.chunk >= 0 && bucket.updates[of] != a.chunk + 1)
                 return text + " does not follow its UPDATE";
-            bucket.parks += a.chunk >= 0;
+            bucket.parks[of] += a.chunk >= 0;
             break;
         case Op::PUBLISH:
-            if (!bucket.updates) return text + " comes before its UPDATE";
+            if (!bucket.updates[0]) return text + " comes before its UPDATE";
             bucket.publications++;
             break;
         default: break;
@@ -218,7 +226,7 @@ inline std::string check_update(const Plan& p, const Model& model) {
 
         // Check that this rank updates the buckets that it trains, and no others.
         bool mine = bucket.trainable && bucket_is_mine(p.layout, model, b);
-        if (mine != bool(uses[b].updates))
+        if (mine != bool(uses[b].updates[0]))
             return "bucket " + bucket.name +
                    (mine ? " is never updated" : " is updated, and is not trained here");
 
@@ -234,9 +242,15 @@ inline std::string check_update(const Plan& p, const Model& model) {
 
         // An offloaded bucket has one update, one fetch and one park for each of its chunks.
         int chunks = mine ? offload_chunks(p, model, b) : 0;
-        times(uses[b].updates, mine ? std::max(chunks, 1) : 0, " is updated ");
-        times(uses[b].fetches, chunks, " has its state fetched ");
-        times(uses[b].parks, chunks, " has its state parked ");
+        times(uses[b].updates[0], mine ? std::max(chunks, 1) : 0, " is updated ");
+        times(uses[b].fetches[0], chunks, " has its state fetched ");
+        times(uses[b].parks[0], chunks, " has its state parked ");
+
+        // Muon's momentum has as many.
+        if (!has_muon_matrices(p.layout, model, b)) chunks = 0;
+        times(uses[b].updates[1], chunks, " has its momentum updated ");
+        times(uses[b].fetches[1], chunks, " has its momentum fetched ");
+        times(uses[b].parks[1], chunks, " has its momentum parked ");
         times(uses[b].ties, mine && bucket.tied(), " has its two gradients added ");
         times(uses[b].reductions, reductions, " is reduced ");
         times(uses[b].publications, mine && is_published(p.layout, bucket), " is published ");

@@ -186,6 +186,14 @@ inline bool has_muon_matrices(const Layout& layout, const Model& model, int buck
            std::any_of(first, first + b.count, [](const Parameter& p) { return p.muon; });
 }
 
+inline std::vector<int> muon_buckets(const Layout& layout, const Model& model) {
+    std::vector<int> buckets;
+    for (int b = 0; b < int(model.buckets.size()); b++)
+        if (has_muon_matrices(layout, model, b))
+            buckets.push_back(b);
+    return buckets;
+}
+
 // The number of NorMuon's second moments of a matrix, or of this rank's matrices of a stack: one
 // for each row, or column where there are more of those. No tensor-parallel rank cuts them.
 inline size_t neurons_of(const Parameter& p) {

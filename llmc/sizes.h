@@ -297,8 +297,8 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
         if (p.states == States::EIGHT_BIT)
             return small_state_bytes(p, model, d, elements);
         if (d.micro == 1) {
-            size_t first = kept_first(p.layout, model, d);
-            elements = second_moments(model, d.of, first, first + elements);
+            Range range = chunk_of(updated_range(p.layout, model, d.of), p.offload, d.chunk);
+            elements = second_moments(model, d.of, range.first, range.first + elements);
         }
         return elements * (p.states == States::BF16 ? sizeof(bf16) : sizeof(A));
 
@@ -318,11 +318,12 @@ size_t data_bytes(const Plan& p, const Model& model, Data d, S where) {
     case Kind::SQUARES: return updated_norm_chunks(p.layout, model, d.of) * sizeof(double);
 
     // All offloaded data of a chunk, one after the other; or a shard of weights.
+    case Kind::MOMENTUM:
     case Kind::STAGED: {
         size_t bytes = 0;
         if (d.chunk < 0)
             return data_bytes<T>(p, model, {Kind::WEIGHT, d.of}, where);
-        for (Data part : staged_data(p, d.of, d.chunk))
+        for (Data part : staged_data(p, d))
             bytes += round_up(data_bytes<T>(p, model, part, where), ARENA_ALIGN);
         return bytes;
     }

@@ -218,8 +218,9 @@ void run_norm(Trainer<T, S>& t) {
     take_amaxes(t);
 }
 
-// Update this rank's range of a bucket, or an offloaded chunk of it. scale: the step's clipping
-// factor and learning rate. where: the device's stream, or the CPU of the host.
+// Update this rank's range of a bucket, or an offloaded chunk of it; for MUON only the momentum of
+// its matrices. scale: the step's clipping factor and learning rate. where: the device's stream, or
+// the CPU of the host.
 template <typename T, typename S, typename W>
 void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W where) {
     const Hyper& h = t.hyper;
@@ -229,7 +230,7 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     // Find the data in the arena, or in the chunk that FETCH has brought. The master is null if
     // weights are as wide as float, or rounded stochastically.
     T* weight = update_part<T>(t, a, {Kind::WEIGHT, a.bucket});
-    const acc_t<T>* grad = update_part<const acc_t<T>>(t, a, {Kind::GRAD, a.bucket});
+    acc_t<T>* grad = update_part<acc_t<T>>(t, a, {Kind::GRAD, a.bucket});
     void* master = update_part<unsigned char>(t, a, {Kind::MASTER, a.bucket});
     auto state = [&](int s) {
         return update_part<unsigned char>(t, a, {Kind::STATE, a.bucket, s});
@@ -243,6 +244,9 @@ void run_update(Trainer<T, S>& t, const Action& a, const StepScale* scale, W whe
     AdamW numbers = {no_rate, h.beta1, h.beta2, h.eps, h.weight_decay, h.stochastic, h.seed};
     if (t.model.muon || h.muon.apart) {
         auto matrices = rows_of_rule(t.model, a.bucket, range, true);
+        if (a.op == Op::MUON)
+            return muon_momentum<T>(grad, state(0), p.states, matrices.data(), matrices.size(),
+                                    muon_of(h), scale, where);
         if (t.model.muon)
             muon_update(memory, matrices.data(), matrices.size(), muon_of(h), scale, where);
         else
@@ -270,6 +274,16 @@ void run_update(Trainer<T, S>& t, const Action& a) {
     }
     StepScale scale = read_value<StepScale>(t, {Kind::SCALE});
     run_update(t, a, &scale, Cpu{});
+}
+
+// MUON: a chunk of the momentum; or all matrices, with the momentum that no chunks have updated.
+template <typename T, typename S>
+void run_muon(Trainer<T, S>& t, const Action& a) {
+    if (a.chunk >= 0) return run_update(t, a);
+    if (!t.plans[t.plan].offload.cuts_updates())
+        for (int b : muon_buckets(t.layout, t.model))
+            run_update(t, {Op::MUON, -1, -1, b});
+    orthogonalise_all(t);
 }
 
 // ----------------------------------------------------------------------------
@@ -316,7 +330,7 @@ void run_action(Trainer<T, S>& t, const Action& a) {
         return square_gradient(t, a.bucket, Kind::GRAD_HERE,
                                address<double>(t, {Kind::SQUARES, a.bucket}));
     case Op::NORM: return run_norm(t);
-    case Op::MUON: return run_muon(t);
+    case Op::MUON: return run_muon(t, a);
     case Op::UPDATE: return run_update(t, a);
 
     // Collectives and moves: start and finish at once, for callers that run a single action.

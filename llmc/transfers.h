@@ -60,9 +60,9 @@ Place part_place(const Trainer<T, S>& t, Data d) {
 template <typename T, typename S, typename F>
 void for_each_staged(const Trainer<T, S>& t, const Action& a, F f) {
     // Walk the parts in the order in which sizes.h counts them.
-    Data staged = {Kind::STAGED, a.bucket, -1, a.chunk};
+    Data staged = staged_of(a);
     unsigned char* at = address<unsigned char>(t, staged);
-    for (Data d : staged_data(t.plans[t.plan], a.bucket, a.chunk)) {
+    for (Data d : staged_data(t.plans[t.plan], staged)) {
         Place place = part_place(t, d);
         if (!place.bytes) continue; // no master beside wide weights
         f(d, place, at);
@@ -106,11 +106,10 @@ void update_mean(const Trainer<T, S>& t, const Action& a, const WeightMemory<T>&
 // `place` is where it lies, `here` where the step uses it.
 template <typename T, typename S, typename F>
 void for_each_moved(const Trainer<T, S>& t, const Action& a, F f) {
-    // A chunk moves by its staged parts. PARK leaves out the gradient, which UPDATE has used up.
+    // A chunk moves by its staged parts.
     if (a.chunk >= 0)
         return for_each_staged(t, a, [&](Data d, const Place& place, unsigned char* staged) {
-            bool used_up = a.op == Op::PARK && d.kind == Kind::GRAD;
-            if (!used_up) f(place, staged);
+            if (!is_used_up(a, d)) f(place, staged);
         });
 
     // Move weights and gradients chunk by chunk; of a gradient, the range that this rank updates.

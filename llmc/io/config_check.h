@@ -896,6 +896,9 @@ inline std::string refuse_idle_offload(const Config& c) {
         if (known.find("," + word + ",") == known.npos)
             return concat("--offload ", printable(word),
                           ": give some of optimizer,activations,weights,gradients");
+    if (offloads(c, "gradients") && c.optimizer.starts_with("muon"))
+        return "--optimizer muon needs whole gradients on the device: leave gradients out of "
+               "--offload, and give --zero 3 where they do not fit";
     if (offloads(c, "update") && !offloads(c, "optimizer"))
         return "--offload update: masters and moments lie on the device: give --offload "
                "optimizer,update";

@@ -121,6 +121,7 @@ inline const char* meaning_of(Kind kind) {
 
     // Data that pass through the device: scratch, moves, and weights of a layer in use.
     case Kind::SCRATCH: return "  workspace";
+    case Kind::MOMENTUM:
     case Kind::STAGED: return "  offloaded data in passing";
     case Kind::GATHERED: return "  weights of layers in use";
     case Kind::CODES: return "  codes of weights on their way";

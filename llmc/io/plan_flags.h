@@ -216,9 +216,6 @@ inline std::string check_optimizer(const Config& c) {
     // Refuse what is not built for Muon.
     if (c.states == "8bit")
         return "--optimizer muon keeps moments as float or bf16: give --states bf16";
-    if (offloads(c, "optimizer") || offloads(c, "weights") || offloads(c, "gradients"))
-        return "--optimizer muon needs whole matrices on the device: give --offload activations "
-               "alone, or --zero 3";
     return "";
 }
 

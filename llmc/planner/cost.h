@@ -177,9 +177,9 @@ inline double move_seconds(const CostModel& c, const Plan& p, const Model& model
         bytes += double(c.bytes(p, d));
 
     // The update has used up a chunk's gradient: it does not go back.
-    if (a.op == Op::PARK && a.chunk >= 0)
-        for (Data d : staged_data(p, a.bucket, a.chunk))
-            if (d.kind == Kind::GRAD) bytes -= double(c.bytes(p, d));
+    if (a.chunk >= 0)
+        for (Data d : staged_data(p, staged_of(a)))
+            if (is_used_up(a, d)) bytes -= double(c.bytes(p, d));
     std::vector<Data> lie = tiered_data(p, model, a);
     return lie.empty() ? 0 : bytes / tier_rate(c.machine, tier_of(p, lie.front()));
 }
@@ -207,7 +207,10 @@ inline Times action_seconds(const CostModel& c, const Plan& p, const Model& mode
         t.update = norm_seconds(c, p, model);
         t.data = 2 * latency;
         break;
-    case Op::MUON: t.update = muon_seconds(c, p, model); break;
+    // UPDATE counts the bytes of momentum.
+    case Op::MUON:
+        if (a.chunk < 0) t.update = muon_seconds(c, p, model);
+        break;
     case Op::UPDATE: t.update = update_seconds(c, p, model, a.bucket, a.chunk); break;
 
     // Collectives in the plan's own queue.

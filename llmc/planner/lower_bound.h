@@ -224,6 +224,9 @@ Price price_buckets(const Prices<T, S>& prices, const Plan& p, const Model& mode
         double of_chunk = std::min(elements, double(p.offload.chunk));
         double chunks = elements / of_chunk;
         double both_ways = seconds(Op::FETCH, 0) + seconds(Op::PARK, 0);
+        if (has_muon_matrices(p.layout, model, b))
+            for (Op op : {Op::FETCH, Op::PARK})
+                both_ways += seconds(op, 0, Kind::MOMENTUM);
         e.staged += chunks * both_ways;
         if (is_here(p.offload.update, prices.where))
             e.chunk = std::max(e.chunk, bytes(Kind::STAGED, 0));

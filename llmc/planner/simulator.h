@@ -93,9 +93,11 @@ inline std::vector<Meeting> meetings_of(const Plan& p, int number, bool has_mate
     int op = int(a.op);
     switch (a.op) {
     // COUNT, NORM and MUON join all stages, TIE the two that hold the table.
+    case Op::MUON:
+        if (a.chunk >= 0) return {}; // momentum is updated without others
+        return {{op, a.bucket}};
     case Op::COUNT:
     case Op::NORM:
-    case Op::MUON:
     case Op::TIE: return {{op, a.bucket}};
 
     // The k-th message from one stage to another meets the k-th receive there, in this pipeline.

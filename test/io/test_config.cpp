@@ -294,6 +294,7 @@ TEST(Config, RefusesWhatIsNotBuiltByName) {
     EXPECT_HAS(check("--machine h100 --explain --steps 0"_flags), "there are no steps");
     EXPECT_EQ(check("--machine h100 --explain --offload optimizer"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain --offload optimizer,update,gradients"_flags), "");
+    EXPECT_EQ(check("--optimizer muon --offload optimizer,update,weights,activations"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain --lora 8"_flags), "");
     EXPECT_EQ(check("--machine h100 --explain"_flags), "");
     EXPECT_EQ(check("--machine h100 --plan auto"_flags), "");
@@ -602,6 +603,8 @@ TEST(Config, RefusesWhatCannotWork) {
                "--offload wigths: give some of optimizer,");
     EXPECT_EQ(check("--offload optimizer,activations,weights,gradients"_flags), "");
     EXPECT_HAS(check("--offload update"_flags), "give --offload optimizer,update");
+    EXPECT_HAS(check("--optimizer muon --offload optimizer,gradients"_flags),
+               "leave gradients out of --offload");
 
     EXPECT_HAS(check("--draft d --dp 1 --tp 2"_flags),
                "--draft d guesses in one process, and this run has 2 ranks");
@@ -1095,17 +1098,7 @@ TEST(Dial, SetsWhatNanochatSets) {
     EXPECT_NEAR(c.lr, 0.0282843, 1e-7);
     EXPECT_HAS(c.optimizer, "table=0.3,head=0.008,");
     EXPECT_NEAR(c.min_lr, c.lr / 20, 1e-7);
-
-    // Muon with MuonEq, Muon+, NorMuon, and a momentum from 0.85 to 0.97 in 400 steps.
-    Optimizer optimizer = Optimizer::ADAMW;
-    Muon muon;
-    ASSERT_EQ(read_optimizer(c, &optimizer, &muon), "");
-    EXPECT_EQ(optimizer, Optimizer::NORMUON);
-    EXPECT_TRUE(muon.muoneq && muon.plus && muon.cautious && muon.nesterov);
-    EXPECT_EQ(muon.beta2, 0.9f);
-    EXPECT_TRUE(muon.first_momentum == 0.85f && muon.momentum == 0.97f);
-    EXPECT_EQ(muon.momentum_steps, 400);
-    EXPECT_HAS(says, "normuon=0.9,muoneq,muon+,");
+    EXPECT_HAS(says, "momentum=0.85:0.97:400,cautious,normuon=0.9,muoneq,muon+,");
     EXPECT_NEAR(c.weight_decay, 0.28 * std::sqrt(2) * 110.1 / 729.8, 1e-5);
     EXPECT_EQ(config_check(c, gpt2_shape(4, 4, 128, 256, 2048)), "");
     c = dialled("--depth 24:8 --model nanochat-values"_flags, &says);

@@ -210,6 +210,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
     sizes.zero = c.zero;
     sizes.prefetch = c.prefetch;
     if (c.states == States::EIGHT_BIT) sizes.tensor_align = STATE_BLOCK;
+    sizes.muon = c.optimizer == Optimizer::MUON || c.optimizer == Optimizer::NORMUON;
     std::vector<float> all;
     EXPECT_EQ(run_local_ranks(c.dp * c.tp * c.pp, {}, [&](const Comm& world) {
 #ifdef _OPENMP
@@ -264,7 +265,7 @@ std::vector<float> trained(const Shape& shape, const Case& c, bool late = false)
             bool trains = t.model.buckets[p.bucket].trainable;
             if (trains || c.stored == Stored::WIDE) add(get_weight(t, p));
             if (!trains) continue;
-            for (int s = 0; s < int(optimizer_row(c.optimizer).states.size()); s++)
+            for (int s = 0; s < int(states_of(c.optimizer, p.muon).size()); s++)
                 add(numbers(fetch_numbers(t, {Kind::STATE, p.bucket, s}, p)));
         }
         if (world.rank == 0) all = mine;
@@ -334,6 +335,32 @@ TEST(Offload, ChangesNoBitOfWeightsAlone) {
             c.states = prefetch ? States::EIGHT_BIT : States::FLOAT;
             c.masters = prefetch ? Masters::REMAINDER : Masters::FLOAT;
             expect_same_bits<bf16>(wide, c, "weights", true);
+        }
+}
+
+// Muon's momentum comes ahead of MUON, wherever its update runs, and second moments of what is no
+// matrix lie close together in chunks. Weights may lie elsewhere too, or alone.
+TEST(Offload, ChangesNoBitOfMuon) {
+    const Shape shapes[] = {gpt2_shape(2, 4, 64, 256, 16), small_llama(), small_mixtral()};
+    int turn = 0; // shapes take turns
+    for (Case c : {Case{1, 1, 1, 0, Tier::DEVICE}, Case{2, 1, 1, 1, Tier::DEVICE},
+                   Case{2, 1, 1, 3, Tier::DEVICE}, Case{1, 2, 1, 0, Tier::DEVICE},
+                   Case{2, 2, 1, 2, Tier::DEVICE}, Case{1, 1, 2, 0, Tier::DEVICE}})
+        for (bool rows : {false, true}) {
+            const Shape& shape = shapes[turn++ % 3];
+            c.optimizer = rows ? Optimizer::NORMUON : Optimizer::MUON;
+            c.states = rows ? States::BF16 : States::FLOAT;
+            c.prefetch = rows ? 30 : c.dp - 1; // 30: more than there are chunks of momentum
+            c.gradients = false, c.weights = rows;
+            expect_same_bits<bf16>(shape, c, "muon", true);
+
+            // The host updates what lies there; or weights are offloaded alone.
+            std::vector<float> there = trained<bf16>(shape, c);
+            c.tier = c.update = Tier::HOST;
+            EXPECT_TRUE(trained<bf16>(shape, c) == there) << c.dp << c.tp << c.pp << rows;
+            c.update = Tier::DEVICE, c.weights = true, c.optimizer_too = false;
+            EXPECT_TRUE(trained<bf16>(shape, c) == there) << c.dp << c.tp << c.pp << rows;
+            c.tier = Tier::DEVICE, c.optimizer_too = true;
         }
 }
 
@@ -462,6 +489,7 @@ TEST(Offload, ChangesNoBitOfSegmentsAndSomeBlocks) {
 
 Plan offloaded_plan(const Model& model, size_t chunk, int prefetch = 1) {
     PlanOptions o = small_plan(2, 8, 2);
+    if (model.muon) o.optimizer = Optimizer::MUON;
     o.offload = {.optimizer = Tier::HOST, .chunk = chunk};
     Layout layout;
     layout.prefetch = prefetch;
@@ -661,8 +689,10 @@ TEST(Offload, ActivationsDoNotGrowWithDepth) {
 
 // The check refuses a plan that lacks an action of a chunk, has one twice, or has two in
 // the wrong order.
-TEST(Offload, APlanThatLosesAChunkIsRefused) {
-    Model model = make_model(small_gpt2(), {});
+static void expect_chunks_checked(bool muon) {
+    Layout layout;
+    layout.muon = muon;
+    Model model = make_model(small_gpt2(), layout);
     Plan good = offloaded_plan(model, 4096);
     EXPECT_EQ(plan_check(good, model), "");
     int moves = 0;
@@ -690,6 +720,10 @@ TEST(Offload, APlanThatLosesAChunkIsRefused) {
         }
     }
     EXPECT_GT(moves, 3 * int(model.buckets.size())) << "some bucket has two chunks";
+}
+TEST(Offload, APlanThatLosesAChunkIsRefused) {
+    expect_chunks_checked(false);
+    expect_chunks_checked(true);
 }
 
 // With offloaded masters and moments the device holds three chunks of them, whatever

@@ -259,6 +259,33 @@ TEST(Simulator, UpdatesOnTheHostWaitForItsMemory) {
         EXPECT_EQ(move_seconds(c, all, model, {op, -1, -1, 0, false, {}, 0}), 0);
 }
 
+// Muon's offloaded state moves by 24 bytes an element, as AdamW's does: a float momentum ahead of
+// MUON, or a second moment beside master and momentum. Stages wait for each other at MUON alone.
+TEST(Simulator, MuonsOffloadedStateMovesByHand) {
+    PlanOptions o;
+    o.B = 8, o.T = 1024, o.micro_batches = 2, o.optimizer = Optimizer::MUON;
+    o.offload = {.optimizer = Tier::HOST, .chunk = size_t(1) << 20};
+    for (int pp : {1, 2}) {
+        Layout layout;
+        layout.muon = 5, layout.pp.size = pp;
+        layout.first_layer = pp == 1 ? std::vector<int>{0, 14} : std::vector<int>{0, 3, 14};
+        Model model = make_model(gpt2_shape(12, 12, 768, 50304, 1024), layout);
+        CostModel c = run_costs<bf16>(machine_of("h100"), model, Cpu{});
+
+        // Moves take far longer than all else.
+        double seconds[2];
+        for (int i : {0, 1}) {
+            c.machine.host_gb = 0.1 * (i + 1);
+            StepTime step = simulate_layout(layout, model, o, action_cost(c, model));
+            EXPECT_EQ(step.stuck, "");
+            seconds[i] = step.seconds;
+        }
+        double moved = (seconds[0] - seconds[1]) / (1 / 1e8 - 1 / 2e8);
+        double each = moved / double(parameter_count(model));
+        EXPECT_TRUE(pp > 1 || std::fabs(each - 24) < 0.1) << each;
+    }
+}
+
 // Products of 8 bits by hand: a GPT-2 block's matrices have 12 C^2 elements, their inputs 7 N C and
 // their outputs 9 N C. Both operands of a product are read in 16 bits, twice if they have one scale
 // of their own, and written in 8; or in 16, where a card multiplies values. Weights that stay are
