@@ -122,6 +122,7 @@ step "dev/bench/sass.py" test/io/sass_test.py
 # Other programs read what this one writes, where they are installed.
 step "scores against lm-evaluation-harness" test/io/lm_eval_check.py
 step "exports in transformers" test/io/transformers_check.py
+step "exports in llama.cpp" test/io/llama_cpp_check.py
 step "configurations and tokenizers of Hugging Face" test/io/huggingface_check.py
 
 # Other mutants at each commit; `make mutate` runs all.
