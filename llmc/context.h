@@ -6,7 +6,7 @@
 #include "comm/group.h"
 #include "layout.h"
 #include "model.h"
-#include "ops/attention_join.cuh"
+#include "ops/attention_types.h"
 #include "ops/matmul.cuh"
 #include "ops/types.h"
 #include <cstdint>

@@ -15,7 +15,7 @@
 #include "layout.h"
 #include "model.h"
 #include "offload.h"
-#include "ops/attention_join.cuh"
+#include "ops/attention_types.h"
 #include "ops/element_type.h"
 #include "ops/fp8.cuh"
 #include "ops/linear.cuh"

@@ -286,13 +286,6 @@ inline size_t loads_bytes(const Shape& s) {
     return tables * s.L * s.experts.E * sizeof(int);
 }
 
-// Channels of all heads in one of attention's two products. Values may be narrower than keys, so
-// this is the mean of both products.
-inline double attention_channels(const Shape& s) {
-    size_t values = s.latent.HS_v ? s.latent.HS_v : s.HS;
-    return double(s.NH * (s.HS + values)) / 2;
-}
-
 // Elements of the cache for a token and layer: a key and a value of each head, or with latent
 // attention the latent and the rotary part of all keys (mla.h).
 inline size_t cached_elements(const Shape& s) {
@@ -446,13 +439,6 @@ enum class Recompute { NONE, SELECTIVE, ATTN, FFN, FULL };
 inline bool redoes_attn(Recompute r) { return r == Recompute::ATTN || r == Recompute::FULL; }
 inline bool redoes_ffn(Recompute r) { return r == Recompute::FFN || r == Recompute::FULL; }
 
-// The names that --recompute takes, in the order of the levels.
-constexpr int RECOMPUTE_LEVELS = 5;
-inline const char* recompute_name(Recompute r) {
-    static const char* names[RECOMPUTE_LEVELS] = {"none", "selective", "attention", "ffn", "full"};
-    return names[int(r)];
-}
-
 // A level for each layer, by its number. Layers past the last one given take the last one's level,
 // so one level serves all. Embedding and head ignore their levels: they have no activation table.
 // A segment is a run of FULL blocks that keeps only the first one's input (recompute.h).
@@ -528,18 +514,6 @@ inline void add_parameter(Model& m, Parameter p) {
     if (m.buckets.back().role == Role::BLOCK && p.shape.size() == 2) p.matrix = m.matrices++;
     m.buckets.back().count++;
     m.parameters.push_back(p);
-}
-
-// The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
-inline size_t active_elements(const Model& m, const Parameter& p) {
-    if (p.is_value_table()) return p.cols();
-    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.experts.K : p.file_elements();
-}
-inline size_t active_parameters(const Model& m) {
-    size_t n = 0;
-    for (const Parameter& p : m.parameters)
-        n += active_elements(m, p);
-    return n;
 }
 
 // A rank's piece of a parameter, as runs of consecutive elements of the whole. The first run begins

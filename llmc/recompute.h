@@ -7,6 +7,13 @@
 
 namespace llmc {
 
+// The names that --recompute takes, in the order of the levels.
+constexpr int RECOMPUTE_LEVELS = 5;
+inline const char* recompute_name(Recompute r) {
+    static const char* names[RECOMPUTE_LEVELS] = {"none", "selective", "attention", "ffn", "full"};
+    return names[int(r)];
+}
+
 // ----------------------------------------------------------------------------
 // backward passes end at the lowest layer that trains anything
 //   Beside adapters the embedding is frozen, and adapters may stand in upper blocks alone

@@ -298,6 +298,17 @@ inline std::string gguf_no_tokenizer(const Tokenizer& t) {
     return known ? "" : "llama.cpp has no name for the way it cuts words";
 }
 
+// The texts of which llama.cpp makes other tokens than this tokenizer, or "" if there are none.
+inline std::string gguf_other_texts(const Tokenizer& t) {
+    if (t.unicode_form)
+        return "that are not in the Unicode normal form which tokenizer.json asks for";
+    for (const auto& [token, rule] : t.raw.rules)
+        if (rule.single_word || rule.lstrip || rule.rstrip)
+            return "around " + in_quotes(token_texts(t)[size_t(token)]) +
+                   ", which has a rule for what stands beside it";
+    return t.late_spaces ? "with several spaces together, or a space in front" : "";
+}
+
 // Scores for SentencePiece, where neighbours merge first if their piece has a higher score. A
 // merge's rank is the same order with the sign reversed. Pieces that no merge makes need no score.
 inline std::vector<float> gguf_scores(const Tokenizer& t, size_t V) {
@@ -550,6 +561,9 @@ inline void prepare_gguf(Run& run) {
         tokenizer_files(&run.exports.tokenizer.files, run.tokenizer, run.shape.P);
     if (!why.empty() && is_first_rank(run))
         printf("--export writes no tokenizer: %s\n", why.c_str());
+    std::string other = known && why.empty() ? gguf_other_texts(run.tokenizer) : "";
+    if (!other.empty())
+        note(run, "--export: llama.cpp makes other tokens of texts " + other);
     if (gguf_context(run.shape) < run.shape.P && is_first_rank(run))
         printf("--export: llama.cpp has no windows for this model: the file's context is the "
                "window's %zu positions, not %zu\n", gguf_context(run.shape), run.shape.P);

@@ -28,6 +28,25 @@
 
 namespace llmc {
 
+// The number of a parameter's elements that one token goes through: in a stack of E experts K of E.
+inline size_t active_elements(const Model& m, const Parameter& p) {
+    if (p.is_value_table()) return p.cols();
+    return p.stack > 1 ? p.file_elements() / p.stack * m.shape.experts.K : p.file_elements();
+}
+inline size_t active_parameters(const Model& m) {
+    size_t n = 0;
+    for (const Parameter& p : m.parameters)
+        n += active_elements(m, p);
+    return n;
+}
+
+// Channels of all heads in one of attention's two products. Values may be narrower than keys, so
+// this is the mean of both products.
+inline double attention_channels(const Shape& s) {
+    size_t values = s.latent.HS_v ? s.latent.HS_v : s.HS;
+    return double(s.NH * (s.HS + values)) / 2;
+}
+
 // The number of parameters that a token meets and that have no gradient: the base of adapters.
 inline size_t frozen_parameters(const Model& model) {
     size_t n = 0;

@@ -563,15 +563,6 @@ void sinks_backward(float* sums, size_t stride, const T* out, const float* lse, 
 // ----------------------------------------------------------------------------
 // anywhere: as blocks call it, behind attention over the text
 
-// The prefix of a layer: its rows, and the gradients that training makes of them.
-struct PrefixRows {
-    const void *k = nullptr, *v = nullptr; // (n,NKV,HS); null: the layer has no prefix
-    void *dk = nullptr, *dv = nullptr;     // (n,NKV,HS) acc; null: not training
-    size_t n = 0;
-    size_t stride = 0;       // elements between rows; 0: NKV HS, all heads of a row
-    bool accumulate = false; // dk, dv += instead of =
-};
-
 // The operands of attention over the text with the keys of the prefix in their place.
 template <typename T>
 AttentionOperands<T> prefix_operands(AttentionOperands<T> x, const PrefixRows& p) {

@@ -199,4 +199,13 @@ AttentionOperands<native_t<T>> as_native(const AttentionOperands<T>& x) {
             x.d,            x.scale,        x.softcap,      x.accumulate};
 }
 
+// A layer's prefix (attention_join.cuh): its rows, and the gradients that training makes of them.
+struct PrefixRows {
+    const void *k = nullptr, *v = nullptr; // (n,NKV,HS); null: the layer has no prefix
+    void *dk = nullptr, *dv = nullptr;     // (n,NKV,HS) acc; null: not training
+    size_t n = 0;
+    size_t stride = 0;       // elements between rows; 0: NKV HS, all heads of a row
+    bool accumulate = false; // dk, dv += instead of =
+};
+
 } // namespace llmc

@@ -5,7 +5,7 @@
 //   out (C) acc   parts (count,C), each `stride` elements after the one before
 //   Contract: out = or += (accumulate); null: not wanted.  Bitwise repeatable, on the CPU for any
 //             number of threads: the number of parts depends on N alone, parts are added in a fixed
-//             order, no atomics. On the CPU there is one part.
+//             order, no atomics. On the CPU there is one part, unless a row leaves a number.
 //   To copy: this file, types.h and cuda_common.h.
 #pragma once
 #include <algorithm>
@@ -54,15 +54,13 @@ void sum_columns(A* const (&out)[K], size_t N, size_t C, bool accumulate, F add_
     }
 }
 
-// On the CPU a sum has one part, which is the sum, unless an operator leaves a number a row.
 template <typename A>
 void add_parts(const std::vector<PartialSums<A>>& sums, bool accumulate, Cpu) {
     for (const PartialSums<A>& s : sums)
         for (size_t i = 0; s.out && i < s.count * s.C; i++) {
-            size_t part = i / s.C;
-            size_t c = i % s.C;
-            A x = s.parts[part * s.stride + c];
-            s.out[c] = accumulate || part ? s.out[c] + x : x;
+            A x = s.parts[i / s.C * s.stride + i % s.C];
+            A& out = s.out[i % s.C];
+            out = accumulate || i >= s.C ? out + x : x;
         }
 }
 

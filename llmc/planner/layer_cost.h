@@ -29,6 +29,7 @@
 #include "../family.h"
 #include "../fp8.h"
 #include "../io/machine.h"
+#include "../io/mfu.h"
 #include "../layout.h"
 #include "../mla.h"
 #include "../model.h"

@@ -25,6 +25,7 @@
 #include "../io/plan_flags.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../recompute.h"
 #include "../offload.h"
 #include "../ops/types.h"
 #include "../comm/text.h"

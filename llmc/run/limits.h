@@ -20,6 +20,7 @@
 #include "../io/replicas.h"
 #include "../layout.h"
 #include "../model.h"
+#include "../recompute.h"
 #include "../offload.h"
 #include "../ops/types.h"
 #include "../pipeline.h"

@@ -577,6 +577,16 @@ TEST_F(Interchange, GgufHasTheTokenizer) {
     EXPECT_EQ(gguf_words(other), "llama-bpe");
     other.pattern_texts = {GPT2_PATTERN};
     EXPECT_HAS(gguf_no_tokenizer(other), "no name for the way it cuts words");
+
+    // Texts of which llama.cpp makes other tokens.
+    EXPECT_EQ(gguf_other_texts(other), "");
+    EXPECT_EQ(gguf_other_texts(pieces), "");
+    pieces.late_spaces = true;
+    EXPECT_HAS(gguf_other_texts(pieces), "several spaces together");
+    fixed_add(&other.raw, "A", 65, {false, false, false, true});
+    EXPECT_HAS(gguf_other_texts(other), "around \"A\"");
+    other.unicode_form = UTF8PROC_COMPOSE;
+    EXPECT_HAS(gguf_other_texts(other), "Unicode normal form");
     other.kind = TokenizerKind::UNIGRAM;
     EXPECT_EQ(gguf_no_tokenizer(other), "it is unigram");
 }
