@@ -501,6 +501,7 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
     const uint32_t my_q = smem_u32(shared.q) + uint32_t(64 * me * 128);
     const uint32_t k_at = smem_u32(shared.k);
     const uint32_t v_at = smem_u32(shared.v);
+    const float scale = x.factor;
     // A thread holds two rows of s (64, N) and of out (64, 64 C), 8 apart among its warp's 16.
     float s[NT][4], sum[CT][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
@@ -513,13 +514,13 @@ __device__ __forceinline__ void forward_rows(const ForwardShared<D>& shared, flo
 
     // Mask a tile's scores and add them to the running softmax.
     auto softmax = [&](int i, bool all) { // for tile i; p replaces s
-        float factor = x.factor;
+        float factor = scale;
         const int* positions = shared.key_positions + i % POSITION_STAGES * N;
         if (x.slopes) {
             const unsigned row = rows.tile * x.tile_rows + my_first;
             const float slopes[2] = {x.slope(x.head_of(row, rows.kh)) * LOG2E,
                                      x.slope(x.head_of(row + 8, rows.kh)) * LOG2E};
-            slope_scores(s, ranges, slopes, positions, factor);
+            slope_scores(s, ranges, slopes, positions, scale);
             factor = 1;
         }
         if (!all) mask_scores(s, ranges, positions);
@@ -1165,9 +1166,8 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     // L2 holds a head's q, dout, k and v in T, and its dQ in float.
     x.queue.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
                                          x.rows * channels * sizeof(float));
-    // Under a causal mask the first keys take longest, so they should start first. But the blocks
-    // of a head then wait for each other if more than two of them run at once. If the last keys
-    // start first, no block waits.
+    // Under a causal mask the first keys take longest, so they should start first. But then a head's
+    // blocks wait for each other if more than two run at once. Behind the last keys none waits.
     x.first_keys_first = 2 * x.queue.heads_together >= BLOCKS_AT_ONCE;
     return pieces.used;
 }

@@ -325,23 +325,23 @@ inline void fp8_shared_kernels(Check& c) {
                 blas.emulates = architecture;
 #endif
                 const bf16* no_residual = nullptr;
-                Fp8Holds forward = {}, backward = {};
-                std::vector<float> all;
-                for (size_t OC : {16, 144, 7, 32}) {
-                    Array<bf16> out(N * OC);
-                    Weight W = {weight.data, Type::BF16, OC, IC, nullptr, nullptr, fp8};
-                    linear_forward(out.data, inp.data, W, nullptr, no_residual, N, blas, stream,
-                                   shares ? &forward : nullptr);
-                    wait_for(stream);
-                    for (bf16 v : out.host()) all.push_back(to_float(v));
-                }
-                for (size_t OC : {16, 144, 7, 32}) {
-                    Array<float> dw(OC * IC);
-                    Weight W = {weight.data, Type::BF16, OC, IC, dw.data, nullptr, fp8};
-                    linear_backward_weight(W, nullptr, dout.data, inp.data, N, false, blas, stream,
-                                           shares ? &backward : nullptr);
-                    wait_for(stream);
-                    for (float v : dw.host()) all.push_back(v);
+                std::vector<double> all;
+                for (bool backward : {false, true}) {
+                    Fp8Holds holds = {}, *shared = shares ? &holds : nullptr;
+                    for (size_t OC : {16, 144, 7, 32}) {
+                        Array<bf16> out(N * OC);
+                        Array<float> dw(OC * IC);
+                        Weight W = {weight.data, Type::BF16, OC, IC, dw.data, nullptr, fp8};
+                        if (backward)
+                            linear_backward_weight(W, nullptr, dout.data, inp.data, N, false, blas,
+                                                   stream, shared);
+                        else
+                            linear_forward(out.data, inp.data, W, nullptr, no_residual, N, blas,
+                                           stream, shared);
+                        wait_for(stream);
+                        auto made = backward ? as_double(dw.host()) : as_double(out.host());
+                        all.insert(all.end(), made.begin(), made.end());
+                    }
                 }
                 return all;
             };
