@@ -1166,8 +1166,8 @@ size_t hopper_operands(HopperOperands<T>& x, const AttentionOperands<T>& operand
     // L2 holds a head's q, dout, k and v in T, and its dQ in float.
     x.queue.heads_together = heads_in_l2((x.rows + x.d.Tk) * channels * 2 * sizeof(T) +
                                          x.rows * channels * sizeof(float));
-    // Under a causal mask the first keys take longest, so they should start first. But then a head's
-    // blocks wait for each other if more than two run at once. Behind the last keys none waits.
+    // Under a causal mask the first keys take longest, so they should start first. But then blocks
+    // of a head wait for each other if more than two run at once. Behind the last keys none waits.
     x.first_keys_first = 2 * x.queue.heads_together >= BLOCKS_AT_ONCE;
     return pieces.used;
 }
