@@ -11,8 +11,8 @@
 #   run: 18865 steps x 524288 tokens = 9.9B tokens of 803.3M FLOPs = 7.945e18 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 17.7 hours, on 8 GPUs 2.2, $31
 #     H100 at 40% of 989 TFLOP/s in bf16: 5.6 hours, on 8 GPUs 0.7, $20
-#     activations (train)           20695775264     19.3 GiB  ██████████████████████████████████████
-#     total                         21791508992     20.3 GiB  one allocation; plans share the passing bytes
+#     activations (train)           20705736736     19.3 GiB  ██████████████████████████████████████
+#     total                         21801470464     20.3 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 fetch data/fineweb10B/fineweb_train_000103.bin dev/data/fineweb.py --shards 103
 fetch data/gpt2/encoder.json dev/data/tokenizer.py gpt2

@@ -10,8 +10,8 @@
 #   run: 32000 steps x 1048576 tokens = 33.6B tokens of 9.8B FLOPs = 3.294e20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 733.2 hours, on 8 GPUs 91.7, $1283
 #     H100 at 40% of 989 TFLOP/s in bf16: 231.3 hours, on 8 GPUs 28.9, $810
-#     activations (train)           41042377248     38.2 GiB  ██████████████████████████████▉
-#     total                         53102226432     49.5 GiB  one allocation; plans share the passing bytes
+#     activations (train)           41044867616     38.2 GiB  ██████████████████████████████▉
+#     total                         53104716800     49.5 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 fetch data/finewebedu100B/edu_fineweb_train_000336.bin dev/data/fineweb.py --edu --100B --shards 336
 fetch data/gpt2/encoder.json dev/data/tokenizer.py gpt2

@@ -10,8 +10,8 @@
 #   run: 60000 steps x 524288 tokens = 31.5B tokens of 2.3B FLOPs = 7.172e19 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 159.6 hours, on 8 GPUs 20.0, $279
 #     H100 at 40% of 989 TFLOP/s in bf16: 50.4 hours, on 8 GPUs 6.3, $176
-#     activations (train)           26710417440     24.9 GiB  ████████████████████████████████████▏
-#     total                         29595984384     27.6 GiB  one allocation; plans share the passing bytes
+#     activations (train)           26715398176     24.9 GiB  ████████████████████████████████████▏
+#     total                         29600965120     27.6 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 fetch data/fineweb100B/fineweb_train_000315.bin dev/data/fineweb.py --100B --shards 315
 fetch data/gpt2/encoder.json dev/data/tokenizer.py gpt2

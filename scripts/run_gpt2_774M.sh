@@ -9,8 +9,8 @@
 #   run: 286102 steps x 524288 tokens = 150.0B tokens of 4.9B FLOPs = 7.391e20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 1645.1 hours, on 8 GPUs 205.6, $2879
 #     H100 at 40% of 989 TFLOP/s in bf16: 519.0 hours, on 8 GPUs 64.9, $1816
-#     activations (train)           49527441440     46.1 GiB  ███████████████████████████████████▋
-#     total                         55621982720     51.8 GiB  one allocation; plans share the passing bytes
+#     activations (train)           49532422176     46.1 GiB  ███████████████████████████████████▋
+#     total                         55626963456     51.8 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 fetch data/fineweb100B/fineweb_train_001030.bin dev/data/fineweb.py --100B --shards 1030
 fetch data/gpt2/encoder.json dev/data/tokenizer.py gpt2

@@ -12,8 +12,8 @@
 #   run: 50000 steps x 2097152 tokens = 104.9B tokens of 7.2B FLOPs = 7.501e20 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 1669.7 hours, on 8 GPUs 208.7, $2922
 #     H100 at 40% of 989 TFLOP/s in bf16: 526.7 hours, on 8 GPUs 65.8, $1843
-#     activations (train)           22318694432     20.8 GiB  █████████████████████████████▎
-#     total                         30577809920     28.5 GiB  one allocation; plans share the passing bytes
+#     activations (train)           22321184800     20.8 GiB  █████████████████████████████▎
+#     total                         30580300288     28.5 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 text=data/finewebedu100B_parquet shards=data/tinyllama
 fetch data/llama2/tokenizer.model dev/data/tokenizer.py llama2

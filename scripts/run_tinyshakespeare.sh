@@ -8,8 +8,8 @@
 #   run: 300 steps x 4096 tokens = 1.2M tokens of 70.4M FLOPs = 8.647e13 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 0.0 hours
 #     H100 at 40% of 989 TFLOP/s in bf16: 0.0 hours
-#     activations (train)             344472608    328.5 MiB  █████████████████████████▏
-#     total                           547728896    522.4 MiB  one allocation; plans share the passing bytes
+#     activations (train)             345095200    329.1 MiB  █████████████████████████▏
+#     total                           548351488    522.9 MiB  one allocation; plans share the passing bytes
 GPUS=${GPUS:-0}
 . "$(dirname "$0")/run_common.sh"
 data=${DATA:-data/tinyshakespeare.txt}

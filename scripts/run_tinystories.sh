@@ -7,8 +7,8 @@
 #   run: 600 steps x 2048 tokens = 1.2M tokens of 29.7M FLOPs = 3.650e13 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 0.0 hours
 #     H100 at 40% of 989 TFLOP/s in bf16: 0.0 hours
-#     activations (train)             110988832    105.8 MiB  ██████████████████████▉
-#     total                           194045952    185.1 MiB  one allocation; plans share the passing bytes
+#     activations (train)             111200288    106.0 MiB  ██████████████████████▉
+#     total                           194257408    185.3 MiB  one allocation; plans share the passing bytes
 GPUS=${GPUS:-0}
 . "$(dirname "$0")/run_common.sh"
 data=${DATA:-data/tinystories/TinyStoriesV2-GPT4-valid.txt}

@@ -14,8 +14,8 @@
 #   run: 3250 steps x 524288 tokens = 1.7B tokens of 1.0B FLOPs = 1.756e18 FLOPs
 #     A100 at 40% of 312 TFLOP/s in bf16: 3.9 hours, on 8 GPUs 0.5, $7
 #     H100 at 40% of 989 TFLOP/s in bf16: 1.2 hours, on 8 GPUs 0.2, $4
-#     activations (train)           23426504736     21.8 GiB  ██████████████████████████████████████
-#     total                         24646982144     23.0 GiB  one allocation; plans share the passing bytes
+#     activations (train)           23436466208     21.8 GiB  ██████████████████████████████████████▏
+#     total                         24614430208     22.9 GiB  one allocation; plans share the passing bytes
 . "$(dirname "$0")/run_common.sh"
 optimizer=${1:-muon}
 name=track3_$optimizer
