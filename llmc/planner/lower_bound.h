@@ -316,6 +316,8 @@ inline LiveStages live_stages(const Layout& layout, int micro_batches, int rank)
 struct RankSums {
     Price all;
     double fill = 0, drain = 0, chunks = 0;
+    double gradients = 0; // seconds of their moves in all micro-batches
+    double leaving = 0;   // bytes of a micro-batch's activations that may leave
 };
 
 // Add up each rank's layers.
@@ -340,8 +342,15 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
         stages.push_back({fill + drain, -r.all.forward - r.all.backward});
         fill += message;
         drain += p.mode == Mode::TRAIN ? message : 0;
+        int begin = first_layer_of(layout, model, stage);
         int end = first_layer_of(layout, model, stage + 1);
-        for (int l = first_layer_of(layout, model, stage); l < end; l++) {
+
+        // A chunk of few layers keeps its gradients from one micro-batch to the next (offload.h),
+        // in an interleaved pipeline as long as a group of them lasts.
+        int groups = layout.pipeline == Pipeline::INTERLEAVED ? p.micro_batches / pp : 1;
+        bool stay = end - begin <= 2 * layout.prefetch + 1;
+        int uses = stay ? std::max(1, groups) : p.micro_batches;
+        for (int l = begin; l < end; l++) {
             // A tied head on the embedding's rank uses the table that is there already.
             size_t kind = prices.kinds.of[size_t(l)];
             Price one = layers[kind];
@@ -349,6 +358,10 @@ std::vector<RankSums> rank_sums(Prices<T, S>& prices, const Plan& p) {
             bool tied_here = tied && stage % pp == 0;
             if (!tied_here) one.add(buckets[kind]);
             r.all.add(one);
+            r.gradients += (2 * uses - 1) * one.move;
+            // Blocks next to the head need their activations again at once.
+            if (l + layout.prefetch < model.head())
+                r.leaving += one.kept_b + one.kept_w;
             r.all.passing = one.passing; // the last layer's
             fill += one.forward;
             drain += one.backward;
@@ -390,14 +403,13 @@ Bound bound_of_plan(Prices<T, S>& prices, const Plan& p) {
     double tail = 0;
     for (int rank = 0; rank < layout.pp.size; rank++) {
         // Find the longest of the queues.
-        const auto& [r, fill, drain, chunks] = ranks[size_t(rank)];
+        const auto& [r, fill, drain, chunks, gradients, leaving] = ranks[size_t(rank)];
         double rate = tier_rate(machine, p.offload.activations);
-        double kept_bytes = r.kept_b + r.kept_w;
-        double kept = leave ? 2 * kept_bytes / rate : 0; // out and back
+        double kept = leave ? 2 * leaving / rate : 0; // out and back
         double computing = m * (r.forward + r.backward);
         double reduce = each ? r.reduce : 0;
         double collectives = m * (r.gather + reduce);
-        double moves = m * (r.fetch + kept) + (2 * m - 1) * r.move;
+        double moves = m * (r.fetch + kept) + gradients;
         double busy = std::max({computing, collectives, moves});
         busy += machine.contention * std::min(computing, collectives);
 

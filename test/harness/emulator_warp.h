@@ -183,7 +183,7 @@ LLMC_DEV float ex2(float x) {
     float y = exp2f(fabsf(x) < FLT_MIN ? 0 : x);
     return y < FLT_MIN ? 0 : y;
 }
-// tanh(x) with the largest error that the PTX manual allows, 2^-11 of it, up or down by x's last bit.
+// tanh(x) with the largest error that PTX's manual allows, 2^-11 of it, up or down by x's last bit.
 LLMC_DEV float tanh_approx(float x) {
     float error = __builtin_bit_cast(uint32_t, x) & 1 ? 0x1p-11f : -0x1p-11f;
     float y = tanhf(x) * (1 + error);

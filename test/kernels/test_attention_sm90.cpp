@@ -32,7 +32,7 @@ inline std::vector<AttentionCase> hopper_cases() {
             {1, 140, 260, 2, 1, 128, 1},
             {1, 20, 30, 1, 1, 104, 2},
             {1, 1, 127, 1, 1, 64, 2},  // all keys are seen, and one of a tile is not there
-            {1, 22, 150, 3, 1, 64, 4}, // an idle row in a tile without a mask
+            {1, 45, 180, 3, 1, 64, 4}, // idle rows in a tile without a mask, before another tile
             {1, 1, 100, 3, 1, 64, 4}};
 }
 // More tiles of keys, and of rows, than a warp examines at once.
